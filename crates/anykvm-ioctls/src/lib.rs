@@ -1,0 +1,1 @@
+//! The API of kvm-ioctls without a kernel.

@@ -1,0 +1,5 @@
+//! The `anykvm` command.
+
+#![forbid(unsafe_code)]
+
+fn main() {}

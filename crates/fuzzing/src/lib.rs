@@ -1,0 +1,3 @@
+//! Generators and oracles shared by tests and fuzz targets.
+
+#![forbid(unsafe_code)]

@@ -1,0 +1,3 @@
+//! KVM's semantics: VM, vCPU and device objects, run loop, paravirtualisation, clock.
+
+#![forbid(unsafe_code)]

@@ -1,0 +1,3 @@
+//! PIC, IOAPIC, LAPIC, PIT and interrupt routing as pure state machines.
+
+#![forbid(unsafe_code)]

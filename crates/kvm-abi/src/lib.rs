@@ -1,0 +1,1 @@
+//! KVM's ioctl numbers, structures and errno over the hypervisor's typed calls.

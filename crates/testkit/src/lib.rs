@@ -1,0 +1,3 @@
+//! Small guests and builders for tests.
+
+#![forbid(unsafe_code)]

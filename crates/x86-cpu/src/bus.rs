@@ -1,0 +1,246 @@
+//! [`GuestBus`]: everything that executing code asks of the outside.
+//!
+//! Addresses are linear (segment base added); gpas never appear here.
+//!
+//! **Restart rule.** An access that the VMM has to answer returns
+//! [`Fault::Exit`]: the instruction must leave `CpuState` as it was before it,
+//! and is executed again from its start once the answer is there. The bus
+//! replays the answers of the instruction's earlier device accesses, so each
+//! device access happens exactly once. A `rep` instruction commits each
+//! iteration and calls [`GuestBus::commit`].
+
+use crate::{CpuState, Exception};
+
+/// On whose behalf memory is accessed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Privilege {
+    /// At the current privilege level.
+    Current,
+    /// An implicit supervisor access: descriptor tables, TSS, frames pushed at
+    /// a new CPL 0 (SDM vol. 3, 4.6.1). Never checked as a user access, and
+    /// SMAP applies whatever RFLAGS.AC is.
+    System,
+}
+
+/// What an access does, for permission checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Data read.
+    Read,
+    /// Data write, or read-modify-write.
+    Write,
+    /// Instruction fetch.
+    Fetch,
+}
+
+/// Why an access did not happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The guest gets an exception.
+    Exception(Exception),
+    /// The VMM has to act first; the bus holds the reason.
+    Exit,
+}
+
+impl From<Exception> for Fault {
+    fn from(e: Exception) -> Self {
+        Self::Exception(e)
+    }
+}
+
+/// Translations to forget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flush {
+    /// INVLPG: the page in the current PCID, and global ones.
+    Page(u64),
+    /// INVPCID type 0.
+    PcidPage(u16, u64),
+    /// INVPCID type 1, and MOV to CR3 without the no-flush bit: non-global of one PCID.
+    Pcid(u16),
+    /// INVPCID type 3: non-global of every PCID.
+    NonGlobal,
+    /// INVPCID type 2, CR4.PGE toggled, CR0.PG toggled: everything.
+    All,
+}
+
+/// Identity of the page that code is fetched from.
+///
+/// `id` names the backing page whatever its virtual address; `generation`
+/// changes when bytes of it that were fetched as code have been written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CodePage {
+    /// Opaque identity, page-granular (its low 12 bits are zero).
+    pub id: u64,
+    /// Generation of the page's code.
+    pub generation: u32,
+}
+
+/// An integer that moves over the bus in one piece.
+pub trait Word: Copy + Default + Eq + Send + Sync + core::fmt::Debug + 'static {
+    /// Size in bytes.
+    const SIZE: usize;
+    /// From the low bytes of `v`.
+    fn from_u128(v: u128) -> Self;
+    /// Zero-extended.
+    fn to_u128(self) -> u128;
+    /// From little-endian bytes; `b` has [`Self::SIZE`] bytes.
+    fn from_le(b: &[u8]) -> Self;
+    /// Little-endian bytes in the low part of the result.
+    fn to_le(self) -> [u8; 16];
+}
+
+macro_rules! word {
+    ($($t:ty),*) => { $(impl Word for $t {
+        const SIZE: usize = size_of::<$t>();
+        #[inline(always)]
+        fn from_u128(v: u128) -> Self { v as $t }
+        #[inline(always)]
+        fn to_u128(self) -> u128 { self as u128 }
+        #[inline(always)]
+        fn from_le(b: &[u8]) -> Self {
+            let mut a = [0; size_of::<$t>()];
+            a.copy_from_slice(b);
+            <$t>::from_le_bytes(a)
+        }
+        #[inline(always)]
+        fn to_le(self) -> [u8; 16] { (self as u128).to_le_bytes() }
+    })* };
+}
+word!(u8, u16, u32, u64, u128);
+
+/// What executing code asks of the outside.
+pub trait GuestBus {
+    /// Reads a word at a linear address.
+    fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault>;
+    /// Writes a word. Nothing is written if any byte may not be.
+    fn write<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        value: T,
+        who: Privilege,
+    ) -> Result<(), Fault>;
+    /// Replaces a word by `f` of it and returns the old one. The page is
+    /// checked for writing first. With `lock` the exchange is atomic against
+    /// other vCPUs (`f` may be called again); without, only the translation is shared.
+    fn rmw<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        who: Privilege,
+        lock: bool,
+        f: impl FnMut(T) -> T,
+    ) -> Result<T, Fault>;
+    /// Reads any number of bytes (16- to 64-byte vectors, descriptors, XSAVE areas).
+    fn read_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+        who: Privilege,
+    ) -> Result<(), Fault>;
+    /// Writes any number of bytes; all pages are checked before the first byte is written.
+    fn write_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &[u8],
+        who: Privilege,
+    ) -> Result<(), Fault>;
+    /// Checks that an access would not fault, setting A and D bits as it would.
+    fn probe(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        len: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<(), Fault>;
+    /// Fast path of ascending `rep movs`: copies up to `len` bytes of plain
+    /// memory as if byte by byte in ascending order in units of `unit` bytes,
+    /// and returns the bytes done, a multiple of `unit`; 0 means "do one
+    /// iteration the slow way". Never faults.
+    fn bulk_copy(
+        &mut self,
+        _cpu: &mut CpuState,
+        _dst: u64,
+        _src: u64,
+        _len: u64,
+        _unit: u64,
+    ) -> u64 {
+        0
+    }
+    /// Fast path of ascending `rep stos`: fills with the low `unit` bytes of `value`; as [`Self::bulk_copy`].
+    fn bulk_fill(
+        &mut self,
+        _cpu: &mut CpuState,
+        _dst: u64,
+        _value: u64,
+        _len: u64,
+        _unit: u64,
+    ) -> u64 {
+        0
+    }
+
+    /// The page that code at `gva` is fetched from; checks fetch permission at the current CPL.
+    fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault>;
+    /// Fetches up to `buf.len()` (at most 15) code bytes without crossing the
+    /// page, and tracks them as code: a later write to them changes the page's
+    /// generation. Returns how many bytes there are before the page's end.
+    fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault>;
+    /// The current generation of a page that [`Self::code_page`] returned.
+    fn code_generation(&mut self, id: u64) -> u32;
+    /// Changes whenever a translation used for fetching may have changed
+    /// (flush, context or view change): a cache of `code_page` keyed by it is exact.
+    fn fetch_epoch(&self) -> u64;
+
+    /// CR0, CR3, CR4 or EFER changed how addresses are translated, and `cpu`
+    /// has the new values. Selects the context; loads and checks PDPTEs in PAE
+    /// mode (`#GP(0)` on reserved bits). Flushes nothing by itself: the caller
+    /// asks with [`Self::flush`] as the manual says.
+    fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault>;
+    /// CPL, RFLAGS.AC, CR0.WP, CR4.SMEP/SMAP/PKE or PKRU changed: selects a view. Cheap.
+    fn select_view(&mut self, cpu: &mut CpuState);
+    /// Forgets translations.
+    fn flush(&mut self, cpu: &mut CpuState, what: Flush);
+
+    /// IN: `size` is 1, 2 or 4.
+    fn port_in(&mut self, cpu: &mut CpuState, port: u16, size: u8) -> Result<u32, Fault>;
+    /// OUT.
+    fn port_out(
+        &mut self,
+        cpu: &mut CpuState,
+        port: u16,
+        size: u8,
+        value: u32,
+    ) -> Result<(), Fault>;
+    /// RDMSR after the CPL check.
+    fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault>;
+    /// WRMSR after the CPL check.
+    fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault>;
+    /// CPUID: EAX, EBX, ECX, EDX.
+    fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4];
+    /// The guest's time-stamp counter.
+    fn tsc(&mut self, cpu: &mut CpuState) -> u64;
+    /// RDPMC after the CPL check.
+    fn read_pmc(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault>;
+    /// MOV from CR8: the task priority, 0 to 15.
+    fn task_priority(&mut self, cpu: &mut CpuState) -> u8;
+    /// MOV to CR8.
+    fn set_task_priority(&mut self, cpu: &mut CpuState, priority: u8);
+    /// VMCALL and VMMCALL; the bus writes the result to RAX.
+    fn hypercall(&mut self, cpu: &mut CpuState) -> Result<(), Fault>;
+    /// RDRAND and RDSEED.
+    fn random(&mut self) -> u64;
+    /// An exception is about to be delivered: true if the VMM wants it instead
+    /// (KVM_SET_GUEST_DEBUG), in which case the bus has recorded the exit.
+    fn intercept(&mut self, _cpu: &mut CpuState, _exception: Exception) -> bool {
+        false
+    }
+    /// IRET has completed: NMIs are unmasked. (`cpu.events` is already updated.)
+    fn nmi_unmasked(&mut self) {}
+    /// The instruction or iteration is complete: answers of its device accesses are forgotten.
+    fn commit(&mut self);
+    /// True when the run loop has to be returned to before the next block.
+    fn poll(&mut self) -> bool;
+}

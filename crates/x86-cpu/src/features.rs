@@ -1,0 +1,141 @@
+//! The CPUID features that change how instructions behave.
+//!
+//! Computed once from the table that KVM_SET_CPUID2 gives; execution tests bits
+//! here and never walks the table.
+
+/// A feature bit that execution depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+#[allow(missing_docs, reason = "the names are CPUID's own")]
+pub enum Feature {
+    Fpu,
+    Vme,
+    De,
+    Pse,
+    Tsc,
+    Msr,
+    Pae,
+    Mce,
+    Cx8,
+    Apic,
+    Sep,
+    Pge,
+    Cmov,
+    Pat,
+    Pse36,
+    Clfsh,
+    Mmx,
+    Fxsr,
+    Sse,
+    Sse2,
+    Sse3,
+    Pclmulqdq,
+    Monitor,
+    Ssse3,
+    Fma,
+    Cx16,
+    Pcid,
+    Sse41,
+    Sse42,
+    X2apic,
+    Movbe,
+    Popcnt,
+    TscDeadline,
+    Aes,
+    Xsave,
+    Avx,
+    F16c,
+    Rdrand,
+    Fsgsbase,
+    TscAdjust,
+    Bmi1,
+    Avx2,
+    Smep,
+    Bmi2,
+    Erms,
+    Invpcid,
+    Avx512f,
+    Rdseed,
+    Adx,
+    Smap,
+    Clflushopt,
+    Clwb,
+    Sha,
+    Umip,
+    Pku,
+    Gfni,
+    Vaes,
+    Vpclmulqdq,
+    La57,
+    Rdpid,
+    Pks,
+    Fsrm,
+    Xsaveopt,
+    Xsavec,
+    Xgetbv1,
+    Xsaves,
+    LahfLm,
+    Abm,
+    Sse4a,
+    Misalignsse,
+    Prefetchw,
+    Xop,
+    Fma4,
+    Tbm,
+    Nx,
+    Mmxext,
+    Fxsropt,
+    Pdpe1gb,
+    Rdtscp,
+    Lm,
+    Syscall,
+    Topoext,
+    Clzero,
+    Xsaveerptr,
+    Wbnoinvd,
+    Cr8Legacy,
+    Amd,
+    Lzcnt,
+    AvxVnni,
+    Serialize,
+}
+
+/// A set of [`Feature`]s and the numbers that go with them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    bits: u128,
+    /// MAXPHYADDR in bits.
+    pub maxphyaddr: u8,
+    /// XCR0 bits that XSETBV accepts.
+    pub xcr0: u64,
+    /// IA32_XSS bits that WRMSR accepts.
+    pub xss: u64,
+}
+
+impl Default for Features {
+    fn default() -> Self {
+        Self {
+            bits: 0,
+            maxphyaddr: 36,
+            xcr0: 1,
+            xss: 0,
+        }
+    }
+}
+
+impl Features {
+    /// True if the feature is there.
+    #[inline(always)]
+    pub const fn has(&self, f: Feature) -> bool {
+        self.bits >> (f as u8) & 1 != 0
+    }
+    /// Adds or removes one.
+    pub const fn set(&mut self, f: Feature, on: bool) {
+        let bit = 1u128 << (f as u8);
+        if on {
+            self.bits |= bit;
+        } else {
+            self.bits &= !bit;
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! x87, SSE and AVX state as one XSAVE image in the standard format.
+
+use x86_defs::xsave;
+
+/// Bytes in the image: up to and including PKRU's component with AVX-512.
+pub const AREA_SIZE: usize = 2816;
+
+/// The FP/SIMD registers (SDM vol. 1, 13.4). The image always holds current
+/// values; XSTATE_BV in it is not meaningful (GET/SET code handles it).
+#[repr(C, align(64))]
+#[derive(Clone, PartialEq, Eq)]
+pub struct FpState {
+    /// The image.
+    pub area: [u8; AREA_SIZE],
+}
+
+impl core::fmt::Debug for FpState {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("FpState")
+            .field("fcw", &self.u16_at(xsave::FCW))
+            .field("mxcsr", &self.mxcsr())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Default for FpState {
+    fn default() -> Self {
+        let mut s = Self {
+            area: [0; AREA_SIZE],
+        };
+        s.area[xsave::FCW..xsave::FCW + 2].copy_from_slice(&xsave::FCW_RESET.to_le_bytes());
+        s.set_mxcsr(xsave::MXCSR_DEFAULT);
+        s
+    }
+}
+
+impl FpState {
+    /// A 16-bit field at a fixed offset of the legacy region.
+    pub fn u16_at(&self, offset: usize) -> u16 {
+        u16::from_le_bytes([self.area[offset], self.area[offset + 1]])
+    }
+    /// MXCSR.
+    pub fn mxcsr(&self) -> u32 {
+        let a = &self.area;
+        u32::from_le_bytes([
+            a[xsave::MXCSR],
+            a[xsave::MXCSR + 1],
+            a[xsave::MXCSR + 2],
+            a[xsave::MXCSR + 3],
+        ])
+    }
+    /// Sets MXCSR.
+    pub fn set_mxcsr(&mut self, v: u32) {
+        self.area[xsave::MXCSR..xsave::MXCSR + 4].copy_from_slice(&v.to_le_bytes());
+    }
+    /// XMM register `n`, 0 to 15.
+    pub fn xmm(&self, n: usize) -> u128 {
+        let at = xsave::XMM0 + 16 * (n & 15);
+        let mut b = [0; 16];
+        b.copy_from_slice(&self.area[at..at + 16]);
+        u128::from_le_bytes(b)
+    }
+    /// Sets XMM register `n`.
+    pub fn set_xmm(&mut self, n: usize, v: u128) {
+        let at = xsave::XMM0 + 16 * (n & 15);
+        self.area[at..at + 16].copy_from_slice(&v.to_le_bytes());
+    }
+    /// Upper half of YMM register `n`.
+    pub fn ymm_hi(&self, n: usize) -> u128 {
+        let at = xsave::YMM_HI + 16 * (n & 15);
+        let mut b = [0; 16];
+        b.copy_from_slice(&self.area[at..at + 16]);
+        u128::from_le_bytes(b)
+    }
+    /// Sets the upper half of YMM register `n`.
+    pub fn set_ymm_hi(&mut self, n: usize, v: u128) {
+        let at = xsave::YMM_HI + 16 * (n & 15);
+        self.area[at..at + 16].copy_from_slice(&v.to_le_bytes());
+    }
+}

@@ -1,0 +1,21 @@
+//! A vCPU's architectural state, the events pending on it, its CPUID and MSR model, and the trait through which execution reaches the world.
+//!
+//! Everything that executes guest code (interpreter, later translated code)
+//! works on one [`CpuState`] and reaches memory, ports, MSRs that are not CPU
+//! registers, and the hypervisor through one trait, [`GuestBus`].
+
+#![forbid(unsafe_code)]
+
+pub mod bus;
+pub mod event;
+pub mod features;
+pub mod fp;
+pub mod msrs;
+pub mod state;
+
+pub use bus::{Access, CodePage, Fault, Flush, GuestBus, Privilege, Word};
+pub use event::{Event, Events, Exception, PendingException, PendingInterrupt};
+pub use features::{Feature, Features};
+pub use fp::FpState;
+pub use msrs::Msrs;
+pub use state::{CodeSize, CpuState, Shadow};

@@ -1,0 +1,28 @@
+//! The MSRs that are plain CPU registers.
+//!
+//! EFER, FS.base and GS.base live in [`crate::CpuState`]; APIC, clock and
+//! paravirtual MSRs belong to the hypervisor.
+
+/// MSRs without side effects outside the CPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+#[allow(missing_docs, reason = "the fields are the MSRs' own names")]
+pub struct Msrs {
+    pub star: u64,
+    pub lstar: u64,
+    pub cstar: u64,
+    pub fmask: u64,
+    pub kernel_gs_base: u64,
+    pub tsc_aux: u64,
+    pub sysenter_cs: u64,
+    pub sysenter_esp: u64,
+    pub sysenter_eip: u64,
+    pub pat: u64,
+    pub misc_enable: u64,
+    pub debugctl: u64,
+    pub smbase: u64,
+    pub spec_ctrl: u64,
+    pub mtrr_def_type: u64,
+    pub mtrr_fixed: [u64; 11],
+    pub mtrr_var: [u64; 16],
+}

@@ -1,0 +1,240 @@
+//! [`CpuState`]: all architectural state of one vCPU.
+//!
+//! `repr(C)`: generated code addresses its fields through one base register.
+//! `rflags` is exact whenever no instruction is executing; an execution engine
+//! may keep the arithmetic flags elsewhere while it runs.
+
+use x86_defs::{
+    control::{cr0, cr4, efer},
+    dr, reg, rflags,
+    segment::{Attr, DescriptorTable, Segment},
+};
+
+use crate::{Events, Features, FpState, Msrs};
+
+/// Interrupt shadow: events held off for one instruction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Shadow {
+    /// None.
+    #[default]
+    None,
+    /// After STI: maskable interrupts.
+    Sti,
+    /// After MOV SS or POP SS: interrupts, NMIs and debug traps too.
+    MovSs,
+}
+
+/// Width of the code that CS selects.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum CodeSize {
+    /// 16-bit: real, v8086, or CS.D = 0.
+    #[default]
+    Bits16,
+    /// 32-bit protected or compatibility mode.
+    Bits32,
+    /// 64-bit mode.
+    Bits64,
+}
+
+/// All architectural state of one vCPU.
+#[repr(C, align(64))]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuState {
+    /// General registers in encoding order, then [`reg::ZERO`] and [`reg::RIP`].
+    pub gpr: [u64; reg::NR_SLOTS],
+    /// RFLAGS.
+    pub rflags: u64,
+    /// Current privilege level.
+    pub cpl: u8,
+    /// Width of code; kept by [`CpuState::update_mode`].
+    pub code_size: CodeSize,
+    /// Interrupt shadow.
+    pub shadow: Shadow,
+    /// Linear address of the last #PF raised, CR2 once it is delivered.
+    pub fault_gva: u64,
+    /// DR6 bits of the last #DB raised.
+    pub fault_dr6: u64,
+    /// ES, CS, SS, DS, FS, GS.
+    pub seg: [Segment; 6],
+    /// Local descriptor table.
+    pub ldtr: Segment,
+    /// Task register.
+    pub tr: Segment,
+    /// Global descriptor table.
+    pub gdtr: DescriptorTable,
+    /// Interrupt descriptor table.
+    pub idtr: DescriptorTable,
+    /// CR0.
+    pub cr0: u64,
+    /// CR2.
+    pub cr2: u64,
+    /// CR3, without the no-flush bit.
+    pub cr3: u64,
+    /// CR4.
+    pub cr4: u64,
+    /// IA32_EFER.
+    pub efer: u64,
+    /// XCR0.
+    pub xcr0: u64,
+    /// IA32_XSS.
+    pub xss: u64,
+    /// PKRU.
+    pub pkru: u32,
+    /// IA32_PKRS.
+    pub pkrs: u32,
+    /// PDPTEs of PAE paging.
+    pub pdpte: [u64; 4],
+    /// DR0 to DR3.
+    pub dr: [u64; 4],
+    /// DR6.
+    pub dr6: u64,
+    /// DR7.
+    pub dr7: u64,
+    /// Plain MSRs.
+    pub msr: Msrs,
+    /// Events that wait.
+    pub events: Events,
+    /// What CPUID promises.
+    pub features: Features,
+    /// x87 and SIMD state.
+    pub fp: FpState,
+}
+
+impl Default for CpuState {
+    /// State after reset (SDM vol. 3, table 10-1), with no CPUID features.
+    fn default() -> Self {
+        let data = Segment {
+            base: 0,
+            limit: 0xffff,
+            attr: Attr(0x93),
+            selector: 0,
+        };
+        let mut seg = [data; 6];
+        seg[reg::CS] = Segment {
+            base: 0xffff_0000,
+            limit: 0xffff,
+            attr: Attr(0x9b),
+            selector: 0xf000,
+        };
+        let mut gpr = [0; reg::NR_SLOTS];
+        gpr[reg::RIP] = 0xfff0;
+        gpr[reg::RDX] = 0x600;
+        Self {
+            gpr,
+            rflags: rflags::FIXED1,
+            cpl: 0,
+            code_size: CodeSize::Bits16,
+            shadow: Shadow::None,
+            fault_gva: 0,
+            fault_dr6: 0,
+            seg,
+            ldtr: Segment {
+                limit: 0xffff,
+                attr: Attr(0x82),
+                ..Segment::default()
+            },
+            tr: Segment {
+                limit: 0xffff,
+                attr: Attr(0x8b),
+                ..Segment::default()
+            },
+            gdtr: DescriptorTable {
+                base: 0,
+                limit: 0xffff,
+            },
+            idtr: DescriptorTable {
+                base: 0,
+                limit: 0xffff,
+            },
+            cr0: cr0::RESET,
+            cr2: 0,
+            cr3: 0,
+            cr4: 0,
+            efer: 0,
+            xcr0: 1,
+            xss: 0,
+            pkru: 0,
+            pkrs: 0,
+            pdpte: [0; 4],
+            dr: [0; 4],
+            dr6: dr::DR6_FIXED1,
+            dr7: dr::DR7_FIXED1,
+            msr: Msrs {
+                pat: 0x0007_0406_0007_0406,
+                smbase: 0x30000,
+                misc_enable: 1,
+                ..Msrs::default()
+            },
+            events: Events::default(),
+            features: Features::default(),
+            fp: FpState::default(),
+        }
+    }
+}
+
+impl CpuState {
+    /// RIP of the current instruction.
+    #[inline(always)]
+    pub const fn rip(&self) -> u64 {
+        self.gpr[reg::RIP]
+    }
+    /// Sets RIP.
+    #[inline(always)]
+    pub const fn set_rip(&mut self, rip: u64) {
+        self.gpr[reg::RIP] = rip;
+    }
+    /// CR0.PE.
+    #[inline(always)]
+    pub const fn is_protected(&self) -> bool {
+        self.cr0 & cr0::PE != 0
+    }
+    /// Virtual-8086 mode.
+    #[inline(always)]
+    pub const fn is_v86(&self) -> bool {
+        self.rflags & rflags::VM != 0
+    }
+    /// Real or virtual-8086: segments are selector × 16.
+    #[inline(always)]
+    pub const fn is_real_or_v86(&self) -> bool {
+        !self.is_protected() || self.is_v86()
+    }
+    /// EFER.LMA: 64-bit or compatibility mode.
+    #[inline(always)]
+    pub const fn is_long_mode(&self) -> bool {
+        self.efer & efer::LMA != 0
+    }
+    /// 64-bit mode proper.
+    #[inline(always)]
+    pub fn is_64bit(&self) -> bool {
+        self.code_size == CodeSize::Bits64
+    }
+    /// CR0.PG.
+    #[inline(always)]
+    pub const fn is_paging(&self) -> bool {
+        self.cr0 & cr0::PG != 0
+    }
+    /// RFLAGS.IOPL.
+    #[inline(always)]
+    pub const fn iopl(&self) -> u8 {
+        ((self.rflags & rflags::IOPL) >> rflags::IOPL_SHIFT) as u8
+    }
+    /// True if the linear address is canonical in the current paging mode.
+    #[inline(always)]
+    pub const fn is_canonical(&self, gva: u64) -> bool {
+        let shift = if self.cr4 & cr4::LA57 != 0 { 7 } else { 16 };
+        ((gva << shift) as i64 >> shift) as u64 == gva
+    }
+    /// Recomputes [`Self::code_size`] after CR0.PE, EFER.LMA, RFLAGS.VM or CS changed.
+    pub fn update_mode(&mut self) {
+        let cs = self.seg[reg::CS].attr;
+        self.code_size = if self.is_long_mode() && cs.is_long() && !self.is_v86() {
+            CodeSize::Bits64
+        } else if cs.is_big() && !self.is_v86() {
+            CodeSize::Bits32
+        } else {
+            CodeSize::Bits16
+        };
+    }
+}

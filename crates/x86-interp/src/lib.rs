@@ -1,0 +1,18 @@
+//! Reference semantics of x86: one small function per instruction.
+//!
+//! Guest code is decoded once into blocks of [`Insn`]s, each with a handler
+//! function; [`Interp::run`] executes blocks until the bus asks for the run
+//! loop or an instruction stops. The interpreter never sees a gpa and cannot
+//! tell whether it runs under KVM semantics, a fuzzer or a unit test.
+
+#![forbid(unsafe_code)]
+
+mod exec;
+mod flags;
+mod insn;
+mod run;
+
+pub use exec::{Exec, Flow, Step, Stop};
+pub use flags::LazyFlags;
+pub use insn::{Handler, Insn};
+pub use run::{Interp, RunStop};

@@ -1,0 +1,5 @@
+//! Developer tasks.
+
+#![forbid(unsafe_code)]
+
+fn main() {}
