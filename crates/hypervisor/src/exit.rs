@@ -1,0 +1,150 @@
+//! What passes between the VMM and KVM_RUN (KVM API document, "The kvm_run structure").
+
+use std::sync::atomic::AtomicU8;
+
+/// Most bytes of one PIO exit: the PIO page.
+pub const IO_DATA_MAX: usize = 4096;
+
+/// Data of a PIO exit: `size * count` bytes.
+pub type IoData = Vec<u8>;
+
+/// What the VMM left in the run page in answer to the previous exit.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Answer<'a> {
+    /// Nothing was asked.
+    #[default]
+    None,
+    /// Data of an IN.
+    Io(&'a [u8]),
+    /// Data of an MMIO read.
+    Mmio([u8; 8]),
+    /// Result of KVM_EXIT_X86_RDMSR/WRMSR.
+    Msr {
+        /// RDMSR's value.
+        data: u64,
+        /// Inject #GP.
+        error: bool,
+    },
+    /// Result of KVM_EXIT_HYPERCALL.
+    Hypercall(u64),
+}
+
+/// Input of [`crate::Vcpu::run`].
+#[derive(Debug)]
+pub struct RunInput<'a> {
+    /// Answer to the previous exit.
+    pub answer: Answer<'a>,
+    /// kvm_run.request_interrupt_window.
+    pub request_interrupt_window: bool,
+    /// kvm_run.cr8, used without an in-kernel LAPIC.
+    pub cr8: u8,
+    /// kvm_run.immediate_exit, read while the vCPU runs.
+    pub immediate_exit: &'a AtomicU8,
+}
+
+/// Output of [`crate::Vcpu::run`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunOutput {
+    /// Why the vCPU stopped.
+    pub exit: Exit,
+    /// An interrupt can be injected now (KVM_INTERRUPT).
+    pub ready_for_interrupt_injection: bool,
+    /// RFLAGS.IF.
+    pub if_flag: bool,
+    /// CR8.
+    pub cr8: u8,
+    /// IA32_APIC_BASE.
+    pub apic_base: u64,
+    /// KVM_RUN_X86_SMM.
+    pub in_smm: bool,
+}
+
+/// KVM_EXIT_*.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// KVM_EXIT_IO.
+    Io {
+        /// KVM_EXIT_IO_IN.
+        is_in: bool,
+        /// Port.
+        port: u16,
+        /// 1, 2 or 4 bytes each.
+        size: u8,
+        /// Repetitions.
+        count: u32,
+        /// Bytes of an OUT; empty for an IN.
+        data: IoData,
+    },
+    /// KVM_EXIT_MMIO.
+    Mmio {
+        /// Guest-physical address.
+        gpa: u64,
+        /// 1 to 8 bytes.
+        len: u8,
+        /// Write.
+        is_write: bool,
+        /// Written bytes.
+        data: [u8; 8],
+    },
+    /// KVM_EXIT_HLT.
+    Hlt,
+    /// KVM_EXIT_SHUTDOWN: a triple fault.
+    Shutdown,
+    /// KVM_EXIT_IRQ_WINDOW_OPEN.
+    IrqWindowOpen,
+    /// KVM_EXIT_SET_TPR.
+    SetTpr,
+    /// KVM_EXIT_DEBUG.
+    Debug {
+        /// Vector, 1 or 3.
+        exception: u32,
+        /// RIP.
+        pc: u64,
+        /// DR6.
+        dr6: u64,
+        /// DR7.
+        dr7: u64,
+    },
+    /// KVM_EXIT_X86_RDMSR.
+    Rdmsr {
+        /// MSR.
+        index: u32,
+        /// KVM_MSR_EXIT_REASON_*.
+        reason: u32,
+    },
+    /// KVM_EXIT_X86_WRMSR.
+    Wrmsr {
+        /// MSR.
+        index: u32,
+        /// Value.
+        data: u64,
+        /// KVM_MSR_EXIT_REASON_*.
+        reason: u32,
+    },
+    /// KVM_EXIT_IOAPIC_EOI.
+    IoapicEoi {
+        /// Vector.
+        vector: u8,
+    },
+    /// KVM_EXIT_HYPERCALL.
+    Hypercall {
+        /// Number.
+        nr: u64,
+        /// Arguments.
+        args: [u64; 6],
+        /// The guest was in 64-bit mode.
+        longmode: bool,
+    },
+    /// KVM_EXIT_SYSTEM_EVENT.
+    SystemEvent {
+        /// KVM_SYSTEM_EVENT_*.
+        kind: u32,
+    },
+    /// KVM_EXIT_INTERNAL_ERROR.
+    InternalError {
+        /// KVM_INTERNAL_ERROR_*.
+        suberror: u32,
+        /// Details: RIP first.
+        data: Vec<u64>,
+    },
+}
