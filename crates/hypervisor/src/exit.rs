@@ -3,7 +3,8 @@
 use std::sync::atomic::AtomicU8;
 
 /// Most bytes of one PIO exit: the PIO page.
-pub const IO_DATA_MAX: usize = 4096;
+#[allow(dead_code, reason = "used by the string I/O path")]
+pub(crate) const IO_DATA_MAX: usize = 4096;
 
 /// Data of a PIO exit: `size * count` bytes.
 pub type IoData = Vec<u8>;
