@@ -2,6 +2,7 @@
 
 use x86_cpu::{CpuState, Exception, Fault, GuestBus};
 use x86_defs::rflags;
+use x86_native::Native;
 
 use crate::LazyFlags;
 
@@ -60,6 +61,8 @@ pub struct Exec<'a, B> {
     pub bus: &'a mut B,
     /// Arithmetic flags.
     pub flags: LazyFlags,
+    /// Executes FP and SIMD instructions on the host; owned by [`crate::Interp`].
+    pub native: &'a mut Native,
 }
 
 impl<B: GuestBus> Exec<'_, B> {

@@ -1,5 +1,7 @@
 //! The decoded instruction and the handler families, one file each.
 
+pub(crate) mod simd;
+
 use iced_x86::Code;
 
 use crate::{Exec, Step};
@@ -47,7 +49,7 @@ pub struct Insn<B> {
     pub seg: u8,
     /// [`Insn::LOCK`], [`Insn::REP`], [`Insn::REPNE`], [`Insn::MEM`].
     pub prefix: u8,
-    /// Where the raw bytes and family-specific data are (FP/SIMD families).
+    /// Where the raw bytes and family-specific data are (FP/SIMD families: set by `simd::select`).
     pub extra: u32,
 }
 
