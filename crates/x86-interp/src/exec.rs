@@ -1,21 +1,39 @@
 //! [`Exec`]: what a handler works on, and what it returns.
+//!
+//! Memory goes through [`Exec::linear`] (segmentation, SDM vol. 3, 5.3;
+//! canonical addresses, vol. 1, 3.3.7.1; alignment, vol. 3, 6.15 #AC) and then
+//! through the bus. The common case is one mask test and one comparison: see
+//! [`Exec::refresh`] for what they stand for.
 
-use x86_cpu::{CpuState, Exception, Fault, GuestBus};
-use x86_defs::rflags;
+use x86_cpu::{Access, CpuState, Exception, Fault, GuestBus, Privilege, Word};
+use x86_defs::{
+    control::{cr0, cr4},
+    dr, reg, rflags,
+    segment::Segment,
+    vector,
+};
+
 use x86_native::Native;
 
-use crate::LazyFlags;
+use crate::{Insn, Int, LazyFlags};
 
 /// What follows an instruction that completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
     /// The next one in memory.
     Next,
-    /// RIP was set; the block ends.
+    /// RIP was set; the block ends. Mode, segments or privilege may have changed too.
     Jump,
+    /// RIP was set by a near branch, and nothing else changed (only
+    /// [`Exec::branch_to`] returns this).
+    Near,
     /// The next one in memory, but decode or state assumptions may have
-    /// changed (mode, mapping, code, shadow, TF, IF): the block ends.
+    /// changed (mode, mapping, segments, code, shadow, TF, IF, AC, debug registers): the block ends.
     EndBlock,
+    /// One iteration of a `rep` string instruction is complete and more
+    /// follow: RIP stays. (Returned instead of looping when single-stepping,
+    /// or when the bus wants to be polled.)
+    Again,
 }
 
 /// Why an instruction did not complete, or completed and left execution.
@@ -53,6 +71,8 @@ impl From<Fault> for Stop {
 pub type Step = Result<Flow, Stop>;
 
 /// The machine as a handler sees it.
+///
+/// `cpu.rip()` is the address of the executing instruction throughout.
 #[derive(Debug)]
 pub struct Exec<'a, B> {
     /// Registers. `cpu.rflags`' arithmetic bits are stale here: use [`Exec::rflags`].
@@ -63,9 +83,89 @@ pub struct Exec<'a, B> {
     pub flags: LazyFlags,
     /// Executes FP and SIMD instructions on the host; owned by [`crate::Interp`].
     pub native: &'a mut Native,
+    /// Bit per segment: base 0, and a check of the offset against `span` is all it takes.
+    flat: u8,
+    /// Added to a linear address before it is compared with `span`.
+    bias: u64,
+    /// Flat accesses below it (after adding `bias`) need no further check.
+    span: u64,
+    /// SP bits that stack operations use.
+    stack_mask: u64,
+    /// RIP bits that exist in the current mode.
+    rip_mask: u64,
+    /// Alignment is checked: CR0.AM, RFLAGS.AC and CPL 3.
+    alignment_check: bool,
+    /// A data or I/O breakpoint is enabled in DR7.
+    watch: bool,
+    /// DR6 bits of the data breakpoints that the current instruction hit.
+    pub(crate) watch_hits: u64,
+    /// One iteration, not a whole `rep` instruction.
+    pub(crate) single_step: bool,
 }
 
-impl<B: GuestBus> Exec<'_, B> {
+impl<'a, B: GuestBus> Exec<'a, B> {
+    /// The machine, with the flags taken from `cpu.rflags`.
+    pub(crate) fn new(cpu: &'a mut CpuState, bus: &'a mut B, native: &'a mut Native) -> Self {
+        let mut flags = LazyFlags::default();
+        flags.set(cpu.rflags);
+        let mut ex = Self {
+            cpu,
+            bus,
+            flags,
+            native,
+            flat: 0,
+            bias: 0,
+            span: 0,
+            stack_mask: 0,
+            rip_mask: 0,
+            alignment_check: false,
+            watch: false,
+            watch_hits: 0,
+            single_step: false,
+        };
+        ex.refresh();
+        ex
+    }
+
+    /// Recomputes what is cached of mode, segments, privilege, CR0, CR4,
+    /// RFLAGS.AC and DR7. The run loop calls it after every instruction that
+    /// returns [`Flow::Jump`] or [`Flow::EndBlock`] and after event delivery; a
+    /// handler that changes one of these and goes on accessing memory through
+    /// [`Exec::linear`] calls it itself.
+    pub fn refresh(&mut self) {
+        let cpu = &*self.cpu;
+        self.alignment_check =
+            cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0;
+        self.watch = cpu.dr7 & dr::DR7_ENABLES != 0;
+        if cpu.is_64bit() {
+            self.flat = 1 << reg::ES | 1 << reg::CS | 1 << reg::SS | 1 << reg::DS;
+            self.bias = 1 << 47;
+            self.span = (1 << 48) - 64;
+            self.stack_mask = u64::MAX;
+            self.rip_mask = u64::MAX;
+        } else {
+            self.flat = 0;
+            for (i, s) in cpu.seg.iter().enumerate() {
+                // Present, writable, expand-up data.
+                let plain = s.attr.0 & 0x1009e == 0x92;
+                if plain && s.base == 0 && s.limit == u32::MAX {
+                    self.flat |= 1 << i;
+                }
+            }
+            self.bias = 0;
+            self.span = (1 << 32) - 64;
+            self.stack_mask = if cpu.seg[reg::SS].attr.is_big() {
+                0xffff_ffff
+            } else {
+                0xffff
+            };
+            self.rip_mask = 0xffff_ffff;
+        }
+        if self.alignment_check || self.watch || cpu.cr4 & cr4::LA57 != 0 {
+            self.span = 0;
+        }
+    }
+
     /// RFLAGS, exact.
     #[inline]
     pub fn rflags(&self) -> u64 {
@@ -82,5 +182,269 @@ impl<B: GuestBus> Exec<'_, B> {
     #[inline]
     pub fn sync_flags(&mut self) {
         self.cpu.rflags = self.rflags();
+    }
+
+    /// Reads a general register as `T`; with `u8`, numbers from 32 are AH, CH, DH, BH.
+    #[inline(always)]
+    pub fn reg_read<T: Int>(&self, r: u8) -> T {
+        let v = self.cpu.gpr[usize::from(r) & 31];
+        if T::BITS == 8 {
+            T::from_u64(v >> (r >> 5 << 3))
+        } else {
+            T::from_u64(v)
+        }
+    }
+    /// Writes a general register: 32 bits clear the upper half, 8 and 16 keep the rest.
+    #[inline(always)]
+    pub fn reg_write<T: Int>(&mut self, r: u8, v: T) {
+        let slot = &mut self.cpu.gpr[usize::from(r) & 31];
+        match T::BITS {
+            8 => {
+                let shift = r >> 5 << 3;
+                *slot = *slot & !(0xff << shift) | v.to_u64() << shift;
+            }
+            16 => *slot = *slot & !0xffff | v.to_u64(),
+            _ => *slot = v.to_u64(),
+        }
+    }
+
+    /// Offset of the memory operand, cut to the address size.
+    #[inline(always)]
+    pub fn effective_address(&self, insn: &Insn<B>) -> u64 {
+        let base = self.cpu.gpr[usize::from(insn.base) & 31];
+        let index = self.cpu.gpr[usize::from(insn.index) & 31];
+        let ea = base
+            .wrapping_add(index << (insn.scale & 3))
+            .wrapping_add(insn.disp);
+        ea & u64::MAX >> (insn.addr_shift & 63)
+    }
+
+    /// Linear address of `len` bytes at an offset in a segment (ES 0 … GS 5),
+    /// after all checks of segmentation, canonicality and alignment.
+    #[inline(always)]
+    pub fn linear(&mut self, seg: u8, offset: u64, len: u64, access: Access) -> Result<u64, Stop> {
+        if self.flat >> (seg & 7) & 1 != 0
+            && offset.wrapping_add(self.bias) < self.span
+            && len <= 64
+        {
+            return Ok(offset);
+        }
+        self.linear_checked(seg, offset, len, access)
+    }
+
+    #[inline(never)]
+    fn linear_checked(
+        &mut self,
+        seg: u8,
+        offset: u64,
+        len: u64,
+        access: Access,
+    ) -> Result<u64, Stop> {
+        let fault = if usize::from(seg) == reg::SS {
+            Exception::SS0
+        } else {
+            Exception::GP0
+        };
+        let segment = &self.cpu.seg[usize::from(seg).min(5)];
+        let extent = len.max(1) - 1;
+        let gva = if self.cpu.is_64bit() {
+            let base = if usize::from(seg) >= reg::FS {
+                segment.base
+            } else {
+                0
+            };
+            let gva = base.wrapping_add(offset);
+            if !self.cpu.is_canonical(gva) || !self.cpu.is_canonical(gva.wrapping_add(extent)) {
+                return Err(fault.into());
+            }
+            gva
+        } else {
+            let typed = self.cpu.is_protected() && !self.cpu.is_v86();
+            if !segment_allows(segment, offset, extent, access, typed) {
+                return Err(fault.into());
+            }
+            segment.base.wrapping_add(offset) & 0xffff_ffff
+        };
+        if self.alignment_check && matches!(len, 2 | 4 | 8) && gva & extent != 0 {
+            return Err(Exception::with_code(vector::AC, 0).into());
+        }
+        if self.watch {
+            self.note_watchpoints(gva, len, access);
+        }
+        Ok(gva)
+    }
+
+    /// Records which data breakpoints an access hits; the run loop raises #DB
+    /// after the instruction (SDM vol. 3, 18.2.4).
+    fn note_watchpoints(&mut self, gva: u64, len: u64, access: Access) {
+        for i in 0..4 {
+            let kind = self.cpu.dr7 >> (16 + 4 * i) & 3;
+            let wanted = match access {
+                Access::Write => kind == 1 || kind == 3,
+                Access::Read => kind == 3,
+                Access::Fetch => false,
+            };
+            if wanted {
+                self.note_watchpoint(i, gva, len);
+            }
+        }
+    }
+
+    /// Records the I/O breakpoints that a port access hits (CR4.DE).
+    pub fn note_io_watchpoints(&mut self, port: u16, len: u64) {
+        if !self.watch || self.cpu.cr4 & cr4::DE == 0 {
+            return;
+        }
+        for i in 0..4 {
+            if self.cpu.dr7 >> (16 + 4 * i) & 3 == 2 {
+                self.note_watchpoint(i, u64::from(port), len);
+            }
+        }
+    }
+
+    fn note_watchpoint(&mut self, i: usize, at: u64, len: u64) {
+        if self.cpu.dr7 >> (2 * i) & 3 == 0 {
+            return;
+        }
+        let size: u64 = match self.cpu.dr7 >> (18 + 4 * i) & 3 {
+            0 => 1,
+            1 => 2,
+            2 => 8,
+            _ => 4,
+        };
+        let first = self.cpu.dr[i & 3] & !(size - 1);
+        if at.wrapping_sub(first) < size || first.wrapping_sub(at) < len {
+            self.watch_hits |= 1 << i;
+        }
+    }
+
+    /// Linear address of the memory operand.
+    #[inline(always)]
+    pub fn mem_linear(&mut self, insn: &Insn<B>, len: u64, access: Access) -> Result<u64, Stop> {
+        let offset = self.effective_address(insn);
+        self.linear(insn.seg, offset, len, access)
+    }
+    /// Reads the memory operand.
+    #[inline(always)]
+    pub fn mem_read<T: Word>(&mut self, insn: &Insn<B>) -> Result<T, Stop> {
+        let gva = self.mem_linear(insn, T::SIZE as u64, Access::Read)?;
+        Ok(self.bus.read(self.cpu, gva, Privilege::Current)?)
+    }
+    /// Writes the memory operand.
+    #[inline(always)]
+    pub fn mem_write<T: Word>(&mut self, insn: &Insn<B>, value: T) -> Result<(), Stop> {
+        let gva = self.mem_linear(insn, T::SIZE as u64, Access::Write)?;
+        Ok(self.bus.write(self.cpu, gva, value, Privilege::Current)?)
+    }
+    /// Replaces the memory operand by `f` of it, atomically with a LOCK prefix;
+    /// returns the old value. `f` may be called more than once.
+    #[inline(always)]
+    pub fn mem_rmw<T: Word>(&mut self, insn: &Insn<B>, f: impl FnMut(T) -> T) -> Result<T, Stop> {
+        let gva = self.mem_linear(insn, T::SIZE as u64, Access::Write)?;
+        let lock = insn.prefix & Insn::<B>::LOCK != 0;
+        Ok(self.bus.rmw(self.cpu, gva, Privilege::Current, lock, f)?)
+    }
+    /// Reads `T` at an offset in a segment.
+    #[inline(always)]
+    pub fn read_at<T: Word>(&mut self, seg: u8, offset: u64) -> Result<T, Stop> {
+        let gva = self.linear(seg, offset, T::SIZE as u64, Access::Read)?;
+        Ok(self.bus.read(self.cpu, gva, Privilege::Current)?)
+    }
+    /// Writes `T` at an offset in a segment.
+    #[inline(always)]
+    pub fn write_at<T: Word>(&mut self, seg: u8, offset: u64, value: T) -> Result<(), Stop> {
+        let gva = self.linear(seg, offset, T::SIZE as u64, Access::Write)?;
+        Ok(self.bus.write(self.cpu, gva, value, Privilege::Current)?)
+    }
+
+    /// The stack pointer, cut to the stack's size.
+    #[inline(always)]
+    pub fn sp(&self) -> u64 {
+        self.cpu.gpr[reg::RSP] & self.stack_mask
+    }
+    /// The offset `delta` bytes from the top of the stack, wrapped as the stack's size asks.
+    #[inline(always)]
+    pub fn sp_plus(&self, delta: u64) -> u64 {
+        self.cpu.gpr[reg::RSP].wrapping_add(delta) & self.stack_mask
+    }
+    /// Sets SP, ESP or RSP, whichever the stack's size says.
+    #[inline(always)]
+    pub fn set_sp(&mut self, sp: u64) {
+        self.cpu.gpr[reg::RSP] = if self.stack_mask == 0xffff {
+            self.cpu.gpr[reg::RSP] & !0xffff | sp & 0xffff
+        } else {
+            sp & self.stack_mask
+        };
+    }
+    /// Pushes `value`; `T` is the operand size. RSP is unchanged on failure.
+    #[inline(always)]
+    pub fn push<T: Word>(&mut self, value: T) -> Result<(), Stop> {
+        let sp = self.sp_plus((T::SIZE as u64).wrapping_neg());
+        self.write_at(reg::SS as u8, sp, value)?;
+        self.set_sp(sp);
+        Ok(())
+    }
+    /// Pops; `T` is the operand size. RSP is unchanged on failure.
+    #[inline(always)]
+    pub fn pop<T: Word>(&mut self) -> Result<T, Stop> {
+        let value = self.read_at(reg::SS as u8, self.sp())?;
+        self.set_sp(self.sp_plus(T::SIZE as u64));
+        Ok(value)
+    }
+
+    /// Address of the following instruction.
+    #[inline(always)]
+    pub fn next_rip(&self, insn: &Insn<B>) -> u64 {
+        self.cpu.rip().wrapping_add(u64::from(insn.len)) & self.rip_mask
+    }
+    /// Near branch: checks the target (canonical, or within CS's limit) and sets RIP.
+    /// The caller has cut the target to the operand size.
+    #[inline(always)]
+    pub fn branch_to(&mut self, rip: u64) -> Step {
+        self.check_branch(rip)?;
+        self.cpu.set_rip(rip);
+        Ok(Flow::Near)
+    }
+    /// The check of [`Self::branch_to`] alone.
+    #[inline(always)]
+    pub fn check_branch(&self, rip: u64) -> Result<(), Stop> {
+        let ok = if self.rip_mask == u64::MAX {
+            rip.wrapping_add(1 << 47) < 1 << 48 || self.cpu.is_canonical(rip)
+        } else {
+            rip <= u64::from(self.cpu.seg[reg::CS].limit)
+        };
+        if ok {
+            Ok(())
+        } else {
+            Err(Exception::GP0.into())
+        }
+    }
+    /// True if any of TF, breakpoints or a shadow ask for one instruction at a time.
+    pub(crate) fn needs_stepping(&self) -> bool {
+        self.watch || self.cpu.rflags & rflags::TF != 0 || self.cpu.shadow != x86_cpu::Shadow::None
+    }
+}
+
+/// Segment type and limit checks outside 64-bit mode (SDM vol. 3, 5.3, 5.5).
+/// `extent` is the length less one; real and v8086 mode have no type check.
+fn segment_allows(s: &Segment, offset: u64, extent: u64, access: Access, typed: bool) -> bool {
+    let attr = s.attr;
+    if typed {
+        let allowed = !attr.is_unusable()
+            && match access {
+                Access::Write => !attr.is_code() && attr.is_readable_or_writable(),
+                Access::Read => !attr.is_code() || attr.is_readable_or_writable(),
+                Access::Fetch => true,
+            };
+        if !allowed {
+            return false;
+        }
+    }
+    let last = offset.wrapping_add(extent);
+    if !attr.is_code() && attr.is_conforming_or_expand_down() {
+        let top = if attr.is_big() { 0xffff_ffff } else { 0xffff };
+        offset > u64::from(s.limit) && last <= top && offset <= last
+    } else {
+        last <= u64::from(s.limit) && offset <= last
     }
 }

@@ -7,12 +7,17 @@
 
 #![forbid(unsafe_code)]
 
+mod decode;
+mod deliver;
 mod exec;
 mod flags;
+mod gating;
 mod insn;
+mod int;
 mod run;
 
 pub use exec::{Exec, Flow, Step, Stop};
 pub use flags::LazyFlags;
-pub use insn::{Handler, Insn};
+pub use insn::{Handler, Insn, Selector};
+pub use int::Int;
 pub use run::{Interp, RunStop};

@@ -1,39 +1,66 @@
 //! The decoded instruction and the handler families, one file each.
+//!
+//! A family is a module with `select`, which the decoder asks in the order of
+//! [`select`] for the handler of a form. A form that no family selects is #UD.
 
 pub(crate) mod simd;
+pub(crate) mod system;
 
-use iced_x86::Code;
+pub(crate) mod control;
+
+use iced_x86::{Code, Instruction};
+use x86_cpu::{CodeSize, Features, GuestBus};
+use x86_native::Native;
 
 use crate::{Exec, Step};
 
 /// Executes one instruction.
 pub type Handler<B> = fn(&mut Exec<'_, B>, &Insn<B>) -> Step;
 
+/// What a family may look at, besides the instruction, when it selects a handler.
+#[derive(Debug)]
+pub struct Selector<'a> {
+    /// The FP/SIMD family's store.
+    pub native: &'a mut Native,
+    /// The instruction's bytes.
+    pub bytes: &'a [u8],
+    /// What CPUID promises.
+    pub features: &'a Features,
+    /// Width of the code.
+    pub code_size: CodeSize,
+}
+
 /// A decoded instruction: plain data that the handler reads.
 ///
 /// Register numbers index [`x86_cpu::CpuState::gpr`] (mask with 31); an 8-bit
-/// high register (AH, CH, DH, BH) is its number + 32. An absent base or index
+/// high register (AH, CH, DH, BH) is its number + 32. Segment, control, debug
+/// and vector registers have their own number. An absent base or index
 /// is [`x86_defs::reg::ZERO`], RIP-relative uses [`x86_defs::reg::RIP`] with the
 /// length already in `disp`.
-#[derive(Clone, Copy)]
+#[repr(C)]
 pub struct Insn<B> {
     /// What executes it.
     pub handler: Handler<B>,
-    /// Immediate (sign-extended as the instruction asks), branch displacement, or far pointer offset.
+    /// Immediate, sign-extended as the instruction asks; or a near branch's
+    /// displacement from the *start* of the instruction; or a far pointer's offset.
     pub imm: u64,
     /// Displacement of the memory operand.
     pub disp: u64,
+    /// What a family put here in `select` (FP/SIMD).
+    pub extra: u32,
     /// The instruction's form.
     pub code: Code,
     /// Far pointer selector, ENTER's level, or second immediate.
     pub imm2: u16,
     /// Length in bytes.
     pub len: u8,
-    /// Operand size in bytes: 1, 2, 4, 8.
+    /// Size of the first register or memory operand in bytes: 1, 2, 4, 8 (0: none or larger).
     pub op_size: u8,
     /// Address size in bytes: 2, 4, 8.
     pub addr_size: u8,
-    /// First register operand (destination, or the only one).
+    /// 64 less the address size in bits.
+    pub addr_shift: u8,
+    /// First register operand in operand order (the destination unless that is memory).
     pub dst: u8,
     /// Second register operand.
     pub src: u8,
@@ -49,8 +76,6 @@ pub struct Insn<B> {
     pub seg: u8,
     /// [`Insn::LOCK`], [`Insn::REP`], [`Insn::REPNE`], [`Insn::MEM`].
     pub prefix: u8,
-    /// Where the raw bytes and family-specific data are (FP/SIMD families: set by `simd::select`).
-    pub extra: u32,
 }
 
 impl<B> Insn<B> {
@@ -62,7 +87,20 @@ impl<B> Insn<B> {
     pub const REPNE: u8 = 4;
     /// There is a memory operand.
     pub const MEM: u8 = 8;
+
+    /// True if there is a memory operand.
+    #[inline(always)]
+    pub fn has_mem(&self) -> bool {
+        self.prefix & Self::MEM != 0
+    }
 }
+
+impl<B> Clone for Insn<B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<B> Copy for Insn<B> {}
 
 impl<B> core::fmt::Debug for Insn<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
@@ -71,4 +109,17 @@ impl<B> core::fmt::Debug for Insn<B> {
             .field("len", &self.len)
             .finish_non_exhaustive()
     }
+}
+
+/// The handler of an instruction; #UD if no family has one. A family may fill
+/// `extra` and adjust other fields of `insn`.
+pub(crate) fn select<B: GuestBus>(
+    i: &Instruction,
+    insn: &mut Insn<B>,
+    s: &mut Selector<'_>,
+) -> Handler<B> {
+    control::select(i, insn, s)
+        .or_else(|| system::select(i, insn, s))
+        .or_else(|| simd::select(s.native, i, insn))
+        .unwrap_or(control::undefined)
 }

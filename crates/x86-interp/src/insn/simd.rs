@@ -10,7 +10,6 @@ use crate::Handler;
 /// The handler of an FP/SIMD/XSAVE instruction, or `None` if it is not one of
 /// them or the host cannot execute it. Fills `insn.extra` and `insn.imm2` as
 /// the handler needs them; everything else of `insn` is already decoded.
-#[allow(dead_code, reason = "called by decode")]
 pub(crate) fn select<B: GuestBus>(
     _native: &mut Native,
     _instruction: &Instruction,

@@ -1,0 +1,230 @@
+//! Bytes to [`Insn`]s.
+//!
+//! Decoding is position-independent: the instruction pointer is taken as 0,
+//! so RIP-relative displacements and branch targets come out relative to the
+//! start of the instruction and a decoded page serves every virtual address.
+
+use iced_x86::{Decoder, DecoderError, Instruction, OpKind, Register};
+use x86_cpu::{CodeSize, GuestBus};
+use x86_defs::reg;
+
+use crate::{
+    Insn, Selector,
+    gating::{decoder_options, is_available},
+    insn::{self, control::undefined},
+};
+
+/// An instruction has at most this many bytes (SDM vol. 2, 2.3.11).
+pub(crate) const MAX_LEN: usize = 15;
+
+/// Why bytes are not an instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Incomplete {
+    /// The bytes end before the instruction does.
+    NeedsMore,
+    /// It would have more than 15 bytes: #GP(0).
+    TooLong,
+}
+
+/// Decodes the instruction at the start of `bytes`. An invalid one comes back
+/// with a handler that raises #UD.
+pub(crate) fn decode<B: GuestBus>(
+    bytes: &[u8],
+    selector: &mut Selector<'_>,
+) -> Result<Insn<B>, Incomplete> {
+    let bytes = bytes.get(..MAX_LEN).unwrap_or(bytes);
+    let bitness = match selector.code_size {
+        CodeSize::Bits16 => 16,
+        CodeSize::Bits32 => 32,
+        CodeSize::Bits64 => 64,
+    };
+    let options = decoder_options(selector.features);
+    let mut decoder = Decoder::with_ip(bitness, bytes, 0, options);
+    let mut i = Instruction::default();
+    decoder.decode_out(&mut i);
+    let valid = match decoder.last_error() {
+        DecoderError::None => is_available(&i, selector.features),
+        DecoderError::NoMoreBytes if bytes.len() < MAX_LEN => return Err(Incomplete::NeedsMore),
+        DecoderError::NoMoreBytes => return Err(Incomplete::TooLong),
+        _ => false,
+    };
+    let mut insn = operands::<B>(&i);
+    if valid {
+        let s = Selector {
+            native: selector.native,
+            bytes: bytes.get(..i.len()).unwrap_or(bytes),
+            features: selector.features,
+            code_size: selector.code_size,
+        };
+        insn.handler = insn::select(&i, &mut insn, &mut { s });
+    }
+    Ok(insn)
+}
+
+/// Everything of an [`Insn`] that does not depend on its family.
+fn operands<B: GuestBus>(i: &Instruction) -> Insn<B> {
+    let mut insn = Insn {
+        handler: undefined::<B>,
+        imm: 0,
+        disp: 0,
+        extra: 0,
+        code: i.code(),
+        imm2: 0,
+        len: i.len() as u8,
+        op_size: 0,
+        addr_size: 8,
+        addr_shift: 0,
+        dst: 0,
+        src: 0,
+        src2: 0,
+        base: reg::ZERO as u8,
+        index: reg::ZERO as u8,
+        scale: 0,
+        seg: reg::DS as u8,
+        prefix: 0,
+    };
+    if i.has_lock_prefix() {
+        insn.prefix |= Insn::<B>::LOCK;
+    }
+    if i.has_rep_prefix() {
+        insn.prefix |= Insn::<B>::REP;
+    }
+    if i.has_repne_prefix() {
+        insn.prefix |= Insn::<B>::REPNE;
+    }
+    let mut registers = 0;
+    let mut immediates = 0;
+    for op in 0..i.op_count() {
+        let kind = i.op_kind(op);
+        match kind {
+            OpKind::Register => {
+                let r = i.op_register(op);
+                let slot = match registers {
+                    0 => &mut insn.dst,
+                    1 => &mut insn.src,
+                    _ => &mut insn.src2,
+                };
+                *slot = register(r);
+                registers += 1;
+                if insn.op_size == 0 {
+                    insn.op_size = size_code(r.size());
+                }
+            }
+            OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64 => {
+                insn.imm = i.near_branch_target();
+            }
+            OpKind::FarBranch16 => {
+                insn.imm = u64::from(i.far_branch16());
+                insn.imm2 = i.far_branch_selector();
+            }
+            OpKind::FarBranch32 => {
+                insn.imm = u64::from(i.far_branch32());
+                insn.imm2 = i.far_branch_selector();
+            }
+            OpKind::Immediate8
+            | OpKind::Immediate8_2nd
+            | OpKind::Immediate16
+            | OpKind::Immediate32
+            | OpKind::Immediate64
+            | OpKind::Immediate8to16
+            | OpKind::Immediate8to32
+            | OpKind::Immediate8to64
+            | OpKind::Immediate32to64 => {
+                if immediates == 0 {
+                    insn.imm = i.immediate(op);
+                } else {
+                    insn.imm2 = i.immediate(op) as u16;
+                }
+                immediates += 1;
+            }
+            _ => memory(&mut insn, i, kind),
+        }
+    }
+    insn
+}
+
+fn memory<B: GuestBus>(insn: &mut Insn<B>, i: &Instruction, kind: OpKind) {
+    insn.prefix |= Insn::<B>::MEM;
+    if insn.op_size == 0 {
+        insn.op_size = size_code(i.memory_size().size());
+    }
+    let segment = i.memory_segment();
+    match kind {
+        OpKind::Memory => {
+            let base = i.memory_base();
+            let index = i.memory_index();
+            if base == Register::RIP || base == Register::EIP {
+                insn.base = reg::RIP as u8;
+            } else if base != Register::None {
+                insn.base = base.number() as u8;
+            }
+            // A vector index (gathers) is the FP/SIMD family's business.
+            if index != Register::None {
+                insn.index = index.number() as u8;
+                insn.scale = i.memory_index_scale().trailing_zeros() as u8;
+            }
+            insn.disp = i.memory_displacement64();
+            insn.addr_size = address_size(i);
+            insn.seg = segment.number() as u8;
+        }
+        // Implicit operands of string instructions: rSI (or rDI for XLAT-like
+        // MASKMOV) in an overridable segment, or rDI in ES.
+        OpKind::MemorySegSI => string(insn, reg::RSI, 2, segment),
+        OpKind::MemorySegESI => string(insn, reg::RSI, 4, segment),
+        OpKind::MemorySegRSI => string(insn, reg::RSI, 8, segment),
+        OpKind::MemorySegDI => string(insn, reg::RDI, 2, segment),
+        OpKind::MemorySegEDI => string(insn, reg::RDI, 4, segment),
+        OpKind::MemorySegRDI => string(insn, reg::RDI, 8, segment),
+        OpKind::MemoryESDI => string_es(insn, 2),
+        OpKind::MemoryESEDI => string_es(insn, 4),
+        OpKind::MemoryESRDI => string_es(insn, 8),
+        _ => {}
+    }
+    insn.addr_shift = 64 - 8 * insn.addr_size;
+}
+
+fn string<B: GuestBus>(insn: &mut Insn<B>, base: usize, size: u8, segment: Register) {
+    insn.base = base as u8;
+    insn.addr_size = size;
+    insn.seg = segment.number() as u8;
+}
+
+/// ES:rDI: `seg` is kept for the source operand if there is one.
+fn string_es<B: GuestBus>(insn: &mut Insn<B>, size: u8) {
+    insn.addr_size = size;
+}
+
+fn address_size(i: &Instruction) -> u8 {
+    let of = |r: Register| match r {
+        Register::EIP => 4,
+        Register::RIP => 8,
+        r if r.is_gpr() => r.size() as u8,
+        _ => 0,
+    };
+    match of(i.memory_base()).max(of(i.memory_index())) {
+        0 => match i.memory_displ_size() {
+            // A bare displacement: its size is the address size, but for
+            // 64-bit code, where a sign-extended disp32 has size 8.
+            2 => 2,
+            4 => 4,
+            _ => 8,
+        },
+        n => n,
+    }
+}
+
+fn register(r: Register) -> u8 {
+    let n = r.number() as u8;
+    match r {
+        // Numbered 4 to 7 by iced too; 32 selects bits 8 to 15.
+        Register::AH => 32,
+        Register::CH => 33,
+        Register::DH => 34,
+        Register::BH => 35,
+        _ => n,
+    }
+}
+
+fn size_code(bytes: usize) -> u8 {
+    if bytes <= 8 { bytes as u8 } else { 0 }
+}
