@@ -242,5 +242,6 @@ pub trait GuestBus {
     /// The instruction or iteration is complete: answers of its device accesses are forgotten.
     fn commit(&mut self);
     /// True when the run loop has to be returned to before the next block.
-    fn poll(&mut self) -> bool;
+    /// `cpu` tells whether a waiting interrupt can be taken now (RFLAGS.IF).
+    fn poll(&mut self, cpu: &CpuState) -> bool;
 }
