@@ -1,1 +1,26 @@
 //! The host kernel and CPU wrapped safely: mappings, memfd, futex, eventfd, threads, clocks, CPU features.
+//!
+//! Nothing here installs a signal handler, prints, or keeps process-wide
+//! state. System calls report [`std::io::Error`]; `EINTR` is never swallowed:
+//! a caller that kicks a thread with a signal relies on seeing it.
+
+pub mod clock;
+pub mod code_buffer;
+pub mod cpu;
+pub mod event_fd;
+pub mod futex;
+pub mod lazy_array;
+pub mod mapping;
+pub mod memfd;
+pub mod poll;
+pub mod random;
+pub mod thread;
+
+pub use code_buffer::CodeBuffer;
+pub use event_fd::EventFd;
+pub use lazy_array::LazyArray;
+pub use mapping::Mapping;
+pub use memfd::{Memfd, SharedMapping};
+
+/// Bytes in a host page.
+pub const PAGE_SIZE: usize = 4096;

@@ -1,0 +1,86 @@
+//! [`CodeBuffer`]: memory for generated code, mapped twice.
+//!
+//! W^X without `mprotect`: the writable view is never executable and the
+//! executable one never writable, both are the same memfd. All mapping happens
+//! in [`CodeBuffer::new`], at VM creation, before a VMM's seccomp filters.
+
+use std::io;
+
+use crate::memfd::{Memfd, SharedMapping};
+
+/// A dual-mapped code buffer.
+#[derive(Debug)]
+pub struct CodeBuffer {
+    rw: SharedMapping,
+    rx: SharedMapping,
+}
+
+impl CodeBuffer {
+    /// Creates a buffer of `len` bytes (rounded up to pages).
+    ///
+    /// # Errors
+    /// Those of `memfd_create` and `mmap`.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let len = len
+            .checked_next_multiple_of(crate::PAGE_SIZE)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let file = Memfd::new(c"anykvm-code", len)?;
+        Ok(Self {
+            rw: file.map()?,
+            rx: file.map_executable()?,
+        })
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.rw.len()
+    }
+
+    /// Never true.
+    pub fn is_empty(&self) -> bool {
+        self.rw.is_empty()
+    }
+
+    /// Copies code in. Returns false, and copies nothing, if it does not fit.
+    ///
+    /// Exclusive access orders writers; making sure that nobody executes the
+    /// overwritten bytes is up to whoever executes any.
+    pub fn write(&mut self, offset: usize, code: &[u8]) -> bool {
+        if offset > self.len() || code.len() > self.len() - offset {
+            return false;
+        }
+        // SAFETY: the destination is inside the writable view (checked above),
+        // which only `&mut self` writes and no reference points into; `code`
+        // cannot overlap it for the same reason.
+        unsafe {
+            core::ptr::copy_nonoverlapping(code.as_ptr(), self.rw.as_ptr().add(offset), code.len());
+        }
+        true
+    }
+
+    /// First byte of the executable view.
+    pub fn rx(&self) -> *const u8 {
+        self.rx.as_ptr()
+    }
+
+    /// First byte of the writable view.
+    pub fn rw(&self) -> *mut u8 {
+        self.rw.as_ptr()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn written_code_runs() {
+        let mut b = CodeBuffer::new(1).unwrap();
+        assert!(b.write(16, &[0xb8, 42, 0, 0, 0, 0xc3]));
+        assert!(!b.write(4095, &[0, 0]));
+        assert!(!b.write(usize::MAX, &[0]));
+        // SAFETY: the bytes are `mov eax, 42; ret`, an `extern "C" fn() -> i32`.
+        let f: extern "C" fn() -> i32 = unsafe { core::mem::transmute(b.rx().add(16)) };
+        assert_eq!(f(), 42);
+    }
+}

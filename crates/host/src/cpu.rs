@@ -1,0 +1,120 @@
+//! The host CPU: CPUID, XCR0, time-stamp counter and its frequency.
+
+use std::sync::OnceLock;
+
+use crate::clock;
+
+/// EAX, EBX, ECX, EDX of a CPUID leaf.
+pub fn cpuid(leaf: u32, subleaf: u32) -> [u32; 4] {
+    let r = core::arch::x86_64::__cpuid_count(leaf, subleaf);
+    [r.eax, r.ebx, r.ecx, r.edx]
+}
+
+/// XCR0, or 1 (x87 only) if the host has not enabled XSAVE.
+pub fn xcr0() -> u64 {
+    const OSXSAVE: u32 = 1 << 27;
+    if cpuid(1, 0)[2] & OSXSAVE == 0 {
+        return 1;
+    }
+    let (lo, hi): (u32, u32);
+    // SAFETY: CPUID says that the OS has set CR4.OSXSAVE, so XGETBV with ECX = 0
+    // does not fault; it only reads a register.
+    unsafe {
+        core::arch::asm!(
+            "xgetbv",
+            in("ecx") 0,
+            out("eax") lo,
+            out("edx") hi,
+            options(nomem, nostack, preserves_flags)
+        );
+    }
+    u64::from(hi) << 32 | u64::from(lo)
+}
+
+/// The time-stamp counter.
+#[inline(always)]
+pub fn rdtsc() -> u64 {
+    // SAFETY: RDTSC is on every x86-64 CPU, and Linux leaves it enabled for
+    // user programs (a process that asked PR_SET_TSC for a signal gets it).
+    unsafe { core::arch::x86_64::_rdtsc() }
+}
+
+/// The frequency of the time-stamp counter in kHz: from CPUID if it says so,
+/// else measured once against the kernel's clock (takes some ms).
+pub fn tsc_khz() -> u32 {
+    static KHZ: OnceLock<u32> = OnceLock::new();
+    *KHZ.get_or_init(|| tsc_khz_from_cpuid().unwrap_or_else(measured_tsc_khz))
+}
+
+/// Leaf 0x15 (crystal ratio) or the hypervisors' leaf 0x4000_0010.
+fn tsc_khz_from_cpuid() -> Option<u32> {
+    const HYPERVISOR: u32 = 1 << 31;
+    if cpuid(0, 0)[0] >= 0x15 {
+        let [den, num, crystal_hz, _] = cpuid(0x15, 0);
+        if den != 0 && num != 0 && crystal_hz != 0 {
+            let khz = u64::from(crystal_hz) * u64::from(num) / u64::from(den) / 1000;
+            return u32::try_from(khz).ok();
+        }
+    }
+    if cpuid(1, 0)[2] & HYPERVISOR != 0 {
+        let max = cpuid(0x4000_0000, 0)[0];
+        if (0x4000_0010..0x4000_1000).contains(&max) {
+            let khz = cpuid(0x4000_0010, 0)[0];
+            if khz != 0 {
+                return Some(khz);
+            }
+        }
+    }
+    None
+}
+
+/// Best of several short measurements: the one during which the thread was
+/// least disturbed has the smallest uncertainty.
+fn measured_tsc_khz() -> u32 {
+    const WINDOW_NS: u64 = 4_000_000;
+    let sample = || {
+        // The tightest of a few (tsc, ns) pairs.
+        (0..16)
+            .map(|_| {
+                let before = rdtsc();
+                let ns = clock::monotonic_raw_ns();
+                let after = rdtsc();
+                (after.wrapping_sub(before), before, ns)
+            })
+            .min()
+            .map_or((0, 0), |(_, tsc, ns)| (tsc, ns))
+    };
+    let mut results: Vec<u64> = (0..5)
+        .map(|_| {
+            let (tsc0, ns0) = sample();
+            while clock::monotonic_raw_ns().wrapping_sub(ns0) < WINDOW_NS {
+                core::hint::spin_loop();
+            }
+            let (tsc1, ns1) = sample();
+            let ns = u128::from(ns1.wrapping_sub(ns0).max(1));
+            (u128::from(tsc1.wrapping_sub(tsc0)) * 1_000_000 / ns) as u64
+        })
+        .collect();
+    results.sort_unstable();
+    u32::try_from(results[results.len() / 2]).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cpuid_names_a_vendor() {
+        let [max, ..] = cpuid(0, 0);
+        assert!(max >= 1);
+        assert_eq!(xcr0() & 1, 1);
+    }
+
+    #[test]
+    fn both_ways_to_the_frequency_agree() {
+        let khz = f64::from(tsc_khz());
+        let measured = f64::from(measured_tsc_khz());
+        assert!(khz > 100_000.0, "{khz}");
+        assert!((measured / khz - 1.0).abs() < 0.02, "{measured} {khz}");
+    }
+}

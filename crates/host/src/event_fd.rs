@@ -1,0 +1,147 @@
+//! [`EventFd`]: an eventfd(2) counter.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+};
+
+/// A non-blocking eventfd.
+#[derive(Debug)]
+pub struct EventFd(OwnedFd);
+
+impl EventFd {
+    /// Creates a non-blocking, close-on-exec eventfd with the given count.
+    ///
+    /// # Errors
+    /// Those of `eventfd`.
+    pub fn new(count: u32) -> io::Result<Self> {
+        // SAFETY: a system call without pointers.
+        let fd = unsafe { libc::eventfd(count, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just given us this fd.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Duplicates an eventfd that somebody else owns, as KVM takes its own
+    /// reference to one. Blocking mode is a property of the open file and stays.
+    ///
+    /// # Errors
+    /// `EBADF` if `fd` is not open; `EINVAL` if it is no eventfd.
+    pub fn duplicate(fd: RawFd) -> io::Result<Self> {
+        // SAFETY: duplicating checks that `fd` is open and touches no memory.
+        let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+        if new < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just given us this fd.
+        let fd = unsafe { OwnedFd::from_raw_fd(new) };
+        let link = std::fs::read_link(format!("/proc/self/fd/{new}"));
+        match link {
+            Ok(l) if l.as_os_str() != "anon_inode:[eventfd]" => {
+                Err(io::Error::from_raw_os_error(libc::EINVAL))
+            }
+            // Without /proc the kind cannot be told; writes will.
+            _ => Ok(Self(fd)),
+        }
+    }
+
+    /// Adds `n` to the counter. False if that would overflow it (the counter
+    /// stays at its maximum and the reader is signalled anyway).
+    ///
+    /// # Errors
+    /// Those of `write` other than `EAGAIN`.
+    pub fn signal(&self, n: u64) -> io::Result<bool> {
+        let bytes = n.to_ne_bytes();
+        // SAFETY: `bytes` is readable for 8 bytes.
+        let r = unsafe { libc::write(self.0.as_raw_fd(), bytes.as_ptr().cast(), 8) };
+        if r == 8 {
+            return Ok(true);
+        }
+        let e = io::Error::last_os_error();
+        if e.kind() == io::ErrorKind::WouldBlock {
+            Ok(false)
+        } else {
+            Err(e)
+        }
+    }
+
+    /// Takes the counter, `None` if it is zero. (Blocks if the eventfd was
+    /// duplicated from a blocking one.)
+    ///
+    /// # Errors
+    /// Those of `read` other than `EAGAIN`.
+    pub fn take(&self) -> io::Result<Option<u64>> {
+        let mut bytes = [0; 8];
+        // SAFETY: `bytes` is writable for 8 bytes.
+        let r = unsafe { libc::read(self.0.as_raw_fd(), bytes.as_mut_ptr().cast(), 8) };
+        if r == 8 {
+            return Ok(Some(u64::from_ne_bytes(bytes)));
+        }
+        let e = io::Error::last_os_error();
+        if e.kind() == io::ErrorKind::WouldBlock {
+            Ok(None)
+        } else {
+            Err(e)
+        }
+    }
+
+    /// Another handle to the same counter.
+    ///
+    /// # Errors
+    /// Those of `dup`.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        self.0.try_clone().map(Self)
+    }
+}
+
+impl AsFd for EventFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl AsRawFd for EventFd {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+impl From<OwnedFd> for EventFd {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+}
+
+impl From<EventFd> for OwnedFd {
+    fn from(e: EventFd) -> Self {
+        e.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_and_saturates() {
+        let e = EventFd::new(0).unwrap();
+        assert_eq!(e.take().unwrap(), None);
+        assert!(e.signal(2).unwrap());
+        let d = EventFd::duplicate(e.as_raw_fd()).unwrap();
+        assert!(d.signal(3).unwrap());
+        assert_eq!(e.try_clone().unwrap().take().unwrap(), Some(5));
+        assert!(e.signal(u64::MAX - 1).unwrap());
+        assert!(!e.signal(1).unwrap());
+        assert!(e.signal(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn only_eventfds_are_duplicated() {
+        let f = std::fs::File::open("/dev/null").unwrap();
+        let errno = |fd| EventFd::duplicate(fd).unwrap_err().raw_os_error();
+        assert_eq!(errno(f.as_raw_fd()), Some(libc::EINVAL));
+        assert_eq!(errno(-1), Some(libc::EBADF));
+    }
+}

@@ -1,0 +1,89 @@
+//! [`LazyArray`]: a zeroed array whose pages cost memory only once touched.
+//!
+//! Per-page state of guest RAM is sized by the guest, but most guests touch
+//! little of it.
+
+use std::{
+    fmt, io, ops,
+    sync::atomic::{AtomicU8, AtomicU32, AtomicU64},
+};
+
+use crate::Mapping;
+
+mod sealed {
+    /// All-zero bytes are a valid value, and dropping does nothing.
+    ///
+    /// # Safety
+    /// Both must be true.
+    pub unsafe trait Zeroed: Sync + Send {}
+}
+
+/// Element types for which all-zero bytes are a value.
+pub trait Element: sealed::Zeroed {}
+impl<T: sealed::Zeroed> Element for T {}
+
+// SAFETY: atomic integers have the representation of their integer, need no
+// drop, and zero is a value of every integer.
+unsafe impl sealed::Zeroed for AtomicU8 {}
+// SAFETY: as above.
+unsafe impl sealed::Zeroed for AtomicU32 {}
+// SAFETY: as above.
+unsafe impl sealed::Zeroed for AtomicU64 {}
+
+/// A zero-initialised array of atomics in its own anonymous mapping.
+pub struct LazyArray<T: Element> {
+    mapping: Mapping,
+    len: usize,
+    marker: core::marker::PhantomData<T>,
+}
+
+impl<T: Element> LazyArray<T> {
+    /// An array of `len` zeros.
+    ///
+    /// # Errors
+    /// Those of `mmap`.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        Ok(Self {
+            mapping: Mapping::anonymous(bytes.max(1))?,
+            len,
+            marker: core::marker::PhantomData,
+        })
+    }
+}
+
+impl<T: Element> ops::Deref for LazyArray<T> {
+    type Target = [T];
+    #[inline]
+    fn deref(&self) -> &[T] {
+        // SAFETY: the mapping is page aligned, holds `len` elements, is zeroed,
+        // zero is a valid `T` (`Zeroed`), only shared references are given out,
+        // and it lives as long as `self`.
+        unsafe { core::slice::from_raw_parts(self.mapping.as_ptr().cast(), self.len) }
+    }
+}
+
+impl<T: Element> fmt::Debug for LazyArray<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LazyArray[{}]", self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering;
+
+    #[test]
+    fn starts_zero_and_keeps_values() {
+        let a = LazyArray::<AtomicU32>::new(1 << 28).unwrap();
+        assert_eq!(a.len(), 1 << 28);
+        a[(1 << 28) - 1].store(5, Ordering::Relaxed);
+        assert_eq!(a[(1 << 28) - 1].load(Ordering::Relaxed), 5);
+        assert_eq!(a[0].load(Ordering::Relaxed), 0);
+        assert!(LazyArray::<AtomicU64>::new(0).unwrap().is_empty());
+        assert!(LazyArray::<AtomicU64>::new(usize::MAX).is_err());
+    }
+}

@@ -1,0 +1,131 @@
+//! [`Mapping`]: private anonymous memory, unmapped on drop.
+//!
+//! Only private-anonymous `mmap` is used, so that a VMM's seccomp filter on
+//! vCPU threads lets it pass (Firecracker's does).
+
+use std::{io, ptr, ptr::NonNull};
+
+use crate::PAGE_SIZE;
+
+/// Private anonymous memory.
+///
+/// The bytes are reachable only through the raw pointer: who maps memory also
+/// decides how it may be aliased.
+#[derive(Debug)]
+pub struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread; `Mapping` itself
+// never dereferences the pointer.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; shared references give out only the address.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Reserves address space without memory behind it (`PROT_NONE`).
+    ///
+    /// # Errors
+    /// Those of `mmap`; `EINVAL` if `len` is zero.
+    pub fn reserve(len: usize) -> io::Result<Self> {
+        Self::map(len, libc::PROT_NONE)
+    }
+
+    /// Maps zeroed readable and writable memory. Pages appear when first touched
+    /// and are not counted against overcommit before.
+    ///
+    /// # Errors
+    /// Those of `mmap`; `EINVAL` if `len` is zero.
+    pub fn anonymous(len: usize) -> io::Result<Self> {
+        Self::map(len, libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    fn map(len: usize, prot: libc::c_int) -> io::Result<Self> {
+        let len = len
+            .checked_next_multiple_of(PAGE_SIZE)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        // SAFETY: a new private anonymous mapping at an address of the kernel's
+        // choice touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                prot,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        match NonNull::new(base.cast()) {
+            Some(base) => Ok(Self { base, len }),
+            None => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
+        }
+    }
+
+    /// First byte.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// Length in bytes, a multiple of the page size.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never true: an empty mapping cannot be made.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Asks for huge pages. A hint: hosts without them are no error.
+    pub fn advise_huge(&self) {
+        self.advise(libc::MADV_HUGEPAGE);
+    }
+
+    /// Asks the kernel not to give the range to children of `fork`.
+    pub fn advise_dontfork(&self) {
+        self.advise(libc::MADV_DONTFORK);
+    }
+
+    fn advise(&self, advice: libc::c_int) {
+        // SAFETY: the range is this mapping's, and neither advice changes its contents.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, advice) };
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range is this mapping's own; whoever kept a pointer into it
+        // had to keep the mapping too.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn anonymous_memory_is_zero_and_writable() {
+        let m = Mapping::anonymous(10_000).unwrap();
+        assert_eq!(m.len(), 12288);
+        m.advise_huge();
+        // SAFETY: inside the mapping, and nobody else has the pointer.
+        unsafe {
+            assert_eq!(m.as_ptr().add(9_999).read(), 0);
+            m.as_ptr().add(9_999).write(7);
+            assert_eq!(m.as_ptr().add(9_999).read(), 7);
+        }
+    }
+
+    #[test]
+    fn nothing_of_no_size_or_of_absurd_size() {
+        assert!(Mapping::anonymous(0).is_err());
+        assert!(Mapping::anonymous(usize::MAX).is_err());
+        assert!(Mapping::reserve(1 << 40).is_ok());
+    }
+}

@@ -1,0 +1,155 @@
+//! [`Memfd`] and shared mappings of it: memory that has an fd, so that it can
+//! be mapped more than once or by somebody else.
+
+use std::{
+    ffi::CStr,
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    ptr,
+    ptr::NonNull,
+};
+
+/// An anonymous file in memory.
+#[derive(Debug)]
+pub struct Memfd {
+    fd: OwnedFd,
+    len: usize,
+}
+
+impl Memfd {
+    /// Creates a file of `len` zero bytes, closed on exec.
+    ///
+    /// # Errors
+    /// Those of `memfd_create` and `ftruncate`.
+    pub fn new(name: &CStr, len: usize) -> io::Result<Self> {
+        // SAFETY: `name` is NUL-terminated and outlives the call.
+        let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just given us this fd; nobody else owns it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let size =
+            libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
+        // SAFETY: a plain system call on our own fd.
+        if unsafe { libc::ftruncate(fd.as_raw_fd(), size) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { fd, len })
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a file of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Maps the whole file, shared, readable and writable.
+    ///
+    /// # Errors
+    /// Those of `mmap`.
+    pub fn map(&self) -> io::Result<SharedMapping> {
+        SharedMapping::new(self, libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    /// Maps the whole file, shared, readable and executable.
+    ///
+    /// # Errors
+    /// Those of `mmap`; `EACCES` or `EPERM` where the host forbids executable files in memory.
+    pub fn map_executable(&self) -> io::Result<SharedMapping> {
+        SharedMapping::new(self, libc::PROT_READ | libc::PROT_EXEC)
+    }
+
+    /// Gives up the mapping interface and keeps the fd.
+    pub fn into_fd(self) -> OwnedFd {
+        self.fd
+    }
+}
+
+impl AsFd for Memfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// A shared mapping of a [`Memfd`], unmapped on drop.
+#[derive(Debug)]
+pub struct SharedMapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: as for `Mapping`: process-wide memory, never dereferenced here.
+unsafe impl Send for SharedMapping {}
+// SAFETY: as above.
+unsafe impl Sync for SharedMapping {}
+
+impl SharedMapping {
+    fn new(file: &Memfd, prot: libc::c_int) -> io::Result<Self> {
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                file.len,
+                prot,
+                libc::MAP_SHARED,
+                file.fd.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        match NonNull::new(base.cast()) {
+            Some(base) => Ok(Self {
+                base,
+                len: file.len,
+            }),
+            None => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
+        }
+    }
+
+    /// First byte. Others may have the same memory mapped: access it with atomics or volatile.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never true: `mmap` refuses empty mappings.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for SharedMapping {
+    fn drop(&mut self) {
+        // SAFETY: the range is this mapping's own.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_mappings_share_bytes() {
+        let f = Memfd::new(c"test", 8192).unwrap();
+        let (a, b) = (f.map().unwrap(), f.map().unwrap());
+        assert_ne!(a.as_ptr(), b.as_ptr());
+        // SAFETY: both inside their mappings; this thread alone has them.
+        unsafe {
+            a.as_ptr().add(8191).write_volatile(9);
+            assert_eq!(b.as_ptr().add(8191).read_volatile(), 9);
+        }
+        assert!(Memfd::new(c"empty", 0).unwrap().map().is_err());
+    }
+}
