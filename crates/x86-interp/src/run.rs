@@ -52,7 +52,7 @@ impl<B: GuestBus> Interp<B> {
     /// Executes until something stops it.
     pub fn run(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         loop {
-            if cpu.shadow == Shadow::None && bus.poll() {
+            if cpu.shadow == Shadow::None && bus.poll(cpu) {
                 return RunStop::Poll;
             }
             match self.step(cpu, bus) {
