@@ -10,6 +10,7 @@ pub mod bus;
 pub mod event;
 pub mod features;
 pub mod fp;
+pub mod msr_model;
 pub mod msrs;
 pub mod state;
 

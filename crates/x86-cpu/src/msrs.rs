@@ -25,4 +25,12 @@ pub struct Msrs {
     pub mtrr_def_type: u64,
     pub mtrr_fixed: [u64; 11],
     pub mtrr_var: [u64; 16],
+    pub power_ctl: u64,
+    pub platform_info: u64,
+    pub arch_capabilities: u64,
+    pub ucode_rev: u64,
+    pub hwcr: u64,
+    pub de_cfg: u64,
+    pub osvw_id_length: u64,
+    pub osvw_status: u64,
 }

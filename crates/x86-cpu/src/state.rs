@@ -165,6 +165,10 @@ impl Default for CpuState {
                 pat: 0x0007_0406_0007_0406,
                 smbase: 0x30000,
                 misc_enable: 1,
+                // KVM's value for Intel; a VMM overwrites it on AMD.
+                ucode_rev: 0x1_0000_0000,
+                // Maximum turbo ratio 1 and CPUID faulting, as KVM reports it by default.
+                platform_info: 1 << 31,
                 ..Msrs::default()
             },
             events: Events::default(),

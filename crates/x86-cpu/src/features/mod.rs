@@ -1,7 +1,9 @@
 //! The CPUID features that change how instructions behave.
 //!
-//! Computed once from the table that KVM_SET_CPUID2 gives; execution tests bits
-//! here and never walks the table.
+//! Computed once from the table that KVM_SET_CPUID2 gives ([`Features::from_cpuid`],
+//! in `features/cpuid.rs`); execution tests bits here and never walks the table.
+
+mod cpuid;
 
 /// A feature bit that execution depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -98,6 +100,24 @@ pub enum Feature {
     Lzcnt,
     AvxVnni,
     Serialize,
+    Mtrr,
+    Mca,
+    /// IA32_SPEC_CTRL exists: IBRS (Intel or AMD enumeration).
+    SpecCtrl,
+    Stibp,
+    Ssbd,
+    /// IA32_PRED_CMD exists: IBPB.
+    Ibpb,
+    FlushL1d,
+    ArchCapabilities,
+    Osvw,
+    Mwaitx,
+    Movdiri,
+    Movdir64b,
+    Waitpkg,
+    Cldemote,
+    Ibt,
+    ShadowStack,
 }
 
 /// A set of [`Feature`]s and the numbers that go with them.
