@@ -1,17 +1,19 @@
 //! Executes one harmless instruction on the host CPU with a given register file and memory operand.
+//!
+//! The guest has the host's instruction set, so its FP and SIMD instructions
+//! need no emulation: [`Native`] wraps each distinct form in a stub that loads
+//! the registers it uses, runs it, and stores its results (bit-exact, including
+//! flags and rounding). Nothing is executed that is not on the allow-list in
+//! `allow`, and no exception of the guest's reaches the host as a signal.
 
-/// Stubs that execute one instruction each; one set per vCPU.
-#[derive(Debug, Default)]
-pub struct Native {}
+mod allow;
+mod buffer;
+mod mxcsr;
+mod native;
+mod stub;
 
-impl Native {
-    /// Maps the code buffer. If the host does not allow it, nothing can be prepared.
-    pub fn new() -> Self {
-        Self {}
-    }
-    /// True, once, if all stubs were dropped for want of room since the last
-    /// call: decoded instructions that refer to one must be dropped too.
-    pub fn take_reset(&mut self) -> bool {
-        false
-    }
-}
+pub(crate) use native::Context;
+
+pub use allow::{Class, Form, form};
+pub use mxcsr::host_mask;
+pub use native::{Native, Operand, Outcome, StubId};
