@@ -1,0 +1,315 @@
+//! KVM_GET_SUPPORTED_CPUID: what the host CPU has and execution passes through,
+//! and what is virtualised whatever the host has.
+//!
+//! A bit is set only if the interpreter, the MMU and the chips really do it.
+//! Bits that tell a guest that it needs no costly mitigation are set where that
+//! is true of a software CPU: no guest instruction is executed speculatively
+//! across a privilege boundary of the guest.
+
+use core::arch::x86_64::__cpuid_count;
+
+use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+
+/// First hypervisor leaf.
+const KVM_CPUID_SIGNATURE: u32 = 0x4000_0000;
+/// Feature leaf.
+const KVM_CPUID_FEATURES: u32 = 0x4000_0001;
+
+/// KVM_FEATURE_* bits of leaf 0x40000001 that work: kvmclock (both MSR pairs,
+/// stable), no I/O delay, steal time, PV EOI, PV unhalt, PV TLB flush, PV IPI, sched-yield.
+pub(crate) const KVM_FEATURES: u32 =
+    1 << 0 | 1 << 1 | 1 << 3 | 1 << 5 | 1 << 6 | 1 << 7 | 1 << 9 | 1 << 11 | 1 << 13 | 1 << 24;
+
+/// Registers of one leaf, in CPUID's order.
+#[derive(Clone, Copy, Default)]
+struct Regs {
+    eax: u32,
+    ebx: u32,
+    ecx: u32,
+    edx: u32,
+}
+
+fn host(leaf: u32, subleaf: u32) -> Regs {
+    let max = __cpuid_count(leaf & 0xffff_0000, 0).eax;
+    if leaf > max {
+        return Regs::default();
+    }
+    let r = __cpuid_count(leaf, subleaf);
+    Regs {
+        eax: r.eax,
+        ebx: r.ebx,
+        ecx: r.ecx,
+        edx: r.edx,
+    }
+}
+
+fn entry(function: u32, index: u32, flags: u32, r: Regs) -> kvm_cpuid_entry2 {
+    kvm_cpuid_entry2 {
+        function,
+        index,
+        flags,
+        eax: r.eax,
+        ebx: r.ebx,
+        ecx: r.ecx,
+        edx: r.edx,
+        ..Default::default()
+    }
+}
+
+/// Leaf 1 ECX bits executed on the host's FPU: host ∩ these.
+const L1_ECX_HOST: u32 =
+    1 << 0 | 1 << 1 | 1 << 9 | 1 << 12 | 1 << 19 | 1 << 20 | 1 << 25 | 1 << 26 | 1 << 28 | 1 << 29;
+/// Leaf 1 ECX bits that are always there: CX16, PCID, x2APIC, MOVBE, POPCNT, RDRAND, hypervisor.
+/// TSC-deadline is reported by KVM_CAP_TSC_DEADLINE_TIMER alone, as the API document says.
+const L1_ECX_OURS: u32 = 1 << 13 | 1 << 17 | 1 << 21 | 1 << 22 | 1 << 23 | 1 << 30 | 1 << 31;
+/// Leaf 1 EDX: FPU DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
+const L1_EDX: u32 = 0x0783_fbfd;
+/// Leaf 7 EBX, host ∩: AVX2, SHA, (V)AES and friends are host-executed.
+const L7_EBX_HOST: u32 = 1 << 5 | 1 << 29;
+/// Leaf 7 EBX, always: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB.
+const L7_EBX_OURS: u32 = 1 << 0
+    | 1 << 1
+    | 1 << 3
+    | 1 << 7
+    | 1 << 8
+    | 1 << 9
+    | 1 << 10
+    | 1 << 18
+    | 1 << 19
+    | 1 << 20
+    | 1 << 23
+    | 1 << 24;
+/// Leaf 7 ECX, host ∩: GFNI, VAES, VPCLMULQDQ.
+const L7_ECX_HOST: u32 = 1 << 8 | 1 << 9 | 1 << 10;
+/// Leaf 7 ECX, always: UMIP, RDPID.
+const L7_ECX_OURS: u32 = 1 << 2 | 1 << 22;
+/// Leaf 7 EDX, always: FSRM.
+const L7_EDX_OURS: u32 = 1 << 4;
+/// Leaf 0x80000001 ECX, host ∩: SSE4A, MISALIGNSSE.
+const X1_ECX_HOST: u32 = 1 << 6 | 1 << 7;
+/// Leaf 0x80000001 ECX, always: LAHF, CR8_LEGACY, ABM, PREFETCHW.
+const X1_ECX_OURS: u32 = 1 << 0 | 1 << 4 | 1 << 5 | 1 << 8;
+/// TOPOEXT, for AMD guests whose VMM fills leaf 0x8000001e.
+const X1_ECX_TOPOEXT: u32 = 1 << 22;
+/// Leaf 0x80000001 EDX that AMD mirrors from leaf 1.
+const X1_EDX_MIRROR: u32 = 0x0183_f3ff;
+/// Leaf 0x80000001 EDX: SYSCALL NX MMXEXT FXSR_OPT PDPE1GB RDTSCP LM.
+const X1_EDX_OURS: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
+/// MMXEXT and FXSR_OPT are AMD's.
+const X1_EDX_AMD: u32 = 1 << 22 | 1 << 25;
+/// XCR0 components that execution knows: x87, SSE, AVX.
+const XCR0: u32 = 7;
+/// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC XGETBV1 XSAVES.
+const XSAVE_FEATURES: u32 = 0xf;
+
+fn is_amd() -> bool {
+    let v = host(0, 0);
+    [v.ebx, v.edx, v.ecx] == [0x6874_7541, 0x6974_6e65, 0x444d_4163]
+        || [v.ebx, v.edx, v.ecx] == [0x6f67_7948, 0x6e65_476e, 0x656e_6975]
+}
+
+fn leaf1() -> Regs {
+    let h = host(1, 0);
+    Regs {
+        eax: h.eax,
+        ebx: h.ebx & 0xff00,
+        ecx: h.ecx & L1_ECX_HOST | L1_ECX_OURS,
+        edx: L1_EDX,
+    }
+}
+
+fn leaf7() -> Regs {
+    let h = host(7, 0);
+    Regs {
+        eax: 0,
+        ebx: h.ebx & L7_EBX_HOST | L7_EBX_OURS,
+        ecx: h.ecx & L7_ECX_HOST | L7_ECX_OURS,
+        edx: L7_EDX_OURS,
+    }
+}
+
+fn extended1(amd: bool) -> Regs {
+    let h = host(0x8000_0001, 0);
+    let mut edx = X1_EDX_OURS;
+    let mut ecx = h.ecx & X1_ECX_HOST | X1_ECX_OURS;
+    if amd {
+        edx |= X1_EDX_AMD | L1_EDX & X1_EDX_MIRROR;
+        ecx |= X1_ECX_TOPOEXT;
+    }
+    Regs {
+        eax: h.eax,
+        ebx: h.ebx,
+        ecx,
+        edx,
+    }
+}
+
+/// XSAVE leaves: sizes are those of the components that the guest may enable.
+fn xsave_leaves(out: &mut Vec<kvm_cpuid_entry2>) {
+    const INDEXED: u32 = KVM_CPUID_FLAG_SIGNIFCANT_INDEX;
+    let xcr0 = host(0xd, 0).eax & XCR0;
+    let avx = host(0xd, 2);
+    let size = if xcr0 & 4 != 0 {
+        avx.ebx + avx.eax
+    } else {
+        576
+    };
+    out.push(entry(
+        0xd,
+        0,
+        INDEXED,
+        Regs {
+            eax: xcr0,
+            ebx: size,
+            ecx: size,
+            edx: 0,
+        },
+    ));
+    out.push(entry(
+        0xd,
+        1,
+        INDEXED,
+        Regs {
+            eax: XSAVE_FEATURES,
+            ebx: size,
+            ..Regs::default()
+        },
+    ));
+    if xcr0 & 4 != 0 {
+        out.push(entry(
+            0xd,
+            2,
+            INDEXED,
+            Regs {
+                eax: avx.eax,
+                ebx: avx.ebx,
+                ..Regs::default()
+            },
+        ));
+    }
+}
+
+/// The deterministic cache leaves (4 on Intel, 0x8000001d on AMD), as the host has them.
+fn cache_leaves(function: u32, out: &mut Vec<kvm_cpuid_entry2>) {
+    for index in 0..8 {
+        let r = host(function, index);
+        out.push(entry(function, index, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, r));
+        if r.eax & 0x1f == 0 {
+            break;
+        }
+    }
+}
+
+/// KVM_GET_SUPPORTED_CPUID.
+pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
+    let amd = is_amd();
+    let plain = |f: u32, r: Regs| entry(f, 0, 0, r);
+    let mut out = Vec::with_capacity(48);
+    let vendor = host(0, 0);
+    out.push(plain(
+        0,
+        Regs {
+            eax: vendor.eax.clamp(0xd, 0x1f),
+            ..vendor
+        },
+    ));
+    out.push(plain(1, leaf1()));
+    if !amd {
+        out.push(plain(2, host(2, 0)));
+        cache_leaves(4, &mut out);
+    }
+    out.push(plain(5, Regs::default()));
+    // ARAT: the LAPIC timer runs in every idle state.
+    out.push(plain(
+        6,
+        Regs {
+            eax: 1 << 2,
+            ..Regs::default()
+        },
+    ));
+    out.push(entry(7, 0, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, leaf7()));
+    for index in 0..2 {
+        out.push(entry(
+            0xb,
+            index,
+            KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+            Regs {
+                ecx: index,
+                ..Regs::default()
+            },
+        ));
+    }
+    xsave_leaves(&mut out);
+    let signature = |s: &[u8; 12]| {
+        let word = |i: usize| u32::from_le_bytes([s[i], s[i + 1], s[i + 2], s[i + 3]]);
+        Regs {
+            eax: KVM_CPUID_FEATURES,
+            ebx: word(0),
+            ecx: word(4),
+            edx: word(8),
+        }
+    };
+    out.push(plain(KVM_CPUID_SIGNATURE, signature(b"KVMKVMKVM\0\0\0")));
+    out.push(plain(
+        KVM_CPUID_FEATURES,
+        Regs {
+            eax: KVM_FEATURES,
+            ..Regs::default()
+        },
+    ));
+    out.push(plain(
+        0x8000_0000,
+        Regs {
+            eax: if amd { 0x8000_0021 } else { 0x8000_0008 },
+            ..if amd { vendor } else { Regs::default() }
+        },
+    ));
+    out.push(plain(0x8000_0001, extended1(amd)));
+    for f in 0x8000_0002..=0x8000_0004 {
+        out.push(plain(f, host(f, 0)));
+    }
+    out.push(plain(0x8000_0005, host(0x8000_0005, 0)));
+    out.push(plain(0x8000_0006, host(0x8000_0006, 0)));
+    // Invariant TSC.
+    out.push(plain(
+        0x8000_0007,
+        Regs {
+            edx: 1 << 8,
+            ..Regs::default()
+        },
+    ));
+    let sizes = host(0x8000_0008, 0);
+    // SSB_NO, with CLZERO and XSAVEERPTR where the host executes them.
+    let ebx = if amd {
+        sizes.ebx & (1 << 0 | 1 << 2) | 1 << 26
+    } else {
+        0
+    };
+    out.push(plain(
+        0x8000_0008,
+        Regs {
+            eax: sizes.eax & 0xffff,
+            ebx,
+            ecx: 0,
+            edx: 0,
+        },
+    ));
+    if amd {
+        cache_leaves(0x8000_001d, &mut out);
+        out.push(plain(0x8000_001e, Regs::default()));
+        // LFENCE serialises, automatic IBRS, SRSO_NO: no retpolines, no safe-ret.
+        out.push(plain(
+            0x8000_0021,
+            Regs {
+                eax: 1 << 2 | 1 << 8 | 1 << 29,
+                ..Regs::default()
+            },
+        ));
+    }
+    out
+}
+
+/// KVM_GET_EMULATED_CPUID: what works although the supported list does not have it.
+pub fn emulated_cpuid() -> Vec<kvm_cpuid_entry2> {
+    Vec::new()
+}

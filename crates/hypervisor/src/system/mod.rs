@@ -1,0 +1,11 @@
+//! What the system fd answers: capabilities, supported CPUID, MSR lists.
+
+mod caps;
+mod cpuid;
+mod msr_list;
+
+pub use caps::check_extension;
+pub use cpuid::{emulated_cpuid, supported_cpuid};
+pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
+
+pub(crate) use cpuid::KVM_FEATURES;

@@ -1,0 +1,134 @@
+//! Device accesses of the instruction in progress.
+//!
+//! An access that the VMM answers stops the instruction; it is executed again
+//! from its start once the answer is there, and every device access it has
+//! already made is answered from this log, so each happens exactly once
+//! (the restart rule of `x86_cpu::bus`).
+
+/// A device access, compared when the instruction runs again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DeviceAccess {
+    /// IN.
+    PortIn { port: u16, size: u8 },
+    /// OUT.
+    PortOut { port: u16, size: u8 },
+    /// Load of 1 to 8 bytes.
+    Load { gpa: u64, len: u8 },
+    /// Store of 1 to 8 bytes.
+    Store { gpa: u64, len: u8 },
+    /// RDMSR or WRMSR that the VMM handles.
+    Msr { index: u32, write: bool },
+    /// A hypercall that the VMM handles.
+    Hypercall,
+}
+
+/// Answers so far. Most instructions make none; a vector keeps its capacity.
+#[derive(Debug, Default)]
+pub(super) struct Replay {
+    done: Vec<(DeviceAccess, Answered)>,
+    cursor: usize,
+    pending: Option<DeviceAccess>,
+    /// Linear address of the instruction that the log belongs to.
+    gva: u64,
+}
+
+/// What an access gave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Answered {
+    /// The value; zero for writes.
+    pub(super) value: u64,
+    /// The access failed: #GP for an MSR.
+    pub(super) error: bool,
+}
+
+impl Replay {
+    /// The answer of the next access in order, if the instruction made it before.
+    #[inline]
+    pub(super) fn next(&mut self, access: DeviceAccess) -> Option<Answered> {
+        let (made, answered) = *self.done.get(self.cursor)?;
+        if made != access {
+            // The instruction took another path (the guest changed its memory
+            // meanwhile): what follows is new.
+            self.done.truncate(self.cursor);
+            return None;
+        }
+        self.cursor += 1;
+        Some(answered)
+    }
+    /// Notes an access that was answered at once.
+    #[inline]
+    pub(super) fn made(&mut self, access: DeviceAccess, value: u64) {
+        self.done.push((access, Answered { value, error: false }));
+        self.cursor = self.done.len();
+    }
+    /// Notes an access that waits for the VMM.
+    pub(super) fn wait(&mut self, access: DeviceAccess, gva: u64) {
+        self.pending = Some(access);
+        self.gva = gva;
+    }
+    /// The VMM's answer; ignored if nothing waits.
+    pub(super) fn answer(&mut self, value: u64, error: bool) {
+        if let Some(access) = self.pending.take() {
+            self.done.push((access, Answered { value, error }));
+        }
+        self.cursor = 0;
+    }
+    /// What waits for the VMM.
+    pub(super) const fn pending(&self) -> Option<DeviceAccess> {
+        self.pending
+    }
+    /// True if an instruction at `gva` is to be completed before anything else
+    /// happens; a log of another instruction is dropped (the VMM moved RIP).
+    pub(super) fn is_mid_instruction(&mut self, gva: u64) -> bool {
+        if self.done.is_empty() {
+            return false;
+        }
+        if self.gva != gva {
+            self.forget();
+        }
+        !self.done.is_empty()
+    }
+    /// The instruction is complete.
+    #[inline]
+    pub(super) fn forget(&mut self) {
+        if !self.done.is_empty() || self.pending.is_some() {
+            self.done.clear();
+            self.pending = None;
+        }
+        self.cursor = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: DeviceAccess = DeviceAccess::Load { gpa: 0x1000, len: 4 };
+    const B: DeviceAccess = DeviceAccess::Store { gpa: 0x2000, len: 4 };
+
+    #[test]
+    fn answers_are_replayed_in_order() {
+        let mut r = Replay::default();
+        assert_eq!(r.next(A), None);
+        r.wait(A, 0x10);
+        r.answer(7, false);
+        assert!(r.is_mid_instruction(0x10));
+        assert_eq!(r.next(A), Some(Answered { value: 7, error: false }));
+        assert_eq!(r.next(B), None);
+        r.wait(B, 0x10);
+        r.answer(0, false);
+        assert_eq!(r.next(A).map(|a| a.value), Some(7));
+        assert!(r.next(B).is_some());
+        r.forget();
+        assert!(!r.is_mid_instruction(0x10));
+    }
+
+    #[test]
+    fn a_log_of_another_instruction_is_dropped() {
+        let mut r = Replay::default();
+        r.wait(A, 0x10);
+        r.answer(7, false);
+        assert!(!r.is_mid_instruction(0x20));
+        assert_eq!(r.next(A), None);
+    }
+}

@@ -1,0 +1,206 @@
+//! Guest time: TSC offset and scale, kvmclock (KVM documents "timekeeping" and "msr").
+//!
+//! All vCPUs share one pair (TSC, nanoseconds) as the master clock, so kvmclock
+//! is stable across them and MSR_KVM flags say so.
+
+use std::sync::{Mutex, PoisonError};
+
+use host::clock;
+use kvm_bindings::*;
+
+use crate::{Error, Result};
+
+/// Guest TSC of one vCPU as a function of the host's: `host × ratio >> 32 + offset`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TscParams {
+    /// Frequency in kHz.
+    pub(crate) khz: u32,
+    ratio: u64,
+    /// Added after scaling.
+    pub(crate) offset: u64,
+}
+
+impl TscParams {
+    fn new(khz: u32, offset: u64) -> Self {
+        let ratio = (u64::from(khz) << 32) / u64::from(clock::tsc_khz().max(1));
+        Self { khz, ratio, offset }
+    }
+    /// Scaled, without the offset.
+    #[inline]
+    pub(crate) fn scale(&self, host_tsc: u64) -> u64 {
+        if self.ratio == 1 << 32 { host_tsc } else { (u128::from(host_tsc) * u128::from(self.ratio) >> 32) as u64 }
+    }
+    /// The guest's TSC at a host TSC.
+    #[inline]
+    pub(crate) fn guest(&self, host_tsc: u64) -> u64 {
+        self.scale(host_tsc).wrapping_add(self.offset)
+    }
+    /// The host TSC at which the guest's reads `guest_tsc`, saturating.
+    pub(crate) fn host_at(&self, guest_tsc: u64) -> u64 {
+        let scaled = guest_tsc.wrapping_sub(self.offset);
+        if self.ratio == 1 << 32 {
+            scaled
+        } else {
+            u64::try_from((u128::from(scaled) << 32) / u128::from(self.ratio.max(1))).unwrap_or(u64::MAX)
+        }
+    }
+    /// The same frequency with another offset.
+    pub(crate) const fn with_offset(self, offset: u64) -> Self {
+        Self { offset, ..self }
+    }
+}
+
+#[derive(Debug)]
+struct Base {
+    /// Host TSC and monotonic ns of the master pair.
+    host_tsc: u64,
+    host_ns: u64,
+    /// kvmclock at that moment.
+    kvmclock_ns: u64,
+    /// Default of new vCPUs.
+    tsc: TscParams,
+    /// Last synchronised TSC write: value, host TSC, resulting offset.
+    last_write: Option<(u64, u64, u64)>,
+}
+
+/// A VM's clock.
+#[derive(Debug)]
+pub(crate) struct VmClock {
+    base: Mutex<Base>,
+}
+
+impl VmClock {
+    /// A clock that starts at zero now.
+    pub(crate) fn new() -> Self {
+        let (host_tsc, host_ns) = (clock::rdtsc(), clock::monotonic_ns());
+        let tsc = TscParams::new(clock::tsc_khz(), 0);
+        let tsc = tsc.with_offset(tsc.scale(host_tsc).wrapping_neg());
+        Self { base: Mutex::new(Base { host_tsc, host_ns, kvmclock_ns: 0, tsc, last_write: None }) }
+    }
+    fn lock(&self) -> std::sync::MutexGuard<'_, Base> {
+        self.base.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// TSC parameters of a new vCPU.
+    pub(crate) fn default_tsc(&self) -> TscParams {
+        self.lock().tsc
+    }
+    /// KVM_SET_TSC_KHZ on the VM.
+    pub(crate) fn set_default_khz(&self, khz: u32) -> Result<()> {
+        let mut base = self.lock();
+        base.tsc = rescale(base.tsc, khz)?;
+        Ok(())
+    }
+    /// A TSC write that KVM would treat as synchronising gives the offset that
+    /// the previous such write got: VMMs set the same value on each vCPU in turn.
+    pub(crate) fn write_tsc(&self, params: TscParams, value: u64, from_vmm: bool) -> TscParams {
+        let now = clock::rdtsc();
+        let mut base = self.lock();
+        let offset = value.wrapping_sub(params.scale(now));
+        if from_vmm && let Some((last, at, last_offset)) = base.last_write {
+            let second = u64::from(params.khz) * 1000;
+            let expected = last.wrapping_add(params.scale(now).wrapping_sub(params.scale(at)));
+            if value == 0 && last == 0 || expected.abs_diff(value) < second {
+                return params.with_offset(last_offset);
+            }
+        }
+        if from_vmm {
+            base.last_write = Some((value, now, offset));
+        }
+        params.with_offset(offset)
+    }
+    /// kvmclock now, with the host TSC of the same moment.
+    pub(crate) fn now(&self) -> (u64, u64) {
+        let base = self.lock();
+        let ns = clock::monotonic_ns();
+        (base.kvmclock_ns.wrapping_add(ns.wrapping_sub(base.host_ns)), clock::rdtsc())
+    }
+    /// The master pair: host TSC and kvmclock.
+    pub(crate) fn master(&self) -> (u64, u64) {
+        let base = self.lock();
+        (base.host_tsc, base.kvmclock_ns)
+    }
+    /// KVM_GET_CLOCK.
+    pub(crate) fn get(&self) -> kvm_clock_data {
+        let (now, tsc) = self.now();
+        kvm_clock_data {
+            clock: now,
+            flags: KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC,
+            realtime: clock::realtime_ns(),
+            host_tsc: tsc,
+            ..Default::default()
+        }
+    }
+    /// KVM_SET_CLOCK; with KVM_CLOCK_REALTIME the time that has passed since is added.
+    pub(crate) fn set(&self, data: &kvm_clock_data) -> Result<()> {
+        if data.flags & !KVM_CLOCK_REALTIME != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        let mut base = self.lock();
+        base.host_tsc = clock::rdtsc();
+        base.host_ns = clock::monotonic_ns();
+        let passed =
+            if data.flags & KVM_CLOCK_REALTIME != 0 { clock::realtime_ns().saturating_sub(data.realtime) } else { 0 };
+        base.kvmclock_ns = data.clock.wrapping_add(passed);
+        Ok(())
+    }
+}
+
+/// The same guest TSC now, at another frequency.
+pub(crate) fn rescale(params: TscParams, khz: u32) -> Result<TscParams> {
+    // A frequency that the fixed-point ratio cannot express is refused.
+    if khz == 0 || u64::from(khz) > u64::from(clock::tsc_khz()) * 16 {
+        return Err(Error::InvalidArgument);
+    }
+    let now = clock::rdtsc();
+    let value = params.guest(now);
+    let new = TscParams::new(khz, 0);
+    Ok(new.with_offset(value.wrapping_sub(new.scale(now))))
+}
+
+/// `(mul, shift)` of pvclock for a TSC frequency: ns = (tsc << shift) × mul >> 32.
+pub(crate) fn pvclock_scale(khz: u32) -> (u32, i8) {
+    let mut hz = u64::from(khz.max(1)) * 1000;
+    let mut shift = 0i8;
+    while hz > 2_000_000_000 {
+        hz >>= 1;
+        shift -= 1;
+    }
+    while hz <= 1_000_000_000 {
+        hz <<= 1;
+        shift += 1;
+    }
+    ((1_000_000_000u64 << 32).div_ceil(hz).min(u64::from(u32::MAX)) as u32, shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pvclock_scale_gives_nanoseconds() {
+        for khz in [800_000, 1_000_000, 2_445_428, 3_700_000, 5_000_001] {
+            let (mul, shift) = pvclock_scale(khz);
+            let ticks = u64::from(khz) * 1000;
+            let shifted = if shift >= 0 { ticks << shift } else { ticks >> -shift };
+            let ns = (u128::from(shifted) * u128::from(mul) >> 32) as u64;
+            assert!(ns.abs_diff(1_000_000_000) < 100, "{khz}: {ns}");
+        }
+    }
+
+    #[test]
+    fn vmm_writes_of_one_value_synchronise() {
+        let c = VmClock::new();
+        let a = c.write_tsc(c.default_tsc(), 0, true);
+        let b = c.write_tsc(c.default_tsc(), 0, true);
+        assert_eq!(a.offset, b.offset);
+        let guest = c.write_tsc(a, 1 << 60, false);
+        assert_ne!(guest.offset, a.offset);
+    }
+
+    #[test]
+    fn scaling_inverts() {
+        let p = rescale(VmClock::new().default_tsc(), 1_000_000).expect("1 GHz");
+        let t = clock::rdtsc();
+        assert!(p.host_at(p.guest(t)).abs_diff(t) < 16);
+    }
+}

@@ -1,0 +1,80 @@
+//! Every source file opens with `//!`, stays under the size limit, and `unsafe`
+//! is forbidden by attribute in all crates but the named ones.
+
+use std::path::Path;
+
+use super::read;
+
+/// Most lines of a file, in-file tests not counted.
+const MAX_LINES: usize = 800;
+
+/// Crates that may contain `unsafe`; ARCHITECTURE.md says why each one needs it.
+pub(super) const UNSAFE_CRATES: &[&str] = &[
+    "anykvm-ioctls",
+    "guest-memory",
+    "host",
+    "kvm-abi",
+    "x86-native",
+];
+
+pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
+    let mut findings = Vec::new();
+    for top in ["crates", "xtask"] {
+        walk(&root.join(top), &mut findings)?;
+    }
+    Ok(findings)
+}
+
+fn walk(dir: &Path, findings: &mut Vec<String>) -> Result<(), String> {
+    let entries = std::fs::read_dir(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    for entry in entries {
+        let path = entry.map_err(|e| e.to_string())?.path();
+        if path.is_dir() {
+            if !path.ends_with("target") {
+                walk(&path, findings)?;
+            }
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            findings.extend(check_file(&path.display().to_string(), &read(&path)?));
+        }
+    }
+    Ok(())
+}
+
+fn check_file(name: &str, text: &str) -> Vec<String> {
+    let mut findings = Vec::new();
+    if !text.starts_with("//!") {
+        findings.push(format!("{name}: does not open with //!"));
+    }
+    let lines = text
+        .split("#[cfg(test)]\nmod tests {")
+        .next()
+        .unwrap_or(text)
+        .lines()
+        .count();
+    if lines > MAX_LINES {
+        findings.push(format!("{name}: {lines} lines, more than {MAX_LINES}"));
+    }
+    let is_root = name.ends_with("src/lib.rs") || name.ends_with("src/main.rs");
+    let may_be_unsafe = UNSAFE_CRATES
+        .iter()
+        .any(|c| name.contains(&format!("crates/{c}/")));
+    if is_root && !may_be_unsafe && !text.contains("#![forbid(unsafe_code)]") {
+        findings.push(format!("{name}: lacks #![forbid(unsafe_code)]"));
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::check_file;
+
+    #[test]
+    fn finds_what_is_wrong() {
+        assert!(check_file("crates/mmu/src/walk.rs", "//! Walk.\n").is_empty());
+        assert_eq!(check_file("crates/mmu/src/walk.rs", "fn f() {}\n").len(), 1);
+        assert_eq!(check_file("crates/mmu/src/lib.rs", "//! Mmu.\n").len(), 1);
+        assert!(check_file("crates/host/src/lib.rs", "//! Host.\n").is_empty());
+        let long = format!("//! Long.\n{}", "\n".repeat(900));
+        assert_eq!(check_file("crates/mmu/src/walk.rs", &long).len(), 1);
+    }
+}
