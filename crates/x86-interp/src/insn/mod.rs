@@ -4,7 +4,12 @@
 //! [`select`] for the handler of a form. A form that no family selects is #UD.
 
 pub(crate) mod simd;
+mod simd_elements;
+mod simd_moves;
+mod simd_native;
+mod simd_x87;
 pub(crate) mod system;
+mod xsave;
 
 pub(crate) mod control;
 
@@ -120,6 +125,6 @@ pub(crate) fn select<B: GuestBus>(
 ) -> Handler<B> {
     control::select(i, insn, s)
         .or_else(|| system::select(i, insn, s))
-        .or_else(|| simd::select(s.native, i, insn))
+        .or_else(|| simd::select(i, insn, s))
         .unwrap_or(control::undefined)
 }
