@@ -1,1 +1,27 @@
 //! KVM's ioctl numbers, structures and errno over the hypervisor's typed calls.
+//!
+//! Two users: [`ioctl`] decodes a raw `ioctl(fd, number, argument)`, and
+//! `anykvm-ioctls` calls the typed functions behind it ([`system`], [`Vm`], [`Vcpu`],
+//! [`Device`]) without going through numbers and pointers. Nothing else in the project knows
+//! an ioctl number, `kvm_run`'s layout or an errno.
+
+mod device;
+mod dispatch;
+mod errno;
+mod memfd;
+pub mod numbers;
+mod objects;
+mod run_page;
+pub mod system;
+mod user_memory;
+mod vcpu;
+mod vm;
+
+pub use device::Device;
+pub use dispatch::ioctl;
+pub use errno::{Errno, Result};
+pub use hypervisor::{Vcpu as TypedVcpu, Vm as TypedVm};
+pub use objects::{Object, forget, lookup};
+pub use run_page::VCPU_MMAP_SIZE;
+pub use vcpu::Vcpu;
+pub use vm::Vm;

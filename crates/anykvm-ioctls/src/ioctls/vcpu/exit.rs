@@ -1,0 +1,115 @@
+//! KVM_RUN and the translation of `kvm_run` into a [`VcpuExit`].
+
+use kvm_bindings::*;
+use vmm_sys_util::errno;
+
+use super::{HypercallExit, MsrExitReason, ReadMsrExit, VcpuExit, VcpuFd, WriteMsrExit};
+use crate::ioctls::Result;
+use crate::kvm_ioctls::refused;
+
+impl VcpuFd {
+    /// KVM_RUN: runs the guest until it needs the VMM. Answers are written through what the
+    /// returned exit borrows, and taken by the next call.
+    ///
+    /// # Errors
+    ///
+    /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI.
+    pub fn run(&mut self) -> Result<VcpuExit<'_>> {
+        self.object()?.run().map_err(refused)?;
+        let page = &mut self.kvm_run_ptr;
+        let reason = page.as_ref().exit_reason;
+        if reason == KVM_EXIT_IO {
+            // SAFETY: the member that belongs to this exit reason; all are integers.
+            let io = unsafe { page.as_ref().__bindgen_anon_1.io };
+            let len = usize::from(io.size).saturating_mul(io.count as usize);
+            let data = page
+                .bytes_mut(io.data_offset, len)
+                .ok_or(errno::Error::new(libc::EINVAL))?;
+            return match u32::from(io.direction) {
+                KVM_EXIT_IO_IN => Ok(VcpuExit::IoIn(io.port, data)),
+                KVM_EXIT_IO_OUT => Ok(VcpuExit::IoOut(io.port, data)),
+                _ => Err(errno::Error::new(libc::EINVAL)),
+            };
+        }
+        let details = &mut page.as_mut_ref().__bindgen_anon_1;
+        // SAFETY, for every `unsafe` below: the member that belongs to the exit reason; all
+        // members consist of integers, so any bytes are a value.
+        Ok(match reason {
+            KVM_EXIT_UNKNOWN => VcpuExit::Unknown,
+            KVM_EXIT_EXCEPTION => VcpuExit::Exception,
+            KVM_EXIT_HYPERCALL => {
+                // SAFETY: see above.
+                let hypercall = unsafe { &mut details.hypercall };
+                VcpuExit::Hypercall(HypercallExit {
+                    nr: hypercall.nr,
+                    args: hypercall.args,
+                    ret: &mut hypercall.ret,
+                    // SAFETY: see above.
+                    longmode: unsafe { hypercall.__bindgen_anon_1.longmode },
+                })
+            }
+            KVM_EXIT_DEBUG => {
+                // SAFETY: see above.
+                VcpuExit::Debug(unsafe { details.debug }.arch)
+            }
+            KVM_EXIT_HLT => VcpuExit::Hlt,
+            KVM_EXIT_MMIO => {
+                // SAFETY: see above.
+                let mmio = unsafe { &mut details.mmio };
+                let len = mmio.data.len().min(mmio.len as usize);
+                let data = mmio.data.split_at_mut(len).0;
+                if mmio.is_write != 0 {
+                    VcpuExit::MmioWrite(mmio.phys_addr, data)
+                } else {
+                    VcpuExit::MmioRead(mmio.phys_addr, data)
+                }
+            }
+            KVM_EXIT_X86_RDMSR => {
+                // SAFETY: see above.
+                let msr = unsafe { &mut details.msr };
+                VcpuExit::X86Rdmsr(ReadMsrExit {
+                    error: &mut msr.error,
+                    reason: MsrExitReason::from_bits_truncate(msr.reason),
+                    index: msr.index,
+                    data: &mut msr.data,
+                })
+            }
+            KVM_EXIT_X86_WRMSR => {
+                // SAFETY: see above.
+                let msr = unsafe { &mut details.msr };
+                VcpuExit::X86Wrmsr(WriteMsrExit {
+                    error: &mut msr.error,
+                    reason: MsrExitReason::from_bits_truncate(msr.reason),
+                    index: msr.index,
+                    data: msr.data,
+                })
+            }
+            KVM_EXIT_IRQ_WINDOW_OPEN => VcpuExit::IrqWindowOpen,
+            KVM_EXIT_SHUTDOWN => VcpuExit::Shutdown,
+            KVM_EXIT_FAIL_ENTRY => {
+                // SAFETY: see above.
+                let fail = unsafe { details.fail_entry };
+                VcpuExit::FailEntry(fail.hardware_entry_failure_reason, fail.cpu)
+            }
+            KVM_EXIT_INTR => VcpuExit::Intr,
+            KVM_EXIT_SET_TPR => VcpuExit::SetTpr,
+            KVM_EXIT_TPR_ACCESS => VcpuExit::TprAccess,
+            KVM_EXIT_NMI => VcpuExit::Nmi,
+            KVM_EXIT_INTERNAL_ERROR => VcpuExit::InternalError,
+            KVM_EXIT_SYSTEM_EVENT => {
+                // SAFETY: see above.
+                let event = unsafe { &details.system_event };
+                // SAFETY: see above.
+                let data = unsafe { &event.__bindgen_anon_1.data };
+                let ndata = data.len().min(event.ndata as usize);
+                VcpuExit::SystemEvent(event.type_, data.split_at(ndata).0)
+            }
+            KVM_EXIT_IOAPIC_EOI => {
+                // SAFETY: see above.
+                VcpuExit::IoapicEoi(unsafe { details.eoi }.vector)
+            }
+            KVM_EXIT_HYPERV => VcpuExit::Hyperv,
+            other => VcpuExit::Unsupported(other),
+        })
+    }
+}

@@ -1,0 +1,155 @@
+//! Which file descriptor is which KVM object: the process's only registry.
+//!
+//! The table maps descriptor numbers to objects and checks with `fstat(2)` that the
+//! number still means the same file, so a descriptor that was closed, reused or
+//! duplicated without telling us is seen for what it is. An object lives as long
+//! as a number in the table, a Rust owner (`anykvm-ioctls`) or another object (a vCPU
+//! holds its VM) refers to it.
+
+use std::collections::BTreeMap;
+use std::ffi::CStr;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use crate::device::Device;
+use crate::errno::{Errno, Result};
+use crate::memfd::{self, FileIdentity};
+use crate::vcpu::Vcpu;
+use crate::vm::Vm;
+
+/// The four kinds of file descriptor that KVM knows.
+#[derive(Clone, Debug)]
+pub enum Object {
+    /// What `open("/dev/kvm")` gives.
+    System,
+    /// From KVM_CREATE_VM.
+    Vm(Arc<Vm>),
+    /// From KVM_CREATE_VCPU.
+    Vcpu(Arc<Vcpu>),
+    /// From KVM_CREATE_DEVICE.
+    Device(Arc<Device>),
+}
+
+#[derive(Debug)]
+struct Entry {
+    object: Object,
+    identity: FileIdentity,
+}
+
+type Table = BTreeMap<RawFd, Entry>;
+
+static OBJECTS: RwLock<Table> = RwLock::new(Table::new());
+
+/// No code panics while it holds the lock, so a poisoned table is still consistent.
+fn table() -> RwLockReadGuard<'static, Table> {
+    OBJECTS.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn table_mut() -> RwLockWriteGuard<'static, Table> {
+    OBJECTS.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Creates a descriptor without mappable memory for `object`.
+pub(crate) fn publish(object: Object, name: &CStr, close_on_exec: bool) -> Result<OwnedFd> {
+    let fd = memfd::create(name, 0, close_on_exec)?;
+    register(&fd, object)?;
+    Ok(fd)
+}
+
+/// Makes an existing file the descriptor of `object`.
+pub(crate) fn register(fd: &OwnedFd, object: Object) -> Result<()> {
+    let identity = memfd::identity(fd.as_raw_fd())?;
+    let mut stale = Vec::new();
+    {
+        let mut table = table_mut();
+        // Objects whose descriptor was closed behind our back end here at the latest.
+        let gone: Vec<RawFd> = table
+            .iter()
+            .filter(|(number, entry)| memfd::identity(**number) != Ok(entry.identity))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in gone {
+            stale.extend(table.remove(&number));
+        }
+        stale.extend(table.insert(fd.as_raw_fd(), Entry { object, identity }));
+    }
+    // Dropped after the lock: the end of a VM joins its threads.
+    drop(stale);
+    Ok(())
+}
+
+/// The object behind `fd`: EBADF when it is not open, ENOTTY when it is some other file.
+pub fn lookup(fd: RawFd) -> Result<Object> {
+    let identity = memfd::identity(fd)?;
+    let found = {
+        let table = table();
+        match table.get(&fd) {
+            Some(entry) if entry.identity == identity => return Ok(entry.object.clone()),
+            _ => table
+                .values()
+                .find(|entry| entry.identity == identity)
+                .map(|entry| entry.object.clone()),
+        }
+    };
+    let object = found.ok_or(Errno::new(libc::ENOTTY))?;
+    // A duplicate seen for the first time: from now on it keeps the object alive by itself.
+    let stale = table_mut().insert(
+        fd,
+        Entry {
+            object: object.clone(),
+            identity,
+        },
+    );
+    drop(stale);
+    Ok(object)
+}
+
+/// The vCPU behind `fd` without a system call, for KVM_RUN. A number that was closed without
+/// [`forget`] and reused for another file is not noticed here.
+pub(crate) fn lookup_vcpu_unchecked(fd: RawFd) -> Option<Arc<Vcpu>> {
+    match table().get(&fd)?.object {
+        Object::Vcpu(ref vcpu) => Some(Arc::clone(vcpu)),
+        _ => None,
+    }
+}
+
+/// Tells the table that `fd` is about to be closed.
+pub fn forget(fd: RawFd) {
+    let entry = table_mut().remove(&fd);
+    drop(entry);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn errno_of(fd: RawFd) -> i32 {
+        lookup(fd).map(drop).unwrap_err().get()
+    }
+
+    #[test]
+    fn other_files_are_enotty_and_closed_ones_ebadf() {
+        assert_eq!(errno_of(-2), libc::EBADF);
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert_eq!(errno_of(file.as_raw_fd()), libc::ENOTTY);
+    }
+
+    #[test]
+    fn duplicates_reach_the_object_also_after_the_first_is_closed() {
+        let first = publish(Object::System, c"kvm", true).unwrap();
+        let second = first.try_clone().unwrap();
+        assert!(matches!(lookup(second.as_raw_fd()), Ok(Object::System)));
+        forget(first.as_raw_fd());
+        drop(first);
+        assert!(matches!(lookup(second.as_raw_fd()), Ok(Object::System)));
+    }
+
+    #[test]
+    fn a_number_reused_by_another_file_is_not_the_object() {
+        let fd = publish(Object::System, c"kvm", true).unwrap();
+        let other = std::fs::File::open("/dev/null").unwrap();
+        // SAFETY: both are open; the copy replaces a descriptor that this test owns.
+        assert!(unsafe { libc::dup2(other.as_raw_fd(), fd.as_raw_fd()) } >= 0);
+        assert_eq!(errno_of(fd.as_raw_fd()), libc::ENOTTY);
+    }
+}

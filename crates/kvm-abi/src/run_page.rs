@@ -1,0 +1,379 @@
+//! The memory that a vCPU shares with its VMM (KVM API document, §5 "The kvm_run structure").
+//!
+//! ```text
+//!      0  struct kvm_run
+//!   4096  data of a PIO exit (kvm_run.io.data_offset)
+//!   8192  coalesced MMIO ring (KVM_COALESCED_MMIO_PAGE_OFFSET)
+//!  12288  end = KVM_GET_VCPU_MMAP_SIZE
+//! ```
+//!
+//! The VMM's threads may write here at any time, so fields are read and written
+//! one by one with volatile accesses, each value is read once, and no reference to
+//! the structure is ever made (`immediate_exit`, an atomic, excepted).
+
+use std::mem::size_of;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU8;
+
+use hypervisor::{Answer, Exit, RunOutput};
+use kvm_bindings::*;
+
+use crate::errno::{Errno, Result};
+
+/// Page size of the ABI, as the host's on x86.
+pub(crate) const PAGE_SIZE: usize = 4096;
+
+/// KVM_GET_VCPU_MMAP_SIZE.
+pub const VCPU_MMAP_SIZE: usize = 3 * PAGE_SIZE;
+
+const PIO_DATA: usize = KVM_PIO_PAGE_OFFSET as usize * PAGE_SIZE;
+
+const _: () = assert!(size_of::<kvm_run>() <= PAGE_SIZE);
+
+/// The answer that the previous exit asked the VMM for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Question {
+    /// None, or it was answered.
+    #[default]
+    None,
+    /// Bytes of an IN.
+    Io {
+        /// `size * count`.
+        len: usize,
+    },
+    /// `mmio.data`.
+    Mmio,
+    /// `msr.error` and, for RDMSR, `msr.data`.
+    Msr,
+    /// `hypercall.ret`.
+    Hypercall,
+}
+
+/// Our mapping of the three pages.
+#[derive(Debug)]
+pub(crate) struct RunPage {
+    run: NonNull<kvm_run>,
+}
+
+// SAFETY: the pages are shared memory that belongs to no thread; every access below is a volatile
+// copy or an atomic one.
+unsafe impl Send for RunPage {}
+// SAFETY: as for Send.
+unsafe impl Sync for RunPage {}
+
+impl RunPage {
+    /// Maps the vCPU's file, which must be [`VCPU_MMAP_SIZE`] long.
+    pub(crate) fn map(fd: BorrowedFd<'_>) -> Result<Self> {
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing. The pages
+        // stay, as the file's size is sealed (`memfd::create`).
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                VCPU_MMAP_SIZE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                fd.as_raw_fd(),
+                0,
+            )
+        };
+        if address == libc::MAP_FAILED {
+            return Err(Errno::last());
+        }
+        let run = NonNull::new(address.cast()).ok_or(Errno::new(libc::ENOMEM))?;
+        Ok(Self { run })
+    }
+
+    /// kvm_run.immediate_exit, written by any thread or signal handler of the VMM.
+    pub(crate) fn immediate_exit(&self) -> &AtomicU8 {
+        // SAFETY: the byte is mapped as long as `self` lives and a `u8` needs no alignment; all
+        // our accesses to it go through this atomic.
+        unsafe { AtomicU8::from_ptr(&raw mut (*self.run.as_ptr()).immediate_exit) }
+    }
+
+    /// kvm_run.request_interrupt_window.
+    pub(crate) fn request_interrupt_window(&self) -> bool {
+        // SAFETY: in bounds of the mapping and aligned, as the page is.
+        unsafe { (&raw const (*self.run.as_ptr()).request_interrupt_window).read_volatile() != 0 }
+    }
+
+    /// kvm_run.cr8: KVM takes the low four bits, the rest is a #GP in hardware.
+    pub(crate) fn cr8(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (&raw const (*self.run.as_ptr()).cr8).read_volatile() }
+    }
+
+    /// kvm_run.kvm_valid_regs and kvm_dirty_regs.
+    pub(crate) fn sync_flags(&self) -> (u64, u64) {
+        let run = self.run.as_ptr();
+        // SAFETY: as above.
+        unsafe {
+            (
+                (&raw const (*run).kvm_valid_regs).read_volatile(),
+                (&raw const (*run).kvm_dirty_regs).read_volatile(),
+            )
+        }
+    }
+
+    /// Clears kvm_dirty_regs once the registers were taken over.
+    pub(crate) fn clear_dirty_flags(&self) {
+        // SAFETY: as above.
+        unsafe { (&raw mut (*self.run.as_ptr()).kvm_dirty_regs).write_volatile(0) }
+    }
+
+    /// kvm_run.s.regs.
+    pub(crate) fn sync_regs(&self) -> kvm_sync_regs {
+        // SAFETY: as above; any bytes are a `kvm_sync_regs`.
+        unsafe { (&raw const (*self.run.as_ptr()).s.regs).read_volatile() }
+    }
+
+    /// Stores kvm_run.s.regs.
+    pub(crate) fn set_sync_regs(&self, regs: kvm_sync_regs) {
+        // SAFETY: as above.
+        unsafe { (&raw mut (*self.run.as_ptr()).s.regs).write_volatile(regs) }
+    }
+
+    /// The VMM's answer to `question`. Bytes of an IN are copied to `io`, as the page may change
+    /// while the hypervisor looks at them.
+    pub(crate) fn answer<'a>(&self, question: Question, io: &'a mut [u8; PAGE_SIZE]) -> Answer<'a> {
+        match question {
+            Question::None => Answer::None,
+            Question::Io { len } => {
+                let bytes = io.get_mut(..len).unwrap_or_default();
+                let from = self.pio_data().cast_const();
+                // SAFETY: `bytes` is at most a page and the PIO page is mapped; the two do not
+                // overlap, `io` being the caller's.
+                unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+                Answer::Io(bytes)
+            }
+            Question::Mmio => Answer::Mmio(self.union::<Mmio>().data),
+            Question::Msr => {
+                let msr = self.union::<Msr>();
+                Answer::Msr {
+                    data: msr.data,
+                    error: msr.error != 0,
+                }
+            }
+            Question::Hypercall => Answer::Hypercall(self.union::<Hypercall>().ret),
+        }
+    }
+
+    /// Describes an exit to the VMM; what the next KVM_RUN has to fetch from the page.
+    pub(crate) fn store(&self, output: &RunOutput) -> Question {
+        self.store_status(Status {
+            ready_for_interrupt_injection: output.ready_for_interrupt_injection,
+            if_flag: output.if_flag,
+            in_smm: output.in_smm,
+            cr8: u64::from(output.cr8),
+            apic_base: output.apic_base,
+        });
+        self.store_exit(&output.exit)
+    }
+
+    /// kvm_run.exit_reason.
+    pub(crate) fn set_exit_reason(&self, reason: u32) {
+        // SAFETY: in bounds of the mapping and aligned, as the page is.
+        unsafe { (&raw mut (*self.run.as_ptr()).exit_reason).write_volatile(reason) }
+    }
+
+    /// The fields that KVM refreshes at every return from KVM_RUN.
+    pub(crate) fn store_status(&self, status: Status) {
+        let run = self.run.as_ptr();
+        let flags = if status.in_smm {
+            KVM_RUN_X86_SMM as u16
+        } else {
+            0
+        };
+        // SAFETY: all in bounds of the mapping and aligned, as the page is.
+        unsafe {
+            (&raw mut (*run).ready_for_interrupt_injection)
+                .write_volatile(u8::from(status.ready_for_interrupt_injection));
+            (&raw mut (*run).if_flag).write_volatile(u8::from(status.if_flag));
+            (&raw mut (*run).flags).write_volatile(flags);
+            (&raw mut (*run).cr8).write_volatile(status.cr8);
+            (&raw mut (*run).apic_base).write_volatile(status.apic_base);
+        }
+    }
+
+    fn store_exit(&self, exit: &Exit) -> Question {
+        let (reason, question) = match *exit {
+            Exit::Io {
+                is_in,
+                port,
+                size,
+                count,
+                ref data,
+            } => (KVM_EXIT_IO, self.store_io(is_in, port, size, count, data)),
+            Exit::Mmio {
+                gpa,
+                len,
+                is_write,
+                data,
+            } => {
+                self.set_union(Mmio {
+                    phys_addr: gpa,
+                    data,
+                    len: u32::from(len),
+                    is_write: u8::from(is_write),
+                });
+                let question = if is_write {
+                    Question::None
+                } else {
+                    Question::Mmio
+                };
+                (KVM_EXIT_MMIO, question)
+            }
+            Exit::Hlt => (KVM_EXIT_HLT, Question::None),
+            Exit::Shutdown => (KVM_EXIT_SHUTDOWN, Question::None),
+            Exit::IrqWindowOpen => (KVM_EXIT_IRQ_WINDOW_OPEN, Question::None),
+            Exit::SetTpr => (KVM_EXIT_SET_TPR, Question::None),
+            Exit::Debug {
+                exception,
+                pc,
+                dr6,
+                dr7,
+            } => {
+                self.set_union(kvm_debug_exit_arch {
+                    exception,
+                    pad: 0,
+                    pc,
+                    dr6,
+                    dr7,
+                });
+                (KVM_EXIT_DEBUG, Question::None)
+            }
+            Exit::Rdmsr { index, reason } => {
+                self.store_msr(index, 0, reason);
+                (KVM_EXIT_X86_RDMSR, Question::Msr)
+            }
+            Exit::Wrmsr {
+                index,
+                data,
+                reason,
+            } => {
+                self.store_msr(index, data, reason);
+                (KVM_EXIT_X86_WRMSR, Question::Msr)
+            }
+            Exit::IoapicEoi { vector } => {
+                self.set_union(vector);
+                (KVM_EXIT_IOAPIC_EOI, Question::None)
+            }
+            Exit::Hypercall { nr, args, longmode } => {
+                let mut hypercall = Hypercall {
+                    nr,
+                    args,
+                    ..Default::default()
+                };
+                hypercall.__bindgen_anon_1.longmode = u32::from(longmode);
+                self.set_union(hypercall);
+                (KVM_EXIT_HYPERCALL, Question::Hypercall)
+            }
+            Exit::SystemEvent { kind } => {
+                self.set_union([kind, 0]);
+                (KVM_EXIT_SYSTEM_EVENT, Question::None)
+            }
+            Exit::InternalError { suberror, ref data } => {
+                let mut internal = Internal {
+                    suberror,
+                    ndata: data.len().min(16) as u32,
+                    data: [0; 16],
+                };
+                for (to, from) in internal.data.iter_mut().zip(data) {
+                    *to = *from;
+                }
+                self.set_union(internal);
+                (KVM_EXIT_INTERNAL_ERROR, Question::None)
+            }
+        };
+        self.set_exit_reason(reason);
+        question
+    }
+
+    fn store_io(&self, is_in: bool, port: u16, size: u8, count: u32, data: &[u8]) -> Question {
+        // The hypervisor splits strings at a page; a longer one would be its defect, not a reason
+        // to write past the PIO page.
+        let len = (usize::from(size).saturating_mul(count as usize)).min(PAGE_SIZE);
+        self.set_union(Io {
+            direction: if is_in {
+                KVM_EXIT_IO_IN
+            } else {
+                KVM_EXIT_IO_OUT
+            } as u8,
+            size,
+            port,
+            count,
+            data_offset: PIO_DATA as u64,
+        });
+        if is_in {
+            return Question::Io { len };
+        }
+        let bytes = data.get(..len).unwrap_or(data);
+        // SAFETY: at most a page, and the PIO page is mapped; `data` lies elsewhere.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.pio_data(), bytes.len()) };
+        Question::None
+    }
+
+    fn store_msr(&self, index: u32, data: u64, reason: u32) {
+        self.set_union(Msr {
+            error: 0,
+            pad: [0; 7],
+            reason,
+            index,
+            data,
+        });
+    }
+
+    fn pio_data(&self) -> *mut u8 {
+        // SAFETY: PIO_DATA is inside the mapping of VCPU_MMAP_SIZE bytes.
+        unsafe { self.run.as_ptr().cast::<u8>().add(PIO_DATA) }
+    }
+
+    /// Stores one member of kvm_run's union of exit details; all members start at its beginning.
+    fn set_union<T: Copy>(&self, details: T) {
+        const { assert!(size_of::<T>() <= size_of::<kvm_run__bindgen_ty_1>()) };
+        // SAFETY: in bounds as asserted; the union is aligned to 8, the most that a member asks.
+        unsafe {
+            (&raw mut (*self.run.as_ptr()).__bindgen_anon_1)
+                .cast::<T>()
+                .write_volatile(details);
+        }
+    }
+
+    /// Reads one member of the union; `T` is one of the integer structures below.
+    fn union<T: Copy>(&self) -> T {
+        const { assert!(size_of::<T>() <= size_of::<kvm_run__bindgen_ty_1>()) };
+        // SAFETY: as in `set_union`; any bytes are a `T`.
+        unsafe {
+            (&raw const (*self.run.as_ptr()).__bindgen_anon_1)
+                .cast::<T>()
+                .read_volatile()
+        }
+    }
+}
+
+impl Drop for RunPage {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, to which no reference outlives `self`.
+        unsafe { libc::munmap(self.run.as_ptr().cast(), VCPU_MMAP_SIZE) };
+    }
+}
+
+/// What [`RunPage::store_status`] stores.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Status {
+    pub(crate) ready_for_interrupt_injection: bool,
+    pub(crate) if_flag: bool,
+    pub(crate) in_smm: bool,
+    pub(crate) cr8: u64,
+    pub(crate) apic_base: u64,
+}
+
+// Members of the union under the names of the C structure.
+type Io = kvm_run__bindgen_ty_1__bindgen_ty_4;
+type Mmio = kvm_run__bindgen_ty_1__bindgen_ty_6;
+type Hypercall = kvm_run__bindgen_ty_1__bindgen_ty_8;
+type Internal = kvm_run__bindgen_ty_1__bindgen_ty_13;
+type Msr = kvm_run__bindgen_ty_1__bindgen_ty_23;
+
+#[cfg(test)]
+mod tests;

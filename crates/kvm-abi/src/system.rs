@@ -1,0 +1,158 @@
+//! Calls on the system descriptor, `/dev/kvm` (KVM API document, "system ioctls").
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use kvm_bindings::*;
+
+use crate::errno::{Errno, Result};
+use crate::objects::{Object, publish};
+use crate::run_page::VCPU_MMAP_SIZE;
+use crate::vm::Vm;
+
+/// Entries that KVM accepts in one KVM_GET_MSRS or KVM_SET_MSRS call, less one
+/// (its MAX_IO_MSRS is exclusive).
+pub const MAX_IO_MSRS: usize = 256;
+
+/// A new system descriptor, as `open("/dev/kvm", O_RDWR)` gives.
+pub fn open(close_on_exec: bool) -> Result<OwnedFd> {
+    publish(Object::System, c"kvm", close_on_exec)
+}
+
+/// KVM_GET_API_VERSION: the only version there ever was.
+pub fn api_version() -> i32 {
+    KVM_API_VERSION as i32
+}
+
+/// KVM_GET_VCPU_MMAP_SIZE: run page, PIO page, coalesced ring.
+pub fn vcpu_mmap_size() -> usize {
+    VCPU_MMAP_SIZE
+}
+
+/// KVM_CHECK_EXTENSION: 0 for a capability that nobody knows.
+pub fn check_extension(cap: u64) -> i32 {
+    u32::try_from(cap).map_or(0, hypervisor::system::check_extension)
+}
+
+/// KVM_CREATE_VM.
+///
+/// # Errors
+///
+/// EINVAL for a machine type other than 0, KVM_X86_DEFAULT_VM: protected VMs need hardware.
+pub fn create_vm(machine_type: u64) -> Result<(OwnedFd, Arc<Vm>)> {
+    if machine_type != u64::from(KVM_X86_DEFAULT_VM) {
+        return Err(Errno::new(libc::EINVAL));
+    }
+    let vm = Arc::new(Vm::new()?);
+    let fd = publish(Object::Vm(Arc::clone(&vm)), c"kvm-vm", true)?;
+    Ok((fd, vm))
+}
+
+/// KVM_GET_SUPPORTED_CPUID into a list of `capacity` entries.
+///
+/// # Errors
+///
+/// E2BIG when they do not fit.
+pub fn supported_cpuid(capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
+    fit(hypervisor::system::supported_cpuid(), capacity)
+}
+
+/// KVM_GET_EMULATED_CPUID into a list of `capacity` entries.
+///
+/// # Errors
+///
+/// E2BIG when they do not fit.
+pub fn emulated_cpuid(capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
+    fit(hypervisor::system::emulated_cpuid(), capacity)
+}
+
+/// KVM_GET_MSR_INDEX_LIST.
+pub fn msr_index_list() -> Vec<u32> {
+    hypervisor::system::msr_index_list()
+}
+
+/// KVM_GET_MSR_FEATURE_INDEX_LIST.
+pub fn msr_feature_index_list() -> Vec<u32> {
+    hypervisor::system::msr_feature_index_list()
+}
+
+/// KVM_GET_MSRS on the system descriptor: reads feature MSRs into `entries` up to the first
+/// that does not exist, and returns how many that were.
+///
+/// # Errors
+///
+/// E2BIG for [`MAX_IO_MSRS`] entries and more.
+pub fn feature_msrs(entries: &mut [kvm_msr_entry]) -> Result<usize> {
+    check_msr_count(entries.len())?;
+    let mut read = 0;
+    for entry in entries {
+        let Some(data) = hypervisor::system::feature_msr(entry.index) else {
+            break;
+        };
+        entry.data = data;
+        read += 1;
+    }
+    Ok(read)
+}
+
+/// KVM_X86_GET_MCE_CAP_SUPPORTED: MCG_CTL_P and MCG_SER_P, the bits that KVM_X86_SETUP_MCE
+/// takes besides the bank count.
+pub fn mce_cap_supported() -> u64 {
+    const MCG_CTL_P: u64 = 1 << 8;
+    const MCG_SER_P: u64 = 1 << 24;
+    MCG_CTL_P | MCG_SER_P
+}
+
+/// Value of KVM_X86_XCOMP_GUEST_SUPP, KVM_GET_DEVICE_ATTR on the system descriptor: the XCR0
+/// bits that a guest may have, as leaf 0xd of the supported CPUID says.
+pub fn guest_xcr0_supported() -> u64 {
+    hypervisor::system::supported_cpuid()
+        .iter()
+        .find(|entry| entry.function == 0xd && entry.index == 0)
+        .map_or(0, |entry| u64::from(entry.eax) | u64::from(entry.edx) << 32)
+}
+
+/// `list` if it fits into `capacity` elements, E2BIG else.
+pub(crate) fn fit<T>(list: Vec<T>, capacity: usize) -> Result<Vec<T>> {
+    if list.len() > capacity {
+        Err(Errno::new(libc::E2BIG))
+    } else {
+        Ok(list)
+    }
+}
+
+/// E2BIG for more MSRs than KVM takes in one call.
+pub(crate) fn check_msr_count(count: usize) -> Result<()> {
+    if count >= MAX_IO_MSRS {
+        Err(Errno::new(libc::E2BIG))
+    } else {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_fit_or_are_too_big() {
+        assert_eq!(fit(vec![1, 2], 2), Ok(vec![1, 2]));
+        assert_eq!(fit(vec![1, 2], 1), Err(Errno::new(libc::E2BIG)));
+        assert_eq!(check_msr_count(255), Ok(()));
+        assert_eq!(check_msr_count(256), Err(Errno::new(libc::E2BIG)));
+    }
+
+    #[test]
+    fn capabilities_beyond_32_bits_do_not_alias() {
+        let user_memory = u64::from(KVM_CAP_USER_MEMORY);
+        assert_eq!(check_extension(user_memory | 1 << 32), 0);
+        assert_eq!(check_extension(696_969), 0);
+    }
+
+    #[test]
+    fn only_the_default_machine_type_exists() {
+        for machine_type in [1, 4, u64::MAX, 1 << 32] {
+            assert_eq!(create_vm(machine_type).unwrap_err().get(), libc::EINVAL);
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! The caller's memory, read and written without trusting its pointers.
+//!
+//! KVM answers EFAULT for a bad pointer; so do we, by letting the kernel do the
+//! copy (`process_vm_readv(2)` on ourselves) instead of dereferencing. It costs a
+//! system call, hence nothing on the path of KVM_RUN comes here.
+
+use std::mem::{MaybeUninit, size_of};
+
+use kvm_bindings::*;
+
+use crate::errno::{Errno, Result};
+
+/// A C structure for which every bit pattern is a value, so that it may be filled
+/// with whatever bytes the caller has.
+///
+/// # Safety
+///
+/// The type must be `repr(C)` without references, `bool`, `char` or enums. Padding is allowed:
+/// it is only ever copied as part of the whole.
+pub(crate) unsafe trait Plain: Copy {}
+
+macro_rules! plain {
+    ($($name:ty),* $(,)?) => {
+        $(
+            // SAFETY: a bindgen structure of integers, arrays and unions of those.
+            unsafe impl Plain for $name {}
+        )*
+    };
+}
+
+plain!(
+    u8,
+    u32,
+    u64,
+    kvm_clock_data,
+    kvm_coalesced_mmio_zone,
+    kvm_cpuid_entry,
+    kvm_cpuid_entry2,
+    kvm_create_device,
+    kvm_debugregs,
+    kvm_device_attr,
+    kvm_dirty_log,
+    kvm_enable_cap,
+    kvm_fpu,
+    kvm_guest_debug,
+    kvm_interrupt,
+    kvm_ioeventfd,
+    kvm_irq_level,
+    kvm_irq_routing_entry,
+    kvm_irqchip,
+    kvm_irqfd,
+    kvm_lapic_state,
+    kvm_mp_state,
+    kvm_msi,
+    kvm_msr_entry,
+    kvm_msr_filter,
+    kvm_pit_config,
+    kvm_pit_state,
+    kvm_pit_state2,
+    kvm_regs,
+    kvm_reinject_control,
+    kvm_sregs,
+    kvm_sregs2,
+    kvm_tpr_access_ctl,
+    kvm_translation,
+    kvm_userspace_memory_region,
+    kvm_userspace_memory_region2,
+    kvm_vapic_addr,
+    kvm_vcpu_events,
+    kvm_x86_mce,
+    kvm_xcrs,
+);
+
+/// The third argument of `ioctl(2)`: a number or the address of a structure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Arg(pub(crate) u64);
+
+impl Arg {
+    /// The structure at this address.
+    pub(crate) fn read<T: Plain>(self) -> Result<T> {
+        let mut value = MaybeUninit::<T>::uninit();
+        copy_in(self.0, value.as_mut_ptr().cast(), size_of::<T>())?;
+        // SAFETY: `copy_in` filled all bytes, and any bytes are a `T` (`Plain`).
+        Ok(unsafe { value.assume_init() })
+    }
+
+    /// Stores the structure at this address; the 0 that such an ioctl returns.
+    pub(crate) fn write<T: Plain>(self, value: &T) -> Result<i32> {
+        self.write_bytes(std::ptr::from_ref(value).cast(), size_of::<T>())
+    }
+
+    /// `count` elements from this address on. The caller has bounded `count`.
+    pub(crate) fn read_list<T: Plain>(self, count: usize) -> Result<Vec<T>> {
+        let mut list = Vec::<T>::with_capacity(count);
+        copy_in(
+            self.0,
+            list.as_mut_ptr().cast(),
+            size_of::<T>().saturating_mul(count),
+        )?;
+        // SAFETY: `copy_in` filled `count` elements within the capacity, and any bytes
+        // are a `T` (`Plain`).
+        unsafe { list.set_len(count) };
+        Ok(list)
+    }
+
+    /// Stores all elements from this address on.
+    pub(crate) fn write_list<T: Plain>(self, list: &[T]) -> Result<i32> {
+        self.write_bytes(list.as_ptr().cast(), size_of_val(list))
+    }
+
+    /// The argument `bytes` further on; wraps, as an address beyond the end faults anyway.
+    #[must_use]
+    pub(crate) fn offset(self, bytes: usize) -> Self {
+        Self(self.0.wrapping_add(bytes as u64))
+    }
+
+    fn write_bytes(self, from: *const libc::c_void, len: usize) -> Result<i32> {
+        let local = libc::iovec {
+            iov_base: from.cast_mut(),
+            iov_len: len,
+        };
+        let remote = self.remote(len);
+        // SAFETY: `local` describes `len` readable bytes of the caller of this method; the kernel
+        // checks `remote` and refuses what is not mapped writable.
+        let copied = unsafe { libc::process_vm_writev(libc::getpid(), &local, 1, &remote, 1, 0) };
+        complete(copied, len)
+    }
+
+    fn remote(self, len: usize) -> libc::iovec {
+        libc::iovec {
+            iov_base: self.0 as *mut libc::c_void,
+            iov_len: len,
+        }
+    }
+}
+
+/// Fills `len` bytes at `to` from the caller's address `from`.
+fn copy_in(from: u64, to: *mut libc::c_void, len: usize) -> Result<()> {
+    let local = libc::iovec {
+        iov_base: to,
+        iov_len: len,
+    };
+    let remote = Arg(from).remote(len);
+    // SAFETY: `local` describes `len` writable bytes owned by the caller of this function; the
+    // kernel checks `remote` and refuses what is not mapped readable.
+    let copied = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
+    complete(copied, len).map(drop)
+}
+
+/// A short copy means that part of the range is not mapped: EFAULT as from `copy_from_user`.
+fn complete(copied: isize, len: usize) -> Result<i32> {
+    if copied < 0 && Errno::last().get() != libc::EFAULT {
+        // A system call filter or a kernel without CONFIG_CROSS_MEMORY_ATTACH.
+        return Err(Errno::last());
+    }
+    if usize::try_from(copied) == Ok(len) {
+        Ok(0)
+    } else {
+        Err(Errno::new(libc::EFAULT))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn good_pointers_copy_both_ways() {
+        let mut clock = kvm_clock_data {
+            clock: 7,
+            ..Default::default()
+        };
+        let arg = Arg(&raw mut clock as u64);
+        let mut copy: kvm_clock_data = arg.read().unwrap();
+        assert_eq!(copy.clock, 7);
+        copy.clock = 9;
+        assert_eq!(arg.write(&copy), Ok(0));
+        // SAFETY: `clock` is alive and was last written through its address.
+        assert_eq!(unsafe { (&raw const clock).read_volatile() }.clock, 9);
+    }
+
+    #[test]
+    fn bad_pointers_fault_and_nothing_crashes() {
+        let efault = Err(Errno::new(libc::EFAULT));
+        for address in [0, 1, 0x1000, 0x7fff_ffff_f000, u64::MAX - 3, 1 << 63] {
+            assert_eq!(Arg(address).read::<u64>(), efault, "{address:#x}");
+            assert_eq!(
+                Arg(address).write(&0u64).map(|_| 0),
+                efault.clone(),
+                "{address:#x}"
+            );
+        }
+        static READ_ONLY: u64 = 5;
+        assert_eq!(Arg(&raw const READ_ONLY as u64).read::<u64>(), Ok(5));
+        assert!(Arg(&raw const READ_ONLY as u64).write(&6u64).is_err());
+    }
+
+    #[test]
+    fn lists_fault_when_their_tail_is_not_mapped() {
+        let list = [1u32, 2, 3];
+        let arg = Arg(list.as_ptr() as u64);
+        assert_eq!(arg.read_list::<u32>(3).unwrap(), list);
+        assert_eq!(arg.offset(4).read::<u32>(), Ok(2));
+        assert_eq!(arg.read_list::<u32>(0).unwrap(), []);
+        let len = 1 << 34;
+        assert_eq!(
+            Arg(0x1000)
+                .read_list::<u8>(len.min(1 << 20))
+                .unwrap_err()
+                .get(),
+            libc::EFAULT
+        );
+    }
+}

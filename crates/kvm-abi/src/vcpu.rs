@@ -1,0 +1,224 @@
+//! A vCPU descriptor: KVM_RUN over the shared run page, and the calls whose structures end in
+//! an array (KVM API document, "vcpu ioctls").
+//!
+//! Calls without an ABI of their own are made on [`Vcpu::hypervisor`] directly.
+
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hypervisor::RunInput;
+use kvm_bindings::*;
+
+use crate::errno::{Errno, Result};
+use crate::run_page::{PAGE_SIZE, Question, RunPage, Status};
+use crate::system::{check_msr_count, fit};
+use crate::vm::Vm;
+
+const EINVAL: Errno = Errno::new(libc::EINVAL);
+
+/// The object behind a vCPU descriptor.
+#[derive(Debug)]
+pub struct Vcpu {
+    hypervisor: Arc<hypervisor::Vcpu>,
+    page: RunPage,
+    /// One KVM_RUN at a time, as with KVM's own lock of the vCPU.
+    running: Mutex<Running>,
+    /// A vCPU keeps its VM.
+    vm: Arc<Vm>,
+}
+
+#[derive(Debug)]
+struct Running {
+    question: Question,
+    /// Bytes of an IN on their way to the hypervisor.
+    io: [u8; PAGE_SIZE],
+}
+
+impl Vcpu {
+    pub(crate) fn new(
+        hypervisor: Arc<hypervisor::Vcpu>,
+        vm: Arc<Vm>,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Self> {
+        Ok(Self {
+            hypervisor,
+            page: RunPage::map(fd)?,
+            running: Mutex::new(Running {
+                question: Question::None,
+                io: [0; PAGE_SIZE],
+            }),
+            vm,
+        })
+    }
+
+    /// The typed calls.
+    pub fn hypervisor(&self) -> &Arc<hypervisor::Vcpu> {
+        &self.hypervisor
+    }
+
+    /// The VM that this vCPU belongs to.
+    pub fn vm(&self) -> &Arc<Vm> {
+        &self.vm
+    }
+
+    /// KVM_RUN: completes the previous exit with what the VMM left in the run page, runs the
+    /// guest, and describes the next exit there.
+    ///
+    /// # Errors
+    ///
+    /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI,
+    /// EINVAL for sync register flags that do not exist or registers that cannot be.
+    pub fn run(&self) -> Result<()> {
+        let mut running = self.running();
+        let (valid, dirty) = self.page.sync_flags();
+        if (valid | dirty) & !u64::from(KVM_SYNC_X86_VALID_FIELDS) != 0 {
+            return Err(EINVAL);
+        }
+        if dirty != 0 {
+            self.take_sync_regs(dirty)?;
+        }
+        let Running { question, io } = &mut *running;
+        let result = self.hypervisor.run(RunInput {
+            answer: self.page.answer(std::mem::take(question), io),
+            request_interrupt_window: self.page.request_interrupt_window(),
+            cr8: (self.page.cr8() & 0xf) as u8,
+            immediate_exit: self.page.immediate_exit(),
+        });
+        let result = match result {
+            Ok(output) => {
+                *question = self.page.store(&output);
+                Ok(())
+            }
+            Err(error) => {
+                self.store_interruption(error);
+                Err(error.into())
+            }
+        };
+        if valid != 0 {
+            self.give_sync_regs(valid)?;
+        }
+        result
+    }
+
+    /// The lock is never held over a panic of ours, and a run that panicked has left the guest
+    /// between two instructions at worst.
+    fn running(&self) -> MutexGuard<'_, Running> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A VMM looks at if_flag, cr8 and apic_base after EINTR too, so they must not be those of
+    /// the exit before.
+    fn store_interruption(&self, error: hypervisor::Error) {
+        if error == hypervisor::Error::Interrupted {
+            self.page.set_exit_reason(KVM_EXIT_INTR);
+        }
+        let (Ok(regs), Ok(sregs)) = (self.hypervisor.get_regs(), self.hypervisor.get_sregs())
+        else {
+            return;
+        };
+        const RFLAGS_IF: u64 = 1 << 9;
+        self.page.store_status(Status {
+            // The VMM asks again with the next exit; claiming readiness here could be wrong.
+            ready_for_interrupt_injection: false,
+            if_flag: regs.rflags & RFLAGS_IF != 0,
+            in_smm: false,
+            cr8: sregs.cr8,
+            apic_base: sregs.apic_base,
+        });
+    }
+
+    /// kvm_dirty_regs: the VMM's registers become the vCPU's.
+    fn take_sync_regs(&self, dirty: u64) -> Result<()> {
+        let regs = self.page.sync_regs();
+        if dirty & u64::from(KVM_SYNC_X86_REGS) != 0 {
+            self.hypervisor.set_regs(&regs.regs).map_err(|_| EINVAL)?;
+        }
+        if dirty & u64::from(KVM_SYNC_X86_SREGS) != 0 {
+            self.hypervisor.set_sregs(&regs.sregs).map_err(|_| EINVAL)?;
+        }
+        if dirty & u64::from(KVM_SYNC_X86_EVENTS) != 0 {
+            self.hypervisor
+                .set_vcpu_events(&regs.events)
+                .map_err(|_| EINVAL)?;
+        }
+        self.page.clear_dirty_flags();
+        Ok(())
+    }
+
+    /// kvm_valid_regs: the vCPU's registers, for the VMM to read without ioctls.
+    fn give_sync_regs(&self, valid: u64) -> Result<()> {
+        let mut regs = self.page.sync_regs();
+        if valid & u64::from(KVM_SYNC_X86_REGS) != 0 {
+            regs.regs = self.hypervisor.get_regs()?;
+        }
+        if valid & u64::from(KVM_SYNC_X86_SREGS) != 0 {
+            regs.sregs = self.hypervisor.get_sregs()?;
+        }
+        if valid & u64::from(KVM_SYNC_X86_EVENTS) != 0 {
+            regs.events = self.hypervisor.get_vcpu_events()?;
+        }
+        self.page.set_sync_regs(regs);
+        Ok(())
+    }
+
+    /// KVM_GET_CPUID2 into a list of `capacity` entries.
+    ///
+    /// # Errors
+    ///
+    /// E2BIG when they do not fit.
+    pub fn get_cpuid2(&self, capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
+        fit(self.hypervisor.get_cpuid2()?, capacity)
+    }
+
+    /// KVM_SET_CPUID2.
+    ///
+    /// # Errors
+    ///
+    /// E2BIG for more than KVM_MAX_CPUID_ENTRIES.
+    pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) -> Result<()> {
+        if entries.len() > KVM_MAX_CPUID_ENTRIES {
+            return Err(Errno::new(libc::E2BIG));
+        }
+        Ok(self.hypervisor.set_cpuid2(entries)?)
+    }
+
+    /// KVM_SET_CPUID, the older form without sub-leaves.
+    ///
+    /// # Errors
+    ///
+    /// E2BIG for more than KVM_MAX_CPUID_ENTRIES.
+    pub fn set_cpuid(&self, entries: &[kvm_cpuid_entry]) -> Result<()> {
+        let entries: Vec<_> = entries
+            .iter()
+            .map(|entry| kvm_cpuid_entry2 {
+                function: entry.function,
+                eax: entry.eax,
+                ebx: entry.ebx,
+                ecx: entry.ecx,
+                edx: entry.edx,
+                ..Default::default()
+            })
+            .collect();
+        self.set_cpuid2(&entries)
+    }
+
+    /// KVM_GET_MSRS: how many of `entries` were read.
+    ///
+    /// # Errors
+    ///
+    /// E2BIG for [`crate::system::MAX_IO_MSRS`] entries and more.
+    pub fn get_msrs(&self, entries: &mut [kvm_msr_entry]) -> Result<usize> {
+        check_msr_count(entries.len())?;
+        Ok(self.hypervisor.get_msrs(entries)?)
+    }
+
+    /// KVM_SET_MSRS: how many of `entries` were written.
+    ///
+    /// # Errors
+    ///
+    /// E2BIG for [`crate::system::MAX_IO_MSRS`] entries and more.
+    pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> Result<usize> {
+        check_msr_count(entries.len())?;
+        Ok(self.hypervisor.set_msrs(entries)?)
+    }
+}

@@ -1,0 +1,306 @@
+//! A VM descriptor: what KVM's structures need besides the hypervisor's typed calls
+//! (KVM API document, "vm ioctls").
+//!
+//! Calls without an ABI of their own are made on [`Vm::hypervisor`] directly.
+
+use std::ffi::CString;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use hypervisor::{Route, RouteTarget};
+use kvm_bindings::*;
+
+use crate::device::Device;
+use crate::errno::{Errno, Result};
+use crate::memfd;
+use crate::objects::{Object, publish, register};
+use crate::run_page::VCPU_MMAP_SIZE;
+use crate::vcpu::Vcpu;
+
+const EINVAL: Errno = Errno::new(libc::EINVAL);
+
+/// Pins of one PIC and of the IOAPIC that KVM_SET_GSI_ROUTING may name.
+const PIC_PINS: u32 = 8;
+const IOAPIC_PINS: u32 = KVM_IOAPIC_NUM_PINS;
+
+/// The object behind a VM descriptor.
+#[derive(Debug)]
+pub struct Vm {
+    hypervisor: Arc<hypervisor::Vm>,
+    /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
+    vfio: Mutex<Weak<Device>>,
+}
+
+impl Vm {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Self {
+            hypervisor: hypervisor::Vm::new()?,
+            vfio: Mutex::new(Weak::new()),
+        })
+    }
+
+    /// The typed calls.
+    pub fn hypervisor(&self) -> &Arc<hypervisor::Vm> {
+        &self.hypervisor
+    }
+
+    /// KVM_CHECK_EXTENSION on the VM: 0 for a capability that nobody knows.
+    pub fn check_extension(&self, cap: u64) -> i32 {
+        u32::try_from(cap).map_or(0, |cap| self.hypervisor.check_extension(cap))
+    }
+
+    /// KVM_CREATE_VCPU: the descriptor, which holds kvm_run, and its object.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL for an id of KVM_CAP_MAX_VCPU_ID or more, EEXIST for one that is taken.
+    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(OwnedFd, Arc<Vcpu>)> {
+        let id = u32::try_from(id).map_err(|_| EINVAL)?;
+        let name = CString::new(format!("kvm-vcpu:{id}")).map_err(|_| EINVAL)?;
+        // The file first: a vCPU cannot be taken back once it exists.
+        let fd = memfd::create(&name, VCPU_MMAP_SIZE, true)?;
+        let vcpu = self.hypervisor.create_vcpu(id)?;
+        let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), fd.as_fd())?);
+        register(&fd, Object::Vcpu(Arc::clone(&vcpu)))?;
+        Ok((fd, vcpu))
+    }
+
+    /// KVM_CREATE_DEVICE: no descriptor when `flags` only asks whether the type exists.
+    ///
+    /// # Errors
+    ///
+    /// ENODEV for a type other than VFIO, EBUSY for a second VFIO device.
+    pub fn create_device(
+        self: &Arc<Self>,
+        device: &kvm_create_device,
+    ) -> Result<Option<(OwnedFd, Arc<Device>)>> {
+        if device.type_ != kvm_device_type_KVM_DEV_TYPE_VFIO {
+            return Err(Errno::new(libc::ENODEV));
+        }
+        if device.flags & KVM_CREATE_DEVICE_TEST != 0 {
+            return Ok(None);
+        }
+        let mut vfio = self.vfio.lock().unwrap_or_else(PoisonError::into_inner);
+        if vfio.strong_count() != 0 {
+            return Err(Errno::new(libc::EBUSY));
+        }
+        let device = Arc::new(Device::new(Arc::clone(self)));
+        let fd = publish(Object::Device(Arc::clone(&device)), c"kvm-vfio", true)?;
+        *vfio = Arc::downgrade(&device);
+        Ok(Some((fd, device)))
+    }
+
+    /// KVM_SET_USER_MEMORY_REGION2.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL with KVM_MEM_GUEST_MEMFD: private memory needs hardware, its capability is 0.
+    pub fn set_user_memory_region2(&self, region: &kvm_userspace_memory_region2) -> Result<()> {
+        if region.flags & KVM_MEM_GUEST_MEMFD != 0 {
+            return Err(EINVAL);
+        }
+        Ok(self
+            .hypervisor
+            .set_user_memory_region(&kvm_userspace_memory_region {
+                slot: region.slot,
+                flags: region.flags,
+                guest_phys_addr: region.guest_phys_addr,
+                memory_size: region.memory_size,
+                userspace_addr: region.userspace_addr,
+            })?)
+    }
+
+    /// KVM_GET_IRQCHIP: fills the state of the chip that `chip_id` names.
+    ///
+    /// # Errors
+    ///
+    /// ENXIO without in-kernel chips, EINVAL for an unknown chip.
+    pub fn get_irqchip(&self, irqchip: &mut kvm_irqchip) -> Result<()> {
+        match irqchip.chip_id {
+            KVM_IRQCHIP_PIC_MASTER => irqchip.chip.pic = self.hypervisor.pic_state(0)?,
+            KVM_IRQCHIP_PIC_SLAVE => irqchip.chip.pic = self.hypervisor.pic_state(1)?,
+            KVM_IRQCHIP_IOAPIC => irqchip.chip.ioapic = self.hypervisor.ioapic_state()?,
+            _ => {
+                // Without chips ENXIO comes first.
+                self.hypervisor.pic_state(0)?;
+                return Err(EINVAL);
+            }
+        }
+        Ok(())
+    }
+
+    /// KVM_SET_IRQCHIP.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::get_irqchip`].
+    pub fn set_irqchip(&self, irqchip: &kvm_irqchip) -> Result<()> {
+        let chip = &irqchip.chip;
+        // SAFETY: all members of the union are integers; `chip_id` says which one is meant.
+        let (pic, ioapic) = unsafe { (&chip.pic, &chip.ioapic) };
+        match irqchip.chip_id {
+            KVM_IRQCHIP_PIC_MASTER => self.hypervisor.set_pic_state(0, pic)?,
+            KVM_IRQCHIP_PIC_SLAVE => self.hypervisor.set_pic_state(1, pic)?,
+            KVM_IRQCHIP_IOAPIC => self.hypervisor.set_ioapic_state(ioapic)?,
+            _ => {
+                self.hypervisor.pic_state(0)?;
+                return Err(EINVAL);
+            }
+        }
+        Ok(())
+    }
+
+    /// KVM_CREATE_PIT: KVM_CREATE_PIT2 with the speaker port left to the VMM.
+    ///
+    /// # Errors
+    ///
+    /// As KVM_CREATE_PIT2: EEXIST for a second one, ENOENT without in-kernel chips.
+    pub fn create_pit(&self) -> Result<()> {
+        Ok(self.hypervisor.create_pit2(&kvm_pit_config {
+            flags: KVM_PIT_SPEAKER_DUMMY,
+            ..Default::default()
+        })?)
+    }
+
+    /// KVM_GET_PIT, the older form of KVM_GET_PIT2 without flags.
+    ///
+    /// # Errors
+    ///
+    /// ENXIO without a PIT.
+    pub fn get_pit(&self) -> Result<kvm_pit_state> {
+        Ok(kvm_pit_state {
+            channels: self.hypervisor.get_pit2()?.channels,
+        })
+    }
+
+    /// KVM_SET_PIT: the channels; flags stay.
+    ///
+    /// # Errors
+    ///
+    /// ENXIO without a PIT.
+    pub fn set_pit(&self, state: &kvm_pit_state) -> Result<()> {
+        let mut full = self.hypervisor.get_pit2()?;
+        full.channels = state.channels;
+        Ok(self.hypervisor.set_pit2(&full)?)
+    }
+
+    /// KVM_SET_GSI_ROUTING.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL for entries that KVM refuses: unknown types, chips, pins and flags, and two
+    /// routes of one GSI to one chip.
+    pub fn set_gsi_routing(&self, entries: &[kvm_irq_routing_entry]) -> Result<()> {
+        let routes = entries.iter().map(route).collect::<Result<Vec<_>>>()?;
+        Ok(self.hypervisor.set_gsi_routing(&routes)?)
+    }
+
+    /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: the injection status.
+    ///
+    /// # Errors
+    ///
+    /// ENXIO without in-kernel chips.
+    pub fn irq_line(&self, line: &kvm_irq_level) -> Result<i32> {
+        // SAFETY: both members of the union are 32-bit integers; on input it is the GSI.
+        let gsi = unsafe { line.__bindgen_anon_1.irq };
+        Ok(self.hypervisor.irq_line(gsi, line.level != 0)?)
+    }
+}
+
+/// One routing entry as the hypervisor wants it.
+fn route(entry: &kvm_irq_routing_entry) -> Result<Route> {
+    // SAFETY: all members of the union are integers; `type_` says which one is meant.
+    let (irqchip, msi) = unsafe { (entry.u.irqchip, entry.u.msi) };
+    if entry.gsi >= KVM_MAX_IRQ_ROUTES as u32 || entry.flags != 0 {
+        return Err(EINVAL);
+    }
+    let target = match entry.type_ {
+        KVM_IRQ_ROUTING_IRQCHIP => {
+            let pins = match irqchip.irqchip {
+                KVM_IRQCHIP_PIC_MASTER | KVM_IRQCHIP_PIC_SLAVE => PIC_PINS,
+                KVM_IRQCHIP_IOAPIC => IOAPIC_PINS,
+                _ => return Err(EINVAL),
+            };
+            if irqchip.pin >= pins {
+                return Err(EINVAL);
+            }
+            RouteTarget::Irqchip {
+                chip: irqchip.irqchip,
+                pin: irqchip.pin,
+            }
+        }
+        KVM_IRQ_ROUTING_MSI => RouteTarget::Msi {
+            address: u64::from(msi.address_lo) | u64::from(msi.address_hi) << 32,
+            data: msi.data,
+        },
+        _ => return Err(EINVAL),
+    };
+    Ok(Route {
+        gsi: entry.gsi,
+        target,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn irqchip_entry(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
+        let mut entry = kvm_irq_routing_entry {
+            gsi,
+            type_: KVM_IRQ_ROUTING_IRQCHIP,
+            ..Default::default()
+        };
+        entry.u.irqchip = kvm_irq_routing_irqchip { irqchip, pin };
+        entry
+    }
+
+    #[test]
+    fn routes_that_kvm_refuses() {
+        let good = irqchip_entry(23, KVM_IRQCHIP_IOAPIC, 23);
+        assert_eq!(
+            route(&good),
+            Ok(Route {
+                gsi: 23,
+                target: RouteTarget::Irqchip {
+                    chip: KVM_IRQCHIP_IOAPIC,
+                    pin: 23
+                }
+            })
+        );
+        let bad = [
+            irqchip_entry(4096, KVM_IRQCHIP_IOAPIC, 0),
+            irqchip_entry(0, KVM_IRQCHIP_IOAPIC, 24),
+            irqchip_entry(0, KVM_IRQCHIP_PIC_MASTER, 8),
+            irqchip_entry(0, 3, 0),
+            kvm_irq_routing_entry { flags: 1, ..good },
+            kvm_irq_routing_entry {
+                type_: KVM_IRQ_ROUTING_XEN_EVTCHN,
+                ..good
+            },
+            kvm_irq_routing_entry { type_: 0, ..good },
+        ];
+        for entry in bad {
+            assert_eq!(route(&entry), Err(EINVAL), "{} {}", entry.gsi, entry.type_);
+        }
+    }
+
+    #[test]
+    fn msi_routes_keep_the_upper_address_half() {
+        let mut entry = kvm_irq_routing_entry {
+            gsi: 24,
+            type_: KVM_IRQ_ROUTING_MSI,
+            ..Default::default()
+        };
+        entry.u.msi.address_lo = 0xfee0_1000;
+        entry.u.msi.address_hi = 0x100;
+        entry.u.msi.data = 0x4041;
+        assert_eq!(
+            route(&entry).unwrap().target,
+            RouteTarget::Msi {
+                address: 0x100_fee0_1000,
+                data: 0x4041
+            }
+        );
+    }
+}
