@@ -1,0 +1,134 @@
+//! The chips of a VM wired together: a GSI in, messages and the INTR line out.
+//!
+//! LAPICs are not in here: each belongs to a vCPU and is reached through
+//! [`LapicSet`]. Lock order: this struct's lock first, then one LAPIC at a time.
+
+use crate::line::source;
+use crate::routing::{Route, Routing};
+use crate::{Eoi, Ioapic, LapicSet, LineStatus, Msi, Pic, Pit, deliver};
+
+/// PIC, IOAPIC, PIT and routing.
+#[derive(Clone, Debug, Default)]
+pub struct Irqchip {
+    /// The 8259A pair.
+    pub pic: Pic,
+    /// The IOAPIC.
+    pub ioapic: Ioapic,
+    /// The PIT, if KVM_CREATE_PIT2 was called.
+    pub pit: Option<Pit>,
+    /// GSI routing.
+    pub routing: Routing,
+    /// KVM_X2APIC_API_USE_32BIT_IDS.
+    pub x2apic_format: bool,
+}
+
+impl Irqchip {
+    /// What KVM_CREATE_IRQCHIP makes.
+    pub fn new() -> Self {
+        Self {
+            routing: Routing::default_kvm(),
+            ..Self::default()
+        }
+    }
+
+    /// Drives a GSI from one of its sources (KVM_IRQ_LINE, irqfd, PIT).
+    /// Afterwards [`Pic::intr`] may have changed.
+    pub fn set_gsi<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        gsi: u32,
+        source: u8,
+        level: bool,
+    ) -> LineStatus {
+        let mut status = LineStatus::IGNORED;
+        // In KVM's order: the last route of a GSI first.
+        for entry in self.routing.routes(gsi).iter().rev() {
+            status = status.merge(match entry.route {
+                Route::Pic(pin) => self.pic.set_irq(pin, source, level),
+                Route::Ioapic(pin) => self
+                    .ioapic
+                    .set_irq(pin, source, level, &mut |irq| deliver(lapics, irq, None)),
+                // A message has no falling edge.
+                Route::Msi(_) if !level => LineStatus::IGNORED,
+                Route::Msi(msi) => deliver(lapics, &msi.decode(self.x2apic_format), None),
+            });
+        }
+        status
+    }
+
+    /// KVM_SIGNAL_MSI.
+    pub fn signal_msi<S: LapicSet + ?Sized>(&self, lapics: &mut S, msi: Msi) -> LineStatus {
+        deliver(lapics, &msi.decode(self.x2apic_format), None)
+    }
+
+    /// Raises and lowers a GSI.
+    pub fn pulse_gsi<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        gsi: u32,
+        source: u8,
+    ) -> LineStatus {
+        let status = self.set_gsi(lapics, gsi, source, true);
+        self.set_gsi(lapics, gsi, source, false);
+        status
+    }
+
+    /// A LAPIC's EOI. `resample` gets each GSI whose interrupt has ended, with
+    /// its [`source::RESAMPLE`] line already lowered: it signals the resample
+    /// eventfds, and devices that still want service raise the line again.
+    pub fn eoi<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        eoi: Eoi,
+        mut resample: impl FnMut(u32),
+    ) {
+        let pins = self.ioapic.pins_of(eoi.vector);
+        for pin in (0..24u8).filter(|pin| pins >> pin & 1 != 0) {
+            if let Some(gsi) = self.routing.gsi_of(Route::Ioapic(pin)) {
+                self.ended(lapics, gsi, &mut resample);
+            }
+        }
+        if eoi.broadcast {
+            self.ioapic
+                .eoi(eoi.vector, &mut |irq| deliver(lapics, irq, None));
+        }
+    }
+
+    /// Call after any access to the PIC's ports and after [`Pic::ack`]: does
+    /// for the PIC's inputs what [`Self::eoi`] does for the IOAPIC's.
+    pub fn pic_acked<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        mut resample: impl FnMut(u32),
+    ) {
+        let pins = self.pic.take_acked();
+        for pin in (0..16u8).filter(|pin| pins >> pin & 1 != 0) {
+            if let Some(gsi) = self.routing.gsi_of(Route::Pic(pin)) {
+                self.ended(lapics, gsi, &mut resample);
+            }
+        }
+    }
+
+    /// Moves the PIT to `now_ns` and pulses IRQ 0 if it expired.
+    pub fn advance_pit<S: LapicSet + ?Sized>(&mut self, lapics: &mut S, now_ns: u64) {
+        if self.pit.as_mut().is_some_and(|pit| pit.advance(now_ns)) {
+            self.pulse_gsi(lapics, 0, source::PIT);
+        }
+    }
+
+    fn ended<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        gsi: u32,
+        resample: &mut impl FnMut(u32),
+    ) {
+        if gsi == 0 && self.pit.as_mut().is_some_and(Pit::acked) {
+            self.pulse_gsi(lapics, 0, source::PIT);
+        }
+        self.set_gsi(lapics, gsi, source::RESAMPLE, false);
+        resample(gsi);
+    }
+}
+
+#[cfg(test)]
+mod tests;

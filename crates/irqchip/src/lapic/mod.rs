@@ -1,0 +1,469 @@
+//! The local APIC (SDM vol. 3, chapter 11), xAPIC and x2APIC, as KVM has it.
+//!
+//! One per vCPU. The vCPU asks [`Lapic::pending`] and [`Lapic::ack`]s; messages
+//! from elsewhere come through [`Lapic::accept`]. Registers are kept as the
+//! 64 words of the register page, so that save and restore are a copy.
+//!
+//! Invariants: a vector is delivered only if its class is above PPR's, hence
+//! the vectors in service have distinct classes unless the guest lowers none
+//! of them out of order; `PPR = max(TPR, highest ISR class)`.
+//!
+//! DEVIATION: as in KVM the error status register never records an error
+//! (illegal vectors and registers are silently dropped).
+
+mod access;
+mod icr;
+pub mod spec;
+mod state;
+mod timer;
+
+pub use access::{Action, Eoi, InvalidAccess};
+pub use state::{InvalidState, LapicState};
+
+use crate::dest::{BROADCAST, DeliveryMode, LapicIrq, X2APIC_BROADCAST};
+use spec::{apic_base, lvt, reg, spiv};
+use timer::Timer;
+
+/// What does not change while the vCPU runs: its identity and what CPUID says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LapicConfig {
+    /// vCPU id: the initial xAPIC id and the fixed x2APIC id.
+    pub vcpu_id: u32,
+    /// The bootstrap processor.
+    pub bsp: bool,
+    /// CPUID has x2APIC.
+    pub x2apic: bool,
+    /// CPUID has the TSC-deadline timer.
+    pub tsc_deadline: bool,
+    /// EOI broadcasts can be suppressed (KVM: x2APIC with a split irqchip).
+    pub directed_eoi: bool,
+    /// There is a CMCI LVT (KVM: MCG_CAP has CMCI_P).
+    pub cmci: bool,
+    /// MAXPHYADDR, for reserved bits of IA32_APIC_BASE.
+    pub maxphyaddr: u8,
+    /// KVM_X86_QUIRK_LINT0_REENABLED: the BSP starts with LINT0 = ExtINT.
+    pub lint0_reenabled: bool,
+    /// Device messages to 0xff reach x2APICs (off with KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK).
+    pub broadcast_quirk: bool,
+}
+
+impl Default for LapicConfig {
+    /// A BSP as KVM makes it before any CPUID is set.
+    fn default() -> Self {
+        Self {
+            vcpu_id: 0,
+            bsp: true,
+            x2apic: true,
+            tsc_deadline: true,
+            directed_eoi: false,
+            cmci: false,
+            maxphyaddr: 46,
+            lint0_reenabled: true,
+            broadcast_quirk: true,
+        }
+    }
+}
+
+/// What a LAPIC made of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Accepted {
+    /// Nothing: disabled, or a de-assert.
+    Ignored,
+    /// The vector was already requested.
+    Coalesced,
+    /// A vector is newly requested.
+    Interrupt,
+    /// An NMI for the vCPU.
+    Nmi,
+    /// An SMI for the vCPU.
+    Smi,
+    /// INIT for the vCPU.
+    Init,
+    /// SIPI with this page number.
+    Sipi(u8),
+    /// Wakes a halted vCPU (KVM_HC_KICK_CPU).
+    Unhalt,
+}
+
+/// One local APIC.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lapic {
+    config: LapicConfig,
+    apic_base: u64,
+    /// The register page, one word for each 16 bytes. IRR, ISR and TMR live here.
+    regs: [u32; spec::NR_REGS],
+    timer: Timer,
+}
+
+impl Lapic {
+    /// A LAPIC after power-up.
+    pub fn new(config: LapicConfig) -> Self {
+        let mut lapic = Self {
+            config,
+            apic_base: 0,
+            regs: [0; spec::NR_REGS],
+            timer: Timer::default(),
+        };
+        lapic.reset();
+        lapic
+    }
+
+    /// Power-up reset.
+    pub fn reset(&mut self) {
+        self.apic_base = spec::DEFAULT_BASE
+            | apic_base::ENABLE
+            | if self.config.bsp { apic_base::BSP } else { 0 };
+        self.set(reg::ID, self.config.vcpu_id << 24);
+        self.init();
+    }
+
+    /// INIT: everything but the id, the base and the mode (SDM vol. 3, 11.4.7.3).
+    pub fn init(&mut self) {
+        let id = self.get(reg::ID);
+        self.regs = [0; spec::NR_REGS];
+        self.timer = Timer::default();
+        self.set(reg::ID, id);
+        self.set_version();
+        for r in self.lvts() {
+            self.set(r, lvt::MASKED);
+        }
+        if self.config.bsp && self.config.lint0_reenabled {
+            self.set(reg::LVT0, (DeliveryMode::ExtInt as u32) << lvt::MODE_SHIFT);
+        }
+        self.set(reg::DFR, u32::MAX);
+        self.set(reg::SPIV, 0xff);
+        if self.is_x2apic() {
+            self.load_x2apic_id();
+        }
+    }
+
+    /// Identity and features.
+    pub const fn config(&self) -> &LapicConfig {
+        &self.config
+    }
+    /// Changes the features (KVM_SET_CPUID2, KVM_ENABLE_CAP).
+    pub fn set_config(&mut self, config: LapicConfig) {
+        self.config = config;
+        self.set_version();
+    }
+
+    /// IA32_APIC_BASE.
+    pub const fn apic_base(&self) -> u64 {
+        self.apic_base
+    }
+    /// gpa of the register page.
+    pub const fn base_gpa(&self) -> u64 {
+        self.apic_base & apic_base::ADDRESS
+    }
+    /// Globally enabled (IA32_APIC_BASE.EN).
+    pub const fn is_enabled(&self) -> bool {
+        self.apic_base & apic_base::ENABLE != 0
+    }
+    /// In x2APIC mode.
+    pub const fn is_x2apic(&self) -> bool {
+        self.apic_base & apic_base::MODE == apic_base::MODE
+    }
+    /// Enabled by the spurious-vector register.
+    pub fn is_software_enabled(&self) -> bool {
+        self.get(reg::SPIV) & spiv::ENABLED != 0
+    }
+    /// Marked as the bootstrap processor.
+    pub const fn is_bsp(&self) -> bool {
+        self.apic_base & apic_base::BSP != 0
+    }
+    /// APIC id: 8 bits in xAPIC mode, 32 in x2APIC mode.
+    pub fn id(&self) -> u32 {
+        if self.is_x2apic() {
+            self.get(reg::ID)
+        } else {
+            self.get(reg::ID) >> 24
+        }
+    }
+
+    /// Writes IA32_APIC_BASE. A guest's write follows the mode graph of SDM
+    /// vol. 3, figure 11-27; the VMM's (`host`) may enter any valid mode.
+    pub fn set_apic_base(&mut self, value: u64, host: bool) -> Result<Action, InvalidAccess> {
+        let mut reserved = apic_base::RESERVED | u64::MAX << self.config.maxphyaddr.min(52);
+        if !self.config.x2apic {
+            reserved |= apic_base::EXTD;
+        }
+        let (old, new) = (self.apic_base & apic_base::MODE, value & apic_base::MODE);
+        if value & reserved != 0 || new == apic_base::EXTD {
+            return Err(InvalidAccess);
+        }
+        if !host
+            && (old == apic_base::MODE && new == apic_base::ENABLE
+                || old == 0 && new == apic_base::MODE)
+        {
+            return Err(InvalidAccess);
+        }
+        self.apic_base = value;
+        if old != new {
+            if new == apic_base::MODE {
+                self.load_x2apic_id();
+            } else if old & apic_base::ENABLE == 0 {
+                self.set(reg::ID, self.config.vcpu_id << 24);
+            }
+        }
+        Ok(if old == new {
+            Action::None
+        } else {
+            Action::Recheck
+        })
+    }
+
+    /// Takes a message that [`crate::dest::matches`] said is for this LAPIC.
+    pub fn accept(&mut self, irq: &LapicIrq) -> Accepted {
+        match irq.mode {
+            DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
+                if irq.level_triggered && !irq.assert
+                    || !self.is_enabled()
+                    || !self.is_software_enabled()
+                {
+                    Accepted::Ignored
+                } else if self.set_irq(irq.vector, irq.level_triggered) {
+                    Accepted::Interrupt
+                } else {
+                    Accepted::Coalesced
+                }
+            }
+            DeliveryMode::Smi => Accepted::Smi,
+            DeliveryMode::Nmi => Accepted::Nmi,
+            DeliveryMode::RemoteRead => Accepted::Unhalt,
+            // The INIT level de-assert of old IPI sequences does nothing.
+            DeliveryMode::Init if irq.level_triggered && !irq.assert => Accepted::Ignored,
+            DeliveryMode::Init => Accepted::Init,
+            DeliveryMode::Sipi => Accepted::Sipi(irq.vector),
+            // The PIC's output is asked for when the vCPU injects, not sent.
+            DeliveryMode::ExtInt => Accepted::Ignored,
+        }
+    }
+
+    /// Requests a vector; true if it was not requested before.
+    ///
+    /// Requests are accepted whatever the enable bits say: [`Self::accept`] has
+    /// looked at those. Vectors below 16 are as good as any other, as in KVM.
+    pub fn set_irq(&mut self, vector: u8, level_triggered: bool) -> bool {
+        let newly = !self.test_bit(reg::IRR, vector);
+        self.set_bit(reg::TMR, vector, level_triggered);
+        self.set_bit(reg::IRR, vector, true);
+        newly
+    }
+
+    /// The vector that would be delivered now: the highest requested one, if
+    /// its priority class is above the processor priority.
+    #[inline]
+    pub fn pending(&self) -> Option<u8> {
+        let irr = self.highest(reg::IRR)?;
+        (self.is_enabled() && irr & 0xf0 > self.ppr()).then_some(irr)
+    }
+
+    /// The highest requested vector, whatever the processor priority.
+    pub fn highest_irr(&self) -> Option<u8> {
+        self.highest(reg::IRR)
+    }
+    /// The highest vector in service.
+    pub fn highest_isr(&self) -> Option<u8> {
+        self.highest(reg::ISR)
+    }
+
+    /// The vCPU takes `vector`, which [`Self::pending`] has returned.
+    pub fn ack(&mut self, vector: u8) {
+        self.set_bit(reg::IRR, vector, false);
+        self.set_bit(reg::ISR, vector, true);
+    }
+
+    /// End of interrupt: `None` if nothing was in service.
+    pub fn eoi(&mut self) -> Option<Eoi> {
+        let vector = self.highest(reg::ISR)?;
+        self.set_bit(reg::ISR, vector, false);
+        let level = self.test_bit(reg::TMR, vector);
+        Some(Eoi {
+            vector,
+            level,
+            broadcast: level && self.get(reg::SPIV) & spiv::DIRECTED_EOI == 0,
+        })
+    }
+
+    /// For PV EOI: the vector in service whose EOI the guest may do by clearing
+    /// a bit in memory, because neither another interrupt nor a chip waits for
+    /// it. `chip_waits` is whether an IOAPIC pin (or a notifier) has the vector.
+    pub fn pv_eoi_candidate(&self, chip_waits: impl FnOnce(u8) -> bool) -> Option<u8> {
+        if self.highest(reg::IRR).is_some() {
+            return None;
+        }
+        let vector = self.highest(reg::ISR)?;
+        (!self.test_bit(reg::TMR, vector) && !chip_waits(vector)).then_some(vector)
+    }
+
+    /// Task priority, 8 bits.
+    pub fn tpr(&self) -> u8 {
+        self.get(reg::TASKPRI) as u8
+    }
+    /// CR8.
+    pub fn cr8(&self) -> u8 {
+        self.tpr() >> 4
+    }
+    /// MOV to CR8; only the low four bits count.
+    pub fn set_cr8(&mut self, value: u8) {
+        self.set(reg::TASKPRI, u32::from(value & 0xf) << 4);
+    }
+
+    /// Processor priority (SDM vol. 3, 11.8.3.1).
+    pub fn ppr(&self) -> u8 {
+        let tpr = self.tpr();
+        let isr = self.highest(reg::ISR).unwrap_or(0);
+        if tpr & 0xf0 >= isr & 0xf0 {
+            tpr
+        } else {
+            isr & 0xf0
+        }
+    }
+
+    /// True if this LAPIC lets the PIC's INTR through to the vCPU: disabled, or
+    /// LINT0 is an unmasked ExtINT (virtual wire).
+    pub fn accepts_pic(&self) -> bool {
+        let lvt0 = self.get(reg::LVT0);
+        !self.is_enabled() || lvt0 & lvt::MASKED == 0 && lvt_mode(lvt0) == DeliveryMode::ExtInt
+    }
+
+    /// A pulse on LINT0 or LINT1, or an event of the CPU itself.
+    pub fn local(&mut self, source: LocalSource) -> Accepted {
+        let r = match source {
+            LocalSource::Lint0 => reg::LVT0,
+            LocalSource::Lint1 => reg::LVT1,
+            LocalSource::Pmc => reg::LVTPC,
+            LocalSource::Thermal => reg::LVTTHMR,
+            LocalSource::Timer => reg::LVTT,
+        };
+        let entry = self.get(r);
+        if !self.is_enabled() || entry & lvt::MASKED != 0 {
+            return Accepted::Ignored;
+        }
+        let accepted = self.accept(&LapicIrq {
+            dest: 0,
+            logical: false,
+            shorthand: crate::Shorthand::ToSelf,
+            mode: lvt_mode(entry),
+            vector: entry as u8,
+            assert: true,
+            level_triggered: entry & lvt::LEVEL != 0,
+            redirection_hint: false,
+        });
+        // SDM vol. 3, 11.5.1: a PMI masks its own LVT entry.
+        if source == LocalSource::Pmc && accepted != Accepted::Ignored {
+            self.set(reg::LVTPC, entry | lvt::MASKED);
+        }
+        accepted
+    }
+
+    /// Does a physical destination name this LAPIC?
+    pub(crate) fn matches_physical(&self, dest: u32) -> bool {
+        if dest == self.broadcast_id() {
+            return true;
+        }
+        // KVM lets an id that xAPIC mode cannot hold be used before x2APIC is
+        // switched on, so that vCPUs above 254 can be started.
+        self.id() == dest || self.config.vcpu_id > 0xff && dest == self.config.vcpu_id
+    }
+
+    /// Does a logical destination name this LAPIC (SDM vol. 3, 11.6.2.2, 11.12.9)?
+    pub(crate) fn matches_logical(&self, dest: u32) -> bool {
+        if dest == self.broadcast_id() {
+            return true;
+        }
+        let ldr = self.get(reg::LDR);
+        if self.is_x2apic() {
+            return ldr >> 16 == dest >> 16 && ldr & dest & 0xffff != 0;
+        }
+        let ldr = ldr >> 24;
+        match self.get(reg::DFR) >> 28 {
+            0xf => ldr & dest != 0,
+            0x0 => ldr >> 4 == dest >> 4 && ldr & dest & 0xf != 0,
+            _ => false,
+        }
+    }
+
+    const fn broadcast_id(&self) -> u32 {
+        if self.is_x2apic() {
+            X2APIC_BROADCAST
+        } else {
+            BROADCAST
+        }
+    }
+
+    fn set_version(&mut self) {
+        let nr_lvt = self.lvts().count() as u32;
+        let directed = if self.config.directed_eoi {
+            spec::VERSION_DIRECTED_EOI
+        } else {
+            0
+        };
+        self.set(reg::VERSION, spec::VERSION | (nr_lvt - 1) << 16 | directed);
+    }
+
+    fn load_x2apic_id(&mut self) {
+        let id = self.config.vcpu_id;
+        self.set(reg::ID, id);
+        self.set(reg::LDR, x2apic_ldr(id));
+    }
+
+    fn lvts(&self) -> impl Iterator<Item = usize> + use<> {
+        (reg::LVTT..=reg::LVTERR).chain(self.config.cmci.then_some(reg::LVTCMCI))
+    }
+
+    fn get(&self, r: usize) -> u32 {
+        self.regs[r]
+    }
+    fn set(&mut self, r: usize, value: u32) {
+        self.regs[r] = value;
+    }
+
+    fn test_bit(&self, base: usize, vector: u8) -> bool {
+        self.regs[base + usize::from(vector >> 5)] >> (vector & 31) & 1 != 0
+    }
+    fn set_bit(&mut self, base: usize, vector: u8, on: bool) {
+        let word = &mut self.regs[base + usize::from(vector >> 5)];
+        let bit = 1u32 << (vector & 31);
+        if on {
+            *word |= bit;
+        } else {
+            *word &= !bit;
+        }
+    }
+    /// The highest vector set in one of the 256-bit registers.
+    #[inline]
+    fn highest(&self, base: usize) -> Option<u8> {
+        (0..8u32).rev().find_map(|i| {
+            let word = self.regs[base + i as usize];
+            (word != 0).then(|| (i * 32 + word.ilog2()) as u8)
+        })
+    }
+}
+
+/// What raises an LVT entry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalSource {
+    /// Pin LINT0.
+    Lint0,
+    /// Pin LINT1: NMIs.
+    Lint1,
+    /// A performance counter overflowed.
+    Pmc,
+    /// Thermal sensor.
+    Thermal,
+    /// The LAPIC's own timer.
+    Timer,
+}
+
+/// The x2APIC logical id: cluster and one bit in it (SDM vol. 3, 11.12.10.2).
+const fn x2apic_ldr(id: u32) -> u32 {
+    id >> 4 << 16 | 1 << (id & 0xf)
+}
+
+const fn lvt_mode(entry: u32) -> DeliveryMode {
+    DeliveryMode::from_bits(entry >> lvt::MODE_SHIFT)
+}
+
+#[cfg(test)]
+mod tests;
