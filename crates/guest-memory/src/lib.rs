@@ -1,1 +1,30 @@
 //! Guest-physical memory: memslots, their dirty state and code tracking. The only crate that touches guest RAM.
+//!
+//! Invariants:
+//! * No reference to guest RAM is ever formed: vCPUs and the VMM write to it at
+//!   any time. All accesses are single machine instructions ([`HostPage`]).
+//! * The slot table is immutable; a change publishes a new one. A vCPU works on
+//!   its own snapshot and takes the new one at its next synchronisation point;
+//!   other threads hold the table's read lock for the duration of an access.
+//! * A request to vCPUs is data first, then [`GuestMemory::epoch`]; whoever has
+//!   acknowledged an epoch has seen all data published before it.
+//!
+//! **What hvas are trusted for.** As with KVM, the hva range of a slot is the
+//! VMM's promise: memory that is its to share, for as long as the slot exists.
+//! The promise is made where the raw number enters the process's API (an ioctl,
+//! or an `unsafe fn` of a Rust API), not here. A VMM that unmaps the range
+//! without deleting the slot makes the host fault; recovery will hook in at
+//! [`page`], whose accesses are single instructions for that reason as well.
+
+pub mod memory;
+pub mod page;
+pub mod slot;
+pub mod table;
+
+pub use memory::{Acknowledged, GuestMemory};
+pub use page::HostPage;
+pub use slot::{Slot, SlotConfig};
+pub use table::{MemslotError, SlotTable};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,423 @@
+//! [`HostPage`]: accesses to one page of guest RAM.
+//!
+//! JUSTIFICATION for inline assembly: guest accesses are of any alignment and
+//! race with other vCPUs and with the VMM's own threads. Rust has no unaligned
+//! atomics and a plain access would be a data race; one `mov` is what the guest
+//! would have executed, ordering (x86-TSO) included.
+
+use std::{
+    arch::{asm, x86_64::__m128i},
+    fmt,
+    sync::{Mutex, PoisonError, atomic::Ordering},
+};
+
+use x86_defs::paging::PAGE_SIZE;
+
+/// The host address of a page of guest RAM.
+///
+/// Obtained from a [`crate::Slot`] only; all methods check that the access
+/// stays inside the page. After the slot is gone the value must be forgotten:
+/// holders synchronise as the crate's documentation says.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct HostPage(*mut u8);
+
+// SAFETY: an address; every access through it may race by design (see above).
+unsafe impl Send for HostPage {}
+// SAFETY: as above.
+unsafe impl Sync for HostPage {}
+
+impl fmt::Debug for HostPage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostPage({:p})", self.0)
+    }
+}
+
+#[repr(align(4096))]
+struct Nowhere(core::cell::UnsafeCell<[u8; 4096]>);
+// SAFETY: accessed only through `HostPage`, whose accesses may race.
+unsafe impl Sync for Nowhere {}
+static NOWHERE: Nowhere = Nowhere(core::cell::UnsafeCell::new([0; 4096]));
+
+macro_rules! cmpxchg {
+    ($p:expr, $old:expr, $new:expr, $t:ty, $class:ident, $fmt:literal, $acc:tt) => {{
+        let seen: $t;
+        asm!(
+            concat!("lock cmpxchg [{p}], {n", $fmt, "}"),
+            p = in(reg) $p,
+            n = in($class) $new as $t,
+            inout($acc) $old as $t => seen,
+            options(nostack)
+        );
+        seen as u128
+    }};
+}
+
+impl HostPage {
+    /// `base` is the page's first byte, page aligned, and belongs to a slot.
+    pub(crate) fn new(base: *mut u8) -> Self {
+        Self(base)
+    }
+
+    /// A page that belongs to no guest: what an empty TLB entry points to, so
+    /// that even a wrong hit stays harmless.
+    pub fn nowhere() -> Self {
+        Self(NOWHERE.0.get().cast())
+    }
+
+    /// The host address, for identity and for generated code.
+    #[inline(always)]
+    pub fn hva(self) -> u64 {
+        self.0 as u64
+    }
+
+    #[inline(always)]
+    fn at(self, offset: u64, size: usize) -> Option<*mut u8> {
+        if offset > PAGE_SIZE - size as u64 {
+            return None;
+        }
+        Some(self.0.wrapping_add(offset as usize))
+    }
+
+    /// Reads 1, 2, 4, 8 or 16 bytes; `None` if they are not all in the page.
+    #[inline(always)]
+    pub fn load(self, offset: u64, size: usize) -> Option<u128> {
+        let p = self.at(offset, size)?;
+        // SAFETY: `at` checked that the bytes are in the page, which is mapped
+        // for as long as its slot exists (crate documentation).
+        Some(unsafe { load(p, size) })
+    }
+
+    /// Writes the low 1, 2, 4, 8 or 16 bytes of `value`; `None` if they are not all in the page.
+    #[inline(always)]
+    pub fn store(self, offset: u64, size: usize, value: u128) -> Option<()> {
+        let p = self.at(offset, size)?;
+        // SAFETY: as in `load`; guest RAM holds nothing that Rust knows of.
+        unsafe { store(p, size, value) };
+        Some(())
+    }
+
+    /// Replaces a word by `f` of it and returns the old one; with `lock`
+    /// atomically (`f` may run more than once). `None` if it is not all in the page.
+    ///
+    /// DEVIATION: a locked access that crosses 16 bytes is atomic only against
+    /// others of its kind (`split_lock`), not against aligned ones: the host's
+    /// own split locks stall or kill the process on current kernels.
+    #[inline]
+    pub fn rmw(
+        self,
+        offset: u64,
+        size: usize,
+        lock: Option<&Mutex<()>>,
+        mut f: impl FnMut(u128) -> u128,
+    ) -> Option<u128> {
+        let p = self.at(offset, size)?;
+        let Some(split_lock) = lock else {
+            // SAFETY: as in `load`.
+            let old = unsafe { load(p, size) };
+            // SAFETY: as in `store`.
+            unsafe { store(p, size, f(old)) };
+            return Some(old);
+        };
+        if offset.is_multiple_of(size as u64) && size <= 8 {
+            // SAFETY: as in `load`.
+            let mut old = unsafe { load(p, size) };
+            loop {
+                // SAFETY: as in `store`; `p` is aligned to `size`.
+                let seen = unsafe { compare_exchange(p, size, old, f(old)) };
+                if seen == old {
+                    return Some(old);
+                }
+                old = seen;
+            }
+        }
+        let in8 = (offset & 7) + size as u64 <= 8;
+        let in16 = (offset & 15) + size as u64 <= 16 && is_x86_feature_detected!("cmpxchg16b");
+        if in8 || in16 {
+            let window = if in8 { 8 } else { 16 };
+            return Some(self.rmw_in_window(offset, size, window, f));
+        }
+        let _guard = split_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: as in `load`.
+        let old = unsafe { load(p, size) };
+        // SAFETY: as in `store`.
+        unsafe { store(p, size, f(old)) };
+        core::sync::atomic::fence(Ordering::SeqCst);
+        Some(old)
+    }
+
+    /// A misaligned word is exchanged together with the aligned 8 or 16 bytes around it.
+    fn rmw_in_window(
+        self,
+        offset: u64,
+        size: usize,
+        window: usize,
+        mut f: impl FnMut(u128) -> u128,
+    ) -> u128 {
+        let start = offset & !(window as u64 - 1);
+        let p = self.0.wrapping_add(start as usize);
+        let shift = (offset - start) * 8;
+        let mask = u128::MAX >> (128 - 8 * size);
+        // SAFETY: the window is aligned and inside the page.
+        let mut around = unsafe { load(p, window) };
+        loop {
+            let old = around >> shift & mask;
+            let new = around & !(mask << shift) | (f(old) & mask) << shift;
+            // SAFETY: as above; the caller checked for CMPXCHG16B if `window` is 16.
+            let seen = unsafe { compare_exchange(p, window, around, new) };
+            if seen == around {
+                return old;
+            }
+            around = seen;
+        }
+    }
+
+    /// Atomically replaces an aligned 4- or 8-byte word. False if it was not
+    /// `old`, is misaligned, or not in the page.
+    #[inline]
+    pub fn compare_exchange(self, offset: u64, size: usize, old: u64, new: u64) -> bool {
+        if !matches!(size, 4 | 8) || !offset.is_multiple_of(size as u64) {
+            return false;
+        }
+        let Some(p) = self.at(offset, size) else {
+            return false;
+        };
+        // SAFETY: inside the page and aligned.
+        unsafe { compare_exchange(p, size, old.into(), new.into()) == old.into() }
+    }
+
+    /// Reads bytes; false (and nothing read) if they are not all in the page.
+    pub fn read_bytes(self, offset: u64, buf: &mut [u8]) -> bool {
+        if offset > PAGE_SIZE || buf.len() as u64 > PAGE_SIZE - offset {
+            return false;
+        }
+        let mut p = self.0.wrapping_add(offset as usize);
+        let mut rest = buf;
+        if rest.len() > 64 {
+            // SAFETY: both sides are valid for the length; a guest write that
+            // races gives some mix of old and new bytes, as on hardware.
+            unsafe { rep_movs(rest.as_mut_ptr(), p, rest.len(), 1) };
+            return true;
+        }
+        while !rest.is_empty() {
+            let n = piece(rest.len());
+            let (now, later) = rest.split_at_mut(n);
+            // SAFETY: the `n` bytes are part of the range checked above.
+            let v = unsafe { load(p, n) };
+            now.copy_from_slice(&v.to_le_bytes()[..n]);
+            p = p.wrapping_add(n);
+            rest = later;
+        }
+        true
+    }
+
+    /// Writes bytes; false (and nothing written) if they are not all in the page.
+    pub fn write_bytes(self, offset: u64, buf: &[u8]) -> bool {
+        if offset > PAGE_SIZE || buf.len() as u64 > PAGE_SIZE - offset {
+            return false;
+        }
+        let mut p = self.0.wrapping_add(offset as usize);
+        let mut rest = buf;
+        if rest.len() > 64 {
+            // SAFETY: both sides are valid for the length, and guest RAM never
+            // overlaps a Rust object.
+            unsafe { rep_movs(p, rest.as_ptr(), rest.len(), 1) };
+            return true;
+        }
+        while !rest.is_empty() {
+            let n = piece(rest.len());
+            let (now, later) = rest.split_at(n);
+            let mut v = [0; 16];
+            v[..n].copy_from_slice(now);
+            // SAFETY: the `n` bytes are part of the range checked above.
+            unsafe { store(p, n, u128::from_le_bytes(v)) };
+            p = p.wrapping_add(n);
+            rest = later;
+        }
+        true
+    }
+
+    /// Copies `count` elements of `unit` (1, 2, 4 or 8) bytes upwards, one after
+    /// another, so that overlap behaves as in the guest's own `rep movs`.
+    /// False (and nothing copied) if either range leaves its page.
+    pub fn copy_elements(
+        self,
+        offset: u64,
+        from: Self,
+        from_offset: u64,
+        count: u64,
+        unit: u64,
+    ) -> bool {
+        let Some(len) = elements_len(count, unit) else {
+            return false;
+        };
+        if offset > PAGE_SIZE - len || from_offset > PAGE_SIZE - len {
+            return false;
+        }
+        let (to, from) = (
+            self.0.wrapping_add(offset as usize),
+            from.0.wrapping_add(from_offset as usize),
+        );
+        // SAFETY: both ranges are in their pages; overlap is what REP MOVS defines.
+        unsafe { rep_movs(to, from, count as usize, unit) };
+        true
+    }
+
+    /// Fills `count` elements of `unit` (1, 2, 4 or 8) bytes with the low bytes
+    /// of `value`. False (and nothing written) if the range leaves the page.
+    pub fn fill_elements(self, offset: u64, value: u64, count: u64, unit: u64) -> bool {
+        let Some(len) = elements_len(count, unit) else {
+            return false;
+        };
+        if offset > PAGE_SIZE - len {
+            return false;
+        }
+        let p = self.0.wrapping_add(offset as usize);
+        // SAFETY: the range is in the page; the direction flag is clear by the ABI.
+        unsafe {
+            match unit {
+                1 => {
+                    asm!("rep stosb", inout("rcx") count => _, inout("rdi") p => _, in("rax") value, options(nostack, preserves_flags));
+                }
+                2 => {
+                    asm!("rep stosw", inout("rcx") count => _, inout("rdi") p => _, in("rax") value, options(nostack, preserves_flags));
+                }
+                4 => {
+                    asm!("rep stosd", inout("rcx") count => _, inout("rdi") p => _, in("rax") value, options(nostack, preserves_flags));
+                }
+                _ => {
+                    asm!("rep stosq", inout("rcx") count => _, inout("rdi") p => _, in("rax") value, options(nostack, preserves_flags));
+                }
+            }
+        }
+        true
+    }
+}
+
+/// Bytes of so many elements, if that is at most a page.
+fn elements_len(count: u64, unit: u64) -> Option<u64> {
+    if !matches!(unit, 1 | 2 | 4 | 8) {
+        return None;
+    }
+    count.checked_mul(unit).filter(|len| *len <= PAGE_SIZE)
+}
+
+/// The largest single access that fits `len`.
+fn piece(len: usize) -> usize {
+    match len {
+        16.. => 16,
+        8.. => 8,
+        4.. => 4,
+        2.. => 2,
+        _ => 1,
+    }
+}
+
+/// # Safety
+/// `p` is readable for `size` bytes.
+#[inline(always)]
+unsafe fn load(p: *const u8, size: usize) -> u128 {
+    // SAFETY: the caller's; each arm reads exactly `size` bytes.
+    unsafe {
+        match size {
+            1 => {
+                let v: u32;
+                asm!("movzx {v:e}, byte ptr [{p}]", v = lateout(reg) v, p = in(reg) p, options(nostack, preserves_flags, readonly));
+                u128::from(v)
+            }
+            2 => {
+                let v: u32;
+                asm!("movzx {v:e}, word ptr [{p}]", v = lateout(reg) v, p = in(reg) p, options(nostack, preserves_flags, readonly));
+                u128::from(v)
+            }
+            4 => {
+                let v: u32;
+                asm!("mov {v:e}, [{p}]", v = lateout(reg) v, p = in(reg) p, options(nostack, preserves_flags, readonly));
+                u128::from(v)
+            }
+            8 => {
+                let v: u64;
+                asm!("mov {v}, [{p}]", v = lateout(reg) v, p = in(reg) p, options(nostack, preserves_flags, readonly));
+                u128::from(v)
+            }
+            _ => {
+                let v: __m128i;
+                asm!("movdqu {v}, [{p}]", v = lateout(xmm_reg) v, p = in(reg) p, options(nostack, preserves_flags, readonly));
+                core::mem::transmute::<__m128i, u128>(v)
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `p` is writable for `size` bytes, which no Rust object occupies.
+#[inline(always)]
+unsafe fn store(p: *mut u8, size: usize, value: u128) {
+    // SAFETY: the caller's; each arm writes exactly `size` bytes.
+    unsafe {
+        match size {
+            1 => {
+                asm!("mov [{p}], {v}", v = in(reg_byte) value as u8, p = in(reg) p, options(nostack, preserves_flags));
+            }
+            2 => {
+                asm!("mov [{p}], {v:x}", v = in(reg) value as u16, p = in(reg) p, options(nostack, preserves_flags));
+            }
+            4 => {
+                asm!("mov [{p}], {v:e}", v = in(reg) value as u32, p = in(reg) p, options(nostack, preserves_flags));
+            }
+            8 => {
+                asm!("mov [{p}], {v}", v = in(reg) value as u64, p = in(reg) p, options(nostack, preserves_flags));
+            }
+            _ => {
+                let v = core::mem::transmute::<u128, __m128i>(value);
+                asm!("movdqu [{p}], {v}", v = in(xmm_reg) v, p = in(reg) p, options(nostack, preserves_flags));
+            }
+        }
+    }
+}
+
+/// Returns what was there; the exchange happened if that is `old`.
+///
+/// # Safety
+/// `p` is writable for `size` bytes and aligned to it; 16 needs CMPXCHG16B.
+#[inline(always)]
+unsafe fn compare_exchange(p: *mut u8, size: usize, old: u128, new: u128) -> u128 {
+    // SAFETY: the caller's.
+    unsafe {
+        match size {
+            1 => cmpxchg!(p, old, new, u8, reg_byte, "", "al"),
+            2 => cmpxchg!(p, old, new, u16, reg, ":x", "ax"),
+            4 => cmpxchg!(p, old, new, u32, reg, ":e", "eax"),
+            8 => cmpxchg!(p, old, new, u64, reg, "", "rax"),
+            _ => core::arch::x86_64::cmpxchg16b(
+                p.cast(),
+                old,
+                new,
+                Ordering::SeqCst,
+                Ordering::SeqCst,
+            ),
+        }
+    }
+}
+
+/// # Safety
+/// Both sides are valid for `count * unit` bytes.
+unsafe fn rep_movs(to: *mut u8, from: *const u8, count: usize, unit: u64) {
+    // SAFETY: the caller's; the direction flag is clear by the ABI.
+    unsafe {
+        match unit {
+            1 => {
+                asm!("rep movsb", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack, preserves_flags));
+            }
+            2 => {
+                asm!("rep movsw", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack, preserves_flags));
+            }
+            4 => {
+                asm!("rep movsd", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack, preserves_flags));
+            }
+            _ => {
+                asm!("rep movsq", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack, preserves_flags));
+            }
+        }
+    }
+}

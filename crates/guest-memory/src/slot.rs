@@ -1,0 +1,240 @@
+//! [`Slot`]: one memslot and the per-page state that goes with it.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering, fence},
+    },
+};
+
+use host::LazyArray;
+use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
+
+use crate::HostPage;
+
+/// KVM_MEM_LOG_DIRTY_PAGES.
+pub const KVM_MEM_LOG_DIRTY_PAGES: u32 = 1 << 0;
+/// KVM_MEM_READONLY.
+pub const KVM_MEM_READONLY: u32 = 1 << 1;
+
+/// Bytes whose use as code is tracked together: one bit of a page's chunk word.
+pub const CODE_CHUNK: u64 = 64;
+
+/// What KVM_SET_USER_MEMORY_REGION says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlotConfig {
+    /// Address space in the high, slot in the low 16 bits.
+    pub slot: u32,
+    /// KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY.
+    pub flags: u32,
+    /// Guest-physical address.
+    pub gpa: u64,
+    /// Bytes; zero deletes the slot.
+    pub size: u64,
+    /// Host address: the VMM's promise, see the crate's documentation.
+    pub hva: u64,
+}
+
+/// Code tracking of a slot's pages.
+#[derive(Debug)]
+struct CodeState {
+    chunks: LazyArray<AtomicU64>,
+    generation: LazyArray<AtomicU32>,
+    /// Start of this slot's generations: another slot at the same gpa has
+    /// others, so that its code is never taken for this one's.
+    seed: u32,
+}
+
+/// A memslot. Immutable, but for the atomics of its pages.
+#[derive(Debug)]
+pub struct Slot {
+    config: SlotConfig,
+    code: Arc<CodeState>,
+    dirty: Option<Arc<LazyArray<AtomicU64>>>,
+}
+
+impl Slot {
+    /// A slot with fresh page state. `serial` differs for every call.
+    pub(crate) fn new(config: SlotConfig, serial: u32) -> io::Result<Self> {
+        let pages = (config.size >> PAGE_SHIFT) as usize;
+        Ok(Self {
+            config,
+            code: Arc::new(CodeState {
+                chunks: LazyArray::new(pages)?,
+                generation: LazyArray::new(pages)?,
+                // Odd multiplier: distinct, far apart seeds.
+                seed: serial.wrapping_mul(0x9e37_79b1),
+            }),
+            dirty: Self::new_dirty(&config)?,
+        })
+    }
+
+    /// The same slot with other flags, or moved: `serial` is given if its gpa changes.
+    pub(crate) fn changed(&self, config: SlotConfig, serial: Option<u32>) -> io::Result<Self> {
+        let dirty = match &self.dirty {
+            Some(dirty) if config.flags & KVM_MEM_LOG_DIRTY_PAGES != 0 => Some(Arc::clone(dirty)),
+            _ => Self::new_dirty(&config)?,
+        };
+        match serial {
+            Some(serial) => Ok(Self {
+                dirty,
+                ..Self::new(config, serial)?
+            }),
+            None => Ok(Self {
+                config,
+                code: Arc::clone(&self.code),
+                dirty,
+            }),
+        }
+    }
+
+    fn new_dirty(config: &SlotConfig) -> io::Result<Option<Arc<LazyArray<AtomicU64>>>> {
+        if config.flags & KVM_MEM_LOG_DIRTY_PAGES == 0 {
+            return Ok(None);
+        }
+        let words = (config.size >> PAGE_SHIFT).div_ceil(64) as usize;
+        Ok(Some(Arc::new(LazyArray::new(words)?)))
+    }
+
+    /// What the slot was set to.
+    pub fn config(&self) -> &SlotConfig {
+        &self.config
+    }
+
+    /// Guest writes are device accesses (KVM_MEM_READONLY).
+    #[inline]
+    pub fn is_readonly(&self) -> bool {
+        self.config.flags & KVM_MEM_READONLY != 0
+    }
+
+    /// Writes are logged.
+    #[inline]
+    pub fn is_logging(&self) -> bool {
+        self.dirty.is_some()
+    }
+
+    /// Index of the page that `gpa` is in, if it is in this slot.
+    #[inline]
+    pub fn page_index(&self, gpa: u64) -> Option<usize> {
+        let offset = gpa.wrapping_sub(self.config.gpa);
+        (offset < self.config.size).then_some((offset >> PAGE_SHIFT) as usize)
+    }
+
+    /// The page of that index.
+    #[inline]
+    pub fn page(&self, index: usize) -> Option<HostPage> {
+        let offset = (index as u64).checked_mul(PAGE_SIZE)?;
+        (offset < self.config.size)
+            .then(|| HostPage::new((self.config.hva.wrapping_add(offset)) as *mut u8))
+    }
+
+    /// The page that `gpa` is in, if it is in this slot.
+    #[inline]
+    pub fn host_page(&self, gpa: u64) -> Option<HostPage> {
+        self.page(self.page_index(gpa)?)
+    }
+
+    /// True if the page need not be marked dirty: it is already, or nobody asks.
+    #[inline]
+    pub fn is_dirty_or_unlogged(&self, index: usize) -> bool {
+        match &self.dirty {
+            None => true,
+            Some(bits) => bits
+                .get(index / 64)
+                .is_none_or(|w| w.load(Ordering::Relaxed) >> (index % 64) & 1 != 0),
+        }
+    }
+
+    /// Sets the page's dirty bit if the slot logs. Called after a write; a vCPU
+    /// may call it before, as no harvest is reported until it has acknowledged.
+    #[inline]
+    pub fn mark_dirty(&self, index: usize) {
+        if !self.is_dirty_or_unlogged(index)
+            && let Some(word) = self.dirty.as_ref().and_then(|d| d.get(index / 64))
+        {
+            word.fetch_or(1 << (index % 64), Ordering::AcqRel);
+        }
+    }
+
+    /// The dirty bitmap, if the slot logs.
+    pub(crate) fn dirty(&self) -> Option<&[AtomicU64]> {
+        self.dirty.as_ref().map(|d| &d[..])
+    }
+
+    /// The chunks of the page that were fetched as code, a bit each.
+    #[inline]
+    pub fn code_chunks(&self, index: usize) -> u64 {
+        self.code
+            .chunks
+            .get(index)
+            .map_or(0, |c| c.load(Ordering::SeqCst))
+    }
+
+    /// Marks `len` bytes from `offset` as fetched as code; call *before* reading
+    /// them. Returns the page's chunks as they were.
+    ///
+    /// The caller knows the page's generation from before this call: a writer
+    /// first forgets the chunks and then changes the generation, so a mark that
+    /// is lost comes with a generation that is out of date.
+    #[inline]
+    pub fn track_code(&self, index: usize, offset: u64, len: u64) -> u64 {
+        let mask = chunk_mask(offset, len);
+        let Some(chunks) = self.code.chunks.get(index) else {
+            return 0;
+        };
+        let old = chunks.load(Ordering::SeqCst);
+        if old & mask == mask {
+            return old;
+        }
+        chunks.fetch_or(mask, Ordering::SeqCst)
+    }
+
+    /// Generation of the page's code.
+    #[inline]
+    pub fn code_generation(&self, index: usize) -> u32 {
+        self.code.generation.get(index).map_or(0, |g| {
+            self.code.seed.wrapping_add(g.load(Ordering::Acquire))
+        })
+    }
+
+    /// Makes everything decoded from the page invalid.
+    pub fn bump_code_generation(&self, index: usize) {
+        if let Some(g) = self.code.generation.get(index) {
+            g.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Bytes of the page have been written: if any of them were fetched as code,
+    /// the page's code is invalid and no longer tracked. Call after the write.
+    #[inline]
+    pub fn note_code_write(&self, index: usize, offset: u64, len: u64) {
+        // Either a fetcher's mark is seen here or our bytes are seen there.
+        fence(Ordering::SeqCst);
+        if let Some(chunks) = self.code.chunks.get(index)
+            && chunks.load(Ordering::SeqCst) & chunk_mask(offset, len) != 0
+        {
+            // Forget first: see `track_code`.
+            chunks.store(0, Ordering::SeqCst);
+            self.bump_code_generation(index);
+        }
+    }
+
+    /// After a write to one page: dirty bit and code tracking.
+    #[inline]
+    pub fn note_write(&self, index: usize, offset: u64, len: u64) {
+        self.mark_dirty(index);
+        self.note_code_write(index, offset, len);
+    }
+}
+
+/// Bits of the chunks that `len` bytes from `offset` touch, cut at the page's end.
+#[inline]
+fn chunk_mask(offset: u64, len: u64) -> u64 {
+    if len == 0 {
+        return 0;
+    }
+    let first = (offset / CODE_CHUNK).min(63);
+    let last = (offset.saturating_add(len - 1) / CODE_CHUNK).min(63);
+    (u64::MAX >> (63 - (last - first))) << first
+}

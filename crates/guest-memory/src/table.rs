@@ -1,0 +1,263 @@
+//! [`SlotTable`]: an immutable set of memslots, and KVM's rules for changing it
+//! (KVM API, KVM_SET_USER_MEMORY_REGION).
+
+use std::{io, sync::Arc};
+
+use x86_defs::paging::PAGE_SIZE;
+
+use crate::{
+    HostPage, Slot, SlotConfig,
+    slot::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY},
+};
+
+/// Address spaces: 0 for ordinary execution, 1 for SMM.
+pub const ADDRESS_SPACES: usize = 2;
+/// Slots per address space that a VMM may use (KVM_CAP_NR_MEMSLOTS).
+pub const USER_MEM_SLOTS: u32 = 32764;
+/// Pages per slot.
+const MAX_NR_PAGES: u64 = (1 << 31) - 1;
+/// End of the host's user addresses.
+const TASK_SIZE: u64 = 0x7fff_ffff_f000;
+/// End of guest-physical addresses that a slot may have.
+const GPA_END: u64 = 1 << 52;
+
+/// Why a slot was not set or found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MemslotError {
+    /// A flag that KVM does not define.
+    #[error("unknown memslot flags {0:#x}")]
+    Flags(u32),
+    /// Slot number or address space out of range.
+    #[error("no such slot number {0:#x}")]
+    Number(u32),
+    /// gpa, size or hva not page aligned.
+    #[error("slot is not page aligned")]
+    Unaligned,
+    /// gpa or hva range wraps or is beyond what can be addressed, or too many pages.
+    #[error("slot is out of range")]
+    Range,
+    /// Overlaps another slot.
+    #[error("slot overlaps slot {0}")]
+    Overlap(u32),
+    /// An existing slot's size, hva or read-only flag cannot change.
+    #[error("size, hva and read-only flag of an existing slot are fixed")]
+    Immutable,
+    /// Deletes or asks about a slot that is not there.
+    #[error("slot {0:#x} does not exist")]
+    NotFound(u32),
+    /// The slot does not log dirty pages.
+    #[error("slot {0:#x} does not log dirty pages")]
+    NotLogging(u32),
+    /// The host gave no memory for the slot's page state.
+    #[error("no memory for the slot's page state")]
+    NoMemory,
+}
+
+impl From<io::Error> for MemslotError {
+    fn from(_: io::Error) -> Self {
+        Self::NoMemory
+    }
+}
+
+/// A set of memslots, sorted by gpa.
+#[derive(Clone, Debug, Default)]
+pub struct SlotTable {
+    spaces: [Vec<Arc<Slot>>; ADDRESS_SPACES],
+}
+
+impl SlotTable {
+    /// All slots of an address space by ascending gpa.
+    #[inline]
+    pub fn slots(&self, space: usize) -> &[Arc<Slot>] {
+        self.spaces.get(space).map_or(&[], |s| &s[..])
+    }
+
+    /// Index of the slot that `gpa` is in.
+    #[inline]
+    pub fn find(&self, space: usize, gpa: u64) -> Option<usize> {
+        let slots = self.slots(space);
+        let i = slots
+            .partition_point(|s| s.config().gpa <= gpa)
+            .checked_sub(1)?;
+        slots.get(i)?.page_index(gpa)?;
+        Some(i)
+    }
+
+    /// The slot that `gpa` is in.
+    #[inline]
+    pub fn lookup(&self, space: usize, gpa: u64) -> Option<&Slot> {
+        self.slots(space).get(self.find(space, gpa)?).map(|s| &**s)
+    }
+
+    /// The slot of that number.
+    pub fn by_number(&self, number: u32) -> Option<&Slot> {
+        self.slots((number >> 16) as usize)
+            .iter()
+            .find(|s| s.config().slot == number)
+            .map(|s| &**s)
+    }
+
+    /// Host page of a gpa; with `write` only if the guest may write it.
+    pub fn host_page(&self, space: usize, gpa: u64, write: bool) -> Option<HostPage> {
+        let slot = self.lookup(space, gpa)?;
+        if write && slot.is_readonly() {
+            return None;
+        }
+        slot.host_page(gpa)
+    }
+
+    /// Calls `f(slot, page index, host page, offset in page, range in the buffer)` per page.
+    fn pages(
+        &self,
+        space: usize,
+        gpa: u64,
+        len: usize,
+        write: bool,
+        mut f: impl FnMut(&Slot, usize, HostPage, u64, core::ops::Range<usize>),
+    ) -> bool {
+        let mut done = 0;
+        while done < len {
+            let Some(at) = gpa.checked_add(done as u64) else {
+                return false;
+            };
+            let Some(slot) = self
+                .lookup(space, at)
+                .filter(|s| !(write && s.is_readonly()))
+            else {
+                return false;
+            };
+            let Some(index) = slot.page_index(at) else {
+                return false;
+            };
+            let Some(page) = slot.page(index) else {
+                return false;
+            };
+            let offset = at % PAGE_SIZE;
+            let n = (len - done).min((PAGE_SIZE - offset) as usize);
+            f(slot, index, page, offset, done..done + n);
+            done += n;
+        }
+        true
+    }
+
+    /// Reads bytes across pages and slots; false (and nothing read) if some are not RAM.
+    pub fn read_bytes(&self, space: usize, gpa: u64, buf: &mut [u8]) -> bool {
+        if !self.pages(space, gpa, buf.len(), false, |_, _, _, _, _| ()) {
+            return false;
+        }
+        self.pages(space, gpa, buf.len(), false, |_, _, page, offset, range| {
+            if let Some(part) = buf.get_mut(range) {
+                page.read_bytes(offset, part);
+            }
+        })
+    }
+
+    /// Writes bytes across pages and slots, marking them dirty and noting writes
+    /// to code; false (and nothing written) if some are not writable RAM.
+    pub fn write_bytes(&self, space: usize, gpa: u64, buf: &[u8]) -> bool {
+        if !self.pages(space, gpa, buf.len(), true, |_, _, _, _, _| ()) {
+            return false;
+        }
+        self.pages(
+            space,
+            gpa,
+            buf.len(),
+            true,
+            |slot, index, page, offset, range| {
+                if let Some(part) = buf.get(range) {
+                    page.write_bytes(offset, part);
+                    slot.note_write(index, offset, part.len() as u64);
+                }
+            },
+        )
+    }
+
+    /// The table after `config` is applied, or `None` if nothing changes.
+    /// The order of checks is KVM's, so that the same request gets the same error.
+    pub(crate) fn with(
+        &self,
+        config: SlotConfig,
+        serial: &mut u32,
+    ) -> Result<Option<Self>, MemslotError> {
+        const FLAGS: u32 = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
+        let space = (config.slot >> 16) as usize;
+        if config.slot & 0xffff >= USER_MEM_SLOTS {
+            return Err(MemslotError::Number(config.slot));
+        }
+        if config.flags & !FLAGS != 0 {
+            return Err(MemslotError::Flags(config.flags & !FLAGS));
+        }
+        if [config.size, config.gpa, config.hva]
+            .iter()
+            .any(|v| !v.is_multiple_of(PAGE_SIZE))
+        {
+            return Err(MemslotError::Unaligned);
+        }
+        if config
+            .hva
+            .checked_add(config.size)
+            .is_none_or(|end| end > TASK_SIZE)
+        {
+            return Err(MemslotError::Range);
+        }
+        if space >= ADDRESS_SPACES {
+            return Err(MemslotError::Number(config.slot));
+        }
+        let Some(end) = config.gpa.checked_add(config.size) else {
+            return Err(MemslotError::Range);
+        };
+        if config.size / PAGE_SIZE > MAX_NR_PAGES {
+            return Err(MemslotError::Range);
+        }
+        let old = self.by_number(config.slot);
+        let mut next = self.clone();
+        let Some(slots) = next.spaces.get_mut(space) else {
+            return Err(MemslotError::Number(config.slot));
+        };
+        slots.retain(|s| s.config().slot != config.slot);
+        if config.size == 0 {
+            return match old {
+                Some(_) => Ok(Some(next)),
+                None => Err(MemslotError::NotFound(config.slot)),
+            };
+        }
+        let moved = match old.map(Slot::config) {
+            Some(old) => {
+                if old.size != config.size
+                    || old.hva != config.hva
+                    || (old.flags ^ config.flags) & KVM_MEM_READONLY != 0
+                {
+                    return Err(MemslotError::Immutable);
+                }
+                if *old == config {
+                    return Ok(None);
+                }
+                old.gpa != config.gpa
+            }
+            None => true,
+        };
+        if moved {
+            if end > GPA_END {
+                return Err(MemslotError::Range);
+            }
+            if let Some(other) = slots
+                .iter()
+                .map(|s| s.config())
+                .find(|s| s.gpa < end && config.gpa < s.gpa + s.size)
+            {
+                return Err(MemslotError::Overlap(other.slot));
+            }
+        }
+        let fresh = moved.then(|| {
+            *serial = serial.wrapping_add(1);
+            *serial
+        });
+        let slot = match (old, fresh) {
+            (Some(old), fresh) => old.changed(config, fresh)?,
+            (None, fresh) => Slot::new(config, fresh.unwrap_or_default())?,
+        };
+        let at = slots.partition_point(|s| s.config().gpa < config.gpa);
+        slots.insert(at, Arc::new(slot));
+        Ok(Some(next))
+    }
+}

@@ -1,0 +1,1 @@
+//! Tests of slots, accesses and page state.
