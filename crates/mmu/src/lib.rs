@@ -1,3 +1,201 @@
-//! gva to gpa to hva: guest page walks, roots, permission views, software TLBs, write-protection.
+//! gva to gpa to hva: guest page walks, permission views, software TLBs, write-protection.
+//!
+//! One [`Mmu`] belongs to one vCPU thread. A guest access goes through
+//!
+//! 1. L1: the live view's direct-mapped table of {gva page, host page} ([`l1`]);
+//! 2. L2: results of walks, for all contexts and views ([`l2`]);
+//! 3. the walk of the guest's tables ([`walk`]) and the memslot lookup.
+//!
+//! A *context* is what hardware tags translations with: paging mode and PCID. A
+//! *view* is a setting of the permission inputs that are not in the tables: user
+//! or supervisor, CR0.WP, SMAP and AC, SMEP, NXE, PKRU, PKRS. Every (context,
+//! view) has L1 tables of its own, so that a change of CPL, AC or WP is a change
+//! of an index: nothing is flushed.
+//!
+//! Invariants:
+//! * An L1 tag is present only if an access in that view needs no check, no A or
+//!   D bit, and no bookkeeping. For the write table that means: D is set in the
+//!   guest's entry, the page's dirty bit is set if its slot logs, nothing of the
+//!   page is tracked as code, and the slot may be written.
+//! * Translations are forgotten exactly when the manual says (SDM vol. 3, 4.10.4)
+//!   or earlier. Flushes of contexts that are not current are recorded and
+//!   carried out when they become current.
+//! * Requests of other threads (slot changes, dirty harvests, new code) take
+//!   effect in [`Mmu::sync`], which the run loop calls when
+//!   [`Mmu::needs_sync`] says so: at the latest before the next block.
+//!
+//! # Code that changes
+//!
+//! Bytes fetched through [`Mmu::code_bytes`] are tracked per 64-byte chunk of the
+//! slot's page. A vCPU's own later write to them is always noticed: it has no
+//! write tag for the page. Another vCPU may still have one when a page first
+//! becomes code; it drops the tag when it synchronises, and invalidates the
+//! page's code then, as it may have written. So code written by another vCPU is
+//! executed anew at the latest once that vCPU has begun its next block, which is
+//! earlier than any serialising handshake that cross-modifying code needs (SDM
+//! vol. 3, 8.1.3) can complete. Writes of the VMM (DMA) are found by comparing
+//! checksums when a page is mapped for fetching again.
+//!
+//! DEVIATION: RAM that the VMM maps at two gpas is tracked at each gpa by itself.
 
 #![forbid(unsafe_code)]
+
+mod access;
+mod bulk;
+mod code;
+mod context;
+mod flush;
+pub mod l1;
+mod l2;
+mod paging;
+mod resolve;
+mod view;
+pub mod walk;
+mod written;
+
+use std::{collections::HashMap, sync::Arc};
+
+use guest_memory::{Acknowledged, GuestMemory, HostPage, SlotTable};
+use x86_cpu::{CpuState, Exception};
+
+pub use paging::{Mode, Paging};
+pub use view::View;
+
+/// Why an access was not done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Miss {
+    /// The guest gets an exception; `cpu.fault_gva` is set for #PF.
+    Exception(Exception),
+    /// Not RAM (no memslot, a write to a read-only one, or the APIC page):
+    /// nothing was done. If the access crosses a page, at least one of the two
+    /// is not RAM and `gpa` is the first such byte: split it with [`Mmu::translate`].
+    Device {
+        /// Guest-physical address of the access.
+        gpa: u64,
+    },
+}
+
+/// Where a gva leads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Translation {
+    /// Guest-physical address.
+    pub gpa: u64,
+    /// The host page, if it is RAM that may be accessed so. Read through it;
+    /// write with [`Mmu::write_gpa`], which keeps the dirty log and code tracking.
+    pub page: Option<HostPage>,
+}
+
+/// Counters, for `stat` and tests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Walks of guest tables.
+    pub walks: u64,
+    /// Accesses that were not answered by L1.
+    pub l1_misses: u64,
+    /// Of these, answered by L2.
+    pub l2_hits: u64,
+    /// Flush requests of the guest.
+    pub flushes: u64,
+    /// Synchronisations that had something to do.
+    pub syncs: u64,
+    /// Refills of the fetch TLB.
+    pub fetch_misses: u64,
+    /// Code pages found changed by the VMM.
+    pub code_changed_by_vmm: u64,
+}
+
+/// A vCPU's memory management unit.
+#[derive(Debug)]
+pub struct Mmu {
+    memory: Arc<GuestMemory>,
+    table: Arc<SlotTable>,
+    acknowledged: Arc<Acknowledged>,
+    seen_epoch: u64,
+    seen_generation: u64,
+    seen_write_flushes: u64,
+    seen_code: u64,
+    apic_page: Option<u64>,
+    paging: Paging,
+
+    /// (context, view) tables; `live` and `system` are indices.
+    views: Vec<context::Tables>,
+    live: usize,
+    system: usize,
+    contexts: Vec<context::Context>,
+    current: usize,
+    /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
+    tick: u64,
+    l2: l2::L2,
+
+    written: written::Written,
+    generations: code::GenerationCache,
+    sums: HashMap<u64, code::Sum>,
+    stats: Stats,
+}
+
+impl Mmu {
+    /// An MMU for the given memory, in the state after reset (no paging).
+    pub fn new(memory: Arc<GuestMemory>) -> Self {
+        let mut mmu = Self {
+            table: memory.table(),
+            acknowledged: Arc::default(),
+            // Unlike any real value: the first `sync` brings everything up to date.
+            seen_epoch: u64::MAX,
+            seen_generation: u64::MAX,
+            seen_write_flushes: u64::MAX,
+            seen_code: 0,
+            memory,
+            apic_page: None,
+            paging: Paging::default(),
+            views: Vec::new(),
+            live: 0,
+            system: 0,
+            contexts: Vec::new(),
+            current: 0,
+            tick: 1,
+            l2: l2::L2::new(),
+            written: written::Written::default(),
+            generations: code::GenerationCache::default(),
+            sums: HashMap::new(),
+            stats: Stats::default(),
+        };
+        let cpu = CpuState::default();
+        mmu.set_root(&cpu);
+        mmu.sync(&cpu);
+        mmu
+    }
+
+    /// The memory behind.
+    pub fn memory(&self) -> &Arc<GuestMemory> {
+        &self.memory
+    }
+
+    /// The slots as this vCPU sees them until its next [`Self::sync`].
+    pub fn table(&self) -> &SlotTable {
+        &self.table
+    }
+
+    /// Which requests this vCPU has carried out; read by other threads.
+    pub fn acknowledged(&self) -> Arc<Acknowledged> {
+        Arc::clone(&self.acknowledged)
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    /// The page at which every access is a device access, RAM or not: the local APIC's.
+    pub fn set_apic_page(&mut self, gpa: Option<u64>) {
+        let gpa = gpa.map(|gpa| gpa & !0xfff);
+        if self.apic_page != gpa {
+            self.apic_page = gpa;
+            self.flush_everything();
+        }
+    }
+
+    #[inline]
+    fn space(&self) -> usize {
+        self.paging.space.into()
+    }
+}

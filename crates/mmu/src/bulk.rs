@@ -1,0 +1,81 @@
+//! Whole runs of `rep movs` and `rep stos` at once, on plain RAM.
+
+use guest_memory::HostPage;
+use x86_cpu::{Access, CpuState, Privilege};
+use x86_defs::paging::PAGE_SIZE;
+
+use crate::Mmu;
+
+impl Mmu {
+    /// A page whose L1 tag is present or can be had without an exception.
+    fn plain_page(&mut self, cpu: &mut CpuState, gva: u64, access: Access) -> Option<HostPage> {
+        let write = access == Access::Write;
+        let tables = &self.views[self.live];
+        let hit = if write {
+            tables.write.find(gva)
+        } else {
+            tables.read.find(gva)
+        };
+        if hit.is_some() {
+            return hit;
+        }
+        // Only an access that the instruction does next anyway: the A and D
+        // bits that this sets are its own. Its fault address is not.
+        let fault_gva = cpu.fault_gva;
+        let page = self.resolve(cpu, gva, access, Privilege::Current);
+        cpu.fault_gva = fault_gva;
+        page.ok().filter(|p| !p.note).map(|p| p.host)
+    }
+
+    /// Copies up to `len` bytes in ascending order in units of `unit` bytes, not
+    /// beyond the end of either page. Returns the bytes done, a multiple of
+    /// `unit`; 0 means "do one element the slow way". Never faults.
+    pub fn bulk_copy(
+        &mut self,
+        cpu: &mut CpuState,
+        dst: u64,
+        src: u64,
+        len: u64,
+        unit: u64,
+    ) -> u64 {
+        let room = PAGE_SIZE - (dst % PAGE_SIZE).max(src % PAGE_SIZE);
+        let Some(count) = len.min(room).checked_div(unit).filter(|n| *n != 0) else {
+            return 0;
+        };
+        let Some(from) = self.plain_page(cpu, src, Access::Read) else {
+            return 0;
+        };
+        let Some(to) = self.plain_page(cpu, dst, Access::Write) else {
+            return 0;
+        };
+        if to.copy_elements(dst % PAGE_SIZE, from, src % PAGE_SIZE, count, unit) {
+            count * unit
+        } else {
+            0
+        }
+    }
+
+    /// Fills up to `len` bytes with the low `unit` bytes of `value`, not beyond
+    /// the page's end; otherwise as [`Self::bulk_copy`].
+    pub fn bulk_fill(
+        &mut self,
+        cpu: &mut CpuState,
+        dst: u64,
+        value: u64,
+        len: u64,
+        unit: u64,
+    ) -> u64 {
+        let room = PAGE_SIZE - dst % PAGE_SIZE;
+        let Some(count) = len.min(room).checked_div(unit).filter(|n| *n != 0) else {
+            return 0;
+        };
+        let Some(to) = self.plain_page(cpu, dst, Access::Write) else {
+            return 0;
+        };
+        if to.fill_elements(dst % PAGE_SIZE, value, count, unit) {
+            count * unit
+        } else {
+            0
+        }
+    }
+}

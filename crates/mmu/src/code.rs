@@ -1,0 +1,376 @@
+//! Fetching: which page code comes from, its bytes, and whether they changed.
+//!
+//! An engine calls [`Mmu::code_page`], keeps the generation, and then reads
+//! bytes with [`Mmu::code_bytes`]: in this order a change between the two shows
+//! in the generation.
+
+use guest_memory::{HostPage, slot::CODE_CHUNK};
+use x86_cpu::{Access, CodePage, CpuState, Privilege};
+use x86_defs::paging::PAGE_SIZE;
+
+use crate::{Miss, Mmu, written::Place};
+
+/// Entries of a fetch table.
+const FETCH_ENTRIES: usize = 256;
+/// Pages whose code is remembered for comparison.
+const MAX_SUMS: usize = 1 << 16;
+/// Bit of a page's identity that tells it from "none".
+const IDENTITY: u64 = 1 << 63;
+const SPACE_SHIFT: u32 = 60;
+
+/// A page that code is fetched from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FetchEntry {
+    tag: u64,
+    id: u64,
+    host: HostPage,
+    slot: usize,
+    index: usize,
+    global: bool,
+}
+
+impl FetchEntry {
+    fn place(&self) -> Place {
+        Place {
+            space: space_of(self.id),
+            slot: self.slot,
+            index: self.index,
+        }
+    }
+}
+
+/// Fetch TLB of a (context, view); made when the view first executes.
+#[derive(Debug, Default)]
+pub(crate) struct FetchTable {
+    entries: Vec<Option<FetchEntry>>,
+    filled: bool,
+}
+
+impl FetchTable {
+    fn place(gva: u64) -> usize {
+        (gva >> 12) as usize % FETCH_ENTRIES
+    }
+    #[inline]
+    fn find(&self, gva: u64) -> Option<&FetchEntry> {
+        let e = self.entries.get(Self::place(gva))?.as_ref()?;
+        (e.tag == gva & !0xfff).then_some(e)
+    }
+    fn insert(&mut self, entry: FetchEntry) {
+        if self.entries.is_empty() {
+            self.entries = vec![None; FETCH_ENTRIES];
+        }
+        self.filled = true;
+        if let Some(e) = self.entries.get_mut(Self::place(entry.tag)) {
+            *e = Some(entry);
+        }
+    }
+    pub(crate) fn flush_non_global(&mut self) {
+        if self.filled {
+            for e in &mut self.entries {
+                *e = e.filter(|e| e.global);
+            }
+        }
+    }
+    pub(crate) fn flush(&mut self) {
+        if self.filled {
+            self.entries.fill(None);
+            self.filled = false;
+        }
+    }
+}
+
+/// Direct-mapped: where the generation of a page identity is.
+#[derive(Debug)]
+pub(crate) struct GenerationCache(Box<[(u64, usize, usize); 256]>);
+
+impl Default for GenerationCache {
+    fn default() -> Self {
+        Self(Box::new([(0, 0, 0); 256]))
+    }
+}
+
+impl GenerationCache {
+    /// The slots have changed.
+    pub(crate) fn clear(&mut self) {
+        self.0.fill((0, 0, 0));
+    }
+}
+
+/// Checksum of the chunks of a page that this vCPU has fetched.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sum {
+    generation: u32,
+    chunks: u64,
+    sum: u64,
+}
+
+impl Sum {
+    fn add(&mut self, host: HostPage, mut chunks: u64) {
+        chunks &= !self.chunks;
+        self.chunks |= chunks;
+        self.sum ^= sum_of(host, chunks);
+    }
+}
+
+/// A hash of the chunks, such that sums of disjoint sets add by exclusive or.
+fn sum_of(host: HostPage, mut chunks: u64) -> u64 {
+    let mut sum = 0;
+    while chunks != 0 {
+        let chunk = u64::from(chunks.trailing_zeros());
+        chunks &= chunks - 1;
+        let mut h = chunk + 1;
+        for word in 0..CODE_CHUNK / 8 {
+            let v = host.load(chunk * CODE_CHUNK + word * 8, 8).unwrap_or(0) as u64;
+            h = (h ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            h ^= h >> 29;
+        }
+        sum ^= h;
+    }
+    sum
+}
+
+impl Mmu {
+    /// The page that code at `gva` is fetched from. `Device` if it is not RAM.
+    ///
+    /// # Errors
+    /// [`Miss`].
+    #[inline]
+    pub fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Miss> {
+        if let Some(e) = self.views[self.live].fetch.find(gva)
+            && let Some(slot) = self.slot(e.slot)
+        {
+            return Ok(CodePage {
+                id: e.id,
+                generation: slot.code_generation(e.index),
+            });
+        }
+        self.code_page_slow(cpu, gva)
+    }
+
+    #[inline(never)]
+    fn code_page_slow(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Miss> {
+        self.stats.fetch_misses += 1;
+        let walk = self
+            .walk_for(cpu, gva, Access::Fetch, Privilege::Current)
+            .map_err(Miss::Exception)?;
+        let device = Miss::Device { gpa: walk.gpa };
+        if self.apic_page == Some(walk.gpa & !0xfff) {
+            return Err(device);
+        }
+        let space = self.space();
+        let slot_index = self.table.find(space, walk.gpa).ok_or(device)?;
+        let slot = self.slot(slot_index).ok_or(device)?;
+        let index = slot.page_index(walk.gpa).ok_or(device)?;
+        let host = slot.page(index).ok_or(device)?;
+        let entry = FetchEntry {
+            tag: gva & !0xfff,
+            id: walk.gpa & !0xfff | IDENTITY | (space as u64) << SPACE_SHIFT,
+            host,
+            slot: slot_index,
+            index,
+            global: walk.global,
+        };
+        // From here on our own writes to the page are noticed. Those before may
+        // have hit code that another vCPU has fetched.
+        let other_code = slot.code_chunks(index) != 0;
+        if self.drop_write_tags(entry.place(), host) && other_code {
+            self.bump(entry.place());
+        }
+        self.compare_sum(&entry);
+        let tables = &mut self.views[self.live];
+        tables.note_level(gva, walk.level);
+        tables.fetch.insert(entry);
+        let generation = self
+            .slot(slot_index)
+            .map_or(0, |s| s.code_generation(index));
+        Ok(CodePage {
+            id: entry.id,
+            generation,
+        })
+    }
+
+    /// The VMM writes guest RAM without telling: what this vCPU has fetched from
+    /// the page must still be there when the page is mapped for fetching again.
+    fn compare_sum(&mut self, e: &FetchEntry) {
+        let Some(slot) = self.table.slots(self.space()).get(e.slot) else {
+            return;
+        };
+        let Some(sum) = self.sums.get_mut(&e.id) else {
+            return;
+        };
+        let generation = slot.code_generation(e.index);
+        if sum.generation == generation && sum_of(e.host, sum.chunks) != sum.sum {
+            slot.bump_code_generation(e.index);
+            self.stats.code_changed_by_vmm += 1;
+        }
+        if sum.generation != slot.code_generation(e.index) {
+            self.sums.remove(&e.id);
+        }
+    }
+
+    /// Reads up to `buf.len()` code bytes, not beyond the page's end, and tracks
+    /// them as code. Returns how many there are.
+    ///
+    /// # Errors
+    /// [`Miss`].
+    pub fn code_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+    ) -> Result<usize, Miss> {
+        if self.views[self.live].fetch.find(gva).is_none() {
+            self.code_page(cpu, gva)?;
+        }
+        let offset = gva % PAGE_SIZE;
+        let n = buf.len().min((PAGE_SIZE - offset) as usize);
+        let Some(e) = self.views[self.live].fetch.find(gva).copied() else {
+            return Ok(0);
+        };
+        let (Some(slot), Some(buf)) = (self.slot(e.slot), buf.get_mut(..n)) else {
+            return Ok(0);
+        };
+        let generation = slot.code_generation(e.index);
+        let old = slot.track_code(e.index, offset, n as u64);
+        let new = slot.code_chunks(e.index);
+        if old != new {
+            if self.drop_write_tags(e.place(), e.host) && old != 0 {
+                self.bump(e.place());
+            }
+            if old == 0 {
+                self.memory.log_code(e.host);
+            }
+        }
+        e.host.read_bytes(offset, buf);
+        self.remember(&e, generation, offset, n as u64);
+        Ok(n)
+    }
+
+    fn remember(&mut self, e: &FetchEntry, generation: u32, offset: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        let (first, last) = (offset / CODE_CHUNK, (offset + len - 1) / CODE_CHUNK);
+        let chunks = 1 << first | 1 << last;
+        if self.sums.len() >= MAX_SUMS && !self.sums.contains_key(&e.id) {
+            // What can no longer be compared must not be used any more.
+            for id in self.sums.drain().map(|(id, _)| id).collect::<Vec<_>>() {
+                if let Some((slot, index)) = self.find_id(id)
+                    && let Some(slot) = self.table.slots(space_of(id)).get(slot)
+                {
+                    slot.bump_code_generation(index);
+                }
+            }
+        }
+        let sum = self.sums.entry(e.id).or_insert(Sum {
+            generation,
+            ..Sum::default()
+        });
+        if sum.generation != generation {
+            *sum = Sum {
+                generation,
+                ..Sum::default()
+            };
+        }
+        if sum.chunks & chunks != chunks {
+            sum.add(e.host, chunks);
+        }
+    }
+
+    fn find_id(&self, id: u64) -> Option<(usize, usize)> {
+        let gpa = id & ((1 << 52) - 1) & !0xfff;
+        let slot = self.table.find(space_of(id), gpa)?;
+        let index = self.table.slots(space_of(id)).get(slot)?.page_index(gpa)?;
+        Some((slot, index))
+    }
+
+    /// The current generation of a page that [`Self::code_page`] returned.
+    #[inline]
+    pub fn code_generation(&mut self, id: u64) -> u32 {
+        let place = (id >> 12) as usize % 256;
+        let (cached, slot, index) = self.generations.0[place];
+        if cached == id
+            && let Some(slot) = self.table.slots(space_of(id)).get(slot)
+        {
+            return slot.code_generation(index);
+        }
+        match self.find_id(id) {
+            Some((slot, index)) => {
+                self.generations.0[place] = (id, slot, index);
+                self.table
+                    .slots(space_of(id))
+                    .get(slot)
+                    .map_or(0, |s| s.code_generation(index))
+            }
+            // The slot is gone; its code must not match.
+            None => (self.seen_generation as u32).wrapping_mul(0x85eb_ca6b) ^ 0x5a5a_5a5a,
+        }
+    }
+
+    /// Changes with the live (context, view) and with every flush of it: what
+    /// [`Self::code_page`] has returned under one value it would return again.
+    /// Coming back to a view that was not flushed gives its value again.
+    #[inline]
+    pub fn fetch_epoch(&self) -> u64 {
+        self.views[self.live].epoch
+    }
+
+    /// Makes this vCPU's writes to the page take the slow way. True if it may
+    /// have written it unnoticed since the last call.
+    fn drop_write_tags(&mut self, at: Place, host: HostPage) -> bool {
+        let may_have = self.written.take(at);
+        if may_have {
+            for t in &mut self.views {
+                t.write.flush_where(|e| e.host == host);
+            }
+        }
+        may_have
+    }
+
+    fn bump(&self, at: Place) {
+        if let Some(slot) = self.table.slots(at.space).get(at.slot) {
+            slot.bump_code_generation(at.index);
+        }
+    }
+
+    /// Another vCPU has begun to execute the page, at whatever gpa. If this one
+    /// may have written it since, what the other has fetched is out of date.
+    pub(crate) fn page_became_code(&mut self, host: HostPage) {
+        for space in 0..guest_memory::table::ADDRESS_SPACES {
+            for slot in 0..self.table.slots(space).len() {
+                let config = self.table.slots(space)[slot].config();
+                let offset = host.hva().wrapping_sub(config.hva);
+                if offset >= config.size {
+                    continue;
+                }
+                let at = Place {
+                    space,
+                    slot,
+                    index: (offset / PAGE_SIZE) as usize,
+                };
+                if self.drop_write_tags(at, host) {
+                    self.bump(at);
+                }
+            }
+        }
+    }
+
+    /// As [`Self::page_became_code`] for every page, when it is not known which did.
+    pub(crate) fn invalidate_written_code(&mut self) {
+        for at in self.written.places() {
+            let Some(slot) = self.table.slots(at.space).get(at.slot) else {
+                continue;
+            };
+            if slot.code_chunks(at.index) != 0
+                && let Some(host) = slot.page(at.index)
+            {
+                self.drop_write_tags(at, host);
+                self.bump(at);
+            }
+        }
+    }
+}
+
+fn space_of(id: u64) -> usize {
+    (id >> SPACE_SHIFT & 7) as usize
+}

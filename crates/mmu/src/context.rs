@@ -1,0 +1,258 @@
+//! Contexts and the tables of their views.
+//!
+//! A context is a pair of paging mode and PCID, as in the hardware's tags (SDM
+//! vol. 3, 4.10.1): CR3's address is no part of it, as a PCID may keep its
+//! translations over a change of CR3 only if software asks for it.
+
+use x86_cpu::{CpuState, Privilege};
+
+use crate::{
+    Mmu, View,
+    code::FetchTable,
+    l1::{RegionFilter, Table},
+    l2::Owner,
+};
+
+/// Contexts that are kept: Linux uses six PCIDs, twice that with page-table isolation.
+const MAX_CONTEXTS: usize = 16;
+/// Views of a context that are kept.
+const MAX_VIEWS: usize = 6;
+/// Pages whose flush is recorded one by one for a context that is not current.
+const MAX_PENDING_PAGES: usize = 32;
+
+/// What distinguishes contexts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    pub world: u8,
+    pub pcid: u16,
+}
+
+/// Flushes to carry out when a context becomes current.
+#[derive(Debug, Default)]
+pub(crate) struct Pending {
+    all: bool,
+    non_global: bool,
+    pages: Vec<u64>,
+}
+
+/// An address space whose translations are kept.
+#[derive(Debug)]
+pub(crate) struct Context {
+    pub key: Key,
+    /// L2 entries of this context up to this tick are flushed.
+    pub flushed: u64,
+    pub pending: Pending,
+    used: u64,
+    views: Vec<(View, usize)>,
+}
+
+/// L1 of a (context, view).
+#[derive(Debug, Default)]
+pub(crate) struct Tables {
+    pub read: Table,
+    pub write: Table,
+    pub fetch: FetchTable,
+    regions: RegionFilter,
+    /// Unique for the contents of `fetch`: see [`Mmu::fetch_epoch`].
+    pub epoch: u64,
+    used: u64,
+    /// Belongs to a context; false for one that can be reused.
+    taken: bool,
+}
+
+impl Tables {
+    pub(crate) fn flush(&mut self) {
+        self.read.flush();
+        self.write.flush();
+        self.fetch.flush();
+        self.regions.clear();
+    }
+
+    fn flush_non_global(&mut self) {
+        self.read.flush_non_global();
+        self.write.flush_non_global();
+        self.fetch.flush_non_global();
+    }
+
+    fn flush_page(&mut self, gva: u64) {
+        self.fetch.flush();
+        match self.regions.region_shift(gva) {
+            None => {
+                self.read.flush_page(gva);
+                self.write.flush_page(gva);
+            }
+            Some(shift) => {
+                let region = gva >> shift;
+                self.read.flush_where(|e| e.tag >> shift == region);
+                self.write.flush_where(|e| e.tag >> shift == region);
+            }
+        }
+    }
+
+    pub(crate) fn note_level(&mut self, gva: u64, level: u8) {
+        self.regions.add(gva, level);
+    }
+}
+
+impl Pending {
+    pub(crate) fn all(&mut self) {
+        *self = Self {
+            all: true,
+            ..Self::default()
+        };
+    }
+    pub(crate) fn non_global(&mut self) {
+        self.non_global = true;
+    }
+    pub(crate) fn page(&mut self, gva: u64) {
+        if self.all {
+            return;
+        }
+        if self.pages.len() == MAX_PENDING_PAGES {
+            self.all();
+        } else {
+            self.pages.push(gva);
+        }
+    }
+    fn is_none(&self) -> bool {
+        !self.all && !self.non_global && self.pages.is_empty()
+    }
+}
+
+impl Mmu {
+    pub(crate) fn next_tick(&mut self) -> u64 {
+        self.tick += 1;
+        self.tick
+    }
+
+    /// How the current context's entries in L2 are marked.
+    #[inline]
+    pub(crate) fn owner(&self) -> Owner {
+        let c = &self.contexts[self.current];
+        Owner {
+            context: self.current as u8,
+            world: c.key.world,
+            flushed: c.flushed,
+        }
+    }
+
+    /// Makes the context of `self.paging` current and carries out its pending flushes.
+    pub(crate) fn select_context(&mut self) {
+        let p = &self.paging;
+        let key = Key {
+            world: p.mode as u8 | p.space << 3 | u8::from(p.nxe) << 4,
+            pcid: p.pcid,
+        };
+        let found = self.contexts.iter().position(|c| c.key == key);
+        self.current = found.unwrap_or_else(|| self.new_context(key));
+        let used = self.next_tick();
+        self.contexts[self.current].used = used;
+        self.apply_pending();
+    }
+
+    fn new_context(&mut self, key: Key) -> usize {
+        let flushed = self.next_tick();
+        let fresh = Context {
+            key,
+            flushed,
+            pending: Pending::default(),
+            used: 0,
+            views: Vec::with_capacity(MAX_VIEWS),
+        };
+        if self.contexts.len() < MAX_CONTEXTS {
+            self.contexts.push(fresh);
+            return self.contexts.len() - 1;
+        }
+        let oldest = (0..self.contexts.len())
+            .min_by_key(|i| self.contexts[*i].used)
+            .unwrap_or(0);
+        let old = core::mem::replace(&mut self.contexts[oldest], fresh);
+        for (_, tables) in old.views {
+            self.views[tables].flush();
+            self.views[tables].taken = false;
+        }
+        oldest
+    }
+
+    fn apply_pending(&mut self) {
+        if self.contexts[self.current].pending.is_none() {
+            return;
+        }
+        let pending = core::mem::take(&mut self.contexts[self.current].pending);
+        if pending.all {
+            self.for_current_tables(Tables::flush);
+            return;
+        }
+        if pending.non_global {
+            self.for_current_tables(Tables::flush_non_global);
+        }
+        for gva in pending.pages {
+            self.for_current_tables(|t| t.flush_page(gva));
+        }
+    }
+
+    fn for_current_tables(&mut self, mut f: impl FnMut(&mut Tables)) {
+        for i in 0..self.contexts[self.current].views.len() {
+            let (_, tables) = self.contexts[self.current].views[i];
+            let epoch = self.next_tick();
+            let tables = &mut self.views[tables];
+            f(tables);
+            tables.epoch = epoch;
+        }
+    }
+
+    pub(crate) fn flush_current(&mut self) {
+        self.for_current_tables(Tables::flush);
+    }
+    pub(crate) fn flush_current_non_global(&mut self) {
+        self.for_current_tables(Tables::flush_non_global);
+    }
+    pub(crate) fn flush_current_page(&mut self, gva: u64) {
+        self.for_current_tables(|t| t.flush_page(gva));
+    }
+
+    /// Makes the views of the CPU's state the live ones.
+    pub(crate) fn select_tables(&mut self, cpu: &CpuState) {
+        let view = View::of(cpu, Privilege::Current);
+        let system = View::of(cpu, Privilege::System);
+        self.live = self.tables_of(view);
+        self.system = if system == view {
+            self.live
+        } else {
+            self.tables_of(system)
+        };
+    }
+
+    fn tables_of(&mut self, view: View) -> usize {
+        let context = &self.contexts[self.current];
+        if let Some((_, tables)) = context.views.iter().find(|(v, _)| *v == view) {
+            return *tables;
+        }
+        let (used, epoch) = (self.next_tick(), self.next_tick());
+        let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
+            let free = self.views.iter().position(|t| !t.taken);
+            free.unwrap_or_else(|| {
+                self.views.push(Tables::default());
+                self.views.len() - 1
+            })
+        } else {
+            // The least recently made; never one of the two in use.
+            let victim = self.contexts[self.current]
+                .views
+                .iter()
+                .enumerate()
+                .filter(|(_, (_, t))| *t != self.live && *t != self.system)
+                .min_by_key(|(_, (_, t))| self.views[*t].used)
+                .map_or(0, |(i, _)| i);
+            let (_, tables) = self.contexts[self.current].views.swap_remove(victim);
+            self.views[tables].flush();
+            tables
+        };
+        let t = &mut self.views[tables];
+        t.taken = true;
+        t.used = used;
+        t.epoch = epoch;
+        self.contexts[self.current].views.push((view, tables));
+        tables
+    }
+}

@@ -1,0 +1,160 @@
+//! Changes of context and view, flushes (SDM vol. 3, 4.10.4), and the requests of other threads.
+
+use guest_memory::memory::NewCode;
+use x86_cpu::{CpuState, Exception, Flush};
+use x86_defs::paging::P;
+
+use crate::{Mmu, Mode, Paging};
+
+impl Mmu {
+    /// CR0, CR3, CR4 or EFER changed: selects the context; in PAE mode loads the
+    /// PDPTEs. Flushes nothing by itself.
+    ///
+    /// # Errors
+    /// #GP(0) for PDPTEs with reserved bits or outside RAM; nothing has changed then.
+    pub fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Exception> {
+        if Paging::of(cpu).mode == Mode::Pae {
+            let mut raw = [0; 32];
+            if !self
+                .table
+                .read_bytes(cpu.events.in_smm.into(), cpu.cr3 & 0xffff_ffe0, &mut raw)
+            {
+                return Err(Exception::GP0);
+            }
+            let reserved = Paging::reserved_pdpte(cpu);
+            let mut pdpte = [0; 4];
+            for (entry, bytes) in pdpte.iter_mut().zip(raw.chunks_exact(8)) {
+                *entry = bytes
+                    .iter()
+                    .rev()
+                    .fold(0, |v: u64, b| v << 8 | u64::from(*b));
+                if *entry & P != 0 && *entry & reserved != 0 {
+                    return Err(Exception::GP0);
+                }
+            }
+            cpu.pdpte = pdpte;
+        }
+        self.set_root(cpu);
+        Ok(())
+    }
+
+    /// As [`Self::load_root`] with the PDPTEs that `cpu` has: after the VMM or a
+    /// reset has set registers. The caller flushes [`Flush::All`] as well.
+    pub fn set_root(&mut self, cpu: &CpuState) {
+        self.paging = Paging::of(cpu);
+        self.select_context();
+        self.select_tables(cpu);
+    }
+
+    /// CPL, RFLAGS.AC, CR0.WP, CR4.SMEP/SMAP/PKE/PKS, PKRU or PKRS changed.
+    #[inline]
+    pub fn select_view(&mut self, cpu: &CpuState) {
+        self.select_tables(cpu);
+    }
+
+    /// Forgets translations.
+    pub fn flush(&mut self, cpu: &CpuState, what: Flush) {
+        self.stats.flushes += 1;
+        let tick = self.next_tick();
+        match what {
+            Flush::Page(gva) => self.flush_page(gva, None),
+            Flush::PcidPage(pcid, gva) => self.flush_page(gva, Some(pcid)),
+            Flush::Pcid(pcid) => self.flush_non_global(tick, Some(pcid)),
+            Flush::NonGlobal => self.flush_non_global(tick, None),
+            Flush::All => self.flush_everything(),
+        }
+        // The caller may have changed registers that select the view as well.
+        self.select_tables(cpu);
+    }
+
+    /// Drops the page in L2 and, at once or when they are next used, in the
+    /// contexts of `pcid` (all, if none is given: the page may be global).
+    fn flush_page(&mut self, gva: u64, pcid: Option<u16>) {
+        self.l2.flush_page(gva);
+        for i in 0..self.contexts.len() {
+            if pcid.is_some_and(|p| p != self.contexts[i].key.pcid) {
+                continue;
+            }
+            if i == self.current {
+                self.flush_current_page(gva);
+            } else {
+                self.contexts[i].pending.page(gva);
+            }
+        }
+    }
+
+    fn flush_non_global(&mut self, tick: u64, pcid: Option<u16>) {
+        for i in 0..self.contexts.len() {
+            if pcid.is_some_and(|p| p != self.contexts[i].key.pcid) {
+                continue;
+            }
+            self.contexts[i].flushed = tick;
+            if i == self.current {
+                self.flush_current_non_global();
+            } else {
+                self.contexts[i].pending.non_global();
+            }
+        }
+        self.next_tick();
+    }
+
+    pub(crate) fn flush_everything(&mut self) {
+        let tick = self.next_tick();
+        self.l2.flush_all(tick);
+        for (i, c) in self.contexts.iter_mut().enumerate() {
+            c.flushed = tick;
+            if i != self.current {
+                c.pending.all();
+            }
+        }
+        self.flush_current();
+        self.next_tick();
+    }
+
+    /// True if another thread has asked for something. Cheap: for every block entry.
+    #[inline(always)]
+    pub fn needs_sync(&self) -> bool {
+        self.memory.epoch() != self.seen_epoch
+    }
+
+    /// Carries out what other threads have asked for, and acknowledges it.
+    pub fn sync(&mut self, _cpu: &CpuState) {
+        let epoch = self.memory.epoch();
+        if epoch == self.seen_epoch {
+            return;
+        }
+        self.stats.syncs += 1;
+        let generation = self.memory.generation();
+        if generation != self.seen_generation {
+            self.seen_generation = generation;
+            // While the places of written pages still mean the old table.
+            self.invalidate_written_code();
+            self.table = self.memory.table();
+            self.generations.clear();
+            self.flush_everything();
+            // Also of contexts that are not current: all point into old slots.
+            for t in &mut self.views {
+                t.flush();
+            }
+            self.written.reset(&self.table);
+        }
+        let write_flushes = self.memory.write_flushes();
+        match self.memory.new_code(&mut self.seen_code) {
+            NewCode::None => {}
+            NewCode::Pages(pages) => {
+                for page in pages {
+                    self.page_became_code(page);
+                }
+            }
+            NewCode::Any => self.invalidate_written_code(),
+        }
+        if write_flushes != self.seen_write_flushes {
+            self.seen_write_flushes = write_flushes;
+            for t in &mut self.views {
+                t.write.flush();
+            }
+        }
+        self.seen_epoch = epoch;
+        self.acknowledged.set(epoch);
+    }
+}

@@ -1,0 +1,175 @@
+//! L2: results of page walks, shared by all contexts and views of the vCPU.
+//!
+//! Set-associative; 4 KiB leaves in one array, larger ones in another in pieces
+//! of 2 MiB. An entry carries the tick of its making; a flush of a context or of
+//! everything moves a mark beyond it instead of touching entries.
+
+use crate::{l1::RegionFilter, view::Rights, walk::Walk};
+
+const WAYS: usize = 4;
+const SMALL_SETS: usize = 2048;
+const LARGE_SETS: usize = 256;
+
+/// Whose translation it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Owner {
+    /// Index of the context.
+    pub context: u8,
+    /// Paging mode and address space: global pages are shared inside one only.
+    pub world: u8,
+    /// Entries of the context up to this tick are flushed unless global.
+    pub flushed: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Entry {
+    /// gva >> shift, plus one; zero is empty.
+    key: u64,
+    /// gpa of the piece, with the flags below in its low bits.
+    gpa: u64,
+    tick: u64,
+    context: u8,
+    world: u8,
+    pkey: u8,
+}
+
+const WRITE: u64 = 1 << 0;
+const USER: u64 = 1 << 1;
+const NO_EXECUTE: u64 = 1 << 2;
+const GLOBAL: u64 = 1 << 3;
+const DIRTY: u64 = 1 << 4;
+const LEVEL_SHIFT: u32 = 5;
+
+#[derive(Debug)]
+struct Array {
+    sets: Box<[[Entry; WAYS]]>,
+    shift: u32,
+    victim: usize,
+}
+
+impl Array {
+    fn new(sets: usize, shift: u32) -> Self {
+        Self {
+            sets: vec![[Entry::default(); WAYS]; sets].into_boxed_slice(),
+            shift,
+            victim: 0,
+        }
+    }
+
+    #[inline]
+    fn set(&self, gva: u64) -> usize {
+        let page = gva >> self.shift;
+        (page ^ page >> 11 ^ page >> 25) as usize & (self.sets.len() - 1)
+    }
+}
+
+/// The second level.
+#[derive(Debug)]
+pub(crate) struct L2 {
+    small: Array,
+    large: Array,
+    regions: RegionFilter,
+    /// Everything up to this tick is flushed.
+    flushed: u64,
+}
+
+impl L2 {
+    pub(crate) fn new() -> Self {
+        Self {
+            small: Array::new(SMALL_SETS, 12),
+            large: Array::new(LARGE_SETS, 21),
+            regions: RegionFilter::default(),
+            flushed: 0,
+        }
+    }
+
+    /// A translation of `gva`, as the walk that made it found it.
+    #[inline]
+    pub(crate) fn find(&self, gva: u64, owner: Owner) -> Option<Walk> {
+        [&self.small, &self.large].into_iter().find_map(|array| {
+            let key = (gva >> array.shift) + 1;
+            let set = &array.sets[array.set(gva)];
+            let e = set.iter().find(|e| {
+                e.key == key
+                    && e.world == owner.world
+                    && e.tick > self.flushed
+                    && (e.gpa & GLOBAL != 0 || e.context == owner.context && e.tick > owner.flushed)
+            })?;
+            Some(Walk {
+                gpa: e.gpa & !0xfff | gva & ((1 << array.shift) - 1),
+                rights: Rights {
+                    write: e.gpa & WRITE != 0,
+                    user: e.gpa & USER != 0,
+                    no_execute: e.gpa & NO_EXECUTE != 0,
+                    pkey: e.pkey,
+                },
+                global: e.gpa & GLOBAL != 0,
+                dirty: e.gpa & DIRTY != 0,
+                level: (e.gpa >> LEVEL_SHIFT & 7) as u8,
+            })
+        })
+    }
+
+    /// Remembers a walk.
+    pub(crate) fn insert(&mut self, gva: u64, walk: &Walk, owner: Owner, tick: u64) {
+        let array = if walk.level == 1 {
+            &mut self.small
+        } else {
+            &mut self.large
+        };
+        let flag = |on: bool, bit: u64| if on { bit } else { 0 };
+        let entry = Entry {
+            key: (gva >> array.shift) + 1,
+            gpa: walk.gpa & !((1 << array.shift) - 1)
+                | flag(walk.rights.write, WRITE)
+                | flag(walk.rights.user, USER)
+                | flag(walk.rights.no_execute, NO_EXECUTE)
+                | flag(walk.global, GLOBAL)
+                | flag(walk.dirty, DIRTY)
+                | u64::from(walk.level) << LEVEL_SHIFT,
+            tick,
+            context: owner.context,
+            world: owner.world,
+            pkey: walk.rights.pkey,
+        };
+        self.regions.add(gva, walk.level);
+        let flushed = self.flushed;
+        let i = array.set(gva);
+        let set = &mut array.sets[i];
+        let same = set.iter().position(|e| {
+            e.key == entry.key && e.world == entry.world && e.context == entry.context
+        });
+        let way = same
+            .or_else(|| set.iter().position(|e| e.key == 0 || e.tick <= flushed))
+            .unwrap_or_else(|| {
+                array.victim = (array.victim + 1) % WAYS;
+                array.victim
+            });
+        set[way] = entry;
+    }
+
+    /// Forgets the page (all of it, if large) in every context.
+    pub(crate) fn flush_page(&mut self, gva: u64) {
+        let key = (gva >> 12) + 1;
+        let i = self.small.set(gva);
+        for e in &mut self.small.sets[i] {
+            if e.key == key {
+                *e = Entry::default();
+            }
+        }
+        // Few and cheap to search; only where the filter says so.
+        if let Some(shift) = self.regions.region_shift(gva) {
+            for e in self.large.sets.iter_mut().flatten() {
+                if e.key != 0 && ((e.key - 1) << 21) >> shift == gva >> shift {
+                    *e = Entry::default();
+                }
+            }
+        }
+    }
+
+    /// Forgets everything made up to `tick`.
+    pub(crate) fn flush_all(&mut self, tick: u64) {
+        self.flushed = tick;
+        self.regions.clear();
+    }
+}

@@ -1,0 +1,210 @@
+//! From a gva to a page that may be accessed: what happens after an L1 miss.
+
+use guest_memory::{HostPage, Slot};
+use x86_cpu::{Access, CpuState, Exception, Privilege};
+use x86_defs::{paging::PAGE_SIZE, vector, vector::pf};
+
+use crate::{
+    Miss, Mmu, Mode, Translation, View,
+    walk::{self, Walk, WalkFault},
+    written::Place,
+};
+
+/// A page of RAM on which the access is allowed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Resolved {
+    pub host: HostPage,
+    /// Slot in this vCPU's table, and page in the slot.
+    pub slot: usize,
+    pub index: usize,
+    /// A write has to be noted afterwards: it has no tag.
+    pub note: bool,
+}
+
+impl Mmu {
+    /// The slot of a resolved page.
+    pub(crate) fn slot(&self, slot: usize) -> Option<&Slot> {
+        self.table.slots(self.space()).get(slot).map(|s| &**s)
+    }
+
+    /// The page after `gva`'s. Linear addresses are 32 bits wide outside 64-bit
+    /// mode, but descriptor tables and the TSS are 64-bit in compatibility mode.
+    pub(crate) fn next_page(&self, cpu: &CpuState, gva: u64, who: Privilege) -> u64 {
+        let next = (gva & !(PAGE_SIZE - 1)).wrapping_add(PAGE_SIZE);
+        if cpu.is_64bit() || cpu.is_long_mode() && who == Privilege::System {
+            next
+        } else {
+            next & 0xffff_ffff
+        }
+    }
+
+    /// The translation of `gva` for an access, with A and D bits set as the
+    /// access sets them.
+    pub(crate) fn walk_for(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<Walk, Exception> {
+        if self.paging.mode == Mode::None {
+            return Ok(Walk {
+                gpa: gva,
+                rights: crate::view::Rights::ALL,
+                global: false,
+                dirty: true,
+                level: 1,
+            });
+        }
+        if !self.paging.is_canonical(gva) {
+            // Callers check; this keeps a translation from aliasing another.
+            return Err(Exception::GP0);
+        }
+        let gva = if cpu.is_long_mode() {
+            gva
+        } else {
+            gva & 0xffff_ffff
+        };
+        let view = View::of(cpu, who);
+        let owner = self.owner();
+        if let Some(hit) = self.l2.find(gva, owner) {
+            // A denied access walks again: the tables may allow more by now, and
+            // no flush is needed for that (SDM vol. 3, 4.10.4.3).
+            if view.check(hit.rights, access).is_ok() && (hit.dirty || access != Access::Write) {
+                self.stats.l2_hits += 1;
+                return Ok(hit);
+            }
+        }
+        self.stats.walks += 1;
+        match walk::walk(&self.table, &self.paging, gva, view, access) {
+            Ok(walk) => {
+                let tick = self.next_tick();
+                self.l2.insert(gva, &walk, owner, tick);
+                Ok(walk)
+            }
+            Err(WalkFault(bits)) => {
+                cpu.fault_gva = gva;
+                let mut code = bits;
+                if access == Access::Write {
+                    code |= pf::W;
+                }
+                if cpu.cpl == 3 && who == Privilege::Current {
+                    code |= pf::U;
+                }
+                if access == Access::Fetch && self.paging.fetch_in_error_code {
+                    code |= pf::I;
+                }
+                Err(Exception::with_code(vector::PF, code))
+            }
+        }
+    }
+
+    /// Resolves a data access to the page of `gva` and fills L1 if the page
+    /// needs no bookkeeping from now on.
+    pub(crate) fn resolve(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<Resolved, Miss> {
+        self.stats.l1_misses += 1;
+        let walk = self
+            .walk_for(cpu, gva, access, who)
+            .map_err(Miss::Exception)?;
+        let device = Miss::Device { gpa: walk.gpa };
+        if self.apic_page == Some(walk.gpa & !0xfff) {
+            return Err(device);
+        }
+        let write = access == Access::Write;
+        let slot_index = self.table.find(self.space(), walk.gpa).ok_or(device)?;
+        let slot = self.slot(slot_index).ok_or(device)?;
+        if write && slot.is_readonly() {
+            return Err(device);
+        }
+        let index = slot.page_index(walk.gpa).ok_or(device)?;
+        let host = slot.page(index).ok_or(device)?;
+        let mut note = false;
+        if write {
+            note = !walk.dirty || slot.code_chunks(index) != 0;
+            if !note {
+                // The tag comes after the bit: a harvest that clears the bit
+                // again reports the page only when the tag is gone.
+                slot.mark_dirty(index);
+            }
+        }
+        let tables = self.tables_for(who);
+        let tables = &mut self.views[tables];
+        tables.note_level(gva, walk.level);
+        tables.read.insert(gva, host, walk.global);
+        if write && !note {
+            tables.write.insert(gva, host, walk.global);
+            self.written.add(Place {
+                space: self.paging.space.into(),
+                slot: slot_index,
+                index,
+            });
+        }
+        Ok(Resolved {
+            host,
+            slot: slot_index,
+            index,
+            note,
+        })
+    }
+
+    /// After a write to a resolved page.
+    pub(crate) fn written(&self, page: &Resolved, offset: u64, len: u64) {
+        if page.note
+            && let Some(slot) = self.slot(page.slot)
+        {
+            slot.note_write(page.index, offset, len);
+        }
+    }
+
+    /// Where `gva` leads, for an access that the caller carries out itself. For
+    /// a write the page counts as written only by [`Self::write_gpa`].
+    ///
+    /// # Errors
+    /// The exception that the access raises. Never [`Miss::Device`].
+    pub fn translate(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<Translation, Miss> {
+        let gpa = self
+            .walk_for(cpu, gva, access, who)
+            .map_err(Miss::Exception)?
+            .gpa;
+        let page = if self.apic_page == Some(gpa & !0xfff) {
+            None
+        } else {
+            self.table
+                .host_page(self.space(), gpa, access == Access::Write)
+        };
+        Ok(Translation { gpa, page })
+    }
+
+    /// KVM_TRANSLATE: no permission check, no side effect.
+    pub fn translate_debug(&self, cpu: &CpuState, gva: u64) -> Option<u64> {
+        let paging = crate::Paging::of(cpu);
+        if !paging.is_canonical(gva) {
+            return None;
+        }
+        walk::look_up(&self.table, &paging, gva).ok().map(|w| w.gpa)
+    }
+
+    /// Reads guest-physical memory of the current address space; false (and
+    /// nothing read) if some is not RAM.
+    pub fn read_gpa(&self, gpa: u64, buf: &mut [u8]) -> bool {
+        self.table.read_bytes(self.space(), gpa, buf)
+    }
+
+    /// Writes guest-physical memory of the current address space; false (and
+    /// nothing written) if some is not writable RAM.
+    pub fn write_gpa(&self, gpa: u64, buf: &[u8]) -> bool {
+        self.table.write_bytes(self.space(), gpa, buf)
+    }
+}

@@ -1,0 +1,138 @@
+//! [`View`]: the inputs of the permission check that are not in the page tables
+//! (SDM vol. 3, 4.6).
+
+use x86_cpu::{Access, CpuState, Privilege};
+use x86_defs::{
+    control::{cr0, cr4, efer},
+    rflags,
+};
+
+/// What the tables and the key allow for a page, of all levels together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rights {
+    /// R/W is set at every level.
+    pub write: bool,
+    /// U/S is set at every level: a user page.
+    pub user: bool,
+    /// XD is set at some level (and enabled).
+    pub no_execute: bool,
+    /// Protection key.
+    pub pkey: u8,
+}
+
+impl Rights {
+    /// Without paging everything is allowed.
+    pub const ALL: Self = Self {
+        write: true,
+        user: true,
+        no_execute: false,
+        pkey: 0,
+    };
+}
+
+/// An access that is not allowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Denied {
+    /// A protection key denies it, whatever else does.
+    pub by_key: bool,
+}
+
+/// A permission setting. Two settings that allow the same are equal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct View {
+    bits: u8,
+    pkru: u32,
+    pkrs: u32,
+}
+
+const USER: u8 = 1 << 0;
+const WP: u8 = 1 << 1;
+/// Supervisor data accesses to user pages are denied.
+const SMAP: u8 = 1 << 2;
+const SMEP: u8 = 1 << 3;
+const PKE: u8 = 1 << 4;
+const PKS: u8 = 1 << 5;
+/// Part of the identity only: walks treat XD as the paging mode says.
+const NXE: u8 = 1 << 6;
+const PAGING: u8 = 1 << 7;
+
+impl View {
+    /// The view of an access by `who`.
+    #[inline]
+    pub fn of(cpu: &CpuState, who: Privilege) -> Self {
+        if !cpu.is_paging() {
+            return Self::default();
+        }
+        let mut bits = PAGING;
+        let mut set = |on: bool, bit: u8| bits |= if on { bit } else { 0 };
+        let user = cpu.cpl == 3 && who == Privilege::Current;
+        set(user, USER);
+        set(cpu.efer & efer::NXE != 0, NXE);
+        if !user {
+            set(cpu.cr0 & cr0::WP != 0, WP);
+            let ac = cpu.rflags & rflags::AC != 0 && who == Privilege::Current;
+            set(cpu.cr4 & cr4::SMAP != 0 && !ac, SMAP);
+            set(cpu.cr4 & cr4::SMEP != 0, SMEP);
+        }
+        let keys = cpu.is_long_mode();
+        let pke = keys && cpu.cr4 & cr4::PKE != 0;
+        let pks = keys && cpu.cr4 & cr4::PKS != 0 && !user;
+        set(pke, PKE);
+        set(pks, PKS);
+        Self {
+            bits,
+            pkru: if pke { cpu.pkru } else { 0 },
+            pkrs: if pks { cpu.pkrs } else { 0 },
+        }
+    }
+
+    const fn has(self, bit: u8) -> bool {
+        self.bits & bit != 0
+    }
+
+    /// SDM vol. 3, 4.6.1 and 4.6.2.
+    ///
+    /// # Errors
+    /// [`Denied`] if the access is a page-protection violation.
+    #[inline]
+    pub fn check(self, rights: Rights, access: Access) -> Result<(), Denied> {
+        if !self.has(PAGING) {
+            return Ok(());
+        }
+        let by_key = access != Access::Fetch && self.key_denies(rights, access);
+        let denied = if self.has(USER) {
+            !rights.user
+                || match access {
+                    Access::Read => false,
+                    Access::Write => !rights.write,
+                    Access::Fetch => rights.no_execute,
+                }
+        } else {
+            match access {
+                Access::Read => rights.user && self.has(SMAP),
+                Access::Write => rights.user && self.has(SMAP) || !rights.write && self.has(WP),
+                Access::Fetch => rights.no_execute || rights.user && self.has(SMEP),
+            }
+        };
+        if denied || by_key {
+            Err(Denied { by_key })
+        } else {
+            Ok(())
+        }
+    }
+
+    fn key_denies(self, rights: Rights, access: Access) -> bool {
+        let (enabled, register) = if rights.user {
+            (self.has(PKE), self.pkru)
+        } else {
+            (self.has(PKS), self.pkrs)
+        };
+        if !enabled {
+            return false;
+        }
+        let bits = register >> (2 * u32::from(rights.pkey & 15));
+        let (access_disable, write_disable) = (bits & 1 != 0, bits & 2 != 0);
+        access_disable
+            || write_disable && access == Access::Write && (self.has(USER) || self.has(WP))
+    }
+}
