@@ -9,12 +9,16 @@
 
 mod decode;
 mod deliver;
+mod descriptor;
 mod exec;
 mod flags;
 mod gating;
 mod insn;
 mod int;
 mod run;
+mod segment;
+mod stack;
+mod task;
 
 pub use exec::{Exec, Flow, Step, Stop};
 pub use flags::LazyFlags;

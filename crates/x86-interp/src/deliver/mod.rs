@@ -1,0 +1,189 @@
+//! Event delivery through the IDT (SDM vol. 3, chapter 6).
+//!
+//! Delivery computes everything, accesses memory, and changes registers last:
+//! when it faults, or the VMM has to act first, the CPU is as it was.
+
+mod long;
+mod protected;
+mod real;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use long::tss_stack;
+pub(crate) use protected::inner_stack;
+
+use x86_cpu::{Event, Exception, GuestBus, Shadow};
+use x86_defs::{dr, rflags, vector};
+
+use crate::{Exec, Stop};
+
+/// IDT bit of an error code: the index is a vector.
+const IDT: u16 = 2;
+/// EXT bit of an error code: an event external to the program was being delivered.
+const EXT: u16 = 1;
+
+/// An event in the form that the three delivery procedures share.
+#[derive(Clone, Copy, Debug)]
+struct Delivery {
+    vector: u8,
+    error_code: Option<u16>,
+    /// RIP to push.
+    rip: u64,
+    /// RFLAGS to push.
+    rflags: u64,
+    /// INT n, INT3, INTO: the gate's DPL is checked.
+    checks_dpl: bool,
+}
+
+impl Delivery {
+    /// `vector`(this entry of the IDT).
+    fn idt_fault(&self, vector: u8) -> Stop {
+        Exception::with_code(vector, u16::from(self.vector) << 3 | IDT).into()
+    }
+}
+
+/// Delivers an exception whose instruction is at RIP, escalating to #DF and
+/// triple fault as vol. 3, table 6-5 says. [`GuestBus::intercept`] was asked.
+pub(crate) fn exception<B: GuestBus>(ex: &mut Exec<'_, B>, e: Exception) -> Result<(), Stop> {
+    event(ex, Event::Exception(e))
+}
+
+/// Delivers any event. `Err` is [`Stop::Exit`] (nothing has changed: deliver
+/// again) or [`Stop::TripleFault`].
+pub(crate) fn event<B: GuestBus>(ex: &mut Exec<'_, B>, event: Event) -> Result<(), Stop> {
+    let saved = (
+        ex.cpu.fault_gva,
+        ex.cpu.fault_dr6,
+        ex.cpu.cr2,
+        ex.cpu.dr6,
+        ex.cpu.dr7,
+    );
+    let mut current = event;
+    loop {
+        match deliver_one(ex, current) {
+            Ok(()) => {
+                if current == Event::Nmi {
+                    ex.cpu.events.nmi_masked = true;
+                }
+                ex.cpu.shadow = Shadow::None;
+                ex.refresh();
+                return Ok(());
+            }
+            Err(Stop::Exception(nested)) => match escalate(current, nested) {
+                Some(e) => current = Event::Exception(e),
+                None => return Err(Stop::TripleFault),
+            },
+            Err(stop) => {
+                (
+                    ex.cpu.fault_gva,
+                    ex.cpu.fault_dr6,
+                    ex.cpu.cr2,
+                    ex.cpu.dr6,
+                    ex.cpu.dr7,
+                ) = saved;
+                return Err(stop);
+            }
+        }
+    }
+}
+
+/// What is delivered when `second` occurs while `first` is (SDM vol. 3, table
+/// 6-5); `None` is a triple fault.
+fn escalate(first: Event, second: Exception) -> Option<Exception> {
+    let contributory = |v: u8| matches!(v, vector::DE | vector::TS..=vector::GP);
+    let serious = contributory(second.vector) || second.vector == vector::PF;
+    let double = match first {
+        Event::Exception(e) if e.vector == vector::DF && serious => return None,
+        Event::Exception(e) if e.vector == vector::PF => serious,
+        Event::Exception(e) if contributory(e.vector) => contributory(second.vector),
+        _ => false,
+    };
+    if double {
+        return Some(Exception::with_code(vector::DF, 0));
+    }
+    // Every first event but INT n, INT3 and INTO is external to the program.
+    // #PF has its own kind of error code.
+    let external = !matches!(
+        first,
+        Event::Software {
+            privileged: false,
+            ..
+        }
+    );
+    Some(Exception {
+        error_code: second.error_code.map(|c| {
+            if external && second.vector != vector::PF {
+                c | EXT
+            } else {
+                c
+            }
+        }),
+        ..second
+    })
+}
+
+fn deliver_one<B: GuestBus>(ex: &mut Exec<'_, B>, event: Event) -> Result<(), Stop> {
+    let mut d = Delivery {
+        vector: 0,
+        error_code: None,
+        rip: ex.cpu.rip(),
+        rflags: ex.rflags(),
+        checks_dpl: false,
+    };
+    match event {
+        Event::Exception(e) => {
+            d.vector = e.vector;
+            d.error_code = e.error_code;
+            if is_fault(e.vector) || e.vector == vector::DB && ex.cpu.fault_dr6 & dr::DR6_BD != 0 {
+                // The handler's IRET must not hit the instruction's breakpoint
+                // again (SDM vol. 3, 18.3.1.1).
+                d.rflags |= rflags::RF;
+            }
+            if e.vector == vector::PF {
+                ex.cpu.cr2 = ex.cpu.fault_gva;
+            }
+            if e.vector == vector::DB {
+                raise_debug(ex);
+            }
+        }
+        Event::Software {
+            vector,
+            next_rip,
+            privileged,
+        } => {
+            d.vector = vector;
+            d.rip = next_rip;
+            d.checks_dpl = !privileged;
+        }
+        Event::Interrupt(vector) => d.vector = vector,
+        Event::Nmi => d.vector = vector::NMI,
+    }
+    if !ex.cpu.is_protected() {
+        real::deliver(ex, &d)
+    } else if ex.cpu.is_long_mode() {
+        long::deliver(ex, &d)
+    } else {
+        protected::deliver(ex, &d)
+    }
+}
+
+/// Fault-class vectors (SDM vol. 3, table 6-1); #DB is one or not case by case.
+fn is_fault(vector: u8) -> bool {
+    matches!(
+        vector,
+        vector::DE
+            | vector::BR..=vector::NM
+            | vector::TS..=vector::PF
+            | vector::MF
+            | vector::AC
+            | vector::XM
+            | 20..=21
+    )
+}
+
+/// DR6 and DR7 as a #DB handler finds them (SDM vol. 3, 18.2.3).
+fn raise_debug<B: GuestBus>(ex: &mut Exec<'_, B>) {
+    let cpu = &mut *ex.cpu;
+    cpu.dr6 = cpu.dr6 & !0xf | dr::DR6_FIXED1 | dr::DR6_RTM | cpu.fault_dr6;
+    cpu.dr7 &= !dr::DR7_GD;
+}
