@@ -1,0 +1,139 @@
+//! A value that is read all the time and replaced now and then.
+//!
+//! Each reader keeps the version that it saw last and asks, with one atomic
+//! load, whether there is a newer one; only then does it take the writers'
+//! lock. A reader in the middle of an access may still use the old version:
+//! whatever it refers to lives until the reader has moved on.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
+/// The current version.
+#[derive(Debug, Default)]
+pub struct Published<T> {
+    generation: AtomicU64,
+    current: Mutex<Arc<T>>,
+}
+
+impl<T> Published<T> {
+    /// With a first version.
+    pub fn new(value: T) -> Self {
+        Self {
+            generation: AtomicU64::new(0),
+            current: Mutex::new(Arc::new(value)),
+        }
+    }
+
+    /// The current version.
+    pub fn load(&self) -> Arc<T> {
+        Arc::clone(&self.lock())
+    }
+
+    /// Replaces the value by a changed copy, unless `change` fails.
+    pub fn update<R, E>(&self, change: impl FnOnce(&mut T) -> Result<R, E>) -> Result<R, E>
+    where
+        T: Clone,
+    {
+        let mut current = self.lock();
+        let mut copy = T::clone(&current);
+        let result = change(&mut copy)?;
+        *current = Arc::new(copy);
+        // After the store above (the lock orders it for readers who take it):
+        // whoever sees the new number finds the new version.
+        self.generation.fetch_add(1, Ordering::Release);
+        Ok(result)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Arc<T>> {
+        // A panic in `change` leaves the old version whole.
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One thread's view of a [`Published`] value.
+#[derive(Debug)]
+pub struct Reader<T> {
+    source: Arc<Published<T>>,
+    generation: u64,
+    seen: Arc<T>,
+}
+
+impl<T> Reader<T> {
+    /// A reader of `source`.
+    pub fn new(source: Arc<Published<T>>) -> Self {
+        // The number first: a version that is newer than its number is only
+        // loaded once more.
+        let generation = source.generation.load(Ordering::Acquire);
+        let seen = source.load();
+        Self {
+            source,
+            generation,
+            seen,
+        }
+    }
+
+    /// The current version.
+    #[inline]
+    pub fn get(&mut self) -> &T {
+        let generation = self.source.generation.load(Ordering::Acquire);
+        if generation != self.generation {
+            self.seen = self.source.load();
+            self.generation = generation;
+        }
+        &self.seen
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn readers_follow_and_failures_change_nothing() {
+        let source = Arc::new(Published::new(1));
+        let mut reader = Reader::new(Arc::clone(&source));
+        assert_eq!(*reader.get(), 1);
+        source
+            .update(|v| {
+                *v = 2;
+                Ok::<_, ()>(())
+            })
+            .unwrap();
+        assert_eq!(*reader.get(), 2);
+        let failed = source.update(|v| {
+            *v = 3;
+            Err::<(), _>("no")
+        });
+        assert_eq!(failed, Err("no"));
+        assert_eq!((*reader.get(), *source.load()), (2, 2));
+    }
+
+    #[test]
+    fn versions_never_go_back() {
+        let source = Arc::new(Published::new(0u32));
+        std::thread::scope(|s| {
+            for _ in 0..2 {
+                let mut reader = Reader::new(Arc::clone(&source));
+                s.spawn(move || {
+                    let mut last = 0;
+                    while last < 1000 {
+                        let now = *reader.get();
+                        assert!(now >= last);
+                        last = now;
+                        std::thread::yield_now();
+                    }
+                });
+            }
+            for n in 1..=1000 {
+                source
+                    .update(|v| {
+                        *v = n;
+                        Ok::<_, ()>(())
+                    })
+                    .unwrap();
+            }
+        });
+    }
+}
