@@ -11,16 +11,16 @@ use kvm_bindings::{
 use vmm_sys_util::errno;
 
 /// [`DeviceFd`](device::DeviceFd).
-pub mod device;
+pub(crate) mod device;
 /// [`Kvm`](system::Kvm).
-pub mod system;
+pub(crate) mod system;
 /// [`VcpuFd`](vcpu::VcpuFd) and what KVM_RUN returns.
-pub mod vcpu;
+pub(crate) mod vcpu;
 /// [`VmFd`](vm::VmFd).
-pub mod vm;
+pub(crate) mod vm;
 
 /// Result of every method of this crate.
-pub type Result<T> = std::result::Result<T, errno::Error>;
+pub(crate) type Result<T> = std::result::Result<T, errno::Error>;
 
 const PAGE_SIZE: usize = 4096;
 
