@@ -19,6 +19,8 @@ mod run;
 mod segment;
 mod stack;
 mod task;
+#[cfg(test)]
+mod test_bus;
 
 pub use exec::{Exec, Flow, Step, Stop};
 pub use flags::LazyFlags;
