@@ -1,4 +1,4 @@
-//! Developer tasks: `cargo xtask ci` and `cargo xtask tidy`.
+//! Developer tasks: `cargo xtask ci`, `tidy` and `docs` (writes the generated documents).
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +12,8 @@ fn main() -> ExitCode {
     let result = match task.as_str() {
         "ci" => ci::run(),
         "tidy" => tidy::run(),
-        _ => Err("usage: cargo xtask <ci | tidy>".to_owned()),
+        "docs" => tidy::quirks::write(&tidy::root()),
+        _ => Err("usage: cargo xtask <ci | tidy | docs>".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::read;
+use super::{read, sources};
 
 /// Most lines of a file, in-file tests not counted.
 const MAX_LINES: usize = 800;
@@ -19,25 +19,10 @@ pub(super) const UNSAFE_CRATES: &[&str] = &[
 
 pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
     let mut findings = Vec::new();
-    for top in ["crates", "xtask"] {
-        walk(&root.join(top), &mut findings)?;
+    for path in sources(root)? {
+        findings.extend(check_file(&path.display().to_string(), &read(&path)?));
     }
     Ok(findings)
-}
-
-fn walk(dir: &Path, findings: &mut Vec<String>) -> Result<(), String> {
-    let entries = std::fs::read_dir(dir).map_err(|e| format!("{}: {e}", dir.display()))?;
-    for entry in entries {
-        let path = entry.map_err(|e| e.to_string())?.path();
-        if path.is_dir() {
-            if !path.ends_with("target") {
-                walk(&path, findings)?;
-            }
-        } else if path.extension().is_some_and(|e| e == "rs") {
-            findings.extend(check_file(&path.display().to_string(), &read(&path)?));
-        }
-    }
-    Ok(())
 }
 
 fn check_file(name: &str, text: &str) -> Vec<String> {

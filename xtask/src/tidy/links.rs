@@ -14,7 +14,12 @@ const DOCUMENTS: &[&str] = &[
 pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
     let mut findings = Vec::new();
     for document in DOCUMENTS {
-        for link in links(&read(&root.join(document))?) {
+        let path = root.join(document);
+        if !path.is_file() {
+            findings.push(format!("{document}: is missing"));
+            continue;
+        }
+        for link in links(&read(&path)?) {
             if !root.join(&link).exists() {
                 findings.push(format!("{document}: links to {link}, which does not exist"));
             }
