@@ -1,5 +1,36 @@
-//! The `anykvm` command.
+//! `anykvm`: the command line, and the small VMM behind `anykvm boot`.
+//!
+//! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
 
-#![forbid(unsafe_code)]
+mod acpi;
+mod cli;
+mod devices;
+mod ending;
+mod error;
+mod images;
+mod input;
+mod kernel;
+mod layout;
+mod machine;
+mod memory;
+mod terminal;
+mod vcpu;
 
-fn main() {}
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::cli::{Cli, Command};
+
+fn main() -> ExitCode {
+    let Command::Boot(args) = Cli::parse().command;
+    // Returning from `main` ends the vCPU threads with the process.
+    let (status, line) = match machine::boot(&args) {
+        Ok(verdict) => verdict,
+        Err(error) => (ending::STATUS_SETUP, Some(error.to_string())),
+    };
+    if let Some(line) = line {
+        eprintln!("anykvm: {line}");
+    }
+    ExitCode::from(status)
+}

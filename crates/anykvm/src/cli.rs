@@ -1,0 +1,134 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+/// KVM anywhere: a hypervisor inside an ordinary unprivileged process.
+#[derive(Debug, Parser)]
+#[command(name = "anykvm", version, about, long_about = None)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Boot a Linux kernel: to a shell, or to run one command and exit with its status.
+    Boot(Box<BootArgs>),
+}
+
+/// `anykvm boot`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_STATUS)]
+pub(crate) struct BootArgs {
+    /// Kernel: a bzImage or an ELF vmlinux. Without it Debian's cloud kernel is found or fetched.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+
+    /// Initramfs to use in place of the one that anykvm builds.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["overlay", "command", "no_initrd"])]
+    pub(crate) initrd: Option<PathBuf>,
+
+    /// Boot without any initramfs.
+    #[arg(long, conflicts_with_all = ["overlay", "command"])]
+    pub(crate) no_initrd: bool,
+
+    /// Words to add to the kernel's command line.
+    #[arg(
+        long,
+        value_name = "WORDS",
+        default_value = "",
+        allow_hyphen_values = true
+    )]
+    pub(crate) append: String,
+
+    /// Use only --append as the kernel's command line.
+    #[arg(long)]
+    pub(crate) no_default_cmdline: bool,
+
+    /// Guest memory: a number with K, M, G (bytes without).
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
+    pub(crate) mem: u64,
+
+    /// Number of virtual CPUs.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) cpus: u32,
+
+    /// Pack a host file or folder into the initramfs, with the shared libraries that its programs
+    /// need. May be repeated.
+    #[arg(long, value_name = "PATH[:GUESTPATH]")]
+    pub(crate) overlay: Vec<String>,
+
+    /// Show the kernel's messages and what anykvm is doing.
+    #[arg(long, short)]
+    pub(crate) verbose: bool,
+
+    /// The command to run in the guest; its exit status becomes anykvm's.
+    #[arg(last = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<String>,
+}
+
+const EXIT_STATUS: &str = "\
+Exit status:
+  0        the guest powered off or rebooted, or Ctrl-A X was typed
+  N        the status of COMMAND, or of the shell
+  2        wrong usage, or something could not be read, fetched or set up
+  125      the guest crashed or ended before it reported COMMAND's status
+  128+N    anykvm was ended by signal N (SIGTERM, SIGHUP, SIGINT)
+With a terminal: Ctrl-A X ends the guest, Ctrl-A Ctrl-A sends one Ctrl-A.";
+
+/// "512M", "2G", "1048576".
+pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
+    let wrong = || format!("'{text}' is not a size: write a number with K, M or G, as in 512M");
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text.get(digits.len()..).unwrap_or_default() {
+        "" => 0,
+        "K" | "k" | "KiB" => 10,
+        "M" | "m" | "MiB" => 20,
+        "G" | "g" | "GiB" => 30,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    number.checked_mul(1 << shift).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes() {
+        let rows = [
+            ("4096", Some(4096)),
+            ("512M", Some(512 << 20)),
+            ("6G", Some(6 << 30)),
+            ("1k", Some(1024)),
+            ("", None),
+            ("M", None),
+            ("12X", None),
+            ("-1M", None),
+            ("99999999999G", None),
+            ("1.5G", None),
+        ];
+        for (text, want) in rows {
+            assert_eq!(parse_size(text).ok(), want, "{text}");
+        }
+    }
+
+    #[test]
+    fn everything_after_the_dashes_is_the_command() {
+        let cli = Cli::parse_from(["anykvm", "boot", "--cpus", "2", "--", "sh", "-c", "exit 7"]);
+        let Command::Boot(args) = cli.command;
+        assert_eq!(args.command, ["sh", "-c", "exit 7"]);
+        assert_eq!(args.cpus, 2);
+    }
+}

@@ -1,0 +1,165 @@
+//! What answers the guest's port and MMIO accesses: serial ports, CMOS, power and reset.
+//!
+//! KVM's own chips (PIC, IOAPIC, LAPIC, PIT) never reach this; everything that nobody owns reads
+//! as ones, as an idle bus does.
+
+mod cmos;
+mod control;
+mod output;
+mod power;
+mod serial;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vmm_sys_util::eventfd::EventFd;
+
+pub(crate) use output::{Output, Stream};
+pub(crate) use power::SLEEP_TYPE_S5;
+pub(crate) use serial::Sink;
+
+use crate::ending::Ending;
+use cmos::Cmos;
+use power::Power;
+use serial::Uart;
+
+/// COM1 to COM4: where a PC has them, so that kernels find them without ACPI too.
+pub(crate) const SERIAL_PORTS: [u16; 4] = [0x3f8, 0x2f8, 0x3e8, 0x2e8];
+/// Their ISA interrupts.
+pub(crate) const SERIAL_IRQS: [u32; 4] = [4, 3, 4, 3];
+/// Registers of one UART.
+const SERIAL_LEN: u16 = 8;
+
+/// All devices; shared by the vCPU threads and the input thread, one lock per device.
+pub(crate) struct Devices {
+    uarts: [Mutex<Uart>; 4],
+    cmos: Mutex<Cmos>,
+    power: Mutex<Power>,
+}
+
+impl Devices {
+    /// One UART for each of `ports`: where its output goes and the irqfd that it signals.
+    pub(crate) fn new(ports: [(Sink, EventFd); 4]) -> Arc<Self> {
+        Arc::new(Self {
+            uarts: ports.map(|(sink, irq)| Mutex::new(Uart::new(sink, irq))),
+            cmos: Mutex::default(),
+            power: Mutex::new(Power::new()),
+        })
+    }
+
+    /// Queues bytes for the guest to read from COM`index + 1`; they wait until it takes them.
+    pub(crate) fn feed(&self, index: usize, bytes: &[u8]) {
+        if let Some(uart) = self.uarts.get(index) {
+            lock(uart).feed(bytes);
+        }
+    }
+
+    /// How many bytes the guest has not taken yet.
+    pub(crate) fn backlog(&self, index: usize) -> usize {
+        self.uarts.get(index).map_or(0, |uart| lock(uart).backlog())
+    }
+
+    /// IN. `data` has the access' size, or several bytes for a string instruction.
+    pub(crate) fn port_read(&self, port: u16, data: &mut [u8]) {
+        data.fill(0xff);
+        if let Some((uart, register)) = self.uart(port) {
+            let mut uart = lock(uart);
+            data.iter_mut().for_each(|byte| *byte = uart.read(register));
+            return;
+        }
+        match port {
+            0x70 | 0x71 => data.fill(lock(&self.cmos).read(port)),
+            _ => lock(&self.power).read(port, data),
+        }
+    }
+
+    /// OUT. Returns an ending if this was the guest's way to stop the machine.
+    pub(crate) fn port_write(&self, port: u16, data: &[u8]) -> Option<Ending> {
+        if let Some((uart, register)) = self.uart(port) {
+            let mut uart = lock(uart);
+            return data.iter().find_map(|byte| uart.write(register, *byte));
+        }
+        match port {
+            0x70 | 0x71 => {
+                let mut cmos = lock(&self.cmos);
+                data.iter().for_each(|byte| cmos.write(port, *byte));
+                None
+            }
+            _ => lock(&self.power).write(port, data),
+        }
+    }
+
+    /// A load from where there is neither RAM nor a device.
+    #[expect(clippy::unused_self, reason = "the MMIO devices to come are fields")]
+    pub(crate) fn mmio_read(&self, _gpa: u64, data: &mut [u8]) {
+        data.fill(0xff);
+    }
+
+    /// A store to where there is neither RAM nor a device.
+    #[expect(clippy::unused_self, reason = "the MMIO devices to come are fields")]
+    pub(crate) fn mmio_write(&self, _gpa: u64, _data: &[u8]) {}
+
+    fn uart(&self, port: u16) -> Option<(&Mutex<Uart>, u8)> {
+        SERIAL_PORTS
+            .into_iter()
+            .zip(&self.uarts)
+            .find_map(|(base, uart)| {
+                let register = port.checked_sub(base).filter(|r| *r < SERIAL_LEN)?;
+                Some((uart, u8::try_from(register).ok()?))
+            })
+    }
+}
+
+/// A device whose last user panicked still has whole registers.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn devices() -> Arc<Devices> {
+        Devices::new([0; 4].map(|_| (Sink::Discard, EventFd::new(0).unwrap())))
+    }
+
+    #[test]
+    fn nobody_answers_with_ones() {
+        let devices = devices();
+        for port in [0x80, 0x3b0, 0x3f7, 0x400, 0xcfc] {
+            let mut data = [0; 4];
+            devices.port_read(port, &mut data);
+            assert_eq!(data, [0xff; 4], "{port:#x}");
+        }
+        let mut data = [0; 8];
+        devices.mmio_read(0xd000_0000, &mut data);
+        assert_eq!(data, [0xff; 8]);
+    }
+
+    #[test]
+    fn each_uart_has_its_own_scratch_register() {
+        let devices = devices();
+        for (value, base) in (1u8..).zip(SERIAL_PORTS) {
+            assert!(devices.port_write(base + 7, &[value]).is_none());
+        }
+        for (value, base) in (1u8..).zip(SERIAL_PORTS) {
+            let mut data = [0];
+            devices.port_read(base + 7, &mut data);
+            assert_eq!(data, [value]);
+        }
+    }
+
+    #[test]
+    fn the_ways_to_stop() {
+        let rows: [(u16, &[u8], &str); 5] = [
+            (0xcf9, &[6], "Some(Reset)"),
+            (0x64, &[0xfe], "Some(Reset)"),
+            (0x604, &[0, 0x34], "Some(PowerOff)"),
+            (0x604, &[0, 0x14], "None"),
+            (0xcf9, &[2], "None"),
+        ];
+        for (port, data, want) in rows {
+            let ending = devices().port_write(port, data);
+            assert_eq!(format!("{ending:?}"), want, "{port:#x}");
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Guest output on its way to our standard output or error: buffered, in its own thread.
+//!
+//! A UART gives one byte per exit. Writing each would cost a system call in the vCPU's run path;
+//! here bytes are gathered for a millisecond and then written together. A full buffer makes the
+//! vCPU wait, so a slow reader slows the guest instead of growing our memory.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::lock;
+
+/// Bytes that may wait.
+const BUFFER_MAX: usize = 1 << 20;
+/// How long the first byte of a batch waits for more.
+const GATHER: Duration = Duration::from_millis(1);
+
+/// Which of our streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stream {
+    /// Standard output.
+    Out,
+    /// Standard error.
+    Err,
+}
+
+#[derive(Default)]
+struct State {
+    buffer: Vec<u8>,
+    is_writing: bool,
+    is_closed: bool,
+}
+
+/// A stream that the guest writes to.
+#[derive(Default)]
+pub(crate) struct Output {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Output {
+    /// Starts the writer; `on_closed` is called once if the reader of the stream goes away.
+    pub(crate) fn start(
+        stream: Stream,
+        on_closed: impl Fn() + Send + 'static,
+    ) -> std::io::Result<Arc<Self>> {
+        let output = Arc::new(Self::default());
+        let ours = Arc::clone(&output);
+        thread::Builder::new()
+            .name("output".into())
+            .spawn(move || ours.write_batches(stream, &on_closed))?;
+        Ok(output)
+    }
+
+    /// Adds bytes; waits while the buffer is full.
+    pub(crate) fn push(&self, bytes: &[u8]) {
+        let mut state = lock(&self.state);
+        while state.buffer.len() >= BUFFER_MAX && !state.is_closed {
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.is_closed {
+            return;
+        }
+        if state.buffer.is_empty() {
+            self.changed.notify_all();
+        }
+        state.buffer.extend_from_slice(bytes);
+    }
+
+    /// Waits until everything is written, but not for ever: the reader may be stopped.
+    pub(crate) fn drain(&self, limit: Duration) {
+        let deadline = Instant::now() + limit;
+        let mut state = lock(&self.state);
+        while (state.is_writing || !state.buffer.is_empty()) && !state.is_closed {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                return;
+            };
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    fn write_batches(&self, stream: Stream, on_closed: &dyn Fn()) {
+        loop {
+            let mut state = lock(&self.state);
+            while state.buffer.is_empty() {
+                state = self
+                    .changed
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+            drop(state);
+            thread::sleep(GATHER);
+            let mut state = lock(&self.state);
+            let batch = std::mem::take(&mut state.buffer);
+            state.is_writing = true;
+            drop(state);
+            let is_closed = write_all(stream, &batch).is_err();
+            let mut state = lock(&self.state);
+            state.is_writing = false;
+            state.is_closed = is_closed;
+            self.changed.notify_all();
+            if is_closed {
+                drop(state);
+                on_closed();
+                return;
+            }
+        }
+    }
+}
+
+/// Not through `std::io::stdout`: its line buffer would split and hold back what the guest sent.
+fn write_all(stream: Stream, mut bytes: &[u8]) -> rustix::io::Result<()> {
+    let fd = match stream {
+        Stream::Out => rustix::stdio::stdout(),
+        Stream::Err => rustix::stdio::stderr(),
+    };
+    while !bytes.is_empty() {
+        match rustix::io::write(fd, bytes) {
+            Ok(0) => return Err(rustix::io::Errno::IO),
+            Ok(n) => bytes = bytes.get(n..).unwrap_or_default(),
+            Err(rustix::io::Errno::INTR) => {}
+            // Somebody made our terminal non-blocking.
+            Err(rustix::io::Errno::AGAIN) => thread::sleep(GATHER),
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,87 @@
+//! Ways off: ACPI's PM1a block and timer, the 0xcf9 reset port, the keyboard controller's line.
+
+use std::time::Instant;
+
+use crate::ending::Ending;
+use crate::layout::PM_BASE;
+
+/// Registers (ACPI 6.5, 4.8.3; ICH reset control; 8042).
+mod spec {
+    use super::PM_BASE;
+
+    pub(super) const PM1_STATUS: u16 = PM_BASE;
+    pub(super) const PM1_ENABLE: u16 = PM_BASE + 2;
+    pub(super) const PM1_CONTROL: u16 = PM_BASE + 4;
+    pub(super) const PM_TIMER: u16 = PM_BASE + 8;
+    /// Always in ACPI mode.
+    pub(super) const SCI_EN: u16 = 1;
+    pub(super) const SLP_TYP_SHIFT: u16 = 10;
+    pub(super) const SLP_EN: u16 = 1 << 13;
+    pub(super) const PM_TIMER_HZ: u128 = 3_579_545;
+    /// The timer is 24 bits wide unless the FADT says otherwise.
+    pub(super) const PM_TIMER_MASK: u128 = 0xff_ffff;
+    pub(super) const RESET_CONTROL: u16 = 0xcf9;
+    pub(super) const RESET_CPU: u8 = 4;
+    pub(super) const KBD_DATA: u16 = 0x60;
+    pub(super) const KBD_COMMAND: u16 = 0x64;
+    pub(super) const KBD_PULSE_RESET: u8 = 0xfe;
+}
+
+/// The value in `SLP_TYPx` that means S5; the DSDT's `_S5` package names it.
+pub(crate) const SLEEP_TYPE_S5: u8 = 5;
+
+/// DEVIATION: no PM1 event ever happens, so the SCI is never raised.
+#[derive(Debug)]
+pub(super) struct Power {
+    started: Instant,
+    enable: u16,
+}
+
+impl Power {
+    pub(super) fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            enable: 0,
+        }
+    }
+
+    /// Leaves `data` alone if the port is not ours.
+    pub(super) fn read(&self, port: u16, data: &mut [u8]) {
+        let value = match port {
+            spec::PM1_STATUS => 0,
+            spec::PM1_ENABLE => u32::from(self.enable),
+            spec::PM1_CONTROL => u32::from(spec::SCI_EN),
+            spec::PM_TIMER => self.timer(),
+            // An idle controller without data; ones would make the kernel wait for it.
+            spec::KBD_DATA | spec::KBD_COMMAND | spec::RESET_CONTROL => 0,
+            _ => return,
+        };
+        for (to, from) in data.iter_mut().zip(value.to_le_bytes()) {
+            *to = from;
+        }
+    }
+
+    pub(super) fn write(&mut self, port: u16, data: &[u8]) -> Option<Ending> {
+        let low = data.first().copied().unwrap_or(0);
+        let word = u16::from_le_bytes([low, data.get(1).copied().unwrap_or(0)]);
+        match port {
+            spec::PM1_ENABLE => self.enable = word,
+            spec::PM1_CONTROL if word & spec::SLP_EN != 0 => {
+                let sleep_type = (word >> spec::SLP_TYP_SHIFT) & 7;
+                if sleep_type == u16::from(SLEEP_TYPE_S5) {
+                    return Some(Ending::PowerOff);
+                }
+            }
+            // A byte: a wider access at 0xcf8 is PCI's.
+            spec::RESET_CONTROL if low & spec::RESET_CPU != 0 => return Some(Ending::Reset),
+            spec::KBD_COMMAND if low == spec::KBD_PULSE_RESET => return Some(Ending::Reset),
+            _ => {}
+        }
+        None
+    }
+
+    fn timer(&self) -> u32 {
+        let ticks = self.started.elapsed().as_nanos() * spec::PM_TIMER_HZ / 1_000_000_000;
+        u32::try_from(ticks & spec::PM_TIMER_MASK).unwrap_or(0)
+    }
+}

@@ -1,0 +1,87 @@
+//! Why the machine stopped, and the exit status that follows from it.
+
+use crate::error::BootError;
+
+/// Exit status for wrong usage and for everything that fails before the guest runs.
+pub(crate) const STATUS_SETUP: u8 = 2;
+/// Exit status when the guest crashed or did not report its command's status.
+pub(crate) const STATUS_GUEST: u8 = 125;
+
+/// The first of these that happens ends the run.
+#[derive(Debug)]
+pub(crate) enum Ending {
+    /// The guest's init reported a status on the control port.
+    Reported(u8),
+    /// ACPI S5.
+    PowerOff,
+    /// Reset port, keyboard controller, 0xcf9.
+    Reset,
+    /// A vCPU's SHUTDOWN state.
+    TripleFault {
+        /// Which one.
+        vcpu: u8,
+    },
+    /// Ctrl-A X.
+    Quit,
+    /// A signal to this process.
+    Signal(i32),
+    /// Nobody reads our output any more.
+    OutputClosed,
+    /// The hypervisor or the host failed.
+    Failed(BootError),
+}
+
+impl Ending {
+    /// The exit status, and the line to print, given whether a command's status was awaited.
+    pub(crate) fn verdict(&self, awaits_status: bool) -> (u8, Option<String>) {
+        let unreported = |how: &str| {
+            let line = format!("the guest {how} before the command's status was reported");
+            if awaits_status {
+                (STATUS_GUEST, Some(line))
+            } else {
+                (0, None)
+            }
+        };
+        match self {
+            Self::Reported(status) => (*status, None),
+            Self::PowerOff => unreported("powered off"),
+            Self::Reset => unreported("rebooted"),
+            Self::TripleFault { vcpu } => (
+                STATUS_GUEST,
+                Some(format!("the guest crashed: triple fault on vCPU {vcpu}")),
+            ),
+            Self::Quit => (0, None),
+            Self::Signal(signal) => (signal_status(*signal), None),
+            Self::OutputClosed => (signal_status(signal_hook::consts::SIGPIPE), None),
+            Self::Failed(error) => (STATUS_GUEST, Some(error.to_string())),
+        }
+    }
+}
+
+/// The shell's convention.
+fn signal_status(signal: i32) -> u8 {
+    u8::try_from(signal.saturating_add(128)).unwrap_or(u8::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statuses() {
+        let rows = [
+            (Ending::Reported(7), true, 7),
+            (Ending::PowerOff, false, 0),
+            (Ending::PowerOff, true, 125),
+            (Ending::Reset, false, 0),
+            (Ending::Reset, true, 125),
+            (Ending::TripleFault { vcpu: 1 }, false, 125),
+            (Ending::Quit, true, 0),
+            (Ending::Signal(15), true, 143),
+            (Ending::OutputClosed, false, 141),
+        ];
+        for (ending, awaits, want) in rows {
+            assert_eq!(ending.verdict(awaits).0, want, "{ending:?}");
+        }
+    }
+}

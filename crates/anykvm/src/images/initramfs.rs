@@ -1,0 +1,256 @@
+//! The initramfs: busybox, an init that runs a shell or the user's command, and overlays.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::closure::closure;
+use super::cpio::Archive;
+use crate::error::BootError;
+
+/// What the guest's first process does.
+#[derive(Debug)]
+pub(crate) struct Init<'a> {
+    /// Empty: a shell.
+    pub(crate) command: &'a [String],
+    /// The command has our terminal rather than three separate streams.
+    pub(crate) is_interactive: bool,
+    /// Rows and columns of that terminal.
+    pub(crate) size: Option<(u16, u16)>,
+}
+
+/// `--overlay PATH[:GUESTPATH]`.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Overlay {
+    host: PathBuf,
+    guest: String,
+}
+
+impl Overlay {
+    /// A file keeps its path by default; a folder's content goes to the guest's root.
+    pub(crate) fn parse(text: &str) -> Result<Self, BootError> {
+        let (host, guest) = match text.rsplit_once(':') {
+            Some((host, guest)) if guest.starts_with('/') => (host, Some(guest.to_owned())),
+            _ => (text, None),
+        };
+        let unreadable = |source| BootError::Unreadable {
+            what: "overlay",
+            path: host.into(),
+            source,
+        };
+        let path = std::path::absolute(host).map_err(unreadable)?;
+        let is_folder = fs::metadata(&path).map_err(unreadable)?.is_dir();
+        let guest = guest.unwrap_or_else(|| {
+            if is_folder {
+                "/".into()
+            } else {
+                path.to_string_lossy().into_owned()
+            }
+        });
+        Ok(Self { host: path, guest })
+    }
+}
+
+/// The archive, uncompressed: the kernel unpacks it faster than it could decompress it.
+pub(crate) fn build(
+    busybox: &Path,
+    init: &Init<'_>,
+    overlays: &[Overlay],
+) -> Result<Vec<u8>, BootError> {
+    let mut archive = Archive::default();
+    for folder in [
+        "dev", "proc", "sys", "tmp", "root", "run", "etc", "mnt", "var",
+    ] {
+        archive.folder(folder, 0o755);
+    }
+    // The kernel opens it for init before devtmpfs is mounted.
+    archive.device("/dev/console", 0o600, 5, 1);
+    archive.file("/init", 0o755, script(init).as_bytes());
+    for overlay in overlays {
+        add(&mut archive, &overlay.host, &overlay.guest)?;
+    }
+    archive.file("/etc/passwd", 0o644, b"root:x:0:0:root:/root:/bin/sh\n");
+    archive.file("/etc/group", 0o644, b"root:x:0:\n");
+    archive.file("/etc/hosts", 0o644, b"127.0.0.1 localhost\n");
+    archive.file("/bin/busybox", 0o755, &read("busybox", busybox)?);
+    for applet in applets(busybox)? {
+        // An overlay's own program is preferred.
+        let path = format!("/bin/{applet}");
+        if !archive.contains(&format!("/usr{path}")) {
+            archive.link(&path, "busybox");
+        }
+    }
+    Ok(archive.finish())
+}
+
+fn applets(busybox: &Path) -> Result<Vec<String>, BootError> {
+    let output = Command::new(busybox)
+        .arg("--list")
+        .output()
+        .map_err(BootError::host("cannot run busybox --list"))?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    Ok(text.lines().map(str::to_owned).collect())
+}
+
+/// A file or tree, with the libraries of its programs. Devices and sockets are left out.
+fn add(archive: &mut Archive, host: &Path, guest: &str) -> Result<(), BootError> {
+    let unreadable = |source| BootError::Unreadable {
+        what: "overlay",
+        path: host.into(),
+        source,
+    };
+    let meta = fs::symlink_metadata(host).map_err(unreadable)?;
+    let mode = meta.permissions().mode() & 0o7777;
+    if meta.is_dir() {
+        archive.folder(guest, mode);
+        let mut names: Vec<_> = fs::read_dir(host)
+            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+            .map_err(unreadable)?
+            .into_iter()
+            .map(|entry| entry.file_name())
+            .collect();
+        names.sort();
+        for name in names {
+            let guest = format!("{guest}/{}", name.to_string_lossy());
+            add(archive, &host.join(&name), &guest)?;
+        }
+    } else if meta.is_symlink() {
+        let target = fs::read_link(host).map_err(unreadable)?;
+        archive.link(guest, &target.to_string_lossy());
+        // A link named alone (/usr/bin/python3) brings what it points to.
+        let target = host.parent().unwrap_or(Path::new("/")).join(target);
+        let target_guest = Path::new(guest)
+            .parent()
+            .unwrap_or(Path::new("/"))
+            .join(fs::read_link(host).map_err(unreadable)?);
+        let target_guest = target_guest.to_string_lossy();
+        if target.is_file() && !archive.contains(&target_guest) {
+            add(archive, &target, &target_guest)?;
+        }
+    } else if meta.is_file() {
+        let bytes = fs::read(host).map_err(unreadable)?;
+        archive.file(guest, mode, &bytes);
+        for library in closure(host, &bytes) {
+            let path = library.to_string_lossy();
+            if !archive.contains(&path) {
+                // The name it is looked for by, with the content that is behind links.
+                let content = read("shared library", &library)?;
+                archive.file(&path, 0o755, &content);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, BootError> {
+    fs::read(path).map_err(|source| BootError::Unreadable {
+        what,
+        path: path.into(),
+        source,
+    })
+}
+
+/// COM1 is the console or the command's standard output, COM2 the kernel's messages and its
+/// standard error, COM3 its standard input, COM4 the control port (`devices/control.rs`).
+fn script(init: &Init<'_>) -> String {
+    let mut script = String::from(
+        "#!/bin/busybox sh
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=${TERM:-linux}
+mount -t devtmpfs dev /dev
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mkdir -p /dev/pts /dev/shm
+mount -t devpts pts /dev/pts
+ln -s /proc/self/fd /dev/fd
+hostname anykvm
+ip link set lo up 2>/dev/null
+exec 9>/dev/ttyS3
+stty -F /dev/ttyS3 raw -echo
+",
+    );
+    if let Some((rows, columns)) = init.size {
+        script.push_str(&format!("stty -F /dev/ttyS0 rows {rows} cols {columns}\n"));
+    }
+    let words: Vec<String> = init.command.iter().map(|word| shell_quote(word)).collect();
+    let words = words.join(" ");
+    if init.command.is_empty() {
+        script.push_str("echo ready >&9\nsetsid -c sh -l </dev/ttyS0 >/dev/ttyS0 2>&1\n");
+    } else if init.is_interactive {
+        script.push_str(&format!(
+            "echo ready >&9\nsetsid -c -w {words} </dev/ttyS0 >/dev/ttyS0 2>&1\n"
+        ));
+    } else {
+        script.push_str(&format!(
+            "exec 6</dev/ttyS2 7>/dev/ttyS0 8>/dev/ttyS1
+stty -F /dev/ttyS0 raw -echo
+stty -F /dev/ttyS1 raw -echo
+stty -F /dev/ttyS2 raw -echo icanon iexten crtscts eof '^D' lnext '^V' intr undef quit undef kill undef erase undef werase undef rprnt undef susp undef start undef stop undef eol undef eol2 undef
+echo ready >&9
+{words} <&6 >&7 2>&8 6<&- 7>&- 8>&- 9>&-
+"
+        ));
+    }
+    // stty waits until the port has sent everything.
+    script.push_str(
+        "status=$?
+sync
+stty -F /dev/ttyS0 -echo
+stty -F /dev/ttyS1 -echo
+echo exit $status >&9
+while :; do sleep 1; done
+",
+    );
+    script
+}
+
+/// One word for `sh`, whatever is in it.
+fn shell_quote(word: &str) -> String {
+    format!("'{}'", word.replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_survive_the_shell() {
+        let words = ["a b", "it's", "$HOME", "", "\\", "\"", "*", "a\nb"];
+        let quoted: Vec<String> = words.iter().map(|w| shell_quote(w)).collect();
+        let output = Command::new("sh")
+            .arg("-c")
+            .arg(format!("printf '%s\\0' {}", quoted.join(" ")))
+            .output()
+            .unwrap();
+        let want: String = words.iter().map(|w| format!("{w}\0")).collect();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), want);
+    }
+
+    #[test]
+    fn the_script_is_one_that_a_shell_accepts() {
+        let command = ["echo".to_owned(), "it's".to_owned()];
+        for (command, is_interactive) in [(&[][..], true), (&command, true), (&command, false)] {
+            let script = script(&Init {
+                command,
+                is_interactive,
+                size: Some((24, 80)),
+            });
+            let status = Command::new("sh")
+                .args(["-n", "-c", &script])
+                .status()
+                .unwrap();
+            assert!(status.success(), "{script}");
+        }
+    }
+
+    #[test]
+    fn overlays_of_files_bring_their_libraries() {
+        let overlay = Overlay::parse("/bin/sh:/opt/sh").unwrap();
+        let mut archive = Archive::default();
+        let host = fs::canonicalize(&overlay.host).unwrap();
+        add(&mut archive, &host, &overlay.guest).unwrap();
+        assert!(archive.contains("/opt/sh"));
+        assert!(archive.contains("/lib64/ld-linux-x86-64.so.2"));
+        assert!(Overlay::parse("/nonexistent").is_err());
+    }
+}

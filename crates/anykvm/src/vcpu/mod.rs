@@ -1,0 +1,78 @@
+//! One vCPU: its state before the first instruction, and the loop that serves its exits.
+
+mod cpuid;
+mod registers;
+
+use anykvm_ioctls::{VcpuExit, VcpuFd};
+use kvm_bindings::{CpuId, KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN};
+
+use crate::devices::Devices;
+use crate::ending::Ending;
+use crate::error::BootError;
+use crate::kernel::Entry;
+
+pub(crate) use registers::write_boot_structures;
+
+const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
+const EAGAIN: i32 = rustix::io::Errno::AGAIN.raw_os_error();
+
+/// Gives vCPU `id` its CPUID, LAPIC pins and, if it is the boot vCPU, the kernel's entry state.
+pub(crate) fn set_up(
+    vcpu: &VcpuFd,
+    id: u8,
+    cpus: u8,
+    supported: &CpuId,
+    entry: Option<Entry>,
+) -> Result<(), BootError> {
+    let leaves = cpuid::for_vcpu(supported, id, cpus);
+    vcpu.set_cpuid2(&leaves)
+        .map_err(BootError::kvm("KVM_SET_CPUID2"))?;
+    registers::set_msrs(vcpu)?;
+    registers::set_fpu(vcpu)?;
+    registers::set_lapic(vcpu)?;
+    if let Some(entry) = entry {
+        registers::set_entry(vcpu, entry)?;
+    }
+    Ok(())
+}
+
+/// Runs the vCPU until the machine ends; the reason is the last thing it says.
+pub(crate) fn run(mut vcpu: VcpuFd, id: u8, devices: &Devices) -> Ending {
+    loop {
+        let ending = match vcpu.run() {
+            Ok(VcpuExit::IoIn(port, data)) => {
+                devices.port_read(port, data);
+                None
+            }
+            Ok(VcpuExit::IoOut(port, data)) => devices.port_write(port, data),
+            Ok(VcpuExit::MmioRead(gpa, data)) => {
+                devices.mmio_read(gpa, data);
+                None
+            }
+            Ok(VcpuExit::MmioWrite(gpa, data)) => {
+                devices.mmio_write(gpa, data);
+                None
+            }
+            Ok(VcpuExit::Shutdown) => Some(Ending::TripleFault { vcpu: id }),
+            Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_SHUTDOWN, _)) => Some(Ending::PowerOff),
+            Ok(VcpuExit::SystemEvent(KVM_SYSTEM_EVENT_RESET, _)) => Some(Ending::Reset),
+            // With an in-kernel irqchip HLT waits inside KVM_RUN; the others ask for nothing.
+            Ok(VcpuExit::Hlt | VcpuExit::Intr | VcpuExit::IrqWindowOpen | VcpuExit::SetTpr) => None,
+            Ok(exit) => {
+                let reason = format!("{exit:?}");
+                Some(stopped(&vcpu, id, reason))
+            }
+            // EINTR: a signal; EAGAIN: an AP that has just been started.
+            Err(errno) if [EINTR, EAGAIN].contains(&errno.errno()) => None,
+            Err(errno) => Some(stopped(&vcpu, id, format!("KVM_RUN: {errno}"))),
+        };
+        if let Some(ending) = ending {
+            return ending;
+        }
+    }
+}
+
+fn stopped(vcpu: &VcpuFd, id: u8, reason: String) -> Ending {
+    let rip = vcpu.get_regs().map_or(0, |regs| regs.rip);
+    Ending::Failed(BootError::VcpuStopped { id, reason, rip })
+}
