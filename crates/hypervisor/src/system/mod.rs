@@ -8,4 +8,4 @@ pub use caps::check_extension;
 pub use cpuid::{emulated_cpuid, supported_cpuid};
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 
-pub(crate) use cpuid::KVM_FEATURES;
+pub(crate) use caps::MAX_VCPUS;

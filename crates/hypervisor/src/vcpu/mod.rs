@@ -1,174 +1,268 @@
 //! A virtual CPU: state, run loop and the bus through which it executes.
 
+mod bus;
+mod cpuid;
+mod debug;
+mod events;
+mod fpu;
+mod hypercall;
+mod msr;
+mod pvclock;
+mod regs;
+mod replay;
+mod run;
+pub(crate) mod shared;
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use kvm_bindings::*;
+use x86_cpu::{CpuState, Flush, GuestBus, PendingInterrupt, Privilege};
+use x86_defs::reg;
+use x86_interp::Interp;
 
-use crate::{Error, Result, RunInput, RunOutput};
+use self::{
+    bus::Bus,
+    shared::{VcpuShared, request},
+};
+use crate::{
+    Error, Result, RunInput, RunOutput,
+    vm::{VmState, clock},
+};
 
-/// A virtual CPU.
+/// Linear address of the current instruction.
+fn linear_rip(cpu: &CpuState) -> u64 {
+    if cpu.is_64bit() { cpu.rip() } else { cpu.seg[reg::CS].base.wrapping_add(cpu.rip()) & 0xffff_ffff }
+}
+
+/// What only the thread that holds the vCPU touches.
 #[derive(Debug)]
-pub struct Vcpu {}
+struct Inner {
+    cpu: Box<CpuState>,
+    interp: Interp<Bus>,
+    bus: Bus,
+    /// KVM_MP_STATE_*.
+    mp_state: u32,
+}
+
+/// A virtual CPU. One thread at a time uses it; others wait, as on KVM's vCPU mutex.
+#[derive(Debug)]
+pub struct Vcpu {
+    inner: Mutex<Inner>,
+    shared: Arc<VcpuShared>,
+}
 
 impl Vcpu {
+    pub(crate) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>) -> Self {
+        let mut cpu = Box::<CpuState>::default();
+        let mut bus = Bus::new(vm, Arc::clone(&shared));
+        // A fresh vCPU has paging off: nothing can fault.
+        let _ = bus.load_root(&mut cpu);
+        bus.select_view(&mut cpu);
+        let inner = Inner { cpu, interp: Interp::new(), bus, mp_state: KVM_MP_STATE_RUNNABLE };
+        Self { inner: Mutex::new(inner), shared }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// KVM_RUN.
-    pub fn run(&self, _input: RunInput<'_>) -> Result<RunOutput> {
-        Err(Error::NotSupported)
+    pub fn run(&self, input: &RunInput<'_>) -> Result<RunOutput> {
+        let mut inner = self.lock();
+        self.shared.set_running(true);
+        let result = inner.run(input);
+        self.shared.set_running(false);
+        result
     }
-    /// Makes a running or halted vCPU look at immediate_exit soon.
-    pub fn kick(&self) {}
-    /// Size of [`Self::get_xsave2`]'s image in bytes.
-    pub fn xsave2_size(&self) -> usize {
-        4096
+    /// Makes a running or parked vCPU look at immediate_exit soon.
+    pub fn kick(&self) {
+        self.shared.request(request::KICK);
     }
-    /// KVM_GET_XSAVE2.
-    pub fn get_xsave2(&self) -> Result<Vec<u8>> {
-        Err(Error::NotSupported)
-    }
+
     /// KVM_GET_REGS.
-    pub fn get_regs(&self) -> Result<kvm_regs> {
-        Err(Error::NotSupported)
+    pub fn get_regs(&self) -> kvm_regs {
+        regs::regs(&self.lock().cpu)
     }
     /// KVM_SET_REGS.
-    pub fn set_regs(&self, _regs: &kvm_regs) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_regs(&self, r: &kvm_regs) {
+        let inner = &mut *self.lock();
+        regs::set_regs(&mut inner.cpu, r);
+        regs::update_privilege(&mut inner.cpu);
+        inner.bus.select_view(&mut inner.cpu);
     }
     /// KVM_GET_SREGS.
-    pub fn get_sregs(&self) -> Result<kvm_sregs> {
-        Err(Error::NotSupported)
+    pub fn get_sregs(&self) -> kvm_sregs {
+        let inner = self.lock();
+        regs::sregs(&inner.cpu, inner.bus.cr8.into(), inner.bus.apic_base)
     }
-    /// KVM_SET_SREGS.
-    pub fn set_sregs(&self, _sregs: &kvm_sregs) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_GET_SREGS2.
-    pub fn get_sregs2(&self) -> Result<kvm_sregs2> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_SREGS2.
-    pub fn set_sregs2(&self, _sregs: &kvm_sregs2) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_SET_SREGS. EINVAL for combinations that no CPU has.
+    pub fn set_sregs(&self, r: &kvm_sregs) -> Result<()> {
+        let inner = &mut *self.lock();
+        regs::set_sregs(&mut inner.cpu, r)?;
+        inner.bus.cr8 = (r.cr8 & 0xf) as u8;
+        inner.bus.set_apic_base(&inner.cpu, r.apic_base, true);
+        inner.cpu.events.interrupt =
+            r.interrupt_bitmap.iter().enumerate().rev().find(|(_, w)| **w != 0).map(|(i, w)| PendingInterrupt {
+                vector: (i as u8) << 6 | (63 - w.leading_zeros()) as u8,
+                soft: false,
+            });
+        inner.reload();
+        Ok(())
     }
     /// KVM_GET_FPU.
-    pub fn get_fpu(&self) -> Result<kvm_fpu> {
-        Err(Error::NotSupported)
+    pub fn get_fpu(&self) -> kvm_fpu {
+        fpu::fpu(&self.lock().cpu)
     }
     /// KVM_SET_FPU.
-    pub fn set_fpu(&self, _fpu: &kvm_fpu) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_fpu(&self, f: &kvm_fpu) {
+        fpu::set_fpu(&mut self.lock().cpu, f);
     }
-    /// KVM_GET_MSRS: how many were read.
-    pub fn get_msrs(&self, _entries: &mut [kvm_msr_entry]) -> Result<usize> {
-        Err(Error::NotSupported)
+    /// KVM_GET_MSRS: fills in values in order; returns how many could be read.
+    pub fn get_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
+        let inner = &mut *self.lock();
+        for (i, e) in entries.iter_mut().enumerate() {
+            match inner.bus.msr(&mut inner.cpu, e.index, true) {
+                Some(v) => e.data = v,
+                None => return i,
+            }
+        }
+        entries.len()
     }
-    /// KVM_SET_MSRS: how many were set.
-    pub fn set_msrs(&self, _entries: &[kvm_msr_entry]) -> Result<usize> {
-        Err(Error::NotSupported)
+    /// KVM_SET_MSRS: stores in order; returns how many could be stored.
+    pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> usize {
+        let inner = &mut *self.lock();
+        entries.iter().take_while(|e| inner.bus.set_msr(&mut inner.cpu, e.index, e.data, true)).count()
     }
     /// KVM_GET_CPUID2.
-    pub fn get_cpuid2(&self) -> Result<Vec<kvm_cpuid_entry2>> {
-        Err(Error::NotSupported)
+    pub fn get_cpuid2(&self) -> Vec<kvm_cpuid_entry2> {
+        self.lock().bus.cpuid.clone()
     }
     /// KVM_SET_CPUID2.
-    pub fn set_cpuid2(&self, _entries: &[kvm_cpuid_entry2]) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_GET_LAPIC.
-    pub fn get_lapic(&self) -> Result<kvm_lapic_state> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_LAPIC.
-    pub fn set_lapic(&self, _state: &kvm_lapic_state) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) {
+        let inner = &mut *self.lock();
+        inner.bus.cpuid = entries.to_vec();
+        inner.cpu.features = cpuid::features(entries);
+        inner.interp.flush_all();
+        inner.reload();
     }
     /// KVM_GET_MP_STATE.
-    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
-        Err(Error::NotSupported)
+    pub fn get_mp_state(&self) -> kvm_mp_state {
+        kvm_mp_state { mp_state: self.lock().mp_state }
     }
-    /// KVM_SET_MP_STATE.
-    pub fn set_mp_state(&self, _state: kvm_mp_state) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_SET_MP_STATE: without an in-kernel LAPIC only RUNNABLE exists.
+    pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
+        if state.mp_state != KVM_MP_STATE_RUNNABLE {
+            return Err(Error::InvalidArgument);
+        }
+        self.lock().mp_state = state.mp_state;
+        Ok(())
     }
     /// KVM_GET_VCPU_EVENTS.
-    pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
-        Err(Error::NotSupported)
+    pub fn get_vcpu_events(&self) -> kvm_vcpu_events {
+        events::vcpu_events(&self.lock().cpu, false)
     }
     /// KVM_SET_VCPU_EVENTS.
-    pub fn set_vcpu_events(&self, _events: &kvm_vcpu_events) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_vcpu_events(&self, v: &kvm_vcpu_events) -> Result<()> {
+        events::set_vcpu_events(&mut self.lock().cpu, v, false)
     }
     /// KVM_GET_DEBUGREGS.
-    pub fn get_debugregs(&self) -> Result<kvm_debugregs> {
-        Err(Error::NotSupported)
+    pub fn get_debugregs(&self) -> kvm_debugregs {
+        regs::debugregs(&self.lock().cpu)
     }
     /// KVM_SET_DEBUGREGS.
-    pub fn set_debugregs(&self, _regs: &kvm_debugregs) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_debugregs(&self, r: &kvm_debugregs) -> Result<()> {
+        regs::set_debugregs(&mut self.lock().cpu, r)
     }
     /// KVM_GET_XSAVE.
-    pub fn get_xsave(&self) -> Result<kvm_xsave> {
-        Err(Error::NotSupported)
+    pub fn get_xsave(&self) -> kvm_xsave {
+        fpu::xsave(&self.lock().cpu)
     }
     /// KVM_SET_XSAVE.
-    pub fn set_xsave(&self, _xsave: &kvm_xsave) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_xsave(&self, x: &kvm_xsave) -> Result<()> {
+        fpu::set_xsave(&mut self.lock().cpu, x)
+    }
+    /// KVM_GET_XSAVE2: the image, 4096 bytes.
+    pub fn get_xsave2(&self) -> Vec<u8> {
+        fpu::xsave_image(&self.lock().cpu, fpu::XSAVE_SIZE)
     }
     /// KVM_GET_XCRS.
-    pub fn get_xcrs(&self) -> Result<kvm_xcrs> {
-        Err(Error::NotSupported)
+    pub fn get_xcrs(&self) -> kvm_xcrs {
+        fpu::xcrs(&self.lock().cpu)
     }
     /// KVM_SET_XCRS.
-    pub fn set_xcrs(&self, _xcrs: &kvm_xcrs) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_xcrs(&self, x: &kvm_xcrs) -> Result<()> {
+        fpu::set_xcrs(&mut self.lock().cpu, x)
     }
-    /// KVM_INTERRUPT.
-    pub fn interrupt(&self, _vector: u32) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_INTERRUPT: EEXIST while another one waits.
+    pub fn interrupt(&self, vector: u32) -> Result<()> {
+        let vector = u8::try_from(vector).map_err(|_| Error::InvalidArgument)?;
+        let events = &mut self.lock().cpu.events;
+        if events.interrupt.is_some() {
+            return Err(Error::Exists);
+        }
+        events.interrupt = Some(PendingInterrupt { vector, soft: false });
+        Ok(())
     }
     /// KVM_NMI.
-    pub fn nmi(&self) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn nmi(&self) {
+        self.shared.request(request::NMI);
     }
-    /// KVM_SMI.
-    pub fn smi(&self) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_GUEST_DEBUG.
-    pub fn set_guest_debug(&self, _debug: &kvm_guest_debug) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_SET_GUEST_DEBUG: software breakpoints and single step.
+    pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
+        let known = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP | KVM_GUESTDBG_USE_SW_BP;
+        if debug.control & !known != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        self.lock().bus.guest_debug = debug.control;
+        Ok(())
     }
     /// KVM_TRANSLATE.
-    pub fn translate(&self, _gva: u64) -> Result<kvm_translation> {
-        Err(Error::NotSupported)
+    pub fn translate(&self, gva: u64) -> kvm_translation {
+        let inner = &mut *self.lock();
+        let gpa = inner.bus.mmu.translate_debug(&inner.cpu, gva);
+        kvm_translation {
+            linear_address: gva,
+            physical_address: gpa.unwrap_or(u64::MAX),
+            valid: gpa.is_some().into(),
+            writeable: 1,
+            usermode: 0,
+            ..Default::default()
+        }
     }
     /// KVM_GET_TSC_KHZ.
-    pub fn tsc_khz(&self) -> Result<u32> {
-        Err(Error::NotSupported)
+    pub fn tsc_khz(&self) -> u32 {
+        self.lock().bus.tsc.khz
     }
     /// KVM_SET_TSC_KHZ.
-    pub fn set_tsc_khz(&self, _khz: u32) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
+        let inner = &mut *self.lock();
+        inner.bus.tsc = clock::rescale(inner.bus.tsc, khz)?;
+        inner.bus.update_clock();
+        Ok(())
     }
-    /// KVM_KVMCLOCK_CTRL.
+    /// KVM_KVMCLOCK_CTRL: EINVAL before the guest has set kvmclock up.
     pub fn kvmclock_ctrl(&self) -> Result<()> {
-        Err(Error::NotSupported)
+        let inner = &mut *self.lock();
+        if inner.bus.pv.system_time & 1 == 0 {
+            return Err(Error::InvalidArgument);
+        }
+        inner.bus.pv.guest_stopped = true;
+        inner.bus.update_clock();
+        Ok(())
     }
-    /// KVM_SET_VAPIC_ADDR.
-    pub fn set_vapic_addr(&self, _gpa: u64) -> Result<()> {
-        Err(Error::NotSupported)
+    /// Reads guest memory at a gva, as a debugger does.
+    pub fn read_gva(&self, gva: u64, buf: &mut [u8]) -> Result<()> {
+        let inner = &mut *self.lock();
+        inner.bus.mmu.read_bytes(&mut inner.cpu, gva, buf, Privilege::System).map_err(|_| Error::Fault)
     }
-    /// KVM_TPR_ACCESS_REPORTING.
-    pub fn tpr_access_reporting(&self, _control: &mut kvm_tpr_access_ctl) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_X86_SETUP_MCE.
-    pub fn setup_mce(&self, _cap: u64) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_X86_SET_MCE.
-    pub fn set_mce(&self, _mce: &kvm_x86_mce) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_ENABLE_CAP on the vCPU.
-    pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
-        Err(Error::NotSupported)
+}
+
+impl Inner {
+    /// The VMM replaced registers that translation depends on.
+    fn reload(&mut self) {
+        // Reserved bits in PDPTEs show up when the guest is run, as in KVM.
+        let _ = self.bus.load_root(&mut self.cpu);
+        self.bus.flush(&mut self.cpu, Flush::All);
+        self.bus.select_view(&mut self.cpu);
     }
 }

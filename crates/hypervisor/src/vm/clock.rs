@@ -5,7 +5,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use host::clock;
+use host::{clock, cpu};
 use kvm_bindings::*;
 
 use crate::{Error, Result};
@@ -22,7 +22,7 @@ pub(crate) struct TscParams {
 
 impl TscParams {
     fn new(khz: u32, offset: u64) -> Self {
-        let ratio = (u64::from(khz) << 32) / u64::from(clock::tsc_khz().max(1));
+        let ratio = (u64::from(khz) << 32) / u64::from(cpu::tsc_khz().max(1));
         Self { khz, ratio, offset }
     }
     /// Scaled, without the offset.
@@ -72,8 +72,8 @@ pub(crate) struct VmClock {
 impl VmClock {
     /// A clock that starts at zero now.
     pub(crate) fn new() -> Self {
-        let (host_tsc, host_ns) = (clock::rdtsc(), clock::monotonic_ns());
-        let tsc = TscParams::new(clock::tsc_khz(), 0);
+        let (host_tsc, host_ns) = (cpu::rdtsc(), clock::monotonic_ns());
+        let tsc = TscParams::new(cpu::tsc_khz(), 0);
         let tsc = tsc.with_offset(tsc.scale(host_tsc).wrapping_neg());
         Self { base: Mutex::new(Base { host_tsc, host_ns, kvmclock_ns: 0, tsc, last_write: None }) }
     }
@@ -93,7 +93,7 @@ impl VmClock {
     /// A TSC write that KVM would treat as synchronising gives the offset that
     /// the previous such write got: VMMs set the same value on each vCPU in turn.
     pub(crate) fn write_tsc(&self, params: TscParams, value: u64, from_vmm: bool) -> TscParams {
-        let now = clock::rdtsc();
+        let now = cpu::rdtsc();
         let mut base = self.lock();
         let offset = value.wrapping_sub(params.scale(now));
         if from_vmm && let Some((last, at, last_offset)) = base.last_write {
@@ -112,7 +112,7 @@ impl VmClock {
     pub(crate) fn now(&self) -> (u64, u64) {
         let base = self.lock();
         let ns = clock::monotonic_ns();
-        (base.kvmclock_ns.wrapping_add(ns.wrapping_sub(base.host_ns)), clock::rdtsc())
+        (base.kvmclock_ns.wrapping_add(ns.wrapping_sub(base.host_ns)), cpu::rdtsc())
     }
     /// The master pair: host TSC and kvmclock.
     pub(crate) fn master(&self) -> (u64, u64) {
@@ -136,7 +136,7 @@ impl VmClock {
             return Err(Error::InvalidArgument);
         }
         let mut base = self.lock();
-        base.host_tsc = clock::rdtsc();
+        base.host_tsc = cpu::rdtsc();
         base.host_ns = clock::monotonic_ns();
         let passed =
             if data.flags & KVM_CLOCK_REALTIME != 0 { clock::realtime_ns().saturating_sub(data.realtime) } else { 0 };
@@ -148,10 +148,10 @@ impl VmClock {
 /// The same guest TSC now, at another frequency.
 pub(crate) fn rescale(params: TscParams, khz: u32) -> Result<TscParams> {
     // A frequency that the fixed-point ratio cannot express is refused.
-    if khz == 0 || u64::from(khz) > u64::from(clock::tsc_khz()) * 16 {
+    if khz == 0 || u64::from(khz) > u64::from(cpu::tsc_khz()) * 16 {
         return Err(Error::InvalidArgument);
     }
-    let now = clock::rdtsc();
+    let now = cpu::rdtsc();
     let value = params.guest(now);
     let new = TscParams::new(khz, 0);
     Ok(new.with_offset(value.wrapping_sub(new.scale(now))))
@@ -200,7 +200,7 @@ mod tests {
     #[test]
     fn scaling_inverts() {
         let p = rescale(VmClock::new().default_tsc(), 1_000_000).expect("1 GHz");
-        let t = clock::rdtsc();
+        let t = cpu::rdtsc();
         assert!(p.host_at(p.guest(t)).abs_diff(t) < 16);
     }
 }

@@ -1,158 +1,123 @@
-//! A virtual machine: memory, chips, routing, clock and the vCPUs that share them.
+//! A virtual machine: memory, clock and the vCPUs that share them.
 
-use std::sync::Arc;
+pub(crate) mod clock;
 
+use std::sync::{Arc, PoisonError, RwLock};
+
+use guest_memory::{GuestMemory, MemslotError, SlotConfig};
 use kvm_bindings::*;
 
-use crate::{Error, Result, Vcpu};
+use self::clock::VmClock;
+use crate::{
+    Error, Result, Vcpu,
+    system::MAX_VCPUS,
+    vcpu::shared::{VcpuShared, request},
+};
 
-/// Where a GSI goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RouteTarget {
-    /// KVM_IRQ_ROUTING_IRQCHIP.
-    Irqchip {
-        /// KVM_IRQCHIP_PIC_MASTER, _PIC_SLAVE or _IOAPIC.
-        chip: u32,
-        /// Pin.
-        pin: u32,
-    },
-    /// KVM_IRQ_ROUTING_MSI.
-    Msi {
-        /// Message address, upper half included.
-        address: u64,
-        /// Message data.
-        data: u32,
-    },
-}
-
-/// One entry of KVM_SET_GSI_ROUTING.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Route {
-    /// GSI.
-    pub gsi: u32,
-    /// Target.
-    pub target: RouteTarget,
+/// What a VM's vCPUs share.
+#[derive(Debug)]
+pub(crate) struct VmState {
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) clock: VmClock,
+    vcpus: RwLock<Vec<Arc<VcpuShared>>>,
 }
 
 /// A virtual machine.
 #[derive(Debug)]
-pub struct Vm {}
+pub struct Vm {
+    state: Arc<VmState>,
+}
+
+impl From<MemslotError> for Error {
+    fn from(e: MemslotError) -> Self {
+        match e {
+            MemslotError::Overlap(_) => Self::Exists,
+            MemslotError::NotFound(_) => Self::NotFound,
+            MemslotError::NoMemory => Self::NoMemory,
+            _ => Self::InvalidArgument,
+        }
+    }
+}
 
 impl Vm {
     /// KVM_CREATE_VM.
-    pub fn new() -> Result<Arc<Self>> {
-        Err(Error::NotSupported)
+    pub fn new() -> Arc<Self> {
+        let state = VmState { memory: GuestMemory::new(), clock: VmClock::new(), vcpus: RwLock::default() };
+        Arc::new(Self { state: Arc::new(state) })
     }
     /// KVM_CHECK_EXTENSION on the VM.
     pub fn check_extension(&self, cap: u32) -> i32 {
         crate::system::check_extension(cap)
     }
-    /// KVM_CREATE_VCPU.
-    pub fn create_vcpu(self: &Arc<Self>, _id: u32) -> Result<Arc<Vcpu>> {
-        Err(Error::NotSupported)
+    /// KVM_CREATE_VCPU: EEXIST for an id in use, EINVAL above KVM_CAP_MAX_VCPU_ID.
+    pub fn create_vcpu(&self, id: u32) -> Result<Arc<Vcpu>> {
+        if id >= MAX_VCPUS as u32 {
+            return Err(Error::InvalidArgument);
+        }
+        let mut vcpus = self.state.vcpus.write().unwrap_or_else(PoisonError::into_inner);
+        if vcpus.iter().any(|v| v.id == id) {
+            return Err(Error::Exists);
+        }
+        let shared = Arc::new(VcpuShared::new(id));
+        vcpus.push(Arc::clone(&shared));
+        Ok(Arc::new(Vcpu::new(Arc::clone(&self.state), shared)))
     }
-    /// KVM_SET_USER_MEMORY_REGION.
-    pub fn set_user_memory_region(&self, _region: &kvm_userspace_memory_region) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_SET_USER_MEMORY_REGION. Returns when no vCPU uses the old slot any more.
+    ///
+    /// The VMM owns the memory at `userspace_addr` and keeps it mapped while the slot exists.
+    pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
+        let epoch = self.state.memory.set_slot(SlotConfig {
+            slot: region.slot,
+            flags: region.flags,
+            gpa: region.guest_phys_addr,
+            size: region.memory_size,
+            hva: region.userspace_addr,
+        })?;
+        self.state.wait_for_memory(epoch);
+        Ok(())
     }
-    /// KVM_CREATE_IRQCHIP.
-    pub fn create_irqchip(&self) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_CREATE_PIT2.
-    pub fn create_pit2(&self, _config: &kvm_pit_config) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_GET_IRQCHIP, chip 0 or 1.
-    pub fn pic_state(&self, _index: usize) -> Result<kvm_pic_state> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_IRQCHIP, chip 0 or 1.
-    pub fn set_pic_state(&self, _index: usize, _state: &kvm_pic_state) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_GET_IRQCHIP, chip 2.
-    pub fn ioapic_state(&self) -> Result<kvm_ioapic_state> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_IRQCHIP, chip 2.
-    pub fn set_ioapic_state(&self, _state: &kvm_ioapic_state) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_GET_PIT2.
-    pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_PIT2.
-    pub fn set_pit2(&self, _state: &kvm_pit_state2) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_REINJECT_CONTROL.
-    pub fn reinject_control(&self, _reinject: bool) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: the status.
-    pub fn irq_line(&self, _gsi: u32, _level: bool) -> Result<i32> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_GSI_ROUTING.
-    pub fn set_gsi_routing(&self, _routes: &[Route]) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SIGNAL_MSI: >0 delivered, 0 blocked.
-    pub fn signal_msi(&self, _msi: &kvm_msi) -> Result<i32> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_IRQFD.
-    pub fn irqfd(&self, _irqfd: &kvm_irqfd) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_IOEVENTFD.
-    pub fn ioeventfd(&self, _ioeventfd: &kvm_ioeventfd) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared.
+    pub fn get_dirty_log(&self, slot: u32) -> Result<Vec<u64>> {
+        let (bitmap, epoch) = self.state.memory.take_dirty(slot)?;
+        self.state.wait_for_memory(epoch);
+        Ok(bitmap)
     }
     /// KVM_GET_CLOCK.
-    pub fn get_clock(&self) -> Result<kvm_clock_data> {
-        Err(Error::NotSupported)
+    pub fn get_clock(&self) -> kvm_clock_data {
+        self.state.clock.get()
     }
     /// KVM_SET_CLOCK.
-    pub fn set_clock(&self, _clock: &kvm_clock_data) -> Result<()> {
-        Err(Error::NotSupported)
+    pub fn set_clock(&self, clock: &kvm_clock_data) -> Result<()> {
+        self.state.clock.set(clock)?;
+        self.state.request_all(request::CLOCK);
+        Ok(())
     }
-    /// KVM_GET_DIRTY_LOG.
-    pub fn get_dirty_log(&self, _slot: u32) -> Result<Vec<u64>> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_ENABLE_CAP on the VM.
-    pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_TSS_ADDR.
-    pub fn set_tss_addr(&self, _gpa: u64) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_IDENTITY_MAP_ADDR.
-    pub fn set_identity_map_addr(&self, _gpa: u64) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_BOOT_CPU_ID.
-    pub fn set_boot_cpu_id(&self, _id: u32) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_SET_TSC_KHZ on the VM: default of later vCPUs.
-    pub fn set_tsc_khz(&self, _khz: u32) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_SET_TSC_KHZ on the VM: the frequency of vCPUs created later.
+    pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {
+        self.state.clock.set_default_khz(khz)
     }
     /// KVM_GET_TSC_KHZ on the VM.
-    pub fn tsc_khz(&self) -> Result<u32> {
-        Err(Error::NotSupported)
+    pub fn tsc_khz(&self) -> u32 {
+        self.state.clock.default_tsc().khz
     }
-    /// KVM_REGISTER_COALESCED_MMIO.
-    pub fn register_coalesced_mmio(&self, _zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        Err(Error::NotSupported)
+}
+
+impl VmState {
+    /// Asks the same of every vCPU.
+    fn request_all(&self, bits: u32) {
+        for vcpu in self.vcpus.read().unwrap_or_else(PoisonError::into_inner).iter() {
+            vcpu.request(bits);
+        }
     }
-    /// KVM_UNREGISTER_COALESCED_MMIO.
-    pub fn unregister_coalesced_mmio(&self, _zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        Err(Error::NotSupported)
+    /// Waits until no vCPU uses memory state older than `epoch`; vCPUs that are
+    /// not running are not waited for.
+    fn wait_for_memory(&self, epoch: u64) {
+        self.request_all(request::MEMORY);
+        let vcpus: Vec<_> = self.vcpus.read().unwrap_or_else(PoisonError::into_inner).clone();
+        for vcpu in vcpus {
+            while !vcpu.has_acknowledged(epoch) {
+                host::thread::yield_now();
+            }
+        }
     }
 }

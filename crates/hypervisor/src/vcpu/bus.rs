@@ -1,0 +1,331 @@
+//! [`Bus`]: the `GuestBus` of a vCPU under KVM semantics.
+//!
+//! Memory goes to the MMU; what hits no memslot, and ports, go to whoever
+//! answers: nobody in here means an exit to the VMM, through [`Replay`].
+
+use std::sync::Arc;
+
+use kvm_bindings::kvm_cpuid_entry2;
+use mmu::{Miss, Mmu};
+use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
+use x86_defs::{paging::PAGE_SIZE, rflags};
+
+use super::{
+    pvclock::Paravirt,
+    replay::{Answered, DeviceAccess, Replay},
+    shared::VcpuShared,
+};
+use crate::{Exit, vm::clock::TscParams, vm::VmState};
+
+/// Blocks between two looks at the clock and at immediate_exit.
+const POLL_BLOCKS: u32 = 128;
+
+/// A vCPU's way to the outside.
+#[derive(Debug)]
+pub(crate) struct Bus {
+    pub(super) mmu: Mmu,
+    pub(super) vm: Arc<VmState>,
+    pub(super) shared: Arc<VcpuShared>,
+    pub(super) replay: Replay,
+    /// The exit that [`Fault::Exit`] stands for.
+    pub(super) exit: Option<Exit>,
+    pub(super) cpuid: Vec<kvm_cpuid_entry2>,
+    pub(super) tsc: TscParams,
+    /// IA32_TSC_ADJUST.
+    pub(super) tsc_adjust: u64,
+    /// Task priority while there is no in-kernel LAPIC.
+    pub(super) cr8: u8,
+    pub(super) apic_base: u64,
+    /// An interrupt waits for RFLAGS.IF, or the VMM asked for the window.
+    pub(super) irq_waiting: bool,
+    /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
+    pub(super) guest_debug: u32,
+    pub(super) pv: Paravirt,
+    budget: u32,
+}
+
+impl Bus {
+    pub(super) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>) -> Self {
+        let is_bsp = shared.id == 0;
+        Self {
+            mmu: Mmu::new(Arc::clone(&vm.memory)),
+            tsc: vm.clock.default_tsc(),
+            vm,
+            shared,
+            replay: Replay::default(),
+            exit: None,
+            cpuid: Vec::new(),
+            tsc_adjust: 0,
+            cr8: 0,
+            apic_base: 0xfee0_0000 | 1 << 11 | u64::from(is_bsp) << 8,
+            irq_waiting: false,
+            guest_debug: 0,
+            pv: Paravirt::default(),
+            budget: POLL_BLOCKS,
+        }
+    }
+
+    /// Answers from the log, or stops the instruction for the VMM.
+    fn ask(&mut self, cpu: &CpuState, access: DeviceAccess, exit: impl FnOnce() -> Exit) -> Result<Answered, Fault> {
+        if let Some(answered) = self.replay.next(access) {
+            return Ok(answered);
+        }
+        self.replay.wait(access, super::linear_rip(cpu));
+        self.exit = Some(exit());
+        Err(Fault::Exit)
+    }
+
+    /// A load of 1 to 8 bytes that no memslot answers.
+    fn device_load(&mut self, cpu: &CpuState, gpa: u64, len: u8) -> Result<u64, Fault> {
+        let exit = || Exit::Mmio { gpa, len, is_write: false, data: [0; 8] };
+        Ok(self.ask(cpu, DeviceAccess::Load { gpa, len }, exit)?.value & mask(len))
+    }
+
+    /// A store of 1 to 8 bytes that no memslot takes.
+    fn device_store(&mut self, cpu: &CpuState, gpa: u64, len: u8, value: u64) -> Result<(), Fault> {
+        let exit = || Exit::Mmio { gpa, len, is_write: true, data: (value & mask(len)).to_le_bytes() };
+        self.ask(cpu, DeviceAccess::Store { gpa, len }, exit)?;
+        Ok(())
+    }
+
+    /// The slow path of loads: piece by piece, each within one page and at most eight bytes.
+    fn load_pieces(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8], who: Privilege) -> Result<(), Fault> {
+        let mut at = gva;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let n = piece(at, rest.len());
+            let (now, later) = rest.split_at_mut(n);
+            match self.mmu.read_bytes(cpu, at, now, who) {
+                Ok(()) => {}
+                Err(Miss::Exception(e)) => return Err(e.into()),
+                Err(Miss::Device { gpa }) => {
+                    let value = self.device_load(cpu, gpa, n as u8)?;
+                    now.copy_from_slice(&value.to_le_bytes()[..n]);
+                }
+            }
+            at = at.wrapping_add(n as u64);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// The slow path of stores.
+    fn store_pieces(&mut self, cpu: &mut CpuState, gva: u64, buf: &[u8], who: Privilege) -> Result<(), Fault> {
+        // Both pages are checked before the first byte is written.
+        self.probe(cpu, gva, buf.len() as u64, Access::Write, who)?;
+        let mut at = gva;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let n = piece(at, rest.len());
+            let (now, later) = rest.split_at(n);
+            match self.mmu.write_bytes(cpu, at, now, who) {
+                Ok(()) => {}
+                Err(Miss::Exception(e)) => return Err(e.into()),
+                Err(Miss::Device { gpa }) => {
+                    let mut bytes = [0; 8];
+                    bytes[..n].copy_from_slice(now);
+                    self.device_store(cpu, gpa, n as u8, u64::from_le_bytes(bytes))?;
+                }
+            }
+            at = at.wrapping_add(n as u64);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Takes over what other threads changed of memory.
+    pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
+        let epoch = self.vm.memory.epoch();
+        self.mmu.sync(cpu);
+        self.shared.acknowledge_memory(epoch);
+    }
+}
+
+/// Bytes of an access at `gva` that stay in its page, at most `len` and eight.
+fn piece(gva: u64, len: usize) -> usize {
+    let in_page = (PAGE_SIZE - gva % PAGE_SIZE) as usize;
+    len.min(in_page).min(8)
+}
+
+const fn mask(len: u8) -> u64 {
+    if len >= 8 { u64::MAX } else { (1 << (8 * len)) - 1 }
+}
+
+impl GuestBus for Bus {
+    #[inline]
+    fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {
+        match self.mmu.read(cpu, gva, who) {
+            Ok(v) => Ok(v),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { .. }) => {
+                let mut bytes = [0; 16];
+                self.load_pieces(cpu, gva, &mut bytes[..T::SIZE], who)?;
+                Ok(T::from_le(&bytes[..T::SIZE]))
+            }
+        }
+    }
+    #[inline]
+    fn write<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, value: T, who: Privilege) -> Result<(), Fault> {
+        match self.mmu.write(cpu, gva, value, who) {
+            Ok(()) => Ok(()),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, &value.to_le()[..T::SIZE], who),
+        }
+    }
+    #[inline]
+    fn rmw<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        who: Privilege,
+        lock: bool,
+        mut f: impl FnMut(T) -> T,
+    ) -> Result<T, Fault> {
+        match self.mmu.rmw(cpu, gva, who, lock, &mut f) {
+            Ok(old) => Ok(old),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            // A device sees a read and a write, as on a bus without atomics.
+            Err(Miss::Device { .. }) => {
+                let mut bytes = [0; 16];
+                self.load_pieces(cpu, gva, &mut bytes[..T::SIZE], who)?;
+                let old = T::from_le(&bytes[..T::SIZE]);
+                self.store_pieces(cpu, gva, &f(old).to_le()[..T::SIZE], who)?;
+                Ok(old)
+            }
+        }
+    }
+    fn read_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8], who: Privilege) -> Result<(), Fault> {
+        match self.mmu.read_bytes(cpu, gva, buf, who) {
+            Ok(()) => Ok(()),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { .. }) => self.load_pieces(cpu, gva, buf, who),
+        }
+    }
+    fn write_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &[u8], who: Privilege) -> Result<(), Fault> {
+        match self.mmu.write_bytes(cpu, gva, buf, who) {
+            Ok(()) => Ok(()),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, buf, who),
+        }
+    }
+    fn probe(&mut self, cpu: &mut CpuState, gva: u64, len: u64, access: Access, who: Privilege) -> Result<(), Fault> {
+        match self.mmu.probe(cpu, gva, len, access, who) {
+            Ok(()) | Err(Miss::Device { .. }) => Ok(()),
+            Err(Miss::Exception(e)) => Err(e.into()),
+        }
+    }
+    fn bulk_copy(&mut self, cpu: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {
+        self.mmu.bulk_copy(cpu, dst, src, len, unit)
+    }
+    fn bulk_fill(&mut self, cpu: &mut CpuState, dst: u64, value: u64, len: u64, unit: u64) -> u64 {
+        self.mmu.bulk_fill(cpu, dst, value, len, unit)
+    }
+    fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault> {
+        let r = self.mmu.code_page(cpu, gva);
+        self.fetch_result(cpu, r)
+    }
+    fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        let r = self.mmu.code_bytes(cpu, gva, buf);
+        self.fetch_result(cpu, r)
+    }
+    fn code_generation(&mut self, id: u64) -> u32 {
+        self.mmu.code_generation(id)
+    }
+    fn fetch_epoch(&self) -> u64 {
+        self.mmu.fetch_epoch()
+    }
+    fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
+        match self.mmu.load_root(cpu) {
+            Ok(()) => Ok(()),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            // Page tables outside memory: KVM reads them as if they were absent.
+            Err(Miss::Device { .. }) => Err(Exception::GP0.into()),
+        }
+    }
+    fn select_view(&mut self, cpu: &mut CpuState) {
+        self.mmu.select_view(cpu);
+    }
+    fn flush(&mut self, cpu: &mut CpuState, what: Flush) {
+        self.mmu.flush(cpu, what);
+    }
+    fn port_in(&mut self, cpu: &mut CpuState, port: u16, size: u8) -> Result<u32, Fault> {
+        let exit = || Exit::Io { is_in: true, port, size, count: 1, data: Vec::new() };
+        Ok((self.ask(cpu, DeviceAccess::PortIn { port, size }, exit)?.value & mask(size)) as u32)
+    }
+    fn port_out(&mut self, cpu: &mut CpuState, port: u16, size: u8, value: u32) -> Result<(), Fault> {
+        let n = usize::from(size.min(4));
+        let exit = || Exit::Io { is_in: false, port, size, count: 1, data: value.to_le_bytes()[..n].to_vec() };
+        self.ask(cpu, DeviceAccess::PortOut { port, size }, exit)?;
+        Ok(())
+    }
+    fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
+        self.msr(cpu, index, false).ok_or(Exception::GP0.into())
+    }
+    fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
+        if self.set_msr(cpu, index, value, false) { Ok(()) } else { Err(Exception::GP0.into()) }
+    }
+    fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
+        super::cpuid::lookup(&self.cpuid, cpu, leaf, subleaf)
+    }
+    fn tsc(&mut self, _cpu: &mut CpuState) -> u64 {
+        self.tsc.guest(host::cpu::rdtsc())
+    }
+    fn read_pmc(&mut self, _cpu: &mut CpuState, _index: u32) -> Result<u64, Fault> {
+        // No counter is advertised.
+        Err(Exception::GP0.into())
+    }
+    fn task_priority(&mut self, _cpu: &mut CpuState) -> u8 {
+        self.cr8
+    }
+    fn set_task_priority(&mut self, _cpu: &mut CpuState, priority: u8) {
+        self.cr8 = priority & 0xf;
+    }
+    fn hypercall(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
+        super::hypercall::execute(self, cpu)
+    }
+    fn random(&mut self) -> u64 {
+        let mut bytes = [0; 8];
+        // getrandom cannot fail for eight bytes once the host has booted; a
+        // failure would make RDRAND report "no data", which the caller cannot express.
+        if host::random::fill(&mut bytes).is_err() {
+            return host::cpu::rdtsc();
+        }
+        u64::from_le_bytes(bytes)
+    }
+    fn intercept(&mut self, cpu: &mut CpuState, exception: Exception) -> bool {
+        super::debug::intercept(self, cpu, exception)
+    }
+    #[inline]
+    fn commit(&mut self) {
+        self.replay.forget();
+    }
+    #[inline]
+    fn poll(&mut self, cpu: &CpuState) -> bool {
+        if self.shared.is_requested() || self.irq_waiting && cpu.rflags & rflags::IF != 0 {
+            return true;
+        }
+        self.budget -= 1;
+        if self.budget == 0 {
+            self.budget = POLL_BLOCKS;
+            return true;
+        }
+        false
+    }
+}
+
+impl Bus {
+    /// Code outside memory cannot be executed: KVM_INTERNAL_ERROR_EMULATION.
+    fn fetch_result<T>(&mut self, cpu: &CpuState, r: Result<T, Miss>) -> Result<T, Fault> {
+        match r {
+            Ok(v) => Ok(v),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { gpa }) => {
+                self.exit = Some(Exit::InternalError {
+                    suberror: kvm_bindings::KVM_INTERNAL_ERROR_EMULATION,
+                    data: vec![cpu.rip(), gpa],
+                });
+                Err(Fault::Exit)
+            }
+        }
+    }
+}

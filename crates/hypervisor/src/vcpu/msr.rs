@@ -1,0 +1,97 @@
+//! MSRs: CPU registers from `x86_cpu::msr_model`, and those that belong to the
+//! hypervisor (TSC, APIC base, paravirtual clock, machine check).
+
+use x86_cpu::{
+    CpuState, Flush, GuestBus,
+    msr_model::{self, MsrWrite},
+};
+use x86_defs::msr::*;
+
+use super::bus::Bus;
+
+/// IA32_APIC_BASE: BSP, x2APIC enable, enable and the address field.
+const APIC_BASE_BSP: u64 = 1 << 8;
+const APIC_BASE_ENABLE: u64 = 1 << 11;
+const APIC_BASE_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+
+impl Bus {
+    /// RDMSR (`host` false) or KVM_GET_MSRS; `None` is `#GP` or the end of the list.
+    pub(super) fn msr(&mut self, cpu: &mut CpuState, index: u32, host: bool) -> Option<u64> {
+        match index {
+            IA32_TSC => Some(self.tsc.guest(host::cpu::rdtsc())),
+            IA32_TSC_ADJUST => Some(self.tsc_adjust),
+            IA32_APIC_BASE => Some(self.apic_base),
+            KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => Some(self.pv.wall_clock),
+            KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => Some(self.pv.system_time),
+            IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => Some(0),
+            _ if host => msr_model::host_read(cpu, index),
+            _ => msr_model::read(cpu, index),
+        }
+    }
+
+    /// WRMSR (`host` false) or KVM_SET_MSRS; false is `#GP` or the end of the list.
+    pub(super) fn set_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64, host: bool) -> bool {
+        match index {
+            IA32_TSC => {
+                let before = self.tsc.offset;
+                self.tsc = self.vm.clock.write_tsc(self.tsc, value, host);
+                if !host {
+                    // SDM vol. 3, 18.17.3: a write of the TSC moves TSC_ADJUST by the same amount.
+                    self.tsc_adjust = self.tsc_adjust.wrapping_add(self.tsc.offset.wrapping_sub(before));
+                }
+                self.update_clock();
+                true
+            }
+            IA32_TSC_ADJUST => {
+                if !host {
+                    let delta = value.wrapping_sub(self.tsc_adjust);
+                    self.tsc = self.tsc.with_offset(self.tsc.offset.wrapping_add(delta));
+                    self.update_clock();
+                }
+                self.tsc_adjust = value;
+                true
+            }
+            IA32_APIC_BASE => self.set_apic_base(cpu, value, host),
+            KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => {
+                self.pv.wall_clock = value;
+                self.write_wall_clock();
+                true
+            }
+            KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
+                self.pv.system_time = value;
+                self.update_clock();
+                true
+            }
+            IA32_MCG_STATUS | IA32_MCG_CTL => value == 0 || host,
+            _ => {
+                let outcome =
+                    if host { msr_model::host_write(cpu, index, value) } else { msr_model::write(cpu, index, value) };
+                match outcome {
+                    MsrWrite::Done => true,
+                    MsrWrite::LoadRoot => {
+                        let loaded = self.load_root(cpu).is_ok();
+                        self.flush(cpu, Flush::All);
+                        loaded
+                    }
+                    MsrWrite::SelectView => {
+                        self.select_view(cpu);
+                        true
+                    }
+                    MsrWrite::Rejected | MsrWrite::Unknown => false,
+                }
+            }
+        }
+    }
+
+    /// Without an in-kernel LAPIC the register only holds its value, as in KVM.
+    pub(super) fn set_apic_base(&mut self, cpu: &CpuState, value: u64, host: bool) -> bool {
+        let address = APIC_BASE_ADDRESS & ((1 << cpu.features.maxphyaddr.min(52)) - 1);
+        let known = APIC_BASE_BSP | APIC_BASE_ENABLE | 1 << 10 | address;
+        // x2APIC without xAPIC is not a state.
+        if !host && (value & !known != 0 || value >> 10 & 3 == 1) {
+            return false;
+        }
+        self.apic_base = value;
+        true
+    }
+}

@@ -1,0 +1,67 @@
+//! kvmclock: the structures that the guest registers by MSR (KVM document "msr").
+
+use std::sync::atomic::{Ordering, fence};
+
+use super::bus::Bus;
+use crate::vm::clock::pvclock_scale;
+
+/// The structure is in use.
+const ENABLE: u64 = 1;
+/// PVCLOCK_TSC_STABLE_BIT.
+const TSC_STABLE: u8 = 1 << 0;
+/// PVCLOCK_GUEST_STOPPED.
+const GUEST_STOPPED: u8 = 1 << 1;
+
+/// Paravirtual MSRs of a vCPU.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Paravirt {
+    /// MSR_KVM_WALL_CLOCK_NEW.
+    pub(super) wall_clock: u64,
+    /// MSR_KVM_SYSTEM_TIME_NEW.
+    pub(super) system_time: u64,
+    /// KVM_KVMCLOCK_CTRL: tell the guest once that it was stopped.
+    pub(super) guest_stopped: bool,
+    /// Version of `pvclock_vcpu_time_info`: odd while it is written.
+    version: u32,
+}
+
+impl Bus {
+    /// Rewrites `pvclock_vcpu_time_info`, 32 bytes.
+    pub(super) fn update_clock(&mut self) {
+        if self.pv.system_time & ENABLE == 0 {
+            return;
+        }
+        let gpa = self.pv.system_time & !ENABLE;
+        let (host_tsc, kvmclock_ns) = self.vm.clock.master();
+        let (mul, shift) = pvclock_scale(self.tsc.khz);
+        let mut flags = TSC_STABLE;
+        if std::mem::take(&mut self.pv.guest_stopped) {
+            flags |= GUEST_STOPPED;
+        }
+        self.pv.version = self.pv.version.wrapping_add(2) & !1;
+        let mut info = [0u8; 32];
+        info[8..16].copy_from_slice(&self.tsc.guest(host_tsc).to_le_bytes());
+        info[16..24].copy_from_slice(&kvmclock_ns.to_le_bytes());
+        info[24..28].copy_from_slice(&mul.to_le_bytes());
+        info[28] = shift.to_le_bytes()[0];
+        info[29] = flags;
+        // The guest reads without a lock: odd version, contents, even version.
+        let memory = &self.vm.memory;
+        let _ = memory.write_gpa(gpa, 4, u128::from(self.pv.version.wrapping_sub(1)));
+        fence(Ordering::SeqCst);
+        memory.write_bytes(gpa + 8, &info[8..]);
+        fence(Ordering::SeqCst);
+        let _ = memory.write_gpa(gpa, 4, u128::from(self.pv.version));
+    }
+
+    /// Writes `pvclock_wall_clock`: the wall time at which kvmclock was zero.
+    pub(super) fn write_wall_clock(&mut self) {
+        let (kvmclock_ns, _) = self.vm.clock.now();
+        let boot = host::clock::realtime_ns().saturating_sub(kvmclock_ns);
+        let mut info = [0u8; 12];
+        info[..4].copy_from_slice(&2u32.to_le_bytes());
+        info[4..8].copy_from_slice(&((boot / 1_000_000_000) as u32).to_le_bytes());
+        info[8..].copy_from_slice(&((boot % 1_000_000_000) as u32).to_le_bytes());
+        self.vm.memory.write_bytes(self.pv.wall_clock & !3, &info);
+    }
+}

@@ -1,0 +1,216 @@
+//! KVM_RUN: requests, injection, execution, exits.
+
+use std::sync::atomic::Ordering;
+
+use host::futex::Wait;
+use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED};
+use x86_cpu::{Event, Exception, GuestBus, Shadow};
+use x86_defs::{rflags, vector};
+use x86_interp::RunStop;
+
+use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
+use crate::{Answer, Error, Exit, Result, RunInput, RunOutput};
+
+impl Inner {
+    /// KVM_RUN on the calling thread.
+    pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
+        self.take_answer(&input.answer);
+        self.bus.cr8 = input.cr8 & 0xf;
+        self.bus.sync_memory(&mut self.cpu);
+        if matches!(self.mp_state, KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED) {
+            return self.wait_for_startup(input);
+        }
+        self.complete_instruction()?;
+        let exit = match self.bus.exit.take() {
+            Some(exit) => exit,
+            None => self.run_until_exit(input)?,
+        };
+        Ok(self.output(exit))
+    }
+
+    /// The VMM's answer becomes the result of the access that waits.
+    fn take_answer(&mut self, answer: &Answer<'_>) {
+        let Some(pending) = self.bus.replay.pending() else { return };
+        let (value, error) = match (pending, answer) {
+            (DeviceAccess::PortIn { .. }, Answer::Io(bytes)) => (little_endian(bytes), false),
+            (DeviceAccess::Load { .. }, Answer::Mmio(bytes)) => (u64::from_le_bytes(*bytes), false),
+            (DeviceAccess::Msr { .. }, Answer::Msr { data, error }) => (*data, *error),
+            (DeviceAccess::Hypercall, Answer::Hypercall(result)) => (*result, false),
+            _ => (0, false),
+        };
+        self.bus.replay.answer(value, error);
+    }
+
+    /// Finishes the instruction that the previous exit interrupted, before
+    /// anything else may happen to the guest. Leaves `bus.exit` set if it needs
+    /// the VMM once more.
+    fn complete_instruction(&mut self) -> Result<()> {
+        if self.bus.replay.is_mid_instruction(linear_rip(&self.cpu)) {
+            let stop = self.interp.step(&mut self.cpu, &mut self.bus);
+            if let Some(exit) = self.stopped(stop) {
+                self.bus.exit = Some(exit);
+            }
+        }
+        Ok(())
+    }
+
+    fn run_until_exit(&mut self, input: &RunInput<'_>) -> Result<Exit> {
+        loop {
+            let requests = self.bus.shared.take();
+            if requests != 0 {
+                self.serve(requests);
+            }
+            if input.immediate_exit.load(Ordering::Relaxed) != 0 {
+                return Err(Error::Interrupted);
+            }
+            if std::mem::take(&mut self.cpu.events.triple_fault) {
+                return Ok(Exit::Shutdown);
+            }
+            if let Some(exit) = self.inject() {
+                return Ok(exit);
+            }
+            if input.request_interrupt_window && self.is_interruptible() {
+                return Ok(Exit::IrqWindowOpen);
+            }
+            self.bus.irq_waiting = input.request_interrupt_window;
+            let single = self.bus.guest_debug & kvm_bindings::KVM_GUESTDBG_SINGLESTEP != 0;
+            // The end of an interrupt shadow has to be seen if something waits for it.
+            let stop = if single || self.cpu.shadow != Shadow::None {
+                self.interp.step(&mut self.cpu, &mut self.bus)
+            } else {
+                self.interp.run(&mut self.cpu, &mut self.bus)
+            };
+            if let Some(exit) = self.stopped(stop) {
+                return Ok(exit);
+            }
+            if single && self.bus.intercept(&mut self.cpu, Exception::DB) {
+                return Ok(self.bus.exit.take().unwrap_or(Exit::Shutdown));
+            }
+        }
+    }
+
+    /// Serves what other threads asked for.
+    fn serve(&mut self, requests: u32) {
+        if requests & request::MEMORY != 0 {
+            self.bus.sync_memory(&mut self.cpu);
+        }
+        if requests & request::CLOCK != 0 {
+            self.bus.update_clock();
+        }
+        if requests & request::NMI != 0 {
+            let limit = if self.cpu.events.nmi_masked { 1 } else { 2 };
+            self.cpu.events.nmi_pending = (self.cpu.events.nmi_pending + 1).min(limit);
+        }
+        if requests & request::SMI != 0 {
+            self.cpu.events.smi_pending = true;
+        }
+    }
+
+    /// A vCPU that was never started sleeps until something is asked of it;
+    /// KVM then has the VMM call again.
+    fn wait_for_startup(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
+        if input.immediate_exit.load(Ordering::Relaxed) != 0 {
+            return Err(Error::Interrupted);
+        }
+        let woken = self.bus.shared.park(None);
+        let requests = self.bus.shared.take();
+        self.serve(requests);
+        if woken == Wait::Interrupted || input.immediate_exit.load(Ordering::Relaxed) != 0 {
+            return Err(Error::Interrupted);
+        }
+        Err(Error::Again)
+    }
+
+    /// What the interpreter's stop means to the VMM; `None`: go on.
+    fn stopped(&mut self, stop: RunStop) -> Option<Exit> {
+        match stop {
+            RunStop::Poll => None,
+            RunStop::Exit => Some(self.bus.exit.take().unwrap_or(Exit::InternalError {
+                suberror: kvm_bindings::KVM_INTERNAL_ERROR_EMULATION,
+                data: vec![self.cpu.rip()],
+            })),
+            // Without an in-kernel LAPIC the VMM waits for interrupts.
+            RunStop::Halt => Some(Exit::Hlt),
+            RunStop::TripleFault => Some(Exit::Shutdown),
+        }
+    }
+
+    /// RFLAGS.IF, no shadow, nothing already being injected.
+    pub(super) fn is_interruptible(&self) -> bool {
+        self.cpu.rflags & rflags::IF != 0
+            && self.cpu.shadow == Shadow::None
+            && self.cpu.events.interrupt.is_none()
+            && self.cpu.events.exception.is_none()
+    }
+
+    /// Injects, in KVM's order: what was begun before, then NMI, then interrupts.
+    fn inject(&mut self) -> Option<Exit> {
+        if let Some(x) = self.cpu.events.exception {
+            match (x.vector, x.payload) {
+                (vector::PF, payload) => self.cpu.fault_gva = payload.unwrap_or(self.cpu.cr2),
+                (vector::DB, payload) => self.cpu.fault_dr6 = payload.unwrap_or(0),
+                _ => {}
+            }
+            let error_code = x.error_code.map(|c| c as u16);
+            let exit = self.deliver(Event::Exception(Exception { vector: x.vector, error_code }));
+            if exit.is_some() {
+                return exit;
+            }
+            self.cpu.events.exception = None;
+        }
+        let nmi = self.cpu.events.nmi_pending > 0 && !self.cpu.events.nmi_masked && self.cpu.shadow == Shadow::None;
+        if self.cpu.events.nmi_injected || nmi {
+            let exit = self.deliver(Event::Nmi);
+            if exit.is_some() {
+                self.cpu.events.nmi_injected = true;
+                return exit;
+            }
+            if !std::mem::take(&mut self.cpu.events.nmi_injected) {
+                self.cpu.events.nmi_pending -= 1;
+            }
+            self.cpu.events.nmi_masked = true;
+        }
+        if let Some(interrupt) = self.cpu.events.interrupt {
+            // KVM_INTERRUPT queues only when the VMM saw the window open.
+            let event = if interrupt.soft {
+                Event::Software { vector: interrupt.vector, next_rip: self.cpu.rip(), privileged: true }
+            } else {
+                Event::Interrupt(interrupt.vector)
+            };
+            let exit = self.deliver(event);
+            if exit.is_some() {
+                return exit;
+            }
+            self.cpu.events.interrupt = None;
+        }
+        None
+    }
+
+    fn deliver(&mut self, event: Event) -> Option<Exit> {
+        match self.interp.inject(&mut self.cpu, &mut self.bus, event) {
+            Ok(()) => {
+                self.mp_state = KVM_MP_STATE_RUNNABLE;
+                None
+            }
+            Err(stop) => self.stopped(stop),
+        }
+    }
+
+    fn output(&self, exit: Exit) -> RunOutput {
+        RunOutput {
+            exit,
+            ready_for_interrupt_injection: self.is_interruptible() && self.mp_state != KVM_MP_STATE_HALTED,
+            if_flag: self.cpu.rflags & rflags::IF != 0,
+            cr8: self.bus.cr8,
+            apic_base: self.bus.apic_base,
+            in_smm: self.cpu.events.in_smm,
+        }
+    }
+}
+
+fn little_endian(bytes: &[u8]) -> u64 {
+    let mut out = [0; 8];
+    let n = bytes.len().min(8);
+    out[..n].copy_from_slice(&bytes[..n]);
+    u64::from_le_bytes(out)
+}

@@ -1,0 +1,80 @@
+//! What other threads may touch of a vCPU: requests and the wake-up.
+//!
+//! A request is a bit in one word; a parked vCPU sleeps on that same word, so a
+//! request can neither be lost nor need a second check.
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    time::Duration,
+};
+
+use host::futex::{self, Wait};
+
+/// Requests to a vCPU (KVM_REQ_*).
+pub(crate) mod request {
+    /// Look at immediate_exit.
+    pub(crate) const KICK: u32 = 1 << 0;
+    /// An event may have become deliverable.
+    pub(crate) const EVENT: u32 = 1 << 1;
+    /// Memory slots or page tracking changed: `Mmu::sync`.
+    pub(crate) const MEMORY: u32 = 1 << 2;
+    /// Rewrite the paravirtual clock.
+    pub(crate) const CLOCK: u32 = 1 << 3;
+    /// An NMI was requested.
+    pub(crate) const NMI: u32 = 1 << 4;
+    /// An SMI was requested.
+    pub(crate) const SMI: u32 = 1 << 5;
+}
+
+/// The shared part of a vCPU.
+#[derive(Debug)]
+pub(crate) struct VcpuShared {
+    /// APIC id.
+    pub(crate) id: u32,
+    requests: AtomicU32,
+    /// Inside `KVM_RUN`: memory may be accessed without asking again.
+    running: AtomicBool,
+    /// Memory epoch that the vCPU has taken over.
+    memory_epoch: AtomicU64,
+}
+
+impl VcpuShared {
+    pub(crate) const fn new(id: u32) -> Self {
+        Self {
+            id,
+            requests: AtomicU32::new(0),
+            running: AtomicBool::new(false),
+            memory_epoch: AtomicU64::new(0),
+        }
+    }
+    /// Asks for something and wakes the vCPU if it is parked.
+    pub(crate) fn request(&self, bits: u32) {
+        self.requests.fetch_or(bits, Ordering::SeqCst);
+        futex::wake(&self.requests, 1);
+    }
+    /// True if anything is asked.
+    #[inline]
+    pub(crate) fn is_requested(&self) -> bool {
+        self.requests.load(Ordering::Relaxed) != 0
+    }
+    /// Takes all requests.
+    pub(crate) fn take(&self) -> u32 {
+        self.requests.swap(0, Ordering::SeqCst)
+    }
+    /// Sleeps until something is asked, a signal arrives or the time is over.
+    pub(crate) fn park(&self, timeout: Option<Duration>) -> Wait {
+        futex::wait(&self.requests, 0, timeout)
+    }
+    /// Enters or leaves `KVM_RUN`.
+    pub(crate) fn set_running(&self, on: bool) {
+        self.running.store(on, Ordering::SeqCst);
+    }
+    /// Acknowledges a memory epoch.
+    pub(crate) fn acknowledge_memory(&self, epoch: u64) {
+        self.memory_epoch.store(epoch, Ordering::Release);
+    }
+    /// True if the vCPU cannot use state older than `epoch` any more.
+    pub(crate) fn has_acknowledged(&self, epoch: u64) -> bool {
+        !self.running.load(Ordering::SeqCst) || self.memory_epoch.load(Ordering::Acquire) >= epoch
+    }
+}
