@@ -15,7 +15,7 @@ mod vm;
 pub use error::Error;
 pub use exit::{Answer, Exit, IoData, RunInput, RunOutput};
 pub use vcpu::Vcpu;
-pub use vm::Vm;
+pub use vm::{Route, RouteTarget, Vm};
 
 /// Result of a hypervisor call.
 pub type Result<T> = core::result::Result<T, Error>;

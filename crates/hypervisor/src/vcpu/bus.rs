@@ -41,6 +41,10 @@ pub(crate) struct Bus {
     /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
+    /// Interrupts have to be looked at again before the next block.
+    pub(super) recheck: bool,
+    /// When the LAPIC's timer is due, on the monotonic clock.
+    pub(super) timer_ns: u64,
     budget: u32,
 }
 
@@ -61,6 +65,8 @@ impl Bus {
             irq_waiting: false,
             guest_debug: 0,
             pv: Paravirt::default(),
+            recheck: false,
+            timer_ns: super::apic::NEVER,
             budget: POLL_BLOCKS,
         }
     }
@@ -77,14 +83,26 @@ impl Bus {
 
     /// A load of 1 to 8 bytes that no memslot answers.
     fn device_load(&mut self, cpu: &CpuState, gpa: u64, len: u8) -> Result<u64, Fault> {
+        let access = DeviceAccess::Load { gpa, len };
+        if self.replay.is_new(access)
+            && let Some(value) = self.chip_load(gpa, len)
+        {
+            self.replay.made(access, value);
+            return Ok(value & mask(len));
+        }
         let exit = || Exit::Mmio { gpa, len, is_write: false, data: [0; 8] };
-        Ok(self.ask(cpu, DeviceAccess::Load { gpa, len }, exit)?.value & mask(len))
+        Ok(self.ask(cpu, access, exit)?.value & mask(len))
     }
 
     /// A store of 1 to 8 bytes that no memslot takes.
     fn device_store(&mut self, cpu: &CpuState, gpa: u64, len: u8, value: u64) -> Result<(), Fault> {
+        let access = DeviceAccess::Store { gpa, len };
+        if self.replay.is_new(access) && self.chip_store(gpa, len, value) {
+            self.replay.made(access, 0);
+            return Ok(());
+        }
         let exit = || Exit::Mmio { gpa, len, is_write: true, data: (value & mask(len)).to_le_bytes() };
-        self.ask(cpu, DeviceAccess::Store { gpa, len }, exit)?;
+        self.ask(cpu, access, exit)?;
         Ok(())
     }
 
@@ -249,13 +267,25 @@ impl GuestBus for Bus {
         self.mmu.flush(cpu, what);
     }
     fn port_in(&mut self, cpu: &mut CpuState, port: u16, size: u8) -> Result<u32, Fault> {
+        let access = DeviceAccess::PortIn { port, size };
+        if self.replay.is_new(access)
+            && let Some(value) = self.chip_in(port, size)
+        {
+            self.replay.made(access, value.into());
+            return Ok(value);
+        }
         let exit = || Exit::Io { is_in: true, port, size, count: 1, data: Vec::new() };
-        Ok((self.ask(cpu, DeviceAccess::PortIn { port, size }, exit)?.value & mask(size)) as u32)
+        Ok((self.ask(cpu, access, exit)?.value & mask(size)) as u32)
     }
     fn port_out(&mut self, cpu: &mut CpuState, port: u16, size: u8, value: u32) -> Result<(), Fault> {
+        let access = DeviceAccess::PortOut { port, size };
+        if self.replay.is_new(access) && self.chip_out(port, size, value) {
+            self.replay.made(access, 0);
+            return Ok(());
+        }
         let n = usize::from(size.min(4));
         let exit = || Exit::Io { is_in: false, port, size, count: 1, data: value.to_le_bytes()[..n].to_vec() };
-        self.ask(cpu, DeviceAccess::PortOut { port, size }, exit)?;
+        self.ask(cpu, access, exit)?;
         Ok(())
     }
     fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
@@ -275,10 +305,15 @@ impl GuestBus for Bus {
         Err(Exception::GP0.into())
     }
     fn task_priority(&mut self, _cpu: &mut CpuState) -> u8 {
-        self.cr8
+        self.current_cr8()
     }
     fn set_task_priority(&mut self, _cpu: &mut CpuState, priority: u8) {
-        self.cr8 = priority & 0xf;
+        if self.has_lapic() {
+            self.shared.lapic().set_cr8(priority);
+            self.recheck = true;
+        } else {
+            self.cr8 = priority & 0xf;
+        }
     }
     fn hypercall(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
         super::hypercall::execute(self, cpu)
@@ -301,7 +336,7 @@ impl GuestBus for Bus {
     }
     #[inline]
     fn poll(&mut self, cpu: &CpuState) -> bool {
-        if self.shared.is_requested() || self.irq_waiting && cpu.rflags & rflags::IF != 0 {
+        if self.shared.is_requested() || self.recheck || self.irq_waiting && cpu.rflags & rflags::IF != 0 {
             return true;
         }
         self.budget -= 1;

@@ -8,6 +8,7 @@ mod fpu;
 mod hypercall;
 mod msr;
 mod pvclock;
+mod apic;
 mod regs;
 mod replay;
 mod run;
@@ -58,7 +59,11 @@ impl Vcpu {
         // A fresh vCPU has paging off: nothing can fault.
         let _ = bus.load_root(&mut cpu);
         bus.select_view(&mut cpu);
-        let inner = Inner { cpu, interp: Interp::new(), bus, mp_state: KVM_MP_STATE_RUNNABLE };
+        bus.update_apic_page();
+        // APs of a VM with in-kernel LAPICs wait for INIT and SIPI.
+        let waits = bus.has_lapic() && shared.id != 0;
+        let mp_state = if waits { KVM_MP_STATE_UNINITIALIZED } else { KVM_MP_STATE_RUNNABLE };
+        let inner = Inner { cpu, interp: Interp::new(), bus, mp_state };
         Self { inner: Mutex::new(inner), shared }
     }
 
@@ -67,10 +72,10 @@ impl Vcpu {
     }
 
     /// KVM_RUN.
-    pub fn run(&self, input: &RunInput<'_>) -> Result<RunOutput> {
+    pub fn run(&self, input: RunInput<'_>) -> Result<RunOutput> {
         let mut inner = self.lock();
         self.shared.set_running(true);
-        let result = inner.run(input);
+        let result = inner.run(&input);
         self.shared.set_running(false);
         result
     }
@@ -80,26 +85,27 @@ impl Vcpu {
     }
 
     /// KVM_GET_REGS.
-    pub fn get_regs(&self) -> kvm_regs {
-        regs::regs(&self.lock().cpu)
+    pub fn get_regs(&self) -> Result<kvm_regs> {
+        Ok(regs::regs(&self.lock().cpu))
     }
     /// KVM_SET_REGS.
-    pub fn set_regs(&self, r: &kvm_regs) {
+    pub fn set_regs(&self, r: &kvm_regs) -> Result<()> {
         let inner = &mut *self.lock();
         regs::set_regs(&mut inner.cpu, r);
         regs::update_privilege(&mut inner.cpu);
         inner.bus.select_view(&mut inner.cpu);
+        Ok(())
     }
     /// KVM_GET_SREGS.
-    pub fn get_sregs(&self) -> kvm_sregs {
+    pub fn get_sregs(&self) -> Result<kvm_sregs> {
         let inner = self.lock();
-        regs::sregs(&inner.cpu, inner.bus.cr8.into(), inner.bus.apic_base)
+        Ok(regs::sregs(&inner.cpu, inner.bus.current_cr8().into(), inner.bus.apic_base()))
     }
     /// KVM_SET_SREGS. EINVAL for combinations that no CPU has.
     pub fn set_sregs(&self, r: &kvm_sregs) -> Result<()> {
         let inner = &mut *self.lock();
         regs::set_sregs(&mut inner.cpu, r)?;
-        inner.bus.cr8 = (r.cr8 & 0xf) as u8;
+        inner.bus.set_task_priority(&mut inner.cpu, (r.cr8 & 0xf) as u8);
         inner.bus.set_apic_base(&inner.cpu, r.apic_base, true);
         inner.cpu.events.interrupt =
             r.interrupt_bitmap.iter().enumerate().rev().find(|(_, w)| **w != 0).map(|(i, w)| PendingInterrupt {
@@ -110,84 +116,127 @@ impl Vcpu {
         Ok(())
     }
     /// KVM_GET_FPU.
-    pub fn get_fpu(&self) -> kvm_fpu {
-        fpu::fpu(&self.lock().cpu)
+    pub fn get_fpu(&self) -> Result<kvm_fpu> {
+        Ok(fpu::fpu(&self.lock().cpu))
     }
     /// KVM_SET_FPU.
-    pub fn set_fpu(&self, f: &kvm_fpu) {
+    pub fn set_fpu(&self, f: &kvm_fpu) -> Result<()> {
         fpu::set_fpu(&mut self.lock().cpu, f);
+        Ok(())
     }
     /// KVM_GET_MSRS: fills in values in order; returns how many could be read.
-    pub fn get_msrs(&self, entries: &mut [kvm_msr_entry]) -> usize {
+    pub fn get_msrs(&self, entries: &mut [kvm_msr_entry]) -> Result<usize> {
         let inner = &mut *self.lock();
         for (i, e) in entries.iter_mut().enumerate() {
             match inner.bus.msr(&mut inner.cpu, e.index, true) {
                 Some(v) => e.data = v,
-                None => return i,
+                None => return Ok(i),
             }
         }
-        entries.len()
+        Ok(entries.len())
     }
     /// KVM_SET_MSRS: stores in order; returns how many could be stored.
-    pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> usize {
+    pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> Result<usize> {
         let inner = &mut *self.lock();
-        entries.iter().take_while(|e| inner.bus.set_msr(&mut inner.cpu, e.index, e.data, true)).count()
+        Ok(entries.iter().take_while(|e| inner.bus.set_msr(&mut inner.cpu, e.index, e.data, true)).count())
     }
     /// KVM_GET_CPUID2.
-    pub fn get_cpuid2(&self) -> Vec<kvm_cpuid_entry2> {
-        self.lock().bus.cpuid.clone()
+    pub fn get_cpuid2(&self) -> Result<Vec<kvm_cpuid_entry2>> {
+        Ok(self.lock().bus.cpuid.clone())
     }
     /// KVM_SET_CPUID2.
-    pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) {
+    pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) -> Result<()> {
         let inner = &mut *self.lock();
         inner.bus.cpuid = entries.to_vec();
         inner.cpu.features = cpuid::features(entries);
         inner.interp.flush_all();
         inner.reload();
+        Ok(())
     }
     /// KVM_GET_MP_STATE.
-    pub fn get_mp_state(&self) -> kvm_mp_state {
-        kvm_mp_state { mp_state: self.lock().mp_state }
+    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
+        Ok(kvm_mp_state { mp_state: self.lock().mp_state })
     }
     /// KVM_SET_MP_STATE: without an in-kernel LAPIC only RUNNABLE exists.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
-        if state.mp_state != KVM_MP_STATE_RUNNABLE {
+        let inner = &mut *self.lock();
+        match state.mp_state {
+            KVM_MP_STATE_RUNNABLE => {}
+            KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED | KVM_MP_STATE_HALTED if inner.bus.has_lapic() => {}
+            KVM_MP_STATE_SIPI_RECEIVED if inner.bus.has_lapic() => {
+                inner.mp_state = KVM_MP_STATE_INIT_RECEIVED;
+                inner.startup(self.shared.sipi_page());
+                return Ok(());
+            }
+            _ => return Err(Error::InvalidArgument),
+        }
+        inner.mp_state = state.mp_state;
+        Ok(())
+    }
+    /// KVM_GET_LAPIC: EINVAL without an in-kernel LAPIC.
+    pub fn get_lapic(&self) -> Result<kvm_lapic_state> {
+        let inner = self.lock();
+        if !inner.bus.has_lapic() {
             return Err(Error::InvalidArgument);
         }
-        self.lock().mp_state = state.mp_state;
+        let saved = self.shared.lapic().save(inner.bus.now(), false);
+        let mut out = kvm_lapic_state::default();
+        for (to, from) in out.regs.iter_mut().zip(saved.regs) {
+            *to = from as std::ffi::c_char;
+        }
+        Ok(out)
+    }
+    /// KVM_SET_LAPIC: EINVAL without an in-kernel LAPIC.
+    pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
+        let inner = &mut *self.lock();
+        if !inner.bus.has_lapic() {
+            return Err(Error::InvalidArgument);
+        }
+        let mut saved = irqchip::LapicState::default();
+        for (to, from) in saved.regs.iter_mut().zip(state.regs) {
+            *to = from as u8;
+        }
+        let now = inner.bus.now();
+        self.shared.lapic().restore(&saved, now, false).map_err(|_| Error::InvalidArgument)?;
+        inner.bus.update_timer();
+        inner.bus.recheck = true;
         Ok(())
     }
     /// KVM_GET_VCPU_EVENTS.
-    pub fn get_vcpu_events(&self) -> kvm_vcpu_events {
-        events::vcpu_events(&self.lock().cpu, false)
+    pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
+        Ok(events::vcpu_events(&self.lock().cpu, false))
     }
     /// KVM_SET_VCPU_EVENTS.
     pub fn set_vcpu_events(&self, v: &kvm_vcpu_events) -> Result<()> {
         events::set_vcpu_events(&mut self.lock().cpu, v, false)
     }
     /// KVM_GET_DEBUGREGS.
-    pub fn get_debugregs(&self) -> kvm_debugregs {
-        regs::debugregs(&self.lock().cpu)
+    pub fn get_debugregs(&self) -> Result<kvm_debugregs> {
+        Ok(regs::debugregs(&self.lock().cpu))
     }
     /// KVM_SET_DEBUGREGS.
     pub fn set_debugregs(&self, r: &kvm_debugregs) -> Result<()> {
         regs::set_debugregs(&mut self.lock().cpu, r)
     }
     /// KVM_GET_XSAVE.
-    pub fn get_xsave(&self) -> kvm_xsave {
-        fpu::xsave(&self.lock().cpu)
+    pub fn get_xsave(&self) -> Result<kvm_xsave> {
+        Ok(fpu::xsave(&self.lock().cpu))
     }
     /// KVM_SET_XSAVE.
     pub fn set_xsave(&self, x: &kvm_xsave) -> Result<()> {
         fpu::set_xsave(&mut self.lock().cpu, x)
     }
+    /// Size of [`Self::get_xsave2`]'s image in bytes.
+    pub fn xsave2_size(&self) -> usize {
+        fpu::XSAVE_SIZE
+    }
     /// KVM_GET_XSAVE2: the image, 4096 bytes.
-    pub fn get_xsave2(&self) -> Vec<u8> {
-        fpu::xsave_image(&self.lock().cpu, fpu::XSAVE_SIZE)
+    pub fn get_xsave2(&self) -> Result<Vec<u8>> {
+        Ok(fpu::xsave_image(&self.lock().cpu, fpu::XSAVE_SIZE))
     }
     /// KVM_GET_XCRS.
-    pub fn get_xcrs(&self) -> kvm_xcrs {
-        fpu::xcrs(&self.lock().cpu)
+    pub fn get_xcrs(&self) -> Result<kvm_xcrs> {
+        Ok(fpu::xcrs(&self.lock().cpu))
     }
     /// KVM_SET_XCRS.
     pub fn set_xcrs(&self, x: &kvm_xcrs) -> Result<()> {
@@ -196,7 +245,12 @@ impl Vcpu {
     /// KVM_INTERRUPT: EEXIST while another one waits.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         let vector = u8::try_from(vector).map_err(|_| Error::InvalidArgument)?;
-        let events = &mut self.lock().cpu.events;
+        let inner = &mut *self.lock();
+        // ENXIO: the in-kernel LAPIC injects.
+        if inner.bus.has_lapic() {
+            return Err(Error::NoSuchDevice);
+        }
+        let events = &mut inner.cpu.events;
         if events.interrupt.is_some() {
             return Err(Error::Exists);
         }
@@ -204,8 +258,9 @@ impl Vcpu {
         Ok(())
     }
     /// KVM_NMI.
-    pub fn nmi(&self) {
+    pub fn nmi(&self) -> Result<()> {
         self.shared.request(request::NMI);
+        Ok(())
     }
     /// KVM_SET_GUEST_DEBUG: software breakpoints and single step.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
@@ -217,21 +272,21 @@ impl Vcpu {
         Ok(())
     }
     /// KVM_TRANSLATE.
-    pub fn translate(&self, gva: u64) -> kvm_translation {
+    pub fn translate(&self, gva: u64) -> Result<kvm_translation> {
         let inner = &mut *self.lock();
         let gpa = inner.bus.mmu.translate_debug(&inner.cpu, gva);
-        kvm_translation {
+        Ok(kvm_translation {
             linear_address: gva,
             physical_address: gpa.unwrap_or(u64::MAX),
             valid: gpa.is_some().into(),
             writeable: 1,
             usermode: 0,
             ..Default::default()
-        }
+        })
     }
     /// KVM_GET_TSC_KHZ.
-    pub fn tsc_khz(&self) -> u32 {
-        self.lock().bus.tsc.khz
+    pub fn tsc_khz(&self) -> Result<u32> {
+        Ok(self.lock().bus.tsc.khz)
     }
     /// KVM_SET_TSC_KHZ.
     pub fn set_tsc_khz(&self, khz: u32) -> Result<()> {

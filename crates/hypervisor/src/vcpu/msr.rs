@@ -20,7 +20,9 @@ impl Bus {
         match index {
             IA32_TSC => Some(self.tsc.guest(host::cpu::rdtsc())),
             IA32_TSC_ADJUST => Some(self.tsc_adjust),
-            IA32_APIC_BASE => Some(self.apic_base),
+            IA32_APIC_BASE => Some(self.apic_base()),
+            IA32_X2APIC_BASE..=IA32_X2APIC_END => self.x2apic_read(index),
+            IA32_TSC_DEADLINE if self.has_lapic() => Some(self.shared.lapic().tsc_deadline()),
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => Some(self.pv.wall_clock),
             KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => Some(self.pv.system_time),
             IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => Some(0),
@@ -40,6 +42,7 @@ impl Bus {
                     self.tsc_adjust = self.tsc_adjust.wrapping_add(self.tsc.offset.wrapping_sub(before));
                 }
                 self.update_clock();
+                self.update_timer();
                 true
             }
             IA32_TSC_ADJUST => {
@@ -52,6 +55,12 @@ impl Bus {
                 true
             }
             IA32_APIC_BASE => self.set_apic_base(cpu, value, host),
+            IA32_X2APIC_BASE..=IA32_X2APIC_END => self.x2apic_write(index, value),
+            IA32_TSC_DEADLINE if self.has_lapic() => {
+                let action = self.shared.lapic().set_tsc_deadline(value);
+                self.act(action);
+                true
+            }
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => {
                 self.pv.wall_clock = value;
                 self.write_wall_clock();
@@ -85,6 +94,14 @@ impl Bus {
 
     /// Without an in-kernel LAPIC the register only holds its value, as in KVM.
     pub(super) fn set_apic_base(&mut self, cpu: &CpuState, value: u64, host: bool) -> bool {
+        if self.has_lapic() {
+            let result = self.shared.lapic().set_apic_base(value, host);
+            let Ok(action) = result else { return false };
+            self.act(action);
+            self.update_timer();
+            self.update_apic_page();
+            return true;
+        }
         let address = APIC_BASE_ADDRESS & ((1 << cpu.features.maxphyaddr.min(52)) - 1);
         let known = APIC_BASE_BSP | APIC_BASE_ENABLE | 1 << 10 | address;
         // x2APIC without xAPIC is not a state.

@@ -55,9 +55,15 @@ impl Replay {
         self.cursor += 1;
         Some(answered)
     }
+    /// True if the instruction has not made this access yet: it may be made now.
+    #[inline]
+    pub(super) fn is_new(&self, access: DeviceAccess) -> bool {
+        self.done.get(self.cursor).is_none_or(|(made, _)| *made != access)
+    }
     /// Notes an access that was answered at once.
     #[inline]
     pub(super) fn made(&mut self, access: DeviceAccess, value: u64) {
+        self.done.truncate(self.cursor);
         self.done.push((access, Answered { value, error: false }));
         self.cursor = self.done.len();
     }

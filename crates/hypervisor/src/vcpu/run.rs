@@ -1,10 +1,10 @@
 //! KVM_RUN: requests, injection, execution, exits.
 
-use std::sync::atomic::Ordering;
+use std::{sync::atomic::Ordering, time::Duration};
 
 use host::futex::Wait;
 use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED};
-use x86_cpu::{Event, Exception, GuestBus, Shadow};
+use x86_cpu::{Event, Exception, GuestBus, PendingInterrupt, Shadow};
 use x86_defs::{rflags, vector};
 use x86_interp::RunStop;
 
@@ -15,7 +15,9 @@ impl Inner {
     /// KVM_RUN on the calling thread.
     pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
         self.take_answer(&input.answer);
-        self.bus.cr8 = input.cr8 & 0xf;
+        if !self.bus.has_lapic() {
+            self.bus.cr8 = input.cr8 & 0xf;
+        }
         self.bus.sync_memory(&mut self.cpu);
         if matches!(self.mp_state, KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED) {
             return self.wait_for_startup(input);
@@ -66,13 +68,22 @@ impl Inner {
             if std::mem::take(&mut self.cpu.events.triple_fault) {
                 return Ok(Exit::Shutdown);
             }
+            self.bus.recheck = false;
+            self.bus.service_timers();
             if let Some(exit) = self.inject() {
                 return Ok(exit);
+            }
+            if self.mp_state == KVM_MP_STATE_HALTED {
+                self.sleep()?;
+                continue;
+            }
+            if matches!(self.mp_state, KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED) {
+                return Err(Error::Again);
             }
             if input.request_interrupt_window && self.is_interruptible() {
                 return Ok(Exit::IrqWindowOpen);
             }
-            self.bus.irq_waiting = input.request_interrupt_window;
+            self.bus.irq_waiting = input.request_interrupt_window || self.bus.pending_interrupt().is_some();
             let single = self.bus.guest_debug & kvm_bindings::KVM_GUESTDBG_SINGLESTEP != 0;
             // The end of an interrupt shadow has to be seen if something waits for it.
             let stop = if single || self.cpu.shadow != Shadow::None {
@@ -104,6 +115,15 @@ impl Inner {
         if requests & request::SMI != 0 {
             self.cpu.events.smi_pending = true;
         }
+        if requests & request::INIT != 0 {
+            self.init();
+        }
+        if requests & request::SIPI != 0 {
+            self.startup(self.bus.shared.sipi_page());
+        }
+        if requests & request::UNHALT != 0 && self.mp_state == KVM_MP_STATE_HALTED {
+            self.mp_state = KVM_MP_STATE_RUNNABLE;
+        }
     }
 
     /// A vCPU that was never started sleeps until something is asked of it;
@@ -130,7 +150,11 @@ impl Inner {
                 data: vec![self.cpu.rip()],
             })),
             // Without an in-kernel LAPIC the VMM waits for interrupts.
-            RunStop::Halt => Some(Exit::Hlt),
+            RunStop::Halt if !self.bus.has_lapic() => Some(Exit::Hlt),
+            RunStop::Halt => {
+                self.mp_state = KVM_MP_STATE_HALTED;
+                None
+            }
             RunStop::TripleFault => Some(Exit::Shutdown),
         }
     }
@@ -183,7 +207,30 @@ impl Inner {
             }
             self.cpu.events.interrupt = None;
         }
+        if self.is_interruptible()
+            && let Some(source) = self.bus.pending_interrupt()
+            && let Some(vector) = self.bus.acknowledge(source)
+        {
+            let exit = self.deliver(Event::Interrupt(vector));
+            if exit.is_some() {
+                self.cpu.events.interrupt = Some(PendingInterrupt { vector, soft: false });
+                return exit;
+            }
+        }
         None
+    }
+
+    /// HLT: sleeps until a request, a timer or a signal.
+    fn sleep(&mut self) -> Result<()> {
+        let mut due = self.bus.timer_ns;
+        if let Some(chips) = self.bus.vm.chips() {
+            due = due.min(chips.pit_next_ns());
+        }
+        let timeout = (due != u64::MAX).then(|| Duration::from_nanos(due.saturating_sub(host::clock::monotonic_ns())));
+        match self.bus.shared.park(timeout) {
+            Wait::Interrupted => Err(Error::Interrupted),
+            Wait::Woken | Wait::Changed | Wait::TimedOut => Ok(()),
+        }
     }
 
     fn deliver(&mut self, event: Event) -> Option<Exit> {
@@ -201,8 +248,8 @@ impl Inner {
             exit,
             ready_for_interrupt_injection: self.is_interruptible() && self.mp_state != KVM_MP_STATE_HALTED,
             if_flag: self.cpu.rflags & rflags::IF != 0,
-            cr8: self.bus.cr8,
-            apic_base: self.bus.apic_base,
+            cr8: self.bus.current_cr8(),
+            apic_base: self.bus.apic_base(),
             in_smm: self.cpu.events.in_smm,
         }
     }

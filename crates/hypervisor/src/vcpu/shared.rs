@@ -4,11 +4,15 @@
 //! request can neither be lost nor need a second check.
 
 use std::{
-    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
 use host::futex::{self, Wait};
+use irqchip::{Accepted, Lapic, LapicConfig};
 
 /// Requests to a vCPU (KVM_REQ_*).
 pub(crate) mod request {
@@ -24,6 +28,12 @@ pub(crate) mod request {
     pub(crate) const NMI: u32 = 1 << 4;
     /// An SMI was requested.
     pub(crate) const SMI: u32 = 1 << 5;
+    /// INIT.
+    pub(crate) const INIT: u32 = 1 << 6;
+    /// A start-up IPI; the page is in the shared state.
+    pub(crate) const SIPI: u32 = 1 << 7;
+    /// Wake from HLT whatever RFLAGS.IF is (KVM_HC_KICK_CPU).
+    pub(crate) const UNHALT: u32 = 1 << 8;
 }
 
 /// The shared part of a vCPU.
@@ -31,6 +41,10 @@ pub(crate) mod request {
 pub(crate) struct VcpuShared {
     /// APIC id.
     pub(crate) id: u32,
+    /// Position among the VM's vCPUs.
+    pub(crate) index: usize,
+    lapic: Mutex<Lapic>,
+    sipi_page: AtomicU32,
     requests: AtomicU32,
     /// Inside `KVM_RUN`: memory may be accessed without asking again.
     running: AtomicBool,
@@ -39,13 +53,40 @@ pub(crate) struct VcpuShared {
 }
 
 impl VcpuShared {
-    pub(crate) const fn new(id: u32) -> Self {
+    pub(crate) fn new(id: u32, index: usize) -> Self {
+        let lapic = Lapic::new(LapicConfig { vcpu_id: id, bsp: id == 0, ..LapicConfig::default() });
         Self {
             id,
+            index,
+            lapic: Mutex::new(lapic),
+            sipi_page: AtomicU32::new(0),
             requests: AtomicU32::new(0),
             running: AtomicBool::new(false),
             memory_epoch: AtomicU64::new(0),
         }
+    }
+    /// The LAPIC; no other lock is taken while it is held.
+    pub(crate) fn lapic(&self) -> MutexGuard<'_, Lapic> {
+        self.lapic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// The LAPIC accepted a message: the vCPU has to look.
+    pub(crate) fn accepted(&self, what: Accepted) {
+        match what {
+            Accepted::Ignored | Accepted::Coalesced => {}
+            Accepted::Interrupt => self.request(request::EVENT),
+            Accepted::Nmi => self.request(request::NMI),
+            Accepted::Smi => self.request(request::SMI),
+            Accepted::Init => self.request(request::INIT),
+            Accepted::Sipi(page) => {
+                self.sipi_page.store(page.into(), Ordering::Release);
+                self.request(request::SIPI);
+            }
+            Accepted::Unhalt => self.request(request::UNHALT),
+        }
+    }
+    /// Page of the last start-up IPI.
+    pub(crate) fn sipi_page(&self) -> u8 {
+        self.sipi_page.load(Ordering::Acquire) as u8
     }
     /// Asks for something and wakes the vCPU if it is parked.
     pub(crate) fn request(&self, bits: u32) {

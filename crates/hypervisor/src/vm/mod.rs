@@ -1,13 +1,15 @@
 //! A virtual machine: memory, clock and the vCPUs that share them.
 
+pub(crate) mod chips;
 pub(crate) mod clock;
+mod irq;
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 
 use guest_memory::{GuestMemory, MemslotError, SlotConfig};
 use kvm_bindings::*;
 
-use self::clock::VmClock;
+use self::{chips::Chips, clock::VmClock, irq::Irqfds};
 use crate::{
     Error, Result, Vcpu,
     system::MAX_VCPUS,
@@ -20,6 +22,36 @@ pub(crate) struct VmState {
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) clock: VmClock,
     vcpus: RwLock<Vec<Arc<VcpuShared>>>,
+    chips: OnceLock<Chips>,
+    irqfds: Irqfds,
+}
+
+/// Where a GSI goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouteTarget {
+    /// KVM_IRQ_ROUTING_IRQCHIP.
+    Irqchip {
+        /// KVM_IRQCHIP_PIC_MASTER, _PIC_SLAVE or _IOAPIC.
+        chip: u32,
+        /// Pin.
+        pin: u32,
+    },
+    /// KVM_IRQ_ROUTING_MSI.
+    Msi {
+        /// Message address, upper half included.
+        address: u64,
+        /// Message data.
+        data: u32,
+    },
+}
+
+/// One entry of KVM_SET_GSI_ROUTING.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// GSI.
+    pub gsi: u32,
+    /// Target.
+    pub target: RouteTarget,
 }
 
 /// A virtual machine.
@@ -41,9 +73,9 @@ impl From<MemslotError> for Error {
 
 impl Vm {
     /// KVM_CREATE_VM.
-    pub fn new() -> Arc<Self> {
-        let state = VmState { memory: GuestMemory::new(), clock: VmClock::new(), vcpus: RwLock::default() };
-        Arc::new(Self { state: Arc::new(state) })
+    pub fn new() -> Result<Arc<Self>> {
+        let state = VmState { memory: GuestMemory::new(), clock: VmClock::new(), vcpus: RwLock::default(), chips: OnceLock::new(), irqfds: Irqfds::default() };
+        Ok(Arc::new(Self { state: Arc::new(state) }))
     }
     /// KVM_CHECK_EXTENSION on the VM.
     pub fn check_extension(&self, cap: u32) -> i32 {
@@ -58,7 +90,7 @@ impl Vm {
         if vcpus.iter().any(|v| v.id == id) {
             return Err(Error::Exists);
         }
-        let shared = Arc::new(VcpuShared::new(id));
+        let shared = Arc::new(VcpuShared::new(id, vcpus.len()));
         vcpus.push(Arc::clone(&shared));
         Ok(Arc::new(Vcpu::new(Arc::clone(&self.state), shared)))
     }
@@ -83,8 +115,8 @@ impl Vm {
         Ok(bitmap)
     }
     /// KVM_GET_CLOCK.
-    pub fn get_clock(&self) -> kvm_clock_data {
-        self.state.clock.get()
+    pub fn get_clock(&self) -> Result<kvm_clock_data> {
+        Ok(self.state.clock.get())
     }
     /// KVM_SET_CLOCK.
     pub fn set_clock(&self, clock: &kvm_clock_data) -> Result<()> {
@@ -97,15 +129,31 @@ impl Vm {
         self.state.clock.set_default_khz(khz)
     }
     /// KVM_GET_TSC_KHZ on the VM.
-    pub fn tsc_khz(&self) -> u32 {
-        self.state.clock.default_tsc().khz
+    pub fn tsc_khz(&self) -> Result<u32> {
+        Ok(self.state.clock.default_tsc().khz)
+    }
+}
+
+impl Drop for VmState {
+    fn drop(&mut self) {
+        // Ends the irqfd thread; without one there is nobody to tell.
+        let _ = self.irqfds.tell();
     }
 }
 
 impl VmState {
+    /// The in-kernel chips, if KVM_CREATE_IRQCHIP was called.
+    #[inline]
+    pub(crate) fn chips(&self) -> Option<&Chips> {
+        self.chips.get()
+    }
+    /// The vCPUs in order of creation.
+    pub(crate) fn vcpus(&self) -> RwLockReadGuard<'_, Vec<Arc<VcpuShared>>> {
+        self.vcpus.read().unwrap_or_else(PoisonError::into_inner)
+    }
     /// Asks the same of every vCPU.
     fn request_all(&self, bits: u32) {
-        for vcpu in self.vcpus.read().unwrap_or_else(PoisonError::into_inner).iter() {
+        for vcpu in self.vcpus().iter() {
             vcpu.request(bits);
         }
     }
@@ -113,7 +161,7 @@ impl VmState {
     /// not running are not waited for.
     fn wait_for_memory(&self, epoch: u64) {
         self.request_all(request::MEMORY);
-        let vcpus: Vec<_> = self.vcpus.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let vcpus: Vec<_> = self.vcpus().clone();
         for vcpu in vcpus {
             while !vcpu.has_acknowledged(epoch) {
                 host::thread::yield_now();

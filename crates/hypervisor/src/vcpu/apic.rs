@@ -1,0 +1,258 @@
+//! The vCPU's side of the in-kernel LAPIC: accesses, timers, start-up, and
+//! which interrupt comes next.
+
+use irqchip::{Accepted, Action, Now, lapic::InvalidAccess};
+use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE};
+use x86_cpu::{CpuState, GuestBus};
+use x86_defs::{
+    control::cr0,
+    reg,
+    segment::{Attr, Segment},
+};
+
+use super::{Inner, bus::Bus};
+
+/// "No timer armed".
+pub(super) const NEVER: u64 = u64::MAX;
+
+impl Bus {
+    /// The present on the chips' clocks.
+    pub(super) fn now(&self) -> Now {
+        Now { ns: host::clock::monotonic_ns(), tsc: self.tsc.guest(host::cpu::rdtsc()), tsc_khz: self.tsc.khz }
+    }
+    /// In-kernel LAPIC present.
+    #[inline]
+    pub(super) fn has_lapic(&self) -> bool {
+        self.vm.chips().is_some()
+    }
+    /// Acts on what a register write asked for. The LAPIC's lock is not held.
+    pub(super) fn act(&mut self, action: Action) {
+        match action {
+            Action::None => {}
+            Action::Recheck => self.recheck = true,
+            Action::Timer => self.update_timer(),
+            Action::Ipi(irq) => {
+                let index = self.shared.index;
+                let vm = std::sync::Arc::clone(&self.vm);
+                let vcpus = vm.vcpus();
+                irqchip::deliver(&mut crate::vm::chips::Lapics(&vcpus), &irq, Some(index));
+                self.recheck = true;
+            }
+            Action::Eoi(eoi) => {
+                if eoi.level {
+                    let vm = std::sync::Arc::clone(&self.vm);
+                    vm.with_chips(|chip, lapics| chip.eoi(lapics, eoi, |gsi| vm.resample(gsi)));
+                }
+                self.recheck = true;
+            }
+        }
+    }
+    /// Re-reads when the timer is due.
+    pub(super) fn update_timer(&mut self) {
+        let now = self.now();
+        self.timer_ns = self.shared.lapic().timer_deadline(now).unwrap_or(NEVER);
+    }
+    /// Fires timers that are due.
+    pub(super) fn service_timers(&mut self) {
+        if !self.has_lapic() {
+            return;
+        }
+        let ns = host::clock::monotonic_ns();
+        if self.timer_ns <= ns {
+            let now = self.now();
+            let accepted = self.shared.lapic().timer_fire(now);
+            if accepted != Accepted::Ignored {
+                self.shared.accepted(accepted);
+            }
+            self.update_timer();
+        }
+        self.vm.service_pit(ns);
+    }
+    /// IA32_APIC_BASE.
+    pub(super) fn apic_base(&self) -> u64 {
+        if self.has_lapic() { self.shared.lapic().apic_base() } else { self.apic_base }
+    }
+    /// CR8.
+    pub(super) fn current_cr8(&self) -> u8 {
+        if self.has_lapic() { self.shared.lapic().cr8() } else { self.cr8 }
+    }
+    /// Where xAPIC accesses go: the MMU keeps that page out of its TLBs.
+    pub(super) fn update_apic_page(&mut self) {
+        let page = self.has_lapic().then(|| {
+            let lapic = self.shared.lapic();
+            (lapic.is_enabled() && !lapic.is_x2apic()).then(|| lapic.base_address())
+        });
+        self.mmu.set_apic_page(page.flatten());
+    }
+    /// A load from the LAPIC's or IOAPIC's registers; `None` if neither answers.
+    pub(super) fn chip_load(&mut self, gpa: u64, len: u8) -> Option<u64> {
+        if !self.has_lapic() {
+            return None;
+        }
+        let now = self.now();
+        let lapic = self.shared.lapic();
+        if lapic.is_enabled() && gpa & !0xfff == lapic.base_address() {
+            return lapic.mmio_read(gpa & 0xfff, len, now);
+        }
+        drop(lapic);
+        self.vm.with_chips(|chip, _| {
+            let range = chip.ioapic.mmio_range();
+            range.contains(&gpa).then(|| u64::from(chip.ioapic.mmio_read(gpa - range.start)))
+        })?
+    }
+    /// A store to them; false if neither takes it.
+    pub(super) fn chip_store(&mut self, gpa: u64, len: u8, value: u64) -> bool {
+        if !self.has_lapic() {
+            return false;
+        }
+        let now = self.now();
+        let mut lapic = self.shared.lapic();
+        if lapic.is_enabled() && !lapic.is_x2apic() && gpa & !0xfff == lapic.base_address() {
+            let action = lapic.mmio_write(gpa & 0xfff, len, value as u32, now);
+            drop(lapic);
+            self.act(action);
+            return true;
+        }
+        drop(lapic);
+        let taken = self.vm.with_chips(|chip, lapics| {
+            let range = chip.ioapic.mmio_range();
+            let hit = range.contains(&gpa);
+            if hit {
+                chip.ioapic.mmio_write(gpa - range.start, value as u32, &mut |irq| irqchip::deliver(lapics, irq, None));
+            }
+            hit
+        });
+        taken.unwrap_or(false)
+    }
+    /// An IN that the PIC or PIT answers. Wider accesses are split into bytes.
+    pub(super) fn chip_in(&mut self, port: u16, size: u8) -> Option<u32> {
+        let vm = std::sync::Arc::clone(&self.vm);
+        let now_ns = host::clock::monotonic_ns();
+        vm.with_chips(|chip, lapics| {
+            let mut value = 0;
+            for i in 0..u16::from(size) {
+                let at = port.wrapping_add(i);
+                let byte = if chip.pic.handles(at) {
+                    let byte = chip.pic.port_read(at);
+                    chip.pic_acked(lapics, |gsi| vm.resample(gsi));
+                    byte
+                } else {
+                    chip.pit.as_mut().filter(|p| p.handles(at))?.port_read(at, now_ns)
+                };
+                value |= u32::from(byte) << (8 * i);
+            }
+            Some(value)
+        })?
+    }
+    /// An OUT that the PIC or PIT takes.
+    pub(super) fn chip_out(&mut self, port: u16, size: u8, value: u32) -> bool {
+        let vm = std::sync::Arc::clone(&self.vm);
+        let now_ns = host::clock::monotonic_ns();
+        let taken = vm.with_chips(|chip, lapics| {
+            for i in 0..u16::from(size) {
+                let at = port.wrapping_add(i);
+                let byte = (value >> (8 * i)) as u8;
+                if chip.pic.handles(at) {
+                    chip.pic.port_write(at, byte);
+                    chip.pic_acked(lapics, |gsi| vm.resample(gsi));
+                } else if let Some(pit) = chip.pit.as_mut().filter(|p| p.handles(at)) {
+                    pit.port_write(at, byte, now_ns);
+                } else {
+                    return false;
+                }
+            }
+            true
+        });
+        taken.unwrap_or(false)
+    }
+    /// RDMSR of an x2APIC register.
+    pub(super) fn x2apic_read(&mut self, index: u32) -> Option<u64> {
+        let now = self.now();
+        self.has_lapic().then(|| self.shared.lapic().msr_read(index, now).ok()).flatten()
+    }
+    /// WRMSR of an x2APIC register.
+    pub(super) fn x2apic_write(&mut self, index: u32, value: u64) -> bool {
+        if !self.has_lapic() {
+            return false;
+        }
+        let now = self.now();
+        let result: Result<Action, InvalidAccess> = self.shared.lapic().msr_write(index, value, now);
+        result.map(|action| self.act(action)).is_ok()
+    }
+    /// The interrupt that would be taken now: LAPIC first, then the PIC through LINT0.
+    pub(super) fn pending_interrupt(&self) -> Option<Source> {
+        let chips = self.vm.chips()?;
+        let lapic = self.shared.lapic();
+        // KVM asks the PIC first: an ExtINT has no priority class.
+        if chips.is_pic_intr() && lapic.accepts_pic() {
+            return Some(Source::Pic);
+        }
+        if !lapic.is_enabled() {
+            return None;
+        }
+        lapic.pending().map(Source::Lapic)
+    }
+    /// Acknowledges it: the vector, or `None` if it went away.
+    pub(super) fn acknowledge(&mut self, source: Source) -> Option<u8> {
+        match source {
+            Source::Lapic(vector) => {
+                self.shared.lapic().ack(vector);
+                Some(vector)
+            }
+            Source::Pic => {
+                let vm = std::sync::Arc::clone(&self.vm);
+                vm.with_chips(|chip, lapics| {
+                    let vector = chip.pic.intr().then(|| chip.pic.ack());
+                    chip.pic_acked(lapics, |gsi| vm.resample(gsi));
+                    vector
+                })?
+            }
+        }
+    }
+}
+
+/// Where an interrupt comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Lapic(u8),
+    Pic,
+}
+
+impl Inner {
+    /// INIT: the state of SDM vol. 3, table 10-1, in the INIT column.
+    pub(super) fn init(&mut self) {
+        let old = &self.cpu;
+        let fresh = CpuState {
+            cr0: cr0::ET | old.cr0 & (cr0::CD | cr0::NW),
+            fp: old.fp.clone(),
+            msr: old.msr,
+            xcr0: old.xcr0,
+            xss: old.xss,
+            features: old.features,
+            ..CpuState::default()
+        };
+        *self.cpu = fresh;
+        self.bus.replay.forget();
+        self.bus.shared.lapic().init();
+        self.bus.update_timer();
+        self.bus.update_apic_page();
+        self.reload();
+        self.mp_state = if self.bus.shared.lapic().is_bsp() { KVM_MP_STATE_RUNNABLE } else { KVM_MP_STATE_INIT_RECEIVED };
+    }
+    /// SIPI: execution starts at `page << 12`; ignored unless INIT came before.
+    pub(super) fn startup(&mut self, page: u8) {
+        if self.mp_state != KVM_MP_STATE_INIT_RECEIVED {
+            return;
+        }
+        self.cpu.seg[reg::CS] = Segment {
+            base: u64::from(page) << 12,
+            limit: 0xffff,
+            attr: Attr(0x9b),
+            selector: u16::from(page) << 8,
+        };
+        self.cpu.set_rip(0);
+        self.cpu.update_mode();
+        self.bus.select_view(&mut self.cpu);
+        self.mp_state = KVM_MP_STATE_RUNNABLE;
+    }
+}

@@ -1,0 +1,108 @@
+//! In-kernel interrupt chips of a VM: who holds which lock, and who is told.
+//!
+//! Lock order: irqchip → LAPIC. A LAPIC's lock is never held while another lock
+//! is taken; what a LAPIC wants done comes back as an `Action`.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, AtomicU64, Ordering},
+};
+
+use irqchip::{Accepted, Irqchip, Lapic, LapicSet, Pit};
+
+use super::VmState;
+use crate::vcpu::shared::{VcpuShared, request};
+
+/// "No PIT event".
+const NEVER: u64 = u64::MAX;
+
+/// PIC, IOAPIC, PIT and routing behind their lock.
+#[derive(Debug)]
+pub(crate) struct Chips {
+    irqchip: Mutex<Irqchip>,
+    /// Copies that vCPUs look at without the lock.
+    pic_intr: AtomicBool,
+    pit_next_ns: AtomicU64,
+}
+
+/// The LAPICs of a VM, for [`irqchip::deliver`].
+#[derive(Debug)]
+pub(crate) struct Lapics<'a>(pub(crate) &'a [Arc<VcpuShared>]);
+
+impl LapicSet for Lapics<'_> {
+    fn nr_lapics(&self) -> usize {
+        self.0.len()
+    }
+    fn with<R>(&mut self, index: usize, f: impl FnOnce(&mut Lapic) -> R) -> R {
+        f(&mut self.0[index].lapic())
+    }
+    fn notify(&mut self, index: usize, what: Accepted) {
+        self.0[index].accepted(what);
+    }
+}
+
+impl Chips {
+    pub(crate) fn new() -> Self {
+        Self {
+            irqchip: Mutex::new(Irqchip::new()),
+            pic_intr: AtomicBool::new(false),
+            pit_next_ns: AtomicU64::new(NEVER),
+        }
+    }
+    /// KVM_CREATE_PIT2.
+    pub(crate) fn create_pit(&self, speaker: bool) -> bool {
+        let mut chip = self.lock();
+        let is_new = chip.pit.is_none();
+        if is_new {
+            chip.pit = Some(Pit::new(speaker, host::clock::monotonic_ns()));
+            self.publish(&chip);
+        }
+        is_new
+    }
+    fn lock(&self) -> MutexGuard<'_, Irqchip> {
+        self.irqchip.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// Copies what vCPUs poll; true if the PIC's output rose.
+    fn publish(&self, chip: &Irqchip) -> bool {
+        let next = chip.pit.as_ref().and_then(Pit::next_event_ns).unwrap_or(NEVER);
+        self.pit_next_ns.store(next, Ordering::Release);
+        let intr = chip.pic.intr();
+        !self.pic_intr.swap(intr, Ordering::AcqRel) && intr
+    }
+    /// The PIC asks for service.
+    #[inline]
+    pub(crate) fn is_pic_intr(&self) -> bool {
+        self.pic_intr.load(Ordering::Acquire)
+    }
+    /// When the PIT has to be looked at, on the monotonic clock.
+    #[inline]
+    pub(crate) fn pit_next_ns(&self) -> u64 {
+        self.pit_next_ns.load(Ordering::Acquire)
+    }
+}
+
+impl VmState {
+    /// Runs `f` on the chips and the LAPICs; vCPUs that have to look are told.
+    /// `None` without in-kernel chips.
+    pub(crate) fn with_chips<R>(&self, f: impl FnOnce(&mut Irqchip, &mut Lapics<'_>) -> R) -> Option<R> {
+        let chips = self.chips()?;
+        let vcpus = self.vcpus();
+        let mut chip = chips.lock();
+        let result = f(&mut chip, &mut Lapics(&vcpus));
+        let rose = chips.publish(&chip);
+        drop(chip);
+        if rose {
+            // Whoever has an open ExtINT input takes it.
+            for vcpu in vcpus.iter() {
+                vcpu.request(request::EVENT);
+            }
+        }
+        Some(result)
+    }
+    /// Advances the PIT if its time has come.
+    pub(crate) fn service_pit(&self, now_ns: u64) {
+        if self.chips().is_some_and(|c| c.pit_next_ns() <= now_ns) {
+            self.with_chips(|chip, lapics| chip.advance_pit(lapics, now_ns));
+        }
+    }
+}
