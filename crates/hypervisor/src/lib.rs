@@ -13,6 +13,8 @@ mod vcpu;
 mod vm;
 
 pub use error::Error;
+pub use irqchip::IoapicState;
+
 pub use exit::{Answer, Exit, IoData, RunInput, RunOutput};
 pub use vcpu::Vcpu;
 pub use vm::{Route, RouteTarget, Vm};

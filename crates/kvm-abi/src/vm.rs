@@ -7,7 +7,7 @@ use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use hypervisor::{Route, RouteTarget};
+use hypervisor::{IoapicState, Route, RouteTarget};
 use kvm_bindings::*;
 
 use crate::device::Device;
@@ -138,6 +138,15 @@ impl Vm {
         let chip = &irqchip.chip;
         // SAFETY: all members of the union are integers; `chip_id` says which one is meant.
         let (pic, ioapic) = unsafe { (&chip.pic, &chip.ioapic) };
+        let ioapic = &IoapicState {
+            base_address: ioapic.base_address,
+            ioregsel: ioapic.ioregsel,
+            id: ioapic.id,
+            irr: ioapic.irr,
+            pad: ioapic.pad,
+            // SAFETY: both members of the union are 64 bits of plain integers.
+            redirtbl: ioapic.redirtbl.map(|entry| unsafe { entry.bits }),
+        };
         match irqchip.chip_id {
             KVM_IRQCHIP_PIC_MASTER => self.hypervisor.set_pic_state(0, pic)?,
             KVM_IRQCHIP_PIC_SLAVE => self.hypervisor.set_pic_state(1, pic)?,

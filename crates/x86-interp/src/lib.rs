@@ -24,6 +24,7 @@ mod test_bus;
 
 pub use exec::{Exec, Flow, Step, Stop};
 pub use flags::LazyFlags;
+pub use insn::system::cr4_valid_bits;
 pub use insn::{Handler, Insn, Selector};
 pub use int::Int;
 pub use run::{Interp, RunStop};

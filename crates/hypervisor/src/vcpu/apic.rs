@@ -18,7 +18,11 @@ pub(super) const NEVER: u64 = u64::MAX;
 impl Bus {
     /// The present on the chips' clocks.
     pub(super) fn now(&self) -> Now {
-        Now { ns: host::clock::monotonic_ns(), tsc: self.tsc.guest(host::cpu::rdtsc()), tsc_khz: self.tsc.khz }
+        Now {
+            ns: host::clock::monotonic_ns(),
+            tsc: self.tsc.guest(host::cpu::rdtsc()),
+            tsc_khz: self.tsc.khz,
+        }
     }
     /// In-kernel LAPIC present.
     #[inline]
@@ -70,17 +74,25 @@ impl Bus {
     }
     /// IA32_APIC_BASE.
     pub(super) fn apic_base(&self) -> u64 {
-        if self.has_lapic() { self.shared.lapic().apic_base() } else { self.apic_base }
+        if self.has_lapic() {
+            self.shared.lapic().apic_base()
+        } else {
+            self.apic_base
+        }
     }
     /// CR8.
     pub(super) fn current_cr8(&self) -> u8 {
-        if self.has_lapic() { self.shared.lapic().cr8() } else { self.cr8 }
+        if self.has_lapic() {
+            self.shared.lapic().cr8()
+        } else {
+            self.cr8
+        }
     }
     /// Where xAPIC accesses go: the MMU keeps that page out of its TLBs.
     pub(super) fn update_apic_page(&mut self) {
         let page = self.has_lapic().then(|| {
             let lapic = self.shared.lapic();
-            (lapic.is_enabled() && !lapic.is_x2apic()).then(|| lapic.base_address())
+            (lapic.is_enabled() && !lapic.is_x2apic()).then(|| lapic.base_gpa())
         });
         self.mmu.set_apic_page(page.flatten());
     }
@@ -91,13 +103,15 @@ impl Bus {
         }
         let now = self.now();
         let lapic = self.shared.lapic();
-        if lapic.is_enabled() && gpa & !0xfff == lapic.base_address() {
+        if lapic.is_enabled() && gpa & !0xfff == lapic.base_gpa() {
             return lapic.mmio_read(gpa & 0xfff, len, now);
         }
         drop(lapic);
         self.vm.with_chips(|chip, _| {
             let range = chip.ioapic.mmio_range();
-            range.contains(&gpa).then(|| u64::from(chip.ioapic.mmio_read(gpa - range.start)))
+            range
+                .contains(&gpa)
+                .then(|| u64::from(chip.ioapic.mmio_read(gpa - range.start)))
         })?
     }
     /// A store to them; false if neither takes it.
@@ -107,7 +121,7 @@ impl Bus {
         }
         let now = self.now();
         let mut lapic = self.shared.lapic();
-        if lapic.is_enabled() && !lapic.is_x2apic() && gpa & !0xfff == lapic.base_address() {
+        if lapic.is_enabled() && !lapic.is_x2apic() && gpa & !0xfff == lapic.base_gpa() {
             let action = lapic.mmio_write(gpa & 0xfff, len, value as u32, now);
             drop(lapic);
             self.act(action);
@@ -118,7 +132,10 @@ impl Bus {
             let range = chip.ioapic.mmio_range();
             let hit = range.contains(&gpa);
             if hit {
-                chip.ioapic.mmio_write(gpa - range.start, value as u32, &mut |irq| irqchip::deliver(lapics, irq, None));
+                chip.ioapic
+                    .mmio_write(gpa - range.start, value as u32, &mut |irq| {
+                        irqchip::deliver(lapics, irq, None)
+                    });
             }
             hit
         });
@@ -132,12 +149,15 @@ impl Bus {
             let mut value = 0;
             for i in 0..u16::from(size) {
                 let at = port.wrapping_add(i);
-                let byte = if chip.pic.handles(at) {
+                let byte = if irqchip::Pic::handles(at) {
                     let byte = chip.pic.port_read(at);
                     chip.pic_acked(lapics, |gsi| vm.resample(gsi));
                     byte
                 } else {
-                    chip.pit.as_mut().filter(|p| p.handles(at))?.port_read(at, now_ns)
+                    chip.pit
+                        .as_mut()
+                        .filter(|p| p.handles(at))?
+                        .port_read(at, now_ns)
                 };
                 value |= u32::from(byte) << (8 * i);
             }
@@ -152,7 +172,7 @@ impl Bus {
             for i in 0..u16::from(size) {
                 let at = port.wrapping_add(i);
                 let byte = (value >> (8 * i)) as u8;
-                if chip.pic.handles(at) {
+                if irqchip::Pic::handles(at) {
                     chip.pic.port_write(at, byte);
                     chip.pic_acked(lapics, |gsi| vm.resample(gsi));
                 } else if let Some(pit) = chip.pit.as_mut().filter(|p| p.handles(at)) {
@@ -168,7 +188,9 @@ impl Bus {
     /// RDMSR of an x2APIC register.
     pub(super) fn x2apic_read(&mut self, index: u32) -> Option<u64> {
         let now = self.now();
-        self.has_lapic().then(|| self.shared.lapic().msr_read(index, now).ok()).flatten()
+        self.has_lapic()
+            .then(|| self.shared.lapic().msr_read(index, now).ok())
+            .flatten()
     }
     /// WRMSR of an x2APIC register.
     pub(super) fn x2apic_write(&mut self, index: u32, value: u64) -> bool {
@@ -176,7 +198,8 @@ impl Bus {
             return false;
         }
         let now = self.now();
-        let result: Result<Action, InvalidAccess> = self.shared.lapic().msr_write(index, value, now);
+        let result: Result<Action, InvalidAccess> =
+            self.shared.lapic().msr_write(index, value, now);
         result.map(|action| self.act(action)).is_ok()
     }
     /// The interrupt that would be taken now: LAPIC first, then the PIC through LINT0.
@@ -237,7 +260,11 @@ impl Inner {
         self.bus.update_timer();
         self.bus.update_apic_page();
         self.reload();
-        self.mp_state = if self.bus.shared.lapic().is_bsp() { KVM_MP_STATE_RUNNABLE } else { KVM_MP_STATE_INIT_RECEIVED };
+        self.mp_state = if self.bus.shared.lapic().is_bsp() {
+            KVM_MP_STATE_RUNNABLE
+        } else {
+            KVM_MP_STATE_INIT_RECEIVED
+        };
     }
     /// SIPI: execution starts at `page << 12`; ignored unless INIT came before.
     pub(super) fn startup(&mut self, page: u8) {

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use io_bus::{Doorbells, Reader, Space};
 use kvm_bindings::kvm_cpuid_entry2;
 use mmu::{Miss, Mmu};
 use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
@@ -15,7 +16,7 @@ use super::{
     replay::{Answered, DeviceAccess, Replay},
     shared::VcpuShared,
 };
-use crate::{Exit, vm::clock::TscParams, vm::VmState};
+use crate::{Exit, vm::VmState, vm::clock::TscParams};
 
 /// Blocks between two looks at the clock and at immediate_exit.
 const POLL_BLOCKS: u32 = 128;
@@ -41,6 +42,7 @@ pub(crate) struct Bus {
     /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
+    doorbells: Reader<Doorbells<Arc<Bell>>>,
     /// Interrupts have to be looked at again before the next block.
     pub(super) recheck: bool,
     /// When the LAPIC's timer is due, on the monotonic clock.
@@ -54,6 +56,7 @@ impl Bus {
         Self {
             mmu: Mmu::new(Arc::clone(&vm.memory)),
             tsc: vm.clock.default_tsc(),
+            doorbells: Reader::new(Arc::clone(&vm.doorbells)),
             vm,
             shared,
             replay: Replay::default(),
@@ -72,7 +75,12 @@ impl Bus {
     }
 
     /// Answers from the log, or stops the instruction for the VMM.
-    fn ask(&mut self, cpu: &CpuState, access: DeviceAccess, exit: impl FnOnce() -> Exit) -> Result<Answered, Fault> {
+    fn ask(
+        &mut self,
+        cpu: &CpuState,
+        access: DeviceAccess,
+        exit: impl FnOnce() -> Exit,
+    ) -> Result<Answered, Fault> {
         if let Some(answered) = self.replay.next(access) {
             return Ok(answered);
         }
@@ -90,24 +98,41 @@ impl Bus {
             self.replay.made(access, value);
             return Ok(value & mask(len));
         }
-        let exit = || Exit::Mmio { gpa, len, is_write: false, data: [0; 8] };
+        let exit = || Exit::Mmio {
+            gpa,
+            len,
+            is_write: false,
+            data: [0; 8],
+        };
         Ok(self.ask(cpu, access, exit)?.value & mask(len))
     }
 
     /// A store of 1 to 8 bytes that no memslot takes.
     fn device_store(&mut self, cpu: &CpuState, gpa: u64, len: u8, value: u64) -> Result<(), Fault> {
         let access = DeviceAccess::Store { gpa, len };
-        if self.replay.is_new(access) && self.chip_store(gpa, len, value) {
+        if self.replay.is_new(access)
+            && (self.ring(Space::Mmio, gpa, len, value) || self.chip_store(gpa, len, value)) {
             self.replay.made(access, 0);
             return Ok(());
         }
-        let exit = || Exit::Mmio { gpa, len, is_write: true, data: (value & mask(len)).to_le_bytes() };
+        let exit = || Exit::Mmio {
+            gpa,
+            len,
+            is_write: true,
+            data: (value & mask(len)).to_le_bytes(),
+        };
         self.ask(cpu, access, exit)?;
         Ok(())
     }
 
     /// The slow path of loads: piece by piece, each within one page and at most eight bytes.
-    fn load_pieces(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8], who: Privilege) -> Result<(), Fault> {
+    fn load_pieces(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
         let mut at = gva;
         let mut rest = buf;
         while !rest.is_empty() {
@@ -128,7 +153,13 @@ impl Bus {
     }
 
     /// The slow path of stores.
-    fn store_pieces(&mut self, cpu: &mut CpuState, gva: u64, buf: &[u8], who: Privilege) -> Result<(), Fault> {
+    fn store_pieces(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &[u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
         // Both pages are checked before the first byte is written.
         self.probe(cpu, gva, buf.len() as u64, Access::Write, who)?;
         let mut at = gva;
@@ -151,6 +182,14 @@ impl Bus {
         Ok(())
     }
 
+    /// Signals the eventfd that listens to this write; false if none does.
+    fn ring(&mut self, space: Space, address: u64, len: u8, value: u64) -> bool {
+        let Some(bell) = self.doorbells.get().find(space, address, len.into(), value & mask(len)) else { return false };
+        // A full counter is a signal already; a closed reader is the VMM's business.
+        let _ = bell.event.signal(1);
+        true
+    }
+
     /// Takes over what other threads changed of memory.
     pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
         let epoch = self.vm.memory.epoch();
@@ -166,7 +205,11 @@ fn piece(gva: u64, len: usize) -> usize {
 }
 
 const fn mask(len: u8) -> u64 {
-    if len >= 8 { u64::MAX } else { (1 << (8 * len)) - 1 }
+    if len >= 8 {
+        u64::MAX
+    } else {
+        (1 << (8 * len)) - 1
+    }
 }
 
 impl GuestBus for Bus {
@@ -183,7 +226,13 @@ impl GuestBus for Bus {
         }
     }
     #[inline]
-    fn write<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, value: T, who: Privilege) -> Result<(), Fault> {
+    fn write<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        value: T,
+        who: Privilege,
+    ) -> Result<(), Fault> {
         match self.mmu.write(cpu, gva, value, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
@@ -212,21 +261,40 @@ impl GuestBus for Bus {
             }
         }
     }
-    fn read_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8], who: Privilege) -> Result<(), Fault> {
+    fn read_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
         match self.mmu.read_bytes(cpu, gva, buf, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
             Err(Miss::Device { .. }) => self.load_pieces(cpu, gva, buf, who),
         }
     }
-    fn write_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &[u8], who: Privilege) -> Result<(), Fault> {
+    fn write_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &[u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
         match self.mmu.write_bytes(cpu, gva, buf, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
             Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, buf, who),
         }
     }
-    fn probe(&mut self, cpu: &mut CpuState, gva: u64, len: u64, access: Access, who: Privilege) -> Result<(), Fault> {
+    fn probe(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        len: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<(), Fault> {
         match self.mmu.probe(cpu, gva, len, access, who) {
             Ok(()) | Err(Miss::Device { .. }) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
@@ -253,12 +321,7 @@ impl GuestBus for Bus {
         self.mmu.fetch_epoch()
     }
     fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
-        match self.mmu.load_root(cpu) {
-            Ok(()) => Ok(()),
-            Err(Miss::Exception(e)) => Err(e.into()),
-            // Page tables outside memory: KVM reads them as if they were absent.
-            Err(Miss::Device { .. }) => Err(Exception::GP0.into()),
-        }
+        Ok(self.mmu.load_root(cpu)?)
     }
     fn select_view(&mut self, cpu: &mut CpuState) {
         self.mmu.select_view(cpu);
@@ -274,17 +337,36 @@ impl GuestBus for Bus {
             self.replay.made(access, value.into());
             return Ok(value);
         }
-        let exit = || Exit::Io { is_in: true, port, size, count: 1, data: Vec::new() };
+        let exit = || Exit::Io {
+            is_in: true,
+            port,
+            size,
+            count: 1,
+            data: Vec::new(),
+        };
         Ok((self.ask(cpu, access, exit)?.value & mask(size)) as u32)
     }
-    fn port_out(&mut self, cpu: &mut CpuState, port: u16, size: u8, value: u32) -> Result<(), Fault> {
+    fn port_out(
+        &mut self,
+        cpu: &mut CpuState,
+        port: u16,
+        size: u8,
+        value: u32,
+    ) -> Result<(), Fault> {
         let access = DeviceAccess::PortOut { port, size };
-        if self.replay.is_new(access) && self.chip_out(port, size, value) {
+        if self.replay.is_new(access)
+            && (self.chip_out(port, size, value) || self.ring(Space::Pio, port.into(), size, value.into())) {
             self.replay.made(access, 0);
             return Ok(());
         }
         let n = usize::from(size.min(4));
-        let exit = || Exit::Io { is_in: false, port, size, count: 1, data: value.to_le_bytes()[..n].to_vec() };
+        let exit = || Exit::Io {
+            is_in: false,
+            port,
+            size,
+            count: 1,
+            data: value.to_le_bytes()[..n].to_vec(),
+        };
         self.ask(cpu, access, exit)?;
         Ok(())
     }
@@ -292,7 +374,11 @@ impl GuestBus for Bus {
         self.msr(cpu, index, false).ok_or(Exception::GP0.into())
     }
     fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
-        if self.set_msr(cpu, index, value, false) { Ok(()) } else { Err(Exception::GP0.into()) }
+        if self.set_msr(cpu, index, value, false) {
+            Ok(())
+        } else {
+            Err(Exception::GP0.into())
+        }
     }
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
         super::cpuid::lookup(&self.cpuid, cpu, leaf, subleaf)
@@ -336,7 +422,10 @@ impl GuestBus for Bus {
     }
     #[inline]
     fn poll(&mut self, cpu: &CpuState) -> bool {
-        if self.shared.is_requested() || self.recheck || self.irq_waiting && cpu.rflags & rflags::IF != 0 {
+        if self.shared.is_requested()
+            || self.recheck
+            || self.irq_waiting && cpu.rflags & rflags::IF != 0
+        {
             return true;
         }
         self.budget -= 1;

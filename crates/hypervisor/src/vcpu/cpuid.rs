@@ -6,23 +6,38 @@ use x86_defs::control::cr4;
 
 /// Features that the table promises.
 pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
-    Features::from_cpuid(entries.iter().map(|e| (e.function, e.index, e.eax, e.ebx, e.ecx, e.edx)))
+    Features::from_cpuid(
+        entries
+            .iter()
+            .map(|e| (e.function, e.index, e.eax, e.ebx, e.ecx, e.edx)),
+    )
 }
 
 fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cpuid_entry2> {
-    entries
-        .iter()
-        .find(|e| e.function == leaf && (e.flags & KVM_CPUID_FLAG_SIGNIFCANT_INDEX == 0 || e.index == subleaf))
+    entries.iter().find(|e| {
+        e.function == leaf && (e.flags & KVM_CPUID_FLAG_SIGNIFCANT_INDEX == 0 || e.index == subleaf)
+    })
 }
 
 /// The registers of a leaf. A leaf above the highest basic one answers as the
 /// highest (Intel) or zero (AMD), as KVM does (SDM vol. 2, CPUID).
-pub(super) fn lookup(entries: &[kvm_cpuid_entry2], cpu: &CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
+pub(super) fn lookup(
+    entries: &[kvm_cpuid_entry2],
+    cpu: &CpuState,
+    leaf: u32,
+    subleaf: u32,
+) -> [u32; 4] {
     let entry = find(entries, leaf, subleaf).or_else(|| out_of_range(entries, cpu, leaf, subleaf));
     let Some(e) = entry else {
         // An absent index of the topology leaf still tells the level and the id.
-        let id = find(entries, 0xb, 0).or(find(entries, 0xb, 1)).map_or(0, |e| e.edx);
-        return if matches!(leaf, 0xb | 0x1f) { [0, 0, subleaf & 0xff, id] } else { [0; 4] };
+        let id = find(entries, 0xb, 0)
+            .or(find(entries, 0xb, 1))
+            .map_or(0, |e| e.edx);
+        return if matches!(leaf, 0xb | 0x1f) {
+            [0, 0, subleaf & 0xff, id]
+        } else {
+            [0; 4]
+        };
     };
     let mut r = [e.eax, e.ebx, e.ecx, e.edx];
     match (leaf, subleaf) {
@@ -57,12 +72,19 @@ fn out_of_range<'a>(
 
 fn xsave_size(entries: &[kvm_cpuid_entry2], components: u64, compacted: bool) -> u32 {
     let mut size = 576;
-    for e in entries.iter().filter(|e| e.function == 0xd && (2..63).contains(&e.index)) {
+    for e in entries
+        .iter()
+        .filter(|e| e.function == 0xd && (2..63).contains(&e.index))
+    {
         if components >> e.index & 1 == 0 {
             continue;
         }
         size = if compacted {
-            let start = if e.ecx & 2 != 0 { (size + 63) & !63 } else { size };
+            let start = if e.ecx & 2 != 0 {
+                (size + 63) & !63
+            } else {
+                size
+            };
             start + e.eax
         } else {
             size.max(e.ebx.saturating_add(e.eax))

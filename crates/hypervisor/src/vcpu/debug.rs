@@ -1,6 +1,8 @@
 //! KVM_SET_GUEST_DEBUG: exceptions that go to the VMM instead of the guest.
 
-use kvm_bindings::{KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP, KVM_GUESTDBG_USE_SW_BP};
+use kvm_bindings::{
+    KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_SINGLESTEP, KVM_GUESTDBG_USE_HW_BP, KVM_GUESTDBG_USE_SW_BP,
+};
 use x86_cpu::{CpuState, Exception};
 use x86_defs::{dr, vector};
 

@@ -38,14 +38,19 @@ pub(super) fn vcpu_events(cpu: &CpuState, exception_payload: bool) -> kvm_vcpu_e
     out.smi.smm_inside_nmi = e.smm_inside_nmi.into();
     out.smi.latched_init = e.latched_init.into();
     out.triple_fault.pending = e.triple_fault.into();
-    out.flags = KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW | KVM_VCPUEVENT_VALID_SMM;
+    out.flags =
+        KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW | KVM_VCPUEVENT_VALID_SMM;
     if exception_payload {
         out.flags |= KVM_VCPUEVENT_VALID_PAYLOAD;
     }
     out
 }
 
-pub(super) fn set_vcpu_events(cpu: &mut CpuState, v: &kvm_vcpu_events, exception_payload: bool) -> Result<()> {
+pub(super) fn set_vcpu_events(
+    cpu: &mut CpuState,
+    v: &kvm_vcpu_events,
+    exception_payload: bool,
+) -> Result<()> {
     let known = KVM_VCPUEVENT_VALID_NMI_PENDING
         | KVM_VCPUEVENT_VALID_SIPI_VECTOR
         | KVM_VCPUEVENT_VALID_SHADOW
@@ -68,8 +73,10 @@ pub(super) fn set_vcpu_events(cpu: &mut CpuState, v: &kvm_vcpu_events, exception
         payload: (pending && v.exception_has_payload != 0).then_some(v.exception_payload),
         injected: x.injected != 0,
     });
-    e.interrupt = (v.interrupt.injected != 0)
-        .then(|| PendingInterrupt { vector: v.interrupt.nr, soft: v.interrupt.soft != 0 });
+    e.interrupt = (v.interrupt.injected != 0).then(|| PendingInterrupt {
+        vector: v.interrupt.nr,
+        soft: v.interrupt.soft != 0,
+    });
     e.nmi_injected = v.nmi.injected != 0;
     if v.flags & KVM_VCPUEVENT_VALID_NMI_PENDING != 0 {
         e.nmi_pending = v.nmi.pending.min(2);

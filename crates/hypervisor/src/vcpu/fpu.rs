@@ -21,7 +21,12 @@ pub(super) fn fpu(cpu: &CpuState) -> kvm_fpu {
         mxcsr: fp.mxcsr(),
         ..Default::default()
     };
-    let qword = |at: usize| u64::from(fp.u16_at(at)) | u64::from(fp.u16_at(at + 2)) << 16 | u64::from(fp.u16_at(at + 4)) << 32 | u64::from(fp.u16_at(at + 6)) << 48;
+    let qword = |at: usize| {
+        u64::from(fp.u16_at(at))
+            | u64::from(fp.u16_at(at + 2)) << 16
+            | u64::from(fp.u16_at(at + 4)) << 32
+            | u64::from(fp.u16_at(at + 6)) << 48
+    };
     out.last_ip = qword(8);
     out.last_dp = qword(16);
     for (i, r) in out.fpr.iter_mut().enumerate() {
@@ -58,7 +63,9 @@ pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     let mut image = vec![0; len];
     let n = len.min(cpu.fp.area.len());
     image[..n].copy_from_slice(&cpu.fp.area[..n]);
-    let components = cpu.features.xcr0 & (xsave::X87 | xsave::SSE | xsave::AVX | xsave::PKRU) | xsave::X87 | xsave::SSE;
+    let components = cpu.features.xcr0 & (xsave::X87 | xsave::SSE | xsave::AVX | xsave::PKRU)
+        | xsave::X87
+        | xsave::SSE;
     image[xsave::XSTATE_BV..][..8].copy_from_slice(&components.to_le_bytes());
     image[xsave::XCOMP_BV..xsave::HEADER_END].fill(0);
     image[xsave::MXCSR_MASK..][..4].copy_from_slice(&0x2_ffffu32.to_le_bytes());
@@ -93,10 +100,18 @@ pub(super) fn set_xsave_image(cpu: &mut CpuState, image: &[u8]) -> Result<()> {
     if bv & xsave::X87 == 0 {
         area[xsave::FCW..][..2].copy_from_slice(&xsave::FCW_INIT.to_le_bytes());
     }
-    let mxcsr = if bv & (xsave::SSE | xsave::AVX) != 0 { mxcsr } else { xsave::MXCSR_DEFAULT };
+    let mxcsr = if bv & (xsave::SSE | xsave::AVX) != 0 {
+        mxcsr
+    } else {
+        xsave::MXCSR_DEFAULT
+    };
     cpu.fp.set_mxcsr(mxcsr);
     if cpu.features.xcr0 & xsave::PKRU != 0 {
-        cpu.pkru = if bv & xsave::PKRU != 0 { u64_at(image, PKRU_OFFSET).unwrap_or(0) as u32 } else { 0 };
+        cpu.pkru = if bv & xsave::PKRU != 0 {
+            u64_at(image, PKRU_OFFSET).unwrap_or(0) as u32
+        } else {
+            0
+        };
     }
     Ok(())
 }
@@ -121,7 +136,10 @@ pub(super) fn set_xsave(cpu: &mut CpuState, x: &kvm_xsave) -> Result<()> {
 }
 
 pub(super) fn xcrs(cpu: &CpuState) -> kvm_xcrs {
-    let mut out = kvm_xcrs { nr_xcrs: 1, ..Default::default() };
+    let mut out = kvm_xcrs {
+        nr_xcrs: 1,
+        ..Default::default()
+    };
     out.xcrs[0].xcr = 0;
     out.xcrs[0].value = cpu.xcr0;
     out
@@ -131,9 +149,16 @@ pub(super) fn set_xcrs(cpu: &mut CpuState, x: &kvm_xcrs) -> Result<()> {
     if x.nr_xcrs as usize > x.xcrs.len() || x.flags != 0 {
         return Err(Error::InvalidArgument);
     }
-    for xcr in x.xcrs.iter().take(x.nr_xcrs as usize).filter(|r| r.xcr == 0) {
+    for xcr in x
+        .xcrs
+        .iter()
+        .take(x.nr_xcrs as usize)
+        .filter(|r| r.xcr == 0)
+    {
         let v = xcr.value;
-        let bad = v & xsave::X87 == 0 || v & !cpu.features.xcr0 != 0 || v & xsave::AVX != 0 && v & xsave::SSE == 0;
+        let bad = v & xsave::X87 == 0
+            || v & !cpu.features.xcr0 != 0
+            || v & xsave::AVX != 0 && v & xsave::SSE == 0;
         if bad {
             return Err(Error::InvalidArgument);
         }

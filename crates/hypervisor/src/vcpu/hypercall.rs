@@ -25,7 +25,13 @@ pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
         return Err(Exception::UD.into());
     }
     let wide = cpu.is_64bit();
-    let arg = |r: usize| if wide { cpu.gpr[r] } else { cpu.gpr[r] & 0xffff_ffff };
+    let arg = |r: usize| {
+        if wide {
+            cpu.gpr[r]
+        } else {
+            cpu.gpr[r] & 0xffff_ffff
+        }
+    };
     let (nr, a0, a1) = (arg(RAX), arg(RBX), arg(RCX));
     let result = match nr {
         _ if cpu.cpl != 0 => EPERM,
@@ -48,5 +54,9 @@ fn clock_pairing(bus: &mut Bus, gpa: u64, kind: u64) -> u64 {
     out[..8].copy_from_slice(&(ns / 1_000_000_000).to_le_bytes());
     out[8..16].copy_from_slice(&(ns % 1_000_000_000).to_le_bytes());
     out[16..24].copy_from_slice(&tsc.to_le_bytes());
-    if bus.vm.memory.write_bytes(gpa, &out) { 0 } else { EFAULT }
+    if bus.vm.memory.write_bytes(gpa, &out) {
+        0
+    } else {
+        EFAULT
+    }
 }

@@ -1,5 +1,6 @@
 //! A virtual CPU: state, run loop and the bus through which it executes.
 
+mod apic;
 mod bus;
 mod cpuid;
 mod debug;
@@ -8,7 +9,6 @@ mod fpu;
 mod hypercall;
 mod msr;
 mod pvclock;
-mod apic;
 mod regs;
 mod replay;
 mod run;
@@ -32,7 +32,11 @@ use crate::{
 
 /// Linear address of the current instruction.
 fn linear_rip(cpu: &CpuState) -> u64 {
-    if cpu.is_64bit() { cpu.rip() } else { cpu.seg[reg::CS].base.wrapping_add(cpu.rip()) & 0xffff_ffff }
+    if cpu.is_64bit() {
+        cpu.rip()
+    } else {
+        cpu.seg[reg::CS].base.wrapping_add(cpu.rip()) & 0xffff_ffff
+    }
 }
 
 /// What only the thread that holds the vCPU touches.
@@ -62,9 +66,21 @@ impl Vcpu {
         bus.update_apic_page();
         // APs of a VM with in-kernel LAPICs wait for INIT and SIPI.
         let waits = bus.has_lapic() && shared.id != 0;
-        let mp_state = if waits { KVM_MP_STATE_UNINITIALIZED } else { KVM_MP_STATE_RUNNABLE };
-        let inner = Inner { cpu, interp: Interp::new(), bus, mp_state };
-        Self { inner: Mutex::new(inner), shared }
+        let mp_state = if waits {
+            KVM_MP_STATE_UNINITIALIZED
+        } else {
+            KVM_MP_STATE_RUNNABLE
+        };
+        let inner = Inner {
+            cpu,
+            interp: Interp::new(),
+            bus,
+            mp_state,
+        };
+        Self {
+            inner: Mutex::new(inner),
+            shared,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -99,16 +115,27 @@ impl Vcpu {
     /// KVM_GET_SREGS.
     pub fn get_sregs(&self) -> Result<kvm_sregs> {
         let inner = self.lock();
-        Ok(regs::sregs(&inner.cpu, inner.bus.current_cr8().into(), inner.bus.apic_base()))
+        Ok(regs::sregs(
+            &inner.cpu,
+            inner.bus.current_cr8().into(),
+            inner.bus.apic_base(),
+        ))
     }
     /// KVM_SET_SREGS. EINVAL for combinations that no CPU has.
     pub fn set_sregs(&self, r: &kvm_sregs) -> Result<()> {
         let inner = &mut *self.lock();
         regs::set_sregs(&mut inner.cpu, r)?;
-        inner.bus.set_task_priority(&mut inner.cpu, (r.cr8 & 0xf) as u8);
+        inner
+            .bus
+            .set_task_priority(&mut inner.cpu, (r.cr8 & 0xf) as u8);
         inner.bus.set_apic_base(&inner.cpu, r.apic_base, true);
-        inner.cpu.events.interrupt =
-            r.interrupt_bitmap.iter().enumerate().rev().find(|(_, w)| **w != 0).map(|(i, w)| PendingInterrupt {
+        inner.cpu.events.interrupt = r
+            .interrupt_bitmap
+            .iter()
+            .enumerate()
+            .rev()
+            .find(|(_, w)| **w != 0)
+            .map(|(i, w)| PendingInterrupt {
                 vector: (i as u8) << 6 | (63 - w.leading_zeros()) as u8,
                 soft: false,
             });
@@ -138,7 +165,10 @@ impl Vcpu {
     /// KVM_SET_MSRS: stores in order; returns how many could be stored.
     pub fn set_msrs(&self, entries: &[kvm_msr_entry]) -> Result<usize> {
         let inner = &mut *self.lock();
-        Ok(entries.iter().take_while(|e| inner.bus.set_msr(&mut inner.cpu, e.index, e.data, true)).count())
+        Ok(entries
+            .iter()
+            .take_while(|e| inner.bus.set_msr(&mut inner.cpu, e.index, e.data, true))
+            .count())
     }
     /// KVM_GET_CPUID2.
     pub fn get_cpuid2(&self) -> Result<Vec<kvm_cpuid_entry2>> {
@@ -155,14 +185,17 @@ impl Vcpu {
     }
     /// KVM_GET_MP_STATE.
     pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
-        Ok(kvm_mp_state { mp_state: self.lock().mp_state })
+        Ok(kvm_mp_state {
+            mp_state: self.lock().mp_state,
+        })
     }
     /// KVM_SET_MP_STATE: without an in-kernel LAPIC only RUNNABLE exists.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
         let inner = &mut *self.lock();
         match state.mp_state {
             KVM_MP_STATE_RUNNABLE => {}
-            KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED | KVM_MP_STATE_HALTED if inner.bus.has_lapic() => {}
+            KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED | KVM_MP_STATE_HALTED
+                if inner.bus.has_lapic() => {}
             KVM_MP_STATE_SIPI_RECEIVED if inner.bus.has_lapic() => {
                 inner.mp_state = KVM_MP_STATE_INIT_RECEIVED;
                 inner.startup(self.shared.sipi_page());
@@ -197,7 +230,10 @@ impl Vcpu {
             *to = from as u8;
         }
         let now = inner.bus.now();
-        self.shared.lapic().restore(&saved, now, false).map_err(|_| Error::InvalidArgument)?;
+        self.shared
+            .lapic()
+            .restore(&saved, now, false)
+            .map_err(|_| Error::InvalidArgument)?;
         inner.bus.update_timer();
         inner.bus.recheck = true;
         Ok(())
@@ -254,13 +290,24 @@ impl Vcpu {
         if events.interrupt.is_some() {
             return Err(Error::Exists);
         }
-        events.interrupt = Some(PendingInterrupt { vector, soft: false });
+        events.interrupt = Some(PendingInterrupt {
+            vector,
+            soft: false,
+        });
         Ok(())
     }
     /// KVM_NMI.
     pub fn nmi(&self) -> Result<()> {
         self.shared.request(request::NMI);
         Ok(())
+    }
+    /// KVM_SMI: not offered (KVM_CAP_X86_SMM is 0).
+    pub fn smi(&self) -> Result<()> {
+        Err(Error::NotSupported)
+    }
+    /// KVM_ENABLE_CAP on the vCPU: EINVAL, no capability has to be enabled.
+    pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
+        Err(Error::InvalidArgument)
     }
     /// KVM_SET_GUEST_DEBUG: software breakpoints and single step.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
@@ -308,7 +355,11 @@ impl Vcpu {
     /// Reads guest memory at a gva, as a debugger does.
     pub fn read_gva(&self, gva: u64, buf: &mut [u8]) -> Result<()> {
         let inner = &mut *self.lock();
-        inner.bus.mmu.read_bytes(&mut inner.cpu, gva, buf, Privilege::System).map_err(|_| Error::Fault)
+        inner
+            .bus
+            .mmu
+            .read_bytes(&mut inner.cpu, gva, buf, Privilege::System)
+            .map_err(|_| Error::Fault)
     }
 }
 

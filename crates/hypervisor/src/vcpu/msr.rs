@@ -25,21 +25,31 @@ impl Bus {
             IA32_TSC_DEADLINE if self.has_lapic() => Some(self.shared.lapic().tsc_deadline()),
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => Some(self.pv.wall_clock),
             KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => Some(self.pv.system_time),
-            IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => Some(0),
+            IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => {
+                Some(0)
+            }
             _ if host => msr_model::host_read(cpu, index),
             _ => msr_model::read(cpu, index),
         }
     }
 
     /// WRMSR (`host` false) or KVM_SET_MSRS; false is `#GP` or the end of the list.
-    pub(super) fn set_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64, host: bool) -> bool {
+    pub(super) fn set_msr(
+        &mut self,
+        cpu: &mut CpuState,
+        index: u32,
+        value: u64,
+        host: bool,
+    ) -> bool {
         match index {
             IA32_TSC => {
                 let before = self.tsc.offset;
                 self.tsc = self.vm.clock.write_tsc(self.tsc, value, host);
                 if !host {
                     // SDM vol. 3, 18.17.3: a write of the TSC moves TSC_ADJUST by the same amount.
-                    self.tsc_adjust = self.tsc_adjust.wrapping_add(self.tsc.offset.wrapping_sub(before));
+                    self.tsc_adjust = self
+                        .tsc_adjust
+                        .wrapping_add(self.tsc.offset.wrapping_sub(before));
                 }
                 self.update_clock();
                 self.update_timer();
@@ -73,8 +83,11 @@ impl Bus {
             }
             IA32_MCG_STATUS | IA32_MCG_CTL => value == 0 || host,
             _ => {
-                let outcome =
-                    if host { msr_model::host_write(cpu, index, value) } else { msr_model::write(cpu, index, value) };
+                let outcome = if host {
+                    msr_model::host_write(cpu, index, value)
+                } else {
+                    msr_model::write(cpu, index, value)
+                };
                 match outcome {
                     MsrWrite::Done => true,
                     MsrWrite::LoadRoot => {

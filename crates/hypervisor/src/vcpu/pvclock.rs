@@ -49,7 +49,8 @@ impl Bus {
         let memory = &self.vm.memory;
         let _ = memory.write_gpa(gpa, 4, u128::from(self.pv.version.wrapping_sub(1)));
         fence(Ordering::SeqCst);
-        memory.write_bytes(gpa + 8, &info[8..]);
+        // A guest that registers an address without memory gets no clock, as in KVM.
+        let _ = memory.write_bytes(gpa.wrapping_add(8), &info[8..]);
         fence(Ordering::SeqCst);
         let _ = memory.write_gpa(gpa, 4, u128::from(self.pv.version));
     }
@@ -62,6 +63,6 @@ impl Bus {
         info[..4].copy_from_slice(&2u32.to_le_bytes());
         info[4..8].copy_from_slice(&((boot / 1_000_000_000) as u32).to_le_bytes());
         info[8..].copy_from_slice(&((boot % 1_000_000_000) as u32).to_le_bytes());
-        self.vm.memory.write_bytes(self.pv.wall_clock & !3, &info);
+        let _ = self.vm.memory.write_bytes(self.pv.wall_clock & !3, &info);
     }
 }

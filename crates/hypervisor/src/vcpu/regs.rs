@@ -36,7 +36,8 @@ pub(super) fn regs(cpu: &CpuState) -> kvm_regs {
 
 pub(super) fn set_regs(cpu: &mut CpuState, r: &kvm_regs) {
     let values = [
-        r.rax, r.rcx, r.rdx, r.rbx, r.rsp, r.rbp, r.rsi, r.rdi, r.r8, r.r9, r.r10, r.r11, r.r12, r.r13, r.r14, r.r15,
+        r.rax, r.rcx, r.rdx, r.rbx, r.rsp, r.rbp, r.rsi, r.rdi, r.r8, r.r9, r.r10, r.r11, r.r12,
+        r.r13, r.r14, r.r15,
     ];
     cpu.gpr[..16].copy_from_slice(&values);
     cpu.set_rip(r.rip);
@@ -75,11 +76,20 @@ fn from_segment(s: &kvm_segment) -> Segment {
         | bit(s.db, 14)
         | bit(s.g, 15)
         | bit(s.unusable, 16);
-    Segment { base: s.base, limit: s.limit, attr: Attr(attr), selector: s.selector }
+    Segment {
+        base: s.base,
+        limit: s.limit,
+        attr: Attr(attr),
+        selector: s.selector,
+    }
 }
 
 const fn table(t: &DescriptorTable) -> kvm_dtable {
-    kvm_dtable { base: t.base, limit: t.limit, padding: [0; 3] }
+    kvm_dtable {
+        base: t.base,
+        limit: t.limit,
+        padding: [0; 3],
+    }
 }
 
 /// The special registers that both KVM_GET_SREGS and KVM_GET_SREGS2 show;
@@ -130,7 +140,7 @@ fn check_sregs(cpu: &CpuState, r: &kvm_sregs) -> Result<()> {
         // Not in long mode: neither LMA nor a 64-bit CS.
         return Err(Error::InvalidArgument);
     }
-    if r.cr4 & !x86_interp::cr4_allowed(&cpu.features) != 0 {
+    if r.cr4 & !x86_interp::cr4_valid_bits(&cpu.features) != 0 {
         return Err(Error::InvalidArgument);
     }
     if r.cr0 & !0xffff_ffff != 0
@@ -155,8 +165,14 @@ pub(super) fn set_sregs(cpu: &mut CpuState, r: &kvm_sregs) -> Result<()> {
     ];
     cpu.tr = from_segment(&r.tr);
     cpu.ldtr = from_segment(&r.ldt);
-    cpu.gdtr = DescriptorTable { base: r.gdt.base, limit: r.gdt.limit };
-    cpu.idtr = DescriptorTable { base: r.idt.base, limit: r.idt.limit };
+    cpu.gdtr = DescriptorTable {
+        base: r.gdt.base,
+        limit: r.gdt.limit,
+    };
+    cpu.idtr = DescriptorTable {
+        base: r.idt.base,
+        limit: r.idt.limit,
+    };
     cpu.cr0 = r.cr0 | cr0::ET;
     cpu.cr2 = r.cr2;
     cpu.cr3 = r.cr3;
@@ -179,7 +195,12 @@ pub(super) fn update_privilege(cpu: &mut CpuState) {
 }
 
 pub(super) fn debugregs(cpu: &CpuState) -> kvm_debugregs {
-    kvm_debugregs { db: cpu.dr, dr6: cpu.dr6, dr7: cpu.dr7, ..Default::default() }
+    kvm_debugregs {
+        db: cpu.dr,
+        dr6: cpu.dr6,
+        dr7: cpu.dr7,
+        ..Default::default()
+    }
 }
 
 pub(super) fn set_debugregs(cpu: &mut CpuState, r: &kvm_debugregs) -> Result<()> {

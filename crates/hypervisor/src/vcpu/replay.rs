@@ -16,10 +16,6 @@ pub(super) enum DeviceAccess {
     Load { gpa: u64, len: u8 },
     /// Store of 1 to 8 bytes.
     Store { gpa: u64, len: u8 },
-    /// RDMSR or WRMSR that the VMM handles.
-    Msr { index: u32, write: bool },
-    /// A hypercall that the VMM handles.
-    Hypercall,
 }
 
 /// Answers so far. Most instructions make none; a vector keeps its capacity.
@@ -58,13 +54,21 @@ impl Replay {
     /// True if the instruction has not made this access yet: it may be made now.
     #[inline]
     pub(super) fn is_new(&self, access: DeviceAccess) -> bool {
-        self.done.get(self.cursor).is_none_or(|(made, _)| *made != access)
+        self.done
+            .get(self.cursor)
+            .is_none_or(|(made, _)| *made != access)
     }
     /// Notes an access that was answered at once.
     #[inline]
     pub(super) fn made(&mut self, access: DeviceAccess, value: u64) {
         self.done.truncate(self.cursor);
-        self.done.push((access, Answered { value, error: false }));
+        self.done.push((
+            access,
+            Answered {
+                value,
+                error: false,
+            },
+        ));
         self.cursor = self.done.len();
     }
     /// Notes an access that waits for the VMM.
@@ -109,8 +113,14 @@ impl Replay {
 mod tests {
     use super::*;
 
-    const A: DeviceAccess = DeviceAccess::Load { gpa: 0x1000, len: 4 };
-    const B: DeviceAccess = DeviceAccess::Store { gpa: 0x2000, len: 4 };
+    const A: DeviceAccess = DeviceAccess::Load {
+        gpa: 0x1000,
+        len: 4,
+    };
+    const B: DeviceAccess = DeviceAccess::Store {
+        gpa: 0x2000,
+        len: 4,
+    };
 
     #[test]
     fn answers_are_replayed_in_order() {
@@ -119,7 +129,13 @@ mod tests {
         r.wait(A, 0x10);
         r.answer(7, false);
         assert!(r.is_mid_instruction(0x10));
-        assert_eq!(r.next(A), Some(Answered { value: 7, error: false }));
+        assert_eq!(
+            r.next(A),
+            Some(Answered {
+                value: 7,
+                error: false
+            })
+        );
         assert_eq!(r.next(B), None);
         r.wait(B, 0x10);
         r.answer(0, false);

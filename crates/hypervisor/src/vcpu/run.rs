@@ -3,7 +3,10 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use host::futex::Wait;
-use kvm_bindings::{KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED};
+use kvm_bindings::{
+    KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE,
+    KVM_MP_STATE_UNINITIALIZED,
+};
 use x86_cpu::{Event, Exception, GuestBus, PendingInterrupt, Shadow};
 use x86_defs::{rflags, vector};
 use x86_interp::RunStop;
@@ -19,7 +22,10 @@ impl Inner {
             self.bus.cr8 = input.cr8 & 0xf;
         }
         self.bus.sync_memory(&mut self.cpu);
-        if matches!(self.mp_state, KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED) {
+        if matches!(
+            self.mp_state,
+            KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED
+        ) {
             return self.wait_for_startup(input);
         }
         self.complete_instruction()?;
@@ -32,12 +38,12 @@ impl Inner {
 
     /// The VMM's answer becomes the result of the access that waits.
     fn take_answer(&mut self, answer: &Answer<'_>) {
-        let Some(pending) = self.bus.replay.pending() else { return };
+        let Some(pending) = self.bus.replay.pending() else {
+            return;
+        };
         let (value, error) = match (pending, answer) {
             (DeviceAccess::PortIn { .. }, Answer::Io(bytes)) => (little_endian(bytes), false),
             (DeviceAccess::Load { .. }, Answer::Mmio(bytes)) => (u64::from_le_bytes(*bytes), false),
-            (DeviceAccess::Msr { .. }, Answer::Msr { data, error }) => (*data, *error),
-            (DeviceAccess::Hypercall, Answer::Hypercall(result)) => (*result, false),
             _ => (0, false),
         };
         self.bus.replay.answer(value, error);
@@ -77,13 +83,17 @@ impl Inner {
                 self.sleep()?;
                 continue;
             }
-            if matches!(self.mp_state, KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED) {
+            if matches!(
+                self.mp_state,
+                KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED
+            ) {
                 return Err(Error::Again);
             }
             if input.request_interrupt_window && self.is_interruptible() {
                 return Ok(Exit::IrqWindowOpen);
             }
-            self.bus.irq_waiting = input.request_interrupt_window || self.bus.pending_interrupt().is_some();
+            self.bus.irq_waiting =
+                input.request_interrupt_window || self.bus.pending_interrupt().is_some();
             let single = self.bus.guest_debug & kvm_bindings::KVM_GUESTDBG_SINGLESTEP != 0;
             // The end of an interrupt shadow has to be seen if something waits for it.
             let stop = if single || self.cpu.shadow != Shadow::None {
@@ -176,13 +186,18 @@ impl Inner {
                 _ => {}
             }
             let error_code = x.error_code.map(|c| c as u16);
-            let exit = self.deliver(Event::Exception(Exception { vector: x.vector, error_code }));
+            let exit = self.deliver(Event::Exception(Exception {
+                vector: x.vector,
+                error_code,
+            }));
             if exit.is_some() {
                 return exit;
             }
             self.cpu.events.exception = None;
         }
-        let nmi = self.cpu.events.nmi_pending > 0 && !self.cpu.events.nmi_masked && self.cpu.shadow == Shadow::None;
+        let nmi = self.cpu.events.nmi_pending > 0
+            && !self.cpu.events.nmi_masked
+            && self.cpu.shadow == Shadow::None;
         if self.cpu.events.nmi_injected || nmi {
             let exit = self.deliver(Event::Nmi);
             if exit.is_some() {
@@ -197,7 +212,11 @@ impl Inner {
         if let Some(interrupt) = self.cpu.events.interrupt {
             // KVM_INTERRUPT queues only when the VMM saw the window open.
             let event = if interrupt.soft {
-                Event::Software { vector: interrupt.vector, next_rip: self.cpu.rip(), privileged: true }
+                Event::Software {
+                    vector: interrupt.vector,
+                    next_rip: self.cpu.rip(),
+                    privileged: true,
+                }
             } else {
                 Event::Interrupt(interrupt.vector)
             };
@@ -213,7 +232,10 @@ impl Inner {
         {
             let exit = self.deliver(Event::Interrupt(vector));
             if exit.is_some() {
-                self.cpu.events.interrupt = Some(PendingInterrupt { vector, soft: false });
+                self.cpu.events.interrupt = Some(PendingInterrupt {
+                    vector,
+                    soft: false,
+                });
                 return exit;
             }
         }
@@ -226,7 +248,8 @@ impl Inner {
         if let Some(chips) = self.bus.vm.chips() {
             due = due.min(chips.pit_next_ns());
         }
-        let timeout = (due != u64::MAX).then(|| Duration::from_nanos(due.saturating_sub(host::clock::monotonic_ns())));
+        let timeout = (due != u64::MAX)
+            .then(|| Duration::from_nanos(due.saturating_sub(host::clock::monotonic_ns())));
         match self.bus.shared.park(timeout) {
             Wait::Interrupted => Err(Error::Interrupted),
             Wait::Woken | Wait::Changed | Wait::TimedOut => Ok(()),
@@ -246,7 +269,8 @@ impl Inner {
     fn output(&self, exit: Exit) -> RunOutput {
         RunOutput {
             exit,
-            ready_for_interrupt_injection: self.is_interruptible() && self.mp_state != KVM_MP_STATE_HALTED,
+            ready_for_interrupt_injection: self.is_interruptible()
+                && self.mp_state != KVM_MP_STATE_HALTED,
             if_flag: self.cpu.rflags & rflags::IF != 0,
             cr8: self.bus.current_cr8(),
             apic_base: self.bus.apic_base(),

@@ -54,7 +54,11 @@ pub(crate) struct VcpuShared {
 
 impl VcpuShared {
     pub(crate) fn new(id: u32, index: usize) -> Self {
-        let lapic = Lapic::new(LapicConfig { vcpu_id: id, bsp: id == 0, ..LapicConfig::default() });
+        let lapic = Lapic::new(LapicConfig {
+            vcpu_id: id,
+            bsp: id == 0,
+            ..LapicConfig::default()
+        });
         Self {
             id,
             index,

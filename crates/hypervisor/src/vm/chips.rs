@@ -64,7 +64,11 @@ impl Chips {
     }
     /// Copies what vCPUs poll; true if the PIC's output rose.
     fn publish(&self, chip: &Irqchip) -> bool {
-        let next = chip.pit.as_ref().and_then(Pit::next_event_ns).unwrap_or(NEVER);
+        let next = chip
+            .pit
+            .as_ref()
+            .and_then(Pit::next_event_ns)
+            .unwrap_or(NEVER);
         self.pit_next_ns.store(next, Ordering::Release);
         let intr = chip.pic.intr();
         !self.pic_intr.swap(intr, Ordering::AcqRel) && intr
@@ -84,7 +88,10 @@ impl Chips {
 impl VmState {
     /// Runs `f` on the chips and the LAPICs; vCPUs that have to look are told.
     /// `None` without in-kernel chips.
-    pub(crate) fn with_chips<R>(&self, f: impl FnOnce(&mut Irqchip, &mut Lapics<'_>) -> R) -> Option<R> {
+    pub(crate) fn with_chips<R>(
+        &self,
+        f: impl FnOnce(&mut Irqchip, &mut Lapics<'_>) -> R,
+    ) -> Option<R> {
         let chips = self.chips()?;
         let vcpus = self.vcpus();
         let mut chip = chips.lock();

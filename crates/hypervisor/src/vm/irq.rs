@@ -6,7 +6,7 @@ use std::{
 };
 
 use host::EventFd;
-use irqchip::{Entry, Msi, Routing, line::source, routing::RouteRules};
+use irqchip::{Entry, IoapicState, Msi, Routing, line::source, routing::RouteRules};
 use kvm_bindings::*;
 
 use super::{Vm, VmState, chips::Chips};
@@ -40,13 +40,20 @@ impl Vm {
         if !self.state.vcpus().is_empty() {
             return Err(Error::InvalidArgument);
         }
-        self.state.chips.set(Chips::new()).map_err(|_| Error::Exists)
+        self.state
+            .chips
+            .set(Chips::new())
+            .map_err(|_| Error::Exists)
     }
     /// KVM_CREATE_PIT2: ENOENT without an irqchip, EEXIST if there is one.
     pub fn create_pit2(&self, config: &kvm_pit_config) -> Result<()> {
         let chips = self.state.chips().ok_or(Error::NotFound)?;
         let speaker = config.flags & KVM_PIT_SPEAKER_DUMMY != 0;
-        if chips.create_pit(speaker) { Ok(()) } else { Err(Error::Exists) }
+        if chips.create_pit(speaker) {
+            Ok(())
+        } else {
+            Err(Error::Exists)
+        }
     }
     /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: the status.
     pub fn irq_line(&self, gsi: u32, level: bool) -> Result<i32> {
@@ -59,7 +66,11 @@ impl Vm {
         if msi.flags & !KVM_MSI_VALID_DEVID != 0 {
             return Err(Error::InvalidArgument);
         }
-        let msi = Msi { address_lo: msi.address_lo, address_hi: msi.address_hi, data: msi.data };
+        let msi = Msi {
+            address_lo: msi.address_lo,
+            address_hi: msi.address_hi,
+            data: msi.data,
+        };
         self.state
             .with_chips(|chip, lapics| chip.signal_msi(lapics, msi).0)
             .ok_or(Error::NoSuchDevice)
@@ -70,7 +81,10 @@ impl Vm {
         let entries = entries.ok_or(Error::InvalidArgument)?;
         self.state
             .with_chips(|chip, _| {
-                let rules = RouteRules { split: false, x2apic_format: chip.x2apic_format };
+                let rules = RouteRules {
+                    split: false,
+                    x2apic_format: chip.x2apic_format,
+                };
                 chip.routing = Routing::new(&entries, rules).map_err(|_| Error::InvalidArgument)?;
                 Ok(())
             })
@@ -78,7 +92,10 @@ impl Vm {
     }
     /// KVM_GET_IRQCHIP, chip 0 or 1.
     pub fn pic_state(&self, index: usize) -> Result<kvm_pic_state> {
-        let s = self.state.with_chips(|chip, _| chip.pic.save(index != 0)).ok_or(Error::NoSuchDevice)?;
+        let s = self
+            .state
+            .with_chips(|chip, _| chip.pic.save(index != 0))
+            .ok_or(Error::NoSuchDevice)?;
         Ok(kvm_pic_state {
             last_irr: s.last_irr,
             irr: s.irr,
@@ -118,30 +135,87 @@ impl Vm {
             elcr: s.elcr,
             elcr_mask: s.elcr_mask,
         };
-        self.state.with_chips(|chip, _| chip.pic.restore(index != 0, &state)).ok_or(Error::NoSuchDevice)
+        self.state
+            .with_chips(|chip, _| chip.pic.restore(index != 0, &state))
+            .ok_or(Error::NoSuchDevice)
     }
     /// KVM_GET_IRQCHIP, chip 2.
-    pub fn ioapic_state(&self) -> Result<irqchip::IoapicState> {
-        self.state.with_chips(|chip, _| chip.ioapic.save()).ok_or(Error::NoSuchDevice)
+    pub fn ioapic_state(&self) -> Result<kvm_ioapic_state> {
+        let s = self
+            .state
+            .with_chips(|chip, _| chip.ioapic.save())
+            .ok_or(Error::NoSuchDevice)?;
+        Ok(kvm_ioapic_state {
+            base_address: s.base_address,
+            ioregsel: s.ioregsel,
+            id: s.id,
+            irr: s.irr,
+            pad: s.pad,
+            redirtbl: s
+                .redirtbl
+                .map(|bits| kvm_ioapic_state__bindgen_ty_1 { bits }),
+        })
     }
-    /// KVM_SET_IRQCHIP, chip 2.
-    pub fn set_ioapic_state(&self, state: &irqchip::IoapicState) -> Result<()> {
+    /// KVM_SET_IRQCHIP, chip 2. (Reading the union in `kvm_ioapic_state` is the caller's.)
+    pub fn set_ioapic_state(&self, state: &IoapicState) -> Result<()> {
         self.state
-            .with_chips(|chip, lapics| chip.ioapic.restore(state, &mut |irq| irqchip::deliver(lapics, irq, None)))
+            .with_chips(|chip, lapics| {
+                chip.ioapic
+                    .restore(state, &mut |irq| irqchip::deliver(lapics, irq, None))
+            })
             .ok_or(Error::NoSuchDevice)
     }
     /// KVM_GET_PIT2.
-    pub fn get_pit2(&self) -> Result<irqchip::PitState> {
-        self.state
+    pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
+        let s = self
+            .state
             .with_chips(|chip, _| chip.pit.as_ref().map(irqchip::Pit::save))
             .flatten()
-            .ok_or(Error::NoSuchDevice)
+            .ok_or(Error::NoSuchDevice)?;
+        Ok(kvm_pit_state2 {
+            channels: s.channels.map(|c| kvm_pit_channel_state {
+                count: c.count,
+                latched_count: c.latched_count,
+                count_latched: c.count_latched,
+                status_latched: c.status_latched,
+                status: c.status,
+                read_state: c.read_state,
+                write_state: c.write_state,
+                write_latch: c.write_latch,
+                rw_mode: c.rw_mode,
+                mode: c.mode,
+                bcd: c.bcd,
+                gate: c.gate,
+                count_load_time: c.count_load_time,
+            }),
+            flags: s.flags,
+            reserved: s.reserved,
+        })
     }
     /// KVM_SET_PIT2.
-    pub fn set_pit2(&self, state: &irqchip::PitState) -> Result<()> {
+    pub fn set_pit2(&self, s: &kvm_pit_state2) -> Result<()> {
+        let state = irqchip::PitState {
+            channels: s.channels.map(|c| irqchip::PitChannelState {
+                count: c.count,
+                latched_count: c.latched_count,
+                count_latched: c.count_latched,
+                status_latched: c.status_latched,
+                status: c.status,
+                read_state: c.read_state,
+                write_state: c.write_state,
+                write_latch: c.write_latch,
+                rw_mode: c.rw_mode,
+                mode: c.mode,
+                bcd: c.bcd,
+                gate: c.gate,
+                count_load_time: c.count_load_time,
+            }),
+            flags: s.flags,
+            reserved: s.reserved,
+        };
         let now_ns = host::clock::monotonic_ns();
         self.state
-            .with_chips(|chip, _| chip.pit.as_mut().map(|pit| pit.restore(state, now_ns)))
+            .with_chips(|chip, _| chip.pit.as_mut().map(|pit| pit.restore(&state, now_ns)))
             .flatten()
             .ok_or(Error::NoSuchDevice)
     }
@@ -160,12 +234,21 @@ impl Vm {
         }
         let irqfds = &self.state.irqfds;
         if args.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
-            irqfds.lock().retain(|i| i.fd != args.fd || i.gsi != args.gsi);
+            irqfds
+                .lock()
+                .retain(|i| i.fd != args.fd || i.gsi != args.gsi);
             return irqfds.tell();
         }
         let open = |fd: u32| EventFd::duplicate(fd as i32).map_err(|_| Error::BadFd);
-        let resample = (args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0).then(|| open(args.resamplefd)).transpose()?;
-        let irqfd = Irqfd { gsi: args.gsi, fd: args.fd, event: open(args.fd)?, resample };
+        let resample = (args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0)
+            .then(|| open(args.resamplefd))
+            .transpose()?;
+        let irqfd = Irqfd {
+            gsi: args.gsi,
+            fd: args.fd,
+            event: open(args.fd)?,
+            resample,
+        };
         let mut list = irqfds.lock();
         if list.iter().any(|i| i.fd == args.fd) {
             return Err(Error::Busy);
@@ -179,15 +262,29 @@ impl Vm {
 
 fn entry(route: &Route) -> Option<Entry> {
     let route_to = match route.target {
-        RouteTarget::Irqchip { chip: KVM_IRQCHIP_PIC_MASTER, pin } if pin < 8 => irqchip::Route::Pic(pin as u8),
-        RouteTarget::Irqchip { chip: KVM_IRQCHIP_PIC_SLAVE, pin } if pin < 8 => irqchip::Route::Pic(pin as u8 + 8),
-        RouteTarget::Irqchip { chip: KVM_IRQCHIP_IOAPIC, pin } => irqchip::Route::Ioapic(u8::try_from(pin).ok()?),
+        RouteTarget::Irqchip {
+            chip: KVM_IRQCHIP_PIC_MASTER,
+            pin,
+        } if pin < 8 => irqchip::Route::Pic(pin as u8),
+        RouteTarget::Irqchip {
+            chip: KVM_IRQCHIP_PIC_SLAVE,
+            pin,
+        } if pin < 8 => irqchip::Route::Pic(pin as u8 + 8),
+        RouteTarget::Irqchip {
+            chip: KVM_IRQCHIP_IOAPIC,
+            pin,
+        } => irqchip::Route::Ioapic(u8::try_from(pin).ok()?),
         RouteTarget::Irqchip { .. } => return None,
-        RouteTarget::Msi { address, data } => {
-            irqchip::Route::Msi(Msi { address_lo: address as u32, address_hi: (address >> 32) as u32, data })
-        }
+        RouteTarget::Msi { address, data } => irqchip::Route::Msi(Msi {
+            address_lo: address as u32,
+            address_hi: (address >> 32) as u32,
+            data,
+        }),
     };
-    Some(Entry { gsi: route.gsi, route: route_to })
+    Some(Entry {
+        gsi: route.gsi,
+        route: route_to,
+    })
 }
 
 impl Irqfds {
@@ -215,7 +312,11 @@ impl VmState {
     }
 
     fn start_irqfd_thread(self: &Arc<Self>) -> Result<()> {
-        let mut control = self.irqfds.control.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut control = self
+            .irqfds
+            .control
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         if control.is_some() {
             return Ok(());
         }
@@ -234,15 +335,23 @@ impl VmState {
 /// Raises the GSI of each irqfd that is signalled, until the VM is gone.
 fn wait_for_irqfds(vm: &std::sync::Weak<VmState>, control: &EventFd) {
     loop {
-        let Some(list) = vm.upgrade().map(|vm| vm.irqfds.lock().clone()) else { return };
+        let Some(list) = vm.upgrade().map(|vm| vm.irqfds.lock().clone()) else {
+            return;
+        };
         let mut fds: Vec<BorrowedFd<'_>> = vec![control.as_fd()];
         fds.extend(list.iter().map(|i| i.event.as_fd()));
-        let Ok(ready) = host::poll::readable(&fds, None) else { continue };
+        let Ok(ready) = host::poll::readable(&fds, None) else {
+            continue;
+        };
         let Some(vm) = vm.upgrade() else { return };
         if ready.first().is_some_and(|r| r.readable) {
             let _ = control.take();
         }
-        for (irqfd, _) in list.iter().zip(ready.iter().skip(1)).filter(|(_, r)| r.readable) {
+        for (irqfd, _) in list
+            .iter()
+            .zip(ready.iter().skip(1))
+            .filter(|(_, r)| r.readable)
+        {
             if !matches!(irqfd.event.take(), Ok(Some(_))) {
                 continue;
             }

@@ -2,6 +2,7 @@
 
 pub(crate) mod chips;
 pub(crate) mod clock;
+pub(crate) mod doorbell;
 mod irq;
 
 use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
@@ -9,7 +10,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use guest_memory::{GuestMemory, MemslotError, SlotConfig};
 use kvm_bindings::*;
 
-use self::{chips::Chips, clock::VmClock, irq::Irqfds};
+use self::{chips::Chips, clock::VmClock, doorbell::Bells, irq::Irqfds};
 use crate::{
     Error, Result, Vcpu,
     system::MAX_VCPUS,
@@ -24,6 +25,7 @@ pub(crate) struct VmState {
     vcpus: RwLock<Vec<Arc<VcpuShared>>>,
     chips: OnceLock<Chips>,
     irqfds: Irqfds,
+    pub(crate) doorbells: Arc<Bells>,
 }
 
 /// Where a GSI goes.
@@ -74,8 +76,15 @@ impl From<MemslotError> for Error {
 impl Vm {
     /// KVM_CREATE_VM.
     pub fn new() -> Result<Arc<Self>> {
-        let state = VmState { memory: GuestMemory::new(), clock: VmClock::new(), vcpus: RwLock::default(), chips: OnceLock::new(), irqfds: Irqfds::default() };
-        Ok(Arc::new(Self { state: Arc::new(state) }))
+        let state = VmState {
+            memory: GuestMemory::new(),
+            clock: VmClock::new(),
+            vcpus: RwLock::default(),
+            chips: OnceLock::new(),
+            irqfds: Irqfds::default(), doorbells: Arc::new(Bells::new(io_bus::Doorbells::default())) };
+        Ok(Arc::new(Self {
+            state: Arc::new(state),
+        }))
     }
     /// KVM_CHECK_EXTENSION on the VM.
     pub fn check_extension(&self, cap: u32) -> i32 {
@@ -86,7 +95,11 @@ impl Vm {
         if id >= MAX_VCPUS as u32 {
             return Err(Error::InvalidArgument);
         }
-        let mut vcpus = self.state.vcpus.write().unwrap_or_else(PoisonError::into_inner);
+        let mut vcpus = self
+            .state
+            .vcpus
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
         if vcpus.iter().any(|v| v.id == id) {
             return Err(Error::Exists);
         }
@@ -113,6 +126,28 @@ impl Vm {
         let (bitmap, epoch) = self.state.memory.take_dirty(slot)?;
         self.state.wait_for_memory(epoch);
         Ok(bitmap)
+    }
+    /// KVM_ENABLE_CAP on the VM: EINVAL, no capability has to be enabled.
+    pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
+        Err(Error::InvalidArgument)
+    }
+    /// KVM_SET_TSS_ADDR: three pages that Intel's hardware needs and a software
+    /// CPU does not; the range is checked as KVM checks it.
+    pub fn set_tss_addr(&self, gpa: u64) -> Result<()> {
+        if gpa > u64::from(u32::MAX) - 3 * 4096 { Err(Error::InvalidArgument) } else { Ok(()) }
+    }
+    /// KVM_SET_IDENTITY_MAP_ADDR: as with the TSS address, nothing is placed
+    /// there; EINVAL once there are vCPUs.
+    pub fn set_identity_map_addr(&self, _gpa: u64) -> Result<()> {
+        if self.state.vcpus().is_empty() { Ok(()) } else { Err(Error::InvalidArgument) }
+    }
+    /// KVM_REGISTER_COALESCED_MMIO: not offered (KVM_CAP_COALESCED_MMIO is 0).
+    pub fn register_coalesced_mmio(&self, _zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        Err(Error::NotSupported)
+    }
+    /// KVM_UNREGISTER_COALESCED_MMIO: not offered.
+    pub fn unregister_coalesced_mmio(&self, _zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        Err(Error::NotSupported)
     }
     /// KVM_GET_CLOCK.
     pub fn get_clock(&self) -> Result<kvm_clock_data> {

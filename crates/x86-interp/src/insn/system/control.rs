@@ -149,7 +149,7 @@ fn write_cr3<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
 }
 
 /// CR4 bits that CPUID promises.
-fn cr4_valid_bits(f: &Features) -> u64 {
+pub fn cr4_valid_bits(f: &Features) -> u64 {
     const BY_FEATURE: &[(Feature, u64)] = &[
         (Feature::Tsc, cr4::TSD),
         (Feature::De, cr4::DE),

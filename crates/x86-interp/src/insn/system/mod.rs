@@ -14,6 +14,7 @@ mod tables;
 #[cfg(test)]
 mod tests;
 
+pub use control::cr4_valid_bits;
 use iced_x86::Instruction;
 use x86_cpu::{Exception, GuestBus};
 
