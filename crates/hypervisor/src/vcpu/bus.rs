@@ -16,7 +16,7 @@ use super::{
     replay::{Answered, DeviceAccess, Replay},
     shared::VcpuShared,
 };
-use crate::{Exit, vm::VmState, vm::clock::TscParams};
+use crate::{Exit, vm::VmState, vm::clock::TscParams, vm::doorbell::Bell};
 
 /// Blocks between two looks at the clock and at immediate_exit.
 const POLL_BLOCKS: u32 = 128;
@@ -111,7 +111,8 @@ impl Bus {
     fn device_store(&mut self, cpu: &CpuState, gpa: u64, len: u8, value: u64) -> Result<(), Fault> {
         let access = DeviceAccess::Store { gpa, len };
         if self.replay.is_new(access)
-            && (self.ring(Space::Mmio, gpa, len, value) || self.chip_store(gpa, len, value)) {
+            && (self.ring(Space::Mmio, gpa, len, value) || self.chip_store(gpa, len, value))
+        {
             self.replay.made(access, 0);
             return Ok(());
         }
@@ -184,7 +185,13 @@ impl Bus {
 
     /// Signals the eventfd that listens to this write; false if none does.
     fn ring(&mut self, space: Space, address: u64, len: u8, value: u64) -> bool {
-        let Some(bell) = self.doorbells.get().find(space, address, len.into(), value & mask(len)) else { return false };
+        let Some(bell) = self
+            .doorbells
+            .get()
+            .find(space, address, len.into(), value & mask(len))
+        else {
+            return false;
+        };
         // A full counter is a signal already; a closed reader is the VMM's business.
         let _ = bell.event.signal(1);
         true
@@ -355,7 +362,9 @@ impl GuestBus for Bus {
     ) -> Result<(), Fault> {
         let access = DeviceAccess::PortOut { port, size };
         if self.replay.is_new(access)
-            && (self.chip_out(port, size, value) || self.ring(Space::Pio, port.into(), size, value.into())) {
+            && (self.chip_out(port, size, value)
+                || self.ring(Space::Pio, port.into(), size, value.into()))
+        {
             self.replay.made(access, 0);
             return Ok(());
         }

@@ -34,19 +34,27 @@ impl Vm {
     /// would ring two doorbells, ENOENT for removing what is not there.
     pub fn ioeventfd(&self, args: &kvm_ioeventfd) -> Result<()> {
         let flag = |nr: u32| args.flags & 1 << nr != 0;
-        let known = 1 << kvm_ioeventfd_flag_nr_datamatch | 1 << kvm_ioeventfd_flag_nr_pio | 1 << kvm_ioeventfd_flag_nr_deassign;
+        let known = 1 << kvm_ioeventfd_flag_nr_datamatch
+            | 1 << kvm_ioeventfd_flag_nr_pio
+            | 1 << kvm_ioeventfd_flag_nr_deassign;
         if args.flags & !known != 0 {
             return Err(Error::InvalidArgument);
         }
         let spec = DoorbellSpec {
-            space: if flag(kvm_ioeventfd_flag_nr_pio) { Space::Pio } else { Space::Mmio },
+            space: if flag(kvm_ioeventfd_flag_nr_pio) {
+                Space::Pio
+            } else {
+                Space::Mmio
+            },
             address: args.addr,
             len: args.len,
             datamatch: flag(kvm_ioeventfd_flag_nr_datamatch).then_some(args.datamatch),
         };
         let bells = &self.state.doorbells;
         if flag(kvm_ioeventfd_flag_nr_deassign) {
-            bells.update(|b| b.deassign(spec, |bell| bell.fd == args.fd)).map_err(Error::from)?;
+            bells
+                .update(|b| b.deassign(spec, |bell| bell.fd == args.fd))
+                .map_err(Error::from)?;
             return Ok(());
         }
         let event = EventFd::duplicate(args.fd).map_err(|_| Error::BadFd)?;

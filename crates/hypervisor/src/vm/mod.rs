@@ -81,7 +81,9 @@ impl Vm {
             clock: VmClock::new(),
             vcpus: RwLock::default(),
             chips: OnceLock::new(),
-            irqfds: Irqfds::default(), doorbells: Arc::new(Bells::new(io_bus::Doorbells::default())) };
+            irqfds: Irqfds::default(),
+            doorbells: Arc::new(Bells::new(io_bus::Doorbells::default())),
+        };
         Ok(Arc::new(Self {
             state: Arc::new(state),
         }))
@@ -134,12 +136,20 @@ impl Vm {
     /// KVM_SET_TSS_ADDR: three pages that Intel's hardware needs and a software
     /// CPU does not; the range is checked as KVM checks it.
     pub fn set_tss_addr(&self, gpa: u64) -> Result<()> {
-        if gpa > u64::from(u32::MAX) - 3 * 4096 { Err(Error::InvalidArgument) } else { Ok(()) }
+        if gpa > u64::from(u32::MAX) - 3 * 4096 {
+            Err(Error::InvalidArgument)
+        } else {
+            Ok(())
+        }
     }
     /// KVM_SET_IDENTITY_MAP_ADDR: as with the TSS address, nothing is placed
     /// there; EINVAL once there are vCPUs.
     pub fn set_identity_map_addr(&self, _gpa: u64) -> Result<()> {
-        if self.state.vcpus().is_empty() { Ok(()) } else { Err(Error::InvalidArgument) }
+        if self.state.vcpus().is_empty() {
+            Ok(())
+        } else {
+            Err(Error::InvalidArgument)
+        }
     }
     /// KVM_REGISTER_COALESCED_MMIO: not offered (KVM_CAP_COALESCED_MMIO is 0).
     pub fn register_coalesced_mmio(&self, _zone: &kvm_coalesced_mmio_zone) -> Result<()> {
