@@ -94,7 +94,64 @@ impl Irqchip {
         }
     }
 
-    /// Call after any access to the PIC's ports and after [`Pic::ack`]: does
+    /// A guest's write to the IOAPIC, `offset` from its base.
+    pub fn ioapic_write<S: LapicSet + ?Sized>(&mut self, lapics: &mut S, offset: u64, value: u32) {
+        let was_masked = self.is_pit_masked();
+        self.ioapic
+            .mmio_write(offset, value, &mut |irq| deliver(lapics, irq, None));
+        self.note_pit_mask(was_masked);
+    }
+
+    /// A guest's write to a PIC port; `resample` as in [`Self::eoi`].
+    pub fn pic_write<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        port: u16,
+        value: u8,
+        resample: impl FnMut(u32),
+    ) {
+        let was_masked = self.is_pit_masked();
+        self.pic.port_write(port, value);
+        self.note_pit_mask(was_masked);
+        self.pic_acked(lapics, resample);
+    }
+
+    /// A guest's read of a PIC port, which may be a poll.
+    pub fn pic_read<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        port: u16,
+        resample: impl FnMut(u32),
+    ) -> u8 {
+        let value = self.pic.port_read(port);
+        self.pic_acked(lapics, resample);
+        value
+    }
+
+    /// Per route of GSI 0, whether its pin is masked: the PIC's, the IOAPIC's.
+    fn is_pit_masked(&self) -> [bool; 2] {
+        let mut masked = [true; 2];
+        for entry in self.routing.routes(0) {
+            match entry.route {
+                Route::Pic(pin) => masked[0] = self.pic.is_masked(pin),
+                Route::Ioapic(pin) => masked[1] = self.ioapic.is_masked(pin),
+                Route::Msi(_) => {}
+            }
+        }
+        masked
+    }
+
+    /// A tick that was raised while IRQ 0 was masked is never acknowledged:
+    /// without forgetting it at the unmasking, no tick would ever come again.
+    fn note_pit_mask(&mut self, was: [bool; 2]) {
+        let is = self.is_pit_masked();
+        let unmasked = was.iter().zip(is).any(|(&was, is)| was && !is);
+        if let Some(pit) = self.pit.as_mut().filter(|_| unmasked) {
+            pit.unmasked();
+        }
+    }
+
+    /// Call after [`Pic::ack`] (an automatic EOI ends the interrupt there): does
     /// for the PIC's inputs what [`Self::eoi`] does for the IOAPIC's.
     pub fn pic_acked<S: LapicSet + ?Sized>(
         &mut self,

@@ -46,8 +46,7 @@ fn lapics(nr: u32) -> Set {
 fn redir(chip: &mut Irqchip, set: &mut Set, pin: u32, low: u32, high: u32) {
     for (reg, value) in [(0x11 + 2 * pin, high), (0x10 + 2 * pin, low)] {
         for (offset, value) in [(0, reg), (0x10, value)] {
-            chip.ioapic
-                .mmio_write(offset, value, &mut |irq| deliver(set, irq, None));
+            chip.ioapic_write(set, offset, value);
         }
     }
 }
@@ -141,6 +140,46 @@ fn pit_tick_reaches_pic_and_ioapic_and_is_reinjected() {
         ticks += 1;
     }
     assert_eq!(ticks, 3);
+}
+
+/// A kernel unmasks the timer long after the firmware left it running.
+#[test]
+fn ticks_lost_to_a_mask_do_not_stop_the_pit() {
+    let pit = || {
+        let mut pit = Pit::new(true, 0);
+        for (port, value) in [(0x43, 0x34), (0x40, 0x9c), (0x40, 0x2e)] {
+            pit.port_write(port, value, 0);
+        }
+        pit
+    };
+    let period = pit().next_event_ns().unwrap();
+
+    let (mut chip, mut set) = (Irqchip::new(), lapics(1));
+    chip.pit = Some(pit());
+    chip.advance_pit(&mut set, period);
+    redir(&mut chip, &mut set, 0, 0x30, 0);
+    chip.advance_pit(&mut set, 2 * period);
+    assert_eq!(set.lapics[0].pending(), Some(0x30));
+
+    let mut chip = Irqchip::new();
+    for (port, value) in [
+        (0x20, 0x11),
+        (0x21, 0x30),
+        (0x21, 4),
+        (0x21, 1),
+        (0x21, 0xff),
+    ] {
+        chip.pic_write(&mut set, port, value, |_| {});
+    }
+    chip.pit = Some(pit());
+    chip.advance_pit(&mut set, period);
+    assert!(!chip.pic.intr());
+    chip.pic_write(&mut set, 0x21, 0xfe, |_| {});
+    assert_eq!(chip.pic.ack(), 0x30, "the edge was latched");
+    chip.pic_write(&mut set, 0x20, 0x20, |_| {});
+    chip.advance_pit(&mut set, 2 * period);
+    assert_eq!(chip.pic.ack(), 0x30);
+    assert_eq!(chip.pic_read(&mut set, 0x21, |_| {}), 0xfe);
 }
 
 #[test]
