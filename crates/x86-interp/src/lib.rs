@@ -17,6 +17,7 @@ mod insn;
 mod int;
 mod run;
 mod segment;
+pub mod smm;
 mod stack;
 mod task;
 #[cfg(test)]

@@ -376,9 +376,6 @@ fn ret<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         };
         stack.rsp = rsp;
         stack.long = to_64bit;
-        if !to_64bit && !stack.ss.attr.is_big() && size == 2 {
-            stack.rsp = ex.cpu.gpr[reg::RSP] & !0xffff | rsp & 0xffff;
-        }
         stack.adjust(release);
     }
     check_target(ex, &segment, rip)?;

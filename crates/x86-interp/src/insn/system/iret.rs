@@ -142,11 +142,6 @@ fn protected<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, size: u8) -> Res
         stack.ss = segment;
         stack.rsp = rsp;
         stack.long = ex.cpu.is_64bit();
-        // A 16-bit stack gets all of the popped pointer on a wide return
-        // (what 16-bit SS leaks of ESP is the pushed value).
-        if !stack.long && !segment.attr.is_big() && size == 2 {
-            stack.rsp = ex.cpu.gpr[reg::RSP] & !0xffff | rsp & 0xffff;
-        }
     }
     ex.cpu.set_rip(rip);
     stack.commit(ex.cpu);

@@ -1,6 +1,6 @@
 //! CPUID, MSRs, time, TLB and cache control, MONITOR, hypercalls.
 
-use iced_x86::{Code, Instruction, Mnemonic};
+use iced_x86::{Instruction, Mnemonic};
 use x86_cpu::{Exception, Feature, Flush, GuestBus};
 use x86_defs::{
     control::{cr3, cr4},
@@ -8,7 +8,7 @@ use x86_defs::{
 };
 
 use super::control::{edx_eax, set_edx_eax};
-use crate::{Exec, Flow, Handler, Insn, Selector, Step, Stop};
+use crate::{Exec, Flow, Handler, Insn, Selector, Step, Stop, smm};
 
 pub(super) fn select<B: GuestBus>(i: &Instruction, s: &Selector<'_>) -> Option<Handler<B>> {
     Some(match i.mnemonic() {
@@ -26,7 +26,7 @@ pub(super) fn select<B: GuestBus>(i: &Instruction, s: &Selector<'_>) -> Option<H
         // KVM accepts either vendor's form on both (and patches it).
         Mnemonic::Vmcall | Mnemonic::Vmmcall => hypercall,
         Mnemonic::Serialize => serialize,
-        _ if i.code() == Code::Rsm => return None,
+        Mnemonic::Rsm => rsm,
         _ => return None,
     })
 }
@@ -138,6 +138,16 @@ fn invpcid<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     };
     ex.bus.flush(ex.cpu, what);
     Ok(Flow::EndBlock)
+}
+
+fn rsm<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
+    if !ex.cpu.events.in_smm {
+        return Err(Exception::UD.into());
+    }
+    ex.sync_flags();
+    smm::leave(ex.cpu, ex.bus)?;
+    ex.flags.set(ex.cpu.rflags);
+    Ok(Flow::Jump)
 }
 
 /// There is no cache to write back or invalidate.
