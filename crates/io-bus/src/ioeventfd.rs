@@ -38,7 +38,6 @@ pub enum DoorbellError {
 /// All doorbells of one address.
 #[derive(Clone, Debug)]
 struct Site<T> {
-    key: (Space, u64),
     /// Length 0: then it is the only one here.
     any_len: Option<T>,
     /// Any value, for lengths 1, 2, 4 and 8.
@@ -48,9 +47,8 @@ struct Site<T> {
 }
 
 impl<T> Site<T> {
-    const fn new(key: (Space, u64)) -> Self {
+    const fn new() -> Self {
         Self {
-            key,
             any_len: None,
             any_value: [const { None }; 4],
             by_value: Vec::new(),
@@ -67,15 +65,33 @@ impl<T> Site<T> {
     }
 }
 
+/// The doorbells of one space. The addresses are kept apart from what is there,
+/// so that a search touches few cache lines.
+#[derive(Clone, Debug)]
+struct Table<T> {
+    /// Sorted.
+    addresses: Vec<u64>,
+    /// What is at each address.
+    sites: Vec<Site<T>>,
+}
+
 /// The doorbells of a VM; `T` is what one signals.
 #[derive(Clone, Debug)]
 pub struct Doorbells<T> {
-    sites: Vec<Site<T>>,
+    ports: Table<T>,
+    mmio: Table<T>,
 }
 
 impl<T> Default for Doorbells<T> {
     fn default() -> Self {
-        Self { sites: Vec::new() }
+        let table = || Table {
+            addresses: Vec::new(),
+            sites: Vec::new(),
+        };
+        Self {
+            ports: table(),
+            mmio: table(),
+        }
     }
 }
 
@@ -105,10 +121,10 @@ impl<T> Doorbells<T> {
     /// KVM_IOEVENTFD.
     pub fn assign(&mut self, spec: DoorbellSpec, target: T) -> Result<(), DoorbellError> {
         spec.check()?;
-        let key = (spec.space, spec.address);
-        let found = self.sites.binary_search_by_key(&key, |s| s.key);
+        let table = self.table_mut(spec.space);
+        let found = table.addresses.binary_search(&spec.address);
         if let Ok(at) = found {
-            let site = &self.sites[at];
+            let site = &table.sites[at];
             let taken = site.any_len.is_some()
                 || match (len_index(spec.len), spec.datamatch) {
                     // There are no empty sites.
@@ -127,10 +143,11 @@ impl<T> Doorbells<T> {
             }
         }
         let at = found.unwrap_or_else(|at| {
-            self.sites.insert(at, Site::new(key));
+            table.addresses.insert(at, spec.address);
+            table.sites.insert(at, Site::new());
             at
         });
-        let site = &mut self.sites[at];
+        let site = &mut table.sites[at];
         match (len_index(spec.len), spec.datamatch) {
             (None, _) => site.any_len = Some(target),
             (Some(i), None) => site.any_value[i] = Some(target),
@@ -151,11 +168,12 @@ impl<T> Doorbells<T> {
         is_target: impl FnOnce(&T) -> bool,
     ) -> Result<T, DoorbellError> {
         spec.check()?;
-        let at = self
-            .sites
-            .binary_search_by_key(&(spec.space, spec.address), |s| s.key)
+        let table = self.table_mut(spec.space);
+        let at = table
+            .addresses
+            .binary_search(&spec.address)
             .map_err(|_| DoorbellError::NotFound)?;
-        let site = &mut self.sites[at];
+        let site = &mut table.sites[at];
         let slot = match (len_index(spec.len), spec.datamatch) {
             (None, _) => Some(&mut site.any_len),
             (Some(i), None) => Some(&mut site.any_value[i]),
@@ -171,7 +189,8 @@ impl<T> Doorbells<T> {
             }
         };
         if site.is_empty() {
-            self.sites.remove(at);
+            table.addresses.remove(at);
+            table.sites.remove(at);
         }
         target.ok_or(DoorbellError::NotFound)
     }
@@ -179,11 +198,12 @@ impl<T> Doorbells<T> {
     /// The doorbell that a write of the low `len` bytes of `value` rings.
     #[inline]
     pub fn find(&self, space: Space, address: u64, len: u32, value: u64) -> Option<&T> {
-        let at = self
-            .sites
-            .binary_search_by_key(&(space, address), |s| s.key)
-            .ok()?;
-        let site = &self.sites[at];
+        let table = match space {
+            Space::Pio => &self.ports,
+            Space::Mmio => &self.mmio,
+        };
+        let at = table.addresses.binary_search(&address).ok()?;
+        let site = &table.sites[at];
         if site.any_len.is_some() {
             return site.any_len.as_ref();
         }
@@ -197,6 +217,13 @@ impl<T> Doorbells<T> {
             .binary_search_by_key(&(len, value), |e| e.0)
             .ok()?;
         Some(&site.by_value[i].1)
+    }
+
+    const fn table_mut(&mut self, space: Space) -> &mut Table<T> {
+        match space {
+            Space::Pio => &mut self.ports,
+            Space::Mmio => &mut self.mmio,
+        }
     }
 }
 
