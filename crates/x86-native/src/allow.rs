@@ -9,8 +9,16 @@
 
 use iced_x86::{
     Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpCodeOperandKind as K,
-    Register,
+    Register, RflagsBits,
 };
+
+/// The arithmetic flags among the decoder's bits (x87 condition codes are others).
+const ARITH: u32 = RflagsBits::OF
+    | RflagsBits::SF
+    | RflagsBits::ZF
+    | RflagsBits::AF
+    | RflagsBits::CF
+    | RflagsBits::PF;
 
 /// How a form is encoded and which state it works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,8 +81,8 @@ pub fn form(i: &Instruction) -> Option<Form> {
     Some(Form {
         class,
         uses_mxcsr: class != Class::X87 && uses_mxcsr(code),
-        writes_flags: i.rflags_modified() != 0,
-        reads_flags: i.rflags_read() != 0,
+        writes_flags: i.rflags_modified() & ARITH != 0,
+        reads_flags: i.rflags_read() & ARITH != 0,
     })
 }
 
@@ -196,7 +204,9 @@ fn uses_mxcsr(code: Code) -> bool {
         return true;
     }
     let suffix = ["ps", "pd", "ss", "sd"].iter().any(|s| name.ends_with(s));
+    // Packed-integer names (PABSD …) end like scalar doubles.
     let plain = [
+        "p",
         "mov",
         "and",
         "or",

@@ -10,6 +10,7 @@ mod allow;
 mod buffer;
 mod mxcsr;
 mod native;
+pub mod oracle;
 mod stub;
 
 pub(crate) use native::Context;

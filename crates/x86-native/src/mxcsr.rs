@@ -54,13 +54,20 @@ pub(crate) fn tiny_result(m: Mnemonic, unmasked: u32, before: &FpState, after: &
     } else {
         name.ends_with("ps") || name.ends_with("ss")
     };
+    // A scalar instruction computes element 0 alone; the others pass through.
+    let scalar = name.ends_with("ss") || name.ends_with("sd");
+    let element = match (scalar, single) {
+        (false, _) => u128::MAX,
+        (true, true) => u128::from(u32::MAX),
+        (true, false) => u128::from(u64::MAX),
+    };
     let tiny = (0..16).any(|n| {
         [
             (before.xmm(n), after.xmm(n)),
-            (before.ymm_hi(n), after.ymm_hi(n)),
+            (before.ymm_hi(n), if scalar { 0 } else { after.ymm_hi(n) }),
         ]
         .iter()
-        .any(|&(old, new)| old != new && has_denormal(new, single))
+        .any(|&(old, new)| old != new && has_denormal(new & element, single))
     });
     if tiny { UE } else { 0 }
 }

@@ -10,6 +10,7 @@ use x86_defs::xsave::{FSW, FTW, ST0};
 use super::{
     Handler, Insn,
     simd::{available, class},
+    simd_x87::set_top,
 };
 use crate::{Exec, Flow, Step, Stop};
 
@@ -141,7 +142,9 @@ fn maskmov<B: GuestBus, const CLASS: u8>(e: &mut Exec<'_, B>, insn: &Insn<B>) ->
     available::<B, CLASS>(e)?;
     let operand = |e: &Exec<'_, B>, n: u8| {
         if CLASS == class::MMX {
-            let at = ST0 + 16 * usize::from(n & 7);
+            // MMX numbers are physical, the area is relative to TOP.
+            let top = usize::from(e.cpu.fp.area[FSW + 1] >> 3 & 7);
+            let at = ST0 + 16 * (usize::from(n).wrapping_sub(top) & 7);
             let mut v = [0; 32];
             v[..8].copy_from_slice(&e.cpu.fp.area[at..at + 8]);
             v
@@ -161,7 +164,7 @@ fn maskmov<B: GuestBus, const CLASS: u8>(e: &mut Exec<'_, B>, insn: &Insn<B>) ->
     if CLASS == class::MMX {
         // An MMX instruction makes all registers valid and TOP 0 (SDM vol. 1, 9.5).
         e.cpu.fp.area[FTW] = 0xff;
-        e.cpu.fp.area[FSW + 1] &= !0x38;
+        set_top(e, 0);
     }
     Ok(Flow::Next)
 }
@@ -177,17 +180,10 @@ fn gather<B: GuestBus, const INDEX: usize, const SIZE: usize, const COUNT: usize
     let mut mask = vector(e, insn.src);
     let index = vector(e, insn.index);
     let base = e.cpu.gpr[usize::from(insn.base) & 31].wrapping_add(insn.disp);
-    // All of each mask element follows its sign bit.
-    for n in 0..COUNT {
-        let fill = if selected(&mask, n, SIZE) { 0xff } else { 0 };
-        mask[n * SIZE..(n + 1) * SIZE].fill(fill);
-    }
-    let end = COUNT * SIZE;
-    out[end..].fill(0);
-    mask[end..].fill(0);
     for n in 0..COUNT {
         let at = n * SIZE;
         if !selected(&mask, n, SIZE) {
+            mask[at..at + SIZE].fill(0);
             continue;
         }
         let i = &index[n * INDEX..(n + 1) * INDEX];
@@ -211,6 +207,7 @@ fn gather<B: GuestBus, const INDEX: usize, const SIZE: usize, const COUNT: usize
         }
         mask[at..at + SIZE].fill(0);
     }
+    out[COUNT * SIZE..].fill(0);
     set_vector(e, insn.dst, &out);
     set_vector(e, insn.src, &[0; 32]);
     Ok(Flow::Next)

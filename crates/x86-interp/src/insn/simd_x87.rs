@@ -74,7 +74,18 @@ fn set_control<B: GuestBus>(e: &mut Exec<'_, B>, fcw: u16, fsw: u16) {
     set_u16(e, FSW, fsw);
 }
 
+/// Sets TOP in FSW. Data registers stay where they are physically, so their
+/// images, which are relative to TOP, rotate.
+pub(super) fn set_top<B: GuestBus>(e: &mut Exec<'_, B>, top: u8) {
+    let area = &mut e.cpu.fp.area;
+    let old = area[FSW + 1] >> 3 & 7;
+    let by = usize::from(top.wrapping_sub(old) & 7);
+    area[ST0..ST0 + 128].rotate_left(16 * by);
+    area[FSW + 1] = area[FSW + 1] & !0x38 | (top & 7) << 3;
+}
+
 fn reset_x87<B: GuestBus>(e: &mut Exec<'_, B>) {
+    set_top(e, 0);
     // Data registers keep their contents.
     e.cpu.fp.area[..xsave::MXCSR].fill(0);
     set_u16(e, FCW, FCW_INIT);
@@ -248,6 +259,7 @@ fn set_environment<B: GuestBus>(e: &mut Exec<'_, B>, image: &[u8; ENV32], size: 
             abridged |= 1u8 << physical;
         }
     }
+    set_top(e, (w[1] >> 11 & 7) as u8);
     set_control(e, w[0] as u16, w[1] as u16);
     let area = &mut e.cpu.fp.area;
     area[FTW] = abridged;

@@ -1,0 +1,184 @@
+//! Random register states, and their passage between the oracle and the interpreter.
+
+use x86_cpu::{CpuState, Features};
+use x86_defs::{
+    control::{cr0, cr4, efer},
+    reg,
+    segment::{Attr, Segment},
+    xsave,
+};
+use x86_native::oracle::{AREA_SIZE, BLOCK, Registers, WINDOW, WINDOW_SIZE};
+
+use crate::Random;
+
+/// Random registers; `rbx` (the base of memory operands) points into the window.
+pub(crate) fn registers(r: &mut Random) -> Registers {
+    let mut gpr = [0; 16];
+    for g in &mut gpr {
+        *g = r.integer();
+    }
+    gpr[reg::RBX] = address(r);
+    gpr[reg::RSI] = address(r);
+    gpr[reg::RDI] = address(r);
+    gpr[reg::RSP] = WINDOW + 0x1000 + r.below(64) * 8;
+    if r.one_in(2) {
+        gpr[reg::RCX] = r.below(8);
+    }
+    let mut area = [0; AREA_SIZE];
+    area[..2].copy_from_slice(&fcw(r).to_le_bytes());
+    area[3] = (r.below(8) << 3 | r.below(8)) as u8;
+    area[4] = match r.below(4) {
+        0 => 0,
+        1 => 0xff,
+        _ => r.next() as u8,
+    };
+    area[xsave::MXCSR..xsave::MXCSR + 4].copy_from_slice(&mxcsr(r).to_le_bytes());
+    for n in 0..8 {
+        let st = xsave::ST0 + 16 * n;
+        area[st..st + 10].copy_from_slice(&x87(r));
+    }
+    for at in (0..256).step_by(8) {
+        area[xsave::XMM0 + at..xsave::XMM0 + at + 8].copy_from_slice(&vector_part(r));
+        area[xsave::YMM_HI + at..xsave::YMM_HI + at + 8].copy_from_slice(&vector_part(r));
+    }
+    Registers {
+        gpr,
+        rflags: r.next() & 0x8d5 | 2,
+        rip: BLOCK,
+        area,
+    }
+}
+
+/// Mostly aligned and inside; sometimes unaligned or near the end.
+fn address(r: &mut Random) -> u64 {
+    match r.below(16) {
+        0 => WINDOW + WINDOW_SIZE as u64 - r.below(64),
+        1 | 2 => WINDOW + r.below(0x1000),
+        _ => WINDOW + r.below(0x80) * 32,
+    }
+}
+
+fn fcw(r: &mut Random) -> u16 {
+    let masks = if r.one_in(4) {
+        r.below(64) as u16
+    } else {
+        0x3f
+    };
+    masks | 0x40 | (r.pick(&[0u16, 2, 3]) << 8) | (r.below(4) as u16) << 10
+}
+
+fn mxcsr(r: &mut Random) -> u32 {
+    let masks = if r.one_in(4) {
+        r.below(64) as u32
+    } else {
+        0x3f
+    };
+    let rest = match r.below(2) {
+        0 => 0,
+        _ => (r.next() as u32) & 0xe07f,
+    };
+    masks << 7 | rest
+}
+
+/// A double-extended value of any class.
+fn x87(r: &mut Random) -> [u8; 10] {
+    let mut b = [0; 10];
+    let exponent: u16 = match r.below(6) {
+        0 => 0,
+        1 => 0x7fff,
+        2 => r.next() as u16 & 0x7fff,
+        _ => 0x3fff - 40 + r.below(80) as u16,
+    };
+    let significand = match r.below(6) {
+        0 => 0,
+        1 => 1 << 63,
+        2 => r.next(),
+        _ => r.next() | 1 << 63,
+    };
+    let sign = (r.below(2) as u16) << 15;
+    b[..8].copy_from_slice(&u64::to_le_bytes(significand));
+    b[8..].copy_from_slice(&(exponent | sign).to_le_bytes());
+    b
+}
+
+/// Eight bytes of a vector: integers, singles or doubles of any class.
+pub(crate) fn vector_part(r: &mut Random) -> [u8; 8] {
+    match r.below(4) {
+        0 => r.next().to_le_bytes(),
+        1 => r.integer().to_le_bytes(),
+        2 => {
+            let a = single(r);
+            let b = single(r);
+            (u64::from(a) | u64::from(b) << 32).to_le_bytes()
+        }
+        _ => double(r).to_le_bytes(),
+    }
+}
+
+fn single(r: &mut Random) -> u32 {
+    let sign = (r.next() as u32) & 1 << 31;
+    let fraction = (r.next() as u32) & 0x007f_ffff;
+    sign | match r.below(8) {
+        0 => 0,
+        1 => fraction,
+        2 => 0x7f80_0000,
+        3 => 0x7f80_0000 | fraction,
+        4 => fraction | (r.next() as u32 & 0x7f80_0000),
+        _ => (127 - 20 + r.below(40) as u32) << 23 | fraction,
+    }
+}
+
+fn double(r: &mut Random) -> u64 {
+    let sign = r.next() & 1 << 63;
+    let fraction = r.next() & 0x000f_ffff_ffff_ffff;
+    sign | match r.below(8) {
+        0 => 0,
+        1 => fraction,
+        2 => 0x7ff << 52,
+        3 => 0x7ff << 52 | fraction,
+        4 => fraction | (r.next() & 0x7ff << 52),
+        _ => (1023 - 40 + r.below(80)) << 52 | fraction,
+    }
+}
+
+/// A 64-bit user-mode CPU with this host's features.
+pub(crate) fn cpu() -> CpuState {
+    let mut cpu = CpuState::default();
+    let leaves = [
+        (0, 0),
+        (1, 0),
+        (7, 0),
+        (7, 1),
+        (0xd, 0),
+        (0xd, 1),
+        (0x8000_0001, 0),
+    ];
+    cpu.features = Features::from_cpuid(leaves.into_iter().map(|(leaf, sub)| {
+        let c = core::arch::x86_64::__cpuid_count(leaf, sub);
+        (leaf, sub, c.eax, c.ebx, c.ecx, c.edx)
+    }));
+    cpu.cr0 = cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP;
+    cpu.cr4 = cr4::PAE | cr4::OSFXSR | cr4::OSXMMEXCPT | cr4::OSXSAVE;
+    cpu.efer = efer::LME | efer::LMA | efer::SCE | efer::NXE;
+    cpu.xcr0 = 7;
+    cpu.cpl = 3;
+    for (n, s) in cpu.seg.iter_mut().enumerate() {
+        let attr = if n == reg::CS { 0xa0fb } else { 0xc0f3 };
+        *s = Segment {
+            base: 0,
+            limit: u32::MAX,
+            attr: Attr(attr),
+            selector: if n == reg::CS { 0x33 } else { 0x2b },
+        };
+    }
+    cpu.update_mode();
+    cpu
+}
+
+/// Puts `regs` into the interpreter's state.
+pub(crate) fn load(cpu: &mut CpuState, regs: &Registers) {
+    cpu.gpr[..16].copy_from_slice(&regs.gpr);
+    cpu.set_rip(regs.rip);
+    cpu.rflags = regs.rflags | 0x202;
+    cpu.fp.area[..AREA_SIZE].copy_from_slice(&regs.area);
+}

@@ -1,0 +1,207 @@
+//! [`FlatBus`]: a [`GuestBus`] of flat memory regions, without paging.
+//!
+//! Linear addresses outside the regions raise #PF; ports and MSRs are absent;
+//! every exception is recorded and intercepted, so that a test sees it instead
+//! of its delivery.
+
+use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
+use x86_defs::vector::{self, pf};
+
+/// A region of memory.
+#[derive(Clone, Debug)]
+struct Region {
+    base: u64,
+    bytes: Vec<u8>,
+}
+
+/// Flat memory and recorded events.
+#[derive(Clone, Debug, Default)]
+pub struct FlatBus {
+    regions: Vec<Region>,
+    generation: u32,
+    /// The last exception, which was not delivered.
+    pub exception: Option<Exception>,
+    /// Deliver exceptions through the guest's IDT instead of recording them.
+    pub deliver: bool,
+}
+
+impl FlatBus {
+    /// A bus without memory.
+    pub fn new() -> Self {
+        Self::default()
+    }
+    /// Adds `size` bytes of zeroed memory.
+    pub fn map(&mut self, base: u64, size: usize) {
+        self.regions.push(Region {
+            base,
+            bytes: vec![0; size],
+        });
+    }
+    /// Bytes of memory from `gva` to the end of its region.
+    pub fn memory(&mut self, gva: u64) -> &mut [u8] {
+        self.generation = self.generation.wrapping_add(1);
+        self.slice(gva).unwrap_or_default()
+    }
+    fn slice(&mut self, gva: u64) -> Option<&mut [u8]> {
+        self.regions.iter_mut().find_map(|r| {
+            let at = usize::try_from(gva.checked_sub(r.base)?).ok()?;
+            r.bytes.get_mut(at..).filter(|s| !s.is_empty())
+        })
+    }
+    /// Reads or checks `len` bytes page by page, in ascending order.
+    fn check(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        len: usize,
+        access: Access,
+    ) -> Result<(), Fault> {
+        let have = self.slice(gva).map_or(0, |s| s.len());
+        if have >= len {
+            return Ok(());
+        }
+        cpu.fault_gva = gva.wrapping_add(have as u64);
+        let mut code = 0;
+        if cpu.cpl == 3 {
+            code |= pf::U;
+        }
+        match access {
+            Access::Write => code |= pf::W,
+            Access::Fetch => code |= pf::I,
+            Access::Read => {}
+        }
+        Err(Exception::with_code(vector::PF, code).into())
+    }
+}
+
+impl GuestBus for FlatBus {
+    fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, _: Privilege) -> Result<T, Fault> {
+        self.check(cpu, gva, T::SIZE, Access::Read)?;
+        Ok(self
+            .slice(gva)
+            .map_or(T::default(), |s| T::from_le(&s[..T::SIZE])))
+    }
+    fn write<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        value: T,
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        self.write_bytes(cpu, gva, &value.to_le()[..T::SIZE], who)
+    }
+    fn rmw<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        who: Privilege,
+        _lock: bool,
+        mut f: impl FnMut(T) -> T,
+    ) -> Result<T, Fault> {
+        self.check(cpu, gva, T::SIZE, Access::Write)?;
+        let old = self.read(cpu, gva, who)?;
+        self.write(cpu, gva, f(old), who)?;
+        Ok(old)
+    }
+    fn read_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+        _: Privilege,
+    ) -> Result<(), Fault> {
+        self.check(cpu, gva, buf.len(), Access::Read)?;
+        if let Some(s) = self.slice(gva) {
+            buf.copy_from_slice(&s[..buf.len()]);
+        }
+        Ok(())
+    }
+    fn write_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &[u8],
+        _: Privilege,
+    ) -> Result<(), Fault> {
+        self.check(cpu, gva, buf.len(), Access::Write)?;
+        if let Some(s) = self.slice(gva) {
+            s[..buf.len()].copy_from_slice(buf);
+        }
+        Ok(())
+    }
+    fn probe(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        len: u64,
+        access: Access,
+        _: Privilege,
+    ) -> Result<(), Fault> {
+        self.check(cpu, gva, len as usize, access)
+    }
+    fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault> {
+        self.check(cpu, gva, 1, Access::Fetch)?;
+        Ok(CodePage {
+            id: gva & !0xfff,
+            generation: self.generation,
+        })
+    }
+    fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        self.check(cpu, gva, 1, Access::Fetch)?;
+        let n = buf.len().min(0x1000 - (gva & 0xfff) as usize);
+        let s = self.slice(gva).unwrap_or_default();
+        let n = n.min(s.len());
+        buf[..n].copy_from_slice(&s[..n]);
+        Ok(n)
+    }
+    fn code_generation(&mut self, _id: u64) -> u32 {
+        self.generation
+    }
+    fn fetch_epoch(&self) -> u64 {
+        0
+    }
+    fn load_root(&mut self, _cpu: &mut CpuState) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn select_view(&mut self, _cpu: &mut CpuState) {}
+    fn flush(&mut self, _cpu: &mut CpuState, _what: Flush) {}
+    fn port_in(&mut self, _: &mut CpuState, _: u16, _: u8) -> Result<u32, Fault> {
+        Ok(u32::MAX)
+    }
+    fn port_out(&mut self, _: &mut CpuState, _: u16, _: u8, _: u32) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn read_msr(&mut self, _: &mut CpuState, _: u32) -> Result<u64, Fault> {
+        Err(Exception::GP0.into())
+    }
+    fn write_msr(&mut self, _: &mut CpuState, _: u32, _: u64) -> Result<(), Fault> {
+        Err(Exception::GP0.into())
+    }
+    fn cpuid(&mut self, _: &mut CpuState, _: u32, _: u32) -> [u32; 4] {
+        [0; 4]
+    }
+    fn tsc(&mut self, _: &mut CpuState) -> u64 {
+        0
+    }
+    fn read_pmc(&mut self, _: &mut CpuState, _: u32) -> Result<u64, Fault> {
+        Err(Exception::GP0.into())
+    }
+    fn task_priority(&mut self, _: &mut CpuState) -> u8 {
+        0
+    }
+    fn set_task_priority(&mut self, _: &mut CpuState, _: u8) {}
+    fn hypercall(&mut self, _: &mut CpuState) -> Result<(), Fault> {
+        Err(Exception::UD.into())
+    }
+    fn random(&mut self) -> u64 {
+        0x0123_4567_89ab_cdef
+    }
+    fn intercept(&mut self, _: &mut CpuState, exception: Exception) -> bool {
+        self.exception = Some(exception);
+        !self.deliver
+    }
+    fn commit(&mut self) {}
+    fn poll(&mut self, _: &CpuState) -> bool {
+        false
+    }
+}
