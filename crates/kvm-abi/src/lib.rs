@@ -5,6 +5,7 @@
 //! [`Device`]) without going through numbers and pointers. Nothing else in the project knows
 //! an ioctl number, `kvm_run`'s layout or an errno.
 
+mod compat;
 mod device;
 mod dispatch;
 mod errno;
@@ -17,8 +18,9 @@ mod user_memory;
 mod vcpu;
 mod vm;
 
+pub use compat::compat_page;
 pub use device::Device;
-pub use dispatch::ioctl;
+pub use dispatch::{ioctl, refused_count};
 pub use errno::{Errno, Result};
 pub use hypervisor::{Vcpu as TypedVcpu, Vm as TypedVm};
 pub use objects::{Object, forget, lookup};

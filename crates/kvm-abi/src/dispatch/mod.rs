@@ -1,11 +1,152 @@
-//! Raw ioctls.
+//! `ioctl(fd, number, argument)`: one table per kind of descriptor says for every x86 ioctl
+//! what it does or why it is refused. The same tables make `docs/compat.md` (`compat`).
+//!
+//! A number that is in no table gets what KVM answers for one: EINVAL on system and vCPU
+//! descriptors, ENOTTY on VMs and devices.
+
+pub(crate) mod device;
+pub(crate) mod system;
+pub(crate) mod vcpu;
+pub(crate) mod vm;
 
 use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvm_bindings::KVMIO;
 
 use crate::errno::{Errno, Result};
+use crate::numbers::KVM_RUN;
+use crate::objects::{Object, lookup, lookup_vcpu_unchecked};
+use crate::user_memory::{Arg, Plain};
 
-/// `ioctl(fd, number, argument)`.
-pub fn ioctl(fd: RawFd, _number: u32, _arg: u64) -> Result<i32> {
-    crate::objects::lookup(fd)?;
-    Err(Errno::new(libc::ENOTTY))
+/// One ioctl on descriptors whose object is a `T`.
+#[derive(Debug)]
+pub(crate) struct Row<T: 'static> {
+    pub(crate) name: &'static str,
+    pub(crate) number: u32,
+    pub(crate) status: Status<T>,
 }
+
+/// What becomes of an ioctl.
+#[derive(Debug)]
+pub(crate) enum Status<T: 'static> {
+    /// Decodes the argument, makes the typed call, encodes its result.
+    Done(fn(&T, Arg) -> Result<i32>),
+    /// The errno that KVM gives where it lacks the feature, and why we lack it.
+    Refused(i32, &'static str),
+}
+
+impl<T> Row<T> {
+    pub(crate) const fn done(
+        name: &'static str,
+        number: u32,
+        call: fn(&T, Arg) -> Result<i32>,
+    ) -> Self {
+        Self {
+            name,
+            number,
+            status: Status::Done(call),
+        }
+    }
+
+    pub(crate) const fn refused(
+        name: &'static str,
+        number: u32,
+        errno: i32,
+        reason: &'static str,
+    ) -> Self {
+        Self {
+            name,
+            number,
+            status: Status::Refused(errno, reason),
+        }
+    }
+}
+
+/// ioctls refused since the process started.
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+
+/// How many calls were refused because the ioctl is not supported or not known.
+pub fn refused_count() -> u64 {
+    REFUSED.load(Ordering::Relaxed)
+}
+
+/// `ioctl(2)`: the non-negative result, or the errno.
+///
+/// # Errors
+///
+/// EBADF and ENOTTY for a descriptor that is not ours, EFAULT for a bad pointer, and what the
+/// API document says for each call.
+pub fn ioctl(fd: RawFd, number: u32, arg: u64) -> Result<i32> {
+    // The only call that is made millions of times does no system call of its own.
+    if number == KVM_RUN
+        && let Some(vcpu) = lookup_vcpu_unchecked(fd)
+    {
+        return vcpu::run(&vcpu, Arg(arg));
+    }
+    let arg = Arg(arg);
+    match lookup(fd)? {
+        Object::System => call(system::TABLE, &(), number, arg, libc::EINVAL),
+        Object::Vm(vm) => call(vm::TABLE, &vm, number, arg, libc::ENOTTY),
+        Object::Vcpu(vcpu) => call(vcpu::TABLE, &vcpu, number, arg, libc::EINVAL),
+        Object::Device(device) => call(device::TABLE, &device, number, arg, libc::ENOTTY),
+    }
+}
+
+fn call<T>(table: &[Row<T>], object: &T, number: u32, arg: Arg, unknown: i32) -> Result<i32> {
+    let row = table.iter().find(|row| row.number == number);
+    let errno = match row.map(|row| &row.status) {
+        Some(Status::Done(call)) => return call(object, arg),
+        Some(Status::Refused(errno, _)) => *errno,
+        None if number >> 8 & 0xff != KVMIO => libc::ENOTTY,
+        None => unknown,
+    };
+    REFUSED.fetch_add(1, Ordering::Relaxed);
+    Err(Errno::new(errno))
+}
+
+/// The result of an ioctl that returns nothing.
+pub(crate) fn done<E: Into<Errno>>(result: std::result::Result<(), E>) -> Result<i32> {
+    result.map(|()| 0).map_err(Into::into)
+}
+
+/// The result of an ioctl that returns a count.
+pub(crate) fn count(count: usize) -> Result<i32> {
+    i32::try_from(count).map_err(|_| Errno::new(libc::EINVAL))
+}
+
+/// EINVAL unless the argument is 0, which calls without argument insist on.
+pub(crate) fn no_argument(arg: Arg) -> Result<()> {
+    if arg == Arg(0) {
+        Ok(())
+    } else {
+        Err(Errno::new(libc::EINVAL))
+    }
+}
+
+/// Offset of the array in `kvm_cpuid2`, `kvm_msrs` and `kvm_irq_routing`: behind the count and
+/// another 32 bits.
+pub(crate) const LIST: usize = 8;
+
+/// The count at the beginning of a list structure, E2BIG above `limit`.
+pub(crate) fn list_len(arg: Arg, limit: usize) -> Result<usize> {
+    let len = arg.read::<u32>()? as usize;
+    if len > limit {
+        Err(Errno::new(libc::E2BIG))
+    } else {
+        Ok(len)
+    }
+}
+
+/// Answers KVM_GET_*CPUID*: entries and their count, behind a count that said how many fit.
+pub(crate) fn write_cpuid<T: Plain>(
+    arg: Arg,
+    entries: impl FnOnce(usize) -> Result<Vec<T>>,
+) -> Result<i32> {
+    let entries = entries(arg.read::<u32>()? as usize)?;
+    arg.offset(LIST).write_list(&entries)?;
+    arg.write(&(entries.len() as u32))
+}
+
+#[cfg(test)]
+mod tests;

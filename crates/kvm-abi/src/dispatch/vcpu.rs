@@ -1,0 +1,232 @@
+//! ioctls of a vCPU's descriptor.
+
+use std::sync::Arc;
+
+use kvm_bindings::*;
+
+use super::{LIST, Row, count, done, list_len, no_argument, write_cpuid};
+use crate::errno::{Errno, Result};
+use crate::numbers::*;
+use crate::system::MAX_IO_MSRS;
+use crate::user_memory::Arg;
+use crate::vcpu::Vcpu;
+
+const NO_NESTED: &str = "guests have no nested virtualization (KVM_CAP_NESTED_STATE is 0)";
+const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
+const NO_ONE_REG: &str = "x86 vCPUs have no such registers here (KVM_CAP_ONE_REG is 0)";
+const NO_ATTR: &str = "KVM_VCPU_TSC_OFFSET is not offered yet (KVM_CAP_VCPU_ATTRIBUTES is 0)";
+
+pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
+    Row::done("KVM_RUN", KVM_RUN, run),
+    Row::done("KVM_GET_REGS", KVM_GET_REGS, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_regs()?)
+    }),
+    Row::done("KVM_SET_REGS", KVM_SET_REGS, |vcpu, arg| {
+        done(vcpu.hypervisor().set_regs(&arg.read()?))
+    }),
+    Row::done("KVM_GET_SREGS", KVM_GET_SREGS, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_sregs()?)
+    }),
+    Row::done("KVM_SET_SREGS", KVM_SET_SREGS, |vcpu, arg| {
+        done(vcpu.hypervisor().set_sregs(&arg.read()?))
+    }),
+    Row::done("KVM_GET_SREGS2", KVM_GET_SREGS2, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_sregs2()?)
+    }),
+    Row::done("KVM_SET_SREGS2", KVM_SET_SREGS2, |vcpu, arg| {
+        done(vcpu.hypervisor().set_sregs2(&arg.read()?))
+    }),
+    Row::done("KVM_GET_FPU", KVM_GET_FPU, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_fpu()?)
+    }),
+    Row::done("KVM_SET_FPU", KVM_SET_FPU, |vcpu, arg| {
+        done(vcpu.hypervisor().set_fpu(&arg.read()?))
+    }),
+    Row::done("KVM_GET_LAPIC", KVM_GET_LAPIC, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_lapic()?)
+    }),
+    Row::done("KVM_SET_LAPIC", KVM_SET_LAPIC, |vcpu, arg| {
+        done(vcpu.hypervisor().set_lapic(&arg.read()?))
+    }),
+    Row::done("KVM_GET_VCPU_EVENTS", KVM_GET_VCPU_EVENTS, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_vcpu_events()?)
+    }),
+    Row::done("KVM_SET_VCPU_EVENTS", KVM_SET_VCPU_EVENTS, |vcpu, arg| {
+        done(vcpu.hypervisor().set_vcpu_events(&arg.read()?))
+    }),
+    Row::done("KVM_GET_DEBUGREGS", KVM_GET_DEBUGREGS, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_debugregs()?)
+    }),
+    Row::done("KVM_SET_DEBUGREGS", KVM_SET_DEBUGREGS, |vcpu, arg| {
+        done(vcpu.hypervisor().set_debugregs(&arg.read()?))
+    }),
+    Row::done("KVM_GET_XCRS", KVM_GET_XCRS, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_xcrs()?)
+    }),
+    Row::done("KVM_SET_XCRS", KVM_SET_XCRS, |vcpu, arg| {
+        done(vcpu.hypervisor().set_xcrs(&arg.read()?))
+    }),
+    Row::done("KVM_GET_MP_STATE", KVM_GET_MP_STATE, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_mp_state()?)
+    }),
+    Row::done("KVM_SET_MP_STATE", KVM_SET_MP_STATE, |vcpu, arg| {
+        done(vcpu.hypervisor().set_mp_state(arg.read()?))
+    }),
+    Row::done("KVM_GET_XSAVE", KVM_GET_XSAVE, |vcpu, arg| {
+        arg.write_list(&vcpu.hypervisor().get_xsave()?.region)
+    }),
+    Row::done("KVM_GET_XSAVE2", KVM_GET_XSAVE2, |vcpu, arg| {
+        arg.write_list(&vcpu.hypervisor().get_xsave2()?)
+    }),
+    Row::done("KVM_SET_XSAVE", KVM_SET_XSAVE, |vcpu, arg| {
+        set_xsave(vcpu, arg)
+    }),
+    Row::done("KVM_GET_CPUID2", KVM_GET_CPUID2, |vcpu, arg| {
+        write_cpuid(arg, |capacity| vcpu.get_cpuid2(capacity))
+    }),
+    Row::done("KVM_SET_CPUID2", KVM_SET_CPUID2, |vcpu, arg| {
+        let len = list_len(arg, KVM_MAX_CPUID_ENTRIES)?;
+        done(vcpu.set_cpuid2(&arg.offset(LIST).read_list(len)?))
+    }),
+    Row::done("KVM_SET_CPUID", KVM_SET_CPUID, |vcpu, arg| {
+        let len = list_len(arg, KVM_MAX_CPUID_ENTRIES)?;
+        done(vcpu.set_cpuid(&arg.offset(LIST).read_list(len)?))
+    }),
+    Row::done("KVM_GET_MSRS", KVM_GET_MSRS, |vcpu, arg| {
+        let len = list_len(arg, MAX_IO_MSRS - 1)?;
+        let mut entries = arg.offset(LIST).read_list::<kvm_msr_entry>(len)?;
+        let read = vcpu.get_msrs(&mut entries)?;
+        arg.offset(LIST).write_list(&entries)?;
+        count(read)
+    }),
+    Row::done("KVM_SET_MSRS", KVM_SET_MSRS, |vcpu, arg| {
+        let len = list_len(arg, MAX_IO_MSRS - 1)?;
+        count(vcpu.set_msrs(&arg.offset(LIST).read_list(len)?)?)
+    }),
+    Row::done("KVM_INTERRUPT", KVM_INTERRUPT, |vcpu, arg| {
+        let interrupt: kvm_interrupt = arg.read()?;
+        done(vcpu.hypervisor().interrupt(interrupt.irq))
+    }),
+    Row::done("KVM_NMI", KVM_NMI, |vcpu, _| done(vcpu.hypervisor().nmi())),
+    Row::done("KVM_SMI", KVM_SMI, |vcpu, _| done(vcpu.hypervisor().smi())),
+    Row::done("KVM_SET_GUEST_DEBUG", KVM_SET_GUEST_DEBUG, |vcpu, arg| {
+        done(vcpu.hypervisor().set_guest_debug(&arg.read()?))
+    }),
+    Row::done("KVM_TRANSLATE", KVM_TRANSLATE, |vcpu, arg| {
+        let translation: kvm_translation = arg.read()?;
+        arg.write(&vcpu.hypervisor().translate(translation.linear_address)?)
+    }),
+    Row::done("KVM_SET_TSC_KHZ", KVM_SET_TSC_KHZ, |vcpu, arg| {
+        let khz = u32::try_from(arg.0).map_err(|_| Errno::new(libc::EINVAL))?;
+        done(vcpu.hypervisor().set_tsc_khz(khz))
+    }),
+    Row::done("KVM_GET_TSC_KHZ", KVM_GET_TSC_KHZ, |vcpu, _| {
+        count(vcpu.hypervisor().tsc_khz()? as usize)
+    }),
+    Row::done("KVM_KVMCLOCK_CTRL", KVM_KVMCLOCK_CTRL, |vcpu, _| {
+        done(vcpu.hypervisor().kvmclock_ctrl())
+    }),
+    Row::done("KVM_SET_VAPIC_ADDR", KVM_SET_VAPIC_ADDR, |vcpu, arg| {
+        let vapic: kvm_vapic_addr = arg.read()?;
+        done(vcpu.hypervisor().set_vapic_addr(vapic.vapic_addr))
+    }),
+    Row::done(
+        "KVM_TPR_ACCESS_REPORTING",
+        KVM_TPR_ACCESS_REPORTING,
+        |vcpu, arg| {
+            let mut control: kvm_tpr_access_ctl = arg.read()?;
+            vcpu.hypervisor().tpr_access_reporting(&mut control)?;
+            arg.write(&control)
+        },
+    ),
+    Row::done("KVM_X86_SETUP_MCE", KVM_X86_SETUP_MCE, |vcpu, arg| {
+        done(vcpu.hypervisor().setup_mce(arg.read()?))
+    }),
+    Row::done("KVM_X86_SET_MCE", KVM_X86_SET_MCE, |vcpu, arg| {
+        done(vcpu.hypervisor().set_mce(&arg.read()?))
+    }),
+    Row::done("KVM_ENABLE_CAP", KVM_ENABLE_CAP, |vcpu, arg| {
+        done(vcpu.hypervisor().enable_cap(&arg.read()?))
+    }),
+    Row::refused(
+        "KVM_SET_SIGNAL_MASK",
+        KVM_SET_SIGNAL_MASK,
+        libc::EINVAL,
+        "a mask cannot be swapped together with entering the guest; use immediate_exit",
+    ),
+    Row::refused(
+        "KVM_GET_NESTED_STATE",
+        KVM_GET_NESTED_STATE,
+        libc::EINVAL,
+        NO_NESTED,
+    ),
+    Row::refused(
+        "KVM_SET_NESTED_STATE",
+        KVM_SET_NESTED_STATE,
+        libc::EINVAL,
+        NO_NESTED,
+    ),
+    Row::refused("KVM_GET_ONE_REG", KVM_GET_ONE_REG, libc::EINVAL, NO_ONE_REG),
+    Row::refused("KVM_SET_ONE_REG", KVM_SET_ONE_REG, libc::EINVAL, NO_ONE_REG),
+    Row::refused(
+        "KVM_SET_DEVICE_ATTR",
+        KVM_SET_DEVICE_ATTR,
+        libc::ENXIO,
+        NO_ATTR,
+    ),
+    Row::refused(
+        "KVM_GET_DEVICE_ATTR",
+        KVM_GET_DEVICE_ATTR,
+        libc::ENXIO,
+        NO_ATTR,
+    ),
+    Row::refused(
+        "KVM_HAS_DEVICE_ATTR",
+        KVM_HAS_DEVICE_ATTR,
+        libc::ENXIO,
+        NO_ATTR,
+    ),
+    Row::refused(
+        "KVM_GET_STATS_FD",
+        KVM_GET_STATS_FD,
+        libc::EINVAL,
+        "no binary statistics yet (KVM_CAP_BINARY_STATS_FD is 0)",
+    ),
+    Row::refused(
+        "KVM_PRE_FAULT_MEMORY",
+        KVM_PRE_FAULT_MEMORY,
+        libc::EINVAL,
+        "not offered yet (KVM_CAP_PRE_FAULT_MEMORY is 0)",
+    ),
+    Row::refused(
+        "KVM_GET_SUPPORTED_HV_CPUID",
+        KVM_GET_SUPPORTED_HV_CPUID,
+        libc::EINVAL,
+        "Hyper-V enlightenments are not offered (KVM_CAP_HYPERV is 0)",
+    ),
+    Row::refused(
+        "KVM_XEN_VCPU_GET_ATTR",
+        KVM_XEN_VCPU_GET_ATTR,
+        libc::EINVAL,
+        NO_XEN,
+    ),
+    Row::refused(
+        "KVM_XEN_VCPU_SET_ATTR",
+        KVM_XEN_VCPU_SET_ATTR,
+        libc::EINVAL,
+        NO_XEN,
+    ),
+];
+
+/// KVM_RUN, also reached without going through the table.
+pub(super) fn run(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
+    no_argument(arg)?;
+    done(vcpu.run())
+}
+
+fn set_xsave(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
+    let mut xsave = kvm_xsave::default();
+    let words = arg.read_list::<u32>(xsave.region.len())?;
+    xsave.region.copy_from_slice(&words);
+    done(vcpu.hypervisor().set_xsave(&xsave))
+}
