@@ -14,6 +14,9 @@ use crate::vcpu::Vcpu;
 const NO_NESTED: &str = "guests have no nested virtualization (KVM_CAP_NESTED_STATE is 0)";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_ONE_REG: &str = "x86 vCPUs have no such registers here (KVM_CAP_ONE_REG is 0)";
+const NO_SREGS2: &str = "not implemented yet: use KVM_GET_SREGS and KVM_SET_SREGS";
+const NO_VAPIC: &str = "not offered yet (KVM_CAP_VAPIC is 0)";
+const NO_MCE: &str = "no machine checks yet";
 const NO_ATTR: &str = "KVM_VCPU_TSC_OFFSET is not offered yet (KVM_CAP_VCPU_ATTRIBUTES is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
@@ -30,12 +33,8 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_SET_SREGS", KVM_SET_SREGS, |vcpu, arg| {
         done(vcpu.hypervisor().set_sregs(&arg.read()?))
     }),
-    Row::done("KVM_GET_SREGS2", KVM_GET_SREGS2, |vcpu, arg| {
-        arg.write(&vcpu.hypervisor().get_sregs2()?)
-    }),
-    Row::done("KVM_SET_SREGS2", KVM_SET_SREGS2, |vcpu, arg| {
-        done(vcpu.hypervisor().set_sregs2(&arg.read()?))
-    }),
+    Row::refused("KVM_GET_SREGS2", KVM_GET_SREGS2, libc::EINVAL, NO_SREGS2),
+    Row::refused("KVM_SET_SREGS2", KVM_SET_SREGS2, libc::EINVAL, NO_SREGS2),
     Row::done("KVM_GET_FPU", KVM_GET_FPU, |vcpu, arg| {
         arg.write(&vcpu.hypervisor().get_fpu()?)
     }),
@@ -126,25 +125,20 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_KVMCLOCK_CTRL", KVM_KVMCLOCK_CTRL, |vcpu, _| {
         done(vcpu.hypervisor().kvmclock_ctrl())
     }),
-    Row::done("KVM_SET_VAPIC_ADDR", KVM_SET_VAPIC_ADDR, |vcpu, arg| {
-        let vapic: kvm_vapic_addr = arg.read()?;
-        done(vcpu.hypervisor().set_vapic_addr(vapic.vapic_addr))
-    }),
-    Row::done(
+    Row::refused(
+        "KVM_SET_VAPIC_ADDR",
+        KVM_SET_VAPIC_ADDR,
+        libc::EINVAL,
+        NO_VAPIC,
+    ),
+    Row::refused(
         "KVM_TPR_ACCESS_REPORTING",
         KVM_TPR_ACCESS_REPORTING,
-        |vcpu, arg| {
-            let mut control: kvm_tpr_access_ctl = arg.read()?;
-            vcpu.hypervisor().tpr_access_reporting(&mut control)?;
-            arg.write(&control)
-        },
+        libc::EINVAL,
+        NO_VAPIC,
     ),
-    Row::done("KVM_X86_SETUP_MCE", KVM_X86_SETUP_MCE, |vcpu, arg| {
-        done(vcpu.hypervisor().setup_mce(arg.read()?))
-    }),
-    Row::done("KVM_X86_SET_MCE", KVM_X86_SET_MCE, |vcpu, arg| {
-        done(vcpu.hypervisor().set_mce(&arg.read()?))
-    }),
+    Row::refused("KVM_X86_SETUP_MCE", KVM_X86_SETUP_MCE, libc::EINVAL, NO_MCE),
+    Row::refused("KVM_X86_SET_MCE", KVM_X86_SET_MCE, libc::EINVAL, NO_MCE),
     Row::done("KVM_ENABLE_CAP", KVM_ENABLE_CAP, |vcpu, arg| {
         done(vcpu.hypervisor().enable_cap(&arg.read()?))
     }),

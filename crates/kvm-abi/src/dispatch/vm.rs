@@ -48,10 +48,12 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         KVM_SET_IDENTITY_MAP_ADDR,
         |vm, arg| done(vm.hypervisor().set_identity_map_addr(arg.read()?)),
     ),
-    Row::done("KVM_SET_BOOT_CPU_ID", KVM_SET_BOOT_CPU_ID, |vm, arg| {
-        let id = u32::try_from(arg.0).map_err(|_| Errno::new(libc::EINVAL))?;
-        done(vm.hypervisor().set_boot_cpu_id(id))
-    }),
+    Row::refused(
+        "KVM_SET_BOOT_CPU_ID",
+        KVM_SET_BOOT_CPU_ID,
+        libc::EINVAL,
+        "not implemented yet: vCPU 0 boots",
+    ),
     Row::done("KVM_CREATE_IRQCHIP", KVM_CREATE_IRQCHIP, |vm, _| {
         done(vm.hypervisor().create_irqchip())
     }),
