@@ -389,13 +389,23 @@ unsafe fn compare_exchange(p: *mut u8, size: usize, old: u128, new: u128) -> u12
             2 => cmpxchg!(p, old, new, u16, reg, ":x", "ax"),
             4 => cmpxchg!(p, old, new, u32, reg, ":e", "eax"),
             8 => cmpxchg!(p, old, new, u64, reg, "", "rax"),
-            _ => core::arch::x86_64::cmpxchg16b(
-                p.cast(),
-                old,
-                new,
-                Ordering::SeqCst,
-                Ordering::SeqCst,
-            ),
+            // Not the intrinsic: inlined into a crate without the target feature
+            // it becomes a call into libatomic, which nobody links.
+            _ => {
+                let (mut low, mut high) = (old as u64, (old >> 64) as u64);
+                asm!(
+                    "xchg rbx, {new_low}",
+                    "lock cmpxchg16b [{p}]",
+                    "mov rbx, {new_low}",
+                    new_low = inout(reg) new as u64 => _,
+                    p = in(reg) p,
+                    in("rcx") (new >> 64) as u64,
+                    inout("rax") low,
+                    inout("rdx") high,
+                    options(nostack),
+                );
+                u128::from(low) | u128::from(high) << 64
+            }
         }
     }
 }
