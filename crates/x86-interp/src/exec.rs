@@ -419,9 +419,49 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             Err(Exception::GP0.into())
         }
     }
-    /// True if any of TF, breakpoints or a shadow ask for one instruction at a time.
+    /// True if any of TF, RF, breakpoints or a shadow ask for one instruction at a time.
     pub(crate) fn needs_stepping(&self) -> bool {
-        self.watch || self.cpu.rflags & rflags::TF != 0 || self.cpu.shadow != x86_cpu::Shadow::None
+        self.watch
+            || self.cpu.rflags & (rflags::TF | rflags::RF) != 0
+            || self.cpu.shadow != x86_cpu::Shadow::None
+    }
+    /// True if a `rep` instruction may do many iterations in one bus call:
+    /// nothing has to be checked for each.
+    pub(crate) fn may_bulk(&self) -> bool {
+        !(self.single_step || self.alignment_check || self.watch)
+    }
+    /// True if offsets in the segment are linear addresses without a limit check.
+    pub(crate) fn is_flat(&self, seg: u8) -> bool {
+        self.flat >> (seg & 7) & 1 != 0
+    }
+    /// DR6 bits of the instruction breakpoints at a linear address (SDM vol. 3, 18.2.4).
+    pub(crate) fn code_breakpoints(&self, gva: u64) -> u64 {
+        let dr7 = self.cpu.dr7;
+        (0..4)
+            .filter(|i| {
+                dr7 >> (2 * i) & 3 != 0 && dr7 >> (16 + 4 * i) & 3 == 0 && self.cpu.dr[*i] == gva
+            })
+            .fold(0, |hits, i| hits | 1 << i)
+    }
+    /// Linear address of an offset in CS.
+    pub(crate) fn code_linear(&self, rip: u64) -> u64 {
+        if self.rip_mask == u64::MAX {
+            rip
+        } else {
+            self.cpu.seg[reg::CS].base.wrapping_add(rip) & 0xffff_ffff
+        }
+    }
+    /// Checks that `len` code bytes at `rip` are canonical, or within CS's limit.
+    pub(crate) fn check_fetch(&self, rip: u64, len: u64) -> Result<(), Stop> {
+        let last = rip.wrapping_add(len.max(1) - 1);
+        if self.rip_mask == u64::MAX && !self.cpu.is_canonical(last) {
+            return Err(Exception::GP0.into());
+        }
+        self.check_branch(rip)?;
+        if self.rip_mask != u64::MAX && last > u64::from(self.cpu.seg[reg::CS].limit) {
+            return Err(Exception::GP0.into());
+        }
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod blocks;
 mod decode;
 mod deliver;
 mod descriptor;

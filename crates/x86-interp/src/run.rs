@@ -1,12 +1,17 @@
-//! [`Interp`]: block cache and execution loop.
+//! [`Interp`]: the execution loop.
+//!
+//! Blocks run back to back; between two of them the bus is polled. TF, RF,
+//! breakpoints and interrupt shadows are handled one instruction at a time
+//! (SDM vol. 3, 6.8.3 and 18.3.1), on the same decoded blocks.
 
+use iced_x86::Code;
 use x86_cpu::{CpuState, Event, Exception, GuestBus, Shadow};
-use x86_defs::{dr, reg, rflags};
+use x86_defs::{dr, rflags};
 use x86_native::Native;
 
 use crate::{
-    Exec, Flow, Selector, Stop,
-    decode::{self, Incomplete, MAX_LEN},
+    Exec, Flow, Insn, Stop,
+    blocks::{Blocks, is_current},
     deliver,
 };
 
@@ -27,7 +32,7 @@ pub enum RunStop {
 #[derive(Debug)]
 pub struct Interp<B> {
     native: Native,
-    marker: core::marker::PhantomData<fn(B)>,
+    blocks: Blocks<B>,
 }
 
 impl<B: GuestBus> Default for Interp<B> {
@@ -41,32 +46,42 @@ impl<B: GuestBus> Interp<B> {
     pub fn new() -> Self {
         Self {
             native: Native::new(),
-            marker: core::marker::PhantomData,
+            blocks: Blocks::new(),
         }
     }
     /// Forgets every decoded instruction. To be called when `cpu.features`
     /// changed or code was replaced behind the bus's back.
     pub fn flush_all(&mut self) {
         self.native = Native::new();
+        self.blocks.clear();
     }
     /// Executes until something stops it.
     pub fn run(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
-        loop {
-            if cpu.shadow == Shadow::None && bus.poll(cpu) {
-                return RunStop::Poll;
+        let mut ex = Exec::new(cpu, bus, &mut self.native);
+        let stop = loop {
+            // In a shadow nothing can be injected: one more instruction.
+            if ex.cpu.shadow == Shadow::None && ex.bus.poll(ex.cpu) {
+                break RunStop::Poll;
             }
-            match self.step(cpu, bus) {
-                RunStop::Poll => {}
-                other => return other,
+            let result = if ex.needs_stepping() {
+                step_one(&mut self.blocks, &mut ex)
+            } else {
+                run_block(&mut self.blocks, &mut ex)
+            };
+            if let Err(stop) = result
+                && let Err(stop) = handle(&mut ex, stop)
+            {
+                break finish(Err(stop));
             }
-        }
+        };
+        ex.sync_flags();
+        stop
     }
     /// Executes exactly one instruction (one iteration of a `rep` one), with
     /// debug traps and the end of an interrupt shadow as the manual has them.
     pub fn step(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
-        ex.single_step = true;
-        let result = step_one(&mut ex);
+        let result = step_one(&mut self.blocks, &mut ex).or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
         finish(result)
     }
@@ -75,6 +90,9 @@ impl<B: GuestBus> Interp<B> {
     pub fn inject(&mut self, cpu: &mut CpuState, bus: &mut B, event: Event) -> Result<(), RunStop> {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         let result = deliver::event(&mut ex, event);
+        if result.is_ok() {
+            ex.bus.commit();
+        }
         ex.sync_flags();
         result.map_err(|s| finish(Err(s)))
     }
@@ -89,75 +107,118 @@ fn finish(result: Result<(), Stop>) -> RunStop {
     }
 }
 
-fn step_one<B: GuestBus>(ex: &mut Exec<'_, B>) -> Result<(), Stop> {
-    let tf = ex.cpu.rflags & rflags::TF != 0;
-    let shadow = ex.cpu.shadow;
-    ex.watch_hits = 0;
-    let flow = fetch_and_execute(ex);
-    match flow {
-        Ok(flow) => {
-            if shadow == ex.cpu.shadow {
-                ex.cpu.shadow = Shadow::None;
-            }
-            ex.bus.commit();
-            ex.refresh();
-            let mut dr6 = ex.watch_hits;
-            if tf {
-                dr6 |= dr::DR6_BS;
-            }
-            let _ = flow;
-            if dr6 != 0 && ex.cpu.shadow != Shadow::MovSs {
-                ex.cpu.fault_dr6 = dr6;
-                return raise(ex, Exception::DB);
-            }
-            Ok(())
-        }
-        Err(Stop::Exception(e)) => raise(ex, e),
-        Err(other) => Err(other),
+/// Runs the block at RIP to its end, or until it ends early.
+#[inline(always)]
+fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+    let block = blocks.find(ex)?;
+    let insns = blocks.insns(&block);
+    if !ex.cpu.is_64bit() && ex.check_fetch(ex.cpu.rip(), block.bytes.into()).is_err() {
+        return step_one(blocks, ex);
     }
+    for insn in insns {
+        let flow = match (insn.handler)(ex, insn) {
+            Ok(flow) => flow,
+            Err(stop) => {
+                if stop == Stop::Halt {
+                    ex.bus.commit();
+                }
+                return Err(stop);
+            }
+        };
+        if insn.prefix & Insn::<B>::QUIET == 0 {
+            ex.bus.commit();
+        }
+        match flow {
+            Flow::Next => {
+                let next = ex.next_rip(insn);
+                ex.cpu.set_rip(next);
+                if insn.prefix & Insn::<B>::WRITES != 0 && !is_current(ex.bus, &block) {
+                    return Ok(());
+                }
+            }
+            Flow::Near | Flow::Again => return Ok(()),
+            Flow::EndBlock => {
+                let next = ex.next_rip(insn);
+                ex.cpu.set_rip(next);
+                ex.refresh();
+                return Ok(());
+            }
+            Flow::Jump => {
+                ex.refresh();
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
 }
 
-fn raise<B: GuestBus>(ex: &mut Exec<'_, B>, e: Exception) -> Result<(), Stop> {
+/// Executes the first instruction of the block at RIP, with debug exceptions.
+fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+    let before = ex.cpu.rflags;
+    let shadow = ex.cpu.shadow;
+    let rip = ex.cpu.rip();
+    if before & rflags::RF == 0 && shadow != Shadow::MovSs {
+        let hits = ex.code_breakpoints(ex.code_linear(rip));
+        if hits != 0 {
+            ex.cpu.fault_dr6 = hits;
+            return Err(Exception::DB.into());
+        }
+    }
+    let block = blocks.find(ex)?;
+    let Some(insn) = blocks.insns(&block).first() else {
+        return Err(Exception::UD.into());
+    };
+    ex.check_fetch(rip, insn.len.into())?;
+    ex.watch_hits = 0;
+    ex.single_step = true;
+    let result = (insn.handler)(ex, insn);
+    ex.single_step = false;
+    let halted = match result {
+        Ok(Flow::Next | Flow::EndBlock) => {
+            let next = ex.next_rip(insn);
+            ex.cpu.set_rip(next);
+            false
+        }
+        Ok(_) => false,
+        Err(Stop::Halt) => true,
+        Err(stop) => return Err(stop),
+    };
+    ex.bus.commit();
+    let code = insn.code;
+    if shadow == ex.cpu.shadow {
+        ex.cpu.shadow = Shadow::None;
+    }
+    // RF lasts for one instruction, or for all iterations of a repeated one.
+    if result != Ok(Flow::Again) && !matches!(code, Code::Iretw | Code::Iretd | Code::Iretq) {
+        ex.cpu.rflags &= !rflags::RF;
+    }
+    ex.refresh();
+    let mut dr6 = core::mem::take(&mut ex.watch_hits);
+    // INT n clears TF before its handler's first instruction: no trap.
+    let software_interrupt = matches!(code, Code::Int3 | Code::Int_imm8 | Code::Into | Code::Int1);
+    if before & rflags::TF != 0 && !software_interrupt {
+        dr6 |= dr::DR6_BS;
+    }
+    if dr6 != 0 && ex.cpu.shadow != Shadow::MovSs {
+        ex.cpu.fault_dr6 = dr6;
+        return Err(Exception::DB.into());
+    }
+    if halted { Err(Stop::Halt) } else { Ok(()) }
+}
+
+/// Delivers an exception, unless the VMM wants it; anything else leaves execution.
+#[cold]
+#[inline(never)]
+fn handle<B: GuestBus>(ex: &mut Exec<'_, B>, stop: Stop) -> Result<(), Stop> {
+    let Stop::Exception(e) = stop else {
+        return Err(stop);
+    };
     if ex.bus.intercept(ex.cpu, e) {
         return Err(Stop::Exit);
     }
     deliver::exception(ex, e)?;
+    ex.cpu.shadow = Shadow::None;
     ex.bus.commit();
+    ex.refresh();
     Ok(())
-}
-
-fn fetch_and_execute<B: GuestBus>(ex: &mut Exec<'_, B>) -> Result<Flow, Stop> {
-    let rip = ex.cpu.rip();
-    let base = if ex.cpu.is_64bit() {
-        0
-    } else {
-        ex.cpu.seg[reg::CS].base
-    };
-    let mut bytes = [0; MAX_LEN];
-    let mut have = 0;
-    loop {
-        let at = base.wrapping_add(rip).wrapping_add(have as u64);
-        let Some(rest) = bytes.get_mut(have..) else {
-            return Err(Exception::GP0.into());
-        };
-        have += ex.bus.code_bytes(ex.cpu, at, rest)?;
-        let mut selector = Selector {
-            native: ex.native,
-            bytes: &[],
-            features: &ex.cpu.features,
-            code_size: ex.cpu.code_size,
-        };
-        match decode::decode::<B>(bytes.get(..have).unwrap_or(&bytes), &mut selector) {
-            Ok(insn) => {
-                let flow = (insn.handler)(ex, &insn)?;
-                if matches!(flow, Flow::Next | Flow::EndBlock) {
-                    let next = ex.next_rip(&insn);
-                    ex.cpu.set_rip(next);
-                }
-                return Ok(flow);
-            }
-            Err(Incomplete::NeedsMore) => {}
-            Err(Incomplete::TooLong) => return Err(Exception::GP0.into()),
-        }
-    }
 }

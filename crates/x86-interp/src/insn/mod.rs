@@ -3,6 +3,7 @@
 //! A family is a module with `select`, which the decoder asks in the order of
 //! [`select`] for the handler of a form. A form that no family selects is #UD.
 
+pub(crate) mod control;
 pub(crate) mod simd;
 mod simd_elements;
 mod simd_moves;
@@ -11,13 +12,33 @@ mod simd_x87;
 pub(crate) mod system;
 mod xsave;
 
-pub(crate) mod control;
+mod arith;
+mod bits;
+mod mov;
+mod muldiv;
+mod shift;
+mod simple;
+mod stack;
+mod string;
 
-use iced_x86::{Code, Instruction};
-use x86_cpu::{CodeSize, Features, GuestBus};
+use iced_x86::{Code, Instruction, Mnemonic, OpKind};
+use x86_cpu::{CodeSize, Exception, Features, GuestBus};
 use x86_native::Native;
 
-use crate::{Exec, Step};
+use crate::{Exec, Int, Step, Stop};
+
+/// A generic handler for an operand size in bytes.
+macro_rules! sized {
+    ($size:expr, $f:ident $(, $g:ty)*) => {
+        Some(match $size {
+            1 => $f::<B, u8 $(, $g)*> as $crate::Handler<B>,
+            2 => $f::<B, u16 $(, $g)*>,
+            4 => $f::<B, u32 $(, $g)*>,
+            _ => $f::<B, u64 $(, $g)*>,
+        })
+    };
+}
+use sized;
 
 /// Executes one instruction.
 pub type Handler<B> = fn(&mut Exec<'_, B>, &Insn<B>) -> Step;
@@ -79,7 +100,8 @@ pub struct Insn<B> {
     pub scale: u8,
     /// Segment of the memory operand (ES 0 … GS 5), overrides applied.
     pub seg: u8,
-    /// [`Insn::LOCK`], [`Insn::REP`], [`Insn::REPNE`], [`Insn::MEM`].
+    /// [`Insn::LOCK`], [`Insn::REP`], [`Insn::REPNE`], [`Insn::MEM`],
+    /// [`Insn::WRITES`], [`Insn::QUIET`].
     pub prefix: u8,
 }
 
@@ -92,6 +114,10 @@ impl<B> Insn<B> {
     pub const REPNE: u8 = 4;
     /// There is a memory operand.
     pub const MEM: u8 = 8;
+    /// It may write memory, and so change the code that follows.
+    pub const WRITES: u8 = 16;
+    /// It never uses the bus: nothing to commit.
+    pub const QUIET: u8 = 32;
 
     /// True if there is a memory operand.
     #[inline(always)]
@@ -116,6 +142,57 @@ impl<B> core::fmt::Debug for Insn<B> {
     }
 }
 
+/// Reads the r/m operand: memory, or register `r`.
+#[inline(always)]
+fn read_rm<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, r: u8) -> Result<T, Stop> {
+    if insn.has_mem() {
+        ex.mem_read(insn)
+    } else {
+        Ok(ex.reg_read(r))
+    }
+}
+
+/// Writes the r/m operand.
+#[inline(always)]
+fn write_rm<B: GuestBus, T: Int>(
+    ex: &mut Exec<'_, B>,
+    insn: &Insn<B>,
+    r: u8,
+    v: T,
+) -> Result<(), Stop> {
+    if insn.has_mem() {
+        ex.mem_write(insn, v)
+    } else {
+        ex.reg_write(r, v);
+        Ok(())
+    }
+}
+
+/// Replaces the destination, memory or register `dst`, by `f` of it; returns the old value.
+#[inline(always)]
+fn update_rm<B: GuestBus, T: Int>(
+    ex: &mut Exec<'_, B>,
+    insn: &Insn<B>,
+    f: impl Fn(T) -> T,
+) -> Result<T, Stop> {
+    if insn.has_mem() {
+        ex.mem_rmw(insn, f)
+    } else {
+        let old = ex.reg_read(insn.dst);
+        ex.reg_write(insn.dst, f(old));
+        Ok(old)
+    }
+}
+
+/// VEX encodings exist in protected mode only.
+#[inline(always)]
+fn vex<B: GuestBus>(ex: &Exec<'_, B>) -> Result<(), Stop> {
+    if ex.cpu.is_real_or_v86() {
+        return Err(Exception::UD.into());
+    }
+    Ok(())
+}
+
 /// The handler of an instruction; #UD if no family has one. A family may fill
 /// `extra` and adjust other fields of `insn`.
 pub(crate) fn select<B: GuestBus>(
@@ -123,8 +200,45 @@ pub(crate) fn select<B: GuestBus>(
     insn: &mut Insn<B>,
     s: &mut Selector<'_>,
 ) -> Handler<B> {
+    let stack = i.stack_pointer_increment();
+    let op0_is_memory = i.op_count() > 0
+        && !matches!(
+            i.op0_kind(),
+            OpKind::Register | OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64
+        )
+        && insn.has_mem();
+    let reads_only = matches!(
+        i.mnemonic(),
+        Mnemonic::Cmp | Mnemonic::Test | Mnemonic::Bt | Mnemonic::Jmp
+    );
+    if stack < 0 || op0_is_memory && !reads_only {
+        insn.prefix |= Insn::<B>::WRITES;
+    }
+    // System forms of shared mnemonics (MOV, POP, RET far) come first.
+    if let Some(handler) = system::select(i, insn, s) {
+        return handler;
+    }
+    if let Some(handler) = integer(i, insn, s) {
+        if !insn.has_mem() && stack == 0 && i.mnemonic() != Mnemonic::Clzero {
+            insn.prefix |= Insn::<B>::QUIET;
+        }
+        return handler;
+    }
+    simd::select(i, insn, s).unwrap_or(control::undefined)
+}
+
+fn integer<B: GuestBus>(
+    i: &Instruction,
+    insn: &mut Insn<B>,
+    s: &mut Selector<'_>,
+) -> Option<Handler<B>> {
     control::select(i, insn, s)
-        .or_else(|| system::select(i, insn, s))
-        .or_else(|| simd::select(i, insn, s))
-        .unwrap_or(control::undefined)
+        .or_else(|| arith::select(i, insn))
+        .or_else(|| shift::select(i, insn))
+        .or_else(|| muldiv::select(i, insn))
+        .or_else(|| stack::select(i, insn))
+        .or_else(|| string::select(i, insn))
+        .or_else(|| bits::select(i, insn))
+        .or_else(|| simple::select(i, insn))
+        .or_else(|| mov::select(i, insn))
 }

@@ -1,0 +1,269 @@
+//! The block cache: decoded runs of instructions.
+//!
+//! A block is keyed by the page its code is on ([`x86_cpu::CodePage`]), the
+//! offset there and the code size; it never leaves its page, but for an
+//! instruction that straddles two pages and is a block of its own. A block is
+//! valid while the generation of its pages is the one it was decoded at, which
+//! is checked each time it is entered and after each of its stores.
+
+use std::{
+    collections::HashMap,
+    hash::{BuildHasherDefault, Hasher},
+};
+
+use iced_x86::FlowControl;
+use x86_cpu::{CodePage, CodeSize, Exception, GuestBus};
+
+use crate::{
+    Exec, Insn, Selector, Stop,
+    decode::{self, Incomplete, MAX_LEN},
+};
+
+/// Instructions in a block at most: bounds the time between two polls.
+const MAX_INSNS: usize = 64;
+/// Instructions kept before everything is forgotten (48 bytes each).
+const CAPACITY: usize = 1 << 19;
+/// Entries of the jump cache.
+const JUMPS: usize = 1 << 13;
+
+const PAGE_MASK: u64 = 0xfff;
+
+/// A decoded run of instructions.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    pub(crate) page: CodePage,
+    /// Page of the last bytes of an instruction that straddles two.
+    second: Option<CodePage>,
+    start: u32,
+    len: u32,
+    /// Length of the code in bytes.
+    pub(crate) bytes: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Jump {
+    linear: u64,
+    epoch: u64,
+    size: CodeSize,
+    block: u32,
+}
+
+const EMPTY: Jump = Jump {
+    linear: u64::MAX,
+    epoch: u64::MAX,
+    size: CodeSize::Bits16,
+    block: u32::MAX,
+};
+
+/// Multiplicative hash: keys are addresses.
+#[derive(Debug, Default)]
+struct Fold(u64);
+
+impl Hasher for Fold {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &b in bytes {
+            self.write_u64(b.into());
+        }
+    }
+    fn write_u8(&mut self, v: u8) {
+        self.write_u64(v.into());
+    }
+    fn write_u64(&mut self, v: u64) {
+        self.0 = (self.0.rotate_left(5) ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 ^= self.0 >> 32;
+    }
+}
+
+/// Decoded code of one vCPU.
+#[derive(Debug)]
+pub(crate) struct Blocks<B> {
+    insns: Vec<Insn<B>>,
+    blocks: Vec<Block>,
+    index: HashMap<(u64, u8), u32, BuildHasherDefault<Fold>>,
+    jumps: Box<[Jump]>,
+}
+
+impl<B: GuestBus> Blocks<B> {
+    pub(crate) fn new() -> Self {
+        Self {
+            insns: Vec::new(),
+            blocks: Vec::new(),
+            index: HashMap::default(),
+            jumps: vec![EMPTY; JUMPS].into_boxed_slice(),
+        }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.insns.clear();
+        self.blocks.clear();
+        self.index.clear();
+        self.jumps.fill(EMPTY);
+    }
+
+    /// The instructions of a block.
+    #[inline(always)]
+    pub(crate) fn insns(&self, b: &Block) -> &[Insn<B>] {
+        let start = b.start as usize;
+        self.insns
+            .get(start..start.wrapping_add(b.len as usize))
+            .unwrap_or(&[])
+    }
+
+    /// The block at RIP, decoded if need be.
+    #[inline(always)]
+    pub(crate) fn find(&mut self, ex: &mut Exec<'_, B>) -> Result<Block, Stop> {
+        let linear = ex.code_linear(ex.cpu.rip());
+        let epoch = ex.bus.fetch_epoch();
+        let slot = (linear ^ linear >> 13) as usize & (JUMPS - 1);
+        if let Some(j) = self.jumps.get(slot)
+            && j.linear == linear
+            && j.epoch == epoch
+            && j.size == ex.cpu.code_size
+            && let Some(b) = self.blocks.get(j.block as usize)
+            && is_current(ex.bus, b)
+        {
+            return Ok(*b);
+        }
+        self.find_slow(ex, linear, slot)
+    }
+
+    #[inline(never)]
+    fn find_slow(&mut self, ex: &mut Exec<'_, B>, linear: u64, slot: usize) -> Result<Block, Stop> {
+        ex.check_fetch(ex.cpu.rip(), 1)?;
+        let page = ex.bus.code_page(ex.cpu, linear)?;
+        let key = (page.id | linear & PAGE_MASK, ex.cpu.code_size as u8);
+        let known = self.index.get(&key).copied();
+        let valid = match known.and_then(|n| self.blocks.get(n as usize)) {
+            Some(b) if b.page == page => match b.second {
+                None => true,
+                // The neighbour may be mapped elsewhere, or not at all, by now.
+                Some(second) => ex.bus.code_page(ex.cpu, next_page(linear))? == second,
+            },
+            _ => false,
+        };
+        let number = match known {
+            Some(n) if valid => n,
+            _ => {
+                if self.insns.len() >= CAPACITY {
+                    self.clear();
+                }
+                let mut block = self.decode(ex, linear, page)?;
+                if ex.native.take_reset() {
+                    self.clear();
+                    block = self.decode(ex, linear, page)?;
+                }
+                self.insert(key, block)
+            }
+        };
+        // Fetching may have filled a TLB: the epoch is read after it.
+        if let Some(j) = self.jumps.get_mut(slot) {
+            *j = Jump {
+                linear,
+                epoch: ex.bus.fetch_epoch(),
+                size: ex.cpu.code_size,
+                block: number,
+            };
+        }
+        self.blocks
+            .get(number as usize)
+            .copied()
+            .ok_or(Stop::Exception(Exception::UD))
+    }
+
+    /// Stores a block, in the place of an outdated one with the same key.
+    fn insert(&mut self, key: (u64, u8), block: Block) -> u32 {
+        if let Some(&n) = self.index.get(&key)
+            && let Some(old) = self.blocks.get_mut(n as usize)
+        {
+            *old = block;
+            return n;
+        }
+        let n = self.blocks.len() as u32;
+        self.blocks.push(block);
+        self.index.insert(key, n);
+        n
+    }
+
+    /// Decodes from `linear` to a control transfer, the page's end, or
+    /// something that cannot be fetched or decoded, which gets a block of its own.
+    fn decode(&mut self, ex: &mut Exec<'_, B>, linear: u64, page: CodePage) -> Result<Block, Stop> {
+        let start = self.insns.len();
+        let mut block = Block {
+            page,
+            second: None,
+            start: start as u32,
+            len: 0,
+            bytes: 0,
+        };
+        let mut at = linear;
+        while self.insns.len() - start < MAX_INSNS && (at ^ linear) & !PAGE_MASK == 0 {
+            let mut bytes = [0; MAX_LEN];
+            let first = at == linear;
+            let have = match ex.bus.code_bytes(ex.cpu, at, &mut bytes) {
+                Ok(n) => n.min(MAX_LEN),
+                Err(fault) if first => return Err(fault.into()),
+                Err(_) => break,
+            };
+            let decoded = match decode_one(ex, bytes.get(..have).unwrap_or(&bytes)) {
+                Err(Incomplete::NeedsMore) if first => {
+                    let next = next_page(linear);
+                    block.second = Some(ex.bus.code_page(ex.cpu, next)?);
+                    let rest = bytes.get_mut(have..).unwrap_or(&mut []);
+                    ex.bus.code_bytes(ex.cpu, next, rest)?;
+                    decode_one(ex, &bytes)
+                }
+                other => other,
+            };
+            let (insn, ends) = match decoded {
+                Ok(done) => done,
+                // Longer than 15 bytes: #GP(0), when it is reached.
+                Err(_) if first => return Err(Exception::GP0.into()),
+                Err(_) => break,
+            };
+            at = at.wrapping_add(insn.len.into());
+            block.bytes += u32::from(insn.len);
+            self.insns.push(insn);
+            if ends || block.second.is_some() {
+                break;
+            }
+        }
+        block.len = (self.insns.len() - start) as u32;
+        Ok(block)
+    }
+}
+
+/// The instruction, and whether it always leaves its block.
+fn decode_one<B: GuestBus>(
+    ex: &mut Exec<'_, B>,
+    bytes: &[u8],
+) -> Result<(Insn<B>, bool), Incomplete> {
+    let mut selector = Selector {
+        native: ex.native,
+        bytes: &[],
+        features: &ex.cpu.features,
+        code_size: ex.cpu.code_size,
+    };
+    let insn = decode::decode::<B>(bytes, &mut selector)?;
+    let ends = !matches!(
+        insn.code.flow_control(),
+        FlowControl::Next | FlowControl::ConditionalBranch
+    );
+    Ok((insn, ends))
+}
+
+fn next_page(linear: u64) -> u64 {
+    (linear | PAGE_MASK).wrapping_add(1)
+}
+
+/// True if no byte of the block's code was written since it was decoded.
+#[inline(always)]
+pub(crate) fn is_current<B: GuestBus>(bus: &mut B, b: &Block) -> bool {
+    bus.code_generation(b.page.id) == b.page.generation
+        && match b.second {
+            None => true,
+            Some(p) => bus.code_generation(p.id) == p.generation,
+        }
+}

@@ -1,0 +1,259 @@
+//! MOVS, STOS, LODS, CMPS, SCAS with their repeat prefixes (SDM vol. 2, REP).
+//!
+//! Each iteration commits its registers, so that a fault in the middle leaves
+//! exact progress and the instruction resumes. After [`POLL_ITERATIONS`] the
+//! instruction yields with [`Flow::Again`].
+
+use iced_x86::{Instruction, Mnemonic};
+use x86_cpu::{Access, GuestBus, Privilege};
+use x86_defs::{reg, rflags};
+
+use super::{Handler, Insn, sized};
+use crate::{Exec, Flow, Int, Step, Stop};
+
+/// Iterations between two polls.
+const POLL_ITERATIONS: u32 = 1000;
+/// Bytes of a bulk operation between two polls.
+const POLL_BYTES: u64 = 0x1_0000;
+
+const ES: u8 = reg::ES as u8;
+const RAX: u8 = reg::RAX as u8;
+
+#[inline(always)]
+fn mask<B>(insn: &Insn<B>) -> u64 {
+    u64::MAX >> (insn.addr_shift & 63)
+}
+
+#[inline(always)]
+fn index<B: GuestBus>(ex: &Exec<'_, B>, insn: &Insn<B>, r: usize) -> u64 {
+    ex.cpu.gpr[r & 31] & mask(insn)
+}
+
+/// Adds to rSI, rDI or rCX of the address size; 32 bits clear the upper half.
+#[inline(always)]
+fn advance<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, r: usize, by: u64) {
+    let v = ex.cpu.gpr[r & 31].wrapping_add(by);
+    ex.cpu.gpr[r & 31] = match insn.addr_size {
+        2 => ex.cpu.gpr[r & 31] & !0xffff | v & 0xffff,
+        4 => v & 0xffff_ffff,
+        _ => v,
+    };
+}
+
+#[inline(always)]
+fn delta<B: GuestBus, T: Int>(ex: &Exec<'_, B>) -> u64 {
+    let size = T::SIZE as u64;
+    if ex.cpu.rflags & rflags::DF != 0 {
+        size.wrapping_neg()
+    } else {
+        size
+    }
+}
+
+/// One iteration; false ends the repetition (CMPS, SCAS).
+trait Body {
+    fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop>;
+    /// Many iterations at once: how many were done.
+    #[inline(always)]
+    fn bulk<B: GuestBus, T: Int>(_: &mut Exec<'_, B>, _: &Insn<B>, _count: u64) -> u64 {
+        0
+    }
+}
+
+fn string<B: GuestBus, T: Int, O: Body>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
+    if insn.prefix & (Insn::<B>::REP | Insn::<B>::REPNE) == 0 {
+        O::once::<B, T>(ex, insn)?;
+        return Ok(Flow::Next);
+    }
+    let mut budget = POLL_ITERATIONS;
+    loop {
+        let count = index(ex, insn, reg::RCX);
+        if count == 0 {
+            return Ok(Flow::Next);
+        }
+        let bulk = if ex.may_bulk() && ex.cpu.rflags & rflags::DF == 0 {
+            O::bulk::<B, T>(ex, insn, count)
+        } else {
+            0
+        };
+        let mut more = true;
+        if bulk == 0 {
+            more = O::once::<B, T>(ex, insn)?;
+            advance(ex, insn, reg::RCX, u64::MAX);
+            budget -= 1;
+        } else {
+            advance(ex, insn, reg::RCX, bulk.wrapping_neg());
+            let bytes = bulk.saturating_mul(T::SIZE as u64);
+            budget = budget.saturating_sub((bytes >> 6) as u32 + 1);
+        }
+        ex.bus.commit();
+        if !more || index(ex, insn, reg::RCX) == 0 {
+            return Ok(Flow::Next);
+        }
+        if budget == 0 || ex.single_step || ex.watch_hits != 0 {
+            return Ok(Flow::Again);
+        }
+    }
+}
+
+/// Bytes of a bulk operation at `offset` that stay below the address size's
+/// and the segment's end, or 0.
+fn extent<B: GuestBus, T: Int>(
+    ex: &Exec<'_, B>,
+    insn: &Insn<B>,
+    seg: u8,
+    offset: u64,
+    count: u64,
+) -> u64 {
+    let size = T::SIZE as u64;
+    let wanted = count.min(POLL_BYTES / size) * size;
+    let room = mask(insn) - offset;
+    if wanted > room || !ex.is_flat(seg) {
+        return 0;
+    }
+    wanted
+}
+
+struct Movs;
+impl Body for Movs {
+    #[inline(always)]
+    fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
+        let v = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
+        ex.write_at(ES, index(ex, insn, reg::RDI), v)?;
+        let d = delta::<B, T>(ex);
+        advance(ex, insn, reg::RSI, d);
+        advance(ex, insn, reg::RDI, d);
+        Ok(true)
+    }
+    fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
+        let (src, dst) = (index(ex, insn, reg::RSI), index(ex, insn, reg::RDI));
+        let len = extent::<B, T>(ex, insn, insn.seg, src, count)
+            .min(extent::<B, T>(ex, insn, ES, dst, count));
+        let size = T::SIZE as u64;
+        let (Ok(src), Ok(dst)) = (
+            ex.linear(insn.seg, src, size, Access::Read),
+            ex.linear(ES, dst, size, Access::Write),
+        ) else {
+            return 0;
+        };
+        if len == 0 {
+            return 0;
+        }
+        let done = ex.bus.bulk_copy(ex.cpu, dst, src, len, size);
+        advance(ex, insn, reg::RSI, done);
+        advance(ex, insn, reg::RDI, done);
+        done / size
+    }
+}
+
+struct Stos;
+impl Body for Stos {
+    #[inline(always)]
+    fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
+        let v = ex.reg_read::<T>(RAX);
+        ex.write_at(ES, index(ex, insn, reg::RDI), v)?;
+        let d = delta::<B, T>(ex);
+        advance(ex, insn, reg::RDI, d);
+        Ok(true)
+    }
+    fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
+        let dst = index(ex, insn, reg::RDI);
+        let len = extent::<B, T>(ex, insn, ES, dst, count);
+        let size = T::SIZE as u64;
+        let Ok(dst) = ex.linear(ES, dst, size, Access::Write) else {
+            return 0;
+        };
+        if len == 0 {
+            return 0;
+        }
+        let value = ex.reg_read::<T>(RAX).to_u64();
+        let done = ex.bus.bulk_fill(ex.cpu, dst, value, len, size);
+        advance(ex, insn, reg::RDI, done);
+        done / size
+    }
+}
+
+struct Lods;
+impl Body for Lods {
+    #[inline(always)]
+    fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
+        let v = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
+        ex.reg_write(RAX, v);
+        let d = delta::<B, T>(ex);
+        advance(ex, insn, reg::RSI, d);
+        Ok(true)
+    }
+}
+
+/// Flags of `a - b`, and whether REPE or REPNE goes on.
+#[inline(always)]
+fn compare<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, a: T, b: T) -> bool {
+    let r = T::from_u64(a.to_u64().wrapping_sub(b.to_u64()));
+    ex.flags.sub(a, b, r);
+    (insn.prefix & Insn::<B>::REPNE != 0) != (a == b)
+}
+
+struct Cmps;
+impl Body for Cmps {
+    #[inline(always)]
+    fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
+        let a = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
+        let b = ex.read_at::<T>(ES, index(ex, insn, reg::RDI))?;
+        let d = delta::<B, T>(ex);
+        advance(ex, insn, reg::RSI, d);
+        advance(ex, insn, reg::RDI, d);
+        Ok(compare(ex, insn, a, b))
+    }
+}
+
+struct Scas;
+impl Body for Scas {
+    #[inline(always)]
+    fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
+        let b = ex.read_at::<T>(ES, index(ex, insn, reg::RDI))?;
+        let a = ex.reg_read::<T>(RAX);
+        let d = delta::<B, T>(ex);
+        advance(ex, insn, reg::RDI, d);
+        Ok(compare(ex, insn, a, b))
+    }
+}
+
+/// CLZERO: 64 zero bytes at the line that rAX names.
+fn clzero<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
+    let at = ex.cpu.gpr[reg::RAX] & mask(insn) & !63;
+    let gva = ex.linear(insn.seg, at, 64, Access::Write)?;
+    ex.bus
+        .write_bytes(ex.cpu, gva, &[0; 64], Privilege::Current)?;
+    Ok(Flow::Next)
+}
+
+/// The handler of a string instruction. INS and OUTS belong to the system family.
+pub(crate) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option<Handler<B>> {
+    if i.mnemonic() == Mnemonic::Clzero {
+        insn.prefix |= Insn::<B>::WRITES;
+        return Some(clzero::<B>);
+    }
+    // MOVSD and CMPSD are SSE instructions too.
+    if !i.is_string_instruction() {
+        return None;
+    }
+    let size = insn.op_size;
+    match i.mnemonic() {
+        Mnemonic::Movsb | Mnemonic::Movsw | Mnemonic::Movsd | Mnemonic::Movsq => {
+            sized!(size, string, Movs)
+        }
+        Mnemonic::Stosb | Mnemonic::Stosw | Mnemonic::Stosd | Mnemonic::Stosq => {
+            sized!(size, string, Stos)
+        }
+        Mnemonic::Lodsb | Mnemonic::Lodsw | Mnemonic::Lodsd | Mnemonic::Lodsq => {
+            sized!(size, string, Lods)
+        }
+        Mnemonic::Cmpsb | Mnemonic::Cmpsw | Mnemonic::Cmpsd | Mnemonic::Cmpsq => {
+            sized!(size, string, Cmps)
+        }
+        Mnemonic::Scasb | Mnemonic::Scasw | Mnemonic::Scasd | Mnemonic::Scasq => {
+            sized!(size, string, Scas)
+        }
+        _ => None,
+    }
+}
