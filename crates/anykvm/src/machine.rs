@@ -20,6 +20,7 @@ use crate::images::{self, Init, Overlay};
 use crate::input::{self, Route};
 use crate::kernel::{self, BootInfo, Image};
 use crate::layout::{KVM_IDENTITY_MAP, KVM_TSS, RSDP};
+use crate::memory::GuestMemory;
 use crate::terminal::{self, RawMode};
 use crate::{acpi, memory, vcpu};
 
@@ -38,7 +39,8 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     };
     let image = Image::open(&path)?;
     let initrd = initrd(args, is_interactive)?;
-    let memory = memory::allocate(args.mem)?;
+    // There is one machine in this process; its memory lives as long.
+    let memory: &'static GuestMemory = Box::leak(Box::new(memory::allocate(args.mem)?));
     let cmdline = cmdline(args, is_interactive);
     let info = BootInfo {
         cmdline: &cmdline,
@@ -46,14 +48,15 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
         mem_size: args.mem,
         rsdp: RSDP,
     };
-    let entry = kernel::load(&memory, &path, &image, &info)?;
+    let entry = kernel::load(memory, &path, &image, &info)?;
     drop((image, initrd));
-    acpi::write(&memory, cpus)?;
-    vcpu::write_boot_structures(&memory, entry)?;
+    acpi::write(memory, cpus)?;
+    vcpu::write_boot_structures(memory, entry)?;
 
     let kvm = Kvm::new().map_err(BootError::kvm("opening KVM"))?;
     let vm = new_vm(&kvm, cpus)?;
-    memory::register(&vm, &memory)?;
+    vm.set_static_memory(memory)
+        .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
     let supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
@@ -117,7 +120,7 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     output.drain(DRAIN_LIMIT);
     errors.drain(DRAIN_LIMIT);
     drop(raw);
-    std::mem::forget((memory, vm, kvm));
+    std::mem::forget((vm, kvm));
     Ok(ending.verdict(!args.command.is_empty()))
 }
 

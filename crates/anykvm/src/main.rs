@@ -2,6 +2,8 @@
 //!
 //! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
 
+#![forbid(unsafe_code)]
+
 mod acpi;
 mod cli;
 mod devices;

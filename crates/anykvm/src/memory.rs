@@ -1,7 +1,6 @@
 //! Guest RAM: anonymous private mappings of this process, given to the hypervisor as memslots.
 
-use kvm_bindings::kvm_userspace_memory_region;
-use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 use crate::error::BootError;
 use crate::layout::{HOLE_END, HOLE_START};
@@ -34,27 +33,6 @@ pub(crate) fn allocate(size: u64) -> Result<GuestMemory, BootError> {
         mib,
         reason: e.to_string(),
     })
-}
-
-/// Makes each RAM range a memslot of `vm`.
-pub(crate) fn register(vm: &anykvm_ioctls::VmFd, memory: &GuestMemory) -> Result<(), BootError> {
-    for (slot, region) in memory.iter().enumerate() {
-        let hva = memory
-            .get_host_address(region.start_addr())
-            .map_err(BootError::guest("a memslot"))?;
-        let slot = kvm_userspace_memory_region {
-            slot: u32::try_from(slot).unwrap_or(u32::MAX),
-            flags: 0,
-            guest_phys_addr: region.start_addr().0,
-            memory_size: region.len(),
-            userspace_addr: hva as u64,
-        };
-        // SAFETY: the range is a live mapping of `memory`, which `Machine` keeps until the process
-        // ends, after every vCPU.
-        unsafe { vm.set_user_memory_region(slot) }
-            .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

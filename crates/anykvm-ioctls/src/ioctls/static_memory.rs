@@ -1,0 +1,33 @@
+//! Memslots without unsafe code, for VMMs whose guest memory lives as long as the process.
+//!
+//! Not in `kvm-ioctls`: there every memslot is the caller's promise about a raw address.
+
+use kvm_bindings::kvm_userspace_memory_region;
+use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+
+use super::Result;
+use super::vm::VmFd;
+
+impl VmFd {
+    /// KVM_SET_USER_MEMORY_REGION for each region of `memory`, numbered from slot 0.
+    ///
+    /// # Errors
+    ///
+    /// Those of the ioctl; regions before the refused one stay.
+    pub fn set_static_memory(&self, memory: &'static GuestMemoryMmap<()>) -> Result<()> {
+        for (slot, region) in (0..).zip(memory.iter()) {
+            let slot = kvm_userspace_memory_region {
+                slot,
+                flags: 0,
+                guest_phys_addr: region.start_addr().0,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr() as u64,
+            };
+            // SAFETY: the address and length are those of a mapping owned by `memory`, which is
+            // borrowed for the rest of the process, so that it is never unmapped or reused; all
+            // access by the VMM goes through vm-memory's volatile accessors.
+            unsafe { self.set_user_memory_region(slot) }?;
+        }
+        Ok(())
+    }
+}
