@@ -2,6 +2,8 @@
 //! interpreter against the host CPU. Stops at the first mismatch; `--all`
 //! reports the first of each form.
 
+#![forbid(unsafe_code)]
+
 use std::process::ExitCode;
 
 use fuzzing::{
