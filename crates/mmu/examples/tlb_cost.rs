@@ -45,14 +45,17 @@ fn main() {
     let (mmu, cpu) = (&mut m.mmu, &mut m.cpu);
 
     report("read u64, L1 hit, independent", 10_000_000, |i| {
-        black_box(mmu.read::<u64>(cpu, GVA + (i * 8 & 0xf_fff8), Current).ok());
+        black_box(
+            mmu.read::<u64>(cpu, GVA + ((i * 8) & 0xf_fff8), Current)
+                .ok(),
+        );
     });
     let mut at = GVA;
     report("read u64, L1 hit, dependent chain", 10_000_000, |_| {
         at = GVA + mmu.read::<u64>(cpu, at, Current).unwrap_or(0);
     });
     report("write u64, L1 hit", 10_000_000, |i| {
-        let _ = mmu.write(cpu, GVA + (i * 8 & 0xf_fff8), i, Current);
+        let _ = mmu.write(cpu, GVA + ((i * 8) & 0xf_fff8), i, Current);
     });
     report("locked add u32, L1 hit", 2_000_000, |_| {
         black_box(

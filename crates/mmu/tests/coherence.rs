@@ -39,8 +39,9 @@ enum Op {
         access: u8,
         system: bool,
     },
-    /// Edits the leaf of `gva` under the current root and flushes in one of the right ways.
+    /// Edits the leaf of `gva` under a root, current or not, and flushes in one of the right ways.
     Edit {
+        root: usize,
         gva: usize,
         page: u64,
         flags: u64,
@@ -72,9 +73,9 @@ fn ops() -> impl Strategy<Value = Op> {
         8 => (0..8usize, 0..4096u64, 0..3u8, any::<bool>())
             .prop_map(|(gva, offset, access, system)| Op::Access { gva, offset, access, system }),
         // Only the kernel's half has global leaves (bit 5), only the user's large pages.
-        3 => (0..8usize, 0..NR_DATA, 0..64u64, 0..4u8).prop_map(|(gva, page, flags, flush)| {
+        3 => (0..3usize, 0..8usize, 0..NR_DATA, 0..64u64, 0..4u8).prop_map(|(root, gva, page, flags, flush)| {
             let flags = if gva < 6 { flags & 31 } else { flags };
-            Op::Edit { gva, page, flags, flush }
+            Op::Edit { root, gva, page, flags, flush }
         }),
         1 => (0..6usize, any::<bool>(), 0..4u8)
             .prop_map(|(gva, large, flush)| Op::Large { gva, large, flush }),
@@ -165,28 +166,15 @@ impl World {
                 system,
             } => self.access(GVAS[gva] + offset, access, system),
             Op::Edit {
+                root,
                 gva,
                 page,
                 flags,
                 flush,
             } => {
-                let gva = GVAS[gva];
-                if self.is_large(gva) {
-                    return;
-                }
-                let all = [P, RW, US, NX, A | D, G];
-                let flags = (0..6)
-                    .filter(|i| flags >> i & 1 != 0)
-                    .fold(0, |f, i| f | all[i]);
-                let at = self.entry(gva, 1);
-                let global = (self.m.peek(at, 8)) & G != 0;
-                // Global leaves lead to the same place under every root, as
-                // kernels have it; otherwise the result depends on history.
-                if (flags | self.m.peek(at, 8)) & G != 0 {
-                    return self.edit_everywhere(gva, (DATA + page * 4096) | flags);
-                }
-                self.m.poke(at, 8, (DATA + page * 4096) | flags);
-                self.flush(gva, flush, global);
+                let current = core::mem::replace(&mut self.root, root);
+                self.edit(GVAS[gva], page, flags, flush, root == current);
+                self.root = current;
             }
             Op::Large { gva, large, flush } => {
                 let gva = GVAS[gva];
@@ -238,7 +226,29 @@ impl World {
         }
     }
 
-    fn edit_everywhere(&mut self, gva: u64, entry: u64) {
+    fn edit(&mut self, gva: u64, page: u64, flags: u64, flush: u8, is_current: bool) {
+        if self.is_large(gva) {
+            return;
+        }
+        let all = [P, RW, US, NX, A | D, G];
+        let flags = (0..6)
+            .filter(|i| flags >> i & 1 != 0)
+            .fold(0, |f, i| f | all[i]);
+        let at = self.entry(gva, 1);
+        let entry = (DATA + page * 4096) | flags;
+        // Global leaves lead to the same place under every root, as kernels have
+        // it; otherwise the result depends on history.
+        let was_global = self.m.peek(at, 8) & G != 0;
+        if was_global || flags & G != 0 {
+            return self.edit_everywhere(gva, entry, was_global && flush == 0);
+        }
+        self.m.poke(at, 8, entry);
+        // INVLPG reaches the current PCID only.
+        let flush = if is_current { flush } else { flush.max(1) };
+        self.flush(gva, flush, false);
+    }
+
+    fn edit_everywhere(&mut self, gva: u64, entry: u64, by_page: bool) {
         let root = self.root;
         for r in 0..ROOTS.len() {
             self.root = r;
@@ -249,7 +259,12 @@ impl World {
         self.root = root;
         // INVLPG reaches global pages of every PCID; the non-global ones of other
         // PCIDs that the entry replaced need more.
-        self.m.mmu.flush(&self.m.cpu, Flush::All);
+        let how = if by_page {
+            Flush::Page(gva)
+        } else {
+            Flush::All
+        };
+        self.m.mmu.flush(&self.m.cpu, how);
     }
 
     /// The same access on the TLBs and on a machine that has none.
@@ -339,7 +354,8 @@ proptest! {
 #[test]
 fn flush_semantics() {
     const KERNEL: u64 = 0xffff_8000_0000_1000;
-    const USER: u64 = 0x1000;
+    // Not the kernel page's place in L1.
+    const USER: u64 = 0x2000;
     // (flush, while PCID 2 is current; which of PCID 1's pages are seen anew)
     let table = [
         (None, false, false),
@@ -363,7 +379,7 @@ fn flush_semantics() {
         let read = |w: &mut World, gva| -> u64 {
             w.m.mmu.read(&mut w.m.cpu, gva, Privilege::Current).unwrap()
         };
-        assert_eq!((read(&mut w, USER), read(&mut w, KERNEL)), (0, 0));
+        assert_eq!((read(&mut w, USER), read(&mut w, KERNEL)), (1, 0));
         // Edits without a flush: the old translations are allowed to stay, and do.
         w.m.poke(at[0], 8, (DATA + 0x5000) | P | RW | US);
         w.m.poke(at[1], 8, (DATA + 0x6000) | P | RW | G);
@@ -382,7 +398,7 @@ fn flush_semantics() {
         });
         assert_eq!(
             read(&mut w, USER),
-            if user_new { 5 } else { 0 },
+            if user_new { 5 } else { 1 },
             "{flush:?}"
         );
         assert_eq!(

@@ -2,6 +2,7 @@
 //! plain restatement of SDM vol. 3, 4.6 and 4.7.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(clippy::nonminimal_bool, reason = "the manual's own wording")]
 
 mod machine;
 
