@@ -389,25 +389,33 @@ unsafe fn compare_exchange(p: *mut u8, size: usize, old: u128, new: u128) -> u12
             2 => cmpxchg!(p, old, new, u16, reg, ":x", "ax"),
             4 => cmpxchg!(p, old, new, u32, reg, ":e", "eax"),
             8 => cmpxchg!(p, old, new, u64, reg, "", "rax"),
-            // Not the intrinsic: inlined into a crate without the target feature
-            // it becomes a call into libatomic, which nobody links.
-            _ => {
-                let (mut low, mut high) = (old as u64, (old >> 64) as u64);
-                asm!(
-                    "xchg rbx, {new_low}",
-                    "lock cmpxchg16b [{p}]",
-                    "mov rbx, {new_low}",
-                    new_low = inout(reg) new as u64 => _,
-                    p = in(reg) p,
-                    in("rcx") (new >> 64) as u64,
-                    inout("rax") low,
-                    inout("rdx") high,
-                    options(nostack),
-                );
-                u128::from(low) | u128::from(high) << 64
-            }
+            _ => compare_exchange_16(p, old, new),
         }
     }
+}
+
+/// Hand-written: the intrinsic, when inlined into code for the baseline CPU,
+/// becomes a call of a library that is not there.
+///
+/// # Safety
+/// As [`compare_exchange`], and the host has CMPXCHG16B.
+unsafe fn compare_exchange_16(p: *mut u8, old: u128, new: u128) -> u128 {
+    let (low, high): (u64, u64);
+    // SAFETY: the caller's. RBX is the compiler's and is put back.
+    unsafe {
+        asm!(
+            "xchg {new_low}, rbx",
+            "lock cmpxchg16b [{p}]",
+            "mov rbx, {new_low}",
+            p = in(reg) p,
+            new_low = inout(reg) new as u64 => _,
+            in("rcx") (new >> 64) as u64,
+            inout("rax") old as u64 => low,
+            inout("rdx") (old >> 64) as u64 => high,
+            options(nostack)
+        );
+    }
+    u128::from(high) << 64 | u128::from(low)
 }
 
 /// # Safety

@@ -1,1 +1,220 @@
 //! Tests of slots, accesses and page state.
+
+use std::sync::Arc;
+
+use host::Mapping;
+
+use crate::{GuestMemory, MemslotError as E, SlotConfig, memory::NewCode};
+
+const HVA: u64 = 0x7000_0000_0000;
+
+fn config(slot: u32, gpa: u64, size: u64, hva: u64, flags: u32) -> SlotConfig {
+    SlotConfig {
+        slot,
+        flags,
+        gpa,
+        size,
+        hva,
+    }
+}
+
+/// KVM's answers, in order, to a sequence of requests. Nothing is accessed.
+#[test]
+fn slot_rules() {
+    let m = GuestMemory::new();
+    let rows = [
+        (config(0, 0, 0x4000, HVA, 0), Ok(())),
+        (config(1, 0x3000, 0x1000, HVA, 0), Err(E::Overlap(0))),
+        (config(1, 0x4000, 0x1000, HVA, 2), Ok(())),
+        // Other address space: no overlap.
+        (config(0x1_0001, 0x3000, 0x4000, HVA, 0), Ok(())),
+        (
+            config(0x2_0001, 0x3000, 0x1000, HVA, 0),
+            Err(E::Number(0x2_0001)),
+        ),
+        (config(32764, 0, 0x1000, HVA, 0), Err(E::Number(32764))),
+        (config(2, 0x8000, 0x1000, HVA, 4), Err(E::Flags(4))),
+        (config(2, 0x8001, 0x1000, HVA, 0), Err(E::Unaligned)),
+        (config(2, 0x8000, 0x1001, HVA, 0), Err(E::Unaligned)),
+        (config(2, 0x8000, 0x1000, HVA + 8, 0), Err(E::Unaligned)),
+        (config(2, u64::MAX - 0xfff, 0x2000, HVA, 0), Err(E::Range)),
+        (config(2, 1 << 52, 0x1000, HVA, 0), Err(E::Range)),
+        (config(2, 0x8000, 1 << 43, 0, 0), Err(E::Range)),
+        (config(2, 0x8000, 0x1000, 1 << 47, 0), Err(E::Range)),
+        (
+            config(2, 0x8000, 0x1000, u64::MAX - 0xfff, 0),
+            Err(E::Range),
+        ),
+        (config(2, 0, 0, 0, 0), Err(E::NotFound(2))),
+        // An existing slot: size, hva and the read-only flag are fixed.
+        (config(0, 0, 0x3000, HVA, 0), Err(E::Immutable)),
+        (config(0, 0, 0x4000, HVA + 0x1000, 0), Err(E::Immutable)),
+        (config(0, 0, 0x4000, HVA, 2), Err(E::Immutable)),
+        (config(1, 0x4000, 0x1000, HVA, 0), Err(E::Immutable)),
+        // Flags, nothing, and a move.
+        (config(0, 0, 0x4000, HVA, 1), Ok(())),
+        (config(0, 0, 0x4000, HVA, 1), Ok(())),
+        (config(0, 0x1000, 0x4000, HVA, 1), Err(E::Overlap(1))),
+        (config(0, 0x5000, 0x4000, HVA, 1), Ok(())),
+        (config(3, 0, 0x4000, HVA, 0), Ok(())),
+        (config(0, 0, 0, 0, 0), Ok(())),
+        (config(0, 0, 0, 0, 0), Err(E::NotFound(0))),
+    ];
+    for (request, answer) in rows {
+        let before = (m.generation(), m.table().slots(0).len());
+        let got = m.set_slot(request).map(|_| ());
+        assert_eq!(got, answer, "{request:x?}");
+        if got.is_err() {
+            assert_eq!((m.generation(), m.table().slots(0).len()), before);
+        }
+    }
+    let table = m.table();
+    let gpas: Vec<u64> = table.slots(0).iter().map(|s| s.config().gpa).collect();
+    assert_eq!(gpas, [0, 0x4000]);
+    assert_eq!(table.lookup(0, 0x3fff).map(|s| s.config().slot), Some(3));
+    assert_eq!(table.lookup(0, 0x4fff).map(|s| s.config().slot), Some(1));
+    assert!(table.lookup(0, 0x5000).is_none());
+    assert!(table.lookup(1, 0x2fff).is_none());
+    assert!(table.lookup(7, 0).is_none());
+}
+
+fn with_ram() -> (Arc<GuestMemory>, Mapping) {
+    let m = GuestMemory::new();
+    let ram = Mapping::anonymous(0x6000).unwrap();
+    let hva = ram.as_ptr() as u64;
+    // Adjacent in the guest, in the other order in the host.
+    m.set_slot(config(0, 0, 0x3000, hva + 0x3000, 1)).unwrap();
+    m.set_slot(config(1, 0x3000, 0x3000, hva, 0)).unwrap();
+    (m, ram)
+}
+
+#[test]
+fn accesses_cross_pages_and_slots() {
+    let (m, _ram) = with_ram();
+    let data: Vec<u8> = (0..0x4321u32).map(|i| (i * 7) as u8).collect();
+    assert!(m.write_bytes(0x123, &data));
+    let mut back = vec![0; data.len()];
+    assert!(m.read_bytes(0x123, &mut back));
+    assert_eq!(back, data);
+    assert_eq!(m.take_dirty(0).unwrap().0, [7]);
+    for size in [1, 2, 4, 8, 16usize] {
+        for gpa in 0x2ff0..0x3004u64 {
+            let v = 0x0102_0304_0506_0708_1112_1314_1516_1718u128 & (u128::MAX >> (128 - 8 * size));
+            assert_eq!(m.write_gpa(gpa, size, v), Some(()));
+            assert_eq!(m.read_gpa(gpa, size), Some(v));
+        }
+    }
+    // Not all RAM: nothing happens.
+    assert!(!m.write_bytes(0x5ffe, &[1, 2, 3]));
+    assert!(!m.read_bytes(u64::MAX - 1, &mut [0; 4]));
+    assert_eq!(m.read_gpa(0x5ffe, 2), Some(0));
+    assert_eq!(m.read_gpa(0x5fff, 2), None);
+    assert_eq!(m.write_gpa(0x6000, 1, 0), None);
+}
+
+#[test]
+fn page_accessors_stay_in_the_page() {
+    let (m, _ram) = with_ram();
+    let page = m.table().host_page(0, 0x1000, true).unwrap();
+    for size in [1, 2, 4, 8, 16usize] {
+        let last = 4096 - size as u64;
+        assert!(page.store(last, size, 1).is_some());
+        assert!(page.load(last, size).is_some());
+        for offset in [last + 1, 4096, u64::MAX, u64::MAX - 15] {
+            assert!(page.load(offset, size).is_none());
+            assert!(page.store(offset, size, 0).is_none());
+            assert!(
+                page.rmw(offset, size, Some(m.split_lock()), |v| v)
+                    .is_none()
+            );
+            assert!(!page.compare_exchange(offset, size, 0, 0));
+        }
+    }
+    for n in 0..=200u64 {
+        let data: Vec<u8> = (0..n).map(|i| i as u8 + 1).collect();
+        assert!(page.write_bytes(4096 - n, &data));
+        assert!(!page.write_bytes(4097 - n, &data));
+        let mut back = vec![0; n as usize];
+        assert!(page.read_bytes(4096 - n, &mut back));
+        assert!(!page.read_bytes(4097 - n, &mut back));
+        assert_eq!(back, data);
+    }
+    assert!(!page.copy_elements(4090, page, 0, 1, 8));
+    assert!(!page.copy_elements(0, page, 4090, 1, 8));
+    assert!(!page.copy_elements(0, page, 0, u64::MAX, 8));
+    assert!(!page.copy_elements(0, page, 0, 1, 3));
+    assert!(!page.fill_elements(4090, 0, 1, 8));
+    assert!(!page.compare_exchange(2, 4, 0, 0));
+}
+
+/// Every size at every misalignment, from two threads at once.
+#[test]
+fn locked_exchanges_are_atomic() {
+    const N: u64 = 20_000;
+    let (m, _ram) = with_ram();
+    let page = m.table().host_page(0, 0x1000, true).unwrap();
+    for size in [1, 2, 4, 8, 16usize] {
+        for offset in [0x40, 0x41, 0x43, 0x47, 0x4d, 0x3f, 0x4f] {
+            page.fill_elements(0, 0, 512, 8);
+            std::thread::scope(|s| {
+                for _ in 0..2 {
+                    s.spawn(|| {
+                        for _ in 0..N / 20 {
+                            page.rmw(offset, size, Some(m.split_lock()), |v| v.wrapping_add(1));
+                        }
+                    });
+                }
+            });
+            let mask = u128::MAX >> (128 - 8 * size);
+            let total = u128::from(N / 10) & mask;
+            assert_eq!(page.load(offset, size).unwrap(), total, "{size} {offset:x}");
+            // The neighbours are untouched.
+            assert_eq!(page.load(offset - 1, 1).unwrap(), 0);
+            assert_eq!(page.load(offset + size as u64, 1).unwrap(), 0);
+        }
+    }
+    std::thread::scope(|s| {
+        for _ in 0..2 {
+            s.spawn(|| {
+                for _ in 0..N {
+                    m.rmw_gpa(0x2000, 8, |v| v + 1).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(m.read_gpa(0x2000, 8), Some(u128::from(2 * N)));
+}
+
+#[test]
+fn dirty_log_errors() {
+    let (m, _ram) = with_ram();
+    assert_eq!(m.take_dirty(1).unwrap_err(), E::NotLogging(1));
+    assert_eq!(m.take_dirty(9).unwrap_err(), E::NotFound(9));
+    assert_eq!(m.take_dirty(0x2_0000).unwrap_err(), E::Number(0x2_0000));
+    assert_eq!(m.clear_dirty(0, 1, &[0]).unwrap_err(), E::Unaligned);
+    assert_eq!(m.clear_dirty(0, 64, &[0]).unwrap_err(), E::Range);
+    assert_eq!(m.clear_dirty(0, 0, &[0, 0]).unwrap_err(), E::Range);
+    m.mark_dirty(2);
+    m.mark_dirty(5);
+    m.mark_dirty(u64::MAX);
+    assert_eq!(m.peek_dirty(0).unwrap(), [4]);
+}
+
+#[test]
+fn code_log_overflows_into_any() {
+    let (m, _ram) = with_ram();
+    let page = m.table().host_page(0, 0, false).unwrap();
+    let mut seen = 0;
+    assert_eq!(m.new_code(&mut seen), NewCode::None);
+    for _ in 0..200 {
+        m.log_code(page);
+    }
+    assert_eq!(m.new_code(&mut seen), NewCode::Pages(vec![page; 200]));
+    for _ in 0..1000 {
+        m.log_code(page);
+    }
+    assert_eq!(m.new_code(&mut seen), NewCode::Any);
+    assert_eq!(m.new_code(&mut seen), NewCode::None);
+    m.log_code(page);
+    assert_eq!(m.new_code(&mut seen), NewCode::Pages(vec![page]));
+}

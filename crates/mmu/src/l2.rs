@@ -58,8 +58,9 @@ impl Array {
 
     #[inline]
     fn set(&self, gva: u64) -> usize {
-        let page = gva >> self.shift;
-        (page ^ page >> 11 ^ page >> 25) as usize & (self.sets.len() - 1)
+        // Multiplicative: kernel and user halves do not collide systematically.
+        let hash = (gva >> self.shift).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        (hash >> 40) as usize & (self.sets.len() - 1)
     }
 }
 

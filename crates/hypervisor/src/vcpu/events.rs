@@ -73,7 +73,7 @@ pub(super) fn set_vcpu_events(
         payload: (pending && v.exception_has_payload != 0).then_some(v.exception_payload),
         injected: x.injected != 0,
     });
-    e.interrupt = (v.interrupt.injected != 0).then(|| PendingInterrupt {
+    e.interrupt = (v.interrupt.injected != 0).then_some(PendingInterrupt {
         vector: v.interrupt.nr,
         soft: v.interrupt.soft != 0,
     });

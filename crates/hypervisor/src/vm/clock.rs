@@ -31,7 +31,7 @@ impl TscParams {
         if self.ratio == 1 << 32 {
             host_tsc
         } else {
-            (u128::from(host_tsc) * u128::from(self.ratio) >> 32) as u64
+            ((u128::from(host_tsc) * u128::from(self.ratio)) >> 32) as u64
         }
     }
     /// The guest's TSC at a host TSC.
@@ -200,7 +200,7 @@ mod tests {
             } else {
                 ticks >> -shift
             };
-            let ns = (u128::from(shifted) * u128::from(mul) >> 32) as u64;
+            let ns = ((u128::from(shifted) * u128::from(mul)) >> 32) as u64;
             assert!(ns.abs_diff(1_000_000_000) < 100, "{khz}: {ns}");
         }
     }

@@ -161,7 +161,7 @@ impl Vm {
         self.state
             .with_chips(|chip, lapics| {
                 chip.ioapic
-                    .restore(state, &mut |irq| irqchip::deliver(lapics, irq, None))
+                    .restore(state, &mut |irq| irqchip::deliver(lapics, irq, None));
             })
             .ok_or(Error::NoSuchDevice)
     }
