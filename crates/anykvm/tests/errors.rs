@@ -8,7 +8,7 @@ fn boot(args: &[&str]) -> (Option<i32>, String) {
         .args(args)
         .stdin(Stdio::null())
         .output()
-        .unwrap();
+        .expect("the command runs");
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.stdout.is_empty(), "{args:?}");
     (output.status.code(), stderr)
