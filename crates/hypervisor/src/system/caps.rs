@@ -26,7 +26,6 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_IRQ_INJECT_STATUS
         | KVM_CAP_USER_NMI
         | KVM_CAP_SET_IDENTITY_MAP_ADDR
-        | KVM_CAP_SET_BOOT_CPU_ID
         | KVM_CAP_VCPU_EVENTS
         | KVM_CAP_DEBUGREGS
         | KVM_CAP_XSAVE
@@ -37,10 +36,8 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_READONLY_MEM
         | KVM_CAP_IMMEDIATE_EXIT
         | KVM_CAP_GET_MSR_FEATURES
-        | KVM_CAP_SREGS2
         | KVM_CAP_CHECK_EXTENSION_VM
-        | KVM_CAP_REINJECT_CONTROL
-        | KVM_CAP_MCE => 1,
+        | KVM_CAP_REINJECT_CONTROL => 1,
         KVM_CAP_XSAVE2 => 4096,
         KVM_CAP_CLOCKSOURCE => 1,
         KVM_CAP_ADJUST_CLOCK => {
