@@ -216,15 +216,37 @@ fn address_size(i: &Instruction) -> u8 {
 fn register(r: Register) -> u8 {
     let n = r.number() as u8;
     match r {
-        // Numbered 4 to 7 by iced too; 32 selects bits 8 to 15.
-        Register::AH => 32,
-        Register::CH => 33,
-        Register::DH => 34,
-        Register::BH => 35,
-        _ => n,
+        // The decoder numbers bytes AL to BL, AH to BH, SPL to DIL, R8B to R15B;
+        // 32 selects bits 8 to 15.
+        _ if !r.is_gpr8() || n < 4 => n,
+        _ if n < 8 => n + 28,
+        _ => n - 4,
     }
 }
 
 fn size_code(bytes: usize) -> u8 {
     if bytes <= 8 { bytes as u8 } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn byte_registers_name_their_slot_and_half() {
+        for (r, n) in [
+            (Register::AL, 0),
+            (Register::BL, 3),
+            (Register::AH, 32),
+            (Register::BH, 35),
+            (Register::SPL, 4),
+            (Register::DIL, 7),
+            (Register::R8L, 8),
+            (Register::R15L, 15),
+            (Register::R15W, 15),
+            (Register::RDI, 7),
+        ] {
+            assert_eq!(register(r), n, "{r:?}");
+        }
+    }
 }
