@@ -404,11 +404,12 @@ unsafe fn compare_exchange_16(p: *mut u8, old: u128, new: u128) -> u128 {
     // SAFETY: the caller's. RBX is the compiler's and is put back.
     unsafe {
         asm!(
-            "xchg {new_low}, rbx",
-            "lock cmpxchg16b [{p}]",
-            "mov rbx, {new_low}",
-            p = in(reg) p,
-            new_low = inout(reg) new as u64 => _,
+            "xchg rsi, rbx",
+            "lock cmpxchg16b [rdi]",
+            "mov rbx, rsi",
+            // Named, since the compiler might choose RBX, which the XCHG replaces.
+            in("rdi") p,
+            inout("rsi") new as u64 => _,
             in("rcx") (new >> 64) as u64,
             inout("rax") old as u64 => low,
             inout("rdx") (old >> 64) as u64 => high,
