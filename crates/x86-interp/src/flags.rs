@@ -134,6 +134,12 @@ impl LazyFlags {
         self.result = r.sext();
         self.carries = carry_bits(cf, of);
     }
+    /// As [`Self::result`], with AF set.
+    #[inline(always)]
+    pub fn result_af<T: Int>(&mut self, r: T, cf: bool, of: bool) {
+        self.result = r.sext();
+        self.carries = carry_bits(cf, of) | AUX;
+    }
     /// Changes CF alone.
     #[inline(always)]
     pub fn set_cf(&mut self, cf: bool) {

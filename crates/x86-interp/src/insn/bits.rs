@@ -5,6 +5,7 @@
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
 use x86_cpu::{GuestBus, Privilege};
+use x86_defs::rflags;
 
 use super::{Handler, Insn, read_rm, sized, update_rm, vex};
 use crate::{Exec, Flow, Int, Step};
@@ -81,17 +82,24 @@ fn bsr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     }
     Ok(Flow::Next)
 }
+/// Flags of TZCNT and LZCNT: the undefined ones as AMD processors have them.
+#[inline(always)]
+fn counted<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, cf: bool, r: T) {
+    let kept = ex.flags.get() & rflags::OF;
+    let zf = u64::from(r.to_u64() == 0) << 6;
+    ex.flags.set(kept | zf | u64::from(cf));
+}
 fn tzcnt<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = read_rm::<B, T>(ex, insn, insn.src)?.to_u64();
     let r = T::from_u64(v.trailing_zeros().min(T::BITS).into());
-    ex.flags.result(r, v == 0, false);
+    counted(ex, v == 0, r);
     ex.reg_write(insn.dst, r);
     Ok(Flow::Next)
 }
 fn lzcnt<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = read_rm::<B, T>(ex, insn, insn.src)?.to_u64();
     let r = T::from_u64((v.leading_zeros() - (64 - T::BITS)).into());
-    ex.flags.result(r, v == 0, false);
+    counted(ex, v == 0, r);
     ex.reg_write(insn.dst, r);
     Ok(Flow::Next)
 }
@@ -147,7 +155,7 @@ fn bextr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let start = (control & 0xff) as u32;
     let r = v.checked_shr(start).unwrap_or(0) & low_bits(control >> 8 & 0xff);
     let r = T::from_u64(r);
-    ex.flags.logic(r);
+    ex.flags.result_af(r, false, false);
     ex.reg_write(insn.dst, r);
     Ok(Flow::Next)
 }

@@ -1,11 +1,12 @@
 //! MUL, IMUL, DIV, IDIV, MULX, and the sign extensions that prepare them.
 //!
-//! DEVIATION: SF, ZF, PF and AF after a multiplication, which the manual
-//! leaves undefined, are those of the low half with AF clear.
+//! Flags that the manual leaves undefined are as AMD processors (family 25)
+//! have them: SF, ZF, PF and AF survive a multiplication; a division clears
+//! SF, ZF and PF, sets AF, and keeps CF and OF.
 
 use iced_x86::{Instruction, Mnemonic};
 use x86_cpu::{Exception, GuestBus};
-use x86_defs::reg;
+use x86_defs::{reg, rflags};
 
 use super::{Handler, Insn, read_rm, sized, vex};
 use crate::{Exec, Flow, Int, Step};
@@ -28,7 +29,7 @@ fn mul<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     ex.reg_write(RAX, low);
     ex.reg_write(high_of(T::BITS), high);
     let over = high.to_u64() != 0;
-    ex.flags.result(low, over, over);
+    ex.flags.set_cf_of(over, over);
     Ok(Flow::Next)
 }
 
@@ -46,7 +47,7 @@ fn imul1<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let low = T::from_u64(r as u64);
     ex.reg_write(RAX, low);
     ex.reg_write(high_of(T::BITS), T::from_u64((r >> T::BITS) as u64));
-    ex.flags.result(low, over, over);
+    ex.flags.set_cf_of(over, over);
     Ok(Flow::Next)
 }
 
@@ -55,7 +56,7 @@ fn imul2<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let (r, over) = signed(ex.reg_read::<T>(insn.dst), b);
     let low = T::from_u64(r as u64);
     ex.reg_write(insn.dst, low);
-    ex.flags.result(low, over, over);
+    ex.flags.set_cf_of(over, over);
     Ok(Flow::Next)
 }
 
@@ -64,7 +65,7 @@ fn imul3<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let (r, over) = signed(b, T::from_u64(insn.imm));
     let low = T::from_u64(r as u64);
     ex.reg_write(insn.dst, low);
-    ex.flags.result(low, over, over);
+    ex.flags.set_cf_of(over, over);
     Ok(Flow::Next)
 }
 
@@ -74,6 +75,12 @@ fn dividend<B: GuestBus, T: Int>(ex: &Exec<'_, B>) -> u128 {
     let low = u128::from(ex.reg_read::<T>(RAX).to_u64());
     let high = u128::from(ex.reg_read::<T>(high_of(T::BITS)).to_u64());
     high << T::BITS | low
+}
+
+#[inline(always)]
+fn divided<B: GuestBus>(ex: &mut Exec<'_, B>) {
+    let kept = ex.flags.get() & (rflags::CF | rflags::OF);
+    ex.flags.set(kept | rflags::AF);
 }
 
 fn div<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
@@ -90,6 +97,7 @@ fn div<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     }
     ex.reg_write(RAX, T::from_u64(q as u64));
     ex.reg_write(high_of(T::BITS), T::from_u64(r as u64));
+    divided(ex);
     Ok(Flow::Next)
 }
 
@@ -106,6 +114,7 @@ fn idiv<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     }
     ex.reg_write(RAX, low);
     ex.reg_write(high_of(T::BITS), T::from_u64(r as u64));
+    divided(ex);
     Ok(Flow::Next)
 }
 

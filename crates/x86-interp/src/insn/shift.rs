@@ -1,7 +1,7 @@
 //! Shifts and rotates (SDM vol. 2, SAL/SAR/SHL/SHR, RCL/RCR/ROL/ROR, SHLD, SHRD).
 //!
-//! OF is defined for a count of one only; for other counts it is what the
-//! same formula gives, as on processors.
+//! What the manual leaves undefined (OF for counts other than one, AF of shifts,
+//! 16-bit double shifts by more than 16) is as on AMD processors of family 25.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
 use x86_cpu::GuestBus;
@@ -52,7 +52,7 @@ fn shl<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if c != 0 {
         let cf = c <= T::BITS && bit(a.to_u64(), T::BITS.wrapping_sub(c));
         let r = f(a);
-        ex.flags.result(r, cf, msb(r) ^ cf);
+        ex.flags.result_af(r, cf, msb(r) ^ cf);
     }
     Ok(Flow::Next)
 }
@@ -64,7 +64,7 @@ fn shr_op<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if c != 0 {
         let r = f(a);
         ex.flags
-            .result(r, bit(a.to_u64(), c - 1), msb(r) ^ second(r));
+            .result_af(r, bit(a.to_u64(), c - 1), msb(r) ^ second(r));
     }
     Ok(Flow::Next)
 }
@@ -74,7 +74,7 @@ fn sar<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let f = |a: T| T::from_u64((a.sext() as i64 >> c) as u64);
     let a = update_rm(ex, insn, f)?;
     if c != 0 {
-        ex.flags.result(f(a), bit(a.sext(), c - 1), false);
+        ex.flags.result_af(f(a), bit(a.sext(), c - 1), false);
     }
     Ok(Flow::Next)
 }
@@ -121,10 +121,11 @@ fn with_carry<T: Int>(a: T, cf: bool, left: u32) -> (T, bool) {
 }
 
 fn rcl<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
-    let c = count::<B, T>(ex, insn) % (T::BITS + 1);
+    let count = count::<B, T>(ex, insn);
+    let c = count % (T::BITS + 1);
     let cf = ex.flags.cf();
     let a = update_rm(ex, insn, |a: T| with_carry(a, cf, c).0)?;
-    if c != 0 {
+    if count != 0 {
         let (r, out) = with_carry(a, cf, c);
         ex.flags.set_cf_of(out, msb(r) ^ out);
     }
@@ -132,49 +133,47 @@ fn rcl<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
 }
 
 fn rcr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
-    let c = count::<B, T>(ex, insn) % (T::BITS + 1);
-    let left = (T::BITS + 1 - c) % (T::BITS + 1);
+    let count = count::<B, T>(ex, insn);
+    let left = (T::BITS + 1 - count % (T::BITS + 1)) % (T::BITS + 1);
     let cf = ex.flags.cf();
     let a = update_rm(ex, insn, |a: T| with_carry(a, cf, left).0)?;
-    if c != 0 {
+    if count != 0 {
         let (r, out) = with_carry(a, cf, left);
         ex.flags.set_cf_of(out, msb(r) ^ second(r));
     }
     Ok(Flow::Next)
 }
 
-/// Three copies so that 16-bit counts above 16 rotate `dst` back in, as
-/// processors do where the manual leaves the result undefined.
+/// SHLD's and SHRD's operands end to end, `inner` twice: 16-bit counts above
+/// 16, which the manual leaves undefined, shift it in again on AMD processors.
 #[inline(always)]
-fn triple<T: Int>(outer: T, inner: T) -> u128 {
+fn joined<T: Int>(outer: T, inner: T) -> u128 {
     let (o, i) = (u128::from(outer.to_u64()), u128::from(inner.to_u64()));
-    if T::BITS == 64 {
-        o | i << 64
+    let upper = if T::BITS == 64 {
+        0
     } else {
-        o | i << T::BITS | o << (2 * T::BITS)
-    }
+        i << (2 * T::BITS)
+    };
+    o | i << T::BITS | upper
 }
 
 fn shld<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let c = count::<B, T>(ex, insn);
     let b = ex.reg_read::<T>(double_source(insn));
     let f = |a: T| {
-        let r = if T::BITS == 64 {
-            (u128::from(a.to_u64()) << 64 | u128::from(b.to_u64())) >> (64 - c)
+        let (a, b) = (u128::from(a.to_u64()), u128::from(b.to_u64()));
+        let r = if T::BITS == 16 {
+            (a << 32 | b << 16 | b) >> (32 - c)
         } else {
-            triple(a, b) >> (2 * T::BITS - c)
+            (a << T::BITS | b) >> (T::BITS - c)
         };
         T::from_u64(r as u64)
     };
     let a = update_rm(ex, insn, f)?;
     if c != 0 {
         let r = f(a);
-        let cf = if c <= T::BITS {
-            bit(a.to_u64(), T::BITS - c)
-        } else {
-            bit(b.to_u64(), 2 * T::BITS - c)
-        };
-        ex.flags.result(r, cf, msb(r) ^ msb(a));
+        let cf = c <= T::BITS && bit(a.to_u64(), T::BITS.wrapping_sub(c));
+        ex.flags.result_af(r, cf, c <= T::BITS && msb(r) ^ cf);
     }
     Ok(Flow::Next)
 }
@@ -182,12 +181,12 @@ fn shld<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
 fn shrd<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let c = count::<B, T>(ex, insn);
     let b = ex.reg_read::<T>(double_source(insn));
-    let f = |a: T| T::from_u64((triple(a, b) >> c) as u64);
+    let f = |a: T| T::from_u64((joined(a, b) >> c) as u64);
     let a = update_rm(ex, insn, f)?;
     if c != 0 {
         let r = f(a);
-        let cf = triple(a, b) >> (c - 1) & 1 != 0;
-        ex.flags.result(r, cf, msb(r) ^ second(r));
+        let cf = c <= T::BITS && bit(a.to_u64(), c - 1);
+        ex.flags.result_af(r, cf, msb(r) ^ second(r));
     }
     Ok(Flow::Next)
 }
