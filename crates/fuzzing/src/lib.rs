@@ -1,10 +1,24 @@
 //! Generators and oracles shared by tests and fuzz targets.
+//!
+//! A [`Case`] is a block of code with a start state, made from a seed. It runs
+//! on the [`Host`] and on the [`Guest`] (the interpreter); [`compare`] tells
+//! what differs.
 
 #![forbid(unsafe_code)]
 
-pub mod differential;
-pub mod forms;
+mod case;
+mod difference;
+mod forms;
+mod machine;
+mod operands;
 mod random;
+mod setup;
 mod state;
+mod undefined;
 
+pub use case::{Case, Generator};
+pub use difference::{Differential, compare};
+pub use forms::{Family, forms};
+pub use machine::{Guest, Host, Outcome};
 pub use random::Random;
+pub use undefined::{FLAGS, Row, Strictness, When};

@@ -1,69 +1,118 @@
-//! `fuzzing insn [--cases N] [--seed S] [--family fp|integer] [--all]`: the
-//! interpreter against the host CPU. Stops at the first mismatch; `--all`
-//! reports the first of each form.
+//! The interpreter against the host CPU.
+//!
+//! `insn` runs single instructions, each form in turn; `random` runs blocks of
+//! two to eight. Both stop at the first mismatch unless `--all` asks for the
+//! first of each form.
 
 #![forbid(unsafe_code)]
 
-use std::process::ExitCode;
+use std::{collections::BTreeSet, process::ExitCode, time::Instant};
 
-use fuzzing::{
-    differential::{Runner, case},
-    forms::{Family, forms},
-};
+use fuzzing::{Case, Differential, Family, Generator, Strictness, forms};
+
+const USAGE: &str = "usage: fuzzing insn|random [--cases N] [--seed S] [--family fp|integer]
+               [--form NAME] [--all] [--exact]
+  insn     single instructions, each form in turn
+  random   blocks of two to eight instructions
+  --exact  compare undefined flags too: for hosts of the interpreter's model";
 
 #[allow(clippy::print_stdout, reason = "a command-line tool's report")]
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
+    match run(&args) {
+        Ok((report, clean)) => {
+            println!("{report}");
+            if clean {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            }
+        }
+        Err(message) => {
+            println!("{message}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+#[allow(clippy::print_stdout, reason = "a command-line tool's report")]
+fn run(args: &[String]) -> Result<(String, bool), String> {
     let value = |name: &str| {
         let at = args.iter().position(|a| a == name)?;
         args.get(at + 1).cloned()
     };
-    let number = |name: &str, or: u64| value(name).and_then(|v| v.parse().ok()).unwrap_or(or);
-    if args.first().map(String::as_str) != Some("insn") {
-        println!("usage: fuzzing insn [--cases N] [--seed S] [--family fp|integer] [--all]");
-        return ExitCode::from(2);
+    let number = |name: &str, or: u64| match value(name) {
+        None => Ok(or),
+        Some(v) => v.parse().map_err(|_| format!("{name} {v}: not a number")),
+    };
+    let has = |name: &str| args.iter().any(|a| a == name);
+    let blocks = match args.first().map(String::as_str) {
+        Some("insn") => false,
+        Some("random") => true,
+        _ => return Err(USAGE.to_owned()),
+    };
+    let (cases, seed) = (number("--cases", 1_000_000)?, number("--seed", 1)?);
+    let strictness = if has("--exact") {
+        Strictness::Exact
+    } else {
+        Strictness::Manual
+    };
+    let families: Vec<Family> = match value("--family") {
+        None => Family::ALL.iter().map(|f| f.1).collect(),
+        Some(name) => Family::ALL
+            .iter()
+            .filter(|f| f.0 == name)
+            .map(|f| f.1)
+            .collect(),
+    };
+    let mut codes: Vec<_> = families.into_iter().flat_map(forms).collect();
+    if let Some(name) = value("--form") {
+        codes.retain(|c| format!("{c:?}") == name);
     }
-    let families = match value("--family").as_deref() {
-        Some("fp") => vec![Family::Fp],
-        Some("integer") => vec![Family::Integer],
-        _ => vec![Family::Fp, Family::Integer],
-    };
-    let codes: Vec<_> = families.into_iter().flat_map(forms).collect();
-    let (cases, seed) = (number("--cases", 1_000_000), number("--seed", 1));
-    let all = args.iter().any(|a| a == "--all");
-    let mut runner = match Runner::new() {
-        Ok(r) => r,
-        Err(e) => {
-            println!("the oracle cannot be set up: {e}");
-            return ExitCode::FAILURE;
-        }
-    };
-    let mut failed = std::collections::BTreeSet::new();
-    let mut done = 0u64;
+    if codes.is_empty() {
+        return Err(USAGE.to_owned());
+    }
+    let integer = forms(Family::Integer);
+    let all = has("--all");
+    let mut both = Differential::new().map_err(|e| format!("the oracle cannot be set up: {e}"))?;
+    let mut generator = Generator::new(strictness);
+    let mut failed = BTreeSet::new();
+    let (mut done, mut differ) = (0u64, 0u64);
+    let start = Instant::now();
     for n in 0..cases {
         let code = codes[(n % codes.len() as u64) as usize];
-        let form = (code as u64) << 40;
-        let Some(c) = case(code, form ^ seed << 32 ^ (n / codes.len() as u64)) else {
-            continue;
+        let case: Option<Case> = if blocks {
+            // Three of four blocks have integer instructions only.
+            let mixed = n % 4 == 0;
+            generator.block(if mixed { &codes } else { &integer }, seed << 40 ^ n)
+        } else {
+            generator.single(
+                code,
+                (code as u64) << 48 ^ seed << 32 ^ n / codes.len() as u64,
+            )
         };
+        let Some(case) = case else { continue };
         done += 1;
-        if let Err(difference) = runner.run(&c)
-            && failed.insert(code as u32)
-        {
-            println!("{difference}");
+        if let Err(difference) = both.run(&case) {
+            differ += 1;
+            if blocks && failed.len() < 20 || failed.insert(code as u32) {
+                failed.insert(code as u32);
+                println!("{difference}");
+            }
             if !all {
-                return ExitCode::FAILURE;
+                break;
             }
         }
     }
-    println!(
-        "{} forms, {done} cases, {} forms differ",
+    let seconds = start.elapsed().as_secs_f64();
+    let report = format!(
+        "{} forms, {done} cases in {seconds:.1} s, {differ} differ{}",
         codes.len(),
-        failed.len()
+        if blocks {
+            String::new()
+        } else {
+            format!(" ({} forms)", failed.len())
+        }
     );
-    if failed.is_empty() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    Ok((report, differ == 0))
 }

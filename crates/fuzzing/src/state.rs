@@ -1,30 +1,54 @@
 //! Random register states, and their passage between the oracle and the interpreter.
 
-use x86_cpu::{CpuState, Features};
+use std::sync::OnceLock;
+
+use x86_cpu::{CpuState, Feature, Features};
 use x86_defs::{
     control::{cr0, cr4, efer},
-    reg,
+    reg, rflags,
     segment::{Attr, Segment},
     xsave,
 };
-use x86_native::oracle::{AREA_SIZE, BLOCK, Registers, WINDOW, WINDOW_SIZE};
+use x86_native::oracle::{AREA_SIZE, Registers, WINDOW, WINDOW_SIZE, selectors};
 
-use crate::Random;
+use crate::{Random, operands::address};
 
-/// Random registers; `rbx` (the base of memory operands) points into the window.
-pub(crate) fn registers(r: &mut Random) -> Registers {
+/// Random registers: pointers of implicit operands are in or near the window.
+/// Without `vectors` the x87 and vector state is the initial one.
+pub(crate) fn registers(r: &mut Random, vectors: bool) -> Registers {
     let mut gpr = [0; 16];
     for g in &mut gpr {
         *g = r.integer();
     }
     gpr[reg::RBX] = address(r);
+    gpr[reg::RBP] = address(r);
     gpr[reg::RSI] = address(r);
     gpr[reg::RDI] = address(r);
-    gpr[reg::RSP] = WINDOW + 0x1000 + r.below(64) * 8;
+    gpr[reg::RSP] = match r.below(32) {
+        0 => address(r),
+        1 => WINDOW + r.below(24),
+        2 => WINDOW + WINDOW_SIZE as u64 - r.below(24),
+        _ => WINDOW + 0x1000 + r.below(64) * 8,
+    };
     if r.one_in(2) {
         gpr[reg::RCX] = r.below(8);
     }
     let mut area = [0; AREA_SIZE];
+    area[..2].copy_from_slice(&xsave::FCW_INIT.to_le_bytes());
+    area[xsave::MXCSR..xsave::MXCSR + 4].copy_from_slice(&xsave::MXCSR_DEFAULT.to_le_bytes());
+    if vectors {
+        fill(&mut area, r);
+    }
+    let direction = if r.one_in(4) { rflags::DF } else { 0 };
+    Registers {
+        gpr,
+        rflags: r.next() & rflags::ARITH | rflags::FIXED1 | direction,
+        rip: 0,
+        area,
+    }
+}
+
+fn fill(area: &mut [u8; AREA_SIZE], r: &mut Random) {
     area[..2].copy_from_slice(&fcw(r).to_le_bytes());
     area[3] = (r.below(8) << 3 | r.below(8)) as u8;
     area[4] = match r.below(4) {
@@ -40,21 +64,6 @@ pub(crate) fn registers(r: &mut Random) -> Registers {
     for at in (0..256).step_by(8) {
         area[xsave::XMM0 + at..xsave::XMM0 + at + 8].copy_from_slice(&vector_part(r));
         area[xsave::YMM_HI + at..xsave::YMM_HI + at + 8].copy_from_slice(&vector_part(r));
-    }
-    Registers {
-        gpr,
-        rflags: r.next() & 0x8d5 | 2,
-        rip: BLOCK,
-        area,
-    }
-}
-
-/// Mostly aligned and inside; sometimes unaligned or near the end.
-fn address(r: &mut Random) -> u64 {
-    match r.below(16) {
-        0 => WINDOW + WINDOW_SIZE as u64 - r.below(64),
-        1 | 2 => WINDOW + r.below(0x1000),
-        _ => WINDOW + r.below(0x80) * 32,
     }
 }
 
@@ -141,34 +150,48 @@ fn double(r: &mut Random) -> u64 {
     }
 }
 
-/// A 64-bit user-mode CPU with this host's features.
-pub(crate) fn cpu() -> CpuState {
-    let mut cpu = CpuState::default();
-    let leaves = [
-        (0, 0),
-        (1, 0),
-        (7, 0),
-        (7, 1),
-        (0xd, 0),
-        (0xd, 1),
-        (0x8000_0001, 0),
-    ];
-    cpu.features = Features::from_cpuid(leaves.into_iter().map(|(leaf, sub)| {
+/// CPUID leaves that say which instructions exist: (leaf, subleaf).
+const LEAVES: [(u32, u32); 7] = [
+    (0, 0),
+    (1, 0),
+    (7, 0),
+    (7, 1),
+    (0xd, 0),
+    (0xd, 1),
+    (0x8000_0001, 0),
+];
+
+/// What this host promises.
+fn host_features() -> Features {
+    Features::from_cpuid(LEAVES.into_iter().map(|(leaf, sub)| {
         let c = core::arch::x86_64::__cpuid_count(leaf, sub);
         (leaf, sub, c.eax, c.ebx, c.ecx, c.edx)
-    }));
-    cpu.cr0 = cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP;
+    }))
+}
+
+/// The host's vendor decides what operand-size prefixes of branches mean.
+pub(crate) fn host_is_amd() -> bool {
+    static AMD: OnceLock<bool> = OnceLock::new();
+    *AMD.get_or_init(|| host_features().has(Feature::Amd))
+}
+
+/// A 64-bit user-mode CPU with this host's features, as Linux sets it up.
+pub(crate) fn cpu() -> CpuState {
+    let mut cpu = CpuState::default();
+    cpu.features = host_features();
+    cpu.cr0 = cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP | cr0::AM;
     cpu.cr4 = cr4::PAE | cr4::OSFXSR | cr4::OSXMMEXCPT | cr4::OSXSAVE;
     cpu.efer = efer::LME | efer::LMA | efer::SCE | efer::NXE;
     cpu.xcr0 = 7;
     cpu.cpl = 3;
+    let selectors = selectors();
     for (n, s) in cpu.seg.iter_mut().enumerate() {
         let attr = if n == reg::CS { 0xa0fb } else { 0xc0f3 };
         *s = Segment {
             base: 0,
             limit: u32::MAX,
             attr: Attr(attr),
-            selector: if n == reg::CS { 0x33 } else { 0x2b },
+            selector: selectors[n],
         };
     }
     cpu.update_mode();
@@ -179,6 +202,6 @@ pub(crate) fn cpu() -> CpuState {
 pub(crate) fn load(cpu: &mut CpuState, regs: &Registers) {
     cpu.gpr[..16].copy_from_slice(&regs.gpr);
     cpu.set_rip(regs.rip);
-    cpu.rflags = regs.rflags | 0x202;
+    cpu.rflags = regs.rflags | rflags::FIXED1 | rflags::IF;
     cpu.fp.area[..AREA_SIZE].copy_from_slice(&regs.area);
 }

@@ -12,6 +12,8 @@ use x86_defs::vector::{self, pf};
 struct Region {
     base: u64,
     bytes: Vec<u8>,
+    writable: bool,
+    executable: bool,
 }
 
 /// Flat memory and recorded events.
@@ -23,6 +25,8 @@ pub struct FlatBus {
     pub exception: Option<Exception>,
     /// Deliver exceptions through the guest's IDT instead of recording them.
     pub deliver: bool,
+    /// Blocks until the interpreter is asked to return; `None` means never.
+    pub polls: Option<u32>,
 }
 
 impl FlatBus {
@@ -32,9 +36,15 @@ impl FlatBus {
     }
     /// Adds `size` bytes of zeroed memory.
     pub fn map(&mut self, base: u64, size: usize) {
+        self.map_as(base, size, true, true);
+    }
+    /// Adds memory that cannot be written or executed, or only one of them.
+    pub fn map_as(&mut self, base: u64, size: usize, writable: bool, executable: bool) {
         self.regions.push(Region {
             base,
             bytes: vec![0; size],
+            writable,
+            executable,
         });
     }
     /// Bytes of memory from `gva` to the end of its region.
@@ -56,12 +66,22 @@ impl FlatBus {
         len: usize,
         access: Access,
     ) -> Result<(), Fault> {
-        let have = self.slice(gva).map_or(0, |s| s.len());
-        if have >= len {
+        let region = self.regions.iter().find_map(|r| {
+            let at = gva.checked_sub(r.base)?;
+            let have = (r.bytes.len() as u64).checked_sub(at)?;
+            (have > 0).then_some((r, have))
+        });
+        let have = region.map_or(0, |(_, have)| have);
+        let allowed = region.is_none_or(|(r, _)| match access {
+            Access::Read => true,
+            Access::Write => r.writable,
+            Access::Fetch => r.executable,
+        });
+        if have >= len as u64 && allowed {
             return Ok(());
         }
-        cpu.fault_gva = gva.wrapping_add(have as u64);
-        let mut code = 0;
+        cpu.fault_gva = if allowed { gva.wrapping_add(have) } else { gva };
+        let mut code = if allowed { 0 } else { pf::P };
         if cpu.cpl == 3 {
             code |= pf::U;
         }
@@ -196,12 +216,49 @@ impl GuestBus for FlatBus {
     fn random(&mut self) -> u64 {
         0x0123_4567_89ab_cdef
     }
+    fn bulk_copy(&mut self, _: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {
+        let room = |s: Option<&mut [u8]>| s.map_or(0, |s| s.len()) as u64;
+        let len = len.min(room(self.slice(src))).min(room(self.slice(dst)));
+        let len = len - len % unit.max(1);
+        for n in (0..len).step_by(unit.max(1) as usize) {
+            // By units, because the regions may overlap.
+            let mut b = [0; 8];
+            let b = &mut b[..unit as usize];
+            if let Some(s) = self.slice(src + n) {
+                b.copy_from_slice(&s[..b.len()]);
+            }
+            if let Some(s) = self.slice(dst + n) {
+                s[..b.len()].copy_from_slice(b);
+            }
+        }
+        len
+    }
+    fn bulk_fill(&mut self, _: &mut CpuState, dst: u64, value: u64, len: u64, unit: u64) -> u64 {
+        let b = value.to_le_bytes();
+        let unit = unit.clamp(1, 8) as usize;
+        let Some(s) = self.slice(dst) else {
+            return 0;
+        };
+        let len = (len as usize).min(s.len());
+        let len = len - len % unit;
+        for chunk in s[..len].chunks_exact_mut(unit) {
+            chunk.copy_from_slice(&b[..unit]);
+        }
+        len as u64
+    }
     fn intercept(&mut self, _: &mut CpuState, exception: Exception) -> bool {
         self.exception = Some(exception);
         !self.deliver
     }
     fn commit(&mut self) {}
     fn poll(&mut self, _: &CpuState) -> bool {
-        false
+        match &mut self.polls {
+            None => false,
+            Some(0) => true,
+            Some(n) => {
+                *n -= 1;
+                false
+            }
+        }
     }
 }

@@ -148,7 +148,7 @@ fn memory<B: GuestBus>(insn: &mut Insn<B>, i: &Instruction, kind: OpKind) {
     if insn.op_size == 0 {
         insn.op_size = size_code(i.memory_size().size());
     }
-    let segment = i.memory_segment();
+    let segment = segment(i);
     match kind {
         OpKind::Memory => {
             let base = i.memory_base();
@@ -181,6 +181,20 @@ fn memory<B: GuestBus>(insn: &mut Insn<B>, i: &Instruction, kind: OpKind) {
         _ => {}
     }
     insn.addr_shift = 64 - 8 * insn.addr_size;
+}
+
+/// The segment of the memory operand. 64-bit code knows overrides to FS and GS
+/// only (SDM vol. 2, 2.1.1): the others do not even turn #SS into #GP.
+fn segment(i: &Instruction) -> Register {
+    use Register as R;
+    let ignored = matches!(i.segment_prefix(), R::ES | R::CS | R::SS | R::DS);
+    if i.code_size() != iced_x86::CodeSize::Code64 || !ignored {
+        return i.memory_segment();
+    }
+    match i.memory_base() {
+        R::RSP | R::ESP | R::RBP | R::EBP => R::SS,
+        _ => R::DS,
+    }
 }
 
 fn string<B: GuestBus>(insn: &mut Insn<B>, base: usize, size: u8, segment: Register) {

@@ -4,7 +4,7 @@
 //! the hints that older processors execute as NOPs (SDM vol. 2, table 2-1 of
 //! reserved NOP space: 0F 0D, 0F 18 to 0F 1F).
 
-use iced_x86::{CpuidFeature, DecoderOptions, Instruction, Mnemonic};
+use iced_x86::{Code, CpuidFeature, DecoderOptions, Instruction, Mnemonic};
 use x86_cpu::{Feature, Features};
 
 /// Decoder behaviour that depends on CPUID: encodings that mean something
@@ -31,6 +31,14 @@ pub(crate) fn decoder_options(f: &Features) -> u32 {
 
 /// True if the guest's CPUID promises the instruction.
 pub(crate) fn is_available(i: &Instruction, f: &Features) -> bool {
+    use Code::{Reservednop_rm16_r16_0F0D, Reservednop_rm32_r32_0F0D, Reservednop_rm64_r64_0F0D};
+    if matches!(
+        i.code(),
+        Reservednop_rm16_r16_0F0D | Reservednop_rm32_r32_0F0D | Reservednop_rm64_r64_0F0D
+    ) {
+        // PREFETCHW without a memory operand.
+        return !f.has(Feature::Amd);
+    }
     if matches!(
         i.mnemonic(),
         Mnemonic::Prefetch

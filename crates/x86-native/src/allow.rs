@@ -7,6 +7,8 @@
 //! control, trap to the kernel, or reach host memory other than the operand
 //! buffer: the property that everything else in this crate rests on.
 
+use crate::features::{host_has, is_fp, is_x87};
+
 use iced_x86::{
     Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpCodeOperandKind as K,
     Register, RflagsBits,
@@ -51,14 +53,16 @@ pub struct Form {
 pub fn form(i: &Instruction) -> Option<Form> {
     let code = i.code();
     let op = code.op_code();
-    if !code.cpuid_features().iter().all(|&f| host_has(f)) || is_excluded(code.mnemonic()) {
+    let features = code.cpuid_features();
+    let computes = |f| is_fp(f) || f == CpuidFeature::CMOV;
+    if !features.iter().all(|&f| computes(f) && host_has(f)) || is_excluded(code.mnemonic()) {
         return None;
     }
     if code.flow_control() != FlowControl::Next || code.is_privileged() || i.has_lock_prefix() {
         return None;
     }
     let mut mmx = false;
-    let mut x87 = i.code().cpuid_features().iter().any(|f| is_x87(*f));
+    let mut x87 = features.iter().any(|&f| is_x87(f));
     for n in 0..op.op_count() {
         match op.op_kind(n) {
             K::mem | K::xmm_reg | K::xmm_rm | K::xmm_vvvv | K::xmm_is4 | K::xmm_or_mem => {}
@@ -84,38 +88,6 @@ pub fn form(i: &Instruction) -> Option<Form> {
         writes_flags: i.rflags_modified() & ARITH != 0,
         reads_flags: i.rflags_read() & ARITH != 0,
     })
-}
-
-fn is_x87(f: CpuidFeature) -> bool {
-    matches!(
-        f,
-        CpuidFeature::FPU | CpuidFeature::FPU287 | CpuidFeature::FPU387
-    )
-}
-
-/// The computational features, as far as this host has them.
-fn host_has(f: CpuidFeature) -> bool {
-    use CpuidFeature as F;
-    match f {
-        F::FPU | F::FPU287 | F::FPU387 | F::CMOV | F::MMX | F::SSE | F::SSE2 => true,
-        F::SSE3 => std::is_x86_feature_detected!("sse3"),
-        F::SSSE3 => std::is_x86_feature_detected!("ssse3"),
-        F::SSE4_1 => std::is_x86_feature_detected!("sse4.1"),
-        F::SSE4_2 => std::is_x86_feature_detected!("sse4.2"),
-        F::SSE4A => std::is_x86_feature_detected!("sse4a"),
-        F::AES => std::is_x86_feature_detected!("aes"),
-        F::PCLMULQDQ => std::is_x86_feature_detected!("pclmulqdq"),
-        F::SHA => std::is_x86_feature_detected!("sha"),
-        F::GFNI => std::is_x86_feature_detected!("gfni"),
-        F::AVX => std::is_x86_feature_detected!("avx"),
-        F::AVX2 => std::is_x86_feature_detected!("avx2"),
-        F::FMA => std::is_x86_feature_detected!("fma"),
-        F::F16C => std::is_x86_feature_detected!("f16c"),
-        F::VAES => std::is_x86_feature_detected!("vaes"),
-        F::VPCLMULQDQ => std::is_x86_feature_detected!("vpclmulqdq"),
-        F::AVX_VNNI => std::is_x86_feature_detected!("avxvnni"),
-        _ => false,
-    }
 }
 
 /// Mnemonics of the allowed features that use memory beyond one operand

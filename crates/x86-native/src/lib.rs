@@ -8,6 +8,7 @@
 
 mod allow;
 mod buffer;
+mod features;
 mod mxcsr;
 mod native;
 pub mod oracle;
@@ -16,5 +17,6 @@ mod stub;
 pub(crate) use native::Context;
 
 pub use allow::{Class, Form, form};
+pub use features::{host_has, is_fp};
 pub use mxcsr::host_mask;
 pub use native::{Native, Operand, Outcome, StubId};

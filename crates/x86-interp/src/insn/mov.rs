@@ -171,10 +171,16 @@ fn cmpxchg16b<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     };
     let acc = pair(ex, reg::RDX, reg::RAX);
     let new = pair(ex, reg::RCX, reg::RBX);
-    let gva = ex.mem_linear(insn, 16, Access::Write)?;
-    if gva & 15 != 0 {
+    // Alignment counts before canonicality does, which may be #SS.
+    let base = if usize::from(insn.seg) >= reg::FS {
+        ex.cpu.seg[usize::from(insn.seg).min(5)].base
+    } else {
+        0
+    };
+    if ex.effective_address(insn).wrapping_add(base) & 15 != 0 {
         return Err(Exception::GP0.into());
     }
+    let gva = ex.mem_linear(insn, 16, Access::Write)?;
     let lock = insn.prefix & Insn::<B>::LOCK != 0;
     let old = ex
         .bus

@@ -149,11 +149,7 @@ fn rcr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
 #[inline(always)]
 fn joined<T: Int>(outer: T, inner: T) -> u128 {
     let (o, i) = (u128::from(outer.to_u64()), u128::from(inner.to_u64()));
-    let upper = if T::BITS == 64 {
-        0
-    } else {
-        i << (2 * T::BITS)
-    };
+    let upper = if T::BITS == 64 { 0 } else { i << (2 * T::BITS) };
     o | i << T::BITS | upper
 }
 

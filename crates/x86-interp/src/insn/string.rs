@@ -197,8 +197,9 @@ struct Cmps;
 impl Body for Cmps {
     #[inline(always)]
     fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
-        let a = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
+        // In this order on AMD processors; the manual has none.
         let b = ex.read_at::<T>(ES, index(ex, insn, reg::RDI))?;
+        let a = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
         let d = delta::<B, T>(ex);
         advance(ex, insn, reg::RSI, d);
         advance(ex, insn, reg::RDI, d);

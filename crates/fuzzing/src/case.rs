@@ -1,0 +1,350 @@
+//! [`Case`]: a block of code with its start state, made from a seed.
+
+use core::fmt::Write as _;
+
+use iced_x86::{
+    Code, Decoder, DecoderOptions, Encoder, FastFormatter, FlowControl, Instruction, Mnemonic,
+    OpKind, Register,
+};
+use x86_defs::{reg, rflags};
+use x86_native::oracle::{CODE, Registers, WINDOW, WINDOW_SIZE};
+
+use crate::{
+    Random, Strictness,
+    operands::{Operands, POINTERS, interior},
+    setup, state,
+    undefined::Undefined,
+};
+
+/// Where most blocks are.
+const BLOCK: u64 = CODE + 0x400;
+/// Most instructions of a block.
+const MAX_BLOCK: u64 = 8;
+
+/// Bytes that a case has in its window instead of the usual ones.
+#[derive(Clone, Debug)]
+pub(crate) struct Patch {
+    pub(crate) offset: usize,
+    pub(crate) bytes: Vec<u8>,
+}
+
+/// Code with its start state.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Seed that made it.
+    pub seed: u64,
+    /// Its bytes, to be placed at `start.rip`.
+    pub bytes: Vec<u8>,
+    /// Registers before.
+    pub(crate) start: Registers,
+    pub(crate) patches: Vec<Patch>,
+    /// Run the interpreter by single steps.
+    pub(crate) stepped: bool,
+    /// What differs between processors.
+    pub(crate) undefined: Undefined,
+}
+
+impl Case {
+    /// Address behind the block.
+    pub(crate) fn end(&self) -> u64 {
+        self.start.rip + self.bytes.len() as u64
+    }
+
+    /// The instructions, one a line.
+    pub fn listing(&self) -> String {
+        let options = decoder_options();
+        let mut d = Decoder::with_ip(64, &self.bytes, self.start.rip, options);
+        let mut formatter = FastFormatter::new();
+        let mut text = String::new();
+        while d.can_decode() {
+            let i = d.decode();
+            let _ = write!(text, "{:x} ", i.ip());
+            formatter.format(&i, &mut text);
+            let _ = writeln!(text, "  [{:?}]", i.code());
+        }
+        text
+    }
+
+    /// Puts bytes into the window, as far as they are in it.
+    pub(crate) fn patch(&mut self, at: u64, bytes: &[u8]) {
+        let offset = at.wrapping_sub(WINDOW);
+        if let Some(room) = (WINDOW_SIZE as u64).checked_sub(offset) {
+            let len = bytes.len().min(room as usize);
+            self.patches.push(Patch {
+                offset: offset as usize,
+                bytes: bytes[..len].to_vec(),
+            });
+        }
+    }
+}
+
+/// AMD processors honour an operand-size prefix on near branches.
+fn decoder_options() -> u32 {
+    if state::host_is_amd() {
+        DecoderOptions::AMD
+    } else {
+        DecoderOptions::NONE
+    }
+}
+
+/// Makes cases.
+pub struct Generator {
+    encoder: Encoder,
+    strictness: Strictness,
+}
+
+impl core::fmt::Debug for Generator {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Generator").finish_non_exhaustive()
+    }
+}
+
+impl Generator {
+    /// A generator whose cases are compared as `strictness` says.
+    pub fn new(strictness: Strictness) -> Self {
+        Self {
+            encoder: Encoder::new(64),
+            strictness,
+        }
+    }
+
+    /// True if the form can be encoded with operands from this seed, and is
+    /// decoded as itself.
+    pub(crate) fn is_encodable(&mut self, code: Code, seed: u64) -> bool {
+        let mut r = Random::new(seed);
+        let mut gpr = [0; 16];
+        let Some(i) = operands(&mut r, &mut gpr, false).fill(code) else {
+            return false;
+        };
+        let Ok(_) = self.encoder.encode(&i, BLOCK) else {
+            return false;
+        };
+        let bytes = self.encoder.take_buffer();
+        let decoded = Decoder::with_ip(64, &bytes, BLOCK, decoder_options()).decode();
+        decoded.code() == code && decoded.len() == bytes.len()
+    }
+
+    /// One instruction of a form; a branch is followed by another, so that it
+    /// shows whether it was taken.
+    pub fn single(&mut self, code: Code, seed: u64) -> Option<Case> {
+        let mut r = Random::new(seed);
+        let mut case = self.blank(seed, &mut r, uses_vectors(code));
+        let mut o = operands(&mut r, &mut case.start.gpr, false);
+        let mut i = o.fill(code)?;
+        let (target, index) = (o.target, o.vector_index);
+        prefixes(&mut i, &mut r);
+        setup::adjust(&mut case, &mut i, target, index, &mut r)?;
+        case.undefined.add(&i, Some(&case.start.gpr));
+        if self.strictness == Strictness::Manual && setup::result_is_undefined(&i, &case.start.gpr)
+        {
+            return None;
+        }
+        let mut list = vec![i];
+        if i.flow_control() != FlowControl::Next {
+            // LEA R9, [R9+1] changes no flag.
+            let mut marker = Instruction::default();
+            marker.set_code(Code::Lea_r64_m);
+            marker.set_op0_register(Register::R9);
+            marker.set_op1_kind(OpKind::Memory);
+            marker.set_memory_base(Register::R9);
+            marker.set_memory_displ_size(1);
+            marker.set_memory_displacement64(1);
+            list.push(marker);
+        }
+        self.encode(&mut case, &mut list, &mut r, None)
+            .then_some(case)
+    }
+
+    /// Two to eight instructions of the forms given, with jumps inside the block.
+    pub fn block(&mut self, forms: &[Code], seed: u64) -> Option<Case> {
+        let mut r = Random::new(seed);
+        let mut case = self.blank(seed, &mut r, true);
+        for pointer in POINTERS {
+            case.start.gpr[pointer.number()] = interior(&mut r);
+        }
+        case.start.gpr[reg::RSP] = interior(&mut r) & !7;
+        let wanted = 2 + r.below(MAX_BLOCK - 1) as usize;
+        let mut list: Vec<Instruction> = Vec::with_capacity(MAX_BLOCK as usize + 2);
+        let mut targets: Vec<Option<usize>> = Vec::with_capacity(MAX_BLOCK as usize + 2);
+        // The last instruction that a branch may skip.
+        let mut skipped = 0;
+        for _ in 0..wanted * 4 {
+            if list.len() >= wanted {
+                break;
+            }
+            let code = r.pick(forms);
+            let Some(i) = operands(&mut r, &mut case.start.gpr, true).fill(code) else {
+                continue;
+            };
+            if !setup::is_safe_in_block(&i, &mut r) {
+                continue;
+            }
+            let mut i = i;
+            prefixes(&mut i, &mut r);
+            if self.strictness == Strictness::Manual
+                && (setup::result_depends_on_processor(&i) || case.undefined.is_read_by(&i))
+            {
+                continue;
+            }
+            if let Some(before) = setup::prelude(&i, &mut r) {
+                // Nothing jumps between the two.
+                let at = list.len();
+                for t in targets.iter_mut().flatten() {
+                    *t += usize::from(*t > at);
+                }
+                skipped += usize::from(skipped > at);
+                list.push(before);
+                targets.push(None);
+                case.undefined.add(&before, None);
+            }
+            let is_branch = i.flow_control() != FlowControl::Next;
+            let target = is_branch.then(|| list.len() + 1 + r.below(3) as usize);
+            if let Some(t) = target {
+                skipped = skipped.max(t);
+            }
+            if list.len() >= skipped {
+                case.undefined.defines(&i);
+            }
+            case.undefined.add(&i, None);
+            list.push(i);
+            targets.push(target);
+        }
+        if list.is_empty() {
+            return None;
+        }
+        self.encode(&mut case, &mut list, &mut r, Some(&targets))
+            .then_some(case)
+    }
+
+    /// A case without code.
+    fn blank(&self, seed: u64, r: &mut Random, vectors: bool) -> Case {
+        let mut start = state::registers(r, vectors);
+        start.rip = if r.one_in(16) {
+            CODE + 0x1000 - r.below(16)
+        } else {
+            BLOCK
+        };
+        Case {
+            seed,
+            bytes: Vec::new(),
+            start,
+            patches: Vec::new(),
+            stepped: r.one_in(8),
+            undefined: Undefined::new(self.strictness),
+        }
+    }
+
+    /// Encodes the list at the case's address. Near branches go to the
+    /// instruction that `targets` names or, without it, to the block's end.
+    fn encode(
+        &mut self,
+        case: &mut Case,
+        list: &mut [Instruction],
+        r: &mut Random,
+        targets: Option<&[Option<usize>]>,
+    ) -> bool {
+        let branches = list.iter().any(|i| near_branch(i).is_some());
+        let mut at = [0u64; MAX_BLOCK as usize * 2 + 4];
+        if branches {
+            // Lengths do not depend on targets: short and near are forms of their own.
+            let mut ip = case.start.rip;
+            for (n, i) in list.iter_mut().enumerate() {
+                if near_branch(i).is_some() {
+                    set_branch(i, ip);
+                }
+                let Ok(len) = self.encoder.encode(i, ip) else {
+                    drop(self.encoder.take_buffer());
+                    return false;
+                };
+                ip += len as u64;
+                at[n + 1] = ip;
+            }
+            at[0] = case.start.rip;
+            drop(self.encoder.take_buffer());
+            let end = list.len();
+            for (n, i) in list.iter_mut().enumerate() {
+                if near_branch(i).is_some() {
+                    let wanted = targets.and_then(|t| t.get(n).copied().flatten());
+                    set_branch(i, at[wanted.unwrap_or(end).min(end)]);
+                }
+            }
+        }
+        let mut ip = case.start.rip;
+        for i in list.iter_mut() {
+            let Ok(len) = self.encoder.encode(i, ip) else {
+                drop(self.encoder.take_buffer());
+                return false;
+            };
+            ip += len as u64;
+        }
+        case.bytes = self.encoder.take_buffer();
+        if targets.is_none() && list.len() > 1 {
+            setup::aim(case, &list[0], r);
+        }
+        true
+    }
+}
+
+fn operands<'a>(r: &'a mut Random, gpr: &'a mut [u64; 16], block: bool) -> Operands<'a> {
+    Operands {
+        r,
+        gpr,
+        block,
+        target: None,
+        vector_index: None,
+    }
+}
+
+fn uses_vectors(code: Code) -> bool {
+    code.cpuid_features().iter().any(|&f| x86_native::is_fp(f))
+}
+
+fn near_branch(i: &Instruction) -> Option<OpKind> {
+    let kind = i.op0_kind();
+    let near = matches!(
+        kind,
+        OpKind::NearBranch16 | OpKind::NearBranch32 | OpKind::NearBranch64
+    );
+    (i.op_count() == 1 && near).then_some(kind)
+}
+
+fn set_branch(i: &mut Instruction, to: u64) {
+    if i.op0_kind() == OpKind::NearBranch16 {
+        i.set_near_branch16(to as u16);
+    } else {
+        i.set_near_branch64(to);
+    }
+}
+
+/// LOCK where it is allowed; repeat prefixes of string instructions.
+fn prefixes(i: &mut Instruction, r: &mut Random) {
+    let op = i.op_code();
+    let memory = i.op_count() > 0 && i.op0_kind() == OpKind::Memory;
+    if op.can_use_lock_prefix() && memory && r.one_in(3) {
+        i.set_has_lock_prefix(true);
+    }
+    if i.is_string_instruction() {
+        match r.below(3) {
+            0 => i.set_has_rep_prefix(true),
+            1 if matches!(
+                i.mnemonic(),
+                Mnemonic::Cmpsb
+                    | Mnemonic::Cmpsw
+                    | Mnemonic::Cmpsd
+                    | Mnemonic::Cmpsq
+                    | Mnemonic::Scasb
+                    | Mnemonic::Scasw
+                    | Mnemonic::Scasd
+                    | Mnemonic::Scasq
+            ) =>
+            {
+                i.set_has_repne_prefix(true);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Flags that POPF may load: all but TF and AC, which trap.
+pub(crate) const POPF_FLAGS: u64 =
+    rflags::ARITH | rflags::DF | rflags::NT | rflags::ID | rflags::IF | rflags::IOPL;

@@ -1,0 +1,153 @@
+//! The two machines that run cases: the host CPU and the interpreter.
+
+use testkit::FlatBus;
+use x86_cpu::CpuState;
+use x86_defs::vector;
+use x86_interp::{Interp, RunStop};
+use x86_native::oracle::{
+    AREA_SIZE, CODE, CODE_SIZE, Oracle, Registers, Trap, WINDOW, WINDOW_SIZE,
+};
+
+use crate::{Case, Random, state};
+
+/// UD2: ends the interpreter's block, as a jump ends the host's.
+const STOP: [u8; 2] = [0x0f, 0x0b];
+/// Steps or blocks after which a case is given up: more than any has.
+const PATIENCE: u32 = 0x4000;
+
+/// Where a case ended.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Registers afterwards.
+    pub regs: Registers,
+    /// The exception that stopped it.
+    pub trap: Option<Trap>,
+}
+
+/// The window's content before a case, without its patches.
+fn initial_window() -> Box<[u8; WINDOW_SIZE]> {
+    let mut window = Box::new([0; WINDOW_SIZE]);
+    let mut r = Random::new(0x77);
+    for chunk in window.chunks_exact_mut(8) {
+        chunk.copy_from_slice(&state::vector_part(&mut r));
+    }
+    window
+}
+
+fn fill(window: &mut [u8], initial: &[u8; WINDOW_SIZE], case: &Case) {
+    window.copy_from_slice(initial);
+    for p in &case.patches {
+        window[p.offset..p.offset + p.bytes.len()].copy_from_slice(&p.bytes);
+    }
+}
+
+/// The host CPU.
+#[derive(Debug)]
+pub struct Host {
+    oracle: Oracle,
+    initial: Box<[u8; WINDOW_SIZE]>,
+}
+
+impl Host {
+    /// Maps the fixed addresses at which cases run; one per process.
+    pub fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            oracle: Oracle::new()?,
+            initial: initial_window(),
+        })
+    }
+    /// Runs a case.
+    pub fn run(&mut self, case: &Case) -> Outcome {
+        fill(self.oracle.window(), &self.initial, case);
+        let mut regs = case.start.clone();
+        let trap = self.oracle.run(&case.bytes, &mut regs);
+        Outcome { regs, trap }
+    }
+    /// Memory after the last case.
+    pub fn window(&mut self) -> &[u8; WINDOW_SIZE] {
+        self.oracle.window()
+    }
+}
+
+/// The interpreter.
+pub struct Guest {
+    interp: Interp<FlatBus>,
+    bus: FlatBus,
+    cpu: CpuState,
+    initial: Box<[u8; WINDOW_SIZE]>,
+}
+
+impl core::fmt::Debug for Guest {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Guest").finish_non_exhaustive()
+    }
+}
+
+impl Default for Guest {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Guest {
+    /// A 64-bit user-mode guest with the host's features.
+    pub fn new() -> Self {
+        let mut bus = FlatBus::new();
+        bus.map_as(WINDOW, WINDOW_SIZE, true, false);
+        bus.map_as(CODE, CODE_SIZE + 0x1000, false, true);
+        Self {
+            interp: Interp::new(),
+            bus,
+            cpu: state::cpu(),
+            initial: initial_window(),
+        }
+    }
+
+    /// Runs a case.
+    pub fn run(&mut self, case: &Case) -> Outcome {
+        let end = case.end();
+        let code = self.bus.memory(case.start.rip);
+        let len = case.bytes.len();
+        code[..len].copy_from_slice(&case.bytes);
+        code[len..len + 2].copy_from_slice(&STOP);
+        let window = &mut self.bus.memory(WINDOW)[..WINDOW_SIZE];
+        fill(window, &self.initial, case);
+        self.bus.exception = None;
+        state::load(&mut self.cpu, &case.start);
+        if case.stepped {
+            for _ in 0..PATIENCE {
+                let _ = self.interp.step(&mut self.cpu, &mut self.bus);
+                if self.cpu.rip() == end || self.bus.exception.is_some() {
+                    break;
+                }
+            }
+        } else {
+            self.bus.polls = Some(PATIENCE);
+            let stop = self.interp.run(&mut self.cpu, &mut self.bus);
+            debug_assert_ne!(stop, RunStop::TripleFault);
+            let stopped = |e: &x86_cpu::Exception| e.vector == vector::UD;
+            if self.cpu.rip() == end && self.bus.exception.as_ref().is_some_and(stopped) {
+                self.bus.exception = None;
+            }
+        }
+        let mut regs = Registers {
+            gpr: [0; 16],
+            rflags: self.cpu.rflags,
+            rip: self.cpu.rip(),
+            area: [0; AREA_SIZE],
+        };
+        regs.gpr.copy_from_slice(&self.cpu.gpr[..16]);
+        regs.area.copy_from_slice(&self.cpu.fp.area[..AREA_SIZE]);
+        let trap = self.bus.exception.map(|e| Trap {
+            vector: e.vector,
+            error_code: u64::from(e.error_code.unwrap_or(0)),
+            gva: self.cpu.fault_gva,
+        });
+        Outcome { regs, trap }
+    }
+
+    /// Memory after the last case.
+    pub fn window(&mut self) -> &[u8] {
+        &self.bus.memory(WINDOW)[..WINDOW_SIZE]
+    }
+}

@@ -1,0 +1,209 @@
+//! What the manual leaves undefined, by name, with its section.
+//!
+//! The interpreter does what AMD processors of family 25 do; other hosts may
+//! differ from it in these places and in no others. `docs/undefined.md` is
+//! this table.
+
+use iced_x86::{Instruction, Mnemonic as M, OpKind, RflagsBits};
+use x86_defs::{reg, rflags};
+
+/// How a case is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Strictness {
+    /// Undefined flags are not compared, nor read by later instructions.
+    Manual,
+    /// Everything is compared: for hosts of the interpreter's model.
+    Exact,
+}
+
+const CF: u64 = rflags::CF;
+const PF: u64 = rflags::PF;
+const AF: u64 = rflags::AF;
+const ZF: u64 = rflags::ZF;
+const SF: u64 = rflags::SF;
+const OF: u64 = rflags::OF;
+
+/// When a row applies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum When {
+    /// Always.
+    Always,
+    /// The masked count is not 0.
+    Counted,
+    /// The masked count is neither 0 nor 1.
+    CountAboveOne,
+    /// The masked count is not below the operand's width.
+    CountFromWidth,
+    /// The masked count is above the operand's width.
+    CountAboveWidth,
+}
+
+/// Flags that instructions leave undefined.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    /// Instructions.
+    pub mnemonics: &'static [M],
+    /// Under which condition.
+    pub when: When,
+    /// RFLAGS bits.
+    pub flags: u64,
+    /// Where the manual says so: section "Flags Affected" of this entry in SDM volume 2.
+    pub section: &'static str,
+}
+
+/// Undefined flags.
+pub const FLAGS: &[Row] = &[
+    row(&[M::And], When::Always, AF, "AND"),
+    row(&[M::Or], When::Always, AF, "OR"),
+    row(&[M::Xor], When::Always, AF, "XOR"),
+    row(&[M::Test], When::Always, AF, "TEST"),
+    row(&[M::Mul], When::Always, SF | ZF | AF | PF, "MUL"),
+    row(&[M::Imul], When::Always, SF | ZF | AF | PF, "IMUL"),
+    row(&[M::Div], When::Always, rflags::ARITH, "DIV"),
+    row(&[M::Idiv], When::Always, rflags::ARITH, "IDIV"),
+    row(SHIFTS, When::Counted, AF, "SAL/SAR/SHL/SHR"),
+    row(SHIFTS, When::CountAboveOne, OF, "SAL/SAR/SHL/SHR"),
+    row(
+        &[M::Shl, M::Sal, M::Shr],
+        When::CountFromWidth,
+        CF,
+        "SAL/SAR/SHL/SHR",
+    ),
+    row(
+        &[M::Rol, M::Ror, M::Rcl, M::Rcr],
+        When::CountAboveOne,
+        OF,
+        "RCL/RCR/ROL/ROR",
+    ),
+    row(&[M::Shld], When::Counted, AF, "SHLD"),
+    row(&[M::Shld], When::CountAboveOne, OF, "SHLD"),
+    row(&[M::Shld], When::CountAboveWidth, rflags::ARITH, "SHLD"),
+    row(&[M::Shrd], When::Counted, AF, "SHRD"),
+    row(&[M::Shrd], When::CountAboveOne, OF, "SHRD"),
+    row(&[M::Shrd], When::CountAboveWidth, rflags::ARITH, "SHRD"),
+    row(&[M::Bsf], When::Always, CF | OF | SF | AF | PF, "BSF"),
+    row(&[M::Bsr], When::Always, CF | OF | SF | AF | PF, "BSR"),
+    row(&[M::Bt], When::Always, OF | SF | AF | PF, "BT"),
+    row(&[M::Bts], When::Always, OF | SF | AF | PF, "BTS"),
+    row(&[M::Btr], When::Always, OF | SF | AF | PF, "BTR"),
+    row(&[M::Btc], When::Always, OF | SF | AF | PF, "BTC"),
+    row(&[M::Tzcnt], When::Always, OF | SF | AF | PF, "TZCNT"),
+    row(&[M::Lzcnt], When::Always, OF | SF | AF | PF, "LZCNT"),
+    row(&[M::Andn], When::Always, AF | PF, "ANDN"),
+    row(&[M::Bextr], When::Always, AF | SF | PF, "BEXTR"),
+    row(&[M::Blsi], When::Always, AF | PF, "BLSI"),
+    row(&[M::Blsmsk], When::Always, AF | PF, "BLSMSK"),
+    row(&[M::Blsr], When::Always, AF | PF, "BLSR"),
+    row(&[M::Bzhi], When::Always, AF | PF, "BZHI"),
+];
+
+const SHIFTS: &[M] = &[M::Shl, M::Sal, M::Shr, M::Sar];
+
+const fn row(mnemonics: &'static [M], when: When, flags: u64, section: &'static str) -> Row {
+    Row {
+        mnemonics,
+        when,
+        flags,
+        section,
+    }
+}
+
+/// Flags that one instruction leaves undefined. Without registers, counts in
+/// CL may be anything.
+fn flags(i: &Instruction, gpr: Option<&[u64; 16]>) -> u64 {
+    FLAGS
+        .iter()
+        .filter(|row| row.mnemonics.contains(&i.mnemonic()) && applies(row.when, i, gpr))
+        .fold(0, |all, row| all | row.flags)
+}
+
+fn applies(when: When, i: &Instruction, gpr: Option<&[u64; 16]>) -> bool {
+    if when == When::Always {
+        return true;
+    }
+    let size = if i.op0_kind() == OpKind::Register {
+        i.op0_register().size()
+    } else {
+        i.memory_size().size()
+    };
+    let last = i.op_count() - 1;
+    let count = match (i.op_kind(last), gpr) {
+        (OpKind::Register, None) => return true,
+        (OpKind::Register, Some(gpr)) => gpr[reg::RCX],
+        _ => i.immediate(last),
+    };
+    let count = count & if size == 8 { 63 } else { 31 };
+    let width = 8 * size as u64;
+    match when {
+        When::Always => true,
+        When::Counted => count != 0,
+        When::CountAboveOne => count > 1,
+        When::CountFromWidth => count >= width,
+        When::CountAboveWidth => count > width,
+    }
+}
+
+/// Flags of a case that are not compared.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Undefined {
+    strictness: Strictness,
+    /// At the end of the block.
+    at_end: u64,
+    /// Wherever it stops.
+    anywhere: u64,
+}
+
+impl Undefined {
+    pub(crate) fn new(strictness: Strictness) -> Self {
+        Self {
+            strictness,
+            at_end: 0,
+            anywhere: 0,
+        }
+    }
+    /// The next instruction of the case.
+    pub(crate) fn add(&mut self, i: &Instruction, gpr: Option<&[u64; 16]>) {
+        if self.strictness == Strictness::Manual {
+            let flags = flags(i, gpr);
+            self.at_end |= flags;
+            self.anywhere |= flags;
+        }
+    }
+    /// It is always executed, and what it writes is defined again.
+    pub(crate) fn defines(&mut self, i: &Instruction) {
+        // Counts of zero leave flags alone.
+        let counted = FLAGS
+            .iter()
+            .any(|r| r.when == When::Counted && r.mnemonics.contains(&i.mnemonic()));
+        let rotates = matches!(i.mnemonic(), M::Rol | M::Ror | M::Rcl | M::Rcr);
+        let repeated = i.has_rep_prefix() || i.has_repne_prefix();
+        if !counted && !rotates && !repeated {
+            let written = i.rflags_written() | i.rflags_cleared() | i.rflags_set();
+            self.at_end &= !from_decoder(written);
+        }
+    }
+    /// It would make registers or memory depend on undefined flags.
+    pub(crate) fn is_read_by(&self, i: &Instruction) -> bool {
+        let pushes = matches!(i.mnemonic(), M::Pushf | M::Pushfq);
+        self.at_end != 0 && (pushes || from_decoder(i.rflags_read()) & self.at_end != 0)
+    }
+    /// Flags to compare.
+    pub(crate) fn defined(&self, stopped: bool) -> u64 {
+        let undefined = if stopped { self.anywhere } else { self.at_end };
+        (rflags::ARITH | rflags::DF | rflags::NT | rflags::AC | rflags::ID) & !undefined
+    }
+}
+
+fn from_decoder(bits: u32) -> u64 {
+    [
+        (RflagsBits::OF, OF),
+        (RflagsBits::SF, SF),
+        (RflagsBits::ZF, ZF),
+        (RflagsBits::AF, AF),
+        (RflagsBits::CF, CF),
+        (RflagsBits::PF, PF),
+    ]
+    .into_iter()
+    .filter(|(bit, _)| bits & bit != 0)
+    .fold(0, |all, (_, flag)| all | flag)
+}
