@@ -155,7 +155,10 @@ fn bextr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let start = (control & 0xff) as u32;
     let r = v.checked_shr(start).unwrap_or(0) & low_bits(control >> 8 & 0xff);
     let r = T::from_u64(r);
+    // AF and SF are undefined: set and clear on AMD processors.
     ex.flags.result_af(r, false, false);
+    let rest = ex.flags.get() & !rflags::SF;
+    ex.flags.set(rest);
     ex.reg_write(insn.dst, r);
     Ok(Flow::Next)
 }

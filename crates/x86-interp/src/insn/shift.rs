@@ -169,7 +169,8 @@ fn shld<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if c != 0 {
         let r = f(a);
         let cf = c <= T::BITS && bit(a.to_u64(), T::BITS.wrapping_sub(c));
-        ex.flags.result_af(r, cf, c <= T::BITS && msb(r) ^ cf);
+        // From 16-bit counts of 16 on the result's sign is not looked at.
+        ex.flags.result_af(r, cf, (c < T::BITS && msb(r)) ^ cf);
     }
     Ok(Flow::Next)
 }
