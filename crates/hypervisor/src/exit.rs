@@ -2,12 +2,29 @@
 
 use std::sync::atomic::AtomicU8;
 
-/// Most bytes of one PIO exit: the PIO page.
-#[allow(dead_code, reason = "used by the string I/O path")]
-pub(crate) const IO_DATA_MAX: usize = 4096;
+/// Bytes of an OUT. A string instruction exits once per element, so four are enough.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IoData {
+    bytes: [u8; 4],
+    len: u8,
+}
 
-/// Data of a PIO exit: `size * count` bytes.
-pub type IoData = Vec<u8>;
+impl IoData {
+    /// The low `size` bytes of `value`.
+    pub fn new(value: u32, size: u8) -> Self {
+        Self {
+            bytes: value.to_le_bytes(),
+            len: size.min(4),
+        }
+    }
+}
+
+impl core::ops::Deref for IoData {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.bytes.get(..self.len.into()).unwrap_or_default()
+    }
+}
 
 /// What the VMM left in the run page in answer to the previous exit.
 #[derive(Clone, Copy, Debug, Default)]

@@ -29,7 +29,7 @@ impl Mmu {
 
     /// The page after `gva`'s. Linear addresses are 32 bits wide outside 64-bit
     /// mode, but descriptor tables and the TSS are 64-bit in compatibility mode.
-    pub(crate) fn next_page(&self, cpu: &CpuState, gva: u64, who: Privilege) -> u64 {
+    pub fn next_page(&self, cpu: &CpuState, gva: u64, who: Privilege) -> u64 {
         let next = (gva & !(PAGE_SIZE - 1)).wrapping_add(PAGE_SIZE);
         if cpu.is_64bit() || cpu.is_long_mode() && who == Privilege::System {
             next

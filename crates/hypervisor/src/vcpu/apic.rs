@@ -43,7 +43,8 @@ impl Bus {
                 self.recheck = true;
             }
             Action::Eoi(eoi) => {
-                if eoi.level {
+                // Edge-triggered interrupts of a pin count too: the PIT queues its ticks.
+                if eoi.level || self.vm.chips().is_some_and(|c| c.has_vector(eoi.vector)) {
                     let vm = std::sync::Arc::clone(&self.vm);
                     vm.with_chips(|chip, lapics| chip.eoi(lapics, eoi, |gsi| vm.resample(gsi)));
                 }
@@ -103,8 +104,9 @@ impl Bus {
         }
         let now = self.now();
         let lapic = self.shared.lapic();
-        if lapic.is_enabled() && gpa & !0xfff == lapic.base_gpa() {
-            return lapic.mmio_read(gpa & 0xfff, len, now);
+        if gpa & !0xfff == lapic.base_gpa() {
+            // KVM_X86_QUIRK_LAPIC_MMIO_HOLE: all ones in x2APIC mode and while disabled.
+            return Some(lapic.mmio_read(gpa & 0xfff, len, now).unwrap_or(u64::MAX));
         }
         drop(lapic);
         self.vm.with_chips(|chip, _| {
@@ -121,7 +123,7 @@ impl Bus {
         }
         let now = self.now();
         let mut lapic = self.shared.lapic();
-        if lapic.is_enabled() && !lapic.is_x2apic() && gpa & !0xfff == lapic.base_gpa() {
+        if gpa & !0xfff == lapic.base_gpa() {
             let action = lapic.mmio_write(gpa & 0xfff, len, value as u32, now);
             drop(lapic);
             self.act(action);
@@ -132,14 +134,15 @@ impl Bus {
             let range = chip.ioapic.mmio_range();
             let hit = range.contains(&gpa);
             if hit {
-                chip.ioapic
-                    .mmio_write(gpa - range.start, value as u32, &mut |irq| {
-                        irqchip::deliver(lapics, irq, None)
-                    });
+                chip.ioapic_write(lapics, gpa - range.start, value as u32);
             }
             hit
         });
-        taken.unwrap_or(false)
+        if taken == Some(true) {
+            self.vm.publish_vectors();
+            return true;
+        }
+        false
     }
     /// An IN that the PIC or PIT answers. Wider accesses are split into bytes.
     pub(super) fn chip_in(&mut self, port: u16, size: u8) -> Option<u32> {
@@ -150,9 +153,7 @@ impl Bus {
             for i in 0..u16::from(size) {
                 let at = port.wrapping_add(i);
                 let byte = if irqchip::Pic::handles(at) {
-                    let byte = chip.pic.port_read(at);
-                    chip.pic_acked(lapics, |gsi| vm.resample(gsi));
-                    byte
+                    chip.pic_read(lapics, at, |gsi| vm.resample(gsi))
                 } else {
                     chip.pit
                         .as_mut()
@@ -173,8 +174,7 @@ impl Bus {
                 let at = port.wrapping_add(i);
                 let byte = (value >> (8 * i)) as u8;
                 if irqchip::Pic::handles(at) {
-                    chip.pic.port_write(at, byte);
-                    chip.pic_acked(lapics, |gsi| vm.resample(gsi));
+                    chip.pic_write(lapics, at, byte, |gsi| vm.resample(gsi));
                 } else if let Some(pit) = chip.pit.as_mut().filter(|p| p.handles(at)) {
                     pit.port_write(at, byte, now_ns);
                 } else {

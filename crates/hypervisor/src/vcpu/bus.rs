@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use io_bus::{Doorbells, Reader, Space};
 use kvm_bindings::kvm_cpuid_entry2;
-use mmu::{Miss, Mmu};
+use mmu::{Miss, Mmu, Translation};
 use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
 use x86_defs::{paging::PAGE_SIZE, rflags};
 
@@ -16,7 +16,7 @@ use super::{
     replay::{Answered, DeviceAccess, Replay},
     shared::VcpuShared,
 };
-use crate::{Exit, vm::VmState, vm::clock::TscParams, vm::doorbell::Bell};
+use crate::{Exit, IoData, vm::VmState, vm::clock::TscParams, vm::doorbell::Bell};
 
 /// Blocks between two looks at the clock and at immediate_exit.
 const POLL_BLOCKS: u32 = 128;
@@ -51,10 +51,10 @@ pub(crate) struct Bus {
 }
 
 impl Bus {
-    pub(super) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>) -> Self {
+    pub(super) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
         let is_bsp = shared.id == 0;
         Self {
-            mmu: Mmu::new(Arc::clone(&vm.memory)),
+            mmu,
             tsc: vm.clock.default_tsc(),
             doorbells: Reader::new(Arc::clone(&vm.doorbells)),
             vm,
@@ -126,7 +126,7 @@ impl Bus {
         Ok(())
     }
 
-    /// The slow path of loads: piece by piece, each within one page and at most eight bytes.
+    /// The slow path of loads: at least one byte is not RAM.
     fn load_pieces(
         &mut self,
         cpu: &mut CpuState,
@@ -137,23 +137,26 @@ impl Bus {
         let mut at = gva;
         let mut rest = buf;
         while !rest.is_empty() {
-            let n = piece(at, rest.len());
-            let (now, later) = rest.split_at_mut(n);
-            match self.mmu.read_bytes(cpu, at, now, who) {
-                Ok(()) => {}
-                Err(Miss::Exception(e)) => return Err(e.into()),
-                Err(Miss::Device { gpa }) => {
-                    let value = self.device_load(cpu, gpa, n as u8)?;
-                    now.copy_from_slice(&value.to_le_bytes()[..n]);
+            let (now, later) = rest.split_at_mut(in_page(at, rest.len()));
+            let to = self.translate(cpu, at, Access::Read, who)?;
+            if !to
+                .page
+                .is_some_and(|page| page.read_bytes(at % PAGE_SIZE, now))
+            {
+                for (i, chunk) in now.chunks_mut(8).enumerate() {
+                    let gpa = to.gpa.wrapping_add(8 * i as u64);
+                    let value = self.device_load(cpu, gpa, chunk.len() as u8)?;
+                    chunk.copy_from_slice(&value.to_le_bytes()[..chunk.len()]);
                 }
             }
-            at = at.wrapping_add(n as u64);
+            at = self.mmu.next_page(cpu, at, who);
             rest = later;
         }
         Ok(())
     }
 
-    /// The slow path of stores.
+    /// The slow path of stores. Devices come first: one of them may send the
+    /// instruction to the VMM and back to its start, which must find RAM as it was.
     fn store_pieces(
         &mut self,
         cpu: &mut CpuState,
@@ -161,26 +164,50 @@ impl Bus {
         buf: &[u8],
         who: Privilege,
     ) -> Result<(), Fault> {
-        // Both pages are checked before the first byte is written.
+        // All pages are checked before the first byte is written.
         self.probe(cpu, gva, buf.len() as u64, Access::Write, who)?;
-        let mut at = gva;
-        let mut rest = buf;
-        while !rest.is_empty() {
-            let n = piece(at, rest.len());
-            let (now, later) = rest.split_at(n);
-            match self.mmu.write_bytes(cpu, at, now, who) {
-                Ok(()) => {}
-                Err(Miss::Exception(e)) => return Err(e.into()),
-                Err(Miss::Device { gpa }) => {
-                    let mut bytes = [0; 8];
-                    bytes[..n].copy_from_slice(now);
-                    self.device_store(cpu, gpa, n as u8, u64::from_le_bytes(bytes))?;
+        for is_ram in [false, true] {
+            let mut at = gva;
+            let mut rest = buf;
+            while !rest.is_empty() {
+                let (now, later) = rest.split_at(in_page(at, rest.len()));
+                let to = self.translate(cpu, at, Access::Write, who)?;
+                match (to.page.is_some(), is_ram) {
+                    // The slot went away meanwhile: as if the write had come before.
+                    (true, true) => _ = self.mmu.write_gpa(to.gpa, now),
+                    (false, false) => self.device_store_bytes(cpu, to.gpa, now)?,
+                    _ => {}
                 }
+                at = self.mmu.next_page(cpu, at, who);
+                rest = later;
             }
-            at = at.wrapping_add(n as u64);
-            rest = later;
         }
         Ok(())
+    }
+
+    fn device_store_bytes(&mut self, cpu: &CpuState, gpa: u64, bytes: &[u8]) -> Result<(), Fault> {
+        for (i, chunk) in bytes.chunks(8).enumerate() {
+            let mut value = [0; 8];
+            value[..chunk.len()].copy_from_slice(chunk);
+            let gpa = gpa.wrapping_add(8 * i as u64);
+            self.device_store(cpu, gpa, chunk.len() as u8, u64::from_le_bytes(value))?;
+        }
+        Ok(())
+    }
+
+    fn translate(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<Translation, Fault> {
+        match self.mmu.translate(cpu, gva, access, who) {
+            Ok(to) => Ok(to),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            // `translate` has no such answer; a device there would be one anyway.
+            Err(Miss::Device { gpa }) => Ok(Translation { gpa, page: None }),
+        }
     }
 
     /// Signals the eventfd that listens to this write; false if none does.
@@ -199,16 +226,15 @@ impl Bus {
 
     /// Takes over what other threads changed of memory.
     pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
-        let epoch = self.vm.memory.epoch();
-        self.mmu.sync(cpu);
-        self.shared.acknowledge_memory(epoch);
+        if self.mmu.needs_sync() {
+            self.mmu.sync(cpu);
+        }
     }
 }
 
-/// Bytes of an access at `gva` that stay in its page, at most `len` and eight.
-fn piece(gva: u64, len: usize) -> usize {
-    let in_page = (PAGE_SIZE - gva % PAGE_SIZE) as usize;
-    len.min(in_page).min(8)
+/// Bytes of an access at `gva` that stay in its page.
+fn in_page(gva: u64, len: usize) -> usize {
+    len.min((PAGE_SIZE - gva % PAGE_SIZE) as usize)
 }
 
 const fn mask(len: u8) -> u64 {
@@ -349,7 +375,7 @@ impl GuestBus for Bus {
             port,
             size,
             count: 1,
-            data: Vec::new(),
+            data: IoData::default(),
         };
         Ok((self.ask(cpu, access, exit)?.value & mask(size)) as u32)
     }
@@ -368,13 +394,12 @@ impl GuestBus for Bus {
             self.replay.made(access, 0);
             return Ok(());
         }
-        let n = usize::from(size.min(4));
         let exit = || Exit::Io {
             is_in: false,
             port,
             size,
             count: 1,
-            data: value.to_le_bytes()[..n].to_vec(),
+            data: IoData::new(value, size),
         };
         self.ask(cpu, access, exit)?;
         Ok(())
@@ -433,6 +458,7 @@ impl GuestBus for Bus {
     fn poll(&mut self, cpu: &CpuState) -> bool {
         if self.shared.is_requested()
             || self.recheck
+            || self.mmu.needs_sync()
             || self.irq_waiting && cpu.rflags & rflags::IF != 0
         {
             return true;

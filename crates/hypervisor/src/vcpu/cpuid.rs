@@ -1,5 +1,6 @@
 //! CPUID as the guest sees it: the VMM's table, and the bits that follow CR4.
 
+use irqchip::LapicConfig;
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 use x86_cpu::{CpuState, Features};
 use x86_defs::control::cr4;
@@ -11,6 +12,21 @@ pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
             .iter()
             .map(|e| (e.function, e.index, e.eax, e.ebx, e.ecx, e.edx)),
     )
+}
+
+/// What the table says about the LAPIC; `old` has the rest.
+pub(super) fn lapic_config(
+    entries: &[kvm_cpuid_entry2],
+    features: &Features,
+    old: LapicConfig,
+) -> LapicConfig {
+    let ecx = find(entries, 1, 0).map_or(0, |e| e.ecx);
+    LapicConfig {
+        x2apic: ecx >> 21 & 1 != 0,
+        tsc_deadline: ecx >> 24 & 1 != 0,
+        maxphyaddr: features.maxphyaddr.clamp(32, 52),
+        ..old
+    }
 }
 
 fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cpuid_entry2> {

@@ -17,6 +17,7 @@ pub(crate) mod shared;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvm_bindings::*;
+use mmu::Mmu;
 use x86_cpu::{CpuState, Flush, GuestBus, PendingInterrupt, Privilege};
 use x86_defs::reg;
 use x86_interp::Interp;
@@ -57,9 +58,9 @@ pub struct Vcpu {
 }
 
 impl Vcpu {
-    pub(crate) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>) -> Self {
+    pub(crate) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
         let mut cpu = Box::<CpuState>::default();
-        let mut bus = Bus::new(vm, Arc::clone(&shared));
+        let mut bus = Bus::new(vm, Arc::clone(&shared), mmu);
         // A fresh vCPU has paging off: nothing can fault.
         let _ = bus.load_root(&mut cpu);
         bus.select_view(&mut cpu);
@@ -124,11 +125,15 @@ impl Vcpu {
     /// KVM_SET_SREGS. EINVAL for combinations that no CPU has.
     pub fn set_sregs(&self, r: &kvm_sregs) -> Result<()> {
         let inner = &mut *self.lock();
-        regs::set_sregs(&mut inner.cpu, r)?;
+        regs::check_sregs(&inner.cpu, r)?;
+        // The mode decides what the LAPIC's registers mean, so it comes first.
+        if !inner.bus.set_apic_base(&inner.cpu, r.apic_base, true) {
+            return Err(Error::InvalidArgument);
+        }
+        regs::set_sregs(&mut inner.cpu, r);
         inner
             .bus
             .set_task_priority(&mut inner.cpu, (r.cr8 & 0xf) as u8);
-        inner.bus.set_apic_base(&inner.cpu, r.apic_base, true);
         inner.cpu.events.interrupt = r
             .interrupt_bitmap
             .iter()
@@ -179,6 +184,10 @@ impl Vcpu {
         let inner = &mut *self.lock();
         inner.bus.cpuid = entries.to_vec();
         inner.cpu.features = cpuid::features(entries);
+        let mut lapic = self.shared.lapic();
+        let config = cpuid::lapic_config(entries, &inner.cpu.features, *lapic.config());
+        lapic.set_config(config);
+        drop(lapic);
         inner.interp.flush_all();
         inner.reload();
         Ok(())
@@ -321,6 +330,7 @@ impl Vcpu {
     /// KVM_TRANSLATE.
     pub fn translate(&self, gva: u64) -> Result<kvm_translation> {
         let inner = &mut *self.lock();
+        inner.bus.sync_memory(&mut inner.cpu);
         let gpa = inner.bus.mmu.translate_debug(&inner.cpu, gva);
         Ok(kvm_translation {
             linear_address: gva,
@@ -355,6 +365,7 @@ impl Vcpu {
     /// Reads guest memory at a gva, as a debugger does.
     pub fn read_gva(&self, gva: u64, buf: &mut [u8]) -> Result<()> {
         let inner = &mut *self.lock();
+        inner.bus.sync_memory(&mut inner.cpu);
         inner
             .bus
             .mmu
@@ -366,8 +377,11 @@ impl Vcpu {
 impl Inner {
     /// The VMM replaced registers that translation depends on.
     fn reload(&mut self) {
-        // Reserved bits in PDPTEs show up when the guest is run, as in KVM.
-        let _ = self.bus.load_root(&mut self.cpu);
+        self.bus.sync_memory(&mut self.cpu);
+        // With bad PDPTEs the old ones stay, as in KVM.
+        if self.bus.load_root(&mut self.cpu).is_err() {
+            self.bus.mmu.set_root(&self.cpu);
+        }
         self.bus.flush(&mut self.cpu, Flush::All);
         self.bus.select_view(&mut self.cpu);
     }

@@ -125,7 +125,7 @@ pub(super) fn sregs(cpu: &CpuState, cr8: u64, apic_base: u64) -> kvm_sregs {
 }
 
 /// KVM's checks on the values (kvm_is_valid_sregs): EINVAL.
-fn check_sregs(cpu: &CpuState, r: &kvm_sregs) -> Result<()> {
+pub(super) fn check_sregs(cpu: &CpuState, r: &kvm_sregs) -> Result<()> {
     let long = r.efer & efer::LME != 0 && r.cr0 & cr0::PG != 0;
     if long {
         // Paging in long mode needs PAE, and LMA must say so.
@@ -152,9 +152,9 @@ fn check_sregs(cpu: &CpuState, r: &kvm_sregs) -> Result<()> {
     Ok(())
 }
 
-/// Stores the special registers; the caller re-selects the MMU root and writes CR8 and APIC_BASE.
-pub(super) fn set_sregs(cpu: &mut CpuState, r: &kvm_sregs) -> Result<()> {
-    check_sregs(cpu, r)?;
+/// Stores the special registers after [`check_sregs`]; the caller re-selects the MMU root and
+/// writes CR8 and APIC_BASE.
+pub(super) fn set_sregs(cpu: &mut CpuState, r: &kvm_sregs) {
     cpu.seg = [
         from_segment(&r.es),
         from_segment(&r.cs),
@@ -179,7 +179,6 @@ pub(super) fn set_sregs(cpu: &mut CpuState, r: &kvm_sregs) -> Result<()> {
     cpu.cr4 = r.cr4;
     cpu.efer = r.efer;
     update_privilege(cpu);
-    Ok(())
 }
 
 /// CPL and code size follow SS.DPL, CR0.PE, RFLAGS.VM and CS.

@@ -75,6 +75,7 @@ impl Inner {
                 return Ok(Exit::Shutdown);
             }
             self.bus.recheck = false;
+            self.bus.sync_memory(&mut self.cpu);
             self.bus.service_timers();
             if let Some(exit) = self.inject() {
                 return Ok(exit);
@@ -112,9 +113,7 @@ impl Inner {
 
     /// Serves what other threads asked for.
     fn serve(&mut self, requests: u32) {
-        if requests & request::MEMORY != 0 {
-            self.bus.sync_memory(&mut self.cpu);
-        }
+        // `request::MEMORY` only wakes: the run loop looks at the epoch each time.
         if requests & request::CLOCK != 0 {
             self.bus.update_clock();
         }

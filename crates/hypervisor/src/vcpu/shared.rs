@@ -5,12 +5,13 @@
 
 use std::{
     sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
 };
 
+use guest_memory::Acknowledged;
 use host::futex::{self, Wait};
 use irqchip::{Accepted, Lapic, LapicConfig};
 
@@ -48,12 +49,12 @@ pub(crate) struct VcpuShared {
     requests: AtomicU32,
     /// Inside `KVM_RUN`: memory may be accessed without asking again.
     running: AtomicBool,
-    /// Memory epoch that the vCPU has taken over.
-    memory_epoch: AtomicU64,
+    /// Memory epoch that the vCPU's MMU has taken over.
+    acknowledged: Arc<Acknowledged>,
 }
 
 impl VcpuShared {
-    pub(crate) fn new(id: u32, index: usize) -> Self {
+    pub(crate) fn new(id: u32, index: usize, acknowledged: Arc<Acknowledged>) -> Self {
         let lapic = Lapic::new(LapicConfig {
             vcpu_id: id,
             bsp: id == 0,
@@ -66,7 +67,7 @@ impl VcpuShared {
             sipi_page: AtomicU32::new(0),
             requests: AtomicU32::new(0),
             running: AtomicBool::new(false),
-            memory_epoch: AtomicU64::new(0),
+            acknowledged,
         }
     }
     /// The LAPIC; no other lock is taken while it is held.
@@ -114,12 +115,8 @@ impl VcpuShared {
     pub(crate) fn set_running(&self, on: bool) {
         self.running.store(on, Ordering::SeqCst);
     }
-    /// Acknowledges a memory epoch.
-    pub(crate) fn acknowledge_memory(&self, epoch: u64) {
-        self.memory_epoch.store(epoch, Ordering::Release);
-    }
     /// True if the vCPU cannot use state older than `epoch` any more.
     pub(crate) fn has_acknowledged(&self, epoch: u64) -> bool {
-        !self.running.load(Ordering::SeqCst) || self.memory_epoch.load(Ordering::Acquire) >= epoch
+        !self.running.load(Ordering::SeqCst) || self.acknowledged.epoch() >= epoch
     }
 }

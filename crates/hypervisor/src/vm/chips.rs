@@ -23,6 +23,8 @@ pub(crate) struct Chips {
     /// Copies that vCPUs look at without the lock.
     pic_intr: AtomicBool,
     pit_next_ns: AtomicU64,
+    /// One bit per vector that an IOAPIC pin sends: its EOI concerns the chips.
+    vectors: [AtomicU64; 4],
 }
 
 /// The LAPICs of a VM, for [`irqchip::deliver`].
@@ -47,7 +49,13 @@ impl Chips {
             irqchip: Mutex::new(Irqchip::new()),
             pic_intr: AtomicBool::new(false),
             pit_next_ns: AtomicU64::new(NEVER),
+            vectors: Default::default(),
         }
+    }
+    /// True if an IOAPIC pin sends this vector.
+    #[inline]
+    pub(crate) fn has_vector(&self, vector: u8) -> bool {
+        self.vectors[usize::from(vector >> 6)].load(Ordering::Acquire) >> (vector & 63) & 1 != 0
     }
     /// KVM_CREATE_PIT2.
     pub(crate) fn create_pit(&self, speaker: bool) -> bool {
@@ -105,6 +113,18 @@ impl VmState {
             }
         }
         Some(result)
+    }
+    /// To be called when the IOAPIC's redirection table has changed.
+    pub(crate) fn publish_vectors(&self) {
+        let Some(chips) = self.chips() else { return };
+        let chip = chips.lock();
+        let mut words = [0u64; 4];
+        for vector in chip.ioapic.save().redirtbl.map(|entry| entry as u8) {
+            words[usize::from(vector >> 6)] |= 1 << (vector & 63);
+        }
+        for (to, from) in chips.vectors.iter().zip(words) {
+            to.store(from, Ordering::Release);
+        }
     }
     /// Advances the PIT if its time has come.
     pub(crate) fn service_pit(&self, now_ns: u64) {

@@ -92,51 +92,14 @@ impl Vm {
     }
     /// KVM_GET_IRQCHIP, chip 0 or 1.
     pub fn pic_state(&self, index: usize) -> Result<kvm_pic_state> {
-        let s = self
-            .state
+        self.state
             .with_chips(|chip, _| chip.pic.save(index != 0))
-            .ok_or(Error::NoSuchDevice)?;
-        Ok(kvm_pic_state {
-            last_irr: s.last_irr,
-            irr: s.irr,
-            imr: s.imr,
-            isr: s.isr,
-            priority_add: s.priority_add,
-            irq_base: s.irq_base,
-            read_reg_select: s.read_reg_select,
-            poll: s.poll,
-            special_mask: s.special_mask,
-            init_state: s.init_state,
-            auto_eoi: s.auto_eoi,
-            rotate_on_auto_eoi: s.rotate_on_auto_eoi,
-            special_fully_nested_mode: s.special_fully_nested_mode,
-            init4: s.init4,
-            elcr: s.elcr,
-            elcr_mask: s.elcr_mask,
-        })
+            .ok_or(Error::NoSuchDevice)
     }
     /// KVM_SET_IRQCHIP, chip 0 or 1.
     pub fn set_pic_state(&self, index: usize, s: &kvm_pic_state) -> Result<()> {
-        let state = irqchip::PicState {
-            last_irr: s.last_irr,
-            irr: s.irr,
-            imr: s.imr,
-            isr: s.isr,
-            priority_add: s.priority_add,
-            irq_base: s.irq_base,
-            read_reg_select: s.read_reg_select,
-            poll: s.poll,
-            special_mask: s.special_mask,
-            init_state: s.init_state,
-            auto_eoi: s.auto_eoi,
-            rotate_on_auto_eoi: s.rotate_on_auto_eoi,
-            special_fully_nested_mode: s.special_fully_nested_mode,
-            init4: s.init4,
-            elcr: s.elcr,
-            elcr_mask: s.elcr_mask,
-        };
         self.state
-            .with_chips(|chip, _| chip.pic.restore(index != 0, &state))
+            .with_chips(|chip, _| chip.pic.restore(index != 0, s))
             .ok_or(Error::NoSuchDevice)
     }
     /// KVM_GET_IRQCHIP, chip 2.
@@ -163,59 +126,22 @@ impl Vm {
                 chip.ioapic
                     .restore(state, &mut |irq| irqchip::deliver(lapics, irq, None));
             })
-            .ok_or(Error::NoSuchDevice)
+            .ok_or(Error::NoSuchDevice)?;
+        self.state.publish_vectors();
+        Ok(())
     }
     /// KVM_GET_PIT2.
     pub fn get_pit2(&self) -> Result<kvm_pit_state2> {
-        let s = self
-            .state
+        self.state
             .with_chips(|chip, _| chip.pit.as_ref().map(irqchip::Pit::save))
             .flatten()
-            .ok_or(Error::NoSuchDevice)?;
-        Ok(kvm_pit_state2 {
-            channels: s.channels.map(|c| kvm_pit_channel_state {
-                count: c.count,
-                latched_count: c.latched_count,
-                count_latched: c.count_latched,
-                status_latched: c.status_latched,
-                status: c.status,
-                read_state: c.read_state,
-                write_state: c.write_state,
-                write_latch: c.write_latch,
-                rw_mode: c.rw_mode,
-                mode: c.mode,
-                bcd: c.bcd,
-                gate: c.gate,
-                count_load_time: c.count_load_time,
-            }),
-            flags: s.flags,
-            reserved: s.reserved,
-        })
+            .ok_or(Error::NoSuchDevice)
     }
     /// KVM_SET_PIT2.
     pub fn set_pit2(&self, s: &kvm_pit_state2) -> Result<()> {
-        let state = irqchip::PitState {
-            channels: s.channels.map(|c| irqchip::PitChannelState {
-                count: c.count,
-                latched_count: c.latched_count,
-                count_latched: c.count_latched,
-                status_latched: c.status_latched,
-                status: c.status,
-                read_state: c.read_state,
-                write_state: c.write_state,
-                write_latch: c.write_latch,
-                rw_mode: c.rw_mode,
-                mode: c.mode,
-                bcd: c.bcd,
-                gate: c.gate,
-                count_load_time: c.count_load_time,
-            }),
-            flags: s.flags,
-            reserved: s.reserved,
-        };
         let now_ns = host::clock::monotonic_ns();
         self.state
-            .with_chips(|chip, _| chip.pit.as_mut().map(|pit| pit.restore(&state, now_ns)))
+            .with_chips(|chip, _| chip.pit.as_mut().map(|pit| pit.restore(s, now_ns)))
             .flatten()
             .ok_or(Error::NoSuchDevice)
     }

@@ -105,9 +105,12 @@ impl Vm {
         if vcpus.iter().any(|v| v.id == id) {
             return Err(Error::Exists);
         }
-        let shared = Arc::new(VcpuShared::new(id, vcpus.len()));
+        let mmu = mmu::Mmu::new(Arc::clone(&self.state.memory));
+        let shared = Arc::new(VcpuShared::new(id, vcpus.len(), mmu.acknowledged()));
         vcpus.push(Arc::clone(&shared));
-        Ok(Arc::new(Vcpu::new(Arc::clone(&self.state), shared)))
+        // `Vcpu::new` may ask for the vCPUs.
+        drop(vcpus);
+        Ok(Arc::new(Vcpu::new(Arc::clone(&self.state), shared, mmu)))
     }
     /// KVM_SET_USER_MEMORY_REGION. Returns when no vCPU uses the old slot any more.
     ///

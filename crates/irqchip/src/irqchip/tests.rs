@@ -242,36 +242,3 @@ fn device_broadcast_reaches_x2apics_with_the_quirk() {
         assert_eq!(Irqchip::new().signal_msi(&mut set, msi), LineStatus(want));
     }
 }
-
-#[test]
-fn state_has_the_abi_layout() {
-    use crate::{PicState, PitChannelState, PitState};
-    use core::mem::offset_of;
-    use kvm_bindings::{kvm_pic_state, kvm_pit_channel_state, kvm_pit_state2};
-    assert_eq!(size_of::<PicState>(), size_of::<kvm_pic_state>());
-    assert_eq!(
-        offset_of!(PicState, elcr_mask),
-        offset_of!(kvm_pic_state, elcr_mask)
-    );
-    assert_eq!(
-        offset_of!(PicState, init_state),
-        offset_of!(kvm_pic_state, init_state)
-    );
-    assert_eq!(size_of::<PitState>(), size_of::<kvm_pit_state2>());
-    assert_eq!(
-        size_of::<PitChannelState>(),
-        size_of::<kvm_pit_channel_state>()
-    );
-    assert_eq!(
-        offset_of!(PitChannelState, count_load_time),
-        offset_of!(kvm_pit_channel_state, count_load_time)
-    );
-    assert_eq!(
-        offset_of!(PitChannelState, mode),
-        offset_of!(kvm_pit_channel_state, mode)
-    );
-    assert_eq!(
-        offset_of!(PitState, flags),
-        offset_of!(kvm_pit_state2, flags)
-    );
-}

@@ -34,45 +34,10 @@ mod init {
     pub(super) const ICW4: u8 = 3;
 }
 
-/// Content of `struct kvm_pic_state`, field by field and with its layout.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct PicState {
-    /// Input levels, for edge detection.
-    pub last_irr: u8,
-    /// Interrupt request register.
-    pub irr: u8,
-    /// Interrupt mask register.
-    pub imr: u8,
-    /// In-service register.
-    pub isr: u8,
-    /// Input of the highest priority.
-    pub priority_add: u8,
-    /// Vector of input 0.
-    pub irq_base: u8,
-    /// 1: reads give ISR instead of IRR.
-    pub read_reg_select: u8,
-    /// 1: the next read is a poll.
-    pub poll: u8,
-    /// Special mask mode.
-    pub special_mask: u8,
-    /// Which initialization word is expected; 0 outside the sequence.
-    pub init_state: u8,
-    /// Automatic end of interrupt.
-    pub auto_eoi: u8,
-    /// Rotation in automatic-EOI mode.
-    pub rotate_on_auto_eoi: u8,
-    /// Special fully nested mode.
-    pub special_fully_nested_mode: u8,
-    /// The sequence includes ICW4.
-    pub init4: u8,
-    /// Level-triggered inputs.
-    pub elcr: u8,
-    /// Inputs that may be level-triggered.
-    pub elcr_mask: u8,
-}
+/// KVM_GET_IRQCHIP and KVM_SET_IRQCHIP of one 8259A.
+pub use kvm_bindings::kvm_pic_state as PicState;
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Chip {
     state: PicState,
 }

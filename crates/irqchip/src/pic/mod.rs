@@ -30,7 +30,7 @@ mod spec {
 }
 
 /// Master and slave.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Pic {
     chips: [Chip; 2],
     lines: [Line; spec::NR_PINS],

@@ -15,39 +15,10 @@ mod access {
 /// After power-up no mode is programmed.
 const NO_MODE: u8 = 0xff;
 
-/// Content of `struct kvm_pit_channel_state`, field by field and with its layout.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct PitChannelState {
-    /// Reload value, 1 to 65536.
-    pub count: u32,
-    /// Count at the last latch command.
-    pub latched_count: u16,
-    /// Which half of it is read next; 0: none latched.
-    pub count_latched: u8,
-    /// A status byte is latched.
-    pub status_latched: u8,
-    /// That byte.
-    pub status: u8,
-    /// Which half is read next.
-    pub read_state: u8,
-    /// Which half is written next.
-    pub write_state: u8,
-    /// Low half of a word being written.
-    pub write_latch: u8,
-    /// Access mode: low, high, both.
-    pub rw_mode: u8,
-    /// Mode 0 to 5.
-    pub mode: u8,
-    /// Counts in BCD.
-    pub bcd: u8,
-    /// Gate input.
-    pub gate: u8,
-    /// When the count was loaded, on the ns clock.
-    pub count_load_time: i64,
-}
+/// One channel in KVM_GET_PIT2 and KVM_SET_PIT2; the load time is on the ns clock.
+pub use kvm_bindings::kvm_pit_channel_state as PitChannelState;
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Channel {
     state: PitChannelState,
 }

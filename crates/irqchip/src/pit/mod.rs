@@ -40,20 +40,11 @@ mod spec {
     pub(super) const FLAG_SPEAKER_DATA_ON: u32 = 2;
 }
 
-/// Content of `struct kvm_pit_state2`, field by field and with its layout.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct PitState {
-    /// The three channels.
-    pub channels: [PitChannelState; 3],
-    /// KVM_PIT_FLAGS_*.
-    pub flags: u32,
-    /// Reserved.
-    pub reserved: [u32; 9],
-}
+/// KVM_GET_PIT2 and KVM_SET_PIT2.
+pub use kvm_bindings::kvm_pit_state2 as PitState;
 
 /// The interval timer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Pit {
     channels: [Channel; 3],
     speaker_data: bool,

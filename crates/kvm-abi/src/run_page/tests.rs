@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::*;
 use crate::memfd;
+use hypervisor::IoData;
 
 /// The hypervisor's side and a VMM's own mapping of the same file.
 fn pages() -> (RunPage, RunPage) {
@@ -39,7 +40,7 @@ fn an_out_shows_its_bytes_in_the_pio_page() {
         port: 0x3f8,
         size: 2,
         count: 2,
-        data: vec![1, 2, 3, 4],
+        data: IoData::new(0x0403_0201, 4),
     }));
     assert_eq!(question, Question::None);
     assert_eq!(exit_reason(&vmm), KVM_EXIT_IO);
@@ -59,7 +60,7 @@ fn an_in_is_answered_from_the_pio_page() {
         port: 0x60,
         size: 1,
         count: 3,
-        data: Vec::new(),
+        data: IoData::default(),
     }));
     assert_eq!(question, Question::Io { len: 3 });
     // SAFETY: the PIO page is mapped.
@@ -79,7 +80,7 @@ fn an_oversized_string_stays_inside_the_pio_page() {
         port: 1,
         size: 4,
         count: u32::MAX,
-        data: vec![0xaa; 3 * PAGE_SIZE],
+        data: IoData::new(u32::MAX, 4),
     };
     assert_eq!(ours.store(&output(exit(false))), Question::None);
     let question = ours.store(&output(exit(true)));
