@@ -1,19 +1,25 @@
-//! Developer tasks: `cargo xtask ci`, `tidy` and `docs` (writes the generated documents).
+//! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents)
+//! and `guests` (real programs in a guest).
 
 #![forbid(unsafe_code)]
 
+mod build;
 mod ci;
+mod guests;
 mod tidy;
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let task = std::env::args().nth(1).unwrap_or_default();
+    let mut arguments = std::env::args().skip(1);
+    let task = arguments.next().unwrap_or_default();
+    let arguments: Vec<String> = arguments.collect();
     let result = match task.as_str() {
         "ci" => ci::run(),
         "tidy" => tidy::run(),
         "docs" => tidy::quirks::write(&tidy::root()),
-        _ => Err("usage: cargo xtask <ci | tidy | docs>".to_owned()),
+        "guests" => guests::run(&arguments),
+        _ => Err("usage: cargo xtask <ci | tidy | docs | guests>".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

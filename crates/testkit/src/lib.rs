@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod boot;
 mod flat_bus;
 
 pub use flat_bus::FlatBus;

@@ -1,0 +1,204 @@
+//! [`Boot`]: runs `anykvm boot` as a user would and collects what came out.
+//!
+//! Standard input is empty, so the guest's command has three separate streams
+//! (no terminal). A guest that does not end in time is killed, which is an
+//! outcome of its own and not a hang of the test.
+
+use std::{
+    ffi::{OsStr, OsString},
+    io::{self, Read},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How often a running guest is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A boot to be done.
+#[derive(Clone, Debug)]
+pub struct Boot {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    limit: Duration,
+}
+
+/// What a boot left behind.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Exit status; `None` if it was killed, for its time or by a signal.
+    pub status: Option<i32>,
+    /// Standard output of the guest's command.
+    pub stdout: Vec<u8>,
+    /// Its standard error, the kernel's messages and anykvm's own.
+    pub stderr: Vec<u8>,
+    /// Wall clock, from start to end of the process.
+    pub time: Duration,
+    /// It was killed because it took longer than the limit.
+    pub timed_out: bool,
+}
+
+impl Outcome {
+    /// Standard output as text.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.stdout).into_owned()
+    }
+
+    /// The last `lines` lines of standard error, for a failure's report.
+    pub fn last_words(&self, lines: usize) -> String {
+        let text = String::from_utf8_lossy(&self.stderr);
+        let all: Vec<&str> = text.lines().collect();
+        let tail = all.len().saturating_sub(lines);
+        all.get(tail..).unwrap_or_default().join("\n")
+    }
+}
+
+impl Boot {
+    /// A boot by the given `anykvm`, with its defaults.
+    pub fn new(anykvm: &Path) -> Self {
+        Self {
+            program: anykvm.into(),
+            arguments: vec!["boot".into()],
+            limit: Duration::from_secs(300),
+        }
+    }
+
+    /// Number of vCPUs.
+    #[must_use]
+    pub fn cpus(self, n: u32) -> Self {
+        self.option("--cpus", n.to_string())
+    }
+
+    /// Guest memory, as in `--mem`.
+    #[must_use]
+    pub fn mem(self, size: &str) -> Self {
+        self.option("--mem", size)
+    }
+
+    /// Another kernel than the one that anykvm finds.
+    #[must_use]
+    pub fn kernel(self, path: &Path) -> Self {
+        self.option("--kernel", path)
+    }
+
+    /// Adds a host path to the guest, as in `--overlay`.
+    #[must_use]
+    pub fn overlay(self, text: &str) -> Self {
+        self.option("--overlay", text)
+    }
+
+    /// Any option with its value.
+    #[must_use]
+    pub fn option(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.arguments.push(name.into());
+        self.arguments.push(value.as_ref().into());
+        self
+    }
+
+    /// How long it may take.
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Self {
+        self.limit = limit;
+        self
+    }
+
+    /// Boots, runs the command in the guest, and waits for the end.
+    ///
+    /// # Errors
+    /// The process cannot be started or waited for.
+    pub fn run(&self, command: &[&str]) -> io::Result<Outcome> {
+        let mut process = Command::new(&self.program);
+        process.args(&self.arguments);
+        if !command.is_empty() {
+            process.arg("--").args(command);
+        }
+        run_limited(&mut process, self.limit)
+    }
+}
+
+/// Runs any process to its end or to its time limit, with empty standard input.
+///
+/// # Errors
+/// The process cannot be started or waited for.
+pub fn run_limited(command: &mut Command, limit: Duration) -> io::Result<Outcome> {
+    let start = Instant::now();
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    let stdout = collect(child.stdout.take());
+    let stderr = collect(child.stderr.take());
+    let mut timed_out = false;
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if start.elapsed() > limit {
+            timed_out = true;
+            child.kill()?;
+            break child.wait()?;
+        }
+        thread::sleep(LOOK);
+    };
+    Ok(Outcome {
+        status: status.code(),
+        time: start.elapsed(),
+        stdout: stdout.join().unwrap_or_default(),
+        stderr: stderr.join().unwrap_or_default(),
+        timed_out,
+    })
+}
+
+/// Reads a stream on a thread of its own, so that neither fills its pipe.
+fn collect(stream: Option<impl Read + Send + 'static>) -> thread::JoinHandle<Vec<u8>> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(mut stream) = stream {
+            // What came before an error is kept.
+            let _ = stream.read_to_end(&mut bytes);
+        }
+        bytes
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn status_and_streams_are_kept_apart() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo out; echo err >&2; exit 7"]);
+        let outcome = run_limited(&mut command, Duration::from_secs(10)).unwrap();
+        assert_eq!(outcome.status, Some(7));
+        assert_eq!(outcome.text(), "out\n");
+        assert_eq!(outcome.stderr, b"err\n");
+        assert!(!outcome.timed_out);
+    }
+
+    #[test]
+    fn what_takes_too_long_is_killed() {
+        let mut command = Command::new("sleep");
+        command.arg("60");
+        let outcome = run_limited(&mut command, Duration::from_millis(50)).unwrap();
+        assert!(outcome.timed_out);
+        assert_eq!(outcome.status, None);
+        assert!(outcome.time < Duration::from_secs(30));
+    }
+
+    #[test]
+    fn the_arguments_are_those_of_the_command_line() {
+        let boot = Boot::new(Path::new("/bin/echo"))
+            .cpus(2)
+            .mem("256M")
+            .overlay("/x:/y");
+        let outcome = boot.run(&["sh", "-c", "exit 7"]).unwrap();
+        assert_eq!(
+            outcome.text(),
+            "boot --cpus 2 --mem 256M --overlay /x:/y -- sh -c exit 7\n"
+        );
+        assert_eq!(outcome.last_words(3), "");
+    }
+}
