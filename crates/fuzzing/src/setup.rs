@@ -11,6 +11,9 @@ use crate::{
     operands::{POINTERS, address},
 };
 
+/// First address that is not canonical.
+const CANONICAL_END: u64 = 1 << 47;
+
 /// Adjusts registers, window and operands of a single instruction; `None` if
 /// its operands contradict each other.
 pub(crate) fn adjust(
@@ -20,6 +23,11 @@ pub(crate) fn adjust(
     vector_index: Option<Register>,
     r: &mut Random,
 ) -> Option<()> {
+    let straddles = |at: u64| at < CANONICAL_END && at + 10 > CANONICAL_END;
+    if i.memory_size().size() == 10 && target.is_some_and(straddles) {
+        // Read in two pieces: the first may fault before the other is looked at.
+        return None;
+    }
     let gpr = &mut case.start.gpr;
     match i.mnemonic() {
         M::Div | M::Idiv => dividend(gpr, i, r),

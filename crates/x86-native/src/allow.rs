@@ -7,11 +7,11 @@
 //! control, trap to the kernel, or reach host memory other than the operand
 //! buffer: the property that everything else in this crate rests on.
 
-use crate::features::{host_has, is_fp, is_x87};
+use crate::features::{host_has, is_amd, is_fp, is_x87};
 
 use iced_x86::{
     Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpCodeOperandKind as K,
-    Register, RflagsBits,
+    OpKind, Register, RflagsBits,
 };
 
 /// The arithmetic flags among the decoder's bits (x87 condition codes are others).
@@ -67,6 +67,7 @@ pub fn form(i: &Instruction) -> Option<Form> {
         match op.op_kind(n) {
             K::mem | K::xmm_reg | K::xmm_rm | K::xmm_vvvv | K::xmm_is4 | K::xmm_or_mem => {}
             K::ymm_reg | K::ymm_rm | K::ymm_vvvv | K::ymm_is4 | K::ymm_or_mem => {}
+            K::mm_or_mem if i.op_kind(n) == OpKind::Memory && keeps_x87(code) => {}
             K::mm_reg | K::mm_rm | K::mm_or_mem => mmx = true,
             K::r32_or_mem | K::r64_or_mem | K::r32_reg | K::r64_reg | K::r32_rm | K::r64_rm => {}
             K::r32_reg_mem | K::r64_reg_mem => {}
@@ -88,6 +89,16 @@ pub fn form(i: &Instruction) -> Option<Form> {
         writes_flags: i.rflags_modified() & ARITH != 0,
         reads_flags: i.rflags_read() & ARITH != 0,
     })
+}
+
+/// Conversions from packed integers in memory, which are no MMX instructions
+/// there: CVTPI2PD (SDM vol. 2) and, on AMD processors, CVTPI2PS.
+fn keeps_x87(code: Code) -> bool {
+    match code {
+        Code::Cvtpi2pd_xmm_mmm64 => true,
+        Code::Cvtpi2ps_xmm_mmm64 => is_amd(),
+        _ => false,
+    }
 }
 
 /// Mnemonics of the allowed features that use memory beyond one operand

@@ -39,6 +39,15 @@ pub fn is_fp(f: CpuidFeature) -> bool {
         )
 }
 
+/// True on AMD and Hygon processors.
+pub(crate) fn is_amd() -> bool {
+    let id = core::arch::x86_64::__cpuid(0);
+    matches!(
+        (id.ebx, id.edx, id.ecx),
+        (0x6874_7541, 0x6974_6e65, 0x444d_4163) | (0x6f67_7948, 0x6e65_476e, 0x656e_6975)
+    )
+}
+
 /// True if this host executes the feature's instructions in user mode. Features
 /// that nobody here asks about are absent.
 pub fn host_has(f: CpuidFeature) -> bool {

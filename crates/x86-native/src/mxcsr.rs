@@ -2,8 +2,10 @@
 
 use std::sync::OnceLock;
 
-use iced_x86::Mnemonic;
+use iced_x86::{Instruction, OpKind};
 use x86_cpu::FpState;
+
+use crate::allow::vector_number;
 
 /// The six exception flags.
 pub(crate) const FLAGS: u32 = 0x3f;
@@ -36,40 +38,60 @@ pub fn host_mask() -> u32 {
     })
 }
 
-/// With underflow unmasked a result that is tiny though exact raises #U (SDM
-/// vol. 1, 4.9.1.5); the masked run does not tell. Any new denormal among the
-/// result elements is one.
-pub(crate) fn tiny_result(m: Mnemonic, unmasked: u32, before: &FpState, after: &FpState) -> u32 {
-    if unmasked & UE == 0 {
-        return 0;
+/// Where an instruction leaves floating-point results: with underflow unmasked
+/// one that is tiny though exact raises #U (SDM vol. 1, 4.9.1.5), which a
+/// masked run does not tell, so that the result is looked at.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Results {
+    register: usize,
+    /// Bytes from the register's start.
+    len: usize,
+    single: bool,
+}
+
+impl Results {
+    /// Of an instruction that can underflow.
+    pub(crate) fn of(i: &Instruction) -> Option<Self> {
+        let name = format!("{:?}", i.mnemonic()).to_lowercase();
+        let narrows = name.contains("cvtsd2ss") || name.contains("cvtpd2ps");
+        let exact = ["cvt", "cmp", "comi", "round", "min", "max"]
+            .iter()
+            .any(|p| name.contains(p));
+        if exact && !narrows || i.op0_kind() != OpKind::Register {
+            return None;
+        }
+        let register = i.op0_register();
+        let single = narrows || name.ends_with("ps") || name.ends_with("ss");
+        // A scalar instruction computes element 0 alone; the others pass through.
+        let scalar = name.ends_with("ss") || name.ends_with("sd");
+        let len = match (scalar, single) {
+            (true, true) => 4,
+            (true, false) => 8,
+            _ if narrows => 16,
+            _ => register.size(),
+        };
+        Some(Self {
+            register: vector_number(register)?,
+            len,
+            single,
+        })
     }
-    let name = format!("{m:?}").to_lowercase();
-    let single = if name.contains("cvtsd2ss") || name.contains("cvtpd2ps") {
-        true
-    } else if ["cvt", "cmp", "round", "min", "max"]
-        .iter()
-        .any(|p| name.contains(p))
-    {
-        return 0;
-    } else {
-        name.ends_with("ps") || name.ends_with("ss")
-    };
-    // A scalar instruction computes element 0 alone; the others pass through.
-    let scalar = name.ends_with("ss") || name.ends_with("sd");
-    let element = match (scalar, single) {
-        (false, _) => u128::MAX,
-        (true, true) => u128::from(u32::MAX),
-        (true, false) => u128::from(u64::MAX),
-    };
-    let tiny = (0..16).any(|n| {
-        [
-            (before.xmm(n), after.xmm(n)),
-            (before.ymm_hi(n), if scalar { 0 } else { after.ymm_hi(n) }),
-        ]
-        .iter()
-        .any(|&(old, new)| old != new && has_denormal(new & element, single))
-    });
-    if tiny { UE } else { 0 }
+
+    /// [`UE`] if a result is tiny.
+    pub(crate) fn tiny(&self, fp: &FpState) -> u32 {
+        let low = fp.xmm(self.register);
+        let (low, high) = match self.len {
+            4 => (low & u128::from(u32::MAX), 0),
+            8 => (low & u128::from(u64::MAX), 0),
+            16 => (low, 0),
+            _ => (low, fp.ymm_hi(self.register)),
+        };
+        if has_denormal(low, self.single) || has_denormal(high, self.single) {
+            UE
+        } else {
+            0
+        }
+    }
 }
 
 fn has_denormal(v: u128, single: bool) -> bool {

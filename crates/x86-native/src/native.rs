@@ -63,7 +63,7 @@ pub enum Outcome {
 struct Stub {
     offset: u32,
     form: Form,
-    mnemonic: iced_x86::Mnemonic,
+    results: Option<mxcsr::Results>,
 }
 
 /// Stubs that execute one instruction each; one set per vCPU.
@@ -154,7 +154,7 @@ impl Native {
         self.stubs.push(Stub {
             offset,
             form,
-            mnemonic: guest.mnemonic(),
+            results: form.uses_mxcsr.then(|| mxcsr::Results::of(guest)).flatten(),
         });
         self.by_encoding.insert(key, id);
         Some((StubId(id), form))
@@ -259,7 +259,11 @@ impl Native {
             write_mxcsr(host);
             after & mxcsr::FLAGS
         };
-        let raised = raised | mxcsr::tiny_result(stub.mnemonic, unmasked, &saved_fp, fp);
+        let tiny = match stub.results {
+            Some(results) if unmasked & mxcsr::UE != 0 => results.tiny(fp),
+            _ => 0,
+        };
+        let raised = raised | tiny;
         // Pre-computation exceptions of any element prevent the computation, so
         // that the others are not detected (SDM vol. 1, 11.5.2).
         let before = raised & unmasked & mxcsr::BEFORE;

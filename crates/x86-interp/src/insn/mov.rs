@@ -1,10 +1,10 @@
 //! Data movement: MOV, MOVZX, MOVSX, XCHG, XADD, CMPXCHG, BSWAP, MOVBE, LEA, CMOVcc, SETcc.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
-use x86_cpu::{Access, Exception, GuestBus, Privilege};
+use x86_cpu::{Access, GuestBus, Privilege};
 use x86_defs::reg;
 
-use super::{Handler, Insn, read_rm, sized, write_rm};
+use super::{Handler, Insn, read_rm, simd::aligned_linear, sized, write_rm};
 use crate::{Exec, Flow, Int, Step};
 
 const RAX: u8 = reg::RAX as u8;
@@ -171,16 +171,7 @@ fn cmpxchg16b<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     };
     let acc = pair(ex, reg::RDX, reg::RAX);
     let new = pair(ex, reg::RCX, reg::RBX);
-    // Alignment counts before canonicality does, which may be #SS.
-    let base = if usize::from(insn.seg) >= reg::FS {
-        ex.cpu.seg[usize::from(insn.seg).min(5)].base
-    } else {
-        0
-    };
-    if ex.effective_address(insn).wrapping_add(base) & 15 != 0 {
-        return Err(Exception::GP0.into());
-    }
-    let gva = ex.mem_linear(insn, 16, Access::Write)?;
+    let gva = aligned_linear(ex, insn, 15, Access::Write)?;
     let lock = insn.prefix & Insn::<B>::LOCK != 0;
     let old = ex
         .bus

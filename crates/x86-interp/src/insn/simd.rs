@@ -6,10 +6,10 @@
 //! element by element have handlers of their own.
 
 use iced_x86::Instruction;
-use x86_cpu::{Exception, GuestBus};
+use x86_cpu::{Access, Exception, GuestBus};
 use x86_defs::{
     control::{cr0, cr4},
-    vector, xsave,
+    reg, vector, xsave,
 };
 
 use super::{
@@ -103,4 +103,40 @@ pub(super) fn no_pending_x87<B: GuestBus>(e: &Exec<'_, B>) -> Result<(), Stop> {
         return Err(Exception::new(vector::MF).into());
     }
     Ok(())
+}
+
+/// The linear address of a memory operand that has to be aligned to `mask + 1`
+/// bytes: that is checked before canonicality, whose violation may be #SS.
+#[inline(always)]
+pub(super) fn aligned_linear<B: GuestBus>(
+    e: &mut Exec<'_, B>,
+    insn: &Insn<B>,
+    mask: u64,
+    access: Access,
+) -> Result<u64, Stop> {
+    match e.mem_linear(insn, mask + 1, access) {
+        Ok(gva) if gva & mask == 0 => Ok(gva),
+        Ok(_) => Err(Exception::GP0.into()),
+        Err(stop) => Err(misaligned_first(e, insn, mask, stop)),
+    }
+}
+
+/// #GP in the place of the fault of [`Exec::mem_linear`] if the operand is misaligned too.
+#[cold]
+pub(super) fn misaligned_first<B: GuestBus>(
+    e: &Exec<'_, B>,
+    insn: &Insn<B>,
+    mask: u64,
+    stop: Stop,
+) -> Stop {
+    let base = match usize::from(insn.seg) {
+        n if n >= reg::FS => e.cpu.seg[n.min(5)].base,
+        _ => 0,
+    };
+    let misaligned = e.effective_address(insn).wrapping_add(base) & mask != 0;
+    if misaligned && e.cpu.is_64bit() {
+        Exception::GP0.into()
+    } else {
+        stop
+    }
 }

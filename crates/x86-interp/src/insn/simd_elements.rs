@@ -160,6 +160,11 @@ fn maskmov<B: GuestBus, const CLASS: u8>(e: &mut Exec<'_, B>, insn: &Insn<B>) ->
         *c = m & 0x80 != 0;
     }
     let start = e.effective_address(insn);
+    // Bytes that the mask leaves out may fault too (SDM vol. 2, MASKMOVDQU); on
+    // AMD processors they do.
+    let gva = element(e, insn, start, count, Access::Write)?;
+    e.bus
+        .probe(e.cpu, gva, count as u64, Access::Write, Privilege::Current)?;
     store_chosen(e, insn, start, &data, &chosen[..count], 1)?;
     if CLASS == class::MMX {
         // An MMX instruction makes all registers valid and TOP 0 (SDM vol. 1, 9.5).

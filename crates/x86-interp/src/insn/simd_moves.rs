@@ -1,11 +1,11 @@
 //! Vector moves and logic that compiled code is full of, without the host's help.
 
 use iced_x86::{Code, Instruction, OpKind};
-use x86_cpu::{Access, Exception, GuestBus, Privilege, Word};
+use x86_cpu::{Access, GuestBus, Privilege, Word};
 
 use super::{
     Handler, Insn,
-    simd::{available, class},
+    simd::{aligned_linear, available, class},
 };
 use crate::{Exec, Flow, Step, Stop};
 
@@ -116,12 +116,19 @@ fn select_register<B: GuestBus>(code: Code) -> Option<Handler<B>> {
     Some(h)
 }
 
+/// Linear address of a memory operand of `len` bytes, which may have to be aligned.
 #[inline(always)]
-fn aligned(gva: u64, mask: u64) -> Result<(), Stop> {
-    if gva & mask == 0 {
-        Ok(())
+fn operand<B: GuestBus, const ALIGNED: bool>(
+    e: &mut Exec<'_, B>,
+    insn: &Insn<B>,
+    len: usize,
+    access: Access,
+) -> Result<u64, Stop> {
+    let len = len as u64;
+    if ALIGNED {
+        aligned_linear(e, insn, len - 1, access)
     } else {
-        Err(Exception::GP0.into())
+        e.mem_linear(insn, len, access)
     }
 }
 
@@ -130,10 +137,7 @@ fn load<B: GuestBus, T: Word, const CLASS: u8, const ALIGNED: bool>(
     insn: &Insn<B>,
 ) -> Step {
     available::<B, CLASS>(e)?;
-    let gva = e.mem_linear(insn, T::SIZE as u64, Access::Read)?;
-    if ALIGNED {
-        aligned(gva, T::SIZE as u64 - 1)?;
-    }
+    let gva = operand::<B, ALIGNED>(e, insn, T::SIZE, Access::Read)?;
     let v: T = e.bus.read(e.cpu, gva, Privilege::Current)?;
     let n = usize::from(insn.dst);
     e.cpu.fp.set_xmm(n, v.to_u128());
@@ -149,10 +153,7 @@ fn store<B: GuestBus, T: Word, const CLASS: u8, const ALIGNED: bool>(
     insn: &Insn<B>,
 ) -> Step {
     available::<B, CLASS>(e)?;
-    let gva = e.mem_linear(insn, T::SIZE as u64, Access::Write)?;
-    if ALIGNED {
-        aligned(gva, T::SIZE as u64 - 1)?;
-    }
+    let gva = operand::<B, ALIGNED>(e, insn, T::SIZE, Access::Write)?;
     let v = T::from_u128(e.cpu.fp.xmm(usize::from(insn.dst)));
     e.bus.write(e.cpu, gva, v, Privilege::Current)?;
     Ok(Flow::Next)
@@ -160,10 +161,7 @@ fn store<B: GuestBus, T: Word, const CLASS: u8, const ALIGNED: bool>(
 
 fn load_ymm<B: GuestBus, const ALIGNED: bool>(e: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     available::<B, VEX>(e)?;
-    let gva = e.mem_linear(insn, 32, Access::Read)?;
-    if ALIGNED {
-        aligned(gva, 31)?;
-    }
+    let gva = operand::<B, ALIGNED>(e, insn, 32, Access::Read)?;
     let mut b = [[0; 16]; 2];
     e.bus
         .read_bytes(e.cpu, gva, b.as_flattened_mut(), Privilege::Current)?;
@@ -175,10 +173,7 @@ fn load_ymm<B: GuestBus, const ALIGNED: bool>(e: &mut Exec<'_, B>, insn: &Insn<B
 
 fn store_ymm<B: GuestBus, const ALIGNED: bool>(e: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     available::<B, VEX>(e)?;
-    let gva = e.mem_linear(insn, 32, Access::Write)?;
-    if ALIGNED {
-        aligned(gva, 31)?;
-    }
+    let gva = operand::<B, ALIGNED>(e, insn, 32, Access::Write)?;
     let n = usize::from(insn.dst);
     let fp = &e.cpu.fp;
     let b = [fp.xmm(n).to_le_bytes(), fp.ymm_hi(n).to_le_bytes()];

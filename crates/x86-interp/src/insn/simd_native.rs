@@ -12,12 +12,14 @@ use x86_native::{Class, Outcome, StubId};
 
 use super::{
     Handler, Insn, Selector,
-    simd::{available, class},
+    simd::{available, class, misaligned_first},
 };
 use crate::{Exec, Flow, Step, Stop};
 
 /// MXCSR.MM (AMD): unaligned legacy SSE operands are allowed.
 const MXCSR_MM: u32 = 1 << 17;
+/// The exception masks.
+const MXCSR_MASKS: u32 = 0x1f80;
 
 /// What the handler knows of the instruction.
 mod meta {
@@ -179,8 +181,15 @@ fn execute<B: GuestBus, const CLASS: u8, const ACCESS: u8>(
         } else {
             Access::Write
         };
-        gva = e.mem_linear(insn, len as u64, access)?;
-        if insn.imm & meta::ALIGNED != 0 && gva & (len as u64).wrapping_sub(1) != 0 {
+        let mask = (len as u64).wrapping_sub(1);
+        gva = match e.mem_linear(insn, len as u64, access) {
+            Ok(gva) => gva,
+            Err(stop) if insn.imm & meta::ALIGNED != 0 && check_misaligned(e, insn).is_err() => {
+                return Err(misaligned_first(e, insn, mask, stop));
+            }
+            Err(stop) => return Err(stop),
+        };
+        if insn.imm & meta::ALIGNED != 0 && gva & mask != 0 {
             check_misaligned(e, insn)?;
         }
     }
@@ -191,6 +200,11 @@ fn execute<B: GuestBus, const CLASS: u8, const ACCESS: u8>(
         return store_x87::<B, CLASS>(e, insn, gva, len);
     }
     let mxcsr = e.cpu.fp.mxcsr();
+    if ACCESS == STORE && mxcsr & MXCSR_MASKS != MXCSR_MASKS {
+        // A page fault comes before an unmasked exception (VCVTPS2PH).
+        e.bus
+            .probe(e.cpu, gva, len as u64, Access::Write, Privilege::Current)?;
+    }
     run(e, insn)?;
     if CLASS == class::X87 {
         set_pointers(e, insn, ACCESS != REG);
