@@ -29,7 +29,7 @@ pub use ioctls::device::DeviceFd;
 pub use ioctls::system::Kvm;
 pub use ioctls::vcpu::{
     HypercallExit, KvmNestedStateBuffer, MsrExitReason, ReadMsrExit, SyncReg, VcpuExit, VcpuFd,
-    WriteMsrExit, reg_size,
+    VcpuStopper, WriteMsrExit, reg_size,
 };
 pub use ioctls::vm::{
     IoEventAddress, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, NoDatamatch, VmFd,

@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::virtio::DiskOption;
 
 /// KVM anywhere: a hypervisor inside an ordinary unprivileged process.
 #[derive(Debug, Parser)]
@@ -62,6 +64,16 @@ pub(crate) struct BootArgs {
     #[arg(long, value_name = "PATH[:GUESTPATH]")]
     pub(crate) overlay: Vec<String>,
 
+    /// A raw disk image or block device as a virtio disk: /dev/vda, then /dev/vdb and so on. `ro`:
+    /// not to be written; `serial`: its serial number. May be repeated.
+    #[arg(long, value_name = "PATH[,ro][,serial=NAME]")]
+    pub(crate) disk: Vec<DiskOption>,
+
+    /// Where the shell, or the command's output, is in the guest: the first serial port, or the
+    /// faster virtio console.
+    #[arg(long, value_enum, default_value = "ttyS0")]
+    pub(crate) console: ConsoleKind,
+
     /// Show the kernel's messages and what anykvm is doing.
     #[arg(long, short)]
     pub(crate) verbose: bool,
@@ -69,6 +81,27 @@ pub(crate) struct BootArgs {
     /// The command to run in the guest; its exit status becomes anykvm's.
     #[arg(last = true, value_name = "COMMAND")]
     pub(crate) command: Vec<String>,
+}
+
+/// `--console`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ConsoleKind {
+    /// COM1.
+    #[value(name = "ttyS0")]
+    TtyS0,
+    /// The virtio console.
+    #[value(name = "hvc0")]
+    Hvc0,
+}
+
+impl ConsoleKind {
+    /// The device file in the guest.
+    pub(crate) fn device(self) -> &'static str {
+        match self {
+            Self::TtyS0 => "/dev/ttyS0",
+            Self::Hvc0 => "/dev/hvc0",
+        }
+    }
 }
 
 const EXIT_STATUS: &str = "\

@@ -23,6 +23,14 @@ pub(crate) enum BootError {
         /// What is wrong with it.
         reason: String,
     },
+    /// A file that cannot be a disk.
+    #[error("disk {}: {reason}", path.display())]
+    BadDisk {
+        /// As given.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// An option whose value cannot be used.
     #[error("{0}")]
     Usage(String),

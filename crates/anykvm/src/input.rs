@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::devices::Devices;
 use crate::ending::Ending;
+use crate::virtio::ConsoleInput;
 
 /// Ctrl-A, as in QEMU.
 const ESCAPE: u8 = 0x01;
@@ -21,7 +22,7 @@ const BACKLOG_MAX: usize = 1 << 16;
 /// Where standard input goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Route {
-    /// To the console (COM1), as typed.
+    /// To the console, as typed.
     Console {
         /// Ctrl-A is the escape key.
         has_escape: bool,
@@ -30,8 +31,34 @@ pub(crate) enum Route {
     Pipe,
 }
 
+/// The guest's ends of the routes.
+pub(crate) struct Destination {
+    /// COM1 is the console, COM3 a command's standard input.
+    pub(crate) devices: Arc<Devices>,
+    /// The console if it is not COM1.
+    pub(crate) hvc: Option<Arc<ConsoleInput>>,
+}
+
+impl Destination {
+    fn feed(&self, route: Route, bytes: &[u8]) {
+        match (route, &self.hvc) {
+            (Route::Console { .. }, Some(hvc)) => hvc.feed(bytes),
+            (Route::Console { .. }, None) => self.devices.feed(0, bytes),
+            (Route::Pipe, _) => self.devices.feed(2, bytes),
+        }
+    }
+
+    fn backlog(&self, route: Route) -> usize {
+        match (route, &self.hvc) {
+            (Route::Console { .. }, Some(hvc)) => hvc.backlog(),
+            (Route::Console { .. }, None) => self.devices.backlog(0),
+            (Route::Pipe, _) => self.devices.backlog(2),
+        }
+    }
+}
+
 /// Reads standard input to its end.
-pub(crate) fn forward(route: Route, devices: &Arc<Devices>, endings: &Sender<Ending>) {
+pub(crate) fn forward(route: Route, destination: &Destination, endings: &Sender<Ending>) {
     let mut buffer = [0; CHUNK];
     let mut escape = Escape::default();
     loop {
@@ -43,9 +70,9 @@ pub(crate) fn forward(route: Route, devices: &Arc<Devices>, endings: &Sender<End
         if read.is_empty() {
             break;
         }
-        let (port, bytes) = match route {
-            Route::Pipe => (2, quote(read)),
-            Route::Console { has_escape: false } => (0, read.to_vec()),
+        let bytes = match route {
+            Route::Pipe => quote(read),
+            Route::Console { has_escape: false } => read.to_vec(),
             Route::Console { has_escape: true } => {
                 let (bytes, quits) = escape.filter(read);
                 if quits {
@@ -53,17 +80,16 @@ pub(crate) fn forward(route: Route, devices: &Arc<Devices>, endings: &Sender<End
                     let _ = endings.send(Ending::Quit);
                     return;
                 }
-                (0, bytes)
+                bytes
             }
         };
-        devices.feed(port, &bytes);
-        while devices.backlog(port) > BACKLOG_MAX {
+        destination.feed(route, &bytes);
+        while destination.backlog(route) > BACKLOG_MAX {
             thread::sleep(Duration::from_millis(5));
         }
     }
     match route {
-        Route::Pipe => devices.feed(2, &[EOF]),
-        Route::Console { has_escape: false } => devices.feed(0, &[EOF]),
+        Route::Pipe | Route::Console { has_escape: false } => destination.feed(route, &[EOF]),
         // A terminal that reports its end was closed; SIGHUP says the rest.
         Route::Console { has_escape: true } => {}
     }

@@ -4,7 +4,8 @@
 //! 0x0000_0000  RAM: boot structures in the first 640 KiB (below)
 //! 0x0009_fc00  reserved: MP table (where a BIOS has its EBDA), ACPI tables from 0xe_0000
 //! 0x0010_0000  RAM: kernel at 1 MiB (bzImage), initrd as high as the kernel accepts
-//! 0xc000_0000  hole: IOAPIC, LAPIC, KVM's own pages
+//! 0xc000_0000  hole: PCI memory window, from 0xe000_0000 PCI configuration space,
+//!              then IOAPIC, LAPIC, KVM's own pages
 //! 0x1_0000_0000  the rest of the RAM
 //! ```
 
@@ -31,6 +32,14 @@ pub(crate) const HIGH_RAM: u64 = 0x10_0000;
 pub(crate) const HOLE_START: u64 = 0xc000_0000;
 /// End of the hole.
 pub(crate) const HOLE_END: u64 = 0x1_0000_0000;
+/// PCI's memory window: where BARs are.
+pub(crate) const PCI_WINDOW: u32 = 0xc000_0000;
+/// Last byte of the window.
+pub(crate) const PCI_WINDOW_LAST: u32 = 0xdfff_ffff;
+/// PCI Express' view of the configuration space (ECAM) of the only bus.
+pub(crate) const PCI_ECAM: u32 = 0xe000_0000;
+/// One bus: 32 devices × 8 functions × 4 KiB.
+pub(crate) const PCI_ECAM_LEN: u32 = 1 << 20;
 /// IOAPIC registers.
 pub(crate) const IOAPIC: u32 = 0xfec0_0000;
 /// LAPIC registers.
@@ -44,3 +53,11 @@ pub(crate) const KVM_TSS: usize = 0xfffb_d000;
 pub(crate) const PM_BASE: u16 = 0x600;
 /// ACPI's System Control Interrupt.
 pub(crate) const SCI_GSI: u8 = 9;
+/// PCI's INTx lines; ISA numbers, so that they work with the PIC alone too.
+pub(crate) const PCI_GSIS: [u8; 3] = [5, 10, 11];
+
+/// The IOAPIC's APIC id: the first that no CPU has. Its register has four bits only; kernels for
+/// more CPUs take the id from the tables.
+pub(crate) fn ioapic_id(cpus: u8) -> u8 {
+    cpus
+}

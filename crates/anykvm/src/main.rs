@@ -15,8 +15,10 @@ mod kernel;
 mod layout;
 mod machine;
 mod memory;
+mod pci;
 mod terminal;
 mod vcpu;
+mod virtio;
 
 use std::process::ExitCode;
 

@@ -4,6 +4,7 @@
 //! Calls without an ABI of their own are made on [`Vcpu::hypervisor`] directly.
 
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hypervisor::RunInput;
@@ -108,6 +109,13 @@ impl Vcpu {
 
     /// A VMM looks at if_flag, cr8 and apic_base after EINTR too, so they must not be those of
     /// the exit before.
+    /// Sets `immediate_exit` and has a running vCPU look at it: KVM_RUN returns EINTR, now and until
+    /// the VMM clears the field. A VMM of a kernel's KVM needs a signal handler for this.
+    pub fn stop(&self) {
+        self.page.immediate_exit().store(1, Ordering::SeqCst);
+        self.hypervisor.kick();
+    }
+
     fn store_interruption(&self, error: hypervisor::Error) {
         if error == hypervisor::Error::Interrupted {
             self.page.set_exit_reason(KVM_EXIT_INTR);

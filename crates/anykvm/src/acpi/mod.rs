@@ -1,4 +1,4 @@
-//! The tables that firmware would leave: ACPI (RSDP, XSDT, FADT, MADT, DSDT) and an MP table.
+//! The tables that firmware would leave: ACPI (RSDP, XSDT, FADT, MADT, MCFG, DSDT) and an MP table.
 //!
 //! ACPI 6.5 chapter 5. Not hardware-reduced: stock kernels then use PIT, PIC and RTC as usual.
 
@@ -9,7 +9,7 @@ mod table;
 use vm_memory::{Bytes, GuestAddress};
 
 use crate::error::BootError;
-use crate::layout::{IOAPIC, LAPIC, PM_BASE, RSDP, SCI_GSI};
+use crate::layout::{IOAPIC, LAPIC, PCI_ECAM, PCI_GSIS, PM_BASE, RSDP, SCI_GSI, ioapic_id};
 use crate::memory::GuestMemory;
 use table::{Table, checksum};
 
@@ -42,7 +42,7 @@ pub(crate) fn write(memory: &GuestMemory, cpus: u8) -> Result<u64, BootError> {
     };
     let facs = put(&facs())?;
     let dsdt = put(&dsdt::dsdt())?;
-    let tables = [put(&fadt(facs, dsdt))?, put(&madt(cpus))?];
+    let tables = [put(&fadt(facs, dsdt))?, put(&madt(cpus))?, put(&mcfg())?];
     let mut xsdt = Table::new(b"XSDT", 1);
     for table in tables {
         xsdt.u64(table);
@@ -129,13 +129,23 @@ fn madt(cpus: u8) -> Vec<u8> {
     for id in 0..cpus {
         t.u8(0).u8(8).u8(id).u8(id).u32(1); // processor LAPIC, enabled
     }
-    // KVM's in-kernel IOAPIC has id 0; Linux takes the id from here and checks it there.
-    t.u8(1).u8(12).u8(0).u8(0).u32(IOAPIC).u32(0);
-    // ISA IRQ 0 (PIT) is on pin 2; the SCI is level-triggered, active high as KVM's lines are.
+    t.u8(1).u8(12).u8(ioapic_id(cpus)).u8(0).u32(IOAPIC).u32(0);
+    // ISA IRQ 0 (PIT) is on pin 2; the SCI and PCI's lines are level-triggered, active high as
+    // KVM's lines are.
     t.u8(2).u8(10).u8(0).u8(0).u32(2).u16(0);
-    t.u8(2).u8(10).u8(0).u8(SCI_GSI);
-    t.u32(u32::from(SCI_GSI)).u16(0xd);
+    for gsi in [SCI_GSI].into_iter().chain(PCI_GSIS) {
+        t.u8(2).u8(10).u8(0).u8(gsi).u32(u32::from(gsi)).u16(0xd);
+    }
     t.u8(4).u8(6).u8(0xff).u16(0).u8(1); // NMI on LINT1 of all
+    t.finish()
+}
+
+/// PCI Firmware 3.3, 4.1.2: where the configuration space of which buses is.
+fn mcfg() -> Vec<u8> {
+    let mut t = Table::new(b"MCFG", 1);
+    t.u64(0); // reserved
+    t.u64(u64::from(PCI_ECAM)).u16(0).u8(0).u8(0); // segment 0, buses 0 to 0
+    t.u32(0); // reserved
     t.finish()
 }
 
@@ -155,7 +165,8 @@ mod tests {
     fn tables_have_the_lengths_and_checksums_of_the_specification() {
         let rows = [
             ("FACP", fadt(0x1000, 0x2000), 276),
-            ("APIC", madt(4), 44 + 4 * 8 + 12 + 10 + 10 + 6),
+            ("APIC", madt(4), 44 + 4 * 8 + 12 + 10 + 4 * 10 + 6),
+            ("MCFG", mcfg(), 44 + 16),
         ];
         for (name, table, len) in rows {
             assert_eq!(&table[..4], name.as_bytes());

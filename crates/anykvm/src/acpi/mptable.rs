@@ -4,12 +4,18 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::table::checksum;
 use crate::error::BootError;
-use crate::layout::{EBDA, IOAPIC, LAPIC, RSDP};
+use crate::layout::{EBDA, IOAPIC, LAPIC, RSDP, ioapic_id};
 use crate::memory::GuestMemory;
+use crate::pci::SLOTS;
+use crate::pci::routes::gsi_of_slot;
 
 /// Version of the LAPIC and IOAPIC entries: an integrated APIC.
 const APIC_VERSION: u8 = 0x14;
-const ISA_BUS: u8 = 0;
+/// Linux wants PCI buses to have their PCI number.
+const PCI_BUS: u8 = 0;
+const ISA_BUS: u8 = 1;
+/// Interrupt flags: active high, level-triggered.
+const LEVEL: u8 = 0xd;
 /// The table proper is too large for the EBDA with many vCPUs; it may be anywhere below 1 MiB.
 const TABLE: u64 = RSDP + 0x1_0000;
 
@@ -65,10 +71,11 @@ fn table(cpus: u8) -> Vec<u8> {
         ];
         entry(&cpu);
     }
+    entry(&[1, PCI_BUS, b'P', b'C', b'I', b' ', b' ', b' ']);
     entry(&[1, ISA_BUS, b'I', b'S', b'A', b' ', b' ', b' ']);
     let [a, b, c, d] = IOAPIC.to_le_bytes();
-    // Id 0, as KVM's IOAPIC has after reset.
-    entry(&[2, 0, APIC_VERSION, 1, a, b, c, d]);
+    let ioapic = ioapic_id(cpus);
+    entry(&[2, ioapic, APIC_VERSION, 1, a, b, c, d]);
     for irq in 0..16u8 {
         // ISA defaults; the PIT is on pin 2, and nothing on the cascade.
         let pin = match irq {
@@ -76,7 +83,12 @@ fn table(cpus: u8) -> Vec<u8> {
             2 => continue,
             other => other,
         };
-        entry(&[3, 0, 0, 0, ISA_BUS, irq, 0, pin]);
+        entry(&[3, 0, 0, 0, ISA_BUS, irq, ioapic, pin]);
+    }
+    for slot in (1u8..).take(SLOTS - 1) {
+        // The source is the slot and pin INTA.
+        let gsi = gsi_of_slot(slot);
+        entry(&[3, 0, LEVEL, 0, PCI_BUS, slot << 2, ioapic, gsi]);
     }
     // ExtINT on LINT0 of the boot processor, NMI on LINT1 of all.
     entry(&[4, 3, 0, 0, ISA_BUS, 0, 0, 0]);
@@ -110,10 +122,10 @@ mod tests {
             let len = u16::from_le_bytes([table[4], table[5]]);
             assert_eq!(usize::from(len), table.len());
             let count = u16::from_le_bytes([table[34], table[35]]);
-            assert_eq!(count, u16::from(cpus) + 1 + 1 + 15 + 2);
+            assert_eq!(count, u16::from(cpus) + 2 + 1 + 15 + 31 + 2);
             let sum = table.iter().fold(0u8, |sum, b| sum.wrapping_add(*b));
             assert_eq!(sum, 0);
-            assert_eq!(table.len(), 44 + usize::from(cpus) * 20 + 19 * 8);
+            assert_eq!(table.len(), 44 + usize::from(cpus) * 20 + 51 * 8);
         }
     }
 }

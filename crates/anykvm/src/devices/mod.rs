@@ -18,6 +18,7 @@ pub(crate) use power::SLEEP_TYPE_S5;
 pub(crate) use serial::Sink;
 
 use crate::ending::Ending;
+use crate::pci::Root;
 use cmos::Cmos;
 use power::Power;
 use serial::Uart;
@@ -34,15 +35,18 @@ pub(crate) struct Devices {
     uarts: [Mutex<Uart>; 4],
     cmos: Mutex<Cmos>,
     power: Mutex<Power>,
+    pci: Root,
 }
 
 impl Devices {
-    /// One UART for each of `ports`: where its output goes and the irqfd that it signals.
-    pub(crate) fn new(ports: [(Sink, EventFd); 4]) -> Arc<Self> {
+    /// One UART for each of `ports` (where its output goes and the irqfd that it signals), and
+    /// what is on the PCI bus.
+    pub(crate) fn new(ports: [(Sink, EventFd); 4], pci: Root) -> Arc<Self> {
         Arc::new(Self {
             uarts: ports.map(|(sink, irq)| Mutex::new(Uart::new(sink, irq))),
             cmos: Mutex::default(),
             power: Mutex::new(Power::new()),
+            pci,
         })
     }
 
@@ -68,6 +72,7 @@ impl Devices {
         }
         match port {
             0x70 | 0x71 => data.fill(lock(&self.cmos).read(port)),
+            _ if self.pci.port_read(port, data) => {}
             _ => lock(&self.power).read(port, data),
         }
     }
@@ -84,19 +89,22 @@ impl Devices {
                 data.iter().for_each(|byte| cmos.write(port, *byte));
                 None
             }
+            _ if self.pci.port_write(port, data) => None,
             _ => lock(&self.power).write(port, data),
         }
     }
 
-    /// A load from where there is neither RAM nor a device.
-    #[expect(clippy::unused_self, reason = "the MMIO devices to come are fields")]
-    pub(crate) fn mmio_read(&self, _gpa: u64, data: &mut [u8]) {
+    /// A load from where there is no RAM.
+    pub(crate) fn mmio_read(&self, gpa: u64, data: &mut [u8]) {
         data.fill(0xff);
+        // Ones stay where nobody answers.
+        self.pci.mmio_read(gpa, data);
     }
 
-    /// A store to where there is neither RAM nor a device.
-    #[expect(clippy::unused_self, reason = "the MMIO devices to come are fields")]
-    pub(crate) fn mmio_write(&self, _gpa: u64, _data: &[u8]) {}
+    /// A store to where there is no RAM.
+    pub(crate) fn mmio_write(&self, gpa: u64, data: &[u8]) {
+        self.pci.mmio_write(gpa, data);
+    }
 
     fn uart(&self, port: u16) -> Option<(&Mutex<Uart>, u8)> {
         SERIAL_PORTS
@@ -119,7 +127,8 @@ mod tests {
     use super::*;
 
     fn devices() -> Arc<Devices> {
-        Devices::new([0; 4].map(|_| (Sink::Discard, EventFd::new(0).unwrap())))
+        let ports = [0; 4].map(|_| (Sink::Discard, EventFd::new(0).unwrap()));
+        Devices::new(ports, Root::new())
     }
 
     #[test]

@@ -86,6 +86,18 @@ impl Output {
         }
     }
 
+    /// Without a writer.
+    #[cfg(test)]
+    pub(crate) fn for_test() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// What waits.
+    #[cfg(test)]
+    pub(crate) fn take(&self) -> Vec<u8> {
+        std::mem::take(&mut lock(&self.state).buffer)
+    }
+
     fn write_batches(&self, stream: Stream, on_closed: &dyn Fn()) {
         loop {
             let mut state = lock(&self.state);

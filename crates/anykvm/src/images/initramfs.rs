@@ -7,6 +7,7 @@ use std::process::Command;
 
 use super::closure::closure;
 use super::cpio::Archive;
+use super::modules::Module;
 use crate::error::BootError;
 
 /// What the guest's first process does.
@@ -18,6 +19,10 @@ pub(crate) struct Init<'a> {
     pub(crate) is_interactive: bool,
     /// Rows and columns of that terminal.
     pub(crate) size: Option<(u16, u16)>,
+    /// The device file of the shell, or of the command's output.
+    pub(crate) console: &'a str,
+    /// Kernel modules to load first, in this order.
+    pub(crate) modules: Vec<Module>,
 }
 
 /// `--overlay PATH[:GUESTPATH]`.
@@ -67,6 +72,9 @@ pub(crate) fn build(
     // The kernel opens it for init before devtmpfs is mounted.
     archive.device("/dev/console", 0o600, 5, 1);
     archive.file("/init", 0o755, script(init).as_bytes());
+    for module in &init.modules {
+        archive.file(&module.guest_path(), 0o644, &module.bytes);
+    }
     for overlay in overlays {
         add(&mut archive, &overlay.host, &overlay.guest)?;
     }
@@ -165,25 +173,30 @@ mount -t devpts pts /dev/pts
 ln -s /proc/self/fd /dev/fd
 hostname anykvm
 ip link set lo up 2>/dev/null
-exec 9>/dev/ttyS3
-stty -F /dev/ttyS3 raw -echo
 ",
     );
+    for module in &init.modules {
+        script.push_str(&format!("insmod {}\n", module.guest_path()));
+    }
+    script.push_str("exec 9>/dev/ttyS3\nstty -F /dev/ttyS3 raw -echo\n");
+    let console = init.console;
     if let Some((rows, columns)) = init.size {
-        script.push_str(&format!("stty -F /dev/ttyS0 rows {rows} cols {columns}\n"));
+        script.push_str(&format!("stty -F {console} rows {rows} cols {columns}\n"));
     }
     let words: Vec<String> = init.command.iter().map(|word| shell_quote(word)).collect();
     let words = words.join(" ");
     if init.command.is_empty() {
-        script.push_str("echo ready >&9\nsetsid -c sh -l </dev/ttyS0 >/dev/ttyS0 2>&1\n");
+        script.push_str(&format!(
+            "echo ready >&9\nsetsid -c sh -l <{console} >{console} 2>&1\n"
+        ));
     } else if init.is_interactive {
         script.push_str(&format!(
-            "echo ready >&9\nsetsid -c -w {words} </dev/ttyS0 >/dev/ttyS0 2>&1\n"
+            "echo ready >&9\nsetsid -c -w {words} <{console} >{console} 2>&1\n"
         ));
     } else {
         script.push_str(&format!(
-            "exec 6</dev/ttyS2 7>/dev/ttyS0 8>/dev/ttyS1
-stty -F /dev/ttyS0 raw -echo
+            "exec 6</dev/ttyS2 7>{console} 8>/dev/ttyS1
+stty -F {console} raw -echo
 stty -F /dev/ttyS1 raw -echo
 stty -F /dev/ttyS2 raw -echo icanon iexten crtscts eof '^D' lnext '^V' intr undef quit undef kill undef erase undef werase undef rprnt undef susp undef start undef stop undef eol undef eol2 undef
 echo ready >&9
@@ -192,15 +205,15 @@ echo ready >&9
         ));
     }
     // stty waits until the port has sent everything.
-    script.push_str(
+    script.push_str(&format!(
         "status=$?
 sync
-stty -F /dev/ttyS0 -echo
+stty -F {console} -echo
 stty -F /dev/ttyS1 -echo
 echo exit $status >&9
 while :; do sleep 1; done
-",
-    );
+"
+    ));
     script
 }
 
@@ -234,6 +247,11 @@ mod tests {
                 command,
                 is_interactive,
                 size: Some((24, 80)),
+                console: "/dev/hvc0",
+                modules: vec![Module {
+                    name: "virtio".into(),
+                    bytes: Vec::new(),
+                }],
             });
             let status = Command::new("sh")
                 .args(["-n", "-c", &script])

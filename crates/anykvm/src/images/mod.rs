@@ -4,6 +4,8 @@ mod closure;
 mod cpio;
 mod debian;
 mod initramfs;
+mod modules;
 
 pub(crate) use debian::{busybox, kernel};
 pub(crate) use initramfs::{Init, Overlay, build};
+pub(crate) use modules::modules;

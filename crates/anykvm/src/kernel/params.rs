@@ -5,7 +5,7 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::{BootInfo, Placed};
 use crate::error::BootError;
-use crate::layout::{CMDLINE, EBDA, HIGH_RAM};
+use crate::layout::{CMDLINE, EBDA, HIGH_RAM, HOLE_END, PCI_ECAM, PCI_ECAM_LEN};
 use crate::memory::{GuestMemory, ram_ranges};
 
 /// e820 type of usable RAM.
@@ -23,6 +23,10 @@ pub(super) fn memory_map(mem_size: u64) -> Vec<(u64, u64, u32)> {
             map.push((start + skip, len - skip, E820_RAM));
         }
     }
+    // Kernels use ECAM only where it is reserved.
+    let ecam = (u64::from(PCI_ECAM), u64::from(PCI_ECAM_LEN), E820_RESERVED);
+    let at = map.iter().position(|(start, ..)| *start >= HOLE_END);
+    map.insert(at.unwrap_or(map.len()), ecam);
     map
 }
 

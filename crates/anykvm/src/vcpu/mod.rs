@@ -3,6 +3,8 @@
 mod cpuid;
 mod registers;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use kvm_bindings::{CpuId, KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN};
 
@@ -36,9 +38,15 @@ pub(crate) fn set_up(
     Ok(())
 }
 
-/// Runs the vCPU until the machine ends; the reason is the last thing it says.
-pub(crate) fn run(mut vcpu: VcpuFd, id: u8, devices: &Devices) -> Ending {
-    loop {
+/// Runs the vCPU until it ends the machine, which is what it returns, or `is_ending` says that
+/// something else did and the vCPU is stopped.
+pub(crate) fn run(
+    mut vcpu: VcpuFd,
+    id: u8,
+    devices: &Devices,
+    is_ending: &AtomicBool,
+) -> Option<Ending> {
+    while !is_ending.load(Ordering::SeqCst) {
         let ending = match vcpu.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
                 devices.port_read(port, data);
@@ -66,10 +74,11 @@ pub(crate) fn run(mut vcpu: VcpuFd, id: u8, devices: &Devices) -> Ending {
             Err(errno) if [EINTR, EAGAIN].contains(&errno.errno()) => None,
             Err(errno) => Some(stopped(&vcpu, id, format!("KVM_RUN: {errno}"))),
         };
-        if let Some(ending) = ending {
+        if ending.is_some() {
             return ending;
         }
     }
+    None
 }
 
 fn stopped(vcpu: &VcpuFd, id: u8, reason: String) -> Ending {

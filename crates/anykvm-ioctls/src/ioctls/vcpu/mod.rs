@@ -166,6 +166,9 @@ pub enum SyncReg {
 
 mod exit;
 mod state;
+mod stopper;
+
+pub use stopper::VcpuStopper;
 
 impl VcpuFd {
     fn object(&self) -> Result<&Arc<Vcpu>> {

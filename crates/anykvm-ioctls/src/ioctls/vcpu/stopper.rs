@@ -1,0 +1,34 @@
+//! Ending KVM_RUN from another thread without a signal handler.
+//!
+//! Not in `kvm-ioctls`: a kernel's KVM_RUN is left only by a signal, whose handler sets
+//! `immediate_exit` in the run page.
+
+use std::sync::Arc;
+
+use kvm_abi::Vcpu;
+
+use super::VcpuFd;
+use crate::ioctls::Result;
+
+/// Ends KVM_RUN of one vCPU; may be used from any thread.
+#[derive(Debug, Clone)]
+pub struct VcpuStopper(Arc<Vcpu>);
+
+impl VcpuStopper {
+    /// Sets kvm_run.immediate_exit and wakes the vCPU: KVM_RUN fails with EINTR, at once if it
+    /// runs, and whenever it is called until [`VcpuFd::set_kvm_immediate_exit`] clears the field.
+    pub fn stop(&self) {
+        self.0.stop();
+    }
+}
+
+impl VcpuFd {
+    /// A handle for other threads.
+    ///
+    /// # Errors
+    ///
+    /// ENOTTY or EBADF when this is not a vCPU.
+    pub fn stopper(&self) -> Result<VcpuStopper> {
+        Ok(VcpuStopper(Arc::clone(self.object()?)))
+    }
+}

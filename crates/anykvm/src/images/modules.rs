@@ -1,0 +1,189 @@
+//! Kernel modules for the initramfs: found beside the kernel, in the order in which they load.
+//!
+//! A package that was only unpacked has no `modules.dep`; each module says itself what it needs
+//! (`depends=` in its `.modinfo` section).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::error::BootError;
+
+/// Folders are not nested deeper, links are not followed: this ends.
+const DEPTH_MAX: u32 = 16;
+
+/// A module ready for `insmod`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Module {
+    pub(super) name: String,
+    /// Not compressed.
+    pub(super) bytes: Vec<u8>,
+}
+
+impl Module {
+    /// Where the initramfs has it.
+    pub(super) fn guest_path(&self) -> String {
+        format!("/lib/modules/{}.ko", self.name)
+    }
+}
+
+/// The modules named in `wanted` with all that they need, those that are needed first. What is not
+/// there is taken to be built in: the kernel then does without, or the guest says what it lacks.
+pub(crate) fn modules(kernel: &Path, wanted: &[&str]) -> Result<Vec<Module>, BootError> {
+    let Some(folder) = folder(kernel).filter(|_| !wanted.is_empty()) else {
+        return Ok(Vec::new());
+    };
+    let mut files = BTreeMap::new();
+    collect(&folder, DEPTH_MAX, &mut files);
+    let mut loaded = Vec::new();
+    for name in wanted {
+        add(name, &files, &mut loaded, DEPTH_MAX)?;
+    }
+    Ok(loaded)
+}
+
+/// `…/boot/vmlinuz-R` and `…/lib/modules/R` belong together.
+fn folder(kernel: &Path) -> Option<PathBuf> {
+    let kernel = fs::canonicalize(kernel).ok()?;
+    let release = kernel.file_name()?.to_str()?.strip_prefix("vmlinuz-")?;
+    let root = kernel.parent()?.parent()?;
+    ["lib/modules", "usr/lib/modules"]
+        .map(|modules| root.join(modules).join(release))
+        .into_iter()
+        .find(|folder| folder.is_dir())
+}
+
+fn collect(folder: &Path, depth: u32, files: &mut BTreeMap<String, PathBuf>) {
+    let Some(depth) = depth.checked_sub(1) else {
+        return;
+    };
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            collect(&path, depth, files);
+        } else if let Some((name, "" | ".xz" | ".zst" | ".gz")) = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .and_then(|name| name.split_once(".ko"))
+        {
+            files.insert(name.replace('-', "_"), path);
+        }
+    }
+}
+
+fn add(
+    name: &str,
+    files: &BTreeMap<String, PathBuf>,
+    loaded: &mut Vec<Module>,
+    depth: u32,
+) -> Result<(), BootError> {
+    let name = name.replace('-', "_");
+    let (Some(path), Some(depth)) = (files.get(&name), depth.checked_sub(1)) else {
+        return Ok(());
+    };
+    if loaded.iter().any(|module| module.name == name) {
+        return Ok(());
+    }
+    let bytes = read(path)?;
+    for needed in needs(&bytes) {
+        add(&needed, files, loaded, depth)?;
+    }
+    // It is there already only if it needs itself.
+    if loaded.iter().all(|module| module.name != name) {
+        loaded.push(Module { name, bytes });
+    }
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, BootError> {
+    let unreadable = |source| BootError::Unreadable {
+        what: "module",
+        path: path.into(),
+        source,
+    };
+    let program = match path.extension().and_then(|extension| extension.to_str()) {
+        Some("xz") => "xz",
+        Some("zst") => "zstd",
+        Some("gz") => "gzip",
+        _ => return fs::read(path).map_err(unreadable),
+    };
+    let output = Command::new(program)
+        .arg("-dc")
+        .arg(path)
+        .output()
+        .map_err(unreadable)?;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    Err(unreadable(std::io::Error::other(format!(
+        "{program} failed"
+    ))))
+}
+
+/// The `depends=` string: names with commas between them.
+fn needs(module: &[u8]) -> Vec<String> {
+    const KEY: &[u8] = b"\0depends=";
+    let Some(at) = module.windows(KEY.len()).position(|bytes| bytes == KEY) else {
+        return Vec::new();
+    };
+    let rest = module.get(at + KEY.len()..).unwrap_or_default();
+    let names = rest.split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(names)
+        .split(',')
+        .filter(|name| !name.is_empty())
+        .map(str::to_owned)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(name: &str, files: &[(&str, &[u8])]) -> PathBuf {
+        let root = std::env::temp_dir().join(format!("anykvm-{name}-{}", std::process::id()));
+        for (path, content) in files {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn what_is_needed_comes_first_and_once() {
+        let root = tree(
+            "modules",
+            &[
+                ("boot/vmlinuz-9.9", b""),
+                (
+                    "lib/modules/9.9/kernel/a/disk.ko",
+                    b"x\0depends=ring,core-x\0y",
+                ),
+                ("lib/modules/9.9/kernel/a/ring.ko", b"x\0depends=core_x\0"),
+                ("lib/modules/9.9/kernel/b/core-x.ko", b"x\0depends=\0"),
+                // A circle ends, and so does a tree without the end of its string.
+                ("lib/modules/9.9/kernel/c/one.ko", b"\0depends=two"),
+                ("lib/modules/9.9/kernel/c/two.ko", b"\0depends=one"),
+                ("lib/modules/9.9/modules.order", b""),
+            ],
+        );
+        let kernel = root.join("boot/vmlinuz-9.9");
+        let names = |wanted: &[&str]| -> Vec<String> {
+            let modules = modules(&kernel, wanted).unwrap();
+            modules.into_iter().map(|module| module.name).collect()
+        };
+        assert_eq!(names(&["disk", "ring"]), ["core_x", "ring", "disk"]);
+        assert_eq!(names(&["builtin"]), [""; 0]);
+        assert_eq!(names(&["one"]).len(), 2);
+        assert_eq!(modules(&root.join("boot/bzImage"), &["disk"]).unwrap(), []);
+        fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn a_compressed_module_that_is_not_one_is_reported() {
+        let root = tree("badmodule", &[("m.ko.gz", b"not gzip")]);
+        assert!(read(&root.join("m.ko.gz")).is_err());
+        fs::remove_dir_all(root).unwrap();
+    }
+}

@@ -1,0 +1,118 @@
+//! The machine's parts: VM with its chips, serial ports, PCI bus and what is on it.
+
+use std::sync::Arc;
+
+use anykvm_ioctls::{Kvm, VmFd};
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_PIT_SPEAKER_DUMMY, kvm_ioapic_state, kvm_ioapic_state__bindgen_ty_1,
+    kvm_irqchip, kvm_pit_config,
+};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::devices::{Devices, Output, SERIAL_IRQS, Sink};
+use crate::error::BootError;
+use crate::layout::{IOAPIC, KVM_IDENTITY_MAP, KVM_TSS, ioapic_id};
+use crate::memory::GuestMemory;
+use crate::pci::Root;
+use crate::pci::routes::Routes;
+use crate::virtio::{Backend, Block, Console, ConsoleInput, Disk, Rng, VirtioPci};
+
+/// Redirection table entry: masked.
+const IOAPIC_MASKED: u64 = 1 << 16;
+
+/// What the user's options add to the machine.
+pub(super) struct Extras {
+    pub(super) disks: Vec<Disk>,
+    /// hvc0's input, if there is to be one.
+    pub(super) console: Option<Arc<ConsoleInput>>,
+    /// Rows and columns of the terminal.
+    pub(super) size: Option<(u16, u16)>,
+}
+
+/// A VM with all chips and without vCPUs.
+pub(super) fn new_vm(kvm: &Kvm, cpus: u8) -> Result<VmFd, BootError> {
+    let max = kvm.get_max_vcpus();
+    if usize::from(cpus) > max {
+        return Err(BootError::Usage(format!(
+            "--cpus {cpus}: this hypervisor supports up to {max}"
+        )));
+    }
+    let vm = kvm.create_vm().map_err(BootError::kvm("KVM_CREATE_VM"))?;
+    vm.set_identity_map_address(KVM_IDENTITY_MAP)
+        .map_err(BootError::kvm("KVM_SET_IDENTITY_MAP_ADDR"))?;
+    vm.set_tss_address(KVM_TSS)
+        .map_err(BootError::kvm("KVM_SET_TSS_ADDR"))?;
+    vm.create_irq_chip()
+        .map_err(BootError::kvm("KVM_CREATE_IRQCHIP"))?;
+    set_ioapic_id(&vm, ioapic_id(cpus))?;
+    let pit = kvm_pit_config {
+        flags: KVM_PIT_SPEAKER_DUMMY,
+        ..Default::default()
+    };
+    vm.create_pit2(pit)
+        .map_err(BootError::kvm("KVM_CREATE_PIT2"))?;
+    Ok(vm)
+}
+
+/// After reset it is 0, which is the boot CPU's.
+fn set_ioapic_id(vm: &VmFd, id: u8) -> Result<(), BootError> {
+    let mut chip = kvm_irqchip {
+        chip_id: KVM_IRQCHIP_IOAPIC,
+        ..Default::default()
+    };
+    chip.chip.ioapic = kvm_ioapic_state {
+        base_address: u64::from(IOAPIC),
+        // The register has four bits; see `ioapic_id` for more CPUs than that.
+        id: u32::from(id & 0xf),
+        redirtbl: [kvm_ioapic_state__bindgen_ty_1 {
+            bits: IOAPIC_MASKED,
+        }; 24],
+        ..Default::default()
+    };
+    vm.set_irqchip(&chip)
+        .map_err(BootError::kvm("KVM_SET_IRQCHIP"))
+}
+
+/// All devices. COM1 is `output`, COM2 `errors`, COM3 a command's input, and `on_ready` is
+/// called when the guest's init reports on COM4 that it reads it.
+pub(super) fn new_devices(
+    vm: &Arc<VmFd>,
+    memory: &GuestMemory,
+    output: &Arc<Output>,
+    errors: &Arc<Output>,
+    on_ready: Box<dyn Fn() + Send>,
+    extras: Extras,
+) -> Result<Arc<Devices>, BootError> {
+    let irqfd = |gsi| -> Result<EventFd, BootError> {
+        let fd = EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"))?;
+        vm.register_irqfd(&fd, gsi)
+            .map_err(BootError::kvm("KVM_IRQFD"))?;
+        Ok(fd)
+    };
+    let routes = Routes::new(Arc::clone(vm))?;
+    let [irq1, irq2, irq3, irq4] = SERIAL_IRQS;
+    let ports = [
+        (Sink::Output(Arc::clone(output)), irqfd(irq1)?),
+        (Sink::Output(Arc::clone(errors)), irqfd(irq2)?),
+        (Sink::Discard, irqfd(irq3)?),
+        (Sink::control(on_ready), irqfd(irq4)?),
+    ];
+    let mut backends: Vec<Box<dyn Backend>> = vec![Box::new(Rng)];
+    if let Some(input) = extras.console {
+        backends.push(Box::new(Console::new(
+            input,
+            Arc::clone(output),
+            extras.size,
+        )));
+    }
+    for disk in extras.disks {
+        backends.push(Box::new(Block::new(disk)));
+    }
+    let mut root = Root::new();
+    for backend in backends {
+        let slot = root.next_slot()?;
+        let device = VirtioPci::new(Arc::clone(vm), memory.clone(), &routes, slot, backend)?;
+        root.add(Box::new(device));
+    }
+    Ok(Devices::new(ports, root))
+}

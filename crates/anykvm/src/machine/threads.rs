@@ -1,0 +1,139 @@
+//! The machine's threads: one for each vCPU, the input, and the signals that end us.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anykvm_ioctls::{VcpuFd, VcpuStopper};
+
+use crate::devices::Devices;
+use crate::ending::Ending;
+use crate::error::BootError;
+use crate::input::{self, Destination, Route};
+use crate::vcpu;
+
+/// How long the vCPUs may take to leave the guest.
+const STOP_LIMIT: Duration = Duration::from_secs(2);
+
+/// Running vCPU threads.
+#[derive(Default)]
+pub(super) struct Vcpus {
+    threads: Vec<(VcpuStopper, JoinHandle<()>)>,
+    is_ending: Arc<AtomicBool>,
+}
+
+impl Vcpus {
+    /// Starts the thread of vCPU `id`.
+    pub(super) fn start(
+        &mut self,
+        vcpu: VcpuFd,
+        id: u8,
+        devices: &Arc<Devices>,
+        endings: &Sender<Ending>,
+    ) -> Result<(), BootError> {
+        let stopper = vcpu.stopper().map_err(BootError::kvm("KVM_RUN"))?;
+        let devices = Arc::clone(devices);
+        let endings = endings.clone();
+        let is_ending = Arc::clone(&self.is_ending);
+        let thread = thread::Builder::new()
+            .name(format!("vcpu{id}"))
+            .spawn(move || {
+                let run = AssertUnwindSafe(|| vcpu::run(vcpu, id, &devices, &is_ending));
+                let ending = catch_unwind(run).unwrap_or_else(|_| {
+                    Some(Ending::Failed(BootError::VcpuStopped {
+                        id,
+                        reason: "its thread panicked".into(),
+                        rip: 0,
+                    }))
+                });
+                if let Some(ending) = ending {
+                    send(&endings, ending);
+                }
+            })
+            .map_err(BootError::host("cannot start a vCPU's thread"))?;
+        self.threads.push((stopper, thread));
+        Ok(())
+    }
+
+    /// Has all vCPUs leave the guest, and waits for it, but not for ever: a thread may be held up
+    /// by a reader of our output that does not read. The process ends all the same.
+    pub(super) fn stop(self) {
+        self.is_ending.store(true, Ordering::SeqCst);
+        for (stopper, _) in &self.threads {
+            stopper.stop();
+        }
+        let deadline = Instant::now() + STOP_LIMIT;
+        for (_, thread) in self.threads {
+            while !thread.is_finished() && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if thread.is_finished() {
+                // Its panic was reported as the ending.
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+/// Holds input back until the guest's init reads it; a UART that is being probed drops bytes.
+#[derive(Default)]
+pub(super) struct Gate(AtomicBool);
+
+impl Gate {
+    pub(super) fn open(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    fn wait(&self) {
+        while !self.0.load(Ordering::Acquire) {
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Starts the thread that reads standard input.
+pub(super) fn start_input(
+    route: Route,
+    destination: Destination,
+    endings: &Sender<Ending>,
+    gate: Arc<Gate>,
+) -> Result<(), BootError> {
+    let endings = endings.clone();
+    thread::Builder::new()
+        .name("input".into())
+        .spawn(move || {
+            // Ctrl-A X must work before the guest reads anything.
+            if !matches!(route, Route::Console { has_escape: true }) {
+                gate.wait();
+            }
+            input::forward(route, &destination, &endings);
+        })
+        .map(drop)
+        .map_err(BootError::host("cannot start the input thread"))
+}
+
+/// Turns the signals that ask us to end into an orderly end.
+pub(super) fn watch_signals(endings: &Sender<Ending>) -> Result<(), BootError> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+
+    let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGHUP, SIGINT, SIGQUIT])
+        .map_err(BootError::host("cannot watch signals"))?;
+    let endings = endings.clone();
+    thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            for signal in signals.forever() {
+                send(&endings, Ending::Signal(signal));
+            }
+        })
+        .map(drop)
+        .map_err(BootError::host("cannot start the signal thread"))
+}
+
+/// Nobody listens any more only when the first ending was received, and then this one is late.
+pub(super) fn send(endings: &Sender<Ending>, ending: Ending) {
+    let _ = endings.send(ending);
+}

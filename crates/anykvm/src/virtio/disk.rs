@@ -1,0 +1,203 @@
+//! `--disk`: a raw file or block device, opened, checked and locked.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use rustix::fs::FallocateFlags;
+
+use crate::error::BootError;
+
+/// What virtio counts disks in.
+pub(super) const SECTOR: u64 = 512;
+/// Bytes of a serial number.
+pub(super) const SERIAL_MAX: usize = 20;
+
+/// `PATH[,ro][,serial=NAME]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct DiskOption {
+    path: PathBuf,
+    is_read_only: bool,
+    serial: Option<String>,
+}
+
+impl FromStr for DiskOption {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut option = Self {
+            path: PathBuf::new(),
+            is_read_only: false,
+            serial: None,
+        };
+        // From the end, so that a path may have commas before them.
+        let mut rest = text;
+        while let Some((before, word)) = rest.rsplit_once(',') {
+            if word == "ro" {
+                option.is_read_only = true;
+            } else if let Some(serial) = word.strip_prefix("serial=") {
+                if serial.len() > SERIAL_MAX || !serial.is_ascii() {
+                    return Err(format!(
+                        "the serial number '{serial}' is not {SERIAL_MAX} ASCII characters or less"
+                    ));
+                }
+                option.serial = Some(serial.into());
+            } else {
+                break;
+            }
+            rest = before;
+        }
+        if rest.is_empty() {
+            return Err("a file name is needed".into());
+        }
+        option.path = rest.into();
+        Ok(option)
+    }
+}
+
+/// An open disk.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    file: File,
+    /// Bytes.
+    pub(super) len: u64,
+    pub(super) is_read_only: bool,
+    pub(super) serial: String,
+}
+
+impl Disk {
+    /// Opens the file; refuses what cannot be a disk or is one of another running guest.
+    pub(crate) fn open(option: &DiskOption, index: usize) -> Result<Self, BootError> {
+        let path = &option.path;
+        let unreadable = |source| BootError::Unreadable {
+            what: "disk",
+            path: path.clone(),
+            source,
+        };
+        let bad = |reason: &str| BootError::BadDisk {
+            path: path.clone(),
+            reason: reason.into(),
+        };
+        let kind = std::fs::metadata(path).map_err(unreadable)?.file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(bad("not a file or block device"));
+        }
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(!option.is_read_only)
+            .open(path)
+            .map_err(unreadable)?;
+        let len = file.seek(SeekFrom::End(0)).map_err(unreadable)?;
+        if len == 0 {
+            return Err(bad("the disk is empty"));
+        }
+        if !len.is_multiple_of(SECTOR) {
+            return Err(bad(&format!(
+                "its size of {len} bytes is not a multiple of {SECTOR}"
+            )));
+        }
+        let locked = if option.is_read_only {
+            file.try_lock_shared()
+        } else {
+            file.try_lock()
+        };
+        if matches!(locked, Err(TryLockError::WouldBlock)) {
+            return Err(bad("in use by another process"));
+        }
+        let serial = option.serial.clone();
+        Ok(Self {
+            file,
+            len,
+            is_read_only: option.is_read_only,
+            serial: serial.unwrap_or_else(|| format!("anykvm{index}")),
+        })
+    }
+
+    /// Fills `data` from byte `at`.
+    pub(super) fn read(&self, data: &mut [u8], at: u64) -> std::io::Result<()> {
+        self.file.read_exact_at(data, at)
+    }
+
+    /// Stores `data` from byte `at` on.
+    pub(super) fn write(&self, data: &[u8], at: u64) -> std::io::Result<()> {
+        self.file.write_all_at(data, at)
+    }
+
+    /// Returns when everything written is on the medium.
+    pub(super) fn flush(&self) -> std::io::Result<()> {
+        self.file.sync_data()
+    }
+
+    /// Gives the space back; the content is then undefined (zeros, where the host can do it).
+    pub(super) fn discard(&self, at: u64, len: u64) -> std::io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match rustix::fs::fallocate(&self.file, flags, at, len) {
+            // A hint: a file system that cannot do it does nothing.
+            Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
+            other => Ok(other?),
+        }
+    }
+
+    /// Makes a range read as zeros; keeps its space unless `unmaps`.
+    pub(super) fn write_zeroes(&self, at: u64, len: u64, unmaps: bool) -> std::io::Result<()> {
+        let flags = if unmaps {
+            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE
+        } else {
+            FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE
+        };
+        match rustix::fs::fallocate(&self.file, flags, at, len) {
+            Err(rustix::io::Errno::OPNOTSUPP) => {}
+            other => return Ok(other?),
+        }
+        let zeros = [0; 1 << 16];
+        let (mut at, mut left) = (at, len);
+        while left > 0 {
+            let now = left.min(zeros.len() as u64);
+            let slice = usize::try_from(now).ok().and_then(|now| zeros.get(..now));
+            self.write(slice.unwrap_or_default(), at)?;
+            at = at.saturating_add(now);
+            left = left.saturating_sub(now);
+        }
+        Ok(())
+    }
+
+    /// Any file.
+    #[cfg(test)]
+    pub(super) fn for_test(path: &std::path::Path, is_read_only: bool) -> Self {
+        let option = DiskOption {
+            path: path.into(),
+            is_read_only,
+            serial: Some("test-disk".into()),
+        };
+        Self::open(&option, 0).unwrap()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options() {
+        let disk = |path: &str, is_read_only, serial: Option<&str>| DiskOption {
+            path: path.into(),
+            is_read_only,
+            serial: serial.map(str::to_owned),
+        };
+        let rows = [
+            ("a.img", Some(disk("a.img", false, None))),
+            ("a.img,ro", Some(disk("a.img", true, None))),
+            ("a,b.img", Some(disk("a,b.img", false, None))),
+            ("a,b,serial=x,ro", Some(disk("a,b", true, Some("x")))),
+            ("x,serial=", Some(disk("x", false, Some("")))),
+            ("", None),
+            (",ro", None),
+            ("x,serial=123456789012345678901", None),
+        ];
+        for (text, want) in rows {
+            assert_eq!(text.parse().ok(), want, "{text}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Virtio 1.2 devices on PCI: block (disks), entropy, console.
+//!
+//! A device is a [`Backend`] (what it does with its queues) behind a [`transport`] (how the guest
+//! finds, configures and notifies it). The transport runs on vCPU threads; the backend on a worker
+//! thread of its own, woken by eventfds that the guest's notifications signal without an exit.
+//!
+//! Everything in guest memory is hostile: addresses outside of RAM, chains that are cyclic or
+//! lack a part, impossible ring indices. Any of them stops the device (DEVICE_NEEDS_RESET) until
+//! the guest resets it, and nothing else.
+
+mod block;
+mod console;
+mod disk;
+mod interrupts;
+mod queue;
+mod registers;
+mod rng;
+#[cfg(test)]
+mod tests;
+mod transport;
+mod worker;
+
+use std::os::fd::RawFd;
+
+use virtio_queue::Queue;
+
+pub(crate) use block::Block;
+pub(crate) use console::{Console, ConsoleInput};
+pub(crate) use disk::{Disk, DiskOption};
+pub(crate) use rng::Rng;
+pub(crate) use transport::VirtioPci;
+
+use crate::memory::GuestMemory;
+use queue::{Broken, Progress};
+
+/// What the transport shows of a device.
+#[derive(Debug, Clone)]
+pub(crate) struct Profile {
+    /// For thread names.
+    pub(crate) name: &'static str,
+    /// Virtio device id.
+    pub(crate) kind: u16,
+    /// PCI class code.
+    pub(crate) class: u32,
+    /// Feature bits of the device type; those of every device are added.
+    pub(crate) features: u64,
+    /// The most entries of each queue.
+    pub(crate) queue_sizes: Vec<u16>,
+    /// The device's configuration structure, which does not change.
+    pub(crate) config: Vec<u8>,
+}
+
+/// What a device does.
+pub(crate) trait Backend: Send {
+    /// How the guest sees it.
+    fn profile(&self) -> Profile;
+
+    /// Works on what is in queue `index`, not for ever.
+    fn serve(
+        &mut self,
+        index: usize,
+        queue: &mut Queue,
+        memory: &GuestMemory,
+    ) -> Result<Progress, Broken>;
+
+    /// An eventfd on which the worker shall wait too, and the queue to serve then.
+    fn input(&self) -> Option<(RawFd, usize)> {
+        None
+    }
+}
