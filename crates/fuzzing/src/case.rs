@@ -158,7 +158,7 @@ impl Generator {
     /// Two to eight instructions of the forms given, with jumps inside the block.
     pub fn block(&mut self, forms: &[Code], seed: u64) -> Option<Case> {
         let mut r = Random::new(seed);
-        let mut case = self.blank(seed, &mut r, true);
+        let mut case = self.blank(seed, &mut r, false);
         for pointer in POINTERS {
             case.start.gpr[pointer.number()] = interior(&mut r);
         }
@@ -211,6 +211,12 @@ impl Generator {
         }
         if list.is_empty() {
             return None;
+        }
+        if list.iter().any(|i| uses_vectors(i.code())) {
+            state::fill(&mut case.start.area, &mut r);
+            for i in &list {
+                setup::mask_underflow(&mut case, i);
+            }
         }
         self.encode(&mut case, &mut list, &mut r, Some(&targets))
             .then_some(case)

@@ -11,7 +11,7 @@ use x86_defs::{
 use crate::{Case, Guest, Host, Outcome};
 
 /// First address that a process cannot map on Linux with four-level paging.
-const TASK_SIZE: u64 = 0x7fff_ffff_f000;
+pub(crate) const TASK_SIZE: u64 = 0x7fff_ffff_f000;
 
 /// Both machines, reused from case to case.
 #[derive(Debug)]
@@ -161,7 +161,7 @@ fn vector_difference(case: &Case, host: &Outcome, guest: &Outcome, d: &mut Strin
 }
 
 /// True if the instruction that stopped the case is MASKMOVQ.
-fn faults_in_mmx(case: &Case, host: &Outcome) -> bool {
+pub(crate) fn faults_in_mmx(case: &Case, host: &Outcome) -> bool {
     let at = host.regs.rip.wrapping_sub(case.start.rip) as usize;
     let Some(bytes) = case.bytes.get(at..) else {
         return false;

@@ -9,6 +9,7 @@
 mod case;
 mod difference;
 mod forms;
+pub mod golden;
 mod machine;
 mod operands;
 mod random;

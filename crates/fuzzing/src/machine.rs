@@ -1,7 +1,9 @@
 //! The two machines that run cases: the host CPU and the interpreter.
 
+use std::sync::OnceLock;
+
 use testkit::FlatBus;
-use x86_cpu::CpuState;
+use x86_cpu::{CpuState, Features};
 use x86_defs::vector;
 use x86_interp::{Interp, RunStop};
 use x86_native::oracle::{
@@ -31,6 +33,14 @@ fn initial_window() -> Box<[u8; WINDOW_SIZE]> {
     for chunk in window.chunks_exact_mut(8) {
         chunk.copy_from_slice(&state::vector_part(&mut r));
     }
+    window
+}
+
+/// The window's content before a case.
+pub(crate) fn case_window(case: &Case) -> Box<[u8; WINDOW_SIZE]> {
+    static INITIAL: OnceLock<Box<[u8; WINDOW_SIZE]>> = OnceLock::new();
+    let mut window = Box::new([0; WINDOW_SIZE]);
+    fill(&mut window[..], INITIAL.get_or_init(initial_window), case);
     window
 }
 
@@ -92,13 +102,17 @@ impl Default for Guest {
 impl Guest {
     /// A 64-bit user-mode guest with the host's features.
     pub fn new() -> Self {
+        Self::with(state::host_features())
+    }
+    /// A 64-bit user-mode guest with the features given.
+    pub fn with(features: Features) -> Self {
         let mut bus = FlatBus::new();
         bus.map_as(WINDOW, WINDOW_SIZE, true, false);
         bus.map_as(CODE, CODE_SIZE + 0x1000, false, true);
         Self {
             interp: Interp::new(),
             bus,
-            cpu: state::cpu(),
+            cpu: state::cpu(features),
             initial: initial_window(),
         }
     }

@@ -88,7 +88,7 @@ fn run(args: &[String]) -> Result<(String, bool), String> {
         } else {
             generator.single(
                 code,
-                (code as u64) << 48 ^ seed << 32 ^ n / codes.len() as u64,
+                (code as u64) << 48 ^ seed << 32 ^ (n / codes.len() as u64),
             )
         };
         let Some(case) = case else { continue };

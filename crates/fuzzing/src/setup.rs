@@ -2,13 +2,13 @@
 //! comparisons that succeed, branch targets that exist.
 
 use iced_x86::{Code, FlowControl, Instruction, Mnemonic as M, OpKind, Register};
-use x86_defs::reg;
+use x86_defs::{reg, xsave};
 use x86_native::oracle::WINDOW;
 
 use crate::{
     Case, Random,
     case::POPF_FLAGS,
-    operands::{POINTERS, address},
+    operands::{POINTERS, address, interior},
 };
 
 /// First address that is not canonical.
@@ -28,8 +28,12 @@ pub(crate) fn adjust(
         // Read in two pieces: the first may fault before the other is looked at.
         return None;
     }
+    mask_underflow(case, i);
     let gpr = &mut case.start.gpr;
     match i.mnemonic() {
+        M::Maskmovdqu | M::Vmaskmovdqu | M::Maskmovq if gpr[reg::RDI] >> 32 != 0 => {
+            gpr[reg::RDI] = interior(r);
+        }
         M::Div | M::Idiv => dividend(gpr, i, r),
         M::Cmpxchg if r.one_in(2) => {
             let rax = gpr[reg::RAX].to_le_bytes();
@@ -82,7 +86,7 @@ pub(crate) fn adjust(
     {
         let n = index.number();
         let area = &mut case.start.area;
-        for half in [x86_defs::xsave::XMM0, x86_defs::xsave::YMM_HI] {
+        for half in [xsave::XMM0, xsave::YMM_HI] {
             for at in (half + 16 * n..half + 16 * n + 16).step_by(8) {
                 let v = if r.one_in(2) {
                     r.below(0x200).wrapping_sub(0x40)
@@ -95,6 +99,14 @@ pub(crate) fn adjust(
         case.start.gpr[reg::RBX] = WINDOW + 0x800 + r.below(0x800);
     }
     Some(())
+}
+
+/// Known inaccuracy: a product inside of a dot product that underflows, with
+/// underflow unmasked, goes unnoticed when the sum does not.
+pub(crate) fn mask_underflow(case: &mut Case, i: &Instruction) {
+    if matches!(i.mnemonic(), M::Dpps | M::Dppd | M::Vdpps | M::Vdppd) {
+        case.start.area[xsave::MXCSR + 1] |= 0x08;
+    }
 }
 
 fn dividend(gpr: &mut [u64; 16], i: &Instruction, r: &mut Random) {

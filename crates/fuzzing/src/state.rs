@@ -48,7 +48,8 @@ pub(crate) fn registers(r: &mut Random, vectors: bool) -> Registers {
     }
 }
 
-fn fill(area: &mut [u8; AREA_SIZE], r: &mut Random) {
+/// Random x87 and vector state.
+pub(crate) fn fill(area: &mut [u8; AREA_SIZE], r: &mut Random) {
     area[..2].copy_from_slice(&fcw(r).to_le_bytes());
     area[3] = (r.below(8) << 3 | r.below(8)) as u8;
     area[4] = match r.below(4) {
@@ -161,12 +162,20 @@ const LEAVES: [(u32, u32); 7] = [
     (0x8000_0001, 0),
 ];
 
-/// What this host promises.
-fn host_features() -> Features {
-    Features::from_cpuid(LEAVES.into_iter().map(|(leaf, sub)| {
+/// A CPUID entry: leaf, subleaf, EAX, EBX, ECX, EDX.
+pub(crate) type Leaf = (u32, u32, u32, u32, u32, u32);
+
+/// This host's [`LEAVES`].
+pub(crate) fn host_leaves() -> [Leaf; 7] {
+    LEAVES.map(|(leaf, sub)| {
         let c = core::arch::x86_64::__cpuid_count(leaf, sub);
         (leaf, sub, c.eax, c.ebx, c.ecx, c.edx)
-    }))
+    })
+}
+
+/// What this host promises.
+pub(crate) fn host_features() -> Features {
+    Features::from_cpuid(host_leaves().into_iter())
 }
 
 /// The host's vendor decides what operand-size prefixes of branches mean.
@@ -175,10 +184,12 @@ pub(crate) fn host_is_amd() -> bool {
     *AMD.get_or_init(|| host_features().has(Feature::Amd))
 }
 
-/// A 64-bit user-mode CPU with this host's features, as Linux sets it up.
-pub(crate) fn cpu() -> CpuState {
-    let mut cpu = CpuState::default();
-    cpu.features = host_features();
+/// A 64-bit user-mode CPU as Linux sets it up.
+pub(crate) fn cpu(features: Features) -> CpuState {
+    let mut cpu = CpuState {
+        features,
+        ..CpuState::default()
+    };
     cpu.cr0 = cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP | cr0::AM;
     cpu.cr4 = cr4::PAE | cr4::OSFXSR | cr4::OSXMMEXCPT | cr4::OSXSAVE;
     cpu.efer = efer::LME | efer::LMA | efer::SCE | efer::NXE;

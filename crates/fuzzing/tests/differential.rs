@@ -15,7 +15,7 @@ fn assert_same(what: &str, differences: &[String]) {
 }
 
 fn singles(codes: &[Code], rounds: u64) {
-    let mut both = Differential::new().unwrap();
+    let mut both = Differential::new().expect("the oracle cannot be set up");
     let mut generator = Generator::new(Strictness::Manual);
     let mut differences = Vec::new();
     for round in 0..rounds {

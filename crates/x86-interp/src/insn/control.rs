@@ -3,11 +3,11 @@
 //! A conditional branch that is not taken does not end a block.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
-use x86_cpu::{Exception, GuestBus};
+use x86_cpu::{Access, Exception, GuestBus, Privilege};
 use x86_defs::reg;
 
 use super::{Handler, Insn, Selector, read_rm};
-use crate::{Exec, Flow, Int, Step};
+use crate::{Exec, Flow, Int, Step, Stop};
 
 /// UD0, UD1, UD2, every reserved encoding, and what CPUID does not promise.
 pub(crate) fn undefined<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
@@ -44,9 +44,26 @@ fn jcc<B: GuestBus, const CC: u8>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step 
 
 #[inline(always)]
 fn call<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, to: u64) -> Step {
-    ex.check_branch(to)?;
+    if let Err(stop) = ex.check_branch(to) {
+        return Err(bad_target(ex, T::SIZE as u64, stop));
+    }
     ex.push(T::from_u64(ex.next_rip(insn)))?;
     ex.branch_to(to)
+}
+
+/// A fault of the push comes before the one of the target.
+#[cold]
+fn bad_target<B: GuestBus>(ex: &mut Exec<'_, B>, size: u64, stop: Stop) -> Stop {
+    let sp = ex.sp_plus(size.wrapping_neg());
+    let probed = ex
+        .linear(reg::SS as u8, sp, size, Access::Write)
+        .and_then(|gva| {
+            let checked = ex
+                .bus
+                .probe(ex.cpu, gva, size, Access::Write, Privilege::Current);
+            checked.map_err(Stop::from)
+        });
+    probed.err().unwrap_or(stop)
 }
 
 fn call_rel<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {

@@ -240,5 +240,5 @@ fn integer<B: GuestBus>(
         .or_else(|| string::select(i, insn))
         .or_else(|| bits::select(i, insn))
         .or_else(|| simple::select(i, insn))
-        .or_else(|| mov::select(i, insn))
+        .or_else(|| mov::select(i, insn, s))
 }

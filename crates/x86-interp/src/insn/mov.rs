@@ -1,10 +1,10 @@
 //! Data movement: MOV, MOVZX, MOVSX, XCHG, XADD, CMPXCHG, BSWAP, MOVBE, LEA, CMOVcc, SETcc.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
-use x86_cpu::{Access, GuestBus, Privilege};
+use x86_cpu::{Access, Feature, GuestBus, Privilege};
 use x86_defs::reg;
 
-use super::{Handler, Insn, read_rm, simd::aligned_linear, sized, write_rm};
+use super::{Handler, Insn, Selector, read_rm, simd::aligned_linear, sized, write_rm};
 use crate::{Exec, Flow, Int, Step};
 
 const RAX: u8 = reg::RAX as u8;
@@ -257,7 +257,11 @@ fn mov<B: GuestBus>(i: &Instruction, size: u8) -> Option<Handler<B>> {
 }
 
 /// The handler of a data movement.
-pub(crate) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option<Handler<B>> {
+pub(crate) fn select<B: GuestBus>(
+    i: &Instruction,
+    insn: &mut Insn<B>,
+    s: &Selector<'_>,
+) -> Option<Handler<B>> {
     let size = insn.op_size;
     let source = || {
         if i.op1_kind() == OpKind::Register {
@@ -271,6 +275,10 @@ pub(crate) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option
         Mnemonic::Movnti => sized!(size, mov_mr),
         Mnemonic::Movzx if source() == 1 => sized!(size, movzx, u8),
         Mnemonic::Movzx => sized!(size, movzx, u16),
+        // AMD processors read four bytes and use two.
+        Mnemonic::Movsxd if size == 2 && insn.has_mem() && s.features.has(Feature::Amd) => {
+            Some(movsx::<B, u16, u32>)
+        }
         Mnemonic::Movsx | Mnemonic::Movsxd => match source() {
             1 => sized!(size, movsx, u8),
             2 => sized!(size, movsx, u16),
