@@ -1,0 +1,303 @@
+//! Every way in which a guest, or its user, ends: the status, the message, and the terminal.
+
+mod guest;
+
+use std::fs::OpenOptions;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use guest::{File, LIMIT, boot, kernel, wait};
+use iced_x86::code_asm::{CodeAssembler, al, ax, dword_ptr, dx, qword_ptr, rax, rsp};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::termios::{LocalModes, tcgetattr};
+
+const COM1: u32 = 0x3f8;
+
+fn out8(a: &mut CodeAssembler, port: u32, value: u8) {
+    a.mov(dx, port).unwrap();
+    a.mov(al, u32::from(value)).unwrap();
+    a.out(dx, al).unwrap();
+}
+
+/// Tells the test that the guest runs.
+fn say_ready(a: &mut CodeAssembler) {
+    for byte in b"up\n" {
+        out8(a, COM1, *byte);
+    }
+}
+
+fn spin(a: &mut CodeAssembler) {
+    let mut here = a.create_label();
+    a.set_label(&mut here).unwrap();
+    a.jmp(here).unwrap();
+}
+
+fn halt(a: &mut CodeAssembler) {
+    let mut here = a.create_label();
+    a.cli().unwrap();
+    a.set_label(&mut here).unwrap();
+    a.hlt().unwrap();
+    a.jmp(here).unwrap();
+}
+
+#[test]
+fn the_guest_ends_itself() {
+    type Code = fn(&mut CodeAssembler);
+    let triple_fault: Code = |a| {
+        a.push(0).unwrap();
+        a.push(0).unwrap();
+        a.lidt(dword_ptr(rsp)).unwrap();
+        a.int3().unwrap();
+    };
+    let rows: [(&str, Code, i32, &str); 6] = [
+        (
+            "ACPI S5",
+            |a| {
+                a.mov(dx, 0x604).unwrap();
+                a.mov(ax, 0x3400).unwrap();
+                a.out(dx, ax).unwrap();
+            },
+            0,
+            "",
+        ),
+        ("keyboard controller", |a| out8(a, 0x64, 0xfe), 0, ""),
+        ("reset port", |a| out8(a, 0xcf9, 6), 0, ""),
+        (
+            "triple fault",
+            triple_fault,
+            125,
+            "anykvm: the guest crashed: triple fault on vCPU 0\n",
+        ),
+        (
+            "no stack and no handler",
+            |a| {
+                a.mov(rsp, 0x0080_0000_0000_0000u64).unwrap();
+                a.push(rax).unwrap();
+            },
+            125,
+            "anykvm: the guest crashed: triple fault on vCPU 0\n",
+        ),
+        (
+            "unmapped memory",
+            |a| {
+                a.mov(rax, 0x1000_0000_0000u64).unwrap();
+                a.mov(rax, qword_ptr(rax)).unwrap();
+            },
+            125,
+            "anykvm: the guest crashed: triple fault on vCPU 0\n",
+        ),
+    ];
+    for (what, code, want, message) in rows {
+        let kernel = kernel(|a| {
+            code(a);
+            spin(a);
+        });
+        let mut child = boot(&kernel).spawn().unwrap();
+        assert_eq!(wait(&mut child), Some(want), "{what}");
+        let mut stderr = String::new();
+        let mut pipe = child.stderr.take().unwrap();
+        pipe.read_to_string(&mut stderr).unwrap();
+        assert_eq!(stderr, message, "{what}");
+    }
+}
+
+/// Starts it and waits until the guest has said that it runs.
+fn started(command: &mut Command) -> Child {
+    let mut child = command.spawn().unwrap();
+    let mut ready = [0; 3];
+    child
+        .stdout
+        .as_mut()
+        .unwrap()
+        .read_exact(&mut ready)
+        .unwrap();
+    assert_eq!(&ready, b"up\n");
+    child
+}
+
+fn signal(child: &Child, signal: Signal) {
+    let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
+    kill_process(pid, signal).unwrap();
+}
+
+#[test]
+fn signals_end_busy_and_halted_guests() {
+    let busy = kernel(|a| {
+        say_ready(a);
+        spin(a);
+    });
+    let halted = kernel(|a| {
+        say_ready(a);
+        halt(a);
+    });
+    for (kernel, what) in [(&busy, "busy"), (&halted, "halted")] {
+        for cpus in ["1", "3"] {
+            for (number, name) in [(15, Signal::TERM), (1, Signal::HUP), (2, Signal::INT)] {
+                let mut child = started(boot(kernel).args(["--cpus", cpus]));
+                let start = Instant::now();
+                signal(&child, name);
+                assert_eq!(wait(&mut child), Some(128 + number), "{what}, {cpus} vCPUs");
+                assert!(start.elapsed() < Duration::from_secs(5), "{what}: slow");
+            }
+        }
+    }
+}
+
+#[test]
+fn nobody_reads_the_output() {
+    let kernel = kernel(|a| {
+        say_ready(a);
+        let mut again = a.create_label();
+        a.set_label(&mut again).unwrap();
+        out8(a, COM1, b'x');
+        a.jmp(again).unwrap();
+    });
+    let mut child = started(&mut boot(&kernel));
+    drop(child.stdout.take());
+    assert_eq!(wait(&mut child), Some(141));
+}
+
+#[test]
+fn a_reader_that_stops_reading_does_not_keep_us() {
+    let kernel = kernel(|a| {
+        say_ready(a);
+        let mut again = a.create_label();
+        a.set_label(&mut again).unwrap();
+        out8(a, COM1, b'x');
+        a.jmp(again).unwrap();
+    });
+    let mut child = started(&mut boot(&kernel));
+    // Long enough for the pipe and our buffer to fill.
+    std::thread::sleep(Duration::from_secs(1));
+    signal(&child, Signal::TERM);
+    assert_eq!(wait(&mut child), Some(143));
+}
+
+/// A terminal with `anykvm boot` as the leader of its session.
+struct Terminal {
+    master: Option<std::fs::File>,
+    /// Kept, so that the modes can be looked at.
+    slave: std::fs::File,
+    child: Child,
+}
+
+impl Terminal {
+    fn start(kernel: &File) -> Self {
+        use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+        let master =
+            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap();
+        // O_NOCTTY: it must not become the terminal of the test's own session.
+        let slave = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(i32::try_from(rustix::fs::OFlags::NOCTTY.bits()).unwrap())
+            .open(name.to_str().unwrap())
+            .unwrap();
+        assert!(is_cooked(&slave));
+        let stream = || Stdio::from(slave.try_clone().unwrap());
+        let inner = boot(kernel);
+        let child = Command::new("setsid")
+            .arg("--ctty")
+            .arg(inner.get_program())
+            .args(inner.get_args())
+            .stdin(stream())
+            .stdout(stream())
+            .stderr(stream())
+            .spawn()
+            .unwrap();
+        let master = std::fs::File::from(OwnedFd::from(master));
+        let mut terminal = Self {
+            master: Some(master),
+            slave,
+            child,
+        };
+        terminal.read_until("up");
+        assert!(!is_cooked(&terminal.slave), "raw while the guest runs");
+        terminal
+    }
+
+    fn read_until(&mut self, what: &str) -> String {
+        let deadline = Instant::now() + LIMIT;
+        let mut text = String::new();
+        while !text.contains(what) {
+            assert!(Instant::now() < deadline, "{text}");
+            let mut buffer = [0; 256];
+            let read = self.master.as_mut().unwrap().read(&mut buffer).unwrap();
+            text.push_str(&String::from_utf8_lossy(&buffer[..read]));
+        }
+        text
+    }
+
+    fn type_keys(&mut self, keys: &[u8]) {
+        self.master.as_mut().unwrap().write_all(keys).unwrap();
+    }
+}
+
+fn is_cooked(terminal: &std::fs::File) -> bool {
+    let modes = tcgetattr(terminal).unwrap().local_modes;
+    modes.contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
+}
+
+fn busy_kernel() -> File {
+    kernel(|a| {
+        say_ready(a);
+        spin(a);
+    })
+}
+
+#[test]
+fn the_escape_key_ends_the_guest_and_restores_the_terminal() {
+    let kernel = busy_kernel();
+    for keys in [b"\x01x".as_slice(), b"abc\x01\x01\x01X"] {
+        let mut terminal = Terminal::start(&kernel);
+        // Keys that a cooked terminal would take for itself.
+        terminal.type_keys(b"\x03\x1a\x1c");
+        terminal.type_keys(keys);
+        assert_eq!(wait(&mut terminal.child), Some(0));
+        assert!(is_cooked(&terminal.slave));
+    }
+}
+
+#[test]
+fn signals_and_crashes_restore_the_terminal() {
+    let kernel = busy_kernel();
+    for (name, want) in [(Signal::TERM, 143), (Signal::HUP, 129), (Signal::QUIT, 131)] {
+        let mut terminal = Terminal::start(&kernel);
+        signal(&terminal.child, name);
+        assert_eq!(wait(&mut terminal.child), Some(want));
+        assert!(is_cooked(&terminal.slave));
+    }
+    let crashing = guest::kernel(|a| {
+        say_ready(a);
+        // Time for the test to look at the terminal.
+        a.mov(rax, 30_000_000u64).unwrap();
+        let mut again = a.create_label();
+        a.set_label(&mut again).unwrap();
+        a.dec(rax).unwrap();
+        a.jne(again).unwrap();
+        a.push(0).unwrap();
+        a.push(0).unwrap();
+        a.lidt(dword_ptr(rsp)).unwrap();
+        a.int3().unwrap();
+    });
+    let mut terminal = Terminal::start(&crashing);
+    let text = terminal.read_until("triple fault on vCPU 0\r\n");
+    // Printed on a terminal that is cooked again: the line ends where a line ends.
+    assert!(text.contains("anykvm: the guest crashed"), "{text}");
+    assert_eq!(wait(&mut terminal.child), Some(125));
+    assert!(is_cooked(&terminal.slave));
+}
+
+#[test]
+fn a_terminal_that_is_closed_ends_the_guest() {
+    let kernel = busy_kernel();
+    let mut terminal = Terminal::start(&kernel);
+    drop(terminal.master.take());
+    assert_eq!(wait(&mut terminal.child), Some(129));
+}
