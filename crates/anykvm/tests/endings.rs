@@ -1,5 +1,7 @@
 //! Every way in which a guest, or its user, ends: the status, the message, and the terminal.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
 mod guest;
 
 use std::fs::OpenOptions;

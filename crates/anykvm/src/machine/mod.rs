@@ -18,7 +18,7 @@ use crate::error::BootError;
 use crate::images::{self, Init, Overlay};
 use crate::input::{Destination, Route};
 use crate::kernel::{self, BootInfo, Image};
-use crate::layout::RSDP;
+use crate::layout::{HIGH_RAM, RSDP};
 use crate::memory::GuestMemory;
 use crate::terminal::{self, RawMode};
 use crate::virtio::{ConsoleInput, Disk};
@@ -133,9 +133,9 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
 
 /// The number of vCPUs, if the options make sense.
 fn check(args: &BootArgs) -> Result<u8, BootError> {
-    if args.mem == 0 || !args.mem.is_multiple_of(4096) {
+    if args.mem < HIGH_RAM || !args.mem.is_multiple_of(4096) {
         return Err(BootError::Usage(format!(
-            "--mem {}: must be a multiple of 4096 bytes, and not 0",
+            "--mem {}: must be a multiple of 4096 bytes, and at least {HIGH_RAM} (1M)",
             args.mem
         )));
     }

@@ -1,5 +1,7 @@
 //! Kernel image formats: recognising them, checking that they are whole, loading them.
 
+mod signature;
+
 use std::fs;
 use std::io::Cursor;
 use std::path::Path;
@@ -205,6 +207,7 @@ fn recognise(bytes: &[u8]) -> Result<Format, String> {
         ));
     }
     check_payload(bytes, (setup_sects + 1) * 512)?;
+    signature::check(bytes)?;
     Ok(Format::BzImage)
 }
 
