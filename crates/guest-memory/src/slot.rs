@@ -198,6 +198,11 @@ impl Slot {
         })
     }
 
+    /// The counter behind [`Self::code_generation`].
+    pub fn code_generation_cell(&self, index: usize) -> Option<&AtomicU32> {
+        self.code.generation.get(index)
+    }
+
     /// Makes everything decoded from the page invalid.
     pub fn bump_code_generation(&self, index: usize) {
         if let Some(g) = self.code.generation.get(index) {

@@ -277,6 +277,18 @@ impl Mmu {
         }
     }
 
+    /// Where the generation counter of a page is, and its value: for code that
+    /// checks it by itself. The cell stays until [`Self::slots_generation`] changes.
+    pub fn code_generation_cell(&self, id: u64) -> Option<&core::sync::atomic::AtomicU32> {
+        let (slot, index) = self.find_id(id)?;
+        self.table.slots(space_of(id)).get(slot)?.code_generation_cell(index)
+    }
+
+    /// Changes when this vCPU takes over other slots.
+    pub fn slots_generation(&self) -> u64 {
+        self.seen_generation
+    }
+
     fn find_id(&self, id: u64) -> Option<(usize, usize)> {
         let gpa = id & ((1 << 52) - 1) & !0xfff;
         let slot = self.table.find(space_of(id), gpa)?;

@@ -10,9 +10,12 @@
 
 use guest_memory::HostPage;
 
-/// Tag of an empty entry: not canonical in any mode, so no access has it. The
-/// host page of an empty entry is [`HostPage::nowhere`] all the same.
-pub const EMPTY_TAG: u64 = 1 << 63;
+/// Tag of the empty entry `i`: a page that another entry holds, so that no
+/// address which selects entry `i` can match it. (No single constant would do:
+/// generated code compares nothing but the offset from the tag.)
+pub const fn empty_tag(i: usize) -> u64 {
+    if i == 0 { 0x1000 } else { 0 }
+}
 /// Entries of a new table.
 pub const MIN_ENTRIES: usize = 1 << 10;
 /// Entries of the largest table.
@@ -22,7 +25,7 @@ pub const MAX_ENTRIES: usize = 1 << 14;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Entry {
-    /// Guest page, or [`EMPTY_TAG`].
+    /// Guest page, or [`empty_tag`].
     pub tag: u64,
     /// Its host page.
     pub host: HostPage,
@@ -34,9 +37,9 @@ const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(MIN_ENTRIES.is_power_of_two() && MAX_ENTRIES.is_power_of_two());
 
 impl Entry {
-    fn empty() -> Self {
+    fn empty(i: usize) -> Self {
         Self {
-            tag: EMPTY_TAG,
+            tag: empty_tag(i),
             host: HostPage::nowhere(),
         }
     }
@@ -65,12 +68,17 @@ impl Default for Table {
 impl Table {
     fn with_entries(n: usize) -> Self {
         Self {
-            entries: vec![Entry::empty(); n].into_boxed_slice(),
+            entries: (0..n).map(Entry::empty).collect(),
             global: vec![0; n / 64].into_boxed_slice(),
             filled: 0,
             conflicts: 0,
             idle_flushes: 0,
         }
+    }
+
+    /// The entries, for generated code; valid until the next call that takes `&mut self`.
+    pub fn as_ptr(&self) -> *const Entry {
+        self.entries.as_ptr()
     }
 
     /// Number of entries, a power of two.
@@ -108,7 +116,7 @@ impl Table {
     pub fn insert(&mut self, gva: u64, host: HostPage, global: bool) {
         let tag = gva & !0xfff;
         let old = self.entries[self.index(gva)].tag;
-        if old == EMPTY_TAG {
+        if old == empty_tag(self.index(gva)) {
             self.filled += 1;
         } else if old != tag {
             self.conflicts += 1;
@@ -130,7 +138,7 @@ impl Table {
     fn resize(&mut self, n: usize) {
         let old = core::mem::replace(self, Self::with_entries(n));
         for (i, e) in old.entries.iter().enumerate() {
-            if e.tag != EMPTY_TAG {
+            if e.tag != empty_tag(i) {
                 let global = old.global[i / 64] >> (i % 64) & 1 != 0;
                 self.insert(e.tag, e.host, global);
             }
@@ -152,7 +160,7 @@ impl Table {
         } else {
             self.idle_flushes = 0;
         }
-        self.entries.fill(Entry::empty());
+        self.fill_empty(0..self.entries.len());
         self.global.fill(0);
         self.filled = 0;
     }
@@ -167,17 +175,24 @@ impl Table {
             return;
         }
         self.filled = 0;
-        for (entries, word) in self.entries.chunks_mut(64).zip(&self.global) {
-            if *word == 0 {
-                entries.fill(Entry::empty());
+        for word in 0..self.global.len() {
+            let kept = self.global[word];
+            self.filled += kept.count_ones() as usize;
+            if kept == 0 {
+                self.fill_empty(word * 64..(word + 1) * 64);
                 continue;
             }
-            self.filled += word.count_ones() as usize;
-            for (i, e) in entries.iter_mut().enumerate() {
-                if word >> i & 1 == 0 {
-                    *e = Entry::empty();
-                }
+            for i in (0..64).filter(|i| kept >> i & 1 == 0) {
+                self.entries[word * 64 + i] = Entry::empty(word * 64 + i);
             }
+        }
+    }
+
+    fn fill_empty(&mut self, range: core::ops::Range<usize>) {
+        let first = range.start == 0;
+        self.entries[range].fill(Entry::empty(1));
+        if first {
+            self.entries[0] = Entry::empty(0);
         }
     }
 
@@ -190,7 +205,7 @@ impl Table {
     }
 
     fn clear(&mut self, i: usize) {
-        self.entries[i] = Entry::empty();
+        self.entries[i] = Entry::empty(i);
         self.global[i / 64] &= !(1 << (i % 64));
     }
 
@@ -202,7 +217,7 @@ impl Table {
         let mut n = 0;
         for i in 0..self.entries.len() {
             let e = &self.entries[i];
-            if e.tag != EMPTY_TAG && f(e) {
+            if e.tag != empty_tag(i) && f(e) {
                 self.clear(i);
                 n += 1;
             }

@@ -153,6 +153,26 @@ impl Mmu {
         })
     }
 
+    /// The live view's tables, for generated code. They move and change with
+    /// every call that takes `&mut self`.
+    pub fn live_tables(&self) -> (&crate::l1::Table, &crate::l1::Table) {
+        let t = &self.views[self.live];
+        (&t.read, &t.write)
+    }
+
+    /// Prepares an access at the current privilege level and returns the host
+    /// address of its first byte, if it needs no more than that: the page has a
+    /// tag from now on, and all bytes are in it. Otherwise the access has to be
+    /// made with [`Self::read`] and its kin.
+    #[inline(never)]
+    pub fn refill(&mut self, cpu: &mut CpuState, gva: u64, size: u64, access: Access) -> Option<u64> {
+        if gva % PAGE_SIZE + size > PAGE_SIZE {
+            return None;
+        }
+        let page = self.resolve(cpu, gva, access, Privilege::Current).ok()?;
+        (!page.note).then(|| page.host.hva() + gva % PAGE_SIZE)
+    }
+
     /// After a write to a resolved page.
     pub(crate) fn written(&self, page: &Resolved, offset: u64, len: u64) {
         if page.note

@@ -100,6 +100,45 @@ pub struct CpuState {
     pub features: Features,
     /// x87 and SIMD state.
     pub fp: FpState,
+    /// Working memory of an execution engine.
+    pub engine: EngineArea,
+}
+
+/// Words that generated code reaches through the same base register as the
+/// state. Not architectural: equal to any other, and not copied.
+#[repr(C, align(64))]
+pub struct EngineArea {
+    /// Laid out by the engine.
+    pub words: [u64; EngineArea::WORDS],
+}
+
+impl EngineArea {
+    /// Number of words.
+    pub const WORDS: usize = 128;
+}
+
+impl Default for EngineArea {
+    fn default() -> Self {
+        Self {
+            words: [0; Self::WORDS],
+        }
+    }
+}
+impl Clone for EngineArea {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+impl PartialEq for EngineArea {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+impl Eq for EngineArea {}
+impl core::fmt::Debug for EngineArea {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("EngineArea")
+    }
 }
 
 impl Default for CpuState {
@@ -174,6 +213,7 @@ impl Default for CpuState {
             events: Events::default(),
             features: Features::default(),
             fp: FpState::default(),
+            engine: EngineArea::default(),
         }
     }
 }

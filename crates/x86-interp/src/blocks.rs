@@ -83,7 +83,10 @@ pub(crate) struct Blocks<B> {
     insns: Vec<Insn<B>>,
     blocks: Vec<Block>,
     index: HashMap<(u64, u8), u32, BuildHasherDefault<Fold>>,
+    /// Jump cache, for blocks and then for single instructions.
     jumps: Box<[Jump]>,
+    /// Blocks of one instruction are being looked for.
+    single: bool,
 }
 
 impl<B: GuestBus> Blocks<B> {
@@ -92,7 +95,8 @@ impl<B: GuestBus> Blocks<B> {
             insns: Vec::new(),
             blocks: Vec::new(),
             index: HashMap::default(),
-            jumps: vec![EMPTY; JUMPS].into_boxed_slice(),
+            jumps: vec![EMPTY; 2 * JUMPS].into_boxed_slice(),
+            single: false,
         }
     }
 
@@ -130,11 +134,36 @@ impl<B: GuestBus> Blocks<B> {
         self.find_slow(ex, linear, slot)
     }
 
+    /// As [`Self::find`], but only the first instruction of the block is decoded.
+    pub(crate) fn find_single(&mut self, ex: &mut Exec<'_, B>) -> Result<Block, Stop> {
+        self.single = true;
+        let linear = ex.code_linear(ex.cpu.rip());
+        let epoch = ex.bus.fetch_epoch();
+        let slot = JUMPS + ((linear ^ linear >> 13) as usize & (JUMPS - 1));
+        let found = match self.jumps.get(slot) {
+            Some(j)
+                if j.linear == linear && j.epoch == epoch && j.size == ex.cpu.code_size =>
+            {
+                self.blocks.get(j.block as usize).copied()
+            }
+            _ => None,
+        };
+        let result = match found {
+            Some(b) if is_current(ex.bus, &b) => Ok(b),
+            _ => self.find_slow(ex, linear, slot),
+        };
+        self.single = false;
+        result
+    }
+
     #[inline(never)]
     fn find_slow(&mut self, ex: &mut Exec<'_, B>, linear: u64, slot: usize) -> Result<Block, Stop> {
         ex.check_fetch(ex.cpu.rip(), 1)?;
         let page = ex.bus.code_page(ex.cpu, linear)?;
-        let key = (page.id | linear & PAGE_MASK, ex.cpu.code_size as u8);
+        let key = (
+            page.id | linear & PAGE_MASK,
+            ex.cpu.code_size as u8 | u8::from(self.single) << 7,
+        );
         let known = self.index.get(&key).copied();
         let valid = match known.and_then(|n| self.blocks.get(n as usize)) {
             Some(b) if b.page == page => match b.second {
@@ -226,7 +255,7 @@ impl<B: GuestBus> Blocks<B> {
             at = at.wrapping_add(insn.len.into());
             block.bytes += u32::from(insn.len);
             self.insns.push(insn);
-            if ends || block.second.is_some() {
+            if ends || self.single || block.second.is_some() {
                 break;
             }
         }

@@ -9,7 +9,7 @@ use x86_cpu::{Feature, Features};
 
 /// Decoder behaviour that depends on CPUID: encodings that mean something
 /// else on processors without the feature.
-pub(crate) fn decoder_options(f: &Features) -> u32 {
+pub fn decoder_options(f: &Features) -> u32 {
     let mut options = DecoderOptions::NONE;
     if f.has(Feature::Amd) {
         options |= DecoderOptions::AMD;
@@ -30,7 +30,7 @@ pub(crate) fn decoder_options(f: &Features) -> u32 {
 }
 
 /// True if the guest's CPUID promises the instruction.
-pub(crate) fn is_available(i: &Instruction, f: &Features) -> bool {
+pub fn is_available(i: &Instruction, f: &Features) -> bool {
     use Code::{Reservednop_rm16_r16_0F0D, Reservednop_rm32_r32_0F0D, Reservednop_rm64_r64_0F0D};
     if matches!(
         i.code(),

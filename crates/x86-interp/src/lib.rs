@@ -13,7 +13,7 @@ mod deliver;
 mod descriptor;
 mod exec;
 mod flags;
-mod gating;
+pub mod gating;
 mod insn;
 mod int;
 mod run;

@@ -85,6 +85,20 @@ impl<B: GuestBus> Interp<B> {
         ex.sync_flags();
         finish(result)
     }
+    /// Executes one whole instruction (a `rep` one until it is done, or the bus
+    /// wants to be polled), or delivers the exception that it raises. For an
+    /// engine that leaves single instructions to the interpreter.
+    pub fn one(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
+        let mut ex = Exec::new(cpu, bus, &mut self.native);
+        let result = if ex.needs_stepping() {
+            step_one(&mut self.blocks, &mut ex)
+        } else {
+            run_first(&mut self.blocks, &mut ex)
+        };
+        let result = result.or_else(|stop| handle(&mut ex, stop));
+        ex.sync_flags();
+        finish(result)
+    }
     /// Delivers an event through the IDT. `Exit` means that delivery needs the
     /// VMM first: inject again afterwards.
     pub fn inject(&mut self, cpu: &mut CpuState, bus: &mut B, event: Event) -> Result<(), RunStop> {
@@ -105,6 +119,26 @@ fn finish(result: Result<(), Stop>) -> RunStop {
         Err(Stop::Halt) => RunStop::Halt,
         Err(Stop::TripleFault) => RunStop::TripleFault,
     }
+}
+
+/// Runs the first instruction of the block at RIP.
+fn run_first<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+    let block = blocks.find_single(ex)?;
+    let Some(insn) = blocks.insns(&block).first() else {
+        return Err(Exception::UD.into());
+    };
+    if !ex.cpu.is_64bit() {
+        ex.check_fetch(ex.cpu.rip(), insn.len.into())?;
+    }
+    let result = (insn.handler)(ex, insn);
+    if let Ok(Flow::Next | Flow::EndBlock) = result {
+        let next = ex.next_rip(insn);
+        ex.cpu.set_rip(next);
+    }
+    if matches!(result, Ok(_) | Err(Stop::Halt)) {
+        ex.bus.commit();
+    }
+    result.map(|_| ())
 }
 
 /// Runs the block at RIP to its end, or until it ends early.

@@ -10,6 +10,7 @@ const LAYERS: &[&[&str]] = &[
     &["guest-memory", "x86-cpu", "irqchip"],
     &["x86-native", "mmu", "io-bus"],
     &["x86-interp"],
+    &["x86-jit"],
     &["hypervisor"],
     &["kvm-abi"],
     &["anykvm-ioctls"],

@@ -472,6 +472,15 @@ impl GuestBus for Bus {
     }
 }
 
+impl x86_jit::JitBus for Bus {
+    fn mmu(&mut self) -> &mut Mmu {
+        &mut self.mmu
+    }
+    fn request_word(&self) -> &std::sync::atomic::AtomicU32 {
+        self.shared.request_word()
+    }
+}
+
 impl Bus {
     /// Code outside memory cannot be executed: KVM_INTERNAL_ERROR_EMULATION.
     fn fetch_result<T>(&mut self, cpu: &CpuState, r: Result<T, Miss>) -> Result<T, Fault> {

@@ -21,6 +21,7 @@ use mmu::Mmu;
 use x86_cpu::{CpuState, Flush, GuestBus, PendingInterrupt, Privilege};
 use x86_defs::reg;
 use x86_interp::Interp;
+use x86_jit::Jit;
 
 use self::{
     bus::Bus,
@@ -45,6 +46,8 @@ fn linear_rip(cpu: &CpuState) -> u64 {
 struct Inner {
     cpu: Box<CpuState>,
     interp: Interp<Bus>,
+    /// Absent if switched off, or if the host allows no generated code.
+    jit: Option<Jit>,
     bus: Bus,
     /// KVM_MP_STATE_*.
     mp_state: u32,
@@ -75,6 +78,7 @@ impl Vcpu {
         let inner = Inner {
             cpu,
             interp: Interp::new(),
+            jit: engine_is_jit().then(Jit::new::<Bus>).flatten(),
             bus,
             mp_state,
         };
@@ -189,6 +193,9 @@ impl Vcpu {
         lapic.set_config(config);
         drop(lapic);
         inner.interp.flush_all();
+        if let Some(jit) = &mut inner.jit {
+            jit.flush_all();
+        }
         inner.reload();
         Ok(())
     }
@@ -372,6 +379,11 @@ impl Vcpu {
             .read_bytes(&mut inner.cpu, gva, buf, Privilege::System)
             .map_err(|_| Error::Fault)
     }
+}
+
+/// `ANYKVM_ENGINE=interp` selects the interpreter alone.
+fn engine_is_jit() -> bool {
+    std::env::var_os("ANYKVM_ENGINE").is_none_or(|v| v != "interp")
 }
 
 impl Inner {

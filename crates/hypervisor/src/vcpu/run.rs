@@ -100,7 +100,7 @@ impl Inner {
             let stop = if single || self.cpu.shadow != Shadow::None {
                 self.interp.step(&mut self.cpu, &mut self.bus)
             } else {
-                self.interp.run(&mut self.cpu, &mut self.bus)
+                self.execute()
             };
             if let Some(exit) = self.stopped(stop) {
                 return Ok(exit);
@@ -108,6 +108,14 @@ impl Inner {
             if single && self.bus.intercept(&mut self.cpu, Exception::DB) {
                 return Ok(self.bus.exit.take().unwrap_or(Exit::Shutdown));
             }
+        }
+    }
+
+    /// Executes until something stops it.
+    fn execute(&mut self) -> RunStop {
+        match &mut self.jit {
+            Some(jit) => jit.run(&mut self.interp, &mut self.cpu, &mut self.bus),
+            None => self.interp.run(&mut self.cpu, &mut self.bus),
         }
     }
 

@@ -103,6 +103,10 @@ impl VcpuShared {
     pub(crate) fn is_requested(&self) -> bool {
         self.requests.load(Ordering::Relaxed) != 0
     }
+    /// The word that requests are bits of.
+    pub(crate) fn request_word(&self) -> &AtomicU32 {
+        &self.requests
+    }
     /// Takes all requests.
     pub(crate) fn take(&self) -> u32 {
         self.requests.swap(0, Ordering::SeqCst)

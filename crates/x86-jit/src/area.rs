@@ -1,0 +1,101 @@
+//! The vCPU's state as generated code addresses it: offsets from GS.
+//!
+//! | host register | holds |
+//! |---|---|
+//! | rax … rdi but rsp, r8 … r11 | the guest's register of that name |
+//! | r15 | the guest's RSP |
+//! | r12 | instructions until the next poll |
+//! | r13, r14 | scratch; r14 is the host address of a memory operand |
+//! | rsp | the host's stack |
+//!
+//! The guest's r12 to r15 live in memory. Its arithmetic flags are in the
+//! host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
+
+use core::mem::offset_of;
+
+use x86_cpu::CpuState;
+use x86_defs::{reg, segment::Segment};
+
+use crate::asm::{Mem, Reg, gs};
+
+/// Poll budget: instructions between two looks at the request word.
+pub(crate) const BUDGET: u32 = 1000;
+/// Looks at the request word before the run loop is returned to.
+pub(crate) const POLLS: u64 = 24;
+
+/// Scratch, and the host address of memory operands.
+pub(crate) const S0: Reg = 14;
+/// Scratch.
+pub(crate) const S1: Reg = 13;
+/// Counts down to the next poll.
+pub(crate) const COUNTER: Reg = 12;
+/// Guest RSP.
+pub(crate) const GUEST_RSP: Reg = 15;
+
+const fn word(n: usize) -> usize {
+    offset_of!(CpuState, engine) + 8 * n
+}
+
+pub(crate) const READ_TABLE: usize = word(0);
+pub(crate) const READ_MASK: usize = word(1);
+pub(crate) const WRITE_TABLE: usize = word(2);
+pub(crate) const WRITE_MASK: usize = word(3);
+/// The table of indirect targets.
+pub(crate) const TARGETS: usize = word(4);
+/// What identifies mapping and mode in [`TARGETS`].
+pub(crate) const KEY: usize = word(5);
+/// Spreads the keys over [`TARGETS`].
+pub(crate) const MIX: usize = word(6);
+/// gva of the page that executes.
+pub(crate) const PAGE: usize = word(7);
+/// Arithmetic flags, when not in RFLAGS.
+pub(crate) const FLAGS: usize = word(8);
+/// Two words.
+pub(crate) const SPILL: usize = word(9);
+/// Where to jump after the registers are loaded.
+pub(crate) const ENTRY: usize = word(11);
+/// Address of the request word.
+pub(crate) const REQUESTS: usize = word(12);
+/// Looks that are left.
+pub(crate) const POLLS_LEFT: usize = word(13);
+/// [`crate::exit::Reason`].
+pub(crate) const REASON: usize = word(14);
+/// Number of the link site.
+pub(crate) const ARGUMENT: usize = word(15);
+/// FP state is in the host's registers.
+pub(crate) const FP_LIVE: usize = word(16);
+/// `*mut RefillContext`.
+pub(crate) const CONTEXT: usize = word(17);
+/// The host's default MXCSR, for LDMXCSR.
+pub(crate) const HOST_MXCSR: usize = word(18);
+/// Room for YMM0 to YMM15 while Rust code runs.
+pub(crate) const VECTORS: usize = word(32);
+
+pub(crate) const FP_AREA: usize = offset_of!(CpuState, fp);
+pub(crate) const RIP: usize = 8 * reg::RIP;
+
+/// Index in `EngineArea::words` of a field above.
+pub(crate) const fn index(offset: usize) -> usize {
+    (offset - offset_of!(CpuState, engine)) / 8
+}
+
+/// Memory of a guest register.
+pub(crate) const fn home(n: u8) -> Mem {
+    gs(8 * n as usize)
+}
+
+/// Base of FS or GS (4, 5).
+pub(crate) const fn segment_base(n: usize) -> Mem {
+    gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, base))
+}
+
+/// The host register of a guest register, if it has one.
+pub(crate) const fn host_reg(n: u8) -> Option<Reg> {
+    match n {
+        4 => Some(GUEST_RSP),
+        12..=15 => None,
+        n => Some(n),
+    }
+}
+
+const _: () = assert!(offset_of!(CpuState, gpr) == 0);

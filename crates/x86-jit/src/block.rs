@@ -1,0 +1,130 @@
+//! Decoding a block, and which arithmetic flags are live where.
+
+use iced_x86::{Decoder, DecoderError, Instruction, Mnemonic, OpKind, RflagsBits};
+use x86_cpu::{CpuState, GuestBus};
+use x86_interp::gating;
+
+use crate::kind::{Kind, Kinds};
+
+/// The six arithmetic flags.
+pub(crate) const ALL: u32 = RflagsBits::OF
+    | RflagsBits::SF
+    | RflagsBits::ZF
+    | RflagsBits::AF
+    | RflagsBits::CF
+    | RflagsBits::PF;
+
+/// Instructions of a block at most.
+const MAX_INSNS: usize = 48;
+
+/// An instruction of a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Decoded {
+    pub(crate) i: Instruction,
+    pub(crate) kind: Kind,
+    /// Offset in the page; so are branch targets and RIP-relative addresses.
+    pub(crate) offset: u32,
+    /// Flags that something may read before they are written, this instruction included.
+    pub(crate) live_in: u32,
+}
+
+/// Decodes the block at `gva` in 64-bit mode; IP 0 is the page's start.
+/// Empty if its first instruction cannot be translated or leaves the page.
+pub(crate) fn decode<B: GuestBus>(
+    out: &mut Vec<Decoded>,
+    kinds: &mut Kinds,
+    cpu: &mut CpuState,
+    bus: &mut B,
+    gva: u64,
+    fp: bool,
+) {
+    out.clear();
+    let options = gating::decoder_options(&cpu.features);
+    let mut offset = (gva & 0xfff) as u32;
+    let page = gva & !0xfff;
+    let mut bytes = [0; 64];
+    let (mut start, mut have) = (0, 0);
+    let mut i = Instruction::default();
+    while out.len() < MAX_INSNS && offset < 0x1000 {
+        // The bytes are tracked as code, so no more than may be needed.
+        let used = (offset - start) as usize;
+        if used + 15 > have || have == 0 {
+            start = offset;
+            let room = (0x1000 - offset as usize).min(bytes.len());
+            have = match bus.code_bytes(cpu, page + u64::from(offset), &mut bytes[..room]) {
+                Ok(n) => n,
+                Err(_) => return,
+            };
+        }
+        let from = (offset - start) as usize;
+        let mut decoder = Decoder::with_ip(64, &bytes[from..have], offset.into(), options);
+        decoder.decode_out(&mut i);
+        if decoder.last_error() != DecoderError::None {
+            break;
+        }
+        let mut kind = if gating::is_available(&i, &cpu.features) {
+            kinds.of(&i)
+        } else {
+            Kind::Interpret
+        };
+        if matches!(kind, Kind::CopyFp | Kind::CopyFpAligned) && !fp {
+            kind = Kind::Interpret;
+        }
+        if i.has_lock_prefix() && !is_lockable(&i) {
+            kind = Kind::Interpret;
+        }
+        out.push(Decoded {
+            i,
+            kind,
+            offset,
+            live_in: 0,
+        });
+        offset += i.len() as u32;
+        if matches!(
+            kind,
+            Kind::Interpret
+                | Kind::Jmp
+                | Kind::JmpIndirect
+                | Kind::Call
+                | Kind::CallIndirect
+                | Kind::Ret
+        ) {
+            break;
+        }
+    }
+    let mut live = ALL;
+    for d in out.iter_mut().rev() {
+        live = match d.kind {
+            Kind::Interpret | Kind::Jcc => ALL,
+            Kind::Nop => live,
+            _ => live & !overwritten(&d.i) | d.i.rflags_read() & ALL,
+        };
+        d.live_in = live;
+    }
+}
+
+/// LOCK is allowed with a memory destination only (#UD otherwise).
+fn is_lockable(i: &Instruction) -> bool {
+    i.op0_kind() == OpKind::Memory
+}
+
+/// Flags that the instruction always sets. Undefined ones are not among them:
+/// hardware keeps some of those.
+fn overwritten(i: &Instruction) -> u32 {
+    let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
+    match i.mnemonic() {
+        _ if (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Immediate8 && i.immediate8() & 31 != 0) => set,
+        // A count of zero changes no flag.
+        Mnemonic::Shl
+        | Mnemonic::Sal
+        | Mnemonic::Shr
+        | Mnemonic::Sar
+        | Mnemonic::Rol
+        | Mnemonic::Ror
+        | Mnemonic::Rcl
+        | Mnemonic::Rcr
+        | Mnemonic::Shld
+        | Mnemonic::Shrd => 0,
+        _ => set,
+    }
+}

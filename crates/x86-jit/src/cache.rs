@@ -1,0 +1,100 @@
+//! Translated blocks by page and mode, and the table of indirect targets.
+
+use std::collections::HashMap;
+
+use crate::translate::{Entries, TARGETS_LEN};
+
+/// A translated block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    pub(crate) entries: Entries,
+    /// Generation of the page's code that it was translated from.
+    pub(crate) generation: u32,
+}
+
+/// Entry of the table of indirect targets, as generated code reads it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Target {
+    /// Address in the guest.
+    pub(crate) rip: u64,
+    /// Mapping and mode for which it is right.
+    pub(crate) key: u64,
+    /// Address of the block's outer entry.
+    pub(crate) code: u64,
+    /// Page of `rip`.
+    pub(crate) page: u64,
+}
+
+const _: () = assert!(size_of::<Target>() == 32);
+
+/// No key is zero.
+const EMPTY: Target = Target {
+    rip: 0,
+    key: 0,
+    code: 0,
+    page: 0,
+};
+
+/// Blocks and targets of one vCPU.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    /// By page identity, offset and mode.
+    pub(crate) blocks: HashMap<(u64, u8), Option<Block>, Hash>,
+    pub(crate) targets: Box<[Target]>,
+}
+
+impl Cache {
+    pub(crate) fn new() -> Self {
+        Self {
+            blocks: HashMap::default(),
+            targets: vec![EMPTY; TARGETS_LEN].into_boxed_slice(),
+        }
+    }
+    pub(crate) fn clear(&mut self) {
+        self.blocks.clear();
+        self.targets.fill(EMPTY);
+    }
+    pub(crate) fn set_target(&mut self, rip: u64, key: u64, mix: u64, code: u64) {
+        let i = (rip ^ mix) as usize & (TARGETS_LEN - 1);
+        if let Some(t) = self.targets.get_mut(i) {
+            *t = Target {
+                rip,
+                key,
+                code,
+                page: rip & !0xfff,
+            };
+        }
+    }
+}
+
+/// Multiplicative hash: keys are addresses.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Hash;
+
+/// State of [`Hash`].
+#[derive(Debug)]
+pub(crate) struct Fold(u64);
+
+impl core::hash::BuildHasher for Hash {
+    type Hasher = Fold;
+    fn build_hasher(&self) -> Fold {
+        Fold(0)
+    }
+}
+
+impl core::hash::Hasher for Fold {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|b| self.write_u64(u64::from(*b)));
+    }
+    fn write_u8(&mut self, v: u8) {
+        self.write_u64(v.into());
+    }
+    fn write_u64(&mut self, v: u64) {
+        self.0 = (self.0.rotate_left(5) ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 ^= self.0 >> 32;
+    }
+}

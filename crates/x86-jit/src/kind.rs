@@ -1,0 +1,216 @@
+//! The table of instructions: what the translator does with each form, and why that is safe.
+//!
+//! A form that is not listed is left to the interpreter. [`Kind::Copy`] is for
+//! instructions whose only effects are on general registers, arithmetic flags,
+//! FP and SIMD registers and their one memory operand, and that cannot fault
+//! but through that operand: they are executed as they are, with registers
+//! renamed and the operand replaced.
+
+use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
+
+/// What is done with an instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    /// Not looked at yet.
+    Unknown,
+    /// The interpreter executes it.
+    Interpret,
+    /// Harmless: re-encoded.
+    Copy,
+    /// Harmless, and works on FP or SIMD state.
+    CopyFp,
+    /// The same, whose memory operand must be aligned to its size.
+    CopyFpAligned,
+    /// No effect at all.
+    Nop,
+    Lea,
+    Push,
+    Pop,
+    Leave,
+    /// DIV: guarded against #DE.
+    Div,
+    /// IDIV: guarded against #DE.
+    Idiv,
+    Jcc,
+    Jmp,
+    JmpIndirect,
+    Call,
+    CallIndirect,
+    Ret,
+}
+
+/// Kinds by form, found when first met.
+#[derive(Debug)]
+pub(crate) struct Kinds(Vec<Kind>);
+
+impl Kinds {
+    pub(crate) fn new() -> Self {
+        Self(vec![Kind::Unknown; Code::values().len()])
+    }
+    /// The kind of an instruction that the guest's CPUID promises.
+    pub(crate) fn of(&mut self, i: &Instruction) -> Kind {
+        let Some(slot) = self.0.get_mut(i.code() as usize) else {
+            return Kind::Interpret;
+        };
+        if *slot == Kind::Unknown {
+            *slot = form(i);
+        }
+        match *slot {
+            Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop if !operands_are_plain(i) => {
+                Kind::Interpret
+            }
+            kind => kind,
+        }
+    }
+}
+
+/// The kind of a form, whatever its operands.
+fn form(i: &Instruction) -> Kind {
+    use Mnemonic as M;
+    let code = i.code();
+    if !code.cpuid_features().iter().all(|f| host_has(*f)) {
+        return Kind::Interpret;
+    }
+    match i.mnemonic() {
+        M::Nop | M::Endbr64 | M::Endbr32 | M::Prefetchnta | M::Prefetcht0 | M::Prefetcht1
+        | M::Prefetcht2 | M::Prefetchw | M::Prefetch => Kind::Nop,
+        M::Lea => Kind::Lea,
+        M::Push if pushes_quadword(code) => Kind::Push,
+        M::Pop if matches!(code, Code::Pop_r64 | Code::Pop_rm64) => Kind::Pop,
+        M::Leave if code == Code::Leaveq => Kind::Leave,
+        M::Div if matches!(code, Code::Div_rm32 | Code::Div_rm64) => Kind::Div,
+        M::Idiv if matches!(code, Code::Idiv_rm32 | Code::Idiv_rm64) => Kind::Idiv,
+        M::Jmp if matches!(code, Code::Jmp_rel8_64 | Code::Jmp_rel32_64) => Kind::Jmp,
+        M::Jmp if code == Code::Jmp_rm64 => Kind::JmpIndirect,
+        M::Call if code == Code::Call_rel32_64 => Kind::Call,
+        M::Call if code == Code::Call_rm64 => Kind::CallIndirect,
+        M::Ret if matches!(code, Code::Retnq | Code::Retnq_imm16) => Kind::Ret,
+        _ if is_jcc(code) => Kind::Jcc,
+        M::Cmpxchg8b | M::Cmpxchg16b => Kind::Interpret,
+        _ if is_harmless_integer(i) => Kind::Copy,
+        M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,
+        _ if x86_native::form(i).is_some() => {
+            if must_be_aligned(i) {
+                Kind::CopyFpAligned
+            } else {
+                Kind::CopyFp
+            }
+        }
+        _ => Kind::Interpret,
+    }
+}
+
+fn pushes_quadword(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Push_r64 | Code::Push_rm64 | Code::Pushq_imm8 | Code::Pushq_imm32
+    )
+}
+
+/// Jcc of 64-bit code with a 64-bit target.
+fn is_jcc(code: Code) -> bool {
+    code.is_jcc_short_or_near() && format!("{code:?}").ends_with("_64")
+}
+
+/// Integer instructions without effects beyond registers, flags and their operand.
+fn is_harmless_integer(i: &Instruction) -> bool {
+    use Mnemonic as M;
+    match i.mnemonic() {
+        // Of general registers: segment, control and debug registers have forms of their own.
+        M::Mov => !(0..i.op_count())
+            .any(|n| i.op_kind(n) == OpKind::Register && !i.op_register(n).is_gpr()),
+        M::Bt | M::Bts | M::Btr | M::Btc => true,
+        M::Movzx | M::Movsx | M::Movsxd | M::Add | M::Or | M::Adc | M::Sbb | M::And | M::Sub
+        | M::Xor | M::Cmp | M::Test | M::Inc | M::Dec | M::Neg | M::Not | M::Mul | M::Imul
+        | M::Shl | M::Sal | M::Shr | M::Sar | M::Rol | M::Ror | M::Rcl | M::Rcr | M::Shld
+        | M::Shrd | M::Bsf | M::Bsr | M::Tzcnt | M::Lzcnt | M::Popcnt | M::Andn | M::Bextr
+        | M::Blsi | M::Blsmsk | M::Blsr | M::Bzhi | M::Pdep | M::Pext | M::Rorx | M::Sarx
+        | M::Shlx | M::Shrx | M::Mulx | M::Adcx | M::Adox | M::Crc32 | M::Movbe | M::Bswap
+        | M::Seta | M::Setae | M::Setb | M::Setbe | M::Sete | M::Setg | M::Setge | M::Setl
+        | M::Setle | M::Setne | M::Setno | M::Setnp | M::Setns | M::Seto | M::Setp | M::Sets
+        | M::Cmova | M::Cmovae | M::Cmovb | M::Cmovbe | M::Cmove | M::Cmovg | M::Cmovge
+        | M::Cmovl | M::Cmovle | M::Cmovne | M::Cmovno | M::Cmovnp | M::Cmovns | M::Cmovo
+        | M::Cmovp | M::Cmovs | M::Cmpxchg | M::Xadd | M::Xchg | M::Cbw | M::Cwde | M::Cdqe
+        | M::Cwd | M::Cdq | M::Cqo | M::Clc | M::Stc | M::Cmc | M::Lahf | M::Sahf | M::Movnti
+        | M::Mfence | M::Lfence | M::Sfence | M::Pause => true,
+        _ => false,
+    }
+}
+
+/// Memory operands are ordinary ones, and high bytes need no REX prefix.
+fn operands_are_plain(i: &Instruction) -> bool {
+    use Mnemonic as M;
+    let bit_string = matches!(i.mnemonic(), M::Bt | M::Bts | M::Btr | M::Btc)
+        && i.op1_kind() == OpKind::Register;
+    // A register selects a bit anywhere in memory.
+    if i.op0_kind() == OpKind::Memory && (bit_string || i.mnemonic() == M::Pop) {
+        return false;
+    }
+    let mut high = false;
+    let mut memory = false;
+    let mut rex = false;
+    for n in 0..i.op_count() {
+        match i.op_kind(n) {
+            OpKind::Register => {
+                let r = i.op_register(n);
+                if r.is_segment_register() {
+                    return false;
+                }
+                high |= matches!(r, Register::AH | Register::CH | Register::DH | Register::BH);
+                rex |= r.is_gpr() && r.full_register().number() >= 8
+                    || r.full_register() == Register::RSP && r.is_gpr()
+                    || matches!(r, Register::SIL | Register::DIL | Register::BPL)
+                    || r.is_gpr64();
+            }
+            OpKind::Memory => memory = true,
+            OpKind::MemorySegSI
+            | OpKind::MemorySegESI
+            | OpKind::MemorySegRSI
+            | OpKind::MemorySegDI
+            | OpKind::MemorySegEDI
+            | OpKind::MemorySegRDI
+            | OpKind::MemoryESDI
+            | OpKind::MemoryESEDI
+            | OpKind::MemoryESRDI => return false,
+            _ => {}
+        }
+    }
+    !(high && (memory || rex))
+}
+
+/// Legacy SSE operands of 16 bytes are aligned, with few exceptions; VEX ones
+/// need not be, with few exceptions (SDM vol. 1, 14.9).
+fn must_be_aligned(i: &Instruction) -> bool {
+    use Mnemonic as M;
+    let strict = matches!(
+        i.mnemonic(),
+        M::Movaps | M::Movapd | M::Movdqa | M::Movntps | M::Movntpd | M::Movntdq | M::Movntdqa
+            | M::Vmovaps | M::Vmovapd | M::Vmovdqa | M::Vmovntps | M::Vmovntpd | M::Vmovntdq
+            | M::Vmovntdqa
+    );
+    let legacy = i.code().encoding() == iced_x86::EncodingKind::Legacy
+        && i.memory_size().size() == 16
+        && !matches!(
+            i.mnemonic(),
+            M::Movups | M::Movupd | M::Movdqu | M::Lddqu | M::Pcmpestri | M::Pcmpestrm
+                | M::Pcmpistri | M::Pcmpistrm | M::Pcmpestri64 | M::Pcmpestrm64
+        );
+    strict || legacy
+}
+
+/// Features of integer instructions that the host may lack; FP and SIMD forms
+/// are checked by `x86_native::form`.
+fn host_has(f: CpuidFeature) -> bool {
+    use CpuidFeature as F;
+    match f {
+        F::BMI1 => std::is_x86_feature_detected!("bmi1"),
+        F::BMI2 => std::is_x86_feature_detected!("bmi2"),
+        F::LZCNT => std::is_x86_feature_detected!("lzcnt"),
+        F::POPCNT => std::is_x86_feature_detected!("popcnt"),
+        F::ADX => std::is_x86_feature_detected!("adx"),
+        F::MOVBE => std::is_x86_feature_detected!("movbe"),
+        F::SSE4_2 => std::is_x86_feature_detected!("sse4.2"),
+        _ => true,
+    }
+}

@@ -1,0 +1,37 @@
+//! Same-ISA translation: guest code copied where harmless, rewritten where not.
+//!
+//! [`Jit`] runs a vCPU's 64-bit code from blocks of host code and leaves single
+//! instructions, and every other mode, to the interpreter. Registers stay in
+//! host registers ([`area`]), arithmetic flags in the host's, memory operands
+//! go through the MMU's first-level tables inline. A block is keyed by its page
+//! in guest-physical memory and the mode, so code that several processes share
+//! is translated once, wherever it is mapped.
+//!
+//! Exits are exact: RIP, registers and memory are as after the last completed
+//! instruction. (One exception about flags: see `translate`.)
+
+mod area;
+mod asm;
+mod block;
+mod cache;
+mod exit;
+mod kind;
+mod run;
+mod thunks;
+mod translate;
+
+use core::sync::atomic::AtomicU32;
+
+use mmu::Mmu;
+use x86_cpu::GuestBus;
+
+pub use run::{Jit, Stats};
+
+/// What translated code needs of the outside, besides [`GuestBus`].
+pub trait JitBus: GuestBus {
+    /// The MMU behind the bus.
+    fn mmu(&mut self) -> &mut Mmu;
+    /// Becomes non-zero when the run loop has to be returned to. The same word
+    /// for the bus's whole life.
+    fn request_word(&self) -> &AtomicU32;
+}

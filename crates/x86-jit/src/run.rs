@@ -1,0 +1,382 @@
+//! [`Jit`]: the dispatch loop between translated code, the interpreter and the run loop.
+
+use core::arch::asm;
+
+use host::code_buffer::CodeBuffer;
+use x86_cpu::{Access, CodeSize, CpuState, Shadow};
+use x86_defs::{
+    control::{cr0, cr4},
+    dr, rflags, xsave,
+};
+use x86_interp::{Interp, RunStop};
+
+use crate::{
+    JitBus,
+    area::{self, index},
+    asm::Asm,
+    block::{self, Decoded},
+    cache::{Block, Cache},
+    exit::Reason,
+    kind::Kinds,
+    thunks::{self, Thunks},
+    translate::{LinkSite, Translator},
+};
+
+/// Bytes of translated code of a vCPU.
+const CACHE_SIZE: usize = 32 << 20;
+/// Room that a block needs at most.
+const MAX_BLOCK: usize = 32 << 10;
+
+/// Mode bits of a block's key.
+mod mode {
+    /// FP and SIMD instructions are enabled and raise no exceptions.
+    pub(super) const FP: u8 = 1;
+}
+
+/// Counters.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Blocks translated.
+    pub blocks: u64,
+    /// Instructions in them.
+    pub insns: u64,
+    /// Bytes of code made.
+    pub bytes: u64,
+    /// Times everything was dropped.
+    pub flushes: u64,
+    /// Entries into translated code.
+    pub entries: u64,
+    /// Instructions left to the interpreter.
+    pub interpreted: u64,
+    /// Direct branches linked.
+    pub links: u64,
+}
+
+/// What the refill function works on while translated code runs.
+struct Context<B> {
+    cpu: *mut CpuState,
+    bus: *mut B,
+}
+
+/// A vCPU's translated code.
+#[derive(Debug)]
+pub struct Jit {
+    buffer: CodeBuffer,
+    used: usize,
+    thunks: Thunks,
+    thunks_end: usize,
+    cache: Cache,
+    kinds: Kinds,
+    decoded: Vec<Decoded>,
+    translator: Translator,
+    /// The MMU's slots that generation cells belong to.
+    slots: u64,
+    /// Mapping and mode of the last [`Self::select`].
+    seen: (u64, u8),
+    stats: Stats,
+}
+
+impl Jit {
+    /// Maps the code buffer; `None` if the host does not allow that.
+    pub fn new<B: JitBus>() -> Option<Self> {
+        let mut buffer = CodeBuffer::new(CACHE_SIZE).ok()?;
+        let mut a = Asm::default();
+        a.start(0);
+        let thunks = thunks::emit(&mut a, refill::<B> as *const () as u64);
+        let thunks_end = a.here().next_multiple_of(64);
+        buffer.write(0, &a.buf);
+        Some(Self {
+            buffer,
+            used: thunks_end,
+            thunks,
+            thunks_end,
+            cache: Cache::new(),
+            kinds: Kinds::new(),
+            decoded: Vec::new(),
+            translator: Translator::new(thunks),
+            slots: u64::MAX,
+            seen: (u64::MAX, 0),
+            stats: Stats::default(),
+        })
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    /// Forgets all code.
+    pub fn flush_all(&mut self) {
+        self.cache.clear();
+        self.translator.links.clear();
+        self.used = self.thunks_end;
+        self.seen = (u64::MAX, 0);
+        self.stats.flushes += 1;
+    }
+
+    /// Executes until something stops it, as [`Interp::run`] does.
+    pub fn run<B: JitBus>(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
+        set_gs_base(cpu);
+        let words = &mut cpu.engine.words;
+        words[index(area::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
+        words[index(area::TARGETS)] = self.cache.targets.as_ptr() as u64;
+        words[index(area::REQUESTS)] = bus.request_word().as_ptr() as u64;
+        words[index(area::POLLS_LEFT)] = area::POLLS;
+        self.seen = (u64::MAX, 0);
+        loop {
+            if cpu.shadow == Shadow::None && bus.poll(cpu) {
+                return RunStop::Poll;
+            }
+            let stop = if !is_translatable(cpu) {
+                if needs_stepping(cpu) {
+                    interp.one(cpu, bus)
+                } else {
+                    return interp.run(cpu, bus);
+                }
+            } else {
+                match self.find(cpu, bus) {
+                    None => {
+                        self.stats.interpreted += 1;
+                        interp.one(cpu, bus)
+                    }
+                    Some(block) => match self.enter(cpu, bus, block) {
+                        Reason::Poll => return RunStop::Poll,
+                        Reason::Interpret => {
+                            self.stats.interpreted += 1;
+                            interp.one(cpu, bus)
+                        }
+                        Reason::Stale | Reason::Link => RunStop::Poll,
+                    },
+                }
+            };
+            if stop != RunStop::Poll {
+                return stop;
+            }
+        }
+    }
+
+    /// Makes tables and keys those of the current mapping and mode.
+    fn select<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        let mode = if has_plain_fp(cpu) { mode::FP } else { 0 };
+        let now = (bus.fetch_epoch(), mode);
+        set_tables(cpu, bus);
+        if bus.mmu().slots_generation() != self.slots {
+            self.flush_all();
+            self.slots = bus.mmu().slots_generation();
+        }
+        self.seen = now;
+        let key = now.0 << 8 | u64::from(mode) | 1 << 7;
+        cpu.engine.words[index(area::KEY)] = key;
+        cpu.engine.words[index(area::MIX)] = mix(key);
+    }
+
+    /// The block at RIP, translated if need be; `None`: not translatable.
+    fn find<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) -> Option<Block> {
+        let rip = cpu.rip();
+        let page = bus.code_page(cpu, rip).ok()?;
+        self.select(cpu, bus);
+        let mode = self.seen.1;
+        let key = (page.id | rip & 0xfff, mode);
+        let cell = bus.mmu().code_generation_cell(page.id)?;
+        let cell_address = cell.as_ptr() as u64;
+        let generation = cell.load(core::sync::atomic::Ordering::Acquire);
+        let known = self.cache.blocks.get(&key).copied();
+        let block = match known {
+            Some(Some(b)) if b.generation == generation => Some(b),
+            _ => self.translate(cpu, bus, key, cell_address, generation),
+        }?;
+        let words = &mut cpu.engine.words;
+        words[index(area::PAGE)] = rip & !0xfff;
+        let code = self.buffer.rx() as u64 + block.entries.outer as u64;
+        self.cache
+            .set_target(rip, words[index(area::KEY)], words[index(area::MIX)], code);
+        Some(block)
+    }
+
+    fn translate<B: JitBus>(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        key: (u64, u8),
+        cell: u64,
+        generation: u32,
+    ) -> Option<Block> {
+        if self.used + MAX_BLOCK > self.buffer.len() {
+            let slots = self.slots;
+            self.flush_all();
+            self.slots = slots;
+        }
+        let fp = key.1 & mode::FP != 0;
+        block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, cpu.rip(), fp);
+        // Alone an instruction of the interpreter's needs no block.
+        let first = self.decoded.first()?;
+        if matches!(first.kind, crate::kind::Kind::Interpret) {
+            return None;
+        }
+        let entries = self
+            .translator
+            .block(&self.decoded, self.used, cell, generation);
+        let code = &self.translator.asm.buf;
+        if !self.buffer.write(self.used, code) {
+            return None;
+        }
+        self.stats.blocks += 1;
+        self.stats.insns += self.decoded.len() as u64;
+        self.stats.bytes += code.len() as u64;
+        self.used = (self.used + code.len()).next_multiple_of(16);
+        let block = Block {
+            entries,
+            generation,
+        };
+        self.cache.blocks.insert(key, Some(block));
+        Some(block)
+    }
+
+    /// Runs translated code from a block on; follows link exits.
+    fn enter<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B, block: Block) -> Reason {
+        let mut entry = block.entries.saved;
+        loop {
+            self.stats.entries += 1;
+            let mut context = Context {
+                cpu: &raw mut *cpu,
+                bus: &raw mut *bus,
+            };
+            let words = &mut cpu.engine.words;
+            words[index(area::CONTEXT)] = &raw mut context as u64;
+            words[index(area::FLAGS)] = pack(cpu.rflags);
+            words[index(area::ENTRY)] = self.buffer.rx() as u64 + entry as u64;
+            let enter = self.buffer.rx() as u64 + self.thunks.enter as u64;
+            // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but
+            // `refill` through `context`; the code is what `translator` made,
+            // which keeps the host's calling convention (`thunks::emit`).
+            unsafe {
+                let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
+                f();
+            }
+            let words = &cpu.engine.words;
+            let flags = unpack(words[index(area::FLAGS)]);
+            let reason = Reason::of(words[index(area::REASON)]);
+            let argument = words[index(area::ARGUMENT)] as usize;
+            let page = words[index(area::PAGE)];
+            cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+            if reason != Reason::Link {
+                return reason;
+            }
+            let Some(site) = self.translator.links.get(argument).copied() else {
+                return Reason::Stale;
+            };
+            cpu.set_rip(page + u64::from(site.target));
+            let flushes = self.stats.flushes;
+            let Some(next) = self.find(cpu, bus) else {
+                return Reason::Interpret;
+            };
+            if self.stats.flushes == flushes {
+                self.link(site, next);
+            }
+            entry = next.entries.saved;
+        }
+    }
+
+    fn link(&mut self, site: LinkSite, to: Block) {
+        let target = if site.saved {
+            to.entries.saved
+        } else {
+            to.entries.inner
+        };
+        let rel = (target as i64 - (site.patch as i64 + 4)) as i32;
+        self.buffer.write(site.patch, &rel.to_le_bytes());
+        self.stats.links += 1;
+    }
+}
+
+/// Spreads keys over the target table; the low bits are what matters.
+fn mix(key: u64) -> u64 {
+    key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40
+}
+
+/// RFLAGS' arithmetic flags as LAHF and SETO leave them in AX.
+fn pack(f: u64) -> u64 {
+    (f & 0xd5 | 2) << 8 | f >> 11 & 1
+}
+
+fn unpack(ax: u64) -> u64 {
+    ax >> 8 & 0xd5 | (ax & 1) << 11
+}
+
+/// 64-bit code, with nothing to be looked at between two instructions.
+fn is_translatable(cpu: &CpuState) -> bool {
+    cpu.code_size == CodeSize::Bits64
+        && !needs_stepping(cpu)
+        && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
+}
+
+fn needs_stepping(cpu: &CpuState) -> bool {
+    cpu.shadow != Shadow::None
+        || cpu.rflags & (rflags::TF | rflags::RF) != 0
+        || cpu.dr7 & dr::DR7_ENABLES != 0
+}
+
+/// FP and SIMD instructions are enabled, and raise no exceptions.
+fn has_plain_fp(cpu: &CpuState) -> bool {
+    const X87_MASKED: u16 = 0x3f;
+    /// Flags, DAZ, rounding, FTZ: anything but masks and MM.
+    const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
+    let osfxsr = cr4::OSFXSR | cr4::OSXSAVE;
+    cpu.cr0 & (cr0::EM | cr0::TS) == 0
+        && cpu.cr4 & osfxsr == osfxsr
+        && cpu.xcr0 & 7 == 7
+        && cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
+        && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
+}
+
+fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
+    let (read, write) = bus.mmu().live_tables();
+    let words = &mut cpu.engine.words;
+    let mask = |t: &mmu::l1::Table| (t.len() as u64 - 1) << 4;
+    words[index(area::READ_TABLE)] = read.as_ptr() as u64;
+    words[index(area::READ_MASK)] = mask(read);
+    words[index(area::WRITE_TABLE)] = write.as_ptr() as u64;
+    words[index(area::WRITE_MASK)] = mask(write);
+}
+
+/// A TLB miss in translated code: the host address of the access, or 0 if it
+/// has to be made by the interpreter.
+extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
+    // SAFETY: `Jit::enter` put its own references there and uses neither until
+    // translated code returns.
+    let (cpu, bus) = unsafe { (&mut *(*context).cpu, &mut *(*context).bus) };
+    let size = u64::from(site >> 12 & 0xff);
+    let access = if site >> 20 & 1 != 0 {
+        Access::Write
+    } else {
+        Access::Read
+    };
+    let host = bus.mmu().refill(cpu, gva, size, access).unwrap_or(0);
+    set_tables(cpu, bus);
+    host
+}
+
+/// Makes GS address `cpu`.
+fn set_gs_base(cpu: &CpuState) {
+    let base = &raw const *cpu as u64;
+    if has_fsgsbase() {
+        let now: u64;
+        // SAFETY: reading GS's base has no effect; the kernel allows it.
+        unsafe { asm!("rdgsbase {}", out(reg) now, options(nomem, nostack, preserves_flags)) };
+        if now != base {
+            // SAFETY: user space on x86-64 Linux does not use GS.
+            unsafe { asm!("wrgsbase {}", in(reg) base, options(nostack, preserves_flags)) };
+        }
+        return;
+    }
+    const ARCH_SET_GS: i32 = 0x1001;
+    // SAFETY: as above.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, base) };
+}
+
+/// The kernel lets user space execute RDGSBASE (AT_HWCAP2 bit 1).
+fn has_fsgsbase() -> bool {
+    static ALLOWED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    // SAFETY: getauxval reads the process's auxiliary vector.
+    *ALLOWED.get_or_init(|| unsafe { libc::getauxval(libc::AT_HWCAP2) } & 2 != 0)
+}

@@ -1,0 +1,208 @@
+//! Code that all blocks share: the ways in and out, and the calls into Rust.
+
+use crate::{
+    area::*,
+    asm::*,
+    exit::Reason,
+};
+
+/// Offsets of the shared pieces in the code buffer.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Thunks {
+    /// `extern "C" fn()`: loads the registers and jumps to [`ENTRY`].
+    pub(crate) enter: usize,
+    /// Leaves for the interpreter; r13d is the instruction's offset in its page.
+    pub(crate) bail: usize,
+    /// The page's code has changed; r13d as above.
+    pub(crate) stale: usize,
+    /// Called when the budget is used up; r13d as above.
+    pub(crate) poll: usize,
+    /// A direct branch that is not linked yet; r13d is the site, flags are saved.
+    pub(crate) link: usize,
+    /// The same with flags in RFLAGS.
+    pub(crate) link_live: usize,
+    /// Called after a TLB miss; r14 is the gva, r13d is [`site`].
+    pub(crate) refill: usize,
+    /// Called by a block that uses FP when the state is not loaded.
+    pub(crate) load_fp: usize,
+}
+
+/// What the refill thunk has to know of an access.
+pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
+    offset & 0xfff | size << 12 | (write as u32) << 20
+}
+
+/// `mov rax → r13; lahf; seto al; mov [FLAGS], eax; mov rax ← r13`.
+pub(crate) fn save_flags(a: &mut Asm) {
+    a.mov(S1, RAX);
+    a.bytes(&[0x9f, 0x0f, 0x90, 0xc0]);
+    a.store32(gs(FLAGS), RAX);
+    a.mov(RAX, S1);
+}
+
+/// The reverse: adding 127 to a byte of 0 or 1 makes OF; SAHF does the rest.
+pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
+    a.mov(scratch, RAX);
+    a.load32(RAX, gs(FLAGS));
+    a.bytes(&[0x04, 127, 0x9e]);
+    a.mov(RAX, scratch);
+}
+
+const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
+const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];
+
+fn push(a: &mut Asm, r: Reg) {
+    if r >= 8 {
+        a.bytes(&[0x41]);
+    }
+    a.bytes(&[0x50 | r & 7]);
+}
+
+fn pop(a: &mut Asm, r: Reg) {
+    if r >= 8 {
+        a.bytes(&[0x41]);
+    }
+    a.bytes(&[0x58 | r & 7]);
+}
+
+/// `vmovdqu` between YMM `n` and its place, or `movups` without AVX.
+fn vector(a: &mut Asm, n: u8, store: bool, avx: bool) {
+    let op = if store { 0x11 } else { 0x10 };
+    let disp = (VECTORS + 32 * usize::from(n)) as i32;
+    a.bytes(&[0x65]);
+    if avx {
+        let r = if n >= 8 { 0 } else { 0x80 };
+        a.bytes(&[0xc5, r | 0x7c, op, (n & 7) << 3 | 4, 0x25]);
+    } else {
+        if n >= 8 {
+            a.bytes(&[0x44]);
+        }
+        a.bytes(&[0x0f, op, (n & 7) << 3 | 4, 0x25]);
+    }
+    a.bytes(&disp.to_le_bytes());
+}
+
+/// Emits everything at the start of the buffer. `refill` is the address of the
+/// Rust function behind [`Thunks::refill`].
+pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
+    let avx = std::is_x86_feature_detected!("avx");
+    let state: u64 = if avx { 7 } else { 3 };
+    let mut t = Thunks {
+        enter: a.here(),
+        ..Thunks::default()
+    };
+    SAVED.iter().for_each(|r| push(a, *r));
+    a.lea(4, at(4, -8));
+    for n in 0..12 {
+        if let Some(r) = host_reg(n) {
+            a.load(r, home(n));
+        }
+    }
+    a.mov_imm(COUNTER, BUDGET.into());
+    a.jmp_mem(gs(ENTRY));
+
+    let exit = a.here();
+    for n in 0..12 {
+        if let Some(r) = host_reg(n) {
+            a.store(home(n), r);
+        }
+    }
+    a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
+    let idle = a.jcc(cc::E);
+    a.mov_imm(RAX, state);
+    a.alu_rr(false, Alu::Xor, RDX, RDX);
+    a.rm(true, &[0x0f, 0xae], 4, gs(FP_AREA)); // xsave64
+    a.store_imm(gs(FP_LIVE), 0);
+    if avx {
+        a.bytes(&[0xc5, 0xf8, 0x77]); // vzeroupper
+    }
+    a.bytes(&[0xdb, 0xe3]); // fninit
+    a.rm(false, &[0x0f, 0xae], 2, gs(HOST_MXCSR)); // ldmxcsr
+    let here = a.here();
+    a.patch(idle, here);
+    a.lea(4, at(4, 8));
+    SAVED.iter().rev().for_each(|r| pop(a, *r));
+    a.ret();
+
+    let leave = |a: &mut Asm, reason: Reason| {
+        a.alu(true, Alu::Add, S1, gs(PAGE));
+        a.store(gs(RIP), S1);
+        a.store_imm(gs(REASON), reason as i32);
+        a.jmp_to(exit);
+    };
+    t.bail = a.here();
+    leave(a, Reason::Interpret);
+    t.stale = a.here();
+    leave(a, Reason::Stale);
+
+    t.poll = a.here();
+    a.load(S0, gs(REQUESTS));
+    a.alu_mem_imm8(false, Alu::Cmp, at(S0, 0), 0);
+    let requested = a.jcc(cc::NE);
+    a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
+    let used_up = a.jcc(cc::S);
+    a.mov_imm(COUNTER, BUDGET.into());
+    a.ret();
+    let here = a.here();
+    a.patch(requested, here);
+    a.patch(used_up, here);
+    a.lea(4, at(4, 8));
+    leave(a, Reason::Poll);
+
+    t.link_live = a.here();
+    a.store(gs(ARGUMENT), S1);
+    save_flags(a);
+    let saved = a.jmp();
+    t.link = a.here();
+    a.store(gs(ARGUMENT), S1);
+    let here = a.here();
+    a.patch(saved, here);
+    a.store_imm(gs(REASON), Reason::Link as i32);
+    a.jmp_to(exit);
+
+    // The return address and nine registers: the stack is aligned for the call.
+    t.refill = a.here();
+    CALLER_SAVED.iter().for_each(|r| push(a, *r));
+    a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
+    let idle = a.jcc(cc::E);
+    (0..16).for_each(|n| vector(a, n, true, avx));
+    if avx {
+        a.bytes(&[0xc5, 0xf8, 0x77]);
+    }
+    let here = a.here();
+    a.patch(idle, here);
+    a.load(RDI, gs(CONTEXT));
+    a.mov(RSI, S0);
+    a.mov32(RDX, S1);
+    a.mov_imm(RAX, refill);
+    a.bytes(&[0xff, 0xd0]); // call rax
+    a.mov(S0, RAX);
+    a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
+    let idle = a.jcc(cc::E);
+    (0..16).for_each(|n| vector(a, n, false, avx));
+    let here = a.here();
+    a.patch(idle, here);
+    CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
+    a.rr(true, &[0x85], S0, S0); // test
+    let failed = a.jcc(cc::E);
+    a.ret();
+    let here = a.here();
+    a.patch(failed, here);
+    a.lea(4, at(4, 8));
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    a.jmp_to(t.bail);
+
+    t.load_fp = a.here();
+    push(a, RAX);
+    push(a, RDX);
+    a.store_imm(gs(FP_AREA + 512), state as i32);
+    a.store_imm(gs(FP_AREA + 520), 0);
+    a.mov_imm(RAX, state);
+    a.alu_rr(false, Alu::Xor, RDX, RDX);
+    a.rm(true, &[0x0f, 0xae], 5, gs(FP_AREA)); // xrstor64
+    a.store_imm(gs(FP_LIVE), 1);
+    pop(a, RDX);
+    pop(a, RAX);
+    a.ret();
+    t
+}

@@ -1,0 +1,788 @@
+//! From decoded instructions to host code.
+//!
+//! ```text
+//! outer:  cmp [generation], known      entered from elsewhere: is the code still the same?
+//! saved:  sub r12, n; js poll          flags are in FLAGS
+//!         (load FP state; flags into RFLAGS if the block reads them)
+//! body:   …
+//! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
+//! ```
+//!
+//! RFLAGS is free for the translator's own use wherever no guest flag is live.
+//! DEVIATION: a fault of an instruction after which the block overwrites all
+//! arithmetic flags unread is delivered with unspecified values of those flags
+//! in the saved RFLAGS: keeping them costs 15 %, and no program can depend on
+//! them, as execution after the fault overwrites them too.
+
+use iced_x86::{
+    Encoder, Instruction, InstructionInfoFactory, InstructionInfoOptions, OpAccess, OpKind,
+    Register,
+};
+
+use crate::{
+    area::*,
+    asm::*,
+    block::Decoded,
+    kind::Kind,
+    thunks::{Thunks, restore_flags, save_flags, site},
+};
+
+/// A direct branch within a page, to be linked when its target is translated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LinkSite {
+    /// Where the rel32 is in the buffer.
+    pub(crate) patch: usize,
+    /// Offset of the target in the page.
+    pub(crate) target: u32,
+    /// Flags are in memory, not in RFLAGS.
+    pub(crate) saved: bool,
+}
+
+/// Entry points of a translated block, as offsets in the buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entries {
+    pub(crate) outer: usize,
+    pub(crate) saved: usize,
+    pub(crate) inner: usize,
+}
+
+/// Code off the main path, emitted after it.
+#[derive(Clone, Copy, Debug)]
+enum Stub {
+    /// TLB miss: back to `resume` with the host address in r14.
+    Refill { from: usize, resume: usize, site: u32 },
+    /// Leave at an instruction.
+    Bail { from: usize, offset: u32 },
+    Stale { from: usize, offset: u32 },
+    Poll { from: usize, resume: usize, offset: u32 },
+    LoadFp { from: usize, resume: usize },
+    Link { from: usize, number: u32, live: bool },
+    /// A conditional branch to another page.
+    Far { from: usize, offset: u32, target: i32 },
+}
+
+/// Emits blocks.
+pub(crate) struct Translator {
+    pub(crate) asm: Asm,
+    pub(crate) links: Vec<LinkSite>,
+    stubs: Vec<Stub>,
+    encoder: Encoder,
+    info: InstructionInfoFactory,
+    thunks: Thunks,
+}
+
+impl core::fmt::Debug for Translator {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Translator")
+            .field("links", &self.links.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The instruction cannot be translated after all.
+struct Unsupported;
+
+type Emit = Result<(), Unsupported>;
+
+/// Entries of the target table.
+pub(crate) const TARGETS_LEN: usize = 1 << 12;
+
+impl Translator {
+    pub(crate) fn new(thunks: Thunks) -> Self {
+        Self {
+            asm: Asm::default(),
+            links: Vec::new(),
+            stubs: Vec::new(),
+            encoder: Encoder::new(64),
+            info: InstructionInfoFactory::new(),
+            thunks,
+        }
+    }
+
+    /// Translates a block to offset `base` of the buffer; the code is in `self.asm`.
+    /// `cell` is the host address of the page's code generation, `generation` its value.
+    pub(crate) fn block(&mut self, insns: &[Decoded], base: usize, cell: u64, generation: u32) -> Entries {
+        self.asm.start(base);
+        self.stubs.clear();
+        let offset = insns.first().map_or(0, |d| d.offset);
+        let live = insns.first().map_or(0, |d| d.live_in);
+        let a = &mut self.asm;
+        let outer = a.here();
+        a.mov_imm(S0, cell);
+        a.rm(false, &[0x81], 7, at(S0, 0));
+        a.bytes(&generation.to_le_bytes());
+        let from = a.jcc(cc::NE);
+        self.stubs.push(Stub::Stale { from, offset });
+        let saved = a.here();
+        a.alu_imm(true, Alu::Sub, COUNTER, insns.len() as i32);
+        let from = a.jcc(cc::S);
+        let resume = a.here();
+        self.stubs.push(Stub::Poll { from, resume, offset });
+        if insns.iter().any(|d| matches!(d.kind, Kind::CopyFp | Kind::CopyFpAligned)) {
+            a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
+            let from = a.jcc(cc::E);
+            let resume = a.here();
+            self.stubs.push(Stub::LoadFp { from, resume });
+        }
+        if live != 0 {
+            restore_flags(a, S1);
+        }
+        let mut ended = false;
+        for d in insns {
+            let (code, stubs, links) = (self.asm.buf.len(), self.stubs.len(), self.links.len());
+            match self.instruction(d) {
+                Ok(ends) => ended = ends,
+                Err(Unsupported) => {
+                    self.asm.buf.truncate(code);
+                    self.stubs.truncate(stubs);
+                    self.links.truncate(links);
+                    self.interpret(d.offset);
+                    ended = true;
+                }
+            }
+            if ended {
+                break;
+            }
+        }
+        if !ended && let Some(d) = insns.last() {
+            self.direct(d.offset + d.i.len() as u32, i64::from(d.offset) + d.i.len() as i64);
+        }
+        let inner = if live == 0 {
+            saved
+        } else {
+            let here = self.asm.here();
+            save_flags(&mut self.asm);
+            self.asm.jmp_to(saved);
+            here
+        };
+        self.emit_stubs();
+        Entries { outer, saved, inner }
+    }
+
+    /// One instruction; true if the block ends with it.
+    fn instruction(&mut self, d: &Decoded) -> Result<bool, Unsupported> {
+        match d.kind {
+            Kind::Nop => {}
+            Kind::Copy | Kind::CopyFp => self.copy(d, false)?,
+            Kind::CopyFpAligned => self.copy(d, true)?,
+            Kind::Lea => self.lea(d)?,
+            Kind::Push => self.push(d)?,
+            Kind::Pop => self.pop(d),
+            Kind::Leave => self.leave(d),
+            Kind::Div | Kind::Idiv => self.divide(d)?,
+            Kind::Jcc => self.jcc(d)?,
+            Kind::Jmp => {
+                self.direct(d.offset, target(&d.i));
+                return Ok(true);
+            }
+            Kind::JmpIndirect | Kind::Call | Kind::CallIndirect | Kind::Ret => {
+                save_flags(&mut self.asm);
+                match d.kind {
+                    Kind::Call => self.call(d)?,
+                    Kind::Ret => self.ret(d),
+                    _ => self.indirect(d)?,
+                }
+                return Ok(true);
+            }
+            Kind::Unknown | Kind::Interpret => {
+                self.interpret(d.offset);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn interpret(&mut self, offset: u32) {
+        save_flags(&mut self.asm);
+        self.asm.mov_imm(S1, offset.into());
+        self.asm.jmp_to(self.thunks.bail);
+    }
+
+    /// The effective address in r14. Changes flags if there is a segment base to add.
+    fn address(&mut self, i: &Instruction, with_segment: bool) -> Emit {
+        let (base, index) = (i.memory_base(), i.memory_index());
+        let a = &mut self.asm;
+        if base == Register::RIP {
+            let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
+            a.load(S0, gs(PAGE));
+            a.lea(S0, at(S0, disp));
+        } else {
+            let wide = match (base, index) {
+                (Register::EIP, _) => return Err(Unsupported),
+                (Register::None, Register::None) => i.memory_displ_size() == 8,
+                (Register::None, r) | (r, _) => r.is_gpr64(),
+            };
+            let disp = if wide {
+                i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?
+            } else {
+                i.memory_displacement32() as i32
+            };
+            let mut reg = |r: Register, scratch: Reg| {
+                let n = r.number() as u8;
+                host_reg(n).unwrap_or_else(|| {
+                    a.load(scratch, home(n));
+                    scratch
+                })
+            };
+            let base = (base != Register::None).then(|| reg(base, S0));
+            let index = (index != Register::None).then(|| {
+                (
+                    reg(index, S1),
+                    i.memory_index_scale().trailing_zeros() as u8,
+                )
+            });
+            let a = &mut self.asm;
+            match (base, index, disp) {
+                (Some(b), None, 0) if wide => {
+                    if b != S0 {
+                        a.mov(S0, b);
+                    }
+                }
+                _ => a.rm(
+                    wide,
+                    &[0x8d],
+                    S0,
+                    Mem {
+                        base,
+                        index,
+                        disp,
+                        gs: false,
+                    },
+                ),
+            }
+        }
+        if with_segment && matches!(i.memory_segment(), Register::FS | Register::GS) {
+            let n = i.memory_segment().number();
+            self.asm.alu(true, Alu::Add, S0, segment_base(n));
+        }
+        Ok(())
+    }
+
+    /// From the gva in r14 to a host address in r14, by the software TLB.
+    fn probe(&mut self, offset: u32, size: u32, write: bool) {
+        let (table, mask) = if write {
+            (WRITE_TABLE, WRITE_MASK)
+        } else {
+            (READ_TABLE, READ_MASK)
+        };
+        let a = &mut self.asm;
+        a.mov(S1, S0);
+        a.shift(true, 5, S1, 8);
+        a.alu(false, Alu::And, S1, gs(mask));
+        a.alu(true, Alu::Add, S1, gs(table));
+        a.alu(true, Alu::Sub, S0, at(S1, 0));
+        a.alu_imm(true, Alu::Cmp, S0, 4096 - size as i32);
+        let from = a.jcc(cc::A);
+        a.alu(true, Alu::Add, S0, at(S1, 8));
+        let resume = a.here();
+        self.stubs.push(Stub::Refill {
+            from,
+            resume,
+            site: site(offset, size, write),
+        });
+    }
+
+    /// The memory operand's host address in r14, flags kept if they are live.
+    fn operand(&mut self, d: &Decoded, size: u32, write: bool, aligned: bool) -> Emit {
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        self.address(&d.i, true)?;
+        self.probe(d.offset, size, write);
+        if aligned {
+            // test r14b, size - 1
+            self.asm.bytes(&[0x41, 0xf6, 0xc6, size as u8 - 1]);
+            let from = self.asm.jcc(cc::NE);
+            self.stubs.push(Stub::Bail {
+                from,
+                offset: d.offset,
+            });
+        }
+        if d.live_in != 0 {
+            restore_flags(&mut self.asm, S1);
+        }
+        Ok(())
+    }
+
+    /// A stack slot's host address in r14; the gva is `r + disp`.
+    fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) {
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        self.asm.lea(S0, at(r, disp));
+        self.probe(d.offset, 8, write);
+        if d.live_in != 0 {
+            restore_flags(&mut self.asm, S1);
+        }
+    }
+
+    fn copy(&mut self, d: &Decoded, aligned: bool) -> Emit {
+        let mut out = d.i;
+        let options = InstructionInfoOptions::NO_REGISTER_USAGE | InstructionInfoOptions::NO_MEMORY_USAGE;
+        let mut access = [OpAccess::None; 5];
+        let info = self.info.info_options(&d.i, options);
+        for (n, a) in access.iter_mut().enumerate() {
+            *a = info.op_access(n as u32);
+        }
+        let memory = (0..out.op_count()).find(|n| out.op_kind(*n) == OpKind::Memory);
+        if let Some(n) = memory {
+            let size = d.i.memory_size().size() as u32;
+            if size == 0 || size > 32 {
+                return Err(Unsupported);
+            }
+            let write = !matches!(
+                access[n as usize],
+                OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess | OpAccess::None
+            );
+            self.operand(d, size, write, aligned)?;
+            out.set_memory_base(Register::R14);
+            out.set_memory_index(Register::None);
+            out.set_memory_index_scale(1);
+            out.set_memory_displacement64(0);
+            out.set_memory_displ_size(0);
+            out.set_segment_prefix(Register::None);
+        }
+        // Registers that live in memory: (guest number, host register, write back).
+        let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
+        let mut used = 0;
+        let mut spilled: [Option<Reg>; 2] = [None; 2];
+        for n in 0..out.op_count() {
+            if out.op_kind(n) != OpKind::Register {
+                continue;
+            }
+            let r = out.op_register(n);
+            if !r.is_gpr() || matches!(r, Register::AH | Register::CH | Register::DH | Register::BH) {
+                continue;
+            }
+            let number = r.full_register().number() as u8;
+            let write = !matches!(access[n as usize], OpAccess::Read | OpAccess::CondRead | OpAccess::None);
+            let host = match host_reg(number) {
+                Some(h) => h,
+                None => match temps[..used].iter_mut().find(|t| t.0 == number) {
+                    Some(t) => {
+                        t.2 |= write;
+                        t.1
+                    }
+                    None => {
+                        let host = self.scratch(&d.i, used, memory.is_some(), &mut spilled)?;
+                        let whole = access[n as usize] == OpAccess::Write
+                            && r.size() >= 4
+                            && !keeps_destination(&d.i)
+                            && (0..out.op_count()).all(|m| {
+                                m == n
+                                    || d.i.op_kind(m) != OpKind::Register
+                                    || d.i.op_register(m).full_register() != r.full_register()
+                            });
+                        if !whole {
+                            self.asm.load(host, home(number));
+                        }
+                        let slot = temps.get_mut(used).ok_or(Unsupported)?;
+                        *slot = (number, host, write);
+                        used += 1;
+                        host
+                    }
+                },
+            };
+            out.set_op_register(n, register(host, r.size()));
+        }
+        self.encode(&out)?;
+        for (number, host, write) in &temps[..used] {
+            if *write {
+                self.asm.store(home(*number), *host);
+            }
+        }
+        for (n, r) in spilled.iter().enumerate() {
+            if let Some(r) = r {
+                self.asm.load(*r, gs(SPILL + 8 * n));
+            }
+        }
+        Ok(())
+    }
+
+    /// A host register for the `n`th register that lives in memory.
+    fn scratch(
+        &mut self,
+        i: &Instruction,
+        n: usize,
+        memory: bool,
+        spilled: &mut [Option<Reg>; 2],
+    ) -> Result<Reg, Unsupported> {
+        if n == 0 {
+            return Ok(S1);
+        }
+        if n == 1 && !memory {
+            return Ok(S0);
+        }
+        // No instruction uses these implicitly.
+        let free = (8..12u8).rev().find(|r| {
+            !spilled.contains(&Some(*r))
+                && (0..i.op_count()).all(|n| {
+                    i.op_kind(n) != OpKind::Register
+                        || !i.op_register(n).is_gpr()
+                        || i.op_register(n).full_register().number() as u8 != *r
+                })
+        });
+        let r = free.ok_or(Unsupported)?;
+        let place = spilled.iter().position(Option::is_none).ok_or(Unsupported)?;
+        spilled[place] = Some(r);
+        self.asm.store(gs(SPILL + 8 * place), r);
+        Ok(r)
+    }
+
+    fn encode(&mut self, i: &Instruction) -> Emit {
+        self.encoder.encode(i, 0).map_err(|_| {
+            let _ = self.encoder.take_buffer();
+            Unsupported
+        })?;
+        let mut bytes = self.encoder.take_buffer();
+        self.asm.bytes(&bytes);
+        bytes.clear();
+        self.encoder.set_buffer(bytes);
+        Ok(())
+    }
+
+    fn lea(&mut self, d: &Decoded) -> Emit {
+        let r = d.i.op0_register();
+        if r.size() < 4 {
+            return Err(Unsupported);
+        }
+        self.address(&d.i, false)?;
+        let n = r.full_register().number() as u8;
+        if r.size() == 4 {
+            self.asm.mov32(host_reg(n).unwrap_or(S0), S0);
+        } else if let Some(h) = host_reg(n) {
+            self.asm.mov(h, S0);
+        }
+        if host_reg(n).is_none() {
+            self.asm.store(home(n), S0);
+        }
+        Ok(())
+    }
+
+    /// A 64-bit general register in a host register, `scratch` if it lives in memory.
+    fn read_register(&mut self, r: Register, scratch: Reg) -> Reg {
+        let n = r.full_register().number() as u8;
+        host_reg(n).unwrap_or_else(|| {
+            self.asm.load(scratch, home(n));
+            scratch
+        })
+    }
+
+    fn push(&mut self, d: &Decoded) -> Emit {
+        let memory = d.i.op0_kind() == OpKind::Memory;
+        if memory {
+            self.operand(d, 8, false, false)?;
+            self.asm.load(S0, at(S0, 0));
+            self.asm.store(gs(SPILL), S0);
+        }
+        self.stack_slot(d, GUEST_RSP, -8, true);
+        match d.i.op0_kind() {
+            OpKind::Register => {
+                let r = self.read_register(d.i.op0_register(), S1);
+                self.asm.store(at(S0, 0), r);
+            }
+            OpKind::Memory => {
+                self.asm.load(S1, gs(SPILL));
+                self.asm.store(at(S0, 0), S1);
+            }
+            _ => {
+                let v = i32::try_from(d.i.immediate(0) as i64).map_err(|_| Unsupported)?;
+                self.asm.store_imm(at(S0, 0), v);
+            }
+        }
+        self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
+        Ok(())
+    }
+
+    fn pop(&mut self, d: &Decoded) {
+        self.stack_slot(d, GUEST_RSP, 0, false);
+        let n = d.i.op0_register().number() as u8;
+        match host_reg(n) {
+            Some(GUEST_RSP) => return self.asm.load(GUEST_RSP, at(S0, 0)),
+            Some(h) => self.asm.load(h, at(S0, 0)),
+            None => {
+                self.asm.load(S1, at(S0, 0));
+                self.asm.store(home(n), S1);
+            }
+        }
+        self.asm.lea(GUEST_RSP, at(GUEST_RSP, 8));
+    }
+
+    fn leave(&mut self, d: &Decoded) {
+        self.stack_slot(d, RBP, 0, false);
+        self.asm.lea(GUEST_RSP, at(RBP, 8));
+        self.asm.load(RBP, at(S0, 0));
+    }
+
+    /// DIV and IDIV of 32 and 64 bits: what could raise #DE goes to the interpreter.
+    fn divide(&mut self, d: &Decoded) -> Emit {
+        let signed = d.kind == Kind::Idiv;
+        let memory = d.i.op0_kind() == OpKind::Memory;
+        let wide = if memory {
+            d.i.memory_size().size() == 8
+        } else {
+            d.i.op0_register().size() == 8
+        };
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        if memory {
+            self.address(&d.i, true)?;
+            self.probe(d.offset, if wide { 8 } else { 4 }, false);
+            self.asm.rm(wide, &[0x8b], S1, at(S0, 0));
+        } else {
+            let r = self.read_register(d.i.op0_register(), S1);
+            self.asm.rr(wide, &[0x8b], S1, r);
+        }
+        let a = &mut self.asm;
+        let mut bails = [None; 2];
+        if signed {
+            // Only RDX:RAX that is RAX sign-extended, and divisors other than 0 and -1.
+            a.rr(wide, &[0x8b], S0, RAX);
+            a.shift(wide, 7, S0, if wide { 63 } else { 31 });
+            a.alu_rr(wide, Alu::Cmp, S0, RDX);
+            bails[0] = Some(a.jcc(cc::NE));
+            a.rm(wide, &[0x8d], S0, at(S1, 1));
+            a.alu_imm(wide, Alu::Cmp, S0, 1);
+            bails[1] = Some(a.jcc(cc::BE));
+        } else {
+            a.alu_rr(wide, Alu::Cmp, RDX, S1);
+            bails[0] = Some(a.jcc(cc::AE));
+        }
+        if d.live_in != 0 {
+            restore_flags(a, S0);
+        }
+        a.rr(wide, &[0xf7], if signed { 7 } else { 6 }, S1);
+        for from in bails.into_iter().flatten() {
+            self.stubs.push(Stub::Bail {
+                from,
+                offset: d.offset,
+            });
+        }
+        Ok(())
+    }
+
+    fn jcc(&mut self, d: &Decoded) -> Emit {
+        let t = target(&d.i);
+        let condition = d.i.condition_code();
+        let from = self.asm.jcc(condition_bits(condition).ok_or(Unsupported)?);
+        if (0..0x1000).contains(&t) {
+            self.link(from, t as u32, true);
+        } else {
+            self.stubs.push(Stub::Far {
+                from,
+                offset: d.offset,
+                target: i32::try_from(t).map_err(|_| Unsupported)?,
+            });
+        }
+        Ok(())
+    }
+
+    /// A jump to a known place, with flags in RFLAGS; `offset` is where to
+    /// leave if the target is in another page that is not known yet.
+    fn direct(&mut self, offset: u32, t: i64) {
+        if (0..0x1000).contains(&t) {
+            let from = self.asm.jmp();
+            self.link(from, t as u32, true);
+        } else {
+            save_flags(&mut self.asm);
+            self.far(offset, t as i32);
+        }
+    }
+
+    /// Jumps to an address relative to the page; flags are saved.
+    fn far(&mut self, offset: u32, t: i32) {
+        self.asm.load(S0, gs(PAGE));
+        self.asm.lea(S0, at(S0, t));
+        self.jump(offset, 0);
+    }
+
+    fn link(&mut self, from: usize, target: u32, live: bool) {
+        let number = self.links.len() as u32;
+        self.links.push(LinkSite {
+            patch: from,
+            target,
+            saved: !live,
+        });
+        self.stubs.push(Stub::Link { from, number, live });
+    }
+
+    /// Jumps to the gva in r14 through the target table, adding `pop` to RSP
+    /// when it is certain that the jump is taken. Flags are saved.
+    fn jump(&mut self, offset: u32, pop: i32) {
+        let a = &mut self.asm;
+        a.mov32(S1, S0);
+        a.alu(false, Alu::Xor, S1, gs(MIX));
+        a.alu_imm(false, Alu::And, S1, TARGETS_LEN as i32 - 1);
+        a.shift(false, 4, S1, 5);
+        a.alu(true, Alu::Add, S1, gs(TARGETS));
+        a.alu(true, Alu::Cmp, S0, at(S1, 0));
+        let other = a.jcc(cc::NE);
+        a.load(S0, gs(KEY));
+        a.alu(true, Alu::Cmp, S0, at(S1, 8));
+        let elsewhere = a.jcc(cc::NE);
+        a.load(S0, at(S1, 24));
+        a.store(gs(PAGE), S0);
+        if pop != 0 {
+            a.lea(GUEST_RSP, at(GUEST_RSP, pop));
+        }
+        a.jmp_mem(at(S1, 16));
+        for from in [other, elsewhere] {
+            self.stubs.push(Stub::Bail { from, offset });
+        }
+    }
+
+    /// Writes the return address; RSP is not changed yet.
+    fn push_return(&mut self, d: &Decoded) {
+        self.asm.lea(S0, at(GUEST_RSP, -8));
+        self.probe(d.offset, 8, true);
+        self.asm.load(S1, gs(PAGE));
+        self.asm.lea(S1, at(S1, d.offset as i32 + d.i.len() as i32));
+        self.asm.store(at(S0, 0), S1);
+    }
+
+    fn call(&mut self, d: &Decoded) -> Emit {
+        let t = target(&d.i);
+        let far = i32::try_from(t).map_err(|_| Unsupported)?;
+        self.push_return(d);
+        if (0..0x1000).contains(&t) {
+            self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
+            let from = self.asm.jmp();
+            self.link(from, t as u32, false);
+        } else {
+            self.asm.load(S0, gs(PAGE));
+            self.asm.lea(S0, at(S0, far));
+            self.jump(d.offset, -8);
+        }
+        Ok(())
+    }
+
+    fn indirect(&mut self, d: &Decoded) -> Emit {
+        let call = d.kind == Kind::CallIndirect;
+        if d.i.op0_kind() == OpKind::Memory {
+            self.address(&d.i, true)?;
+            self.probe(d.offset, 8, false);
+            self.asm.load(S0, at(S0, 0));
+        } else {
+            let r = self.read_register(d.i.op0_register(), S0);
+            self.asm.mov(S0, r);
+        }
+        if call {
+            self.asm.store(gs(SPILL), S0);
+            self.push_return(d);
+            self.asm.load(S0, gs(SPILL));
+        }
+        self.jump(d.offset, if call { -8 } else { 0 });
+        Ok(())
+    }
+
+    fn ret(&mut self, d: &Decoded) {
+        self.asm.mov(S0, GUEST_RSP);
+        self.probe(d.offset, 8, false);
+        self.asm.load(S0, at(S0, 0));
+        let extra = if d.i.op_count() == 1 {
+            i32::from(d.i.immediate16())
+        } else {
+            0
+        };
+        self.jump(d.offset, 8 + extra);
+    }
+
+    fn emit_stubs(&mut self) {
+        let mut next = 0;
+        // A far stub adds bails of its own.
+        while let Some(stub) = self.stubs.get(next).copied() {
+            next += 1;
+            let here = self.asm.here();
+            let a = &mut self.asm;
+            let t = self.thunks;
+            match stub {
+                Stub::Refill { from, resume, site } => {
+                    a.patch(from, here);
+                    a.alu(true, Alu::Add, S0, at(S1, 0));
+                    a.mov_imm(S1, site.into());
+                    a.call_to(t.refill);
+                    a.jmp_to(resume);
+                }
+                Stub::Bail { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.bail);
+                }
+                Stub::Stale { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.stale);
+                }
+                Stub::Poll { from, resume, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.call_to(t.poll);
+                    a.jmp_to(resume);
+                }
+                Stub::LoadFp { from, resume } => {
+                    a.patch(from, here);
+                    a.call_to(t.load_fp);
+                    a.jmp_to(resume);
+                }
+                Stub::Link { from, number, live } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, number.into());
+                    a.jmp_to(if live { t.link_live } else { t.link });
+                }
+                Stub::Far { from, offset, target } => {
+                    a.patch(from, here);
+                    save_flags(a);
+                    self.far(offset, target);
+                }
+            }
+        }
+    }
+}
+
+/// Branch target relative to the page, as the block was decoded with IP 0 at its start.
+fn target(i: &Instruction) -> i64 {
+    i.near_branch64() as i64
+}
+
+/// BSF and BSR leave the destination alone for a source of zero; a conditional
+/// move may not write, and CMPXCHG writes either operand.
+fn keeps_destination(i: &Instruction) -> bool {
+    use iced_x86::Mnemonic as M;
+    matches!(i.mnemonic(), M::Bsf | M::Bsr | M::Cmpxchg | M::Xadd | M::Xchg)
+}
+
+/// The general register `n` of the given size in bytes.
+fn register(n: Reg, size: usize) -> Register {
+    let n = u32::from(n);
+    match size {
+        1 if n < 4 => Register::AL + n,
+        1 => Register::SPL + (n - 4),
+        2 => Register::AX + n,
+        4 => Register::EAX + n,
+        _ => Register::RAX + n,
+    }
+}
+
+fn condition_bits(c: iced_x86::ConditionCode) -> Option<u8> {
+    use iced_x86::ConditionCode as C;
+    Some(match c {
+        C::o => 0,
+        C::no => 1,
+        C::b => 2,
+        C::ae => 3,
+        C::e => 4,
+        C::ne => 5,
+        C::be => 6,
+        C::a => 7,
+        C::s => 8,
+        C::ns => 9,
+        C::p => 10,
+        C::np => 11,
+        C::l => 12,
+        C::ge => 13,
+        C::le => 14,
+        C::g => 15,
+        C::None => return None,
+    })
+}
