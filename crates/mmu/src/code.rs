@@ -281,7 +281,10 @@ impl Mmu {
     /// checks it by itself. The cell stays until [`Self::slots_generation`] changes.
     pub fn code_generation_cell(&self, id: u64) -> Option<&core::sync::atomic::AtomicU32> {
         let (slot, index) = self.find_id(id)?;
-        self.table.slots(space_of(id)).get(slot)?.code_generation_cell(index)
+        self.table
+            .slots(space_of(id))
+            .get(slot)?
+            .code_generation_cell(index)
     }
 
     /// Changes when this vCPU takes over other slots.

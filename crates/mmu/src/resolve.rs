@@ -165,7 +165,13 @@ impl Mmu {
     /// tag from now on, and all bytes are in it. Otherwise the access has to be
     /// made with [`Self::read`] and its kin.
     #[inline(never)]
-    pub fn refill(&mut self, cpu: &mut CpuState, gva: u64, size: u64, access: Access) -> Option<u64> {
+    pub fn refill(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        size: u64,
+        access: Access,
+    ) -> Option<u64> {
         if gva % PAGE_SIZE + size > PAGE_SIZE {
             return None;
         }

@@ -141,9 +141,7 @@ impl<B: GuestBus> Blocks<B> {
         let epoch = ex.bus.fetch_epoch();
         let slot = JUMPS + ((linear ^ linear >> 13) as usize & (JUMPS - 1));
         let found = match self.jumps.get(slot) {
-            Some(j)
-                if j.linear == linear && j.epoch == epoch && j.size == ex.cpu.code_size =>
-            {
+            Some(j) if j.linear == linear && j.epoch == epoch && j.size == ex.cpu.code_size => {
                 self.blocks.get(j.block as usize).copied()
             }
             _ => None,

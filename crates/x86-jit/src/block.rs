@@ -113,7 +113,11 @@ fn is_lockable(i: &Instruction) -> bool {
 fn overwritten(i: &Instruction) -> u32 {
     let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
     match i.mnemonic() {
-        _ if (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Immediate8 && i.immediate8() & 31 != 0) => set,
+        _ if (0..i.op_count())
+            .any(|n| i.op_kind(n) == OpKind::Immediate8 && i.immediate8() & 31 != 0) =>
+        {
+            set
+        }
         // A count of zero changes no flag.
         Mnemonic::Shl
         | Mnemonic::Sal

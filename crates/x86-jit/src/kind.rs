@@ -57,7 +57,9 @@ impl Kinds {
             *slot = form(i);
         }
         match *slot {
-            Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop if !operands_are_plain(i) => {
+            Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop
+                if !operands_are_plain(i) =>
+            {
                 Kind::Interpret
             }
             kind => kind,
@@ -73,8 +75,15 @@ fn form(i: &Instruction) -> Kind {
         return Kind::Interpret;
     }
     match i.mnemonic() {
-        M::Nop | M::Endbr64 | M::Endbr32 | M::Prefetchnta | M::Prefetcht0 | M::Prefetcht1
-        | M::Prefetcht2 | M::Prefetchw | M::Prefetch => Kind::Nop,
+        M::Nop
+        | M::Endbr64
+        | M::Endbr32
+        | M::Prefetchnta
+        | M::Prefetcht0
+        | M::Prefetcht1
+        | M::Prefetcht2
+        | M::Prefetchw
+        | M::Prefetch => Kind::Nop,
         M::Lea => Kind::Lea,
         M::Push if pushes_quadword(code) => Kind::Push,
         M::Pop if matches!(code, Code::Pop_r64 | Code::Pop_rm64) => Kind::Pop,
@@ -121,19 +130,108 @@ fn is_harmless_integer(i: &Instruction) -> bool {
         M::Mov => !(0..i.op_count())
             .any(|n| i.op_kind(n) == OpKind::Register && !i.op_register(n).is_gpr()),
         M::Bt | M::Bts | M::Btr | M::Btc => true,
-        M::Movzx | M::Movsx | M::Movsxd | M::Add | M::Or | M::Adc | M::Sbb | M::And | M::Sub
-        | M::Xor | M::Cmp | M::Test | M::Inc | M::Dec | M::Neg | M::Not | M::Mul | M::Imul
-        | M::Shl | M::Sal | M::Shr | M::Sar | M::Rol | M::Ror | M::Rcl | M::Rcr | M::Shld
-        | M::Shrd | M::Bsf | M::Bsr | M::Tzcnt | M::Lzcnt | M::Popcnt | M::Andn | M::Bextr
-        | M::Blsi | M::Blsmsk | M::Blsr | M::Bzhi | M::Pdep | M::Pext | M::Rorx | M::Sarx
-        | M::Shlx | M::Shrx | M::Mulx | M::Adcx | M::Adox | M::Crc32 | M::Movbe | M::Bswap
-        | M::Seta | M::Setae | M::Setb | M::Setbe | M::Sete | M::Setg | M::Setge | M::Setl
-        | M::Setle | M::Setne | M::Setno | M::Setnp | M::Setns | M::Seto | M::Setp | M::Sets
-        | M::Cmova | M::Cmovae | M::Cmovb | M::Cmovbe | M::Cmove | M::Cmovg | M::Cmovge
-        | M::Cmovl | M::Cmovle | M::Cmovne | M::Cmovno | M::Cmovnp | M::Cmovns | M::Cmovo
-        | M::Cmovp | M::Cmovs | M::Cmpxchg | M::Xadd | M::Xchg | M::Cbw | M::Cwde | M::Cdqe
-        | M::Cwd | M::Cdq | M::Cqo | M::Clc | M::Stc | M::Cmc | M::Lahf | M::Sahf | M::Movnti
-        | M::Mfence | M::Lfence | M::Sfence | M::Pause => true,
+        M::Movzx
+        | M::Movsx
+        | M::Movsxd
+        | M::Add
+        | M::Or
+        | M::Adc
+        | M::Sbb
+        | M::And
+        | M::Sub
+        | M::Xor
+        | M::Cmp
+        | M::Test
+        | M::Inc
+        | M::Dec
+        | M::Neg
+        | M::Not
+        | M::Mul
+        | M::Imul
+        | M::Shl
+        | M::Sal
+        | M::Shr
+        | M::Sar
+        | M::Rol
+        | M::Ror
+        | M::Rcl
+        | M::Rcr
+        | M::Shld
+        | M::Shrd
+        | M::Bsf
+        | M::Bsr
+        | M::Tzcnt
+        | M::Lzcnt
+        | M::Popcnt
+        | M::Andn
+        | M::Bextr
+        | M::Blsi
+        | M::Blsmsk
+        | M::Blsr
+        | M::Bzhi
+        | M::Pdep
+        | M::Pext
+        | M::Rorx
+        | M::Sarx
+        | M::Shlx
+        | M::Shrx
+        | M::Mulx
+        | M::Adcx
+        | M::Adox
+        | M::Crc32
+        | M::Movbe
+        | M::Bswap
+        | M::Seta
+        | M::Setae
+        | M::Setb
+        | M::Setbe
+        | M::Sete
+        | M::Setg
+        | M::Setge
+        | M::Setl
+        | M::Setle
+        | M::Setne
+        | M::Setno
+        | M::Setnp
+        | M::Setns
+        | M::Seto
+        | M::Setp
+        | M::Sets
+        | M::Cmova
+        | M::Cmovae
+        | M::Cmovb
+        | M::Cmovbe
+        | M::Cmove
+        | M::Cmovg
+        | M::Cmovge
+        | M::Cmovl
+        | M::Cmovle
+        | M::Cmovne
+        | M::Cmovno
+        | M::Cmovnp
+        | M::Cmovns
+        | M::Cmovo
+        | M::Cmovp
+        | M::Cmovs
+        | M::Cmpxchg
+        | M::Xadd
+        | M::Xchg
+        | M::Cbw
+        | M::Cwde
+        | M::Cdqe
+        | M::Cwd
+        | M::Cdq
+        | M::Cqo
+        | M::Clc
+        | M::Stc
+        | M::Cmc
+        | M::Lahf
+        | M::Sahf
+        | M::Movnti
+        | M::Mfence
+        | M::Lfence
+        | M::Sfence
+        | M::Pause => true,
         _ => false,
     }
 }
@@ -185,16 +283,35 @@ fn must_be_aligned(i: &Instruction) -> bool {
     use Mnemonic as M;
     let strict = matches!(
         i.mnemonic(),
-        M::Movaps | M::Movapd | M::Movdqa | M::Movntps | M::Movntpd | M::Movntdq | M::Movntdqa
-            | M::Vmovaps | M::Vmovapd | M::Vmovdqa | M::Vmovntps | M::Vmovntpd | M::Vmovntdq
+        M::Movaps
+            | M::Movapd
+            | M::Movdqa
+            | M::Movntps
+            | M::Movntpd
+            | M::Movntdq
+            | M::Movntdqa
+            | M::Vmovaps
+            | M::Vmovapd
+            | M::Vmovdqa
+            | M::Vmovntps
+            | M::Vmovntpd
+            | M::Vmovntdq
             | M::Vmovntdqa
     );
     let legacy = i.code().encoding() == iced_x86::EncodingKind::Legacy
         && i.memory_size().size() == 16
         && !matches!(
             i.mnemonic(),
-            M::Movups | M::Movupd | M::Movdqu | M::Lddqu | M::Pcmpestri | M::Pcmpestrm
-                | M::Pcmpistri | M::Pcmpistrm | M::Pcmpestri64 | M::Pcmpestrm64
+            M::Movups
+                | M::Movupd
+                | M::Movdqu
+                | M::Lddqu
+                | M::Pcmpestri
+                | M::Pcmpestrm
+                | M::Pcmpistri
+                | M::Pcmpistrm
+                | M::Pcmpestri64
+                | M::Pcmpestrm64
         );
     strict || legacy
 }

@@ -115,7 +115,12 @@ impl Jit {
     }
 
     /// Executes until something stops it, as [`Interp::run`] does.
-    pub fn run<B: JitBus>(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
+    pub fn run<B: JitBus>(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> RunStop {
         set_gs_base(cpu);
         let words = &mut cpu.engine.words;
         words[index(area::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();

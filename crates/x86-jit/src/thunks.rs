@@ -1,10 +1,6 @@
 //! Code that all blocks share: the ways in and out, and the calls into Rust.
 
-use crate::{
-    area::*,
-    asm::*,
-    exit::Reason,
-};
+use crate::{area::*, asm::*, exit::Reason};
 
 /// Offsets of the shared pieces in the code buffer.
 #[derive(Clone, Copy, Debug, Default)]

@@ -50,15 +50,40 @@ pub(crate) struct Entries {
 #[derive(Clone, Copy, Debug)]
 enum Stub {
     /// TLB miss: back to `resume` with the host address in r14.
-    Refill { from: usize, resume: usize, site: u32 },
+    Refill {
+        from: usize,
+        resume: usize,
+        site: u32,
+    },
     /// Leave at an instruction.
-    Bail { from: usize, offset: u32 },
-    Stale { from: usize, offset: u32 },
-    Poll { from: usize, resume: usize, offset: u32 },
-    LoadFp { from: usize, resume: usize },
-    Link { from: usize, number: u32, live: bool },
+    Bail {
+        from: usize,
+        offset: u32,
+    },
+    Stale {
+        from: usize,
+        offset: u32,
+    },
+    Poll {
+        from: usize,
+        resume: usize,
+        offset: u32,
+    },
+    LoadFp {
+        from: usize,
+        resume: usize,
+    },
+    Link {
+        from: usize,
+        number: u32,
+        live: bool,
+    },
     /// A conditional branch to another page.
-    Far { from: usize, offset: u32, target: i32 },
+    Far {
+        from: usize,
+        offset: u32,
+        target: i32,
+    },
 }
 
 /// Emits blocks.
@@ -101,7 +126,13 @@ impl Translator {
 
     /// Translates a block to offset `base` of the buffer; the code is in `self.asm`.
     /// `cell` is the host address of the page's code generation, `generation` its value.
-    pub(crate) fn block(&mut self, insns: &[Decoded], base: usize, cell: u64, generation: u32) -> Entries {
+    pub(crate) fn block(
+        &mut self,
+        insns: &[Decoded],
+        base: usize,
+        cell: u64,
+        generation: u32,
+    ) -> Entries {
         self.asm.start(base);
         self.stubs.clear();
         let offset = insns.first().map_or(0, |d| d.offset);
@@ -117,8 +148,15 @@ impl Translator {
         a.alu_imm(true, Alu::Sub, COUNTER, insns.len() as i32);
         let from = a.jcc(cc::S);
         let resume = a.here();
-        self.stubs.push(Stub::Poll { from, resume, offset });
-        if insns.iter().any(|d| matches!(d.kind, Kind::CopyFp | Kind::CopyFpAligned)) {
+        self.stubs.push(Stub::Poll {
+            from,
+            resume,
+            offset,
+        });
+        if insns
+            .iter()
+            .any(|d| matches!(d.kind, Kind::CopyFp | Kind::CopyFpAligned))
+        {
             a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
             let from = a.jcc(cc::E);
             let resume = a.here();
@@ -145,7 +183,10 @@ impl Translator {
             }
         }
         if !ended && let Some(d) = insns.last() {
-            self.direct(d.offset + d.i.len() as u32, i64::from(d.offset) + d.i.len() as i64);
+            self.direct(
+                d.offset + d.i.len() as u32,
+                i64::from(d.offset) + d.i.len() as i64,
+            );
         }
         let inner = if live == 0 {
             saved
@@ -156,7 +197,11 @@ impl Translator {
             here
         };
         self.emit_stubs();
-        Entries { outer, saved, inner }
+        Entries {
+            outer,
+            saved,
+            inner,
+        }
     }
 
     /// One instruction; true if the block ends with it.
@@ -318,7 +363,8 @@ impl Translator {
 
     fn copy(&mut self, d: &Decoded, aligned: bool) -> Emit {
         let mut out = d.i;
-        let options = InstructionInfoOptions::NO_REGISTER_USAGE | InstructionInfoOptions::NO_MEMORY_USAGE;
+        let options =
+            InstructionInfoOptions::NO_REGISTER_USAGE | InstructionInfoOptions::NO_MEMORY_USAGE;
         let mut access = [OpAccess::None; 5];
         let info = self.info.info_options(&d.i, options);
         for (n, a) in access.iter_mut().enumerate() {
@@ -351,11 +397,15 @@ impl Translator {
                 continue;
             }
             let r = out.op_register(n);
-            if !r.is_gpr() || matches!(r, Register::AH | Register::CH | Register::DH | Register::BH) {
+            if !r.is_gpr() || matches!(r, Register::AH | Register::CH | Register::DH | Register::BH)
+            {
                 continue;
             }
             let number = r.full_register().number() as u8;
-            let write = !matches!(access[n as usize], OpAccess::Read | OpAccess::CondRead | OpAccess::None);
+            let write = !matches!(
+                access[n as usize],
+                OpAccess::Read | OpAccess::CondRead | OpAccess::None
+            );
             let host = match host_reg(number) {
                 Some(h) => h,
                 None => match temps[..used].iter_mut().find(|t| t.0 == number) {
@@ -423,7 +473,10 @@ impl Translator {
                 })
         });
         let r = free.ok_or(Unsupported)?;
-        let place = spilled.iter().position(Option::is_none).ok_or(Unsupported)?;
+        let place = spilled
+            .iter()
+            .position(Option::is_none)
+            .ok_or(Unsupported)?;
         spilled[place] = Some(r);
         self.asm.store(gs(SPILL + 8 * place), r);
         Ok(r)
@@ -714,7 +767,11 @@ impl Translator {
                     a.mov_imm(S1, offset.into());
                     a.jmp_to(t.stale);
                 }
-                Stub::Poll { from, resume, offset } => {
+                Stub::Poll {
+                    from,
+                    resume,
+                    offset,
+                } => {
                     a.patch(from, here);
                     a.mov_imm(S1, offset.into());
                     a.call_to(t.poll);
@@ -730,7 +787,11 @@ impl Translator {
                     a.mov_imm(S1, number.into());
                     a.jmp_to(if live { t.link_live } else { t.link });
                 }
-                Stub::Far { from, offset, target } => {
+                Stub::Far {
+                    from,
+                    offset,
+                    target,
+                } => {
                     a.patch(from, here);
                     save_flags(a);
                     self.far(offset, target);
@@ -749,7 +810,10 @@ fn target(i: &Instruction) -> i64 {
 /// move may not write, and CMPXCHG writes either operand.
 fn keeps_destination(i: &Instruction) -> bool {
     use iced_x86::Mnemonic as M;
-    matches!(i.mnemonic(), M::Bsf | M::Bsr | M::Cmpxchg | M::Xadd | M::Xchg)
+    matches!(
+        i.mnemonic(),
+        M::Bsf | M::Bsr | M::Cmpxchg | M::Xadd | M::Xchg
+    )
 }
 
 /// The general register `n` of the given size in bytes.
