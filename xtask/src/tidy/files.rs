@@ -14,6 +14,7 @@ pub(super) const UNSAFE_CRATES: &[&str] = &[
     "guest-memory",
     "host",
     "kvm-abi",
+    "x86-jit",
     "x86-native",
 ];
 

@@ -1,0 +1,162 @@
+//! Branches: links within a page, the target table for everything else.
+
+use iced_x86::{Instruction, OpKind};
+
+use super::{Emit, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
+use crate::{area::*, asm::*, block::Decoded, kind::Kind, thunks::save_flags};
+
+impl Translator {
+    pub(super) fn jcc(&mut self, d: &Decoded) -> Emit {
+        let t = target(&d.i);
+        let condition = d.i.condition_code();
+        let from = self.asm.jcc(condition_bits(condition).ok_or(Unsupported)?);
+        if (0..0x1000).contains(&t) {
+            self.link(from, t as u32, true);
+        } else {
+            self.stubs.push(Stub::Far {
+                from,
+                offset: d.offset,
+                target: i32::try_from(t).map_err(|_| Unsupported)?,
+            });
+        }
+        Ok(())
+    }
+
+    /// A jump to a known place, with flags in RFLAGS; `offset` is where to
+    /// leave if the target is in another page that is not known yet.
+    pub(super) fn direct(&mut self, offset: u32, t: i64) {
+        if (0..0x1000).contains(&t) {
+            let from = self.asm.jmp();
+            self.link(from, t as u32, true);
+        } else {
+            save_flags(&mut self.asm);
+            self.far(offset, t as i32);
+        }
+    }
+
+    /// Jumps to an address relative to the page; flags are saved.
+    pub(super) fn far(&mut self, offset: u32, t: i32) {
+        self.asm.load(S0, gs(PAGE));
+        self.asm.lea(S0, at(S0, t));
+        self.jump(offset, 0);
+    }
+
+    pub(super) fn link(&mut self, from: usize, target: u32, live: bool) {
+        let number = self.links.len() as u32;
+        self.links.push(LinkSite {
+            patch: from,
+            target,
+            saved: !live,
+        });
+        self.stubs.push(Stub::Link { from, number, live });
+    }
+
+    /// Jumps to the gva in r14 through the target table, adding `pop` to RSP
+    /// when it is certain that the jump is taken. Flags are saved.
+    pub(super) fn jump(&mut self, offset: u32, pop: i32) {
+        let a = &mut self.asm;
+        a.mov32(S1, S0);
+        a.alu(false, Alu::Xor, S1, gs(MIX));
+        a.alu_imm(false, Alu::And, S1, TARGETS_LEN as i32 - 1);
+        a.shift(false, 4, S1, 5);
+        a.alu(true, Alu::Add, S1, gs(TARGETS));
+        a.alu(true, Alu::Cmp, S0, at(S1, 0));
+        let other = a.jcc(cc::NE);
+        a.load(S0, gs(KEY));
+        a.alu(true, Alu::Cmp, S0, at(S1, 8));
+        let elsewhere = a.jcc(cc::NE);
+        a.load(S0, at(S1, 24));
+        a.store(gs(PAGE), S0);
+        if pop != 0 {
+            a.lea(GUEST_RSP, at(GUEST_RSP, pop));
+        }
+        a.jmp_mem(at(S1, 16));
+        for from in [other, elsewhere] {
+            self.stubs.push(Stub::Bail { from, offset });
+        }
+    }
+
+    /// Writes the return address; RSP is not changed yet.
+    pub(super) fn push_return(&mut self, d: &Decoded) {
+        self.asm.lea(S0, at(GUEST_RSP, -8));
+        self.probe(d.offset, 8, true);
+        self.asm.load(S1, gs(PAGE));
+        self.asm.lea(S1, at(S1, d.offset as i32 + d.i.len() as i32));
+        self.asm.store(at(S0, 0), S1);
+    }
+
+    pub(super) fn call(&mut self, d: &Decoded) -> Emit {
+        let t = target(&d.i);
+        let far = i32::try_from(t).map_err(|_| Unsupported)?;
+        self.push_return(d);
+        if (0..0x1000).contains(&t) {
+            self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
+            let from = self.asm.jmp();
+            self.link(from, t as u32, false);
+        } else {
+            self.asm.load(S0, gs(PAGE));
+            self.asm.lea(S0, at(S0, far));
+            self.jump(d.offset, -8);
+        }
+        Ok(())
+    }
+
+    pub(super) fn indirect(&mut self, d: &Decoded) -> Emit {
+        let call = d.kind == Kind::CallIndirect;
+        if d.i.op0_kind() == OpKind::Memory {
+            self.address(&d.i, true)?;
+            self.probe(d.offset, 8, false);
+            self.asm.load(S0, at(S0, 0));
+        } else {
+            let r = self.read_register(d.i.op0_register(), S0);
+            self.asm.mov(S0, r);
+        }
+        if call {
+            self.asm.store(gs(SPILL), S0);
+            self.push_return(d);
+            self.asm.load(S0, gs(SPILL));
+        }
+        self.jump(d.offset, if call { -8 } else { 0 });
+        Ok(())
+    }
+
+    pub(super) fn ret(&mut self, d: &Decoded) {
+        self.asm.mov(S0, GUEST_RSP);
+        self.probe(d.offset, 8, false);
+        self.asm.load(S0, at(S0, 0));
+        let extra = if d.i.op_count() == 1 {
+            i32::from(d.i.immediate16())
+        } else {
+            0
+        };
+        self.jump(d.offset, 8 + extra);
+    }
+}
+
+/// Branch target relative to the page, as the block was decoded with IP 0 at its start.
+pub(super) fn target(i: &Instruction) -> i64 {
+    i.near_branch64() as i64
+}
+
+fn condition_bits(c: iced_x86::ConditionCode) -> Option<u8> {
+    use iced_x86::ConditionCode as C;
+    Some(match c {
+        C::o => 0,
+        C::no => 1,
+        C::b => 2,
+        C::ae => 3,
+        C::e => 4,
+        C::ne => 5,
+        C::be => 6,
+        C::a => 7,
+        C::s => 8,
+        C::ns => 9,
+        C::p => 10,
+        C::np => 11,
+        C::l => 12,
+        C::ge => 13,
+        C::le => 14,
+        C::g => 15,
+        C::None => return None,
+    })
+}
