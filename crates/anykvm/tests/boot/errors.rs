@@ -1,12 +1,8 @@
 //! What a user sees who got something wrong: one line on standard error, status 2, no panic.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
-mod guest;
-
 use std::process::{Command, Stdio};
 
-use guest::{File, elf};
+use crate::guest::{File, elf, kernel};
 
 fn boot(args: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_anykvm"))
@@ -104,7 +100,7 @@ fn kernels() {
 #[test]
 fn memory_and_cpus() {
     let image = File::new("bzimage", &bzimage());
-    let kernel = guest::kernel(|a| a.nop().unwrap());
+    let kernel = kernel(|a| a.nop().unwrap());
     let initrd = File::new("initrd", &vec![0; 12 << 20]);
     let (image, kernel, initrd) = (image.path(), kernel.path(), initrd.path());
     assert_refused(&[
@@ -154,7 +150,7 @@ fn memory_and_cpus() {
 
 #[test]
 fn disks() {
-    let kernel = guest::kernel(|a| a.nop().unwrap());
+    let kernel = kernel(|a| a.nop().unwrap());
     let kernel = kernel.path();
     let odd = File::new("odd", &[0; 1000]);
     let empty = File::new("nothing", &[]);

@@ -1,17 +1,12 @@
 //! Every way in which a guest, or its user, ends: the status, the message, and the terminal.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
-mod guest;
-
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use guest::{File, LIMIT, boot, kernel, wait};
+use crate::guest::{File, LIMIT, boot, kernel, wait};
 use iced_x86::code_asm::{CodeAssembler, al, ax, dword_ptr, dx, qword_ptr, rax, rsp};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::termios::{LocalModes, tcgetattr};
@@ -213,7 +208,7 @@ impl Terminal {
             .stderr(stream())
             .spawn()
             .unwrap();
-        let master = std::fs::File::from(OwnedFd::from(master));
+        let master = std::fs::File::from(master);
         let mut terminal = Self {
             master: Some(master),
             slave,
@@ -268,14 +263,14 @@ fn the_escape_key_ends_the_guest_and_restores_the_terminal() {
 
 #[test]
 fn signals_and_crashes_restore_the_terminal() {
-    let kernel = busy_kernel();
+    let busy = busy_kernel();
     for (name, want) in [(Signal::TERM, 143), (Signal::HUP, 129), (Signal::QUIT, 131)] {
-        let mut terminal = Terminal::start(&kernel);
+        let mut terminal = Terminal::start(&busy);
         signal(&terminal.child, name);
         assert_eq!(wait(&mut terminal.child), Some(want));
         assert!(is_cooked(&terminal.slave));
     }
-    let crashing = guest::kernel(|a| {
+    let crashing = kernel(|a| {
         say_ready(a);
         // Time for the test to look at the terminal.
         a.mov(rax, 30_000_000u64).unwrap();

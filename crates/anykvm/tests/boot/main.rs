@@ -1,0 +1,7 @@
+//! `anykvm boot` from the outside: what it refuses, and how it ends.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
+mod endings;
+mod errors;
+mod guest;
