@@ -60,6 +60,8 @@ pub struct GuestMemory {
     generation: AtomicU64,
     /// Requests to drop all write permissions (a dirty harvest).
     write_flushes: AtomicU64,
+    /// Counts changes of code generations in any slot.
+    code_changes: Arc<AtomicU64>,
     code_seq: AtomicU64,
     code_log: Mutex<CodeLog>,
     split_lock: Mutex<()>,
@@ -90,6 +92,12 @@ impl GuestMemory {
         self.epoch.load(Ordering::Acquire)
     }
 
+    /// The counter of changes of code generations in any slot: while it stays
+    /// the same, so do all generations.
+    pub fn code_changes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.code_changes)
+    }
+
     /// Changes with the slot table.
     #[inline]
     pub fn generation(&self) -> u64 {
@@ -117,7 +125,7 @@ impl GuestMemory {
     /// KVM's, in KVM's order.
     pub fn set_slot(&self, config: SlotConfig) -> Result<u64, MemslotError> {
         let mut serial = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = self.table().with(config, &mut serial)?;
+        let next = self.table().with(config, &mut serial, &self.code_changes)?;
         let Some(next) = next else {
             return Ok(self.epoch());
         };

@@ -44,6 +44,8 @@ struct CodeState {
     /// Start of this slot's generations: another slot at the same gpa has
     /// others, so that its code is never taken for this one's.
     seed: u32,
+    /// Counts the changes of all slots' generations.
+    changes: Arc<AtomicU64>,
 }
 
 /// A memslot. Immutable, but for the atomics of its pages.
@@ -55,8 +57,13 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// A slot with fresh page state. `serial` differs for every call.
-    pub(crate) fn new(config: SlotConfig, serial: u32) -> io::Result<Self> {
+    /// A slot with fresh page state. `serial` differs for every call; `changes`
+    /// is the one counter of the VM.
+    pub(crate) fn new(
+        config: SlotConfig,
+        serial: u32,
+        changes: &Arc<AtomicU64>,
+    ) -> io::Result<Self> {
         let pages = (config.size >> PAGE_SHIFT) as usize;
         Ok(Self {
             config,
@@ -65,6 +72,7 @@ impl Slot {
                 generation: LazyArray::new(pages)?,
                 // Odd multiplier: distinct, far apart seeds.
                 seed: serial.wrapping_mul(0x9e37_79b1),
+                changes: Arc::clone(changes),
             }),
             dirty: Self::new_dirty(&config)?,
         })
@@ -79,7 +87,7 @@ impl Slot {
         match serial {
             Some(serial) => Ok(Self {
                 dirty,
-                ..Self::new(config, serial)?
+                ..Self::new(config, serial, &self.code.changes)?
             }),
             None => Ok(Self {
                 config,
@@ -207,6 +215,8 @@ impl Slot {
     pub fn bump_code_generation(&self, index: usize) {
         if let Some(g) = self.code.generation.get(index) {
             g.fetch_add(1, Ordering::SeqCst);
+            // Second: who sees the count unchanged may go by generations read before.
+            self.code.changes.fetch_add(1, Ordering::SeqCst);
         }
     }
 

@@ -1,7 +1,10 @@
 //! [`SlotTable`]: an immutable set of memslots, and KVM's rules for changing it
 //! (KVM API, KVM_SET_USER_MEMORY_REGION).
 
-use std::{io, sync::Arc};
+use std::{
+    io,
+    sync::{Arc, atomic::AtomicU64},
+};
 
 use x86_defs::paging::PAGE_SIZE;
 
@@ -178,6 +181,7 @@ impl SlotTable {
         &self,
         config: SlotConfig,
         serial: &mut u32,
+        changes: &Arc<AtomicU64>,
     ) -> Result<Option<Self>, MemslotError> {
         const FLAGS: u32 = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
         let space = (config.slot >> 16) as usize;
@@ -254,7 +258,7 @@ impl SlotTable {
         });
         let slot = match (old, fresh) {
             (Some(old), fresh) => old.changed(config, fresh)?,
-            (None, fresh) => Slot::new(config, fresh.unwrap_or_default())?,
+            (None, fresh) => Slot::new(config, fresh.unwrap_or_default(), changes)?,
         };
         let at = slots.partition_point(|s| s.config().gpa < config.gpa);
         slots.insert(at, Arc::new(slot));

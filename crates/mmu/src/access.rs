@@ -23,6 +23,20 @@ impl Mmu {
         }
     }
 
+    /// Reads a word, if L1 has its page: the common case, small enough to be inlined.
+    #[inline(always)]
+    pub fn read_hit<T: Word>(&self, gva: u64, who: Privilege) -> Option<T> {
+        let (host, offset) = self.views[self.tables_for(who)].read.probe(gva);
+        host.load(offset, T::SIZE).map(T::from_u128)
+    }
+
+    /// Writes a word, if L1 has its page; false (and nothing written) if not.
+    #[inline(always)]
+    pub fn write_hit<T: Word>(&self, gva: u64, value: T, who: Privilege) -> bool {
+        let (host, offset) = self.views[self.tables_for(who)].write.probe(gva);
+        host.store(offset, T::SIZE, value.to_u128()).is_some()
+    }
+
     /// Reads a word.
     ///
     /// # Errors
@@ -34,9 +48,8 @@ impl Mmu {
         gva: u64,
         who: Privilege,
     ) -> Result<T, Miss> {
-        let (host, offset) = self.views[self.tables_for(who)].read.probe(gva);
-        if let Some(v) = host.load(offset, T::SIZE) {
-            return Ok(T::from_u128(v));
+        if let Some(v) = self.read_hit(gva, who) {
+            return Ok(v);
         }
         self.read_slow(cpu, gva, who)
     }
@@ -72,8 +85,7 @@ impl Mmu {
         value: T,
         who: Privilege,
     ) -> Result<(), Miss> {
-        let (host, offset) = self.views[self.tables_for(who)].write.probe(gva);
-        if host.store(offset, T::SIZE, value.to_u128()).is_some() {
+        if self.write_hit(gva, value, who) {
             return Ok(());
         }
         self.write_slow(cpu, gva, value, who)

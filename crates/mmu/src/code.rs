@@ -4,6 +4,8 @@
 //! bytes with [`Mmu::code_bytes`]: in this order a change between the two shows
 //! in the generation.
 
+use std::sync::atomic::Ordering;
+
 use guest_memory::{HostPage, slot::CODE_CHUNK};
 use x86_cpu::{Access, CodePage, CpuState, Privilege};
 use x86_defs::paging::PAGE_SIZE;
@@ -322,12 +324,29 @@ impl Mmu {
         }
     }
 
+    /// While it stays the same, so do the generations of all pages.
+    #[inline(always)]
+    pub fn code_changes(&self) -> u64 {
+        self.code_changes.load(Ordering::Acquire)
+    }
+
     /// Changes with the live (context, view) and with every flush of it: what
     /// [`Self::code_page`] has returned under one value it would return again.
     /// Coming back to a view that was not flushed gives its value again.
-    #[inline]
+    #[inline(always)]
     pub fn fetch_epoch(&self) -> u64 {
         self.views[self.live].epoch
+    }
+
+    /// The VMM may have written code: what is fetched next is compared, page by
+    /// page, with what was fetched before.
+    pub fn recheck_code(&mut self) {
+        for i in 0..self.views.len() {
+            let epoch = self.next_tick();
+            let tables = &mut self.views[i];
+            tables.fetch.flush();
+            tables.epoch = epoch;
+        }
     }
 
     /// Makes this vCPU's writes to the page take the slow way. True if it may

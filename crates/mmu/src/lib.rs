@@ -36,6 +36,10 @@
 //! vol. 3, 8.1.3) can complete. Writes of the VMM (DMA) are found by comparing
 //! checksums when a page is mapped for fetching again.
 //!
+//! DEVIATION: code that the VMM writes while it stays mapped for fetching is
+//! noticed after the next KVM_SET_REGS, KVM_SET_SREGS or KVM_SET_GUEST_DEBUG of
+//! the vCPU, or after a flush of the guest's, and not at once.
+//!
 //! DEVIATION: RAM that the VMM maps at two gpas is tracked at each gpa by itself.
 
 #![forbid(unsafe_code)]
@@ -53,7 +57,10 @@ mod view;
 pub mod walk;
 mod written;
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    sync::{Arc, atomic::AtomicU64},
+};
 
 use guest_memory::{Acknowledged, GuestMemory, HostPage, SlotTable};
 use x86_cpu::{CpuState, Exception};
@@ -129,6 +136,7 @@ pub struct Mmu {
 
     written: written::Written,
     generations: code::GenerationCache,
+    code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, code::Sum>,
     stats: Stats,
 }
@@ -139,6 +147,7 @@ impl Mmu {
         let mut mmu = Self {
             table: memory.table(),
             acknowledged: Arc::default(),
+            code_changes: memory.code_changes(),
             // Unlike any real value: the first `sync` brings everything up to date.
             seen_epoch: u64::MAX,
             seen_generation: u64::MAX,

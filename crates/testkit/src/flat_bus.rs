@@ -177,6 +177,9 @@ impl GuestBus for FlatBus {
     fn code_generation(&mut self, _id: u64) -> u32 {
         self.generation
     }
+    fn code_changes(&self) -> u64 {
+        self.generation.into()
+    }
     fn fetch_epoch(&self) -> u64 {
         0
     }

@@ -190,6 +190,9 @@ pub trait GuestBus {
     fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault>;
     /// The current generation of a page that [`Self::code_page`] returned.
     fn code_generation(&mut self, id: u64) -> u32;
+    /// Changes whenever any page's generation does: while it stays the same,
+    /// [`Self::code_generation`] need not be asked.
+    fn code_changes(&self) -> u64;
     /// Changes whenever a translation used for fetching may have changed
     /// (flush, context or view change): a cache of `code_page` keyed by it is exact.
     fn fetch_epoch(&self) -> u64;

@@ -4,7 +4,8 @@
 //! offset there and the code size; it never leaves its page, but for an
 //! instruction that straddles two pages and is a block of its own. A block is
 //! valid while the generation of its pages is the one it was decoded at, which
-//! is checked each time it is entered and after each of its stores.
+//! is checked each time it is entered and after each of its stores: in the
+//! common case by one comparison, as no generation changed at all.
 
 use std::{
     collections::HashMap,
@@ -30,29 +31,60 @@ const PAGE_MASK: u64 = 0xfff;
 
 /// A decoded run of instructions.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Block {
-    pub(crate) page: CodePage,
+struct Block {
+    page: CodePage,
     /// Page of the last bytes of an instruction that straddles two.
     second: Option<CodePage>,
+    start: u32,
+    len: u32,
+    bytes: u32,
+}
+
+impl Block {
+    fn entry(&self, block: u32) -> Entry {
+        Entry {
+            block,
+            start: self.start,
+            len: self.len,
+            bytes: self.bytes,
+        }
+    }
+}
+
+/// What is known of a linear address: the block that was found there.
+#[derive(Clone, Copy, Debug)]
+struct Jump {
+    linear: u64,
+    /// [`GuestBus::fetch_epoch`] that the page is known at.
+    epoch: u64,
+    /// [`GuestBus::code_changes`] that the block is known to be valid at.
+    changes: u64,
+    size: CodeSize,
+    entry: Entry,
+}
+
+/// A block to execute.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Entry {
+    /// Number of the [`Block`], which may have been replaced by now.
+    block: u32,
     start: u32,
     len: u32,
     /// Length of the code in bytes.
     pub(crate) bytes: u32,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Jump {
-    linear: u64,
-    epoch: u64,
-    size: CodeSize,
-    block: u32,
-}
-
 const EMPTY: Jump = Jump {
     linear: u64::MAX,
     epoch: u64::MAX,
+    changes: 0,
     size: CodeSize::Bits16,
-    block: u32::MAX,
+    entry: Entry {
+        block: u32::MAX,
+        start: 0,
+        len: 0,
+        bytes: 0,
+    },
 };
 
 /// Multiplicative hash: keys are addresses.
@@ -109,53 +141,75 @@ impl<B: GuestBus> Blocks<B> {
 
     /// The instructions of a block.
     #[inline(always)]
-    pub(crate) fn insns(&self, b: &Block) -> &[Insn<B>] {
-        let start = b.start as usize;
+    pub(crate) fn insns(&self, e: &Entry) -> &[Insn<B>] {
+        let start = e.start as usize;
         self.insns
-            .get(start..start.wrapping_add(b.len as usize))
+            .get(start..start.wrapping_add(e.len as usize))
             .unwrap_or(&[])
     }
 
     /// The block at RIP, decoded if need be.
     #[inline(always)]
-    pub(crate) fn find(&mut self, ex: &mut Exec<'_, B>) -> Result<Block, Stop> {
+    pub(crate) fn find(&mut self, ex: &mut Exec<'_, B>) -> Result<Entry, Stop> {
         let linear = ex.code_linear(ex.cpu.rip());
         let epoch = ex.bus.fetch_epoch();
+        let changes = ex.bus.code_changes();
         let slot = (linear ^ linear >> 13) as usize & (JUMPS - 1);
         if let Some(j) = self.jumps.get(slot)
             && j.linear == linear
             && j.epoch == epoch
+            && j.changes == changes
             && j.size == ex.cpu.code_size
-            && let Some(b) = self.blocks.get(j.block as usize)
+        {
+            return Ok(j.entry);
+        }
+        self.find_known(ex, linear, slot)
+    }
+
+    /// As [`Self::find`] when code somewhere has changed, or the jump cache has no entry.
+    #[inline(never)]
+    fn find_known(
+        &mut self,
+        ex: &mut Exec<'_, B>,
+        linear: u64,
+        slot: usize,
+    ) -> Result<Entry, Stop> {
+        let changes = ex.bus.code_changes();
+        if let Some(j) = self.jumps.get_mut(slot)
+            && j.linear == linear
+            && j.epoch == ex.bus.fetch_epoch()
+            && j.size == ex.cpu.code_size
+            && let Some(b) = self.blocks.get(j.entry.block as usize)
+            && b.start == j.entry.start
             && is_current(ex.bus, b)
         {
-            return Ok(*b);
+            j.changes = changes;
+            return Ok(j.entry);
         }
         self.find_slow(ex, linear, slot)
     }
 
     /// As [`Self::find`], but only the first instruction of the block is decoded.
-    pub(crate) fn find_single(&mut self, ex: &mut Exec<'_, B>) -> Result<Block, Stop> {
+    pub(crate) fn find_single(&mut self, ex: &mut Exec<'_, B>) -> Result<Entry, Stop> {
         self.single = true;
         let linear = ex.code_linear(ex.cpu.rip());
-        let epoch = ex.bus.fetch_epoch();
         let slot = JUMPS + ((linear ^ linear >> 13) as usize & (JUMPS - 1));
-        let found = match self.jumps.get(slot) {
-            Some(j) if j.linear == linear && j.epoch == epoch && j.size == ex.cpu.code_size => {
-                self.blocks.get(j.block as usize).copied()
-            }
-            _ => None,
-        };
-        let result = match found {
-            Some(b) if is_current(ex.bus, &b) => Ok(b),
-            _ => self.find_slow(ex, linear, slot),
-        };
+        let result = self.find_known(ex, linear, slot);
         self.single = false;
         result
     }
 
+    /// True if no byte of the block's code was written since it was decoded.
     #[inline(never)]
-    fn find_slow(&mut self, ex: &mut Exec<'_, B>, linear: u64, slot: usize) -> Result<Block, Stop> {
+    pub(crate) fn is_current(&self, bus: &mut B, e: &Entry) -> bool {
+        self.blocks
+            .get(e.block as usize)
+            .is_some_and(|b| b.start == e.start && is_current(bus, b))
+    }
+
+    fn find_slow(&mut self, ex: &mut Exec<'_, B>, linear: u64, slot: usize) -> Result<Entry, Stop> {
+        // Before any generation is read: a change in between is noticed.
+        let changes = ex.bus.code_changes();
         ex.check_fetch(ex.cpu.rip(), 1)?;
         let page = ex.bus.code_page(ex.cpu, linear)?;
         let key = (
@@ -185,19 +239,22 @@ impl<B: GuestBus> Blocks<B> {
                 self.insert(key, block)
             }
         };
+        let entry = self
+            .blocks
+            .get(number as usize)
+            .map(|b| b.entry(number))
+            .ok_or(Stop::Exception(Exception::UD))?;
         // Fetching may have filled a TLB: the epoch is read after it.
         if let Some(j) = self.jumps.get_mut(slot) {
             *j = Jump {
                 linear,
                 epoch: ex.bus.fetch_epoch(),
+                changes,
                 size: ex.cpu.code_size,
-                block: number,
+                entry,
             };
         }
-        self.blocks
-            .get(number as usize)
-            .copied()
-            .ok_or(Stop::Exception(Exception::UD))
+        Ok(entry)
     }
 
     /// Stores a block, in the place of an outdated one with the same key.
@@ -286,8 +343,7 @@ fn next_page(linear: u64) -> u64 {
 }
 
 /// True if no byte of the block's code was written since it was decoded.
-#[inline(always)]
-pub(crate) fn is_current<B: GuestBus>(bus: &mut B, b: &Block) -> bool {
+fn is_current<B: GuestBus>(bus: &mut B, b: &Block) -> bool {
     bus.code_generation(b.page.id) == b.page.generation
         && match b.second {
             None => true,

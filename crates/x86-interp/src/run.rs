@@ -9,11 +9,7 @@ use x86_cpu::{CpuState, Event, Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_native::Native;
 
-use crate::{
-    Exec, Flow, Insn, Stop,
-    blocks::{Blocks, is_current},
-    deliver,
-};
+use crate::{Exec, Flow, Insn, Stop, blocks::Blocks, deliver};
 
 /// Why [`Interp::run`] returned. `CpuState` is exact in every case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,6 +142,7 @@ fn run_first<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
 fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
     let block = blocks.find(ex)?;
     let insns = blocks.insns(&block);
+    let changes = ex.bus.code_changes();
     if !ex.cpu.is_64bit() && ex.check_fetch(ex.cpu.rip(), block.bytes.into()).is_err() {
         return step_one(blocks, ex);
     }
@@ -166,7 +163,10 @@ fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
             Flow::Next => {
                 let next = ex.next_rip(insn);
                 ex.cpu.set_rip(next);
-                if insn.prefix & Insn::<B>::WRITES != 0 && !is_current(ex.bus, &block) {
+                if insn.prefix & Insn::<B>::WRITES != 0
+                    && ex.bus.code_changes() != changes
+                    && !blocks.is_current(ex.bus, &block)
+                {
                     return Ok(());
                 }
             }

@@ -143,6 +143,9 @@ impl GuestBus for TestBus {
     fn code_generation(&mut self, _: u64) -> u32 {
         0
     }
+    fn code_changes(&self) -> u64 {
+        0
+    }
     fn fetch_epoch(&self) -> u64 {
         0
     }

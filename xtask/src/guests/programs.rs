@@ -64,6 +64,7 @@ const GCC: &[&str] = &[
     "/usr/lib/x86_64-linux-gnu/libc.so",
     "/usr/lib/x86_64-linux-gnu/libc_nonshared.a",
     "/usr/lib/x86_64-linux-gnu/libm.so",
+    "/lib/x86_64-linux-gnu/libgcc_s.so.1",
     "/lib/x86_64-linux-gnu/libm.so.6",
     "/lib/x86_64-linux-gnu/libmvec.so.1",
     "/usr/include/*.h",
@@ -256,7 +257,7 @@ except ZeroDivisionError as e:
         paths: &["/usr/bin/perf"],
         script: r"
             perf bench sched pipe -l 2000 && perf bench sched messaging -g 1 -l 50 &&
-            perf bench syscall basic -l 100000 && perf bench mem memcpy -s 4MB -f default && perf bench futex wake -r 2 -t 8",
+            perf bench syscall basic -l 100000 && perf bench mem memcpy -s 4MB -f default && perf bench futex wake -w 2 -t 8",
         expect: Expect::Lines(&["usecs/op", "Total time:"]),
         mem: "512M",
         cpus: 2,

@@ -210,6 +210,41 @@ impl Bus {
         }
     }
 
+    /// A read that the TLB did not answer.
+    #[inline(never)]
+    fn read_miss<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        who: Privilege,
+    ) -> Result<T, Fault> {
+        match self.mmu.read(cpu, gva, who) {
+            Ok(v) => Ok(v),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { .. }) => {
+                let mut bytes = [0; 16];
+                self.load_pieces(cpu, gva, &mut bytes[..T::SIZE], who)?;
+                Ok(T::from_le(&bytes[..T::SIZE]))
+            }
+        }
+    }
+
+    /// A write that the TLB did not answer.
+    #[inline(never)]
+    fn write_miss<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        value: T,
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        match self.mmu.write(cpu, gva, value, who) {
+            Ok(()) => Ok(()),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, &value.to_le()[..T::SIZE], who),
+        }
+    }
+
     /// Signals the eventfd that listens to this write; false if none does.
     fn ring(&mut self, space: Space, address: u64, len: u8, value: u64) -> bool {
         let Some(bell) = self
@@ -246,19 +281,14 @@ const fn mask(len: u8) -> u64 {
 }
 
 impl GuestBus for Bus {
-    #[inline]
+    #[inline(always)]
     fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {
-        match self.mmu.read(cpu, gva, who) {
-            Ok(v) => Ok(v),
-            Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Device { .. }) => {
-                let mut bytes = [0; 16];
-                self.load_pieces(cpu, gva, &mut bytes[..T::SIZE], who)?;
-                Ok(T::from_le(&bytes[..T::SIZE]))
-            }
+        match self.mmu.read_hit(gva, who) {
+            Some(v) => Ok(v),
+            None => self.read_miss(cpu, gva, who),
         }
     }
-    #[inline]
+    #[inline(always)]
     fn write<T: Word>(
         &mut self,
         cpu: &mut CpuState,
@@ -266,11 +296,10 @@ impl GuestBus for Bus {
         value: T,
         who: Privilege,
     ) -> Result<(), Fault> {
-        match self.mmu.write(cpu, gva, value, who) {
-            Ok(()) => Ok(()),
-            Err(Miss::Exception(e)) => Err(e.into()),
-            Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, &value.to_le()[..T::SIZE], who),
+        if self.mmu.write_hit(gva, value, who) {
+            return Ok(());
         }
+        self.write_miss(cpu, gva, value, who)
     }
     #[inline]
     fn rmw<T: Word>(
@@ -350,6 +379,11 @@ impl GuestBus for Bus {
     fn code_generation(&mut self, id: u64) -> u32 {
         self.mmu.code_generation(id)
     }
+    #[inline(always)]
+    fn code_changes(&self) -> u64 {
+        self.mmu.code_changes()
+    }
+    #[inline(always)]
     fn fetch_epoch(&self) -> u64 {
         self.mmu.fetch_epoch()
     }

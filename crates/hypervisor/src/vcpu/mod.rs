@@ -115,6 +115,8 @@ impl Vcpu {
         regs::set_regs(&mut inner.cpu, r);
         regs::update_privilege(&mut inner.cpu);
         inner.bus.select_view(&mut inner.cpu);
+        // A VMM that moves RIP may have loaded the code that it moves it to.
+        inner.bus.mmu.recheck_code();
         Ok(())
     }
     /// KVM_GET_SREGS.
@@ -149,6 +151,7 @@ impl Vcpu {
                 soft: false,
             });
         inner.reload();
+        inner.bus.mmu.recheck_code();
         Ok(())
     }
     /// KVM_GET_FPU.
@@ -331,7 +334,10 @@ impl Vcpu {
         if debug.control & !known != 0 {
             return Err(Error::InvalidArgument);
         }
-        self.lock().bus.guest_debug = debug.control;
+        let inner = &mut *self.lock();
+        inner.bus.guest_debug = debug.control;
+        // Software breakpoints are written into guest memory before this call.
+        inner.bus.mmu.recheck_code();
         Ok(())
     }
     /// KVM_TRANSLATE.

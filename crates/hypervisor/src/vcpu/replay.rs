@@ -104,8 +104,8 @@ impl Replay {
         if !self.done.is_empty() || self.pending.is_some() {
             self.done.clear();
             self.pending = None;
+            self.cursor = 0;
         }
-        self.cursor = 0;
     }
 }
 

@@ -1,0 +1,275 @@
+//! Code that changes: by its own stores, by another vCPU, by the VMM (SDM vol.
+//! 3, 8.1.3). Whatever engine runs it, the next execution sees the new bytes.
+
+#![forbid(unsafe_code)]
+
+use std::{sync::mpsc::channel, thread, time::Duration};
+
+use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
+use iced_x86::code_asm::*;
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+const MEMORY: usize = 2 << 20;
+const PML4: u64 = 0x10_0000;
+const CODE: u64 = 0x1000;
+const OTHER_CODE: u64 = 0x8000;
+const STACK: u64 = 0x4000;
+
+type Assemble = fn(&mut CodeAssembler) -> Result<(), IcedError>;
+
+/// 64-bit code, identity-mapped, in one memslot.
+struct Machine {
+    memory: &'static GuestMemoryMmap<()>,
+    kvm: Kvm,
+    vm: VmFd,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let ranges = [(GuestAddress(0), MEMORY)];
+        let memory: &'static _ =
+            Box::leak(Box::new(GuestMemoryMmap::from_ranges(&ranges).unwrap()));
+        let kvm = Kvm::new().unwrap();
+        let vm = kvm.create_vm().unwrap();
+        vm.set_static_memory(memory).unwrap();
+        // One large page.
+        for (at, entry) in [
+            (PML4, PML4 + 0x1003),
+            (PML4 + 0x1000, PML4 + 0x2003),
+            (PML4 + 0x2000, 0x83),
+        ] {
+            memory.write_obj(entry, GuestAddress(at)).unwrap();
+        }
+        Self { memory, kvm, vm }
+    }
+
+    fn load(&self, at: u64, assemble: Assemble) {
+        let mut a = CodeAssembler::new(64).unwrap();
+        assemble(&mut a).unwrap();
+        let bytes = a.assemble(at).unwrap();
+        self.memory.write_slice(&bytes, GuestAddress(at)).unwrap();
+    }
+
+    fn vcpu(&self, id: u64, rip: u64) -> VcpuFd {
+        let vcpu = self.vm.create_vcpu(id).unwrap();
+        let supported = self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+        vcpu.set_cpuid2(&supported.unwrap()).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        let data = kvm_segment {
+            limit: u32::MAX,
+            selector: 0x10,
+            type_: 3,
+            present: 1,
+            s: 1,
+            g: 1,
+            db: 1,
+            ..Default::default()
+        };
+        (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+        sregs.cs = kvm_segment {
+            selector: 8,
+            type_: 11,
+            l: 1,
+            db: 0,
+            ..data
+        };
+        // PE, ET, NE, PG; PAE; LME, LMA.
+        sregs.cr0 = 0x8000_0031;
+        sregs.cr3 = PML4;
+        sregs.cr4 = 0x20;
+        sregs.efer = 0x500;
+        vcpu.set_sregs(&sregs).unwrap();
+        start(&vcpu, rip);
+        vcpu
+    }
+}
+
+fn start(vcpu: &VcpuFd, rip: u64) {
+    let regs = kvm_regs {
+        rip,
+        rsp: STACK,
+        rflags: 2,
+        ..Default::default()
+    };
+    vcpu.set_regs(&regs).unwrap();
+}
+
+/// Runs to HLT; EBX.
+fn run(vcpu: &mut VcpuFd) -> u64 {
+    match vcpu.run().unwrap() {
+        VcpuExit::Hlt => vcpu.get_regs().unwrap().rbx,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn stores_change_the_code_that_follows() {
+    let rows: &[(&str, u64, Assemble)] = &[
+        ("the next instruction", 0x55, |a| {
+            let mut next = a.create_label();
+            a.lea(rdi, qword_ptr(next))?;
+            a.mov(byte_ptr(rdi + 1), 0x55)?;
+            a.set_label(&mut next)?;
+            a.mov(ebx, 0x11)?;
+            a.hlt()
+        }),
+        ("itself, each time around", (1..=1000).sum(), |a| {
+            let (mut again, mut immediate) = (a.create_label(), a.create_label());
+            a.mov(ecx, 1000)?;
+            a.set_label(&mut again)?;
+            a.lea(rdi, qword_ptr(immediate))?;
+            a.inc(dword_ptr(rdi + 2))?;
+            a.set_label(&mut immediate)?;
+            // 81 /0 id: the immediate is at offset 2.
+            a.db(&[0x81, 0xc3, 0, 0, 0, 0])?;
+            a.dec(ecx)?;
+            a.jne(again)?;
+            a.hlt()
+        }),
+        ("by a locked operation", (1..=100).sum(), |a| {
+            let (mut again, mut immediate) = (a.create_label(), a.create_label());
+            a.mov(ecx, 100)?;
+            a.set_label(&mut again)?;
+            a.lea(rdi, qword_ptr(immediate))?;
+            a.lock().add(dword_ptr(rdi + 2), 1)?;
+            a.set_label(&mut immediate)?;
+            a.db(&[0x81, 0xc3, 0, 0, 0, 0])?;
+            a.dec(ecx)?;
+            a.jne(again)?;
+            a.hlt()
+        }),
+        ("by a push", 0x2a, |a| {
+            let mut next = a.create_label();
+            a.mov(ebx, 7)?;
+            // The immediate's eight bytes are from offset 2.
+            a.lea(rsp, qword_ptr(next))?;
+            a.add(rsp, 10)?;
+            a.push(0x2a)?;
+            a.set_label(&mut next)?;
+            a.mov(rbx, 0x1122_3344_5566_7788_u64)?;
+            a.hlt()
+        }),
+        ("by a string copy", 0x1234, |a| {
+            let (mut from, mut to) = (a.create_label(), a.create_label());
+            a.mov(ecx, 5)?;
+            a.lea(rsi, qword_ptr(from))?;
+            a.lea(rdi, qword_ptr(to))?;
+            a.rep().movsb()?;
+            a.set_label(&mut to)?;
+            a.mov(ebx, 1)?;
+            a.hlt()?;
+            a.set_label(&mut from)?;
+            a.mov(ebx, 0x1234)
+        }),
+        ("a function called before", 1 + 2 + 3 + 4, |a| {
+            let (mut again, mut function) = (a.create_label(), a.create_label());
+            a.mov(ecx, 4)?;
+            a.set_label(&mut again)?;
+            a.lea(rdi, qword_ptr(function))?;
+            a.inc(byte_ptr(rdi + 1))?;
+            a.call(function)?;
+            a.add(ebx, eax)?;
+            a.loop_(again)?;
+            a.hlt()?;
+            a.set_label(&mut function)?;
+            a.mov(eax, 0)?;
+            a.ret()
+        }),
+        ("data beside code stays data", 3000, |a| {
+            let (mut again, mut data, mut end) =
+                (a.create_label(), a.create_label(), a.create_label());
+            a.mov(ecx, 1000)?;
+            a.set_label(&mut again)?;
+            a.add(dword_ptr(data), 3)?;
+            a.mov(ebx, dword_ptr(data))?;
+            a.loop_(again)?;
+            a.jmp(end)?;
+            a.set_label(&mut data)?;
+            a.dd(&[0])?;
+            a.set_label(&mut end)?;
+            a.hlt()
+        }),
+    ];
+    for (name, want, assemble) in rows {
+        let machine = Machine::new();
+        machine.load(CODE, *assemble);
+        assert_eq!(run(&mut machine.vcpu(0, CODE)), *want, "{name}");
+    }
+}
+
+#[test]
+fn what_the_vmm_writes_between_two_runs_is_executed() {
+    let machine = Machine::new();
+    machine.load(CODE, |a| {
+        a.mov(ebx, 1)?;
+        a.hlt()
+    });
+    let mut vcpu = machine.vcpu(0, CODE);
+    for value in [1_u8, 2, 3, 200] {
+        let at = GuestAddress(CODE + 1);
+        machine.memory.write_obj(value, at).unwrap();
+        start(&vcpu, CODE);
+        assert_eq!(run(&mut vcpu), u64::from(value));
+    }
+}
+
+#[test]
+fn another_vcpu_sees_the_change() {
+    let machine = Machine::new();
+    machine.load(CODE, |a| {
+        let (mut again, mut function) = (a.create_label(), a.create_label());
+        a.set_label(&mut again)?;
+        // Tells the other that the code is in use.
+        a.inc(dword_ptr(0x6000))?;
+        a.call(function)?;
+        a.cmp(ebx, 7)?;
+        a.jne(again)?;
+        a.hlt()?;
+        for _ in 0..200 {
+            a.nop()?;
+        }
+        a.set_label(&mut function)?;
+        a.mov(ebx, 1)?;
+        a.ret()
+    });
+    // Found by its bytes: MOV EBX, 1; RET.
+    let mut code = [0_u8; 512];
+    machine
+        .memory
+        .read_slice(&mut code, GuestAddress(CODE))
+        .unwrap();
+    let at = code
+        .windows(6)
+        .position(|w| w == [0xbb, 1, 0, 0, 0, 0xc3])
+        .unwrap();
+    machine.load(OTHER_CODE, |a| {
+        let mut wait = a.create_label();
+        a.set_label(&mut wait)?;
+        a.pause()?;
+        a.cmp(dword_ptr(0x6000), 1000)?;
+        a.jb(wait)?;
+        // EAX is not set by anything else: the address comes from the test.
+        a.mov(edx, dword_ptr(0x6004))?;
+        a.mov(byte_ptr(edx), 7)?;
+        a.mov(ebx, 9)?;
+        a.hlt()
+    });
+    let address = CODE as u32 + at as u32 + 1;
+    machine
+        .memory
+        .write_obj(address, GuestAddress(0x6004))
+        .unwrap();
+    let (done, finished) = channel();
+    for (id, rip, want) in [(0, CODE, 7), (1, OTHER_CODE, 9)] {
+        let mut vcpu = machine.vcpu(id, rip);
+        let done = done.clone();
+        thread::spawn(move || done.send((run(&mut vcpu), want)));
+    }
+    for _ in 0..2 {
+        let (got, want) = finished
+            .recv_timeout(Duration::from_secs(60))
+            .expect("a vCPU does not see the other's change");
+        assert_eq!(got, want);
+    }
+}
