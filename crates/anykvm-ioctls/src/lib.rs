@@ -34,4 +34,5 @@ pub use ioctls::vcpu::{
 pub use ioctls::vm::{
     IoEventAddress, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, NoDatamatch, VmFd,
 };
+pub use kvm_abi::interrupt_current_thread;
 pub use vmm_sys_util::errno::Error;

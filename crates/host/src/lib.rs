@@ -14,6 +14,7 @@ pub mod mapping;
 pub mod memfd;
 pub mod poll;
 pub mod random;
+pub mod signal;
 pub mod thread;
 
 pub use code_buffer::CodeBuffer;

@@ -58,6 +58,8 @@ pub struct RunInput<'a> {
     pub cr8: u8,
     /// kvm_run.immediate_exit, read while the vCPU runs.
     pub immediate_exit: &'a AtomicU8,
+    /// KVM_SET_SIGNAL_MASK: the signals that do not end KVM_RUN, bit `n - 1` for signal n.
+    pub blocked_signals: Option<u64>,
 }
 
 /// Output of [`crate::Vcpu::run`].

@@ -13,6 +13,7 @@ mod vcpu;
 mod vm;
 
 pub use error::Error;
+pub use io_bus::{RingEntry, RingMemory};
 pub use irqchip::IoapicState;
 
 pub use exit::{Answer, Exit, IoData, RunInput, RunOutput};

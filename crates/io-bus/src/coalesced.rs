@@ -48,7 +48,7 @@ pub trait RingMemory {
 }
 
 /// Appends a write; false if the ring is full or its indices are nonsense.
-pub fn push(ring: &mut impl RingMemory, entry: RingEntry) -> bool {
+pub fn push(ring: &mut (impl RingMemory + ?Sized), entry: RingEntry) -> bool {
     let last = ring.last();
     if last >= RING_ENTRIES {
         return false;

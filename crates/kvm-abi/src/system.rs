@@ -95,13 +95,8 @@ pub fn feature_msrs(entries: &mut [kvm_msr_entry]) -> Result<usize> {
     Ok(read)
 }
 
-/// KVM_X86_GET_MCE_CAP_SUPPORTED: MCG_CTL_P and MCG_SER_P, the bits that KVM_X86_SETUP_MCE
-/// takes besides the bank count.
-pub fn mce_cap_supported() -> u64 {
-    const MCG_CTL_P: u64 = 1 << 8;
-    const MCG_SER_P: u64 = 1 << 24;
-    MCG_CTL_P | MCG_SER_P
-}
+/// KVM_X86_GET_MCE_CAP_SUPPORTED: the bits that KVM_X86_SETUP_MCE takes besides the bank count.
+pub use hypervisor::system::mce_cap_supported;
 
 /// Value of KVM_X86_XCOMP_GUEST_SUPP, KVM_GET_DEVICE_ATTR on the system descriptor: the XCR0
 /// bits that a guest may have, as leaf 0xd of the supported CPUID says.

@@ -3,6 +3,8 @@
 //!
 //! Calls without an ABI of their own are made on [`Vcpu::hypervisor`] directly.
 
+use std::cell::Cell;
+use std::marker::PhantomData;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,6 +24,8 @@ const EINVAL: Errno = Errno::new(libc::EINVAL);
 pub struct Vcpu {
     hypervisor: Arc<hypervisor::Vcpu>,
     page: RunPage,
+    /// KVM_SET_SIGNAL_MASK.
+    signal_mask: Mutex<Option<u64>>,
     /// One KVM_RUN at a time, as with KVM's own lock of the vCPU.
     running: Mutex<Running>,
     /// A vCPU keeps its VM.
@@ -35,6 +39,41 @@ struct Running {
     io: [u8; PAGE_SIZE],
 }
 
+thread_local! {
+    /// The vCPU whose KVM_RUN the thread is in.
+    static CURRENT: Cell<*const hypervisor::Vcpu> = const { Cell::new(std::ptr::null()) };
+}
+
+/// Makes the KVM_RUN that the calling thread is in, if any, return EINTR soon.
+///
+/// Async-signal-safe. KVM_RUN of a kernel ends with EINTR when a signal with a handler
+/// arrives. Here the handler runs in the middle of KVM_RUN, and nothing tells KVM_RUN of
+/// it while the guest computes; handlers that were installed to interrupt KVM_RUN call this.
+pub fn interrupt_current_thread() {
+    let current = CURRENT.get();
+    if !current.is_null() {
+        // SAFETY: the pointer is set while `Interruptible` borrows the vCPU, and it is this
+        // thread that is inside that scope.
+        unsafe { (*current).kick() };
+    }
+}
+
+/// While it lives, [`interrupt_current_thread`] reaches the vCPU.
+struct Interruptible<'a>(PhantomData<&'a hypervisor::Vcpu>);
+
+impl<'a> Interruptible<'a> {
+    fn enter(vcpu: &'a hypervisor::Vcpu) -> Self {
+        CURRENT.set(vcpu);
+        Self(PhantomData)
+    }
+}
+
+impl Drop for Interruptible<'_> {
+    fn drop(&mut self) {
+        CURRENT.set(std::ptr::null());
+    }
+}
+
 impl Vcpu {
     pub(crate) fn new(
         hypervisor: Arc<hypervisor::Vcpu>,
@@ -44,6 +83,7 @@ impl Vcpu {
         Ok(Self {
             hypervisor,
             page: RunPage::map(fd)?,
+            signal_mask: Mutex::new(None),
             running: Mutex::new(Running {
                 question: Question::None,
                 io: [0; PAGE_SIZE],
@@ -79,11 +119,17 @@ impl Vcpu {
             self.take_sync_regs(dirty)?;
         }
         let Running { question, io } = &mut *running;
+        let blocked_signals = *self
+            .signal_mask
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let _interruptible = Interruptible::enter(&self.hypervisor);
         let result = self.hypervisor.run(RunInput {
             answer: self.page.answer(std::mem::take(question), io),
             request_interrupt_window: self.page.request_interrupt_window(),
             cr8: (self.page.cr8() & 0xf) as u8,
             immediate_exit: self.page.immediate_exit(),
+            blocked_signals,
         });
         let result = match result {
             Ok(output) => {
@@ -107,8 +153,6 @@ impl Vcpu {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A VMM looks at if_flag, cr8 and apic_base after EINTR too, so they must not be those of
-    /// the exit before.
     /// Sets `immediate_exit` and has a running vCPU look at it: KVM_RUN returns EINTR, now and until
     /// the VMM clears the field. A VMM of a kernel's KVM needs a signal handler for this.
     pub fn stop(&self) {
@@ -116,6 +160,8 @@ impl Vcpu {
         self.hypervisor.kick();
     }
 
+    /// A VMM looks at if_flag, cr8 and apic_base after EINTR too, so they must not be those of
+    /// the exit before.
     fn store_interruption(&self, error: hypervisor::Error) {
         if error == hypervisor::Error::Interrupted {
             self.page.set_exit_reason(KVM_EXIT_INTR);
@@ -129,7 +175,10 @@ impl Vcpu {
             // The VMM asks again with the next exit; claiming readiness here could be wrong.
             ready_for_interrupt_injection: false,
             if_flag: regs.rflags & RFLAGS_IF != 0,
-            in_smm: false,
+            in_smm: self
+                .hypervisor
+                .get_vcpu_events()
+                .is_ok_and(|events| events.smi.smm != 0),
             cr8: sregs.cr8,
             apic_base: sregs.apic_base,
         });
@@ -167,6 +216,18 @@ impl Vcpu {
         }
         self.page.set_sync_regs(regs);
         Ok(())
+    }
+
+    /// KVM_SET_SIGNAL_MASK: the signals that do not end KVM_RUN; `None` for no mask.
+    ///
+    /// A pending signal outside the mask ends KVM_RUN with EINTR and stays pending, as with
+    /// KVM. DEVIATION: the thread's own mask is not changed, so a signal that the thread does
+    /// not block runs its handler during KVM_RUN even if `mask` blocks it.
+    pub fn set_signal_mask(&self, mask: Option<u64>) {
+        *self
+            .signal_mask
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = mask;
     }
 
     /// KVM_GET_CPUID2 into a list of `capacity` entries.

@@ -4,8 +4,8 @@
 //! Calls without an ABI of their own are made on [`Vm::hypervisor`] directly.
 
 use std::ffi::CString;
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use hypervisor::{IoapicState, Route, RouteTarget};
 use kvm_bindings::*;
@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::errno::{Errno, Result};
 use crate::memfd;
 use crate::objects::{Object, publish, register};
+use crate::ring::Ring;
 use crate::run_page::VCPU_MMAP_SIZE;
 use crate::vcpu::Vcpu;
 
@@ -27,6 +28,8 @@ const IOAPIC_PINS: u32 = KVM_IOAPIC_NUM_PINS;
 #[derive(Debug)]
 pub struct Vm {
     hypervisor: Arc<hypervisor::Vm>,
+    /// The file of the first vCPU, whose third page is the VM's ring of coalesced writes.
+    ring: OnceLock<OwnedFd>,
     /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
     vfio: Mutex<Weak<Device>>,
 }
@@ -35,6 +38,7 @@ impl Vm {
     pub(crate) fn new() -> Result<Self> {
         Ok(Self {
             hypervisor: hypervisor::Vm::new()?,
+            ring: OnceLock::new(),
             vfio: Mutex::new(Weak::new()),
         })
     }
@@ -60,9 +64,48 @@ impl Vm {
         // The file first: a vCPU cannot be taken back once it exists.
         let fd = memfd::create(&name, VCPU_MMAP_SIZE, true)?;
         let vcpu = self.hypervisor.create_vcpu(id)?;
+        if self.ring.get().is_none() {
+            let file = fd
+                .try_clone()
+                .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
+            self.hypervisor
+                .set_coalesced_ring(Box::new(Ring::map(fd.as_fd())?));
+            // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
+            let _ = self.ring.set(file);
+        }
         let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), fd.as_fd())?);
         register(&fd, Object::Vcpu(Arc::clone(&vcpu)))?;
         Ok((fd, vcpu))
+    }
+
+    /// The file that holds the ring of coalesced writes; none before the first vCPU.
+    ///
+    /// DEVIATION: KVM shows the same ring in every vCPU's descriptor, here it is in the first
+    /// vCPU's only, which is the one that QEMU reads.
+    pub fn ring_file(&self) -> Option<BorrowedFd<'_>> {
+        self.ring.get().map(AsFd::as_fd)
+    }
+
+    /// KVM_REGISTER_COALESCED_MMIO.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL for a zone that is neither of ports nor of memory.
+    pub fn register_coalesced_mmio(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        Ok(self
+            .hypervisor
+            .register_coalesced_mmio(zone, is_pio(zone))?)
+    }
+
+    /// KVM_UNREGISTER_COALESCED_MMIO.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::register_coalesced_mmio`].
+    pub fn unregister_coalesced_mmio(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
+        Ok(self
+            .hypervisor
+            .unregister_coalesced_mmio(zone, is_pio(zone))?)
     }
 
     /// KVM_CREATE_DEVICE: no descriptor when `flags` only asks whether the type exists.
@@ -214,6 +257,11 @@ impl Vm {
         let gsi = unsafe { line.__bindgen_anon_1.irq };
         Ok(self.hypervisor.irq_line(gsi, line.level != 0)?)
     }
+}
+
+fn is_pio(zone: &kvm_coalesced_mmio_zone) -> u32 {
+    // SAFETY: both members of the union are 32-bit integers.
+    unsafe { zone.__bindgen_anon_1.pio }
 }
 
 /// One routing entry as the hypervisor wants it.

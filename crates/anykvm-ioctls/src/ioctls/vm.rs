@@ -562,7 +562,7 @@ impl VmFd {
     ///
     /// ENOSPC for too many zones.
     pub fn register_coalesced_mmio(&self, addr: IoEventAddress, size: u32) -> Result<()> {
-        self.typed()?
+        self.object()?
             .register_coalesced_mmio(&zone(addr, size))
             .map_err(refused)
     }
@@ -573,7 +573,7 @@ impl VmFd {
     ///
     /// ENOTTY or EBADF when this is not a VM.
     pub fn unregister_coalesced_mmio(&self, addr: IoEventAddress, size: u32) -> Result<()> {
-        self.typed()?
+        self.object()?
             .unregister_coalesced_mmio(&zone(addr, size))
             .map_err(refused)
     }

@@ -2,8 +2,15 @@
 
 use kvm_bindings::*;
 
+use crate::vcpu::{MCE_BANKS, MCE_SUPPORTED_CAP};
+
 /// Most vCPUs of a VM.
 pub(crate) const MAX_VCPUS: i32 = 255;
+
+/// KVM_X86_GET_MCE_CAP_SUPPORTED.
+pub fn mce_cap_supported() -> u64 {
+    MCE_SUPPORTED_CAP
+}
 
 /// KVM_CHECK_EXTENSION.
 pub fn check_extension(cap: u32) -> i32 {
@@ -37,7 +44,15 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_IMMEDIATE_EXIT
         | KVM_CAP_GET_MSR_FEATURES
         | KVM_CAP_CHECK_EXTENSION_VM
+        | KVM_CAP_SET_BOOT_CPU_ID
+        | KVM_CAP_SREGS2
+        | KVM_CAP_COALESCED_PIO
+        | KVM_CAP_X86_SMM
+        | KVM_CAP_KVMCLOCK_CTRL
         | KVM_CAP_REINJECT_CONTROL => 1,
+        KVM_CAP_MULTI_ADDRESS_SPACE => 2,
+        KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET as i32,
+        KVM_CAP_MCE => MCE_BANKS as i32,
         KVM_CAP_XSAVE2 => 4096,
         KVM_CAP_CLOCKSOURCE => 1,
         KVM_CAP_ADJUST_CLOCK => {

@@ -4,7 +4,7 @@ mod caps;
 mod cpuid;
 mod msr_list;
 
-pub use caps::check_extension;
+pub use caps::{check_extension, mce_cap_supported};
 pub use cpuid::{emulated_cpuid, supported_cpuid};
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 

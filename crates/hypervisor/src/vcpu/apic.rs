@@ -57,12 +57,12 @@ impl Bus {
         let now = self.now();
         self.timer_ns = self.shared.lapic().timer_deadline(now).unwrap_or(NEVER);
     }
-    /// Fires timers that are due.
-    pub(super) fn service_timers(&mut self) {
-        if !self.has_lapic() {
-            return;
-        }
+    /// Fires timers that are due; the time, on the monotonic clock.
+    pub(super) fn service_timers(&mut self) -> u64 {
         let ns = host::clock::monotonic_ns();
+        if !self.has_lapic() {
+            return ns;
+        }
         if self.timer_ns <= ns {
             let now = self.now();
             let accepted = self.shared.lapic().timer_fire(now);
@@ -72,6 +72,7 @@ impl Bus {
             self.update_timer();
         }
         self.vm.service_pit(ns);
+        ns
     }
     /// IA32_APIC_BASE.
     pub(super) fn apic_base(&self) -> u64 {

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use io_bus::{Doorbells, Reader, Space};
+use io_bus::{Reader, RingEntry, Space, WriteAnswer};
 use kvm_bindings::kvm_cpuid_entry2;
 use mmu::{Miss, Mmu, Translation};
 use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
@@ -16,7 +16,7 @@ use super::{
     replay::{Answered, DeviceAccess, Replay},
     shared::VcpuShared,
 };
-use crate::{Exit, IoData, vm::VmState, vm::clock::TscParams, vm::doorbell::Bell};
+use crate::{Exit, IoData, vm::VmState, vm::clock::TscParams, vm::doorbell::IoTable};
 
 /// Blocks between two looks at the clock and at immediate_exit.
 const POLL_BLOCKS: u32 = 128;
@@ -42,7 +42,8 @@ pub(crate) struct Bus {
     /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
-    doorbells: Reader<Doorbells<Arc<Bell>>>,
+    pub(super) mce: super::mce::Mce,
+    io: Reader<IoTable>,
     /// Interrupts have to be looked at again before the next block.
     pub(super) recheck: bool,
     /// When the LAPIC's timer is due, on the monotonic clock.
@@ -52,11 +53,11 @@ pub(crate) struct Bus {
 
 impl Bus {
     pub(super) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
-        let is_bsp = shared.id == 0;
+        let is_bsp = shared.is_bsp;
         Self {
             mmu,
             tsc: vm.clock.default_tsc(),
-            doorbells: Reader::new(Arc::clone(&vm.doorbells)),
+            io: Reader::new(Arc::clone(&vm.io)),
             vm,
             shared,
             replay: Replay::default(),
@@ -68,6 +69,7 @@ impl Bus {
             irq_waiting: false,
             guest_debug: 0,
             pv: Paravirt::default(),
+            mce: super::mce::Mce::default(),
             recheck: false,
             timer_ns: super::apic::NEVER,
             budget: POLL_BLOCKS,
@@ -247,16 +249,20 @@ impl Bus {
 
     /// Signals the eventfd that listens to this write; false if none does.
     fn ring(&mut self, space: Space, address: u64, len: u8, value: u64) -> bool {
-        let Some(bell) = self
-            .doorbells
-            .get()
-            .find(space, address, len.into(), value & mask(len))
-        else {
-            return false;
-        };
-        // A full counter is a signal already; a closed reader is the VMM's business.
-        let _ = bell.event.signal(1);
-        true
+        let value = value & mask(len);
+        match self.io.get().write(space, address, len.into(), value) {
+            WriteAnswer::Doorbell(bell) => {
+                // A full counter is a signal already; a closed reader is the VMM's business.
+                let _ = bell.event.signal(1);
+                true
+            }
+            // A full ring is an exit, at which the VMM drains it.
+            WriteAnswer::Coalesce => {
+                let entry = RingEntry::new(space, address, len.into(), value);
+                self.vm.ring.push(entry)
+            }
+            WriteAnswer::Chip((), _) | WriteAnswer::Exit => false,
+        }
     }
 
     /// Takes over what other threads changed of memory.

@@ -7,12 +7,17 @@ mod debug;
 mod events;
 mod fpu;
 mod hypercall;
+mod inject;
+mod mce;
 mod msr;
+mod park;
 mod pvclock;
 mod regs;
 mod replay;
 mod run;
 pub(crate) mod shared;
+
+pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -25,6 +30,7 @@ use x86_jit::Jit;
 
 use self::{
     bus::Bus,
+    regs::KVM_SREGS2_FLAGS_PDPTRS_VALID,
     shared::{VcpuShared, request},
 };
 use crate::{
@@ -51,6 +57,10 @@ struct Inner {
     bus: Bus,
     /// KVM_MP_STATE_*.
     mp_state: u32,
+    /// When pending signals were last compared with the VMM's mask.
+    signals_checked_ns: u64,
+    /// The last exit only asked for a device access.
+    is_device_exit: bool,
 }
 
 /// A virtual CPU. One thread at a time uses it; others wait, as on KVM's vCPU mutex.
@@ -69,7 +79,7 @@ impl Vcpu {
         bus.select_view(&mut cpu);
         bus.update_apic_page();
         // APs of a VM with in-kernel LAPICs wait for INIT and SIPI.
-        let waits = bus.has_lapic() && shared.id != 0;
+        let waits = bus.has_lapic() && !shared.is_bsp;
         let mp_state = if waits {
             KVM_MP_STATE_UNINITIALIZED
         } else {
@@ -81,6 +91,8 @@ impl Vcpu {
             jit: engine_is_jit().then(Jit::new::<Bus>).flatten(),
             bus,
             mp_state,
+            signals_checked_ns: 0,
+            is_device_exit: false,
         };
         Self {
             inner: Mutex::new(inner),
@@ -100,7 +112,8 @@ impl Vcpu {
         self.shared.set_running(false);
         result
     }
-    /// Makes a running or parked vCPU look at immediate_exit soon.
+    /// Makes KVM_RUN return EINTR soon: the current one if the vCPU is running or
+    /// parked, else the next one. Safe in a signal handler.
     pub fn kick(&self) {
         self.shared.request(request::KICK);
     }
@@ -131,15 +144,7 @@ impl Vcpu {
     /// KVM_SET_SREGS. EINVAL for combinations that no CPU has.
     pub fn set_sregs(&self, r: &kvm_sregs) -> Result<()> {
         let inner = &mut *self.lock();
-        regs::check_sregs(&inner.cpu, r)?;
-        // The mode decides what the LAPIC's registers mean, so it comes first.
-        if !inner.bus.set_apic_base(&inner.cpu, r.apic_base, true) {
-            return Err(Error::InvalidArgument);
-        }
-        regs::set_sregs(&mut inner.cpu, r);
-        inner
-            .bus
-            .set_task_priority(&mut inner.cpu, (r.cr8 & 0xf) as u8);
+        inner.set_sregs(r)?;
         inner.cpu.events.interrupt = r
             .interrupt_bitmap
             .iter()
@@ -150,8 +155,34 @@ impl Vcpu {
                 vector: (i as u8) << 6 | (63 - w.leading_zeros()) as u8,
                 soft: false,
             });
-        inner.reload();
         inner.bus.mmu.recheck_code();
+        Ok(())
+    }
+    /// KVM_GET_SREGS2.
+    pub fn get_sregs2(&self) -> Result<kvm_sregs2> {
+        let s = self.get_sregs()?;
+        let inner = self.lock();
+        let pae = inner.cpu.is_paging()
+            && inner.cpu.cr4 & x86_defs::control::cr4::PAE != 0
+            && !inner.cpu.is_long_mode();
+        Ok(regs::sregs2(&s, pae.then_some(inner.cpu.pdpte)))
+    }
+    /// KVM_SET_SREGS2. EINVAL for unknown flags, PDPTRs outside PAE paging, and as
+    /// [`Self::set_sregs`]. Interrupts on their way stay as they are.
+    pub fn set_sregs2(&self, r: &kvm_sregs2) -> Result<()> {
+        let has_pdptrs = r.flags & KVM_SREGS2_FLAGS_PDPTRS_VALID != 0;
+        let pae = r.cr0 & x86_defs::control::cr0::PG != 0
+            && r.cr4 & x86_defs::control::cr4::PAE != 0
+            && r.efer & x86_defs::control::efer::LMA == 0;
+        if r.flags & !KVM_SREGS2_FLAGS_PDPTRS_VALID != 0 || has_pdptrs && !pae {
+            return Err(Error::InvalidArgument);
+        }
+        let inner = &mut *self.lock();
+        inner.set_sregs(&regs::from_sregs2(r))?;
+        if has_pdptrs {
+            inner.cpu.pdpte = r.pdptrs;
+            inner.bus.mmu.set_root(&inner.cpu);
+        }
         Ok(())
     }
     /// KVM_GET_FPU.
@@ -263,7 +294,14 @@ impl Vcpu {
     }
     /// KVM_SET_VCPU_EVENTS.
     pub fn set_vcpu_events(&self, v: &kvm_vcpu_events) -> Result<()> {
-        events::set_vcpu_events(&mut self.lock().cpu, v, false)
+        let inner = &mut *self.lock();
+        let was_in_smm = inner.cpu.events.in_smm;
+        events::set_vcpu_events(&mut inner.cpu, v, false)?;
+        if inner.cpu.events.in_smm != was_in_smm {
+            // SMM has an address space of its own.
+            inner.reload();
+        }
+        Ok(())
     }
     /// KVM_GET_DEBUGREGS.
     pub fn get_debugregs(&self) -> Result<kvm_debugregs> {
@@ -320,9 +358,10 @@ impl Vcpu {
         self.shared.request(request::NMI);
         Ok(())
     }
-    /// KVM_SMI: not offered (KVM_CAP_X86_SMM is 0).
+    /// KVM_SMI.
     pub fn smi(&self) -> Result<()> {
-        Err(Error::NotSupported)
+        self.shared.request(request::SMI);
+        Ok(())
     }
     /// KVM_ENABLE_CAP on the vCPU: EINVAL, no capability has to be enabled.
     pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
@@ -393,6 +432,19 @@ fn engine_is_jit() -> bool {
 }
 
 impl Inner {
+    /// What KVM_SET_SREGS and KVM_SET_SREGS2 share.
+    fn set_sregs(&mut self, r: &kvm_sregs) -> Result<()> {
+        regs::check_sregs(&self.cpu, r)?;
+        // The mode decides what the LAPIC's registers mean, so it comes first.
+        if !self.bus.set_apic_base(&self.cpu, r.apic_base, true) {
+            return Err(Error::InvalidArgument);
+        }
+        regs::set_sregs(&mut self.cpu, r);
+        self.bus
+            .set_task_priority(&mut self.cpu, (r.cr8 & 0xf) as u8);
+        self.reload();
+        Ok(())
+    }
     /// The VMM replaced registers that translation depends on.
     fn reload(&mut self) {
         self.bus.sync_memory(&mut self.cpu);

@@ -25,9 +25,7 @@ impl Bus {
             IA32_TSC_DEADLINE if self.has_lapic() => Some(self.shared.lapic().tsc_deadline()),
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => Some(self.pv.wall_clock),
             KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => Some(self.pv.system_time),
-            IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => {
-                Some(0)
-            }
+            _ if super::mce::is_mce(index) => self.mce.read(index, host),
             _ if host => msr_model::host_read(cpu, index),
             _ => msr_model::read(cpu, index),
         }
@@ -81,7 +79,11 @@ impl Bus {
                 self.update_clock();
                 true
             }
-            IA32_MCG_STATUS | IA32_MCG_CTL => value == 0 || host,
+            _ if super::mce::is_mce(index) => {
+                // AMD64_HWCR.McStatusWrEn.
+                let may_set_status = cpu.msr.hwcr >> 18 & 1 != 0;
+                self.mce.write(index, value, host, may_set_status)
+            }
             _ => {
                 let outcome = if host {
                     msr_model::host_write(cpu, index, value)

@@ -1,14 +1,13 @@
 //! KVM_RUN: requests, injection, execution, exits.
 
-use std::{sync::atomic::Ordering, time::Duration};
+use std::sync::atomic::Ordering;
 
-use host::futex::Wait;
 use kvm_bindings::{
     KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE,
     KVM_MP_STATE_UNINITIALIZED,
 };
-use x86_cpu::{Event, Exception, GuestBus, PendingInterrupt, Shadow};
-use x86_defs::{rflags, vector};
+use x86_cpu::{Exception, GuestBus, Shadow};
+use x86_defs::rflags;
 use x86_interp::RunStop;
 
 use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
@@ -18,10 +17,16 @@ impl Inner {
     /// KVM_RUN on the calling thread.
     pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
         self.take_answer(&input.answer);
+        self.signals_checked_ns = 0;
         if !self.bus.has_lapic() {
             self.bus.cr8 = input.cr8 & 0xf;
         }
         self.bus.sync_memory(&mut self.cpu);
+        // After an access to a device the VMM answers; after anything else it may also set
+        // breakpoints, load code or reset the machine.
+        if !std::mem::take(&mut self.is_device_exit) {
+            self.bus.mmu.recheck_code();
+        }
         if matches!(
             self.mp_state,
             KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED
@@ -33,6 +38,10 @@ impl Inner {
             Some(exit) => exit,
             None => self.run_until_exit(input)?,
         };
+        self.is_device_exit = matches!(
+            exit,
+            Exit::Io { .. } | Exit::Mmio { .. } | Exit::Rdmsr { .. } | Exit::Wrmsr { .. }
+        );
         Ok(self.output(exit))
     }
 
@@ -68,20 +77,24 @@ impl Inner {
             if requests != 0 {
                 self.serve(requests);
             }
-            if input.immediate_exit.load(Ordering::Relaxed) != 0 {
+            if input.immediate_exit.load(Ordering::Relaxed) != 0 || requests & request::KICK != 0 {
                 return Err(Error::Interrupted);
+            }
+            if self.cpu.events.latched_init && !self.cpu.events.in_smm {
+                self.init();
             }
             if std::mem::take(&mut self.cpu.events.triple_fault) {
                 return Ok(Exit::Shutdown);
             }
             self.bus.recheck = false;
             self.bus.sync_memory(&mut self.cpu);
-            self.bus.service_timers();
+            let now_ns = self.bus.service_timers();
+            self.check_signals(input, now_ns)?;
             if let Some(exit) = self.inject() {
                 return Ok(exit);
             }
             if self.mp_state == KVM_MP_STATE_HALTED {
-                self.sleep()?;
+                self.sleep(input)?;
                 continue;
             }
             if matches!(
@@ -120,7 +133,7 @@ impl Inner {
     }
 
     /// Serves what other threads asked for.
-    fn serve(&mut self, requests: u32) {
+    pub(super) fn serve(&mut self, requests: u32) {
         // `request::MEMORY` only wakes: the run loop looks at the epoch each time.
         if requests & request::CLOCK != 0 {
             self.bus.update_clock();
@@ -133,7 +146,11 @@ impl Inner {
             self.cpu.events.smi_pending = true;
         }
         if requests & request::INIT != 0 {
-            self.init();
+            if self.cpu.events.in_smm {
+                self.cpu.events.latched_init = true;
+            } else {
+                self.init();
+            }
         }
         if requests & request::SIPI != 0 {
             self.startup(self.bus.shared.sipi_page());
@@ -143,23 +160,8 @@ impl Inner {
         }
     }
 
-    /// A vCPU that was never started sleeps until something is asked of it;
-    /// KVM then has the VMM call again.
-    fn wait_for_startup(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
-        if input.immediate_exit.load(Ordering::Relaxed) != 0 {
-            return Err(Error::Interrupted);
-        }
-        let woken = self.bus.shared.park(None);
-        let requests = self.bus.shared.take();
-        self.serve(requests);
-        if woken == Wait::Interrupted || input.immediate_exit.load(Ordering::Relaxed) != 0 {
-            return Err(Error::Interrupted);
-        }
-        Err(Error::Again)
-    }
-
     /// What the interpreter's stop means to the VMM; `None`: go on.
-    fn stopped(&mut self, stop: RunStop) -> Option<Exit> {
+    pub(super) fn stopped(&mut self, stop: RunStop) -> Option<Exit> {
         match stop {
             RunStop::Poll => None,
             RunStop::Exit => Some(self.bus.exit.take().unwrap_or(Exit::InternalError {
@@ -173,103 +175,6 @@ impl Inner {
                 None
             }
             RunStop::TripleFault => Some(Exit::Shutdown),
-        }
-    }
-
-    /// RFLAGS.IF, no shadow, nothing already being injected.
-    pub(super) fn is_interruptible(&self) -> bool {
-        self.cpu.rflags & rflags::IF != 0
-            && self.cpu.shadow == Shadow::None
-            && self.cpu.events.interrupt.is_none()
-            && self.cpu.events.exception.is_none()
-    }
-
-    /// Injects, in KVM's order: what was begun before, then NMI, then interrupts.
-    fn inject(&mut self) -> Option<Exit> {
-        if let Some(x) = self.cpu.events.exception {
-            match (x.vector, x.payload) {
-                (vector::PF, payload) => self.cpu.fault_gva = payload.unwrap_or(self.cpu.cr2),
-                (vector::DB, payload) => self.cpu.fault_dr6 = payload.unwrap_or(0),
-                _ => {}
-            }
-            let error_code = x.error_code.map(|c| c as u16);
-            let exit = self.deliver(Event::Exception(Exception {
-                vector: x.vector,
-                error_code,
-            }));
-            if exit.is_some() {
-                return exit;
-            }
-            self.cpu.events.exception = None;
-        }
-        let nmi = self.cpu.events.nmi_pending > 0
-            && !self.cpu.events.nmi_masked
-            && self.cpu.shadow == Shadow::None;
-        if self.cpu.events.nmi_injected || nmi {
-            let exit = self.deliver(Event::Nmi);
-            if exit.is_some() {
-                self.cpu.events.nmi_injected = true;
-                return exit;
-            }
-            if !std::mem::take(&mut self.cpu.events.nmi_injected) {
-                self.cpu.events.nmi_pending -= 1;
-            }
-            self.cpu.events.nmi_masked = true;
-        }
-        if let Some(interrupt) = self.cpu.events.interrupt {
-            // KVM_INTERRUPT queues only when the VMM saw the window open.
-            let event = if interrupt.soft {
-                Event::Software {
-                    vector: interrupt.vector,
-                    next_rip: self.cpu.rip(),
-                    privileged: true,
-                }
-            } else {
-                Event::Interrupt(interrupt.vector)
-            };
-            let exit = self.deliver(event);
-            if exit.is_some() {
-                return exit;
-            }
-            self.cpu.events.interrupt = None;
-        }
-        if self.is_interruptible()
-            && let Some(source) = self.bus.pending_interrupt()
-            && let Some(vector) = self.bus.acknowledge(source)
-        {
-            let exit = self.deliver(Event::Interrupt(vector));
-            if exit.is_some() {
-                self.cpu.events.interrupt = Some(PendingInterrupt {
-                    vector,
-                    soft: false,
-                });
-                return exit;
-            }
-        }
-        None
-    }
-
-    /// HLT: sleeps until a request, a timer or a signal.
-    fn sleep(&mut self) -> Result<()> {
-        let mut due = self.bus.timer_ns;
-        if let Some(chips) = self.bus.vm.chips() {
-            due = due.min(chips.pit_next_ns());
-        }
-        let timeout = (due != u64::MAX)
-            .then(|| Duration::from_nanos(due.saturating_sub(host::clock::monotonic_ns())));
-        match self.bus.shared.park(timeout) {
-            Wait::Interrupted => Err(Error::Interrupted),
-            Wait::Woken | Wait::Changed | Wait::TimedOut => Ok(()),
-        }
-    }
-
-    fn deliver(&mut self, event: Event) -> Option<Exit> {
-        match self.interp.inject(&mut self.cpu, &mut self.bus, event) {
-            Ok(()) => {
-                self.mp_state = KVM_MP_STATE_RUNNABLE;
-                None
-            }
-            Err(stop) => self.stopped(stop),
         }
     }
 

@@ -15,6 +15,9 @@ use guest_memory::Acknowledged;
 use host::futex::{self, Wait};
 use irqchip::{Accepted, Lapic, LapicConfig};
 
+/// Longest sleep at once.
+const PARK_LIMIT: Duration = Duration::from_secs(3600);
+
 /// Requests to a vCPU (KVM_REQ_*).
 pub(crate) mod request {
     /// Look at immediate_exit.
@@ -42,6 +45,8 @@ pub(crate) mod request {
 pub(crate) struct VcpuShared {
     /// APIC id.
     pub(crate) id: u32,
+    /// The vCPU that starts at reset (KVM_SET_BOOT_CPU_ID).
+    pub(crate) is_bsp: bool,
     /// Position among the VM's vCPUs.
     pub(crate) index: usize,
     lapic: Mutex<Lapic>,
@@ -54,14 +59,20 @@ pub(crate) struct VcpuShared {
 }
 
 impl VcpuShared {
-    pub(crate) fn new(id: u32, index: usize, acknowledged: Arc<Acknowledged>) -> Self {
+    pub(crate) fn new(
+        id: u32,
+        is_bsp: bool,
+        index: usize,
+        acknowledged: Arc<Acknowledged>,
+    ) -> Self {
         let lapic = Lapic::new(LapicConfig {
             vcpu_id: id,
-            bsp: id == 0,
+            bsp: is_bsp,
             ..LapicConfig::default()
         });
         Self {
             id,
+            is_bsp,
             index,
             lapic: Mutex::new(lapic),
             sipi_page: AtomicU32::new(0),
@@ -112,8 +123,11 @@ impl VcpuShared {
         self.requests.swap(0, Ordering::SeqCst)
     }
     /// Sleeps until something is asked, a signal arrives or the time is over.
-    pub(crate) fn park(&self, timeout: Option<Duration>) -> Wait {
-        futex::wait(&self.requests, 0, timeout)
+    ///
+    /// There is always a limit: the kernel would restart an unlimited wait after
+    /// a handler with SA_RESTART, where KVM_RUN has to return EINTR.
+    pub(crate) fn park(&self, timeout: Duration) -> Wait {
+        futex::wait(&self.requests, 0, Some(timeout.min(PARK_LIMIT)))
     }
     /// Enters or leaves `KVM_RUN`.
     pub(crate) fn set_running(&self, on: bool) {

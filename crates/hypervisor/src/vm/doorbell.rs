@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use host::EventFd;
-use io_bus::{DoorbellError, DoorbellSpec, Doorbells, Published, Space};
+use std::sync::{Mutex, PoisonError};
+
+use io_bus::{DoorbellError, DoorbellSpec, IoBus, RingEntry, RingMemory, Space};
 use kvm_bindings::*;
 
 use super::Vm;
@@ -16,8 +18,28 @@ pub(crate) struct Bell {
     pub(crate) event: EventFd,
 }
 
-/// The doorbells of a VM, as vCPUs read them.
-pub(crate) type Bells = Published<Doorbells<Arc<Bell>>>;
+/// The doorbells and coalesced zones of a VM, as vCPUs read them. Chips answer for themselves.
+pub(crate) type IoTable = IoBus<(), Arc<Bell>>;
+
+/// The ring of coalesced writes, once a vCPU's mapping has brought its memory.
+#[derive(Default)]
+pub(crate) struct Ring(Mutex<Option<Box<dyn RingMemory + Send>>>);
+
+impl core::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("Ring")
+    }
+}
+
+impl Ring {
+    /// Appends a write; false if it has to be an exit. KVM's ring is one per VM:
+    /// the lock puts the vCPUs' writes in order.
+    pub(crate) fn push(&self, entry: RingEntry) -> bool {
+        let mut ring = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        ring.as_mut()
+            .is_some_and(|ring| io_bus::coalesced::push(&mut **ring, entry))
+    }
+}
 
 impl From<DoorbellError> for Error {
     fn from(e: DoorbellError) -> Self {
@@ -50,15 +72,56 @@ impl Vm {
             len: args.len,
             datamatch: flag(kvm_ioeventfd_flag_nr_datamatch).then_some(args.datamatch),
         };
-        let bells = &self.state.doorbells;
+        let bells = &self.state.io;
         if flag(kvm_ioeventfd_flag_nr_deassign) {
             bells
-                .update(|b| b.deassign(spec, |bell| bell.fd == args.fd))
+                .update(|b| b.doorbells.deassign(spec, |bell| bell.fd == args.fd))
                 .map_err(Error::from)?;
             return Ok(());
         }
         let event = EventFd::duplicate(args.fd).map_err(|_| Error::BadFd)?;
         let bell = Arc::new(Bell { fd: args.fd, event });
-        bells.update(|b| b.assign(spec, bell)).map_err(Error::from)
+        bells
+            .update(|b| b.doorbells.assign(spec, bell))
+            .map_err(Error::from)
+    }
+    /// Where coalesced writes go: `struct kvm_coalesced_mmio_ring`. The first one stays.
+    pub fn set_coalesced_ring(&self, memory: Box<dyn RingMemory + Send>) {
+        let mut ring = self
+            .state
+            .ring
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        ring.get_or_insert(memory);
+    }
+    /// KVM_REGISTER_COALESCED_MMIO: EINVAL for an unknown space. `pio` is the member of
+    /// the zone's union that the caller has read.
+    pub fn register_coalesced_mmio(&self, zone: &kvm_coalesced_mmio_zone, pio: u32) -> Result<()> {
+        let space = zone_space(pio)?;
+        self.state.io.update(|io| {
+            io.zones.register(space, zone.addr, zone.size);
+            Ok(())
+        })
+    }
+    /// KVM_UNREGISTER_COALESCED_MMIO: it is no error if there is no such zone.
+    pub fn unregister_coalesced_mmio(
+        &self,
+        zone: &kvm_coalesced_mmio_zone,
+        pio: u32,
+    ) -> Result<()> {
+        let space = zone_space(pio)?;
+        self.state.io.update(|io| {
+            io.zones.unregister(space, zone.addr, zone.size);
+            Ok(())
+        })
+    }
+}
+
+fn zone_space(pio: u32) -> Result<Space> {
+    match pio {
+        0 => Ok(Space::Mmio),
+        1 => Ok(Space::Pio),
+        _ => Err(Error::InvalidArgument),
     }
 }

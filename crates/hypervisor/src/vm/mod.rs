@@ -5,12 +5,21 @@ pub(crate) mod clock;
 pub(crate) mod doorbell;
 mod irq;
 
-use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{
+    Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,
+    atomic::{AtomicU32, Ordering},
+};
 
 use guest_memory::{GuestMemory, MemslotError, SlotConfig};
+use io_bus::Published;
 use kvm_bindings::*;
 
-use self::{chips::Chips, clock::VmClock, doorbell::Bells, irq::Irqfds};
+use self::{
+    chips::Chips,
+    clock::VmClock,
+    doorbell::{IoTable, Ring},
+    irq::Irqfds,
+};
 use crate::{
     Error, Result, Vcpu,
     system::MAX_VCPUS,
@@ -25,7 +34,9 @@ pub(crate) struct VmState {
     vcpus: RwLock<Vec<Arc<VcpuShared>>>,
     chips: OnceLock<Chips>,
     irqfds: Irqfds,
-    pub(crate) doorbells: Arc<Bells>,
+    boot_id: AtomicU32,
+    pub(crate) io: Arc<Published<IoTable>>,
+    pub(crate) ring: Ring,
 }
 
 /// Where a GSI goes.
@@ -82,7 +93,9 @@ impl Vm {
             vcpus: RwLock::default(),
             chips: OnceLock::new(),
             irqfds: Irqfds::default(),
-            doorbells: Arc::new(Bells::new(io_bus::Doorbells::default())),
+            boot_id: AtomicU32::new(0),
+            io: Arc::new(Published::new(IoTable::default())),
+            ring: Ring::default(),
         };
         Ok(Arc::new(Self {
             state: Arc::new(state),
@@ -106,7 +119,12 @@ impl Vm {
             return Err(Error::Exists);
         }
         let mmu = mmu::Mmu::new(Arc::clone(&self.state.memory));
-        let shared = Arc::new(VcpuShared::new(id, vcpus.len(), mmu.acknowledged()));
+        let shared = Arc::new(VcpuShared::new(
+            id,
+            id == self.state.boot_id.load(Ordering::Relaxed),
+            vcpus.len(),
+            mmu.acknowledged(),
+        ));
         vcpus.push(Arc::clone(&shared));
         // `Vcpu::new` may ask for the vCPUs.
         drop(vcpus);
@@ -154,13 +172,15 @@ impl Vm {
             Err(Error::InvalidArgument)
         }
     }
-    /// KVM_REGISTER_COALESCED_MMIO: not offered (KVM_CAP_COALESCED_MMIO is 0).
-    pub fn register_coalesced_mmio(&self, _zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        Err(Error::NotSupported)
-    }
-    /// KVM_UNREGISTER_COALESCED_MMIO: not offered.
-    pub fn unregister_coalesced_mmio(&self, _zone: &kvm_coalesced_mmio_zone) -> Result<()> {
-        Err(Error::NotSupported)
+    /// KVM_SET_BOOT_CPU_ID: EBUSY once there are vCPUs.
+    pub fn set_boot_cpu_id(&self, id: u32) -> Result<()> {
+        // The lock keeps vCPUs from appearing meanwhile.
+        let vcpus = self.state.vcpus();
+        if !vcpus.is_empty() {
+            return Err(Error::Busy);
+        }
+        self.state.boot_id.store(id, Ordering::Relaxed);
+        Ok(())
     }
     /// KVM_GET_CLOCK.
     pub fn get_clock(&self) -> Result<kvm_clock_data> {

@@ -14,9 +14,7 @@ use crate::vcpu::Vcpu;
 const NO_NESTED: &str = "guests have no nested virtualization (KVM_CAP_NESTED_STATE is 0)";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_ONE_REG: &str = "x86 vCPUs have no such registers here (KVM_CAP_ONE_REG is 0)";
-const NO_SREGS2: &str = "not implemented yet: use KVM_GET_SREGS and KVM_SET_SREGS";
 const NO_VAPIC: &str = "not offered yet (KVM_CAP_VAPIC is 0)";
-const NO_MCE: &str = "no machine checks yet";
 const NO_ATTR: &str = "KVM_VCPU_TSC_OFFSET is not offered yet (KVM_CAP_VCPU_ATTRIBUTES is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
@@ -33,8 +31,12 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_SET_SREGS", KVM_SET_SREGS, |vcpu, arg| {
         done(vcpu.hypervisor().set_sregs(&arg.read()?))
     }),
-    Row::refused("KVM_GET_SREGS2", KVM_GET_SREGS2, libc::EINVAL, NO_SREGS2),
-    Row::refused("KVM_SET_SREGS2", KVM_SET_SREGS2, libc::EINVAL, NO_SREGS2),
+    Row::done("KVM_GET_SREGS2", KVM_GET_SREGS2, |vcpu, arg| {
+        arg.write(&vcpu.hypervisor().get_sregs2()?)
+    }),
+    Row::done("KVM_SET_SREGS2", KVM_SET_SREGS2, |vcpu, arg| {
+        done(vcpu.hypervisor().set_sregs2(&arg.read()?))
+    }),
     Row::done("KVM_GET_FPU", KVM_GET_FPU, |vcpu, arg| {
         arg.write(&vcpu.hypervisor().get_fpu()?)
     }),
@@ -137,17 +139,18 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
         libc::EINVAL,
         NO_VAPIC,
     ),
-    Row::refused("KVM_X86_SETUP_MCE", KVM_X86_SETUP_MCE, libc::EINVAL, NO_MCE),
-    Row::refused("KVM_X86_SET_MCE", KVM_X86_SET_MCE, libc::EINVAL, NO_MCE),
+    Row::done("KVM_X86_SETUP_MCE", KVM_X86_SETUP_MCE, |vcpu, arg| {
+        done(vcpu.hypervisor().setup_mce(arg.read()?))
+    }),
+    Row::done("KVM_X86_SET_MCE", KVM_X86_SET_MCE, |vcpu, arg| {
+        done(vcpu.hypervisor().set_mce(&arg.read()?))
+    }),
     Row::done("KVM_ENABLE_CAP", KVM_ENABLE_CAP, |vcpu, arg| {
         done(vcpu.hypervisor().enable_cap(&arg.read()?))
     }),
-    Row::refused(
-        "KVM_SET_SIGNAL_MASK",
-        KVM_SET_SIGNAL_MASK,
-        libc::EINVAL,
-        "a mask cannot be swapped together with entering the guest; use immediate_exit",
-    ),
+    Row::done("KVM_SET_SIGNAL_MASK", KVM_SET_SIGNAL_MASK, |vcpu, arg| {
+        set_signal_mask(vcpu, arg)
+    }),
     Row::refused(
         "KVM_GET_NESTED_STATE",
         KVM_GET_NESTED_STATE,
@@ -216,6 +219,19 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
 pub(super) fn run(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     no_argument(arg)?;
     done(vcpu.run())
+}
+
+/// A mask of the kernel's size, or none.
+fn set_signal_mask(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
+    if arg == Arg(0) {
+        vcpu.set_signal_mask(None);
+        return Ok(0);
+    }
+    if arg.read::<u32>()? as usize != size_of::<u64>() {
+        return Err(Errno::new(libc::EINVAL));
+    }
+    vcpu.set_signal_mask(Some(arg.offset(size_of::<u32>()).read()?));
+    Ok(0)
 }
 
 fn set_xsave(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {

@@ -48,12 +48,10 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         KVM_SET_IDENTITY_MAP_ADDR,
         |vm, arg| done(vm.hypervisor().set_identity_map_addr(arg.read()?)),
     ),
-    Row::refused(
-        "KVM_SET_BOOT_CPU_ID",
-        KVM_SET_BOOT_CPU_ID,
-        libc::EINVAL,
-        "not implemented yet: vCPU 0 boots",
-    ),
+    Row::done("KVM_SET_BOOT_CPU_ID", KVM_SET_BOOT_CPU_ID, |vm, arg| {
+        let id = u32::try_from(arg.0).map_err(|_| Errno::new(libc::EINVAL))?;
+        done(vm.hypervisor().set_boot_cpu_id(id))
+    }),
     Row::done("KVM_CREATE_IRQCHIP", KVM_CREATE_IRQCHIP, |vm, _| {
         done(vm.hypervisor().create_irqchip())
     }),
@@ -110,12 +108,12 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done(
         "KVM_REGISTER_COALESCED_MMIO",
         KVM_REGISTER_COALESCED_MMIO,
-        |vm, arg| done(vm.hypervisor().register_coalesced_mmio(&arg.read()?)),
+        |vm, arg| done(vm.register_coalesced_mmio(&arg.read()?)),
     ),
     Row::done(
         "KVM_UNREGISTER_COALESCED_MMIO",
         KVM_UNREGISTER_COALESCED_MMIO,
-        |vm, arg| done(vm.hypervisor().unregister_coalesced_mmio(&arg.read()?)),
+        |vm, arg| done(vm.unregister_coalesced_mmio(&arg.read()?)),
     ),
     Row::done("KVM_GET_CLOCK", KVM_GET_CLOCK, |vm, arg| {
         arg.write(&vm.hypervisor().get_clock()?)

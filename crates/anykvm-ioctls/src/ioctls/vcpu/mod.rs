@@ -218,14 +218,18 @@ impl VcpuFd {
         unsafe { &mut self.kvm_run_ptr.as_mut_ref().s.regs }
     }
 
-    /// Maps the ring that [`Self::coalesced_mmio_read`] reads.
+    /// Maps the ring that [`Self::coalesced_mmio_read`] reads: the VM's, whichever vCPU this is.
     ///
     /// # Errors
     ///
     /// Those of `mmap(2)`.
     pub fn map_coalesced_mmio_ring(&mut self) -> Result<()> {
         if self.coalesced_mmio_ring.is_none() {
-            self.coalesced_mmio_ring = Some(KvmCoalescedIoRing::mmap_from_fd(&self.vcpu)?);
+            let ring = match self.object()?.vm().ring_file() {
+                Some(file) => KvmCoalescedIoRing::mmap_from_fd(&file)?,
+                None => KvmCoalescedIoRing::mmap_from_fd(&self.vcpu)?,
+            };
+            self.coalesced_mmio_ring = Some(ring);
         }
         Ok(())
     }

@@ -20,6 +20,13 @@ impl VcpuStopper {
     pub fn stop(&self) {
         self.0.stop();
     }
+
+    /// Makes the vCPU's KVM_RUN fail with EINTR soon, or the next one if it is in none. May be
+    /// called in a signal handler; a handler that runs on the vCPU's own thread can call
+    /// [`crate::interrupt_current_thread`] instead.
+    pub fn kick(&self) {
+        self.0.hypervisor().kick();
+    }
 }
 
 impl VcpuFd {

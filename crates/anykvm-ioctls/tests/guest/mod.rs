@@ -1,0 +1,134 @@
+//! A tiny real-mode guest: a few pages of RAM, code, and one vCPU or more.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::ptr::NonNull;
+
+use anykvm_ioctls::{Kvm, VcpuFd, VmFd};
+use kvm_bindings::*;
+
+/// First byte of RAM, and where the code starts.
+pub(crate) const RAM: u64 = 0x1000;
+/// First byte after the RAM.
+pub(crate) const RAM_END: u64 = 0x5000;
+
+/// RAM of a guest, ours to read and write.
+pub(crate) struct Ram {
+    address: NonNull<u8>,
+    len: usize,
+}
+
+impl Ram {
+    pub(crate) fn new(len: usize) -> Self {
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let address = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(address, libc::MAP_FAILED);
+        let address = NonNull::new(address.cast()).unwrap();
+        Self { address, len }
+    }
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) {
+        assert!(offset as usize + bytes.len() <= self.len);
+        for (i, b) in bytes.iter().enumerate() {
+            // SAFETY: in bounds.
+            unsafe {
+                self.address
+                    .as_ptr()
+                    .add(offset as usize + i)
+                    .write_volatile(*b);
+            }
+        }
+    }
+    pub(crate) fn read<const N: usize>(&self, offset: u64) -> [u8; N] {
+        assert!(offset as usize + N <= self.len);
+        // SAFETY: in bounds.
+        std::array::from_fn(|i| unsafe {
+            self.address
+                .as_ptr()
+                .add(offset as usize + i)
+                .read_volatile()
+        })
+    }
+    pub(crate) fn hva(&self) -> u64 {
+        self.address.as_ptr() as u64
+    }
+}
+
+impl Drop for Ram {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping; the guests of these tests have ended.
+        unsafe { libc::munmap(self.address.as_ptr().cast(), self.len) };
+    }
+}
+
+pub(crate) struct Guest {
+    pub(crate) vcpu: VcpuFd,
+    pub(crate) vm: VmFd,
+    pub(crate) ram: Ram,
+}
+
+pub(crate) fn add_slot(vm: &VmFd, slot: u32, gpa: u64, ram: &Ram, flags: u32) {
+    let region = kvm_userspace_memory_region {
+        slot,
+        flags,
+        guest_phys_addr: gpa,
+        memory_size: ram.len as u64,
+        userspace_addr: ram.hva(),
+    };
+    // SAFETY: the tests keep the memory as long as the guest runs.
+    unsafe { vm.set_user_memory_region(region) }.unwrap();
+}
+
+/// A VM with RAM from [`RAM`] to [`RAM_END`] and `code` at its beginning.
+pub(crate) fn vm(code: &[u8], irqchip: bool, flags: u32) -> (VmFd, Ram) {
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    if irqchip {
+        vm.create_irq_chip().unwrap();
+    }
+    let ram = Ram::new((RAM_END - RAM) as usize);
+    ram.write(0, code);
+    add_slot(&vm, 0, RAM, &ram, flags);
+    (vm, ram)
+}
+
+/// Real mode with flat segments, about to execute at [`RAM`].
+pub(crate) fn start(vcpu: &VcpuFd) {
+    let mut sregs = vcpu.get_sregs().unwrap();
+    sregs.cs.base = 0;
+    sregs.cs.selector = 0;
+    vcpu.set_sregs(&sregs).unwrap();
+    let regs = kvm_regs {
+        rip: RAM,
+        rsp: RAM_END - 0x100,
+        rflags: 2,
+        ..Default::default()
+    };
+    vcpu.set_regs(&regs).unwrap();
+}
+
+impl Guest {
+    pub(crate) fn new(code: &[u8], irqchip: bool) -> Self {
+        let (vm, ram) = vm(code, irqchip, 0);
+        let vcpu = vm.create_vcpu(0).unwrap();
+        start(&vcpu);
+        Self { vcpu, vm, ram }
+    }
+}
+
+/// `ioctl` on anykvm for calls that kvm-ioctls has no method for.
+pub(crate) fn ioctl<T>(
+    fd: &impl std::os::fd::AsRawFd,
+    number: u32,
+    arg: &mut T,
+) -> Result<i32, i32> {
+    kvm_abi::ioctl(fd.as_raw_fd(), number, std::ptr::from_mut(arg) as u64).map_err(|e| e.get())
+}

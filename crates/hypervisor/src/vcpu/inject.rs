@@ -1,0 +1,115 @@
+//! Injection of events at the entry to the guest (SDM vol. 3, 6.9; KVM's order).
+
+use x86_cpu::{Event, Exception, PendingInterrupt, Shadow};
+use x86_defs::{rflags, vector};
+use x86_interp::{RunStop, Stop, smm};
+
+use super::Inner;
+use crate::Exit;
+use kvm_bindings::KVM_MP_STATE_RUNNABLE;
+
+impl Inner {
+    /// RFLAGS.IF, no shadow, nothing already being injected.
+    pub(super) fn is_interruptible(&self) -> bool {
+        self.cpu.rflags & rflags::IF != 0
+            && self.cpu.shadow == Shadow::None
+            && self.cpu.events.interrupt.is_none()
+            && self.cpu.events.exception.is_none()
+    }
+
+    /// Injects, in KVM's order: what was begun before, then SMI, NMI, interrupts.
+    pub(super) fn inject(&mut self) -> Option<Exit> {
+        if let Some(x) = self.cpu.events.exception {
+            match (x.vector, x.payload) {
+                (vector::PF, payload) => self.cpu.fault_gva = payload.unwrap_or(self.cpu.cr2),
+                (vector::DB, payload) => self.cpu.fault_dr6 = payload.unwrap_or(0),
+                _ => {}
+            }
+            let error_code = x.error_code.map(|c| c as u16);
+            let exit = self.deliver(Event::Exception(Exception {
+                vector: x.vector,
+                error_code,
+            }));
+            if exit.is_some() {
+                return exit;
+            }
+            self.cpu.events.exception = None;
+        }
+        if self.cpu.events.smi_pending
+            && !self.cpu.events.in_smm
+            && !self.cpu.events.nmi_injected
+            && self.cpu.events.interrupt.is_none()
+            && self.cpu.shadow == Shadow::None
+            && let Some(exit) = self.enter_smm()
+        {
+            return Some(exit);
+        }
+        let nmi = self.cpu.events.nmi_pending > 0
+            && !self.cpu.events.nmi_masked
+            && self.cpu.shadow == Shadow::None;
+        if self.cpu.events.nmi_injected || nmi {
+            let exit = self.deliver(Event::Nmi);
+            if exit.is_some() {
+                self.cpu.events.nmi_injected = true;
+                return exit;
+            }
+            if !std::mem::take(&mut self.cpu.events.nmi_injected) {
+                self.cpu.events.nmi_pending -= 1;
+            }
+            self.cpu.events.nmi_masked = true;
+        }
+        if let Some(interrupt) = self.cpu.events.interrupt {
+            // KVM_INTERRUPT queues only when the VMM saw the window open.
+            let event = if interrupt.soft {
+                Event::Software {
+                    vector: interrupt.vector,
+                    next_rip: self.cpu.rip(),
+                    privileged: true,
+                }
+            } else {
+                Event::Interrupt(interrupt.vector)
+            };
+            let exit = self.deliver(event);
+            if exit.is_some() {
+                return exit;
+            }
+            self.cpu.events.interrupt = None;
+        }
+        if self.is_interruptible()
+            && let Some(source) = self.bus.pending_interrupt()
+            && let Some(vector) = self.bus.acknowledge(source)
+        {
+            let exit = self.deliver(Event::Interrupt(vector));
+            if exit.is_some() {
+                self.cpu.events.interrupt = Some(PendingInterrupt {
+                    vector,
+                    soft: false,
+                });
+                return exit;
+            }
+        }
+        None
+    }
+
+    /// An SMI: the handler starts at SMBASE + 0x8000.
+    fn enter_smm(&mut self) -> Option<Exit> {
+        match smm::enter(&mut self.cpu, &mut self.bus) {
+            Ok(()) => {
+                self.mp_state = KVM_MP_STATE_RUNNABLE;
+                None
+            }
+            Err(Stop::TripleFault) => self.stopped(RunStop::TripleFault),
+            Err(_) => self.stopped(RunStop::Exit),
+        }
+    }
+
+    fn deliver(&mut self, event: Event) -> Option<Exit> {
+        match self.interp.inject(&mut self.cpu, &mut self.bus, event) {
+            Ok(()) => {
+                self.mp_state = KVM_MP_STATE_RUNNABLE;
+                None
+            }
+            Err(stop) => self.stopped(stop),
+        }
+    }
+}

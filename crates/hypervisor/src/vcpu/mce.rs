@@ -1,0 +1,194 @@
+//! Machine check: KVM_X86_SETUP_MCE, KVM_X86_SET_MCE and the bank registers
+//! (SDM vol. 3, chapter 16; KVM API document).
+
+use kvm_bindings::kvm_x86_mce;
+use x86_cpu::PendingException;
+use x86_defs::{control::cr4, msr::*, vector};
+
+use super::{Inner, Vcpu};
+use crate::{Error, Result};
+
+/// Most banks (KVM_MAX_MCE_BANKS).
+pub(crate) const BANKS: usize = 32;
+/// IA32_MCG_CAP: IA32_MCG_CTL exists.
+const MCG_CTL_P: u64 = 1 << 8;
+/// IA32_MCG_CAP: software error recovery.
+const MCG_SER_P: u64 = 1 << 24;
+/// IA32_MCG_CAP bits that a VMM may choose, beside the count of banks.
+pub(crate) const SUPPORTED_CAP: u64 = MCG_CTL_P | MCG_SER_P;
+/// IA32_MCG_CAP: count of banks, count of extended state registers.
+const MCG_COUNTS: u64 = 0xff | 0xff_0000;
+/// IA32_MCG_STATUS: a machine check is in progress.
+const MCIP: u64 = 1 << 2;
+/// IA32_MCi_STATUS: valid, overflow, uncorrected.
+const VAL: u64 = 1 << 63;
+const OVER: u64 = 1 << 62;
+const UC: u64 = 1 << 61;
+
+/// Registers of one bank.
+#[derive(Clone, Copy, Debug, Default)]
+struct Bank {
+    ctl: u64,
+    status: u64,
+    addr: u64,
+    misc: u64,
+}
+
+/// The machine-check architecture of a vCPU.
+#[derive(Clone, Debug)]
+pub(super) struct Mce {
+    cap: u64,
+    ctl: u64,
+    status: u64,
+    banks: [Bank; BANKS],
+}
+
+impl Default for Mce {
+    fn default() -> Self {
+        Self {
+            cap: BANKS as u64,
+            ctl: 0,
+            status: 0,
+            banks: [Bank::default(); BANKS],
+        }
+    }
+}
+
+/// True for the MSRs of this module.
+pub(super) fn is_mce(index: u32) -> bool {
+    matches!(
+        index,
+        IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE
+    ) || index.wrapping_sub(IA32_MC0_CTL) < 4 * BANKS as u32
+}
+
+impl Mce {
+    fn nr_banks(&self) -> usize {
+        (self.cap & 0xff) as usize
+    }
+    /// The bank's register that an MSR names, and which of the four it is.
+    fn bank(&mut self, index: u32) -> Option<(&mut u64, u32)> {
+        let at = index.checked_sub(IA32_MC0_CTL)?;
+        let nr = self.nr_banks();
+        let bank = self.banks.get_mut(..nr)?.get_mut(at as usize / 4)?;
+        let register = match at % 4 {
+            0 => &mut bank.ctl,
+            1 => &mut bank.status,
+            2 => &mut bank.addr,
+            _ => &mut bank.misc,
+        };
+        Some((register, at % 4))
+    }
+    /// RDMSR; `None` is #GP.
+    pub(super) fn read(&mut self, index: u32, host: bool) -> Option<u64> {
+        match index {
+            IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => Some(0),
+            IA32_MCG_CAP => Some(self.cap),
+            IA32_MCG_CTL => (host || self.cap & MCG_CTL_P != 0).then_some(self.ctl),
+            IA32_MCG_STATUS => Some(self.status),
+            _ => self.bank(index).map(|(register, _)| *register),
+        }
+    }
+    /// WRMSR; false is #GP.
+    pub(super) fn write(
+        &mut self,
+        index: u32,
+        value: u64,
+        host: bool,
+        may_set_status: bool,
+    ) -> bool {
+        match index {
+            IA32_MCG_STATUS => self.status = value,
+            IA32_MCG_CTL => {
+                let is_there = self.cap & MCG_CTL_P != 0;
+                if !is_there && (value != 0 || !host) || value != 0 && value != u64::MAX {
+                    return false;
+                }
+                self.ctl = value;
+            }
+            IA32_MCG_CAP => return host && value == self.cap,
+            IA32_P5_MC_ADDR | IA32_P5_MC_TYPE => return false,
+            _ => {
+                let Some((register, which)) = self.bank(index) else {
+                    return false;
+                };
+                let good = match which {
+                    // All or nothing; bit 10 and bit 0 are cleared by guests on some CPUs.
+                    0 => value == 0 || value | 1 << 10 | 1 == u64::MAX,
+                    1 => host || value == 0 || may_set_status,
+                    _ => true,
+                };
+                if good {
+                    *register = value;
+                }
+                return good;
+            }
+        }
+        true
+    }
+}
+
+impl Inner {
+    fn set_mce(&mut self, mce: &kvm_x86_mce) -> Result<()> {
+        let m = &mut self.bus.mce;
+        let nr = m.nr_banks();
+        let bank = m
+            .banks
+            .get_mut(..nr)
+            .and_then(|banks| banks.get_mut(usize::from(mce.bank)))
+            .ok_or(Error::InvalidArgument)?;
+        if mce.status & VAL == 0 {
+            return Err(Error::InvalidArgument);
+        }
+        let uncorrected = mce.status & UC != 0;
+        // Reporting that the guest has switched off (globally or for the bank).
+        if uncorrected && m.cap & MCG_CTL_P != 0 && m.ctl != u64::MAX
+            || uncorrected && bank.ctl != u64::MAX
+        {
+            return Ok(());
+        }
+        let over = if bank.status & VAL != 0 { OVER } else { 0 };
+        if uncorrected {
+            if m.status & MCIP != 0 || self.cpu.cr4 & cr4::MCE == 0 {
+                self.cpu.events.triple_fault = true;
+                return Ok(());
+            }
+            m.status = mce.mcg_status;
+            self.cpu.events.exception = Some(PendingException {
+                vector: vector::MC,
+                ..PendingException::default()
+            });
+        } else if over != 0 && bank.status & UC != 0 {
+            // A corrected error does not replace an uncorrected one.
+            bank.status |= OVER;
+            return Ok(());
+        }
+        bank.addr = mce.addr;
+        bank.misc = mce.misc;
+        bank.status = mce.status | over;
+        Ok(())
+    }
+}
+
+impl Vcpu {
+    /// KVM_X86_SETUP_MCE: IA32_MCG_CAP. EINVAL for no banks, too many, or unknown bits.
+    pub fn setup_mce(&self, cap: u64) -> Result<()> {
+        let banks = (cap & 0xff) as usize;
+        if banks == 0 || banks > BANKS || cap & !(SUPPORTED_CAP | MCG_COUNTS) != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        let m = &mut self.lock().bus.mce;
+        m.cap = cap;
+        if cap & MCG_CTL_P != 0 {
+            m.ctl = u64::MAX;
+        }
+        for bank in &mut m.banks[..banks] {
+            bank.ctl = u64::MAX;
+        }
+        Ok(())
+    }
+    /// KVM_X86_SET_MCE: records an error and, if it is uncorrected, raises #MC.
+    pub fn set_mce(&self, mce: &kvm_x86_mce) -> Result<()> {
+        self.lock().set_mce(mce)
+    }
+}
