@@ -8,6 +8,7 @@
 //! memory `m<offset>`. Everything is hexadecimal but register numbers.
 
 use core::fmt::Write as _;
+use std::sync::OnceLock;
 
 use iced_x86::{Code, Mnemonic as M};
 use x86_cpu::Features;
@@ -196,9 +197,12 @@ pub fn head() -> String {
 
 /// True if this host is of the family whose results are recorded.
 pub fn is_recorder() -> bool {
-    let [_, (_, _, signature, ..), ..] = state::host_leaves();
-    let family = (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
-    state::host_is_amd() && family == 25
+    static IS: OnceLock<bool> = OnceLock::new();
+    *IS.get_or_init(|| {
+        let [_, (_, _, signature, ..), ..] = state::host_leaves();
+        let family = (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
+        state::host_is_amd() && family == 25
+    })
 }
 
 /// Approximations and transcendental functions: their last bits are the vendor's.

@@ -22,4 +22,4 @@ pub use difference::{Differential, compare};
 pub use forms::{Family, forms};
 pub use machine::{Guest, Host, Outcome};
 pub use random::Random;
-pub use undefined::{FLAGS, Row, Strictness, When};
+pub use undefined::{FLAGS, OTHERS, Row, Strictness, When, undefined_page};

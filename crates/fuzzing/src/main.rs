@@ -79,7 +79,10 @@ fn run(args: &[String]) -> Result<(String, bool), String> {
     let mut failed = BTreeSet::new();
     let (mut done, mut differ) = (0u64, 0u64);
     let start = Instant::now();
-    for n in 0..cases {
+    for n in 0u64.. {
+        if done == cases || n == 2 * cases {
+            break;
+        }
         let code = codes[(n % codes.len() as u64) as usize];
         let case: Option<Case> = if blocks {
             // Three of four blocks have integer instructions only.

@@ -7,6 +7,8 @@
 use iced_x86::{Instruction, Mnemonic as M, OpKind, RflagsBits};
 use x86_defs::{reg, rflags};
 
+use crate::golden::is_recorder;
+
 /// How a case is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strictness {
@@ -108,6 +110,99 @@ const fn row(mnemonics: &'static [M], when: When, flags: u64, section: &'static 
     }
 }
 
+/// What else differs between processors, or is known to be inexact: what is
+/// left out of comparisons, and why.
+pub const OTHERS: &[(&str, &str)] = &[
+    ("BSWAP r16", "the result (SDM vol. 2, BSWAP)"),
+    (
+        "SHLD and SHRD r/m16 by more than 16",
+        "the result (SDM vol. 2, SHLD and SHRD)",
+    ),
+    (
+        "BSF and BSR of 0",
+        "the destination (SDM vol. 2, BSF and BSR; AMD's manual: unchanged)",
+    ),
+    (
+        "MASKMOVQ, MASKMOVDQU",
+        "whether bytes that the mask leaves out fault (SDM vol. 2, MASKMOVDQU); and, when MASKMOVQ faults, the x87 state",
+    ),
+    (
+        "several faults of one instruction (CMPS, CALL to a non-canonical target, misaligned and non-canonical operands)",
+        "on hosts of other families: which one is raised (SDM vol. 3, 6.9: implementation-dependent within a class)",
+    ),
+    (
+        "10-byte operands and MASKMOV at the end of the canonical range",
+        "which of two faults comes first (as above): such cases are not made",
+    ),
+    (
+        "an unmasked SIMD exception",
+        "known inaccuracy, not the manual's: inexact beside an unmasked underflow, MXCSR's flags after DPPS and DPPD, and the x87 state of a conversion to MMX",
+    ),
+    (
+        "DPPS and DPPD with underflow unmasked",
+        "known inaccuracy, not the manual's: a product that underflows goes unnoticed if the sum does not",
+    ),
+    (
+        "the last x87 instruction's opcode and addresses",
+        "they would be the test's own",
+    ),
+];
+
+/// `docs/undefined.md`.
+pub fn undefined_page() -> String {
+    let mut page = String::from(
+        "# What the comparisons with processors leave out
+
+Made from the tables in `crates/fuzzing/src/undefined.rs` by `UPDATE_EXPECT=1 cargo test -p fuzzing --test undefined`.
+
+The interpreter does what AMD processors of family 25 (Zen 3) do, also where the manual does not say what
+happens. The recorded results in `crates/fuzzing/golden` hold it to that everywhere. Comparisons with the host CPU leave out
+what is listed here, because the host may be another processor. `--exact` compares undefined flags and results too. No
+comparison has been run on a processor of another family yet.
+
+## Flags
+
+The section is \"Flags Affected\" of the entry in SDM volume 2.
+
+| instructions | when | flags | section |
+| --- | --- | --- | --- |
+",
+    );
+    for row in FLAGS {
+        let names: Vec<String> = row
+            .mnemonics
+            .iter()
+            .map(|m| format!("{m:?}").to_uppercase())
+            .collect();
+        let when = match row.when {
+            When::Always => "always",
+            When::Counted => "count not 0",
+            When::CountAboveOne => "count above 1",
+            When::CountFromWidth => "count at least the width",
+            When::CountAboveWidth => "count above the width",
+        };
+        let flags: Vec<&str> = [
+            (CF, "CF"),
+            (PF, "PF"),
+            (AF, "AF"),
+            (ZF, "ZF"),
+            (SF, "SF"),
+            (OF, "OF"),
+        ]
+        .into_iter()
+        .filter(|(bit, _)| row.flags & bit != 0)
+        .map(|(_, name)| name)
+        .collect();
+        let (names, flags) = (names.join(", "), flags.join(", "));
+        page += &format!("| {names} | {when} | {flags} | {} |\n", row.section);
+    }
+    page += "\n## Everything else\n\n| what | not compared |\n| --- | --- |\n";
+    for (what, not) in OTHERS {
+        page += &format!("| {what} | {not} |\n");
+    }
+    page
+}
+
 /// Flags that one instruction leaves undefined. Without registers, counts in
 /// CL may be anything.
 fn flags(i: &Instruction, gpr: Option<&[u64; 16]>) -> u64 {
@@ -186,6 +281,10 @@ impl Undefined {
     pub(crate) fn is_read_by(&self, i: &Instruction) -> bool {
         let pushes = matches!(i.mnemonic(), M::Pushf | M::Pushfq);
         self.at_end != 0 && (pushes || from_decoder(i.rflags_read()) & self.at_end != 0)
+    }
+    /// Which of several faults an instruction raises is compared.
+    pub(crate) fn orders_faults(&self) -> bool {
+        self.strictness == Strictness::Exact || is_recorder()
     }
     /// Flags to compare.
     pub(crate) fn defined(&self, stopped: bool) -> u64 {

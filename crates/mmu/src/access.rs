@@ -1,5 +1,7 @@
 //! Reads, writes and exchanges at linear addresses.
 
+use std::ops::Range;
+
 use x86_cpu::{Access, CpuState, Privilege, Word};
 use x86_defs::paging::PAGE_SIZE;
 
@@ -229,16 +231,32 @@ impl Mmu {
             split.second.host.read_bytes(0, tail);
             return Ok(());
         }
+        let len = buf.len();
+        self.each_page(cpu, gva, len, Access::Read, who, |_, page, offset, part| {
+            page.host.read_bytes(offset, &mut buf[part]);
+        })
+    }
+
+    /// Resolves the pages of an access in address order; `f` gets each with the
+    /// offset in it and the part of the access that it has.
+    fn each_page(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        len: usize,
+        access: Access,
+        who: Privilege,
+        mut f: impl FnMut(&Self, &Resolved, u64, Range<usize>),
+    ) -> Result<(), Miss> {
         let mut at = gva;
-        let mut rest = buf;
-        while !rest.is_empty() {
+        let mut done = 0;
+        while done < len {
             let offset = at % PAGE_SIZE;
-            let n = rest.len().min((PAGE_SIZE - offset) as usize);
-            let (now, later) = rest.split_at_mut(n);
-            let page = self.resolve(cpu, at, Access::Read, who)?;
-            page.host.read_bytes(offset, now);
+            let end = len.min(done + (PAGE_SIZE - offset) as usize);
+            let page = self.resolve(cpu, at, access, who)?;
+            f(self, &page, offset, done..end);
             at = self.next_page(cpu, at, who);
-            rest = later;
+            done = end;
         }
         Ok(())
     }
@@ -272,23 +290,19 @@ impl Mmu {
             self.write_split(&split, offset, buf);
             return Ok(());
         }
-        for write in [false, true] {
-            let mut at = gva;
-            let mut rest = buf;
-            while !rest.is_empty() {
-                let offset = at % PAGE_SIZE;
-                let n = rest.len().min((PAGE_SIZE - offset) as usize);
-                let (now, later) = rest.split_at(n);
-                let page = self.resolve(cpu, at, Access::Write, who)?;
-                if write {
-                    page.host.write_bytes(offset, now);
-                    self.written(&page, offset, n as u64);
-                }
-                at = self.next_page(cpu, at, who);
-                rest = later;
-            }
-        }
-        Ok(())
+        let len = buf.len();
+        self.each_page(cpu, gva, len, Access::Write, who, |_, _, _, _| {})?;
+        self.each_page(
+            cpu,
+            gva,
+            len,
+            Access::Write,
+            who,
+            |mmu, page, offset, part| {
+                page.host.write_bytes(offset, &buf[part.clone()]);
+                mmu.written(page, offset, part.len() as u64);
+            },
+        )
     }
 
     /// Checks that an access would raise no exception, setting A and D bits as

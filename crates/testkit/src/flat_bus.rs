@@ -1,10 +1,14 @@
 //! [`FlatBus`]: a [`GuestBus`] of flat memory regions, without paging.
 //!
-//! Linear addresses outside the regions raise #PF; ports and MSRs are absent;
-//! every exception is recorded and intercepted, so that a test sees it instead
-//! of its delivery.
+//! Linear addresses outside the regions raise #PF. Ports and flushes are
+//! recorded, MSRs are those of the model. Every exception is recorded and, but
+//! for [`FlatBus::deliver`], intercepted, so that a test sees it instead of its
+//! delivery.
 
-use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
+use x86_cpu::{
+    Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word,
+    msr_model::{self, MsrWrite},
+};
 use x86_defs::vector::{self, pf};
 
 /// A region of memory.
@@ -17,7 +21,7 @@ struct Region {
 }
 
 /// Flat memory and recorded events.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct FlatBus {
     regions: Vec<Region>,
     generation: u32,
@@ -27,6 +31,36 @@ pub struct FlatBus {
     pub deliver: bool,
     /// Blocks until the interpreter is asked to return; `None` means never.
     pub polls: Option<u32>,
+    /// Accesses that still succeed; the next one is an exit.
+    pub budget: usize,
+    /// What ports read.
+    pub input: u32,
+    /// What was written to ports: port, size, value.
+    pub out: Vec<(u16, u8, u32)>,
+    /// Flushes asked for.
+    pub flushes: Vec<Flush>,
+    /// How often the paging root was loaded.
+    pub roots: usize,
+    /// How often NMIs were unmasked.
+    pub unmasked: usize,
+}
+
+impl Default for FlatBus {
+    fn default() -> Self {
+        Self {
+            regions: Vec::new(),
+            generation: 0,
+            exception: None,
+            deliver: false,
+            polls: None,
+            budget: usize::MAX,
+            input: u32::MAX,
+            out: Vec::new(),
+            flushes: Vec::new(),
+            roots: 0,
+            unmasked: 0,
+        }
+    }
 }
 
 impl FlatBus {
@@ -52,6 +86,26 @@ impl FlatBus {
         self.generation = self.generation.wrapping_add(1);
         self.slice(gva).unwrap_or_default()
     }
+    /// Stores bytes.
+    pub fn put(&mut self, gva: u64, bytes: &[u8]) {
+        self.memory(gva)[..bytes.len()].copy_from_slice(bytes);
+    }
+    /// Stores a word.
+    pub fn put64(&mut self, gva: u64, v: u64) {
+        self.put(gva, &v.to_le_bytes());
+    }
+    /// The 64-bit word at `gva`.
+    pub fn get64(&mut self, gva: u64) -> u64 {
+        <u64 as Word>::from_le(&self.memory(gva)[..8])
+    }
+    /// The 32-bit word at `gva`.
+    pub fn get32(&mut self, gva: u64) -> u32 {
+        <u32 as Word>::from_le(&self.memory(gva)[..4])
+    }
+    /// The 16-bit word at `gva`.
+    pub fn get16(&mut self, gva: u64) -> u16 {
+        <u16 as Word>::from_le(&self.memory(gva)[..2])
+    }
     fn slice(&mut self, gva: u64) -> Option<&mut [u8]> {
         self.regions.iter_mut().find_map(|r| {
             let at = usize::try_from(gva.checked_sub(r.base)?).ok()?;
@@ -66,6 +120,7 @@ impl FlatBus {
         len: usize,
         access: Access,
     ) -> Result<(), Fault> {
+        self.budget = self.budget.checked_sub(1).ok_or(Fault::Exit)?;
         let region = self.regions.iter().find_map(|r| {
             let at = gva.checked_sub(r.base)?;
             let have = (r.bytes.len() as u64).checked_sub(at)?;
@@ -184,40 +239,53 @@ impl GuestBus for FlatBus {
         0
     }
     fn load_root(&mut self, _cpu: &mut CpuState) -> Result<(), Fault> {
+        self.roots += 1;
         Ok(())
     }
     fn select_view(&mut self, _cpu: &mut CpuState) {}
-    fn flush(&mut self, _cpu: &mut CpuState, _what: Flush) {}
-    fn port_in(&mut self, _: &mut CpuState, _: u16, _: u8) -> Result<u32, Fault> {
-        Ok(u32::MAX)
+    fn flush(&mut self, _cpu: &mut CpuState, what: Flush) {
+        self.flushes.push(what);
     }
-    fn port_out(&mut self, _: &mut CpuState, _: u16, _: u8, _: u32) -> Result<(), Fault> {
+    fn port_in(&mut self, _: &mut CpuState, _: u16, _: u8) -> Result<u32, Fault> {
+        if self.budget == 0 {
+            return Err(Fault::Exit);
+        }
+        Ok(self.input)
+    }
+    fn port_out(&mut self, _: &mut CpuState, port: u16, size: u8, value: u32) -> Result<(), Fault> {
+        self.out.push((port, size, value));
         Ok(())
     }
-    fn read_msr(&mut self, _: &mut CpuState, _: u32) -> Result<u64, Fault> {
-        Err(Exception::GP0.into())
+    fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
+        msr_model::read(cpu, index).ok_or(Exception::GP0.into())
     }
-    fn write_msr(&mut self, _: &mut CpuState, _: u32, _: u64) -> Result<(), Fault> {
-        Err(Exception::GP0.into())
+    fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
+        match msr_model::write(cpu, index, value) {
+            MsrWrite::Rejected | MsrWrite::Unknown => Err(Exception::GP0.into()),
+            _ => Ok(()),
+        }
     }
-    fn cpuid(&mut self, _: &mut CpuState, _: u32, _: u32) -> [u32; 4] {
-        [0; 4]
+    fn cpuid(&mut self, _: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
+        [leaf, subleaf, 3, 4]
     }
     fn tsc(&mut self, _: &mut CpuState) -> u64 {
-        0
+        0x1_0000_0002
     }
     fn read_pmc(&mut self, _: &mut CpuState, _: u32) -> Result<u64, Fault> {
         Err(Exception::GP0.into())
     }
     fn task_priority(&mut self, _: &mut CpuState) -> u8 {
-        0
+        7
     }
     fn set_task_priority(&mut self, _: &mut CpuState, _: u8) {}
     fn hypercall(&mut self, _: &mut CpuState) -> Result<(), Fault> {
-        Err(Exception::UD.into())
+        Ok(())
     }
     fn random(&mut self) -> u64 {
         0x0123_4567_89ab_cdef
+    }
+    fn nmi_unmasked(&mut self) {
+        self.unmasked += 1;
     }
     fn bulk_copy(&mut self, _: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {
         let room = |s: Option<&mut [u8]>| s.map_or(0, |s| s.len()) as u64;

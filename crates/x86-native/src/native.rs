@@ -66,6 +66,21 @@ struct Stub {
     results: Option<mxcsr::Results>,
 }
 
+/// A stub's code.
+#[derive(Clone, Copy, Debug)]
+struct Code {
+    /// Start, in the buffer.
+    entry: *const u8,
+    of: Stub,
+}
+
+/// The guest's registers that a stub works on.
+#[derive(Debug)]
+struct State<'a> {
+    gpr: &'a mut [u64; reg::NR_SLOTS],
+    fp: &'a mut FpState,
+}
+
 /// Stubs that execute one instruction each; one set per vCPU.
 pub struct Native {
     context: Context,
@@ -177,9 +192,10 @@ impl Native {
         if form.reads_flags {
             self.context.rflags = *flags & rflags::ARITH | rflags::FIXED1;
         }
+        let code = Code { entry, of: stub };
         let outcome = match form.class {
-            Class::X87 | Class::Mmx => self.run_fxsave(entry, stub, gpr, fp),
-            _ if form.uses_mxcsr => self.run_mxcsr(entry, stub, gpr, fp),
+            Class::X87 | Class::Mmx => self.run_fxsave(code, State { gpr, fp }),
+            _ if form.uses_mxcsr => self.run_mxcsr(code, State { gpr, fp }),
             _ => {
                 // SAFETY: `entry` is a stub of this buffer; it does not use MXCSR.
                 unsafe { call(entry, gpr, fp, &mut self.context) };
@@ -194,24 +210,19 @@ impl Native {
 
     /// An SSE or AVX instruction that depends on MXCSR.
     #[inline]
-    fn run_mxcsr(
-        &mut self,
-        entry: *const u8,
-        stub: Stub,
-        gpr: &mut [u64; reg::NR_SLOTS],
-        fp: &mut FpState,
-    ) -> Outcome {
+    fn run_mxcsr(&mut self, stub: Code, state: State<'_>) -> Outcome {
+        let State { gpr, fp } = state;
         let guest = fp.mxcsr();
         if guest & mxcsr::MASKS != mxcsr::MASKS {
-            return self.run_unmasked(entry, stub, gpr, fp);
+            return self.run_unmasked(stub, State { gpr, fp });
         }
         let host = read_mxcsr();
         let wanted = guest & mxcsr::host_mask();
         if host != wanted {
             write_mxcsr(wanted);
         }
-        // SAFETY: `entry` is a stub of this buffer; all exceptions are masked.
-        unsafe { call(entry, gpr, fp, &mut self.context) };
+        // SAFETY: `stub` is one of this buffer; all exceptions are masked.
+        unsafe { call(stub.entry, gpr, fp, &mut self.context) };
         let after = read_mxcsr();
         if after != guest {
             fp.set_mxcsr(guest | after & mxcsr::FLAGS);
@@ -227,13 +238,8 @@ impl Native {
     /// As [`Self::run_mxcsr`] or [`Self::run_fxsave`] with exceptions that the
     /// guest has not masked: runs masked, then looks at what was raised.
     #[cold]
-    fn run_unmasked(
-        &mut self,
-        entry: *const u8,
-        stub: Stub,
-        gpr: &mut [u64; reg::NR_SLOTS],
-        fp: &mut FpState,
-    ) -> Outcome {
+    fn run_unmasked(&mut self, stub: Code, state: State<'_>) -> Outcome {
+        let State { gpr, fp } = state;
         let guest = fp.mxcsr();
         let saved_fp = fp.clone();
         let saved_gpr = *gpr;
@@ -244,22 +250,22 @@ impl Native {
             control &= !mxcsr::FZ;
         }
         let host = read_mxcsr();
-        let raised = if matches!(stub.form.class, Class::Mmx) {
+        let raised = if matches!(stub.of.form.class, Class::Mmx) {
             self.context.mxcsr = control;
             self.context.host_mxcsr = host;
-            // SAFETY: `entry` is a stub of this buffer and loads the masked
+            // SAFETY: `stub` is one of this buffer and loads the masked
             // `context.mxcsr`; `run_fxsave` checked the x87 state.
-            unsafe { call(entry, gpr, fp, &mut self.context) };
+            unsafe { call(stub.entry, gpr, fp, &mut self.context) };
             self.context.mxcsr & mxcsr::FLAGS
         } else {
             write_mxcsr(control);
-            // SAFETY: `entry` is a stub of this buffer; all exceptions are masked.
-            unsafe { call(entry, gpr, fp, &mut self.context) };
+            // SAFETY: `stub` is one of this buffer; all exceptions are masked.
+            unsafe { call(stub.entry, gpr, fp, &mut self.context) };
             let after = read_mxcsr();
             write_mxcsr(host);
             after & mxcsr::FLAGS
         };
-        let tiny = match stub.results {
+        let tiny = match stub.of.results {
             Some(results) if unmasked & mxcsr::UE != 0 => results.tiny(fp),
             _ => 0,
         };
@@ -283,13 +289,8 @@ impl Native {
     }
 
     /// An x87 or MMX instruction: the whole legacy region is loaded and saved.
-    fn run_fxsave(
-        &mut self,
-        entry: *const u8,
-        stub: Stub,
-        gpr: &mut [u64; reg::NR_SLOTS],
-        fp: &mut FpState,
-    ) -> Outcome {
+    fn run_fxsave(&mut self, stub: Code, state: State<'_>) -> Outcome {
+        let State { gpr, fp } = state;
         let fsw = fp.u16_at(xsave::FSW);
         if fsw & !fp.u16_at(xsave::FCW) & 0x3f != 0 {
             return Outcome::X87Pending;
@@ -309,21 +310,27 @@ impl Native {
         }
         let mut outcome = Outcome::Done;
         let mut mxcsr_after = guest_mxcsr;
-        if stub.form.uses_mxcsr && guest_mxcsr & mxcsr::MASKS != mxcsr::MASKS {
+        if stub.of.form.uses_mxcsr && guest_mxcsr & mxcsr::MASKS != mxcsr::MASKS {
             fp.set_mxcsr(guest_mxcsr);
             let mut trial = fp.clone();
-            outcome = self.run_unmasked_mmx(entry, stub, gpr, &mut trial);
+            outcome = self.run_unmasked_mmx(
+                stub,
+                State {
+                    gpr,
+                    fp: &mut trial,
+                },
+            );
             mxcsr_after = trial.mxcsr();
             *fp = trial;
         } else {
             let host = read_mxcsr();
             self.context.host_mxcsr = host;
             self.context.mxcsr = guest_mxcsr & mxcsr::host_mask() | mxcsr::MASKS;
-            // SAFETY: `entry` is a stub of this buffer. No x87 exception is
+            // SAFETY: `stub` is one of this buffer. No x87 exception is
             // pending (checked above), and those that the instruction raises
             // stay pending until FNINIT in the stub; MXCSR is masked.
-            unsafe { call(entry, gpr, fp, &mut self.context) };
-            if stub.form.uses_mxcsr {
+            unsafe { call(stub.entry, gpr, fp, &mut self.context) };
+            if stub.of.form.uses_mxcsr {
                 mxcsr_after |= self.context.mxcsr & mxcsr::FLAGS;
             }
         }
@@ -334,18 +341,13 @@ impl Native {
 
     /// [`Self::run_unmasked`] for a stub that loads the legacy region.
     #[cold]
-    fn run_unmasked_mmx(
-        &mut self,
-        entry: *const u8,
-        stub: Stub,
-        gpr: &mut [u64; reg::NR_SLOTS],
-        fp: &mut FpState,
-    ) -> Outcome {
+    fn run_unmasked_mmx(&mut self, stub: Code, state: State<'_>) -> Outcome {
+        let State { gpr, fp } = state;
         // FXRSTOR in the stub may load any MXCSR without reserved bits:
         // LDMXCSR with the masked one follows before anything is computed.
         let guest = fp.mxcsr() & mxcsr::host_mask();
         fp.set_mxcsr(guest);
-        self.run_unmasked(entry, stub, gpr, fp)
+        self.run_unmasked(stub, State { gpr, fp })
     }
 }
 

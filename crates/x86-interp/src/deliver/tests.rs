@@ -5,7 +5,7 @@ use x86_defs::{reg, rflags, vector};
 
 use crate::{
     Interp, RunStop,
-    test_bus::{TestBus, at, gate, machine, sel},
+    test_bus::{TestBus, at, gate, machine, memory, sel},
 };
 
 fn inject(cpu: &mut CpuState, bus: &mut TestBus, event: Event) -> Result<(), RunStop> {
@@ -87,7 +87,7 @@ fn nested_faults() {
     // A gate that is there but not present is #NP.
     let (mut cpu, mut bus) = machine(true, 0);
     gate(&mut bus, true, 0x40, 14, 0, 0);
-    bus.mem[at::IDT as usize + 0x405] &= 0x7f;
+    bus.memory(0)[at::IDT as usize + 0x405] &= 0x7f;
     gate(&mut bus, true, vector::NP, 14, 0, 0);
     assert_eq!(inject(&mut cpu, &mut bus, external), Ok(()));
     assert_eq!(bus.get64(cpu.gpr[reg::RSP]), 0x40 << 3 | 3);
@@ -131,7 +131,7 @@ fn nmi_is_masked_until_iret() {
 
 #[test]
 fn real_mode() {
-    let mut bus = TestBus::new();
+    let mut bus = memory();
     let mut cpu = CpuState::default();
     cpu.seg[reg::CS].base = 0;
     cpu.seg[reg::CS].selector = 0;

@@ -8,7 +8,7 @@ use x86_defs::{
 
 use crate::{
     Interp, RunStop,
-    test_bus::{TestBus, at, gate, machine, sel},
+    test_bus::{TestBus, at, gate, machine, memory, sel},
 };
 
 /// Executes one instruction at [`at::CODE`].
@@ -34,13 +34,13 @@ fn delivered(cpu: &CpuState) -> Option<u8> {
 
 #[test]
 fn from_reset_to_long_mode() {
-    let mut bus = TestBus::new();
+    let mut bus = memory();
     let mut cpu = CpuState::default();
     for f in [Feature::Pae, Feature::Lm, Feature::Msr, Feature::Syscall] {
         cpu.features.set(f, true);
     }
-    let (_, template) = machine(true, 0);
-    bus.mem.copy_from_slice(&template.mem);
+    let (_, mut template) = machine(true, 0);
+    bus.memory(0).copy_from_slice(template.memory(0));
     cpu.seg[reg::CS].base = 0;
     cpu.seg[reg::CS].selector = 0;
     cpu.set_rip(at::CODE);
@@ -88,7 +88,7 @@ fn from_reset_to_long_mode() {
     exec(&mut cpu, &mut bus, &[0x0f, 0x00, 0xd8]);
     assert_eq!((cpu.tr.base, cpu.tr.attr.kind()), (at::TSS, 11));
     assert_eq!(
-        bus.mem[at::GDT as usize + usize::from(sel::TSS) + 5] & 0xf,
+        bus.memory(0)[at::GDT as usize + usize::from(sel::TSS) + 5] & 0xf,
         11
     );
 }
@@ -188,7 +188,7 @@ fn port_bitmap_and_string_io() {
     let (mut cpu, mut bus) = machine(true, 3);
     catch_all(&mut bus, true);
     bus.put(at::TSS + 0x66, &[0x68, 0]);
-    bus.mem[at::TSS as usize + 0x68 + 0x60 / 8] = 0b10;
+    bus.memory(0)[at::TSS as usize + 0x68 + 0x60 / 8] = 0b10;
     exec(&mut cpu, &mut bus, &[0xe4, 0x60]);
     assert_eq!((delivered(&cpu), cpu.gpr[reg::RAX]), (None, 0x78));
     exec(&mut cpu, &mut bus, &[0xe5, 0x60]);
@@ -282,7 +282,7 @@ fn task_switch_there_and_back() {
     ] {
         bus.put(t + offset, &v.to_le_bytes());
     }
-    bus.mem[at::GDT as usize + usize::from(sel::TSS) + 5] |= 2;
+    bus.memory(0)[at::GDT as usize + usize::from(sel::TSS) + 5] |= 2;
     exec(&mut cpu, &mut bus, &[0x9a, 0, 0, 0, 0, sel::TSS2 as u8, 0]);
     assert_eq!(
         (cpu.rip(), cpu.gpr[reg::RBX], cpu.gpr[reg::RSP]),
@@ -295,7 +295,7 @@ fn task_switch_there_and_back() {
     assert_eq!((cpu.rip(), cpu.gpr[reg::RBX]), (at::CODE + 7, 0xb0b));
     assert_eq!((cpu.tr.selector, cpu.rflags & rflags::NT), (sel::TSS, 0));
     assert_eq!(
-        bus.mem[at::GDT as usize + usize::from(sel::TSS2) + 5] & 2,
+        bus.memory(0)[at::GDT as usize + usize::from(sel::TSS2) + 5] & 2,
         0
     );
 }
