@@ -1,10 +1,12 @@
-//! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents)
-//! and `guests` (real programs in a guest).
+//! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
+//! `boots` (kernels to a shell) and `guests` (real programs in a guest).
 
 #![forbid(unsafe_code)]
 
+mod boots;
 mod build;
 mod ci;
+mod debian;
 mod guests;
 mod tidy;
 
@@ -18,8 +20,9 @@ fn main() -> ExitCode {
         "ci" => ci::run(),
         "tidy" => tidy::run(),
         "docs" => tidy::quirks::write(&tidy::root()),
+        "boots" => boots::run(&arguments),
         "guests" => guests::run(&arguments),
-        _ => Err("usage: cargo xtask <ci | tidy | docs | guests>".to_owned()),
+        _ => Err("usage: cargo xtask <ci | tidy | docs | boots | guests>".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -34,6 +34,11 @@ pub(crate) struct BootArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["overlay", "command", "no_initrd"])]
     pub(crate) initrd: Option<PathBuf>,
 
+    /// Static busybox for the initramfs in place of the machine's or Debian's: a 32-bit kernel
+    /// needs a 32-bit one.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["initrd", "no_initrd"])]
+    pub(crate) busybox: Option<PathBuf>,
+
     /// Boot without any initramfs.
     #[arg(long, conflicts_with_all = ["overlay", "command"])]
     pub(crate) no_initrd: bool,

@@ -21,6 +21,7 @@ const LOOK: Duration = Duration::from_millis(20);
 pub struct Boot {
     program: PathBuf,
     arguments: Vec<OsString>,
+    environment: Vec<(String, String)>,
     limit: Duration,
 }
 
@@ -60,6 +61,7 @@ impl Boot {
         Self {
             program: anykvm.into(),
             arguments: vec!["boot".into()],
+            environment: Vec::new(),
             limit: Duration::from_secs(300),
         }
     }
@@ -96,6 +98,14 @@ impl Boot {
         self
     }
 
+    /// The engine that executes the guest: `jit` or `interp`.
+    #[must_use]
+    pub fn engine(mut self, name: &str) -> Self {
+        let variable = ("ANYKVM_ENGINE".to_owned(), name.to_owned());
+        self.environment.push(variable);
+        self
+    }
+
     /// How long it may take.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Self {
@@ -110,6 +120,7 @@ impl Boot {
     pub fn run(&self, command: &[&str]) -> io::Result<Outcome> {
         let mut process = Command::new(&self.program);
         process.args(&self.arguments);
+        process.envs(self.environment.iter().map(|(k, v)| (k, v)));
         if !command.is_empty() {
             process.arg("--").args(command);
         }

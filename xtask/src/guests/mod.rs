@@ -1,4 +1,5 @@
-//! `cargo xtask guests [--quick] [--kernel FILE] [NAME…]`: real programs in a guest.
+//! `cargo xtask guests [--quick] [--engine jit|interp] [--kernel FILE] [NAME…]`:
+//! real programs in a guest.
 //!
 //! Each program of [`programs`] gets a boot of its own, with the host's binaries
 //! and libraries in the initramfs. What it prints is compared with what the same
@@ -22,6 +23,7 @@ const GUEST_OPT: &str = "/opt/guests";
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Options {
     quick: bool,
+    engine: Option<String>,
     kernel: Option<PathBuf>,
     names: Vec<String>,
 }
@@ -36,6 +38,12 @@ impl Options {
                 "--kernel" => {
                     let file = rest.next().ok_or("--kernel needs a file")?;
                     options.kernel = Some(file.into());
+                }
+                "--engine" => {
+                    let name = rest
+                        .next()
+                        .filter(|n| ["jit", "interp"].contains(&n.as_str()));
+                    options.engine = Some(name.ok_or("--engine needs jit or interp")?.clone());
                 }
                 name if PROGRAMS.iter().any(|p| p.name == name) => {
                     options.names.push(name.to_owned());
@@ -65,7 +73,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     let opt = host::prepare()?;
     let mut failed = Vec::new();
     for program in PROGRAMS.iter().filter(|p| options.wants(p)) {
-        host::install(program.packages)?;
+        crate::debian::install(program.packages)?;
         let mut boot = Boot::new(&anykvm)
             .mem(program.mem)
             .cpus(program.cpus)
@@ -73,6 +81,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             .overlay(&format!("{}:{GUEST_OPT}", opt.display()));
         if let Some(kernel) = &options.kernel {
             boot = boot.kernel(kernel);
+        }
+        if let Some(engine) = &options.engine {
+            boot = boot.engine(engine);
         }
         for path in host::expand(program.paths)? {
             boot = boot.overlay(&format!("{path}:{path}"));
@@ -221,5 +232,7 @@ mod tests {
         assert!(n > 0 && n < PROGRAMS.len());
         assert!(parse(&["nothing"]).is_err());
         assert!(parse(&["--kernel"]).is_err());
+        assert!(parse(&["--engine", "jit"]).unwrap().engine.is_some());
+        assert!(parse(&["--engine", "fast"]).is_err());
     }
 }

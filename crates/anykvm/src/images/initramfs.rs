@@ -98,7 +98,14 @@ fn applets(busybox: &Path) -> Result<Vec<String>, BootError> {
         .output()
         .map_err(BootError::host("cannot run busybox --list"))?;
     let text = String::from_utf8_lossy(&output.stdout);
-    Ok(text.lines().map(str::to_owned).collect())
+    let applets: Vec<String> = text.lines().map(str::to_owned).collect();
+    if !output.status.success() || !applets.iter().any(|a| a == "sh") {
+        return Err(BootError::NoImage(format!(
+            "{} is not a busybox with a shell",
+            busybox.display()
+        )));
+    }
+    Ok(applets)
 }
 
 /// A file or tree, with the libraries of its programs. Devices and sockets are left out.

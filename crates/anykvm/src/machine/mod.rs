@@ -179,7 +179,11 @@ fn initrd(args: &BootArgs, kernel: &Path, is_interactive: bool) -> Result<Vec<u8
         console: args.console.device(),
         modules: images::modules(kernel, &wanted)?,
     };
-    images::build(&images::busybox()?, &init, &overlays)
+    let busybox = match &args.busybox {
+        Some(path) => path.clone(),
+        None => images::busybox()?,
+    };
+    images::build(&busybox, &init, &overlays)
 }
 
 /// A command's streams are kept clean: the kernel then talks on COM2, which is standard error.

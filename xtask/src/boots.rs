@@ -1,0 +1,212 @@
+//! `cargo xtask boots [--all] [NAME…]`: Debian's kernels to a shell, through the command line.
+//!
+//! Each boot's guest reports its kernel, its number of CPUs and whether its
+//! memory is there; status and output are checked. `--all` adds the kernels and
+//! sizes that take longer or need more memory than CI has.
+
+use std::{path::PathBuf, time::Duration};
+
+use testkit::boot::{Boot, Outcome};
+
+/// Which of Debian's kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kernel {
+    /// The one that `anykvm boot` finds or fetches.
+    Cloud,
+    /// linux-image-amd64.
+    Full,
+    /// linux-image-686-pae, with a 32-bit busybox.
+    I386,
+}
+
+/// A boot.
+#[derive(Debug)]
+struct Case {
+    name: &'static str,
+    kernel: Kernel,
+    engine: &'static str,
+    cpus: u32,
+    mem: &'static str,
+    /// MemTotal is at least this many MiB.
+    mem_mib: u64,
+    /// What `uname -m` prints.
+    machine: &'static str,
+    /// Part of CI.
+    in_ci: bool,
+}
+
+const fn cloud(name: &'static str, engine: &'static str, cpus: u32) -> Case {
+    Case {
+        name,
+        kernel: Kernel::Cloud,
+        engine,
+        cpus,
+        mem: "256M",
+        mem_mib: 200,
+        machine: "x86_64",
+        in_ci: true,
+    }
+}
+
+const CASES: &[Case] = &[
+    cloud("1-vcpu", "jit", 1),
+    cloud("2-vcpus", "jit", 2),
+    cloud("8-vcpus", "jit", 8),
+    cloud("interpreter", "interp", 2),
+    Case {
+        mem: "6G",
+        mem_mib: 5800,
+        in_ci: false,
+        ..cloud("6-gib", "jit", 2)
+    },
+    Case {
+        kernel: Kernel::Full,
+        mem: "512M",
+        mem_mib: 440,
+        in_ci: false,
+        ..cloud("full-kernel", "jit", 2)
+    },
+    Case {
+        kernel: Kernel::I386,
+        mem: "512M",
+        mem_mib: 440,
+        machine: "i686",
+        in_ci: false,
+        ..cloud("i386-kernel", "jit", 2)
+    },
+    Case {
+        in_ci: false,
+        ..cloud("interpreter-4-vcpus", "interp", 4)
+    },
+];
+
+/// Prints the machine, its CPUs and its memory in KiB; all CPUs have to work.
+const COMMAND: &str = "
+    uname -m; nproc; sed -n 's/^MemTotal: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo
+    n=0; while [ $n -lt $(nproc) ]; do taskset -c $n sh -c 'i=0; while [ $i -lt 300 ]; do i=$((i + 1)); done; echo $i'; n=$((n + 1)); done
+    exit 7";
+/// Time for any of them, with 8 vCPUs on a busy host.
+const LIMIT: Duration = Duration::from_secs(400);
+
+/// Runs CI's boots, all, or those that are named.
+pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    let all = arguments.iter().any(|a| a == "--all");
+    let names: Vec<&String> = arguments.iter().filter(|a| *a != "--all").collect();
+    if let Some(unknown) = names.iter().find(|n| CASES.iter().all(|c| c.name != **n)) {
+        let known: Vec<&str> = CASES.iter().map(|c| c.name).collect();
+        return Err(format!("{unknown}: not one of {}", known.join(" ")));
+    }
+    let anykvm = crate::build::anykvm()?;
+    let mut failed = Vec::new();
+    for case in CASES {
+        let wanted = if names.is_empty() {
+            case.in_ci || all
+        } else {
+            names.iter().any(|n| *n == case.name)
+        };
+        if !wanted {
+            continue;
+        }
+        let mut boot = Boot::new(&anykvm)
+            .cpus(case.cpus)
+            .mem(case.mem)
+            .engine(case.engine)
+            .limit(LIMIT);
+        if let Some(path) = kernel(case.kernel)? {
+            boot = boot.kernel(&path);
+        }
+        if case.kernel == Kernel::I386 {
+            let busybox = crate::debian::busybox_i386()?;
+            boot = boot.option("--busybox", busybox);
+        }
+        let outcome = boot.run(&["sh", "-c", COMMAND]);
+        let outcome = outcome.map_err(|e| format!("{}: {e}", anykvm.display()))?;
+        let seconds = outcome.time.as_secs_f64();
+        match check(case, &outcome) {
+            Ok(()) => eprintln!("{:20} ok    {seconds:6.1} s", case.name),
+            Err(why) => {
+                let words = outcome.last_words(15);
+                eprintln!("{:20} FAILED {seconds:5.1} s: {why}\n{words}", case.name);
+                failed.push(case.name);
+            }
+        }
+    }
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("boots failed: {}", failed.join(" ")))
+    }
+}
+
+/// The kernel's file; `None` for the one that anykvm finds itself.
+fn kernel(which: Kernel) -> Result<Option<PathBuf>, String> {
+    match which {
+        Kernel::Cloud => Ok(None),
+        Kernel::Full => crate::debian::kernel("linux-image-amd64", "kernel-amd64").map(Some),
+        Kernel::I386 => {
+            crate::debian::kernel("linux-image-686-pae:i386", "kernel-686-pae").map(Some)
+        }
+    }
+}
+
+fn check(case: &Case, outcome: &Outcome) -> Result<(), String> {
+    if outcome.timed_out {
+        return Err("did not end in time".into());
+    }
+    let text = outcome.text();
+    if outcome.status != Some(7) {
+        return Err(format!("status {:?}, output {text:?}", outcome.status));
+    }
+    let lines: Vec<&str> = text.lines().collect();
+    let mut want = vec![case.machine.to_owned(), case.cpus.to_string()];
+    let memory = lines.get(2).and_then(|l| l.parse::<u64>().ok());
+    if memory.is_none_or(|kib| kib >> 10 < case.mem_mib) {
+        return Err(format!("memory: output {text:?}"));
+    }
+    want.extend(lines.get(2).map(|&l| l.to_owned()));
+    want.extend((0..case.cpus).map(|_| "300".to_owned()));
+    if lines != want {
+        return Err(format!("output {text:?}, expected {want:?}"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_complete_output_and_the_command_s_status_pass() {
+        let case = cloud("x", "jit", 2);
+        let outcome = |status, text: &str| Outcome {
+            status,
+            stdout: text.into(),
+            stderr: Vec::new(),
+            time: Duration::ZERO,
+            timed_out: false,
+        };
+        let good = "x86_64\n2\n230000\n300\n300\n";
+        let rows = [
+            (Some(7), good, true),
+            (Some(0), good, false),
+            (None, good, false),
+            (Some(7), "", false),
+            (Some(7), "x86_64\n1\n230000\n300\n", false),
+            (Some(7), "x86_64\n2\n23000\n300\n300\n", false),
+            (Some(7), "x86_64\n2\n230000\n300\n", false),
+            (Some(7), "i686\n2\n230000\n300\n300\n", false),
+        ];
+        for (status, text, passes) in rows {
+            let result = check(&case, &outcome(status, text));
+            assert_eq!(result.is_ok(), passes, "{status:?} {text:?}: {result:?}");
+        }
+        assert!(run(&["nothing".to_owned()]).is_err());
+    }
+
+    #[test]
+    fn names_are_unique() {
+        for (i, case) in CASES.iter().enumerate() {
+            assert!(CASES.iter().skip(i + 1).all(|c| c.name != case.name));
+        }
+    }
+}

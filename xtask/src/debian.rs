@@ -1,0 +1,127 @@
+//! Debian's packages: installed, or fetched and unpacked into `.cache/`.
+//!
+//! Nothing is skipped: what is missing is installed, and what cannot be is an error.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// Installs those packages that are missing; needs root for that.
+pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
+    let missing: Vec<&str> = packages
+        .iter()
+        .copied()
+        .filter(|p| !is_installed(p))
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    eprintln!("guests: installing {}", missing.join(" "));
+    let mut apt = Command::new("apt-get");
+    apt.args(["install", "-y", "-qq", "--no-install-recommends"])
+        .args(&missing)
+        .env("DEBIAN_FRONTEND", "noninteractive");
+    run(&mut apt)
+        .map(drop)
+        .map_err(|e| format!("install {} first ({e})", missing.join(" ")))
+}
+
+fn is_installed(package: &str) -> bool {
+    let mut query = Command::new("dpkg-query");
+    query.args(["-W", "-f", "${Status}", package]);
+    run(&mut query).is_ok_and(|status| status.trim() == "install ok installed")
+}
+
+/// A 32-bit static busybox.
+pub(crate) fn busybox_i386() -> Result<PathBuf, String> {
+    let unpacked = unpack("busybox-static:i386", "busybox-i386")?;
+    ["bin/busybox", "usr/bin/busybox"]
+        .map(|place| unpacked.join(place))
+        .into_iter()
+        .find(|path| path.exists())
+        .ok_or_else(|| format!("{}: no busybox in it", unpacked.display()))
+}
+
+/// The kernel that a metapackage stands for today.
+pub(crate) fn kernel(package: &str, name: &str) -> Result<PathBuf, String> {
+    let boot = crate::build::cache().join(name).join("boot");
+    if !boot.exists() {
+        if package.ends_with(":i386") {
+            add_i386()?;
+        }
+        let depends = run(Command::new("apt-cache").args(["depends", package]))?;
+        let image = depends
+            .lines()
+            .find_map(|l| l.trim().strip_prefix("Depends: "))
+            .ok_or_else(|| format!("apt knows no {package}: run apt-get update"))?;
+        unpack(image, name)?;
+    }
+    newest(&boot).ok_or_else(|| format!("{}: no kernel in it", boot.display()))
+}
+
+fn newest(boot: &Path) -> Option<PathBuf> {
+    let entries = fs::read_dir(boot).ok()?;
+    entries
+        .filter_map(|e| Some(e.ok()?.path()))
+        .filter(|p| {
+            p.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with("vmlinuz-"))
+        })
+        .max()
+}
+
+/// Downloads and unpacks a Debian package into the cache, once; returns the folder.
+pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
+    let cache = crate::build::cache();
+    let place = cache.join(name);
+    if place.exists() {
+        return Ok(place);
+    }
+    let download = cache.join(format!("{name}.partial"));
+    let cannot = |e: std::io::Error| format!("{}: {e}", download.display());
+    // A leftover of an interrupted run.
+    let _ = fs::remove_dir_all(&download);
+    fs::create_dir_all(&download).map_err(cannot)?;
+    if package.ends_with(":i386") {
+        add_i386()?;
+    }
+    run(Command::new("apt-get")
+        .args(["download", "-qq", package])
+        .current_dir(&download))?;
+    let deb = fs::read_dir(&download)
+        .map_err(cannot)?
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .find(|path| path.extension().is_some_and(|e| e == "deb"))
+        .ok_or_else(|| format!("apt-get download {package} left no file"))?;
+    let content = download.join("content");
+    run(Command::new("dpkg").arg("-x").arg(deb).arg(&content))?;
+    fs::rename(&content, &place).map_err(cannot)?;
+    fs::remove_dir_all(&download).map_err(cannot)?;
+    Ok(place)
+}
+
+/// Makes apt know the i386 packages.
+fn add_i386() -> Result<(), String> {
+    let known = run(Command::new("dpkg").arg("--print-foreign-architectures"))?;
+    if known.lines().any(|l| l == "i386") {
+        return Ok(());
+    }
+    run(Command::new("dpkg").args(["--add-architecture", "i386"]))?;
+    run(Command::new("apt-get").args(["update", "-qq"])).map(drop)
+}
+
+/// Standard output, or what went wrong.
+fn run(command: &mut Command) -> Result<String, String> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .output()
+        .map_err(|e| format!("cannot run {program}: {e}"))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let line = errors.lines().last().unwrap_or("no reason given");
+    Err(format!("{program}: {line}"))
+}
