@@ -3,47 +3,76 @@
 
 use std::{process::Command, time::Instant};
 
-/// Name of the step and the cargo arguments.
-const STEPS: &[(&str, &[&str])] = &[
-    ("format", &["fmt", "--all", "--check"]),
+/// What a step does.
+enum Task {
+    /// Runs cargo with these arguments.
+    Cargo(&'static [&'static str]),
+    /// Calls a task of ours with these.
+    Own(fn(&[String]) -> Result<(), String>, &'static [&'static str]),
+}
+use Task::{Cargo, Own};
+
+const STEPS: &[(&str, Task)] = &[
+    ("tidy", Own(|_| crate::tidy::run(), &[])),
+    ("format", Cargo(&["fmt", "--all", "--check"])),
     (
         "lints",
-        &[
+        Cargo(&[
             "clippy",
             "--workspace",
             "--all-targets",
             "--",
             "-D",
             "warnings",
-        ],
+        ]),
     ),
     (
         "documentation",
-        &[
+        Cargo(&[
             "doc",
             "--workspace",
             "--no-deps",
             "--document-private-items",
-        ],
+        ]),
     ),
-    ("tests", &["test", "--workspace"]),
+    ("boots", Own(crate::boots::run, &[])),
+    ("guests", Own(crate::guests::run, &["--quick"])),
+    (
+        "guests, interpreted",
+        Own(
+            crate::guests::run,
+            &["--engine", "interp", "sqlite", "ssdd"],
+        ),
+    ),
+    ("tests", Cargo(&["test", "--workspace"])),
 ];
 
-/// Runs tidy, then every step; stops at the first that fails.
+/// Runs every step; stops at the first that fails.
 pub(crate) fn run() -> Result<(), String> {
-    eprintln!("== tidy");
-    crate::tidy::run()?;
-    for (name, args) in STEPS {
-        eprintln!("== {name}: cargo {}", args.join(" "));
+    for (name, task) in STEPS {
+        eprintln!("== {name}");
         let start = Instant::now();
-        let status = Command::new(env!("CARGO"))
-            .args(*args)
-            .status()
-            .map_err(|e| format!("{name}: cannot run cargo: {e}"))?;
+        let result = match task {
+            Cargo(arguments) => cargo(arguments),
+            Own(task, arguments) => {
+                let arguments: Vec<String> = arguments.iter().map(|&a| a.to_owned()).collect();
+                task(&arguments)
+            }
+        };
         eprintln!("== {name}: {} s", start.elapsed().as_secs());
-        if !status.success() {
-            return Err(format!("{name} failed"));
-        }
+        result.map_err(|e| format!("{name}: {e}"))?;
     }
     Ok(())
+}
+
+fn cargo(arguments: &[&str]) -> Result<(), String> {
+    let status = Command::new(env!("CARGO"))
+        .args(arguments)
+        .status()
+        .map_err(|e| format!("cannot run cargo: {e}"))?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("cargo {} failed", arguments.join(" ")))
+    }
 }
