@@ -240,6 +240,9 @@ pub trait GuestBus {
     fn intercept(&mut self, _cpu: &mut CpuState, _exception: Exception) -> bool {
         false
     }
+    /// PAUSE: the code is waiting for another vCPU.
+    #[inline]
+    fn pause(&mut self) {}
     /// IRET has completed: NMIs are unmasked. (`cpu.events` is already updated.)
     fn nmi_unmasked(&mut self) {}
     /// The instruction or iteration is complete: answers of its device accesses are forgotten.

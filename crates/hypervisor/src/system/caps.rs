@@ -46,6 +46,10 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_CHECK_EXTENSION_VM
         | KVM_CAP_SET_BOOT_CPU_ID
         | KVM_CAP_SREGS2
+        | KVM_CAP_ASYNC_PF
+        | KVM_CAP_ASYNC_PF_INT
+        | KVM_CAP_ENABLE_CAP_VM
+        | KVM_CAP_HALT_POLL
         | KVM_CAP_COALESCED_PIO
         | KVM_CAP_X86_SMM
         | KVM_CAP_KVMCLOCK_CTRL

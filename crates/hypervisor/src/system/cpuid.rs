@@ -15,8 +15,22 @@ const KVM_CPUID_SIGNATURE: u32 = 0x4000_0000;
 /// Feature leaf.
 const KVM_CPUID_FEATURES: u32 = 0x4000_0001;
 
-/// KVM_FEATURE_* bits of leaf 0x40000001 that work: kvmclock (both MSR pairs, stable), no I/O delay.
-pub(crate) const KVM_FEATURES: u32 = 1 << 0 | 1 << 1 | 1 << 3 | 1 << 24;
+/// KVM_FEATURE_* bits of leaf 0x40000001 that work: kvmclock (both MSR pairs, stable), no I/O
+/// delay, asynchronous page faults (negotiation), steal time, PV EOI, PV unhalt, PV TLB flush,
+/// PV IPIs, poll control, PV yield, interrupts for asynchronous page faults.
+pub(crate) const KVM_FEATURES: u32 = 1 << 0
+    | 1 << 1
+    | 1 << 3
+    | 1 << 4
+    | 1 << 5
+    | 1 << 6
+    | 1 << 7
+    | 1 << 9
+    | 1 << 11
+    | 1 << 12
+    | 1 << 13
+    | 1 << 14
+    | 1 << 24;
 
 /// Registers of one leaf, in CPUID's order.
 #[derive(Clone, Copy, Default)]

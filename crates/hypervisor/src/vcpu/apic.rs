@@ -10,7 +10,7 @@ use x86_defs::{
     segment::{Attr, Segment},
 };
 
-use super::{Inner, bus::Bus};
+use super::{Inner, bus::Bus, pv_eoi::PvEoi};
 
 /// "No timer armed".
 pub(super) const NEVER: u64 = u64::MAX;
@@ -103,6 +103,7 @@ impl Bus {
         if !self.has_lapic() {
             return None;
         }
+        self.sync_pv_eoi();
         let now = self.now();
         let lapic = self.shared.lapic();
         if gpa & !0xfff == lapic.base_gpa() {
@@ -122,6 +123,7 @@ impl Bus {
         if !self.has_lapic() {
             return false;
         }
+        self.sync_pv_eoi();
         let now = self.now();
         let mut lapic = self.shared.lapic();
         if gpa & !0xfff == lapic.base_gpa() {
@@ -188,6 +190,7 @@ impl Bus {
     }
     /// RDMSR of an x2APIC register.
     pub(super) fn x2apic_read(&mut self, index: u32) -> Option<u64> {
+        self.sync_pv_eoi();
         let now = self.now();
         self.has_lapic()
             .then(|| self.shared.lapic().msr_read(index, now).ok())
@@ -198,6 +201,7 @@ impl Bus {
         if !self.has_lapic() {
             return false;
         }
+        self.sync_pv_eoi();
         let now = self.now();
         let result: Result<Action, InvalidAccess> =
             self.shared.lapic().msr_write(index, value, now);
@@ -257,6 +261,9 @@ impl Inner {
         };
         *self.cpu = fresh;
         self.bus.replay.forget();
+        self.bus.sync_pv_eoi();
+        self.bus.pv.eoi = PvEoi::default();
+        self.pv_unhalted = false;
         self.bus.shared.lapic().init();
         self.bus.update_timer();
         self.bus.update_apic_page();

@@ -49,6 +49,8 @@ pub(crate) struct Bus {
     /// When the LAPIC's timer is due, on the monotonic clock.
     pub(super) timer_ns: u64,
     budget: u32,
+    /// PAUSEs since the last look.
+    pub(super) pauses: u32,
 }
 
 impl Bus {
@@ -73,6 +75,7 @@ impl Bus {
             recheck: false,
             timer_ns: super::apic::NEVER,
             budget: POLL_BLOCKS,
+            pauses: 0,
         }
     }
 
@@ -469,6 +472,7 @@ impl GuestBus for Bus {
     }
     fn set_task_priority(&mut self, _cpu: &mut CpuState, priority: u8) {
         if self.has_lapic() {
+            self.sync_pv_eoi();
             self.shared.lapic().set_cr8(priority);
             self.recheck = true;
         } else {
@@ -489,6 +493,10 @@ impl GuestBus for Bus {
     }
     fn intercept(&mut self, cpu: &mut CpuState, exception: Exception) -> bool {
         super::debug::intercept(self, cpu, exception)
+    }
+    #[inline]
+    fn pause(&mut self) {
+        self.pauses = self.pauses.saturating_add(1);
     }
     #[inline]
     fn commit(&mut self) {

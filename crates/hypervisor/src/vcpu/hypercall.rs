@@ -1,12 +1,21 @@
 //! Hypercalls (KVM document "hypercalls"): number in RAX, arguments in RBX, RCX, RDX, RSI.
 
+use irqchip::{DeliveryMode, LapicIrq, Shorthand};
 use x86_cpu::{CpuState, Exception, Fault};
-use x86_defs::reg::{RAX, RBX, RCX};
+use x86_defs::reg::{RAX, RBX, RCX, RDX, RSI};
 
 use super::bus::Bus;
 
 /// KVM_HC_VAPIC_POLL_IRQ.
 const VAPIC_POLL_IRQ: u64 = 1;
+/// KVM_HC_KICK_CPU.
+const KICK_CPU: u64 = 5;
+/// KVM_HC_SEND_IPI.
+const SEND_IPI: u64 = 10;
+/// KVM_HC_SCHED_YIELD.
+const SCHED_YIELD: u64 = 11;
+/// -KVM_EINVAL.
+const EINVAL: u64 = 22u64.wrapping_neg();
 /// KVM_HC_CLOCK_PAIRING.
 const CLOCK_PAIRING: u64 = 9;
 /// -KVM_ENOSYS.
@@ -33,14 +42,79 @@ pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
         }
     };
     let (nr, a0, a1) = (arg(RAX), arg(RBX), arg(RCX));
+    let (a2, a3) = (arg(RDX), arg(RSI));
     let result = match nr {
         _ if cpu.cpl != 0 => EPERM,
         VAPIC_POLL_IRQ => 0,
+        KICK_CPU => {
+            send(bus, a1, DeliveryMode::RemoteRead as u32);
+            0
+        }
+        SEND_IPI => send_ipi(bus, [a0, a1], a2, a3, wide),
+        SCHED_YIELD => {
+            bus.give_way();
+            0
+        }
         CLOCK_PAIRING => clock_pairing(bus, a0, a1),
         _ => ENOSYS,
     };
     cpu.gpr[RAX] = if wide { result } else { result & 0xffff_ffff };
     Ok(())
+}
+
+/// An IPI for each bit, counted from the APIC id `first`; how many were delivered.
+fn send_ipi(bus: &mut Bus, bitmap: [u64; 2], first: u64, icr: u64, wide: bool) -> u64 {
+    // A shorthand or logical destination contradicts the bitmap.
+    const DESTINATION: u64 = 3 << 18 | 1 << 11;
+    if icr & DESTINATION != 0 {
+        return EINVAL;
+    }
+    let width = if wide { 64 } else { 32 };
+    let mut count = 0;
+    for (word, mut bits) in bitmap.into_iter().enumerate() {
+        while bits != 0 {
+            let bit = u64::from(bits.trailing_zeros());
+            bits &= bits - 1;
+            let id = first.wrapping_add(word as u64 * width + bit);
+            // Mode and vector are where an ICR has them.
+            count += u64::from(send(
+                bus,
+                id,
+                (icr >> 8 & 7) as u32 | (icr as u32 & 0xff) << 8,
+            ));
+        }
+    }
+    count
+}
+
+/// Sends to one APIC id, which may be wider than 8 bits; `what` is the delivery mode
+/// and, from bit 8, the vector.
+fn send(bus: &mut Bus, id: u64, what: u32) -> bool {
+    let irq = LapicIrq {
+        dest: id as u32,
+        logical: false,
+        shorthand: Shorthand::None,
+        mode: DeliveryMode::from_bits(what),
+        vector: (what >> 8) as u8,
+        assert: true,
+        level_triggered: false,
+        redirection_hint: false,
+    };
+    let vcpus = bus.vm.vcpus();
+    // APIC ids are vCPU ids and mostly dense.
+    let target = vcpus
+        .get(id as usize)
+        .filter(|v| u64::from(v.id) == id)
+        .or_else(|| vcpus.iter().find(|v| u64::from(v.id) == id));
+    let Some(target) = target.filter(|_| bus.vm.chips().is_some()) else {
+        return false;
+    };
+    let accepted = target.lapic().accept(&irq);
+    target.accepted(accepted);
+    !matches!(
+        accepted,
+        irqchip::Accepted::Ignored | irqchip::Accepted::Coalesced
+    )
 }
 
 /// Writes `struct kvm_clock_pairing`: wall time and the guest TSC of the same moment.

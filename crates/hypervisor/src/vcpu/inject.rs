@@ -4,7 +4,7 @@ use x86_cpu::{Event, Exception, PendingInterrupt, Shadow};
 use x86_defs::{rflags, vector};
 use x86_interp::{RunStop, Stop, smm};
 
-use super::Inner;
+use super::{Inner, apic::Source};
 use crate::Exit;
 use kvm_bindings::KVM_MP_STATE_RUNNABLE;
 
@@ -79,6 +79,9 @@ impl Inner {
             && let Some(source) = self.bus.pending_interrupt()
             && let Some(vector) = self.bus.acknowledge(source)
         {
+            if matches!(source, Source::Lapic(_)) {
+                self.bus.arm_pv_eoi();
+            }
             let exit = self.deliver(Event::Interrupt(vector));
             if exit.is_some() {
                 self.cpu.events.interrupt = Some(PendingInterrupt {

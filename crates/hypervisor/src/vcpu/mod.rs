@@ -11,11 +11,13 @@ mod inject;
 mod mce;
 mod msr;
 mod park;
+mod pv_eoi;
 mod pvclock;
 mod regs;
 mod replay;
 mod run;
 pub(crate) mod shared;
+mod steal;
 
 pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
 
@@ -61,6 +63,9 @@ struct Inner {
     signals_checked_ns: u64,
     /// The last exit only asked for a device access.
     is_device_exit: bool,
+    /// KVM_HC_KICK_CPU came while the vCPU ran: its next HLT returns at once.
+    pv_unhalted: bool,
+    poll: park::HaltPoll,
 }
 
 /// A virtual CPU. One thread at a time uses it; others wait, as on KVM's vCPU mutex.
@@ -93,6 +98,8 @@ impl Vcpu {
             mp_state,
             signals_checked_ns: 0,
             is_device_exit: false,
+            pv_unhalted: false,
+            poll: park::HaltPoll::default(),
         };
         Self {
             inner: Mutex::new(inner),

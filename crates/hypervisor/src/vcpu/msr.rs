@@ -25,6 +25,12 @@ impl Bus {
             IA32_TSC_DEADLINE if self.has_lapic() => Some(self.shared.lapic().tsc_deadline()),
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => Some(self.pv.wall_clock),
             KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => Some(self.pv.system_time),
+            KVM_ASYNC_PF_EN => Some(self.pv.async_pf[0]),
+            KVM_ASYNC_PF_INT => Some(self.pv.async_pf[1]),
+            KVM_ASYNC_PF_ACK => Some(0),
+            KVM_STEAL_TIME => Some(self.steal_msr()),
+            KVM_PV_EOI_EN => Some(self.pv_eoi_msr()),
+            KVM_POLL_CONTROL => Some((!self.pv.guest_polls).into()),
             _ if super::mce::is_mce(index) => self.mce.read(index, host),
             _ if host => msr_model::host_read(cpu, index),
             _ => msr_model::read(cpu, index),
@@ -77,6 +83,31 @@ impl Bus {
             KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => {
                 self.pv.system_time = value;
                 self.update_clock();
+                true
+            }
+            KVM_ASYNC_PF_EN => {
+                // Bits 4 and 5 are reserved; without a LAPIC there is no interrupt to send.
+                let good = value & 0x30 == 0 && (self.has_lapic() || value == 0);
+                if good {
+                    self.pv.async_pf[0] = value;
+                }
+                good
+            }
+            KVM_ASYNC_PF_INT => {
+                let good = value >> 8 == 0;
+                if good {
+                    self.pv.async_pf[1] = value;
+                }
+                good
+            }
+            KVM_ASYNC_PF_ACK => true,
+            KVM_STEAL_TIME => self.set_steal_msr(value),
+            KVM_PV_EOI_EN => self.set_pv_eoi_msr(value),
+            KVM_POLL_CONTROL => {
+                if value & !1 != 0 {
+                    return false;
+                }
+                self.pv.guest_polls = value == 0;
                 true
             }
             _ if super::mce::is_mce(index) => {

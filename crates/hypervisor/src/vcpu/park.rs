@@ -4,20 +4,96 @@ use std::{sync::atomic::Ordering, time::Duration};
 
 use host::futex::Wait;
 
-use super::{Inner, shared::request};
+use super::{Inner, bus::Bus, shared::request};
 use crate::{Error, Result, RunInput};
 
 /// How often a VMM's signal mask is compared with the pending signals.
 const SIGNAL_CHECK_NS: u64 = 1_000_000;
 
+/// How long HLT looks around before it sleeps: a wake-up from a futex takes about 12 µs, so a
+/// little spinning pays where the next event is near. Grown and shrunk as KVM does it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct HaltPoll {
+    ns: u64,
+}
+
+/// First value after zero.
+const POLL_START_NS: u64 = 10_000;
+
+impl HaltPoll {
+    /// A sleep has ended after `slept` ns; `max` is KVM_CAP_HALT_POLL's limit.
+    fn adapt(&mut self, slept: u64, max: u64) {
+        if slept > max.saturating_mul(2) {
+            self.ns = 0;
+        } else if self.ns < max {
+            self.ns = (self.ns * 2).clamp(POLL_START_NS, max.max(POLL_START_NS));
+        }
+    }
+}
+
+impl Bus {
+    /// Too many PAUSEs since the last look for code that makes progress.
+    pub(super) fn is_spinning(&mut self) -> bool {
+        const PAUSES: u32 = 64;
+        std::mem::take(&mut self.pauses) >= PAUSES
+    }
+
+    /// The guest waits for another vCPU: lets that one have the core, if there are more
+    /// vCPUs that want to run than cores.
+    pub(super) fn give_way(&mut self) {
+        const SLICE: Duration = Duration::from_micros(20);
+        let load = &self.vm.load;
+        if load.is_crowded() {
+            load.leave();
+            // A request ends it, and so does the time; a signal is seen by its own means.
+            let _ = self.shared.park(SLICE);
+            self.vm.load.enter();
+        }
+        self.note_pause();
+    }
+}
+
 impl Inner {
-    /// HLT: sleeps until a request, a timer or a signal.
+    /// HLT: waits for a request, a timer or a signal.
     pub(super) fn sleep(&mut self, input: &RunInput<'_>) -> Result<()> {
         let mut due = self.bus.timer_ns;
         if let Some(chips) = self.bus.vm.chips() {
             due = due.min(chips.pit_next_ns());
         }
-        self.park(input, due)
+        let begin = host::clock::monotonic_ns();
+        if self.spin(input, begin, due) {
+            return Ok(());
+        }
+        self.bus.mark_preempted();
+        let result = self.park(input, due);
+        self.bus.unmark_preempted(&mut self.cpu);
+        let slept = host::clock::monotonic_ns().saturating_sub(begin);
+        self.poll.adapt(slept, self.bus.vm.load.halt_poll_ns());
+        result
+    }
+
+    /// Looks for a reason to go on for a while before sleeping; true if there is one.
+    fn spin(&mut self, input: &RunInput<'_>, begin: u64, due: u64) -> bool {
+        let limit = self.poll.ns.min(self.bus.vm.load.halt_poll_ns());
+        if limit == 0 || self.bus.pv.guest_polls || !self.bus.vm.load.has_room() {
+            return false;
+        }
+        let end = begin.saturating_add(limit);
+        loop {
+            if self.bus.shared.is_requested() || input.immediate_exit.load(Ordering::Relaxed) != 0 {
+                return true;
+            }
+            let now = host::clock::monotonic_ns();
+            if now >= due {
+                return true;
+            }
+            if now >= end {
+                return false;
+            }
+            for _ in 0..8 {
+                core::hint::spin_loop();
+            }
+        }
     }
 
     /// A vCPU that was never started sleeps until something is asked of it;
@@ -46,7 +122,11 @@ impl Inner {
             // Nothing tells of a blocked signal.
             ns = ns.min(SIGNAL_CHECK_NS);
         }
-        match self.bus.shared.park(Duration::from_nanos(ns)) {
+        self.bus.note_pause();
+        self.bus.vm.load.leave();
+        let wait = self.bus.shared.park(Duration::from_nanos(ns));
+        self.bus.vm.load.enter();
+        match wait {
             Wait::Interrupted => Err(Error::Interrupted),
             Wait::Woken | Wait::Changed | Wait::TimedOut => self.check_signals(input, now),
         }

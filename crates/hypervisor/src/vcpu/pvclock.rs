@@ -23,6 +23,13 @@ pub(super) struct Paravirt {
     pub(super) guest_stopped: bool,
     /// Version of `pvclock_vcpu_time_info`: odd while it is written.
     version: u32,
+    pub(super) steal: super::steal::Steal,
+    pub(super) eoi: super::pv_eoi::PvEoi,
+    /// MSR_KVM_ASYNC_PF_EN and MSR_KVM_ASYNC_PF_INT: negotiated, and never used, as
+    /// the host's own page faults cannot be handed on.
+    pub(super) async_pf: [u64; 2],
+    /// MSR_KVM_POLL_CONTROL bit 0 cleared: the guest polls by itself before HLT.
+    pub(super) guest_polls: bool,
 }
 
 impl Bus {

@@ -16,6 +16,15 @@ use crate::{Answer, Error, Exit, Result, RunInput, RunOutput};
 impl Inner {
     /// KVM_RUN on the calling thread.
     pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
+        self.bus.note_pause();
+        self.bus.vm.load.enter();
+        let result = self.run_here(input);
+        self.bus.vm.load.leave();
+        self.bus.sync_pv_eoi();
+        result
+    }
+
+    fn run_here(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
         self.take_answer(&input.answer);
         self.signals_checked_ns = 0;
         if !self.bus.has_lapic() {
@@ -88,7 +97,9 @@ impl Inner {
             }
             self.bus.recheck = false;
             self.bus.sync_memory(&mut self.cpu);
+            self.bus.sync_pv_eoi();
             let now_ns = self.bus.service_timers();
+            self.bus.note_time(now_ns);
             self.check_signals(input, now_ns)?;
             if let Some(exit) = self.inject() {
                 return Ok(exit);
@@ -109,6 +120,9 @@ impl Inner {
             self.bus.irq_waiting =
                 input.request_interrupt_window || self.bus.pending_interrupt().is_some();
             let single = self.bus.guest_debug & kvm_bindings::KVM_GUESTDBG_SINGLESTEP != 0;
+            if self.bus.is_spinning() {
+                self.bus.give_way();
+            }
             // The end of an interrupt shadow has to be seen if something waits for it.
             let stop = if single || self.cpu.shadow != Shadow::None {
                 self.interp.step(&mut self.cpu, &mut self.bus)
@@ -155,8 +169,12 @@ impl Inner {
         if requests & request::SIPI != 0 {
             self.startup(self.bus.shared.sipi_page());
         }
-        if requests & request::UNHALT != 0 && self.mp_state == KVM_MP_STATE_HALTED {
-            self.mp_state = KVM_MP_STATE_RUNNABLE;
+        if requests & request::UNHALT != 0 {
+            if self.mp_state == KVM_MP_STATE_HALTED {
+                self.mp_state = KVM_MP_STATE_RUNNABLE;
+            } else {
+                self.pv_unhalted = true;
+            }
         }
     }
 
@@ -170,6 +188,7 @@ impl Inner {
             })),
             // Without an in-kernel LAPIC the VMM waits for interrupts.
             RunStop::Halt if !self.bus.has_lapic() => Some(Exit::Hlt),
+            RunStop::Halt if std::mem::take(&mut self.pv_unhalted) => None,
             RunStop::Halt => {
                 self.mp_state = KVM_MP_STATE_HALTED;
                 None

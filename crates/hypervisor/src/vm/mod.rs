@@ -4,6 +4,7 @@ pub(crate) mod chips;
 pub(crate) mod clock;
 pub(crate) mod doorbell;
 mod irq;
+pub(crate) mod load;
 
 use std::sync::{
     Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,
@@ -35,6 +36,7 @@ pub(crate) struct VmState {
     chips: OnceLock<Chips>,
     irqfds: Irqfds,
     boot_id: AtomicU32,
+    pub(crate) load: load::Load,
     pub(crate) io: Arc<Published<IoTable>>,
     pub(crate) ring: Ring,
 }
@@ -94,6 +96,7 @@ impl Vm {
             chips: OnceLock::new(),
             irqfds: Irqfds::default(),
             boot_id: AtomicU32::new(0),
+            load: load::Load::default(),
             io: Arc::new(Published::new(IoTable::default())),
             ring: Ring::default(),
         };
@@ -150,9 +153,16 @@ impl Vm {
         self.state.wait_for_memory(epoch);
         Ok(bitmap)
     }
-    /// KVM_ENABLE_CAP on the VM: EINVAL, no capability has to be enabled.
-    pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
-        Err(Error::InvalidArgument)
+    /// KVM_ENABLE_CAP on the VM: KVM_CAP_HALT_POLL, EINVAL for others.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        match cap.cap {
+            KVM_CAP_HALT_POLL if cap.flags == 0 => {
+                // KVM's argument is an unsigned int.
+                self.state.load.set_halt_poll_ns(cap.args[0] & 0xffff_ffff);
+                Ok(())
+            }
+            _ => Err(Error::InvalidArgument),
+        }
     }
     /// KVM_SET_TSS_ADDR: three pages that Intel's hardware needs and a software
     /// CPU does not; the range is checked as KVM checks it.

@@ -17,7 +17,8 @@ fn nop<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
 }
 /// Lets the host core's other thread run; the block ends so that a spinning
 /// guest notices requests at once.
-fn pause<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
+fn pause<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
+    ex.bus.pause();
     core::hint::spin_loop();
     Ok(Flow::EndBlock)
 }
