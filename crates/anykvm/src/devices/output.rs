@@ -92,6 +92,14 @@ impl Output {
         Arc::new(Self::default())
     }
 
+    /// As after the reader of the stream went away.
+    #[cfg(test)]
+    pub(crate) fn for_nobody() -> Arc<Self> {
+        let output = Self::for_test();
+        lock(&output.state).is_closed = true;
+        output
+    }
+
     /// What waits.
     #[cfg(test)]
     pub(crate) fn take(&self) -> Vec<u8> {

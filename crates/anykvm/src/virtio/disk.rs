@@ -171,7 +171,16 @@ impl Disk {
             is_read_only,
             serial: Some("test-disk".into()),
         };
-        Self::open(&option, 0).unwrap()
+        // The worker of an earlier device may still have it.
+        let mut opened = Self::open(&option, 0);
+        for _ in 0..1000 {
+            if opened.is_ok() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            opened = Self::open(&option, 0);
+        }
+        opened.unwrap()
     }
 }
 

@@ -3,6 +3,7 @@
 mod block;
 mod hostile;
 mod others;
+mod random;
 mod registers;
 
 use std::sync::Arc;
