@@ -74,6 +74,11 @@ pub(crate) struct BootArgs {
     #[arg(long, value_name = "PATH[,ro][,serial=NAME]")]
     pub(crate) disk: Vec<DiskOption>,
 
+    /// Run on this file system instead of the initramfs: a folder, which is copied (what the guest
+    /// changes is lost), or a disk image with a file system (what it changes stays).
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["initrd", "no_initrd"])]
+    pub(crate) root: Option<PathBuf>,
+
     /// Where the shell, or the command's output, is in the guest: the first serial port, or the
     /// faster virtio console.
     #[arg(long, value_enum, default_value = "ttyS0")]

@@ -21,6 +21,8 @@ pub(crate) struct Init<'a> {
     pub(crate) size: Option<(u16, u16)>,
     /// The device file of the shell, or of the command's output.
     pub(crate) console: &'a str,
+    /// The command, or the shell, runs on the disk with this serial number.
+    pub(crate) root_serial: Option<&'a str>,
     /// Kernel modules to load first, in this order.
     pub(crate) modules: Vec<Module>,
 }
@@ -186,19 +188,29 @@ ip link set lo up 2>/dev/null
         script.push_str(&format!("insmod {}\n", module.guest_path()));
     }
     script.push_str("exec 9>/dev/ttyS3\nstty -F /dev/ttyS3 raw -echo\n");
+    let chroot = match init.root_serial {
+        Some(serial) => {
+            script.push_str(&mount_root(serial));
+            "chroot /newroot "
+        }
+        None => "",
+    };
     let console = init.console;
     if let Some((rows, columns)) = init.size {
-        script.push_str(&format!("stty -F {console} rows {rows} cols {columns}\n"));
+        // Held open: some consoles forget their size when the last user closes them.
+        script.push_str(&format!(
+            "exec 5<>{console}\nstty rows {rows} cols {columns} <&5\n"
+        ));
     }
     let words: Vec<String> = init.command.iter().map(|word| shell_quote(word)).collect();
-    let words = words.join(" ");
+    let words = format!("{chroot}{}", words.join(" "));
     if init.command.is_empty() {
         script.push_str(&format!(
-            "echo ready >&9\nsetsid -c sh -l <{console} >{console} 2>&1\n"
+            "echo ready >&9\nsetsid -c {chroot}sh -l <{console} >{console} 2>&1 5<&- 9>&-\n"
         ));
     } else if init.is_interactive {
         script.push_str(&format!(
-            "echo ready >&9\nsetsid -c -w {words} <{console} >{console} 2>&1\n"
+            "echo ready >&9\nsetsid -c -w {words} <{console} >{console} 2>&1 5<&- 9>&-\n"
         ));
     } else {
         script.push_str(&format!(
@@ -211,17 +223,43 @@ echo ready >&9
 "
         ));
     }
+    // An image that is written to is left clean.
+    let unmount = match init.root_serial {
+        Some(_) => "mount -o remount,ro /newroot 2>/dev/null\n",
+        None => "",
+    };
     // stty waits until the port has sent everything.
     script.push_str(&format!(
         "status=$?
 sync
-stty -F {console} -echo
+{unmount}stty -F {console} -echo
 stty -F /dev/ttyS1 -echo
 echo exit $status >&9
 while :; do sleep 1; done
 "
     ));
     script
+}
+
+/// Mounts the disk with this serial number, with the kernel's file systems in it. What goes wrong
+/// ends the guest with status 125.
+fn mount_root(serial: &str) -> String {
+    format!(
+        "root=
+for disk in /sys/block/vd*; do
+    [ \"$(cat $disk/serial)\" = {serial} ] && root=/dev/${{disk##*/}}
+done
+mkdir /newroot
+if ! mount $root /newroot; then
+    echo 'the root file system cannot be mounted' >/dev/ttyS1
+    stty -F /dev/ttyS1 -echo
+    echo exit 125 >&9
+    while :; do sleep 1; done
+fi
+mkdir -p /newroot/dev /newroot/proc /newroot/sys /newroot/tmp
+for folder in dev proc sys; do mount --rbind /$folder /newroot/$folder; done
+"
+    )
 }
 
 /// One word for `sh`, whatever is in it.
@@ -255,6 +293,7 @@ mod tests {
                 is_interactive,
                 size: Some((24, 80)),
                 console: "/dev/hvc0",
+                root_serial: Some("x"),
                 modules: vec![Module {
                     name: "virtio".into(),
                     bytes: Vec::new(),

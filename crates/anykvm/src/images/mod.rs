@@ -5,7 +5,9 @@ mod cpio;
 mod debian;
 mod initramfs;
 mod modules;
+mod root;
 
 pub(crate) use debian::{busybox, kernel};
 pub(crate) use initramfs::{Init, Overlay, build};
 pub(crate) use modules::modules;
+pub(crate) use root::{Root, root};

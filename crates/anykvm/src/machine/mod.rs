@@ -15,29 +15,28 @@ use crate::cli::{BootArgs, ConsoleKind};
 use crate::devices::{Output, Stream};
 use crate::ending::Ending;
 use crate::error::BootError;
-use crate::images::{self, Init, Overlay};
+use crate::images::{self, Init, Overlay, Root};
 use crate::input::{Destination, Route};
 use crate::kernel::{self, BootInfo, Image};
 use crate::layout::{HIGH_RAM, RSDP};
 use crate::memory::GuestMemory;
 use crate::terminal::{self, RawMode};
-use crate::virtio::{ConsoleInput, Disk};
+use crate::virtio::{ConsoleInput, Disk, DiskOption};
 use crate::{acpi, memory, vcpu};
 use board::Extras;
 use threads::{Gate, Vcpus};
 
 /// APIC ids are 8 bits wide here, 255 is the broadcast, and the IOAPIC has one too.
 const CPUS_MAX: u32 = 254;
+/// How the guest's init finds the root file system among the disks.
+const ROOT_SERIAL: &str = "anykvm-root";
 /// How long a slow reader of our output may hold up our end.
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
 /// Runs `anykvm boot`; returns the exit status and the line to print with it.
 pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     let cpus = check(args)?;
-    let disks = (0..).zip(&args.disk);
-    let disks: Vec<Disk> = disks
-        .map(|(index, option)| Disk::open(option, index))
-        .collect::<Result<_, _>>()?;
+    let disks = disks(args)?;
     let is_interactive = args.command.is_empty() || terminal::is_interactive();
     let path = match &args.kernel {
         Some(path) => path.clone(),
@@ -131,6 +130,21 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     Ok(ending.verdict(!args.command.is_empty()))
 }
 
+/// The user's disks, and the root file system after them.
+fn disks(args: &BootArgs) -> Result<Vec<Disk>, BootError> {
+    let disks = (0..).zip(&args.disk);
+    let mut disks: Vec<Disk> = disks
+        .map(|(index, option)| Disk::open(option, index))
+        .collect::<Result<_, _>>()?;
+    if let Some(path) = &args.root {
+        disks.push(match images::root(path)? {
+            Root::Copy(file) => Disk::own(file, ROOT_SERIAL)?,
+            Root::Image(path) => Disk::open(&DiskOption::new(path, ROOT_SERIAL), 0)?,
+        });
+    }
+    Ok(disks)
+}
+
 /// The number of vCPUs, if the options make sense.
 fn check(args: &BootArgs) -> Result<u8, BootError> {
     if args.mem < HIGH_RAM || !args.mem.is_multiple_of(4096) {
@@ -165,7 +179,7 @@ fn initrd(args: &BootArgs, kernel: &Path, is_interactive: bool) -> Result<Vec<u8
     if args.console == ConsoleKind::Hvc0 {
         wanted.push("virtio_console");
     }
-    if !args.disk.is_empty() {
+    if !args.disk.is_empty() || args.root.is_some() {
         wanted.push("virtio_blk");
     }
     if !wanted.is_empty() {
@@ -177,6 +191,7 @@ fn initrd(args: &BootArgs, kernel: &Path, is_interactive: bool) -> Result<Vec<u8
         is_interactive,
         size: is_interactive.then(terminal::size).flatten(),
         console: args.console.device(),
+        root_serial: args.root.as_ref().map(|_| ROOT_SERIAL),
         modules: images::modules(kernel, &wanted)?,
     };
     let busybox = match &args.busybox {

@@ -26,6 +26,9 @@ mod spec {
     pub(super) const IA32_MTRR_DEF_TYPE: u32 = 0x2ff;
     /// MTRRs on, everything write-back.
     pub(super) const MTRR_ENABLE_WB: u64 = (1 << 11) | 6;
+    pub(super) const AMD64_HWCR: u32 = 0xc001_0015;
+    /// The TSC counts at the P0 frequency. Firmware of AMD machines sets it, Linux checks it.
+    pub(super) const HWCR_TSC_FREQ_SEL: u64 = 1 << 24;
     pub(super) const LVT_LINT0: usize = 0x350;
     pub(super) const LVT_LINT1: usize = 0x360;
     pub(super) const MODE_EXTINT: u32 = 7 << 8;
@@ -149,6 +152,7 @@ pub(super) fn set_msrs(vcpu: &VcpuFd) -> Result<(), BootError> {
     let entries = [
         (spec::IA32_MISC_ENABLE, spec::MISC_ENABLE_FAST_STRING),
         (spec::IA32_MTRR_DEF_TYPE, spec::MTRR_ENABLE_WB),
+        (spec::AMD64_HWCR, spec::HWCR_TSC_FREQ_SEL),
     ];
     for (index, data) in entries {
         let entry = kvm_msr_entry {

@@ -23,6 +23,17 @@ pub(crate) struct DiskOption {
     serial: Option<String>,
 }
 
+impl DiskOption {
+    /// A disk that is written to.
+    pub(crate) fn new(path: PathBuf, serial: &str) -> Self {
+        Self {
+            path,
+            is_read_only: false,
+            serial: Some(serial.into()),
+        }
+    }
+}
+
 impl FromStr for DiskOption {
     type Err = String;
 
@@ -112,6 +123,19 @@ impl Disk {
             len,
             is_read_only: option.is_read_only,
             serial: serial.unwrap_or_else(|| format!("anykvm{index}")),
+        })
+    }
+
+    /// A file that is nobody else's.
+    pub(crate) fn own(mut file: File, serial: &str) -> Result<Self, BootError> {
+        let len = file
+            .seek(SeekFrom::End(0))
+            .map_err(BootError::host("cannot use the copy of the root folder"))?;
+        Ok(Self {
+            file,
+            len,
+            is_read_only: false,
+            serial: serial.into(),
         })
     }
 

@@ -170,6 +170,9 @@ fn disks() {
             &["--disk", disk, "--disk", &format!("{disk},ro")],
             "in use by another process",
         ),
+        (&["--root", "/nonexistent"], "cannot read root /nonexistent"),
+        (&["--root", "/"], "--root /: "),
+        (&["--root", empty], "empty"),
     ]);
     // Bridge, random numbers and thirty disks fill the bus.
     let read_only = format!("{disk},ro");

@@ -1,0 +1,154 @@
+//! `--root`: a folder of the host, copied into a file system that the guest runs on, or a disk
+//! image that has one.
+
+use std::fs::{self, DirBuilder, File};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::error::BootError;
+
+/// Where `mke2fs` is for users whose PATH has no system programs.
+const MKE2FS: [&str; 3] = ["/usr/sbin/mke2fs", "/sbin/mke2fs", "mke2fs"];
+/// Room for what the guest writes.
+const SPARE: u64 = 1 << 30;
+const SPARE_INODES: u64 = 1 << 16;
+/// A tree is not nested deeper (PATH_MAX); links are not followed.
+const DEPTH_MAX: u32 = 2048;
+
+/// What `--root` names.
+#[derive(Debug)]
+pub(crate) enum Root {
+    /// A file system made of a folder; nobody else sees the file, and it goes when it is closed.
+    Copy(File),
+    /// An image or device that is written to.
+    Image(PathBuf),
+}
+
+/// Opens an image, copies a folder.
+pub(crate) fn root(path: &Path) -> Result<Root, BootError> {
+    let unreadable = |source| BootError::Unreadable {
+        what: "root",
+        path: path.into(),
+        source,
+    };
+    let folder = fs::canonicalize(path).map_err(unreadable)?;
+    if !folder.metadata().map_err(unreadable)?.is_dir() {
+        return Ok(Root::Image(folder));
+    }
+    if folder == Path::new("/") {
+        return Err(BootError::Usage(
+            "--root /: the root of a running system cannot be copied; name another folder".into(),
+        ));
+    }
+    let mut size = Size::default();
+    measure(&folder, DEPTH_MAX, &mut size).map_err(unreadable)?;
+    // Nobody else may put something in our way there.
+    let private = std::env::temp_dir().join(format!("anykvm-root-{}", std::process::id()));
+    DirBuilder::new()
+        .mode(0o700)
+        .create(&private)
+        .map_err(BootError::host("cannot make a temporary folder"))?;
+    let image = private.join("image");
+    let made = make(&folder, &image, &size).and_then(|()| {
+        File::options()
+            .read(true)
+            .write(true)
+            .open(&image)
+            .map_err(BootError::host("cannot open the copy of the root folder"))
+    });
+    // An open file stays until it is closed.
+    let _ = fs::remove_dir_all(&private);
+    made.map(Root::Copy)
+}
+
+#[derive(Debug, Default)]
+struct Size {
+    bytes: u64,
+    inodes: u64,
+}
+
+fn measure(path: &Path, depth: u32, size: &mut Size) -> std::io::Result<()> {
+    let meta = fs::symlink_metadata(path)?;
+    size.inodes += 1;
+    size.bytes = size
+        .bytes
+        .saturating_add(
+            meta.len()
+                .max(meta.blocks().saturating_mul(512))
+                .min(1 << 40),
+        )
+        .saturating_add(4096);
+    if meta.is_dir()
+        && let Some(depth) = depth.checked_sub(1)
+    {
+        for entry in fs::read_dir(path)? {
+            measure(&entry?.path(), depth, size)?;
+        }
+    }
+    Ok(())
+}
+
+/// A sparse file: it takes the space of what is in it.
+fn make(folder: &Path, image: &Path, size: &Size) -> Result<(), BootError> {
+    let failed = |reason: String| {
+        BootError::NoImage(format!(
+            "cannot copy the root folder {}: {reason}",
+            folder.display()
+        ))
+    };
+    let mib = (size.bytes + size.bytes / 8 + SPARE) >> 20;
+    let inodes = (size.inodes + SPARE_INODES).to_string();
+    let mut reason = "mke2fs is not installed (Debian's package e2fsprogs)".to_owned();
+    for program in MKE2FS {
+        let output = Command::new(program)
+            .args(["-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal"])
+            .args(["-E", "lazy_itable_init=1", "-N", &inodes, "-d"])
+            .arg(folder)
+            .arg(image)
+            .arg(format!("{mib}M"))
+            .output();
+        match output {
+            Ok(output) if output.status.success() => return Ok(()),
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr);
+                let mut lines = text.lines().filter(|line| !line.trim().is_empty());
+                reason = lines.next_back().unwrap_or("mke2fs failed").to_owned();
+                break;
+            }
+            Err(_) => {}
+        }
+    }
+    Err(failed(reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    #[test]
+    fn a_folder_becomes_a_file_system_that_nobody_else_sees() {
+        let folder = std::env::temp_dir().join(format!("anykvm-roottest-{}", std::process::id()));
+        fs::create_dir_all(folder.join("etc")).unwrap();
+        fs::write(folder.join("etc/motd"), "hello").unwrap();
+        let Root::Copy(file) = root(&folder).unwrap() else {
+            panic!("a folder is copied");
+        };
+        let mut magic = [0; 2];
+        file.read_exact_at(&mut magic, 1024 + 0x38).unwrap();
+        assert_eq!(u16::from_le_bytes(magic), 0xef53, "ext4");
+        assert!(file.metadata().unwrap().len().is_multiple_of(512));
+        assert_eq!(file.metadata().unwrap().nlink(), 0);
+        fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn what_cannot_be_a_root() {
+        assert!(root(Path::new("/nonexistent")).is_err());
+        assert!(root(Path::new("/")).is_err());
+        let image = std::env::current_exe().unwrap();
+        assert!(matches!(root(&image).unwrap(), Root::Image(_)));
+    }
+}
