@@ -7,7 +7,7 @@ use iced_x86::{
     OpKind, Register,
 };
 use x86_defs::{reg, rflags};
-use x86_native::oracle::{CODE, Registers, WINDOW, WINDOW_SIZE};
+use x86_native::oracle::{CODE, Mode, Registers, WINDOW, WINDOW_SIZE};
 
 use crate::{
     Random, Strictness,
@@ -33,6 +33,8 @@ pub(crate) struct Patch {
 pub struct Case {
     /// Seed that made it.
     pub seed: u64,
+    /// Width of its code.
+    pub mode: Mode,
     /// Its bytes, to be placed at `start.rip`.
     pub bytes: Vec<u8>,
     /// Registers before.
@@ -50,10 +52,15 @@ impl Case {
         self.start.rip + self.bytes.len() as u64
     }
 
+    /// Width of its code in bits.
+    pub(crate) fn bits(&self) -> u32 {
+        bits(self.mode)
+    }
+
     /// The instructions, one a line.
     pub fn listing(&self) -> String {
         let options = decoder_options();
-        let mut d = Decoder::with_ip(64, &self.bytes, self.start.rip, options);
+        let mut d = Decoder::with_ip(bits(self.mode), &self.bytes, self.start.rip, options);
         let mut formatter = FastFormatter::new();
         let mut text = String::new();
         while d.can_decode() {
@@ -87,8 +94,17 @@ fn decoder_options() -> u32 {
     }
 }
 
+/// The decoder's word for a mode.
+fn bits(mode: Mode) -> u32 {
+    match mode {
+        Mode::Bits64 => 64,
+        Mode::Bits32 => 32,
+    }
+}
+
 /// Makes cases.
 pub struct Generator {
+    mode: Mode,
     encoder: Encoder,
     strictness: Strictness,
 }
@@ -101,9 +117,10 @@ impl core::fmt::Debug for Generator {
 
 impl Generator {
     /// A generator whose cases are compared as `strictness` says.
-    pub fn new(strictness: Strictness) -> Self {
+    pub fn new(mode: Mode, strictness: Strictness) -> Self {
         Self {
-            encoder: Encoder::new(64),
+            mode,
+            encoder: Encoder::new(bits(mode)),
             strictness,
         }
     }
@@ -113,14 +130,14 @@ impl Generator {
     pub(crate) fn is_encodable(&mut self, code: Code, seed: u64) -> bool {
         let mut r = Random::new(seed);
         let mut gpr = [0; 16];
-        let Some(i) = operands(&mut r, &mut gpr, false).fill(code) else {
+        let Some(i) = operands(&mut r, &mut gpr, self.mode, false).fill(code) else {
             return false;
         };
         let Ok(_) = self.encoder.encode(&i, BLOCK) else {
             return false;
         };
         let bytes = self.encoder.take_buffer();
-        let decoded = Decoder::with_ip(64, &bytes, BLOCK, decoder_options()).decode();
+        let decoded = Decoder::with_ip(bits(self.mode), &bytes, BLOCK, decoder_options()).decode();
         decoded.code() == code && decoded.len() == bytes.len()
     }
 
@@ -129,7 +146,7 @@ impl Generator {
     pub fn single(&mut self, code: Code, seed: u64) -> Option<Case> {
         let mut r = Random::new(seed);
         let mut case = self.blank(seed, &mut r, uses_vectors(code));
-        let mut o = operands(&mut r, &mut case.start.gpr, false);
+        let mut o = operands(&mut r, &mut case.start.gpr, self.mode, false);
         let mut i = o.fill(code)?;
         let (target, index) = (o.target, o.vector_index);
         prefixes(&mut i, &mut r);
@@ -141,12 +158,16 @@ impl Generator {
         }
         let mut list = vec![i];
         if i.flow_control() != FlowControl::Next {
-            // LEA R9, [R9+1] changes no flag.
+            // LEA changes no flag.
+            let (code, register) = match self.mode {
+                Mode::Bits64 => (Code::Lea_r64_m, Register::R9),
+                Mode::Bits32 => (Code::Lea_r32_m, Register::EBP),
+            };
             let mut marker = Instruction::default();
-            marker.set_code(Code::Lea_r64_m);
-            marker.set_op0_register(Register::R9);
+            marker.set_code(code);
+            marker.set_op0_register(register);
             marker.set_op1_kind(OpKind::Memory);
-            marker.set_memory_base(Register::R9);
+            marker.set_memory_base(register);
             marker.set_memory_displ_size(1);
             marker.set_memory_displacement64(1);
             list.push(marker);
@@ -173,7 +194,7 @@ impl Generator {
                 break;
             }
             let code = r.pick(forms);
-            let Some(i) = operands(&mut r, &mut case.start.gpr, true).fill(code) else {
+            let Some(i) = operands(&mut r, &mut case.start.gpr, self.mode, true).fill(code) else {
                 continue;
             };
             if !setup::is_safe_in_block(&i, &mut r) {
@@ -186,7 +207,7 @@ impl Generator {
             {
                 continue;
             }
-            if let Some(before) = setup::prelude(&i, &mut r) {
+            if let Some(before) = setup::prelude(&i, self.mode, &mut r) {
                 // Nothing jumps between the two.
                 let at = list.len();
                 for t in targets.iter_mut().flatten() {
@@ -224,7 +245,7 @@ impl Generator {
 
     /// A case without code.
     fn blank(&self, seed: u64, r: &mut Random, vectors: bool) -> Case {
-        let mut start = state::registers(r, vectors);
+        let mut start = state::registers(r, self.mode, vectors);
         start.rip = if r.one_in(16) {
             CODE + 0x1000 - r.below(16)
         } else {
@@ -232,6 +253,7 @@ impl Generator {
         };
         Case {
             seed,
+            mode: self.mode,
             bytes: Vec::new(),
             start,
             patches: Vec::new(),
@@ -287,14 +309,25 @@ impl Generator {
         if targets.is_none() && list.len() > 1 {
             setup::aim(case, &list[0], r);
         }
+        if self.mode == Mode::Bits32 {
+            for v in &mut case.start.gpr {
+                *v &= 0xffff_ffff;
+            }
+        }
         true
     }
 }
 
-fn operands<'a>(r: &'a mut Random, gpr: &'a mut [u64; 16], block: bool) -> Operands<'a> {
+fn operands<'a>(
+    r: &'a mut Random,
+    gpr: &'a mut [u64; 16],
+    mode: Mode,
+    block: bool,
+) -> Operands<'a> {
     Operands {
         r,
         gpr,
+        mode,
         block,
         target: None,
         vector_index: None,
@@ -315,10 +348,10 @@ fn near_branch(i: &Instruction) -> Option<OpKind> {
 }
 
 fn set_branch(i: &mut Instruction, to: u64) {
-    if i.op0_kind() == OpKind::NearBranch16 {
-        i.set_near_branch16(to as u16);
-    } else {
-        i.set_near_branch64(to);
+    match i.op0_kind() {
+        OpKind::NearBranch16 => i.set_near_branch16(to as u16),
+        OpKind::NearBranch32 => i.set_near_branch32(to as u32),
+        _ => i.set_near_branch64(to),
     }
 }
 

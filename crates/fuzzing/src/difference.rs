@@ -173,6 +173,6 @@ pub(crate) fn faults_in_mmx(case: &Case, host: &Outcome) -> bool {
     let Some(bytes) = case.bytes.get(at..) else {
         return false;
     };
-    let i = Decoder::with_ip(64, bytes, 0, DecoderOptions::NONE).decode();
+    let i = Decoder::with_ip(case.bits(), bytes, 0, DecoderOptions::NONE).decode();
     i.mnemonic() == Mnemonic::Maskmovq
 }

@@ -1,7 +1,7 @@
 //! Instruction forms, listed systematically from the decoder's tables.
 
-use iced_x86::{Code, FlowControl, Mnemonic};
-use x86_native::{host_has, is_fp};
+use iced_x86::{Code, FlowControl, Mnemonic, OpCodeOperandKind as K};
+use x86_native::{host_has, is_fp, oracle::Mode};
 
 use crate::{Generator, Strictness};
 
@@ -19,20 +19,24 @@ impl Family {
     pub const ALL: [(&'static str, Self); 2] = [("integer", Self::Integer), ("fp", Self::Fp)];
 }
 
-/// All forms of a family that this host executes in 64-bit mode.
-pub fn forms(family: Family) -> Vec<Code> {
-    let mut generator = Generator::new(Strictness::Exact);
+/// All forms of a family that this host executes in a mode.
+pub fn forms(family: Family, mode: Mode) -> Vec<Code> {
+    let mut generator = Generator::new(mode, Strictness::Exact);
     Code::values()
-        .filter(|&c| is_tested(c, family))
+        .filter(|&c| is_tested(c, family, mode))
         .filter(|&c| c.cpuid_features().iter().all(|&f| host_has(f)))
         .filter(|&c| (0..8).any(|seed| generator.is_encodable(c, seed)))
         .collect()
 }
 
-fn is_tested(c: Code, family: Family) -> bool {
+fn is_tested(c: Code, family: Family, mode: Mode) -> bool {
     use Mnemonic as M;
     let op = c.op_code();
-    if !op.is_instruction() || !op.mode64() || c.is_privileged() {
+    let exists = match mode {
+        Mode::Bits64 => op.mode64(),
+        Mode::Bits32 => op.mode32(),
+    };
+    if !op.is_instruction() || !exists || c.is_privileged() {
         return false;
     }
     let flow = match c.flow_control() {
@@ -105,6 +109,8 @@ fn is_excluded(c: Code) -> bool {
             | M::Lsl
             | M::Verr
             | M::Verw
+            | M::Lds
+            | M::Les
             | M::Lss
             | M::Lfs
             | M::Lgs
@@ -127,12 +133,10 @@ fn is_excluded(c: Code) -> bool {
             | M::Prefetchit1
     ) || matches!(
         c,
-        Code::Mov_Sreg_rm16
-            | Code::Mov_Sreg_r32m16
-            | Code::Mov_Sreg_r64m16
-            | Code::Popw_FS
-            | Code::Popq_FS
-            | Code::Popw_GS
-            | Code::Popq_GS
-    )
+        Code::Mov_Sreg_rm16 | Code::Mov_Sreg_r32m16 | Code::Mov_Sreg_r64m16
+    ) || c.mnemonic() == M::Pop
+        && matches!(
+            c.op_code().op0_kind(),
+            K::es | K::ss | K::ds | K::fs | K::gs
+        )
 }

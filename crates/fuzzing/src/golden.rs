@@ -18,7 +18,7 @@ use x86_defs::{
 };
 
 use crate::{
-    Case, Generator, Outcome, Strictness,
+    Case, Generator, Mode, Outcome, Strictness,
     difference::{TASK_SIZE, faults_in_mmx},
     machine::case_window,
     state,
@@ -143,10 +143,10 @@ impl<'a> Recording<'a> {
     ///
     /// # Panics
     /// If a line cannot be read or its case is made differently now.
-    pub fn cases(&self, forms: &[Code]) -> Vec<(Option<Code>, Case, &'a str)> {
+    pub fn cases(&self, mode: Mode, forms: &[Code]) -> Vec<(Option<Code>, Case, &'a str)> {
         let by_name: std::collections::HashMap<String, Code> =
             Code::values().map(|c| (format!("{c:?}"), c)).collect();
-        let mut generator = Generator::new(Strictness::Exact);
+        let mut generator = Generator::new(mode, Strictness::Exact);
         let mut cases = Vec::new();
         for &line in &self.lines {
             let mut words = line.split(' ');

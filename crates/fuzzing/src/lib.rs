@@ -22,4 +22,6 @@ pub use difference::{Differential, compare};
 pub use forms::{Family, forms};
 pub use machine::{Guest, Host, Outcome};
 pub use random::Random;
+pub use x86_native::oracle::Mode;
+
 pub use undefined::{FLAGS, OTHERS, Row, Strictness, When, undefined_page};

@@ -4,10 +4,10 @@ use std::sync::OnceLock;
 
 use testkit::FlatBus;
 use x86_cpu::{CpuState, Features};
-use x86_defs::vector;
+use x86_defs::{segment::Segment, vector};
 use x86_interp::{Interp, RunStop};
 use x86_native::oracle::{
-    AREA_SIZE, CODE, CODE_SIZE, Oracle, Registers, Trap, WINDOW, WINDOW_SIZE,
+    AREA_SIZE, CODE, CODE_SIZE, Mode, Oracle, Registers, Trap, WINDOW, WINDOW_SIZE,
 };
 
 use crate::{Case, Random, state};
@@ -70,7 +70,7 @@ impl Host {
     pub fn run(&mut self, case: &Case) -> Outcome {
         fill(self.oracle.window(), &self.initial, case);
         let mut regs = case.start.clone();
-        let trap = self.oracle.run(&case.bytes, &mut regs);
+        let trap = self.oracle.run(case.mode, &case.bytes, &mut regs);
         Outcome { regs, trap }
     }
     /// Memory after the last case.
@@ -83,7 +83,9 @@ impl Host {
 pub struct Guest {
     interp: Interp<FlatBus>,
     bus: FlatBus,
-    cpu: CpuState,
+    /// In 64-bit mode, and in compatibility mode.
+    cpus: [CpuState; 2],
+    segments: [[Segment; 6]; 2],
     initial: Box<[u8; WINDOW_SIZE]>,
 }
 
@@ -100,19 +102,21 @@ impl Default for Guest {
 }
 
 impl Guest {
-    /// A 64-bit user-mode guest with the host's features.
+    /// A user-mode guest with the host's features.
     pub fn new() -> Self {
         Self::with(state::host_features())
     }
-    /// A 64-bit user-mode guest with the features given.
+    /// A user-mode guest with the features given.
     pub fn with(features: Features) -> Self {
         let mut bus = FlatBus::new();
         bus.map_as(WINDOW, WINDOW_SIZE, true, false);
         bus.map_as(CODE, CODE_SIZE + 0x1000, false, true);
+        let cpus = [Mode::Bits64, Mode::Bits32].map(|m| state::cpu(features, m));
         Self {
             interp: Interp::new(),
             bus,
-            cpu: state::cpu(features),
+            segments: [0, 1].map(|n| cpus[n].seg),
+            cpus,
             initial: initial_window(),
         }
     }
@@ -127,35 +131,43 @@ impl Guest {
         let window = &mut self.bus.memory(WINDOW)[..WINDOW_SIZE];
         fill(window, &self.initial, case);
         self.bus.exception = None;
-        state::load(&mut self.cpu, &case.start);
+        let n = usize::from(case.mode == Mode::Bits32);
+        let cpu = &mut self.cpus[n];
+        cpu.seg = self.segments[n];
+        state::load(cpu, &case.start);
         if case.stepped {
             for _ in 0..PATIENCE {
-                let _ = self.interp.step(&mut self.cpu, &mut self.bus);
-                if self.cpu.rip() == end || self.bus.exception.is_some() {
+                let _ = self.interp.step(cpu, &mut self.bus);
+                if cpu.rip() == end || self.bus.exception.is_some() {
                     break;
                 }
             }
         } else {
             self.bus.polls = Some(PATIENCE);
-            let stop = self.interp.run(&mut self.cpu, &mut self.bus);
+            let stop = self.interp.run(cpu, &mut self.bus);
             debug_assert_ne!(stop, RunStop::TripleFault);
             let stopped = |e: &x86_cpu::Exception| e.vector == vector::UD;
-            if self.cpu.rip() == end && self.bus.exception.as_ref().is_some_and(stopped) {
+            if cpu.rip() == end && self.bus.exception.as_ref().is_some_and(stopped) {
                 self.bus.exception = None;
             }
         }
         let mut regs = Registers {
             gpr: [0; 16],
-            rflags: self.cpu.rflags,
-            rip: self.cpu.rip(),
+            rflags: cpu.rflags,
+            rip: cpu.rip(),
             area: [0; AREA_SIZE],
         };
-        regs.gpr.copy_from_slice(&self.cpu.gpr[..16]);
-        regs.area.copy_from_slice(&self.cpu.fp.area[..AREA_SIZE]);
+        regs.gpr.copy_from_slice(&cpu.gpr[..16]);
+        if case.mode == Mode::Bits32 {
+            for v in &mut regs.gpr {
+                *v &= 0xffff_ffff;
+            }
+        }
+        regs.area.copy_from_slice(&cpu.fp.area[..AREA_SIZE]);
         let trap = self.bus.exception.map(|e| Trap {
             vector: e.vector,
             error_code: u64::from(e.error_code.unwrap_or(0)),
-            gva: self.cpu.fault_gva,
+            gva: cpu.fault_gva,
         });
         Outcome { regs, trap }
     }

@@ -8,10 +8,10 @@
 
 use std::{collections::BTreeSet, process::ExitCode, time::Instant};
 
-use fuzzing::{Case, Differential, Family, Generator, Strictness, forms};
+use fuzzing::{Case, Differential, Family, Generator, Mode, Strictness, forms};
 
 const USAGE: &str = "usage: fuzzing insn|random [--cases N] [--seed S] [--family fp|integer]
-               [--form NAME] [--all] [--exact]
+               [--bits 64|32] [--form NAME] [--all] [--exact]
   insn     single instructions, each form in turn
   random   blocks of two to eight instructions
   --exact  compare undefined flags too: for hosts of the interpreter's model";
@@ -57,6 +57,11 @@ fn run(args: &[String]) -> Result<(String, bool), String> {
     } else {
         Strictness::Manual
     };
+    let mode = match number("--bits", 64)? {
+        64 => Mode::Bits64,
+        32 => Mode::Bits32,
+        _ => return Err(USAGE.to_owned()),
+    };
     let families: Vec<Family> = match value("--family") {
         None => Family::ALL.iter().map(|f| f.1).collect(),
         Some(name) => Family::ALL
@@ -65,17 +70,17 @@ fn run(args: &[String]) -> Result<(String, bool), String> {
             .map(|f| f.1)
             .collect(),
     };
-    let mut codes: Vec<_> = families.into_iter().flat_map(forms).collect();
+    let mut codes: Vec<_> = families.into_iter().flat_map(|f| forms(f, mode)).collect();
     if let Some(name) = value("--form") {
         codes.retain(|c| format!("{c:?}") == name);
     }
     if codes.is_empty() {
         return Err(USAGE.to_owned());
     }
-    let integer = forms(Family::Integer);
+    let integer = forms(Family::Integer, mode);
     let all = has("--all");
     let mut both = Differential::new().map_err(|e| format!("the oracle cannot be set up: {e}"))?;
-    let mut generator = Generator::new(strictness);
+    let mut generator = Generator::new(mode, strictness);
     let mut failed = BTreeSet::new();
     let (mut done, mut differ) = (0u64, 0u64);
     let start = Instant::now();

@@ -2,7 +2,7 @@
 
 use iced_x86::{Code, Instruction, OpCodeOperandKind as K, OpKind, Register};
 use x86_defs::reg;
-use x86_native::oracle::{CODE, WINDOW, WINDOW_SIZE};
+use x86_native::oracle::{CODE, Mode, WINDOW, WINDOW_SIZE};
 
 use crate::Random;
 
@@ -12,6 +12,8 @@ pub(crate) const POINTERS: [Register; 4] =
     [Register::RBX, Register::RBP, Register::RSI, Register::RDI];
 /// What may be named in blocks.
 const FREE: [u32; 11] = [0, 1, 2, 8, 9, 10, 11, 12, 13, 14, 15];
+/// What may be named in blocks of 32-bit code.
+const FREE32: [u32; 3] = [0, 1, 2];
 
 /// Where the operands of one instruction come from.
 #[derive(Debug)]
@@ -19,6 +21,7 @@ pub(crate) struct Operands<'a> {
     pub(crate) r: &'a mut Random,
     /// Start values: those that address memory are set here, but not in blocks.
     pub(crate) gpr: &'a mut [u64; 16],
+    pub(crate) mode: Mode,
     /// Part of a block of several instructions.
     pub(crate) block: bool,
     /// Linear address of the memory operand.
@@ -45,6 +48,15 @@ pub(crate) fn address(r: &mut Random) -> u64 {
     }
 }
 
+/// [`address`] for 32-bit code: nothing near the end of its address space, where
+/// segment limits end too.
+pub(crate) fn address32(r: &mut Random) -> u64 {
+    match address(r) {
+        at if at >> 31 == 0 => at,
+        at => 0x1234_5000 | at & 0xfff,
+    }
+}
+
 /// An address well inside the window.
 pub(crate) fn interior(r: &mut Random) -> u64 {
     match r.below(4) {
@@ -68,15 +80,37 @@ impl Operands<'_> {
     }
 
     fn number(&mut self) -> u32 {
-        if self.block {
-            self.r.pick(&FREE)
-        } else {
-            self.r.below(16) as u32
+        match (self.block, self.mode) {
+            (true, Mode::Bits64) => self.r.pick(&FREE),
+            (true, Mode::Bits32) => self.r.pick(&FREE32),
+            (false, _) => self.r.below(self.registers()) as u32,
+        }
+    }
+
+    /// How many registers of a kind there are.
+    fn registers(&self) -> u64 {
+        match self.mode {
+            Mode::Bits64 => 16,
+            Mode::Bits32 => 8,
+        }
+    }
+
+    /// A register that addresses memory.
+    fn pointer(&self, register: Register) -> Register {
+        match self.mode {
+            Mode::Bits64 => register,
+            Mode::Bits32 => Register::EAX + register.number() as u32,
         }
     }
 
     fn byte(&mut self) -> Register {
-        let n = self.number();
+        let mut n = self.number();
+        if self.mode == Mode::Bits32 {
+            n &= 3;
+            if self.block {
+                n = n.min(2);
+            }
+        }
         match n {
             // AH, CH, DH; BH is part of a pointer.
             0..3 if self.r.one_in(4) => Register::AH + n,
@@ -88,7 +122,7 @@ impl Operands<'_> {
 
     fn operand(&mut self, i: &mut Instruction, n: u32, kind: K, use_memory: bool) -> Option<()> {
         let any = self.number();
-        let vector = self.r.below(16) as u32;
+        let vector = self.r.below(self.registers()) as u32;
         let register = match kind {
             K::mem | K::mem_offs | K::mem_mib => {
                 return self.memory(i, n, kind == K::mem_offs);
@@ -130,6 +164,10 @@ impl Operands<'_> {
                 Register::YMM0 + vector
             }
             K::seg_reg => Register::ES + self.r.below(6) as u32,
+            K::es => Register::ES,
+            K::cs => Register::CS,
+            K::ss => Register::SS,
+            K::ds => Register::DS,
             K::fs => Register::FS,
             K::gs => Register::GS,
             K::al => Register::AL,
@@ -148,6 +186,7 @@ impl Operands<'_> {
 
     /// Immediates, branch targets (filled in later) and implicit memory.
     fn other(&mut self, i: &mut Instruction, n: u32, kind: K) -> Option<()> {
+        let wide = self.mode == Mode::Bits64;
         let r = &mut *self.r;
         match kind {
             K::imm8 | K::imm8_const_1 | K::imm4_m2z => {
@@ -200,12 +239,19 @@ impl Operands<'_> {
                 i.set_op_kind(n, OpKind::NearBranch64);
                 i.set_near_branch64(CODE);
             }
-            K::seg_rDI => i.set_op_kind(n, OpKind::MemorySegRDI),
-            K::es_rDI => i.set_op_kind(n, OpKind::MemoryESRDI),
-            K::seg_rSI => i.set_op_kind(n, OpKind::MemorySegRSI),
+            K::br32_1 | K::br32_4 => {
+                i.set_op_kind(n, OpKind::NearBranch32);
+                i.set_near_branch32(CODE as u32);
+            }
+            K::seg_rDI if wide => i.set_op_kind(n, OpKind::MemorySegRDI),
+            K::es_rDI if wide => i.set_op_kind(n, OpKind::MemoryESRDI),
+            K::seg_rSI if wide => i.set_op_kind(n, OpKind::MemorySegRSI),
+            K::seg_rDI => i.set_op_kind(n, OpKind::MemorySegEDI),
+            K::es_rDI => i.set_op_kind(n, OpKind::MemoryESEDI),
+            K::seg_rSI => i.set_op_kind(n, OpKind::MemorySegESI),
             K::seg_rBX_al => {
                 i.set_op_kind(n, OpKind::Memory);
-                i.set_memory_base(Register::RBX);
+                i.set_memory_base(self.pointer(Register::RBX));
                 i.set_memory_index(Register::AL);
             }
             _ => return None,
@@ -216,7 +262,7 @@ impl Operands<'_> {
     /// Gathers: the address is the base's, the indices are set by the caller.
     fn vsib(&mut self, i: &mut Instruction, n: u32, index: Register) -> Option<()> {
         i.set_op_kind(n, OpKind::Memory);
-        i.set_memory_base(Register::RBX);
+        i.set_memory_base(self.pointer(Register::RBX));
         i.set_memory_index(index);
         i.set_memory_index_scale(1 << self.r.below(4));
         i.set_memory_displ_size(1);
@@ -238,13 +284,25 @@ impl Operands<'_> {
                 0 => Register::RSP,
                 n => POINTERS[n as usize % 4],
             };
-            i.set_memory_base(base);
+            i.set_memory_base(self.pointer(base));
             i.set_memory_displ_size(1);
             i.set_memory_displacement64(self.r.below(64) * 2);
             return (!absolute).then_some(());
         }
-        let target = address(self.r);
+        let target = match self.mode {
+            Mode::Bits64 => address(self.r),
+            Mode::Bits32 => address32(self.r),
+        };
         self.target = Some(target);
+        if self.mode == Mode::Bits32 {
+            if absolute || self.r.one_in(12) {
+                i.set_memory_displ_size(4);
+                i.set_memory_displacement64(target);
+            } else {
+                self.address32(i, target);
+            }
+            return Some(());
+        }
         if absolute {
             i.set_memory_displ_size(8);
             i.set_memory_displacement64(target);
@@ -311,9 +369,17 @@ impl Operands<'_> {
             i.set_memory_displ_size(4);
             i.set_memory_displacement64(d & 0xffff_ffff);
         }
-        let base = self.r.below(16) as usize;
+        let base = self.r.below(self.registers()) as usize;
         i.set_memory_base(Register::EAX + base as u32);
-        let low = target.wrapping_sub(d) & 0xffff_ffff;
+        let index = self.r.below(self.registers()) as usize;
+        let mut from_index = 0;
+        if self.r.one_in(3) && base != reg::RSP && index != reg::RSP && index != base {
+            let scale = self.r.below(4) as u32;
+            i.set_memory_index(Register::EAX + index as u32);
+            i.set_memory_index_scale(1 << scale);
+            from_index = self.gpr[index] << scale;
+        }
+        let low = target.wrapping_sub(d).wrapping_sub(from_index) & 0xffff_ffff;
         let upper = if base == reg::RSP {
             0
         } else {

@@ -3,7 +3,7 @@
 
 use iced_x86::{Code, FlowControl, Instruction, Mnemonic as M, OpKind, Register};
 use x86_defs::{reg, xsave};
-use x86_native::oracle::WINDOW;
+use x86_native::oracle::{Mode, WINDOW};
 
 use crate::{
     Case, Random,
@@ -51,12 +51,13 @@ pub(crate) fn adjust(
             case.patch(at + half as u64, &high[..half]);
         }
         M::Bt | M::Bts | M::Btr | M::Btc => bit_index(gpr, i, r)?,
-        M::Popf | M::Popfq => {
+        M::Popf | M::Popfd | M::Popfq => {
             let flags = r.next() & POPF_FLAGS;
             let at = gpr[reg::RSP];
             case.patch(at, &flags.to_le_bytes());
         }
         M::Clzero => gpr[reg::RAX] = address(r),
+        M::Bound => bound(case, i, target?, r),
         M::Loop | M::Loope | M::Loopne | M::Jcxz | M::Jecxz | M::Jrcxz if r.one_in(2) => {
             gpr[reg::RCX] = r.below(3) | if r.one_in(4) { 1 << 32 } else { 0 };
         }
@@ -150,6 +151,20 @@ fn bit_index(gpr: &mut [u64; 16], i: &Instruction, r: &mut Random) -> Option<()>
     Some(())
 }
 
+/// BOUND: limits around the index, mostly.
+fn bound(case: &mut Case, i: &Instruction, at: u64, r: &mut Random) {
+    let size = i.op0_register().size();
+    let index = case.start.gpr[i.op0_register().number()];
+    let (low, high) = (
+        index.wrapping_sub(r.below(4)),
+        index.wrapping_add(r.below(4)),
+    );
+    if !r.one_in(4) {
+        case.patch(at, &low.to_le_bytes()[..size]);
+        case.patch(at + size as u64, &high.to_le_bytes()[..size]);
+    }
+}
+
 fn string(case: &mut Case, i: &Instruction, r: &mut Random) {
     let gpr = &mut case.start.gpr;
     if i.has_rep_prefix() || i.has_repne_prefix() {
@@ -190,9 +205,15 @@ fn string(case: &mut Case, i: &Instruction, r: &mut Random) {
 
 /// Where an indirect branch or a return goes: the block's end or the marker.
 pub(crate) fn aim(case: &mut Case, i: &Instruction, r: &mut Random) {
-    let mut to = match r.below(16) {
-        0 => 1 << 47 | r.below(1 << 40),
-        1..6 => case.end() - 4,
+    // LEA needs no REX prefix in 32-bit code.
+    let marker = match case.mode {
+        Mode::Bits64 => 4,
+        Mode::Bits32 => 3,
+    };
+    let to = match r.below(16) {
+        0 if case.mode == Mode::Bits64 => 1 << 47 | r.below(1 << 40),
+        0 => 0x1234_5678,
+        1..6 => case.end() - marker,
         _ => case.end(),
     };
     if i.mnemonic() == M::Ret {
@@ -215,7 +236,6 @@ pub(crate) fn aim(case: &mut Case, i: &Instruction, r: &mut Random) {
         }
         case.start.gpr[n] = to;
     } else {
-        to = to.wrapping_add(0);
         let at = memory_address(case, i);
         case.patch(at, &to.to_le_bytes());
     }
@@ -235,7 +255,10 @@ fn memory_address(case: &Case, i: &Instruction) -> u64 {
             Some(0)
         }
     })
-    .unwrap_or(0)
+    .map_or(0, |at| match case.mode {
+        Mode::Bits64 => at,
+        Mode::Bits32 => at & 0xffff_ffff,
+    })
 }
 
 /// In blocks: nothing that changes a pointer but the stack and string
@@ -247,7 +270,7 @@ pub(crate) fn is_safe_in_block(i: &Instruction, r: &mut Random) -> bool {
                 && i.op1_kind() == OpKind::Register
                 && i.op1_register().size() != 2
         }
-        M::Clzero | M::Ret | M::Ud0 | M::Ud1 | M::Ud2 => true,
+        M::Clzero | M::Ret | M::Popa | M::Popad | M::Bound | M::Ud0 | M::Ud1 | M::Ud2 => true,
         // Most dividends are too large.
         M::Div | M::Idiv => !r.one_in(8),
         _ => {
@@ -266,13 +289,17 @@ pub(crate) fn is_safe_in_block(i: &Instruction, r: &mut Random) -> bool {
 }
 
 /// What goes before an instruction of a block to keep it harmless.
-pub(crate) fn prelude(i: &Instruction, r: &mut Random) -> Option<Instruction> {
+pub(crate) fn prelude(i: &Instruction, mode: Mode, r: &mut Random) -> Option<Instruction> {
     if i.has_rep_prefix() || i.has_repne_prefix() {
         return Instruction::with2(Code::Mov_r32_imm32, Register::ECX, r.below(20) as u32).ok();
     }
-    if matches!(i.mnemonic(), M::Popf | M::Popfq) {
+    if matches!(i.mnemonic(), M::Popf | M::Popfd | M::Popfq) {
         let flags = (r.next() & POPF_FLAGS) as i32;
-        return Instruction::with1(Code::Pushq_imm32, flags).ok();
+        let code = match mode {
+            Mode::Bits64 => Code::Pushq_imm32,
+            Mode::Bits32 => Code::Pushd_imm32,
+        };
+        return Instruction::with1(code, flags).ok();
     }
     None
 }
@@ -288,6 +315,7 @@ pub(crate) fn result_depends_on_processor(i: &Instruction) -> bool {
     );
     sixteen
         || i.code() == Code::Bswap_r16
+        || matches!(i.mnemonic(), M::Popa | M::Popad)
         || matches!(
             i.mnemonic(),
             M::Bsf | M::Bsr | M::Maskmovq | M::Maskmovdqu | M::Vmaskmovdqu

@@ -9,13 +9,17 @@ use x86_defs::{
     segment::{Attr, Segment},
     xsave,
 };
-use x86_native::oracle::{AREA_SIZE, Registers, WINDOW, WINDOW_SIZE, selectors};
+use x86_native::oracle::{AREA_SIZE, Mode, Registers, WINDOW, WINDOW_SIZE, selectors};
 
-use crate::{Random, operands::address};
+use crate::{Random, operands};
 
 /// Random registers: pointers of implicit operands are in or near the window.
 /// Without `vectors` the x87 and vector state is the initial one.
-pub(crate) fn registers(r: &mut Random, vectors: bool) -> Registers {
+pub(crate) fn registers(r: &mut Random, mode: Mode, vectors: bool) -> Registers {
+    let address = match mode {
+        Mode::Bits64 => operands::address,
+        Mode::Bits32 => operands::address32,
+    };
     let mut gpr = [0; 16];
     for g in &mut gpr {
         *g = r.integer();
@@ -184,8 +188,8 @@ pub(crate) fn host_is_amd() -> bool {
     *AMD.get_or_init(|| host_features().has(Feature::Amd))
 }
 
-/// A 64-bit user-mode CPU as Linux sets it up.
-pub(crate) fn cpu(features: Features) -> CpuState {
+/// A user-mode CPU as Linux sets it up.
+pub(crate) fn cpu(features: Features, mode: Mode) -> CpuState {
     let mut cpu = CpuState {
         features,
         ..CpuState::default()
@@ -195,9 +199,13 @@ pub(crate) fn cpu(features: Features) -> CpuState {
     cpu.efer = efer::LME | efer::LMA | efer::SCE | efer::NXE;
     cpu.xcr0 = 7;
     cpu.cpl = 3;
-    let selectors = selectors();
+    let selectors = selectors(mode);
+    let code = match mode {
+        Mode::Bits64 => 0xa0fb,
+        Mode::Bits32 => 0xc0fb,
+    };
     for (n, s) in cpu.seg.iter_mut().enumerate() {
-        let attr = if n == reg::CS { 0xa0fb } else { 0xc0f3 };
+        let attr = if n == reg::CS { code } else { 0xc0f3 };
         *s = Segment {
             base: 0,
             limit: u32::MAX,

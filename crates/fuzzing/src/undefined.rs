@@ -91,6 +91,12 @@ pub const FLAGS: &[Row] = &[
     row(&[M::Btc], When::Always, OF | SF | AF | PF, "BTC"),
     row(&[M::Tzcnt], When::Always, OF | SF | AF | PF, "TZCNT"),
     row(&[M::Lzcnt], When::Always, OF | SF | AF | PF, "LZCNT"),
+    row(&[M::Aaa], When::Always, OF | SF | ZF | PF, "AAA"),
+    row(&[M::Aas], When::Always, OF | SF | ZF | PF, "AAS"),
+    row(&[M::Aad], When::Always, OF | AF | CF, "AAD"),
+    row(&[M::Aam], When::Always, OF | AF | CF, "AAM"),
+    row(&[M::Daa], When::Always, OF, "DAA"),
+    row(&[M::Das], When::Always, OF, "DAS"),
     row(&[M::Andn], When::Always, AF | PF, "ANDN"),
     row(&[M::Bextr], When::Always, AF | SF | PF, "BEXTR"),
     row(&[M::Blsi], When::Always, AF | PF, "BLSI"),
@@ -121,6 +127,10 @@ pub const OTHERS: &[(&str, &str)] = &[
     (
         "BSF and BSR of 0",
         "the destination (SDM vol. 2, BSF and BSR; AMD's manual: unchanged)",
+    ),
+    (
+        "POPA that faults",
+        "which registers are already loaded (RSP is not: it is restarted)",
     ),
     (
         "MASKMOVQ, MASKMOVDQU",
@@ -279,7 +289,7 @@ impl Undefined {
     }
     /// It would make registers or memory depend on undefined flags.
     pub(crate) fn is_read_by(&self, i: &Instruction) -> bool {
-        let pushes = matches!(i.mnemonic(), M::Pushf | M::Pushfq);
+        let pushes = matches!(i.mnemonic(), M::Pushf | M::Pushfd | M::Pushfq);
         self.at_end != 0 && (pushes || from_decoder(i.rflags_read()) & self.at_end != 0)
     }
     /// Which of several faults an instruction raises is compared.

@@ -1,7 +1,7 @@
 //! A bounded, seeded slice of the differential runner (`cargo run --release -p
 //! fuzzing -- random --cases 10000000` is the whole).
 
-use fuzzing::{Differential, Family, Generator, Strictness, forms};
+use fuzzing::{Differential, Family, Generator, Mode, Strictness, forms};
 use iced_x86::Code;
 
 /// Reports how many differ, and the first few.
@@ -14,9 +14,9 @@ fn assert_same(what: &str, differences: &[String]) {
     );
 }
 
-fn singles(codes: &[Code], rounds: u64) {
+fn singles(mode: Mode, codes: &[Code], rounds: u64) {
     let mut both = Differential::new().expect("the oracle cannot be set up");
-    let mut generator = Generator::new(Strictness::Manual);
+    let mut generator = Generator::new(mode, Strictness::Manual);
     let mut differences = Vec::new();
     for round in 0..rounds {
         for &code in codes {
@@ -31,30 +31,15 @@ fn singles(codes: &[Code], rounds: u64) {
     assert_same("single instructions", &differences);
 }
 
-#[test]
-fn integer_instructions_match_the_host() {
-    let codes = forms(Family::Integer);
-    assert!(codes.len() > 600, "{} forms", codes.len());
-    singles(&codes, 1000);
-}
-
-#[test]
-fn fp_and_simd_match_the_host() {
-    let codes = forms(Family::Fp);
-    assert!(codes.len() > 800, "{} forms", codes.len());
-    singles(&codes, 200);
-}
-
-#[test]
-fn blocks_match_the_host() {
-    let integer = forms(Family::Integer);
+fn blocks(mode: Mode, cases: u64) {
+    let integer = forms(Family::Integer, mode);
     let mut all = integer.clone();
-    all.extend(forms(Family::Fp));
-    let mut both = Differential::new().unwrap();
-    let mut generator = Generator::new(Strictness::Manual);
+    all.extend(forms(Family::Fp, mode));
+    let mut both = Differential::new().expect("the oracle cannot be set up");
+    let mut generator = Generator::new(mode, Strictness::Manual);
     let mut differences = Vec::new();
     let mut done = 0;
-    for n in 0..1_000_000u64 {
+    for n in 0..cases {
         let codes = if n % 4 == 0 { &all } else { &integer };
         if let Some(case) = generator.block(codes, n) {
             done += 1;
@@ -63,6 +48,32 @@ fn blocks_match_the_host() {
             }
         }
     }
-    assert!(done > 900_000, "{done} cases");
+    assert!(done > cases / 10 * 9, "{done} cases");
     assert_same("blocks", &differences);
+}
+
+#[test]
+fn integer_instructions_match_the_host() {
+    let codes = forms(Family::Integer, Mode::Bits64);
+    assert!(codes.len() > 600, "{} forms", codes.len());
+    singles(Mode::Bits64, &codes, 1000);
+    let codes = forms(Family::Integer, Mode::Bits32);
+    assert!(codes.len() > 500, "{} forms", codes.len());
+    singles(Mode::Bits32, &codes, 500);
+}
+
+#[test]
+fn fp_and_simd_match_the_host() {
+    let codes = forms(Family::Fp, Mode::Bits64);
+    assert!(codes.len() > 800, "{} forms", codes.len());
+    singles(Mode::Bits64, &codes, 200);
+    let codes = forms(Family::Fp, Mode::Bits32);
+    assert!(codes.len() > 800, "{} forms", codes.len());
+    singles(Mode::Bits32, &codes, 50);
+}
+
+#[test]
+fn blocks_match_the_host() {
+    blocks(Mode::Bits64, 1_000_000);
+    blocks(Mode::Bits32, 200_000);
 }

@@ -6,7 +6,7 @@
 use std::{fs, path::PathBuf};
 
 use fuzzing::{
-    Family, Generator, Guest, Host, Strictness, forms,
+    Family, Generator, Guest, Host, Mode, Strictness, forms,
     golden::{self, Recording},
 };
 use iced_x86::Code;
@@ -19,11 +19,12 @@ fn path(name: &str) -> PathBuf {
 }
 
 /// For each form some cases that complete and one that faults.
-fn record(name: &str, codes: &[Code], completing: u32) {
+fn record(name: &str, mode: Mode, family: Family, completing: u32) {
+    let codes = forms(family, mode);
     let mut host = Host::new().expect("the oracle cannot be set up");
-    let mut generator = Generator::new(Strictness::Exact);
+    let mut generator = Generator::new(mode, Strictness::Exact);
     let mut text = golden::head();
-    for &code in codes {
+    for code in codes {
         let (mut completed, mut faulted) = (0, 0);
         for seed in 0..200 {
             let Some(case) = generator.single(code, seed) else {
@@ -48,7 +49,7 @@ fn record(name: &str, codes: &[Code], completing: u32) {
 
 fn record_blocks(codes: &[Code]) {
     let mut host = Host::new().expect("the oracle cannot be set up");
-    let mut generator = Generator::new(Strictness::Exact);
+    let mut generator = Generator::new(Mode::Bits64, Strictness::Exact);
     let mut text = golden::head();
     for seed in 0..BLOCKS {
         if let Some(case) = generator.block(codes, seed) {
@@ -72,12 +73,12 @@ fn is_recording() -> bool {
 
 /// Runs a recording's cases; forms that this host cannot execute are left out
 /// (the interpreter has the host compute), and counted.
-fn check(text: &str, codes: &[Code]) -> usize {
+fn check(text: &str, mode: Mode, codes: &[Code]) -> usize {
     let recording = Recording::parse(text).expect("a recording");
     let mut guest = Guest::with(recording.features);
     let mut wrong = Vec::new();
     let mut skipped = 0;
-    for (code, case, line) in recording.cases(codes) {
+    for (code, case, line) in recording.cases(mode, codes) {
         let here = code.is_none_or(|c| {
             let fp = c.cpuid_features().iter().any(|&f| is_fp(f));
             !fp || c.cpuid_features().iter().all(|&f| host_has(f))
@@ -108,20 +109,30 @@ fn check(text: &str, codes: &[Code]) -> usize {
 #[test]
 fn integer_forms_are_as_recorded() {
     if is_recording() {
-        record("integer", &forms(Family::Integer), 3);
+        record("integer", Mode::Bits64, Family::Integer, 3);
     }
     let text = fs::read_to_string(path("integer")).unwrap();
     assert!(text.lines().count() > 2000);
-    assert_eq!(check(&text, &[]), 0);
+    assert_eq!(check(&text, Mode::Bits64, &[]), 0);
+}
+
+#[test]
+fn integer_forms_of_32_bit_code_are_as_recorded() {
+    if is_recording() {
+        record("integer32", Mode::Bits32, Family::Integer, 1);
+    }
+    let text = fs::read_to_string(path("integer32")).unwrap();
+    assert!(text.lines().count() > 700);
+    assert_eq!(check(&text, Mode::Bits32, &[]), 0);
 }
 
 #[test]
 fn fp_forms_are_as_recorded() {
     if is_recording() {
-        record("fp", &forms(Family::Fp), 1);
+        record("fp", Mode::Bits64, Family::Fp, 1);
     }
     let text = fs::read_to_string(path("fp")).unwrap();
-    let skipped = check(&text, &[]);
+    let skipped = check(&text, Mode::Bits64, &[]);
     assert!(text.lines().count() > 1200 + skipped / 2);
 }
 
@@ -129,11 +140,11 @@ fn fp_forms_are_as_recorded() {
 #[test]
 fn blocks_are_as_recorded() {
     if is_recording() {
-        record_blocks(&forms(Family::Integer));
+        record_blocks(&forms(Family::Integer, Mode::Bits64));
     }
     let integer = fs::read_to_string(path("integer")).unwrap();
     let codes = Recording::parse(&integer).unwrap().forms();
     let text = fs::read_to_string(path("blocks")).unwrap();
     assert!(text.lines().count() > BLOCKS as usize / 2);
-    assert_eq!(check(&text, &codes), 0);
+    assert_eq!(check(&text, Mode::Bits64, &codes), 0);
 }

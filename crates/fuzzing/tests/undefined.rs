@@ -1,6 +1,6 @@
 //! The table of undefined flags agrees with the decoder's, and `docs/undefined.md` with it.
 
-use fuzzing::{FLAGS, Family, When, forms};
+use fuzzing::{FLAGS, Family, Mode, When, forms};
 use iced_x86::{Instruction, RflagsBits};
 use x86_defs::rflags;
 
@@ -31,7 +31,9 @@ fn the_table_agrees_with_the_decoders() {
         (RflagsBits::PF, rflags::PF),
     ];
     let mut wrong = Vec::new();
-    for code in forms(Family::Integer) {
+    let mut codes = forms(Family::Integer, Mode::Bits64);
+    codes.extend(forms(Family::Integer, Mode::Bits32));
+    for code in codes {
         let mut i = Instruction::default();
         i.set_code(code);
         let theirs = bits

@@ -82,12 +82,11 @@ fn salc<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// SF, ZF and PF of AL, with the given AF and CF.
-fn bcd_flags<B: GuestBus>(ex: &mut Exec<'_, B>, af: bool, cf: bool) {
-    let al = ex.reg_read::<u8>(RAX);
-    ex.flags.logic(al);
-    let bits = ex.flags.get() | u64::from(af) << 4 | u64::from(cf);
-    ex.flags.set(bits);
+/// Replaces AF and CF. What else the manual leaves undefined after BCD
+/// instructions is that of the addition or subtraction inside, as on AMD processors.
+fn set_af_cf<B: GuestBus>(ex: &mut Exec<'_, B>, af: bool, cf: bool) {
+    let rest = ex.flags.get() & !(rflags::AF | rflags::CF);
+    ex.flags.set(rest | u64::from(af) << 4 | u64::from(cf));
 }
 
 /// DAA (`extra` 0) and DAS (1).
@@ -105,7 +104,12 @@ fn daa_das<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         old.wrapping_add(fix)
     };
     ex.reg_write(RAX, v);
-    bcd_flags(ex, af, cf);
+    if down {
+        ex.flags.sub(old, fix, v);
+    } else {
+        ex.flags.add(old, fix, v);
+    }
+    set_af_cf(ex, af, cf);
     Ok(Flow::Next)
 }
 
@@ -113,13 +117,18 @@ fn daa_das<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
 fn aaa_aas<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let ax = ex.reg_read::<u16>(RAX);
     let adjust = ax & 15 > 9 || ex.flags.af();
-    let v = match (adjust, insn.extra) {
-        (false, _) => ax,
-        (true, 0) => ax.wrapping_add(0x106),
-        (true, _) => ax.wrapping_sub(0x106),
+    let fix = if adjust { 0x106 } else { 0 };
+    let v = if insn.extra == 0 {
+        let v = ax.wrapping_add(fix);
+        ex.flags.add(ax, fix, v);
+        v
+    } else {
+        let v = ax.wrapping_sub(fix);
+        ex.flags.sub(ax, fix, v);
+        v
     };
     ex.reg_write(RAX, v & 0xff0f);
-    bcd_flags(ex, adjust, adjust);
+    set_af_cf(ex, adjust, adjust);
     Ok(Flow::Next)
 }
 fn aam<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
@@ -130,14 +139,15 @@ fn aam<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     };
     ex.reg_write(AH, q);
     ex.reg_write(RAX, r);
-    bcd_flags(ex, false, false);
+    ex.flags.logic(r);
     Ok(Flow::Next)
 }
 fn aad<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let (al, ah) = (ex.reg_read::<u8>(RAX), ex.reg_read::<u8>(AH));
-    let v = al.wrapping_add(ah.wrapping_mul(insn.imm as u8));
+    let tens = ah.wrapping_mul(insn.imm as u8);
+    let v = al.wrapping_add(tens);
     ex.reg_write(RAX, u16::from(v));
-    bcd_flags(ex, false, false);
+    ex.flags.add(al, tens, v);
     Ok(Flow::Next)
 }
 

@@ -62,11 +62,10 @@ fn pusha<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
 
 fn popa<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     let size = T::SIZE as u64;
-    let mut values = [T::default(); 8];
-    for (n, v) in values.iter_mut().enumerate() {
-        *v = ex.read_at(SS, ex.sp_plus(size * n as u64))?;
-    }
-    for (r, v) in (0..8u8).rev().zip(values) {
+    // A fault leaves the registers before it loaded, as on AMD processors: the
+    // instruction is restarted with the same stack pointer.
+    for (n, r) in (0..8u8).rev().enumerate() {
+        let v = ex.read_at::<T>(SS, ex.sp_plus(size * n as u64))?;
         if usize::from(r) != reg::RSP {
             ex.reg_write(r, v);
         }

@@ -5,6 +5,7 @@
 //! (no system calls, memory within the window). Everything lives at fixed low
 //! addresses, so that generated code can store any register without a scratch
 //! one, and so that the interpreter can run the same block at the same address.
+//! Code may be 32-bit: compatibility mode is entered through the frame.
 //! The addresses are far from each other and from powers of two, where wild
 //! pointers go. Code is executed from a mapping that cannot be written.
 
@@ -76,20 +77,35 @@ pub struct Trap {
     pub gva: u64,
 }
 
-/// Selectors of this process: ES, CS, SS, DS, FS, GS.
-pub fn selectors() -> [u16; 6] {
-    let mut s = [0u16; 6];
+/// Width of tested code.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// 64-bit mode.
+    #[default]
+    Bits64,
+    /// 32-bit code in compatibility mode, with flat segments.
+    Bits32,
+}
+
+/// Linux's 32-bit user code segment.
+const USER32_CS: u16 = 0x23;
+
+/// Selectors that a block sees: ES, CS, SS, DS, FS, GS.
+pub fn selectors(mode: Mode) -> [u16; 6] {
+    let (cs, ss, fs, gs): (u16, u16, u16, u16);
     // SAFETY: reads segment registers.
     unsafe {
         core::arch::asm!(
-            "mov {0:x}, es", "mov {1:x}, cs", "mov {2:x}, ss",
-            "mov {3:x}, ds", "mov {4:x}, fs", "mov {5:x}, gs",
-            out(reg) s[0], out(reg) s[1], out(reg) s[2],
-            out(reg) s[3], out(reg) s[4], out(reg) s[5],
+            "mov {0:x}, cs", "mov {1:x}, ss", "mov {2:x}, fs", "mov {3:x}, gs",
+            out(reg) cs, out(reg) ss, out(reg) fs, out(reg) gs,
             options(nomem, nostack, preserves_flags)
         );
     }
-    s
+    let cs = match mode {
+        Mode::Bits64 => cs,
+        Mode::Bits32 => USER32_CS,
+    };
+    [ss, cs, ss, ss, fs, gs]
 }
 
 /// The oracle: one per process.
@@ -115,9 +131,8 @@ impl Oracle {
             alias + CODE_SIZE as u64,
             &sequences().map_err(io::Error::other)?,
         );
-        let s = selectors();
-        write(FRAME + 8, &u64::from(s[1]).to_le_bytes());
-        write(FRAME + 32, &u64::from(s[2]).to_le_bytes());
+        let ss = selectors(Mode::Bits64)[2];
+        write(FRAME + 32, &u64::from(ss).to_le_bytes());
         signals::install()?;
         Ok(Self { alias, _lock: lock })
     }
@@ -130,7 +145,8 @@ impl Oracle {
     }
 
     /// Runs `block` at `regs.rip`, in the code pages, to its end or to an exception.
-    pub fn run(&mut self, block: &[u8], regs: &mut Registers) -> Option<Trap> {
+    /// In 32-bit code registers have 32 bits; what is above them is not told.
+    pub fn run(&mut self, mode: Mode, block: &[u8], regs: &mut Registers) -> Option<Trap> {
         let at = regs.rip.wrapping_sub(CODE) as usize;
         let end = at.saturating_add(block.len());
         if end > CODE_SIZE || block.len() > BLOCK_SIZE {
@@ -138,12 +154,22 @@ impl Oracle {
         }
         let code = self.alias + at as u64;
         write(code, block);
-        // JMP rel32 to the tail; the last bytes of it may lie after the code
+        // A jump to the tail; the last bytes of it may lie after the code
         // pages, where the sequences leave room.
-        let from = CODE + end as u64 + 5;
-        let mut jump = [0xe9, 0, 0, 0, 0];
-        jump[1..].copy_from_slice(&(TAIL.wrapping_sub(from) as u32).to_le_bytes());
+        let jump = match mode {
+            Mode::Bits64 => {
+                let from = CODE + end as u64 + 5;
+                let to = (TAIL.wrapping_sub(from) as u32).to_le_bytes();
+                [0xe9, to[0], to[1], to[2], to[3], 0xcc, 0xcc]
+            }
+            Mode::Bits32 => {
+                let (to, cs) = ((TAIL as u32).to_le_bytes(), selectors(Mode::Bits64)[1]);
+                [0xea, to[0], to[1], to[2], to[3], cs as u8, (cs >> 8) as u8]
+            }
+        };
         write(code + block.len() as u64, &jump);
+        let cs = selectors(mode)[1];
+        write(FRAME + 8, &u64::from(cs).to_le_bytes());
         write(GPR, as_bytes(&regs.gpr));
         write(FRAME, &regs.rip.to_le_bytes());
         let flags = regs.rflags & START_FLAGS | 0x202;
@@ -167,6 +193,11 @@ impl Oracle {
         }
         regs.rflags = read_u64(RFLAGS);
         read(AREA, &mut regs.area);
+        if mode == Mode::Bits32 {
+            for v in &mut regs.gpr {
+                *v &= 0xffff_ffff;
+            }
+        }
         let (trap, rip) = signals::taken();
         regs.rip = rip.unwrap_or(CODE + end as u64);
         trap

@@ -32,6 +32,10 @@ pub(super) fn sequences() -> Result<Vec<u8>, IcedError> {
     a.mov(eax, u32::from(COMPONENTS))?;
     a.xor(edx, edx)?;
     a.xrstor64(ptr(AREA))?;
+    // 32-bit code needs data segments.
+    a.mov(ax, ss)?;
+    a.mov(ds, ax)?;
+    a.mov(es, ax)?;
     for (i, r) in REGISTERS.iter().enumerate().filter(|(i, _)| *i != SP) {
         a.mov(*r, qword_ptr(GPR + 8 * i as u64))?;
     }

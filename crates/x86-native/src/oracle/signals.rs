@@ -2,7 +2,9 @@
 
 use std::{io, ptr, sync::atomic::Ordering};
 
-use super::{ACTIVE, AREA, AREA_SIZE, GPR, RFLAGS, Trap, sequences::FINISH, write};
+use super::{
+    ACTIVE, AREA, AREA_SIZE, GPR, Mode, RFLAGS, Trap, selectors, sequences::FINISH, write,
+};
 
 /// Vector (or all ones), error code, CR2, RIP.
 static mut TRAP: (u64, u64, u64, u64) = NONE;
@@ -119,6 +121,9 @@ extern "C" fn handler(
             g[libc::REG_RIP as usize] as u64,
         );
         g[libc::REG_RIP as usize] = FINISH as i64;
+        // The low 16 bits are CS: the block may be 32-bit code.
+        let segments = &mut g[libc::REG_CSGSFS as usize];
+        *segments = *segments & !0xffff | i64::from(selectors(Mode::Bits64)[1]);
         // The block may have left any flags.
         g[libc::REG_EFL as usize] = 0x202;
     }

@@ -1,7 +1,7 @@
 //! MOV, PUSH and POP of segment registers, LDS and friends, SWAPGS, FS/GS base.
 
 use iced_x86::{Code, Instruction, Mnemonic};
-use x86_cpu::{Exception, GuestBus, Shadow};
+use x86_cpu::{Exception, Feature, GuestBus, Shadow};
 use x86_defs::{control::cr4, reg, segment::Segment};
 
 use crate::{Exec, Flow, Handler, Insn, Step, Stop};
@@ -90,9 +90,14 @@ fn push16<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// Moves the stack pointer by four but writes two bytes, as current CPUs do.
+/// Intel's processors move the stack pointer by four but write two bytes (SDM
+/// vol. 2, PUSH), AMD's write four.
 fn push32<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = ex.cpu.seg[usize::from(insn.dst).min(5)].selector;
+    if ex.cpu.features.has(Feature::Amd) {
+        ex.push(u32::from(v))?;
+        return Ok(Flow::Next);
+    }
     let sp = ex.sp_plus(4u64.wrapping_neg());
     ex.write_at(reg::SS as u8, sp, v)?;
     ex.set_sp(sp);
