@@ -1,8 +1,9 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
-//! `boots` (kernels to a shell) and `guests` (real programs in a guest).
+//! `boots` (kernels to a shell), `guests` (real programs in a guest) and `bench`.
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod boots;
 mod build;
 mod ci;
@@ -20,9 +21,10 @@ fn main() -> ExitCode {
         "ci" => ci::run(),
         "tidy" => tidy::run(),
         "docs" => tidy::quirks::write(&tidy::root()),
+        "bench" => bench::run(&arguments),
         "boots" => boots::run(&arguments),
         "guests" => guests::run(&arguments),
-        _ => Err("usage: cargo xtask <ci | tidy | docs | boots | guests>".to_owned()),
+        _ => Err("usage: cargo xtask <ci | tidy | docs | boots | guests | bench>".to_owned()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

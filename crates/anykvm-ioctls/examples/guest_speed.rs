@@ -106,10 +106,10 @@ fn main() -> Outcome<()> {
         &[(GuestAddress(0), MEMORY)],
     )?));
     // One identity-mapped GiB in large pages.
-    memory.write_obj(PML4 + 0x1000 | 3, GuestAddress(PML4))?;
-    memory.write_obj(PML4 + 0x2000 | 3, GuestAddress(PML4 + 0x1000))?;
+    memory.write_obj((PML4 + 0x1000) | 3, GuestAddress(PML4))?;
+    memory.write_obj((PML4 + 0x2000) | 3, GuestAddress(PML4 + 0x1000))?;
     for i in 0..512_u64 {
-        memory.write_obj(i << 21 | 0x83, GuestAddress(PML4 + 0x2000 + i * 8))?;
+        memory.write_obj((i << 21) | 0x83, GuestAddress(PML4 + 0x2000 + i * 8))?;
     }
     let kvm = Kvm::new()?;
     let vm = kvm.create_vm()?;
