@@ -15,7 +15,8 @@ use std::{
 
 use testkit::boot::{Boot, Outcome, run_limited};
 
-const RUNS: usize = 3;
+/// Boots of which the fastest counts.
+const RUNS: usize = 2;
 const LIMIT: Duration = Duration::from_secs(300);
 /// The bar for the interpreter, million instructions per second.
 const INTERP_BAR: f64 = 40.0;
@@ -51,7 +52,7 @@ pub(crate) fn run(_: &[String]) -> Result<(), String> {
     let initramfs = initramfs()?;
     for cpus in [1, 2] {
         let [interp, jit] = ENGINES.map(|engine| {
-            best(|| {
+            best(&format!("{engine}, {cpus} vCPU"), || {
                 Boot::new(&anykvm)
                     .kernel(&kernel)
                     .option("--initrd", &initramfs)
@@ -109,10 +110,11 @@ fn parse_speeds(text: &str) -> Vec<(String, f64)> {
 }
 
 /// The time of the fastest run; each has to have reached its shell.
-fn best(mut boot: impl FnMut() -> Result<Outcome, String>) -> Result<f64, String> {
+fn best(name: &str, mut boot: impl FnMut() -> Result<Outcome, String>) -> Result<f64, String> {
     let mut best = f64::MAX;
     for _ in 0..RUNS {
         let outcome = boot()?;
+        eprintln!("bench: boot: {name}: {:.1} s", outcome.time.as_secs_f64());
         if outcome.status != Some(0) || !outcome.text().contains("ready") {
             return Err(format!(
                 "a boot failed: status {:?}\n{}{}",
@@ -129,7 +131,7 @@ fn best(mut boot: impl FnMut() -> Result<Outcome, String>) -> Result<f64, String
 /// The same boot by QEMU's translator, if it is installed.
 fn tcg(kernel: &Path, initramfs: &Path, cpus: u32) -> Option<Result<f64, String>> {
     Command::new(QEMU).arg("--version").output().ok()?;
-    Some(best(|| {
+    Some(best(&format!("TCG, {cpus} vCPU"), || {
         let mut qemu = Command::new(QEMU);
         qemu.args(["-accel", "tcg", "-cpu", "max,monitor=off,erms=off,fsrm=off"])
             .args(["-m", "256M", "-smp", &cpus.to_string()])
@@ -213,8 +215,8 @@ mod tests {
                 timed_out: false,
             })
         };
-        assert_eq!(best(|| outcome(0, "ready 2\n")), Ok(2.0));
-        assert!(best(|| outcome(0, "")).is_err());
-        assert!(best(|| outcome(1, "ready 2\n")).is_err());
+        assert_eq!(best("x", || outcome(0, "ready 2\n")), Ok(2.0));
+        assert!(best("x", || outcome(0, "")).is_err());
+        assert!(best("x", || outcome(1, "ready 2\n")).is_err());
     }
 }

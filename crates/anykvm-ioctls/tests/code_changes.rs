@@ -2,6 +2,7 @@
 //! 3, 8.1.3). Whatever engine runs it, the next execution sees the new bytes.
 
 #![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
 use std::{sync::mpsc::channel, thread, time::Duration};
 
