@@ -443,7 +443,7 @@ fn run_part(part: u64, parts: u64) {
     let mut begin = seeds().start + part;
     while begin < seeds().end {
         // A few guests in one VM, the next ones in another.
-        let mut machine = Machine::new(&kvm, &cpuid, begin / parts % 2 == 0);
+        let mut machine = Machine::new(&kvm, &cpuid, (begin / parts).is_multiple_of(2));
         let fresh = machine.vcpu.get_sregs().unwrap();
         let stopper = machine.stopper.clone();
         current.store(begin, Ordering::Release);
