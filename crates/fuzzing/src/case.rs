@@ -329,6 +329,7 @@ fn operands<'a>(
         gpr,
         mode,
         block,
+        narrow: false,
         target: None,
         vector_index: None,
     }

@@ -16,6 +16,9 @@ use crate::{Case, Random, state};
 const STOP: [u8; 2] = [0x0f, 0x0b];
 /// Steps or blocks after which a case is given up: more than any has.
 const PATIENCE: u32 = 0x4000;
+/// Cases between two flushes of the interpreter: before its store of native
+/// code is full, after which every addition costs a serializing instruction.
+const FLUSH_EVERY: u32 = 0x1000;
 
 /// Where a case ended.
 #[derive(Clone, Debug)]
@@ -86,6 +89,7 @@ pub struct Guest {
     /// In 64-bit mode, and in compatibility mode.
     cpus: [CpuState; 2],
     segments: [[Segment; 6]; 2],
+    since_flush: u32,
     initial: Box<[u8; WINDOW_SIZE]>,
 }
 
@@ -117,12 +121,18 @@ impl Guest {
             bus,
             segments: [0, 1].map(|n| cpus[n].seg),
             cpus,
+            since_flush: 0,
             initial: initial_window(),
         }
     }
 
     /// Runs a case.
     pub fn run(&mut self, case: &Case) -> Outcome {
+        self.since_flush += 1;
+        if self.since_flush == FLUSH_EVERY {
+            self.since_flush = 0;
+            self.interp.flush_all();
+        }
         let end = case.end();
         let code = self.bus.memory(case.start.rip);
         let len = case.bytes.len();

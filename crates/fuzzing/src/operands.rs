@@ -26,6 +26,8 @@ pub(crate) struct Operands<'a> {
     pub(crate) block: bool,
     /// Linear address of the memory operand.
     pub(crate) target: Option<u64>,
+    /// Implicit pointers have half the usual width.
+    pub(crate) narrow: bool,
     /// Vector register that indexes memory.
     pub(crate) vector_index: Option<Register>,
 }
@@ -73,6 +75,7 @@ impl Operands<'_> {
         let mut i = Instruction::default();
         i.set_code(code);
         let use_memory = self.r.one_in(2);
+        self.narrow = self.r.one_in(12);
         for n in 0..op.op_count() {
             self.operand(&mut i, n, op.op_kind(n), use_memory)?;
         }
@@ -186,7 +189,10 @@ impl Operands<'_> {
 
     /// Immediates, branch targets (filled in later) and implicit memory.
     fn other(&mut self, i: &mut Instruction, n: u32, kind: K) -> Option<()> {
-        let wide = self.mode == Mode::Bits64;
+        let width = match self.mode {
+            Mode::Bits64 => 64,
+            Mode::Bits32 => 32,
+        } >> u32::from(self.narrow);
         let r = &mut *self.r;
         match kind {
             K::imm8 | K::imm8_const_1 | K::imm4_m2z => {
@@ -243,12 +249,30 @@ impl Operands<'_> {
                 i.set_op_kind(n, OpKind::NearBranch32);
                 i.set_near_branch32(CODE as u32);
             }
-            K::seg_rDI if wide => i.set_op_kind(n, OpKind::MemorySegRDI),
-            K::es_rDI if wide => i.set_op_kind(n, OpKind::MemoryESRDI),
-            K::seg_rSI if wide => i.set_op_kind(n, OpKind::MemorySegRSI),
-            K::seg_rDI => i.set_op_kind(n, OpKind::MemorySegEDI),
-            K::es_rDI => i.set_op_kind(n, OpKind::MemoryESEDI),
-            K::seg_rSI => i.set_op_kind(n, OpKind::MemorySegESI),
+            K::seg_rDI => i.set_op_kind(
+                n,
+                match width {
+                    64 => OpKind::MemorySegRDI,
+                    32 => OpKind::MemorySegEDI,
+                    _ => OpKind::MemorySegDI,
+                },
+            ),
+            K::es_rDI => i.set_op_kind(
+                n,
+                match width {
+                    64 => OpKind::MemoryESRDI,
+                    32 => OpKind::MemoryESEDI,
+                    _ => OpKind::MemoryESDI,
+                },
+            ),
+            K::seg_rSI => i.set_op_kind(
+                n,
+                match width {
+                    64 => OpKind::MemorySegRSI,
+                    32 => OpKind::MemorySegESI,
+                    _ => OpKind::MemorySegSI,
+                },
+            ),
             K::seg_rBX_al => {
                 i.set_op_kind(n, OpKind::Memory);
                 i.set_memory_base(self.pointer(Register::RBX));
@@ -298,6 +322,8 @@ impl Operands<'_> {
             if absolute || self.r.one_in(12) {
                 i.set_memory_displ_size(4);
                 i.set_memory_displacement64(target);
+            } else if self.r.one_in(24) {
+                self.address16(i);
             } else {
                 self.address32(i, target);
             }
@@ -386,5 +412,26 @@ impl Operands<'_> {
             self.gpr[base] & !0xffff_ffff
         };
         self.gpr[base] = upper | low;
+    }
+
+    /// 16-bit address size: the first 64 KiB, where nothing is.
+    fn address16(&mut self, i: &mut Instruction) {
+        use Register as R;
+        self.target = None;
+        let (base, index) = self.r.pick(&[
+            (R::BX, R::SI),
+            (R::BX, R::DI),
+            (R::BP, R::SI),
+            (R::BP, R::DI),
+            (R::SI, R::None),
+            (R::DI, R::None),
+            (R::BP, R::None),
+            (R::BX, R::None),
+        ]);
+        i.set_memory_base(base);
+        i.set_memory_index(index);
+        let d = self.r.next() as u16;
+        i.set_memory_displ_size(2);
+        i.set_memory_displacement64(d.into());
     }
 }

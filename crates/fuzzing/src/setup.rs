@@ -174,6 +174,18 @@ fn string(case: &mut Case, i: &Instruction, r: &mut Random) {
             _ => r.below(24),
         };
     }
+    let narrow = (0..i.op_count()).any(|n| {
+        matches!(
+            i.op_kind(n),
+            OpKind::MemorySegESI | OpKind::MemorySegEDI | OpKind::MemoryESEDI
+        )
+    });
+    if narrow && case.mode == Mode::Bits64 {
+        // The upper halves do not count.
+        gpr[reg::RSI] |= r.next() << 32;
+        gpr[reg::RDI] |= r.next() << 32;
+        gpr[reg::RCX] |= r.next() << 32;
+    }
     let (from, to) = (gpr[reg::RSI], gpr[reg::RDI]);
     let rax = gpr[reg::RAX];
     if r.one_in(2) {

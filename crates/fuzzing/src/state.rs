@@ -66,10 +66,24 @@ pub(crate) fn fill(area: &mut [u8; AREA_SIZE], r: &mut Random) {
         let st = xsave::ST0 + 16 * n;
         area[st..st + 10].copy_from_slice(&x87(r));
     }
+    let parts = vector_parts();
     for at in (0..256).step_by(8) {
-        area[xsave::XMM0 + at..xsave::XMM0 + at + 8].copy_from_slice(&vector_part(r));
-        area[xsave::YMM_HI + at..xsave::YMM_HI + at + 8].copy_from_slice(&vector_part(r));
+        for half in [xsave::XMM0, xsave::YMM_HI] {
+            let part = &parts[r.next() as usize >> 8 & (PARTS - 1)];
+            area[half + at..half + at + 8].copy_from_slice(part);
+        }
     }
+}
+
+const PARTS: usize = 1 << 14;
+
+/// Parts of vectors to choose from: making them takes longer than running a case.
+fn vector_parts() -> &'static [[u8; 8]] {
+    static PARTS_MADE: OnceLock<Vec<[u8; 8]>> = OnceLock::new();
+    PARTS_MADE.get_or_init(|| {
+        let mut r = Random::new(0x99);
+        (0..PARTS).map(|_| vector_part(&mut r)).collect()
+    })
 }
 
 fn fcw(r: &mut Random) -> u16 {

@@ -140,8 +140,11 @@ impl Body for Movs {
             return 0;
         }
         let done = ex.bus.bulk_copy(ex.cpu, dst, src, len, size);
-        advance(ex, insn, reg::RSI, done);
-        advance(ex, insn, reg::RDI, done);
+        // Even an advance by nothing would clear the upper halves of ESI and EDI.
+        if done != 0 {
+            advance(ex, insn, reg::RSI, done);
+            advance(ex, insn, reg::RDI, done);
+        }
         done / size
     }
 }
@@ -168,7 +171,9 @@ impl Body for Stos {
         }
         let value = ex.reg_read::<T>(RAX).to_u64();
         let done = ex.bus.bulk_fill(ex.cpu, dst, value, len, size);
-        advance(ex, insn, reg::RDI, done);
+        if done != 0 {
+            advance(ex, insn, reg::RDI, done);
+        }
         done / size
     }
 }
