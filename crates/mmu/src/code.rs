@@ -42,10 +42,47 @@ impl FetchEntry {
 }
 
 /// Fetch TLB of a (context, view); made when the view first executes.
+///
+/// Engines keep what [`Mmu::code_page`] returned for longer than an entry lives
+/// here, as long as the epoch stays. So it is also kept, as a filter, which
+/// pages were fetched since the last flush, replaced entries included.
 #[derive(Debug, Default)]
 pub(crate) struct FetchTable {
     entries: Vec<Option<FetchEntry>>,
     filled: bool,
+    /// Something fetched in this epoch is not global.
+    private: bool,
+    pages: Filter,
+    /// 4 MiB regions.
+    regions: Filter,
+}
+
+/// A set of numbers that may seem to have members it has not.
+#[derive(Debug)]
+struct Filter(Box<[u64; 64]>);
+
+impl Default for Filter {
+    fn default() -> Self {
+        Self(Box::new([0; 64]))
+    }
+}
+
+impl Filter {
+    fn place(n: u64) -> (usize, u64) {
+        let h = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 52;
+        ((h / 64) as usize % 64, 1 << (h % 64))
+    }
+    fn add(&mut self, n: u64) {
+        let (word, bit) = Self::place(n);
+        self.0[word] |= bit;
+    }
+    fn may_have(&self, n: u64) -> bool {
+        let (word, bit) = Self::place(n);
+        self.0[word] & bit != 0
+    }
+    fn clear(&mut self) {
+        self.0.fill(0);
+    }
 }
 
 impl FetchTable {
@@ -62,22 +99,44 @@ impl FetchTable {
             self.entries = vec![None; FETCH_ENTRIES];
         }
         self.filled = true;
+        self.private |= !entry.global;
+        self.pages.add(entry.tag >> 12);
+        self.regions.add(entry.tag >> 22);
         if let Some(e) = self.entries.get_mut(Self::place(entry.tag)) {
             *e = Some(entry);
         }
     }
-    pub(crate) fn flush_non_global(&mut self) {
-        if self.filled {
-            for e in &mut self.entries {
-                *e = e.filter(|e| e.global);
-            }
+    /// True if the page of `gva` may have been fetched from, or for a large page
+    /// its aligned region of `1 << shift` bytes.
+    pub(crate) fn may_have(&self, gva: u64, shift: Option<u32>) -> bool {
+        match shift {
+            None => self.pages.may_have(gva >> 12),
+            Some(0..=22) => self.regions.may_have(gva >> 22),
+            Some(_) => true,
         }
     }
-    pub(crate) fn flush(&mut self) {
-        if self.filled {
-            self.entries.fill(None);
-            self.filled = false;
+    /// These return whether anything fetched in this epoch is affected.
+    pub(crate) fn flush_non_global(&mut self) -> bool {
+        if !self.private {
+            return false;
         }
+        for e in &mut self.entries {
+            *e = e.filter(|e| e.global);
+        }
+        // The filters still cover the global entries that stay.
+        self.private = false;
+        true
+    }
+    pub(crate) fn flush(&mut self) -> bool {
+        if !self.filled {
+            return false;
+        }
+        self.entries.fill(None);
+        self.filled = false;
+        self.private = false;
+        self.pages.clear();
+        self.regions.clear();
+        true
     }
 }
 

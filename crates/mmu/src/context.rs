@@ -62,21 +62,27 @@ pub(crate) struct Tables {
 
 impl Tables {
     pub(crate) fn flush(&mut self) {
+        self.drop_all();
+    }
+
+    /// These flushes return whether anything was dropped that code was fetched
+    /// through in this epoch.
+    fn drop_all(&mut self) -> bool {
         self.read.flush();
         self.write.flush();
-        self.fetch.flush();
         self.regions.clear();
+        self.fetch.flush()
     }
 
-    fn flush_non_global(&mut self) {
+    fn drop_non_global(&mut self) -> bool {
         self.read.flush_non_global();
         self.write.flush_non_global();
-        self.fetch.flush_non_global();
+        self.fetch.flush_non_global()
     }
 
-    fn flush_page(&mut self, gva: u64) {
-        self.fetch.flush();
-        match self.regions.region_shift(gva) {
+    fn drop_page(&mut self, gva: u64) -> bool {
+        let shift = self.regions.region_shift(gva);
+        match shift {
             None => {
                 self.read.flush_page(gva);
                 self.write.flush_page(gva);
@@ -87,6 +93,7 @@ impl Tables {
                 self.write.flush_where(|e| e.tag >> shift == region);
             }
         }
+        self.fetch.may_have(gva, shift) && self.fetch.flush()
     }
 
     pub(crate) fn note_level(&mut self, gva: u64, level: u8) {
@@ -180,35 +187,36 @@ impl Mmu {
         }
         let pending = core::mem::take(&mut self.contexts[self.current].pending);
         if pending.all {
-            self.for_current_tables(Tables::flush);
+            self.for_current_tables(Tables::drop_all);
             return;
         }
         if pending.non_global {
-            self.for_current_tables(Tables::flush_non_global);
+            self.for_current_tables(Tables::drop_non_global);
         }
         for gva in pending.pages {
-            self.for_current_tables(|t| t.flush_page(gva));
+            self.for_current_tables(|t| t.drop_page(gva));
         }
     }
 
-    fn for_current_tables(&mut self, mut f: impl FnMut(&mut Tables)) {
+    fn for_current_tables(&mut self, mut f: impl FnMut(&mut Tables) -> bool) {
         for i in 0..self.contexts[self.current].views.len() {
             let (_, tables) = self.contexts[self.current].views[i];
             let epoch = self.next_tick();
             let tables = &mut self.views[tables];
-            f(tables);
-            tables.epoch = epoch;
+            if f(tables) {
+                tables.epoch = epoch;
+            }
         }
     }
 
     pub(crate) fn flush_current(&mut self) {
-        self.for_current_tables(Tables::flush);
+        self.for_current_tables(Tables::drop_all);
     }
     pub(crate) fn flush_current_non_global(&mut self) {
-        self.for_current_tables(Tables::flush_non_global);
+        self.for_current_tables(Tables::drop_non_global);
     }
     pub(crate) fn flush_current_page(&mut self, gva: u64) {
-        self.for_current_tables(|t| t.flush_page(gva));
+        self.for_current_tables(|t| t.drop_page(gva));
     }
 
     /// Makes the views of the CPU's state the live ones.

@@ -133,8 +133,10 @@ impl Mmu {
             self.generations.clear();
             self.flush_everything();
             // Also of contexts that are not current: all point into old slots.
-            for t in &mut self.views {
-                t.flush();
+            for i in 0..self.views.len() {
+                let epoch = self.next_tick();
+                self.views[i].flush();
+                self.views[i].epoch = epoch;
             }
             self.written.reset(&self.table);
         }

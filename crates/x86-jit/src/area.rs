@@ -13,7 +13,7 @@
 
 use core::mem::offset_of;
 
-use x86_cpu::CpuState;
+use x86_cpu::{CpuState, Msrs};
 use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, gs};
@@ -68,11 +68,26 @@ pub(crate) const FP_LIVE: usize = word(16);
 pub(crate) const CONTEXT: usize = word(17);
 /// The host's default MXCSR, for LDMXCSR.
 pub(crate) const HOST_MXCSR: usize = word(18);
+/// An interrupt waits for RFLAGS.IF.
+pub(crate) const IRQ_WAITING: usize = word(19);
+/// Guest TSC less host TSC.
+pub(crate) const TSC_OFFSET: usize = word(20);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
 
 pub(crate) const FP_AREA: usize = offset_of!(CpuState, fp);
 pub(crate) const RIP: usize = 8 * reg::RIP;
+
+/// RFLAGS but for the arithmetic flags.
+pub(crate) const RFLAGS: usize = offset_of!(CpuState, rflags);
+pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, tsc_aux);
+pub(crate) const KERNEL_GS_BASE: usize =
+    offset_of!(CpuState, msr) + offset_of!(Msrs, kernel_gs_base);
+
+/// Selector of a segment register.
+pub(crate) const fn selector(n: usize) -> Mem {
+    gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, selector))
+}
 
 /// Index in `EngineArea::words` of a field above.
 pub(crate) const fn index(offset: usize) -> usize {

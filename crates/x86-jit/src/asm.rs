@@ -48,6 +48,7 @@ pub(crate) const fn at(base: Reg, disp: i32) -> Mem {
 #[repr(u8)]
 pub(crate) enum Alu {
     Add = 0x03,
+    Or = 0x0b,
     And = 0x23,
     Sub = 0x2b,
     Xor = 0x33,
@@ -156,6 +157,11 @@ impl Asm {
     pub(crate) fn store_imm(&mut self, m: Mem, v: i32) {
         self.rm(true, &[0xc7], 0, m);
         self.imm32(v);
+    }
+    /// `mov byte [mem], imm8`.
+    pub(crate) fn store8(&mut self, m: Mem, v: u8) {
+        self.rm(false, &[0xc6], 0, m);
+        self.buf.push(v);
     }
     /// `mov to, from`.
     pub(crate) fn mov(&mut self, to: Reg, from: Reg) {

@@ -6,6 +6,16 @@ use x86_interp::gating;
 
 use crate::kind::{Kind, Kinds};
 
+/// Mode bits: what a block was translated for, besides its bytes.
+pub(crate) mod mode {
+    /// FP and SIMD instructions are enabled and raise no exceptions.
+    pub(crate) const FP: u8 = 1;
+    /// CPL 0, and IOPL, NT and DF are clear.
+    pub(crate) const KERNEL: u8 = 2;
+    /// RDTSC is allowed, and an addition.
+    pub(crate) const TSC: u8 = 4;
+}
+
 /// The six arithmetic flags.
 pub(crate) const ALL: u32 = RflagsBits::OF
     | RflagsBits::SF
@@ -36,7 +46,7 @@ pub(crate) fn decode<B: GuestBus>(
     cpu: &mut CpuState,
     bus: &mut B,
     gva: u64,
-    fp: bool,
+    mode: u8,
 ) {
     out.clear();
     let options = gating::decoder_options(&cpu.features);
@@ -67,7 +77,15 @@ pub(crate) fn decode<B: GuestBus>(
         } else {
             Kind::Interpret
         };
-        if matches!(kind, Kind::CopyFp | Kind::CopyFpAligned) && !fp {
+        let needs = match kind {
+            Kind::CopyFp | Kind::CopyFpAligned => mode::FP,
+            Kind::Rdtsc => mode::TSC,
+            Kind::Pushf | Kind::Popf | Kind::Cli | Kind::Sti | Kind::Swapgs | Kind::Ac => {
+                mode::KERNEL
+            }
+            _ => 0,
+        };
+        if needs & !mode != 0 {
             kind = Kind::Interpret;
         }
         if i.has_lock_prefix() && !is_lockable(&i) {
@@ -92,10 +110,18 @@ pub(crate) fn decode<B: GuestBus>(
             break;
         }
     }
+    // Nothing may be injected between STI and the next instruction, so both are in one block.
+    if let Some(d) = out.last_mut()
+        && d.kind == Kind::Sti
+    {
+        d.kind = Kind::Interpret;
+    }
     let mut live = ALL;
     for d in out.iter_mut().rev() {
         live = match d.kind {
             Kind::Interpret | Kind::Jcc => ALL,
+            Kind::Pushf => ALL,
+            Kind::Popf => 0,
             Kind::Nop => live,
             _ => live & !overwritten(&d.i) | d.i.rflags_read() & ALL,
         };

@@ -40,7 +40,7 @@ const EMPTY: Target = Target {
 #[derive(Debug)]
 pub(crate) struct Cache {
     /// By page identity, offset and mode.
-    pub(crate) blocks: HashMap<(u64, u8), Option<Block>, Hash>,
+    pub(crate) blocks: HashMap<(u64, u8), Block, Hash>,
     pub(crate) targets: Box<[Target]>,
 }
 
@@ -54,6 +54,11 @@ impl Cache {
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
         self.targets.fill(EMPTY);
+    }
+    /// Address of the outer entry for `rip`.
+    pub(crate) fn target(&self, rip: u64, key: u64, mix: u64) -> Option<u64> {
+        let t = self.targets.get((rip ^ mix) as usize & (TARGETS_LEN - 1))?;
+        (t.rip == rip && t.key == key).then_some(t.code)
     }
     pub(crate) fn set_target(&mut self, rip: u64, key: u64, mix: u64, code: u64) {
         let i = (rip ^ mix) as usize & (TARGETS_LEN - 1);

@@ -32,6 +32,22 @@ pub(crate) enum Kind {
     Div,
     /// IDIV: guarded against #DE.
     Idiv,
+    /// As [`Kind::Copy`], with a memory operand that must be aligned to its size.
+    CopyAligned,
+    /// BT and its kin with a register that selects a bit anywhere in memory.
+    BitString,
+    /// MOV from a segment register to a general one.
+    FromSegment,
+    /// RDTSC and RDTSCP, where allowed and not scaled.
+    Rdtsc,
+    /// At CPL 0, with IOPL, NT and DF clear:
+    Pushf,
+    Popf,
+    Cli,
+    Sti,
+    Swapgs,
+    /// STAC and CLAC.
+    Ac,
     Jcc,
     Jmp,
     JmpIndirect,
@@ -57,6 +73,8 @@ impl Kinds {
             *slot = form(i);
         }
         match *slot {
+            Kind::Copy if is_bit_string(i) => bit_string(i),
+            Kind::FromSegment if i.op0_kind() != OpKind::Register => Kind::Interpret,
             Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop
                 if !operands_are_plain(i) =>
             {
@@ -96,7 +114,17 @@ fn form(i: &Instruction) -> Kind {
         M::Call if code == Code::Call_rm64 => Kind::CallIndirect,
         M::Ret if matches!(code, Code::Retnq | Code::Retnq_imm16) => Kind::Ret,
         _ if is_jcc(code) => Kind::Jcc,
-        M::Cmpxchg8b | M::Cmpxchg16b => Kind::Interpret,
+        M::Cmpxchg16b => Kind::CopyAligned,
+        M::Mov if matches!(code, Code::Mov_r32m16_Sreg | Code::Mov_r64m16_Sreg) => {
+            Kind::FromSegment
+        }
+        M::Rdtsc | M::Rdtscp => Kind::Rdtsc,
+        M::Pushfq => Kind::Pushf,
+        M::Popfq => Kind::Popf,
+        M::Cli => Kind::Cli,
+        M::Sti => Kind::Sti,
+        M::Swapgs => Kind::Swapgs,
+        M::Stac | M::Clac => Kind::Ac,
         _ if is_harmless_integer(i) => Kind::Copy,
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,
         _ if x86_native::form(i).is_some() => {
@@ -212,6 +240,7 @@ fn is_harmless_integer(i: &Instruction) -> bool {
         | M::Cmovns
         | M::Cmovo
         | M::Cmovp
+        | M::Cmpxchg8b
         | M::Cmovs
         | M::Cmpxchg
         | M::Xadd
@@ -236,13 +265,24 @@ fn is_harmless_integer(i: &Instruction) -> bool {
     }
 }
 
+fn is_bit_string(i: &Instruction) -> bool {
+    use Mnemonic as M;
+    matches!(i.mnemonic(), M::Bt | M::Bts | M::Btr | M::Btc)
+        && i.op0_kind() == OpKind::Memory
+        && i.op1_kind() == OpKind::Register
+}
+
+fn bit_string(i: &Instruction) -> Kind {
+    if i.op1_register().size() >= 4 {
+        Kind::BitString
+    } else {
+        Kind::Interpret
+    }
+}
+
 /// Memory operands are ordinary ones, and high bytes need no REX prefix.
 fn operands_are_plain(i: &Instruction) -> bool {
-    use Mnemonic as M;
-    let bit_string = matches!(i.mnemonic(), M::Bt | M::Bts | M::Btr | M::Btc)
-        && i.op1_kind() == OpKind::Register;
-    // A register selects a bit anywhere in memory.
-    if i.op0_kind() == OpKind::Memory && (bit_string || i.mnemonic() == M::Pop) {
+    if i.op0_kind() == OpKind::Memory && i.mnemonic() == Mnemonic::Pop {
         return false;
     }
     let mut high = false;

@@ -34,4 +34,8 @@ pub trait JitBus: GuestBus {
     /// Becomes non-zero when the run loop has to be returned to. The same word
     /// for the bus's whole life.
     fn request_word(&self) -> &AtomicU32;
+    /// An interrupt waits for RFLAGS.IF.
+    fn interrupt_waits(&self) -> bool;
+    /// Guest TSC less host TSC, if that is all their difference.
+    fn tsc_offset(&self) -> Option<u64>;
 }

@@ -14,7 +14,7 @@ use crate::{
     JitBus,
     area::{self, index},
     asm::Asm,
-    block::{self, Decoded},
+    block::{self, Decoded, mode},
     cache::{Block, Cache},
     exit::Reason,
     kind::Kinds,
@@ -26,12 +26,6 @@ use crate::{
 const CACHE_SIZE: usize = 32 << 20;
 /// Room that a block needs at most.
 const MAX_BLOCK: usize = 32 << 10;
-
-/// Mode bits of a block's key.
-mod mode {
-    /// FP and SIMD instructions are enabled and raise no exceptions.
-    pub(super) const FP: u8 = 1;
-}
 
 /// Counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,6 +50,7 @@ pub struct Stats {
 struct Context<B> {
     cpu: *mut CpuState,
     bus: *mut B,
+    mode: u8,
 }
 
 /// A vCPU's translated code.
@@ -71,6 +66,10 @@ pub struct Jit {
     translator: Translator,
     /// The MMU's slots that generation cells belong to.
     slots: u64,
+    /// [`JitBus::tsc_offset`] has one.
+    plain_tsc: bool,
+    /// The block that RIP's target leads to may be outdated.
+    stale: bool,
     /// Mapping and mode of the last [`Self::select`].
     seen: (u64, u8),
     stats: Stats,
@@ -95,6 +94,8 @@ impl Jit {
             decoded: Vec::new(),
             translator: Translator::new(thunks),
             slots: u64::MAX,
+            plain_tsc: false,
+            stale: false,
             seen: (u64::MAX, 0),
             stats: Stats::default(),
         })
@@ -127,6 +128,10 @@ impl Jit {
         words[index(area::TARGETS)] = self.cache.targets.as_ptr() as u64;
         words[index(area::REQUESTS)] = bus.request_word().as_ptr() as u64;
         words[index(area::POLLS_LEFT)] = area::POLLS;
+        words[index(area::IRQ_WAITING)] = bus.interrupt_waits().into();
+        let tsc = bus.tsc_offset();
+        words[index(area::TSC_OFFSET)] = tsc.unwrap_or(0);
+        self.plain_tsc = tsc.is_some();
         self.seen = (u64::MAX, 0);
         loop {
             if cpu.shadow == Shadow::None && bus.poll(cpu) {
@@ -144,13 +149,16 @@ impl Jit {
                         self.stats.interpreted += 1;
                         interp.one(cpu, bus)
                     }
-                    Some(block) => match self.enter(cpu, bus, block) {
+                    Some(entry) => match self.enter(cpu, bus, entry) {
                         Reason::Poll => return RunStop::Poll,
                         Reason::Interpret => {
                             self.stats.interpreted += 1;
                             interp.one(cpu, bus)
                         }
-                        Reason::Stale | Reason::Link => RunStop::Poll,
+                        Reason::Stale | Reason::Link => {
+                            self.stale = true;
+                            RunStop::Poll
+                        }
                     },
                 }
             };
@@ -162,40 +170,60 @@ impl Jit {
 
     /// Makes tables and keys those of the current mapping and mode.
     fn select<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) {
-        let mode = if has_plain_fp(cpu) { mode::FP } else { 0 };
-        let now = (bus.fetch_epoch(), mode);
-        set_tables(cpu, bus);
         if bus.mmu().slots_generation() != self.slots {
             self.flush_all();
             self.slots = bus.mmu().slots_generation();
         }
-        self.seen = now;
-        let key = now.0 << 8 | u64::from(mode) | 1 << 7;
-        cpu.engine.words[index(area::KEY)] = key;
-        cpu.engine.words[index(area::MIX)] = mix(key);
+        let mut mode = 0;
+        if has_plain_fp(cpu) {
+            mode |= mode::FP;
+        }
+        if cpu.cpl == 0 && cpu.rflags & (rflags::IOPL | rflags::NT | rflags::DF) == 0 {
+            mode |= mode::KERNEL;
+        }
+        if self.plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
+            mode |= mode::TSC;
+        }
+        self.seen = (bus.fetch_epoch(), mode);
+        set_view(cpu, bus, mode);
     }
 
-    /// The block at RIP, translated if need be; `None`: not translatable.
-    fn find<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) -> Option<Block> {
+    /// Where to enter for RIP; the block is translated if need be. `None`: not translatable.
+    fn find<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) -> Option<usize> {
+        let rip = cpu.rip();
+        self.select(cpu, bus);
+        cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
+        let words = &cpu.engine.words;
+        let (key, mix) = (words[index(area::KEY)], words[index(area::MIX)]);
+        // The outer entry checks that the code has not changed.
+        if let Some(code) = self.cache.target(rip, key, mix)
+            && !std::mem::take(&mut self.stale)
+        {
+            return Some((code - self.buffer.rx() as u64) as usize);
+        }
+        self.stale = false;
+        let block = self.find_block(cpu, bus)?;
+        // Fetching may have filled tables.
+        self.select(cpu, bus);
+        let words = &cpu.engine.words;
+        let (key, mix) = (words[index(area::KEY)], words[index(area::MIX)]);
+        let code = self.buffer.rx() as u64 + block.entries.outer as u64;
+        self.cache.set_target(rip, key, mix, code);
+        Some(block.entries.outer)
+    }
+
+    /// The block at RIP, translated if need be.
+    fn find_block<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) -> Option<Block> {
         let rip = cpu.rip();
         let page = bus.code_page(cpu, rip).ok()?;
-        self.select(cpu, bus);
-        let mode = self.seen.1;
-        let key = (page.id | rip & 0xfff, mode);
+        let key = (page.id | rip & 0xfff, self.seen.1);
         let cell = bus.mmu().code_generation_cell(page.id)?;
         let cell_address = cell.as_ptr() as u64;
         let generation = cell.load(core::sync::atomic::Ordering::Acquire);
-        let known = self.cache.blocks.get(&key).copied();
-        let block = match known {
-            Some(Some(b)) if b.generation == generation => Some(b),
+        match self.cache.blocks.get(&key) {
+            Some(b) if b.generation == generation => Some(*b),
             _ => self.translate(cpu, bus, key, cell_address, generation),
-        }?;
-        let words = &mut cpu.engine.words;
-        words[index(area::PAGE)] = rip & !0xfff;
-        let code = self.buffer.rx() as u64 + block.entries.outer as u64;
-        self.cache
-            .set_target(rip, words[index(area::KEY)], words[index(area::MIX)], code);
-        Some(block)
+        }
     }
 
     fn translate<B: JitBus>(
@@ -211,8 +239,8 @@ impl Jit {
             self.flush_all();
             self.slots = slots;
         }
-        let fp = key.1 & mode::FP != 0;
-        block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, cpu.rip(), fp);
+        let rip = cpu.rip();
+        block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, rip, key.1);
         // Alone an instruction of the interpreter's needs no block.
         let first = self.decoded.first()?;
         if matches!(first.kind, crate::kind::Kind::Interpret) {
@@ -233,18 +261,18 @@ impl Jit {
             entries,
             generation,
         };
-        self.cache.blocks.insert(key, Some(block));
+        self.cache.blocks.insert(key, block);
         Some(block)
     }
 
     /// Runs translated code from a block on; follows link exits.
-    fn enter<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B, block: Block) -> Reason {
-        let mut entry = block.entries.saved;
+    fn enter<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B, mut entry: usize) -> Reason {
         loop {
             self.stats.entries += 1;
             let mut context = Context {
                 cpu: &raw mut *cpu,
                 bus: &raw mut *bus,
+                mode: self.seen.1,
             };
             let words = &mut cpu.engine.words;
             words[index(area::CONTEXT)] = &raw mut context as u64;
@@ -272,9 +300,11 @@ impl Jit {
             };
             cpu.set_rip(page + u64::from(site.target));
             let flushes = self.stats.flushes;
-            let Some(next) = self.find(cpu, bus) else {
+            self.select(cpu, bus);
+            let Some(next) = self.find_block(cpu, bus) else {
                 return Reason::Interpret;
             };
+            self.select(cpu, bus);
             if self.stats.flushes == flushes {
                 self.link(site, next);
             }
@@ -334,6 +364,15 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
         && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
 }
 
+/// Tables and keys of the bus's live view.
+fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
+    set_tables(cpu, bus);
+    // No key is zero.
+    let key = bus.fetch_epoch() << 8 | u64::from(mode) | 1 << 7;
+    cpu.engine.words[index(area::KEY)] = key;
+    cpu.engine.words[index(area::MIX)] = mix(key);
+}
+
 fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     let (read, write) = bus.mmu().live_tables();
     let words = &mut cpu.engine.words;
@@ -350,6 +389,17 @@ extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -
     // SAFETY: `Jit::enter` put its own references there and uses neither until
     // translated code returns.
     let (cpu, bus) = unsafe { (&mut *(*context).cpu, &mut *(*context).bus) };
+    if site & (thunks::SET_AC | thunks::CLEAR_AC) != 0 {
+        cpu.rflags &= !rflags::AC;
+        if site & thunks::SET_AC != 0 {
+            cpu.rflags |= rflags::AC;
+        }
+        bus.select_view(cpu);
+        // SAFETY: as above.
+        let mode = unsafe { (*context).mode };
+        set_view(cpu, bus, mode);
+        return 1;
+    }
     let size = u64::from(site >> 12 & 0xff);
     let access = if site >> 20 & 1 != 0 {
         Access::Write

@@ -28,6 +28,11 @@ pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
     offset & 0xfff | size << 12 | (write as u32) << 20
 }
 
+/// Bits of [`Thunks::refill`]'s r13d that stand for something other than an
+/// access: RFLAGS.AC becomes this.
+pub(crate) const SET_AC: u32 = 1 << 21;
+pub(crate) const CLEAR_AC: u32 = 1 << 22;
+
 /// `mov rax → r13; lahf; seto al; mov [FLAGS], eax; mov rax ← r13`.
 pub(crate) fn save_flags(a: &mut Asm) {
     a.mov(S1, RAX);

@@ -527,6 +527,12 @@ impl x86_jit::JitBus for Bus {
     fn request_word(&self) -> &std::sync::atomic::AtomicU32 {
         self.shared.request_word()
     }
+    fn interrupt_waits(&self) -> bool {
+        self.irq_waiting
+    }
+    fn tsc_offset(&self) -> Option<u64> {
+        self.tsc.plain_offset()
+    }
 }
 
 impl Bus {

@@ -34,6 +34,10 @@ impl TscParams {
             ((u128::from(host_tsc) * u128::from(self.ratio)) >> 32) as u64
         }
     }
+    /// The offset, if the frequency is the host's.
+    pub(crate) fn plain_offset(&self) -> Option<u64> {
+        (self.ratio == 1 << 32).then_some(self.offset)
+    }
     /// The guest's TSC at a host TSC.
     #[inline]
     pub(crate) fn guest(&self, host_tsc: u64) -> u64 {

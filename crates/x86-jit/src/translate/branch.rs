@@ -34,6 +34,23 @@ impl Translator {
         }
     }
 
+    /// On to the instruction at `offset`, which may be in the next page.
+    pub(super) fn fall_through(&mut self, offset: u32) {
+        if offset < 0x1000 {
+            self.direct(offset, offset.into());
+        } else {
+            save_flags(&mut self.asm);
+            let first = self.stubs.len();
+            self.far(offset, offset as i32);
+            // There is no branch to interpret: dispatch at the target.
+            for stub in &mut self.stubs[first..] {
+                if let Stub::Bail { from, offset } = *stub {
+                    *stub = Stub::Stale { from, offset };
+                }
+            }
+        }
+    }
+
     /// Jumps to an address relative to the page; flags are saved.
     pub(super) fn far(&mut self, offset: u32, t: i32) {
         self.asm.load(S0, gs(PAGE));

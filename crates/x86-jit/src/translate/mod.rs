@@ -15,6 +15,7 @@
 //! them, as execution after the fault overwrites them too.
 
 mod branch;
+mod system;
 
 use branch::target;
 use iced_x86::{
@@ -186,10 +187,7 @@ impl Translator {
             }
         }
         if !ended && let Some(d) = insns.last() {
-            self.direct(
-                d.offset + d.i.len() as u32,
-                i64::from(d.offset) + d.i.len() as i64,
-            );
+            self.fall_through(d.offset + d.i.len() as u32);
         }
         let inner = if live == 0 {
             saved
@@ -212,7 +210,16 @@ impl Translator {
         match d.kind {
             Kind::Nop => {}
             Kind::Copy | Kind::CopyFp => self.copy(d, false)?,
-            Kind::CopyFpAligned => self.copy(d, true)?,
+            Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, true)?,
+            Kind::BitString => self.bit_string(d)?,
+            Kind::FromSegment => self.from_segment(d),
+            Kind::Rdtsc => self.rdtsc(d),
+            Kind::Pushf => self.pushf(d),
+            Kind::Popf => self.popf(d),
+            Kind::Cli => self.asm.store8(gs(RFLAGS + 1), 0),
+            Kind::Sti => self.sti(d),
+            Kind::Swapgs => self.swapgs(),
+            Kind::Ac => self.access_control(d),
             Kind::Lea => self.lea(d)?,
             Kind::Push => self.push(d)?,
             Kind::Pop => self.pop(d),

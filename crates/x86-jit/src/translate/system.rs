@@ -1,0 +1,219 @@
+//! What kernels do all the time: flags, interrupts, time, per-CPU segments.
+
+use iced_x86::{Mnemonic, Register};
+use x86_defs::rflags;
+
+use super::{Emit, Stub, Translator, register};
+use crate::{
+    area::*,
+    asm::*,
+    block::Decoded,
+    thunks::{self, restore_flags, save_flags},
+};
+
+/// RFLAGS bits of which POPF changes none inline.
+const STEADY: i32 = 0x3f_7500;
+
+impl Translator {
+    pub(super) fn bail_if(&mut self, cc: u8, offset: u32) {
+        let from = self.asm.jcc(cc);
+        self.stubs.push(Stub::Bail { from, offset });
+    }
+
+    /// BT, BTS, BTR, BTC: moves the operand to the word that has the bit.
+    pub(super) fn bit_string(&mut self, d: &Decoded) -> Emit {
+        let source = d.i.op1_register();
+        let wide = source.size() == 8;
+        let (shift, scale, bits) = if wide { (6, 3, 63) } else { (5, 2, 31) };
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        self.address(&d.i, true)?;
+        let r = self.read_register(source, S1);
+        if wide {
+            self.asm.mov(S1, r);
+        } else {
+            self.asm.rr(true, &[0x63], S1, r); // movsxd
+        }
+        self.asm.shift(true, 7, S1, shift);
+        let word = Mem {
+            base: Some(S0),
+            index: Some((S1, scale)),
+            disp: 0,
+            gs: false,
+        };
+        self.asm.lea(S0, word);
+        self.probe(
+            d.offset,
+            if wide { 8 } else { 4 },
+            d.i.mnemonic() != Mnemonic::Bt,
+        );
+        let r = self.read_register(source, S1);
+        self.asm.mov(S1, r);
+        self.asm.alu_imm(false, Alu::And, S1, bits);
+        if d.live_in != 0 {
+            self.asm.store(gs(SPILL), S1);
+            restore_flags(&mut self.asm, S1);
+            self.asm.load(S1, gs(SPILL));
+        }
+        let mut out = d.i;
+        out.set_memory_base(Register::R14);
+        out.set_memory_index(Register::None);
+        out.set_memory_index_scale(1);
+        out.set_memory_displacement64(0);
+        out.set_memory_displ_size(0);
+        out.set_segment_prefix(Register::None);
+        out.set_op1_register(register(S1, source.size()));
+        self.encode(&out)
+    }
+
+    pub(super) fn from_segment(&mut self, d: &Decoded) {
+        let n = d.i.op0_register().full_register().number() as u8;
+        let segment = selector(d.i.op1_register().number());
+        let r = host_reg(n).unwrap_or(S0);
+        self.asm.rm(false, &[0x0f, 0xb7], r, segment); // movzx
+        if host_reg(n).is_none() {
+            self.asm.store(home(n), S0);
+        }
+    }
+
+    pub(super) fn rdtsc(&mut self, d: &Decoded) {
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        let a = &mut self.asm;
+        if d.i.mnemonic() == Mnemonic::Rdtscp {
+            a.bytes(&[0x0f, 0x01, 0xf9]);
+            a.load32(RCX, gs(TSC_AUX));
+        } else {
+            a.bytes(&[0x0f, 0x31]);
+        }
+        a.shift(true, 4, RDX, 32);
+        a.lea(
+            RAX,
+            Mem {
+                base: Some(RAX),
+                index: Some((RDX, 0)),
+                disp: 0,
+                gs: false,
+            },
+        );
+        a.alu(true, Alu::Add, RAX, gs(TSC_OFFSET));
+        a.mov(RDX, RAX);
+        a.shift(true, 5, RDX, 32);
+        a.mov32(RAX, RAX);
+        if d.live_in != 0 {
+            restore_flags(a, S1);
+        }
+    }
+
+    /// PUSHFQ: VM and RF read as 0.
+    pub(super) fn pushf(&mut self, d: &Decoded) {
+        let a = &mut self.asm;
+        save_flags(a);
+        a.load32(S1, gs(FLAGS));
+        a.mov32(S0, S1);
+        a.shift(false, 5, S0, 8);
+        a.alu_imm(false, Alu::And, S0, 0xd5);
+        a.alu_imm(false, Alu::And, S1, 1);
+        a.shift(false, 4, S1, 11);
+        a.alu_rr(false, Alu::Or, S0, S1);
+        a.load32(S1, gs(RFLAGS));
+        a.alu_imm(
+            false,
+            Alu::And,
+            S1,
+            !((rflags::ARITH | rflags::RF | rflags::VM) as i32),
+        );
+        a.alu_rr(false, Alu::Or, S0, S1);
+        a.store(gs(SPILL), S0);
+        a.lea(S0, at(GUEST_RSP, -8));
+        self.probe(d.offset, 8, true);
+        let a = &mut self.asm;
+        a.load(S1, gs(SPILL));
+        a.store(at(S0, 0), S1);
+        a.lea(GUEST_RSP, at(GUEST_RSP, -8));
+        restore_flags(a, S1);
+    }
+
+    /// Leaves if an interrupt could be taken once IF is set.
+    fn bail_if_waiting(&mut self, offset: u32) {
+        self.asm.load(S1, gs(REQUESTS));
+        self.asm.alu_mem_imm8(false, Alu::Cmp, at(S1, 0), 0);
+        self.bail_if(cc::NE, offset);
+        self.asm.alu_mem_imm8(false, Alu::Cmp, gs(IRQ_WAITING), 0);
+        self.bail_if(cc::NE, offset);
+    }
+
+    /// POPFQ that changes nothing but IF and arithmetic flags.
+    pub(super) fn popf(&mut self, d: &Decoded) {
+        self.asm.mov(S0, GUEST_RSP);
+        self.probe(d.offset, 8, false);
+        let a = &mut self.asm;
+        a.load(S0, at(S0, 0));
+        a.mov32(S1, S0);
+        a.alu(false, Alu::Xor, S1, gs(RFLAGS));
+        a.rr(false, &[0xf7], 0, S1); // test
+        a.bytes(&STEADY.to_le_bytes());
+        self.bail_if(cc::NE, d.offset);
+        let a = &mut self.asm;
+        a.rr(false, &[0xf7], 0, S0);
+        a.bytes(&(rflags::IF as u32).to_le_bytes());
+        let disabled = a.jcc(cc::E);
+        self.bail_if_waiting(d.offset);
+        let a = &mut self.asm;
+        a.store8(gs(RFLAGS + 1), 2);
+        let enabled = a.jmp();
+        let here = a.here();
+        a.patch(disabled, here);
+        a.store8(gs(RFLAGS + 1), 0);
+        let here = a.here();
+        a.patch(enabled, here);
+        a.lea(GUEST_RSP, at(GUEST_RSP, 8));
+        // Bits 0 to 7 to AH, bit 11 to AL.
+        a.mov32(S1, S0);
+        a.shift(false, 4, S1, 8);
+        a.alu_imm(false, Alu::And, S1, 0xff00);
+        a.shift(false, 5, S0, 11);
+        a.alu_imm(false, Alu::And, S0, 1);
+        a.alu_rr(false, Alu::Or, S1, S0);
+        a.store32(gs(FLAGS), S1);
+        restore_flags(a, S1);
+    }
+
+    pub(super) fn sti(&mut self, d: &Decoded) {
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        self.bail_if_waiting(d.offset);
+        self.asm.store8(gs(RFLAGS + 1), 2);
+        if d.live_in != 0 {
+            restore_flags(&mut self.asm, S1);
+        }
+    }
+
+    pub(super) fn swapgs(&mut self) {
+        let a = &mut self.asm;
+        a.load(S0, gs(KERNEL_GS_BASE));
+        a.load(S1, segment_base(5));
+        a.store(segment_base(5), S0);
+        a.store(gs(KERNEL_GS_BASE), S1);
+    }
+
+    /// STAC and CLAC: another view of the same tables.
+    pub(super) fn access_control(&mut self, d: &Decoded) {
+        let what = if d.i.mnemonic() == Mnemonic::Stac {
+            thunks::SET_AC
+        } else {
+            thunks::CLEAR_AC
+        };
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        self.asm.mov_imm(S1, (what | d.offset).into());
+        self.asm.call_to(self.thunks.refill);
+        if d.live_in != 0 {
+            restore_flags(&mut self.asm, S1);
+        }
+    }
+}
