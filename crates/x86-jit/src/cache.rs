@@ -36,6 +36,11 @@ const EMPTY: Target = Target {
     page: 0,
 };
 
+/// Index of a target. Functions are aligned: their low bits alone are no hash.
+fn place(rip: u64, mix: u64) -> usize {
+    (rip ^ rip >> 4 ^ mix) as u32 as usize & (TARGETS_LEN - 1)
+}
+
 /// Blocks and targets of one vCPU.
 #[derive(Debug)]
 pub(crate) struct Cache {
@@ -57,12 +62,11 @@ impl Cache {
     }
     /// Address of the outer entry for `rip`.
     pub(crate) fn target(&self, rip: u64, key: u64, mix: u64) -> Option<u64> {
-        let t = self.targets.get((rip ^ mix) as usize & (TARGETS_LEN - 1))?;
+        let t = self.targets.get(place(rip, mix))?;
         (t.rip == rip && t.key == key).then_some(t.code)
     }
     pub(crate) fn set_target(&mut self, rip: u64, key: u64, mix: u64, code: u64) {
-        let i = (rip ^ mix) as usize & (TARGETS_LEN - 1);
-        if let Some(t) = self.targets.get_mut(i) {
+        if let Some(t) = self.targets.get_mut(place(rip, mix)) {
             *t = Target {
                 rip,
                 key,

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Bytes of translated code of a vCPU.
-const CACHE_SIZE: usize = 32 << 20;
+const CACHE_SIZE: usize = 64 << 20;
 /// Room that a block needs at most.
 const MAX_BLOCK: usize = 32 << 10;
 

@@ -72,7 +72,10 @@ impl Translator {
     /// when it is certain that the jump is taken. Flags are saved.
     pub(super) fn jump(&mut self, offset: u32, pop: i32) {
         let a = &mut self.asm;
+        // As `cache::place` has it.
         a.mov32(S1, S0);
+        a.shift(false, 5, S1, 4);
+        a.alu_rr(false, Alu::Xor, S1, S0);
         a.alu(false, Alu::Xor, S1, gs(MIX));
         a.alu_imm(false, Alu::And, S1, TARGETS_LEN as i32 - 1);
         a.shift(false, 4, S1, 5);

@@ -114,7 +114,7 @@ struct Unsupported;
 type Emit = Result<(), Unsupported>;
 
 /// Entries of the target table.
-pub(crate) const TARGETS_LEN: usize = 1 << 12;
+pub(crate) const TARGETS_LEN: usize = 1 << 13;
 
 impl Translator {
     pub(crate) fn new(thunks: Thunks) -> Self {
@@ -212,7 +212,7 @@ impl Translator {
             Kind::Copy | Kind::CopyFp => self.copy(d, false)?,
             Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, true)?,
             Kind::BitString => self.bit_string(d)?,
-            Kind::FromSegment => self.from_segment(d),
+            Kind::FromSegment => self.segment_to_register(d),
             Kind::Rdtsc => self.rdtsc(d),
             Kind::Pushf => self.pushf(d),
             Kind::Popf => self.popf(d),

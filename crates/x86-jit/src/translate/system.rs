@@ -67,7 +67,7 @@ impl Translator {
         self.encode(&out)
     }
 
-    pub(super) fn from_segment(&mut self, d: &Decoded) {
+    pub(super) fn segment_to_register(&mut self, d: &Decoded) {
         let n = d.i.op0_register().full_register().number() as u8;
         let segment = selector(d.i.op1_register().number());
         let r = host_reg(n).unwrap_or(S0);
