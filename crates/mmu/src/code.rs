@@ -8,7 +8,10 @@ use std::sync::atomic::Ordering;
 
 use guest_memory::{HostPage, slot::CODE_CHUNK};
 use x86_cpu::{Access, CodePage, CpuState, Privilege};
-use x86_defs::paging::PAGE_SIZE;
+use x86_defs::{
+    control::{cr4, efer},
+    paging::PAGE_SIZE,
+};
 
 use crate::{Miss, Mmu, written::Place};
 
@@ -127,6 +130,9 @@ impl FetchTable {
         self.private = false;
         true
     }
+    fn is_private(&self) -> bool {
+        self.private
+    }
     pub(crate) fn flush(&mut self) -> bool {
         if !self.filled {
             return false;
@@ -137,6 +143,33 @@ impl FetchTable {
         self.pages.clear();
         self.regions.clear();
         true
+    }
+}
+
+/// What is known of global pages that code was fetched from, in any context:
+/// processors keep these translations when CR3 changes.
+#[derive(Debug, Default)]
+pub(crate) struct GlobalFetch {
+    /// Changes when a flush may have dropped one of them.
+    epoch: u64,
+    /// Paging modes and controls that `epoch` belongs to.
+    controls: u64,
+    pages: Filter,
+    /// 4 MiB regions of large pages.
+    regions: Filter,
+    huge: bool,
+}
+
+impl GlobalFetch {
+    fn add(&mut self, gva: u64, level: u8) {
+        match level {
+            0 | 1 => self.pages.add(gva >> 12),
+            2 => self.regions.add(gva >> 22),
+            _ => self.huge = true,
+        }
+    }
+    fn may_have(&self, gva: u64) -> bool {
+        self.huge || self.pages.may_have(gva >> 12) || self.regions.may_have(gva >> 22)
     }
 }
 
@@ -238,6 +271,9 @@ impl Mmu {
             self.bump(entry.place());
         }
         self.compare_sum(&entry);
+        if walk.global {
+            self.global_fetch.add(gva, walk.level);
+        }
         let tables = &mut self.views[self.live];
         tables.note_level(gva, walk.level);
         tables.fetch.insert(entry);
@@ -397,9 +433,45 @@ impl Mmu {
         self.views[self.live].epoch
     }
 
+    /// As [`Self::fetch_epoch`], but the same in all contexts while a supervisor
+    /// executes from global pages only: for a cache of branch targets.
+    #[inline]
+    pub fn target_epoch(&self, cpu: &CpuState) -> u64 {
+        let live = &self.views[self.live];
+        if cpu.cpl == 0 && cpu.cr4 & cr4::PGE != 0 && !live.fetch.is_private() {
+            self.global_fetch.epoch
+        } else {
+            live.epoch
+        }
+    }
+
+    /// A flush of `gva`, or of everything.
+    pub(crate) fn flush_global_fetch(&mut self, gva: Option<u64>) {
+        if gva.is_none_or(|gva| self.global_fetch.may_have(gva)) {
+            self.global_fetch = GlobalFetch {
+                epoch: self.next_tick(),
+                controls: self.global_fetch.controls,
+                ..GlobalFetch::default()
+            };
+        }
+    }
+
+    /// CR0, CR3, CR4 or EFER changed.
+    pub(crate) fn note_fetch_controls(&mut self, cpu: &CpuState) {
+        let controls = cpu.cr4
+            | (cpu.efer & efer::NXE) << 32
+            | (self.paging.mode as u64) << 48
+            | (self.paging.space as u64) << 56;
+        if controls != self.global_fetch.controls {
+            self.global_fetch.controls = controls;
+            self.flush_global_fetch(None);
+        }
+    }
+
     /// The VMM may have written code: what is fetched next is compared, page by
     /// page, with what was fetched before.
     pub fn recheck_code(&mut self) {
+        self.flush_global_fetch(None);
         for i in 0..self.views.len() {
             let epoch = self.next_tick();
             let tables = &mut self.views[i];

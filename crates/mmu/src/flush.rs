@@ -42,6 +42,7 @@ impl Mmu {
     /// reset has set registers. The caller flushes [`Flush::All`] as well.
     pub fn set_root(&mut self, cpu: &CpuState) {
         self.paging = Paging::of(cpu);
+        self.note_fetch_controls(cpu);
         self.select_context();
         self.select_tables(cpu);
     }
@@ -71,6 +72,7 @@ impl Mmu {
     /// contexts of `pcid` (all, if none is given: the page may be global).
     fn flush_page(&mut self, gva: u64, pcid: Option<u16>) {
         self.l2.flush_page(gva);
+        self.flush_global_fetch(Some(gva));
         for i in 0..self.contexts.len() {
             if pcid.is_some_and(|p| p != self.contexts[i].key.pcid) {
                 continue;
@@ -101,6 +103,7 @@ impl Mmu {
     pub(crate) fn flush_everything(&mut self) {
         let tick = self.next_tick();
         self.l2.flush_all(tick);
+        self.flush_global_fetch(None);
         for (i, c) in self.contexts.iter_mut().enumerate() {
             c.flushed = tick;
             if i != self.current {

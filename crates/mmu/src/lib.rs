@@ -136,6 +136,7 @@ pub struct Mmu {
 
     written: written::Written,
     generations: code::GenerationCache,
+    global_fetch: code::GlobalFetch,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, code::Sum>,
     stats: Stats,
@@ -165,6 +166,7 @@ impl Mmu {
             l2: l2::L2::new(),
             written: written::Written::default(),
             generations: code::GenerationCache::default(),
+            global_fetch: code::GlobalFetch::default(),
             sums: HashMap::new(),
             stats: Stats::default(),
         };

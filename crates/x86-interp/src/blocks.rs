@@ -119,6 +119,8 @@ pub(crate) struct Blocks<B> {
     jumps: Box<[Jump]>,
     /// Blocks of one instruction are being looked for.
     single: bool,
+    /// Times that the host's stubs of instructions were dropped.
+    pub(crate) resets: u64,
 }
 
 impl<B: GuestBus> Blocks<B> {
@@ -129,6 +131,7 @@ impl<B: GuestBus> Blocks<B> {
             index: HashMap::default(),
             jumps: vec![EMPTY; 2 * JUMPS].into_boxed_slice(),
             single: false,
+            resets: 0,
         }
     }
 
@@ -194,6 +197,15 @@ impl<B: GuestBus> Blocks<B> {
         self.single = true;
         let linear = ex.code_linear(ex.cpu.rip());
         let slot = JUMPS + ((linear ^ linear >> 13) as usize & (JUMPS - 1));
+        if let Some(j) = self.jumps.get(slot)
+            && j.linear == linear
+            && j.epoch == ex.bus.fetch_epoch()
+            && j.changes == ex.bus.code_changes()
+            && j.size == ex.cpu.code_size
+        {
+            self.single = false;
+            return Ok(j.entry);
+        }
         let result = self.find_known(ex, linear, slot);
         self.single = false;
         result
@@ -234,6 +246,7 @@ impl<B: GuestBus> Blocks<B> {
                 let mut block = self.decode(ex, linear, page)?;
                 if ex.native.take_reset() {
                     self.clear();
+                    self.resets += 1;
                     block = self.decode(ex, linear, page)?;
                 }
                 self.insert(key, block)

@@ -9,7 +9,7 @@ use x86_cpu::{CpuState, Event, Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_native::Native;
 
-use crate::{Exec, Flow, Insn, Stop, blocks::Blocks, deliver};
+use crate::{Exec, Flow, Insn, Selector, Stop, blocks::Blocks, decode::decode, deliver};
 
 /// Why [`Interp::run`] returned. `CpuState` is exact in every case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +95,35 @@ impl<B: GuestBus> Interp<B> {
         ex.sync_flags();
         finish(result)
     }
+    /// Decodes an instruction of the current mode for [`Self::execute`]; `None` if
+    /// `bytes` are not one. What this returned is void when [`Self::resets`] or
+    /// `cpu.features` change.
+    pub fn prepare(&mut self, cpu: &CpuState, bytes: &[u8]) -> Option<Insn<B>> {
+        let mut selector = Selector {
+            native: &mut self.native,
+            bytes: &[],
+            features: &cpu.features,
+            code_size: cpu.code_size,
+        };
+        let insn = decode(bytes, &mut selector).ok();
+        if self.native.take_reset() {
+            self.blocks.clear();
+            self.blocks.resets += 1;
+            return None;
+        }
+        insn
+    }
+    /// Changes when decoded instructions become void.
+    pub fn resets(&self) -> u64 {
+        self.blocks.resets
+    }
+    /// As [`Self::one`], with the instruction at RIP already decoded.
+    pub fn execute(&mut self, cpu: &mut CpuState, bus: &mut B, insn: &Insn<B>) -> RunStop {
+        let mut ex = Exec::new(cpu, bus, &mut self.native);
+        let result = run_insn(&mut ex, insn).or_else(|stop| handle(&mut ex, stop));
+        ex.sync_flags();
+        finish(result)
+    }
     /// Delivers an event through the IDT. `Exit` means that delivery needs the
     /// VMM first: inject again afterwards.
     pub fn inject(&mut self, cpu: &mut CpuState, bus: &mut B, event: Event) -> Result<(), RunStop> {
@@ -126,6 +155,10 @@ fn run_first<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
     if !ex.cpu.is_64bit() {
         ex.check_fetch(ex.cpu.rip(), insn.len.into())?;
     }
+    run_insn(ex, insn)
+}
+
+fn run_insn<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<(), Stop> {
     let result = (insn.handler)(ex, insn);
     if let Ok(Flow::Next | Flow::EndBlock) = result {
         let next = ex.next_rip(insn);

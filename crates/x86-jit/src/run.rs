@@ -8,7 +8,7 @@ use x86_defs::{
     control::{cr0, cr4},
     dr, rflags, xsave,
 };
-use x86_interp::{Interp, RunStop};
+use x86_interp::{Insn, Interp, RunStop};
 
 use crate::{
     JitBus,
@@ -17,9 +17,9 @@ use crate::{
     block::{self, Decoded, mode},
     cache::{Block, Cache},
     exit::Reason,
-    kind::Kinds,
+    kind::{Kind, Kinds},
     thunks::{self, Thunks},
-    translate::{LinkSite, Translator},
+    translate::{Entries, LinkSite, Translator},
 };
 
 /// Bytes of translated code of a vCPU.
@@ -55,7 +55,7 @@ struct Context<B> {
 
 /// A vCPU's translated code.
 #[derive(Debug)]
-pub struct Jit {
+pub struct Jit<B> {
     buffer: CodeBuffer,
     used: usize,
     thunks: Thunks,
@@ -63,6 +63,10 @@ pub struct Jit {
     cache: Cache,
     kinds: Kinds,
     decoded: Vec<Decoded>,
+    /// Instructions at which blocks leave for the interpreter.
+    interpreted: Vec<Insn<B>>,
+    /// [`Interp::resets`] that they belong to.
+    resets: u64,
     translator: Translator,
     /// The MMU's slots that generation cells belong to.
     slots: u64,
@@ -70,14 +74,14 @@ pub struct Jit {
     plain_tsc: bool,
     /// The block that RIP's target leads to may be outdated.
     stale: bool,
-    /// Mapping and mode of the last [`Self::select`].
-    seen: (u64, u8),
+    /// Mode bits of the last [`Self::select`].
+    mode: u8,
     stats: Stats,
 }
 
-impl Jit {
+impl<B: JitBus> Jit<B> {
     /// Maps the code buffer; `None` if the host does not allow that.
-    pub fn new<B: JitBus>() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         let mut buffer = CodeBuffer::new(CACHE_SIZE).ok()?;
         let mut a = Asm::default();
         a.start(0);
@@ -92,11 +96,13 @@ impl Jit {
             cache: Cache::new(),
             kinds: Kinds::new(),
             decoded: Vec::new(),
+            interpreted: Vec::new(),
+            resets: 0,
             translator: Translator::new(thunks),
             slots: u64::MAX,
             plain_tsc: false,
             stale: false,
-            seen: (u64::MAX, 0),
+            mode: 0,
             stats: Stats::default(),
         })
     }
@@ -110,18 +116,13 @@ impl Jit {
     pub fn flush_all(&mut self) {
         self.cache.clear();
         self.translator.links.clear();
+        self.interpreted.clear();
         self.used = self.thunks_end;
-        self.seen = (u64::MAX, 0);
         self.stats.flushes += 1;
     }
 
     /// Executes until something stops it, as [`Interp::run`] does.
-    pub fn run<B: JitBus>(
-        &mut self,
-        interp: &mut Interp<B>,
-        cpu: &mut CpuState,
-        bus: &mut B,
-    ) -> RunStop {
+    pub fn run(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         set_gs_base(cpu);
         let words = &mut cpu.engine.words;
         words[index(area::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
@@ -132,8 +133,11 @@ impl Jit {
         let tsc = bus.tsc_offset();
         words[index(area::TSC_OFFSET)] = tsc.unwrap_or(0);
         self.plain_tsc = tsc.is_some();
-        self.seen = (u64::MAX, 0);
         loop {
+            if interp.resets() != self.resets {
+                self.flush_all();
+                self.resets = interp.resets();
+            }
             if cpu.shadow == Shadow::None && bus.poll(cpu) {
                 return RunStop::Poll;
             }
@@ -144,16 +148,20 @@ impl Jit {
                     return interp.run(cpu, bus);
                 }
             } else {
-                match self.find(cpu, bus) {
+                match self.find(interp, cpu, bus) {
                     None => {
                         self.stats.interpreted += 1;
                         interp.one(cpu, bus)
                     }
-                    Some(entry) => match self.enter(cpu, bus, entry) {
+                    Some(entry) => match self.enter(interp, cpu, bus, entry) {
                         Reason::Poll => return RunStop::Poll,
                         Reason::Interpret => {
                             self.stats.interpreted += 1;
-                            interp.one(cpu, bus)
+                            let site = cpu.engine.words[index(area::ARGUMENT)] as usize;
+                            match self.interpreted.get(site.wrapping_sub(1)) {
+                                Some(insn) => interp.execute(cpu, bus, insn),
+                                None => interp.one(cpu, bus),
+                            }
                         }
                         Reason::Stale | Reason::Link => {
                             self.stale = true;
@@ -169,7 +177,7 @@ impl Jit {
     }
 
     /// Makes tables and keys those of the current mapping and mode.
-    fn select<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) {
+    fn select(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().slots_generation() != self.slots {
             self.flush_all();
             self.slots = bus.mmu().slots_generation();
@@ -184,12 +192,12 @@ impl Jit {
         if self.plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
             mode |= mode::TSC;
         }
-        self.seen = (bus.fetch_epoch(), mode);
+        self.mode = mode;
         set_view(cpu, bus, mode);
     }
 
     /// Where to enter for RIP; the block is translated if need be. `None`: not translatable.
-    fn find<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) -> Option<usize> {
+    fn find(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> Option<usize> {
         let rip = cpu.rip();
         self.select(cpu, bus);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
@@ -202,7 +210,7 @@ impl Jit {
             return Some((code - self.buffer.rx() as u64) as usize);
         }
         self.stale = false;
-        let block = self.find_block(cpu, bus)?;
+        let block = self.find_block(interp, cpu, bus)?;
         // Fetching may have filled tables.
         self.select(cpu, bus);
         let words = &cpu.engine.words;
@@ -213,27 +221,35 @@ impl Jit {
     }
 
     /// The block at RIP, translated if need be.
-    fn find_block<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B) -> Option<Block> {
+    fn find_block(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> Option<Block> {
         let rip = cpu.rip();
         let page = bus.code_page(cpu, rip).ok()?;
-        let key = (page.id | rip & 0xfff, self.seen.1);
+        let key = (page.id | rip & 0xfff, self.mode);
         let cell = bus.mmu().code_generation_cell(page.id)?;
         let cell_address = cell.as_ptr() as u64;
         let generation = cell.load(core::sync::atomic::Ordering::Acquire);
         match self.cache.blocks.get(&key) {
             Some(b) if b.generation == generation => Some(*b),
-            _ => self.translate(cpu, bus, key, cell_address, generation),
+            _ => Some(self.translate(interp, cpu, bus, key, cell_address, generation)),
         }
+        .filter(|b| b.entries.outer != 0)
     }
 
-    fn translate<B: JitBus>(
+    /// An untranslatable instruction gets a block with no entries.
+    fn translate(
         &mut self,
+        interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
         key: (u64, u8),
         cell: u64,
         generation: u32,
-    ) -> Option<Block> {
+    ) -> Block {
         if self.used + MAX_BLOCK > self.buffer.len() {
             let slots = self.slots;
             self.flush_all();
@@ -241,41 +257,69 @@ impl Jit {
         }
         let rip = cpu.rip();
         block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, rip, key.1);
-        // Alone an instruction of the interpreter's needs no block.
-        let first = self.decoded.first()?;
-        if matches!(first.kind, crate::kind::Kind::Interpret) {
-            return None;
+        let mut block = Block {
+            entries: Entries::default(),
+            generation,
+        };
+        if self.decoded.is_empty() {
+            self.cache.blocks.insert(key, block);
+            return block;
         }
-        let entries = self
+        let site = self.prepare(interp, cpu, bus);
+        block.entries = self
             .translator
-            .block(&self.decoded, self.used, cell, generation);
+            .block(&self.decoded, self.used, cell, generation, site);
         let code = &self.translator.asm.buf;
+        // There is room: `MAX_BLOCK`.
         if !self.buffer.write(self.used, code) {
-            return None;
+            block.entries = Entries::default();
+            return block;
         }
         self.stats.blocks += 1;
         self.stats.insns += self.decoded.len() as u64;
         self.stats.bytes += code.len() as u64;
         self.used = (self.used + code.len()).next_multiple_of(16);
-        let block = Block {
-            entries,
-            generation,
-        };
         self.cache.blocks.insert(key, block);
-        Some(block)
+        block
+    }
+
+    /// Decodes for the interpreter the instruction that the block ends with;
+    /// returns its number plus one, 0 if there is none.
+    fn prepare(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u32 {
+        let Some(d) = self.decoded.last().filter(|d| d.kind == Kind::Interpret) else {
+            return 0;
+        };
+        let mut bytes = [0; 15];
+        let bytes = &mut bytes[..d.i.len()];
+        let gva = cpu.rip() & !0xfff | u64::from(d.offset);
+        if bus.code_bytes(cpu, gva, bytes) != Ok(bytes.len()) {
+            return 0;
+        }
+        let Some(insn) = interp.prepare(cpu, bytes) else {
+            return 0;
+        };
+        self.interpreted.push(insn);
+        self.interpreted.len() as u32
     }
 
     /// Runs translated code from a block on; follows link exits.
-    fn enter<B: JitBus>(&mut self, cpu: &mut CpuState, bus: &mut B, mut entry: usize) -> Reason {
+    fn enter(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        mut entry: usize,
+    ) -> Reason {
         loop {
             self.stats.entries += 1;
             let mut context = Context {
                 cpu: &raw mut *cpu,
                 bus: &raw mut *bus,
-                mode: self.seen.1,
+                mode: self.mode,
             };
             let words = &mut cpu.engine.words;
             words[index(area::CONTEXT)] = &raw mut context as u64;
+            words[index(area::ARGUMENT)] = 0;
             words[index(area::FLAGS)] = pack(cpu.rflags);
             words[index(area::ENTRY)] = self.buffer.rx() as u64 + entry as u64;
             let enter = self.buffer.rx() as u64 + self.thunks.enter as u64;
@@ -301,7 +345,8 @@ impl Jit {
             cpu.set_rip(page + u64::from(site.target));
             let flushes = self.stats.flushes;
             self.select(cpu, bus);
-            let Some(next) = self.find_block(cpu, bus) else {
+            let Some(next) = self.find_block(interp, cpu, bus) else {
+                cpu.engine.words[index(area::ARGUMENT)] = 0;
                 return Reason::Interpret;
             };
             self.select(cpu, bus);
@@ -368,7 +413,7 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
 fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
     set_tables(cpu, bus);
     // No key is zero.
-    let key = bus.fetch_epoch() << 8 | u64::from(mode) | 1 << 7;
+    let key = bus.mmu().target_epoch(cpu) << 8 | u64::from(mode) | 1 << 7;
     cpu.engine.words[index(area::KEY)] = key;
     cpu.engine.words[index(area::MIX)] = mix(key);
 }

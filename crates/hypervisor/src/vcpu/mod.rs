@@ -55,7 +55,7 @@ struct Inner {
     cpu: Box<CpuState>,
     interp: Interp<Bus>,
     /// Absent if switched off, or if the host allows no generated code.
-    jit: Option<Jit>,
+    jit: Option<Jit<Bus>>,
     bus: Bus,
     /// KVM_MP_STATE_*.
     mp_state: u32,
@@ -93,7 +93,7 @@ impl Vcpu {
         let inner = Inner {
             cpu,
             interp: Interp::new(),
-            jit: engine_is_jit().then(Jit::new::<Bus>).flatten(),
+            jit: engine_is_jit().then(Jit::new).flatten(),
             bus,
             mp_state,
             signals_checked_ns: 0,

@@ -43,7 +43,7 @@ pub(crate) struct LinkSite {
 }
 
 /// Entry points of a translated block, as offsets in the buffer.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Entries {
     pub(crate) outer: usize,
     pub(crate) saved: usize,
@@ -98,6 +98,8 @@ pub(crate) struct Translator {
     encoder: Encoder,
     info: InstructionInfoFactory,
     thunks: Thunks,
+    /// Number of the interpreter's instruction at the end, 0 if there is none.
+    interpreted: u32,
 }
 
 impl core::fmt::Debug for Translator {
@@ -125,18 +127,23 @@ impl Translator {
             encoder: Encoder::new(64),
             info: InstructionInfoFactory::new(),
             thunks,
+            interpreted: 0,
         }
     }
 
     /// Translates a block to offset `base` of the buffer; the code is in `self.asm`.
-    /// `cell` is the host address of the page's code generation, `generation` its value.
+    /// `cell` is the host address of the page's code generation, `generation` its
+    /// value; `interpreted` is the number of the instruction that the block leaves
+    /// to the interpreter at its end.
     pub(crate) fn block(
         &mut self,
         insns: &[Decoded],
         base: usize,
         cell: u64,
         generation: u32,
+        interpreted: u32,
     ) -> Entries {
+        self.interpreted = interpreted;
         self.asm.start(base);
         self.stubs.clear();
         let offset = insns.first().map_or(0, |d| d.offset);
@@ -240,6 +247,7 @@ impl Translator {
                 return Ok(true);
             }
             Kind::Unknown | Kind::Interpret => {
+                self.asm.store_imm(gs(ARGUMENT), self.interpreted as i32);
                 self.interpret(d.offset);
                 return Ok(true);
             }
