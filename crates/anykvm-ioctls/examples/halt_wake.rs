@@ -2,6 +2,8 @@
 //!
 //! Prints the time of a round trip for several limits of KVM_CAP_HALT_POLL.
 
+#![allow(clippy::print_stdout, reason = "its output is its purpose")]
+
 use std::thread;
 use std::time::Instant;
 

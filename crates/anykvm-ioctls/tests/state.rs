@@ -562,3 +562,62 @@ fn another_vcpu_may_boot() {
     assert_eq!(state(&zero), KVM_MP_STATE_UNINITIALIZED);
     assert_eq!(state(&one), KVM_MP_STATE_RUNNABLE);
 }
+
+/// Reads a statistics file as its header says: identity, and names with values.
+fn read_stats(fd: i32) -> (String, Vec<(String, u64)>) {
+    use std::os::fd::FromRawFd;
+    use std::os::unix::fs::FileExt;
+    // SAFETY: the descriptor was just given to us.
+    let file = unsafe { std::fs::File::from_raw_fd(fd) };
+    let mut bytes = vec![0; 4096];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(file.write_at(b"x", 0).is_err(), "read-only");
+    let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;
+    let text = |at: usize| {
+        let name = &bytes[at..at + 48];
+        let end = name.iter().position(|b| *b == 0).unwrap();
+        String::from_utf8(name[..end].to_vec()).unwrap()
+    };
+    let [name_size, count, id, descriptors, data] = [4, 8, 12, 16, 20].map(word);
+    assert_eq!(name_size, 48);
+    let stats = (0..count)
+        .map(|i| {
+            let at = descriptors + i * (16 + name_size);
+            let value = data + word(at + 8);
+            let value = u64::from_le_bytes(bytes[value..value + 8].try_into().unwrap());
+            (text(at + 16), value)
+        })
+        .collect();
+    (text(id), stats)
+}
+
+#[test]
+fn statistics_count() {
+    use std::os::fd::AsRawFd;
+    // out 0x80, al; mov [0x8000], al; hlt
+    let mut g = Guest::new(&[0xe6, 0x80, 0xa2, 0x00, 0x80, 0xf4], false);
+    let stats = |fd: i32| read_stats(kvm_abi::ioctl(fd, KVM_GET_STATS_FD, 0).unwrap());
+    let (id, first) = stats(g.vcpu.as_raw_fd());
+    assert_eq!(id, format!("kvm-{}/vcpu-0", std::process::id()));
+    assert_eq!(first[0], ("exits".to_owned(), 0));
+    for _ in 0..3 {
+        g.vcpu.run().unwrap();
+    }
+    let (_, stats_now) = stats(g.vcpu.as_raw_fd());
+    for (name, want) in [
+        ("exits", 3),
+        ("io_exits", 1),
+        ("mmio_exits", 1),
+        ("halt_exits", 1),
+        ("signal_exits", 0),
+    ] {
+        assert!(
+            stats_now.contains(&(name.to_owned(), want)),
+            "{stats_now:?}"
+        );
+    }
+    let (id, vm) = stats(g.vm.as_raw_fd());
+    assert_eq!(id, format!("kvm-{}", std::process::id()));
+    assert_eq!(vm[0].0, "remote_tlb_flush_requests");
+    assert!(vm[0].1 >= 1, "{vm:?}");
+}

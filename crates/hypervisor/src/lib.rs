@@ -17,8 +17,11 @@ pub use io_bus::{RingEntry, RingMemory};
 pub use irqchip::IoapicState;
 
 pub use exit::{Answer, Exit, IoData, RunInput, RunOutput};
-pub use vcpu::Vcpu;
-pub use vm::{Route, RouteTarget, Vm};
+pub use vcpu::{
+    Vcpu,
+    stats::{StatKind, StatsSink, VCPU_STATS},
+};
+pub use vm::{Route, RouteTarget, VM_STATS, Vm};
 
 /// Result of a hypervisor call.
 pub type Result<T> = core::result::Result<T, Error>;

@@ -14,6 +14,7 @@ pub mod numbers;
 mod objects;
 mod ring;
 mod run_page;
+mod stats;
 pub mod system;
 mod user_memory;
 mod vcpu;

@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,6 +14,7 @@ use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
 use crate::run_page::{PAGE_SIZE, Question, RunPage, Status};
+use crate::stats::StatsFile;
 use crate::system::{check_msr_count, fit};
 use crate::vm::Vm;
 
@@ -24,6 +25,8 @@ const EINVAL: Errno = Errno::new(libc::EINVAL);
 pub struct Vcpu {
     hypervisor: Arc<hypervisor::Vcpu>,
     page: RunPage,
+    id: u64,
+    stats: Mutex<Option<StatsFile>>,
     /// KVM_SET_SIGNAL_MASK.
     signal_mask: Mutex<Option<u64>>,
     /// One KVM_RUN at a time, as with KVM's own lock of the vCPU.
@@ -79,10 +82,13 @@ impl Vcpu {
         hypervisor: Arc<hypervisor::Vcpu>,
         vm: Arc<Vm>,
         fd: BorrowedFd<'_>,
+        id: u64,
     ) -> Result<Self> {
         Ok(Self {
             hypervisor,
             page: RunPage::map(fd)?,
+            id,
+            stats: Mutex::new(None),
             signal_mask: Mutex::new(None),
             running: Mutex::new(Running {
                 question: Question::None,
@@ -216,6 +222,25 @@ impl Vcpu {
         }
         self.page.set_sync_regs(regs);
         Ok(())
+    }
+
+    /// KVM_GET_STATS_FD: a descriptor from which the statistics can be read.
+    ///
+    /// # Errors
+    ///
+    /// Those of making a file.
+    pub fn stats_fd(&self) -> Result<OwnedFd> {
+        let mut stats = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = match &mut *stats {
+            Some(file) => file,
+            empty => {
+                let identity = format!("kvm-{}/vcpu-{}", std::process::id(), self.id);
+                let file = StatsFile::new(&identity, hypervisor::VCPU_STATS)?;
+                self.hypervisor.set_stats_sink(file.sink());
+                empty.insert(file)
+            }
+        };
+        file.open()
     }
 
     /// KVM_SET_SIGNAL_MASK: the signals that do not end KVM_RUN; `None` for no mask.

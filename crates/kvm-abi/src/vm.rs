@@ -16,6 +16,7 @@ use crate::memfd;
 use crate::objects::{Object, publish, register};
 use crate::ring::Ring;
 use crate::run_page::VCPU_MMAP_SIZE;
+use crate::stats::StatsFile;
 use crate::vcpu::Vcpu;
 
 const EINVAL: Errno = Errno::new(libc::EINVAL);
@@ -30,6 +31,7 @@ pub struct Vm {
     hypervisor: Arc<hypervisor::Vm>,
     /// The file of the first vCPU, whose third page is the VM's ring of coalesced writes.
     ring: OnceLock<OwnedFd>,
+    stats: Mutex<Option<StatsFile>>,
     /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
     vfio: Mutex<Weak<Device>>,
 }
@@ -39,6 +41,7 @@ impl Vm {
         Ok(Self {
             hypervisor: hypervisor::Vm::new()?,
             ring: OnceLock::new(),
+            stats: Mutex::new(None),
             vfio: Mutex::new(Weak::new()),
         })
     }
@@ -73,7 +76,7 @@ impl Vm {
             // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
             let _ = self.ring.set(file);
         }
-        let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), fd.as_fd())?);
+        let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), fd.as_fd(), id.into())?);
         register(&fd, Object::Vcpu(Arc::clone(&vcpu)))?;
         Ok((fd, vcpu))
     }
@@ -84,6 +87,25 @@ impl Vm {
     /// vCPU's only, which is the one that QEMU reads.
     pub fn ring_file(&self) -> Option<BorrowedFd<'_>> {
         self.ring.get().map(AsFd::as_fd)
+    }
+
+    /// KVM_GET_STATS_FD: a descriptor from which the statistics can be read.
+    ///
+    /// # Errors
+    ///
+    /// Those of making a file.
+    pub fn stats_fd(&self) -> Result<OwnedFd> {
+        let mut stats = self.stats.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = match &mut *stats {
+            Some(file) => file,
+            empty => {
+                let identity = format!("kvm-{}", std::process::id());
+                let file = StatsFile::new(&identity, hypervisor::VM_STATS)?;
+                self.hypervisor.set_stats_sink(file.sink());
+                empty.insert(file)
+            }
+        };
+        file.open()
     }
 
     /// KVM_REGISTER_COALESCED_MMIO.

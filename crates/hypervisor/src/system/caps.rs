@@ -46,6 +46,7 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_CHECK_EXTENSION_VM
         | KVM_CAP_SET_BOOT_CPU_ID
         | KVM_CAP_SREGS2
+        | KVM_CAP_BINARY_STATS_FD
         | KVM_CAP_ASYNC_PF
         | KVM_CAP_ASYNC_PF_INT
         | KVM_CAP_ENABLE_CAP_VM

@@ -51,6 +51,7 @@ pub(crate) struct Bus {
     budget: u32,
     /// PAUSEs since the last look.
     pub(super) pauses: u32,
+    pub(super) counters: super::stats::Counters,
 }
 
 impl Bus {
@@ -76,6 +77,7 @@ impl Bus {
             timer_ns: super::apic::NEVER,
             budget: POLL_BLOCKS,
             pauses: 0,
+            counters: super::stats::Counters::default(),
         }
     }
 

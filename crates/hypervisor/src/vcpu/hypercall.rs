@@ -42,6 +42,7 @@ pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
         }
     };
     let (nr, a0, a1) = (arg(RAX), arg(RBX), arg(RCX));
+    bus.counters.hypercalls += 1;
     let (a2, a3) = (arg(RDX), arg(RSI));
     let result = match nr {
         _ if cpu.cpl != 0 => EPERM,

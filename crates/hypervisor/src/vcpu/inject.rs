@@ -57,6 +57,7 @@ impl Inner {
                 self.cpu.events.nmi_pending -= 1;
             }
             self.cpu.events.nmi_masked = true;
+            self.bus.counters.nmi_injections += 1;
         }
         if let Some(interrupt) = self.cpu.events.interrupt {
             // KVM_INTERRUPT queues only when the VMM saw the window open.
@@ -79,6 +80,7 @@ impl Inner {
             && let Some(source) = self.bus.pending_interrupt()
             && let Some(vector) = self.bus.acknowledge(source)
         {
+            self.bus.counters.irq_injections += 1;
             if matches!(source, Source::Lapic(_)) {
                 self.bus.arm_pv_eoi();
             }

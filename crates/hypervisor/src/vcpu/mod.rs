@@ -17,6 +17,7 @@ mod regs;
 mod replay;
 mod run;
 pub(crate) mod shared;
+pub(crate) mod stats;
 mod steal;
 
 pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};

@@ -93,16 +93,23 @@ impl Inner {
             self.poll.begin(max)
         };
         if limit > 0 {
+            self.bus.counters.halt_attempted_poll += 1;
             if self.spin(input, begin.saturating_add(limit), due) {
+                self.bus.counters.halt_successful_poll += 1;
                 self.poll.paid(max);
                 return Ok(());
             }
             self.poll.failed();
         }
         self.bus.mark_preempted();
+        self.bus.counters.is_blocking = true;
+        self.bus.show_stats();
         let result = self.park(input, due);
         self.bus.unmark_preempted(&mut self.cpu);
         let slept = host::clock::monotonic_ns().saturating_sub(begin);
+        self.bus.counters.is_blocking = false;
+        self.bus.counters.halt_wakeup += 1;
+        self.bus.counters.halt_wait_ns += slept;
         self.poll.slept(slept, max);
         result
     }

@@ -21,6 +21,7 @@ impl Inner {
         let result = self.run_here(input);
         self.bus.vm.load.leave();
         self.bus.sync_pv_eoi();
+        self.count_exit(&result);
         result
     }
 
@@ -100,6 +101,7 @@ impl Inner {
             self.bus.sync_pv_eoi();
             let now_ns = self.bus.service_timers();
             self.bus.note_time(now_ns);
+            self.bus.show_stats_at(now_ns);
             self.check_signals(input, now_ns)?;
             if let Some(exit) = self.inject() {
                 return Ok(exit);
@@ -190,6 +192,7 @@ impl Inner {
             RunStop::Halt if !self.bus.has_lapic() => Some(Exit::Hlt),
             RunStop::Halt if std::mem::take(&mut self.pv_unhalted) => None,
             RunStop::Halt => {
+                self.bus.counters.halt_exits += 1;
                 self.mp_state = KVM_MP_STATE_HALTED;
                 None
             }

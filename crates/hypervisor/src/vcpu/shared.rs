@@ -5,7 +5,7 @@
 
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
@@ -14,6 +14,8 @@ use std::{
 use guest_memory::Acknowledged;
 use host::futex::{self, Wait};
 use irqchip::{Accepted, Lapic, LapicConfig};
+
+use super::stats::Sink;
 
 /// Longest sleep at once.
 const PARK_LIMIT: Duration = Duration::from_secs(3600);
@@ -49,6 +51,8 @@ pub(crate) struct VcpuShared {
     pub(crate) is_bsp: bool,
     /// Position among the VM's vCPUs.
     pub(crate) index: usize,
+    /// Who wants to see the statistics.
+    pub(crate) stats: OnceLock<Sink>,
     lapic: Mutex<Lapic>,
     sipi_page: AtomicU32,
     requests: AtomicU32,
@@ -74,6 +78,7 @@ impl VcpuShared {
             id,
             is_bsp,
             index,
+            stats: OnceLock::new(),
             lapic: Mutex::new(lapic),
             sipi_page: AtomicU32::new(0),
             requests: AtomicU32::new(0),

@@ -42,6 +42,9 @@ impl Bus {
     pub(super) const fn steal_msr(&self) -> u64 {
         self.pv.steal.msr
     }
+    pub(super) const fn stolen_ns(&self) -> u64 {
+        self.pv.steal.stolen_ns
+    }
     /// WRMSR of MSR_KVM_STEAL_TIME; false is #GP.
     pub(super) fn set_steal_msr(&mut self, value: u64) -> bool {
         if value & RESERVED != 0 {

@@ -8,7 +8,7 @@ pub(crate) mod load;
 
 use std::sync::{
     Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,
-    atomic::{AtomicU32, Ordering},
+    atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
 use guest_memory::{GuestMemory, MemslotError, SlotConfig};
@@ -24,7 +24,10 @@ use self::{
 use crate::{
     Error, Result, Vcpu,
     system::MAX_VCPUS,
-    vcpu::shared::{VcpuShared, request},
+    vcpu::{
+        shared::{VcpuShared, request},
+        stats::{Sink, StatKind, StatsSink},
+    },
 };
 
 /// What a VM's vCPUs share.
@@ -36,6 +39,9 @@ pub(crate) struct VmState {
     chips: OnceLock<Chips>,
     irqfds: Irqfds,
     boot_id: AtomicU32,
+    /// Times that vCPUs were asked to drop translations.
+    flush_requests: AtomicU64,
+    stats: OnceLock<Sink>,
     pub(crate) load: load::Load,
     pub(crate) io: Arc<Published<IoTable>>,
     pub(crate) ring: Ring,
@@ -96,6 +102,8 @@ impl Vm {
             chips: OnceLock::new(),
             irqfds: Irqfds::default(),
             boot_id: AtomicU32::new(0),
+            flush_requests: AtomicU64::new(0),
+            stats: OnceLock::new(),
             load: load::Load::default(),
             io: Arc::new(Published::new(IoTable::default())),
             ring: Ring::default(),
@@ -192,6 +200,11 @@ impl Vm {
         self.state.boot_id.store(id, Ordering::Relaxed);
         Ok(())
     }
+    /// Where the statistics go from now on; the first sink stays.
+    pub fn set_stats_sink(&self, sink: Box<dyn StatsSink>) {
+        let _ = self.state.stats.set(Sink::new(sink));
+        self.state.show_stats();
+    }
     /// KVM_GET_CLOCK.
     pub fn get_clock(&self) -> Result<kvm_clock_data> {
         Ok(self.state.clock.get())
@@ -219,7 +232,15 @@ impl Drop for VmState {
     }
 }
 
+/// Statistics of a VM, as KVM_GET_STATS_FD shows them.
+pub const VM_STATS: &[(&str, StatKind)] = &[("remote_tlb_flush_requests", StatKind::Count)];
+
 impl VmState {
+    fn show_stats(&self) {
+        if let Some(sink) = self.stats.get() {
+            sink.store(&[self.flush_requests.load(Ordering::Relaxed)]);
+        }
+    }
     /// The in-kernel chips, if KVM_CREATE_IRQCHIP was called.
     #[inline]
     pub(crate) fn chips(&self) -> Option<&Chips> {
@@ -238,6 +259,8 @@ impl VmState {
     /// Waits until no vCPU uses memory state older than `epoch`; vCPUs that are
     /// not running are not waited for.
     fn wait_for_memory(&self, epoch: u64) {
+        self.flush_requests.fetch_add(1, Ordering::Relaxed);
+        self.show_stats();
         self.request_all(request::MEMORY);
         let vcpus: Vec<_> = self.vcpus().clone();
         for vcpu in vcpus {

@@ -1,5 +1,6 @@
 //! ioctls of a vCPU's descriptor.
 
+use std::os::fd::IntoRawFd;
 use std::sync::Arc;
 
 use kvm_bindings::*;
@@ -183,12 +184,9 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
         libc::ENXIO,
         NO_ATTR,
     ),
-    Row::refused(
-        "KVM_GET_STATS_FD",
-        KVM_GET_STATS_FD,
-        libc::EINVAL,
-        "no binary statistics yet (KVM_CAP_BINARY_STATS_FD is 0)",
-    ),
+    Row::done("KVM_GET_STATS_FD", KVM_GET_STATS_FD, |vcpu, _| {
+        Ok(vcpu.stats_fd()?.into_raw_fd())
+    }),
     Row::refused(
         "KVM_PRE_FAULT_MEMORY",
         KVM_PRE_FAULT_MEMORY,

@@ -149,12 +149,9 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         libc::EINVAL,
         NO_DIRTY,
     ),
-    Row::refused(
-        "KVM_GET_STATS_FD",
-        KVM_GET_STATS_FD,
-        libc::ENOTTY,
-        "no binary statistics yet (KVM_CAP_BINARY_STATS_FD is 0)",
-    ),
+    Row::done("KVM_GET_STATS_FD", KVM_GET_STATS_FD, |vm, _| {
+        Ok(vm.stats_fd()?.into_raw_fd())
+    }),
     Row::refused(
         "KVM_SET_PMU_EVENT_FILTER",
         KVM_SET_PMU_EVENT_FILTER,

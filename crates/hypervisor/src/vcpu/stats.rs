@@ -1,0 +1,165 @@
+//! Statistics of a vCPU, as KVM_GET_STATS_FD shows them (KVM API document, 4.133).
+//!
+//! Counters are plain integers of the running thread. Whoever wants to see them
+//! brings a [`StatsSink`], into which they are copied at each end of KVM_RUN, before
+//! each sleep, and every few milliseconds while the guest computes.
+
+use super::{Inner, Vcpu, bus::Bus};
+
+/// Memory that shows statistics to others.
+pub trait StatsSink: Send + Sync {
+    /// Stores all values, in the order of [`VCPU_STATS`].
+    fn store(&self, values: &[u64]);
+}
+
+/// What a statistic is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatKind {
+    /// Counts up.
+    Count,
+    /// Nanoseconds, adding up.
+    Nanoseconds,
+    /// Now true (1) or false.
+    Flag,
+}
+
+/// Name and kind of each statistic.
+pub const VCPU_STATS: &[(&str, StatKind)] = &[
+    ("exits", StatKind::Count),
+    ("io_exits", StatKind::Count),
+    ("mmio_exits", StatKind::Count),
+    ("signal_exits", StatKind::Count),
+    ("irq_window_exits", StatKind::Count),
+    ("halt_exits", StatKind::Count),
+    ("hypercalls", StatKind::Count),
+    ("irq_injections", StatKind::Count),
+    ("nmi_injections", StatKind::Count),
+    ("halt_attempted_poll", StatKind::Count),
+    ("halt_successful_poll", StatKind::Count),
+    ("halt_wakeup", StatKind::Count),
+    ("halt_wait_ns", StatKind::Nanoseconds),
+    ("steal_ns", StatKind::Nanoseconds),
+    ("blocking", StatKind::Flag),
+    ("tlb_flush", StatKind::Count),
+    ("tlb_l1_misses", StatKind::Count),
+    ("tlb_l2_hits", StatKind::Count),
+    ("page_walks", StatKind::Count),
+    ("fetch_tlb_misses", StatKind::Count),
+];
+
+/// Time between two copies while the guest computes.
+const INTERVAL_NS: u64 = 5_000_000;
+
+/// Counters that no other part keeps.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counters {
+    pub(super) exits: u64,
+    pub(super) io_exits: u64,
+    pub(super) mmio_exits: u64,
+    pub(super) signal_exits: u64,
+    pub(super) irq_window_exits: u64,
+    pub(super) halt_exits: u64,
+    pub(super) hypercalls: u64,
+    pub(super) irq_injections: u64,
+    pub(super) nmi_injections: u64,
+    pub(super) halt_attempted_poll: u64,
+    pub(super) halt_successful_poll: u64,
+    pub(super) halt_wakeup: u64,
+    pub(super) halt_wait_ns: u64,
+    pub(super) is_blocking: bool,
+    shown_ns: u64,
+}
+
+impl Bus {
+    fn stats(&self) -> [u64; VCPU_STATS.len()] {
+        let c = &self.counters;
+        let mmu = self.mmu.stats();
+        [
+            c.exits,
+            c.io_exits,
+            c.mmio_exits,
+            c.signal_exits,
+            c.irq_window_exits,
+            c.halt_exits,
+            c.hypercalls,
+            c.irq_injections,
+            c.nmi_injections,
+            c.halt_attempted_poll,
+            c.halt_successful_poll,
+            c.halt_wakeup,
+            c.halt_wait_ns,
+            self.stolen_ns(),
+            c.is_blocking.into(),
+            mmu.flushes,
+            mmu.l1_misses,
+            mmu.l2_hits,
+            mmu.walks,
+            mmu.fetch_misses,
+        ]
+    }
+    /// Copies the statistics to whoever wants to see them.
+    pub(super) fn show_stats(&mut self) {
+        if let Some(sink) = self.shared.stats.get() {
+            sink.store(&self.stats());
+        }
+    }
+    /// The same now and then.
+    #[inline]
+    pub(super) fn show_stats_at(&mut self, now_ns: u64) {
+        if now_ns >= self.counters.shown_ns.saturating_add(INTERVAL_NS) {
+            self.counters.shown_ns = now_ns;
+            self.show_stats();
+        }
+    }
+}
+
+/// A sink, once there is one.
+pub(crate) struct Sink(Box<dyn StatsSink>);
+
+impl Sink {
+    pub(crate) fn new(sink: Box<dyn StatsSink>) -> Self {
+        Self(sink)
+    }
+    pub(crate) fn store(&self, values: &[u64]) {
+        self.0.store(values);
+    }
+}
+
+impl core::fmt::Debug for Sink {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("Sink")
+    }
+}
+
+impl Vcpu {
+    /// Where the statistics go from now on; the first sink stays. A vCPU that runs shows
+    /// them within milliseconds, another one at once.
+    pub fn set_stats_sink(&self, sink: Box<dyn StatsSink>) {
+        // Only the first is asked for: kvm-abi makes one file per vCPU.
+        let _ = self.shared.stats.set(Sink(sink));
+        if let Ok(mut inner) = self.inner.try_lock() {
+            inner.bus.show_stats();
+        }
+    }
+}
+
+impl Inner {
+    /// KVM_RUN is about to return.
+    pub(super) fn count_exit(&mut self, result: &crate::Result<crate::RunOutput>) {
+        use crate::{Error, Exit};
+        let c = &mut self.bus.counters;
+        c.exits += 1;
+        match result {
+            Ok(output) => match output.exit {
+                Exit::Io { .. } => c.io_exits += 1,
+                Exit::Mmio { .. } => c.mmio_exits += 1,
+                Exit::IrqWindowOpen => c.irq_window_exits += 1,
+                Exit::Hlt => c.halt_exits += 1,
+                _ => {}
+            },
+            Err(Error::Interrupted) => c.signal_exits += 1,
+            Err(_) => {}
+        }
+        self.bus.show_stats();
+    }
+}

@@ -1,0 +1,166 @@
+//! KVM_GET_STATS_FD: a file with a header, an identity, descriptors and live values
+//! (KVM API document, 4.133).
+//!
+//! The file is a memfd whose values we keep up to date through a mapping. Each call gives a
+//! descriptor with a position of its own that can only read.
+
+use std::ffi::CString;
+use std::mem::size_of;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use hypervisor::{StatKind, StatsSink};
+use kvm_bindings::*;
+
+use crate::errno::{Errno, Result};
+use crate::memfd;
+use crate::run_page::PAGE_SIZE;
+
+/// KVM_STATS_NAME_SIZE.
+const NAME_SIZE: usize = 48;
+const HEADER: usize = 24;
+const DESCRIPTOR: usize = 16 + NAME_SIZE;
+
+/// The file and our mapping of it.
+#[derive(Debug)]
+pub(crate) struct StatsFile {
+    file: OwnedFd,
+    values: Arc<Values>,
+}
+
+/// The values in the mapping.
+#[derive(Debug)]
+struct Values {
+    page: NonNull<u8>,
+    offset: usize,
+    count: usize,
+}
+
+// SAFETY: shared memory that belongs to no thread; the values are accessed atomically.
+unsafe impl Send for Values {}
+// SAFETY: as above.
+unsafe impl Sync for Values {}
+
+impl Values {
+    fn store(&self, values: &[u64]) {
+        for (i, value) in values.iter().take(self.count).enumerate() {
+            // SAFETY: inside the page (checked in `StatsFile::new`) and aligned to eight bytes,
+            // as the page and the offsets are.
+            let slot =
+                unsafe { AtomicU64::from_ptr(self.page.as_ptr().add(self.offset + 8 * i).cast()) };
+            slot.store(*value, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Values {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping, to which no reference outlives `self`.
+        unsafe { libc::munmap(self.page.as_ptr().cast(), PAGE_SIZE) };
+    }
+}
+
+struct Sink(Arc<Values>);
+
+impl StatsSink for Sink {
+    fn store(&self, values: &[u64]) {
+        self.0.store(values);
+    }
+}
+
+impl StatsFile {
+    /// A file named `identity` with these statistics.
+    pub(crate) fn new(identity: &str, stats: &[(&str, StatKind)]) -> Result<Self> {
+        let bytes = contents(identity, stats);
+        let offset = bytes.len();
+        if offset + 8 * stats.len() > PAGE_SIZE {
+            return Err(Errno::new(libc::EINVAL));
+        }
+        let name = CString::new(identity).map_err(|_| Errno::new(libc::EINVAL))?;
+        let file = memfd::create(&name, PAGE_SIZE, true)?;
+        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing; the page
+        // stays, as the file's size is sealed.
+        let page = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                PAGE_SIZE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if page == libc::MAP_FAILED {
+            return Err(Errno::last());
+        }
+        let page = NonNull::new(page.cast::<u8>()).ok_or(Errno::new(libc::ENOMEM))?;
+        let values = Arc::new(Values {
+            page,
+            offset,
+            count: stats.len(),
+        });
+        // SAFETY: fewer bytes than the page, which is nobody else's yet.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), page.as_ptr(), bytes.len()) };
+        Ok(Self { file, values })
+    }
+
+    /// What keeps the values up to date.
+    pub(crate) fn sink(&self) -> Box<dyn StatsSink> {
+        Box::new(Sink(Arc::clone(&self.values)))
+    }
+
+    /// A descriptor for the VMM.
+    pub(crate) fn open(&self) -> Result<OwnedFd> {
+        let fd = self.file.as_fd();
+        let path = CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))
+            .map_err(|_| Errno::new(libc::EINVAL))?;
+        // SAFETY: `path` is a C string that outlives the call.
+        let opened = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
+        if opened >= 0 {
+            // SAFETY: the descriptor was just created and belongs to nobody else.
+            return Ok(unsafe { OwnedFd::from_raw_fd(opened) });
+        }
+        // Without /proc: one that shares its position.
+        fd.try_clone_to_owned()
+            .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))
+    }
+}
+
+/// Header, identity and descriptors: everything before the values.
+fn contents(identity: &str, stats: &[(&str, StatKind)]) -> Vec<u8> {
+    let id_offset = HEADER;
+    let descriptors = id_offset + NAME_SIZE;
+    let data = descriptors + DESCRIPTOR * stats.len();
+    let mut bytes = Vec::with_capacity(data);
+    let header = [0, NAME_SIZE, stats.len(), id_offset, descriptors, data];
+    for field in header {
+        bytes.extend_from_slice(&(field as u32).to_le_bytes());
+    }
+    bytes.extend_from_slice(&name(identity));
+    for (i, (label, kind)) in stats.iter().enumerate() {
+        let (flags, exponent) = match kind {
+            StatKind::Count => (KVM_STATS_TYPE_CUMULATIVE, 0i16),
+            StatKind::Nanoseconds => (KVM_STATS_TYPE_CUMULATIVE | KVM_STATS_UNIT_SECONDS, -9),
+            StatKind::Flag => (KVM_STATS_TYPE_INSTANT | KVM_STATS_UNIT_BOOLEAN, 0),
+        };
+        bytes.extend_from_slice(&flags.to_le_bytes());
+        bytes.extend_from_slice(&exponent.to_le_bytes());
+        // One value.
+        bytes.extend_from_slice(&1u16.to_le_bytes());
+        bytes.extend_from_slice(&((i * size_of::<u64>()) as u32).to_le_bytes());
+        bytes.extend_from_slice(&0u32.to_le_bytes());
+        bytes.extend_from_slice(&name(label));
+    }
+    bytes
+}
+
+/// A name in its field, with a zero behind it.
+fn name(text: &str) -> [u8; NAME_SIZE] {
+    let mut field = [0; NAME_SIZE];
+    for (to, from) in field.iter_mut().take(NAME_SIZE - 1).zip(text.bytes()) {
+        *to = from;
+    }
+    field
+}
