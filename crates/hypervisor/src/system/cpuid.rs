@@ -75,7 +75,7 @@ const L1_ECX_HOST: u32 =
 /// TSC-deadline is reported by KVM_CAP_TSC_DEADLINE_TIMER alone, as the API document says.
 const L1_ECX_OURS: u32 = 1 << 13 | 1 << 17 | 1 << 21 | 1 << 22 | 1 << 23 | 1 << 30 | 1 << 31;
 /// Leaf 1 EDX: FPU DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
-const L1_EDX: u32 = 0x0783_fbfd;
+const L1_EDX: u32 = 0x078b_fbfd;
 /// Leaf 7 EBX, host ∩: AVX2, SHA, (V)AES and friends are host-executed.
 const L7_EBX_HOST: u32 = 1 << 5 | 1 << 29;
 /// Leaf 7 EBX, always: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB.

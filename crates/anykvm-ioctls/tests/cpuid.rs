@@ -1,0 +1,67 @@
+//! KVM_GET_SUPPORTED_CPUID: what software for x86-64 takes for granted is there.
+
+#![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
+use anykvm_ioctls::Kvm;
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+
+/// Leaf, register, bit, and who stops working without it.
+const NEEDED: &[(u32, char, u32, &str)] = &[
+    (1, 'd', 0, "FPU"),
+    (1, 'd', 4, "TSC"),
+    (1, 'd', 5, "MSR: kernels"),
+    (1, 'd', 6, "PAE"),
+    (1, 'd', 8, "CX8"),
+    (1, 'd', 9, "APIC"),
+    (1, 'd', 11, "SEP: 32-bit system calls"),
+    (1, 'd', 13, "PGE"),
+    (1, 'd', 15, "CMOV"),
+    (1, 'd', 16, "PAT"),
+    (
+        1,
+        'd',
+        19,
+        "CLFSH: the JVM executes CLFLUSH after a look at nothing",
+    ),
+    (1, 'd', 23, "MMX"),
+    (1, 'd', 24, "FXSR"),
+    (1, 'd', 25, "SSE"),
+    (1, 'd', 26, "SSE2"),
+    (1, 'c', 13, "CX16: x86-64-v2"),
+    (1, 'c', 23, "POPCNT: x86-64-v2"),
+    (1, 'c', 31, "hypervisor"),
+    (0x8000_0001, 'd', 11, "SYSCALL"),
+    (0x8000_0001, 'd', 20, "NX"),
+    (0x8000_0001, 'd', 29, "long mode"),
+    (0x8000_0001, 'c', 0, "LAHF in 64-bit mode: x86-64-v2"),
+];
+
+#[test]
+fn the_baseline_is_there() {
+    let supported = Kvm::new()
+        .unwrap()
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .unwrap();
+    let leaf = |function: u32| -> kvm_cpuid_entry2 {
+        *supported
+            .as_slice()
+            .iter()
+            .find(|e| e.function == function)
+            .unwrap()
+    };
+    for (function, register, bit, what) in NEEDED {
+        let entry = leaf(*function);
+        let value = if *register == 'c' {
+            entry.ecx
+        } else {
+            entry.edx
+        };
+        assert!(
+            value >> bit & 1 != 0,
+            "leaf {function:#x} bit {bit}: {what}"
+        );
+    }
+    // In units of eight bytes.
+    assert_eq!(leaf(1).ebx >> 8 & 0xff, 8, "CLFLUSH line size");
+}
