@@ -11,6 +11,7 @@ use x86_native::oracle::{CODE, Mode, Registers, WINDOW, WINDOW_SIZE};
 
 use crate::{
     Random, Strictness,
+    golden::is_recorder,
     operands::{Operands, POINTERS, interior},
     setup, state,
     undefined::Undefined,
@@ -308,6 +309,10 @@ impl Generator {
         case.bytes = self.encoder.take_buffer();
         if targets.is_none() && list.len() > 1 {
             setup::aim(case, &list[0], r);
+        }
+        let foreign = self.strictness == Strictness::Manual && !is_recorder();
+        if foreign && list.iter().any(|i| uses_vectors(i.code())) {
+            case.start.rflags &= !rflags::AC;
         }
         if self.mode == Mode::Bits32 {
             for v in &mut case.start.gpr {

@@ -176,3 +176,74 @@ pub(crate) fn faults_in_mmx(case: &Case, host: &Outcome) -> bool {
     let i = Decoder::with_ip(case.bits(), bytes, 0, DecoderOptions::NONE).decode();
     i.mnemonic() == Mnemonic::Maskmovq
 }
+
+#[cfg(test)]
+mod tests {
+    use iced_x86::Code;
+    use x86_defs::rflags;
+    use x86_native::oracle::Trap;
+
+    use super::*;
+    use crate::{Generator, Mode, Strictness};
+
+    fn same_but(
+        strictness: Strictness,
+        code: Code,
+        change: impl Fn(&mut Outcome, &mut Vec<u8>),
+    ) -> Result<(), String> {
+        let mut generator = Generator::new(Mode::Bits64, strictness);
+        let mut guest = Guest::new();
+        let mut made = (0..100).filter_map(|seed| generator.single(code, seed));
+        let (case, outcome) = made
+            .find_map(|c| {
+                let outcome = guest.run(&c);
+                outcome.trap.is_none().then_some((c, outcome))
+            })
+            .expect("a case that completes");
+        let memory = guest.window().to_vec();
+        let (mut other, mut other_memory) = (outcome.clone(), memory.clone());
+        change(&mut other, &mut other_memory);
+        compare(&case, (&outcome, &memory), (&other, &other_memory))
+    }
+
+    #[test]
+    fn every_kind_of_difference_is_reported() {
+        type Change = (&'static str, fn(&mut Outcome, &mut Vec<u8>));
+        let changes: [Change; 9] = [
+            ("gpr15", |o, _| o.regs.gpr[15] ^= 1 << 63),
+            ("rflags", |o, _| o.regs.rflags ^= rflags::CF),
+            ("rflags", |o, _| o.regs.rflags ^= rflags::DF),
+            ("rip", |o, _| o.regs.rip += 1),
+            ("memory", |_, m| m[0x1fff] ^= 1),
+            ("xmm15", |o, _| o.regs.area[xsave::XMM0 + 255] ^= 1),
+            ("ymmh0", |o, _| o.regs.area[xsave::YMM_HI] ^= 1),
+            ("st7", |o, _| o.regs.area[xsave::ST0 + 16 * 7 + 9] ^= 1),
+            ("exception", |o, _| {
+                o.trap = Some(Trap {
+                    vector: vector::PF,
+                    error_code: 4,
+                    gva: 0,
+                });
+            }),
+        ];
+        for (what, change) in changes {
+            let report = same_but(Strictness::Manual, Code::Add_r64_rm64, change);
+            assert!(report.is_err_and(|r| r.contains(what)), "{what}");
+        }
+        assert_eq!(
+            same_but(Strictness::Exact, Code::Add_r64_rm64, |_, _| ()),
+            Ok(())
+        );
+    }
+
+    #[test]
+    fn undefined_flags_are_compared_on_request_only() {
+        let change = |o: &mut Outcome, _: &mut Vec<u8>| o.regs.rflags ^= rflags::AF;
+        assert_eq!(
+            same_but(Strictness::Manual, Code::And_r32_rm32, change),
+            Ok(())
+        );
+        assert!(same_but(Strictness::Exact, Code::And_r32_rm32, change).is_err());
+        assert!(same_but(Strictness::Manual, Code::Add_r32_rm32, change).is_err());
+    }
+}

@@ -44,9 +44,10 @@ pub(crate) fn registers(r: &mut Random, mode: Mode, vectors: bool) -> Registers 
         fill(&mut area, r);
     }
     let direction = if r.one_in(4) { rflags::DF } else { 0 };
+    let aligned = if r.one_in(32) { rflags::AC } else { 0 };
     Registers {
         gpr,
-        rflags: r.next() & rflags::ARITH | rflags::FIXED1 | direction,
+        rflags: r.next() & rflags::ARITH | rflags::FIXED1 | direction | aligned,
         rip: 0,
         area,
     }

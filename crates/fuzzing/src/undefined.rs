@@ -141,6 +141,10 @@ pub const OTHERS: &[(&str, &str)] = &[
         "on hosts of other families: which one is raised (SDM vol. 3, 6.9: implementation-dependent within a class)",
     ),
     (
+        "RFLAGS.AC with x87 and vector operands",
+        "on hosts of other families: which sizes are checked (SDM vol. 3, 6.15, #AC: implementation-specific)",
+    ),
+    (
         "10-byte operands and MASKMOV at the end of the canonical range",
         "which of two faults comes first (as above): such cases are not made",
     ),

@@ -134,7 +134,8 @@ pub(super) fn misaligned_first<B: GuestBus>(
         _ => 0,
     };
     let misaligned = e.effective_address(insn).wrapping_add(base) & mask != 0;
-    if misaligned && e.cpu.is_64bit() {
+    let checked = matches!(stop, Stop::Exception(x) if x.vector == vector::AC);
+    if misaligned && (checked || e.cpu.is_64bit()) {
         Exception::GP0.into()
     } else {
         stop

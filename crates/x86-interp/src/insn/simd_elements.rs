@@ -75,7 +75,7 @@ fn element<B: GuestBus>(
     access: Access,
 ) -> Result<u64, Stop> {
     let offset = offset & u64::MAX >> (insn.addr_shift & 63);
-    e.linear(insn.seg, offset, len as u64, access)
+    e.linear_unaligned(insn.seg, offset, len as u64, access)
 }
 
 fn masked_load<B: GuestBus, const SIZE: usize, const COUNT: usize>(
@@ -162,6 +162,8 @@ fn maskmov<B: GuestBus, const CLASS: u8>(e: &mut Exec<'_, B>, insn: &Insn<B>) ->
     let start = e.effective_address(insn);
     // Bytes that the mask leaves out may fault too (SDM vol. 2, MASKMOVDQU); on
     // AMD processors they do.
+    // Alignment is checked as of eight bytes.
+    e.linear(insn.seg, start, 8, Access::Write)?;
     let gva = element(e, insn, start, count, Access::Write)?;
     e.bus
         .probe(e.cpu, gva, count as u64, Access::Write, Privilege::Current)?;

@@ -98,6 +98,9 @@ extern "C" fn handler(
     _info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
+    // The kernel leaves AC as the block had it.
+    // SAFETY: clears AC and the arithmetic flags.
+    unsafe { core::arch::asm!("push 2", "popfq") };
     // SAFETY: the kernel passes a valid ucontext; the state page is mapped
     // while ACTIVE; the statics belong to the thread that holds the lock.
     unsafe {
