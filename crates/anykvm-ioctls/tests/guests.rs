@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anykvm_ioctls::{IoEventAddress, NoDatamatch, VcpuExit, interrupt_current_thread};
+use anykvm_ioctls::{
+    Cap, IoEventAddress, Kvm, NoDatamatch, SyncReg, VcpuExit, interrupt_current_thread,
+};
 use guest::{Guest, RAM, RAM_END, Ram, add_slot, ioctl, start, vm};
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
@@ -494,7 +496,7 @@ fn a_machine_check_is_an_exception_or_a_shutdown() {
         ivt.write(18 * 4, &[0x00, 0x18, 0, 0]);
         add_slot(&g.vm, 1, 0, &ivt, 0);
         g.ram.write(0x800, &[0xe6, 0x80]);
-        let kvm = anykvm_ioctls::Kvm::new().unwrap();
+        let kvm = Kvm::new().unwrap();
         let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
         g.vcpu.set_cpuid2(&cpuid).unwrap();
         let mut sregs = g.vcpu.get_sregs().unwrap();
@@ -515,4 +517,123 @@ fn a_machine_check_is_an_exception_or_a_shutdown() {
             (_, exit) => panic!("{exit:?}"),
         }
     }
+}
+
+/// Without in-kernel chips the VMM injects, when it sees the window open.
+#[test]
+fn an_interrupt_window() {
+    // nop; sti; nop; jmp $
+    let mut g = Guest::new(&[0x90, 0xfb, 0x90, 0xeb, 0xfe], false);
+    let ivt = Ram::new(0x1000);
+    ivt.write(0x21 * 4, &[0x00, 0x18, 0, 0]);
+    add_slot(&g.vm, 1, 0, &ivt, 0);
+    g.ram.write(0x800, &[0xe6, 0x80, 0xcf]);
+    g.vcpu.get_kvm_run().request_interrupt_window = 1;
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::IrqWindowOpen));
+    let run = g.vcpu.get_kvm_run();
+    assert_eq!((run.ready_for_interrupt_injection, run.if_flag), (1, 1));
+    run.request_interrupt_window = 0;
+    assert!(
+        g.vcpu.get_regs().unwrap().rip >= RAM + 3,
+        "after STI's shadow"
+    );
+    let mut irq = kvm_interrupt { irq: 0x21 };
+    ioctl(&g.vcpu, KVM_INTERRUPT, &mut irq).unwrap();
+    assert_eq!(ioctl(&g.vcpu, KVM_INTERRUPT, &mut irq), Err(libc::EEXIST));
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::IoOut(0x80, _)));
+    let run = g.vcpu.get_kvm_run();
+    assert_eq!((run.ready_for_interrupt_injection, run.if_flag), (0, 0));
+}
+
+/// Lowering CR8 is an exit where the VMM has the LAPIC.
+#[test]
+fn a_lower_task_priority_is_an_exit() {
+    let mut g = Guest::new(
+        &[
+            0xb8, 5, 0, 0, 0, // mov eax, 5
+            0x44, 0x0f, 0x22, 0xc0, // mov cr8, rax
+            0xb8, 3, 0, 0, 0, // mov eax, 3
+            0x44, 0x0f, 0x22, 0xc0, // mov cr8, rax
+            0xe6, 0x80, // out 0x80, al
+        ],
+        false,
+    );
+    let kvm = Kvm::new().unwrap();
+    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    g.vcpu.set_cpuid2(&cpuid).unwrap();
+    for (at, entry) in [(0x2000, 0x3003_u64), (0x3000, 0x4003), (0x4000, 0x83)] {
+        g.ram.write(at - RAM, &entry.to_le_bytes());
+    }
+    let mut s = g.vcpu.get_sregs().unwrap();
+    (s.cr0, s.cr3, s.cr4, s.efer) = (0x8000_0011, 0x2000, 0x20, 0x500);
+    (s.cs.l, s.cs.db) = (1, 0);
+    g.vcpu.set_sregs(&s).unwrap();
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::SetTpr));
+    assert_eq!(g.vcpu.get_kvm_run().cr8, 3);
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::IoOut(0x80, _)));
+}
+
+#[test]
+fn single_steps_end_with_their_instruction() {
+    // nop; out 0x80, al; nop; hlt
+    let mut g = Guest::new(&[0x90, 0xe6, 0x80, 0x90, 0xf4], false);
+    assert_eq!(g.vm.check_extension_int(Cap::SetGuestDebug), 1);
+    g.vcpu
+        .set_guest_debug(&kvm_guest_debug {
+            control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
+            ..Default::default()
+        })
+        .unwrap();
+    let mut seen = Vec::new();
+    loop {
+        match g.vcpu.run().unwrap() {
+            VcpuExit::Debug(debug) => {
+                assert_eq!((debug.exception, debug.dr6 >> 14 & 1), (1, 1));
+                seen.push(debug.pc - RAM);
+            }
+            VcpuExit::IoOut(0x80, _) => seen.push(100),
+            VcpuExit::Hlt => break,
+            exit => panic!("{exit:?}"),
+        }
+    }
+    assert_eq!(seen, [1, 100, 3, 4]);
+}
+
+#[test]
+fn software_breakpoints_are_the_debuggers() {
+    // int3; hlt
+    let mut g = Guest::new(&[0xcc, 0xf4], false);
+    g.vcpu
+        .set_guest_debug(&kvm_guest_debug {
+            control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_USE_SW_BP,
+            ..Default::default()
+        })
+        .unwrap();
+    match g.vcpu.run().unwrap() {
+        VcpuExit::Debug(debug) => assert_eq!((debug.exception, debug.pc), (3, RAM)),
+        exit => panic!("{exit:?}"),
+    }
+    // The debugger puts the instruction back and goes on.
+    g.ram.write(0, &[0x90]);
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Hlt));
+}
+
+#[test]
+fn registers_in_the_run_page() {
+    let mut g = Guest::new(&[0xf4, 0xf4], false);
+    assert_eq!(g.vm.check_extension_int(Cap::SyncRegs), 7);
+    g.vcpu.set_sync_valid_reg(SyncReg::Register);
+    g.vcpu.set_sync_valid_reg(SyncReg::SystemRegister);
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Hlt));
+    assert_eq!(g.vcpu.sync_regs().regs.rip, RAM + 1);
+    assert_eq!(g.vcpu.sync_regs().sregs, g.vcpu.get_sregs().unwrap());
+    g.vcpu.sync_regs_mut().regs.rip = RAM;
+    g.vcpu.sync_regs_mut().regs.rax = 77;
+    g.vcpu.set_sync_dirty_reg(SyncReg::Register);
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Hlt));
+    let regs = g.vcpu.get_regs().unwrap();
+    assert_eq!((regs.rip, regs.rax), (RAM + 1, 77));
+    // Flags that do not exist.
+    g.vcpu.get_kvm_run().kvm_valid_regs = 1 << 10;
+    assert_eq!(errno(&mut g), libc::EINVAL);
 }

@@ -46,6 +46,8 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_CHECK_EXTENSION_VM
         | KVM_CAP_SET_BOOT_CPU_ID
         | KVM_CAP_SREGS2
+        | KVM_CAP_SET_GUEST_DEBUG
+        | KVM_CAP_INTR_SHADOW
         | KVM_CAP_BINARY_STATS_FD
         | KVM_CAP_ASYNC_PF
         | KVM_CAP_ASYNC_PF_INT
@@ -55,6 +57,7 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_X86_SMM
         | KVM_CAP_KVMCLOCK_CTRL
         | KVM_CAP_REINJECT_CONTROL => 1,
+        KVM_CAP_SYNC_REGS => KVM_SYNC_X86_VALID_FIELDS as i32,
         KVM_CAP_MULTI_ADDRESS_SPACE => 2,
         KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET as i32,
         KVM_CAP_MCE => MCE_BANKS as i32,

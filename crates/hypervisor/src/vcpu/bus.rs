@@ -36,6 +36,8 @@ pub(crate) struct Bus {
     pub(super) tsc_adjust: u64,
     /// Task priority while there is no in-kernel LAPIC.
     pub(super) cr8: u8,
+    /// The guest lowered it: KVM_EXIT_SET_TPR.
+    pub(super) tpr_lowered: bool,
     pub(super) apic_base: u64,
     /// An interrupt waits for RFLAGS.IF, or the VMM asked for the window.
     pub(super) irq_waiting: bool,
@@ -68,6 +70,7 @@ impl Bus {
             cpuid: Vec::new(),
             tsc_adjust: 0,
             cr8: 0,
+            tpr_lowered: false,
             apic_base: 0xfee0_0000 | 1 << 11 | u64::from(is_bsp) << 8,
             irq_waiting: false,
             guest_debug: 0,
@@ -478,7 +481,11 @@ impl GuestBus for Bus {
             self.shared.lapic().set_cr8(priority);
             self.recheck = true;
         } else {
-            self.cr8 = priority & 0xf;
+            let priority = priority & 0xf;
+            // The VMM's LAPIC may have an interrupt that waited for this.
+            self.tpr_lowered |= priority < self.cr8;
+            self.recheck |= self.tpr_lowered;
+            self.cr8 = priority;
         }
     }
     fn hypercall(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {

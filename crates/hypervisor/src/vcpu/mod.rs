@@ -450,6 +450,7 @@ impl Inner {
         regs::set_sregs(&mut self.cpu, r);
         self.bus
             .set_task_priority(&mut self.cpu, (r.cr8 & 0xf) as u8);
+        self.bus.tpr_lowered = false;
         self.reload();
         Ok(())
     }

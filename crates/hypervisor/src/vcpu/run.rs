@@ -3,11 +3,11 @@
 use std::sync::atomic::Ordering;
 
 use kvm_bindings::{
-    KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE,
-    KVM_MP_STATE_UNINITIALIZED,
+    KVM_GUESTDBG_SINGLESTEP, KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED,
+    KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED,
 };
 use x86_cpu::{Exception, GuestBus, Shadow};
-use x86_defs::rflags;
+use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
 
 use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
@@ -76,6 +76,9 @@ impl Inner {
             let stop = self.interp.step(&mut self.cpu, &mut self.bus);
             if let Some(exit) = self.stopped(stop) {
                 self.bus.exit = Some(exit);
+            } else if self.is_single_stepped() && self.is_step_wanted() {
+                // The step ends with the instruction, not with its exit: the bus has it.
+                return Ok(());
             }
         }
         Ok(())
@@ -97,6 +100,9 @@ impl Inner {
                 return Ok(Exit::Shutdown);
             }
             self.bus.recheck = false;
+            if std::mem::take(&mut self.bus.tpr_lowered) {
+                return Ok(Exit::SetTpr);
+            }
             self.bus.sync_memory(&mut self.cpu);
             self.bus.sync_pv_eoi();
             let now_ns = self.bus.service_timers();
@@ -121,7 +127,7 @@ impl Inner {
             }
             self.bus.irq_waiting =
                 input.request_interrupt_window || self.bus.pending_interrupt().is_some();
-            let single = self.bus.guest_debug & kvm_bindings::KVM_GUESTDBG_SINGLESTEP != 0;
+            let single = self.is_single_stepped();
             if self.bus.is_spinning() {
                 self.bus.give_way();
             }
@@ -134,7 +140,7 @@ impl Inner {
             if let Some(exit) = self.stopped(stop) {
                 return Ok(exit);
             }
-            if single && self.bus.intercept(&mut self.cpu, Exception::DB) {
+            if single && self.is_step_wanted() {
                 return Ok(self.bus.exit.take().unwrap_or(Exit::Shutdown));
             }
         }
@@ -146,6 +152,17 @@ impl Inner {
             Some(jit) => jit.run(&mut self.interp, &mut self.cpu, &mut self.bus),
             None => self.interp.run(&mut self.cpu, &mut self.bus),
         }
+    }
+
+    /// KVM_GUESTDBG_SINGLESTEP.
+    fn is_single_stepped(&self) -> bool {
+        self.bus.guest_debug & KVM_GUESTDBG_SINGLESTEP != 0
+    }
+
+    /// True if the VMM gets the end of a single step; the bus has the exit then.
+    fn is_step_wanted(&mut self) -> bool {
+        self.cpu.fault_dr6 = dr::DR6_BS;
+        self.bus.intercept(&mut self.cpu, Exception::DB)
     }
 
     /// Serves what other threads asked for.

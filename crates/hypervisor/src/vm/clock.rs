@@ -51,9 +51,8 @@ impl TscParams {
 
 #[derive(Debug)]
 struct Base {
-    /// Host TSC and monotonic ns of the master pair.
+    /// Host TSC of the master pair.
     host_tsc: u64,
-    host_ns: u64,
     /// kvmclock at that moment.
     kvmclock_ns: u64,
     /// Default of new vCPUs.
@@ -71,13 +70,12 @@ pub(crate) struct VmClock {
 impl VmClock {
     /// A clock that starts at zero now.
     pub(crate) fn new() -> Self {
-        let (host_tsc, host_ns) = (cpu::rdtsc(), clock::monotonic_ns());
+        let host_tsc = cpu::rdtsc();
         let tsc = TscParams::new(cpu::tsc_khz(), 0);
         let tsc = tsc.with_offset(tsc.scale(host_tsc).wrapping_neg());
         Self {
             base: Mutex::new(Base {
                 host_tsc,
-                host_ns,
                 kvmclock_ns: 0,
                 tsc,
                 last_write: None,
@@ -118,11 +116,10 @@ impl VmClock {
     /// kvmclock now, with the host TSC of the same moment.
     pub(crate) fn now(&self) -> (u64, u64) {
         let base = self.lock();
-        let ns = clock::monotonic_ns();
-        (
-            base.kvmclock_ns.wrapping_add(ns.wrapping_sub(base.host_ns)),
-            cpu::rdtsc(),
-        )
+        // As a guest computes it: the host's clock is slewed and would drift away.
+        let tsc = cpu::rdtsc();
+        let passed = ticks_to_ns(tsc.saturating_sub(base.host_tsc), cpu::tsc_khz());
+        (base.kvmclock_ns.wrapping_add(passed), tsc)
     }
     /// The master pair: host TSC and kvmclock.
     pub(crate) fn master(&self) -> (u64, u64) {
@@ -147,7 +144,6 @@ impl VmClock {
         }
         let mut base = self.lock();
         base.host_tsc = cpu::rdtsc();
-        base.host_ns = clock::monotonic_ns();
         let passed = if data.flags & KVM_CLOCK_REALTIME != 0 {
             clock::realtime_ns().saturating_sub(data.realtime)
         } else {
@@ -168,6 +164,17 @@ pub(crate) fn rescale(params: TscParams, khz: u32) -> Result<TscParams> {
     let value = params.guest(now);
     let new = TscParams::new(khz, 0);
     Ok(new.with_offset(value.wrapping_sub(new.scale(now))))
+}
+
+/// Nanoseconds in so many ticks, with pvclock's rounding.
+fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
+    let (mul, shift) = pvclock_scale(khz);
+    let shifted = if shift >= 0 {
+        u128::from(ticks) << shift
+    } else {
+        u128::from(ticks) >> -shift
+    };
+    ((shifted * u128::from(mul)) >> 32) as u64
 }
 
 /// `(mul, shift)` of pvclock for a TSC frequency: ns = (tsc << shift) × mul >> 32.
@@ -197,14 +204,8 @@ mod tests {
     #[test]
     fn pvclock_scale_gives_nanoseconds() {
         for khz in [800_000, 1_000_000, 2_445_428, 3_700_000, 5_000_001] {
-            let (mul, shift) = pvclock_scale(khz);
             let ticks = u64::from(khz) * 1000;
-            let shifted = if shift >= 0 {
-                ticks << shift
-            } else {
-                ticks >> -shift
-            };
-            let ns = ((u128::from(shifted) * u128::from(mul)) >> 32) as u64;
+            let ns = ticks_to_ns(ticks, khz);
             assert!(ns.abs_diff(1_000_000_000) < 100, "{khz}: {ns}");
         }
     }
