@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use anykvm_ioctls::Kvm;
+use anykvm_ioctls::{Cap, Kvm};
 use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 
 use crate::cli::{BootArgs, ConsoleKind};
@@ -62,9 +62,13 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     let vm = Arc::new(board::new_vm(&kvm, cpus)?);
     vm.set_static_memory(memory)
         .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
-    let supported = kvm
+    let mut supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
+    // Not in the list, as it needs the in-kernel LAPIC, which this machine has.
+    if kvm.check_extension(Cap::TscDeadlineTimer) {
+        vcpu::offer_tsc_deadline(&mut supported);
+    }
 
     let (endings, ended) = channel();
     let closed = endings.clone();

@@ -4,6 +4,14 @@
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
+/// Leaf 1 ECX: the LAPIC timer has a TSC-deadline mode, which needs no calibration by the guest.
+pub(crate) fn offer_tsc_deadline(leaves: &mut CpuId) {
+    const TSC_DEADLINE: u32 = 1 << 24;
+    for leaf in leaves.as_mut_slice().iter_mut().filter(|l| l.function == 1) {
+        leaf.ecx |= TSC_DEADLINE;
+    }
+}
+
 /// The leaves for vCPU `id` of `cpus`.
 pub(super) fn for_vcpu(supported: &CpuId, id: u8, cpus: u8) -> CpuId {
     let mut leaves = supported.clone();

@@ -13,6 +13,7 @@ use crate::ending::Ending;
 use crate::error::BootError;
 use crate::kernel::Entry;
 
+pub(crate) use cpuid::offer_tsc_deadline;
 pub(crate) use registers::write_boot_structures;
 
 const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
