@@ -317,4 +317,79 @@ END
         cpus: 1,
         quick: false,
     },
+    Program {
+        name: "perl",
+        packages: &["perl-base"],
+        paths: &["/usr/bin/perl", "/usr/lib/x86_64-linux-gnu/perl-base"],
+        script: r#"
+            PERL_HASH_SEED=0 PERL_PERTURB_KEYS=0 perl -e '
+use strict;
+my @sieve = (1) x 30000; my $n = 0;
+for my $i (2 .. 29999) { next unless $sieve[$i]; $n++; for (my $j = $i * $i; $j < 30000; $j += $i) { $sieve[$j] = 0 } }
+print "$n\n";
+my %h; $h{$_ % 977} += $_ * 1.5 for 1 .. 40000;
+print join(",", map { "$_=$h{$_}" } (sort { $h{$b} <=> $h{$a} || $a <=> $b } keys %h)[0 .. 9]), "\n";
+my $text = join " ", map { "word$_" } 1 .. 3000;
+(my $t = $text) =~ s/(\w)(\d+)/$2$1/g; print length($t), " ", unpack("%32C*", $t), "\n";
+printf "%.15g %.15g %e %s\n", sin(1) * exp(2), atan2(1, 2), 2 ** -1070, 2 ** 64;
+print pack("w*", 1 .. 300) eq pack("w*", 1 .. 300) ? "same\n" : "different\n";
+my $pid = fork; if (!$pid) { exit 3 } waitpid $pid, 0; print $? >> 8, "\n";
+$SIG{ALRM} = sub { print "alarm\n" }; alarm 1; select undef, undef, undef, 5;
+'"#,
+        expect: Expect::Host,
+        mem: "256M",
+        cpus: 1,
+        quick: false,
+    },
+    // Generated code that generates and patches code, four collector threads, implicit null checks.
+    Program {
+        name: "java",
+        packages: &["openjdk-17-jdk-headless"],
+        paths: &[
+            "/usr/lib/jvm/java-17-openjdk-amd64/bin/java",
+            "/usr/lib/jvm/java-17-openjdk-amd64/lib",
+            "/usr/lib/jvm/java-17-openjdk-amd64/conf",
+            "/etc/java-17-openjdk",
+        ],
+        script: r#"
+            cd /tmp && cat >T.java <<'END'
+import java.util.*;
+public class T {
+    static int fib(int n) { return n < 2 ? n : fib(n - 1) + fib(n - 2); }
+    public static void main(String[] a) throws Exception {
+        System.out.println(fib(27));
+        HashMap<String, Integer> m = new HashMap<>();
+        for (int i = 0; i < 50000; i++) m.merge("k" + i % 997, i, Integer::sum);
+        long h = 0;
+        for (var e : new TreeMap<>(m).entrySet()) h = h * 31 + e.getKey().hashCode() * (long) e.getValue();
+        System.out.println(h);
+        long[] r = new long[4];
+        Thread[] t = new Thread[4];
+        for (int k = 0; k < 4; k++) {
+            int q = k;
+            t[k] = new Thread(() -> { long s = q; for (int i = 0; i < 3000000; i++) s = s * 6364136223846793005L + 1442695040888963407L; r[q] = s; });
+            t[k].start();
+        }
+        for (Thread x : t) x.join();
+        System.out.println(Arrays.toString(r));
+        double d = 0;
+        for (int i = 1; i < 200000; i++) d += Math.sqrt(i) / (i + 0.5);
+        System.out.println(d);
+        for (int i = 0; i < 3; i++) try { Object o = i > 5 ? "" : null; o.hashCode(); } catch (NullPointerException e) { System.out.println("null"); }
+        byte[][] garbage = new byte[64][];
+        for (int i = 0; i < 20000; i++) garbage[i & 63] = new byte[i & 0x3fff];
+        System.gc();
+        System.out.println(garbage[63].length);
+    }
+}
+END
+            /usr/lib/jvm/java-17-openjdk-amd64/bin/java T.java
+            status=$?
+            rm -f T.java
+            exit $status"#,
+        expect: Expect::Host,
+        mem: "3G",
+        cpus: 2,
+        quick: false,
+    },
 ];
