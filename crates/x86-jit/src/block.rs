@@ -39,7 +39,7 @@ pub(crate) struct Decoded {
 }
 
 /// Decodes the block at `gva` in 64-bit mode; IP 0 is the page's start.
-/// Empty if its first instruction cannot be translated or leaves the page.
+/// Empty if nothing can be fetched.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     kinds: &mut Kinds,
@@ -70,6 +70,13 @@ pub(crate) fn decode<B: GuestBus>(
         let mut decoder = Decoder::with_ip(64, &bytes[from..have], offset.into(), options);
         decoder.decode_out(&mut i);
         if decoder.last_error() != DecoderError::None {
+            // It straddles two pages, or is none: the interpreter's business.
+            out.push(Decoded {
+                i: Instruction::default(),
+                kind: Kind::Interpret,
+                offset,
+                live_in: 0,
+            });
             break;
         }
         let mut kind = if gating::is_available(&i, &cpu.features) {
@@ -80,9 +87,13 @@ pub(crate) fn decode<B: GuestBus>(
         let needs = match kind {
             Kind::CopyFp | Kind::CopyFpAligned => mode::FP,
             Kind::Rdtsc => mode::TSC,
-            Kind::Pushf | Kind::Popf | Kind::Cli | Kind::Sti | Kind::Swapgs | Kind::Ac => {
-                mode::KERNEL
-            }
+            Kind::Pushf
+            | Kind::Popf
+            | Kind::Cli
+            | Kind::Sti
+            | Kind::Swapgs
+            | Kind::Sysret
+            | Kind::Ac => mode::KERNEL,
             _ => 0,
         };
         if needs & !mode != 0 {
@@ -106,6 +117,8 @@ pub(crate) fn decode<B: GuestBus>(
                 | Kind::Call
                 | Kind::CallIndirect
                 | Kind::Ret
+                | Kind::Syscall
+                | Kind::Sysret
         ) {
             break;
         }
@@ -119,7 +132,7 @@ pub(crate) fn decode<B: GuestBus>(
     let mut live = ALL;
     for d in out.iter_mut().rev() {
         live = match d.kind {
-            Kind::Interpret | Kind::Jcc => ALL,
+            Kind::Interpret | Kind::Jcc | Kind::Syscall | Kind::Sysret => ALL,
             Kind::Pushf => ALL,
             Kind::Popf => 0,
             Kind::Nop => live,

@@ -12,6 +12,9 @@ pub(crate) enum Reason {
     Stale,
     /// A direct branch without a target yet (RIP is not set).
     Link,
+    /// A branch at RIP whose target, in [`crate::area::SPILL`], is not in the
+    /// table; it is complete but for what [`crate::area::ARGUMENT`] adds to RSP.
+    Branch,
 }
 
 impl Reason {
@@ -20,6 +23,7 @@ impl Reason {
             0 => Self::Poll,
             2 => Self::Stale,
             3 => Self::Link,
+            4 => Self::Branch,
             _ => Self::Interpret,
         }
     }

@@ -48,6 +48,8 @@ pub(crate) enum Kind {
     Swapgs,
     /// STAC and CLAC.
     Ac,
+    Syscall,
+    Sysret,
     Jcc,
     Jmp,
     JmpIndirect,
@@ -124,6 +126,8 @@ fn form(i: &Instruction) -> Kind {
         M::Cli => Kind::Cli,
         M::Sti => Kind::Sti,
         M::Swapgs => Kind::Swapgs,
+        M::Syscall => Kind::Syscall,
+        M::Sysretq => Kind::Sysret,
         M::Stac | M::Clac => Kind::Ac,
         _ if is_harmless_integer(i) => Kind::Copy,
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,

@@ -17,6 +17,7 @@ mod cache;
 mod exit;
 mod kind;
 mod run;
+mod system_call;
 mod thunks;
 mod translate;
 

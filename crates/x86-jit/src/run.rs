@@ -6,7 +6,7 @@ use host::code_buffer::CodeBuffer;
 use x86_cpu::{Access, CodeSize, CpuState, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
-    dr, rflags, xsave,
+    dr, reg, rflags, xsave,
 };
 use x86_interp::{Insn, Interp, RunStop};
 
@@ -18,6 +18,7 @@ use crate::{
     cache::{Block, Cache},
     exit::Reason,
     kind::{Kind, Kinds},
+    system_call,
     thunks::{self, Thunks},
     translate::{Entries, LinkSite, Translator},
 };
@@ -50,6 +51,7 @@ pub struct Stats {
 struct Context<B> {
     cpu: *mut CpuState,
     bus: *mut B,
+    plain_tsc: bool,
     mode: u8,
 }
 
@@ -163,6 +165,8 @@ impl<B: JitBus> Jit<B> {
                                 None => interp.one(cpu, bus),
                             }
                         }
+                        // Polled for each time: a loop may miss all the time.
+                        Reason::Branch => RunStop::Poll,
                         Reason::Stale | Reason::Link => {
                             self.stale = true;
                             RunStop::Poll
@@ -182,16 +186,7 @@ impl<B: JitBus> Jit<B> {
             self.flush_all();
             self.slots = bus.mmu().slots_generation();
         }
-        let mut mode = 0;
-        if has_plain_fp(cpu) {
-            mode |= mode::FP;
-        }
-        if cpu.cpl == 0 && cpu.rflags & (rflags::IOPL | rflags::NT | rflags::DF) == 0 {
-            mode |= mode::KERNEL;
-        }
-        if self.plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
-            mode |= mode::TSC;
-        }
+        let mode = mode_of(cpu, self.plain_tsc);
         self.mode = mode;
         set_view(cpu, bus, mode);
     }
@@ -286,7 +281,11 @@ impl<B: JitBus> Jit<B> {
     /// Decodes for the interpreter the instruction that the block ends with;
     /// returns its number plus one, 0 if there is none.
     fn prepare(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u32 {
-        let Some(d) = self.decoded.last().filter(|d| d.kind == Kind::Interpret) else {
+        let Some(d) = self
+            .decoded
+            .last()
+            .filter(|d| d.kind == Kind::Interpret && !d.i.is_invalid())
+        else {
             return 0;
         };
         let mut bytes = [0; 15];
@@ -315,6 +314,7 @@ impl<B: JitBus> Jit<B> {
             let mut context = Context {
                 cpu: &raw mut *cpu,
                 bus: &raw mut *bus,
+                plain_tsc: self.plain_tsc,
                 mode: self.mode,
             };
             let words = &mut cpu.engine.words;
@@ -336,6 +336,21 @@ impl<B: JitBus> Jit<B> {
             let argument = words[index(area::ARGUMENT)] as usize;
             let page = words[index(area::PAGE)];
             cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+            if reason == Reason::Branch {
+                let target = words[index(area::SPILL)];
+                if !cpu.is_canonical(target) {
+                    // #GP(0) at the branch, if it is one.
+                    if target == page.wrapping_add(0x1000) {
+                        cpu.set_rip(target);
+                    }
+                    cpu.engine.words[index(area::ARGUMENT)] = 0;
+                    return Reason::Interpret;
+                }
+                let rsp = &mut cpu.gpr[reg::RSP];
+                *rsp = rsp.wrapping_add(argument as u64).wrapping_sub(8);
+                cpu.set_rip(target);
+                return Reason::Branch;
+            }
             if reason != Reason::Link {
                 return reason;
             }
@@ -375,11 +390,11 @@ fn mix(key: u64) -> u64 {
 }
 
 /// RFLAGS' arithmetic flags as LAHF and SETO leave them in AX.
-fn pack(f: u64) -> u64 {
+pub(crate) fn pack(f: u64) -> u64 {
     (f & 0xd5 | 2) << 8 | f >> 11 & 1
 }
 
-fn unpack(ax: u64) -> u64 {
+pub(crate) fn unpack(ax: u64) -> u64 {
     ax >> 8 & 0xd5 | (ax & 1) << 11
 }
 
@@ -394,6 +409,21 @@ fn needs_stepping(cpu: &CpuState) -> bool {
     cpu.shadow != Shadow::None
         || cpu.rflags & (rflags::TF | rflags::RF) != 0
         || cpu.dr7 & dr::DR7_ENABLES != 0
+}
+
+/// The mode bits of blocks for this state.
+fn mode_of(cpu: &CpuState, plain_tsc: bool) -> u8 {
+    let mut mode = 0;
+    if has_plain_fp(cpu) {
+        mode |= mode::FP;
+    }
+    if cpu.cpl == 0 && cpu.rflags & (rflags::IOPL | rflags::NT | rflags::DF) == 0 {
+        mode |= mode::KERNEL;
+    }
+    if plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
+        mode |= mode::TSC;
+    }
+    mode
 }
 
 /// FP and SIMD instructions are enabled, and raise no exceptions.
@@ -444,6 +474,22 @@ extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -
         let mode = unsafe { (*context).mode };
         set_view(cpu, bus, mode);
         return 1;
+    }
+    if site & (thunks::SYSCALL | thunks::SYSRET) != 0 {
+        // SAFETY: as above.
+        let (plain_tsc, mode) = unsafe { ((*context).plain_tsc, &mut (*context).mode) };
+        // FP state may be in the host's registers: that bit stays.
+        let fp = *mode & mode::FP;
+        let target = if site & thunks::SYSCALL != 0 {
+            system_call::enter(cpu, bus, u64::from(site & 0xfff))
+        } else {
+            system_call::leave(cpu, bus)
+        };
+        if target != 0 {
+            *mode = mode_of(cpu, plain_tsc) & !mode::FP | fp;
+            set_view(cpu, bus, *mode);
+        }
+        return target;
     }
     let size = u64::from(site >> 12 & 0xff);
     let access = if site >> 20 & 1 != 0 {

@@ -17,6 +17,8 @@ pub(crate) struct Thunks {
     pub(crate) link: usize,
     /// The same with flags in RFLAGS.
     pub(crate) link_live: usize,
+    /// A branch to r14 that the target table does not have; r13d is [`branch`].
+    pub(crate) branch: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`].
     pub(crate) refill: usize,
     /// Called by a block that uses FP when the state is not loaded.
@@ -28,10 +30,18 @@ pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
     offset & 0xfff | size << 12 | (write as u32) << 20
 }
 
+/// What the branch thunk has to know: the instruction's offset, and what is added to RSP.
+pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
+    offset & 0xfff | ((pop + 8) as u32) << 12
+}
+
 /// Bits of [`Thunks::refill`]'s r13d that stand for something other than an
 /// access: RFLAGS.AC becomes this.
 pub(crate) const SET_AC: u32 = 1 << 21;
 pub(crate) const CLEAR_AC: u32 = 1 << 22;
+/// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.
+pub(crate) const SYSCALL: u32 = 1 << 23;
+pub(crate) const SYSRET: u32 = 1 << 24;
 
 /// `mov rax → r13; lahf; seto al; mov [FLAGS], eax; mov rax ← r13`.
 pub(crate) fn save_flags(a: &mut Asm) {
@@ -135,6 +145,14 @@ pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
     leave(a, Reason::Interpret);
     t.stale = a.here();
     leave(a, Reason::Stale);
+
+    t.branch = a.here();
+    a.store(gs(SPILL), S0);
+    a.mov32(S0, S1);
+    a.shift(false, 5, S0, 12);
+    a.store(gs(ARGUMENT), S0);
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    leave(a, Reason::Branch);
 
     t.poll = a.here();
     a.load(S0, gs(REQUESTS));

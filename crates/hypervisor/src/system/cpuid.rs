@@ -309,11 +309,13 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     if amd {
         cache_leaves(0x8000_001d, &mut out);
         out.push(plain(0x8000_001e, Regs::default()));
-        // LFENCE serialises, automatic IBRS, SRSO_NO: no retpolines, no safe-ret.
+        // LFENCE serialises, automatic IBRS, SRSO_NO: no retpolines, no safe-ret;
+        // TSA_SQ_NO, TSA_L1_NO: no VERW at each way back to user mode.
         out.push(plain(
             0x8000_0021,
             Regs {
                 eax: 1 << 2 | 1 << 8 | 1 << 29,
+                ecx: 1 << 1 | 1 << 2,
                 ..Regs::default()
             },
         ));

@@ -40,14 +40,7 @@ impl Translator {
             self.direct(offset, offset.into());
         } else {
             save_flags(&mut self.asm);
-            let first = self.stubs.len();
-            self.far(offset, offset as i32);
-            // There is no branch to interpret: dispatch at the target.
-            for stub in &mut self.stubs[first..] {
-                if let Stub::Bail { from, offset } = *stub {
-                    *stub = Stub::Stale { from, offset };
-                }
-            }
+            self.far(offset - 1, offset as i32);
         }
     }
 
@@ -91,8 +84,13 @@ impl Translator {
             a.lea(GUEST_RSP, at(GUEST_RSP, pop));
         }
         a.jmp_mem(at(S1, 16));
-        for from in [other, elsewhere] {
-            self.stubs.push(Stub::Bail { from, offset });
+        for (from, reload) in [(other, false), (elsewhere, true)] {
+            self.stubs.push(Stub::Branch {
+                from,
+                offset,
+                pop,
+                reload,
+            });
         }
     }
 

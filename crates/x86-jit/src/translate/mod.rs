@@ -28,7 +28,7 @@ use crate::{
     asm::*,
     block::Decoded,
     kind::Kind,
-    thunks::{Thunks, restore_flags, save_flags, site},
+    thunks::{self, Thunks, restore_flags, save_flags, site},
 };
 
 /// A direct branch within a page, to be linked when its target is translated.
@@ -67,6 +67,13 @@ enum Stub {
     Stale {
         from: usize,
         offset: u32,
+    },
+    /// A branch's target is not in the table; `reload`: it is in the entry that r13 has.
+    Branch {
+        from: usize,
+        offset: u32,
+        pop: i32,
+        reload: bool,
     },
     Poll {
         from: usize,
@@ -116,7 +123,7 @@ struct Unsupported;
 type Emit = Result<(), Unsupported>;
 
 /// Entries of the target table.
-pub(crate) const TARGETS_LEN: usize = 1 << 13;
+pub(crate) const TARGETS_LEN: usize = 1 << 14;
 
 impl Translator {
     pub(crate) fn new(thunks: Thunks) -> Self {
@@ -235,6 +242,10 @@ impl Translator {
             Kind::Jcc => self.jcc(d)?,
             Kind::Jmp => {
                 self.direct(d.offset, target(&d.i));
+                return Ok(true);
+            }
+            Kind::Syscall | Kind::Sysret => {
+                self.system_call(d);
                 return Ok(true);
             }
             Kind::JmpIndirect | Kind::Call | Kind::CallIndirect | Kind::Ret => {
@@ -653,6 +664,19 @@ impl Translator {
                     a.patch(from, here);
                     a.mov_imm(S1, offset.into());
                     a.jmp_to(t.bail);
+                }
+                Stub::Branch {
+                    from,
+                    offset,
+                    pop,
+                    reload,
+                } => {
+                    a.patch(from, here);
+                    if reload {
+                        a.load(S0, at(S1, 0));
+                    }
+                    a.mov_imm(S1, thunks::branch(offset, pop).into());
+                    a.jmp_to(t.branch);
                 }
                 Stub::Stale { from, offset } => {
                     a.patch(from, here);

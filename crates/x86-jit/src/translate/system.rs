@@ -8,6 +8,7 @@ use crate::{
     area::*,
     asm::*,
     block::Decoded,
+    kind::Kind,
     thunks::{self, restore_flags, save_flags},
 };
 
@@ -198,6 +199,24 @@ impl Translator {
         a.load(S1, segment_base(5));
         a.store(segment_base(5), S0);
         a.store(gs(KERNEL_GS_BASE), S1);
+    }
+
+    /// SYSCALL and SYSRETQ: the other privilege level's view, then a branch.
+    pub(super) fn system_call(&mut self, d: &Decoded) {
+        let a = &mut self.asm;
+        save_flags(a);
+        a.store(home(1), RCX);
+        a.store(home(11), 11);
+        let what = if d.kind == Kind::Syscall {
+            thunks::SYSCALL
+        } else {
+            thunks::SYSRET
+        };
+        a.mov_imm(S1, (what | d.offset).into());
+        a.call_to(self.thunks.refill);
+        a.load(RCX, home(1));
+        a.load(11, home(11));
+        self.jump(d.offset, 0);
     }
 
     /// STAC and CLAC: another view of the same tables.
