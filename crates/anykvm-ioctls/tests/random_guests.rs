@@ -307,6 +307,58 @@ fn random_regs(r: &mut Random) -> kvm_regs {
     regs
 }
 
+/// Gives a vCPU random registers.
+fn start(r: &mut Random, vcpu: &VcpuFd, fresh: &kvm_sregs) {
+    // Out of SMM, with no event on its way.
+    vcpu.set_vcpu_events(&kvm_vcpu_events {
+        flags: KVM_VCPUEVENT_VALID_NMI_PENDING
+            | KVM_VCPUEVENT_VALID_SHADOW
+            | KVM_VCPUEVENT_VALID_SMM,
+        ..Default::default()
+    })
+    .unwrap();
+    vcpu.set_sregs(fresh).unwrap();
+    let sregs = random_sregs(r, *fresh);
+    if vcpu.set_sregs(&sregs).is_err() {
+        // Real mode then.
+        vcpu.set_sregs(fresh).unwrap();
+    }
+    vcpu.set_regs(&random_regs(r)).unwrap();
+    let mp_state = KVM_MP_STATE_RUNNABLE;
+    vcpu.set_mp_state(kvm_mp_state { mp_state }).unwrap();
+}
+
+/// Runs a guest until it ends, is stopped, or has had enough exits.
+fn run(r: &mut Random, seed: u64, vcpu: &mut VcpuFd, vm: &VmFd, irqchip: bool) {
+    for _ in 0..RUNS {
+        if r.one_in(4) {
+            match r.below(3) {
+                0 => vcpu.nmi().unwrap(),
+                1 => vcpu.smi().unwrap(),
+                _ if irqchip => {
+                    let line = r.below(24) as u32;
+                    let level = r.one_in(2);
+                    vm.set_irq_line(line, level).unwrap();
+                }
+                _ => {}
+            }
+        }
+        match vcpu.run() {
+            Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => {
+                let value = r.next().to_le_bytes();
+                for (to, from) in data.iter_mut().zip(value) {
+                    *to = from;
+                }
+            }
+            Ok(VcpuExit::IoOut(..) | VcpuExit::MmioWrite(..) | VcpuExit::Hlt) => {}
+            Ok(VcpuExit::Shutdown | VcpuExit::InternalError) => break,
+            Ok(exit) => panic!("seed {seed}: {exit:?}"),
+            Err(e) if matches!(e.errno(), libc::EINTR | libc::EAGAIN) => break,
+            Err(e) => panic!("seed {seed}: {e}"),
+        }
+    }
+}
+
 /// A virtual machine that serves a few guests in turn.
 struct Machine {
     ram: Fenced,
@@ -349,50 +401,8 @@ impl Machine {
         let mut r = Random(seed);
         fill(&mut r, &self.ram);
         let vcpu = &mut self.vcpu;
-        // Out of SMM, with no event on its way.
-        vcpu.set_vcpu_events(&kvm_vcpu_events {
-            flags: KVM_VCPUEVENT_VALID_NMI_PENDING
-                | KVM_VCPUEVENT_VALID_SHADOW
-                | KVM_VCPUEVENT_VALID_SMM,
-            ..Default::default()
-        })
-        .unwrap();
-        vcpu.set_sregs(fresh).unwrap();
-        let sregs = random_sregs(&mut r, *fresh);
-        if vcpu.set_sregs(&sregs).is_err() {
-            // Real mode then.
-            vcpu.set_sregs(fresh).unwrap();
-        }
-        vcpu.set_regs(&random_regs(&mut r)).unwrap();
-        let mp_state = KVM_MP_STATE_RUNNABLE;
-        vcpu.set_mp_state(kvm_mp_state { mp_state }).unwrap();
-        for _ in 0..RUNS {
-            if r.one_in(4) {
-                match r.below(3) {
-                    0 => vcpu.nmi().unwrap(),
-                    1 => vcpu.smi().unwrap(),
-                    _ if self.irqchip => {
-                        let line = r.below(24) as u32;
-                        let level = r.one_in(2);
-                        self.vm.set_irq_line(line, level).unwrap();
-                    }
-                    _ => {}
-                }
-            }
-            match vcpu.run() {
-                Ok(VcpuExit::IoIn(_, data) | VcpuExit::MmioRead(_, data)) => {
-                    let value = r.next().to_le_bytes();
-                    for (to, from) in data.iter_mut().zip(value) {
-                        *to = from;
-                    }
-                }
-                Ok(VcpuExit::IoOut(..) | VcpuExit::MmioWrite(..) | VcpuExit::Hlt) => {}
-                Ok(VcpuExit::Shutdown | VcpuExit::InternalError) => break,
-                Ok(exit) => panic!("seed {seed}: {exit:?}"),
-                Err(e) if matches!(e.errno(), libc::EINTR | libc::EAGAIN) => break,
-                Err(e) => panic!("seed {seed}: {e}"),
-            }
-        }
+        start(&mut r, vcpu, fresh);
+        run(&mut r, seed, vcpu, &self.vm, self.irqchip);
         self.ram.check(seed);
         // What the guest has become can be saved and restored.
         let (regs, mut sregs) = (vcpu.get_regs().unwrap(), vcpu.get_sregs().unwrap());
@@ -474,5 +484,58 @@ fn run_part(part: u64, parts: u64) {
         current.store(u64::MAX, Ordering::Release);
         watchdog.join().unwrap();
         begin += 32 * parts;
+    }
+}
+
+/// Two vCPUs in one guest: the same memory, code that each changes under the other, IPIs.
+#[test]
+fn guests_with_two_vcpus() {
+    let kvm = Kvm::new().unwrap();
+    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    let seeds = if std::env::var_os("ANYKVM_SEEDS").is_some() {
+        seeds()
+    } else {
+        0..SEEDS / 10
+    };
+    for seed in seeds {
+        let machine = Machine::new(&kvm, &cpuid, true);
+        let mut r = Random(seed ^ 0x5555_5555);
+        fill(&mut r, &machine.ram);
+        let (vm, ram) = (&machine.vm, &machine.ram);
+        let second = vm.create_vcpu(1).unwrap();
+        second.set_cpuid2(&cpuid).unwrap();
+        let fresh = machine.vcpu.get_sregs().unwrap();
+        let mut vcpus = [machine.vcpu, second];
+        for vcpu in &vcpus {
+            start(&mut r, vcpu, &fresh);
+        }
+        let stoppers = [vcpus[0].stopper().unwrap(), vcpus[1].stopper().unwrap()];
+        let ended = AtomicU64::new(0);
+        thread::scope(|s| {
+            for (i, vcpu) in vcpus.iter_mut().enumerate() {
+                let ended = &ended;
+                s.spawn(move || {
+                    let mut r = Random(seed + i as u64);
+                    run(&mut r, seed, vcpu, vm, true);
+                    ended.fetch_add(1, Ordering::Release);
+                });
+            }
+            let begin = Instant::now();
+            while ended.load(Ordering::Acquire) < 2 {
+                thread::sleep(TICK);
+                for stopper in &stoppers {
+                    stopper.kick();
+                }
+                // Slots and dirty pages change under the running vCPUs.
+                vm.get_dirty_log(0, (PAGES * PAGE) as usize).unwrap();
+                if begin.elapsed() > Duration::from_secs(20) {
+                    eprintln!("seed {seed} hangs");
+                    std::process::abort();
+                }
+            }
+        });
+        ram.check(seed);
+        // The VM ends before its memory.
+        drop(vcpus);
     }
 }
