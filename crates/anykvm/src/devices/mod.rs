@@ -9,7 +9,9 @@ mod output;
 mod power;
 mod serial;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
 
 use vmm_sys_util::eventfd::EventFd;
 
@@ -41,13 +43,27 @@ pub(crate) struct Devices {
 impl Devices {
     /// One UART for each of `ports` (where its output goes and the irqfd that it signals), and
     /// what is on the PCI bus.
-    pub(crate) fn new(ports: [(Sink, EventFd); 4], pci: Root) -> Arc<Self> {
-        Arc::new(Self {
-            uarts: ports.map(|(sink, irq)| Mutex::new(Uart::new(sink, irq))),
+    pub(crate) fn new(ports: [(Sink, EventFd); 4], pci: Root) -> std::io::Result<Arc<Self>> {
+        let (ask, asked) = channel();
+        let mut index = 0usize;
+        let uarts = ports.map(|(sink, irq)| {
+            let (ask, this) = (ask.clone(), index);
+            index += 1;
+            // The receiver is gone only when the thread could not be started.
+            let ask = move || ask.send(this).unwrap_or_default();
+            Mutex::new(Uart::new(sink, irq, Box::new(ask)))
+        });
+        let devices = Arc::new(Self {
+            uarts,
             cmos: Mutex::default(),
             power: Mutex::new(Power::new()),
             pci,
-        })
+        });
+        let weak = Arc::downgrade(&devices);
+        thread::Builder::new()
+            .name("serial".into())
+            .spawn(move || refill_rested(&asked, &weak))?;
+        Ok(devices)
     }
 
     /// Queues bytes for the guest to read from COM`index + 1`; they wait until it takes them.
@@ -117,6 +133,21 @@ impl Devices {
     }
 }
 
+/// Fills the FIFOs of UARTs that have rested, until the devices are gone.
+fn refill_rested(asked: &Receiver<usize>, devices: &Weak<Devices>) {
+    while let Ok(index) = asked.recv() {
+        let Some(devices) = devices.upgrade() else {
+            return;
+        };
+        let Some(uart) = devices.uarts.get(index) else {
+            return;
+        };
+        let rest = lock(uart).rest();
+        thread::sleep(rest);
+        lock(uart).refill();
+    }
+}
+
 /// A device whose last user panicked still has whole registers.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -128,7 +159,7 @@ mod tests {
 
     fn devices() -> Arc<Devices> {
         let ports = [0; 4].map(|_| (Sink::Discard, EventFd::new(0).unwrap()));
-        Devices::new(ports, Root::new())
+        Devices::new(ports, Root::new()).unwrap()
     }
 
     #[test]

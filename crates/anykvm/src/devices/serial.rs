@@ -1,8 +1,13 @@
 //! One 16550 serial port: `vm-superio`'s registers, plus an input queue with flow control.
+//!
+//! A wire is slow, this is not: a FIFO that is full again as soon as it was read keeps the guest in
+//! its interrupt handler until its buffers overflow. So the FIFO stays empty for as long as the
+//! guest took to read it, and the guest has half of its time for what it read.
 
 use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use vm_superio::serial::NoEvents;
 use vm_superio::{Serial, Trigger};
@@ -14,6 +19,7 @@ use crate::ending::Ending;
 
 /// Registers and bits of a 16550.
 mod spec {
+    pub(super) const DATA: u8 = 0;
     pub(super) const IER_RECEIVED: u8 = 1;
     pub(super) const IIR: u8 = 2;
     /// The interrupt's number, and two of them: none, received data.
@@ -26,6 +32,9 @@ mod spec {
     pub(super) const FIFO_LEN: usize = 64;
 }
 use spec::{MCR, MCR_RTS};
+
+/// A guest that was held up is not to be punished for it.
+const REST_MAX: Duration = Duration::from_millis(10);
 
 /// Where the bytes go that the guest sends.
 pub(crate) enum Sink {
@@ -74,14 +83,25 @@ pub(super) struct Uart {
     serial: Serial<Interrupt, NoEvents, Sink>,
     pending: VecDeque<u8>,
     mcr: u8,
+    /// When the FIFO was last filled, and how long the guest took to read it.
+    filled: Instant,
+    took: Duration,
+    /// [`Self::refill`] was asked for.
+    is_resting: bool,
+    ask_refill: Box<dyn Fn() + Send>,
 }
 
 impl Uart {
-    pub(super) fn new(sink: Sink, irq: EventFd) -> Self {
+    /// `ask_refill` shall have [`Self::refill`] called after [`Self::rest`].
+    pub(super) fn new(sink: Sink, irq: EventFd, ask_refill: Box<dyn Fn() + Send>) -> Self {
         Self {
             serial: Serial::new(Interrupt(irq), sink),
             pending: VecDeque::new(),
             mcr: 0,
+            filled: Instant::now(),
+            took: Duration::ZERO,
+            is_resting: false,
+            ask_refill,
         }
     }
 
@@ -101,14 +121,34 @@ impl Uart {
         if register == spec::IIR && value & spec::IIR_ID == spec::IIR_NONE && self.has_received() {
             value = (value & !spec::IIR_ID) | spec::IIR_RECEIVED;
         }
-        self.pump();
+        let is_drained = self.is_fifo_empty() && !self.pending.is_empty();
+        if register == spec::DATA && is_drained && !self.is_resting {
+            self.is_resting = true;
+            self.took = self.filled.elapsed();
+            (self.ask_refill)();
+        }
         value
+    }
+
+    /// How long the FIFO is to stay empty.
+    pub(super) fn rest(&self) -> Duration {
+        self.took.min(REST_MAX)
+    }
+
+    /// The rest is over.
+    pub(super) fn refill(&mut self) {
+        self.is_resting = false;
+        self.pump();
+    }
+
+    fn is_fifo_empty(&self) -> bool {
+        self.serial.fifo_capacity() == spec::FIFO_LEN
     }
 
     /// Whether there is data in the FIFO and its interrupt is enabled.
     fn has_received(&self) -> bool {
         let is_enabled = self.serial.state().interrupt_enable & spec::IER_RECEIVED != 0;
-        is_enabled && self.serial.fifo_capacity() < spec::FIFO_LEN
+        is_enabled && !self.is_fifo_empty()
     }
 
     pub(super) fn write(&mut self, register: u8, value: u8) -> Option<Ending> {
@@ -118,7 +158,9 @@ impl Uart {
         // The only errors are a full loop-back FIFO and a full irqfd counter: a lost byte or a
         // redundant edge, both as on hardware.
         let _ = self.serial.write(register, value);
-        self.pump();
+        if register == MCR {
+            self.pump();
+        }
         match self.serial.writer_mut() {
             Sink::Control(control) => match control.take()? {
                 ControlMessage::Exit(status) => Some(Ending::Reported(status)),
@@ -130,9 +172,10 @@ impl Uart {
     /// Fills the FIFO when it is empty, which interrupts once for all of it, if the guest lets us
     /// send.
     fn pump(&mut self) {
-        if self.mcr & MCR_RTS == 0 || self.serial.fifo_capacity() < spec::FIFO_LEN {
+        if self.is_resting || self.mcr & MCR_RTS == 0 || !self.is_fifo_empty() {
             return;
         }
+        self.filled = Instant::now();
         while !self.pending.is_empty() {
             let room = self.serial.fifo_capacity();
             let chunk: Vec<u8> = self.pending.iter().take(room).copied().collect();
@@ -154,8 +197,12 @@ impl Uart {
 mod tests {
     use super::*;
 
+    fn uart_with(irq: EventFd) -> Uart {
+        Uart::new(Sink::Discard, irq, Box::new(|| {}))
+    }
+
     fn uart() -> Uart {
-        Uart::new(Sink::Discard, EventFd::new(0).unwrap())
+        uart_with(EventFd::new(0).unwrap())
     }
 
     #[test]
@@ -168,6 +215,10 @@ mod tests {
         let mut got = Vec::new();
         while uart.read(5) & 1 != 0 {
             got.push(uart.read(0));
+            if got.len() % 64 == 0 {
+                assert_eq!(uart.read(5) & 1, 0, "rests when it was read");
+                uart.refill();
+            }
         }
         assert_eq!(got, sent);
     }
@@ -187,7 +238,7 @@ mod tests {
     #[test]
     fn a_driver_that_reads_in_pieces_misses_nothing() {
         let irq = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
-        let mut uart = Uart::new(Sink::Discard, irq.try_clone().unwrap());
+        let mut uart = uart_with(irq.try_clone().unwrap());
         uart.write(MCR, 0xb);
         uart.write(1, 1);
         let (mut sent, mut got) = (Vec::new(), Vec::new());
@@ -201,6 +252,7 @@ mod tests {
                 uart.write(MCR, 0x9);
                 handle(&mut uart, &mut got);
                 uart.write(MCR, 0xb);
+                uart.refill();
             }
             assert_eq!(got, sent, "{len}");
         }
@@ -210,7 +262,7 @@ mod tests {
     #[test]
     fn input_interrupts_when_enabled() {
         let irq = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK).unwrap();
-        let mut uart = Uart::new(Sink::Discard, irq.try_clone().unwrap());
+        let mut uart = uart_with(irq.try_clone().unwrap());
         uart.write(MCR, 0xb);
         uart.write(1, 1);
         uart.feed(b"x");

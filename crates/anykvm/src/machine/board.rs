@@ -114,5 +114,5 @@ pub(super) fn new_devices(
         let device = VirtioPci::new(Arc::clone(vm), memory.clone(), &routes, slot, backend)?;
         root.add(Box::new(device));
     }
-    Ok(Devices::new(ports, root))
+    Devices::new(ports, root).map_err(BootError::host("cannot start a thread"))
 }
