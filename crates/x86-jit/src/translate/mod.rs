@@ -15,6 +15,7 @@
 //! them, as execution after the fault overwrites them too.
 
 mod branch;
+mod stack;
 mod system;
 
 use branch::target;
@@ -184,7 +185,15 @@ impl Translator {
             restore_flags(a, S1);
         }
         let mut ended = false;
-        for d in insns {
+        let mut rest = insns;
+        while let Some(d) = rest.first() {
+            let run = stack::run_length(rest);
+            if run > 1 {
+                self.stack_run(&rest[..run]);
+                rest = &rest[run..];
+                continue;
+            }
+            rest = &rest[1..];
             let (code, stubs, links) = (self.asm.buf.len(), self.stubs.len(), self.links.len());
             match self.instruction(d) {
                 Ok(ends) => ended = ends,
@@ -548,52 +557,6 @@ impl Translator {
             self.asm.load(scratch, home(n));
             scratch
         })
-    }
-
-    fn push(&mut self, d: &Decoded) -> Emit {
-        let memory = d.i.op0_kind() == OpKind::Memory;
-        if memory {
-            self.operand(d, 8, false, false)?;
-            self.asm.load(S0, at(S0, 0));
-            self.asm.store(gs(SPILL), S0);
-        }
-        self.stack_slot(d, GUEST_RSP, -8, true);
-        match d.i.op0_kind() {
-            OpKind::Register => {
-                let r = self.read_register(d.i.op0_register(), S1);
-                self.asm.store(at(S0, 0), r);
-            }
-            OpKind::Memory => {
-                self.asm.load(S1, gs(SPILL));
-                self.asm.store(at(S0, 0), S1);
-            }
-            _ => {
-                let v = i32::try_from(d.i.immediate(0) as i64).map_err(|_| Unsupported)?;
-                self.asm.store_imm(at(S0, 0), v);
-            }
-        }
-        self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
-        Ok(())
-    }
-
-    fn pop(&mut self, d: &Decoded) {
-        self.stack_slot(d, GUEST_RSP, 0, false);
-        let n = d.i.op0_register().number() as u8;
-        match host_reg(n) {
-            Some(GUEST_RSP) => return self.asm.load(GUEST_RSP, at(S0, 0)),
-            Some(h) => self.asm.load(h, at(S0, 0)),
-            None => {
-                self.asm.load(S1, at(S0, 0));
-                self.asm.store(home(n), S1);
-            }
-        }
-        self.asm.lea(GUEST_RSP, at(GUEST_RSP, 8));
-    }
-
-    fn leave(&mut self, d: &Decoded) {
-        self.stack_slot(d, RBP, 0, false);
-        self.asm.lea(GUEST_RSP, at(RBP, 8));
-        self.asm.load(RBP, at(S0, 0));
     }
 
     /// DIV and IDIV of 32 and 64 bits: what could raise #DE goes to the interpreter.
