@@ -362,7 +362,7 @@ fn set_branch(i: &mut Instruction, to: u64) {
 }
 
 /// LOCK where it is allowed; repeat prefixes of string instructions.
-fn prefixes(i: &mut Instruction, r: &mut Random) {
+pub(crate) fn prefixes(i: &mut Instruction, r: &mut Random) {
     let op = i.op_code();
     let memory = i.op_count() > 0 && i.op0_kind() == OpKind::Memory;
     if op.can_use_lock_prefix() && memory && r.one_in(3) {

@@ -2,18 +2,21 @@
 //!
 //! `insn` runs single instructions, each form in turn; `random` runs blocks of
 //! two to eight. Both stop at the first mismatch unless `--all` asks for the
-//! first of each form.
+//! first of each form. `jit` runs programs on the translator and on the
+//! interpreter.
 
 #![forbid(unsafe_code)]
 
 use std::{collections::BTreeSet, process::ExitCode, time::Instant};
 
-use fuzzing::{Case, Differential, Family, Generator, Mode, Strictness, forms};
+use fuzzing::{Case, Differential, Family, Generator, Mode, Strictness, forms, jit::Jits};
 
 const USAGE: &str = "usage: fuzzing insn|random [--cases N] [--seed S] [--family fp|integer]
                [--bits 64|32] [--form NAME] [--all] [--exact]
+       fuzzing jit [--cases N] [--seed S] [--cache BYTES] [--list] [--all]
   insn     single instructions, each form in turn
   random   blocks of two to eight instructions
+  jit      programs, from seed S on; --list prints that of S
   --exact  compare undefined flags too: for hosts of the interpreter's model";
 
 #[allow(clippy::print_stdout, reason = "a command-line tool's report")]
@@ -47,6 +50,11 @@ fn run(args: &[String]) -> Result<(String, bool), String> {
     };
     let has = |name: &str| args.iter().any(|a| a == name);
     let blocks = match args.first().map(String::as_str) {
+        Some("jit") => {
+            let cache = number("--cache", 64 << 20)?;
+            let (cases, seed) = (number("--cases", 100_000)?, number("--seed", 0)?);
+            return jit(cases, seed, cache as usize, has("--list"), has("--all"));
+        }
         Some("insn") => false,
         Some("random") => true,
         _ => return Err(USAGE.to_owned()),
@@ -122,5 +130,34 @@ fn run(args: &[String]) -> Result<(String, bool), String> {
             format!(" ({} forms)", failed.len())
         }
     );
+    Ok((report, differ == 0))
+}
+
+/// Programs on the translator and on the interpreter.
+#[allow(clippy::print_stdout, reason = "a command-line tool's report")]
+fn jit(
+    cases: u64,
+    seed: u64,
+    cache: usize,
+    list: bool,
+    all: bool,
+) -> Result<(String, bool), String> {
+    let mut jits = Jits::new(cache).map_err(|e| format!("memory cannot be mapped: {e}"))?;
+    if list {
+        return Ok((jits.listing(seed), true));
+    }
+    let start = Instant::now();
+    let mut differ = 0;
+    for n in seed..seed.saturating_add(cases) {
+        if let Err(difference) = jits.run(n) {
+            differ += 1;
+            println!("{difference}");
+            if !all || differ == 20 {
+                break;
+            }
+        }
+    }
+    let (seconds, summary) = (start.elapsed().as_secs_f64(), jits.summary());
+    let report = format!("{summary:?}, {differ} differ, {seconds:.1} s");
     Ok((report, differ == 0))
 }

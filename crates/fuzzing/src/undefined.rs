@@ -226,6 +226,12 @@ fn flags(i: &Instruction, gpr: Option<&[u64; 16]>) -> u64 {
         .fold(0, |all, row| all | row.flags)
 }
 
+/// True if it leaves a flag undefined in which processors differ and that
+/// something is likely to read.
+pub(crate) fn is_model_specific(i: &Instruction) -> bool {
+    flags(i, None) & !AF != 0
+}
+
 fn applies(when: When, i: &Instruction, gpr: Option<&[u64; 16]>) -> bool {
     if when == When::Always {
         return true;

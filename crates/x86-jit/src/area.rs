@@ -72,6 +72,10 @@ pub(crate) const HOST_MXCSR: usize = word(18);
 pub(crate) const IRQ_WAITING: usize = word(19);
 /// Guest TSC less host TSC.
 pub(crate) const TSC_OFFSET: usize = word(20);
+/// Host address of the stack slot that a call is about to write.
+pub(crate) const SLOT: usize = word(24);
+/// Return address of that call.
+pub(crate) const RETURN: usize = word(25);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
 

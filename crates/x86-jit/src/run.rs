@@ -84,7 +84,13 @@ pub struct Jit<B> {
 impl<B: JitBus> Jit<B> {
     /// Maps the code buffer; `None` if the host does not allow that.
     pub fn new() -> Option<Self> {
-        let mut buffer = CodeBuffer::new(CACHE_SIZE).ok()?;
+        Self::with_capacity(CACHE_SIZE)
+    }
+
+    /// As [`Self::new`] with room for so many bytes of code: for tests, which
+    /// need a cache that is full soon.
+    pub fn with_capacity(bytes: usize) -> Option<Self> {
+        let mut buffer = CodeBuffer::new(bytes.max(4 * MAX_BLOCK)).ok()?;
         let mut a = Asm::default();
         a.start(0);
         let thunks = thunks::emit(&mut a, refill::<B> as *const () as u64);

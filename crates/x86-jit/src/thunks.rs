@@ -93,6 +93,15 @@ fn vector(a: &mut Asm, n: u8, store: bool, avx: bool) {
     a.bytes(&disp.to_le_bytes());
 }
 
+/// Opcode, instruction pointer and data pointer of the last x87 instruction
+/// (SDM vol. 1, 10.5.1).
+///
+/// DEVIATION: translated x87 instructions do not set them. They serve handlers
+/// of unmasked exceptions, and code with unmasked exceptions is interpreted.
+const FOP: usize = 6;
+const FIP: usize = 8;
+const FDP: usize = 16;
+
 /// Emits everything at the start of the buffer. `refill` is the address of the
 /// Rust function behind [`Thunks::refill`].
 pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
@@ -120,9 +129,17 @@ pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
     }
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
     let idle = a.jcc(cc::E);
+    // XSAVE would store the host's addresses of the last x87 instruction.
+    a.rm(false, &[0x0f, 0xb7], RSI, gs(FP_AREA + FOP)); // movzx
+    a.load(RDI, gs(FP_AREA + FIP));
+    a.load(RCX, gs(FP_AREA + FDP));
     a.mov_imm(RAX, state);
     a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 4, gs(FP_AREA)); // xsave64
+    a.bytes(&[0x66]);
+    a.store32(gs(FP_AREA + FOP), RSI);
+    a.store(gs(FP_AREA + FIP), RDI);
+    a.store(gs(FP_AREA + FDP), RCX);
     a.store_imm(gs(FP_LIVE), 0);
     if avx {
         a.bytes(&[0xc5, 0xf8, 0x77]); // vzeroupper

@@ -5,6 +5,17 @@ use iced_x86::{Instruction, OpKind};
 use super::{Emit, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
 use crate::{area::*, asm::*, block::Decoded, kind::Kind, thunks::save_flags};
 
+/// What a branch does to the stack.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Stack {
+    /// Nothing.
+    Keep,
+    /// RSP is moved.
+    Move(i32),
+    /// [`RETURN`] is pushed to the host address in [`SLOT`].
+    Push,
+}
+
 impl Translator {
     pub(super) fn jcc(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
@@ -48,7 +59,7 @@ impl Translator {
     pub(super) fn far(&mut self, offset: u32, t: i32) {
         self.asm.load(S0, gs(PAGE));
         self.asm.lea(S0, at(S0, t));
-        self.jump(offset, 0);
+        self.jump(offset, Stack::Keep);
     }
 
     pub(super) fn link(&mut self, from: usize, target: u32, live: bool) {
@@ -61,9 +72,9 @@ impl Translator {
         self.stubs.push(Stub::Link { from, number, live });
     }
 
-    /// Jumps to the gva in r14 through the target table, adding `pop` to RSP
-    /// when it is certain that the jump is taken. Flags are saved.
-    pub(super) fn jump(&mut self, offset: u32, pop: i32) {
+    /// Jumps to the gva in r14 through the target table, with what the branch does
+    /// to the stack done when it is certain that the jump is taken. Flags are saved.
+    pub(super) fn jump(&mut self, offset: u32, stack: Stack) {
         let a = &mut self.asm;
         // As `cache::place` has it.
         a.mov32(S1, S0);
@@ -80,15 +91,21 @@ impl Translator {
         let elsewhere = a.jcc(cc::NE);
         a.load(S0, at(S1, 24));
         a.store(gs(PAGE), S0);
-        if pop != 0 {
-            a.lea(GUEST_RSP, at(GUEST_RSP, pop));
+        match stack {
+            Stack::Keep => {}
+            Stack::Move(by) => a.lea(GUEST_RSP, at(GUEST_RSP, by)),
+            Stack::Push => {
+                a.load(S0, gs(SLOT));
+                push_return(a, S0);
+                a.lea(GUEST_RSP, at(GUEST_RSP, -8));
+            }
         }
         a.jmp_mem(at(S1, 16));
         for (from, reload) in [(other, false), (elsewhere, true)] {
             self.stubs.push(Stub::Branch {
                 from,
                 offset,
-                pop,
+                stack,
                 reload,
             });
         }
@@ -114,7 +131,7 @@ impl Translator {
         } else {
             self.asm.load(S0, gs(PAGE));
             self.asm.lea(S0, at(S0, far));
-            self.jump(d.offset, -8);
+            self.jump(d.offset, Stack::Move(-8));
         }
         Ok(())
     }
@@ -129,12 +146,21 @@ impl Translator {
             let r = self.read_register(d.i.op0_register(), S0);
             self.asm.mov(S0, r);
         }
-        if call {
-            self.asm.store(gs(SPILL), S0);
-            self.push_return(d);
-            self.asm.load(S0, gs(SPILL));
+        if !call {
+            self.jump(d.offset, Stack::Keep);
+            return Ok(());
         }
-        self.jump(d.offset, if call { -8 } else { 0 });
+        // The place of the return address may be where the target was read
+        // from: it is written when it is certain that the call succeeds.
+        self.asm.store(gs(SPILL), S0);
+        self.asm.lea(S0, at(GUEST_RSP, -8));
+        self.probe(d.offset, 8, true);
+        self.asm.store(gs(SLOT), S0);
+        self.asm.load(S1, gs(PAGE));
+        self.asm.lea(S1, at(S1, d.offset as i32 + d.i.len() as i32));
+        self.asm.store(gs(RETURN), S1);
+        self.asm.load(S0, gs(SPILL));
+        self.jump(d.offset, Stack::Push);
         Ok(())
     }
 
@@ -147,8 +173,14 @@ impl Translator {
         } else {
             0
         };
-        self.jump(d.offset, 8 + extra);
+        self.jump(d.offset, Stack::Move(8 + extra));
     }
+}
+
+/// Writes [`RETURN`] to `[slot]` by the host's stack: the other scratch register is in use.
+pub(super) fn push_return(a: &mut Asm, slot: Reg) {
+    a.rm(false, &[0xff], 6, gs(RETURN));
+    a.rm(false, &[0x8f], 0, at(slot, 0));
 }
 
 /// Branch target relative to the page, as the block was decoded with IP 0 at its start.

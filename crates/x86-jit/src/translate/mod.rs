@@ -18,7 +18,7 @@ mod branch;
 mod stack;
 mod system;
 
-use branch::target;
+use branch::{Stack, push_return, target};
 use iced_x86::{
     Encoder, Instruction, InstructionInfoFactory, InstructionInfoOptions, OpAccess, OpKind,
     Register,
@@ -73,7 +73,7 @@ enum Stub {
     Branch {
         from: usize,
         offset: u32,
-        pop: i32,
+        stack: Stack,
         reload: bool,
     },
     Poll {
@@ -371,20 +371,21 @@ impl Translator {
             save_flags(&mut self.asm);
         }
         self.address(&d.i, true)?;
-        self.probe(d.offset, size, write);
         if aligned {
-            // test r14b, size - 1
-            self.asm.bytes(&[0x41, 0xf6, 0xc6, size as u8 - 1]);
-            let from = self.asm.jcc(cc::NE);
-            self.stubs.push(Stub::Bail {
-                from,
-                offset: d.offset,
-            });
+            self.bail_if_misaligned(d.offset, size);
         }
+        self.probe(d.offset, size, write);
         if d.live_in != 0 {
             restore_flags(&mut self.asm, S1);
         }
         Ok(())
+    }
+
+    /// Before the probe, which may set the dirty flag of a page.
+    fn bail_if_misaligned(&mut self, offset: u32, size: u32) {
+        // test r14b, size - 1
+        self.asm.bytes(&[0x41, 0xf6, 0xc6, size as u8 - 1]);
+        self.bail_if(cc::NE, offset);
     }
 
     /// A stack slot's host address in r14; the gva is `r + disp`.
@@ -418,14 +419,11 @@ impl Translator {
                 access[n as usize],
                 OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess | OpAccess::None
             );
+            let aligned = aligned || is_locked(&d.i) && size > 1;
             self.operand(d, size, write, aligned)?;
-            out.set_memory_base(Register::R14);
-            out.set_memory_index(Register::None);
-            out.set_memory_index_scale(1);
-            out.set_memory_displacement64(0);
-            out.set_memory_displ_size(0);
-            out.set_segment_prefix(Register::None);
+            operand_at_r14(&mut out);
         }
+        drop_hints(&mut out);
         // Registers that live in memory: (guest number, host register, write back).
         let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
         let mut used = 0;
@@ -631,13 +629,29 @@ impl Translator {
                 Stub::Branch {
                     from,
                     offset,
-                    pop,
+                    stack,
                     reload,
                 } => {
                     a.patch(from, here);
                     if reload {
                         a.load(S0, at(S1, 0));
                     }
+                    let pop = match stack {
+                        Stack::Keep => 0,
+                        Stack::Move(by) => by,
+                        Stack::Push => {
+                            // #GP comes before the push.
+                            a.mov(S1, S0);
+                            a.shift(true, 4, S1, 16);
+                            a.shift(true, 7, S1, 16);
+                            a.alu_rr(true, Alu::Cmp, S1, S0);
+                            let from = a.jcc(cc::NE);
+                            self.stubs.push(Stub::Bail { from, offset });
+                            a.load(S1, gs(SLOT));
+                            push_return(a, S1);
+                            -8
+                        }
+                    };
                     a.mov_imm(S1, thunks::branch(offset, pop).into());
                     a.jmp_to(t.branch);
                 }
@@ -678,6 +692,31 @@ impl Translator {
             }
         }
     }
+}
+
+/// Makes the memory operand `[r14]`.
+fn operand_at_r14(out: &mut Instruction) {
+    out.set_memory_base(Register::R14);
+    out.set_memory_index(Register::None);
+    out.set_memory_index_scale(1);
+    out.set_memory_displacement64(0);
+    out.set_memory_displ_size(0);
+    out.set_segment_prefix(Register::None);
+}
+
+/// Prefixes without effect on the guest may have one on the host: F3 makes
+/// TZCNT of BSF and LZCNT of BSR, XACQUIRE begins a transaction.
+fn drop_hints(out: &mut Instruction) {
+    out.set_has_rep_prefix(false);
+    out.set_has_repne_prefix(false);
+    out.set_has_xacquire_prefix(false);
+    out.set_has_xrelease_prefix(false);
+}
+
+/// A locked access: the host may stall or kill a process for one that crosses a
+/// cache line, so that misaligned ones are the interpreter's.
+fn is_locked(i: &Instruction) -> bool {
+    i.has_lock_prefix() || i.mnemonic() == iced_x86::Mnemonic::Xchg
 }
 
 /// BSF and BSR leave the destination alone for a source of zero; a conditional

@@ -1,9 +1,9 @@
 //! What kernels do all the time: flags, interrupts, time, per-CPU segments.
 
-use iced_x86::{Mnemonic, Register};
+use iced_x86::Mnemonic;
 use x86_defs::rflags;
 
-use super::{Emit, Stub, Translator, register};
+use super::{Emit, Stub, Translator, branch::Stack, drop_hints, operand_at_r14, register};
 use crate::{
     area::*,
     asm::*,
@@ -44,6 +44,9 @@ impl Translator {
             gs: false,
         };
         self.asm.lea(S0, word);
+        if d.i.has_lock_prefix() {
+            self.bail_if_misaligned(d.offset, if wide { 8 } else { 4 });
+        }
         self.probe(
             d.offset,
             if wide { 8 } else { 4 },
@@ -58,12 +61,8 @@ impl Translator {
             self.asm.load(S1, gs(SPILL));
         }
         let mut out = d.i;
-        out.set_memory_base(Register::R14);
-        out.set_memory_index(Register::None);
-        out.set_memory_index_scale(1);
-        out.set_memory_displacement64(0);
-        out.set_memory_displ_size(0);
-        out.set_segment_prefix(Register::None);
+        operand_at_r14(&mut out);
+        drop_hints(&mut out);
         out.set_op1_register(register(S1, source.size()));
         self.encode(&out)
     }
@@ -216,7 +215,7 @@ impl Translator {
         a.call_to(self.thunks.refill);
         a.load(RCX, home(1));
         a.load(11, home(11));
-        self.jump(d.offset, 0);
+        self.jump(d.offset, Stack::Keep);
     }
 
     /// STAC and CLAC: another view of the same tables.

@@ -1,0 +1,213 @@
+//! [`Bus`]: a `GuestBus` over a real MMU and memslot, for both engines.
+//!
+//! There is no device: an access outside of memory is an exit, which ends a
+//! program as a fault does.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
+
+use guest_memory::{GuestMemory, SlotConfig};
+use host::Mapping;
+use mmu::{Miss, Mmu};
+use x86_cpu::{
+    Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word,
+    msr_model::{self, MsrWrite},
+};
+
+/// A vCPU's memory.
+#[derive(Debug)]
+pub(crate) struct Bus {
+    pub(crate) mmu: Mmu,
+    /// Read by translated code.
+    request: Box<AtomicU32>,
+    /// An interrupt is said to wait.
+    pub(crate) waits: bool,
+    /// Every so many polls the run loop is returned to.
+    pub(crate) poll_every: u32,
+    polls: u32,
+    _ram: Mapping,
+}
+
+impl Bus {
+    /// `size` bytes of RAM at gpa 0.
+    pub(crate) fn new(size: usize) -> std::io::Result<Self> {
+        let memory = GuestMemory::new();
+        let ram = Mapping::anonymous(size)?;
+        let slot = SlotConfig {
+            slot: 0,
+            flags: 0,
+            gpa: 0,
+            size: size as u64,
+            hva: ram.as_ptr() as u64,
+        };
+        memory
+            .set_slot(slot)
+            .map_err(|e| std::io::Error::other(format!("{e:?}")))?;
+        Ok(Self {
+            mmu: Mmu::new(Arc::clone(&memory)),
+            request: Box::new(AtomicU32::new(0)),
+            waits: false,
+            poll_every: 128,
+            polls: 0,
+            _ram: ram,
+        })
+    }
+
+    /// Sets the word that translated code looks at.
+    pub(crate) fn request(&self, on: bool) {
+        self.request.store(on.into(), Ordering::Relaxed);
+    }
+}
+
+fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
+    r.map_err(|miss| match miss {
+        Miss::Exception(e) => e.into(),
+        Miss::Device { .. } => Fault::Exit,
+    })
+}
+
+impl GuestBus for Bus {
+    fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {
+        fault(self.mmu.read(cpu, gva, who))
+    }
+    fn write<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        value: T,
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        fault(self.mmu.write(cpu, gva, value, who))
+    }
+    fn rmw<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        who: Privilege,
+        lock: bool,
+        f: impl FnMut(T) -> T,
+    ) -> Result<T, Fault> {
+        fault(self.mmu.rmw(cpu, gva, who, lock, f))
+    }
+    fn read_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        fault(self.mmu.read_bytes(cpu, gva, buf, who))
+    }
+    fn write_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &[u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        fault(self.mmu.write_bytes(cpu, gva, buf, who))
+    }
+    fn probe(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        len: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        match self.mmu.probe(cpu, gva, len, access, who) {
+            Err(Miss::Device { .. }) => Ok(()),
+            r => fault(r),
+        }
+    }
+    fn bulk_copy(&mut self, cpu: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {
+        self.mmu.bulk_copy(cpu, dst, src, len, unit)
+    }
+    fn bulk_fill(&mut self, cpu: &mut CpuState, dst: u64, value: u64, len: u64, unit: u64) -> u64 {
+        self.mmu.bulk_fill(cpu, dst, value, len, unit)
+    }
+    fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault> {
+        fault(self.mmu.code_page(cpu, gva))
+    }
+    fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        fault(self.mmu.code_bytes(cpu, gva, buf))
+    }
+    fn code_generation(&mut self, id: u64) -> u32 {
+        self.mmu.code_generation(id)
+    }
+    fn code_changes(&self) -> u64 {
+        self.mmu.code_changes()
+    }
+    fn fetch_epoch(&self) -> u64 {
+        self.mmu.fetch_epoch()
+    }
+    fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
+        Ok(self.mmu.load_root(cpu)?)
+    }
+    fn select_view(&mut self, cpu: &mut CpuState) {
+        self.mmu.select_view(cpu);
+    }
+    fn flush(&mut self, cpu: &mut CpuState, what: Flush) {
+        self.mmu.flush(cpu, what);
+    }
+    fn port_in(&mut self, _: &mut CpuState, _: u16, _: u8) -> Result<u32, Fault> {
+        Ok(u32::MAX)
+    }
+    fn port_out(&mut self, _: &mut CpuState, _: u16, _: u8, _: u32) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
+        msr_model::read(cpu, index).ok_or(Exception::GP0.into())
+    }
+    fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
+        match msr_model::write(cpu, index, value) {
+            MsrWrite::Rejected | MsrWrite::Unknown => Err(Exception::GP0.into()),
+            _ => Ok(()),
+        }
+    }
+    fn cpuid(&mut self, _: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
+        [leaf, subleaf, 3, 4]
+    }
+    fn tsc(&mut self, _: &mut CpuState) -> u64 {
+        host::cpu::rdtsc()
+    }
+    fn read_pmc(&mut self, _: &mut CpuState, _: u32) -> Result<u64, Fault> {
+        Err(Exception::GP0.into())
+    }
+    fn task_priority(&mut self, _: &mut CpuState) -> u8 {
+        0
+    }
+    fn set_task_priority(&mut self, _: &mut CpuState, _: u8) {}
+    fn hypercall(&mut self, _: &mut CpuState) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn random(&mut self) -> u64 {
+        0x0123_4567_89ab_cdef
+    }
+    fn commit(&mut self) {}
+    fn poll(&mut self, _: &CpuState) -> bool {
+        self.polls += 1;
+        if self.polls >= self.poll_every {
+            self.polls = 0;
+            return true;
+        }
+        self.mmu.needs_sync()
+    }
+}
+
+impl x86_jit::JitBus for Bus {
+    fn mmu(&mut self) -> &mut Mmu {
+        &mut self.mmu
+    }
+    fn request_word(&self) -> &AtomicU32 {
+        &self.request
+    }
+    fn interrupt_waits(&self) -> bool {
+        self.waits
+    }
+    fn tsc_offset(&self) -> Option<u64> {
+        Some(0)
+    }
+}

@@ -1,0 +1,308 @@
+//! Elements that are no random forms: control flow, the stack, system
+//! instructions, code that changes code.
+
+use iced_x86::{Code, Instruction, MemoryOperand, Mnemonic as M, OpKind, Register as R};
+use x86_defs::{control::cr4, rflags};
+
+use super::{
+    generate::{Builder, FUNCTIONS, general, made, mov, plain},
+    machine::{PRIVATE, STACK_TOP},
+    program::{Element, Fix, Target, branch},
+};
+
+/// Flags that POPF may set: all but TF, which belongs to another engine.
+const POPF: u64 =
+    rflags::ARITH | rflags::DF | rflags::NT | rflags::ID | rflags::IF | rflags::IOPL | rflags::AC;
+
+impl Builder<'_> {
+    pub(super) fn popf(&mut self, i: Instruction) -> Element {
+        let mut e = Element::default();
+        let flags = (self.r.next() & POPF) as u32;
+        let steady = if self.r.one_in(3) {
+            flags
+        } else {
+            flags & (rflags::ARITH | rflags::IF) as u32
+        };
+        if i.mnemonic() == M::Popf {
+            return e;
+        }
+        e.push(made(Instruction::with1(Code::Pushq_imm32, steady as i32)));
+        e.push(i);
+        e
+    }
+
+    /// RSP to the stack.
+    pub(super) fn stack(&mut self) -> Element {
+        let mut e = Element::default();
+        let r = &mut self.r;
+        let at = STACK_TOP - 0x800 - r.below(64) * 8 + if r.one_in(16) { r.below(8) } else { 0 };
+        let at = if r.one_in(16) {
+            STACK_TOP - 0x1000 + 8 * r.below(3)
+        } else {
+            at
+        };
+        let at = self.base() + at;
+        e.push(mov(R::RSP, at));
+        e
+    }
+
+    pub(super) fn stack_use(&mut self) -> Element {
+        let mut e = Element::default();
+        let r = &mut self.r;
+        let any = R::RAX + r.below(16) as u32;
+        match r.below(9) {
+            0 | 1 => e.push(made(Instruction::with1(Code::Push_r64, any))),
+            2 | 3 => {
+                e.push(made(Instruction::with1(Code::Pop_r64, any)));
+                if any == R::RSP {
+                    let e2 = self.stack();
+                    e.code.extend(e2.code);
+                }
+            }
+            4 => e.push(made(Instruction::with1(
+                Code::Pushq_imm8,
+                r.next() as i8 as i32,
+            ))),
+            5 => e.push(made(Instruction::with1(Code::Pushq_imm32, r.next() as i32))),
+            6 => e.push(plain(Code::Pushfq)),
+            7 => {
+                let code = r.pick(&[Code::Push_rm64, Code::Pop_rm64]);
+                let mut i = plain(code);
+                i.set_op0_kind(OpKind::Memory);
+                let to = self.target(8);
+                self.aim(&mut e, &mut i, to);
+                e.push(i);
+                if i.memory_base() == R::RSP {
+                    let e2 = self.stack();
+                    e.code.extend(e2.code);
+                }
+            }
+            _ => {
+                e.push(mov(R::RBP, self.base() + STACK_TOP - 0x900));
+                e.push(plain(Code::Leaveq));
+                let e2 = self.stack();
+                e.code.extend(e2.code);
+            }
+        }
+        e
+    }
+
+    pub(super) fn system(&mut self) -> Element {
+        let mut e = Element::default();
+        let r = &mut self.r;
+        if self.cpl == 3 && r.one_in(2) {
+            e.push(plain(Code::Syscall));
+            return e;
+        }
+        // At CPL 3 most of it is #GP.
+        if self.cpl == 3 && !(self.wild && r.one_in(8)) {
+            let mut i = plain(Code::Mov_r64m16_Sreg);
+            i.set_op0_register(general(r));
+            i.set_op1_register(R::ES + r.below(6) as u32);
+            e.push(i);
+            return e;
+        }
+        match r.below(16) {
+            0..3 => e.push(plain(Code::Cli)),
+            3..6 => e.push(plain(Code::Sti)),
+            6 | 7 if self.start.cr4 & cr4::SMAP != 0 || r.one_in(2) => {
+                e.push(plain(r.pick(&[Code::Stac, Code::Clac])));
+            }
+            8 => e.push(plain(Code::Swapgs)),
+            9 | 10 => return self.popf(plain(Code::Popfq)),
+            11 => e.push(plain(r.pick(&[Code::Cld, Code::Std]))),
+            12 => {
+                e.push(plain(r.pick(&[Code::Rdtsc, Code::Rdtscp])));
+                e.push(mov(R::RAX, 1));
+                e.push(mov(R::RDX, 2));
+            }
+            13 => {
+                let register = general(r);
+                e.push(made(Instruction::with2(Code::Mov_r64_cr, register, R::CR3)));
+                e.push(made(Instruction::with2(Code::Mov_cr_r64, R::CR3, register)));
+            }
+            14 => {
+                let code = r.pick(&[
+                    Code::Mov_r32m16_Sreg,
+                    Code::Mov_r64m16_Sreg,
+                    Code::Mov_rm16_Sreg,
+                ]);
+                let mut i = plain(code);
+                let n = general(r).number() as u32;
+                i.set_op0_register(match code {
+                    Code::Mov_r32m16_Sreg => R::EAX + n,
+                    Code::Mov_rm16_Sreg => R::AX + n,
+                    _ => R::RAX + n,
+                });
+                i.set_op1_register(R::ES + r.below(6) as u32);
+                e.push(i);
+            }
+            _ => {
+                let mut i = plain(Code::Invlpg_m);
+                i.set_op0_kind(OpKind::Memory);
+                let to = self.target(1);
+                self.aim(&mut e, &mut i, to);
+                e.push(i);
+            }
+        }
+        e
+    }
+
+    /// Branches forward, calls, and jumps through registers and memory.
+    pub(super) fn control(&mut self, n: usize) -> Element {
+        const JCC: [Code; 16] = [
+            Code::Jo_rel32_64,
+            Code::Jno_rel32_64,
+            Code::Jb_rel32_64,
+            Code::Jae_rel32_64,
+            Code::Je_rel32_64,
+            Code::Jne_rel32_64,
+            Code::Jbe_rel32_64,
+            Code::Ja_rel32_64,
+            Code::Js_rel32_64,
+            Code::Jns_rel32_64,
+            Code::Jp_rel32_64,
+            Code::Jnp_rel32_64,
+            Code::Jl_rel32_64,
+            Code::Jge_rel32_64,
+            Code::Jle_rel32_64,
+            Code::Jg_rel32_64,
+        ];
+        let mut e = Element::default();
+        let here = self.base();
+        let r = &mut self.r;
+        let ahead = Target::Element(n + 1 + r.below(3) as usize);
+        let function = Target::Function(r.below(FUNCTIONS as u64) as usize);
+        let kind = r.below(20);
+        match kind {
+            0..7 => return single(branch(r.pick(&JCC)), ahead),
+            7 => return single(branch(Code::Jmp_rel32_64), ahead),
+            8 => {
+                let code = r.pick(&[
+                    Code::Jrcxz_rel8_64,
+                    Code::Loop_rel8_64_RCX,
+                    Code::Loope_rel8_64_RCX,
+                ]);
+                return single(branch(code), ahead);
+            }
+            9..13 => return single(branch(Code::Call_rel32_64), function),
+            _ => {}
+        }
+        // By a register, or through memory.
+        let is_call = r.one_in(2);
+        let register = general(r);
+        let mut lea = plain(Code::Lea_r64_m);
+        lea.set_op0_register(register);
+        lea.set_op1_kind(OpKind::Memory);
+        lea.set_memory_base(R::RIP);
+        lea.set_memory_displ_size(8);
+        let to = if is_call { function } else { ahead };
+        e.push_fixed(lea, Fix::Address(to));
+        match r.below(4) {
+            0 => {
+                let code = if is_call {
+                    Code::Call_rm64
+                } else {
+                    Code::Jmp_rm64
+                };
+                e.push(made(Instruction::with1(code, register)));
+            }
+            1 if !is_call => {
+                e.push(made(Instruction::with1(Code::Push_r64, register)));
+                e.push(plain(Code::Retnq));
+            }
+            k => {
+                // Just below the stack's top, or in a place of its own.
+                let slot = if k == 2 {
+                    MemoryOperand::with_base_displ(R::RSP, -8)
+                } else {
+                    let at = here + PRIVATE + 0x800 + 8 * r.below(8);
+                    MemoryOperand::with_base_displ(R::RIP, at as i64)
+                };
+                e.push(made(Instruction::with2(Code::Mov_rm64_r64, slot, register)));
+                let code = if is_call {
+                    Code::Call_rm64
+                } else {
+                    Code::Jmp_rm64
+                };
+                e.push(made(Instruction::with1(code, slot)));
+            }
+        }
+        e
+    }
+
+    pub(super) fn function(&mut self) -> Element {
+        let mut e = Element::default();
+        for _ in 0..self.r.below(4) {
+            let body = self.any();
+            e.code.extend(body.code);
+        }
+        // RSP may be anything: a way back that does not need it.
+        if self.r.one_in(6) {
+            e.push(made(Instruction::with1(
+                Code::Retnq_imm16,
+                8 * self.r.below(4) as u32,
+            )));
+        } else {
+            e.push(plain(Code::Retnq));
+        }
+        e
+    }
+
+    /// Back to the start, a few times.
+    pub(super) fn again(&mut self) -> Element {
+        let mut e = Element::default();
+        let at = (self.base() + PRIVATE) as i64;
+        let counter = MemoryOperand::with_base_displ(R::RIP, at);
+        e.push(made(Instruction::with1(Code::Dec_rm32, counter)));
+        e.push_fixed(branch(Code::Jne_rel32_64), Fix::Branch(Target::Element(0)));
+        e
+    }
+
+    /// An instruction whose immediate is written over.
+    pub(super) fn patchable(&mut self) -> Element {
+        let mut e = Element::default();
+        let r = &mut self.r;
+        let register = R::EAX + general(r).number() as u32;
+        let code = r.pick(&[
+            Code::Mov_r32_imm32,
+            Code::Add_rm32_imm32,
+            Code::Xor_rm32_imm32,
+        ]);
+        e.push(made(Instruction::with2(code, register, r.next() as u32)));
+        e
+    }
+
+    pub(super) fn patch(&mut self, patchable: &[usize]) -> Element {
+        let mut e = Element::default();
+        let r = &mut self.r;
+        let element = r.pick(patchable);
+        let user = self.cpl == 3 || self.start.cr4 & cr4::SMAP == 0 && r.one_in(2);
+        let register = general(r);
+        e.push_fixed(
+            mov(register, 0x1122_3344_5566_7788),
+            Fix::Immediate { element, user },
+        );
+        let at = MemoryOperand::with_base(register);
+        e.push(match r.below(3) {
+            0 => made(Instruction::with2(
+                Code::Mov_rm32_imm32,
+                at,
+                r.next() as u32,
+            )),
+            1 => made(Instruction::with2(Code::Add_rm32_imm8, at, 5)),
+            _ => {
+                let mut i = made(Instruction::with2(Code::Xadd_rm32_r32, at, R::EAX));
+                i.set_has_lock_prefix(true);
+                i
+            }
+        });
+        e
+    }
+}
+
+fn single(i: Instruction, to: Target) -> Element {
+    let mut e = Element::default();
+    e.push_fixed(i, Fix::Branch(to));
+    e
+}

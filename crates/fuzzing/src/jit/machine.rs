@@ -1,0 +1,291 @@
+//! [`Machine`]: a vCPU in 64-bit mode with paging, run by one engine.
+//!
+//! All of memory is mapped twice: for the user at [`USER`], for the supervisor
+//! at [`KERNEL`]. Exceptions lead to a HLT of their own each.
+
+use std::io;
+
+use x86_cpu::{CpuState, Flush, GuestBus, Shadow};
+use x86_defs::{
+    control::{cr0, cr4, efer},
+    reg,
+    segment::{Attr, DescriptorTable, Segment},
+};
+use x86_interp::{Interp, RunStop};
+use x86_jit::Jit;
+use x86_native::oracle::Mode;
+
+use super::bus::Bus;
+use crate::state;
+
+/// gva of gpa 0 for the user.
+pub(crate) const USER: u64 = 0x1040_0000;
+/// gva of gpa 0 for the supervisor.
+pub(crate) const KERNEL: u64 = 0xffff_8880_0000_0000;
+
+const GDT: u64 = 0x1000;
+const IDT: u64 = 0x2000;
+const TSS: u64 = 0x3000;
+/// Sixteen bytes for each vector.
+const HANDLERS: u64 = 0x4000;
+/// Top of the stack on which exceptions are delivered.
+pub(crate) const FRAMES: u64 = 0x6000;
+/// What SYSCALL leads to: SWAPGS, XCHG RAX with R10, SWAPGS, SYSRETQ.
+const SYSTEM_CALL: u64 = 0x7000;
+const SYSTEM_CALL_CODE: [u8; 11] = [
+    0x0f, 0x01, 0xf8, 0x49, 0x92, 0x0f, 0x01, 0xf8, 0x48, 0x0f, 0x07,
+];
+const TABLES: u64 = 0x10000;
+/// Six pages of code.
+pub(crate) const CODE: u64 = 0x20000;
+pub(crate) const CODE_PAGES: u64 = 6;
+/// Data pages, see [`entry`].
+pub(crate) const DATA: u64 = 0x30000;
+pub(crate) const DATA_PAGES: u64 = 9;
+/// Read-only.
+pub(crate) const READ_ONLY: u64 = DATA + 0x2000;
+/// Not present.
+pub(crate) const ABSENT: u64 = DATA + 0x3000;
+/// Loop counters and branch targets.
+pub(crate) const PRIVATE: u64 = 0x3c000;
+/// Two pages of stack end here.
+pub(crate) const STACK_TOP: u64 = 0x3c000;
+/// Memory.
+pub(crate) const RAM: usize = 0x40000;
+
+/// Leaf entry of a page.
+fn entry(gpa: u64, user: bool) -> u64 {
+    let (p, w, u) = (1, 2, 4 * u64::from(user));
+    let page = gpa.wrapping_sub(DATA) >> 12;
+    match page {
+        2 => gpa | p | u,
+        3 => 0,
+        5 => gpa | p | w,
+        // Nothing is there: an exit.
+        6 => 1 << 30 | p | w | u,
+        7 => gpa | p | w | u | 1 << 63,
+        _ if gpa < CODE => gpa | p | w,
+        _ => gpa | p | w | u,
+    }
+}
+
+/// What memory has before a program is loaded.
+pub(crate) fn initial_memory() -> Vec<u8> {
+    let mut m = vec![0; RAM];
+    let mut put = |at: u64, v: u64| {
+        m[at as usize..at as usize + 8].copy_from_slice(&v.to_le_bytes());
+    };
+    for (n, d) in [
+        0,
+        0x00af_9b00_0000_ffff,
+        0x00cf_9300_0000_ffff,
+        0x00cf_f300_0000_ffff,
+        0x00af_fb00_0000_ffff,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        put(GDT + 8 * n as u64, d);
+    }
+    for vector in 0..256u64 {
+        let to = KERNEL + HANDLERS + 16 * vector;
+        // Interrupt gate, present, stack 1.
+        let low = to & 0xffff | 8 << 16 | 1 << 32 | 0x8e << 40 | (to >> 16 & 0xffff) << 48;
+        put(IDT + 16 * vector, low);
+        put(IDT + 16 * vector + 8, to >> 32);
+    }
+    put(TSS + 4, KERNEL + STACK_TOP);
+    put(TSS + 36, KERNEL + FRAMES);
+    // Root, then three levels for each of the two mappings.
+    let mut next = TABLES + 0x1000;
+    for (base, user) in [(USER, true), (KERNEL, false)] {
+        let mut table = TABLES;
+        for level in [3, 2, 1] {
+            let index = base >> (12 + 9 * level) & 511;
+            put(table + 8 * index, next | 7);
+            table = next;
+            next += 0x1000;
+        }
+        let first = base >> 12 & 511;
+        for page in 0..RAM as u64 >> 12 {
+            put(table + 8 * (first + page), entry(page << 12, user));
+        }
+    }
+    m[HANDLERS as usize..HANDLERS as usize + 0x1000].fill(0xf4);
+    let call = SYSTEM_CALL as usize;
+    m[call..call + SYSTEM_CALL_CODE.len()].copy_from_slice(&SYSTEM_CALL_CODE);
+    m
+}
+
+/// A vCPU as the programs find it; `cpl` is 0 or 3.
+pub(crate) fn cpu(cpl: u8) -> CpuState {
+    let mut cpu = state::cpu(state::host_features(), Mode::Bits64);
+    cpu.cpl = cpl;
+    cpu.cr0 = cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP | cr0::AM;
+    cpu.cr4 = cr4::PAE | cr4::PGE | cr4::OSFXSR | cr4::OSXMMEXCPT | cr4::OSXSAVE;
+    cpu.efer = efer::LME | efer::LMA | efer::NXE | efer::SCE;
+    cpu.cr3 = TABLES;
+    cpu.features.maxphyaddr = cpu.features.maxphyaddr.max(36);
+    let (code, data) = if cpl == 0 { (0x08, 0x10) } else { (0x23, 0x1b) };
+    let dpl = u32::from(cpl) << 5;
+    for (n, s) in cpu.seg.iter_mut().enumerate() {
+        let is_code = n == reg::CS;
+        *s = Segment {
+            base: 0,
+            limit: u32::MAX,
+            attr: Attr(dpl | if is_code { 0xa09b } else { 0xc093 }),
+            selector: if is_code { code } else { data },
+        };
+    }
+    cpu.gdtr = DescriptorTable {
+        base: KERNEL + GDT,
+        limit: 0x2f,
+    };
+    cpu.idtr = DescriptorTable {
+        base: KERNEL + IDT,
+        limit: 0xfff,
+    };
+    cpu.tr = Segment {
+        base: KERNEL + TSS,
+        limit: 0x67,
+        attr: Attr(0x8b),
+        selector: 0x28,
+    };
+    cpu.msr.star = 0x13 << 48 | 0x08 << 32;
+    cpu.msr.lstar = KERNEL + SYSTEM_CALL;
+    cpu.update_mode();
+    cpu
+}
+
+/// What executes.
+enum Engine {
+    Interp,
+    Jit(Box<Jit<Bus>>),
+}
+
+/// What goes on around a program, without any effect on it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Weather {
+    /// Translated code is dropped at each return to the run loop.
+    pub(crate) flushes: bool,
+    /// Blocks between two returns.
+    pub(crate) poll_every: u32,
+    /// The request word is set all the time.
+    pub(crate) requested: bool,
+    /// An interrupt is said to wait for RFLAGS.IF.
+    pub(crate) waits: bool,
+}
+
+/// A vCPU with its engine and memory.
+pub(crate) struct Machine {
+    engine: Engine,
+    interp: Interp<Bus>,
+    pub(crate) bus: Bus,
+    pub(crate) cpu: CpuState,
+    memory: Vec<u8>,
+}
+
+impl Machine {
+    /// A machine that is run by the interpreter, or by translation with a cache of
+    /// the given size.
+    pub(crate) fn new(cache: Option<usize>) -> io::Result<Self> {
+        let engine = match cache {
+            None => Engine::Interp,
+            Some(size) => {
+                let jit = Jit::with_capacity(size).ok_or(io::ErrorKind::Unsupported)?;
+                Engine::Jit(Box::new(jit))
+            }
+        };
+        Ok(Self {
+            engine,
+            interp: Interp::new(),
+            bus: Bus::new(RAM)?,
+            cpu: cpu(0),
+            memory: vec![0; RAM],
+        })
+    }
+
+    /// What was translated.
+    pub(crate) fn stats(&self) -> x86_jit::Stats {
+        match &self.engine {
+            Engine::Interp => x86_jit::Stats::default(),
+            Engine::Jit(jit) => jit.stats(),
+        }
+    }
+
+    /// Makes memory and registers those given. Translations are forgotten, code is not.
+    pub(crate) fn load(&mut self, memory: &[u8], cpu: &CpuState) {
+        self.memory();
+        for (n, (new, old)) in memory
+            .chunks_exact(0x1000)
+            .zip(self.memory.chunks_exact(0x1000))
+            .enumerate()
+        {
+            // Tracked, as a write of the vCPU's own: code is noticed to change.
+            if new != old {
+                let at = changed(new, old);
+                let gpa = (n * 0x1000 + at.start) as u64;
+                assert!(self.bus.mmu.write_gpa(gpa, &new[at]), "no memory");
+            }
+        }
+        self.cpu = cpu.clone();
+        // The tables' A and D bits are as new.
+        self.bus.mmu.set_root(&self.cpu);
+        self.bus.mmu.flush(&self.cpu, Flush::All);
+        self.bus.select_view(&mut self.cpu);
+    }
+
+    /// All of memory.
+    pub(crate) fn memory(&mut self) -> &[u8] {
+        let read = self.bus.mmu.memory().read_bytes(0, &mut self.memory);
+        assert!(read, "no memory");
+        &self.memory
+    }
+
+    /// Runs until HLT, a triple fault or an exit; `None` if that takes too long.
+    pub(crate) fn run(&mut self, weather: Weather, patience: u32) -> Option<RunStop> {
+        self.bus.poll_every = weather.poll_every;
+        self.bus.waits = weather.waits;
+        self.bus.request(weather.requested);
+        self.bus.mmu.sync(&self.cpu);
+        for _ in 0..patience {
+            let stop = match &mut self.engine {
+                Engine::Interp => self.interp.run(&mut self.cpu, &mut self.bus),
+                Engine::Jit(jit) => {
+                    if weather.flushes {
+                        jit.flush_all();
+                    }
+                    jit.run(&mut self.interp, &mut self.cpu, &mut self.bus)
+                }
+            };
+            if stop != RunStop::Poll {
+                // After HLT the shadow of STI is over, however HLT was reached.
+                self.cpu.shadow = Shadow::None;
+                return Some(stop);
+            }
+            if self.bus.mmu.needs_sync() {
+                self.bus.mmu.sync(&self.cpu);
+            }
+        }
+        None
+    }
+
+    /// Drops decoded and translated code.
+    pub(crate) fn forget_code(&mut self) {
+        self.interp.flush_all();
+    }
+}
+
+impl core::fmt::Debug for Machine {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Machine").finish_non_exhaustive()
+    }
+}
+
+/// From the first to the last byte that differ.
+fn changed(new: &[u8], old: &[u8]) -> core::ops::Range<usize> {
+    let differs = |n: &usize| new[*n] != old[*n];
+    let start = (0..new.len()).find(differs).unwrap_or(0);
+    let end = (0..new.len()).rfind(differs).map_or(start, |n| n + 1);
+    start..end
+}

@@ -1,0 +1,317 @@
+//! Translation against interpretation: random programs in 64-bit mode with
+//! paging, at CPL 0 and 3, run by `x86-jit` and by `x86-interp`; registers, FP
+//! state and all of memory (page tables included) must be the same at the end,
+//! which is a HLT, an exception's handler or an exit.
+//!
+//! Not compared: arithmetic flags that a fault finds dead, and the addresses of
+//! the last x87 instruction (see `x86_jit`).
+
+mod bus;
+mod elements;
+mod generate;
+mod machine;
+mod program;
+
+use core::fmt::Write as _;
+
+use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl, RflagsBits};
+use x86_cpu::CpuState;
+use x86_defs::rflags;
+use x86_interp::RunStop;
+use x86_native::oracle::AREA_SIZE;
+
+use self::{
+    generate::Generator,
+    machine::{CODE, FRAMES, KERNEL, Machine, RAM, USER, initial_memory},
+    program::Program,
+};
+
+/// Returns to the run loop after which a program is given up.
+const PATIENCE: u32 = 400;
+/// The same for the interpreter: its returns are not so far apart.
+const FEWER: u32 = 200;
+/// Programs between two flushes of all code.
+const FLUSH_EVERY: u64 = 0x400;
+
+/// How much was tested.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Summary {
+    /// Runs that were compared.
+    pub compared: u64,
+    /// Of these, ended without an exception or exit.
+    pub completed: u64,
+    /// Runs given up because they took too long.
+    pub endless: u64,
+    /// Counters of the translator.
+    pub stats: x86_jit::Stats,
+}
+
+/// Both machines.
+#[derive(Debug)]
+pub struct Jits {
+    generator: Generator,
+    interp: Machine,
+    jit: Machine,
+    initial: Vec<u8>,
+    summary: Summary,
+    programs: u64,
+}
+
+/// How a run ended.
+type End = Option<RunStop>;
+
+impl Jits {
+    /// `cache`: bytes of translated code, small to have it overflow.
+    ///
+    /// # Errors
+    /// Memory cannot be mapped.
+    pub fn new(cache: usize) -> std::io::Result<Self> {
+        Ok(Self {
+            generator: Generator::new(),
+            interp: Machine::new(None)?,
+            jit: Machine::new(Some(cache))?,
+            initial: initial_memory(),
+            summary: Summary::default(),
+            programs: 0,
+        })
+    }
+
+    /// What was done so far.
+    pub fn summary(&self) -> Summary {
+        Summary {
+            stats: self.jit.stats(),
+            ..self.summary
+        }
+    }
+
+    /// Runs the program of a seed on both.
+    ///
+    /// # Errors
+    /// What differs, with the shortest program found that shows it.
+    pub fn run(&mut self, seed: u64) -> Result<(), String> {
+        self.programs += 1;
+        if self.programs.is_multiple_of(FLUSH_EVERY) {
+            self.interp.forget_code();
+            self.jit.forget_code();
+        }
+        let program = self.generator.program(seed);
+        match self.compare(&program) {
+            Ok(()) => Ok(()),
+            Err(first) => Err(self.shrink(program, first)),
+        }
+    }
+
+    /// The listing of a seed's program.
+    pub fn listing(&self, seed: u64) -> String {
+        listing(&self.generator.program(seed))
+    }
+
+    fn compare(&mut self, program: &Program) -> Result<(), String> {
+        let Some(parts) = program.assemble() else {
+            return Ok(());
+        };
+        let mut memory = self.initial.clone();
+        for (gpa, bytes) in program.data.iter().chain(&parts) {
+            let at = *gpa as usize;
+            memory[at..at + bytes.len()].copy_from_slice(bytes);
+        }
+        for (n, start) in program.starts.iter().enumerate() {
+            let mut start = start.clone();
+            start.set_rip(program.base() + program.at[0]);
+            let (a, b) = (&mut self.interp, &mut self.jit);
+            a.load(&memory, &start);
+            let theirs = a.run(
+                machine::Weather {
+                    poll_every: 64,
+                    ..Default::default()
+                },
+                FEWER,
+            );
+            if theirs.is_none() {
+                self.summary.endless += 1;
+                continue;
+            }
+            b.load(&memory, &start);
+            let ours = b.run(program.weather, PATIENCE * 64);
+            self.summary.compared += 1;
+            let ended = theirs == Some(RunStop::Halt) && !in_handler(&a.cpu);
+            self.summary.completed += u64::from(ended);
+            let d = differences((theirs, a), (ours, b));
+            if !d.is_empty() {
+                return Err(format!(
+                    "start {n}, cpl {}, {:?}\ninterpreter {theirs:?} rip {:x}, jit {ours:?} rip {:x}\n{d}",
+                    start.cpl,
+                    program.weather,
+                    a.cpu.rip(),
+                    b.cpu.rip(),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves out what is not needed for a difference.
+    fn shrink(&mut self, mut program: Program, first: String) -> String {
+        let mut report = first;
+        let mut again = true;
+        while again {
+            again = false;
+            for n in 0..program.elements.len() - 1 {
+                if program.elements[n].off {
+                    continue;
+                }
+                program.elements[n].off = true;
+                match self.compare(&program) {
+                    Err(d) => (report, again) = (d, true),
+                    Ok(()) => program.elements[n].off = false,
+                }
+            }
+        }
+        format!("seed {:#x}\n{}{report}", program.seed, listing(&program))
+    }
+}
+
+fn listing(program: &Program) -> String {
+    let mut text = String::new();
+    let Some(parts) = program.assemble() else {
+        return text;
+    };
+    let mut formatter = FastFormatter::new();
+    for (gpa, bytes) in parts {
+        let ip = program.base() + gpa;
+        let mut d = Decoder::with_ip(64, &bytes, ip, DecoderOptions::NONE);
+        while d.can_decode() {
+            let i = d.decode();
+            let _ = write!(text, "{:x} ", i.ip());
+            formatter.format(&i, &mut text);
+            let _ = writeln!(text, "  [{:?}]", i.code());
+        }
+    }
+    text
+}
+
+/// What differs at the end of two runs.
+fn differences((theirs, interp): (End, &mut Machine), (ours, jit): (End, &mut Machine)) -> String {
+    let mut d = String::new();
+    if theirs != ours {
+        let _ = writeln!(d, "  stop: interpreter {theirs:?}, jit {ours:?}");
+    }
+    if theirs == ours && theirs == Some(RunStop::TripleFault) {
+        return d;
+    }
+    let mut memories = [interp.memory().to_vec(), jit.memory().to_vec()];
+    let (a, b) = (&mut interp.cpu, &mut jit.cpu);
+    let dead = dead_flags(theirs, a, &memories[0]);
+    for (cpu, memory) in [&mut *a, &mut *b].into_iter().zip(&mut memories) {
+        cpu.rflags &= !dead;
+        let frame = FRAMES as usize - 24;
+        for (at, byte) in memory[frame..frame + 2].iter_mut().enumerate() {
+            *byte &= !(dead >> (8 * at)) as u8;
+        }
+        // The header and MXCSR_MASK have no meaning there.
+        cpu.fp.area[512..576].fill(0);
+        cpu.fp.area[28..32].fill(0);
+    }
+    pointer(&b.fp.area, &mut d);
+    for cpu in [&mut *a, &mut *b] {
+        cpu.fp.area[6..24].fill(0);
+    }
+    if a.rip() != b.rip() {
+        let _ = writeln!(d, "  rip: interpreter {:#x}, jit {:#x}", a.rip(), b.rip());
+    }
+    for n in 0..16 {
+        let (a, b) = (a.gpr[n], b.gpr[n]);
+        if a != b {
+            let _ = writeln!(d, "  gpr{n}: interpreter {a:#x}, jit {b:#x}");
+        }
+    }
+    if a.rflags != b.rflags {
+        let (a, b) = (a.rflags, b.rflags);
+        let _ = writeln!(d, "  rflags: interpreter {a:#x}, jit {b:#x}");
+    }
+    for at in (0..AREA_SIZE).step_by(8) {
+        let range = at..at + 8;
+        let (a, b) = (&a.fp.area[range.clone()], &b.fp.area[range]);
+        if a != b {
+            let _ = writeln!(d, "  fp+{at}: interpreter {a:02x?}, jit {b:02x?}");
+        }
+    }
+    if d.is_empty() && a != b {
+        let _ = writeln!(d, "  system state: interpreter {a:x?}\n jit {b:x?}");
+    }
+    let [a, b] = memories;
+    let mut shown = 0;
+    for at in (0..RAM).step_by(8) {
+        let range = at..at + 8;
+        if a[range.clone()] != b[range.clone()] && shown < 6 {
+            shown += 1;
+            let (a, b) = (&a[range.clone()], &b[range]);
+            let _ = writeln!(d, "  memory {at:#x}: interpreter {a:02x?}, jit {b:02x?}");
+        }
+    }
+    d
+}
+
+/// The address of the last x87 instruction, which translated code does not keep,
+/// is at least none of the host's.
+fn pointer(area: &[u8], d: &mut String) {
+    let mut b = [0; 8];
+    b.copy_from_slice(&area[8..16]);
+    let v = u64::from_le_bytes(b);
+    let guest = |base: u64| (base..base + RAM as u64).contains(&v);
+    if v != 0 && !guest(USER) && !guest(KERNEL) {
+        let _ = writeln!(d, "  fp+8: jit {v:#x}");
+    }
+}
+
+/// Arithmetic flags that are overwritten unread from the instruction on at which
+/// an exception or exit stopped the program.
+fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8]) -> u64 {
+    let word = |at: usize| {
+        let mut b = [0; 8];
+        b.copy_from_slice(&memory[at..at + 8]);
+        u64::from_le_bytes(b)
+    };
+    let rip = match stop {
+        Some(RunStop::Exit) => cpu.rip(),
+        Some(RunStop::Halt) if in_handler(cpu) => word(FRAMES as usize - 40),
+        _ => return 0,
+    };
+    let gpa = match rip {
+        USER..0x2000_0000 => rip - USER,
+        _ => rip.wrapping_sub(KERNEL),
+    };
+    let Some(code) = memory.get(gpa as usize..) else {
+        return 0;
+    };
+    let (mut read, mut dead) = (0, 0);
+    let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::AMD);
+    for _ in 0..48 {
+        let i = decoder.decode();
+        if i.is_invalid() || i.flow_control() != FlowControl::Next {
+            break;
+        }
+        read |= i.rflags_read() & !dead;
+        dead |= (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & !read;
+    }
+    arithmetic(dead)
+}
+
+/// An exception was delivered.
+fn in_handler(cpu: &CpuState) -> bool {
+    cpu.rip().wrapping_sub(KERNEL) < CODE
+}
+
+fn arithmetic(bits: u32) -> u64 {
+    [
+        (RflagsBits::OF, rflags::OF),
+        (RflagsBits::SF, rflags::SF),
+        (RflagsBits::ZF, rflags::ZF),
+        (RflagsBits::AF, rflags::AF),
+        (RflagsBits::CF, rflags::CF),
+        (RflagsBits::PF, rflags::PF),
+    ]
+    .into_iter()
+    .filter(|(bit, _)| bits & bit != 0)
+    .fold(0, |all, (_, flag)| all | flag)
+}

@@ -1,0 +1,148 @@
+//! [`Program`]: elements of random code with the means to leave some out.
+
+use iced_x86::{BlockEncoder, BlockEncoderOptions, Code, Instruction, InstructionBlock, OpKind};
+use x86_cpu::CpuState;
+
+use super::machine::{CODE, CODE_PAGES, KERNEL, USER};
+
+/// Addresses of instructions before they have any.
+const LABEL: u64 = 0x7777_0000_0000;
+
+/// Where a branch goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Target {
+    /// The element of this number, or what is left after it.
+    Element(usize),
+    /// The function of this number.
+    Function(usize),
+}
+
+/// What an instruction lacks until addresses are known.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Fix {
+    /// A direct branch.
+    Branch(Target),
+    /// LEA with RIP.
+    Address(Target),
+    /// MOV of a 64-bit immediate: address of the last four bytes of the first
+    /// instruction of an element, in one of the two mappings.
+    Immediate { element: usize, user: bool },
+}
+
+/// Instructions that belong together.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Element {
+    pub(crate) code: Vec<Instruction>,
+    pub(crate) fixes: Vec<(usize, Fix)>,
+    /// Left out.
+    pub(crate) off: bool,
+}
+
+impl Element {
+    pub(crate) fn push(&mut self, i: Instruction) {
+        self.code.push(i);
+    }
+    pub(crate) fn push_fixed(&mut self, i: Instruction, fix: Fix) {
+        self.fixes.push((self.code.len(), fix));
+        self.code.push(i);
+    }
+}
+
+/// A random program.
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    pub(crate) seed: u64,
+    pub(crate) elements: Vec<Element>,
+    pub(crate) functions: Vec<Element>,
+    /// gpas of main code and functions.
+    pub(crate) at: [u64; 2],
+    /// Start states, in turn; memory is reset, code is kept.
+    pub(crate) starts: Vec<CpuState>,
+    pub(crate) data: Vec<(u64, Vec<u8>)>,
+    pub(crate) weather: super::machine::Weather,
+}
+
+impl Program {
+    /// gva of gpa 0 where it runs.
+    pub(crate) fn base(&self) -> u64 {
+        match self.starts.first().map(|c| c.cpl) {
+            Some(0) => KERNEL,
+            _ => USER,
+        }
+    }
+
+    fn label(&self, t: Target) -> u64 {
+        match t {
+            Target::Element(n) => {
+                let n = (n..self.elements.len()).find(|&n| !self.elements[n].off);
+                LABEL + ((n.unwrap_or(self.elements.len() - 1) as u64) << 8)
+            }
+            Target::Function(n) => LABEL + (((0x1000 + n) as u64) << 8),
+        }
+    }
+
+    fn list(&self, elements: &[Element], first: u64) -> Vec<Instruction> {
+        let mut list = Vec::new();
+        for (n, e) in elements.iter().enumerate().filter(|(_, e)| !e.off) {
+            for (k, i) in e.code.iter().enumerate() {
+                let mut i = *i;
+                i.set_ip(LABEL + ((first + n as u64) << 8) + k as u64);
+                for (_, fix) in e.fixes.iter().filter(|f| f.0 == k) {
+                    match *fix {
+                        Fix::Branch(t) => i.set_near_branch64(self.label(t)),
+                        Fix::Address(t) => i.set_memory_displacement64(self.label(t)),
+                        Fix::Immediate { .. } => {}
+                    }
+                }
+                list.push(i);
+            }
+        }
+        list
+    }
+
+    /// Its bytes with their gpas; `None` if something cannot be encoded.
+    pub(crate) fn assemble(&self) -> Option<[(u64, Vec<u8>); 2]> {
+        let lists = [
+            self.list(&self.elements, 0),
+            self.list(&self.functions, 0x1000),
+        ];
+        let base = self.base();
+        let blocks = [0, 1].map(|n| InstructionBlock::new(&lists[n], base + self.at[n]));
+        let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
+        let results = BlockEncoder::encode_slice(64, &blocks, options).ok()?;
+        let [main, functions] = <[_; 2]>::try_from(results).ok()?;
+        let mut bytes = main.code_buffer;
+        let offsets = main.new_instruction_offsets;
+        let index = |element: usize, k: usize| {
+            let before = self.elements[..element].iter().filter(|e| !e.off);
+            before.map(|e| e.code.len()).sum::<usize>() + k
+        };
+        for (n, e) in self.elements.iter().enumerate().filter(|(_, e)| !e.off) {
+            for (k, fix) in &e.fixes {
+                let Fix::Immediate { element, user } = *fix else {
+                    continue;
+                };
+                let end = *offsets.get(index(element, 0) + 1)?;
+                let gpa = self.at[0] + u64::from(end) - 4;
+                let gva = gpa + if user { USER } else { KERNEL };
+                let from = *offsets.get(index(n, *k))? as usize + 2;
+                bytes
+                    .get_mut(from..from + 8)?
+                    .copy_from_slice(&gva.to_le_bytes());
+            }
+        }
+        let parts = [(self.at[0], bytes), (self.at[1], functions.code_buffer)];
+        parts
+            .iter()
+            .all(|(at, b)| at + b.len() as u64 <= CODE + CODE_PAGES * 0x1000)
+            .then_some(parts)
+    }
+}
+
+/// A branch whose target comes later.
+pub(crate) fn branch(code: Code) -> Instruction {
+    let mut i = Instruction::default();
+    i.set_code(code);
+    i.set_op0_kind(OpKind::NearBranch64);
+    i
+}

@@ -1,0 +1,30 @@
+//! A bounded, seeded slice of translation against interpretation (`cargo run
+//! --release -p fuzzing -- jit --cases 1000000` is the whole).
+
+use fuzzing::jit::{Jits, Summary};
+
+/// Runs the programs of seeds.
+fn run(cache: usize, seeds: core::ops::Range<u64>) -> Summary {
+    let mut jits = Jits::new(cache).expect("memory cannot be mapped");
+    for seed in seeds {
+        if let Err(difference) = jits.run(seed) {
+            panic!("{difference}");
+        }
+    }
+    let s = jits.summary();
+    assert!(s.endless * 20 < s.compared, "{s:?}");
+    assert!(s.completed * 3 > s.compared, "{s:?}");
+    assert!(s.stats.links > 0 && s.stats.blocks > s.compared, "{s:?}");
+    s
+}
+
+#[test]
+fn translation_does_what_the_interpreter_does() {
+    run(64 << 20, 0..4_000);
+}
+
+#[test]
+fn so_it_does_with_a_cache_that_overflows() {
+    let s = run(2 << 20, 1_000_000..1_002_000);
+    assert!(s.stats.flushes > 10, "{s:?}");
+}
