@@ -27,8 +27,6 @@ pub struct Vcpu {
     page: RunPage,
     id: u64,
     stats: Mutex<Option<StatsFile>>,
-    /// KVM_SET_SIGNAL_MASK.
-    signal_mask: Mutex<Option<u64>>,
     /// One KVM_RUN at a time, as with KVM's own lock of the vCPU.
     running: Mutex<Running>,
     /// A vCPU keeps its VM.
@@ -37,6 +35,8 @@ pub struct Vcpu {
 
 #[derive(Debug)]
 struct Running {
+    /// KVM_SET_SIGNAL_MASK.
+    signal_mask: Option<u64>,
     question: Question,
     /// Bytes of an IN on their way to the hypervisor.
     io: [u8; PAGE_SIZE],
@@ -89,8 +89,8 @@ impl Vcpu {
             page: RunPage::map(fd)?,
             id,
             stats: Mutex::new(None),
-            signal_mask: Mutex::new(None),
             running: Mutex::new(Running {
+                signal_mask: None,
                 question: Question::None,
                 io: [0; PAGE_SIZE],
             }),
@@ -124,11 +124,12 @@ impl Vcpu {
         if dirty != 0 {
             self.take_sync_regs(dirty)?;
         }
-        let Running { question, io } = &mut *running;
-        let blocked_signals = *self
-            .signal_mask
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let Running {
+            question,
+            io,
+            signal_mask,
+        } = &mut *running;
+        let blocked_signals = *signal_mask;
         let _interruptible = Interruptible::enter(&self.hypervisor);
         let result = self.hypervisor.run(RunInput {
             answer: self.page.answer(std::mem::take(question), io),
@@ -249,10 +250,7 @@ impl Vcpu {
     /// KVM. DEVIATION: the thread's own mask is not changed, so a signal that the thread does
     /// not block runs its handler during KVM_RUN even if `mask` blocks it.
     pub fn set_signal_mask(&self, mask: Option<u64>) {
-        *self
-            .signal_mask
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = mask;
+        self.running().signal_mask = mask;
     }
 
     /// KVM_GET_CPUID2 into a list of `capacity` entries.

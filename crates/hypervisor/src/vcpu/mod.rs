@@ -64,6 +64,8 @@ struct Inner {
     signals_checked_ns: u64,
     /// The last exit only asked for a device access.
     is_device_exit: bool,
+    /// Entries since the last look at the clock.
+    quick_entries: u8,
     /// KVM_HC_KICK_CPU came while the vCPU ran: its next HLT returns at once.
     pv_unhalted: bool,
     poll: park::HaltPoll,
@@ -99,6 +101,7 @@ impl Vcpu {
             mp_state,
             signals_checked_ns: 0,
             is_device_exit: false,
+            quick_entries: 0,
             pv_unhalted: false,
             poll: park::HaltPoll::default(),
         };
