@@ -3,9 +3,10 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
-use super::programs::BUSYBOX_I386;
+use super::programs::{BUSYBOX_I386, DEBUGGEE};
 
 /// Makes the folder of files that are not the host's own, and returns it.
 pub(super) fn prepare() -> Result<PathBuf, String> {
@@ -16,7 +17,28 @@ pub(super) fn prepare() -> Result<PathBuf, String> {
         fs::create_dir_all(&opt).map_err(|e| format!("{}: {e}", opt.display()))?;
         fs::copy(from, &busybox).map_err(|e| format!("{}: {e}", busybox.display()))?;
     }
+    let (name, source) = DEBUGGEE;
+    let program = opt.join(name);
+    if !program.exists() {
+        compile(source, &program)?;
+    }
     Ok(opt)
+}
+
+/// Compiles a C program, not position independent: its addresses are the same everywhere.
+fn compile(source: &str, program: &Path) -> Result<(), String> {
+    let file = program.with_extension("c");
+    fs::write(&file, source).map_err(|e| format!("{}: {e}", file.display()))?;
+    let status = Command::new("gcc")
+        .args(["-O1", "-g", "-no-pie", "-o"])
+        .args([program, &file])
+        .status()
+        .map_err(|e| format!("gcc: {e}"))?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("gcc cannot compile {}", file.display()))
+    }
 }
 
 /// The paths with `*` replaced by what is there. All have to exist.

@@ -35,6 +35,20 @@ pub(super) struct Program {
 /// Where i386 busybox is put below `$OPT`.
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
+/// What gdb runs: compiled on the host, found below `$OPT`.
+pub(super) const DEBUGGEE: (&str, &str) = (
+    "debuggee",
+    "int g; char c[16];
+__attribute__((noinline)) int f(int n) {
+    int s = 0;
+    for (int i = 0; i < n; i++) { s += i * n; if (i % 7 == 3) g = s; c[i % 16]++; }
+    return s;
+}
+__attribute__((noinline)) int h(int n) { return f(n) + g; }
+int main(void) { int t = 0; for (int k = 0; k < 5; k++) t += f(10 + k); return h(t) & 0x7f; }
+",
+);
+
 const PYTHON: &[&str] = &[
     "/usr/bin/python3.11",
     "/usr/lib/python3.11/*.py",
@@ -389,6 +403,55 @@ END
             exit $status"#,
         expect: Expect::Host,
         mem: "3G",
+        cpus: 2,
+        quick: false,
+    },
+    // Single steps, breakpoints and data watchpoints through ptrace and the debug registers.
+    Program {
+        name: "gdb",
+        packages: &["gdb", "libpython3.11-stdlib"],
+        paths: &[
+            "/usr/bin/gdb",
+            "/usr/share/gdb",
+            "/lib/x86_64-linux-gnu/libthread_db.so.1",
+            "/usr/lib/python3.11/*.py",
+            "/usr/lib/python3.11/collections",
+            "/usr/lib/python3.11/ctypes",
+            "/usr/lib/python3.11/encodings",
+            "/usr/lib/python3.11/importlib",
+            "/usr/lib/python3.11/lib-dynload",
+            "/usr/lib/python3.11/re",
+        ],
+        script: r#"
+            cd /tmp && cat >commands <<'END'
+set pagination off
+set confirm off
+break f if n == 12
+run
+watch g
+continue
+continue
+p g
+rwatch c[3]
+continue
+delete
+stepi 25
+p $rip
+p $eflags
+p $rax
+thbreak h
+continue
+stepi 3
+p $rip
+finish
+call f(20)
+p g
+kill
+END
+            gdb -q -batch -x commands $OPT/debuggee 2>&1 | grep -E '[vV]alue|^\$[0-9]|[bB]reakpoint|watchpoint'
+            rm -f commands"#,
+        expect: Expect::Host,
+        mem: "768M",
         cpus: 2,
         quick: false,
     },
