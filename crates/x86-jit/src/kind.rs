@@ -162,9 +162,10 @@ fn is_harmless_integer(i: &Instruction) -> bool {
         M::Mov => !(0..i.op_count())
             .any(|n| i.op_kind(n) == OpKind::Register && !i.op_register(n).is_gpr()),
         M::Bt | M::Bts | M::Btr | M::Btc => true,
+        // AMD processors read 32 bits: more than was checked.
+        M::Movsxd => i.code() != Code::Movsxd_r16_rm16,
         M::Movzx
         | M::Movsx
-        | M::Movsxd
         | M::Add
         | M::Or
         | M::Adc

@@ -37,7 +37,7 @@ impl Builder<'_> {
         let r = &mut self.r;
         let at = STACK_TOP - 0x800 - r.below(64) * 8 + if r.one_in(16) { r.below(8) } else { 0 };
         let at = if r.one_in(16) {
-            STACK_TOP - 0x1000 + 8 * r.below(3)
+            STACK_TOP - 0x1000 + 8 * r.below(8) - 24
         } else {
             at
         };
@@ -50,7 +50,17 @@ impl Builder<'_> {
         let mut e = Element::default();
         let r = &mut self.r;
         let any = R::RAX + r.below(16) as u32;
-        match r.below(9) {
+        match r.below(11) {
+            9 => {
+                for _ in 0..2 + r.below(8) {
+                    e.push(made(Instruction::with1(Code::Push_r64, general(r))));
+                }
+            }
+            10 => {
+                for _ in 0..2 + r.below(8) {
+                    e.push(made(Instruction::with1(Code::Pop_r64, general(r))));
+                }
+            }
             0 | 1 => e.push(made(Instruction::with1(Code::Push_r64, any))),
             2 | 3 => {
                 e.push(made(Instruction::with1(Code::Pop_r64, any)));

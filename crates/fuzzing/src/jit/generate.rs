@@ -2,7 +2,7 @@
 //! operand an address, among the elements of `elements`; start states and data.
 
 use iced_x86::{Code, FlowControl, Instruction, Mnemonic as M, OpKind, Register as R};
-use x86_cpu::CpuState;
+use x86_cpu::{CpuState, Feature};
 use x86_defs::{control::cr4, reg, rflags, xsave};
 use x86_native::oracle::{AREA_SIZE, Mode};
 
@@ -132,6 +132,20 @@ impl Generator {
 /// Registers at the start.
 fn start(r: &mut Random, cpl: u8) -> CpuState {
     let mut cpu = cpu(cpl);
+    if r.one_in(24) {
+        // F3 before BSF and BSR means nothing then.
+        for f in [
+            Feature::Bmi1,
+            Feature::Bmi2,
+            Feature::Lzcnt,
+            Feature::Abm,
+            Feature::Popcnt,
+            Feature::Movbe,
+            Feature::Avx,
+        ] {
+            cpu.features.set(f, false);
+        }
+    }
     if r.one_in(3) {
         cpu.cr4 |= cr4::SMAP;
     }

@@ -116,6 +116,11 @@ impl Jits {
             memory[at..at + bytes.len()].copy_from_slice(bytes);
         }
         for (n, start) in program.starts.iter().enumerate() {
+            if start.features != self.interp.cpu.features {
+                // As KVM_SET_CPUID2 does.
+                self.interp.forget_code();
+                self.jit.forget_code();
+            }
             let mut start = start.clone();
             start.set_rip(program.base() + program.at[0]);
             let (a, b) = (&mut self.interp, &mut self.jit);
