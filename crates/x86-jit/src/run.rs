@@ -435,6 +435,8 @@ fn mode_of(cpu: &CpuState, plain_tsc: bool) -> u8 {
 /// FP and SIMD instructions are enabled, and raise no exceptions.
 fn has_plain_fp(cpu: &CpuState) -> bool {
     const X87_MASKED: u16 = 0x3f;
+    /// ES: a state image may have it set whatever the masks say.
+    const X87_PENDING: u16 = 0x80;
     /// Flags, DAZ, rounding, FTZ: anything but masks and MM.
     const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
     let osfxsr = cr4::OSFXSR | cr4::OSXSAVE;
@@ -443,6 +445,7 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
         && cpu.xcr0 & 7 == 7
         && cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
         && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
+        && cpu.fp.u16_at(xsave::FSW) & X87_PENDING == 0
 }
 
 /// Tables and keys of the bus's live view.

@@ -513,6 +513,9 @@ impl Builder<'_> {
                 }
                 let mut area = [0; AREA_SIZE];
                 state::fill(&mut area, r);
+                if r.one_in(4) {
+                    area[xsave::FSW] = r.next() as u8;
+                }
                 if !r.one_in(4) {
                     // All exceptions masked.
                     area[xsave::FCW] |= 0x3f;

@@ -376,3 +376,6 @@ fn host_has(f: CpuidFeature) -> bool {
         _ => true,
     }
 }
+
+#[cfg(test)]
+mod tests;
