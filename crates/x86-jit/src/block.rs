@@ -1,6 +1,6 @@
 //! Decoding a block, and which arithmetic flags are live where.
 
-use iced_x86::{Decoder, DecoderError, Instruction, Mnemonic, OpKind, RflagsBits};
+use iced_x86::{Decoder, DecoderError, EncodingKind, Instruction, Mnemonic, OpKind, RflagsBits};
 use x86_cpu::{CpuState, GuestBus};
 use x86_interp::gating;
 
@@ -10,6 +10,8 @@ use crate::kind::{Kind, Kinds};
 pub(crate) mod mode {
     /// FP and SIMD instructions are enabled and raise no exceptions.
     pub(crate) const FP: u8 = 1;
+    /// The operating system has enabled AVX.
+    pub(crate) const AVX: u8 = 8;
     /// CPL 0, and IOPL, NT and DF are clear.
     pub(crate) const KERNEL: u8 = 2;
     /// RDTSC is allowed, and an addition.
@@ -85,6 +87,9 @@ pub(crate) fn decode<B: GuestBus>(
             Kind::Interpret
         };
         let needs = match kind {
+            Kind::CopyFp | Kind::CopyFpAligned if i.code().encoding() == EncodingKind::VEX => {
+                mode::FP | mode::AVX
+            }
             Kind::CopyFp | Kind::CopyFpAligned => mode::FP,
             Kind::Rdtsc => mode::TSC,
             Kind::Pushf

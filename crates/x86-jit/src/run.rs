@@ -423,6 +423,9 @@ fn mode_of(cpu: &CpuState, plain_tsc: bool) -> u8 {
     if has_plain_fp(cpu) {
         mode |= mode::FP;
     }
+    if cpu.cr4 & cr4::OSXSAVE != 0 && cpu.xcr0 & 7 == 7 {
+        mode |= mode::AVX;
+    }
     if cpu.cpl == 0 && cpu.rflags & (rflags::IOPL | rflags::NT | rflags::DF) == 0 {
         mode |= mode::KERNEL;
     }
@@ -439,10 +442,8 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
     const X87_PENDING: u16 = 0x80;
     /// Flags, DAZ, rounding, FTZ: anything but masks and MM.
     const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
-    let osfxsr = cr4::OSFXSR | cr4::OSXSAVE;
     cpu.cr0 & (cr0::EM | cr0::TS) == 0
-        && cpu.cr4 & osfxsr == osfxsr
-        && cpu.xcr0 & 7 == 7
+        && cpu.cr4 & cr4::OSFXSR != 0
         && cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
         && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
         && cpu.fp.u16_at(xsave::FSW) & X87_PENDING == 0
