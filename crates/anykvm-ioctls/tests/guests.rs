@@ -289,6 +289,23 @@ fn an_irqfd_wakes_a_halted_guest() {
 }
 
 #[test]
+fn an_irqfd_is_its_counter_not_its_number() {
+    let g = waits_for_irq1();
+    let fd = EventFd::new(EFD_NONBLOCK).unwrap();
+    g.vm.register_irqfd(&fd, 1).unwrap();
+    // Another number of the same counter.
+    let other = fd.try_clone().unwrap();
+    let busy = g.vm.register_irqfd(&other, 2);
+    assert_eq!(busy.unwrap_err().errno(), libc::EBUSY);
+    g.vm.unregister_irqfd(&other, 1).unwrap();
+    g.vm.register_irqfd(&fd, 1).unwrap();
+    // The number is free again, and the next eventfd most likely gets it.
+    drop(fd);
+    let next = EventFd::new(EFD_NONBLOCK).unwrap();
+    g.vm.register_irqfd(&next, 1).unwrap();
+}
+
+#[test]
 fn a_line_interrupts_a_busy_guest() {
     let mut g = waits_for_irq1();
     // `jmp $` instead of HLT.

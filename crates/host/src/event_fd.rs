@@ -47,6 +47,15 @@ impl EventFd {
         }
     }
 
+    /// What identifies the counter among all of the host's, whatever descriptor
+    /// it has; `None` where /proc does not tell.
+    pub fn id(&self) -> Option<u64> {
+        let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
+        let info = std::fs::read_to_string(path).ok()?;
+        let line = info.lines().find_map(|l| l.strip_prefix("eventfd-id:"))?;
+        line.trim().parse().ok()
+    }
+
     /// Adds `n` to the counter. False if that would overflow it (the counter
     /// stays at its maximum and the reader is signalled anyway).
     ///

@@ -16,8 +16,9 @@ use crate::{Error, Result, RouteTarget, vm::Route};
 #[derive(Debug)]
 struct Irqfd {
     gsi: u32,
-    /// The VMM's number for it, by which it is removed.
-    fd: u32,
+    /// The eventfd's identity; where the host does not tell it, the VMM's
+    /// number. A number alone may be another eventfd's by now.
+    id: (Option<u64>, u32),
     event: EventFd,
     /// Signalled at EOI; the line is level-triggered.
     resample: Option<EventFd>,
@@ -159,24 +160,27 @@ impl Vm {
             return Err(Error::InvalidArgument);
         }
         let irqfds = &self.state.irqfds;
+        let open = |fd: u32| EventFd::duplicate(fd as i32).map_err(|_| Error::BadFd);
+        let event = open(args.fd)?;
+        let id = match event.id() {
+            Some(id) => (Some(id), 0),
+            None => (None, args.fd),
+        };
         if args.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
-            irqfds
-                .lock()
-                .retain(|i| i.fd != args.fd || i.gsi != args.gsi);
+            irqfds.lock().retain(|i| i.id != id || i.gsi != args.gsi);
             return irqfds.tell();
         }
-        let open = |fd: u32| EventFd::duplicate(fd as i32).map_err(|_| Error::BadFd);
         let resample = (args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0)
             .then(|| open(args.resamplefd))
             .transpose()?;
         let irqfd = Irqfd {
             gsi: args.gsi,
-            fd: args.fd,
-            event: open(args.fd)?,
+            id,
+            event,
             resample,
         };
         let mut list = irqfds.lock();
-        if list.iter().any(|i| i.fd == args.fd) {
+        if list.iter().any(|i| i.id == id) {
             return Err(Error::Busy);
         }
         list.push(Arc::new(irqfd));
