@@ -31,8 +31,22 @@ struct Case {
     mem_mib: u64,
     /// What `uname -m` prints.
     machine: &'static str,
+    /// Added to the kernel's command line.
+    append: &'static str,
+    /// CPUs that the kernel then uses.
+    online: u32,
     /// Part of CI.
     in_ci: bool,
+}
+
+/// A boot with 2 vCPUs and options of the kernel's, after which `online` CPUs work.
+const fn options(name: &'static str, append: &'static str, online: u32) -> Case {
+    Case {
+        append,
+        online,
+        in_ci: false,
+        ..cloud(name, "jit", 2)
+    }
 }
 
 const fn cloud(name: &'static str, engine: &'static str, cpus: u32) -> Case {
@@ -44,6 +58,8 @@ const fn cloud(name: &'static str, engine: &'static str, cpus: u32) -> Case {
         mem: "256M",
         mem_mib: 200,
         machine: "x86_64",
+        append: "",
+        online: cpus,
         in_ci: true,
     }
 }
@@ -78,6 +94,13 @@ const CASES: &[Case] = &[
         in_ci: false,
         ..cloud("interpreter-4-vcpus", "interp", 4)
     },
+    options("nosmp", "nosmp", 1),
+    options("no-apic", "noapic nolapic", 1),
+    options("no-pcid", "nopcid", 2),
+    options("tsc-clock", "clocksource=tsc", 2),
+    // Debian's cloud kernel reads no MP table.
+    options("no-acpi", "acpi=off", 1),
+    options("mitigations", "mitigations=auto", 2),
 ];
 
 /// Prints the machine, its CPUs and its memory in KiB; all CPUs have to work.
@@ -112,6 +135,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             .mem(case.mem)
             .engine(case.engine)
             .limit(LIMIT);
+        if !case.append.is_empty() {
+            boot = boot.option("--append", case.append);
+        }
         if let Some(path) = kernel(case.kernel)? {
             boot = boot.kernel(&path);
         }
@@ -158,13 +184,13 @@ fn check(case: &Case, outcome: &Outcome) -> Result<(), String> {
         return Err(format!("status {:?}, output {text:?}", outcome.status));
     }
     let lines: Vec<&str> = text.lines().collect();
-    let mut want = vec![case.machine.to_owned(), case.cpus.to_string()];
+    let mut want = vec![case.machine.to_owned(), case.online.to_string()];
     let memory = lines.get(2).and_then(|l| l.parse::<u64>().ok());
     if memory.is_none_or(|kib| kib >> 10 < case.mem_mib) {
         return Err(format!("memory: output {text:?}"));
     }
     want.extend(lines.get(2).map(|&l| l.to_owned()));
-    want.extend((0..case.cpus).map(|_| "300".to_owned()));
+    want.extend((0..case.online).map(|_| "300".to_owned()));
     if lines != want {
         return Err(format!("output {text:?}, expected {want:?}"));
     }
