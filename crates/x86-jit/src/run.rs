@@ -202,8 +202,7 @@ impl<B: JitBus> Jit<B> {
         let rip = cpu.rip();
         self.select(cpu, bus);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
-        let words = &cpu.engine.words;
-        let (key, mix) = (words[index(area::KEY)], words[index(area::MIX)]);
+        let (key, mix) = target_key(cpu);
         // The outer entry checks that the code has not changed.
         if let Some(code) = self.cache.target(rip, key, mix)
             && !std::mem::take(&mut self.stale)
@@ -214,8 +213,7 @@ impl<B: JitBus> Jit<B> {
         let block = self.find_block(interp, cpu, bus)?;
         // Fetching may have filled tables.
         self.select(cpu, bus);
-        let words = &cpu.engine.words;
-        let (key, mix) = (words[index(area::KEY)], words[index(area::MIX)]);
+        let (key, mix) = target_key(cpu);
         let code = self.buffer.rx() as u64 + block.entries.outer as u64;
         self.cache.set_target(rip, key, mix, code);
         Some(block.entries.outer)
@@ -252,9 +250,7 @@ impl<B: JitBus> Jit<B> {
         generation: u32,
     ) -> Block {
         if self.used + MAX_BLOCK > self.buffer.len() {
-            let slots = self.slots;
             self.flush_all();
-            self.slots = slots;
         }
         let rip = cpu.rip();
         block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, rip, key.1);
@@ -388,6 +384,12 @@ impl<B: JitBus> Jit<B> {
         self.buffer.write(site.patch, &rel.to_le_bytes());
         self.stats.links += 1;
     }
+}
+
+/// What [`set_view`] has set: the key of targets, and its spread.
+fn target_key(cpu: &CpuState) -> (u64, u64) {
+    let words = &cpu.engine.words;
+    (words[index(area::KEY)], words[index(area::MIX)])
 }
 
 /// Spreads keys over the target table; the low bits are what matters.

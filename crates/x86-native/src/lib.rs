@@ -6,6 +6,7 @@
 //! flags and rounding). Nothing is executed that is not on the allow-list in
 //! `allow`, and no exception of the guest's reaches the host as a signal.
 
+mod alignment;
 mod allow;
 mod buffer;
 mod features;
@@ -16,6 +17,7 @@ mod stub;
 
 pub(crate) use native::Context;
 
+pub use alignment::{is_aligned_move, must_be_aligned};
 pub use allow::{Class, Form, form};
 pub use features::{host_has, is_fp};
 pub use mxcsr::host_mask;

@@ -8,7 +8,7 @@ use iced_x86::{
 };
 use x86_cpu::{Access, Exception, Feature, GuestBus, Privilege, Word};
 use x86_defs::{control::cr4, reg, vector, xsave};
-use x86_native::{Class, Outcome, StubId};
+use x86_native::{Class, Outcome, StubId, is_aligned_move, must_be_aligned};
 
 use super::{
     Handler, Insn, Selector,
@@ -66,7 +66,7 @@ pub(super) fn select<B: GuestBus>(
         // (observed on Zen 3); the manual asks for it.
         let unchecked =
             i.cpuid_features().contains(&CpuidFeature::SHA) && s.features.has(Feature::Amd);
-        if is_aligned(i, form.class, len) && !unchecked {
+        if must_be_aligned(i) && !unchecked {
             bits |= meta::ALIGNED;
         }
         if is_aligned_move(i.mnemonic()) {
@@ -118,53 +118,6 @@ fn writes(i: &Instruction, op: u32) -> bool {
     !matches!(
         InstructionInfoFactory::new().info(i).op_access(op),
         OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess | OpAccess::None
-    )
-}
-
-/// Legacy SSE operands of 16 bytes are aligned, with few exceptions; VEX ones
-/// need not be, with few exceptions (SDM vol. 1, 14.9; vol. 2, tables 2-19 to 2-22).
-fn is_aligned(i: &Instruction, class: Class, len: usize) -> bool {
-    use Mnemonic as M;
-    match class {
-        Class::Sse | Class::Mmx => {
-            len == 16
-                && !matches!(
-                    i.mnemonic(),
-                    M::Movups
-                        | M::Movupd
-                        | M::Movdqu
-                        | M::Lddqu
-                        | M::Pcmpestri
-                        | M::Pcmpestrm
-                        | M::Pcmpistri
-                        | M::Pcmpistrm
-                        | M::Pcmpestri64
-                        | M::Pcmpestrm64
-                )
-        }
-        Class::Vex => is_aligned_move(i.mnemonic()),
-        Class::X87 => false,
-    }
-}
-
-fn is_aligned_move(m: Mnemonic) -> bool {
-    use Mnemonic as M;
-    matches!(
-        m,
-        M::Movaps
-            | M::Movapd
-            | M::Movdqa
-            | M::Movntps
-            | M::Movntpd
-            | M::Movntdq
-            | M::Movntdqa
-            | M::Vmovaps
-            | M::Vmovapd
-            | M::Vmovdqa
-            | M::Vmovntps
-            | M::Vmovntpd
-            | M::Vmovntdq
-            | M::Vmovntdqa
     )
 }
 

@@ -132,7 +132,7 @@ fn form(i: &Instruction) -> Kind {
         _ if is_harmless_integer(i) => Kind::Copy,
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,
         _ if x86_native::form(i).is_some() => {
-            if must_be_aligned(i) {
+            if x86_native::must_be_aligned(i) {
                 Kind::CopyFpAligned
             } else {
                 Kind::CopyFp
@@ -320,45 +320,6 @@ fn operands_are_plain(i: &Instruction) -> bool {
         }
     }
     !(high && (memory || rex))
-}
-
-/// Legacy SSE operands of 16 bytes are aligned, with few exceptions; VEX ones
-/// need not be, with few exceptions (SDM vol. 1, 14.9).
-fn must_be_aligned(i: &Instruction) -> bool {
-    use Mnemonic as M;
-    let strict = matches!(
-        i.mnemonic(),
-        M::Movaps
-            | M::Movapd
-            | M::Movdqa
-            | M::Movntps
-            | M::Movntpd
-            | M::Movntdq
-            | M::Movntdqa
-            | M::Vmovaps
-            | M::Vmovapd
-            | M::Vmovdqa
-            | M::Vmovntps
-            | M::Vmovntpd
-            | M::Vmovntdq
-            | M::Vmovntdqa
-    );
-    let legacy = i.code().encoding() == iced_x86::EncodingKind::Legacy
-        && i.memory_size().size() == 16
-        && !matches!(
-            i.mnemonic(),
-            M::Movups
-                | M::Movupd
-                | M::Movdqu
-                | M::Lddqu
-                | M::Pcmpestri
-                | M::Pcmpestrm
-                | M::Pcmpistri
-                | M::Pcmpistrm
-                | M::Pcmpestri64
-                | M::Pcmpestrm64
-        );
-    strict || legacy
 }
 
 /// Features of integer instructions that the host may lack; FP and SIMD forms
