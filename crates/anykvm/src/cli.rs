@@ -20,6 +20,56 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Boot a Linux kernel: to a shell, or to run one command and exit with its status.
     Boot(Box<BootArgs>),
+    /// Measure: workloads natively, in a guest, and in a guest of QEMU's TCG, in turn.
+    Bench(BenchArgs),
+}
+
+/// `anykvm bench`.
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_HELP)]
+pub(crate) struct BenchArgs {
+    /// What to measure.
+    #[arg(value_enum, required = true)]
+    pub(crate) suites: Vec<BenchSuite>,
+
+    /// Times that the machines take turns.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) rounds: u32,
+
+    /// Runs of each workload in a turn.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) repeats: u32,
+
+    /// Only these workloads.
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub(crate) only: Vec<String>,
+
+    /// Do not run QEMU.
+    #[arg(long)]
+    pub(crate) no_tcg: bool,
+
+    /// The QEMU to compare with.
+    #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
+    pub(crate) qemu: PathBuf,
+
+    /// Kernel of the guests; Debian's cloud kernel by default.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+}
+
+/// What `anykvm bench` measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchSuite {
+    /// User-level computing: loops, programs, FP and SIMD.
+    Compute,
+    /// Processes, scheduling, system calls, page faults.
+    Kernel,
+    /// From nothing to the shell.
+    Boot,
+    /// What two vCPUs do more than one.
+    Smp,
+    /// Exits to the VMM and back.
+    Exits,
 }
 
 /// `anykvm boot`.
@@ -114,6 +164,10 @@ impl ConsoleKind {
     }
 }
 
+const BENCH_HELP: &str = "\
+Ratios are medians over the rounds. Outputs have to agree, and bars are checked.
+Exit status: 0, 1 if a bar is missed, 2 if something went wrong or outputs differ.";
+
 const EXIT_STATUS: &str = "\
 Exit status:
   0        the guest powered off or rebooted, or Ctrl-A X was typed
@@ -170,7 +224,9 @@ mod tests {
     #[test]
     fn everything_after_the_dashes_is_the_command() {
         let cli = Cli::parse_from(["anykvm", "boot", "--cpus", "2", "--", "sh", "-c", "exit 7"]);
-        let Command::Boot(args) = cli.command;
+        let Command::Boot(args) = cli.command else {
+            panic!("not a boot");
+        };
         assert_eq!(args.command, ["sh", "-c", "exit 7"]);
         assert_eq!(args.cpus, 2);
     }

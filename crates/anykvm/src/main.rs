@@ -1,10 +1,11 @@
-//! `anykvm`: the command line, and the small VMM behind `anykvm boot`.
+//! `anykvm`: the command line, the small VMM behind `anykvm boot`, and `anykvm bench`.
 //!
 //! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
 
 #![forbid(unsafe_code)]
 
 mod acpi;
+mod bench;
 mod cli;
 mod devices;
 mod ending;
@@ -27,9 +28,12 @@ use clap::Parser;
 use crate::cli::{Cli, Command};
 
 fn main() -> ExitCode {
-    let Command::Boot(args) = Cli::parse().command;
-    // Returning from `main` ends the vCPU threads with the process.
-    let (status, line) = match machine::boot(&args) {
+    let result = match Cli::parse().command {
+        // Returning from `main` ends the vCPU threads with the process.
+        Command::Boot(args) => machine::boot(&args),
+        Command::Bench(args) => bench::run(&args),
+    };
+    let (status, line) = match result {
         Ok(verdict) => verdict,
         Err(error) => (ending::STATUS_SETUP, Some(error.to_string())),
     };

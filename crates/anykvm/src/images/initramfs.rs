@@ -66,6 +66,27 @@ pub(crate) fn build(
     overlays: &[Overlay],
 ) -> Result<Vec<u8>, BootError> {
     let mut archive = Archive::default();
+    for module in &init.modules {
+        archive.file(&module.guest_path(), 0o644, &module.bytes);
+    }
+    fill(archive, busybox, script(init).as_bytes(), overlays)
+}
+
+/// The same with another script as `/init`.
+pub(crate) fn pack(
+    busybox: &Path,
+    init: &[u8],
+    overlays: &[Overlay],
+) -> Result<Vec<u8>, BootError> {
+    fill(Archive::default(), busybox, init, overlays)
+}
+
+fn fill(
+    mut archive: Archive,
+    busybox: &Path,
+    init: &[u8],
+    overlays: &[Overlay],
+) -> Result<Vec<u8>, BootError> {
     for folder in [
         "dev", "proc", "sys", "tmp", "root", "run", "etc", "mnt", "var",
     ] {
@@ -73,10 +94,7 @@ pub(crate) fn build(
     }
     // The kernel opens it for init before devtmpfs is mounted.
     archive.device("/dev/console", 0o600, 5, 1);
-    archive.file("/init", 0o755, script(init).as_bytes());
-    for module in &init.modules {
-        archive.file(&module.guest_path(), 0o644, &module.bytes);
-    }
+    archive.file("/init", 0o755, init);
     for overlay in overlays {
         add(&mut archive, &overlay.host, &overlay.guest)?;
     }

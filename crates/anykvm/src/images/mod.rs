@@ -8,6 +8,6 @@ mod modules;
 mod root;
 
 pub(crate) use debian::{busybox, kernel};
-pub(crate) use initramfs::{Init, Overlay, build};
+pub(crate) use initramfs::{Init, Overlay, build, pack};
 pub(crate) use modules::modules;
 pub(crate) use root::{Root, root};

@@ -1,0 +1,362 @@
+//! Where workloads run: on the host, in a guest of ours, in a guest of QEMU's TCG.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use super::workloads::{PREPARE, Suite, Workload};
+use crate::error::BootError;
+use crate::images::{self, Overlay};
+
+/// A run of a whole suite that takes longer hangs.
+const LIMIT: Duration = Duration::from_secs(1200);
+/// For a fair comparison: with plain `max` spinning in MONITOR/MWAIT takes TCG's time, and
+/// `rep movsb` goes byte by byte.
+const TCG_CPU: &str = "max,monitor=off,erms=off,fsrm=off";
+/// The kernel's command line in every guest.
+const WORDS: &str = "console=ttyS0 quiet panic=-1";
+/// The guest's folder with the workloads' files.
+const FOLDER: &str = "/bench";
+
+/// Who executes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Machine {
+    Native,
+    Anykvm,
+    Tcg,
+}
+
+/// What a run printed.
+#[derive(Debug, Default)]
+pub(super) struct Run {
+    pub(super) samples: Vec<Sample>,
+    /// From the start of the process to the line `ready`.
+    pub(super) ready: Duration,
+    /// To the end of the process.
+    pub(super) total: Duration,
+}
+
+/// One line of a workload.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Sample {
+    pub(super) name: String,
+    pub(super) ns: u64,
+    pub(super) sum: String,
+}
+
+/// The files that runs need.
+#[derive(Debug)]
+pub(super) struct Files {
+    folder: PathBuf,
+    kernel: PathBuf,
+    qemu: PathBuf,
+    /// For native runs, and what guests are built from.
+    program: PathBuf,
+    source: PathBuf,
+}
+
+impl Files {
+    /// Compiles the program and finds the rest.
+    pub(super) fn new(kernel: Option<&Path>, qemu: &Path) -> Result<Self, BootError> {
+        let folder = std::env::temp_dir().join(format!("anykvm-bench-{}", std::process::id()));
+        fs::create_dir_all(&folder).map_err(BootError::host("cannot make a folder"))?;
+        let files = Self {
+            kernel: match kernel {
+                Some(path) => path.into(),
+                None => images::kernel()?,
+            },
+            qemu: qemu.into(),
+            program: folder.join("program"),
+            source: folder.join("program.i"),
+            folder,
+        };
+        let c = files.folder.join("program.c");
+        fs::write(&c, include_str!("program.c")).map_err(BootError::host("cannot write"))?;
+        let gcc = |arguments: &[&str], out: &Path| {
+            let mut gcc = Command::new("gcc");
+            gcc.args(arguments).arg("-o").arg(out).arg(&c);
+            succeed(gcc.args(["-lm", "-lpthread"]), "gcc (package gcc)")
+        };
+        gcc(&["-O2"], &files.program)?;
+        gcc(&["-E", "-P"], &files.source)?;
+        Ok(files)
+    }
+
+    /// The guest's archive for a suite: runs `script`, then powers off.
+    fn initrd(&self, suite: Option<Suite>, script: &str) -> Result<PathBuf, BootError> {
+        let file = self.folder.join("initrd");
+        let mut overlays = vec![
+            overlay(&self.program, &format!("{FOLDER}/program"))?,
+            overlay(&self.source, &format!("{FOLDER}/program.i"))?,
+        ];
+        if let Some(suite) = suite {
+            for path in host_files(suite)? {
+                overlays.push(overlay(&path, &path.to_string_lossy())?);
+            }
+        }
+        let init = format!(
+            "#!/bin/busybox sh
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TMPDIR=/tmp
+mount -t devtmpfs dev /dev
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mkdir -p /dev/shm
+exec </dev/null >/dev/ttyS0 2>&1
+cd {FOLDER}
+echo ready $(nproc)
+{script}
+echo over
+poweroff -f
+"
+        );
+        let archive = images::pack(&images::busybox()?, init.as_bytes(), &overlays)?;
+        fs::write(&file, archive).map_err(BootError::host("cannot write the initramfs"))?;
+        Ok(file)
+    }
+
+    /// Runs workloads `repeats` times one after another. Without any the guest only boots.
+    pub(super) fn run(
+        &self,
+        machine: Machine,
+        cpus: u32,
+        mem: &str,
+        workloads: &[&Workload],
+        repeats: u32,
+    ) -> Result<Run, BootError> {
+        let script = script(workloads, repeats)?;
+        if machine == Machine::Native {
+            return self.native(cpus, &script);
+        }
+        let initrd = self.initrd(workloads.first().map(|w| w.suite), &script)?;
+        let mut command = if machine == Machine::Anykvm {
+            let own = std::env::current_exe().map_err(BootError::host("cannot find anykvm"))?;
+            let mut command = Command::new(own);
+            command
+                .args(["boot", "--mem", mem, "--cpus", &cpus.to_string()])
+                .args(["--append", WORDS, "--no-default-cmdline", "--kernel"]);
+            command.arg(&self.kernel).arg("--initrd").arg(&initrd);
+            command
+        } else {
+            let mut command = Command::new(&self.qemu);
+            command
+                .args(["-accel", "tcg", "-cpu", TCG_CPU, "-m", mem])
+                .args(["-smp", &cpus.to_string(), "-nodefaults", "-no-reboot"])
+                .args(["-display", "none", "-serial", "stdio", "-append", WORDS])
+                .arg("-kernel");
+            command.arg(&self.kernel).arg("-initrd").arg(&initrd);
+            command
+        };
+        follow(&mut command)
+    }
+
+    fn native(&self, cpus: u32, script: &str) -> Result<Run, BootError> {
+        let last = std::thread::available_parallelism().map_or(1, |n| n.get() as u32) - 1;
+        let set = (0..cpus.min(last + 1)).map(|n| (last - n).to_string());
+        let set = set.collect::<Vec<_>>().join(",");
+        let script = format!("cd {} && {script}\necho over", self.folder.display());
+        let mut command = Command::new("taskset");
+        command
+            .args(["-c", &set, "busybox", "sh", "-c", &script])
+            .env_clear()
+            .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+            .env("HOME", "/root")
+            .env("TMPDIR", &self.folder);
+        follow(&mut command)
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        // A leftover costs only space.
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn overlay(host: &Path, guest: &str) -> Result<Overlay, BootError> {
+    Overlay::parse(&format!("{}:{guest}", host.display()))
+}
+
+fn script(workloads: &[&Workload], repeats: u32) -> Result<String, BootError> {
+    if workloads.is_empty() {
+        return Ok(String::new());
+    }
+    let lines: Vec<&str> = workloads.iter().map(|w| w.script).collect();
+    Ok(format!(
+        "export LC_ALL=C PYTHON={}\n{PREPARE}\nn=0; while [ $n -lt {repeats} ]; do\n{}\nn=$((n + 1)); done",
+        python()?.display(),
+        lines.join("\n")
+    ))
+}
+
+fn python() -> Result<PathBuf, BootError> {
+    fs::canonicalize("/usr/bin/python3").map_err(|_| missing("python3"))
+}
+
+fn missing(package: &str) -> BootError {
+    BootError::NoImage(format!(
+        "this needs Debian's package {package}: apt-get install {package}"
+    ))
+}
+
+/// Programs and their data on the host, for the guest.
+fn host_files(suite: Suite) -> Result<Vec<PathBuf>, BootError> {
+    let programs: &[(&str, &str)] = match suite {
+        Suite::Compute => &[
+            ("/usr/bin/zstd", "zstd"),
+            ("/usr/bin/xz", "xz-utils"),
+            ("/usr/bin/sqlite3", "sqlite3"),
+            ("/usr/bin/openssl", "openssl"),
+            ("/usr/bin/gcc", "gcc"),
+        ],
+        Suite::Kernel => &[
+            ("/usr/bin/hackbench", "rt-tests"),
+            ("/usr/bin/ssdd", "rt-tests"),
+            ("/usr/bin/perf", "linux-perf"),
+        ],
+        Suite::Smp => &[
+            ("/usr/bin/hackbench", "rt-tests"),
+            ("/usr/bin/make", "make"),
+            ("/usr/bin/gcc", "gcc"),
+        ],
+    };
+    let mut files = Vec::new();
+    for (path, package) in programs {
+        if !Path::new(path).exists() {
+            return Err(missing(package));
+        }
+        files.push(path.into());
+    }
+    if suite != Suite::Kernel {
+        let cc1 = Command::new("gcc").arg("-print-prog-name=cc1").output();
+        let cc1 = cc1.map_err(BootError::host("cannot run gcc"))?.stdout;
+        files.push(String::from_utf8_lossy(&cc1).trim().into());
+    }
+    if suite == Suite::Compute {
+        let python = python()?;
+        let name = python.file_name().unwrap_or_default();
+        let library = Path::new("/usr/lib").join(name);
+        files.push(python.clone());
+        for part in ["encodings", "collections", "lib-dynload"] {
+            files.push(library.join(part));
+        }
+        let modules = fs::read_dir(&library).map_err(|_| missing("libpython3-stdlib"))?;
+        files.extend(
+            modules
+                .filter_map(|entry| Some(entry.ok()?.path()))
+                .filter(|path| path.extension().is_some_and(|e| e == "py")),
+        );
+    }
+    Ok(files)
+}
+
+fn succeed(command: &mut Command, what: &str) -> Result<(), BootError> {
+    let output = command
+        .output()
+        .map_err(|e| BootError::NoImage(format!("cannot run {what}: {e}")))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    Err(BootError::NoImage(format!("{what} failed: {text}")))
+}
+
+/// Runs a process and reads its lines; it has to print `over`.
+fn follow(command: &mut Command) -> Result<Run, BootError> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let start = Instant::now();
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|e| BootError::NoImage(format!("cannot run {program}: {e}")))?;
+    let (lines, received) = channel();
+    let errors = child.stderr.take().map(|stream| {
+        std::thread::spawn(move || {
+            let lines = BufReader::new(stream).lines().map_while(Result::ok);
+            lines.collect::<Vec<_>>().join("\n")
+        })
+    });
+    if let Some(stream) = child.stdout.take() {
+        std::thread::spawn(move || {
+            let mut stream = BufReader::new(stream);
+            let mut line = Vec::new();
+            while stream.read_until(b'\n', &mut line).is_ok_and(|n| n != 0) {
+                let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+                line.clear();
+                if lines.send((start.elapsed(), text)).is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    let mut run = Run::default();
+    let mut others = Vec::new();
+    let mut is_over = false;
+    loop {
+        match received.recv_timeout(LIMIT.saturating_sub(start.elapsed())) {
+            Ok((at, line)) => match parse(&line) {
+                Some(sample) => run.samples.push(sample),
+                None if line.starts_with("ready ") => run.ready = at,
+                None if line == "over" => is_over = true,
+                None => others.push(line),
+            },
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {
+                // It may have ended just now.
+                let _ = child.kill();
+                break;
+            }
+        }
+    }
+    child.wait().map_err(BootError::host("cannot wait"))?;
+    run.total = start.elapsed();
+    let errors = errors.and_then(|e| e.join().ok()).unwrap_or_default();
+    if !is_over {
+        return Err(BootError::NoImage(format!(
+            "{program} did not come to its end after {:.1} s\n{}\n{errors}",
+            run.total.as_secs_f64(),
+            others.join("\n"),
+        )));
+    }
+    Ok(run)
+}
+
+fn parse(line: &str) -> Option<Sample> {
+    let mut words = line.strip_prefix("@ ")?.split(' ');
+    Some(Sample {
+        name: words.next()?.to_owned(),
+        ns: words.next()?.parse().ok()?,
+        sum: words.next()?.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_workloads_are_told_from_others() {
+        let sample = |name: &str, ns, sum: &str| Sample {
+            name: name.into(),
+            ns,
+            sum: sum.into(),
+        };
+        assert_eq!(parse("@ fib 12 ab"), Some(sample("fib", 12, "ab")));
+        for line in ["", "@", "fib 12 ab", "@ fib x ab", "@ fib 12"] {
+            assert_eq!(parse(line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn a_process_that_stops_early_is_an_error() {
+        let shell = |script: &str| follow(Command::new("sh").args(["-c", script]));
+        let run = shell("echo ready 1; echo @ a 5 x; echo noise; echo over").unwrap();
+        assert_eq!(run.samples.len(), 1);
+        assert!(run.ready <= run.total);
+        assert!(shell("echo ready 1; echo @ a 5 x").is_err());
+    }
+}
