@@ -22,6 +22,8 @@ pub(crate) enum Command {
     Boot(Box<BootArgs>),
     /// Measure: workloads natively, in a guest, and in a guest of QEMU's TCG, in turn.
     Bench(BenchArgs),
+    /// Run a VMM with anykvm in place of /dev/kvm.
+    Exec(ExecArgs),
 }
 
 /// `anykvm bench`.
@@ -70,6 +72,18 @@ pub(crate) enum BenchSuite {
     Smp,
     /// Exits to the VMM and back.
     Exits,
+}
+
+/// `anykvm exec`.
+#[derive(Debug, Args)]
+pub(crate) struct ExecArgs {
+    /// Do not say on standard error that /dev/kvm is anykvm.
+    #[arg(long, short)]
+    pub(crate) quiet: bool,
+
+    /// The VMM and its arguments.
+    #[arg(last = true, required = true, value_name = "VMM")]
+    pub(crate) command: Vec<std::ffi::OsString>,
 }
 
 /// `anykvm boot`.

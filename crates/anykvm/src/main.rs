@@ -1,44 +1,9 @@
-//! `anykvm`: the command line, the small VMM behind `anykvm boot`, and `anykvm bench`.
-//!
-//! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
+//! The `anykvm` program.
 
 #![forbid(unsafe_code)]
 
-mod acpi;
-mod bench;
-mod cli;
-mod devices;
-mod ending;
-mod error;
-mod images;
-mod input;
-mod kernel;
-mod layout;
-mod machine;
-mod memory;
-mod pci;
-mod terminal;
-mod vcpu;
-mod virtio;
-
 use std::process::ExitCode;
 
-use clap::Parser;
-
-use crate::cli::{Cli, Command};
-
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
-        // Returning from `main` ends the vCPU threads with the process.
-        Command::Boot(args) => machine::boot(&args),
-        Command::Bench(args) => bench::run(&args),
-    };
-    let (status, line) = match result {
-        Ok(verdict) => verdict,
-        Err(error) => (ending::STATUS_SETUP, Some(error.to_string())),
-    };
-    if let Some(line) = line {
-        eprintln!("anykvm: {line}");
-    }
-    ExitCode::from(status)
+    anykvm::main()
 }

@@ -10,6 +10,19 @@ pub fn pending() -> u64 {
     if r == 0 { set } else { 0 }
 }
 
+/// Blocks all signals in the calling thread, those that faults raise excepted.
+pub fn block_all() {
+    // SAFETY: only this thread's mask is changed, with a set made by libc.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigfillset(&mut set);
+        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL] {
+            libc::sigdelset(&mut set, fault);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

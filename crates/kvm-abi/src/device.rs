@@ -21,15 +21,20 @@ const ENXIO: Errno = Errno::new(libc::ENXIO);
 pub struct Device {
     files: Mutex<Vec<FileIdentity>>,
     /// A device keeps its VM.
-    _vm: Arc<Vm>,
+    vm: Arc<Vm>,
 }
 
 impl Device {
     pub(crate) fn new(vm: Arc<Vm>) -> Self {
         Self {
             files: Mutex::default(),
-            _vm: vm,
+            vm,
         }
+    }
+
+    /// The VM that this device belongs to.
+    pub(crate) fn vm(&self) -> &Vm {
+        &self.vm
     }
 
     /// KVM_HAS_DEVICE_ATTR.

@@ -13,9 +13,14 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::device::Device;
 use crate::errno::{Errno, Result};
+use crate::fork;
 use crate::memfd::{self, FileIdentity};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
+
+/// Name of the system descriptor's file, and how its link in `/proc` begins.
+pub(crate) const SYSTEM_NAME: &CStr = c"anykvm:system";
+const SYSTEM_LINK: &str = "/memfd:anykvm:system";
 
 /// The four kinds of file descriptor that KVM knows.
 #[derive(Clone, Debug)]
@@ -115,8 +120,53 @@ pub(crate) fn lookup_vcpu_unchecked(fd: RawFd) -> Option<Arc<Vcpu>> {
 
 /// Tells the table that `fd` is about to be closed.
 pub fn forget(fd: RawFd) {
-    let entry = table_mut().remove(&fd);
-    drop(entry);
+    forget_range(fd, fd);
+}
+
+/// Tells the table that all descriptors from `first` to `last` are about to be closed.
+pub fn forget_range(first: RawFd, last: RawFd) {
+    // The common case, a descriptor that is not ours, takes no exclusive lock.
+    if first > last || table().range(first..=last).next().is_none() || fork::in_child() {
+        return;
+    }
+    let mut gone = Vec::new();
+    {
+        let mut table = table_mut();
+        let numbers: Vec<RawFd> = table.range(first..=last).map(|(fd, _)| *fd).collect();
+        for number in numbers {
+            gone.extend(table.remove(&number));
+        }
+    }
+    // Dropped after the lock: the end of a VM joins its threads.
+    drop(gone);
+}
+
+/// Tells the table that `new` has just become a duplicate of `old`: it keeps the object alive.
+pub fn duplicated(old: RawFd, new: RawFd) {
+    if table().contains_key(&old) {
+        // Whatever else the number may be by now, that is right as well.
+        let _ = lookup(new);
+    }
+}
+
+/// Takes over a system descriptor that the program before `execve(2)` left open.
+pub(crate) fn adopt(fd: RawFd) -> Result<Object> {
+    let identity = memfd::identity(fd)?;
+    // SAFETY: it is open, and only borrowed to read its link in /proc.
+    let path = memfd::path(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })?;
+    if !path.to_string_lossy().starts_with(SYSTEM_LINK) {
+        return Err(Errno::new(libc::ENOTTY));
+    }
+    let object = Object::System;
+    let stale = table_mut().insert(
+        fd,
+        Entry {
+            object: object.clone(),
+            identity,
+        },
+    );
+    drop(stale);
+    Ok(object)
 }
 
 #[cfg(test)]

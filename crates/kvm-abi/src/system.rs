@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
-use crate::objects::{Object, publish};
+use crate::objects::{Object, SYSTEM_NAME, publish};
 use crate::run_page::VCPU_MMAP_SIZE;
 use crate::vm::Vm;
 
@@ -16,7 +16,7 @@ pub const MAX_IO_MSRS: usize = 256;
 
 /// A new system descriptor, as `open("/dev/kvm", O_RDWR)` gives.
 pub fn open(close_on_exec: bool) -> Result<OwnedFd> {
-    publish(Object::System, c"kvm", close_on_exec)
+    publish(Object::System, SYSTEM_NAME, close_on_exec)
 }
 
 /// KVM_GET_API_VERSION: the only version there ever was.

@@ -14,6 +14,7 @@ use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
 use crate::run_page::{PAGE_SIZE, Question, RunPage, Status};
+use crate::signals;
 use crate::stats::StatsFile;
 use crate::system::{check_msr_count, fit};
 use crate::vm::Vm;
@@ -129,8 +130,15 @@ impl Vcpu {
             io,
             signal_mask,
         } = &mut *running;
-        let blocked_signals = *signal_mask;
-        let _interruptible = Interruptible::enter(&self.hypervisor);
+        let signals_before = signals::deferred_count();
+        let interruptible = Interruptible::enter(&self.hypervisor);
+        // With wrapped handlers a signal tells of itself; without, somebody has to ask.
+        let run_mask = signal_mask.and_then(signals::RunMask::enter);
+        let blocked_signals = if run_mask.is_some() {
+            None
+        } else {
+            *signal_mask
+        };
         let result = self.hypervisor.run(RunInput {
             answer: self.page.answer(std::mem::take(question), io),
             request_interrupt_window: self.page.request_interrupt_window(),
@@ -138,6 +146,12 @@ impl Vcpu {
             immediate_exit: self.page.immediate_exit(),
             blocked_signals,
         });
+        drop(run_mask);
+        drop(interruptible);
+        if signals::deferred_count() != signals_before {
+            // The handler runs before the next KVM_RUN, which it does not concern.
+            self.hypervisor.cancel_kick();
+        }
         let result = match result {
             Ok(output) => {
                 *question = self.page.store(&output);
@@ -247,8 +261,9 @@ impl Vcpu {
     /// KVM_SET_SIGNAL_MASK: the signals that do not end KVM_RUN; `None` for no mask.
     ///
     /// A pending signal outside the mask ends KVM_RUN with EINTR and stays pending, as with
-    /// KVM. DEVIATION: the thread's own mask is not changed, so a signal that the thread does
-    /// not block runs its handler during KVM_RUN even if `mask` blocks it.
+    /// KVM. DEVIATION: where handlers are not wrapped ([`signals`]) the thread's own mask is not
+    /// changed, so a signal that the thread does not block runs its handler during KVM_RUN even if
+    /// `mask` blocks it, and pending ones are looked for once a millisecond.
     pub fn set_signal_mask(&self, mask: Option<u64>) {
         self.running().signal_mask = mask;
     }

@@ -12,6 +12,7 @@ use kvm_bindings::*;
 
 use crate::device::Device;
 use crate::errno::{Errno, Result};
+use crate::fork;
 use crate::memfd;
 use crate::objects::{Object, publish, register};
 use crate::ring::Ring;
@@ -34,6 +35,8 @@ pub struct Vm {
     stats: Mutex<Option<StatsFile>>,
     /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
     vfio: Mutex<Weak<Device>>,
+    /// [`fork::generation`] of the process that made it.
+    generation: u32,
 }
 
 impl Vm {
@@ -43,7 +46,13 @@ impl Vm {
             ring: OnceLock::new(),
             stats: Mutex::new(None),
             vfio: Mutex::new(Weak::new()),
+            generation: fork::generation(),
         })
+    }
+
+    /// True in a child of the process that made the VM: KVM answers EIO there.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.generation != fork::generation()
     }
 
     /// The typed calls.

@@ -11,6 +11,7 @@ const MAX_LINES: usize = 800;
 /// Crates that may contain `unsafe`; ARCHITECTURE.md says why each one needs it.
 pub(super) const UNSAFE_CRATES: &[&str] = &[
     "anykvm-ioctls",
+    "anykvm-preload",
     "guest-memory",
     "host",
     "kvm-abi",

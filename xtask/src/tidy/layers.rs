@@ -13,7 +13,7 @@ const LAYERS: &[&[&str]] = &[
     &["x86-jit"],
     &["hypervisor"],
     &["kvm-abi"],
-    &["anykvm-ioctls"],
+    &["anykvm-ioctls", "anykvm-preload"],
     &["anykvm"],
 ];
 

@@ -128,6 +128,10 @@ impl Vcpu {
     pub fn kick(&self) {
         self.shared.request(request::KICK);
     }
+    /// Takes back a [`Self::kick`] that no KVM_RUN has seen.
+    pub fn cancel_kick(&self) {
+        self.shared.cancel(request::KICK);
+    }
 
     /// KVM_GET_REGS.
     pub fn get_regs(&self) -> Result<kvm_regs> {

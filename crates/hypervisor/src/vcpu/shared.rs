@@ -114,6 +114,10 @@ impl VcpuShared {
         self.requests.fetch_or(bits, Ordering::SeqCst);
         futex::wake(&self.requests, 1);
     }
+    /// Takes requests back.
+    pub(crate) fn cancel(&self, bits: u32) {
+        self.requests.fetch_and(!bits, Ordering::SeqCst);
+    }
     /// True if anything is asked.
     #[inline]
     pub(crate) fn is_requested(&self) -> bool {

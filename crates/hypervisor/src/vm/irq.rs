@@ -255,7 +255,11 @@ impl VmState {
         let vm = Arc::downgrade(self);
         std::thread::Builder::new()
             .name("anykvm-irqfd".to_owned())
-            .spawn(move || wait_for_irqfds(&vm, &theirs))
+            .spawn(move || {
+                // The VMM's signals are for its own threads.
+                host::signal::block_all();
+                wait_for_irqfds(&vm, &theirs);
+            })
             .map_err(|_| Error::NoMemory)?;
         *control = Some(ours);
         Ok(())

@@ -16,8 +16,9 @@ use kvm_bindings::KVMIO;
 
 use crate::errno::{Errno, Result};
 use crate::numbers::KVM_RUN;
-use crate::objects::{Object, lookup, lookup_vcpu_unchecked};
+use crate::objects::{Object, adopt, lookup, lookup_vcpu_unchecked};
 use crate::user_memory::{Arg, Plain};
+use crate::vm::Vm;
 
 /// One ioctl on descriptors whose object is a `T`.
 #[derive(Debug)]
@@ -82,14 +83,37 @@ pub fn ioctl(fd: RawFd, number: u32, arg: u64) -> Result<i32> {
     if number == KVM_RUN
         && let Some(vcpu) = lookup_vcpu_unchecked(fd)
     {
+        in_own_process(vcpu.vm())?;
         return vcpu::run(&vcpu, Arg(arg));
     }
     let arg = Arg(arg);
-    match lookup(fd)? {
+    let object = lookup(fd).or_else(|error| {
+        if error.get() == libc::ENOTTY && number >> 8 & 0xff == KVMIO {
+            adopt(fd)
+        } else {
+            Err(error)
+        }
+    })?;
+    match &object {
+        Object::System => {}
+        Object::Vm(vm) => in_own_process(vm)?,
+        Object::Vcpu(vcpu) => in_own_process(vcpu.vm())?,
+        Object::Device(device) => in_own_process(device.vm())?,
+    }
+    match object {
         Object::System => call(system::TABLE, &(), number, arg, libc::EINVAL),
         Object::Vm(vm) => call(vm::TABLE, &vm, number, arg, libc::ENOTTY),
         Object::Vcpu(vcpu) => call(vcpu::TABLE, &vcpu, number, arg, libc::EINVAL),
         Object::Device(device) => call(device::TABLE, &device, number, arg, libc::ENOTTY),
+    }
+}
+
+/// EIO for a VM whose memory is another process's.
+fn in_own_process(vm: &Vm) -> Result<()> {
+    if vm.is_inherited() {
+        Err(Errno::new(libc::EIO))
+    } else {
+        Ok(())
     }
 }
 

@@ -1,0 +1,341 @@
+//! Signal handlers: ours stands before the VMM's, so that a signal during a KVM call waits for its
+//! end (`kvm_abi::signals`).
+//!
+//! Handlers are wrapped from the first `open("/dev/kvm")` on; a program that never opens it keeps
+//! its own. What a program reads back is what it has set.
+
+use std::hint::spin_loop;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use libc::{c_int, c_ulong, c_void, siginfo_t};
+
+use crate::next::{fail, next, system_call, system_call_c};
+
+/// Number of signals.
+const SIGNALS: usize = 64;
+/// The C library's own, for cancellation and set*id(2) in threads.
+const INTERNAL: [c_int; 2] = [32, 33];
+/// The kernel's signal set.
+const SET: usize = size_of::<u64>();
+const SA_RESTORER: u64 = 0x0400_0000;
+
+/// `struct sigaction` as rt_sigaction(2) has it.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+struct Action {
+    handler: usize,
+    flags: u64,
+    restorer: usize,
+    mask: u64,
+}
+
+/// What the program has set for a signal whose handler is wrapped.
+struct Wrapped {
+    handler: AtomicUsize,
+    flags: AtomicU64,
+    restorer: AtomicUsize,
+    lock: AtomicBool,
+}
+
+static WRAPPED: [Wrapped; SIGNALS] = [const {
+    Wrapped {
+        handler: AtomicUsize::new(0),
+        flags: AtomicU64::new(0),
+        restorer: AtomicUsize::new(0),
+        lock: AtomicBool::new(false),
+    }
+}; SIGNALS];
+
+/// Handlers are wrapped.
+static ACTIVE: AtomicBool = AtomicBool::new(false);
+
+/// Where handlers return to; unwinders know these very bytes.
+#[unsafe(naked)]
+extern "C" fn restorer() {
+    std::arch::naked_asm!(".byte 0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05")
+}
+
+/// Stands before the VMM's handler.
+unsafe extern "C" fn wrapper(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    // SAFETY: what the kernel passed.
+    if unsafe { kvm_abi::signals::defer(signal, info, context) } {
+        return;
+    }
+    let Some(wrapped) = WRAPPED.get((signal - 1) as usize) else {
+        return;
+    };
+    let handler = wrapped.handler.load(Ordering::Acquire);
+    if wrapped.flags.load(Ordering::Acquire) & libc::SA_RESETHAND as u64 != 0 {
+        let default = Action {
+            restorer: restorer as *const () as usize,
+            flags: SA_RESTORER,
+            ..Action::default()
+        };
+        // SAFETY: the structure and its size are the kernel's.
+        unsafe { kernel_action(signal, &raw const default, std::ptr::null_mut()) };
+    }
+    if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
+        return;
+    }
+    // SAFETY: the program says that this is a handler; one without SA_SIGINFO takes
+    // the first argument only.
+    let handler: unsafe extern "C" fn(c_int, *mut siginfo_t, *mut c_void) =
+        unsafe { std::mem::transmute(handler) };
+    // SAFETY: as the kernel would have called it.
+    unsafe { handler(signal, info, context) };
+}
+
+/// rt_sigaction(2).
+unsafe fn kernel_action(signal: c_int, new: *const Action, old: *mut Action) -> isize {
+    // SAFETY: the caller's pointers.
+    unsafe {
+        system_call(
+            libc::SYS_rt_sigaction,
+            [signal as usize, new as usize, old as usize, SET, 0, 0],
+        )
+    }
+}
+
+/// Holds a signal's entry; the thread's signals are blocked meanwhile, so that no handler waits
+/// for the entry that its own thread holds.
+struct Held<'a> {
+    wrapped: &'a Wrapped,
+    mask: u64,
+}
+
+impl<'a> Held<'a> {
+    fn new(wrapped: &'a Wrapped) -> Self {
+        let mask = swap_mask(u64::MAX);
+        while wrapped.lock.swap(true, Ordering::Acquire) {
+            spin_loop();
+        }
+        Self { wrapped, mask }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.wrapped.lock.store(false, Ordering::Release);
+        swap_mask(self.mask);
+    }
+}
+
+fn swap_mask(mask: u64) -> u64 {
+    let mut old = 0u64;
+    let (new, old_at) = (&raw const mask as usize, &raw mut old as usize);
+    // SAFETY: two signal sets of the size that is passed.
+    unsafe {
+        system_call(
+            libc::SYS_rt_sigprocmask,
+            [libc::SIG_SETMASK as usize, new, old_at, SET, 0, 0],
+        );
+    }
+    old
+}
+
+fn wrapper_address() -> usize {
+    wrapper as *const () as usize
+}
+
+fn is_handler(address: usize) -> bool {
+    address != libc::SIG_DFL && address != libc::SIG_IGN
+}
+
+fn entry(signal: c_int) -> Option<&'static Wrapped> {
+    if INTERNAL.contains(&signal) {
+        return None;
+    }
+    WRAPPED.get(usize::try_from(signal).ok()?.checked_sub(1)?)
+}
+
+/// Sets and reads an action, with the program's handler in place of ours; the kernel's result.
+fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
+    let Some(wrapped) = entry(signal) else {
+        let new = new.map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: structures of the kernel's form.
+        return unsafe { kernel_action(signal, new, old) };
+    };
+    let held = Held::new(wrapped);
+    let (handler, flags, restorer) = (
+        wrapped.handler.load(Ordering::Acquire),
+        wrapped.flags.load(Ordering::Acquire),
+        wrapped.restorer.load(Ordering::Acquire),
+    );
+    let mut ours = new.copied();
+    if let Some(action) = &mut ours
+        && is_handler(action.handler)
+        && action.handler != wrapper_address()
+    {
+        wrapped.handler.store(action.handler, Ordering::Release);
+        wrapped.flags.store(action.flags, Ordering::Release);
+        wrapped.restorer.store(action.restorer, Ordering::Release);
+        wrap(action);
+    }
+    let new = ours.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: structures of the kernel's form.
+    let result = unsafe { kernel_action(signal, new, old) };
+    if result < 0 {
+        wrapped.handler.store(handler, Ordering::Release);
+        wrapped.flags.store(flags, Ordering::Release);
+        wrapped.restorer.store(restorer, Ordering::Release);
+    } else if old.handler == wrapper_address() {
+        // Everything but what siginterrupt(3) changes behind our back.
+        const RESTART: u64 = libc::SA_RESTART as u64;
+        old.flags = flags & !RESTART | old.flags & RESTART;
+        old.handler = handler;
+        old.restorer = restorer;
+    }
+    drop(held);
+    result
+}
+
+/// Makes an action call [`wrapper`].
+fn wrap(action: &mut Action) {
+    action.handler = wrapper_address();
+    action.flags |= libc::SA_SIGINFO as u64 | SA_RESTORER;
+    // The signal may be sent twice: the wrapper resets.
+    action.flags &= !(libc::SA_RESETHAND as u64);
+    action.restorer = restorer as *const () as usize;
+}
+
+/// Wraps the handlers that the program has, and from now on all that it sets.
+pub(crate) fn wrap_all() {
+    if ACTIVE.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    for signal in 1..=SIGNALS as c_int {
+        if entry(signal).is_none() {
+            continue;
+        }
+        let mut action = Action::default();
+        // SAFETY: a structure of the kernel's form.
+        let known = unsafe { kernel_action(signal, std::ptr::null(), &raw mut action) } == 0;
+        if known && is_handler(action.handler) && action.handler != wrapper_address() {
+            let mut old = Action::default();
+            exchange(signal, Some(&action), &mut old);
+        }
+    }
+}
+
+/// rt_sigaction(2) through `syscall`.
+///
+/// # Safety
+///
+/// `new` and `old` are null or addresses of the kernel's structure.
+pub(crate) unsafe fn raw(signal: c_int, new: usize, old: usize, size: usize) -> c_int {
+    if !ACTIVE.load(Ordering::Acquire) || size != SET {
+        // SAFETY: the caller's arguments.
+        return unsafe {
+            system_call_c(
+                libc::SYS_rt_sigaction,
+                [signal as usize, new, old, size, 0, 0],
+            )
+        } as c_int;
+    }
+    // SAFETY: the caller's structures.
+    unsafe {
+        let action = (new != 0).then(|| (new as *const Action).read_unaligned());
+        let mut before = Action::default();
+        let result = exchange(signal, action.as_ref(), &mut before);
+        if result < 0 {
+            return fail(-result as c_int);
+        }
+        if old != 0 {
+            (old as *mut Action).write_unaligned(before);
+        }
+    }
+    0
+}
+
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn sigaction(
+    signal: c_int,
+    new: *const libc::sigaction,
+    old: *mut libc::sigaction,
+) -> c_int {
+    if !ACTIVE.load(Ordering::Acquire) || entry(signal).is_none() {
+        return next!(sigaction(
+            signal => c_int,
+            new => *const libc::sigaction,
+            old => *mut libc::sigaction,
+        ) -> c_int);
+    }
+    // SAFETY: the caller's structures. The C library's signal set begins with the kernel's.
+    unsafe {
+        let action = (!new.is_null()).then(|| Action {
+            handler: (*new).sa_sigaction,
+            flags: (*new).sa_flags as u32 as u64,
+            restorer: 0,
+            mask: (&raw const (*new).sa_mask).cast::<u64>().read(),
+        });
+        let mut before = Action::default();
+        // A default or ignored action has nothing to return from, but the kernel wants one.
+        let result = exchange(signal, action.as_ref(), &mut before);
+        if result < 0 {
+            return fail(-result as c_int);
+        }
+        if !old.is_null() {
+            (*old).sa_sigaction = before.handler;
+            (*old).sa_flags = (before.flags & !SA_RESTORER) as c_int;
+            (*old).sa_restorer = None;
+            let mask = (&raw mut (*old).sa_mask).cast::<u64>();
+            mask.write_bytes(0, size_of::<libc::sigset_t>() / size_of::<u64>());
+            mask.write(before.mask);
+        }
+    }
+    0
+}
+
+/// signal(3) with these flags.
+fn set_handler(signal: c_int, handler: usize, flags: c_int) -> usize {
+    let own = 1u64.checked_shl((signal - 1) as u32).unwrap_or(0);
+    let is_masked = flags & libc::SA_NODEFER == 0;
+    let action = Action {
+        handler,
+        flags: flags as u64,
+        restorer: 0,
+        mask: if is_masked { own } else { 0 },
+    };
+    let mut before = Action::default();
+    let result = exchange(signal, Some(&action), &mut before);
+    if result < 0 {
+        fail(-result as c_int);
+        return libc::SIG_ERR;
+    }
+    before.handler
+}
+
+macro_rules! signal {
+    ($($name:ident $flags:expr;)*) => { $(
+        /// The C library's function of this name.
+        ///
+        /// # Safety
+        ///
+        /// As for that.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(signal: c_int, handler: usize) -> usize {
+            let ours = ACTIVE.load(Ordering::Acquire)
+                && handler != libc::SIG_ERR
+                && entry(signal).is_some();
+            if ours {
+                return set_handler(signal, handler, $flags);
+            }
+            next!($name(signal => c_int, handler => usize) -> usize)
+        }
+    )* };
+}
+
+signal! {
+    signal libc::SA_RESTART;
+    bsd_signal libc::SA_RESTART;
+    ssignal libc::SA_RESTART;
+    __sysv_signal libc::SA_RESETHAND | libc::SA_NODEFER;
+    sysv_signal libc::SA_RESETHAND | libc::SA_NODEFER;
+}
+
+const _: () = assert!(size_of::<c_ulong>() == SET);

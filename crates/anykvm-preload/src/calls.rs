@@ -1,0 +1,117 @@
+//! `ioctl` and `syscall`.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use libc::{c_char, c_int, c_long, c_ulong};
+
+use crate::next::{answer, system_call_c};
+use crate::path::is_kvm;
+use crate::{actions, descriptors, files};
+
+/// KVM's type in an ioctl number (KVMIO).
+const KVM_TYPE: c_ulong = 0xae;
+
+/// KVM's call of that number, if `fd` is one of ours; `None`: somebody else's.
+fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
+    if number >> 8 & 0xff != KVM_TYPE {
+        return None;
+    }
+    let section = kvm_abi::signals::Section::enter();
+    let call = || kvm_abi::ioctl(fd, number as u32, argument as u64);
+    // A defect of ours must not unwind into C.
+    let result = catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|_| Err(kvm_abi::Errno::new(libc::EIO)));
+    drop(section);
+    let is_foreign =
+        result == Err(kvm_abi::Errno::new(libc::ENOTTY)) && kvm_abi::lookup(fd).is_err();
+    (!is_foreign).then(|| answer(result))
+}
+
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ioctl(fd: c_int, number: c_ulong, argument: usize) -> c_int {
+    if let Some(result) = kvm_ioctl(fd, number, argument) {
+        return result;
+    }
+    let arguments = [fd as usize, number as usize, argument, 0, 0, 0];
+    // SAFETY: the caller's arguments.
+    unsafe { system_call_c(libc::SYS_ioctl, arguments) as c_int }
+}
+
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn syscall(
+    number: c_long,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
+    let path = |argument: usize| argument as *const c_char;
+    // SAFETY: the caller's arguments, of the types that the calls have.
+    let result = unsafe {
+        match number {
+            libc::SYS_ioctl => kvm_ioctl(a as c_int, b as c_ulong, c),
+            libc::SYS_open if is_kvm(libc::AT_FDCWD, path(a)) => Some(files::open_kvm(b as c_int)),
+            libc::SYS_openat if is_kvm(a as c_int, path(b)) => Some(files::open_kvm(c as c_int)),
+            // struct open_how begins with the flags.
+            libc::SYS_openat2 if c != 0 && is_kvm(a as c_int, path(b)) => {
+                Some(files::open_kvm((c as *const u64).read_unaligned() as c_int))
+            }
+            libc::SYS_access if is_kvm(libc::AT_FDCWD, path(a)) => {
+                Some(files::access_kvm(b as c_int))
+            }
+            libc::SYS_faccessat | libc::SYS_faccessat2 if is_kvm(a as c_int, path(b)) => {
+                Some(files::access_kvm(c as c_int))
+            }
+            libc::SYS_stat | libc::SYS_lstat if is_kvm(libc::AT_FDCWD, path(a)) => {
+                Some(files::stat_kvm(b as *mut libc::stat))
+            }
+            libc::SYS_newfstatat if is_kvm(a as c_int, path(b)) => {
+                Some(files::stat_kvm(c as *mut libc::stat))
+            }
+            libc::SYS_statx if is_kvm(a as c_int, path(b)) => {
+                Some(files::statx_kvm(e as *mut libc::statx))
+            }
+            libc::SYS_close => {
+                descriptors::closing(a as u32, a as u32);
+                None
+            }
+            libc::SYS_close_range => {
+                return descriptors::close_range(a as u32, b as u32, c as c_int).into();
+            }
+            libc::SYS_dup => return descriptors::dup(a as c_int).into(),
+            libc::SYS_dup2 => return descriptors::dup2(a as c_int, b as c_int).into(),
+            libc::SYS_dup3 => {
+                return descriptors::dup3(a as c_int, b as c_int, c as c_int).into();
+            }
+            libc::SYS_rt_sigaction => return actions::raw(a as c_int, b, c, d).into(),
+            _ => None,
+        }
+    };
+    if let Some(result) = result {
+        return result.into();
+    }
+    // SAFETY: the caller's arguments.
+    let result = unsafe { system_call_c(number, [a, b, c, d, e, f]) };
+    match number {
+        libc::SYS_fcntl if matches!(b as c_int, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) => {
+            descriptors::duplicated(a as c_int, result as c_int).into()
+        }
+        // SAFETY: the caller's path, which the kernel could read.
+        libc::SYS_open => unsafe { files::opened(path(a), result as c_int) }.into(),
+        // SAFETY: as above.
+        libc::SYS_openat => unsafe { files::opened(path(b), result as c_int) }.into(),
+        _ => result,
+    }
+}

@@ -1,0 +1,105 @@
+//! Descriptors that come and go: an object lives as long as one of its numbers.
+
+use libc::{c_int, c_uint};
+
+use crate::next::{next, system_call_c};
+
+/// A descriptor that may be a duplicate of one of ours.
+pub(crate) fn noticed(fd: c_int) {
+    let _section = kvm_abi::signals::Section::enter();
+    // Anything else is none of our business.
+    let _ = kvm_abi::lookup(fd);
+}
+
+/// `new` is a duplicate of `old`, or an error; gives `new`.
+pub(crate) fn duplicated(old: c_int, new: c_int) -> c_int {
+    if new >= 0 && new != old {
+        let _section = kvm_abi::signals::Section::enter();
+        kvm_abi::duplicated(old, new);
+    }
+    new
+}
+
+/// These descriptors are about to be closed.
+pub(crate) fn closing(first: c_uint, last: c_uint) {
+    let _section = kvm_abi::signals::Section::enter();
+    let number = |fd: c_uint| c_int::try_from(fd).unwrap_or(c_int::MAX);
+    kvm_abi::forget_range(number(first), number(last));
+}
+
+/// The C library's function of this name.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn close(fd: c_int) -> c_int {
+    if fd >= 0 {
+        closing(fd.cast_unsigned(), fd.cast_unsigned());
+    }
+    next!(close(fd => c_int) -> c_int)
+}
+
+/// The C library's function of this name.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    const CLOSE_RANGE_CLOEXEC: c_int = 4;
+    if flags & CLOSE_RANGE_CLOEXEC == 0 {
+        closing(first, last);
+    }
+    let arguments = [first as usize, last as usize, flags as usize, 0, 0, 0];
+    // SAFETY: integers.
+    unsafe { system_call_c(libc::SYS_close_range, arguments) as c_int }
+}
+
+/// The C library's function of this name.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn closefrom(first: c_int) {
+    closing(first.max(0).cast_unsigned(), c_uint::MAX);
+    next!(closefrom(first => c_int) -> c_int);
+}
+
+/// The C library's function of this name.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn dup(fd: c_int) -> c_int {
+    // SAFETY: an integer.
+    let new = unsafe { system_call_c(libc::SYS_dup, [fd as usize, 0, 0, 0, 0, 0]) };
+    duplicated(fd, new as c_int)
+}
+
+/// The C library's function of this name.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn dup2(old: c_int, new: c_int) -> c_int {
+    // SAFETY: integers.
+    let fd = unsafe { system_call_c(libc::SYS_dup2, [old as usize, new as usize, 0, 0, 0, 0]) };
+    duplicated(old, fd as c_int)
+}
+
+/// The C library's function of this name.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn dup3(old: c_int, new: c_int, flags: c_int) -> c_int {
+    let arguments = [old as usize, new as usize, flags as usize, 0, 0, 0];
+    // SAFETY: integers.
+    let fd = unsafe { system_call_c(libc::SYS_dup3, arguments) };
+    duplicated(old, fd as c_int)
+}
+
+macro_rules! fcntl {
+    ($($name:ident)*) => { $(
+        /// The C library's function of this name.
+        ///
+        /// # Safety
+        ///
+        /// As for that.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: usize) -> c_int {
+            let result = next!($name(
+                fd => c_int,
+                command => c_int,
+                argument => usize,
+            ) -> c_int);
+            match command {
+                libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => duplicated(fd, result),
+                _ => result,
+            }
+        }
+    )* };
+}
+
+fcntl! { fcntl fcntl64 }

@@ -1,0 +1,38 @@
+//! The C functions through which an unmodified VMM reaches anykvm (`docs/in-process.md`).
+//!
+//! The `anykvm` program is also a shared library (`crates/anykvm/build.rs`): `anykvm exec` names
+//! it in LD_PRELOAD, so the functions here stand before those of the C library. All but calls for
+//! `/dev/kvm` and what comes of it go on to the next definition unchanged.
+//!
+//! Rules: nothing is allocated, locked or printed for a call that is not ours; nothing unwinds
+//! into C; errno is set as the function's own documentation says.
+
+mod actions;
+mod calls;
+mod descriptors;
+mod files;
+mod next;
+mod path;
+
+/// The program interpreter of the `anykvm` program, which the linker does not name in a
+/// shared library.
+#[used]
+#[unsafe(link_section = ".interp")]
+static INTERPRETER: [u8; 28] = *b"/lib64/ld-linux-x86-64.so.2\0";
+
+unsafe extern "C" {
+    /// The first byte of this object in memory, its ELF header; made by the linker.
+    static __ehdr_start: u8;
+}
+
+/// True if the library is in another program: in `anykvm` itself `/dev/kvm` is a file like any.
+pub fn is_preloaded() -> bool {
+    const ENTRY: usize = 24;
+    let header = &raw const __ehdr_start;
+    // SAFETY: the ELF header is mapped as long as the code that reads it; the entry point is the
+    // eight bytes at 24.
+    let entry = unsafe { header.add(ENTRY).cast::<u64>().read_unaligned() };
+    // SAFETY: an integer argument.
+    let program = unsafe { libc::getauxval(libc::AT_ENTRY) };
+    (header as u64).wrapping_add(entry) != program
+}

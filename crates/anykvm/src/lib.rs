@@ -1,0 +1,53 @@
+//! `anykvm`: the command line, the small VMM behind `anykvm boot`, `anykvm exec` and `anykvm bench`.
+//!
+//! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
+
+#![forbid(unsafe_code)]
+
+mod acpi;
+mod bench;
+mod cli;
+mod devices;
+mod ending;
+mod error;
+mod exec;
+mod images;
+mod input;
+mod kernel;
+mod layout;
+mod machine;
+mod memory;
+mod pci;
+mod terminal;
+mod vcpu;
+mod virtio;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+// Its C functions are part of the program.
+use anykvm_preload as _;
+
+use crate::cli::{Cli, Command};
+
+/// The program: reads the command line and does what it says.
+///
+/// `main` is not here: code of a program uses thread-local storage in a way that a shared library
+/// cannot, and the `anykvm` program is both (`build.rs`).
+pub fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        // Returning from `main` ends the vCPU threads with the process.
+        Command::Boot(args) => machine::boot(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Exec(args) => exec::exec(&args),
+    };
+    let (status, line) = match result {
+        Ok(verdict) => verdict,
+        Err(error) => (ending::STATUS_SETUP, Some(error.to_string())),
+    };
+    if let Some(line) = line {
+        eprintln!("anykvm: {line}");
+    }
+    ExitCode::from(status)
+}
