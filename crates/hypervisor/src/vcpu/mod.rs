@@ -419,6 +419,13 @@ impl Vcpu {
         inner.bus.update_clock();
         Ok(())
     }
+    /// KVM_SET_VAPIC_ADDR: only 0, no shared TPR page, which QEMU sets at every reset.
+    pub fn set_vapic_addr(&self, gpa: u64) -> Result<()> {
+        if gpa != 0 || !self.lock().bus.has_lapic() {
+            return Err(Error::InvalidArgument);
+        }
+        Ok(())
+    }
     /// KVM_KVMCLOCK_CTRL: EINVAL before the guest has set kvmclock up.
     pub fn kvmclock_ctrl(&self) -> Result<()> {
         let inner = &mut *self.lock();

@@ -128,12 +128,10 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_KVMCLOCK_CTRL", KVM_KVMCLOCK_CTRL, |vcpu, _| {
         done(vcpu.hypervisor().kvmclock_ctrl())
     }),
-    Row::refused(
-        "KVM_SET_VAPIC_ADDR",
-        KVM_SET_VAPIC_ADDR,
-        libc::EINVAL,
-        NO_VAPIC,
-    ),
+    Row::done("KVM_SET_VAPIC_ADDR", KVM_SET_VAPIC_ADDR, |vcpu, arg| {
+        let address: kvm_vapic_addr = arg.read()?;
+        done(vcpu.hypervisor().set_vapic_addr(address.vapic_addr))
+    }),
     Row::refused(
         "KVM_TPR_ACCESS_REPORTING",
         KVM_TPR_ACCESS_REPORTING,
