@@ -2,7 +2,7 @@
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard,
-    atomic::{AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
 use crate::{HostPage, MemslotError, Slot, SlotConfig, SlotTable};
@@ -62,6 +62,8 @@ pub struct GuestMemory {
     write_flushes: AtomicU64,
     /// Counts changes of code generations in any slot.
     code_changes: Arc<AtomicU64>,
+    /// KVM_DIRTY_LOG_INITIALLY_SET.
+    starts_dirty: AtomicBool,
     code_seq: AtomicU64,
     code_log: Mutex<CodeLog>,
     split_lock: Mutex<()>,
@@ -129,6 +131,15 @@ impl GuestMemory {
         let Some(next) = next else {
             return Ok(self.epoch());
         };
+        if self.starts_dirty.load(Ordering::Relaxed)
+            && let Some(slot) = next.by_number(config.slot)
+            && !self
+                .table()
+                .by_number(config.slot)
+                .is_some_and(Slot::is_logging)
+        {
+            slot.set_all_dirty();
+        }
         // Readers hold the lock for whole accesses, so none uses the old table
         // once this write lock was ours.
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(next);
@@ -246,6 +257,14 @@ impl GuestMemory {
         Ok((bits, self.request_write_flush()))
     }
 
+    /// Pages of a slot that logs.
+    ///
+    /// # Errors
+    /// `Number`, `NotFound`, `NotLogging`.
+    pub fn logged_pages(&self, number: u32) -> Result<u64, MemslotError> {
+        self.logging_slot(number, |slot, _| slot.config().size / 4096)
+    }
+
     /// The bitmap, left as it is (KVM_GET_DIRTY_LOG under manual protection).
     ///
     /// # Errors
@@ -254,6 +273,11 @@ impl GuestMemory {
         self.logging_slot(number, |_, words| {
             words.iter().map(|w| w.load(Ordering::Acquire)).collect()
         })
+    }
+
+    /// Pages of slots that begin to log count as dirty (KVM_DIRTY_LOG_INITIALLY_SET).
+    pub fn set_starts_dirty(&self, on: bool) {
+        self.starts_dirty.store(on, Ordering::Relaxed);
     }
 
     /// KVM_CLEAR_DIRTY_LOG: clears the bits set in `mask`, from page `first`

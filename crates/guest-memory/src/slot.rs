@@ -165,6 +165,20 @@ impl Slot {
         }
     }
 
+    /// Every page counts as dirty, if the slot logs.
+    pub(crate) fn set_all_dirty(&self) {
+        let pages = self.config.size >> PAGE_SHIFT;
+        for (i, word) in self.dirty().unwrap_or_default().iter().enumerate() {
+            let rest = pages - (i as u64 * 64).min(pages);
+            let bits = if rest >= 64 {
+                u64::MAX
+            } else {
+                (1 << rest) - 1
+            };
+            word.store(bits, Ordering::Release);
+        }
+    }
+
     /// The dirty bitmap, if the slot logs.
     pub(crate) fn dirty(&self) -> Option<&[AtomicU64]> {
         self.dirty.as_ref().map(|d| &d[..])

@@ -67,6 +67,13 @@ pub struct RunInput<'a> {
 pub struct RunOutput {
     /// Why the vCPU stopped.
     pub exit: Exit,
+    /// The vCPU's state as kvm_run shows it.
+    pub status: RunStatus,
+}
+
+/// What kvm_run shows after every KVM_RUN, also one that was interrupted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RunStatus {
     /// An interrupt can be injected now (KVM_INTERRUPT).
     pub ready_for_interrupt_injection: bool,
     /// RFLAGS.IF.

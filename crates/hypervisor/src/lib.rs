@@ -16,12 +16,12 @@ pub use error::Error;
 pub use io_bus::{RingEntry, RingMemory};
 pub use irqchip::IoapicState;
 
-pub use exit::{Answer, Exit, IoData, RunInput, RunOutput};
+pub use exit::{Answer, Exit, IoData, RunInput, RunOutput, RunStatus};
 pub use vcpu::{
     Vcpu,
     stats::{StatKind, StatsSink, VCPU_STATS},
 };
-pub use vm::{Route, RouteTarget, VM_STATS, Vm};
+pub use vm::{MsrRange, Route, RouteTarget, VM_STATS, Vm};
 
 /// Result of a hypervisor call.
 pub type Result<T> = core::result::Result<T, Error>;

@@ -32,6 +32,7 @@ plain!(
     u8,
     u32,
     u64,
+    kvm_clear_dirty_log,
     kvm_clock_data,
     kvm_coalesced_mmio_zone,
     kvm_cpuid_entry,

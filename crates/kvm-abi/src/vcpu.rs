@@ -13,7 +13,7 @@ use hypervisor::RunInput;
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
-use crate::run_page::{PAGE_SIZE, Question, RunPage, Status};
+use crate::run_page::{PAGE_SIZE, Question, RunPage};
 use crate::signals;
 use crate::stats::StatsFile;
 use crate::system::{check_msr_count, fit};
@@ -187,22 +187,7 @@ impl Vcpu {
         if error == hypervisor::Error::Interrupted {
             self.page.set_exit_reason(KVM_EXIT_INTR);
         }
-        let (Ok(regs), Ok(sregs)) = (self.hypervisor.get_regs(), self.hypervisor.get_sregs())
-        else {
-            return;
-        };
-        const RFLAGS_IF: u64 = 1 << 9;
-        self.page.store_status(Status {
-            // The VMM asks again with the next exit; claiming readiness here could be wrong.
-            ready_for_interrupt_injection: false,
-            if_flag: regs.rflags & RFLAGS_IF != 0,
-            in_smm: self
-                .hypervisor
-                .get_vcpu_events()
-                .is_ok_and(|events| events.smi.smm != 0),
-            cr8: sregs.cr8,
-            apic_base: sregs.apic_base,
-        });
+        self.page.store_status(&self.hypervisor.run_status());
     }
 
     /// kvm_dirty_regs: the VMM's registers become the vCPU's.

@@ -19,4 +19,4 @@ pub use event::{Event, Events, Exception, PendingException, PendingInterrupt};
 pub use features::{Feature, Features};
 pub use fp::FpState;
 pub use msrs::Msrs;
-pub use state::{CodeSize, CpuState, EngineArea, Shadow};
+pub use state::{CodeSize, CpuState, EngineArea, Shadow, VmmDebug};

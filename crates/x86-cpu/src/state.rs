@@ -92,6 +92,8 @@ pub struct CpuState {
     pub dr6: u64,
     /// DR7.
     pub dr7: u64,
+    /// Debug registers of whoever debugs the machine from outside.
+    pub vmm_debug: VmmDebug,
     /// Plain MSRs.
     pub msr: Msrs,
     /// Events that wait.
@@ -102,6 +104,19 @@ pub struct CpuState {
     pub fp: FpState,
     /// Working memory of an execution engine.
     pub engine: EngineArea,
+}
+
+/// Debug registers that a debugger outside the machine has put in place of the guest's
+/// (KVM_GUESTDBG_USE_HW_BP). The guest's keep their values and have no effect meanwhile.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VmmDebug {
+    /// DR0 to DR3.
+    pub dr: [u64; 4],
+    /// DR7.
+    pub dr7: u64,
+    /// They are in force.
+    pub active: bool,
 }
 
 /// Words that generated code reaches through the same base register as the
@@ -200,6 +215,7 @@ impl Default for CpuState {
             dr: [0; 4],
             dr6: dr::DR6_FIXED1,
             dr7: dr::DR7_FIXED1,
+            vmm_debug: VmmDebug::default(),
             msr: Msrs {
                 pat: 0x0007_0406_0007_0406,
                 smbase: 0x30000,
@@ -219,6 +235,24 @@ impl Default for CpuState {
 }
 
 impl CpuState {
+    /// DR7 as it takes effect.
+    #[inline(always)]
+    pub const fn effective_dr7(&self) -> u64 {
+        if self.vmm_debug.active {
+            self.vmm_debug.dr7
+        } else {
+            self.dr7
+        }
+    }
+    /// DR0 to DR3 as they take effect; `n` is below 4.
+    #[inline]
+    pub const fn effective_dr(&self, n: usize) -> u64 {
+        if self.vmm_debug.active {
+            self.vmm_debug.dr[n & 3]
+        } else {
+            self.dr[n & 3]
+        }
+    }
     /// RIP of the current instruction.
     #[inline(always)]
     pub const fn rip(&self) -> u64 {

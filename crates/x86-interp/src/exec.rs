@@ -136,7 +136,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         let cpu = &*self.cpu;
         self.alignment_check =
             cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0;
-        self.watch = cpu.dr7 & dr::DR7_ENABLES != 0;
+        self.watch = cpu.effective_dr7() & dr::DR7_ENABLES != 0;
         if cpu.is_64bit() {
             self.flat = 1 << reg::ES | 1 << reg::CS | 1 << reg::SS | 1 << reg::DS;
             self.bias = 1 << 47;
@@ -300,7 +300,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     /// after the instruction (SDM vol. 3, 18.2.4).
     fn note_watchpoints(&mut self, gva: u64, len: u64, access: Access) {
         for i in 0..4 {
-            let kind = self.cpu.dr7 >> (16 + 4 * i) & 3;
+            let kind = self.cpu.effective_dr7() >> (16 + 4 * i) & 3;
             let wanted = match access {
                 Access::Write => kind == 1 || kind == 3,
                 Access::Read => kind == 3,
@@ -318,23 +318,23 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             return;
         }
         for i in 0..4 {
-            if self.cpu.dr7 >> (16 + 4 * i) & 3 == 2 {
+            if self.cpu.effective_dr7() >> (16 + 4 * i) & 3 == 2 {
                 self.note_watchpoint(i, u64::from(port), len);
             }
         }
     }
 
     fn note_watchpoint(&mut self, i: usize, at: u64, len: u64) {
-        if self.cpu.dr7 >> (2 * i) & 3 == 0 {
+        if self.cpu.effective_dr7() >> (2 * i) & 3 == 0 {
             return;
         }
-        let size: u64 = match self.cpu.dr7 >> (18 + 4 * i) & 3 {
+        let size: u64 = match self.cpu.effective_dr7() >> (18 + 4 * i) & 3 {
             0 => 1,
             1 => 2,
             2 => 8,
             _ => 4,
         };
-        let first = self.cpu.dr[i & 3] & !(size - 1);
+        let first = self.cpu.effective_dr(i) & !(size - 1);
         if at.wrapping_sub(first) < size || first.wrapping_sub(at) < len {
             self.watch_hits |= 1 << i;
         }
@@ -458,10 +458,12 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     }
     /// DR6 bits of the instruction breakpoints at a linear address (SDM vol. 3, 18.2.4).
     pub(crate) fn code_breakpoints(&self, gva: u64) -> u64 {
-        let dr7 = self.cpu.dr7;
+        let dr7 = self.cpu.effective_dr7();
         (0..4)
             .filter(|i| {
-                dr7 >> (2 * i) & 3 != 0 && dr7 >> (16 + 4 * i) & 3 == 0 && self.cpu.dr[*i] == gva
+                dr7 >> (2 * i) & 3 != 0
+                    && dr7 >> (16 + 4 * i) & 3 == 0
+                    && self.cpu.effective_dr(*i) == gva
             })
             .fold(0, |hits, i| hits | 1 << i)
     }

@@ -416,7 +416,7 @@ fn is_translatable(cpu: &CpuState) -> bool {
 fn needs_stepping(cpu: &CpuState) -> bool {
     cpu.shadow != Shadow::None
         || cpu.rflags & (rflags::TF | rflags::RF) != 0
-        || cpu.dr7 & dr::DR7_ENABLES != 0
+        || cpu.effective_dr7() & dr::DR7_ENABLES != 0
 }
 
 /// The mode bits of blocks for this state.

@@ -1,7 +1,7 @@
 //! The vCPU's side of the in-kernel LAPIC: accesses, timers, start-up, and
 //! which interrupt comes next.
 
-use irqchip::{Accepted, Action, Now, lapic::InvalidAccess};
+use irqchip::{Accepted, Action, Eoi, Now, lapic::InvalidAccess};
 use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE};
 use x86_cpu::{CpuState, GuestBus};
 use x86_defs::{
@@ -43,14 +43,40 @@ impl Bus {
                 self.recheck = true;
             }
             Action::Eoi(eoi) => {
-                // Edge-triggered interrupts of a pin count too: the PIT queues its ticks.
-                if eoi.level || self.vm.chips().is_some_and(|c| c.has_vector(eoi.vector)) {
-                    let vm = std::sync::Arc::clone(&self.vm);
-                    vm.with_chips(|chip, lapics| chip.eoi(lapics, eoi, |gsi| vm.resample(gsi)));
-                }
+                self.end_of_interrupt(eoi);
                 self.recheck = true;
             }
         }
+    }
+    /// Tells the chips, or has the VMM told.
+    fn end_of_interrupt(&mut self, eoi: Eoi) {
+        let vm = std::sync::Arc::clone(&self.vm);
+        let Some(chips) = vm.chips() else { return };
+        let of_pin = chips.has_vector(eoi.vector);
+        if let Some(pins) = chips.split_pins() {
+            let shared = std::sync::Arc::clone(&self.shared);
+            let waits = of_pin
+                && vm
+                    .with_routing(|chip, _| chip.user_waits(pins, &shared.lapic(), eoi))
+                    .unwrap_or(false);
+            if waits {
+                self.user_eois[usize::from(eoi.vector >> 6)] |= 1 << (eoi.vector & 63);
+            }
+        } else if eoi.level || of_pin {
+            // Edge-triggered interrupts of a pin count too: the PIT queues its ticks.
+            vm.with_chips(|chip, lapics| chip.eoi(lapics, eoi, |gsi| vm.resample(gsi)));
+        }
+    }
+    /// The next vector whose EOI the VMM's IOAPIC has to hear of.
+    #[inline]
+    pub(super) fn take_user_eoi(&mut self) -> Option<u8> {
+        if self.user_eois == [0; 4] {
+            return None;
+        }
+        let word = self.user_eois.iter().rposition(|w| *w != 0)?;
+        let bit = self.user_eois[word].ilog2();
+        self.user_eois[word] &= !(1 << bit);
+        Some((word as u32 * 64 + bit) as u8)
     }
     /// Re-reads when the timer is due.
     pub(super) fn update_timer(&mut self) {
@@ -207,13 +233,17 @@ impl Bus {
             self.shared.lapic().msr_write(index, value, now);
         result.map(|action| self.act(action)).is_ok()
     }
-    /// The interrupt that would be taken now: LAPIC first, then the PIC through LINT0.
+    /// The interrupt that would be taken now: the PIC's through LINT0, then the LAPIC's.
     pub(super) fn pending_interrupt(&self) -> Option<Source> {
         let chips = self.vm.chips()?;
         let lapic = self.shared.lapic();
         // KVM asks the PIC first: an ExtINT has no priority class.
-        if chips.is_pic_intr() && lapic.accepts_pic() {
-            return Some(Source::Pic);
+        let pic = match chips.split_pins() {
+            Some(_) => self.user_extint.map(Source::User),
+            None => chips.is_pic_intr().then_some(Source::Pic),
+        };
+        if pic.is_some() && lapic.accepts_pic() {
+            return pic;
         }
         if !lapic.is_enabled() {
             return None;
@@ -227,6 +257,7 @@ impl Bus {
                 self.shared.lapic().ack(vector);
                 Some(vector)
             }
+            Source::User(_) => self.user_extint.take(),
             Source::Pic => {
                 let vm = std::sync::Arc::clone(&self.vm);
                 vm.with_chips(|chip, lapics| {
@@ -244,6 +275,8 @@ impl Bus {
 pub(super) enum Source {
     Lapic(u8),
     Pic,
+    /// The VMM's PIC, by KVM_INTERRUPT.
+    User(u8),
 }
 
 impl Inner {

@@ -39,8 +39,14 @@ pub(crate) struct Bus {
     /// The guest lowered it: KVM_EXIT_SET_TPR.
     pub(super) tpr_lowered: bool,
     pub(super) apic_base: u64,
+    /// Vector of KVM_INTERRUPT with a split irqchip: it waits for LINT0 and RFLAGS.IF.
+    pub(super) user_extint: Option<u8>,
+    /// Vectors whose EOI the VMM's IOAPIC has to hear of: KVM_EXIT_IOAPIC_EOI.
+    pub(super) user_eois: [u64; 4],
     /// An interrupt waits for RFLAGS.IF, or the VMM asked for the window.
     pub(super) irq_waiting: bool,
+    /// KVM_CAP_ENFORCE_PV_FEATURE_CPUID: only what CPUID promises works.
+    pub(super) enforces_pv: bool,
     /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
@@ -72,7 +78,10 @@ impl Bus {
             cr8: 0,
             tpr_lowered: false,
             apic_base: 0xfee0_0000 | 1 << 11 | u64::from(is_bsp) << 8,
+            user_extint: None,
+            user_eois: [0; 4],
             irq_waiting: false,
+            enforces_pv: false,
             guest_debug: 0,
             pv: Paravirt::default(),
             mce: super::mce::Mce::default(),
@@ -85,7 +94,7 @@ impl Bus {
     }
 
     /// Answers from the log, or stops the instruction for the VMM.
-    fn ask(
+    pub(super) fn ask(
         &mut self,
         cpu: &CpuState,
         access: DeviceAccess,
@@ -453,14 +462,10 @@ impl GuestBus for Bus {
         Ok(())
     }
     fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
-        self.msr(cpu, index, false).ok_or(Exception::GP0.into())
+        self.guest_read_msr(cpu, index)
     }
     fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
-        if self.set_msr(cpu, index, value, false) {
-            Ok(())
-        } else {
-            Err(Exception::GP0.into())
-        }
+        self.guest_write_msr(cpu, index, value)
     }
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
         super::cpuid::lookup(&self.cpuid, cpu, leaf, subleaf)

@@ -18,15 +18,31 @@ pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
 pub(super) fn lapic_config(
     entries: &[kvm_cpuid_entry2],
     features: &Features,
+    is_split: bool,
     old: LapicConfig,
 ) -> LapicConfig {
     let ecx = find(entries, 1, 0).map_or(0, |e| e.ecx);
     LapicConfig {
         x2apic: ecx >> 21 & 1 != 0,
         tsc_deadline: ecx >> 24 & 1 != 0,
+        // KVM's own IOAPIC has no register for it.
+        directed_eoi: is_split && ecx >> 21 & 1 != 0,
         maxphyaddr: features.maxphyaddr.clamp(32, 52),
         ..old
     }
+}
+
+/// KVM_FEATURE_* that the table promises: leaf 1 behind KVM's signature, wherever that is.
+pub(super) fn kvm_features(entries: &[kvm_cpuid_entry2]) -> u32 {
+    let is_kvm = |e: &&kvm_cpuid_entry2| {
+        e.function & 0xffff_00ff == 0x4000_0000
+            && [e.ebx, e.ecx, e.edx] == [0x4b4d_564b, 0x564b_4d56, 0x4d]
+    };
+    entries
+        .iter()
+        .find(is_kvm)
+        .and_then(|base| find(entries, base.function | 1, 0))
+        .map_or(0, |e| e.eax)
 }
 
 fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cpuid_entry2> {

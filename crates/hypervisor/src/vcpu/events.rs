@@ -3,9 +3,10 @@
 use kvm_bindings::*;
 use x86_cpu::{CpuState, PendingException, PendingInterrupt, Shadow};
 
-use crate::{Error, Result};
+use crate::{Error, Result, vm::options::Options};
 
-pub(super) fn vcpu_events(cpu: &CpuState, exception_payload: bool) -> kvm_vcpu_events {
+pub(super) fn vcpu_events(cpu: &CpuState, options: &Options) -> kvm_vcpu_events {
+    let exception_payload = options.has_exception_payload();
     let e = &cpu.events;
     let mut out = kvm_vcpu_events::default();
     if let Some(x) = e.exception {
@@ -37,11 +38,14 @@ pub(super) fn vcpu_events(cpu: &CpuState, exception_payload: bool) -> kvm_vcpu_e
     out.smi.pending = e.smi_pending.into();
     out.smi.smm_inside_nmi = e.smm_inside_nmi.into();
     out.smi.latched_init = e.latched_init.into();
-    out.triple_fault.pending = e.triple_fault.into();
     out.flags =
         KVM_VCPUEVENT_VALID_NMI_PENDING | KVM_VCPUEVENT_VALID_SHADOW | KVM_VCPUEVENT_VALID_SMM;
     if exception_payload {
         out.flags |= KVM_VCPUEVENT_VALID_PAYLOAD;
+    }
+    if options.has_triple_fault_event() {
+        out.triple_fault.pending = e.triple_fault.into();
+        out.flags |= KVM_VCPUEVENT_VALID_TRIPLE_FAULT;
     }
     out
 }
@@ -49,7 +53,7 @@ pub(super) fn vcpu_events(cpu: &CpuState, exception_payload: bool) -> kvm_vcpu_e
 pub(super) fn set_vcpu_events(
     cpu: &mut CpuState,
     v: &kvm_vcpu_events,
-    exception_payload: bool,
+    options: &Options,
 ) -> Result<()> {
     let known = KVM_VCPUEVENT_VALID_NMI_PENDING
         | KVM_VCPUEVENT_VALID_SIPI_VECTOR
@@ -58,7 +62,11 @@ pub(super) fn set_vcpu_events(
         | KVM_VCPUEVENT_VALID_PAYLOAD
         | KVM_VCPUEVENT_VALID_TRIPLE_FAULT;
     let has_payload = v.flags & KVM_VCPUEVENT_VALID_PAYLOAD != 0;
-    if v.flags & !known != 0 || has_payload && !exception_payload {
+    let has_triple_fault = v.flags & KVM_VCPUEVENT_VALID_TRIPLE_FAULT != 0;
+    if v.flags & !known != 0
+        || has_payload && !options.has_exception_payload()
+        || has_triple_fault && !options.has_triple_fault_event()
+    {
         return Err(Error::InvalidArgument);
     }
     let x = &v.exception;
@@ -91,7 +99,7 @@ pub(super) fn set_vcpu_events(
         e.smm_inside_nmi = v.smi.smm_inside_nmi != 0;
         e.latched_init = v.smi.latched_init != 0;
     }
-    if v.flags & KVM_VCPUEVENT_VALID_TRIPLE_FAULT != 0 {
+    if has_triple_fault {
         e.triple_fault = v.triple_fault.pending != 0;
     }
     if v.flags & KVM_VCPUEVENT_VALID_SHADOW != 0 {

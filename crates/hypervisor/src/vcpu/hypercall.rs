@@ -4,12 +4,15 @@ use irqchip::{DeliveryMode, LapicIrq, Shorthand};
 use x86_cpu::{CpuState, Exception, Fault};
 use x86_defs::reg::{RAX, RBX, RCX, RDX, RSI};
 
-use super::bus::Bus;
+use super::{bus::Bus, replay::DeviceAccess};
+use crate::Exit;
 
 /// KVM_HC_VAPIC_POLL_IRQ.
 const VAPIC_POLL_IRQ: u64 = 1;
 /// KVM_HC_KICK_CPU.
 const KICK_CPU: u64 = 5;
+/// KVM_HC_MAP_GPA_RANGE.
+const MAP_GPA_RANGE: u64 = 12;
 /// KVM_HC_SEND_IPI.
 const SEND_IPI: u64 = 10;
 /// KVM_HC_SCHED_YIELD.
@@ -47,6 +50,8 @@ pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
     let result = match nr {
         _ if cpu.cpl != 0 => EPERM,
         VAPIC_POLL_IRQ => 0,
+        KICK_CPU | SEND_IPI | SCHED_YIELD if !bus.has_pv(pv_feature(nr)) => ENOSYS,
+        MAP_GPA_RANGE => map_gpa_range(bus, cpu, [a0, a1, a2], wide)?,
         KICK_CPU => {
             send(bus, a1, DeliveryMode::RemoteRead as u32);
             0
@@ -61,6 +66,40 @@ pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
     };
     cpu.gpr[RAX] = if wide { result } else { result & 0xffff_ffff };
     Ok(())
+}
+
+/// Bit of the KVM_FEATURE_* that promises the hypercall.
+const fn pv_feature(nr: u64) -> u32 {
+    match nr {
+        KICK_CPU => 7,
+        SEND_IPI => 11,
+        _ => 13,
+    }
+}
+
+/// Encryption of a range changes: the VMM's business, if it wants to know.
+fn map_gpa_range(
+    bus: &mut Bus,
+    cpu: &CpuState,
+    [gpa, pages, attributes]: [u64; 3],
+    longmode: bool,
+) -> Result<u64, Fault> {
+    let access = DeviceAccess::Hypercall { nr: MAP_GPA_RANGE };
+    if bus.replay.is_new(access) {
+        if !bus.vm.options.exits_for_hypercall(MAP_GPA_RANGE) {
+            return Ok(ENOSYS);
+        }
+        let wraps = (gpa >> 12).checked_add(pages).is_none();
+        if gpa & 0xfff != 0 || pages == 0 || wraps {
+            return Ok(EINVAL);
+        }
+    }
+    let exit = || Exit::Hypercall {
+        nr: MAP_GPA_RANGE,
+        args: [gpa, pages, attributes, 0, 0, 0],
+        longmode,
+    };
+    Ok(bus.ask(cpu, access, exit)?.value)
 }
 
 /// An IPI for each bit, counted from the APIC id `first`; how many were delivered.

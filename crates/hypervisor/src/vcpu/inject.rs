@@ -25,15 +25,23 @@ impl Inner {
                 (vector::DB, payload) => self.cpu.fault_dr6 = payload.unwrap_or(0),
                 _ => {}
             }
+            let dr6 = self.cpu.dr6;
             let error_code = x.error_code.map(|c| c as u16);
             let exit = self.deliver(Event::Exception(Exception {
                 vector: x.vector,
                 error_code,
             }));
+            if x.vector == vector::DB && x.payload.is_none() {
+                // The VMM has set DR6 itself, or means to leave it.
+                self.cpu.dr6 = dr6;
+            }
             if exit.is_some() {
                 return exit;
             }
             self.cpu.events.exception = None;
+        }
+        if super::debug::blocks_interrupts(&self.bus) {
+            return None;
         }
         if self.cpu.events.smi_pending
             && !self.cpu.events.in_smm
@@ -100,7 +108,7 @@ impl Inner {
     fn enter_smm(&mut self) -> Option<Exit> {
         match smm::enter(&mut self.cpu, &mut self.bus) {
             Ok(()) => {
-                self.mp_state = KVM_MP_STATE_RUNNABLE;
+                self.wake();
                 None
             }
             Err(Stop::TripleFault) => self.stopped(RunStop::TripleFault),
@@ -108,10 +116,16 @@ impl Inner {
         }
     }
 
+    /// HLT ends.
+    fn wake(&mut self) {
+        self.mp_state = KVM_MP_STATE_RUNNABLE;
+        self.sleeps_in_guest = false;
+    }
+
     fn deliver(&mut self, event: Event) -> Option<Exit> {
         match self.interp.inject(&mut self.cpu, &mut self.bus, event) {
             Ok(()) => {
-                self.mp_state = KVM_MP_STATE_RUNNABLE;
+                self.wake();
                 None
             }
             Err(stop) => self.stopped(stop),

@@ -37,7 +37,8 @@ use self::{
     shared::{VcpuShared, request},
 };
 use crate::{
-    Error, Result, RunInput, RunOutput,
+    Error, Result, RunInput, RunOutput, RunStatus,
+    system::GUEST_DEBUG,
     vm::{VmState, clock},
 };
 
@@ -66,6 +67,8 @@ struct Inner {
     is_device_exit: bool,
     /// Entries since the last look at the clock.
     quick_entries: u8,
+    /// In HLT that does not exit (KVM_X86_DISABLE_EXITS_HLT).
+    sleeps_in_guest: bool,
     /// KVM_HC_KICK_CPU came while the vCPU ran: its next HLT returns at once.
     pv_unhalted: bool,
     poll: park::HaltPoll,
@@ -102,6 +105,7 @@ impl Vcpu {
             signals_checked_ns: 0,
             is_device_exit: false,
             quick_entries: 0,
+            sleeps_in_guest: false,
             pv_unhalted: false,
             poll: park::HaltPoll::default(),
         };
@@ -160,16 +164,14 @@ impl Vcpu {
     pub fn set_sregs(&self, r: &kvm_sregs) -> Result<()> {
         let inner = &mut *self.lock();
         inner.set_sregs(r)?;
-        inner.cpu.events.interrupt = r
-            .interrupt_bitmap
-            .iter()
-            .enumerate()
-            .rev()
-            .find(|(_, w)| **w != 0)
-            .map(|(i, w)| PendingInterrupt {
-                vector: (i as u8) << 6 | (63 - w.leading_zeros()) as u8,
+        // KVM takes the lowest, and an empty bitmap takes nothing away.
+        let bitmap = r.interrupt_bitmap.iter().enumerate();
+        if let Some((i, w)) = bitmap.into_iter().find(|(_, w)| **w != 0) {
+            inner.cpu.events.interrupt = Some(PendingInterrupt {
+                vector: (i as u8) << 6 | w.trailing_zeros() as u8,
                 soft: false,
             });
+        }
         inner.bus.mmu.recheck_code();
         Ok(())
     }
@@ -238,7 +240,8 @@ impl Vcpu {
         inner.bus.cpuid = entries.to_vec();
         inner.cpu.features = cpuid::features(entries);
         let mut lapic = self.shared.lapic();
-        let config = cpuid::lapic_config(entries, &inner.cpu.features, *lapic.config());
+        let is_split = inner.bus.has_lapic() && !inner.bus.vm.has_pic();
+        let config = cpuid::lapic_config(entries, &inner.cpu.features, is_split, *lapic.config());
         lapic.set_config(config);
         drop(lapic);
         inner.interp.flush_all();
@@ -277,7 +280,8 @@ impl Vcpu {
         if !inner.bus.has_lapic() {
             return Err(Error::InvalidArgument);
         }
-        let saved = self.shared.lapic().save(inner.bus.now(), false);
+        let format = inner.bus.vm.options.has_x2apic_format();
+        let saved = self.shared.lapic().save(inner.bus.now(), format);
         let mut out = kvm_lapic_state::default();
         for (to, from) in out.regs.iter_mut().zip(saved.regs) {
             *to = from as std::ffi::c_char;
@@ -297,7 +301,7 @@ impl Vcpu {
         let now = inner.bus.now();
         self.shared
             .lapic()
-            .restore(&saved, now, false)
+            .restore(&saved, now, inner.bus.vm.options.has_x2apic_format())
             .map_err(|_| Error::InvalidArgument)?;
         inner.bus.update_timer();
         inner.bus.recheck = true;
@@ -305,13 +309,14 @@ impl Vcpu {
     }
     /// KVM_GET_VCPU_EVENTS.
     pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
-        Ok(events::vcpu_events(&self.lock().cpu, false))
+        let inner = self.lock();
+        Ok(events::vcpu_events(&inner.cpu, &inner.bus.vm.options))
     }
     /// KVM_SET_VCPU_EVENTS.
     pub fn set_vcpu_events(&self, v: &kvm_vcpu_events) -> Result<()> {
         let inner = &mut *self.lock();
         let was_in_smm = inner.cpu.events.in_smm;
-        events::set_vcpu_events(&mut inner.cpu, v, false)?;
+        events::set_vcpu_events(&mut inner.cpu, v, &inner.bus.vm.options)?;
         if inner.cpu.events.in_smm != was_in_smm {
             // SMM has an address space of its own.
             inner.reload();
@@ -350,23 +355,31 @@ impl Vcpu {
     pub fn set_xcrs(&self, x: &kvm_xcrs) -> Result<()> {
         fpu::set_xcrs(&mut self.lock().cpu, x)
     }
-    /// KVM_INTERRUPT: EEXIST while another one waits.
+    /// KVM_INTERRUPT: ENXIO if the PIC is not the VMM's; with a split irqchip, EEXIST while
+    /// another one waits.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         let vector = u8::try_from(vector).map_err(|_| Error::InvalidArgument)?;
         let inner = &mut *self.lock();
-        // ENXIO: the in-kernel LAPIC injects.
-        if inner.bus.has_lapic() {
+        if inner.bus.vm.has_pic() {
             return Err(Error::NoSuchDevice);
         }
-        let events = &mut inner.cpu.events;
-        if events.interrupt.is_some() {
-            return Err(Error::Exists);
+        if inner.bus.has_lapic() {
+            if inner.bus.user_extint.is_some() {
+                return Err(Error::Exists);
+            }
+            inner.bus.user_extint = Some(vector);
+        } else {
+            // As in KVM a second one replaces the first.
+            inner.cpu.events.interrupt = Some(PendingInterrupt {
+                vector,
+                soft: false,
+            });
         }
-        events.interrupt = Some(PendingInterrupt {
-            vector,
-            soft: false,
-        });
         Ok(())
+    }
+    /// What kvm_run shows after KVM_RUN.
+    pub fn run_status(&self) -> RunStatus {
+        self.lock().status()
     }
     /// KVM_NMI.
     pub fn nmi(&self) -> Result<()> {
@@ -378,18 +391,35 @@ impl Vcpu {
         self.shared.request(request::SMI);
         Ok(())
     }
-    /// KVM_ENABLE_CAP on the vCPU: EINVAL, no capability has to be enabled.
-    pub fn enable_cap(&self, _cap: &kvm_enable_cap) -> Result<()> {
-        Err(Error::InvalidArgument)
+    /// KVM_ENABLE_CAP on the vCPU: KVM_CAP_ENFORCE_PV_FEATURE_CPUID, EINVAL for others.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        if cap.flags != 0 || cap.cap != KVM_CAP_ENFORCE_PV_FEATURE_CPUID {
+            return Err(Error::InvalidArgument);
+        }
+        self.lock().bus.enforces_pv = cap.args[0] != 0;
+        Ok(())
     }
-    /// KVM_SET_GUEST_DEBUG: software breakpoints and single step.
+    /// KVM_VCPU_TSC_OFFSET: what is added to the host's TSC, after scaling.
+    pub fn tsc_offset(&self) -> Result<u64> {
+        Ok(self.lock().bus.tsc.offset)
+    }
+    /// Sets KVM_VCPU_TSC_OFFSET.
+    pub fn set_tsc_offset(&self, offset: u64) -> Result<()> {
+        let inner = &mut *self.lock();
+        inner.bus.tsc = inner.bus.tsc.with_offset(offset);
+        inner.bus.update_clock();
+        if inner.bus.has_lapic() {
+            inner.bus.update_timer();
+        }
+        Ok(())
+    }
+    /// KVM_SET_GUEST_DEBUG. EBUSY if an exception is to be injected while another one waits.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
-        let known = KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP | KVM_GUESTDBG_USE_SW_BP;
-        if debug.control & !known != 0 {
+        if debug.control & !GUEST_DEBUG != 0 {
             return Err(Error::InvalidArgument);
         }
         let inner = &mut *self.lock();
-        inner.bus.guest_debug = debug.control;
+        debug::set(&mut inner.cpu, &mut inner.bus, debug)?;
         // Software breakpoints are written into guest memory before this call.
         inner.bus.mmu.recheck_code();
         Ok(())

@@ -1,23 +1,119 @@
 //! MSRs: CPU registers from `x86_cpu::msr_model`, and those that belong to the
 //! hypervisor (TSC, APIC base, paravirtual clock, machine check).
 
+use kvm_bindings::{
+    KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
+    KVM_MSR_FILTER_READ, KVM_MSR_FILTER_WRITE,
+};
 use x86_cpu::{
-    CpuState, Flush, GuestBus,
+    CpuState, Exception, Fault, Flush, GuestBus,
     msr_model::{self, MsrWrite},
 };
 use x86_defs::msr::*;
 
-use super::bus::Bus;
+use super::{bus::Bus, replay::DeviceAccess};
+use crate::Exit;
 
 /// IA32_APIC_BASE: BSP, x2APIC enable, enable and the address field.
 const APIC_BASE_BSP: u64 = 1 << 8;
 const APIC_BASE_ENABLE: u64 = 1 << 11;
 const APIC_BASE_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
+/// KVM_FEATURE_* that an MSR belongs to, by bit number.
+const fn pv_feature(index: u32) -> Option<u32> {
+    Some(match index {
+        KVM_WALL_CLOCK | KVM_SYSTEM_TIME => 0,
+        KVM_WALL_CLOCK_NEW | KVM_SYSTEM_TIME_NEW => 3,
+        KVM_ASYNC_PF_EN => 4,
+        KVM_STEAL_TIME => 5,
+        KVM_PV_EOI_EN => 6,
+        KVM_POLL_CONTROL => 12,
+        KVM_ASYNC_PF_INT | KVM_ASYNC_PF_ACK => 14,
+        _ => return None,
+    })
+}
+
 impl Bus {
+    /// RDMSR: the filter first, then the register, then the VMM if it wants to know.
+    pub(super) fn guest_read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
+        let access = DeviceAccess::MsrRead { index };
+        let mut reason = KVM_MSR_EXIT_REASON_FILTER;
+        if self.replay.is_new(access) && self.vm.options.allows_msr(index, KVM_MSR_FILTER_READ) {
+            if let Some(value) = self.msr(cpu, index, false) {
+                return Ok(value);
+            }
+            reason = self.refusal(cpu, index);
+        }
+        self.ask_about_msr(cpu, access, reason, Exit::Rdmsr { index, reason })
+    }
+
+    /// WRMSR, as [`Self::guest_read_msr`].
+    pub(super) fn guest_write_msr(
+        &mut self,
+        cpu: &mut CpuState,
+        index: u32,
+        data: u64,
+    ) -> Result<(), Fault> {
+        let access = DeviceAccess::MsrWrite { index };
+        let mut reason = KVM_MSR_EXIT_REASON_FILTER;
+        if self.replay.is_new(access) && self.vm.options.allows_msr(index, KVM_MSR_FILTER_WRITE) {
+            if self.set_msr(cpu, index, data, false) {
+                return Ok(());
+            }
+            reason = self.refusal(cpu, index);
+        }
+        let exit = Exit::Wrmsr {
+            index,
+            data,
+            reason,
+        };
+        self.ask_about_msr(cpu, access, reason, exit).map(|_| ())
+    }
+
+    /// Whether a refused MSR exists at all.
+    fn refusal(&mut self, cpu: &mut CpuState, index: u32) -> u32 {
+        let exists = matches!(
+            index,
+            IA32_X2APIC_BASE..=IA32_X2APIC_END | IA32_PRED_CMD | IA32_FLUSH_CMD
+        ) || self.msr(cpu, index, true).is_some();
+        if exists {
+            KVM_MSR_EXIT_REASON_INVAL
+        } else {
+            KVM_MSR_EXIT_REASON_UNKNOWN
+        }
+    }
+
+    /// The VMM's answer; #GP if it does not want to be asked, or says so.
+    fn ask_about_msr(
+        &mut self,
+        cpu: &CpuState,
+        access: DeviceAccess,
+        reason: u32,
+        exit: Exit,
+    ) -> Result<u64, Fault> {
+        if self.replay.is_new(access) && !self.vm.options.exits_for_msr(reason) {
+            return Err(Exception::GP0.into());
+        }
+        let answered = self.ask(cpu, access, || exit)?;
+        if answered.error {
+            Err(Exception::GP0.into())
+        } else {
+            Ok(answered.value)
+        }
+    }
+
+    /// True if CPUID promises the KVM_FEATURE_* of this bit, or need not.
+    pub(super) fn has_pv(&self, feature: u32) -> bool {
+        !self.enforces_pv || super::cpuid::kvm_features(&self.cpuid) >> feature & 1 != 0
+    }
+
     /// RDMSR (`host` false) or KVM_GET_MSRS; `None` is `#GP` or the end of the list.
     pub(super) fn msr(&mut self, cpu: &mut CpuState, index: u32, host: bool) -> Option<u64> {
+        if pv_feature(index).is_some_and(|feature| !self.has_pv(feature)) {
+            return None;
+        }
         match index {
+            MSR_PLATFORM_INFO if !host && !self.vm.options.shows_platform_info() => None,
             IA32_TSC => Some(self.tsc.guest(host::cpu::rdtsc())),
             IA32_TSC_ADJUST => Some(self.tsc_adjust),
             IA32_APIC_BASE => Some(self.apic_base()),
@@ -45,6 +141,9 @@ impl Bus {
         value: u64,
         host: bool,
     ) -> bool {
+        if pv_feature(index).is_some_and(|feature| !self.has_pv(feature)) {
+            return false;
+        }
         match index {
             IA32_TSC => {
                 let before = self.tsc.offset;

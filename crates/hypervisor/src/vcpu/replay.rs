@@ -16,6 +16,12 @@ pub(super) enum DeviceAccess {
     Load { gpa: u64, len: u8 },
     /// Store of 1 to 8 bytes.
     Store { gpa: u64, len: u8 },
+    /// RDMSR that the VMM answers.
+    MsrRead { index: u32 },
+    /// WRMSR that the VMM answers.
+    MsrWrite { index: u32 },
+    /// A hypercall that the VMM answers.
+    Hypercall { nr: u64 },
 }
 
 /// Answers so far. Most instructions make none; a vector keeps its capacity.

@@ -4,14 +4,15 @@ use std::sync::atomic::Ordering;
 
 use kvm_bindings::{
     KVM_GUESTDBG_SINGLESTEP, KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED,
-    KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED,
+    KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, KVM_X86_DISABLE_EXITS_HLT,
+    KVM_X86_DISABLE_EXITS_PAUSE,
 };
 use x86_cpu::{Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
 
 use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
-use crate::{Answer, Error, Exit, Result, RunInput, RunOutput};
+use crate::{Answer, Error, Exit, Result, RunInput, RunOutput, RunStatus};
 
 impl Inner {
     /// KVM_RUN on the calling thread.
@@ -28,6 +29,8 @@ impl Inner {
     fn run_here(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
         self.take_answer(&input.answer);
         self.signals_checked_ns = 0;
+        // A CPU that left HLT for the host goes on behind it, as AMD's do.
+        self.sleeps_in_guest = false;
         if !self.bus.has_lapic() {
             self.bus.cr8 = input.cr8 & 0xf;
         }
@@ -64,6 +67,11 @@ impl Inner {
         let (value, error) = match (pending, answer) {
             (DeviceAccess::PortIn { .. }, Answer::Io(bytes)) => (little_endian(bytes), false),
             (DeviceAccess::Load { .. }, Answer::Mmio(bytes)) => (u64::from_le_bytes(*bytes), false),
+            (
+                DeviceAccess::MsrRead { .. } | DeviceAccess::MsrWrite { .. },
+                Answer::Msr { data, error },
+            ) => (*data, *error),
+            (DeviceAccess::Hypercall { .. }, Answer::Hypercall(result)) => (*result, false),
             _ => (0, false),
         };
         self.bus.replay.answer(value, error);
@@ -111,6 +119,9 @@ impl Inner {
             if std::mem::take(&mut self.bus.tpr_lowered) {
                 return Ok(Exit::SetTpr);
             }
+            if let Some(vector) = self.bus.take_user_eoi() {
+                return Ok(Exit::IoapicEoi { vector });
+            }
             self.bus.sync_memory(&mut self.cpu);
             self.bus.sync_pv_eoi();
             if !std::mem::take(&mut is_quick) {
@@ -122,7 +133,18 @@ impl Inner {
             if let Some(exit) = self.inject() {
                 return Ok(exit);
             }
+            // With LINT0 masked no window opens, and waiting for RFLAGS.IF would never end.
+            let wants_window = input.request_interrupt_window
+                && !self.bus.vm.has_pic()
+                && (!self.bus.has_lapic() || self.bus.shared.lapic().accepts_pic());
+            if wants_window && self.accepts_injection() {
+                return Ok(Exit::IrqWindowOpen);
+            }
             if self.mp_state == KVM_MP_STATE_HALTED {
+                self.sleep(input)?;
+                continue;
+            }
+            if self.sleeps_in_guest {
                 self.sleep(input)?;
                 continue;
             }
@@ -132,13 +154,9 @@ impl Inner {
             ) {
                 return Err(Error::Again);
             }
-            if input.request_interrupt_window && self.is_interruptible() {
-                return Ok(Exit::IrqWindowOpen);
-            }
-            self.bus.irq_waiting =
-                input.request_interrupt_window || self.bus.pending_interrupt().is_some();
+            self.bus.irq_waiting = wants_window || self.bus.pending_interrupt().is_some();
             let single = self.is_single_stepped();
-            if self.bus.is_spinning() {
+            if self.bus.is_spinning() && !self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_PAUSE) {
                 self.bus.give_way();
             }
             // The end of an interrupt shadow has to be seen if something waits for it.
@@ -199,7 +217,9 @@ impl Inner {
             self.startup(self.bus.shared.sipi_page());
         }
         if requests & request::UNHALT != 0 {
-            if self.mp_state == KVM_MP_STATE_HALTED {
+            if self.sleeps_in_guest {
+                self.sleeps_in_guest = false;
+            } else if self.mp_state == KVM_MP_STATE_HALTED {
                 self.mp_state = KVM_MP_STATE_RUNNABLE;
             } else {
                 self.pv_unhalted = true;
@@ -216,6 +236,11 @@ impl Inner {
                 data: vec![self.cpu.rip()],
             })),
             // Without an in-kernel LAPIC the VMM waits for interrupts.
+            // KVM_X86_DISABLE_EXITS_HLT: the CPU sleeps, and to the VMM it runs.
+            RunStop::Halt if self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_HLT) => {
+                self.sleeps_in_guest = true;
+                None
+            }
             RunStop::Halt if !self.bus.has_lapic() => Some(Exit::Hlt),
             RunStop::Halt if std::mem::take(&mut self.pv_unhalted) => None,
             RunStop::Halt => {
@@ -230,13 +255,27 @@ impl Inner {
     fn output(&self, exit: Exit) -> RunOutput {
         RunOutput {
             exit,
-            ready_for_interrupt_injection: self.is_interruptible()
-                && self.mp_state != KVM_MP_STATE_HALTED,
+            status: self.status(),
+        }
+    }
+
+    /// What kvm_run shows after every KVM_RUN.
+    pub(super) fn status(&self) -> RunStatus {
+        RunStatus {
+            // Nobody injects where the PIC is in here; KVM says yes all the same.
+            ready_for_interrupt_injection: self.bus.vm.has_pic() || self.accepts_injection(),
             if_flag: self.cpu.rflags & rflags::IF != 0,
             cr8: self.bus.current_cr8(),
             apic_base: self.bus.apic_base(),
             in_smm: self.cpu.events.in_smm,
         }
+    }
+
+    /// KVM_INTERRUPT would be taken now.
+    fn accepts_injection(&self) -> bool {
+        self.is_interruptible()
+            && !self.cpu.events.nmi_injected
+            && (!self.bus.has_lapic() || self.bus.shared.lapic().accepts_pic())
     }
 }
 

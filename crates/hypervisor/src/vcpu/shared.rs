@@ -68,10 +68,12 @@ impl VcpuShared {
         is_bsp: bool,
         index: usize,
         acknowledged: Arc<Acknowledged>,
+        broadcast_quirk: bool,
     ) -> Self {
         let lapic = Lapic::new(LapicConfig {
             vcpu_id: id,
             bsp: is_bsp,
+            broadcast_quirk,
             ..LapicConfig::default()
         });
         Self {

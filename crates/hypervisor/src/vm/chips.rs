@@ -8,9 +8,9 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use irqchip::{Accepted, Irqchip, Lapic, LapicSet, Pit};
+use irqchip::{Accepted, Irqchip, Lapic, LapicConfig, LapicSet, Pit};
 
-use super::VmState;
+use super::{VmState, options::Options};
 use crate::vcpu::shared::{VcpuShared, request};
 
 /// "No PIT event".
@@ -20,10 +20,12 @@ const NEVER: u64 = u64::MAX;
 #[derive(Debug)]
 pub(crate) struct Chips {
     irqchip: Mutex<Irqchip>,
+    /// Pins of the VMM's IOAPIC, if PIC and IOAPIC are the VMM's (KVM_CAP_SPLIT_IRQCHIP).
+    split: Option<u32>,
     /// Copies that vCPUs look at without the lock.
     pic_intr: AtomicBool,
     pit_next_ns: AtomicU64,
-    /// One bit per vector that an IOAPIC pin sends: its EOI concerns the chips.
+    /// One bit per vector that an IOAPIC pin sends: its EOI concerns the chips, or the VMM's.
     vectors: [AtomicU64; 4],
 }
 
@@ -44,13 +46,28 @@ impl LapicSet for Lapics<'_> {
 }
 
 impl Chips {
-    pub(crate) fn new() -> Self {
+    /// KVM_CREATE_IRQCHIP.
+    pub(crate) fn new(options: &Options) -> Self {
+        Self::with(Irqchip::new(), None, options)
+    }
+    /// KVM_CAP_SPLIT_IRQCHIP: no GSI leads anywhere until the VMM routes it.
+    pub(crate) fn split(pins: u32, options: &Options) -> Self {
+        Self::with(Irqchip::default(), Some(pins), options)
+    }
+    fn with(mut irqchip: Irqchip, split: Option<u32>, options: &Options) -> Self {
+        irqchip.x2apic_format = options.has_x2apic_format();
         Self {
-            irqchip: Mutex::new(Irqchip::new()),
+            irqchip: Mutex::new(irqchip),
+            split,
             pic_intr: AtomicBool::new(false),
             pit_next_ns: AtomicU64::new(NEVER),
             vectors: Default::default(),
         }
+    }
+    /// Pins of the VMM's IOAPIC; `None` if PIC and IOAPIC are here.
+    #[inline]
+    pub(crate) const fn split_pins(&self) -> Option<u32> {
+        self.split
     }
     /// True if an IOAPIC pin sends this vector.
     #[inline]
@@ -94,9 +111,39 @@ impl Chips {
 }
 
 impl VmState {
-    /// Runs `f` on the chips and the LAPICs; vCPUs that have to look are told.
-    /// `None` without in-kernel chips.
+    /// As [`Self::with_routing`], for what concerns PIC, IOAPIC and PIT: `None` if they are
+    /// the VMM's.
     pub(crate) fn with_chips<R>(
+        &self,
+        f: impl FnOnce(&mut Irqchip, &mut Lapics<'_>) -> R,
+    ) -> Option<R> {
+        if !self.has_pic() {
+            return None;
+        }
+        self.with_routing(f)
+    }
+    /// KVM_CAP_X2APIC_API has changed.
+    pub(crate) fn update_x2apic_api(&self) {
+        let format = self.options.has_x2apic_format();
+        let quirk = self.options.has_broadcast_quirk();
+        self.with_routing(|chip, _| chip.x2apic_format = format);
+        for vcpu in self.vcpus().iter() {
+            let mut lapic = vcpu.lapic();
+            let config = LapicConfig {
+                broadcast_quirk: quirk,
+                ..*lapic.config()
+            };
+            lapic.set_config(config);
+        }
+    }
+    /// PIC and IOAPIC are here, not in the VMM.
+    #[inline]
+    pub(crate) fn has_pic(&self) -> bool {
+        self.chips().is_some_and(|c| c.split.is_none())
+    }
+    /// Runs `f` on the routing, the chips and the LAPICs; vCPUs that have to look are told.
+    /// `None` without in-kernel LAPICs.
+    pub(crate) fn with_routing<R>(
         &self,
         f: impl FnOnce(&mut Irqchip, &mut Lapics<'_>) -> R,
     ) -> Option<R> {
@@ -114,14 +161,20 @@ impl VmState {
         }
         Some(result)
     }
-    /// To be called when the IOAPIC's redirection table has changed.
+    /// To be called when the IOAPIC's redirection table has changed, or what stands for it.
     pub(crate) fn publish_vectors(&self) {
         let Some(chips) = self.chips() else { return };
         let chip = chips.lock();
-        let mut words = [0u64; 4];
-        for vector in chip.ioapic.save().redirtbl.map(|entry| entry as u8) {
-            words[usize::from(vector >> 6)] |= 1 << (vector & 63);
-        }
+        let words = match chips.split {
+            Some(pins) => chip.user_vectors(pins),
+            None => {
+                let mut words = [0u64; 4];
+                for vector in chip.ioapic.save().redirtbl.map(|entry| entry as u8) {
+                    words[usize::from(vector >> 6)] |= 1 << (vector & 63);
+                }
+                words
+            }
+        };
         for (to, from) in chips.vectors.iter().zip(words) {
             to.store(from, Ordering::Release);
         }

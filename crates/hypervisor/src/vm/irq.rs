@@ -6,7 +6,11 @@ use std::{
 };
 
 use host::EventFd;
-use irqchip::{Entry, IoapicState, Msi, Routing, line::source, routing::RouteRules};
+use irqchip::{
+    Entry, IoapicState, Msi, Routing,
+    line::source,
+    routing::{MAX_ROUTES, RouteRules},
+};
 use kvm_bindings::*;
 
 use super::{Vm, VmState, chips::Chips};
@@ -43,12 +47,31 @@ impl Vm {
         }
         self.state
             .chips
-            .set(Chips::new())
+            .set(Chips::new(&self.state.options))
+            .map_err(|_| Error::Exists)
+    }
+    /// KVM_CAP_SPLIT_IRQCHIP: LAPICs here, PIC and an IOAPIC of so many pins in the VMM. EINVAL
+    /// for too many, EEXIST if there are chips or vCPUs.
+    pub(super) fn split_irqchip(&self, pins: u64) -> Result<()> {
+        let pins = u32::try_from(pins)
+            .ok()
+            .filter(|pins| *pins as usize <= MAX_ROUTES)
+            .ok_or(Error::InvalidArgument)?;
+        if !self.state.vcpus().is_empty() {
+            return Err(Error::Exists);
+        }
+        self.state
+            .chips
+            .set(Chips::split(pins, &self.state.options))
             .map_err(|_| Error::Exists)
     }
     /// KVM_CREATE_PIT2: ENOENT without an irqchip, EEXIST if there is one.
     pub fn create_pit2(&self, config: &kvm_pit_config) -> Result<()> {
-        let chips = self.state.chips().ok_or(Error::NotFound)?;
+        let chips = self
+            .state
+            .chips()
+            .filter(|chips| chips.split_pins().is_none())
+            .ok_or(Error::NotFound)?;
         let speaker = config.flags & KVM_PIT_SPEAKER_DUMMY != 0;
         if chips.create_pit(speaker) {
             Ok(())
@@ -59,10 +82,11 @@ impl Vm {
     /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: the status.
     pub fn irq_line(&self, gsi: u32, level: bool) -> Result<i32> {
         self.state
-            .with_chips(|chip, lapics| chip.set_gsi(lapics, gsi, source::USERSPACE, level).0)
+            .with_routing(|chip, lapics| chip.set_gsi(lapics, gsi, source::USERSPACE, level).0)
             .ok_or(Error::NoSuchDevice)
     }
-    /// KVM_SIGNAL_MSI: positive if delivered, 0 if the guest blocked it.
+    /// KVM_SIGNAL_MSI: positive if delivered, 0 if the guest blocked it; EINVAL without in-kernel
+    /// LAPICs and for a reserved address.
     pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
         if msi.flags & !KVM_MSI_VALID_DEVID != 0 {
             return Err(Error::InvalidArgument);
@@ -73,23 +97,30 @@ impl Vm {
             data: msi.data,
         };
         self.state
-            .with_chips(|chip, lapics| chip.signal_msi(lapics, msi).0)
-            .ok_or(Error::NoSuchDevice)
+            .with_routing(|chip, lapics| {
+                msi.is_valid(chip.x2apic_format)
+                    .then(|| chip.signal_msi(lapics, msi).0)
+            })
+            .flatten()
+            .ok_or(Error::InvalidArgument)
     }
     /// KVM_SET_GSI_ROUTING.
     pub fn set_gsi_routing(&self, routes: &[Route]) -> Result<()> {
         let entries: Option<Vec<Entry>> = routes.iter().map(entry).collect();
         let entries = entries.ok_or(Error::InvalidArgument)?;
+        let split = self.state.chips().and_then(Chips::split_pins).is_some();
         self.state
-            .with_chips(|chip, _| {
+            .with_routing(|chip, _| {
                 let rules = RouteRules {
-                    split: false,
+                    split,
                     x2apic_format: chip.x2apic_format,
                 };
                 chip.routing = Routing::new(&entries, rules).map_err(|_| Error::InvalidArgument)?;
-                Ok(())
+                Ok::<(), Error>(())
             })
-            .ok_or(Error::InvalidArgument)?
+            .ok_or(Error::InvalidArgument)??;
+        self.state.publish_vectors();
+        Ok(())
     }
     /// KVM_GET_IRQCHIP, chip 0 or 1.
     pub fn pic_state(&self, index: usize) -> Result<kvm_pic_state> {
@@ -156,7 +187,13 @@ impl Vm {
     /// KVM_IRQFD: EBUSY if the eventfd is in use already.
     pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
         let known = KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE;
-        if args.flags & !known != 0 || self.state.chips().is_none() {
+        // An EOI is only known to have come where the IOAPIC is.
+        let has_chip = if args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0 {
+            self.state.has_pic()
+        } else {
+            self.state.chips().is_some()
+        };
+        if args.flags & !known != 0 || !has_chip {
             return Err(Error::InvalidArgument);
         }
         let irqfds = &self.state.irqfds;
@@ -289,7 +326,7 @@ fn wait_for_irqfds(vm: &std::sync::Weak<VmState>, control: &EventFd) {
             if !matches!(irqfd.event.take(), Ok(Some(_))) {
                 continue;
             }
-            vm.with_chips(|chip, lapics| {
+            vm.with_routing(|chip, lapics| {
                 if irqfd.resample.is_some() {
                     chip.set_gsi(lapics, irqfd.gsi, source::RESAMPLE, true)
                 } else {

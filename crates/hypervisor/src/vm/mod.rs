@@ -5,6 +5,9 @@ pub(crate) mod clock;
 pub(crate) mod doorbell;
 mod irq;
 pub(crate) mod load;
+pub(crate) mod options;
+
+pub use options::MsrRange;
 
 use std::sync::{
     Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,
@@ -20,10 +23,10 @@ use self::{
     clock::VmClock,
     doorbell::{IoTable, Ring},
     irq::Irqfds,
+    options::Options,
 };
 use crate::{
     Error, Result, Vcpu,
-    system::MAX_VCPUS,
     vcpu::{
         shared::{VcpuShared, request},
         stats::{Sink, StatKind, StatsSink},
@@ -43,6 +46,7 @@ pub(crate) struct VmState {
     flush_requests: AtomicU64,
     stats: OnceLock<Sink>,
     pub(crate) load: load::Load,
+    pub(crate) options: Options,
     pub(crate) io: Arc<Published<IoTable>>,
     pub(crate) ring: Ring,
 }
@@ -105,6 +109,7 @@ impl Vm {
             flush_requests: AtomicU64::new(0),
             stats: OnceLock::new(),
             load: load::Load::default(),
+            options: Options::default(),
             io: Arc::new(Published::new(IoTable::default())),
             ring: Ring::default(),
         };
@@ -118,7 +123,7 @@ impl Vm {
     }
     /// KVM_CREATE_VCPU: EEXIST for an id in use, EINVAL above KVM_CAP_MAX_VCPU_ID.
     pub fn create_vcpu(&self, id: u32) -> Result<Arc<Vcpu>> {
-        if id >= MAX_VCPUS as u32 {
+        if id >= self.state.options.vcpu_id_limit() {
             return Err(Error::InvalidArgument);
         }
         let mut vcpus = self
@@ -135,6 +140,7 @@ impl Vm {
             id == self.state.boot_id.load(Ordering::Relaxed),
             vcpus.len(),
             mmu.acknowledged(),
+            self.state.options.has_broadcast_quirk(),
         ));
         vcpus.push(Arc::clone(&shared));
         // `Vcpu::new` may ask for the vCPUs.
@@ -155,22 +161,36 @@ impl Vm {
         self.state.wait_for_memory(epoch);
         Ok(())
     }
-    /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared.
+    /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared unless that is left to
+    /// KVM_CLEAR_DIRTY_LOG.
     pub fn get_dirty_log(&self, slot: u32) -> Result<Vec<u64>> {
+        if self.state.options.is_dirty_log_manual() {
+            return Ok(self.state.memory.peek_dirty(slot)?);
+        }
         let (bitmap, epoch) = self.state.memory.take_dirty(slot)?;
         self.state.wait_for_memory(epoch);
         Ok(bitmap)
     }
-    /// KVM_ENABLE_CAP on the VM: KVM_CAP_HALT_POLL, EINVAL for others.
-    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
-        match cap.cap {
-            KVM_CAP_HALT_POLL if cap.flags == 0 => {
-                // KVM's argument is an unsigned int.
-                self.state.load.set_halt_poll_ns(cap.args[0] & 0xffff_ffff);
-                Ok(())
-            }
-            _ => Err(Error::InvalidArgument),
+    /// Pages of a slot that logs, or the errno of the dirty log's calls.
+    pub fn logged_pages(&self, slot: u32) -> Result<u64> {
+        Ok(self.state.memory.logged_pages(slot)?)
+    }
+    /// KVM_CLEAR_DIRTY_LOG: clears the pages whose bits are set in `mask`, from `first` on.
+    /// EINVAL unless `first` is a multiple of 64 and `pages` one too or up to the slot's end.
+    pub fn clear_dirty_log(&self, slot: u32, first: u64, pages: u64, mask: &[u64]) -> Result<()> {
+        if !first.is_multiple_of(64) {
+            return Err(Error::InvalidArgument);
         }
+        let rest = self
+            .logged_pages(slot)?
+            .checked_sub(first)
+            .ok_or(Error::InvalidArgument)?;
+        if pages > rest || pages < rest && !pages.is_multiple_of(64) {
+            return Err(Error::InvalidArgument);
+        }
+        let epoch = self.state.memory.clear_dirty(slot, first, mask)?;
+        self.state.wait_for_memory(epoch);
+        Ok(())
     }
     /// KVM_SET_TSS_ADDR: three pages that Intel's hardware needs and a software
     /// CPU does not; the range is checked as KVM checks it.
@@ -251,7 +271,7 @@ impl VmState {
         self.vcpus.read().unwrap_or_else(PoisonError::into_inner)
     }
     /// Asks the same of every vCPU.
-    fn request_all(&self, bits: u32) {
+    pub(crate) fn request_all(&self, bits: u32) {
         for vcpu in self.vcpus().iter() {
             vcpu.request(bits);
         }

@@ -3,6 +3,8 @@
 //! LAPICs are not in here: each belongs to a vCPU and is reached through
 //! [`LapicSet`]. Lock order: this struct's lock first, then one LAPIC at a time.
 
+mod split;
+
 use crate::line::source;
 use crate::routing::{Route, Routing};
 use crate::{Eoi, Ioapic, LapicSet, LineStatus, Msi, Pic, Pit, deliver};

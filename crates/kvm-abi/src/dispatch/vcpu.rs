@@ -16,7 +16,6 @@ const NO_NESTED: &str = "guests have no nested virtualization (KVM_CAP_NESTED_ST
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_ONE_REG: &str = "x86 vCPUs have no such registers here (KVM_CAP_ONE_REG is 0)";
 const NO_VAPIC: &str = "not offered yet (KVM_CAP_VAPIC is 0)";
-const NO_ATTR: &str = "KVM_VCPU_TSC_OFFSET is not offered yet (KVM_CAP_VCPU_ATTRIBUTES is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_RUN", KVM_RUN, run),
@@ -164,24 +163,17 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     ),
     Row::refused("KVM_GET_ONE_REG", KVM_GET_ONE_REG, libc::EINVAL, NO_ONE_REG),
     Row::refused("KVM_SET_ONE_REG", KVM_SET_ONE_REG, libc::EINVAL, NO_ONE_REG),
-    Row::refused(
-        "KVM_SET_DEVICE_ATTR",
-        KVM_SET_DEVICE_ATTR,
-        libc::ENXIO,
-        NO_ATTR,
-    ),
-    Row::refused(
-        "KVM_GET_DEVICE_ATTR",
-        KVM_GET_DEVICE_ATTR,
-        libc::ENXIO,
-        NO_ATTR,
-    ),
-    Row::refused(
-        "KVM_HAS_DEVICE_ATTR",
-        KVM_HAS_DEVICE_ATTR,
-        libc::ENXIO,
-        NO_ATTR,
-    ),
+    Row::done("KVM_SET_DEVICE_ATTR", KVM_SET_DEVICE_ATTR, |vcpu, arg| {
+        let offset = Arg(tsc_offset_attr(arg)?.addr).read()?;
+        done(vcpu.hypervisor().set_tsc_offset(offset))
+    }),
+    Row::done("KVM_GET_DEVICE_ATTR", KVM_GET_DEVICE_ATTR, |vcpu, arg| {
+        let attr = tsc_offset_attr(arg)?;
+        Arg(attr.addr).write(&vcpu.hypervisor().tsc_offset()?)
+    }),
+    Row::done("KVM_HAS_DEVICE_ATTR", KVM_HAS_DEVICE_ATTR, |_, arg| {
+        tsc_offset_attr(arg).map(|_| 0)
+    }),
     Row::done("KVM_GET_STATS_FD", KVM_GET_STATS_FD, |vcpu, _| {
         Ok(vcpu.stats_fd()?.into_raw_fd())
     }),
@@ -210,6 +202,16 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
         NO_XEN,
     ),
 ];
+
+/// The named attribute if it is the one that exists, ENXIO else.
+fn tsc_offset_attr(arg: Arg) -> Result<kvm_device_attr> {
+    let attr: kvm_device_attr = arg.read()?;
+    if (attr.group, attr.attr) == (KVM_VCPU_TSC_CTRL, u64::from(KVM_VCPU_TSC_OFFSET)) {
+        Ok(attr)
+    } else {
+        Err(Errno::new(libc::ENXIO))
+    }
+}
 
 /// KVM_RUN, also reached without going through the table.
 pub(super) fn run(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {

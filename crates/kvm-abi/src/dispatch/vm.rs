@@ -3,6 +3,7 @@
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::Arc;
 
+use hypervisor::MsrRange;
 use kvm_bindings::*;
 
 use super::{LIST, Row, count, done, list_len};
@@ -14,7 +15,7 @@ use crate::vm::Vm;
 const NO_SEV: &str = "encrypted and private memory need hardware";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_HYPERV: &str = "Hyper-V enlightenments are not offered (KVM_CAP_HYPERV is 0)";
-const NO_DIRTY: &str = "only KVM_GET_DIRTY_LOG so far (the capability is 0)";
+const NO_RING: &str = "dirty pages are logged in bitmaps only (KVM_CAP_DIRTY_LOG_RING is 0)";
 const NO_MMU_LIMIT: &str = "the MMU has no page budget";
 
 pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
@@ -131,23 +132,19 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_ENABLE_CAP", KVM_ENABLE_CAP, |vm, arg| {
         done(vm.hypervisor().enable_cap(&arg.read()?))
     }),
-    Row::refused(
+    Row::done(
         "KVM_X86_SET_MSR_FILTER",
         KVM_X86_SET_MSR_FILTER,
-        libc::ENOTTY,
-        "no MSR filter yet (KVM_CAP_X86_MSR_FILTER is 0)",
+        |vm, arg| set_msr_filter(vm, arg),
     ),
-    Row::refused(
-        "KVM_CLEAR_DIRTY_LOG",
-        KVM_CLEAR_DIRTY_LOG,
-        libc::ENOTTY,
-        NO_DIRTY,
-    ),
+    Row::done("KVM_CLEAR_DIRTY_LOG", KVM_CLEAR_DIRTY_LOG, |vm, arg| {
+        clear_dirty_log(vm, arg)
+    }),
     Row::refused(
         "KVM_RESET_DIRTY_RINGS",
         KVM_RESET_DIRTY_RINGS,
         libc::EINVAL,
-        NO_DIRTY,
+        NO_RING,
     ),
     Row::done("KVM_GET_STATS_FD", KVM_GET_STATS_FD, |vm, _| {
         Ok(vm.stats_fd()?.into_raw_fd())
@@ -268,6 +265,45 @@ fn get_dirty_log(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
     // SAFETY: a pointer and the integer of the same size; any bytes are either.
     let bitmap = unsafe { log.__bindgen_anon_1.padding2 };
     Arg(bitmap).write_list(&vm.hypervisor().get_dirty_log(log.slot)?)
+}
+
+/// Clears the pages whose bits are set in the caller's bitmap.
+fn clear_dirty_log(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
+    let log: kvm_clear_dirty_log = arg.read()?;
+    // SAFETY: a pointer and the integer of the same size; any bytes are either.
+    let bitmap = unsafe { log.__bindgen_anon_1.padding2 };
+    let pages = u64::from(log.num_pages);
+    // The slot bounds what is read.
+    if pages > vm.hypervisor().logged_pages(log.slot)? {
+        return Err(Errno::new(libc::EINVAL));
+    }
+    let mask = Arg(bitmap).read_list::<u64>(pages.div_ceil(64) as usize)?;
+    done(
+        vm.hypervisor()
+            .clear_dirty_log(log.slot, log.first_page, pages, &mask),
+    )
+}
+
+fn set_msr_filter(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
+    let filter: kvm_msr_filter = arg.read()?;
+    let ranges = filter
+        .ranges
+        .iter()
+        .filter(|range| range.nmsrs != 0)
+        .map(|range| {
+            let len = range.nmsrs.div_ceil(8) as usize;
+            if len > KVM_MSR_FILTER_MAX_BITMAP_SIZE as usize {
+                return Err(Errno::new(libc::EINVAL));
+            }
+            Ok(MsrRange {
+                flags: range.flags,
+                base: range.base,
+                count: range.nmsrs,
+                bitmap: Arg(range.bitmap as u64).read_list(len)?,
+            })
+        })
+        .collect::<Result<Vec<_>>>()?;
+    done(vm.hypervisor().set_msr_filter(filter.flags, ranges))
 }
 
 fn set_gsi_routing(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {

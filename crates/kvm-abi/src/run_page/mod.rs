@@ -16,7 +16,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU8;
 
-use hypervisor::{Answer, Exit, RunOutput};
+use hypervisor::{Answer, Exit, RunOutput, RunStatus};
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
@@ -160,13 +160,7 @@ impl RunPage {
 
     /// Describes an exit to the VMM; what the next KVM_RUN has to fetch from the page.
     pub(crate) fn store(&self, output: &RunOutput) -> Question {
-        self.store_status(Status {
-            ready_for_interrupt_injection: output.ready_for_interrupt_injection,
-            if_flag: output.if_flag,
-            in_smm: output.in_smm,
-            cr8: u64::from(output.cr8),
-            apic_base: output.apic_base,
-        });
+        self.store_status(&output.status);
         self.store_exit(&output.exit)
     }
 
@@ -177,7 +171,7 @@ impl RunPage {
     }
 
     /// The fields that KVM refreshes at every return from KVM_RUN.
-    pub(crate) fn store_status(&self, status: Status) {
+    pub(crate) fn store_status(&self, status: &RunStatus) {
         let run = self.run.as_ptr();
         let flags = if status.in_smm {
             KVM_RUN_X86_SMM as u16
@@ -190,7 +184,7 @@ impl RunPage {
                 .write_volatile(u8::from(status.ready_for_interrupt_injection));
             (&raw mut (*run).if_flag).write_volatile(u8::from(status.if_flag));
             (&raw mut (*run).flags).write_volatile(flags);
-            (&raw mut (*run).cr8).write_volatile(status.cr8);
+            (&raw mut (*run).cr8).write_volatile(u64::from(status.cr8));
             (&raw mut (*run).apic_base).write_volatile(status.apic_base);
         }
     }
@@ -356,16 +350,6 @@ impl Drop for RunPage {
         // SAFETY: our own mapping, to which no reference outlives `self`.
         unsafe { libc::munmap(self.run.as_ptr().cast(), VCPU_MMAP_SIZE) };
     }
-}
-
-/// What [`RunPage::store_status`] stores.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Status {
-    pub(crate) ready_for_interrupt_injection: bool,
-    pub(crate) if_flag: bool,
-    pub(crate) in_smm: bool,
-    pub(crate) cr8: u64,
-    pub(crate) apic_base: u64,
 }
 
 // Members of the union under the names of the C structure.

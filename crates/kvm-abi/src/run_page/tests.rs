@@ -19,11 +19,13 @@ fn pages() -> (RunPage, RunPage) {
 fn output(exit: Exit) -> RunOutput {
     RunOutput {
         exit,
-        ready_for_interrupt_injection: true,
-        if_flag: true,
-        cr8: 3,
-        apic_base: 0xfee0_0900,
-        in_smm: false,
+        status: RunStatus {
+            ready_for_interrupt_injection: true,
+            if_flag: true,
+            cr8: 3,
+            apic_base: 0xfee0_0900,
+            in_smm: false,
+        },
     }
 }
 

@@ -26,7 +26,7 @@ fn check<B: GuestBus>(ex: &mut Exec<'_, B>, n: u8) -> Result<u8, Stop> {
         _ => return Err(Exception::UD.into()),
     };
     ex.require_cpl0()?;
-    if ex.cpu.dr7 & dr::DR7_GD != 0 {
+    if ex.cpu.effective_dr7() & dr::DR7_GD != 0 {
         ex.cpu.fault_dr6 = dr::DR6_BD;
         return Err(Exception::DB.into());
     }

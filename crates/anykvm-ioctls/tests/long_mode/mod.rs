@@ -1,0 +1,93 @@
+//! 64-bit code, identity-mapped, in one memslot.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use anykvm_ioctls::{Kvm, VcpuFd, VmFd};
+use iced_x86::code_asm::*;
+use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+const MEMORY: usize = 2 << 20;
+const PML4: u64 = 0x10_0000;
+const STACK: u64 = 0x4000;
+
+pub(crate) type Assemble = fn(&mut CodeAssembler) -> Result<(), IcedError>;
+
+/// 64-bit code, identity-mapped, in one memslot.
+pub(crate) struct Machine {
+    pub(crate) memory: &'static GuestMemoryMmap<()>,
+    pub(crate) kvm: Kvm,
+    pub(crate) vm: VmFd,
+}
+
+impl Machine {
+    pub(crate) fn new() -> Self {
+        let ranges = [(GuestAddress(0), MEMORY)];
+        let memory: &'static _ =
+            Box::leak(Box::new(GuestMemoryMmap::from_ranges(&ranges).unwrap()));
+        let kvm = Kvm::new().unwrap();
+        let vm = kvm.create_vm().unwrap();
+        vm.set_static_memory(memory).unwrap();
+        // One large page.
+        for (at, entry) in [
+            (PML4, PML4 + 0x1003),
+            (PML4 + 0x1000, PML4 + 0x2003),
+            (PML4 + 0x2000, 0x83),
+        ] {
+            memory.write_obj(entry, GuestAddress(at)).unwrap();
+        }
+        Self { memory, kvm, vm }
+    }
+
+    pub(crate) fn load(&self, at: u64, assemble: Assemble) {
+        let mut a = CodeAssembler::new(64).unwrap();
+        assemble(&mut a).unwrap();
+        let bytes = a.assemble(at).unwrap();
+        self.memory.write_slice(&bytes, GuestAddress(at)).unwrap();
+    }
+
+    pub(crate) fn vcpu(&self, id: u64, rip: u64) -> VcpuFd {
+        let vcpu = self.vm.create_vcpu(id).unwrap();
+        let supported = self.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES);
+        vcpu.set_cpuid2(&supported.unwrap()).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        let data = kvm_segment {
+            limit: u32::MAX,
+            selector: 0x10,
+            type_: 3,
+            present: 1,
+            s: 1,
+            g: 1,
+            db: 1,
+            ..Default::default()
+        };
+        (sregs.ds, sregs.es, sregs.fs, sregs.gs, sregs.ss) = (data, data, data, data, data);
+        sregs.cs = kvm_segment {
+            selector: 8,
+            type_: 11,
+            l: 1,
+            db: 0,
+            ..data
+        };
+        // PE, ET, NE, PG; PAE; LME, LMA.
+        sregs.cr0 = 0x8000_0031;
+        sregs.cr3 = PML4;
+        sregs.cr4 = 0x20;
+        sregs.efer = 0x500;
+        vcpu.set_sregs(&sregs).unwrap();
+        start(&vcpu, rip);
+        vcpu
+    }
+}
+
+/// About to execute at `rip` with clean registers.
+pub(crate) fn start(vcpu: &VcpuFd, rip: u64) {
+    let regs = kvm_regs {
+        rip,
+        rsp: STACK,
+        rflags: 2,
+        ..Default::default()
+    };
+    vcpu.set_regs(&regs).unwrap();
+}

@@ -1,0 +1,351 @@
+//! What a VMM changes of a VM as a whole: KVM_ENABLE_CAP and KVM_X86_SET_MSR_FILTER
+//! (KVM API document, chapter 7).
+
+use std::sync::{
+    Arc, PoisonError, RwLock,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+};
+
+use kvm_bindings::*;
+
+use super::Vm;
+use crate::{
+    Error, Result,
+    system::{DISABLED_EXITS, MAX_VCPUS},
+    vcpu::shared::request,
+};
+
+/// KVM_EXIT_HYPERCALL_VALID_MASK: KVM_HC_MAP_GPA_RANGE.
+pub(crate) const HYPERCALL_EXITS: u64 = 1 << 12;
+/// KVM_MSR_EXIT_REASON_VALID_MASK.
+const MSR_EXIT_REASONS: u64 =
+    (KVM_MSR_EXIT_REASON_INVAL | KVM_MSR_EXIT_REASON_UNKNOWN | KVM_MSR_EXIT_REASON_FILTER) as u64;
+/// KVM_X2APIC_API_VALID_FLAGS.
+pub(crate) const X2APIC_API: u64 =
+    (KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK) as u64;
+/// KVM_DIRTY_LOG_MANUAL_CAPS.
+pub(crate) const MANUAL_DIRTY_LOG: u64 =
+    (KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET) as u64;
+/// Bytes of the bitmap of one range of an MSR filter (KVM_MSR_FILTER_MAX_BITMAP_SIZE).
+const MAX_BITMAP: usize = KVM_MSR_FILTER_MAX_BITMAP_SIZE as usize;
+
+/// The options of a VM. All may change while vCPUs run.
+#[derive(Debug)]
+pub(crate) struct Options {
+    exception_payload: AtomicBool,
+    triple_fault_event: AtomicBool,
+    /// KVM_CAP_MSR_PLATFORM_INFO.
+    platform_info: AtomicBool,
+    /// KVM_MSR_EXIT_REASON_* that exit.
+    msr_exits: AtomicU32,
+    has_msr_filter: AtomicBool,
+    msr_filter: RwLock<Option<Arc<MsrFilter>>>,
+    hypercall_exits: AtomicU64,
+    /// KVM_X86_DISABLE_EXITS_*.
+    disabled_exits: AtomicU32,
+    /// KVM_DIRTY_LOG_MANUAL_*.
+    manual_dirty_log: AtomicU32,
+    /// KVM_X2APIC_API_*.
+    x2apic_api: AtomicU32,
+    /// KVM_CAP_MAX_VCPU_ID; 0 before it is set.
+    max_vcpu_id: AtomicU32,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            exception_payload: AtomicBool::new(false),
+            triple_fault_event: AtomicBool::new(false),
+            platform_info: AtomicBool::new(true),
+            msr_exits: AtomicU32::new(0),
+            has_msr_filter: AtomicBool::new(false),
+            msr_filter: RwLock::default(),
+            hypercall_exits: AtomicU64::new(0),
+            disabled_exits: AtomicU32::new(0),
+            manual_dirty_log: AtomicU32::new(0),
+            x2apic_api: AtomicU32::new(0),
+            max_vcpu_id: AtomicU32::new(0),
+        }
+    }
+}
+
+impl Options {
+    /// KVM_CAP_EXCEPTION_PAYLOAD.
+    pub(crate) fn has_exception_payload(&self) -> bool {
+        self.exception_payload.load(Ordering::Relaxed)
+    }
+    /// KVM_CAP_X86_TRIPLE_FAULT_EVENT.
+    pub(crate) fn has_triple_fault_event(&self) -> bool {
+        self.triple_fault_event.load(Ordering::Relaxed)
+    }
+    /// The guest may read MSR_PLATFORM_INFO.
+    pub(crate) fn shows_platform_info(&self) -> bool {
+        self.platform_info.load(Ordering::Relaxed)
+    }
+    /// A refusal for this KVM_MSR_EXIT_REASON_* is an exit and not #GP.
+    pub(crate) fn exits_for_msr(&self, reason: u32) -> bool {
+        self.msr_exits.load(Ordering::Relaxed) & reason != 0
+    }
+    /// The filter lets the guest make this access (KVM_MSR_FILTER_READ or _WRITE).
+    #[inline]
+    pub(crate) fn allows_msr(&self, index: u32, access: u32) -> bool {
+        !self.has_msr_filter.load(Ordering::Acquire) || self.filter_allows(index, access)
+    }
+    #[cold]
+    fn filter_allows(&self, index: u32, access: u32) -> bool {
+        let filter = self
+            .msr_filter
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        filter.as_ref().is_none_or(|f| f.allows(index, access))
+    }
+    /// The hypercall of this number goes to the VMM.
+    pub(crate) fn exits_for_hypercall(&self, nr: u64) -> bool {
+        nr < 64 && self.hypercall_exits.load(Ordering::Relaxed) >> nr & 1 != 0
+    }
+    /// True if the KVM_X86_DISABLE_EXITS_* bit is set.
+    #[inline]
+    pub(crate) fn keeps(&self, what: u32) -> bool {
+        self.disabled_exits.load(Ordering::Relaxed) & what != 0
+    }
+    /// KVM_GET_DIRTY_LOG clears nothing (KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE).
+    pub(crate) fn is_dirty_log_manual(&self) -> bool {
+        self.manual_dirty_log.load(Ordering::Relaxed) & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE != 0
+    }
+    /// Pages are dirty when logging begins (KVM_DIRTY_LOG_INITIALLY_SET).
+    pub(crate) fn starts_dirty(&self) -> bool {
+        self.manual_dirty_log.load(Ordering::Relaxed) & KVM_DIRTY_LOG_INITIALLY_SET != 0
+    }
+    /// KVM_X2APIC_API_USE_32BIT_IDS.
+    pub(crate) fn has_x2apic_format(&self) -> bool {
+        self.x2apic_api.load(Ordering::Relaxed) & KVM_X2APIC_API_USE_32BIT_IDS != 0
+    }
+    /// Without KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK.
+    pub(crate) fn has_broadcast_quirk(&self) -> bool {
+        self.x2apic_api.load(Ordering::Relaxed) & KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK == 0
+    }
+    /// vCPU ids are below it.
+    pub(crate) fn vcpu_id_limit(&self) -> u32 {
+        match self.max_vcpu_id.load(Ordering::Relaxed) {
+            0 => MAX_VCPUS as u32,
+            limit => limit,
+        }
+    }
+    /// The first value stays: EINVAL for another one.
+    fn set_max_vcpu_id(&self, limit: u64) -> Result<()> {
+        let limit = u32::try_from(limit)
+            .ok()
+            .filter(|limit| *limit <= MAX_VCPUS as u32)
+            .ok_or(Error::InvalidArgument)?;
+        let was = self
+            .max_vcpu_id
+            .compare_exchange(0, limit, Ordering::Relaxed, Ordering::Relaxed);
+        match was {
+            Err(old) if old != limit => Err(Error::InvalidArgument),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// One range of KVM_X86_SET_MSR_FILTER.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MsrRange {
+    /// KVM_MSR_FILTER_READ, KVM_MSR_FILTER_WRITE.
+    pub flags: u32,
+    /// The first MSR.
+    pub base: u32,
+    /// MSRs in the range; a range of none does not count.
+    pub count: u32,
+    /// A bit for each: set, the access is allowed.
+    pub bitmap: Vec<u8>,
+}
+
+/// A checked KVM_X86_SET_MSR_FILTER.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct MsrFilter {
+    default_allow: bool,
+    ranges: Vec<MsrRange>,
+}
+
+impl MsrFilter {
+    /// `None` for what KVM refuses.
+    fn new(flags: u32, ranges: Vec<MsrRange>) -> Option<Self> {
+        let default_allow = flags & KVM_MSR_FILTER_DEFAULT_DENY == 0;
+        let ranges: Vec<_> = ranges.into_iter().filter(|r| r.count != 0).collect();
+        if flags & !KVM_MSR_FILTER_DEFAULT_DENY != 0 || ranges.is_empty() && !default_allow {
+            return None;
+        }
+        let access = KVM_MSR_FILTER_READ | KVM_MSR_FILTER_WRITE;
+        let is_good = |r: &MsrRange| {
+            r.flags != 0 && r.flags & !access == 0 && r.bitmap.len() == bitmap_len(r.count)
+        };
+        let is_small = |r: &MsrRange| bitmap_len(r.count) <= MAX_BITMAP;
+        if !ranges.iter().all(|r| is_small(r) && is_good(r)) {
+            return None;
+        }
+        Some(Self {
+            default_allow,
+            ranges,
+        })
+    }
+    /// The first range that has the MSR decides.
+    fn allows(&self, index: u32, access: u32) -> bool {
+        // A VMM has no say in x2APIC accesses.
+        if (0x800..0x900).contains(&index) {
+            return true;
+        }
+        let range = self.ranges.iter().find_map(|r| {
+            let at = index.checked_sub(r.base).filter(|at| *at < r.count)?;
+            (r.flags & access != 0).then_some((r, at))
+        });
+        range.map_or(self.default_allow, |(r, at)| {
+            let byte = r.bitmap.get(at as usize / 8).copied().unwrap_or(0);
+            byte >> (at % 8) & 1 != 0
+        })
+    }
+}
+
+/// Bytes of a range's bitmap.
+const fn bitmap_len(count: u32) -> usize {
+    count.div_ceil(8) as usize
+}
+
+impl Vm {
+    /// KVM_X86_SET_MSR_FILTER. EINVAL for unknown flags, ranges that name no access or are too
+    /// long, bitmaps of another length than their range's, and a filter that denies everything.
+    pub fn set_msr_filter(&self, flags: u32, ranges: Vec<MsrRange>) -> Result<()> {
+        let filter = MsrFilter::new(flags, ranges).ok_or(Error::InvalidArgument)?;
+        let options = &self.state.options;
+        let mut slot = options
+            .msr_filter
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        let filters = !filter.default_allow || !filter.ranges.is_empty();
+        *slot = filters.then(|| Arc::new(filter));
+        options.has_msr_filter.store(filters, Ordering::Release);
+        Ok(())
+    }
+
+    /// KVM_ENABLE_CAP on the VM: EINVAL for flags, unknown arguments, and capabilities that need
+    /// not be enabled or are not offered.
+    pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
+        if cap.flags != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        let options = &self.state.options;
+        let arg = cap.args[0];
+        let within = |valid: u64| {
+            if arg & !valid == 0 {
+                Ok(arg as u32)
+            } else {
+                Err(Error::InvalidArgument)
+            }
+        };
+        match cap.cap {
+            KVM_CAP_HALT_POLL => self
+                .state
+                .load
+                .set_halt_poll_ns(within(u64::from(u32::MAX))?.into()),
+            KVM_CAP_SPLIT_IRQCHIP => self.split_irqchip(arg)?,
+            KVM_CAP_X2APIC_API => {
+                options
+                    .x2apic_api
+                    .fetch_or(within(X2APIC_API)?, Ordering::Relaxed);
+                self.state.update_x2apic_api();
+            }
+            KVM_CAP_EXCEPTION_PAYLOAD => {
+                options.exception_payload.store(arg != 0, Ordering::Relaxed);
+            }
+            KVM_CAP_X86_TRIPLE_FAULT_EVENT => {
+                options
+                    .triple_fault_event
+                    .store(arg != 0, Ordering::Relaxed);
+            }
+            KVM_CAP_MSR_PLATFORM_INFO => options.platform_info.store(arg != 0, Ordering::Relaxed),
+            KVM_CAP_X86_USER_SPACE_MSR => options
+                .msr_exits
+                .store(within(MSR_EXIT_REASONS)?, Ordering::Relaxed),
+            KVM_CAP_EXIT_HYPERCALL => options
+                .hypercall_exits
+                .store(within(HYPERCALL_EXITS)?.into(), Ordering::Relaxed),
+            KVM_CAP_X86_DISABLE_EXITS => {
+                options
+                    .disabled_exits
+                    .fetch_or(within(DISABLED_EXITS.into())?, Ordering::Relaxed);
+                self.state.request_all(request::EVENT);
+            }
+            KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
+                let valid = if arg & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0 {
+                    MANUAL_DIRTY_LOG
+                } else {
+                    0
+                };
+                options
+                    .manual_dirty_log
+                    .store(within(valid)?, Ordering::Relaxed);
+                self.state.memory.set_starts_dirty(options.starts_dirty());
+            }
+            KVM_CAP_MAX_VCPU_ID => options.set_max_vcpu_id(arg)?,
+            // Hardware without bus lock detection can be told to leave it off.
+            KVM_CAP_X86_BUS_LOCK_EXIT => _ = within(KVM_BUS_LOCK_DETECTION_OFF.into())?,
+            _ => return Err(Error::InvalidArgument),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(flags: u32, base: u32, count: u32, bits: u64) -> MsrRange {
+        let mut bitmap = bits.to_le_bytes().to_vec();
+        bitmap.resize(bitmap_len(count), 0xff);
+        MsrRange {
+            flags,
+            base,
+            count,
+            bitmap,
+        }
+    }
+
+    #[test]
+    fn the_first_range_with_the_access_decides() {
+        let filter = MsrFilter::new(
+            KVM_MSR_FILTER_DEFAULT_DENY,
+            vec![
+                range(KVM_MSR_FILTER_READ, 0x10, 4, 0b0010),
+                range(KVM_MSR_FILTER_READ | KVM_MSR_FILTER_WRITE, 0x10, 8, 0xff),
+            ],
+        )
+        .expect("good filter");
+        for (index, access, allowed) in [
+            (0x10, KVM_MSR_FILTER_READ, false),
+            (0x11, KVM_MSR_FILTER_READ, true),
+            (0x10, KVM_MSR_FILTER_WRITE, true),
+            (0x14, KVM_MSR_FILTER_READ, true),
+            (0x18, KVM_MSR_FILTER_READ, false),
+            (0xf, KVM_MSR_FILTER_WRITE, false),
+            (0x830, KVM_MSR_FILTER_WRITE, true),
+        ] {
+            assert_eq!(filter.allows(index, access), allowed, "{index:#x} {access}");
+        }
+    }
+
+    #[test]
+    fn filters_that_kvm_refuses() {
+        let read = KVM_MSR_FILTER_READ;
+        let bad = [
+            (2, vec![]),
+            (KVM_MSR_FILTER_DEFAULT_DENY, vec![]),
+            (KVM_MSR_FILTER_DEFAULT_DENY, vec![range(read, 0, 0, 0)]),
+            (0, vec![range(0, 0, 1, 0)]),
+            (0, vec![range(4, 0, 1, 0)]),
+            (0, vec![range(read, 0, 0x600 * 8 + 1, 0)]),
+        ];
+        for (flags, ranges) in bad {
+            assert_eq!(MsrFilter::new(flags, ranges.clone()), None, "{ranges:?}");
+        }
+        assert!(MsrFilter::new(0, vec![range(read, 0, 0x600 * 8, 0)]).is_some());
+    }
+}
