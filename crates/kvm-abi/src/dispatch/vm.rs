@@ -135,7 +135,7 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done(
         "KVM_X86_SET_MSR_FILTER",
         KVM_X86_SET_MSR_FILTER,
-        |vm, arg| set_msr_filter(vm, arg),
+        set_msr_filter,
     ),
     Row::done("KVM_CLEAR_DIRTY_LOG", KVM_CLEAR_DIRTY_LOG, |vm, arg| {
         clear_dirty_log(vm, arg)
