@@ -72,6 +72,8 @@ pub(crate) const HOST_MXCSR: usize = word(18);
 pub(crate) const IRQ_WAITING: usize = word(19);
 /// Guest TSC less host TSC.
 pub(crate) const TSC_OFFSET: usize = word(20);
+/// What an instruction of the interpreter's cost, in instructions.
+pub(crate) const COST: usize = word(21);
 /// Host address of the stack slot that a call is about to write.
 pub(crate) const SLOT: usize = word(24);
 /// Return address of that call.

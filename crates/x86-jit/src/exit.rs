@@ -1,10 +1,12 @@
-//! Why translated code returned.
+//! Why translated code calls for Rust, and what it left for.
 
-/// Reason of an exit; RIP is exact, flags are in [`crate::area::FLAGS`].
+use x86_interp::RunStop;
+
+/// Reason of a call: RIP is exact, flags are in [`crate::area::FLAGS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Reason {
-    /// Something was requested, or it is time to look at the clock.
+    /// Something was requested, or it is time to look at the clock. (Never a call.)
     Poll,
     /// The instruction at RIP is the interpreter's.
     Interpret,
@@ -27,4 +29,15 @@ impl Reason {
             _ => Self::Interpret,
         }
     }
+}
+
+/// Why translated code was left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Left {
+    /// Something was requested, or it is time to look at the clock.
+    Poll,
+    /// The state is not one for translated code, or the code was dropped.
+    Again,
+    /// An instruction of the interpreter's stopped.
+    Stopped(RunStop),
 }

@@ -16,6 +16,7 @@ mod block;
 mod cache;
 mod exit;
 mod kind;
+mod leave;
 mod run;
 mod system_call;
 mod thunks;
@@ -24,7 +25,7 @@ mod translate;
 use core::sync::atomic::AtomicU32;
 
 use mmu::Mmu;
-use x86_cpu::GuestBus;
+use x86_cpu::{CpuState, GuestBus};
 
 pub use run::{Jit, Stats};
 
@@ -37,6 +38,9 @@ pub trait JitBus: GuestBus {
     fn request_word(&self) -> &AtomicU32;
     /// An interrupt waits for RFLAGS.IF.
     fn interrupt_waits(&self) -> bool;
+    /// True if the run loop has to be returned to before anything else is
+    /// executed: [`GuestBus::poll`] without its budget.
+    fn must_return(&self, cpu: &CpuState) -> bool;
     /// Guest TSC less host TSC, if that is all their difference.
     fn tsc_offset(&self) -> Option<u64>;
 }

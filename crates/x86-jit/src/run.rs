@@ -6,7 +6,7 @@ use host::code_buffer::CodeBuffer;
 use x86_cpu::{Access, CodeSize, CpuState, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
-    dr, reg, rflags, xsave,
+    dr, rflags, xsave,
 };
 use x86_interp::{Insn, Interp, RunStop};
 
@@ -16,8 +16,9 @@ use crate::{
     asm::Asm,
     block::{self, Decoded, mode},
     cache::{Block, Cache},
-    exit::Reason,
+    exit::{Left, Reason},
     kind::{Kind, Kinds},
+    leave::handle,
     system_call,
     thunks::{self, Thunks},
     translate::{Entries, LinkSite, Translator},
@@ -43,42 +44,46 @@ pub struct Stats {
     pub entries: u64,
     /// Instructions left to the interpreter.
     pub interpreted: u64,
+    /// Branches whose target was not in the table.
+    pub branches: u64,
     /// Direct branches linked.
     pub links: u64,
 }
 
-/// What the refill function works on while translated code runs.
-struct Context<B> {
-    cpu: *mut CpuState,
-    bus: *mut B,
-    plain_tsc: bool,
-    mode: u8,
+/// What the functions that translated code calls work on.
+pub(crate) struct Context<B> {
+    pub(crate) jit: *mut Jit<B>,
+    pub(crate) interp: *mut Interp<B>,
+    pub(crate) cpu: *mut CpuState,
+    pub(crate) bus: *mut B,
+    /// Why it was left, if that was [`handle`]'s decision.
+    pub(crate) left: Left,
 }
 
 /// A vCPU's translated code.
 #[derive(Debug)]
 pub struct Jit<B> {
-    buffer: CodeBuffer,
+    pub(crate) buffer: CodeBuffer,
     used: usize,
     thunks: Thunks,
     thunks_end: usize,
-    cache: Cache,
+    pub(crate) cache: Cache,
     kinds: Kinds,
     decoded: Vec<Decoded>,
     /// Instructions at which blocks leave for the interpreter.
-    interpreted: Vec<Insn<B>>,
+    pub(crate) interpreted: Vec<Insn<B>>,
     /// [`Interp::resets`] that they belong to.
-    resets: u64,
-    translator: Translator,
+    pub(crate) resets: u64,
+    pub(crate) translator: Translator,
     /// The MMU's slots that generation cells belong to.
     slots: u64,
     /// [`JitBus::tsc_offset`] has one.
     plain_tsc: bool,
     /// The block that RIP's target leads to may be outdated.
-    stale: bool,
+    pub(crate) stale: bool,
     /// Mode bits of the last [`Self::select`].
     mode: u8,
-    stats: Stats,
+    pub(crate) stats: Stats,
 }
 
 impl<B: JitBus> Jit<B> {
@@ -93,7 +98,10 @@ impl<B: JitBus> Jit<B> {
         let mut buffer = CodeBuffer::new(bytes.max(4 * MAX_BLOCK)).ok()?;
         let mut a = Asm::default();
         a.start(0);
-        let thunks = thunks::emit(&mut a, refill::<B> as *const () as u64);
+        let thunks = {
+            let refill = refill::<B> as *const () as u64;
+            thunks::emit(&mut a, refill, handle::<B> as *const () as u64)
+        };
         let thunks_end = a.here().next_multiple_of(64);
         buffer.write(0, &a.buf);
         Some(Self {
@@ -149,6 +157,7 @@ impl<B: JitBus> Jit<B> {
             if cpu.shadow == Shadow::None && bus.poll(cpu) {
                 return RunStop::Poll;
             }
+            drop_resume_flag(cpu);
             let stop = if !is_translatable(cpu) {
                 if needs_stepping(cpu) {
                     interp.one(cpu, bus)
@@ -162,21 +171,9 @@ impl<B: JitBus> Jit<B> {
                         interp.one(cpu, bus)
                     }
                     Some(entry) => match self.enter(interp, cpu, bus, entry) {
-                        Reason::Poll => return RunStop::Poll,
-                        Reason::Interpret => {
-                            self.stats.interpreted += 1;
-                            let site = cpu.engine.words[index(area::ARGUMENT)] as usize;
-                            match self.interpreted.get(site.wrapping_sub(1)) {
-                                Some(insn) => interp.execute(cpu, bus, insn),
-                                None => interp.one(cpu, bus),
-                            }
-                        }
-                        // Polled for each time: a loop may miss all the time.
-                        Reason::Branch => RunStop::Poll,
-                        Reason::Stale | Reason::Link => {
-                            self.stale = true;
-                            RunStop::Poll
-                        }
+                        Left::Poll => return RunStop::Poll,
+                        Left::Again => RunStop::Poll,
+                        Left::Stopped(stop) => stop,
                     },
                 }
             };
@@ -187,18 +184,28 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Makes tables and keys those of the current mapping and mode.
-    fn select(&mut self, cpu: &mut CpuState, bus: &mut B) {
+    pub(crate) fn select(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().slots_generation() != self.slots {
             self.flush_all();
             self.slots = bus.mmu().slots_generation();
         }
-        let mode = mode_of(cpu, self.plain_tsc);
-        self.mode = mode;
-        set_view(cpu, bus, mode);
+        self.update_mode(cpu, bus);
     }
 
-    /// Where to enter for RIP; the block is translated if need be. `None`: not translatable.
-    fn find(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> Option<usize> {
+    /// After a change of mode or view.
+    pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        self.mode = mode_of(cpu, self.plain_tsc);
+        set_view(cpu, bus, self.mode);
+    }
+
+    /// Host address at which to enter for RIP; the block is translated if need
+    /// be. `None`: not translatable.
+    pub(crate) fn find(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> Option<u64> {
         let rip = cpu.rip();
         self.select(cpu, bus);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
@@ -207,7 +214,7 @@ impl<B: JitBus> Jit<B> {
         if let Some(code) = self.cache.target(rip, key, mix)
             && !std::mem::take(&mut self.stale)
         {
-            return Some((code - self.buffer.rx() as u64) as usize);
+            return Some(code);
         }
         self.stale = false;
         let block = self.find_block(interp, cpu, bus)?;
@@ -216,11 +223,11 @@ impl<B: JitBus> Jit<B> {
         let (key, mix) = target_key(cpu);
         let code = self.buffer.rx() as u64 + block.entries.outer as u64;
         self.cache.set_target(rip, key, mix, code);
-        Some(block.entries.outer)
+        Some(code)
     }
 
     /// The block at RIP, translated if need be.
-    fn find_block(
+    pub(crate) fn find_block(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
@@ -303,78 +310,45 @@ impl<B: JitBus> Jit<B> {
         self.interpreted.len() as u32
     }
 
-    /// Runs translated code from a block on; follows link exits.
+    /// Runs translated code from the block at host address `entry` on.
     fn enter(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
-        mut entry: usize,
-    ) -> Reason {
-        loop {
-            self.stats.entries += 1;
-            let mut context = Context {
-                cpu: &raw mut *cpu,
-                bus: &raw mut *bus,
-                plain_tsc: self.plain_tsc,
-                mode: self.mode,
-            };
-            let words = &mut cpu.engine.words;
-            words[index(area::CONTEXT)] = &raw mut context as u64;
-            words[index(area::ARGUMENT)] = 0;
-            words[index(area::FLAGS)] = pack(cpu.rflags);
-            words[index(area::ENTRY)] = self.buffer.rx() as u64 + entry as u64;
-            let enter = self.buffer.rx() as u64 + self.thunks.enter as u64;
-            // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but
-            // `refill` through `context`; the code is what `translator` made,
-            // which keeps the host's calling convention (`thunks::emit`).
-            unsafe {
-                let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
-                f();
-            }
-            let words = &cpu.engine.words;
-            let flags = unpack(words[index(area::FLAGS)]);
-            let reason = Reason::of(words[index(area::REASON)]);
-            let argument = words[index(area::ARGUMENT)] as usize;
-            let page = words[index(area::PAGE)];
-            cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
-            if reason == Reason::Branch {
-                let target = words[index(area::SPILL)];
-                if !cpu.is_canonical(target) {
-                    // #GP(0) at the branch, if it is one.
-                    if target == page.wrapping_add(0x1000) {
-                        cpu.set_rip(target);
-                    }
-                    cpu.engine.words[index(area::ARGUMENT)] = 0;
-                    return Reason::Interpret;
-                }
-                let rsp = &mut cpu.gpr[reg::RSP];
-                *rsp = rsp.wrapping_add(argument as u64).wrapping_sub(8);
-                cpu.set_rip(target);
-                return Reason::Branch;
-            }
-            if reason != Reason::Link {
-                return reason;
-            }
-            let Some(site) = self.translator.links.get(argument).copied() else {
-                return Reason::Stale;
-            };
-            cpu.set_rip(page + u64::from(site.target));
-            let flushes = self.stats.flushes;
-            self.select(cpu, bus);
-            let Some(next) = self.find_block(interp, cpu, bus) else {
-                cpu.engine.words[index(area::ARGUMENT)] = 0;
-                return Reason::Interpret;
-            };
-            self.select(cpu, bus);
-            if self.stats.flushes == flushes {
-                self.link(site, next);
-            }
-            entry = next.entries.saved;
+        entry: u64,
+    ) -> Left {
+        self.stats.entries += 1;
+        let enter = self.buffer.rx() as u64 + self.thunks.enter as u64;
+        let mut context = Context {
+            jit: &raw mut *self,
+            interp: &raw mut *interp,
+            cpu: &raw mut *cpu,
+            bus: &raw mut *bus,
+            left: Left::Again,
+        };
+        let words = &mut cpu.engine.words;
+        words[index(area::CONTEXT)] = &raw mut context as u64;
+        words[index(area::ARGUMENT)] = 0;
+        words[index(area::FLAGS)] = pack(cpu.rflags);
+        words[index(area::ENTRY)] = entry;
+        // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but the
+        // functions that have `context`; the code is what `translator` made,
+        // which keeps the host's calling convention (`thunks::emit`).
+        unsafe {
+            let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
+            f();
         }
+        let words = &cpu.engine.words;
+        if Reason::of(words[index(area::REASON)]) != Reason::Poll {
+            return context.left;
+        }
+        let flags = unpack(words[index(area::FLAGS)]);
+        cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+        Left::Poll
     }
 
-    fn link(&mut self, site: LinkSite, to: Block) {
+    pub(crate) fn link(&mut self, site: LinkSite, to: Block) {
         let target = if site.saved {
             to.entries.saved
         } else {
@@ -407,10 +381,22 @@ pub(crate) fn unpack(ax: u64) -> u64 {
 }
 
 /// 64-bit code, with nothing to be looked at between two instructions.
-fn is_translatable(cpu: &CpuState) -> bool {
+pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
     cpu.code_size == CodeSize::Bits64
         && !needs_stepping(cpu)
         && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
+}
+
+/// RF only matters while breakpoints are enabled: without any, the instruction
+/// that begins now ends it. (An interrupt before it would show it in its frame;
+/// callers have just looked for one.)
+pub(crate) fn drop_resume_flag(cpu: &mut CpuState) {
+    if cpu.rflags & (rflags::TF | rflags::RF) == rflags::RF
+        && cpu.dr7 & dr::DR7_ENABLES == 0
+        && cpu.shadow == Shadow::None
+    {
+        cpu.rflags &= !rflags::RF;
+    }
 }
 
 fn needs_stepping(cpu: &CpuState) -> bool {
@@ -444,11 +430,13 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
     const X87_PENDING: u16 = 0x80;
     /// Flags, DAZ, rounding, FTZ: anything but masks and MM.
     const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
-    cpu.cr0 & (cr0::EM | cr0::TS) == 0
-        && cpu.cr4 & cr4::OSFXSR != 0
-        && cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
-        && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
-        && cpu.fp.u16_at(xsave::FSW) & X87_PENDING == 0
+    // What is in the host's registers got there because it is plain.
+    let live = cpu.engine.words[index(area::FP_LIVE)] != 0;
+    let plain = live
+        || cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
+            && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
+            && cpu.fp.u16_at(xsave::FSW) & X87_PENDING == 0;
+    plain && cpu.cr0 & (cr0::EM | cr0::TS) == 0 && cpu.cr4 & cr4::OSFXSR != 0
 }
 
 /// Tables and keys of the bus's live view.
@@ -473,33 +461,29 @@ fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
 /// A TLB miss in translated code: the host address of the access, or 0 if it
 /// has to be made by the interpreter.
 extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
-    // SAFETY: `Jit::enter` put its own references there and uses neither until
-    // translated code returns.
-    let (cpu, bus) = unsafe { (&mut *(*context).cpu, &mut *(*context).bus) };
+    // SAFETY: `Jit::enter` put its own references there and uses none of them
+    // until translated code returns.
+    let (jit, cpu, bus) = unsafe {
+        let c = &mut *context;
+        (&mut *c.jit, &mut *c.cpu, &mut *c.bus)
+    };
     if site & (thunks::SET_AC | thunks::CLEAR_AC) != 0 {
         cpu.rflags &= !rflags::AC;
         if site & thunks::SET_AC != 0 {
             cpu.rflags |= rflags::AC;
         }
         bus.select_view(cpu);
-        // SAFETY: as above.
-        let mode = unsafe { (*context).mode };
-        set_view(cpu, bus, mode);
+        set_view(cpu, bus, jit.mode);
         return 1;
     }
     if site & (thunks::SYSCALL | thunks::SYSRET) != 0 {
-        // SAFETY: as above.
-        let (plain_tsc, mode) = unsafe { ((*context).plain_tsc, &mut (*context).mode) };
-        // FP state may be in the host's registers: that bit stays.
-        let fp = *mode & mode::FP;
         let target = if site & thunks::SYSCALL != 0 {
             system_call::enter(cpu, bus, u64::from(site & 0xfff))
         } else {
             system_call::leave(cpu, bus)
         };
         if target != 0 {
-            *mode = mode_of(cpu, plain_tsc) & !mode::FP | fp;
-            set_view(cpu, bus, *mode);
+            jit.update_mode(cpu, bus);
         }
         return target;
     }

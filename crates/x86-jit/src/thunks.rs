@@ -7,8 +7,10 @@ use crate::{area::*, asm::*, exit::Reason};
 pub(crate) struct Thunks {
     /// `extern "C" fn()`: loads the registers and jumps to [`ENTRY`].
     pub(crate) enter: usize,
-    /// Leaves for the interpreter; r13d is the instruction's offset in its page.
+    /// The interpreter executes the instruction whose offset in its page is r13d.
     pub(crate) bail: usize,
+    /// The same, for instructions that have nothing to do with FP state.
+    pub(crate) bail_integer: usize,
     /// The page's code has changed; r13d as above.
     pub(crate) stale: usize,
     /// Called when the budget is used up; r13d as above.
@@ -102,38 +104,33 @@ const FOP: usize = 6;
 const FIP: usize = 8;
 const FDP: usize = 16;
 
-/// Emits everything at the start of the buffer. `refill` is the address of the
-/// Rust function behind [`Thunks::refill`].
-pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
-    let avx = std::is_x86_feature_detected!("avx");
-    let state: u64 = if avx { 7 } else { 3 };
-    let mut t = Thunks {
-        enter: a.here(),
-        ..Thunks::default()
-    };
-    SAVED.iter().for_each(|r| push(a, *r));
-    a.lea(4, at(4, -8));
+/// Guest registers from and to their places in memory.
+fn load_registers(a: &mut Asm) {
     for n in 0..12 {
         if let Some(r) = host_reg(n) {
             a.load(r, home(n));
         }
     }
-    a.mov_imm(COUNTER, BUDGET.into());
-    a.jmp_mem(gs(ENTRY));
+}
 
-    let exit = a.here();
+fn store_registers(a: &mut Asm) {
     for n in 0..12 {
         if let Some(r) = host_reg(n) {
             a.store(home(n), r);
         }
     }
+}
+
+/// Saves FP state that is in the host's registers and gives Rust its own.
+/// Changes caller-saved registers.
+fn save_fp(a: &mut Asm, avx: bool) {
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
     let idle = a.jcc(cc::E);
     // XSAVE would store the host's addresses of the last x87 instruction.
     a.rm(false, &[0x0f, 0xb7], RSI, gs(FP_AREA + FOP)); // movzx
     a.load(RDI, gs(FP_AREA + FIP));
     a.load(RCX, gs(FP_AREA + FDP));
-    a.mov_imm(RAX, state);
+    a.mov_imm(RAX, state(avx));
     a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 4, gs(FP_AREA)); // xsave64
     a.bytes(&[0x66]);
@@ -148,20 +145,84 @@ pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
     a.rm(false, &[0x0f, 0xae], 2, gs(HOST_MXCSR)); // ldmxcsr
     let here = a.here();
     a.patch(idle, here);
+}
+
+/// State components of XSAVE.
+const fn state(avx: bool) -> u64 {
+    if avx { 7 } else { 3 }
+}
+
+/// Keeps the vector registers over a call into Rust, if they have guest state.
+fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
+    a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
+    let idle = a.jcc(cc::E);
+    (0..16).for_each(|n| vector(a, n, store, avx));
+    if store && avx {
+        a.bytes(&[0xc5, 0xf8, 0x77]);
+    }
+    let here = a.here();
+    a.patch(idle, here);
+}
+
+/// Emits everything at the start of the buffer. `refill` and `handle` are the
+/// addresses of the Rust functions behind [`Thunks::refill`] and the thunks that
+/// have a [`Reason`].
+pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
+    let avx = std::is_x86_feature_detected!("avx");
+    let mut t = Thunks {
+        enter: a.here(),
+        ..Thunks::default()
+    };
+    SAVED.iter().for_each(|r| push(a, *r));
+    a.lea(4, at(4, -8));
+    load_registers(a);
+    a.mov_imm(COUNTER, BUDGET.into());
+    a.jmp_mem(gs(ENTRY));
+
+    let exit = a.here();
+    store_registers(a);
+    let exit_stored = a.here();
+    save_fp(a, avx);
     a.lea(4, at(4, 8));
     SAVED.iter().rev().for_each(|r| pop(a, *r));
     a.ret();
 
-    let leave = |a: &mut Asm, reason: Reason| {
+    // Registers are in memory, and vectors if they are to be kept; the stack is
+    // aligned. Goes on where `handle` says, or leaves.
+    let call_handle = a.here();
+    a.load(RDI, gs(CONTEXT));
+    a.mov_imm(RAX, handle);
+    a.bytes(&[0xff, 0xd0]); // call rax
+    a.mov(S0, RAX);
+    keep_vectors(a, false, avx);
+    a.rr(true, &[0x85], S0, S0); // test
+    let leaves = a.jcc(cc::E);
+    a.patch(leaves, exit_stored);
+    a.alu(true, Alu::Sub, COUNTER, gs(COST));
+    load_registers(a);
+    a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
+
+    let with_reason = |a: &mut Asm, reason: Reason, fp: bool| {
+        a.store_imm(gs(REASON), reason as i32);
+        store_registers(a);
+        if fp {
+            save_fp(a, avx);
+        } else {
+            keep_vectors(a, true, avx);
+        }
+        a.jmp_to(call_handle);
+    };
+    let at_offset = |a: &mut Asm, reason: Reason, fp: bool| {
         a.alu(true, Alu::Add, S1, gs(PAGE));
         a.store(gs(RIP), S1);
-        a.store_imm(gs(REASON), reason as i32);
-        a.jmp_to(exit);
+        with_reason(a, reason, fp);
     };
     t.bail = a.here();
-    leave(a, Reason::Interpret);
+    at_offset(a, Reason::Interpret, true);
+    t.bail_integer = a.here();
+    at_offset(a, Reason::Interpret, false);
     t.stale = a.here();
-    leave(a, Reason::Stale);
+    at_offset(a, Reason::Stale, false);
 
     t.branch = a.here();
     a.store(gs(SPILL), S0);
@@ -169,7 +230,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
     a.shift(false, 5, S0, 12);
     a.store(gs(ARGUMENT), S0);
     a.alu_imm(false, Alu::And, S1, 0xfff);
-    leave(a, Reason::Branch);
+    at_offset(a, Reason::Branch, false);
 
     t.poll = a.here();
     a.load(S0, gs(REQUESTS));
@@ -183,7 +244,10 @@ pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
     a.patch(requested, here);
     a.patch(used_up, here);
     a.lea(4, at(4, 8));
-    leave(a, Reason::Poll);
+    a.alu(true, Alu::Add, S1, gs(PAGE));
+    a.store(gs(RIP), S1);
+    a.store_imm(gs(REASON), Reason::Poll as i32);
+    a.jmp_to(exit);
 
     t.link_live = a.here();
     a.store(gs(ARGUMENT), S1);
@@ -193,31 +257,19 @@ pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
     a.store(gs(ARGUMENT), S1);
     let here = a.here();
     a.patch(saved, here);
-    a.store_imm(gs(REASON), Reason::Link as i32);
-    a.jmp_to(exit);
+    with_reason(a, Reason::Link, false);
 
     // The return address and nine registers: the stack is aligned for the call.
     t.refill = a.here();
     CALLER_SAVED.iter().for_each(|r| push(a, *r));
-    a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
-    let idle = a.jcc(cc::E);
-    (0..16).for_each(|n| vector(a, n, true, avx));
-    if avx {
-        a.bytes(&[0xc5, 0xf8, 0x77]);
-    }
-    let here = a.here();
-    a.patch(idle, here);
+    keep_vectors(a, true, avx);
     a.load(RDI, gs(CONTEXT));
     a.mov(RSI, S0);
     a.mov32(RDX, S1);
     a.mov_imm(RAX, refill);
     a.bytes(&[0xff, 0xd0]); // call rax
     a.mov(S0, RAX);
-    a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
-    let idle = a.jcc(cc::E);
-    (0..16).for_each(|n| vector(a, n, false, avx));
-    let here = a.here();
-    a.patch(idle, here);
+    keep_vectors(a, false, avx);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
     a.rr(true, &[0x85], S0, S0); // test
     let failed = a.jcc(cc::E);
@@ -231,9 +283,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64) -> Thunks {
     t.load_fp = a.here();
     push(a, RAX);
     push(a, RDX);
-    a.store_imm(gs(FP_AREA + 512), state as i32);
+    a.store_imm(gs(FP_AREA + 512), state(avx) as i32);
     a.store_imm(gs(FP_AREA + 520), 0);
-    a.mov_imm(RAX, state);
+    a.mov_imm(RAX, state(avx));
     a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 5, gs(FP_AREA)); // xrstor64
     a.store_imm(gs(FP_LIVE), 1);

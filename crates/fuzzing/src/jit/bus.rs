@@ -207,6 +207,9 @@ impl x86_jit::JitBus for Bus {
     fn interrupt_waits(&self) -> bool {
         self.waits
     }
+    fn must_return(&self, _: &CpuState) -> bool {
+        self.mmu.needs_sync()
+    }
     fn tsc_offset(&self) -> Option<u64> {
         Some(0)
     }

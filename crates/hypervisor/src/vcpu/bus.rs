@@ -518,11 +518,7 @@ impl GuestBus for Bus {
     }
     #[inline]
     fn poll(&mut self, cpu: &CpuState) -> bool {
-        if self.shared.is_requested()
-            || self.recheck
-            || self.mmu.needs_sync()
-            || self.irq_waiting && cpu.rflags & rflags::IF != 0
-        {
+        if x86_jit::JitBus::must_return(self, cpu) {
             return true;
         }
         self.budget -= 1;
@@ -543,6 +539,13 @@ impl x86_jit::JitBus for Bus {
     }
     fn interrupt_waits(&self) -> bool {
         self.irq_waiting
+    }
+    #[inline(always)]
+    fn must_return(&self, cpu: &CpuState) -> bool {
+        self.shared.is_requested()
+            || self.recheck
+            || self.mmu.needs_sync()
+            || self.irq_waiting && cpu.rflags & rflags::IF != 0
     }
     fn tsc_offset(&self) -> Option<u64> {
         self.tsc.plain_offset()

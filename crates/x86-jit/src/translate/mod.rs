@@ -15,6 +15,7 @@
 //! them, as execution after the fault overwrites them too.
 
 mod branch;
+mod interpret;
 mod stack;
 mod system;
 
@@ -267,8 +268,7 @@ impl Translator {
                 return Ok(true);
             }
             Kind::Unknown | Kind::Interpret => {
-                self.asm.store_imm(gs(ARGUMENT), self.interpreted as i32);
-                self.interpret(d.offset);
+                self.leave_to_interpreter(d);
                 return Ok(true);
             }
         }

@@ -1,0 +1,146 @@
+//! What translated code calls Rust for, without being left: instructions of the
+//! interpreter, branches to places that are not known yet, changed code.
+//!
+//! Registers and flags are in `CpuState`; FP state is not where it was in the
+//! host's registers ([`area::FP_LIVE`]), which only instructions that have to do
+//! with it would notice ([`crate::thunks::Thunks::bail`]).
+
+use x86_cpu::{CpuState, Shadow};
+use x86_defs::{reg, rflags};
+use x86_interp::{Interp, RunStop};
+
+use crate::{
+    Jit, JitBus,
+    area::{self, index},
+    exit::{Left, Reason},
+    run::{Context, drop_resume_flag, is_translatable, pack, unpack},
+};
+
+/// What an instruction of the interpreter's counts for, in instructions.
+const COST: u64 = 32;
+
+/// Translated code asks for what its [`Reason`] says. Returns the host address at
+/// which it goes on, or 0: it is left.
+pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
+    // SAFETY: `Jit::enter` put its own references there and uses none of them
+    // until translated code returns.
+    let (jit, interp, cpu, bus, left) = unsafe {
+        let c = &mut *context;
+        (
+            &mut *c.jit,
+            &mut *c.interp,
+            &mut *c.cpu,
+            &mut *c.bus,
+            &mut c.left,
+        )
+    };
+    let words = &mut cpu.engine.words;
+    let flags = unpack(words[index(area::FLAGS)]);
+    let reason = Reason::of(words[index(area::REASON)]);
+    let argument = core::mem::take(&mut words[index(area::ARGUMENT)]);
+    words[index(area::COST)] = 0;
+    let page = words[index(area::PAGE)];
+    let target = words[index(area::SPILL)];
+    cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+    let stop = match reason {
+        Reason::Interpret => jit.interpret(interp, cpu, bus, argument as usize),
+        Reason::Branch if cpu.is_canonical(target) => {
+            jit.stats.branches += 1;
+            let rsp = &mut cpu.gpr[reg::RSP];
+            *rsp = rsp.wrapping_add(argument).wrapping_sub(8);
+            cpu.set_rip(target);
+            RunStop::Poll
+        }
+        Reason::Branch => {
+            // #GP(0) at the branch, if it is one.
+            if target == page.wrapping_add(0x1000) {
+                cpu.set_rip(target);
+            }
+            jit.interpret(interp, cpu, bus, 0)
+        }
+        Reason::Link => {
+            let code = jit.follow_link(interp, cpu, bus, argument as usize);
+            if code != 0 {
+                return code;
+            }
+            RunStop::Poll
+        }
+        Reason::Stale | Reason::Poll => {
+            jit.stale = true;
+            RunStop::Poll
+        }
+    };
+    if stop != RunStop::Poll {
+        *left = Left::Stopped(stop);
+        return 0;
+    }
+    let code = jit.proceed(interp, cpu, bus);
+    *left = Left::Again;
+    code
+}
+
+impl<B: JitBus> Jit<B> {
+    /// Has the interpreter execute the instruction at RIP; `site` is its number,
+    /// or 0.
+    fn interpret(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        site: usize,
+    ) -> RunStop {
+        self.stats.interpreted += 1;
+        let rip = cpu.rip();
+        let stop = match self.interpreted.get(site.wrapping_sub(1)) {
+            Some(insn) => interp.execute(cpu, bus, insn),
+            None => interp.one(cpu, bus),
+        };
+        // A repeated instruction that goes on has done much: a look at the clock is due.
+        let cost = if cpu.rip() == rip {
+            area::BUDGET.into()
+        } else {
+            COST
+        };
+        cpu.engine.words[index(area::COST)] = cost;
+        stop
+    }
+
+    /// The block that link site `number` leads to, from now on directly; 0 if there is none.
+    fn follow_link(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        number: usize,
+    ) -> u64 {
+        let Some(site) = self.translator.links.get(number).copied() else {
+            self.stale = true;
+            return 0;
+        };
+        let page = cpu.engine.words[index(area::PAGE)];
+        cpu.set_rip(page + u64::from(site.target));
+        let flushes = self.stats.flushes;
+        self.select(cpu, bus);
+        let Some(next) = self.find_block(interp, cpu, bus) else {
+            return 0;
+        };
+        self.select(cpu, bus);
+        if self.stats.flushes == flushes {
+            self.link(site, next);
+        }
+        self.buffer.rx() as u64 + next.entries.saved as u64
+    }
+
+    /// Where to go on at RIP; 0 if not in translated code.
+    fn proceed(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u64 {
+        if interp.resets() != self.resets || bus.must_return(cpu) && cpu.shadow == Shadow::None {
+            return 0;
+        }
+        drop_resume_flag(cpu);
+        if !is_translatable(cpu) {
+            return 0;
+        }
+        cpu.engine.words[index(area::FLAGS)] = pack(cpu.rflags);
+        self.find(interp, cpu, bus).unwrap_or(0)
+    }
+}
