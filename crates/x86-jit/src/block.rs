@@ -28,6 +28,8 @@ pub(crate) const ALL: u32 = RflagsBits::OF
 
 /// Instructions of a block at most.
 const MAX_INSNS: usize = 48;
+/// Bytes of an instruction at most.
+const MAX_LEN: usize = 15;
 
 /// An instruction of a block.
 #[derive(Clone, Copy, Debug)]
@@ -41,7 +43,8 @@ pub(crate) struct Decoded {
 }
 
 /// Decodes the block at `gva` in 64-bit mode; IP 0 is the page's start.
-/// Empty if nothing can be fetched.
+/// Empty if nothing can be fetched. An instruction that straddles two pages is
+/// a block of its own: true is returned for one.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     kinds: &mut Kinds,
@@ -49,7 +52,7 @@ pub(crate) fn decode<B: GuestBus>(
     bus: &mut B,
     gva: u64,
     mode: u8,
-) {
+) -> bool {
     out.clear();
     let options = gating::decoder_options(&cpu.features);
     let mut offset = (gva & 0xfff) as u32;
@@ -57,7 +60,8 @@ pub(crate) fn decode<B: GuestBus>(
     let mut bytes = [0; 64];
     let (mut start, mut have) = (0, 0);
     let mut i = Instruction::default();
-    while out.len() < MAX_INSNS && offset < 0x1000 {
+    let mut straddles = false;
+    while out.len() < MAX_INSNS && offset < 0x1000 && !straddles {
         // The bytes are tracked as code, so no more than may be needed.
         let used = (offset - start) as usize;
         if used + 15 > have || have == 0 {
@@ -65,14 +69,28 @@ pub(crate) fn decode<B: GuestBus>(
             let room = (0x1000 - offset as usize).min(bytes.len());
             have = match bus.code_bytes(cpu, page + u64::from(offset), &mut bytes[..room]) {
                 Ok(n) => n,
-                Err(_) => return,
+                Err(_) => return false,
             };
         }
         let from = (offset - start) as usize;
         let mut decoder = Decoder::with_ip(64, &bytes[from..have], offset.into(), options);
         decoder.decode_out(&mut i);
-        if decoder.last_error() != DecoderError::None {
-            // It straddles two pages, or is none: the interpreter's business.
+        let mut error = decoder.last_error();
+        if error == DecoderError::NoMoreBytes && have - from < MAX_LEN {
+            if !out.is_empty() {
+                break;
+            }
+            // A page that cannot be fetched is the interpreter's business.
+            let next = &mut bytes[have..from + MAX_LEN];
+            if let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), next) {
+                straddles = true;
+                let end = (have + n).min(bytes.len());
+                let mut decoder = Decoder::with_ip(64, &bytes[from..end], offset.into(), options);
+                decoder.decode_out(&mut i);
+                error = decoder.last_error();
+            }
+        }
+        if error != DecoderError::None {
             out.push(Decoded {
                 i: Instruction::default(),
                 kind: Kind::Interpret,
@@ -145,6 +163,7 @@ pub(crate) fn decode<B: GuestBus>(
         };
         d.live_in = live;
     }
+    straddles
 }
 
 /// LOCK is allowed with a memory destination only (#UD otherwise).

@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use x86_cpu::CodePage;
+
 use crate::translate::{Entries, TARGETS_LEN};
 
 /// A translated block.
@@ -10,6 +12,8 @@ pub(crate) struct Block {
     pub(crate) entries: Entries,
     /// Generation of the page's code that it was translated from.
     pub(crate) generation: u32,
+    /// The page that the last bytes of its one instruction are on.
+    pub(crate) second: Option<CodePage>,
 }
 
 /// Entry of the table of indirect targets, as generated code reads it.

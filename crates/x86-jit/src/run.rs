@@ -236,14 +236,16 @@ impl<B: JitBus> Jit<B> {
         let rip = cpu.rip();
         let page = bus.code_page(cpu, rip).ok()?;
         let key = (page.id | rip & 0xfff, self.mode);
-        let cell = bus.mmu().code_generation_cell(page.id)?;
-        let cell_address = cell.as_ptr() as u64;
-        let generation = cell.load(core::sync::atomic::Ordering::Acquire);
-        match self.cache.blocks.get(&key) {
-            Some(b) if b.generation == generation => Some(*b),
-            _ => Some(self.translate(interp, cpu, bus, key, cell_address, generation)),
+        let code = Source::of(bus, page.id)?;
+        if let Some(b) = self.cache.blocks.get(&key).copied()
+            && b.generation == code.generation
+            // The neighbour may be mapped elsewhere, or not at all, by now.
+            && (b.second.is_none() || bus.code_page(cpu, next_page(rip)).ok() == b.second)
+        {
+            return (b.entries.outer != 0).then_some(b);
         }
-        .filter(|b| b.entries.outer != 0)
+        self.translate(interp, cpu, bus, key, code)
+            .filter(|b| b.entries.outer != 0)
     }
 
     /// An untranslatable instruction gets a block with no entries.
@@ -253,38 +255,52 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
         key: (u64, u8),
-        cell: u64,
-        generation: u32,
-    ) -> Block {
+        code: Source,
+    ) -> Option<Block> {
         if self.used + MAX_BLOCK > self.buffer.len() {
             self.flush_all();
         }
         let rip = cpu.rip();
-        block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, rip, key.1);
+        let mut decode = |bus: &mut B, cpu: &mut CpuState| {
+            block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, rip, key.1)
+        };
+        let mut second = None;
+        let mut sources = [code, code];
+        if decode(bus, cpu) {
+            // The generation first, then the bytes.
+            let page = bus.code_page(cpu, next_page(rip)).ok()?;
+            sources[1] = Source::of(bus, page.id)?;
+            second = Some(page);
+            if !decode(bus, cpu) {
+                return None;
+            }
+        }
+        let sources = &sources[..1 + usize::from(second.is_some())];
         let mut block = Block {
             entries: Entries::default(),
-            generation,
+            generation: code.generation,
+            second,
         };
         if self.decoded.is_empty() {
             self.cache.blocks.insert(key, block);
-            return block;
+            return Some(block);
         }
         let site = self.prepare(interp, cpu, bus);
         block.entries = self
             .translator
-            .block(&self.decoded, self.used, cell, generation, site);
+            .block(&self.decoded, self.used, sources, site);
         let code = &self.translator.asm.buf;
         // There is room: `MAX_BLOCK`.
         if !self.buffer.write(self.used, code) {
             block.entries = Entries::default();
-            return block;
+            return Some(block);
         }
         self.stats.blocks += 1;
         self.stats.insns += self.decoded.len() as u64;
         self.stats.bytes += code.len() as u64;
         self.used = (self.used + code.len()).next_multiple_of(16);
         self.cache.blocks.insert(key, block);
-        block
+        Some(block)
     }
 
     /// Decodes for the interpreter the instruction that the block ends with;
@@ -358,6 +374,29 @@ impl<B: JitBus> Jit<B> {
         self.buffer.write(site.patch, &rel.to_le_bytes());
         self.stats.links += 1;
     }
+}
+
+/// Code that a block is made from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Source {
+    /// Host address of the page's code generation.
+    pub(crate) cell: u64,
+    /// Its value.
+    pub(crate) generation: u32,
+}
+
+impl Source {
+    fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
+        let cell = bus.mmu().code_generation_cell(id)?;
+        Some(Self {
+            cell: cell.as_ptr() as u64,
+            generation: cell.load(core::sync::atomic::Ordering::Acquire),
+        })
+    }
+}
+
+fn next_page(rip: u64) -> u64 {
+    (rip | 0xfff).wrapping_add(1)
 }
 
 /// What [`set_view`] has set: the key of targets, and its spread.

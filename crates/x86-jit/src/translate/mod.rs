@@ -8,6 +8,10 @@
 //! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
 //! ```
 //!
+//! An instruction that straddles two pages is a block that can be entered from
+//! outside only, where both pages are checked; the other entries lead there
+//! through the target table.
+//!
 //! RFLAGS is free for the translator's own use wherever no guest flag is live.
 //! DEVIATION: a fault of an instruction after which the block overwrites all
 //! arithmetic flags unread is delivered with unspecified values of those flags
@@ -30,6 +34,7 @@ use crate::{
     asm::*,
     block::Decoded,
     kind::Kind,
+    run::Source,
     thunks::{self, Thunks, restore_flags, save_flags, site},
 };
 
@@ -141,15 +146,14 @@ impl Translator {
     }
 
     /// Translates a block to offset `base` of the buffer; the code is in `self.asm`.
-    /// `cell` is the host address of the page's code generation, `generation` its
-    /// value; `interpreted` is the number of the instruction that the block leaves
-    /// to the interpreter at its end.
+    /// `sources` is the page, or the two pages that its one instruction straddles;
+    /// `interpreted` is the number of the instruction that the block leaves to the
+    /// interpreter at its end.
     pub(crate) fn block(
         &mut self,
         insns: &[Decoded],
         base: usize,
-        cell: u64,
-        generation: u32,
+        sources: &[Source],
         interpreted: u32,
     ) -> Entries {
         self.interpreted = interpreted;
@@ -159,12 +163,14 @@ impl Translator {
         let live = insns.first().map_or(0, |d| d.live_in);
         let a = &mut self.asm;
         let outer = a.here();
-        a.mov_imm(S0, cell);
-        a.rm(false, &[0x81], 7, at(S0, 0));
-        a.bytes(&generation.to_le_bytes());
-        let from = a.jcc(cc::NE);
-        self.stubs.push(Stub::Stale { from, offset });
-        let saved = a.here();
+        for source in sources {
+            a.mov_imm(S0, source.cell);
+            a.rm(false, &[0x81], 7, at(S0, 0));
+            a.bytes(&source.generation.to_le_bytes());
+            let from = a.jcc(cc::NE);
+            self.stubs.push(Stub::Stale { from, offset });
+        }
+        let mut saved = a.here();
         a.alu_imm(true, Alu::Sub, COUNTER, insns.len() as i32);
         let from = a.jcc(cc::S);
         let resume = a.here();
@@ -212,6 +218,10 @@ impl Translator {
         }
         if !ended && let Some(d) = insns.last() {
             self.fall_through(d.offset + d.i.len() as u32);
+        }
+        if sources.len() > 1 {
+            saved = self.asm.here();
+            self.far(offset, offset as i32);
         }
         let inner = if live == 0 {
             saved
