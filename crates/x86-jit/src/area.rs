@@ -78,6 +78,8 @@ pub(crate) const COST: usize = word(21);
 pub(crate) const SLOT: usize = word(24);
 /// Return address of that call.
 pub(crate) const RETURN: usize = word(25);
+/// Host pointers of groups, `groups::MAX_KEPT` words.
+pub(crate) const KEPT: usize = word(26);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
 

@@ -4,7 +4,10 @@ use iced_x86::{Decoder, DecoderError, EncodingKind, Instruction, Mnemonic, OpKin
 use x86_cpu::{CpuState, GuestBus};
 use x86_interp::gating;
 
-use crate::kind::{Kind, Kinds};
+use crate::{
+    groups::Member,
+    kind::{Kind, Kinds},
+};
 
 /// Mode bits: what a block was translated for, besides its bytes.
 pub(crate) mod mode {
@@ -16,6 +19,8 @@ pub(crate) mod mode {
     pub(crate) const KERNEL: u8 = 2;
     /// RDTSC is allowed, and an addition.
     pub(crate) const TSC: u8 = 4;
+    /// Every access probes for itself: see `groups`.
+    pub(crate) const SPLIT: u8 = 0x40;
 }
 
 /// The six arithmetic flags.
@@ -40,6 +45,8 @@ pub(crate) struct Decoded {
     pub(crate) offset: u32,
     /// Flags that something may read before they are written, this instruction included.
     pub(crate) live_in: u32,
+    /// Its access shares a probe with others.
+    pub(crate) member: Option<Member>,
 }
 
 /// Decodes the block at `gva` in 64-bit mode; IP 0 is the page's start.
@@ -96,6 +103,7 @@ pub(crate) fn decode<B: GuestBus>(
                 kind: Kind::Interpret,
                 offset,
                 live_in: 0,
+                member: None,
             });
             break;
         }
@@ -130,6 +138,7 @@ pub(crate) fn decode<B: GuestBus>(
             kind,
             offset,
             live_in: 0,
+            member: None,
         });
         offset += i.len() as u32;
         if matches!(

@@ -12,6 +12,7 @@ use x86_interp::{Interp, RunStop};
 use crate::{
     Jit, JitBus,
     area::{self, index},
+    block::mode,
     exit::{Left, Reason},
     run::{Context, drop_resume_flag, is_translatable, pack, unpack},
 };
@@ -121,7 +122,8 @@ impl<B: JitBus> Jit<B> {
         cpu.set_rip(page + u64::from(site.target));
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
-        let Some(next) = self.find_block(interp, cpu, bus) else {
+        let split = if site.split { mode::SPLIT } else { 0 };
+        let Some(next) = self.find_block(interp, cpu, bus, self.mode | split) else {
             return 0;
         };
         self.select(cpu, bus);

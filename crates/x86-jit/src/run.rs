@@ -3,6 +3,7 @@
 use core::arch::asm;
 
 use host::code_buffer::CodeBuffer;
+use iced_x86::InstructionInfoFactory;
 use x86_cpu::{Access, CodeSize, CpuState, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
@@ -17,6 +18,7 @@ use crate::{
     block::{self, Decoded, mode},
     cache::{Block, Cache},
     exit::{Left, Reason},
+    groups::Groups,
     kind::{Kind, Kinds},
     leave::handle,
     system_call,
@@ -70,6 +72,8 @@ pub struct Jit<B> {
     pub(crate) cache: Cache,
     kinds: Kinds,
     decoded: Vec<Decoded>,
+    groups: Groups,
+    info: InstructionInfoFactory,
     /// Instructions at which blocks leave for the interpreter.
     pub(crate) interpreted: Vec<Insn<B>>,
     /// [`Interp::resets`] that they belong to.
@@ -112,6 +116,8 @@ impl<B: JitBus> Jit<B> {
             cache: Cache::new(),
             kinds: Kinds::new(),
             decoded: Vec::new(),
+            groups: Groups::default(),
+            info: InstructionInfoFactory::new(),
             interpreted: Vec::new(),
             resets: 0,
             translator: Translator::new(thunks),
@@ -217,7 +223,7 @@ impl<B: JitBus> Jit<B> {
             return Some(code);
         }
         self.stale = false;
-        let block = self.find_block(interp, cpu, bus)?;
+        let block = self.find_block(interp, cpu, bus, self.mode)?;
         // Fetching may have filled tables.
         self.select(cpu, bus);
         let (key, mix) = target_key(cpu);
@@ -232,10 +238,11 @@ impl<B: JitBus> Jit<B> {
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
+        mode: u8,
     ) -> Option<Block> {
         let rip = cpu.rip();
         let page = bus.code_page(cpu, rip).ok()?;
-        let key = (page.id | rip & 0xfff, self.mode);
+        let key = (page.id | rip & 0xfff, mode);
         let code = Source::of(bus, page.id)?;
         if let Some(b) = self.cache.blocks.get(&key).copied()
             && b.generation == code.generation
@@ -284,6 +291,9 @@ impl<B: JitBus> Jit<B> {
         if self.decoded.is_empty() {
             self.cache.blocks.insert(key, block);
             return Some(block);
+        }
+        if key.1 & mode::SPLIT == 0 {
+            self.groups.form(&mut self.decoded, &mut self.info);
         }
         let site = self.prepare(interp, cpu, bus);
         block.entries = self

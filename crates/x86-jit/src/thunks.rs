@@ -23,6 +23,8 @@ pub(crate) struct Thunks {
     pub(crate) branch: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`].
     pub(crate) refill: usize,
+    /// The same for a group of accesses: r14 is 0 if it cannot be refilled.
+    pub(crate) refill_group: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
 }
@@ -103,6 +105,21 @@ fn vector(a: &mut Asm, n: u8, store: bool, avx: bool) {
 const FOP: usize = 6;
 const FIP: usize = 8;
 const FDP: usize = 16;
+
+/// Calls the Rust function at `refill`: the return address and nine registers are
+/// on the stack, which is aligned for it.
+fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
+    CALLER_SAVED.iter().for_each(|r| push(a, *r));
+    keep_vectors(a, true, avx);
+    a.load(RDI, gs(CONTEXT));
+    a.mov(RSI, S0);
+    a.mov32(RDX, S1);
+    a.mov_imm(RAX, refill);
+    a.bytes(&[0xff, 0xd0]); // call rax
+    a.mov(S0, RAX);
+    keep_vectors(a, false, avx);
+    CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
+}
 
 /// Guest registers from and to their places in memory.
 fn load_registers(a: &mut Asm) {
@@ -259,18 +276,8 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.patch(saved, here);
     with_reason(a, Reason::Link, false);
 
-    // The return address and nine registers: the stack is aligned for the call.
     t.refill = a.here();
-    CALLER_SAVED.iter().for_each(|r| push(a, *r));
-    keep_vectors(a, true, avx);
-    a.load(RDI, gs(CONTEXT));
-    a.mov(RSI, S0);
-    a.mov32(RDX, S1);
-    a.mov_imm(RAX, refill);
-    a.bytes(&[0xff, 0xd0]); // call rax
-    a.mov(S0, RAX);
-    keep_vectors(a, false, avx);
-    CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
+    call_refill(a, refill, avx);
     a.rr(true, &[0x85], S0, S0); // test
     let failed = a.jcc(cc::E);
     a.ret();
@@ -279,6 +286,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.lea(4, at(4, 8));
     a.alu_imm(false, Alu::And, S1, 0xfff);
     a.jmp_to(t.bail);
+    t.refill_group = a.here();
+    call_refill(a, refill, avx);
+    a.ret();
 
     t.load_fp = a.here();
     push(a, RAX);

@@ -97,6 +97,94 @@ impl Builder<'_> {
         e
     }
 
+    /// Accesses close to each other, by registers that move by constants.
+    pub(super) fn neighbours(&mut self) -> Element {
+        const FORMS: [Code; 14] = [
+            Code::Mov_r64_rm64,
+            Code::Mov_rm64_r64,
+            Code::Mov_r32_rm32,
+            Code::Mov_rm8_r8,
+            Code::Movzx_r32_rm16,
+            Code::Add_rm32_r32,
+            Code::Adc_r64_rm64,
+            Code::Cmp_rm8_imm8,
+            Code::Mov_rm32_imm32,
+            Code::Inc_rm64,
+            Code::Movups_xmm_xmmm128,
+            Code::Movups_xmmm128_xmm,
+            Code::Cmove_r64_rm64,
+            Code::Xchg_rm64_r64,
+        ];
+        let mut e = Element::default();
+        let mut bases = [R::RSP; 2];
+        for b in &mut bases {
+            if !self.r.one_in(6) {
+                *b = general(&mut self.r);
+            }
+        }
+        let index = general(&mut self.r);
+        for b in bases {
+            let at = self.target(64);
+            e.push(mov(b, if b == R::RSP { at & !7 } else { at }));
+        }
+        e.push(mov(index, self.r.below(16)));
+        let mut values = false;
+        for _ in 0..3 + self.r.below(10) {
+            let r = &mut self.r;
+            let base = r.pick(&bases);
+            match r.below(12) {
+                0 => e.push(made(Instruction::with2(
+                    r.pick(&[Code::Add_rm64_imm8, Code::Sub_rm64_imm8]),
+                    base,
+                    8 * r.below(4) as i32,
+                ))),
+                1 => e.push(made(Instruction::with1(
+                    r.pick(&[Code::Inc_rm64, Code::Dec_rm64]),
+                    r.pick(&[base, index]),
+                ))),
+                2 => {
+                    let m = MemoryOperand::with_base_displ(base, r.below(32) as i64);
+                    let to = r.pick(&bases);
+                    e.push(made(Instruction::with2(Code::Lea_r64_m, to, m)));
+                }
+                3 => {
+                    let to = r.pick(&bases);
+                    e.push(made(Instruction::with2(Code::Mov_r64_rm64, to, base)));
+                }
+                4 if bases.contains(&R::RSP) => {
+                    let code = r.pick(&[Code::Push_r64, Code::Pop_r64]);
+                    e.push(made(Instruction::with1(code, general(r))));
+                }
+                5 if !values => {
+                    // Something of which nothing is known.
+                    values = true;
+                    e.push(made(Instruction::with2(
+                        Code::And_rm64_imm8,
+                        r.pick(&[base, index]),
+                        -8,
+                    )));
+                }
+                _ => {
+                    let code = r.pick(&FORMS);
+                    let disp = r.below(80) as i64 - 16;
+                    let m = if r.one_in(4) {
+                        let scale = r.pick(&[1, 2, 4, 8]);
+                        MemoryOperand::new(base, index, scale, disp, 1, false, R::None)
+                    } else {
+                        MemoryOperand::with_base_displ(base, disp)
+                    };
+                    let register = general(r);
+                    let n = register.number() as u32;
+                    let v = r.next() as i8;
+                    e.push(neighbour(code, m, n, v));
+                }
+            }
+        }
+        let e2 = self.stack();
+        e.code.extend(e2.code);
+        e
+    }
+
     pub(super) fn system(&mut self) -> Element {
         let mut e = Element::default();
         let r = &mut self.r;
@@ -315,4 +403,24 @@ fn single(i: Instruction, to: Target) -> Element {
     let mut e = Element::default();
     e.push_fixed(i, Fix::Branch(to));
     e
+}
+
+/// `code` with a memory operand, and register `n` or `v` for the other.
+fn neighbour(code: Code, m: MemoryOperand, n: u32, v: i8) -> Instruction {
+    let register = match code {
+        Code::Mov_rm8_r8 => [R::AL, R::CL, R::DL, R::BL][n as usize % 4],
+        Code::Mov_r32_rm32 | Code::Movzx_r32_rm16 | Code::Add_rm32_r32 => R::EAX + n,
+        Code::Movups_xmm_xmmm128 | Code::Movups_xmmm128_xmm => R::XMM0 + n,
+        _ => R::RAX + n,
+    };
+    made(match code {
+        Code::Cmp_rm8_imm8 | Code::Mov_rm32_imm32 => Instruction::with2(code, m, i32::from(v)),
+        Code::Inc_rm64 => Instruction::with1(code, m),
+        Code::Mov_rm64_r64
+        | Code::Mov_rm8_r8
+        | Code::Add_rm32_r32
+        | Code::Movups_xmmm128_xmm
+        | Code::Xchg_rm64_r64 => Instruction::with2(code, m, register),
+        _ => Instruction::with2(code, register, m),
+    })
 }

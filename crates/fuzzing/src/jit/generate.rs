@@ -86,6 +86,7 @@ impl Generator {
                     b.patchable()
                 }
                 10 if b.r.one_in(2) => b.stack(),
+                11..14 => b.neighbours(),
                 _ => b.any(),
             };
             elements.push(e);

@@ -22,7 +22,7 @@ impl Translator {
         let condition = d.i.condition_code();
         let from = self.asm.jcc(condition_bits(condition).ok_or(Unsupported)?);
         if (0..0x1000).contains(&t) {
-            self.link(from, t as u32, true);
+            self.link(from, t as u32, true, false);
         } else {
             self.stubs.push(Stub::Far {
                 from,
@@ -38,7 +38,7 @@ impl Translator {
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
-            self.link(from, t as u32, true);
+            self.link(from, t as u32, true, false);
         } else {
             save_flags(&mut self.asm);
             self.far(offset, t as i32);
@@ -62,12 +62,14 @@ impl Translator {
         self.jump(offset, Stack::Keep);
     }
 
-    pub(super) fn link(&mut self, from: usize, target: u32, live: bool) {
+    /// A branch to an offset in the page. `split`: see [`LinkSite::split`].
+    pub(super) fn link(&mut self, from: usize, target: u32, live: bool, split: bool) {
         let number = self.links.len() as u32;
         self.links.push(LinkSite {
             patch: from,
             target,
             saved: !live,
+            split,
         });
         self.stubs.push(Stub::Link { from, number, live });
     }
@@ -113,11 +115,17 @@ impl Translator {
 
     /// Writes the return address; RSP is not changed yet.
     pub(super) fn push_return(&mut self, d: &Decoded) {
-        self.asm.lea(S0, at(GUEST_RSP, -8));
-        self.probe(d.offset, 8, true);
+        let disp = match d.member {
+            Some(m) if !m.first => self.follow(m),
+            _ => {
+                self.asm.lea(S0, at(GUEST_RSP, -8));
+                self.probe(d.offset, 8, true);
+                0
+            }
+        };
         self.asm.load(S1, gs(PAGE));
         self.asm.lea(S1, at(S1, d.offset as i32 + d.i.len() as i32));
-        self.asm.store(at(S0, 0), S1);
+        self.asm.store(at(S0, disp), S1);
     }
 
     pub(super) fn call(&mut self, d: &Decoded) -> Emit {
@@ -127,7 +135,7 @@ impl Translator {
         if (0..0x1000).contains(&t) {
             self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
             let from = self.asm.jmp();
-            self.link(from, t as u32, false);
+            self.link(from, t as u32, false, false);
         } else {
             self.asm.load(S0, gs(PAGE));
             self.asm.lea(S0, at(S0, far));
@@ -139,7 +147,7 @@ impl Translator {
     pub(super) fn indirect(&mut self, d: &Decoded) -> Emit {
         let call = d.kind == Kind::CallIndirect;
         if d.i.op0_kind() == OpKind::Memory {
-            self.address(&d.i, true)?;
+            self.address(&d.i, 0)?;
             self.probe(d.offset, 8, false);
             self.asm.load(S0, at(S0, 0));
         } else {
@@ -165,9 +173,15 @@ impl Translator {
     }
 
     pub(super) fn ret(&mut self, d: &Decoded) {
-        self.asm.mov(S0, GUEST_RSP);
-        self.probe(d.offset, 8, false);
-        self.asm.load(S0, at(S0, 0));
+        let disp = match d.member {
+            Some(m) if !m.first => self.follow(m),
+            _ => {
+                self.asm.mov(S0, GUEST_RSP);
+                self.probe(d.offset, 8, false);
+                0
+            }
+        };
+        self.asm.load(S0, at(S0, disp));
         let extra = if d.i.op_count() == 1 {
             i32::from(d.i.immediate16())
         } else {

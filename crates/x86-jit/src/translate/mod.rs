@@ -33,6 +33,7 @@ use crate::{
     area::*,
     asm::*,
     block::Decoded,
+    groups::{self, Member, is_write},
     kind::Kind,
     run::Source,
     thunks::{self, Thunks, restore_flags, save_flags, site},
@@ -47,6 +48,8 @@ pub(crate) struct LinkSite {
     pub(crate) target: u32,
     /// Flags are in memory, not in RFLAGS.
     pub(crate) saved: bool,
+    /// Leads to the translation in which every access probes for itself.
+    pub(crate) split: bool,
 }
 
 /// Entry points of a translated block, as offsets in the buffer.
@@ -65,6 +68,13 @@ enum Stub {
         from: usize,
         resume: usize,
         site: u32,
+    },
+    /// TLB miss of a group.
+    RefillGroup {
+        from: usize,
+        resume: usize,
+        offset: u32,
+        member: Member,
     },
     /// Leave at an instruction.
     Bail {
@@ -114,6 +124,10 @@ pub(crate) struct Translator {
     thunks: Thunks,
     /// Number of the interpreter's instruction at the end, 0 if there is none.
     interpreted: u32,
+    /// The group whose pointer is in r14.
+    current: Option<u16>,
+    /// The host has BMI2.
+    rorx: bool,
 }
 
 impl core::fmt::Debug for Translator {
@@ -142,6 +156,8 @@ impl Translator {
             info: InstructionInfoFactory::new(),
             thunks,
             interpreted: 0,
+            current: None,
+            rorx: std::is_x86_feature_detected!("bmi2"),
         }
     }
 
@@ -159,6 +175,7 @@ impl Translator {
         self.interpreted = interpreted;
         self.asm.start(base);
         self.stubs.clear();
+        self.current = None;
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
         let a = &mut self.asm;
@@ -203,7 +220,12 @@ impl Translator {
             rest = &rest[1..];
             let (code, stubs, links) = (self.asm.buf.len(), self.stubs.len(), self.links.len());
             match self.instruction(d) {
-                Ok(ends) => ended = ends,
+                Ok(ends) => {
+                    ended = ends;
+                    if d.member.is_none() && groups::takes_pointer_register(d) {
+                        self.current = None;
+                    }
+                }
                 Err(Unsupported) => {
                     self.asm.buf.truncate(code);
                     self.stubs.truncate(stubs);
@@ -291,83 +313,74 @@ impl Translator {
         self.asm.jmp_to(self.thunks.bail);
     }
 
-    /// The effective address in r14. Changes flags if there is a segment base to add.
-    fn address(&mut self, i: &Instruction, with_segment: bool) -> Emit {
-        let (base, index) = (i.memory_base(), i.memory_index());
-        let a = &mut self.asm;
+    /// The linear address less `less` in r14. Changes flags if there is a segment base to add.
+    fn address(&mut self, i: &Instruction, less: i32) -> Emit {
+        let base = i.memory_base();
         if base == Register::RIP {
             let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
-            a.load(S0, gs(PAGE));
-            a.lea(S0, at(S0, disp));
+            let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+            self.asm.load(S0, gs(PAGE));
+            self.asm.lea(S0, at(S0, disp));
         } else {
-            let wide = match (base, index) {
-                (Register::EIP, _) => return Err(Unsupported),
-                (Register::None, Register::None) => i.memory_displ_size() == 8,
-                (Register::None, r) | (r, _) => r.is_gpr64(),
-            };
-            let disp = if wide {
-                i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?
-            } else {
-                i.memory_displacement32() as i32
-            };
-            let mut reg = |r: Register, scratch: Reg| {
-                let n = r.number() as u8;
-                host_reg(n).unwrap_or_else(|| {
-                    a.load(scratch, home(n));
-                    scratch
-                })
-            };
-            let base = (base != Register::None).then(|| reg(base, S0));
-            let index = (index != Register::None).then(|| {
-                (
-                    reg(index, S1),
-                    i.memory_index_scale().trailing_zeros() as u8,
-                )
-            });
-            let a = &mut self.asm;
-            match (base, index, disp) {
+            let (m, wide) = self.effective(i, less)?;
+            match (m.base, m.index, m.disp) {
                 (Some(b), None, 0) if wide => {
                     if b != S0 {
-                        a.mov(S0, b);
+                        self.asm.mov(S0, b);
                     }
                 }
-                _ => a.rm(
-                    wide,
-                    &[0x8d],
-                    S0,
-                    Mem {
-                        base,
-                        index,
-                        disp,
-                        gs: false,
-                    },
-                ),
+                _ => self.asm.rm(wide, &[0x8d], S0, m),
             }
         }
-        if with_segment && matches!(i.memory_segment(), Register::FS | Register::GS) {
+        if matches!(i.memory_segment(), Register::FS | Register::GS) {
             let n = i.memory_segment().number();
             self.asm.alu(true, Alu::Add, S0, segment_base(n));
         }
         Ok(())
     }
 
+    /// The operand of a LEA for the effective address less `less`, without RIP,
+    /// and whether it has 64 bits. Registers that live in memory are loaded to
+    /// r13, or r14 for the second.
+    fn effective(&mut self, i: &Instruction, less: i32) -> Result<(Mem, bool), Unsupported> {
+        let (base, index) = (i.memory_base(), i.memory_index());
+        let wide = match (base, index) {
+            (Register::EIP, _) => return Err(Unsupported),
+            (Register::None, Register::None) => i.memory_displ_size() == 8,
+            (Register::None, r) | (r, _) => r.is_gpr64(),
+        };
+        let disp = if wide {
+            i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?
+        } else {
+            i.memory_displacement32() as i32
+        };
+        let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+        let mut scratch = S1;
+        let mut reg = |r: Register| {
+            (r != Register::None).then(|| {
+                let n = r.number() as u8;
+                host_reg(n).unwrap_or_else(|| {
+                    let to = scratch;
+                    self.asm.load(to, home(n));
+                    scratch = S0;
+                    to
+                })
+            })
+        };
+        let base = reg(base);
+        let index = reg(index).map(|r| (r, i.memory_index_scale().trailing_zeros() as u8));
+        let operand = Mem {
+            base,
+            index,
+            disp,
+            gs: false,
+        };
+        Ok((operand, wide))
+    }
+
     /// From the gva in r14 to a host address in r14, by the software TLB.
     fn probe(&mut self, offset: u32, size: u32, write: bool) {
-        let (table, mask) = if write {
-            (WRITE_TABLE, WRITE_MASK)
-        } else {
-            (READ_TABLE, READ_MASK)
-        };
-        let a = &mut self.asm;
-        a.mov(S1, S0);
-        a.shift(true, 5, S1, 8);
-        a.alu(false, Alu::And, S1, gs(mask));
-        a.alu(true, Alu::Add, S1, gs(table));
-        a.alu(true, Alu::Sub, S0, at(S1, 0));
-        a.alu_imm(true, Alu::Cmp, S0, 4096 - size as i32);
-        let from = a.jcc(cc::A);
-        a.alu(true, Alu::Add, S0, at(S1, 8));
-        let resume = a.here();
+        let (from, resume) = self.look_up(size, write);
         self.stubs.push(Stub::Refill {
             from,
             resume,
@@ -375,20 +388,86 @@ impl Translator {
         });
     }
 
-    /// The memory operand's host address in r14, flags kept if they are live.
-    fn operand(&mut self, d: &Decoded, size: u32, write: bool, aligned: bool) -> Emit {
+    /// The probe of a group: r14 has the address of its first byte.
+    fn probe_group(&mut self, offset: u32, member: Member) {
+        let (from, resume) = self.look_up(member.span, member.write);
+        self.stubs.push(Stub::RefillGroup {
+            from,
+            resume,
+            offset,
+            member,
+        });
+        if let Some(slot) = member.slot {
+            self.asm.store(gs(KEPT + 8 * usize::from(slot)), S0);
+        }
+        self.current = Some(member.group);
+    }
+
+    /// The inline part of a probe; returns the branch to take on a miss and
+    /// where to come back to.
+    fn look_up(&mut self, size: u32, write: bool) -> (usize, usize) {
+        let (table, mask) = if write {
+            (WRITE_TABLE, WRITE_MASK)
+        } else {
+            (READ_TABLE, READ_MASK)
+        };
+        let a = &mut self.asm;
+        if self.rorx {
+            // rorx r13, r14, 8
+            a.bytes(&[0xc4, 0x43, 0xfb, 0xf0, 0xee, 8]);
+        } else {
+            a.mov(S1, S0);
+            a.shift(true, 5, S1, 8);
+        }
+        a.alu(false, Alu::And, S1, gs(mask));
+        a.alu(true, Alu::Add, S1, gs(table));
+        a.alu(true, Alu::Sub, S0, at(S1, 0));
+        a.alu_imm(true, Alu::Cmp, S0, 4096 - size as i32);
+        let from = a.jcc(cc::A);
+        a.alu(true, Alu::Add, S0, at(S1, 8));
+        (from, a.here())
+    }
+
+    /// Where from r14 a group's further access is.
+    fn follow(&mut self, member: Member) -> i32 {
+        if self.current != Some(member.group) {
+            let Some(slot) = member.slot else {
+                unreachable!("the pointer of a group without a slot was lost");
+            };
+            self.asm.load(S0, gs(KEPT + 8 * usize::from(slot)));
+            self.current = Some(member.group);
+        }
+        member.offset
+    }
+
+    /// Makes the memory operand's host address r14 plus what is returned, flags
+    /// kept if they are live.
+    fn operand(
+        &mut self,
+        d: &Decoded,
+        size: u32,
+        write: bool,
+        aligned: bool,
+    ) -> Result<i32, Unsupported> {
+        if let Some(m) = d.member.filter(|m| !m.first) {
+            return Ok(self.follow(m));
+        }
         if d.live_in != 0 {
             save_flags(&mut self.asm);
         }
-        self.address(&d.i, true)?;
+        let disp = d.member.map_or(0, |m| m.offset);
+        self.address(&d.i, disp)?;
         if aligned {
             self.bail_if_misaligned(d.offset, size);
         }
-        self.probe(d.offset, size, write);
+        match d.member {
+            Some(m) => self.probe_group(d.offset, m),
+            None => self.probe(d.offset, size, write),
+        }
         if d.live_in != 0 {
             restore_flags(&mut self.asm, S1);
         }
-        Ok(())
+        Ok(disp)
     }
 
     /// Before the probe, which may set the dirty flag of a page.
@@ -398,16 +477,24 @@ impl Translator {
         self.bail_if(cc::NE, offset);
     }
 
-    /// A stack slot's host address in r14; the gva is `r + disp`.
-    fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) {
+    /// As [`Self::operand`] for the eight bytes of the stack at `r + disp`.
+    fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) -> i32 {
+        if let Some(m) = d.member.filter(|m| !m.first) {
+            return self.follow(m);
+        }
         if d.live_in != 0 {
             save_flags(&mut self.asm);
         }
-        self.asm.lea(S0, at(r, disp));
-        self.probe(d.offset, 8, write);
+        let offset = d.member.map_or(0, |m| m.offset);
+        self.asm.lea(S0, at(r, disp - offset));
+        match d.member {
+            Some(m) => self.probe_group(d.offset, m),
+            None => self.probe(d.offset, 8, write),
+        }
         if d.live_in != 0 {
             restore_flags(&mut self.asm, S1);
         }
+        offset
     }
 
     fn copy(&mut self, d: &Decoded, aligned: bool) -> Emit {
@@ -425,13 +512,10 @@ impl Translator {
             if size == 0 || size > 32 {
                 return Err(Unsupported);
             }
-            let write = !matches!(
-                access[n as usize],
-                OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess | OpAccess::None
-            );
+            let write = is_write(access[n as usize]);
             let aligned = aligned || is_locked(&d.i) && size > 1;
-            self.operand(d, size, write, aligned)?;
-            operand_at_r14(&mut out);
+            let disp = self.operand(d, size, write, aligned)?;
+            operand_at_r14(&mut out, disp);
         }
         drop_hints(&mut out);
         // Registers that live in memory: (guest number, host register, write back).
@@ -545,15 +629,20 @@ impl Translator {
         if r.size() < 4 {
             return Err(Unsupported);
         }
-        self.address(&d.i, false)?;
         let n = r.full_register().number() as u8;
-        if r.size() == 4 {
-            self.asm.mov32(host_reg(n).unwrap_or(S0), S0);
-        } else if let Some(h) = host_reg(n) {
-            self.asm.mov(h, S0);
+        let to = host_reg(n).unwrap_or(S1);
+        if d.i.memory_base() == Register::RIP {
+            let disp =
+                i32::try_from(d.i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
+            self.asm.load(S0, gs(PAGE));
+            self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
+        } else {
+            let (m, wide) = self.effective(&d.i, 0)?;
+            // An address of 32 bits is zero-extended.
+            self.asm.rm(wide && r.size() == 8, &[0x8d], to, m);
         }
         if host_reg(n).is_none() {
-            self.asm.store(home(n), S0);
+            self.asm.store(home(n), to);
         }
         Ok(())
     }
@@ -580,7 +669,7 @@ impl Translator {
             save_flags(&mut self.asm);
         }
         if memory {
-            self.address(&d.i, true)?;
+            self.address(&d.i, 0)?;
             self.probe(d.offset, if wide { 8 } else { 4 }, false);
             self.asm.rm(wide, &[0x8b], S1, at(S0, 0));
         } else {
@@ -630,6 +719,30 @@ impl Translator {
                     a.mov_imm(S1, site.into());
                     a.call_to(t.refill);
                     a.jmp_to(resume);
+                }
+                Stub::RefillGroup {
+                    from,
+                    resume,
+                    offset,
+                    member,
+                } => {
+                    a.patch(from, here);
+                    a.alu(true, Alu::Add, S0, at(S1, 0));
+                    a.mov32(S1, S0);
+                    a.alu_imm(false, Alu::And, S1, 0xfff);
+                    a.alu_imm(false, Alu::Cmp, S1, 4096 - member.span as i32);
+                    let mut splits = [Some(a.jcc(cc::A)), None];
+                    if member.refill {
+                        a.mov_imm(S1, site(offset, member.span, member.write).into());
+                        a.call_to(t.refill_group);
+                        a.rr(true, &[0x85], S0, S0); // test
+                        splits[1] = Some(a.jcc(cc::E));
+                        a.jmp_to(resume);
+                    }
+                    let here = a.here();
+                    splits.into_iter().flatten().for_each(|s| a.patch(s, here));
+                    let from = a.jmp();
+                    self.link(from, offset, false, true);
                 }
                 Stub::Bail { from, offset } => {
                     a.patch(from, here);
@@ -704,13 +817,13 @@ impl Translator {
     }
 }
 
-/// Makes the memory operand `[r14]`.
-fn operand_at_r14(out: &mut Instruction) {
+/// Makes the memory operand `[r14 + disp]`.
+fn operand_at_r14(out: &mut Instruction, disp: i32) {
     out.set_memory_base(Register::R14);
     out.set_memory_index(Register::None);
     out.set_memory_index_scale(1);
-    out.set_memory_displacement64(0);
-    out.set_memory_displ_size(0);
+    out.set_memory_displacement64(i64::from(disp) as u64);
+    out.set_memory_displ_size(u32::from(disp != 0));
     out.set_segment_prefix(Register::None);
 }
 
@@ -725,7 +838,7 @@ fn drop_hints(out: &mut Instruction) {
 
 /// A locked access: the host may stall or kill a process for one that crosses a
 /// cache line, so that misaligned ones are the interpreter's.
-fn is_locked(i: &Instruction) -> bool {
+pub(crate) fn is_locked(i: &Instruction) -> bool {
     i.has_lock_prefix() || i.mnemonic() == iced_x86::Mnemonic::Xchg
 }
 

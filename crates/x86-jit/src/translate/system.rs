@@ -29,7 +29,7 @@ impl Translator {
         if d.live_in != 0 {
             save_flags(&mut self.asm);
         }
-        self.address(&d.i, true)?;
+        self.address(&d.i, 0)?;
         let r = self.read_register(source, S1);
         if wide {
             self.asm.mov(S1, r);
@@ -61,7 +61,7 @@ impl Translator {
             self.asm.load(S1, gs(SPILL));
         }
         let mut out = d.i;
-        operand_at_r14(&mut out);
+        operand_at_r14(&mut out, 0);
         drop_hints(&mut out);
         out.set_op1_register(register(S1, source.size()));
         self.encode(&out)

@@ -1,0 +1,413 @@
+//! Which memory accesses of a block share one TLB probe.
+//!
+//! Accesses whose addresses differ by constants (the same registers, moved by
+//! constants or copied in between) and lie close together form a *group*. Its
+//! first access probes for all bytes of the group; the others use the host
+//! pointer that this gave. When the probe fails, because the bytes straddle two
+//! pages or the page is not writable, the rest of the block runs as a
+//! translation of its own in which every access probes for itself: so faults,
+//! and accessed and dirty flags, are those of single accesses.
+
+use iced_x86::{
+    Instruction, InstructionInfoFactory, InstructionInfoOptions, Mnemonic, OpAccess, OpKind,
+    Register,
+};
+
+use crate::{area::host_reg, block::Decoded, kind::Kind};
+
+/// Bytes of a group at most: a larger one straddles two pages more often.
+const MAX_SPAN: i64 = 240;
+/// Groups of a block whose pointers can be kept.
+pub(crate) const MAX_KEPT: usize = 4;
+/// Groups that are looked at when an access is placed.
+const MAX_OPEN: usize = 8;
+
+/// An instruction's place in its group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Member {
+    /// Number of the group in the block.
+    pub(crate) group: u16,
+    /// It probes.
+    pub(crate) first: bool,
+    /// The group has writes.
+    pub(crate) write: bool,
+    /// A miss may be refilled: the first access is itself of the group's kind.
+    pub(crate) refill: bool,
+    /// Bytes of the group.
+    pub(crate) span: u32,
+    /// Offset of the access in them.
+    pub(crate) offset: i32,
+    /// Where the pointer is kept, as others use it after it is no longer in its register.
+    pub(crate) slot: Option<u8>,
+}
+
+/// A register's value: an unknown one plus a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Value {
+    id: u32,
+    plus: i64,
+}
+
+/// What has to be equal of two addresses but for a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Key {
+    base: u32,
+    index: u32,
+    scale: u32,
+    segment: Register,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    key: Key,
+    min: i64,
+    max: i64,
+    first: usize,
+    first_writes: bool,
+    writes: bool,
+    members: u32,
+    /// The pointer is needed after something else was in its register.
+    kept: bool,
+}
+
+/// Forms groups.
+#[derive(Debug, Default)]
+pub(crate) struct Groups {
+    values: [Option<Value>; 16],
+    next: u32,
+    groups: Vec<Group>,
+    /// Group and offset of each instruction's access.
+    places: Vec<Option<(usize, i64)>>,
+    open: Vec<usize>,
+}
+
+/// No register: index of an address without one.
+const NONE: u32 = u32::MAX;
+const PAGE: u32 = u32::MAX - 1;
+
+impl Groups {
+    /// Fills in [`Decoded::member`].
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], info: &mut InstructionInfoFactory) {
+        if insns.iter().filter(|d| size_of_access(d) != 0).count() < 2 {
+            return;
+        }
+        self.values = [None; 16];
+        self.next = 0;
+        self.groups.clear();
+        self.places.clear();
+        self.open.clear();
+        let mut in_register = None;
+        for (n, d) in insns.iter().enumerate() {
+            if is_barrier(d.kind) {
+                self.open.clear();
+            }
+            let place = self.place(n, d, info);
+            self.places.push(place);
+            match place {
+                Some((g, _)) => {
+                    let group = &mut self.groups[g];
+                    group.kept |= group.first != n && in_register != Some(g);
+                    in_register = Some(g);
+                }
+                None if takes_pointer_register(d) => in_register = None,
+                None => {}
+            }
+            self.track(d, info);
+        }
+        let mut slots = 0;
+        let slot_of: Vec<Option<u8>> = self
+            .groups
+            .iter()
+            .map(|g| {
+                (g.kept && slots < MAX_KEPT).then(|| {
+                    slots += 1;
+                    slots as u8 - 1
+                })
+            })
+            .collect();
+        for (n, d) in insns.iter_mut().enumerate() {
+            let Some((g, offset)) = self.places[n] else {
+                continue;
+            };
+            let group = &self.groups[g];
+            if group.members < 2 || group.kept && slot_of[g].is_none() {
+                continue;
+            }
+            d.member = Some(Member {
+                group: g as u16,
+                first: group.first == n,
+                write: group.writes,
+                refill: group.first_writes == group.writes,
+                span: (group.max - group.min) as u32,
+                offset: (offset - group.min) as i32,
+                slot: slot_of[g],
+            });
+        }
+    }
+
+    /// The group of an instruction's access.
+    fn place(
+        &mut self,
+        n: usize,
+        d: &Decoded,
+        info: &mut InstructionInfoFactory,
+    ) -> Option<(usize, i64)> {
+        let size = i64::from(size_of_access(d));
+        if size == 0 {
+            return None;
+        }
+        let (key, offset) = self.address(d)?;
+        let end = offset.checked_add(size)?;
+        let write = writes(d, info);
+        let found = self.open.iter().rev().take(MAX_OPEN).copied().find(|g| {
+            let g = &self.groups[*g];
+            g.key == key && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
+        });
+        let g = found.unwrap_or_else(|| {
+            self.groups.push(Group {
+                key,
+                min: offset,
+                max: end,
+                first: n,
+                first_writes: write,
+                writes: write,
+                members: 0,
+                kept: false,
+            });
+            self.open.push(self.groups.len() - 1);
+            self.groups.len() - 1
+        });
+        let group = &mut self.groups[g];
+        group.min = group.min.min(offset);
+        group.max = group.max.max(end);
+        group.writes |= write;
+        group.members += 1;
+        Some((g, offset))
+    }
+
+    fn value(&mut self, r: Register) -> Value {
+        let n = r.number() & 15;
+        *self.values[n].get_or_insert_with(|| {
+            self.next += 1;
+            Value {
+                id: self.next,
+                plus: 0,
+            }
+        })
+    }
+
+    fn address(&mut self, d: &Decoded) -> Option<(Key, i64)> {
+        let i = &d.i;
+        let stack = |plus: i64| (Register::RSP, plus);
+        let (base, plus) = match d.kind {
+            Kind::Push | Kind::Call => stack(-8),
+            Kind::Pop | Kind::Ret => stack(0),
+            Kind::Leave => (Register::RBP, 0),
+            _ => return self.operand(i),
+        };
+        let base = self.value(base);
+        let key = Key {
+            base: base.id,
+            index: NONE,
+            scale: 0,
+            segment: Register::None,
+        };
+        Some((key, base.plus.checked_add(plus)?))
+    }
+
+    fn operand(&mut self, i: &Instruction) -> Option<(Key, i64)> {
+        let (base, index) = (i.memory_base(), i.memory_index());
+        let disp = i64::from(i32::try_from(i.memory_displacement64() as i64).ok()?);
+        let segment = match i.memory_segment() {
+            s @ (Register::FS | Register::GS) => s,
+            _ => Register::None,
+        };
+        if !(base == Register::None || base == Register::RIP || base.is_gpr64())
+            || !(index == Register::None || index.is_gpr64())
+            || base == Register::None && i.memory_displ_size() != 8 && index == Register::None
+        {
+            return None;
+        }
+        let none = Value { id: NONE, plus: 0 };
+        let base = match base {
+            Register::None => none,
+            Register::RIP => Value { id: PAGE, plus: 0 },
+            r => self.value(r),
+        };
+        let scale = i.memory_index_scale();
+        let index = match index {
+            Register::None => none,
+            r => self.value(r),
+        };
+        let key = Key {
+            base: base.id,
+            index: index.id,
+            scale: if index.id == NONE { 0 } else { scale },
+            segment,
+        };
+        let plus = index.plus.checked_mul(i64::from(scale))?;
+        let offset = disp.checked_add(base.plus)?.checked_add(plus)?;
+        // Far from overflow, whatever is added to it.
+        (offset.abs() < 1 << 40).then_some((key, offset))
+    }
+
+    /// What the instruction does to registers.
+    fn track(&mut self, d: &Decoded, info: &mut InstructionInfoFactory) {
+        let i = &d.i;
+        let add = |g: &mut Self, r: Register, by: i64| {
+            let v = g.value(r);
+            g.values[r.number() & 15] = Some(Value {
+                id: v.id,
+                plus: v.plus.wrapping_add(by),
+            });
+        };
+        match d.kind {
+            Kind::Nop | Kind::Jcc | Kind::Jmp => return,
+            Kind::Push => return add(self, Register::RSP, -8),
+            Kind::Pop => {
+                add(self, Register::RSP, 8);
+                self.values[i.op0_register().number() & 15] = None;
+                return;
+            }
+            Kind::Leave => {
+                let v = self.value(Register::RBP);
+                self.values[Register::RSP.number()] = Some(v);
+                add(self, Register::RSP, 8);
+                self.values[Register::RBP.number()] = None;
+                return;
+            }
+            _ => {}
+        }
+        let to = i.op0_register();
+        if i.op0_kind() == OpKind::Register && to.is_gpr64() {
+            let immediate = |i: &Instruction| match i.op1_kind() {
+                OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(i.immediate(1) as i64),
+                _ => None,
+            };
+            match (i.mnemonic(), immediate(i)) {
+                (Mnemonic::Add, Some(v)) => return add(self, to, v),
+                (Mnemonic::Sub, Some(v)) => return add(self, to, v.wrapping_neg()),
+                (Mnemonic::Inc, _) => return add(self, to, 1),
+                (Mnemonic::Dec, _) => return add(self, to, -1),
+                (Mnemonic::Mov, _)
+                    if i.op1_kind() == OpKind::Register && i.op1_register().is_gpr64() =>
+                {
+                    let v = self.value(i.op1_register());
+                    self.values[to.number() & 15] = Some(v);
+                    return;
+                }
+                (Mnemonic::Lea, _)
+                    if i.memory_base().is_gpr64() && i.memory_index() == Register::None =>
+                {
+                    let v = self.value(i.memory_base());
+                    self.values[to.number() & 15] = Some(v);
+                    return add(self, to, i.memory_displacement64() as i64);
+                }
+                (Mnemonic::Cmp | Mnemonic::Test, _) => return,
+                _ => {}
+            }
+        }
+        let options = InstructionInfoOptions::NO_MEMORY_USAGE;
+        for r in info.info_options(i, options).used_registers() {
+            let full = r.register().full_register();
+            if full.is_gpr() && !matches!(r.access(), OpAccess::Read | OpAccess::CondRead) {
+                self.values[full.number() & 15] = None;
+            }
+        }
+        if is_barrier(d.kind) {
+            self.values = [None; 16];
+        }
+    }
+}
+
+/// Bytes of the one access that can be a group's member, or 0.
+fn size_of_access(d: &Decoded) -> u32 {
+    match d.kind {
+        Kind::Push if d.i.op0_kind() == OpKind::Memory => 0,
+        Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => 8,
+        // Locked and aligned ones have checks of their own.
+        Kind::Copy | Kind::CopyFp
+            if !crate::translate::is_locked(&d.i)
+                && (0..d.i.op_count()).any(|n| d.i.op_kind(n) == OpKind::Memory) =>
+        {
+            match d.i.memory_size().size() {
+                n @ 1..=32 => n as u32,
+                _ => 0,
+            }
+        }
+        _ => 0,
+    }
+}
+
+fn writes(d: &Decoded, info: &mut InstructionInfoFactory) -> bool {
+    match d.kind {
+        Kind::Push | Kind::Call => true,
+        Kind::Pop | Kind::Ret | Kind::Leave => false,
+        _ => {
+            let options =
+                InstructionInfoOptions::NO_REGISTER_USAGE | InstructionInfoOptions::NO_MEMORY_USAGE;
+            let info = info.info_options(&d.i, options);
+            (0..d.i.op_count())
+                .filter(|n| d.i.op_kind(*n) == OpKind::Memory)
+                .any(|n| is_write(info.op_access(n)))
+        }
+    }
+}
+
+/// An access that needs permission to write.
+pub(crate) fn is_write(a: OpAccess) -> bool {
+    !matches!(
+        a,
+        OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess | OpAccess::None
+    )
+}
+
+/// The instruction may change mappings, permissions or segment bases, or leaves.
+fn is_barrier(kind: Kind) -> bool {
+    !matches!(
+        kind,
+        Kind::Nop
+            | Kind::Copy
+            | Kind::CopyFp
+            | Kind::CopyAligned
+            | Kind::CopyFpAligned
+            | Kind::Lea
+            | Kind::Push
+            | Kind::Pop
+            | Kind::Leave
+            | Kind::Div
+            | Kind::Idiv
+            | Kind::BitString
+            | Kind::FromSegment
+            | Kind::Rdtsc
+            | Kind::Jcc
+            | Kind::Jmp
+            | Kind::Call
+            | Kind::Ret
+    )
+}
+
+/// Translating the instruction uses the register that a group's pointer is in.
+pub(crate) fn takes_pointer_register(d: &Decoded) -> bool {
+    match d.kind {
+        Kind::Nop | Kind::Jcc => false,
+        Kind::Copy | Kind::CopyFp => {
+            let i = &d.i;
+            let mut first = None;
+            (0..i.op_count()).any(|n| match i.op_kind(n) {
+                OpKind::Memory => true,
+                OpKind::Register if i.op_register(n).is_gpr() => {
+                    let n = i.op_register(n).full_register().number() as u8;
+                    host_reg(n).is_none() && *first.get_or_insert(n) != n
+                }
+                _ => false,
+            })
+        }
+        Kind::Lea => {
+            let homed = |r: Register| r.is_gpr() && host_reg(r.number() as u8).is_none();
+            d.i.memory_base() == Register::RIP
+                || homed(d.i.memory_base()) && homed(d.i.memory_index())
+        }
+        _ => true,
+    }
+}
