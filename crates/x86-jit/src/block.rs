@@ -33,6 +33,11 @@ pub(crate) const ALL: u32 = RflagsBits::OF
 
 /// Instructions of a block at most.
 const MAX_INSNS: usize = 48;
+/// Jumps within the page that a block follows.
+const MAX_FOLLOWED: usize = 2;
+/// Instructions of an unrolled loop at most, and turns of one.
+const MAX_UNROLLED: usize = 40;
+const MAX_TURNS: usize = 4;
 /// Bytes of an instruction at most.
 const MAX_LEN: usize = 15;
 
@@ -63,6 +68,8 @@ pub(crate) fn decode<B: GuestBus>(
     out.clear();
     let options = gating::decoder_options(&cpu.features);
     let mut offset = (gva & 0xfff) as u32;
+    let first = offset;
+    let mut followed = 0;
     let page = gva & !0xfff;
     let mut bytes = [0; 64];
     let (mut start, mut have) = (0, 0);
@@ -70,8 +77,8 @@ pub(crate) fn decode<B: GuestBus>(
     let mut straddles = false;
     while out.len() < MAX_INSNS && offset < 0x1000 && !straddles {
         // The bytes are tracked as code, so no more than may be needed.
-        let used = (offset - start) as usize;
-        if used + 15 > have || have == 0 {
+        let used = offset.wrapping_sub(start) as usize;
+        if used + MAX_LEN > have || have == 0 {
             start = offset;
             let room = (0x1000 - offset as usize).min(bytes.len());
             have = match bus.code_bytes(cpu, page + u64::from(offset), &mut bytes[..room]) {
@@ -133,14 +140,33 @@ pub(crate) fn decode<B: GuestBus>(
         if i.has_lock_prefix() && !is_lockable(&i) {
             kind = Kind::Interpret;
         }
-        out.push(Decoded {
+        let mut d = Decoded {
             i,
             kind,
             offset,
             live_in: 0,
             member: None,
-        });
-        offset += i.len() as u32;
+        };
+        let next = offset + i.len() as u32;
+        let target = match kind {
+            Kind::Jcc | Kind::Jmp => i.near_branch64(),
+            _ => u64::MAX,
+        };
+        if target == u64::from(first) && mode & mode::SPLIT == 0 && !straddles {
+            unroll(out, d, next);
+            break;
+        }
+        if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
+            followed += 1;
+            d.kind = Kind::Followed;
+            out.push(d);
+            offset = target as u32;
+            // The bytes there are to be read.
+            have = 0;
+            continue;
+        }
+        out.push(d);
+        offset = next;
         if matches!(
             kind,
             Kind::Interpret
@@ -167,12 +193,31 @@ pub(crate) fn decode<B: GuestBus>(
             Kind::Interpret | Kind::Jcc | Kind::Syscall | Kind::Sysret => ALL,
             Kind::Pushf => ALL,
             Kind::Popf => 0,
-            Kind::Nop => live,
+            Kind::Nop | Kind::Followed => live,
             _ => live & !overwritten(&d.i) | d.i.rflags_read() & ALL,
         };
         d.live_in = live;
     }
     straddles
+}
+
+/// A loop whose body is `out`, and whose end is the branch back `d`: repeats the
+/// body; the branches in between leave the loop.
+fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
+    let body = out.len();
+    let turns = (MAX_UNROLLED / (body + 1)).clamp(1, MAX_TURNS);
+    for _ in 1..turns {
+        let mut leave = d;
+        if d.kind == Kind::Jcc {
+            leave.i.negate_condition_code();
+            leave.i.set_near_branch64(next.into());
+        } else {
+            leave.kind = Kind::Followed;
+        }
+        out.push(leave);
+        out.extend_from_within(..body);
+    }
+    out.push(d);
 }
 
 /// LOCK is allowed with a memory destination only (#UD otherwise).

@@ -262,7 +262,7 @@ impl Groups {
             });
         };
         match d.kind {
-            Kind::Nop | Kind::Jcc | Kind::Jmp => return,
+            Kind::Nop | Kind::Jcc | Kind::Jmp | Kind::Followed => return,
             Kind::Push => return add(self, Register::RSP, -8),
             Kind::Pop => {
                 add(self, Register::RSP, 8);
@@ -382,6 +382,7 @@ fn is_barrier(kind: Kind) -> bool {
             | Kind::Rdtsc
             | Kind::Jcc
             | Kind::Jmp
+            | Kind::Followed
             | Kind::Call
             | Kind::Ret
     )
@@ -390,7 +391,7 @@ fn is_barrier(kind: Kind) -> bool {
 /// Translating the instruction uses the register that a group's pointer is in.
 pub(crate) fn takes_pointer_register(d: &Decoded) -> bool {
     match d.kind {
-        Kind::Nop | Kind::Jcc => false,
+        Kind::Nop | Kind::Jcc | Kind::Followed => false,
         Kind::Copy | Kind::CopyFp => {
             let i = &d.i;
             let mut first = None;

@@ -52,6 +52,8 @@ pub(crate) enum Kind {
     Sysret,
     Jcc,
     Jmp,
+    /// A jump whose target comes next in the block.
+    Followed,
     JmpIndirect,
     Call,
     CallIndirect,

@@ -239,7 +239,10 @@ impl Translator {
             }
         }
         if !ended && let Some(d) = insns.last() {
-            self.fall_through(d.offset + d.i.len() as u32);
+            self.fall_through(match d.kind {
+                Kind::Followed => target(&d.i) as u32,
+                _ => d.offset + d.i.len() as u32,
+            });
         }
         if sources.len() > 1 {
             saved = self.asm.here();
@@ -264,7 +267,7 @@ impl Translator {
     /// One instruction; true if the block ends with it.
     fn instruction(&mut self, d: &Decoded) -> Result<bool, Unsupported> {
         match d.kind {
-            Kind::Nop => {}
+            Kind::Nop | Kind::Followed => {}
             Kind::Copy | Kind::CopyFp => self.copy(d, false)?,
             Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, true)?,
             Kind::BitString => self.bit_string(d)?,
