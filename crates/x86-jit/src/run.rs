@@ -86,7 +86,7 @@ pub struct Jit<B> {
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
     /// Mode bits of the last [`Self::select`].
-    mode: u8,
+    pub(crate) mode: u8,
     pub(crate) stats: Stats,
 }
 
