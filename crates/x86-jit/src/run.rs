@@ -441,7 +441,7 @@ pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
 /// callers have just looked for one.)
 pub(crate) fn drop_resume_flag(cpu: &mut CpuState) {
     if cpu.rflags & (rflags::TF | rflags::RF) == rflags::RF
-        && cpu.dr7 & dr::DR7_ENABLES == 0
+        && cpu.effective_dr7() & dr::DR7_ENABLES == 0
         && cpu.shadow == Shadow::None
     {
         cpu.rflags &= !rflags::RF;

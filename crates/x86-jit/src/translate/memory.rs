@@ -1,0 +1,202 @@
+//! Memory operands: effective addresses, and probes of the software TLB.
+
+use iced_x86::{Instruction, Register};
+
+use super::{Emit, Stub, Translator, Unsupported};
+use crate::{
+    area::*,
+    asm::*,
+    block::Decoded,
+    groups::Member,
+    thunks::{restore_flags, save_flags, site},
+};
+
+impl Translator {
+    /// The linear address less `less` in r14. Changes flags if there is a segment base to add.
+    pub(super) fn address(&mut self, i: &Instruction, less: i32) -> Emit {
+        let base = i.memory_base();
+        if base == Register::RIP {
+            let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
+            let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+            self.asm.load(S0, gs(PAGE));
+            self.asm.lea(S0, at(S0, disp));
+        } else {
+            let (m, wide) = self.effective(i, less)?;
+            match (m.base, m.index, m.disp) {
+                (Some(b), None, 0) if wide => {
+                    if b != S0 {
+                        self.asm.mov(S0, b);
+                    }
+                }
+                _ => self.asm.rm(wide, &[0x8d], S0, m),
+            }
+        }
+        if matches!(i.memory_segment(), Register::FS | Register::GS) {
+            let n = i.memory_segment().number();
+            self.asm.alu(true, Alu::Add, S0, segment_base(n));
+        }
+        Ok(())
+    }
+
+    /// The operand of a LEA for the effective address less `less`, without RIP,
+    /// and whether it has 64 bits. Registers that live in memory are loaded to
+    /// r13, or r14 for the second.
+    pub(super) fn effective(
+        &mut self,
+        i: &Instruction,
+        less: i32,
+    ) -> Result<(Mem, bool), Unsupported> {
+        let (base, index) = (i.memory_base(), i.memory_index());
+        let wide = match (base, index) {
+            (Register::EIP, _) => return Err(Unsupported),
+            (Register::None, Register::None) => i.memory_displ_size() == 8,
+            (Register::None, r) | (r, _) => r.is_gpr64(),
+        };
+        let disp = if wide {
+            i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?
+        } else {
+            i.memory_displacement32() as i32
+        };
+        let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+        let mut scratch = S1;
+        let mut reg = |r: Register| {
+            (r != Register::None).then(|| {
+                let n = r.number() as u8;
+                host_reg(n).unwrap_or_else(|| {
+                    let to = scratch;
+                    self.asm.load(to, home(n));
+                    scratch = S0;
+                    to
+                })
+            })
+        };
+        let base = reg(base);
+        let index = reg(index).map(|r| (r, i.memory_index_scale().trailing_zeros() as u8));
+        let operand = Mem {
+            base,
+            index,
+            disp,
+            gs: false,
+        };
+        Ok((operand, wide))
+    }
+
+    /// From the gva in r14 to a host address in r14, by the software TLB.
+    pub(super) fn probe(&mut self, offset: u32, size: u32, write: bool) {
+        let (from, resume) = self.look_up(size, write);
+        self.stubs.push(Stub::Refill {
+            from,
+            resume,
+            site: site(offset, size, write),
+        });
+    }
+
+    /// The probe of a group: r14 has the address of its first byte.
+    pub(super) fn probe_group(&mut self, offset: u32, member: Member) {
+        let (from, resume) = self.look_up(member.span, member.write);
+        self.stubs.push(Stub::RefillGroup {
+            from,
+            resume,
+            offset,
+            member,
+        });
+        if let Some(slot) = member.slot {
+            self.asm.store(gs(KEPT + 8 * usize::from(slot)), S0);
+        }
+        self.current = Some(member.group);
+    }
+
+    /// The inline part of a probe; returns the branch to take on a miss and
+    /// where to come back to.
+    fn look_up(&mut self, size: u32, write: bool) -> (usize, usize) {
+        let (table, mask) = if write {
+            (WRITE_TABLE, WRITE_MASK)
+        } else {
+            (READ_TABLE, READ_MASK)
+        };
+        let a = &mut self.asm;
+        if self.rorx {
+            // rorx r13, r14, 8
+            a.bytes(&[0xc4, 0x43, 0xfb, 0xf0, 0xee, 8]);
+        } else {
+            a.mov(S1, S0);
+            a.shift(true, 5, S1, 8);
+        }
+        a.alu(false, Alu::And, S1, gs(mask));
+        a.alu(true, Alu::Add, S1, gs(table));
+        a.alu(true, Alu::Sub, S0, at(S1, 0));
+        a.alu_imm(true, Alu::Cmp, S0, 4096 - size as i32);
+        let from = a.jcc(cc::A);
+        a.alu(true, Alu::Add, S0, at(S1, 8));
+        (from, a.here())
+    }
+
+    /// Where from r14 a group's further access is.
+    pub(super) fn follow(&mut self, member: Member) -> i32 {
+        if self.current != Some(member.group) {
+            let Some(slot) = member.slot else {
+                unreachable!("the pointer of a group without a slot was lost");
+            };
+            self.asm.load(S0, gs(KEPT + 8 * usize::from(slot)));
+            self.current = Some(member.group);
+        }
+        member.offset
+    }
+
+    /// Makes the memory operand's host address r14 plus what is returned, flags
+    /// kept if they are live.
+    pub(super) fn operand(
+        &mut self,
+        d: &Decoded,
+        size: u32,
+        write: bool,
+        aligned: bool,
+    ) -> Result<i32, Unsupported> {
+        if let Some(m) = d.member.filter(|m| !m.first) {
+            return Ok(self.follow(m));
+        }
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        let disp = d.member.map_or(0, |m| m.offset);
+        self.address(&d.i, disp)?;
+        if aligned {
+            self.bail_if_misaligned(d.offset, size);
+        }
+        match d.member {
+            Some(m) => self.probe_group(d.offset, m),
+            None => self.probe(d.offset, size, write),
+        }
+        if d.live_in != 0 {
+            restore_flags(&mut self.asm, S1);
+        }
+        Ok(disp)
+    }
+
+    /// Before the probe, which may set the dirty flag of a page.
+    pub(super) fn bail_if_misaligned(&mut self, offset: u32, size: u32) {
+        // test r14b, size - 1
+        self.asm.bytes(&[0x41, 0xf6, 0xc6, size as u8 - 1]);
+        self.bail_if(cc::NE, offset);
+    }
+
+    /// As [`Self::operand`] for the eight bytes of the stack at `r + disp`.
+    pub(super) fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) -> i32 {
+        if let Some(m) = d.member.filter(|m| !m.first) {
+            return self.follow(m);
+        }
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        let offset = d.member.map_or(0, |m| m.offset);
+        self.asm.lea(S0, at(r, disp - offset));
+        match d.member {
+            Some(m) => self.probe_group(d.offset, m),
+            None => self.probe(d.offset, 8, write),
+        }
+        if d.live_in != 0 {
+            restore_flags(&mut self.asm, S1);
+        }
+        offset
+    }
+}
