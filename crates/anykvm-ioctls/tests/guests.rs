@@ -330,7 +330,8 @@ fn immediate_exit_completes_the_previous_exit() {
     }
     g.vcpu.set_kvm_immediate_exit(1);
     assert_eq!(errno(&mut g), libc::EINTR);
-    assert_eq!(g.vcpu.get_kvm_run().exit_reason, KVM_EXIT_INTR);
+    // The reason of the exit that was completed stays, as with KVM.
+    assert_eq!(g.vcpu.get_kvm_run().exit_reason, KVM_EXIT_IO);
     let regs = g.vcpu.get_regs().unwrap();
     assert_eq!((regs.rax as u8, regs.rip), (0x5a, RAM + 2));
 }

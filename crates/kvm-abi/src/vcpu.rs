@@ -130,6 +130,8 @@ impl Vcpu {
             io,
             signal_mask,
         } = &mut *running;
+        // Such a KVM_RUN only completes the previous exit, whose reason stays in the page.
+        let only_completes = self.page.immediate_exit().load(Ordering::Relaxed) != 0;
         let signals_before = signals::deferred_count();
         let interruptible = Interruptible::enter(&self.hypervisor);
         // With wrapped handlers a signal tells of itself; without, somebody has to ask.
@@ -158,7 +160,11 @@ impl Vcpu {
                 Ok(())
             }
             Err(error) => {
-                self.store_interruption(error);
+                if error == hypervisor::Error::Interrupted && !only_completes {
+                    self.page.set_exit_reason(KVM_EXIT_INTR);
+                }
+                // A VMM looks at if_flag, cr8 and apic_base after EINTR too.
+                self.page.store_status(&self.hypervisor.run_status());
                 Err(error.into())
             }
         };
@@ -179,15 +185,6 @@ impl Vcpu {
     pub fn stop(&self) {
         self.page.immediate_exit().store(1, Ordering::SeqCst);
         self.hypervisor.kick();
-    }
-
-    /// A VMM looks at if_flag, cr8 and apic_base after EINTR too, so they must not be those of
-    /// the exit before.
-    fn store_interruption(&self, error: hypervisor::Error) {
-        if error == hypervisor::Error::Interrupted {
-            self.page.set_exit_reason(KVM_EXIT_INTR);
-        }
-        self.page.store_status(&self.hypervisor.run_status());
     }
 
     /// kvm_dirty_regs: the VMM's registers become the vCPU's.

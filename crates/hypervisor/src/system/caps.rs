@@ -72,6 +72,7 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_X86_SMM
         | KVM_CAP_KVMCLOCK_CTRL
         | KVM_CAP_SPLIT_IRQCHIP
+        | KVM_CAP_MMU_SHADOW_CACHE_CONTROL
         | KVM_CAP_PIT
         | KVM_CAP_ENABLE_CAP
         | KVM_CAP_EXCEPTION_PAYLOAD

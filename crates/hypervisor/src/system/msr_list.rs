@@ -43,7 +43,18 @@ pub fn msr_index_list() -> Vec<u32> {
     ];
     list.extend(IA32_MTRR_FIX4K_C0000..=IA32_MTRR_FIX4K_F8000);
     list.extend(IA32_MTRR_PHYSBASE0..IA32_MTRR_PHYSBASE0 + 16);
-    list.push(IA32_XSS);
+    list.extend([
+        IA32_XSS,
+        IA32_SPEC_CTRL,
+        IA32_ARCH_CAPABILITIES,
+        IA32_BIOS_SIGN_ID,
+        IA32_SMBASE,
+        MSR_SMI_COUNT,
+        MSR_PLATFORM_INFO,
+        MSR_MISC_FEATURES_ENABLES,
+        MSR_POWER_CTL,
+        AMD64_HWCR,
+    ]);
     list
 }
 

@@ -468,7 +468,8 @@ impl GuestBus for Bus {
         self.guest_write_msr(cpu, index, value)
     }
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
-        super::cpuid::lookup(&self.cpuid, cpu, leaf, subleaf)
+        let apic_enabled = self.apic_base() >> 11 & 1 != 0;
+        super::cpuid::lookup(&self.cpuid, cpu, apic_enabled, leaf, subleaf)
     }
     fn tsc(&mut self, _cpu: &mut CpuState) -> u64 {
         self.tsc.guest(host::cpu::rdtsc())

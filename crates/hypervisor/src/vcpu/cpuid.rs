@@ -32,6 +32,12 @@ pub(super) fn lapic_config(
     }
 }
 
+/// KVM's only check of a table: virtual addresses have 48 or 57 bits, or none are told.
+pub(super) fn is_possible(entries: &[kvm_cpuid_entry2]) -> bool {
+    let widths = find(entries, 0x8000_0008, 0).map_or(0, |e| e.eax);
+    matches!(widths >> 8 & 0xff, 0 | 48 | 57)
+}
+
 /// KVM_FEATURE_* that the table promises: leaf 1 behind KVM's signature, wherever that is.
 pub(super) fn kvm_features(entries: &[kvm_cpuid_entry2]) -> u32 {
     let is_kvm = |e: &&kvm_cpuid_entry2| {
@@ -56,6 +62,7 @@ fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cp
 pub(super) fn lookup(
     entries: &[kvm_cpuid_entry2],
     cpu: &CpuState,
+    apic_enabled: bool,
     leaf: u32,
     subleaf: u32,
 ) -> [u32; 4] {
@@ -71,22 +78,50 @@ pub(super) fn lookup(
             [0; 4]
         };
     };
-    let mut r = [e.eax, e.ebx, e.ecx, e.edx];
-    match (leaf, subleaf) {
+    let mut e = *e;
+    follow_state(&mut e, entries, cpu, apic_enabled);
+    [e.eax, e.ebx, e.ecx, e.edx]
+}
+
+/// What KVM_GET_CPUID2 shows: the table with the bits that follow the CPU's state.
+pub(super) fn shown(
+    entries: &[kvm_cpuid_entry2],
+    cpu: &CpuState,
+    apic_enabled: bool,
+) -> Vec<kvm_cpuid_entry2> {
+    let mut list = entries.to_vec();
+    for e in &mut list {
+        follow_state(e, entries, cpu, apic_enabled);
+    }
+    list
+}
+
+/// Bits of a leaf that follow control registers and the like.
+fn follow_state(
+    e: &mut kvm_cpuid_entry2,
+    entries: &[kvm_cpuid_entry2],
+    cpu: &CpuState,
+    apic_enabled: bool,
+) {
+    match (e.function, e.index) {
         (1, _) => {
-            let osxsave = cpu.cr4 & cr4::OSXSAVE != 0;
-            r[2] = r[2] & !(1 << 27) | u32::from(osxsave) << 27;
+            if e.ecx >> 26 & 1 != 0 {
+                let osxsave = cpu.cr4 & cr4::OSXSAVE != 0;
+                e.ecx = e.ecx & !(1 << 27) | u32::from(osxsave) << 27;
+            }
+            e.edx = e.edx & !(1 << 9) | u32::from(apic_enabled) << 9;
         }
         (7, 0) => {
             let ospke = cpu.cr4 & cr4::PKE != 0;
-            r[2] = r[2] & !(1 << 4) | u32::from(ospke) << 4;
+            e.ecx = e.ecx & !(1 << 4) | u32::from(ospke) << 4;
         }
         // Size of the enabled components: standard format, and compacted with XSS.
-        (0xd, 0) => r[1] = xsave_size(entries, cpu.xcr0, false),
-        (0xd, 1) => r[1] = xsave_size(entries, cpu.xcr0 | cpu.xss, true),
+        (0xd, 0) => e.ebx = xsave_size(entries, cpu.xcr0, false),
+        (0xd, 1) if e.eax & 0b1010 != 0 => {
+            e.ebx = xsave_size(entries, cpu.xcr0 | cpu.xss, true);
+        }
         _ => {}
     }
-    r
 }
 
 fn out_of_range<'a>(

@@ -67,6 +67,8 @@ struct Inner {
     is_device_exit: bool,
     /// Entries since the last look at the clock.
     quick_entries: u8,
+    /// KVM_RUN has entered the guest.
+    has_run: bool,
     /// In HLT that does not exit (KVM_X86_DISABLE_EXITS_HLT).
     sleeps_in_guest: bool,
     /// KVM_HC_KICK_CPU came while the vCPU ran: its next HLT returns at once.
@@ -105,6 +107,7 @@ impl Vcpu {
             signals_checked_ns: 0,
             is_device_exit: false,
             quick_entries: 0,
+            has_run: false,
             sleeps_in_guest: false,
             pv_unhalted: false,
             poll: park::HaltPoll::default(),
@@ -232,11 +235,26 @@ impl Vcpu {
     }
     /// KVM_GET_CPUID2.
     pub fn get_cpuid2(&self) -> Result<Vec<kvm_cpuid_entry2>> {
-        Ok(self.lock().bus.cpuid.clone())
+        let inner = self.lock();
+        let apic_enabled = inner.bus.apic_base() >> 11 & 1 != 0;
+        Ok(cpuid::shown(&inner.bus.cpuid, &inner.cpu, apic_enabled))
     }
-    /// KVM_SET_CPUID2.
+    /// KVM_SET_CPUID2. EINVAL for a width of virtual addresses that no CPU has, and for another
+    /// table than before once the vCPU has run.
     pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) -> Result<()> {
         let inner = &mut *self.lock();
+        if inner.has_run {
+            let apic_enabled = inner.bus.apic_base() >> 11 & 1 != 0;
+            let shown = |list| cpuid::shown(list, &inner.cpu, apic_enabled);
+            return if shown(entries) == shown(&inner.bus.cpuid) {
+                Ok(())
+            } else {
+                Err(Error::InvalidArgument)
+            };
+        }
+        if !cpuid::is_possible(entries) {
+            return Err(Error::InvalidArgument);
+        }
         inner.bus.cpuid = entries.to_vec();
         inner.cpu.features = cpuid::features(entries);
         let mut lapic = self.shared.lapic();
@@ -406,7 +424,7 @@ impl Vcpu {
     /// Sets KVM_VCPU_TSC_OFFSET.
     pub fn set_tsc_offset(&self, offset: u64) -> Result<()> {
         let inner = &mut *self.lock();
-        inner.bus.tsc = inner.bus.tsc.with_offset(offset);
+        inner.bus.tsc = inner.bus.vm.clock.set_offset(inner.bus.tsc, offset);
         inner.bus.update_clock();
         if inner.bus.has_lapic() {
             inner.bus.update_timer();
@@ -486,7 +504,13 @@ fn engine_is_jit() -> bool {
 impl Inner {
     /// What KVM_SET_SREGS and KVM_SET_SREGS2 share.
     fn set_sregs(&mut self, r: &kvm_sregs) -> Result<()> {
-        regs::check_sregs(&self.cpu, r)?;
+        // Before KVM_SET_CPUID2 any CR4 will do that some table allows.
+        let features = if self.bus.cpuid.is_empty() {
+            cpuid::features(&crate::system::supported_cpuid())
+        } else {
+            self.cpu.features
+        };
+        regs::check_sregs(&features, r)?;
         // The mode decides what the LAPIC's registers mean, so it comes first.
         if !self.bus.set_apic_base(&self.cpu, r.apic_base, true) {
             return Err(Error::InvalidArgument);

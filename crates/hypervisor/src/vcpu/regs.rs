@@ -1,7 +1,7 @@
 //! GET/SET of registers: conversions between `CpuState` and KVM's structures.
 
 use kvm_bindings::*;
-use x86_cpu::CpuState;
+use x86_cpu::{CpuState, Features};
 use x86_defs::{
     control::{cr0, cr4, efer},
     reg, rflags,
@@ -181,14 +181,14 @@ pub(super) fn from_sregs2(s: &kvm_sregs2) -> kvm_sregs {
 }
 
 /// KVM's checks on the values (kvm_is_valid_sregs): EINVAL.
-pub(super) fn check_sregs(cpu: &CpuState, r: &kvm_sregs) -> Result<()> {
+pub(super) fn check_sregs(features: &Features, r: &kvm_sregs) -> Result<()> {
     let long = r.efer & efer::LME != 0 && r.cr0 & cr0::PG != 0;
     if long {
         // Paging in long mode needs PAE, and LMA must say so.
         if r.cr4 & cr4::PAE == 0 || r.efer & efer::LMA == 0 {
             return Err(Error::InvalidArgument);
         }
-        let reserved = !0u64 << cpu.features.maxphyaddr.min(52);
+        let reserved = !0u64 << features.maxphyaddr.min(52);
         if r.cr3 & reserved != 0 {
             return Err(Error::InvalidArgument);
         }
@@ -196,7 +196,19 @@ pub(super) fn check_sregs(cpu: &CpuState, r: &kvm_sregs) -> Result<()> {
         // Not in long mode: neither LMA nor a 64-bit CS.
         return Err(Error::InvalidArgument);
     }
-    if r.cr4 & !x86_interp::cr4_valid_bits(&cpu.features) != 0 {
+    // KVM lets the VMM set these whatever CPUID says.
+    const ALWAYS: u64 = cr4::VME
+        | cr4::PVI
+        | cr4::TSD
+        | cr4::DE
+        | cr4::PSE
+        | cr4::PAE
+        | cr4::MCE
+        | cr4::PGE
+        | cr4::PCE
+        | cr4::OSFXSR
+        | cr4::OSXMMEXCPT;
+    if r.cr4 & !(x86_interp::cr4_valid_bits(features) | ALWAYS) != 0 {
         return Err(Error::InvalidArgument);
     }
     if r.cr0 & !0xffff_ffff != 0

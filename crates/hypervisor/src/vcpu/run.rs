@@ -154,6 +154,7 @@ impl Inner {
             ) {
                 return Err(Error::Again);
             }
+            self.has_run = true;
             self.bus.irq_waiting = wants_window || self.bus.pending_interrupt().is_some();
             let single = self.is_single_stepped();
             if self.bus.is_spinning() && !self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_PAUSE) {

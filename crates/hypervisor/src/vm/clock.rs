@@ -61,6 +61,16 @@ struct Base {
     last_write: Option<(u64, u64, u64)>,
 }
 
+impl Base {
+    /// The VMM has set a TSC: vCPUs of this frequency that are made later follow it.
+    fn synchronise(&mut self, value: u64, now: u64, params: TscParams) {
+        self.last_write = Some((value, now, params.offset));
+        if self.tsc.khz == params.khz {
+            self.tsc = params;
+        }
+    }
+}
+
 /// A VM's clock.
 #[derive(Debug)]
 pub(crate) struct VmClock {
@@ -104,14 +114,21 @@ impl VmClock {
         if from_vmm && let Some((last, at, last_offset)) = base.last_write {
             let second = u64::from(params.khz) * 1000;
             let expected = last.wrapping_add(params.scale(now).wrapping_sub(params.scale(at)));
-            if value == 0 && last == 0 || expected.abs_diff(value) < second {
+            if params.khz == base.tsc.khz && (value == 0 || expected.abs_diff(value) < second) {
                 return params.with_offset(last_offset);
             }
         }
         if from_vmm {
-            base.last_write = Some((value, now, offset));
+            base.synchronise(value, now, params.with_offset(offset));
         }
         params.with_offset(offset)
+    }
+    /// KVM_VCPU_TSC_OFFSET: vCPUs that are made later get the same.
+    pub(crate) fn set_offset(&self, params: TscParams, offset: u64) -> TscParams {
+        let now = cpu::rdtsc();
+        let params = params.with_offset(offset);
+        self.lock().synchronise(params.guest(now), now, params);
+        params
     }
     /// kvmclock now, with the host TSC of the same moment.
     pub(crate) fn now(&self) -> (u64, u64) {

@@ -49,6 +49,8 @@ pub(crate) struct Options {
     x2apic_api: AtomicU32,
     /// KVM_CAP_MAX_VCPU_ID; 0 before it is set.
     max_vcpu_id: AtomicU32,
+    /// KVM_SET_NR_MMU_PAGES; 0 before it is set.
+    mmu_pages: AtomicU32,
 }
 
 impl Default for Options {
@@ -65,6 +67,7 @@ impl Default for Options {
             manual_dirty_log: AtomicU32::new(0),
             x2apic_api: AtomicU32::new(0),
             max_vcpu_id: AtomicU32::new(0),
+            mmu_pages: AtomicU32::new(0),
         }
     }
 }
@@ -224,6 +227,23 @@ impl Vm {
         *slot = filters.then(|| Arc::new(filter));
         options.has_msr_filter.store(filters, Ordering::Release);
         Ok(())
+    }
+
+    /// KVM_SET_NR_MMU_PAGES: EINVAL below KVM's least.
+    ///
+    /// DEVIATION: the number is kept for KVM_GET_NR_MMU_PAGES, but limits nothing: there are no
+    /// shadow pages, and the TLBs that take their place have a fixed size.
+    pub fn set_nr_mmu_pages(&self, pages: u32) -> Result<()> {
+        const LEAST: u32 = 64;
+        if pages < LEAST {
+            return Err(Error::InvalidArgument);
+        }
+        self.state.options.mmu_pages.store(pages, Ordering::Relaxed);
+        Ok(())
+    }
+    /// KVM_GET_NR_MMU_PAGES.
+    pub fn nr_mmu_pages(&self) -> u32 {
+        self.state.options.mmu_pages.load(Ordering::Relaxed)
     }
 
     /// KVM_ENABLE_CAP on the VM: EINVAL for flags, unknown arguments, and capabilities that need

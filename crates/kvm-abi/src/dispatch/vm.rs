@@ -16,7 +16,6 @@ const NO_SEV: &str = "encrypted and private memory need hardware";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_HYPERV: &str = "Hyper-V enlightenments are not offered (KVM_CAP_HYPERV is 0)";
 const NO_RING: &str = "dirty pages are logged in bitmaps only (KVM_CAP_DIRTY_LOG_RING is 0)";
-const NO_MMU_LIMIT: &str = "the MMU has no page budget";
 
 pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_CHECK_EXTENSION", KVM_CHECK_EXTENSION, |vm, arg| {
@@ -155,18 +154,13 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         libc::ENOTTY,
         "no virtual PMU yet (KVM_CAP_PMU_EVENT_FILTER is 0)",
     ),
-    Row::refused(
-        "KVM_SET_NR_MMU_PAGES",
-        KVM_SET_NR_MMU_PAGES,
-        libc::ENOTTY,
-        NO_MMU_LIMIT,
-    ),
-    Row::refused(
-        "KVM_GET_NR_MMU_PAGES",
-        KVM_GET_NR_MMU_PAGES,
-        libc::ENOTTY,
-        NO_MMU_LIMIT,
-    ),
+    Row::done("KVM_SET_NR_MMU_PAGES", KVM_SET_NR_MMU_PAGES, |vm, arg| {
+        let pages = u32::try_from(arg.0).map_err(|_| Errno::new(libc::EINVAL))?;
+        done(vm.hypervisor().set_nr_mmu_pages(pages))
+    }),
+    Row::done("KVM_GET_NR_MMU_PAGES", KVM_GET_NR_MMU_PAGES, |vm, _| {
+        count(vm.hypervisor().nr_mmu_pages() as usize)
+    }),
     Row::refused(
         "KVM_SET_DEVICE_ATTR",
         KVM_SET_DEVICE_ATTR,

@@ -101,7 +101,7 @@ fn get(cpu: &CpuState, index: u32, origin: Origin) -> Option<u64> {
         IA32_ARCH_CAPABILITIES if host || f.has(Feature::ArchCapabilities) => m.arch_capabilities,
         IA32_BIOS_SIGN_ID => m.ucode_rev,
         MSR_PLATFORM_INFO => m.platform_info,
-        MSR_POWER_CTL if host || !f.has(Feature::Amd) => m.power_ctl,
+        MSR_POWER_CTL => m.power_ctl,
         MSR_MISC_FEATURES_ENABLES => 0,
         IA32_SMBASE if host || cpu.events.in_smm => m.smbase,
         // Locked would promise VMX; zero says "not configured by firmware".
@@ -232,7 +232,8 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
             return MsrWrite::Done;
         }
         MSR_PLATFORM_INFO => (host, &mut cpu.msr.platform_info),
-        MSR_POWER_CTL => (host || !f.has(Feature::Amd), &mut cpu.msr.power_ctl),
+        // KVM keeps it on AMD too.
+        MSR_POWER_CTL => (true, &mut cpu.msr.power_ctl),
         MSR_MISC_FEATURES_ENABLES => return accept(value == 0),
         IA32_SMBASE => (host, &mut cpu.msr.smbase),
         MSR_SMI_COUNT | FAM10H_MMIO_CONF_BASE => return accept(value == 0),
