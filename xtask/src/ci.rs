@@ -44,6 +44,7 @@ const STEPS: &[(&str, Task)] = &[
             &["--engine", "interp", "sqlite", "ssdd"],
         ),
     ),
+    ("lock-step", Own(crate::lockstep::run, &["--quick"])),
     ("tests", Cargo(&["test", "--workspace"])),
 ];
 

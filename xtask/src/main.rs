@@ -1,5 +1,6 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
-//! `boots` (kernels to a shell), `guests` (real programs in a guest) and `bench`.
+//! `boots` (kernels to a shell), `guests` (real programs in a guest),
+//! `lockstep` (JIT against interpreter) and `bench`.
 
 #![forbid(unsafe_code)]
 
@@ -9,6 +10,7 @@ mod build;
 mod ci;
 mod debian;
 mod guests;
+mod lockstep;
 mod tidy;
 
 use std::process::ExitCode;
@@ -24,7 +26,10 @@ fn main() -> ExitCode {
         "bench" => bench::run(&arguments),
         "boots" => boots::run(&arguments),
         "guests" => guests::run(&arguments),
-        _ => Err("usage: cargo xtask <ci | tidy | docs | boots | guests | bench>".to_owned()),
+        "lockstep" => lockstep::run(&arguments),
+        _ => Err(
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | lockstep | bench>".to_owned(),
+        ),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

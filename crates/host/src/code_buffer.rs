@@ -58,6 +58,19 @@ impl CodeBuffer {
         true
     }
 
+    /// A copy of code; empty if the range is not in the buffer.
+    pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
+        if offset > self.len() || len > self.len() - offset {
+            return Vec::new();
+        }
+        let mut code = vec![0; len];
+        // SAFETY: inside the view (checked above); writers need `&mut self`.
+        unsafe {
+            core::ptr::copy_nonoverlapping(self.rw.as_ptr().add(offset), code.as_mut_ptr(), len);
+        }
+        code
+    }
+
     /// First byte of the executable view.
     pub fn rx(&self) -> *const u8 {
         self.rx.as_ptr()

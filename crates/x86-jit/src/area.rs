@@ -74,6 +74,10 @@ pub(crate) const IRQ_WAITING: usize = word(19);
 pub(crate) const TSC_OFFSET: usize = word(20);
 /// What an instruction of the interpreter's cost, in instructions.
 pub(crate) const COST: usize = word(21);
+/// Instructions until the first poll after entry.
+pub(crate) const COUNT: usize = word(22);
+/// `*mut` [`crate::lockstep::Log`], or 0.
+pub(crate) const LOG: usize = word(23);
 /// Host address of the stack slot that a call is about to write.
 pub(crate) const SLOT: usize = word(24);
 /// Return address of that call.

@@ -227,7 +227,7 @@ fn is_lockable(i: &Instruction) -> bool {
 
 /// Flags that the instruction always sets. Undefined ones are not among them:
 /// hardware keeps some of those.
-fn overwritten(i: &Instruction) -> u32 {
+pub(crate) fn overwritten(i: &Instruction) -> u32 {
     let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
     match i.mnemonic() {
         _ if (0..i.op_count())

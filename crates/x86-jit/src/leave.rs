@@ -35,6 +35,11 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
             &mut c.left,
         )
     };
+    if cpu.engine.words[index(area::LOG)] != 0 {
+        jit.end_stretch(cpu);
+        *left = Left::Again;
+        return 0;
+    }
     let words = &mut cpu.engine.words;
     let flags = unpack(words[index(area::FLAGS)]);
     let reason = Reason::of(words[index(area::REASON)]);
@@ -83,7 +88,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
 impl<B: JitBus> Jit<B> {
     /// Has the interpreter execute the instruction at RIP; `site` is its number,
     /// or 0.
-    fn interpret(
+    pub(crate) fn interpret(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
@@ -107,7 +112,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// The block that link site `number` leads to, from now on directly; 0 if there is none.
-    fn follow_link(
+    pub(crate) fn follow_link(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,

@@ -18,6 +18,7 @@ mod exit;
 mod groups;
 mod kind;
 mod leave;
+mod lockstep;
 mod run;
 mod system_call;
 mod thunks;
@@ -28,6 +29,7 @@ use core::sync::atomic::AtomicU32;
 use mmu::Mmu;
 use x86_cpu::{CpuState, GuestBus};
 
+pub use lockstep::LockstepStats;
 pub use run::{Jit, Stats};
 
 /// What translated code needs of the outside, besides [`GuestBus`].

@@ -21,6 +21,7 @@ use crate::{
     groups::Groups,
     kind::{Kind, Kinds},
     leave::handle,
+    lockstep::{Lockstep, LockstepStats, Log, turn},
     system_call,
     thunks::{self, Thunks},
     translate::{Entries, LinkSite, Translator},
@@ -53,7 +54,7 @@ pub struct Stats {
 }
 
 /// What the functions that translated code calls work on.
-pub(crate) struct Context<B> {
+pub(crate) struct Context<B: JitBus> {
     pub(crate) jit: *mut Jit<B>,
     pub(crate) interp: *mut Interp<B>,
     pub(crate) cpu: *mut CpuState,
@@ -64,7 +65,7 @@ pub(crate) struct Context<B> {
 
 /// A vCPU's translated code.
 #[derive(Debug)]
-pub struct Jit<B> {
+pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
     used: usize,
     thunks: Thunks,
@@ -88,6 +89,10 @@ pub struct Jit<B> {
     /// Mode bits of the last [`Self::select`].
     pub(crate) mode: u8,
     pub(crate) stats: Stats,
+    /// What translated code does counts when the interpreter agrees.
+    pub(crate) lockstep: Option<Box<Lockstep<B>>>,
+    /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
+    ranges: Vec<(usize, usize, u64)>,
 }
 
 impl<B: JitBus> Jit<B> {
@@ -126,7 +131,33 @@ impl<B: JitBus> Jit<B> {
             stale: false,
             mode: 0,
             stats: Stats::default(),
+            lockstep: None,
+            ranges: Vec::new(),
         })
+    }
+
+    /// Compares everything that translated code does with the interpreter from now on, at a
+    /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
+    pub fn set_lockstep(&mut self, planted: bool) {
+        self.lockstep = Some(Lockstep::new(planted));
+        self.flush_all();
+    }
+
+    /// The first difference that lock-step has found: [`Self::run`] has returned `Exit` then.
+    pub fn take_difference(&mut self) -> Option<String> {
+        self.lockstep.as_mut()?.report.take()
+    }
+
+    /// What lock-step has compared.
+    pub fn lockstep_stats(&self) -> Option<LockstepStats> {
+        self.lockstep.as_ref().map(|l| l.stats)
+    }
+
+    /// The code made of the blocks at an address: its offset in the buffer, and its bytes.
+    pub(crate) fn code_of(&self, rip: u64) -> Vec<(usize, Vec<u8>)> {
+        let of = self.ranges.iter().filter(|(_, _, at)| *at == rip);
+        of.map(|(offset, len, _)| (*offset, self.buffer.read(*offset, *len)))
+            .collect()
     }
 
     /// Counters.
@@ -139,12 +170,17 @@ impl<B: JitBus> Jit<B> {
         self.cache.clear();
         self.translator.links.clear();
         self.interpreted.clear();
+        self.ranges.clear();
+        if let Some(l) = &mut self.lockstep {
+            l.flush();
+        }
         self.used = self.thunks_end;
         self.stats.flushes += 1;
     }
 
     /// Executes until something stops it, as [`Interp::run`] does.
     pub fn run(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
+        let _turn = self.lockstep.is_some().then(turn::wait);
         set_gs_base(cpu);
         let words = &mut cpu.engine.words;
         words[index(area::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
@@ -154,7 +190,9 @@ impl<B: JitBus> Jit<B> {
         words[index(area::IRQ_WAITING)] = bus.interrupt_waits().into();
         let tsc = bus.tsc_offset();
         words[index(area::TSC_OFFSET)] = tsc.unwrap_or(0);
-        self.plain_tsc = tsc.is_some();
+        words[index(area::COUNT)] = area::BUDGET.into();
+        words[index(area::LOG)] = 0;
+        self.plain_tsc = tsc.is_some() && self.lockstep.is_none();
         loop {
             if interp.resets() != self.resets {
                 self.flush_all();
@@ -283,6 +321,9 @@ impl<B: JitBus> Jit<B> {
             }
         }
         let sources = &sources[..1 + usize::from(second.is_some())];
+        if self.lockstep.as_ref().is_some_and(|l| l.planted) {
+            crate::lockstep::plant(&mut self.decoded);
+        }
         let mut block = Block {
             entries: Entries::default(),
             generation: code.generation,
@@ -308,6 +349,9 @@ impl<B: JitBus> Jit<B> {
         self.stats.blocks += 1;
         self.stats.insns += self.decoded.len() as u64;
         self.stats.bytes += code.len() as u64;
+        if self.lockstep.is_some() {
+            self.ranges.push((self.used, code.len(), rip));
+        }
         self.used = (self.used + code.len()).next_multiple_of(16);
         self.cache.blocks.insert(key, block);
         Some(block)
@@ -338,6 +382,20 @@ impl<B: JitBus> Jit<B> {
 
     /// Runs translated code from the block at host address `entry` on.
     fn enter(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        entry: u64,
+    ) -> Left {
+        if self.lockstep.is_some() {
+            return self.enter_checked(interp, cpu, bus, entry);
+        }
+        self.call(interp, cpu, bus, entry)
+    }
+
+    /// The same without another engine beside it.
+    pub(crate) fn call(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
@@ -497,7 +555,7 @@ fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
     cpu.engine.words[index(area::MIX)] = mix(key);
 }
 
-fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
+pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     let (read, write) = bus.mmu().live_tables();
     let words = &mut cpu.engine.words;
     let mask = |t: &mmu::l1::Table| (t.len() as u64 - 1) << 4;
@@ -505,6 +563,20 @@ fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     words[index(area::READ_MASK)] = mask(read);
     words[index(area::WRITE_TABLE)] = write.as_ptr() as u64;
     words[index(area::WRITE_MASK)] = mask(write);
+    if let Some(log) = log_of(cpu) {
+        // The mapping may have changed, too.
+        log.clear_table();
+        let (table, mask) = log.table();
+        cpu.engine.words[index(area::WRITE_TABLE)] = table;
+        cpu.engine.words[index(area::WRITE_MASK)] = mask;
+    }
+}
+
+/// Where writes have to be noted, in lock-step.
+fn log_of(cpu: &mut CpuState) -> Option<&mut Log> {
+    // SAFETY: zero, or what `Jit::stretch` put there, which nothing else uses while translated
+    // code runs.
+    unsafe { (cpu.engine.words[index(area::LOG)] as *mut Log).as_mut() }
 }
 
 /// A TLB miss in translated code: the host address of the access, or 0 if it
@@ -544,6 +616,12 @@ extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -
     };
     let host = bus.mmu().refill(cpu, gva, size, access).unwrap_or(0);
     set_tables(cpu, bus);
+    if host != 0
+        && access == Access::Write
+        && let Some(log) = log_of(cpu)
+    {
+        log.allow(gva, host);
+    }
     host
 }
 

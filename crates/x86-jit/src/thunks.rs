@@ -193,7 +193,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     SAVED.iter().for_each(|r| push(a, *r));
     a.lea(4, at(4, -8));
     load_registers(a);
-    a.mov_imm(COUNTER, BUDGET.into());
+    a.load32(COUNTER, gs(COUNT));
     a.jmp_mem(gs(ENTRY));
 
     let exit = a.here();

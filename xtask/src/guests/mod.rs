@@ -1,4 +1,4 @@
-//! `cargo xtask guests [--quick] [--engine jit|interp] [--kernel FILE] [NAME…]`:
+//! `cargo xtask guests [--quick] [--engine jit|interp|lockstep] [--kernel FILE] [NAME…]`:
 //! real programs in a guest.
 //!
 //! Each program of [`programs`] gets a boot of its own, with the host's binaries
@@ -16,6 +16,8 @@ use programs::{Expect, PROGRAMS, Program};
 
 /// Time for one program in the guest, its boot included.
 const LIMIT: Duration = Duration::from_secs(580);
+/// The same with two engines side by side.
+const LOCKSTEP_LIMIT: Duration = Duration::from_secs(3600);
 /// Where the guest finds what is not part of the host's system.
 const GUEST_OPT: &str = "/opt/guests";
 
@@ -42,8 +44,11 @@ impl Options {
                 "--engine" => {
                     let name = rest
                         .next()
-                        .filter(|n| ["jit", "interp"].contains(&n.as_str()));
-                    options.engine = Some(name.ok_or("--engine needs jit or interp")?.clone());
+                        .filter(|n| ["jit", "interp", "lockstep"].contains(&n.as_str()));
+                    options.engine = Some(
+                        name.ok_or("--engine needs jit, interp or lockstep")?
+                            .clone(),
+                    );
                 }
                 name if PROGRAMS.iter().any(|p| p.name == name) => {
                     options.names.push(name.to_owned());
@@ -84,6 +89,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         }
         if let Some(engine) = &options.engine {
             boot = boot.engine(engine);
+            if engine == "lockstep" {
+                boot = boot.limit(LOCKSTEP_LIMIT);
+            }
         }
         for path in host::expand(program.paths)? {
             boot = boot.overlay(&format!("{path}:{path}"));

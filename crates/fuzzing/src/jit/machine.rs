@@ -205,6 +205,29 @@ impl Machine {
         })
     }
 
+    /// Compares all that translated code does with the interpreter as it runs.
+    pub(crate) fn set_lockstep(&mut self, planted: bool) {
+        if let Engine::Jit(jit) = &mut self.engine {
+            jit.set_lockstep(planted);
+        }
+    }
+
+    /// What that has found.
+    pub(crate) fn take_difference(&mut self) -> Option<String> {
+        match &mut self.engine {
+            Engine::Interp => None,
+            Engine::Jit(jit) => jit.take_difference(),
+        }
+    }
+
+    /// Stretches compared.
+    pub(crate) fn stretches(&self) -> u64 {
+        match &self.engine {
+            Engine::Interp => 0,
+            Engine::Jit(jit) => jit.lockstep_stats().map_or(0, |s| s.stretches),
+        }
+    }
+
     /// What was translated.
     pub(crate) fn stats(&self) -> x86_jit::Stats {
         match &self.engine {

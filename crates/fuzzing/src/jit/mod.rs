@@ -76,6 +76,22 @@ impl Jits {
         })
     }
 
+    /// As [`Self::new`], with the translator's own comparison switched on; `planted` makes it
+    /// translate an instruction wrongly.
+    ///
+    /// # Errors
+    /// Memory cannot be mapped.
+    pub fn in_lockstep(planted: bool) -> std::io::Result<Self> {
+        let mut jits = Self::new(64 << 20)?;
+        jits.jit.set_lockstep(planted);
+        Ok(jits)
+    }
+
+    /// Entries into translated code that were compared with the interpreter.
+    pub fn stretches(&self) -> u64 {
+        self.jit.stretches()
+    }
+
     /// What was done so far.
     pub fn summary(&self) -> Summary {
         Summary {
@@ -138,6 +154,9 @@ impl Jits {
             }
             b.load(&memory, &start);
             let ours = b.run(program.weather, PATIENCE * 64);
+            if let Some(report) = b.take_difference() {
+                return Err(report);
+            }
             self.summary.compared += 1;
             let ended = theirs == Some(RunStop::Halt) && !in_handler(&a.cpu);
             self.summary.completed += u64::from(ended);

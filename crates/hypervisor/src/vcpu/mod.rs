@@ -101,7 +101,7 @@ impl Vcpu {
         let inner = Inner {
             cpu,
             interp: Interp::new(),
-            jit: engine_is_jit().then(Jit::new).flatten(),
+            jit: translator(),
             bus,
             mp_state,
             signals_checked_ns: 0,
@@ -496,9 +496,18 @@ impl Vcpu {
     }
 }
 
-/// `ANYKVM_ENGINE=interp` selects the interpreter alone.
-fn engine_is_jit() -> bool {
-    std::env::var_os("ANYKVM_ENGINE").is_none_or(|v| v != "interp")
+/// `ANYKVM_ENGINE`: `interp` is the interpreter alone, `lockstep` compares translated code with it,
+/// `lockstep-planted` does so with an error put into translated code.
+fn translator() -> Option<Jit<Bus>> {
+    let engine = std::env::var("ANYKVM_ENGINE").unwrap_or_default();
+    if engine == "interp" {
+        return None;
+    }
+    let mut jit = Jit::new()?;
+    if let Some(rest) = engine.strip_prefix("lockstep") {
+        jit.set_lockstep(rest == "-planted");
+    }
+    Some(jit)
 }
 
 impl Inner {

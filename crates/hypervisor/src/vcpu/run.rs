@@ -178,7 +178,16 @@ impl Inner {
     /// Executes until something stops it.
     fn execute(&mut self) -> RunStop {
         match &mut self.jit {
-            Some(jit) => jit.run(&mut self.interp, &mut self.cpu, &mut self.bus),
+            Some(jit) => {
+                let stop = jit.run(&mut self.interp, &mut self.cpu, &mut self.bus);
+                if stop == RunStop::Exit
+                    && let Some(report) = jit.take_difference()
+                {
+                    // The VMM sees an emulation failure; this is for whoever asked for lock-step.
+                    eprintln!("anykvm: {report}");
+                }
+                stop
+            }
             None => self.interp.run(&mut self.cpu, &mut self.bus),
         }
     }

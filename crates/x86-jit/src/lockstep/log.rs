@@ -1,0 +1,192 @@
+//! [`Log`]: the pages that a run has written, with what they had before.
+//!
+//! Translated code writes through a small table of the log's own in place of the MMU's, so that
+//! its first write to each page comes by `refill`.
+
+/// Words of a page.
+const WORDS: usize = 512;
+/// Entries of the write table.
+const ENTRIES: usize = 64;
+
+/// A page.
+#[derive(Debug)]
+struct Page {
+    /// Host address.
+    host: u64,
+    old: Box<[u64; WORDS]>,
+    new: Box<[u64; WORDS]>,
+}
+
+/// Pages that were written.
+#[derive(Debug)]
+pub(crate) struct Log {
+    pages: Vec<Page>,
+    used: usize,
+    table: Box<[(u64, u64); ENTRIES]>,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        let mut log = Self {
+            pages: Vec::new(),
+            used: 0,
+            table: Box::new([(0, 0); ENTRIES]),
+        };
+        log.clear_table();
+        log
+    }
+}
+
+fn load(host: u64, n: usize) -> u64 {
+    // SAFETY: `note` is called with pages of guest memory, which stay mapped while a vCPU
+    // executes; they are never Rust objects, and a race gives some value.
+    unsafe { core::ptr::read_volatile((host as *const u64).wrapping_add(n)) }
+}
+
+fn store(host: u64, n: usize, value: u64) {
+    // SAFETY: as in `load`; the page was found to be writable for the guest.
+    unsafe { core::ptr::write_volatile((host as *mut u64).wrapping_add(n), value) };
+}
+
+impl Log {
+    /// Nothing was written.
+    pub(crate) fn clear(&mut self) {
+        self.used = 0;
+        self.clear_table();
+    }
+
+    pub(crate) fn clear_table(&mut self) {
+        for (n, entry) in self.table.iter_mut().enumerate() {
+            *entry = (mmu::l1::empty_tag(n), 0);
+        }
+    }
+
+    /// Address and mask of the write table, as generated code has them.
+    pub(crate) fn table(&self) -> (u64, u64) {
+        (self.table.as_ptr() as u64, (ENTRIES as u64 - 1) << 4)
+    }
+
+    /// The page at host address `host` is about to be written, by `gva` in the table.
+    pub(crate) fn allow(&mut self, gva: u64, host: u64) {
+        self.note(host);
+        let entry = &mut self.table[(gva >> 12) as usize % ENTRIES];
+        *entry = (gva & !0xfff, host & !0xfff);
+    }
+
+    /// The page that holds host address `host` is about to be written.
+    pub(crate) fn note(&mut self, host: u64) {
+        let host = host & !0xfff;
+        if self.has(host) {
+            return;
+        }
+        if self.used == self.pages.len() {
+            self.pages.push(Page {
+                host: 0,
+                old: Box::new([0; WORDS]),
+                new: Box::new([0; WORDS]),
+            });
+        }
+        let page = &mut self.pages[self.used];
+        page.host = host;
+        for (n, word) in page.old.iter_mut().enumerate() {
+            *word = load(host, n);
+        }
+        self.used += 1;
+    }
+
+    fn pages(&self) -> &[Page] {
+        &self.pages[..self.used]
+    }
+
+    fn has(&self, host: u64) -> bool {
+        self.pages().iter().rev().any(|p| p.host == host)
+    }
+
+    /// Puts back what was written, and keeps it. Words that the run has not changed are left
+    /// alone: something else may have written them.
+    pub(crate) fn undo(&mut self) {
+        for page in &mut self.pages[..self.used] {
+            for n in 0..WORDS {
+                let new = load(page.host, n);
+                page.new[n] = new;
+                if new != page.old[n] {
+                    store(page.host, n, page.old[n]);
+                }
+            }
+        }
+    }
+
+    /// A host address at which memory is not what it was before [`Self::undo`].
+    pub(crate) fn differs_from_new(&self) -> Option<u64> {
+        let differing = |page: &Page| {
+            let n = (0..WORDS).find(|n| load(page.host, *n) != page.new[*n])?;
+            Some(page.host + 8 * n as u64)
+        };
+        self.pages().iter().find_map(differing)
+    }
+
+    /// A host address that was changed, on a page that `other` has not.
+    pub(crate) fn differs_from_old(&self, other: &Self) -> Option<u64> {
+        let differing = |page: &Page| {
+            let n = (0..WORDS).find(|n| load(page.host, *n) != page.old[*n])?;
+            Some(page.host + 8 * n as u64)
+        };
+        let pages = self.pages().iter().filter(|p| !other.has(p.host));
+        pages.into_iter().find_map(differing)
+    }
+
+    /// Words that the run changed: address, before, after.
+    pub(crate) fn changes(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
+        self.pages().iter().flat_map(|page| {
+            let words = page.old.iter().zip(page.new.iter()).enumerate();
+            words
+                .filter(|(_, (old, new))| old != new)
+                .map(|(n, (old, new))| (page.host + 8 * n as u64, *old, *new))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(align(4096))]
+    struct Aligned([u64; WORDS]);
+
+    #[test]
+    fn changed_words_are_undone_and_others_are_left_alone() {
+        let mut page = Box::new(Aligned([7; WORDS]));
+        let host = page.0.as_mut_ptr() as u64;
+        let mut log = Log::default();
+        log.note(host + 100);
+        log.note(host);
+        assert_eq!(log.used, 1);
+        store(host, 3, 1);
+        log.undo();
+        assert_eq!(load(host, 3), 7);
+        assert_eq!(log.changes().collect::<Vec<_>>(), [(host + 24, 7, 1)]);
+        assert_eq!(log.differs_from_new(), Some(host + 24));
+        store(host, 3, 1);
+        assert_eq!(log.differs_from_new(), None);
+        let mut other = Log::default();
+        other.note(host);
+        store(host, 9, 1);
+        assert_eq!(other.differs_from_old(&Log::default()), Some(host + 72));
+        assert_eq!(other.differs_from_old(&log), None);
+        drop(page);
+    }
+
+    #[test]
+    fn the_table_hits_only_what_was_allowed() {
+        let page = Box::new(Aligned([0; WORDS]));
+        let host = page.0.as_ptr() as u64;
+        let mut log = Log::default();
+        log.allow(0xffff_8000_0004_2123, host + 0x123);
+        let entry = log.table[0x42 % ENTRIES];
+        assert_eq!(entry, (0xffff_8000_0004_2000, host));
+        log.clear_table();
+        for (n, (tag, _)) in log.table.iter().enumerate() {
+            assert_ne!((tag >> 12) as usize % ENTRIES, n);
+        }
+    }
+}

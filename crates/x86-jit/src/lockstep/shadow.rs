@@ -1,0 +1,224 @@
+//! [`Shadow`]: the vCPU's bus for the second run, which keeps what is written and has no effects
+//! outside of memory.
+
+use mmu::{Miss, Mmu};
+use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
+use x86_defs::msr;
+
+use super::log::Log;
+use crate::JitBus;
+
+/// The bus of a replay.
+#[derive(Debug)]
+pub(crate) struct Shadow<B> {
+    bus: *mut B,
+    log: *mut Log,
+    /// Page of the last write and on whose behalf: already in the log.
+    last: Option<(u64, Privilege)>,
+    /// Blocks that may contain this address are not executed as a whole.
+    target: u64,
+    /// Blocks that may still be executed.
+    patience: u32,
+}
+
+/// More than the bytes of a block of the interpreter's.
+const BLOCK_BYTES: u64 = 1024;
+
+impl<B: JitBus> Shadow<B> {
+    /// Both are used by nothing else while this lives.
+    pub(super) fn new(bus: &mut B, log: &mut Log, target: u64) -> Self {
+        Self {
+            bus,
+            log,
+            last: None,
+            target,
+            patience: 10_000,
+        }
+    }
+    fn bus(&mut self) -> &mut B {
+        // SAFETY: `new`'s caller keeps the reference alive and unused.
+        unsafe { &mut *self.bus }
+    }
+    pub(super) fn mmu(&mut self) -> &mut Mmu {
+        self.bus().mmu()
+    }
+    pub(super) fn log(&mut self) -> &mut Log {
+        // SAFETY: as above.
+        unsafe { &mut *self.log }
+    }
+    /// Bytes are about to be written.
+    fn note(&mut self, cpu: &mut CpuState, gva: u64, len: u64, who: Privilege) {
+        let (mut page, end) = (gva & !0xfff, gva.wrapping_add(len.max(1) - 1) & !0xfff);
+        loop {
+            if self.last != Some((page, who)) {
+                let to = self.bus().mmu().translate(cpu, page, Access::Write, who);
+                let Ok(to) = to else {
+                    return;
+                };
+                if let Some(host) = to.page {
+                    self.log().note(host.hva());
+                    self.last = Some((page, who));
+                }
+            }
+            if page == end {
+                return;
+            }
+            page = page.wrapping_add(0x1000);
+        }
+    }
+}
+
+/// Most registers agree: a better candidate for a report than the first.
+pub(super) fn is_close(a: &CpuState, b: &CpuState) -> bool {
+    a.gpr.iter().zip(&b.gpr).filter(|(a, b)| a != b).count() <= 1
+}
+
+/// A device's memory is not touched.
+fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
+    r.map_err(|miss| match miss {
+        Miss::Exception(e) => e.into(),
+        Miss::Device { .. } => Fault::Exit,
+    })
+}
+
+/// MSRs without an effect beyond `CpuState`.
+fn is_plain(index: u32) -> bool {
+    matches!(
+        index,
+        msr::IA32_FS_BASE | msr::IA32_GS_BASE | msr::IA32_KERNEL_GS_BASE | msr::IA32_TSC_AUX
+    )
+}
+
+impl<B: JitBus> GuestBus for Shadow<B> {
+    fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {
+        fault(self.bus().mmu().read(cpu, gva, who))
+    }
+    fn write<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        value: T,
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        self.note(cpu, gva, T::SIZE as u64, who);
+        fault(self.bus().mmu().write(cpu, gva, value, who))
+    }
+    fn rmw<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        who: Privilege,
+        lock: bool,
+        f: impl FnMut(T) -> T,
+    ) -> Result<T, Fault> {
+        self.note(cpu, gva, T::SIZE as u64, who);
+        fault(self.bus().mmu().rmw(cpu, gva, who, lock, f))
+    }
+    fn read_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        fault(self.bus().mmu().read_bytes(cpu, gva, buf, who))
+    }
+    fn write_bytes(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &[u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        self.note(cpu, gva, buf.len() as u64, who);
+        fault(self.bus().mmu().write_bytes(cpu, gva, buf, who))
+    }
+    fn probe(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        len: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        fault(self.bus().mmu().probe(cpu, gva, len, access, who))
+    }
+    // Bulk operations stay at the trait's "one at a time", so that a repeated instruction can be
+    // compared after each repetition.
+    fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault> {
+        fault(self.bus().mmu().code_page(cpu, gva))
+    }
+    fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
+        fault(self.bus().mmu().code_bytes(cpu, gva, buf))
+    }
+    fn code_generation(&mut self, id: u64) -> u32 {
+        self.bus().code_generation(id)
+    }
+    fn code_changes(&self) -> u64 {
+        // SAFETY: as in `bus`.
+        unsafe { &*self.bus }.code_changes()
+    }
+    fn fetch_epoch(&self) -> u64 {
+        // SAFETY: as in `bus`.
+        unsafe { &*self.bus }.fetch_epoch()
+    }
+    fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
+        self.last = None;
+        self.bus().load_root(cpu)
+    }
+    fn select_view(&mut self, cpu: &mut CpuState) {
+        self.last = None;
+        self.bus().select_view(cpu);
+    }
+    fn flush(&mut self, cpu: &mut CpuState, what: Flush) {
+        self.last = None;
+        self.bus().flush(cpu, what);
+    }
+    fn port_in(&mut self, _: &mut CpuState, _: u16, _: u8) -> Result<u32, Fault> {
+        Err(Fault::Exit)
+    }
+    fn port_out(&mut self, _: &mut CpuState, _: u16, _: u8, _: u32) -> Result<(), Fault> {
+        Err(Fault::Exit)
+    }
+    fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
+        if is_plain(index) {
+            self.bus().read_msr(cpu, index)
+        } else {
+            Err(Fault::Exit)
+        }
+    }
+    fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
+        if is_plain(index) {
+            self.bus().write_msr(cpu, index, value)
+        } else {
+            Err(Fault::Exit)
+        }
+    }
+    fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
+        self.bus().cpuid(cpu, leaf, subleaf)
+    }
+    fn tsc(&mut self, cpu: &mut CpuState) -> u64 {
+        self.bus().tsc(cpu)
+    }
+    fn read_pmc(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
+        self.bus().read_pmc(cpu, index)
+    }
+    fn task_priority(&mut self, cpu: &mut CpuState) -> u8 {
+        self.bus().task_priority(cpu)
+    }
+    fn set_task_priority(&mut self, _: &mut CpuState, _: u8) {}
+    fn hypercall(&mut self, _: &mut CpuState) -> Result<(), Fault> {
+        Err(Fault::Exit)
+    }
+    fn random(&mut self) -> u64 {
+        self.bus().random()
+    }
+    fn intercept(&mut self, _: &mut CpuState, _: Exception) -> bool {
+        false
+    }
+    fn commit(&mut self) {}
+    fn poll(&mut self, cpu: &CpuState) -> bool {
+        self.patience = self.patience.saturating_sub(1);
+        self.patience == 0 || self.target.wrapping_sub(cpu.rip()) < BLOCK_BYTES
+    }
+}

@@ -1,0 +1,150 @@
+//! `cargo xtask lockstep [--quick]`: the JIT against the interpreter over whole boots.
+//!
+//! `ANYKVM_ENGINE=lockstep` runs everything that translated code does once more by the
+//! interpreter. A boot with an error planted in the translator comes first: it has to be found.
+//! `--quick` ends after one vCPU's boot; without it two vCPUs and the guests' programs follow.
+
+use std::time::Duration;
+
+use testkit::boot::{Boot, Outcome};
+
+const LIMIT: Duration = Duration::from_secs(1800);
+/// Programs that end in minutes.
+const GUESTS: &[&str] = &[
+    "openssl",
+    "python",
+    "sqlite",
+    "zstd",
+    "busybox-i386",
+    "hackbench",
+    "ssdd",
+    "perl",
+    "gcc",
+];
+/// Something of everything: pipes, forks, files, signals, arithmetic.
+const COMMAND: &str = "
+    uname -m; nproc
+    busybox seq 1 400 | busybox sort -r | busybox sha256sum
+    busybox awk 'BEGIN { for (i = 1; i < 60; i++) s += sin(i) * exp(i / 20); printf \"%.10f\\n\", s }'
+    i=0; while [ $i -lt 100 ]; do i=$((i + 1)); done; echo $i
+    cat /proc/self/maps >/tmp/maps; wc -l </tmp/maps >/dev/null; gzip -c /tmp/maps | gunzip | cmp - /tmp/maps
+    (sleep 1 & wait; kill -TERM $$) & wait; echo end
+    exit 7";
+
+/// Runs all, or the quick ones.
+pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    let quick = match arguments {
+        [] => false,
+        [one] if one == "--quick" => true,
+        _ => return Err("usage: cargo xtask lockstep [--quick]".into()),
+    };
+    let anykvm = crate::build::anykvm()?;
+    let boot = |engine: &str, cpus: u32| {
+        let boot = Boot::new(&anykvm).cpus(cpus).mem("256M");
+        let outcome = boot.engine(engine).limit(LIMIT).run(&["sh", "-c", COMMAND]);
+        outcome.map_err(|e| format!("{}: {e}", anykvm.display()))
+    };
+    planted(&boot("lockstep-planted", 1)?)?;
+    for cpus in if quick { 1..=1 } else { 1..=2 } {
+        let outcome = boot("lockstep", cpus)?;
+        let line = agreed(&outcome, cpus)?;
+        let seconds = outcome.time.as_secs_f64();
+        eprintln!("lockstep: boot, {cpus} vCPU: {line} ({seconds:.0} s)");
+    }
+    if quick {
+        return Ok(());
+    }
+    let mut guests = vec!["--engine".to_owned(), "lockstep".to_owned()];
+    guests.extend(GUESTS.iter().map(|&name| name.to_owned()));
+    crate::guests::run(&guests)
+}
+
+/// The error was found, and shown with code of the guest and of the host.
+fn planted(outcome: &Outcome) -> Result<(), String> {
+    let errors = String::from_utf8_lossy(&outcome.stderr).into_owned();
+    let shown = [
+        "the interpreter differ",
+        "guest code from",
+        "sar ",
+        "translated code at",
+        "shr ",
+    ];
+    match shown.iter().find(|part| !errors.contains(*part)) {
+        None if outcome.status != Some(7) => {
+            eprintln!("lockstep: a planted error is found");
+            Ok(())
+        }
+        None => Err("the guest went on after a difference".into()),
+        Some(part) => Err(format!(
+            "a planted error: no {part:?} in the report\n{}",
+            outcome.last_words(30)
+        )),
+    }
+}
+
+/// The line that says how much was compared.
+fn agreed(outcome: &Outcome, cpus: u32) -> Result<String, String> {
+    let text = outcome.text();
+    let lines: Vec<&str> = text.lines().collect();
+    let complete = lines.first() == Some(&"x86_64")
+        && lines.get(1) == Some(&cpus.to_string().as_str())
+        && lines.last() == Some(&"end");
+    if outcome.status != Some(7) || !complete {
+        return Err(format!(
+            "lock-step: status {:?}, output {text:?}\n{}",
+            outcome.status,
+            outcome.last_words(80)
+        ));
+    }
+    let errors = String::from_utf8_lossy(&outcome.stderr);
+    let line = errors
+        .lines()
+        .find_map(|l| l.strip_prefix("anykvm: lock-step: "));
+    let line = line.ok_or("nothing was compared")?;
+    let stretches = line.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+    if stretches.is_none_or(|n| n < 100_000) {
+        return Err(format!("too little was compared: {line}"));
+    }
+    Ok(line.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(status: i32, stdout: &str, stderr: &str) -> Outcome {
+        Outcome {
+            status: Some(status),
+            stdout: stdout.into(),
+            stderr: stderr.into(),
+            time: Duration::ZERO,
+            timed_out: false,
+        }
+    }
+
+    #[test]
+    fn only_a_complete_run_with_comparisons_passes() {
+        let good = "anykvm: lock-step: 200000 stretches compared, 0 of them again\n";
+        let little = "anykvm: lock-step: 20 stretches compared, 0 of them again\n";
+        let rows = [
+            (7, "x86_64\n1\nend\n", good, true),
+            (7, "x86_64\n1\nend\n", little, false),
+            (7, "x86_64\n1\nend\n", "", false),
+            (7, "x86_64\n1\n", good, false),
+            (125, "x86_64\n1\nend\n", good, false),
+        ];
+        for (status, stdout, stderr, passes) in rows {
+            let result = agreed(&outcome(status, stdout, stderr), 1);
+            assert_eq!(result.is_ok(), passes, "{stdout:?} {stderr:?}");
+        }
+    }
+
+    #[test]
+    fn a_planted_error_has_to_be_reported_in_full() {
+        let whole =
+            "the interpreter differ\nguest code from\nsar rax,3\ntranslated code at\nshr rax,3\n";
+        assert!(planted(&outcome(125, "", whole)).is_ok());
+        assert!(planted(&outcome(7, "", whole)).is_err());
+        assert!(planted(&outcome(125, "", "")).is_err());
+    }
+}
