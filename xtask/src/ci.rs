@@ -36,6 +36,7 @@ const STEPS: &[(&str, Task)] = &[
         ]),
     ),
     ("boots", Own(crate::boots::run, &[])),
+    ("KVM selftests", Own(crate::selftests::run, &[])),
     ("guests", Own(crate::guests::run, &["--quick"])),
     (
         "guests, interpreted",

@@ -1,5 +1,5 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
-//! `boots` (kernels to a shell), `guests` (real programs in a guest),
+//! `boots` (kernels to a shell), `guests` (real programs in a guest), `selftests` (the kernel's KVM selftests),
 //! `lockstep` (JIT against interpreter) and `bench`.
 
 #![forbid(unsafe_code)]
@@ -11,6 +11,7 @@ mod ci;
 mod debian;
 mod guests;
 mod lockstep;
+mod selftests;
 mod tidy;
 
 use std::process::ExitCode;
@@ -27,8 +28,10 @@ fn main() -> ExitCode {
         "boots" => boots::run(&arguments),
         "guests" => guests::run(&arguments),
         "lockstep" => lockstep::run(&arguments),
+        "selftests" => selftests::run(&arguments),
         _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | lockstep | bench>".to_owned(),
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | selftests | lockstep | bench>"
+                .to_owned(),
         ),
     };
     match result {

@@ -90,6 +90,57 @@ fn string_io_exits_for_each_element() {
     assert_eq!(g.vcpu.get_regs().unwrap().rcx, 0);
 }
 
+/// INS asks for what is left of the page, OUTS for each element.
+#[test]
+fn a_repeated_input_is_one_exit_for_each_page() {
+    let mut g = Guest::new(
+        &[
+            0xb9, 0x05, 0x00, // mov cx, 5
+            0xbf, 0xfc, 0x2f, // mov di, 0x2ffc
+            0xba, 0x80, 0x00, // mov dx, 0x80
+            0xf3, 0x6d, // rep insw
+            0xf4,
+        ],
+        false,
+    );
+    let mut next = 0;
+    for len in [4, 6] {
+        match g.vcpu.run().unwrap() {
+            VcpuExit::IoIn(0x80, data) => {
+                assert_eq!(data.len(), len);
+                for byte in data {
+                    next += 1;
+                    *byte = next;
+                }
+            }
+            exit => panic!("{exit:?}"),
+        }
+        // Nothing of it is in memory before the answer is taken.
+        let regs = g.vcpu.get_regs().unwrap();
+        assert_eq!(regs.rip, RAM + 9);
+    }
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Hlt));
+    let regs = g.vcpu.get_regs().unwrap();
+    assert_eq!((regs.rcx as u16, regs.rdi as u16), (0, 0x3006));
+    let got: [u8; 10] = g.ram.read(0x2ffc - RAM);
+    assert_eq!(got, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    // Backwards each element is below the one before.
+    let code = [
+        0xfd, 0xb9, 0x02, 0x00, 0xbf, 0x02, 0x30, 0xba, 0x80, 0x00, 0xf3, 0x6d, 0xf4,
+    ];
+    let mut g = Guest::new(&code, false);
+    match g.vcpu.run().unwrap() {
+        VcpuExit::IoIn(0x80, data) => data[..2].copy_from_slice(&[1, 2]),
+        exit => panic!("{exit:?}"),
+    }
+    match g.vcpu.run().unwrap() {
+        VcpuExit::IoIn(0x80, data) => data[..2].copy_from_slice(&[3, 4]),
+        exit => panic!("{exit:?}"),
+    }
+    assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Hlt));
+    assert_eq!(g.ram.read::<4>(0x3000 - RAM), [3, 4, 1, 2]);
+}
+
 /// An access across the end of RAM: its parts go where they belong, each once.
 #[test]
 fn accesses_across_ram_and_device() {

@@ -30,9 +30,19 @@ unsafe impl sealed::Zeroed for AtomicU32 {}
 // SAFETY: as above.
 unsafe impl sealed::Zeroed for AtomicU64 {}
 
-/// A zero-initialised array of atomics in its own anonymous mapping.
+/// Arrays up to so many bytes are on the heap: a process has at most 65530 mappings by default,
+/// and a VM up to twice 32764 slots.
+const SMALL: usize = 4096;
+
+/// Where the elements are.
+enum Storage {
+    Mapped(Mapping),
+    Small(Box<[AtomicU64]>),
+}
+
+/// A zero-initialised array of atomics; a large one is in its own anonymous mapping.
 pub struct LazyArray<T: Element> {
-    mapping: Mapping,
+    storage: Storage,
     len: usize,
     marker: core::marker::PhantomData<T>,
 }
@@ -46,8 +56,13 @@ impl<T: Element> LazyArray<T> {
         let bytes = len
             .checked_mul(size_of::<T>())
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let storage = if bytes <= SMALL {
+            Storage::Small((0..bytes.div_ceil(8)).map(|_| AtomicU64::new(0)).collect())
+        } else {
+            Storage::Mapped(Mapping::anonymous(bytes)?)
+        };
         Ok(Self {
-            mapping: Mapping::anonymous(bytes.max(1))?,
+            storage,
             len,
             marker: core::marker::PhantomData,
         })
@@ -58,10 +73,14 @@ impl<T: Element> ops::Deref for LazyArray<T> {
     type Target = [T];
     #[inline]
     fn deref(&self) -> &[T] {
-        // SAFETY: the mapping is page aligned, holds `len` elements, is zeroed,
-        // zero is a valid `T` (`Zeroed`), only shared references are given out,
-        // and it lives as long as `self`.
-        unsafe { core::slice::from_raw_parts(self.mapping.as_ptr().cast(), self.len) }
+        let start: *const T = match &self.storage {
+            Storage::Mapped(mapping) => mapping.as_ptr().cast(),
+            Storage::Small(words) => words.as_ptr().cast(),
+        };
+        // SAFETY: the storage is aligned to 8 at least, holds `len` elements, began as zeros,
+        // zero is a valid `T` (`Zeroed`), only shared references are given out, all of it may
+        // be changed through those, and it lives as long as `self`.
+        unsafe { core::slice::from_raw_parts(start, self.len) }
     }
 }
 
@@ -83,6 +102,13 @@ mod tests {
         a[(1 << 28) - 1].store(5, Ordering::Relaxed);
         assert_eq!(a[(1 << 28) - 1].load(Ordering::Relaxed), 5);
         assert_eq!(a[0].load(Ordering::Relaxed), 0);
+        for len in [1, 511, 512, 513] {
+            let small = LazyArray::<AtomicU8>::new(8 * len).unwrap();
+            assert!(small.iter().all(|v| v.load(Ordering::Relaxed) == 0));
+            small[8 * len - 1].store(7, Ordering::Relaxed);
+            assert_eq!(small[8 * len - 1].load(Ordering::Relaxed), 7);
+            assert_eq!(small.len(), 8 * len);
+        }
         assert!(LazyArray::<AtomicU64>::new(0).unwrap().is_empty());
         assert!(LazyArray::<AtomicU64>::new(usize::MAX).is_err());
     }

@@ -209,6 +209,17 @@ pub trait GuestBus {
 
     /// IN: `size` is 1, 2 or 4.
     fn port_in(&mut self, cpu: &mut CpuState, port: u16, size: u8) -> Result<u32, Fault>;
+    /// One element of a repeated INS that wants `count` of them from here on, itself included. A
+    /// bus may fetch several at once and keep the rest for the calls that follow.
+    fn port_in_repeated(
+        &mut self,
+        cpu: &mut CpuState,
+        port: u16,
+        size: u8,
+        _count: u32,
+    ) -> Result<u32, Fault> {
+        self.port_in(cpu, port, size)
+    }
     /// OUT.
     fn port_out(
         &mut self,

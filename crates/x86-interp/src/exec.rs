@@ -452,6 +452,10 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     pub(crate) fn may_bulk(&self) -> bool {
         !(self.single_step || self.alignment_check || self.watch)
     }
+    /// A debugger, or the guest's own, looks at every iteration.
+    pub(crate) fn is_stepped(&self) -> bool {
+        self.watch || self.cpu.rflags & rflags::TF != 0
+    }
     /// True if offsets in the segment are linear addresses without a limit check.
     pub(crate) fn is_flat(&self, seg: u8) -> bool {
         self.flat >> (seg & 7) & 1 != 0

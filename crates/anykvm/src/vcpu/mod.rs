@@ -50,7 +50,14 @@ pub(crate) fn run(
     while !is_ending.load(Ordering::SeqCst) {
         let ending = match vcpu.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
-                devices.port_read(port, data);
+                // A repeated INS asks for several elements; such ports are bytes here.
+                if matches!(data.len(), 1 | 2 | 4) {
+                    devices.port_read(port, data);
+                } else {
+                    for byte in data.chunks_mut(1) {
+                        devices.port_read(port, byte);
+                    }
+                }
                 None
             }
             Ok(VcpuExit::IoOut(port, data)) => devices.port_write(port, data),

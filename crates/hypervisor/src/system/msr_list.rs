@@ -60,7 +60,12 @@ pub fn msr_index_list() -> Vec<u32> {
 
 /// KVM_GET_MSR_FEATURE_INDEX_LIST.
 pub fn msr_feature_index_list() -> Vec<u32> {
-    vec![IA32_ARCH_CAPABILITIES, AMD64_DE_CFG, IA32_BIOS_SIGN_ID]
+    vec![
+        IA32_ARCH_CAPABILITIES,
+        IA32_PERF_CAPABILITIES,
+        AMD64_DE_CFG,
+        IA32_BIOS_SIGN_ID,
+    ]
 }
 
 /// KVM_GET_MSRS on the system fd: a feature MSR's value.
@@ -84,6 +89,8 @@ pub fn feature_msr(index: u32) -> Option<u64> {
         ),
         // LFENCE is serialising.
         AMD64_DE_CFG => Some(1 << 1),
+        // No virtual PMU.
+        IA32_PERF_CAPABILITIES => Some(0),
         IA32_BIOS_SIGN_ID => Some(0x1_0000_0000),
         _ => None,
     }

@@ -13,6 +13,7 @@ use x86_defs::{paging::PAGE_SIZE, rflags};
 
 use super::{
     pvclock::Paravirt,
+    read_ahead::ReadAhead,
     replay::{Answered, DeviceAccess, Replay},
     shared::VcpuShared,
 };
@@ -28,6 +29,7 @@ pub(crate) struct Bus {
     pub(super) vm: Arc<VmState>,
     pub(super) shared: Arc<VcpuShared>,
     pub(super) replay: Replay,
+    pub(super) read_ahead: ReadAhead,
     /// The exit that [`Fault::Exit`] stands for.
     pub(super) exit: Option<Exit>,
     pub(super) cpuid: Vec<kvm_cpuid_entry2>,
@@ -72,6 +74,7 @@ impl Bus {
             vm,
             shared,
             replay: Replay::default(),
+            read_ahead: ReadAhead::default(),
             exit: None,
             cpuid: Vec::new(),
             tsc_adjust: 0,
@@ -436,6 +439,37 @@ impl GuestBus for Bus {
         };
         Ok((self.ask(cpu, access, exit)?.value & mask(size)) as u32)
     }
+    fn port_in_repeated(
+        &mut self,
+        cpu: &mut CpuState,
+        port: u16,
+        size: u8,
+        count: u32,
+    ) -> Result<u32, Fault> {
+        if let Some(value) = self.read_ahead.next(size) {
+            return Ok(value);
+        }
+        if count == 1 {
+            return self.port_in(cpu, port, size);
+        }
+        let access = DeviceAccess::PortInString { port, size };
+        if self.replay.is_new(access)
+            && let Some(value) = self.chip_in(port, size)
+        {
+            self.replay.made(access, value.into());
+            return Ok(value);
+        }
+        let exit = || Exit::Io {
+            is_in: true,
+            port,
+            size,
+            count,
+            data: IoData::default(),
+        };
+        self.ask(cpu, access, exit)?;
+        // The elements have come with the answer; a VMM that gave none gets zeros stored.
+        Ok(self.read_ahead.next(size).unwrap_or(0))
+    }
     fn port_out(
         &mut self,
         cpu: &mut CpuState,
@@ -516,6 +550,7 @@ impl GuestBus for Bus {
     #[inline]
     fn commit(&mut self) {
         self.replay.forget();
+        self.read_ahead.commit();
     }
     #[inline]
     fn poll(&mut self, cpu: &CpuState) -> bool {

@@ -13,6 +13,7 @@ mod msr;
 mod park;
 mod pv_eoi;
 mod pvclock;
+mod read_ahead;
 mod regs;
 mod replay;
 mod run;

@@ -10,6 +10,8 @@
 pub(super) enum DeviceAccess {
     /// IN.
     PortIn { port: u16, size: u8 },
+    /// Repeated INS: several elements at once.
+    PortInString { port: u16, size: u8 },
     /// OUT.
     PortOut { port: u16, size: u8 },
     /// Load of 1 to 8 bytes.

@@ -66,6 +66,10 @@ impl Inner {
         };
         let (value, error) = match (pending, answer) {
             (DeviceAccess::PortIn { .. }, Answer::Io(bytes)) => (little_endian(bytes), false),
+            (DeviceAccess::PortInString { size, .. }, Answer::Io(bytes)) => {
+                self.bus.read_ahead.fill(bytes, size);
+                (0, false)
+            }
             (DeviceAccess::Load { .. }, Answer::Mmio(bytes)) => (u64::from_le_bytes(*bytes), false),
             (
                 DeviceAccess::MsrRead { .. } | DeviceAccess::MsrWrite { .. },
@@ -81,15 +85,25 @@ impl Inner {
     /// anything else may happen to the guest. Leaves `bus.exit` set if it needs
     /// the VMM once more.
     fn complete_instruction(&mut self) -> Result<()> {
-        if self.bus.replay.is_mid_instruction(linear_rip(&self.cpu)) {
-            let stop = self.interp.step(&mut self.cpu, &mut self.bus);
-            if let Some(exit) = self.stopped(stop) {
-                self.bus.exit = Some(exit);
-            } else if self.is_single_stepped() && self.is_step_wanted() {
-                // The step ends with the instruction, not with its exit: the bus has it.
-                return Ok(());
+        let rip = linear_rip(&self.cpu);
+        if self.bus.replay.is_mid_instruction(rip) {
+            loop {
+                let stop = self.interp.step(&mut self.cpu, &mut self.bus);
+                if let Some(exit) = self.stopped(stop) {
+                    self.bus.exit = Some(exit);
+                } else if self.is_single_stepped() && self.is_step_wanted() {
+                    // The step ends with the instruction, not with its exit: the bus has it.
+                    break;
+                }
+                let goes_on = self.bus.exit.is_none()
+                    && self.bus.read_ahead.has_more()
+                    && linear_rip(&self.cpu) == rip;
+                if !goes_on {
+                    break;
+                }
             }
         }
+        self.bus.read_ahead.forget();
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use iced_x86::{Code, Instruction};
 use x86_cpu::{Access, Exception, GuestBus, Privilege};
-use x86_defs::{reg, rflags};
+use x86_defs::{paging::PAGE_SIZE, reg, rflags};
 
 use crate::{Exec, Flow, Handler, Insn, Step, Stop};
 
@@ -152,6 +152,23 @@ fn advance<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, index: usize) -> S
     Ok(Flow::EndBlock)
 }
 
+/// How many elements of an INS can be fetched at once: those of this page, as many as KVM's
+/// emulator takes.
+fn elements_ahead<B: GuestBus>(ex: &Exec<'_, B>, insn: &Insn<B>, gva: u64) -> u32 {
+    const MOST_BYTES: u64 = 1024;
+    if !repeats(insn) || ex.is_stepped() {
+        return 1;
+    }
+    let size = u64::from(insn.op_size);
+    let in_page = if ex.cpu.rflags & rflags::DF != 0 {
+        gva % PAGE_SIZE
+    } else {
+        PAGE_SIZE - gva % PAGE_SIZE
+    };
+    let count = ex.cpu.gpr[reg::RCX] & address_mask(insn);
+    count.min(in_page.min(MOST_BYTES) / size).max(1) as u32
+}
+
 fn ins<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if is_done(ex, insn) {
         return Ok(Flow::Next);
@@ -164,7 +181,8 @@ fn ins<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     // A fault must come before the device is read.
     ex.bus
         .probe(ex.cpu, gva, len, Access::Write, Privilege::Current)?;
-    let value = ex.bus.port_in(ex.cpu, port, insn.op_size)?;
+    let count = elements_ahead(ex, insn, gva);
+    let value = ex.bus.port_in_repeated(ex.cpu, port, insn.op_size, count)?;
     match insn.op_size {
         1 => ex.bus.write(ex.cpu, gva, value as u8, Privilege::Current)?,
         2 => ex
