@@ -22,7 +22,7 @@ pub mod slot;
 pub mod table;
 
 pub use memory::{Acknowledged, GuestMemory};
-pub use page::HostPage;
+pub use page::{HostPage, TaggedPage};
 pub use slot::{Slot, SlotConfig};
 pub use table::{MemslotError, SlotTable};
 

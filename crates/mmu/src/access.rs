@@ -5,7 +5,7 @@ use std::ops::Range;
 use x86_cpu::{Access, CpuState, Privilege, Word};
 use x86_defs::paging::PAGE_SIZE;
 
-use crate::{Miss, Mmu, resolve::Resolved};
+use crate::{Miss, Mmu, l1::Half, resolve::Resolved};
 
 /// The parts of an access in its first and its second page.
 struct Split {
@@ -28,14 +28,14 @@ impl Mmu {
     /// Reads a word, if L1 has its page: the common case, small enough to be inlined.
     #[inline(always)]
     pub fn read_hit<T: Word>(&self, gva: u64, who: Privilege) -> Option<T> {
-        let (host, offset) = self.views[self.tables_for(who)].read.probe(gva);
+        let (host, offset) = self.views[self.tables_for(who)].l1.probe(Half::Read, gva);
         host.load(offset, T::SIZE).map(T::from_u128)
     }
 
     /// Writes a word, if L1 has its page; false (and nothing written) if not.
     #[inline(always)]
     pub fn write_hit<T: Word>(&self, gva: u64, value: T, who: Privilege) -> bool {
-        let (host, offset) = self.views[self.tables_for(who)].write.probe(gva);
+        let (host, offset) = self.views[self.tables_for(who)].l1.probe(Half::Write, gva);
         host.store(offset, T::SIZE, value.to_u128()).is_some()
     }
 
@@ -125,7 +125,7 @@ impl Mmu {
         lock: bool,
         mut f: impl FnMut(T) -> T,
     ) -> Result<T, Miss> {
-        let (host, offset) = self.views[self.tables_for(who)].write.probe(gva);
+        let (host, offset) = self.views[self.tables_for(who)].l1.probe(Half::Write, gva);
         let split_lock = lock.then(|| self.memory.split_lock());
         let old = host.rmw(offset, T::SIZE, split_lock, |v| {
             f(T::from_u128(v)).to_u128()
@@ -216,7 +216,7 @@ impl Mmu {
         let offset = gva % PAGE_SIZE;
         let room = (PAGE_SIZE - offset) as usize;
         if buf.len() <= room {
-            let host = self.views[self.tables_for(who)].read.find(gva);
+            let host = self.views[self.tables_for(who)].l1.find(Half::Read, gva);
             if host.is_some_and(|h| h.read_bytes(offset, buf)) {
                 return Ok(());
             }
@@ -276,7 +276,7 @@ impl Mmu {
         let offset = gva % PAGE_SIZE;
         let room = (PAGE_SIZE - offset) as usize;
         if buf.len() <= room {
-            let host = self.views[self.tables_for(who)].write.find(gva);
+            let host = self.views[self.tables_for(who)].l1.find(Half::Write, gva);
             if host.is_some_and(|h| h.write_bytes(offset, buf)) {
                 return Ok(());
             }

@@ -4,7 +4,7 @@ use guest_memory::HostPage;
 use x86_cpu::{Access, CpuState, Privilege};
 use x86_defs::paging::PAGE_SIZE;
 
-use crate::Mmu;
+use crate::{Mmu, l1::Half};
 
 impl Mmu {
     /// A page whose L1 tag is present or can be had without an exception.
@@ -12,9 +12,9 @@ impl Mmu {
         let write = access == Access::Write;
         let tables = &self.views[self.live];
         let hit = if write {
-            tables.write.find(gva)
+            tables.l1.find(Half::Write, gva)
         } else {
-            tables.read.find(gva)
+            tables.l1.find(Half::Read, gva)
         };
         if hit.is_some() {
             return hit;

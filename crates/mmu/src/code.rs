@@ -13,7 +13,7 @@ use x86_defs::{
     paging::PAGE_SIZE,
 };
 
-use crate::{Miss, Mmu, written::Place};
+use crate::{Miss, Mmu, l1::Half, written::Place};
 
 /// Entries of a fetch table.
 const FETCH_ENTRIES: usize = 256;
@@ -486,7 +486,7 @@ impl Mmu {
         let may_have = self.written.take(at);
         if may_have {
             for t in &mut self.views {
-                t.write.flush_where(|e| e.host == host);
+                t.l1.flush_where(&[Half::Write], |e| e.host == host);
             }
         }
         may_have

@@ -9,7 +9,7 @@ use x86_cpu::{CpuState, Privilege};
 use crate::{
     Mmu, View,
     code::FetchTable,
-    l1::{RegionFilter, Table},
+    l1::{Half, L1, RegionFilter},
     l2::Owner,
 };
 
@@ -49,8 +49,7 @@ pub(crate) struct Context {
 /// L1 of a (context, view).
 #[derive(Debug, Default)]
 pub(crate) struct Tables {
-    pub read: Table,
-    pub write: Table,
+    pub l1: L1,
     pub fetch: FetchTable,
     regions: RegionFilter,
     /// Unique for the contents of `fetch`: see [`Mmu::fetch_epoch`].
@@ -68,29 +67,24 @@ impl Tables {
     /// These flushes return whether anything was dropped that code was fetched
     /// through in this epoch.
     fn drop_all(&mut self) -> bool {
-        self.read.flush();
-        self.write.flush();
+        self.l1.flush(&Half::ALL);
         self.regions.clear();
         self.fetch.flush()
     }
 
     fn drop_non_global(&mut self) -> bool {
-        self.read.flush_non_global();
-        self.write.flush_non_global();
+        self.l1.flush_non_global();
         self.fetch.flush_non_global()
     }
 
     fn drop_page(&mut self, gva: u64) -> bool {
         let shift = self.regions.region_shift(gva);
         match shift {
-            None => {
-                self.read.flush_page(gva);
-                self.write.flush_page(gva);
-            }
+            None => self.l1.flush_page(gva),
             Some(shift) => {
                 let region = gva >> shift;
-                self.read.flush_where(|e| e.tag >> shift == region);
-                self.write.flush_where(|e| e.tag >> shift == region);
+                self.l1
+                    .flush_where(&Half::ALL, |e| e.tag >> shift == region);
             }
         }
         self.fetch.may_have(gva, shift) && self.fetch.flush()

@@ -4,7 +4,7 @@ use guest_memory::memory::NewCode;
 use x86_cpu::{CpuState, Exception, Flush};
 use x86_defs::paging::P;
 
-use crate::{Mmu, Mode, Paging};
+use crate::{Mmu, Mode, Paging, l1::Half};
 
 impl Mmu {
     /// CR0, CR3, CR4 or EFER changed: selects the context; in PAE mode loads the
@@ -156,7 +156,7 @@ impl Mmu {
         if write_flushes != self.seen_write_flushes {
             self.seen_write_flushes = write_flushes;
             for t in &mut self.views {
-                t.write.flush();
+                t.l1.flush(&[Half::Write]);
             }
         }
         self.seen_epoch = epoch;

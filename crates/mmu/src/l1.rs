@@ -1,14 +1,18 @@
-//! L1: direct-mapped tables from guest page to host page.
+//! L1: direct-mapped tables from guest page to host page, for reads and for writes.
 //!
 //! ```text
-//! entry = table[(gva >> 12) & (len - 1)]        16 bytes: {tag, host page}
+//! entry = half[(gva >> 12) & (ENTRIES - 1)]     16 bytes: {tag, host page}
 //! offset = gva - entry.tag                      in the page if and only if hit
 //! hit  ⇔  offset <= 4096 - size                 one compare, any alignment
 //! ```
 //!
-//! Generated code probes the tables inline: the layout is fixed.
+//! Generated code probes the tables inline, from one base: the layout is fixed,
+//! and the size as well. A mask or a second base in memory costs 2 ns per access
+//! between stores, while tables that are mostly empty cost nothing but address
+//! space: flushing them takes as long as they are filled.
 
 use guest_memory::HostPage;
+pub use guest_memory::TaggedPage as Entry;
 
 /// Tag of the empty entry `i`: a page that another entry holds, so that no
 /// address which selects entry `i` can match it. (No single constant would do:
@@ -16,213 +20,185 @@ use guest_memory::HostPage;
 pub const fn empty_tag(i: usize) -> u64 {
     if i == 0 { 0x1000 } else { 0 }
 }
-/// Entries of a new table.
-pub const MIN_ENTRIES: usize = 1 << 10;
-/// Entries of the largest table.
-pub const MAX_ENTRIES: usize = 1 << 14;
 
-/// An entry.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Entry {
-    /// Guest page, or [`empty_tag`].
-    pub tag: u64,
-    /// Its host page.
-    pub host: HostPage,
-}
+/// Entries of each half. Fewer make hash tables and pointer chases twice as slow.
+pub const ENTRIES: usize = 1 << 14;
+
+/// Entries whose use is noted by one bit.
+const GROUP: usize = 64;
+const GROUPS: usize = ENTRIES / GROUP;
 
 const _: () = assert!(size_of::<Entry>() == 16);
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
-const _: () = assert!(MIN_ENTRIES.is_power_of_two() && MAX_ENTRIES.is_power_of_two());
+const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
 
-impl Entry {
-    fn empty(i: usize) -> Self {
-        Self {
-            tag: empty_tag(i),
-            host: HostPage::nowhere(),
-        }
+fn empty(i: usize) -> Entry {
+    Entry {
+        tag: empty_tag(i),
+        host: HostPage::nowhere(),
     }
 }
 
-/// A direct-mapped table.
+/// What a half is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Half {
+    /// Pages that may be read.
+    Read,
+    /// Pages that may be written with nothing to be noted.
+    Write,
+}
+
+impl Half {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Read, Self::Write];
+    /// Index of its first entry.
+    pub const fn start(self) -> usize {
+        self as usize * ENTRIES
+    }
+}
+
+/// The tables of a view.
 #[derive(Debug)]
-pub struct Table {
-    entries: Box<[Entry]>,
+pub struct L1 {
+    /// The read half, then the write half.
+    entries: Box<[Entry; 2 * ENTRIES]>,
     /// Bit per entry: the translation is global.
-    global: Box<[u64]>,
-    /// Entries filled since the last flush.
-    filled: usize,
-    /// Live entries replaced since the last change of size.
-    conflicts: usize,
-    /// Flushes in a row that found the table nearly empty.
-    idle_flushes: u8,
+    global: Box<[u64; 2 * GROUPS]>,
+    /// Bit per group: it may have entries.
+    used: [u64; 2 * GROUPS / 64],
 }
 
-impl Default for Table {
+impl Default for L1 {
     fn default() -> Self {
-        Self::with_entries(MIN_ENTRIES)
-    }
-}
-
-impl Table {
-    fn with_entries(n: usize) -> Self {
+        let mut entries = HostPage::zeroed_table(2 * ENTRIES);
+        for half in Half::ALL {
+            entries[half.start()] = empty(0);
+        }
+        let Ok(entries) = entries.try_into() else {
+            unreachable!("two halves");
+        };
         Self {
-            entries: (0..n).map(Entry::empty).collect(),
-            global: vec![0; n / 64].into_boxed_slice(),
-            filled: 0,
-            conflicts: 0,
-            idle_flushes: 0,
+            entries,
+            global: Box::new([0; 2 * GROUPS]),
+            used: [0; 2 * GROUPS / 64],
         }
     }
+}
 
-    /// The entries, for generated code; valid until the next call that takes `&mut self`.
+impl L1 {
+    /// The entries, for generated code; they do not move.
     pub fn as_ptr(&self) -> *const Entry {
         self.entries.as_ptr()
     }
 
-    /// Number of entries, a power of two.
-    pub fn len(&self) -> usize {
-        self.entries.len()
-    }
-
-    /// Never true.
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
-    }
-
     #[inline(always)]
-    fn index(&self, gva: u64) -> usize {
-        (gva >> 12) as usize & (self.entries.len() - 1)
+    fn index(half: Half, gva: u64) -> usize {
+        half.start() + ((gva >> 12) as usize & (ENTRIES - 1))
     }
 
     /// The entry that would hold `gva`'s page, and `gva`'s offset from its tag.
     /// It is a hit if the access's bytes are in the page at that offset, which
     /// [`HostPage`]'s accessors check.
     #[inline(always)]
-    pub fn probe(&self, gva: u64) -> (HostPage, u64) {
-        let e = &self.entries[self.index(gva)];
+    pub fn probe(&self, half: Half, gva: u64) -> (HostPage, u64) {
+        let e = &self.entries[Self::index(half, gva)];
         (e.host, gva.wrapping_sub(e.tag))
     }
 
     /// Host page of `gva`'s page.
     #[inline]
-    pub fn find(&self, gva: u64) -> Option<HostPage> {
-        let (host, offset) = self.probe(gva);
+    pub fn find(&self, half: Half, gva: u64) -> Option<HostPage> {
+        let (host, offset) = self.probe(half, gva);
         (offset < 4096).then_some(host)
     }
 
     /// Enters a translation.
-    pub fn insert(&mut self, gva: u64, host: HostPage, global: bool) {
-        let tag = gva & !0xfff;
-        let old = self.entries[self.index(gva)].tag;
-        if old == empty_tag(self.index(gva)) {
-            self.filled += 1;
-        } else if old != tag {
-            self.conflicts += 1;
-            // Each entry was replaced twice: the working set is larger than the table.
-            if self.conflicts > 2 * self.entries.len() && self.entries.len() < MAX_ENTRIES {
-                self.resize(self.entries.len() * 2);
-            }
-        }
-        let i = self.index(gva);
-        self.entries[i] = Entry { tag, host };
-        let bit = 1 << (i % 64);
+    pub fn insert(&mut self, half: Half, gva: u64, host: HostPage, global: bool) {
+        let i = Self::index(half, gva);
+        self.entries[i] = Entry {
+            tag: gva & !0xfff,
+            host,
+        };
+        let (group, bit) = (i / GROUP, 1 << (i % GROUP));
         if global {
-            self.global[i / 64] |= bit;
+            self.global[group] |= bit;
         } else {
-            self.global[i / 64] &= !bit;
+            self.global[group] &= !bit;
         }
+        self.used[group / 64] |= 1 << (group % 64);
     }
 
-    fn resize(&mut self, n: usize) {
-        let old = core::mem::replace(self, Self::with_entries(n));
-        for (i, e) in old.entries.iter().enumerate() {
-            if e.tag != empty_tag(i) {
-                let global = old.global[i / 64] >> (i % 64) & 1 != 0;
-                self.insert(e.tag, e.host, global);
-            }
+    /// Groups of these halves that may have entries.
+    fn groups(&self, halves: &[Half]) -> impl Iterator<Item = usize> + use<> {
+        const WORDS: usize = GROUPS / 64;
+        let mut words = [0; 2 * WORDS];
+        for half in halves {
+            let at = *half as usize * WORDS;
+            words[at..at + WORDS].copy_from_slice(&self.used[at..at + WORDS]);
         }
-        self.conflicts = 0;
+        words.into_iter().enumerate().flat_map(|(n, mut word)| {
+            core::iter::from_fn(move || {
+                let bit = word.trailing_zeros() as usize;
+                word &= word.wrapping_sub(1);
+                (bit < 64).then_some(n * 64 + bit)
+            })
+        })
     }
 
-    /// Forgets everything.
-    pub fn flush(&mut self) {
-        if self.filled == 0 {
-            return;
-        }
-        if self.entries.len() > MIN_ENTRIES && self.filled < self.entries.len() / 8 {
-            self.idle_flushes += 1;
-            if self.idle_flushes == 8 {
-                *self = Self::with_entries(self.entries.len() / 2);
-                return;
+    fn clear(&mut self, i: usize) {
+        self.entries[i] = empty(i % ENTRIES);
+        self.global[i / GROUP] &= !(1 << (i % GROUP));
+    }
+
+    /// Forgets everything in these halves.
+    pub fn flush(&mut self, halves: &[Half]) {
+        for group in self.groups(halves) {
+            let start = group * GROUP;
+            self.entries[start..start + GROUP].fill(empty(1));
+            if start.is_multiple_of(ENTRIES) {
+                self.entries[start] = empty(0);
             }
-        } else {
-            self.idle_flushes = 0;
+            self.global[group] = 0;
+            self.used[group / 64] &= !(1 << (group % 64));
         }
-        self.fill_empty(0..self.entries.len());
-        self.global.fill(0);
-        self.filled = 0;
     }
 
     /// Forgets what is not global.
     pub fn flush_non_global(&mut self) {
-        if self.filled == 0 {
-            return;
-        }
-        if self.global.iter().all(|w| *w == 0) {
-            self.flush();
-            return;
-        }
-        self.filled = 0;
-        for word in 0..self.global.len() {
-            let kept = self.global[word];
-            self.filled += kept.count_ones() as usize;
+        for group in self.groups(&Half::ALL) {
+            let kept = self.global[group];
+            for bit in (0..GROUP).filter(|bit| kept >> bit & 1 == 0) {
+                let i = group * GROUP + bit;
+                self.entries[i] = empty(i % ENTRIES);
+            }
             if kept == 0 {
-                self.fill_empty(word * 64..(word + 1) * 64);
-                continue;
+                self.used[group / 64] &= !(1 << (group % 64));
             }
-            for i in (0..64).filter(|i| kept >> i & 1 == 0) {
-                self.entries[word * 64 + i] = Entry::empty(word * 64 + i);
-            }
-        }
-    }
-
-    fn fill_empty(&mut self, range: core::ops::Range<usize>) {
-        let first = range.start == 0;
-        self.entries[range].fill(Entry::empty(1));
-        if first {
-            self.entries[0] = Entry::empty(0);
         }
     }
 
     /// Forgets one page.
     pub fn flush_page(&mut self, gva: u64) {
-        let i = self.index(gva);
-        if self.entries[i].tag == gva & !0xfff {
-            self.clear(i);
-        }
-    }
-
-    fn clear(&mut self, i: usize) {
-        self.entries[i] = Entry::empty(i);
-        self.global[i / 64] &= !(1 << (i % 64));
-    }
-
-    /// Forgets the entries for which `f` is true; returns how many.
-    pub fn flush_where(&mut self, mut f: impl FnMut(&Entry) -> bool) -> usize {
-        if self.filled == 0 {
-            return 0;
-        }
-        let mut n = 0;
-        for i in 0..self.entries.len() {
-            let e = &self.entries[i];
-            if e.tag != empty_tag(i) && f(e) {
+        for half in Half::ALL {
+            let i = Self::index(half, gva);
+            if self.entries[i].tag == gva & !0xfff {
                 self.clear(i);
-                n += 1;
             }
         }
-        n
+    }
+
+    /// Forgets the entries of these halves for which `f` is true.
+    pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
+        for group in self.groups(halves) {
+            for i in group * GROUP..(group + 1) * GROUP {
+                let e = &self.entries[i];
+                if e.tag != empty_tag(i % ENTRIES) && f(e) {
+                    self.clear(i);
+                }
+            }
+        }
     }
 }
 

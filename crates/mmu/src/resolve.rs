@@ -6,6 +6,7 @@ use x86_defs::{paging::PAGE_SIZE, vector, vector::pf};
 
 use crate::{
     Miss, Mmu, Mode, Translation, View,
+    l1::{Half, L1},
     walk::{self, Walk, WalkFault},
     written::Place,
 };
@@ -136,9 +137,9 @@ impl Mmu {
         let tables = self.tables_for(who);
         let tables = &mut self.views[tables];
         tables.note_level(gva, walk.level);
-        tables.read.insert(gva, host, walk.global);
+        tables.l1.insert(Half::Read, gva, host, walk.global);
         if write && !note {
-            tables.write.insert(gva, host, walk.global);
+            tables.l1.insert(Half::Write, gva, host, walk.global);
             self.written.add(Place {
                 space: self.paging.space.into(),
                 slot: slot_index,
@@ -153,11 +154,10 @@ impl Mmu {
         })
     }
 
-    /// The live view's tables, for generated code. They move and change with
-    /// every call that takes `&mut self`.
-    pub fn live_tables(&self) -> (&crate::l1::Table, &crate::l1::Table) {
-        let t = &self.views[self.live];
-        (&t.read, &t.write)
+    /// The live view's tables, for generated code. They change with every call
+    /// that takes `&mut self`, and are others when another view is live.
+    pub fn live_tables(&self) -> &L1 {
+        &self.views[self.live].l1
     }
 
     /// Prepares an access at the current privilege level and returns the host

@@ -2,13 +2,14 @@
 //!
 //! | host register | holds |
 //! |---|---|
-//! | rax … rdi but rsp, r8 … r11 | the guest's register of that name |
+//! | rax … rdi but rsp, r8 … r10 | the guest's register of that name |
 //! | r15 | the guest's RSP |
+//! | r11 | the live view's software TLB |
 //! | r12 | instructions until the next poll |
 //! | r13, r14 | scratch; r14 is the host address of a memory operand |
 //! | rsp | the host's stack |
 //!
-//! The guest's r12 to r15 live in memory. Its arithmetic flags are in the
+//! The guest's r11 to r15 live in memory. Its arithmetic flags are in the
 //! host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
 
 use core::mem::offset_of;
@@ -29,6 +30,8 @@ pub(crate) const S0: Reg = 14;
 pub(crate) const S1: Reg = 13;
 /// Counts down to the next poll.
 pub(crate) const COUNTER: Reg = 12;
+/// The live view's `mmu::l1::L1`.
+pub(crate) const TLB: Reg = 11;
 /// Guest RSP.
 pub(crate) const GUEST_RSP: Reg = 15;
 
@@ -36,10 +39,8 @@ const fn word(n: usize) -> usize {
     offset_of!(CpuState, engine) + 8 * n
 }
 
-pub(crate) const READ_TABLE: usize = word(0);
-pub(crate) const READ_MASK: usize = word(1);
-pub(crate) const WRITE_TABLE: usize = word(2);
-pub(crate) const WRITE_MASK: usize = word(3);
+/// For [`TLB`].
+pub(crate) const TABLES: usize = word(0);
 /// The table of indirect targets.
 pub(crate) const TARGETS: usize = word(4);
 /// What identifies mapping and mode in [`TARGETS`].
@@ -120,7 +121,7 @@ pub(crate) const fn segment_base(n: usize) -> Mem {
 pub(crate) const fn host_reg(n: u8) -> Option<Reg> {
     match n {
         4 => Some(GUEST_RSP),
-        12..=15 => None,
+        11..=15 => None,
         n => Some(n),
     }
 }

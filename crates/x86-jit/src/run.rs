@@ -4,6 +4,7 @@ use core::arch::asm;
 
 use host::code_buffer::CodeBuffer;
 use iced_x86::InstructionInfoFactory;
+use mmu::l1::Half;
 use x86_cpu::{Access, CodeSize, CpuState, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
@@ -556,20 +557,15 @@ fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
 }
 
 pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
-    let (read, write) = bus.mmu().live_tables();
-    let words = &mut cpu.engine.words;
-    let mask = |t: &mmu::l1::Table| (t.len() as u64 - 1) << 4;
-    words[index(area::READ_TABLE)] = read.as_ptr() as u64;
-    words[index(area::READ_MASK)] = mask(read);
-    words[index(area::WRITE_TABLE)] = write.as_ptr() as u64;
-    words[index(area::WRITE_MASK)] = mask(write);
-    if let Some(log) = log_of(cpu) {
-        // The mapping may have changed, too.
-        log.clear_table();
-        let (table, mask) = log.table();
-        cpu.engine.words[index(area::WRITE_TABLE)] = table;
-        cpu.engine.words[index(area::WRITE_MASK)] = mask;
-    }
+    let tables = match log_of(cpu) {
+        Some(log) => {
+            // The mapping may have changed, too.
+            log.clear_tables();
+            log.tables()
+        }
+        None => bus.mmu().live_tables().as_ptr(),
+    };
+    cpu.engine.words[index(area::TABLES)] = tables as u64;
 }
 
 /// Where writes have to be noted, in lock-step.
@@ -609,18 +605,17 @@ extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -
         return target;
     }
     let size = u64::from(site >> 12 & 0xff);
-    let access = if site >> 20 & 1 != 0 {
-        Access::Write
+    let (access, half) = if thunks::writes(site) {
+        (Access::Write, Half::Write)
     } else {
-        Access::Read
+        (Access::Read, Half::Read)
     };
     let host = bus.mmu().refill(cpu, gva, size, access).unwrap_or(0);
-    set_tables(cpu, bus);
     if host != 0
-        && access == Access::Write
         && let Some(log) = log_of(cpu)
+        && let Some(page) = bus.mmu().live_tables().find(half, gva)
     {
-        log.allow(gva, host);
+        log.allow(half, gva, page);
     }
     host
 }

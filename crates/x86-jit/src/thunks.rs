@@ -34,6 +34,11 @@ pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
     offset & 0xfff | size << 12 | (write as u32) << 20
 }
 
+/// Whether it is a write.
+pub(crate) const fn writes(site: u32) -> bool {
+    site >> 20 & 1 != 0
+}
+
 /// What the branch thunk has to know: the instruction's offset, and what is added to RSP.
 pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
     offset & 0xfff | ((pop + 8) as u32) << 12
@@ -119,6 +124,8 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     a.mov(S0, RAX);
     keep_vectors(a, false, avx);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
+    // The view may be another now.
+    a.load(TLB, gs(TABLES));
 }
 
 /// Guest registers from and to their places in memory.
@@ -128,6 +135,7 @@ fn load_registers(a: &mut Asm) {
             a.load(r, home(n));
         }
     }
+    a.load(TLB, gs(TABLES));
 }
 
 fn store_registers(a: &mut Asm) {

@@ -1,12 +1,13 @@
 //! [`Log`]: the pages that a run has written, with what they had before.
 //!
-//! Translated code writes through a small table of the log's own in place of the MMU's, so that
-//! its first write to each page comes by `refill`.
+//! Translated code works with tables of the log's own in place of the MMU's, so that its first
+//! write to each page comes by `refill`.
+
+use guest_memory::HostPage;
+use mmu::l1::{Entry, Half, L1};
 
 /// Words of a page.
 const WORDS: usize = 512;
-/// Entries of the write table.
-const ENTRIES: usize = 64;
 
 /// A page.
 #[derive(Debug)]
@@ -18,23 +19,11 @@ struct Page {
 }
 
 /// Pages that were written.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Log {
     pages: Vec<Page>,
     used: usize,
-    table: Box<[(u64, u64); ENTRIES]>,
-}
-
-impl Default for Log {
-    fn default() -> Self {
-        let mut log = Self {
-            pages: Vec::new(),
-            used: 0,
-            table: Box::new([(0, 0); ENTRIES]),
-        };
-        log.clear_table();
-        log
-    }
+    tables: L1,
 }
 
 fn load(host: u64, n: usize) -> u64 {
@@ -52,25 +41,24 @@ impl Log {
     /// Nothing was written.
     pub(crate) fn clear(&mut self) {
         self.used = 0;
-        self.clear_table();
+        self.clear_tables();
     }
 
-    pub(crate) fn clear_table(&mut self) {
-        for (n, entry) in self.table.iter_mut().enumerate() {
-            *entry = (mmu::l1::empty_tag(n), 0);
+    pub(crate) fn clear_tables(&mut self) {
+        self.tables.flush(&Half::ALL);
+    }
+
+    /// For generated code.
+    pub(crate) fn tables(&self) -> *const Entry {
+        self.tables.as_ptr()
+    }
+
+    /// `page` is about to be accessed by `gva` through the tables.
+    pub(crate) fn allow(&mut self, half: Half, gva: u64, page: HostPage) {
+        if half == Half::Write {
+            self.note(page.hva());
         }
-    }
-
-    /// Address and mask of the write table, as generated code has them.
-    pub(crate) fn table(&self) -> (u64, u64) {
-        (self.table.as_ptr() as u64, (ENTRIES as u64 - 1) << 4)
-    }
-
-    /// The page at host address `host` is about to be written, by `gva` in the table.
-    pub(crate) fn allow(&mut self, gva: u64, host: u64) {
-        self.note(host);
-        let entry = &mut self.table[(gva >> 12) as usize % ENTRIES];
-        *entry = (gva & !0xfff, host & !0xfff);
+        self.tables.insert(half, gva, page, false);
     }
 
     /// The page that holds host address `host` is about to be written.
@@ -174,19 +162,5 @@ mod tests {
         assert_eq!(other.differs_from_old(&Log::default()), Some(host + 72));
         assert_eq!(other.differs_from_old(&log), None);
         drop(page);
-    }
-
-    #[test]
-    fn the_table_hits_only_what_was_allowed() {
-        let page = Box::new(Aligned([0; WORDS]));
-        let host = page.0.as_ptr() as u64;
-        let mut log = Log::default();
-        log.allow(0xffff_8000_0004_2123, host + 0x123);
-        let entry = log.table[0x42 % ENTRIES];
-        assert_eq!(entry, (0xffff_8000_0004_2000, host));
-        log.clear_table();
-        for (n, (tag, _)) in log.table.iter().enumerate() {
-            assert_ne!((tag >> 12) as usize % ENTRIES, n);
-        }
     }
 }

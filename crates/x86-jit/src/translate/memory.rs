@@ -1,6 +1,7 @@
 //! Memory operands: effective addresses, and probes of the software TLB.
 
 use iced_x86::{Instruction, Register};
+use mmu::l1::{ENTRIES, Entry, Half};
 
 use super::{Emit, Stub, Translator, Unsupported};
 use crate::{
@@ -10,6 +11,19 @@ use crate::{
     groups::Member,
     thunks::{restore_flags, save_flags, site},
 };
+
+const ENTRY_SIZE: usize = size_of::<Entry>();
+
+/// The tag of the TLB entry that r13 selects.
+pub(super) fn tag(write: bool) -> Mem {
+    let half = if write { Half::Write } else { Half::Read };
+    Mem {
+        base: Some(TLB),
+        index: Some((S1, 0)),
+        disp: (half.start() * ENTRY_SIZE) as i32,
+        gs: false,
+    }
+}
 
 impl Translator {
     /// The linear address less `less` in r14. Changes flags if there is a segment base to add.
@@ -109,11 +123,7 @@ impl Translator {
     /// The inline part of a probe; returns the branch to take on a miss and
     /// where to come back to.
     fn look_up(&mut self, size: u32, write: bool) -> (usize, usize) {
-        let (table, mask) = if write {
-            (WRITE_TABLE, WRITE_MASK)
-        } else {
-            (READ_TABLE, READ_MASK)
-        };
+        let tag = tag(write);
         let a = &mut self.asm;
         if self.rorx {
             // rorx r13, r14, 8
@@ -122,12 +132,15 @@ impl Translator {
             a.mov(S1, S0);
             a.shift(true, 5, S1, 8);
         }
-        a.alu(false, Alu::And, S1, gs(mask));
-        a.alu(true, Alu::Add, S1, gs(table));
-        a.alu(true, Alu::Sub, S0, at(S1, 0));
+        a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
+        a.alu(true, Alu::Sub, S0, tag);
         a.alu_imm(true, Alu::Cmp, S0, 4096 - size as i32);
         let from = a.jcc(cc::A);
-        a.alu(true, Alu::Add, S0, at(S1, 8));
+        let host = Mem {
+            disp: tag.disp + 8,
+            ..tag
+        };
+        a.alu(true, Alu::Add, S0, host);
         (from, a.here())
     }
 

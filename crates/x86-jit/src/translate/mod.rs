@@ -29,6 +29,7 @@ use iced_x86::{
     Encoder, Instruction, InstructionInfoFactory, InstructionInfoOptions, OpAccess, OpKind,
     Register,
 };
+use memory::tag;
 
 use crate::{
     area::*,
@@ -414,7 +415,7 @@ impl Translator {
             return Ok(S0);
         }
         // No instruction uses these implicitly.
-        let free = (8..12u8).rev().find(|r| {
+        let free = (8..TLB).rev().find(|r| {
             !spilled.contains(&Some(*r))
                 && (0..i.op_count()).all(|n| {
                     i.op_kind(n) != OpKind::Register
@@ -535,7 +536,7 @@ impl Translator {
             match stub {
                 Stub::Refill { from, resume, site } => {
                     a.patch(from, here);
-                    a.alu(true, Alu::Add, S0, at(S1, 0));
+                    a.alu(true, Alu::Add, S0, tag(thunks::writes(site)));
                     a.mov_imm(S1, site.into());
                     a.call_to(t.refill);
                     a.jmp_to(resume);
@@ -547,7 +548,7 @@ impl Translator {
                     member,
                 } => {
                     a.patch(from, here);
-                    a.alu(true, Alu::Add, S0, at(S1, 0));
+                    a.alu(true, Alu::Add, S0, tag(member.write));
                     a.mov32(S1, S0);
                     a.alu_imm(false, Alu::And, S1, 0xfff);
                     a.alu_imm(false, Alu::Cmp, S1, 4096 - member.span as i32);

@@ -205,7 +205,6 @@ impl Translator {
         let a = &mut self.asm;
         save_flags(a);
         a.store(home(1), RCX);
-        a.store(home(11), 11);
         let what = if d.kind == Kind::Syscall {
             thunks::SYSCALL
         } else {
@@ -214,7 +213,6 @@ impl Translator {
         a.mov_imm(S1, (what | d.offset).into());
         a.call_to(self.thunks.refill);
         a.load(RCX, home(1));
-        a.load(11, home(11));
         self.jump(d.offset, Stack::Keep);
     }
 
