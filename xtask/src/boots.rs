@@ -35,6 +35,8 @@ struct Case {
     append: &'static str,
     /// CPUs that the kernel then uses.
     online: u32,
+    /// Environment variable and value.
+    variable: Option<(&'static str, &'static str)>,
     /// Part of CI.
     in_ci: bool,
 }
@@ -60,9 +62,24 @@ const fn cloud(name: &'static str, engine: &'static str, cpus: u32) -> Case {
         machine: "x86_64",
         append: "",
         online: cpus,
+        variable: None,
         in_ci: true,
     }
 }
+
+/// A boot with little room for translated code, or with code that is dropped at random.
+const fn code(name: &'static str, variable: &'static str, value: &'static str) -> Case {
+    Case {
+        variable: Some((variable, value)),
+        in_ci: false,
+        ..cloud(name, "jit", 2)
+    }
+}
+
+/// Code that does not fit is translated again.
+pub(crate) const SMALL_CACHE: (&str, &str) = ("ANYKVM_CODE_CACHE", "2M");
+/// The same at any moment.
+pub(crate) const RANDOM_FLUSHES: (&str, &str) = ("ANYKVM_CODE_FLUSH", "2000");
 
 const CASES: &[Case] = &[
     cloud("1-vcpu", "jit", 1),
@@ -94,6 +111,8 @@ const CASES: &[Case] = &[
         in_ci: false,
         ..cloud("interpreter-4-vcpus", "interp", 4)
     },
+    code("small-code-cache", SMALL_CACHE.0, SMALL_CACHE.1),
+    code("random-flushes", RANDOM_FLUSHES.0, RANDOM_FLUSHES.1),
     options("nosmp", "nosmp", 1),
     options("no-apic", "noapic nolapic", 1),
     options("no-pcid", "nopcid", 2),
@@ -137,6 +156,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             .limit(LIMIT);
         if !case.append.is_empty() {
             boot = boot.option("--append", case.append);
+        }
+        if let Some((name, value)) = case.variable {
+            boot = boot.variable(name, value);
         }
         if let Some(path) = kernel(case.kernel)? {
             boot = boot.kernel(&path);

@@ -6,7 +6,11 @@
 
 mod long_mode;
 
-use std::{sync::mpsc::channel, thread, time::Duration};
+use std::{
+    sync::{atomic::Ordering, mpsc::channel},
+    thread,
+    time::Duration,
+};
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use iced_x86::code_asm::*;
@@ -193,4 +197,103 @@ fn another_vcpu_sees_the_change() {
             .expect("a vCPU does not see the other's change");
         assert_eq!(got, want);
     }
+}
+
+/// A function that the VMM replaces while it answers an access to a port: as a device that
+/// copies what it was asked for into guest memory, with or without asking for the page again.
+#[test]
+fn what_the_vmm_writes_during_an_exit_is_executed() {
+    const FUNCTION: u64 = 0x7000;
+    let machine = Machine::new();
+    machine.load(FUNCTION, |a| {
+        a.mov(eax, 0)?;
+        a.ret()
+    });
+    machine.load(CODE, |a| {
+        let mut again = a.create_label();
+        a.mov(ecx, 300)?;
+        a.set_label(&mut again)?;
+        a.mov(esi, FUNCTION as u32)?;
+        a.call(rsi)?;
+        a.add(ebx, eax)?;
+        a.out(0x80, al)?;
+        a.dec(ecx)?;
+        a.jne(again)?;
+        a.hlt()
+    });
+    let mut vcpu = machine.vcpu(0, CODE);
+    let (mut value, mut sum) = (0_u32, 0_u64);
+    for exit in 0.. {
+        match vcpu.run().unwrap() {
+            VcpuExit::IoOut(0x80, _) => sum += u64::from(value),
+            VcpuExit::Hlt => break,
+            other => panic!("{other:?}"),
+        }
+        // Not each time, so that the same code is also executed again.
+        if exit % 3 != 0 {
+            value += 1;
+            let at = GuestAddress(FUNCTION + 1);
+            machine.memory.write_obj(value, at).unwrap();
+        }
+    }
+    assert_eq!(vcpu.get_regs().unwrap().rbx, sum);
+}
+
+/// A thread of the VMM's overwrites a function again and again while the guest executes it: as a
+/// disk's thread that reads into a page that was code. The guest serializes once it has seen the
+/// flag, as it has to after code that another agent has changed.
+#[test]
+fn what_a_thread_of_the_vmm_writes_is_executed_after_cpuid() {
+    const FUNCTION: u64 = 0x7000;
+    const ASKED: u64 = 0x6000;
+    const WRITTEN: u64 = 0x6040;
+    const ROUNDS: u32 = 2000;
+    let machine = Machine::new();
+    machine.load(FUNCTION, |a| {
+        a.mov(eax, 0)?;
+        a.ret()
+    });
+    machine.load(CODE, |a| {
+        let (mut again, mut wait) = (a.create_label(), a.create_label());
+        a.mov(edi, 1)?;
+        a.xor(r8d, r8d)?;
+        a.set_label(&mut again)?;
+        a.mov(dword_ptr(ASKED), edi)?;
+        a.set_label(&mut wait)?;
+        // The old code stays in use meanwhile.
+        a.mov(esi, FUNCTION as u32)?;
+        a.call(rsi)?;
+        a.cmp(dword_ptr(WRITTEN), edi)?;
+        a.jne(wait)?;
+        a.xor(eax, eax)?;
+        a.cpuid()?;
+        a.mov(esi, FUNCTION as u32)?;
+        a.call(rsi)?;
+        a.add(r8d, eax)?;
+        a.inc(edi)?;
+        a.cmp(edi, ROUNDS)?;
+        a.jbe(again)?;
+        a.mov(ebx, r8d)?;
+        a.hlt()
+    });
+    let memory = machine.memory;
+    let writer = thread::spawn(move || {
+        for round in 1..=ROUNDS {
+            while memory
+                .load::<u32>(GuestAddress(ASKED), Ordering::Acquire)
+                .unwrap()
+                != round
+            {
+                thread::yield_now();
+            }
+            let function = GuestAddress(FUNCTION + 1);
+            memory.write_obj(round, function).unwrap();
+            memory
+                .store(round, GuestAddress(WRITTEN), Ordering::Release)
+                .unwrap();
+        }
+    });
+    let mut vcpu = machine.vcpu(0, CODE);
+    assert_eq!(run(&mut vcpu), (1..=u64::from(ROUNDS)).sum::<u64>());
+    writer.join().unwrap();
 }

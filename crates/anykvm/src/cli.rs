@@ -148,6 +148,10 @@ pub(crate) struct BootArgs {
     #[arg(long, value_enum, default_value = "ttyS0")]
     pub(crate) console: ConsoleKind,
 
+    /// Print what the vCPUs have counted at the end.
+    #[arg(long)]
+    pub(crate) stats: bool,
+
     /// Show the kernel's messages and what anykvm is doing.
     #[arg(long, short)]
     pub(crate) verbose: bool,

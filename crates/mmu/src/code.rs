@@ -19,6 +19,8 @@ use crate::{Miss, Mmu, l1::Half, written::Place};
 const FETCH_ENTRIES: usize = 256;
 /// Pages whose code is remembered for comparison.
 const MAX_SUMS: usize = 1 << 16;
+/// Pages that are compared at once; with more of them each is when it is executed next.
+const MAX_EXPOSED: usize = 6;
 /// Bit of a page's identity that tells it from "none".
 const IDENTITY: u64 = 1 << 63;
 const SPACE_SHIFT: u32 = 60;
@@ -32,6 +34,13 @@ pub(crate) struct FetchEntry {
     slot: usize,
     index: usize,
     global: bool,
+    /// [`Mmu::verification`] at which the page's code was last compared.
+    verified: u64,
+    /// What `Mmu::sums` had for the page when [`Mmu::remembered`] was `known`.
+    sum: Sum,
+    known: u64,
+    /// The guest could write the page by the same address.
+    writable: bool,
 }
 
 impl FetchEntry {
@@ -105,6 +114,12 @@ impl FetchTable {
         self.private |= !entry.global;
         self.pages.add(entry.tag >> 12);
         self.regions.add(entry.tag >> 22);
+        if let Some(e) = self.entries.get_mut(Self::place(entry.tag)) {
+            *e = Some(entry);
+        }
+    }
+    /// The same page, with other properties.
+    fn replace(&mut self, entry: FetchEntry) {
         if let Some(e) = self.entries.get_mut(Self::place(entry.tag)) {
             *e = Some(entry);
         }
@@ -231,6 +246,7 @@ impl Mmu {
     #[inline]
     pub fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Miss> {
         if let Some(e) = self.views[self.live].fetch.find(gva)
+            && e.verified == self.verification
             && let Some(slot) = self.slot(e.slot)
         {
             return Ok(CodePage {
@@ -243,6 +259,9 @@ impl Mmu {
 
     #[inline(never)]
     fn code_page_slow(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Miss> {
+        if let Some(e) = self.views[self.live].fetch.find(gva).copied() {
+            return Ok(self.verify(e));
+        }
         self.stats.fetch_misses += 1;
         let walk = self
             .walk_for(cpu, gva, Access::Fetch, Privilege::Current)
@@ -263,6 +282,10 @@ impl Mmu {
             slot: slot_index,
             index,
             global: walk.global,
+            verified: self.verification,
+            sum: Sum::default(),
+            known: 0,
+            writable: walk.rights.write,
         };
         // From here on our own writes to the page are noticed. Those before may
         // have hit code that another vCPU has fetched.
@@ -277,6 +300,7 @@ impl Mmu {
         let tables = &mut self.views[self.live];
         tables.note_level(gva, walk.level);
         tables.fetch.insert(entry);
+        self.expose(entry);
         let generation = self
             .slot(slot_index)
             .map_or(0, |s| s.code_generation(index));
@@ -284,6 +308,40 @@ impl Mmu {
             id: entry.id,
             generation,
         })
+    }
+
+    /// An entry of the fetch TLB whose page the VMM may have written since it was compared.
+    fn verify(&mut self, mut e: FetchEntry) -> CodePage {
+        self.compare(&mut e);
+        e.verified = self.verification;
+        self.views[self.live].fetch.replace(e);
+        self.expose(e);
+        CodePage {
+            id: e.id,
+            generation: self.slot(e.slot).map_or(0, |s| s.code_generation(e.index)),
+        }
+    }
+
+    /// The page belongs to those of [`Self::recheck_exposed`].
+    fn expose(&mut self, e: FetchEntry) {
+        if e.writable
+            && self.exposed.len() <= MAX_EXPOSED
+            && self.exposed.iter().all(|other| other.id != e.id)
+        {
+            self.exposed.push(e);
+        }
+    }
+
+    /// Compares the page with what was fetched from it.
+    fn compare(&mut self, e: &mut FetchEntry) {
+        if e.known != self.remembered {
+            e.known = self.remembered;
+            e.sum = self.sums.get(&e.id).copied().unwrap_or_default();
+        }
+        let generation = self.slot(e.slot).map_or(0, |s| s.code_generation(e.index));
+        if e.sum.generation == generation && sum_of(e.host, e.sum.chunks) != e.sum.sum {
+            self.compare_sum(e);
+        }
     }
 
     /// The VMM writes guest RAM without telling: what this vCPU has fetched from
@@ -316,9 +374,7 @@ impl Mmu {
         gva: u64,
         buf: &mut [u8],
     ) -> Result<usize, Miss> {
-        if self.views[self.live].fetch.find(gva).is_none() {
-            self.code_page(cpu, gva)?;
-        }
+        self.code_page(cpu, gva)?;
         let offset = gva % PAGE_SIZE;
         let n = buf.len().min((PAGE_SIZE - offset) as usize);
         let Some(e) = self.views[self.live].fetch.find(gva).copied() else {
@@ -368,9 +424,11 @@ impl Mmu {
                 generation,
                 ..Sum::default()
             };
+            self.remembered += 1;
         }
         if sum.chunks & chunks != chunks {
             sum.add(e.host, chunks);
+            self.remembered += 1;
         }
     }
 
@@ -468,14 +526,43 @@ impl Mmu {
         }
     }
 
-    /// The VMM may have written code: what is fetched next is compared, page by
-    /// page, with what was fetched before.
+    /// The VMM may have written code: each page is compared with what was fetched from it
+    /// before it is executed again. Cheap by itself; pages that are not executed cost nothing.
     pub fn recheck_code(&mut self) {
-        self.flush_global_fetch(None);
-        for i in 0..self.views.len() {
+        self.verification += 1;
+        self.exposed.clear();
+        self.global_fetch.epoch = self.next_tick();
+        self.verify_view();
+    }
+
+    /// A device may have written guest memory. An operating system that has code read from a disk
+    /// maps it afterwards, by which it is compared; firmware and bare programs just execute it.
+    /// So only pages count that the guest can write by the address by which it executes them.
+    #[inline]
+    pub fn recheck_exposed(&mut self) {
+        match self.exposed.len() {
+            0 => {}
+            1..=MAX_EXPOSED => self.compare_exposed(),
+            _ => self.recheck_code(),
+        }
+    }
+
+    fn compare_exposed(&mut self) {
+        for n in 0..self.exposed.len() {
+            if let Some(mut e) = self.exposed.get(n).copied() {
+                self.compare(&mut e);
+                self.exposed[n] = e;
+            }
+        }
+    }
+
+    /// The live view's epoch is of the current [`Self::verification`] from now on.
+    #[inline]
+    pub(crate) fn verify_view(&mut self) {
+        if self.views[self.live].verification != self.verification {
             let epoch = self.next_tick();
-            let tables = &mut self.views[i];
-            tables.fetch.flush();
+            let tables = &mut self.views[self.live];
+            tables.verification = self.verification;
             tables.epoch = epoch;
         }
     }

@@ -54,6 +54,8 @@ pub(crate) struct Tables {
     regions: RegionFilter,
     /// Unique for the contents of `fetch`: see [`Mmu::fetch_epoch`].
     pub epoch: u64,
+    /// `Mmu::verification` that `epoch` belongs to.
+    pub verification: u64,
     used: u64,
     /// Belongs to a context; false for one that can be reused.
     taken: bool,
@@ -218,6 +220,7 @@ impl Mmu {
         let view = View::of(cpu, Privilege::Current);
         let system = View::of(cpu, Privilege::System);
         self.live = self.tables_of(view);
+        self.verify_view();
         self.system = if system == view {
             self.live
         } else {

@@ -141,6 +141,7 @@ impl Mmu {
                 self.views[i].flush();
                 self.views[i].epoch = epoch;
             }
+            self.exposed.clear();
             self.written.reset(&self.table);
         }
         let write_flushes = self.memory.write_flushes();

@@ -139,6 +139,12 @@ pub struct Mmu {
     global_fetch: code::GlobalFetch,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, code::Sum>,
+    /// Calls of [`Self::recheck_code`].
+    verification: u64,
+    /// Pages executed since then that are mapped writable; one more than `MAX_EXPOSED`: too many.
+    exposed: Vec<code::FetchEntry>,
+    /// Changes of `sums`.
+    remembered: u64,
     stats: Stats,
 }
 
@@ -168,6 +174,9 @@ impl Mmu {
             generations: code::GenerationCache::default(),
             global_fetch: code::GlobalFetch::default(),
             sums: HashMap::new(),
+            verification: 0,
+            exposed: Vec::new(),
+            remembered: 1,
             stats: Stats::default(),
         };
         let cpu = CpuState::default();

@@ -98,11 +98,16 @@ impl Boot {
         self
     }
 
-    /// The engine that executes the guest: `jit` or `interp`.
+    /// The engine that executes the guest: `jit`, `interp` or `lockstep`.
     #[must_use]
-    pub fn engine(mut self, name: &str) -> Self {
-        let variable = ("ANYKVM_ENGINE".to_owned(), name.to_owned());
-        self.environment.push(variable);
+    pub fn engine(self, name: &str) -> Self {
+        self.variable("ANYKVM_ENGINE", name)
+    }
+
+    /// An environment variable of anykvm's.
+    #[must_use]
+    pub fn variable(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 

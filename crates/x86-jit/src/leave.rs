@@ -14,7 +14,8 @@ use crate::{
     area::{self, index},
     block::mode,
     exit::{Left, Reason},
-    run::{Context, drop_resume_flag, is_translatable, keep_resume_flag, pack, unpack},
+    run::{Context, drop_resume_flag, is_translatable, pack, unpack},
+    stats::Cause,
 };
 
 /// What an instruction of the interpreter's counts for, in instructions.
@@ -48,7 +49,6 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let page = words[index(area::PAGE)];
     let target = words[index(area::SPILL)];
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
-    let resumed = jit.resumed.take();
     let stop = match reason {
         Reason::Interpret => jit.interpret(interp, cpu, bus, argument as usize),
         Reason::Branch if cpu.is_canonical(target) => {
@@ -73,12 +73,12 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
             RunStop::Poll
         }
         Reason::Stale | Reason::Poll => {
+            jit.stats.stale += 1;
             jit.stale = true;
             RunStop::Poll
         }
     };
     if stop != RunStop::Poll {
-        keep_resume_flag(cpu, stop, resumed);
         *left = Left::Stopped(stop);
         return 0;
     }
@@ -98,6 +98,8 @@ impl<B: JitBus> Jit<B> {
         site: usize,
     ) -> RunStop {
         self.stats.interpreted += 1;
+        let cause = self.causes.get(site.wrapping_sub(1));
+        self.stats.causes[cause.map_or(Cause::Slow as usize, |c| *c as usize)] += 1;
         let rip = cpu.rip();
         let stop = match self.interpreted.get(site.wrapping_sub(1)) {
             Some(insn) => interp.execute(cpu, bus, insn),
@@ -145,7 +147,7 @@ impl<B: JitBus> Jit<B> {
         if interp.resets() != self.resets || bus.must_return(cpu) && cpu.shadow == Shadow::None {
             return 0;
         }
-        self.resumed = drop_resume_flag(cpu);
+        drop_resume_flag(cpu);
         if !is_translatable(cpu) {
             return 0;
         }

@@ -19,7 +19,9 @@ mod groups;
 mod kind;
 mod leave;
 mod lockstep;
+mod perf;
 mod run;
+mod stats;
 mod system_call;
 mod thunks;
 mod translate;
@@ -30,7 +32,8 @@ use mmu::Mmu;
 use x86_cpu::{CpuState, GuestBus};
 
 pub use lockstep::LockstepStats;
-pub use run::{Jit, Stats};
+pub use run::Jit;
+pub use stats::{Cause, Stats};
 
 /// What translated code needs of the outside, besides [`GuestBus`].
 pub trait JitBus: GuestBus {

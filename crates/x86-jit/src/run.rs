@@ -23,6 +23,8 @@ use crate::{
     kind::{Kind, Kinds},
     leave::handle,
     lockstep::{Lockstep, LockstepStats, Log, turn},
+    perf::{self, Perf},
+    stats::{Cause, Stats},
     system_call,
     thunks::{self, Thunks},
     translate::{Entries, LinkSite, Translator},
@@ -32,27 +34,6 @@ use crate::{
 const CACHE_SIZE: usize = 64 << 20;
 /// Room that a block needs at most.
 const MAX_BLOCK: usize = 32 << 10;
-
-/// Counters.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Blocks translated.
-    pub blocks: u64,
-    /// Instructions in them.
-    pub insns: u64,
-    /// Bytes of code made.
-    pub bytes: u64,
-    /// Times everything was dropped.
-    pub flushes: u64,
-    /// Entries into translated code.
-    pub entries: u64,
-    /// Instructions left to the interpreter.
-    pub interpreted: u64,
-    /// Branches whose target was not in the table.
-    pub branches: u64,
-    /// Direct branches linked.
-    pub links: u64,
-}
 
 /// What the functions that translated code calls work on.
 pub(crate) struct Context<B: JitBus> {
@@ -78,6 +59,8 @@ pub struct Jit<B: JitBus> {
     info: InstructionInfoFactory,
     /// Instructions at which blocks leave for the interpreter.
     pub(crate) interpreted: Vec<Insn<B>>,
+    /// Why, for each of them.
+    pub(crate) causes: Vec<Cause>,
     /// [`Interp::resets`] that they belong to.
     pub(crate) resets: u64,
     pub(crate) translator: Translator,
@@ -87,9 +70,6 @@ pub struct Jit<B: JitBus> {
     plain_tsc: bool,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
-    /// Where RF was set when translated code was last gone on with, if nothing has
-    /// called for Rust since.
-    pub(crate) resumed: Option<u64>,
     /// Mode bits of the last [`Self::select`].
     pub(crate) mode: u8,
     pub(crate) stats: Stats,
@@ -97,6 +77,11 @@ pub struct Jit<B: JitBus> {
     pub(crate) lockstep: Option<Box<Lockstep<B>>>,
     /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
     ranges: Vec<(usize, usize, u64)>,
+    /// A profiler wants names.
+    perf: Option<&'static Perf>,
+    /// All code is dropped at random, once in so many blocks looked for; 0: never.
+    flush_every: u64,
+    random: u64,
 }
 
 impl<B: JitBus> Jit<B> {
@@ -128,16 +113,19 @@ impl<B: JitBus> Jit<B> {
             groups: Groups::default(),
             info: InstructionInfoFactory::new(),
             interpreted: Vec::new(),
+            causes: Vec::new(),
             resets: 0,
             translator: Translator::new(thunks),
             slots: u64::MAX,
             plain_tsc: false,
             stale: false,
-            resumed: None,
             mode: 0,
             stats: Stats::default(),
             lockstep: None,
             ranges: Vec::new(),
+            perf: perf::wanted(),
+            flush_every: 0,
+            random: 0x2545_f491_4f6c_dd1d,
         })
     }
 
@@ -146,6 +134,12 @@ impl<B: JitBus> Jit<B> {
     pub fn set_lockstep(&mut self, planted: bool) {
         self.lockstep = Some(Lockstep::new(planted));
         self.flush_all();
+    }
+
+    /// Drops all code at random, about once in `every` times that a block is looked for: whatever
+    /// depends on code that stays shows. 0: never.
+    pub fn set_random_flushes(&mut self, every: u64) {
+        self.flush_every = every;
     }
 
     /// The first difference that lock-step has found: [`Self::run`] has returned `Exit` then.
@@ -175,6 +169,7 @@ impl<B: JitBus> Jit<B> {
         self.cache.clear();
         self.translator.links.clear();
         self.interpreted.clear();
+        self.causes.clear();
         self.ranges.clear();
         if let Some(l) = &mut self.lockstep {
             l.flush();
@@ -206,7 +201,7 @@ impl<B: JitBus> Jit<B> {
             if cpu.shadow == Shadow::None && bus.poll(cpu) {
                 return RunStop::Poll;
             }
-            self.resumed = drop_resume_flag(cpu);
+            drop_resume_flag(cpu);
             let stop = if !is_translatable(cpu) {
                 if needs_stepping(cpu) {
                     interp.one(cpu, bus)
@@ -227,7 +222,6 @@ impl<B: JitBus> Jit<B> {
                 }
             };
             if stop != RunStop::Poll {
-                keep_resume_flag(cpu, stop, self.resumed);
                 return stop;
             }
         }
@@ -257,6 +251,14 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
     ) -> Option<u64> {
         let rip = cpu.rip();
+        if self.flush_every != 0 {
+            self.random ^= self.random << 13;
+            self.random ^= self.random >> 7;
+            self.random ^= self.random << 17;
+            if self.random.is_multiple_of(self.flush_every) {
+                self.flush_all();
+            }
+        }
         self.select(cpu, bus);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
         let (key, mix) = target_key(cpu);
@@ -295,8 +297,10 @@ impl<B: JitBus> Jit<B> {
         {
             return (b.entries.outer != 0).then_some(b);
         }
-        self.translate(interp, cpu, bus, key, code)
-            .filter(|b| b.entries.outer != 0)
+        let start = host::clock::monotonic_ns();
+        let block = self.translate(interp, cpu, bus, key, code);
+        self.stats.translate_ns += host::clock::monotonic_ns().saturating_sub(start);
+        block.filter(|b| b.entries.outer != 0)
     }
 
     /// An untranslatable instruction gets a block with no entries.
@@ -355,6 +359,9 @@ impl<B: JitBus> Jit<B> {
         self.stats.blocks += 1;
         self.stats.insns += self.decoded.len() as u64;
         self.stats.bytes += code.len() as u64;
+        if let Some(perf) = self.perf {
+            perf.note(rip, self.buffer.rx() as u64 + self.used as u64, code);
+        }
         if self.lockstep.is_some() {
             self.ranges.push((self.used, code.len(), rip));
         }
@@ -382,6 +389,7 @@ impl<B: JitBus> Jit<B> {
         let Some(insn) = interp.prepare(cpu, bytes) else {
             return 0;
         };
+        self.causes.push(Cause::of(d.i.code()));
         self.interpreted.push(insn);
         self.interpreted.len() as u32
     }
@@ -428,9 +436,6 @@ impl<B: JitBus> Jit<B> {
         unsafe {
             let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
             f();
-        }
-        for _ in 0..core::mem::take(&mut cpu.engine.words[index(area::PAUSES)]) {
-            bus.pause();
         }
         let words = &cpu.engine.words;
         if Reason::of(words[index(area::REASON)]) != Reason::Poll {
@@ -506,23 +511,12 @@ pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
 /// RF only matters while breakpoints are enabled: without any, the instruction
 /// that begins now ends it. (An interrupt before it would show it in its frame;
 /// callers have just looked for one.)
-/// If it was set, its instruction's address is returned: see [`keep_resume_flag`].
-pub(crate) fn drop_resume_flag(cpu: &mut CpuState) -> Option<u64> {
+pub(crate) fn drop_resume_flag(cpu: &mut CpuState) {
     if cpu.rflags & (rflags::TF | rflags::RF) == rflags::RF
         && cpu.effective_dr7() & dr::DR7_ENABLES == 0
         && cpu.shadow == Shadow::None
     {
         cpu.rflags &= !rflags::RF;
-        return Some(cpu.rip());
-    }
-    None
-}
-
-/// An exit to the VMM in the middle of the instruction at `resumed`, which
-/// [`drop_resume_flag`] returned: it begins again, with RF set.
-pub(crate) fn keep_resume_flag(cpu: &mut CpuState, stop: RunStop, resumed: Option<u64>) {
-    if stop == RunStop::Exit && resumed == Some(cpu.rip()) {
-        cpu.rflags |= rflags::RF;
     }
 }
 

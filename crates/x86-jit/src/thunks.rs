@@ -1,11 +1,6 @@
 //! Code that all blocks share: the ways in and out, and the calls into Rust.
 
-use crate::{
-    area::*,
-    asm::*,
-    exit::Reason,
-    translate::string::{self, Strings},
-};
+use crate::{area::*, asm::*, exit::Reason};
 
 /// Offsets of the shared pieces in the code buffer.
 #[derive(Clone, Copy, Debug, Default)]
@@ -32,8 +27,6 @@ pub(crate) struct Thunks {
     pub(crate) refill_group: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
-    /// Called for string instructions.
-    pub(crate) strings: Strings,
 }
 
 /// What the refill thunk has to know of an access.
@@ -317,7 +310,5 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RDX);
     pop(a, RAX);
     a.ret();
-
-    t.strings = string::emit(a, t.bail_integer);
     t
 }

@@ -1,5 +1,5 @@
-//! `cargo xtask guests [--quick] [--engine jit|interp|lockstep] [--kernel FILE] [NAME…]`:
-//! real programs in a guest.
+//! `cargo xtask guests [--quick] [--engine jit|interp|lockstep] [--small-cache | --flushes]
+//! [--kernel FILE] [NAME…]`: real programs in a guest.
 //!
 //! Each program of [`programs`] gets a boot of its own, with the host's binaries
 //! and libraries in the initramfs. What it prints is compared with what the same
@@ -27,6 +27,8 @@ struct Options {
     quick: bool,
     engine: Option<String>,
     kernel: Option<PathBuf>,
+    /// Environment variable and value.
+    variable: Option<(&'static str, &'static str)>,
     names: Vec<String>,
 }
 
@@ -37,6 +39,8 @@ impl Options {
         while let Some(argument) = rest.next() {
             match argument.as_str() {
                 "--quick" => options.quick = true,
+                "--small-cache" => options.variable = Some(crate::boots::SMALL_CACHE),
+                "--flushes" => options.variable = Some(crate::boots::RANDOM_FLUSHES),
                 "--kernel" => {
                     let file = rest.next().ok_or("--kernel needs a file")?;
                     options.kernel = Some(file.into());
@@ -92,6 +96,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             if engine == "lockstep" {
                 boot = boot.limit(LOCKSTEP_LIMIT);
             }
+        }
+        if let Some((name, value)) = options.variable {
+            boot = boot.variable(name, value);
         }
         for path in host::expand(program.paths)? {
             boot = boot.overlay(&format!("{path}:{path}"));

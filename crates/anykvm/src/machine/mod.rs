@@ -125,13 +125,28 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
 
     // The senders live in the threads above; our own keeps the channel open.
     let ending = ended.recv().unwrap_or(Ending::Quit);
-    running.stop();
+    let stats = running.stop();
     output.drain(DRAIN_LIMIT);
     errors.drain(DRAIN_LIMIT);
+    if args.stats {
+        print_stats(&stats);
+    }
     drop(raw);
     // The other threads end with the process; what they use stays until then.
     std::mem::forget((vm, kvm, devices));
     Ok(ending.verdict(!args.command.is_empty()))
+}
+
+/// One line for each statistic that is not zero everywhere, a column for each vCPU.
+fn print_stats(vcpus: &[threads::Stats]) {
+    let Some(first) = vcpus.first() else { return };
+    for (n, (name, _)) in first.iter().enumerate() {
+        let values: Vec<u64> = vcpus.iter().filter_map(|v| Some(v.get(n)?.1)).collect();
+        if values.iter().any(|v| *v != 0) {
+            let cells: Vec<String> = values.iter().map(|v| format!("{v:>14}")).collect();
+            eprintln!("{name:26}{}", cells.concat());
+        }
+    }
 }
 
 /// The user's disks, and the root file system after them.

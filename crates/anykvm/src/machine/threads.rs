@@ -18,10 +18,13 @@ use crate::vcpu;
 /// How long the vCPUs may take to leave the guest.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
 
+/// Statistics by name.
+pub(super) type Stats = Vec<(&'static str, u64)>;
+
 /// Running vCPU threads.
 #[derive(Default)]
 pub(super) struct Vcpus {
-    threads: Vec<(VcpuStopper, JoinHandle<()>)>,
+    threads: Vec<(VcpuStopper, JoinHandle<Stats>)>,
     is_ending: Arc<AtomicBool>,
 }
 
@@ -41,7 +44,8 @@ impl Vcpus {
         let thread = thread::Builder::new()
             .name(format!("vcpu{id}"))
             .spawn(move || {
-                let run = AssertUnwindSafe(|| vcpu::run(vcpu, id, &devices, &is_ending));
+                let mut vcpu = vcpu;
+                let run = AssertUnwindSafe(|| vcpu::run(&mut vcpu, id, &devices, &is_ending));
                 let ending = catch_unwind(run).unwrap_or_else(|_| {
                     Some(Ending::Failed(BootError::VcpuStopped {
                         id,
@@ -52,6 +56,7 @@ impl Vcpus {
                 if let Some(ending) = ending {
                     send(&endings, ending);
                 }
+                vcpu.statistics().unwrap_or_default()
             })
             .map_err(BootError::host("cannot start a vCPU's thread"))?;
         self.threads.push((stopper, thread));
@@ -60,21 +65,24 @@ impl Vcpus {
 
     /// Has all vCPUs leave the guest, and waits for it, but not for ever: a thread may be held up
     /// by a reader of our output that does not read. The process ends all the same.
-    pub(super) fn stop(self) {
+    /// Returns the statistics of those that have left.
+    pub(super) fn stop(self) -> Vec<Stats> {
         self.is_ending.store(true, Ordering::SeqCst);
         for (stopper, _) in &self.threads {
             stopper.stop();
         }
         let deadline = Instant::now() + STOP_LIMIT;
+        let mut stats = Vec::new();
         for (_, thread) in self.threads {
             while !thread.is_finished() && Instant::now() < deadline {
                 thread::sleep(Duration::from_millis(1));
             }
             if thread.is_finished() {
                 // Its panic was reported as the ending.
-                let _ = thread.join();
+                stats.extend(thread.join());
             }
         }
+        stats
     }
 }
 

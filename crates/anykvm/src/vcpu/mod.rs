@@ -42,7 +42,7 @@ pub(crate) fn set_up(
 /// Runs the vCPU until it ends the machine, which is what it returns, or `is_ending` says that
 /// something else did and the vCPU is stopped.
 pub(crate) fn run(
-    mut vcpu: VcpuFd,
+    vcpu: &mut VcpuFd,
     id: u8,
     devices: &Devices,
     is_ending: &AtomicBool,
@@ -76,11 +76,11 @@ pub(crate) fn run(
             Ok(VcpuExit::Hlt | VcpuExit::Intr | VcpuExit::IrqWindowOpen | VcpuExit::SetTpr) => None,
             Ok(exit) => {
                 let reason = format!("{exit:?}");
-                Some(stopped(&vcpu, id, reason))
+                Some(stopped(vcpu, id, reason))
             }
             // EINTR: a signal; EAGAIN: an AP that has just been started.
             Err(errno) if [EINTR, EAGAIN].contains(&errno.errno()) => None,
-            Err(errno) => Some(stopped(&vcpu, id, format!("KVM_RUN: {errno}"))),
+            Err(errno) => Some(stopped(vcpu, id, format!("KVM_RUN: {errno}"))),
         };
         if ending.is_some() {
             return ending;

@@ -3,7 +3,7 @@
 //! Memory goes to the MMU; what hits no memslot, and ports, go to whoever
 //! answers: nobody in here means an exit to the VMM, through [`Replay`].
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use io_bus::{Reader, RingEntry, Space, WriteAnswer};
 use kvm_bindings::kvm_cpuid_entry2;
@@ -62,6 +62,10 @@ pub(crate) struct Bus {
     /// PAUSEs since the last look.
     pub(super) pauses: u32,
     pub(super) counters: super::stats::Counters,
+    /// The translator's, as of the last return from it.
+    pub(super) jit: x86_jit::Stats,
+    /// [`VmState::device_events`] that code was compared for.
+    seen_device_events: u64,
 }
 
 impl Bus {
@@ -93,6 +97,8 @@ impl Bus {
             budget: POLL_BLOCKS,
             pauses: 0,
             counters: super::stats::Counters::default(),
+            jit: x86_jit::Stats::default(),
+            seen_device_events: 0,
         }
     }
 
@@ -282,6 +288,15 @@ impl Bus {
                 self.vm.ring.push(entry)
             }
             WriteAnswer::Chip((), _) | WriteAnswer::Exit => false,
+        }
+    }
+
+    /// A device of the VMM's has interrupted since the last look: it may have written code.
+    pub(super) fn sync_code(&mut self) {
+        let events = self.vm.device_events.load(Ordering::Acquire);
+        if events != self.seen_device_events {
+            self.seen_device_events = events;
+            self.mmu.recheck_exposed();
         }
     }
 
@@ -502,6 +517,8 @@ impl GuestBus for Bus {
         self.guest_write_msr(cpu, index, value)
     }
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
+        // What serializes makes code that others have written visible (SDM vol. 3, 9.1.3).
+        self.mmu.recheck_code();
         let apic_enabled = self.apic_base() >> 11 & 1 != 0;
         super::cpuid::lookup(&self.cpuid, cpu, apic_enabled, leaf, subleaf)
     }

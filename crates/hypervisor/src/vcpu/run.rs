@@ -38,7 +38,9 @@ impl Inner {
         // After an access to a device the VMM answers; after anything else it may also set
         // breakpoints, load code or reset the machine.
         let goes_on = std::mem::take(&mut self.is_device_exit);
-        if !goes_on {
+        if goes_on {
+            self.bus.mmu.recheck_exposed();
+        } else {
             self.bus.mmu.recheck_code();
         }
         if matches!(
@@ -137,6 +139,7 @@ impl Inner {
                 return Ok(Exit::IoapicEoi { vector });
             }
             self.bus.sync_memory(&mut self.cpu);
+            self.bus.sync_code();
             self.bus.sync_pv_eoi();
             if !std::mem::take(&mut is_quick) {
                 let now_ns = self.bus.service_timers();
@@ -194,6 +197,7 @@ impl Inner {
         match &mut self.jit {
             Some(jit) => {
                 let stop = jit.run(&mut self.interp, &mut self.cpu, &mut self.bus);
+                self.bus.jit = jit.stats();
                 if stop == RunStop::Exit
                     && let Some(report) = jit.take_difference()
                 {

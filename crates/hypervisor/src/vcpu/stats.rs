@@ -45,6 +45,24 @@ pub const VCPU_STATS: &[(&str, StatKind)] = &[
     ("tlb_l2_hits", StatKind::Count),
     ("page_walks", StatKind::Count),
     ("fetch_tlb_misses", StatKind::Count),
+    ("code_changed_by_vmm", StatKind::Count),
+    ("jit_blocks", StatKind::Count),
+    ("jit_insns", StatKind::Count),
+    ("jit_bytes", StatKind::Count),
+    ("jit_translate_ns", StatKind::Nanoseconds),
+    ("jit_flushes", StatKind::Count),
+    ("jit_entries", StatKind::Count),
+    ("jit_branches", StatKind::Count),
+    ("jit_links", StatKind::Count),
+    ("jit_stale", StatKind::Count),
+    ("jit_interpreted", StatKind::Count),
+    ("jit_interpreted_slow", StatKind::Count),
+    ("jit_interpreted_string", StatKind::Count),
+    ("jit_interpreted_port", StatKind::Count),
+    ("jit_interpreted_system", StatKind::Count),
+    ("jit_interpreted_transfer", StatKind::Count),
+    ("jit_interpreted_fp", StatKind::Count),
+    ("jit_interpreted_other", StatKind::Count),
 ];
 
 /// Time between two copies while the guest computes.
@@ -74,6 +92,8 @@ impl Bus {
     fn stats(&self) -> [u64; VCPU_STATS.len()] {
         let c = &self.counters;
         let mmu = self.mmu.stats();
+        let jit = &self.jit;
+        let [slow, string, port, system, transfer, fp, other] = jit.causes;
         [
             c.exits,
             c.io_exits,
@@ -95,6 +115,24 @@ impl Bus {
             mmu.l2_hits,
             mmu.walks,
             mmu.fetch_misses,
+            mmu.code_changed_by_vmm,
+            jit.blocks,
+            jit.insns,
+            jit.bytes,
+            jit.translate_ns,
+            jit.flushes,
+            jit.entries,
+            jit.branches,
+            jit.links,
+            jit.stale,
+            jit.interpreted,
+            slow,
+            string,
+            port,
+            system,
+            transfer,
+            fp,
+            other,
         ]
     }
     /// Copies the statistics to whoever wants to see them.
@@ -132,6 +170,11 @@ impl core::fmt::Debug for Sink {
 }
 
 impl Vcpu {
+    /// The statistics now, by name. Waits for a KVM_RUN that is under way.
+    pub fn statistics(&self) -> Vec<(&'static str, u64)> {
+        let values = self.lock().bus.stats();
+        VCPU_STATS.iter().map(|s| s.0).zip(values).collect()
+    }
     /// Where the statistics go from now on; the first sink stays. A vCPU that runs shows
     /// them within milliseconds, another one at once.
     pub fn set_stats_sink(&self, sink: Box<dyn StatsSink>) {

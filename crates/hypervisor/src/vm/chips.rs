@@ -161,6 +161,10 @@ impl VmState {
         }
         Some(result)
     }
+    /// A device of the VMM's is about to interrupt: what it has written may be code.
+    pub(crate) fn note_device_event(&self) {
+        self.device_events.fetch_add(1, Ordering::Release);
+    }
     /// To be called when the IOAPIC's redirection table has changed, or what stands for it.
     pub(crate) fn publish_vectors(&self) {
         let Some(chips) = self.chips() else { return };

@@ -81,6 +81,7 @@ impl Vm {
     }
     /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: the status.
     pub fn irq_line(&self, gsi: u32, level: bool) -> Result<i32> {
+        self.state.note_device_event();
         self.state
             .with_routing(|chip, lapics| chip.set_gsi(lapics, gsi, source::USERSPACE, level).0)
             .ok_or(Error::NoSuchDevice)
@@ -96,6 +97,7 @@ impl Vm {
             address_hi: msi.address_hi,
             data: msi.data,
         };
+        self.state.note_device_event();
         self.state
             .with_routing(|chip, lapics| {
                 msi.is_valid(chip.x2apic_format)
@@ -326,6 +328,7 @@ fn wait_for_irqfds(vm: &std::sync::Weak<VmState>, control: &EventFd) {
             if !matches!(irqfd.event.take(), Ok(Some(_))) {
                 continue;
             }
+            vm.note_device_event();
             vm.with_routing(|chip, lapics| {
                 if irqfd.resample.is_some() {
                     chip.set_gsi(lapics, irqfd.gsi, source::RESAMPLE, true)

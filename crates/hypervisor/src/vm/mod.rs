@@ -46,6 +46,8 @@ pub(crate) struct VmState {
     flush_requests: AtomicU64,
     stats: OnceLock<Sink>,
     pub(crate) load: load::Load,
+    /// Interrupts of devices outside: guest memory may have been written before each.
+    pub(crate) device_events: AtomicU64,
     pub(crate) options: Options,
     pub(crate) io: Arc<Published<IoTable>>,
     pub(crate) ring: Ring,
@@ -109,6 +111,7 @@ impl Vm {
             flush_requests: AtomicU64::new(0),
             stats: OnceLock::new(),
             load: load::Load::default(),
+            device_events: AtomicU64::new(0),
             options: Options::default(),
             io: Arc::new(Published::new(IoTable::default())),
             ring: Ring::default(),

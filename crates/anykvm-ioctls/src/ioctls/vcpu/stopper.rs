@@ -30,6 +30,15 @@ impl VcpuStopper {
 }
 
 impl VcpuFd {
+    /// What KVM_GET_STATS_FD shows, by name: nothing that `kvm-ioctls` has.
+    ///
+    /// # Errors
+    ///
+    /// ENOTTY or EBADF when this is not a vCPU.
+    pub fn statistics(&self) -> Result<Vec<(&'static str, u64)>> {
+        Ok(self.object()?.hypervisor().statistics())
+    }
+
     /// A handle for other threads.
     ///
     /// # Errors
