@@ -66,6 +66,9 @@ pub struct L1 {
     entries: Box<[Entry; 2 * ENTRIES]>,
     /// Bit per entry: the translation is global.
     global: Box<[u64; 2 * GROUPS]>,
+    /// Bit per entry: it was filled, with what is not global, since the last flush
+    /// of all such. A change of address space then costs what it drops.
+    private: Box<[u64; 2 * GROUPS]>,
     /// Bit per group: it may have entries.
     used: [u64; 2 * GROUPS / 64],
 }
@@ -82,6 +85,7 @@ impl Default for L1 {
         Self {
             entries,
             global: Box::new([0; 2 * GROUPS]),
+            private: Box::new([0; 2 * GROUPS]),
             used: [0; 2 * GROUPS / 64],
         }
     }
@@ -124,8 +128,10 @@ impl L1 {
         let (group, bit) = (i / GROUP, 1 << (i % GROUP));
         if global {
             self.global[group] |= bit;
+            self.private[group] &= !bit;
         } else {
             self.global[group] &= !bit;
+            self.private[group] |= bit;
         }
         self.used[group / 64] |= 1 << (group % 64);
     }
@@ -161,6 +167,7 @@ impl L1 {
                 self.entries[start] = empty(0);
             }
             self.global[group] = 0;
+            self.private[group] = 0;
             self.used[group / 64] &= !(1 << (group % 64));
         }
     }
@@ -169,8 +176,10 @@ impl L1 {
     pub fn flush_non_global(&mut self) {
         for group in self.groups(&Half::ALL) {
             let kept = self.global[group];
-            for bit in (0..GROUP).filter(|bit| kept >> bit & 1 == 0) {
-                let i = group * GROUP + bit;
+            let mut dropped = core::mem::take(&mut self.private[group]);
+            while dropped != 0 {
+                let i = group * GROUP + dropped.trailing_zeros() as usize;
+                dropped &= dropped - 1;
                 self.entries[i] = empty(i % ENTRIES);
             }
             if kept == 0 {
@@ -247,5 +256,48 @@ impl RegionFilter {
     /// Nothing comes from large pages.
     pub fn clear(&mut self) {
         *self = Self::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is global stays, all else goes.
+    #[test]
+    fn flush_of_private_entries() {
+        let pages = |n: u64| (0..n).map(|p| (p * 0x3000, p % 5 == 0));
+        let half = Half::Read;
+        for n in [0, 1, 7, 100, 3000, 20000] {
+            let mut t = L1::default();
+            for round in 0..3 {
+                for (gva, global) in pages(n) {
+                    t.insert(half, gva, HostPage::nowhere(), global);
+                    t.insert(Half::Write, gva, HostPage::nowhere(), !global);
+                }
+                // Private becomes global and back.
+                t.insert(half, 0x3000, HostPage::nowhere(), true);
+                t.insert(half, 0, HostPage::nowhere(), false);
+                let held: Vec<bool> = pages(n).map(|(g, _)| t.find(half, g).is_some()).collect();
+                t.flush_non_global();
+                for ((gva, global), held) in pages(n).zip(held) {
+                    let global = match gva {
+                        0 => false,
+                        0x3000 => true,
+                        _ => global,
+                    };
+                    let found = t.find(half, gva).is_some();
+                    assert_eq!(found, held && global, "{n} {round} {gva:x}");
+                }
+                assert!(t.find(half, 0).is_none() && t.find(half, 0x3000).is_some());
+                assert!(t.find(Half::Write, 0).is_none());
+                if round == 1 {
+                    t.flush(&[half]);
+                    assert!(pages(n).all(|(gva, _)| t.find(half, gva).is_none()));
+                    let kept = pages(n).filter(|(g, _)| t.find(Half::Write, *g).is_some());
+                    assert_eq!(kept.count() > 0, n > 1);
+                }
+            }
+        }
     }
 }

@@ -79,6 +79,8 @@ pub(crate) const COST: usize = word(21);
 pub(crate) const COUNT: usize = word(22);
 /// `*mut` [`crate::lockstep::Log`], or 0.
 pub(crate) const LOG: usize = word(23);
+/// PAUSEs executed.
+pub(crate) const PAUSES: usize = word(30);
 /// Host address of the stack slot that a call is about to write.
 pub(crate) const SLOT: usize = word(24);
 /// Return address of that call.
@@ -93,6 +95,10 @@ pub(crate) const RIP: usize = 8 * reg::RIP;
 
 /// RFLAGS but for the arithmetic flags.
 pub(crate) const RFLAGS: usize = offset_of!(CpuState, rflags);
+pub(crate) const CR0: usize = offset_of!(CpuState, cr0);
+pub(crate) const CR2: usize = offset_of!(CpuState, cr2);
+pub(crate) const CR3: usize = offset_of!(CpuState, cr3);
+pub(crate) const CR4: usize = offset_of!(CpuState, cr4);
 pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, tsc_aux);
 pub(crate) const KERNEL_GS_BASE: usize =
     offset_of!(CpuState, msr) + offset_of!(Msrs, kernel_gs_base);

@@ -7,6 +7,7 @@ use x86_interp::gating;
 use crate::{
     groups::Member,
     kind::{Kind, Kinds},
+    translate::string,
 };
 
 /// Mode bits: what a block was translated for, besides its bytes.
@@ -131,11 +132,15 @@ pub(crate) fn decode<B: GuestBus>(
             | Kind::Sti
             | Kind::Swapgs
             | Kind::Sysret
+            | Kind::FromControl
             | Kind::Ac => mode::KERNEL,
             _ => 0,
         };
         if needs & !mode != 0 {
             kind = Kind::Interpret;
+        }
+        if kind == Kind::Cld && mode & mode::KERNEL != 0 {
+            kind = Kind::Nop;
         }
         if i.has_lock_prefix() && !is_lockable(&i) {
             kind = Kind::Interpret;
@@ -194,6 +199,7 @@ pub(crate) fn decode<B: GuestBus>(
             Kind::Pushf => ALL,
             Kind::Popf => 0,
             Kind::Nop | Kind::Followed => live,
+            Kind::String if string::may_keep_flags(&d.i) => live,
             _ => live & !overwritten(&d.i) | d.i.rflags_read() & ALL,
         };
         d.live_in = live;

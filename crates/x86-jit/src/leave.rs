@@ -14,7 +14,7 @@ use crate::{
     area::{self, index},
     block::mode,
     exit::{Left, Reason},
-    run::{Context, drop_resume_flag, is_translatable, pack, unpack},
+    run::{Context, drop_resume_flag, is_translatable, keep_resume_flag, pack, unpack},
     stats::Cause,
 };
 
@@ -49,6 +49,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let page = words[index(area::PAGE)];
     let target = words[index(area::SPILL)];
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+    let resumed = jit.resumed.take();
     let stop = match reason {
         Reason::Interpret => jit.interpret(interp, cpu, bus, argument as usize),
         Reason::Branch if cpu.is_canonical(target) => {
@@ -79,6 +80,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         }
     };
     if stop != RunStop::Poll {
+        keep_resume_flag(cpu, stop, resumed);
         *left = Left::Stopped(stop);
         return 0;
     }
@@ -147,7 +149,7 @@ impl<B: JitBus> Jit<B> {
         if interp.resets() != self.resets || bus.must_return(cpu) && cpu.shadow == Shadow::None {
             return 0;
         }
-        drop_resume_flag(cpu);
+        self.resumed = drop_resume_flag(cpu);
         if !is_translatable(cpu) {
             return 0;
         }

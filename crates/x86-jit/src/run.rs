@@ -70,6 +70,9 @@ pub struct Jit<B: JitBus> {
     plain_tsc: bool,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
+    /// Where RF was set when translated code was last gone on with, if nothing has
+    /// called for Rust since.
+    pub(crate) resumed: Option<u64>,
     /// Mode bits of the last [`Self::select`].
     pub(crate) mode: u8,
     pub(crate) stats: Stats,
@@ -119,6 +122,7 @@ impl<B: JitBus> Jit<B> {
             slots: u64::MAX,
             plain_tsc: false,
             stale: false,
+            resumed: None,
             mode: 0,
             stats: Stats::default(),
             lockstep: None,
@@ -201,7 +205,7 @@ impl<B: JitBus> Jit<B> {
             if cpu.shadow == Shadow::None && bus.poll(cpu) {
                 return RunStop::Poll;
             }
-            drop_resume_flag(cpu);
+            self.resumed = drop_resume_flag(cpu);
             let stop = if !is_translatable(cpu) {
                 if needs_stepping(cpu) {
                     interp.one(cpu, bus)
@@ -222,6 +226,7 @@ impl<B: JitBus> Jit<B> {
                 }
             };
             if stop != RunStop::Poll {
+                keep_resume_flag(cpu, stop, self.resumed);
                 return stop;
             }
         }
@@ -437,6 +442,9 @@ impl<B: JitBus> Jit<B> {
             let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
             f();
         }
+        for _ in 0..core::mem::take(&mut cpu.engine.words[index(area::PAUSES)]) {
+            bus.pause();
+        }
         let words = &cpu.engine.words;
         if Reason::of(words[index(area::REASON)]) != Reason::Poll {
             return context.left;
@@ -511,12 +519,23 @@ pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
 /// RF only matters while breakpoints are enabled: without any, the instruction
 /// that begins now ends it. (An interrupt before it would show it in its frame;
 /// callers have just looked for one.)
-pub(crate) fn drop_resume_flag(cpu: &mut CpuState) {
+/// If it was set, its instruction's address is returned: see [`keep_resume_flag`].
+pub(crate) fn drop_resume_flag(cpu: &mut CpuState) -> Option<u64> {
     if cpu.rflags & (rflags::TF | rflags::RF) == rflags::RF
         && cpu.effective_dr7() & dr::DR7_ENABLES == 0
         && cpu.shadow == Shadow::None
     {
         cpu.rflags &= !rflags::RF;
+        return Some(cpu.rip());
+    }
+    None
+}
+
+/// An exit to the VMM in the middle of the instruction at `resumed`, which
+/// [`drop_resume_flag`] returned: it begins again, with RF set.
+pub(crate) fn keep_resume_flag(cpu: &mut CpuState, stop: RunStop, resumed: Option<u64>) {
+    if stop == RunStop::Exit && resumed == Some(cpu.rip()) {
+        cpu.rflags |= rflags::RF;
     }
 }
 

@@ -1,6 +1,11 @@
 //! Code that all blocks share: the ways in and out, and the calls into Rust.
 
-use crate::{area::*, asm::*, exit::Reason};
+use crate::{
+    area::*,
+    asm::*,
+    exit::Reason,
+    translate::string::{self, Strings},
+};
 
 /// Offsets of the shared pieces in the code buffer.
 #[derive(Clone, Copy, Debug, Default)]
@@ -27,6 +32,8 @@ pub(crate) struct Thunks {
     pub(crate) refill_group: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
+    /// Called for string instructions.
+    pub(crate) strings: Strings,
 }
 
 /// What the refill thunk has to know of an access.
@@ -310,5 +317,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RDX);
     pop(a, RAX);
     a.ret();
+
+    t.strings = string::emit(a, t.bail_integer);
     t
 }

@@ -185,9 +185,162 @@ impl Builder<'_> {
         e
     }
 
+    /// A string instruction; operands overlap, counts may be those of a page.
+    pub(super) fn string(&mut self) -> Element {
+        const CODES: [Code; 20] = [
+            Code::Movsb_m8_m8,
+            Code::Movsw_m16_m16,
+            Code::Movsd_m32_m32,
+            Code::Movsq_m64_m64,
+            Code::Stosb_m8_AL,
+            Code::Stosw_m16_AX,
+            Code::Stosd_m32_EAX,
+            Code::Stosq_m64_RAX,
+            Code::Lodsb_AL_m8,
+            Code::Lodsw_AX_m16,
+            Code::Lodsd_EAX_m32,
+            Code::Lodsq_RAX_m64,
+            Code::Scasb_AL_m8,
+            Code::Scasw_AX_m16,
+            Code::Scasd_EAX_m32,
+            Code::Scasq_RAX_m64,
+            Code::Cmpsb_m8_m8,
+            Code::Cmpsw_m16_m16,
+            Code::Cmpsd_m32_m32,
+            Code::Cmpsq_m64_m64,
+        ];
+        let mut e = Element::default();
+        let to = self.target(8);
+        let from = if self.r.one_in(3) {
+            to.wrapping_add(self.r.below(40)).wrapping_sub(20)
+        } else {
+            self.target(8)
+        };
+        let r = &mut self.r;
+        if self.cpl == 0 && r.one_in(12) {
+            e.push(plain(r.pick(&[Code::Std, Code::Cld])));
+        }
+        let code = r.pick(&CODES);
+        let mut i = plain(code);
+        for n in 0..i.op_count() {
+            use iced_x86::OpCodeOperandKind as K;
+            let kind = match code.op_code().op_kind(n) {
+                K::seg_rSI => OpKind::MemorySegRSI,
+                K::es_rDI => OpKind::MemoryESRDI,
+                k => {
+                    i.set_op_register(
+                        n,
+                        match k {
+                            K::al => R::AL,
+                            K::ax => R::AX,
+                            K::eax => R::EAX,
+                            _ => R::RAX,
+                        },
+                    );
+                    OpKind::Register
+                }
+            };
+            i.set_op_kind(n, kind);
+        }
+        if r.one_in(16) {
+            i.set_segment_prefix(r.pick(&[R::ES, R::FS, R::GS]));
+        }
+        match r.below(4) {
+            0 => {}
+            1 => i.set_has_repne_prefix(true),
+            _ => i.set_has_rep_prefix(true),
+        }
+        let count = match r.below(8) {
+            0 => 0,
+            1 => r.below(0x1800),
+            2 => r.pick(&[0x1000, 0x800, 0x400, 0x200]),
+            _ => r.below(32),
+        };
+        e.push(mov(R::RDI, to));
+        e.push(mov(R::RSI, from));
+        e.push(mov(R::RCX, count));
+        if r.one_in(3) {
+            // Something to find: what is there, or a run of the same.
+            e.push(mov(R::RAX, r.below(2).wrapping_neg()));
+        }
+        e.push(i);
+        if r.one_in(3) {
+            let to = general(r);
+            let code = r.pick(&[Code::Setb_rm8, Code::Seta_rm8, Code::Setp_rm8]);
+            e.push(made(Instruction::with1(
+                code,
+                R::AL + to.number() as u32 % 4,
+            )));
+        }
+        e
+    }
+
+    /// IRETQ to what follows, at the same level.
+    pub(super) fn interrupt_return(&mut self, n: usize) -> Element {
+        let mut e = Element::default();
+        let (cs, ss) = if self.cpl == 0 {
+            (8, 0x10)
+        } else {
+            (0x23, 0x1b)
+        };
+        let r = &mut self.r;
+        let flags = r.next() & (rflags::ARITH | rflags::IF | rflags::RF | rflags::ID)
+            | if r.one_in(8) {
+                rflags::AC | rflags::DF
+            } else {
+                0
+            };
+        let register = general(r);
+        let mut lea = plain(Code::Lea_r64_m);
+        lea.set_op0_register(register);
+        lea.set_op1_kind(OpKind::Memory);
+        lea.set_memory_base(R::RIP);
+        lea.set_memory_displ_size(8);
+        e.push(made(Instruction::with1(Code::Pushq_imm32, ss)));
+        e.push(made(Instruction::with1(Code::Push_r64, R::RSP)));
+        e.push(made(Instruction::with1(Code::Pushq_imm32, flags as i32)));
+        e.push(made(Instruction::with1(Code::Pushq_imm32, cs)));
+        e.push_fixed(lea, Fix::Address(Target::Element(n + 1)));
+        e.push(made(Instruction::with1(Code::Push_r64, register)));
+        e.push(plain(Code::Iretq));
+        e
+    }
+
     pub(super) fn system(&mut self) -> Element {
         let mut e = Element::default();
         let r = &mut self.r;
+        if r.one_in(6) {
+            let code = r.pick(&[
+                Code::Rdfsbase_r64,
+                Code::Rdgsbase_r64,
+                Code::Wrfsbase_r64,
+                Code::Wrgsbase_r64,
+                Code::Rdfsbase_r32,
+                Code::Wrgsbase_r32,
+            ]);
+            let n = general(r).number() as u32;
+            let is_32 = matches!(code, Code::Rdfsbase_r32 | Code::Wrgsbase_r32);
+            let register = if is_32 { R::EAX + n } else { R::RAX + n };
+            if !is_32 && !r.one_in(4) {
+                e.push(mov(register, r.below(1 << 47)));
+            }
+            e.push(made(Instruction::with1(code, register)));
+            return e;
+        }
+        if r.one_in(6) {
+            // With REX.W an address to memory is 16 bits all the same.
+            let mut i = plain(r.pick(&[Code::Mov_rm16_Sreg, Code::Mov_r32m16_Sreg]));
+            i.set_op0_kind(OpKind::Memory);
+            i.set_op1_register(R::ES + r.below(6) as u32);
+            let to = self.target(2);
+            self.aim(&mut e, &mut i, to);
+            e.push(i);
+            return e;
+        }
+        if r.one_in(12) {
+            e.push(plain(Code::Pause));
+            return e;
+        }
         if self.cpl == 3 && r.one_in(2) {
             e.push(plain(Code::Syscall));
             return e;
@@ -213,6 +366,15 @@ impl Builder<'_> {
                 e.push(plain(r.pick(&[Code::Rdtsc, Code::Rdtscp])));
                 e.push(mov(R::RAX, 1));
                 e.push(mov(R::RDX, 2));
+            }
+            13 if r.one_in(2) => {
+                let register = general(r);
+                let control = r.pick(&[R::CR0, R::CR2, R::CR3, R::CR4]);
+                e.push(made(Instruction::with2(
+                    Code::Mov_r64_cr,
+                    register,
+                    control,
+                )));
             }
             13 => {
                 let register = general(r);

@@ -87,6 +87,8 @@ impl Generator {
                 }
                 10 if b.r.one_in(2) => b.stack(),
                 11..14 => b.neighbours(),
+                14 => b.string(),
+                15 if b.r.one_in(4) => b.interrupt_return(n),
                 _ => b.any(),
             };
             elements.push(e);
@@ -152,6 +154,9 @@ fn start(r: &mut Random, cpl: u8) -> CpuState {
     }
     if r.one_in(3) {
         cpu.cr4 |= cr4::SMEP;
+    }
+    if !r.one_in(4) {
+        cpu.cr4 |= cr4::FSGSBASE;
     }
     if r.one_in(16) {
         cpu.cr0 &= !x86_defs::control::cr0::WP;

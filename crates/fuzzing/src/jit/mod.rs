@@ -305,15 +305,21 @@ fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8]) -> u64 {
         USER..0x2000_0000 => rip - USER,
         _ => rip.wrapping_sub(KERNEL),
     };
-    let Some(code) = memory.get(gpa as usize..) else {
-        return 0;
-    };
     let (mut read, mut dead) = (0, 0);
-    let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::AMD);
+    let mut at = gpa;
     for _ in 0..48 {
-        let i = decoder.decode();
-        if i.is_invalid() || i.flow_control() != FlowControl::Next {
+        let Some(code) = memory.get(at as usize..) else {
             break;
+        };
+        let i = Decoder::with_ip(64, code, at, DecoderOptions::AMD).decode();
+        match i.flow_control() {
+            _ if i.is_invalid() => break,
+            FlowControl::Next => at = i.next_ip(),
+            // Blocks follow jumps.
+            FlowControl::UnconditionalBranch if i.is_jmp_short_or_near() => {
+                at = i.near_branch_target();
+            }
+            _ => break,
         }
         read |= i.rflags_read() & !dead;
         dead |= (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & !read;

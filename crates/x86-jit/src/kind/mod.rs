@@ -8,6 +8,8 @@
 
 use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
 
+use crate::translate::string;
+
 /// What is done with an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -36,13 +38,21 @@ pub(crate) enum Kind {
     CopyAligned,
     /// BT and its kin with a register that selects a bit anywhere in memory.
     BitString,
-    /// MOV from a segment register to a general one.
+    /// MOV from a segment register.
     FromSegment,
+    /// MOVS, STOS, LODS, SCAS, CMPS.
+    String,
+    /// RDFSBASE and its kin.
+    SegmentBase,
+    Cld,
+    Pause,
     /// RDTSC and RDTSCP, where allowed and not scaled.
     Rdtsc,
     /// At CPL 0, with IOPL, NT and DF clear:
     Pushf,
     Popf,
+    /// MOV from a control register.
+    FromControl,
     Cli,
     Sti,
     Swapgs,
@@ -78,7 +88,15 @@ impl Kinds {
         }
         match *slot {
             Kind::Copy if is_bit_string(i) => bit_string(i),
-            Kind::FromSegment if i.op0_kind() != OpKind::Register => Kind::Interpret,
+            Kind::String if !string::is_plain(i) => Kind::Interpret,
+            Kind::FromControl
+                if !matches!(
+                    i.op1_register(),
+                    Register::CR0 | Register::CR2 | Register::CR3 | Register::CR4
+                ) =>
+            {
+                Kind::Interpret
+            }
             Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop
                 if !operands_are_plain(i) =>
             {
@@ -119,9 +137,26 @@ fn form(i: &Instruction) -> Kind {
         M::Ret if matches!(code, Code::Retnq | Code::Retnq_imm16) => Kind::Ret,
         _ if is_jcc(code) => Kind::Jcc,
         M::Cmpxchg16b => Kind::CopyAligned,
-        M::Mov if matches!(code, Code::Mov_r32m16_Sreg | Code::Mov_r64m16_Sreg) => {
+        M::Mov
+            if matches!(
+                code,
+                Code::Mov_rm16_Sreg | Code::Mov_r32m16_Sreg | Code::Mov_r64m16_Sreg
+            ) =>
+        {
             Kind::FromSegment
         }
+        M::Mov if code == Code::Mov_r64_cr => Kind::FromControl,
+        M::Rdfsbase | M::Rdgsbase | M::Wrfsbase | M::Wrgsbase
+            if matches!(
+                code,
+                Code::Rdfsbase_r64 | Code::Rdgsbase_r64 | Code::Wrfsbase_r64 | Code::Wrgsbase_r64
+            ) =>
+        {
+            Kind::SegmentBase
+        }
+        M::Cld => Kind::Cld,
+        M::Pause => Kind::Pause,
+        _ if i.is_string_instruction() => Kind::String,
         M::Rdtsc | M::Rdtscp => Kind::Rdtsc,
         M::Pushfq => Kind::Pushf,
         M::Popfq => Kind::Popf,
@@ -266,8 +301,7 @@ fn is_harmless_integer(i: &Instruction) -> bool {
         | M::Movnti
         | M::Mfence
         | M::Lfence
-        | M::Sfence
-        | M::Pause => true,
+        | M::Sfence => true,
         _ => false,
     }
 }

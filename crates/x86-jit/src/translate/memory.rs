@@ -12,7 +12,7 @@ use crate::{
     thunks::{restore_flags, save_flags, site},
 };
 
-const ENTRY_SIZE: usize = size_of::<Entry>();
+pub(super) const ENTRY_SIZE: usize = size_of::<Entry>();
 
 /// The tag of the TLB entry that r13 selects.
 pub(super) fn tag(write: bool) -> Mem {

@@ -21,7 +21,9 @@
 mod branch;
 mod interpret;
 mod memory;
+mod registers;
 mod stack;
+pub(crate) mod string;
 mod system;
 
 use branch::{Stack, push_return, target};
@@ -273,7 +275,12 @@ impl Translator {
             Kind::Copy | Kind::CopyFp => self.copy(d, false)?,
             Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, true)?,
             Kind::BitString => self.bit_string(d)?,
-            Kind::FromSegment => self.segment_to_register(d),
+            Kind::FromSegment => self.segment_to_general(d)?,
+            Kind::FromControl => self.control_to_general(d)?,
+            Kind::SegmentBase => self.segment_base_access(d)?,
+            Kind::Cld => self.clear_direction(d),
+            Kind::Pause => self.pause(),
+            Kind::String => self.string(d),
             Kind::Rdtsc => self.rdtsc(d),
             Kind::Pushf => self.pushf(d),
             Kind::Popf => self.popf(d),

@@ -67,16 +67,6 @@ impl Translator {
         self.encode(&out)
     }
 
-    pub(super) fn segment_to_register(&mut self, d: &Decoded) {
-        let n = d.i.op0_register().full_register().number() as u8;
-        let segment = selector(d.i.op1_register().number());
-        let r = host_reg(n).unwrap_or(S0);
-        self.asm.rm(false, &[0x0f, 0xb7], r, segment); // movzx
-        if host_reg(n).is_none() {
-            self.asm.store(home(n), S0);
-        }
-    }
-
     pub(super) fn rdtsc(&mut self, d: &Decoded) {
         if d.live_in != 0 {
             save_flags(&mut self.asm);

@@ -1,0 +1,257 @@
+//! MOVS, STOS, LODS, SCAS and CMPS with 64-bit addresses: the host's own, on host
+//! addresses, if DF is clear and no operand leaves its page; the interpreter's if not.
+//!
+//! Guest addresses of one page lead to one host page, so that overlapping
+//! operands overlap on the host in the same way.
+
+use iced_x86::{Instruction, Mnemonic, OpKind, Register};
+
+use super::{
+    Translator,
+    memory::{ENTRY_SIZE, tag},
+};
+use mmu::l1::ENTRIES;
+
+use crate::{
+    area::*,
+    asm::*,
+    block::Decoded,
+    thunks::{restore_flags, save_flags},
+};
+
+/// Code of a string instruction by operation, log2 of the element's size, and repeat prefix.
+pub(crate) type Strings = [[[usize; 3]; 4]; 5];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Op {
+    Movs,
+    Stos,
+    Lods,
+    Scas,
+    Cmps,
+}
+
+const OPS: [Op; 5] = [Op::Movs, Op::Stos, Op::Lods, Op::Scas, Op::Cmps];
+
+impl Op {
+    /// Opcode for bytes; the next one is for larger elements.
+    const fn opcode(self) -> u8 {
+        match self {
+            Self::Movs => 0xa4,
+            Self::Stos => 0xaa,
+            Self::Lods => 0xac,
+            Self::Scas => 0xae,
+            Self::Cmps => 0xa6,
+        }
+    }
+    const fn uses_rdi(self) -> bool {
+        !matches!(self, Self::Lods)
+    }
+    const fn uses_rsi(self) -> bool {
+        !matches!(self, Self::Stos | Self::Scas)
+    }
+    const fn writes(self) -> bool {
+        matches!(self, Self::Movs | Self::Stos)
+    }
+    const fn compares(self) -> bool {
+        matches!(self, Self::Scas | Self::Cmps)
+    }
+}
+
+/// Operation and log2 of the element's size.
+fn operation(i: &Instruction) -> Option<(Op, usize)> {
+    use Mnemonic as M;
+    if !i.is_string_instruction() {
+        return None;
+    }
+    Some(match i.mnemonic() {
+        M::Movsb => (Op::Movs, 0),
+        M::Movsw => (Op::Movs, 1),
+        M::Movsd => (Op::Movs, 2),
+        M::Movsq => (Op::Movs, 3),
+        M::Stosb => (Op::Stos, 0),
+        M::Stosw => (Op::Stos, 1),
+        M::Stosd => (Op::Stos, 2),
+        M::Stosq => (Op::Stos, 3),
+        M::Lodsb => (Op::Lods, 0),
+        M::Lodsw => (Op::Lods, 1),
+        M::Lodsd => (Op::Lods, 2),
+        M::Lodsq => (Op::Lods, 3),
+        M::Scasb => (Op::Scas, 0),
+        M::Scasw => (Op::Scas, 1),
+        M::Scasd => (Op::Scas, 2),
+        M::Scasq => (Op::Scas, 3),
+        M::Cmpsb => (Op::Cmps, 0),
+        M::Cmpsw => (Op::Cmps, 1),
+        M::Cmpsd => (Op::Cmps, 2),
+        M::Cmpsq => (Op::Cmps, 3),
+        _ => return None,
+    })
+}
+
+fn repeats(i: &Instruction) -> bool {
+    i.has_rep_prefix() || i.has_repne_prefix()
+}
+
+/// A string instruction with 64-bit addresses and flat segments.
+pub(crate) fn is_plain(i: &Instruction) -> bool {
+    operation(i).is_some()
+        && (0..i.op_count()).all(|n| {
+            matches!(
+                i.op_kind(n),
+                OpKind::Register | OpKind::MemorySegRSI | OpKind::MemoryESRDI
+            )
+        })
+        && !matches!(i.memory_segment(), Register::FS | Register::GS)
+}
+
+/// Comparisons that may not take place, and change no flag then.
+pub(crate) fn may_keep_flags(i: &Instruction) -> bool {
+    repeats(i)
+}
+
+impl Translator {
+    pub(super) fn string(&mut self, d: &Decoded) {
+        let Some((op, size)) = operation(&d.i) else {
+            return;
+        };
+        let repeat = match (d.i.has_repne_prefix(), d.i.has_rep_prefix()) {
+            // Of F2 and F3 the last one counts; the decoder keeps one.
+            (true, _) if op.compares() => 2,
+            (false, false) => 0,
+            _ => 1,
+        };
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        self.asm.mov_imm(S1, d.offset.into());
+        self.asm
+            .call_to(self.thunks.strings[op as usize][size][repeat]);
+        if d.live_in != 0 && !op.compares() {
+            restore_flags(&mut self.asm, S1);
+        }
+    }
+}
+
+/// Emits the code of all forms. It is called with the instruction's offset in
+/// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return.
+pub(crate) fn emit(a: &mut Asm, bail: usize) -> Strings {
+    let mut strings = Strings::default();
+    for op in OPS {
+        for (size, forms) in strings[op as usize].iter_mut().enumerate() {
+            let forms = &mut forms[..if op.compares() { 3 } else { 2 }];
+            for (repeat, form) in forms.iter_mut().enumerate() {
+                *form = a.here();
+                one(a, bail, op, size, repeat);
+            }
+        }
+    }
+    strings
+}
+
+fn one(a: &mut Asm, bail: usize, op: Op, size: usize, repeat: usize) {
+    let mut slow = Vec::new();
+    let mut none = None;
+    a.store32(gs(SPILL), S1);
+    // test byte [rflags + 1], DF
+    a.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
+    a.bytes(&[4]);
+    slow.push(a.jcc(cc::NE));
+    if repeat != 0 {
+        a.alu_imm(true, Alu::Cmp, RCX, 4096 >> size);
+        slow.push(a.jcc(cc::A));
+        a.rr(true, &[0x85], RCX, RCX); // test
+        none = Some(a.jcc(cc::E));
+    }
+    let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());
+    if rdi {
+        distance(a, RDI, op.writes(), size, repeat != 0, &mut slow);
+    }
+    if rdi && rsi {
+        a.store(gs(SLOT), S0);
+    }
+    if rsi {
+        distance(a, RSI, false, size, repeat != 0, &mut slow);
+    }
+    // What RDI and RSI have to be moved by.
+    let (by_rdi, by_rsi) = (if rsi { S1 } else { S0 }, S0);
+    if rdi && rsi {
+        a.load(S1, gs(SLOT));
+    }
+    if rdi {
+        a.alu_rr(true, Alu::Sub, RDI, by_rdi);
+    }
+    if rsi {
+        a.alu_rr(true, Alu::Sub, RSI, by_rsi);
+    }
+    match repeat {
+        0 => {}
+        1 => a.bytes(&[0xf3]),
+        _ => a.bytes(&[0xf2]),
+    }
+    match size {
+        1 => a.bytes(&[0x66]),
+        3 => a.bytes(&[0x48]),
+        _ => {}
+    }
+    a.bytes(&[op.opcode() + u8::from(size != 0)]);
+    // LEA: flags are the guest's.
+    let sum = |base: Reg, index: Reg| Mem {
+        base: Some(base),
+        index: Some((index, 0)),
+        disp: 0,
+        gs: false,
+    };
+    if rdi {
+        a.lea(RDI, sum(RDI, by_rdi));
+    }
+    if rsi {
+        a.lea(RSI, sum(RSI, by_rsi));
+    }
+    a.ret();
+    if let Some(from) = none {
+        let here = a.here();
+        a.patch(from, here);
+        if op.compares() {
+            restore_flags(a, S1);
+        }
+        a.ret();
+    }
+    let here = a.here();
+    for from in slow {
+        a.patch(from, here);
+    }
+    a.load32(S1, gs(SPILL));
+    a.lea(4, at(4, 8));
+    a.jmp_to(bail);
+}
+
+/// How far the guest's address in `r` is from its host address, to r14, if all
+/// elements are in one page that the table has.
+fn distance(a: &mut Asm, r: Reg, write: bool, size: usize, repeated: bool, slow: &mut Vec<usize>) {
+    let tag = tag(write);
+    let host = Mem {
+        disp: tag.disp + 8,
+        ..tag
+    };
+    a.mov(S1, r);
+    a.shift(true, 5, S1, 8);
+    a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
+    a.mov(S0, r);
+    a.alu(true, Alu::Sub, S0, tag);
+    a.alu_imm(true, Alu::Cmp, S0, 4096 - (1 << size));
+    slow.push(a.jcc(cc::A));
+    if repeated {
+        let end = Mem {
+            base: Some(S0),
+            index: Some((RCX, size as u8)),
+            disp: 0,
+            gs: false,
+        };
+        a.lea(S0, end);
+        a.alu_imm(true, Alu::Cmp, S0, 4096);
+        slow.push(a.jcc(cc::A));
+    }
+    a.load(S0, tag);
+    a.alu(true, Alu::Sub, S0, host);
+}
