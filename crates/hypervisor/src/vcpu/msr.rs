@@ -119,6 +119,8 @@ impl Bus {
             IA32_APIC_BASE => Some(self.apic_base()),
             IA32_X2APIC_BASE..=IA32_X2APIC_END => self.x2apic_read(index),
             IA32_TSC_DEADLINE if self.has_lapic() => Some(self.shared.lapic().tsc_deadline()),
+            // KVM has the register without the timer behind it.
+            IA32_TSC_DEADLINE => Some(0),
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => Some(self.pv.wall_clock),
             KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => Some(self.pv.system_time),
             KVM_ASYNC_PF_EN => Some(self.pv.async_pf[0]),
@@ -174,6 +176,7 @@ impl Bus {
                 self.act(action);
                 true
             }
+            IA32_TSC_DEADLINE => true,
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => {
                 self.pv.wall_clock = value;
                 self.write_wall_clock();
