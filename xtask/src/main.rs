@@ -1,6 +1,6 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
-//! `boots` (kernels to a shell), `guests` (real programs in a guest), `selftests` (the kernel's KVM selftests),
-//! `lockstep` (JIT against interpreter) and `bench`.
+//! `boots` (kernels to a shell), `guests` (real programs in a guest), `vmms` (unmodified VMMs),
+//! `selftests` (the kernel's KVM selftests), `lockstep` (JIT against interpreter) and `bench`.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ mod guests;
 mod lockstep;
 mod selftests;
 mod tidy;
+mod vmms;
 
 use std::process::ExitCode;
 
@@ -29,8 +30,9 @@ fn main() -> ExitCode {
         "guests" => guests::run(&arguments),
         "lockstep" => lockstep::run(&arguments),
         "selftests" => selftests::run(&arguments),
+        "vmms" => vmms::run(&arguments),
         _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | selftests | lockstep | bench>"
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | lockstep | bench>"
                 .to_owned(),
         ),
     };

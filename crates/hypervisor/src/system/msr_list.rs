@@ -32,6 +32,10 @@ pub fn msr_index_list() -> Vec<u32> {
         IA32_MCG_STATUS,
         IA32_MCG_CTL,
         IA32_APIC_BASE,
+        // A VMM resets it with the machine.
+        IA32_SMBASE,
+        IA32_SPEC_CTRL,
+        IA32_ARCH_CAPABILITIES,
         IA32_EFER,
         IA32_FS_BASE,
         IA32_GS_BASE,

@@ -31,7 +31,7 @@ impl LapicState {
             .get(r * 16..r * 16 + 4)
             .map_or(0, |b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
     }
-    fn set_reg(&mut self, r: usize, value: u32) {
+    pub(super) fn set_reg(&mut self, r: usize, value: u32) {
         if let Some(b) = self.regs.get_mut(r * 16..r * 16 + 4) {
             b.copy_from_slice(&value.to_le_bytes());
         }

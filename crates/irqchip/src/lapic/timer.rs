@@ -152,13 +152,15 @@ impl Lapic {
             return;
         }
         self.timer.period_ns = self.period(initial);
-        let periodic = mode(self.get(reg::LVTT)) == Mode::Periodic;
-        if current != 0 || periodic {
-            let left = u64::from(current).saturating_mul(self.ns_per_count());
-            // A count above the initial one cannot have been saved by anyone.
-            let left = left.min(self.timer.period_ns);
-            self.timer.target_ns = now.ns.checked_add(left);
-        }
+        // QEMU saves no current count. KVM then begins a new period, and has a one-shot timer
+        // fire at once, which a guest that waits for it needs.
+        let left = match (current, mode(self.get(reg::LVTT))) {
+            (0, Mode::Periodic) => self.timer.period_ns,
+            _ => u64::from(current).saturating_mul(self.ns_per_count()),
+        };
+        // A count above the initial one cannot have been saved by anyone.
+        let left = left.min(self.timer.period_ns);
+        self.timer.target_ns = now.ns.checked_add(left);
     }
 
     fn period(&self, count: u32) -> u64 {

@@ -1,0 +1,304 @@
+//! Cases that talk to QEMU while it runs: its monitor, snapshots, debugger stub, reboots.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpListener,
+    os::unix::net::UnixStream,
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    sync::mpsc::{Receiver, channel},
+    time::{Duration, Instant},
+};
+
+use super::{Setup, disk::tool, guest::GOOD};
+
+/// How long a machine may say nothing of what is waited for.
+const PATIENCE: Duration = Duration::from_secs(100);
+
+/// A running QEMU with its serial port's lines and its monitor.
+struct Machine {
+    child: Child,
+    lines: Receiver<String>,
+    monitor: PathBuf,
+    end: Instant,
+}
+
+impl Machine {
+    fn start(setup: &Setup, arguments: &[&str], append: &str) -> Result<Self, String> {
+        let monitor = setup.dir.join("monitor");
+        let mut command = setup.command(arguments);
+        setup.kernel(&mut command, append);
+        command.args(["-serial", "stdio", "-monitor"]);
+        command.arg(format!("unix:{},server,nowait", monitor.display()));
+        let log = fs::File::create(setup.dir.join("stderr")).map_err(|e| e.to_string())?;
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(log);
+        let mut child = command.spawn().map_err(|e| e.to_string())?;
+        let (sender, lines) = channel();
+        let output = child.stdout.take().ok_or("no output")?;
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
+                // Nobody listens any more when the case is over.
+                let _ = sender.send(String::from_utf8_lossy(&line).trim().to_owned());
+            }
+        });
+        Ok(Self {
+            child,
+            lines,
+            monitor,
+            end: Instant::now() + PATIENCE,
+        })
+    }
+
+    /// The next line that contains `text`.
+    fn wait_for(&self, text: &str) -> Result<String, String> {
+        let mut last = String::new();
+        loop {
+            let left = self.end.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) if line.contains(text) => return Ok(line),
+                Ok(line) if line.contains("GUEST-IS-BAD") => return Err(line),
+                Ok(line) => last = line,
+                Err(_) => return Err(format!("no '{text}' after '{last}'")),
+            }
+        }
+    }
+
+    /// The number behind the next "tick".
+    fn tick(&self) -> Result<u64, String> {
+        let line = self.wait_for("tick ")?;
+        let number = line.rsplit(' ').next().and_then(|n| n.parse().ok());
+        number.ok_or(line)
+    }
+
+    /// Gives the monitor a command; its answer.
+    fn monitor(&self, command: &str) -> Result<String, String> {
+        let failed = |e: std::io::Error| format!("monitor, {command}: {e}");
+        let mut stream = UnixStream::connect(&self.monitor).map_err(failed)?;
+        stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+        let mut prompt = Prompt::default();
+        prompt.read(&mut stream).map_err(failed)?;
+        stream
+            .write_all(format!("{command}\n").as_bytes())
+            .map_err(failed)?;
+        prompt.read(&mut stream).map_err(failed)
+    }
+
+    /// Waits for the process's end; its status.
+    fn wait(mut self) -> Result<(), String> {
+        while Instant::now() < self.end {
+            if let Some(status) = self.child.try_wait().map_err(|e| e.to_string())? {
+                return if status.success() {
+                    Ok(())
+                } else {
+                    Err(status.to_string())
+                };
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Err("QEMU did not end".into())
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // A failed case leaves it running.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What the monitor says up to its prompt.
+#[derive(Default)]
+struct Prompt {
+    text: Vec<u8>,
+}
+
+impl Prompt {
+    fn read(&mut self, stream: &mut UnixStream) -> std::io::Result<String> {
+        const PROMPT: &[u8] = b"(qemu) ";
+        self.text.clear();
+        let mut buffer = [0; 4096];
+        while !self.text.ends_with(PROMPT) {
+            let count = stream.read(&mut buffer)?;
+            if count == 0 {
+                break;
+            }
+            self.text.extend_from_slice(&buffer[..count]);
+        }
+        Ok(String::from_utf8_lossy(&self.text).into_owned())
+    }
+}
+
+fn expect(text: &str, part: &str) -> Result<(), String> {
+    if text.contains(part) {
+        Ok(())
+    } else {
+        Err(format!("no '{part}' in '{text}'"))
+    }
+}
+
+/// `info`, `stop`, `cont`, memory, `system_reset`, `nmi`, `quit`.
+pub(super) fn monitor(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    let machine = Machine::start(setup, arguments, "ticks")?;
+    machine.tick()?;
+    expect(&machine.monitor("info kvm")?, "kvm support: enabled")?;
+    let registers = machine.monitor("info registers -a")?;
+    expect(&registers, "CPU#1")?;
+    // Long mode, paging, protection: the kernel runs.
+    expect(&registers, "EFER=0000000000000d01")?;
+    expect(&machine.monitor("info mem")?, "rw")?;
+    expect(&machine.monitor("info lapic")?, "LVTT")?;
+    expect(&machine.monitor("info cpus")?, "CPU #1")?;
+    machine.monitor("stop")?;
+    expect(&machine.monitor("info status")?, "paused")?;
+    // What was on its way through the serial port.
+    while machine
+        .lines
+        .recv_timeout(Duration::from_millis(500))
+        .is_ok()
+    {}
+    if machine.lines.recv_timeout(Duration::from_secs(1)).is_ok() {
+        return Err("the guest runs while it is stopped".into());
+    }
+    machine.monitor("cont")?;
+    let before = machine.tick()?;
+    if machine.tick()? != before + 1 {
+        return Err("ticks were lost".into());
+    }
+    // The boot sector's signature, written and read back through QEMU.
+    expect(&machine.monitor("xp /2xb 0xffff0")?, "0xea")?;
+    machine.monitor("system_reset")?;
+    machine.wait_for("tick 0")?;
+    machine
+        .monitor("quit")
+        .or_else(|e| if e.contains("reset") { Ok(e) } else { Err(e) })?;
+    machine.wait()
+}
+
+/// `savevm` and `loadvm`, twice; the guest goes on where it was.
+pub(super) fn snapshot(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    let disk = setup.dir.join("snapshots.qcow2");
+    tool(
+        Command::new("qemu-img")
+            .args(["create", "-q", "-f", "qcow2"])
+            .arg(&disk)
+            .arg("16M"),
+    )?;
+    let drive = format!("file={},if=virtio", disk.display());
+    let mut arguments = arguments.to_vec();
+    arguments.extend(["-drive", &drive]);
+    let machine = Machine::start(setup, &arguments, "ticks")?;
+    for name in ["a", "b"] {
+        let saved = machine.tick()?;
+        let answer = machine.monitor(&format!("savevm {name}"))?;
+        if answer.contains("Error") {
+            return Err(answer);
+        }
+        while machine.tick()? < saved + 20 {}
+        machine.monitor(&format!("loadvm {name}"))?;
+        let mut last = machine.tick()?;
+        while last >= saved + 20 {
+            // Lines of before.
+            last = machine.tick()?;
+        }
+        let next = machine.tick()?;
+        if next != last + 1 {
+            return Err(format!("tick {next} after {last}"));
+        }
+    }
+    Ok(())
+}
+
+/// Breakpoints of a debugger in the kernel, in software and in hardware, a watchpoint, steps.
+pub(super) fn debugger(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    // A port that is free now.
+    let port = TcpListener::bind("127.0.0.1:0")
+        .and_then(|l| l.local_addr())
+        .map_err(|e| e.to_string())?
+        .port();
+    let stub = format!("tcp::{port}");
+    let mut arguments = arguments.to_vec();
+    arguments.extend(["-gdb", &stub]);
+    let machine = Machine::start(setup, &arguments, "ticks")?;
+    let mut symbols = std::collections::BTreeMap::new();
+    while symbols.len() < 3 {
+        let line = machine.wait_for("SYMBOL ")?;
+        let mut words = line.rsplit(' ');
+        if let (Some(address), Some(name)) = (words.next(), words.next()) {
+            symbols.insert(name.to_owned(), format!("0x{address}"));
+        }
+    }
+    machine.tick()?;
+    let symbol = |name: &str| symbols.get(name).cloned().ok_or(format!("no {name}"));
+    // The guest sleeps and writes; the tick counts jiffies.
+    let (sleep, write, jiffies) = (
+        symbol("hrtimer_nanosleep")?,
+        symbol("ksys_write")?,
+        symbol("jiffies")?,
+    );
+    let mut gdb = Command::new("timeout");
+    gdb.args(["120", "gdb", "-nx", "-batch"]);
+    for command in [
+        "set architecture i386:x86-64".to_owned(),
+        format!("target remote :{port}"),
+        format!("break *{sleep}"),
+        "continue".to_owned(),
+        "printf \"SOFT %#lx\\n\", $rip".to_owned(),
+        "stepi".to_owned(),
+        "stepi".to_owned(),
+        "printf \"STEPPED %d\\n\", $rip != (unsigned long)0".to_owned(),
+        "delete".to_owned(),
+        format!("hbreak *{write}"),
+        "continue".to_owned(),
+        "printf \"HARD %#lx\\n\", $rip".to_owned(),
+        "delete".to_owned(),
+        format!("watch *(unsigned long *){jiffies}"),
+        "continue".to_owned(),
+        "printf \"WATCHED\\n\"".to_owned(),
+        "delete".to_owned(),
+        "detach".to_owned(),
+    ] {
+        gdb.args(["-ex", &command]);
+    }
+    let text = tool(&mut gdb)?;
+    let plain = |address: &str| {
+        format!(
+            "0x{}",
+            address.trim_start_matches("0x").trim_start_matches('0')
+        )
+    };
+    expect(&text, &format!("SOFT {}", plain(&sleep)))?;
+    expect(&text, "STEPPED 1")?;
+    expect(&text, &format!("HARD {}", plain(&write)))?;
+    expect(&text, "Hardware watchpoint")?;
+    expect(&text, "Old value")?;
+    expect(&text, "WATCHED")?;
+    // It goes on afterwards.
+    let tick = machine.tick()?;
+    while machine.tick()? < tick + 10 {}
+    Ok(())
+}
+
+pub(super) fn reboots_3(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    reboots(setup, arguments, 3)
+}
+
+pub(super) fn reboots_50(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    reboots(setup, arguments, 50)
+}
+
+/// The guest checks its machine and reboots itself.
+fn reboots(setup: &Setup, arguments: &[&str], count: u32) -> Result<(), String> {
+    let mut machine = Machine::start(setup, arguments, "again")?;
+    for number in 1..=count {
+        machine.end = Instant::now() + PATIENCE;
+        machine
+            .wait_for(GOOD)
+            .map_err(|e| format!("boot {number}: {e}"))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,402 @@
+//! `cargo xtask vmms [--all | --quick] [NAME…]`: unmodified VMMs under `anykvm exec`.
+//!
+//! Debian's QEMU boots Debian's kernel on each machine type, CPU model, interrupt controller and
+//! firmware, and the guest checks what it was given: CPUs, memory, disks, network. QEMU's own
+//! monitor, its snapshots, its debugger stub and reboots are driven from outside (`driven`).
+
+mod disk;
+mod driven;
+mod guest;
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use testkit::boot::run_limited;
+
+/// What QEMU and its helpers are in Debian.
+const PACKAGES: &[&str] = &[
+    "busybox-static",
+    "gdb",
+    "mtools",
+    "ovmf",
+    "qemu-system-x86",
+    "qemu-utils",
+    "syslinux",
+];
+/// Time for any of them on a busy host.
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// How much of the matrix a case belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Part {
+    /// `--quick`, part of CI.
+    Quick,
+    /// By default.
+    Normal,
+    /// `--all`: large kernels, many repetitions.
+    All,
+}
+use Part::{All, Normal, Quick};
+
+/// What QEMU runs.
+#[derive(Clone, Copy, Debug)]
+enum Run {
+    /// `-kernel` and `-initrd` of Debian's cloud kernel.
+    Cloud,
+    /// As `Cloud`, of the full kernel.
+    Full,
+    /// From a disk image with a boot loader, which the arguments name as drive `boot`.
+    Disk,
+    /// Something that takes commands.
+    Driven(fn(&Setup, &[&str]) -> Result<(), String>),
+}
+
+/// One way to run QEMU.
+#[derive(Debug)]
+struct Case {
+    name: &'static str,
+    part: Part,
+    run: Run,
+    /// QEMU's arguments, separated by spaces. `{dir}`: a folder for the case; `{port}`: that of a
+    /// file server.
+    arguments: &'static str,
+    cpus: u32,
+    mem_mib: u64,
+    /// Commands of the guest's shell; the case passes if they all do.
+    check: &'static str,
+}
+
+const fn qemu(name: &'static str, part: Part, arguments: &'static str) -> Case {
+    Case {
+        name,
+        part,
+        run: Run::Cloud,
+        arguments,
+        cpus: 1,
+        mem_mib: 256,
+        check: "true",
+    }
+}
+
+/// The guest's view of a disk that is equal to `{dir}/data.img`.
+const SAME_DISK: &str = "same $(cat $(ls /dev/vda /dev/sda /dev/nvme0n1) | sum) $data";
+
+const CASES: &[Case] = &[
+    qemu("pc", Quick, ""),
+    Case {
+        cpus: 2,
+        mem_mib: 512,
+        ..qemu("q35-2-cpus", Quick, "-M q35 -cpu host")
+    },
+    Case {
+        cpus: 4,
+        ..qemu("4-cpus", Normal, "-cpu max")
+    },
+    qemu("microvm", Quick, "-M microvm"),
+    qemu("microvm-no-acpi", Normal, "-M microvm,acpi=off"),
+    Case {
+        cpus: 2,
+        ..qemu("split-irqchip", Quick, "-M q35,kernel-irqchip=split")
+    },
+    // More CPUs hang QEMU 7.2 itself: it never takes back CPU_INTERRUPT_SIPI without in-kernel APICs.
+    qemu("no-irqchip", Quick, "-M pc,kernel-irqchip=off"),
+    qemu(
+        "no-irqchip-q35",
+        Normal,
+        "-M q35,kernel-irqchip=off -cpu host",
+    ),
+    qemu("cpu-qemu64", Normal, "-cpu qemu64"),
+    qemu("cpu-kvm64", Normal, "-cpu kvm64"),
+    qemu("cpu-nehalem", Normal, "-cpu Nehalem"),
+    qemu("cpu-haswell", Normal, "-cpu Haswell-noTSX"),
+    qemu("cpu-epyc", Normal, "-cpu EPYC"),
+    Case {
+        cpus: 2,
+        mem_mib: 4096,
+        ..qemu("4-gib", Normal, "")
+    },
+    Case {
+        cpus: 2,
+        ..qemu("ovmf", Quick, "-M q35 -bios /usr/share/ovmf/OVMF.fd")
+    },
+    qemu("no-smm", Normal, "-M q35,smm=off"),
+    Case {
+        cpus: 2,
+        ..qemu("no-pv", Normal, "-cpu host,kvm=off,-x2apic")
+    },
+    Case {
+        check: SAME_DISK,
+        ..qemu(
+            "virtio-blk",
+            Quick,
+            "-drive file={dir}/data.img,format=raw,if=virtio",
+        )
+    },
+    Case {
+        check: SAME_DISK,
+        ..qemu(
+            "virtio-blk-iothread",
+            Normal,
+            "-object iothread,id=t -device virtio-blk-pci,drive=d,iothread=t -drive file={dir}/data.img,format=raw,if=none,id=d",
+        )
+    },
+    Case {
+        check: SAME_DISK,
+        ..qemu(
+            "virtio-scsi",
+            Normal,
+            "-device virtio-scsi-pci -device scsi-hd,drive=d -drive file={dir}/data.img,format=raw,if=none,id=d",
+        )
+    },
+    Case {
+        check: SAME_DISK,
+        ..qemu(
+            "ide",
+            Normal,
+            "-drive file={dir}/data.img,format=raw,if=ide",
+        )
+    },
+    Case {
+        run: Run::Full,
+        mem_mib: 512,
+        check: SAME_DISK,
+        ..qemu(
+            "ahci",
+            All,
+            "-M q35 -device ide-hd,drive=d -drive file={dir}/data.img,format=raw,if=none,id=d",
+        )
+    },
+    Case {
+        run: Run::Full,
+        mem_mib: 512,
+        check: SAME_DISK,
+        ..qemu(
+            "nvme",
+            All,
+            "-device nvme,drive=d,serial=1 -drive file={dir}/data.img,format=raw,if=none,id=d",
+        )
+    },
+    Case {
+        run: Run::Full,
+        mem_mib: 512,
+        check: "mount -t 9p -o trans=virtio,version=9p2000.L f /mnt && same $(sum < /mnt/data.img) $data && echo good > /mnt/written && sync && same $(cat /mnt/written) good",
+        ..qemu(
+            "9p",
+            All,
+            "-virtfs local,path={dir},mount_tag=f,security_model=none",
+        )
+    },
+    Case {
+        check: "ip link set eth0 up && ip addr add 10.0.2.15/24 dev eth0 && same $(wget -q -O - http://10.0.2.2:{port}/ | sum) $served",
+        ..qemu(
+            "network",
+            Quick,
+            "-device virtio-net-pci,netdev=n -netdev user,id=n",
+        )
+    },
+    Case {
+        check: "test $(dd if=/dev/hwrng bs=4096 count=4 | wc -c) = 16384 && test -e /sys/bus/virtio/drivers/virtio_balloon/virtio1",
+        ..qemu(
+            "rng-balloon",
+            Normal,
+            "-device virtio-rng-pci -device virtio-balloon-pci",
+        )
+    },
+    Case {
+        run: Run::Disk,
+        ..qemu(
+            "boot-virtio-blk",
+            Normal,
+            "-device virtio-blk-pci,drive=boot",
+        )
+    },
+    Case {
+        run: Run::Disk,
+        ..qemu(
+            "boot-virtio-scsi",
+            Normal,
+            "-device virtio-scsi-pci -device scsi-hd,drive=boot",
+        )
+    },
+    Case {
+        run: Run::Disk,
+        ..qemu("boot-ahci", Quick, "-M q35 -device ide-hd,drive=boot")
+    },
+    Case {
+        run: Run::Disk,
+        ..qemu("boot-ide", Normal, "-device ide-hd,drive=boot")
+    },
+    Case {
+        run: Run::Disk,
+        ..qemu("boot-nvme", Normal, "-device nvme,drive=boot,serial=1")
+    },
+    Case {
+        run: Run::Driven(driven::monitor),
+        cpus: 2,
+        ..qemu("monitor", Quick, "")
+    },
+    Case {
+        run: Run::Driven(driven::snapshot),
+        ..qemu("snapshot", Quick, "")
+    },
+    Case {
+        run: Run::Driven(driven::debugger),
+        ..qemu("debugger", Normal, "")
+    },
+    Case {
+        run: Run::Driven(driven::reboots_3),
+        ..qemu("reboots-3", Normal, "")
+    },
+    Case {
+        run: Run::Driven(driven::reboots_50),
+        cpus: 2,
+        ..qemu("reboots-50", All, "")
+    },
+];
+
+/// What all cases share, and the case's own folder.
+struct Setup {
+    anykvm: PathBuf,
+    engine: &'static str,
+    kernel: PathBuf,
+    initrd: PathBuf,
+    dir: PathBuf,
+    cpus: u32,
+    mem_mib: u64,
+}
+
+impl Setup {
+    /// `anykvm exec` of QEMU, without devices that a case does not ask for.
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.anykvm);
+        command.env("ANYKVM_ENGINE", self.engine);
+        command.args([
+            "exec",
+            "--",
+            "qemu-system-x86_64",
+            "-accel",
+            "kvm",
+            "-nodefaults",
+        ]);
+        command.args(["-display", "none", "-m", &self.mem_mib.to_string()]);
+        command.args(["-smp", &self.cpus.to_string()]);
+        command.args(arguments);
+        command
+    }
+
+    /// Boots the kernel directly, with `append` on its command line.
+    fn kernel(&self, command: &mut Command, append: &str) {
+        command
+            .arg("-kernel")
+            .arg(&self.kernel)
+            .arg("-initrd")
+            .arg(&self.initrd);
+        command.args(["-append", &format!("{} {append}", guest::COMMAND_LINE)]);
+    }
+}
+
+/// Runs what the arguments ask for.
+pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    let part = match arguments.first().map(String::as_str) {
+        Some("--all") => All,
+        Some("--quick") => Quick,
+        _ => Normal,
+    };
+    let engine = if arguments.iter().any(|a| a == "--interp") {
+        "interp"
+    } else {
+        "jit"
+    };
+    let names: Vec<&String> = arguments.iter().filter(|a| !a.starts_with("--")).collect();
+    if let Some(unknown) = names.iter().find(|n| CASES.iter().all(|c| c.name != ***n)) {
+        let known: Vec<&str> = CASES.iter().map(|c| c.name).collect();
+        return Err(format!("{unknown}: not one of {}", known.join(" ")));
+    }
+    crate::debian::install(PACKAGES)?;
+    let anykvm = crate::build::anykvm()?;
+    let mut failed = Vec::new();
+    for case in CASES {
+        let wanted = if names.is_empty() {
+            case.part <= part
+        } else {
+            names.iter().any(|n| *n == case.name)
+        };
+        if !wanted {
+            continue;
+        }
+        let start = Instant::now();
+        let result = one(case, &anykvm, engine);
+        let seconds = start.elapsed().as_secs_f64();
+        match result {
+            Ok(()) => eprintln!("{:20} ok    {seconds:6.1} s", case.name),
+            Err(why) => {
+                eprintln!("{:20} FAILED {seconds:5.1} s: {why}", case.name);
+                failed.push(case.name);
+            }
+        }
+    }
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("VMMs failed: {}", failed.join(" ")))
+    }
+}
+
+fn one(case: &Case, anykvm: &Path, engine: &'static str) -> Result<(), String> {
+    let cache = crate::build::cache();
+    let dir = cache.join("vmms").join(case.name);
+    // A leftover of the last run.
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    let kernel = match case.run {
+        Run::Full => crate::debian::kernel("linux-image-amd64", "kernel-amd64")?,
+        _ => crate::debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")?,
+    };
+    let server = guest::Server::start()?;
+    let data = guest::data();
+    let image = dir.join("data.img");
+    std::fs::write(&image, &data).map_err(|e| format!("{}: {e}", image.display()))?;
+    let check = case.check.replace("{port}", &server.port().to_string());
+    let initrd = guest::initramfs(&kernel, &dir, &check, case.cpus, case.mem_mib)?;
+    let setup = Setup {
+        anykvm: anykvm.into(),
+        engine,
+        kernel,
+        initrd,
+        dir,
+        cpus: case.cpus,
+        mem_mib: case.mem_mib,
+    };
+    let folder = setup.dir.display().to_string();
+    let text = case.arguments.replace("{dir}", &folder);
+    let arguments: Vec<&str> = text.split_whitespace().collect();
+    let mut command = setup.command(&arguments);
+    match case.run {
+        Run::Driven(drive) => return drive(&setup, &arguments),
+        Run::Disk => {
+            let image = disk::bootable(&setup)?;
+            let drive = format!("file={},format=raw,if=none,id=boot", image.display());
+            command.args(["-drive", &drive]);
+        }
+        Run::Cloud | Run::Full => setup.kernel(&mut command, ""),
+    }
+    command.args(["-no-reboot", "-serial", "stdio"]);
+    let outcome = run_limited(&mut command, LIMIT).map_err(|e| e.to_string())?;
+    guest::verdict(&outcome)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique() {
+        for (i, case) in CASES.iter().enumerate() {
+            assert!(CASES.iter().skip(i + 1).all(|c| c.name != case.name));
+        }
+        assert!(run(&["nothing".to_owned()]).is_err());
+    }
+}
