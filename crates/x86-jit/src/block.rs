@@ -121,10 +121,12 @@ pub(crate) fn decode<B: GuestBus>(
             Kind::Interpret
         };
         let needs = match kind {
-            Kind::CopyFp | Kind::CopyFpAligned if i.code().encoding() == EncodingKind::VEX => {
+            Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl
+                if i.code().encoding() == EncodingKind::VEX =>
+            {
                 mode::FP | mode::AVX
             }
-            Kind::CopyFp | Kind::CopyFpAligned => mode::FP,
+            Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => mode::FP,
             Kind::Rdtsc => mode::TSC,
             Kind::Pushf
             | Kind::Popf
@@ -139,7 +141,10 @@ pub(crate) fn decode<B: GuestBus>(
         if needs & !mode != 0 {
             kind = Kind::Interpret;
         }
-        if kind == Kind::Cld && mode & mode::KERNEL != 0 {
+        // DF is clear, and no x87 exception can be pending.
+        if kind == Kind::Cld && mode & mode::KERNEL != 0
+            || i.mnemonic() == Mnemonic::Wait && mode & mode::FP != 0
+        {
             kind = Kind::Nop;
         }
         if i.has_lock_prefix() && !is_lockable(&i) {

@@ -563,13 +563,16 @@ fn mode_of(cpu: &CpuState, plain_tsc: bool) -> u8 {
     mode
 }
 
+/// Bits of the x87 control word that mask all exceptions.
+pub(crate) const X87_MASKED: u16 = 0x3f;
+/// Bits of MXCSR that translated code may have in any way: flags, DAZ, rounding,
+/// FTZ. The others are the masks, MM, and reserved ones.
+pub(crate) const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
+
 /// FP and SIMD instructions are enabled, and raise no exceptions.
 fn has_plain_fp(cpu: &CpuState) -> bool {
-    const X87_MASKED: u16 = 0x3f;
     /// ES: a state image may have it set whatever the masks say.
     const X87_PENDING: u16 = 0x80;
-    /// Flags, DAZ, rounding, FTZ: anything but masks and MM.
-    const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
     // What is in the host's registers got there because it is plain.
     let live = cpu.engine.words[index(area::FP_LIVE)] != 0;
     let plain = live

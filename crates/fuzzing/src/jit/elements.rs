@@ -275,6 +275,42 @@ impl Builder<'_> {
         e
     }
 
+    /// Loads MXCSR or the x87 control word, mostly with all exceptions masked.
+    pub(super) fn fp_control(&mut self) -> Element {
+        let mut e = Element::default();
+        let to = self.target(4);
+        let r = &mut self.r;
+        let x87 = r.one_in(2);
+        let mut value = r.next() as u32 & if x87 { 0x1f7f } else { 0xffbf };
+        if !r.one_in(4) {
+            value |= if x87 { 0x3f } else { 0x1f80 };
+        }
+        if r.one_in(16) {
+            value = r.next() as u32;
+        }
+        let register = general(r);
+        e.push(mov(register, to));
+        let at = MemoryOperand::with_base(register);
+        e.push(made(Instruction::with2(
+            Code::Mov_rm32_imm32,
+            at,
+            value as i32,
+        )));
+        let code = match (x87, r.below(4)) {
+            (true, 0) => Code::Fnstcw_m2byte,
+            (true, _) => Code::Fldcw_m2byte,
+            (_, 0) => Code::Stmxcsr_m32,
+            (_, 1) => Code::VEX_Vldmxcsr_m32,
+            _ => Code::Ldmxcsr_m32,
+        };
+        let mut i = plain(code);
+        i.set_op0_kind(OpKind::Memory);
+        let to = if r.one_in(8) { self.target(4) } else { to };
+        self.aim(&mut e, &mut i, to);
+        e.push(i);
+        e
+    }
+
     /// IRETQ to what follows, at the same level.
     pub(super) fn interrupt_return(&mut self, n: usize) -> Element {
         let mut e = Element::default();

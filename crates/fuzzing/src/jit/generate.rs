@@ -89,6 +89,7 @@ impl Generator {
                 11..14 => b.neighbours(),
                 14 => b.string(),
                 15 if b.r.one_in(4) => b.interrupt_return(n),
+                16 if b.r.one_in(3) => b.fp_control(),
                 _ => b.any(),
             };
             elements.push(e);

@@ -42,6 +42,8 @@ pub(crate) enum Kind {
     FromSegment,
     /// MOVS, STOS, LODS, SCAS, CMPS.
     String,
+    /// LDMXCSR and FLDCW, where they unmask no exception.
+    LoadFpControl,
     /// RDFSBASE and its kin.
     SegmentBase,
     Cld,
@@ -68,6 +70,16 @@ pub(crate) enum Kind {
     Call,
     CallIndirect,
     Ret,
+}
+
+impl Kind {
+    /// FP state has to be in the host's registers.
+    pub(crate) const fn is_fp(self) -> bool {
+        matches!(
+            self,
+            Self::CopyFp | Self::CopyFpAligned | Self::LoadFpControl
+        )
+    }
 }
 
 /// Kinds by form, found when first met.
@@ -168,6 +180,8 @@ fn form(i: &Instruction) -> Kind {
         M::Stac | M::Clac => Kind::Ac,
         _ if is_harmless_integer(i) => Kind::Copy,
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,
+        M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Kind::LoadFpControl,
+        M::Stmxcsr | M::Vstmxcsr => Kind::CopyFp,
         _ if x86_native::form(i).is_some() => {
             if x86_native::must_be_aligned(i) {
                 Kind::CopyFpAligned

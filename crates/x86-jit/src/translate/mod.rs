@@ -200,10 +200,7 @@ impl Translator {
             resume,
             offset,
         });
-        if insns
-            .iter()
-            .any(|d| matches!(d.kind, Kind::CopyFp | Kind::CopyFpAligned))
-        {
+        if insns.iter().any(|d| d.kind.is_fp()) {
             a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
             let from = a.jcc(cc::E);
             let resume = a.here();
@@ -281,6 +278,7 @@ impl Translator {
             Kind::Cld => self.clear_direction(d),
             Kind::Pause => self.pause(),
             Kind::String => self.string(d),
+            Kind::LoadFpControl => self.load_fp_control(d)?,
             Kind::Rdtsc => self.rdtsc(d),
             Kind::Pushf => self.pushf(d),
             Kind::Popf => self.popf(d),

@@ -1,13 +1,14 @@
 //! Moves between general registers or memory and registers of the system.
 
-use iced_x86::{Code, OpKind, Register};
-use x86_defs::control::cr4;
+use iced_x86::{Code, Mnemonic, OpKind, Register};
+use x86_defs::{control::cr4, xsave};
 
 use super::{Emit, Translator, Unsupported};
 use crate::{
     area::*,
     asm::*,
     block::Decoded,
+    run::{MXCSR_FREE, X87_MASKED},
     thunks::{restore_flags, save_flags},
 };
 
@@ -96,6 +97,43 @@ impl Translator {
         }
         if d.live_in != 0 {
             restore_flags(&mut self.asm, S1);
+        }
+        Ok(())
+    }
+
+    /// LDMXCSR and FLDCW, of values that a block with FP instructions may run with:
+    /// see `run::mode_of`.
+    pub(super) fn load_fp_control(&mut self, d: &Decoded) -> Emit {
+        let x87 = d.i.mnemonic() == Mnemonic::Fldcw;
+        if d.live_in != 0 {
+            save_flags(&mut self.asm);
+        }
+        self.address(&d.i, 0)?;
+        self.probe(d.offset, if x87 { 2 } else { 4 }, false);
+        let a = &mut self.asm;
+        // Read once: what is checked is what is loaded.
+        if x87 {
+            a.rm(false, &[0x0f, 0xb7], S0, at(S0, 0)); // movzx
+        } else {
+            a.load32(S0, at(S0, 0));
+        }
+        a.store32(gs(SPILL), S0);
+        let (mask, plain) = if x87 {
+            (X87_MASKED.into(), X87_MASKED.into())
+        } else {
+            (!MXCSR_FREE, xsave::MXCSR_DEFAULT)
+        };
+        a.alu_imm(false, Alu::And, S0, mask as i32);
+        a.alu_imm(false, Alu::Cmp, S0, plain as i32);
+        self.bail_if(cc::NE, d.offset);
+        let a = &mut self.asm;
+        if x87 {
+            a.rm(false, &[0xd9], 5, gs(SPILL)); // fldcw
+        } else {
+            a.rm(false, &[0x0f, 0xae], 2, gs(SPILL)); // ldmxcsr
+        }
+        if d.live_in != 0 {
+            restore_flags(a, S1);
         }
         Ok(())
     }
