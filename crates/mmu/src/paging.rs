@@ -42,8 +42,6 @@ pub struct Paging {
     pub global_pages: bool,
     /// XD is enabled.
     pub nxe: bool,
-    /// #PF error codes tell fetches.
-    pub fetch_in_error_code: bool,
     /// Reserved bits of entries that name a table, by level (1 to 5).
     pub reserved_table: [u64; 6],
     /// Reserved bits of entries that map a page, by level.
@@ -73,7 +71,6 @@ impl Paging {
             pse: cpu.cr4 & cr4::PSE != 0,
             global_pages: cpu.cr4 & cr4::PGE != 0,
             nxe,
-            fetch_in_error_code: nxe || cpu.cr4 & cr4::SMEP != 0,
             ..Self::default()
         };
         // Address bits that the CPU does not have; bits 62:52 are ignored in

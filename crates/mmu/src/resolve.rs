@@ -2,7 +2,7 @@
 
 use guest_memory::{HostPage, Slot};
 use x86_cpu::{Access, CpuState, Exception, Privilege};
-use x86_defs::{paging::PAGE_SIZE, vector, vector::pf};
+use x86_defs::{control::cr4, paging::PAGE_SIZE, vector, vector::pf};
 
 use crate::{
     Miss, Mmu, Mode, Translation, View,
@@ -92,7 +92,9 @@ impl Mmu {
                 if cpu.cpl == 3 && who == Privilege::Current {
                     code |= pf::U;
                 }
-                if access == Access::Fetch && self.paging.fetch_in_error_code {
+                // CR4.SMEP changes without a new root.
+                let is_told = self.paging.nxe || cpu.cr4 & cr4::SMEP != 0;
+                if access == Access::Fetch && is_told {
                     code |= pf::I;
                 }
                 Err(Exception::with_code(vector::PF, code))

@@ -56,6 +56,8 @@ pub struct CpuState {
     pub fault_gva: u64,
     /// DR6 bits of the last #DB raised.
     pub fault_dr6: u64,
+    /// DR6 bits of data breakpoints that MOV SS holds off until after the next instruction.
+    pub held_dr6: u64,
     /// ES, CS, SS, DS, FS, GS.
     pub seg: [Segment; 6],
     /// Local descriptor table.
@@ -183,6 +185,7 @@ impl Default for CpuState {
             shadow: Shadow::None,
             fault_gva: 0,
             fault_dr6: 0,
+            held_dr6: 0,
             seg,
             ldtr: Segment {
                 limit: 0xffff,

@@ -236,6 +236,7 @@ fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result
         return Err(Exception::UD.into());
     };
     ex.check_fetch(rip, insn.len.into())?;
+    let held = ex.cpu.held_dr6;
     ex.watch_hits = 0;
     ex.single_step = true;
     let result = (insn.handler)(ex, insn);
@@ -251,6 +252,7 @@ fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result
         Err(stop) => return Err(stop),
     };
     ex.bus.commit();
+    ex.cpu.held_dr6 = 0;
     let code = insn.code;
     if shadow == ex.cpu.shadow {
         ex.cpu.shadow = Shadow::None;
@@ -263,12 +265,26 @@ fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result
     let mut dr6 = core::mem::take(&mut ex.watch_hits);
     // INT n clears TF before its handler's first instruction: no trap.
     let software_interrupt = matches!(code, Code::Int3 | Code::Int_imm8 | Code::Into | Code::Int1);
-    if before & rflags::TF != 0 && !software_interrupt {
+    // What SYSCALL and SYSRET have made of TF counts.
+    let tf = match code {
+        Code::Syscall | Code::Sysretd | Code::Sysretq => ex.cpu.rflags,
+        _ => before,
+    };
+    if tf & rflags::TF != 0 && !software_interrupt {
         dr6 |= dr::DR6_BS;
     }
-    if dr6 != 0 && ex.cpu.shadow != Shadow::MovSs {
-        ex.cpu.fault_dr6 = dr6;
-        return Err(Exception::DB.into());
+    if ex.cpu.shadow == Shadow::MovSs {
+        // The next instruction comes first, INT n and its delivery included.
+        ex.cpu.held_dr6 = dr6 & !dr::DR6_BS;
+    } else if code == Code::Int1 {
+        // One #DB has been delivered already, which says both.
+        ex.cpu.dr6 |= held;
+    } else {
+        dr6 |= held;
+        if dr6 != 0 {
+            ex.cpu.fault_dr6 = dr6;
+            return Err(Exception::DB.into());
+        }
     }
     if halted { Err(Stop::Halt) } else { Ok(()) }
 }

@@ -34,7 +34,11 @@ impl Bus {
         match action {
             Action::None => {}
             Action::Recheck => self.recheck = true,
-            Action::Timer => self.update_timer(),
+            Action::Timer => {
+                self.update_timer();
+                // A deadline that has passed fires before the next instruction.
+                self.recheck |= self.timer_ns <= host::clock::monotonic_ns();
+            }
             Action::Ipi(irq) => {
                 let index = self.shared.index;
                 let vm = std::sync::Arc::clone(&self.vm);

@@ -560,6 +560,10 @@ impl GuestBus for Bus {
     fn intercept(&mut self, cpu: &mut CpuState, exception: Exception) -> bool {
         super::debug::intercept(self, cpu, exception)
     }
+    fn nmi_unmasked(&mut self) {
+        // The second one may wait.
+        self.recheck = true;
+    }
     #[inline]
     fn pause(&mut self) {
         self.pauses = self.pauses.saturating_add(1);

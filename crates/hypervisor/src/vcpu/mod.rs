@@ -328,7 +328,8 @@ impl Vcpu {
     }
     /// KVM_GET_VCPU_EVENTS.
     pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
-        let inner = self.lock();
+        let mut inner = self.lock();
+        inner.take_nmis();
         Ok(events::vcpu_events(&inner.cpu, &inner.bus.vm.options))
     }
     /// KVM_SET_VCPU_EVENTS.
@@ -402,7 +403,7 @@ impl Vcpu {
     }
     /// KVM_NMI.
     pub fn nmi(&self) -> Result<()> {
-        self.shared.request(request::NMI);
+        self.shared.queue_nmi();
         Ok(())
     }
     /// KVM_SMI.

@@ -158,6 +158,8 @@ impl Bus {
                 }
                 self.update_clock();
                 self.update_timer();
+                // Translated code has a copy of the offset.
+                self.recheck = true;
                 true
             }
             IA32_TSC_ADJUST => {
@@ -165,6 +167,8 @@ impl Bus {
                     let delta = value.wrapping_sub(self.tsc_adjust);
                     self.tsc = self.tsc.with_offset(self.tsc.offset.wrapping_add(delta));
                     self.update_clock();
+                    self.update_timer();
+                    self.recheck = true;
                 }
                 self.tsc_adjust = value;
                 true

@@ -105,7 +105,10 @@ impl Inner {
                 }
             }
         }
-        self.bus.read_ahead.forget();
+        // An element on its way to a device stays for the rest of its instruction.
+        if self.bus.exit.is_none() {
+            self.bus.read_ahead.forget();
+        }
         Ok(())
     }
 
@@ -221,6 +224,17 @@ impl Inner {
         self.bus.intercept(&mut self.cpu, Exception::DB)
     }
 
+    /// Queued NMIs become pending: one while NMIs are masked, two else.
+    pub(super) fn take_nmis(&mut self) {
+        let events = &mut self.cpu.events;
+        let limit = if events.nmi_masked { 1 } else { 2 };
+        let queued = self.bus.shared.take_nmis().min(limit);
+        if queued != 0 {
+            let pending = u32::from(events.nmi_pending) + queued;
+            events.nmi_pending = pending.min(limit) as u8;
+        }
+    }
+
     /// Serves what other threads asked for.
     pub(super) fn serve(&mut self, requests: u32) {
         // `request::MEMORY` only wakes: the run loop looks at the epoch each time.
@@ -228,8 +242,7 @@ impl Inner {
             self.bus.update_clock();
         }
         if requests & request::NMI != 0 {
-            let limit = if self.cpu.events.nmi_masked { 1 } else { 2 };
-            self.cpu.events.nmi_pending = (self.cpu.events.nmi_pending + 1).min(limit);
+            self.take_nmis();
         }
         if requests & request::SMI != 0 {
             self.cpu.events.smi_pending = true;

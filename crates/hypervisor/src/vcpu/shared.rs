@@ -55,6 +55,7 @@ pub(crate) struct VcpuShared {
     pub(crate) stats: OnceLock<Sink>,
     lapic: Mutex<Lapic>,
     sipi_page: AtomicU32,
+    nmis: AtomicU32,
     requests: AtomicU32,
     /// Inside `KVM_RUN`: memory may be accessed without asking again.
     running: AtomicBool,
@@ -83,6 +84,7 @@ impl VcpuShared {
             stats: OnceLock::new(),
             lapic: Mutex::new(lapic),
             sipi_page: AtomicU32::new(0),
+            nmis: AtomicU32::new(0),
             requests: AtomicU32::new(0),
             running: AtomicBool::new(false),
             acknowledged,
@@ -97,7 +99,7 @@ impl VcpuShared {
         match what {
             Accepted::Ignored | Accepted::Coalesced => {}
             Accepted::Interrupt => self.request(request::EVENT),
-            Accepted::Nmi => self.request(request::NMI),
+            Accepted::Nmi => self.queue_nmi(),
             Accepted::Smi => self.request(request::SMI),
             Accepted::Init => self.request(request::INIT),
             Accepted::Sipi(page) => {
@@ -106,6 +108,15 @@ impl VcpuShared {
             }
             Accepted::Unhalt => self.request(request::UNHALT),
         }
+    }
+    /// An NMI: two at once are two.
+    pub(crate) fn queue_nmi(&self) {
+        self.nmis.fetch_add(1, Ordering::SeqCst);
+        self.request(request::NMI);
+    }
+    /// NMIs that were queued since the last call.
+    pub(crate) fn take_nmis(&self) -> u32 {
+        self.nmis.swap(0, Ordering::SeqCst)
     }
     /// Page of the last start-up IPI.
     pub(crate) fn sipi_page(&self) -> u8 {

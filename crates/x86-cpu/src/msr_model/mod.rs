@@ -120,46 +120,63 @@ fn get(cpu: &CpuState, index: u32, origin: Origin) -> Option<u64> {
     })
 }
 
+/// Counters that software touches without asking CPUID. There is no PMU: as KVM without one has
+/// them, they stay zero.
+fn is_counter(index: u32) -> bool {
+    const P6_PERFCTR: u32 = 0xc1;
+    const P6_EVNTSEL: u32 = 0x186;
+    [
+        (K7_EVNTSEL0, 4),
+        (K7_PERFCTR0, 4),
+        (P6_PERFCTR, 2),
+        (P6_EVNTSEL, 2),
+    ]
+    .iter()
+    .any(|(first, n)| index.wrapping_sub(*first) < *n)
+}
+
 /// MSRs that KVM answers with zero because guests read them unasked.
 fn reads_as_zero(index: u32) -> bool {
-    matches!(
-        index,
-        IA32_PLATFORM_ID | MSR_EBL_CR_POWERON | MSR_SMI_COUNT | MSR_LASTBRANCHFROMIP
-            ..=MSR_LASTINTTOIP
-                | IA32_PERF_CTL
-                | MSR_RAPL_POWER_UNIT
-                | MSR_PKG_ENERGY_STATUS
-                | MSR_DRAM_ENERGY_STATUS
-                | MSR_PP0_ENERGY_STATUS
-                | MSR_PP1_ENERGY_STATUS
-                | AMD64_SYSCFG
-                | AMD64_NB_CFG
-                | AMD64_BU_CFG2
-                | AMD64_DC_CFG
-                | AMD64_VM_HSAVE_PA
-                | K7_CLK_CTL
-                | K8_INT_PENDING_MSG
-                | K8_TSEG_ADDR
-                | K8_TSEG_MASK
-                | FAM10H_MMIO_CONF_BASE
-                | F15H_EX_CFG
-    )
+    is_counter(index)
+        || matches!(
+            index,
+            IA32_PLATFORM_ID | MSR_EBL_CR_POWERON | MSR_SMI_COUNT | MSR_LASTBRANCHFROMIP
+                ..=MSR_LASTINTTOIP
+                    | IA32_PERF_CTL
+                    | MSR_RAPL_POWER_UNIT
+                    | MSR_PKG_ENERGY_STATUS
+                    | MSR_DRAM_ENERGY_STATUS
+                    | MSR_PP0_ENERGY_STATUS
+                    | MSR_PP1_ENERGY_STATUS
+                    | AMD64_SYSCFG
+                    | AMD64_NB_CFG
+                    | AMD64_BU_CFG2
+                    | AMD64_DC_CFG
+                    | AMD64_VM_HSAVE_PA
+                    | K7_CLK_CTL
+                    | K8_INT_PENDING_MSG
+                    | K8_TSEG_ADDR
+                    | K8_TSEG_MASK
+                    | FAM10H_MMIO_CONF_BASE
+                    | F15H_EX_CFG
+        )
 }
 
 /// MSRs whose writes KVM drops.
 fn write_is_ignored(index: u32) -> bool {
-    matches!(
-        index,
-        IA32_BIOS_UPDT_TRIG
-            | AMD64_NB_CFG
-            | AMD64_VM_HSAVE_PA
-            | AMD64_PATCH_LOADER
-            | AMD64_BU_CFG2
-            | AMD64_DC_CFG
-            | F15H_EX_CFG
-            | K7_CLK_CTL
-            | MSR_BBL_CR_CTL3
-    )
+    is_counter(index)
+        || matches!(
+            index,
+            IA32_BIOS_UPDT_TRIG
+                | AMD64_NB_CFG
+                | AMD64_VM_HSAVE_PA
+                | AMD64_PATCH_LOADER
+                | AMD64_BU_CFG2
+                | AMD64_DC_CFG
+                | F15H_EX_CFG
+                | K7_CLK_CTL
+                | MSR_BBL_CR_CTL3
+        )
 }
 
 fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {

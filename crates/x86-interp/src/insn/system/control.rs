@@ -15,7 +15,7 @@ pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
         Code::Mov_r32_cr | Code::Mov_r64_cr => read_cr,
         Code::Mov_cr_r32 | Code::Mov_cr_r64 => write_cr,
         Code::Clts => clts,
-        Code::Lmsw_rm16 => lmsw,
+        Code::Lmsw_rm16 | Code::Lmsw_r32m16 | Code::Lmsw_r64m16 => lmsw,
         Code::Smsw_rm16 | Code::Smsw_r32m16 | Code::Smsw_r64m16 => smsw,
         Code::Xgetbv => xgetbv,
         Code::Xsetbv => xsetbv,

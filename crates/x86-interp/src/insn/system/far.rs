@@ -102,7 +102,12 @@ pub(super) fn drop_privileged_segments(cpu: &mut CpuState) {
         let attr = cpu.seg[sreg].attr;
         let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
         if !attr.is_unusable() && !conforming && attr.dpl() < cpu.cpl {
-            cpu.seg[sreg] = null_segment(0, 0);
+            // FS and GS keep their bases, which 64-bit code uses whatever the selector is.
+            let base = cpu.seg[sreg].base;
+            cpu.seg[sreg] = Segment {
+                base,
+                ..null_segment(0, 0)
+            };
         }
     }
 }

@@ -40,13 +40,14 @@ fn iret<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, size: u8) -> Step {
     } else {
         protected(ex, insn, size)
     };
-    result?;
-    ex.cpu.update_mode();
-    ex.bus.select_view(ex.cpu);
-    if ex.cpu.events.nmi_masked {
+    // Also an IRET that faults ends the blocking (SDM vol. 3, 6.7.1 and 26.7.1.2).
+    if ex.cpu.events.nmi_masked && !matches!(result, Err(Stop::Exit)) {
         ex.cpu.events.nmi_masked = false;
         ex.bus.nmi_unmasked();
     }
+    result?;
+    ex.cpu.update_mode();
+    ex.bus.select_view(ex.cpu);
     Ok(Flow::Jump)
 }
 

@@ -4,7 +4,7 @@ use iced_x86::{Code, Instruction};
 use x86_cpu::{Exception, Feature, GuestBus};
 use x86_defs::{
     control::efer,
-    reg, rflags,
+    dr, reg, rflags,
     segment::{Attr, Segment},
 };
 
@@ -107,11 +107,17 @@ fn sysret<B: GuestBus>(ex: &mut Exec<'_, B>, to_64bit: bool) -> Step {
     // DEVIATION: AMD CPUs load only SS's selector here; the whole register is
     // loaded on both, which no program can tell from a previous flat SS.
     let ss = base.wrapping_add(8);
-    if to_64bit {
-        enter(ex, base.wrapping_add(16), ss, CODE64, 3, rcx)
+    let flow = if to_64bit {
+        enter(ex, base.wrapping_add(16), ss, CODE64, 3, rcx)?
     } else {
-        enter(ex, base, ss, CODE32, 3, rcx & 0xffff_ffff)
+        enter(ex, base, ss, CODE32, 3, rcx & 0xffff_ffff)?
+    };
+    if ex.cpu.rflags & rflags::TF != 0 {
+        // The trap is raised if TF is set at the end of SYSRET, not at its beginning.
+        ex.cpu.fault_dr6 = dr::DR6_BS;
+        return Err(Exception::DB.into());
     }
+    Ok(flow)
 }
 
 fn sysret32<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
