@@ -38,6 +38,7 @@ const STEPS: &[(&str, Task)] = &[
     ("boots", Own(crate::boots::run, &[])),
     ("KVM selftests", Own(crate::selftests::run, &[])),
     ("guests", Own(crate::guests::run, &["--quick"])),
+    ("VMMs", Own(crate::vmms::run, &["--quick"])),
     (
         "guests, interpreted",
         Own(

@@ -203,6 +203,8 @@ pub(crate) fn wrap_all() {
     if ACTIVE.swap(true, Ordering::AcqRel) {
         return;
     }
+    kvm_abi::signals::prepare();
+    kvm_abi::trust_reports();
     for signal in 1..=SIGNALS as c_int {
         if entry(signal).is_none() {
             continue;

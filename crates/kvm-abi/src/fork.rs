@@ -27,6 +27,12 @@ pub(crate) fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
+/// The process, without a system call after the first.
+pub(crate) fn process() -> i32 {
+    generation();
+    PROCESS.load(Ordering::Relaxed)
+}
+
 /// True in a child of `vfork(2)`, which shares our memory: nothing that it closes is closed here.
 pub fn in_child() -> bool {
     let process = PROCESS.load(Ordering::Relaxed);

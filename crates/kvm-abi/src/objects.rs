@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::device::Device;
@@ -83,8 +84,22 @@ pub(crate) fn register(fd: &OwnedFd, object: Object) -> Result<()> {
     Ok(())
 }
 
+/// Every descriptor that is closed is reported to [`forget`].
+static TRUSTED: AtomicBool = AtomicBool::new(false);
+
+/// From now on the table is right without asking the kernel, which filters of system calls may
+/// not allow a vCPU's thread.
+pub fn trust_reports() {
+    TRUSTED.store(true, Ordering::Relaxed);
+}
+
 /// The object behind `fd`: EBADF when it is not open, ENOTTY when it is some other file.
 pub fn lookup(fd: RawFd) -> Result<Object> {
+    if TRUSTED.load(Ordering::Relaxed)
+        && let Some(entry) = table().get(&fd)
+    {
+        return Ok(entry.object.clone());
+    }
     let identity = memfd::identity(fd)?;
     let found = {
         let table = table();

@@ -12,8 +12,9 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::sync::atomic::{Ordering, compiler_fence};
+use std::sync::atomic::{AtomicUsize, Ordering, compiler_fence};
 
+use crate::fork;
 use crate::vcpu::interrupt_current_thread;
 
 thread_local! {
@@ -23,8 +24,6 @@ thread_local! {
     static DEFERRED: Cell<bool> = const { Cell::new(false) };
     /// The mask that the thread has then.
     static MASK: Cell<u64> = const { Cell::new(0) };
-    /// How often a signal was deferred since the thread started.
-    static COUNT: Cell<u32> = const { Cell::new(0) };
 }
 
 /// Signals that instructions raise: they cannot wait, and blocked they would end the process.
@@ -74,9 +73,9 @@ impl Drop for Section {
     }
 }
 
-/// How many signals of the calling thread were deferred: KVM_RUN compares.
-pub(crate) fn deferred_count() -> u32 {
-    COUNT.get()
+/// True if a signal waits for the end of the calling thread's section.
+pub(crate) fn is_deferred() -> bool {
+    DEFERRED.get()
 }
 
 /// KVM_SET_SIGNAL_MASK's mask while KVM_RUN lasts.
@@ -124,7 +123,6 @@ pub unsafe fn defer(
         return false;
     }
     interrupt_current_thread();
-    COUNT.set(COUNT.get().wrapping_add(1));
     // Also in the handler, or with SA_NODEFER it would be entered again at once.
     set_mask(!SYNCHRONOUS);
     // SAFETY: the kernel's structure; its signal set is the first eight bytes of the field.
@@ -146,7 +144,7 @@ pub unsafe fn defer(
 unsafe fn send_again(signal: libc::c_int, info: *mut libc::siginfo_t, code: libc::c_int) {
     // SAFETY: plain system calls; the kernel only reads `info`.
     unsafe {
-        let (process, thread) = (libc::getpid(), libc::gettid());
+        let (process, thread) = (fork::process(), thread_id());
         let queued = code != libc::SI_TKILL
             && libc::syscall(
                 libc::SYS_rt_tgsigqueueinfo,
@@ -159,6 +157,39 @@ unsafe fn send_again(signal: libc::c_int, info: *mut libc::siginfo_t, code: libc
             libc::syscall(libc::SYS_tgkill, process, thread, signal);
         }
     }
+}
+
+/// Where the C library keeps the thread's id, from the thread pointer on; 0 for not known.
+static THREAD_ID: AtomicUsize = AtomicUsize::new(0);
+
+/// Finds out what [`defer`] may not ask the kernel for under a filter of system calls.
+pub fn prepare() {
+    /// In `struct pthread` of glibc, whose layout debuggers depend on.
+    const GLIBC: usize = 0x2d0;
+    let id: i32;
+    // SAFETY: inside the thread's descriptor, which is larger than that in every glibc.
+    unsafe {
+        std::arch::asm!("mov {0:e}, fs:[{1}]", out(reg) id, in(reg) GLIBC, options(nostack, readonly, preserves_flags));
+    }
+    // SAFETY: no arguments, cannot fail.
+    if id == unsafe { libc::gettid() } {
+        THREAD_ID.store(GLIBC, Ordering::Relaxed);
+    }
+    fork::generation();
+}
+
+fn thread_id() -> i32 {
+    let offset = THREAD_ID.load(Ordering::Relaxed);
+    if offset == 0 {
+        // SAFETY: no arguments, cannot fail.
+        return unsafe { libc::gettid() };
+    }
+    let id: i32;
+    // SAFETY: `prepare` found the thread's id there.
+    unsafe {
+        std::arch::asm!("mov {0:e}, fs:[{1}]", out(reg) id, in(reg) offset, options(nostack, readonly, preserves_flags));
+    }
+    id
 }
 
 /// Sets the thread's mask in the kernel's form; the one before.

@@ -132,8 +132,11 @@ impl Vcpu {
         } = &mut *running;
         // Such a KVM_RUN only completes the previous exit, whose reason stays in the page.
         let only_completes = self.page.immediate_exit().load(Ordering::Relaxed) != 0;
-        let signals_before = signals::deferred_count();
         let interruptible = Interruptible::enter(&self.hypervisor);
+        if signals::is_deferred() {
+            // It came since the call began, when there was nothing to interrupt yet.
+            self.hypervisor.kick();
+        }
         // With wrapped handlers a signal tells of itself; without, somebody has to ask.
         let run_mask = signal_mask.and_then(signals::RunMask::enter);
         let blocked_signals = if run_mask.is_some() {
@@ -150,7 +153,7 @@ impl Vcpu {
         });
         drop(run_mask);
         drop(interruptible);
-        if signals::deferred_count() != signals_before {
+        if signals::is_deferred() {
             // The handler runs before the next KVM_RUN, which it does not concern.
             self.hypervisor.cancel_kick();
         }

@@ -1,0 +1,354 @@
+/*
+ * A small VMM on the KVM ABI, for `anykvm exec`. Each mode is one test; it prints what is wrong and
+ * ends with 1, or ends with 0.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/kvm.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define CHECK(what)                                                                   \
+    do {                                                                              \
+        if (!(what)) {                                                                \
+            fprintf(stderr, "%s:%d: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
+            exit(1);                                                                  \
+        }                                                                             \
+    } while (0)
+
+static int kvm, vm, vcpu;
+static struct kvm_run *run;
+static uint8_t *memory;
+static int map_size;
+
+/* A vCPU in real mode that executes `code`. */
+static void make(const uint8_t *code, size_t length)
+{
+    kvm = open("/dev/kvm", O_RDWR | O_CLOEXEC);
+    CHECK(kvm >= 0);
+    CHECK(ioctl(kvm, KVM_GET_API_VERSION, 0) == 12);
+    vm = ioctl(kvm, KVM_CREATE_VM, 0);
+    CHECK(vm >= 0);
+    memory = mmap(NULL, 0x10000, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    memcpy(memory + 0x1000, code, length);
+    struct kvm_userspace_memory_region region = {
+        .memory_size = 0x10000, .userspace_addr = (uintptr_t)memory,
+    };
+    CHECK(ioctl(vm, KVM_SET_USER_MEMORY_REGION, &region) == 0);
+    vcpu = ioctl(vm, KVM_CREATE_VCPU, 0);
+    CHECK(vcpu >= 0);
+    map_size = ioctl(kvm, KVM_GET_VCPU_MMAP_SIZE, 0);
+    run = mmap(NULL, map_size, PROT_READ | PROT_WRITE, MAP_SHARED, vcpu, 0);
+    CHECK(run != MAP_FAILED);
+    struct kvm_sregs sregs;
+    CHECK(ioctl(vcpu, KVM_GET_SREGS, &sregs) == 0);
+    sregs.cs.base = 0;
+    sregs.cs.selector = 0;
+    CHECK(ioctl(vcpu, KVM_SET_SREGS, &sregs) == 0);
+    struct kvm_regs regs = { .rip = 0x1000, .rflags = 2, .rsp = 0x8000 };
+    CHECK(ioctl(vcpu, KVM_SET_REGS, &regs) == 0);
+}
+
+static const uint8_t SPIN[] = { 0xeb, 0xfe };              /* jmp . */
+static const uint8_t PORT[] = { 0xe6, 0x10, 0xeb, 0xfc };  /* 1: out 0x10, al; jmp 1b */
+
+static _Atomic uint64_t handled, returned, stop;
+static _Atomic uint64_t slowest;
+
+static uint64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+
+static void count(int signal) { (void)signal; handled++; }
+
+static int blocked_in_run;
+
+/* Runs the vCPU until told to stop: a signal ends KVM_RUN with EINTR after its handler is due. */
+static void *runner(void *argument)
+{
+    (void)argument;
+    while (!stop) {
+        uint64_t before = handled;
+        int result = ioctl(vcpu, KVM_RUN, 0);
+        if (result == 0) {
+            CHECK(run->exit_reason == KVM_EXIT_IO);
+            continue;
+        }
+        CHECK(result == -1 && errno == EINTR);
+        CHECK(run->exit_reason == KVM_EXIT_INTR);
+        /* Without a mask the handler ran before KVM_RUN came back; nothing else ends it. */
+        if (!blocked_in_run)
+            CHECK(handled > before);
+        else {
+            sigset_t set;
+            siginfo_t info;
+            sigemptyset(&set);
+            sigaddset(&set, SIGUSR1);
+            struct timespec none = { 0, 0 };
+            CHECK(sigtimedwait(&set, &info, &none) == SIGUSR1);
+            handled++;
+        }
+        returned++;
+    }
+    return NULL;
+}
+
+/* `times` signals at random moments: each is handled once and ends one KVM_RUN, soon. */
+static void kick(const uint8_t *code, size_t length, long times, int masked)
+{
+    make(code, length);
+    struct sigaction action = { .sa_handler = count };
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
+    struct sigaction read_back;
+    CHECK(sigaction(SIGUSR1, NULL, &read_back) == 0);
+    CHECK(read_back.sa_handler == count && !(read_back.sa_flags & SA_SIGINFO));
+    blocked_in_run = masked;
+    if (masked) {
+        sigset_t set;
+        sigemptyset(&set);
+        sigaddset(&set, SIGUSR1);
+        CHECK(pthread_sigmask(SIG_BLOCK, &set, NULL) == 0);
+        struct { struct kvm_signal_mask head; uint64_t set; } __attribute__((packed)) mask;
+        memset(&mask, 0, sizeof mask);
+        mask.head.len = 8;
+        memcpy(mask.head.sigset, &(uint64_t){ 0 }, 8);
+        CHECK(ioctl(vcpu, KVM_SET_SIGNAL_MASK, &mask) == 0);
+    }
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, runner, NULL) == 0);
+    unsigned seed = 1;
+    uint64_t total = 0;
+    for (long i = 0; i < times; i++) {
+        uint64_t handled_before = handled, start;
+        for (volatile unsigned n = rand_r(&seed) % 3000; n > 0; n--) {}
+        start = now();
+        CHECK(pthread_kill(thread, SIGUSR1) == 0);
+        while (handled == handled_before)
+            if (now() - start > 10000000000ull) {
+                fprintf(stderr, "signal %ld was lost\n", i);
+                exit(1);
+            }
+        uint64_t took = now() - start;
+        total += took;
+        if (took > slowest)
+            slowest = took;
+    }
+    stop = 1;
+    while (pthread_tryjoin_np(thread, NULL) != 0) {
+        pthread_kill(thread, SIGUSR1);
+        usleep(100);
+    }
+    printf("%ld kicks, mean %.1f us, slowest %.0f us, %llu EINTR\n", times,
+           total / 1000.0 / times, slowest / 1000.0, (unsigned long long)returned);
+    /* One that arrives between two KVM_RUNs or with an exit ends none; most do. */
+    CHECK(returned <= handled);
+}
+
+/* immediate_exit set by a handler, and before the call. */
+static void set_exit(int signal) { (void)signal; run->immediate_exit = 1; handled++; }
+
+static void immediate(long times)
+{
+    make(SPIN, sizeof SPIN);
+    struct sigaction action = { .sa_handler = set_exit };
+    CHECK(sigaction(SIGALRM, &action, NULL) == 0);
+    for (long i = 0; i < times; i++) {
+        struct itimerspec after = { .it_value.tv_nsec = 1 + i % 50000 };
+        static timer_t timer;
+        if (i == 0)
+            CHECK(timer_create(CLOCK_MONOTONIC, NULL, &timer) == 0);
+        run->immediate_exit = 0;
+        CHECK(timer_settime(timer, 0, &after, NULL) == 0);
+        CHECK(ioctl(vcpu, KVM_RUN, 0) == -1 && errno == EINTR);
+        CHECK(run->immediate_exit == 1 && handled == (uint64_t)i + 1);
+        CHECK(ioctl(vcpu, KVM_RUN, 0) == -1 && errno == EINTR);
+    }
+}
+
+/* A handler may leave by longjmp, ask its siginfo, use the vCPU, and have been set with SA_RESETHAND. */
+#include <setjmp.h>
+static sigjmp_buf jump;
+static void leave(int signal, siginfo_t *info, void *context)
+{
+    (void)signal; (void)context;
+    struct kvm_regs regs;
+    if (info->si_value.sival_int != 42 || info->si_code != SI_TIMER ||
+        ioctl(vcpu, KVM_GET_REGS, &regs) != 0 || regs.rip < 0x1000 || regs.rip > 0x1004)
+        _exit(1);
+    siglongjmp(jump, 1);
+}
+
+static void handlers(void)
+{
+    make(SPIN, sizeof SPIN);
+    for (int i = 0; i < 1000; i++) {
+        struct sigaction action = {
+            .sa_sigaction = leave, .sa_flags = SA_SIGINFO | (i % 2 ? SA_RESETHAND : SA_RESTART | SA_NODEFER),
+        };
+        CHECK(sigaction(SIGUSR2, &action, NULL) == 0);
+        struct sigevent event = {
+            .sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGUSR2, .sigev_value.sival_int = 42,
+        };
+        timer_t timer;
+        CHECK(timer_create(CLOCK_MONOTONIC, &event, &timer) == 0);
+        if (sigsetjmp(jump, 1) == 0) {
+            struct itimerspec after = { .it_value.tv_nsec = 100000 };
+            CHECK(timer_settime(timer, 0, &after, NULL) == 0);
+            for (;;)
+                CHECK(ioctl(vcpu, KVM_RUN, 0) == -1 && errno == EINTR);
+        }
+        CHECK(timer_delete(timer) == 0);
+        struct sigaction now_set;
+        CHECK(sigaction(SIGUSR2, NULL, &now_set) == 0);
+        if (i % 2)
+            CHECK(now_set.sa_handler == SIG_DFL);
+        else
+            CHECK(now_set.sa_sigaction == leave && now_set.sa_flags == (SA_SIGINFO | SA_RESTART | SA_NODEFER));
+    }
+    /* The mask is what it was. */
+    sigset_t mask;
+    CHECK(sigprocmask(SIG_BLOCK, NULL, &mask) == 0);
+    for (int signal = 1; signal < 32; signal++)
+        CHECK(!sigismember(&mask, signal));
+}
+
+/* Descriptors: duplicates, /proc, a socket, fork, exec, vfork; /dev/kvm is there. */
+static void descriptors(const char *self)
+{
+    struct stat status;
+    CHECK(access("/dev/kvm", R_OK | W_OK) == 0);
+    CHECK(stat("/dev/kvm", &status) == 0 && S_ISCHR(status.st_mode));
+    int dev = open("/dev", O_RDONLY | O_DIRECTORY);
+    int relative = openat(dev, "kvm", O_RDWR);
+    CHECK(relative >= 0 && ioctl(relative, KVM_GET_API_VERSION, 0) == 12);
+    CHECK(syscall(SYS_openat, AT_FDCWD, "/dev/kvm", O_RDWR) >= 0);
+    make(PORT, sizeof PORT);
+    int copies[3] = { dup(vcpu), fcntl(vcpu, F_DUPFD_CLOEXEC, 100), dup3(vcpu, 200, 0) };
+    close(vcpu);
+    close(copies[0]);
+    close(copies[1]);
+    CHECK(ioctl(copies[2], KVM_RUN, 0) == 0 && run->exit_reason == KVM_EXIT_IO);
+    CHECK(ioctl(vcpu, KVM_RUN, 0) == -1 && errno == EBADF);
+    CHECK(ioctl(dev, KVM_GET_API_VERSION, 0) == -1 && errno == ENOTTY);
+    vcpu = copies[2];
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", kvm);
+    int again = open(path, O_RDWR);
+    close(kvm);
+    CHECK(ioctl(again, KVM_CHECK_EXTENSION, KVM_CAP_USER_MEMORY) == 1);
+    CHECK(syscall(SYS_ioctl, vcpu, KVM_RUN, 0) == 0);
+    /* A child has the descriptors, but the VM is its parent's. */
+    pid_t child = fork();
+    if (child == 0) {
+        if (ioctl(vcpu, KVM_RUN, 0) != -1 || errno != EIO)
+            _exit(1);
+        _exit(ioctl(again, KVM_CREATE_VM, 0) < 0);
+    }
+    int result;
+    CHECK(waitpid(child, &result, 0) == child && result == 0);
+    child = vfork();
+    if (child == 0) {
+        close(vcpu);
+        close(vm);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &result, 0) == child && result == 0);
+    CHECK(ioctl(vcpu, KVM_RUN, 0) == 0);
+    /* A program that is started with an open /dev/kvm. */
+    child = fork();
+    if (child == 0) {
+        dup2(again, 9);
+        execl(self, self, "inherited", NULL);
+        _exit(1);
+    }
+    CHECK(waitpid(child, &result, 0) == child && result == 0);
+    /* Nothing else is disturbed. */
+    CHECK(close(12345) == -1 && errno == EBADF);
+    CHECK(open("/nonexistent", O_RDONLY) == -1 && errno == ENOENT);
+}
+
+/* A filter as Firecracker's on the thread that runs the vCPU, allocations included. */
+static void *filtered(void *argument)
+{
+    (void)argument;
+    static const int allowed[] = {
+        SYS_ioctl, SYS_futex, SYS_read, SYS_write, SYS_close, SYS_exit, SYS_exit_group,
+        SYS_rt_sigreturn, SYS_rt_sigprocmask, SYS_tkill, SYS_tgkill, SYS_timerfd_settime,
+        SYS_madvise, SYS_mmap, SYS_munmap,
+    };
+    enum { N = sizeof allowed / sizeof *allowed };
+    struct sock_filter program[N + 3];
+    program[0] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    for (int i = 0; i < N; i++)
+        program[1 + i] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, allowed[i], N - i, 0);
+    program[N + 1] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+    program[N + 2] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    struct sock_fprog fprog = { .len = N + 3, .filter = program };
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &fprog) == 0);
+    for (int i = 0; i < 100000; i++) {
+        CHECK(ioctl(vcpu, KVM_RUN, 0) == 0 && run->exit_reason == KVM_EXIT_IO);
+        struct kvm_regs regs;
+        if (i % 1000 == 0) {
+            CHECK(ioctl(vcpu, KVM_GET_REGS, &regs) == 0);
+            CHECK(ioctl(vcpu, KVM_SET_REGS, &regs) == 0);
+            CHECK(ioctl(vcpu, KVM_GET_REGS, (void *)8) == -1 && errno == EFAULT);
+            CHECK(ioctl(vcpu, KVM_SET_REGS, (void *)-4096l) == -1 && errno == EFAULT);
+            struct kvm_vcpu_events events;
+            CHECK(ioctl(vcpu, KVM_GET_VCPU_EVENTS, &events) == 0);
+            static struct kvm_xsave xsave;
+            CHECK(ioctl(vcpu, KVM_GET_XSAVE, &xsave) == 0);
+            CHECK(ioctl(vcpu, KVM_SET_XSAVE, &xsave) == 0);
+            struct { struct kvm_msrs head; struct kvm_msr_entry entry; } msrs = { .head.nmsrs = 1, .entry.index = 0x10 };
+            CHECK(ioctl(vcpu, KVM_GET_MSRS, &msrs) == 1);
+        }
+    }
+    close(vcpu);
+    return NULL;
+}
+
+static void seccomp(void)
+{
+    make(PORT, sizeof PORT);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, filtered, NULL) == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+}
+
+int main(int argc, char **argv)
+{
+    long times = argc > 2 ? atol(argv[2]) : 10000;
+    const char *mode = argc > 1 ? argv[1] : "";
+    if (!strcmp(mode, "spin")) kick(SPIN, sizeof SPIN, times, 0);
+    else if (!strcmp(mode, "port")) kick(PORT, sizeof PORT, times, 0);
+    else if (!strcmp(mode, "mask")) kick(SPIN, sizeof SPIN, times, 1);
+    else if (!strcmp(mode, "immediate")) immediate(times);
+    else if (!strcmp(mode, "handlers")) handlers();
+    else if (!strcmp(mode, "descriptors")) descriptors(argv[0]);
+    else if (!strcmp(mode, "seccomp")) seccomp();
+    else if (!strcmp(mode, "inherited")) return ioctl(9, KVM_GET_API_VERSION, 0) != 12 || ioctl(9, KVM_CREATE_VM, 0) < 0;
+    else return 2;
+    return 0;
+}
