@@ -162,6 +162,12 @@ fn one(a: &mut Asm, bail: usize, op: Op, size: usize, repeat: usize) {
         slow.push(a.jcc(cc::A));
         a.rr(true, &[0x85], RCX, RCX); // test
         none = Some(a.jcc(cc::E));
+        // What it counts for, in instructions, so that polls stay near each other.
+        if op.writes() {
+            a.lea(COUNTER, at(COUNTER, -32));
+        } else {
+            a.alu_rr(true, Alu::Sub, COUNTER, RCX);
+        }
     }
     let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());
     if rdi {
