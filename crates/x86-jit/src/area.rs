@@ -7,7 +7,7 @@
 //! | r11 | the live view's software TLB |
 //! | r12 | instructions until the next poll |
 //! | r13, r14 | scratch; r14 is the host address of a memory operand |
-//! | rsp | the host's stack |
+//! | rsp | the host's stack: return addresses |
 //!
 //! The guest's r11 to r15 live in memory. Its arithmetic flags are in the
 //! host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
@@ -87,6 +87,8 @@ pub(crate) const SLOT: usize = word(24);
 pub(crate) const RETURN: usize = word(25);
 /// Host pointers of groups, `groups::MAX_KEPT` words.
 pub(crate) const KEPT: usize = word(26);
+/// The host's RSP with no call to return from: see [`crate::thunks`].
+pub(crate) const STACK: usize = word(31);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
 

@@ -9,6 +9,7 @@ pub(crate) type Reg = u8;
 pub(crate) const RAX: Reg = 0;
 pub(crate) const RCX: Reg = 1;
 pub(crate) const RDX: Reg = 2;
+pub(crate) const RSP: Reg = 4;
 pub(crate) const RBP: Reg = 5;
 pub(crate) const RSI: Reg = 6;
 pub(crate) const RDI: Reg = 7;
@@ -231,10 +232,14 @@ impl Asm {
         self.patch(site, target);
     }
     pub(crate) fn call_to(&mut self, target: usize) {
+        let site = self.call();
+        self.patch(site, target);
+    }
+    /// `call` to be filled in.
+    pub(crate) fn call(&mut self) -> usize {
         self.buf.push(0xe8);
         self.imm32(0);
-        let site = self.here() - 4;
-        self.patch(site, target);
+        self.here() - 4
     }
     /// Makes the rel32 at `site` lead to `target`.
     pub(crate) fn patch(&mut self, site: usize, target: usize) {
@@ -245,6 +250,10 @@ impl Asm {
     /// `jmp [mem]`.
     pub(crate) fn jmp_mem(&mut self, m: Mem) {
         self.rm(false, &[0xff], 4, m);
+    }
+    /// `call [mem]`.
+    pub(crate) fn call_mem(&mut self, m: Mem) {
+        self.rm(false, &[0xff], 2, m);
     }
     pub(crate) fn ret(&mut self) {
         self.buf.push(0xc3);

@@ -467,7 +467,7 @@ impl<B: JitBus> Jit<B> {
 }
 
 /// Code that a block is made from.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Source {
     /// Host address of the page's code generation.
     pub(crate) cell: u64,
@@ -625,8 +625,9 @@ extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -
             cpu.rflags |= rflags::AC;
         }
         bus.select_view(cpu);
+        let key = target_key(cpu);
         set_view(cpu, bus, jit.mode);
-        return 1;
+        return thunks::SAME_KEY + u64::from(target_key(cpu) != key);
     }
     if site & (thunks::SYSCALL | thunks::SYSRET) != 0 {
         let target = if site & thunks::SYSCALL != 0 {

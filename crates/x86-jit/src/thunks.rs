@@ -1,4 +1,11 @@
 //! Code that all blocks share: the ways in and out, and the calls into Rust.
+//!
+//! A guest's call is a call of the host's: so the processor predicts where the
+//! guest's return goes. It pushes the guest's return address first, with which
+//! the return compares what it finds on the guest's stack; if that is something
+//! else, it goes by the table of targets. What is on the host's stack is dropped
+//! whenever Rust is called for more than a TLB entry, whenever the mapping or
+//! mode may have become others, and at each poll, which bounds its depth.
 
 use crate::{
     area::*,
@@ -55,6 +62,8 @@ pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
 /// access: RFLAGS.AC becomes this.
 pub(crate) const SET_AC: u32 = 1 << 21;
 pub(crate) const CLEAR_AC: u32 = 1 << 22;
+/// The result of [`SET_AC`] and [`CLEAR_AC`] when mapping and mode have not changed.
+pub(crate) const SAME_KEY: u64 = 1;
 /// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.
 pub(crate) const SYSCALL: u32 = 1 << 23;
 pub(crate) const SYSRET: u32 = 1 << 24;
@@ -206,22 +215,29 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         ..Thunks::default()
     };
     SAVED.iter().for_each(|r| push(a, *r));
-    a.lea(4, at(4, -8));
+    a.lea(RSP, at(RSP, -8));
+    // The last frame: a return to address 0 finds it.
+    a.bytes(&[0x6a, 0]); // push 0
+    a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
+    let last = a.here() - 4;
+    push(a, S1);
+    a.store(gs(STACK), RSP);
     load_registers(a);
     a.load32(COUNTER, gs(COUNT));
     a.jmp_mem(gs(ENTRY));
 
     let exit = a.here();
+    a.load(RSP, gs(STACK));
     store_registers(a);
     let exit_stored = a.here();
     save_fp(a, avx);
-    a.lea(4, at(4, 8));
+    a.lea(RSP, at(RSP, 24));
     SAVED.iter().rev().for_each(|r| pop(a, *r));
     a.ret();
 
-    // Registers are in memory, and vectors if they are to be kept; the stack is
-    // aligned. Goes on where `handle` says, or leaves.
+    // Registers are in memory, and vectors if they are to be kept. Goes on where `handle` says, or leaves.
     let call_handle = a.here();
+    a.load(RSP, gs(STACK));
     a.load(RDI, gs(CONTEXT));
     a.mov_imm(RAX, handle);
     a.bytes(&[0xff, 0xd0]); // call rax
@@ -256,6 +272,11 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     t.stale = a.here();
     at_offset(a, Reason::Stale, false);
 
+    let here = a.here();
+    a.patch(last, here);
+    a.store(gs(RIP), S0);
+    with_reason(a, Reason::Stale, false);
+
     t.branch = a.here();
     a.store(gs(SPILL), S0);
     a.mov32(S0, S1);
@@ -271,11 +292,12 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
     let used_up = a.jcc(cc::S);
     a.mov_imm(COUNTER, BUDGET.into());
-    a.ret();
+    pop(a, S1);
+    a.load(RSP, gs(STACK));
+    a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
     let here = a.here();
     a.patch(requested, here);
     a.patch(used_up, here);
-    a.lea(4, at(4, 8));
     a.alu(true, Alu::Add, S1, gs(PAGE));
     a.store(gs(RIP), S1);
     a.store_imm(gs(REASON), Reason::Poll as i32);
@@ -298,7 +320,6 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.ret();
     let here = a.here();
     a.patch(failed, here);
-    a.lea(4, at(4, 8));
     a.alu_imm(false, Alu::And, S1, 0xfff);
     a.jmp_to(t.bail);
     t.refill_group = a.here();

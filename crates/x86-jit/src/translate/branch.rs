@@ -59,7 +59,7 @@ impl Translator {
     pub(super) fn far(&mut self, offset: u32, t: i32) {
         self.asm.load(S0, gs(PAGE));
         self.asm.lea(S0, at(S0, t));
-        self.jump(offset, Stack::Keep);
+        self.jump(offset, Stack::Keep, None);
     }
 
     /// A branch to an offset in the page. `split`: see [`LinkSite::split`].
@@ -76,7 +76,8 @@ impl Translator {
 
     /// Jumps to the gva in r14 through the target table, with what the branch does
     /// to the stack done when it is certain that the jump is taken. Flags are saved.
-    pub(super) fn jump(&mut self, offset: u32, stack: Stack) {
+    /// A call returns to offset `back`, unless that is in the next page.
+    pub(super) fn jump(&mut self, offset: u32, stack: Stack, back: Option<u32>) {
         let a = &mut self.asm;
         // As `cache::place` has it.
         a.mov32(S1, S0);
@@ -102,7 +103,14 @@ impl Translator {
                 a.lea(GUEST_RSP, at(GUEST_RSP, -8));
             }
         }
-        a.jmp_mem(at(S1, 16));
+        match back {
+            None => a.jmp_mem(at(S1, 16)),
+            Some(_) => {
+                // push [RETURN]
+                a.rm(false, &[0xff], 6, gs(RETURN));
+                a.call_mem(at(S1, 16));
+            }
+        }
         for (from, reload) in [(other, false), (elsewhere, true)] {
             self.stubs.push(Stub::Branch {
                 from,
@@ -111,6 +119,20 @@ impl Translator {
                 reload,
             });
         }
+        if let Some(back) = back {
+            self.return_site(back);
+        }
+    }
+
+    /// Where the host's return goes, with the guest's return address in r14.
+    fn return_site(&mut self, back: u32) {
+        let a = &mut self.asm;
+        a.lea(RSP, at(RSP, 8));
+        a.lea(S1, at(S0, -(back as i32)));
+        a.store(gs(PAGE), S1);
+        self.check(self.source, back);
+        let from = self.asm.jmp();
+        self.link(from, back, false, false);
     }
 
     /// Writes the return address; RSP is not changed yet.
@@ -128,18 +150,32 @@ impl Translator {
         self.asm.store(at(S0, disp), S1);
     }
 
+    /// Offset of the instruction after a call, if it is in the same page.
+    fn back(d: &Decoded) -> Option<u32> {
+        let back = d.offset + d.i.len() as u32;
+        (back < 0x1000).then_some(back)
+    }
+
     pub(super) fn call(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
         let far = i32::try_from(t).map_err(|_| Unsupported)?;
         self.push_return(d);
         if (0..0x1000).contains(&t) {
             self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
-            let from = self.asm.jmp();
+            let Some(back) = Self::back(d) else {
+                let from = self.asm.jmp();
+                self.link(from, t as u32, false, false);
+                return Ok(());
+            };
+            self.asm.bytes(&[0x41, 0x55]); // push r13
+            let from = self.asm.call();
             self.link(from, t as u32, false, false);
+            self.return_site(back);
         } else {
+            self.asm.store(gs(RETURN), S1);
             self.asm.load(S0, gs(PAGE));
             self.asm.lea(S0, at(S0, far));
-            self.jump(d.offset, Stack::Move(-8));
+            self.jump(d.offset, Stack::Move(-8), Self::back(d));
         }
         Ok(())
     }
@@ -155,7 +191,7 @@ impl Translator {
             self.asm.mov(S0, r);
         }
         if !call {
-            self.jump(d.offset, Stack::Keep);
+            self.jump(d.offset, Stack::Keep, None);
             return Ok(());
         }
         // The place of the return address may be where the target was read
@@ -168,7 +204,7 @@ impl Translator {
         self.asm.lea(S1, at(S1, d.offset as i32 + d.i.len() as i32));
         self.asm.store(gs(RETURN), S1);
         self.asm.load(S0, gs(SPILL));
-        self.jump(d.offset, Stack::Push);
+        self.jump(d.offset, Stack::Push, Self::back(d));
         Ok(())
     }
 
@@ -187,7 +223,14 @@ impl Translator {
         } else {
             0
         };
-        self.jump(d.offset, Stack::Move(8 + extra));
+        let a = &mut self.asm;
+        a.alu(true, Alu::Cmp, S0, at(RSP, 8));
+        let other = a.jcc(cc::NE);
+        a.lea(GUEST_RSP, at(GUEST_RSP, 8 + extra));
+        a.ret();
+        let here = a.here();
+        a.patch(other, here);
+        self.jump(d.offset, Stack::Move(8 + extra), None);
     }
 }
 

@@ -128,6 +128,8 @@ pub(crate) struct Translator {
     thunks: Thunks,
     /// Number of the interpreter's instruction at the end, 0 if there is none.
     interpreted: u32,
+    /// The page.
+    source: Source,
     /// The group whose pointer is in r14.
     current: Option<u16>,
     /// The host has BMI2.
@@ -160,6 +162,7 @@ impl Translator {
             info: InstructionInfoFactory::new(),
             thunks,
             interpreted: 0,
+            source: Source::default(),
             current: None,
             rorx: std::is_x86_feature_detected!("bmi2"),
         }
@@ -180,17 +183,15 @@ impl Translator {
         self.asm.start(base);
         self.stubs.clear();
         self.current = None;
+        self.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
         let a = &mut self.asm;
         let outer = a.here();
         for source in sources {
-            a.mov_imm(S0, source.cell);
-            a.rm(false, &[0x81], 7, at(S0, 0));
-            a.bytes(&source.generation.to_le_bytes());
-            let from = a.jcc(cc::NE);
-            self.stubs.push(Stub::Stale { from, offset });
+            self.check(*source, offset);
         }
+        let a = &mut self.asm;
         let mut saved = a.here();
         a.alu_imm(true, Alu::Sub, COUNTER, insns.len() as i32);
         let from = a.jcc(cc::S);
@@ -263,6 +264,16 @@ impl Translator {
             saved,
             inner,
         }
+    }
+
+    /// Leaves for `offset` if the code of a page is no longer what it was.
+    fn check(&mut self, source: Source, offset: u32) {
+        let a = &mut self.asm;
+        a.mov_imm(S1, source.cell);
+        a.rm(false, &[0x81], 7, at(S1, 0));
+        a.bytes(&source.generation.to_le_bytes());
+        let from = a.jcc(cc::NE);
+        self.stubs.push(Stub::Stale { from, offset });
     }
 
     /// One instruction; true if the block ends with it.

@@ -203,7 +203,8 @@ impl Translator {
         a.mov_imm(S1, (what | d.offset).into());
         a.call_to(self.thunks.refill);
         a.load(RCX, home(1));
-        self.jump(d.offset, Stack::Keep);
+        a.load(RSP, gs(STACK));
+        self.jump(d.offset, Stack::Keep, None);
     }
 
     /// STAC and CLAC: another view of the same tables.
@@ -218,6 +219,10 @@ impl Translator {
         }
         self.asm.mov_imm(S1, (what | d.offset).into());
         self.asm.call_to(self.thunks.refill);
+        // cmovne rsp, gs:[STACK]
+        self.asm
+            .alu_imm(false, Alu::Cmp, S0, thunks::SAME_KEY as i32);
+        self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
         if d.live_in != 0 {
             restore_flags(&mut self.asm, S1);
         }
