@@ -6,7 +6,7 @@ use std::{
     process::Command,
 };
 
-use super::programs::{BUSYBOX_I386, DEBUGGEE};
+use super::programs::{BUSYBOX_I386, C_PROGRAMS, MODULE};
 
 /// Makes the folder of files that are not the host's own, and returns it.
 pub(super) fn prepare() -> Result<PathBuf, String> {
@@ -17,12 +17,30 @@ pub(super) fn prepare() -> Result<PathBuf, String> {
         fs::create_dir_all(&opt).map_err(|e| format!("{}: {e}", opt.display()))?;
         fs::copy(from, &busybox).map_err(|e| format!("{}: {e}", busybox.display()))?;
     }
-    let (name, source) = DEBUGGEE;
-    let program = opt.join(name);
-    if !program.exists() {
-        compile(source, &program)?;
+    for (name, source) in C_PROGRAMS {
+        let program = opt.join(name);
+        if !program.exists() {
+            compile(source, &program)?;
+        }
+    }
+    let module = opt.join(MODULE);
+    if !module.exists() {
+        let kernel = kernel()?;
+        let name = kernel.file_name().unwrap_or_default().to_string_lossy();
+        let release = name.trim_start_matches("vmlinuz-");
+        let folder = kernel
+            .with_file_name("")
+            .join("../lib/modules")
+            .join(release);
+        let from = folder.join("kernel/drivers/net").join(MODULE);
+        fs::copy(&from, &module).map_err(|e| format!("{}: {e}", from.display()))?;
     }
     Ok(opt)
+}
+
+/// The kernel that [`MODULE`] belongs to.
+pub(super) fn kernel() -> Result<PathBuf, String> {
+    crate::debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")
 }
 
 /// Compiles a C program, not position independent: its addresses are the same everywhere.

@@ -88,7 +88,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             .cpus(program.cpus)
             .limit(LIMIT)
             .overlay(&format!("{}:{GUEST_OPT}", opt.display()));
-        if let Some(kernel) = &options.kernel {
+        if program.script.contains(programs::MODULE) {
+            boot = boot.kernel(&host::kernel()?);
+        } else if let Some(kernel) = &options.kernel {
             boot = boot.kernel(kernel);
         }
         if let Some(engine) = &options.engine {

@@ -35,10 +35,17 @@ pub(super) struct Program {
 /// Where i386 busybox is put below `$OPT`.
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
-/// What gdb runs: compiled on the host, found below `$OPT`.
-pub(super) const DEBUGGEE: (&str, &str) = (
-    "debuggee",
-    "int g; char c[16];
+/// Compiled on the host, found below `$OPT`.
+pub(super) const C_PROGRAMS: [(&str, &str); 2] = [
+    ("debuggee", DEBUGGEE),
+    ("filters", include_str!("filters.c")),
+];
+
+/// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
+pub(super) const MODULE: &str = "dummy.ko";
+
+/// What gdb runs.
+const DEBUGGEE: &str = "int g; char c[16];
 __attribute__((noinline)) int f(int n) {
     int s = 0;
     for (int i = 0; i < n; i++) { s += i * n; if (i % 7 == 3) g = s; c[i % 16]++; }
@@ -46,8 +53,7 @@ __attribute__((noinline)) int f(int n) {
 }
 __attribute__((noinline)) int h(int n) { return f(n) + g; }
 int main(void) { int t = 0; for (int k = 0; k < 5; k++) t += f(10 + k); return h(t) & 0x7f; }
-",
-);
+";
 
 const PYTHON: &[&str] = &[
     "/usr/bin/python3.11",
@@ -353,6 +359,80 @@ $SIG{ALRM} = sub { print "alarm\n" }; alarm 1; select undef, undef, undef, 5;
         expect: Expect::Host,
         mem: "256M",
         cpus: 1,
+        quick: false,
+    },
+    // V8: code that is made, patched, moved and dropped.
+    Program {
+        name: "node",
+        packages: &["nodejs"],
+        paths: &["/usr/bin/node"],
+        script: r#"
+            cd /tmp && cat >n.js <<'END'
+function fib(n) { return n < 2 ? n : fib(n - 1) + fib(n - 2); }
+console.log(fib(25));
+const m = new Map();
+for (let i = 0; i < 60000; i++) m.set('k' + i % 997, (m.get('k' + i % 997) || 0) + i);
+let h = 0;
+for (const [k, v] of [...m].sort()) h = (Math.imul(h, 31) + k.length * 7 + v) | 0;
+console.log(h);
+const f = new Float64Array(20000);
+for (let i = 0; i < f.length; i++) f[i] = Math.sqrt(i) * Math.sin(i);
+console.log(f.reduce((a, b) => a + b, 0).toFixed(8));
+for (let i = 0; i < 60; i++) { const g = new Function('a', 'b', `let s=0; for (let k=0;k<3000;k++) s=(s+a*${i}+b^k)|0; return s;`); h ^= g(i, h); }
+console.log(h);
+console.log(JSON.stringify([...'regular expressions and strings'.matchAll(/([a-z]+)\s?/g)].map(x => x[1])));
+class A { constructor(v) { this.v = v; } get w() { return this.v * 2; } }
+let s = 0; for (let i = 0; i < 200000; i++) s += (i & 1024 ? new A(i) : { w: i }).w;
+console.log(s, BigInt(3) ** 200n % 1000000007n);
+END
+            NO_COLOR=1 node n.js | cat
+            rm -f n.js"#,
+        expect: Expect::Host,
+        mem: "1G",
+        cpus: 2,
+        quick: false,
+    },
+    // The kernel's own compiler: 400 random socket filters, 40 packets each.
+    Program {
+        name: "bpf-filters",
+        packages: &["libc6-dev"],
+        paths: &[],
+        script: "$OPT/filters",
+        expect: Expect::Host,
+        mem: "256M",
+        cpus: 2,
+        quick: true,
+    },
+    // A kernel that patches its own text: function tracing (tens of thousands of places at a
+    // time), static keys, modules.
+    Program {
+        name: "kernel-text",
+        packages: &[],
+        paths: &[],
+        script: r#"
+            mount -t tracefs tracefs /sys/kernel/tracing && cd /sys/kernel/tracing || exit 1
+            n=0
+            while [ $n -lt 5 ]; do
+                echo function >current_tracer && echo nop >current_tracer || exit 1
+                n=$((n + 1))
+            done
+            n=0
+            while [ $n -lt 30 ]; do
+                echo 1 >events/sched/enable && ls / >/dev/null && grep -q sched_switch trace &&
+                echo 0 >events/sched/enable && echo >trace || exit 2
+                n=$((n + 1))
+            done
+            echo toggled $n
+            n=0
+            while [ $n -lt 100 ]; do
+                insmod $OPT/dummy.ko && [ -e /sys/module/dummy ] && [ -e /sys/class/net/dummy0 ] || exit 3
+                rmmod dummy && [ ! -e /sys/module/dummy ] || exit 4
+                n=$((n + 1))
+            done
+            echo loaded $n"#,
+        expect: Expect::Lines(&["toggled 30", "loaded 100"]),
+        mem: "512M",
+        cpus: 2,
         quick: false,
     },
     // Generated code that generates and patches code, four collector threads, implicit null checks.
