@@ -4,7 +4,10 @@
 //! memory is there; status and output are checked. `--all` adds the kernels and
 //! sizes that take longer or need more memory than CI has.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use testkit::boot::{Boot, Outcome};
 
@@ -134,8 +137,9 @@ const LIMIT: Duration = Duration::from_secs(400);
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     let all = arguments.iter().any(|a| a == "--all");
     let names: Vec<&String> = arguments.iter().filter(|a| *a != "--all").collect();
-    if let Some(unknown) = names.iter().find(|n| CASES.iter().all(|c| c.name != **n)) {
-        let known: Vec<&str> = CASES.iter().map(|c| c.name).collect();
+    let known = CASES.iter().map(|c| c.name).chain(DISKS.map(|d| d.0));
+    let known: Vec<&str> = known.collect();
+    if let Some(unknown) = names.iter().find(|n| !known.contains(&n.as_str())) {
         return Err(format!("{unknown}: not one of {}", known.join(" ")));
     }
     let anykvm = crate::build::anykvm()?;
@@ -179,11 +183,74 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             }
         }
     }
+    for (name, console) in DISKS {
+        if !(names.is_empty() || names.iter().any(|n| *n == name)) {
+            continue;
+        }
+        match disks(&anykvm, console) {
+            Ok(time) => eprintln!("{name:20} ok    {:6.1} s", time.as_secs_f64()),
+            Err(why) => {
+                eprintln!("{name:20} FAILED: {why}");
+                failed.push(name);
+            }
+        }
+    }
     if failed.is_empty() {
         Ok(())
     } else {
         Err(format!("boots failed: {}", failed.join(" ")))
     }
+}
+
+/// Boots with two disks, with these consoles.
+const DISKS: [(&str, &str); 2] = [("disks", "ttyS0"), ("virtio-console", "hvc0")];
+/// Bytes of a disk: more than the guest's cache keeps while it is copied.
+const DISK: usize = 24 << 20;
+
+/// The guest reads one disk, which it must not write, and copies it to the other.
+fn disks(anykvm: &Path, console: &str) -> Result<Duration, String> {
+    const COPY: &str = "
+        set -e; test $(cat /sys/block/vda/ro /sys/block/vdb/ro | tr -d '\\n') = 10
+        dd if=/dev/vda of=/dev/vdb bs=64k 2>&1 | grep -c records; sync
+        sha256sum </dev/vda; sha256sum </dev/vdb; exit 7";
+    let folder = crate::tidy::root().join("target").join("disks");
+    let failed = |e: std::io::Error| format!("{}: {e}", folder.display());
+    std::fs::create_dir_all(&folder).map_err(failed)?;
+    let (from, to) = (folder.join("from"), folder.join("to"));
+    let mut x = 1_u64;
+    let content: Vec<u8> = std::iter::repeat_with(|| {
+        x = x.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        (x >> 56) as u8
+    })
+    .take(DISK)
+    .collect();
+    std::fs::write(&from, &content).map_err(failed)?;
+    std::fs::write(&to, vec![0; DISK]).map_err(failed)?;
+    let outcome = Boot::new(anykvm)
+        .cpus(2)
+        .limit(LIMIT)
+        .option("--console", console)
+        .option("--disk", format!("{},ro", from.display()))
+        .option("--disk", &to)
+        .run(&["sh", "-c", COPY])
+        .map_err(failed)?;
+    if outcome.timed_out || outcome.status != Some(7) {
+        return Err(format!(
+            "status {:?}, output {:?}",
+            outcome.status,
+            outcome.text()
+        ));
+    }
+    let text = outcome.text();
+    let sums: Vec<&str> = text.lines().skip(1).collect();
+    if sums.len() != 2 || sums[0] != sums[1] {
+        return Err(format!("digests: {text:?}"));
+    }
+    if std::fs::read(&to).map_err(failed)? != content {
+        return Err("the copy is not what was copied".into());
+    }
+    std::fs::remove_dir_all(&folder).map_err(failed)?;
+    Ok(outcome.time)
 }
 
 /// The kernel's file; `None` for the one that anykvm finds itself.
