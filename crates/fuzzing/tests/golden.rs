@@ -136,6 +136,16 @@ fn fp_forms_are_as_recorded() {
     assert!(text.lines().count() > 1200 + skipped / 2);
 }
 
+#[test]
+fn fp_forms_of_32_bit_code_are_as_recorded() {
+    if is_recording() {
+        record("fp32", Mode::Bits32, Family::Fp, 1);
+    }
+    let text = fs::read_to_string(path("fp32")).unwrap();
+    let skipped = check(&text, Mode::Bits32, &[]);
+    assert!(text.lines().count() > 1200 + skipped / 2);
+}
+
 /// Blocks of integer instructions, so that any host has them.
 #[test]
 fn blocks_are_as_recorded() {
