@@ -85,7 +85,7 @@ impl Cache {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Hash;
 
-/// State of [`Hash`].
+/// State of [`struct@Hash`].
 #[derive(Debug)]
 pub(crate) struct Fold(u64);
 

@@ -1,7 +1,7 @@
 //! Reads and writes of the MSRs that are CPU registers (SDM vol. 4; AMD APM vol. 2;
 //! which numbers exist and what a bad value does follows KVM).
 //!
-//! [`read`] and [`write`] are what RDMSR and WRMSR see; [`host_read`] and
+//! [`read()`] and [`write()`] are what RDMSR and WRMSR see; [`host_read`] and
 //! [`host_write`] are what KVM_GET_MSRS and KVM_SET_MSRS see. APIC, TSC,
 //! machine-check, performance and paravirtual MSRs answer [`MsrWrite::Unknown`]
 //! here: the hypervisor owns them.
