@@ -351,7 +351,8 @@ mod tests {
             (Pass, Some(254), false),
             (Fails(XEN), Some(254), true),
             (Fails(XEN), Some(0), false),
-            (Fails(XEN), None, false),
+            (Fails(XEN), None, true),
+            (Skip(XEN), None, false),
             (Pass, None, false),
         ] {
             assert_eq!(check(expect, &ended(status)).is_ok(), good, "{status:?}");
