@@ -4,8 +4,9 @@
 //! differ from it in these places and in no others. `docs/undefined.md` is
 //! this table.
 
-use iced_x86::{Instruction, Mnemonic as M, OpKind, RflagsBits};
+use iced_x86::{Instruction, Mnemonic as M, OpKind};
 use x86_defs::{reg, rflags};
+use x86_native::decoded_flags;
 
 use crate::golden::is_recorder;
 
@@ -294,13 +295,13 @@ impl Undefined {
         let repeated = i.has_rep_prefix() || i.has_repne_prefix();
         if !counted && !rotates && !repeated {
             let written = i.rflags_written() | i.rflags_cleared() | i.rflags_set();
-            self.at_end &= !from_decoder(written);
+            self.at_end &= !decoded_flags(written);
         }
     }
     /// It would make registers or memory depend on undefined flags.
     pub(crate) fn is_read_by(&self, i: &Instruction) -> bool {
         let pushes = matches!(i.mnemonic(), M::Pushf | M::Pushfd | M::Pushfq);
-        self.at_end != 0 && (pushes || from_decoder(i.rflags_read()) & self.at_end != 0)
+        self.at_end != 0 && (pushes || decoded_flags(i.rflags_read()) & self.at_end != 0)
     }
     /// Which of several faults an instruction raises is compared.
     pub(crate) fn orders_faults(&self) -> bool {
@@ -311,18 +312,4 @@ impl Undefined {
         let undefined = if stopped { self.anywhere } else { self.at_end };
         (rflags::ARITH | rflags::DF | rflags::NT | rflags::AC | rflags::ID) & !undefined
     }
-}
-
-fn from_decoder(bits: u32) -> u64 {
-    [
-        (RflagsBits::OF, OF),
-        (RflagsBits::SF, SF),
-        (RflagsBits::ZF, ZF),
-        (RflagsBits::AF, AF),
-        (RflagsBits::CF, CF),
-        (RflagsBits::PF, PF),
-    ]
-    .into_iter()
-    .filter(|(bit, _)| bits & bit != 0)
-    .fold(0, |all, (_, flag)| all | flag)
 }

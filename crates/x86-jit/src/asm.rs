@@ -215,6 +215,12 @@ impl Asm {
         self.rr(wide, &[0xc1], group, reg);
         self.buf.push(n);
     }
+    /// `rorx to, from, n`, 64 bits: flags stay.
+    pub(crate) fn rorx(&mut self, to: Reg, from: Reg, n: u8) {
+        let rxb = u8::from(to < 8) << 7 | 1 << 6 | u8::from(from < 8) << 5;
+        let modrm = 0xc0 | (to & 7) << 3 | from & 7;
+        self.bytes(&[0xc4, rxb | 3, 0xfb, 0xf0, modrm, n]);
+    }
     /// `jcc` to be filled in; returns the position for [`Self::patch`].
     pub(crate) fn jcc(&mut self, cc: u8) -> usize {
         self.bytes(&[0x0f, 0x80 | cc]);

@@ -1,8 +1,10 @@
 //! Decoding a block, and which arithmetic flags are live where.
 
-use iced_x86::{Decoder, DecoderError, EncodingKind, Instruction, Mnemonic, OpKind, RflagsBits};
+use iced_x86::{Decoder, DecoderError, EncodingKind, Instruction, Mnemonic, OpKind};
 use x86_cpu::{CpuState, GuestBus};
 use x86_interp::gating;
+/// The six arithmetic flags.
+pub(crate) use x86_native::DECODED_ARITH as ALL;
 
 use crate::{
     groups::Member,
@@ -23,14 +25,6 @@ pub(crate) mod mode {
     /// Every access probes for itself: see `groups`.
     pub(crate) const SPLIT: u8 = 0x40;
 }
-
-/// The six arithmetic flags.
-pub(crate) const ALL: u32 = RflagsBits::OF
-    | RflagsBits::SF
-    | RflagsBits::ZF
-    | RflagsBits::AF
-    | RflagsBits::CF
-    | RflagsBits::PF;
 
 /// Instructions of a block at most.
 const MAX_INSNS: usize = 48;

@@ -68,11 +68,13 @@ struct Group {
     members: u32,
     /// The pointer is needed after something else was in its register.
     kept: bool,
+    /// Where it is kept.
+    slot: Option<u8>,
 }
 
 /// Forms groups.
-#[derive(Debug, Default)]
 pub(crate) struct Groups {
+    info: InstructionInfoFactory,
     values: [Option<Value>; 16],
     next: u32,
     groups: Vec<Group>,
@@ -85,9 +87,28 @@ pub(crate) struct Groups {
 const NONE: u32 = u32::MAX;
 const PAGE: u32 = u32::MAX - 1;
 
+impl core::fmt::Debug for Groups {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Groups")
+            .field("groups", &self.groups)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Groups {
+    pub(crate) fn new() -> Self {
+        Self {
+            info: InstructionInfoFactory::new(),
+            values: [None; 16],
+            next: 0,
+            groups: Vec::new(),
+            places: Vec::new(),
+            open: Vec::new(),
+        }
+    }
+
     /// Fills in [`Decoded::member`].
-    pub(crate) fn form(&mut self, insns: &mut [Decoded], info: &mut InstructionInfoFactory) {
+    pub(crate) fn form(&mut self, insns: &mut [Decoded]) {
         if insns.iter().filter(|d| size_of_access(d) != 0).count() < 2 {
             return;
         }
@@ -101,7 +122,7 @@ impl Groups {
             if is_barrier(d.kind) {
                 self.open.clear();
             }
-            let place = self.place(n, d, info);
+            let place = self.place(n, d);
             self.places.push(place);
             match place {
                 Some((g, _)) => {
@@ -112,25 +133,18 @@ impl Groups {
                 None if takes_pointer_register(d) => in_register = None,
                 None => {}
             }
-            self.track(d, info);
+            self.track(d);
         }
-        let mut slots = 0;
-        let slot_of: Vec<Option<u8>> = self
-            .groups
-            .iter()
-            .map(|g| {
-                (g.kept && slots < MAX_KEPT).then(|| {
-                    slots += 1;
-                    slots as u8 - 1
-                })
-            })
-            .collect();
+        let kept = self.groups.iter_mut().filter(|g| g.kept);
+        for (slot, g) in kept.take(MAX_KEPT).enumerate() {
+            g.slot = Some(slot as u8);
+        }
         for (n, d) in insns.iter_mut().enumerate() {
             let Some((g, offset)) = self.places[n] else {
                 continue;
             };
             let group = &self.groups[g];
-            if group.members < 2 || group.kept && slot_of[g].is_none() {
+            if group.members < 2 || group.kept && group.slot.is_none() {
                 continue;
             }
             d.member = Some(Member {
@@ -140,25 +154,20 @@ impl Groups {
                 refill: group.first_writes == group.writes,
                 span: (group.max - group.min) as u32,
                 offset: (offset - group.min) as i32,
-                slot: slot_of[g],
+                slot: group.slot,
             });
         }
     }
 
     /// The group of an instruction's access.
-    fn place(
-        &mut self,
-        n: usize,
-        d: &Decoded,
-        info: &mut InstructionInfoFactory,
-    ) -> Option<(usize, i64)> {
+    fn place(&mut self, n: usize, d: &Decoded) -> Option<(usize, i64)> {
         let size = i64::from(size_of_access(d));
         if size == 0 {
             return None;
         }
         let (key, offset) = self.address(d)?;
         let end = offset.checked_add(size)?;
-        let write = writes(d, info);
+        let write = writes(d, &mut self.info);
         let found = self.open.iter().rev().take(MAX_OPEN).copied().find(|g| {
             let g = &self.groups[*g];
             g.key == key && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
@@ -173,6 +182,7 @@ impl Groups {
                 writes: write,
                 members: 0,
                 kept: false,
+                slot: None,
             });
             self.open.push(self.groups.len() - 1);
             self.groups.len() - 1
@@ -252,7 +262,7 @@ impl Groups {
     }
 
     /// What the instruction does to registers.
-    fn track(&mut self, d: &Decoded, info: &mut InstructionInfoFactory) {
+    fn track(&mut self, d: &Decoded) {
         let i = &d.i;
         let add = |g: &mut Self, r: Register, by: i64| {
             let v = g.value(r);
@@ -308,7 +318,7 @@ impl Groups {
             }
         }
         let options = InstructionInfoOptions::NO_MEMORY_USAGE;
-        for r in info.info_options(i, options).used_registers() {
+        for r in self.info.info_options(i, options).used_registers() {
             let full = r.register().full_register();
             if full.is_gpr() && !matches!(r.access(), OpAccess::Read | OpAccess::CondRead) {
                 self.values[full.number() & 15] = None;

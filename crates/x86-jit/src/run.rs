@@ -3,7 +3,6 @@
 use core::arch::asm;
 
 use host::code_buffer::CodeBuffer;
-use iced_x86::InstructionInfoFactory;
 use mmu::l1::Half;
 use x86_cpu::{Access, CodeSize, CpuState, Shadow};
 use x86_defs::{
@@ -56,7 +55,6 @@ pub struct Jit<B: JitBus> {
     kinds: Kinds,
     decoded: Vec<Decoded>,
     groups: Groups,
-    info: InstructionInfoFactory,
     /// Instructions at which blocks leave for the interpreter.
     pub(crate) interpreted: Vec<Insn<B>>,
     /// Why, for each of them.
@@ -113,8 +111,7 @@ impl<B: JitBus> Jit<B> {
             cache: Cache::new(),
             kinds: Kinds::new(),
             decoded: Vec::new(),
-            groups: Groups::default(),
-            info: InstructionInfoFactory::new(),
+            groups: Groups::new(),
             interpreted: Vec::new(),
             causes: Vec::new(),
             resets: 0,
@@ -349,7 +346,7 @@ impl<B: JitBus> Jit<B> {
             return Some(block);
         }
         if key.1 & mode::SPLIT == 0 {
-            self.groups.form(&mut self.decoded, &mut self.info);
+            self.groups.form(&mut self.decoded);
         }
         let site = self.prepare(interp, cpu, bus);
         block.entries = self

@@ -7,20 +7,15 @@
 //! control, trap to the kernel, or reach host memory other than the operand
 //! buffer: the property that everything else in this crate rests on.
 
-use crate::features::{host_has, is_amd, is_fp, is_x87};
+use crate::{
+    features::{host_has, is_amd, is_fp, is_x87},
+    flags::DECODED_ARITH,
+};
 
 use iced_x86::{
     Code, CpuidFeature, EncodingKind, FlowControl, Instruction, Mnemonic, OpCodeOperandKind as K,
-    OpKind, Register, RflagsBits,
+    OpKind, Register,
 };
-
-/// The arithmetic flags among the decoder's bits (x87 condition codes are others).
-const ARITH: u32 = RflagsBits::OF
-    | RflagsBits::SF
-    | RflagsBits::ZF
-    | RflagsBits::AF
-    | RflagsBits::CF
-    | RflagsBits::PF;
 
 /// How a form is encoded and which state it works on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,8 +81,8 @@ pub fn form(i: &Instruction) -> Option<Form> {
     Some(Form {
         class,
         uses_mxcsr: class != Class::X87 && uses_mxcsr(code),
-        writes_flags: i.rflags_modified() & ARITH != 0,
-        reads_flags: i.rflags_read() & ARITH != 0,
+        writes_flags: i.rflags_modified() & DECODED_ARITH != 0,
+        reads_flags: i.rflags_read() & DECODED_ARITH != 0,
     })
 }
 

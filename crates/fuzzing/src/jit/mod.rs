@@ -14,11 +14,10 @@ mod program;
 
 use core::fmt::Write as _;
 
-use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl, RflagsBits};
+use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl};
 use x86_cpu::CpuState;
-use x86_defs::rflags;
 use x86_interp::RunStop;
-use x86_native::oracle::AREA_SIZE;
+use x86_native::{decoded_flags, oracle::AREA_SIZE};
 
 use self::{
     generate::Generator,
@@ -324,24 +323,10 @@ fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8]) -> u64 {
         read |= i.rflags_read() & !dead;
         dead |= (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & !read;
     }
-    arithmetic(dead)
+    decoded_flags(dead)
 }
 
 /// An exception was delivered.
 fn in_handler(cpu: &CpuState) -> bool {
     cpu.rip().wrapping_sub(KERNEL) < CODE
-}
-
-fn arithmetic(bits: u32) -> u64 {
-    [
-        (RflagsBits::OF, rflags::OF),
-        (RflagsBits::SF, rflags::SF),
-        (RflagsBits::ZF, rflags::ZF),
-        (RflagsBits::AF, rflags::AF),
-        (RflagsBits::CF, rflags::CF),
-        (RflagsBits::PF, rflags::PF),
-    ]
-    .into_iter()
-    .filter(|(bit, _)| bits & bit != 0)
-    .fold(0, |all, (_, flag)| all | flag)
 }

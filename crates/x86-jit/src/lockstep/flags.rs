@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 
-use iced_x86::{Decoder, FlowControl, Instruction, Mnemonic, RflagsBits};
+use iced_x86::{Decoder, FlowControl, Instruction, Mnemonic};
 use mmu::Mmu;
 use x86_cpu::CpuState;
-use x86_defs::rflags;
 use x86_interp::gating;
+use x86_native::decoded_flags;
 
 use super::shadow::Shadow;
 use crate::{JitBus, block::overwritten};
@@ -147,22 +147,8 @@ pub(super) fn fetch(mmu: &Mmu, cpu: &CpuState, rip: u64, bytes: &mut [u8; 15]) -
 
 fn effect(i: &Instruction) -> Effect {
     Effect {
-        read: bits(i.rflags_read()),
-        defined: bits(overwritten(i)),
-        undefined: bits(i.rflags_undefined()),
+        read: decoded_flags(i.rflags_read()),
+        defined: decoded_flags(overwritten(i)),
+        undefined: decoded_flags(i.rflags_undefined()),
     }
-}
-
-fn bits(flags: u32) -> u64 {
-    [
-        (RflagsBits::OF, rflags::OF),
-        (RflagsBits::SF, rflags::SF),
-        (RflagsBits::ZF, rflags::ZF),
-        (RflagsBits::AF, rflags::AF),
-        (RflagsBits::CF, rflags::CF),
-        (RflagsBits::PF, rflags::PF),
-    ]
-    .into_iter()
-    .filter(|(bit, _)| flags & bit != 0)
-    .fold(0, |all, (_, flag)| all | flag)
 }

@@ -12,7 +12,7 @@ use crate::{
     thunks::{restore_flags, save_flags, site},
 };
 
-pub(super) const ENTRY_SIZE: usize = size_of::<Entry>();
+const ENTRY_SIZE: usize = size_of::<Entry>();
 
 /// The tag of the TLB entry that r13 selects.
 pub(super) fn tag(write: bool) -> Mem {
@@ -23,6 +23,26 @@ pub(super) fn tag(write: bool) -> Mem {
         disp: (half.start() * ENTRY_SIZE) as i32,
         gs: false,
     }
+}
+
+/// The host page beside that tag.
+pub(super) fn host_page(write: bool) -> Mem {
+    let tag = tag(write);
+    Mem {
+        disp: tag.disp + 8,
+        ..tag
+    }
+}
+
+/// Has r13 select the TLB entry of the gva in `gva`.
+pub(super) fn select_entry(a: &mut Asm, gva: Reg) {
+    if std::is_x86_feature_detected!("bmi2") {
+        a.rorx(S1, gva, 8);
+    } else {
+        a.mov(S1, gva);
+        a.shift(true, 5, S1, 8);
+    }
+    a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
 }
 
 impl Translator {
@@ -123,24 +143,12 @@ impl Translator {
     /// The inline part of a probe; returns the branch to take on a miss and
     /// where to come back to.
     fn look_up(&mut self, size: u32, write: bool) -> (usize, usize) {
-        let tag = tag(write);
         let a = &mut self.asm;
-        if self.rorx {
-            // rorx r13, r14, 8
-            a.bytes(&[0xc4, 0x43, 0xfb, 0xf0, 0xee, 8]);
-        } else {
-            a.mov(S1, S0);
-            a.shift(true, 5, S1, 8);
-        }
-        a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
-        a.alu(true, Alu::Sub, S0, tag);
+        select_entry(a, S0);
+        a.alu(true, Alu::Sub, S0, tag(write));
         a.alu_imm(true, Alu::Cmp, S0, 4096 - size as i32);
         let from = a.jcc(cc::A);
-        let host = Mem {
-            disp: tag.disp + 8,
-            ..tag
-        };
-        a.alu(true, Alu::Add, S0, host);
+        a.alu(true, Alu::Add, S0, host_page(write));
         (from, a.here())
     }
 

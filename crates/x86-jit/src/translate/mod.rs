@@ -132,8 +132,6 @@ pub(crate) struct Translator {
     source: Source,
     /// The group whose pointer is in r14.
     current: Option<u16>,
-    /// The host has BMI2.
-    rorx: bool,
 }
 
 impl core::fmt::Debug for Translator {
@@ -164,7 +162,6 @@ impl Translator {
             interpreted: 0,
             source: Source::default(),
             current: None,
-            rorx: std::is_x86_feature_detected!("bmi2"),
         }
     }
 

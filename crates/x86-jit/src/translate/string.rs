@@ -8,10 +8,8 @@ use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 
 use super::{
     Translator,
-    memory::{ENTRY_SIZE, tag},
+    memory::{host_page, select_entry, tag},
 };
-use mmu::l1::ENTRIES;
-
 use crate::{
     area::*,
     asm::*,
@@ -228,23 +226,15 @@ fn one(a: &mut Asm, bail: usize, op: Op, size: usize, repeat: usize) {
         a.patch(from, here);
     }
     a.load32(S1, gs(SPILL));
-    a.lea(4, at(4, 8));
     a.jmp_to(bail);
 }
 
 /// How far the guest's address in `r` is from its host address, to r14, if all
 /// elements are in one page that the table has.
 fn distance(a: &mut Asm, r: Reg, write: bool, size: usize, repeated: bool, slow: &mut Vec<usize>) {
-    let tag = tag(write);
-    let host = Mem {
-        disp: tag.disp + 8,
-        ..tag
-    };
-    a.mov(S1, r);
-    a.shift(true, 5, S1, 8);
-    a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
+    select_entry(a, r);
     a.mov(S0, r);
-    a.alu(true, Alu::Sub, S0, tag);
+    a.alu(true, Alu::Sub, S0, tag(write));
     a.alu_imm(true, Alu::Cmp, S0, 4096 - (1 << size));
     slow.push(a.jcc(cc::A));
     if repeated {
@@ -258,6 +248,6 @@ fn distance(a: &mut Asm, r: Reg, write: bool, size: usize, repeated: bool, slow:
         a.alu_imm(true, Alu::Cmp, S0, 4096);
         slow.push(a.jcc(cc::A));
     }
-    a.load(S0, tag);
-    a.alu(true, Alu::Sub, S0, host);
+    a.load(S0, tag(write));
+    a.alu(true, Alu::Sub, S0, host_page(write));
 }
