@@ -89,6 +89,8 @@ pub(crate) const RETURN: usize = word(25);
 pub(crate) const KEPT: usize = word(26);
 /// The host's RSP with no call to return from: see [`crate::thunks`].
 pub(crate) const STACK: usize = word(31);
+/// Direct branches to other pages by the table until one of them is remembered.
+pub(crate) const FAR_LEFT: usize = word(1);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
 

@@ -185,6 +185,12 @@ impl Asm {
             self.bytes(&v.to_le_bytes());
         }
     }
+    /// `mov reg, imm64`, eight bytes whatever the value; returns where they are.
+    pub(crate) fn mov_imm64(&mut self, reg: Reg, v: u64) -> usize {
+        self.bytes(&[0x48 | reg >> 3, 0xb8 | reg & 7]);
+        self.bytes(&v.to_le_bytes());
+        self.here() - 8
+    }
     pub(crate) fn lea(&mut self, reg: Reg, m: Mem) {
         self.rm(true, &[0x8d], reg, m);
     }

@@ -51,6 +51,9 @@ pub(crate) struct Cache {
     /// By page identity, offset and mode.
     pub(crate) blocks: HashMap<(u64, u8), Block, Hash>,
     pub(crate) targets: Box<[Target]>,
+    /// By offset of an outer entry: numbers of the direct branches in other pages that go
+    /// there by themselves ([`crate::translate::FarSite`]).
+    pub(crate) remembered: HashMap<usize, Vec<u32>, Hash>,
 }
 
 impl Cache {
@@ -58,11 +61,13 @@ impl Cache {
         Self {
             blocks: HashMap::default(),
             targets: vec![EMPTY; TARGETS_LEN].into_boxed_slice(),
+            remembered: HashMap::default(),
         }
     }
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
         self.targets.fill(EMPTY);
+        self.remembered.clear();
     }
     /// Address of the outer entry for `rip`.
     pub(crate) fn target(&self, rip: u64, key: u64, mix: u64) -> Option<u64> {
@@ -105,6 +110,9 @@ impl core::hash::Hasher for Fold {
     }
     fn write_u8(&mut self, v: u8) {
         self.write_u64(v.into());
+    }
+    fn write_usize(&mut self, v: usize) {
+        self.write_u64(v as u64);
     }
     fn write_u64(&mut self, v: u64) {
         self.0 = (self.0.rotate_left(5) ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);

@@ -17,6 +17,9 @@ pub(crate) enum Reason {
     /// A branch at RIP whose target, in [`crate::area::SPILL`], is not in the
     /// table; it is complete but for what [`crate::area::ARGUMENT`] adds to RSP.
     Branch,
+    /// A direct branch to another page, to the target in [`crate::area::SPILL`] and from
+    /// the site in the word after it, that is not in the table or is to be remembered.
+    Far,
 }
 
 impl Reason {
@@ -26,6 +29,7 @@ impl Reason {
             2 => Self::Stale,
             3 => Self::Link,
             4 => Self::Branch,
+            5 => Self::Far,
             _ => Self::Interpret,
         }
     }

@@ -21,6 +21,11 @@ use crate::{
 /// What an instruction of the interpreter's counts for, in instructions.
 const COST: u64 = 32;
 
+/// Direct branches to other pages that go by the table before one is remembered:
+/// code that several address spaces share at different addresses changes its mind
+/// all the time.
+const FAR_MISSES: u64 = 64;
+
 /// Translated code asks for what its [`Reason`] says. Returns the host address at
 /// which it goes on, or 0: it is left.
 pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
@@ -47,7 +52,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let argument = core::mem::take(&mut words[index(area::ARGUMENT)]);
     words[index(area::COST)] = 0;
     let page = words[index(area::PAGE)];
-    let target = words[index(area::SPILL)];
+    let [target, far] = [0, 1].map(|n| words[index(area::SPILL) + n]);
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
     let resumed = jit.resumed.take();
     let stop = match reason {
@@ -66,6 +71,14 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
             }
             jit.interpret(interp, cpu, bus, 0)
         }
+        Reason::Far if jit.complete_far(cpu) => {
+            let code = jit.follow_far(interp, cpu, bus, far as usize);
+            if code != 0 {
+                return code;
+            }
+            RunStop::Poll
+        }
+        Reason::Far => jit.interpret(interp, cpu, bus, 0),
         Reason::Link => {
             let code = jit.follow_link(interp, cpu, bus, argument as usize);
             if code != 0 {
@@ -142,6 +155,61 @@ impl<B: JitBus> Jit<B> {
             self.link(site, next);
         }
         self.buffer.rx() as u64 + next.entries.saved as u64
+    }
+
+    /// Completes the direct branch to another page that `area::SPILL` tells of; false if the
+    /// interpreter has to raise its exception: RIP is where.
+    pub(crate) fn complete_far(&mut self, cpu: &mut CpuState) -> bool {
+        let words = &cpu.engine.words;
+        let page = words[index(area::PAGE)];
+        let target = words[index(area::SPILL)];
+        let number = words[index(area::SPILL) + 1] as usize;
+        let Some(site) = self.translator.fars.get(number) else {
+            unreachable!("a site of dropped code")
+        };
+        if cpu.is_canonical(target) {
+            let rsp = &mut cpu.gpr[reg::RSP];
+            *rsp = rsp.wrapping_add(i64::from(site.pop) as u64);
+            cpu.set_rip(target);
+            return true;
+        }
+        // #GP(0) at the branch, if it is one.
+        cpu.set_rip(if target == page.wrapping_add(0x1000) {
+            target
+        } else {
+            page + u64::from(site.offset)
+        });
+        false
+    }
+
+    /// Where the direct branch `number` leads to, which is at RIP: from now on by itself, if
+    /// that is due. 0 if it is not translated.
+    pub(crate) fn follow_far(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        number: usize,
+    ) -> u64 {
+        self.stats.branches += 1;
+        let rip = cpu.rip();
+        let flushes = self.stats.flushes;
+        let Some(code) = self.find(interp, cpu, bus) else {
+            return 0;
+        };
+        let words = &mut cpu.engine.words;
+        let due = words[index(area::FAR_LEFT)] as i64 <= 0;
+        if due {
+            words[index(area::FAR_LEFT)] = FAR_MISSES;
+        }
+        if self.stats.flushes == flushes
+            && let Some(site) = self.translator.fars.get(number)
+            && (due || site.to == 0)
+        {
+            let page = rip.wrapping_sub(i64::from(site.target) as u64);
+            self.remember(number, page, words[index(area::KEY)], code);
+        }
+        code
     }
 
     /// Where to go on at RIP; 0 if not in translated code.

@@ -165,10 +165,45 @@ impl<B: JitBus> Jit<B> {
         self.stats
     }
 
+    /// Has the direct branch `number`, in the page at `page`, go to `code` by itself
+    /// while the key is `key`.
+    pub(crate) fn remember(&mut self, number: usize, page: u64, key: u64, code: u64) {
+        let Some(site) = self.translator.fars.get_mut(number) else {
+            return;
+        };
+        let to = code.wrapping_sub(self.buffer.rx() as u64) as usize;
+        let from = core::mem::replace(&mut site.to, to);
+        let rel = (to as i64 - (site.jump as i64 + 4)) as i32;
+        self.buffer.write(site.key, &key.to_le_bytes());
+        self.buffer.write(site.page, &page.to_le_bytes());
+        self.buffer.write(site.jump, &rel.to_le_bytes());
+        self.stats.far_links += 1;
+        let all = &mut self.cache.remembered;
+        if from != to {
+            if let Some(sites) = all.get_mut(&from) {
+                sites.retain(|n| *n as usize != number);
+            }
+            all.entry(to).or_default().push(number as u32);
+        }
+    }
+
+    /// The block whose outer entry is at `code` is replaced. What goes there by itself would
+    /// find out each time.
+    fn forget(&mut self, code: usize) {
+        for n in self.cache.remembered.remove(&code).unwrap_or_default() {
+            if let Some(site) = self.translator.fars.get_mut(n as usize) {
+                site.to = 0;
+                // No key is zero.
+                self.buffer.write(site.key, &[0; 8]);
+            }
+        }
+    }
+
     /// Forgets all code.
     pub fn flush_all(&mut self) {
         self.cache.clear();
         self.translator.links.clear();
+        self.translator.fars.clear();
         self.interpreted.clear();
         self.causes.clear();
         self.ranges.clear();
@@ -368,7 +403,9 @@ impl<B: JitBus> Jit<B> {
             self.ranges.push((self.used, code.len(), rip));
         }
         self.used = (self.used + code.len()).next_multiple_of(16);
-        self.cache.blocks.insert(key, block);
+        if let Some(old) = self.cache.blocks.insert(key, block) {
+            self.forget(old.entries.outer);
+        }
         Some(block)
     }
 

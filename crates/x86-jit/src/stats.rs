@@ -21,6 +21,8 @@ pub struct Stats {
     pub branches: u64,
     /// Direct branches linked.
     pub links: u64,
+    /// Targets that direct branches to other pages have remembered.
+    pub far_links: u64,
     /// Entries to blocks whose guest code had changed.
     pub stale: u64,
     /// Instructions left to the interpreter.

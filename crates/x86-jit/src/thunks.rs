@@ -11,7 +11,10 @@ use crate::{
     area::*,
     asm::*,
     exit::Reason,
-    translate::string::{self, Strings},
+    translate::{
+        branch::select_target,
+        string::{self, Strings},
+    },
 };
 
 /// Offsets of the shared pieces in the code buffer.
@@ -33,6 +36,11 @@ pub(crate) struct Thunks {
     pub(crate) link_live: usize,
     /// A branch to r14 that the target table does not have; r13d is [`branch`].
     pub(crate) branch: usize,
+    /// A direct branch to another page by the table: r14 is the target relative
+    /// to the page, r13d the number of the [`crate::translate::FarSite`], flags are saved.
+    pub(crate) far: usize,
+    /// The same for a call.
+    pub(crate) far_call: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`].
     pub(crate) refill: usize,
     /// The same for a group of accesses: r14 is 0 if it cannot be refilled.
@@ -284,6 +292,30 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.store(gs(ARGUMENT), S0);
     a.alu_imm(false, Alu::And, S1, 0xfff);
     at_offset(a, Reason::Branch, false);
+
+    let missed = a.here();
+    with_reason(a, Reason::Far, false);
+    for (thunk, call) in [(&mut t.far, false), (&mut t.far_call, true)] {
+        *thunk = a.here();
+        a.alu(true, Alu::Add, S0, gs(PAGE));
+        a.store(gs(SPILL), S0);
+        a.store(gs(SPILL + 8), S1);
+        a.alu_mem_imm8(true, Alu::Sub, gs(FAR_LEFT), 1);
+        let mut misses = [a.jcc(cc::S), 0, 0];
+        select_target(a);
+        a.alu(true, Alu::Cmp, S0, at(S1, 0));
+        misses[1] = a.jcc(cc::NE);
+        a.load(S0, gs(KEY));
+        a.alu(true, Alu::Cmp, S0, at(S1, 8));
+        misses[2] = a.jcc(cc::NE);
+        a.load(S0, at(S1, 24));
+        a.store(gs(PAGE), S0);
+        if call {
+            a.lea(GUEST_RSP, at(GUEST_RSP, -8));
+        }
+        a.jmp_mem(at(S1, 16));
+        misses.into_iter().for_each(|from| a.patch(from, missed));
+    }
 
     t.poll = a.here();
     a.load(S0, gs(REQUESTS));

@@ -292,6 +292,12 @@ impl<B: JitBus> Jit<B> {
                         continue;
                     }
                 }
+                Reason::Far => {
+                    entry = self.follow_far(interp, cpu, bus, argument);
+                    if entry != 0 {
+                        continue;
+                    }
+                }
                 Reason::Interpret => {
                     let stop = self.interpret(interp, cpu, bus, argument);
                     if stop != RunStop::Poll {
@@ -307,7 +313,7 @@ impl<B: JitBus> Jit<B> {
 
     /// Translated code asks for something: the stretch ends before that. Makes the state exact.
     pub(crate) fn end_stretch(&mut self, cpu: &mut CpuState) {
-        let words = &mut cpu.engine.words;
+        let words = &cpu.engine.words;
         let reason = Reason::of(words[index(area::REASON)]);
         let argument = words[index(area::ARGUMENT)];
         let (page, target) = (words[index(area::PAGE)], words[index(area::SPILL)]);
@@ -331,6 +337,16 @@ impl<B: JitBus> Jit<B> {
                 if let Some(site) = self.translator.links.get(argument as usize) {
                     cpu.set_rip(page + u64::from(site.target));
                 }
+            }
+            Reason::Far => {
+                let number = words[index(area::SPILL) + 1];
+                let words = if self.complete_far(cpu) {
+                    (Reason::Far, number)
+                } else {
+                    (Reason::Interpret, 0)
+                };
+                cpu.engine.words[index(area::REASON)] = words.0 as u64;
+                cpu.engine.words[index(area::ARGUMENT)] = words.1;
             }
             Reason::Poll | Reason::Interpret | Reason::Stale => {}
         }

@@ -1,8 +1,9 @@
-//! Branches: links within a page, the target table for everything else.
+//! Branches: links within a page, remembered targets for direct ones to other
+//! pages, the target table for everything else.
 
 use iced_x86::{Instruction, OpKind};
 
-use super::{Emit, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
+use super::{Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
 use crate::{area::*, asm::*, block::Decoded, kind::Kind, thunks::save_flags};
 
 /// What a branch does to the stack.
@@ -57,9 +58,43 @@ impl Translator {
 
     /// Jumps to an address relative to the page; flags are saved.
     pub(super) fn far(&mut self, offset: u32, t: i32) {
-        self.asm.load(S0, gs(PAGE));
-        self.asm.lea(S0, at(S0, t));
-        self.jump(offset, Stack::Keep, None);
+        let number = self.far_begins(offset, t, 0);
+        let from = self.asm.jmp();
+        self.far_ends(number, from);
+    }
+
+    /// Goes on if a branch to another page is executed in the page and with the
+    /// key that it has remembered; PAGE is the target's then. Returns the site's number.
+    fn far_begins(&mut self, offset: u32, target: i32, pop: i32) -> u32 {
+        let number = self.fars.len() as u32;
+        let a = &mut self.asm;
+        let mut patch = [0; 2];
+        for (patch, word) in patch.iter_mut().zip([KEY, PAGE]) {
+            *patch = a.mov_imm64(S1, 0);
+            a.alu(true, Alu::Cmp, S1, gs(word));
+            let from = a.jcc(cc::NE);
+            self.stubs.push(Stub::FarMiss { from, number });
+        }
+        a.lea(S1, at(S1, target & !0xfff));
+        a.store(gs(PAGE), S1);
+        self.fars.push(FarSite {
+            key: patch[0],
+            page: patch[1],
+            jump: 0,
+            offset,
+            target,
+            pop,
+            returns: None,
+            to: 0,
+        });
+        number
+    }
+
+    /// The rel32 at `jump` leads to the remembered target.
+    fn far_ends(&mut self, number: u32, jump: usize) {
+        if let Some(site) = self.fars.get_mut(number as usize) {
+            site.jump = jump;
+        }
     }
 
     /// A branch to an offset in the page. `split`: see [`LinkSite::split`].
@@ -79,14 +114,7 @@ impl Translator {
     /// A call returns to offset `back`, unless that is in the next page.
     pub(super) fn jump(&mut self, offset: u32, stack: Stack, back: Option<u32>) {
         let a = &mut self.asm;
-        // As `cache::place` has it.
-        a.mov32(S1, S0);
-        a.shift(false, 5, S1, 4);
-        a.alu_rr(false, Alu::Xor, S1, S0);
-        a.alu(false, Alu::Xor, S1, gs(MIX));
-        a.alu_imm(false, Alu::And, S1, TARGETS_LEN as i32 - 1);
-        a.shift(false, 4, S1, 5);
-        a.alu(true, Alu::Add, S1, gs(TARGETS));
+        select_target(a);
         a.alu(true, Alu::Cmp, S0, at(S1, 0));
         let other = a.jcc(cc::NE);
         a.load(S0, gs(KEY));
@@ -172,10 +200,24 @@ impl Translator {
             self.link(from, t as u32, false, false);
             self.return_site(back);
         } else {
-            self.asm.store(gs(RETURN), S1);
-            self.asm.load(S0, gs(PAGE));
-            self.asm.lea(S0, at(S0, far));
-            self.jump(d.offset, Stack::Move(-8), Self::back(d));
+            let back = Self::back(d);
+            if back.is_some() {
+                self.asm.bytes(&[0x41, 0x55]); // push r13
+            }
+            let number = self.far_begins(d.offset, far, -8);
+            self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
+            let Some(back) = back else {
+                let from = self.asm.jmp();
+                self.far_ends(number, from);
+                return Ok(());
+            };
+            let from = self.asm.call();
+            self.far_ends(number, from);
+            let returns = self.asm.here();
+            if let Some(site) = self.fars.get_mut(number as usize) {
+                site.returns = Some(returns);
+            }
+            self.return_site(back);
         }
         Ok(())
     }
@@ -232,6 +274,18 @@ impl Translator {
         a.patch(other, here);
         self.jump(d.offset, Stack::Move(8 + extra), None);
     }
+}
+
+/// Has r13 address the entry of the target table for the gva in r14, as
+/// `cache::place` has it.
+pub(crate) fn select_target(a: &mut Asm) {
+    a.mov32(S1, S0);
+    a.shift(false, 5, S1, 4);
+    a.alu_rr(false, Alu::Xor, S1, S0);
+    a.alu(false, Alu::Xor, S1, gs(MIX));
+    a.alu_imm(false, Alu::And, S1, TARGETS_LEN as i32 - 1);
+    a.shift(false, 4, S1, 5);
+    a.alu(true, Alu::Add, S1, gs(TARGETS));
 }
 
 /// Writes [`RETURN`] to `[slot]` by the host's stack: the other scratch register is in use.

@@ -18,7 +18,7 @@
 //! in the saved RFLAGS: keeping them costs 15 %, and no program can depend on
 //! them, as execution after the fault overwrites them too.
 
-mod branch;
+pub(crate) mod branch;
 mod interpret;
 mod memory;
 mod registers;
@@ -54,6 +54,28 @@ pub(crate) struct LinkSite {
     pub(crate) saved: bool,
     /// Leads to the translation in which every access probes for itself.
     pub(crate) split: bool,
+}
+
+/// A direct branch to another page. What it has remembered is as right as the same
+/// entry of the table of targets: for that key, and that page at the branch, the
+/// target is in the block. (That the code has not changed is checked at its outer entry.)
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FarSite {
+    /// Where the key and the branch's page are in the buffer, 8 bytes each.
+    pub(crate) key: usize,
+    pub(crate) page: usize,
+    /// Where the rel32 is.
+    pub(crate) jump: usize,
+    /// Where a call comes back to.
+    returns: Option<usize>,
+    /// Offset of the branch in its page.
+    pub(crate) offset: u32,
+    /// The target, relative to that page.
+    pub(crate) target: i32,
+    /// What is added to RSP.
+    pub(crate) pop: i32,
+    /// The outer entry that it leads to, 0 if nothing is remembered.
+    pub(crate) to: usize,
 }
 
 /// Entry points of a translated block, as offsets in the buffer.
@@ -110,6 +132,11 @@ enum Stub {
         number: u32,
         live: bool,
     },
+    /// A branch to another page is not where it was before.
+    FarMiss {
+        from: usize,
+        number: u32,
+    },
     /// A conditional branch to another page.
     Far {
         from: usize,
@@ -122,6 +149,7 @@ enum Stub {
 pub(crate) struct Translator {
     pub(crate) asm: Asm,
     pub(crate) links: Vec<LinkSite>,
+    pub(crate) fars: Vec<FarSite>,
     stubs: Vec<Stub>,
     encoder: Encoder,
     info: InstructionInfoFactory,
@@ -155,6 +183,7 @@ impl Translator {
         Self {
             asm: Asm::default(),
             links: Vec::new(),
+            fars: Vec::new(),
             stubs: Vec::new(),
             encoder: Encoder::new(64),
             info: InstructionInfoFactory::new(),
@@ -217,7 +246,8 @@ impl Translator {
                 continue;
             }
             rest = &rest[1..];
-            let (code, stubs, links) = (self.asm.buf.len(), self.stubs.len(), self.links.len());
+            let (code, stubs) = (self.asm.buf.len(), self.stubs.len());
+            let (links, fars) = (self.links.len(), self.fars.len());
             match self.instruction(d) {
                 Ok(ends) => {
                     ended = ends;
@@ -229,6 +259,7 @@ impl Translator {
                     self.asm.buf.truncate(code);
                     self.stubs.truncate(stubs);
                     self.links.truncate(links);
+                    self.fars.truncate(fars);
                     self.interpret(d.offset);
                     ended = true;
                 }
@@ -636,6 +667,23 @@ impl Translator {
                     a.patch(from, here);
                     a.mov_imm(S1, number.into());
                     a.jmp_to(if live { t.link_live } else { t.link });
+                }
+                Stub::FarMiss { from, number } => {
+                    a.patch(from, here);
+                    let Some(site) = self.fars.get(number as usize) else {
+                        continue;
+                    };
+                    a.rr(true, &[0xc7], 0, S0); // mov r14, imm32
+                    a.bytes(&site.target.to_le_bytes());
+                    a.mov_imm(S1, number.into());
+                    match (site.returns, site.pop) {
+                        (Some(back), _) => {
+                            a.call_to(t.far_call);
+                            a.jmp_to(back);
+                        }
+                        (None, 0) => a.jmp_to(t.far),
+                        (None, _) => a.jmp_to(t.far_call),
+                    }
                 }
                 Stub::Far {
                     from,
