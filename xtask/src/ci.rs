@@ -35,6 +35,10 @@ const STEPS: &[(&str, Task)] = &[
             "--document-private-items",
         ]),
     ),
+    (
+        "random calls",
+        Cargo(&["run", "-p", "fuzzing", "--", "ioctl", "--seconds", "60"]),
+    ),
     ("boots", Own(crate::boots::run, &[])),
     ("KVM selftests", Own(crate::selftests::run, &[])),
     ("guests", Own(crate::guests::run, &["--quick"])),

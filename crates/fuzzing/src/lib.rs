@@ -3,6 +3,7 @@
 //! A [`Case`] is a block of code with a start state, made from a seed. It runs
 //! on the [`Host`] and on the [`Guest`] (the interpreter); [`compare`] tells
 //! what differs. [`jit`] compares the translator with the interpreter.
+//! [`ioctl`] makes random KVM calls.
 
 #![forbid(unsafe_code)]
 
@@ -10,6 +11,7 @@ mod case;
 mod difference;
 mod forms;
 pub mod golden;
+pub mod ioctl;
 pub mod jit;
 mod machine;
 mod operands;

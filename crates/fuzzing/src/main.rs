@@ -3,9 +3,11 @@
 //! `insn` runs single instructions, each form in turn; `random` runs blocks of
 //! two to eight. Both stop at the first mismatch unless `--all` asks for the
 //! first of each form. `jit` runs programs on the translator and on the
-//! interpreter.
+//! interpreter. `ioctl` makes random KVM calls.
 
 #![forbid(unsafe_code)]
+
+mod campaign;
 
 use std::{collections::BTreeSet, process::ExitCode, time::Instant};
 
@@ -14,9 +16,11 @@ use fuzzing::{Case, Differential, Family, Generator, Mode, Strictness, forms, ji
 const USAGE: &str = "usage: fuzzing insn|random [--cases N] [--seed S] [--family fp|integer]
                [--bits 64|32] [--form NAME] [--all] [--exact]
        fuzzing jit [--cases N] [--seed S] [--cache BYTES] [--list] [--all]
+       fuzzing ioctl [--seconds N] [--seed S] [--length N] [--one]
   insn     single instructions, each form in turn
   random   blocks of two to eight instructions
   jit      programs, from seed S on; --list prints that of S
+  ioctl    sequences of random KVM calls, from seed S on; --one runs only that of S
   --exact  compare undefined flags too: for hosts of the interpreter's model";
 
 #[allow(clippy::print_stdout, reason = "a command-line tool's report")]
@@ -54,6 +58,18 @@ fn run(args: &[String]) -> Result<(String, bool), String> {
             let cache = number("--cache", 64 << 20)?;
             let (cases, seed) = (number("--cases", 100_000)?, number("--seed", 0)?);
             return jit(cases, seed, cache as usize, has("--list"), has("--all"));
+        }
+        Some("ioctl") => {
+            let options = campaign::Options {
+                seconds: number("--seconds", 60)?,
+                seed: number("--seed", 1)?,
+                length: number("--length", 400)?,
+            };
+            return match (has("--worker"), has("--one")) {
+                (true, _) => campaign::work(&options),
+                (_, true) => campaign::one(&options),
+                _ => campaign::run(&options),
+            };
         }
         Some("insn") => false,
         Some("random") => true,

@@ -177,7 +177,11 @@ impl GuestMemory {
         let table = self.read_table();
         let slot = table.lookup(0, gpa).filter(|s| !s.is_readonly())?;
         let index = slot.page_index(gpa)?;
-        if slot.page(index)?.store(gpa % 4096, size, value).is_some() {
+        if slot
+            .writable_page(index)?
+            .store(gpa % 4096, size, value)
+            .is_some()
+        {
             slot.note_write(index, gpa % 4096, size as u64);
             return Some(());
         }
@@ -192,7 +196,7 @@ impl GuestMemory {
         let slot = table.lookup(0, gpa).filter(|s| !s.is_readonly())?;
         let index = slot.page_index(gpa)?;
         let old = slot
-            .page(index)?
+            .writable_page(index)?
             .rmw(gpa % 4096, size, Some(&self.split_lock), f)?;
         slot.note_write(index, gpa % 4096, size as u64);
         Some(old)

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use host::LazyArray;
+use host::{LazyArray, probe};
 use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
 
 use crate::HostPage;
@@ -48,12 +48,57 @@ struct CodeState {
     changes: Arc<AtomicU64>,
 }
 
+/// What is known of the host's pages: a VMM may give a range that it has not mapped, or not to be
+/// written, and gets EFAULT from KVM_RUN when the guest comes there.
+///
+/// DEVIATION: a page that the VMM unmaps after its first use, while the slot exists, is a fault of
+/// the process; with KVM it is EFAULT too.
+#[derive(Debug)]
+struct HostState {
+    /// A bit for each page that could be read.
+    readable: LazyArray<AtomicU64>,
+    /// A bit for each page that could be written.
+    writable: LazyArray<AtomicU64>,
+}
+
+impl HostState {
+    fn new(pages: usize) -> io::Result<Self> {
+        Ok(Self {
+            readable: LazyArray::new(pages.div_ceil(64))?,
+            writable: LazyArray::new(pages.div_ceil(64))?,
+        })
+    }
+}
+
+/// Looks for the page's bit, and asks if it is not set.
+#[inline]
+fn is_known(bits: &LazyArray<AtomicU64>, index: usize, ask: impl FnOnce() -> bool) -> bool {
+    let Some(word) = bits.get(index / 64) else {
+        return false;
+    };
+    let bit = 1 << (index % 64);
+    if word.load(Ordering::Relaxed) & bit != 0 {
+        return true;
+    }
+    ask_once(word, bit, ask)
+}
+
+#[cold]
+fn ask_once(word: &AtomicU64, bit: u64, ask: impl FnOnce() -> bool) -> bool {
+    let good = ask();
+    if good {
+        word.fetch_or(bit, Ordering::Relaxed);
+    }
+    good
+}
+
 /// A memslot. Immutable, but for the atomics of its pages.
 #[derive(Debug)]
 pub struct Slot {
     config: SlotConfig,
     code: Arc<CodeState>,
     dirty: Option<Arc<LazyArray<AtomicU64>>>,
+    host: Arc<HostState>,
 }
 
 impl Slot {
@@ -75,6 +120,7 @@ impl Slot {
                 changes: Arc::clone(changes),
             }),
             dirty: Self::new_dirty(&config)?,
+            host: Arc::new(HostState::new(pages)?),
         })
     }
 
@@ -93,6 +139,7 @@ impl Slot {
                 config,
                 code: Arc::clone(&self.code),
                 dirty,
+                host: Arc::clone(&self.host),
             }),
         }
     }
@@ -129,12 +176,28 @@ impl Slot {
         (offset < self.config.size).then_some((offset >> PAGE_SHIFT) as usize)
     }
 
-    /// The page of that index.
+    /// The page of that index, if the process can read it.
     #[inline]
     pub fn page(&self, index: usize) -> Option<HostPage> {
+        let hva = self.hva(index)?;
+        is_known(&self.host.readable, index, || probe::is_readable(hva))
+            .then(|| HostPage::new(hva as *mut u8))
+    }
+
+    /// The page of that index, if the process can read and write it. [`Self::is_readonly`] is
+    /// another question.
+    #[inline]
+    pub fn writable_page(&self, index: usize) -> Option<HostPage> {
+        let hva = self.hva(index)?;
+        is_known(&self.host.writable, index, || probe::is_writable(hva))
+            .then(|| HostPage::new(hva as *mut u8))
+    }
+
+    /// Host address of a page.
+    #[inline]
+    fn hva(&self, index: usize) -> Option<u64> {
         let offset = (index as u64).checked_mul(PAGE_SIZE)?;
-        (offset < self.config.size)
-            .then(|| HostPage::new((self.config.hva.wrapping_add(offset)) as *mut u8))
+        (offset < self.config.size).then(|| self.config.hva.wrapping_add(offset))
     }
 
     /// The page that `gpa` is in, if it is in this slot.

@@ -45,7 +45,10 @@ pub enum MemslotError {
     /// An existing slot's size, hva or read-only flag cannot change.
     #[error("size, hva and read-only flag of an existing slot are fixed")]
     Immutable,
-    /// Deletes or asks about a slot that is not there.
+    /// Deletes a slot that is not there.
+    #[error("there is no slot {0:#x} to delete")]
+    Nothing(u32),
+    /// Asks about a slot that is not there.
     #[error("slot {0:#x} does not exist")]
     NotFound(u32),
     /// The slot does not log dirty pages.
@@ -106,7 +109,12 @@ impl SlotTable {
         if write && slot.is_readonly() {
             return None;
         }
-        slot.host_page(gpa)
+        let index = slot.page_index(gpa)?;
+        if write {
+            slot.writable_page(index)
+        } else {
+            slot.page(index)
+        }
     }
 
     /// Calls `f(slot, page index, host page, offset in page, range in the buffer)` per page.
@@ -132,7 +140,12 @@ impl SlotTable {
             let Some(index) = slot.page_index(at) else {
                 return false;
             };
-            let Some(page) = slot.page(index) else {
+            let page = if write {
+                slot.writable_page(index)
+            } else {
+                slot.page(index)
+            };
+            let Some(page) = page else {
                 return false;
             };
             let offset = at % PAGE_SIZE;
@@ -222,7 +235,7 @@ impl SlotTable {
         if config.size == 0 {
             return match old {
                 Some(_) => Ok(Some(next)),
-                None => Err(MemslotError::NotFound(config.slot)),
+                None => Err(MemslotError::Nothing(config.slot)),
             };
         }
         let moved = match old.map(Slot::config) {

@@ -45,7 +45,7 @@ fn slot_rules() {
             config(2, 0x8000, 0x1000, u64::MAX - 0xfff, 0),
             Err(E::Range),
         ),
-        (config(2, 0, 0, 0, 0), Err(E::NotFound(2))),
+        (config(2, 0, 0, 0, 0), Err(E::Nothing(2))),
         // An existing slot: size, hva and the read-only flag are fixed.
         (config(0, 0, 0x3000, HVA, 0), Err(E::Immutable)),
         (config(0, 0, 0x4000, HVA + 0x1000, 0), Err(E::Immutable)),
@@ -58,7 +58,7 @@ fn slot_rules() {
         (config(0, 0x5000, 0x4000, HVA, 1), Ok(())),
         (config(3, 0, 0x4000, HVA, 0), Ok(())),
         (config(0, 0, 0, 0, 0), Ok(())),
-        (config(0, 0, 0, 0, 0), Err(E::NotFound(0))),
+        (config(0, 0, 0, 0, 0), Err(E::Nothing(0))),
     ];
     for (request, answer) in rows {
         let before = (m.generation(), m.table().slots(0).len());

@@ -13,6 +13,7 @@ pub mod lazy_array;
 pub mod mapping;
 pub mod memfd;
 pub mod poll;
+pub mod probe;
 pub mod random;
 pub mod signal;
 pub mod thread;

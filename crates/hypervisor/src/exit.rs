@@ -167,6 +167,8 @@ pub enum Exit {
         /// KVM_SYSTEM_EVENT_*.
         kind: u32,
     },
+    /// None: KVM_RUN fails with EFAULT, as the guest came to RAM that the VMM has not mapped.
+    HostFault,
     /// KVM_EXIT_INTERNAL_ERROR.
     InternalError {
         /// KVM_INTERNAL_ERROR_*.

@@ -24,11 +24,11 @@ mod vm;
 
 pub use compat::compat_page;
 pub use device::Device;
-pub use dispatch::{ioctl, refused_count};
+pub use dispatch::{Call, Kind, calls, ioctl, refused_count};
 pub use errno::{Errno, Result};
 pub use fork::in_child as after_fork;
 pub use hypervisor::{Vcpu as TypedVcpu, Vm as TypedVm};
-pub use objects::{Object, duplicated, forget, forget_range, lookup, trust_reports};
+pub use objects::{Object, close, duplicated, forget, forget_range, lookup, trust_reports};
 pub use run_page::VCPU_MMAP_SIZE;
 pub use vcpu::{Vcpu, interrupt_current_thread};
 pub use vm::Vm;

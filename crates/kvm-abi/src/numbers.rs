@@ -12,6 +12,9 @@ use std::mem::size_of;
 
 use kvm_bindings::*;
 
+/// KVMIO: the second byte of each number.
+pub const KVM_TYPE: u32 = KVMIO;
+
 const NONE: u32 = 0;
 const WRITE: u32 = 1;
 const READ: u32 = 2;

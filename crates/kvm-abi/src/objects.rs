@@ -6,9 +6,9 @@
 //! as a number in the table, a Rust owner (`anykvm-ioctls`) or another object (a vCPU
 //! holds its VM) refers to it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CStr;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -45,6 +45,40 @@ struct Entry {
 type Table = BTreeMap<RawFd, Entry>;
 
 static OBJECTS: RwLock<Table> = RwLock::new(Table::new());
+
+/// Numbers of our own descriptors of objects' files, through which nobody reaches the objects.
+static INTERNAL: RwLock<BTreeSet<RawFd>> = RwLock::new(BTreeSet::new());
+
+/// A descriptor for ourselves: a VMM that still uses a number which it has closed gets what it would
+/// get from a kernel, where we have none.
+#[derive(Debug)]
+pub(crate) struct Internal(OwnedFd);
+
+impl Internal {
+    pub(crate) fn new(fd: OwnedFd) -> Self {
+        let mut internal = INTERNAL.write().unwrap_or_else(PoisonError::into_inner);
+        internal.insert(fd.as_raw_fd());
+        Self(fd)
+    }
+
+    fn has(fd: RawFd) -> bool {
+        let internal = INTERNAL.read().unwrap_or_else(PoisonError::into_inner);
+        internal.contains(&fd)
+    }
+}
+
+impl AsFd for Internal {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Drop for Internal {
+    fn drop(&mut self) {
+        let mut internal = INTERNAL.write().unwrap_or_else(PoisonError::into_inner);
+        internal.remove(&self.0.as_raw_fd());
+    }
+}
 
 /// No code panics while it holds the lock, so a poisoned table is still consistent.
 fn table() -> RwLockReadGuard<'static, Table> {
@@ -111,7 +145,9 @@ pub fn lookup(fd: RawFd) -> Result<Object> {
                 .map(|entry| entry.object.clone()),
         }
     };
-    let object = found.ok_or(Errno::new(libc::ENOTTY))?;
+    let object = found
+        .filter(|_| !Internal::has(fd))
+        .ok_or(Errno::new(libc::ENOTTY))?;
     // A duplicate seen for the first time: from now on it keeps the object alive by itself.
     let stale = table_mut().insert(
         fd,
@@ -131,6 +167,30 @@ pub(crate) fn lookup_vcpu_unchecked(fd: RawFd) -> Option<Arc<Vcpu>> {
         Object::Vcpu(ref vcpu) => Some(Arc::clone(vcpu)),
         _ => None,
     }
+}
+
+/// Closes a descriptor of ours.
+///
+/// # Errors
+///
+/// EBADF if it is none, or was closed already.
+pub fn close(fd: RawFd) -> Result<()> {
+    let bad = Errno::new(libc::EBADF);
+    let identity = memfd::identity(fd)?;
+    let gone = {
+        let mut table = table_mut();
+        match table.get(&fd) {
+            Some(entry) if entry.identity == identity => table.remove(&fd),
+            _ => None,
+        }
+    };
+    let entry = gone.ok_or(bad)?;
+    // SAFETY: the number was in the table for this very file, and only the caller that took it
+    // out comes here: who closes it otherwise reports that first.
+    drop(unsafe { OwnedFd::from_raw_fd(fd) });
+    // After the lock: the end of a VM joins its threads.
+    drop(entry);
+    Ok(())
 }
 
 /// Tells the table that `fd` is about to be closed.
@@ -168,7 +228,7 @@ pub fn duplicated(old: RawFd, new: RawFd) {
 pub(crate) fn adopt(fd: RawFd) -> Result<Object> {
     let identity = memfd::identity(fd)?;
     // SAFETY: it is open, and only borrowed to read its link in /proc.
-    let path = memfd::path(unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) })?;
+    let path = memfd::path(unsafe { BorrowedFd::borrow_raw(fd) })?;
     if !path.to_string_lossy().starts_with(SYSTEM_LINK) {
         return Err(Errno::new(libc::ENOTTY));
     }

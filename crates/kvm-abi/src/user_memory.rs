@@ -9,6 +9,7 @@
 
 use std::mem::{MaybeUninit, size_of};
 
+use host::probe::{is_readable, is_writable};
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
@@ -159,43 +160,6 @@ fn check_pages(address: u64, len: usize, is_good: fn(u64) -> bool) -> Result<()>
         at = (at | (PAGE - 1)).checked_add(1).ok_or(fault)?;
     }
     Ok(())
-}
-
-/// True if the kernel can read the word that contains the address.
-fn is_readable(address: u64) -> bool {
-    const NO_SUCH_OPERATION: libc::c_int = -1;
-    // SAFETY: the kernel reads a signal set, finds that there is nothing to be done with it,
-    // and changes nothing.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_rt_sigprocmask,
-            NO_SUCH_OPERATION,
-            address & !7,
-            std::ptr::null_mut::<u64>(),
-            size_of::<u64>(),
-        )
-    };
-    result == 0 || Errno::last().get() != libc::EFAULT
-}
-
-/// True if the kernel can write to the word that contains the address: it adds zero to it.
-fn is_writable(address: u64) -> bool {
-    let word = 0u32;
-    // FUTEX_OP_ADD of 0, then FUTEX_OP_CMP_LT with the smallest number: nobody is woken.
-    const ADD_NOTHING: u32 = 1 << 28 | 2 << 24 | 0x800;
-    // SAFETY: the word behind `address` keeps its value, in one atomic step; nobody sleeps on ours.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            &raw const word,
-            libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG,
-            0,
-            0usize,
-            address & !3,
-            ADD_NOTHING,
-        )
-    };
-    result >= 0
 }
 
 #[cfg(test)]

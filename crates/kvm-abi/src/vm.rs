@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::errno::{Errno, Result};
 use crate::fork;
 use crate::memfd;
-use crate::objects::{Object, publish, register};
+use crate::objects::{Internal, Object, publish, register};
 use crate::ring::Ring;
 use crate::run_page::VCPU_MMAP_SIZE;
 use crate::stats::StatsFile;
@@ -31,7 +31,7 @@ const IOAPIC_PINS: u32 = KVM_IOAPIC_NUM_PINS;
 pub struct Vm {
     hypervisor: Arc<hypervisor::Vm>,
     /// The file of the first vCPU, whose third page is the VM's ring of coalesced writes.
-    ring: OnceLock<OwnedFd>,
+    ring: OnceLock<Internal>,
     stats: Mutex<Option<StatsFile>>,
     /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
     vfio: Mutex<Weak<Device>>,
@@ -83,7 +83,7 @@ impl Vm {
             self.hypervisor
                 .set_coalesced_ring(Box::new(Ring::map(fd.as_fd())?));
             // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
-            let _ = self.ring.set(file);
+            let _ = self.ring.set(Internal::new(file));
         }
         let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), fd.as_fd(), id.into())?);
         register(&fd, Object::Vcpu(Arc::clone(&vcpu)))?;

@@ -122,6 +122,8 @@ pub struct Mmu {
     seen_write_flushes: u64,
     seen_code: u64,
     apic_page: Option<u64>,
+    /// The page that the last [`Self::translate`] or fetch could not use for the host's sake.
+    host_fault: Option<u64>,
     paging: Paging,
 
     /// (context, view) tables; `live` and `system` are indices.
@@ -162,6 +164,7 @@ impl Mmu {
             seen_code: 0,
             memory,
             apic_page: None,
+            host_fault: None,
             paging: Paging::default(),
             views: Vec::new(),
             live: 0,

@@ -126,7 +126,12 @@ impl Mmu {
             return Err(device);
         }
         let index = slot.page_index(walk.gpa).ok_or(device)?;
-        let host = slot.page(index).ok_or(device)?;
+        let host = if write {
+            slot.writable_page(index)
+        } else {
+            slot.page(index)
+        };
+        let host = host.ok_or(device)?;
         let mut note = false;
         if write {
             note = !walk.dirty || slot.code_chunks(index) != 0;
@@ -206,13 +211,33 @@ impl Mmu {
             .walk_for(cpu, gva, access, who)
             .map_err(Miss::Exception)?
             .gpa;
+        self.host_fault = None;
         let page = if self.apic_page == Some(gpa & !0xfff) {
             None
         } else {
-            self.table
-                .host_page(self.space(), gpa, access == Access::Write)
+            let write = access == Access::Write;
+            let slot = self.table.lookup(self.space(), gpa);
+            slot.filter(|slot| !(write && slot.is_readonly()))
+                .and_then(|slot| {
+                    let index = slot.page_index(gpa)?;
+                    let page = if write {
+                        slot.writable_page(index)
+                    } else {
+                        slot.page(index)
+                    };
+                    if page.is_none() {
+                        self.host_fault = Some(gpa & !0xfff);
+                    }
+                    page
+                })
         };
         Ok(Translation { gpa, page })
+    }
+
+    /// True if the last access that went by [`Self::translate`], or the last fetch, found no RAM at
+    /// this address because the VMM gave a slot memory that the process cannot access so.
+    pub fn is_host_fault(&self, gpa: u64) -> bool {
+        self.host_fault == Some(gpa & !0xfff)
     }
 
     /// KVM_TRANSLATE: no permission check, no side effect.

@@ -202,7 +202,7 @@ fn set_accessed_and_dirty(
             let Some(slot) = slots.slots(paging.space.into()).get(entry.slot) else {
                 return false;
             };
-            if slot.is_readonly() {
+            if slot.is_readonly() || slot.writable_page(entry.index).is_none() {
                 continue;
             }
             if !entry

@@ -117,6 +117,15 @@ impl Bus {
         Err(Fault::Exit)
     }
 
+    /// Stops the instruction if the VMM's memory for the address cannot be accessed.
+    fn check_host(&mut self, gpa: u64) -> Result<(), Fault> {
+        if self.mmu.is_host_fault(gpa) {
+            self.exit = Some(Exit::HostFault);
+            return Err(Fault::Exit);
+        }
+        Ok(())
+    }
+
     /// A load of 1 to 8 bytes that no memslot answers.
     fn device_load(&mut self, cpu: &CpuState, gpa: u64, len: u8) -> Result<u64, Fault> {
         let access = DeviceAccess::Load { gpa, len };
@@ -126,6 +135,7 @@ impl Bus {
             self.replay.made(access, value);
             return Ok(value & mask(len));
         }
+        self.check_host(gpa)?;
         let exit = || Exit::Mmio {
             gpa,
             len,
@@ -144,6 +154,7 @@ impl Bus {
             self.replay.made(access, 0);
             return Ok(());
         }
+        self.check_host(gpa)?;
         let exit = || Exit::Mmio {
             gpa,
             len,
@@ -616,6 +627,7 @@ impl Bus {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
             Err(Miss::Device { gpa }) => {
+                self.check_host(gpa)?;
                 self.exit = Some(Exit::InternalError {
                     suberror: kvm_bindings::KVM_INTERNAL_ERROR_EMULATION,
                     data: vec![cpu.rip(), gpa],

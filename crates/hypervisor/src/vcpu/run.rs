@@ -54,6 +54,9 @@ impl Inner {
             Some(exit) => exit,
             None => self.run_until_exit(input, goes_on)?,
         };
+        if exit == Exit::HostFault {
+            return Err(Error::Fault);
+        }
         self.is_device_exit = matches!(
             exit,
             Exit::Io { .. } | Exit::Mmio { .. } | Exit::Rdmsr { .. } | Exit::Wrmsr { .. }

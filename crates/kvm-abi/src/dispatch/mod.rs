@@ -64,6 +64,52 @@ impl<T> Row<T> {
     }
 }
 
+/// The kinds of descriptor that take ioctls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// `/dev/kvm`.
+    System,
+    /// From KVM_CREATE_VM.
+    Vm,
+    /// From KVM_CREATE_VCPU.
+    Vcpu,
+    /// From KVM_CREATE_DEVICE.
+    Device,
+}
+
+/// One ioctl that x86 has on descriptors of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Call {
+    /// What it is called on.
+    pub kind: Kind,
+    /// KVM's name for it.
+    pub name: &'static str,
+    /// Its number.
+    pub number: u32,
+    /// The errno, if it is refused here.
+    pub refusal: Option<i32>,
+}
+
+/// Every ioctl of x86, on each kind of descriptor that it exists for.
+pub fn calls() -> Vec<Call> {
+    fn of<T>(kind: Kind, rows: &[Row<T>]) -> impl Iterator<Item = Call> {
+        rows.iter().map(move |row| Call {
+            kind,
+            name: row.name,
+            number: row.number,
+            refusal: match row.status {
+                Status::Done(_) => None,
+                Status::Refused(errno, _) => Some(errno),
+            },
+        })
+    }
+    of(Kind::System, system::TABLE)
+        .chain(of(Kind::Vm, vm::TABLE))
+        .chain(of(Kind::Vcpu, vcpu::TABLE))
+        .chain(of(Kind::Device, device::TABLE))
+        .collect()
+}
+
 /// ioctls refused since the process started.
 static REFUSED: AtomicU64 = AtomicU64::new(0);
 

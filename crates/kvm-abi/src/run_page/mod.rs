@@ -262,6 +262,8 @@ impl RunPage {
                 self.set_union(hypercall);
                 (KVM_EXIT_HYPERCALL, Question::Hypercall)
             }
+            // `Vcpu::run` gives an error for it and no exit.
+            Exit::HostFault => (KVM_EXIT_UNKNOWN, Question::None),
             Exit::SystemEvent { kind } => {
                 self.set_union([kind, 0]);
                 (KVM_EXIT_SYSTEM_EVENT, Question::None)

@@ -1,0 +1,88 @@
+//! Memslots whose memory the VMM has not mapped, or not so, and slots that are not there.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod guest;
+
+use anykvm_ioctls::{VcpuExit, VmFd};
+use guest::{Guest, Ram, ioctl};
+use kvm_abi::numbers::*;
+use kvm_bindings::*;
+
+/// A page at 0x8000 of the guest.
+const GPA: u64 = 0x8000;
+
+fn protect(ram: &Ram, rights: libc::c_int) {
+    // SAFETY: the tests' own page, which nobody has a reference to.
+    let result = unsafe { libc::mprotect(ram.hva() as *mut _, 4096, rights) };
+    assert_eq!(result, 0);
+}
+
+/// A guest with a page at [`GPA`] that the process may access so, and the errno of its first run.
+fn run(code: &[u8], rights: libc::c_int, memory: &Ram) -> (Guest, Result<(), i32>) {
+    let mut guest = Guest::new(code, false);
+    protect(memory, rights);
+    guest::add_slot(&guest.vm, 1, GPA, memory, 0);
+    let result = guest.vcpu.run().map(|_| ()).map_err(|e| e.errno());
+    (guest, result)
+}
+
+/// mov al, [0x8000]; hlt
+const LOAD: &[u8] = &[0xa0, 0x00, 0x80, 0xf4];
+/// mov [0x8000], al; hlt
+const STORE: &[u8] = &[0xa2, 0x00, 0x80, 0xf4];
+/// inc byte [0x8000]; hlt
+const INCREMENT: &[u8] = &[0xfe, 0x06, 0x00, 0x80, 0xf4];
+/// jmp 0:0x8000
+const JUMP: &[u8] = &[0xea, 0x00, 0x80, 0x00, 0x00];
+/// mov di, 0x8000; mov cx, 4; rep stosb; hlt
+const FILL: &[u8] = &[0xbf, 0x00, 0x80, 0xb9, 0x04, 0x00, 0xf3, 0xaa, 0xf4];
+/// mov sp, 0x8010; push ax; hlt
+const PUSH: &[u8] = &[0xbc, 0x10, 0x80, 0x50, 0xf4];
+
+#[test]
+fn memory_that_is_not_mapped_is_efault_and_the_guest_can_go_on() {
+    for code in [LOAD, STORE, INCREMENT, JUMP, FILL, PUSH] {
+        let memory = Ram::new(4096);
+        memory.write(0, &[0xf4]);
+        let (mut guest, result) = run(code, libc::PROT_NONE, &memory);
+        assert_eq!(result, Err(libc::EFAULT), "{code:x?}");
+        let rip = guest.vcpu.get_regs().unwrap().rip;
+        assert!((guest::RAM..GPA + 1).contains(&rip), "{rip:#x}");
+        assert_eq!(guest.vcpu.run().unwrap_err().errno(), libc::EFAULT);
+        protect(&memory, libc::PROT_READ | libc::PROT_WRITE);
+        assert!(matches!(guest.vcpu.run(), Ok(VcpuExit::Hlt)), "{code:x?}");
+    }
+}
+
+#[test]
+fn memory_that_can_only_be_read_is_read() {
+    for (code, good) in [
+        (LOAD, true),
+        (STORE, false),
+        (INCREMENT, false),
+        (JUMP, true),
+        (FILL, false),
+        (PUSH, false),
+    ] {
+        let memory = Ram::new(4096);
+        memory.write(0, &[0xf4]);
+        let (_guest, result) = run(code, libc::PROT_READ, &memory);
+        let expected = if good { Ok(()) } else { Err(libc::EFAULT) };
+        assert_eq!(result, expected, "{code:x?}");
+    }
+}
+
+#[test]
+fn a_slot_that_is_not_there_cannot_be_deleted() {
+    let guest = Guest::new(&[0xf4], false);
+    let mut region = kvm_userspace_memory_region {
+        slot: 7,
+        guest_phys_addr: GPA,
+        ..Default::default()
+    };
+    let set = |vm: &VmFd, region: &mut kvm_userspace_memory_region| {
+        ioctl(vm, KVM_SET_USER_MEMORY_REGION, region).map(drop)
+    };
+    assert_eq!(set(&guest.vm, &mut region), Err(libc::EINVAL));
+}

@@ -1,0 +1,63 @@
+//! [`Residue`]: what a process has that KVM's objects could leave behind.
+
+use std::fs;
+
+/// Counts from `/proc/self`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Residue {
+    /// Open descriptors.
+    pub descriptors: usize,
+    /// Threads.
+    pub threads: usize,
+    /// Mappings.
+    pub mappings: usize,
+    /// Resident memory in KiB.
+    pub rss_kib: u64,
+}
+
+/// Open descriptors of this process, and perhaps the one by which they were listed.
+pub(super) fn descriptors() -> Vec<i32> {
+    fs::read_dir("/proc/self/fd").map_or_else(
+        |_| Vec::new(),
+        |folder| {
+            folder
+                .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+                .collect()
+        },
+    )
+}
+
+impl Residue {
+    /// As it is when the threads of VMs that are gone have ended, which nobody waits for.
+    pub fn settled() -> Self {
+        for _ in 0..500 {
+            if Self::now().threads == 1 {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        Self::now()
+    }
+
+    /// As it is now.
+    pub fn now() -> Self {
+        let count = |path: &str| fs::read_dir(path).map_or(0, Iterator::count);
+        let text = |path: &str| fs::read_to_string(path).unwrap_or_default();
+        let status = text("/proc/self/status");
+        let rss = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmRSS:"))
+            .and_then(|rest| rest.split_whitespace().next())
+            .and_then(|number| number.parse().ok());
+        Self {
+            descriptors: count("/proc/self/fd"),
+            threads: count("/proc/self/task"),
+            // What the allocator maps comes and goes.
+            mappings: text("/proc/self/maps")
+                .lines()
+                .filter(|line| line.contains("memfd:"))
+                .count(),
+            rss_kib: rss.unwrap_or(0),
+        }
+    }
+}

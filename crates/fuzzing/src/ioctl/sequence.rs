@@ -1,0 +1,387 @@
+//! One sequence: threads that make random calls on the same descriptors.
+
+use std::{
+    collections::BTreeMap,
+    os::fd::{AsRawFd, RawFd},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use host::EventFd;
+use kvm_abi::{Call, Kind, Object, Vcpu, numbers::*};
+
+use super::{
+    arena::Arena,
+    arguments::Arguments,
+    errno::{is_documented, takes_pointer},
+};
+use crate::Random;
+
+/// What sequences did.
+#[derive(Clone, Debug, Default)]
+pub struct Counts {
+    /// Calls made.
+    pub calls: u64,
+    /// Of those, successful ones.
+    pub successes: u64,
+    /// Calls by name: made, successful.
+    pub by_name: BTreeMap<&'static str, (u64, u64)>,
+    /// What was wrong.
+    pub findings: Vec<String>,
+}
+
+impl Counts {
+    /// Adds those of another.
+    pub fn add(&mut self, other: Self) {
+        self.calls += other.calls;
+        self.successes += other.successes;
+        for (name, (made, good)) in other.by_name {
+            let entry = self.by_name.entry(name).or_default();
+            entry.0 += made;
+            entry.1 += good;
+        }
+        self.findings.extend(other.findings);
+    }
+}
+
+/// What the threads share.
+struct Shared<'a> {
+    arena: &'a Arena,
+    calls: &'a [Call],
+    fds: Mutex<Vec<(Kind, RawFd)>>,
+    vcpus: Mutex<Vec<Weak<Vcpu>>>,
+    events: Vec<EventFd>,
+    is_over: AtomicBool,
+    wild_slots: bool,
+}
+
+/// Runs the sequence of a seed: one to three threads, `length` calls each.
+pub fn run_sequence(arena: &Arena, seed: u64, length: u64, wild_slots: bool) -> Counts {
+    let mut random = Random::new(seed);
+    arena.fill(&mut random);
+    let calls = kvm_abi::calls();
+    let shared = Shared {
+        arena,
+        calls: &calls,
+        fds: Mutex::default(),
+        vcpus: Mutex::default(),
+        events: (0..3).filter_map(|_| EventFd::new(0).ok()).collect(),
+        is_over: AtomicBool::new(false),
+        wild_slots,
+    };
+    let threads = 1 + random.below(3);
+    let mut counts = Counts::default();
+    thread::scope(|scope| {
+        let kicker = scope.spawn(|| kick(&shared));
+        let workers: Vec<_> = (0..threads)
+            .map(|n| {
+                let shared = &shared;
+                let random = Random::new(seed.rotate_left(17) ^ n.wrapping_mul(0x9e37_79b9));
+                scope.spawn(move || Worker::new(shared, random, n).run(length))
+            })
+            .collect();
+        for worker in workers {
+            match worker.join() {
+                Ok(theirs) => counts.add(theirs),
+                Err(_) => counts.findings.push("a call panicked".to_owned()),
+            }
+        }
+        shared.is_over.store(true, Ordering::Release);
+        let _ = kicker.join();
+    });
+    // Also what nobody noted: of a number that another thread had closed and given to another object,
+    // or of a structure that a guest has overwritten.
+    for fd in super::residue::descriptors() {
+        let _ = kvm_abi::close(fd);
+    }
+    counts
+}
+
+/// Ends every KVM_RUN soon, until the workers are done.
+fn kick(shared: &Shared<'_>) {
+    while !shared.is_over.load(Ordering::Acquire) {
+        thread::sleep(Duration::from_micros(500));
+        lock(&shared.vcpus).retain(|vcpu| {
+            let vcpu = vcpu.upgrade();
+            if let Some(vcpu) = &vcpu {
+                vcpu.hypervisor().kick();
+            }
+            vcpu.is_some()
+        });
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Worker<'a> {
+    shared: &'a Shared<'a>,
+    arguments: Arguments<'a>,
+    random: Random,
+    counts: Counts,
+}
+
+impl<'a> Worker<'a> {
+    fn new(shared: &'a Shared<'a>, random: Random, number: u64) -> Self {
+        Self {
+            shared,
+            arguments: Arguments {
+                arena: shared.arena,
+                slice: shared.arena.slice(number),
+                wild_slots: shared.wild_slots,
+            },
+            random,
+            counts: Counts::default(),
+        }
+    }
+
+    fn run(mut self, length: u64) -> Counts {
+        for _ in 0..length {
+            self.step();
+        }
+        self.counts
+    }
+
+    fn step(&mut self) {
+        let known = lock(&self.shared.fds).clone();
+        let systems = known.iter().filter(|(kind, _)| *kind == Kind::System);
+        if systems.count() == 0 {
+            if let Ok(fd) = kvm_abi::system::open(true) {
+                self.publish(Kind::System, std::os::fd::IntoRawFd::into_raw_fd(fd));
+            }
+            return;
+        }
+        // Up to two VMs with up to four vCPUs each, most of the time.
+        let count = |wanted| known.iter().filter(|(kind, _)| *kind == wanted).count();
+        let (vms, vcpus) = (count(Kind::Vm), count(Kind::Vcpu));
+        let forced = if vms == 0 {
+            Some((Kind::System, KVM_CREATE_VM))
+        } else if vcpus == 0 && self.random.one_in(2) {
+            Some((Kind::Vm, KVM_CREATE_VCPU))
+        } else if vcpus != 0 && self.random.one_in(6) {
+            Some((Kind::Vcpu, KVM_RUN))
+        } else {
+            None
+        };
+        let crowded = known.len() > 12;
+        if crowded || forced.is_none() && self.random.one_in(64) {
+            let (_, fd) = self.random.pick(&known);
+            lock(&self.shared.fds).retain(|(_, other)| *other != fd);
+            let _ = kvm_abi::close(fd);
+            return;
+        }
+        let kind = forced.map_or_else(
+            || {
+                self.random.pick(&[
+                    Kind::System,
+                    Kind::Vm,
+                    Kind::Vm,
+                    Kind::Vcpu,
+                    Kind::Vcpu,
+                    Kind::Device,
+                ])
+            },
+            |(kind, _)| kind,
+        );
+        let number = match forced {
+            Some((_, number)) => number,
+            None => self.number(kind),
+        };
+        let of_kind: Vec<RawFd> = known
+            .iter()
+            .filter(|(other, _)| *other == kind)
+            .map(|(_, fd)| *fd)
+            .collect();
+        if of_kind.is_empty() {
+            return;
+        }
+        let fd = self.random.pick(&of_kind);
+        // Its descriptor is none of ours to close: by the typed call it is owned.
+        if number == KVM_GET_STATS_FD {
+            match kvm_abi::lookup(fd) {
+                Ok(Object::Vm(vm)) => drop(vm.stats_fd()),
+                Ok(Object::Vcpu(vcpu)) => drop(vcpu.stats_fd()),
+                _ => {}
+            }
+            return;
+        }
+        self.call(kind, fd, number, &known);
+    }
+
+    /// A call of this kind of descriptor, of another, or of none.
+    fn number(&mut self, kind: Kind) -> u32 {
+        let own: Vec<u32> = self
+            .shared
+            .calls
+            .iter()
+            .filter(|call| call.kind == kind)
+            .map(|call| call.number)
+            .collect();
+        match self.random.below(32) {
+            0 => 0xae00 | self.random.below(256) as u32,
+            // The right call with another size or direction.
+            1 => self.random.pick(&own) ^ 1 << (16 + self.random.below(16)),
+            2 => self.random.next() as u32,
+            3 => {
+                let all: Vec<u32> = self.shared.calls.iter().map(|call| call.number).collect();
+                self.random.pick(&all)
+            }
+            _ => self.random.pick(&own),
+        }
+    }
+
+    fn call(&mut self, kind: Kind, fd: RawFd, number: u32, known: &[(Kind, RawFd)]) {
+        let call = self
+            .shared
+            .calls
+            .iter()
+            .find(|call| call.kind == kind && call.number == number)
+            .copied();
+        let mut fds: Vec<i32> = self.shared.events.iter().map(AsRawFd::as_raw_fd).collect();
+        fds.extend(known.iter().map(|(_, fd)| *fd));
+        fds.extend([-1, 0, 9999]);
+        let is_pointer = call.as_ref().is_none_or(takes_pointer);
+        let (value, is_bad) = if is_pointer {
+            let argument = self
+                .arguments
+                .pointer(&mut self.random, number, call.as_ref(), &fds);
+            (argument.value, argument.is_bad)
+        } else {
+            (
+                self.arguments.number(&mut self.random, kind, call.as_ref()),
+                false,
+            )
+        };
+        let result = kvm_abi::ioctl(fd, number, value);
+        self.counts.calls += 1;
+        if let Some(call) = &call {
+            let entry = self.counts.by_name.entry(call.name).or_default();
+            entry.0 += 1;
+            entry.1 += u64::from(result.is_ok());
+        }
+        match result {
+            Ok(given) => {
+                self.counts.successes += 1;
+                self.created(kind, number, given, value);
+                let ignores = call.is_some_and(|call| IGNORE_NULL.contains(&call.name));
+                if is_bad && is_pointer && !(ignores && value == 0) {
+                    self.found(
+                        call,
+                        number,
+                        format!("succeeded with the address {value:#x}"),
+                    );
+                }
+            }
+            // Somebody else closed it, or the number is another object's by now.
+            Err(error) if error.get() == libc::EBADF && !self.is_same(kind, fd) => {}
+            Err(_) if !self.is_same(kind, fd) => {}
+            Err(error) => {
+                if !is_documented(kind, number, call.as_ref(), error.get()) {
+                    self.found(call, number, format!("{error:?} with {value:#x}"));
+                }
+            }
+        }
+    }
+
+    /// The number is still a descriptor of this kind.
+    fn is_same(&self, kind: Kind, fd: RawFd) -> bool {
+        matches!(
+            (kind, kvm_abi::lookup(fd)),
+            (Kind::System, Ok(Object::System))
+                | (Kind::Vm, Ok(Object::Vm(_)))
+                | (Kind::Vcpu, Ok(Object::Vcpu(_)))
+                | (Kind::Device, Ok(Object::Device(_)))
+        )
+    }
+
+    fn found(&mut self, call: Option<Call>, number: u32, what: String) {
+        if self.counts.findings.len() < 20 {
+            let name = call.map_or("no call", |call| call.name);
+            let finding = format!("{name} ({number:#x}): {what}");
+            self.counts.findings.push(finding);
+        }
+    }
+
+    /// A successful call may have made a descriptor.
+    fn created(&mut self, kind: Kind, number: u32, given: i32, argument: u64) {
+        match (kind, number) {
+            (Kind::System, KVM_CREATE_VM) => {
+                if let Ok(Object::Vm(vm)) = kvm_abi::lookup(given) {
+                    self.furnish(&vm);
+                }
+                self.publish(Kind::Vm, given);
+            }
+            (Kind::Vm, KVM_CREATE_VCPU) => {
+                if let Ok(Object::Vcpu(vcpu)) = kvm_abi::lookup(given) {
+                    self.start(&vcpu);
+                    lock(&self.shared.vcpus).push(Arc::downgrade(&vcpu));
+                }
+                self.publish(Kind::Vcpu, given);
+            }
+            (Kind::Vm, KVM_CREATE_DEVICE) => {
+                // struct kvm_create_device: type, fd, flags. Another thread may have scribbled over it.
+                let mut bytes = [0; 12];
+                self.shared.arena.read(argument, &mut bytes);
+                let fd = i32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+                if bytes[8] & 1 == 0 && self.is_same(Kind::Device, fd) {
+                    self.publish(Kind::Device, fd);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Most VMs have memory, and half of them chips.
+    fn furnish(&mut self, vm: &kvm_abi::Vm) {
+        if self.random.one_in(4) {
+            return;
+        }
+        let region = kvm_bindings::kvm_userspace_memory_region {
+            memory_size: super::arena::RAM / 2,
+            userspace_addr: self.shared.arena.ram(),
+            flags: self.random.below(2) as u32,
+            ..Default::default()
+        };
+        // A VMM that gets no memory is as good.
+        let _ = vm.hypervisor().set_user_memory_region(&region);
+        if self.random.one_in(2) {
+            let _ = vm.hypervisor().create_irqchip();
+            let _ = vm.create_pit();
+        }
+    }
+
+    /// Most vCPUs execute something, in real mode.
+    fn start(&mut self, vcpu: &Vcpu) {
+        if self.random.one_in(4) {
+            return;
+        }
+        let vcpu = vcpu.hypervisor();
+        let Ok(mut sregs) = vcpu.get_sregs() else {
+            return;
+        };
+        sregs.cs.base = 0;
+        sregs.cs.selector = 0;
+        let regs = kvm_bindings::kvm_regs {
+            rip: 0x1000 + 64 * self.random.below(256),
+            rflags: 2,
+            rsp: 0x8000,
+            rbx: self.random.below(0xffff),
+            ..Default::default()
+        };
+        let _ = vcpu.set_sregs(&sregs);
+        let _ = vcpu.set_regs(&regs);
+        let _ = vcpu.set_mp_state(kvm_bindings::kvm_mp_state { mp_state: 0 });
+    }
+
+    fn publish(&self, kind: Kind, fd: RawFd) {
+        lock(&self.shared.fds).push((kind, fd));
+    }
+}
+
+/// Calls for which no address means something.
+const IGNORE_NULL: &[&str] = &["KVM_SET_SIGNAL_MASK"];
