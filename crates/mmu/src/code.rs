@@ -15,8 +15,13 @@ use x86_defs::{
 
 use crate::{Miss, Mmu, l1::Half, written::Place};
 
-/// Entries of a fetch table.
-const FETCH_ENTRIES: usize = 256;
+/// Entries of a fetch table: the code of a compiler is thousands of pages.
+const FETCH_ENTRIES: usize = 1024;
+/// Words of a filter of pages: with few of them a program with much code would
+/// seem to have fetched whatever page is flushed.
+const PAGE_WORDS: usize = 1024;
+/// Words of a filter of 4 MiB regions.
+const REGION_WORDS: usize = 64;
 /// Pages whose code is remembered for comparison.
 const MAX_SUMS: usize = 1 << 16;
 /// Pages that are compared at once; with more of them each is when it is executed next.
@@ -41,6 +46,8 @@ pub(crate) struct FetchEntry {
     known: u64,
     /// The guest could write the page by the same address.
     writable: bool,
+    /// [`FetchTable::now`] when it was made.
+    made: u32,
 }
 
 impl FetchEntry {
@@ -64,36 +71,51 @@ pub(crate) struct FetchTable {
     filled: bool,
     /// Something fetched in this epoch is not global.
     private: bool,
-    pages: Filter,
+    /// Counts flushes. Entries made before one of the next two are flushed.
+    now: u32,
+    /// For those that are global.
+    global_since: u32,
+    /// For the others.
+    private_since: u32,
+    pages: Filter<PAGE_WORDS>,
     /// 4 MiB regions.
-    regions: Filter,
+    regions: Filter<REGION_WORDS>,
 }
 
 /// A set of numbers that may seem to have members it has not.
 #[derive(Debug)]
-struct Filter(Box<[u64; 64]>);
+struct Filter<const WORDS: usize> {
+    words: Box<[u64; WORDS]>,
+    filled: bool,
+}
 
-impl Default for Filter {
+impl<const WORDS: usize> Default for Filter<WORDS> {
     fn default() -> Self {
-        Self(Box::new([0; 64]))
+        Self {
+            words: Box::new([0; WORDS]),
+            filled: false,
+        }
     }
 }
 
-impl Filter {
+impl<const WORDS: usize> Filter<WORDS> {
     fn place(n: u64) -> (usize, u64) {
-        let h = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 52;
-        ((h / 64) as usize % 64, 1 << (h % 64))
+        let h = n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        ((h / 64) as usize % WORDS, 1 << (h % 64))
     }
     fn add(&mut self, n: u64) {
         let (word, bit) = Self::place(n);
-        self.0[word] |= bit;
+        self.words[word] |= bit;
+        self.filled = true;
     }
     fn may_have(&self, n: u64) -> bool {
         let (word, bit) = Self::place(n);
-        self.0[word] & bit != 0
+        self.words[word] & bit != 0
     }
     fn clear(&mut self) {
-        self.0.fill(0);
+        if core::mem::take(&mut self.filled) {
+            self.words.fill(0);
+        }
     }
 }
 
@@ -104,12 +126,27 @@ impl FetchTable {
     #[inline]
     fn find(&self, gva: u64) -> Option<&FetchEntry> {
         let e = self.entries.get(Self::place(gva))?.as_ref()?;
-        (e.tag == gva & !0xfff).then_some(e)
+        let since = if e.global {
+            self.global_since
+        } else {
+            self.private_since
+        };
+        (e.tag == gva & !0xfff && e.made >= since).then_some(e)
     }
-    fn insert(&mut self, entry: FetchEntry) {
+    /// Flushed entries stay in their places, older than they may be.
+    fn next(&mut self) -> u32 {
+        if self.now == u32::MAX {
+            self.entries.fill(None);
+            (self.now, self.global_since, self.private_since) = (0, 0, 0);
+        }
+        self.now += 1;
+        self.now
+    }
+    fn insert(&mut self, mut entry: FetchEntry) {
         if self.entries.is_empty() {
             self.entries = vec![None; FETCH_ENTRIES];
         }
+        entry.made = self.now;
         self.filled = true;
         self.private |= !entry.global;
         self.pages.add(entry.tag >> 12);
@@ -138,9 +175,7 @@ impl FetchTable {
         if !self.private {
             return false;
         }
-        for e in &mut self.entries {
-            *e = e.filter(|e| e.global);
-        }
+        self.private_since = self.next();
         // The filters still cover the global entries that stay.
         self.private = false;
         true
@@ -152,7 +187,8 @@ impl FetchTable {
         if !self.filled {
             return false;
         }
-        self.entries.fill(None);
+        self.private_since = self.next();
+        self.global_since = self.private_since;
         self.filled = false;
         self.private = false;
         self.pages.clear();
@@ -169,9 +205,9 @@ pub(crate) struct GlobalFetch {
     epoch: u64,
     /// Paging modes and controls that `epoch` belongs to.
     controls: u64,
-    pages: Filter,
+    pages: Filter<PAGE_WORDS>,
     /// 4 MiB regions of large pages.
-    regions: Filter,
+    regions: Filter<REGION_WORDS>,
     huge: bool,
 }
 
@@ -222,18 +258,25 @@ impl Sum {
 }
 
 /// A hash of the chunks, such that sums of disjoint sets add by exclusive or.
+///
+/// Products of pairs of words, each made different by its place: short chains, as
+/// this is done again for each page that is mapped for fetching.
 fn sum_of(host: HostPage, mut chunks: u64) -> u64 {
+    const PAIRS: u64 = CODE_CHUNK / 16;
+    let fold = |v: u128| v as u64 ^ (v >> 64) as u64;
     let mut sum = 0;
     while chunks != 0 {
         let chunk = u64::from(chunks.trailing_zeros());
         chunks &= chunks - 1;
-        let mut h = chunk + 1;
-        for word in 0..CODE_CHUNK / 8 {
-            let v = host.load(chunk * CODE_CHUNK + word * 8, 8).unwrap_or(0) as u64;
-            h = (h ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            h ^= h >> 29;
+        let mut h = (chunk + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        for pair in 0..PAIRS {
+            let v = host.load(chunk * CODE_CHUNK + pair * 16, 16).unwrap_or(0);
+            // Odd numbers without a pattern.
+            let a = v as u64 ^ 0xa076_1d64_78bd_642f_u64.rotate_left(11 * pair as u32);
+            let b = (v >> 64) as u64 ^ 0xe703_7ed1_a0b4_28db_u64.rotate_left(13 * pair as u32);
+            h = h.wrapping_add(fold(u128::from(a) * u128::from(b)));
         }
-        sum ^= h;
+        sum ^= fold(u128::from(h) * 0x8ebc_6af0_9c88_c6e3);
     }
     sum
 }
@@ -290,6 +333,7 @@ impl Mmu {
             sum: Sum::default(),
             known: 0,
             writable: walk.rights.write,
+            made: 0,
         };
         // From here on our own writes to the page are noticed. Those before may
         // have hit code that another vCPU has fetched.
