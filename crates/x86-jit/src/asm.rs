@@ -66,6 +66,26 @@ pub(crate) mod cc {
     pub(crate) const S: u8 = 8;
 }
 
+/// An instruction under construction.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Out {
+    pub(crate) bytes: u128,
+    pub(crate) len: usize,
+}
+
+impl Out {
+    #[inline]
+    pub(crate) fn push(&mut self, byte: u8) {
+        self.bytes |= u128::from(byte).wrapping_shl(8 * self.len as u32);
+        self.len += 1;
+    }
+    #[inline]
+    pub(crate) fn push32(&mut self, v: i32) {
+        self.bytes |= u128::from(v as u32).wrapping_shl(8 * self.len as u32);
+        self.len += 4;
+    }
+}
+
 /// Machine code under construction; addresses are offsets in the code buffer.
 #[derive(Debug, Default)]
 pub(crate) struct Asm {
@@ -89,25 +109,34 @@ impl Asm {
     fn imm32(&mut self, v: i32) {
         self.bytes(&v.to_le_bytes());
     }
+    /// The low `len` bytes: one copy of a known size, and a shorter length.
+    #[inline]
+    pub(crate) fn put(&mut self, bytes: u128, len: usize) {
+        let end = self.buf.len() + len;
+        self.buf.extend_from_slice(&bytes.to_le_bytes());
+        self.buf.truncate(end);
+    }
 
     /// `op reg, mem`; `wide` sets REX.W.
     pub(crate) fn rm(&mut self, wide: bool, op: &[u8], reg: Reg, m: Mem) {
+        let mut out = Out::default();
         if m.gs {
-            self.buf.push(0x65);
+            out.push(0x65);
         }
         let b = m.base.unwrap_or(0);
         let x = m.index.map_or(0, |(i, _)| i);
         let rex = u8::from(wide) << 3 | (reg >> 3) << 2 | (x >> 3) << 1 | b >> 3;
         if rex != 0 {
-            self.buf.push(0x40 | rex);
+            out.push(0x40 | rex);
         }
-        self.bytes(op);
+        op.iter().for_each(|b| out.push(*b));
         let reg = (reg & 7) << 3;
         match (m.base, m.index) {
             (None, _) => {
                 let (i, s) = m.index.map_or((4, 0), |(i, s)| (i & 7, s));
-                self.bytes(&[reg | 4, s << 6 | i << 3 | 5]);
-                self.imm32(m.disp);
+                out.push(reg | 4);
+                out.push(s << 6 | i << 3 | 5);
+                out.push32(m.disp);
             }
             (Some(b), index) => {
                 let mode = match m.disp {
@@ -117,17 +146,19 @@ impl Asm {
                 };
                 if index.is_some() || b & 7 == 4 {
                     let (i, s) = index.map_or((4, 0), |(i, s)| (i & 7, s));
-                    self.bytes(&[mode | reg | 4, s << 6 | i << 3 | b & 7]);
+                    out.push(mode | reg | 4);
+                    out.push(s << 6 | i << 3 | b & 7);
                 } else {
-                    self.buf.push(mode | reg | b & 7);
+                    out.push(mode | reg | b & 7);
                 }
                 match mode {
-                    0x40 => self.buf.push(m.disp as u8),
-                    0x80 => self.imm32(m.disp),
+                    0x40 => out.push(m.disp as u8),
+                    0x80 => out.push32(m.disp),
                     _ => {}
                 }
             }
         }
+        self.put(out.bytes, out.len);
     }
     /// `op reg, reg`.
     pub(crate) fn rr(&mut self, wide: bool, op: &[u8], reg: Reg, rm: Reg) {

@@ -1,6 +1,6 @@
 //! Decoding a block, and which arithmetic flags are live where.
 
-use iced_x86::{Decoder, DecoderError, EncodingKind, Instruction, Mnemonic, OpKind};
+use iced_x86::{Decoder, DecoderError, Instruction, Mnemonic, OpKind};
 use x86_cpu::{CpuState, GuestBus};
 use x86_interp::gating;
 /// The six arithmetic flags.
@@ -8,7 +8,7 @@ pub(crate) use x86_native::DECODED_ARITH as ALL;
 
 use crate::{
     groups::Member,
-    kind::{Kind, Kinds},
+    kind::{self, Forms, Kind},
     translate::string,
 };
 
@@ -40,6 +40,8 @@ const MAX_LEN: usize = 15;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decoded {
     pub(crate) i: Instruction,
+    /// The guest's bytes, as many as `i` is long.
+    pub(crate) raw: [u8; MAX_LEN],
     pub(crate) kind: Kind,
     /// Offset in the page; so are branch targets and RIP-relative addresses.
     pub(crate) offset: u32,
@@ -54,13 +56,14 @@ pub(crate) struct Decoded {
 /// a block of its own: true is returned for one.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
-    kinds: &mut Kinds,
+    forms: &mut Forms,
     cpu: &mut CpuState,
     bus: &mut B,
     gva: u64,
     mode: u8,
 ) -> bool {
     out.clear();
+    forms.select(&cpu.features);
     let options = gating::decoder_options(&cpu.features);
     let mut offset = (gva & 0xfff) as u32;
     let first = offset;
@@ -102,6 +105,7 @@ pub(crate) fn decode<B: GuestBus>(
         if error != DecoderError::None {
             out.push(Decoded {
                 i: Instruction::default(),
+                raw: [0; MAX_LEN],
                 kind: Kind::Interpret,
                 offset,
                 live_in: 0,
@@ -109,15 +113,14 @@ pub(crate) fn decode<B: GuestBus>(
             });
             break;
         }
-        let mut kind = if gating::is_available(&i, &cpu.features) {
-            kinds.of(&i)
+        let form = forms.learn(&i);
+        let mut kind = if form.available {
+            kind::of(form.kind, &i)
         } else {
             Kind::Interpret
         };
         let needs = match kind {
-            Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl
-                if i.code().encoding() == EncodingKind::VEX =>
-            {
+            Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl if form.vex => {
                 mode::FP | mode::AVX
             }
             Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => mode::FP,
@@ -144,8 +147,13 @@ pub(crate) fn decode<B: GuestBus>(
         if i.has_lock_prefix() && !is_lockable(&i) {
             kind = Kind::Interpret;
         }
+        let mut raw = [0; MAX_LEN];
+        for (to, b) in raw.iter_mut().zip(&bytes[from..]) {
+            *to = *b;
+        }
         let mut d = Decoded {
             i,
+            raw,
             kind,
             offset,
             live_in: 0,
@@ -199,7 +207,10 @@ pub(crate) fn decode<B: GuestBus>(
             Kind::Popf => 0,
             Kind::Nop | Kind::Followed => live,
             Kind::String if string::may_keep_flags(&d.i) => live,
-            _ => live & !overwritten(&d.i) | d.i.rflags_read() & ALL,
+            _ => {
+                let (reads, sets) = forms.of(&d.i).flags(&d.i);
+                live & !sets | reads
+            }
         };
         d.live_in = live;
     }

@@ -12,8 +12,8 @@ pub(crate) struct Block {
     pub(crate) entries: Entries,
     /// Generation of the page's code that it was translated from.
     pub(crate) generation: u32,
-    /// The page that the last bytes of its one instruction are on.
-    pub(crate) second: Option<CodePage>,
+    /// The last bytes of its one instruction are on another page: [`Cache::second`].
+    pub(crate) straddles: bool,
 }
 
 /// Entry of the table of indirect targets, as generated code reads it.
@@ -50,6 +50,8 @@ fn place(rip: u64, mix: u64) -> usize {
 pub(crate) struct Cache {
     /// By page identity, offset and mode.
     pub(crate) blocks: HashMap<(u64, u8), Block, Hash>,
+    /// The second page of instructions that straddle two.
+    pub(crate) second: HashMap<(u64, u8), CodePage, Hash>,
     pub(crate) targets: Box<[Target]>,
     /// By offset of an outer entry: numbers of the direct branches in other pages that go
     /// there by themselves ([`crate::translate::FarSite`]).
@@ -60,12 +62,14 @@ impl Cache {
     pub(crate) fn new() -> Self {
         Self {
             blocks: HashMap::default(),
+            second: HashMap::default(),
             targets: vec![EMPTY; TARGETS_LEN].into_boxed_slice(),
             remembered: HashMap::default(),
         }
     }
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
+        self.second.clear();
         self.targets.fill(EMPTY);
         self.remembered.clear();
     }

@@ -8,12 +8,13 @@
 //! translation of its own in which every access probes for itself: so faults,
 //! and accessed and dirty flags, are those of single accesses.
 
-use iced_x86::{
-    Instruction, InstructionInfoFactory, InstructionInfoOptions, Mnemonic, OpAccess, OpKind,
-    Register,
-};
+use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 
-use crate::{area::host_reg, block::Decoded, kind::Kind};
+use crate::{
+    area::host_reg,
+    block::Decoded,
+    kind::{Forms, Kind},
+};
 
 /// Bytes of a group at most: a larger one straddles two pages more often.
 const MAX_SPAN: i64 = 240;
@@ -74,7 +75,6 @@ struct Group {
 
 /// Forms groups.
 pub(crate) struct Groups {
-    info: InstructionInfoFactory,
     values: [Option<Value>; 16],
     next: u32,
     groups: Vec<Group>,
@@ -98,7 +98,6 @@ impl core::fmt::Debug for Groups {
 impl Groups {
     pub(crate) fn new() -> Self {
         Self {
-            info: InstructionInfoFactory::new(),
             values: [None; 16],
             next: 0,
             groups: Vec::new(),
@@ -108,8 +107,9 @@ impl Groups {
     }
 
     /// Fills in [`Decoded::member`].
-    pub(crate) fn form(&mut self, insns: &mut [Decoded]) {
-        if insns.iter().filter(|d| size_of_access(d) != 0).count() < 2 {
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], forms: &Forms) {
+        let accesses = insns.iter().filter(|d| size_of_access(d, forms) != 0);
+        if accesses.take(2).count() < 2 {
             return;
         }
         self.values = [None; 16];
@@ -122,7 +122,7 @@ impl Groups {
             if is_barrier(d.kind) {
                 self.open.clear();
             }
-            let place = self.place(n, d);
+            let place = self.place(n, d, forms);
             self.places.push(place);
             match place {
                 Some((g, _)) => {
@@ -133,7 +133,7 @@ impl Groups {
                 None if takes_pointer_register(d) => in_register = None,
                 None => {}
             }
-            self.track(d);
+            self.track(d, forms);
         }
         let kept = self.groups.iter_mut().filter(|g| g.kept);
         for (slot, g) in kept.take(MAX_KEPT).enumerate() {
@@ -160,14 +160,14 @@ impl Groups {
     }
 
     /// The group of an instruction's access.
-    fn place(&mut self, n: usize, d: &Decoded) -> Option<(usize, i64)> {
-        let size = i64::from(size_of_access(d));
+    fn place(&mut self, n: usize, d: &Decoded, forms: &Forms) -> Option<(usize, i64)> {
+        let size = i64::from(size_of_access(d, forms));
         if size == 0 {
             return None;
         }
         let (key, offset) = self.address(d)?;
         let end = offset.checked_add(size)?;
-        let write = writes(d, &mut self.info);
+        let write = writes(d, forms);
         let found = self.open.iter().rev().take(MAX_OPEN).copied().find(|g| {
             let g = &self.groups[*g];
             g.key == key && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
@@ -262,7 +262,7 @@ impl Groups {
     }
 
     /// What the instruction does to registers.
-    fn track(&mut self, d: &Decoded) {
+    fn track(&mut self, d: &Decoded, forms: &Forms) {
         let i = &d.i;
         let add = |g: &mut Self, r: Register, by: i64| {
             let v = g.value(r);
@@ -317,12 +317,19 @@ impl Groups {
                 _ => {}
             }
         }
-        let options = InstructionInfoOptions::NO_MEMORY_USAGE;
-        for r in self.info.info_options(i, options).used_registers() {
-            let full = r.register().full_register();
-            if full.is_gpr() && !matches!(r.access(), OpAccess::Read | OpAccess::CondRead) {
-                self.values[full.number() & 15] = None;
+        let form = forms.of(i);
+        for n in 0..i.op_count() {
+            if form.writes & 1 << n != 0 {
+                let r = i.op_register(n);
+                if r.is_gpr() {
+                    self.values[r.full_register().number() & 15] = None;
+                }
             }
+        }
+        let mut implied = form.implied;
+        while implied != 0 {
+            self.values[implied.trailing_zeros() as usize] = None;
+            implied &= implied - 1;
         }
         if is_barrier(d.kind) {
             self.values = [None; 16];
@@ -331,7 +338,7 @@ impl Groups {
 }
 
 /// Bytes of the one access that can be a group's member, or 0.
-fn size_of_access(d: &Decoded) -> u32 {
+fn size_of_access(d: &Decoded, forms: &Forms) -> u32 {
     match d.kind {
         Kind::Push if d.i.op0_kind() == OpKind::Memory => 0,
         Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => 8,
@@ -340,8 +347,8 @@ fn size_of_access(d: &Decoded) -> u32 {
             if !crate::translate::is_locked(&d.i)
                 && (0..d.i.op_count()).any(|n| d.i.op_kind(n) == OpKind::Memory) =>
         {
-            match d.i.memory_size().size() {
-                n @ 1..=32 => n as u32,
+            match forms.of(&d.i).size {
+                n @ 1..=32 => n.into(),
                 _ => 0,
             }
         }
@@ -349,27 +356,12 @@ fn size_of_access(d: &Decoded) -> u32 {
     }
 }
 
-fn writes(d: &Decoded, info: &mut InstructionInfoFactory) -> bool {
+fn writes(d: &Decoded, forms: &Forms) -> bool {
     match d.kind {
         Kind::Push | Kind::Call => true,
         Kind::Pop | Kind::Ret | Kind::Leave => false,
-        _ => {
-            let options =
-                InstructionInfoOptions::NO_REGISTER_USAGE | InstructionInfoOptions::NO_MEMORY_USAGE;
-            let info = info.info_options(&d.i, options);
-            (0..d.i.op_count())
-                .filter(|n| d.i.op_kind(*n) == OpKind::Memory)
-                .any(|n| is_write(info.op_access(n)))
-        }
+        _ => forms.of(&d.i).memory(&d.i) == Some(true),
     }
-}
-
-/// An access that needs permission to write.
-pub(crate) fn is_write(a: OpAccess) -> bool {
-    !matches!(
-        a,
-        OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess | OpAccess::None
-    )
 }
 
 /// The instruction may change mappings, permissions or segment bases, or leaves.

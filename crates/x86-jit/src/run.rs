@@ -19,7 +19,7 @@ use crate::{
     cache::{Block, Cache},
     exit::{Left, Reason},
     groups::Groups,
-    kind::{Kind, Kinds},
+    kind::{Forms, Kind},
     leave::handle,
     lockstep::{Lockstep, LockstepStats, Log, turn},
     perf::{self, Perf},
@@ -52,7 +52,7 @@ pub struct Jit<B: JitBus> {
     thunks: Thunks,
     thunks_end: usize,
     pub(crate) cache: Cache,
-    kinds: Kinds,
+    forms: Forms,
     decoded: Vec<Decoded>,
     groups: Groups,
     /// Instructions at which blocks leave for the interpreter.
@@ -109,7 +109,7 @@ impl<B: JitBus> Jit<B> {
             thunks,
             thunks_end,
             cache: Cache::new(),
-            kinds: Kinds::new(),
+            forms: Forms::new(),
             decoded: Vec::new(),
             groups: Groups::new(),
             interpreted: Vec::new(),
@@ -330,7 +330,8 @@ impl<B: JitBus> Jit<B> {
         if let Some(b) = self.cache.blocks.get(&key).copied()
             && b.generation == code.generation
             // The neighbour may be mapped elsewhere, or not at all, by now.
-            && (b.second.is_none() || bus.code_page(cpu, next_page(rip)).ok() == b.second)
+            && (!b.straddles
+                || bus.code_page(cpu, next_page(rip)).ok().as_ref() == self.cache.second.get(&key))
         {
             return (b.entries.outer != 0).then_some(b);
         }
@@ -354,7 +355,7 @@ impl<B: JitBus> Jit<B> {
         }
         let rip = cpu.rip();
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
-            block::decode(&mut self.decoded, &mut self.kinds, cpu, bus, rip, key.1)
+            block::decode(&mut self.decoded, &mut self.forms, cpu, bus, rip, key.1)
         };
         let mut second = None;
         let mut sources = [code, code];
@@ -374,19 +375,22 @@ impl<B: JitBus> Jit<B> {
         let mut block = Block {
             entries: Entries::default(),
             generation: code.generation,
-            second,
+            straddles: second.is_some(),
         };
+        if let Some(second) = second {
+            self.cache.second.insert(key, second);
+        }
         if self.decoded.is_empty() {
             self.cache.blocks.insert(key, block);
             return Some(block);
         }
         if key.1 & mode::SPLIT == 0 {
-            self.groups.form(&mut self.decoded);
+            self.groups.form(&mut self.decoded, &self.forms);
         }
         let site = self.prepare(interp, cpu, bus);
         block.entries = self
             .translator
-            .block(&self.decoded, self.used, sources, site);
+            .block(&self.decoded, &self.forms, self.used, sources, site);
         let code = &self.translator.asm.buf;
         // There is room: `MAX_BLOCK`.
         if !self.buffer.write(self.used, code) {
@@ -404,7 +408,7 @@ impl<B: JitBus> Jit<B> {
         }
         self.used = (self.used + code.len()).next_multiple_of(16);
         if let Some(old) = self.cache.blocks.insert(key, block) {
-            self.forget(old.entries.outer);
+            self.forget(old.entries.outer as usize);
         }
         Some(block)
     }
@@ -428,7 +432,7 @@ impl<B: JitBus> Jit<B> {
         let Some(insn) = interp.prepare(cpu, bytes) else {
             return 0;
         };
-        self.causes.push(Cause::of(d.i.code()));
+        self.causes.push(self.forms.of(&d.i).cause);
         self.interpreted.push(insn);
         self.interpreted.len() as u32
     }

@@ -8,6 +8,10 @@
 
 use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
 
+mod form;
+
+pub(crate) use form::{Form, Forms, Shape};
+
 use crate::translate::string;
 
 /// What is done with an instruction.
@@ -82,40 +86,23 @@ impl Kind {
     }
 }
 
-/// Kinds by form, found when first met.
-#[derive(Debug)]
-pub(crate) struct Kinds(Vec<Kind>);
-
-impl Kinds {
-    pub(crate) fn new() -> Self {
-        Self(vec![Kind::Unknown; Code::values().len()])
-    }
-    /// The kind of an instruction that the guest's CPUID promises.
-    pub(crate) fn of(&mut self, i: &Instruction) -> Kind {
-        let Some(slot) = self.0.get_mut(i.code() as usize) else {
-            return Kind::Interpret;
-        };
-        if *slot == Kind::Unknown {
-            *slot = form(i);
+/// The kind of an instruction of a form of the kind `kind`.
+pub(crate) fn of(kind: Kind, i: &Instruction) -> Kind {
+    match kind {
+        Kind::Copy if is_bit_string(i) => bit_string(i),
+        Kind::String if !string::is_plain(i) => Kind::Interpret,
+        Kind::FromControl
+            if !matches!(
+                i.op1_register(),
+                Register::CR0 | Register::CR2 | Register::CR3 | Register::CR4
+            ) =>
+        {
+            Kind::Interpret
         }
-        match *slot {
-            Kind::Copy if is_bit_string(i) => bit_string(i),
-            Kind::String if !string::is_plain(i) => Kind::Interpret,
-            Kind::FromControl
-                if !matches!(
-                    i.op1_register(),
-                    Register::CR0 | Register::CR2 | Register::CR3 | Register::CR4
-                ) =>
-            {
-                Kind::Interpret
-            }
-            Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop
-                if !operands_are_plain(i) =>
-            {
-                Kind::Interpret
-            }
-            kind => kind,
+        Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop if !operands_are_plain(i) => {
+            Kind::Interpret
         }
+        kind => kind,
     }
 }
 

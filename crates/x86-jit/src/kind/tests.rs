@@ -6,7 +6,7 @@ use iced_x86::{
     OpKind, Register, RflagsBits,
 };
 
-use super::{Kind, Kinds};
+use super::{Kind, form, of};
 use crate::block;
 
 /// An instruction of the form with registers that no instruction has implicitly;
@@ -119,7 +119,6 @@ fn is_guests(r: Register) -> bool {
 
 #[test]
 fn what_is_copied_touches_nothing_of_the_hosts() {
-    let mut kinds = Kinds::new();
     let mut factory = InstructionInfoFactory::new();
     let mut copied = 0;
     for code in Code::values().filter(|c| c.op_code().mode64()) {
@@ -128,11 +127,11 @@ fn what_is_copied_touches_nothing_of_the_hosts() {
         for memory in [false, true] {
             let Some(i) = sample(code, memory) else {
                 // With an operand that is not known here, nothing may be copied.
-                let kind = super::form(&probe);
+                let kind = form(&probe);
                 assert!(!copies(kind), "{code:?} {kind:?}");
                 continue;
             };
-            if !copies(kinds.of(&i)) {
+            if !copies(of(form(&i), &i)) {
                 continue;
             }
             copied += 1;
@@ -208,7 +207,7 @@ fn state_of_the_host_is_out_of_reach() {
     ] {
         let mut i = Instruction::default();
         i.set_code(code);
-        let kind = Kinds::new().of(&i);
+        let kind = of(form(&i), &i);
         assert_eq!(kind, Kind::Interpret, "{code:?}");
     }
     // These have code of their own.
@@ -229,6 +228,6 @@ fn state_of_the_host_is_out_of_reach() {
     ] {
         let mut i = Instruction::default();
         i.set_code(code);
-        assert!(!copies(super::form(&i)), "{code:?}");
+        assert!(!copies(form(&i)), "{code:?}");
     }
 }

@@ -19,26 +19,25 @@
 //! them, as execution after the fault overwrites them too.
 
 pub(crate) mod branch;
+mod copy;
 mod interpret;
 mod memory;
+mod recode;
 mod registers;
 mod stack;
 pub(crate) mod string;
 mod system;
 
 use branch::{Stack, push_return, target};
-use iced_x86::{
-    Encoder, Instruction, InstructionInfoFactory, InstructionInfoOptions, OpAccess, OpKind,
-    Register,
-};
+use iced_x86::{Encoder, Instruction, OpKind, Register};
 use memory::tag;
 
 use crate::{
     area::*,
     asm::*,
     block::Decoded,
-    groups::{self, Member, is_write},
-    kind::Kind,
+    groups::{self, Member},
+    kind::{Form, Forms, Kind},
     run::Source,
     thunks::{self, Thunks, restore_flags, save_flags, site},
 };
@@ -81,9 +80,9 @@ pub(crate) struct FarSite {
 /// Entry points of a translated block, as offsets in the buffer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Entries {
-    pub(crate) outer: usize,
-    pub(crate) saved: usize,
-    pub(crate) inner: usize,
+    pub(crate) outer: u32,
+    pub(crate) saved: u32,
+    pub(crate) inner: u32,
 }
 
 /// Code off the main path, emitted after it.
@@ -152,7 +151,6 @@ pub(crate) struct Translator {
     pub(crate) fars: Vec<FarSite>,
     stubs: Vec<Stub>,
     encoder: Encoder,
-    info: InstructionInfoFactory,
     thunks: Thunks,
     /// Number of the interpreter's instruction at the end, 0 if there is none.
     interpreted: u32,
@@ -186,7 +184,6 @@ impl Translator {
             fars: Vec::new(),
             stubs: Vec::new(),
             encoder: Encoder::new(64),
-            info: InstructionInfoFactory::new(),
             thunks,
             interpreted: 0,
             source: Source::default(),
@@ -201,6 +198,7 @@ impl Translator {
     pub(crate) fn block(
         &mut self,
         insns: &[Decoded],
+        forms: &Forms,
         base: usize,
         sources: &[Source],
         interpreted: u32,
@@ -248,7 +246,7 @@ impl Translator {
             rest = &rest[1..];
             let (code, stubs) = (self.asm.buf.len(), self.stubs.len());
             let (links, fars) = (self.links.len(), self.fars.len());
-            match self.instruction(d) {
+            match self.instruction(d, forms.of(&d.i)) {
                 Ok(ends) => {
                     ended = ends;
                     if d.member.is_none() && groups::takes_pointer_register(d) {
@@ -288,9 +286,9 @@ impl Translator {
         };
         self.emit_stubs();
         Entries {
-            outer,
-            saved,
-            inner,
+            outer: outer as u32,
+            saved: saved as u32,
+            inner: inner as u32,
         }
     }
 
@@ -305,11 +303,11 @@ impl Translator {
     }
 
     /// One instruction; true if the block ends with it.
-    fn instruction(&mut self, d: &Decoded) -> Result<bool, Unsupported> {
+    fn instruction(&mut self, d: &Decoded, form: &Form) -> Result<bool, Unsupported> {
         match d.kind {
             Kind::Nop | Kind::Followed => {}
-            Kind::Copy | Kind::CopyFp => self.copy(d, false)?,
-            Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, true)?,
+            Kind::Copy | Kind::CopyFp => self.copy(d, form, false)?,
+            Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, form, true)?,
             Kind::BitString => self.bit_string(d)?,
             Kind::FromSegment => self.segment_to_general(d)?,
             Kind::FromControl => self.control_to_general(d)?,
@@ -360,133 +358,6 @@ impl Translator {
         save_flags(&mut self.asm);
         self.asm.mov_imm(S1, offset.into());
         self.asm.jmp_to(self.thunks.bail);
-    }
-
-    fn copy(&mut self, d: &Decoded, aligned: bool) -> Emit {
-        let mut out = d.i;
-        let options =
-            InstructionInfoOptions::NO_REGISTER_USAGE | InstructionInfoOptions::NO_MEMORY_USAGE;
-        let mut access = [OpAccess::None; 5];
-        let info = self.info.info_options(&d.i, options);
-        for (n, a) in access.iter_mut().enumerate() {
-            *a = info.op_access(n as u32);
-        }
-        let memory = (0..out.op_count()).find(|n| out.op_kind(*n) == OpKind::Memory);
-        if let Some(n) = memory {
-            let size = d.i.memory_size().size() as u32;
-            if size == 0 || size > 32 {
-                return Err(Unsupported);
-            }
-            let write = is_write(access[n as usize]);
-            let aligned = aligned || is_locked(&d.i) && size > 1;
-            let disp = self.operand(d, size, write, aligned)?;
-            operand_at_r14(&mut out, disp);
-        }
-        drop_hints(&mut out);
-        // Registers that live in memory: (guest number, host register, write back).
-        let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
-        let mut used = 0;
-        let mut spilled: [Option<Reg>; 2] = [None; 2];
-        for n in 0..out.op_count() {
-            if out.op_kind(n) != OpKind::Register {
-                continue;
-            }
-            let r = out.op_register(n);
-            if !r.is_gpr() || matches!(r, Register::AH | Register::CH | Register::DH | Register::BH)
-            {
-                continue;
-            }
-            let number = r.full_register().number() as u8;
-            let write = !matches!(
-                access[n as usize],
-                OpAccess::Read | OpAccess::CondRead | OpAccess::None
-            );
-            let host = match host_reg(number) {
-                Some(h) => h,
-                None => match temps[..used].iter_mut().find(|t| t.0 == number) {
-                    Some(t) => {
-                        t.2 |= write;
-                        t.1
-                    }
-                    None => {
-                        let host = self.scratch(&d.i, used, memory.is_some(), &mut spilled)?;
-                        let whole = access[n as usize] == OpAccess::Write
-                            && r.size() >= 4
-                            && !keeps_destination(&d.i)
-                            && (0..out.op_count()).all(|m| {
-                                m == n
-                                    || d.i.op_kind(m) != OpKind::Register
-                                    || d.i.op_register(m).full_register() != r.full_register()
-                            });
-                        if !whole {
-                            self.asm.load(host, home(number));
-                        }
-                        let slot = temps.get_mut(used).ok_or(Unsupported)?;
-                        *slot = (number, host, write);
-                        used += 1;
-                        host
-                    }
-                },
-            };
-            out.set_op_register(n, register(host, r.size()));
-        }
-        self.encode(&out)?;
-        for (number, host, write) in &temps[..used] {
-            if *write {
-                self.asm.store(home(*number), *host);
-            }
-        }
-        for (n, r) in spilled.iter().enumerate() {
-            if let Some(r) = r {
-                self.asm.load(*r, gs(SPILL + 8 * n));
-            }
-        }
-        Ok(())
-    }
-
-    /// A host register for the `n`th register that lives in memory.
-    fn scratch(
-        &mut self,
-        i: &Instruction,
-        n: usize,
-        memory: bool,
-        spilled: &mut [Option<Reg>; 2],
-    ) -> Result<Reg, Unsupported> {
-        if n == 0 {
-            return Ok(S1);
-        }
-        if n == 1 && !memory {
-            return Ok(S0);
-        }
-        // No instruction uses these implicitly.
-        let free = (8..TLB).rev().find(|r| {
-            !spilled.contains(&Some(*r))
-                && (0..i.op_count()).all(|n| {
-                    i.op_kind(n) != OpKind::Register
-                        || !i.op_register(n).is_gpr()
-                        || i.op_register(n).full_register().number() as u8 != *r
-                })
-        });
-        let r = free.ok_or(Unsupported)?;
-        let place = spilled
-            .iter()
-            .position(Option::is_none)
-            .ok_or(Unsupported)?;
-        spilled[place] = Some(r);
-        self.asm.store(gs(SPILL + 8 * place), r);
-        Ok(r)
-    }
-
-    fn encode(&mut self, i: &Instruction) -> Emit {
-        self.encoder.encode(i, 0).map_err(|_| {
-            let _ = self.encoder.take_buffer();
-            Unsupported
-        })?;
-        let mut bytes = self.encoder.take_buffer();
-        self.asm.bytes(&bytes);
-        bytes.clear();
-        self.encoder.set_buffer(bytes);
-        Ok(())
     }
 
     fn lea(&mut self, d: &Decoded) -> Emit {
@@ -699,49 +570,8 @@ impl Translator {
     }
 }
 
-/// Makes the memory operand `[r14 + disp]`.
-fn operand_at_r14(out: &mut Instruction, disp: i32) {
-    out.set_memory_base(Register::R14);
-    out.set_memory_index(Register::None);
-    out.set_memory_index_scale(1);
-    out.set_memory_displacement64(i64::from(disp) as u64);
-    out.set_memory_displ_size(u32::from(disp != 0));
-    out.set_segment_prefix(Register::None);
-}
-
-/// Prefixes without effect on the guest may have one on the host: F3 makes
-/// TZCNT of BSF and LZCNT of BSR, XACQUIRE begins a transaction.
-fn drop_hints(out: &mut Instruction) {
-    out.set_has_rep_prefix(false);
-    out.set_has_repne_prefix(false);
-    out.set_has_xacquire_prefix(false);
-    out.set_has_xrelease_prefix(false);
-}
-
 /// A locked access: the host may stall or kill a process for one that crosses a
 /// cache line, so that misaligned ones are the interpreter's.
 pub(crate) fn is_locked(i: &Instruction) -> bool {
     i.has_lock_prefix() || i.mnemonic() == iced_x86::Mnemonic::Xchg
-}
-
-/// BSF and BSR leave the destination alone for a source of zero; a conditional
-/// move may not write, and CMPXCHG writes either operand.
-fn keeps_destination(i: &Instruction) -> bool {
-    use iced_x86::Mnemonic as M;
-    matches!(
-        i.mnemonic(),
-        M::Bsf | M::Bsr | M::Cmpxchg | M::Xadd | M::Xchg
-    )
-}
-
-/// The general register `n` of the given size in bytes.
-fn register(n: Reg, size: usize) -> Register {
-    let n = u32::from(n);
-    match size {
-        1 if n < 4 => Register::AL + n,
-        1 => Register::SPL + (n - 4),
-        2 => Register::AX + n,
-        4 => Register::EAX + n,
-        _ => Register::RAX + n,
-    }
 }

@@ -3,7 +3,11 @@
 use iced_x86::Mnemonic;
 use x86_defs::rflags;
 
-use super::{Emit, Stub, Translator, branch::Stack, drop_hints, operand_at_r14, register};
+use super::{
+    Emit, Stub, Translator,
+    branch::Stack,
+    copy::{drop_hints, operand_at_r14, register},
+};
 use crate::{
     area::*,
     asm::*,

@@ -1,0 +1,267 @@
+//! What the translator has to know of an instruction's form, whatever its operands:
+//! looked up once per form, as asking the decoder's library again and again is most
+//! of what a translation would cost.
+
+use iced_x86::{
+    Code, EncodingKind, Instruction, InstructionInfoFactory, InstructionInfoOptions,
+    MandatoryPrefix, Mnemonic, OpAccess, OpCodeOperandKind as K, OpKind, Register,
+};
+use x86_cpu::Features;
+use x86_interp::gating;
+
+use super::{Kind, form};
+use crate::{
+    block::{self, ALL},
+    stats::Cause,
+};
+
+/// Facts of a form.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Form {
+    /// [`Kind::Unknown`]: not looked at yet.
+    pub(crate) kind: Kind,
+    /// The guest's CPUID promises it.
+    pub(crate) available: bool,
+    /// VEX-encoded.
+    pub(crate) vex: bool,
+    /// Bytes of the memory operand; 0 if there is none, or more than 255.
+    pub(crate) size: u8,
+    /// Bit per operand: it may be written.
+    pub(crate) writes: u8,
+    /// Bit per operand: it is written and not read.
+    pub(crate) replaces: u8,
+    /// Bit per general register: it may be written though it is no operand.
+    pub(crate) implied: u16,
+    /// Arithmetic flags that may be read, and that are always set, if that depends on
+    /// no operand.
+    flags: Option<(u32, u32)>,
+    /// Why it is left to the interpreter, if it is.
+    pub(crate) cause: Cause,
+    /// Where its operands are encoded, if [`crate::translate::recode`] knows how.
+    pub(crate) shape: Option<Shape>,
+}
+
+/// How a legacy or VEX encoding names its operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    /// There is a ModR/M byte.
+    pub(crate) modrm: bool,
+    /// ModRM.reg is a general register.
+    pub(crate) reg: bool,
+    /// ModRM.rm, if not memory, is a general register.
+    pub(crate) rm: bool,
+    /// The opcode's low bits are a general register.
+    pub(crate) opcode: bool,
+    /// F2 or F3 if it belongs to the opcode.
+    pub(crate) prefix: Option<u8>,
+}
+
+const UNKNOWN: Form = Form {
+    kind: Kind::Unknown,
+    available: false,
+    vex: false,
+    size: 0,
+    writes: 0,
+    replaces: 0,
+    implied: 0,
+    flags: None,
+    cause: Cause::Other,
+    shape: None,
+};
+
+impl Form {
+    /// Arithmetic flags that an instruction of the form may read, and that it always sets.
+    #[inline]
+    pub(crate) fn flags(&self, i: &Instruction) -> (u32, u32) {
+        self.flags.unwrap_or_else(|| flags(i))
+    }
+
+    /// The memory operand, and whether it needs permission to write.
+    #[inline]
+    pub(crate) fn memory(&self, i: &Instruction) -> Option<bool> {
+        let n = (0..i.op_count()).find(|n| i.op_kind(*n) == OpKind::Memory)?;
+        Some(self.writes & 1 << n != 0)
+    }
+}
+
+/// Forms by code.
+pub(crate) struct Forms {
+    forms: Vec<Form>,
+    /// What the guest's CPUID promises.
+    features: Features,
+    info: InstructionInfoFactory,
+}
+
+impl core::fmt::Debug for Forms {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Forms").finish_non_exhaustive()
+    }
+}
+
+impl Forms {
+    pub(crate) fn new() -> Self {
+        Self {
+            forms: vec![UNKNOWN; Code::values().len()],
+            features: Features::default(),
+            info: InstructionInfoFactory::new(),
+        }
+    }
+
+    /// What [`Self::learn`] finds is for a guest with these features from now on.
+    pub(crate) fn select(&mut self, features: &Features) {
+        if self.features != *features {
+            self.features = *features;
+            self.forms.fill(UNKNOWN);
+        }
+    }
+
+    /// Facts of the instruction's form, looked at if need be.
+    #[inline]
+    pub(crate) fn learn(&mut self, i: &Instruction) -> &Form {
+        let n = i.code() as usize;
+        if self.forms[n].kind == Kind::Unknown {
+            self.forms[n] = look_at(i, &self.features, &mut self.info);
+        }
+        &self.forms[n]
+    }
+
+    /// Facts of a form that [`Self::learn`] has seen.
+    #[inline]
+    pub(crate) fn of(&self, i: &Instruction) -> &Form {
+        &self.forms[i.code() as usize]
+    }
+}
+
+fn flags(i: &Instruction) -> (u32, u32) {
+    (i.rflags_read() & ALL, block::overwritten(i))
+}
+
+/// An access that needs permission to write.
+fn is_write(a: OpAccess) -> bool {
+    !matches!(
+        a,
+        OpAccess::Read | OpAccess::CondRead | OpAccess::NoMemAccess | OpAccess::None
+    )
+}
+
+fn look_at(i: &Instruction, features: &Features, info: &mut InstructionInfoFactory) -> Form {
+    // Registers that no instruction has implicitly, all different: what equal
+    // operands do to accesses (XOR of a register with itself) is no fact of the form.
+    let mut sample = *i;
+    for n in 0..i.op_count() {
+        let r = i.op_register(n);
+        if i.op_kind(n) == OpKind::Register && r.is_gpr() {
+            sample.set_op_register(n, stand_in(r, n));
+        }
+    }
+    if (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Memory) {
+        sample.set_memory_base(Register::None);
+        sample.set_memory_index(Register::None);
+    }
+    let used = info.info_options(&sample, InstructionInfoOptions::NO_MEMORY_USAGE);
+    let mut form = Form {
+        kind: form(i),
+        available: gating::is_available(i, features),
+        vex: i.code().encoding() == EncodingKind::VEX,
+        size: u8::try_from(i.memory_size().size()).unwrap_or(0),
+        flags: (!is_shift(i.mnemonic())).then(|| flags(&sample)),
+        cause: Cause::of(i.code()),
+        shape: shape(i.code()),
+        ..UNKNOWN
+    };
+    for n in 0..i.op_count() {
+        let access = used.op_access(n);
+        if is_write(access) {
+            form.writes |= 1 << n;
+            if access == OpAccess::Write {
+                form.replaces |= 1 << n;
+            }
+        }
+    }
+    for r in used.used_registers() {
+        let full = r.register().full_register();
+        let is_operand = (0..i.op_count()).any(|n| full == stand_in(Register::RAX, n));
+        if full.is_gpr() && is_write(r.access()) && !is_operand {
+            form.implied |= 1 << full.number();
+        }
+    }
+    form
+}
+
+/// R15 for the first operand, R14 for the next, and so on, of the size of `r`.
+fn stand_in(r: Register, n: u32) -> Register {
+    let first = match r.size() {
+        1 => Register::R15L,
+        2 => Register::R15W,
+        4 => Register::R15D,
+        _ => Register::R15,
+    };
+    first - n
+}
+
+/// The flags that these set depend on the count.
+fn is_shift(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Shl | M::Sal | M::Shr | M::Sar | M::Rol | M::Ror | M::Rcl | M::Rcr | M::Shld | M::Shrd
+    )
+}
+
+fn shape(code: Code) -> Option<Shape> {
+    let op = code.op_code();
+    if !matches!(op.encoding(), EncodingKind::Legacy | EncodingKind::VEX) {
+        return None;
+    }
+    let mut shape = Shape {
+        modrm: op.group_index() >= 0,
+        reg: false,
+        rm: false,
+        opcode: false,
+        prefix: match op.mandatory_prefix() {
+            MandatoryPrefix::PF2 => Some(0xf2),
+            MandatoryPrefix::PF3 => Some(0xf3),
+            _ => None,
+        },
+    };
+    for n in 0..op.op_count() {
+        match op.op_kind(n) {
+            K::r8_reg | K::r16_reg | K::r32_reg | K::r64_reg => {
+                (shape.modrm, shape.reg) = (true, true);
+            }
+            K::r8_or_mem
+            | K::r16_or_mem
+            | K::r32_or_mem
+            | K::r64_or_mem
+            | K::r16_rm
+            | K::r32_rm
+            | K::r64_rm => (shape.modrm, shape.rm) = (true, true),
+            K::r8_opcode | K::r16_opcode | K::r32_opcode | K::r64_opcode => shape.opcode = true,
+            K::mem
+            | K::mm_reg
+            | K::mm_rm
+            | K::mm_or_mem
+            | K::xmm_reg
+            | K::xmm_rm
+            | K::xmm_or_mem
+            | K::ymm_reg
+            | K::ymm_rm
+            | K::ymm_or_mem => shape.modrm = true,
+            K::xmm_vvvv | K::ymm_vvvv | K::xmm_is4 | K::ymm_is4 => {}
+            K::al | K::ax | K::eax | K::rax | K::cl | K::st0 | K::sti_opcode => {}
+            K::imm4_m2z
+            | K::imm8
+            | K::imm8_const_1
+            | K::imm8sex16
+            | K::imm8sex32
+            | K::imm8sex64
+            | K::imm16
+            | K::imm32
+            | K::imm32sex64
+            | K::imm64 => {}
+            _ => return None,
+        }
+    }
+    // x87 forms without memory have no operand in the byte after the opcode that matters.
+    Some(shape)
+}

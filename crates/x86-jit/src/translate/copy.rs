@@ -1,0 +1,189 @@
+//! Instructions that are executed as they are, with other registers and a host address.
+
+use iced_x86::{Instruction, OpKind, Register};
+
+use super::{Emit, Translator, Unsupported, is_locked, recode, recode::recode};
+use crate::{area::*, asm::*, block::Decoded, kind::Form};
+
+impl Translator {
+    pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
+        let i = &d.i;
+        let memory = form.memory(i);
+        let mut disp = None;
+        if let Some(write) = memory {
+            let size = u32::from(form.size);
+            if size == 0 || size > 32 {
+                return Err(Unsupported);
+            }
+            let aligned = aligned || is_locked(i) && size > 1;
+            disp = Some(self.operand(d, size, write, aligned)?);
+        }
+        let mut map = HOST;
+        let mut high = false;
+        // Registers that live in memory: (guest number, host register, write back).
+        let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
+        let mut used = 0;
+        let mut spilled: [Option<Reg>; 2] = [None; 2];
+        for n in 0..i.op_count() {
+            if i.op_kind(n) != OpKind::Register {
+                continue;
+            }
+            let r = i.op_register(n);
+            if !r.is_gpr() {
+                continue;
+            }
+            if matches!(r, Register::AH | Register::CH | Register::DH | Register::BH) {
+                high = true;
+                continue;
+            }
+            let number = r.full_register().number() as u8;
+            if host_reg(number).is_some() {
+                continue;
+            }
+            let write = form.writes & 1 << n != 0;
+            if let Some(t) = temps[..used].iter_mut().find(|t| t.0 == number) {
+                t.2 |= write;
+                continue;
+            }
+            let host = self.scratch(i, used, memory.is_some(), &mut spilled)?;
+            let whole = form.replaces & 1 << n != 0
+                && r.size() >= 4
+                && !keeps_destination(i)
+                && (0..i.op_count()).all(|m| {
+                    m == n
+                        || i.op_kind(m) != OpKind::Register
+                        || i.op_register(m).full_register() != r.full_register()
+                });
+            if !whole {
+                self.asm.load(host, home(number));
+            }
+            let slot = temps.get_mut(used).ok_or(Unsupported)?;
+            *slot = (number, host, write);
+            used += 1;
+            map[usize::from(number)] = host;
+        }
+        let raw = d.raw.get(..i.len()).ok_or(Unsupported)?;
+        match form.shape.and_then(|s| recode(raw, s, &map, disp, high)) {
+            Some((bytes, len)) => self.asm.put(bytes, len),
+            None => self.encode(&rewritten(i, &map, disp))?,
+        }
+        for (number, host, write) in &temps[..used] {
+            if *write {
+                self.asm.store(home(*number), *host);
+            }
+        }
+        for (n, r) in spilled.iter().enumerate() {
+            if let Some(r) = r {
+                self.asm.load(*r, gs(SPILL + 8 * n));
+            }
+        }
+        Ok(())
+    }
+
+    /// A host register for the `n`th register that lives in memory.
+    fn scratch(
+        &mut self,
+        i: &Instruction,
+        n: usize,
+        memory: bool,
+        spilled: &mut [Option<Reg>; 2],
+    ) -> Result<Reg, Unsupported> {
+        if n == 0 {
+            return Ok(S1);
+        }
+        if n == 1 && !memory {
+            return Ok(S0);
+        }
+        // No instruction uses these implicitly.
+        let free = (8..TLB).rev().find(|r| {
+            !spilled.contains(&Some(*r))
+                && (0..i.op_count()).all(|n| {
+                    i.op_kind(n) != OpKind::Register
+                        || !i.op_register(n).is_gpr()
+                        || i.op_register(n).full_register().number() as u8 != *r
+                })
+        });
+        let r = free.ok_or(Unsupported)?;
+        let place = spilled
+            .iter()
+            .position(Option::is_none)
+            .ok_or(Unsupported)?;
+        spilled[place] = Some(r);
+        self.asm.store(gs(SPILL + 8 * place), r);
+        Ok(r)
+    }
+
+    pub(super) fn encode(&mut self, i: &Instruction) -> Emit {
+        self.encoder.encode(i, 0).map_err(|_| {
+            let _ = self.encoder.take_buffer();
+            Unsupported
+        })?;
+        let mut bytes = self.encoder.take_buffer();
+        self.asm.bytes(&bytes);
+        bytes.clear();
+        self.encoder.set_buffer(bytes);
+        Ok(())
+    }
+}
+
+/// Where guest registers are that do not live in memory.
+pub(super) const HOST: recode::Map = [0, 1, 2, 3, GUEST_RSP, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+
+/// What [`recode()`] makes, for the encoder.
+pub(super) fn rewritten(i: &Instruction, map: &recode::Map, disp: Option<i32>) -> Instruction {
+    let mut out = *i;
+    if let Some(disp) = disp {
+        operand_at_r14(&mut out, disp);
+    }
+    drop_hints(&mut out);
+    for n in 0..out.op_count() {
+        let r = out.op_register(n);
+        let high = matches!(r, Register::AH | Register::CH | Register::DH | Register::BH);
+        if out.op_kind(n) == OpKind::Register && r.is_gpr() && !high {
+            let host = map[r.full_register().number() & 15];
+            out.set_op_register(n, register(host, r.size()));
+        }
+    }
+    out
+}
+
+/// Makes the memory operand `[r14 + disp]`.
+pub(super) fn operand_at_r14(out: &mut Instruction, disp: i32) {
+    out.set_memory_base(Register::R14);
+    out.set_memory_index(Register::None);
+    out.set_memory_index_scale(1);
+    out.set_memory_displacement64(i64::from(disp) as u64);
+    out.set_memory_displ_size(u32::from(disp != 0));
+}
+
+/// Prefixes without effect on the guest may have one on the host: F3 makes
+/// TZCNT of BSF and LZCNT of BSR, XACQUIRE begins a transaction.
+pub(super) fn drop_hints(out: &mut Instruction) {
+    out.set_segment_prefix(Register::None);
+    out.set_has_rep_prefix(false);
+    out.set_has_repne_prefix(false);
+    out.set_has_xacquire_prefix(false);
+    out.set_has_xrelease_prefix(false);
+}
+
+/// BSF and BSR leave the destination alone for a source of zero; a conditional
+/// move may not write, and CMPXCHG writes either operand.
+fn keeps_destination(i: &Instruction) -> bool {
+    use iced_x86::Mnemonic as M;
+    matches!(
+        i.mnemonic(),
+        M::Bsf | M::Bsr | M::Cmpxchg | M::Xadd | M::Xchg
+    )
+}
+
+/// The general register `n` of the given size in bytes.
+pub(super) fn register(n: Reg, size: usize) -> Register {
+    let n = u32::from(n);
+    match size {
+        1 if n < 4 => Register::AL + n,
+        1 => Register::SPL + (n - 4),
+        2 => Register::AX + n,
+        4 => Register::EAX + n,
+        _ => Register::RAX + n,
+    }
+}
