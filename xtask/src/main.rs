@@ -1,6 +1,7 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
 //! `boots` (kernels to a shell), `guests` (real programs in a guest), `vmms` (unmodified VMMs),
-//! `selftests` (the kernel's KVM selftests), `lockstep` (JIT against interpreter) and `bench`.
+//! `selftests` (the kernel's KVM selftests), `kvm-ioctls` (that crate's tests), `stress` (signals and
+//! KVM_RUN), `lockstep` (JIT against interpreter) and `bench`.
 
 #![forbid(unsafe_code)]
 
@@ -10,8 +11,10 @@ mod build;
 mod ci;
 mod debian;
 mod guests;
+mod kvm_ioctls;
 mod lockstep;
 mod selftests;
+mod stress;
 mod tidy;
 mod vmms;
 
@@ -28,11 +31,13 @@ fn main() -> ExitCode {
         "bench" => bench::run(&arguments),
         "boots" => boots::run(&arguments),
         "guests" => guests::run(&arguments),
+        "kvm-ioctls" => kvm_ioctls::run(&arguments),
+        "stress" => stress::run(&arguments),
         "lockstep" => lockstep::run(&arguments),
         "selftests" => selftests::run(&arguments),
         "vmms" => vmms::run(&arguments),
         _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | lockstep | bench>"
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | kvm-ioctls | stress | lockstep | bench>"
                 .to_owned(),
         ),
     };

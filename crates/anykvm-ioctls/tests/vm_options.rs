@@ -132,9 +132,9 @@ fn dirty_bits_stay_until_they_are_cleared_by_hand() {
     guest::start(&vcpu);
     assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x80, _)));
     let log = |vm: &VmFd| vm.get_dirty_log(0, 0x4000).unwrap()[0];
-    // The third page of the slot, which begins at 0x1000.
-    assert_eq!((log(&vm), log(&vm)), (4, 4));
-    let mut mask = [4u64];
+    // The third page of the slot, which begins at 0x1000, and the page of the code.
+    assert_eq!((log(&vm), log(&vm)), (5, 5));
+    let mut mask = [5u64];
     let mut clear = kvm_clear_dirty_log {
         num_pages: 4,
         ..Default::default()

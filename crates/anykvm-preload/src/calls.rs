@@ -6,7 +6,7 @@ use libc::{c_char, c_int, c_long, c_ulong};
 
 use crate::next::{answer, system_call_c};
 use crate::path::is_kvm;
-use crate::{actions, descriptors, files};
+use crate::{actions, descriptors, files, trace};
 
 /// KVM's type in an ioctl number (KVMIO).
 const KVM_TYPE: c_ulong = 0xae;
@@ -34,12 +34,20 @@ fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
 /// As for that.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ioctl(fd: c_int, number: c_ulong, argument: usize) -> c_int {
-    if let Some(result) = kvm_ioctl(fd, number, argument) {
-        return result;
+    let call = || {
+        if let Some(result) = kvm_ioctl(fd, number, argument) {
+            return result;
+        }
+        let arguments = [fd as usize, number as usize, argument, 0, 0, 0];
+        // SAFETY: the caller's arguments.
+        unsafe { system_call_c(libc::SYS_ioctl, arguments) as c_int }
+    };
+    if number >> 8 & 0xff == KVM_TYPE
+        && let Some(trace) = trace::wanted()
+    {
+        return trace.call(fd, number, argument, call);
     }
-    let arguments = [fd as usize, number as usize, argument, 0, 0, 0];
-    // SAFETY: the caller's arguments.
-    unsafe { system_call_c(libc::SYS_ioctl, arguments) as c_int }
+    call()
 }
 
 /// The C library's function of this name.
@@ -61,7 +69,7 @@ pub(crate) unsafe extern "C" fn syscall(
     // SAFETY: the caller's arguments, of the types that the calls have.
     let result = unsafe {
         match number {
-            libc::SYS_ioctl => kvm_ioctl(a as c_int, b as c_ulong, c),
+            libc::SYS_ioctl => Some(ioctl(a as c_int, b as c_ulong, c)),
             libc::SYS_open if is_kvm(libc::AT_FDCWD, path(a)) => Some(files::open_kvm(b as c_int)),
             libc::SYS_openat if is_kvm(a as c_int, path(b)) => Some(files::open_kvm(c as c_int)),
             // struct open_how begins with the flags.

@@ -25,6 +25,7 @@ pub(crate) fn closing(first: c_uint, last: c_uint) {
     let _section = kvm_abi::signals::Section::enter();
     let number = |fd: c_uint| c_int::try_from(fd).unwrap_or(c_int::MAX);
     kvm_abi::forget_range(number(first), number(last));
+    crate::trace::closing(number(first), number(last));
 }
 
 /// The C library's function of this name.

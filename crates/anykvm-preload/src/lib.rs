@@ -13,6 +13,7 @@ mod descriptors;
 mod files;
 mod next;
 mod path;
+mod trace;
 
 /// The program interpreter of the `anykvm` program, which the linker does not name in a
 /// shared library.

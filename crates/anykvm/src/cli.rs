@@ -24,6 +24,10 @@ pub(crate) enum Command {
     Bench(BenchArgs),
     /// Run a VMM with anykvm in place of /dev/kvm.
     Exec(ExecArgs),
+    /// Run a VMM and write each of its KVM calls as a line of JSON.
+    Trace(TraceArgs),
+    /// Say what this machine allows, what will be slow and why, and how a program would be run.
+    Doctor(DoctorArgs),
 }
 
 /// `anykvm bench`.
@@ -84,6 +88,30 @@ pub(crate) struct ExecArgs {
     /// The VMM and its arguments.
     #[arg(last = true, required = true, value_name = "VMM")]
     pub(crate) command: Vec<std::ffi::OsString>,
+}
+
+/// `anykvm trace`.
+#[derive(Debug, Args)]
+pub(crate) struct TraceArgs {
+    /// Where the lines go.
+    #[arg(long, short, value_name = "FILE", default_value = "kvm-trace.jsonl")]
+    pub(crate) output: PathBuf,
+
+    /// Leave the VMM the machine's own /dev/kvm, and only look on.
+    #[arg(long)]
+    pub(crate) real: bool,
+
+    /// The VMM and its arguments.
+    #[arg(last = true, required = true, value_name = "VMM")]
+    pub(crate) command: Vec<std::ffi::OsString>,
+}
+
+/// `anykvm doctor`.
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Programs to look at.
+    #[arg(value_name = "PROGRAM")]
+    pub(crate) programs: Vec<std::ffi::OsString>,
 }
 
 /// `anykvm boot`.

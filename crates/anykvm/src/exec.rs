@@ -20,7 +20,7 @@ const MAX_SCRIPTS: usize = 4;
 
 /// Replaces this process by the VMM; returns only if that is not possible.
 pub(crate) fn exec(args: &ExecArgs) -> Result<(u8, Option<String>), BootError> {
-    let mut command = prepare(args).map_err(BootError::Usage)?;
+    let mut command = prepare(&args.command).map_err(BootError::Usage)?;
     let name = command.get_program().display().to_string();
     if !args.quiet {
         let version = env!("CARGO_PKG_VERSION");
@@ -30,8 +30,9 @@ pub(crate) fn exec(args: &ExecArgs) -> Result<(u8, Option<String>), BootError> {
     Err(BootError::Usage(format!("cannot start {name}: {error}")))
 }
 
-fn prepare(args: &ExecArgs) -> Result<Command, String> {
-    let (name, arguments) = args.command.split_first().ok_or("no program was named")?;
+/// The VMM with the library in it.
+pub(crate) fn prepare(command: &[OsString]) -> Result<Command, String> {
+    let (name, arguments) = command.split_first().ok_or("no program was named")?;
     let program = find(name)?;
     check(&program)?;
     let mut command = Command::new(&program);
@@ -41,7 +42,7 @@ fn prepare(args: &ExecArgs) -> Result<Command, String> {
 }
 
 /// The program as a shell would find it.
-fn find(name: &OsStr) -> Result<PathBuf, String> {
+pub(crate) fn find(name: &OsStr) -> Result<PathBuf, String> {
     if name.as_bytes().contains(&b'/') {
         return Ok(PathBuf::from(name));
     }
@@ -93,7 +94,7 @@ pub(crate) enum Kind {
 }
 
 /// Refuses what would start without the library.
-fn check(program: &Path) -> Result<(), String> {
+pub(crate) fn check(program: &Path) -> Result<(), String> {
     let mut file = program.to_path_buf();
     for _ in 0..MAX_SCRIPTS {
         let name = file.display();

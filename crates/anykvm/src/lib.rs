@@ -1,4 +1,5 @@
-//! `anykvm`: the command line, the small VMM behind `anykvm boot`, `anykvm exec` and `anykvm bench`.
+//! `anykvm`: the command line, the small VMM behind `anykvm boot`, `anykvm exec`,
+//! `trace`, `doctor` and `bench`.
 //!
 //! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
 
@@ -8,6 +9,7 @@ mod acpi;
 mod bench;
 mod cli;
 mod devices;
+mod doctor;
 mod ending;
 mod error;
 mod exec;
@@ -19,6 +21,7 @@ mod machine;
 mod memory;
 mod pci;
 mod terminal;
+mod trace;
 mod vcpu;
 mod virtio;
 
@@ -41,6 +44,8 @@ pub fn main() -> ExitCode {
         Command::Boot(args) => machine::boot(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Exec(args) => exec::exec(&args),
+        Command::Trace(args) => trace::trace(&args),
+        Command::Doctor(args) => doctor::examine(&args),
     };
     let (status, line) = match result {
         Ok(verdict) => verdict,

@@ -127,22 +127,27 @@ impl GuestMemory {
     /// KVM's, in KVM's order.
     pub fn set_slot(&self, config: SlotConfig) -> Result<u64, MemslotError> {
         let mut serial = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = self.table().with(config, &mut serial, &self.code_changes)?;
-        let Some(next) = next else {
+        // Nobody else changes the table, so what is planned on it now can be done later.
+        let (change, was_logging) = {
+            let table = self.read_table();
+            let change = table.plan(config, &mut serial, &self.code_changes)?;
+            let old = table.by_number(config.slot);
+            (change, old.is_some_and(Slot::is_logging))
+        };
+        let Some(change) = change else {
             return Ok(self.epoch());
         };
         if self.starts_dirty.load(Ordering::Relaxed)
-            && let Some(slot) = next.by_number(config.slot)
-            && !self
-                .table()
-                .by_number(config.slot)
-                .is_some_and(Slot::is_logging)
+            && !was_logging
+            && let Some(slot) = change.slot()
         {
             slot.set_all_dirty();
         }
         // Readers hold the lock for whole accesses, so none uses the old table
-        // once this write lock was ours.
-        *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(next);
+        // once this write lock was ours. Snapshots stay as they are.
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        Arc::make_mut(&mut table).apply(change);
+        drop(table);
         self.generation.fetch_add(1, Ordering::AcqRel);
         Ok(self.request())
     }

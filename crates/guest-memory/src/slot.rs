@@ -272,7 +272,12 @@ impl Slot {
         if old & mask == mask {
             return old;
         }
-        chunks.fetch_or(mask, Ordering::SeqCst)
+        let old = chunks.fetch_or(mask, Ordering::SeqCst);
+        if old == 0 {
+            // KVM maps a page writable when the guest first comes there, and reports it.
+            self.mark_dirty(index);
+        }
+        old
     }
 
     /// Generation of the page's code.

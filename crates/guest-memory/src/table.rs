@@ -2,6 +2,7 @@
 //! (KVM API, KVM_SET_USER_MEMORY_REGION).
 
 use std::{
+    collections::BTreeMap,
     io,
     sync::{Arc, atomic::AtomicU64},
 };
@@ -66,9 +67,29 @@ impl From<io::Error> for MemslotError {
 }
 
 /// A set of memslots, sorted by gpa.
+///
+/// Copied only for a change while somebody has a snapshot of it: a VMM that sets thousands of slots
+/// before its guest runs pays for each of them alone.
 #[derive(Clone, Debug, Default)]
 pub struct SlotTable {
     spaces: [Vec<Arc<Slot>>; ADDRESS_SPACES],
+    /// gpa of each slot number, which has the address space in its upper half.
+    places: BTreeMap<u32, u64>,
+}
+
+/// A change that was found to be possible.
+#[derive(Debug)]
+pub(crate) struct Change {
+    number: u32,
+    /// The slot as it is from now on; none: it is deleted.
+    slot: Option<Arc<Slot>>,
+}
+
+impl Change {
+    /// The new slot.
+    pub(crate) fn slot(&self) -> Option<&Slot> {
+        self.slot.as_deref()
+    }
 }
 
 impl SlotTable {
@@ -97,10 +118,14 @@ impl SlotTable {
 
     /// The slot of that number.
     pub fn by_number(&self, number: u32) -> Option<&Slot> {
-        self.slots((number >> 16) as usize)
-            .iter()
-            .find(|s| s.config().slot == number)
-            .map(|s| &**s)
+        let space = (number >> 16) as usize;
+        let at = self.position(space, *self.places.get(&number)?);
+        self.slots(space).get(at).map(|s| &**s)
+    }
+
+    /// Index of the first slot that does not begin before `gpa`.
+    fn position(&self, space: usize, gpa: u64) -> usize {
+        self.slots(space).partition_point(|s| s.config().gpa < gpa)
     }
 
     /// Host page of a gpa; with `write` only if the guest may write it.
@@ -188,14 +213,14 @@ impl SlotTable {
         )
     }
 
-    /// The table after `config` is applied, or `None` if nothing changes.
+    /// What `config` changes, or `None` if that is nothing.
     /// The order of checks is KVM's, so that the same request gets the same error.
-    pub(crate) fn with(
+    pub(crate) fn plan(
         &self,
         config: SlotConfig,
         serial: &mut u32,
         changes: &Arc<AtomicU64>,
-    ) -> Result<Option<Self>, MemslotError> {
+    ) -> Result<Option<Change>, MemslotError> {
         const FLAGS: u32 = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
         let space = (config.slot >> 16) as usize;
         if config.slot & 0xffff >= USER_MEM_SLOTS {
@@ -227,14 +252,12 @@ impl SlotTable {
             return Err(MemslotError::Range);
         }
         let old = self.by_number(config.slot);
-        let mut next = self.clone();
-        let Some(slots) = next.spaces.get_mut(space) else {
-            return Err(MemslotError::Number(config.slot));
-        };
-        slots.retain(|s| s.config().slot != config.slot);
         if config.size == 0 {
             return match old {
-                Some(_) => Ok(Some(next)),
+                Some(_) => Ok(Some(Change {
+                    number: config.slot,
+                    slot: None,
+                })),
                 None => Err(MemslotError::Nothing(config.slot)),
             };
         }
@@ -257,10 +280,14 @@ impl SlotTable {
             if end > GPA_END {
                 return Err(MemslotError::Range);
             }
-            if let Some(other) = slots
-                .iter()
-                .map(|s| s.config())
-                .find(|s| s.gpa < end && config.gpa < s.gpa + s.size)
+            // Only the last two that begin before the new one's end can overlap it: of those, one may
+            // be the slot itself.
+            let before = self.position(space, end);
+            let near = self.slots(space).get(..before).unwrap_or_default();
+            let other = near.iter().rev().take(2).map(|s| s.config());
+            if let Some(other) = other
+                .filter(|s| s.slot != config.slot)
+                .find(|s| config.gpa < s.gpa.saturating_add(s.size))
             {
                 return Err(MemslotError::Overlap(other.slot));
             }
@@ -273,8 +300,42 @@ impl SlotTable {
             (Some(old), fresh) => old.changed(config, fresh)?,
             (None, fresh) => Slot::new(config, fresh.unwrap_or_default(), changes)?,
         };
-        let at = slots.partition_point(|s| s.config().gpa < config.gpa);
-        slots.insert(at, Arc::new(slot));
-        Ok(Some(next))
+        Ok(Some(Change {
+            number: config.slot,
+            slot: Some(Arc::new(slot)),
+        }))
+    }
+
+    /// Makes a change that was planned for this very table.
+    pub(crate) fn apply(&mut self, change: Change) {
+        let space = (change.number >> 16) as usize;
+        let old = self
+            .places
+            .remove(&change.number)
+            .map(|gpa| self.position(space, gpa));
+        let at = change.slot.as_ref().map(|slot| {
+            let gpa = slot.config().gpa;
+            self.places.insert(change.number, gpa);
+            self.position(space, gpa)
+        });
+        let Some(slots) = self.spaces.get_mut(space) else {
+            return;
+        };
+        match (old, at.zip(change.slot)) {
+            // The place is that of the slot itself: another of its flags, no move.
+            (Some(old), Some((at, slot))) if old == at => {
+                if let Some(place) = slots.get_mut(old) {
+                    *place = slot;
+                }
+            }
+            (Some(old), new) => {
+                slots.remove(old);
+                if let Some((at, slot)) = new {
+                    slots.insert(if old < at { at - 1 } else { at }, slot);
+                }
+            }
+            (None, Some((at, slot))) => slots.insert(at, slot),
+            (None, None) => {}
+        }
     }
 }

@@ -218,3 +218,66 @@ fn code_log_overflows_into_any() {
     m.log_code(page);
     assert_eq!(m.new_code(&mut seen), NewCode::Pages(vec![page]));
 }
+
+/// Random requests against a list that is searched from end to end.
+#[test]
+fn slots_stay_sorted_and_apart() {
+    let m = GuestMemory::new();
+    let mut model: Vec<SlotConfig> = Vec::new();
+    let mut state = 1u64;
+    let mut random = |n: u64| {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        (state >> 33) % n
+    };
+    let mut snapshot = m.table();
+    let mut good = 0;
+    for round in 0..20_000 {
+        let number = (random(40) + (random(2) << 16)) as u32;
+        let old = model.iter().position(|c| c.slot == number);
+        let size = old.map_or(0x1000 << random(4), |at| model[at].size);
+        let size = if random(4) == 0 { 0 } else { size };
+        let wanted = config(number, random(64) << 12, size, HVA, 0);
+        let same_space = |c: &&SlotConfig| c.slot >> 16 == number >> 16 && c.slot != number;
+        let hit = model
+            .iter()
+            .filter(same_space)
+            .any(|c| c.gpa < wanted.gpa + size && wanted.gpa < c.gpa + c.size);
+        let expected = match (size, old) {
+            (0, None) => Err(E::Nothing(number)),
+            (0, Some(_)) => Ok(()),
+            _ if hit => Err(E::Overlap(0)),
+            _ => Ok(()),
+        };
+        let got = m.set_slot(wanted).map(|_| ());
+        match (got, expected) {
+            (Err(E::Overlap(_)), Err(E::Overlap(_))) => {}
+            (got, expected) => assert_eq!(got, expected, "{wanted:x?} on {model:x?}"),
+        }
+        if got.is_ok() {
+            good += 1;
+            model.retain(|c| c.slot != number);
+            if size != 0 {
+                model.push(wanted);
+            }
+        }
+        for space in 0..2 {
+            let mut sorted: Vec<_> = model.iter().filter(|c| c.slot >> 16 == space).collect();
+            sorted.sort_by_key(|c| c.gpa);
+            let table = m.table();
+            let slots = table.slots(space as usize);
+            assert_eq!(slots.iter().map(|s| s.config()).collect::<Vec<_>>(), sorted);
+        }
+        for c in &model {
+            assert_eq!(m.table().by_number(c.slot).map(|s| *s.config()), Some(*c));
+        }
+        // Now and then somebody holds a snapshot, which stays what it was.
+        if round % 100 == 0 {
+            snapshot = m.table();
+        }
+        let kept: Vec<_> = snapshot.slots(0).iter().map(|s| *s.config()).collect();
+        if round % 100 == 50 {
+            assert!(kept.is_sorted_by_key(|c| c.gpa));
+        }
+    }
+    assert!(good > 2000, "{good}");
+}

@@ -27,6 +27,12 @@ impl Errno {
         )
     }
 
+    /// Name of the number, if KVM ever returns it.
+    pub fn static_name(self) -> Option<&'static str> {
+        let row = NAMES.iter().find(|(value, _)| *value == self.0);
+        row.map(|(_, name)| *name)
+    }
+
     /// Name of the number for documents; the decimal number for one that KVM never returns.
     pub fn name(self) -> String {
         NAMES

@@ -18,6 +18,7 @@ mod run_page;
 pub mod signals;
 mod stats;
 pub mod system;
+pub mod trace;
 mod user_memory;
 mod vcpu;
 mod vm;

@@ -104,6 +104,11 @@ impl Vcpu {
         &self.hypervisor
     }
 
+    /// Where kvm_run is mapped for anykvm itself, for [`crate::trace::write_exit`].
+    pub fn run_address(&self) -> u64 {
+        self.page.address()
+    }
+
     /// The VM that this vCPU belongs to.
     pub fn vm(&self) -> &Arc<Vm> {
         &self.vm

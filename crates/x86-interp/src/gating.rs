@@ -1,4 +1,5 @@
-//! Which instructions the guest's CPUID promises.
+//! Which instructions the guest has: those that its CPUID promises, and those that cannot be withheld
+//! ([`Features::executes`]).
 //!
 //! An instruction that needs a feature the guest does not have is #UD, except
 //! the hints that older processors execute as NOPs (SDM vol. 2, table 2-1 of
@@ -14,22 +15,22 @@ pub fn decoder_options(f: &Features) -> u32 {
     if f.has(Feature::Amd) {
         options |= DecoderOptions::AMD;
     }
-    if !f.has(Feature::Wbnoinvd) {
+    if !f.executes(Feature::Wbnoinvd) {
         options |= DecoderOptions::NO_WBNOINVD;
     }
-    if !f.has(Feature::Bmi1) {
+    if !f.executes(Feature::Bmi1) {
         options |= DecoderOptions::NO_MPFX_0FBC;
     }
-    if !f.has(Feature::Lzcnt) && !f.has(Feature::Abm) {
+    if !f.executes(Feature::Lzcnt) && !f.executes(Feature::Abm) {
         options |= DecoderOptions::NO_MPFX_0FBD;
     }
-    if !f.has(Feature::LahfLm) {
+    if !f.executes(Feature::LahfLm) {
         options |= DecoderOptions::NO_LAHF_SAHF_64;
     }
     options
 }
 
-/// True if the guest's CPUID promises the instruction.
+/// True if the guest has the instruction.
 pub fn is_available(i: &Instruction, f: &Features) -> bool {
     use Code::{Reservednop_rm16_r16_0F0D, Reservednop_rm32_r32_0F0D, Reservednop_rm64_r64_0F0D};
     if matches!(
@@ -102,7 +103,7 @@ fn has(c: CpuidFeature, f: &Features) -> bool {
         C::FXSR => Feature::Fxsr,
         C::GFNI => Feature::Gfni,
         C::INVPCID => Feature::Invpcid,
-        C::LZCNT => return f.has(Feature::Lzcnt) || f.has(Feature::Abm),
+        C::LZCNT => return f.executes(Feature::Lzcnt) || f.executes(Feature::Abm),
         C::MMX => Feature::Mmx,
         C::MONITOR => Feature::Monitor,
         C::MOVBE => Feature::Movbe,
@@ -138,5 +139,5 @@ fn has(c: CpuidFeature, f: &Features) -> bool {
         C::XSAVES => Feature::Xsaves,
         _ => return false,
     };
-    f.has(feature)
+    f.executes(feature)
 }

@@ -42,6 +42,7 @@ fn passes(name: &str, mode: &[&str]) {
 fn a_signal_ends_kvm_run_and_its_handler_runs_once() {
     passes("vmm-spin", &["spin", "5000"]);
     passes("vmm-port", &["port", "2000"]);
+    passes("vmm-halt", &["halt", "2000"]);
 }
 
 #[test]
@@ -52,6 +53,111 @@ fn a_signal_that_only_kvm_run_lets_through_stays_pending() {
 #[test]
 fn immediate_exit_set_by_a_handler_is_never_missed() {
     passes("vmm-immediate", &["immediate", "5000"]);
+}
+
+#[test]
+fn immediate_exit_of_another_thread_ends_kvm_run_with_its_signal() {
+    passes("vmm-sender", &["sender", "5000"]);
+}
+
+#[test]
+fn a_trace_has_a_line_for_each_call() {
+    let program = build("vmm-traced", &[]);
+    let trace = Path::new(env!("CARGO_TARGET_TMPDIR")).join("trace.jsonl");
+    let output = Command::new("timeout")
+        .args([
+            "-k",
+            "5",
+            "100",
+            env!("CARGO_BIN_EXE_anykvm"),
+            "trace",
+            "-o",
+        ])
+        .arg(&trace)
+        .arg("--")
+        .arg(&program)
+        .arg("descriptors")
+        .output()
+        .expect("timeout is installed");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    let text = std::fs::read_to_string(&trace).unwrap();
+    let find = |what: &str| {
+        let line = text.lines().find(|line| line.contains(what));
+        line.unwrap_or_else(|| panic!("no {what} in {text}"))
+    };
+    for line in text.lines() {
+        assert!(
+            line.starts_with("{\"time\":") && line.ends_with('}'),
+            "{line}"
+        );
+    }
+    let version = find("\"kind\":\"system\",\"ioctl\":\"KVM_GET_API_VERSION\"");
+    assert!(version.contains("\"result\":12,"), "{version}");
+    let region = find("KVM_SET_USER_MEMORY_REGION");
+    assert!(region.contains("\"memory_size\":\"0x10000\""), "{region}");
+    let sregs = find("KVM_SET_SREGS");
+    assert!(
+        sregs.contains("\"in\":{\"cs\":{\"base\":\"0x0\","),
+        "{sregs}"
+    );
+    let exit = find("\"reason\":\"IO\"");
+    assert!(
+        exit.contains(
+            "\"direction\":\"out\",\"port\":\"0x10\",\"size\":1,\"count\":1,\"data\":\"00\""
+        ),
+        "{exit}"
+    );
+    // By a system call of the program's own, of a child, and on a descriptor that is closed.
+    assert!(text.matches("\"KVM_RUN\"").count() >= 4, "{text}");
+    assert!(find("\"errno\":\"EIO\"").contains("\"result\":-1,"));
+}
+
+#[test]
+fn a_trace_of_a_real_device_leaves_the_program_alone() {
+    let program = build("vmm-real", &[]);
+    let trace = Path::new(env!("CARGO_TARGET_TMPDIR")).join("real.jsonl");
+    // Where there is no /dev/kvm at all: on this machine, or in a namespace of its own.
+    let mut command = if Path::new("/dev/kvm").exists() {
+        let script = "mount -t tmpfs none /dev && exec \"$@\"";
+        let mut command = Command::new("unshare");
+        command
+            .args(["--user", "--map-root-user", "--mount", "sh", "-c"])
+            .args([script, "sh", env!("CARGO_BIN_EXE_anykvm")]);
+        command
+    } else {
+        Command::new(env!("CARGO_BIN_EXE_anykvm"))
+    };
+    let output = command
+        .args(["trace", "--real", "-o"])
+        .arg(&trace)
+        .arg("--")
+        .arg(&program)
+        .arg("spin")
+        .output()
+        .expect("the program can be started");
+    let error = String::from_utf8_lossy(&output.stderr);
+    // Its open fails: nothing has put anykvm there.
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("kvm >= 0 (errno 2)"), "{error}");
+    assert!(error.contains("the machine's own /dev/kvm"), "{error}");
+}
+
+#[test]
+fn the_doctor_tries_a_guest_and_judges_programs() {
+    let run = |programs: &[&str]| {
+        Command::new(env!("CARGO_BIN_EXE_anykvm"))
+            .arg("doctor")
+            .args(programs)
+            .output()
+            .unwrap()
+    };
+    let good = run(&["sh"]);
+    let text = String::from_utf8_lossy(&good.stdout);
+    assert_eq!(good.status.code(), Some(0), "{text}");
+    assert!(text.contains("ok    trial"), "{text}");
+    assert!(text.contains("by a preloaded library"), "{text}");
+    assert_eq!(run(&["/etc/passwd"]).status.code(), Some(1));
 }
 
 #[test]

@@ -39,6 +39,8 @@ static struct kvm_run *run;
 static uint8_t *memory;
 static int map_size;
 
+static int with_chips;
+
 /* A vCPU in real mode that executes `code`. */
 static void make(const uint8_t *code, size_t length)
 {
@@ -54,6 +56,8 @@ static void make(const uint8_t *code, size_t length)
         .memory_size = 0x10000, .userspace_addr = (uintptr_t)memory,
     };
     CHECK(ioctl(vm, KVM_SET_USER_MEMORY_REGION, &region) == 0);
+    if (with_chips)
+        CHECK(ioctl(vm, KVM_CREATE_IRQCHIP, 0) == 0);
     vcpu = ioctl(vm, KVM_CREATE_VCPU, 0);
     CHECK(vcpu >= 0);
     map_size = ioctl(kvm, KVM_GET_VCPU_MMAP_SIZE, 0);
@@ -69,6 +73,7 @@ static void make(const uint8_t *code, size_t length)
 }
 
 static const uint8_t SPIN[] = { 0xeb, 0xfe };              /* jmp . */
+static const uint8_t HALT[] = { 0xf4, 0xeb, 0xfd };        /* 1: hlt; jmp 1b */
 static const uint8_t PORT[] = { 0xe6, 0x10, 0xeb, 0xfc };  /* 1: out 0x10, al; jmp 1b */
 
 static _Atomic uint64_t handled, returned, stop;
@@ -83,7 +88,22 @@ static uint64_t now(void)
 
 static void count(int signal) { (void)signal; handled++; }
 
-static int blocked_in_run;
+static int blocked_in_run, clears_exit;
+
+static uint32_t *latencies; /* In nanoseconds. */
+static int ascending(const void *a, const void *b)
+{
+    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+    return (x > y) - (x < y);
+}
+static void report(long times, uint64_t total)
+{
+    qsort(latencies, times, sizeof *latencies, ascending);
+    printf("%ld kicks, mean %.1f us, 50%% within %.1f, 90%% %.1f, 99%% %.1f, 99.9%% %.1f, slowest %.0f us, %llu EINTR\n",
+           times, total / 1000.0 / times, latencies[times / 2] / 1000.0, latencies[times - 1 - times / 10] / 1000.0,
+           latencies[times - 1 - times / 100] / 1000.0, latencies[times - 1 - times / 1000] / 1000.0,
+           slowest / 1000.0, (unsigned long long)returned);
+}
 
 /* Runs the vCPU until told to stop: a signal ends KVM_RUN with EINTR after its handler is due. */
 static void *runner(void *argument)
@@ -97,6 +117,11 @@ static void *runner(void *argument)
             continue;
         }
         CHECK(result == -1 && errno == EINTR);
+        if (clears_exit) {
+            run->immediate_exit = 0;
+            returned++;
+            continue;
+        }
         CHECK(run->exit_reason == KVM_EXIT_INTR);
         /* Without a mask the handler ran before KVM_RUN came back; nothing else ends it. */
         if (!blocked_in_run)
@@ -140,6 +165,8 @@ static void kick(const uint8_t *code, size_t length, long times, int masked)
     CHECK(pthread_create(&thread, NULL, runner, NULL) == 0);
     unsigned seed = 1;
     uint64_t total = 0;
+    latencies = calloc(times, sizeof *latencies);
+    CHECK(latencies);
     for (long i = 0; i < times; i++) {
         uint64_t handled_before = handled, start;
         for (volatile unsigned n = rand_r(&seed) % 3000; n > 0; n--) {}
@@ -152,6 +179,7 @@ static void kick(const uint8_t *code, size_t length, long times, int masked)
             }
         uint64_t took = now() - start;
         total += took;
+        latencies[i] = took > UINT32_MAX ? UINT32_MAX : took;
         if (took > slowest)
             slowest = took;
     }
@@ -160,10 +188,47 @@ static void kick(const uint8_t *code, size_t length, long times, int masked)
         pthread_kill(thread, SIGUSR1);
         usleep(100);
     }
-    printf("%ld kicks, mean %.1f us, slowest %.0f us, %llu EINTR\n", times,
-           total / 1000.0 / times, slowest / 1000.0, (unsigned long long)returned);
+    report(times, total);
     /* One that arrives between two KVM_RUNs or with an exit ends none; most do. */
     CHECK(returned <= handled);
+}
+
+/* Another thread sets immediate_exit and sends a signal whose handler does nothing: KVM_RUN ends. */
+static void sender(long times)
+{
+    make(SPIN, sizeof SPIN);
+    struct sigaction action = { .sa_handler = count };
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
+    clears_exit = 1;
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, runner, NULL) == 0);
+    unsigned seed = 1;
+    uint64_t total = 0;
+    latencies = calloc(times, sizeof *latencies);
+    CHECK(latencies);
+    for (long i = 0; i < times; i++) {
+        uint64_t before = returned;
+        for (volatile unsigned n = rand_r(&seed) % 3000; n > 0; n--) {}
+        uint64_t start = now();
+        __atomic_store_n(&run->immediate_exit, 1, __ATOMIC_SEQ_CST);
+        CHECK(pthread_kill(thread, SIGUSR1) == 0);
+        while (returned == before)
+            if (now() - start > 10000000000ull) {
+                fprintf(stderr, "immediate_exit %ld was lost\n", i);
+                exit(1);
+            }
+        uint64_t took = now() - start;
+        total += took;
+        latencies[i] = took > UINT32_MAX ? UINT32_MAX : took;
+        if (took > slowest)
+            slowest = took;
+    }
+    stop = 1;
+    while (pthread_tryjoin_np(thread, NULL) != 0) {
+        pthread_kill(thread, SIGUSR1);
+        usleep(100);
+    }
+    report(times, total);
 }
 
 /* immediate_exit set by a handler, and before the call. */
@@ -343,6 +408,8 @@ int main(int argc, char **argv)
     const char *mode = argc > 1 ? argv[1] : "";
     if (!strcmp(mode, "spin")) kick(SPIN, sizeof SPIN, times, 0);
     else if (!strcmp(mode, "port")) kick(PORT, sizeof PORT, times, 0);
+    else if (!strcmp(mode, "halt")) with_chips = 1, kick(HALT, sizeof HALT, times, 0);
+    else if (!strcmp(mode, "sender")) sender(times);
     else if (!strcmp(mode, "mask")) kick(SPIN, sizeof SPIN, times, 1);
     else if (!strcmp(mode, "immediate")) immediate(times);
     else if (!strcmp(mode, "handlers")) handlers();

@@ -325,5 +325,19 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
 
 /// KVM_GET_EMULATED_CPUID: what works although the supported list does not have it.
 pub fn emulated_cpuid() -> Vec<kvm_cpuid_entry2> {
-    Vec::new()
+    let leaf = |function, eax, ecx| kvm_cpuid_entry2 {
+        function,
+        eax,
+        ecx,
+        ..Default::default()
+    };
+    vec![
+        leaf(0, 7, 0),
+        // MOVBE, and RDPID.
+        leaf(1, 0, 1 << 22),
+        kvm_cpuid_entry2 {
+            flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+            ..leaf(7, 0, 1 << 22)
+        },
+    ]
 }

@@ -1,12 +1,20 @@
 //! CPUID as the guest sees it: the VMM's table, and the bits that follow CR4.
 
+use std::sync::OnceLock;
+
 use irqchip::LapicConfig;
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 use x86_cpu::{CpuState, Features};
 use x86_defs::control::cr4;
 
-/// Features that the table promises.
+/// Features that the table promises, beside what the host's processor executes anyway.
 pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
+    static HOST: OnceLock<Features> = OnceLock::new();
+    let host = HOST.get_or_init(|| promised(&crate::system::supported_cpuid()));
+    promised(entries).with_native(host)
+}
+
+fn promised(entries: &[kvm_cpuid_entry2]) -> Features {
     Features::from_cpuid(
         entries
             .iter()

@@ -87,6 +87,7 @@ pub struct Vcpu {
 impl Vcpu {
     pub(crate) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
         let mut cpu = Box::<CpuState>::default();
+        cpu.features = cpuid::features(&[]);
         let mut bus = Bus::new(vm, Arc::clone(&shared), mmu);
         // A fresh vCPU has paging off: nothing can fault.
         let _ = bus.load_root(&mut cpu);
@@ -448,7 +449,12 @@ impl Vcpu {
     pub fn translate(&self, gva: u64) -> Result<kvm_translation> {
         let inner = &mut *self.lock();
         inner.bus.sync_memory(&mut inner.cpu);
-        let gpa = inner.bus.mmu.translate_debug(&inner.cpu, gva);
+        // The last address is KVM's word for none.
+        let gpa = inner
+            .bus
+            .mmu
+            .translate_debug(&inner.cpu, gva)
+            .filter(|gpa| *gpa != u64::MAX);
         Ok(kvm_translation {
             linear_address: gva,
             physical_address: gpa.unwrap_or(u64::MAX),

@@ -196,19 +196,7 @@ pub(super) fn check_sregs(features: &Features, r: &kvm_sregs) -> Result<()> {
         // Not in long mode: neither LMA nor a 64-bit CS.
         return Err(Error::InvalidArgument);
     }
-    // KVM lets the VMM set these whatever CPUID says.
-    const ALWAYS: u64 = cr4::VME
-        | cr4::PVI
-        | cr4::TSD
-        | cr4::DE
-        | cr4::PSE
-        | cr4::PAE
-        | cr4::MCE
-        | cr4::PGE
-        | cr4::PCE
-        | cr4::OSFXSR
-        | cr4::OSXMMEXCPT;
-    if r.cr4 & !(x86_interp::cr4_valid_bits(features) | ALWAYS) != 0 {
+    if r.cr4 & !x86_interp::cr4_valid_bits(features) != 0 {
         return Err(Error::InvalidArgument);
     }
     if r.cr0 & !0xffff_ffff != 0

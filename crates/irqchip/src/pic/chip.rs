@@ -65,9 +65,8 @@ impl Chip {
         self.state
     }
     pub(super) fn restore(&mut self, state: &PicState) {
-        let elcr_mask = self.state.elcr_mask;
+        // Also the mask of ELCR, which KVM takes from the VMM.
         self.state = PicState {
-            elcr_mask,
             priority_add: state.priority_add & 7,
             ..*state
         };

@@ -110,6 +110,20 @@ pub fn calls() -> Vec<Call> {
         .collect()
 }
 
+/// KVM's name for a number on descriptors of that kind.
+pub(crate) fn name_of(kind: Kind, number: u32) -> Option<&'static str> {
+    fn of<T>(rows: &[Row<T>], number: u32) -> Option<&'static str> {
+        let row = rows.iter().find(|row| row.number == number);
+        row.map(|row| row.name)
+    }
+    match kind {
+        Kind::System => of(system::TABLE, number),
+        Kind::Vm => of(vm::TABLE, number),
+        Kind::Vcpu => of(vcpu::TABLE, number),
+        Kind::Device => of(device::TABLE, number),
+    }
+}
+
 /// ioctls refused since the process started.
 static REFUSED: AtomicU64 = AtomicU64::new(0);
 

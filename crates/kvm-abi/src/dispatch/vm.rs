@@ -159,7 +159,8 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         done(vm.hypervisor().set_nr_mmu_pages(pages))
     }),
     Row::done("KVM_GET_NR_MMU_PAGES", KVM_GET_NR_MMU_PAGES, |vm, _| {
-        count(vm.hypervisor().nr_mmu_pages() as usize)
+        // ioctl(2) has no room for more.
+        Ok(i32::try_from(vm.hypervisor().nr_mmu_pages()).unwrap_or(i32::MAX))
     }),
     Row::refused(
         "KVM_SET_DEVICE_ATTR",

@@ -84,6 +84,11 @@ impl RunPage {
         Ok(Self { run })
     }
 
+    /// Our address of kvm_run.
+    pub(crate) fn address(&self) -> u64 {
+        self.run.as_ptr() as u64
+    }
+
     /// kvm_run.immediate_exit, written by any thread or signal handler of the VMM.
     pub(crate) fn immediate_exit(&self) -> &AtomicU8 {
         // SAFETY: the byte is mapped as long as `self` lives and a `u8` needs no alignment; all

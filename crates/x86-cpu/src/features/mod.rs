@@ -124,6 +124,8 @@ pub enum Feature {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
     bits: u128,
+    /// What executes whether CPUID promises it or not.
+    native: u128,
     /// MAXPHYADDR in bits.
     pub maxphyaddr: u8,
     /// XCR0 bits that XSETBV accepts.
@@ -136,6 +138,7 @@ impl Default for Features {
     fn default() -> Self {
         Self {
             bits: 0,
+            native: 0,
             maxphyaddr: 36,
             xcr0: 1,
             xss: 0,
@@ -148,6 +151,46 @@ impl Features {
     #[inline(always)]
     pub const fn has(&self, f: Feature) -> bool {
         self.bits >> (f as u8) & 1 != 0
+    }
+    /// True if the feature's instructions execute: CPUID promises them, or the processor has them
+    /// and a hypervisor cannot withhold them.
+    #[inline(always)]
+    pub const fn executes(&self, f: Feature) -> bool {
+        (self.bits | self.native) >> (f as u8) & 1 != 0
+    }
+    /// As on hardware, where a table for CPUID hides instructions and takes away few: those of the
+    /// `host` execute whatever CPUID says, but for the ones that control registers, XCR0 or KVM's
+    /// intercepts withhold.
+    #[must_use]
+    pub const fn with_native(mut self, host: &Self) -> Self {
+        use Feature as F;
+        const WITHHELD: &[Feature] = &[
+            F::Amd,
+            F::Rdtscp,
+            F::Rdpid,
+            F::Invpcid,
+            F::Monitor,
+            F::Mwaitx,
+            F::Xsave,
+            F::Xsaveopt,
+            F::Xsavec,
+            F::Xsaves,
+            F::Xgetbv1,
+            F::Fsgsbase,
+            F::Pku,
+        ];
+        let mut native = host.bits;
+        let mut i = 0;
+        while i < WITHHELD.len() {
+            native &= !(1u128 << (WITHHELD[i] as u8));
+            i += 1;
+        }
+        if !host.has(F::Amd) {
+            // VMX has controls for these.
+            native &= !(1u128 << (F::Rdrand as u8) | 1u128 << (F::Rdseed as u8));
+        }
+        self.native = native;
+        self
     }
     /// Adds or removes one.
     pub const fn set(&mut self, f: Feature, on: bool) {

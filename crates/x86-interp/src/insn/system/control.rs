@@ -148,17 +148,9 @@ fn write_cr3<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     Ok(())
 }
 
-/// CR4 bits that CPUID promises.
+/// CR4 bits that CPUID promises, and those that KVM does not ask CPUID for.
 pub fn cr4_valid_bits(f: &Features) -> u64 {
     const BY_FEATURE: &[(Feature, u64)] = &[
-        (Feature::Tsc, cr4::TSD),
-        (Feature::De, cr4::DE),
-        (Feature::Pse, cr4::PSE),
-        (Feature::Pae, cr4::PAE),
-        (Feature::Mce, cr4::MCE),
-        (Feature::Pge, cr4::PGE),
-        (Feature::Fxsr, cr4::OSFXSR),
-        (Feature::Sse, cr4::OSXMMEXCPT),
         (Feature::Umip, cr4::UMIP),
         (Feature::La57, cr4::LA57),
         (Feature::Fsgsbase, cr4::FSGSBASE),
@@ -169,12 +161,20 @@ pub fn cr4_valid_bits(f: &Features) -> u64 {
         (Feature::Pku, cr4::PKE),
         (Feature::Pks, cr4::PKS),
     ];
-    let mut bits = cr4::PCE;
-    // DEVIATION: the bits may be set, as CPUID promises, but virtual interrupts
-    // (VME, PVI) are not virtualized: CLI and friends fault as without them.
-    if f.has(Feature::Vme) {
-        bits |= cr4::VME | cr4::PVI;
-    }
+    // KVM lets guests set these whatever CPUID says.
+    // DEVIATION: virtual interrupts (VME, PVI) are not virtualized: CLI and friends fault as
+    // without them.
+    let mut bits = cr4::VME
+        | cr4::PVI
+        | cr4::TSD
+        | cr4::DE
+        | cr4::PSE
+        | cr4::PAE
+        | cr4::MCE
+        | cr4::PGE
+        | cr4::PCE
+        | cr4::OSFXSR
+        | cr4::OSXMMEXCPT;
     for (feature, bit) in BY_FEATURE {
         if f.has(*feature) {
             bits |= bit;

@@ -1,0 +1,295 @@
+//! `anykvm doctor`: what this machine allows, what will be slow and why, and how a program would be run.
+
+use std::{ffi::OsStr, fmt::Write, fs};
+
+use anykvm_ioctls::{Kvm, VcpuExit};
+use kvm_bindings::kvm_regs;
+
+use crate::{cli::DoctorArgs, error::BootError, exec};
+
+/// How good it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Finding {
+    Good,
+    /// It works, but not as fast or as much.
+    Poor,
+    /// anykvm does not work so.
+    Bad,
+}
+use Finding::{Bad, Good, Poor};
+
+/// One line: how good, about what, and why.
+#[derive(Debug)]
+struct Line(Finding, &'static str, String);
+
+/// Prints the report. The status is 1 if anykvm does not work here or a program cannot be run.
+#[allow(clippy::print_stdout, reason = "the command's output")]
+pub(crate) fn examine(args: &DoctorArgs) -> Result<(u8, Option<String>), BootError> {
+    let mut lines = machine();
+    lines.extend(args.programs.iter().map(|name| program(name)));
+    let is_bad = lines.iter().any(|line| line.0 == Bad);
+    print!("{}", report(&lines));
+    Ok((is_bad.into(), None))
+}
+
+fn report(lines: &[Line]) -> String {
+    let mut text = String::new();
+    for Line(finding, about, why) in lines {
+        let mark = match finding {
+            Good => "ok  ",
+            Poor => "slow",
+            Bad => "FAIL",
+        };
+        // Writing to a String does not fail.
+        let _ = writeln!(text, "{mark}  {about:12} {why}");
+    }
+    text
+}
+
+fn machine() -> Vec<Line> {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    vec![
+        trial(),
+        processor(&read("/proc/cpuinfo")),
+        cores(&read("/sys/fs/cgroup/cpu.max")),
+        clock(&read(
+            "/sys/devices/system/clocksource/clocksource0/current_clocksource",
+        )),
+        code(&read("/proc/sys/vm/memfd_noexec")),
+        mappings(&read("/proc/sys/vm/max_map_count")),
+        memory(&read("/proc/meminfo"), &read("/sys/fs/cgroup/memory.max")),
+        huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
+        device(),
+    ]
+}
+
+/// A guest that halts: everything that a VM needs of this machine is asked for.
+fn trial() -> Line {
+    const ABOUT: &str = "trial";
+    match run_guest() {
+        Ok(()) => Line(Good, ABOUT, "a guest was created and executed".to_owned()),
+        Err(error) => Line(Bad, ABOUT, format!("a guest could not be run: {error}")),
+    }
+}
+
+fn run_guest() -> Result<(), String> {
+    use vm_memory::{Bytes, GuestAddress};
+    let failed = |e: anykvm_ioctls::Error| e.to_string();
+    // Nobody unmaps it before the process ends.
+    let memory = Box::leak(Box::new(
+        crate::memory::allocate(1 << 20).map_err(|e| e.to_string())?,
+    ));
+    // mov al, 42; out 0x10, al
+    memory
+        .write_slice(&[0xb0, 42, 0xe6, 0x10], GuestAddress(0x1000))
+        .map_err(|e| e.to_string())?;
+    let vm = Kvm::new().and_then(|kvm| kvm.create_vm()).map_err(failed)?;
+    vm.set_static_memory(memory).map_err(failed)?;
+    let mut vcpu = vm.create_vcpu(0).map_err(failed)?;
+    let mut sregs = vcpu.get_sregs().map_err(failed)?;
+    sregs.cs.base = 0;
+    sregs.cs.selector = 0;
+    vcpu.set_sregs(&sregs).map_err(failed)?;
+    let regs = kvm_regs {
+        rip: 0x1000,
+        rflags: 2,
+        ..Default::default()
+    };
+    vcpu.set_regs(&regs).map_err(failed)?;
+    match vcpu.run().map_err(failed)? {
+        VcpuExit::IoOut(0x10, [42]) => Ok(()),
+        other => Err(format!("it ended with {other:?}")),
+    }
+}
+
+fn processor(cpuinfo: &str) -> Line {
+    let field = |name: &str| {
+        cpuinfo
+            .lines()
+            .find(|line| line.starts_with(name))
+            .and_then(|line| line.split_once(':'))
+            .map_or("", |(_, value)| value.trim())
+    };
+    let flags: Vec<&str> = field("flags").split(' ').collect();
+    let wanted = [
+        ("bmi2", "memory accesses keep flags in more instructions"),
+        (
+            "fsgsbase",
+            "each entry into translated code is a system call",
+        ),
+        ("avx2", "guests have no AVX2"),
+        (
+            "constant_tsc",
+            "the guest's clock follows the processor's frequency",
+        ),
+        (
+            "nonstop_tsc",
+            "the guest's clock stops when the processor sleeps",
+        ),
+    ];
+    let missing: Vec<String> = wanted
+        .iter()
+        .filter(|(flag, _)| !flags.contains(flag))
+        .map(|(flag, effect)| format!("no {flag}: {effect}"))
+        .collect();
+    let model = field("model name");
+    if missing.is_empty() {
+        Line(Good, "processor", model.to_owned())
+    } else {
+        Line(
+            Poor,
+            "processor",
+            format!("{model}; {}", missing.join("; ")),
+        )
+    }
+}
+
+fn cores(cpu_max: &str) -> Line {
+    let count = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let mut words = cpu_max.split_whitespace().map(str::parse::<f64>);
+    let quota = match (words.next(), words.next()) {
+        (Some(Ok(quota)), Some(Ok(period))) => quota / period,
+        _ => count as f64,
+    };
+    if quota < count as f64 {
+        Line(
+            Poor,
+            "cores",
+            format!(
+                "{count}, of which this control group may use {quota:.1}: vCPUs stall when that is spent"
+            ),
+        )
+    } else if count == 1 {
+        Line(
+            Poor,
+            "cores",
+            "1: vCPUs, devices and the VMM take turns".to_owned(),
+        )
+    } else {
+        Line(Good, "cores", format!("{count}"))
+    }
+}
+
+fn clock(source: &str) -> Line {
+    match source.trim() {
+        "tsc" | "kvm-clock" | "hyperv_clocksource_tsc_page" => {
+            Line(Good, "clock", source.trim().to_owned())
+        }
+        "" => Line(Good, "clock", "not told (no /sys)".to_owned()),
+        other => Line(
+            Poor,
+            "clock",
+            format!("{other}: each look at it is a system call"),
+        ),
+    }
+}
+
+fn code(memfd_noexec: &str) -> Line {
+    match memfd_noexec.trim() {
+        "" | "0" | "1" => Line(Good, "code", "may be made and executed".to_owned()),
+        _ => Line(
+            Poor,
+            "code",
+            "vm.memfd_noexec forbids executable files in memory: guests are interpreted".to_owned(),
+        ),
+    }
+}
+
+fn mappings(max: &str) -> Line {
+    const USUAL: u64 = 65530;
+    match max.trim().parse::<u64>() {
+        Ok(max) if max < USUAL => Line(
+            Poor,
+            "mappings",
+            format!("vm.max_map_count is {max}: fewer memslots and vCPUs"),
+        ),
+        Ok(max) => Line(Good, "mappings", format!("{max}")),
+        Err(_) => Line(Good, "mappings", "not told (no /proc)".to_owned()),
+    }
+}
+
+fn memory(meminfo: &str, limit: &str) -> Line {
+    let kib = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.split_whitespace().next())
+        .and_then(|number| number.parse::<u64>().ok());
+    let limit = limit.trim().parse::<u64>().ok().map(|bytes| bytes >> 10);
+    let Some(kib) = kib.into_iter().chain(limit).min() else {
+        return Line(Good, "memory", "not told (no /proc)".to_owned());
+    };
+    let mib = kib >> 10;
+    if mib < 1024 {
+        Line(Poor, "memory", format!("{mib} MiB: small guests only"))
+    } else {
+        Line(Good, "memory", format!("{mib} MiB available"))
+    }
+}
+
+fn huge_pages(enabled: &str) -> Line {
+    if enabled.contains("[never]") {
+        Line(
+            Poor,
+            "huge pages",
+            "off: guests with much memory run slower".to_owned(),
+        )
+    } else {
+        Line(Good, "huge pages", "given to who asks for them".to_owned())
+    }
+}
+
+fn device() -> Line {
+    let why = if std::path::Path::new("/dev/kvm").exists() {
+        "/dev/kvm is here too; anykvm does not open it"
+    } else {
+        "no /dev/kvm, which anykvm does not need"
+    };
+    Line(Good, "hardware", why.to_owned())
+}
+
+/// How `anykvm exec` would run it.
+fn program(name: &OsStr) -> Line {
+    let verdict = exec::find(name).and_then(|file| exec::check(&file).map(|()| file));
+    match verdict {
+        Ok(file) => Line(
+            Good,
+            "program",
+            format!("{}: by a preloaded library", file.display()),
+        ),
+        Err(why) => Line(Bad, "program", why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let flags = "model name\t: A\nflags\t\t: fpu bmi2 fsgsbase avx2 constant_tsc nonstop_tsc\n";
+        assert_eq!(processor(flags).0, Good);
+        let Line(finding, _, why) = processor(&flags.replace(" fsgsbase", ""));
+        assert_eq!(finding, Poor);
+        assert!(why.contains("no fsgsbase: "), "{why}");
+        assert_eq!(clock("hpet\n").0, Poor);
+        assert_eq!(clock("tsc\n").0, Good);
+        assert_eq!(code("2\n").0, Poor);
+        assert_eq!(mappings("1000\n").0, Poor);
+        assert_eq!(memory("MemAvailable: 8000000 kB\n", "max").0, Good);
+        assert_eq!(memory("MemAvailable: 8000000 kB\n", "1048576").0, Poor);
+        assert_eq!(huge_pages("always madvise [never]\n").0, Poor);
+        assert_eq!(cores("5000 100000\n").0, Poor);
+    }
+
+    #[test]
+    fn programs_are_judged() {
+        assert_eq!(program(OsStr::new("sh")).0, Good);
+        assert_eq!(program(OsStr::new("/nonexistent")).0, Bad);
+        assert_eq!(program(OsStr::new("/etc/passwd")).0, Bad);
+    }
+
+    #[test]
+    fn a_guest_runs() {
+        run_guest().expect("a guest runs");
+    }
+}

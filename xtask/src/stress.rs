@@ -1,0 +1,77 @@
+//! `cargo xtask stress [--times N] [MODE…]`: signals and KVM_RUN, a million times by default.
+//!
+//! The VMM in C of `crates/anykvm/tests/exec`, under `anykvm exec`: a signal, `immediate_exit` or both
+//! at any moment, while the guest computes, sleeps or leaves all the time. A lost wake-up ends it.
+
+use std::{
+    path::Path,
+    process::{Command, Stdio},
+};
+
+/// Modes of the VMM, and what each kicks.
+const MODES: &[(&str, &str)] = &[
+    ("spin", "a signal while the guest computes"),
+    ("port", "a signal while the guest leaves all the time"),
+    ("halt", "a signal while the guest sleeps"),
+    ("mask", "a signal that only KVM_RUN lets through"),
+    ("immediate", "immediate_exit set by a handler"),
+    (
+        "sender",
+        "immediate_exit set by another thread, and a signal",
+    ),
+];
+
+/// Runs the modes that are named, or all.
+pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    const USAGE: &str = "usage: cargo xtask stress [--times N] [MODE…]";
+    let mut times = 1_000_000u64;
+    let mut names = Vec::new();
+    let mut rest = arguments.iter();
+    while let Some(argument) = rest.next() {
+        if argument == "--times" {
+            let number = rest.next().and_then(|n| n.parse().ok());
+            times = number.ok_or(USAGE)?;
+        } else if MODES.iter().any(|(mode, _)| mode == argument) {
+            names.push(argument.as_str());
+        } else {
+            return Err(USAGE.to_owned());
+        }
+    }
+    crate::debian::install(&["gcc", "libc6-dev"])?;
+    let program = crate::build::cache().join("stress-vmm");
+    let source = crate::tidy::root().join("crates/anykvm/tests/exec/vmm.c");
+    std::fs::create_dir_all(crate::build::cache()).map_err(|e| e.to_string())?;
+    let compiled = Command::new("gcc")
+        .args(["-O2", "-pthread", "-o"])
+        .arg(&program)
+        .arg(&source)
+        .status()
+        .map_err(|e| format!("cannot run gcc: {e}"))?;
+    if !compiled.success() {
+        return Err("gcc failed".to_owned());
+    }
+    let anykvm = crate::build::anykvm()?;
+    for (mode, what) in MODES {
+        if names.is_empty() || names.contains(mode) {
+            one(&anykvm, &program, mode, times).map_err(|e| format!("{mode} ({what}): {e}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn one(anykvm: &Path, program: &Path, mode: &str, times: u64) -> Result<(), String> {
+    let output = Command::new(anykvm)
+        .args(["exec", "--quiet", "--"])
+        .arg(program)
+        .args([mode, &times.to_string()])
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| e.to_string())?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    eprintln!("{mode:10} {}", text.trim());
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+}
