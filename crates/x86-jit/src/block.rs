@@ -1,6 +1,6 @@
 //! Decoding a block, and which arithmetic flags are live where.
 
-use iced_x86::{Decoder, DecoderError, Instruction, Mnemonic, OpKind};
+use iced_x86::{Decoder, DecoderError, Instruction, Mnemonic, OpKind, Register};
 use x86_cpu::{CpuState, GuestBus};
 use x86_interp::gating;
 /// The six arithmetic flags.
@@ -9,7 +9,7 @@ pub(crate) use x86_native::DECODED_ARITH as ALL;
 use crate::{
     groups::Member,
     kind::{self, Forms, Kind},
-    translate::string,
+    translate::{branch::target, narrow, string},
 };
 
 /// Mode bits: what a block was translated for, besides its bytes.
@@ -22,6 +22,11 @@ pub(crate) mod mode {
     pub(crate) const KERNEL: u8 = 2;
     /// RDTSC is allowed, and an addition.
     pub(crate) const TSC: u8 = 4;
+    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS.
+    pub(crate) const BITS32: u8 = 0x10;
+    /// 32-bit code whose FS, or GS, has any base and no limit.
+    pub(crate) const FS: u8 = 0x20;
+    pub(crate) const GS: u8 = 0x80;
     /// Every access probes for itself: see `groups`.
     pub(crate) const SPLIT: u8 = 0x40;
 }
@@ -51,7 +56,7 @@ pub(crate) struct Decoded {
     pub(crate) member: Option<Member>,
 }
 
-/// Decodes the block at `gva` in 64-bit mode; IP 0 is the page's start.
+/// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if nothing can be fetched. An instruction that straddles two pages is
 /// a block of its own: true is returned for one.
 pub(crate) fn decode<B: GuestBus>(
@@ -65,6 +70,8 @@ pub(crate) fn decode<B: GuestBus>(
     out.clear();
     forms.select(&cpu.features);
     let options = gating::decoder_options(&cpu.features);
+    let long = mode & mode::BITS32 == 0;
+    let bits = if long { 64 } else { 32 };
     let mut offset = (gva & 0xfff) as u32;
     let first = offset;
     let mut followed = 0;
@@ -85,7 +92,7 @@ pub(crate) fn decode<B: GuestBus>(
             };
         }
         let from = (offset - start) as usize;
-        let mut decoder = Decoder::with_ip(64, &bytes[from..have], offset.into(), options);
+        let mut decoder = Decoder::with_ip(bits, &bytes[from..have], offset.into(), options);
         decoder.decode_out(&mut i);
         let mut error = decoder.last_error();
         if error == DecoderError::NoMoreBytes && have - from < MAX_LEN {
@@ -94,10 +101,12 @@ pub(crate) fn decode<B: GuestBus>(
             }
             // A page that cannot be fetched is the interpreter's business.
             let next = &mut bytes[have..from + MAX_LEN];
-            if let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), next) {
+            if (long || page != 0xffff_f000)
+                && let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), next)
+            {
                 straddles = true;
                 let end = (have + n).min(bytes.len());
-                let mut decoder = Decoder::with_ip(64, &bytes[from..end], offset.into(), options);
+                let mut decoder = Decoder::with_ip(bits, &bytes[from..end], offset.into(), options);
                 decoder.decode_out(&mut i);
                 error = decoder.last_error();
             }
@@ -113,9 +122,12 @@ pub(crate) fn decode<B: GuestBus>(
             });
             break;
         }
+        if !long {
+            narrow::lift(&mut i);
+        }
         let form = forms.learn(&i);
         let mut kind = if form.available {
-            kind::of(form.kind, &i)
+            kind::of(form.kind, &i, long)
         } else {
             Kind::Interpret
         };
@@ -135,7 +147,13 @@ pub(crate) fn decode<B: GuestBus>(
             | Kind::Ac => mode::KERNEL,
             _ => 0,
         };
-        if needs & !mode != 0 {
+        let segment = match i.memory_segment() {
+            _ if long => 0,
+            Register::FS => mode::FS,
+            Register::GS => mode::GS,
+            _ => 0,
+        };
+        if (needs | segment) & !mode != 0 {
             kind = Kind::Interpret;
         }
         // DF is clear, and no x87 exception can be pending.
@@ -161,7 +179,7 @@ pub(crate) fn decode<B: GuestBus>(
         };
         let next = offset + i.len() as u32;
         let target = match kind {
-            Kind::Jcc | Kind::Jmp => i.near_branch64(),
+            Kind::Jcc | Kind::Jmp => target(&i) as u64,
             _ => u64::MAX,
         };
         if target == u64::from(first) && mode & mode::SPLIT == 0 && !straddles {
@@ -226,7 +244,7 @@ fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
         let mut leave = d;
         if d.kind == Kind::Jcc {
             leave.i.negate_condition_code();
-            leave.i.set_near_branch64(next.into());
+            narrow::set_target(&mut leave.i, next);
         } else {
             leave.kind = Kind::Followed;
         }

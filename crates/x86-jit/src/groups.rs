@@ -81,6 +81,8 @@ pub(crate) struct Groups {
     /// Group and offset of each instruction's access.
     places: Vec<Option<(usize, i64)>>,
     open: Vec<usize>,
+    /// 64-bit code.
+    long: bool,
 }
 
 /// No register: index of an address without one.
@@ -103,12 +105,14 @@ impl Groups {
             groups: Vec::new(),
             places: Vec::new(),
             open: Vec::new(),
+            long: true,
         }
     }
 
-    /// Fills in [`Decoded::member`].
-    pub(crate) fn form(&mut self, insns: &mut [Decoded], forms: &Forms) {
-        let accesses = insns.iter().filter(|d| size_of_access(d, forms) != 0);
+    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code.
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], forms: &Forms, long: bool) {
+        self.long = long;
+        let accesses = insns.iter().filter(|d| self.size_of_access(d, forms) != 0);
         if accesses.take(2).count() < 2 {
             return;
         }
@@ -161,7 +165,7 @@ impl Groups {
 
     /// The group of an instruction's access.
     fn place(&mut self, n: usize, d: &Decoded, forms: &Forms) -> Option<(usize, i64)> {
-        let size = i64::from(size_of_access(d, forms));
+        let size = i64::from(self.size_of_access(d, forms));
         if size == 0 {
             return None;
         }
@@ -210,7 +214,7 @@ impl Groups {
         let i = &d.i;
         let stack = |plus: i64| (Register::RSP, plus);
         let (base, plus) = match d.kind {
-            Kind::Push | Kind::Call => stack(-8),
+            Kind::Push | Kind::Call => stack(-self.word()),
             Kind::Pop | Kind::Ret => stack(0),
             Kind::Leave => (Register::RBP, 0),
             _ => return self.operand(i),
@@ -227,14 +231,16 @@ impl Groups {
 
     fn operand(&mut self, i: &Instruction) -> Option<(Key, i64)> {
         let (base, index) = (i.memory_base(), i.memory_index());
-        let disp = i64::from(i32::try_from(i.memory_displacement64() as i64).ok()?);
+        let disp = self.displacement(i)?;
         let segment = match i.memory_segment() {
             s @ (Register::FS | Register::GS) => s,
             _ => Register::None,
         };
-        if !(base == Register::None || base == Register::RIP || base.is_gpr64())
-            || !(index == Register::None || index.is_gpr64())
-            || base == Register::None && i.memory_displ_size() != 8 && index == Register::None
+        if !(base == Register::None || base == Register::RIP || self.is_full(base))
+            || !(index == Register::None || self.is_full(index))
+            || base == Register::None
+                && index == Register::None
+                && i.memory_displ_size() != self.word() as u32
         {
             return None;
         }
@@ -273,25 +279,28 @@ impl Groups {
         };
         match d.kind {
             Kind::Nop | Kind::Jcc | Kind::Jmp | Kind::Followed => return,
-            Kind::Push => return add(self, Register::RSP, -8),
+            Kind::Push => return add(self, Register::RSP, -self.word()),
             Kind::Pop => {
-                add(self, Register::RSP, 8);
+                add(self, Register::RSP, self.word());
                 self.values[i.op0_register().number() & 15] = None;
                 return;
             }
             Kind::Leave => {
                 let v = self.value(Register::RBP);
                 self.values[Register::RSP.number()] = Some(v);
-                add(self, Register::RSP, 8);
+                add(self, Register::RSP, self.word());
                 self.values[Register::RBP.number()] = None;
                 return;
             }
             _ => {}
         }
         let to = i.op0_register();
-        if i.op0_kind() == OpKind::Register && to.is_gpr64() {
+        if i.op0_kind() == OpKind::Register && self.is_full(to) {
             let immediate = |i: &Instruction| match i.op1_kind() {
                 OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(i.immediate(1) as i64),
+                OpKind::Immediate8to32 | OpKind::Immediate32 => {
+                    Some(i64::from(i.immediate(1) as i32))
+                }
                 _ => None,
             };
             match (i.mnemonic(), immediate(i)) {
@@ -300,18 +309,20 @@ impl Groups {
                 (Mnemonic::Inc, _) => return add(self, to, 1),
                 (Mnemonic::Dec, _) => return add(self, to, -1),
                 (Mnemonic::Mov, _)
-                    if i.op1_kind() == OpKind::Register && i.op1_register().is_gpr64() =>
+                    if i.op1_kind() == OpKind::Register && self.is_full(i.op1_register()) =>
                 {
                     let v = self.value(i.op1_register());
                     self.values[to.number() & 15] = Some(v);
                     return;
                 }
                 (Mnemonic::Lea, _)
-                    if i.memory_base().is_gpr64() && i.memory_index() == Register::None =>
+                    if self.is_full(i.memory_base())
+                        && i.memory_index() == Register::None
+                        && let Some(by) = self.displacement(i) =>
                 {
                     let v = self.value(i.memory_base());
                     self.values[to.number() & 15] = Some(v);
-                    return add(self, to, i.memory_displacement64() as i64);
+                    return add(self, to, by);
                 }
                 (Mnemonic::Cmp | Mnemonic::Test, _) => return,
                 _ => {}
@@ -335,24 +346,48 @@ impl Groups {
             self.values = [None; 16];
         }
     }
-}
 
-/// Bytes of the one access that can be a group's member, or 0.
-fn size_of_access(d: &Decoded, forms: &Forms) -> u32 {
-    match d.kind {
-        Kind::Push if d.i.op0_kind() == OpKind::Memory => 0,
-        Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => 8,
-        // Locked and aligned ones have checks of their own.
-        Kind::Copy | Kind::CopyFp
-            if !crate::translate::is_locked(&d.i)
-                && (0..d.i.op_count()).any(|n| d.i.op_kind(n) == OpKind::Memory) =>
-        {
-            match forms.of(&d.i).size {
-                n @ 1..=32 => n.into(),
-                _ => 0,
-            }
+    /// Bytes of a word on the stack.
+    const fn word(&self) -> i64 {
+        if self.long { 8 } else { 4 }
+    }
+
+    /// A register of the size of addresses.
+    fn is_full(&self, r: Register) -> bool {
+        if self.long {
+            r.is_gpr64()
+        } else {
+            r.is_gpr32()
         }
-        _ => 0,
+    }
+
+    /// Of addresses of 64 bits if it fits, of those of 32 bits.
+    fn displacement(&self, i: &Instruction) -> Option<i64> {
+        if self.long {
+            return i32::try_from(i.memory_displacement64() as i64)
+                .ok()
+                .map(i64::from);
+        }
+        Some(i64::from(i.memory_displacement32() as i32))
+    }
+
+    /// Bytes of the one access that can be a group's member, or 0.
+    fn size_of_access(&self, d: &Decoded, forms: &Forms) -> u32 {
+        match d.kind {
+            Kind::Push if d.i.op0_kind() == OpKind::Memory => 0,
+            Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => self.word() as u32,
+            // Locked and aligned ones have checks of their own.
+            Kind::Copy | Kind::CopyFp
+                if !crate::translate::is_locked(&d.i)
+                    && (0..d.i.op_count()).any(|n| d.i.op_kind(n) == OpKind::Memory) =>
+            {
+                match forms.of(&d.i).size {
+                    n @ 1..=32 => n.into(),
+                    _ => 0,
+                }
+            }
+            _ => 0,
+        }
     }
 }
 

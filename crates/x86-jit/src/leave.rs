@@ -59,8 +59,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         Reason::Interpret => jit.interpret(interp, cpu, bus, argument as usize),
         Reason::Branch if cpu.is_canonical(target) => {
             jit.stats.branches += 1;
-            let rsp = &mut cpu.gpr[reg::RSP];
-            *rsp = rsp.wrapping_add(argument).wrapping_sub(8);
+            move_stack(cpu, argument.wrapping_sub(8));
             cpu.set_rip(target);
             RunStop::Poll
         }
@@ -100,6 +99,21 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let code = jit.proceed(interp, cpu, bus);
     *left = Left::Again;
     code
+}
+
+/// A branch moves the stack pointer.
+pub(crate) fn move_stack(cpu: &mut CpuState, by: u64) {
+    let rsp = cpu.gpr[reg::RSP].wrapping_add(by);
+    cpu.gpr[reg::RSP] = rsp & word_mask(cpu);
+}
+
+/// Bits of an address in the mode.
+fn word_mask(cpu: &CpuState) -> u64 {
+    if cpu.is_64bit() {
+        u64::MAX
+    } else {
+        0xffff_ffff
+    }
 }
 
 impl<B: JitBus> Jit<B> {
@@ -162,14 +176,13 @@ impl<B: JitBus> Jit<B> {
     pub(crate) fn complete_far(&mut self, cpu: &mut CpuState) -> bool {
         let words = &cpu.engine.words;
         let page = words[index(area::PAGE)];
-        let target = words[index(area::SPILL)];
+        let target = words[index(area::SPILL)] & word_mask(cpu);
         let number = words[index(area::SPILL) + 1] as usize;
         let Some(site) = self.translator.fars.get(number) else {
             unreachable!("a site of dropped code")
         };
         if cpu.is_canonical(target) {
-            let rsp = &mut cpu.gpr[reg::RSP];
-            *rsp = rsp.wrapping_add(i64::from(site.pop) as u64);
+            move_stack(cpu, i64::from(site.pop) as u64);
             cpu.set_rip(target);
             return true;
         }
@@ -197,6 +210,7 @@ impl<B: JitBus> Jit<B> {
         let Some(code) = self.find(interp, cpu, bus) else {
             return 0;
         };
+        let mask = word_mask(cpu);
         let words = &mut cpu.engine.words;
         let due = words[index(area::FAR_LEFT)] as i64 <= 0;
         if due {
@@ -206,7 +220,7 @@ impl<B: JitBus> Jit<B> {
             && let Some(site) = self.translator.fars.get(number)
             && (due || site.to == 0)
         {
-            let page = rip.wrapping_sub(i64::from(site.target) as u64);
+            let page = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
             self.remember(number, page, words[index(area::KEY)], code);
         }
         code

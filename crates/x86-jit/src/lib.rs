@@ -15,6 +15,7 @@ mod asm;
 mod block;
 mod cache;
 mod exit;
+mod flat;
 mod groups;
 mod kind;
 mod leave;

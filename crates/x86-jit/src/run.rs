@@ -18,6 +18,7 @@ use crate::{
     block::{self, Decoded, mode},
     cache::{Block, Cache},
     exit::{Left, Reason},
+    flat,
     groups::Groups,
     kind::{Forms, Kind},
     leave::handle,
@@ -384,13 +385,14 @@ impl<B: JitBus> Jit<B> {
             self.cache.blocks.insert(key, block);
             return Some(block);
         }
+        let long = key.1 & mode::BITS32 == 0;
         if key.1 & mode::SPLIT == 0 {
-            self.groups.form(&mut self.decoded, &self.forms);
+            self.groups.form(&mut self.decoded, &self.forms, long);
         }
         let site = self.prepare(interp, cpu, bus);
-        block.entries = self
-            .translator
-            .block(&self.decoded, &self.forms, self.used, sources, site);
+        block.entries =
+            self.translator
+                .block(&self.decoded, &self.forms, self.used, sources, site, long);
         let code = &self.translator.asm.buf;
         // There is room: `MAX_BLOCK`.
         if !self.buffer.write(self.used, code) {
@@ -547,9 +549,9 @@ pub(crate) fn unpack(ax: u64) -> u64 {
     ax >> 8 & 0xd5 | (ax & 1) << 11
 }
 
-/// 64-bit code, with nothing to be looked at between two instructions.
+/// 64-bit code, or flat 32-bit code, with nothing to be looked at between two instructions.
 pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
-    cpu.code_size == CodeSize::Bits64
+    (cpu.code_size == CodeSize::Bits64 || flat::is_flat(cpu))
         && !needs_stepping(cpu)
         && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
 }
@@ -585,7 +587,7 @@ fn needs_stepping(cpu: &CpuState) -> bool {
 
 /// The mode bits of blocks for this state.
 fn mode_of(cpu: &CpuState, plain_tsc: bool) -> u8 {
-    let mut mode = 0;
+    let mut mode = flat::mode_of(cpu);
     if has_plain_fp(cpu) {
         mode |= mode::FP;
     }
@@ -624,7 +626,7 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
 fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
     set_tables(cpu, bus);
     // No key is zero.
-    let key = bus.mmu().target_epoch(cpu) << 8 | u64::from(mode) | 1 << 7;
+    let key = (bus.mmu().target_epoch(cpu) + 1) << 8 | u64::from(mode);
     cpu.engine.words[index(area::KEY)] = key;
     cpu.engine.words[index(area::MIX)] = mix(key);
 }

@@ -41,6 +41,8 @@ pub(crate) struct Thunks {
     pub(crate) far: usize,
     /// The same for a call.
     pub(crate) far_call: usize,
+    /// The same for one of 32-bit code.
+    pub(crate) far_call32: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`].
     pub(crate) refill: usize,
     /// The same for a group of accesses: r14 is 0 if it cannot be refilled.
@@ -295,7 +297,11 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
 
     let missed = a.here();
     with_reason(a, Reason::Far, false);
-    for (thunk, call) in [(&mut t.far, false), (&mut t.far_call, true)] {
+    for (thunk, pushed) in [
+        (&mut t.far, 0),
+        (&mut t.far_call, 8),
+        (&mut t.far_call32, 4),
+    ] {
         *thunk = a.here();
         a.alu(true, Alu::Add, S0, gs(PAGE));
         a.store(gs(SPILL), S0);
@@ -310,8 +316,8 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         misses[2] = a.jcc(cc::NE);
         a.load(S0, at(S1, 24));
         a.store(gs(PAGE), S0);
-        if call {
-            a.lea(GUEST_RSP, at(GUEST_RSP, -8));
+        if pushed != 0 {
+            a.rm(pushed == 8, &[0x8d], GUEST_RSP, at(GUEST_RSP, -pushed)); // lea
         }
         a.jmp_mem(at(S1, 16));
         misses.into_iter().for_each(|from| a.patch(from, missed));

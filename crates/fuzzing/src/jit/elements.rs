@@ -6,7 +6,7 @@ use x86_defs::{control::cr4, rflags};
 
 use super::{
     generate::{Builder, FUNCTIONS, general, made, mov, plain},
-    machine::{PRIVATE, STACK_TOP},
+    machine::{PRIVATE, STACK_TOP, selectors},
     program::{Element, Fix, Target, branch},
 };
 
@@ -47,18 +47,25 @@ impl Builder<'_> {
     }
 
     pub(super) fn stack_use(&mut self) -> Element {
+        let registers = self.registers;
         let mut e = Element::default();
         let r = &mut self.r;
-        let any = R::RAX + r.below(16) as u32;
+        let any = R::RAX + r.below(registers) as u32;
         match r.below(11) {
             9 => {
                 for _ in 0..2 + r.below(8) {
-                    e.push(made(Instruction::with1(Code::Push_r64, general(r))));
+                    e.push(made(Instruction::with1(
+                        Code::Push_r64,
+                        general(r, registers),
+                    )));
                 }
             }
             10 => {
                 for _ in 0..2 + r.below(8) {
-                    e.push(made(Instruction::with1(Code::Pop_r64, general(r))));
+                    e.push(made(Instruction::with1(
+                        Code::Pop_r64,
+                        general(r, registers),
+                    )));
                 }
             }
             0 | 1 => e.push(made(Instruction::with1(Code::Push_r64, any))),
@@ -115,14 +122,15 @@ impl Builder<'_> {
             Code::Cmove_r64_rm64,
             Code::Xchg_rm64_r64,
         ];
+        let registers = self.registers;
         let mut e = Element::default();
         let mut bases = [R::RSP; 2];
         for b in &mut bases {
             if !self.r.one_in(6) {
-                *b = general(&mut self.r);
+                *b = general(&mut self.r, self.registers);
             }
         }
-        let index = general(&mut self.r);
+        let index = general(&mut self.r, self.registers);
         for b in bases {
             let at = self.target(64);
             e.push(mov(b, if b == R::RSP { at & !7 } else { at }));
@@ -153,7 +161,7 @@ impl Builder<'_> {
                 }
                 4 if bases.contains(&R::RSP) => {
                     let code = r.pick(&[Code::Push_r64, Code::Pop_r64]);
-                    e.push(made(Instruction::with1(code, general(r))));
+                    e.push(made(Instruction::with1(code, general(r, registers))));
                 }
                 5 if !values => {
                     // Something of which nothing is known.
@@ -173,7 +181,7 @@ impl Builder<'_> {
                     } else {
                         MemoryOperand::with_base_displ(base, disp)
                     };
-                    let register = general(r);
+                    let register = general(r, registers);
                     let n = register.number() as u32;
                     let v = r.next() as i8;
                     e.push(neighbour(code, m, n, v));
@@ -209,6 +217,7 @@ impl Builder<'_> {
             Code::Cmpsd_m32_m32,
             Code::Cmpsq_m64_m64,
         ];
+        let registers = self.registers;
         let mut e = Element::default();
         let to = self.target(8);
         let from = if self.r.one_in(3) {
@@ -265,7 +274,7 @@ impl Builder<'_> {
         }
         e.push(i);
         if r.one_in(3) {
-            let to = general(r);
+            let to = general(r, registers);
             let code = r.pick(&[Code::Setb_rm8, Code::Seta_rm8, Code::Setp_rm8]);
             e.push(made(Instruction::with1(
                 code,
@@ -277,6 +286,7 @@ impl Builder<'_> {
 
     /// Loads MXCSR or the x87 control word, mostly with all exceptions masked.
     pub(super) fn fp_control(&mut self) -> Element {
+        let registers = self.registers;
         let mut e = Element::default();
         let to = self.target(4);
         let r = &mut self.r;
@@ -288,7 +298,7 @@ impl Builder<'_> {
         if r.one_in(16) {
             value = r.next() as u32;
         }
-        let register = general(r);
+        let register = general(r, registers);
         e.push(mov(register, to));
         let at = MemoryOperand::with_base(register);
         e.push(made(Instruction::with2(
@@ -313,12 +323,9 @@ impl Builder<'_> {
 
     /// IRETQ to what follows, at the same level.
     pub(super) fn interrupt_return(&mut self, n: usize) -> Element {
+        let registers = self.registers;
         let mut e = Element::default();
-        let (cs, ss) = if self.cpl == 0 {
-            (8, 0x10)
-        } else {
-            (0x23, 0x1b)
-        };
+        let [cs, ss] = selectors(self.cpl, self.narrow).map(i32::from);
         let r = &mut self.r;
         let flags = r.next() & (rflags::ARITH | rflags::IF | rflags::RF | rflags::ID)
             | if r.one_in(8) {
@@ -326,7 +333,7 @@ impl Builder<'_> {
             } else {
                 0
             };
-        let register = general(r);
+        let register = general(r, registers);
         let mut lea = plain(Code::Lea_r64_m);
         lea.set_op0_register(register);
         lea.set_op1_kind(OpKind::Memory);
@@ -343,6 +350,7 @@ impl Builder<'_> {
     }
 
     pub(super) fn system(&mut self) -> Element {
+        let registers = self.registers;
         let mut e = Element::default();
         let r = &mut self.r;
         if r.one_in(6) {
@@ -354,7 +362,7 @@ impl Builder<'_> {
                 Code::Rdfsbase_r32,
                 Code::Wrgsbase_r32,
             ]);
-            let n = general(r).number() as u32;
+            let n = general(r, registers).number() as u32;
             let is_32 = matches!(code, Code::Rdfsbase_r32 | Code::Wrgsbase_r32);
             let register = if is_32 { R::EAX + n } else { R::RAX + n };
             if !is_32 && !r.one_in(4) {
@@ -384,7 +392,7 @@ impl Builder<'_> {
         // At CPL 3 most of it is #GP.
         if self.cpl == 3 && !(self.wild && r.one_in(8)) {
             let mut i = plain(Code::Mov_r64m16_Sreg);
-            i.set_op0_register(general(r));
+            i.set_op0_register(general(r, registers));
             i.set_op1_register(R::ES + r.below(6) as u32);
             e.push(i);
             return e;
@@ -404,7 +412,7 @@ impl Builder<'_> {
                 e.push(mov(R::RDX, 2));
             }
             13 if r.one_in(2) => {
-                let register = general(r);
+                let register = general(r, registers);
                 let control = r.pick(&[R::CR0, R::CR2, R::CR3, R::CR4]);
                 e.push(made(Instruction::with2(
                     Code::Mov_r64_cr,
@@ -413,7 +421,7 @@ impl Builder<'_> {
                 )));
             }
             13 => {
-                let register = general(r);
+                let register = general(r, registers);
                 e.push(made(Instruction::with2(Code::Mov_r64_cr, register, R::CR3)));
                 e.push(made(Instruction::with2(Code::Mov_cr_r64, R::CR3, register)));
             }
@@ -424,7 +432,7 @@ impl Builder<'_> {
                     Code::Mov_rm16_Sreg,
                 ]);
                 let mut i = plain(code);
-                let n = general(r).number() as u32;
+                let n = general(r, registers).number() as u32;
                 i.set_op0_register(match code {
                     Code::Mov_r32m16_Sreg => R::EAX + n,
                     Code::Mov_rm16_Sreg => R::AX + n,
@@ -464,6 +472,7 @@ impl Builder<'_> {
             Code::Jle_rel32_64,
             Code::Jg_rel32_64,
         ];
+        let registers = self.registers;
         let mut e = Element::default();
         let here = self.base();
         let r = &mut self.r;
@@ -486,7 +495,7 @@ impl Builder<'_> {
         }
         // By a register, or through memory.
         let is_call = r.one_in(2);
-        let register = general(r);
+        let register = general(r, registers);
         let mut lea = plain(Code::Lea_r64_m);
         lea.set_op0_register(register);
         lea.set_op1_kind(OpKind::Memory);
@@ -557,9 +566,10 @@ impl Builder<'_> {
 
     /// An instruction whose immediate is written over.
     pub(super) fn patchable(&mut self) -> Element {
+        let registers = self.registers;
         let mut e = Element::default();
         let r = &mut self.r;
-        let register = R::EAX + general(r).number() as u32;
+        let register = R::EAX + general(r, registers).number() as u32;
         let code = r.pick(&[
             Code::Mov_r32_imm32,
             Code::Add_rm32_imm32,
@@ -570,11 +580,12 @@ impl Builder<'_> {
     }
 
     pub(super) fn patch(&mut self, patchable: &[usize]) -> Element {
+        let registers = self.registers;
         let mut e = Element::default();
         let r = &mut self.r;
         let element = r.pick(patchable);
         let user = self.cpl == 3 || self.start.cr4 & cr4::SMAP == 0 && r.one_in(2);
-        let register = general(r);
+        let register = general(r, registers);
         e.push_fixed(
             mov(register, 0x1122_3344_5566_7788),
             Fix::Immediate { element, user },

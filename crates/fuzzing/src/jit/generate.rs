@@ -3,14 +3,15 @@
 
 use iced_x86::{Code, FlowControl, Instruction, Mnemonic as M, OpKind, Register as R};
 use x86_cpu::{CpuState, Feature};
-use x86_defs::{control::cr4, reg, rflags, xsave};
+use x86_defs::{control::cr4, reg, rflags, segment::Attr, xsave};
 use x86_native::oracle::{AREA_SIZE, Mode};
 
 use super::{
     machine::{
         ABSENT, CODE, CODE_PAGES, DATA, DATA_PAGES, KERNEL, PRIVATE, READ_ONLY, STACK_TOP, USER,
-        Weather, cpu,
+        Weather, base, cpu,
     },
+    narrow,
     program::{Element, Program},
 };
 use crate::{Family, Random, case::prefixes, forms, operands::Operands, state};
@@ -20,8 +21,8 @@ pub(super) const FUNCTIONS: usize = 3;
 /// Makes programs.
 #[derive(Debug)]
 pub(crate) struct Generator {
-    integer: Vec<Code>,
-    fp: Vec<Code>,
+    integer: [Vec<Code>; 2],
+    fp: [Vec<Code>; 2],
     /// Registers, flags and results are those of the interpreter's model.
     exact: bool,
 }
@@ -31,6 +32,10 @@ pub(super) struct Builder<'a> {
     forms: &'a Generator,
     pub(super) r: Random,
     pub(super) cpl: u8,
+    /// It is 32-bit code.
+    pub(super) narrow: bool,
+    /// So many general registers are named.
+    pub(super) registers: u64,
     /// Exceptions are frequent.
     pub(super) wild: bool,
     pub(super) start: CpuState,
@@ -43,11 +48,9 @@ impl Generator {
             c.flow_control() == FlowControl::Next
                 && !matches!(c.mnemonic(), M::Clzero | M::Ud0 | M::Ud1 | M::Ud2)
         };
-        let family = |f| -> Vec<Code> {
-            forms(f, Mode::Bits64)
-                .into_iter()
-                .filter(|c| usable(c))
-                .collect()
+        let family = |f| {
+            [Mode::Bits64, Mode::Bits32]
+                .map(|mode| -> Vec<Code> { forms(f, mode).into_iter().filter(usable).collect() })
         };
         Self {
             integer: family(Family::Integer),
@@ -56,15 +59,18 @@ impl Generator {
         }
     }
 
-    /// The program of a seed.
+    /// The program of a seed: every fourth is of 32-bit code.
     pub(crate) fn program(&self, seed: u64) -> Program {
+        let narrow = seed % 4 == 3;
         let mut r = Random::new(seed);
         let cpl = if r.one_in(2) { 3 } else { 0 };
-        let start = start(&mut r, cpl);
+        let start = start(&mut r, cpl, narrow);
         let wild = r.one_in(4);
         let fp = r.pick(&[0, 0, 1, 4]);
         let mut b = Builder {
             forms: self,
+            narrow,
+            registers: if narrow { 8 } else { 16 },
             wild,
             cpl,
             start,
@@ -110,7 +116,13 @@ impl Generator {
         let mut end = Element::default();
         end.push(plain(Code::Hlt));
         elements.push(end);
-        let functions = (0..FUNCTIONS).map(|_| b.function()).collect();
+        let mut functions: Vec<_> = (0..FUNCTIONS).map(|_| b.function()).collect();
+        if narrow {
+            elements
+                .iter_mut()
+                .chain(&mut functions)
+                .for_each(narrow::element);
+        }
         let at = b.places();
         let starts = b.starts();
         let data = b.data();
@@ -123,6 +135,7 @@ impl Generator {
         };
         Program {
             seed,
+            narrow,
             elements,
             functions,
             at,
@@ -134,8 +147,8 @@ impl Generator {
 }
 
 /// Registers at the start.
-fn start(r: &mut Random, cpl: u8) -> CpuState {
-    let mut cpu = cpu(cpl);
+fn start(r: &mut Random, cpl: u8, narrow: bool) -> CpuState {
+    let mut cpu = cpu(cpl, narrow);
     if r.one_in(24) {
         // F3 before BSF and BSR means nothing then.
         for f in [
@@ -171,6 +184,14 @@ fn start(r: &mut Random, cpl: u8) -> CpuState {
             1 => r.below(1 << 30),
             _ => (1 << 47) - 1 - r.below(1 << 30),
         };
+        if narrow {
+            cpu.seg[n].base &= 0xffff_ffff;
+            match r.below(8) {
+                0 => cpu.seg[n].limit = 0xfff,
+                1 => cpu.seg[n].attr.0 |= Attr::UNUSABLE,
+                _ => {}
+            }
+        }
     }
     cpu.msr.fmask = match r.below(4) {
         0 => r.next() & 0xffff_ffff,
@@ -201,9 +222,10 @@ pub(super) fn mov(to: R, v: u64) -> Instruction {
     made(Instruction::with2(Code::Mov_r64_imm64, to, v))
 }
 
-pub(super) fn general(r: &mut Random) -> R {
+/// One of the first so many general registers, RSP aside.
+pub(super) fn general(r: &mut Random, registers: u64) -> R {
     loop {
-        let n = r.below(16) as u32;
+        let n = r.below(registers) as u32;
         if n != 4 {
             return R::RAX + n;
         }
@@ -212,7 +234,7 @@ pub(super) fn general(r: &mut Random) -> R {
 
 impl Builder<'_> {
     pub(super) fn base(&self) -> u64 {
-        if self.cpl == 0 { KERNEL } else { USER }
+        base(self.cpl, self.narrow)
     }
 
     /// gva for an access of `size` bytes.
@@ -260,7 +282,7 @@ impl Builder<'_> {
     /// Gives the instruction's memory operand the address `gva`; what has to go before
     /// it is appended.
     pub(super) fn aim(&mut self, e: &mut Element, i: &mut Instruction, gva: u64) {
-        let here = self.base();
+        let (here, registers) = (self.base(), self.registers);
         let r = &mut self.r;
         i.set_segment_prefix(R::None);
         let mut at = gva;
@@ -311,9 +333,9 @@ impl Builder<'_> {
         });
         let base = match r.below(24) {
             0 => R::RSP,
-            _ => general(r),
+            _ => general(r, registers),
         };
-        let index = general(r);
+        let index = general(r, registers);
         let mut from_index = 0;
         let indexed = r.one_in(3) && index != base;
         let without_base = indexed && !narrow && r.one_in(8);
@@ -356,9 +378,9 @@ impl Builder<'_> {
     pub(super) fn any(&mut self) -> Element {
         for _ in 0..20 {
             let code = if self.fp > 0 && self.r.below(8) < self.fp {
-                self.r.pick(&self.forms.fp)
+                self.r.pick(&self.forms.fp[usize::from(self.narrow)])
             } else {
-                self.r.pick(&self.forms.integer)
+                self.r.pick(&self.forms.integer[usize::from(self.narrow)])
             };
             if let Some(e) = self.form(code) {
                 return e;
@@ -373,7 +395,11 @@ impl Builder<'_> {
         let mut operands = Operands {
             r: &mut self.r,
             gpr: &mut gpr,
-            mode: Mode::Bits64,
+            mode: if self.narrow {
+                Mode::Bits32
+            } else {
+                Mode::Bits64
+            },
             block: false,
             narrow: false,
             target: None,
@@ -507,6 +533,9 @@ impl Builder<'_> {
                 let mut cpu = self.start.clone();
                 for g in &mut cpu.gpr[..16] {
                     *g = r.integer();
+                    if self.narrow {
+                        *g &= 0xffff_ffff;
+                    }
                 }
                 let direction = if r.one_in(8) { rflags::DF } else { 0 };
                 let enabled = if self.cpl == 3 || r.one_in(2) {

@@ -1,7 +1,7 @@
-//! [`Machine`]: a vCPU in 64-bit mode with paging, run by one engine.
+//! [`Machine`]: a vCPU in 64-bit or compatibility mode with paging, run by one engine.
 //!
-//! All of memory is mapped twice: for the user at [`USER`], for the supervisor
-//! at [`KERNEL`]. Exceptions lead to a HLT of their own each.
+//! All of memory is mapped three times: for the user at [`USER`], for the supervisor
+//! at [`KERNEL`] and [`KERNEL32`]. Exceptions lead to a HLT of their own each.
 
 use std::io;
 
@@ -22,6 +22,8 @@ use crate::state;
 pub(crate) const USER: u64 = 0x1040_0000;
 /// gva of gpa 0 for the supervisor.
 pub(crate) const KERNEL: u64 = 0xffff_8880_0000_0000;
+/// The same for one of 32-bit code.
+pub(crate) const KERNEL32: u64 = 0x2040_0000;
 
 const GDT: u64 = 0x1000;
 const IDT: u64 = 0x2000;
@@ -53,6 +55,25 @@ pub(crate) const STACK_TOP: u64 = 0x3c000;
 /// Memory.
 pub(crate) const RAM: usize = 0x40000;
 
+/// gva of gpa 0 for a program.
+pub(crate) const fn base(cpl: u8, narrow: bool) -> u64 {
+    match (cpl, narrow) {
+        (0, false) => KERNEL,
+        (0, true) => KERNEL32,
+        _ => USER,
+    }
+}
+
+/// CS and SS of a program.
+pub(crate) const fn selectors(cpl: u8, narrow: bool) -> [u16; 2] {
+    match (cpl, narrow) {
+        (0, false) => [0x08, 0x10],
+        (0, true) => [0x38, 0x10],
+        (_, false) => [0x23, 0x1b],
+        (_, true) => [0x43, 0x1b],
+    }
+}
+
 /// Leaf entry of a page.
 fn entry(gpa: u64, user: bool) -> u64 {
     let (p, w, u) = (1, 2, 4 * u64::from(user));
@@ -81,6 +102,11 @@ pub(crate) fn initial_memory() -> Vec<u8> {
         0x00cf_9300_0000_ffff,
         0x00cf_f300_0000_ffff,
         0x00af_fb00_0000_ffff,
+        // The TSS, which is loaded already.
+        0,
+        0,
+        0x00cf_9b00_0000_ffff,
+        0x00cf_fb00_0000_ffff,
     ]
     .into_iter()
     .enumerate()
@@ -96,19 +122,24 @@ pub(crate) fn initial_memory() -> Vec<u8> {
     }
     put(TSS + 4, KERNEL + STACK_TOP);
     put(TSS + 36, KERNEL + FRAMES);
-    // Root, then three levels for each of the two mappings.
+    // Root, then three levels for each of the mappings.
     let mut next = TABLES + 0x1000;
-    for (base, user) in [(USER, true), (KERNEL, false)] {
+    for (base, user) in [(USER, true), (KERNEL, false), (KERNEL32, false)] {
         let mut table = TABLES;
         for level in [3, 2, 1] {
-            let index = base >> (12 + 9 * level) & 511;
-            put(table + 8 * index, next | 7);
-            table = next;
-            next += 0x1000;
+            let slot = (table + 8 * (base >> (12 + 9 * level) & 511)) as usize;
+            if m[slot] == 0 {
+                m[slot..slot + 8].copy_from_slice(&(next | 7).to_le_bytes());
+                next += 0x1000;
+            }
+            let mut b = [0; 8];
+            b.copy_from_slice(&m[slot..slot + 8]);
+            table = u64::from_le_bytes(b) & !0xfff;
         }
         let first = base >> 12 & 511;
         for page in 0..RAM as u64 >> 12 {
-            put(table + 8 * (first + page), entry(page << 12, user));
+            let slot = (table + 8 * (first + page)) as usize;
+            m[slot..slot + 8].copy_from_slice(&entry(page << 12, user).to_le_bytes());
         }
     }
     m[HANDLERS as usize..HANDLERS as usize + 0x1000].fill(0xf4);
@@ -117,8 +148,8 @@ pub(crate) fn initial_memory() -> Vec<u8> {
     m
 }
 
-/// A vCPU as the programs find it; `cpl` is 0 or 3.
-pub(crate) fn cpu(cpl: u8) -> CpuState {
+/// A vCPU as the programs find it; `cpl` is 0 or 3, `narrow`: in 32-bit code.
+pub(crate) fn cpu(cpl: u8, narrow: bool) -> CpuState {
     let mut cpu = state::cpu(state::host_features(), Mode::Bits64);
     cpu.cpl = cpl;
     cpu.cr0 = cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP | cr0::AM;
@@ -126,20 +157,21 @@ pub(crate) fn cpu(cpl: u8) -> CpuState {
     cpu.efer = efer::LME | efer::LMA | efer::NXE | efer::SCE;
     cpu.cr3 = TABLES;
     cpu.features.maxphyaddr = cpu.features.maxphyaddr.max(36);
-    let (code, data) = if cpl == 0 { (0x08, 0x10) } else { (0x23, 0x1b) };
+    let [code, data] = selectors(cpl, narrow);
+    let kind = if narrow { 0xc09b } else { 0xa09b };
     let dpl = u32::from(cpl) << 5;
     for (n, s) in cpu.seg.iter_mut().enumerate() {
         let is_code = n == reg::CS;
         *s = Segment {
             base: 0,
             limit: u32::MAX,
-            attr: Attr(dpl | if is_code { 0xa09b } else { 0xc093 }),
+            attr: Attr(dpl | if is_code { kind } else { 0xc093 }),
             selector: if is_code { code } else { data },
         };
     }
     cpu.gdtr = DescriptorTable {
         base: KERNEL + GDT,
-        limit: 0x2f,
+        limit: 0x47,
     };
     cpu.idtr = DescriptorTable {
         base: KERNEL + IDT,
@@ -200,7 +232,7 @@ impl Machine {
             engine,
             interp: Interp::new(),
             bus: Bus::new(RAM)?,
-            cpu: cpu(0),
+            cpu: cpu(0, false),
             memory: vec![0; RAM],
         })
     }

@@ -1,4 +1,4 @@
-//! Translation against interpretation: random programs in 64-bit mode with
+//! Translation against interpretation: random programs in 64-bit and compatibility mode with
 //! paging, at CPL 0 and 3, run by `x86-jit` and by `x86-interp`; registers, FP
 //! state and all of memory (page tables included) must be the same at the end,
 //! which is a HLT, an exception's handler or an exit.
@@ -10,6 +10,7 @@ mod bus;
 mod elements;
 mod generate;
 mod machine;
+mod narrow;
 mod program;
 
 use core::fmt::Write as _;
@@ -21,7 +22,7 @@ use x86_native::{decoded_flags, oracle::AREA_SIZE};
 
 use self::{
     generate::Generator,
-    machine::{CODE, FRAMES, KERNEL, Machine, RAM, USER, initial_memory},
+    machine::{CODE, FRAMES, KERNEL, KERNEL32, Machine, RAM, USER, initial_memory},
     program::Program,
 };
 
@@ -159,7 +160,7 @@ impl Jits {
             self.summary.compared += 1;
             let ended = theirs == Some(RunStop::Halt) && !in_handler(&a.cpu);
             self.summary.completed += u64::from(ended);
-            let d = differences((theirs, a), (ours, b));
+            let d = differences((theirs, a), (ours, b), program.bits());
             if !d.is_empty() {
                 return Err(format!(
                     "start {n}, cpl {}, {:?}\ninterpreter {theirs:?} rip {:x}, jit {ours:?} rip {:x}\n{d}",
@@ -202,7 +203,7 @@ fn listing(program: &Program) -> String {
     let mut formatter = FastFormatter::new();
     for (gpa, bytes) in parts {
         let ip = program.base() + gpa;
-        let mut d = Decoder::with_ip(64, &bytes, ip, DecoderOptions::NONE);
+        let mut d = Decoder::with_ip(program.bits(), &bytes, ip, DecoderOptions::NONE);
         while d.can_decode() {
             let i = d.decode();
             let _ = write!(text, "{:x} ", i.ip());
@@ -214,7 +215,11 @@ fn listing(program: &Program) -> String {
 }
 
 /// What differs at the end of two runs.
-fn differences((theirs, interp): (End, &mut Machine), (ours, jit): (End, &mut Machine)) -> String {
+fn differences(
+    (theirs, interp): (End, &mut Machine),
+    (ours, jit): (End, &mut Machine),
+    bits: u32,
+) -> String {
     let mut d = String::new();
     if theirs != ours {
         let _ = writeln!(d, "  stop: interpreter {theirs:?}, jit {ours:?}");
@@ -224,7 +229,7 @@ fn differences((theirs, interp): (End, &mut Machine), (ours, jit): (End, &mut Ma
     }
     let mut memories = [interp.memory().to_vec(), jit.memory().to_vec()];
     let (a, b) = (&mut interp.cpu, &mut jit.cpu);
-    let dead = dead_flags(theirs, a, &memories[0]);
+    let dead = dead_flags(theirs, a, &memories[0], bits);
     for (cpu, memory) in [&mut *a, &mut *b].into_iter().zip(&mut memories) {
         cpu.rflags &= !dead;
         let frame = FRAMES as usize - 24;
@@ -235,7 +240,7 @@ fn differences((theirs, interp): (End, &mut Machine), (ours, jit): (End, &mut Ma
         cpu.fp.area[512..576].fill(0);
         cpu.fp.area[28..32].fill(0);
     }
-    pointer(&b.fp.area, &mut d);
+    pointer(&b.fp.area, bits, &mut d);
     for cpu in [&mut *a, &mut *b] {
         cpu.fp.area[6..24].fill(0);
     }
@@ -277,19 +282,20 @@ fn differences((theirs, interp): (End, &mut Machine), (ours, jit): (End, &mut Ma
 
 /// The address of the last x87 instruction, which translated code does not keep,
 /// is at least none of the host's.
-fn pointer(area: &[u8], d: &mut String) {
+fn pointer(area: &[u8], bits: u32, d: &mut String) {
     let mut b = [0; 8];
     b.copy_from_slice(&area[8..16]);
-    let v = u64::from_le_bytes(b);
+    // In 32-bit code the upper half has CS.
+    let v = u64::from_le_bytes(b) & u64::MAX >> (64 - bits);
     let guest = |base: u64| (base..base + RAM as u64).contains(&v);
-    if v != 0 && !guest(USER) && !guest(KERNEL) {
+    if v != 0 && ![USER, KERNEL, KERNEL32].into_iter().any(guest) {
         let _ = writeln!(d, "  fp+8: jit {v:#x}");
     }
 }
 
 /// Arithmetic flags that are overwritten unread from the instruction on at which
 /// an exception or exit stopped the program.
-fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8]) -> u64 {
+fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8], bits: u32) -> u64 {
     let word = |at: usize| {
         let mut b = [0; 8];
         b.copy_from_slice(&memory[at..at + 8]);
@@ -302,6 +308,7 @@ fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8]) -> u64 {
     };
     let gpa = match rip {
         USER..0x2000_0000 => rip - USER,
+        KERNEL32..0x3000_0000 => rip - KERNEL32,
         _ => rip.wrapping_sub(KERNEL),
     };
     let (mut read, mut dead) = (0, 0);
@@ -310,7 +317,7 @@ fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8]) -> u64 {
         let Some(code) = memory.get(at as usize..) else {
             break;
         };
-        let i = Decoder::with_ip(64, code, at, DecoderOptions::AMD).decode();
+        let i = Decoder::with_ip(bits, code, at, DecoderOptions::AMD).decode();
         match i.flow_control() {
             _ if i.is_invalid() => break,
             FlowControl::Next => at = i.next_ip(),

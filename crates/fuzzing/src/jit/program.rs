@@ -3,10 +3,13 @@
 use iced_x86::{BlockEncoder, BlockEncoderOptions, Code, Instruction, InstructionBlock, OpKind};
 use x86_cpu::CpuState;
 
-use super::machine::{CODE, CODE_PAGES, KERNEL, USER};
+use super::{
+    machine::{CODE, CODE_PAGES, USER, base},
+    narrow,
+};
 
 /// Addresses of instructions before they have any.
-const LABEL: u64 = 0x7777_0000_0000;
+const LABEL: u64 = 0x7700_0000;
 
 /// Where a branch goes.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +55,8 @@ impl Element {
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(crate) seed: u64,
+    /// It is 32-bit code.
+    pub(crate) narrow: bool,
     pub(crate) elements: Vec<Element>,
     pub(crate) functions: Vec<Element>,
     /// gpas of main code and functions.
@@ -65,18 +70,23 @@ pub(crate) struct Program {
 impl Program {
     /// gva of gpa 0 where it runs.
     pub(crate) fn base(&self) -> u64 {
-        match self.starts.first().map(|c| c.cpl) {
-            Some(0) => KERNEL,
-            _ => USER,
-        }
+        base(self.starts.first().map_or(3, |c| c.cpl), self.narrow)
+    }
+
+    /// Of its code.
+    pub(crate) const fn bits(&self) -> u32 {
+        if self.narrow { 32 } else { 64 }
+    }
+
+    /// The element `n`, or what is left after it.
+    fn kept(&self, n: usize) -> usize {
+        let n = (n..self.elements.len()).find(|&n| !self.elements[n].off);
+        n.unwrap_or(self.elements.len() - 1)
     }
 
     fn label(&self, t: Target) -> u64 {
         match t {
-            Target::Element(n) => {
-                let n = (n..self.elements.len()).find(|&n| !self.elements[n].off);
-                LABEL + ((n.unwrap_or(self.elements.len() - 1) as u64) << 8)
-            }
+            Target::Element(n) => LABEL + ((self.kept(n) as u64) << 8),
             Target::Function(n) => LABEL + (((0x1000 + n) as u64) << 8),
         }
     }
@@ -89,7 +99,11 @@ impl Program {
                 i.set_ip(LABEL + ((first + n as u64) << 8) + k as u64);
                 for (_, fix) in e.fixes.iter().filter(|f| f.0 == k) {
                     match *fix {
+                        Fix::Branch(t) if self.narrow => {
+                            i.set_near_branch32(self.label(t) as u32);
+                        }
                         Fix::Branch(t) => i.set_near_branch64(self.label(t)),
+                        Fix::Address(_) if self.narrow => {}
                         Fix::Address(t) => i.set_memory_displacement64(self.label(t)),
                         Fix::Immediate { .. } => {}
                     }
@@ -106,29 +120,46 @@ impl Program {
             self.list(&self.elements, 0),
             self.list(&self.functions, 0x1000),
         ];
-        let base = self.base();
-        let blocks = [0, 1].map(|n| InstructionBlock::new(&lists[n], base + self.at[n]));
+        let start = self.base();
+        let blocks = [0, 1].map(|n| InstructionBlock::new(&lists[n], start + self.at[n]));
         let options = BlockEncoderOptions::RETURN_NEW_INSTRUCTION_OFFSETS;
-        let results = BlockEncoder::encode_slice(64, &blocks, options).ok()?;
+        let results = BlockEncoder::encode_slice(self.bits(), &blocks, options).ok()?;
         let [main, functions] = <[_; 2]>::try_from(results).ok()?;
         let mut bytes = main.code_buffer;
         let offsets = main.new_instruction_offsets;
-        let index = |element: usize, k: usize| {
-            let before = self.elements[..element].iter().filter(|e| !e.off);
+        let index = |elements: &[Element], element: usize, k: usize| {
+            let before = elements[..element].iter().filter(|e| !e.off);
             before.map(|e| e.code.len()).sum::<usize>() + k
         };
         for (n, e) in self.elements.iter().enumerate().filter(|(_, e)| !e.off) {
-            for (k, fix) in &e.fixes {
-                let Fix::Immediate { element, user } = *fix else {
-                    continue;
+            for (k, fix) in e.fixes.iter().filter(|f| narrow::is_address(&f.1)) {
+                let gva = match *fix {
+                    Fix::Immediate { element, user } => {
+                        let end = *offsets.get(index(&self.elements, element, 0) + 1)?;
+                        let gpa = self.at[0] + u64::from(end) - 4;
+                        gpa + if user { USER } else { base(0, self.narrow) }
+                    }
+                    Fix::Address(t) if self.narrow => {
+                        let (at, offset) = match t {
+                            Target::Element(n) => {
+                                let n = self.kept(n);
+                                (self.at[0], offsets.get(index(&self.elements, n, 0)))
+                            }
+                            Target::Function(n) => {
+                                let offsets = &functions.new_instruction_offsets;
+                                (self.at[1], offsets.get(index(&self.functions, n, 0)))
+                            }
+                        };
+                        self.base() + at + u64::from(*offset?)
+                    }
+                    Fix::Address(_) | Fix::Branch(_) => continue,
                 };
-                let end = *offsets.get(index(element, 0) + 1)?;
-                let gpa = self.at[0] + u64::from(end) - 4;
-                let gva = gpa + if user { USER } else { KERNEL };
-                let from = *offsets.get(index(n, *k))? as usize + 2;
+                let from = *offsets.get(index(&self.elements, n, *k))? as usize;
+                // MOV with an immediate of the size of addresses.
+                let (opcode, len) = if self.narrow { (1, 4) } else { (2, 8) };
                 bytes
-                    .get_mut(from..from + 8)?
-                    .copy_from_slice(&gva.to_le_bytes());
+                    .get_mut(from + opcode..from + opcode + len)?
+                    .copy_from_slice(&gva.to_le_bytes()[..len]);
             }
         }
         let parts = [(self.at[0], bytes), (self.at[1], functions.code_buffer)];

@@ -12,7 +12,7 @@ mod form;
 
 pub(crate) use form::{Form, Forms, Shape};
 
-use crate::translate::string;
+use crate::translate::{narrow, string};
 
 /// What is done with an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,11 +86,13 @@ impl Kind {
     }
 }
 
-/// The kind of an instruction of a form of the kind `kind`.
-pub(crate) fn of(kind: Kind, i: &Instruction) -> Kind {
+/// The kind of an instruction of a form of the kind `kind`; `long`: of 64-bit code,
+/// else of 32-bit code with flat segments.
+pub(crate) fn of(kind: Kind, i: &Instruction, long: bool) -> Kind {
     match kind {
+        _ if !long && !narrow::is_plain(i) => Kind::Interpret,
         Kind::Copy if is_bit_string(i) => bit_string(i),
-        Kind::String if !string::is_plain(i) => Kind::Interpret,
+        Kind::String if !string::is_plain(i, long) => Kind::Interpret,
         Kind::FromControl
             if !matches!(
                 i.op1_register(),
@@ -124,16 +126,37 @@ fn form(i: &Instruction) -> Kind {
         | M::Prefetchw
         | M::Prefetch => Kind::Nop,
         M::Lea => Kind::Lea,
-        M::Push if pushes_quadword(code) => Kind::Push,
-        M::Pop if matches!(code, Code::Pop_r64 | Code::Pop_rm64) => Kind::Pop,
-        M::Leave if code == Code::Leaveq => Kind::Leave,
+        M::Push if pushes_word(code) => Kind::Push,
+        M::Pop
+            if matches!(
+                code,
+                Code::Pop_r64 | Code::Pop_rm64 | Code::Pop_r32 | Code::Pop_rm32
+            ) =>
+        {
+            Kind::Pop
+        }
+        M::Leave if matches!(code, Code::Leaveq | Code::Leaved) => Kind::Leave,
         M::Div if matches!(code, Code::Div_rm32 | Code::Div_rm64) => Kind::Div,
         M::Idiv if matches!(code, Code::Idiv_rm32 | Code::Idiv_rm64) => Kind::Idiv,
-        M::Jmp if matches!(code, Code::Jmp_rel8_64 | Code::Jmp_rel32_64) => Kind::Jmp,
-        M::Jmp if code == Code::Jmp_rm64 => Kind::JmpIndirect,
-        M::Call if code == Code::Call_rel32_64 => Kind::Call,
-        M::Call if code == Code::Call_rm64 => Kind::CallIndirect,
-        M::Ret if matches!(code, Code::Retnq | Code::Retnq_imm16) => Kind::Ret,
+        M::Jmp
+            if matches!(
+                code,
+                Code::Jmp_rel8_64 | Code::Jmp_rel32_64 | Code::Jmp_rel8_32 | Code::Jmp_rel32_32
+            ) =>
+        {
+            Kind::Jmp
+        }
+        M::Jmp if matches!(code, Code::Jmp_rm64 | Code::Jmp_rm32) => Kind::JmpIndirect,
+        M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Kind::Call,
+        M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Kind::CallIndirect,
+        M::Ret
+            if matches!(
+                code,
+                Code::Retnq | Code::Retnq_imm16 | Code::Retnd | Code::Retnd_imm16
+            ) =>
+        {
+            Kind::Ret
+        }
         _ if is_jcc(code) => Kind::Jcc,
         M::Cmpxchg16b => Kind::CopyAligned,
         M::Mov
@@ -144,7 +167,7 @@ fn form(i: &Instruction) -> Kind {
         {
             Kind::FromSegment
         }
-        M::Mov if code == Code::Mov_r64_cr => Kind::FromControl,
+        M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Kind::FromControl,
         M::Rdfsbase | M::Rdgsbase | M::Wrfsbase | M::Wrgsbase
             if matches!(
                 code,
@@ -157,8 +180,8 @@ fn form(i: &Instruction) -> Kind {
         M::Pause => Kind::Pause,
         _ if i.is_string_instruction() => Kind::String,
         M::Rdtsc | M::Rdtscp => Kind::Rdtsc,
-        M::Pushfq => Kind::Pushf,
-        M::Popfq => Kind::Popf,
+        M::Pushfq | M::Pushfd => Kind::Pushf,
+        M::Popfq | M::Popfd => Kind::Popf,
         M::Cli => Kind::Cli,
         M::Sti => Kind::Sti,
         M::Swapgs => Kind::Swapgs,
@@ -180,16 +203,24 @@ fn form(i: &Instruction) -> Kind {
     }
 }
 
-fn pushes_quadword(code: Code) -> bool {
+/// Pushes a value of the mode's full size.
+fn pushes_word(code: Code) -> bool {
     matches!(
         code,
-        Code::Push_r64 | Code::Push_rm64 | Code::Pushq_imm8 | Code::Pushq_imm32
+        Code::Push_r64
+            | Code::Push_rm64
+            | Code::Pushq_imm8
+            | Code::Pushq_imm32
+            | Code::Push_r32
+            | Code::Push_rm32
+            | Code::Pushd_imm8
+            | Code::Pushd_imm32
     )
 }
 
-/// Jcc of 64-bit code with a 64-bit target.
+/// Jcc with a target of the mode's full size.
 fn is_jcc(code: Code) -> bool {
-    code.is_jcc_short_or_near() && format!("{code:?}").ends_with("_64")
+    code.is_jcc_short_or_near() && !format!("{code:?}").ends_with("_16")
 }
 
 /// Integer instructions without effects beyond registers, flags and their operand.

@@ -131,7 +131,7 @@ fn what_is_copied_touches_nothing_of_the_hosts() {
                 assert!(!copies(kind), "{code:?} {kind:?}");
                 continue;
             };
-            if !copies(of(form(&i), &i)) {
+            if !copies(of(form(&i), &i, true)) {
                 continue;
             }
             copied += 1;
@@ -207,7 +207,7 @@ fn state_of_the_host_is_out_of_reach() {
     ] {
         let mut i = Instruction::default();
         i.set_code(code);
-        let kind = of(form(&i), &i);
+        let kind = of(form(&i), &i, true);
         assert_eq!(kind, Kind::Interpret, "{code:?}");
     }
     // These have code of their own.

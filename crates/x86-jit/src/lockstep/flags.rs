@@ -120,7 +120,8 @@ impl Flags {
         let mut bytes = [0; 15];
         let decoded = fetch(bus.mmu(), cpu, rip, &mut bytes).and_then(|n| {
             let options = gating::decoder_options(&cpu.features);
-            let i = Decoder::with_ip(64, &bytes[..n], rip, options).decode();
+            let bits = if cpu.is_64bit() { 64 } else { 32 };
+            let i = Decoder::with_ip(bits, &bytes[..n], rip, options).decode();
             (!i.is_invalid()).then(|| (i, effect(&i)))
         });
         self.known.insert(rip, decoded);

@@ -39,6 +39,7 @@ use crate::{
     area::{self, index},
     block::Decoded,
     exit::{Left, Reason},
+    leave::move_stack,
     run::unpack,
 };
 
@@ -321,8 +322,7 @@ impl<B: JitBus> Jit<B> {
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
         match reason {
             Reason::Branch if cpu.is_canonical(target) => {
-                let rsp = &mut cpu.gpr[reg::RSP];
-                *rsp = rsp.wrapping_add(argument).wrapping_sub(8);
+                move_stack(cpu, argument.wrapping_sub(8));
                 cpu.set_rip(target);
             }
             Reason::Branch => {

@@ -96,7 +96,8 @@ fn guest_code<B: JitBus>(t: &mut String, cpu: &CpuState, bus: &mut B) {
         let Some(n) = super::flags::fetch(bus.mmu(), cpu, rip, &mut bytes) else {
             return;
         };
-        let i = Decoder::with_ip(64, &bytes[..n], rip, DecoderOptions::NONE).decode();
+        let bits = if cpu.is_64bit() { 64 } else { 32 };
+        let i = Decoder::with_ip(bits, &bytes[..n], rip, DecoderOptions::NONE).decode();
         if i.is_invalid() {
             return;
         }

@@ -75,7 +75,7 @@ impl Translator {
             let from = a.jcc(cc::NE);
             self.stubs.push(Stub::FarMiss { from, number });
         }
-        a.lea(S1, at(S1, target & !0xfff));
+        a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
         a.store(gs(PAGE), S1);
         self.fars.push(FarSite {
             key: patch[0],
@@ -124,7 +124,7 @@ impl Translator {
         a.store(gs(PAGE), S0);
         match stack {
             Stack::Keep => {}
-            Stack::Move(by) => a.lea(GUEST_RSP, at(GUEST_RSP, by)),
+            Stack::Move(by) => a.rm(self.long, &[0x8d], GUEST_RSP, at(GUEST_RSP, by)), // lea
             Stack::Push => {
                 a.load(S0, gs(SLOT));
                 push_return(a, S0);
@@ -168,14 +168,15 @@ impl Translator {
         let disp = match d.member {
             Some(m) if !m.first => self.follow(m),
             _ => {
-                self.asm.lea(S0, at(GUEST_RSP, -8));
-                self.probe(d.offset, 8, true);
+                let word = self.word();
+                self.lea_word(S0, at(GUEST_RSP, -word));
+                self.probe(d.offset, word as u32, true);
                 0
             }
         };
         self.asm.load(S1, gs(PAGE));
-        self.asm.lea(S1, at(S1, d.offset as i32 + d.i.len() as i32));
-        self.asm.store(at(S0, disp), S1);
+        self.lea_word(S1, at(S1, d.offset as i32 + d.i.len() as i32));
+        self.store_word(at(S0, disp), S1);
     }
 
     /// Offset of the instruction after a call, if it is in the same page.
@@ -189,7 +190,7 @@ impl Translator {
         let far = i32::try_from(t).map_err(|_| Unsupported)?;
         self.push_return(d);
         if (0..0x1000).contains(&t) {
-            self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
+            self.move_stack(-self.word());
             let Some(back) = Self::back(d) else {
                 let from = self.asm.jmp();
                 self.link(from, t as u32, false, false);
@@ -204,8 +205,8 @@ impl Translator {
             if back.is_some() {
                 self.asm.bytes(&[0x41, 0x55]); // push r13
             }
-            let number = self.far_begins(d.offset, far, -8);
-            self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
+            let number = self.far_begins(d.offset, far, -self.word());
+            self.move_stack(-self.word());
             let Some(back) = back else {
                 let from = self.asm.jmp();
                 self.far_ends(number, from);
@@ -226,11 +227,11 @@ impl Translator {
         let call = d.kind == Kind::CallIndirect;
         if d.i.op0_kind() == OpKind::Memory {
             self.address(&d.i, 0)?;
-            self.probe(d.offset, 8, false);
-            self.asm.load(S0, at(S0, 0));
+            self.probe(d.offset, self.word() as u32, false);
+            self.load_word(S0, at(S0, 0));
         } else {
             let r = self.read_register(d.i.op0_register(), S0);
-            self.asm.mov(S0, r);
+            self.asm.rr(self.long, &[0x8b], S0, r);
         }
         if !call {
             self.jump(d.offset, Stack::Keep, None);
@@ -238,15 +239,23 @@ impl Translator {
         }
         // The place of the return address may be where the target was read
         // from: it is written when it is certain that the call succeeds.
+        let word = self.word();
         self.asm.store(gs(SPILL), S0);
-        self.asm.lea(S0, at(GUEST_RSP, -8));
-        self.probe(d.offset, 8, true);
+        self.lea_word(S0, at(GUEST_RSP, -word));
+        self.probe(d.offset, word as u32, true);
         self.asm.store(gs(SLOT), S0);
         self.asm.load(S1, gs(PAGE));
-        self.asm.lea(S1, at(S1, d.offset as i32 + d.i.len() as i32));
+        self.lea_word(S1, at(S1, d.offset as i32 + d.i.len() as i32));
         self.asm.store(gs(RETURN), S1);
+        let stack = if self.long {
+            Stack::Push
+        } else {
+            // There is no such target that raises #GP.
+            self.store_word(at(S0, 0), S1);
+            Stack::Move(-word)
+        };
         self.asm.load(S0, gs(SPILL));
-        self.jump(d.offset, Stack::Push, Self::back(d));
+        self.jump(d.offset, stack, Self::back(d));
         Ok(())
     }
 
@@ -254,25 +263,25 @@ impl Translator {
         let disp = match d.member {
             Some(m) if !m.first => self.follow(m),
             _ => {
-                self.asm.mov(S0, GUEST_RSP);
-                self.probe(d.offset, 8, false);
+                self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
+                self.probe(d.offset, self.word() as u32, false);
                 0
             }
         };
-        self.asm.load(S0, at(S0, disp));
+        self.load_word(S0, at(S0, disp));
         let extra = if d.i.op_count() == 1 {
             i32::from(d.i.immediate16())
         } else {
             0
         };
-        let a = &mut self.asm;
-        a.alu(true, Alu::Cmp, S0, at(RSP, 8));
-        let other = a.jcc(cc::NE);
-        a.lea(GUEST_RSP, at(GUEST_RSP, 8 + extra));
-        a.ret();
-        let here = a.here();
-        a.patch(other, here);
-        self.jump(d.offset, Stack::Move(8 + extra), None);
+        let by = self.word() + extra;
+        self.asm.alu(true, Alu::Cmp, S0, at(RSP, 8));
+        let other = self.asm.jcc(cc::NE);
+        self.move_stack(by);
+        self.asm.ret();
+        let here = self.asm.here();
+        self.asm.patch(other, here);
+        self.jump(d.offset, Stack::Move(by), None);
     }
 }
 
@@ -295,8 +304,11 @@ pub(super) fn push_return(a: &mut Asm, slot: Reg) {
 }
 
 /// Branch target relative to the page, as the block was decoded with IP 0 at its start.
-pub(super) fn target(i: &Instruction) -> i64 {
-    i.near_branch64() as i64
+pub(crate) fn target(i: &Instruction) -> i64 {
+    match i.op0_kind() {
+        OpKind::NearBranch32 => i64::from(i.near_branch32() as i32),
+        _ => i.near_branch64() as i64,
+    }
 }
 
 fn condition_bits(c: iced_x86::ConditionCode) -> Option<u8> {

@@ -2,7 +2,7 @@
 
 use iced_x86::{Instruction, OpKind, Register};
 
-use super::{Emit, Translator, Unsupported, is_locked, recode, recode::recode};
+use super::{Emit, Translator, Unsupported, is_locked, narrow, recode, recode::recode};
 use crate::{area::*, asm::*, block::Decoded, kind::Form};
 
 impl Translator {
@@ -63,7 +63,10 @@ impl Translator {
             map[usize::from(number)] = host;
         }
         let raw = d.raw.get(..i.len()).ok_or(Unsupported)?;
-        match form.shape.and_then(|s| recode(raw, s, &map, disp, high)) {
+        let shape = form
+            .shape
+            .filter(|_| self.long || narrow::is_encoded_alike(raw));
+        match shape.and_then(|s| recode(raw, s, &map, disp, high)) {
             Some((bytes, len)) => self.asm.put(bytes, len),
             None => self.encode(&rewritten(i, &map, disp))?,
         }

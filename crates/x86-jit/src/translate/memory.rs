@@ -67,7 +67,7 @@ impl Translator {
         }
         if matches!(i.memory_segment(), Register::FS | Register::GS) {
             let n = i.memory_segment().number();
-            self.asm.alu(true, Alu::Add, S0, segment_base(n));
+            self.asm.alu(self.long, Alu::Add, S0, segment_base(n));
         }
         Ok(())
     }
@@ -201,7 +201,7 @@ impl Translator {
         self.bail_if(cc::NE, offset);
     }
 
-    /// As [`Self::operand`] for the eight bytes of the stack at `r + disp`.
+    /// As [`Self::operand`] for the word of the stack at `r + disp`.
     pub(super) fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) -> i32 {
         if let Some(m) = d.member.filter(|m| !m.first) {
             return self.follow(m);
@@ -210,10 +210,10 @@ impl Translator {
             save_flags(&mut self.asm);
         }
         let offset = d.member.map_or(0, |m| m.offset);
-        self.asm.lea(S0, at(r, disp - offset));
+        self.lea_word(S0, at(r, disp - offset));
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
-            None => self.probe(d.offset, 8, write),
+            None => self.probe(d.offset, self.word() as u32, write),
         }
         if d.live_in != 0 {
             restore_flags(&mut self.asm, S1);

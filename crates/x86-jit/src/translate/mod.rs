@@ -22,6 +22,7 @@ pub(crate) mod branch;
 mod copy;
 mod interpret;
 mod memory;
+pub(crate) mod narrow;
 mod recode;
 mod registers;
 mod stack;
@@ -156,6 +157,8 @@ pub(crate) struct Translator {
     interpreted: u32,
     /// The page.
     source: Source,
+    /// 64-bit code.
+    long: bool,
     /// The group whose pointer is in r14.
     current: Option<u16>,
 }
@@ -187,6 +190,7 @@ impl Translator {
             thunks,
             interpreted: 0,
             source: Source::default(),
+            long: true,
             current: None,
         }
     }
@@ -194,7 +198,7 @@ impl Translator {
     /// Translates a block to offset `base` of the buffer; the code is in `self.asm`.
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
-    /// interpreter at its end.
+    /// interpreter at its end; `long`: it is 64-bit code.
     pub(crate) fn block(
         &mut self,
         insns: &[Decoded],
@@ -202,8 +206,10 @@ impl Translator {
         base: usize,
         sources: &[Source],
         interpreted: u32,
+        long: bool,
     ) -> Entries {
         self.interpreted = interpreted;
+        self.long = long;
         self.asm.start(base);
         self.stubs.clear();
         self.current = None;
@@ -306,6 +312,7 @@ impl Translator {
     fn instruction(&mut self, d: &Decoded, form: &Form) -> Result<bool, Unsupported> {
         match d.kind {
             Kind::Nop | Kind::Followed => {}
+            Kind::CopyFp if !self.long && narrow::zeroes_vectors(&d.i) => self.zero_vectors(d),
             Kind::Copy | Kind::CopyFp => self.copy(d, form, false)?,
             Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, form, true)?,
             Kind::BitString => self.bit_string(d)?,
@@ -548,12 +555,13 @@ impl Translator {
                     a.bytes(&site.target.to_le_bytes());
                     a.mov_imm(S1, number.into());
                     match (site.returns, site.pop) {
-                        (Some(back), _) => {
-                            a.call_to(t.far_call);
+                        (Some(back), pop) => {
+                            a.call_to(if pop == -8 { t.far_call } else { t.far_call32 });
                             a.jmp_to(back);
                         }
                         (None, 0) => a.jmp_to(t.far),
-                        (None, _) => a.jmp_to(t.far_call),
+                        (None, -8) => a.jmp_to(t.far_call),
+                        (None, _) => a.jmp_to(t.far_call32),
                     }
                 }
                 Stub::Far {

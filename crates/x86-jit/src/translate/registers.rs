@@ -55,7 +55,7 @@ impl Translator {
         });
         let n = d.i.op0_register().number() as u8;
         let r = host_reg(n).unwrap_or(S0);
-        self.asm.load(r, from);
+        self.load_word(r, from);
         if host_reg(n).is_none() {
             self.asm.store(home(n), r);
         }

@@ -2,7 +2,7 @@
 
 use iced_x86::{OpKind, Register};
 
-use super::{Emit, Translator, Unsupported};
+use super::{Emit, Translator};
 use crate::{area::*, asm::*, block::Decoded, kind::Kind};
 
 /// Pushes or pops of a run at most: a longer one straddles a page more often.
@@ -25,7 +25,7 @@ pub(super) fn run_length(insns: &[Decoded]) -> usize {
             d.kind == kind
                 && group(d) == Some(wanted)
                 && d.i.op0_kind() == OpKind::Register
-                && d.i.op0_register() != Register::RSP
+                && d.i.op0_register().full_register() != Register::RSP
         })
         .count()
 }
@@ -35,27 +35,27 @@ impl Translator {
     pub(super) fn stack_run(&mut self, run: &[Decoded]) {
         let Some(first) = run.first() else { return };
         let push = first.kind == Kind::Push;
-        self.stack_slot(first, GUEST_RSP, if push { -8 } else { 0 }, push);
+        let word = self.word();
+        self.stack_slot(first, GUEST_RSP, if push { -word } else { 0 }, push);
         for d in run {
             let disp = d.member.map_or(0, |m| m.offset);
             if push {
                 let r = self.read_register(d.i.op0_register(), S1);
-                self.asm.store(at(S0, disp), r);
+                self.store_word(at(S0, disp), r);
             } else {
                 self.pop_to(d.i.op0_register().number() as u8, disp);
             }
         }
-        let size = 8 * run.len() as i32;
-        self.asm
-            .lea(GUEST_RSP, at(GUEST_RSP, if push { -size } else { size }));
+        let size = word * run.len() as i32;
+        self.move_stack(if push { -size } else { size });
     }
 
     /// The word at r14 + `disp` to a register other than RSP.
     fn pop_to(&mut self, n: u8, disp: i32) {
         match host_reg(n) {
-            Some(h) => self.asm.load(h, at(S0, disp)),
+            Some(h) => self.load_word(h, at(S0, disp)),
             None => {
-                self.asm.load(S1, at(S0, disp));
+                self.load_word(S1, at(S0, disp));
                 self.asm.store(home(n), S1);
             }
         }
@@ -63,26 +63,26 @@ impl Translator {
 
     pub(super) fn push(&mut self, d: &Decoded) -> Emit {
         if d.i.op0_kind() == OpKind::Memory {
-            let disp = self.operand(d, 8, false, false)?;
-            self.asm.load(S0, at(S0, disp));
+            let disp = self.operand(d, self.word() as u32, false, false)?;
+            self.load_word(S0, at(S0, disp));
             self.asm.store(gs(SPILL), S0);
         }
-        let to = self.stack_slot(d, GUEST_RSP, -8, true);
+        let to = self.stack_slot(d, GUEST_RSP, -self.word(), true);
         match d.i.op0_kind() {
             OpKind::Register => {
                 let r = self.read_register(d.i.op0_register(), S1);
-                self.asm.store(at(S0, to), r);
+                self.store_word(at(S0, to), r);
             }
             OpKind::Memory => {
                 self.asm.load(S1, gs(SPILL));
-                self.asm.store(at(S0, to), S1);
+                self.store_word(at(S0, to), S1);
             }
             _ => {
-                let v = i32::try_from(d.i.immediate(0) as i64).map_err(|_| Unsupported)?;
-                self.asm.store_imm(at(S0, to), v);
+                // Sign-extended from 32 bits, or not extended.
+                self.store_word_imm(at(S0, to), d.i.immediate(0) as i32);
             }
         }
-        self.asm.lea(GUEST_RSP, at(GUEST_RSP, -8));
+        self.move_stack(-self.word());
         Ok(())
     }
 
@@ -90,16 +90,16 @@ impl Translator {
         let from = self.stack_slot(d, GUEST_RSP, 0, false);
         let n = d.i.op0_register().number() as u8;
         if host_reg(n) == Some(GUEST_RSP) {
-            self.asm.load(GUEST_RSP, at(S0, from));
+            self.load_word(GUEST_RSP, at(S0, from));
             return;
         }
         self.pop_to(n, from);
-        self.asm.lea(GUEST_RSP, at(GUEST_RSP, 8));
+        self.move_stack(self.word());
     }
 
     pub(super) fn leave(&mut self, d: &Decoded) {
         let from = self.stack_slot(d, RBP, 0, false);
-        self.asm.lea(GUEST_RSP, at(RBP, 8));
-        self.asm.load(RBP, at(S0, from));
+        self.lea_word(GUEST_RSP, at(RBP, self.word()));
+        self.load_word(RBP, at(S0, from));
     }
 }

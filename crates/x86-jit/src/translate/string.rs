@@ -1,4 +1,4 @@
-//! MOVS, STOS, LODS, SCAS and CMPS with 64-bit addresses: the host's own, on host
+//! MOVS, STOS, LODS, SCAS and CMPS with addresses of the mode's size: the host's own, on host
 //! addresses, if DF is clear and no operand leaves its page; the interpreter's if not.
 //!
 //! Guest addresses of one page lead to one host page, so that overlapping
@@ -91,16 +91,17 @@ fn repeats(i: &Instruction) -> bool {
     i.has_rep_prefix() || i.has_repne_prefix()
 }
 
-/// A string instruction with 64-bit addresses and flat segments.
-pub(crate) fn is_plain(i: &Instruction) -> bool {
+/// A string instruction with addresses of the mode's size and flat segments.
+pub(crate) fn is_plain(i: &Instruction, long: bool) -> bool {
     operation(i).is_some()
-        && (0..i.op_count()).all(|n| {
-            matches!(
-                i.op_kind(n),
-                OpKind::Register | OpKind::MemorySegRSI | OpKind::MemoryESRDI
-            )
+        && (0..i.op_count()).all(|n| match i.op_kind(n) {
+            OpKind::Register => true,
+            OpKind::MemorySegRSI | OpKind::MemoryESRDI => long,
+            OpKind::MemorySegESI | OpKind::MemoryESEDI => !long,
+            _ => false,
         })
         && !matches!(i.memory_segment(), Register::FS | Register::GS)
+        && (long || i.memory_segment() != Register::CS)
 }
 
 /// Comparisons that may not take place, and change no flag then.
@@ -122,9 +123,20 @@ impl Translator {
         if d.live_in != 0 {
             save_flags(&mut self.asm);
         }
+        let narrow = |a: &mut Asm| {
+            a.mov32(RSI, RSI);
+            a.mov32(RDI, RDI);
+        };
+        if !self.long {
+            narrow(&mut self.asm);
+            self.asm.mov32(RCX, RCX);
+        }
         self.asm.mov_imm(S1, d.offset.into());
         self.asm
             .call_to(self.thunks.strings[op as usize][size][repeat]);
+        if !self.long {
+            narrow(&mut self.asm);
+        }
         if d.live_in != 0 && !op.compares() {
             restore_flags(&mut self.asm, S1);
         }

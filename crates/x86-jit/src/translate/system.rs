@@ -47,7 +47,7 @@ impl Translator {
             disp: 0,
             gs: false,
         };
-        self.asm.lea(S0, word);
+        self.lea_word(S0, word);
         if d.i.has_lock_prefix() {
             self.bail_if_misaligned(d.offset, if wide { 8 } else { 4 });
         }
@@ -101,7 +101,7 @@ impl Translator {
         }
     }
 
-    /// PUSHFQ: VM and RF read as 0.
+    /// PUSHFD, PUSHFQ: VM and RF read as 0.
     pub(super) fn pushf(&mut self, d: &Decoded) {
         let a = &mut self.asm;
         save_flags(a);
@@ -121,13 +121,13 @@ impl Translator {
         );
         a.alu_rr(false, Alu::Or, S0, S1);
         a.store(gs(SPILL), S0);
-        a.lea(S0, at(GUEST_RSP, -8));
-        self.probe(d.offset, 8, true);
-        let a = &mut self.asm;
-        a.load(S1, gs(SPILL));
-        a.store(at(S0, 0), S1);
-        a.lea(GUEST_RSP, at(GUEST_RSP, -8));
-        restore_flags(a, S1);
+        let word = self.word();
+        self.lea_word(S0, at(GUEST_RSP, -word));
+        self.probe(d.offset, word as u32, true);
+        self.asm.load(S1, gs(SPILL));
+        self.store_word(at(S0, 0), S1);
+        self.move_stack(-word);
+        restore_flags(&mut self.asm, S1);
     }
 
     /// Leaves if an interrupt could be taken once IF is set.
@@ -139,12 +139,12 @@ impl Translator {
         self.bail_if(cc::NE, offset);
     }
 
-    /// POPFQ that changes nothing but IF and arithmetic flags.
+    /// POPFD, POPFQ that changes nothing but IF and arithmetic flags.
     pub(super) fn popf(&mut self, d: &Decoded) {
-        self.asm.mov(S0, GUEST_RSP);
-        self.probe(d.offset, 8, false);
+        self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
+        self.probe(d.offset, self.word() as u32, false);
+        self.load_word(S0, at(S0, 0));
         let a = &mut self.asm;
-        a.load(S0, at(S0, 0));
         a.mov32(S1, S0);
         a.alu(false, Alu::Xor, S1, gs(RFLAGS));
         a.rr(false, &[0xf7], 0, S1); // test
@@ -163,7 +163,8 @@ impl Translator {
         a.store8(gs(RFLAGS + 1), 0);
         let here = a.here();
         a.patch(enabled, here);
-        a.lea(GUEST_RSP, at(GUEST_RSP, 8));
+        self.move_stack(self.word());
+        let a = &mut self.asm;
         // Bits 0 to 7 to AH, bit 11 to AL.
         a.mov32(S1, S0);
         a.shift(false, 4, S1, 8);
