@@ -92,16 +92,31 @@ pub(crate) struct Asm {
     pub(crate) buf: Vec<u8>,
     /// Offset of `buf`'s first byte.
     pub(crate) base: usize,
+    /// How many bytes are there, and where the others are.
+    apart: Option<(usize, usize)>,
 }
 
 impl Asm {
     pub(crate) fn start(&mut self, base: usize) {
         self.buf.clear();
         self.base = base;
+        self.apart = None;
+    }
+    /// What follows goes to `base`, behind everything before.
+    pub(crate) fn go_on_at(&mut self, base: usize) {
+        self.apart = Some((self.buf.len(), base));
+    }
+    /// The code before and after [`Self::go_on_at`].
+    pub(crate) fn parts(&self) -> (&[u8], &[u8]) {
+        let at = self.apart.map_or(self.buf.len(), |(at, _)| at);
+        self.buf.split_at(at)
     }
     /// Offset of the next byte.
     pub(crate) fn here(&self) -> usize {
-        self.base + self.buf.len()
+        match self.apart {
+            Some((at, base)) => base + (self.buf.len() - at),
+            None => self.base + self.buf.len(),
+        }
     }
     pub(crate) fn bytes(&mut self, b: &[u8]) {
         self.buf.extend_from_slice(b);
@@ -287,7 +302,10 @@ impl Asm {
     /// Makes the rel32 at `site` lead to `target`.
     pub(crate) fn patch(&mut self, site: usize, target: usize) {
         let rel = (target as i64 - (site as i64 + 4)) as i32;
-        let i = site - self.base;
+        let i = match self.apart {
+            Some((at, base)) if site >= base => at + (site - base),
+            _ => site - self.base,
+        };
         self.buf[i..i + 4].copy_from_slice(&rel.to_le_bytes());
     }
     /// `jmp [mem]`.

@@ -33,6 +33,8 @@ pub(crate) mod mode {
 
 /// Instructions of a block at most.
 const MAX_INSNS: usize = 48;
+/// A block with as many ends where another one begins.
+const ENOUGH: usize = 8;
 /// Jumps within the page that a block follows.
 const MAX_FOLLOWED: usize = 2;
 /// Instructions of an unrolled loop at most, and turns of one.
@@ -58,14 +60,15 @@ pub(crate) struct Decoded {
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if nothing can be fetched. An instruction that straddles two pages is
-/// a block of its own: true is returned for one.
+/// a block of its own: true is returned for one. `is_known` tells at which offsets
+/// blocks begin already.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
-    cpu: &mut CpuState,
-    bus: &mut B,
+    (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
     mode: u8,
+    is_known: impl Fn(u32) -> bool,
 ) -> bool {
     out.clear();
     forms.select(&cpu.features);
@@ -197,6 +200,10 @@ pub(crate) fn decode<B: GuestBus>(
         }
         out.push(d);
         offset = next;
+        // What comes next has its code, and this block is long enough for it to be no loss.
+        if kind == Kind::Jcc && out.len() >= ENOUGH && is_known(offset) {
+            break;
+        }
         if matches!(
             kind,
             Kind::Interpret

@@ -45,11 +45,56 @@ fn place(rip: u64, mix: u64) -> usize {
     (rip ^ rip >> 4 ^ mix) as u32 as usize & (TARGETS_LEN - 1)
 }
 
+/// Blocks by address and mode, those of a page together: who looks for one has
+/// just looked for its neighbours.
+#[derive(Debug, Default)]
+pub(crate) struct Blocks {
+    /// By page identity and mode: index in `lists`.
+    pages: HashMap<(u64, u8), u32, Hash>,
+    /// Offsets in ascending order, and the block at each.
+    lists: Vec<(Vec<u16>, Vec<Block>)>,
+}
+
+impl Blocks {
+    /// `key` is page identity plus offset, and mode.
+    pub(crate) fn get(&self, key: (u64, u8)) -> Option<Block> {
+        let n = *self.pages.get(&(key.0 & !0xfff, key.1))?;
+        let (offsets, blocks) = self.lists.get(n as usize)?;
+        let at = offsets.binary_search(&((key.0 & 0xfff) as u16)).ok()?;
+        blocks.get(at).copied()
+    }
+    /// Returns what was there before.
+    pub(crate) fn insert(&mut self, key: (u64, u8), block: Block) -> Option<Block> {
+        let lists = &mut self.lists;
+        let n = *self
+            .pages
+            .entry((key.0 & !0xfff, key.1))
+            .or_insert_with(|| {
+                lists.push(Default::default());
+                lists.len() as u32 - 1
+            });
+        let (offsets, blocks) = lists.get_mut(n as usize)?;
+        let offset = (key.0 & 0xfff) as u16;
+        match offsets.binary_search(&offset) {
+            Ok(at) => Some(core::mem::replace(&mut blocks[at], block)),
+            Err(at) => {
+                offsets.insert(at, offset);
+                blocks.insert(at, block);
+                None
+            }
+        }
+    }
+    fn clear(&mut self) {
+        self.pages.clear();
+        self.lists.clear();
+    }
+}
+
 /// Blocks and targets of one vCPU.
 #[derive(Debug)]
 pub(crate) struct Cache {
     /// By page identity, offset and mode.
-    pub(crate) blocks: HashMap<(u64, u8), Block, Hash>,
+    pub(crate) blocks: Blocks,
     /// The second page of instructions that straddle two.
     pub(crate) second: HashMap<(u64, u8), CodePage, Hash>,
     pub(crate) targets: Box<[Target]>,
@@ -61,7 +106,7 @@ pub(crate) struct Cache {
 impl Cache {
     pub(crate) fn new() -> Self {
         Self {
-            blocks: HashMap::default(),
+            blocks: Blocks::default(),
             second: HashMap::default(),
             targets: vec![EMPTY; TARGETS_LEN].into_boxed_slice(),
             remembered: HashMap::default(),
@@ -121,5 +166,39 @@ impl core::hash::Hasher for Fold {
     fn write_u64(&mut self, v: u64) {
         self.0 = (self.0.rotate_left(5) ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 ^= self.0 >> 32;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_found_where_they_were_put() {
+        let block = |n: u32| Block {
+            entries: Entries::default(),
+            generation: n,
+            straddles: false,
+        };
+        let mut blocks = Blocks::default();
+        let key = |n: u32| {
+            let page = u64::from(n % 7) << 12 | 1 << 63;
+            (page | u64::from(n * 37 % 4096), (n % 3) as u8)
+        };
+        for n in 0..500 {
+            assert!(blocks.insert(key(n), block(n)).is_none());
+        }
+        for n in (0..500).step_by(2) {
+            let old = blocks.insert(key(n), block(n + 1000));
+            assert_eq!(old.map(|b| b.generation), Some(n));
+        }
+        for n in 0..500 {
+            let wanted = if n % 2 == 0 { n + 1000 } else { n };
+            assert_eq!(blocks.get(key(n)).map(|b| b.generation), Some(wanted));
+        }
+        assert!(blocks.get((key(0).0 + 1, key(0).1)).is_none());
+        assert!(blocks.get((key(0).0, 9)).is_none());
+        blocks.clear();
+        assert!(blocks.get(key(0)).is_none());
     }
 }

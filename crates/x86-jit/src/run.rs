@@ -24,16 +24,15 @@ use crate::{
     leave::handle,
     lockstep::{Lockstep, LockstepStats, Log, turn},
     perf::{self, Perf},
+    room::{MAX_BLOCK, Room},
     stats::{Cause, Stats},
     system_call,
     thunks::{self, Thunks},
     translate::{Entries, LinkSite, Translator},
 };
 
-/// Bytes of translated code of a vCPU.
-const CACHE_SIZE: usize = 64 << 20;
-/// Room that a block needs at most.
-const MAX_BLOCK: usize = 32 << 10;
+/// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
+const CACHE_SIZE: usize = 128 << 20;
 
 /// What the functions that translated code calls work on.
 pub(crate) struct Context<B: JitBus> {
@@ -49,9 +48,8 @@ pub(crate) struct Context<B: JitBus> {
 #[derive(Debug)]
 pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
-    used: usize,
+    room: Room,
     thunks: Thunks,
-    thunks_end: usize,
     pub(crate) cache: Cache,
     forms: Forms,
     decoded: Vec<Decoded>,
@@ -95,7 +93,7 @@ impl<B: JitBus> Jit<B> {
     /// As [`Self::new`] with room for so many bytes of code: for tests, which
     /// need a cache that is full soon.
     pub fn with_capacity(bytes: usize) -> Option<Self> {
-        let mut buffer = CodeBuffer::new(bytes.max(4 * MAX_BLOCK)).ok()?;
+        let mut buffer = CodeBuffer::new(bytes.max(Room::LEAST)).ok()?;
         let mut a = Asm::default();
         a.start(0);
         let thunks = {
@@ -105,10 +103,9 @@ impl<B: JitBus> Jit<B> {
         let thunks_end = a.here().next_multiple_of(64);
         buffer.write(0, &a.buf);
         Some(Self {
+            room: Room::new(thunks_end..buffer.len()),
             buffer,
-            used: thunks_end,
             thunks,
-            thunks_end,
             cache: Cache::new(),
             forms: Forms::new(),
             decoded: Vec::new(),
@@ -211,7 +208,7 @@ impl<B: JitBus> Jit<B> {
         if let Some(l) = &mut self.lockstep {
             l.flush();
         }
-        self.used = self.thunks_end;
+        self.room.clear();
         self.stats.flushes += 1;
     }
 
@@ -328,7 +325,7 @@ impl<B: JitBus> Jit<B> {
         let page = bus.code_page(cpu, rip).ok()?;
         let key = (page.id | rip & 0xfff, mode);
         let code = Source::of(bus, page.id)?;
-        if let Some(b) = self.cache.blocks.get(&key).copied()
+        if let Some(b) = self.cache.blocks.get(key)
             && b.generation == code.generation
             // The neighbour may be mapped elsewhere, or not at all, by now.
             && (!b.straddles
@@ -351,12 +348,24 @@ impl<B: JitBus> Jit<B> {
         key: (u64, u8),
         code: Source,
     ) -> Option<Block> {
-        if self.used + MAX_BLOCK > self.buffer.len() {
+        if self.room.is_full() {
             self.flush_all();
         }
         let rip = cpu.rip();
+        let blocks = &self.cache.blocks;
+        let is_known = |offset: u32| {
+            let other = blocks.get((key.0 & !0xfff | u64::from(offset), key.1));
+            other.is_some_and(|b| b.generation == code.generation && b.entries.outer != 0)
+        };
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
-            block::decode(&mut self.decoded, &mut self.forms, cpu, bus, rip, key.1)
+            block::decode(
+                &mut self.decoded,
+                &mut self.forms,
+                (cpu, bus),
+                rip,
+                key.1,
+                is_known,
+            )
         };
         let mut second = None;
         let mut sources = [code, code];
@@ -390,25 +399,31 @@ impl<B: JitBus> Jit<B> {
             self.groups.form(&mut self.decoded, &self.forms, long);
         }
         let site = self.prepare(interp, cpu, bus);
+        let base = self.room.next();
         block.entries =
             self.translator
-                .block(&self.decoded, &self.forms, self.used, sources, site, long);
-        let code = &self.translator.asm.buf;
-        // There is room: `MAX_BLOCK`.
-        if !self.buffer.write(self.used, code) {
+                .block(&self.decoded, &self.forms, base, sources, site, long);
+        let (hot, cold) = self.translator.asm.parts();
+        // There is room, unless the block is larger than any should be.
+        if hot.len().max(cold.len()) > MAX_BLOCK
+            || !self.buffer.write(base.0, hot)
+            || !self.buffer.write(base.1, cold)
+        {
             block.entries = Entries::default();
             return Some(block);
         }
         self.stats.blocks += 1;
         self.stats.insns += self.decoded.len() as u64;
-        self.stats.bytes += code.len() as u64;
-        if let Some(perf) = self.perf {
-            perf.note(rip, self.buffer.rx() as u64 + self.used as u64, code);
+        self.stats.bytes += (hot.len() + cold.len()) as u64;
+        for (at, code) in [(base.0, hot), (base.1, cold)] {
+            if let Some(perf) = self.perf {
+                perf.note(rip, self.buffer.rx() as u64 + at as u64, code);
+            }
+            if self.lockstep.is_some() {
+                self.ranges.push((at, code.len(), rip));
+            }
         }
-        if self.lockstep.is_some() {
-            self.ranges.push((self.used, code.len(), rip));
-        }
-        self.used = (self.used + code.len()).next_multiple_of(16);
+        self.room.take(hot.len(), cold.len());
         if let Some(old) = self.cache.blocks.insert(key, block) {
             self.forget(old.entries.outer as usize);
         }

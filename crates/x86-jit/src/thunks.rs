@@ -361,7 +361,24 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(false, Alu::And, S1, 0xfff);
     a.jmp_to(t.bail);
     t.refill_group = a.here();
+    // A group that straddles two pages needs no call.
+    push(a, RAX);
+    push(a, RCX);
+    a.mov32(RAX, S1);
+    a.shift(false, 5, RAX, 12);
+    a.alu_imm(false, Alu::And, RAX, 0xff);
+    a.mov32(RCX, S0);
+    a.alu_imm(false, Alu::And, RCX, 0xfff);
+    a.alu_rr(false, Alu::Add, RAX, RCX);
+    a.alu_imm(false, Alu::Cmp, RAX, 4096);
+    pop(a, RCX);
+    pop(a, RAX);
+    let straddles = a.jcc(cc::A);
     call_refill(a, refill, avx);
+    a.ret();
+    let here = a.here();
+    a.patch(straddles, here);
+    a.alu_rr(false, Alu::Xor, S0, S0);
     a.ret();
 
     t.load_fp = a.here();

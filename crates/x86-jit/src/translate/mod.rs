@@ -195,7 +195,8 @@ impl Translator {
         }
     }
 
-    /// Translates a block to offset `base` of the buffer; the code is in `self.asm`.
+    /// Translates a block to the offsets `base` of the buffer (what is executed, and what
+    /// rarely is, which is behind it); the code is in `self.asm`.
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
     /// interpreter at its end; `long`: it is 64-bit code.
@@ -203,14 +204,14 @@ impl Translator {
         &mut self,
         insns: &[Decoded],
         forms: &Forms,
-        base: usize,
+        base: (usize, usize),
         sources: &[Source],
         interpreted: u32,
         long: bool,
     ) -> Entries {
         self.interpreted = interpreted;
         self.long = long;
-        self.asm.start(base);
+        self.asm.start(base.0);
         self.stubs.clear();
         self.current = None;
         self.source = sources.first().copied().unwrap_or_default();
@@ -290,6 +291,7 @@ impl Translator {
             self.asm.jmp_to(saved);
             here
         };
+        self.asm.go_on_at(base.1);
         self.emit_stubs();
         Entries {
             outer: outer as u32,
@@ -471,19 +473,13 @@ impl Translator {
                 } => {
                     a.patch(from, here);
                     a.alu(true, Alu::Add, S0, tag(member.write));
-                    a.mov32(S1, S0);
-                    a.alu_imm(false, Alu::And, S1, 0xfff);
-                    a.alu_imm(false, Alu::Cmp, S1, 4096 - member.span as i32);
-                    let mut splits = [Some(a.jcc(cc::A)), None];
                     if member.refill {
                         a.mov_imm(S1, site(offset, member.span, member.write).into());
                         a.call_to(t.refill_group);
                         a.rr(true, &[0x85], S0, S0); // test
-                        splits[1] = Some(a.jcc(cc::E));
-                        a.jmp_to(resume);
+                        let from = a.jcc(cc::NE);
+                        a.patch(from, resume);
                     }
-                    let here = a.here();
-                    splits.into_iter().flatten().for_each(|s| a.patch(s, here));
                     let from = a.jmp();
                     self.link(from, offset, false, true);
                 }

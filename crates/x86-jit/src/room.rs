@@ -1,0 +1,90 @@
+//! [`Room`]: where in the code buffer the next block goes.
+//!
+//! What a block executes and what it needs once (misses, first branches, ends) are
+//! kept apart: a page and a cache line of the first kind has nothing of the second.
+
+use core::ops::Range;
+
+/// Room that each part of a block needs at most.
+pub(crate) const MAX_BLOCK: usize = 32 << 10;
+/// Blocks begin at a multiple of this.
+const ALIGN: usize = 16;
+
+/// Two regions that fill up.
+#[derive(Debug)]
+pub(crate) struct Room {
+    whole: Range<usize>,
+    /// Where the second region begins.
+    border: usize,
+    hot: usize,
+    cold: usize,
+}
+
+impl Room {
+    /// Bytes that a buffer has at least.
+    pub(crate) const LEAST: usize = 8 * MAX_BLOCK;
+
+    /// All of `whole`, [`Self::LEAST`] bytes or more, is free.
+    pub(crate) fn new(whole: Range<usize>) -> Self {
+        let border = whole.start + whole.len() * 5 / 8;
+        Self {
+            hot: whole.start,
+            cold: border,
+            border,
+            whole,
+        }
+    }
+
+    /// Offsets of the next block's two parts.
+    pub(crate) fn next(&self) -> (usize, usize) {
+        (self.hot, self.cold)
+    }
+
+    /// A block may not fit.
+    pub(crate) fn is_full(&self) -> bool {
+        self.hot + MAX_BLOCK > self.border || self.cold + MAX_BLOCK > self.whole.end
+    }
+
+    /// The next block has parts of these lengths.
+    pub(crate) fn take(&mut self, hot: usize, cold: usize) {
+        self.hot = (self.hot + hot).next_multiple_of(ALIGN);
+        self.cold += cold;
+    }
+
+    /// Everything is free again; the regions become as large as they had to be.
+    pub(crate) fn clear(&mut self) {
+        let (hot, cold) = (self.hot - self.whole.start, self.cold - self.border);
+        let len = self.whole.len();
+        if hot + cold > len / 4 {
+            let share = (len / 64 * (64 * hot / (hot + cold))).clamp(len / 4, len * 3 / 4);
+            self.border = (self.whole.start + share).next_multiple_of(64);
+        }
+        self.hot = self.whole.start;
+        self.cold = self.border;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_regions_are_used_up() {
+        let len = 1 << 20;
+        let mut room = Room::new(4096..4096 + len);
+        for round in 0..3 {
+            let mut n = 0;
+            while !room.is_full() {
+                let (hot, cold) = room.next();
+                assert!(hot < cold && hot + MAX_BLOCK <= room.border);
+                assert!(cold + MAX_BLOCK <= 4096 + len);
+                room.take(1000, 1000);
+                n += 1;
+            }
+            // At first three eighths are for what are two halves.
+            let least = if round == 0 { 350 } else { 450 };
+            assert!(n > least, "{n}");
+            room.clear();
+        }
+    }
+}
