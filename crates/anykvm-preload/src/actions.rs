@@ -15,6 +15,8 @@ use crate::next::{fail, next, system_call, system_call_c};
 const SIGNALS: usize = 64;
 /// The C library's own, for cancellation and set*id(2) in threads.
 const INTERNAL: [c_int; 2] = [32, 33];
+/// Signals whose handler is ours from the first `open("/dev/kvm")` on (`kvm_abi::faults`).
+const FAULTS: [c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 /// The kernel's signal set.
 const SET: usize = size_of::<u64>();
 const SA_RESTORER: u64 = 0x0400_0000;
@@ -58,9 +60,22 @@ extern "C" fn restorer() {
 /// Stands before the VMM's handler.
 unsafe extern "C" fn wrapper(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: what the kernel passed.
-    if unsafe { kvm_abi::signals::defer(signal, info, context) } {
-        return;
+    unsafe {
+        if kvm_abi::faults::recover(signal, context)
+            || kvm_abi::signals::defer(signal, info, context)
+        {
+            return;
+        }
+        call(signal, info, context);
     }
+}
+
+/// Calls the VMM's handler.
+///
+/// # Safety
+///
+/// To be called with what the kernel passes to a handler.
+unsafe fn call(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let Some(wrapped) = WRAPPED.get((signal - 1) as usize) else {
         return;
     };
@@ -75,6 +90,10 @@ unsafe extern "C" fn wrapper(signal: c_int, info: *mut siginfo_t, context: *mut 
         unsafe { kernel_action(signal, &raw const default, std::ptr::null_mut()) };
     }
     if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
+        if FAULTS.contains(&signal) {
+            // SAFETY: the kernel's structure.
+            unsafe { default_fault(signal, handler, info) };
+        }
         return;
     }
     // SAFETY: the program says that this is a handler; one without SA_SIGINFO takes
@@ -83,6 +102,47 @@ unsafe extern "C" fn wrapper(signal: c_int, info: *mut siginfo_t, context: *mut 
         unsafe { std::mem::transmute(handler) };
     // SAFETY: as the kernel would have called it.
     unsafe { handler(signal, info, context) };
+}
+
+/// A fault, or such a signal from somebody, that the program has no handler for.
+unsafe fn default_fault(signal: c_int, handler: usize, info: *mut siginfo_t) {
+    // SAFETY: the kernel's structure.
+    let is_fault = unsafe { (*info).si_code } > 0;
+    if !is_fault && handler == libc::SIG_IGN {
+        return;
+    }
+    let default = Action {
+        restorer: restorer as *const () as usize,
+        flags: SA_RESTORER,
+        ..Action::default()
+    };
+    // SAFETY: the structure is the kernel's. The instruction faults once more when this handler
+    // returns, and what somebody has sent is sent again.
+    unsafe {
+        kernel_action(signal, &raw const default, std::ptr::null_mut());
+        if !is_fault {
+            libc::raise(signal);
+        }
+    }
+}
+
+/// Calls the VMM's handler at the end of a KVM call, under a filter of system calls.
+///
+/// DEVIATION: it is called with the thread's own signal mask, on its own stack, and with a context
+/// in which there is nothing.
+fn call_late(signal: c_int, info: &mut siginfo_t) {
+    // SAFETY: all zeros are a value of the structure, and the details are a signal's.
+    unsafe {
+        let mut context: libc::ucontext_t = std::mem::zeroed();
+        call(signal, info, (&raw mut context).cast());
+    }
+}
+
+/// The program installs a filter of system calls.
+pub(crate) fn filtered() {
+    if crate::is_preloaded() {
+        kvm_abi::signals::set_filtered(call_late);
+    }
 }
 
 /// rt_sigaction(2).
@@ -163,7 +223,7 @@ fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
     );
     let mut ours = new.copied();
     if let Some(action) = &mut ours
-        && is_handler(action.handler)
+        && (is_handler(action.handler) || FAULTS.contains(&signal))
         && action.handler != wrapper_address()
     {
         wrapped.handler.store(action.handler, Ordering::Release);
@@ -212,11 +272,13 @@ pub(crate) fn wrap_all() {
         let mut action = Action::default();
         // SAFETY: a structure of the kernel's form.
         let known = unsafe { kernel_action(signal, std::ptr::null(), &raw mut action) } == 0;
-        if known && is_handler(action.handler) && action.handler != wrapper_address() {
+        let is_wanted = is_handler(action.handler) || FAULTS.contains(&signal);
+        if known && is_wanted && action.handler != wrapper_address() {
             let mut old = Action::default();
             exchange(signal, Some(&action), &mut old);
         }
     }
+    kvm_abi::faults::set_caught();
 }
 
 /// rt_sigaction(2) through `syscall`.

@@ -1,4 +1,4 @@
-//! `ioctl` and `syscall`.
+//! `ioctl`, `prctl`, `vfork` and `syscall`.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -103,6 +103,14 @@ pub(crate) unsafe extern "C" fn syscall(
             libc::SYS_dup3 => {
                 return descriptors::dup3(a as c_int, b as c_int, c as c_int).into();
             }
+            libc::SYS_seccomp => {
+                actions::filtered();
+                None
+            }
+            libc::SYS_prctl => {
+                about_to_control(a as c_int);
+                None
+            }
             libc::SYS_rt_sigaction => return actions::raw(a as c_int, b, c, d).into(),
             _ => None,
         }
@@ -121,5 +129,62 @@ pub(crate) unsafe extern "C" fn syscall(
         // SAFETY: as above.
         libc::SYS_openat => unsafe { files::opened(path(b), result as c_int) }.into(),
         _ => result,
+    }
+}
+
+/// A filter of system calls changes what our own code may do.
+fn about_to_control(option: c_int) {
+    if option == libc::PR_SET_SECCOMP {
+        actions::filtered();
+    }
+}
+
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn prctl(
+    option: c_int,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+) -> c_int {
+    about_to_control(option);
+    // SAFETY: the caller's arguments.
+    unsafe { system_call_c(libc::SYS_prctl, [option as usize, a, b, c, d, 0]) as c_int }
+}
+
+/// The C library's function of this name: the child, which has its parent's memory, is marked as
+/// one, so that what it closes stays open in its parent.
+///
+/// The return address is kept in a register, as the child's stack is the parent's.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn vfork() -> c_int {
+    std::arch::naked_asm!(
+        "pop rdi",
+        "mov eax, {number}",
+        "syscall",
+        "push rdi",
+        "mov rdi, rax",
+        "sub rsp, 8",
+        "call {returned}",
+        "add rsp, 8",
+        "ret",
+        number = const libc::SYS_vfork,
+        returned = sym vforked,
+    )
+}
+
+/// Both returns of `vfork` come through here with the kernel's result.
+extern "C" fn vforked(result: isize) -> c_int {
+    kvm_abi::set_borrowed(result == 0);
+    if result < 0 {
+        crate::next::fail(-result as c_int)
+    } else {
+        result as c_int
     }
 }

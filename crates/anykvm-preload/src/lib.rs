@@ -21,6 +21,10 @@ mod trace;
 #[unsafe(link_section = ".interp")]
 static INTERPRETER: [u8; 28] = *b"/lib64/ld-linux-x86-64.so.2\0";
 
+/// In the program and in the library: a VMM's filter allows what it asks of the kernel.
+#[global_allocator]
+static ALLOCATOR: host::allocator::Allocator = host::allocator::Allocator;
+
 unsafe extern "C" {
     /// The first byte of this object in memory, its ELF header; made by the linker.
     static __ehdr_start: u8;

@@ -1,13 +1,15 @@
 //! The host kernel and CPU wrapped safely: mappings, memfd, futex, eventfd, threads, clocks, CPU features.
 //!
 //! Nothing here installs a signal handler, prints, or keeps process-wide
-//! state. System calls report [`std::io::Error`]; `EINTR` is never swallowed:
+//! state but for the allocator's and the number of forks. System calls report [`std::io::Error`]; `EINTR` is never swallowed:
 //! a caller that kicks a thread with a signal relies on seeing it.
 
+pub mod allocator;
 pub mod clock;
 pub mod code_buffer;
 pub mod cpu;
 pub mod event_fd;
+pub mod fork;
 pub mod futex;
 pub mod lazy_array;
 pub mod mapping;

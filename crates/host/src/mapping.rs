@@ -1,7 +1,7 @@
 //! [`Mapping`]: private anonymous memory, unmapped on drop.
 //!
 //! Only private-anonymous `mmap` is used, so that a VMM's seccomp filter on
-//! vCPU threads lets it pass (Firecracker's does).
+//! vCPU threads lets it pass; some compare all flags, so ordinary sizes have no others.
 
 use std::{io, ptr, ptr::NonNull};
 
@@ -33,7 +33,7 @@ impl Mapping {
     }
 
     /// Maps zeroed readable and writable memory. Pages appear when first touched
-    /// and are not counted against overcommit before.
+    /// and much memory is not counted against overcommit before.
     ///
     /// # Errors
     /// Those of `mmap`; `EINVAL` if `len` is zero.
@@ -42,9 +42,16 @@ impl Mapping {
     }
 
     fn map(len: usize, prot: libc::c_int) -> io::Result<Self> {
+        /// Less than this is no overcommitment.
+        const LARGE: usize = 64 << 20;
         let len = len
             .checked_next_multiple_of(PAGE_SIZE)
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let reserve = if len < LARGE && prot != libc::PROT_NONE {
+            0
+        } else {
+            libc::MAP_NORESERVE
+        };
         // SAFETY: a new private anonymous mapping at an address of the kernel's
         // choice touches no existing memory.
         let base = unsafe {
@@ -52,7 +59,7 @@ impl Mapping {
                 ptr::null_mut(),
                 len,
                 prot,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | reserve,
                 -1,
                 0,
             )

@@ -8,11 +8,15 @@
 //! section ends. The kernel then delivers the signal where it would have done so after a system
 //! call, with everything that belongs to it.
 //!
+//! Once the VMM has installed a filter of system calls ([`set_filtered`]), which may not allow to
+//! send a signal, the signal is remembered and its handler called at the end of the section.
+//!
 //! Everything here is async-signal-safe: thread-locals without destructors and system calls.
 
-use std::cell::Cell;
+use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicUsize, Ordering, compiler_fence};
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, compiler_fence};
 
 use crate::fork;
 use crate::vcpu::interrupt_current_thread;
@@ -24,6 +28,32 @@ thread_local! {
     static DEFERRED: Cell<bool> = const { Cell::new(false) };
     /// The mask that the thread has then.
     static MASK: Cell<u64> = const { Cell::new(0) };
+    /// KVM_SET_SIGNAL_MASK's mask is in force.
+    static RUN_MASK: Cell<bool> = const { Cell::new(false) };
+    /// Signals that are remembered, and what came with them.
+    static REMEMBERED: AtomicU64 = const { AtomicU64::new(0) };
+    static DETAILS: UnsafeCell<[MaybeUninit<libc::siginfo_t>; 64]> =
+        const { UnsafeCell::new([MaybeUninit::uninit(); 64]) };
+}
+
+/// The program has installed a filter of system calls.
+static FILTERED: AtomicBool = AtomicBool::new(false);
+/// Calls the VMM's handler: a [`Handler`], or null.
+static HANDLER: AtomicUsize = AtomicUsize::new(0);
+
+/// Calls the VMM's handler of a signal that comes with these details.
+pub type Handler = fn(libc::c_int, &mut libc::siginfo_t);
+
+/// From now on only `rt_sigprocmask`, `futex` and memory are asked for in a VMM's threads, and
+/// `handler` is called for signals that had to wait.
+pub fn set_filtered(handler: Handler) {
+    HANDLER.store(handler as usize, Ordering::Relaxed);
+    fork::process();
+    FILTERED.store(true, Ordering::Release);
+}
+
+pub(crate) fn is_filtered() -> bool {
+    FILTERED.load(Ordering::Acquire)
 }
 
 /// Signals that instructions raise: they cannot wait, and blocked they would end the process.
@@ -70,12 +100,57 @@ impl Drop for Section {
             DEFERRED.set(false);
             set_mask(MASK.get());
         }
+        if depth == 0 {
+            handle_remembered();
+        }
     }
+}
+
+/// Calls the handlers of the signals that a section kept waiting, if they are remembered.
+#[inline]
+fn handle_remembered() {
+    while REMEMBERED.with(|set| set.load(Ordering::Relaxed)) != 0 {
+        handle_one();
+    }
+}
+
+#[cold]
+fn handle_one() {
+    let signal = REMEMBERED.with(|set| {
+        let signal = set.load(Ordering::Relaxed).trailing_zeros();
+        // Also a handler that interrupts this one may take signals.
+        let taken = set.fetch_and(!(1 << signal), Ordering::Relaxed);
+        (taken & 1 << signal != 0).then_some(signal as usize)
+    });
+    let Some(signal) = signal else { return };
+    // SAFETY: `remember` filled the entry before it set the bit, and fills none while the thread
+    // is in no section.
+    let mut details = DETAILS.with(|all| unsafe { (*all.get())[signal].assume_init() });
+    let handler = HANDLER.load(Ordering::Relaxed);
+    if handler != 0 {
+        // SAFETY: `set_filtered` stored a `Handler`.
+        let handler: Handler = unsafe { std::mem::transmute(handler) };
+        handler(signal as libc::c_int + 1, &mut details);
+    }
+}
+
+/// Keeps a signal for the end of the section. As for standard signals, one that comes again is
+/// one signal.
+unsafe fn remember(signal: libc::c_int, info: *const libc::siginfo_t) {
+    let index = (signal - 1) as usize & 63;
+    REMEMBERED.with(|set| {
+        if set.load(Ordering::Relaxed) & 1 << index == 0 {
+            // SAFETY: the kernel's structure, and the thread's own array, which nobody reads
+            // inside a section.
+            DETAILS.with(|all| unsafe { (*all.get())[index] = MaybeUninit::new(*info) });
+            set.fetch_or(1 << index, Ordering::Relaxed);
+        }
+    });
 }
 
 /// True if a signal waits for the end of the calling thread's section.
 pub(crate) fn is_deferred() -> bool {
-    DEFERRED.get()
+    DEFERRED.get() || REMEMBERED.with(|set| set.load(Ordering::Relaxed)) != 0
 }
 
 /// KVM_SET_SIGNAL_MASK's mask while KVM_RUN lasts.
@@ -88,8 +163,11 @@ impl RunMask {
     /// Lets the signals through that `mask` does not block; those that are pending are deferred
     /// at once. `None` outside of a section: there handlers are not wrapped.
     pub(crate) fn enter(mask: u64) -> Option<Self> {
-        Section::is_active().then(|| Self {
-            outside: set_mask(mask),
+        Section::is_active().then(|| {
+            RUN_MASK.set(true);
+            Self {
+                outside: set_mask(mask),
+            }
         })
     }
 }
@@ -97,6 +175,7 @@ impl RunMask {
 impl Drop for RunMask {
     fn drop(&mut self) {
         set_mask(self.outside);
+        RUN_MASK.set(false);
         // The section restores the VMM's mask, not the one that a signal interrupted. What is
         // blocked outside stays pending, as with KVM.
         MASK.set(self.outside);
@@ -123,6 +202,12 @@ pub unsafe fn defer(
         return false;
     }
     interrupt_current_thread();
+    // What only KVM_SET_SIGNAL_MASK lets through has to be pending afterwards.
+    if is_filtered() && !RUN_MASK.get() {
+        // SAFETY: the kernel's structure.
+        unsafe { remember(signal, info) };
+        return true;
+    }
     // Also in the handler, or with SA_NODEFER it would be entered again at once.
     set_mask(!SYNCHRONOUS);
     // SAFETY: the kernel's structure; its signal set is the first eight bytes of the field.
@@ -175,7 +260,7 @@ pub fn prepare() {
     if id == unsafe { libc::gettid() } {
         THREAD_ID.store(GLIBC, Ordering::Relaxed);
     }
-    fork::generation();
+    fork::process();
 }
 
 fn thread_id() -> i32 {

@@ -1,11 +1,10 @@
 //! The caller's memory, read and written without trusting its pointers.
 //!
-//! KVM answers EFAULT for a bad pointer; so do we, by asking the kernel for each page before it is
-//! touched, with the two system calls that every filter of a vCPU's thread allows. It costs
-//! one call a page, hence nothing on the path of KVM_RUN comes here.
+//! KVM answers EFAULT for a bad pointer. So do we where the VMM's handlers are wrapped ([`faults`]):
+//! the copy then ends at the fault. Elsewhere the kernel is asked for each page before it is
+//! touched; a page that another thread unmaps meanwhile is then a fault of the VMM's (DEVIATION).
 //!
-//! DEVIATION: a page that another thread unmaps meanwhile is a fault of the VMM's, where a kernel
-//! would still answer EFAULT.
+//! [`faults`]: crate::faults
 
 use std::mem::{MaybeUninit, size_of};
 
@@ -13,6 +12,9 @@ use host::probe::{is_readable, is_writable};
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
+use crate::faults;
+
+const FAULT: Errno = Errno::new(libc::EFAULT);
 
 /// A C structure for which every bit pattern is a value, so that it may be filled
 /// with whatever bytes the caller has.
@@ -123,6 +125,9 @@ impl Arg {
         if len == 0 {
             return Ok(0);
         }
+        if let Some(done) = faults::copy(from.cast(), self.0 as *mut u8, len) {
+            return if done { Ok(0) } else { Err(FAULT) };
+        }
         check_pages(self.0, len, is_writable)?;
         // SAFETY: `from` has `len` readable bytes, by the caller of this method; the other range
         // was found writable, and is the VMM's to give.
@@ -136,6 +141,9 @@ fn copy_in(from: u64, to: *mut libc::c_void, len: usize) -> Result<()> {
     if len == 0 {
         return Ok(());
     }
+    if let Some(done) = faults::copy(from as *const u8, to.cast(), len) {
+        return if done { Ok(()) } else { Err(FAULT) };
+    }
     check_pages(from, len, is_readable)?;
     // SAFETY: `to` has `len` writable bytes, by the caller of this function; the other range
     // was found readable.
@@ -146,7 +154,7 @@ fn copy_in(from: u64, to: *mut libc::c_void, len: usize) -> Result<()> {
 /// EFAULT unless `is_good` says so of one address in each page of the range.
 fn check_pages(address: u64, len: usize, is_good: fn(u64) -> bool) -> Result<()> {
     const PAGE: u64 = crate::run_page::PAGE_SIZE as u64;
-    let fault = Errno::new(libc::EFAULT);
+    let fault = FAULT;
     let end = address.checked_add(len as u64).ok_or(fault)?;
     // A null set of signals would be none, not a fault.
     if address < PAGE {

@@ -18,6 +18,7 @@ pub(crate) struct CodeBuffer {
     size: usize,
     used: usize,
     recycled: bool,
+    /// [`host::fork::generation`] of the process that mapped it.
     owner: u32,
 }
 
@@ -70,7 +71,7 @@ impl CodeBuffer {
             size,
             used: 0,
             recycled: false,
-            owner: std::process::id(),
+            owner: host::fork::generation(),
         })
     }
 
@@ -110,7 +111,7 @@ impl CodeBuffer {
 impl Drop for CodeBuffer {
     fn drop(&mut self) {
         // In a forked child the mappings do not exist, and something else may be there.
-        if self.owner != std::process::id() {
+        if self.owner != host::fork::generation() {
             return;
         }
         // SAFETY: both were mapped by `map` with this size, and no code runs in

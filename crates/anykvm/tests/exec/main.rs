@@ -171,6 +171,11 @@ fn descriptors_live_as_long_as_one_of_their_numbers() {
 }
 
 #[test]
+fn a_strict_filter_of_system_calls_is_obeyed() {
+    passes("vmm-seccomp", &["seccomp"]);
+}
+
+#[test]
 fn what_would_run_without_anykvm_is_refused() {
     let fixed = build("vmm-static", &["-static"]);
     for (program, reason) in [

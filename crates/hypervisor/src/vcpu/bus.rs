@@ -61,6 +61,8 @@ pub(crate) struct Bus {
     budget: u32,
     /// PAUSEs since the last look.
     pub(super) pauses: u32,
+    /// For RDRAND and RDSEED.
+    random: Option<host::random::Generator>,
     pub(super) counters: super::stats::Counters,
     /// The translator's, as of the last return from it.
     pub(super) jit: x86_jit::Stats,
@@ -77,6 +79,7 @@ impl Bus {
             io: Reader::new(Arc::clone(&vm.io)),
             vm,
             shared,
+            random: host::random::Generator::new().ok(),
             replay: Replay::default(),
             read_ahead: ReadAhead::default(),
             exit: None,
@@ -560,13 +563,11 @@ impl GuestBus for Bus {
         super::hypercall::execute(self, cpu)
     }
     fn random(&mut self) -> u64 {
-        let mut bytes = [0; 8];
-        // getrandom cannot fail for eight bytes once the host has booted; a
-        // failure would make RDRAND report "no data", which the caller cannot express.
-        if host::random::fill(&mut bytes).is_err() {
-            return host::cpu::rdtsc();
+        // There is a generator on every host that has finished booting.
+        match &mut self.random {
+            Some(generator) => generator.next_u64(),
+            None => host::cpu::rdtsc(),
         }
-        u64::from_le_bytes(bytes)
     }
     fn intercept(&mut self, cpu: &mut CpuState, exception: Exception) -> bool {
         super::debug::intercept(self, cpu, exception)

@@ -1,0 +1,191 @@
+//! [`Allocator`]: memory for our own data by `mmap` and `munmap` alone.
+//!
+//! A VMM's filter of system calls knows what *its* allocator needs. The C library's would make an
+//! arena for each thread, by mprotect(2), and that ends a filtered process. Here all calls are
+//! private-anonymous mmap(2) with no other flags, munmap(2), and futex(2) for the lock.
+
+use core::{
+    alloc::{GlobalAlloc, Layout},
+    cell::UnsafeCell,
+    ptr,
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use dlmalloc::Dlmalloc;
+
+use crate::{PAGE_SIZE, futex};
+
+/// Memory comes from the kernel in pieces of this size at least.
+const PIECE: usize = 1 << 20;
+/// Looks at the lock before a thread sleeps.
+const SPINS: u32 = 100;
+
+/// The global allocator of the program and the library.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Allocator;
+
+/// Where the heap gets its memory.
+struct Pages;
+
+// SAFETY: `alloc` gives new memory of at least that size or null, `free` unmaps what the heap no
+// longer uses, and nothing else is promised.
+unsafe impl dlmalloc::Allocator for Pages {
+    fn alloc(&self, size: usize) -> (*mut u8, usize, u32) {
+        let Some(size) = size.checked_next_multiple_of(PIECE) else {
+            return (ptr::null_mut(), 0, 0);
+        };
+        // SAFETY: a new private anonymous mapping touches no existing memory.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                size,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            (ptr::null_mut(), 0, 0)
+        } else {
+            (base.cast(), size, 0)
+        }
+    }
+    fn remap(&self, _: *mut u8, _: usize, _: usize, _: bool) -> *mut u8 {
+        ptr::null_mut()
+    }
+    fn free_part(&self, base: *mut u8, old: usize, new: usize) -> bool {
+        // SAFETY: the end of a mapping of ours that the heap has given up.
+        unsafe { libc::munmap(base.wrapping_add(new).cast(), old - new) == 0 }
+    }
+    fn free(&self, base: *mut u8, size: usize) -> bool {
+        // SAFETY: a mapping of ours that the heap has given up.
+        unsafe { libc::munmap(base.cast(), size) == 0 }
+    }
+    fn can_release_part(&self, _: u32) -> bool {
+        true
+    }
+    fn allocates_zeros(&self) -> bool {
+        true
+    }
+    fn page_size(&self) -> usize {
+        PAGE_SIZE
+    }
+}
+
+/// The heap and its lock: 0 free, 1 held, 2 held and waited for.
+struct Heap {
+    lock: AtomicU32,
+    heap: UnsafeCell<Dlmalloc<Pages>>,
+}
+
+// SAFETY: the heap is reached by whoever holds the lock, and is tied to no thread.
+unsafe impl Sync for Heap {}
+
+static HEAP: Heap = Heap {
+    lock: AtomicU32::new(0),
+    heap: UnsafeCell::new(Dlmalloc::new_with_allocator(Pages)),
+};
+
+/// Takes the lock: before a fork, so that the child has a whole heap.
+pub(crate) fn hold() {
+    let lock = &HEAP.lock;
+    for _ in 0..SPINS {
+        if lock
+            .compare_exchange_weak(0, 1, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+        {
+            return;
+        }
+        core::hint::spin_loop();
+    }
+    while lock.swap(2, Ordering::Acquire) != 0 {
+        futex::wait(lock, 2, None);
+    }
+}
+
+/// Gives the lock back.
+pub(crate) fn let_go() {
+    if HEAP.lock.swap(0, Ordering::Release) == 2 {
+        futex::wake(&HEAP.lock, 1);
+    }
+}
+
+fn with<T>(what: impl FnOnce(&mut Dlmalloc<Pages>) -> T) -> T {
+    hold();
+    // SAFETY: the lock is held, and neither the heap nor `Pages` calls the allocator.
+    let result = what(unsafe { &mut *HEAP.heap.get() });
+    let_go();
+    result
+}
+
+// SAFETY: the heap's own functions, with the layout's size and alignment; they neither unwind nor
+// give memory out twice.
+unsafe impl GlobalAlloc for Allocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: sizes and alignments of a layout.
+        with(|heap| unsafe { heap.malloc(layout.size(), layout.align()) })
+    }
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: memory of this heap, by the caller's contract.
+        with(|heap| unsafe { heap.free(memory, layout.size(), layout.align()) });
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: sizes and alignments of a layout.
+        with(|heap| unsafe { heap.calloc(layout.size(), layout.align()) })
+    }
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: memory of this heap, by the caller's contract.
+        with(|heap| unsafe { heap.realloc(memory, layout.size(), layout.align(), size) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_of_many_sizes_from_many_threads() {
+        std::thread::scope(|scope| {
+            for thread in 1..=4u8 {
+                scope.spawn(move || {
+                    let mut held = Vec::new();
+                    for n in 0..2000usize {
+                        let size = 1 + n * 7919 % (if n % 100 == 0 { 3 << 20 } else { 5000 });
+                        let layout = Layout::from_size_align(size, 1 << (n % 7)).unwrap();
+                        // SAFETY: a layout of some size; the memory is filled and compared
+                        // within its bounds, and freed once with the layout that it has then.
+                        unsafe {
+                            let p = Allocator.alloc_zeroed(layout);
+                            assert_eq!(p as usize % layout.align(), 0);
+                            assert!(core::slice::from_raw_parts(p, size).iter().all(|b| *b == 0));
+                            p.write_bytes(thread, size);
+                            let p = Allocator.realloc(p, layout, size + 100);
+                            let layout =
+                                Layout::from_size_align(size + 100, layout.align()).unwrap();
+                            held.push((p, layout));
+                            if n % 3 != 0 {
+                                let (p, layout) = held.swap_remove(n % held.len());
+                                let filled = layout.size() - 100;
+                                let bytes = core::slice::from_raw_parts(p, filled);
+                                assert!(bytes.iter().all(|b| *b == thread));
+                                Allocator.dealloc(p, layout);
+                            }
+                        }
+                    }
+                    for (p, layout) in held {
+                        // SAFETY: as above.
+                        unsafe { Allocator.dealloc(p, layout) };
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn what_cannot_be_is_null() {
+        let layout = Layout::from_size_align(isize::MAX as usize - 4096, 8).unwrap();
+        // SAFETY: a layout of some size.
+        assert!(unsafe { Allocator.alloc(layout) }.is_null());
+    }
+}
