@@ -48,6 +48,11 @@ static WRAPPED: [Wrapped; SIGNALS] = [const {
     }
 }; SIGNALS];
 
+/// The program is launched: its handlers come after `launch::signal`.
+static LAUNCHING: AtomicBool = AtomicBool::new(false);
+/// System calls of a launched program raise it.
+const SIGSYS: u64 = 1 << (libc::SIGSYS - 1);
+
 /// Handlers are wrapped.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 
@@ -76,24 +81,9 @@ unsafe extern "C" fn wrapper(signal: c_int, info: *mut siginfo_t, context: *mut 
 ///
 /// To be called with what the kernel passes to a handler.
 unsafe fn call(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-    let Some(wrapped) = WRAPPED.get((signal - 1) as usize) else {
-        return;
-    };
-    let handler = wrapped.handler.load(Ordering::Acquire);
-    if wrapped.flags.load(Ordering::Acquire) & libc::SA_RESETHAND as u64 != 0 {
-        let default = Action {
-            restorer: restorer as *const () as usize,
-            flags: SA_RESTORER,
-            ..Action::default()
-        };
-        // SAFETY: the structure and its size are the kernel's.
-        unsafe { kernel_action(signal, &raw const default, std::ptr::null_mut()) };
-    }
-    if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
-        if FAULTS.contains(&signal) {
-            // SAFETY: the kernel's structure.
-            unsafe { default_fault(signal, handler, info) };
-        }
+    // SAFETY: the kernel's structure.
+    let handler = unsafe { handler_of(signal, info) };
+    if handler == 0 {
         return;
     }
     // SAFETY: the program says that this is a handler; one without SA_SIGINFO takes
@@ -104,6 +94,35 @@ unsafe fn call(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     unsafe { handler(signal, info, context) };
 }
 
+/// The VMM's handler of a signal that has come; 0 if there is none, and what that means is done.
+///
+/// # Safety
+///
+/// To be called with what the kernel passes to a handler.
+pub(crate) unsafe fn handler_of(signal: c_int, info: *mut siginfo_t) -> usize {
+    let Some(wrapped) = WRAPPED.get((signal - 1) as usize) else {
+        return 0;
+    };
+    let handler = wrapped.handler.load(Ordering::Acquire);
+    if wrapped.flags.load(Ordering::Acquire) & libc::SA_RESETHAND as u64 != 0 {
+        let default = Action {
+            restorer: restorer_address(),
+            flags: SA_RESTORER,
+            ..Action::default()
+        };
+        // SAFETY: the structure and its size are the kernel's.
+        unsafe { kernel_action(signal, &raw const default, std::ptr::null_mut()) };
+    }
+    if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
+        if is_always_wrapped(signal) {
+            // SAFETY: the kernel's structure.
+            unsafe { default_fault(signal, handler, info) };
+        }
+        return 0;
+    }
+    handler
+}
+
 /// A fault, or such a signal from somebody, that the program has no handler for.
 unsafe fn default_fault(signal: c_int, handler: usize, info: *mut siginfo_t) {
     // SAFETY: the kernel's structure.
@@ -112,7 +131,7 @@ unsafe fn default_fault(signal: c_int, handler: usize, info: *mut siginfo_t) {
         return;
     }
     let default = Action {
-        restorer: restorer as *const () as usize,
+        restorer: restorer_address(),
         flags: SA_RESTORER,
         ..Action::default()
     };
@@ -121,7 +140,10 @@ unsafe fn default_fault(signal: c_int, handler: usize, info: *mut siginfo_t) {
     unsafe {
         kernel_action(signal, &raw const default, std::ptr::null_mut());
         if !is_fault {
-            libc::raise(signal);
+            let process = system_call(libc::SYS_getpid, [0; 6]) as usize;
+            let thread = system_call(libc::SYS_gettid, [0; 6]) as usize;
+            let arguments = [process, thread, signal as usize, 0, 0, 0];
+            system_call(libc::SYS_tgkill, arguments);
         }
     }
 }
@@ -194,7 +216,24 @@ fn swap_mask(mask: u64) -> u64 {
 }
 
 fn wrapper_address() -> usize {
-    wrapper as *const () as usize
+    if LAUNCHING.load(Ordering::Relaxed) {
+        crate::launch::signal as *const () as usize
+    } else {
+        wrapper as *const () as usize
+    }
+}
+
+fn restorer_address() -> usize {
+    if LAUNCHING.load(Ordering::Relaxed) {
+        crate::launch::restorer()
+    } else {
+        restorer as *const () as usize
+    }
+}
+
+/// True for signals whose handler is ours even if the program has none.
+fn is_always_wrapped(signal: c_int) -> bool {
+    FAULTS.contains(&signal) || signal == libc::SIGSYS && LAUNCHING.load(Ordering::Relaxed)
 }
 
 fn is_handler(address: usize) -> bool {
@@ -202,7 +241,8 @@ fn is_handler(address: usize) -> bool {
 }
 
 fn entry(signal: c_int) -> Option<&'static Wrapped> {
-    if INTERNAL.contains(&signal) {
+    // A launched program has a C library of its own.
+    if INTERNAL.contains(&signal) && !LAUNCHING.load(Ordering::Relaxed) {
         return None;
     }
     WRAPPED.get(usize::try_from(signal).ok()?.checked_sub(1)?)
@@ -223,13 +263,13 @@ fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
     );
     let mut ours = new.copied();
     if let Some(action) = &mut ours
-        && (is_handler(action.handler) || FAULTS.contains(&signal))
+        && (is_handler(action.handler) || is_always_wrapped(signal))
         && action.handler != wrapper_address()
     {
         wrapped.handler.store(action.handler, Ordering::Release);
         wrapped.flags.store(action.flags, Ordering::Release);
         wrapped.restorer.store(action.restorer, Ordering::Release);
-        wrap(action);
+        wrap(signal, action);
     }
     let new = ours.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: structures of the kernel's form.
@@ -250,12 +290,18 @@ fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
 }
 
 /// Makes an action call [`wrapper`].
-fn wrap(action: &mut Action) {
+fn wrap(signal: c_int, action: &mut Action) {
     action.handler = wrapper_address();
     action.flags |= libc::SA_SIGINFO as u64 | SA_RESTORER;
     // The signal may be sent twice: the wrapper resets.
     action.flags &= !(libc::SA_RESETHAND as u64);
-    action.restorer = restorer as *const () as usize;
+    action.restorer = restorer_address();
+    if LAUNCHING.load(Ordering::Relaxed) {
+        action.mask &= !SIGSYS;
+        if signal == libc::SIGSYS {
+            action.flags |= libc::SA_ONSTACK as u64 | libc::SA_NODEFER as u64;
+        }
+    }
 }
 
 /// Wraps the handlers that the program has, and from now on all that it sets.
@@ -272,13 +318,56 @@ pub(crate) fn wrap_all() {
         let mut action = Action::default();
         // SAFETY: a structure of the kernel's form.
         let known = unsafe { kernel_action(signal, std::ptr::null(), &raw mut action) } == 0;
-        let is_wanted = is_handler(action.handler) || FAULTS.contains(&signal);
+        let is_wanted = is_handler(action.handler) || is_always_wrapped(signal);
         if known && is_wanted && action.handler != wrapper_address() {
             let mut old = Action::default();
             exchange(signal, Some(&action), &mut old);
         }
     }
     kvm_abi::faults::set_caught();
+}
+
+/// Before a launched program starts: it has no handlers, and all that it will set are wrapped.
+pub(crate) fn wrap_for_launch() {
+    LAUNCHING.store(true, Ordering::Release);
+    for signal in 1..=SIGNALS as c_int {
+        let mut action = Action::default();
+        // SAFETY: a structure of the kernel's form; what has a handler gets none, and Rust's own
+        // start ignores SIGPIPE.
+        unsafe {
+            kernel_action(signal, std::ptr::null(), &raw mut action);
+            if is_handler(action.handler) || signal == libc::SIGPIPE {
+                action = Action::default();
+                kernel_action(signal, &raw const action, std::ptr::null_mut());
+            }
+        }
+    }
+    wrap_all();
+}
+
+/// rt_sigaction(2) of a launched program; the kernel's result.
+pub(crate) fn launched(arguments: [usize; 6]) -> isize {
+    let [signal, new_at, old_at, size, ..] = arguments;
+    let fault = -(libc::EFAULT as isize);
+    if size != SET {
+        return -(libc::EINVAL as isize);
+    }
+    let mut new = Action::default();
+    let to = (&raw mut new).cast::<u8>();
+    // SAFETY: `to` is a structure of ours.
+    let read = || unsafe { kvm_abi::faults::copy(new_at as *const u8, to, size_of::<Action>()) };
+    if new_at != 0 && read() != Some(true) {
+        return fault;
+    }
+    let mut old = Action::default();
+    let result = exchange(signal as c_int, (new_at != 0).then_some(&new), &mut old);
+    let from = (&raw const old).cast::<u8>();
+    // SAFETY: `from` is a structure of ours.
+    let write = || unsafe { kvm_abi::faults::copy(from, old_at as *mut u8, size_of::<Action>()) };
+    if result == 0 && old_at != 0 && write() != Some(true) {
+        return fault;
+    }
+    result
 }
 
 /// rt_sigaction(2) through `syscall`.

@@ -65,6 +65,21 @@ pub(crate) unsafe extern "C" fn syscall(
     e: usize,
     f: usize,
 ) -> c_long {
+    // SAFETY: the caller's arguments.
+    match unsafe { special(number, [a, b, c, d, e, f]) } {
+        Some(result) => result,
+        // SAFETY: the caller's arguments.
+        None => unsafe { system_call_c(number, [a, b, c, d, e, f]) },
+    }
+}
+
+/// What becomes of a system call that is, or may be, ours: its result as the C library has it.
+///
+/// # Safety
+///
+/// As for the call; its paths can be read.
+pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_long> {
+    let [a, b, c, d, e, _] = arguments;
     let path = |argument: usize| argument as *const c_char;
     // SAFETY: the caller's arguments, of the types that the calls have.
     let result = unsafe {
@@ -96,12 +111,12 @@ pub(crate) unsafe extern "C" fn syscall(
                 None
             }
             libc::SYS_close_range => {
-                return descriptors::close_range(a as u32, b as u32, c as c_int).into();
+                return Some(descriptors::close_range(a as u32, b as u32, c as c_int).into());
             }
-            libc::SYS_dup => return descriptors::dup(a as c_int).into(),
-            libc::SYS_dup2 => return descriptors::dup2(a as c_int, b as c_int).into(),
+            libc::SYS_dup => return Some(descriptors::dup(a as c_int).into()),
+            libc::SYS_dup2 => return Some(descriptors::dup2(a as c_int, b as c_int).into()),
             libc::SYS_dup3 => {
-                return descriptors::dup3(a as c_int, b as c_int, c as c_int).into();
+                return Some(descriptors::dup3(a as c_int, b as c_int, c as c_int).into());
             }
             libc::SYS_seccomp => {
                 actions::filtered();
@@ -111,25 +126,33 @@ pub(crate) unsafe extern "C" fn syscall(
                 about_to_control(a as c_int);
                 None
             }
-            libc::SYS_rt_sigaction => return actions::raw(a as c_int, b, c, d).into(),
+            libc::SYS_rt_sigaction => return Some(actions::raw(a as c_int, b, c, d).into()),
             _ => None,
         }
     };
     if let Some(result) = result {
-        return result.into();
+        return Some(result.into());
     }
+    // Calls that may give another number to a descriptor of ours.
+    let is_duplication =
+        number == libc::SYS_fcntl && matches!(b as c_int, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     // SAFETY: the caller's arguments.
-    let result = unsafe { system_call_c(number, [a, b, c, d, e, f]) };
-    match number {
-        libc::SYS_fcntl if matches!(b as c_int, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) => {
-            descriptors::duplicated(a as c_int, result as c_int).into()
+    unsafe {
+        let link = match number {
+            libc::SYS_open => path(a),
+            libc::SYS_openat => path(b),
+            _ => std::ptr::null(),
+        };
+        if is_duplication {
+            let new = system_call_c(number, arguments) as c_int;
+            return Some(descriptors::duplicated(a as c_int, new).into());
         }
-        // SAFETY: the caller's path, which the kernel could read.
-        libc::SYS_open => unsafe { files::opened(path(a), result as c_int) }.into(),
-        // SAFETY: as above.
-        libc::SYS_openat => unsafe { files::opened(path(b), result as c_int) }.into(),
-        _ => result,
+        if !link.is_null() && files::may_be_link(link) {
+            let new = system_call_c(number, arguments) as c_int;
+            return Some(files::opened(link, new).into());
+        }
     }
+    None
 }
 
 /// A filter of system calls changes what our own code may do.

@@ -27,14 +27,25 @@ pub(crate) fn open_kvm(flags: c_int) -> c_int {
 ///
 /// `path` is null or a C string.
 pub(crate) unsafe fn opened(path: *const c_char, fd: c_int) -> c_int {
-    if fd >= 0 && !path.is_null() {
-        // SAFETY: a C string by this function's contract.
-        let path = unsafe { std::ffi::CStr::from_ptr(path) }.to_bytes();
-        if path.starts_with(b"/proc/") || path.starts_with(b"/dev/fd/") {
-            crate::descriptors::noticed(fd);
-        }
+    // SAFETY: this function's contract.
+    if fd >= 0 && unsafe { may_be_link(path) } {
+        crate::descriptors::noticed(fd);
     }
     fd
+}
+
+/// True for a path that may lead to an open descriptor.
+///
+/// # Safety
+///
+/// `path` is null or a C string.
+pub(crate) unsafe fn may_be_link(path: *const c_char) -> bool {
+    if path.is_null() {
+        return false;
+    }
+    // SAFETY: a C string by this function's contract.
+    let path = unsafe { std::ffi::CStr::from_ptr(path) }.to_bytes();
+    path.starts_with(b"/proc/") || path.starts_with(b"/dev/fd/")
 }
 
 macro_rules! open {

@@ -4,6 +4,8 @@
 //! it in LD_PRELOAD, so the functions here stand before those of the C library. All but calls for
 //! `/dev/kvm` and what comes of it go on to the next definition unchanged.
 //!
+//! Programs that it does not reach are started by [`launch`].
+//!
 //! Rules: nothing is allocated, locked or printed for a call that is not ours; nothing unwinds
 //! into C; errno is set as the function's own documentation says.
 
@@ -11,9 +13,13 @@ mod actions;
 mod calls;
 mod descriptors;
 mod files;
+pub mod launch;
 mod next;
 mod path;
+pub mod program;
 mod trace;
+
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The program interpreter of the `anykvm` program, which the linker does not name in a
 /// shared library.
@@ -28,6 +34,22 @@ static ALLOCATOR: host::allocator::Allocator = host::allocator::Allocator;
 unsafe extern "C" {
     /// The first byte of this object in memory, its ELF header; made by the linker.
     static __ehdr_start: u8;
+}
+
+/// A program runs in this process beside `anykvm`'s own.
+static LAUNCHED: AtomicBool = AtomicBool::new(false);
+
+pub(crate) fn set_launched() {
+    LAUNCHED.store(true, Ordering::Release);
+}
+
+pub(crate) fn is_launched() -> bool {
+    LAUNCHED.load(Ordering::Acquire)
+}
+
+/// True if `/dev/kvm` is anykvm in this process.
+pub(crate) fn is_active() -> bool {
+    is_launched() || is_preloaded()
 }
 
 /// True if the library is in another program: in `anykvm` itself `/dev/kvm` is a file like any.

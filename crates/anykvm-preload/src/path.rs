@@ -22,7 +22,7 @@ pub(crate) unsafe fn is_kvm(dir: c_int, path: *const c_char) -> bool {
     } else {
         parts(path).eq([b"kvm".as_slice()]) && is_dev(dir)
     };
-    found && crate::is_preloaded() && !crate::trace::is_real()
+    found && crate::is_active() && !crate::trace::is_real()
 }
 
 /// The names in a path; repeated slashes and "." say nothing.

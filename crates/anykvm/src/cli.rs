@@ -85,6 +85,11 @@ pub(crate) struct ExecArgs {
     #[arg(long, short)]
     pub(crate) quiet: bool,
 
+    /// Watch the VMM's system calls themselves, as is always done for statically linked ones: for
+    /// programs that make them by instructions of their own.
+    #[arg(long)]
+    pub(crate) launch: bool,
+
     /// The VMM and its arguments.
     #[arg(last = true, required = true, value_name = "VMM")]
     pub(crate) command: Vec<std::ffi::OsString>,

@@ -249,13 +249,16 @@ fn device() -> Line {
 
 /// How `anykvm exec` would run it.
 fn program(name: &OsStr) -> Line {
-    let verdict = exec::find(name).and_then(|file| exec::check(&file).map(|()| file));
+    let verdict = exec::find(name).and_then(|file| exec::check(&file).map(|way| (file, way)));
     match verdict {
-        Ok(file) => Line(
-            Good,
-            "program",
-            format!("{}: by a preloaded library", file.display()),
-        ),
+        Ok((file, is_launched)) => {
+            let way = if is_launched {
+                "launched, as a preloaded library would not reach it"
+            } else {
+                "by a preloaded library"
+            };
+            Line(Good, "program", format!("{}: {way}", file.display()))
+        }
         Err(why) => Line(Bad, "program", why),
     }
 }

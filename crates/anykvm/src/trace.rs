@@ -5,7 +5,6 @@
 
 use std::{
     ffi::OsString,
-    os::unix::process::CommandExt,
     path::{Path, PathBuf},
 };
 
@@ -16,13 +15,12 @@ const VARIABLE: &str = "ANYKVM_TRACE";
 
 /// Replaces this process by the VMM; returns only if that is not possible.
 pub(crate) fn trace(args: &TraceArgs) -> Result<(u8, Option<String>), BootError> {
-    let mut command = exec::prepare(&args.command).map_err(BootError::Usage)?;
-    let name = command.get_program().display().to_string();
+    let vmm = exec::Vmm::prepare(&args.command, false).map_err(BootError::Usage)?;
+    let name = vmm.program.display();
     let output = create(&args.output).map_err(BootError::Usage)?;
     let device = if args.real { "real" } else { "anykvm" };
     let mut value = OsString::from(format!("{}:{device}:", host::clock::monotonic_ns()));
     value.push(&output);
-    command.env(VARIABLE, value);
     let what = if args.real {
         "the machine's own /dev/kvm".to_owned()
     } else {
@@ -32,8 +30,7 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<(u8, Option<String>), BootError>
         "anykvm: {name} runs with {what}; its KVM calls go to {}",
         output.display()
     );
-    let error = command.exec();
-    Err(BootError::Usage(format!("cannot start {name}: {error}")))
+    Err(BootError::Usage(vmm.start(Some((VARIABLE, value)))))
 }
 
 /// An empty file at an absolute path, as the VMM may change its folder.

@@ -11,15 +11,18 @@ use crate::allocator;
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 static WATCH: Once = Once::new();
 
-extern "C" fn before() {
+/// Before a fork that the C library does not know of.
+pub extern "C" fn before() {
     allocator::hold();
 }
 
-extern "C" fn in_parent() {
+/// After it, in the parent.
+pub extern "C" fn in_parent() {
     allocator::let_go();
 }
 
-extern "C" fn in_child() {
+/// After it, in the child.
+pub extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     allocator::let_go();
 }

@@ -9,6 +9,7 @@ pub mod clock;
 pub mod code_buffer;
 pub mod cpu;
 pub mod event_fd;
+pub mod faults;
 pub mod fork;
 pub mod futex;
 pub mod lazy_array;

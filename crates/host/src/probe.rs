@@ -1,7 +1,10 @@
-//! Whether memory can be accessed, asked of the kernel: no signal is raised.
+//! Whether memory can be accessed.
 //!
-//! The two system calls are among those that every filter of a vCPU's thread allows. As with a
-//! kernel that copies, pages are made present, and userfaultfd is served.
+//! Where faults are caught ([`faults`]), it is accessed. Elsewhere the kernel is asked, by system calls
+//! among those that most filters of a vCPU's thread allow. As with a kernel that copies, pages are
+//! made present, and userfaultfd is served.
+
+use crate::faults;
 
 /// True if the word of eight bytes that contains the address can be read.
 pub fn is_readable(address: u64) -> bool {
@@ -9,6 +12,9 @@ pub fn is_readable(address: u64) -> bool {
     // Null would be no set of signals, which is good.
     if address < crate::PAGE_SIZE as u64 {
         return false;
+    }
+    if let Some(is) = faults::is_readable(address) {
+        return is;
     }
     // SAFETY: the kernel reads a signal set, finds that there is nothing to be done with it,
     // and changes nothing.
@@ -26,6 +32,9 @@ pub fn is_readable(address: u64) -> bool {
 
 /// True if the word of four bytes that contains the address can be written: zero is added to it.
 pub fn is_writable(address: u64) -> bool {
+    if let Some(is) = faults::is_writable(address) {
+        return is;
+    }
     let word = 0u32;
     // FUTEX_OP_ADD of 0, then FUTEX_OP_CMP_LT with the smallest number: nobody is woken.
     const ADD_NOTHING: u32 = 1 << 28 | 2 << 24 | 0x800;

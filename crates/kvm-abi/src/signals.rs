@@ -64,6 +64,9 @@ const SYNCHRONOUS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGTRAP)
     | bit(libc::SIGSYS);
 
+/// All signals but those.
+pub const DEFERRABLE: u64 = !SYNCHRONOUS;
+
 const fn bit(signal: libc::c_int) -> u64 {
     1 << (signal - 1)
 }
@@ -148,6 +151,31 @@ unsafe fn remember(signal: libc::c_int, info: *const libc::siginfo_t) {
     });
 }
 
+/// Begins a section of a launched program, whose end is not where the mask is restored; `deferred`:
+/// a signal waits already, `inner`: in a handler that runs in the middle of another one.
+pub fn begin(deferred: bool, inner: bool) {
+    if inner {
+        DEPTH.set(DEPTH.get() + 1);
+    } else {
+        DEFERRED.set(deferred);
+        DEPTH.set(1);
+    }
+    compiler_fence(Ordering::SeqCst);
+}
+
+/// Ends it. The mask that is to be restored, if signals wait.
+pub fn end() -> Option<u64> {
+    compiler_fence(Ordering::SeqCst);
+    DEPTH.set(DEPTH.get().saturating_sub(1));
+    DEFERRED.get().then(|| MASK.get())
+}
+
+/// As if a signal had been deferred, with this mask to be restored.
+pub fn restore_later(mask: u64) {
+    MASK.set(mask);
+    DEFERRED.set(true);
+}
+
 /// True if a signal waits for the end of the calling thread's section.
 pub(crate) fn is_deferred() -> bool {
     DEFERRED.get() || REMEMBERED.with(|set| set.load(Ordering::Relaxed)) != 0
@@ -196,18 +224,41 @@ pub unsafe fn defer(
     if DEPTH.get() == 0 {
         return false;
     }
-    // SAFETY: the kernel's structure.
-    let code = unsafe { (*info).si_code };
-    if code > 0 && SYNCHRONOUS & bit(signal) != 0 {
-        return false;
-    }
-    interrupt_current_thread();
     // What only KVM_SET_SIGNAL_MASK lets through has to be pending afterwards.
-    if is_filtered() && !RUN_MASK.get() {
+    // SAFETY: the kernel's structure.
+    if is_filtered() && !RUN_MASK.get() && !unsafe { is_fault(signal, info) } {
+        interrupt_current_thread();
         // SAFETY: the kernel's structure.
         unsafe { remember(signal, info) };
         return true;
     }
+    // SAFETY: what the kernel passed.
+    unsafe { defer_always(signal, info, context) }.is_some()
+}
+
+/// True if an instruction raised the signal.
+unsafe fn is_fault(signal: libc::c_int, info: *const libc::siginfo_t) -> bool {
+    // SAFETY: the kernel's structure.
+    unsafe { (*info).si_code > 0 && SYNCHRONOUS & bit(signal) != 0 }
+}
+
+/// Defers a signal unless an instruction raised it; the mask that is to be restored.
+///
+/// # Safety
+///
+/// As for [`defer`].
+pub unsafe fn defer_always(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) -> Option<u64> {
+    // SAFETY: the kernel's structure.
+    if unsafe { is_fault(signal, info) } {
+        return None;
+    }
+    // SAFETY: the kernel's structure.
+    let code = unsafe { (*info).si_code };
+    interrupt_current_thread();
     // Also in the handler, or with SA_NODEFER it would be entered again at once.
     set_mask(!SYNCHRONOUS);
     // SAFETY: the kernel's structure; its signal set is the first eight bytes of the field.
@@ -219,7 +270,7 @@ pub unsafe fn defer(
     DEFERRED.set(true);
     // SAFETY: as above.
     unsafe { send_again(signal, info, code) };
-    true
+    Some(MASK.get())
 }
 
 /// Makes the signal pending for the calling thread.
@@ -261,6 +312,18 @@ pub fn prepare() {
         THREAD_ID.store(GLIBC, Ordering::Relaxed);
     }
     fork::process();
+}
+
+/// In a child of a fork that the C library does not know of.
+pub fn set_thread_id() {
+    let offset = THREAD_ID.load(Ordering::Relaxed);
+    if offset != 0 {
+        // SAFETY: `prepare` found the thread's id there; the only thread is this one.
+        unsafe {
+            let id = libc::gettid();
+            std::arch::asm!("mov fs:[{1}], {0:e}", in(reg) id, in(reg) offset, options(nostack, preserves_flags));
+        }
+    }
 }
 
 fn thread_id() -> i32 {

@@ -125,7 +125,8 @@ impl Arg {
         if len == 0 {
             return Ok(0);
         }
-        if let Some(done) = faults::copy(from.cast(), self.0 as *mut u8, len) {
+        // SAFETY: `from` has `len` readable bytes, by the caller of this method.
+        if let Some(done) = unsafe { faults::copy(from.cast(), self.0 as *mut u8, len) } {
             return if done { Ok(0) } else { Err(FAULT) };
         }
         check_pages(self.0, len, is_writable)?;
@@ -141,7 +142,8 @@ fn copy_in(from: u64, to: *mut libc::c_void, len: usize) -> Result<()> {
     if len == 0 {
         return Ok(());
     }
-    if let Some(done) = faults::copy(from as *const u8, to.cast(), len) {
+    // SAFETY: `to` has `len` writable bytes, by the caller of this function.
+    if let Some(done) = unsafe { faults::copy(from as *const u8, to.cast(), len) } {
         return if done { Ok(()) } else { Err(FAULT) };
     }
     check_pages(from, len, is_readable)?;

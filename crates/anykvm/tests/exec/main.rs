@@ -7,7 +7,13 @@ use std::{
 
 /// Builds the VMM with these options of the compiler.
 fn build(name: &str, options: &[&str]) -> PathBuf {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/exec/vmm.c");
+    compile("vmm.c", name, options)
+}
+
+fn compile(source: &str, name: &str, options: &[&str]) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/exec")
+        .join(source);
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let status = Command::new("gcc")
         .args(["-O2", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"])
@@ -28,8 +34,13 @@ fn exec(arguments: &[&str]) -> Output {
         .expect("timeout is installed")
 }
 
+/// Runs a mode dynamically linked, and statically.
 fn passes(name: &str, mode: &[&str]) {
-    let program = build(name, &[]);
+    run(&build(name, &[]), mode);
+    run(&build(&format!("{name}-static"), &["-static"]), mode);
+}
+
+fn run(program: &Path, mode: &[&str]) {
     let mut arguments = vec![program.to_str().expect("a path in UTF-8")];
     arguments.extend(mode);
     let output = exec(&arguments);
@@ -176,12 +187,46 @@ fn a_strict_filter_of_system_calls_is_obeyed() {
 }
 
 #[test]
+fn a_handler_of_faults_may_run_in_the_middle_of_kvm_run() {
+    passes("vmm-faults", &["faults"]);
+}
+
+#[test]
+fn launched_programs_are_processes_like_others() {
+    for (name, options) in [
+        ("process-static", ["-static"].as_slice()),
+        ("process-static-pie", &["-static-pie"]),
+    ] {
+        run(&compile("process.c", name, options), &[]);
+    }
+}
+
+#[test]
+fn a_dynamically_linked_program_can_be_launched() {
+    let program = compile("process.c", "process-dynamic", &[]);
+    let output = Command::new("timeout")
+        .args([
+            "-k",
+            "5",
+            "400",
+            env!("CARGO_BIN_EXE_anykvm"),
+            "exec",
+            "--launch",
+            "--",
+        ])
+        .arg(program)
+        .output()
+        .expect("timeout is installed");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+}
+
+#[test]
 fn what_would_run_without_anykvm_is_refused() {
-    let fixed = build("vmm-static", &["-static"]);
     for (program, reason) in [
-        (fixed.to_str().unwrap(), "statically linked"),
         ("/nonexistent", "No such file"),
         ("/etc/passwd", "is not a program"),
+        ("/usr/bin/su", "set-user-ID"),
     ] {
         let output = exec(&[program, "spin"]);
         let error = String::from_utf8_lossy(&output.stderr);

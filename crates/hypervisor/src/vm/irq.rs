@@ -48,7 +48,9 @@ impl Vm {
         self.state
             .chips
             .set(Chips::new(&self.state.options))
-            .map_err(|_| Error::Exists)
+            .map_err(|_| Error::Exists)?;
+        // Not by the first irqfd: a vCPU's thread may assign it, and not be allowed to make threads.
+        self.state.start_irqfd_thread()
     }
     /// KVM_CAP_SPLIT_IRQCHIP: LAPICs here, PIC and an IOAPIC of so many pins in the VMM. EINVAL
     /// for too many, EEXIST if there are chips or vCPUs.
@@ -63,7 +65,8 @@ impl Vm {
         self.state
             .chips
             .set(Chips::split(pins, &self.state.options))
-            .map_err(|_| Error::Exists)
+            .map_err(|_| Error::Exists)?;
+        self.state.start_irqfd_thread()
     }
     /// KVM_CREATE_PIT2: ENOENT without an irqchip, EEXIST if there is one.
     pub fn create_pit2(&self, config: &kvm_pit_config) -> Result<()> {
@@ -224,7 +227,6 @@ impl Vm {
         }
         list.push(Arc::new(irqfd));
         drop(list);
-        self.state.start_irqfd_thread()?;
         irqfds.tell()
     }
 }

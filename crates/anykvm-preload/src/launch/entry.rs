@@ -1,0 +1,376 @@
+//! Between the program and our code: the only places where both have state in registers.
+//!
+//! The program's FS and ours are different thread-local storages; GS is the thread's [`Block`] while
+//! the program runs, and whatever translated code makes of it in ours. A system call of the program
+//! keeps all registers but rax, rcx and r11, vector registers and flags included, and touches
+//! nothing on the program's stack, which need not exist.
+//!
+//! `in_host` is set by the first instruction and cleared by the last but the way out: a signal in
+//! between waits. What waits is let in on the way out, when everything is the program's again.
+
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicU32, AtomicUsize};
+
+use libc::{c_int, c_void, siginfo_t};
+
+use super::block::Block;
+
+/// The program's registers at a system call, from the lowest address up, on our stack.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Frame {
+    pub(super) fs: usize,
+    /// In: the thunk's system call. Out: where to go.
+    pub(super) target: usize,
+    pub(super) r15: usize,
+    pub(super) r14: usize,
+    pub(super) r13: usize,
+    pub(super) r12: usize,
+    pub(super) r10: usize,
+    pub(super) r9: usize,
+    pub(super) r8: usize,
+    pub(super) rbp: usize,
+    pub(super) rdi: usize,
+    pub(super) rsi: usize,
+    pub(super) rdx: usize,
+    pub(super) rbx: usize,
+    /// In: the number. Out: the result.
+    pub(super) rax: usize,
+    pub(super) flags: usize,
+    pub(super) rsp: usize,
+}
+
+/// Bytes that the processor needs for the vector registers.
+pub(super) static XSAVE_SIZE: AtomicUsize = AtomicUsize::new(0);
+/// State components that are saved: all but those that a system call cannot change.
+pub(super) static XSAVE_MASK: AtomicU32 = AtomicU32::new(0);
+/// Address of `syscall; ret` where user dispatch lets system calls pass.
+pub(super) static SYSCALL: AtomicUsize = AtomicUsize::new(0);
+
+/// Where thunks go with a call that is ours; r11 is the address of the thunk's `syscall`.
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn enter() {
+    std::arch::naked_asm!(
+        "mov byte ptr gs:[{in_host}], 1",
+        "mov rcx, rsp",
+        "mov rsp, gs:[{host_stack}]",
+        "push rcx",
+        "pushfq",
+        "cld",
+        "push rax",
+        "push rbx",
+        "push rdx",
+        "push rsi",
+        "push rdi",
+        "push rbp",
+        "push r8",
+        "push r9",
+        "push r10",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "push r11",
+        "rdfsbase rcx",
+        "push rcx",
+        "mov gs:[{program_fs}], rcx",
+        "mov rbp, rsp",
+        "sub rsp, [rip + {size}]",
+        "and rsp, -64",
+        // The header of the area: XRSTOR wants zeros in what XSAVE does not write.
+        "xor eax, eax",
+        "mov [rsp + 512], rax",
+        "mov [rsp + 520], rax",
+        "mov [rsp + 528], rax",
+        "mov [rsp + 536], rax",
+        "mov [rsp + 544], rax",
+        "mov [rsp + 552], rax",
+        "mov [rsp + 560], rax",
+        "mov [rsp + 568], rax",
+        "xor edx, edx",
+        "mov eax, [rip + {mask}]",
+        "xsave64 [rsp]",
+        "mov rax, gs:[{host_fs}]",
+        "wrfsbase rax",
+        "mov byte ptr gs:[{selector}], 0",
+        "mov rbx, gs:[{this}]",
+        "mov rdi, rbp",
+        "mov rsi, rbx",
+        "call {dispatch}",
+        "mov rdi, rbp",
+        "mov rsi, rbx",
+        "mov rdx, rsp",
+        "jmp {leave}",
+        in_host = const offset_of!(Block, in_host),
+        selector = const offset_of!(Block, selector),
+        host_stack = const offset_of!(Block, host_stack),
+        host_fs = const offset_of!(Block, host_fs),
+        program_fs = const offset_of!(Block, program_fs),
+        this = const offset_of!(Block, this),
+        size = sym XSAVE_SIZE,
+        mask = sym XSAVE_MASK,
+        dispatch = sym super::dispatch::dispatch,
+        leave = sym leave,
+    )
+}
+
+/// Goes on in the program, with the frame in rdi, the block in rsi and the vector registers at rdx.
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn leave(frame: *mut Frame, block: *mut Block, vectors: usize) -> ! {
+    std::arch::naked_asm!(
+        "wrgsbase rsi",
+        "mov rsp, rdi",
+        "mov rcx, rdx",
+        "xor edx, edx",
+        "mov eax, [rip + {mask}]",
+        "xrstor64 [rcx]",
+        "mov byte ptr gs:[{selector}], 1",
+        "pop rcx",
+        "wrfsbase rcx",
+        "pop r11",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop r10",
+        "pop r9",
+        "pop r8",
+        "pop rbp",
+        "pop rdi",
+        "pop rsi",
+        "pop rdx",
+        "pop rbx",
+        "pop rax",
+        "popfq",
+        "pop rsp",
+        "mov byte ptr gs:[{in_host}], 0",
+        // From here on signals come in. Those that have waited:
+        "movzx ecx, byte ptr gs:[{pending}]",
+        "jrcxz 2f",
+        "lea rsp, [rsp - 128]",
+        "push r11",
+        "pushfq",
+        "push rax",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push r10",
+        "mov byte ptr gs:[{pending}], 0",
+        "push qword ptr gs:[{block_mask}]",
+        "mov eax, {sigprocmask}",
+        "mov edi, {set}",
+        "mov rsi, rsp",
+        "xor edx, edx",
+        "mov r10d, 8",
+        "call [rip + {syscall}]",
+        "lea rsp, [rsp + 8]",
+        "pop r10",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "pop rax",
+        "popfq",
+        "pop r11",
+        "lea rsp, [rsp + 128]",
+        "2:",
+        "jmp r11",
+        mask = sym XSAVE_MASK,
+        syscall = sym SYSCALL,
+        selector = const offset_of!(Block, selector),
+        in_host = const offset_of!(Block, in_host),
+        pending = const offset_of!(Block, pending),
+        block_mask = const offset_of!(Block, mask),
+        sigprocmask = const libc::SYS_rt_sigprocmask,
+        set = const libc::SIG_SETMASK,
+    )
+}
+
+/// First byte of the blocks, for [`signal`].
+pub(super) static BLOCKS: AtomicUsize = AtomicUsize::new(0);
+/// Bytes of the blocks.
+pub(super) static BLOCKS_SIZE: AtomicUsize = AtomicUsize::new(0);
+
+/// The handler of every signal: of the program's, if the program was interrupted.
+#[unsafe(naked)]
+pub(crate) unsafe extern "C" fn signal(number: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    std::arch::naked_asm!(
+        "rdgsbase rax",
+        "sub rax, [rip + {blocks}]",
+        "cmp rax, [rip + {size}]",
+        "jae {in_host_code}",
+        "cmp byte ptr gs:[{in_host}], 0",
+        "jne 2f",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "mov byte ptr gs:[{selector}], 0",
+        "call {in_program}",
+        "mov byte ptr gs:[{selector}], 1",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "jz 3f",
+        "jmp rax",
+        "3:",
+        "ret",
+        // On the way in or out: FS and the selector may be of either.
+        "2:",
+        "rdfsbase rax",
+        "push rax",
+        "movzx eax, byte ptr gs:[{selector}]",
+        "push rax",
+        "sub rsp, 8",
+        "mov byte ptr gs:[{selector}], 0",
+        "mov rax, gs:[{host_fs}]",
+        "wrfsbase rax",
+        "call {in_host_code}",
+        "add rsp, 8",
+        "pop rax",
+        "mov byte ptr gs:[{selector}], al",
+        "pop rax",
+        "wrfsbase rax",
+        "ret",
+        blocks = sym BLOCKS,
+        size = sym BLOCKS_SIZE,
+        in_host = const offset_of!(Block, in_host),
+        selector = const offset_of!(Block, selector),
+        host_fs = const offset_of!(Block, host_fs),
+        in_program = sym super::signals::in_program,
+        in_host_code = sym super::signals::in_host,
+    )
+}
+
+/// Calls a handler of the program's in the middle of our code.
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn call_in_the_middle(
+    number: c_int,
+    info: *mut siginfo_t,
+    context: *mut c_void,
+    handler: usize,
+    block: *mut Block,
+) {
+    std::arch::naked_asm!(
+        "push rbx",
+        "rdgsbase rax",
+        "push rax",
+        "rdfsbase rbx",
+        "wrgsbase r8",
+        "mov rax, gs:[{program_fs}]",
+        "wrfsbase rax",
+        "mov byte ptr gs:[{selector}], 1",
+        "mov byte ptr gs:[{in_host}], 0",
+        "sub rsp, 8",
+        "call rcx",
+        "add rsp, 8",
+        "mov byte ptr gs:[{in_host}], 1",
+        "mov byte ptr gs:[{selector}], 0",
+        "wrfsbase rbx",
+        "pop rax",
+        "wrgsbase rax",
+        "pop rbx",
+        "ret",
+        selector = const offset_of!(Block, selector),
+        in_host = const offset_of!(Block, in_host),
+        program_fs = const offset_of!(Block, program_fs),
+    )
+}
+
+/// Copies the program's first stack to below the caller's and starts the program there.
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn start(
+    stack: *const u8,
+    to: usize,
+    len: usize,
+    entry: usize,
+    block: *mut Block,
+) -> ! {
+    std::arch::naked_asm!(
+        "mov r9, rsi",
+        "mov rax, rdi",
+        "mov rdi, rsi",
+        "mov rsi, rax",
+        "mov r10, rcx",
+        "mov rcx, rdx",
+        "mov rsp, r9",
+        "rep movsb",
+        "wrgsbase r8",
+        "xor eax, eax",
+        "wrfsbase rax",
+        "mov byte ptr gs:[{selector}], 1",
+        "mov byte ptr gs:[{in_host}], 0",
+        "mov r11, r10",
+        "xor ebx, ebx",
+        "xor ecx, ecx",
+        "xor edx, edx",
+        "xor esi, esi",
+        "xor edi, edi",
+        "xor ebp, ebp",
+        "xor r8d, r8d",
+        "xor r9d, r9d",
+        "xor r10d, r10d",
+        "xor r12d, r12d",
+        "xor r13d, r13d",
+        "xor r14d, r14d",
+        "xor r15d, r15d",
+        "jmp r11",
+        selector = const offset_of!(Block, selector),
+        in_host = const offset_of!(Block, in_host),
+    )
+}
+
+/// Runs a thread of the program's, from its first frame on, until [`finish`].
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn run_thread(frame: *mut Frame, block: *mut Block, vectors: usize) {
+    std::arch::naked_asm!(
+        "push rbx",
+        "push rbp",
+        "push r12",
+        "push r13",
+        "push r14",
+        "push r15",
+        "mov [rsi + {base}], rsp",
+        "jmp {leave}",
+        base = const offset_of!(Block, base),
+        leave = sym leave,
+    )
+}
+
+/// Returns from the thread's [`run_thread`].
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn finish(base: usize) -> ! {
+    std::arch::naked_asm!(
+        "mov rsp, rdi",
+        "pop r15",
+        "pop r14",
+        "pop r13",
+        "pop r12",
+        "pop rbp",
+        "pop rbx",
+        "ret",
+    )
+}
+
+/// Makes a child that borrows the program's memory until it executes another program or ends.
+///
+/// Parent and child come through the rest one after the other, with the thread's block. What the
+/// child left there when it ended in our code is put right.
+#[unsafe(naked)]
+pub(super) unsafe extern "C" fn borrow() {
+    std::arch::naked_asm!(
+        "mov byte ptr gs:[{borrowed}], 1",
+        "mov byte ptr gs:[{selector}], 0",
+        "syscall",
+        "mov byte ptr gs:[{selector}], 1",
+        "mov byte ptr gs:[{in_host}], 0",
+        "mov rcx, rax",
+        "jrcxz 2f",
+        "mov byte ptr gs:[{borrowed}], 0",
+        "2:",
+        "jmp qword ptr gs:[{borrowed_return}]",
+        borrowed = const offset_of!(Block, borrowed),
+        borrowed_return = const offset_of!(Block, borrowed_return),
+        selector = const offset_of!(Block, selector),
+        in_host = const offset_of!(Block, in_host),
+    )
+}

@@ -1,0 +1,92 @@
+//! Other programs that the program starts.
+
+use std::ffi::{CStr, CString, OsStr};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use libc::{c_char, c_long};
+
+use super::dispatch::Answer;
+use super::image;
+use crate::next::system_call;
+use crate::program::{self, Kind};
+
+/// Arguments that a program can have.
+const MOST: usize = 1 << 20;
+
+/// execve(2) and execveat(2): programs that the preload library does not reach are launched, the
+/// others have it in their environment.
+pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
+    let (path_at, argv, envp) = if number == libc::SYS_execve {
+        (a[0], a[1], a[2])
+    } else {
+        (a[1], a[2], a[3])
+    };
+    let Some(mut path) = image::path(path_at) else {
+        return Answer::Kernel;
+    };
+    if let Some(own) = image::own_name(path.to_bytes()) {
+        path = own.to_owned();
+    }
+    let is_at_cwd = number == libc::SYS_execve || a[0] as i32 == libc::AT_FDCWD;
+    if !is_at_cwd && !path.to_bytes().starts_with(b"/") || path.is_empty() {
+        return Answer::Kernel;
+    }
+    let file = Path::new(OsStr::from_bytes(path.to_bytes()));
+    if !needs_launcher(file) {
+        let arguments = [path.as_ptr() as usize, argv, envp, 0, 0, 0];
+        // SAFETY: the program's arguments.
+        return Answer::Is(unsafe { system_call(libc::SYS_execve, arguments) });
+    }
+    let Some(own) = image::launcher() else {
+        return Answer::Kernel;
+    };
+    let mut strings: Vec<*const c_char> = vec![own.as_ptr()];
+    let fixed: [&CStr; 3] = [c"exec", c"--quiet", c"--"];
+    strings.extend(fixed.iter().map(|word| word.as_ptr()));
+    strings.push(path.as_ptr());
+    // The first is the program's name for itself.
+    let mut at = argv;
+    for index in 0..MOST {
+        let Some(string) = (if argv == 0 { Some(0) } else { image::take(at) }) else {
+            return Answer::Is(-(libc::EFAULT as isize));
+        };
+        if string == 0 {
+            break;
+        }
+        if index > 0 {
+            strings.push(string as *const c_char);
+        }
+        at += size_of::<usize>();
+    }
+    strings.push(std::ptr::null());
+    let arguments = [
+        own.as_ptr() as usize,
+        strings.as_ptr() as usize,
+        envp,
+        0,
+        0,
+        0,
+    ];
+    // SAFETY: lists that end with null, of strings that live until the call is over.
+    Answer::Is(unsafe { system_call(libc::SYS_execve, arguments) })
+}
+
+/// True for an x86-64 program that is static or made for another C library.
+fn needs_launcher(file: &Path) -> bool {
+    let is_ordinary = file.metadata().is_ok_and(|m| {
+        m.is_file() && m.permissions().mode() & 0o6000 == 0 && m.permissions().mode() & 0o111 != 0
+    });
+    is_ordinary
+        && match program::kind(file) {
+            Ok(Kind::Static) => true,
+            Ok(Kind::Dynamic(loader)) => !program::is_glibc(&loader),
+            _ => false,
+        }
+}
+
+/// A path without zeros in it, as C has it.
+pub(super) fn c_path(path: &Path) -> Option<CString> {
+    CString::new(path.as_os_str().as_bytes()).ok()
+}

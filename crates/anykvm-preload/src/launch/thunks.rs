@@ -1,0 +1,447 @@
+//! A thunk for each `syscall` instruction of the program that has been executed.
+//!
+//! The kernel's syscall user dispatch raises SIGSYS for system calls outside of the arena that the
+//! thunks are in. The handler makes the thunk of the instruction, lets the program go on there, and
+//! rewrites the instruction to a jump to it where that is certain to change nothing else: only
+//! code that was seen to run is ever changed. The others raise SIGSYS each time, which costs 3 µs.
+//!
+//! A thunk executes the system call itself, with all of the program's registers, unless it may be
+//! one of ours. Nothing here allocates, locks for long, or uses thread-local storage.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use iced_x86::{Code, Decoder, DecoderOptions, FlowControl};
+use libc::c_long;
+
+use super::entry;
+use crate::next::system_call;
+
+/// Bytes of the arena: a table, then thunks.
+pub(super) const SIZE: usize = 1 << 20;
+/// Bytes of the writable view, which has the index behind.
+pub(super) const WRITABLE: usize = SIZE + size_of::<Index>();
+/// One byte for each value of ax: 0, the kernel's; 1, perhaps ours.
+const CLASSES: usize = 1 << 16;
+/// `syscall; ret`, and where handlers return to.
+const STUBS: usize = 64;
+/// Bytes of a thunk.
+const THUNK: usize = 128;
+const THUNKS: usize = (SIZE - CLASSES - STUBS) / THUNK;
+/// A jump by rel32.
+const JUMP: usize = 5;
+
+/// Which thunks there are. It is shared with children, as the arena is.
+#[repr(C)]
+struct Index {
+    used: AtomicUsize,
+    /// By hash of the address after a `syscall`: that address and the thunk's number above.
+    slots: [AtomicU64; 2 * THUNKS],
+}
+
+fn index() -> &'static Index {
+    // SAFETY: `prepare` was called before any system call is watched; the memory began as zeros,
+    // which are a value, and is never unmapped.
+    unsafe { &*((RW.load(Ordering::Relaxed) + SIZE) as *const Index) }
+}
+
+/// Executable view of the arena, and the writable one.
+static RX: AtomicUsize = AtomicUsize::new(0);
+static RW: AtomicUsize = AtomicUsize::new(0);
+/// Whether this process has tried to rewrite a thunk's instruction.
+static TRIED: [AtomicBool; THUNKS] = [const { AtomicBool::new(false) }; THUNKS];
+/// Executable parts of the program and of its loader, which may be rewritten.
+static TEXT: [[AtomicUsize; 2]; 2] = [const { [const { AtomicUsize::new(0) }; 2] }; 2];
+/// Instructions may be rewritten: until the program's own filter, which forbids what it takes.
+static REWRITES: AtomicBool = AtomicBool::new(false);
+/// Somebody rewrites.
+static REWRITING: AtomicBool = AtomicBool::new(false);
+
+/// Calls that may be ours or need care.
+const OURS: &[c_long] = &[
+    libc::SYS_access,
+    libc::SYS_arch_prctl,
+    libc::SYS_brk,
+    libc::SYS_clone,
+    libc::SYS_clone3,
+    libc::SYS_close,
+    libc::SYS_close_range,
+    libc::SYS_dup,
+    libc::SYS_dup2,
+    libc::SYS_dup3,
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_exit,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_fcntl,
+    libc::SYS_fork,
+    libc::SYS_ioctl,
+    libc::SYS_lstat,
+    libc::SYS_newfstatat,
+    libc::SYS_open,
+    libc::SYS_openat,
+    libc::SYS_openat2,
+    libc::SYS_prctl,
+    libc::SYS_readlink,
+    libc::SYS_readlinkat,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_seccomp,
+    libc::SYS_set_tid_address,
+    libc::SYS_stat,
+    libc::SYS_statx,
+    libc::SYS_vfork,
+];
+
+/// Fills an arena that is mapped at both addresses. `text` is what may be rewritten.
+pub(super) fn prepare(rw: usize, rx: usize, text: [(usize, usize); 2]) {
+    RW.store(rw, Ordering::Relaxed);
+    RX.store(rx, Ordering::Relaxed);
+    for (known, (begin, end)) in TEXT.iter().zip(text) {
+        known[0].store(begin, Ordering::Relaxed);
+        known[1].store(end, Ordering::Relaxed);
+    }
+    for number in OURS {
+        // SAFETY: inside the table.
+        unsafe { ((rw + *number as usize) as *mut u8).write(1) };
+    }
+    // syscall; ret; then mov rax, 15; syscall as unwinders know it.
+    put(CLASSES, &[0x0f, 0x05, 0xc3]);
+    put(CLASSES + 16, &[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05]);
+    entry::SYSCALL.store(rx + CLASSES, Ordering::Relaxed);
+    REWRITES.store(true, Ordering::Release);
+}
+
+/// Where handlers return to.
+pub(crate) fn restorer() -> usize {
+    RX.load(Ordering::Relaxed) + CLASSES + 16
+}
+
+/// The range from which system calls pass.
+pub(super) fn range() -> (usize, usize) {
+    (RX.load(Ordering::Relaxed), SIZE)
+}
+
+/// From now on no instruction is rewritten.
+pub(super) fn stop_rewriting() {
+    REWRITES.store(false, Ordering::Release);
+}
+
+/// Writes into the arena.
+fn put(offset: usize, bytes: &[u8]) {
+    let to = (RW.load(Ordering::Relaxed) + offset) as *mut u8;
+    // SAFETY: the callers stay inside the arena, in a part of it that nobody executes yet.
+    unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+}
+
+/// The thunk of the `syscall` that ends at `after`, which has just been executed.
+pub(super) fn of(after: usize) -> usize {
+    let number = find(after);
+    if !TRIED[number].swap(true, Ordering::Relaxed) {
+        rewrite(after, address(number));
+    }
+    address(number)
+}
+
+/// The number of its thunk, which is made if there is none.
+fn find(after: usize) -> usize {
+    let slots = index().slots.len();
+    let first = hash(after);
+    let mut made = None;
+    for step in 0..slots {
+        let slot = &index().slots[(first + step) % slots];
+        let mut value = slot.load(Ordering::Acquire);
+        if value == 0 {
+            let number = *made.get_or_insert_with(|| make(after));
+            let new = after as u64 | (number as u64) << 48;
+            match slot.compare_exchange(0, new, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => value = new,
+                Err(other) => value = other,
+            }
+        }
+        if value & ((1 << 48) - 1) == after as u64 {
+            return (value >> 48) as usize;
+        }
+    }
+    // SAFETY: ends the process: a program with that many system calls cannot go on.
+    unsafe { libc::abort() }
+}
+
+/// True if a `syscall` that ends there has a thunk.
+fn is_known(after: usize) -> bool {
+    let slots = index().slots.len();
+    (0..slots)
+        .map(|step| index().slots[(hash(after) + step) % slots].load(Ordering::Acquire))
+        .take_while(|value| *value != 0)
+        .any(|value| value & ((1 << 48) - 1) == after as u64)
+}
+
+fn hash(after: usize) -> usize {
+    after.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40
+}
+
+fn address(number: usize) -> usize {
+    RX.load(Ordering::Relaxed) + CLASSES + STUBS + number * THUNK
+}
+
+/// Collects a thunk's bytes.
+struct Bytes {
+    bytes: [u8; THUNK],
+    len: usize,
+    at: usize,
+}
+
+impl Bytes {
+    fn push(&mut self, bytes: &[u8]) {
+        self.bytes[self.len..self.len + bytes.len()].copy_from_slice(bytes);
+        self.len += bytes.len();
+    }
+    /// A displacement from the end of these four bytes.
+    fn relative(&mut self, to: usize) {
+        let next = self.at + self.len + 4;
+        self.push(&(to.wrapping_sub(next) as u32).to_le_bytes());
+    }
+    /// A jump to anywhere, which changes no register.
+    fn jump(&mut self, to: usize) {
+        self.push(&[0xff, 0x25, 0, 0, 0, 0]);
+        self.push(&to.to_le_bytes());
+    }
+}
+
+/// Writes a thunk; its number.
+fn make(after: usize) -> usize {
+    let number = index().used.fetch_add(1, Ordering::Relaxed);
+    if number >= THUNKS {
+        // SAFETY: ends the process.
+        unsafe { libc::abort() };
+    }
+    let tail = Tail::of(after);
+    let at = address(number);
+    let mut code = Bytes {
+        bytes: [0xcc; THUNK],
+        len: 0,
+        at,
+    };
+    // movzx ecx, ax; lea r11, [table]; movzx ecx, byte [r11 + rcx]; jrcxz raw
+    code.push(&[0x0f, 0xb7, 0xc8, 0x4c, 0x8d, 0x1d]);
+    code.relative(RX.load(Ordering::Relaxed));
+    code.push(&[0x41, 0x0f, 0xb6, 0x0c, 0x0b]);
+    const TO_ENTER: usize = 7 + 14;
+    code.push(&[0xe3, TO_ENTER as u8]);
+    // lea r11, [raw]; jmp enter
+    code.push(&[0x4c, 0x8d, 0x1d]);
+    let raw = at + code.len + 4 + 14;
+    code.relative(raw);
+    code.jump(entry::enter as *const () as usize);
+    code.push(&[0x0f, 0x05]);
+    // SAFETY: instructions of the program's, behind one that it has executed.
+    code.push(unsafe { std::slice::from_raw_parts(after as *const u8, tail.len) });
+    let next = after + tail.len;
+    code.jump(if tail.reaches_another {
+        address(find(next + 2))
+    } else {
+        next
+    });
+    put(at - RX.load(Ordering::Relaxed), &code.bytes);
+    number
+}
+
+/// The part of the program that these addresses are in.
+fn text_of(begin: usize, end: usize) -> Option<(usize, usize)> {
+    TEXT.iter()
+        .map(|part| {
+            (
+                part[0].load(Ordering::Relaxed),
+                part[1].load(Ordering::Relaxed),
+            )
+        })
+        .find(|part| begin >= part.0 && end <= part.1)
+}
+
+/// Instructions behind a `syscall` that do the same elsewhere: the thunk has copies.
+struct Tail {
+    /// Bytes of them.
+    len: usize,
+    /// They leave room for a jump in place of the `syscall`.
+    makes_room: bool,
+    /// The next instruction is a `syscall`. A thread that has given up its stack executes it
+    /// as its last, so it may not raise a signal.
+    reaches_another: bool,
+}
+
+impl Tail {
+    fn of(after: usize) -> Self {
+        const MOST: usize = 40;
+        const WANTED: usize = JUMP - 2;
+        let mut tail = Self {
+            len: 0,
+            makes_room: false,
+            reaches_another: false,
+        };
+        if text_of(after - 2, after + MOST).is_none() {
+            return tail;
+        }
+        // SAFETY: inside the program's text.
+        let bytes = unsafe { std::slice::from_raw_parts(after as *const u8, MOST) };
+        let mut decoder = Decoder::with_ip(64, bytes, after as u64, DecoderOptions::NONE);
+        let mut enough = None;
+        let mut len = 0;
+        loop {
+            let instruction = decoder.decode();
+            let flow = instruction.flow_control();
+            if instruction.is_invalid() || instruction.is_ip_rel_memory_operand() {
+                break;
+            }
+            if instruction.code() == Code::Syscall {
+                tail.reaches_another = true;
+                break;
+            }
+            if flow == FlowControl::Return && enough.is_none() {
+                len += instruction.len();
+                // What fills the space up to the next function may be overwritten.
+                let fills = |bytes: &[u8]| bytes.iter().all(|b| *b == 0xcc || *b == 0x90);
+                if len >= WANTED || fills(&bytes[len..WANTED]) {
+                    enough = Some(len);
+                }
+                break;
+            }
+            if flow != FlowControl::Next {
+                break;
+            }
+            len += instruction.len();
+            if len >= WANTED && enough.is_none() {
+                enough = Some(len);
+            }
+        }
+        tail.makes_room = enough.is_some();
+        tail.len = if tail.reaches_another {
+            len
+        } else {
+            enough.unwrap_or(0)
+        };
+        tail
+    }
+}
+
+/// True if a branch with a displacement in its code may lead between `after` and `end`.
+fn is_branched_to(after: usize, end: usize) -> bool {
+    let Some((begin, limit)) = text_of(after, end) else {
+        return true;
+    };
+    // SAFETY: the program's text, which is readable.
+    let text = unsafe { std::slice::from_raw_parts(begin as *const u8, limit - begin) };
+    let inside = |target: usize| target >= after && target < end;
+    let near = (after - begin).saturating_sub(160)..(end - begin + 160).min(text.len() - 1);
+    for at in near {
+        if matches!(text[at], 0x70..=0x7f | 0xe0..=0xe3 | 0xeb) {
+            let next = begin + at + 2;
+            if inside(next.wrapping_add_signed(text[at + 1].cast_signed().into())) {
+                return true;
+            }
+        }
+    }
+    // Any four bytes may be a displacement: too many branches are better than one too few.
+    (0..text.len().saturating_sub(4)).any(|at| {
+        let bytes = [text[at], text[at + 1], text[at + 2], text[at + 3]];
+        inside((begin + at + 4).wrapping_add_signed(i32::from_le_bytes(bytes) as isize))
+    })
+}
+
+/// Makes the `syscall` that ends at `after` a jump to its thunk, if nothing else can tell.
+fn rewrite(after: usize, thunk: usize) {
+    let site = after - 2;
+    if !REWRITES.load(Ordering::Acquire) || text_of(site - 8, after + 8).is_none() {
+        return;
+    }
+    // SAFETY: inside the program's text.
+    let before = unsafe { std::slice::from_raw_parts((site - 6) as *const u8, 6) };
+    // What a neighbour's jump has replaced is no longer what it looks like.
+    if (site - 7..=site).any(is_known) {
+        return;
+    }
+    // mov eax, imm32 just before: it alone is replaced, by a jump to a second thunk, which does the
+    // same. A byte 0x40 to 0x4f in front would belong to it.
+    let has_move = before[1] == 0xb8
+        && before[0] & 0xf0 != 0x40
+        && u16::from_le_bytes([before[3], before[4]]) == 0
+        && before[5] == 0;
+    if Tail::of(after).makes_room && !is_branched_to(after, after + JUMP - 2) {
+        jump(site, thunk);
+    } else if has_move {
+        let number = index().used.fetch_add(1, Ordering::Relaxed);
+        if number >= THUNKS {
+            return;
+        }
+        let at = address(number);
+        let mut code = Bytes {
+            bytes: [0xcc; THUNK],
+            len: 0,
+            at,
+        };
+        code.push(&before[1..]);
+        code.jump(thunk);
+        put(at - RX.load(Ordering::Relaxed), &code.bytes);
+        jump(site - JUMP, at);
+    }
+}
+
+/// Writes `jmp rel32` at `site`. The bytes behind the first two are written first, and every
+/// processor has seen them before those.
+fn jump(site: usize, to: usize) {
+    const PAGE: usize = host::PAGE_SIZE;
+    const LINE: usize = 64;
+    const MEMBARRIER_PRIVATE_EXPEDITED_SYNC_CORE: usize = 1 << 5;
+    let Ok(distance) = i32::try_from(to.wrapping_sub(site + JUMP).cast_signed()) else {
+        return;
+    };
+    // The first two bytes change at once.
+    if site % LINE == LINE - 1 || REWRITING.swap(true, Ordering::Acquire) {
+        return;
+    }
+    let first = site & !(PAGE - 1);
+    let len = (site + JUMP).next_multiple_of(PAGE) - first;
+    let protect = |protection: i32| {
+        // SAFETY: the program's own text stays readable and executable throughout.
+        unsafe {
+            system_call(
+                libc::SYS_mprotect,
+                [first, len, protection as usize, 0, 0, 0],
+            )
+        }
+    };
+    let rwx = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
+    if protect(rwx) == 0 {
+        let bytes = distance.to_le_bytes();
+        // SAFETY: five bytes of the program's text. Whoever executes them meanwhile executes the
+        // old first instruction or the jump: two bytes in one cache line change together.
+        unsafe {
+            let old = (site as *const u8).read();
+            let is_move = old == 0xb8;
+            if is_move {
+                // One instruction of five bytes, of which others may have read a part: only
+                // while there are none.
+                if super::threads::are_alone() {
+                    (site as *mut u8).write(0xe9);
+                    ((site + 1) as *mut [u8; 4]).write_unaligned(bytes);
+                }
+            } else {
+                let tail = (site + 2) as *mut [u8; 3];
+                let old = tail.read();
+                tail.write([bytes[1], bytes[2], bytes[3]]);
+                let synced = super::threads::are_alone()
+                    || system_call(
+                        libc::SYS_membarrier,
+                        [MEMBARRIER_PRIVATE_EXPEDITED_SYNC_CORE, 0, 0, 0, 0, 0],
+                    ) == 0;
+                if synced {
+                    (site as *mut u16).write_unaligned(u16::from_le_bytes([0xe9, bytes[0]]));
+                } else {
+                    tail.write(old);
+                }
+            }
+        }
+        protect(libc::PROT_READ | libc::PROT_EXEC);
+    }
+    REWRITING.store(false, Ordering::Release);
+}

@@ -1,0 +1,109 @@
+//! What an executable file is to those who start it.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+/// What an executable file is to the loader.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Loaded by this program interpreter.
+    Dynamic(PathBuf),
+    /// Without one.
+    Static,
+    /// Starts with `#!` and this program.
+    Script(PathBuf),
+    /// An ELF file for another machine.
+    Foreign,
+    /// Something else.
+    Unknown,
+}
+
+/// True for the program interpreter of the C library that this library is linked with.
+pub fn is_glibc(loader: &Path) -> bool {
+    loader
+        .file_name()
+        .is_some_and(|name| name.as_bytes().starts_with(b"ld-linux-x86-64"))
+}
+
+/// Looks at the head of an executable file.
+///
+/// # Errors
+///
+/// Those of reading it.
+pub fn kind(path: &Path) -> std::io::Result<Kind> {
+    const ENOUGH: u64 = 1 << 20;
+    let mut head = Vec::new();
+    File::open(path)?.take(ENOUGH).read_to_end(&mut head)?;
+    Ok(kind_of(&head))
+}
+
+fn kind_of(head: &[u8]) -> Kind {
+    if let Some(line) = head.strip_prefix(b"#!") {
+        let line = line.split(|b| *b == b'\n').next().unwrap_or_default();
+        let mut words = line
+            .split(|b| b.is_ascii_whitespace())
+            .filter(|word| !word.is_empty());
+        return words.next().map_or(Kind::Unknown, |word| {
+            Kind::Script(PathBuf::from(OsStr::from_bytes(word)))
+        });
+    }
+    if !head.starts_with(b"\x7fELF") {
+        return Kind::Unknown;
+    }
+    elf_kind(head).unwrap_or(Kind::Foreign)
+}
+
+/// `None` for a file that is not for x86-64 or that ends too soon.
+fn elf_kind(head: &[u8]) -> Option<Kind> {
+    const CLASS_64: u8 = 2;
+    const MACHINE_X86_64: u16 = 62;
+    const PT_INTERP: u32 = 3;
+    let u16_at = |at: usize| Some(u16::from_le_bytes(head.get(at..at + 2)?.try_into().ok()?));
+    let u32_at = |at: usize| Some(u32::from_le_bytes(head.get(at..at + 4)?.try_into().ok()?));
+    let u64_at = |at: usize| {
+        let bytes = head.get(at..at.checked_add(8)?)?;
+        usize::try_from(u64::from_le_bytes(bytes.try_into().ok()?)).ok()
+    };
+    if *head.get(4)? != CLASS_64 || u16_at(18)? != MACHINE_X86_64 {
+        return None;
+    }
+    let (table, size, count) = (u64_at(32)?, u16_at(54)?, u16_at(56)?);
+    for index in 0..usize::from(count) {
+        let at = table.checked_add(index * usize::from(size))?;
+        if at.checked_add(40)? > head.len() {
+            return None;
+        }
+        if u32_at(at)? == PT_INTERP {
+            let begin = u64_at(at + 8)?;
+            let path = head.get(begin..begin.checked_add(u64_at(at + 32)?)?)?;
+            let path = path.strip_suffix(b"\0").unwrap_or(path);
+            return Some(Kind::Dynamic(PathBuf::from(OsStr::from_bytes(path))));
+        }
+    }
+    Some(Kind::Static)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kinds_of_files() {
+        let own = kind(Path::new("/proc/self/exe")).unwrap();
+        assert!(
+            matches!(own, Kind::Dynamic(ref loader) if is_glibc(loader)),
+            "{own:?}"
+        );
+        assert_eq!(
+            kind_of(b"#! /bin/sh -e\necho"),
+            Kind::Script(PathBuf::from("/bin/sh"))
+        );
+        assert_eq!(kind_of(b"#!\n"), Kind::Unknown);
+        assert_eq!(kind_of(b"hello"), Kind::Unknown);
+        assert_eq!(kind_of(b"\x7fELF\x01"), Kind::Foreign);
+        assert_eq!(kind_of(b"\x7fELF\x02"), Kind::Foreign);
+    }
+}
