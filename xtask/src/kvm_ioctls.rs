@@ -5,6 +5,7 @@
 
 use std::{
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -50,7 +51,14 @@ fn fetch(folder: &Path) -> Result<PathBuf, String> {
     let original = Path::new(path).parent().ok_or("no folder")?;
     let partial = folder.join("partial");
     let _ = fs::remove_dir_all(&partial);
-    copy(original, &partial).map_err(|e| format!("{}: {e}", partial.display()))?;
+    let cannot = |e: std::io::Error| format!("{}: {e}", partial.display());
+    copy(original, &partial).map_err(cannot)?;
+    // It is below our workspace, and none of it.
+    fs::OpenOptions::new()
+        .append(true)
+        .open(partial.join("Cargo.toml"))
+        .and_then(|mut file| file.write_all(b"\n[workspace]\n"))
+        .map_err(cannot)?;
     fs::rename(&partial, &source).map_err(|e| format!("{}: {e}", source.display()))?;
     Ok(source)
 }
@@ -221,7 +229,13 @@ fn documented(library: &str) -> Option<String> {
         let line = line.strip_prefix("//!")?;
         let line = line.strip_prefix(' ').unwrap_or(line);
         if line == "```" {
-            return Some(main);
+            // Documentation is a function's body unless it says otherwise.
+            let is_whole = main.contains("fn main()");
+            return Some(if is_whole {
+                main
+            } else {
+                format!("fn main() {{\n{main}}}\n")
+            });
         }
         // A line that only the documentation hides.
         main.push_str(line.strip_prefix("# ").unwrap_or(line));
@@ -250,7 +264,8 @@ mod unit {
     fn examples_are_found() {
         let text =
             "//! Text\n//! ```rust\n//! use a;\n//! # hidden();\n//!\n//! ```\n//! ```rust\n";
-        assert_eq!(documented(text).as_deref(), Some("use a;\nhidden();\n\n"));
+        let main = "fn main() {\nuse a;\nhidden();\n\n}\n";
+        assert_eq!(documented(text).as_deref(), Some(main));
         assert_eq!(documented("//! none\n"), None);
     }
 }

@@ -1,6 +1,6 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
 //! `boots` (kernels to a shell), `guests` (real programs in a guest), `vmms` (unmodified VMMs),
-//! `selftests` (the kernel's KVM selftests), `kvm-ioctls` (that crate's tests), `stress` (signals and
+//! `selftests` (the kernel's KVM selftests), `debian-guest` (a whole Debian under QEMU), `kvm-ioctls` (that crate's tests), `stress` (signals and
 //! KVM_RUN), `lockstep` (JIT against interpreter) and `bench`.
 
 #![forbid(unsafe_code)]
@@ -10,6 +10,7 @@ mod boots;
 mod build;
 mod ci;
 mod debian;
+mod debian_guest;
 mod guests;
 mod kvm_ioctls;
 mod lockstep;
@@ -31,13 +32,14 @@ fn main() -> ExitCode {
         "bench" => bench::run(&arguments),
         "boots" => boots::run(&arguments),
         "guests" => guests::run(&arguments),
+        "debian-guest" => debian_guest::run(&arguments),
         "kvm-ioctls" => kvm_ioctls::run(&arguments),
         "stress" => stress::run(&arguments),
         "lockstep" => lockstep::run(&arguments),
         "selftests" => selftests::run(&arguments),
         "vmms" => vmms::run(&arguments),
         _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | kvm-ioctls | stress | lockstep | bench>"
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | kvm-ioctls | stress | lockstep | bench>"
                 .to_owned(),
         ),
     };

@@ -213,6 +213,49 @@ pub(super) fn snapshot(setup: &Setup, arguments: &[&str]) -> Result<(), String> 
     Ok(())
 }
 
+/// Migration to a file, and from it into another process; the guest goes on where it was.
+pub(super) fn migration(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
+    let state = setup.dir.join("state");
+    let machine = Machine::start(setup, arguments, "ticks")?;
+    while machine.tick()? < 10 {}
+    // The guest runs on while its memory is saved: dirty pages are sent again.
+    machine.monitor("migrate_set_parameter max-bandwidth 100M")?;
+    machine.monitor(&format!("migrate -d \"exec:cat > {}\"", state.display()))?;
+    loop {
+        let status = machine.monitor("info migrate")?;
+        if status.contains("completed") {
+            break;
+        }
+        if status.contains("failed") || Instant::now() > machine.end {
+            return Err(status);
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let mut last = None;
+    while let Ok(line) = machine.lines.recv_timeout(Duration::from_millis(500)) {
+        let tick = line
+            .strip_prefix("tick ")
+            .and_then(|n| n.parse::<u64>().ok());
+        last = tick.or(last);
+    }
+    let last = last.ok_or("the guest did not run while it was saved")?;
+    machine
+        .monitor("quit")
+        .or_else(|e| if e.contains("reset") { Ok(e) } else { Err(e) })?;
+    machine.wait()?;
+    let source = format!("exec:cat {}", state.display());
+    let mut arguments = arguments.to_vec();
+    arguments.extend(["-incoming", &source]);
+    let machine = Machine::start(setup, &arguments, "ticks")?;
+    let next = machine.tick()?;
+    // The last line may have been on its way.
+    if next != last + 1 && machine.tick()? != last + 1 {
+        return Err(format!("tick {next} after {last}"));
+    }
+    while machine.tick()? < last + 20 {}
+    Ok(())
+}
+
 /// Breakpoints of a debugger in the kernel, in software and in hardware, a watchpoint, steps.
 pub(super) fn debugger(setup: &Setup, arguments: &[&str]) -> Result<(), String> {
     // A port that is free now.
@@ -296,9 +339,10 @@ fn reboots(setup: &Setup, arguments: &[&str], count: u32) -> Result<(), String> 
     let mut machine = Machine::start(setup, arguments, "again")?;
     for number in 1..=count {
         machine.end = Instant::now() + PATIENCE;
-        machine
-            .wait_for(GOOD)
-            .map_err(|e| format!("boot {number}: {e}"))?;
+        machine.wait_for(GOOD).map_err(|e| {
+            let state = machine.monitor("info registers -a").unwrap_or_else(|e| e);
+            format!("boot {number}: {e}\n{state}")
+        })?;
     }
     Ok(())
 }

@@ -65,6 +65,8 @@ struct Case {
     arguments: &'static str,
     cpus: u32,
     mem_mib: u64,
+    /// Words on the kernel's command line.
+    append: &'static str,
     /// Commands of the guest's shell; the case passes if they all do.
     check: &'static str,
 }
@@ -77,6 +79,7 @@ const fn qemu(name: &'static str, part: Part, arguments: &'static str) -> Case {
         arguments,
         cpus: 1,
         mem_mib: 256,
+        append: "",
         check: "true",
     }
 }
@@ -96,7 +99,11 @@ const CASES: &[Case] = &[
         ..qemu("4-cpus", Normal, "-cpu max")
     },
     qemu("microvm", Quick, "-M microvm"),
-    qemu("microvm-no-acpi", Normal, "-M microvm,acpi=off"),
+    // Without ACPI the machine has nothing else to be reset by.
+    Case {
+        append: "reboot=t",
+        ..qemu("microvm-no-acpi", Normal, "-M microvm,acpi=off")
+    },
     Case {
         cpus: 2,
         ..qemu("split-irqchip", Quick, "-M q35,kernel-irqchip=split")
@@ -243,6 +250,11 @@ const CASES: &[Case] = &[
         ..qemu("snapshot", Quick, "")
     },
     Case {
+        run: Run::Driven(driven::migration),
+        cpus: 2,
+        ..qemu("migration", Normal, "")
+    },
+    Case {
         run: Run::Driven(driven::debugger),
         ..qemu("debugger", Normal, "")
     },
@@ -381,7 +393,7 @@ fn one(case: &Case, anykvm: &Path, engine: &'static str) -> Result<(), String> {
             let drive = format!("file={},format=raw,if=none,id=boot", image.display());
             command.args(["-drive", &drive]);
         }
-        Run::Cloud | Run::Full => setup.kernel(&mut command, ""),
+        Run::Cloud | Run::Full => setup.kernel(&mut command, case.append),
     }
     command.args(["-no-reboot", "-serial", "stdio"]);
     let outcome = run_limited(&mut command, LIMIT).map_err(|e| e.to_string())?;
