@@ -61,6 +61,10 @@ pub(crate) struct BenchArgs {
     /// Kernel of the guests; Debian's cloud kernel by default.
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
+
+    /// Draw `doorbell`'s rows into this file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
 }
 
 /// What `anykvm bench` measures.
@@ -76,6 +80,8 @@ pub(crate) enum BenchSuite {
     Smp,
     /// Exits to the VMM and back.
     Exits,
+    /// Writes that only say "look": to the VMM, to eventfds, to functions.
+    Doorbell,
 }
 
 /// `anykvm exec`.

@@ -56,6 +56,24 @@ impl EventFd {
         line.trim().parse().ok()
     }
 
+    /// True if writers wait while the counter is full: the eventfd is not O_NONBLOCK.
+    pub fn blocks(&self) -> bool {
+        // SAFETY: a system call without pointers.
+        let flags = unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_GETFL) };
+        flags & libc::O_NONBLOCK == 0
+    }
+
+    /// True if one can be added to the counter.
+    pub fn has_room(&self) -> bool {
+        let mut set = libc::pollfd {
+            fd: self.0.as_raw_fd(),
+            events: libc::POLLOUT,
+            revents: 0,
+        };
+        // SAFETY: one initialised pollfd, writable for the call.
+        unsafe { libc::poll(&raw mut set, 1, 0) == 1 && set.revents & libc::POLLOUT != 0 }
+    }
+
     /// Adds `n` to the counter. False if that would overflow it (the counter
     /// stays at its maximum and the reader is signalled anyway).
     ///
@@ -93,6 +111,31 @@ impl EventFd {
             Ok(None)
         } else {
             Err(e)
+        }
+    }
+
+    /// As [`Self::take`], and never blocks.
+    ///
+    /// # Errors
+    /// Those of `preadv2` other than `EAGAIN`.
+    pub fn take_now(&self) -> io::Result<Option<u64>> {
+        let mut bytes = [0; 8];
+        let to = libc::iovec {
+            iov_base: bytes.as_mut_ptr().cast(),
+            iov_len: 8,
+        };
+        let fd = self.0.as_raw_fd();
+        // SAFETY: `to` describes `bytes`, which is writable.
+        let r = unsafe { libc::preadv2(fd, &raw const to, 1, -1, libc::RWF_NOWAIT) };
+        if r == 8 {
+            return Ok(Some(u64::from_ne_bytes(bytes)));
+        }
+        let e = io::Error::last_os_error();
+        match e.raw_os_error() {
+            Some(libc::EAGAIN) => Ok(None),
+            // Before Linux 5.8.
+            Some(libc::EOPNOTSUPP) => self.take(),
+            _ => Err(e),
         }
     }
 
@@ -144,6 +187,9 @@ mod tests {
         assert!(e.signal(u64::MAX - 1).unwrap());
         assert!(!e.signal(1).unwrap());
         assert!(e.signal(u64::MAX).is_err());
+        assert!(!e.has_room() && !e.blocks());
+        e.take().unwrap();
+        assert!(e.has_room());
     }
 
     #[test]

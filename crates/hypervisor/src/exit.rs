@@ -47,7 +47,7 @@ pub enum Answer<'a> {
     Hypercall(u64),
 }
 
-/// Input of [`crate::Vcpu::run`].
+/// Input of KVM_RUN.
 #[derive(Debug)]
 pub struct RunInput<'a> {
     /// Answer to the previous exit.
@@ -62,13 +62,34 @@ pub struct RunInput<'a> {
     pub blocked_signals: Option<u64>,
 }
 
-/// Output of [`crate::Vcpu::run`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RunOutput {
-    /// Why the vCPU stopped.
-    pub exit: Exit,
-    /// The vCPU's state as kvm_run shows it.
-    pub status: RunStatus,
+/// The answer that an exit asks the VMM for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Question {
+    /// None, or it was answered.
+    #[default]
+    None,
+    /// Bytes of an IN.
+    Io {
+        /// `size * count`.
+        len: usize,
+    },
+    /// `mmio.data`.
+    Mmio,
+    /// `msr.error` and, for RDMSR, `msr.data`.
+    Msr,
+    /// `hypercall.ret`.
+    Hypercall,
+}
+
+/// The memory that KVM_RUN shares with the VMM. Only the thread that is in KVM_RUN uses it.
+pub trait RunPage {
+    /// The VMM's input. Bytes of an IN are copied to `io`, as the page may change while the
+    /// hypervisor looks at them.
+    fn input<'a>(&'a self, question: Question, io: &'a mut [u8; 4096]) -> RunInput<'a>;
+    /// Describes an exit, and says what the next KVM_RUN has to fetch from the page.
+    fn store(&self, exit: &Exit, status: &RunStatus) -> Question;
+    /// KVM_RUN has failed: only the status is shown.
+    fn store_status(&self, status: &RunStatus);
 }
 
 /// What kvm_run shows after every KVM_RUN, also one that was interrupted.

@@ -13,15 +13,15 @@ mod vcpu;
 mod vm;
 
 pub use error::Error;
-pub use io_bus::{RingEntry, RingMemory};
+pub use io_bus::{DoorbellSpec, RingEntry, RingMemory, Space};
 pub use irqchip::IoapicState;
 
-pub use exit::{Answer, Exit, IoData, RunInput, RunOutput, RunStatus};
+pub use exit::{Answer, Exit, IoData, Question, RunInput, RunPage, RunStatus};
 pub use vcpu::{
     Vcpu,
     stats::{StatKind, StatsSink, VCPU_STATS},
 };
-pub use vm::{MsrRange, Route, RouteTarget, VM_STATS, Vm};
+pub use vm::{Doorbell, IrqTrigger, MsrRange, Route, RouteTarget, Subscriber, VM_STATS, Vm};
 
 /// Result of a hypervisor call.
 pub type Result<T> = core::result::Result<T, Error>;

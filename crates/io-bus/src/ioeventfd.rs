@@ -2,11 +2,16 @@
 //! (KVM API document, KVM_IOEVENTFD).
 //!
 //! Invariant: at most one doorbell matches any one write, because assigning a
-//! second one that could match the same write is refused. Lookup is a binary
-//! search by address and another by datamatch, so thousands of doorbells, also
-//! at one address, cost about as much as ten.
+//! second one that could match the same write is refused. Lookup is one probe of a
+//! hash table by address and, for datamatch, another by value: thousands of
+//! doorbells, also at one address, cost what one costs.
 
-use crate::Space;
+use std::sync::Arc;
+
+use crate::{
+    Space,
+    index::{Index, Key},
+};
 
 /// What a doorbell listens to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,16 +47,19 @@ struct Site<T> {
     any_len: Option<T>,
     /// Any value, for lengths 1, 2, 4 and 8.
     any_value: [Option<T>; 4],
-    /// By length and value, sorted.
-    by_value: Vec<((u32, u64), T)>,
+    /// By length and value.
+    by_value: Index<T>,
+    /// How many of `by_value` are for lengths 1, 2, 4 and 8.
+    values: [u32; 4],
 }
 
 impl<T> Site<T> {
-    const fn new() -> Self {
+    fn new() -> Self {
         Self {
             any_len: None,
             any_value: [const { None }; 4],
-            by_value: Vec::new(),
+            by_value: Index::default(),
+            values: [0; 4],
         }
     }
     fn is_empty(&self) -> bool {
@@ -59,38 +67,21 @@ impl<T> Site<T> {
             && self.any_value.iter().all(Option::is_none)
             && self.by_value.is_empty()
     }
-    fn has_len(&self, len: u32) -> bool {
-        let at = self.by_value.partition_point(|(k, _)| k.0 < len);
-        self.by_value.get(at).is_some_and(|(k, _)| k.0 == len)
-    }
-}
-
-/// The doorbells of one space. The addresses are kept apart from what is there,
-/// so that a search touches few cache lines.
-#[derive(Clone, Debug)]
-struct Table<T> {
-    /// Sorted.
-    addresses: Vec<u64>,
-    /// What is at each address.
-    sites: Vec<Site<T>>,
 }
 
 /// The doorbells of a VM; `T` is what one signals.
 #[derive(Clone, Debug)]
 pub struct Doorbells<T> {
-    ports: Table<T>,
-    mmio: Table<T>,
+    // Shared with earlier versions of the table until they change.
+    ports: Index<Arc<Site<T>>>,
+    mmio: Index<Arc<Site<T>>>,
 }
 
 impl<T> Default for Doorbells<T> {
     fn default() -> Self {
-        let table = || Table {
-            addresses: Vec::new(),
-            sites: Vec::new(),
-        };
         Self {
-            ports: table(),
-            mmio: table(),
+            ports: Index::default(),
+            mmio: Index::default(),
         }
     }
 }
@@ -107,7 +98,11 @@ const fn len_index(len: u32) -> Option<usize> {
 }
 
 impl DoorbellSpec {
-    fn check(&self) -> Result<(), DoorbellError> {
+    /// Whether there can be such a doorbell.
+    ///
+    /// # Errors
+    /// [`DoorbellError::Invalid`].
+    pub fn check(&self) -> Result<(), DoorbellError> {
         let len_ok = self.len == 0 || len_index(self.len).is_some();
         let wraps = self.address.checked_add(u64::from(self.len)).is_none();
         if !len_ok || wraps || self.len == 0 && self.datamatch.is_some() {
@@ -115,46 +110,39 @@ impl DoorbellSpec {
         }
         Ok(())
     }
+    /// A site's address as a key.
+    const fn site(&self) -> Key {
+        (self.address, 0)
+    }
 }
 
-impl<T> Doorbells<T> {
+impl<T: Clone> Doorbells<T> {
     /// KVM_IOEVENTFD.
     pub fn assign(&mut self, spec: DoorbellSpec, target: T) -> Result<(), DoorbellError> {
         spec.check()?;
         let table = self.table_mut(spec.space);
-        let found = table.addresses.binary_search(&spec.address);
-        if let Ok(at) = found {
-            let site = &table.sites[at];
+        if let Some(site) = table.find(spec.site()) {
             let taken = site.any_len.is_some()
                 || match (len_index(spec.len), spec.datamatch) {
                     // There are no empty sites.
                     (None, _) => true,
-                    (Some(i), None) => site.any_value[i].is_some() || site.has_len(spec.len),
+                    (Some(i), None) => site.any_value[i].is_some() || site.values[i] != 0,
                     (Some(i), Some(value)) => {
                         site.any_value[i].is_some()
-                            || site
-                                .by_value
-                                .binary_search_by_key(&(spec.len, value), |e| e.0)
-                                .is_ok()
+                            || site.by_value.find((value, spec.len)).is_some()
                     }
                 };
             if taken {
                 return Err(DoorbellError::Exists);
             }
         }
-        let at = found.unwrap_or_else(|at| {
-            table.addresses.insert(at, spec.address);
-            table.sites.insert(at, Site::new());
-            at
-        });
-        let site = &mut table.sites[at];
+        let site = Arc::make_mut(table.entry(spec.site(), || Arc::new(Site::new())));
         match (len_index(spec.len), spec.datamatch) {
             (None, _) => site.any_len = Some(target),
             (Some(i), None) => site.any_value[i] = Some(target),
-            (Some(_), Some(value)) => {
-                let entry = (spec.len, value);
-                let at = site.by_value.partition_point(|e| e.0 < entry);
-                site.by_value.insert(at, (entry, target));
+            (Some(i), Some(value)) => {
+                site.by_value.entry((value, spec.len), || target);
+                site.values[i] += 1;
             }
         }
         Ok(())
@@ -162,39 +150,68 @@ impl<T> Doorbells<T> {
 
     /// KVM_IOEVENTFD with KVM_IOEVENTFD_FLAG_DEASSIGN: `is_target` tells whether
     /// the doorbell signals the eventfd that was named.
+    ///
+    /// # Errors
+    /// [`DoorbellError::NotFound`], also for what no doorbell can be like, as in KVM.
     pub fn deassign(
         &mut self,
         spec: DoorbellSpec,
         is_target: impl FnOnce(&T) -> bool,
     ) -> Result<T, DoorbellError> {
-        spec.check()?;
         let table = self.table_mut(spec.space);
-        let at = table
-            .addresses
-            .binary_search(&spec.address)
-            .map_err(|_| DoorbellError::NotFound)?;
-        let site = &mut table.sites[at];
-        let slot = match (len_index(spec.len), spec.datamatch) {
-            (None, _) => Some(&mut site.any_len),
-            (Some(i), None) => Some(&mut site.any_value[i]),
-            (Some(_), Some(_)) => None,
-        };
-        let target = if let Some(slot) = slot {
-            slot.take_if(|t| is_target(t))
-        } else {
-            let entry = (spec.len, spec.datamatch.unwrap_or(0));
-            match site.by_value.binary_search_by_key(&entry, |e| e.0) {
-                Ok(i) if is_target(&site.by_value[i].1) => Some(site.by_value.remove(i).1),
-                _ => None,
+        let site = table.find_mut(spec.site()).ok_or(DoorbellError::NotFound)?;
+        let site = Arc::make_mut(site);
+        let target = match (len_index(spec.len), spec.datamatch) {
+            (None, None) if spec.len == 0 => site.any_len.take_if(|t| is_target(t)),
+            (None, _) => None,
+            (Some(i), None) => site.any_value[i].take_if(|t| is_target(t)),
+            (Some(i), Some(value)) => {
+                let key = (value, spec.len);
+                let found = site.by_value.find(key).is_some_and(is_target);
+                let target = found.then(|| site.by_value.remove(key)).flatten();
+                site.values[i] -= u32::from(target.is_some());
+                target
             }
         };
         if site.is_empty() {
-            table.addresses.remove(at);
-            table.sites.remove(at);
+            table.remove(spec.site());
         }
         target.ok_or(DoorbellError::NotFound)
     }
 
+    /// Removes all whose target satisfies `which`.
+    pub fn remove(&mut self, mut which: impl FnMut(&T) -> bool) {
+        for table in [&mut self.ports, &mut self.mmio] {
+            for key in table.keys() {
+                let Some(site) = table.find_mut(key).map(Arc::make_mut) else {
+                    continue;
+                };
+                site.any_len.take_if(|t| which(t));
+                for i in 0..4 {
+                    site.any_value[i].take_if(|t| which(t));
+                }
+                for (value, len) in site.by_value.keys() {
+                    let found = site.by_value.find((value, len)).is_some_and(&mut which);
+                    if found && site.by_value.remove((value, len)).is_some() {
+                        site.values[len_index(len).unwrap_or(0)] -= 1;
+                    }
+                }
+                if site.is_empty() {
+                    table.remove(key);
+                }
+            }
+        }
+    }
+
+    const fn table_mut(&mut self, space: Space) -> &mut Index<Arc<Site<T>>> {
+        match space {
+            Space::Pio => &mut self.ports,
+            Space::Mmio => &mut self.mmio,
+        }
+    }
+}
+
+impl<T> Doorbells<T> {
     /// The doorbell that a write of the low `len` bytes of `value` rings.
     #[inline]
     pub fn find(&self, space: Space, address: u64, len: u32, value: u64) -> Option<&T> {
@@ -202,8 +219,7 @@ impl<T> Doorbells<T> {
             Space::Pio => &self.ports,
             Space::Mmio => &self.mmio,
         };
-        let at = table.addresses.binary_search(&address).ok()?;
-        let site = &table.sites[at];
+        let site = table.find((address, 0))?;
         if site.any_len.is_some() {
             return site.any_len.as_ref();
         }
@@ -212,18 +228,7 @@ impl<T> Doorbells<T> {
             return any.as_ref();
         }
         let value = value & (u64::MAX >> (64 - 8 * len.clamp(1, 8)));
-        let i = site
-            .by_value
-            .binary_search_by_key(&(len, value), |e| e.0)
-            .ok()?;
-        Some(&site.by_value[i].1)
-    }
-
-    const fn table_mut(&mut self, space: Space) -> &mut Table<T> {
-        match space {
-            Space::Pio => &mut self.ports,
-            Space::Mmio => &mut self.mmio,
-        }
+        site.by_value.find((value, len))
     }
 }
 
@@ -265,6 +270,10 @@ mod tests {
         assert_eq!(d.deassign(pio, |()| false), Err(DoorbellError::NotFound));
         d.deassign(pio, |()| true).unwrap();
         assert_eq!(d.deassign(pio, |()| true), Err(DoorbellError::NotFound));
+        // What cannot be is not there.
+        for bad in [spec(8, 3, None), spec(8, 0, Some(0)), spec(8, 16, None)] {
+            assert_eq!(d.deassign(bad, |()| true), Err(DoorbellError::NotFound));
+        }
         assert!(d.find(Space::Mmio, 8, 4, 0).is_some() && d.find(Space::Pio, 8, 4, 0).is_none());
     }
 
@@ -303,6 +312,23 @@ mod tests {
         assert_eq!(d.find(Space::Mmio, 8, 2, 0xffff_1234), Some(&'a'));
         assert_eq!(d.find(Space::Mmio, 8, 1, 0x1234), None, "can never match");
         assert_eq!(d.find(Space::Mmio, 9, 2, 0x1234), None);
+    }
+
+    #[test]
+    fn removal_by_target() {
+        let mut d = Doorbells::default();
+        for n in 0..100 {
+            d.assign(spec(n % 7 * 8, 4, Some(n)), n % 2).unwrap();
+        }
+        d.assign(spec(1000, 0, None), 1).unwrap();
+        d.remove(|t| *t == 1);
+        for n in 0..100 {
+            let left = d.find(Space::Mmio, n % 7 * 8, 4, n);
+            assert_eq!(left, (n % 2 == 0).then_some(&0), "{n}");
+        }
+        assert_eq!(d.find(Space::Mmio, 1000, 1, 0), None);
+        d.remove(|_| true);
+        d.assign(spec(0, 0, None), 5).unwrap();
     }
 
     proptest! {

@@ -9,6 +9,7 @@
 
 pub mod bus;
 pub mod coalesced;
+mod index;
 pub mod ioeventfd;
 pub mod publish;
 pub mod ranges;

@@ -29,7 +29,7 @@ pub use dispatch::{Call, Kind, calls, ioctl, refused_count};
 pub use errno::{Errno, Result};
 pub use fork::{in_child as after_fork, set_borrowed};
 pub use host::faults;
-pub use hypervisor::{Vcpu as TypedVcpu, Vm as TypedVm};
+pub use hypervisor::{Doorbell, DoorbellSpec, IrqTrigger, Space, Vcpu as TypedVcpu, Vm as TypedVm};
 pub use objects::{Object, close, duplicated, forget, forget_range, lookup, trust_reports};
 pub use run_page::VCPU_MMAP_SIZE;
 pub use vcpu::{Vcpu, interrupt_current_thread};

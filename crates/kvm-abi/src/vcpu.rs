@@ -6,14 +6,14 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use hypervisor::RunInput;
+use hypervisor::{Exit, Question, RunInput, RunStatus};
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
-use crate::run_page::{PAGE_SIZE, Question, RunPage};
+use crate::run_page::{PAGE_SIZE, RunPage};
 use crate::signals;
 use crate::stats::StatsFile;
 use crate::system::{check_msr_count, fit};
@@ -28,19 +28,37 @@ pub struct Vcpu {
     page: RunPage,
     id: u64,
     stats: Mutex<Option<StatsFile>>,
-    /// One KVM_RUN at a time, as with KVM's own lock of the vCPU.
-    running: Mutex<Running>,
+    /// KVM_SET_SIGNAL_MASK, and whether there is one.
+    signal_mask: Mutex<Option<u64>>,
+    has_signal_mask: AtomicBool,
     /// A vCPU keeps its VM.
     vm: Arc<Vm>,
 }
 
-#[derive(Debug)]
-struct Running {
-    /// KVM_SET_SIGNAL_MASK.
-    signal_mask: Option<u64>,
-    question: Question,
-    /// Bytes of an IN on their way to the hypervisor.
-    io: [u8; PAGE_SIZE],
+/// The run page while KVM_RUN holds the vCPU.
+struct Session<'a> {
+    page: &'a RunPage,
+    blocked_signals: Option<u64>,
+}
+
+impl hypervisor::RunPage for Session<'_> {
+    #[inline]
+    fn input<'a>(&'a self, question: Question, io: &'a mut [u8; PAGE_SIZE]) -> RunInput<'a> {
+        RunInput {
+            answer: self.page.answer(question, io),
+            request_interrupt_window: self.page.request_interrupt_window(),
+            cr8: (self.page.cr8() & 0xf) as u8,
+            immediate_exit: self.page.immediate_exit(),
+            blocked_signals: self.blocked_signals,
+        }
+    }
+    #[inline]
+    fn store(&self, exit: &Exit, status: &RunStatus) -> Question {
+        self.page.store(exit, status)
+    }
+    fn store_status(&self, status: &RunStatus) {
+        self.page.store_status(status);
+    }
 }
 
 thread_local! {
@@ -90,11 +108,8 @@ impl Vcpu {
             page: RunPage::map(fd)?,
             id,
             stats: Mutex::new(None),
-            running: Mutex::new(Running {
-                signal_mask: None,
-                question: Question::None,
-                io: [0; PAGE_SIZE],
-            }),
+            signal_mask: Mutex::new(None),
+            has_signal_mask: AtomicBool::new(false),
             vm,
         })
     }
@@ -122,7 +137,6 @@ impl Vcpu {
     /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI,
     /// EINVAL for sync register flags that do not exist or registers that cannot be.
     pub fn run(&self) -> Result<()> {
-        let mut running = self.running();
         let (valid, dirty) = self.page.sync_flags();
         if (valid | dirty) & !u64::from(KVM_SYNC_X86_VALID_FIELDS) != 0 {
             return Err(EINVAL);
@@ -130,11 +144,6 @@ impl Vcpu {
         if dirty != 0 {
             self.take_sync_regs(dirty)?;
         }
-        let Running {
-            question,
-            io,
-            signal_mask,
-        } = &mut *running;
         // Such a KVM_RUN only completes the previous exit, whose reason stays in the page.
         let only_completes = self.page.immediate_exit().load(Ordering::Relaxed) != 0;
         let interruptible = Interruptible::enter(&self.hypervisor);
@@ -143,17 +152,19 @@ impl Vcpu {
             self.hypervisor.kick();
         }
         // With wrapped handlers a signal tells of itself; without, somebody has to ask.
+        let signal_mask = if self.has_signal_mask.load(Ordering::Acquire) {
+            *self.mask()
+        } else {
+            None
+        };
         let run_mask = signal_mask.and_then(signals::RunMask::enter);
         let blocked_signals = if run_mask.is_some() {
             None
         } else {
-            *signal_mask
+            signal_mask
         };
-        let result = self.hypervisor.run(RunInput {
-            answer: self.page.answer(std::mem::take(question), io),
-            request_interrupt_window: self.page.request_interrupt_window(),
-            cr8: (self.page.cr8() & 0xf) as u8,
-            immediate_exit: self.page.immediate_exit(),
+        let result = self.hypervisor.run(&Session {
+            page: &self.page,
             blocked_signals,
         });
         drop(run_mask);
@@ -162,30 +173,19 @@ impl Vcpu {
             // The handler runs before the next KVM_RUN, which it does not concern.
             self.hypervisor.cancel_kick();
         }
-        let result = match result {
-            Ok(output) => {
-                *question = self.page.store(&output);
-                Ok(())
-            }
-            Err(error) => {
-                if error == hypervisor::Error::Interrupted && !only_completes {
-                    self.page.set_exit_reason(KVM_EXIT_INTR);
-                }
-                // A VMM looks at if_flag, cr8 and apic_base after EINTR too.
-                self.page.store_status(&self.hypervisor.run_status());
-                Err(error.into())
-            }
-        };
+        if result == Err(hypervisor::Error::Interrupted) && !only_completes {
+            self.page.set_exit_reason(KVM_EXIT_INTR);
+        }
         if valid != 0 {
             self.give_sync_regs(valid)?;
         }
-        result
+        Ok(result?)
     }
 
-    /// The lock is never held over a panic of ours, and a run that panicked has left the guest
-    /// between two instructions at worst.
-    fn running(&self) -> MutexGuard<'_, Running> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    fn mask(&self) -> std::sync::MutexGuard<'_, Option<u64>> {
+        self.signal_mask
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Sets `immediate_exit` and has a running vCPU look at it: KVM_RUN returns EINTR, now and until
@@ -255,7 +255,9 @@ impl Vcpu {
     /// changed, so a signal that the thread does not block runs its handler during KVM_RUN even if
     /// `mask` blocks it, and pending ones are looked for once a millisecond.
     pub fn set_signal_mask(&self, mask: Option<u64>) {
-        self.running().signal_mask = mask;
+        *self.mask() = mask;
+        self.has_signal_mask
+            .store(mask.is_some(), Ordering::Release);
     }
 
     /// KVM_GET_CPUID2 into a list of `capacity` entries.

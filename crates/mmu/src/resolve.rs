@@ -116,6 +116,7 @@ impl Mmu {
             .walk_for(cpu, gva, access, who)
             .map_err(Miss::Exception)?;
         let device = Miss::Device { gpa: walk.gpa };
+        self.host_fault = None;
         if self.apic_page == Some(walk.gpa & !0xfff) {
             return Err(device);
         }
@@ -131,7 +132,10 @@ impl Mmu {
         } else {
             slot.page(index)
         };
-        let host = host.ok_or(device)?;
+        let Some(host) = host else {
+            self.host_fault = Some(walk.gpa & !0xfff);
+            return Err(device);
+        };
         let mut note = false;
         if write {
             note = !walk.dirty || slot.code_chunks(index) != 0;
@@ -234,8 +238,8 @@ impl Mmu {
         Ok(Translation { gpa, page })
     }
 
-    /// True if the last access that went by [`Self::translate`], or the last fetch, found no RAM at
-    /// this address because the VMM gave a slot memory that the process cannot access so.
+    /// True if the last access that no TLB entry had, or the last fetch, found no RAM at this address
+    /// because the VMM gave a slot memory that the process cannot access so.
     pub fn is_host_fault(&self, gpa: u64) -> bool {
         self.host_fault == Some(gpa & !0xfff)
     }

@@ -15,7 +15,7 @@ use x86_defs::{
 
 use x86_native::Native;
 
-use crate::{Insn, Int, LazyFlags};
+use crate::{Insn, Int, LazyFlags, remainder::Remainder};
 
 /// What follows an instruction that completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +101,22 @@ pub struct Exec<'a, B> {
     pub(crate) watch_hits: u64,
     /// One iteration, not a whole `rep` instruction.
     pub(crate) single_step: bool,
+    /// The instruction that ended in [`Stop::Exit`], if little of it is left.
+    pub(crate) remainder: Option<Remainder>,
+}
+
+/// As [`Exec::reg_write`].
+#[inline(always)]
+pub(crate) fn reg_write<T: Int>(cpu: &mut CpuState, r: u8, v: T) {
+    let slot = &mut cpu.gpr[usize::from(r) & 31];
+    match T::BITS {
+        8 => {
+            let shift = r >> 5 << 3;
+            *slot = *slot & !(0xff << shift) | v.to_u64() << shift;
+        }
+        16 => *slot = *slot & !0xffff | v.to_u64(),
+        _ => *slot = v.to_u64(),
+    }
 }
 
 impl<'a, B: GuestBus> Exec<'a, B> {
@@ -122,6 +138,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             watch: false,
             watch_hits: 0,
             single_step: false,
+            remainder: None,
         };
         ex.refresh();
         ex
@@ -197,15 +214,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     /// Writes a general register: 32 bits clear the upper half, 8 and 16 keep the rest.
     #[inline(always)]
     pub fn reg_write<T: Int>(&mut self, r: u8, v: T) {
-        let slot = &mut self.cpu.gpr[usize::from(r) & 31];
-        match T::BITS {
-            8 => {
-                let shift = r >> 5 << 3;
-                *slot = *slot & !(0xff << shift) | v.to_u64() << shift;
-            }
-            16 => *slot = *slot & !0xffff | v.to_u64(),
-            _ => *slot = v.to_u64(),
-        }
+        reg_write(self.cpu, r, v);
     }
 
     /// Offset of the memory operand, cut to the address size.

@@ -16,6 +16,7 @@ mod flags;
 pub mod gating;
 mod insn;
 mod int;
+mod remainder;
 mod run;
 mod segment;
 pub mod smm;

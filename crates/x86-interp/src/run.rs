@@ -9,7 +9,9 @@ use x86_cpu::{CpuState, Event, Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_native::Native;
 
-use crate::{Exec, Flow, Insn, Selector, Stop, blocks::Blocks, decode::decode, deliver};
+use crate::{
+    Exec, Flow, Insn, Selector, Stop, blocks::Blocks, decode::decode, deliver, remainder::Remainder,
+};
 
 /// Why [`Interp::run`] returned. `CpuState` is exact in every case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,6 +31,7 @@ pub enum RunStop {
 pub struct Interp<B> {
     native: Native,
     blocks: Blocks<B>,
+    remainder: Option<Remainder>,
 }
 
 impl<B: GuestBus> Default for Interp<B> {
@@ -43,6 +46,7 @@ impl<B: GuestBus> Interp<B> {
         Self {
             native: Native::new(),
             blocks: Blocks::new(),
+            remainder: None,
         }
     }
     /// Forgets every decoded instruction. To be called when `cpu.features`
@@ -71,6 +75,7 @@ impl<B: GuestBus> Interp<B> {
             }
         };
         ex.sync_flags();
+        self.remainder = ex.remainder;
         stop
     }
     /// Executes exactly one instruction (one iteration of a `rep` one), with
@@ -79,7 +84,18 @@ impl<B: GuestBus> Interp<B> {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         let result = step_one(&mut self.blocks, &mut ex).or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
+        self.remainder = ex.remainder;
         finish(result)
+    }
+    /// After `RunStop::Exit`: finishes the instruction, whose one access of `len` bytes has got
+    /// its answer. False if that takes more than a register: then [`Self::step`] executes it again.
+    pub fn complete(&mut self, cpu: &mut CpuState, bus: &mut B, len: u8, value: u64) -> bool {
+        let rest = self.remainder.take();
+        let done = rest.is_some_and(|rest| rest.finish(cpu, len, value));
+        if done {
+            bus.commit();
+        }
+        done
     }
     /// Executes one whole instruction (a `rep` one until it is done, or the bus
     /// wants to be polled), or delivers the exception that it raises. For an
@@ -93,6 +109,7 @@ impl<B: GuestBus> Interp<B> {
         };
         let result = result.or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
+        self.remainder = ex.remainder;
         finish(result)
     }
     /// Decodes an instruction of the current mode for [`Self::execute`]; `None` if
@@ -122,6 +139,7 @@ impl<B: GuestBus> Interp<B> {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         let result = run_insn(&mut ex, insn).or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
+        self.remainder = ex.remainder;
         finish(result)
     }
     /// Delivers an event through the IDT. `Exit` means that delivery needs the
@@ -129,6 +147,7 @@ impl<B: GuestBus> Interp<B> {
     pub fn inject(&mut self, cpu: &mut CpuState, bus: &mut B, event: Event) -> Result<(), RunStop> {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         let result = deliver::event(&mut ex, event);
+        self.remainder = None;
         if result.is_ok() {
             ex.bus.commit();
         }
@@ -164,8 +183,10 @@ fn run_insn<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<(), Sto
         let next = ex.next_rip(insn);
         ex.cpu.set_rip(next);
     }
-    if matches!(result, Ok(_) | Err(Stop::Halt)) {
-        ex.bus.commit();
+    match result {
+        Ok(_) | Err(Stop::Halt) => ex.bus.commit(),
+        Err(Stop::Exit) => stopped_at(ex, insn),
+        Err(_) => {}
     }
     result.map(|_| ())
 }
@@ -183,8 +204,10 @@ fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
         let flow = match (insn.handler)(ex, insn) {
             Ok(flow) => flow,
             Err(stop) => {
-                if stop == Stop::Halt {
-                    ex.bus.commit();
+                match stop {
+                    Stop::Halt => ex.bus.commit(),
+                    Stop::Exit => stopped_at(ex, insn),
+                    _ => {}
                 }
                 return Err(stop);
             }
@@ -217,6 +240,11 @@ fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
         }
     }
     Ok(())
+}
+
+/// The VMM has to answer first.
+fn stopped_at<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) {
+    ex.remainder = Remainder::of(insn, ex.cpu.rip(), ex.next_rip(insn));
 }
 
 /// Executes the first instruction of the block at RIP, with debug exceptions.

@@ -84,7 +84,7 @@ impl VmFd {
         self.object.as_ref().map_err(|error| refused(*error))
     }
 
-    fn typed(&self) -> Result<&Arc<kvm_abi::TypedVm>> {
+    pub(super) fn typed(&self) -> Result<&Arc<kvm_abi::TypedVm>> {
         Ok(self.object()?.hypervisor())
     }
 

@@ -6,82 +6,71 @@
 
 use std::time::Instant;
 
-use anykvm_ioctls::{Kvm, VcpuExit};
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs};
-use vm_memory::{Bytes, GuestAddress};
+use anykvm_ioctls::VcpuExit;
 
+use super::bare::{Bare, Mode};
 use super::report::{self, Verdict};
 use crate::error::BootError;
-use crate::memory::{self, GuestMemory};
 
 const EXITS: u32 = 1_000;
 const RUNS: u32 = 300;
-/// Nanoseconds for each of them.
-const BAR: f64 = 150.0;
 
-/// Flat 32-bit code at 0x1000; the store and the load are outside of RAM.
-const KINDS: [(&str, &[u8]); 4] = [
-    ("port write", &[0xe6, 0x80, 0xeb, 0xfc]),
-    ("port read", &[0xe4, 0x80, 0xeb, 0xfc]),
-    ("MMIO write", &[0xa3, 0, 0, 0x10, 0, 0xeb, 0xf9]),
-    ("MMIO read", &[0xa1, 0, 0, 0x10, 0, 0xeb, 0xf9]),
+/// Name, nanoseconds that it may take, 32-bit and 64-bit code. The store and the load are
+/// outside of RAM.
+type Kind = (&'static str, f64, &'static [u8], &'static [u8]);
+const KINDS: [Kind; 4] = [
+    (
+        "port write",
+        150.0,
+        &[0xe6, 0x80, 0xeb, 0xfc],
+        &[0xe6, 0x80, 0xeb, 0xfc],
+    ),
+    (
+        "port read",
+        150.0,
+        &[0xe4, 0x80, 0xeb, 0xfc],
+        &[0xe4, 0x80, 0xeb, 0xfc],
+    ),
+    (
+        "MMIO write",
+        200.0,
+        &[0xa3, 0, 0, 0x10, 0, 0xeb, 0xf9],
+        &[0x89, 0x04, 0x25, 0, 0, 0x10, 0, 0xeb, 0xf7],
+    ),
+    (
+        "MMIO read",
+        200.0,
+        &[0xa1, 0, 0, 0x10, 0, 0xeb, 0xf9],
+        &[0x8b, 0x04, 0x25, 0, 0, 0x10, 0, 0xeb, 0xf7],
+    ),
 ];
 
 /// Measures and prints all kinds.
 pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
-    let mut lines = vec![
-        ["exit to the VMM and back, ns", "", "with irqchip"]
-            .map(str::to_owned)
-            .to_vec(),
+    let head = [
+        "exit to the VMM and back, ns",
+        "64-bit",
+        "with irqchip",
+        "32-bit",
+        "with irqchip",
     ];
-    for (name, code) in KINDS {
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    for (name, bar, code32, code64) in KINDS {
         let mut line = vec![name.to_owned()];
-        for irqchip in [false, true] {
-            let ns = measure(code, irqchip)?;
-            verdict.at_most(name, ns, BAR);
-            line.push(report::cell(Some(ns)));
+        for (mode, code) in [(Mode::Long, code64), (Mode::Flat32, code32)] {
+            for irqchip in [false, true] {
+                let ns = measure(mode, irqchip, code)?;
+                verdict.at_most(name, ns, bar);
+                line.push(report::cell(Some(ns)));
+            }
         }
         lines.push(line);
     }
     Ok(report::aligned(&lines))
 }
 
-fn measure(code: &[u8], irqchip: bool) -> Result<f64, BootError> {
-    let kvm = Kvm::new().map_err(BootError::kvm("opening KVM"))?;
-    let vm = kvm.create_vm().map_err(BootError::kvm("KVM_CREATE_VM"))?;
-    if irqchip {
-        vm.create_irq_chip()
-            .map_err(BootError::kvm("KVM_CREATE_IRQCHIP"))?;
-    }
-    let ram: &'static GuestMemory = Box::leak(Box::new(memory::allocate(0x10000)?));
-    ram.write_slice(code, GuestAddress(0x1000))
-        .map_err(BootError::guest("code"))?;
-    vm.set_static_memory(ram)
-        .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
-    let mut vcpu = vm
-        .create_vcpu(0)
-        .map_err(BootError::kvm("KVM_CREATE_VCPU"))?;
-    let cpuid = kvm
-        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
-    vcpu.set_cpuid2(&cpuid)
-        .map_err(BootError::kvm("KVM_SET_CPUID2"))?;
-    let mut s = vcpu.get_sregs().map_err(BootError::kvm("KVM_GET_SREGS"))?;
-    s.cr0 |= 1;
-    for seg in [&mut s.cs, &mut s.ds, &mut s.es, &mut s.ss] {
-        seg.base = 0;
-        seg.limit = u32::MAX;
-        (seg.g, seg.db) = (1, 1);
-    }
-    vcpu.set_sregs(&s)
-        .map_err(BootError::kvm("KVM_SET_SREGS"))?;
-    let start = kvm_regs {
-        rip: 0x1000,
-        rflags: 2,
-        ..Default::default()
-    };
-    vcpu.set_regs(&start)
-        .map_err(BootError::kvm("KVM_SET_REGS"))?;
+fn measure(mode: Mode, irqchip: bool, code: &[u8]) -> Result<f64, BootError> {
+    let Bare { mut vcpu, vm: _vm } = Bare::new(mode, irqchip, code)?;
     let mut best = f64::INFINITY;
     for _ in 0..RUNS {
         let begin = Instant::now();

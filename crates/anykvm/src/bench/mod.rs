@@ -5,6 +5,8 @@
 //! inside, by the clock of whoever runs it; a guest whose times add up to more than the host saw
 //! pass is an error, as are outputs that differ.
 
+mod bare;
+mod doorbell;
 mod exits;
 mod machines;
 mod report;
@@ -37,7 +39,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
         )));
     }
     let mut verdict = Verdict::default();
-    let needs_files = args.suites.iter().any(|s| *s != BenchSuite::Exits);
+    let needs_files = args
+        .suites
+        .iter()
+        .any(|s| !matches!(s, BenchSuite::Exits | BenchSuite::Doorbell));
     let files = if needs_files {
         Some(Files::new(args.kernel.as_deref(), &args.qemu)?)
     } else {
@@ -46,6 +51,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     for suite in &args.suites {
         let text = match (suite, &files) {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
+            (BenchSuite::Doorbell, _) => {
+                let qemu = (!args.no_tcg).then_some(args.qemu.as_path());
+                doorbell::run(&mut verdict, qemu, args.svg.as_deref())?
+            }
             (_, None) => continue,
             (BenchSuite::Compute, Some(f)) => compare(args, f, Suite::Compute, &mut verdict)?,
             (BenchSuite::Kernel, Some(f)) => compare(args, f, Suite::Kernel, &mut verdict)?,

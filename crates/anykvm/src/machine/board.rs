@@ -7,9 +7,8 @@ use kvm_bindings::{
     KVM_IRQCHIP_IOAPIC, KVM_PIT_SPEAKER_DUMMY, kvm_ioapic_state, kvm_ioapic_state__bindgen_ty_1,
     kvm_irqchip, kvm_pit_config,
 };
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::devices::{Devices, Output, SERIAL_IRQS, Sink};
+use crate::devices::{Devices, Edge, Output, SERIAL_IRQS, Sink};
 use crate::error::BootError;
 use crate::layout::{IOAPIC, KVM_IDENTITY_MAP, KVM_TSS, ioapic_id};
 use crate::memory::GuestMemory;
@@ -83,19 +82,19 @@ pub(super) fn new_devices(
     on_ready: Box<dyn Fn() + Send>,
     extras: Extras,
 ) -> Result<Arc<Devices>, BootError> {
-    let irqfd = |gsi| -> Result<EventFd, BootError> {
-        let fd = EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"))?;
-        vm.register_irqfd(&fd, gsi)
-            .map_err(BootError::kvm("KVM_IRQFD"))?;
-        Ok(fd)
+    let edge = |gsi| -> Result<Edge, BootError> {
+        let irq = vm
+            .irq_trigger(gsi)
+            .map_err(BootError::kvm("an interrupt"))?;
+        Ok(Box::new(move || irq.trigger()))
     };
     let routes = Routes::new(Arc::clone(vm))?;
     let [irq1, irq2, irq3, irq4] = SERIAL_IRQS;
     let ports = [
-        (Sink::Output(Arc::clone(output)), irqfd(irq1)?),
-        (Sink::Output(Arc::clone(errors)), irqfd(irq2)?),
-        (Sink::Discard, irqfd(irq3)?),
-        (Sink::control(on_ready), irqfd(irq4)?),
+        (Sink::Output(Arc::clone(output)), edge(irq1)?),
+        (Sink::Output(Arc::clone(errors)), edge(irq2)?),
+        (Sink::Discard, edge(irq3)?),
+        (Sink::control(on_ready), edge(irq4)?),
     ];
     let mut backends: Vec<Box<dyn Backend>> = vec![Box::new(Rng)];
     if let Some(input) = extras.console {

@@ -81,7 +81,7 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     let gate = Arc::new(Gate::default());
     let hvc = match args.console {
         ConsoleKind::TtyS0 => None,
-        ConsoleKind::Hvc0 => Some(ConsoleInput::new()?),
+        ConsoleKind::Hvc0 => Some(ConsoleInput::new()),
     };
     let extras = Extras {
         disks,

@@ -1,11 +1,11 @@
 //! MSI-X: a function's table of messages, its pending bits, and the enable and mask bits in its
 //! capability (PCI Local Bus 3.0, 6.8.2).
 //!
-//! Each vector has an irqfd; the routing table is told when a vector becomes deliverable.
+//! Each vector has a GSI; the routing table is told when a vector becomes deliverable.
 
 use std::sync::Arc;
 
-use vmm_sys_util::eventfd::EventFd;
+use anykvm_ioctls::IrqTrigger;
 
 use super::routes::{Message, Routes};
 use crate::error::BootError;
@@ -28,7 +28,7 @@ struct Vector {
     entry: [u8; spec::ENTRY_LEN],
     is_pending: bool,
     gsi: u32,
-    event: EventFd,
+    irq: IrqTrigger,
 }
 
 /// The table and the state of the capability.
@@ -44,14 +44,14 @@ impl Msix {
     pub(crate) fn new(routes: Arc<Routes>, len: u16) -> Result<Self, BootError> {
         let mut vectors = Vec::new();
         for _ in 0..len {
-            let (gsi, event) = routes.new_message()?;
+            let (gsi, irq) = routes.new_message()?;
             let mut entry = [0; spec::ENTRY_LEN];
             entry[spec::CONTROL] = spec::MASKED;
             vectors.push(Vector {
                 entry,
                 is_pending: false,
                 gsi,
-                event,
+                irq,
             });
         }
         Ok(Self {
@@ -182,8 +182,7 @@ impl Vector {
     }
 
     fn send(&self) {
-        // The counter can only be full if nobody has taken 2⁶⁴ messages, and then one waits.
-        let _ = self.event.write(1);
+        self.irq.trigger();
     }
 }
 

@@ -4,12 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use anykvm_ioctls::VmFd;
+use anykvm_ioctls::{IrqTrigger, VmFd};
 use kvm_bindings::{
     KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
     KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry,
 };
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::devices::lock;
 use crate::error::BootError;
@@ -53,21 +52,20 @@ impl Routes {
         Ok(Arc::new(routes))
     }
 
-    /// A GSI for a message, and the eventfd that sends it.
-    pub(crate) fn new_message(&self) -> Result<(u32, EventFd), BootError> {
-        let event =
-            EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"))?;
+    /// A GSI for a message, and what sends it.
+    pub(crate) fn new_message(&self) -> Result<(u32, IrqTrigger), BootError> {
         let mut table = lock(&self.table);
         let last = table.messages.last_key_value();
         let gsi = last.map_or(FIRST_MESSAGE_GSI, |(gsi, _)| gsi.saturating_add(1));
-        self.vm
-            .register_irqfd(&event, gsi)
-            .map_err(BootError::kvm("KVM_IRQFD"))?;
+        let irq = self
+            .vm
+            .irq_trigger(gsi)
+            .map_err(BootError::kvm("an interrupt"))?;
         table.messages.insert(gsi, None);
-        Ok((gsi, event))
+        Ok((gsi, irq))
     }
 
-    /// What the eventfd of `gsi` sends from now on. A message that the hypervisor refuses
+    /// What `gsi` sends from now on. A message that the hypervisor refuses
     /// (reserved bits in the address) is not sent, as on hardware nobody would take it.
     pub(crate) fn set_message(&self, gsi: u32, message: Message) {
         let mut table = lock(&self.table);
@@ -206,7 +204,7 @@ pub(crate) mod tests {
     fn messages_get_gsis_of_their_own() {
         let routes = Routes::new(vm()).unwrap();
         let messages: Vec<_> = (0..3).map(|_| routes.new_message().unwrap()).collect();
-        let gsis: Vec<u32> = messages.iter().map(|(gsi, _event)| *gsi).collect();
+        let gsis: Vec<u32> = messages.iter().map(|(gsi, _irq)| *gsi).collect();
         assert_eq!(gsis, [24, 25, 26]);
     }
 
@@ -221,8 +219,8 @@ pub(crate) mod tests {
             address: 0xffff_ffff_fee0_0000,
             data: 0,
         };
-        let (first, _event) = routes.new_message().unwrap();
-        let (second, _event) = routes.new_message().unwrap();
+        let (first, _irq) = routes.new_message().unwrap();
+        let (second, _irq) = routes.new_message().unwrap();
         routes.set_message(second, wrong);
         routes.set_message(first, good);
         assert_eq!(lock(&routes.table).messages.get(&first), Some(&Some(good)));

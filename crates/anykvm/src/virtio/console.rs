@@ -2,17 +2,15 @@
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
-use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
+use anykvm_ioctls::DoorbellQueue;
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 use virtio_queue::Queue;
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::queue::{Broken, Progress, Step, serve_chains};
 use super::{Backend, Profile};
 use crate::devices::{Output, lock};
-use crate::error::BootError;
 use crate::memory::GuestMemory;
 
 /// VIRTIO_CONSOLE_F_SIZE: the configuration has columns and rows.
@@ -27,25 +25,25 @@ const CHUNK: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct ConsoleInput {
     bytes: Mutex<VecDeque<u8>>,
-    event: EventFd,
+    /// Once there is a device.
+    bells: OnceLock<Arc<DoorbellQueue>>,
 }
 
 impl ConsoleInput {
     /// Empty.
-    pub(crate) fn new() -> Result<Arc<Self>, BootError> {
-        let event =
-            EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"))?;
-        Ok(Arc::new(Self {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
             bytes: Mutex::default(),
-            event,
-        }))
+            bells: OnceLock::new(),
+        })
     }
 
     /// Queues bytes; they wait until the guest takes them.
     pub(crate) fn feed(&self, bytes: &[u8]) {
         lock(&self.bytes).extend(bytes);
-        // A full counter has woken the worker already.
-        let _ = self.event.write(1);
+        if let Some(bells) = self.bells.get() {
+            bells.ring(RECEIVE as u32);
+        }
     }
 
     /// How many bytes wait.
@@ -83,8 +81,6 @@ impl Console {
     }
 
     fn receive(&self, queue: &mut Queue, memory: &GuestMemory) -> Result<Progress, Broken> {
-        // Empty if a kick came first; what it counted is in the queue of bytes.
-        let _ = self.input.event.read();
         serve_chains(queue, memory, |chain| {
             let mut writer = chain.writer(memory)?;
             if self.input.backlog() == 0 {
@@ -145,7 +141,8 @@ impl Backend for Console {
         }
     }
 
-    fn input(&self) -> Option<(RawFd, usize)> {
-        Some((self.input.event.as_raw_fd(), RECEIVE))
+    fn connect(&self, bells: &Arc<DoorbellQueue>) {
+        // The first device has the input.
+        let _ = self.input.bells.set(Arc::clone(bells));
     }
 }

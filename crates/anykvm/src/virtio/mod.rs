@@ -2,7 +2,7 @@
 //!
 //! A device is a [`Backend`] (what it does with its queues) behind a [`transport`] (how the guest
 //! finds, configures and notifies it). The transport runs on vCPU threads; the backend on a worker
-//! thread of its own, woken by eventfds that the guest's notifications signal without an exit.
+//! thread of its own, woken by doorbells, which the guest's notifications ring without an exit.
 //!
 //! Everything in guest memory is hostile: addresses outside of RAM, chains that are cyclic or
 //! lack a part, impossible ring indices. Any of them stops the device (DEVICE_NEEDS_RESET) until
@@ -20,8 +20,9 @@ mod tests;
 mod transport;
 mod worker;
 
-use std::os::fd::RawFd;
+use std::sync::Arc;
 
+use anykvm_ioctls::DoorbellQueue;
 use virtio_queue::Queue;
 
 pub(crate) use block::Block;
@@ -63,8 +64,6 @@ pub(crate) trait Backend: Send {
         memory: &GuestMemory,
     ) -> Result<Progress, Broken>;
 
-    /// An eventfd on which the worker shall wait too, and the queue to serve then.
-    fn input(&self) -> Option<(RawFd, usize)> {
-        None
-    }
+    /// What rings the doorbell of a queue, for a backend that has more to do than the driver asks.
+    fn connect(&self, _bells: &Arc<DoorbellQueue>) {}
 }

@@ -5,12 +5,12 @@
 //!                 0x3000 notifications, 4 bytes per queue    0x8000 MSI-X table   0xc000 PBA
 //! ```
 //!
-//! Notifications are ioeventfds, which move with the BAR.
+//! Notifications are doorbells, which move with the BAR.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use anykvm_ioctls::{IoEventAddress, NoDatamatch, VmFd};
+use anykvm_ioctls::{Doorbell, DoorbellSpec, Space, VmFd};
 
 use super::Backend;
 use super::interrupts::Interrupts;
@@ -69,8 +69,9 @@ pub(crate) struct VirtioPci {
     vm: Arc<VmFd>,
     core: Arc<Core>,
     device_config: Vec<u8>,
-    /// Where the BAR is decoded, and where the ioeventfds are.
+    /// Where the BAR is decoded, and where the doorbells are.
     base: AtomicU64,
+    doorbells: Mutex<Vec<Doorbell>>,
     state: Mutex<State>,
 }
 
@@ -89,7 +90,8 @@ impl VirtioPci {
         let vectors = u16::try_from(queues).unwrap_or(0).saturating_add(1);
         let msix = Msix::new(Arc::clone(routes), vectors)?;
         let interrupts = Interrupts::new(msix, routes.line(slot), queues);
-        let core = Arc::new(Core::new(memory, interrupts, queues)?);
+        let core = Arc::new(Core::new(memory, interrupts, queues));
+        backend.connect(&core.bells);
         let identity = Identity {
             vendor: spec::VENDOR,
             device: spec::FIRST_DEVICE.saturating_add(profile.kind),
@@ -108,6 +110,7 @@ impl VirtioPci {
             core: Arc::clone(&core),
             device_config: profile.config.clone(),
             base: AtomicU64::new(NOWHERE),
+            doorbells: Mutex::default(),
             state: Mutex::new(State {
                 config,
                 common: Registers::new(profile.features, &profile.queue_sizes),
@@ -120,29 +123,29 @@ impl VirtioPci {
         Ok(device)
     }
 
-    /// Moves the ioeventfds to where the BAR is now.
+    /// Moves the doorbells to where the BAR is now.
     fn place(&self, state: &State) -> Result<(), BootError> {
         let base = state.config.bar0().map_or(NOWHERE, u64::from);
         let earlier = self.base.swap(base, Ordering::AcqRel);
         if earlier == base {
             return Ok(());
         }
-        let address = |base: u64, queue: u64| {
-            let at = spec::NOTIFY + queue * u64::from(spec::NOTIFY_STRIDE);
-            IoEventAddress::Mmio(base.saturating_add(at))
-        };
-        for (queue, kick) in (0..).zip(&self.core.kicks) {
-            if earlier != NOWHERE {
-                // One that was refused is not there; notifications then come as exits.
-                let _ = self
-                    .vm
-                    .unregister_ioevent(kick, &address(earlier, queue), NoDatamatch);
-            }
-            if base != NOWHERE {
-                self.vm
-                    .register_ioevent(kick, &address(base, queue), NoDatamatch)
-                    .map_err(BootError::kvm("KVM_IOEVENTFD"))?;
-            }
+        let mut doorbells = lock(&self.doorbells);
+        doorbells.clear();
+        if base == NOWHERE {
+            return Ok(());
+        }
+        for queue in (0u32..).take(self.core.queues) {
+            let offset = spec::NOTIFY + u64::from(queue * spec::NOTIFY_STRIDE);
+            let place = DoorbellSpec {
+                space: Space::Mmio,
+                address: base.saturating_add(offset),
+                len: 0,
+                datamatch: None,
+            };
+            // One that is refused is not there; notifications then come as exits.
+            let doorbell = self.vm.subscribe(place, self.core.bells.ringer(queue));
+            doorbells.push(doorbell.map_err(BootError::kvm("a doorbell"))?);
         }
         Ok(())
     }
@@ -162,7 +165,7 @@ impl VirtioPci {
         };
         *lock(&self.core.active) = Some(Active { queues });
         // Buffers may have been added before.
-        for queue in 0..self.core.kicks.len() {
+        for queue in 0..self.core.queues {
             self.core.kick(queue);
         }
     }
@@ -198,7 +201,7 @@ impl VirtioPci {
                 Request::Reset => self.reset(state),
                 Request::Activate => self.activate(state),
             },
-            // Only if the ioeventfd is not there.
+            // Only if the doorbell is not there.
             spec::NOTIFY..spec::MSIX_TABLE => {
                 let queue = (at - spec::NOTIFY) / u64::from(spec::NOTIFY_STRIDE);
                 self.core.kick(usize::try_from(queue).unwrap_or(usize::MAX));

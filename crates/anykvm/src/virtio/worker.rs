@@ -1,13 +1,11 @@
 //! A device's worker thread, and what it shares with the transport.
 
-use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use anykvm_ioctls::DoorbellQueue;
 use virtio_queue::Queue;
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::Backend;
 use super::interrupts::Interrupts;
@@ -30,42 +28,38 @@ pub(super) struct Core {
     pub(super) memory: GuestMemory,
     pub(super) interrupts: Interrupts,
     pub(super) active: Mutex<Option<Active>>,
-    /// One for each queue.
-    pub(super) kicks: Vec<EventFd>,
+    /// One for each queue, and [`STOP`].
+    pub(super) bells: Arc<DoorbellQueue>,
+    pub(super) queues: usize,
     /// The driver broke the rules since the last reset.
     pub(super) is_broken: AtomicBool,
-    stop: EventFd,
 }
 
+/// The doorbell that ends the worker.
+const STOP: u32 = 63;
+
 impl Core {
-    pub(super) fn new(
-        memory: GuestMemory,
-        interrupts: Interrupts,
-        queues: usize,
-    ) -> Result<Self, BootError> {
-        let event =
-            || EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"));
-        Ok(Self {
+    pub(super) fn new(memory: GuestMemory, interrupts: Interrupts, queues: usize) -> Self {
+        Self {
             memory,
             interrupts,
             active: Mutex::new(None),
-            kicks: (0..queues).map(|_| event()).collect::<Result<_, _>>()?,
+            bells: Arc::default(),
+            queues,
             is_broken: AtomicBool::new(false),
-            stop: event()?,
-        })
+        }
     }
 
     /// Has the worker look at a queue.
     pub(super) fn kick(&self, queue: usize) {
-        if let Some(kick) = self.kicks.get(queue) {
-            // A full counter is a kick already.
-            let _ = kick.write(1);
+        if let Some(bell) = u32::try_from(queue).ok().filter(|_| queue < self.queues) {
+            self.bells.ring(bell);
         }
     }
 
     /// Ends the worker.
     pub(super) fn stop(&self) {
-        let _ = self.stop.write(1);
+        self.bells.ring(STOP);
     }
 
     /// The device stops until it is reset, and says so.
@@ -107,44 +101,14 @@ pub(super) fn start(
     core: Arc<Core>,
     mut backend: Box<dyn Backend>,
 ) -> Result<(), BootError> {
-    let what = "cannot start a device's thread";
-    let epoll = Epoll::new().map_err(BootError::host(what))?;
-    let watch = |fd, data| {
-        epoll
-            .ctl(
-                ControlOperation::Add,
-                fd,
-                EpollEvent::new(EventSet::IN, data),
-            )
-            .map_err(BootError::host(what))
-    };
-    for (index, kick) in (0..).zip(&core.kicks) {
-        watch(kick.as_raw_fd(), index)?;
-    }
-    let queues = core.kicks.len();
-    let (of_input, of_stop) = (queues as u64, queues as u64 + 1);
-    let input = backend.input();
-    if let Some((fd, _)) = input {
-        watch(fd, of_input)?;
-    }
-    watch(core.stop.as_raw_fd(), of_stop)?;
+    let queues = core.queues;
     let run = move || {
-        let mut events = [EpollEvent::default(); 8];
         loop {
-            // It fails only for a signal.
-            let ready = epoll.wait(-1, &mut events).unwrap_or(0);
-            for event in events.iter().take(ready) {
-                if event.data() == of_stop {
-                    return;
-                }
-                let index = match input {
-                    Some((_, index)) if event.data() == of_input => index,
-                    _ => usize::try_from(event.data()).unwrap_or(usize::MAX),
-                };
-                if let Some(kick) = core.kicks.get(index) {
-                    // Empty if it was the input.
-                    let _ = kick.read();
-                }
+            let rung = core.bells.wait(None);
+            if rung >> STOP & 1 != 0 {
+                return;
+            }
+            for index in (0..queues).filter(|index| rung >> index & 1 != 0) {
                 core.serve(backend.as_mut(), index);
             }
         }
@@ -153,5 +117,5 @@ pub(super) fn start(
         .name(name.into())
         .spawn(run)
         .map(drop)
-        .map_err(BootError::host(what))
+        .map_err(BootError::host("cannot start a device's thread"))
 }

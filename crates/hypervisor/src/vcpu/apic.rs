@@ -12,6 +12,13 @@ use x86_defs::{
 
 use super::{Inner, bus::Bus, pv_eoi::PvEoi};
 
+/// Registers of the LAPIC that KVM_RUN shows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LapicView {
+    pub(super) apic_base: u64,
+    pub(super) cr8: u8,
+}
+
 /// "No timer armed".
 pub(super) const NEVER: u64 = u64::MAX;
 
@@ -97,6 +104,7 @@ impl Bus {
             let now = self.now();
             let accepted = self.shared.lapic().timer_fire(now);
             if accepted != Accepted::Ignored {
+                self.is_quiet = false;
                 self.shared.accepted(accepted);
             }
             self.update_timer();
@@ -104,10 +112,40 @@ impl Bus {
         self.vm.service_pit(ns);
         ns
     }
+    /// What only the vCPU itself changes of its LAPIC, without the LAPIC's lock.
+    #[inline]
+    pub(super) fn lapic_view(&mut self) -> LapicView {
+        if !self.has_lapic() {
+            return LapicView {
+                apic_base: self.apic_base,
+                cr8: self.cr8,
+            };
+        }
+        if let Some(view) = self.lapic {
+            return view;
+        }
+        let view = self.read_lapic();
+        self.lapic = Some(view);
+        view
+    }
+    fn read_lapic(&self) -> LapicView {
+        let lapic = self.shared.lapic();
+        LapicView {
+            apic_base: lapic.apic_base(),
+            cr8: lapic.cr8(),
+        }
+    }
+    /// To be called when the vCPU, or the VMM in its place, has written to its LAPIC.
+    #[inline]
+    pub(super) fn lapic_changed(&mut self) {
+        self.lapic = None;
+        self.is_quiet = false;
+    }
     /// IA32_APIC_BASE.
     pub(super) fn apic_base(&self) -> u64 {
         if self.has_lapic() {
-            self.shared.lapic().apic_base()
+            self.lapic
+                .map_or_else(|| self.read_lapic().apic_base, |v| v.apic_base)
         } else {
             self.apic_base
         }
@@ -115,7 +153,7 @@ impl Bus {
     /// CR8.
     pub(super) fn current_cr8(&self) -> u8 {
         if self.has_lapic() {
-            self.shared.lapic().cr8()
+            self.lapic.map_or_else(|| self.read_lapic().cr8, |v| v.cr8)
         } else {
             self.cr8
         }
@@ -130,17 +168,17 @@ impl Bus {
     }
     /// A load from the LAPIC's or IOAPIC's registers; `None` if neither answers.
     pub(super) fn chip_load(&mut self, gpa: u64, len: u8) -> Option<u64> {
-        if !self.has_lapic() {
+        let is_lapic = self.is_lapic_page(gpa);
+        if !is_lapic && !self.vm.may_be_ioapic(gpa) {
             return None;
         }
         self.sync_pv_eoi();
-        let now = self.now();
-        let lapic = self.shared.lapic();
-        if gpa & !0xfff == lapic.base_gpa() {
+        if is_lapic {
+            let now = self.now();
+            let lapic = self.shared.lapic();
             // KVM_X86_QUIRK_LAPIC_MMIO_HOLE: all ones in x2APIC mode and while disabled.
             return Some(lapic.mmio_read(gpa & 0xfff, len, now).unwrap_or(u64::MAX));
         }
-        drop(lapic);
         self.vm.with_chips(|chip, _| {
             let range = chip.ioapic.mmio_range();
             range
@@ -150,19 +188,20 @@ impl Bus {
     }
     /// A store to them; false if neither takes it.
     pub(super) fn chip_store(&mut self, gpa: u64, len: u8, value: u64) -> bool {
-        if !self.has_lapic() {
+        let is_lapic = self.is_lapic_page(gpa);
+        if !is_lapic && !self.vm.may_be_ioapic(gpa) {
             return false;
         }
         self.sync_pv_eoi();
-        let now = self.now();
-        let mut lapic = self.shared.lapic();
-        if gpa & !0xfff == lapic.base_gpa() {
+        if is_lapic {
+            let now = self.now();
+            let mut lapic = self.shared.lapic();
             let action = lapic.mmio_write(gpa & 0xfff, len, value as u32, now);
             drop(lapic);
+            self.lapic_changed();
             self.act(action);
             return true;
         }
-        drop(lapic);
         let taken = self.vm.with_chips(|chip, lapics| {
             let range = chip.ioapic.mmio_range();
             let hit = range.contains(&gpa);
@@ -177,8 +216,17 @@ impl Bus {
         }
         false
     }
+    /// The page of the LAPIC's registers.
+    #[inline]
+    fn is_lapic_page(&mut self, gpa: u64) -> bool {
+        // Bits 12 to 51 are the address (SDM vol. 3, 11.4.4).
+        self.has_lapic() && self.lapic_view().apic_base & 0xf_ffff_ffff_f000 == gpa & !0xfff
+    }
     /// An IN that the PIC or PIT answers. Wider accesses are split into bytes.
     pub(super) fn chip_in(&mut self, port: u16, size: u8) -> Option<u32> {
+        if !may_be_chip_port(port) {
+            return None;
+        }
         let vm = std::sync::Arc::clone(&self.vm);
         let now_ns = host::clock::monotonic_ns();
         vm.with_chips(|chip, lapics| {
@@ -200,6 +248,9 @@ impl Bus {
     }
     /// An OUT that the PIC or PIT takes.
     pub(super) fn chip_out(&mut self, port: u16, size: u8, value: u32) -> bool {
+        if !may_be_chip_port(port) {
+            return false;
+        }
         let vm = std::sync::Arc::clone(&self.vm);
         let now_ns = host::clock::monotonic_ns();
         let taken = vm.with_chips(|chip, lapics| {
@@ -235,10 +286,20 @@ impl Bus {
         let now = self.now();
         let result: Result<Action, InvalidAccess> =
             self.shared.lapic().msr_write(index, value, now);
+        self.lapic_changed();
         result.map(|action| self.act(action)).is_ok()
     }
     /// The interrupt that would be taken now: the PIC's through LINT0, then the LAPIC's.
-    pub(super) fn pending_interrupt(&self) -> Option<Source> {
+    #[inline]
+    pub(super) fn pending_interrupt(&mut self) -> Option<Source> {
+        if self.is_quiet {
+            return None;
+        }
+        let source = self.find_interrupt();
+        self.is_quiet = source.is_none();
+        source
+    }
+    fn find_interrupt(&self) -> Option<Source> {
         let chips = self.vm.chips()?;
         let lapic = self.shared.lapic();
         // KVM asks the PIC first: an ExtINT has no priority class.
@@ -274,6 +335,11 @@ impl Bus {
     }
 }
 
+/// Ports of PICs and PIT.
+const fn may_be_chip_port(port: u16) -> bool {
+    irqchip::Pic::handles(port) || matches!(port, 0x40..=0x43 | 0x61)
+}
+
 /// Where an interrupt comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
@@ -285,6 +351,8 @@ pub(super) enum Source {
 
 impl Inner {
     /// INIT: the state of SDM vol. 3, table 10-1, in the INIT column.
+    #[cold]
+    #[inline(never)]
     pub(super) fn init(&mut self) {
         let old = &self.cpu;
         let fresh = CpuState {
@@ -302,6 +370,7 @@ impl Inner {
         self.bus.pv.eoi = PvEoi::default();
         self.pv_unhalted = false;
         self.bus.shared.lapic().init();
+        self.bus.lapic_changed();
         self.bus.update_timer();
         self.bus.update_apic_page();
         self.reload();

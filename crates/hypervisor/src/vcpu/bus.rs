@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use io_bus::{Reader, RingEntry, Space, WriteAnswer};
+use io_bus::{RingEntry, Space};
 use kvm_bindings::kvm_cpuid_entry2;
 use mmu::{Miss, Mmu, Translation};
 use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
@@ -17,7 +17,14 @@ use super::{
     replay::{Answered, DeviceAccess, Replay},
     shared::VcpuShared,
 };
-use crate::{Exit, IoData, vm::VmState, vm::clock::TscParams, vm::doorbell::IoTable};
+use crate::{
+    Exit, IoData,
+    vm::{
+        VmState,
+        clock::TscParams,
+        doorbell::{self, Rung},
+    },
+};
 
 /// Blocks between two looks at the clock and at immediate_exit.
 const POLL_BLOCKS: u32 = 128;
@@ -53,9 +60,12 @@ pub(crate) struct Bus {
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
     pub(super) mce: super::mce::Mce,
-    io: Reader<IoTable>,
     /// Interrupts have to be looked at again before the next block.
     pub(super) recheck: bool,
+    /// [`Bus::lapic_view`], unless the LAPIC's registers have been written since.
+    pub(super) lapic: Option<super::apic::LapicView>,
+    /// No interrupt was pending when last looked for, and nothing has happened since.
+    pub(super) is_quiet: bool,
     /// When the LAPIC's timer is due, on the monotonic clock.
     pub(super) timer_ns: u64,
     budget: u32,
@@ -76,7 +86,6 @@ impl Bus {
         Self {
             mmu,
             tsc: vm.clock.default_tsc(),
-            io: Reader::new(Arc::clone(&vm.io)),
             vm,
             shared,
             random: host::random::Generator::new().ok(),
@@ -96,6 +105,8 @@ impl Bus {
             pv: Paravirt::default(),
             mce: super::mce::Mce::default(),
             recheck: false,
+            lapic: None,
+            is_quiet: false,
             timer_ns: super::apic::NEVER,
             budget: POLL_BLOCKS,
             pauses: 0,
@@ -263,6 +274,11 @@ impl Bus {
         match self.mmu.read(cpu, gva, who) {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
+            // All of it is there, and the access is allowed.
+            Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
+                let value = self.device_load(cpu, gpa, T::SIZE as u8)?;
+                Ok(T::from_u128(value.into()))
+            }
             Err(Miss::Device { .. }) => {
                 let mut bytes = [0; 16];
                 self.load_pieces(cpu, gva, &mut bytes[..T::SIZE], who)?;
@@ -283,26 +299,33 @@ impl Bus {
         match self.mmu.write(cpu, gva, value, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
+                self.device_store(cpu, gpa, T::SIZE as u8, value.to_u128() as u64)
+            }
             Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, &value.to_le()[..T::SIZE], who),
         }
     }
 
     /// Signals the eventfd that listens to this write; false if none does.
-    fn ring(&mut self, space: Space, address: u64, len: u8, value: u64) -> bool {
+    fn ring(&self, space: Space, address: u64, len: u8, value: u64) -> bool {
         let value = value & mask(len);
-        match self.io.get().write(space, address, len.into(), value) {
-            WriteAnswer::Doorbell(bell) => {
-                // A full counter is a signal already; a closed reader is the VMM's business.
-                let _ = bell.event.signal(1);
-                true
-            }
+        let place = (space, address);
+        match doorbell::write(&self.vm, &self.shared, place, len.into(), value) {
+            Rung::Doorbell => true,
             // A full ring is an exit, at which the VMM drains it.
-            WriteAnswer::Coalesce => {
+            Rung::Coalesce => {
                 let entry = RingEntry::new(space, address, len.into(), value);
                 self.vm.ring.push(entry)
             }
-            WriteAnswer::Chip((), _) | WriteAnswer::Exit => false,
+            Rung::Nobody => false,
         }
+    }
+
+    /// A hypercall in the place of a write; false if no doorbell is there.
+    pub(super) fn ring_doorbell(&self, space: Space, address: u64, len: u8, value: u64) -> bool {
+        let place = (space, address);
+        let value = value & mask(len);
+        doorbell::write(&self.vm, &self.shared, place, len.into(), value) == Rung::Doorbell
     }
 
     /// A device of the VMM's has interrupted since the last look: it may have written code.
@@ -325,6 +348,11 @@ impl Bus {
 /// Bytes of an access at `gva` that stay in its page.
 fn in_page(gva: u64, len: usize) -> usize {
     len.min((PAGE_SIZE - gva % PAGE_SIZE) as usize)
+}
+
+/// An access stays in one page.
+fn is_in_page(gva: u64, len: usize) -> bool {
+    gva % PAGE_SIZE + len as u64 <= PAGE_SIZE
 }
 
 const fn mask(len: u8) -> u64 {
@@ -550,6 +578,7 @@ impl GuestBus for Bus {
         if self.has_lapic() {
             self.sync_pv_eoi();
             self.shared.lapic().set_cr8(priority);
+            self.lapic_changed();
             self.recheck = true;
         } else {
             let priority = priority & 0xf;

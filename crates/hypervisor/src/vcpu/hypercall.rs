@@ -1,5 +1,6 @@
 //! Hypercalls (KVM document "hypercalls"): number in RAX, arguments in RBX, RCX, RDX, RSI.
 
+use io_bus::Space;
 use irqchip::{DeliveryMode, LapicIrq, Shorthand};
 use x86_cpu::{CpuState, Exception, Fault};
 use x86_defs::reg::{RAX, RBX, RCX, RDX, RSI};
@@ -17,10 +18,14 @@ const MAP_GPA_RANGE: u64 = 12;
 const SEND_IPI: u64 = 10;
 /// KVM_HC_SCHED_YIELD.
 const SCHED_YIELD: u64 = 11;
+/// Rings a doorbell, see docs/paravirt.md: "ak" and a number, where KVM has none.
+const DOORBELL: u64 = 0x616b_0001;
 /// -KVM_EINVAL.
 const EINVAL: u64 = 22u64.wrapping_neg();
 /// KVM_HC_CLOCK_PAIRING.
 const CLOCK_PAIRING: u64 = 9;
+/// -KVM_ENOENT.
+const ENOENT: u64 = 2u64.wrapping_neg();
 /// -KVM_ENOSYS.
 const ENOSYS: u64 = 1000u64.wrapping_neg();
 /// -KVM_EPERM.
@@ -62,10 +67,28 @@ pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
             0
         }
         CLOCK_PAIRING => clock_pairing(bus, a0, a1),
+        DOORBELL => doorbell(bus, a0, a1, a2),
         _ => ENOSYS,
     };
     cpu.gpr[RAX] = if wide { result } else { result & 0xffff_ffff };
     Ok(())
+}
+
+/// What a write of the low bytes of `value` to a doorbell does, without the instruction that
+/// writes. `place` is 0 for memory and 1 for ports, and from bit 8 on the write's length; 0 as
+/// length asks whether the hypercall is there.
+fn doorbell(bus: &mut Bus, address: u64, place: u64, value: u64) -> u64 {
+    let space = match place & 0xff {
+        0 => Space::Mmio,
+        1 => Space::Pio,
+        _ => return EINVAL,
+    };
+    match place >> 8 {
+        0 => 0,
+        len @ (1 | 2 | 4 | 8) if bus.ring_doorbell(space, address, len as u8, value) => 0,
+        1 | 2 | 4 | 8 => ENOENT,
+        _ => EINVAL,
+    }
 }
 
 /// Bit of the KVM_FEATURE_* that promises the hypercall.

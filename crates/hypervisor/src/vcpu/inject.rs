@@ -5,7 +5,6 @@ use x86_defs::{rflags, vector};
 use x86_interp::{RunStop, Stop, smm};
 
 use super::{Inner, apic::Source};
-use crate::Exit;
 use kvm_bindings::KVM_MP_STATE_RUNNABLE;
 
 impl Inner {
@@ -17,8 +16,9 @@ impl Inner {
             && self.cpu.events.exception.is_none()
     }
 
-    /// Injects, in KVM's order: what was begun before, then SMI, NMI, interrupts.
-    pub(super) fn inject(&mut self) -> Option<Exit> {
+    /// Injects, in KVM's order: what was begun before, then SMI, NMI, interrupts. True if delivery
+    /// ended in an exit.
+    pub(super) fn inject(&mut self) -> bool {
         if let Some(x) = self.cpu.events.exception {
             match (x.vector, x.payload) {
                 (vector::PF, payload) => self.cpu.fault_gva = payload.unwrap_or(self.cpu.cr2),
@@ -35,31 +35,31 @@ impl Inner {
                 // The VMM has set DR6 itself, or means to leave it.
                 self.cpu.dr6 = dr6;
             }
-            if exit.is_some() {
-                return exit;
+            if exit {
+                return true;
             }
             self.cpu.events.exception = None;
         }
         if super::debug::blocks_interrupts(&self.bus) {
-            return None;
+            return false;
         }
         if self.cpu.events.smi_pending
             && !self.cpu.events.in_smm
             && !self.cpu.events.nmi_injected
             && self.cpu.events.interrupt.is_none()
             && self.cpu.shadow == Shadow::None
-            && let Some(exit) = self.enter_smm()
+            && self.enter_smm()
         {
-            return Some(exit);
+            return true;
         }
         let nmi = self.cpu.events.nmi_pending > 0
             && !self.cpu.events.nmi_masked
             && self.cpu.shadow == Shadow::None;
         if self.cpu.events.nmi_injected || nmi {
             let exit = self.deliver(Event::Nmi);
-            if exit.is_some() {
+            if exit {
                 self.cpu.events.nmi_injected = true;
-                return exit;
+                return true;
             }
             if !std::mem::take(&mut self.cpu.events.nmi_injected) {
                 self.cpu.events.nmi_pending -= 1;
@@ -79,8 +79,8 @@ impl Inner {
                 Event::Interrupt(interrupt.vector)
             };
             let exit = self.deliver(event);
-            if exit.is_some() {
-                return exit;
+            if exit {
+                return true;
             }
             self.cpu.events.interrupt = None;
         }
@@ -93,23 +93,23 @@ impl Inner {
                 self.bus.arm_pv_eoi();
             }
             let exit = self.deliver(Event::Interrupt(vector));
-            if exit.is_some() {
+            if exit {
                 self.cpu.events.interrupt = Some(PendingInterrupt {
                     vector,
                     soft: false,
                 });
-                return exit;
+                return true;
             }
         }
-        None
+        false
     }
 
     /// An SMI: the handler starts at SMBASE + 0x8000.
-    fn enter_smm(&mut self) -> Option<Exit> {
+    fn enter_smm(&mut self) -> bool {
         match smm::enter(&mut self.cpu, &mut self.bus) {
             Ok(()) => {
                 self.wake();
-                None
+                false
             }
             Err(Stop::TripleFault) => self.stopped(RunStop::TripleFault),
             Err(_) => self.stopped(RunStop::Exit),
@@ -122,11 +122,11 @@ impl Inner {
         self.sleeps_in_guest = false;
     }
 
-    fn deliver(&mut self, event: Event) -> Option<Exit> {
+    fn deliver(&mut self, event: Event) -> bool {
         match self.interp.inject(&mut self.cpu, &mut self.bus, event) {
             Ok(()) => {
                 self.wake();
-                None
+                false
             }
             Err(stop) => self.stopped(stop),
         }

@@ -38,7 +38,7 @@ use self::{
     shared::{VcpuShared, request},
 };
 use crate::{
-    Error, Result, RunInput, RunOutput, RunStatus,
+    Error, Question, Result, RunPage,
     system::GUEST_DEBUG,
     vm::{VmState, clock},
 };
@@ -75,6 +75,10 @@ struct Inner {
     /// KVM_HC_KICK_CPU came while the vCPU ran: its next HLT returns at once.
     pv_unhalted: bool,
     poll: park::HaltPoll,
+    /// What the VMM was asked by the last exit.
+    question: Question,
+    /// Room for the bytes of an IN; absent while KVM_RUN uses it.
+    io: Option<Box<[u8; 4096]>>,
 }
 
 /// A virtual CPU. One thread at a time uses it; others wait, as on KVM's vCPU mutex.
@@ -113,6 +117,8 @@ impl Vcpu {
             sleeps_in_guest: false,
             pv_unhalted: false,
             poll: park::HaltPoll::default(),
+            question: Question::None,
+            io: None,
         };
         Self {
             inner: Mutex::new(inner),
@@ -125,12 +131,30 @@ impl Vcpu {
     }
 
     /// KVM_RUN.
-    pub fn run(&self, input: RunInput<'_>) -> Result<RunOutput> {
-        let mut inner = self.lock();
-        self.shared.set_running(true);
-        let result = inner.run(&input);
-        self.shared.set_running(false);
-        result
+    pub fn run(&self, page: &impl RunPage) -> Result<()> {
+        let mut guard = self.lock();
+        let inner = &mut *guard;
+        let mut io = inner.io.take().unwrap_or_else(|| Box::new([0; 4096]));
+        let question = std::mem::take(&mut inner.question);
+        self.shared.enter();
+        let result = inner.run(&page.input(question, &mut io));
+        self.shared.leave();
+        inner.io = Some(io);
+        let status = inner.status();
+        match result {
+            Ok(()) => {
+                if let Some(exit) = &inner.bus.exit {
+                    inner.question = page.store(exit, &status);
+                }
+                inner.bus.exit = None;
+                Ok(())
+            }
+            Err(error) => {
+                // A VMM looks at if_flag, cr8 and apic_base after EINTR too.
+                page.store_status(&status);
+                Err(error)
+            }
+        }
     }
     /// Makes KVM_RUN return EINTR soon: the current one if the vCPU is running or
     /// parked, else the next one. Safe in a signal handler.
@@ -264,6 +288,7 @@ impl Vcpu {
         let config = cpuid::lapic_config(entries, &inner.cpu.features, is_split, *lapic.config());
         lapic.set_config(config);
         drop(lapic);
+        inner.bus.lapic_changed();
         inner.interp.flush_all();
         if let Some(jit) = &mut inner.jit {
             jit.flush_all();
@@ -323,6 +348,7 @@ impl Vcpu {
             .lapic()
             .restore(&saved, now, inner.bus.vm.options.has_x2apic_format())
             .map_err(|_| Error::InvalidArgument)?;
+        inner.bus.lapic_changed();
         inner.bus.update_timer();
         inner.bus.recheck = true;
         Ok(())
@@ -389,6 +415,7 @@ impl Vcpu {
                 return Err(Error::Exists);
             }
             inner.bus.user_extint = Some(vector);
+            inner.bus.is_quiet = false;
         } else {
             // As in KVM a second one replaces the first.
             inner.cpu.events.interrupt = Some(PendingInterrupt {
@@ -397,10 +424,6 @@ impl Vcpu {
             });
         }
         Ok(())
-    }
-    /// What kvm_run shows after KVM_RUN.
-    pub fn run_status(&self) -> RunStatus {
-        self.lock().status()
     }
     /// KVM_NMI.
     pub fn nmi(&self) -> Result<()> {

@@ -249,6 +249,7 @@ impl Bus {
         if self.has_lapic() {
             let result = self.shared.lapic().set_apic_base(value, host);
             let Ok(action) = result else { return false };
+            self.lapic_changed();
             self.act(action);
             self.update_timer();
             self.update_apic_page();

@@ -67,12 +67,11 @@ impl Bus {
     /// vCPUs that want to run than cores.
     pub(super) fn give_way(&mut self) {
         const SLICE: Duration = Duration::from_micros(20);
-        let load = &self.vm.load;
-        if load.is_crowded() {
-            load.leave();
+        if self.vm.is_crowded() {
+            self.shared.set_asleep(true);
             // A request ends it, and so does the time; a signal is seen by its own means.
             let _ = self.shared.park(SLICE);
-            self.vm.load.enter();
+            self.shared.set_asleep(false);
         }
         self.note_pause();
     }
@@ -87,7 +86,7 @@ impl Inner {
         }
         let begin = host::clock::monotonic_ns();
         let max = self.bus.vm.load.halt_poll_ns();
-        let limit = if self.bus.pv.guest_polls || !self.bus.vm.load.has_room() {
+        let limit = if self.bus.pv.guest_polls || !self.bus.vm.has_room() {
             0
         } else {
             self.poll.begin(max)
@@ -160,9 +159,9 @@ impl Inner {
             ns = ns.min(SIGNAL_CHECK_NS);
         }
         self.bus.note_pause();
-        self.bus.vm.load.leave();
+        self.bus.shared.set_asleep(true);
         let wait = self.bus.shared.park(Duration::from_nanos(ns));
-        self.bus.vm.load.enter();
+        self.bus.shared.set_asleep(false);
         match wait {
             Wait::Interrupted => Err(Error::Interrupted),
             Wait::Woken | Wait::Changed | Wait::TimedOut => self.check_signals(input, now),

@@ -62,6 +62,7 @@ impl Bus {
         if was.is_some_and(|v| v & 1 == 0) {
             // Edge-triggered and of no chip's pin: nobody else is to be told.
             let _ = self.shared.lapic().eoi();
+            self.is_quiet = false;
             self.recheck = true;
         }
     }

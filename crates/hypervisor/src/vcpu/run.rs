@@ -12,21 +12,21 @@ use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
 
 use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
-use crate::{Answer, Error, Exit, Result, RunInput, RunOutput, RunStatus};
+use crate::{Answer, Error, Exit, Result, RunInput, RunStatus};
 
 impl Inner {
     /// KVM_RUN on the calling thread.
-    pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
+    /// Leaves the exit in `bus.exit`: it is large, and copying it about would cost as much as
+    /// all the rest.
+    pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<()> {
         self.bus.note_pause();
-        self.bus.vm.load.enter();
         let result = self.run_here(input);
-        self.bus.vm.load.leave();
         self.bus.sync_pv_eoi();
         self.count_exit(&result);
         result
     }
 
-    fn run_here(&mut self, input: &RunInput<'_>) -> Result<RunOutput> {
+    fn run_here(&mut self, input: &RunInput<'_>) -> Result<()> {
         self.take_answer(&input.answer);
         self.signals_checked_ns = 0;
         // A CPU that left HLT for the host goes on behind it, as AMD's do.
@@ -50,18 +50,18 @@ impl Inner {
             return self.wait_for_startup(input);
         }
         self.complete_instruction()?;
-        let exit = match self.bus.exit.take() {
-            Some(exit) => exit,
-            None => self.run_until_exit(input, goes_on)?,
-        };
-        if exit == Exit::HostFault {
+        if self.bus.exit.is_none() {
+            self.run_until_exit(input, goes_on)?;
+        }
+        if matches!(self.bus.exit, Some(Exit::HostFault)) {
+            self.bus.exit = None;
             return Err(Error::Fault);
         }
         self.is_device_exit = matches!(
-            exit,
-            Exit::Io { .. } | Exit::Mmio { .. } | Exit::Rdmsr { .. } | Exit::Wrmsr { .. }
+            self.bus.exit,
+            Some(Exit::Io { .. } | Exit::Mmio { .. } | Exit::Rdmsr { .. } | Exit::Wrmsr { .. })
         );
-        Ok(self.output(exit))
+        Ok(())
     }
 
     /// The VMM's answer becomes the result of the access that waits.
@@ -92,11 +92,17 @@ impl Inner {
     fn complete_instruction(&mut self) -> Result<()> {
         let rip = linear_rip(&self.cpu);
         if self.bus.replay.is_mid_instruction(rip) {
+            if let Some((len, value)) = self.bus.replay.sole()
+                && !self.is_single_stepped()
+                && self
+                    .interp
+                    .complete(&mut self.cpu, &mut self.bus, len, value)
+            {
+                return Ok(());
+            }
             loop {
                 let stop = self.interp.step(&mut self.cpu, &mut self.bus);
-                if let Some(exit) = self.stopped(stop) {
-                    self.bus.exit = Some(exit);
-                } else if self.is_single_stepped() && self.is_step_wanted() {
+                if !self.stopped(stop) && self.is_single_stepped() && self.is_step_wanted() {
                     // The step ends with the instruction, not with its exit: the bus has it.
                     break;
                 }
@@ -115,7 +121,7 @@ impl Inner {
         Ok(())
     }
 
-    fn run_until_exit(&mut self, input: &RunInput<'_>, goes_on: bool) -> Result<Exit> {
+    fn run_until_exit(&mut self, input: &RunInput<'_>, goes_on: bool) -> Result<()> {
         // A look at the clock is a quarter of the cost of an exit, so most entries after a
         // device's answer do without: the timers wait for the next look while the guest runs.
         const ENTRIES_PER_LOOK: u8 = 16;
@@ -135,14 +141,14 @@ impl Inner {
                 self.init();
             }
             if std::mem::take(&mut self.cpu.events.triple_fault) {
-                return Ok(Exit::Shutdown);
+                return self.exit_with(Exit::Shutdown);
             }
             self.bus.recheck = false;
             if std::mem::take(&mut self.bus.tpr_lowered) {
-                return Ok(Exit::SetTpr);
+                return self.exit_with(Exit::SetTpr);
             }
             if let Some(vector) = self.bus.take_user_eoi() {
-                return Ok(Exit::IoapicEoi { vector });
+                return self.exit_with(Exit::IoapicEoi { vector });
             }
             self.bus.sync_memory(&mut self.cpu);
             self.bus.sync_code();
@@ -153,15 +159,15 @@ impl Inner {
                 self.bus.show_stats_at(now_ns);
                 self.check_signals(input, now_ns)?;
             }
-            if let Some(exit) = self.inject() {
-                return Ok(exit);
+            if self.inject() {
+                return Ok(());
             }
             // With LINT0 masked no window opens, and waiting for RFLAGS.IF would never end.
             let wants_window = input.request_interrupt_window
                 && !self.bus.vm.has_pic()
                 && (!self.bus.has_lapic() || self.bus.shared.lapic().accepts_pic());
             if wants_window && self.accepts_injection() {
-                return Ok(Exit::IrqWindowOpen);
+                return self.exit_with(Exit::IrqWindowOpen);
             }
             if self.mp_state == KVM_MP_STATE_HALTED {
                 self.sleep(input)?;
@@ -189,13 +195,16 @@ impl Inner {
             } else {
                 self.execute()
             };
-            if let Some(exit) = self.stopped(stop) {
-                return Ok(exit);
-            }
-            if single && self.is_step_wanted() {
-                return Ok(self.bus.exit.take().unwrap_or(Exit::Shutdown));
+            if self.stopped(stop) || single && self.is_step_wanted() {
+                return Ok(());
             }
         }
+    }
+
+    #[cold]
+    fn exit_with(&mut self, exit: Exit) -> Result<()> {
+        self.bus.exit = Some(exit);
+        Ok(())
     }
 
     /// Executes until something stops it.
@@ -241,6 +250,9 @@ impl Inner {
     /// Serves what other threads asked for.
     pub(super) fn serve(&mut self, requests: u32) {
         // `request::MEMORY` only wakes: the run loop looks at the epoch each time.
+        if requests & request::EVENT != 0 {
+            self.bus.is_quiet = false;
+        }
         if requests & request::CLOCK != 0 {
             self.bus.update_clock();
         }
@@ -271,14 +283,25 @@ impl Inner {
         }
     }
 
-    /// What the interpreter's stop means to the VMM; `None`: go on.
-    pub(super) fn stopped(&mut self, stop: RunStop) -> Option<Exit> {
+    /// What the interpreter's stop means to the VMM: true if it is an exit, which the bus has
+    /// then; else the vCPU goes on.
+    #[inline]
+    pub(super) fn stopped(&mut self, stop: RunStop) -> bool {
         match stop {
+            RunStop::Poll => false,
+            RunStop::Exit if self.bus.exit.is_some() => true,
+            _ => self.stopped_otherwise(stop),
+        }
+    }
+
+    #[cold]
+    fn stopped_otherwise(&mut self, stop: RunStop) -> bool {
+        let exit = match stop {
             RunStop::Poll => None,
-            RunStop::Exit => Some(self.bus.exit.take().unwrap_or_else(|| Exit::InternalError {
+            RunStop::Exit => Some(Exit::InternalError {
                 suberror: kvm_bindings::KVM_INTERNAL_ERROR_EMULATION,
                 data: vec![self.cpu.rip()],
-            })),
+            }),
             // Without an in-kernel LAPIC the VMM waits for interrupts.
             // KVM_X86_DISABLE_EXITS_HLT: the CPU sleeps, and to the VMM it runs.
             RunStop::Halt if self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_HLT) => {
@@ -293,24 +316,23 @@ impl Inner {
                 None
             }
             RunStop::TripleFault => Some(Exit::Shutdown),
+        };
+        let is_exit = exit.is_some();
+        if is_exit {
+            self.bus.exit = exit;
         }
-    }
-
-    fn output(&self, exit: Exit) -> RunOutput {
-        RunOutput {
-            exit,
-            status: self.status(),
-        }
+        is_exit
     }
 
     /// What kvm_run shows after every KVM_RUN.
-    pub(super) fn status(&self) -> RunStatus {
+    pub(super) fn status(&mut self) -> RunStatus {
+        let lapic = self.bus.lapic_view();
         RunStatus {
             // Nobody injects where the PIC is in here; KVM says yes all the same.
             ready_for_interrupt_injection: self.bus.vm.has_pic() || self.accepts_injection(),
             if_flag: self.cpu.rflags & rflags::IF != 0,
-            cr8: self.bus.current_cr8(),
-            apic_base: self.bus.apic_base(),
+            cr8: lapic.cr8,
+            apic_base: lapic.apic_base,
             in_smm: self.cpu.events.in_smm,
         }
     }

@@ -6,16 +6,18 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicU8, AtomicU32, Ordering},
     },
     time::Duration,
 };
 
 use guest_memory::Acknowledged;
 use host::futex::{self, Wait};
+use io_bus::Reader;
 use irqchip::{Accepted, Lapic, LapicConfig};
 
 use super::stats::Sink;
+use crate::vm::doorbell::IoTable;
 
 /// Longest sleep at once.
 const PARK_LIMIT: Duration = Duration::from_secs(3600);
@@ -42,6 +44,16 @@ pub(crate) mod request {
     pub(crate) const UNHALT: u32 = 1 << 8;
 }
 
+/// Where a vCPU is.
+mod state {
+    /// Not in `KVM_RUN`.
+    pub(super) const OUTSIDE: u8 = 0;
+    /// In `KVM_RUN`.
+    pub(super) const RUNNING: u8 = 1;
+    /// In `KVM_RUN`, asleep.
+    pub(super) const ASLEEP: u8 = 2;
+}
+
 /// The shared part of a vCPU.
 #[derive(Debug)]
 pub(crate) struct VcpuShared {
@@ -57,8 +69,9 @@ pub(crate) struct VcpuShared {
     sipi_page: AtomicU32,
     nmis: AtomicU32,
     requests: AtomicU32,
-    /// Inside `KVM_RUN`: memory may be accessed without asking again.
-    running: AtomicBool,
+    io: Mutex<Reader<IoTable>>,
+    /// [`state`]; while it is not [`state::OUTSIDE`], memory may be accessed without asking again.
+    state: AtomicU8,
     /// Memory epoch that the vCPU's MMU has taken over.
     acknowledged: Arc<Acknowledged>,
 }
@@ -70,6 +83,7 @@ impl VcpuShared {
         index: usize,
         acknowledged: Arc<Acknowledged>,
         broadcast_quirk: bool,
+        io: Reader<IoTable>,
     ) -> Self {
         let lapic = Lapic::new(LapicConfig {
             vcpu_id: id,
@@ -86,7 +100,8 @@ impl VcpuShared {
             sipi_page: AtomicU32::new(0),
             nmis: AtomicU32::new(0),
             requests: AtomicU32::new(0),
-            running: AtomicBool::new(false),
+            io: Mutex::new(io),
+            state: AtomicU8::new(state::OUTSIDE),
             acknowledged,
         }
     }
@@ -151,12 +166,30 @@ impl VcpuShared {
     pub(crate) fn park(&self, timeout: Duration) -> Wait {
         futex::wait(&self.requests, 0, Some(timeout.min(PARK_LIMIT)))
     }
-    /// Enters or leaves `KVM_RUN`.
-    pub(crate) fn set_running(&self, on: bool) {
-        self.running.store(on, Ordering::SeqCst);
+    /// The doorbells as this vCPU sees them: locked while it rings one.
+    pub(crate) fn io(&self) -> MutexGuard<'_, Reader<IoTable>> {
+        self.io.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// Enters `KVM_RUN`. What is read of shared state after this is at least as new as what
+    /// [`Self::has_acknowledged`] has not waited for.
+    pub(crate) fn enter(&self) {
+        self.state.swap(state::RUNNING, Ordering::SeqCst);
+    }
+    /// Leaves it: all accesses to memory are over.
+    pub(crate) fn leave(&self) {
+        self.state.store(state::OUTSIDE, Ordering::Release);
+    }
+    /// Inside `KVM_RUN`: begins or ends a sleep.
+    pub(crate) fn set_asleep(&self, on: bool) {
+        let state = if on { state::ASLEEP } else { state::RUNNING };
+        self.state.store(state, Ordering::Relaxed);
+    }
+    /// In `KVM_RUN` and not asleep.
+    pub(crate) fn wants_core(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == state::RUNNING
     }
     /// True if the vCPU cannot use state older than `epoch` any more.
     pub(crate) fn has_acknowledged(&self, epoch: u64) -> bool {
-        !self.running.load(Ordering::SeqCst) || self.acknowledged.epoch() >= epoch
+        self.state.load(Ordering::SeqCst) == state::OUTSIDE || self.acknowledged.epoch() >= epoch
     }
 }

@@ -190,16 +190,16 @@ impl Vcpu {
 
 impl Inner {
     /// KVM_RUN is about to return.
-    pub(super) fn count_exit(&mut self, result: &crate::Result<crate::RunOutput>) {
+    pub(super) fn count_exit(&mut self, result: &crate::Result<()>) {
         use crate::{Error, Exit};
         let c = &mut self.bus.counters;
         c.exits += 1;
         match result {
-            Ok(output) => match output.exit {
-                Exit::Io { .. } => c.io_exits += 1,
-                Exit::Mmio { .. } => c.mmio_exits += 1,
-                Exit::IrqWindowOpen => c.irq_window_exits += 1,
-                Exit::Hlt => c.halt_exits += 1,
+            Ok(()) => match self.bus.exit {
+                Some(Exit::Io { .. }) => c.io_exits += 1,
+                Some(Exit::Mmio { .. }) => c.mmio_exits += 1,
+                Some(Exit::IrqWindowOpen) => c.irq_window_exits += 1,
+                Some(Exit::Hlt) => c.halt_exits += 1,
                 _ => {}
             },
             Err(Error::Interrupted) => c.signal_exits += 1,

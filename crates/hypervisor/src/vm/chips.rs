@@ -25,6 +25,7 @@ pub(crate) struct Chips {
     /// Copies that vCPUs look at without the lock.
     pic_intr: AtomicBool,
     pit_next_ns: AtomicU64,
+    ioapic_base: AtomicU64,
     /// One bit per vector that an IOAPIC pin sends: its EOI concerns the chips, or the VMM's.
     vectors: [AtomicU64; 4],
 }
@@ -57,11 +58,12 @@ impl Chips {
     fn with(mut irqchip: Irqchip, split: Option<u32>, options: &Options) -> Self {
         irqchip.x2apic_format = options.has_x2apic_format();
         Self {
-            irqchip: Mutex::new(irqchip),
             split,
             pic_intr: AtomicBool::new(false),
             pit_next_ns: AtomicU64::new(NEVER),
+            ioapic_base: AtomicU64::new(irqchip.ioapic.mmio_range().start),
             vectors: Default::default(),
+            irqchip: Mutex::new(irqchip),
         }
     }
     /// Pins of the VMM's IOAPIC; `None` if PIC and IOAPIC are here.
@@ -95,6 +97,8 @@ impl Chips {
             .and_then(Pit::next_event_ns)
             .unwrap_or(NEVER);
         self.pit_next_ns.store(next, Ordering::Release);
+        let ioapic = chip.ioapic.mmio_range();
+        self.ioapic_base.store(ioapic.start, Ordering::Release);
         let intr = chip.pic.intr();
         !self.pic_intr.swap(intr, Ordering::AcqRel) && intr
     }
@@ -135,6 +139,12 @@ impl VmState {
             };
             lapic.set_config(config);
         }
+    }
+    /// `gpa` is near the IOAPIC's registers, if it is here.
+    #[inline]
+    pub(crate) fn may_be_ioapic(&self, gpa: u64) -> bool {
+        let chips = self.chips().filter(|c| c.split.is_none());
+        chips.is_some_and(|c| gpa.wrapping_sub(c.ioapic_base.load(Ordering::Acquire)) < 0x1000)
     }
     /// PIC and IOAPIC are here, not in the VMM.
     #[inline]

@@ -1,43 +1,139 @@
-//! KVM_IOEVENTFD: guest writes that signal an eventfd and nothing else.
+//! Guest writes that only say "look": KVM_IOEVENTFD, and subscribers in the VMM's process.
+//!
+//! A write finds its doorbell in the vCPU's own view of the table, which is locked while it rings.
+//! Who removes a doorbell renews all views, and so waits for vCPUs that are in the middle of ringing,
+//! as KVM waits for its readers: afterwards nobody rings it any more, and nothing refers to it. Otherwise a VMM that removes a doorbell, and looks at the eventfd a last
+//! time, could miss a signal.
 
-use std::sync::Arc;
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, PoisonError, atomic::Ordering};
 
 use host::EventFd;
-use std::sync::{Mutex, PoisonError};
-
-use io_bus::{DoorbellError, DoorbellSpec, IoBus, RingEntry, RingMemory, Space};
+use io_bus::{DoorbellError, DoorbellSpec, IoBus, Space, WriteAnswer};
 use kvm_bindings::*;
 
-use super::Vm;
-use crate::{Error, Result};
+use super::{Vm, VmState};
+use crate::{Error, Result, vcpu::shared::VcpuShared};
 
-/// An eventfd and the VMM's number for it, by which it is removed.
-#[derive(Debug)]
-pub(crate) struct Bell {
-    fd: i32,
-    pub(crate) event: EventFd,
+/// Called with the value written, on the vCPU's thread.
+pub type Subscriber = Box<dyn Fn(u64) + Send + Sync>;
+
+/// What a doorbell does.
+pub(crate) enum Bell {
+    /// Adds one to an eventfd. The number and the identity are the VMM's: see [`identity`].
+    Event {
+        id: (Option<u64>, i32),
+        event: EventFd,
+        /// For an eventfd whose writers block when its counter is full: one at a time asks
+        /// whether it is.
+        asks: Option<Mutex<()>>,
+    },
+    /// Calls into the VMM.
+    Subscriber(Subscriber),
+}
+
+impl core::fmt::Debug for Bell {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            Self::Event { .. } => "Event",
+            Self::Subscriber(_) => "Subscriber",
+        })
+    }
+}
+
+thread_local! {
+    /// The thread is a vCPU's that calls a subscriber.
+    static CALLING: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Bell {
+    fn eventfd(fd: i32) -> Result<Self> {
+        let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
+        Ok(Self::Event {
+            id: identity(&event, fd),
+            asks: event.blocks().then(|| Mutex::new(())),
+            event,
+        })
+    }
+
+    /// Rings. Never blocks: a full counter is a signal already, and a reader that is gone is the
+    /// VMM's business.
+    #[inline]
+    fn ring(&self, value: u64) {
+        match self {
+            Self::Event { event, asks, .. } => {
+                let _turn = match asks {
+                    None => None,
+                    Some(turn) => {
+                        let turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+                        if !event.has_room() {
+                            return;
+                        }
+                        Some(turn)
+                    }
+                };
+                let _ = event.signal(1);
+            }
+            Self::Subscriber(call) => {
+                CALLING.set(true);
+                call(value);
+                CALLING.set(false);
+            }
+        }
+    }
+}
+
+/// What names an eventfd: the counter's own number among all of the host's; where the host does not
+/// tell it, the VMM's number, which may be another eventfd's by now.
+pub(super) fn identity(event: &EventFd, fd: i32) -> (Option<u64>, i32) {
+    match event.id() {
+        Some(id) => (Some(id), 0),
+        None => (None, fd),
+    }
+}
+
+/// EBADF for what is not open, EINVAL for what is no eventfd.
+pub(super) fn not_an_eventfd(error: std::io::Error) -> Error {
+    if error.kind() == std::io::ErrorKind::InvalidInput {
+        Error::InvalidArgument
+    } else {
+        Error::BadFd
+    }
 }
 
 /// The doorbells and coalesced zones of a VM, as vCPUs read them. Chips answer for themselves.
 pub(crate) type IoTable = IoBus<(), Arc<Bell>>;
 
-/// The ring of coalesced writes, once a vCPU's mapping has brought its memory.
-#[derive(Default)]
-pub(crate) struct Ring(Mutex<Option<Box<dyn RingMemory + Send>>>);
-
-impl core::fmt::Debug for Ring {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str("Ring")
-    }
+/// What a guest's write was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rung {
+    /// A doorbell's.
+    Doorbell,
+    /// One for the ring of coalesced writes.
+    Coalesce,
+    /// The VMM's.
+    Nobody,
 }
 
-impl Ring {
-    /// Appends a write; false if it has to be an exit. KVM's ring is one per VM:
-    /// the lock puts the vCPUs' writes in order.
-    pub(crate) fn push(&self, entry: RingEntry) -> bool {
-        let mut ring = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        ring.as_mut()
-            .is_some_and(|ring| io_bus::coalesced::push(&mut **ring, entry))
+/// A vCPU's write of the low bytes of `value`: rings, if there is a doorbell.
+#[inline]
+pub(crate) fn write(
+    vm: &VmState,
+    vcpu: &VcpuShared,
+    (space, address): (Space, u64),
+    len: u32,
+    value: u64,
+) -> Rung {
+    if !vm.has_io.load(Ordering::Acquire) {
+        return Rung::Nobody;
+    }
+    match vcpu.io().get().write(space, address, len, value) {
+        WriteAnswer::Doorbell(bell) => {
+            bell.ring(value);
+            Rung::Doorbell
+        }
+        WriteAnswer::Coalesce => Rung::Coalesce,
+        WriteAnswer::Chip((), _) | WriteAnswer::Exit => Rung::Nobody,
     }
 }
 
@@ -51,17 +147,31 @@ impl From<DoorbellError> for Error {
     }
 }
 
+/// A subscriber of a doorbell, until it is dropped.
+#[derive(Debug)]
+pub struct Doorbell {
+    vm: Arc<Vm>,
+    bell: Arc<Bell>,
+}
+
+impl Drop for Doorbell {
+    fn drop(&mut self) {
+        let removed = self.vm.state.io.update(|io| {
+            io.doorbells.remove(|bell| Arc::ptr_eq(bell, &self.bell));
+            Ok::<(), Error>(())
+        });
+        // It cannot fail.
+        let _ = removed;
+        self.vm.renew_views();
+    }
+}
+
 impl Vm {
-    /// KVM_IOEVENTFD: EINVAL for unknown flags and lengths, EEXIST if some write
-    /// would ring two doorbells, ENOENT for removing what is not there.
+    /// KVM_IOEVENTFD: EBADF and EINVAL for what is no eventfd; EINVAL for unknown flags and
+    /// lengths, EEXIST if some write would ring two doorbells, ENOENT for removing what is not
+    /// there. Once one is removed its eventfd is not signalled any more.
     pub fn ioeventfd(&self, args: &kvm_ioeventfd) -> Result<()> {
         let flag = |nr: u32| args.flags & 1 << nr != 0;
-        let known = 1 << kvm_ioeventfd_flag_nr_datamatch
-            | 1 << kvm_ioeventfd_flag_nr_pio
-            | 1 << kvm_ioeventfd_flag_nr_deassign;
-        if args.flags & !known != 0 {
-            return Err(Error::InvalidArgument);
-        }
         let spec = DoorbellSpec {
             space: if flag(kvm_ioeventfd_flag_nr_pio) {
                 Space::Pio
@@ -72,56 +182,55 @@ impl Vm {
             len: args.len,
             datamatch: flag(kvm_ioeventfd_flag_nr_datamatch).then_some(args.datamatch),
         };
-        let bells = &self.state.io;
+        let io = &self.state.io;
         if flag(kvm_ioeventfd_flag_nr_deassign) {
-            bells
-                .update(|b| b.doorbells.deassign(spec, |bell| bell.fd == args.fd))
-                .map_err(Error::from)?;
+            let event = EventFd::duplicate(args.fd).map_err(not_an_eventfd)?;
+            let named = identity(&event, args.fd);
+            io.update(|io| {
+                io.doorbells.deassign(
+                    spec,
+                    |bell| matches!(**bell, Bell::Event { id, .. } if id == named),
+                )
+            })?;
+            self.renew_views();
             return Ok(());
         }
-        let event = EventFd::duplicate(args.fd).map_err(|_| Error::BadFd)?;
-        let bell = Arc::new(Bell { fd: args.fd, event });
-        bells
-            .update(|b| b.doorbells.assign(spec, bell))
-            .map_err(Error::from)
+        let known = 1 << kvm_ioeventfd_flag_nr_datamatch
+            | 1 << kvm_ioeventfd_flag_nr_pio
+            | 1 << kvm_ioeventfd_flag_nr_deassign;
+        if args.flags & !known != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        // What is wrong with the place comes before what is wrong with the eventfd.
+        spec.check()?;
+        let bell = Arc::new(Bell::eventfd(args.fd)?);
+        self.state.has_io.store(true, Ordering::Release);
+        Ok(io.update(|io| io.doorbells.assign(spec, bell))?)
     }
-    /// Where coalesced writes go: `struct kvm_coalesced_mmio_ring`. The first one stays.
-    pub fn set_coalesced_ring(&self, memory: Box<dyn RingMemory + Send>) {
-        let mut ring = self
-            .state
-            .ring
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        ring.get_or_insert(memory);
-    }
-    /// KVM_REGISTER_COALESCED_MMIO: EINVAL for an unknown space. `pio` is the member of
-    /// the zone's union that the caller has read.
-    pub fn register_coalesced_mmio(&self, zone: &kvm_coalesced_mmio_zone, pio: u32) -> Result<()> {
-        let space = zone_space(pio)?;
-        self.state.io.update(|io| {
-            io.zones.register(space, zone.addr, zone.size);
-            Ok(())
-        })
-    }
-    /// KVM_UNREGISTER_COALESCED_MMIO: it is no error if there is no such zone.
-    pub fn unregister_coalesced_mmio(
-        &self,
-        zone: &kvm_coalesced_mmio_zone,
-        pio: u32,
-    ) -> Result<()> {
-        let space = zone_space(pio)?;
-        self.state.io.update(|io| {
-            io.zones.unregister(space, zone.addr, zone.size);
-            Ok(())
-        })
-    }
-}
 
-fn zone_space(pio: u32) -> Result<Space> {
-    match pio {
-        0 => Ok(Space::Mmio),
-        1 => Ok(Space::Pio),
-        _ => Err(Error::InvalidArgument),
+    /// As KVM_IOEVENTFD, with a function instead of an eventfd, until the result is dropped.
+    pub fn subscribe(self: &Arc<Self>, spec: DoorbellSpec, call: Subscriber) -> Result<Doorbell> {
+        let bell = Arc::new(Bell::Subscriber(call));
+        let added = Arc::clone(&bell);
+        self.state.has_io.store(true, Ordering::Release);
+        self.state
+            .io
+            .update(|io| io.doorbells.assign(spec, added))?;
+        Ok(Doorbell {
+            vm: Arc::clone(self),
+            bell,
+        })
+    }
+
+    /// Waits for vCPUs that ring by an earlier table. A subscriber does not wait: two of them would
+    /// wait for each other.
+    fn renew_views(&self) {
+        if CALLING.get() {
+            return;
+        }
+        let vcpus = self.state.vcpus().clone();
+        for vcpu in &vcpus {
+            vcpu.io().get();
+        }
     }
 }

@@ -1,11 +1,5 @@
-//! The VM's interrupt calls: irqchip, PIT, routing, lines, MSIs, irqfds.
+//! The VM's interrupt calls: irqchip, PIT, routing, lines, MSIs.
 
-use std::{
-    os::fd::{AsFd, BorrowedFd},
-    sync::{Arc, Mutex, PoisonError},
-};
-
-use host::EventFd;
 use irqchip::{
     Entry, IoapicState, Msi, Routing,
     line::source,
@@ -13,28 +7,8 @@ use irqchip::{
 };
 use kvm_bindings::*;
 
-use super::{Vm, VmState, chips::Chips};
+use super::{Vm, chips::Chips};
 use crate::{Error, Result, RouteTarget, vm::Route};
-
-/// An eventfd that raises a GSI.
-#[derive(Debug)]
-struct Irqfd {
-    gsi: u32,
-    /// The eventfd's identity; where the host does not tell it, the VMM's
-    /// number. A number alone may be another eventfd's by now.
-    id: (Option<u64>, u32),
-    event: EventFd,
-    /// Signalled at EOI; the line is level-triggered.
-    resample: Option<EventFd>,
-}
-
-/// Irqfds and the thread that waits on them.
-#[derive(Debug, Default)]
-pub(super) struct Irqfds {
-    list: Mutex<Vec<Arc<Irqfd>>>,
-    /// Tells the thread that the list changed, or that the VM is gone.
-    control: Mutex<Option<EventFd>>,
-}
 
 impl Vm {
     /// KVM_CREATE_IRQCHIP: EEXIST if there is one, EINVAL once there are vCPUs.
@@ -50,7 +24,7 @@ impl Vm {
             .set(Chips::new(&self.state.options))
             .map_err(|_| Error::Exists)?;
         // Not by the first irqfd: a vCPU's thread may assign it, and not be allowed to make threads.
-        self.state.start_irqfd_thread()
+        self.state.irqfd_thread().map(drop)
     }
     /// KVM_CAP_SPLIT_IRQCHIP: LAPICs here, PIC and an IOAPIC of so many pins in the VMM. EINVAL
     /// for too many, EEXIST if there are chips or vCPUs.
@@ -66,7 +40,7 @@ impl Vm {
             .chips
             .set(Chips::split(pins, &self.state.options))
             .map_err(|_| Error::Exists)?;
-        self.state.start_irqfd_thread()
+        self.state.irqfd_thread().map(drop)
     }
     /// KVM_CREATE_PIT2: ENOENT without an irqchip, EEXIST if there is one.
     pub fn create_pit2(&self, config: &kvm_pit_config) -> Result<()> {
@@ -189,46 +163,6 @@ impl Vm {
             .flatten()
             .ok_or(Error::NoSuchDevice)
     }
-    /// KVM_IRQFD: EBUSY if the eventfd is in use already.
-    pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
-        let known = KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE;
-        // An EOI is only known to have come where the IOAPIC is.
-        let has_chip = if args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0 {
-            self.state.has_pic()
-        } else {
-            self.state.chips().is_some()
-        };
-        if args.flags & !known != 0 || !has_chip {
-            return Err(Error::InvalidArgument);
-        }
-        let irqfds = &self.state.irqfds;
-        let open = |fd: u32| EventFd::duplicate(fd as i32).map_err(|_| Error::BadFd);
-        let event = open(args.fd)?;
-        let id = match event.id() {
-            Some(id) => (Some(id), 0),
-            None => (None, args.fd),
-        };
-        if args.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
-            irqfds.lock().retain(|i| i.id != id || i.gsi != args.gsi);
-            return irqfds.tell();
-        }
-        let resample = (args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0)
-            .then(|| open(args.resamplefd))
-            .transpose()?;
-        let irqfd = Irqfd {
-            gsi: args.gsi,
-            id,
-            event,
-            resample,
-        };
-        let mut list = irqfds.lock();
-        if list.iter().any(|i| i.id == id) {
-            return Err(Error::Busy);
-        }
-        list.push(Arc::new(irqfd));
-        drop(list);
-        irqfds.tell()
-    }
 }
 
 fn entry(route: &Route) -> Option<Entry> {
@@ -256,88 +190,4 @@ fn entry(route: &Route) -> Option<Entry> {
         gsi: route.gsi,
         route: route_to,
     })
-}
-
-impl Irqfds {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Irqfd>>> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-    /// Wakes the thread, if there is one.
-    pub(super) fn tell(&self) -> Result<()> {
-        match &*self.control.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(control) => control.signal(1).map(|_| ()).map_err(|_| Error::Io),
-            None => Ok(()),
-        }
-    }
-}
-
-impl VmState {
-    /// A level-triggered interrupt of `gsi` has ended: tell its irqfds' devices.
-    pub(crate) fn resample(&self, gsi: u32) {
-        for irqfd in self.irqfds.lock().iter().filter(|i| i.gsi == gsi) {
-            if let Some(resample) = &irqfd.resample {
-                // A full counter already says "resample".
-                let _ = resample.signal(1);
-            }
-        }
-    }
-
-    fn start_irqfd_thread(self: &Arc<Self>) -> Result<()> {
-        let mut control = self
-            .irqfds
-            .control
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if control.is_some() {
-            return Ok(());
-        }
-        let ours = EventFd::new(0).map_err(|_| Error::NoMemory)?;
-        let theirs = ours.try_clone().map_err(|_| Error::NoMemory)?;
-        let vm = Arc::downgrade(self);
-        std::thread::Builder::new()
-            .name("anykvm-irqfd".to_owned())
-            .spawn(move || {
-                // The VMM's signals are for its own threads.
-                host::signal::block_all();
-                wait_for_irqfds(&vm, &theirs);
-            })
-            .map_err(|_| Error::NoMemory)?;
-        *control = Some(ours);
-        Ok(())
-    }
-}
-
-/// Raises the GSI of each irqfd that is signalled, until the VM is gone.
-fn wait_for_irqfds(vm: &std::sync::Weak<VmState>, control: &EventFd) {
-    loop {
-        let Some(list) = vm.upgrade().map(|vm| vm.irqfds.lock().clone()) else {
-            return;
-        };
-        let mut fds: Vec<BorrowedFd<'_>> = vec![control.as_fd()];
-        fds.extend(list.iter().map(|i| i.event.as_fd()));
-        let Ok(ready) = host::poll::readable(&fds, None) else {
-            continue;
-        };
-        let Some(vm) = vm.upgrade() else { return };
-        if ready.first().is_some_and(|r| r.readable) {
-            let _ = control.take();
-        }
-        for (irqfd, _) in list
-            .iter()
-            .zip(ready.iter().skip(1))
-            .filter(|(_, r)| r.readable)
-        {
-            if !matches!(irqfd.event.take(), Ok(Some(_))) {
-                continue;
-            }
-            vm.note_device_event();
-            vm.with_routing(|chip, lapics| {
-                if irqfd.resample.is_some() {
-                    chip.set_gsi(lapics, irqfd.gsi, source::RESAMPLE, true)
-                } else {
-                    chip.pulse_gsi(lapics, irqfd.gsi, source::USERSPACE)
-                }
-            });
-        }
-    }
 }

@@ -2,27 +2,28 @@
 
 pub(crate) mod chips;
 pub(crate) mod clock;
+pub(crate) mod coalesced;
 pub(crate) mod doorbell;
 mod irq;
+mod irqfd;
 pub(crate) mod load;
 pub(crate) mod options;
 
+pub use doorbell::{Doorbell, Subscriber};
+pub use irqfd::IrqTrigger;
 pub use options::MsrRange;
 
 use std::sync::{
     Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,
-    atomic::{AtomicU32, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
 use guest_memory::{GuestMemory, MemslotError, SlotConfig};
-use io_bus::Published;
+use io_bus::{Published, Reader};
 use kvm_bindings::*;
 
 use self::{
-    chips::Chips,
-    clock::VmClock,
-    doorbell::{IoTable, Ring},
-    irq::Irqfds,
+    chips::Chips, clock::VmClock, coalesced::Ring, doorbell::IoTable, irqfd::Irqfds,
     options::Options,
 };
 use crate::{
@@ -50,6 +51,8 @@ pub(crate) struct VmState {
     pub(crate) device_events: AtomicU64,
     pub(crate) options: Options,
     pub(crate) io: Arc<Published<IoTable>>,
+    /// There is, or was, a doorbell or a coalesced zone.
+    pub(crate) has_io: AtomicBool,
     pub(crate) ring: Ring,
 }
 
@@ -114,6 +117,7 @@ impl Vm {
             device_events: AtomicU64::new(0),
             options: Options::default(),
             io: Arc::new(Published::new(IoTable::default())),
+            has_io: AtomicBool::new(false),
             ring: Ring::default(),
         };
         Ok(Arc::new(Self {
@@ -144,6 +148,7 @@ impl Vm {
             vcpus.len(),
             mmu.acknowledged(),
             self.state.options.has_broadcast_quirk(),
+            Reader::new(Arc::clone(&self.state.io)),
         ));
         vcpus.push(Arc::clone(&shared));
         // `Vcpu::new` may ask for the vCPUs.
@@ -251,7 +256,7 @@ impl Vm {
 impl Drop for VmState {
     fn drop(&mut self) {
         // Ends the irqfd thread; without one there is nobody to tell.
-        let _ = self.irqfds.tell();
+        self.irqfds.tell();
     }
 }
 

@@ -16,7 +16,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU8;
 
-use hypervisor::{Answer, Exit, RunOutput, RunStatus};
+use hypervisor::{Answer, Exit, Question, RunStatus};
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
@@ -30,25 +30,6 @@ pub const VCPU_MMAP_SIZE: usize = 3 * PAGE_SIZE;
 const PIO_DATA: usize = KVM_PIO_PAGE_OFFSET as usize * PAGE_SIZE;
 
 const _: () = assert!(size_of::<kvm_run>() <= PAGE_SIZE);
-
-/// The answer that the previous exit asked the VMM for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Question {
-    /// None, or it was answered.
-    #[default]
-    None,
-    /// Bytes of an IN.
-    Io {
-        /// `size * count`.
-        len: usize,
-    },
-    /// `mmio.data`.
-    Mmio,
-    /// `msr.error` and, for RDMSR, `msr.data`.
-    Msr,
-    /// `hypercall.ret`.
-    Hypercall,
-}
 
 /// Our mapping of the three pages.
 #[derive(Debug)]
@@ -164,9 +145,9 @@ impl RunPage {
     }
 
     /// Describes an exit to the VMM; what the next KVM_RUN has to fetch from the page.
-    pub(crate) fn store(&self, output: &RunOutput) -> Question {
-        self.store_status(&output.status);
-        self.store_exit(&output.exit)
+    pub(crate) fn store(&self, exit: &Exit, status: &RunStatus) -> Question {
+        self.store_status(status);
+        self.store_exit(exit)
     }
 
     /// kvm_run.exit_reason.

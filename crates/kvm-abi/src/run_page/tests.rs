@@ -16,18 +16,13 @@ fn pages() -> (RunPage, RunPage) {
     )
 }
 
-fn output(exit: Exit) -> RunOutput {
-    RunOutput {
-        exit,
-        status: RunStatus {
-            ready_for_interrupt_injection: true,
-            if_flag: true,
-            cr8: 3,
-            apic_base: 0xfee0_0900,
-            in_smm: false,
-        },
-    }
-}
+const STATUS: RunStatus = RunStatus {
+    ready_for_interrupt_injection: true,
+    if_flag: true,
+    cr8: 3,
+    apic_base: 0xfee0_0900,
+    in_smm: false,
+};
 
 fn exit_reason(page: &RunPage) -> u32 {
     // SAFETY: inside the mapping.
@@ -37,13 +32,16 @@ fn exit_reason(page: &RunPage) -> u32 {
 #[test]
 fn an_out_shows_its_bytes_in_the_pio_page() {
     let (ours, vmm) = pages();
-    let question = ours.store(&output(Exit::Io {
-        is_in: false,
-        port: 0x3f8,
-        size: 2,
-        count: 2,
-        data: IoData::new(0x0403_0201, 4),
-    }));
+    let question = ours.store(
+        &(Exit::Io {
+            is_in: false,
+            port: 0x3f8,
+            size: 2,
+            count: 2,
+            data: IoData::new(0x0403_0201, 4),
+        }),
+        &STATUS,
+    );
     assert_eq!(question, Question::None);
     assert_eq!(exit_reason(&vmm), KVM_EXIT_IO);
     let io = vmm.union::<Io>();
@@ -57,13 +55,16 @@ fn an_out_shows_its_bytes_in_the_pio_page() {
 #[test]
 fn an_in_is_answered_from_the_pio_page() {
     let (ours, vmm) = pages();
-    let question = ours.store(&output(Exit::Io {
-        is_in: true,
-        port: 0x60,
-        size: 1,
-        count: 3,
-        data: IoData::default(),
-    }));
+    let question = ours.store(
+        &(Exit::Io {
+            is_in: true,
+            port: 0x60,
+            size: 1,
+            count: 3,
+            data: IoData::default(),
+        }),
+        &STATUS,
+    );
     assert_eq!(question, Question::Io { len: 3 });
     // SAFETY: the PIO page is mapped.
     unsafe { vmm.pio_data().copy_from([7, 8, 9].as_ptr(), 3) };
@@ -84,8 +85,8 @@ fn an_oversized_string_stays_inside_the_pio_page() {
         count: u32::MAX,
         data: IoData::new(u32::MAX, 4),
     };
-    assert_eq!(ours.store(&output(exit(false))), Question::None);
-    let question = ours.store(&output(exit(true)));
+    assert_eq!(ours.store(&exit(false), &STATUS), Question::None);
+    let question = ours.store(&exit(true), &STATUS);
     assert_eq!(question, Question::Io { len: PAGE_SIZE });
 }
 
@@ -98,8 +99,8 @@ fn mmio_reads_ask_and_writes_do_not() {
         is_write,
         data: [1, 2, 3, 4, 0, 0, 0, 0],
     };
-    assert_eq!(ours.store(&output(exit(true))), Question::None);
-    let question = ours.store(&output(exit(false)));
+    assert_eq!(ours.store(&exit(true), &STATUS), Question::None);
+    let question = ours.store(&exit(false), &STATUS);
     assert_eq!(question, Question::Mmio);
     assert_eq!(exit_reason(&vmm), KVM_EXIT_MMIO);
     let mut mmio = vmm.union::<Mmio>();
@@ -118,10 +119,13 @@ fn mmio_reads_ask_and_writes_do_not() {
 #[test]
 fn msr_and_hypercall_answers_come_from_the_union() {
     let (ours, vmm) = pages();
-    let question = ours.store(&output(Exit::Rdmsr {
-        index: 0x123,
-        reason: KVM_MSR_EXIT_REASON_UNKNOWN,
-    }));
+    let question = ours.store(
+        &(Exit::Rdmsr {
+            index: 0x123,
+            reason: KVM_MSR_EXIT_REASON_UNKNOWN,
+        }),
+        &STATUS,
+    );
     let mut msr = vmm.union::<Msr>();
     assert_eq!((msr.index, msr.reason, msr.error), (0x123, 2, 0));
     (msr.data, msr.error) = (0xdead_beef, 1);
@@ -130,11 +134,14 @@ fn msr_and_hypercall_answers_come_from_the_union() {
         Answer::Msr { data, error } => assert_eq!((data, error), (0xdead_beef, true)),
         other => panic!("{other:?}"),
     }
-    let question = ours.store(&output(Exit::Hypercall {
-        nr: 12,
-        args: [1, 2, 3, 4, 5, 6],
-        longmode: true,
-    }));
+    let question = ours.store(
+        &(Exit::Hypercall {
+            nr: 12,
+            args: [1, 2, 3, 4, 5, 6],
+            longmode: true,
+        }),
+        &STATUS,
+    );
     let mut hypercall = vmm.union::<Hypercall>();
     assert_eq!((hypercall.nr, hypercall.args[5]), (12, 6));
     hypercall.ret = 77;
@@ -175,7 +182,7 @@ fn every_exit_has_its_reason_and_the_status_fields() {
         (debug, KVM_EXIT_DEBUG),
         (wrmsr, KVM_EXIT_X86_WRMSR),
     ] {
-        ours.store(&output(exit));
+        ours.store(&exit, &STATUS);
         assert_eq!(exit_reason(&vmm), reason);
     }
     // SAFETY: inside the mapping.

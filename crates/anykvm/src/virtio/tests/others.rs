@@ -25,7 +25,7 @@ fn random_bytes_fill_what_is_offered() {
 
 #[test]
 fn console_input_waits_for_buffers_and_buffers_for_input() {
-    let input = ConsoleInput::new().unwrap();
+    let input = ConsoleInput::new();
     let output = Output::for_test();
     let size = Some((24, 80));
     let console = Console::new(input.clone(), output.clone(), size);
@@ -49,7 +49,7 @@ fn console_input_waits_for_buffers_and_buffers_for_input() {
 #[test]
 fn console_output_is_passed_on_whole() {
     let output = Output::for_test();
-    let console = Console::new(ConsoleInput::new().unwrap(), output.clone(), None);
+    let console = Console::new(ConsoleInput::new(), output.clone(), None);
     let driver = Driver::ready(Box::new(console), 2);
     let text: Vec<u8> = (0..10_000u32).map(|n| n as u8).collect();
     driver.put(BUFFER, &text);

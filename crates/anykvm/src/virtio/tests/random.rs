@@ -115,7 +115,7 @@ fn random_numbers_survive_random_drivers() {
 #[test]
 fn consoles_survive_random_drivers() {
     torture(3, 2, || {
-        let input = ConsoleInput::new().unwrap();
+        let input = ConsoleInput::new();
         input.feed(&[b'x'; 1000]);
         Box::new(Console::new(input, Output::for_nobody(), None))
     });

@@ -1,0 +1,349 @@
+//! KVM_IRQFD: eventfds that raise a GSI, and the thread that waits for them.
+//!
+//! An irqfd ends when its eventfd does, so none of the descriptors that the thread waits by may keep
+//! the eventfd alive. An epoll set does not: it has the VMM's own descriptor, and the entry goes with
+//! the last descriptor of the eventfd, in whatever process. To take the counter a descriptor is
+//! needed all the same; ours is given up as soon as the VMM has closed its own ([`Irqfds::sweep`]).
+//!
+//! Lock order: an irqfd's gate, then the irqchip, then the list.
+
+use std::{
+    os::fd::AsRawFd,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    time::Duration,
+};
+
+use host::{
+    EventFd,
+    poll::{Epoll, Trigger},
+};
+use irqchip::line::source;
+use kvm_bindings::{KVM_IRQFD_FLAG_DEASSIGN, KVM_IRQFD_FLAG_RESAMPLE, kvm_irqfd};
+
+use super::{
+    Vm, VmState,
+    doorbell::{identity, not_an_eventfd},
+};
+use crate::{Error, Result};
+
+/// Token of what tells the thread that the VM is gone, or that there are irqfds now.
+const CONTROL: u64 = 0;
+/// How often it is looked whether the VMM has closed an eventfd.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// An eventfd that raises a GSI.
+#[derive(Debug)]
+struct Irqfd {
+    gsi: u32,
+    /// [`identity`].
+    id: (Option<u64>, i32),
+    /// The VMM's descriptor, which the epoll set has with this token.
+    fd: i32,
+    token: u64,
+    /// Signalled at EOI; the line is level-triggered.
+    resample: Option<EventFd>,
+    gate: Mutex<Gate>,
+}
+
+/// Held while an interrupt is delivered.
+#[derive(Debug)]
+struct Gate {
+    is_open: bool,
+    /// Our own descriptor of the eventfd, while the VMM has one.
+    event: Option<EventFd>,
+    /// Its readers block.
+    blocks: bool,
+}
+
+/// Irqfds and the thread that waits on them.
+#[derive(Debug, Default)]
+pub(super) struct Irqfds {
+    list: Mutex<List>,
+    waiting: Mutex<Option<Waiting>>,
+}
+
+#[derive(Debug, Default)]
+struct List {
+    /// By token.
+    irqfds: Vec<Arc<Irqfd>>,
+    last_token: u64,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    set: Arc<Epoll>,
+    control: EventFd,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Irqfd {
+    /// Raises the GSI if the eventfd was signalled.
+    fn deliver(&self, vm: &VmState) {
+        let gate = locked(&self.gate);
+        if gate.is_open {
+            self.deliver_through(&gate, vm);
+        }
+    }
+
+    fn deliver_through(&self, gate: &Gate, vm: &VmState) {
+        // Where only others have descriptors left nobody takes the counter; each signal still
+        // wakes the thread.
+        let is_signalled = match &gate.event {
+            Some(event) if gate.blocks => matches!(event.take_now(), Ok(Some(_))),
+            Some(event) => matches!(event.take(), Ok(Some(_))),
+            None => true,
+        };
+        if is_signalled {
+            vm.raise(self.gsi, self.resample.is_some());
+        }
+    }
+
+    /// Delivers what was signalled before, and nothing after.
+    fn close(&self, vm: &VmState) {
+        let mut gate = locked(&self.gate);
+        if gate.is_open && gate.event.is_some() {
+            self.deliver_through(&gate, vm);
+        }
+        gate.is_open = false;
+        gate.event = None;
+    }
+}
+
+/// Raises a GSI without an eventfd.
+#[derive(Clone, Debug)]
+pub struct IrqTrigger {
+    vm: Arc<Vm>,
+    gsi: u32,
+}
+
+impl IrqTrigger {
+    /// One edge, or one message, as a write to an irqfd; from any thread.
+    pub fn trigger(&self) {
+        self.vm.state.raise(self.gsi, false);
+    }
+}
+
+impl Vm {
+    /// An irqfd's counterpart for devices in this process. EINVAL without in-kernel LAPICs.
+    pub fn irq_trigger(self: &Arc<Self>, gsi: u32) -> Result<IrqTrigger> {
+        if self.state.chips().is_none() {
+            return Err(Error::InvalidArgument);
+        }
+        Ok(IrqTrigger {
+            vm: Arc::clone(self),
+            gsi,
+        })
+    }
+
+    /// KVM_IRQFD: EBADF and EINVAL for what is no eventfd, EINVAL for unknown flags and without
+    /// chips, EBUSY if the eventfd is in use already. What was signalled before a removal is
+    /// delivered, and nothing after it.
+    pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
+        let known = KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE;
+        if args.flags & !known != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        let open = |fd: u32| EventFd::duplicate(fd as i32).map_err(not_an_eventfd);
+        if args.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
+            let event = open(args.fd)?;
+            self.remove_irqfd(identity(&event, args.fd as i32), args.gsi);
+            return Ok(());
+        }
+        // An EOI is only known to have come where the IOAPIC is.
+        let is_resampled = args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
+        let has_chip = if is_resampled {
+            self.state.has_pic()
+        } else {
+            self.state.chips().is_some()
+        };
+        if !has_chip {
+            return Err(Error::InvalidArgument);
+        }
+        let event = open(args.fd)?;
+        let resample = is_resampled.then(|| open(args.resamplefd)).transpose()?;
+        let irqfds = &self.state.irqfds;
+        irqfds.sweep();
+        let id = identity(&event, args.fd as i32);
+        let mut list = locked(&irqfds.list);
+        if list.irqfds.iter().any(|i| i.id == id) {
+            return Err(Error::Busy);
+        }
+        let set = self.state.irqfd_thread()?;
+        list.last_token += 1;
+        let irqfd = Arc::new(Irqfd {
+            gsi: args.gsi,
+            id,
+            fd: args.fd as i32,
+            token: list.last_token,
+            resample,
+            gate: Mutex::new(Gate {
+                is_open: true,
+                blocks: event.blocks(),
+                event: Some(event),
+            }),
+        });
+        list.irqfds.push(Arc::clone(&irqfd));
+        // A signal that came before counts: the set reports what is ready when it is added.
+        let added = set.add(irqfd.fd, irqfd.token, Trigger::Edge);
+        if added.is_err() {
+            list.irqfds.pop();
+            // The VMM has closed it, or made it another file, meanwhile.
+            return Err(Error::BadFd);
+        }
+        let is_first = list.irqfds.len() == 1;
+        drop(list);
+        if is_first {
+            irqfds.tell();
+        }
+        Ok(())
+    }
+
+    fn remove_irqfd(&self, id: (Option<u64>, i32), gsi: u32) {
+        let irqfds = &self.state.irqfds;
+        let mut removed = Vec::new();
+        locked(&irqfds.list).irqfds.retain(|i| {
+            let is_meant = i.id == id && i.gsi == gsi;
+            if is_meant {
+                removed.push(Arc::clone(i));
+            }
+            !is_meant
+        });
+        for irqfd in removed {
+            if let Some(set) = irqfds.set() {
+                // Where the VMM has another number for it, the entry goes with the eventfd.
+                let _ = set.remove(irqfd.fd);
+            }
+            irqfd.close(&self.state);
+        }
+    }
+}
+
+impl Irqfds {
+    /// Has the thread look what there is, if it is there.
+    pub(super) fn tell(&self) {
+        if let Some(waiting) = &*locked(&self.waiting) {
+            let _ = waiting.control.signal(1);
+        }
+    }
+
+    fn set(&self) -> Option<Arc<Epoll>> {
+        locked(&self.waiting).as_ref().map(|w| Arc::clone(&w.set))
+    }
+
+    /// Gives up descriptors of eventfds that the VMM has closed, and forgets the irqfds of those
+    /// that nobody has any more.
+    fn sweep(&self) {
+        let Some(set) = self.set() else { return };
+        let irqfds = locked(&self.list).irqfds.clone();
+        let mut orphans = Vec::new();
+        for irqfd in irqfds {
+            // The set knows the pair of file and number: another file there is another entry.
+            if set.renew(irqfd.fd, irqfd.token, Trigger::Edge).is_err() {
+                locked(&irqfd.gate).event = None;
+                orphans.push(irqfd.token);
+            }
+        }
+        if orphans.is_empty() {
+            return;
+        }
+        // Descriptors elsewhere, for instance in another process, keep it.
+        let Some(left) = set.tokens() else { return };
+        locked(&self.list)
+            .irqfds
+            .retain(|i| !orphans.contains(&i.token) || left.contains(&i.token));
+    }
+}
+
+impl VmState {
+    /// A device's edge; or, with `is_resampled`, its level until the EOI.
+    fn raise(&self, gsi: u32, is_resampled: bool) {
+        self.note_device_event();
+        self.with_routing(|chip, lapics| {
+            if is_resampled {
+                chip.set_gsi(lapics, gsi, source::RESAMPLE, true)
+            } else {
+                chip.pulse_gsi(lapics, gsi, source::USERSPACE)
+            }
+        });
+    }
+
+    /// A level-triggered interrupt of `gsi` has ended: tell its irqfds' devices.
+    pub(crate) fn resample(&self, gsi: u32) {
+        let list = locked(&self.irqfds.list);
+        for irqfd in list.irqfds.iter().filter(|i| i.gsi == gsi) {
+            if let Some(resample) = &irqfd.resample {
+                // A full counter already says "resample", and must not hold the vCPU up.
+                if !resample.blocks() || resample.has_room() {
+                    let _ = resample.signal(1);
+                }
+            }
+        }
+    }
+
+    /// The set that the thread waits on; the thread is started if need be.
+    pub(super) fn irqfd_thread(self: &Arc<Self>) -> Result<Arc<Epoll>> {
+        let mut waiting = locked(&self.irqfds.waiting);
+        if let Some(waiting) = &*waiting {
+            return Ok(Arc::clone(&waiting.set));
+        }
+        let no_memory = |_| Error::NoMemory;
+        let set = Arc::new(Epoll::new().map_err(no_memory)?);
+        let control = EventFd::new(0).map_err(no_memory)?;
+        set.add(control.as_raw_fd(), CONTROL, Trigger::Level)
+            .map_err(no_memory)?;
+        let theirs = Waiting {
+            set: Arc::clone(&set),
+            control: control.try_clone().map_err(no_memory)?,
+        };
+        let vm = Arc::downgrade(self);
+        std::thread::Builder::new()
+            .name("anykvm-irqfd".to_owned())
+            .spawn(move || {
+                // The VMM's signals are for its own threads.
+                host::signal::block_all();
+                wait_for_irqfds(&vm, &theirs);
+            })
+            .map_err(no_memory)?;
+        *waiting = Some(Waiting {
+            set: Arc::clone(&set),
+            control,
+        });
+        Ok(set)
+    }
+}
+
+/// Raises the GSI of each irqfd that is signalled, until the VM is gone.
+fn wait_for_irqfds(vm: &Weak<VmState>, Waiting { set, control }: &Waiting) {
+    let mut tokens = Vec::new();
+    let mut swept_ns = host::clock::monotonic_ns();
+    loop {
+        let has_irqfds = match vm.upgrade() {
+            Some(vm) => !locked(&vm.irqfds.list).irqfds.is_empty(),
+            None => return,
+        };
+        // It fails for a signal.
+        let _ = set.wait(&mut tokens, has_irqfds.then_some(SWEEP));
+        if tokens.contains(&CONTROL) {
+            let _ = control.take();
+        }
+        let Some(vm) = vm.upgrade() else { return };
+        for token in &tokens {
+            let irqfd = {
+                let list = locked(&vm.irqfds.list);
+                let at = list.irqfds.binary_search_by_key(token, |i| i.token);
+                at.ok().and_then(|at| list.irqfds.get(at).cloned())
+            };
+            if let Some(irqfd) = irqfd {
+                irqfd.deliver(&vm);
+            }
+        }
+        let now = host::clock::monotonic_ns();
+        if now.saturating_sub(swept_ns) >= SWEEP.as_nanos() as u64 {
+            swept_ns = now;
+            vm.irqfds.sweep();
+        }
+    }
+}
