@@ -17,6 +17,7 @@ pub mod launch;
 mod next;
 mod path;
 pub mod program;
+mod spawn;
 mod trace;
 
 use std::sync::atomic::{AtomicBool, Ordering};

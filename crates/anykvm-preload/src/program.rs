@@ -4,6 +4,7 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// What an executable file is to the loader.
@@ -84,6 +85,34 @@ fn elf_kind(head: &[u8]) -> Option<Kind> {
         }
     }
     Some(Kind::Static)
+}
+
+/// The program as a shell would find it.
+pub fn find(name: &OsStr) -> Option<PathBuf> {
+    if name.as_bytes().contains(&b'/') {
+        return Some(PathBuf::from(name));
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .map(|folder| folder.join(name))
+        .find(|file| mode(file).is_some_and(|mode| mode & 0o111 != 0))
+}
+
+/// Permissions of an ordinary file.
+fn mode(file: &Path) -> Option<u32> {
+    let data = file.metadata().ok()?;
+    data.is_file().then(|| data.permissions().mode())
+}
+
+/// True for an x86-64 program that a preloaded library would not reach: one that is static or made
+/// for another C library. Those with the rights of others are left alone.
+pub fn needs_launcher(file: &Path) -> bool {
+    mode(file).is_some_and(|mode| mode & 0o6000 == 0 && mode & 0o111 != 0)
+        && match kind(file) {
+            Ok(Kind::Static) => true,
+            Ok(Kind::Dynamic(loader)) => !is_glibc(&loader),
+            _ => false,
+        }
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use std::{
 
 use anykvm_preload::{
     launch,
-    program::{Kind, is_glibc, kind},
+    program::{self, Kind, is_glibc, kind},
 };
 
 use crate::{cli::ExecArgs, error::BootError};
@@ -86,17 +86,7 @@ impl<'a> Vmm<'a> {
 
 /// The program as a shell would find it.
 pub(crate) fn find(name: &OsStr) -> Result<PathBuf, String> {
-    if name.as_bytes().contains(&b'/') {
-        return Ok(PathBuf::from(name));
-    }
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path)
-        .map(|folder| folder.join(name))
-        .find(|file| {
-            file.metadata()
-                .is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0)
-        })
-        .ok_or_else(|| format!("{}: no such program in PATH", name.display()))
+    program::find(name).ok_or_else(|| format!("{}: no such program in PATH", name.display()))
 }
 
 /// LD_PRELOAD with this file first, so that another library's `ioctl` comes after ours.

@@ -2,7 +2,6 @@
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use libc::{c_char, c_long};
@@ -10,7 +9,7 @@ use libc::{c_char, c_long};
 use super::dispatch::Answer;
 use super::image;
 use crate::next::system_call;
-use crate::program::{self, Kind};
+use crate::program;
 
 /// Arguments that a program can have.
 const MOST: usize = 1 << 20;
@@ -34,7 +33,9 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
         return Answer::Kernel;
     }
     let file = Path::new(OsStr::from_bytes(path.to_bytes()));
-    if !needs_launcher(file) {
+    if !program::needs_launcher(file) {
+        let with_library = Environment::with_library(envp);
+        let envp = with_library.as_ref().map_or(envp, Environment::address);
         let arguments = [path.as_ptr() as usize, argv, envp, 0, 0, 0];
         // SAFETY: the program's arguments.
         return Answer::Is(unsafe { system_call(libc::SYS_execve, arguments) });
@@ -73,17 +74,51 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
     Answer::Is(unsafe { system_call(libc::SYS_execve, arguments) })
 }
 
-/// True for an x86-64 program that is static or made for another C library.
-fn needs_launcher(file: &Path) -> bool {
-    let is_ordinary = file.metadata().is_ok_and(|m| {
-        m.is_file() && m.permissions().mode() & 0o6000 == 0 && m.permissions().mode() & 0o111 != 0
-    });
-    is_ordinary
-        && match program::kind(file) {
-            Ok(Kind::Static) => true,
-            Ok(Kind::Dynamic(loader)) => !program::is_glibc(&loader),
-            _ => false,
+/// An environment in which LD_PRELOAD names the library.
+struct Environment {
+    list: Vec<*const c_char>,
+    _variable: CString,
+}
+
+impl Environment {
+    /// `None` if the list cannot be read, which the kernel says then.
+    fn with_library(envp: usize) -> Option<Self> {
+        const NAME: &[u8] = b"LD_PRELOAD=";
+        let own = image::launcher()?.to_bytes();
+        let mut variable = [NAME, own].concat();
+        let mut list = Vec::new();
+        let mut at = envp;
+        while envp != 0 && list.len() < MOST {
+            let string = image::take(at)?;
+            if string == 0 {
+                break;
+            }
+            let is_preload = image::starts_with(string, NAME);
+            if is_preload {
+                let others = image::path(string)?;
+                let others = &others.to_bytes()[NAME.len()..];
+                if others.starts_with(own) {
+                    return None;
+                }
+                variable.push(b':');
+                variable.extend_from_slice(others);
+            } else {
+                list.push(string as *const c_char);
+            }
+            at += size_of::<usize>();
         }
+        let variable = CString::new(variable).ok()?;
+        list.push(variable.as_ptr());
+        list.push(std::ptr::null());
+        Some(Self {
+            list,
+            _variable: variable,
+        })
+    }
+
+    fn address(&self) -> usize {
+        self.list.as_ptr() as usize
+    }
 }
 
 /// A path without zeros in it, as C has it.

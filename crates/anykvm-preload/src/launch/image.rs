@@ -79,6 +79,14 @@ pub(super) fn path(at: usize) -> Option<CString> {
     None
 }
 
+/// True if these bytes are at that address.
+pub(super) fn starts_with(at: usize, bytes: &[u8]) -> bool {
+    let mut there = vec![0u8; bytes.len()];
+    // SAFETY: the buffer is that long.
+    let read = unsafe { kvm_abi::faults::copy(at as *const u8, there.as_mut_ptr(), bytes.len()) };
+    read == Some(true) && there == bytes
+}
+
 /// A structure of the program's, if it can be read.
 pub(super) fn take_as<T>(at: usize) -> Option<MaybeUninit<T>> {
     let mut value = MaybeUninit::<T>::uninit();

@@ -202,6 +202,32 @@ fn launched_programs_are_processes_like_others() {
 }
 
 #[test]
+fn what_is_started_by_others_gets_anykvm_too() {
+    let fixed = build("vmm-started-static", &["-static"]);
+    let dynamic = build("vmm-started", &[]);
+    let (fixed, dynamic) = (fixed.to_str().unwrap(), dynamic.to_str().unwrap());
+    let busybox = "/usr/bin/busybox";
+    for (how, vmm) in [
+        // A preloaded shell starts a static VMM, and a static shell both kinds.
+        (["sh", "-c"], fixed),
+        (["env", "-S"], fixed),
+        ([busybox, "ash"], fixed),
+        ([busybox, "ash"], dynamic),
+    ] {
+        let command = format!("{vmm} exits 1000");
+        let mut arguments = how.to_vec();
+        if how[0] == busybox {
+            arguments.push("-c");
+        }
+        arguments.push(&command);
+        let output = exec(&arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{how:?} {vmm}: {error}");
+        assert!(String::from_utf8_lossy(&output.stdout).ends_with(" ns\n"));
+    }
+}
+
+#[test]
 fn a_dynamically_linked_program_can_be_launched() {
     let program = compile("process.c", "process-dynamic", &[]);
     let output = Command::new("timeout")

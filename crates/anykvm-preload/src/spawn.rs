@@ -1,0 +1,236 @@
+//! `exec*` and `posix_spawn*`: what a preloaded program starts.
+//!
+//! The library reaches dynamically linked programs by itself, through the environment. One that it
+//! does not reach would use a real `/dev/kvm`: it is started by `anykvm exec`.
+
+use std::ffi::{CStr, CString, OsStr};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use libc::{c_char, c_int};
+
+use crate::next::next;
+use crate::program;
+
+/// A program and its arguments, as `anykvm exec` gets them.
+#[derive(Debug)]
+pub(crate) struct Launch {
+    own: CString,
+    /// The strings are the caller's but for the first ones; ends with null.
+    arguments: Vec<*const c_char>,
+    _path: CString,
+}
+
+impl Launch {
+    /// `None` for a program that needs no launcher.
+    ///
+    /// # Safety
+    ///
+    /// `arguments` is null or a list of C strings that ends with null.
+    pub(crate) unsafe fn of(path: &Path, arguments: *const *const c_char) -> Option<Self> {
+        if !program::needs_launcher(path) {
+            return None;
+        }
+        let own = CString::new(own_file()?.as_os_str().as_bytes()).ok()?;
+        let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+        let fixed: [&CStr; 3] = [c"exec", c"--quiet", c"--"];
+        let mut list = vec![own.as_ptr()];
+        list.extend(fixed.iter().map(|word| word.as_ptr()));
+        list.push(path.as_ptr());
+        // The first is the program's name for itself.
+        let mut at = 1;
+        // SAFETY: a list that ends with null, by this function's contract.
+        unsafe {
+            if !arguments.is_null() && !(*arguments).is_null() {
+                while !(*arguments.add(at)).is_null() {
+                    list.push(*arguments.add(at));
+                    at += 1;
+                }
+            }
+        }
+        list.push(std::ptr::null());
+        Some(Self {
+            own,
+            arguments: list,
+            _path: path,
+        })
+    }
+
+    /// The `anykvm` program.
+    pub(crate) fn program(&self) -> *const c_char {
+        self.own.as_ptr()
+    }
+
+    /// Its arguments.
+    pub(crate) fn arguments(&self) -> *const *const c_char {
+        self.arguments.as_ptr()
+    }
+}
+
+/// The file that this library is.
+pub(crate) fn own_file() -> Option<PathBuf> {
+    if !crate::is_preloaded() {
+        return std::env::current_exe().ok();
+    }
+    // SAFETY: all zeros are a value of the structure; the address is in this library, and the name
+    // lives as long as that is loaded.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        let here = own_file as *const () as *const libc::c_void;
+        if libc::dladdr(here, &raw mut info) == 0 || info.dli_fname.is_null() {
+            return None;
+        }
+        let name = CStr::from_ptr(info.dli_fname).to_bytes();
+        Some(PathBuf::from(OsStr::from_bytes(name)))
+    }
+}
+
+/// The file of a path, or, if it has no slash in it, of a name in PATH.
+unsafe fn file(name: *const c_char, is_searched: bool) -> Option<PathBuf> {
+    if name.is_null() || !crate::is_preloaded() || crate::trace::is_real() {
+        return None;
+    }
+    // SAFETY: a C string by this function's contract.
+    let name = OsStr::from_bytes(unsafe { CStr::from_ptr(name) }.to_bytes());
+    if !is_searched || name.as_bytes().contains(&b'/') {
+        return Some(PathBuf::from(name));
+    }
+    program::find(name)
+}
+
+macro_rules! exec {
+    ($($name:ident($searched:literal $(, $environment:ident)?);)*) => { $(
+        /// The C library's function of this name.
+        ///
+        /// # Safety
+        ///
+        /// As for that.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(
+            path: *const c_char,
+            arguments: *const *const c_char,
+            $($environment: *const *const c_char,)?
+        ) -> c_int {
+            // SAFETY: the caller's arguments.
+            let launch = unsafe { file(path, $searched).and_then(|file| Launch::of(&file, arguments)) };
+            let (path, arguments) = match &launch {
+                Some(launch) => (launch.program(), launch.arguments()),
+                None => (path, arguments),
+            };
+            next!($name(
+                path => *const c_char,
+                arguments => *const *const c_char,
+                $($environment => *const *const c_char)?
+            ) -> c_int)
+        }
+    )* };
+}
+
+exec! {
+    execve(false, environment);
+    execv(false);
+    execvp(true);
+    execvpe(true, environment);
+}
+
+macro_rules! spawn {
+    ($($name:ident($searched:literal);)*) => { $(
+        /// The C library's function of this name.
+        ///
+        /// # Safety
+        ///
+        /// As for that.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(
+            child: *mut libc::pid_t,
+            path: *const c_char,
+            actions: *const libc::posix_spawn_file_actions_t,
+            attributes: *const libc::posix_spawnattr_t,
+            arguments: *const *const c_char,
+            environment: *const *const c_char,
+        ) -> c_int {
+            // SAFETY: the caller's arguments.
+            let launch = unsafe { file(path, $searched).and_then(|file| Launch::of(&file, arguments)) };
+            let (path, arguments) = match &launch {
+                Some(launch) => (launch.program(), launch.arguments()),
+                None => (path, arguments),
+            };
+            next!($name(
+                child => *mut libc::pid_t,
+                path => *const c_char,
+                actions => *const libc::posix_spawn_file_actions_t,
+                attributes => *const libc::posix_spawnattr_t,
+                arguments => *const *const c_char,
+                environment => *const *const c_char,
+            ) -> c_int)
+        }
+    )* };
+}
+
+spawn! {
+    posix_spawn(false);
+    posix_spawnp(true);
+}
+
+/// Arguments on the caller's stack, as `execl` and its kind have them, in a list.
+macro_rules! exec_list {
+    ($($name:ident => $list:ident;)*) => { $(
+        /// The C library's function of this name.
+        ///
+        /// # Safety
+        ///
+        /// As for that.
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name() -> c_int {
+            std::arch::naked_asm!(
+                // All arguments but the first in a row: five registers, then what is on the stack
+                // behind the return address, which is put elsewhere.
+                "mov rax, [rsp]",
+                "mov [rsp], r9",
+                "push r8",
+                "push rcx",
+                "push rdx",
+                "push rsi",
+                "mov rsi, rsp",
+                "push rax",
+                "call {list}",
+                "pop rcx",
+                "add rsp, 32",
+                "mov [rsp], rcx",
+                "ret",
+                list = sym $list,
+            )
+        }
+    )* };
+}
+
+exec_list! {
+    execl => from_list;
+    execlp => from_list_searched;
+    execle => from_list_with_environment;
+}
+
+unsafe extern "C" fn from_list(path: *const c_char, list: *const *const c_char) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { execv(path, list) }
+}
+
+unsafe extern "C" fn from_list_searched(path: *const c_char, list: *const *const c_char) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { execvp(path, list) }
+}
+
+unsafe extern "C" fn from_list_with_environment(
+    path: *const c_char,
+    list: *const *const c_char,
+) -> c_int {
+    // SAFETY: the environment comes behind the list's end.
+    unsafe {
+        let mut end = 0;
+        while !(*list.add(end)).is_null() {
+            end += 1;
+        }
+        execve(path, list, (*list.add(end + 1)).cast())
+    }
+}
