@@ -86,3 +86,39 @@ fn a_slot_that_is_not_there_cannot_be_deleted() {
     };
     assert_eq!(set(&guest.vm, &mut region), Err(libc::EINVAL));
 }
+
+#[test]
+fn memory_is_made_present_before_the_guest_comes() {
+    let guest = Guest::new(&[0xf4], false);
+    let memory = Ram::new(0x4000);
+    guest::add_slot(&guest.vm, 1, GPA, &memory, 0);
+    let fault = |gpa: u64, size: u64, flags: u64| {
+        let mut range = kvm_pre_fault_memory {
+            gpa,
+            size,
+            flags,
+            ..Default::default()
+        };
+        let result = ioctl(&guest.vcpu, KVM_PRE_FAULT_MEMORY, &mut range);
+        (result, range.gpa, range.size)
+    };
+    assert_eq!(fault(GPA, 0x4000, 0), (Ok(0), GPA + 0x4000, 0));
+    // What is left: the slot ends.
+    let end = GPA + 0x4000;
+    assert_eq!(fault(GPA + 0x3000, 0x3000, 0), (Ok(0), end, 0x2000));
+    for (gpa, size, flags, errno) in [
+        (end, 0x1000, 0, libc::ENOENT),
+        (GPA, 0, 0, libc::EINVAL),
+        (GPA + 1, 0x1000, 0, libc::EINVAL),
+        (GPA, 0x800, 0, libc::EINVAL),
+        (GPA, 0x1000, 1, libc::EINVAL),
+        (u64::MAX - 0xfff, 0x2000, 0, libc::EINVAL),
+    ] {
+        let wanted = (Err(errno), gpa, size);
+        assert_eq!(fault(gpa, size, flags), wanted, "{gpa:#x} {size:#x}");
+    }
+    let hole = Ram::new(4096);
+    protect(&hole, libc::PROT_NONE);
+    guest::add_slot(&guest.vm, 2, 0x10_0000, &hole, 0);
+    assert_eq!(fault(0x10_0000, 0x1000, 0).0, Err(libc::EFAULT));
+}

@@ -207,3 +207,54 @@ fn event_flags_need_their_capabilities() {
     assert_eq!(g.vcpu.get_vcpu_events().unwrap().triple_fault.pending, 1);
     assert!(matches!(g.vcpu.run().unwrap(), VcpuExit::Shutdown));
 }
+
+#[test]
+fn the_apic_timer_ticks_as_the_vmm_says() {
+    let bare = Kvm::new().unwrap().create_vm().unwrap();
+    let cap = KVM_CAP_X86_APIC_BUS_CYCLES_NS;
+    assert_eq!(enable(&bare, cap, 20), Err(libc::ENXIO));
+    // Timer: one shot, masked, divided by 1; what is left of the count after a while, to port 0x80.
+    // mov ax, 0x...: the LAPIC's page is reached by its MSRs in x2APIC mode.
+    let code = [
+        0x66, 0xb9, 0x3e, 0x08, 0x00, 0x00, // mov ecx, 0x83e
+        0x66, 0x31, 0xd2, // xor edx, edx
+        0x66, 0xb8, 0x0b, 0x00, 0x00, 0x00, // mov eax, 11: divide by 1
+        0x0f, 0x30, // wrmsr
+        0x66, 0xb9, 0x38, 0x08, 0x00, 0x00, // mov ecx, 0x838
+        0x66, 0xb8, 0xff, 0xff, 0xff, 0xff, // mov eax, -1
+        0x0f, 0x30, // wrmsr
+        0xe6, 0x80, // out 0x80, al: the VMM sleeps
+        0x66, 0xb9, 0x39, 0x08, 0x00, 0x00, // mov ecx, 0x839
+        0x0f, 0x32, // rdmsr
+        0x66, 0xf7, 0xd0, // not eax
+        0xba, 0x81, 0x00, // mov dx, 0x81
+        0x66, 0xef, // out dx, eax
+    ];
+    for (ns, bad) in [(1u64, false), (20, false), (0, true), (1 << 40, true)] {
+        let (vm, _ram) = guest::vm(&code, true, 0);
+        let set = enable(&vm, cap, ns);
+        if bad {
+            assert_eq!(set, Err(libc::EINVAL), "{ns}");
+            continue;
+        }
+        assert_eq!(set, Ok(()));
+        let mut vcpu = vm.create_vcpu(0).unwrap();
+        assert_eq!(enable(&vm, cap, ns), Err(libc::EINVAL), "there is a vCPU");
+        guest::start(&vcpu);
+        let mut sregs = vcpu.get_sregs().unwrap();
+        sregs.apic_base |= 1 << 10 | 1 << 11;
+        vcpu.set_sregs(&sregs).unwrap();
+        let start = std::time::Instant::now();
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::IoOut(0x80, _)));
+        thread::sleep(Duration::from_millis(20));
+        let VcpuExit::IoOut(0x81, data) = vcpu.run().unwrap() else {
+            panic!("no count");
+        };
+        let ticks = u64::from(u32::from_le_bytes(data.try_into().unwrap()));
+        let took = start.elapsed().as_nanos() as u64;
+        assert!(
+            (20_000_000 / ns..=took / ns + 1).contains(&ticks),
+            "{ns}: {ticks} in {took} ns"
+        );
+    }
+}

@@ -64,6 +64,7 @@ plain!(
     kvm_pit_config,
     kvm_pit_state,
     kvm_pit_state2,
+    kvm_pre_fault_memory,
     kvm_regs,
     kvm_reinject_control,
     kvm_sregs,

@@ -4,7 +4,7 @@ use kvm_bindings::*;
 
 use crate::{
     vcpu::{MCE_BANKS, MCE_SUPPORTED_CAP},
-    vm::options::{HYPERCALL_EXITS, MANUAL_DIRTY_LOG, X2APIC_API},
+    vm::options::{APIC_TICK_NS, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, X2APIC_API},
 };
 
 /// Most vCPUs of a VM.
@@ -96,7 +96,9 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_STEAL_TIME
         | KVM_CAP_USER_MEMORY2
         | KVM_CAP_VM_TYPES
+        | KVM_CAP_PRE_FAULT_MEMORY
         | KVM_CAP_REINJECT_CONTROL => 1,
+        KVM_CAP_X86_APIC_BUS_CYCLES_NS => APIC_TICK_NS as i32,
         KVM_CAP_X2APIC_API => X2APIC_API as i32,
         KVM_CAP_X86_USER_SPACE_MSR => 1,
         KVM_CAP_X86_DISABLE_EXITS => DISABLED_EXITS as i32,

@@ -505,6 +505,15 @@ impl Vcpu {
         }
         Ok(())
     }
+    /// KVM_PRE_FAULT_MEMORY of one page: the host makes it present. ENOENT without a memslot, EFAULT
+    /// if the VMM has not mapped it.
+    pub fn pre_fault(&self, gpa: u64) -> Result<()> {
+        let inner = &mut *self.lock();
+        let table = inner.bus.vm.memory.table();
+        let space = usize::from(inner.cpu.events.in_smm);
+        let slot = table.lookup(space, gpa).ok_or(Error::NotFound)?;
+        slot.host_page(gpa).map(drop).ok_or(Error::Fault)
+    }
     /// KVM_KVMCLOCK_CTRL: EINVAL before the guest has set kvmclock up.
     pub fn kvmclock_ctrl(&self) -> Result<()> {
         let inner = &mut *self.lock();

@@ -16,6 +16,8 @@ use host::futex::{self, Wait};
 use io_bus::Reader;
 use irqchip::{Accepted, Lapic, LapicConfig};
 
+use crate::vm::options::Options;
+
 use super::stats::Sink;
 use crate::vm::doorbell::IoTable;
 
@@ -82,13 +84,14 @@ impl VcpuShared {
         is_bsp: bool,
         index: usize,
         acknowledged: Arc<Acknowledged>,
-        broadcast_quirk: bool,
+        options: &Options,
         io: Reader<IoTable>,
     ) -> Self {
         let lapic = Lapic::new(LapicConfig {
             vcpu_id: id,
             bsp: is_bsp,
-            broadcast_quirk,
+            broadcast_quirk: options.has_broadcast_quirk(),
+            ns_per_tick: options.apic_tick_ns(),
             ..LapicConfig::default()
         });
         Self {

@@ -147,7 +147,7 @@ impl Vm {
             id == self.state.boot_id.load(Ordering::Relaxed),
             vcpus.len(),
             mmu.acknowledged(),
-            self.state.options.has_broadcast_quirk(),
+            &self.state.options,
             Reader::new(Arc::clone(&self.state.io)),
         ));
         vcpus.push(Arc::clone(&shared));

@@ -15,6 +15,8 @@ use crate::{
     vcpu::shared::request,
 };
 
+/// APIC_BUS_CYCLE_NS_DEFAULT.
+pub(crate) const APIC_TICK_NS: u64 = 1;
 /// KVM_EXIT_HYPERCALL_VALID_MASK: KVM_HC_MAP_GPA_RANGE.
 pub(crate) const HYPERCALL_EXITS: u64 = 1 << 12;
 /// KVM_MSR_EXIT_REASON_VALID_MASK.
@@ -51,6 +53,8 @@ pub(crate) struct Options {
     max_vcpu_id: AtomicU32,
     /// KVM_SET_NR_MMU_PAGES; 0 before it is set.
     mmu_pages: AtomicU32,
+    /// KVM_CAP_X86_APIC_BUS_CYCLES_NS.
+    apic_tick_ns: AtomicU64,
 }
 
 impl Default for Options {
@@ -68,6 +72,7 @@ impl Default for Options {
             x2apic_api: AtomicU32::new(0),
             max_vcpu_id: AtomicU32::new(0),
             mmu_pages: AtomicU32::new(0),
+            apic_tick_ns: AtomicU64::new(APIC_TICK_NS),
         }
     }
 }
@@ -126,6 +131,10 @@ impl Options {
     /// Without KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK.
     pub(crate) fn has_broadcast_quirk(&self) -> bool {
         self.x2apic_api.load(Ordering::Relaxed) & KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK == 0
+    }
+    /// Nanoseconds of an undivided tick of the LAPICs' timers.
+    pub(crate) fn apic_tick_ns(&self) -> u64 {
+        self.apic_tick_ns.load(Ordering::Relaxed)
     }
     /// vCPU ids are below it.
     pub(crate) fn vcpu_id_limit(&self) -> u32 {
@@ -246,6 +255,25 @@ impl Vm {
         self.state.options.mmu_pages.load(Ordering::Relaxed)
     }
 
+    /// EINVAL for none or so many that the longest count overflows, and once there are vCPUs; ENXIO
+    /// without in-kernel LAPICs.
+    fn set_apic_tick_ns(&self, ns: u64) -> Result<()> {
+        const LONGEST: u64 = u32::MAX as u64 * 128;
+        if ns == 0 || LONGEST.checked_mul(ns).is_none() {
+            return Err(Error::InvalidArgument);
+        }
+        if self.state.chips().is_none() {
+            return Err(Error::NoSuchDevice);
+        }
+        // The lock keeps vCPUs from appearing meanwhile.
+        let vcpus = self.state.vcpus();
+        if !vcpus.is_empty() {
+            return Err(Error::InvalidArgument);
+        }
+        self.state.options.apic_tick_ns.store(ns, Ordering::Relaxed);
+        Ok(())
+    }
+
     /// KVM_ENABLE_CAP on the VM: EINVAL for flags, unknown arguments, and capabilities that need
     /// not be enabled or are not offered.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
@@ -306,6 +334,7 @@ impl Vm {
                 self.state.memory.set_starts_dirty(options.starts_dirty());
             }
             KVM_CAP_MAX_VCPU_ID => options.set_max_vcpu_id(arg)?,
+            KVM_CAP_X86_APIC_BUS_CYCLES_NS => self.set_apic_tick_ns(arg)?,
             // Hardware without bus lock detection can be told to leave it off.
             KVM_CAP_X86_BUS_LOCK_EXIT => _ = within(KVM_BUS_LOCK_DETECTION_OFF.into())?,
             _ => return Err(Error::InvalidArgument),

@@ -45,6 +45,8 @@ pub struct LapicConfig {
     pub lint0_reenabled: bool,
     /// Device messages to 0xff reach x2APICs (off with KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK).
     pub broadcast_quirk: bool,
+    /// Nanoseconds of the timer's undivided tick (KVM_CAP_X86_APIC_BUS_CYCLES_NS).
+    pub ns_per_tick: u64,
 }
 
 impl Default for LapicConfig {
@@ -60,6 +62,7 @@ impl Default for LapicConfig {
             maxphyaddr: 46,
             lint0_reenabled: true,
             broadcast_quirk: true,
+            ns_per_tick: spec::NS_PER_TICK,
         }
     }
 }

@@ -176,6 +176,7 @@ impl Lapic {
     fn ns_per_count(&self) -> u64 {
         let v = self.get(reg::TDCR);
         let shift = ((v & 3 | (v & 8) >> 1) + 1) & 7;
-        spec::NS_PER_TICK << shift
+        // KVM_ENABLE_CAP sees to it that a count of 32 bits does not overflow.
+        self.config.ns_per_tick << shift
     }
 }

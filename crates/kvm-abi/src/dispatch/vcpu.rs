@@ -8,6 +8,7 @@ use kvm_bindings::*;
 use super::{LIST, Row, count, done, list_len, no_argument, write_cpuid};
 use crate::errno::{Errno, Result};
 use crate::numbers::*;
+use crate::signals;
 use crate::system::MAX_IO_MSRS;
 use crate::user_memory::Arg;
 use crate::vcpu::Vcpu;
@@ -177,12 +178,7 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_GET_STATS_FD", KVM_GET_STATS_FD, |vcpu, _| {
         Ok(vcpu.stats_fd()?.into_raw_fd())
     }),
-    Row::refused(
-        "KVM_PRE_FAULT_MEMORY",
-        KVM_PRE_FAULT_MEMORY,
-        libc::EINVAL,
-        "not offered yet (KVM_CAP_PRE_FAULT_MEMORY is 0)",
-    ),
+    Row::done("KVM_PRE_FAULT_MEMORY", KVM_PRE_FAULT_MEMORY, pre_fault),
     Row::refused(
         "KVM_GET_SUPPORTED_HV_CPUID",
         KVM_GET_SUPPORTED_HV_CPUID,
@@ -217,6 +213,33 @@ fn tsc_offset_attr(arg: Arg) -> Result<kvm_device_attr> {
 pub(super) fn run(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     no_argument(arg)?;
     done(vcpu.run())
+}
+
+/// Makes pages present until a signal comes; what is left goes back to the caller.
+fn pre_fault(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
+    const PAGE: u64 = crate::run_page::PAGE_SIZE as u64;
+    let mut range: kvm_pre_fault_memory = arg.read()?;
+    let end = range.gpa.checked_add(range.size);
+    let is_aligned = range.gpa.is_multiple_of(PAGE) && range.size.is_multiple_of(PAGE);
+    if range.flags != 0 || !is_aligned || range.size == 0 || end.is_none() {
+        return Err(Errno::new(libc::EINVAL));
+    }
+    let whole = range.size;
+    let mut result = Ok(0);
+    while range.size != 0 && result.is_ok() {
+        result = if signals::is_deferred() {
+            Err(Errno::new(libc::EINTR))
+        } else {
+            done(vcpu.hypervisor().pre_fault(range.gpa))
+        };
+        if result.is_ok() {
+            range.gpa += PAGE;
+            range.size -= PAGE;
+        }
+    }
+    arg.write(&range)?;
+    // One page is a success.
+    if range.size == whole { result } else { Ok(0) }
 }
 
 /// A mask of the kernel's size, or none.
