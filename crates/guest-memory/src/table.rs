@@ -110,6 +110,16 @@ impl SlotTable {
         Some(i)
     }
 
+    /// The same; `near` is the slot to look at first.
+    #[inline]
+    pub fn find_near(&self, space: usize, gpa: u64, near: usize) -> Option<usize> {
+        let slot = self.slots(space).get(near);
+        if slot.is_some_and(|s| s.page_index(gpa).is_some()) {
+            return Some(near);
+        }
+        self.find(space, gpa)
+    }
+
     /// The slot that `gpa` is in.
     #[inline]
     pub fn lookup(&self, space: usize, gpa: u64) -> Option<&Slot> {

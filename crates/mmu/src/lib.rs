@@ -125,6 +125,8 @@ pub struct Mmu {
     /// The page that the last [`Self::translate`] or fetch could not use for the host's sake.
     host_fault: Option<u64>,
     paging: Paging,
+    /// The slot of the last table walked: where the next one is looked for first.
+    near: usize,
 
     /// (context, view) tables; `live` and `system` are indices.
     views: Vec<context::Tables>,
@@ -166,6 +168,7 @@ impl Mmu {
             apic_page: None,
             host_fault: None,
             paging: Paging::default(),
+            near: 0,
             views: Vec::new(),
             live: 0,
             system: 0,

@@ -77,7 +77,7 @@ impl Mmu {
             }
         }
         self.stats.walks += 1;
-        match walk::walk(&self.table, &self.paging, gva, view, access) {
+        match walk::walk(&self.table, &self.paging, &mut self.near, gva, view, access) {
             Ok(walk) => {
                 let tick = self.next_tick();
                 self.l2.insert(gva, &walk, owner, tick);
@@ -121,7 +121,10 @@ impl Mmu {
             return Err(device);
         }
         let write = access == Access::Write;
-        let slot_index = self.table.find(self.space(), walk.gpa).ok_or(device)?;
+        let slot_index = self
+            .table
+            .find_near(self.space(), walk.gpa, self.near)
+            .ok_or(device)?;
         let slot = self.slot(slot_index).ok_or(device)?;
         if write && slot.is_readonly() {
             return Err(device);

@@ -48,6 +48,8 @@ struct Found {
 /// Walks for an access and, if it is allowed, sets the A and D bits that the
 /// manual asks for. `gva` is canonical.
 ///
+/// `near` is the slot that is looked at first, and the one used last afterwards.
+///
 /// A table outside the memslots counts as not present, and in a read-only slot
 /// A and D stay as they are: both as in KVM.
 ///
@@ -56,12 +58,13 @@ struct Found {
 pub fn walk(
     slots: &SlotTable,
     paging: &Paging,
+    near: &mut usize,
     gva: u64,
     view: View,
     access: Access,
 ) -> Result<Walk, WalkFault> {
     loop {
-        let mut found = find(slots, paging, gva)?;
+        let mut found = find(slots, paging, near, gva)?;
         if let Err(denied) = view.check(found.walk.rights, access) {
             return Err(WalkFault(pf::P | if denied.by_key { pf::PK } else { 0 }));
         }
@@ -77,10 +80,15 @@ pub fn walk(
 /// # Errors
 /// [`WalkFault`] if there is no translation.
 pub fn look_up(slots: &SlotTable, paging: &Paging, gva: u64) -> Result<Walk, WalkFault> {
-    find(slots, paging, gva).map(|f| f.walk)
+    find(slots, paging, &mut 0, gva).map(|f| f.walk)
 }
 
-fn find(slots: &SlotTable, paging: &Paging, gva: u64) -> Result<Found, WalkFault> {
+fn find(
+    slots: &SlotTable,
+    paging: &Paging,
+    near: &mut usize,
+    gva: u64,
+) -> Result<Found, WalkFault> {
     let mut visited = [None; 6];
     let mut rights = Rights::ALL;
     let (mut table, wide) = match paging.mode {
@@ -114,6 +122,7 @@ fn find(slots: &SlotTable, paging: &Paging, gva: u64) -> Result<Found, WalkFault
         let entry = visit(
             slots,
             paging,
+            near,
             table + index * entry_size,
             entry_size as usize,
         )
@@ -164,9 +173,16 @@ fn find(slots: &SlotTable, paging: &Paging, gva: u64) -> Result<Found, WalkFault
     }
 }
 
-fn visit(slots: &SlotTable, paging: &Paging, gpa: u64, size: usize) -> Option<Visited> {
+fn visit(
+    slots: &SlotTable,
+    paging: &Paging,
+    near: &mut usize,
+    gpa: u64,
+    size: usize,
+) -> Option<Visited> {
     let space = paging.space.into();
-    let slot_index = slots.find(space, gpa)?;
+    let slot_index = slots.find_near(space, gpa, *near)?;
+    *near = slot_index;
     let slot = slots.slots(space).get(slot_index)?;
     let index = slot.page_index(gpa)?;
     let page = slot.page(index)?;

@@ -394,6 +394,6 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RAX);
     a.ret();
 
-    t.strings = string::emit(a, t.bail_integer);
+    t.strings = string::emit(a, t.bail_integer, t.refill_group);
     t
 }

@@ -14,7 +14,7 @@ use crate::{
     area::*,
     asm::*,
     block::Decoded,
-    thunks::{restore_flags, save_flags},
+    thunks::{self, restore_flags, save_flags},
 };
 
 /// Code of a string instruction by operation, log2 of the element's size, and repeat prefix.
@@ -144,23 +144,24 @@ impl Translator {
 }
 
 /// Emits the code of all forms. It is called with the instruction's offset in
-/// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return.
-pub(crate) fn emit(a: &mut Asm, bail: usize) -> Strings {
+/// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return;
+/// `refill` is the thunk for pages that the table has not.
+pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize) -> Strings {
     let mut strings = Strings::default();
     for op in OPS {
         for (size, forms) in strings[op as usize].iter_mut().enumerate() {
             let forms = &mut forms[..if op.compares() { 3 } else { 2 }];
             for (repeat, form) in forms.iter_mut().enumerate() {
                 *form = a.here();
-                one(a, bail, op, size, repeat);
+                one(a, [bail, refill], op, size, repeat);
             }
         }
     }
     strings
 }
 
-fn one(a: &mut Asm, bail: usize, op: Op, size: usize, repeat: usize) {
-    let mut slow = Vec::new();
+fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usize) {
+    let (mut slow, mut misses) = (Vec::new(), Vec::new());
     let mut none = None;
     a.store32(gs(SPILL), S1);
     // test byte [rflags + 1], DF
@@ -180,17 +181,29 @@ fn one(a: &mut Asm, bail: usize, op: Op, size: usize, repeat: usize) {
         }
     }
     let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());
-    if rdi {
-        distance(a, RDI, op.writes(), size, repeat != 0, &mut slow);
-    }
-    if rdi && rsi {
-        a.store(gs(SLOT), S0);
-    }
-    if rsi {
-        distance(a, RSI, false, size, repeat != 0, &mut slow);
+    // In the order in which the interpreter accesses them: where the first one faults, the
+    // second one's page is not touched.
+    let both: &[Reg] = match op {
+        Op::Movs => &[RSI, RDI],
+        Op::Cmps => &[RDI, RSI],
+        _ if rdi => &[RDI],
+        _ => &[RSI],
+    };
+    for (n, r) in both.iter().enumerate() {
+        if n != 0 {
+            a.store(gs(SLOT), S0);
+        }
+        let write = *r == RDI && op.writes();
+        let retry = a.here();
+        let miss = distance(a, *r, write, size, repeat != 0, &mut slow);
+        misses.push((miss, retry, *r, write));
     }
     // What RDI and RSI have to be moved by.
-    let (by_rdi, by_rsi) = (if rsi { S1 } else { S0 }, S0);
+    let (by_rdi, by_rsi) = match op {
+        Op::Movs => (S0, S1),
+        Op::Cmps => (S1, S0),
+        _ => (S0, S0),
+    };
     if rdi && rsi {
         a.load(S1, gs(SLOT));
     }
@@ -233,6 +246,20 @@ fn one(a: &mut Asm, bail: usize, op: Op, size: usize, repeat: usize) {
         }
         a.ret();
     }
+    for (miss, retry, r, write) in misses {
+        let here = a.here();
+        a.patch(miss, here);
+        a.load32(S1, gs(SPILL));
+        a.alu_imm(false, Alu::Or, S1, thunks::site(0, 1 << size, write) as i32);
+        a.mov(S0, r);
+        // Aligned as for a call from a block.
+        a.lea(RSP, at(RSP, -8));
+        a.call_to(refill);
+        a.lea(RSP, at(RSP, 8));
+        a.rr(true, &[0x85], S0, S0); // test
+        slow.push(a.jcc(cc::E));
+        a.jmp_to(retry);
+    }
     let here = a.here();
     for from in slow {
         a.patch(from, here);
@@ -242,13 +269,20 @@ fn one(a: &mut Asm, bail: usize, op: Op, size: usize, repeat: usize) {
 }
 
 /// How far the guest's address in `r` is from its host address, to r14, if all
-/// elements are in one page that the table has.
-fn distance(a: &mut Asm, r: Reg, write: bool, size: usize, repeated: bool, slow: &mut Vec<usize>) {
+/// elements are in one page that the table has. Returns the branch to take if it has not.
+fn distance(
+    a: &mut Asm,
+    r: Reg,
+    write: bool,
+    size: usize,
+    repeated: bool,
+    slow: &mut Vec<usize>,
+) -> usize {
     select_entry(a, r);
     a.mov(S0, r);
     a.alu(true, Alu::Sub, S0, tag(write));
     a.alu_imm(true, Alu::Cmp, S0, 4096 - (1 << size));
-    slow.push(a.jcc(cc::A));
+    let miss = a.jcc(cc::A);
     if repeated {
         let end = Mem {
             base: Some(S0),
@@ -262,4 +296,5 @@ fn distance(a: &mut Asm, r: Reg, write: bool, size: usize, repeated: bool, slow:
     }
     a.load(S0, tag(write));
     a.alu(true, Alu::Sub, S0, host_page(write));
+    miss
 }
