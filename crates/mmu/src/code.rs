@@ -13,7 +13,7 @@ use x86_defs::{
     paging::PAGE_SIZE,
 };
 
-use crate::{Miss, Mmu, l1::Half, written::Place};
+use crate::{Miss, Mmu, View, l1::Half, written::Place};
 
 /// Entries of a fetch table: the code of a compiler is thousands of pages.
 const FETCH_ENTRIES: usize = 1024;
@@ -195,6 +195,20 @@ impl FetchTable {
         self.regions.clear();
         true
     }
+    /// One page, or all if it may be part of a large one.
+    pub(crate) fn flush_page(&mut self, gva: u64, shift: Option<u32>) -> bool {
+        if !self.may_have(gva, shift) {
+            return false;
+        }
+        if shift.is_some() {
+            return self.flush();
+        }
+        // What an engine has kept of a replaced entry goes with the epoch.
+        if let Some(e) = self.entries.get_mut(Self::place(gva)) {
+            *e = e.filter(|e| e.tag != gva & !0xfff);
+        }
+        true
+    }
 }
 
 /// What is known of global pages that code was fetched from, in any context:
@@ -221,6 +235,40 @@ impl GlobalFetch {
     }
     fn may_have(&self, gva: u64) -> bool {
         self.huge || self.pages.may_have(gva >> 12) || self.regions.may_have(gva >> 22)
+    }
+}
+
+/// Pages that a supervisor fetched from, by global translations: every address space has the
+/// same, and need not find them anew. Direct-mapped.
+#[derive(Debug, Default)]
+pub(crate) struct GlobalPages(Vec<Option<GlobalPage>>);
+
+#[derive(Clone, Copy, Debug)]
+struct GlobalPage {
+    /// `GlobalFetch::epoch` that it belongs to: any change makes it void.
+    epoch: u64,
+    view: View,
+    level: u8,
+    entry: FetchEntry,
+}
+
+impl GlobalPages {
+    const ENTRIES: usize = 1024;
+
+    fn place(gva: u64) -> usize {
+        (gva >> 12) as usize % Self::ENTRIES
+    }
+    fn find(&self, gva: u64, epoch: u64, view: View) -> Option<&GlobalPage> {
+        let g = self.0.get(Self::place(gva))?.as_ref()?;
+        (g.entry.tag == gva & !0xfff && g.epoch == epoch && g.view == view).then_some(g)
+    }
+    fn insert(&mut self, page: GlobalPage) {
+        if self.0.is_empty() {
+            self.0 = vec![None; Self::ENTRIES];
+        }
+        if let Some(g) = self.0.get_mut(Self::place(page.entry.tag)) {
+            *g = Some(page);
+        }
     }
 }
 
@@ -305,6 +353,22 @@ impl Mmu {
         if let Some(e) = self.views[self.live].fetch.find(gva).copied() {
             return Ok(self.verify(e));
         }
+        let view = View::of(cpu, Privilege::Current);
+        if cpu.cpl == 0
+            && let Some(g) = self.global_pages.find(gva, self.global_fetch.epoch, view)
+        {
+            let (entry, level) = (g.entry, g.level);
+            let tables = &mut self.views[self.live];
+            tables.note_level(gva, level);
+            tables.fetch.insert(entry);
+            self.expose(entry);
+            return Ok(CodePage {
+                id: entry.id,
+                generation: self
+                    .slot(entry.slot)
+                    .map_or(0, |s| s.code_generation(entry.index)),
+            });
+        }
         self.stats.fetch_misses += 1;
         self.host_fault = None;
         let walk = self
@@ -344,6 +408,14 @@ impl Mmu {
         self.compare_sum(&entry);
         if walk.global {
             self.global_fetch.add(gva, walk.level);
+            if cpu.cpl == 0 && cpu.cr4 & cr4::PGE != 0 {
+                self.global_pages.insert(GlobalPage {
+                    epoch: self.global_fetch.epoch,
+                    view,
+                    level: walk.level,
+                    entry,
+                });
+            }
         }
         let tables = &mut self.views[self.live];
         tables.note_level(gva, walk.level);

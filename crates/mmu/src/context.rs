@@ -89,7 +89,7 @@ impl Tables {
                     .flush_where(&Half::ALL, |e| e.tag >> shift == region);
             }
         }
-        self.fetch.may_have(gva, shift) && self.fetch.flush()
+        self.fetch.flush_page(gva, shift)
     }
 
     pub(crate) fn note_level(&mut self, gva: u64, level: u8) {

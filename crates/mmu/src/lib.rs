@@ -141,6 +141,7 @@ pub struct Mmu {
     written: written::Written,
     generations: code::GenerationCache,
     global_fetch: code::GlobalFetch,
+    global_pages: code::GlobalPages,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, code::Sum>,
     /// Calls of [`Self::recheck_code`].
@@ -179,6 +180,7 @@ impl Mmu {
             written: written::Written::default(),
             generations: code::GenerationCache::default(),
             global_fetch: code::GlobalFetch::default(),
+            global_pages: code::GlobalPages::default(),
             sums: HashMap::new(),
             verification: 0,
             exposed: Vec::new(),

@@ -91,6 +91,8 @@ pub(crate) const KEPT: usize = word(26);
 pub(crate) const STACK: usize = word(31);
 /// Direct branches to other pages by the table until one of them is remembered.
 pub(crate) const FAR_LEFT: usize = word(1);
+/// Where the host's RSP was before a call of `leave::handle`, and is after it.
+pub(crate) const HOST_RSP: usize = word(2);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
 

@@ -46,6 +46,23 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         *left = Left::Again;
         return 0;
     }
+    let before = (cpu.engine.words[index(area::KEY)], jit.stats.flushes);
+    let code = answer(jit, interp, cpu, bus, left);
+    let words = &mut cpu.engine.words;
+    if (words[index(area::KEY)], jit.stats.flushes) != before {
+        words[index(area::HOST_RSP)] = words[index(area::STACK)];
+    }
+    code
+}
+
+/// [`handle`], outside of lock-step.
+fn answer<B: JitBus>(
+    jit: &mut Jit<B>,
+    interp: &mut Interp<B>,
+    cpu: &mut CpuState,
+    bus: &mut B,
+    left: &mut Left,
+) -> u64 {
     let words = &mut cpu.engine.words;
     let flags = unpack(words[index(area::FLAGS)]);
     let reason = Reason::of(words[index(area::REASON)]);

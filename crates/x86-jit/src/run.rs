@@ -324,17 +324,17 @@ impl<B: JitBus> Jit<B> {
         let rip = cpu.rip();
         let page = bus.code_page(cpu, rip).ok()?;
         let key = (page.id | rip & 0xfff, mode);
-        let code = Source::of(bus, page.id)?;
         if let Some(b) = self.cache.blocks.get(key)
-            && b.generation == code.generation
+            && b.generation == page.generation
             // The neighbour may be mapped elsewhere, or not at all, by now.
             && (!b.straddles
                 || bus.code_page(cpu, next_page(rip)).ok().as_ref() == self.cache.second.get(&key))
         {
             return (b.entries.outer != 0).then_some(b);
         }
+        let code = Source::of(bus, page.id)?;
         let start = host::clock::monotonic_ns();
-        let block = self.translate(interp, cpu, bus, key, code);
+        let block = self.translate(interp, cpu, bus, key, page.generation, code);
         self.stats.translate_ns += host::clock::monotonic_ns().saturating_sub(start);
         block.filter(|b| b.entries.outer != 0)
     }
@@ -346,6 +346,7 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
         key: (u64, u8),
+        generation: u32,
         code: Source,
     ) -> Option<Block> {
         if self.room.is_full() {
@@ -384,7 +385,7 @@ impl<B: JitBus> Jit<B> {
         }
         let mut block = Block {
             entries: Entries::default(),
-            generation: code.generation,
+            generation,
             straddles: second.is_some(),
         };
         if let Some(second) = second {

@@ -4,8 +4,8 @@
 //! guest's return goes. It pushes the guest's return address first, with which
 //! the return compares what it finds on the guest's stack; if that is something
 //! else, it goes by the table of targets. What is on the host's stack is dropped
-//! whenever Rust is called for more than a TLB entry, whenever the mapping or
-//! mode may have become others, and at each poll, which bounds its depth.
+//! when mapping or mode have become others, or code was dropped; and at a poll if
+//! there is much of it, which bounds its depth.
 
 use crate::{
     area::*,
@@ -67,6 +67,9 @@ pub(crate) const fn writes(site: u32) -> bool {
 pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
     offset & 0xfff | ((pop + 8) as u32) << 12
 }
+
+/// Bytes of the host's stack above which a poll drops them: twice as many are in use at most.
+const MAX_DEPTH: i32 = 16 << 10;
 
 /// Bits of [`Thunks::refill`]'s r13d that stand for something other than an
 /// access: RFLAGS.AC becomes this.
@@ -237,20 +240,22 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.jmp_mem(gs(ENTRY));
 
     let exit = a.here();
-    a.load(RSP, gs(STACK));
     store_registers(a);
     let exit_stored = a.here();
     save_fp(a, avx);
+    a.load(RSP, gs(STACK));
     a.lea(RSP, at(RSP, 24));
     SAVED.iter().rev().for_each(|r| pop(a, *r));
     a.ret();
 
     // Registers are in memory, and vectors if they are to be kept. Goes on where `handle` says, or leaves.
     let call_handle = a.here();
-    a.load(RSP, gs(STACK));
+    a.store(gs(HOST_RSP), RSP);
+    a.alu_imm(true, Alu::And, RSP, -16);
     a.load(RDI, gs(CONTEXT));
     a.mov_imm(RAX, handle);
     a.bytes(&[0xff, 0xd0]); // call rax
+    a.load(RSP, gs(HOST_RSP));
     a.mov(S0, RAX);
     keep_vectors(a, false, avx);
     a.rr(true, &[0x85], S0, S0); // test
@@ -284,6 +289,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
 
     let here = a.here();
     a.patch(last, here);
+    a.load(RSP, gs(STACK));
     a.store(gs(RIP), S0);
     with_reason(a, Reason::Stale, false);
 
@@ -331,7 +337,10 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let used_up = a.jcc(cc::S);
     a.mov_imm(COUNTER, BUDGET.into());
     pop(a, S1);
-    a.load(RSP, gs(STACK));
+    a.load(S0, gs(STACK));
+    a.alu_rr(true, Alu::Sub, S0, RSP);
+    a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
+    a.rm(true, &[0x0f, 0x47], RSP, gs(STACK)); // cmova
     a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
     let here = a.here();
     a.patch(requested, here);
@@ -359,6 +368,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let here = a.here();
     a.patch(failed, here);
     a.alu_imm(false, Alu::And, S1, 0xfff);
+    a.lea(RSP, at(RSP, 8));
     a.jmp_to(t.bail);
     t.refill_group = a.here();
     // A group that straddles two pages needs no call.

@@ -265,6 +265,7 @@ fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usi
         a.patch(from, here);
     }
     a.load32(S1, gs(SPILL));
+    a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
 }
 
