@@ -14,6 +14,8 @@ pub(crate) struct Block {
     pub(crate) generation: u32,
     /// The last bytes of its one instruction are on another page: [`Cache::second`].
     pub(crate) straddles: bool,
+    /// Other pages have gone to it.
+    pub(crate) is_target: bool,
 }
 
 /// Entry of the table of indirect targets, as generated code reads it.
@@ -76,7 +78,11 @@ impl Blocks {
         let (offsets, blocks) = lists.get_mut(n as usize)?;
         let offset = (key.0 & 0xfff) as u16;
         match offsets.binary_search(&offset) {
-            Ok(at) => Some(core::mem::replace(&mut blocks[at], block)),
+            Ok(at) => {
+                let is_target = blocks[at].is_target;
+                let block = Block { is_target, ..block };
+                Some(core::mem::replace(&mut blocks[at], block))
+            }
             Err(at) => {
                 offsets.insert(at, offset);
                 blocks.insert(at, block);
@@ -84,11 +90,37 @@ impl Blocks {
             }
         }
     }
+    /// Other pages have gone to the block.
+    pub(crate) fn note_target(&mut self, key: (u64, u8)) {
+        if let Some(n) = self.pages.get(&(key.0 & !0xfff, key.1))
+            && let Some((offsets, blocks)) = self.lists.get_mut(*n as usize)
+            && let Ok(at) = offsets.binary_search(&((key.0 & 0xfff) as u16))
+        {
+            blocks[at].is_target = true;
+        }
+    }
+    /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
+    /// if they are made from the code of that generation.
+    fn targets(&self, id: u64, mode: u8, generation: u32) -> impl Iterator<Item = (u64, u32)> {
+        let list = self
+            .pages
+            .get(&(id & !0xfff, mode))
+            .and_then(|n| self.lists.get(*n as usize));
+        list.into_iter()
+            .flat_map(|(offsets, blocks)| offsets.iter().zip(blocks))
+            .filter(move |(_, b)| {
+                b.is_target && b.generation == generation && !b.straddles && b.entries.outer != 0
+            })
+            .map(|(offset, b)| (u64::from(*offset), b.entries.outer))
+    }
     fn clear(&mut self) {
         self.pages.clear();
         self.lists.clear();
     }
 }
+
+/// Pages of [`Cache::is_new`].
+const FILLED: usize = 256;
 
 /// Blocks and targets of one vCPU.
 #[derive(Debug)]
@@ -101,6 +133,8 @@ pub(crate) struct Cache {
     /// By offset of an outer entry: numbers of the direct branches in other pages that go
     /// there by themselves ([`crate::translate::FarSite`]).
     pub(crate) remembered: HashMap<usize, Vec<u32>, Hash>,
+    /// Pages and keys of [`Self::is_new`].
+    filled: [(u64, u64); FILLED],
 }
 
 impl Cache {
@@ -110,6 +144,7 @@ impl Cache {
             second: HashMap::default(),
             targets: vec![EMPTY; TARGETS_LEN].into_boxed_slice(),
             remembered: HashMap::default(),
+            filled: [(0, 0); FILLED],
         }
     }
     pub(crate) fn clear(&mut self) {
@@ -117,6 +152,37 @@ impl Cache {
         self.second.clear();
         self.targets.fill(EMPTY);
         self.remembered.clear();
+        self.filled.fill((0, 0));
+    }
+    /// True once for the page of `rip` under a key, or more often if others came in between.
+    pub(crate) fn is_new(&mut self, rip: u64, key: u64) -> bool {
+        let page = rip & !0xfff;
+        let at = (page >> 12 ^ key >> 9) as usize % FILLED;
+        let before = core::mem::replace(&mut self.filled[at], (page, key));
+        before != (page, key)
+    }
+    /// Enters all that other pages have gone to in the page `id`, which is that of `rip` under
+    /// the key: the next program that starts goes there too. `code` is where the buffer is.
+    pub(crate) fn fill(
+        &mut self,
+        (id, mode, generation): (u64, u8, u32),
+        (rip, key, mix): (u64, u64, u64),
+        code: u64,
+    ) {
+        let page = rip & !0xfff;
+        for (offset, outer) in self.blocks.targets(id, mode, generation) {
+            let rip = page | offset;
+            if let Some(t) = self.targets.get_mut(place(rip, mix))
+                && t.key != key
+            {
+                *t = Target {
+                    rip,
+                    key,
+                    code: code + u64::from(outer),
+                    page,
+                };
+            }
+        }
     }
     /// Address of the outer entry for `rip`.
     pub(crate) fn target(&self, rip: u64, key: u64, mix: u64) -> Option<u64> {
@@ -176,6 +242,7 @@ mod tests {
     #[test]
     fn blocks_are_found_where_they_were_put() {
         let block = |n: u32| Block {
+            is_target: false,
             entries: Entries::default(),
             generation: n,
             straddles: false,
@@ -200,5 +267,61 @@ mod tests {
         assert!(blocks.get((key(0).0, 9)).is_none());
         blocks.clear();
         assert!(blocks.get(key(0)).is_none());
+    }
+
+    fn block(outer: u32, generation: u32) -> Block {
+        Block {
+            entries: Entries {
+                outer,
+                ..Entries::default()
+            },
+            generation,
+            straddles: false,
+            is_target: false,
+        }
+    }
+
+    /// What a page is filled with is what was noted, is current, and is known by its page alone.
+    #[test]
+    fn targets_that_come_back() {
+        const ID: u64 = 0x7000;
+        let mut c = Cache::new();
+        let straddling = Block {
+            straddles: true,
+            ..block(60, 7)
+        };
+        for (at, mode, b) in [
+            (0x10, 3, block(10, 7)),
+            (0x20, 3, block(20, 7)),
+            (0x30, 3, block(30, 6)),
+            (0x40, 2, block(40, 7)),
+            (0x50, 3, block(0, 7)),
+            (0x60, 3, straddling),
+        ] {
+            assert!(c.blocks.insert((ID | at, mode), b).is_none());
+            if at != 0x20 {
+                c.blocks.note_target((ID | at, mode));
+            }
+        }
+        let (page, key, mix) = (0x40_0000, 0x1234, 5);
+        let known = |c: &Cache, at: u64| c.target(page | at, key, mix);
+        c.fill((ID, 3, 7), (page | 0xabc, key, mix), 1000);
+        let found: Vec<_> = (0..0x1000).filter_map(|at| known(&c, at)).collect();
+        assert_eq!(found, [1010]);
+        // A new translation is gone to as the old one was.
+        assert!(c.blocks.insert((ID | 0x30, 3), block(31, 7)).is_some());
+        c.fill((ID, 3, 7), (page, key, mix), 1000);
+        assert_eq!(known(&c, 0x30), Some(1031));
+        assert_eq!(c.target(page | 0x30, key + 1, mix), None);
+    }
+
+    #[test]
+    fn a_page_is_new_once_under_a_key() {
+        let mut c = Cache::new();
+        assert!(c.is_new(0x1234, 0x300));
+        assert!(!c.is_new(0x1fff, 0x300));
+        assert!(c.is_new(0x1234, 0x500));
+        c.clear();
+        assert!(c.is_new(0x1234, 0x500));
     }
 }

@@ -310,6 +310,15 @@ impl<B: JitBus> Jit<B> {
         let (key, mix) = target_key(cpu);
         let code = self.buffer.rx() as u64 + block.entries.outer as u64;
         self.cache.set_target(rip, key, mix, code);
+        if let Ok(page) = bus.code_page(cpu, rip) {
+            let known = (page.id | rip & 0xfff, self.mode);
+            self.cache.blocks.note_target(known);
+            if self.cache.is_new(rip, key) {
+                let what = (page.id, self.mode, page.generation);
+                let code = self.buffer.rx() as u64;
+                self.cache.fill(what, (rip, key, mix), code);
+            }
+        }
         Some(code)
     }
 
@@ -387,6 +396,7 @@ impl<B: JitBus> Jit<B> {
             entries: Entries::default(),
             generation,
             straddles: second.is_some(),
+            is_target: false,
         };
         if let Some(second) = second {
             self.cache.second.insert(key, second);
