@@ -60,10 +60,13 @@ pub(crate) struct Blocks {
 impl Blocks {
     /// `key` is page identity plus offset, and mode.
     pub(crate) fn get(&self, key: (u64, u8)) -> Option<Block> {
+        self.page(key)?.get((key.0 & 0xfff) as u16)
+    }
+    /// The blocks of the page and mode of `key`.
+    pub(crate) fn page(&self, key: (u64, u8)) -> Option<PageBlocks<'_>> {
         let n = *self.pages.get(&(key.0 & !0xfff, key.1))?;
         let (offsets, blocks) = self.lists.get(n as usize)?;
-        let at = offsets.binary_search(&((key.0 & 0xfff) as u16)).ok()?;
-        blocks.get(at).copied()
+        Some(PageBlocks { offsets, blocks })
     }
     /// Returns what was there before.
     pub(crate) fn insert(&mut self, key: (u64, u8), block: Block) -> Option<Block> {
@@ -121,6 +124,21 @@ impl Blocks {
 
 /// Pages of [`Cache::is_new`].
 const FILLED: usize = 256;
+
+/// Blocks of a page in one mode.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PageBlocks<'a> {
+    offsets: &'a [u16],
+    blocks: &'a [Block],
+}
+
+impl PageBlocks<'_> {
+    /// The block at an offset.
+    pub(crate) fn get(&self, offset: u16) -> Option<Block> {
+        let at = self.offsets.binary_search(&offset).ok()?;
+        self.blocks.get(at).copied()
+    }
+}
 
 /// Blocks and targets of one vCPU.
 #[derive(Debug)]

@@ -362,9 +362,9 @@ impl<B: JitBus> Jit<B> {
             self.flush_all();
         }
         let rip = cpu.rip();
-        let blocks = &self.cache.blocks;
+        let page = self.cache.blocks.page(key);
         let is_known = |offset: u32| {
-            let other = blocks.get((key.0 & !0xfff | u64::from(offset), key.1));
+            let other = page.and_then(|p| p.get(u16::try_from(offset).ok()?));
             other.is_some_and(|b| b.generation == code.generation && b.entries.outer != 0)
         };
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
