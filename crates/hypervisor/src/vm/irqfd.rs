@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// Token of what tells the thread that the VM is gone, or that there are irqfds now.
+/// Token of what tells the thread that the VM is gone.
 const CONTROL: u64 = 0;
 /// How often it is looked whether the VMM has closed an eventfd.
 const SWEEP: Duration = Duration::from_secs(1);
@@ -193,11 +193,6 @@ impl Vm {
             // The VMM has closed it, or made it another file, meanwhile.
             return Err(Error::BadFd);
         }
-        let is_first = list.irqfds.len() == 1;
-        drop(list);
-        if is_first {
-            irqfds.tell();
-        }
         Ok(())
     }
 
@@ -222,7 +217,7 @@ impl Vm {
 }
 
 impl Irqfds {
-    /// Has the thread look what there is, if it is there.
+    /// Has the thread look whether the VM is there, if it is itself.
     pub(super) fn tell(&self) {
         if let Some(waiting) = &*locked(&self.waiting) {
             let _ = waiting.control.signal(1);
@@ -320,12 +315,9 @@ fn wait_for_irqfds(vm: &Weak<VmState>, Waiting { set, control }: &Waiting) {
     let mut tokens = Vec::new();
     let mut swept_ns = host::clock::monotonic_ns();
     loop {
-        let has_irqfds = match vm.upgrade() {
-            Some(vm) => !locked(&vm.irqfds.list).irqfds.is_empty(),
-            None => return,
-        };
-        // It fails for a signal.
-        let _ = set.wait(&mut tokens, has_irqfds.then_some(SWEEP));
+        // It fails for a signal. A VMM that closes descriptors that are not its own may have
+        // closed what tells of the end.
+        let _ = set.wait(&mut tokens, Some(SWEEP));
         if tokens.contains(&CONTROL) {
             let _ = control.take();
         }
