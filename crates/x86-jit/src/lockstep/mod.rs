@@ -482,6 +482,12 @@ pub(crate) fn plant(decoded: &mut [Decoded]) {
             _ => continue,
         };
         d.i.set_code(wrong);
+        // C1 /7 and C1 /5: no prefix is C1.
+        if let Some(at) = d.raw.iter().position(|b| *b == 0xc1)
+            && let Some(modrm) = d.raw.get_mut(at + 1)
+        {
+            *modrm &= !0x10;
+        }
     }
 }
 
