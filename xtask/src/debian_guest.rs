@@ -12,6 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::vmms::tool;
+
 const PACKAGES: &[&str] = &["debootstrap", "e2fsprogs", "qemu-system-x86"];
 const INCLUDED: &str = "systemd,systemd-sysv,udev,linux-image-cloud-amd64,initramfs-tools,kmod";
 /// What apt-get installs in the guest.
@@ -55,19 +57,6 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         return Err(format!("{ratio:.2} is below the bar"));
     }
     Ok(())
-}
-
-fn tool(command: &mut Command) -> Result<(), String> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| format!("cannot run {program}: {e}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let text = String::from_utf8_lossy(&output.stderr);
-    Err(format!("{program}: {}", text.trim()))
 }
 
 /// Makes the image, once.

@@ -193,6 +193,16 @@ impl Slot {
             .then(|| HostPage::new(hva as *mut u8))
     }
 
+    /// The page of that index for a read, or for a write.
+    #[inline]
+    pub fn page_for(&self, index: usize, write: bool) -> Option<HostPage> {
+        if write {
+            self.writable_page(index)
+        } else {
+            self.page(index)
+        }
+    }
+
     /// Host address of a page.
     #[inline]
     fn hva(&self, index: usize) -> Option<u64> {

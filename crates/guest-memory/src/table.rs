@@ -145,11 +145,7 @@ impl SlotTable {
             return None;
         }
         let index = slot.page_index(gpa)?;
-        if write {
-            slot.writable_page(index)
-        } else {
-            slot.page(index)
-        }
+        slot.page_for(index, write)
     }
 
     /// Calls `f(slot, page index, host page, offset in page, range in the buffer)` per page.
@@ -175,12 +171,7 @@ impl SlotTable {
             let Some(index) = slot.page_index(at) else {
                 return false;
             };
-            let page = if write {
-                slot.writable_page(index)
-            } else {
-                slot.page(index)
-            };
-            let Some(page) = page else {
+            let Some(page) = slot.page_for(index, write) else {
                 return false;
             };
             let offset = at % PAGE_SIZE;

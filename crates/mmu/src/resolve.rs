@@ -130,12 +130,7 @@ impl Mmu {
             return Err(device);
         }
         let index = slot.page_index(walk.gpa).ok_or(device)?;
-        let host = if write {
-            slot.writable_page(index)
-        } else {
-            slot.page(index)
-        };
-        let Some(host) = host else {
+        let Some(host) = slot.page_for(index, write) else {
             self.host_fault = Some(walk.gpa & !0xfff);
             return Err(device);
         };
@@ -227,11 +222,7 @@ impl Mmu {
             slot.filter(|slot| !(write && slot.is_readonly()))
                 .and_then(|slot| {
                     let index = slot.page_index(gpa)?;
-                    let page = if write {
-                        slot.writable_page(index)
-                    } else {
-                        slot.page(index)
-                    };
+                    let page = slot.page_for(index, write);
                     if page.is_none() {
                         self.host_fault = Some(gpa & !0xfff);
                     }

@@ -4,7 +4,7 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
 };
 
 use super::{Setup, guest};
@@ -72,10 +72,13 @@ fn write(path: &Path, content: &[u8]) -> Result<(), String> {
     fs::write(path, content).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Runs a program that is to succeed.
-pub(super) fn tool(command: &mut Command) -> Result<String, String> {
+/// Runs a program that is to succeed, without input; its standard output.
+pub(crate) fn tool(command: &mut Command) -> Result<String, String> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().map_err(|e| format!("{name}: {e}"))?;
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| format!("{name}: {e}"))?;
     if output.status.success() {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     } else {

@@ -16,6 +16,8 @@ use std::{
 
 use testkit::boot::run_limited;
 
+pub(crate) use disk::tool;
+
 /// What QEMU and its helpers are in Debian.
 const PACKAGES: &[&str] = &[
     "busybox-static",

@@ -140,6 +140,41 @@ static void *runner(void *argument)
     return NULL;
 }
 
+/* Runs the vCPU in a thread and signals it at random moments; each time the counter has to move. */
+static void disturb(long times, _Atomic uint64_t *counter, int sets_exit, const char *what)
+{
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, runner, NULL) == 0);
+    unsigned seed = 1;
+    uint64_t total = 0;
+    latencies = calloc(times, sizeof *latencies);
+    CHECK(latencies);
+    for (long i = 0; i < times; i++) {
+        uint64_t before = *counter;
+        for (volatile unsigned n = rand_r(&seed) % 3000; n > 0; n--) {}
+        uint64_t start = now();
+        if (sets_exit)
+            __atomic_store_n(&run->immediate_exit, 1, __ATOMIC_SEQ_CST);
+        CHECK(pthread_kill(thread, SIGUSR1) == 0);
+        while (*counter == before)
+            if (now() - start > 10000000000ull) {
+                fprintf(stderr, "%s %ld was lost\n", what, i);
+                exit(1);
+            }
+        uint64_t took = now() - start;
+        total += took;
+        latencies[i] = took > UINT32_MAX ? UINT32_MAX : took;
+        if (took > slowest)
+            slowest = took;
+    }
+    stop = 1;
+    while (pthread_tryjoin_np(thread, NULL) != 0) {
+        pthread_kill(thread, SIGUSR1);
+        usleep(100);
+    }
+    report(times, total);
+}
+
 /* `times` signals at random moments: each is handled once and ends one KVM_RUN, soon. */
 static void kick(const uint8_t *code, size_t length, long times, int masked)
 {
@@ -161,34 +196,7 @@ static void kick(const uint8_t *code, size_t length, long times, int masked)
         memcpy(mask.head.sigset, &(uint64_t){ 0 }, 8);
         CHECK(ioctl(vcpu, KVM_SET_SIGNAL_MASK, &mask) == 0);
     }
-    pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, runner, NULL) == 0);
-    unsigned seed = 1;
-    uint64_t total = 0;
-    latencies = calloc(times, sizeof *latencies);
-    CHECK(latencies);
-    for (long i = 0; i < times; i++) {
-        uint64_t handled_before = handled, start;
-        for (volatile unsigned n = rand_r(&seed) % 3000; n > 0; n--) {}
-        start = now();
-        CHECK(pthread_kill(thread, SIGUSR1) == 0);
-        while (handled == handled_before)
-            if (now() - start > 10000000000ull) {
-                fprintf(stderr, "signal %ld was lost\n", i);
-                exit(1);
-            }
-        uint64_t took = now() - start;
-        total += took;
-        latencies[i] = took > UINT32_MAX ? UINT32_MAX : took;
-        if (took > slowest)
-            slowest = took;
-    }
-    stop = 1;
-    while (pthread_tryjoin_np(thread, NULL) != 0) {
-        pthread_kill(thread, SIGUSR1);
-        usleep(100);
-    }
-    report(times, total);
+    disturb(times, &handled, 0, "signal");
     /* One that arrives between two KVM_RUNs or with an exit ends none; most do. */
     CHECK(returned <= handled);
 }
@@ -200,35 +208,7 @@ static void sender(long times)
     struct sigaction action = { .sa_handler = count };
     CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
     clears_exit = 1;
-    pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, runner, NULL) == 0);
-    unsigned seed = 1;
-    uint64_t total = 0;
-    latencies = calloc(times, sizeof *latencies);
-    CHECK(latencies);
-    for (long i = 0; i < times; i++) {
-        uint64_t before = returned;
-        for (volatile unsigned n = rand_r(&seed) % 3000; n > 0; n--) {}
-        uint64_t start = now();
-        __atomic_store_n(&run->immediate_exit, 1, __ATOMIC_SEQ_CST);
-        CHECK(pthread_kill(thread, SIGUSR1) == 0);
-        while (returned == before)
-            if (now() - start > 10000000000ull) {
-                fprintf(stderr, "immediate_exit %ld was lost\n", i);
-                exit(1);
-            }
-        uint64_t took = now() - start;
-        total += took;
-        latencies[i] = took > UINT32_MAX ? UINT32_MAX : took;
-        if (took > slowest)
-            slowest = took;
-    }
-    stop = 1;
-    while (pthread_tryjoin_np(thread, NULL) != 0) {
-        pthread_kill(thread, SIGUSR1);
-        usleep(100);
-    }
-    report(times, total);
+    disturb(times, &returned, 1, "immediate_exit");
 }
 
 /* immediate_exit set by a handler, and before the call. */
