@@ -22,6 +22,9 @@ fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
     let result = catch_unwind(AssertUnwindSafe(call))
         .unwrap_or_else(|_| Err(kvm_abi::Errno::new(libc::EIO)));
     drop(section);
+    if number == kvm_abi::numbers::KVM_IRQFD.into() && result.is_ok() && crate::is_launched() {
+        crate::launch::watch_writes();
+    }
     let is_foreign =
         result == Err(kvm_abi::Errno::new(libc::ENOTTY)) && kvm_abi::lookup(fd).is_err();
     (!is_foreign).then(|| answer(result))
@@ -118,6 +121,7 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             libc::SYS_dup3 => {
                 return Some(descriptors::dup3(a as c_int, b as c_int, c as c_int).into());
             }
+            libc::SYS_write if is_injected(a as c_int, b, c) => Some(descriptors::EVENT as c_int),
             libc::SYS_seccomp => {
                 actions::filtered();
                 None
@@ -153,6 +157,19 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
         }
     }
     None
+}
+
+/// True if this was a write to an irqfd, and the interrupt is injected.
+pub(crate) fn is_injected(fd: c_int, buffer: usize, count: usize) -> bool {
+    use kvm_abi::signals::Section;
+    // A launched program's system call is a section of its own.
+    let is_busy = if crate::is_launched() {
+        Section::is_nested()
+    } else {
+        Section::is_active()
+    };
+    // A handler in the middle of a KVM call has to go by the kernel: its thread may hold our locks.
+    kvm_abi::is_irqfd(fd) && !is_busy && kvm_abi::write_irqfd(fd, buffer, count)
 }
 
 /// A filter of system calls changes what our own code may do.

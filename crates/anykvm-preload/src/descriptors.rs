@@ -1,7 +1,8 @@
 //! Descriptors that come and go: an object lives as long as one of its numbers.
 
-use libc::{c_int, c_uint};
+use libc::{c_int, c_uint, c_void};
 
+use crate::calls::is_injected;
 use crate::next::{next, system_call_c};
 
 /// A descriptor that may be a duplicate of one of ours.
@@ -24,8 +25,17 @@ pub(crate) fn duplicated(old: c_int, new: c_int) -> c_int {
 pub(crate) fn closing(first: c_uint, last: c_uint) {
     let _section = kvm_abi::signals::Section::enter();
     let number = |fd: c_uint| c_int::try_from(fd).unwrap_or(c_int::MAX);
+    kvm_abi::forget_irqfds(number(first), number(last));
     kvm_abi::forget_range(number(first), number(last));
     crate::trace::closing(number(first), number(last));
+}
+
+/// `new` is about to be what `old` is.
+fn replacing(old: c_int, new: c_int) {
+    if old != new {
+        let _section = kvm_abi::signals::Section::enter();
+        kvm_abi::forget_irqfds(new, new);
+    }
 }
 
 /// The C library's function of this name.
@@ -67,6 +77,7 @@ pub(crate) extern "C" fn dup(fd: c_int) -> c_int {
 /// The C library's function of this name.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn dup2(old: c_int, new: c_int) -> c_int {
+    replacing(old, new);
     // SAFETY: integers.
     let fd = unsafe { system_call_c(libc::SYS_dup2, [old as usize, new as usize, 0, 0, 0, 0]) };
     duplicated(old, fd as c_int)
@@ -75,6 +86,7 @@ pub(crate) extern "C" fn dup2(old: c_int, new: c_int) -> c_int {
 /// The C library's function of this name.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn dup3(old: c_int, new: c_int, flags: c_int) -> c_int {
+    replacing(old, new);
     let arguments = [old as usize, new as usize, flags as usize, 0, 0, 0];
     // SAFETY: integers.
     let fd = unsafe { system_call_c(libc::SYS_dup3, arguments) };
@@ -104,3 +116,28 @@ macro_rules! fcntl {
 }
 
 fcntl! { fcntl fcntl64 }
+
+/// Bytes that a write to an eventfd has written.
+pub(crate) const EVENT: isize = 8;
+
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn write(fd: c_int, buffer: *const c_void, count: usize) -> isize {
+    if is_injected(fd, buffer as usize, count) {
+        return EVENT;
+    }
+    next!(write(fd => c_int, buffer => *const c_void, count => usize) -> isize)
+}
+
+/// The C library's function of this name.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn eventfd_write(fd: c_int, value: u64) -> c_int {
+    if is_injected(fd, &raw const value as usize, size_of::<u64>()) {
+        return 0;
+    }
+    next!(eventfd_write(fd => c_int, value => u64) -> c_int)
+}

@@ -21,6 +21,7 @@ pub use vcpu::{
     Vcpu,
     stats::{StatKind, StatsSink, VCPU_STATS},
 };
+pub use vm::irqfd_direct;
 pub use vm::{Doorbell, IrqTrigger, MsrRange, Route, RouteTarget, Subscriber, VM_STATS, Vm};
 
 /// Result of a hypervisor call.

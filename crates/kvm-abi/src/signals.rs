@@ -89,6 +89,12 @@ impl Section {
     pub fn is_active() -> bool {
         DEPTH.get() != 0
     }
+
+    /// True if the calling thread is in more than one: in a handler, in the middle of a KVM call.
+    #[inline]
+    pub fn is_nested() -> bool {
+        DEPTH.get() > 1
+    }
 }
 
 impl Drop for Section {

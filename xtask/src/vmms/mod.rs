@@ -7,6 +7,7 @@
 mod disk;
 mod driven;
 mod guest;
+mod traced;
 
 use std::{
     path::{Path, PathBuf},
@@ -243,6 +244,15 @@ const CASES: &[Case] = &[
         ..qemu("boot-nvme", Normal, "-device nvme,drive=boot,serial=1")
     },
     Case {
+        run: Run::Driven(traced::doorbells),
+        check: traced::CHECK,
+        ..qemu(
+            "doorbells",
+            Quick,
+            "-drive file={dir}/data.img,format=raw,if=virtio -device virtio-net-pci,netdev=n -netdev user,id=n",
+        )
+    },
+    Case {
         run: Run::Driven(driven::monitor),
         cpus: 2,
         ..qemu("monitor", Quick, "")
@@ -285,16 +295,15 @@ struct Setup {
 impl Setup {
     /// `anykvm exec` of QEMU, without devices that a case does not ask for.
     fn command(&self, arguments: &[&str]) -> Command {
+        self.command_through(&["exec"], arguments)
+    }
+
+    /// The same with another command of anykvm's.
+    fn command_through(&self, through: &[&str], arguments: &[&str]) -> Command {
         let mut command = Command::new(&self.anykvm);
         command.env("ANYKVM_ENGINE", self.engine);
-        command.args([
-            "exec",
-            "--",
-            "qemu-system-x86_64",
-            "-accel",
-            "kvm",
-            "-nodefaults",
-        ]);
+        command.args(through);
+        command.args(["--", "qemu-system-x86_64", "-accel", "kvm", "-nodefaults"]);
         command.args(["-display", "none", "-m", &self.mem_mib.to_string()]);
         command.args(["-smp", &self.cpus.to_string()]);
         command.args(arguments);

@@ -27,7 +27,7 @@ use crate::actions;
 use image::{Elf, Loaded};
 
 pub(crate) use entry::signal;
-pub(crate) use thunks::restorer;
+pub(crate) use thunks::{restorer, watch_writes};
 
 const PAGE: usize = host::PAGE_SIZE;
 const PR_SET_SYSCALL_USER_DISPATCH: libc::c_int = 59;

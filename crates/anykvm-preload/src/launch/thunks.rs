@@ -8,7 +8,7 @@
 //! A thunk executes the system call itself, with all of the program's registers, unless it may be
 //! one of ours. Nothing here allocates, locks for long, or uses thread-local storage.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl};
 use libc::c_long;
@@ -111,6 +111,13 @@ pub(super) fn prepare(rw: usize, rx: usize, text: [(usize, usize); 2]) {
     put(CLASSES + 16, &[0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05]);
     entry::SYSCALL.store(rx + CLASSES, Ordering::Relaxed);
     REWRITES.store(true, Ordering::Release);
+}
+
+/// From now on writes are ours to look at.
+pub(crate) fn watch_writes() {
+    let at = RW.load(Ordering::Relaxed) + libc::SYS_write as usize;
+    // SAFETY: inside the table, of which threads read single bytes.
+    unsafe { AtomicU8::from_ptr(at as *mut u8) }.store(1, Ordering::Relaxed);
 }
 
 /// Where handlers return to.

@@ -187,6 +187,13 @@ fn a_strict_filter_of_system_calls_is_obeyed() {
 }
 
 #[test]
+fn a_write_to_an_irqfd_has_injected_when_it_returns() {
+    for (name, options) in [("irqfd", [].as_slice()), ("irqfd-static", &["-static"])] {
+        run(&compile("irqfd.c", name, options), &[]);
+    }
+}
+
+#[test]
 fn a_handler_of_faults_may_run_in_the_middle_of_kvm_run() {
     passes("vmm-faults", &["faults"]);
 }

@@ -10,7 +10,7 @@ pub(crate) mod load;
 pub(crate) mod options;
 
 pub use doorbell::{Doorbell, Subscriber};
-pub use irqfd::IrqTrigger;
+pub use irqfd::{IrqTrigger, direct as irqfd_direct};
 pub use options::MsrRange;
 
 use std::sync::{

@@ -5,6 +5,7 @@
 //! load on the machine only makes it slower. The experiment is Haskins' of 2009 (KVM's ioeventfd was
 //! then called iosignalfd), whose figures are printed beside ours.
 
+mod interrupt;
 mod latency;
 mod plot;
 mod tcg;
@@ -293,7 +294,9 @@ pub(super) fn run(
         None => Vec::new(),
     };
     judge(&ns, bare * 1e9, verdict);
-    let text = table(&ns, &seen, bare * 1e9, &tcg);
+    let mut text = table(&ns, &seen, bare * 1e9, &tcg);
+    text.push('\n');
+    text += &interrupt::table()?;
     if let Some(file) = svg {
         let bars = plot::bars(&ns, bare * 1e9, &tcg);
         std::fs::write(file, plot::draw(&bars))

@@ -5,6 +5,8 @@
 //! the last descriptor of the eventfd, in whatever process. To take the counter a descriptor is
 //! needed all the same; ours is given up as soon as the VMM has closed its own ([`Irqfds::sweep`]).
 //!
+//! Where writes of the VMM's are seen before the kernel has them, the writer delivers ([`direct`]).
+//!
 //! Lock order: an irqfd's gate, then the irqchip, then the list.
 
 use std::{
@@ -19,6 +21,8 @@ use host::{
 };
 use irqchip::line::source;
 use kvm_bindings::{KVM_IRQFD_FLAG_DEASSIGN, KVM_IRQFD_FLAG_RESAMPLE, kvm_irqfd};
+
+pub mod direct;
 
 use super::{
     Vm, VmState,
@@ -99,6 +103,19 @@ impl Irqfd {
         if is_signalled {
             vm.raise(self.gsi, self.resample.is_some());
         }
+    }
+
+    /// Raises the GSI for a write that the kernel has not seen; false if it is for nobody here.
+    fn inject(&self, vm: &VmState) -> bool {
+        let gate = locked(&self.gate);
+        if gate.is_open {
+            vm.raise(self.gsi, self.resample.is_some());
+        }
+        gate.is_open
+    }
+
+    fn is_open(&self) -> bool {
+        locked(&self.gate).is_open
     }
 
     /// Delivers what was signalled before, and nothing after.
@@ -193,6 +210,7 @@ impl Vm {
             // The VMM has closed it, or made it another file, meanwhile.
             return Err(Error::BadFd);
         }
+        direct::insert(&self.state, &irqfd);
         Ok(())
     }
 
@@ -211,6 +229,7 @@ impl Vm {
                 // Where the VMM has another number for it, the entry goes with the eventfd.
                 let _ = set.remove(irqfd.fd);
             }
+            direct::remove(&irqfd);
             irqfd.close(&self.state);
         }
     }
@@ -237,6 +256,7 @@ impl Irqfds {
         for irqfd in irqfds {
             // The set knows the pair of file and number: another file there is another entry.
             if set.renew(irqfd.fd, irqfd.token, Trigger::Edge).is_err() {
+                direct::remove(&irqfd);
                 locked(&irqfd.gate).event = None;
                 orphans.push(irqfd.token);
             }
@@ -321,7 +341,10 @@ fn wait_for_irqfds(vm: &Weak<VmState>, Waiting { set, control }: &Waiting) {
         if tokens.contains(&CONTROL) {
             let _ = control.take();
         }
-        let Some(vm) = vm.upgrade() else { return };
+        let Some(vm) = vm.upgrade() else {
+            direct::forget_dead();
+            return;
+        };
         for token in &tokens {
             let irqfd = {
                 let list = locked(&vm.irqfds.list);
