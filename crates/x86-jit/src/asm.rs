@@ -58,12 +58,14 @@ pub(crate) enum Alu {
 
 /// Condition codes.
 pub(crate) mod cc {
+    pub(crate) const B: u8 = 2;
     pub(crate) const AE: u8 = 3;
     pub(crate) const E: u8 = 4;
     pub(crate) const NE: u8 = 5;
     pub(crate) const BE: u8 = 6;
     pub(crate) const A: u8 = 7;
     pub(crate) const S: u8 = 8;
+    pub(crate) const P: u8 = 10;
 }
 
 /// An instruction under construction.

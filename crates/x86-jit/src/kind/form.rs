@@ -35,6 +35,10 @@ pub(crate) struct Form {
     /// Arithmetic flags that may be read, and that are always set, if that depends on
     /// no operand.
     flags: Option<(u32, u32)>,
+    /// Arithmetic flags may be changed.
+    pub(crate) changes_flags: bool,
+    /// They may be read or changed.
+    pub(crate) touches_flags: bool,
     /// Why it is left to the interpreter, if it is.
     pub(crate) cause: Cause,
     /// Where its operands are encoded, if [`crate::translate::recode`] knows how.
@@ -65,6 +69,8 @@ const UNKNOWN: Form = Form {
     replaces: 0,
     implied: 0,
     flags: None,
+    changes_flags: false,
+    touches_flags: false,
     cause: Cause::Other,
     shape: None,
 };
@@ -159,12 +165,15 @@ fn look_at(i: &Instruction, features: &Features, info: &mut InstructionInfoFacto
         sample.set_memory_index(Register::None);
     }
     let used = info.info_options(&sample, InstructionInfoOptions::NO_MEMORY_USAGE);
+    let changes_flags = is_shift(i.mnemonic()) || sample.rflags_modified() & ALL != 0;
     let mut form = Form {
         kind: form(i),
         available: gating::is_available(i, features),
         vex: i.code().encoding() == EncodingKind::VEX,
         size: u8::try_from(i.memory_size().size()).unwrap_or(0),
         flags: (!is_shift(i.mnemonic())).then(|| flags(&sample)),
+        changes_flags,
+        touches_flags: changes_flags || sample.rflags_read() & ALL != 0,
         cause: Cause::of(i.code()),
         shape: shape(i.code()),
         ..UNKNOWN

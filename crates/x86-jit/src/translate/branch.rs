@@ -3,8 +3,8 @@
 
 use iced_x86::{Instruction, OpKind};
 
-use super::{Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
-use crate::{area::*, asm::*, block::Decoded, kind::Kind, thunks::save_flags};
+use super::{Emit, FarSite, Flags, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
+use crate::{area::*, asm::*, block::Decoded, kind::Kind};
 
 /// What a branch does to the stack.
 #[derive(Clone, Copy, Debug)]
@@ -20,28 +20,31 @@ pub(super) enum Stack {
 impl Translator {
     pub(super) fn jcc(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
-        let condition = d.i.condition_code();
-        let from = self.asm.jcc(condition_bits(condition).ok_or(Unsupported)?);
+        let condition = condition_bits(d.i.condition_code()).ok_or(Unsupported)?;
+        let condition = self.condition(condition);
+        let from = self.asm.jcc(condition);
+        let live = self.flags == Flags::Register;
         if (0..0x1000).contains(&t) {
-            self.link(from, t as u32, true, false);
+            self.link(from, t as u32, live, false);
         } else {
             self.stubs.push(Stub::Far {
                 from,
                 offset: d.offset,
                 target: i32::try_from(t).map_err(|_| Unsupported)?,
+                live,
             });
         }
         Ok(())
     }
 
-    /// A jump to a known place, with flags in RFLAGS; `offset` is where to
-    /// leave if the target is in another page that is not known yet.
+    /// A jump to a known place; `offset` is where to leave if the target is in
+    /// another page that is not known yet.
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
-            self.link(from, t as u32, true, false);
+            self.link(from, t as u32, self.flags == Flags::Register, false);
         } else {
-            save_flags(&mut self.asm);
+            self.flags_in_memory();
             self.far(offset, t as i32);
         }
     }
@@ -51,7 +54,7 @@ impl Translator {
         if offset < 0x1000 {
             self.direct(offset, offset.into());
         } else {
-            save_flags(&mut self.asm);
+            self.flags_in_memory();
             self.far(offset - 1, offset as i32);
         }
     }

@@ -18,6 +18,7 @@ impl Translator {
             let aligned = aligned || is_locked(i) && size > 1;
             disp = Some(self.operand(d, size, write, aligned)?);
         }
+        self.flags_before(d, form);
         let mut map = HOST;
         let mut high = false;
         // Registers that live in memory: (guest number, host register, write back).
@@ -80,6 +81,7 @@ impl Translator {
                 self.asm.load(*r, gs(SPILL + 8 * n));
             }
         }
+        self.flags_after(form);
         Ok(())
     }
 

@@ -3,12 +3,12 @@
 use iced_x86::{CpuidFeature, EncodingKind, Instruction, Mnemonic};
 
 use super::Translator;
-use crate::{area::*, asm::*, block::Decoded, thunks::save_flags};
+use crate::{area::*, asm::*, block::Decoded};
 
 impl Translator {
     /// The block ends with an instruction that the interpreter has decoded.
     pub(super) fn leave_to_interpreter(&mut self, d: &Decoded) {
-        save_flags(&mut self.asm);
+        self.flags_in_memory();
         self.asm.store_imm(gs(ARGUMENT), self.interpreted as i32);
         self.asm.mov_imm(S1, d.offset.into());
         let thunk = if self.interpreted != 0 && is_integer(&d.i) {

@@ -4,13 +4,7 @@ use iced_x86::{Instruction, Register};
 use mmu::l1::{ENTRIES, Entry, Half};
 
 use super::{Emit, Stub, Translator, Unsupported};
-use crate::{
-    area::*,
-    asm::*,
-    block::Decoded,
-    groups::Member,
-    thunks::{restore_flags, save_flags, site},
-};
+use crate::{area::*, asm::*, block::Decoded, groups::Member, thunks::site};
 
 const ENTRY_SIZE: usize = size_of::<Entry>();
 
@@ -164,8 +158,7 @@ impl Translator {
         member.offset
     }
 
-    /// Makes the memory operand's host address r14 plus what is returned, flags
-    /// kept if they are live.
+    /// Makes the memory operand's host address r14 plus what is returned.
     pub(super) fn operand(
         &mut self,
         d: &Decoded,
@@ -176,9 +169,7 @@ impl Translator {
         if let Some(m) = d.member.filter(|m| !m.first) {
             return Ok(self.follow(m));
         }
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         let disp = d.member.map_or(0, |m| m.offset);
         self.address(&d.i, disp)?;
         if aligned {
@@ -187,9 +178,6 @@ impl Translator {
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
             None => self.probe(d.offset, size, write),
-        }
-        if d.live_in != 0 {
-            restore_flags(&mut self.asm, S1);
         }
         Ok(disp)
     }
@@ -206,17 +194,12 @@ impl Translator {
         if let Some(m) = d.member.filter(|m| !m.first) {
             return self.follow(m);
         }
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         let offset = d.member.map_or(0, |m| m.offset);
         self.lea_word(S0, at(r, disp - offset));
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
             None => self.probe(d.offset, self.word() as u32, write),
-        }
-        if d.live_in != 0 {
-            restore_flags(&mut self.asm, S1);
         }
         offset
     }

@@ -3,7 +3,7 @@
 //! ```text
 //! outer:  cmp [generation], known      entered from elsewhere: is the code still the same?
 //! saved:  sub r12, n; js poll          flags are in FLAGS
-//!         (load FP state; flags into RFLAGS if the block reads them)
+//!         (load FP state)
 //! body:   …
 //! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
 //! ```
@@ -20,6 +20,7 @@
 
 pub(crate) mod branch;
 mod copy;
+mod flags;
 mod interpret;
 mod memory;
 pub(crate) mod narrow;
@@ -30,6 +31,7 @@ pub(crate) mod string;
 mod system;
 
 use branch::{Stack, push_return, target};
+use flags::Flags;
 use iced_x86::{Encoder, Instruction, OpKind, Register};
 use memory::tag;
 
@@ -142,6 +144,8 @@ enum Stub {
         from: usize,
         offset: u32,
         target: i32,
+        /// Flags are in RFLAGS.
+        live: bool,
     },
 }
 
@@ -161,6 +165,8 @@ pub(crate) struct Translator {
     long: bool,
     /// The group whose pointer is in r14.
     current: Option<u16>,
+    /// Where arithmetic flags are.
+    flags: Flags,
 }
 
 impl core::fmt::Debug for Translator {
@@ -192,6 +198,7 @@ impl Translator {
             source: Source::default(),
             long: true,
             current: None,
+            flags: Flags::Memory,
         }
     }
 
@@ -214,6 +221,7 @@ impl Translator {
         self.asm.start(base.0);
         self.stubs.clear();
         self.current = None;
+        self.flags = Flags::Memory;
         self.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
@@ -238,9 +246,6 @@ impl Translator {
             let resume = a.here();
             self.stubs.push(Stub::LoadFp { from, resume });
         }
-        if live != 0 {
-            restore_flags(a, S1);
-        }
         let mut ended = false;
         let mut rest = insns;
         while let Some(d) = rest.first() {
@@ -253,6 +258,7 @@ impl Translator {
             rest = &rest[1..];
             let (code, stubs) = (self.asm.buf.len(), self.stubs.len());
             let (links, fars) = (self.links.len(), self.fars.len());
+            let flags = self.flags;
             match self.instruction(d, forms.of(&d.i)) {
                 Ok(ends) => {
                     ended = ends;
@@ -265,6 +271,7 @@ impl Translator {
                     self.stubs.truncate(stubs);
                     self.links.truncate(links);
                     self.fars.truncate(fars);
+                    self.flags = flags;
                     self.interpret(d.offset);
                     ended = true;
                 }
@@ -347,7 +354,7 @@ impl Translator {
                 return Ok(true);
             }
             Kind::JmpIndirect | Kind::Call | Kind::CallIndirect | Kind::Ret => {
-                save_flags(&mut self.asm);
+                self.flags_in_memory();
                 match d.kind {
                     Kind::Call => self.call(d)?,
                     Kind::Ret => self.ret(d),
@@ -364,7 +371,7 @@ impl Translator {
     }
 
     fn interpret(&mut self, offset: u32) {
-        save_flags(&mut self.asm);
+        self.flags_in_memory();
         self.asm.mov_imm(S1, offset.into());
         self.asm.jmp_to(self.thunks.bail);
     }
@@ -410,9 +417,7 @@ impl Translator {
         } else {
             d.i.op0_register().size() == 8
         };
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         if memory {
             self.address(&d.i, 0)?;
             self.probe(d.offset, if wide { 8 } else { 4 }, false);
@@ -440,6 +445,7 @@ impl Translator {
             restore_flags(a, S0);
         }
         a.rr(wide, &[0xf7], if signed { 7 } else { 6 }, S1);
+        self.flags = Flags::Register;
         for from in bails.into_iter().flatten() {
             self.stubs.push(Stub::Bail {
                 from,
@@ -564,9 +570,12 @@ impl Translator {
                     from,
                     offset,
                     target,
+                    live,
                 } => {
                     a.patch(from, here);
-                    save_flags(a);
+                    if live {
+                        save_flags(a);
+                    }
                     self.far(offset, target);
                 }
             }

@@ -9,7 +9,6 @@ use crate::{
     asm::*,
     block::Decoded,
     run::{MXCSR_FREE, X87_MASKED},
-    thunks::{restore_flags, save_flags},
 };
 
 impl Translator {
@@ -69,9 +68,7 @@ impl Translator {
             Code::Rdfsbase_r64 | Code::Wrfsbase_r64 => 4,
             _ => 5,
         });
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         // test dword [cr4], FSGSBASE
         self.asm.rm(false, &[0xf7], 0, gs(CR4));
         self.asm.bytes(&(cr4::FSGSBASE as u32).to_le_bytes());
@@ -95,9 +92,6 @@ impl Translator {
             self.bail_if(cc::NE, d.offset);
             self.asm.store(base, r);
         }
-        if d.live_in != 0 {
-            restore_flags(&mut self.asm, S1);
-        }
         Ok(())
     }
 
@@ -105,9 +99,7 @@ impl Translator {
     /// see `run::mode_of`.
     pub(super) fn load_fp_control(&mut self, d: &Decoded) -> Emit {
         let x87 = d.i.mnemonic() == Mnemonic::Fldcw;
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         self.address(&d.i, 0)?;
         self.probe(d.offset, if x87 { 2 } else { 4 }, false);
         let a = &mut self.asm;
@@ -132,24 +124,16 @@ impl Translator {
         } else {
             a.rm(false, &[0x0f, 0xae], 2, gs(SPILL)); // ldmxcsr
         }
-        if d.live_in != 0 {
-            restore_flags(a, S1);
-        }
         Ok(())
     }
 
     /// CLD, for which DF is clear already; the mode is another one with DF set.
     pub(super) fn clear_direction(&mut self, d: &Decoded) {
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         // test byte [rflags + 1], DF
         self.asm.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
         self.asm.bytes(&[4]);
         self.bail_if(cc::NE, d.offset);
-        if d.live_in != 0 {
-            restore_flags(&mut self.asm, S1);
-        }
     }
 
     /// PAUSE: many of them are a look at who else wants the core.

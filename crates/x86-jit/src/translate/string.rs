@@ -7,14 +7,14 @@
 use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 
 use super::{
-    Translator,
+    Flags, Translator,
     memory::{host_page, select_entry, tag},
 };
 use crate::{
     area::*,
     asm::*,
     block::Decoded,
-    thunks::{self, restore_flags, save_flags},
+    thunks::{self, restore_flags},
 };
 
 /// Code of a string instruction by operation, log2 of the element's size, and repeat prefix.
@@ -120,9 +120,7 @@ impl Translator {
             (false, false) => 0,
             _ => 1,
         };
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         let narrow = |a: &mut Asm| {
             a.mov32(RSI, RSI);
             a.mov32(RDI, RDI);
@@ -137,8 +135,8 @@ impl Translator {
         if !self.long {
             narrow(&mut self.asm);
         }
-        if d.live_in != 0 && !op.compares() {
-            restore_flags(&mut self.asm, S1);
+        if op.compares() {
+            self.flags = Flags::Register;
         }
     }
 }

@@ -4,17 +4,11 @@ use iced_x86::Mnemonic;
 use x86_defs::rflags;
 
 use super::{
-    Emit, Stub, Translator,
+    Emit, Flags, Stub, Translator,
     branch::Stack,
     copy::{drop_hints, operand_at_r14, register},
 };
-use crate::{
-    area::*,
-    asm::*,
-    block::Decoded,
-    kind::Kind,
-    thunks::{self, restore_flags, save_flags},
-};
+use crate::{area::*, asm::*, block::Decoded, kind::Kind, thunks};
 
 /// RFLAGS bits of which POPF changes none inline.
 const STEADY: i32 = 0x3f_7500;
@@ -30,9 +24,7 @@ impl Translator {
         let source = d.i.op1_register();
         let wide = source.size() == 8;
         let (shift, scale, bits) = if wide { (6, 3, 63) } else { (5, 2, 31) };
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         self.address(&d.i, 0)?;
         let r = self.read_register(source, S1);
         if wide {
@@ -61,9 +53,10 @@ impl Translator {
         self.asm.alu_imm(false, Alu::And, S1, bits);
         if d.live_in != 0 {
             self.asm.store(gs(SPILL), S1);
-            restore_flags(&mut self.asm, S1);
+            self.flags_in_register();
             self.asm.load(S1, gs(SPILL));
         }
+        self.flags = Flags::Register;
         let mut out = d.i;
         operand_at_r14(&mut out, 0);
         drop_hints(&mut out);
@@ -72,9 +65,7 @@ impl Translator {
     }
 
     pub(super) fn rdtsc(&mut self, d: &Decoded) {
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         let a = &mut self.asm;
         if d.i.mnemonic() == Mnemonic::Rdtscp {
             a.bytes(&[0x0f, 0x01, 0xf9]);
@@ -96,15 +87,12 @@ impl Translator {
         a.mov(RDX, RAX);
         a.shift(true, 5, RDX, 32);
         a.mov32(RAX, RAX);
-        if d.live_in != 0 {
-            restore_flags(a, S1);
-        }
     }
 
     /// PUSHFD, PUSHFQ: VM and RF read as 0.
     pub(super) fn pushf(&mut self, d: &Decoded) {
+        self.flags_in_memory();
         let a = &mut self.asm;
-        save_flags(a);
         a.load32(S1, gs(FLAGS));
         a.mov32(S0, S1);
         a.shift(false, 5, S0, 8);
@@ -127,7 +115,6 @@ impl Translator {
         self.asm.load(S1, gs(SPILL));
         self.store_word(at(S0, 0), S1);
         self.move_stack(-word);
-        restore_flags(&mut self.asm, S1);
     }
 
     /// Leaves if an interrupt could be taken once IF is set.
@@ -173,18 +160,13 @@ impl Translator {
         a.alu_imm(false, Alu::And, S0, 1);
         a.alu_rr(false, Alu::Or, S1, S0);
         a.store32(gs(FLAGS), S1);
-        restore_flags(a, S1);
+        self.flags = Flags::Memory;
     }
 
     pub(super) fn sti(&mut self, d: &Decoded) {
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         self.bail_if_waiting(d.offset);
         self.asm.store8(gs(RFLAGS + 1), 2);
-        if d.live_in != 0 {
-            restore_flags(&mut self.asm, S1);
-        }
     }
 
     pub(super) fn swapgs(&mut self) {
@@ -197,8 +179,8 @@ impl Translator {
 
     /// SYSCALL and SYSRETQ: the other privilege level's view, then a branch.
     pub(super) fn system_call(&mut self, d: &Decoded) {
+        self.flags_in_memory();
         let a = &mut self.asm;
-        save_flags(a);
         a.store(home(1), RCX);
         let what = if d.kind == Kind::Syscall {
             thunks::SYSCALL
@@ -219,17 +201,12 @@ impl Translator {
         } else {
             thunks::CLEAR_AC
         };
-        if d.live_in != 0 {
-            save_flags(&mut self.asm);
-        }
+        self.spill_flags(d);
         self.asm.mov_imm(S1, (what | d.offset).into());
         self.asm.call_to(self.thunks.refill);
         // cmovne rsp, gs:[STACK]
         self.asm
             .alu_imm(false, Alu::Cmp, S0, thunks::SAME_KEY as i32);
         self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
-        if d.live_in != 0 {
-            restore_flags(&mut self.asm, S1);
-        }
     }
 }

@@ -1,0 +1,91 @@
+//! Where arithmetic flags are: the guest's instructions leave them in RFLAGS, which
+//! the translator's own code changes, and blocks are entered with them in [`FLAGS`].
+//!
+//! They are moved once on each way: what the translator does in between to RFLAGS
+//! (a probe of the TLB, say) costs nothing if they are in memory already, and they come
+//! back for an instruction that reads some of them or leaves some as they are.
+
+use super::Translator;
+use crate::{
+    area::*,
+    asm::*,
+    block::Decoded,
+    kind::Form,
+    thunks::{restore_flags, save_flags},
+};
+
+/// Where live arithmetic flags are; nothing can be told of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flags {
+    /// RFLAGS.
+    Register,
+    /// [`FLAGS`].
+    Memory,
+    Both,
+}
+
+impl Translator {
+    /// Before code that changes RFLAGS, which is not the guest's.
+    pub(super) fn spill_flags(&mut self, d: &Decoded) {
+        if d.live_in != 0 {
+            self.flags_in_memory();
+        }
+        self.flags = Flags::Memory;
+    }
+
+    /// Flags are in memory from here on.
+    pub(super) fn flags_in_memory(&mut self) {
+        if self.flags == Flags::Register {
+            save_flags(&mut self.asm);
+        }
+        self.flags = Flags::Memory;
+    }
+
+    /// Flags are in RFLAGS from here on, and may be in memory. Changes r13.
+    pub(super) fn flags_in_register(&mut self) {
+        if self.flags == Flags::Memory {
+            restore_flags(&mut self.asm, S1);
+            self.flags = Flags::Both;
+        }
+    }
+
+    /// Before an instruction that is executed as it is. Changes r13.
+    pub(super) fn flags_before(&mut self, d: &Decoded, form: &Form) {
+        if form.touches_flags && d.live_in != 0 {
+            self.flags_in_register();
+        }
+    }
+
+    /// After an instruction that was executed as it is.
+    pub(super) fn flags_after(&mut self, form: &Form) {
+        if form.changes_flags {
+            self.flags = Flags::Register;
+        }
+    }
+
+    /// The condition to test for one of the guest's flags.
+    pub(super) fn condition(&mut self, condition: u8) -> u8 {
+        if self.flags != Flags::Memory {
+            return condition;
+        }
+        /// CF, PF, ZF and SF in LAHF's byte.
+        const LAHF: usize = FLAGS + 1;
+        let (at, mask) = match condition & !1 {
+            0 => (FLAGS, 1),
+            cc::B => (LAHF, 0x01),
+            cc::E => (LAHF, 0x40),
+            cc::BE => (LAHF, 0x41),
+            cc::S => (LAHF, 0x80),
+            cc::P => (LAHF, 0x04),
+            // SF is not OF.
+            _ => {
+                self.flags_in_register();
+                return condition;
+            }
+        };
+        // test byte [at], mask
+        self.asm.rm(false, &[0xf6], 0, gs(at));
+        self.asm.bytes(&[mask]);
+        cc::NE ^ (condition & 1)
+    }
+}
