@@ -337,7 +337,7 @@ impl Mmu {
     #[inline]
     pub fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Miss> {
         if let Some(e) = self.views[self.live].fetch.find(gva)
-            && e.verified == self.verification
+            && e.verified == self.verification()
             && let Some(slot) = self.slot(e.slot)
         {
             return Ok(CodePage {
@@ -393,7 +393,7 @@ impl Mmu {
             slot: slot_index,
             index,
             global: walk.global,
-            verified: self.verification,
+            verified: self.verification(),
             sum: Sum::default(),
             known: 0,
             writable: walk.rights.write,
@@ -433,7 +433,7 @@ impl Mmu {
     /// An entry of the fetch TLB whose page the VMM may have written since it was compared.
     fn verify(&mut self, mut e: FetchEntry) -> CodePage {
         self.compare(&mut e);
-        e.verified = self.verification;
+        e.verified = self.verification();
         self.views[self.live].fetch.replace(e);
         self.expose(e);
         CodePage {
@@ -649,10 +649,27 @@ impl Mmu {
     /// The VMM may have written code: each page is compared with what was fetched from it
     /// before it is executed again. Cheap by itself; pages that are not executed cost nothing.
     pub fn recheck_code(&mut self) {
-        self.verification += 1;
+        self.verification = self.verification.map(|v| v + 1);
         self.exposed.clear();
         self.global_fetch.epoch = self.next_tick();
         self.verify_view();
+    }
+
+    /// As [`Self::recheck_code`] at an instruction that serialises: a user's says nothing of what
+    /// the kernel executes. (A program that starts asks CPUID for the processor thirty times.)
+    pub fn serialize(&mut self) {
+        if self.views[self.live].user {
+            self.verification[1] += 1;
+            self.verify_view();
+        } else {
+            self.recheck_code();
+        }
+    }
+
+    /// That of the live view.
+    #[inline(always)]
+    fn verification(&self) -> u64 {
+        self.verification[usize::from(self.views[self.live].user)]
     }
 
     /// A device may have written guest memory. An operating system that has code read from a disk
@@ -679,10 +696,11 @@ impl Mmu {
     /// The live view's epoch is of the current [`Self::verification`] from now on.
     #[inline]
     pub(crate) fn verify_view(&mut self) {
-        if self.views[self.live].verification != self.verification {
+        let verification = self.verification();
+        if self.views[self.live].verification != verification {
             let epoch = self.next_tick();
             let tables = &mut self.views[self.live];
-            tables.verification = self.verification;
+            tables.verification = verification;
             tables.epoch = epoch;
         }
     }

@@ -56,6 +56,8 @@ pub(crate) struct Tables {
     pub epoch: u64,
     /// `Mmu::verification` that `epoch` belongs to.
     pub verification: u64,
+    /// The view is a user's.
+    pub user: bool,
     used: u64,
     /// Belongs to a context; false for one that can be reused.
     taken: bool,
@@ -255,6 +257,7 @@ impl Mmu {
         };
         let t = &mut self.views[tables];
         t.taken = true;
+        t.user = view.is_user();
         t.used = used;
         t.epoch = epoch;
         self.contexts[self.current].views.push((view, tables));

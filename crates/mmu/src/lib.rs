@@ -144,8 +144,8 @@ pub struct Mmu {
     global_pages: code::GlobalPages,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, code::Sum>,
-    /// Calls of [`Self::recheck_code`].
-    verification: u64,
+    /// Calls of [`Self::recheck_code`], for supervisors and for users.
+    verification: [u64; 2],
     /// Pages executed since then that are mapped writable; one more than `MAX_EXPOSED`: too many.
     exposed: Vec<code::FetchEntry>,
     /// Changes of `sums`.
@@ -182,7 +182,7 @@ impl Mmu {
             global_fetch: code::GlobalFetch::default(),
             global_pages: code::GlobalPages::default(),
             sums: HashMap::new(),
-            verification: 0,
+            verification: [0; 2],
             exposed: Vec::new(),
             remembered: 1,
             stats: Stats::default(),

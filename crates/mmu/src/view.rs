@@ -86,6 +86,11 @@ impl View {
         }
     }
 
+    /// Of accesses at CPL 3.
+    pub(crate) const fn is_user(self) -> bool {
+        self.has(USER)
+    }
+
     const fn has(self, bit: u8) -> bool {
         self.bits & bit != 0
     }

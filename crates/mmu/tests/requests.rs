@@ -260,6 +260,38 @@ fn writes_of_the_vmm_are_found_at_refill() {
     assert_eq!(m.mmu.stats().code_changed_by_vmm, 1);
 }
 
+/// A user's instruction that serialises has what users execute compared, a supervisor's all.
+#[test]
+fn serialising_instructions_compare_code() {
+    const ROOT: u64 = 0x10_0000;
+    let mut m = Machine::long_mode(ROOT);
+    let mut pool = ROOT + 0x1000;
+    // (CPL, gva, gpa, flags)
+    let pages = [(3, 0x40_0000, 0x2000, 7), (0, 0x50_0000, 0x3000, 0x103)];
+    for (_, gva, gpa, flags) in pages {
+        m.map(ROOT, gva, gpa | flags, &mut pool);
+    }
+    let look = |m: &mut Machine, n: usize| {
+        let (cpl, gva, ..) = pages[n];
+        m.cpu.cpl = cpl;
+        m.mmu.select_view(&m.cpu);
+        let generation = fetch(&mut m.mmu, &mut m.cpu, gva).1;
+        (m.mmu.target_epoch(&m.cpu), generation)
+    };
+    let before = [0, 1].map(|n| look(&mut m, n));
+    for (n, (_, _, gpa, _)) in pages.iter().enumerate() {
+        // SAFETY: inside the mapping; the vCPU does not run.
+        unsafe { m.ram.as_ptr().add(*gpa as usize).write_volatile(9) };
+        let is_user = n == 0;
+        look(&mut m, n);
+        m.mmu.serialize();
+        let after = [0, 1].map(|n| look(&mut m, n));
+        assert_ne!(after[n].1, before[n].1, "{n}");
+        // The user's leaves the supervisor's branch targets alone, changed or not.
+        assert_eq!(after[1] == before[1], is_user, "{n}");
+    }
+}
+
 #[test]
 fn another_slot_has_other_code() {
     let mut m = Machine::new();

@@ -560,7 +560,7 @@ impl GuestBus for Bus {
     }
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
         // What serializes makes code that others have written visible (SDM vol. 3, 9.1.3).
-        self.mmu.recheck_code();
+        self.mmu.serialize();
         let apic_enabled = self.apic_base() >> 11 & 1 != 0;
         super::cpuid::lookup(&self.cpuid, cpu, apic_enabled, leaf, subleaf)
     }
