@@ -271,6 +271,7 @@ fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
         wrapped.restorer.store(action.restorer, Ordering::Release);
         wrap(signal, action);
     }
+    let becomes = new.map(|action| action.handler);
     let new = ours.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: structures of the kernel's form.
     let result = unsafe { kernel_action(signal, new, old) };
@@ -278,7 +279,13 @@ fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
         wrapped.handler.store(handler, Ordering::Release);
         wrapped.flags.store(flags, Ordering::Release);
         wrapped.restorer.store(restorer, Ordering::Release);
-    } else if old.handler == wrapper_address() {
+        drop(held);
+        return result;
+    }
+    if let Some(handler) = becomes {
+        kvm_abi::signals::set_handled(signal, handler != libc::SIG_DFL);
+    }
+    if old.handler == wrapper_address() {
         // Everything but what siginterrupt(3) changes behind our back.
         const RESTART: u64 = libc::SA_RESTART as u64;
         old.flags = flags & !RESTART | old.flags & RESTART;

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use libc::{c_char, c_int, c_long, c_ulong};
 
-use crate::next::{answer, system_call_c};
+use crate::next::{answer, next, system_call_c};
 use crate::path::is_kvm;
 use crate::{actions, descriptors, files, trace};
 
@@ -121,6 +121,10 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             libc::SYS_dup3 => {
                 return Some(descriptors::dup3(a as c_int, b as c_int, c as c_int).into());
             }
+            libc::SYS_mmap => match mapping(arguments) {
+                Some(address) => return Some(address as c_long),
+                None => None,
+            },
             libc::SYS_write if is_injected(a as c_int, b, c) => Some(descriptors::EVENT as c_int),
             libc::SYS_seccomp => {
                 actions::filtered();
@@ -158,6 +162,95 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
     }
     None
 }
+
+/// A mapping of a vCPU's descriptor that is more than one of its file: the address, or -1 and errno.
+fn mapping(arguments: [usize; 6]) -> Option<usize> {
+    let [address, len, protection, flags, fd, offset] = arguments;
+    let (protection, flags, fd) = (protection as c_int, flags as c_int, fd as c_int);
+    if flags & libc::MAP_ANONYMOUS != 0 || fd < 0 {
+        return None;
+    }
+    let section = kvm_abi::signals::Section::enter();
+    let is_shared = matches!(
+        flags & libc::MAP_TYPE,
+        libc::MAP_SHARED | libc::MAP_SHARED_VALIDATE
+    );
+    let is_plain = is_shared && protection & libc::PROT_EXEC == 0;
+    let patch = match kvm_abi::judge_mapping(fd, len, offset, is_plain) {
+        kvm_abi::Verdict::Good => return None,
+        kvm_abi::Verdict::Bad => return Some(crate::next::fail(libc::EINVAL) as usize),
+        kvm_abi::Verdict::Patched(patch) => patch,
+    };
+    let number = libc::SYS_mmap;
+    // SAFETY: the caller's arguments.
+    let mapped = unsafe {
+        system_call_c(
+            number,
+            [
+                address,
+                len,
+                protection as usize,
+                flags as usize,
+                fd as usize,
+                offset,
+            ],
+        )
+    };
+    if mapped != -1 {
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: a page of the mapping that was just made, which its owner does not know yet. If it
+        // fails the vCPU has a ring to which nothing is ever written.
+        unsafe {
+            crate::next::system_call(
+                number,
+                [
+                    mapped as usize + patch.at,
+                    patch.len,
+                    protection as usize,
+                    flags as usize,
+                    patch.fd as usize,
+                    patch.offset,
+                ],
+            )
+        };
+    }
+    drop(section);
+    Some(mapped as usize)
+}
+
+macro_rules! mmap {
+    ($($name:ident)*) => { $(
+        /// The C library's function of this name.
+        ///
+        /// # Safety
+        ///
+        /// As for that.
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(
+            address: usize,
+            len: usize,
+            protection: c_int,
+            flags: c_int,
+            fd: c_int,
+            offset: usize,
+        ) -> usize {
+            let arguments = [address, len, protection as usize, flags as usize, fd as usize, offset];
+            match mapping(arguments) {
+                Some(address) => address,
+                None => next!($name(
+                    address => usize,
+                    len => usize,
+                    protection => c_int,
+                    flags => c_int,
+                    fd => c_int,
+                    offset => usize,
+                ) -> usize),
+            }
+        }
+    )* };
+}
+
+mmap! { mmap mmap64 }
 
 /// True if this was a write to an irqfd, and the interrupt is injected.
 pub(crate) fn is_injected(fd: c_int, buffer: usize, count: usize) -> bool {

@@ -16,11 +16,13 @@
 //! without deleting the slot makes the host fault; recovery will hook in at
 //! [`page`], whose accesses are single instructions for that reason as well.
 
+pub mod dirty_ring;
 pub mod memory;
 pub mod page;
 pub mod slot;
 pub mod table;
 
+pub use dirty_ring::{DirtyRing, DirtyRingMemory, DirtyRings};
 pub use memory::{Acknowledged, GuestMemory};
 pub use page::{HostPage, TaggedPage};
 pub use slot::{Slot, SlotConfig};

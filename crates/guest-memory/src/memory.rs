@@ -5,7 +5,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-use crate::{HostPage, MemslotError, Slot, SlotConfig, SlotTable};
+use crate::{DirtyRings, HostPage, MemslotError, Slot, SlotConfig, SlotTable};
 
 /// Pages that became code that are remembered one by one.
 const CODE_LOG: usize = 256;
@@ -67,6 +67,7 @@ pub struct GuestMemory {
     code_seq: AtomicU64,
     code_log: Mutex<CodeLog>,
     split_lock: Mutex<()>,
+    rings: Arc<DirtyRings>,
 }
 
 impl GuestMemory {
@@ -130,14 +131,16 @@ impl GuestMemory {
         // Nobody else changes the table, so what is planned on it now can be done later.
         let (change, was_logging) = {
             let table = self.read_table();
-            let change = table.plan(config, &mut serial, &self.code_changes)?;
+            let change = table.plan(config, &mut serial, &self.code_changes, &self.rings)?;
             let old = table.by_number(config.slot);
             (change, old.is_some_and(Slot::is_logging))
         };
         let Some(change) = change else {
             return Ok(self.epoch());
         };
+        // A bit says that its page is in a ring.
         if self.starts_dirty.load(Ordering::Relaxed)
+            && self.rings.entries() == 0
             && !was_logging
             && let Some(slot) = change.slot()
         {
@@ -309,6 +312,27 @@ impl GuestMemory {
             Ok::<(), MemslotError>(())
         })??;
         Ok(self.request_write_flush())
+    }
+
+    /// The VM's dirty rings.
+    pub fn rings(&self) -> &Arc<DirtyRings> {
+        &self.rings
+    }
+
+    /// KVM_RESET_DIRTY_RINGS: pages whose entries the VMM has read are clean again. Returns how many
+    /// entries that were, and the epoch to wait for, as [`Self::take_dirty`].
+    pub fn reset_rings(&self) -> (usize, u64) {
+        let taken = self.rings.take();
+        if taken.is_empty() {
+            return (0, self.epoch());
+        }
+        let table = self.table();
+        for (number, page) in &taken {
+            if let Some(slot) = table.by_number(*number) {
+                slot.clear_dirty(*page);
+            }
+        }
+        (taken.len(), self.request_write_flush())
     }
 
     /// Asks all vCPUs to drop their write permissions; returns the epoch to wait for.

@@ -11,7 +11,7 @@ use std::{
 use host::{LazyArray, probe};
 use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
 
-use crate::HostPage;
+use crate::{DirtyRings, HostPage};
 
 /// KVM_MEM_LOG_DIRTY_PAGES.
 pub const KVM_MEM_LOG_DIRTY_PAGES: u32 = 1 << 0;
@@ -99,6 +99,8 @@ pub struct Slot {
     code: Arc<CodeState>,
     dirty: Option<Arc<LazyArray<AtomicU64>>>,
     host: Arc<HostState>,
+    /// The VM's.
+    rings: Arc<DirtyRings>,
 }
 
 impl Slot {
@@ -108,6 +110,7 @@ impl Slot {
         config: SlotConfig,
         serial: u32,
         changes: &Arc<AtomicU64>,
+        rings: &Arc<DirtyRings>,
     ) -> io::Result<Self> {
         let pages = (config.size >> PAGE_SHIFT) as usize;
         Ok(Self {
@@ -121,6 +124,7 @@ impl Slot {
             }),
             dirty: Self::new_dirty(&config)?,
             host: Arc::new(HostState::new(pages)?),
+            rings: Arc::clone(rings),
         })
     }
 
@@ -133,13 +137,14 @@ impl Slot {
         match serial {
             Some(serial) => Ok(Self {
                 dirty,
-                ..Self::new(config, serial, &self.code.changes)?
+                ..Self::new(config, serial, &self.code.changes, &self.rings)?
             }),
             None => Ok(Self {
                 config,
                 code: Arc::clone(&self.code),
                 dirty,
                 host: Arc::clone(&self.host),
+                rings: Arc::clone(&self.rings),
             }),
         }
     }
@@ -234,7 +239,11 @@ impl Slot {
         if !self.is_dirty_or_unlogged(index)
             && let Some(word) = self.dirty.as_ref().and_then(|d| d.get(index / 64))
         {
-            word.fetch_or(1 << (index % 64), Ordering::AcqRel);
+            let bit = 1 << (index % 64);
+            let was = word.fetch_or(bit, Ordering::AcqRel);
+            if was & bit == 0 && self.rings.entries() != 0 {
+                self.rings.push(self.config.slot, index as u64);
+            }
         }
     }
 
@@ -255,6 +264,16 @@ impl Slot {
     /// The dirty bitmap, if the slot logs.
     pub(crate) fn dirty(&self) -> Option<&[AtomicU64]> {
         self.dirty.as_ref().map(|d| &d[..])
+    }
+
+    /// The page is clean again.
+    pub(crate) fn clear_dirty(&self, page: u64) {
+        let index = (page / 64) as usize;
+        if page < self.config.size >> PAGE_SHIFT
+            && let Some(word) = self.dirty().and_then(|d| d.get(index))
+        {
+            word.fetch_and(!(1 << (page % 64)), Ordering::AcqRel);
+        }
     }
 
     /// The chunks of the page that were fetched as code, a bit each.

@@ -10,7 +10,7 @@ use std::{
 use x86_defs::paging::PAGE_SIZE;
 
 use crate::{
-    HostPage, Slot, SlotConfig,
+    DirtyRings, HostPage, Slot, SlotConfig,
     slot::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY},
 };
 
@@ -221,6 +221,7 @@ impl SlotTable {
         config: SlotConfig,
         serial: &mut u32,
         changes: &Arc<AtomicU64>,
+        rings: &Arc<DirtyRings>,
     ) -> Result<Option<Change>, MemslotError> {
         const FLAGS: u32 = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
         let space = (config.slot >> 16) as usize;
@@ -299,7 +300,7 @@ impl SlotTable {
         });
         let slot = match (old, fresh) {
             (Some(old), fresh) => old.changed(config, fresh)?,
-            (None, fresh) => Slot::new(config, fresh.unwrap_or_default(), changes)?,
+            (None, fresh) => Slot::new(config, fresh.unwrap_or_default(), changes, rings)?,
         };
         Ok(Some(Change {
             number: config.slot,

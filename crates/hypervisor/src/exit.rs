@@ -134,6 +134,8 @@ pub enum Exit {
         /// Written bytes.
         data: [u8; 8],
     },
+    /// KVM_EXIT_DIRTY_RING_FULL.
+    DirtyRingFull,
     /// KVM_EXIT_HLT.
     Hlt,
     /// KVM_EXIT_SHUTDOWN: a triple fault.

@@ -16,6 +16,8 @@ pub use error::Error;
 pub use io_bus::{DoorbellSpec, RingEntry, RingMemory, Space};
 pub use irqchip::IoapicState;
 
+pub use guest_memory::DirtyRingMemory;
+
 pub use exit::{Answer, Exit, IoData, Question, RunInput, RunPage, RunStatus};
 pub use vcpu::{
     Vcpu,

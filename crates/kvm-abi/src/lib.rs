@@ -7,10 +7,12 @@
 
 mod compat;
 mod device;
+mod dirty_ring;
 mod dispatch;
 mod errno;
 mod fork;
 mod irqfd;
+mod mapped;
 mod memfd;
 pub mod numbers;
 mod objects;
@@ -32,6 +34,7 @@ pub use fork::{in_child as after_fork, set_borrowed};
 pub use host::faults;
 pub use hypervisor::{Doorbell, DoorbellSpec, IrqTrigger, Space, Vcpu as TypedVcpu, Vm as TypedVm};
 pub use irqfd::{forget_irqfds, is_irqfd, write_irqfd};
+pub use mapped::{Patch, Verdict, judge_mapping};
 pub use objects::{Object, close, duplicated, forget, forget_range, lookup, trust_reports};
 pub use run_page::VCPU_MMAP_SIZE;
 pub use vcpu::{Vcpu, interrupt_current_thread};

@@ -160,6 +160,11 @@ pub fn lookup(fd: RawFd) -> Result<Object> {
     Ok(object)
 }
 
+/// The object that the table has for `fd`, without a system call.
+pub(crate) fn known(fd: RawFd) -> Option<Object> {
+    table().get(&fd).map(|entry| entry.object.clone())
+}
+
 /// The vCPU behind `fd` without a system call, for KVM_RUN. A number that was closed without
 /// [`forget`] and reused for another file is not noticed here.
 pub(crate) fn lookup_vcpu_unchecked(fd: RawFd) -> Option<Arc<Vcpu>> {

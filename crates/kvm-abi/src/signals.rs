@@ -187,10 +187,25 @@ pub(crate) fn is_deferred() -> bool {
     DEFERRED.get() || REMEMBERED.with(|set| set.load(Ordering::Relaxed)) != 0
 }
 
+/// Signals that have a handler, which is wrapped, or are ignored.
+static HANDLED: AtomicU64 = AtomicU64::new(0);
+
+/// The program has, or has no more, something other than the default action for a signal.
+pub fn set_handled(signal: libc::c_int, is_handled: bool) {
+    let bit = 1 << ((signal - 1) & 63);
+    if is_handled {
+        HANDLED.fetch_or(bit, Ordering::Relaxed);
+    } else {
+        HANDLED.fetch_and(!bit, Ordering::Relaxed);
+    }
+}
+
 /// KVM_SET_SIGNAL_MASK's mask while KVM_RUN lasts.
 #[derive(Debug)]
 pub(crate) struct RunMask {
     outside: u64,
+    /// Some signals that it lets through stay blocked, and somebody has to ask for them.
+    pub(crate) asks: bool,
 }
 
 impl RunMask {
@@ -199,8 +214,14 @@ impl RunMask {
     pub(crate) fn enter(mask: u64) -> Option<Self> {
         Section::is_active().then(|| {
             RUN_MASK.set(true);
+            let outside = set_mask(DEFERRABLE);
+            // A kernel's KVM_RUN ends before the default action of a signal that is blocked outside
+            // could end the process.
+            let fatal = outside & !mask & !HANDLED.load(Ordering::Relaxed);
+            set_mask(mask | fatal);
             Self {
-                outside: set_mask(mask),
+                outside,
+                asks: fatal != 0,
             }
         })
     }

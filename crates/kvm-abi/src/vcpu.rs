@@ -27,6 +27,8 @@ pub struct Vcpu {
     hypervisor: Arc<hypervisor::Vcpu>,
     page: RunPage,
     id: u64,
+    /// Its file has the VM's ring of coalesced writes.
+    has_ring: bool,
     stats: Mutex<Option<StatsFile>>,
     /// KVM_SET_SIGNAL_MASK, and whether there is one.
     signal_mask: Mutex<Option<u64>>,
@@ -102,11 +104,13 @@ impl Vcpu {
         vm: Arc<Vm>,
         fd: BorrowedFd<'_>,
         id: u64,
+        has_ring: bool,
     ) -> Result<Self> {
         Ok(Self {
             hypervisor,
             page: RunPage::map(fd)?,
             id,
+            has_ring,
             stats: Mutex::new(None),
             signal_mask: Mutex::new(None),
             has_signal_mask: AtomicBool::new(false),
@@ -122,6 +126,10 @@ impl Vcpu {
     /// Where kvm_run is mapped for anykvm itself, for [`crate::trace::write_exit`].
     pub fn run_address(&self) -> u64 {
         self.page.address()
+    }
+
+    pub(crate) fn has_ring(&self) -> bool {
+        self.has_ring
     }
 
     /// The VM that this vCPU belongs to.
@@ -158,11 +166,7 @@ impl Vcpu {
             None
         };
         let run_mask = signal_mask.and_then(signals::RunMask::enter);
-        let blocked_signals = if run_mask.is_some() {
-            None
-        } else {
-            signal_mask
-        };
+        let blocked_signals = signal_mask.filter(|_| run_mask.as_ref().is_none_or(|r| r.asks));
         let result = self.hypervisor.run(&Session {
             page: &self.page,
             blocked_signals,

@@ -11,6 +11,7 @@ use hypervisor::{IoapicState, Route, RouteTarget};
 use kvm_bindings::*;
 
 use crate::device::Device;
+use crate::dirty_ring::{self, DirtyRing};
 use crate::errno::{Errno, Result};
 use crate::fork;
 use crate::memfd;
@@ -74,9 +75,22 @@ impl Vm {
         let id = u32::try_from(id).map_err(|_| EINVAL)?;
         let name = CString::new(format!("kvm-vcpu:{id}")).map_err(|_| EINVAL)?;
         // The file first: a vCPU cannot be taken back once it exists.
-        let fd = memfd::create(&name, VCPU_MMAP_SIZE, true)?;
+        let entries = self.hypervisor.dirty_ring_entries();
+        let len = match entries {
+            0 => VCPU_MMAP_SIZE,
+            entries => dirty_ring::file_size(entries),
+        };
+        let fd = memfd::create(&name, len, true)?;
+        let dirty_ring = match entries {
+            0 => None,
+            entries => Some(DirtyRing::map(fd.as_fd(), entries)?),
+        };
         let vcpu = self.hypervisor.create_vcpu(id)?;
-        if self.ring.get().is_none() {
+        if let Some(ring) = dirty_ring {
+            vcpu.set_dirty_ring(entries, Box::new(ring));
+        }
+        let has_ring = self.ring.get().is_none();
+        if has_ring {
             let file = fd
                 .try_clone()
                 .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
@@ -85,15 +99,21 @@ impl Vm {
             // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
             let _ = self.ring.set(Internal::new(file));
         }
-        let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), fd.as_fd(), id.into())?);
+        let vcpu = Arc::new(Vcpu::new(
+            vcpu,
+            Arc::clone(self),
+            fd.as_fd(),
+            id.into(),
+            has_ring,
+        )?);
         register(&fd, Object::Vcpu(Arc::clone(&vcpu)))?;
         Ok((fd, vcpu))
     }
 
     /// The file that holds the ring of coalesced writes; none before the first vCPU.
     ///
-    /// DEVIATION: KVM shows the same ring in every vCPU's descriptor, here it is in the first
-    /// vCPU's only, which is the one that QEMU reads.
+    /// KVM shows the same ring in every vCPU's descriptor. Here it is in the first vCPU's, and
+    /// whoever stands before `mmap(2)` puts it into the others' mappings ([`crate::judge_mapping`]).
     pub fn ring_file(&self) -> Option<BorrowedFd<'_>> {
         self.ring.get().map(AsFd::as_fd)
     }

@@ -267,6 +267,11 @@ const CASES: &[Case] = &[
         ..qemu("migration", Normal, "")
     },
     Case {
+        run: Run::Driven(driven::migration),
+        cpus: 2,
+        ..qemu("dirty-ring", Normal, "-accel kvm,dirty-ring-size=4096")
+    },
+    Case {
         run: Run::Driven(driven::debugger),
         ..qemu("debugger", Normal, "")
     },
@@ -303,7 +308,10 @@ impl Setup {
         let mut command = Command::new(&self.anykvm);
         command.env("ANYKVM_ENGINE", self.engine);
         command.args(through);
-        command.args(["--", "qemu-system-x86_64", "-accel", "kvm", "-nodefaults"]);
+        command.args(["--", "qemu-system-x86_64", "-nodefaults"]);
+        if !arguments.contains(&"-accel") {
+            command.args(["-accel", "kvm"]);
+        }
         command.args(["-display", "none", "-m", &self.mem_mib.to_string()]);
         command.args(["-smp", &self.cpus.to_string()]);
         command.args(arguments);

@@ -77,6 +77,7 @@ const OURS: &[c_long] = &[
     libc::SYS_fork,
     libc::SYS_ioctl,
     libc::SYS_lstat,
+    libc::SYS_mmap,
     libc::SYS_newfstatat,
     libc::SYS_open,
     libc::SYS_openat,

@@ -59,6 +59,8 @@ fn a_signal_ends_kvm_run_and_its_handler_runs_once() {
 #[test]
 fn a_signal_that_only_kvm_run_lets_through_stays_pending() {
     passes("vmm-mask", &["mask", "3000"]);
+    passes("vmm-default", &["default", "500"]);
+    passes("vmm-default-halt", &["default-halt", "500"]);
 }
 
 #[test]
@@ -191,6 +193,12 @@ fn a_write_to_an_irqfd_has_injected_when_it_returns() {
     for (name, options) in [("irqfd", [].as_slice()), ("irqfd-static", &["-static"])] {
         run(&compile("irqfd.c", name, options), &[]);
     }
+}
+
+#[test]
+fn a_dirty_ring_tells_each_page_once() {
+    run(&compile("ring.c", "ring", &[]), &[]);
+    run(&compile("ring.c", "ring-static", &["-static"]), &[]);
 }
 
 #[test]

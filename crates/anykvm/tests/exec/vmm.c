@@ -185,6 +185,9 @@ static void kick(const uint8_t *code, size_t length, long times, int masked)
     CHECK(sigaction(SIGUSR1, NULL, &read_back) == 0);
     CHECK(read_back.sa_handler == count && !(read_back.sa_flags & SA_SIGINFO));
     blocked_in_run = masked;
+    /* The default action, which is the process's end, does not happen while the thread blocks it. */
+    if (masked == 2)
+        CHECK(signal(SIGUSR1, SIG_DFL) != SIG_ERR);
     if (masked) {
         sigset_t set;
         sigemptyset(&set);
@@ -489,6 +492,8 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "halt")) with_chips = 1, kick(HALT, sizeof HALT, times, 0);
     else if (!strcmp(mode, "sender")) sender(times);
     else if (!strcmp(mode, "mask")) kick(SPIN, sizeof SPIN, times, 1);
+    else if (!strcmp(mode, "default")) kick(SPIN, sizeof SPIN, times, 2);
+    else if (!strcmp(mode, "default-halt")) with_chips = 1, kick(HALT, sizeof HALT, times, 2);
     else if (!strcmp(mode, "immediate")) immediate(times);
     else if (!strcmp(mode, "handlers")) handlers();
     else if (!strcmp(mode, "descriptors")) descriptors(argv[0]);

@@ -4,6 +4,7 @@ use kvm_bindings::*;
 
 use crate::{
     vcpu::{MCE_BANKS, MCE_SUPPORTED_CAP},
+    vm::dirty_ring::MAX_DIRTY_RING,
     vm::options::{APIC_TICK_NS, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, X2APIC_API},
 };
 
@@ -101,6 +102,7 @@ pub fn check_extension(cap: u32) -> i32 {
         KVM_CAP_X86_APIC_BUS_CYCLES_NS => APIC_TICK_NS as i32,
         KVM_CAP_X2APIC_API => X2APIC_API as i32,
         KVM_CAP_X86_USER_SPACE_MSR => 1,
+        KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => MAX_DIRTY_RING as i32,
         KVM_CAP_X86_DISABLE_EXITS => DISABLED_EXITS as i32,
         KVM_CAP_EXIT_HYPERCALL => HYPERCALL_EXITS as i32,
         KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => MANUAL_DIRTY_LOG as i32,

@@ -25,6 +25,7 @@ pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use guest_memory::DirtyRing;
 use kvm_bindings::*;
 use mmu::Mmu;
 use x86_cpu::{CpuState, Flush, GuestBus, PendingInterrupt, Privilege};
@@ -77,6 +78,8 @@ struct Inner {
     poll: park::HaltPoll,
     /// What the VMM was asked by the last exit.
     question: Question,
+    /// Where this vCPU tells of dirty pages, if not in the slots' bitmaps.
+    dirty_ring: Option<Arc<DirtyRing>>,
     /// Room for the bytes of an IN; absent while KVM_RUN uses it.
     io: Option<Box<[u8; 4096]>>,
 }
@@ -118,6 +121,7 @@ impl Vcpu {
             pv_unhalted: false,
             poll: park::HaltPoll::default(),
             question: Question::None,
+            dirty_ring: None,
             io: None,
         };
         Self {
@@ -127,7 +131,21 @@ impl Vcpu {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+        if inner.dirty_ring.is_some() {
+            inner.bus.vm.memory.rings().act_for(self.shared.index);
+        }
+        inner
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<VcpuShared> {
+        &self.shared
+    }
+
+    pub(crate) fn attach_dirty_ring(&self, ring: Arc<DirtyRing>) {
+        let mut inner = self.lock();
+        inner.bus.vm.memory.rings().add(Arc::clone(&ring));
+        inner.dirty_ring = Some(ring);
     }
 
     /// KVM_RUN.

@@ -137,6 +137,9 @@ impl Inner {
             if input.immediate_exit.load(Ordering::Relaxed) != 0 || requests & request::KICK != 0 {
                 return Err(Error::Interrupted);
             }
+            if self.dirty_ring.as_ref().is_some_and(|ring| ring.is_full()) {
+                return self.exit_with(Exit::DirtyRingFull);
+            }
             if self.cpu.events.latched_init && !self.cpu.events.in_smm {
                 self.init();
             }

@@ -44,6 +44,8 @@ pub(crate) mod request {
     pub(crate) const SIPI: u32 = 1 << 7;
     /// Wake from HLT whatever RFLAGS.IF is (KVM_HC_KICK_CPU).
     pub(crate) const UNHALT: u32 = 1 << 8;
+    /// The dirty ring is full.
+    pub(crate) const RING: u32 = 1 << 9;
 }
 
 /// Where a vCPU is.

@@ -3,6 +3,7 @@
 pub(crate) mod chips;
 pub(crate) mod clock;
 pub(crate) mod coalesced;
+pub(crate) mod dirty_ring;
 pub(crate) mod doorbell;
 mod irq;
 mod irqfd;
@@ -172,6 +173,7 @@ impl Vm {
     /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared unless that is left to
     /// KVM_CLEAR_DIRTY_LOG.
     pub fn get_dirty_log(&self, slot: u32) -> Result<Vec<u64>> {
+        self.has_bitmaps()?;
         if self.state.options.is_dirty_log_manual() {
             return Ok(self.state.memory.peek_dirty(slot)?);
         }
@@ -181,7 +183,16 @@ impl Vm {
     }
     /// Pages of a slot that logs, or the errno of the dirty log's calls.
     pub fn logged_pages(&self, slot: u32) -> Result<u64> {
+        self.has_bitmaps()?;
         Ok(self.state.memory.logged_pages(slot)?)
+    }
+    /// ENXIO where vCPUs have dirty rings.
+    fn has_bitmaps(&self) -> Result<()> {
+        if self.state.memory.rings().entries() == 0 {
+            Ok(())
+        } else {
+            Err(Error::NoSuchDevice)
+        }
     }
     /// KVM_CLEAR_DIRTY_LOG: clears the pages whose bits are set in `mask`, from `first` on.
     /// EINVAL unless `first` is a multiple of 64 and `pages` one too or up to the slot's end.

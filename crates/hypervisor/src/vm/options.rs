@@ -333,6 +333,7 @@ impl Vm {
                     .store(within(valid)?, Ordering::Relaxed);
                 self.state.memory.set_starts_dirty(options.starts_dirty());
             }
+            KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => self.set_dirty_ring(arg)?,
             KVM_CAP_MAX_VCPU_ID => options.set_max_vcpu_id(arg)?,
             KVM_CAP_X86_APIC_BUS_CYCLES_NS => self.set_apic_tick_ns(arg)?,
             // Hardware without bus lock detection can be told to leave it off.

@@ -15,7 +15,6 @@ use crate::vm::Vm;
 const NO_SEV: &str = "encrypted and private memory need hardware";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_HYPERV: &str = "Hyper-V enlightenments are not offered (KVM_CAP_HYPERV is 0)";
-const NO_RING: &str = "dirty pages are logged in bitmaps only (KVM_CAP_DIRTY_LOG_RING is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_CHECK_EXTENSION", KVM_CHECK_EXTENSION, |vm, arg| {
@@ -139,12 +138,9 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_CLEAR_DIRTY_LOG", KVM_CLEAR_DIRTY_LOG, |vm, arg| {
         clear_dirty_log(vm, arg)
     }),
-    Row::refused(
-        "KVM_RESET_DIRTY_RINGS",
-        KVM_RESET_DIRTY_RINGS,
-        libc::EINVAL,
-        NO_RING,
-    ),
+    Row::done("KVM_RESET_DIRTY_RINGS", KVM_RESET_DIRTY_RINGS, |vm, _| {
+        count(vm.hypervisor().reset_dirty_rings()?)
+    }),
     Row::done("KVM_GET_STATS_FD", KVM_GET_STATS_FD, |vm, _| {
         Ok(vm.stats_fd()?.into_raw_fd())
     }),

@@ -205,6 +205,7 @@ impl RunPage {
             }
             Exit::Hlt => (KVM_EXIT_HLT, Question::None),
             Exit::Shutdown => (KVM_EXIT_SHUTDOWN, Question::None),
+            Exit::DirtyRingFull => (KVM_EXIT_DIRTY_RING_FULL, Question::None),
             Exit::IrqWindowOpen => (KVM_EXIT_IRQ_WINDOW_OPEN, Question::None),
             Exit::SetTpr => (KVM_EXIT_SET_TPR, Question::None),
             Exit::Debug {
