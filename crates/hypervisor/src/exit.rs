@@ -32,10 +32,10 @@ pub enum Answer<'a> {
     /// Nothing was asked.
     #[default]
     None,
-    /// Data of an IN.
+    /// Data of INS.
     Io(&'a [u8]),
-    /// Data of an MMIO read.
-    Mmio([u8; 8]),
+    /// Data of an MMIO read, or of an IN.
+    Word(u64),
     /// Result of KVM_EXIT_X86_RDMSR/WRMSR.
     Msr {
         /// RDMSR's value.
@@ -68,13 +68,21 @@ pub enum Question {
     /// None, or it was answered.
     #[default]
     None,
-    /// Bytes of an IN.
+    /// The data of an IN.
+    Port {
+        /// Bytes.
+        len: u8,
+    },
+    /// Bytes of INS.
     Io {
         /// `size * count`.
         len: usize,
     },
     /// `mmio.data`.
-    Mmio,
+    Mmio {
+        /// Bytes.
+        len: u8,
+    },
     /// `msr.error` and, for RDMSR, `msr.data`.
     Msr,
     /// `hypercall.ret`.

@@ -317,11 +317,12 @@ fn sum_of(host: HostPage, mut chunks: u64) -> u64 {
         let chunk = u64::from(chunks.trailing_zeros());
         chunks &= chunks - 1;
         let mut h = (chunk + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let at = chunk * CODE_CHUNK;
+        let word = |n: u64| host.load(at + 8 * n, 8).unwrap_or(0) as u64;
         for pair in 0..PAIRS {
-            let v = host.load(chunk * CODE_CHUNK + pair * 16, 16).unwrap_or(0);
             // Odd numbers without a pattern.
-            let a = v as u64 ^ 0xa076_1d64_78bd_642f_u64.rotate_left(11 * pair as u32);
-            let b = (v >> 64) as u64 ^ 0xe703_7ed1_a0b4_28db_u64.rotate_left(13 * pair as u32);
+            let a = word(2 * pair) ^ 0xa076_1d64_78bd_642f_u64.rotate_left(11 * pair as u32);
+            let b = word(2 * pair + 1) ^ 0xe703_7ed1_a0b4_28db_u64.rotate_left(13 * pair as u32);
             h = h.wrapping_add(fold(u128::from(a) * u128::from(b)));
         }
         sum ^= fold(u128::from(h) * 0x8ebc_6af0_9c88_c6e3);
@@ -685,12 +686,9 @@ impl Mmu {
     }
 
     fn compare_exposed(&mut self) {
-        for n in 0..self.exposed.len() {
-            if let Some(mut e) = self.exposed.get(n).copied() {
-                self.compare(&mut e);
-                self.exposed[n] = e;
-            }
-        }
+        let mut exposed = core::mem::take(&mut self.exposed);
+        exposed.iter_mut().for_each(|e| self.compare(e));
+        self.exposed = exposed;
     }
 
     /// The live view's epoch is of the current [`Self::verification`] from now on.

@@ -143,6 +143,7 @@ impl Mmu {
 
     /// Makes the context of `self.paging` current and carries out its pending flushes.
     pub(crate) fn select_context(&mut self) {
+        self.forget_devices();
         let p = &self.paging;
         let key = Key {
             world: p.mode as u8 | p.space << 3 | u8::from(p.nxe) << 4,
@@ -235,6 +236,7 @@ impl Mmu {
         if let Some((_, tables)) = context.views.iter().find(|(v, _)| *v == view) {
             return *tables;
         }
+        self.forget_devices();
         let (used, epoch) = (self.next_tick(), self.next_tick());
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
             let free = self.views.iter().position(|t| !t.taken);

@@ -56,6 +56,7 @@ impl Mmu {
     /// Forgets translations.
     pub fn flush(&mut self, cpu: &CpuState, what: Flush) {
         self.stats.flushes += 1;
+        self.forget_devices();
         let tick = self.next_tick();
         match what {
             Flush::Page(gva) => self.flush_page(gva, None),
@@ -101,6 +102,7 @@ impl Mmu {
     }
 
     pub(crate) fn flush_everything(&mut self) {
+        self.forget_devices();
         let tick = self.next_tick();
         self.l2.flush_all(tick);
         self.flush_global_fetch(None);

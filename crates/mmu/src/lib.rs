@@ -127,6 +127,8 @@ pub struct Mmu {
     paging: Paging,
     /// The slot of the last table walked: where the next one is looked for first.
     near: usize,
+    /// The last device pages read and written.
+    devices: [resolve::DevicePage; 2],
 
     /// (context, view) tables; `live` and `system` are indices.
     views: Vec<context::Tables>,
@@ -170,6 +172,7 @@ impl Mmu {
             host_fault: None,
             paging: Paging::default(),
             near: 0,
+            devices: [resolve::DevicePage::NONE; 2],
             views: Vec::new(),
             live: 0,
             system: 0,

@@ -22,6 +22,25 @@ pub(crate) struct Resolved {
     pub note: bool,
 }
 
+/// A translation that leads to a device. An access looks here more than once: translated code
+/// has found that it cannot make it, and an instruction that has waited for the VMM goes on. Forgotten
+/// with every flush and every change of address space.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DevicePage {
+    page: u64,
+    gpa: u64,
+    /// The view's tables that it is in; `usize::MAX`: none.
+    tables: usize,
+}
+
+impl DevicePage {
+    pub(crate) const NONE: Self = Self {
+        page: 0,
+        gpa: 0,
+        tables: usize::MAX,
+    };
+}
+
 impl Mmu {
     /// The slot of a resolved page.
     pub(crate) fn slot(&self, slot: usize) -> Option<&Slot> {
@@ -37,6 +56,11 @@ impl Mmu {
         } else {
             next & 0xffff_ffff
         }
+    }
+
+    /// Translations may have become others.
+    pub(crate) fn forget_devices(&mut self) {
+        self.devices = [DevicePage::NONE; 2];
     }
 
     /// The translation of `gva` for an access, with A and D bits set as the
@@ -112,23 +136,33 @@ impl Mmu {
         who: Privilege,
     ) -> Result<Resolved, Miss> {
         self.stats.l1_misses += 1;
+        self.host_fault = None;
+        let write = access == Access::Write;
+        let known = self.devices[usize::from(write)];
+        if known.page == gva & !0xfff && known.tables == self.tables_for(who) {
+            return Err(Miss::Device {
+                gpa: known.gpa | gva & 0xfff,
+            });
+        }
         let walk = self
             .walk_for(cpu, gva, access, who)
             .map_err(Miss::Exception)?;
         let device = Miss::Device { gpa: walk.gpa };
-        self.host_fault = None;
-        if self.apic_page == Some(walk.gpa & !0xfff) {
-            return Err(device);
-        }
-        let write = access == Access::Write;
         let slot_index = self
             .table
             .find_near(self.space(), walk.gpa, self.near)
-            .ok_or(device)?;
-        let slot = self.slot(slot_index).ok_or(device)?;
-        if write && slot.is_readonly() {
+            .filter(|_| self.apic_page != Some(walk.gpa & !0xfff));
+        let Some((slot_index, slot)) = slot_index
+            .and_then(|n| Some((n, self.slot(n)?)))
+            .filter(|(_, slot)| !(write && slot.is_readonly()))
+        else {
+            self.devices[usize::from(write)] = DevicePage {
+                page: gva & !0xfff,
+                gpa: walk.gpa & !0xfff,
+                tables: self.tables_for(who),
+            };
             return Err(device);
-        }
+        };
         let index = slot.page_index(walk.gpa).ok_or(device)?;
         let Some(host) = slot.page_for(index, write) else {
             self.host_fault = Some(walk.gpa & !0xfff);

@@ -120,11 +120,13 @@ pub(crate) fn reg_write<T: Int>(cpu: &mut CpuState, r: u8, v: T) {
 }
 
 impl<'a, B: GuestBus> Exec<'a, B> {
-    /// The machine, with the flags taken from `cpu.rflags`.
+    /// The machine, with the flags taken from `cpu.rflags`, and [`Self::refresh`] still to be called:
+    /// so it is made in its place.
+    #[inline(always)]
     pub(crate) fn new(cpu: &'a mut CpuState, bus: &'a mut B, native: &'a mut Native) -> Self {
         let mut flags = LazyFlags::default();
         flags.set(cpu.rflags);
-        let mut ex = Self {
+        Self {
             cpu,
             bus,
             flags,
@@ -139,9 +141,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             watch_hits: 0,
             single_step: false,
             remainder: None,
-        };
-        ex.refresh();
-        ex
+        }
     }
 
     /// Recomputes what is cached of mode, segments, privilege, CR0, CR4,

@@ -15,10 +15,13 @@ pub(crate) struct Remainder {
     rip: u64,
     next: u64,
     /// Size of its one access.
-    size: u8,
-    /// The register that it loads.
-    target: Option<u8>,
+    size: u64,
+    /// The register that it loads, or [`NONE`]. (Words, like the others: it is copied soon after
+    /// it is made, by wide accesses, for which narrow ones would have to be waited for.)
+    target: u64,
 }
+
+const NONE: u64 = u64::MAX;
 
 impl Remainder {
     /// Of `insn` at `rip`, which has stopped at an access; `None` if there is more to it.
@@ -31,13 +34,13 @@ impl Remainder {
             | C::Out_imm8_EAX
             | C::Out_DX_AL
             | C::Out_DX_AX
-            | C::Out_DX_EAX => None,
+            | C::Out_DX_EAX => NONE,
             C::In_AL_imm8
             | C::In_AX_imm8
             | C::In_EAX_imm8
             | C::In_AL_DX
             | C::In_AX_DX
-            | C::In_EAX_DX => Some(reg::RAX as u8),
+            | C::In_EAX_DX => reg::RAX as u64,
             C::Mov_rm8_r8
             | C::Mov_rm16_r16
             | C::Mov_rm32_r32
@@ -49,7 +52,7 @@ impl Remainder {
             | C::Mov_moffs8_AL
             | C::Mov_moffs16_AX
             | C::Mov_moffs32_EAX
-            | C::Mov_moffs64_RAX => None,
+            | C::Mov_moffs64_RAX => NONE,
             C::Mov_r8_rm8
             | C::Mov_r16_rm16
             | C::Mov_r32_rm32
@@ -57,13 +60,13 @@ impl Remainder {
             | C::Mov_AL_moffs8
             | C::Mov_AX_moffs16
             | C::Mov_EAX_moffs32
-            | C::Mov_RAX_moffs64 => Some(insn.dst),
+            | C::Mov_RAX_moffs64 => insn.dst.into(),
             _ => return None,
         };
         Some(Self {
             rip,
             next,
-            size: insn.op_size,
+            size: insn.op_size.into(),
             target,
         })
     }
@@ -72,7 +75,7 @@ impl Remainder {
     /// its access, the VMM has moved RIP, or something else happens at its end.
     pub(crate) fn finish(&self, cpu: &mut CpuState, len: u8, value: u64) -> bool {
         let is_plain = cpu.rip() == self.rip
-            && len == self.size
+            && u64::from(len) == self.size
             && cpu.rflags & (rflags::TF | rflags::RF) == 0
             && cpu.shadow == Shadow::None
             && cpu.held_dr6 == 0
@@ -80,7 +83,8 @@ impl Remainder {
         if !is_plain {
             return false;
         }
-        if let Some(r) = self.target {
+        if self.target != NONE {
+            let r = self.target as u8;
             match self.size {
                 1 => reg_write(cpu, r, value as u8),
                 2 => reg_write(cpu, r, value as u16),

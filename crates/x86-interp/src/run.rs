@@ -31,6 +31,7 @@ pub enum RunStop {
 pub struct Interp<B> {
     native: Native,
     blocks: Blocks<B>,
+    /// Of the instruction that the last exit stopped.
     remainder: Option<Remainder>,
 }
 
@@ -58,6 +59,7 @@ impl<B: GuestBus> Interp<B> {
     /// Executes until something stops it.
     pub fn run(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
+        ex.refresh();
         let stop = loop {
             // In a shadow nothing can be injected: one more instruction.
             if ex.cpu.shadow == Shadow::None && ex.bus.poll(ex.cpu) {
@@ -75,16 +77,21 @@ impl<B: GuestBus> Interp<B> {
             }
         };
         ex.sync_flags();
-        self.remainder = ex.remainder;
+        if stop == RunStop::Exit {
+            self.remainder = ex.remainder;
+        }
         stop
     }
     /// Executes exactly one instruction (one iteration of a `rep` one), with
     /// debug traps and the end of an interrupt shadow as the manual has them.
     pub fn step(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
+        ex.refresh();
         let result = step_one(&mut self.blocks, &mut ex).or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
-        self.remainder = ex.remainder;
+        if result == Err(Stop::Exit) {
+            self.remainder = ex.remainder;
+        }
         finish(result)
     }
     /// After `RunStop::Exit`: finishes the instruction, whose one access of `len` bytes has got
@@ -102,6 +109,7 @@ impl<B: GuestBus> Interp<B> {
     /// engine that leaves single instructions to the interpreter.
     pub fn one(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
+        ex.refresh();
         let result = if ex.needs_stepping() {
             step_one(&mut self.blocks, &mut ex)
         } else {
@@ -109,7 +117,9 @@ impl<B: GuestBus> Interp<B> {
         };
         let result = result.or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
-        self.remainder = ex.remainder;
+        if result == Err(Stop::Exit) {
+            self.remainder = ex.remainder;
+        }
         finish(result)
     }
     /// Decodes an instruction of the current mode for [`Self::execute`]; `None` if
@@ -137,15 +147,19 @@ impl<B: GuestBus> Interp<B> {
     /// As [`Self::one`], with the instruction at RIP already decoded.
     pub fn execute(&mut self, cpu: &mut CpuState, bus: &mut B, insn: &Insn<B>) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
+        ex.refresh();
         let result = run_insn(&mut ex, insn).or_else(|stop| handle(&mut ex, stop));
         ex.sync_flags();
-        self.remainder = ex.remainder;
+        if result == Err(Stop::Exit) {
+            self.remainder = ex.remainder;
+        }
         finish(result)
     }
     /// Delivers an event through the IDT. `Exit` means that delivery needs the
     /// VMM first: inject again afterwards.
     pub fn inject(&mut self, cpu: &mut CpuState, bus: &mut B, event: Event) -> Result<(), RunStop> {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
+        ex.refresh();
         let result = deliver::event(&mut ex, event);
         self.remainder = None;
         if result.is_ok() {

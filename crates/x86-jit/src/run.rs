@@ -67,6 +67,8 @@ pub struct Jit<B: JitBus> {
     plain_tsc: bool,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
+    /// See [`Self::can_resume`].
+    can_resume: bool,
     /// Where RF was set when translated code was last gone on with, if nothing has
     /// called for Rust since.
     pub(crate) resumed: Option<u64>,
@@ -117,6 +119,7 @@ impl<B: JitBus> Jit<B> {
             slots: u64::MAX,
             plain_tsc: false,
             stale: false,
+            can_resume: false,
             resumed: None,
             mode: 0,
             stats: Stats::default(),
@@ -215,6 +218,7 @@ impl<B: JitBus> Jit<B> {
     /// Executes until something stops it, as [`Interp::run`] does.
     pub fn run(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let _turn = self.lockstep.is_some().then(turn::wait);
+        self.can_resume = false;
         set_gs_base(cpu);
         let words = &mut cpu.engine.words;
         words[index(area::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
@@ -251,13 +255,48 @@ impl<B: JitBus> Jit<B> {
                     Some(entry) => match self.enter(interp, cpu, bus, entry) {
                         Left::Poll => return RunStop::Poll,
                         Left::Again => RunStop::Poll,
-                        Left::Stopped(stop) => stop,
+                        Left::Stopped(stop) => {
+                            self.can_resume = stop == RunStop::Exit && self.lockstep.is_none();
+                            stop
+                        }
                     },
                 }
             };
             if stop != RunStop::Poll {
                 keep_resume_flag(cpu, stop, self.resumed);
                 return stop;
+            }
+        }
+    }
+
+    /// An instruction of translated code has stopped for the VMM.
+    pub fn can_resume(&self) -> bool {
+        self.can_resume
+    }
+
+    /// As [`Self::run`], when nothing but general registers and RIP has changed since that stopped
+    /// with [`Self::can_resume`], and [`JitBus::must_return`] is false.
+    pub fn resume(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
+        let rip = cpu.rip();
+        let (key, mix) = target_key(cpu);
+        let code = self.cache.target(rip, key, mix);
+        let is_same = !self.stale
+            && self.flush_every == 0
+            && interp.resets() == self.resets
+            && key == target_key_of(cpu, bus, self.mode);
+        let Some(code) = code.filter(|_| is_same) else {
+            return self.run(interp, cpu, bus);
+        };
+        set_gs_base(cpu);
+        cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
+        self.resumed = None;
+        match self.call(interp, cpu, bus, code) {
+            Left::Poll => RunStop::Poll,
+            Left::Again => self.run(interp, cpu, bus),
+            Left::Stopped(stop) => {
+                self.can_resume = stop == RunStop::Exit;
+                keep_resume_flag(cpu, stop, self.resumed);
+                stop
             }
         }
     }
@@ -651,10 +690,14 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
 /// Tables and keys of the bus's live view.
 fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
     set_tables(cpu, bus);
-    // No key is zero.
-    let key = (bus.mmu().target_epoch(cpu) + 1) << 8 | u64::from(mode);
+    let key = target_key_of(cpu, bus, mode);
     cpu.engine.words[index(area::KEY)] = key;
     cpu.engine.words[index(area::MIX)] = mix(key);
+}
+
+/// No key is zero.
+fn target_key_of<B: JitBus>(cpu: &CpuState, bus: &mut B, mode: u8) -> u64 {
+    (bus.mmu().target_epoch(cpu) + 1) << 8 | u64::from(mode)
 }
 
 pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {

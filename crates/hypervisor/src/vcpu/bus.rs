@@ -337,6 +337,11 @@ impl Bus {
         }
     }
 
+    /// [`Self::sync_code`] has something to do.
+    pub(super) fn has_device_events(&self) -> bool {
+        self.vm.device_events.load(Ordering::Acquire) != self.seen_device_events
+    }
+
     /// Takes over what other threads changed of memory.
     pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
         if self.mmu.needs_sync() {

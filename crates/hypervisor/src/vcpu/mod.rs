@@ -67,6 +67,8 @@ struct Inner {
     signals_checked_ns: u64,
     /// The last exit only asked for a device access.
     is_device_exit: bool,
+    /// It came from translated code, and no other call has been made since: see [`Inner::can_resume`].
+    resumes: bool,
     /// Entries since the last look at the clock.
     quick_entries: u8,
     /// KVM_RUN has entered the guest.
@@ -115,6 +117,7 @@ impl Vcpu {
             mp_state,
             signals_checked_ns: 0,
             is_device_exit: false,
+            resumes: false,
             quick_entries: 0,
             has_run: false,
             sleeps_in_guest: false,
@@ -130,7 +133,14 @@ impl Vcpu {
         }
     }
 
+    /// For all calls but KVM_RUN: any may change what the guest goes on with.
     fn lock(&self) -> MutexGuard<'_, Inner> {
+        let mut inner = self.lock_for_run();
+        inner.resumes = false;
+        inner
+    }
+
+    fn lock_for_run(&self) -> MutexGuard<'_, Inner> {
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         if inner.dirty_ring.is_some() {
             inner.bus.vm.memory.rings().act_for(self.shared.index);
@@ -150,7 +160,7 @@ impl Vcpu {
 
     /// KVM_RUN.
     pub fn run(&self, page: &impl RunPage) -> Result<()> {
-        let mut guard = self.lock();
+        let mut guard = self.lock_for_run();
         let inner = &mut *guard;
         let mut io = inner.io.take().unwrap_or_else(|| Box::new([0; 4096]));
         let question = std::mem::take(&mut inner.question);

@@ -7,6 +7,8 @@
 
 /// A device access, compared when the instruction runs again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+// A narrower tag is copied together with what is beside it: slowly, when that is fresh.
+#[repr(u64)]
 pub(super) enum DeviceAccess {
     /// IN.
     PortIn { port: u16, size: u8 },

@@ -10,9 +10,14 @@ use kvm_bindings::{
 use x86_cpu::{Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
+use x86_jit::{Jit, JitBus};
 
 use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
 use crate::{Answer, Error, Exit, Result, RunInput, RunStatus};
+
+/// A look at the clock is a quarter of the cost of an exit, so most entries after a device's answer
+/// do without: the timers wait for the next look while the guest runs.
+const ENTRIES_PER_LOOK: u8 = 16;
 
 impl Inner {
     /// KVM_RUN on the calling thread.
@@ -28,6 +33,9 @@ impl Inner {
 
     fn run_here(&mut self, input: &RunInput<'_>) -> Result<()> {
         self.take_answer(&input.answer);
+        if std::mem::take(&mut self.resumes) && self.can_resume(input) && self.resume() {
+            return Ok(());
+        }
         self.signals_checked_ns = 0;
         // A CPU that left HLT for the host goes on behind it, as AMD's do.
         self.sleeps_in_guest = false;
@@ -57,11 +65,56 @@ impl Inner {
             self.bus.exit = None;
             return Err(Error::Fault);
         }
+        self.note_exit();
+        Ok(())
+    }
+
+    fn note_exit(&mut self) {
         self.is_device_exit = matches!(
             self.bus.exit,
             Some(Exit::Io { .. } | Exit::Mmio { .. } | Exit::Rdmsr { .. } | Exit::Wrmsr { .. })
         );
-        Ok(())
+        self.resumes = self.is_device_exit && self.jit.as_ref().is_some_and(Jit::can_resume);
+    }
+
+    /// The VMM has given its answer and has made no other call since the guest's device access, and
+    /// nothing waits to be looked at before the guest goes on.
+    fn can_resume(&mut self, input: &RunInput<'_>) -> bool {
+        let is_quick = self.quick_entries < ENTRIES_PER_LOOK
+            && self.dirty_ring.is_none()
+            && input.blocked_signals.is_none()
+            && !input.request_interrupt_window
+            && input.immediate_exit.load(Ordering::Relaxed) == 0
+            && (self.bus.has_lapic() || self.bus.cr8 == input.cr8 & 0xf)
+            && !self.bus.must_return(&self.cpu)
+            && !self.bus.has_device_events();
+        if is_quick {
+            self.quick_entries += 1;
+        }
+        is_quick
+    }
+
+    /// Finishes a device access and goes on with the guest as if it had not been left. True if the
+    /// guest has exited again; false if there is more to be done first, or now.
+    fn resume(&mut self) -> bool {
+        let Some(jit) = &mut self.jit else {
+            return false;
+        };
+        let (cpu, bus) = (&mut *self.cpu, &mut self.bus);
+        bus.mmu.recheck_exposed();
+        let (len, value) = match bus.replay.sole() {
+            Some(sole) if bus.replay.is_mid_instruction(linear_rip(cpu)) => sole,
+            _ => return false,
+        };
+        if !self.interp.complete(cpu, bus, len, value) {
+            return false;
+        }
+        let stop = jit.resume(&mut self.interp, cpu, bus);
+        if !self.stopped(stop) || matches!(self.bus.exit, Some(Exit::HostFault)) {
+            return false;
+        }
+        self.note_exit();
+        true
     }
 
     /// The VMM's answer becomes the result of the access that waits.
@@ -70,12 +123,13 @@ impl Inner {
             return;
         };
         let (value, error) = match (pending, answer) {
-            (DeviceAccess::PortIn { .. }, Answer::Io(bytes)) => (little_endian(bytes), false),
             (DeviceAccess::PortInString { size, .. }, Answer::Io(bytes)) => {
                 self.bus.read_ahead.fill(bytes, size);
                 (0, false)
             }
-            (DeviceAccess::Load { .. }, Answer::Mmio(bytes)) => (u64::from_le_bytes(*bytes), false),
+            (DeviceAccess::PortIn { .. } | DeviceAccess::Load { .. }, Answer::Word(word)) => {
+                (*word, false)
+            }
             (
                 DeviceAccess::MsrRead { .. } | DeviceAccess::MsrWrite { .. },
                 Answer::Msr { data, error },
@@ -122,9 +176,6 @@ impl Inner {
     }
 
     fn run_until_exit(&mut self, input: &RunInput<'_>, goes_on: bool) -> Result<()> {
-        // A look at the clock is a quarter of the cost of an exit, so most entries after a
-        // device's answer do without: the timers wait for the next look while the guest runs.
-        const ENTRIES_PER_LOOK: u8 = 16;
         let mut is_quick =
             goes_on && input.blocked_signals.is_none() && self.quick_entries < ENTRIES_PER_LOOK;
         self.quick_entries = if is_quick { self.quick_entries + 1 } else { 0 };
@@ -159,7 +210,7 @@ impl Inner {
             if !std::mem::take(&mut is_quick) {
                 let now_ns = self.bus.service_timers();
                 self.bus.note_time(now_ns);
-                self.bus.show_stats_at(now_ns);
+                self.show_stats_at(now_ns);
                 self.check_signals(input, now_ns)?;
             }
             if self.inject() {
@@ -215,7 +266,6 @@ impl Inner {
         match &mut self.jit {
             Some(jit) => {
                 let stop = jit.run(&mut self.interp, &mut self.cpu, &mut self.bus);
-                self.bus.jit = jit.stats();
                 if stop == RunStop::Exit
                     && let Some(report) = jit.take_difference()
                 {
@@ -346,11 +396,4 @@ impl Inner {
             && !self.cpu.events.nmi_injected
             && (!self.bus.has_lapic() || self.bus.shared.lapic().accepts_pic())
     }
-}
-
-fn little_endian(bytes: &[u8]) -> u64 {
-    let mut out = [0; 8];
-    let n = bytes.len().min(8);
-    out[..n].copy_from_slice(&bytes[..n]);
-    u64::from_le_bytes(out)
 }

@@ -143,14 +143,6 @@ impl Bus {
             sink.store(&self.stats());
         }
     }
-    /// The same now and then.
-    #[inline]
-    pub(super) fn show_stats_at(&mut self, now_ns: u64) {
-        if now_ns >= self.counters.shown_ns.saturating_add(INTERVAL_NS) {
-            self.counters.shown_ns = now_ns;
-            self.show_stats();
-        }
-    }
 }
 
 /// A sink, once there is one.
@@ -174,7 +166,9 @@ impl core::fmt::Debug for Sink {
 impl Vcpu {
     /// The statistics now, by name. Waits for a KVM_RUN that is under way.
     pub fn statistics(&self) -> Vec<(&'static str, u64)> {
-        let values = self.lock().bus.stats();
+        let mut inner = self.lock();
+        inner.take_jit_stats();
+        let values = inner.bus.stats();
         VCPU_STATS.iter().map(|s| s.0).zip(values).collect()
     }
     /// Where the statistics go from now on; the first sink stays. A vCPU that runs shows
@@ -183,12 +177,23 @@ impl Vcpu {
         // Only the first is asked for: kvm-abi makes one file per vCPU.
         let _ = self.shared.stats.set(Sink(sink));
         if let Ok(mut inner) = self.inner.try_lock() {
+            inner.take_jit_stats();
             inner.bus.show_stats();
         }
     }
 }
 
 impl Inner {
+    /// Statistics now and then while the guest computes.
+    #[inline]
+    pub(super) fn show_stats_at(&mut self, now_ns: u64) {
+        let counters = &mut self.bus.counters;
+        if now_ns >= counters.shown_ns.saturating_add(INTERVAL_NS) {
+            counters.shown_ns = now_ns;
+            self.take_jit_stats();
+            self.bus.show_stats();
+        }
+    }
     /// KVM_RUN is about to return.
     pub(super) fn count_exit(&mut self, result: &crate::Result<()>) {
         use crate::{Error, Exit};
@@ -205,6 +210,15 @@ impl Inner {
             Err(Error::Interrupted) => c.signal_exits += 1,
             Err(_) => {}
         }
-        self.bus.show_stats();
+        if self.bus.shared.stats.get().is_some() {
+            self.take_jit_stats();
+            self.bus.show_stats();
+        }
+    }
+    /// The bus shows the translator's counters.
+    fn take_jit_stats(&mut self) {
+        if let Some(jit) = &self.jit {
+            self.bus.jit = jit.stats();
+        }
     }
 }

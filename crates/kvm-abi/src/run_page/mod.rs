@@ -43,6 +43,24 @@ unsafe impl Send for RunPage {}
 // SAFETY: as for Send.
 unsafe impl Sync for RunPage {}
 
+/// `len` bytes, at most 8, of the run page: as the VMM has most likely written them, so that the
+/// processor need not wait for its store.
+fn read_word(at: *const u8, len: u8) -> u64 {
+    // SAFETY: callers pass places of eight bytes and more, aligned to that, in the run page.
+    unsafe {
+        match len {
+            1 => at.read_volatile().into(),
+            2 => at.cast::<u16>().read_volatile().into(),
+            4 => at.cast::<u32>().read_volatile().into(),
+            _ => {
+                let word = at.cast::<u64>().read_volatile();
+                let bits = 8 * u32::from(len.min(8));
+                word & u64::MAX.checked_shr(64 - bits).unwrap_or(0)
+            }
+        }
+    }
+}
+
 impl RunPage {
     /// Maps the vCPU's file, which must be [`VCPU_MMAP_SIZE`] long.
     pub(crate) fn map(fd: BorrowedFd<'_>) -> Result<Self> {
@@ -132,7 +150,15 @@ impl RunPage {
                 unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
                 Answer::Io(bytes)
             }
-            Question::Mmio => Answer::Mmio(self.union::<Mmio>().data),
+            Question::Port { len } => Answer::Word(read_word(self.pio_data(), len)),
+            Question::Mmio { len } => {
+                // SAFETY: in bounds of the mapping.
+                let data = unsafe {
+                    let details = &raw mut (*self.run.as_ptr()).__bindgen_anon_1;
+                    details.cast::<u8>().add(std::mem::offset_of!(Mmio, data))
+                };
+                Answer::Word(read_word(data, len))
+            }
             Question::Msr => {
                 let msr = self.union::<Msr>();
                 Answer::Msr {
@@ -199,7 +225,7 @@ impl RunPage {
                 let question = if is_write {
                     Question::None
                 } else {
-                    Question::Mmio
+                    Question::Mmio { len }
                 };
                 (KVM_EXIT_MMIO, question)
             }
@@ -288,7 +314,11 @@ impl RunPage {
             data_offset: PIO_DATA as u64,
         });
         if is_in {
-            return Question::Io { len };
+            return if count == 1 {
+                Question::Port { len: size }
+            } else {
+                Question::Io { len }
+            };
         }
         let bytes = data.get(..len).unwrap_or(data);
         // SAFETY: at most a page, and the PIO page is mapped; `data` lies elsewhere.

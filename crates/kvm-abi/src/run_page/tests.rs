@@ -91,6 +91,28 @@ fn an_oversized_string_stays_inside_the_pio_page() {
 }
 
 #[test]
+fn an_in_asks_for_as_many_bytes_as_it_reads() {
+    let (ours, vmm) = pages();
+    for (size, wanted) in [(1, 0x08), (2, 0x0708), (4, 0x0506_0708)] {
+        let exit = Exit::Io {
+            is_in: true,
+            port: 0x60,
+            size,
+            count: 1,
+            data: IoData::default(),
+        };
+        let question = ours.store(&exit, &STATUS);
+        assert_eq!(question, Question::Port { len: size });
+        // SAFETY: the PIO page is mapped.
+        unsafe { vmm.pio_data().cast::<u64>().write(0x0102_0304_0506_0708) };
+        match ours.answer(question, &mut [0; PAGE_SIZE]) {
+            Answer::Word(word) => assert_eq!(word, wanted),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
 fn mmio_reads_ask_and_writes_do_not() {
     let (ours, vmm) = pages();
     let exit = |is_write| Exit::Mmio {
@@ -101,7 +123,7 @@ fn mmio_reads_ask_and_writes_do_not() {
     };
     assert_eq!(ours.store(&exit(true), &STATUS), Question::None);
     let question = ours.store(&exit(false), &STATUS);
-    assert_eq!(question, Question::Mmio);
+    assert_eq!(question, Question::Mmio { len: 4 });
     assert_eq!(exit_reason(&vmm), KVM_EXIT_MMIO);
     let mut mmio = vmm.union::<Mmio>();
     assert_eq!(
@@ -111,7 +133,7 @@ fn mmio_reads_ask_and_writes_do_not() {
     mmio.data = [9; 8];
     vmm.set_union(mmio);
     match ours.answer(question, &mut [0; PAGE_SIZE]) {
-        Answer::Mmio(data) => assert_eq!(data, [9; 8]),
+        Answer::Word(data) => assert_eq!(data, 0x0909_0909),
         other => panic!("{other:?}"),
     }
 }
