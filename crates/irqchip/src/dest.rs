@@ -96,6 +96,10 @@ impl LapicIrq {
 pub trait LapicSet {
     /// How many there are; indices are below it.
     fn nr_lapics(&self) -> usize;
+    /// No LAPIC has, or had, another id than its index: a physical destination is one of them only.
+    fn has_own_ids(&self) -> bool {
+        false
+    }
     /// Runs `f` on one LAPIC with its lock held. `f` takes no other lock.
     fn with<R>(&mut self, index: usize, f: impl FnOnce(&mut Lapic) -> R) -> R;
     /// A LAPIC accepted something and its lock is dropped: note the event, kick the vCPU.
@@ -161,8 +165,10 @@ pub fn deliver<S: LapicSet + ?Sized>(
     } else if irq.is_lowest_priority() {
         return deliver_lowest(set, &irq, sender);
     }
-    // APIC ids are vCPU ids and those are mostly dense: try the obvious one first.
-    if irq.shorthand == Shorthand::None && !irq.logical && irq.dest < BROADCAST {
+    // APIC ids are vCPU ids and those are mostly dense: try the obvious one first. In xAPIC mode a
+    // guest may give several LAPICs the same id, and all of them listen.
+    if set.has_own_ids() && irq.shorthand == Shorthand::None && !irq.logical && irq.dest < BROADCAST
+    {
         let guess = irq.dest as usize;
         if guess < nr {
             let status = accept_at(set, guess, &irq, sender);

@@ -156,7 +156,12 @@ impl Arguments<'_> {
                 put(0, &(random.below(240) as u32).to_le_bytes());
                 if !random.one_in(8) {
                     put(4, &[0; 4]);
-                    put(8, &random.pick(&[0u64, 1, 2, 3, 24]).to_le_bytes());
+                    put(
+                        8,
+                        &random
+                            .pick(&[0u64, 1, 2, 3, 24, 4096, 1 << 40])
+                            .to_le_bytes(),
+                    );
                 }
             }
             Some("KVM_SET_SIGNAL_MASK") => {

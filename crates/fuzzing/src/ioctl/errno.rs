@@ -93,7 +93,13 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ("KVM_GET_TSC_KHZ", &[]),
     (
         "KVM_ENABLE_CAP",
-        &[libc::EINVAL, libc::EEXIST, libc::EPERM, libc::ENXIO],
+        &[
+            libc::EINVAL,
+            libc::EEXIST,
+            libc::EPERM,
+            libc::ENXIO,
+            libc::E2BIG,
+        ],
     ),
     ("KVM_X86_SET_MSR_FILTER", &[libc::EINVAL]),
     ("KVM_GET_STATS_FD", &[]),

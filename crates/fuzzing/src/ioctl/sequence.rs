@@ -175,6 +175,10 @@ impl<'a> Worker<'a> {
             let _ = kvm_abi::close(fd);
             return;
         }
+        if forced.is_none() && self.random.one_in(16) {
+            self.signal();
+            return;
+        }
         let kind = forced.map_or_else(
             || {
                 self.random.pick(&[
@@ -211,6 +215,23 @@ impl<'a> Worker<'a> {
             return;
         }
         self.call(kind, fd, number, &known);
+    }
+
+    /// A write to an eventfd, as the preload library has it; or what it says before one is closed.
+    fn signal(&mut self) {
+        let events: Vec<RawFd> = self.shared.events.iter().map(AsRawFd::as_raw_fd).collect();
+        if events.is_empty() {
+            return;
+        }
+        let fd = self.random.pick(&events);
+        let one = 1u64;
+        let good = &raw const one as usize;
+        let address = self.random.pick(&[good, good, good, 0, 8, usize::MAX]);
+        if self.random.one_in(16) {
+            kvm_abi::forget_irqfds(fd, fd);
+        } else if kvm_abi::is_irqfd(fd) && kvm_abi::write_irqfd(fd, address, 8) && address != good {
+            self.found(None, 0, format!("a write from {address:#x} succeeded"));
+        }
     }
 
     /// A call of this kind of descriptor, of another, or of none.
@@ -338,6 +359,14 @@ impl<'a> Worker<'a> {
 
     /// Most VMs have memory, and half of them chips.
     fn furnish(&mut self, vm: &kvm_abi::Vm) {
+        if self.random.one_in(4) {
+            let ring = kvm_bindings::kvm_enable_cap {
+                cap: kvm_bindings::KVM_CAP_DIRTY_LOG_RING,
+                args: [self.random.pick(&[4096, 8192, 1 << 20]), 0, 0, 0],
+                ..Default::default()
+            };
+            let _ = vm.hypervisor().enable_cap(&ring);
+        }
         if self.random.one_in(4) {
             return;
         }

@@ -40,6 +40,7 @@ impl Bus {
     pub(super) fn act(&mut self, action: Action) {
         match action {
             Action::None => {}
+            Action::Renumbered => self.vm.note_renumbered(),
             Action::Recheck => self.recheck = true,
             Action::Timer => {
                 self.update_timer();
@@ -50,7 +51,7 @@ impl Bus {
                 let index = self.shared.index;
                 let vm = std::sync::Arc::clone(&self.vm);
                 let vcpus = vm.vcpus();
-                irqchip::deliver(&mut crate::vm::chips::Lapics(&vcpus), &irq, Some(index));
+                irqchip::deliver(&mut vm.lapics(&vcpus), &irq, Some(index));
                 self.recheck = true;
             }
             Action::Eoi(eoi) => {

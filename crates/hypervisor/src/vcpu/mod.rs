@@ -376,6 +376,9 @@ impl Vcpu {
             .lapic()
             .restore(&saved, now, inner.bus.vm.options.has_x2apic_format())
             .map_err(|_| Error::InvalidArgument)?;
+        if self.shared.lapic().id() != self.shared.id {
+            inner.bus.vm.note_renumbered();
+        }
         inner.bus.lapic_changed();
         inner.bus.update_timer();
         inner.bus.recheck = true;

@@ -32,17 +32,24 @@ pub(crate) struct Chips {
 
 /// The LAPICs of a VM, for [`irqchip::deliver`].
 #[derive(Debug)]
-pub(crate) struct Lapics<'a>(pub(crate) &'a [Arc<VcpuShared>]);
+pub(crate) struct Lapics<'a> {
+    pub(crate) vcpus: &'a [Arc<VcpuShared>],
+    /// [`VmState::has_renumbered`].
+    pub(crate) has_own_ids: bool,
+}
 
 impl LapicSet for Lapics<'_> {
     fn nr_lapics(&self) -> usize {
-        self.0.len()
+        self.vcpus.len()
+    }
+    fn has_own_ids(&self) -> bool {
+        self.has_own_ids
     }
     fn with<R>(&mut self, index: usize, f: impl FnOnce(&mut Lapic) -> R) -> R {
-        f(&mut self.0[index].lapic())
+        f(&mut self.vcpus[index].lapic())
     }
     fn notify(&mut self, index: usize, what: Accepted) {
-        self.0[index].accepted(what);
+        self.vcpus[index].accepted(what);
     }
 }
 
@@ -160,7 +167,7 @@ impl VmState {
         let chips = self.chips()?;
         let vcpus = self.vcpus();
         let mut chip = chips.lock();
-        let result = f(&mut chip, &mut Lapics(&vcpus));
+        let result = f(&mut chip, &mut self.lapics(&vcpus));
         let rose = chips.publish(&chip);
         drop(chip);
         if rose {
@@ -170,6 +177,17 @@ impl VmState {
             }
         }
         Some(result)
+    }
+    /// The LAPICs as destinations of messages.
+    pub(crate) fn lapics<'a>(&self, vcpus: &'a [Arc<VcpuShared>]) -> Lapics<'a> {
+        Lapics {
+            vcpus,
+            has_own_ids: !self.has_renumbered.load(Ordering::Acquire),
+        }
+    }
+    /// A LAPIC may have another id than its vCPU.
+    pub(crate) fn note_renumbered(&self) {
+        self.has_renumbered.store(true, Ordering::Release);
     }
     /// A device of the VMM's is about to interrupt: what it has written may be code.
     pub(crate) fn note_device_event(&self) {

@@ -50,6 +50,8 @@ pub(crate) struct VmState {
     pub(crate) load: load::Load,
     /// Interrupts of devices outside: guest memory may have been written before each.
     pub(crate) device_events: AtomicU64,
+    /// A LAPIC has, or had, another id than its vCPU.
+    has_renumbered: AtomicBool,
     pub(crate) options: Options,
     pub(crate) io: Arc<Published<IoTable>>,
     /// There is, or was, a doorbell or a coalesced zone.
@@ -116,6 +118,7 @@ impl Vm {
             stats: OnceLock::new(),
             load: load::Load::default(),
             device_events: AtomicU64::new(0),
+            has_renumbered: AtomicBool::new(false),
             options: Options::default(),
             io: Arc::new(Published::new(IoTable::default())),
             has_io: AtomicBool::new(false),

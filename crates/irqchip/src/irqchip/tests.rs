@@ -242,3 +242,22 @@ fn device_broadcast_reaches_x2apics_with_the_quirk() {
         assert_eq!(Irqchip::new().signal_msi(&mut set, msi), LineStatus(want));
     }
 }
+
+#[test]
+fn all_that_have_an_id_listen_to_it() {
+    let mut set = lapics(3);
+    for (index, id) in [(0, 2), (1, 7), (2, 7)] {
+        let write = set.lapics[index].mmio_write(0x20, 4, id << 24, NS);
+        assert_eq!(write, crate::Action::Renumbered);
+    }
+    for (dest, expected) in [(7, vec![1, 2]), (2, vec![0]), (1, vec![])] {
+        set.notified.clear();
+        ipi(&mut set, 0, 0x51, dest);
+        let who: Vec<usize> = set.notified.iter().map(|n| n.0).collect();
+        assert_eq!(who, expected, "{dest}");
+        for lapic in &mut set.lapics {
+            lapic.ack(0x51);
+            lapic.eoi();
+        }
+    }
+}

@@ -23,6 +23,8 @@ pub struct Eoi {
 pub enum Action {
     /// Nothing.
     None,
+    /// The APIC id may be another one than the vCPU's.
+    Renumbered,
     /// Priorities or requests changed: ask [`Lapic::pending`] again.
     Recheck,
     /// The timer was programmed: ask [`Lapic::timer_deadline`] again.
@@ -132,7 +134,7 @@ impl Lapic {
         Some(match r {
             reg::ID if !x2apic => {
                 self.set(r, value & 0xff00_0000);
-                Action::None
+                Action::Renumbered
             }
             reg::TASKPRI => {
                 self.set(r, value & 0xff);
