@@ -11,6 +11,7 @@ use crate::{
     code::FetchTable,
     l1::{Half, L1, RegionFilter},
     l2::Owner,
+    view::Recent,
 };
 
 /// Contexts that are kept: Linux uses six PCIDs, twice that with page-table isolation.
@@ -144,6 +145,7 @@ impl Mmu {
     /// Makes the context of `self.paging` current and carries out its pending flushes.
     pub(crate) fn select_context(&mut self) {
         self.forget_devices();
+        self.recent = [None; 4];
         let p = &self.paging;
         let key = Key {
             world: p.mode as u8 | p.space << 3 | u8::from(p.nxe) << 4,
@@ -219,7 +221,26 @@ impl Mmu {
     }
 
     /// Makes the views of the CPU's state the live ones.
+    #[inline]
     pub(crate) fn select_tables(&mut self, cpu: &CpuState) {
+        let (place, registers) = Recent::key(cpu);
+        if let Some(recent) = self.recent[place]
+            && recent.registers == registers
+        {
+            (self.live, self.system) = (recent.live, recent.system);
+            self.verify_view();
+            return;
+        }
+        self.find_tables(cpu);
+        self.recent[place] = Some(Recent {
+            registers,
+            live: self.live,
+            system: self.system,
+        });
+    }
+
+    #[inline(never)]
+    fn find_tables(&mut self, cpu: &CpuState) {
         let view = View::of(cpu, Privilege::Current);
         let system = View::of(cpu, Privilege::System);
         self.live = self.tables_of(view);
@@ -237,6 +258,7 @@ impl Mmu {
             return *tables;
         }
         self.forget_devices();
+        self.recent = [None; 4];
         let (used, epoch) = (self.next_tick(), self.next_tick());
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
             let free = self.views.iter().position(|t| !t.taken);

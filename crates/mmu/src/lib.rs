@@ -134,6 +134,8 @@ pub struct Mmu {
     views: Vec<context::Tables>,
     live: usize,
     system: usize,
+    /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
+    recent: [Option<view::Recent>; 4],
     contexts: Vec<context::Context>,
     current: usize,
     /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
@@ -176,6 +178,7 @@ impl Mmu {
             views: Vec::new(),
             live: 0,
             system: 0,
+            recent: [None; 4],
             contexts: Vec::new(),
             current: 0,
             tick: 1,

@@ -205,8 +205,11 @@ impl Mmu {
 
     /// Prepares an access at the current privilege level and returns the host
     /// address of its first byte, if it needs no more than that: the page has a
-    /// tag from now on, and all bytes are in it. Otherwise the access has to be
-    /// made with [`Self::read`] and its kin.
+    /// tag from now on, and all bytes are in it.
+    ///
+    /// # Errors
+    /// The access has to be made with [`Self::read`] and its kin, which raise the exception if
+    /// there is one.
     #[inline(never)]
     pub fn refill(
         &mut self,
@@ -214,12 +217,15 @@ impl Mmu {
         gva: u64,
         size: u64,
         access: Access,
-    ) -> Option<u64> {
+    ) -> Result<u64, Option<Exception>> {
         if gva % PAGE_SIZE + size > PAGE_SIZE {
-            return None;
+            return Err(None);
         }
-        let page = self.resolve(cpu, gva, access, Privilege::Current).ok()?;
-        (!page.note).then(|| page.host.hva() + gva % PAGE_SIZE)
+        match self.resolve(cpu, gva, access, Privilege::Current) {
+            Ok(page) if !page.note => Ok(page.host.hva() + gva % PAGE_SIZE),
+            Err(Miss::Exception(e)) => Err(Some(e)),
+            _ => Err(None),
+        }
     }
 
     /// After a write to a resolved page.

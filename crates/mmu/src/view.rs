@@ -45,6 +45,27 @@ pub struct View {
     pkrs: u32,
 }
 
+/// The tables of a state's views, found by the registers as they are: entering and leaving the kernel
+/// and its accesses to a user's memory go back and forth between a few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Recent {
+    /// All that [`View::of`] looks at beside what the place in `Mmu::recent` says.
+    pub registers: [u64; 4],
+    pub live: usize,
+    pub system: usize,
+}
+
+impl Recent {
+    /// Place, and registers.
+    #[inline(always)]
+    pub(crate) fn key(cpu: &CpuState) -> (usize, [u64; 4]) {
+        let ac = cpu.rflags & rflags::AC != 0;
+        let place = usize::from(cpu.cpl == 3) << 1 | usize::from(ac);
+        let keys = u64::from(cpu.pkru) | u64::from(cpu.pkrs) << 32;
+        (place, [cpu.cr0, cpu.cr4, cpu.efer, keys])
+    }
+}
+
 const USER: u8 = 1 << 0;
 const WP: u8 = 1 << 1;
 /// Supervisor data accesses to user pages are denied.

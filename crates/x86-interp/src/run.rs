@@ -155,6 +155,15 @@ impl<B: GuestBus> Interp<B> {
         }
         finish(result)
     }
+    /// Delivers an exception of the instruction at RIP, unless the VMM wants it.
+    pub fn raise(&mut self, cpu: &mut CpuState, bus: &mut B, exception: Exception) -> RunStop {
+        let mut ex = Exec::new(cpu, bus, &mut self.native);
+        ex.refresh();
+        let result = handle(&mut ex, exception.into());
+        ex.sync_flags();
+        self.remainder = None;
+        finish(result)
+    }
     /// Delivers an event through the IDT. `Exit` means that delivery needs the
     /// VMM first: inject again afterwards.
     pub fn inject(&mut self, cpu: &mut CpuState, bus: &mut B, event: Event) -> Result<(), RunStop> {

@@ -5,7 +5,7 @@
 //! host's registers ([`area::FP_LIVE`]), which only instructions that have to do
 //! with it would notice ([`crate::thunks::Thunks::bail`]).
 
-use x86_cpu::{CpuState, Shadow};
+use x86_cpu::{CpuState, Exception, Shadow};
 use x86_defs::{reg, rflags};
 use x86_interp::{Interp, RunStop};
 
@@ -42,6 +42,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         )
     };
     if cpu.engine.words[index(area::LOG)] != 0 {
+        jit.fault = None;
         jit.end_stretch(cpu);
         *left = Left::Again;
         return 0;
@@ -72,8 +73,12 @@ fn answer<B: JitBus>(
     let [target, far] = [0, 1].map(|n| words[index(area::SPILL) + n]);
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
     let resumed = jit.resumed.take();
+    let fault = jit.fault.take();
     let stop = match reason {
-        Reason::Interpret => jit.interpret(interp, cpu, bus, argument as usize),
+        Reason::Interpret => match fault {
+            Some(e) => jit.raise(interp, cpu, bus, e),
+            None => jit.interpret(interp, cpu, bus, argument as usize),
+        },
         Reason::Branch if cpu.is_canonical(target) => {
             jit.stats.branches += 1;
             move_stack(cpu, argument.wrapping_sub(8));
@@ -159,6 +164,20 @@ impl<B: JitBus> Jit<B> {
         };
         cpu.engine.words[index(area::COST)] = cost;
         stop
+    }
+
+    /// The instruction at RIP has found that it raises this.
+    fn raise(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        exception: Exception,
+    ) -> RunStop {
+        self.stats.interpreted += 1;
+        self.stats.causes[Cause::Slow as usize] += 1;
+        cpu.engine.words[index(area::COST)] = COST;
+        interp.raise(cpu, bus, exception)
     }
 
     /// The block that link site `number` leads to, from now on directly; 0 if there is none.

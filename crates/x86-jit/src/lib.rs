@@ -21,6 +21,7 @@ mod kind;
 mod leave;
 mod lockstep;
 mod perf;
+mod refill;
 mod room;
 mod run;
 mod stats;

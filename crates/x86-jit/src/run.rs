@@ -3,8 +3,7 @@
 use core::arch::asm;
 
 use host::code_buffer::CodeBuffer;
-use mmu::l1::Half;
-use x86_cpu::{Access, CodeSize, CpuState, Shadow};
+use x86_cpu::{CodeSize, CpuState, Exception, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
     dr, rflags, xsave,
@@ -24,9 +23,9 @@ use crate::{
     leave::handle,
     lockstep::{Lockstep, LockstepStats, Log, turn},
     perf::{self, Perf},
+    refill::refill,
     room::{MAX_BLOCK, Room},
     stats::{Cause, Stats},
-    system_call,
     thunks::{self, Thunks},
     translate::{Entries, LinkSite, Translator},
 };
@@ -67,6 +66,8 @@ pub struct Jit<B: JitBus> {
     plain_tsc: bool,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
+    /// The page fault of the instruction that calls [`handle`] next.
+    pub(crate) fault: Option<Exception>,
     /// See [`Self::can_resume`].
     can_resume: bool,
     /// Where RF was set when translated code was last gone on with, if nothing has
@@ -119,6 +120,7 @@ impl<B: JitBus> Jit<B> {
             slots: u64::MAX,
             plain_tsc: false,
             stale: false,
+            fault: None,
             can_resume: false,
             resumed: None,
             mode: 0,
@@ -595,7 +597,7 @@ fn next_page(rip: u64) -> u64 {
 }
 
 /// What [`set_view`] has set: the key of targets, and its spread.
-fn target_key(cpu: &CpuState) -> (u64, u64) {
+pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     let words = &cpu.engine.words;
     (words[index(area::KEY)], words[index(area::MIX)])
 }
@@ -688,7 +690,7 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
 }
 
 /// Tables and keys of the bus's live view.
-fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
+pub(crate) fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
     set_tables(cpu, bus);
     let key = target_key_of(cpu, bus, mode);
     cpu.engine.words[index(area::KEY)] = key;
@@ -713,56 +715,10 @@ pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
 }
 
 /// Where writes have to be noted, in lock-step.
-fn log_of(cpu: &mut CpuState) -> Option<&mut Log> {
+pub(crate) fn log_of(cpu: &mut CpuState) -> Option<&mut Log> {
     // SAFETY: zero, or what `Jit::stretch` put there, which nothing else uses while translated
     // code runs.
     unsafe { (cpu.engine.words[index(area::LOG)] as *mut Log).as_mut() }
-}
-
-/// A TLB miss in translated code: the host address of the access, or 0 if it
-/// has to be made by the interpreter.
-extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
-    // SAFETY: `Jit::enter` put its own references there and uses none of them
-    // until translated code returns.
-    let (jit, cpu, bus) = unsafe {
-        let c = &mut *context;
-        (&mut *c.jit, &mut *c.cpu, &mut *c.bus)
-    };
-    if site & (thunks::SET_AC | thunks::CLEAR_AC) != 0 {
-        cpu.rflags &= !rflags::AC;
-        if site & thunks::SET_AC != 0 {
-            cpu.rflags |= rflags::AC;
-        }
-        bus.select_view(cpu);
-        let key = target_key(cpu);
-        set_view(cpu, bus, jit.mode);
-        return thunks::SAME_KEY + u64::from(target_key(cpu) != key);
-    }
-    if site & (thunks::SYSCALL | thunks::SYSRET) != 0 {
-        let target = if site & thunks::SYSCALL != 0 {
-            system_call::enter(cpu, bus, u64::from(site & 0xfff))
-        } else {
-            system_call::leave(cpu, bus)
-        };
-        if target != 0 {
-            jit.update_mode(cpu, bus);
-        }
-        return target;
-    }
-    let size = u64::from(site >> 12 & 0xff);
-    let (access, half) = if thunks::writes(site) {
-        (Access::Write, Half::Write)
-    } else {
-        (Access::Read, Half::Read)
-    };
-    let host = bus.mmu().refill(cpu, gva, size, access).unwrap_or(0);
-    if host != 0
-        && let Some(log) = log_of(cpu)
-        && let Some(page) = bus.mmu().live_tables().find(half, gva)
-    {
-        log.allow(half, gva, page);
-    }
-    host
 }
 
 /// Makes GS address `cpu`.

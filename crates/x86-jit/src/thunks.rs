@@ -58,6 +58,9 @@ pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
     offset & 0xfff | size << 12 | (write as u32) << 20
 }
 
+/// Bit of a [`site`]: a page fault of the access is what the instruction raises, whatever else it does.
+pub(crate) const RAISES: u32 = 1 << 25;
+
 /// Whether it is a write.
 pub(crate) const fn writes(site: u32) -> bool {
     site >> 20 & 1 != 0

@@ -1,10 +1,17 @@
 //! Memory operands: effective addresses, and probes of the software TLB.
 
-use iced_x86::{Instruction, Register};
+use iced_x86::{Instruction, Mnemonic, Register};
 use mmu::l1::{ENTRIES, Entry, Half};
 
 use super::{Emit, Stub, Translator, Unsupported};
-use crate::{area::*, asm::*, block::Decoded, groups::Member, thunks::site};
+use crate::{
+    area::*,
+    asm::*,
+    block::Decoded,
+    groups::Member,
+    kind::Kind,
+    thunks::{RAISES, site},
+};
 
 const ENTRY_SIZE: usize = size_of::<Entry>();
 
@@ -37,6 +44,31 @@ pub(super) fn select_entry(a: &mut Asm, gva: Reg) {
         a.shift(true, 5, S1, 8);
     }
     a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
+}
+
+/// A page fault of its first access is what the instruction raises in any case. Masked moves, for
+/// one, need not make theirs.
+fn raises_its_fault(d: &Decoded) -> bool {
+    use Mnemonic as M;
+    match d.kind {
+        Kind::Copy | Kind::CopyAligned | Kind::Push | Kind::Pop | Kind::Leave => true,
+        Kind::CopyFp | Kind::CopyFpAligned => matches!(
+            d.i.mnemonic(),
+            M::Movaps
+                | M::Movups
+                | M::Movdqa
+                | M::Movdqu
+                | M::Movd
+                | M::Movq
+                | M::Vmovaps
+                | M::Vmovups
+                | M::Vmovdqa
+                | M::Vmovdqu
+                | M::Vmovd
+                | M::Vmovq
+        ),
+        _ => false,
+    }
 }
 
 impl Translator {
@@ -111,12 +143,18 @@ impl Translator {
 
     /// From the gva in r14 to a host address in r14, by the software TLB.
     pub(super) fn probe(&mut self, offset: u32, size: u32, write: bool) {
+        self.probe_for(site(offset, size, write), size, write);
+    }
+
+    /// The probe of the access that is all, or the first thing, that the instruction does.
+    fn probe_first(&mut self, d: &Decoded, size: u32, write: bool) {
+        let raises = if raises_its_fault(d) { RAISES } else { 0 };
+        self.probe_for(site(d.offset, size, write) | raises, size, write);
+    }
+
+    fn probe_for(&mut self, site: u32, size: u32, write: bool) {
         let (from, resume) = self.look_up(size, write);
-        self.stubs.push(Stub::Refill {
-            from,
-            resume,
-            site: site(offset, size, write),
-        });
+        self.stubs.push(Stub::Refill { from, resume, site });
     }
 
     /// The probe of a group: r14 has the address of its first byte.
@@ -177,7 +215,7 @@ impl Translator {
         }
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
-            None => self.probe(d.offset, size, write),
+            None => self.probe_first(d, size, write),
         }
         Ok(disp)
     }
@@ -199,7 +237,7 @@ impl Translator {
         self.lea_word(S0, at(r, disp - offset));
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
-            None => self.probe(d.offset, self.word() as u32, write),
+            None => self.probe_first(d, self.word() as u32, write),
         }
         offset
     }

@@ -1,0 +1,63 @@
+//! TLB misses of translated code, and what else it calls Rust for in the middle of a block.
+
+use mmu::l1::Half;
+use x86_cpu::Access;
+use x86_defs::{rflags, vector};
+
+use crate::{
+    JitBus,
+    run::{Context, log_of, set_view, target_key},
+    system_call, thunks,
+};
+
+/// A TLB miss in translated code: the host address of the access, or 0 if it
+/// has to be made by the interpreter.
+pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
+    // SAFETY: `Jit::enter` put its own references there and uses none of them
+    // until translated code returns.
+    let (jit, cpu, bus) = unsafe {
+        let c = &mut *context;
+        (&mut *c.jit, &mut *c.cpu, &mut *c.bus)
+    };
+    if site & (thunks::SET_AC | thunks::CLEAR_AC) != 0 {
+        cpu.rflags &= !rflags::AC;
+        if site & thunks::SET_AC != 0 {
+            cpu.rflags |= rflags::AC;
+        }
+        bus.select_view(cpu);
+        let key = target_key(cpu);
+        set_view(cpu, bus, jit.mode);
+        return thunks::SAME_KEY + u64::from(target_key(cpu) != key);
+    }
+    if site & (thunks::SYSCALL | thunks::SYSRET) != 0 {
+        let target = if site & thunks::SYSCALL != 0 {
+            system_call::enter(cpu, bus, u64::from(site & 0xfff))
+        } else {
+            system_call::leave(cpu, bus)
+        };
+        if target != 0 {
+            jit.update_mode(cpu, bus);
+        }
+        return target;
+    }
+    let size = u64::from(site >> 12 & 0xff);
+    let (access, half) = if thunks::writes(site) {
+        (Access::Write, Half::Write)
+    } else {
+        (Access::Read, Half::Read)
+    };
+    let host = match bus.mmu().refill(cpu, gva, size, access) {
+        Ok(host) => host,
+        Err(exception) => {
+            let raises = site & thunks::RAISES != 0;
+            jit.fault = exception.filter(|e| raises && e.vector == vector::PF);
+            return 0;
+        }
+    };
+    if let Some(log) = log_of(cpu)
+        && let Some(page) = bus.mmu().live_tables().find(half, gva)
+    {
+        log.allow(half, gva, page);
+    }
+    host
+}
