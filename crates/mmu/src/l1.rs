@@ -153,6 +153,16 @@ impl L1 {
         })
     }
 
+    /// Entries of a group that may not be empty.
+    fn filled(&self, group: usize) -> impl Iterator<Item = usize> + use<> {
+        let mut bits = self.global[group] | self.private[group];
+        core::iter::from_fn(move || {
+            let bit = bits.trailing_zeros() as usize;
+            bits &= bits.wrapping_sub(1);
+            (bit < GROUP).then_some(group * GROUP + bit)
+        })
+    }
+
     fn clear(&mut self, i: usize) {
         self.entries[i] = empty(i % ENTRIES);
         self.global[i / GROUP] &= !(1 << (i % GROUP));
@@ -161,10 +171,8 @@ impl L1 {
     /// Forgets everything in these halves.
     pub fn flush(&mut self, halves: &[Half]) {
         for group in self.groups(halves) {
-            let start = group * GROUP;
-            self.entries[start..start + GROUP].fill(empty(1));
-            if start.is_multiple_of(ENTRIES) {
-                self.entries[start] = empty(0);
+            for i in self.filled(group) {
+                self.entries[i] = empty(i % ENTRIES);
             }
             self.global[group] = 0;
             self.private[group] = 0;
@@ -201,7 +209,7 @@ impl L1 {
     /// Forgets the entries of these halves for which `f` is true.
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
         for group in self.groups(halves) {
-            for i in group * GROUP..(group + 1) * GROUP {
+            for i in self.filled(group) {
                 let e = &self.entries[i];
                 if e.tag != empty_tag(i % ENTRIES) && f(e) {
                     self.clear(i);

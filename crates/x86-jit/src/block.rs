@@ -266,16 +266,17 @@ fn is_lockable(i: &Instruction) -> bool {
     i.op0_kind() == OpKind::Memory
 }
 
-/// Flags that the instruction always sets. Undefined ones are not among them:
-/// hardware keeps some of those.
+/// Flags that the instruction always sets. Undefined ones are among them where
+/// processors set them: others keep what they were, after a multiplication for example.
 pub(crate) fn overwritten(i: &Instruction) -> u32 {
     let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
+    let last = i.op_count().wrapping_sub(1);
+    let count = i.op_count() != 0 && i.op_kind(last) == OpKind::Immediate8;
+    let count = if count { i.immediate8() & 31 } else { 0 };
     match i.mnemonic() {
-        _ if (0..i.op_count())
-            .any(|n| i.op_kind(n) == OpKind::Immediate8 && i.immediate8() & 31 != 0) =>
-        {
-            set
-        }
+        // AF; and OF for other counts than one.
+        Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test => ALL,
+        Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar if count != 0 => ALL,
         // A count of zero changes no flag.
         Mnemonic::Shl
         | Mnemonic::Sal
@@ -286,7 +287,11 @@ pub(crate) fn overwritten(i: &Instruction) -> u32 {
         | Mnemonic::Rcl
         | Mnemonic::Rcr
         | Mnemonic::Shld
-        | Mnemonic::Shrd => 0,
+        | Mnemonic::Shrd
+            if count == 0 =>
+        {
+            0
+        }
         _ => set,
     }
 }

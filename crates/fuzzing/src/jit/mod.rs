@@ -160,7 +160,7 @@ impl Jits {
             self.summary.compared += 1;
             let ended = theirs == Some(RunStop::Halt) && !in_handler(&a.cpu);
             self.summary.completed += u64::from(ended);
-            let d = differences((theirs, a), (ours, b), program.bits());
+            let d = differences((theirs, a), (ours, b), &memory, program.bits());
             if !d.is_empty() {
                 return Err(format!(
                     "start {n}, cpl {}, {:?}\ninterpreter {theirs:?} rip {:x}, jit {ours:?} rip {:x}\n{d}",
@@ -214,10 +214,11 @@ fn listing(program: &Program) -> String {
     text
 }
 
-/// What differs at the end of two runs.
+/// What differs at the end of two runs that began with `before` in memory.
 fn differences(
     (theirs, interp): (End, &mut Machine),
     (ours, jit): (End, &mut Machine),
+    before: &[u8],
     bits: u32,
 ) -> String {
     let mut d = String::new();
@@ -229,7 +230,9 @@ fn differences(
     }
     let mut memories = [interp.memory().to_vec(), jit.memory().to_vec()];
     let (a, b) = (&mut interp.cpu, &mut jit.cpu);
-    let dead = dead_flags(theirs, a, &memories[0], bits);
+    let rip = stopped_at(theirs, a, &memories[0]);
+    // What overwrites the instructions after it was translated with those.
+    let dead = dead_flags(rip, &memories[0], bits) | dead_flags(rip, before, bits);
     for (cpu, memory) in [&mut *a, &mut *b].into_iter().zip(&mut memories) {
         cpu.rflags &= !dead;
         let frame = FRAMES as usize - 24;
@@ -293,24 +296,29 @@ fn pointer(area: &[u8], bits: u32, d: &mut String) {
     }
 }
 
-/// Arithmetic flags that are overwritten unread from the instruction on at which
-/// an exception or exit stopped the program.
-fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8], bits: u32) -> u64 {
+/// The instruction at which an exception or exit stopped a program.
+fn stopped_at(stop: End, cpu: &CpuState, memory: &[u8]) -> Option<u64> {
     let word = |at: usize| {
         let mut b = [0; 8];
         b.copy_from_slice(&memory[at..at + 8]);
         u64::from_le_bytes(b)
     };
-    let rip = match stop {
-        Some(RunStop::Exit) => cpu.rip(),
-        Some(RunStop::Halt) if in_handler(cpu) => word(FRAMES as usize - 40),
-        _ => return 0,
-    };
+    match stop {
+        Some(RunStop::Exit) => Some(cpu.rip()),
+        Some(RunStop::Halt) if in_handler(cpu) => Some(word(FRAMES as usize - 40)),
+        _ => None,
+    }
+}
+
+/// Arithmetic flags that are overwritten unread from an instruction on.
+fn dead_flags(rip: Option<u64>, memory: &[u8], bits: u32) -> u64 {
+    let Some(rip) = rip else { return 0 };
     let gpa = match rip {
         USER..0x2000_0000 => rip - USER,
         KERNEL32..0x3000_0000 => rip - KERNEL32,
         _ => rip.wrapping_sub(KERNEL),
     };
+    use iced_x86::Mnemonic as M;
     let (mut read, mut dead) = (0, 0);
     let mut at = gpa;
     for _ in 0..48 {
@@ -328,7 +336,14 @@ fn dead_flags(stop: End, cpu: &CpuState, memory: &[u8], bits: u32) -> u64 {
             _ => break,
         }
         read |= i.rflags_read() & !dead;
-        dead |= (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & !read;
+        let set = match i.mnemonic() {
+            // Processors set what the manual leaves undefined.
+            M::And | M::Or | M::Xor | M::Test | M::Shl | M::Sal | M::Shr | M::Sar => {
+                i.rflags_modified()
+            }
+            _ => i.rflags_written() | i.rflags_cleared() | i.rflags_set(),
+        };
+        dead |= set & !read;
     }
     decoded_flags(dead)
 }

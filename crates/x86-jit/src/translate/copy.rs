@@ -56,7 +56,9 @@ impl Translator {
                         || i.op_register(m).full_register() != r.full_register()
                 });
             if !whole {
-                self.asm.load(host, home(number));
+                self.load_home(host, number);
+            } else if host == S1 {
+                self.cached = None;
             }
             let slot = temps.get_mut(used).ok_or(Unsupported)?;
             *slot = (number, host, write);
@@ -80,6 +82,10 @@ impl Translator {
             if let Some(r) = r {
                 self.asm.load(*r, gs(SPILL + 8 * n));
             }
+        }
+        if used != 0 {
+            // The first one is in r13.
+            self.cached = Some(temps[0].0);
         }
         self.flags_after(form);
         Ok(())

@@ -3,7 +3,10 @@
 //!
 //! They are moved once on each way: what the translator does in between to RFLAGS
 //! (a probe of the TLB, say) costs nothing if they are in memory already, and they come
-//! back for an instruction that reads some of them or leaves some as they are.
+//! back for an instruction that reads some of them or leaves some as they are. CF alone,
+//! between additions with carry or over INC and DEC, is moved by itself.
+
+use iced_x86::RflagsBits;
 
 use super::Translator;
 use crate::{
@@ -13,6 +16,9 @@ use crate::{
     kind::Form,
     thunks::{restore_flags, save_flags},
 };
+
+/// LAHF's byte: CF is its lowest bit.
+const LAHF: usize = FLAGS + 1;
 
 /// Where live arithmetic flags are; nothing can be told of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +33,10 @@ pub(super) enum Flags {
 impl Translator {
     /// Before code that changes RFLAGS, which is not the guest's.
     pub(super) fn spill_flags(&mut self, d: &Decoded) {
-        if d.live_in != 0 {
+        if d.live_in == RflagsBits::CF && self.flags == Flags::Register {
+            // setc [LAHF]
+            self.asm.rm(false, &[0x0f, 0x92], 0, gs(LAHF));
+        } else if d.live_in != 0 {
             self.flags_in_memory();
         }
         self.flags = Flags::Memory;
@@ -37,6 +46,7 @@ impl Translator {
     pub(super) fn flags_in_memory(&mut self) {
         if self.flags == Flags::Register {
             save_flags(&mut self.asm);
+            self.cached = None;
         }
         self.flags = Flags::Memory;
     }
@@ -45,13 +55,24 @@ impl Translator {
     pub(super) fn flags_in_register(&mut self) {
         if self.flags == Flags::Memory {
             restore_flags(&mut self.asm, S1);
+            self.cached = None;
             self.flags = Flags::Both;
         }
     }
 
     /// Before an instruction that is executed as it is. Changes r13.
     pub(super) fn flags_before(&mut self, d: &Decoded, form: &Form) {
-        if form.touches_flags && d.live_in != 0 {
+        if !form.touches_flags || d.live_in == 0 {
+            return;
+        }
+        if d.live_in == RflagsBits::CF && self.flags == Flags::Memory {
+            let a = &mut self.asm;
+            a.rm(false, &[0x0f, 0xb6], S1, gs(LAHF)); // movzx
+            a.rr(false, &[0x0f, 0xba], 4, S1); // bt
+            a.bytes(&[0]);
+            self.cached = None;
+            self.flags = Flags::Both;
+        } else {
             self.flags_in_register();
         }
     }
@@ -68,8 +89,6 @@ impl Translator {
         if self.flags != Flags::Memory {
             return condition;
         }
-        /// CF, PF, ZF and SF in LAHF's byte.
-        const LAHF: usize = FLAGS + 1;
         let (at, mask) = match condition & !1 {
             0 => (FLAGS, 1),
             cc::B => (LAHF, 0x01),

@@ -118,20 +118,27 @@ impl Translator {
             i.memory_displacement32() as i32
         };
         let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+        let number = |r: Register| (r != Register::None).then(|| r.number() as u8);
+        let homed = |n: &u8| host_reg(*n).is_none();
+        let (base, index) = (number(base), number(index));
         let mut scratch = S1;
-        let mut reg = |r: Register| {
-            (r != Register::None).then(|| {
-                let n = r.number() as u8;
-                host_reg(n).unwrap_or_else(|| {
-                    let to = scratch;
-                    self.asm.load(to, home(n));
-                    scratch = S0;
-                    to
-                })
+        if self.cached.is_some()
+            && index.filter(homed) == self.cached
+            && base.is_some_and(|n| homed(&n))
+        {
+            // The index is in r13.
+            scratch = S0;
+        }
+        let mut reg = |n: u8| {
+            host_reg(n).unwrap_or_else(|| {
+                let to = scratch;
+                self.load_home(to, n);
+                scratch = if to == S1 { S0 } else { S1 };
+                to
             })
         };
-        let base = reg(base);
-        let index = reg(index).map(|r| (r, i.memory_index_scale().trailing_zeros() as u8));
+        let base = base.map(&mut reg);
+        let index = index.map(|n| (reg(n), i.memory_index_scale().trailing_zeros() as u8));
         let operand = Mem {
             base,
             index,
@@ -175,6 +182,7 @@ impl Translator {
     /// The inline part of a probe; returns the branch to take on a miss and
     /// where to come back to.
     fn look_up(&mut self, size: u32, write: bool) -> (usize, usize) {
+        self.cached = None;
         let a = &mut self.asm;
         select_entry(a, S0);
         a.alu(true, Alu::Sub, S0, tag(write));

@@ -167,6 +167,8 @@ pub(crate) struct Translator {
     current: Option<u16>,
     /// Where arithmetic flags are.
     flags: Flags,
+    /// The guest register that lives in memory and that r13 has, too.
+    cached: Option<u8>,
 }
 
 impl core::fmt::Debug for Translator {
@@ -199,6 +201,7 @@ impl Translator {
             long: true,
             current: None,
             flags: Flags::Memory,
+            cached: None,
         }
     }
 
@@ -222,6 +225,7 @@ impl Translator {
         self.stubs.clear();
         self.current = None;
         self.flags = Flags::Memory;
+        self.cached = None;
         self.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
@@ -259,11 +263,18 @@ impl Translator {
             let (code, stubs) = (self.asm.buf.len(), self.stubs.len());
             let (links, fars) = (self.links.len(), self.fars.len());
             let flags = self.flags;
+            let keeps_cached = keeps_cached(d.kind);
+            if !keeps_cached {
+                self.cached = None;
+            }
             match self.instruction(d, forms.of(&d.i)) {
                 Ok(ends) => {
                     ended = ends;
                     if d.member.is_none() && groups::takes_pointer_register(d) {
                         self.current = None;
+                    }
+                    if !keeps_cached {
+                        self.cached = None;
                     }
                 }
                 Err(Unsupported) => {
@@ -395,6 +406,7 @@ impl Translator {
         }
         if host_reg(n).is_none() {
             self.asm.store(home(n), to);
+            self.cached = Some(n);
         }
         Ok(())
     }
@@ -403,9 +415,19 @@ impl Translator {
     fn read_register(&mut self, r: Register, scratch: Reg) -> Reg {
         let n = r.full_register().number() as u8;
         host_reg(n).unwrap_or_else(|| {
-            self.asm.load(scratch, home(n));
+            self.load_home(scratch, n);
             scratch
         })
+    }
+
+    /// Loads a guest register that lives in memory to r13 or r14, if it is not there.
+    fn load_home(&mut self, to: Reg, n: u8) {
+        if to != S1 {
+            self.asm.load(to, home(n));
+        } else if self.cached != Some(n) {
+            self.asm.load(to, home(n));
+            self.cached = Some(n);
+        }
     }
 
     /// DIV and IDIV of 32 and 64 bits: what could raise #DE goes to the interpreter.
@@ -581,6 +603,23 @@ impl Translator {
             }
         }
     }
+}
+
+/// What is translated by code that knows of [`Translator::cached`].
+fn keeps_cached(kind: Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Nop
+            | Kind::Followed
+            | Kind::Copy
+            | Kind::CopyFp
+            | Kind::CopyAligned
+            | Kind::CopyFpAligned
+            | Kind::Lea
+            | Kind::Push
+            | Kind::Pop
+            | Kind::Jcc
+    )
 }
 
 /// A locked access: the host may stall or kill a process for one that crosses a

@@ -57,6 +57,7 @@ impl Translator {
             None => {
                 self.load_word(S1, at(S0, disp));
                 self.asm.store(home(n), S1);
+                self.cached = Some(n);
             }
         }
     }
@@ -75,6 +76,7 @@ impl Translator {
             }
             OpKind::Memory => {
                 self.asm.load(S1, gs(SPILL));
+                self.cached = None;
                 self.store_word(at(S0, to), S1);
             }
             _ => {
