@@ -58,6 +58,15 @@ impl Mmu {
         }
     }
 
+    /// Where an access goes, if that is the device's page that was read or written last. It is
+    /// allowed then, unless it crosses the page.
+    #[inline(always)]
+    pub fn known_device(&self, gva: u64, write: bool, who: Privilege) -> Option<u64> {
+        let known = &self.devices[usize::from(write)];
+        let is_same = known.page == gva & !0xfff && known.tables == self.tables_for(who);
+        is_same.then_some(known.gpa | gva & 0xfff)
+    }
+
     /// Translations may have become others.
     pub(crate) fn forget_devices(&mut self) {
         self.devices = [DevicePage::NONE; 2];
@@ -138,11 +147,8 @@ impl Mmu {
         self.stats.l1_misses += 1;
         self.host_fault = None;
         let write = access == Access::Write;
-        let known = self.devices[usize::from(write)];
-        if known.page == gva & !0xfff && known.tables == self.tables_for(who) {
-            return Err(Miss::Device {
-                gpa: known.gpa | gva & 0xfff,
-            });
+        if let Some(gpa) = self.known_device(gva, write, who) {
+            return Err(Miss::Device { gpa });
         }
         let walk = self
             .walk_for(cpu, gva, access, who)
@@ -218,7 +224,8 @@ impl Mmu {
         size: u64,
         access: Access,
     ) -> Result<u64, Option<Exception>> {
-        if gva % PAGE_SIZE + size > PAGE_SIZE {
+        let known = self.known_device(gva, access == Access::Write, Privilege::Current);
+        if gva % PAGE_SIZE + size > PAGE_SIZE || known.is_some() {
             return Err(None);
         }
         match self.resolve(cpu, gva, access, Privilege::Current) {

@@ -154,7 +154,10 @@ impl<B: JitBus> Jit<B> {
         let rip = cpu.rip();
         let stop = match self.interpreted.get(site.wrapping_sub(1)) {
             Some(insn) => interp.execute(cpu, bus, insn),
-            None => interp.one(cpu, bus),
+            None => match self.given_up.find(interp, cpu, bus) {
+                Some(insn) => interp.execute(cpu, bus, insn),
+                None => interp.one(cpu, bus),
+            },
         };
         // A repeated instruction that goes on has done much: a look at the clock is due.
         let cost = if cpu.rip() == rip {

@@ -16,6 +16,7 @@ mod block;
 mod cache;
 mod exit;
 mod flat;
+mod given_up;
 mod groups;
 mod kind;
 mod leave;

@@ -18,6 +18,7 @@ use crate::{
     cache::{Block, Cache},
     exit::{Left, Reason},
     flat,
+    given_up::GivenUp,
     groups::Groups,
     kind::{Forms, Kind},
     leave::handle,
@@ -55,6 +56,8 @@ pub struct Jit<B: JitBus> {
     groups: Groups,
     /// Instructions at which blocks leave for the interpreter.
     pub(crate) interpreted: Vec<Insn<B>>,
+    /// Instructions that translated code gives up again and again.
+    pub(crate) given_up: GivenUp<B>,
     /// Why, for each of them.
     pub(crate) causes: Vec<Cause>,
     /// [`Interp::resets`] that they belong to.
@@ -114,6 +117,7 @@ impl<B: JitBus> Jit<B> {
             decoded: Vec::new(),
             groups: Groups::new(),
             interpreted: Vec::new(),
+            given_up: GivenUp::default(),
             causes: Vec::new(),
             resets: 0,
             translator: Translator::new(thunks),
@@ -208,6 +212,7 @@ impl<B: JitBus> Jit<B> {
         self.translator.links.clear();
         self.translator.fars.clear();
         self.interpreted.clear();
+        self.given_up = GivenUp::default();
         self.causes.clear();
         self.ranges.clear();
         if let Some(l) = &mut self.lockstep {

@@ -271,7 +271,12 @@ impl Bus {
         gva: u64,
         who: Privilege,
     ) -> Result<T, Fault> {
-        match self.mmu.read(cpu, gva, who) {
+        let known = self.mmu.known_device(gva, false, who);
+        let result = match known {
+            Some(gpa) => Err(Miss::Device { gpa }),
+            None => self.mmu.read(cpu, gva, who),
+        };
+        match result {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
             // All of it is there, and the access is allowed.
@@ -296,7 +301,12 @@ impl Bus {
         value: T,
         who: Privilege,
     ) -> Result<(), Fault> {
-        match self.mmu.write(cpu, gva, value, who) {
+        let known = self.mmu.known_device(gva, true, who);
+        let result = match known {
+            Some(gpa) => Err(Miss::Device { gpa }),
+            None => self.mmu.write(cpu, gva, value, who),
+        };
+        match result {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
             Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {

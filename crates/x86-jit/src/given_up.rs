@@ -1,0 +1,83 @@
+//! Instructions that have translated code, which gives up: a driver's accesses to its device most of
+//! all. They are decoded once for the interpreter, when they come for the second time.
+
+use x86_cpu::CpuState;
+use x86_interp::{Insn, Interp};
+
+use crate::{
+    JitBus,
+    area::{self, index},
+};
+
+const ENTRIES: usize = 64;
+
+/// An instruction, by all that it depends on.
+#[derive(Debug)]
+struct Entry<B> {
+    rip: u64,
+    /// Mapping and mode.
+    key: u64,
+    /// `GuestBus::code_changes`.
+    changes: u64,
+    /// It has come twice.
+    is_tried: bool,
+    /// Absent as well if it cannot be decoded from one page's bytes.
+    insn: Option<Insn<B>>,
+}
+
+/// Direct-mapped.
+#[derive(Debug)]
+pub(crate) struct GivenUp<B>(Vec<Entry<B>>);
+
+impl<B> Default for GivenUp<B> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<B: JitBus> GivenUp<B> {
+    /// The instruction at RIP.
+    pub(crate) fn find(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> Option<&Insn<B>> {
+        let wanted = Entry {
+            rip: cpu.rip(),
+            key: cpu.engine.words[index(area::KEY)],
+            changes: bus.code_changes(),
+            is_tried: false,
+            insn: None,
+        };
+        if self.0.is_empty() {
+            self.0.resize_with(ENTRIES, || Entry {
+                rip: 0,
+                key: 0,
+                changes: 0,
+                is_tried: false,
+                insn: None,
+            });
+        }
+        let at = (wanted.rip ^ wanted.rip >> 6) as usize % ENTRIES;
+        let entry = self.0.get_mut(at)?;
+        if (entry.rip, entry.key, entry.changes) != (wanted.rip, wanted.key, wanted.changes) {
+            *entry = wanted;
+            return None;
+        }
+        if !entry.is_tried {
+            entry.is_tried = true;
+            let resets = interp.resets();
+            let mut bytes = [0; 15];
+            let n = bus.code_bytes(cpu, entry.rip, &mut bytes).ok()?;
+            let insn = interp.prepare(cpu, bytes.get(..n)?);
+            // To be dropped with everything else, soon.
+            entry.insn = insn.filter(|_| interp.resets() == resets);
+            // Fetching may have had the page compared.
+            if bus.code_changes() != entry.changes {
+                entry.insn = None;
+            }
+        }
+        entry.insn.as_ref()
+    }
+}
