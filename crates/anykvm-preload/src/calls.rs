@@ -6,7 +6,7 @@ use libc::{c_char, c_int, c_long, c_ulong};
 
 use crate::next::{answer, next, system_call_c};
 use crate::path::is_kvm;
-use crate::{actions, descriptors, files, trace};
+use crate::{actions, cancel, descriptors, files, trace};
 
 /// KVM's type in an ioctl number (KVMIO).
 const KVM_TYPE: c_ulong = 0xae;
@@ -36,7 +36,26 @@ fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
 ///
 /// As for that.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ioctl(fd: c_int, number: c_ulong, argument: usize) -> c_int {
+pub(crate) unsafe extern "C-unwind" fn ioctl(fd: c_int, number: c_ulong, argument: usize) -> c_int {
+    if number >> 8 & 0xff == KVM_TYPE && cancel::is_asynchronous() {
+        cancel::hold(fd);
+        // SAFETY: the caller's arguments.
+        let result = unsafe { control(fd, number, argument) };
+        cancel::finish();
+        // If the thread ends here, there is nothing of ours left.
+        cancel::let_go();
+        return result;
+    }
+    // SAFETY: the caller's arguments.
+    unsafe { control(fd, number, argument) }
+}
+
+/// `ioctl(2)`.
+///
+/// # Safety
+///
+/// As for that.
+unsafe fn control(fd: c_int, number: c_ulong, argument: usize) -> c_int {
     let call = || {
         if let Some(result) = kvm_ioctl(fd, number, argument) {
             return result;
@@ -87,7 +106,7 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
     // SAFETY: the caller's arguments, of the types that the calls have.
     let result = unsafe {
         match number {
-            libc::SYS_ioctl => Some(ioctl(a as c_int, b as c_ulong, c)),
+            libc::SYS_ioctl => Some(control(a as c_int, b as c_ulong, c)),
             libc::SYS_open if is_kvm(libc::AT_FDCWD, path(a)) => Some(files::open_kvm(b as c_int)),
             libc::SYS_openat if is_kvm(a as c_int, path(b)) => Some(files::open_kvm(c as c_int)),
             // struct open_how begins with the flags.

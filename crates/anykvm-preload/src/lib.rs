@@ -11,6 +11,7 @@
 
 mod actions;
 mod calls;
+mod cancel;
 mod descriptors;
 mod files;
 pub mod launch;

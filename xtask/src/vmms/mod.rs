@@ -249,7 +249,7 @@ const CASES: &[Case] = &[
         ..qemu(
             "doorbells",
             Quick,
-            "-drive file={dir}/data.img,format=raw,if=virtio -device virtio-net-pci,netdev=n -netdev user,id=n",
+            "-object iothread,id=t -device virtio-blk-pci,drive=d,iothread=t -drive file={dir}/data.img,format=raw,if=none,id=d -device virtio-net-pci,netdev=n -netdev user,id=n",
         )
     },
     Case {

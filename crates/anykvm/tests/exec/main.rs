@@ -196,6 +196,12 @@ fn a_write_to_an_irqfd_has_injected_when_it_returns() {
 }
 
 #[test]
+fn a_thread_is_cancelled_behind_its_call() {
+    passes("vmm-cancel", &["cancel", "500"]);
+    passes("vmm-cancel-halt", &["cancel-halt", "500"]);
+}
+
+#[test]
 fn a_dirty_ring_tells_each_page_once() {
     run(&compile("ring.c", "ring", &[]), &[]);
     run(&compile("ring.c", "ring-static", &["-static"]), &[]);

@@ -445,6 +445,35 @@ static void seccomp(void)
     CHECK(returned > 100);
 }
 
+static void *cancelled(void *argument)
+{
+    int *begun = argument;
+    CHECK(pthread_setcanceltype(PTHREAD_CANCEL_ASYNCHRONOUS, NULL) == 0);
+    __atomic_store_n(begun, 1, __ATOMIC_RELEASE);
+    for (;;)
+        if (ioctl(vcpu, KVM_RUN, 0) != 0)
+            CHECK(errno == EINTR);
+}
+
+/* A thread that may be cancelled at any instruction ends, wherever it is; the vCPU can be used then. */
+static void cancel(const uint8_t *code, size_t length, long times)
+{
+    make(code, length);
+    unsigned seed = 1;
+    for (long i = 0; i < times; i++) {
+        pthread_t thread;
+        void *result = NULL;
+        int begun = 0;
+        CHECK(pthread_create(&thread, NULL, cancelled, &begun) == 0);
+        while (!__atomic_load_n(&begun, __ATOMIC_ACQUIRE)) {}
+        for (volatile unsigned n = rand_r(&seed) % 30000; n > 0; n--) {}
+        CHECK(pthread_cancel(thread) == 0);
+        CHECK(pthread_join(thread, &result) == 0 && result == PTHREAD_CANCELED);
+    }
+    struct kvm_regs regs;
+    CHECK(ioctl(vcpu, KVM_GET_REGS, &regs) == 0);
+}
+
 /* A VMM that takes a page from the guest and gives it back when it is touched, in a handler. */
 static void give(int signal, siginfo_t *info, void *context)
 {
@@ -494,6 +523,8 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "mask")) kick(SPIN, sizeof SPIN, times, 1);
     else if (!strcmp(mode, "default")) kick(SPIN, sizeof SPIN, times, 2);
     else if (!strcmp(mode, "default-halt")) with_chips = 1, kick(HALT, sizeof HALT, times, 2);
+    else if (!strcmp(mode, "cancel")) cancel(SPIN, sizeof SPIN, times);
+    else if (!strcmp(mode, "cancel-halt")) with_chips = 1, cancel(HALT, sizeof HALT, times);
     else if (!strcmp(mode, "immediate")) immediate(times);
     else if (!strcmp(mode, "handlers")) handlers();
     else if (!strcmp(mode, "descriptors")) descriptors(argv[0]);

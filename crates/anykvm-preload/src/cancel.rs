@@ -1,0 +1,146 @@
+//! Threads that may be cancelled at any instruction (PTHREAD_CANCEL_ASYNCHRONOUS) and make KVM calls.
+//!
+//! In a kernel such a thread ends when its system call is interrupted. Here it would end in the middle
+//! of our code, with our locks held. During a KVM call it is therefore cancelled late: KVM_RUN is
+//! told to end, and the C library is asked again behind the call, where nothing of ours is left.
+
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvm_abi::{Object, Vcpu, signals::Section};
+use libc::{c_int, c_void, pthread_t};
+
+use crate::next::{Next, next};
+
+/// `pthread.h`'s values.
+const DEFERRED: c_int = 0;
+const ASYNCHRONOUS: c_int = 1;
+
+thread_local! {
+    /// What the program has set for this thread.
+    static IS_ASYNCHRONOUS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Such threads, and those that have been cancelled.
+struct Threads {
+    /// In KVM calls on vCPUs.
+    callers: Vec<(pthread_t, Arc<Vcpu>)>,
+    /// Cancelled, perhaps just before such a call. A number that another thread gets later makes
+    /// its first call end early.
+    cancelled: Vec<pthread_t>,
+}
+
+static THREADS: Mutex<Threads> = Mutex::new(Threads {
+    callers: Vec::new(),
+    cancelled: Vec::new(),
+});
+
+fn threads() -> MutexGuard<'static, Threads> {
+    THREADS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The calling thread.
+fn this() -> pthread_t {
+    // SAFETY: no arguments, cannot fail.
+    unsafe { libc::pthread_self() }
+}
+
+/// True if the calling thread may be cancelled at any instruction.
+#[inline]
+pub(crate) fn is_asynchronous() -> bool {
+    IS_ASYNCHRONOUS.get()
+}
+
+/// The C library's function, which is looked for before a thread can first be cancelled: not by one
+/// that is, in the middle of the dynamic linker.
+static SET_TYPE: Next = Next::new(c"pthread_setcanceltype");
+
+type SetType = unsafe extern "C-unwind" fn(c_int, *mut c_int) -> c_int;
+
+fn set_type() -> Option<SetType> {
+    let address = SET_TYPE.address();
+    // SAFETY: the function of that name has this type.
+    (!address.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, SetType>(address) })
+}
+
+/// The calling thread begins a KVM call.
+pub(crate) fn hold(fd: c_int) {
+    if let Some(set_type) = set_type() {
+        // SAFETY: the function takes a null pointer.
+        unsafe { set_type(DEFERRED, std::ptr::null_mut()) };
+    }
+    let _section = Section::enter();
+    if let Ok(Object::Vcpu(vcpu)) = kvm_abi::lookup(fd) {
+        let mut threads = threads();
+        let at = threads.cancelled.iter().position(|t| *t == this());
+        if let Some(at) = at {
+            threads.cancelled.swap_remove(at);
+            vcpu.hypervisor().kick();
+        }
+        threads.callers.push((this(), vcpu));
+    }
+}
+
+/// It ends it; [`let_go`] comes next.
+pub(crate) fn finish() {
+    let _section = Section::enter();
+    let gone = {
+        let mut threads = threads();
+        let at = threads.callers.iter().rposition(|(t, _)| *t == this());
+        at.map(|at| threads.callers.swap_remove(at))
+    };
+    drop(gone);
+}
+
+/// Lets the thread be cancelled again; it ends here if somebody has cancelled it, through the caller's
+/// frames.
+#[inline(always)]
+pub(crate) fn let_go() {
+    if let Some(set_type) = set_type() {
+        // SAFETY: as above; nothing here has a destructor.
+        unsafe { set_type(ASYNCHRONOUS, std::ptr::null_mut()) };
+    }
+}
+
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that. It has no destructors to run if the thread ends here.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C-unwind" fn pthread_setcanceltype(
+    value: c_int,
+    old: *mut c_int,
+) -> c_int {
+    let Some(set_type) = set_type() else {
+        return libc::ENOSYS;
+    };
+    if matches!(value, DEFERRED | ASYNCHRONOUS) {
+        IS_ASYNCHRONOUS.set(value == ASYNCHRONOUS);
+    }
+    // SAFETY: the caller's arguments.
+    unsafe { set_type(value, old) }
+}
+
+/// The C library's function of this name: KVM_RUN of the thread ends too.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn pthread_cancel(thread: pthread_t) -> c_int {
+    {
+        let _section = Section::enter();
+        let mut threads = threads();
+        if !threads.cancelled.contains(&thread) {
+            threads.cancelled.push(thread);
+        }
+    }
+    let result = next!(pthread_cancel(thread => pthread_t) -> c_int);
+    let _section = Section::enter();
+    let found: Vec<Arc<Vcpu>> = {
+        let threads = threads();
+        let theirs = threads.callers.iter().filter(|(t, _)| *t == thread);
+        theirs.map(|(_, vcpu)| Arc::clone(vcpu)).collect()
+    };
+    for vcpu in found {
+        vcpu.hypervisor().kick();
+    }
+    result
+}
