@@ -2,32 +2,15 @@
  * Writes to the eventfds of irqfds, for `anykvm exec`: delivered when the write returns, by whatever
  * way it came, with what a kernel makes of the counter. Ends with 0 if all is as it should be.
  */
-#define _GNU_SOURCE
-#include <errno.h>
-#include <fcntl.h>
-#include <linux/kvm.h>
+#include "check.h"
+
 #include <poll.h>
 #include <pthread.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/eventfd.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
-
-#define CHECK(what)                                                                   \
-    do {                                                                              \
-        if (!(what)) {                                                                \
-            fprintf(stderr, "%s:%d: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-            exit(1);                                                                  \
-        }                                                                             \
-    } while (0)
 
 enum { GSI = 24, VECTOR = 0x51, LEVEL_PIN = 5 };
 

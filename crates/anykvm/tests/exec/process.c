@@ -2,31 +2,14 @@
  * What a process does besides KVM calls, for programs that `anykvm exec` launches: threads, children,
  * memory, its own file, registers over a system call. It prints what is wrong and ends with 1.
  */
-#define _GNU_SOURCE
-#include <errno.h>
-#include <fcntl.h>
-#include <linux/kvm.h>
+#include "check.h"
+
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <spawn.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
-#include <unistd.h>
-
-#define CHECK(what)                                                                   \
-    do {                                                                              \
-        if (!(what)) {                                                                \
-            fprintf(stderr, "%s:%d: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-            exit(1);                                                                  \
-        }                                                                             \
-    } while (0)
 
 extern char **environ;
 static int kvm;

@@ -2,25 +2,7 @@
  * KVM_CAP_DIRTY_LOG_RING, for `anykvm exec`: each page that the guest writes comes once for each time
  * that it was given back, a full ring ends KVM_RUN, and nothing is lost. Ends with 0 if so.
  */
-#define _GNU_SOURCE
-#include <errno.h>
-#include <fcntl.h>
-#include <linux/kvm.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#define CHECK(what)                                                                   \
-    do {                                                                              \
-        if (!(what)) {                                                                \
-            fprintf(stderr, "%s:%d: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-            exit(1);                                                                  \
-        }                                                                             \
-    } while (0)
+#include "check.h"
 
 enum { PAGE = 4096, ENTRIES = 256, RESERVED = 64, FIRST = 2, LAST = 0xef, SLOT = 3 };
 

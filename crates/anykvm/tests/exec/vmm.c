@@ -2,37 +2,20 @@
  * A small VMM on the KVM ABI, for `anykvm exec`. Each mode is one test; it prints what is wrong and
  * ends with 1, or ends with 0.
  */
-#define _GNU_SOURCE
-#include <errno.h>
-#include <fcntl.h>
+#include "check.h"
+
 #include <linux/audit.h>
 #include <linux/filter.h>
-#include <linux/kvm.h>
 #include <linux/seccomp.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
-
-#define CHECK(what)                                                                   \
-    do {                                                                              \
-        if (!(what)) {                                                                \
-            fprintf(stderr, "%s:%d: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-            exit(1);                                                                  \
-        }                                                                             \
-    } while (0)
 
 static int kvm, vm, vcpu;
 static struct kvm_run *run;
