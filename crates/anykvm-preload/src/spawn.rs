@@ -67,6 +67,15 @@ impl Launch {
     }
 }
 
+/// The program to start, and its arguments: the caller's, unless there is something to launch.
+fn started(
+    launch: Option<&Launch>,
+    path: *const c_char,
+    arguments: *const *const c_char,
+) -> (*const c_char, *const *const c_char) {
+    launch.map_or((path, arguments), |l| (l.program(), l.arguments()))
+}
+
 /// The file that this library is.
 pub(crate) fn own_file() -> Option<PathBuf> {
     if !crate::is_preloaded() {
@@ -113,10 +122,7 @@ macro_rules! exec {
         ) -> c_int {
             // SAFETY: the caller's arguments.
             let launch = unsafe { file(path, $searched).and_then(|file| Launch::of(&file, arguments)) };
-            let (path, arguments) = match &launch {
-                Some(launch) => (launch.program(), launch.arguments()),
-                None => (path, arguments),
-            };
+            let (path, arguments) = started(launch.as_ref(), path, arguments);
             next!($name(
                 path => *const c_char,
                 arguments => *const *const c_char,
@@ -151,10 +157,7 @@ macro_rules! spawn {
         ) -> c_int {
             // SAFETY: the caller's arguments.
             let launch = unsafe { file(path, $searched).and_then(|file| Launch::of(&file, arguments)) };
-            let (path, arguments) = match &launch {
-                Some(launch) => (launch.program(), launch.arguments()),
-                None => (path, arguments),
-            };
+            let (path, arguments) = started(launch.as_ref(), path, arguments);
             next!($name(
                 child => *mut libc::pid_t,
                 path => *const c_char,

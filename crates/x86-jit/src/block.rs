@@ -270,28 +270,21 @@ fn is_lockable(i: &Instruction) -> bool {
 /// processors set them: others keep what they were, after a multiplication for example.
 pub(crate) fn overwritten(i: &Instruction) -> u32 {
     let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
-    let last = i.op_count().wrapping_sub(1);
-    let count = i.op_count() != 0 && i.op_kind(last) == OpKind::Immediate8;
-    let count = if count { i.immediate8() & 31 } else { 0 };
-    match i.mnemonic() {
-        // AF; and OF for other counts than one.
-        Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test => ALL,
-        Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar if count != 0 => ALL,
-        // A count of zero changes no flag.
-        Mnemonic::Shl
-        | Mnemonic::Sal
-        | Mnemonic::Shr
-        | Mnemonic::Sar
-        | Mnemonic::Rol
-        | Mnemonic::Ror
-        | Mnemonic::Rcl
-        | Mnemonic::Rcr
-        | Mnemonic::Shld
-        | Mnemonic::Shrd
-            if count == 0 =>
-        {
-            0
-        }
+    let m = i.mnemonic();
+    if !kind::is_shift(m) {
+        return match m {
+            // AF.
+            Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test => ALL,
+            _ => set,
+        };
+    }
+    let last = i.op_count() - 1;
+    let is_zero = i.op_kind(last) != OpKind::Immediate8 || i.immediate8() & 31 == 0;
+    match m {
+        // A count of zero, which CL may be, changes no flag.
+        _ if is_zero => 0,
+        // AF, and OF for other counts than one.
+        Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar => ALL,
         _ => set,
     }
 }

@@ -19,3 +19,15 @@
             exit(1);                                                                  \
         }                                                                             \
     } while (0)
+
+/* Has a vCPU begin in real mode at 0:0x1000, with its stack below 0x8000. */
+static inline void start_at_0x1000(int vcpu)
+{
+    struct kvm_sregs sregs;
+    CHECK(ioctl(vcpu, KVM_GET_SREGS, &sregs) == 0);
+    sregs.cs.base = 0;
+    sregs.cs.selector = 0;
+    CHECK(ioctl(vcpu, KVM_SET_SREGS, &sregs) == 0);
+    struct kvm_regs regs = { .rip = 0x1000, .rflags = 2, .rsp = 0x8000 };
+    CHECK(ioctl(vcpu, KVM_SET_REGS, &regs) == 0);
+}

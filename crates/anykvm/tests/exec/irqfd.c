@@ -67,10 +67,13 @@ static int taken(void)
     struct kvm_lapic_state lapic;
     CHECK(ioctl(vcpu, KVM_GET_LAPIC, &lapic) == 0);
     uint32_t *irr = (uint32_t *)(lapic.regs + 0x200 + 0x10 * (VECTOR / 32));
-    int was = *irr >> VECTOR % 32 & 1;
-    *irr &= ~(1u << VECTOR % 32);
+    uint32_t bit = 1u << VECTOR % 32;
+    /* Set only if it was there: what is delivered between the two calls would be lost. */
+    if (!(*irr & bit))
+        return 0;
+    *irr &= ~bit;
     CHECK(ioctl(vcpu, KVM_SET_LAPIC, &lapic) == 0);
-    return was;
+    return 1;
 }
 
 /* As `taken`, for what another thread may still deliver. */
@@ -225,13 +228,7 @@ static void levels(void)
     memcpy(memory + 0x1000, CODE, sizeof CODE);
     memcpy(memory + 0x2000, HANDLER, sizeof HANDLER);
     *(uint32_t *)(memory + 4 * 0x25) = 0x2000;
-    struct kvm_sregs sregs;
-    CHECK(ioctl(vcpu, KVM_GET_SREGS, &sregs) == 0);
-    sregs.cs.base = 0;
-    sregs.cs.selector = 0;
-    CHECK(ioctl(vcpu, KVM_SET_SREGS, &sregs) == 0);
-    struct kvm_regs regs = { .rip = 0x1000, .rflags = 2, .rsp = 0x8000 };
-    CHECK(ioctl(vcpu, KVM_SET_REGS, &regs) == 0);
+    start_at_0x1000(vcpu);
     CHECK(ioctl(vcpu, KVM_RUN, 0) == 0 && run->exit_reason == KVM_EXIT_IO);
     for (int i = 1; i <= 500; i++) {
         CHECK(tell(fd) && count(fd) == 0);

@@ -67,13 +67,7 @@ int main(void)
     *one = 0;
     ((struct kvm_run *)second)->immediate_exit = 1;
     CHECK(run->immediate_exit == 0 && munmap(second, size) == 0);
-    struct kvm_sregs sregs;
-    CHECK(ioctl(vcpu, KVM_GET_SREGS, &sregs) == 0);
-    sregs.cs.base = 0;
-    sregs.cs.selector = 0;
-    CHECK(ioctl(vcpu, KVM_SET_SREGS, &sregs) == 0);
-    struct kvm_regs regs = { .rip = 0x1000, .rflags = 2, .rsp = 0x8000 };
-    CHECK(ioctl(vcpu, KVM_SET_REGS, &regs) == 0);
+    start_at_0x1000(vcpu);
 
     unsigned next = 0, seen[256];
     for (int pass = 1; pass <= 50; pass++) {

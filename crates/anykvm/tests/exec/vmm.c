@@ -46,13 +46,7 @@ static void make(const uint8_t *code, size_t length)
     map_size = ioctl(kvm, KVM_GET_VCPU_MMAP_SIZE, 0);
     run = mmap(NULL, map_size, PROT_READ | PROT_WRITE, MAP_SHARED, vcpu, 0);
     CHECK(run != MAP_FAILED);
-    struct kvm_sregs sregs;
-    CHECK(ioctl(vcpu, KVM_GET_SREGS, &sregs) == 0);
-    sregs.cs.base = 0;
-    sregs.cs.selector = 0;
-    CHECK(ioctl(vcpu, KVM_SET_SREGS, &sregs) == 0);
-    struct kvm_regs regs = { .rip = 0x1000, .rflags = 2, .rsp = 0x8000 };
-    CHECK(ioctl(vcpu, KVM_SET_REGS, &regs) == 0);
+    start_at_0x1000(vcpu);
 }
 
 static const uint8_t SPIN[] = { 0xeb, 0xfe };              /* jmp . */

@@ -209,7 +209,7 @@ fn stand_in(r: Register, n: u32) -> Register {
 }
 
 /// The flags that these set depend on the count.
-fn is_shift(m: Mnemonic) -> bool {
+pub(crate) fn is_shift(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(
         m,

@@ -10,7 +10,7 @@ use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
 
 mod form;
 
-pub(crate) use form::{Form, Forms, Shape};
+pub(crate) use form::{Form, Forms, Shape, is_shift};
 
 use crate::translate::{narrow, string};
 
