@@ -40,6 +40,8 @@ struct Case {
     online: u32,
     /// Environment variable and value.
     variable: Option<(&'static str, &'static str)>,
+    /// The vCPUs' threads may make almost no system calls.
+    confined: bool,
     /// Part of CI.
     in_ci: bool,
 }
@@ -66,6 +68,7 @@ const fn cloud(name: &'static str, engine: &'static str, cpus: u32) -> Case {
         append: "",
         online: cpus,
         variable: None,
+        confined: false,
         in_ci: true,
     }
 }
@@ -89,6 +92,15 @@ const CASES: &[Case] = &[
     cloud("2-vcpus", "jit", 2),
     cloud("8-vcpus", "jit", 8),
     cloud("interpreter", "interp", 2),
+    Case {
+        confined: true,
+        ..cloud("confined", "jit", 2)
+    },
+    Case {
+        confined: true,
+        in_ci: false,
+        ..cloud("confined-interpreter", "interp", 2)
+    },
     Case {
         mem: "6G",
         mem_mib: 5800,
@@ -160,6 +172,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             .limit(LIMIT);
         if !case.append.is_empty() {
             boot = boot.option("--append", case.append);
+        }
+        if case.confined {
+            boot = boot.flag("--confine");
         }
         if let Some((name, value)) = case.variable {
             boot = boot.variable(name, value);

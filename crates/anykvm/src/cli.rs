@@ -187,6 +187,11 @@ pub(crate) struct BootArgs {
     #[arg(long, value_enum, default_value = "ttyS0")]
     pub(crate) console: ConsoleKind,
 
+    /// Let the vCPUs' threads make no system calls but to sleep, to wake and to end: futex, write of
+    /// eight bytes, exit. Any other ends the process (SIGSYS).
+    #[arg(long)]
+    pub(crate) confine: bool,
+
     /// Print what the vCPUs have counted at the end.
     #[arg(long)]
     pub(crate) stats: bool,

@@ -118,6 +118,14 @@ impl GuestMemory {
         self.epoch.fetch_add(1, Ordering::AcqRel).wrapping_add(1)
     }
 
+    /// The process has mapped all of the slot's memory, to be read and written, and keeps it while the
+    /// slot exists: the host need not be asked for each page when the guest first comes there.
+    pub fn set_mapped(&self, number: u32) {
+        if let Some(slot) = self.table().by_number(number) {
+            slot.set_mapped();
+        }
+    }
+
     /// Creates, moves, deletes a slot or changes its flags, as
     /// KVM_SET_USER_MEMORY_REGION does.
     ///

@@ -4,7 +4,7 @@ use std::{
     io,
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicU64, Ordering, fence},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence},
     },
 };
 
@@ -59,6 +59,8 @@ struct HostState {
     readable: LazyArray<AtomicU64>,
     /// A bit for each page that could be written.
     writable: LazyArray<AtomicU64>,
+    /// All are mapped, to be read and written, and stay so: nobody has to be asked.
+    is_mapped: AtomicBool,
 }
 
 impl HostState {
@@ -66,6 +68,7 @@ impl HostState {
         Ok(Self {
             readable: LazyArray::new(pages.div_ceil(64))?,
             writable: LazyArray::new(pages.div_ceil(64))?,
+            is_mapped: AtomicBool::new(false),
         })
     }
 }
@@ -185,8 +188,8 @@ impl Slot {
     #[inline]
     pub fn page(&self, index: usize) -> Option<HostPage> {
         let hva = self.hva(index)?;
-        is_known(&self.host.readable, index, || probe::is_readable(hva))
-            .then(|| HostPage::new(hva as *mut u8))
+        let ask = || self.is_mapped() || probe::is_readable(hva);
+        is_known(&self.host.readable, index, ask).then(|| HostPage::new(hva as *mut u8))
     }
 
     /// The page of that index, if the process can read and write it. [`Self::is_readonly`] is
@@ -194,8 +197,17 @@ impl Slot {
     #[inline]
     pub fn writable_page(&self, index: usize) -> Option<HostPage> {
         let hva = self.hva(index)?;
-        is_known(&self.host.writable, index, || probe::is_writable(hva))
-            .then(|| HostPage::new(hva as *mut u8))
+        let ask = || self.is_mapped() || probe::is_writable(hva);
+        is_known(&self.host.writable, index, ask).then(|| HostPage::new(hva as *mut u8))
+    }
+
+    fn is_mapped(&self) -> bool {
+        self.host.is_mapped.load(Ordering::Relaxed)
+    }
+
+    /// The process has mapped all of it, to be read and written, as long as the slot exists.
+    pub(crate) fn set_mapped(&self) {
+        self.host.is_mapped.store(true, Ordering::Relaxed);
     }
 
     /// The page of that index for a read, or for a write.

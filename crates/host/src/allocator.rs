@@ -2,14 +2,16 @@
 //!
 //! A VMM's filter of system calls knows what *its* allocator needs. The C library's would make an
 //! arena for each thread, by mprotect(2), and that ends a filtered process. Here all calls are
-//! private-anonymous mmap(2) with no other flags, munmap(2), and futex(2) for the lock.
+//! private-anonymous mmap(2) with no other flags, munmap(2), and futex(2) for the lock. After
+//! [`reserve`] there is only the last.
 
 use core::{
     alloc::{GlobalAlloc, Layout},
     cell::UnsafeCell,
     ptr,
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::{AtomicU32, AtomicUsize, Ordering},
 };
+use std::io;
 
 use dlmalloc::Dlmalloc;
 
@@ -27,6 +29,42 @@ pub struct Allocator;
 /// Where the heap gets its memory.
 struct Pages;
 
+/// Address space that [`reserve`] has taken: where the next piece begins, and the end. Zero: none.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+static END: AtomicUsize = AtomicUsize::new(0);
+
+/// Takes address space for all that the process will allocate from now on, so that it needs no system
+/// calls for memory, also in a thread that may make none. What is freed stays in the heap.
+/// What does not fit into it comes from the kernel again.
+///
+/// # Errors
+/// Those of `mmap`.
+pub fn reserve(len: usize) -> io::Result<()> {
+    // The heap's for good.
+    let space = core::mem::ManuallyDrop::new(crate::Mapping::anonymous(len)?);
+    let begin = space.as_ptr().expose_provenance();
+    hold();
+    END.store(begin + space.len(), Ordering::Relaxed);
+    NEXT.store(begin, Ordering::Relaxed);
+    let_go();
+    Ok(())
+}
+
+/// A piece of the reserved space. The heap's lock is held.
+fn reserved(size: usize) -> Option<*mut u8> {
+    let at = NEXT.load(Ordering::Relaxed);
+    let end = at.checked_add(size)?;
+    if at == 0 || end > END.load(Ordering::Relaxed) {
+        return None;
+    }
+    NEXT.store(end, Ordering::Relaxed);
+    Some(ptr::with_exposed_provenance_mut(at))
+}
+
+fn has_reserved() -> bool {
+    END.load(Ordering::Relaxed) != 0
+}
+
 // SAFETY: `alloc` gives new memory of at least that size or null, `free` unmaps what the heap no
 // longer uses, and nothing else is promised.
 unsafe impl dlmalloc::Allocator for Pages {
@@ -34,6 +72,9 @@ unsafe impl dlmalloc::Allocator for Pages {
         let Some(size) = size.checked_next_multiple_of(PIECE) else {
             return (ptr::null_mut(), 0, 0);
         };
+        if let Some(base) = reserved(size) {
+            return (base, size, 0);
+        }
         // SAFETY: a new private anonymous mapping touches no existing memory.
         let base = unsafe {
             libc::mmap(
@@ -56,11 +97,11 @@ unsafe impl dlmalloc::Allocator for Pages {
     }
     fn free_part(&self, base: *mut u8, old: usize, new: usize) -> bool {
         // SAFETY: the end of a mapping of ours that the heap has given up.
-        unsafe { libc::munmap(base.wrapping_add(new).cast(), old - new) == 0 }
+        !has_reserved() && unsafe { libc::munmap(base.wrapping_add(new).cast(), old - new) == 0 }
     }
     fn free(&self, base: *mut u8, size: usize) -> bool {
         // SAFETY: a mapping of ours that the heap has given up.
-        unsafe { libc::munmap(base.cast(), size) == 0 }
+        !has_reserved() && unsafe { libc::munmap(base.cast(), size) == 0 }
     }
     fn can_release_part(&self, _: u32) -> bool {
         true

@@ -7,6 +7,7 @@
 pub mod allocator;
 pub mod clock;
 pub mod code_buffer;
+pub mod confine;
 pub mod cpu;
 pub mod event_fd;
 pub mod faults;

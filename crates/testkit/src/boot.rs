@@ -98,6 +98,13 @@ impl Boot {
         self
     }
 
+    /// Any option without a value.
+    #[must_use]
+    pub fn flag(mut self, name: &str) -> Self {
+        self.arguments.push(name.into());
+        self
+    }
+
     /// The engine that executes the guest: `jit`, `interp` or `lockstep`.
     #[must_use]
     pub fn engine(self, name: &str) -> Self {

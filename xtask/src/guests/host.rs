@@ -19,9 +19,7 @@ pub(super) fn prepare() -> Result<PathBuf, String> {
     }
     for (name, source) in C_PROGRAMS {
         let program = opt.join(name);
-        if !program.exists() {
-            compile(source, &program)?;
-        }
+        compile(source, &program)?;
     }
     let module = opt.join(MODULE);
     if !module.exists() {
@@ -46,6 +44,9 @@ pub(super) fn kernel() -> Result<PathBuf, String> {
 /// Compiles a C program, not position independent: its addresses are the same everywhere.
 fn compile(source: &str, program: &Path) -> Result<(), String> {
     let file = program.with_extension("c");
+    if program.exists() && fs::read_to_string(&file).is_ok_and(|text| text == source) {
+        return Ok(());
+    }
     fs::write(&file, source).map_err(|e| format!("{}: {e}", file.display()))?;
     let status = Command::new("gcc")
         .args(["-O1", "-g", "-no-pie", "-o"])

@@ -36,9 +36,10 @@ pub(super) struct Program {
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
 /// Compiled on the host, found below `$OPT`.
-pub(super) const C_PROGRAMS: [(&str, &str); 2] = [
+pub(super) const C_PROGRAMS: [(&str, &str); 3] = [
     ("debuggee", DEBUGGEE),
     ("filters", include_str!("filters.c")),
+    ("generated", include_str!("generated.c")),
 ];
 
 /// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
@@ -398,6 +399,17 @@ END
         packages: &["libc6-dev"],
         paths: &[],
         script: "$OPT/filters",
+        expect: Expect::Host,
+        mem: "256M",
+        cpus: 2,
+        quick: true,
+    },
+    // Code that is never writable where it executes, as .NET's.
+    Program {
+        name: "generated-code",
+        packages: &["libc6-dev"],
+        paths: &[],
+        script: "$OPT/generated",
         expect: Expect::Host,
         mem: "256M",
         cpus: 2,

@@ -8,6 +8,9 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use super::Result;
 use super::vm::VmFd;
 
+/// How memory is mapped that need not be asked for.
+const WRITABLE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
 impl VmFd {
     /// KVM_SET_USER_MEMORY_REGION for each region of `memory`, numbered from slot 0. The host is
     /// asked to use huge pages for it.
@@ -37,6 +40,10 @@ impl VmFd {
             // borrowed for the rest of the process, so that it is never unmapped or reused; all
             // access by the VMM goes through vm-memory's volatile accessors.
             unsafe { self.set_user_memory_region(slot) }?;
+            // A file may be shorter than its mapping.
+            if region.file_offset().is_none() && region.prot() & WRITABLE == WRITABLE {
+                self.typed()?.set_mapped(slot.slot);
+            }
         }
         Ok(())
     }

@@ -3,8 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
-use std::thread::{self, JoinHandle};
+use std::sync::mpsc::{Receiver, Sender, sync_channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anykvm_ioctls::{VcpuFd, VcpuStopper};
@@ -21,14 +21,31 @@ const STOP_LIMIT: Duration = Duration::from_secs(2);
 /// Statistics by name.
 pub(super) type Stats = Vec<(&'static str, u64)>;
 
+/// Address space for all that this process allocates while vCPUs are confined.
+const HEAP: usize = 4 << 30;
+
 /// Running vCPU threads.
-#[derive(Default)]
 pub(super) struct Vcpus {
-    threads: Vec<(VcpuStopper, JoinHandle<Stats>)>,
+    /// The statistics come when the vCPU has left the guest.
+    threads: Vec<(VcpuStopper, Receiver<Stats>)>,
     is_ending: Arc<AtomicBool>,
+    /// They may make almost no system calls.
+    is_confined: bool,
 }
 
 impl Vcpus {
+    /// None yet.
+    pub(super) fn new(is_confined: bool) -> Result<Self, BootError> {
+        if is_confined {
+            host::allocator::reserve(HEAP).map_err(BootError::host("cannot reserve memory"))?;
+        }
+        Ok(Self {
+            threads: Vec::new(),
+            is_ending: Arc::default(),
+            is_confined,
+        })
+    }
+
     /// Starts the thread of vCPU `id`.
     pub(super) fn start(
         &mut self,
@@ -41,12 +58,20 @@ impl Vcpus {
         let devices = Arc::clone(devices);
         let endings = endings.clone();
         let is_ending = Arc::clone(&self.is_ending);
-        let thread = thread::Builder::new()
+        let is_confined = self.is_confined;
+        let (give_stats, stats) = sync_channel(1);
+        thread::Builder::new()
             .name(format!("vcpu{id}"))
             .spawn(move || {
                 let mut vcpu = vcpu;
-                let run = AssertUnwindSafe(|| vcpu::run(&mut vcpu, id, &devices, &is_ending));
-                let ending = catch_unwind(run).unwrap_or_else(|_| {
+                let run = || {
+                    if is_confined && let Err(error) = host::confine::confine() {
+                        let failed = BootError::host("cannot confine a vCPU's thread")(error);
+                        return Some(Ending::Failed(failed));
+                    }
+                    vcpu::run(&mut vcpu, id, &devices, &is_ending)
+                };
+                let ending = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
                     Some(Ending::Failed(BootError::VcpuStopped {
                         id,
                         reason: "its thread panicked".into(),
@@ -56,10 +81,17 @@ impl Vcpus {
                 if let Some(ending) = ending {
                     send(&endings, ending);
                 }
-                vcpu.statistics().unwrap_or_default()
+                // Nobody waits any more if it took too long.
+                let _ = give_stats.send(vcpu.statistics().unwrap_or_default());
+                if is_confined {
+                    // A thread's end takes system calls, and so does the vCPU's.
+                    loop {
+                        thread::park();
+                    }
+                }
             })
             .map_err(BootError::host("cannot start a vCPU's thread"))?;
-        self.threads.push((stopper, thread));
+        self.threads.push((stopper, stats));
         Ok(())
     }
 
@@ -72,17 +104,13 @@ impl Vcpus {
             stopper.stop();
         }
         let deadline = Instant::now() + STOP_LIMIT;
-        let mut stats = Vec::new();
-        for (_, thread) in self.threads {
-            while !thread.is_finished() && Instant::now() < deadline {
-                thread::sleep(Duration::from_millis(1));
-            }
-            if thread.is_finished() {
-                // Its panic was reported as the ending.
-                stats.extend(thread.join());
-            }
+        let mut all = Vec::new();
+        for (_, stats) in self.threads {
+            // A panic was reported as the ending.
+            let left = deadline.saturating_duration_since(Instant::now());
+            all.extend(stats.recv_timeout(left));
         }
-        stats
+        all
     }
 }
 

@@ -13,20 +13,20 @@ use rustix::termios::{LocalModes, tcgetattr};
 
 const COM1: u32 = 0x3f8;
 
-fn out8(a: &mut CodeAssembler, port: u32, value: u8) {
+pub(crate) fn out8(a: &mut CodeAssembler, port: u32, value: u8) {
     a.mov(dx, port).unwrap();
     a.mov(al, u32::from(value)).unwrap();
     a.out(dx, al).unwrap();
 }
 
 /// Tells the test that the guest runs.
-fn say_ready(a: &mut CodeAssembler) {
+pub(crate) fn say_ready(a: &mut CodeAssembler) {
     for byte in b"up\n" {
         out8(a, COM1, *byte);
     }
 }
 
-fn spin(a: &mut CodeAssembler) {
+pub(crate) fn spin(a: &mut CodeAssembler) {
     let mut here = a.create_label();
     a.set_label(&mut here).unwrap();
     a.jmp(here).unwrap();

@@ -173,6 +173,11 @@ impl Vm {
         self.state.wait_for_memory(epoch);
         Ok(())
     }
+    /// The VMM has mapped all of the slot's memory, to be read and written, and keeps it while the slot
+    /// exists, which it need not be asked for then.
+    pub fn set_mapped(&self, slot: u32) {
+        self.state.memory.set_mapped(slot);
+    }
     /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared unless that is left to
     /// KVM_CLEAR_DIRTY_LOG.
     pub fn get_dirty_log(&self, slot: u32) -> Result<Vec<u64>> {
