@@ -2,10 +2,13 @@
 
 use kvm_abi::{
     Call, Kind,
-    numbers::{KVM_SET_USER_MEMORY_REGION, KVM_SET_USER_MEMORY_REGION2},
+    numbers::{
+        KVM_GET_DEVICE_ATTR, KVM_GET_DIRTY_LOG, KVM_SET_USER_MEMORY_REGION,
+        KVM_SET_USER_MEMORY_REGION2,
+    },
 };
 
-use super::arena::{Arena, RAM};
+use super::arena::{Arena, RAM, SLICE};
 use crate::Random;
 
 /// Bytes of arguments that are filled before a call.
@@ -39,6 +42,7 @@ impl Arguments<'_> {
     ) -> Argument {
         let sets_memory =
             [KVM_SET_USER_MEMORY_REGION, KVM_SET_USER_MEMORY_REGION2].contains(&number);
+        let target = target_of(number);
         if random.one_in(10) {
             let value = random.pick(&[
                 0,
@@ -59,7 +63,10 @@ impl Arguments<'_> {
         let value = match random.below(8) {
             // Unaligned, or where guests have their memory.
             0 => self.slice + random.below(64),
-            1 if !sets_memory => self.arena.ram() + random.below(RAM - (64 << 10)),
+            // A guest may change what is there, so nothing that says where to write.
+            1 if !sets_memory && target.is_none() => {
+                self.arena.ram() + random.below(RAM - (64 << 10))
+            }
             _ => self.slice,
         };
         let mut bytes = vec![0; FILLED];
@@ -76,10 +83,30 @@ impl Arguments<'_> {
         if sets_memory {
             self.tame(random, &mut bytes);
         }
+        if let Some(at) = target {
+            self.aim(random, &mut bytes[at..at + 8]);
+        }
         self.arena.write(value, &bytes);
         Argument {
             value,
             is_bad: false,
+        }
+    }
+
+    /// Results go to this thread's arguments or to no memory at all: what two earlier calls have left
+    /// can add up to an address of the process's own, to which KVM would write as well.
+    fn aim(&self, random: &mut Random, target: &mut [u8]) {
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(target);
+        let address = u64::from_le_bytes(bytes);
+        let is_own = (self.slice..self.slice + SLICE / 2).contains(&address);
+        if !is_own {
+            let aimed = match random.below(4) {
+                0 => self.arena.hole() + random.below(4096),
+                1 => random.pick(&[0, 8, 0x8000_0000_0000, u64::MAX - 7]),
+                _ => self.slice + 512 + random.below(4096),
+            };
+            target.copy_from_slice(&aimed.to_le_bytes());
         }
     }
 
@@ -242,6 +269,15 @@ impl Arguments<'_> {
             _ if kind == Kind::System => random.below(4),
             _ => random.integer(),
         }
+    }
+}
+
+/// Where the argument of a call has the address that its results go to.
+fn target_of(number: u32) -> Option<usize> {
+    match number {
+        KVM_GET_DIRTY_LOG => Some(8),
+        KVM_GET_DEVICE_ATTR => Some(16),
+        _ => None,
     }
 }
 
