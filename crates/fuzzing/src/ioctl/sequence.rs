@@ -5,7 +5,7 @@ use std::{
     os::fd::{AsRawFd, RawFd},
     sync::{
         Arc, Mutex, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
     time::Duration,
@@ -56,6 +56,8 @@ struct Shared<'a> {
     vcpus: Mutex<Vec<Weak<Vcpu>>>,
     events: Vec<EventFd>,
     is_over: AtomicBool,
+    /// Grows before a descriptor is closed.
+    closes: AtomicU64,
     wild_slots: bool,
 }
 
@@ -71,6 +73,7 @@ pub fn run_sequence(arena: &Arena, seed: u64, length: u64, wild_slots: bool) -> 
         vcpus: Mutex::default(),
         events: (0..3).filter_map(|_| EventFd::new(0).ok()).collect(),
         is_over: AtomicBool::new(false),
+        closes: AtomicU64::new(0),
         wild_slots,
     };
     let threads = 1 + random.below(3);
@@ -172,6 +175,7 @@ impl<'a> Worker<'a> {
         if crowded || forced.is_none() && self.random.one_in(64) {
             let (_, fd) = self.random.pick(&known);
             lock(&self.shared.fds).retain(|(_, other)| *other != fd);
+            self.shared.closes.fetch_add(1, Ordering::SeqCst);
             let _ = kvm_abi::close(fd);
             return;
         }
@@ -278,6 +282,7 @@ impl<'a> Worker<'a> {
                 false,
             )
         };
+        let closes = self.shared.closes.load(Ordering::SeqCst);
         let result = kvm_abi::ioctl(fd, number, value);
         self.counts.calls += 1;
         if let Some(call) = &call {
@@ -299,8 +304,11 @@ impl<'a> Worker<'a> {
                 }
             }
             // Somebody else closed it, or the number is another object's by now.
-            Err(error) if error.get() == libc::EBADF && !self.is_same(kind, fd) => {}
             Err(_) if !self.is_same(kind, fd) => {}
+            // It may have been another object's in between.
+            Err(error)
+                if [libc::EBADF, libc::ENOTTY].contains(&error.get())
+                    && closes != self.shared.closes.load(Ordering::SeqCst) => {}
             Err(error) => {
                 if !is_documented(kind, number, call.as_ref(), error.get()) {
                     self.found(call, number, format!("{error:?} with {value:#x}"));
