@@ -30,7 +30,6 @@ const INTEL: &str = "for Intel hosts; run on one it needs nested virtualization"
 const SEV: &str = "no encrypted memory";
 const HYPERV: &str = "no Hyper-V enlightenments";
 const STEAL: &str = "only time stolen during KVM_RUN counts (docs/quirks.md)";
-const QUIRKS: &str = "KVM_CAP_DISABLE_QUIRKS2 is not offered";
 const XEN: &str = "no Xen guests";
 
 const TESTS: &[(&str, Expect)] = &[
@@ -61,7 +60,7 @@ const TESTS: &[(&str, Expect)] = &[
         Skip("no smaller MAXPHYADDR: nothing fails to be emulated"),
     ),
     ("x86_64/evmcs_test", Skip(HYPERV)),
-    ("x86_64/fix_hypercall_test", Skip(QUIRKS)),
+    ("x86_64/fix_hypercall_test", Pass),
     ("x86_64/get_msr_index_features", Pass),
     ("x86_64/hyperv_clock", Fails(HYPERV)),
     ("x86_64/hyperv_cpuid", Skip(HYPERV)),
@@ -71,7 +70,7 @@ const TESTS: &[(&str, Expect)] = &[
     ("x86_64/kvm_pv_test", Pass),
     ("x86_64/max_vcpuid_cap_test", Pass),
     ("x86_64/mmio_warning_test", Skip(INTEL)),
-    ("x86_64/monitor_mwait_test", Skip(QUIRKS)),
+    ("x86_64/monitor_mwait_test", Pass),
     ("x86_64/nested_exceptions_test", Skip(NESTED)),
     (
         "x86_64/nx_huge_pages_test",

@@ -9,7 +9,18 @@
 //! device access happens exactly once. A `rep` instruction commits each
 //! iteration and calls [`GuestBus::commit`].
 
-use crate::{CpuState, Exception};
+use crate::{CpuState, Exception, Feature};
+
+/// VMCALL is Intel's, VMMCALL AMD's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HypercallForm {
+    /// The processor's own.
+    Native,
+    /// The other vendor's, to be replaced where the guest has it.
+    Replaced,
+    /// #UD.
+    Undefined,
+}
 
 /// On whose behalf memory is accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -242,6 +253,14 @@ pub trait GuestBus {
     fn task_priority(&mut self, cpu: &mut CpuState) -> u8;
     /// MOV to CR8.
     fn set_task_priority(&mut self, cpu: &mut CpuState, priority: u8);
+    /// MONITOR and MWAIT do nothing, and do not raise #UD.
+    fn has_monitor(&mut self, cpu: &CpuState) -> bool {
+        cpu.features.has(Feature::Monitor)
+    }
+    /// What VMCALL, or else VMMCALL, is on this processor.
+    fn hypercall_form(&mut self, _is_vmcall: bool) -> HypercallForm {
+        HypercallForm::Native
+    }
     /// VMCALL and VMMCALL; the bus writes the result to RAX.
     fn hypercall(&mut self, cpu: &mut CpuState) -> Result<(), Fault>;
     /// RDRAND and RDSEED.

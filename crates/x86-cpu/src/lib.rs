@@ -14,7 +14,7 @@ pub mod msr_model;
 pub mod msrs;
 pub mod state;
 
-pub use bus::{Access, CodePage, Fault, Flush, GuestBus, Privilege, Word};
+pub use bus::{Access, CodePage, Fault, Flush, GuestBus, HypercallForm, Privilege, Word};
 pub use event::{Event, Events, Exception, PendingException, PendingInterrupt};
 pub use features::{Feature, Features};
 pub use fp::FpState;

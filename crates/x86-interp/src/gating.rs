@@ -58,6 +58,8 @@ pub fn is_available(i: &Instruction, f: &Features) -> bool {
             | Mnemonic::Rdsspq
             | Mnemonic::Vmcall
             | Mnemonic::Vmmcall
+            | Mnemonic::Monitor
+            | Mnemonic::Mwait
     ) {
         return true;
     }

@@ -43,8 +43,33 @@ impl Machine {
     pub(crate) fn load(&self, at: u64, assemble: Assemble) {
         let mut a = CodeAssembler::new(64).unwrap();
         assemble(&mut a).unwrap();
-        let bytes = a.assemble(at).unwrap();
-        self.memory.write_slice(&bytes, GuestAddress(at)).unwrap();
+        self.write(at, &a.assemble(at).unwrap());
+    }
+
+    pub(crate) fn write(&self, at: u64, bytes: &[u8]) {
+        self.memory.write_slice(bytes, GuestAddress(at)).unwrap();
+    }
+
+    pub(crate) fn read<const N: usize>(&self, at: u64) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.memory
+            .read_slice(&mut bytes, GuestAddress(at))
+            .unwrap();
+        bytes
+    }
+
+    /// Maps the large page of a gpa from 3 to 4 GiB as well.
+    pub(crate) fn map_large(&self, gpa: u64) {
+        let entries = [
+            (PML4 + 0x1000 + 3 * 8, PML4 + 0x3003),
+            (
+                PML4 + 0x3000 + (gpa >> 21 & 0x1ff) * 8,
+                gpa & !0x1f_ffff | 0x83,
+            ),
+        ];
+        for (at, entry) in entries {
+            self.memory.write_obj(entry, GuestAddress(at)).unwrap();
+        }
     }
 
     pub(crate) fn vcpu(&self, id: u64, rip: u64) -> VcpuFd {

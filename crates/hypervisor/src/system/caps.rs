@@ -5,7 +5,7 @@ use kvm_bindings::*;
 use crate::{
     vcpu::{MCE_BANKS, MCE_SUPPORTED_CAP},
     vm::dirty_ring::MAX_DIRTY_RING,
-    vm::options::{APIC_TICK_NS, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, X2APIC_API},
+    vm::options::{APIC_TICK_NS, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, QUIRKS, X2APIC_API},
 };
 
 /// Most vCPUs of a VM.
@@ -96,11 +96,13 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_VM_TSC_CONTROL
         | KVM_CAP_STEAL_TIME
         | KVM_CAP_USER_MEMORY2
+        | KVM_CAP_DISABLE_QUIRKS
         | KVM_CAP_VM_TYPES
         | KVM_CAP_PRE_FAULT_MEMORY
         | KVM_CAP_REINJECT_CONTROL => 1,
         KVM_CAP_X86_APIC_BUS_CYCLES_NS => APIC_TICK_NS as i32,
         KVM_CAP_X2APIC_API => X2APIC_API as i32,
+        KVM_CAP_DISABLE_QUIRKS2 => QUIRKS as i32,
         KVM_CAP_X86_USER_SPACE_MSR => 1,
         KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => MAX_DIRTY_RING as i32,
         KVM_CAP_X86_DISABLE_EXITS => DISABLED_EXITS as i32,

@@ -114,7 +114,7 @@ const XCR0: u32 = 7;
 /// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC XGETBV1 XSAVES.
 const XSAVE_FEATURES: u32 = 0xf;
 
-fn is_amd() -> bool {
+pub(crate) fn is_amd() -> bool {
     let v = host(0, 0);
     [v.ebx, v.edx, v.ecx] == [0x6874_7541, 0x6974_6e65, 0x444d_4163]
         || [v.ebx, v.edx, v.ecx] == [0x6f67_7948, 0x6e65_476e, 0x656e_6975]

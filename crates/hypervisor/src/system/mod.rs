@@ -9,3 +9,4 @@ pub use cpuid::{emulated_cpuid, supported_cpuid};
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 
 pub(crate) use caps::{DISABLED_EXITS, GUEST_DEBUG, MAX_VCPUS};
+pub(crate) use cpuid::is_amd;

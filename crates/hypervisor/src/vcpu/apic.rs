@@ -2,7 +2,9 @@
 //! which interrupt comes next.
 
 use irqchip::{Accepted, Action, Eoi, Now, lapic::InvalidAccess};
-use kvm_bindings::{KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE};
+use kvm_bindings::{
+    KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE, KVM_X86_QUIRK_LAPIC_MMIO_HOLE,
+};
 use x86_cpu::{CpuState, GuestBus};
 use x86_defs::{
     control::cr0,
@@ -177,8 +179,11 @@ impl Bus {
         if is_lapic {
             let now = self.now();
             let lapic = self.shared.lapic();
-            // KVM_X86_QUIRK_LAPIC_MMIO_HOLE: all ones in x2APIC mode and while disabled.
-            return Some(lapic.mmio_read(gpa & 0xfff, len, now).unwrap_or(u64::MAX));
+            // All ones in x2APIC mode and while disabled.
+            let is_hole = self.vm.options.has_quirk(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
+            return lapic
+                .mmio_read(gpa & 0xfff, len, now)
+                .or(is_hole.then_some(u64::MAX));
         }
         self.vm.with_chips(|chip, _| {
             let range = chip.ioapic.mmio_range();
@@ -197,6 +202,10 @@ impl Bus {
         if is_lapic {
             let now = self.now();
             let mut lapic = self.shared.lapic();
+            let is_mapped = lapic.is_enabled() && !lapic.is_x2apic();
+            if !is_mapped && !self.vm.options.has_quirk(KVM_X86_QUIRK_LAPIC_MMIO_HOLE) {
+                return false;
+            }
             let action = lapic.mmio_write(gpa & 0xfff, len, value as u32, now);
             drop(lapic);
             self.lapic_changed();

@@ -6,9 +6,14 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use io_bus::{RingEntry, Space};
-use kvm_bindings::kvm_cpuid_entry2;
+use kvm_bindings::{
+    KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT,
+    KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
+};
 use mmu::{Miss, Mmu, Translation};
-use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
+use x86_cpu::{
+    Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, HypercallForm, Privilege, Word,
+};
 use x86_defs::{paging::PAGE_SIZE, rflags};
 
 use super::{
@@ -114,6 +119,23 @@ impl Bus {
             jit: x86_jit::Stats::default(),
             seen_device_events: 0,
         }
+    }
+
+    /// What the guest's CPUID follows, besides the CPU.
+    pub(super) fn cpuid_follows(&mut self) -> super::cpuid::Follows {
+        super::cpuid::Follows {
+            apic_enabled: self.apic_base() >> 11 & 1 != 0,
+            misc_enable: !self
+                .vm
+                .options
+                .has_quirk(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT),
+        }
+    }
+
+    /// CPUID promises MONITOR and MWAIT.
+    fn shows_monitor(&mut self, cpu: &CpuState) -> bool {
+        let follows = self.cpuid_follows();
+        super::cpuid::lookup(&self.cpuid, cpu, follows, 1, 0)[2] >> 3 & 1 != 0
     }
 
     /// Answers from the log, or stops the instruction for the VMM.
@@ -576,8 +598,8 @@ impl GuestBus for Bus {
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
         // What serializes makes code that others have written visible (SDM vol. 3, 9.1.3).
         self.mmu.serialize();
-        let apic_enabled = self.apic_base() >> 11 & 1 != 0;
-        super::cpuid::lookup(&self.cpuid, cpu, apic_enabled, leaf, subleaf)
+        let follows = self.cpuid_follows();
+        super::cpuid::lookup(&self.cpuid, cpu, follows, leaf, subleaf)
     }
     fn tsc(&mut self, _cpu: &mut CpuState) -> u64 {
         self.tsc.guest(host::cpu::rdtsc())
@@ -601,6 +623,21 @@ impl GuestBus for Bus {
             self.tpr_lowered |= priority < self.cr8;
             self.recheck |= self.tpr_lowered;
             self.cr8 = priority;
+        }
+    }
+    fn has_monitor(&mut self, cpu: &CpuState) -> bool {
+        self.vm
+            .options
+            .has_quirk(KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS)
+            || self.shows_monitor(cpu)
+    }
+    fn hypercall_form(&mut self, is_vmcall: bool) -> HypercallForm {
+        if is_vmcall != crate::system::is_amd() {
+            HypercallForm::Native
+        } else if self.vm.options.has_quirk(KVM_X86_QUIRK_FIX_HYPERCALL_INSN) {
+            HypercallForm::Replaced
+        } else {
+            HypercallForm::Undefined
         }
     }
     fn hypercall(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {

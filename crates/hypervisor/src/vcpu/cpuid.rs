@@ -7,6 +7,9 @@ use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 use x86_cpu::{CpuState, Features};
 use x86_defs::control::cr4;
 
+/// IA32_MISC_ENABLE: MONITOR and MWAIT are there.
+pub(super) const MISC_ENABLE_MWAIT: u64 = 1 << 18;
+
 /// Features that the table promises, beside what the host's processor executes anyway.
 pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
     static HOST: OnceLock<Features> = OnceLock::new();
@@ -65,12 +68,21 @@ fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cp
     })
 }
 
+/// What the table's bits follow, besides the CPU's state.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Follows {
+    /// IA32_APIC_BASE.
+    pub(super) apic_enabled: bool,
+    /// MONITOR is there if IA32_MISC_ENABLE says so (without KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT).
+    pub(super) misc_enable: bool,
+}
+
 /// The registers of a leaf. A leaf above the highest basic one answers as the
 /// highest (Intel) or zero (AMD), as KVM does (SDM vol. 2, CPUID).
 pub(super) fn lookup(
     entries: &[kvm_cpuid_entry2],
     cpu: &CpuState,
-    apic_enabled: bool,
+    follows: Follows,
     leaf: u32,
     subleaf: u32,
 ) -> [u32; 4] {
@@ -87,7 +99,7 @@ pub(super) fn lookup(
         };
     };
     let mut e = *e;
-    follow_state(&mut e, entries, cpu, apic_enabled);
+    follow_state(&mut e, entries, cpu, follows);
     [e.eax, e.ebx, e.ecx, e.edx]
 }
 
@@ -95,11 +107,11 @@ pub(super) fn lookup(
 pub(super) fn shown(
     entries: &[kvm_cpuid_entry2],
     cpu: &CpuState,
-    apic_enabled: bool,
+    follows: Follows,
 ) -> Vec<kvm_cpuid_entry2> {
     let mut list = entries.to_vec();
     for e in &mut list {
-        follow_state(e, entries, cpu, apic_enabled);
+        follow_state(e, entries, cpu, follows);
     }
     list
 }
@@ -109,7 +121,7 @@ fn follow_state(
     e: &mut kvm_cpuid_entry2,
     entries: &[kvm_cpuid_entry2],
     cpu: &CpuState,
-    apic_enabled: bool,
+    follows: Follows,
 ) {
     match (e.function, e.index) {
         (1, _) => {
@@ -117,7 +129,11 @@ fn follow_state(
                 let osxsave = cpu.cr4 & cr4::OSXSAVE != 0;
                 e.ecx = e.ecx & !(1 << 27) | u32::from(osxsave) << 27;
             }
-            e.edx = e.edx & !(1 << 9) | u32::from(apic_enabled) << 9;
+            e.edx = e.edx & !(1 << 9) | u32::from(follows.apic_enabled) << 9;
+            if follows.misc_enable {
+                let mwait = cpu.msr.misc_enable & MISC_ENABLE_MWAIT != 0;
+                e.ecx = e.ecx & !(1 << 3) | u32::from(mwait) << 3;
+            }
         }
         (7, 0) => {
             let ospke = cpu.cr4 & cr4::PKE != 0;

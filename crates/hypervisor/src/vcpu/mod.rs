@@ -289,17 +289,17 @@ impl Vcpu {
     }
     /// KVM_GET_CPUID2.
     pub fn get_cpuid2(&self) -> Result<Vec<kvm_cpuid_entry2>> {
-        let inner = self.lock();
-        let apic_enabled = inner.bus.apic_base() >> 11 & 1 != 0;
-        Ok(cpuid::shown(&inner.bus.cpuid, &inner.cpu, apic_enabled))
+        let inner = &mut *self.lock();
+        let follows = inner.bus.cpuid_follows();
+        Ok(cpuid::shown(&inner.bus.cpuid, &inner.cpu, follows))
     }
     /// KVM_SET_CPUID2. EINVAL for a width of virtual addresses that no CPU has, and for another
     /// table than before once the vCPU has run.
     pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) -> Result<()> {
         let inner = &mut *self.lock();
         if inner.has_run {
-            let apic_enabled = inner.bus.apic_base() >> 11 & 1 != 0;
-            let shown = |list| cpuid::shown(list, &inner.cpu, apic_enabled);
+            let follows = inner.bus.cpuid_follows();
+            let shown = |list| cpuid::shown(list, &inner.cpu, follows);
             return if shown(entries) == shown(&inner.bus.cpuid) {
                 Ok(())
             } else {

@@ -207,6 +207,14 @@ impl Bus {
                 good
             }
             KVM_ASYNC_PF_ACK => true,
+            // MONITOR came with SSE3: where CPUID follows this bit, no other CPU has it.
+            IA32_MISC_ENABLE
+                if self.cpuid_follows().misc_enable
+                    && (cpu.msr.misc_enable ^ value) & super::cpuid::MISC_ENABLE_MWAIT != 0
+                    && !cpu.features.has(x86_cpu::Feature::Sse3) =>
+            {
+                false
+            }
             KVM_STEAL_TIME => self.set_steal_msr(value),
             KVM_PV_EOI_EN => self.set_pv_eoi_msr(value),
             KVM_POLL_CONTROL => {

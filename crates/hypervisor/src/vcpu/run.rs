@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use kvm_bindings::{
     KVM_GUESTDBG_SINGLESTEP, KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED,
     KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, KVM_X86_DISABLE_EXITS_HLT,
-    KVM_X86_DISABLE_EXITS_PAUSE,
+    KVM_X86_DISABLE_EXITS_PAUSE, KVM_X86_QUIRK_OUT_7E_INC_RIP,
 };
 use x86_cpu::{Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
@@ -70,11 +70,31 @@ impl Inner {
     }
 
     fn note_exit(&mut self) {
+        if let Some(Exit::Io {
+            is_in: false,
+            port: 0x7e,
+            ..
+        }) = self.bus.exit
+            && self.bus.vm.options.has_quirk(KVM_X86_QUIRK_OUT_7E_INC_RIP)
+        {
+            self.finish_early();
+        }
         self.is_device_exit = matches!(
             self.bus.exit,
             Some(Exit::Io { .. } | Exit::Mmio { .. } | Exit::Rdmsr { .. } | Exit::Wrmsr { .. })
         );
         self.resumes = self.is_device_exit && self.jit.as_ref().is_some_and(Jit::can_resume);
+    }
+
+    /// KVM_X86_QUIRK_OUT_7E_INC_RIP: the VMM is to see RIP behind the OUT that it has been left for.
+    #[cold]
+    fn finish_early(&mut self) {
+        self.bus.replay.answer(0, false);
+        if let Some((len, value)) = self.bus.replay.sole() {
+            // Where that is not enough, the instruction runs again when the guest goes on.
+            self.interp
+                .complete(&mut self.cpu, &mut self.bus, len, value);
+        }
     }
 
     /// The VMM has given its answer and has made no other call since the guest's device access, and

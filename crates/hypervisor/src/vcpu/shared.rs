@@ -93,6 +93,7 @@ impl VcpuShared {
             vcpu_id: id,
             bsp: is_bsp,
             broadcast_quirk: options.has_broadcast_quirk(),
+            lint0_reenabled: options.has_quirk(kvm_bindings::KVM_X86_QUIRK_LINT0_REENABLED),
             ns_per_tick: options.apic_tick_ns(),
             ..LapicConfig::default()
         });

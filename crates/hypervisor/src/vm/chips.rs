@@ -133,8 +133,8 @@ impl VmState {
         }
         self.with_routing(f)
     }
-    /// KVM_CAP_X2APIC_API has changed.
-    pub(crate) fn update_x2apic_api(&self) {
+    /// KVM_CAP_X2APIC_API or the quirks have changed.
+    pub(crate) fn update_lapic_options(&self) {
         let format = self.options.has_x2apic_format();
         let quirk = self.options.has_broadcast_quirk();
         self.with_routing(|chip, _| chip.x2apic_format = format);
@@ -142,6 +142,9 @@ impl VmState {
             let mut lapic = vcpu.lapic();
             let config = LapicConfig {
                 broadcast_quirk: quirk,
+                lint0_reenabled: self
+                    .options
+                    .has_quirk(kvm_bindings::KVM_X86_QUIRK_LINT0_REENABLED),
                 ..*lapic.config()
             };
             lapic.set_config(config);

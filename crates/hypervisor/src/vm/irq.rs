@@ -24,7 +24,7 @@ impl Vm {
             .set(Chips::new(&self.state.options))
             .map_err(|_| Error::Exists)?;
         // Not by the first irqfd: a vCPU's thread may assign it, and not be allowed to make threads.
-        self.state.irqfd_thread().map(drop)
+        self.state.irqfd_set().map(drop)
     }
     /// KVM_CAP_SPLIT_IRQCHIP: LAPICs here, PIC and an IOAPIC of so many pins in the VMM. EINVAL
     /// for too many, EEXIST if there are chips or vCPUs.
@@ -40,7 +40,7 @@ impl Vm {
             .chips
             .set(Chips::split(pins, &self.state.options))
             .map_err(|_| Error::Exists)?;
-        self.state.irqfd_thread().map(drop)
+        self.state.irqfd_set().map(drop)
     }
     /// KVM_CREATE_PIT2: ENOENT without an irqchip, EEXIST if there is one.
     pub fn create_pit2(&self, config: &kvm_pit_config) -> Result<()> {

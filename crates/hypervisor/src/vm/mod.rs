@@ -157,6 +157,7 @@ impl Vm {
         vcpus.push(Arc::clone(&shared));
         // `Vcpu::new` may ask for the vCPUs.
         drop(vcpus);
+        self.state.start_irqfd_thread()?;
         Ok(Arc::new(Vcpu::new(Arc::clone(&self.state), shared, mmu)))
     }
     /// KVM_SET_USER_MEMORY_REGION. Returns when no vCPU uses the old slot any more.

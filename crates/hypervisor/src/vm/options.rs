@@ -25,6 +25,15 @@ const MSR_EXIT_REASONS: u64 =
 /// KVM_X2APIC_API_VALID_FLAGS.
 pub(crate) const X2APIC_API: u64 =
     (KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK) as u64;
+/// KVM_X86_VALID_QUIRKS: all of Linux 6.1. KVM_X86_QUIRK_CD_NW_CLEARED changes nothing here, as
+/// there are no caches whose use CR0.CD could forbid.
+pub(crate) const QUIRKS: u64 = (KVM_X86_QUIRK_LINT0_REENABLED
+    | KVM_X86_QUIRK_CD_NW_CLEARED
+    | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
+    | KVM_X86_QUIRK_OUT_7E_INC_RIP
+    | KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT
+    | KVM_X86_QUIRK_FIX_HYPERCALL_INSN
+    | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS) as u64;
 /// KVM_DIRTY_LOG_MANUAL_CAPS.
 pub(crate) const MANUAL_DIRTY_LOG: u64 =
     (KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET) as u64;
@@ -49,6 +58,8 @@ pub(crate) struct Options {
     manual_dirty_log: AtomicU32,
     /// KVM_X2APIC_API_*.
     x2apic_api: AtomicU32,
+    /// KVM_X86_QUIRK_* that the VMM does not want.
+    disabled_quirks: AtomicU64,
     /// KVM_CAP_MAX_VCPU_ID; 0 before it is set.
     max_vcpu_id: AtomicU32,
     /// KVM_SET_NR_MMU_PAGES; 0 before it is set.
@@ -70,6 +81,7 @@ impl Default for Options {
             disabled_exits: AtomicU32::new(0),
             manual_dirty_log: AtomicU32::new(0),
             x2apic_api: AtomicU32::new(0),
+            disabled_quirks: AtomicU64::new(0),
             max_vcpu_id: AtomicU32::new(0),
             mmu_pages: AtomicU32::new(0),
             apic_tick_ns: AtomicU64::new(APIC_TICK_NS),
@@ -131,6 +143,11 @@ impl Options {
     /// Without KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK.
     pub(crate) fn has_broadcast_quirk(&self) -> bool {
         self.x2apic_api.load(Ordering::Relaxed) & KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK == 0
+    }
+    /// The KVM_X86_QUIRK_* is not disabled.
+    #[inline]
+    pub(crate) fn has_quirk(&self, quirk: u32) -> bool {
+        self.disabled_quirks.load(Ordering::Relaxed) & u64::from(quirk) == 0
     }
     /// Nanoseconds of an undivided tick of the LAPICs' timers.
     pub(crate) fn apic_tick_ns(&self) -> u64 {
@@ -299,7 +316,15 @@ impl Vm {
                 options
                     .x2apic_api
                     .fetch_or(within(X2APIC_API)?, Ordering::Relaxed);
-                self.state.update_x2apic_api();
+                self.state.update_lapic_options();
+            }
+            // Those that are not named are enabled again.
+            KVM_CAP_DISABLE_QUIRKS | KVM_CAP_DISABLE_QUIRKS2 => {
+                if cap.cap == KVM_CAP_DISABLE_QUIRKS2 {
+                    within(QUIRKS)?;
+                }
+                options.disabled_quirks.store(arg, Ordering::Relaxed);
+                self.state.update_lapic_options();
             }
             KVM_CAP_EXCEPTION_PAYLOAD => {
                 options.exception_payload.store(arg != 0, Ordering::Relaxed);

@@ -1,5 +1,9 @@
 //! KVM_IRQFD: eventfds that raise a GSI, and the thread that waits for them.
 //!
+//! The thread begins with the first vCPU: VMMs that fork their devices' processes before that look
+//! whether they have only one thread, and later a filter of system calls may forbid it. What is
+//! signalled earlier waits in the eventfd.
+//!
 //! An irqfd ends when its eventfd does, so none of the descriptors that the thread waits by may keep
 //! the eventfd alive. An epoll set does not: it has the VMM's own descriptor, and the entry goes with
 //! the last descriptor of the eventfd, in whatever process. To take the counter a descriptor is
@@ -77,6 +81,7 @@ struct List {
 struct Waiting {
     set: Arc<Epoll>,
     control: EventFd,
+    has_thread: bool,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -188,7 +193,7 @@ impl Vm {
         if list.irqfds.iter().any(|i| i.id == id) {
             return Err(Error::Busy);
         }
-        let set = self.state.irqfd_thread()?;
+        let set = self.state.irqfd_set()?;
         list.last_token += 1;
         let irqfd = Arc::new(Irqfd {
             gsi: args.gsi,
@@ -298,40 +303,64 @@ impl VmState {
         }
     }
 
-    /// The set that the thread waits on; the thread is started if need be.
-    pub(super) fn irqfd_thread(self: &Arc<Self>) -> Result<Arc<Epoll>> {
+    /// The set that the thread waits on; the thread begins if there is a vCPU.
+    pub(super) fn irqfd_set(self: &Arc<Self>) -> Result<Arc<Epoll>> {
         let mut waiting = locked(&self.irqfds.waiting);
-        if let Some(waiting) = &*waiting {
-            return Ok(Arc::clone(&waiting.set));
+        let waiting = match &mut *waiting {
+            Some(waiting) => waiting,
+            none => none.insert(Waiting::new().map_err(|_| Error::NoMemory)?),
+        };
+        // Under the lock: who adds the first vCPU takes it afterwards.
+        if !self.vcpus().is_empty() {
+            waiting.start(self)?;
+        }
+        Ok(Arc::clone(&waiting.set))
+    }
+
+    /// There is a vCPU: irqfds that there are get their thread.
+    pub(super) fn start_irqfd_thread(self: &Arc<Self>) -> Result<()> {
+        match &mut *locked(&self.irqfds.waiting) {
+            Some(waiting) => waiting.start(self),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Waiting {
+    fn new() -> std::io::Result<Self> {
+        let set = Arc::new(Epoll::new()?);
+        let control = EventFd::new(0)?;
+        set.add(control.as_raw_fd(), CONTROL, Trigger::Level)?;
+        Ok(Self {
+            set,
+            control,
+            has_thread: false,
+        })
+    }
+
+    fn start(&mut self, vm: &Arc<VmState>) -> Result<()> {
+        if self.has_thread {
+            return Ok(());
         }
         let no_memory = |_| Error::NoMemory;
-        let set = Arc::new(Epoll::new().map_err(no_memory)?);
-        let control = EventFd::new(0).map_err(no_memory)?;
-        set.add(control.as_raw_fd(), CONTROL, Trigger::Level)
-            .map_err(no_memory)?;
-        let theirs = Waiting {
-            set: Arc::clone(&set),
-            control: control.try_clone().map_err(no_memory)?,
-        };
-        let vm = Arc::downgrade(self);
+        let set = Arc::clone(&self.set);
+        let control = self.control.try_clone().map_err(no_memory)?;
+        let vm = Arc::downgrade(vm);
         std::thread::Builder::new()
             .name("anykvm-irqfd".to_owned())
             .spawn(move || {
                 // The VMM's signals are for its own threads.
                 host::signal::block_all();
-                wait_for_irqfds(&vm, &theirs);
+                wait_for_irqfds(&vm, &set, &control);
             })
             .map_err(no_memory)?;
-        *waiting = Some(Waiting {
-            set: Arc::clone(&set),
-            control,
-        });
-        Ok(set)
+        self.has_thread = true;
+        Ok(())
     }
 }
 
 /// Raises the GSI of each irqfd that is signalled, until the VM is gone.
-fn wait_for_irqfds(vm: &Weak<VmState>, Waiting { set, control }: &Waiting) {
+fn wait_for_irqfds(vm: &Weak<VmState>, set: &Epoll, control: &EventFd) {
     let mut tokens = Vec::new();
     let mut swept_ns = host::clock::monotonic_ns();
     loop {

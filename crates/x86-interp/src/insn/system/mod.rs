@@ -29,7 +29,7 @@ pub(crate) fn select<B: GuestBus>(
 ) -> Option<Handler<B>> {
     segments::select(i)
         .or_else(|| flags::select(i))
-        .or_else(|| privileged::select(i, s))
+        .or_else(|| privileged::select(i))
         .or_else(|| interrupt::select(i))
         .or_else(|| syscall::select(i))
         .or_else(|| control::select(i))

@@ -1,16 +1,16 @@
 //! CPUID, MSRs, time, TLB and cache control, MONITOR, hypercalls.
 
 use iced_x86::{Instruction, Mnemonic};
-use x86_cpu::{Exception, Feature, Flush, GuestBus};
+use x86_cpu::{Exception, Fault, Flush, GuestBus, HypercallForm, Privilege};
 use x86_defs::{
     control::{cr3, cr4},
     reg,
 };
 
 use super::control::{edx_eax, set_edx_eax};
-use crate::{Exec, Flow, Handler, Insn, Selector, Step, Stop, smm};
+use crate::{Exec, Flow, Handler, Insn, Step, Stop, smm};
 
-pub(super) fn select<B: GuestBus>(i: &Instruction, s: &Selector<'_>) -> Option<Handler<B>> {
+pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
     Some(match i.mnemonic() {
         Mnemonic::Cpuid => cpuid,
         Mnemonic::Rdmsr => rdmsr,
@@ -22,9 +22,9 @@ pub(super) fn select<B: GuestBus>(i: &Instruction, s: &Selector<'_>) -> Option<H
         Mnemonic::Invlpg => invlpg,
         Mnemonic::Invpcid => invpcid,
         Mnemonic::Invd | Mnemonic::Wbinvd | Mnemonic::Wbnoinvd => cache_control,
-        Mnemonic::Monitor | Mnemonic::Mwait if s.features.has(Feature::Monitor) => monitor,
-        // KVM accepts either vendor's form on both (and patches it).
-        Mnemonic::Vmcall | Mnemonic::Vmmcall => hypercall,
+        Mnemonic::Monitor | Mnemonic::Mwait => monitor,
+        Mnemonic::Vmcall => vmcall,
+        Mnemonic::Vmmcall => vmmcall,
         Mnemonic::Serialize => serialize,
         Mnemonic::Rsm => rsm,
         _ => return None,
@@ -158,13 +158,36 @@ fn cache_control<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
 
 /// MONITOR and MWAIT do nothing, as KVM emulates them.
 fn monitor<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
-    if ex.cpu.cpl != 0 {
+    if ex.cpu.cpl != 0 || !ex.bus.has_monitor(ex.cpu) {
         return Err(Exception::UD.into());
     }
     Ok(Flow::Next)
 }
 
-fn hypercall<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
+fn vmcall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
+    hypercall(ex, insn, true)
+}
+
+fn vmmcall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
+    hypercall(ex, insn, false)
+}
+
+fn hypercall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, is_vmcall: bool) -> Step {
+    match ex.bus.hypercall_form(is_vmcall) {
+        HypercallForm::Native => {}
+        HypercallForm::Undefined => return Err(Exception::UD.into()),
+        // Only the last byte of the two differs: 0F 01 C1 and 0F 01 D9.
+        HypercallForm::Replaced => {
+            let last = ex.next_rip(insn).wrapping_sub(1);
+            let gva = ex.code_linear(last);
+            let byte: u8 = if is_vmcall { 0xd9 } else { 0xc1 };
+            match ex.bus.write(ex.cpu, gva, byte, Privilege::Current) {
+                // DEVIATION: KVM raises the page fault of code that the guest may not write.
+                Ok(()) | Err(Fault::Exception(_)) => {}
+                Err(fault) => return Err(fault.into()),
+            }
+        }
+    }
     ex.bus.hypercall(ex.cpu)?;
     Ok(Flow::EndBlock)
 }
