@@ -106,6 +106,15 @@ impl HostPage {
         Some(unsafe { load(p, size) })
     }
 
+    /// The 64 bytes at 64 times `n` (modulo the page's size), as words; each is read in one piece.
+    #[inline(always)]
+    pub fn chunk(self, n: usize) -> [u64; 8] {
+        let p = self.0.wrapping_add(n % 64 * 64).cast::<u64>();
+        // SAFETY: aligned, as pages are, and in the page, which is mapped for as long as its slot
+        // exists; racing writes of the guest give some mix of old and new words.
+        core::array::from_fn(|i| unsafe { p.add(i).read_volatile() })
+    }
+
     /// Writes the low 1, 2, 4, 8 or 16 bytes of `value`; `None` if they are not all in the page.
     #[inline(always)]
     pub fn store(self, offset: u64, size: usize, value: u128) -> Option<()> {

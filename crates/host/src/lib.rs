@@ -5,6 +5,7 @@
 //! a caller that kicks a thread with a signal relies on seeing it.
 
 pub mod allocator;
+pub mod brief_lock;
 pub mod clock;
 pub mod code_buffer;
 pub mod confine;
@@ -22,6 +23,7 @@ pub mod random;
 pub mod signal;
 pub mod thread;
 
+pub use brief_lock::BriefLock;
 pub use code_buffer::CodeBuffer;
 pub use event_fd::EventFd;
 pub use lazy_array::LazyArray;

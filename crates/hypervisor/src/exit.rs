@@ -62,7 +62,8 @@ pub struct RunInput<'a> {
     pub blocked_signals: Option<u64>,
 }
 
-/// The answer that an exit asks the VMM for.
+/// The answer that an exit asks the VMM for. Small enough to be stored, and soon read again, by one
+/// instruction each.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Question {
     /// None, or it was answered.
@@ -75,8 +76,8 @@ pub enum Question {
     },
     /// Bytes of INS.
     Io {
-        /// `size * count`.
-        len: usize,
+        /// `size * count`, at most a page.
+        len: u16,
     },
     /// `mmio.data`.
     Mmio {

@@ -305,27 +305,36 @@ impl Sum {
     }
 }
 
+/// Odd numbers without a pattern, one for each word of a chunk.
+const FACTORS: [u64; 8] = {
+    let mut factors = [0; 8];
+    let mut n = 0;
+    while n < 8 {
+        let mut z = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(n as u64 + 1);
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        factors[n] = (z ^ z >> 31) | 1;
+        n += 1;
+    }
+    factors
+};
+
 /// A hash of the chunks, such that sums of disjoint sets add by exclusive or.
 ///
-/// Products of pairs of words, each made different by its place: short chains, as
-/// this is done again for each page that is mapped for fetching.
+/// Each word by a factor of its own, so that one word that is another always shows: few
+/// instructions, as this is done again for each page that is mapped for fetching.
 fn sum_of(host: HostPage, mut chunks: u64) -> u64 {
-    const PAIRS: u64 = CODE_CHUNK / 16;
-    let fold = |v: u128| v as u64 ^ (v >> 64) as u64;
     let mut sum = 0;
     while chunks != 0 {
         let chunk = u64::from(chunks.trailing_zeros());
         chunks &= chunks - 1;
-        let mut h = (chunk + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let at = chunk * CODE_CHUNK;
-        let word = |n: u64| host.load(at + 8 * n, 8).unwrap_or(0) as u64;
-        for pair in 0..PAIRS {
-            // Odd numbers without a pattern.
-            let a = word(2 * pair) ^ 0xa076_1d64_78bd_642f_u64.rotate_left(11 * pair as u32);
-            let b = word(2 * pair + 1) ^ 0xe703_7ed1_a0b4_28db_u64.rotate_left(13 * pair as u32);
-            h = h.wrapping_add(fold(u128::from(a) * u128::from(b)));
-        }
-        sum ^= fold(u128::from(h) * 0x8ebc_6af0_9c88_c6e3);
+        let words = host.chunk(chunk as usize);
+        let products = words.iter().zip(FACTORS).map(|(w, f)| w.wrapping_mul(f));
+        let mut h = products.fold(chunk + 1, u64::wrapping_add);
+        // Chunks that differ in one bit alone must not cancel out.
+        h = (h ^ h >> 32).wrapping_mul(FACTORS[0]);
+        h = (h ^ h >> 29).wrapping_mul(FACTORS[1]);
+        sum ^= h ^ h >> 32;
     }
     sum
 }
@@ -686,9 +695,22 @@ impl Mmu {
     }
 
     fn compare_exposed(&mut self) {
-        let mut exposed = core::mem::take(&mut self.exposed);
-        exposed.iter_mut().for_each(|e| self.compare(e));
-        self.exposed = exposed;
+        for n in 0..self.exposed.len() {
+            let Some(e) = self.exposed.get(n) else {
+                return;
+            };
+            let slots = self.table.slots(self.space());
+            let generation = slots.get(e.slot).map_or(0, |s| s.code_generation(e.index));
+            let is_same = e.known == self.remembered
+                && (e.sum.generation != generation || sum_of(e.host, e.sum.chunks) == e.sum.sum);
+            if !is_same {
+                let mut e = *e;
+                self.compare(&mut e);
+                if let Some(place) = self.exposed.get_mut(n) {
+                    *place = e;
+                }
+            }
+        }
     }
 
     /// The live view's epoch is of the current [`Self::verification`] from now on.

@@ -213,9 +213,8 @@ impl Mmu {
     /// address of its first byte, if it needs no more than that: the page has a
     /// tag from now on, and all bytes are in it.
     ///
-    /// # Errors
-    /// The access has to be made with [`Self::read`] and its kin, which raise the exception if
-    /// there is one.
+    /// 0 if the access has to be made with [`Self::read`] and its kin; `fault` then is the exception that
+    /// they will raise, if that is known. (A result of both would go through memory.)
     #[inline(never)]
     pub fn refill(
         &mut self,
@@ -223,15 +222,19 @@ impl Mmu {
         gva: u64,
         size: u64,
         access: Access,
-    ) -> Result<u64, Option<Exception>> {
+        fault: &mut Option<Exception>,
+    ) -> u64 {
         let known = self.known_device(gva, access == Access::Write, Privilege::Current);
         if gva % PAGE_SIZE + size > PAGE_SIZE || known.is_some() {
-            return Err(None);
+            return 0;
         }
         match self.resolve(cpu, gva, access, Privilege::Current) {
-            Ok(page) if !page.note => Ok(page.host.hva() + gva % PAGE_SIZE),
-            Err(Miss::Exception(e)) => Err(Some(e)),
-            _ => Err(None),
+            Ok(page) if !page.note => page.host.hva() + gva % PAGE_SIZE,
+            Err(Miss::Exception(e)) => {
+                *fault = Some(e);
+                0
+            }
+            _ => 0,
         }
     }
 

@@ -102,7 +102,18 @@ pub struct Exec<'a, B> {
     /// One iteration, not a whole `rep` instruction.
     pub(crate) single_step: bool,
     /// The instruction that ended in [`Stop::Exit`], if little of it is left.
-    pub(crate) remainder: Option<Remainder>,
+    pub(crate) remainder: Remainder,
+}
+
+/// As [`Exec::reg_read`].
+#[inline(always)]
+pub(crate) fn reg_read<T: Int>(cpu: &CpuState, r: u8) -> T {
+    let v = cpu.gpr[usize::from(r) & 31];
+    if T::BITS == 8 {
+        T::from_u64(v >> (r >> 5 << 3))
+    } else {
+        T::from_u64(v)
+    }
 }
 
 /// As [`Exec::reg_write`].
@@ -140,7 +151,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             watch: false,
             watch_hits: 0,
             single_step: false,
-            remainder: None,
+            remainder: Remainder::NOTHING,
         }
     }
 
@@ -204,12 +215,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     /// Reads a general register as `T`; with `u8`, numbers from 32 are AH, CH, DH, BH.
     #[inline(always)]
     pub fn reg_read<T: Int>(&self, r: u8) -> T {
-        let v = self.cpu.gpr[usize::from(r) & 31];
-        if T::BITS == 8 {
-            T::from_u64(v >> (r >> 5 << 3))
-        } else {
-            T::from_u64(v)
-        }
+        reg_read(self.cpu, r)
     }
     /// Writes a general register: 32 bits clear the upper half, 8 and 16 keep the rest.
     #[inline(always)]
@@ -423,6 +429,10 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         Ok(value)
     }
 
+    /// RIP has 64 bits.
+    pub(crate) fn has_wide_rip(&self) -> bool {
+        self.rip_mask == u64::MAX
+    }
     /// Address of the following instruction.
     #[inline(always)]
     pub fn next_rip(&self, insn: &Insn<B>) -> u64 {

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod access;
 mod blocks;
 mod decode;
 mod deliver;

@@ -8,25 +8,27 @@ use x86_defs::{dr, reg, rflags};
 
 use crate::{Insn, exec::reg_write};
 
-/// The rest of one instruction.
+/// The rest of one instruction. Two words, so that it goes from hand to hand in registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Remainder {
-    /// RIP of the instruction, and of the next.
+    /// RIP of the instruction.
     rip: u64,
-    next: u64,
-    /// Size of its one access.
-    size: u64,
-    /// The register that it loads, or [`NONE`]. (Words, like the others: it is copied soon after
-    /// it is made, by wide accesses, for which narrow ones would have to be waited for.)
-    target: u64,
+    /// Its length, the size of its one access from bit 8 on, and the register that it loads, or [`NONE`],
+    /// from bit 16 on; [`WIDE`]. Zero: no instruction.
+    what: u64,
 }
 
-const NONE: u64 = u64::MAX;
+const NONE: u8 = u8::MAX;
+/// RIP has 64 bits.
+const WIDE: u64 = 1 << 32;
 
 impl Remainder {
-    /// Of `insn` at `rip`, which has stopped at an access; `None` if there is more to it.
+    /// Of no instruction.
+    pub(crate) const NOTHING: Self = Self { rip: 0, what: 0 };
+
+    /// Of `insn` at `rip`, which has stopped at an access; nothing if there is more to it.
     #[cold]
-    pub(crate) fn of<B>(insn: &Insn<B>, rip: u64, next: u64) -> Option<Self> {
+    pub(crate) fn of<B>(insn: &Insn<B>, rip: u64, is_wide: bool) -> Self {
         use Code as C;
         let target = match insn.code {
             C::Out_imm8_AL
@@ -40,7 +42,7 @@ impl Remainder {
             | C::In_EAX_imm8
             | C::In_AL_DX
             | C::In_AX_DX
-            | C::In_EAX_DX => reg::RAX as u64,
+            | C::In_EAX_DX => reg::RAX as u8,
             C::Mov_rm8_r8
             | C::Mov_rm16_r16
             | C::Mov_rm32_r32
@@ -60,22 +62,24 @@ impl Remainder {
             | C::Mov_AL_moffs8
             | C::Mov_AX_moffs16
             | C::Mov_EAX_moffs32
-            | C::Mov_RAX_moffs64 => insn.dst.into(),
-            _ => return None,
+            | C::Mov_RAX_moffs64 => insn.dst,
+            _ => return Self::NOTHING,
         };
-        Some(Self {
+        let [len, size, target] = [insn.len, insn.op_size, target].map(u64::from);
+        let wide = if is_wide { WIDE } else { 0 };
+        Self {
             rip,
-            next,
-            size: insn.op_size.into(),
-            target,
-        })
+            what: len | size << 8 | target << 16 | wide,
+        }
     }
 
     /// Finishes the instruction; false if it has to be executed again: `len` is not the size of
     /// its access, the VMM has moved RIP, or something else happens at its end.
     pub(crate) fn finish(&self, cpu: &mut CpuState, len: u8, value: u64) -> bool {
+        let [insn_len, size, target, ..] = self.what.to_le_bytes();
         let is_plain = cpu.rip() == self.rip
-            && u64::from(len) == self.size
+            && self.what != 0
+            && len == size
             && cpu.rflags & (rflags::TF | rflags::RF) == 0
             && cpu.shadow == Shadow::None
             && cpu.held_dr6 == 0
@@ -83,16 +87,17 @@ impl Remainder {
         if !is_plain {
             return false;
         }
-        if self.target != NONE {
-            let r = self.target as u8;
-            match self.size {
-                1 => reg_write(cpu, r, value as u8),
-                2 => reg_write(cpu, r, value as u16),
-                4 => reg_write(cpu, r, value as u32),
-                _ => reg_write(cpu, r, value),
+        if target != NONE {
+            match size {
+                1 => reg_write(cpu, target, value as u8),
+                2 => reg_write(cpu, target, value as u16),
+                4 => reg_write(cpu, target, value as u32),
+                _ => reg_write(cpu, target, value),
             }
         }
-        cpu.set_rip(self.next);
+        let next = self.rip.wrapping_add(insn_len.into());
+        let is_wide = self.what & WIDE != 0;
+        cpu.set_rip(if is_wide { next } else { next & 0xffff_ffff });
         true
     }
 }

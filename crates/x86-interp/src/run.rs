@@ -32,7 +32,7 @@ pub struct Interp<B> {
     native: Native,
     blocks: Blocks<B>,
     /// Of the instruction that the last exit stopped.
-    remainder: Option<Remainder>,
+    pub(crate) remainder: Remainder,
 }
 
 impl<B: GuestBus> Default for Interp<B> {
@@ -47,7 +47,7 @@ impl<B: GuestBus> Interp<B> {
         Self {
             native: Native::new(),
             blocks: Blocks::new(),
-            remainder: None,
+            remainder: Remainder::NOTHING,
         }
     }
     /// Forgets every decoded instruction. To be called when `cpu.features`
@@ -97,8 +97,8 @@ impl<B: GuestBus> Interp<B> {
     /// After `RunStop::Exit`: finishes the instruction, whose one access of `len` bytes has got
     /// its answer. False if that takes more than a register: then [`Self::step`] executes it again.
     pub fn complete(&mut self, cpu: &mut CpuState, bus: &mut B, len: u8, value: u64) -> bool {
-        let rest = self.remainder.take();
-        let done = rest.is_some_and(|rest| rest.finish(cpu, len, value));
+        let rest = core::mem::replace(&mut self.remainder, Remainder::NOTHING);
+        let done = rest.finish(cpu, len, value);
         if done {
             bus.commit();
         }
@@ -161,7 +161,7 @@ impl<B: GuestBus> Interp<B> {
         ex.refresh();
         let result = handle(&mut ex, exception.into());
         ex.sync_flags();
-        self.remainder = None;
+        self.remainder = Remainder::NOTHING;
         finish(result)
     }
     /// Delivers an event through the IDT. `Exit` means that delivery needs the
@@ -170,7 +170,7 @@ impl<B: GuestBus> Interp<B> {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         ex.refresh();
         let result = deliver::event(&mut ex, event);
-        self.remainder = None;
+        self.remainder = Remainder::NOTHING;
         if result.is_ok() {
             ex.bus.commit();
         }
@@ -267,7 +267,7 @@ fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
 
 /// The VMM has to answer first.
 fn stopped_at<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) {
-    ex.remainder = Remainder::of(insn, ex.cpu.rip(), ex.next_rip(insn));
+    ex.remainder = Remainder::of(insn, ex.cpu.rip(), ex.has_wide_rip());
 }
 
 /// Executes the first instruction of the block at RIP, with debug exceptions.

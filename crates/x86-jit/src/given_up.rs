@@ -1,7 +1,7 @@
 //! Instructions that have translated code, which gives up: a driver's accesses to its device most of
 //! all. They are decoded once for the interpreter, when they come for the second time.
 
-use x86_cpu::CpuState;
+use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Insn, Interp};
 
 use crate::{
@@ -15,10 +15,12 @@ const ENTRIES: usize = 64;
 #[derive(Debug)]
 struct Entry<B> {
     rip: u64,
-    /// Mapping and mode.
+    /// Mapping and mode, and `GuestBus::code_changes`: while they stay, so does all that follows.
     key: u64,
-    /// `GuestBus::code_changes`.
     changes: u64,
+    /// The page's identity and its code's generation.
+    page: Option<CodePage>,
+    mode: u8,
     /// It has come twice.
     is_tried: bool,
     /// Absent as well if it cannot be decoded from one page's bytes.
@@ -42,28 +44,40 @@ impl<B: JitBus> GivenUp<B> {
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
+        mode: u8,
     ) -> Option<&Insn<B>> {
-        let wanted = Entry {
-            rip: cpu.rip(),
-            key: cpu.engine.words[index(area::KEY)],
-            changes: bus.code_changes(),
-            is_tried: false,
-            insn: None,
-        };
+        let (rip, key) = (cpu.rip(), cpu.engine.words[index(area::KEY)]);
+        let changes = bus.code_changes();
         if self.0.is_empty() {
             self.0.resize_with(ENTRIES, || Entry {
                 rip: 0,
                 key: 0,
                 changes: 0,
+                page: None,
+                mode: 0,
                 is_tried: false,
                 insn: None,
             });
         }
-        let at = (wanted.rip ^ wanted.rip >> 6) as usize % ENTRIES;
+        let at = (rip ^ rip >> 6) as usize % ENTRIES;
         let entry = self.0.get_mut(at)?;
-        if (entry.rip, entry.key, entry.changes) != (wanted.rip, wanted.key, wanted.changes) {
-            *entry = wanted;
-            return None;
+        if (entry.rip, entry.key, entry.changes) != (rip, key, changes) {
+            let page = bus.code_page(cpu, rip).ok();
+            let is_same =
+                page.is_some() && (entry.rip, entry.page, entry.mode) == (rip, page, mode);
+            if !is_same {
+                *entry = Entry {
+                    rip,
+                    key,
+                    changes,
+                    page,
+                    mode,
+                    is_tried: false,
+                    insn: None,
+                };
+                return None;
+            }
+            (entry.key, entry.changes) = (key, changes);
         }
         if !entry.is_tried {
             entry.is_tried = true;

@@ -42,7 +42,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         )
     };
     if cpu.engine.words[index(area::LOG)] != 0 {
-        jit.fault = None;
+        (jit.fault, jit.operand) = (None, None);
         jit.end_stretch(cpu);
         *left = Left::Again;
         return 0;
@@ -73,11 +73,11 @@ fn answer<B: JitBus>(
     let [target, far] = [0, 1].map(|n| words[index(area::SPILL) + n]);
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
     let resumed = jit.resumed.take();
-    let fault = jit.fault.take();
+    let (fault, operand) = (jit.fault.take(), jit.operand.take());
     let stop = match reason {
         Reason::Interpret => match fault {
             Some(e) => jit.raise(interp, cpu, bus, e),
-            None => jit.interpret(interp, cpu, bus, argument as usize),
+            None => jit.interpret(interp, cpu, bus, argument as usize, operand),
         },
         Reason::Branch if cpu.is_canonical(target) => {
             jit.stats.branches += 1;
@@ -90,7 +90,7 @@ fn answer<B: JitBus>(
             if target == page.wrapping_add(0x1000) {
                 cpu.set_rip(target);
             }
-            jit.interpret(interp, cpu, bus, 0)
+            jit.interpret(interp, cpu, bus, 0, None)
         }
         Reason::Far if jit.complete_far(cpu) => {
             let code = jit.follow_far(interp, cpu, bus, far as usize);
@@ -99,7 +99,7 @@ fn answer<B: JitBus>(
             }
             RunStop::Poll
         }
-        Reason::Far => jit.interpret(interp, cpu, bus, 0),
+        Reason::Far => jit.interpret(interp, cpu, bus, 0, None),
         Reason::Link => {
             let code = jit.follow_link(interp, cpu, bus, argument as usize);
             if code != 0 {
@@ -140,22 +140,28 @@ fn word_mask(cpu: &CpuState) -> u64 {
 
 impl<B: JitBus> Jit<B> {
     /// Has the interpreter execute the instruction at RIP; `site` is its number,
-    /// or 0.
+    /// or 0, and `operand` the linear address of its memory operand, if that is known.
     pub(crate) fn interpret(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
         site: usize,
+        operand: Option<u64>,
     ) -> RunStop {
         self.stats.interpreted += 1;
         let cause = self.causes.get(site.wrapping_sub(1));
         self.stats.causes[cause.map_or(Cause::Slow as usize, |c| *c as usize)] += 1;
         let rip = cpu.rip();
         let stop = match self.interpreted.get(site.wrapping_sub(1)) {
+            Some(insn) if cause == Some(&Cause::Port) => interp
+                .access(cpu, bus, insn, None)
+                .unwrap_or_else(|| interp.execute(cpu, bus, insn)),
             Some(insn) => interp.execute(cpu, bus, insn),
-            None => match self.given_up.find(interp, cpu, bus) {
-                Some(insn) => interp.execute(cpu, bus, insn),
+            None => match self.given_up.find(interp, cpu, bus, self.mode) {
+                Some(insn) => interp
+                    .access(cpu, bus, insn, operand)
+                    .unwrap_or_else(|| interp.execute(cpu, bus, insn)),
                 None => interp.one(cpu, bus),
             },
         };

@@ -1,7 +1,7 @@
 //! TLB misses of translated code, and what else it calls Rust for in the middle of a block.
 
 use mmu::l1::Half;
-use x86_cpu::Access;
+use x86_cpu::{Access, Exception};
 use x86_defs::{rflags, vector};
 
 use crate::{
@@ -46,14 +46,16 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
     } else {
         (Access::Read, Half::Read)
     };
-    let host = match bus.mmu().refill(cpu, gva, size, access) {
-        Ok(host) => host,
-        Err(exception) => {
-            let raises = site & thunks::RAISES != 0;
-            jit.fault = exception.filter(|e| raises && e.vector == vector::PF);
-            return 0;
+    let host = bus.mmu().refill(cpu, gva, size, access, &mut jit.fault);
+    if host == 0 {
+        let is_its_own = site & thunks::RAISES != 0;
+        jit.operand = is_its_own.then_some(gva);
+        let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;
+        if !jit.fault.as_ref().is_none_or(is_raised) {
+            jit.fault = None;
         }
-    };
+        return 0;
+    }
     if let Some(log) = log_of(cpu)
         && let Some(page) = bus.mmu().live_tables().find(half, gva)
     {

@@ -71,6 +71,8 @@ pub struct Jit<B: JitBus> {
     pub(crate) stale: bool,
     /// The page fault of the instruction that calls [`handle`] next.
     pub(crate) fault: Option<Exception>,
+    /// Linear address of the memory operand of the instruction that calls [`handle`] next.
+    pub(crate) operand: Option<u64>,
     /// See [`Self::can_resume`].
     can_resume: bool,
     /// Where RF was set when translated code was last gone on with, if nothing has
@@ -125,6 +127,7 @@ impl<B: JitBus> Jit<B> {
             plain_tsc: false,
             stale: false,
             fault: None,
+            operand: None,
             can_resume: false,
             resumed: None,
             mode: 0,

@@ -1,7 +1,10 @@
 //! The vCPU's side of the in-kernel LAPIC: accesses, timers, start-up, and
 //! which interrupt comes next.
 
-use irqchip::{Accepted, Action, Eoi, Now, lapic::InvalidAccess};
+use irqchip::{
+    Accepted, Action, Eoi, Now,
+    lapic::{InvalidAccess, Lapic},
+};
 use kvm_bindings::{
     KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_RUNNABLE, KVM_X86_QUIRK_LAPIC_MMIO_HOLE,
 };
@@ -32,6 +35,11 @@ impl Bus {
             tsc: self.tsc.guest(host::cpu::rdtsc()),
             tsc_khz: self.tsc.khz,
         }
+    }
+    /// For a LAPIC's register: a look at the clock costs as much as the rest of the access, and few
+    /// registers have to do with time.
+    fn now_if(&self, is_timed: bool) -> Now {
+        if is_timed { self.now() } else { Now::default() }
     }
     /// In-kernel LAPIC present.
     #[inline]
@@ -177,7 +185,7 @@ impl Bus {
         }
         self.sync_pv_eoi();
         if is_lapic {
-            let now = self.now();
+            let now = self.now_if(Lapic::is_timed(gpa & 0xfff));
             let lapic = self.shared.lapic();
             // All ones in x2APIC mode and while disabled.
             let is_hole = self.vm.options.has_quirk(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
@@ -200,7 +208,7 @@ impl Bus {
         }
         self.sync_pv_eoi();
         if is_lapic {
-            let now = self.now();
+            let now = self.now_if(Lapic::is_timed(gpa & 0xfff));
             let mut lapic = self.shared.lapic();
             let is_mapped = lapic.is_enabled() && !lapic.is_x2apic();
             if !is_mapped && !self.vm.options.has_quirk(KVM_X86_QUIRK_LAPIC_MMIO_HOLE) {
@@ -282,7 +290,7 @@ impl Bus {
     /// RDMSR of an x2APIC register.
     pub(super) fn x2apic_read(&mut self, index: u32) -> Option<u64> {
         self.sync_pv_eoi();
-        let now = self.now();
+        let now = self.now_if(Lapic::is_msr_timed(index));
         self.has_lapic()
             .then(|| self.shared.lapic().msr_read(index, now).ok())
             .flatten()
@@ -293,7 +301,7 @@ impl Bus {
             return false;
         }
         self.sync_pv_eoi();
-        let now = self.now();
+        let now = self.now_if(Lapic::is_msr_timed(index));
         let result: Result<Action, InvalidAccess> =
             self.shared.lapic().msr_write(index, value, now);
         self.lapic_changed();

@@ -160,11 +160,10 @@ impl Vcpu {
 
     /// KVM_RUN.
     pub fn run(&self, page: &impl RunPage) -> Result<()> {
-        let mut guard = self.lock_for_run();
+        let mut guard = self.shared.enter(|| self.lock_for_run());
         let inner = &mut *guard;
         let mut io = inner.io.take().unwrap_or_else(|| Box::new([0; 4096]));
         let question = std::mem::take(&mut inner.question);
-        self.shared.enter();
         let result = inner.run(&page.input(question, &mut io));
         self.shared.leave();
         inner.io = Some(io);

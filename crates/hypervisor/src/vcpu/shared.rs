@@ -6,13 +6,17 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicU8, AtomicU32, Ordering},
+        atomic::{AtomicU8, AtomicU32, Ordering, compiler_fence},
     },
     time::Duration,
 };
 
 use guest_memory::Acknowledged;
-use host::futex::{self, Wait};
+use host::{
+    BriefLock,
+    brief_lock::Held,
+    futex::{self, Wait},
+};
 use io_bus::Reader;
 use irqchip::{Accepted, Lapic, LapicConfig};
 
@@ -73,7 +77,7 @@ pub(crate) struct VcpuShared {
     sipi_page: AtomicU32,
     nmis: AtomicU32,
     requests: AtomicU32,
-    io: Mutex<Reader<IoTable>>,
+    io: BriefLock<Reader<IoTable>>,
     /// [`state`]; while it is not [`state::OUTSIDE`], memory may be accessed without asking again.
     state: AtomicU8,
     /// Memory epoch that the vCPU's MMU has taken over.
@@ -106,7 +110,7 @@ impl VcpuShared {
             sipi_page: AtomicU32::new(0),
             nmis: AtomicU32::new(0),
             requests: AtomicU32::new(0),
-            io: Mutex::new(io),
+            io: BriefLock::new(io),
             state: AtomicU8::new(state::OUTSIDE),
             acknowledged,
         }
@@ -173,13 +177,23 @@ impl VcpuShared {
         futex::wait(&self.requests, 0, Some(timeout.min(PARK_LIMIT)))
     }
     /// The doorbells as this vCPU sees them: locked while it rings one.
-    pub(crate) fn io(&self) -> MutexGuard<'_, Reader<IoTable>> {
-        self.io.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn io(&self) -> Held<'_, Reader<IoTable>> {
+        self.io.lock()
     }
-    /// Enters `KVM_RUN`. What is read of shared state after this is at least as new as what
-    /// [`Self::has_acknowledged`] has not waited for.
-    pub(crate) fn enter(&self) {
-        self.state.swap(state::RUNNING, Ordering::SeqCst);
+    /// Enters `KVM_RUN` by taking a lock. What is read of shared state after this is at least as new as
+    /// what [`Self::has_acknowledged`] has not waited for.
+    ///
+    /// The store and those reads need a full barrier in between, which on x86 every exchange is: the
+    /// lock's own does, and one of our own would cost as much again.
+    pub(crate) fn enter<T>(&self, lock: impl FnOnce() -> T) -> T {
+        self.state.store(state::RUNNING, Ordering::Relaxed);
+        compiler_fence(Ordering::SeqCst);
+        let locked = lock();
+        // Whoever had the lock may have left meanwhile.
+        if self.state.load(Ordering::Relaxed) != state::RUNNING {
+            self.state.swap(state::RUNNING, Ordering::SeqCst);
+        }
+        locked
     }
     /// Leaves it: all accesses to memory are over.
     pub(crate) fn leave(&self) {

@@ -40,6 +40,17 @@ pub enum Action {
 pub struct InvalidAccess;
 
 impl Lapic {
+    /// Whether reading or writing the register at `offset` of the page asks for the time; others can be
+    /// given any.
+    pub const fn is_timed(offset: u64) -> bool {
+        matches!((offset >> 4) as usize, reg::TMCCT | reg::TMICT | reg::TDCR)
+    }
+
+    /// As [`Self::is_timed`], for an MSR.
+    pub const fn is_msr_timed(index: u32) -> bool {
+        Self::is_timed((index.wrapping_sub(spec::MSR_BASE) as u64) << 4)
+    }
+
     /// Reads from the register page; `offset` is below 4096. `None` means that
     /// the LAPIC is not there for MMIO and the bus answers all ones (KVM's
     /// "MMIO hole": globally disabled or in x2APIC mode).

@@ -143,7 +143,7 @@ impl RunPage {
         match question {
             Question::None => Answer::None,
             Question::Io { len } => {
-                let bytes = io.get_mut(..len).unwrap_or_default();
+                let bytes = io.get_mut(..len.into()).unwrap_or_default();
                 let from = self.pio_data().cast_const();
                 // SAFETY: `bytes` is at most a page and the PIO page is mapped; the two do not
                 // overlap, `io` being the caller's.
@@ -317,12 +317,22 @@ impl RunPage {
             return if count == 1 {
                 Question::Port { len: size }
             } else {
-                Question::Io { len }
+                // At most a page.
+                Question::Io { len: len as u16 }
             };
         }
         let bytes = data.get(..len).unwrap_or(data);
-        // SAFETY: at most a page, and the PIO page is mapped; `data` lies elsewhere.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.pio_data(), bytes.len()) };
+        let to = self.pio_data();
+        // SAFETY: at most a page, and the PIO page is mapped; `data` lies elsewhere. (Single elements
+        // by a store of their size: the VMM will read them so.)
+        unsafe {
+            match *bytes {
+                [a] => to.write_volatile(a),
+                [a, b] => to.cast::<[u8; 2]>().write_volatile([a, b]),
+                [a, b, c, d] => to.cast::<[u8; 4]>().write_volatile([a, b, c, d]),
+                _ => std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()),
+            }
+        }
         Question::None
     }
 

@@ -87,7 +87,7 @@ fn an_oversized_string_stays_inside_the_pio_page() {
     };
     assert_eq!(ours.store(&exit(false), &STATUS), Question::None);
     let question = ours.store(&exit(true), &STATUS);
-    assert_eq!(question, Question::Io { len: PAGE_SIZE });
+    assert_eq!(question, Question::Io { len: 4096 });
 }
 
 #[test]

@@ -300,7 +300,7 @@ impl<B: JitBus> Jit<B> {
                     }
                 }
                 Reason::Interpret => {
-                    let stop = self.interpret(interp, cpu, bus, argument);
+                    let stop = self.interpret(interp, cpu, bus, argument, None);
                     if stop != RunStop::Poll {
                         return Left::Stopped(stop);
                     }

@@ -1,0 +1,270 @@
+//! The one access of IN, OUT or MOV, without an interpreter around it: what a driver does to its device,
+//! where translated code has found that it cannot do it by itself. Everything else is executed.
+
+use iced_x86::Code;
+use x86_cpu::{CpuState, Fault, GuestBus, Privilege};
+use x86_defs::reg;
+
+use crate::{
+    Insn, Interp, RunStop,
+    exec::{reg_read, reg_write},
+    remainder::Remainder,
+};
+
+/// What it does with its operand.
+enum Kind {
+    PortIn(u16),
+    PortOut(u16),
+    Load,
+    Store(u64),
+}
+
+impl<B: GuestBus> Interp<B> {
+    /// Executes the instruction at RIP as [`Self::execute`] does, if it is one of these. `None`, with nothing
+    /// done, if it is not, or if there is more to it: an exception, a TSS's bitmap of ports.
+    ///
+    /// The caller knows that nothing else happens at the instruction (no breakpoint, no single
+    /// step, no shadow), and that its segments are flat. `gva` is the linear address of its
+    /// memory operand, if it has one.
+    pub fn access(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        insn: &Insn<B>,
+        gva: Option<u64>,
+    ) -> Option<RunStop> {
+        let size = insn.op_size;
+        let kind = match (kind_of(cpu, insn)?, gva) {
+            (Kind::PortIn(_) | Kind::PortOut(_), _) if cpu.cpl > cpu.iopl() => return None,
+            (Kind::Load | Kind::Store(_), None) => return None,
+            (kind, _) => kind,
+        };
+        let gva = gva.unwrap_or(0);
+        let result = match kind {
+            Kind::PortIn(port) => bus.port_in(cpu, port, size).map(|v| Some(v.into())),
+            Kind::PortOut(port) => {
+                let value = cut(cpu.gpr[reg::RAX], size) as u32;
+                bus.port_out(cpu, port, size, value).map(|()| None)
+            }
+            Kind::Load => load(cpu, bus, gva, size).map(Some),
+            Kind::Store(value) => store(cpu, bus, gva, size, value).map(|()| None),
+        };
+        let wide = cpu.is_64bit();
+        match result {
+            Ok(value) => {
+                if let Some(value) = value {
+                    let to = match kind {
+                        Kind::PortIn(_) => reg::RAX as u8,
+                        _ => insn.dst,
+                    };
+                    set(cpu, to, size, value);
+                }
+                let next = cpu.rip().wrapping_add(insn.len.into());
+                cpu.set_rip(if wide { next } else { next & 0xffff_ffff });
+                bus.commit();
+                Some(RunStop::Poll)
+            }
+            Err(Fault::Exit) => {
+                self.remainder = Remainder::of(insn, cpu.rip(), wide);
+                Some(RunStop::Exit)
+            }
+            Err(Fault::Exception(_)) => None,
+        }
+    }
+}
+
+fn kind_of<B>(cpu: &CpuState, insn: &Insn<B>) -> Option<Kind> {
+    use Code as C;
+    let imm = u16::from(insn.imm as u8);
+    let dx = cpu.gpr[reg::RDX] as u16;
+    Some(match insn.code {
+        C::In_AL_imm8 | C::In_AX_imm8 | C::In_EAX_imm8 => Kind::PortIn(imm),
+        C::In_AL_DX | C::In_AX_DX | C::In_EAX_DX => Kind::PortIn(dx),
+        C::Out_imm8_AL | C::Out_imm8_AX | C::Out_imm8_EAX => Kind::PortOut(imm),
+        C::Out_DX_AL | C::Out_DX_AX | C::Out_DX_EAX => Kind::PortOut(dx),
+        _ if !insn.has_mem() => return None,
+        C::Mov_r8_rm8 | C::Mov_r16_rm16 | C::Mov_r32_rm32 | C::Mov_r64_rm64 => Kind::Load,
+        C::Mov_rm8_r8 => Kind::Store(reg_read::<u8>(cpu, insn.dst).into()),
+        C::Mov_rm16_r16 | C::Mov_rm32_r32 | C::Mov_rm64_r64 => {
+            Kind::Store(reg_read::<u64>(cpu, insn.dst))
+        }
+        C::Mov_rm8_imm8 | C::Mov_rm16_imm16 | C::Mov_rm32_imm32 | C::Mov_rm64_imm32 => {
+            Kind::Store(insn.imm)
+        }
+        _ => return None,
+    })
+}
+
+fn cut(value: u64, size: u8) -> u64 {
+    match size {
+        1 => value & 0xff,
+        2 => value & 0xffff,
+        4 => value & 0xffff_ffff,
+        _ => value,
+    }
+}
+
+fn load<B: GuestBus>(cpu: &mut CpuState, bus: &mut B, gva: u64, size: u8) -> Result<u64, Fault> {
+    let who = Privilege::Current;
+    match size {
+        1 => bus.read::<u8>(cpu, gva, who).map(u64::from),
+        2 => bus.read::<u16>(cpu, gva, who).map(u64::from),
+        4 => bus.read::<u32>(cpu, gva, who).map(u64::from),
+        _ => bus.read::<u64>(cpu, gva, who),
+    }
+}
+
+fn store<B: GuestBus>(
+    cpu: &mut CpuState,
+    bus: &mut B,
+    gva: u64,
+    size: u8,
+    value: u64,
+) -> Result<(), Fault> {
+    let who = Privilege::Current;
+    match size {
+        1 => bus.write(cpu, gva, value as u8, who),
+        2 => bus.write(cpu, gva, value as u16, who),
+        4 => bus.write(cpu, gva, value as u32, who),
+        _ => bus.write(cpu, gva, value, who),
+    }
+}
+
+/// Writes a register as an instruction of that operand size does.
+fn set(cpu: &mut CpuState, r: u8, size: u8, value: u64) {
+    match size {
+        1 => reg_write(cpu, r, value as u8),
+        2 => reg_write(cpu, r, value as u16),
+        4 => reg_write(cpu, r, value as u32),
+        _ => reg_write(cpu, r, value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_bus::{TestBus, at, machine};
+    use x86_cpu::CodeSize;
+
+    const OPERAND: u64 = 0xb_1237;
+
+    /// What was said, the registers, the operand's memory, and what ports were given.
+    type After = (Option<RunStop>, CpuState, u64, Vec<(u16, u8, u32)>);
+
+    /// The machine after the instruction, executed by `run`, and what `run` said.
+    fn after(
+        code: &[u8],
+        size: CodeSize,
+        run: impl Fn(
+            &mut Interp<TestBus>,
+            &mut CpuState,
+            &mut TestBus,
+            &Insn<TestBus>,
+        ) -> Option<RunStop>,
+    ) -> After {
+        let (mut cpu, mut bus) = machine(size == CodeSize::Bits64, 0);
+        (0..16).for_each(|r| cpu.gpr[r] = 0x1122_3344_5566_7788u64.rotate_left(8 * r as u32));
+        cpu.gpr[reg::RBX] = OPERAND;
+        cpu.gpr[reg::RDX] = 0x3f9;
+        cpu.rflags = 0x8d7;
+        bus.put64(OPERAND, 0xfedc_ba98_7654_3210);
+        bus.put(at::CODE, code);
+        let mut interp = Interp::new();
+        let insn = interp.prepare(&cpu, code).unwrap();
+        assert_eq!(usize::from(insn.len), code.len());
+        let stop = run(&mut interp, &mut cpu, &mut bus, &insn);
+        let word = bus.get64(OPERAND);
+        (stop, cpu, word, bus.out.clone())
+    }
+
+    /// Whatever this does is what the interpreter does.
+    #[test]
+    fn the_same_as_executed() {
+        let memory_forms: [&[u8]; 13] = [
+            &[0x88, 0x0b],
+            &[0x88, 0x2b],
+            &[0x66, 0x89, 0x0b],
+            &[0x89, 0x0b],
+            &[0x48, 0x89, 0x0b],
+            &[0xc6, 0x03, 0x85],
+            &[0x66, 0xc7, 0x03, 0x85, 0x96],
+            &[0xc7, 0x03, 0x85, 0x96, 0xa7, 0xb8],
+            &[0x48, 0xc7, 0x03, 0x85, 0x96, 0xa7, 0xb8],
+            &[0x8a, 0x2b],
+            &[0x66, 0x8b, 0x0b],
+            &[0x8b, 0x0b],
+            &[0x48, 0x8b, 0x0b],
+        ];
+        let port_forms: [&[u8]; 12] = [
+            &[0xe4, 0x85],
+            &[0x66, 0xe5, 0x85],
+            &[0xe5, 0x85],
+            &[0xec],
+            &[0x66, 0xed],
+            &[0xed],
+            &[0xe6, 0x85],
+            &[0x66, 0xe7, 0x85],
+            &[0xe7, 0x85],
+            &[0xee],
+            &[0x66, 0xef],
+            &[0xef],
+        ];
+        let mut compared = 0;
+        for size in [CodeSize::Bits64, CodeSize::Bits32] {
+            let gva = |forms: &[&[u8]], code: &&[u8]| forms.contains(code).then_some(OPERAND);
+            for code in memory_forms.iter().chain(&port_forms) {
+                if size == CodeSize::Bits32 && code[0] == 0x48 {
+                    continue;
+                }
+                let gva = gva(&memory_forms, code);
+                let by_access = after(code, size, |i, cpu, bus, insn| {
+                    i.access(cpu, bus, insn, gva)
+                });
+                let executed = after(code, size, |i, cpu, bus, insn| {
+                    Some(i.execute(cpu, bus, insn))
+                });
+                assert_eq!(by_access.0, Some(RunStop::Poll), "{code:x?}");
+                assert_eq!(by_access.0, executed.0, "{code:x?}");
+                assert_eq!(by_access.1.gpr, executed.1.gpr, "{code:x?} {size:?}");
+                assert_eq!(by_access.1.rip(), executed.1.rip(), "{code:x?}");
+                assert_eq!(by_access.1.rflags, executed.1.rflags, "{code:x?}");
+                assert_eq!(
+                    (by_access.2, by_access.3),
+                    (executed.2, executed.3),
+                    "{code:x?}"
+                );
+                compared += 1;
+            }
+        }
+        assert_eq!(compared, 47);
+    }
+
+    #[test]
+    fn what_has_more_to_it_is_left_alone() {
+        type Change = fn(&mut CpuState);
+        let rows: [(&[u8], Option<u64>, Change); 6] = [
+            // Not this kind: ADD, MOV between registers, PUSH.
+            (&[0x01, 0x0b], Some(OPERAND), |_| {}),
+            (&[0x89, 0xcb], Some(OPERAND), |_| {}),
+            (&[0x50], Some(OPERAND), |_| {}),
+            // An address that is not known, and one without memory.
+            (&[0x89, 0x0b], None, |_| {}),
+            (&[0x89, 0x0b], Some(1 << 40), |_| {}),
+            // A user without the right to the port.
+            (&[0xee], None, |cpu| cpu.cpl = 3),
+        ];
+        for (code, gva, change) in rows {
+            let before = after(code, CodeSize::Bits64, |_, cpu, _, _| {
+                change(cpu);
+                None
+            });
+            let left = after(code, CodeSize::Bits64, |i, cpu, bus, insn| {
+                change(cpu);
+                i.access(cpu, bus, insn, gva)
+            });
+            assert_eq!(left.0, None, "{code:x?}");
+            assert_eq!(left.1.gpr, before.1.gpr, "{code:x?}");
+            assert_eq!((left.2, left.3), (before.2, before.3), "{code:x?}");
+        }
+    }
+}
