@@ -24,7 +24,7 @@ pub mod signal;
 pub mod thread;
 
 pub use brief_lock::BriefLock;
-pub use code_buffer::CodeBuffer;
+pub use code_buffer::{CodeBuffer, WritableView};
 pub use event_fd::EventFd;
 pub use lazy_array::LazyArray;
 pub use mapping::Mapping;

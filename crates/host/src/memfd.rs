@@ -123,6 +123,13 @@ impl SharedMapping {
         self.len
     }
 
+    /// Lets go of the pages that this view shows; they are the file's, and come back when they are touched
+    /// again. May be called while other threads use them.
+    pub fn let_go(&self) {
+        // SAFETY: the range is this mapping's own, and as it is shared its contents stay.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_DONTNEED) };
+    }
+
     /// Never true: `mmap` refuses empty mappings.
     pub fn is_empty(&self) -> bool {
         self.len == 0

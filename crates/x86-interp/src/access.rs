@@ -83,7 +83,17 @@ fn kind_of<B>(cpu: &CpuState, insn: &Insn<B>) -> Option<Kind> {
         C::Out_imm8_AL | C::Out_imm8_AX | C::Out_imm8_EAX => Kind::PortOut(imm),
         C::Out_DX_AL | C::Out_DX_AX | C::Out_DX_EAX => Kind::PortOut(dx),
         _ if !insn.has_mem() => return None,
-        C::Mov_r8_rm8 | C::Mov_r16_rm16 | C::Mov_r32_rm32 | C::Mov_r64_rm64 => Kind::Load,
+        C::Mov_r8_rm8
+        | C::Mov_r16_rm16
+        | C::Mov_r32_rm32
+        | C::Mov_r64_rm64
+        | C::Mov_AL_moffs8
+        | C::Mov_AX_moffs16
+        | C::Mov_EAX_moffs32
+        | C::Mov_RAX_moffs64 => Kind::Load,
+        C::Mov_moffs8_AL | C::Mov_moffs16_AX | C::Mov_moffs32_EAX | C::Mov_moffs64_RAX => {
+            Kind::Store(cpu.gpr[reg::RAX])
+        }
         C::Mov_rm8_r8 => Kind::Store(reg_read::<u8>(cpu, insn.dst).into()),
         C::Mov_rm16_r16 | C::Mov_rm32_r32 | C::Mov_rm64_r64 => {
             Kind::Store(reg_read::<u64>(cpu, insn.dst))
@@ -180,7 +190,11 @@ mod tests {
     /// Whatever this does is what the interpreter does.
     #[test]
     fn the_same_as_executed() {
-        let memory_forms: [&[u8]; 13] = [
+        let memory_forms: [&[u8]; 17] = [
+            &[0xa0, 0x37, 0x12, 0x0b, 0],
+            &[0xa1, 0x37, 0x12, 0x0b, 0],
+            &[0xa2, 0x37, 0x12, 0x0b, 0],
+            &[0xa3, 0x37, 0x12, 0x0b, 0],
             &[0x88, 0x0b],
             &[0x88, 0x2b],
             &[0x66, 0x89, 0x0b],
@@ -213,7 +227,13 @@ mod tests {
         for size in [CodeSize::Bits64, CodeSize::Bits32] {
             let gva = |forms: &[&[u8]], code: &&[u8]| forms.contains(code).then_some(OPERAND);
             for code in memory_forms.iter().chain(&port_forms) {
-                if size == CodeSize::Bits32 && code[0] == 0x48 {
+                let is_for = match code[0] {
+                    0x48 => CodeSize::Bits64,
+                    // Its address would have eight bytes.
+                    0xa0..=0xa3 => CodeSize::Bits32,
+                    _ => size,
+                };
+                if size != is_for {
                     continue;
                 }
                 let gva = gva(&memory_forms, code);
@@ -236,7 +256,7 @@ mod tests {
                 compared += 1;
             }
         }
-        assert_eq!(compared, 47);
+        assert_eq!(compared, 51);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use core::arch::asm;
 
-use host::code_buffer::CodeBuffer;
+use host::{CodeBuffer, WritableView};
 use x86_cpu::{CodeSize, CpuState, Exception, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
@@ -168,6 +168,11 @@ impl<B: JitBus> Jit<B> {
         let of = self.ranges.iter().filter(|(_, _, at)| *at == rip);
         of.map(|(offset, len, _)| (*offset, self.buffer.read(*offset, *len)))
             .collect()
+    }
+
+    /// The view through which code is written.
+    pub fn writable_view(&self) -> &std::sync::Arc<WritableView> {
+        self.buffer.writable_view()
     }
 
     /// Counters.

@@ -114,10 +114,14 @@ const XCR0: u32 = 7;
 /// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC XGETBV1 XSAVES.
 const XSAVE_FEATURES: u32 = 0xf;
 
+/// Asked once: CPUID is an exit where the host is a guest itself, of ten microseconds and more.
 pub(crate) fn is_amd() -> bool {
-    let v = host(0, 0);
-    [v.ebx, v.edx, v.ecx] == [0x6874_7541, 0x6974_6e65, 0x444d_4163]
-        || [v.ebx, v.edx, v.ecx] == [0x6f67_7948, 0x6e65_476e, 0x656e_6975]
+    static IS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *IS.get_or_init(|| {
+        let v = host(0, 0);
+        [v.ebx, v.edx, v.ecx] == [0x6874_7541, 0x6974_6e65, 0x444d_4163]
+            || [v.ebx, v.edx, v.ecx] == [0x6f67_7948, 0x6e65_476e, 0x656e_6975]
+    })
 }
 
 fn leaf1() -> Regs {

@@ -26,6 +26,7 @@ pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use guest_memory::DirtyRing;
+use host::WritableView;
 use kvm_bindings::*;
 use mmu::Mmu;
 use x86_cpu::{CpuState, Flush, GuestBus, PendingInterrupt, Privilege};
@@ -90,6 +91,8 @@ struct Inner {
 #[derive(Debug)]
 pub struct Vcpu {
     inner: Mutex<Inner>,
+    /// The translator's.
+    code_view: Option<Arc<WritableView>>,
     shared: Arc<VcpuShared>,
 }
 
@@ -128,6 +131,7 @@ impl Vcpu {
             io: None,
         };
         Self {
+            code_view: inner.jit.as_ref().map(|j| Arc::clone(j.writable_view())),
             inner: Mutex::new(inner),
             shared,
         }
@@ -181,6 +185,12 @@ impl Vcpu {
                 page.store_status(&status);
                 Err(error)
             }
+        }
+    }
+    /// Gives memory back that is not needed while little code is translated: see [`WritableView::trim`].
+    pub fn trim(&self) {
+        if let Some(view) = &self.code_view {
+            view.trim();
         }
     }
     /// Makes KVM_RUN return EINTR soon: the current one if the vCPU is running or
