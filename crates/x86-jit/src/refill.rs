@@ -1,7 +1,7 @@
 //! TLB misses of translated code, and what else it calls Rust for in the middle of a block.
 
 use mmu::l1::Half;
-use x86_cpu::{Access, Exception};
+use x86_cpu::{Access, Exception, Privilege};
 use x86_defs::{rflags, vector};
 
 use crate::{
@@ -48,6 +48,16 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
     };
     let host = bus.mmu().refill(cpu, gva, size, access, &mut jit.fault);
     if host == 0 {
+        let is_write = access == Access::Write;
+        if site & thunks::FIRST != 0
+            && bus
+                .mmu()
+                .known_device(gva, is_write, Privilege::Current)
+                .is_some()
+        {
+            (jit.fault, jit.operand) = (None, Some(gva));
+            return thunks::DEVICE;
+        }
         let is_its_own = site & thunks::RAISES != 0;
         jit.operand = is_its_own.then_some(gva);
         let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;

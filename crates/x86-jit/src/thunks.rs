@@ -45,7 +45,8 @@ pub(crate) struct Thunks {
     pub(crate) far_call32: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`].
     pub(crate) refill: usize,
-    /// The same for a group of accesses: r14 is 0 if it cannot be refilled.
+    /// The same for a group of accesses: r14 is 0 if it cannot be refilled. Does not return if the first
+    /// access is to a device ([`DEVICE`]).
     pub(crate) refill_group: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
@@ -60,6 +61,11 @@ pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
 
 /// Bit of a [`site`]: a page fault of the access is what the instruction raises, whatever else it does.
 pub(crate) const RAISES: u32 = 1 << 25;
+
+/// Bit of a group's [`site`]: its address is that of the access that probes.
+pub(crate) const FIRST: u32 = 1 << 26;
+/// The answer for a group whose first access is to a device: the interpreter makes it. No host address.
+pub(crate) const DEVICE: u64 = 1;
 
 /// Whether it is a write.
 pub(crate) const fn writes(site: u32) -> bool {
@@ -388,7 +394,14 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RAX);
     let straddles = a.jcc(cc::A);
     call_refill(a, refill, avx);
+    a.alu_imm(true, Alu::Cmp, S0, DEVICE as i32);
+    let device = a.jcc(cc::E);
     a.ret();
+    let here = a.here();
+    a.patch(device, here);
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    a.lea(RSP, at(RSP, 8));
+    a.jmp_to(t.bail);
     let here = a.here();
     a.patch(straddles, here);
     a.alu_rr(false, Alu::Xor, S0, S0);

@@ -42,7 +42,7 @@ use crate::{
     groups::{self, Member},
     kind::{Form, Forms, Kind},
     run::Source,
-    thunks::{self, Thunks, restore_flags, save_flags, site},
+    thunks::{self, FIRST, Thunks, restore_flags, save_flags, site},
 };
 
 /// A direct branch within a page, to be linked when its target is translated.
@@ -502,7 +502,9 @@ impl Translator {
                     a.patch(from, here);
                     a.alu(true, Alu::Add, S0, tag(member.write));
                     if member.refill {
-                        a.mov_imm(S1, site(offset, member.span, member.write).into());
+                        let first = if member.offset == 0 { FIRST } else { 0 };
+                        let site = site(offset, member.span, member.write) | first;
+                        a.mov_imm(S1, site.into());
                         a.call_to(t.refill_group);
                         a.rr(true, &[0x85], S0, S0); // test
                         let from = a.jcc(cc::NE);
