@@ -40,6 +40,7 @@ impl<B: GuestBus> Interp<B> {
             (kind, _) => kind,
         };
         let gva = gva.unwrap_or(0);
+        let fault_gva = cpu.fault_gva;
         let result = match kind {
             Kind::PortIn(port) => bus.port_in(cpu, port, size).map(|v| Some(v.into())),
             Kind::PortOut(port) => {
@@ -68,7 +69,11 @@ impl<B: GuestBus> Interp<B> {
                 self.remainder = Remainder::of(insn, cpu.rip(), wide);
                 Some(RunStop::Exit)
             }
-            Err(Fault::Exception(_)) => None,
+            Err(Fault::Exception(_)) => {
+                // The interpreter may find another one first, or none that has an address.
+                cpu.fault_gva = fault_gva;
+                None
+            }
         }
     }
 }
@@ -284,6 +289,7 @@ mod tests {
             });
             assert_eq!(left.0, None, "{code:x?}");
             assert_eq!(left.1.gpr, before.1.gpr, "{code:x?}");
+            assert_eq!(left.1.fault_gva, 0, "{code:x?}");
             assert_eq!((left.2, left.3), (before.2, before.3), "{code:x?}");
         }
     }
