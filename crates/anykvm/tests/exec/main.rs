@@ -189,6 +189,11 @@ fn a_strict_filter_of_system_calls_is_obeyed() {
 }
 
 #[test]
+fn a_filtered_vcpu_thread_assigns_irqfds_and_doorbells() {
+    passes("vmm-seccomp-chips", &["seccomp-chips"]);
+}
+
+#[test]
 fn a_write_to_an_irqfd_has_injected_when_it_returns() {
     for (name, options) in [("irqfd", [].as_slice()), ("irqfd-static", &["-static"])] {
         run(&compile("irqfd.c", name, options), &[]);

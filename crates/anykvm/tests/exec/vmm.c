@@ -7,6 +7,7 @@
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sys/eventfd.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
@@ -368,6 +369,26 @@ static void install_filter(void)
     CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &fprog) == 0);
 }
 
+static int bells[2];
+
+/* What a VMM does when the guest sets up a device's queue. */
+static void set_up_queue(void)
+{
+    struct kvm_irqfd irqfd = { .fd = bells[0], .gsi = 5 };
+    CHECK(ioctl(vm, KVM_IRQFD, &irqfd) == 0);
+    CHECK(ioctl(vm, KVM_IRQFD, &irqfd) == -1 && errno == EBUSY);
+    irqfd.flags = KVM_IRQFD_FLAG_DEASSIGN;
+    CHECK(ioctl(vm, KVM_IRQFD, &irqfd) == 0);
+    struct kvm_ioeventfd bell = { .addr = 0xd0000000, .len = 4, .fd = bells[1] };
+    CHECK(ioctl(vm, KVM_IOEVENTFD, &bell) == 0);
+    CHECK(ioctl(vm, KVM_IOEVENTFD, &bell) == -1 && errno == EEXIST);
+    bell.flags = KVM_IOEVENTFD_FLAG_DEASSIGN;
+    CHECK(ioctl(vm, KVM_IOEVENTFD, &bell) == 0);
+    CHECK(ioctl(vm, KVM_IOEVENTFD, &bell) == -1 && errno == ENOENT);
+    irqfd = (struct kvm_irqfd){ .fd = 9999 };
+    CHECK(ioctl(vm, KVM_IRQFD, &irqfd) == -1 && errno == EBADF);
+}
+
 /* A vCPU's thread under a strict filter, what our own code allocates there included. */
 static void *filtered(void *argument)
 {
@@ -391,6 +412,8 @@ static void *filtered(void *argument)
             CHECK(ioctl(vcpu, KVM_SET_XSAVE, &xsave) == 0);
             struct { struct kvm_msrs head; struct kvm_msr_entry entry; } msrs = { .head.nmsrs = 1, .entry.index = 0x10 };
             CHECK(ioctl(vcpu, KVM_GET_MSRS, &msrs) == 1);
+            if (with_chips)
+                set_up_queue();
         }
     }
     /* The guest goes on to what ends in no exit, and signals end KVM_RUN. */
@@ -406,6 +429,8 @@ static void *filtered(void *argument)
 static void seccomp(void)
 {
     make(PORT, sizeof PORT);
+    for (int i = 0; i < 2; i++)
+        CHECK((bells[i] = eventfd(0, EFD_NONBLOCK)) >= 0);
     struct sigaction action = { .sa_handler = count };
     CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
     pthread_t thread;
@@ -506,6 +531,7 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "handlers")) handlers();
     else if (!strcmp(mode, "descriptors")) descriptors(argv[0]);
     else if (!strcmp(mode, "seccomp")) seccomp();
+    else if (!strcmp(mode, "seccomp-chips")) { with_chips = 1; seccomp(); }
     else if (!strcmp(mode, "faults")) faults();
     else if (!strcmp(mode, "exits")) exits(times);
     else if (!strcmp(mode, "inherited")) return ioctl(9, KVM_GET_API_VERSION, 0) != 12 || ioctl(9, KVM_CREATE_VM, 0) < 0;

@@ -184,8 +184,11 @@ impl Vm {
         };
         let io = &self.state.io;
         if flag(kvm_ioeventfd_flag_nr_deassign) {
-            let event = EventFd::duplicate(args.fd).map_err(not_an_eventfd)?;
-            let named = identity(&event, args.fd);
+            let fd = args.fd;
+            let named = self.state.errand(move |_| {
+                let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
+                Ok::<_, Error>(identity(&event, fd))
+            })?;
             io.update(|io| {
                 io.doorbells.deassign(
                     spec,
@@ -203,7 +206,8 @@ impl Vm {
         }
         // What is wrong with the place comes before what is wrong with the eventfd.
         spec.check()?;
-        let bell = Arc::new(Bell::eventfd(args.fd)?);
+        let fd = args.fd;
+        let bell = Arc::new(self.state.errand(move |_| Bell::eventfd(fd))?);
         self.state.has_io.store(true, Ordering::Release);
         Ok(io.update(|io| io.doorbells.assign(spec, bell))?)
     }

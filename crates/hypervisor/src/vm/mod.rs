@@ -5,6 +5,7 @@ pub(crate) mod clock;
 pub(crate) mod coalesced;
 pub(crate) mod dirty_ring;
 pub(crate) mod doorbell;
+mod errand;
 mod irq;
 mod irqfd;
 pub(crate) mod load;

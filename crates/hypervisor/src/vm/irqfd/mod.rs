@@ -31,6 +31,7 @@ pub mod direct;
 use super::{
     Vm, VmState,
     doorbell::{identity, not_an_eventfd},
+    errand::Errands,
 };
 use crate::{Error, Result};
 
@@ -68,6 +69,7 @@ struct Gate {
 pub(super) struct Irqfds {
     list: Mutex<List>,
     waiting: Mutex<Option<Waiting>>,
+    errands: Errands,
 }
 
 #[derive(Debug, Default)]
@@ -81,7 +83,8 @@ struct List {
 struct Waiting {
     set: Arc<Epoll>,
     control: EventFd,
-    has_thread: bool,
+    /// [`host::fork::generation`] of the process that has the thread.
+    thread: Option<u32>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -164,6 +167,13 @@ impl Vm {
     /// chips, EBUSY if the eventfd is in use already. What was signalled before a removal is
     /// delivered, and nothing after it.
     pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
+        let args = *args;
+        self.state.errand(move |state| state.irqfd(&args))
+    }
+}
+
+impl VmState {
+    fn irqfd(self: &Arc<Self>, args: &kvm_irqfd) -> Result<()> {
         let known = KVM_IRQFD_FLAG_DEASSIGN | KVM_IRQFD_FLAG_RESAMPLE;
         if args.flags & !known != 0 {
             return Err(Error::InvalidArgument);
@@ -177,23 +187,23 @@ impl Vm {
         // An EOI is only known to have come where the IOAPIC is.
         let is_resampled = args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
         let has_chip = if is_resampled {
-            self.state.has_pic()
+            self.has_pic()
         } else {
-            self.state.chips().is_some()
+            self.chips().is_some()
         };
         if !has_chip {
             return Err(Error::InvalidArgument);
         }
         let event = open(args.fd)?;
         let resample = is_resampled.then(|| open(args.resamplefd)).transpose()?;
-        let irqfds = &self.state.irqfds;
+        let irqfds = &self.irqfds;
         irqfds.sweep();
         let id = identity(&event, args.fd as i32);
         let mut list = locked(&irqfds.list);
         if list.irqfds.iter().any(|i| i.id == id) {
             return Err(Error::Busy);
         }
-        let set = self.state.irqfd_set()?;
+        let set = self.irqfd_set()?;
         list.last_token += 1;
         let irqfd = Arc::new(Irqfd {
             gsi: args.gsi,
@@ -215,12 +225,12 @@ impl Vm {
             // The VMM has closed it, or made it another file, meanwhile.
             return Err(Error::BadFd);
         }
-        direct::insert(&self.state, &irqfd);
+        direct::insert(self, &irqfd);
         Ok(())
     }
 
     fn remove_irqfd(&self, id: (Option<u64>, i32), gsi: u32) {
-        let irqfds = &self.state.irqfds;
+        let irqfds = &self.irqfds;
         let mut removed = Vec::new();
         locked(&irqfds.list).irqfds.retain(|i| {
             let is_meant = i.id == id && i.gsi == gsi;
@@ -235,13 +245,24 @@ impl Vm {
                 let _ = set.remove(irqfd.fd);
             }
             direct::remove(&irqfd);
-            irqfd.close(&self.state);
+            irqfd.close(self);
         }
     }
 }
 
 impl Irqfds {
-    /// Has the thread look whether the VM is there, if it is itself.
+    /// There is a thread in this process.
+    pub(super) fn has_thread(&self) -> bool {
+        let waiting = locked(&self.waiting);
+        let thread = waiting.as_ref().and_then(|w| w.thread);
+        thread.is_some_and(|of| of == host::fork::generation())
+    }
+
+    pub(super) fn errands(&self) -> &Errands {
+        &self.errands
+    }
+
+    /// Has the thread look for errands, and whether the VM is there.
     pub(super) fn tell(&self) {
         if let Some(waiting) = &*locked(&self.waiting) {
             let _ = waiting.control.signal(1);
@@ -334,12 +355,12 @@ impl Waiting {
         Ok(Self {
             set,
             control,
-            has_thread: false,
+            thread: None,
         })
     }
 
     fn start(&mut self, vm: &Arc<VmState>) -> Result<()> {
-        if self.has_thread {
+        if self.thread.is_some() {
             return Ok(());
         }
         let no_memory = |_| Error::NoMemory;
@@ -354,7 +375,7 @@ impl Waiting {
                 wait_for_irqfds(&vm, &set, &control);
             })
             .map_err(no_memory)?;
-        self.has_thread = true;
+        self.thread = Some(host::fork::generation());
         Ok(())
     }
 }
@@ -374,6 +395,7 @@ fn wait_for_irqfds(vm: &Weak<VmState>, set: &Epoll, control: &EventFd) {
             direct::forget_dead();
             return;
         };
+        vm.irqfds.errands.run(&vm);
         for token in &tokens {
             let irqfd = {
                 let list = locked(&vm.irqfds.list);

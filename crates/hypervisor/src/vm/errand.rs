@@ -1,0 +1,82 @@
+//! Work for the thread that waits for irqfds.
+//!
+//! VMMs assign irqfds and ioeventfds while the guest sets its devices up, on a vCPU's thread in KVM_RUN's
+//! wake, and their filters of system calls know that this is one `ioctl`. To duplicate an eventfd, to ask
+//! for its identity and to wait for it takes more calls, which our own thread is free to make.
+
+use std::sync::{
+    Arc, Mutex, PoisonError,
+    atomic::{AtomicU32, Ordering},
+};
+use std::time::Duration;
+
+use host::futex;
+
+use super::VmState;
+
+type Errand = Box<dyn FnOnce(&Arc<VmState>) + Send>;
+
+/// What the thread has been asked to do.
+#[derive(Default)]
+pub(super) struct Errands(Mutex<Vec<Errand>>);
+
+impl core::fmt::Debug for Errands {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str("Errands")
+    }
+}
+
+/// Where the caller waits.
+struct Answer<R> {
+    is_there: AtomicU32,
+    value: Mutex<Option<R>>,
+}
+
+impl Errands {
+    /// Does what there is, on the thread.
+    pub(super) fn run(&self, vm: &Arc<VmState>) {
+        let errands = core::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        for errand in errands {
+            errand(vm);
+        }
+    }
+
+    fn push(&self, errand: Errand) {
+        let mut errands = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        errands.push(errand);
+    }
+}
+
+impl VmState {
+    /// The result of `work`, done by the thread if there is one. The caller holds no lock, and makes no
+    /// system calls but `write` and `futex`.
+    pub(super) fn errand<R: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Arc<Self>) -> R + Send + 'static,
+    ) -> R {
+        if !self.irqfds.has_thread() {
+            return work(self);
+        }
+        let answer = Arc::new(Answer {
+            is_there: AtomicU32::new(0),
+            value: Mutex::new(None),
+        });
+        let theirs = Arc::clone(&answer);
+        self.irqfds.errands().push(Box::new(move |vm| {
+            let value = work(vm);
+            *theirs.value.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+            theirs.is_there.store(1, Ordering::Release);
+            futex::wake(&theirs.is_there, 1);
+        }));
+        self.irqfds.tell();
+        loop {
+            let mut value = answer.value.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(value) = value.take() {
+                return value;
+            }
+            drop(value);
+            // A signal ends it early.
+            futex::wait(&answer.is_there, 0, Some(Duration::from_secs(1)));
+        }
+    }
+}
