@@ -277,7 +277,7 @@ impl Vm {
 impl Drop for VmState {
     fn drop(&mut self) {
         // Ends the irqfd thread; without one there is nobody to tell.
-        self.irqfds.tell();
+        self.irqfds.end();
     }
 }
 

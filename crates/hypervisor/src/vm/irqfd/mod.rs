@@ -262,6 +262,16 @@ impl Irqfds {
         &self.errands
     }
 
+    /// The VM is gone.
+    pub(super) fn end(&self) {
+        if self.has_thread() {
+            self.tell();
+        } else {
+            // There never was a vCPU.
+            direct::forget_dead();
+        }
+    }
+
     /// Has the thread look for errands, and whether the VM is there.
     pub(super) fn tell(&self) {
         if let Some(waiting) = &*locked(&self.waiting) {
