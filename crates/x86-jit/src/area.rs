@@ -45,8 +45,8 @@ pub(crate) const TABLES: usize = word(0);
 pub(crate) const TARGETS: usize = word(4);
 /// What identifies mapping and mode in [`TARGETS`].
 pub(crate) const KEY: usize = word(5);
-/// Spreads the keys over [`TARGETS`].
-pub(crate) const MIX: usize = word(6);
+/// What tags in [`TARGETS`] are XORed with: [`crate::cache::salt_of`] the key.
+pub(crate) const SALT: usize = word(6);
 /// gva of the page that executes.
 pub(crate) const PAGE: usize = word(7);
 /// Arithmetic flags, when not in RFLAGS.
@@ -81,10 +81,8 @@ pub(crate) const COUNT: usize = word(22);
 pub(crate) const LOG: usize = word(23);
 /// PAUSEs executed.
 pub(crate) const PAUSES: usize = word(30);
-/// Host address of the stack slot that a call is about to write.
+/// Of a string instruction.
 pub(crate) const SLOT: usize = word(24);
-/// Return address of that call.
-pub(crate) const RETURN: usize = word(25);
 /// Host pointers of groups, `groups::MAX_KEPT` words.
 pub(crate) const KEPT: usize = word(26);
 /// The host's RSP with no call to return from: see [`crate::thunks`].

@@ -22,29 +22,44 @@ pub(crate) struct Block {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Target {
-    /// Address in the guest.
-    pub(crate) rip: u64,
+    /// Address in the guest, XORed with the key's salt: so one comparison is of both.
+    pub(crate) tag: u64,
     /// Mapping and mode for which it is right.
     pub(crate) key: u64,
     /// Address of the block's outer entry.
     pub(crate) code: u64,
-    /// Page of `rip`.
+    /// Page of the address.
     pub(crate) page: u64,
 }
 
 const _: () = assert!(size_of::<Target>() == 32);
 
-/// No key is zero.
-const EMPTY: Target = Target {
-    rip: 0,
-    key: 0,
-    code: 0,
-    page: 0,
-};
+/// An entry for a place at which its tag is not looked for. No key is zero.
+fn empty(at: usize) -> Target {
+    Target {
+        tag: u64::from(at == 0),
+        key: 0,
+        code: 0,
+        page: 0,
+    }
+}
 
 /// Index of a target. Functions are aligned: their low bits alone are no hash.
-fn place(rip: u64, mix: u64) -> usize {
-    (rip ^ rip >> 4 ^ mix) as u32 as usize & (TARGETS_LEN - 1)
+fn place(tag: u64) -> usize {
+    (tag ^ tag >> 5) as usize & (TARGETS_LEN - 1)
+}
+
+/// What a key's targets are XORed with. Two targets under two keys have the same tag with a
+/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
+pub(crate) fn salt_of(key: u64) -> u64 {
+    static SECRET: std::sync::LazyLock<u64> = std::sync::LazyLock::new(|| {
+        use core::hash::BuildHasher;
+        std::hash::RandomState::new().hash_one(0)
+    });
+    let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
 }
 
 /// Blocks by address and mode, those of a page together: who looks for one has
@@ -160,7 +175,7 @@ impl Cache {
         Self {
             blocks: Blocks::default(),
             second: HashMap::default(),
-            targets: vec![EMPTY; TARGETS_LEN].into_boxed_slice(),
+            targets: (0..TARGETS_LEN).map(empty).collect(),
             remembered: HashMap::default(),
             filled: [(0, 0); FILLED],
         }
@@ -168,7 +183,8 @@ impl Cache {
     pub(crate) fn clear(&mut self) {
         self.blocks.clear();
         self.second.clear();
-        self.targets.fill(EMPTY);
+        let all = self.targets.iter_mut().enumerate();
+        all.for_each(|(at, t)| *t = empty(at));
         self.remembered.clear();
         self.filled.fill((0, 0));
     }
@@ -184,17 +200,17 @@ impl Cache {
     pub(crate) fn fill(
         &mut self,
         (id, mode, generation): (u64, u8, u32),
-        (rip, key, mix): (u64, u64, u64),
+        (rip, key, salt): (u64, u64, u64),
         code: u64,
     ) {
         let page = rip & !0xfff;
         for (offset, outer) in self.blocks.targets(id, mode, generation) {
-            let rip = page | offset;
-            if let Some(t) = self.targets.get_mut(place(rip, mix))
+            let tag = (page | offset) ^ salt;
+            if let Some(t) = self.targets.get_mut(place(tag))
                 && t.key != key
             {
                 *t = Target {
-                    rip,
+                    tag,
                     key,
                     code: code + u64::from(outer),
                     page,
@@ -203,14 +219,16 @@ impl Cache {
         }
     }
     /// Address of the outer entry for `rip`.
-    pub(crate) fn target(&self, rip: u64, key: u64, mix: u64) -> Option<u64> {
-        let t = self.targets.get(place(rip, mix))?;
-        (t.rip == rip && t.key == key).then_some(t.code)
+    pub(crate) fn target(&self, rip: u64, salt: u64) -> Option<u64> {
+        let tag = rip ^ salt;
+        let t = self.targets.get(place(tag))?;
+        (t.tag == tag).then_some(t.code)
     }
-    pub(crate) fn set_target(&mut self, rip: u64, key: u64, mix: u64, code: u64) {
-        if let Some(t) = self.targets.get_mut(place(rip, mix)) {
+    pub(crate) fn set_target(&mut self, rip: u64, key: u64, salt: u64, code: u64) {
+        let tag = rip ^ salt;
+        if let Some(t) = self.targets.get_mut(place(tag)) {
             *t = Target {
-                rip,
+                tag,
                 key,
                 code,
                 page: rip & !0xfff,
@@ -321,16 +339,16 @@ mod tests {
                 c.blocks.note_target((ID | at, mode));
             }
         }
-        let (page, key, mix) = (0x40_0000, 0x1234, 5);
-        let known = |c: &Cache, at: u64| c.target(page | at, key, mix);
-        c.fill((ID, 3, 7), (page | 0xabc, key, mix), 1000);
+        let (page, key, salt) = (0x40_0000, 0x1234, salt_of(0x1234));
+        let known = |c: &Cache, at: u64| c.target(page | at, salt);
+        c.fill((ID, 3, 7), (page | 0xabc, key, salt), 1000);
         let found: Vec<_> = (0..0x1000).filter_map(|at| known(&c, at)).collect();
         assert_eq!(found, [1010]);
         // A new translation is gone to as the old one was.
         assert!(c.blocks.insert((ID | 0x30, 3), block(31, 7)).is_some());
-        c.fill((ID, 3, 7), (page, key, mix), 1000);
+        c.fill((ID, 3, 7), (page, key, salt), 1000);
         assert_eq!(known(&c, 0x30), Some(1031));
-        assert_eq!(c.target(page | 0x30, key + 1, mix), None);
+        assert_eq!(c.target(page | 0x30, salt_of(key + 1)), None);
     }
 
     #[test]

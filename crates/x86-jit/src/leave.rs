@@ -50,7 +50,10 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let before = (cpu.engine.words[index(area::KEY)], jit.stats.flushes);
     let code = answer(jit, interp, cpu, bus, left);
     let words = &mut cpu.engine.words;
-    if (words[index(area::KEY)], jit.stats.flushes) != before {
+    // What is returned to does not check that it is still what the guest's code says.
+    let changes = bus.code_changes();
+    let changed = core::mem::replace(&mut jit.changes, changes) != changes;
+    if changed || (words[index(area::KEY)], jit.stats.flushes) != before {
         words[index(area::HOST_RSP)] = words[index(area::STACK)];
     }
     code

@@ -15,7 +15,7 @@ use crate::{
     area::{self, index},
     asm::Asm,
     block::{self, Decoded, mode},
-    cache::{Block, Cache},
+    cache::{Block, Cache, salt_of},
     exit::{Left, Reason},
     flat,
     given_up::GivenUp,
@@ -67,6 +67,8 @@ pub struct Jit<B: JitBus> {
     slots: u64,
     /// [`JitBus::tsc_offset`] has one.
     plain_tsc: bool,
+    /// [`JitBus::code_changes`] when the host's stack was last looked at: [`handle`].
+    pub(crate) changes: u64,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
     /// The page fault of the instruction that calls [`handle`] next.
@@ -125,6 +127,7 @@ impl<B: JitBus> Jit<B> {
             translator: Translator::new(thunks),
             slots: u64::MAX,
             plain_tsc: false,
+            changes: 0,
             stale: false,
             fault: None,
             operand: None,
@@ -293,8 +296,8 @@ impl<B: JitBus> Jit<B> {
     /// with [`Self::can_resume`], and [`JitBus::must_return`] is false.
     pub fn resume(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let rip = cpu.rip();
-        let (key, mix) = target_key(cpu);
-        let code = self.cache.target(rip, key, mix);
+        let (key, salt) = target_key(cpu);
+        let code = self.cache.target(rip, salt);
         let is_same = !self.stale
             && self.flush_every == 0
             && interp.resets() == self.resets
@@ -350,9 +353,9 @@ impl<B: JitBus> Jit<B> {
         }
         self.select(cpu, bus);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
-        let (key, mix) = target_key(cpu);
+        let (_, salt) = target_key(cpu);
         // The outer entry checks that the code has not changed.
-        if let Some(code) = self.cache.target(rip, key, mix)
+        if let Some(code) = self.cache.target(rip, salt)
             && !std::mem::take(&mut self.stale)
         {
             return Some(code);
@@ -361,16 +364,16 @@ impl<B: JitBus> Jit<B> {
         let block = self.find_block(interp, cpu, bus, self.mode)?;
         // Fetching may have filled tables.
         self.select(cpu, bus);
-        let (key, mix) = target_key(cpu);
+        let (key, salt) = target_key(cpu);
         let code = self.buffer.rx() as u64 + block.entries.outer as u64;
-        self.cache.set_target(rip, key, mix, code);
+        self.cache.set_target(rip, key, salt, code);
         if let Ok(page) = bus.code_page(cpu, rip) {
             let known = (page.id | rip & 0xfff, self.mode);
             self.cache.blocks.note_target(known);
             if self.cache.is_new(rip, key) {
                 let what = (page.id, self.mode, page.generation);
                 let code = self.buffer.rx() as u64;
-                self.cache.fill(what, (rip, key, mix), code);
+                self.cache.fill(what, (rip, key, salt), code);
             }
         }
         Some(code)
@@ -609,15 +612,10 @@ fn next_page(rip: u64) -> u64 {
     (rip | 0xfff).wrapping_add(1)
 }
 
-/// What [`set_view`] has set: the key of targets, and its spread.
+/// What [`set_view`] has set: the key of targets, and its salt.
 pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     let words = &cpu.engine.words;
-    (words[index(area::KEY)], words[index(area::MIX)])
-}
-
-/// Spreads keys over the target table; the low bits are what matters.
-fn mix(key: u64) -> u64 {
-    key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40
+    (words[index(area::KEY)], words[index(area::SALT)])
 }
 
 /// RFLAGS' arithmetic flags as LAHF and SETO leave them in AX.
@@ -707,7 +705,7 @@ pub(crate) fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
     set_tables(cpu, bus);
     let key = target_key_of(cpu, bus, mode);
     cpu.engine.words[index(area::KEY)] = key;
-    cpu.engine.words[index(area::MIX)] = mix(key);
+    cpu.engine.words[index(area::SALT)] = salt_of(key);
 }
 
 /// No key is zero.

@@ -322,13 +322,8 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         a.store(gs(SPILL), S0);
         a.store(gs(SPILL + 8), S1);
         a.alu_mem_imm8(true, Alu::Sub, gs(FAR_LEFT), 1);
-        let mut misses = [a.jcc(cc::S), 0, 0];
-        select_target(a);
-        a.alu(true, Alu::Cmp, S0, at(S1, 0));
-        misses[1] = a.jcc(cc::NE);
-        a.load(S0, gs(KEY));
-        a.alu(true, Alu::Cmp, S0, at(S1, 8));
-        misses[2] = a.jcc(cc::NE);
+        let mut misses = [a.jcc(cc::S), 0];
+        misses[1] = select_target(a);
         a.load(S0, at(S1, 24));
         a.store(gs(PAGE), S0);
         if pushed != 0 {

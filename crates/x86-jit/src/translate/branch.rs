@@ -13,8 +13,6 @@ pub(super) enum Stack {
     Keep,
     /// RSP is moved.
     Move(i32),
-    /// [`RETURN`] is pushed to the host address in [`SLOT`].
-    Push,
 }
 
 impl Translator {
@@ -114,54 +112,30 @@ impl Translator {
 
     /// Jumps to the gva in r14 through the target table, with what the branch does
     /// to the stack done when it is certain that the jump is taken. Flags are saved.
-    /// A call returns to offset `back`, unless that is in the next page.
-    pub(super) fn jump(&mut self, offset: u32, stack: Stack, back: Option<u32>) {
+    pub(super) fn jump(&mut self, offset: u32, stack: Stack) {
         let a = &mut self.asm;
-        select_target(a);
-        a.alu(true, Alu::Cmp, S0, at(S1, 0));
-        let other = a.jcc(cc::NE);
-        a.load(S0, gs(KEY));
-        a.alu(true, Alu::Cmp, S0, at(S1, 8));
-        let elsewhere = a.jcc(cc::NE);
+        let from = select_target(a);
         a.load(S0, at(S1, 24));
         a.store(gs(PAGE), S0);
-        match stack {
-            Stack::Keep => {}
-            Stack::Move(by) => a.rm(self.long, &[0x8d], GUEST_RSP, at(GUEST_RSP, by)), // lea
-            Stack::Push => {
-                a.load(S0, gs(SLOT));
-                push_return(a, S0);
-                a.lea(GUEST_RSP, at(GUEST_RSP, -8));
-            }
+        if let Stack::Move(by) = stack {
+            a.rm(self.long, &[0x8d], GUEST_RSP, at(GUEST_RSP, by)); // lea
         }
-        match back {
-            None => a.jmp_mem(at(S1, 16)),
-            Some(_) => {
-                // push [RETURN]
-                a.rm(false, &[0xff], 6, gs(RETURN));
-                a.call_mem(at(S1, 16));
-            }
-        }
-        for (from, reload) in [(other, false), (elsewhere, true)] {
-            self.stubs.push(Stub::Branch {
-                from,
-                offset,
-                stack,
-                reload,
-            });
-        }
-        if let Some(back) = back {
-            self.return_site(back);
-        }
+        a.jmp_mem(at(S1, 16));
+        self.stubs.push(Stub::Branch {
+            from,
+            offset,
+            stack,
+        });
     }
 
-    /// Where the host's return goes, with the guest's return address in r14.
+    /// Where the host's return goes, with the guest's return address in r14. If the code
+    /// has changed, the host's stack was dropped when this vCPU came to know of it, which
+    /// serialising instructions see to.
     fn return_site(&mut self, back: u32) {
         let a = &mut self.asm;
         a.lea(RSP, at(RSP, 8));
         a.lea(S1, at(S0, -(back as i32)));
         a.store(gs(PAGE), S1);
-        self.check(self.source, back);
         let from = self.asm.jmp();
         self.link(from, back, false, false);
     }
@@ -237,28 +211,31 @@ impl Translator {
             self.asm.rr(self.long, &[0x8b], S0, r);
         }
         if !call {
-            self.jump(d.offset, Stack::Keep, None);
+            self.jump(d.offset, Stack::Keep);
             return Ok(());
         }
-        // The place of the return address may be where the target was read
-        // from: it is written when it is certain that the call succeeds.
-        let word = self.word();
-        self.asm.store(gs(SPILL), S0);
-        self.lea_word(S0, at(GUEST_RSP, -word));
-        self.probe(d.offset, word as u32, true);
-        self.asm.store(gs(SLOT), S0);
-        self.asm.load(S1, gs(PAGE));
-        self.lea_word(S1, at(S1, d.offset as i32 + d.i.len() as i32));
-        self.asm.store(gs(RETURN), S1);
-        let stack = if self.long {
-            Stack::Push
-        } else {
-            // There is no such target that raises #GP.
-            self.store_word(at(S0, 0), S1);
-            Stack::Move(-word)
+        // The place of the return address may be where the target was read from: it is
+        // written when it is certain that the call succeeds.
+        let from = select_target(&mut self.asm);
+        let offset = d.offset;
+        self.stubs.push(Stub::Call { from, offset });
+        self.asm.store(gs(SPILL), S1);
+        self.push_return(d);
+        let back = Self::back(d);
+        let a = &mut self.asm;
+        if back.is_some() {
+            a.bytes(&[0x41, 0x55]); // push r13
+        }
+        a.load(S1, gs(SPILL));
+        a.load(S0, at(S1, 24));
+        a.store(gs(PAGE), S0);
+        self.move_stack(-self.word());
+        let Some(back) = back else {
+            self.asm.jmp_mem(at(S1, 16));
+            return Ok(());
         };
-        self.asm.load(S0, gs(SPILL));
-        self.jump(d.offset, stack, Self::back(d));
+        self.asm.call_mem(at(S1, 16));
+        self.return_site(back);
         Ok(())
     }
 
@@ -284,26 +261,25 @@ impl Translator {
         self.asm.ret();
         let here = self.asm.here();
         self.asm.patch(other, here);
-        self.jump(d.offset, Stack::Move(by), None);
+        self.jump(d.offset, Stack::Move(by));
     }
 }
 
-/// Has r13 address the entry of the target table for the gva in r14, as
-/// `cache::place` has it.
-pub(crate) fn select_target(a: &mut Asm) {
-    a.mov32(S1, S0);
-    a.shift(false, 5, S1, 4);
+/// Has r13 address the entry of the target table for the gva in r14, as `cache::place`
+/// has it, and r14 its tag. Returns the branch to take if it is of another target or key.
+pub(crate) fn select_target(a: &mut Asm) -> usize {
+    a.alu(true, Alu::Xor, S0, gs(SALT));
+    if std::is_x86_feature_detected!("bmi2") {
+        a.rorx(S1, S0, 64 - 5);
+    } else {
+        a.mov(S1, S0);
+        a.shift(true, 4, S1, 5);
+    }
     a.alu_rr(false, Alu::Xor, S1, S0);
-    a.alu(false, Alu::Xor, S1, gs(MIX));
-    a.alu_imm(false, Alu::And, S1, TARGETS_LEN as i32 - 1);
-    a.shift(false, 4, S1, 5);
+    a.alu_imm(false, Alu::And, S1, (TARGETS_LEN as i32 - 1) << 5);
     a.alu(true, Alu::Add, S1, gs(TARGETS));
-}
-
-/// Writes [`RETURN`] to `[slot]` by the host's stack: the other scratch register is in use.
-pub(super) fn push_return(a: &mut Asm, slot: Reg) {
-    a.rm(false, &[0xff], 6, gs(RETURN));
-    a.rm(false, &[0x8f], 0, at(slot, 0));
+    a.alu(true, Alu::Cmp, S0, at(S1, 0));
+    a.jcc(cc::NE)
 }
 
 /// Branch target relative to the page, as the block was decoded with IP 0 at its start.

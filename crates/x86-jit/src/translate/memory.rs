@@ -81,13 +81,10 @@ impl Translator {
             self.asm.load(S0, gs(PAGE));
             self.asm.lea(S0, at(S0, disp));
         } else {
-            let (m, wide) = self.effective(i, less)?;
+            let (m, wide) = self.effective(i, less, true)?;
             match (m.base, m.index, m.disp) {
-                (Some(b), None, 0) if wide => {
-                    if b != S0 {
-                        self.asm.mov(S0, b);
-                    }
-                }
+                (Some(S0), None, 0) if wide => {}
+                (Some(b), None, 0) if wide => self.asm.mov(S0, b),
                 _ => self.asm.rm(wide, &[0x8d], S0, m),
             }
         }
@@ -100,11 +97,12 @@ impl Translator {
 
     /// The operand of a LEA for the effective address less `less`, without RIP,
     /// and whether it has 64 bits. Registers that live in memory are loaded to
-    /// r13, or r14 for the second.
+    /// r13, or r14 for the second; with `address`, r14 is for the result.
     pub(super) fn effective(
         &mut self,
         i: &Instruction,
         less: i32,
+        address: bool,
     ) -> Result<(Mem, bool), Unsupported> {
         let (base, index) = (i.memory_base(), i.memory_index());
         let wide = match (base, index) {
@@ -127,6 +125,10 @@ impl Translator {
             && base.is_some_and(|n| homed(&n))
         {
             // The index is in r13.
+            scratch = S0;
+        }
+        if address && index.is_none() && disp == 0 && base != self.cached {
+            // What is all of the address need not be copied.
             scratch = S0;
         }
         let mut reg = |n: u8| {

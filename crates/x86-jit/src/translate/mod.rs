@@ -30,7 +30,7 @@ mod stack;
 pub(crate) mod string;
 mod system;
 
-use branch::{Stack, push_return, target};
+use branch::{Stack, target};
 use flags::Flags;
 use iced_x86::{Encoder, Instruction, OpKind, Register};
 use memory::tag;
@@ -113,12 +113,16 @@ enum Stub {
         from: usize,
         offset: u32,
     },
-    /// A branch's target is not in the table; `reload`: it is in the entry that r13 has.
+    /// A branch's target, of which r14 has the tag, is not in the table.
     Branch {
         from: usize,
         offset: u32,
         stack: Stack,
-        reload: bool,
+    },
+    /// That of a call, which has done nothing yet.
+    Call {
+        from: usize,
+        offset: u32,
     },
     Poll {
         from: usize,
@@ -400,7 +404,7 @@ impl Translator {
             self.asm.load(S0, gs(PAGE));
             self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
         } else {
-            let (m, wide) = self.effective(&d.i, 0)?;
+            let (m, wide) = self.effective(&d.i, 0, false)?;
             // An address of 32 bits is zero-extended.
             self.asm.rm(wide && r.size() == 8, &[0x8d], to, m);
         }
@@ -522,30 +526,20 @@ impl Translator {
                     from,
                     offset,
                     stack,
-                    reload,
                 } => {
                     a.patch(from, here);
-                    if reload {
-                        a.load(S0, at(S1, 0));
-                    }
+                    a.alu(true, Alu::Xor, S0, gs(SALT));
                     let pop = match stack {
                         Stack::Keep => 0,
                         Stack::Move(by) => by,
-                        Stack::Push => {
-                            // #GP comes before the push.
-                            a.mov(S1, S0);
-                            a.shift(true, 4, S1, 16);
-                            a.shift(true, 7, S1, 16);
-                            a.alu_rr(true, Alu::Cmp, S1, S0);
-                            let from = a.jcc(cc::NE);
-                            self.stubs.push(Stub::Bail { from, offset });
-                            a.load(S1, gs(SLOT));
-                            push_return(a, S1);
-                            -8
-                        }
                     };
                     a.mov_imm(S1, thunks::branch(offset, pop).into());
                     a.jmp_to(t.branch);
+                }
+                Stub::Call { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.bail_integer);
                 }
                 Stub::Stale { from, offset } => {
                     a.patch(from, here);

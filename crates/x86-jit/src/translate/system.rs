@@ -191,7 +191,7 @@ impl Translator {
         a.call_to(self.thunks.refill);
         a.load(RCX, home(1));
         a.load(RSP, gs(STACK));
-        self.jump(d.offset, Stack::Keep, None);
+        self.jump(d.offset, Stack::Keep);
     }
 
     /// STAC and CLAC: another view of the same tables.
