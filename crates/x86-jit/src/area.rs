@@ -2,14 +2,15 @@
 //!
 //! | host register | holds |
 //! |---|---|
-//! | rax … rdi but rsp, r8 … r10 | the guest's register of that name |
+//! | rax … rdi but rsp, r8, r9 | the guest's register of that name |
+//! | r10 | the guest's R12 |
 //! | r15 | the guest's RSP |
 //! | r11 | the live view's software TLB |
 //! | r12 | instructions until the next poll |
 //! | r13, r14 | scratch; r14 is the host address of a memory operand |
 //! | rsp | the host's stack: return addresses |
 //!
-//! The guest's r11 to r15 live in memory. Its arithmetic flags are in the
+//! The guest's r10, r11 and r13 to r15 live in memory. (Compilers use R12 more than R10.) Its arithmetic flags are in the
 //! host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
 
 use core::mem::offset_of;
@@ -131,7 +132,8 @@ pub(crate) const fn segment_base(n: usize) -> Mem {
 pub(crate) const fn host_reg(n: u8) -> Option<Reg> {
     match n {
         4 => Some(GUEST_RSP),
-        11..=15 => None,
+        12 => Some(10),
+        10 | 11 | 13..=15 => None,
         n => Some(n),
     }
 }

@@ -168,7 +168,7 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
 
 /// Guest registers from and to their places in memory.
 fn load_registers(a: &mut Asm) {
-    for n in 0..12 {
+    for n in 0..16 {
         if let Some(r) = host_reg(n) {
             a.load(r, home(n));
         }
@@ -177,7 +177,7 @@ fn load_registers(a: &mut Asm) {
 }
 
 fn store_registers(a: &mut Asm) {
-    for n in 0..12 {
+    for n in 0..16 {
         if let Some(r) = host_reg(n) {
             a.store(home(n), r);
         }

@@ -111,7 +111,7 @@ impl Translator {
                 && (0..i.op_count()).all(|n| {
                     i.op_kind(n) != OpKind::Register
                         || !i.op_register(n).is_gpr()
-                        || i.op_register(n).full_register().number() as u8 != *r
+                        || host_reg(i.op_register(n).full_register().number() as u8) != Some(*r)
                 })
         });
         let r = free.ok_or(Unsupported)?;
@@ -138,7 +138,17 @@ impl Translator {
 }
 
 /// Where guest registers are that do not live in memory.
-pub(super) const HOST: recode::Map = [0, 1, 2, 3, GUEST_RSP, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+pub(super) const HOST: recode::Map = {
+    let mut map = [0; 16];
+    let mut n = 0;
+    while n < 16 {
+        if let Some(r) = host_reg(n) {
+            map[n as usize] = r;
+        }
+        n += 1;
+    }
+    map
+};
 
 /// What [`recode()`] makes, for the encoder.
 pub(super) fn rewritten(i: &Instruction, map: &recode::Map, disp: Option<i32>) -> Instruction {
