@@ -35,6 +35,9 @@ pub(crate) mod mode {
 const MAX_INSNS: usize = 48;
 /// A block with as many ends where another one begins.
 const ENOUGH: usize = 8;
+/// Conditional branches of a block at most: what follows them is executed less and less likely,
+/// and translated again for whoever goes there from elsewhere.
+const MAX_BRANCHES: usize = 3;
 /// Jumps within the page that a block follows.
 const MAX_FOLLOWED: usize = 2;
 /// Instructions of an unrolled loop at most, and turns of one.
@@ -78,6 +81,7 @@ pub(crate) fn decode<B: GuestBus>(
     let mut offset = (gva & 0xfff) as u32;
     let first = offset;
     let mut followed = 0;
+    let mut branches = 0;
     let page = gva & !0xfff;
     let mut bytes = [0; 64];
     let (mut start, mut have) = (0, 0);
@@ -200,9 +204,12 @@ pub(crate) fn decode<B: GuestBus>(
         }
         out.push(d);
         offset = next;
-        // What comes next has its code, and this block is long enough for it to be no loss.
-        if kind == Kind::Jcc && out.len() >= ENOUGH && is_known(offset) {
-            break;
+        if kind == Kind::Jcc {
+            branches += 1;
+            // What comes next has its code, and this block is long enough for it to be no loss.
+            if branches == MAX_BRANCHES || out.len() >= ENOUGH && is_known(offset) {
+                break;
+            }
         }
         if matches!(
             kind,
