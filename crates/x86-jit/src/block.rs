@@ -37,7 +37,7 @@ const MAX_INSNS: usize = 48;
 const ENOUGH: usize = 8;
 /// Conditional branches of a block at most: what follows them is executed less and less likely,
 /// and translated again for whoever goes there from elsewhere.
-const MAX_BRANCHES: usize = 3;
+const MAX_BRANCHES: usize = 5;
 /// Jumps within the page that a block follows.
 const MAX_FOLLOWED: usize = 2;
 /// Instructions of an unrolled loop at most, and turns of one.
