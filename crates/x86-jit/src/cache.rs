@@ -1,6 +1,10 @@
 //! Translated blocks by page and mode, and the table of indirect targets.
 
-use std::collections::HashMap;
+use std::{
+    collections::HashMap,
+    hash::{BuildHasher, RandomState},
+    sync::LazyLock,
+};
 
 use x86_cpu::CodePage;
 
@@ -49,13 +53,12 @@ fn place(tag: u64) -> usize {
     (tag ^ tag >> 5) as usize & (TARGETS_LEN - 1)
 }
 
+/// What salts are made from; [`Cache::new`] asks the host for it, as vCPUs may not.
+static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
+
 /// What a key's targets are XORed with. Two targets under two keys have the same tag with a
 /// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
 pub(crate) fn salt_of(key: u64) -> u64 {
-    static SECRET: std::sync::LazyLock<u64> = std::sync::LazyLock::new(|| {
-        use core::hash::BuildHasher;
-        std::hash::RandomState::new().hash_one(0)
-    });
     let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -172,6 +175,7 @@ pub(crate) struct Cache {
 
 impl Cache {
     pub(crate) fn new() -> Self {
+        LazyLock::force(&SECRET);
         Self {
             blocks: Blocks::default(),
             second: HashMap::default(),
@@ -245,7 +249,7 @@ pub(crate) struct Hash;
 #[derive(Debug)]
 pub(crate) struct Fold(u64);
 
-impl core::hash::BuildHasher for Hash {
+impl BuildHasher for Hash {
     type Hasher = Fold;
     fn build_hasher(&self) -> Fold {
         Fold(0)
