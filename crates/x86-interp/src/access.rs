@@ -7,7 +7,7 @@ use x86_defs::reg;
 
 use crate::{
     Insn, Interp, RunStop,
-    exec::{reg_read, reg_write},
+    exec::{reg_read, reg_write_sized},
     remainder::Remainder,
 };
 
@@ -58,7 +58,7 @@ impl<B: GuestBus> Interp<B> {
                         Kind::PortIn(_) => reg::RAX as u8,
                         _ => insn.dst,
                     };
-                    set(cpu, to, size, value);
+                    reg_write_sized(cpu, to, size, value);
                 }
                 let next = cpu.rip().wrapping_add(insn.len.into());
                 cpu.set_rip(if wide { next } else { next & 0xffff_ffff });
@@ -142,16 +142,6 @@ fn store<B: GuestBus>(
         2 => bus.write(cpu, gva, value as u16, who),
         4 => bus.write(cpu, gva, value as u32, who),
         _ => bus.write(cpu, gva, value, who),
-    }
-}
-
-/// Writes a register as an instruction of that operand size does.
-fn set(cpu: &mut CpuState, r: u8, size: u8, value: u64) {
-    match size {
-        1 => reg_write(cpu, r, value as u8),
-        2 => reg_write(cpu, r, value as u16),
-        4 => reg_write(cpu, r, value as u32),
-        _ => reg_write(cpu, r, value),
     }
 }
 

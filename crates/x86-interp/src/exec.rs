@@ -130,6 +130,17 @@ pub(crate) fn reg_write<T: Int>(cpu: &mut CpuState, r: u8, v: T) {
     }
 }
 
+/// The same with a size in bytes that is not known beforehand.
+#[inline(always)]
+pub(crate) fn reg_write_sized(cpu: &mut CpuState, r: u8, size: u8, v: u64) {
+    match size {
+        1 => reg_write(cpu, r, v as u8),
+        2 => reg_write(cpu, r, v as u16),
+        4 => reg_write(cpu, r, v as u32),
+        _ => reg_write(cpu, r, v),
+    }
+}
+
 impl<'a, B: GuestBus> Exec<'a, B> {
     /// The machine, with the flags taken from `cpu.rflags`, and [`Self::refresh`] still to be called:
     /// so it is made in its place.

@@ -6,7 +6,7 @@ use iced_x86::Code;
 use x86_cpu::{CpuState, Shadow};
 use x86_defs::{dr, reg, rflags};
 
-use crate::{Insn, exec::reg_write};
+use crate::{Insn, exec::reg_write_sized};
 
 /// The rest of one instruction. Two words, so that it goes from hand to hand in registers.
 #[derive(Clone, Copy, Debug)]
@@ -88,12 +88,7 @@ impl Remainder {
             return false;
         }
         if target != NONE {
-            match size {
-                1 => reg_write(cpu, target, value as u8),
-                2 => reg_write(cpu, target, value as u16),
-                4 => reg_write(cpu, target, value as u32),
-                _ => reg_write(cpu, target, value),
-            }
+            reg_write_sized(cpu, target, size, value);
         }
         let next = self.rip.wrapping_add(insn_len.into());
         let is_wide = self.what & WIDE != 0;

@@ -10,7 +10,8 @@
 //! | r13, r14 | scratch; r14 is the host address of a memory operand |
 //! | rsp | the host's stack: return addresses |
 //!
-//! The guest's r10, r11 and r13 to r15 live in memory. (Compilers use R12 more than R10.) Its arithmetic flags are in the
+//! The guest's r10, r11 and r13 to r15 live in memory. (Compilers use R12 more
+//! than R10.) Its arithmetic flags are in the
 //! host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
 
 use core::mem::offset_of;
@@ -82,7 +83,7 @@ pub(crate) const COUNT: usize = word(22);
 pub(crate) const LOG: usize = word(23);
 /// PAUSEs executed.
 pub(crate) const PAUSES: usize = word(30);
-/// Of a string instruction.
+/// What a string instruction found for its first operand, while it looks at the second.
 pub(crate) const SLOT: usize = word(24);
 /// Host pointers of groups, `groups::MAX_KEPT` words.
 pub(crate) const KEPT: usize = word(26);

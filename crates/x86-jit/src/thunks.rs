@@ -322,8 +322,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         a.store(gs(SPILL), S0);
         a.store(gs(SPILL + 8), S1);
         a.alu_mem_imm8(true, Alu::Sub, gs(FAR_LEFT), 1);
-        let mut misses = [a.jcc(cc::S), 0];
-        misses[1] = select_target(a);
+        let misses = [a.jcc(cc::S), select_target(a)];
         a.load(S0, at(S1, 24));
         a.store(gs(PAGE), S0);
         if pushed != 0 {
