@@ -40,7 +40,8 @@ fn an_irqfd_makes_no_thread_before_there_is_a_vcpu() {
     assert_eq!(threads(), before);
 
     let mut vcpu = vm.create_vcpu(0).unwrap();
-    assert_eq!(threads(), before + 1);
+    // For irqfds, and for pages of translated code.
+    assert!(threads() > before);
     let mut lapic = vcpu.get_lapic().unwrap();
     // Software-enabled.
     lapic.regs[0xf1] = 1;

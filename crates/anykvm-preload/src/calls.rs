@@ -146,7 +146,7 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             },
             libc::SYS_write if is_injected(a as c_int, b, c) => Some(descriptors::EVENT as c_int),
             libc::SYS_seccomp => {
-                actions::filtered();
+                actions::filtered(b & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0);
                 None
             }
             libc::SYS_prctl => {
@@ -287,7 +287,7 @@ pub(crate) fn is_injected(fd: c_int, buffer: usize, count: usize) -> bool {
 /// A filter of system calls changes what our own code may do.
 fn about_to_control(option: c_int) {
     if option == libc::PR_SET_SECCOMP {
-        actions::filtered();
+        actions::filtered(false);
     }
 }
 

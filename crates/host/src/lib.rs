@@ -8,6 +8,7 @@ pub mod allocator;
 pub mod brief_lock;
 pub mod clock;
 pub mod code_buffer;
+pub mod code_views;
 pub mod confine;
 pub mod cpu;
 pub mod event_fd;
@@ -24,7 +25,8 @@ pub mod signal;
 pub mod thread;
 
 pub use brief_lock::BriefLock;
-pub use code_buffer::{CodeBuffer, WritableView};
+pub use code_buffer::CodeBuffer;
+pub use code_views::{CodeViews, Keeper};
 pub use event_fd::EventFd;
 pub use lazy_array::LazyArray;
 pub use mapping::Mapping;
@@ -32,3 +34,5 @@ pub use memfd::{Memfd, SharedMapping};
 
 /// Bytes in a host page.
 pub const PAGE_SIZE: usize = 4096;
+/// Bytes that one entry of the level above host pages covers.
+pub const HUGE_PAGE: usize = 2 << 20;

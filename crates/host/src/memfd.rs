@@ -5,9 +5,13 @@ use std::{
     ffi::CStr,
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
-    ptr,
     ptr::NonNull,
 };
+
+use crate::{HUGE_PAGE, Mapping, PAGE_SIZE};
+
+/// Of Linux 6.1; the C library's headers may be older.
+pub const MADV_COLLAPSE: libc::c_int = 25;
 
 /// An anonymous file in memory.
 #[derive(Debug)]
@@ -76,9 +80,11 @@ impl AsFd for Memfd {
     }
 }
 
-/// A shared mapping of a [`Memfd`], unmapped on drop.
+/// A shared mapping of a [`Memfd`], unmapped on drop. A large one begins where a huge page can.
 #[derive(Debug)]
 pub struct SharedMapping {
+    /// What the file is mapped into; it has the pointer.
+    _space: Mapping,
     base: NonNull<u8>,
     len: usize,
 }
@@ -90,13 +96,26 @@ unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
     fn new(file: &Memfd, prot: libc::c_int) -> io::Result<Self> {
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        let no_memory = || io::Error::from_raw_os_error(libc::ENOMEM);
+        if file.is_empty() {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        let align = if file.len < HUGE_PAGE {
+            PAGE_SIZE
+        } else {
+            HUGE_PAGE
+        };
+        let slack = align - PAGE_SIZE;
+        let space = Mapping::reserve(file.len.checked_add(slack).ok_or_else(no_memory)?)?;
+        let base = space.as_ptr();
+        let base = base.wrapping_add(base.align_offset(align));
+        // SAFETY: the range is in address space that was taken for it just now.
         let base = unsafe {
             libc::mmap(
-                ptr::null_mut(),
+                base.cast(),
                 file.len,
                 prot,
-                libc::MAP_SHARED,
+                libc::MAP_SHARED | libc::MAP_FIXED,
                 file.fd.as_raw_fd(),
                 0,
             )
@@ -104,13 +123,11 @@ impl SharedMapping {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        match NonNull::new(base.cast()) {
-            Some(base) => Ok(Self {
-                base,
-                len: file.len,
-            }),
-            None => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
-        }
+        Ok(Self {
+            _space: space,
+            base: NonNull::new(base.cast()).ok_or_else(no_memory)?,
+            len: file.len,
+        })
     }
 
     /// First byte. Others may have the same memory mapped: access it with atomics or volatile.
@@ -130,16 +147,31 @@ impl SharedMapping {
         unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_DONTNEED) };
     }
 
+    /// Puts a huge page under [`HUGE_PAGE`] bytes that are one's place, with their contents. May be called while
+    /// other threads use them.
+    ///
+    /// # Errors
+    /// Those of `madvise`; `EINVAL` where the kernel cannot, or for bytes that are not all in the mapping.
+    pub fn collapse(&self, huge_page: usize) -> io::Result<()> {
+        let begin = huge_page.saturating_mul(HUGE_PAGE);
+        if begin >= self.len || self.len - begin < HUGE_PAGE {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        // SAFETY: the range is in this mapping, and its contents stay.
+        let r = unsafe {
+            let begin = self.base.as_ptr().add(begin);
+            libc::madvise(begin.cast(), HUGE_PAGE, MADV_COLLAPSE)
+        };
+        if r == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    }
+
     /// Never true: `mmap` refuses empty mappings.
     pub fn is_empty(&self) -> bool {
         self.len == 0
-    }
-}
-
-impl Drop for SharedMapping {
-    fn drop(&mut self) {
-        // SAFETY: the range is this mapping's own.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }
 

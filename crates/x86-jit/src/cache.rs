@@ -39,13 +39,21 @@ pub(crate) struct Target {
 const _: () = assert!(size_of::<Target>() == 32);
 
 /// An entry for a place at which its tag is not looked for. No key is zero.
-fn empty(at: usize) -> Target {
+const fn empty(at: usize) -> Target {
     Target {
-        tag: u64::from(at == 0),
+        tag: (at == 0) as u64,
         key: 0,
         code: 0,
         page: 0,
     }
+}
+
+/// A table that takes memory only for what is entered.
+fn no_targets() -> Box<[Target]> {
+    // SAFETY: four integers, for which zero is a value.
+    let mut all = unsafe { Box::<[Target]>::new_zeroed_slice(TARGETS_LEN).assume_init() };
+    all[0] = empty(0);
+    all
 }
 
 /// Index of a target. Functions are aligned: their low bits alone are no hash.
@@ -141,7 +149,7 @@ impl Blocks {
 }
 
 /// Pages of [`Cache::is_new`].
-const FILLED: usize = 256;
+const FILLED: usize = 4096;
 
 /// Blocks of a page in one mode.
 #[derive(Clone, Copy, Debug)]
@@ -179,7 +187,7 @@ impl Cache {
         Self {
             blocks: Blocks::default(),
             second: HashMap::default(),
-            targets: (0..TARGETS_LEN).map(empty).collect(),
+            targets: no_targets(),
             remembered: HashMap::default(),
             filled: [(0, 0); FILLED],
         }
@@ -188,7 +196,8 @@ impl Cache {
         self.blocks.clear();
         self.second.clear();
         let all = self.targets.iter_mut().enumerate();
-        all.for_each(|(at, t)| *t = empty(at));
+        let used = all.filter(|(_, t)| t.key != 0);
+        used.for_each(|(at, t)| *t = empty(at));
         self.remembered.clear();
         self.filled.fill((0, 0));
     }

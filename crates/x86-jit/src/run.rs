@@ -2,7 +2,7 @@
 
 use core::arch::asm;
 
-use host::{CodeBuffer, WritableView};
+use host::{CodeBuffer, CodeViews};
 use x86_cpu::{CodeSize, CpuState, Exception, Shadow};
 use x86_defs::{
     control::{cr0, cr4},
@@ -173,9 +173,9 @@ impl<B: JitBus> Jit<B> {
             .collect()
     }
 
-    /// The view through which code is written.
-    pub fn writable_view(&self) -> &std::sync::Arc<WritableView> {
-        self.buffer.writable_view()
+    /// For a [`host::Keeper`].
+    pub fn code_views(&self) -> &std::sync::Arc<CodeViews> {
+        self.buffer.views()
     }
 
     /// Counters.
@@ -492,6 +492,9 @@ impl<B: JitBus> Jit<B> {
             }
         }
         self.room.take(hot.len(), cold.len());
+        let (hot, cold) = self.room.next();
+        self.buffer.views().grows(hot);
+        self.buffer.views().grows(cold);
         if let Some(old) = self.cache.blocks.insert(key, block) {
             self.forget(old.entries.outer as usize);
         }

@@ -17,6 +17,7 @@ const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
 const NUMBER: u32 = 0;
 const ARCHITECTURE: u32 = 4;
 const FIRST_ARGUMENT: u32 = 16;
+const THIRD_ARGUMENT: u32 = 32;
 
 /// Calls of ours, whatever their arguments.
 const ALWAYS: [c_long; 6] = [
@@ -55,15 +56,26 @@ fn preface(process: u32) -> Vec<sock_filter> {
     for number in ALWAYS {
         lines.extend([unless_equal(number as u32, 1), allow()]);
     }
-    let first_is = [
-        (libc::SYS_tgkill, process),
-        (libc::SYS_rt_tgsigqueueinfo, process),
-        (libc::SYS_prctl, super::PR_SET_SYSCALL_USER_DISPATCH as u32),
+    let dispatch = super::PR_SET_SYSCALL_USER_DISPATCH as u32;
+    let argument_is = [
+        (libc::SYS_tgkill, FIRST_ARGUMENT, process),
+        (libc::SYS_rt_tgsigqueueinfo, FIRST_ARGUMENT, process),
+        (libc::SYS_prctl, FIRST_ARGUMENT, dispatch),
+        (
+            libc::SYS_madvise,
+            THIRD_ARGUMENT,
+            libc::MADV_DONTNEED as u32,
+        ),
+        (
+            libc::SYS_madvise,
+            THIRD_ARGUMENT,
+            host::memfd::MADV_COLLAPSE as u32,
+        ),
     ];
-    for (number, value) in first_is {
+    for (number, argument, value) in argument_is {
         lines.extend([
             unless_equal(number as u32, 4),
-            load(FIRST_ARGUMENT),
+            load(argument),
             unless_equal(value, 1),
             allow(),
             load(NUMBER),

@@ -124,7 +124,7 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     }
 
     // The senders live in the threads above; our own keeps the channel open.
-    let ending = running.wait(&ended);
+    let ending = ended.recv().unwrap_or(Ending::Quit);
     let stats = running.stop();
     output.drain(DRAIN_LIMIT);
     errors.drain(DRAIN_LIMIT);

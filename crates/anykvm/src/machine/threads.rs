@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,8 +21,6 @@ const STOP_LIMIT: Duration = Duration::from_secs(2);
 /// Statistics by name.
 pub(super) type Stats = Vec<(&'static str, u64)>;
 
-/// How often memory is given back.
-const TRIM_EVERY: Duration = Duration::from_secs(1);
 /// Address space for all that this process allocates while vCPUs are confined.
 const HEAP: usize = 4 << 30;
 
@@ -95,19 +93,6 @@ impl Vcpus {
             .map_err(BootError::host("cannot start a vCPU's thread"))?;
         self.threads.push((stopper, stats));
         Ok(())
-    }
-
-    /// The first ending; meanwhile the vCPUs give back what they do not need.
-    pub(super) fn wait(&self, ended: &Receiver<Ending>) -> Ending {
-        loop {
-            match ended.recv_timeout(TRIM_EVERY) {
-                Ok(ending) => return ending,
-                Err(RecvTimeoutError::Timeout) => {
-                    self.threads.iter().for_each(|(vcpu, _)| vcpu.trim());
-                }
-                Err(RecvTimeoutError::Disconnected) => return Ending::Quit,
-            }
-        }
     }
 
     /// Has all vCPUs leave the guest, and waits for it, but not for ever: a thread may be held up

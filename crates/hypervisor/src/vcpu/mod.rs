@@ -26,7 +26,6 @@ pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use guest_memory::DirtyRing;
-use host::WritableView;
 use kvm_bindings::*;
 use mmu::Mmu;
 use x86_cpu::{CpuState, Flush, GuestBus, PendingInterrupt, Privilege};
@@ -91,8 +90,6 @@ struct Inner {
 #[derive(Debug)]
 pub struct Vcpu {
     inner: Mutex<Inner>,
-    /// The translator's.
-    code_view: Option<Arc<WritableView>>,
     shared: Arc<VcpuShared>,
 }
 
@@ -100,6 +97,11 @@ impl Vcpu {
     pub(crate) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
         let mut cpu = Box::<CpuState>::default();
         cpu.features = cpuid::features(&[]);
+        let jit = translator();
+        if let Some(jit) = &jit {
+            // Without it code is in small pages.
+            let _ = vm.code_keeper.add(jit.code_views());
+        }
         let mut bus = Bus::new(vm, Arc::clone(&shared), mmu);
         // A fresh vCPU has paging off: nothing can fault.
         let _ = bus.load_root(&mut cpu);
@@ -115,7 +117,7 @@ impl Vcpu {
         let inner = Inner {
             cpu,
             interp: Interp::new(),
-            jit: translator(),
+            jit,
             bus,
             mp_state,
             signals_checked_ns: 0,
@@ -131,7 +133,6 @@ impl Vcpu {
             io: None,
         };
         Self {
-            code_view: inner.jit.as_ref().map(|j| Arc::clone(j.writable_view())),
             inner: Mutex::new(inner),
             shared,
         }
@@ -185,12 +186,6 @@ impl Vcpu {
                 page.store_status(&status);
                 Err(error)
             }
-        }
-    }
-    /// Gives memory back that is not needed while little code is translated: see [`WritableView::trim`].
-    pub fn trim(&self) {
-        if let Some(view) = &self.code_view {
-            view.trim();
         }
     }
     /// Makes KVM_RUN return EINTR soon: the current one if the vCPU is running or

@@ -21,6 +21,7 @@ use std::sync::{
 };
 
 use guest_memory::{GuestMemory, MemslotError, SlotConfig};
+use host::Keeper;
 use io_bus::{Published, Reader};
 use kvm_bindings::*;
 
@@ -58,6 +59,8 @@ pub(crate) struct VmState {
     /// There is, or was, a doorbell or a coalesced zone.
     pub(crate) has_io: AtomicBool,
     pub(crate) ring: Ring,
+    /// Looks after the pages of the vCPUs' translated code.
+    pub(crate) code_keeper: Arc<Keeper>,
 }
 
 /// Where a GSI goes.
@@ -124,6 +127,7 @@ impl Vm {
             io: Arc::new(Published::new(IoTable::default())),
             has_io: AtomicBool::new(false),
             ring: Ring::default(),
+            code_keeper: Arc::default(),
         };
         Ok(Arc::new(Self {
             state: Arc::new(state),

@@ -189,7 +189,7 @@ struct Unsupported;
 type Emit = Result<(), Unsupported>;
 
 /// Entries of the target table.
-pub(crate) const TARGETS_LEN: usize = 1 << 14;
+pub(crate) const TARGETS_LEN: usize = 1 << 16;
 
 impl Translator {
     pub(crate) fn new(thunks: Thunks) -> Self {

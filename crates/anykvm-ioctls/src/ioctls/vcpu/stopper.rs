@@ -27,12 +27,6 @@ impl VcpuStopper {
     pub fn kick(&self) {
         self.0.hypervisor().kick();
     }
-
-    /// Has the vCPU show less memory: a view of translated code that is only needed to write more of it
-    /// is let go of, if little has been written since the last call. To be called once a second or so.
-    pub fn trim(&self) {
-        self.0.hypervisor().trim();
-    }
 }
 
 impl VcpuFd {

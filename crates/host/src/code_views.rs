@@ -1,0 +1,308 @@
+//! [`CodeViews`]: the two views of a [`crate::CodeBuffer`], and the [`Keeper`] who looks after their pages.
+//!
+//! Code of many guest programs is larger than what the processor's TLB for instructions covers with
+//! small pages: huge ones are a tenth of gcc's time. Files in memory get them only if somebody asks for each,
+//! which takes a system call, as does letting go of what is not needed. Threads that execute the code may make
+//! none, so that they only tell the keeper's.
+
+use std::{
+    io,
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use crate::{
+    HUGE_PAGE, PAGE_SIZE,
+    futex::{self, Wait},
+    memfd::{Memfd, SharedMapping},
+};
+
+/// Writes since the last look that are too many to let the view go: each page that is touched again
+/// costs a fault.
+const BUSY: u64 = 1000;
+/// How often the keeper looks at code that changes.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Huge pages that can be asked for.
+const MOST: usize = 64;
+
+/// The views of a code buffer: one to write by, one to execute.
+#[derive(Debug)]
+pub struct CodeViews {
+    /// Its pages count as memory of the process a second time.
+    rw: SharedMapping,
+    rx: SharedMapping,
+    /// Writes ever made; at the keeper's last look; when the pages were let go of.
+    writes: AtomicU64,
+    seen: AtomicU64,
+    gone: AtomicU64,
+    /// Huge pages that code has come to, and those that were asked for.
+    begun: AtomicU64,
+    asked: AtomicU64,
+    keeper: OnceLock<Arc<Bell>>,
+}
+
+impl CodeViews {
+    pub(crate) fn new(file: &Memfd) -> io::Result<Self> {
+        Ok(Self {
+            rw: file.map()?,
+            rx: file.map_executable()?,
+            writes: AtomicU64::new(0),
+            seen: AtomicU64::new(0),
+            gone: AtomicU64::new(0),
+            begun: AtomicU64::new(0),
+            asked: AtomicU64::new(0),
+            keeper: OnceLock::new(),
+        })
+    }
+
+    pub(crate) fn rw(&self) -> &SharedMapping {
+        &self.rw
+    }
+
+    pub(crate) fn rx(&self) -> &SharedMapping {
+        &self.rx
+    }
+
+    /// One thread writes.
+    pub(crate) fn note_write(&self) {
+        let writes = self.writes.load(Ordering::Relaxed).wrapping_add(1);
+        self.writes.store(writes, Ordering::Relaxed);
+        // The first since nothing was there: with a huge page it shows two megabytes again.
+        if writes.wrapping_sub(self.gone.load(Ordering::Relaxed)) == 1 {
+            self.tell();
+        }
+    }
+
+    /// There is code up to `offset`, where more will come. Its only system call is futex(2).
+    pub fn grows(&self, offset: usize) {
+        // The kernel makes none where there is nothing yet.
+        let number = offset.saturating_sub(PAGE_SIZE) / HUGE_PAGE;
+        let known = self.begun.load(Ordering::Relaxed);
+        if number < MOST && known & 1 << number == 0 {
+            // One thread writes; the keeper only reads.
+            self.begun.store(known | 1 << number, Ordering::Relaxed);
+            self.tell();
+        }
+    }
+
+    fn tell(&self) {
+        if let Some(keeper) = self.keeper.get() {
+            keeper.ring();
+        }
+    }
+
+    /// Asks for the huge pages that code has come to.
+    fn ask(&self) {
+        let begun = self.begun.load(Ordering::Relaxed);
+        let mut new = begun & !self.asked.swap(begun, Ordering::Relaxed);
+        while new != 0 {
+            let number = new.trailing_zeros() as usize;
+            new &= new - 1;
+            // Mapped where it is executed; who writes finds it. Small pages do where there are no others.
+            let _ = while_allowed(|| self.rx.collapse(number));
+        }
+    }
+
+    /// Lets go of the pages to write by if little was written since the last call; the code stays.
+    /// True if there is nothing to let go of any more.
+    fn trim(&self) -> bool {
+        let writes = self.writes.load(Ordering::Relaxed);
+        let since = writes.wrapping_sub(self.seen.swap(writes, Ordering::Relaxed));
+        if since < BUSY && self.gone.swap(writes, Ordering::Relaxed) != writes {
+            while_allowed(|| self.rw.let_go());
+        }
+        self.gone.load(Ordering::Relaxed) == writes
+    }
+}
+
+/// What the keeper's thread sleeps on.
+#[derive(Debug, Default)]
+struct Bell(AtomicU32);
+
+impl Bell {
+    fn ring(&self) {
+        self.0.fetch_add(1, Ordering::Release);
+        futex::wake(&self.0, 1);
+    }
+}
+
+/// Looks after the pages of code buffers, by a thread that ends with it.
+#[derive(Debug, Default)]
+pub struct Keeper {
+    bell: Arc<Bell>,
+    views: Mutex<Vec<Weak<CodeViews>>>,
+    has_thread: AtomicBool,
+}
+
+impl Keeper {
+    /// Looks after a buffer from now on.
+    ///
+    /// # Errors
+    /// The first time, those of `pthread_create`.
+    pub fn add(self: &Arc<Self>, views: &Arc<CodeViews>) -> io::Result<()> {
+        let mut all = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|views| views.strong_count() != 0);
+        all.push(Arc::downgrade(views));
+        drop(all);
+        if !self.has_thread.swap(true, Ordering::Relaxed) {
+            let keeper = Arc::downgrade(self);
+            let bell = Arc::clone(&self.bell);
+            let thread = std::thread::Builder::new().name("anykvm-pages".to_owned());
+            let started = thread.spawn(move || {
+                crate::signal::block_all();
+                keep(&keeper, &bell);
+            });
+            if let Err(error) = started {
+                self.has_thread.store(false, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+        IS_KEPT.store(true, Ordering::Relaxed);
+        let _ = views.keeper.set(Arc::clone(&self.bell));
+        Ok(())
+    }
+
+    fn all(&self) -> Vec<Arc<CodeViews>> {
+        let all = self.views.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.bell.ring();
+    }
+}
+
+fn keep(keeper: &Weak<Keeper>, bell: &Bell) {
+    let mut is_due = false;
+    loop {
+        let rung = bell.0.load(Ordering::Acquire);
+        let Some(all) = keeper.upgrade().map(|keeper| keeper.all()) else {
+            return;
+        };
+        all.iter().for_each(|views| views.ask());
+        let busy = all.iter().filter(|views| is_due && !views.trim()).count();
+        drop(all);
+        let pause = (!is_due || busy != 0).then_some(LOOK_EVERY);
+        is_due = futex::wait(&bell.0, rung, pause) == Wait::TimedOut;
+    }
+}
+
+/// Threads of ours that are in a system call for the views, and [`FORBIDDEN`].
+static CALLS: AtomicU32 = AtomicU32::new(0);
+const FORBIDDEN: u32 = 1 << 31;
+static IS_KEPT: AtomicBool = AtomicBool::new(false);
+
+fn while_allowed<R>(call: impl FnOnce() -> R) -> Option<R> {
+    let is_allowed = CALLS.fetch_add(1, Ordering::AcqRel) & FORBIDDEN == 0;
+    let result = is_allowed.then(call);
+    CALLS.fetch_sub(1, Ordering::AcqRel);
+    result
+}
+
+/// There is, or was, a keeper's thread.
+pub fn is_kept() -> bool {
+    IS_KEPT.load(Ordering::Relaxed)
+}
+
+/// From now on keepers make no system calls but futex(2): a filter is about to hold for all threads.
+pub fn forbid_calls() {
+    CALLS.fetch_or(FORBIDDEN, Ordering::AcqRel);
+    // Each takes a millisecond at most. In a child of a fork, a thread that is not there may seem to make one.
+    for _ in 0..1_000 {
+        if CALLS.load(Ordering::Acquire) == FORBIDDEN {
+            return;
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::CodeBuffer;
+
+    const LEN: usize = 8 << 20;
+
+    /// KiB of a mapping by the name of smaps' line.
+    fn of_mapping(begin: usize, name: &str) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let begin = format!("{begin:x}-");
+        let lines = maps.lines().skip_while(|l| !l.starts_with(&begin));
+        let value = lines.skip(1).find_map(|l| l.strip_prefix(name)).unwrap();
+        value.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+
+    fn present(b: &CodeBuffer) -> usize {
+        of_mapping(b.rw() as usize, "Rss:")
+    }
+
+    #[test]
+    fn code_stays_when_the_view_goes() {
+        let mut b = CodeBuffer::new(LEN).unwrap();
+        assert!(b.write(0, &vec![0x90; LEN]));
+        assert!(b.write(LEN - 1, &[0xc3]));
+        assert_eq!(present(&b), LEN >> 10);
+        let views = Arc::clone(b.views());
+        assert!(views.trim());
+        assert_eq!(present(&b), 0);
+        // SAFETY: NOPs and a RET: an `extern "C" fn()`.
+        let f: extern "C" fn() = unsafe { core::mem::transmute(b.rx()) };
+        f();
+        assert_eq!(b.read(LEN - 2, 2), [0x90, 0xc3]);
+        let some = present(&b);
+        assert!(some > 0 && some < 1024);
+        for n in 0..2 * BUSY as usize {
+            assert!(b.write(n * 4096 % (LEN - 1), &[0x90]));
+        }
+        let many = present(&b);
+        assert!(!views.trim());
+        assert_eq!(present(&b), many, "busy");
+        assert!(views.trim());
+        assert_eq!(present(&b), 0, "at rest");
+        f();
+    }
+
+    #[test]
+    fn the_keeper_asks_for_huge_pages_while_code_runs_and_changes() {
+        let mut b = CodeBuffer::new(LEN).unwrap();
+        let keeper = Arc::<Keeper>::default();
+        keeper.add(b.views()).unwrap();
+        // MOV EAX, number; RET: an `extern "C" fn() -> u32`.
+        let mut check = |at: usize, number: u32| {
+            let [a, b1, c, d] = number.to_le_bytes();
+            assert!(b.write(at, &[0xb8, a, b1, c, d, 0xc3]));
+            b.views().grows(at + 4096);
+            // SAFETY: what was written above.
+            let f: extern "C" fn() -> u32 = unsafe { core::mem::transmute(b.rx().add(at)) };
+            assert_eq!(f(), number);
+        };
+        for round in 0..20 {
+            for at in (0..LEN).step_by(LEN / 1024) {
+                check(at, (at + round) as u32);
+            }
+        }
+        let is_new = b.views().rx().collapse(0).is_ok();
+        if is_new {
+            // All of it soon.
+            let mut waited = 0;
+            while of_mapping(b.rx() as usize, "ShmemPmdMapped:") != LEN >> 10 {
+                assert!(waited < 1000, "no huge pages");
+                std::thread::sleep(Duration::from_millis(10));
+                waited += 1;
+            }
+        }
+        let bell = Arc::downgrade(&keeper.bell);
+        drop((b, keeper));
+        // The thread had it as well.
+        let ends = (0..1000).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            bell.strong_count() == 0
+        });
+        assert!(ends);
+    }
+}
