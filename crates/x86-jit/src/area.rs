@@ -139,4 +139,17 @@ pub(crate) const fn host_reg(n: u8) -> Option<Reg> {
     }
 }
 
+/// Bit per guest register that lives in memory.
+pub(crate) const HOMED: u16 = {
+    let mut bits = 0;
+    let mut n = 0;
+    while n < 16 {
+        if host_reg(n).is_none() {
+            bits |= 1 << n;
+        }
+        n += 1;
+    }
+    bits
+};
+
 const _: () = assert!(offset_of!(CpuState, gpr) == 0);

@@ -68,123 +68,206 @@ pub(crate) mod cc {
     pub(crate) const P: u8 = 10;
 }
 
-/// An instruction under construction.
+/// An instruction under construction: bytes from the lowest on.
+///
+/// It grows in a register: what is written byte by byte and then read as a whole
+/// makes processors wait.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Out {
-    pub(crate) bytes: u128,
-    pub(crate) len: usize,
+    bytes: u64,
+    bits: u32,
 }
 
 impl Out {
-    #[inline]
-    pub(crate) fn push(&mut self, byte: u8) {
-        self.bytes |= u128::from(byte).wrapping_shl(8 * self.len as u32);
-        self.len += 1;
+    /// Bytes pushed, at most eight.
+    #[inline(always)]
+    pub(crate) fn len(self) -> usize {
+        (self.bits / 8) as usize
     }
-    #[inline]
-    pub(crate) fn push32(&mut self, v: i32) {
-        self.bytes |= u128::from(v as u32).wrapping_shl(8 * self.len as u32);
-        self.len += 4;
+    #[inline(always)]
+    pub(crate) fn bytes(self) -> u64 {
+        self.bytes
+    }
+    #[inline(always)]
+    pub(crate) fn push(&mut self, byte: u8) {
+        self.push_all(byte.into(), 1);
+    }
+    /// The low `len` bytes, from the lowest on; the others are zero.
+    #[inline(always)]
+    pub(crate) fn push_all(&mut self, bytes: u64, len: u32) {
+        self.bytes |= bytes.wrapping_shl(self.bits);
+        self.bits += 8 * len;
+    }
+    /// The byte, if `is` there.
+    #[inline(always)]
+    pub(crate) fn push_if(&mut self, is: bool, byte: u8) {
+        let is = u8::from(is);
+        self.push_all((byte * is).into(), is.into());
     }
 }
 
+/// Bytes of [`Asm`]: both parts of the largest block that is of use.
+const ROOM: usize = 2 * crate::room::MAX_BLOCK;
+/// Bytes that are written at once.
+pub(crate) const WINDOW: usize = 32;
+
 /// Machine code under construction; addresses are offsets in the code buffer.
-#[derive(Debug, Default)]
+///
+/// Bytes are written in words of a fixed size, and the length then says how many of
+/// them count: there is room behind what counts, whatever the length is.
 pub(crate) struct Asm {
-    pub(crate) buf: Vec<u8>,
+    /// Its position is modulo [`ROOM`]: what is longer is of no use, and nobody's danger.
+    buf: Box<[u8; ROOM + WINDOW]>,
+    len: usize,
     /// Offset of `buf`'s first byte.
-    pub(crate) base: usize,
+    base: usize,
     /// How many bytes are there, and where the others are.
     apart: Option<(usize, usize)>,
 }
 
+impl Default for Asm {
+    fn default() -> Self {
+        Self {
+            buf: Box::new([0; ROOM + WINDOW]),
+            len: 0,
+            base: 0,
+            apart: None,
+        }
+    }
+}
+
+impl core::fmt::Debug for Asm {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Asm")
+            .field("len", &self.len)
+            .field("base", &self.base)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Asm {
     pub(crate) fn start(&mut self, base: usize) {
-        self.buf.clear();
+        self.len = 0;
         self.base = base;
         self.apart = None;
     }
     /// What follows goes to `base`, behind everything before.
     pub(crate) fn go_on_at(&mut self, base: usize) {
-        self.apart = Some((self.buf.len(), base));
+        self.apart = Some((self.len, base));
     }
-    /// The code before and after [`Self::go_on_at`].
-    pub(crate) fn parts(&self) -> (&[u8], &[u8]) {
-        let at = self.apart.map_or(self.buf.len(), |(at, _)| at);
-        self.buf.split_at(at)
+    /// The code before and after [`Self::go_on_at`]. `None` if it is too long.
+    pub(crate) fn parts(&self) -> Option<(&[u8], &[u8])> {
+        let all = self.buf.get(..self.len).filter(|b| b.len() <= ROOM)?;
+        Some(all.split_at(self.apart.map_or(self.len, |(at, _)| at)))
+    }
+    /// Bytes so far.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+    /// Only so many of the bytes count, and none before [`Self::go_on_at`] is dropped.
+    pub(crate) fn truncate(&mut self, len: usize) {
+        self.len = len;
     }
     /// Offset of the next byte.
+    #[inline]
     pub(crate) fn here(&self) -> usize {
         match self.apart {
-            Some((at, base)) => base + (self.buf.len() - at),
-            None => self.base + self.buf.len(),
+            Some((at, base)) => base + (self.len - at),
+            None => self.base + self.len,
         }
     }
-    pub(crate) fn bytes(&mut self, b: &[u8]) {
-        self.buf.extend_from_slice(b);
+    /// Where the next bytes go.
+    #[inline(always)]
+    pub(crate) fn window(&mut self) -> &mut [u8; WINDOW] {
+        let at = self.len % ROOM;
+        let Some(window) = self.buf[at..].first_chunk_mut() else {
+            unreachable!("as long as a window");
+        };
+        window
     }
+    /// The first `len` bytes of the window count.
+    #[inline(always)]
+    pub(crate) fn advance(&mut self, len: usize) {
+        self.len += len;
+    }
+    #[inline(always)]
+    pub(crate) fn bytes<const N: usize>(&mut self, b: &[u8; N]) {
+        const { assert!(N <= WINDOW) };
+        self.window()[..N].copy_from_slice(b);
+        self.advance(N);
+    }
+    /// As [`Self::bytes`] for an instruction of whatever length.
+    pub(crate) fn slice(&mut self, b: &[u8]) {
+        if let Some(to) = self.window().get_mut(..b.len()) {
+            to.copy_from_slice(b);
+            self.advance(b.len());
+        }
+    }
+    #[inline(always)]
+    fn byte(&mut self, b: u8) {
+        self.bytes(&[b]);
+    }
+    #[inline(always)]
     fn imm32(&mut self, v: i32) {
         self.bytes(&v.to_le_bytes());
     }
-    /// The low `len` bytes: one copy of a known size, and a shorter length.
-    #[inline]
-    pub(crate) fn put(&mut self, bytes: u128, len: usize) {
-        let end = self.buf.len() + len;
-        self.buf.extend_from_slice(&bytes.to_le_bytes());
-        self.buf.truncate(end);
-    }
 
     /// `op reg, mem`; `wide` sets REX.W.
-    pub(crate) fn rm(&mut self, wide: bool, op: &[u8], reg: Reg, m: Mem) {
+    #[inline(always)]
+    pub(crate) fn rm<const N: usize>(&mut self, wide: bool, op: &[u8; N], reg: Reg, m: Mem) {
+        self.memory_form(wide, opcode(op), N as u32, reg, m);
+    }
+    fn memory_form(&mut self, wide: bool, op: u64, len: u32, reg: Reg, m: Mem) {
         let mut out = Out::default();
-        if m.gs {
-            out.push(0x65);
-        }
+        out.push_if(m.gs, 0x65);
         let b = m.base.unwrap_or(0);
         let x = m.index.map_or(0, |(i, _)| i);
         let rex = u8::from(wide) << 3 | (reg >> 3) << 2 | (x >> 3) << 1 | b >> 3;
-        if rex != 0 {
-            out.push(0x40 | rex);
-        }
-        op.iter().for_each(|b| out.push(*b));
+        out.push_if(rex != 0, 0x40 | rex);
+        out.push_all(op, len);
         let reg = (reg & 7) << 3;
-        match (m.base, m.index) {
-            (None, _) => {
-                let (i, s) = m.index.map_or((4, 0), |(i, s)| (i & 7, s));
+        // Bytes of displacement.
+        let mut disp = 4;
+        let sib = |base: u8| {
+            let (i, s) = m.index.map_or((4, 0), |(i, s)| (i & 7, s));
+            s << 6 | i << 3 | base
+        };
+        match m.base {
+            None => {
                 out.push(reg | 4);
-                out.push(s << 6 | i << 3 | 5);
-                out.push32(m.disp);
+                out.push(sib(5));
             }
-            (Some(b), index) => {
-                let mode = match m.disp {
-                    0 if b & 7 != 5 => 0x00,
-                    -128..=127 => 0x40,
-                    _ => 0x80,
+            Some(b) => {
+                let mode;
+                (mode, disp) = match m.disp {
+                    0 if b & 7 != 5 => (0x00, 0),
+                    -128..=127 => (0x40, 1),
+                    _ => (0x80, 4),
                 };
-                if index.is_some() || b & 7 == 4 {
-                    let (i, s) = index.map_or((4, 0), |(i, s)| (i & 7, s));
+                if m.index.is_some() || b & 7 == 4 {
                     out.push(mode | reg | 4);
-                    out.push(s << 6 | i << 3 | b & 7);
+                    out.push(sib(b & 7));
                 } else {
                     out.push(mode | reg | b & 7);
                 }
-                match mode {
-                    0x40 => out.push(m.disp as u8),
-                    0x80 => out.push32(m.disp),
-                    _ => {}
-                }
             }
         }
-        self.put(out.bytes, out.len);
+        let at = out.len() % 16;
+        let window = self.window();
+        window[..8].copy_from_slice(&out.bytes().to_le_bytes());
+        window[at..at + 4].copy_from_slice(&m.disp.to_le_bytes());
+        self.advance(at + disp);
     }
     /// `op reg, reg`.
-    pub(crate) fn rr(&mut self, wide: bool, op: &[u8], reg: Reg, rm: Reg) {
+    #[inline(always)]
+    pub(crate) fn rr<const N: usize>(&mut self, wide: bool, op: &[u8; N], reg: Reg, rm: Reg) {
         let rex = u8::from(wide) << 3 | (reg >> 3) << 2 | rm >> 3;
-        if rex != 0 {
-            self.buf.push(0x40 | rex);
-        }
-        self.bytes(op);
-        self.buf.push(0xc0 | (reg & 7) << 3 | rm & 7);
+        let mut out = Out::default();
+        out.push_if(rex != 0, 0x40 | rex);
+        out.push_all(opcode(op), N as u32);
+        out.push(0xc0 | (reg & 7) << 3 | rm & 7);
+        self.window()[..8].copy_from_slice(&out.bytes().to_le_bytes());
+        self.advance(out.len());
     }
     /// `mov reg, [mem]`, 64 bits.
     pub(crate) fn load(&mut self, reg: Reg, m: Mem) {
@@ -210,7 +293,7 @@ impl Asm {
     /// `mov byte [mem], imm8`.
     pub(crate) fn store8(&mut self, m: Mem, v: u8) {
         self.rm(false, &[0xc6], 0, m);
-        self.buf.push(v);
+        self.byte(v);
     }
     /// `mov to, from`.
     pub(crate) fn mov(&mut self, to: Reg, from: Reg) {
@@ -224,9 +307,9 @@ impl Asm {
     pub(crate) fn mov_imm(&mut self, reg: Reg, v: u64) {
         if v <= 0xffff_ffff {
             if reg >= 8 {
-                self.buf.push(0x41);
+                self.byte(0x41);
             }
-            self.buf.push(0xb8 | reg & 7);
+            self.byte(0xb8 | reg & 7);
             self.imm32(v as i32);
         } else {
             self.bytes(&[0x48 | reg >> 3, 0xb8 | reg & 7]);
@@ -253,7 +336,7 @@ impl Asm {
         let n = op as u8 >> 3;
         if (-128..=127).contains(&v) {
             self.rr(wide, &[0x83], n, reg);
-            self.buf.push(v as u8);
+            self.byte(v as u8);
         } else {
             self.rr(wide, &[0x81], n, reg);
             self.imm32(v);
@@ -262,12 +345,12 @@ impl Asm {
     /// `op qword/dword [mem], imm8`.
     pub(crate) fn alu_mem_imm8(&mut self, wide: bool, op: Alu, m: Mem, v: i8) {
         self.rm(wide, &[0x83], op as u8 >> 3, m);
-        self.buf.push(v as u8);
+        self.byte(v as u8);
     }
     /// `shr`/`shl`/`sar reg, n` (`n` of the C1 group).
     pub(crate) fn shift(&mut self, wide: bool, group: u8, reg: Reg, n: u8) {
         self.rr(wide, &[0xc1], group, reg);
-        self.buf.push(n);
+        self.byte(n);
     }
     /// `rorx to, from, n`, 64 bits: flags stay.
     pub(crate) fn rorx(&mut self, to: Reg, from: Reg, n: u8) {
@@ -283,7 +366,7 @@ impl Asm {
     }
     /// `jmp` to be filled in.
     pub(crate) fn jmp(&mut self) -> usize {
-        self.buf.push(0xe9);
+        self.byte(0xe9);
         self.imm32(0);
         self.here() - 4
     }
@@ -297,7 +380,7 @@ impl Asm {
     }
     /// `call` to be filled in.
     pub(crate) fn call(&mut self) -> usize {
-        self.buf.push(0xe8);
+        self.byte(0xe8);
         self.imm32(0);
         self.here() - 4
     }
@@ -308,6 +391,7 @@ impl Asm {
             Some((at, base)) if site >= base => at + (site - base),
             _ => site - self.base,
         };
+        let i = i % ROOM;
         self.buf[i..i + 4].copy_from_slice(&rel.to_le_bytes());
     }
     /// `jmp [mem]`.
@@ -319,6 +403,14 @@ impl Asm {
         self.rm(false, &[0xff], 2, m);
     }
     pub(crate) fn ret(&mut self) {
-        self.buf.push(0xc3);
+        self.byte(0xc3);
     }
+}
+
+/// An opcode's bytes, as [`Out::push_all`] wants them.
+#[inline(always)]
+fn opcode<const N: usize>(op: &[u8; N]) -> u64 {
+    let mut bytes = [0; 8];
+    bytes[..N].copy_from_slice(op);
+    u64::from_le_bytes(bytes)
 }

@@ -7,9 +7,9 @@ use x86_interp::gating;
 pub(crate) use x86_native::DECODED_ARITH as ALL;
 
 use crate::{
-    groups::Member,
-    kind::{self, Forms, Kind},
-    translate::{branch::target, narrow, string},
+    decoded::{Decoded, RAW},
+    kind::{self, Form, Forms, Kind},
+    translate::{branch::target, narrow},
 };
 
 /// Mode bits: what a block was translated for, besides its bytes.
@@ -45,21 +45,8 @@ const MAX_UNROLLED: usize = 40;
 const MAX_TURNS: usize = 4;
 /// Bytes of an instruction at most.
 const MAX_LEN: usize = 15;
-
-/// An instruction of a block.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Decoded {
-    pub(crate) i: Instruction,
-    /// The guest's bytes, as many as `i` is long.
-    pub(crate) raw: [u8; MAX_LEN],
-    pub(crate) kind: Kind,
-    /// Offset in the page; so are branch targets and RIP-relative addresses.
-    pub(crate) offset: u32,
-    /// Flags that something may read before they are written, this instruction included.
-    pub(crate) live_in: u32,
-    /// Its access shares a probe with others.
-    pub(crate) member: Option<Member>,
-}
+/// Bytes that are fetched at once.
+const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if nothing can be fetched. An instruction that straddles two pages is
@@ -83,170 +70,153 @@ pub(crate) fn decode<B: GuestBus>(
     let mut followed = 0;
     let mut branches = 0;
     let page = gva & !0xfff;
-    let mut bytes = [0; 64];
-    let (mut start, mut have) = (0, 0);
+    // What is decoded is copied with what follows it.
+    let mut bytes = [0; FETCHED + RAW];
     let mut i = Instruction::default();
     let mut straddles = false;
-    while out.len() < MAX_INSNS && offset < 0x1000 && !straddles {
+    'fetch: loop {
         // The bytes are tracked as code, so no more than may be needed.
-        let used = offset.wrapping_sub(start) as usize;
-        if used + MAX_LEN > have || have == 0 {
-            start = offset;
-            let room = (0x1000 - offset as usize).min(bytes.len());
-            have = match bus.code_bytes(cpu, page + u64::from(offset), &mut bytes[..room]) {
-                Ok(n) => n,
-                Err(_) => return false,
+        let start = offset;
+        let room = (0x1000 - offset as usize).min(FETCHED);
+        let have = match bus.code_bytes(cpu, page + u64::from(offset), &mut bytes[..room]) {
+            Ok(n) => n.min(room),
+            Err(_) => return false,
+        };
+        let mut decoder = Decoder::with_ip(bits, &bytes[..have], offset.into(), options);
+        loop {
+            decoder.decode_out(&mut i);
+            let mut error = decoder.last_error();
+            let from = offset.wrapping_sub(start) as usize;
+            let mut raw = raw_at(&bytes, from);
+            if error == DecoderError::NoMoreBytes {
+                if from != 0 && start as usize + have < 0x1000 {
+                    continue 'fetch;
+                }
+                if !out.is_empty() {
+                    break 'fetch;
+                }
+                // A page that cannot be fetched is the interpreter's business.
+                let more = &mut raw[have - from..MAX_LEN];
+                if (long || page != 0xffff_f000)
+                    && let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), more)
+                {
+                    straddles = true;
+                    let end = (have - from + n).min(MAX_LEN);
+                    let mut decoder = Decoder::with_ip(bits, &raw[..end], offset.into(), options);
+                    decoder.decode_out(&mut i);
+                    error = decoder.last_error();
+                }
+            }
+            if error != DecoderError::None {
+                out.push(Decoded::invalid(offset));
+                break 'fetch;
+            }
+            if !long {
+                narrow::lift(&mut i);
+            }
+            let form = forms.learn(&i);
+            let kind = kind_of(form, &i, mode);
+            let next = offset + i.len() as u32;
+            let mut d = Decoded::new(&i, raw, kind, offset, form, long);
+            let target = match kind {
+                Kind::Jcc | Kind::Jmp => target(&i) as u64,
+                _ => u64::MAX,
             };
-        }
-        let from = (offset - start) as usize;
-        let mut decoder = Decoder::with_ip(bits, &bytes[from..have], offset.into(), options);
-        decoder.decode_out(&mut i);
-        let mut error = decoder.last_error();
-        if error == DecoderError::NoMoreBytes && have - from < MAX_LEN {
-            if !out.is_empty() {
-                break;
+            if target == u64::from(first) && mode & mode::SPLIT == 0 && !straddles {
+                unroll(out, d, next);
+                break 'fetch;
             }
-            // A page that cannot be fetched is the interpreter's business.
-            let next = &mut bytes[have..from + MAX_LEN];
-            if (long || page != 0xffff_f000)
-                && let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), next)
-            {
-                straddles = true;
-                let end = (have + n).min(bytes.len());
-                let mut decoder = Decoder::with_ip(bits, &bytes[from..end], offset.into(), options);
-                decoder.decode_out(&mut i);
-                error = decoder.last_error();
+            if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
+                followed += 1;
+                d.follow();
+                out.push(d);
+                offset = target as u32;
+                if out.len() >= MAX_INSNS {
+                    break 'fetch;
+                }
+                // The bytes there are to be read.
+                continue 'fetch;
             }
-        }
-        if error != DecoderError::None {
-            out.push(Decoded {
-                i: Instruction::default(),
-                raw: [0; MAX_LEN],
-                kind: Kind::Interpret,
-                offset,
-                live_in: 0,
-                member: None,
-            });
-            break;
-        }
-        if !long {
-            narrow::lift(&mut i);
-        }
-        let form = forms.learn(&i);
-        let mut kind = if form.available {
-            kind::of(form.kind, &i, long)
-        } else {
-            Kind::Interpret
-        };
-        let needs = match kind {
-            Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl if form.vex => {
-                mode::FP | mode::AVX
-            }
-            Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => mode::FP,
-            Kind::Rdtsc => mode::TSC,
-            Kind::Pushf
-            | Kind::Popf
-            | Kind::Cli
-            | Kind::Sti
-            | Kind::Swapgs
-            | Kind::Sysret
-            | Kind::FromControl
-            | Kind::Ac => mode::KERNEL,
-            _ => 0,
-        };
-        let segment = match i.memory_segment() {
-            _ if long => 0,
-            Register::FS => mode::FS,
-            Register::GS => mode::GS,
-            _ => 0,
-        };
-        if (needs | segment) & !mode != 0 {
-            kind = Kind::Interpret;
-        }
-        // DF is clear, and no x87 exception can be pending.
-        if kind == Kind::Cld && mode & mode::KERNEL != 0
-            || i.mnemonic() == Mnemonic::Wait && mode & mode::FP != 0
-        {
-            kind = Kind::Nop;
-        }
-        if i.has_lock_prefix() && !is_lockable(&i) {
-            kind = Kind::Interpret;
-        }
-        let mut raw = [0; MAX_LEN];
-        for (to, b) in raw.iter_mut().zip(&bytes[from..]) {
-            *to = *b;
-        }
-        let mut d = Decoded {
-            i,
-            raw,
-            kind,
-            offset,
-            live_in: 0,
-            member: None,
-        };
-        let next = offset + i.len() as u32;
-        let target = match kind {
-            Kind::Jcc | Kind::Jmp => target(&i) as u64,
-            _ => u64::MAX,
-        };
-        if target == u64::from(first) && mode & mode::SPLIT == 0 && !straddles {
-            unroll(out, d, next);
-            break;
-        }
-        if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
-            followed += 1;
-            d.kind = Kind::Followed;
             out.push(d);
-            offset = target as u32;
-            // The bytes there are to be read.
-            have = 0;
-            continue;
-        }
-        out.push(d);
-        offset = next;
-        if kind == Kind::Jcc {
-            branches += 1;
-            // What comes next has its code, and this block is long enough for it to be no loss.
-            if branches == MAX_BRANCHES || out.len() >= ENOUGH && is_known(offset) {
-                break;
+            offset = next;
+            if kind == Kind::Jcc {
+                branches += 1;
+                // What comes next has its code, and this block is long enough for it to be no loss.
+                if branches == MAX_BRANCHES || out.len() >= ENOUGH && is_known(offset) {
+                    break 'fetch;
+                }
             }
-        }
-        if matches!(
-            kind,
-            Kind::Interpret
-                | Kind::Jmp
-                | Kind::JmpIndirect
-                | Kind::Call
-                | Kind::CallIndirect
-                | Kind::Ret
-                | Kind::Syscall
-                | Kind::Sysret
-        ) {
-            break;
+            if kind.ends_block() || out.len() >= MAX_INSNS || offset >= 0x1000 || straddles {
+                break 'fetch;
+            }
         }
     }
     // Nothing may be injected between STI and the next instruction, so both are in one block.
     if let Some(d) = out.last_mut()
         && d.kind == Kind::Sti
     {
-        d.kind = Kind::Interpret;
+        d.leave();
     }
     let mut live = ALL;
     for d in out.iter_mut().rev() {
-        live = match d.kind {
-            Kind::Interpret | Kind::Jcc | Kind::Syscall | Kind::Sysret => ALL,
-            Kind::Pushf => ALL,
-            Kind::Popf => 0,
-            Kind::Nop | Kind::Followed => live,
-            Kind::String if string::may_keep_flags(&d.i) => live,
-            _ => {
-                let (reads, sets) = forms.of(&d.i).flags(&d.i);
-                live & !sets | reads
-            }
-        };
+        live = live & !u32::from(d.sets) | u32::from(d.reads);
         d.live_in = live;
     }
     straddles
+}
+
+/// The guest's bytes from `at` on, and what follows the instruction there.
+fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
+    let raw = bytes.get(at..).and_then(<[u8]>::first_chunk);
+    raw.copied().unwrap_or_default()
+}
+
+/// What is done with an instruction in a mode.
+#[inline]
+fn kind_of(form: &Form, i: &Instruction, mode: u8) -> Kind {
+    if !form.available {
+        return Kind::Interpret;
+    }
+    let long = mode & mode::BITS32 == 0;
+    let mut kind = form.kind;
+    let mut needs = form.needs;
+    if form.checked || !long {
+        kind = kind::of(kind, i, long);
+        if !long {
+            needs |= match i.memory_segment() {
+                Register::FS => mode::FS,
+                Register::GS => mode::GS,
+                _ => 0,
+            };
+        }
+    }
+    // LOCK is allowed with a memory destination only (#UD otherwise).
+    if needs & !mode != 0 || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
+        return Kind::Interpret;
+    }
+    // DF is clear, and no x87 exception can be pending.
+    if kind == Kind::Cld && mode & mode::KERNEL != 0 || form.waits && mode & mode::FP != 0 {
+        return Kind::Nop;
+    }
+    kind
+}
+
+/// Mode bits without which the interpreter executes instructions of the kind.
+pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
+    match kind {
+        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl if vex => mode::FP | mode::AVX,
+        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => mode::FP,
+        Kind::Rdtsc => mode::TSC,
+        Kind::Pushf
+        | Kind::Popf
+        | Kind::Cli
+        | Kind::Sti
+        | Kind::Swapgs
+        | Kind::Sysret
+        | Kind::FromControl
+        | Kind::Ac => mode::KERNEL,
+        _ => 0,
+    }
 }
 
 /// A loop whose body is `out`, and whose end is the branch back `d`: repeats the
@@ -260,17 +230,12 @@ fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
             leave.i.negate_condition_code();
             narrow::set_target(&mut leave.i, next);
         } else {
-            leave.kind = Kind::Followed;
+            leave.follow();
         }
         out.push(leave);
         out.extend_from_within(..body);
     }
     out.push(d);
-}
-
-/// LOCK is allowed with a memory destination only (#UD otherwise).
-fn is_lockable(i: &Instruction) -> bool {
-    i.op0_kind() == OpKind::Memory
 }
 
 /// Flags that the instruction always sets. Undefined ones are among them where

@@ -8,12 +8,11 @@
 //! translation of its own in which every access probes for itself: so faults,
 //! and accessed and dirty flags, are those of single accesses.
 
-use iced_x86::{Instruction, Mnemonic, OpKind, Register};
+use iced_x86::{Instruction, OpKind, Register};
 
 use crate::{
-    area::host_reg,
-    block::Decoded,
-    kind::{Forms, Kind},
+    decoded::Decoded,
+    kind::{Effect, Forms, Kind},
 };
 
 /// Bytes of a group at most: a larger one straddles two pages more often.
@@ -112,8 +111,7 @@ impl Groups {
     /// Fills in [`Decoded::member`]; `long`: it is 64-bit code.
     pub(crate) fn form(&mut self, insns: &mut [Decoded], forms: &Forms, long: bool) {
         self.long = long;
-        let accesses = insns.iter().filter(|d| self.size_of_access(d, forms) != 0);
-        if accesses.take(2).count() < 2 {
+        if insns.iter().filter(|d| d.access != 0).take(2).count() < 2 {
             return;
         }
         self.values = [None; 16];
@@ -126,7 +124,7 @@ impl Groups {
             if is_barrier(d.kind) {
                 self.open.clear();
             }
-            let place = self.place(n, d, forms);
+            let place = self.place(n, d);
             self.places.push(place);
             match place {
                 Some((g, _)) => {
@@ -134,7 +132,7 @@ impl Groups {
                     group.kept |= group.first != n && in_register != Some(g);
                     in_register = Some(g);
                 }
-                None if takes_pointer_register(d) => in_register = None,
+                None if d.takes_pointer => in_register = None,
                 None => {}
             }
             self.track(d, forms);
@@ -164,14 +162,14 @@ impl Groups {
     }
 
     /// The group of an instruction's access.
-    fn place(&mut self, n: usize, d: &Decoded, forms: &Forms) -> Option<(usize, i64)> {
-        let size = i64::from(self.size_of_access(d, forms));
+    fn place(&mut self, n: usize, d: &Decoded) -> Option<(usize, i64)> {
+        let size = i64::from(d.access);
         if size == 0 {
             return None;
         }
         let (key, offset) = self.address(d)?;
         let end = offset.checked_add(size)?;
-        let write = writes(d, forms);
+        let write = writes(d);
         let found = self.open.iter().rev().take(MAX_OPEN).copied().find(|g| {
             let g = &self.groups[*g];
             g.key == key && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
@@ -295,7 +293,8 @@ impl Groups {
             _ => {}
         }
         let to = i.op0_register();
-        if i.op0_kind() == OpKind::Register && self.is_full(to) {
+        let effect = forms.of(i).effect;
+        if effect != Effect::Other && i.op0_kind() == OpKind::Register && self.is_full(to) {
             let immediate = |i: &Instruction| match i.op1_kind() {
                 OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(i.immediate(1) as i64),
                 OpKind::Immediate8to32 | OpKind::Immediate32 => {
@@ -303,19 +302,19 @@ impl Groups {
                 }
                 _ => None,
             };
-            match (i.mnemonic(), immediate(i)) {
-                (Mnemonic::Add, Some(v)) => return add(self, to, v),
-                (Mnemonic::Sub, Some(v)) => return add(self, to, v.wrapping_neg()),
-                (Mnemonic::Inc, _) => return add(self, to, 1),
-                (Mnemonic::Dec, _) => return add(self, to, -1),
-                (Mnemonic::Mov, _)
+            match (effect, immediate(i)) {
+                (Effect::Add, Some(v)) => return add(self, to, v),
+                (Effect::Sub, Some(v)) => return add(self, to, v.wrapping_neg()),
+                (Effect::Inc, _) => return add(self, to, 1),
+                (Effect::Dec, _) => return add(self, to, -1),
+                (Effect::Mov, _)
                     if i.op1_kind() == OpKind::Register && self.is_full(i.op1_register()) =>
                 {
                     let v = self.value(i.op1_register());
                     self.values[to.number() & 15] = Some(v);
                     return;
                 }
-                (Mnemonic::Lea, _)
+                (Effect::Lea, _)
                     if self.is_full(i.memory_base())
                         && i.memory_index() == Register::None
                         && let Some(by) = self.displacement(i) =>
@@ -324,23 +323,14 @@ impl Groups {
                     self.values[to.number() & 15] = Some(v);
                     return add(self, to, by);
                 }
-                (Mnemonic::Cmp | Mnemonic::Test, _) => return,
+                (Effect::Compare, _) => return,
                 _ => {}
             }
         }
-        let form = forms.of(i);
-        for n in 0..i.op_count() {
-            if form.writes & 1 << n != 0 {
-                let r = i.op_register(n);
-                if r.is_gpr() {
-                    self.values[r.full_register().number() & 15] = None;
-                }
-            }
-        }
-        let mut implied = form.implied;
-        while implied != 0 {
-            self.values[implied.trailing_zeros() as usize] = None;
-            implied &= implied - 1;
+        let mut written = d.writes;
+        while written != 0 {
+            self.values[written.trailing_zeros() as usize & 15] = None;
+            written &= written - 1;
         }
         if is_barrier(d.kind) {
             self.values = [None; 16];
@@ -370,32 +360,13 @@ impl Groups {
         }
         Some(i64::from(i.memory_displacement32() as i32))
     }
-
-    /// Bytes of the one access that can be a group's member, or 0.
-    fn size_of_access(&self, d: &Decoded, forms: &Forms) -> u32 {
-        match d.kind {
-            Kind::Push if d.i.op0_kind() == OpKind::Memory => 0,
-            Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => self.word() as u32,
-            // Locked and aligned ones have checks of their own.
-            Kind::Copy | Kind::CopyFp
-                if !crate::translate::is_locked(&d.i)
-                    && (0..d.i.op_count()).any(|n| d.i.op_kind(n) == OpKind::Memory) =>
-            {
-                match forms.of(&d.i).size {
-                    n @ 1..=32 => n.into(),
-                    _ => 0,
-                }
-            }
-            _ => 0,
-        }
-    }
 }
 
-fn writes(d: &Decoded, forms: &Forms) -> bool {
+fn writes(d: &Decoded) -> bool {
     match d.kind {
         Kind::Push | Kind::Call => true,
         Kind::Pop | Kind::Ret | Kind::Leave => false,
-        _ => forms.of(&d.i).memory(&d.i) == Some(true),
+        _ => d.memory == Some(true),
     }
 }
 
@@ -423,29 +394,4 @@ fn is_barrier(kind: Kind) -> bool {
             | Kind::Call
             | Kind::Ret
     )
-}
-
-/// Translating the instruction uses the register that a group's pointer is in.
-pub(crate) fn takes_pointer_register(d: &Decoded) -> bool {
-    match d.kind {
-        Kind::Nop | Kind::Jcc | Kind::Followed => false,
-        Kind::Copy | Kind::CopyFp => {
-            let i = &d.i;
-            let mut first = None;
-            (0..i.op_count()).any(|n| match i.op_kind(n) {
-                OpKind::Memory => true,
-                OpKind::Register if i.op_register(n).is_gpr() => {
-                    let n = i.op_register(n).full_register().number() as u8;
-                    host_reg(n).is_none() && *first.get_or_insert(n) != n
-                }
-                _ => false,
-            })
-        }
-        Kind::Lea => {
-            let homed = |r: Register| r.is_gpr() && host_reg(r.number() as u8).is_none();
-            d.i.memory_base() == Register::RIP
-                || homed(d.i.memory_base()) && homed(d.i.memory_index())
-        }
-        _ => true,
-    }
 }

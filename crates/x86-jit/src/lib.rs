@@ -14,6 +14,7 @@ mod area;
 mod asm;
 mod block;
 mod cache;
+mod decoded;
 mod exit;
 mod flat;
 mod given_up;

@@ -14,8 +14,9 @@ use crate::{
     JitBus,
     area::{self, index},
     asm::Asm,
-    block::{self, Decoded, mode},
+    block::{self, mode},
     cache::{Block, Cache, salt_of},
+    decoded::Decoded,
     exit::{Left, Reason},
     flat,
     given_up::GivenUp,
@@ -111,7 +112,7 @@ impl<B: JitBus> Jit<B> {
             thunks::emit(&mut a, refill, handle::<B> as *const () as u64)
         };
         let thunks_end = a.here().next_multiple_of(64);
-        buffer.write(0, &a.buf);
+        buffer.write(0, a.parts()?.0);
         Some(Self {
             room: Room::new(thunks_end..buffer.len()),
             buffer,
@@ -471,15 +472,16 @@ impl<B: JitBus> Jit<B> {
         block.entries =
             self.translator
                 .block(&self.decoded, &self.forms, base, sources, site, long);
-        let (hot, cold) = self.translator.asm.parts();
+        let parts = self.translator.asm.parts();
         // There is room, unless the block is larger than any should be.
-        if hot.len().max(cold.len()) > MAX_BLOCK
-            || !self.buffer.write(base.0, hot)
-            || !self.buffer.write(base.1, cold)
-        {
+        let Some((hot, cold)) = parts.filter(|(hot, cold)| {
+            hot.len().max(cold.len()) <= MAX_BLOCK
+                && self.buffer.write(base.0, hot)
+                && self.buffer.write(base.1, cold)
+        }) else {
             block.entries = Entries::default();
             return Some(block);
-        }
+        };
         self.stats.blocks += 1;
         self.stats.insns += self.decoded.len() as u64;
         self.stats.bytes += (hot.len() + cold.len()) as u64;

@@ -22,8 +22,6 @@ pub(crate) struct Form {
     pub(crate) kind: Kind,
     /// The guest's CPUID promises it.
     pub(crate) available: bool,
-    /// VEX-encoded.
-    pub(crate) vex: bool,
     /// Bytes of the memory operand; 0 if there is none, or more than 255.
     pub(crate) size: u8,
     /// Bit per operand: it may be written.
@@ -34,15 +32,44 @@ pub(crate) struct Form {
     pub(crate) implied: u16,
     /// Arithmetic flags that may be read, and that are always set, if that depends on
     /// no operand.
-    flags: Option<(u32, u32)>,
+    flags: Option<(u16, u16)>,
     /// Arithmetic flags may be changed.
     pub(crate) changes_flags: bool,
     /// They may be read or changed.
     pub(crate) touches_flags: bool,
     /// Why it is left to the interpreter, if it is.
     pub(crate) cause: Cause,
+    /// Operands may make it another kind: [`super::of`] is to be asked.
+    pub(crate) checked: bool,
+    /// Mode bits that it needs: [`block::needs`].
+    pub(crate) needs: u8,
+    /// WAIT.
+    pub(crate) waits: bool,
+    /// It locks its access without a prefix.
+    pub(crate) locks: bool,
+    /// The operand that may be a memory operand; one that none has otherwise.
+    memory: u8,
+    /// Bit per operand: it may be a general register.
+    pub(crate) general: u8,
+    /// What it does to a register in terms of addresses.
+    pub(crate) effect: Effect,
     /// Where its operands are encoded, if [`crate::translate::recode`] knows how.
     pub(crate) shape: Option<Shape>,
+}
+
+/// What an instruction does to its first operand, if that is a general register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Effect {
+    Add,
+    Sub,
+    Inc,
+    Dec,
+    Mov,
+    Lea,
+    /// Nothing.
+    Compare,
+    /// Anything else.
+    Other,
 }
 
 /// How a legacy or VEX encoding names its operands.
@@ -63,7 +90,6 @@ pub(crate) struct Shape {
 const UNKNOWN: Form = Form {
     kind: Kind::Unknown,
     available: false,
-    vex: false,
     size: 0,
     writes: 0,
     replaces: 0,
@@ -72,21 +98,31 @@ const UNKNOWN: Form = Form {
     changes_flags: false,
     touches_flags: false,
     cause: Cause::Other,
+    checked: false,
+    needs: 0,
+    waits: false,
+    locks: false,
+    memory: NO_OPERAND,
+    general: 0,
+    effect: Effect::Other,
     shape: None,
 };
+
+/// Instructions have five operands at most, and the fifth is an immediate one.
+const NO_OPERAND: u8 = 4;
 
 impl Form {
     /// Arithmetic flags that an instruction of the form may read, and that it always sets.
     #[inline]
-    pub(crate) fn flags(&self, i: &Instruction) -> (u32, u32) {
+    pub(crate) fn flags(&self, i: &Instruction) -> (u16, u16) {
         self.flags.unwrap_or_else(|| flags(i))
     }
 
     /// The memory operand, and whether it needs permission to write.
     #[inline]
     pub(crate) fn memory(&self, i: &Instruction) -> Option<bool> {
-        let n = (0..i.op_count()).find(|n| i.op_kind(*n) == OpKind::Memory)?;
-        Some(self.writes & 1 << n != 0)
+        let n = self.memory;
+        (i.op_kind(n.into()) == OpKind::Memory).then_some(self.writes & 1 << n != 0)
     }
 }
 
@@ -138,8 +174,8 @@ impl Forms {
     }
 }
 
-fn flags(i: &Instruction) -> (u32, u32) {
-    (i.rflags_read() & ALL, block::overwritten(i))
+fn flags(i: &Instruction) -> (u16, u16) {
+    ((i.rflags_read() & ALL) as u16, block::overwritten(i) as u16)
 }
 
 /// An access that needs permission to write.
@@ -166,15 +202,35 @@ fn look_at(i: &Instruction, features: &Features, info: &mut InstructionInfoFacto
     }
     let used = info.info_options(&sample, InstructionInfoOptions::NO_MEMORY_USAGE);
     let changes_flags = is_shift(i.mnemonic()) || sample.rflags_modified() & ALL != 0;
+    let op = i.code().op_code();
+    let kinds = || (0..op.op_count()).map(|n| format!("{:?}", op.op_kind(n)));
+    let general = |name: &str| {
+        let mut letters = name.chars();
+        letters.next() == Some('r') && letters.next().is_some_and(|c| c.is_ascii_digit())
+            || matches!(name, "al" | "cl" | "ax" | "dx" | "eax" | "rax")
+    };
+    let kind = form(i);
+    let vex = i.code().encoding() == EncodingKind::VEX;
     let mut form = Form {
-        kind: form(i),
+        kind,
         available: gating::is_available(i, features),
-        vex: i.code().encoding() == EncodingKind::VEX,
         size: u8::try_from(i.memory_size().size()).unwrap_or(0),
         flags: (!is_shift(i.mnemonic())).then(|| flags(&sample)),
         changes_flags,
         touches_flags: changes_flags || sample.rflags_read() & ALL != 0,
         cause: Cause::of(i.code()),
+        checked: super::is_checked(kind, i, kinds),
+        needs: block::needs(kind, vex),
+        waits: i.mnemonic() == Mnemonic::Wait,
+        locks: i.mnemonic() == Mnemonic::Xchg,
+        memory: kinds()
+            .position(|name| name.contains("mem"))
+            .map_or(NO_OPERAND, |n| n as u8),
+        general: kinds()
+            .enumerate()
+            .filter(|(_, name)| general(name))
+            .fold(0, |bits, (n, _)| bits | 1 << n),
+        effect: effect(i.mnemonic()),
         shape: shape(i.code()),
         ..UNKNOWN
     };
@@ -206,6 +262,20 @@ fn stand_in(r: Register, n: u32) -> Register {
         _ => Register::R15,
     };
     first - n
+}
+
+fn effect(m: Mnemonic) -> Effect {
+    use Mnemonic as M;
+    match m {
+        M::Add => Effect::Add,
+        M::Sub => Effect::Sub,
+        M::Inc => Effect::Inc,
+        M::Dec => Effect::Dec,
+        M::Mov => Effect::Mov,
+        M::Lea => Effect::Lea,
+        M::Cmp | M::Test => Effect::Compare,
+        _ => Effect::Other,
+    }
 }
 
 /// The flags that these set depend on the count.

@@ -10,7 +10,7 @@ use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
 
 mod form;
 
-pub(crate) use form::{Form, Forms, Shape, is_shift};
+pub(crate) use form::{Effect, Form, Forms, Shape, is_shift};
 
 use crate::translate::{narrow, string};
 
@@ -84,6 +84,21 @@ impl Kind {
             Self::CopyFp | Self::CopyFpAligned | Self::LoadFpControl
         )
     }
+
+    /// Nothing of the block comes after it.
+    pub(crate) const fn ends_block(self) -> bool {
+        matches!(
+            self,
+            Self::Interpret
+                | Self::Jmp
+                | Self::JmpIndirect
+                | Self::Call
+                | Self::CallIndirect
+                | Self::Ret
+                | Self::Syscall
+                | Self::Sysret
+        )
+    }
 }
 
 /// The kind of an instruction of a form of the kind `kind`; `long`: of 64-bit code,
@@ -105,6 +120,29 @@ pub(crate) fn of(kind: Kind, i: &Instruction, long: bool) -> Kind {
             Kind::Interpret
         }
         kind => kind,
+    }
+}
+
+/// [`of`] may make something else of 64-bit code of the kind. `names`: of its kinds of operands.
+fn is_checked<I: Iterator<Item = String>>(
+    kind: Kind,
+    i: &Instruction,
+    mut names: impl FnMut() -> I,
+) -> bool {
+    match kind {
+        Kind::String | Kind::FromControl => true,
+        Kind::Pop => i.code() != Code::Pop_r64,
+        Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned => {
+            let plain = |name: String| {
+                // High bytes, segment registers, the operands of string instructions.
+                !(name.starts_with("r8_") || name.starts_with("seg") || name.starts_with("es_"))
+            };
+            matches!(
+                i.mnemonic(),
+                Mnemonic::Bt | Mnemonic::Bts | Mnemonic::Btr | Mnemonic::Btc
+            ) || !names().all(plain)
+        }
+        _ => false,
     }
 }
 

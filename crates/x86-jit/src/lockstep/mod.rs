@@ -37,7 +37,7 @@ use self::shadow::Shadow as ShadowBus;
 use crate::{
     Jit, JitBus,
     area::{self, index},
-    block::Decoded,
+    decoded::Decoded,
     exit::{Left, Reason},
     leave::move_stack,
     run::unpack,

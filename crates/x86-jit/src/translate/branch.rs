@@ -4,7 +4,7 @@
 use iced_x86::{Instruction, OpKind};
 
 use super::{Emit, FarSite, Flags, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
-use crate::{area::*, asm::*, block::Decoded, kind::Kind};
+use crate::{area::*, asm::*, decoded::Decoded, kind::Kind};
 
 /// What a branch does to the stack.
 #[derive(Clone, Copy, Debug)]

@@ -3,12 +3,12 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use super::{Emit, Translator, Unsupported, is_locked, narrow, recode, recode::recode};
-use crate::{area::*, asm::*, block::Decoded, kind::Form};
+use crate::{area::*, asm::*, decoded::Decoded, kind::Form};
 
 impl Translator {
     pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
         let i = &d.i;
-        let memory = form.memory(i);
+        let memory = d.memory;
         let mut disp = None;
         if let Some(write) = memory {
             let size = u32::from(form.size);
@@ -20,21 +20,21 @@ impl Translator {
         }
         self.flags_before(d, form);
         let mut map = HOST;
-        let mut high = false;
         // Registers that live in memory: (guest number, host register, write back).
         let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
         let mut used = 0;
         let mut spilled: [Option<Reg>; 2] = [None; 2];
-        for n in 0..i.op_count() {
+        let homed = if d.registers & HOMED == 0 {
+            0
+        } else {
+            i.op_count()
+        };
+        for n in 0..homed {
             if i.op_kind(n) != OpKind::Register {
                 continue;
             }
             let r = i.op_register(n);
             if !r.is_gpr() {
-                continue;
-            }
-            if matches!(r, Register::AH | Register::CH | Register::DH | Register::BH) {
-                high = true;
                 continue;
             }
             let number = r.full_register().number() as u8;
@@ -65,12 +65,14 @@ impl Translator {
             used += 1;
             map[usize::from(number)] = host;
         }
-        let raw = d.raw.get(..i.len()).ok_or(Unsupported)?;
         let shape = form
             .shape
-            .filter(|_| self.long || narrow::is_encoded_alike(raw));
-        match shape.and_then(|s| recode(raw, s, &map, disp, high)) {
-            Some((bytes, len)) => self.asm.put(bytes, len),
+            .filter(|_| self.long || narrow::is_encoded_alike(&d.raw));
+        match shape.and_then(|s| recode((&d.raw, i.len()), s, &map, disp, d.high)) {
+            Some(made) => {
+                let len = made.write(self.asm.window());
+                self.asm.advance(len);
+            }
             None => self.encode(&rewritten(i, &map, disp))?,
         }
         for (number, host, write) in &temps[..used] {
@@ -130,7 +132,7 @@ impl Translator {
             Unsupported
         })?;
         let mut bytes = self.encoder.take_buffer();
-        self.asm.bytes(&bytes);
+        self.asm.slice(&bytes);
         bytes.clear();
         self.encoder.set_buffer(bytes);
         Ok(())

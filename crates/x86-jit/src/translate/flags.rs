@@ -12,7 +12,7 @@ use super::Translator;
 use crate::{
     area::*,
     asm::*,
-    block::Decoded,
+    decoded::Decoded,
     kind::Form,
     thunks::{restore_flags, save_flags},
 };

@@ -3,7 +3,7 @@
 use iced_x86::{CpuidFeature, EncodingKind, Instruction, Mnemonic};
 
 use super::Translator;
-use crate::{area::*, asm::*, block::Decoded};
+use crate::{area::*, asm::*, decoded::Decoded};
 
 impl Translator {
     /// The block ends with an instruction that the interpreter has decoded.

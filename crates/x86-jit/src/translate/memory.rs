@@ -7,7 +7,7 @@ use super::{Emit, Stub, Translator, Unsupported};
 use crate::{
     area::*,
     asm::*,
-    block::Decoded,
+    decoded::Decoded,
     groups::Member,
     kind::Kind,
     thunks::{RAISES, site},

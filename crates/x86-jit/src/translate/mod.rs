@@ -38,8 +38,8 @@ use memory::tag;
 use crate::{
     area::*,
     asm::*,
-    block::Decoded,
-    groups::{self, Member},
+    decoded::Decoded,
+    groups::Member,
     kind::{Form, Forms, Kind},
     run::Source,
     thunks::{self, FIRST, Thunks, restore_flags, save_flags, site},
@@ -264,7 +264,7 @@ impl Translator {
                 continue;
             }
             rest = &rest[1..];
-            let (code, stubs) = (self.asm.buf.len(), self.stubs.len());
+            let (code, stubs) = (self.asm.len(), self.stubs.len());
             let (links, fars) = (self.links.len(), self.fars.len());
             let flags = self.flags;
             let keeps_cached = keeps_cached(d.kind);
@@ -274,7 +274,7 @@ impl Translator {
             match self.instruction(d, forms.of(&d.i)) {
                 Ok(ends) => {
                     ended = ends;
-                    if d.member.is_none() && groups::takes_pointer_register(d) {
+                    if d.member.is_none() && d.takes_pointer {
                         self.current = None;
                     }
                     if !keeps_cached {
@@ -282,7 +282,7 @@ impl Translator {
                     }
                 }
                 Err(Unsupported) => {
-                    self.asm.buf.truncate(code);
+                    self.asm.truncate(code);
                     self.stubs.truncate(stubs);
                     self.links.truncate(links);
                     self.fars.truncate(fars);

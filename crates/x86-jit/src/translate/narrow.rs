@@ -9,7 +9,7 @@
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 
 use super::Translator;
-use crate::{asm::*, block::Decoded};
+use crate::{asm::*, decoded::Decoded};
 
 /// Forms of short encodings that 64-bit code has not.
 pub(crate) fn lift(i: &mut Instruction) {

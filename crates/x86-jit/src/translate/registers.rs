@@ -7,7 +7,7 @@ use super::{Emit, Translator, Unsupported};
 use crate::{
     area::*,
     asm::*,
-    block::Decoded,
+    decoded::Decoded,
     run::{MXCSR_FREE, X87_MASKED},
 };
 

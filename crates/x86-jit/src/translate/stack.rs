@@ -3,7 +3,7 @@
 use iced_x86::{OpKind, Register};
 
 use super::{Emit, Translator};
-use crate::{area::*, asm::*, block::Decoded, kind::Kind};
+use crate::{area::*, asm::*, decoded::Decoded, kind::Kind};
 
 /// Pushes or pops of a run at most: a longer one straddles a page more often.
 const MAX_RUN: usize = 8;

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     area::*,
     asm::*,
-    block::Decoded,
+    decoded::Decoded,
     thunks::{self, restore_flags},
 };
 

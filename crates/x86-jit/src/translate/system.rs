@@ -8,7 +8,7 @@ use super::{
     branch::Stack,
     copy::{drop_hints, operand_at_r14, register},
 };
-use crate::{area::*, asm::*, block::Decoded, kind::Kind, thunks};
+use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
 
 /// RFLAGS bits of which POPF changes none inline.
 const STEADY: i32 = 0x3f_7500;

@@ -4,86 +4,145 @@
 //! it is left what this does not know.
 
 use crate::{
-    asm::{Out, Reg},
+    asm::{Out, Reg, WINDOW},
     kind::Shape,
 };
 
 /// The guest's general registers on the host, by number.
 pub(crate) type Map = [Reg; 16];
 
-/// The instruction with registers as `map` has them and `[r14 + memory]` for its memory
-/// operand; `high`: it names AH, CH, DH or BH. `None`: not known how.
+/// An instruction made by [`recode`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Recoded {
+    /// Up to ModR/M.
+    head: Out,
+    disp: i32,
+    /// Bytes of it.
+    disp_len: usize,
+    /// Immediate operands.
+    tail: u64,
+    tail_len: usize,
+}
+
+impl Recoded {
+    /// Writes the instruction; returns its length.
+    #[inline(always)]
+    pub(crate) fn write(&self, to: &mut [u8; WINDOW]) -> usize {
+        let at = self.head.len() % 16;
+        to[..8].copy_from_slice(&self.head.bytes().to_le_bytes());
+        to[at..at + 4].copy_from_slice(&self.disp.to_le_bytes());
+        let at = (at + self.disp_len) % 24;
+        to[at..at + 8].copy_from_slice(&self.tail.to_le_bytes());
+        at + self.tail_len
+    }
+}
+
+/// The guest's bytes, taken one by one; zeros follow them.
+#[derive(Clone, Copy, Debug)]
+struct Raw {
+    rest: u128,
+    used: usize,
+}
+
+impl Raw {
+    #[inline(always)]
+    fn peek(&self) -> u8 {
+        self.rest as u8
+    }
+    #[inline(always)]
+    fn next(&mut self) -> u8 {
+        let byte = self.rest as u8;
+        self.skip(1);
+        byte
+    }
+    #[inline(always)]
+    fn skip(&mut self, n: usize) {
+        self.rest = self.rest.wrapping_shr(8 * n as u32);
+        self.used += n;
+    }
+    /// What is left of an instruction of `len` bytes. `None`: it is shorter than that.
+    #[inline(always)]
+    fn finish(self, len: usize, head: Out, (disp, disp_len): (i32, usize)) -> Option<Recoded> {
+        let tail_len = len.checked_sub(self.used)?;
+        let tail = self.rest as u64;
+        // No instruction is longer than fifteen bytes.
+        (head.len() + disp_len + tail_len <= 15 && tail_len <= 8).then_some(Recoded {
+            head,
+            disp,
+            disp_len,
+            tail,
+            tail_len,
+        })
+    }
+}
+
+/// The instruction of `len` bytes with registers as `map` has them and `[r14 + memory]` for its
+/// memory operand; `high`: it names AH, CH, DH or BH. `None`: not known how.
 pub(crate) fn recode(
-    raw: &[u8],
+    (bytes, len): (&[u8; 16], usize),
     shape: Shape,
     map: &Map,
     memory: Option<i32>,
     high: bool,
-) -> Option<(u128, usize)> {
+) -> Option<Recoded> {
     let mut out = Out::default();
-    let (mut lock, mut size, mut repeat) = (false, false, None);
-    let mut rest = raw;
+    let (mut lock, mut size, mut repeat) = (false, false, 0);
+    let mut raw = Raw {
+        rest: u128::from_le_bytes(*bytes),
+        used: 0,
+    };
     loop {
-        let (first, others) = rest.split_first()?;
-        match first {
+        match raw.peek() {
             0xf0 => lock = true,
             0x66 => size = true,
-            0xf2 | 0xf3 if repeat.is_some_and(|r| r != *first) => return None,
-            0xf2 | 0xf3 => repeat = Some(*first),
+            b @ (0xf2 | 0xf3) if repeat != 0 && repeat != b => return None,
+            b @ (0xf2 | 0xf3) => repeat = b,
             // The operand, if there is one, is a host address.
             0x26 | 0x2e | 0x36 | 0x3e | 0x64 | 0x65 | 0x67 => {}
             _ => break,
         }
-        rest = others;
-    }
-    if lock {
-        out.push(0xf0);
-    }
-    let (first, others) = rest.split_first()?;
-    if matches!(first, 0xc4 | 0xc5) {
-        if lock || size || repeat.is_some() {
+        raw.skip(1);
+        if raw.used == 15 {
             return None;
         }
-        return vex(out, *first, others, shape, map, memory);
+    }
+    out.push_if(lock, 0xf0);
+    if matches!(raw.peek(), 0xc4 | 0xc5) {
+        if lock || size || repeat != 0 {
+            return None;
+        }
+        return vex(raw, len, shape, map, memory);
     }
     // What is not part of the opcode is a hint, or nothing.
-    if repeat.is_some() && shape.prefix.is_some() && (size || repeat != shape.prefix) {
+    if repeat != 0 && shape.prefix.is_some_and(|p| size || repeat != p) {
         return None;
     }
-    if size {
-        out.push(0x66);
-    }
+    out.push_if(size, 0x66);
     if let Some(prefix) = shape.prefix {
         out.push(prefix);
     }
-    let (rex, mut rest) = match first {
-        0x40..=0x4f => (*first, others),
-        _ => (0, rest),
-    };
-    // Legacy opcodes: one byte, 0F and one, 0F 38 or 0F 3A and one.
-    let mut opcode = 0_u32;
-    let mut length = 0;
-    loop {
-        let (byte, others) = rest.split_first()?;
-        rest = others;
-        opcode |= u32::from(*byte) << (8 * length);
-        length += 1;
-        let more = length == 1 && *byte == 0x0f
-            || length == 2 && matches!(*byte, 0x38 | 0x3a) && opcode & 0xff == 0x0f;
-        if !more {
-            break;
-        }
-        if length == 3 {
-            return None;
-        }
+    let mut rex = 0;
+    if raw.peek() & 0xf0 == 0x40 {
+        rex = raw.next();
     }
-    let last = 8 * (length - 1);
-    let low = (opcode >> last) as u8;
-    // x87: what follows names registers of its own kind.
-    let modrm = shape.modrm || length == 1 && (0xd8..=0xdf).contains(&low);
+    // Legacy opcodes: one byte, 0F and one, 0F 38 or 0F 3A and one.
+    let mut low = raw.next();
     // A prefix after REX, or an encoding of another kind.
-    if length == 1 && is_prefix(low) {
+    if is_prefix(low) {
         return None;
+    }
+    // x87: what follows names registers of its own kind.
+    let mut modrm = shape.modrm || (0xd8..=0xdf).contains(&low);
+    let (mut opcode, mut length) = (0, 1);
+    if low == 0x0f {
+        (opcode, length) = (0x0f, 2);
+        modrm = shape.modrm;
+        low = raw.next();
+        if matches!(low, 0x38 | 0x3a) {
+            opcode |= u64::from(low) << 8;
+            length = 3;
+            low = raw.next();
+        }
     }
     let mut new = rex & 0x48;
     if shape.opcode {
@@ -91,38 +150,28 @@ pub(crate) fn recode(
         if high && n != low & 7 {
             return None;
         }
-        opcode = opcode & !(7 << last) | u32::from(n & 7) << last;
+        low = low & !7 | n & 7;
         new |= n >> 3;
     } else if !modrm {
         new |= rex & 7;
     }
+    opcode |= u64::from(low) << (8 * (length - 1));
     let mut operand = Operand::default();
     if modrm {
-        let (byte, others) = rest.split_first()?;
-        operand = Operand::new(
-            *byte,
-            others,
-            rex << 1 & 8 | byte >> 3 & 7,
-            rex << 3 & 8,
-            shape,
-            map,
-            memory,
-        )?;
+        let byte = raw.peek();
+        let (reg, rm) = (rex << 1 & 8 | byte >> 3 & 7, rex << 3 & 8);
+        operand = Operand::new(&mut raw, reg, rm, shape, map, memory)?;
         new |= operand.rex;
     }
     if high && (new != 0 || rex != 0 || operand.renamed) {
         return None;
     }
-    if rex != 0 || new != 0 {
-        out.push(0x40 | new);
-    }
-    (0..length).for_each(|n| out.push((opcode >> (8 * n)) as u8));
+    out.push_if(rex != 0 || new != 0, 0x40 | new);
+    out.push_all(opcode, length);
     if modrm {
-        operand.emit(&mut out);
-        rest = rest.get(operand.length..)?;
+        out.push(operand.modrm);
     }
-    rest.iter().for_each(|b| out.push(*b));
-    finish(out)
+    raw.finish(len, out, operand.disp)
 }
 
 const fn is_prefix(byte: u8) -> bool {
@@ -143,123 +192,103 @@ const fn is_prefix(byte: u8) -> bool {
     )
 }
 
-/// After C4 or C5.
-fn vex(
-    mut out: Out,
-    first: u8,
-    rest: &[u8],
-    shape: Shape,
-    map: &Map,
-    memory: Option<i32>,
-) -> Option<(u128, usize)> {
-    let (rxb, wvlp, rest) = match (first, rest) {
-        (0xc4, [a, b, rest @ ..]) => (*a, *b, rest),
-        (_, [a, rest @ ..]) => (a & 0x80 | 0x61, a & 0x7f, rest),
-        _ => return None,
+/// From C4 or C5 on.
+fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, memory: Option<i32>) -> Option<Recoded> {
+    let first = raw.next();
+    let second = raw.next();
+    let (rxb, wvlp) = if first == 0xc4 {
+        (second, raw.next())
+    } else {
+        (second & 0x80 | 0x61, second & 0x7f)
     };
-    let [opcode, byte, others @ ..] = rest else {
-        // VZEROUPPER has no operands; the decoder has seen that nothing is missing.
-        return None;
-    };
+    let opcode = raw.next();
+    // VZEROUPPER has no operands.
     if !shape.modrm {
         return None;
     }
-    let (reg, rm) = (!rxb >> 4 & 8 | byte >> 3 & 7, !rxb >> 2 & 8);
-    let operand = Operand::new(*byte, others, reg, rm, shape, map, memory)?;
+    let (reg, rm) = (!rxb >> 4 & 8 | raw.peek() >> 3 & 7, !rxb >> 2 & 8);
+    let operand = Operand::new(&mut raw, reg, rm, shape, map, memory)?;
     // The register in VEX.vvvv is not looked at: callers leave general ones to the encoder.
     let rxb = rxb & 0x1f | (operand.rex << 5 & 0x80 | operand.rex << 5 & 0x20) ^ 0xa0 | 0x40;
-    out.push(0xc4);
-    out.push(rxb);
-    out.push(wvlp);
-    out.push(*opcode);
-    operand.emit(&mut out);
-    others
-        .get(operand.length - 1..)?
-        .iter()
-        .for_each(|b| out.push(*b));
-    finish(out)
+    let mut out = Out::default();
+    let bytes = [0xc4, rxb, wvlp, opcode, operand.modrm];
+    bytes.into_iter().for_each(|b| out.push(b));
+    raw.finish(len, out, operand.disp)
 }
 
 /// A ModR/M byte and what belongs to it.
 #[derive(Clone, Copy, Debug, Default)]
 struct Operand {
     modrm: u8,
-    disp: Option<i32>,
+    /// Displacement, and how many bytes it has.
+    disp: (i32, usize),
     /// REX.R and REX.B.
     rex: u8,
-    /// How long the guest's was, ModR/M included.
-    length: usize,
     /// A register has another number.
     renamed: bool,
 }
 
 impl Operand {
+    /// Takes the guest's, from ModR/M on.
+    #[inline(always)]
     fn new(
-        byte: u8,
-        after: &[u8],
+        raw: &mut Raw,
         reg: u8,
         rm_high: u8,
         shape: Shape,
         map: &Map,
         memory: Option<i32>,
     ) -> Option<Self> {
+        let byte = raw.next();
         let new_reg = if shape.reg {
-            map[usize::from(reg)]
+            map[usize::from(reg & 15)]
         } else {
             reg
         };
         let mut operand = Self {
             modrm: (new_reg & 7) << 3,
-            disp: None,
+            disp: (0, 0),
             rex: new_reg >> 1 & 4,
-            length: 1,
             renamed: new_reg != reg,
         };
         let (mode, rm) = (byte >> 6, byte & 7);
         match memory {
             None if mode == 3 => {
                 let rm = rm | rm_high;
-                let new = if shape.rm { map[usize::from(rm)] } else { rm };
+                let new = if shape.rm {
+                    map[usize::from(rm & 15)]
+                } else {
+                    rm
+                };
                 operand.modrm |= 0xc0 | new & 7;
                 operand.rex |= new >> 3;
                 operand.renamed |= new != rm;
             }
             Some(disp) if mode != 3 => {
-                let scaled = usize::from(rm == 4);
-                let base = if scaled == 1 { *after.first()? & 7 } else { rm };
-                operand.length += scaled
-                    + match mode {
-                        1 => 1,
-                        2 => 4,
-                        _ if base == 5 => 4,
-                        _ => 0,
-                    };
+                let mut base = rm;
+                if rm == 4 {
+                    base = raw.next() & 7;
+                }
+                raw.skip(match mode {
+                    1 => 1,
+                    2 => 4,
+                    _ if base == 5 => 4,
+                    _ => 0,
+                });
                 // [r14 + disp]
-                operand.modrm |= 6 | match disp {
-                    0 => 0,
-                    -128..=127 => 0x40,
-                    _ => 0x80,
+                let (mode, length) = match disp {
+                    0 => (0, 0),
+                    -128..=127 => (0x40, 1),
+                    _ => (0x80, 4),
                 };
+                operand.modrm |= 6 | mode;
                 operand.rex |= 1;
-                operand.disp = (disp != 0).then_some(disp);
+                operand.disp = (disp, length);
             }
             _ => return None,
         }
         Some(operand)
     }
-
-    fn emit(&self, out: &mut Out) {
-        out.push(self.modrm);
-        if let Some(disp) = self.disp {
-            let n = if self.modrm >> 6 == 1 { 1 } else { 4 };
-            disp.to_le_bytes().iter().take(n).for_each(|b| out.push(*b));
-        }
-    }
-}
-
-/// No instruction is longer than fifteen bytes.
-fn finish(out: Out) -> Option<(u128, usize)> {
-    (out.len <= 15).then_some((out.bytes, out.len))
 }
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! Against the encoder of the decoder's library, for whatever random bytes mean.
 
-use iced_x86::{Decoder, DecoderOptions, Encoder, OpKind, Register};
+use iced_x86::{Decoder, DecoderOptions, Encoder, EncodingKind, OpKind, Register};
 
 use super::recode;
 use crate::{
     area::host_reg,
+    asm::WINDOW,
     kind::{self, Forms, Kind},
     translate::{
         copy::{HOST, rewritten},
@@ -24,8 +25,8 @@ fn means_what_the_encoder_makes() {
     };
     let (mut seen, mut known, mut memory_known, mut vex_known) = (0, 0, 0, 0);
     for _ in 0..3_000_000 {
-        let mut bytes = [0; 15];
-        bytes.fill_with(|| next() as u8);
+        let mut bytes = [0; 16];
+        bytes[..15].fill_with(|| next() as u8);
         // Prefixes and escapes in their places more often than by chance.
         let mut at = 0;
         for prefix in [0xf0, 0x66, 0xf2, 0xf3, 0x65, 0x67] {
@@ -58,7 +59,7 @@ fn means_what_the_encoder_makes() {
             continue;
         }
         let bits = if long { 64 } else { 32 };
-        let mut i = Decoder::new(bits, &bytes, DecoderOptions::NONE).decode();
+        let mut i = Decoder::new(bits, &bytes[..15], DecoderOptions::NONE).decode();
         if i.is_invalid() {
             continue;
         }
@@ -90,11 +91,13 @@ fn means_what_the_encoder_makes() {
         let disp = memory.then(|| [0, 8, -8, 127, 128, -129, 4096][next() as usize % 7]);
         let mut encoder = Encoder::new(64);
         let wanted = encoder.encode(&rewritten(&i, &map, disp), 0);
-        let Some((made, len)) = recode(&bytes[..i.len()], shape, &map, disp, high) else {
+        let Some(made) = recode((&bytes, i.len()), shape, &map, disp, high) else {
             seen += 1;
             continue;
         };
-        let made = &made.to_le_bytes()[..len];
+        let mut window = [0; WINDOW];
+        let len = made.write(&mut window);
+        let made = &window[..len];
         wanted.unwrap_or_else(|e| panic!("{bytes:x?} {i:?}: {made:x?}, not {e}"));
         let wanted = encoder.take_buffer();
         let of = |bytes: &[u8]| {
@@ -111,7 +114,7 @@ fn means_what_the_encoder_makes() {
         seen += 1;
         known += 1;
         memory_known += u32::from(memory);
-        vex_known += u32::from(form.vex);
+        vex_known += u32::from(i.code().encoding() == EncodingKind::VEX);
     }
     assert!(
         known > 100_000 && known > seen * 8 / 10,
