@@ -13,7 +13,11 @@ use x86_defs::{
     paging::PAGE_SIZE,
 };
 
-use crate::{Miss, Mmu, View, l1::Half, written::Place};
+use crate::{
+    Miss, Mmu, View,
+    l1::Half,
+    written::{Place, Tags},
+};
 
 /// Entries of a fetch table: the code of a compiler is thousands of pages.
 const FETCH_ENTRIES: usize = 1024;
@@ -728,13 +732,15 @@ impl Mmu {
     /// Makes this vCPU's writes to the page take the slow way. True if it may
     /// have written it unnoticed since the last call.
     fn drop_write_tags(&mut self, at: Place, host: HostPage) -> bool {
-        let may_have = self.written.take(at);
-        if may_have {
-            for t in &mut self.views {
-                t.l1.flush_where(&[Half::Write], |e| e.host == host);
+        let tags = self.written.take(at);
+        for t in &mut self.views {
+            match tags {
+                None => break,
+                Some(Tags::At(index)) => t.l1.flush_at(Half::Write, index, host),
+                Some(Tags::Anywhere) => t.l1.flush_where(&[Half::Write], |e| e.host == host),
             }
         }
-        may_have
+        tags.is_some()
     }
 
     fn bump(&self, at: Place) {

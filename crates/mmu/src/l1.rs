@@ -206,6 +206,15 @@ impl L1 {
         }
     }
 
+    /// Forgets an entry if it leads to the host page.
+    pub fn flush_at(&mut self, half: Half, index: usize, host: HostPage) {
+        let i = half.start() + index % ENTRIES;
+        let e = &self.entries[i];
+        if e.tag != empty_tag(index % ENTRIES) && e.host == host {
+            self.clear(i);
+        }
+    }
+
     /// Forgets the entries of these halves for which `f` is true.
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
         for group in self.groups(halves) {

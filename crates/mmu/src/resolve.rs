@@ -189,11 +189,12 @@ impl Mmu {
         tables.l1.insert(Half::Read, gva, host, walk.global);
         if write && !note {
             tables.l1.insert(Half::Write, gva, host, walk.global);
-            self.written.add(Place {
+            let at = Place {
                 space: self.paging.space.into(),
                 slot: slot_index,
                 index,
-            });
+            };
+            self.written.add(at, gva);
         }
         Ok(Resolved {
             host,

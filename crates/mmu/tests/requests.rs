@@ -10,7 +10,7 @@ use std::sync::{
 };
 
 use machine::{Machine, RAM, slot};
-use mmu::{Miss, Mmu};
+use mmu::{Miss, Mmu, l1::Half};
 use x86_cpu::{CpuState, Privilege::Current};
 
 const LOG: u32 = 1;
@@ -238,6 +238,40 @@ fn another_vcpus_writes_are_seen_when_it_synchronises() {
         assert_eq!(m.mmu.code_generation(id), generation);
         other.write(&mut other_cpu, gva, 3u64, Current).unwrap();
         assert_ne!(m.mmu.code_generation(id), generation);
+    }
+}
+
+/// By one address, by several, by some that have the same place in the tables.
+#[test]
+fn pages_are_written_by_any_address_before_they_are_code() {
+    const PAGE: u64 = 0x5000;
+    let a = 0x40_1000;
+    let gvas = [a, a + 0x1000, a + 0x1000 * mmu::l1::ENTRIES as u64];
+    for subset in 0..8 {
+        let root = 0x10_0000;
+        let mut m = Machine::long_mode(root);
+        let mut pool = root + 0x1000;
+        for gva in gvas {
+            m.map(root, gva, PAGE | 0x63, &mut pool);
+        }
+        for round in 0..2 {
+            for (n, gva) in gvas.into_iter().enumerate() {
+                if subset >> n & 1 != 0 {
+                    m.mmu.write(&mut m.cpu, gva, 1u64, Current).unwrap();
+                    assert!(m.mmu.live_tables().find(Half::Write, gva).is_some() || round > 0);
+                }
+            }
+            let (id, mut generation, _) = fetch(&mut m.mmu, &mut m.cpu, a);
+            for gva in gvas {
+                let tag = m.mmu.live_tables().find(Half::Write, gva);
+                assert_eq!(tag, None, "{subset} {round} {gva:x}");
+                m.mmu.write(&mut m.cpu, gva, 2u64, Current).unwrap();
+                let now = fetch(&mut m.mmu, &mut m.cpu, a).1;
+                assert_ne!(now, generation, "{subset} {round} {gva:x}");
+                generation = now;
+                assert_eq!(m.mmu.code_generation(id), generation);
+            }
+        }
     }
 }
 
