@@ -73,20 +73,64 @@ pub(crate) fn salt_of(key: u64) -> u64 {
     x ^ x >> 31
 }
 
+/// Which offsets of a page have blocks, and how many have below each.
+#[derive(Debug)]
+struct Offsets {
+    /// Bit per offset.
+    bits: [u64; 64],
+    /// Bits in the words before.
+    before: [u16; 64],
+}
+
+impl Offsets {
+    fn new() -> Box<Self> {
+        Box::new(Self {
+            bits: [0; 64],
+            before: [0; 64],
+        })
+    }
+    /// How many lower ones there are, and whether it is one itself.
+    #[inline]
+    fn rank(&self, offset: u64) -> (usize, bool) {
+        let (n, bit) = ((offset / 64 % 64) as usize, offset % 64);
+        let word = self.bits[n];
+        let below = (word & ((1 << bit) - 1)).count_ones();
+        (
+            usize::from(self.before[n]) + below as usize,
+            word >> bit & 1 != 0,
+        )
+    }
+    fn insert(&mut self, offset: u64) {
+        let n = (offset / 64 % 64) as usize;
+        self.bits[n] |= 1 << (offset % 64);
+        self.before[n + 1..].iter_mut().for_each(|b| *b += 1);
+    }
+    /// In ascending order.
+    fn iter(&self) -> impl Iterator<Item = u64> {
+        (0..64).zip(self.bits).flat_map(|(n, mut word)| {
+            core::iter::from_fn(move || {
+                let bit = u64::from(word.trailing_zeros());
+                word &= word.wrapping_sub(1);
+                (bit < 64).then_some(n * 64 + bit)
+            })
+        })
+    }
+}
+
 /// Blocks by address and mode, those of a page together: who looks for one has
 /// just looked for its neighbours.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
     /// By page identity and mode: index in `lists`.
     pages: HashMap<(u64, u8), u32, Hash>,
-    /// Offsets in ascending order, and the block at each.
-    lists: Vec<(Vec<u16>, Vec<Block>)>,
+    /// Where blocks are, and the block at each place in ascending order.
+    lists: Vec<(Box<Offsets>, Vec<Block>)>,
 }
 
 impl Blocks {
     /// `key` is page identity plus offset, and mode.
     pub(crate) fn get(&self, key: (u64, u8)) -> Option<Block> {
-        self.page(key)?.get((key.0 & 0xfff) as u16)
+        self.page(key)?.get(key.0 & 0xfff)
     }
     /// The blocks of the page and mode of `key`.
     pub(crate) fn page(&self, key: (u64, u8)) -> Option<PageBlocks<'_>> {
@@ -101,31 +145,30 @@ impl Blocks {
             .pages
             .entry((key.0 & !0xfff, key.1))
             .or_insert_with(|| {
-                lists.push(Default::default());
+                lists.push((Offsets::new(), Vec::new()));
                 lists.len() as u32 - 1
             });
         let (offsets, blocks) = lists.get_mut(n as usize)?;
-        let offset = (key.0 & 0xfff) as u16;
-        match offsets.binary_search(&offset) {
-            Ok(at) => {
-                let is_target = blocks[at].is_target;
-                let block = Block { is_target, ..block };
-                Some(core::mem::replace(&mut blocks[at], block))
-            }
-            Err(at) => {
-                offsets.insert(at, offset);
-                blocks.insert(at, block);
-                None
-            }
+        let offset = key.0 & 0xfff;
+        let (at, is_there) = offsets.rank(offset);
+        if is_there {
+            let old = blocks.get_mut(at)?;
+            let is_target = old.is_target;
+            Some(core::mem::replace(old, Block { is_target, ..block }))
+        } else {
+            offsets.insert(offset);
+            blocks.insert(at, block);
+            None
         }
     }
     /// Other pages have gone to the block.
     pub(crate) fn note_target(&mut self, key: (u64, u8)) {
         if let Some(n) = self.pages.get(&(key.0 & !0xfff, key.1))
             && let Some((offsets, blocks)) = self.lists.get_mut(*n as usize)
-            && let Ok(at) = offsets.binary_search(&((key.0 & 0xfff) as u16))
+            && let (at, true) = offsets.rank(key.0 & 0xfff)
+            && let Some(block) = blocks.get_mut(at)
         {
-            blocks[at].is_target = true;
+            block.is_target = true;
         }
     }
     /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
@@ -140,7 +183,7 @@ impl Blocks {
             .filter(move |(_, b)| {
                 b.is_target && b.generation == generation && !b.straddles && b.entries.outer != 0
             })
-            .map(|(offset, b)| (u64::from(*offset), b.entries.outer))
+            .map(|(offset, b)| (offset, b.entries.outer))
     }
     fn clear(&mut self) {
         self.pages.clear();
@@ -154,15 +197,16 @@ const FILLED: usize = 4096;
 /// Blocks of a page in one mode.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PageBlocks<'a> {
-    offsets: &'a [u16],
+    offsets: &'a Offsets,
     blocks: &'a [Block],
 }
 
 impl PageBlocks<'_> {
     /// The block at an offset.
-    pub(crate) fn get(&self, offset: u16) -> Option<Block> {
-        let at = self.offsets.binary_search(&offset).ok()?;
-        self.blocks.get(at).copied()
+    #[inline]
+    pub(crate) fn get(&self, offset: u64) -> Option<Block> {
+        let (at, is_there) = self.offsets.rank(offset);
+        self.blocks.get(at).filter(|_| is_there).copied()
     }
 }
 

@@ -422,7 +422,7 @@ impl<B: JitBus> Jit<B> {
         let rip = cpu.rip();
         let page = self.cache.blocks.page(key);
         let is_known = |offset: u32| {
-            let other = page.and_then(|p| p.get(u16::try_from(offset).ok()?));
+            let other = page.and_then(|p| p.get(offset.into()).filter(|_| offset < 0x1000));
             other.is_some_and(|b| b.generation == code.generation && b.entries.outer != 0)
         };
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
