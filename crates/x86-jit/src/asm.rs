@@ -109,7 +109,33 @@ impl Out {
 /// Bytes of [`Asm`]: both parts of the largest block that is of use.
 const ROOM: usize = 2 * crate::room::MAX_BLOCK;
 /// Bytes that are written at once.
-pub(crate) const WINDOW: usize = 32;
+pub(crate) const WINDOW: usize = 64;
+
+/// Code that is emitted again and again, but for some places in it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Template<const N: usize> {
+    bytes: [u8; WINDOW],
+    len: usize,
+    /// The places: offsets of words of four bytes.
+    places: [usize; N],
+}
+
+impl<const N: usize> Template<N> {
+    /// What `f` emits; it returns the places, and all of it fits in a window.
+    pub(crate) fn new(f: impl FnOnce(&mut Asm) -> [usize; N]) -> Self {
+        let mut a = Asm::default();
+        a.start(0);
+        let places = f(&mut a);
+        let len = a.len();
+        assert!(len <= WINDOW, "a template of {len} bytes");
+        a.start(0);
+        Self {
+            bytes: *a.window(),
+            len,
+            places,
+        }
+    }
+}
 
 /// Machine code under construction; addresses are offsets in the code buffer.
 ///
@@ -184,6 +210,14 @@ impl Asm {
             unreachable!("as long as a window");
         };
         window
+    }
+    /// Emits a template; returns where its places are.
+    #[inline(always)]
+    pub(crate) fn stamp<const N: usize>(&mut self, t: &Template<N>) -> [usize; N] {
+        let here = self.here();
+        *self.window() = t.bytes;
+        self.advance(t.len);
+        t.places.map(|at| here + at)
     }
     /// The first `len` bytes of the window count.
     #[inline(always)]
@@ -385,14 +419,19 @@ impl Asm {
         self.here() - 4
     }
     /// Makes the rel32 at `site` lead to `target`.
+    #[inline]
     pub(crate) fn patch(&mut self, site: usize, target: usize) {
-        let rel = (target as i64 - (site as i64 + 4)) as i32;
+        self.patch32(site, (target as i64 - (site as i64 + 4)) as i32);
+    }
+    /// Makes the word at `site` another one.
+    #[inline]
+    pub(crate) fn patch32(&mut self, site: usize, word: i32) {
         let i = match self.apart {
             Some((at, base)) if site >= base => at + (site - base),
             _ => site - self.base,
         };
         let i = i % ROOM;
-        self.buf[i..i + 4].copy_from_slice(&rel.to_le_bytes());
+        self.buf[i..i + 4].copy_from_slice(&word.to_le_bytes());
     }
     /// `jmp [mem]`.
     pub(crate) fn jmp_mem(&mut self, m: Mem) {

@@ -69,18 +69,15 @@ impl Translator {
     fn far_begins(&mut self, offset: u32, target: i32, pop: i32) -> u32 {
         let number = self.fars.len() as u32;
         let a = &mut self.asm;
-        let mut patch = [0; 2];
-        for (patch, word) in patch.iter_mut().zip([KEY, PAGE]) {
-            *patch = a.mov_imm64(S1, 0);
-            a.alu(true, Alu::Cmp, S1, gs(word));
-            let from = a.jcc(cc::NE);
+        let [key, from_key, page, from_page] = a.stamp(&self.templates.far);
+        for from in [from_key, from_page] {
             self.stubs.push(Stub::FarMiss { from, number });
         }
         a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
         a.store(gs(PAGE), S1);
         self.fars.push(FarSite {
-            key: patch[0],
-            page: patch[1],
+            key,
+            page,
             jump: 0,
             offset,
             target,
@@ -263,6 +260,19 @@ impl Translator {
         self.asm.patch(other, here);
         self.jump(d.offset, Stack::Move(by));
     }
+}
+
+/// Goes on if key and page are what has been remembered: where each of them is, and the
+/// branch if it is another one.
+pub(super) fn remembered() -> Template<4> {
+    Template::new(|a| {
+        let [key, page] = [KEY, PAGE].map(|word| {
+            let known = a.mov_imm64(S1, 0);
+            a.alu(true, Alu::Cmp, S1, gs(word));
+            [known, a.jcc(cc::NE)]
+        });
+        [key[0], key[1], page[0], page[1]]
+    })
 }
 
 /// Has r13 address the entry of the target table for the gva in r14, as `cache::place`

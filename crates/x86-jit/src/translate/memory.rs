@@ -46,6 +46,29 @@ pub(super) fn select_entry(a: &mut Asm, gva: Reg) {
     a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
 }
 
+/// A probe: the word that it compares with, and the branch to take on a miss.
+pub(super) fn probe(write: bool) -> Template<2> {
+    Template::new(|a| {
+        select_entry(a, S0);
+        a.alu(true, Alu::Sub, S0, tag(write));
+        // More than a byte can hold, for all sizes.
+        a.alu_imm(true, Alu::Cmp, S0, 4096);
+        let limit = a.here() - 4;
+        let from = a.jcc(cc::A);
+        a.alu(true, Alu::Add, S0, host_page(write));
+        [limit, from]
+    })
+}
+
+/// What its miss does: the site, the call, and the way back.
+pub(super) fn miss(write: bool) -> Template<3> {
+    Template::new(|a| {
+        a.alu(true, Alu::Add, S0, tag(write));
+        a.mov_imm(S1, 0);
+        [a.here() - 4, a.call(), a.jmp()]
+    })
+}
+
 /// A page fault of its first access is what the instruction raises in any case. Masked moves, for
 /// one, need not make theirs.
 fn raises_its_fault(d: &Decoded) -> bool {
@@ -185,13 +208,9 @@ impl Translator {
     /// where to come back to.
     fn look_up(&mut self, size: u32, write: bool) -> (usize, usize) {
         self.cached = None;
-        let a = &mut self.asm;
-        select_entry(a, S0);
-        a.alu(true, Alu::Sub, S0, tag(write));
-        a.alu_imm(true, Alu::Cmp, S0, 4096 - size as i32);
-        let from = a.jcc(cc::A);
-        a.alu(true, Alu::Add, S0, host_page(write));
-        (from, a.here())
+        let [limit, from] = self.asm.stamp(&self.templates.probe[usize::from(write)]);
+        self.asm.patch32(limit, 4096 - size as i32);
+        (from, self.asm.here())
     }
 
     /// Where from r14 a group's further access is.

@@ -153,6 +153,31 @@ enum Stub {
     },
 }
 
+/// What is emitted most.
+#[derive(Debug)]
+struct Templates {
+    /// Of reads, and of writes.
+    probe: [Template<2>; 2],
+    miss: [Template<3>; 2],
+    /// The number, and the jump.
+    link: Template<2>,
+    far: Template<4>,
+}
+
+impl Templates {
+    fn new() -> Box<Self> {
+        Box::new(Self {
+            probe: [false, true].map(memory::probe),
+            miss: [false, true].map(memory::miss),
+            link: Template::new(|a| {
+                a.mov_imm(S1, 0);
+                [a.here() - 4, a.jmp()]
+            }),
+            far: branch::remembered(),
+        })
+    }
+}
+
 /// Emits blocks.
 pub(crate) struct Translator {
     pub(crate) asm: Asm,
@@ -161,6 +186,7 @@ pub(crate) struct Translator {
     stubs: Vec<Stub>,
     encoder: Encoder,
     thunks: Thunks,
+    templates: Box<Templates>,
     /// Number of the interpreter's instruction at the end, 0 if there is none.
     interpreted: u32,
     /// The page.
@@ -200,6 +226,7 @@ impl Translator {
             stubs: Vec::new(),
             encoder: Encoder::new(64),
             thunks,
+            templates: Templates::new(),
             interpreted: 0,
             source: Source::default(),
             long: true,
@@ -492,10 +519,11 @@ impl Translator {
             match stub {
                 Stub::Refill { from, resume, site } => {
                     a.patch(from, here);
-                    a.alu(true, Alu::Add, S0, tag(thunks::writes(site)));
-                    a.mov_imm(S1, site.into());
-                    a.call_to(t.refill);
-                    a.jmp_to(resume);
+                    let template = &self.templates.miss[usize::from(thunks::writes(site))];
+                    let [number, call, back] = a.stamp(template);
+                    a.patch32(number, site as i32);
+                    a.patch(call, t.refill);
+                    a.patch(back, resume);
                 }
                 Stub::RefillGroup {
                     from,
@@ -563,8 +591,9 @@ impl Translator {
                 }
                 Stub::Link { from, number, live } => {
                     a.patch(from, here);
-                    a.mov_imm(S1, number.into());
-                    a.jmp_to(if live { t.link_live } else { t.link });
+                    let [word, jump] = a.stamp(&self.templates.link);
+                    a.patch32(word, number as i32);
+                    a.patch(jump, if live { t.link_live } else { t.link });
                 }
                 Stub::FarMiss { from, number } => {
                     a.patch(from, here);
