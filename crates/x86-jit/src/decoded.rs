@@ -6,7 +6,7 @@ use crate::{
     area::HOMED,
     block::ALL,
     groups::Member,
-    kind::{Form, Kind},
+    kind::{Effect, Form, Kind},
     translate::string,
 };
 
@@ -39,6 +39,7 @@ pub(crate) struct Decoded {
     pub(crate) access: u8,
     /// It names AH, CH, DH or BH.
     pub(crate) high: bool,
+    pub(crate) effect: Effect,
     /// Translating it uses the register that a group's pointer is in.
     pub(crate) takes_pointer: bool,
 }
@@ -114,6 +115,7 @@ impl Decoded {
             memory,
             access,
             high,
+            effect: form.effect,
             takes_pointer,
         }
     }
@@ -134,6 +136,7 @@ impl Decoded {
             memory: None,
             access: 0,
             high: false,
+            effect: Effect::Other,
             takes_pointer: true,
         }
     }

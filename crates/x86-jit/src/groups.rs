@@ -12,7 +12,7 @@ use iced_x86::{Instruction, OpKind, Register};
 
 use crate::{
     decoded::Decoded,
-    kind::{Effect, Forms, Kind},
+    kind::{Effect, Kind},
 };
 
 /// Bytes of a group at most: a larger one straddles two pages more often.
@@ -48,6 +48,8 @@ struct Value {
     plus: i64,
 }
 
+const UNKNOWN: Value = Value { id: NONE, plus: 0 };
+
 /// What has to be equal of two addresses but for a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Key {
@@ -74,7 +76,10 @@ struct Group {
 
 /// Forms groups.
 pub(crate) struct Groups {
-    values: [Option<Value>; 16],
+    /// Of the registers in `known`.
+    values: [Value; 16],
+    /// Bit per register.
+    known: u16,
     next: u32,
     groups: Vec<Group>,
     /// Group and offset of each instruction's access.
@@ -99,7 +104,8 @@ impl core::fmt::Debug for Groups {
 impl Groups {
     pub(crate) fn new() -> Self {
         Self {
-            values: [None; 16],
+            values: [UNKNOWN; 16],
+            known: 0,
             next: 0,
             groups: Vec::new(),
             places: Vec::new(),
@@ -109,12 +115,12 @@ impl Groups {
     }
 
     /// Fills in [`Decoded::member`]; `long`: it is 64-bit code.
-    pub(crate) fn form(&mut self, insns: &mut [Decoded], forms: &Forms, long: bool) {
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool) {
         self.long = long;
         if insns.iter().filter(|d| d.access != 0).take(2).count() < 2 {
             return;
         }
-        self.values = [None; 16];
+        self.known = 0;
         self.next = 0;
         self.groups.clear();
         self.places.clear();
@@ -135,7 +141,7 @@ impl Groups {
                 None if d.takes_pointer => in_register = None,
                 None => {}
             }
-            self.track(d, forms);
+            self.track(d);
         }
         let kept = self.groups.iter_mut().filter(|g| g.kept);
         for (slot, g) in kept.take(MAX_KEPT).enumerate() {
@@ -199,13 +205,18 @@ impl Groups {
 
     fn value(&mut self, r: Register) -> Value {
         let n = r.number() & 15;
-        *self.values[n].get_or_insert_with(|| {
+        if self.known >> n & 1 == 0 {
             self.next += 1;
-            Value {
-                id: self.next,
-                plus: 0,
-            }
-        })
+            let id = self.next;
+            self.set(r, Value { id, plus: 0 });
+        }
+        self.values[n]
+    }
+
+    fn set(&mut self, r: Register, v: Value) {
+        let n = r.number() & 15;
+        self.known |= 1 << n;
+        self.values[n] = v;
     }
 
     fn address(&mut self, d: &Decoded) -> Option<(Key, i64)> {
@@ -242,15 +253,14 @@ impl Groups {
         {
             return None;
         }
-        let none = Value { id: NONE, plus: 0 };
         let base = match base {
-            Register::None => none,
+            Register::None => UNKNOWN,
             Register::RIP => Value { id: PAGE, plus: 0 },
             r => self.value(r),
         };
         let scale = i.memory_index_scale();
         let index = match index {
-            Register::None => none,
+            Register::None => UNKNOWN,
             r => self.value(r),
         };
         let key = Key {
@@ -266,34 +276,32 @@ impl Groups {
     }
 
     /// What the instruction does to registers.
-    fn track(&mut self, d: &Decoded, forms: &Forms) {
+    fn track(&mut self, d: &Decoded) {
         let i = &d.i;
         let add = |g: &mut Self, r: Register, by: i64| {
             let v = g.value(r);
-            g.values[r.number() & 15] = Some(Value {
-                id: v.id,
-                plus: v.plus.wrapping_add(by),
-            });
+            let plus = v.plus.wrapping_add(by);
+            g.set(r, Value { id: v.id, plus });
         };
         match d.kind {
             Kind::Nop | Kind::Jcc | Kind::Jmp | Kind::Followed => return,
             Kind::Push => return add(self, Register::RSP, -self.word()),
             Kind::Pop => {
                 add(self, Register::RSP, self.word());
-                self.values[i.op0_register().number() & 15] = None;
+                self.known &= !(1 << (i.op0_register().number() & 15));
                 return;
             }
             Kind::Leave => {
                 let v = self.value(Register::RBP);
-                self.values[Register::RSP.number()] = Some(v);
+                self.set(Register::RSP, v);
                 add(self, Register::RSP, self.word());
-                self.values[Register::RBP.number()] = None;
+                self.known &= !(1 << Register::RBP.number());
                 return;
             }
             _ => {}
         }
         let to = i.op0_register();
-        let effect = forms.of(i).effect;
+        let effect = d.effect;
         if effect != Effect::Other && i.op0_kind() == OpKind::Register && self.is_full(to) {
             let immediate = |i: &Instruction| match i.op1_kind() {
                 OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(i.immediate(1) as i64),
@@ -311,7 +319,7 @@ impl Groups {
                     if i.op1_kind() == OpKind::Register && self.is_full(i.op1_register()) =>
                 {
                     let v = self.value(i.op1_register());
-                    self.values[to.number() & 15] = Some(v);
+                    self.set(to, v);
                     return;
                 }
                 (Effect::Lea, _)
@@ -320,20 +328,16 @@ impl Groups {
                         && let Some(by) = self.displacement(i) =>
                 {
                     let v = self.value(i.memory_base());
-                    self.values[to.number() & 15] = Some(v);
+                    self.set(to, v);
                     return add(self, to, by);
                 }
                 (Effect::Compare, _) => return,
                 _ => {}
             }
         }
-        let mut written = d.writes;
-        while written != 0 {
-            self.values[written.trailing_zeros() as usize & 15] = None;
-            written &= written - 1;
-        }
+        self.known &= !d.writes;
         if is_barrier(d.kind) {
-            self.values = [None; 16];
+            self.known = 0;
         }
     }
 

@@ -465,7 +465,7 @@ impl<B: JitBus> Jit<B> {
         }
         let long = key.1 & mode::BITS32 == 0;
         if key.1 & mode::SPLIT == 0 {
-            self.groups.form(&mut self.decoded, &self.forms, long);
+            self.groups.form(&mut self.decoded, long);
         }
         let site = self.prepare(interp, cpu, bus);
         let base = self.room.next();
