@@ -258,3 +258,12 @@ fn the_apic_timer_ticks_as_the_vmm_says() {
         );
     }
 }
+
+#[test]
+fn three_pages_for_the_tss_end_below_4_gib() {
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    for (address, is_good) in [(0, true), (0xffff_d000, true), (0xffff_d001, false)] {
+        let result = vm.set_tss_address(address);
+        assert_eq!(result.is_ok(), is_good, "{address:#x}");
+    }
+}

@@ -57,6 +57,15 @@ pub fn supported_cpuid(capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
     fit(hypervisor::system::supported_cpuid(), capacity)
 }
 
+/// KVM_GET_SUPPORTED_HV_CPUID into a list of `capacity` entries.
+///
+/// # Errors
+///
+/// E2BIG when they do not fit.
+pub fn supported_hv_cpuid(capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
+    fit(hypervisor::system::supported_hv_cpuid(), capacity)
+}
+
 /// KVM_GET_EMULATED_CPUID into a list of `capacity` entries.
 ///
 /// # Errors

@@ -27,10 +27,23 @@ pub struct Msrs {
     pub mtrr_var: [u64; 16],
     pub power_ctl: u64,
     pub platform_info: u64,
+    pub misc_features: u64,
     pub arch_capabilities: u64,
     pub ucode_rev: u64,
     pub hwcr: u64,
     pub de_cfg: u64,
     pub osvw_id_length: u64,
     pub osvw_status: u64,
+}
+
+/// MSR_PLATFORM_INFO: CPUID faulting is there (SDM vol. 3, "CPUID faulting").
+pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
+/// MSR_MISC_FEATURES_ENABLES: it is on.
+pub(crate) const MISC_FEATURES_CPUID_FAULT: u64 = 1 << 0;
+
+impl Msrs {
+    /// CPUID is `#GP(0)` outside of ring 0.
+    pub const fn faults_cpuid(&self) -> bool {
+        self.misc_features & MISC_FEATURES_CPUID_FAULT != 0
+    }
 }

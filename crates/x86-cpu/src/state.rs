@@ -226,7 +226,7 @@ impl Default for CpuState {
                 // KVM's value for Intel; a VMM overwrites it on AMD.
                 ucode_rev: 0x1_0000_0000,
                 // Maximum turbo ratio 1 and CPUID faulting, as KVM reports it by default.
-                platform_info: 1 << 31,
+                platform_info: crate::msrs::PLATFORM_INFO_CPUID_FAULT,
                 ..Msrs::default()
             },
             events: Events::default(),

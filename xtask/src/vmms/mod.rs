@@ -90,6 +90,9 @@ const fn qemu(name: &'static str, part: Part, arguments: &'static str) -> Case {
 /// The guest's view of a disk that is equal to `{dir}/data.img`.
 const SAME_DISK: &str = "same $(cat $(ls /dev/vda /dev/sda /dev/nvme0n1) | sum) $data";
 
+/// The kernel has found Hyper-V, and goes by its page of the reference time.
+const HYPERV: &str = "dmesg | grep 'Hypervisor detected: Microsoft Hyper-V' && same $(cat /sys/devices/system/clocksource/clocksource0/current_clocksource) hyperv_clocksource_tsc_page";
+
 const CASES: &[Case] = &[
     qemu("pc", Quick, ""),
     Case {
@@ -136,6 +139,21 @@ const CASES: &[Case] = &[
     Case {
         cpus: 2,
         ..qemu("no-pv", Normal, "-cpu host,kvm=off,-x2apic")
+    },
+    // As a Windows guest's command line has it; Linux prefers KVM's own interface.
+    qemu(
+        "hyper-v",
+        Normal,
+        "-cpu host,hv_relaxed,hv_spinlocks=0x1fff,hv_vapic,hv_time",
+    ),
+    Case {
+        cpus: 2,
+        check: HYPERV,
+        ..qemu(
+            "hyper-v-alone",
+            Quick,
+            "-cpu host,kvm=off,hv-relaxed,hv-vapic,hv-spinlocks=0x1fff,hv-time,hv-vpindex,hv-runtime,hv-reset,hv-frequencies,hv-crash,hv-reenlightenment,hv-ipi",
+        )
     },
     Case {
         check: SAME_DISK,

@@ -1,7 +1,12 @@
 //! The program's own filters of system calls.
 //!
 //! They hold for our code too, so each gets a few lines in front: what the launcher itself needs, and
-//! nothing that reaches beyond the process.
+//! nothing that reaches beyond the process. Memory and descriptors of our own are let through by where
+//! the call is made, which a filter sees, too: a program may have all of its own `mmap` raise SIGSYS.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::OnceLock;
 
 use libc::{c_long, sock_filter, sock_fprog};
 
@@ -16,6 +21,8 @@ const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
 /// Offsets in `struct seccomp_data`.
 const NUMBER: u32 = 0;
 const ARCHITECTURE: u32 = 4;
+const RIP: u32 = 8;
+const RIP_HIGH: u32 = 12;
 const FIRST_ARGUMENT: u32 = 16;
 const THIRD_ARGUMENT: u32 = 32;
 
@@ -28,6 +35,55 @@ const ALWAYS: [c_long; 6] = [
     libc::SYS_munmap,
     libc::SYS_exit,
 ];
+
+/// Calls that are let through if they come from our own code.
+const OWN: [c_long; 18] = [
+    libc::SYS_mmap,
+    libc::SYS_mprotect,
+    libc::SYS_madvise,
+    libc::SYS_futex,
+    libc::SYS_memfd_create,
+    libc::SYS_ftruncate,
+    libc::SYS_fstat,
+    libc::SYS_fcntl,
+    libc::SYS_eventfd2,
+    libc::SYS_epoll_ctl,
+    libc::SYS_close,
+    libc::SYS_membarrier,
+    libc::SYS_sched_yield,
+    libc::SYS_rt_sigpending,
+    // A new thread is the C library's: the program asks for it by another call.
+    libc::SYS_clone3,
+    libc::SYS_rseq,
+    libc::SYS_set_robust_list,
+    libc::SYS_sigaltstack,
+];
+/// Where that is: this file's and the C library's text.
+static TEXTS: OnceLock<Vec<Range<usize>>> = OnceLock::new();
+
+/// To be called before there is anything of the program's in this process.
+pub(super) fn note_texts() {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let own = std::env::current_exe().unwrap_or_default();
+    let texts = maps.lines().filter_map(|line| text(line, &own));
+    // Nobody else has set it.
+    let _ = TEXTS.set(texts.collect());
+}
+
+/// The range that a line of /proc/self/maps is about, if that is the code of this file or the C
+/// library and lies within 4 GiB, so that half of an address tells whether another is in it.
+fn text(line: &str, own: &Path) -> Option<Range<usize>> {
+    let (words, path) = line.split_at(line.find('/')?);
+    let mut words = words.split_ascii_whitespace();
+    let (begin, end) = words.next()?.split_once('-')?;
+    let path = Path::new(path);
+    let name = path.file_name()?.as_encoded_bytes();
+    let is_ours = path == own || name.starts_with(b"libc.so") || name.starts_with(b"libc-");
+    let is_code = is_ours && words.next()?.contains('x');
+    let begin = usize::from_str_radix(begin, 16).ok()?;
+    let end = usize::from_str_radix(end, 16).ok()?;
+    (is_code && begin < end && begin >> 32 == (end - 1) >> 32).then_some(begin..end)
+}
 
 const fn line(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
     sock_filter {
@@ -46,12 +102,16 @@ const fn unless_equal(value: u32, skip: u8) -> sock_filter {
     line(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, skip, value)
 }
 
+const fn unless_above(code: u32, value: u32, skip: u8) -> sock_filter {
+    line(libc::BPF_JMP | code | libc::BPF_K, 0, skip, value)
+}
+
 const fn allow() -> sock_filter {
     line(libc::BPF_RET | libc::BPF_K, 0, 0, ALLOW)
 }
 
 /// What comes before the program's own lines.
-fn preface(process: u32) -> Vec<sock_filter> {
+fn preface(process: u32, texts: &[Range<usize>]) -> Vec<sock_filter> {
     let mut lines = vec![load(NUMBER)];
     for number in ALWAYS {
         lines.extend([unless_equal(number as u32, 1), allow()]);
@@ -81,6 +141,26 @@ fn preface(process: u32) -> Vec<sock_filter> {
             load(NUMBER),
         ]);
     }
+    // More would be too far to jump over.
+    for text in texts.iter().take(4) {
+        let body: Vec<sock_filter> = std::iter::once(load(NUMBER))
+            .chain(
+                OWN.iter()
+                    .flat_map(|n| [unless_equal(*n as u32, 1), allow()]),
+            )
+            .collect();
+        let rest = body.len() as u8;
+        lines.extend([
+            load(RIP_HIGH),
+            unless_equal((text.start >> 32) as u32, rest + 4),
+            load(RIP),
+            unless_above(libc::BPF_JGE, text.start as u32, rest + 2),
+            // The instruction pointer is behind the call.
+            unless_above(libc::BPF_JGT, (text.end - 1) as u32, 1),
+            line(libc::BPF_JMP | libc::BPF_JA, 0, 0, rest.into()),
+        ]);
+        lines.extend(body);
+    }
     let len = lines.len() as u8;
     // Numbers of another architecture are other calls.
     lines.splice(
@@ -104,7 +184,8 @@ pub(super) unsafe fn install(number: c_long, a: [usize; 6]) -> Answer {
     };
     // SAFETY: the bytes of the program's structure, of integers and a pointer.
     let given = unsafe { given.assume_init() };
-    let mut lines = preface(std::process::id());
+    let texts = TEXTS.get().map_or(&[][..], Vec::as_slice);
+    let mut lines = preface(std::process::id(), texts);
     for index in 0..usize::from(given.len) {
         let at = given.filter as usize + index * size_of::<sock_filter>();
         let Some(next) = image::take_as::<sock_filter>(at) else {
@@ -132,7 +213,12 @@ mod tests {
     use super::*;
 
     /// Runs a filter on a call.
-    fn verdict(lines: &[sock_filter], architecture: u32, number: u32, first: u32) -> Option<u32> {
+    fn verdict(
+        lines: &[sock_filter],
+        architecture: u32,
+        (number, first): (c_long, u32),
+        rip: usize,
+    ) -> Option<u32> {
         let mut at = 0;
         let mut a = 0;
         loop {
@@ -141,7 +227,9 @@ mod tests {
             match u32::from(l.code) {
                 code if code == libc::BPF_LD | libc::BPF_W | libc::BPF_ABS => {
                     a = match l.k {
-                        NUMBER => number,
+                        NUMBER => number as u32,
+                        RIP => rip as u32,
+                        RIP_HIGH => (rip >> 32) as u32,
                         ARCHITECTURE => architecture,
                         _ => first,
                     };
@@ -149,6 +237,13 @@ mod tests {
                 code if code == libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K => {
                     at += usize::from(if a == l.k { l.jt } else { l.jf });
                 }
+                code if code == libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K => {
+                    at += usize::from(if a >= l.k { l.jt } else { l.jf });
+                }
+                code if code == libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K => {
+                    at += usize::from(if a > l.k { l.jt } else { l.jf });
+                }
+                code if code == libc::BPF_JMP | libc::BPF_JA => at += l.k as usize,
                 _ => return Some(l.k),
             }
         }
@@ -156,19 +251,54 @@ mod tests {
 
     #[test]
     fn only_what_is_ours_is_allowed_in_front() {
-        let lines = preface(77);
+        const FILE: usize = 0x5555_4000_1000;
+        const LIBRARY: usize = 0x7fff_e000_0000;
+        let lines = preface(77, &[FILE..FILE + 0x1000, LIBRARY..LIBRARY + 0x2000]);
+        let program = 0x40_1000;
         let rows = [
-            (libc::SYS_getpid, 0, Some(ALLOW)),
-            (libc::SYS_tgkill, 77, Some(ALLOW)),
-            (libc::SYS_tgkill, 78, None),
-            (libc::SYS_prctl, 59, Some(ALLOW)),
-            (libc::SYS_prctl, 22, None),
-            (libc::SYS_openat, 77, None),
+            (libc::SYS_getpid, 0, program, Some(ALLOW)),
+            (libc::SYS_tgkill, 77, program, Some(ALLOW)),
+            (libc::SYS_tgkill, 78, program, None),
+            (libc::SYS_tgkill, 78, FILE, None),
+            (libc::SYS_prctl, 59, program, Some(ALLOW)),
+            (libc::SYS_prctl, 22, program, None),
+            (libc::SYS_openat, 77, program, None),
+            (libc::SYS_openat, 77, LIBRARY, None),
+            (libc::SYS_mmap, 0, program, None),
+            (libc::SYS_mmap, 0, FILE - 1, None),
+            (libc::SYS_mmap, 0, FILE, Some(ALLOW)),
+            (libc::SYS_mmap, 0, FILE + 0xfff, Some(ALLOW)),
+            (libc::SYS_mmap, 0, FILE + 0x1000, None),
+            (libc::SYS_mmap, 0, LIBRARY + 0x1fff, Some(ALLOW)),
+            (libc::SYS_mmap, 0, LIBRARY + 0x2000, None),
+            (libc::SYS_mmap, 0, LIBRARY + (1 << 32), None),
+            (libc::SYS_memfd_create, 0, LIBRARY, Some(ALLOW)),
         ];
-        for (number, first, want) in rows {
-            let got = verdict(&lines, AUDIT_ARCH_X86_64, number as u32, first);
-            assert_eq!(got, want, "{number} {first}");
+        for (number, first, rip, want) in rows {
+            let got = verdict(&lines, AUDIT_ARCH_X86_64, (number, first), rip);
+            assert_eq!(got, want, "{number} {first} {rip:#x}");
         }
-        assert_eq!(verdict(&lines, 0x4000_0003, 39, 0), None);
+        assert_eq!(verdict(&lines, 0x4000_0003, (39, 0), FILE), None);
+    }
+
+    #[test]
+    fn code_of_files_is_found() {
+        let file = "7f00aa001000-7f00aa003000 r-xp 00001000 fe:00 1234   /lib/libc.so.6";
+        let own = Path::new("/opt/a program");
+        assert_eq!(text(file, own), Some(0x7f00_aa00_1000..0x7f00_aa00_3000));
+        let file = "5500aa001000-5500aa003000 r-xp 00001000 fe:00 1234   /opt/a program";
+        assert_eq!(text(file, own), Some(0x5500_aa00_1000..0x5500_aa00_3000));
+        for other in [
+            "7f00aa001000-7f00aa003000 r-xp 00001000 fe:00 1234   /lib/libm.so.6",
+            "7f00aa001000-7f00aa003000 r--p 00001000 fe:00 1234   /lib/libc.so.6",
+            "7ffd00001000-7ffd00003000 r-xp 00000000 00:00 0      [vdso]",
+            "7efffffff000-7f0100003000 r-xp 00001000 fe:00 1234   /lib/libc.so.6",
+            "",
+        ] {
+            assert_eq!(text(other, own), None, "{other}");
+        }
+        note_texts();
+        let here = note_texts as *const () as usize;
+        assert!(TEXTS.get().unwrap().iter().any(|text| text.contains(&here)));
     }
 }

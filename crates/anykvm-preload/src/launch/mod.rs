@@ -68,6 +68,7 @@ fn prepare(
         return Err(unsupported("a path with a zero in it"));
     };
     image::set_names(absolute, own);
+    filter::note_texts();
     let elf = Elf::open(program)?;
     let loader = elf.loader.as_deref().map(Elf::open).transpose()?;
     let (main, loader) = load(&elf, loader.as_ref())?;
@@ -111,7 +112,7 @@ fn check_processor() -> io::Result<()> {
 fn load(elf: &Elf, loader: Option<&Elf>) -> io::Result<(Loaded, Option<Loaded>)> {
     const STEP: usize = 1 << 24;
     const TRIES: usize = 64;
-    let extra = loader.map_or(0, Elf::len) + thunks::SIZE + 2 * PAGE;
+    let extra = loader.map_or(0, Elf::len) + thunks::MAPPED + 2 * PAGE;
     let (at, rest) = if elf.is_fixed() {
         let begin = elf.begin();
         image::reserve(Some(begin), elf.len())?;
@@ -126,7 +127,7 @@ fn load(elf: &Elf, loader: Option<&Elf>) -> io::Result<(Loaded, Option<Loaded>)>
     };
     let main = elf.load(at)?;
     let arena = rest + PAGE;
-    let loaded = loader.map(|l| l.load(arena + thunks::SIZE)).transpose()?;
+    let loaded = loader.map(|l| l.load(arena + thunks::MAPPED)).transpose()?;
     let file = host::Memfd::new(c"anykvm-thunks", thunks::WRITABLE)?;
     let writable = file.map()?;
     let rw = writable.as_ptr() as usize;
@@ -137,7 +138,16 @@ fn load(elf: &Elf, loader: Option<&Elf>) -> io::Result<(Loaded, Option<Loaded>)>
     );
     let fd = std::os::fd::AsRawFd::as_raw_fd(&std::os::fd::AsFd::as_fd(&file));
     // SAFETY: a part of the range reserved above.
-    let rx = unsafe { libc::mmap(arena as *mut c_void, thunks::SIZE, protection, flags, fd, 0) };
+    let rx = unsafe {
+        libc::mmap(
+            arena as *mut c_void,
+            thunks::MAPPED,
+            protection,
+            flags,
+            fd,
+            0,
+        )
+    };
     if rx == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }

@@ -5,6 +5,10 @@
 //! rewrites the instruction to a jump to it where that is certain to change nothing else: only
 //! code that was seen to run is ever changed. The others raise SIGSYS each time, which costs 3 µs.
 //!
+//! A program may execute itself in a VM, too, as gVisor's does, whose guest has the program's own address
+//! space: its `syscall` is answered by the guest's kernel, and perhaps executed again outside. Thunks
+//! know by CS, and then go on at a `syscall` outside of the arena.
+//!
 //! A thunk executes the system call itself, with all of the program's registers, unless it may be
 //! one of ours. Nothing here allocates, locks for long, or uses thread-local storage.
 
@@ -18,14 +22,18 @@ use crate::next::system_call;
 
 /// Bytes of the arena: a table, then thunks.
 pub(super) const SIZE: usize = 1 << 20;
+/// Bytes of the arena with the places for guests behind it, from which system calls raise SIGSYS.
+pub(super) const MAPPED: usize = SIZE + (THUNKS * GUEST).next_multiple_of(host::PAGE_SIZE);
 /// Bytes of the writable view, which has the index behind.
-pub(super) const WRITABLE: usize = SIZE + size_of::<Index>();
+pub(super) const WRITABLE: usize = MAPPED + size_of::<Index>();
 /// One byte for each value of ax: 0, the kernel's; 1, perhaps ours.
 const CLASSES: usize = 1 << 16;
 /// `syscall; ret`, and where handlers return to.
 const STUBS: usize = 64;
 /// Bytes of a thunk.
 const THUNK: usize = 128;
+/// Bytes of a guest's `syscall` and of the jump behind it.
+const GUEST: usize = 16;
 const THUNKS: usize = (SIZE - CLASSES - STUBS) / THUNK;
 /// A jump by rel32.
 const JUMP: usize = 5;
@@ -41,7 +49,7 @@ struct Index {
 fn index() -> &'static Index {
     // SAFETY: `prepare` was called before any system call is watched; the memory began as zeros,
     // which are a value, and is never unmapped.
-    unsafe { &*((RW.load(Ordering::Relaxed) + SIZE) as *const Index) }
+    unsafe { &*((RW.load(Ordering::Relaxed) + MAPPED) as *const Index) }
 }
 
 /// Executable view of the arena, and the writable one.
@@ -231,6 +239,11 @@ fn make(after: usize) -> usize {
         len: 0,
         at,
     };
+    // mov ecx, cs; lea ecx, [rcx - 0x33]; jrcxz host; jmp guest. No flag changes.
+    const TO_HOST: usize = 5;
+    code.push(&[0x8c, 0xc9, 0x8d, 0x49, 0xcd, 0xe3, TO_HOST as u8, 0xe9]);
+    let guest = SIZE + number * GUEST;
+    code.relative(RX.load(Ordering::Relaxed) + guest);
     // movzx ecx, ax; lea r11, [table]; movzx ecx, byte [r11 + rcx]; jrcxz raw
     code.push(&[0x0f, 0xb7, 0xc8, 0x4c, 0x8d, 0x1d]);
     code.relative(RX.load(Ordering::Relaxed));
@@ -243,6 +256,14 @@ fn make(after: usize) -> usize {
     code.relative(raw);
     code.jump(entry::enter as *const () as usize);
     code.push(&[0x0f, 0x05]);
+    let mut outside = Bytes {
+        bytes: [0xcc; THUNK],
+        len: 0,
+        at: RX.load(Ordering::Relaxed) + guest,
+    };
+    outside.push(&[0x0f, 0x05]);
+    outside.jump(at + code.len);
+    put(guest, &outside.bytes[..GUEST]);
     // SAFETY: instructions of the program's, behind one that it has executed.
     code.push(unsafe { std::slice::from_raw_parts(after as *const u8, tail.len) });
     let next = after + tail.len;

@@ -59,6 +59,7 @@ pub fn msr_index_list() -> Vec<u32> {
         MSR_POWER_CTL,
         AMD64_HWCR,
     ]);
+    list.extend(crate::vcpu::hyperv::index::SAVED);
     list
 }
 

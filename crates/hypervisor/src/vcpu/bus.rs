@@ -64,6 +64,9 @@ pub(crate) struct Bus {
     /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
+    pub(super) hv: super::hyperv::HyperV,
+    /// KVM_SYSTEM_EVENT_* that the guest has asked for: the next exit.
+    pub(super) system_event: Option<u32>,
     pub(super) mce: super::mce::Mce,
     /// Interrupts have to be looked at again before the next block.
     pub(super) recheck: bool,
@@ -108,6 +111,8 @@ impl Bus {
             enforces_pv: false,
             guest_debug: 0,
             pv: Paravirt::default(),
+            hv: super::hyperv::HyperV::default(),
+            system_event: None,
             mce: super::mce::Mce::default(),
             recheck: false,
             lapic: None,

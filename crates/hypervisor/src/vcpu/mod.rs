@@ -7,6 +7,7 @@ mod debug;
 mod events;
 mod fpu;
 mod hypercall;
+pub(crate) mod hyperv;
 mod inject;
 mod mce;
 mod msr;
@@ -314,6 +315,7 @@ impl Vcpu {
             return Err(Error::InvalidArgument);
         }
         inner.bus.cpuid = entries.to_vec();
+        inner.bus.hv.set_cpuid(entries);
         inner.cpu.features = cpuid::features(entries);
         let mut lapic = self.shared.lapic();
         let is_split = inner.bus.has_lapic() && !inner.bus.vm.has_pic();
@@ -470,12 +472,18 @@ impl Vcpu {
         self.shared.request(request::SMI);
         Ok(())
     }
-    /// KVM_ENABLE_CAP on the vCPU: KVM_CAP_ENFORCE_PV_FEATURE_CPUID, EINVAL for others.
+    /// KVM_ENABLE_CAP on the vCPU: KVM_CAP_ENFORCE_PV_FEATURE_CPUID and
+    /// KVM_CAP_HYPERV_ENFORCE_CPUID, EINVAL for others.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
-        if cap.flags != 0 || cap.cap != KVM_CAP_ENFORCE_PV_FEATURE_CPUID {
+        if cap.flags != 0 {
             return Err(Error::InvalidArgument);
         }
-        self.lock().bus.enforces_pv = cap.args[0] != 0;
+        let enforces = cap.args[0] != 0;
+        match cap.cap {
+            KVM_CAP_ENFORCE_PV_FEATURE_CPUID => self.lock().bus.enforces_pv = enforces,
+            KVM_CAP_HYPERV_ENFORCE_CPUID => self.lock().bus.hv.set_enforces(enforces),
+            _ => return Err(Error::InvalidArgument),
+        }
         Ok(())
     }
     /// KVM_VCPU_TSC_OFFSET: what is added to the host's TSC, after scaling.

@@ -130,6 +130,7 @@ impl Bus {
             KVM_PV_EOI_EN => Some(self.pv_eoi_msr()),
             KVM_POLL_CONTROL => Some((!self.pv.guest_polls).into()),
             _ if super::mce::is_mce(index) => self.mce.read(index, host),
+            _ if super::hyperv::is_hyperv(index) => self.hv_msr(index, host),
             _ if host => msr_model::host_read(cpu, index),
             _ => msr_model::read(cpu, index),
         }
@@ -224,6 +225,7 @@ impl Bus {
                 self.pv.guest_polls = value == 0;
                 true
             }
+            _ if super::hyperv::is_hyperv(index) => self.set_hv_msr(cpu, index, value, host),
             _ if super::mce::is_mce(index) => {
                 // AMD64_HWCR.McStatusWrEn.
                 let may_set_status = cpu.msr.hwcr >> 18 & 1 != 0;

@@ -35,6 +35,7 @@ pub(super) struct Paravirt {
 impl Bus {
     /// Rewrites `pvclock_vcpu_time_info`, 32 bytes.
     pub(super) fn update_clock(&mut self) {
+        self.update_hv_page();
         if self.pv.system_time & ENABLE == 0 {
             return;
         }

@@ -221,6 +221,9 @@ impl Inner {
             if std::mem::take(&mut self.bus.tpr_lowered) {
                 return self.exit_with(Exit::SetTpr);
             }
+            if let Some(kind) = self.bus.system_event.take() {
+                return self.exit_with(Exit::SystemEvent { kind });
+            }
             if let Some(vector) = self.bus.take_user_eoi() {
                 return self.exit_with(Exit::IoapicEoi { vector });
             }

@@ -71,6 +71,8 @@ pub(crate) struct VcpuShared {
     pub(crate) is_bsp: bool,
     /// Position among the VM's vCPUs.
     pub(crate) index: usize,
+    /// HV_X64_MSR_VP_INDEX.
+    pub(crate) vp_index: AtomicU32,
     /// Who wants to see the statistics.
     pub(crate) stats: OnceLock<Sink>,
     lapic: Mutex<Lapic>,
@@ -105,6 +107,7 @@ impl VcpuShared {
             id,
             is_bsp,
             index,
+            vp_index: AtomicU32::new(index as u32),
             stats: OnceLock::new(),
             lapic: Mutex::new(lapic),
             sipi_page: AtomicU32::new(0),

@@ -6,6 +6,7 @@ pub(crate) mod coalesced;
 pub(crate) mod dirty_ring;
 pub(crate) mod doorbell;
 mod errand;
+pub(crate) mod hyperv;
 mod irq;
 mod irqfd;
 pub(crate) mod load;
@@ -61,6 +62,7 @@ pub(crate) struct VmState {
     pub(crate) ring: Ring,
     /// Looks after the pages of the vCPUs' translated code.
     pub(crate) code_keeper: Arc<Keeper>,
+    pub(crate) hyperv: hyperv::HyperV,
 }
 
 /// Where a GSI goes.
@@ -128,6 +130,7 @@ impl Vm {
             has_io: AtomicBool::new(false),
             ring: Ring::default(),
             code_keeper: Arc::default(),
+            hyperv: hyperv::HyperV::default(),
         };
         Ok(Arc::new(Self {
             state: Arc::new(state),
@@ -228,7 +231,7 @@ impl Vm {
     /// KVM_SET_TSS_ADDR: three pages that Intel's hardware needs and a software
     /// CPU does not; the range is checked as KVM checks it.
     pub fn set_tss_addr(&self, gpa: u64) -> Result<()> {
-        if gpa > u64::from(u32::MAX) - 3 * 4096 {
+        if gpa > (1 << 32) - 3 * 4096 {
             Err(Error::InvalidArgument)
         } else {
             Ok(())

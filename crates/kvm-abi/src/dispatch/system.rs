@@ -13,8 +13,6 @@ use crate::user_memory::Arg;
 /// KVM_X86_XCOMP_GUEST_SUPP of group 0, the only attribute of the system descriptor.
 const XCOMP_GUEST_SUPP: (u32, u64) = (0, 0);
 
-const NO_HYPERV: &str = "Hyper-V enlightenments are not offered (KVM_CAP_HYPERV is 0)";
-
 pub(crate) const TABLE: &[Row<()>] = &[
     Row::done("KVM_GET_API_VERSION", KVM_GET_API_VERSION, |(), arg| {
         no_argument(arg)?;
@@ -73,11 +71,10 @@ pub(crate) const TABLE: &[Row<()>] = &[
     Row::done("KVM_HAS_DEVICE_ATTR", KVM_HAS_DEVICE_ATTR, |(), arg| {
         device_attr(arg).map(|_| 0)
     }),
-    Row::refused(
+    Row::done(
         "KVM_GET_SUPPORTED_HV_CPUID",
         KVM_GET_SUPPORTED_HV_CPUID,
-        libc::EINVAL,
-        NO_HYPERV,
+        |(), arg| write_cpuid(arg, system::supported_hv_cpuid),
     ),
 ];
 

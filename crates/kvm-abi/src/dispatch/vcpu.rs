@@ -179,11 +179,10 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
         Ok(vcpu.stats_fd()?.into_raw_fd())
     }),
     Row::done("KVM_PRE_FAULT_MEMORY", KVM_PRE_FAULT_MEMORY, pre_fault),
-    Row::refused(
+    Row::done(
         "KVM_GET_SUPPORTED_HV_CPUID",
         KVM_GET_SUPPORTED_HV_CPUID,
-        libc::EINVAL,
-        "Hyper-V enlightenments are not offered (KVM_CAP_HYPERV is 0)",
+        |_, arg| write_cpuid(arg, crate::system::supported_hv_cpuid),
     ),
     Row::refused(
         "KVM_XEN_VCPU_GET_ATTR",

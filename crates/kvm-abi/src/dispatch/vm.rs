@@ -14,7 +14,7 @@ use crate::vm::Vm;
 
 const NO_SEV: &str = "encrypted and private memory need hardware";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
-const NO_HYPERV: &str = "Hyper-V enlightenments are not offered (KVM_CAP_HYPERV is 0)";
+const NO_SYNIC: &str = "there is no synthetic interrupt controller (KVM_CAP_HYPERV_EVENTFD is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_CHECK_EXTENSION", KVM_CHECK_EXTENSION, |vm, arg| {
@@ -210,7 +210,7 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         "KVM_HYPERV_EVENTFD",
         KVM_HYPERV_EVENTFD,
         libc::ENOTTY,
-        NO_HYPERV,
+        NO_SYNIC,
     ),
     Row::refused(
         "KVM_XEN_HVM_CONFIG",

@@ -12,7 +12,10 @@ use x86_defs::{
     reg,
 };
 
-use crate::{CpuState, Feature};
+use crate::{
+    CpuState, Feature,
+    msrs::{MISC_FEATURES_CPUID_FAULT, PLATFORM_INFO_CPUID_FAULT},
+};
 
 /// What became of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,7 +105,7 @@ fn get(cpu: &CpuState, index: u32, origin: Origin) -> Option<u64> {
         IA32_BIOS_SIGN_ID => m.ucode_rev,
         MSR_PLATFORM_INFO => m.platform_info,
         MSR_POWER_CTL => m.power_ctl,
-        MSR_MISC_FEATURES_ENABLES => 0,
+        MSR_MISC_FEATURES_ENABLES => m.misc_features,
         IA32_SMBASE if host || cpu.events.in_smm => m.smbase,
         // Locked would promise VMX; zero says "not configured by firmware".
         IA32_FEATURE_CONTROL if !f.has(Feature::Amd) => 0,
@@ -248,10 +251,22 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
             }
             return MsrWrite::Done;
         }
-        MSR_PLATFORM_INFO => (host, &mut cpu.msr.platform_info),
+        MSR_PLATFORM_INFO => {
+            // What is in use cannot be taken back.
+            let in_use = cpu.msr.faults_cpuid() && value & PLATFORM_INFO_CPUID_FAULT == 0;
+            (host && !in_use, &mut cpu.msr.platform_info)
+        }
         // KVM keeps it on AMD too.
         MSR_POWER_CTL => (true, &mut cpu.msr.power_ctl),
-        MSR_MISC_FEATURES_ENABLES => return accept(value == 0),
+        MSR_MISC_FEATURES_ENABLES => {
+            let is_offered = cpu.msr.platform_info & PLATFORM_INFO_CPUID_FAULT != 0;
+            let known = if is_offered {
+                MISC_FEATURES_CPUID_FAULT
+            } else {
+                0
+            };
+            (value & !known == 0, &mut cpu.msr.misc_features)
+        }
         IA32_SMBASE => (host, &mut cpu.msr.smbase),
         MSR_SMI_COUNT | FAM10H_MMIO_CONF_BASE => return accept(value == 0),
         IA32_FEATURE_CONTROL if host && !f.has(Feature::Amd) => return accept(value == 0),

@@ -36,6 +36,7 @@ fn values_that_are_rejected_leave_the_register() {
         (IA32_EFER, efer::FFXSR),
         (IA32_MTRRCAP, MTRRCAP),
         (MSR_PLATFORM_INFO, 0),
+        (MSR_MISC_FEATURES_ENABLES, 2),
         (IA32_MISC_ENABLE, 1 | 1 << 11),
         (IA32_DEBUGCTL, 1 << 6),
         (AMD64_HWCR, 1),
@@ -100,6 +101,20 @@ fn efer_rules() {
         MsrWrite::Done
     );
     assert_eq!(c.efer & efer::LMA, efer::LMA);
+}
+
+#[test]
+fn cpuid_faulting_goes_by_what_is_offered() {
+    let mut c = cpu(LONG);
+    assert!(!c.msr.faults_cpuid());
+    assert_eq!(write(&mut c, MSR_MISC_FEATURES_ENABLES, 1), MsrWrite::Done);
+    assert_eq!(read(&c, MSR_MISC_FEATURES_ENABLES), Some(1));
+    assert!(c.msr.faults_cpuid());
+    assert_eq!(host_write(&mut c, MSR_PLATFORM_INFO, 0), MsrWrite::Rejected);
+    assert_eq!(write(&mut c, MSR_MISC_FEATURES_ENABLES, 0), MsrWrite::Done);
+    assert_eq!(host_write(&mut c, MSR_PLATFORM_INFO, 0), MsrWrite::Done);
+    let refused = write(&mut c, MSR_MISC_FEATURES_ENABLES, 1);
+    assert_eq!(refused, MsrWrite::Rejected);
 }
 
 #[test]

@@ -32,6 +32,9 @@ pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
 }
 
 fn cpuid<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
+    if ex.cpu.msr.faults_cpuid() && !ex.cpu.events.in_smm {
+        ex.require_cpl0()?;
+    }
     let (leaf, subleaf) = (ex.cpu.gpr[reg::RAX] as u32, ex.cpu.gpr[reg::RCX] as u32);
     let [a, b, c, d] = ex.bus.cpuid(ex.cpu, leaf, subleaf).map(u64::from);
     ex.cpu.gpr[reg::RAX] = a;

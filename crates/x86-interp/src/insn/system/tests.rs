@@ -394,3 +394,19 @@ fn an_exit_restarts_any_instruction() {
         }
     }
 }
+
+/// SDM vol. 3, "CPUID faulting".
+#[test]
+fn cpuid_faults_outside_of_ring_0_if_told_to() {
+    for (cpl, faults, want) in [
+        (3, false, None),
+        (3, true, Some(vector::GP)),
+        (0, true, None),
+    ] {
+        let (mut cpu, mut bus) = machine(true, cpl);
+        catch_all(&mut bus, true);
+        cpu.msr.misc_features = faults.into();
+        exec(&mut cpu, &mut bus, &[0x0f, 0xa2]);
+        assert_eq!(delivered(&cpu), want, "{cpl} {faults}");
+    }
+}

@@ -1,0 +1,136 @@
+//! KVM_GET_SUPPORTED_HV_CPUID: what there is of Hyper-V's interface.
+//!
+//! There is no synthetic interrupt controller, so no synthetic timers and messages, and no hypercall
+//! that flushes TLBs.
+
+use kvm_bindings::kvm_cpuid_entry2;
+
+use super::caps::MAX_VCPUS;
+
+/// Leaf 1, EAX: "Hv#1".
+pub(crate) const INTERFACE: u32 = 0x3123_7648;
+/// The features' leaf.
+pub(crate) const FEATURES: u32 = 0x4000_0003;
+/// The recommendations' leaf.
+pub(crate) const RECOMMENDATIONS: u32 = 0x4000_0004;
+
+/// Bits of [`FEATURES`], EAX: what the guest may access.
+pub(crate) mod access {
+    /// VP_RUNTIME.
+    pub(crate) const RUNTIME: u32 = 1 << 0;
+    /// TIME_REF_COUNT.
+    pub(crate) const TIME: u32 = 1 << 1;
+    /// EOI, ICR, TPR and VP_ASSIST_PAGE.
+    pub(crate) const APIC: u32 = 1 << 4;
+    /// GUEST_OS_ID and HYPERCALL.
+    pub(crate) const HYPERCALL: u32 = 1 << 5;
+    /// VP_INDEX.
+    pub(crate) const INDEX: u32 = 1 << 6;
+    /// RESET.
+    pub(crate) const RESET: u32 = 1 << 7;
+    /// REFERENCE_TSC.
+    pub(crate) const REFERENCE_TSC: u32 = 1 << 9;
+    /// TSC_FREQUENCY and APIC_FREQUENCY.
+    pub(crate) const FREQUENCIES: u32 = 1 << 11;
+    /// REENLIGHTENMENT_CONTROL and TSC_EMULATION_*.
+    pub(crate) const REENLIGHTENMENT: u32 = 1 << 13;
+}
+
+/// Bits of [`FEATURES`], EDX.
+pub(crate) mod feature {
+    /// The MSRs of the frequencies are there.
+    pub(crate) const FREQUENCIES: u32 = 1 << 8;
+    /// CRASH_*.
+    pub(crate) const CRASH: u32 = 1 << 10;
+}
+
+/// Bits of [`RECOMMENDATIONS`], EAX.
+pub(crate) mod recommended {
+    /// EOI, ICR and TPR by MSR.
+    pub(crate) const APIC: u32 = 1 << 3;
+    /// No watchdogs.
+    pub(crate) const RELAXED: u32 = 1 << 5;
+    /// HvCallSendSyntheticClusterIpi.
+    pub(crate) const IPI: u32 = 1 << 10;
+    /// The form of calls for more than 64 processors.
+    pub(crate) const SPARSE: u32 = 1 << 11;
+    /// The hyperthreads of a core are never two VMs'.
+    pub(crate) const NO_CORE_SHARING: u32 = 1 << 18;
+}
+
+/// KVM_GET_SUPPORTED_HV_CPUID.
+pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
+    const LAST: u32 = 0x4000_0082;
+    /// "Linux KVM Hv".
+    const VENDOR: [u32; 3] = [0x756e_694c, 0x564b_2078, 0x7648_204d];
+    /// Build and version of the interface, those that KVM names.
+    const VERSION: [u32; 2] = [0x3839, 0xa_0000];
+    /// "VS#1", of a debugger's interface that is not there.
+    const DEBUGGER: u32 = 0x3123_5356;
+    /// HV_X64_NESTED_MSR_BITMAP, of use to guests with nested virtualization only.
+    const NESTED: u32 = 1 << 19;
+    let accesses = access::RUNTIME
+        | access::TIME
+        | access::APIC
+        | access::HYPERCALL
+        | access::INDEX
+        | access::RESET
+        | access::REFERENCE_TSC
+        | access::FREQUENCIES
+        | access::REENLIGHTENMENT;
+    let mut advice =
+        recommended::APIC | recommended::RELAXED | recommended::IPI | recommended::SPARSE;
+    if !has_hyperthreads() {
+        advice |= recommended::NO_CORE_SHARING;
+    }
+    let [b, c, d] = VENDOR;
+    [
+        (0x4000_0000, [LAST, b, c, d]),
+        (0x4000_0001, [INTERFACE, 0, 0, 0]),
+        (0x4000_0002, [VERSION[0], VERSION[1], 0, 0]),
+        (
+            FEATURES,
+            [accesses, 0, 0, feature::FREQUENCIES | feature::CRASH],
+        ),
+        // EBX: how often to try a lock before HvCallNotifyLongSpinWait; never, if nobody else says.
+        (RECOMMENDATIONS, [advice, u32::MAX, 0, 0]),
+        (0x4000_0005, [MAX_VCPUS as u32, 64, 0, 0]),
+        (0x4000_000a, [NESTED, 0, 0, 0]),
+        (0x4000_0080, [LAST, b, c, d]),
+        (0x4000_0081, [DEBUGGER, 0, 0, 0]),
+        (LAST, [0; 4]),
+    ]
+    .map(|(function, [eax, ebx, ecx, edx])| kvm_cpuid_entry2 {
+        function,
+        eax,
+        ebx,
+        ecx,
+        edx,
+        ..Default::default()
+    })
+    .to_vec()
+}
+
+/// The host may run another VM on the other hyperthread of a core.
+fn has_hyperthreads() -> bool {
+    let control = std::fs::read_to_string("/sys/devices/system/cpu/smt/control");
+    control.is_ok_and(|text| !matches!(text.trim(), "forceoff" | "notsupported"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leaves_are_in_order_and_say_who_answers() {
+        let list = supported_hv_cpuid();
+        assert!(list.is_sorted_by_key(|e| e.function));
+        let first = list[0];
+        let name: Vec<u8> = [first.ebx, first.ecx, first.edx]
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect();
+        assert_eq!(name, b"Linux KVM Hv");
+        assert_eq!(first.eax, list[list.len() - 1].function);
+    }
+}

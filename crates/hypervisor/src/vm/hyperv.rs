@@ -1,0 +1,165 @@
+//! What the vCPUs of a VM share of Hyper-V's interface (Hypervisor Top-Level Functional
+//! Specification, "partition").
+
+use std::sync::{
+    Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, Ordering, fence},
+};
+
+use guest_memory::GuestMemory;
+
+use super::clock::TscParams;
+
+/// The lowest bit of an MSR that names a page: the page is in use.
+pub(crate) const ENABLE: u64 = 1;
+/// Nanoseconds of a unit of the reference time.
+pub(crate) const UNIT_NS: u64 = 100;
+
+/// Partition-wide MSRs.
+#[derive(Debug, Default)]
+pub(crate) struct Partition {
+    /// HV_X64_MSR_GUEST_OS_ID: hypercalls are off while it is zero.
+    pub(crate) guest_os_id: u64,
+    /// HV_X64_MSR_HYPERCALL.
+    pub(crate) hypercall: u64,
+    /// HV_X64_MSR_REFERENCE_TSC.
+    pub(crate) reference_tsc: u64,
+    /// HV_X64_MSR_CRASH_CTL.
+    pub(crate) crash_ctl: u64,
+    /// HV_X64_MSR_CRASH_P0 to P4.
+    pub(crate) crash: [u64; 5],
+    /// HV_X64_MSR_REENLIGHTENMENT_CONTROL.
+    pub(crate) reenlightenment: u64,
+    /// HV_X64_MSR_TSC_EMULATION_CONTROL.
+    pub(crate) tsc_emulation_control: u64,
+    /// HV_X64_MSR_TSC_EMULATION_STATUS.
+    pub(crate) tsc_emulation_status: u64,
+    /// What the page says, while it is valid.
+    reference: Option<Reference>,
+    /// The page's sequence number.
+    sequence: u32,
+}
+
+/// The reference time as a function of the TSC: `tsc × scale >> 64 + offset`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Reference {
+    scale: u64,
+    offset: u64,
+}
+
+impl Reference {
+    /// `None` for a TSC so slow that the scale does not fit.
+    fn new(tsc: TscParams, (host_tsc, kvmclock_ns): (u64, u64)) -> Option<Self> {
+        // A second has 10^7 units and khz × 1000 ticks.
+        let scale = (10_000u128 << 64).checked_div(tsc.khz.into())?;
+        let scale = u64::try_from(scale).ok()?;
+        let mut reference = Self { scale, offset: 0 };
+        reference.offset =
+            (kvmclock_ns / UNIT_NS).wrapping_sub(reference.time(tsc.guest(host_tsc)));
+        Some(reference)
+    }
+
+    fn time(self, tsc: u64) -> u64 {
+        let scaled = u128::from(tsc) * u128::from(self.scale) >> 64;
+        (scaled as u64).wrapping_add(self.offset)
+    }
+}
+
+impl Partition {
+    /// The reference time by the page, if there is one, so that both always agree.
+    pub(crate) fn time(&self, tsc: u64) -> Option<u64> {
+        self.reference.map(|reference| reference.time(tsc))
+    }
+
+    /// Writes the page anew: the guest has named it, or the clock has changed. False if it is no memory.
+    pub(crate) fn write_page(
+        &mut self,
+        memory: &GuestMemory,
+        tsc: TscParams,
+        master: (u64, u64),
+    ) -> bool {
+        self.reference = None;
+        if self.reference_tsc & ENABLE == 0 {
+            return true;
+        }
+        let gpa = self.reference_tsc & !0xfff;
+        // The guest reads without a lock: no sequence, contents, the next sequence.
+        if memory.write_gpa(gpa, 4, 0).is_none() {
+            return false;
+        }
+        let Some(reference) = Reference::new(tsc, master) else {
+            // The guest asks the MSR.
+            return true;
+        };
+        fence(Ordering::SeqCst);
+        let words = [reference.scale, reference.offset].map(u64::to_le_bytes);
+        let is_written = memory.write_bytes(gpa.wrapping_add(8), words.as_flattened());
+        fence(Ordering::SeqCst);
+        // Neither 0 nor all ones are a sequence.
+        self.sequence = match self.sequence.wrapping_add(1) {
+            0 | u32::MAX => 1,
+            next => next,
+        };
+        if !is_written || memory.write_gpa(gpa, 4, self.sequence.into()).is_none() {
+            return false;
+        }
+        self.reference = Some(reference);
+        true
+    }
+}
+
+/// [`Partition`], and whether there is anything in it that changes of the clock concern.
+#[derive(Debug, Default)]
+pub(crate) struct HyperV {
+    partition: Mutex<Partition>,
+    has_page: AtomicBool,
+    /// The guest has said which system it is: hypercalls are Hyper-V's.
+    has_hypercalls: AtomicBool,
+}
+
+impl HyperV {
+    /// The registers. No other lock is taken while it is held.
+    pub(crate) fn partition(&self) -> MutexGuard<'_, Partition> {
+        self.partition
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+    /// To be called when they have been written.
+    pub(crate) fn publish(&self, partition: &Partition) {
+        let has_page = partition.reference_tsc & ENABLE != 0;
+        self.has_page.store(has_page, Ordering::Release);
+        self.has_hypercalls
+            .store(partition.guest_os_id != 0, Ordering::Release);
+    }
+    /// There is a page of the reference time.
+    pub(crate) fn has_page(&self) -> bool {
+        self.has_page.load(Ordering::Acquire)
+    }
+    /// Hypercalls are Hyper-V's if the guest's CPUID is.
+    pub(crate) fn has_hypercalls(&self) -> bool {
+        self.has_hypercalls.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vm::clock::VmClock;
+
+    #[test]
+    fn the_reference_time_is_that_of_kvmclock() {
+        let clock = VmClock::new();
+        let tsc = clock.default_tsc();
+        let (host_tsc, ns) = clock.master();
+        let reference = Reference::new(tsc, (host_tsc, ns)).unwrap();
+        let second = u64::from(tsc.khz) * 1000;
+        for seconds in [0, 1, 1000, 100_000] {
+            let time = reference.time(tsc.guest(host_tsc + seconds * second));
+            let want = ns / UNIT_NS + seconds * 10_000_000;
+            assert!(
+                time.abs_diff(want) < 10 + seconds,
+                "{seconds}: {time} {want}"
+            );
+        }
+    }
+}
