@@ -60,7 +60,7 @@ impl Reference {
     }
 
     fn time(self, tsc: u64) -> u64 {
-        let scaled = u128::from(tsc) * u128::from(self.scale) >> 64;
+        let scaled = (u128::from(tsc) * u128::from(self.scale)) >> 64;
         (scaled as u64).wrapping_add(self.offset)
     }
 }
