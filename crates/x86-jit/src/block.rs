@@ -37,7 +37,9 @@ const MAX_INSNS: usize = 48;
 const ENOUGH: usize = 8;
 /// Conditional branches of a block at most: what follows them is executed less and less likely,
 /// and translated again for whoever goes there from elsewhere.
-const MAX_BRANCHES: usize = 5;
+const MAX_BRANCHES: usize = 3;
+/// The same where a loop begins: it is executed again and again.
+const MAX_LOOP_BRANCHES: usize = 5;
 /// Jumps within the page that a block follows.
 const MAX_FOLLOWED: usize = 2;
 /// Instructions of an unrolled loop at most, and turns of one.
@@ -50,14 +52,14 @@ const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if nothing can be fetched. An instruction that straddles two pages is
-/// a block of its own: true is returned for one. `is_known` tells at which offsets
-/// blocks begin already.
+/// a block of its own: true is returned for one. `is_loop`: a branch back leads here. `is_known`
+/// tells at which offsets blocks begin already.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
     (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
-    mode: u8,
+    (mode, is_loop): (u8, bool),
     is_known: impl Fn(u32) -> bool,
 ) -> bool {
     out.clear();
@@ -68,7 +70,11 @@ pub(crate) fn decode<B: GuestBus>(
     let mut offset = (gva & 0xfff) as u32;
     let first = offset;
     let mut followed = 0;
-    let mut branches = 0;
+    let mut branches_left = if is_loop {
+        MAX_LOOP_BRANCHES
+    } else {
+        MAX_BRANCHES
+    };
     let page = gva & !0xfff;
     // What is decoded is copied with what follows it.
     let mut bytes = [0; FETCHED + RAW];
@@ -140,9 +146,9 @@ pub(crate) fn decode<B: GuestBus>(
             out.push(d);
             offset = next;
             if kind == Kind::Jcc {
-                branches += 1;
+                branches_left -= 1;
                 // What comes next has its code, and this block is long enough for it to be no loss.
-                if branches == MAX_BRANCHES || out.len() >= ENOUGH && is_known(offset) {
+                if branches_left == 0 || out.len() >= ENOUGH && is_known(offset) {
                     break 'fetch;
                 }
             }

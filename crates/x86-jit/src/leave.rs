@@ -209,7 +209,10 @@ impl<B: JitBus> Jit<B> {
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
         let split = if site.split { mode::SPLIT } else { 0 };
-        let Some(next) = self.find_block(interp, cpu, bus, self.mode | split) else {
+        self.is_loop = site.is_back;
+        let next = self.find_block(interp, cpu, bus, self.mode | split);
+        self.is_loop = false;
+        let Some(next) = next else {
             return 0;
         };
         self.select(cpu, bus);

@@ -50,6 +50,8 @@ pub(crate) struct Context<B: JitBus> {
 pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
     room: Room,
+    /// What is translated next is where a loop begins, as far as is known.
+    pub(crate) is_loop: bool,
     thunks: Thunks,
     pub(crate) cache: Cache,
     forms: Forms,
@@ -114,6 +116,7 @@ impl<B: JitBus> Jit<B> {
         let thunks_end = a.here().next_multiple_of(64);
         buffer.write(0, a.parts()?.0);
         Some(Self {
+            is_loop: false,
             room: Room::new(thunks_end..buffer.len()),
             buffer,
             thunks,
@@ -431,7 +434,7 @@ impl<B: JitBus> Jit<B> {
                 &mut self.forms,
                 (cpu, bus),
                 rip,
-                key.1,
+                (key.1, self.is_loop),
                 is_known,
             )
         };

@@ -23,7 +23,7 @@ impl Translator {
         let from = self.asm.jcc(condition);
         let live = self.flags == Flags::Register;
         if (0..0x1000).contains(&t) {
-            self.link(from, t as u32, live, false);
+            self.link(from, t as u32, live, false).is_back = t < d.offset.into();
         } else {
             self.stubs.push(Stub::Far {
                 from,
@@ -40,7 +40,8 @@ impl Translator {
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
-            self.link(from, t as u32, self.flags == Flags::Register, false);
+            let live = self.flags == Flags::Register;
+            self.link(from, t as u32, live, false).is_back = t < offset.into();
         } else {
             self.flags_in_memory();
             self.far(offset, t as i32);
@@ -96,15 +97,27 @@ impl Translator {
     }
 
     /// A branch to an offset in the page. `split`: see [`LinkSite::split`].
-    pub(super) fn link(&mut self, from: usize, target: u32, live: bool, split: bool) {
-        let number = self.links.len() as u32;
+    pub(super) fn link(
+        &mut self,
+        from: usize,
+        target: u32,
+        live: bool,
+        split: bool,
+    ) -> &mut LinkSite {
+        let number = self.links.len();
         self.links.push(LinkSite {
             patch: from,
             target,
             saved: !live,
             split,
+            is_back: false,
         });
-        self.stubs.push(Stub::Link { from, number, live });
+        self.stubs.push(Stub::Link {
+            from,
+            number: number as u32,
+            live,
+        });
+        &mut self.links[number]
     }
 
     /// Jumps to the gva in r14 through the target table, with what the branch does

@@ -56,6 +56,8 @@ pub(crate) struct LinkSite {
     pub(crate) saved: bool,
     /// Leads to the translation in which every access probes for itself.
     pub(crate) split: bool,
+    /// From a branch back: a loop begins there.
+    pub(crate) is_back: bool,
 }
 
 /// A direct branch to another page. What it has remembered is as right as the same
