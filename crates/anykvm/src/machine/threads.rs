@@ -81,13 +81,18 @@ impl Vcpus {
                 if let Some(ending) = ending {
                     send(&endings, ending);
                 }
-                // Nobody waits any more if it took too long.
-                let _ = give_stats.send(vcpu.statistics().unwrap_or_default());
-                if is_confined {
-                    // A thread's end takes system calls, and so does the vCPU's.
-                    loop {
-                        thread::park();
-                    }
+                let stats = vcpu.statistics().unwrap_or_default();
+                if !is_confined {
+                    // What it says at its end comes before the process ends.
+                    drop(vcpu);
+                    // Nobody waits any more if it took too long.
+                    let _ = give_stats.send(stats);
+                    return;
+                }
+                let _ = give_stats.send(stats);
+                // A thread's end takes system calls, and so does the vCPU's.
+                loop {
+                    thread::park();
                 }
             })
             .map_err(BootError::host("cannot start a vCPU's thread"))?;
