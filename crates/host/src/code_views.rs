@@ -34,10 +34,11 @@ pub struct CodeViews {
     /// Its pages count as memory of the process a second time.
     rw: SharedMapping,
     rx: SharedMapping,
-    /// Writes ever made; at the keeper's last look; when the pages were let go of.
+    /// Writes ever made, and at the keeper's last look.
     writes: AtomicU64,
     seen: AtomicU64,
-    gone: AtomicU64,
+    /// The pages to write by were let go of, and none was written since.
+    is_gone: AtomicBool,
     /// Huge pages that code has come to, and those that were asked for.
     begun: AtomicU64,
     asked: AtomicU64,
@@ -51,7 +52,7 @@ impl CodeViews {
             rx: file.map_executable()?,
             writes: AtomicU64::new(0),
             seen: AtomicU64::new(0),
-            gone: AtomicU64::new(0),
+            is_gone: AtomicBool::new(false),
             begun: AtomicU64::new(0),
             asked: AtomicU64::new(0),
             keeper: OnceLock::new(),
@@ -70,8 +71,8 @@ impl CodeViews {
     pub(crate) fn note_write(&self) {
         let writes = self.writes.load(Ordering::Relaxed).wrapping_add(1);
         self.writes.store(writes, Ordering::Relaxed);
-        // The first since nothing was there: with a huge page it shows two megabytes again.
-        if writes.wrapping_sub(self.gone.load(Ordering::Relaxed)) == 1 {
+        // With a huge page it shows two megabytes again.
+        if self.is_gone.load(Ordering::Relaxed) && self.is_gone.swap(false, Ordering::Relaxed) {
             self.tell();
         }
     }
@@ -107,14 +108,14 @@ impl CodeViews {
     }
 
     /// Lets go of the pages to write by if little was written since the last call; the code stays.
-    /// True if there is nothing to let go of any more.
+    /// True if there is nothing to let go of.
     fn trim(&self) -> bool {
         let writes = self.writes.load(Ordering::Relaxed);
         let since = writes.wrapping_sub(self.seen.swap(writes, Ordering::Relaxed));
-        if since < BUSY && self.gone.swap(writes, Ordering::Relaxed) != writes {
+        if since < BUSY && !self.is_gone.swap(true, Ordering::Relaxed) {
             while_allowed(|| self.rw.let_go());
         }
-        self.gone.load(Ordering::Relaxed) == writes
+        self.is_gone.load(Ordering::Relaxed)
     }
 }
 
