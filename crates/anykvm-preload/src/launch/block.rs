@@ -41,6 +41,8 @@ pub(super) struct Block {
     pub(super) base: usize,
     /// Where the program goes on after vfork(2), in the child and in its parent.
     pub(super) borrowed_return: usize,
+    /// Begin and length of the stack for signals on which a handler of the program began last.
+    pub(super) signal_stack: [usize; 2],
 }
 
 static FREE: Mutex<Free> = Mutex::new(Free {
@@ -100,6 +102,7 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut Block> {
             clear_tid: 0,
             base: 0,
             borrowed_return: 0,
+            signal_stack: [0; 2],
         });
     }
     CURRENT.set(block);

@@ -7,7 +7,7 @@ use libc::{c_int, c_long};
 
 use super::block::Block;
 use super::entry::Frame;
-use super::{execve, filter, image, threads};
+use super::{execve, filter, image, signals, threads};
 use crate::next::system_call;
 use crate::{actions, calls};
 
@@ -44,12 +44,27 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut Block) {
         };
     }
     let number = frame.rax as c_long;
+    // A child has to have it, and another program gets none.
+    let is_kept = matches!(
+        number,
+        libc::SYS_clone
+            | libc::SYS_clone3
+            | libc::SYS_fork
+            | libc::SYS_vfork
+            | libc::SYS_execve
+            | libc::SYS_execveat
+            | libc::SYS_exit
+    );
+    let aside = (!is_kept)
+        .then(|| signals::StackAside::new(block, frame.rsp))
+        .flatten();
     // A defect of ours must not unwind into assembly code.
     let answer = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: the program's arguments.
         unsafe { answer(number, arguments, frame, block) }
     }))
     .unwrap_or(Answer::Is(-(libc::EIO as isize)));
+    drop(aside);
     match answer {
         Answer::Is(result) => {
             frame.rax = result as usize;

@@ -26,7 +26,63 @@ pub(super) unsafe extern "C" fn in_program(
             *rip = thunks::of(*rip as usize) as i64;
             return 0;
         }
-        actions::handler_of(signal, info)
+        let handler = actions::handler_of(signal, info);
+        if handler != 0 {
+            note_stack(context.cast());
+        }
+        handler
+    }
+}
+
+/// A handler of the program begins: perhaps on a stack of its own, which our code has to know of if
+/// the handler calls it.
+unsafe fn note_stack(context: *const libc::ucontext_t) {
+    // SAFETY: the kernel's structure; while the program runs GS is the thread's block, of which the
+    // first word is the address.
+    unsafe {
+        let stack = (*context).uc_stack;
+        let begin = stack.ss_sp.addr();
+        if context.addr().wrapping_sub(begin) < stack.ss_size {
+            let block: *mut Block;
+            std::arch::asm!("mov {}, gs:[0]", out(reg) block, options(nostack, readonly, preserves_flags));
+            (*block).signal_stack = [begin, stack.ss_size];
+        }
+    }
+}
+
+/// The program's stack for signals, put aside while a handler that is on it is in our code: we have
+/// another stack, so the kernel would begin the next handler at the end of that one, over the first.
+pub(super) struct StackAside(libc::stack_t);
+
+impl StackAside {
+    /// `None` if the program is not on such a stack.
+    pub(super) fn new(block: &Block, stack_pointer: usize) -> Option<Self> {
+        let [begin, len] = block.signal_stack;
+        if stack_pointer.wrapping_sub(begin) >= len {
+            return None;
+        }
+        let none = libc::stack_t {
+            ss_sp: std::ptr::null_mut(),
+            ss_flags: libc::SS_DISABLE,
+            ss_size: 0,
+        };
+        let mut old = none;
+        let arguments = [(&raw const none).addr(), (&raw mut old).addr(), 0, 0, 0, 0];
+        // SAFETY: two structures of the C library's, which are the kernel's.
+        let result = unsafe { system_call(libc::SYS_sigaltstack, arguments) };
+        (result == 0).then_some(Self(old))
+    }
+}
+
+impl Drop for StackAside {
+    fn drop(&mut self) {
+        // SAFETY: what the kernel has given.
+        unsafe {
+            system_call(
+                libc::SYS_sigaltstack,
+                [(&raw const self.0).addr(), 0, 0, 0, 0, 0],
+            )
+        };
     }
 }
 

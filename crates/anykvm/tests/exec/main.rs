@@ -179,6 +179,11 @@ fn handlers_are_called_as_the_kernel_would() {
 }
 
 #[test]
+fn a_handler_on_its_own_stack_runs_the_vcpu() {
+    passes("vmm-nested", &["nested", "500"]);
+}
+
+#[test]
 fn descriptors_live_as_long_as_one_of_their_numbers() {
     passes("vmm-descriptors", &["descriptors"]);
 }

@@ -15,6 +15,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -263,6 +264,41 @@ static void handlers(void)
 }
 
 /* Descriptors: duplicates, /proc, a socket, fork, exec, vfork; /dev/kvm is there. */
+/* A handler on a stack of its own runs the vCPU, as gVisor's does, and a signal that comes meanwhile
+ * has to leave alone what is on that stack. */
+static void runs(int signal, siginfo_t *info, void *context)
+{
+    (void)signal, (void)context;
+    volatile uint8_t mine[4096];
+    for (size_t i = 0; i < sizeof mine; i++)
+        mine[i] = (uint8_t)i;
+    pid_t sender = info->si_pid;
+    /* Again, in case the first comes before KVM_RUN. */
+    struct itimerval soon = { .it_value.tv_usec = 200, .it_interval.tv_usec = 5000 }, never = { 0 };
+    CHECK(setitimer(ITIMER_REAL, &soon, NULL) == 0);
+    CHECK(ioctl(vcpu, KVM_RUN, 0) == -1 && errno == EINTR);
+    CHECK(setitimer(ITIMER_REAL, &never, NULL) == 0);
+    for (size_t i = 0; i < sizeof mine; i++)
+        CHECK(mine[i] == (uint8_t)i);
+    CHECK(info->si_pid == sender);
+}
+
+static void nested(long times)
+{
+    make(SPIN, sizeof SPIN);
+    stack_t stack = { .ss_sp = malloc(128 << 10), .ss_size = 128 << 10 };
+    CHECK(stack.ss_sp && sigaltstack(&stack, NULL) == 0);
+    struct sigaction run_there = { .sa_sigaction = runs, .sa_flags = SA_SIGINFO | SA_ONSTACK };
+    struct sigaction count_there = { .sa_handler = count, .sa_flags = SA_ONSTACK };
+    CHECK(sigaction(SIGUSR1, &run_there, NULL) == 0 && sigaction(SIGALRM, &count_there, NULL) == 0);
+    for (long i = 1; i <= times; i++) {
+        CHECK(raise(SIGUSR1) == 0);
+        CHECK(handled >= (uint64_t)i);
+    }
+    stack_t after;
+    CHECK(sigaltstack(NULL, &after) == 0 && after.ss_sp == stack.ss_sp && !(after.ss_flags & SS_DISABLE));
+}
+
 static void descriptors(const char *self)
 {
     struct stat status;
@@ -529,6 +565,7 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "cancel-halt")) with_chips = 1, cancel(HALT, sizeof HALT, times);
     else if (!strcmp(mode, "immediate")) immediate(times);
     else if (!strcmp(mode, "handlers")) handlers();
+    else if (!strcmp(mode, "nested")) nested(times);
     else if (!strcmp(mode, "descriptors")) descriptors(argv[0]);
     else if (!strcmp(mode, "seccomp")) seccomp();
     else if (!strcmp(mode, "seccomp-chips")) { with_chips = 1; seccomp(); }
