@@ -18,6 +18,7 @@ use crate::{
     HUGE_PAGE, PAGE_SIZE,
     futex::{self, Wait},
     memfd::{Memfd, SharedMapping},
+    signal,
 };
 
 /// Writes since the last look that are too many to let the view go: each page that is touched again
@@ -152,10 +153,8 @@ impl Keeper {
             let keeper = Arc::downgrade(self);
             let bell = Arc::clone(&self.bell);
             let thread = std::thread::Builder::new().name("anykvm-pages".to_owned());
-            let started = thread.spawn(move || {
-                crate::signal::block_all();
-                keep(&keeper, &bell);
-            });
+            let keep = move || keep(&keeper, &bell);
+            let started = signal::while_blocked(|| thread.spawn(keep));
             if let Err(error) = started {
                 self.has_thread.store(false, Ordering::Relaxed);
                 return Err(error);

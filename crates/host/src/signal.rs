@@ -12,6 +12,11 @@ pub fn pending() -> u64 {
 
 /// Blocks all signals in the calling thread, those that faults raise excepted.
 pub fn block_all() {
+    block();
+}
+
+/// The same; returns the mask that there was.
+fn block() -> libc::sigset_t {
     // SAFETY: only this thread's mask is changed, with a set made by libc.
     unsafe {
         let mut set = std::mem::zeroed();
@@ -19,13 +24,42 @@ pub fn block_all() {
         for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL] {
             libc::sigdelset(&mut set, fault);
         }
-        libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
+        let mut before = std::mem::zeroed();
+        libc::pthread_sigmask(libc::SIG_SETMASK, &set, &mut before);
+        before
     }
+}
+
+/// What `f` returns, with [`block_all`] in force: a thread that it starts has signals blocked from its
+/// first instruction on, so that none of the VMM's is handled there.
+pub fn while_blocked<R>(f: impl FnOnce() -> R) -> R {
+    let before = block();
+    let result = f();
+    // SAFETY: a mask that this thread had.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut()) };
+    result
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_begins_with_signals_blocked_and_its_parent_gets_its_mask_back() {
+        let is_blocked = || {
+            // SAFETY: asks for this thread's mask.
+            unsafe {
+                let mut set = std::mem::zeroed();
+                libc::pthread_sigmask(libc::SIG_BLOCK, std::ptr::null(), &mut set);
+                [libc::SIGUSR2, libc::SIGALRM, libc::SIGSEGV]
+                    .map(|s| libc::sigismember(&set, s) == 1)
+            }
+        };
+        let before = is_blocked();
+        let thread = while_blocked(|| std::thread::spawn(is_blocked));
+        assert_eq!(is_blocked(), before);
+        assert_eq!(thread.join().unwrap(), [true, true, false]);
+    }
 
     #[test]
     fn a_blocked_signal_is_seen() {
