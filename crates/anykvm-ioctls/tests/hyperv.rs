@@ -2,9 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod guest;
 mod long_mode;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
+use guest::set_msr;
 use iced_x86::code_asm::*;
 use kvm_bindings::*;
 use long_mode::Machine;
@@ -60,17 +62,6 @@ fn msr(vcpu: &VcpuFd, index: u32) -> Option<u64> {
     };
     let mut msrs = Msrs::from_entries(&[entry]).unwrap();
     (vcpu.get_msrs(&mut msrs).unwrap() == 1).then(|| msrs.as_slice()[0].data)
-}
-
-fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
-    let entry = kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    vcpu.set_msrs(&Msrs::from_entries(&[entry]).unwrap())
-        .unwrap()
-        == 1
 }
 
 fn write_msr(a: &mut CodeAssembler, index: u32, value: u64) -> Result<(), IcedError> {

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd};
-use guest::{Guest, RAM, Ram, add_slot};
+use guest::{Guest, RAM, Ram, add_slot, set_msr};
 use kvm_bindings::*;
 
 const ASYNC_PF_EN: u32 = 0x4b56_4d02;
@@ -19,16 +19,6 @@ const ASYNC_PF_INT: u32 = 0x4b56_4d06;
 
 /// `vmcall`.
 const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
-
-fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
-    let entry = kvm_msr_entry {
-        index,
-        data,
-        ..Default::default()
-    };
-    let msrs = Msrs::from_entries(&[entry]).unwrap();
-    vcpu.set_msrs(&msrs).unwrap() == 1
-}
 
 /// Flat 32-bit protected mode.
 fn protected(vcpu: &VcpuFd) {

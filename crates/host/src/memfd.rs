@@ -147,8 +147,8 @@ impl SharedMapping {
         unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_DONTNEED) };
     }
 
-    /// Puts a huge page under [`HUGE_PAGE`] bytes that are one's place, with their contents. May be called while
-    /// other threads use them.
+    /// Has a huge page in place of the small ones that are [`HUGE_PAGE`] bytes from `huge_page` times
+    /// as many on, with their contents. May be called while other threads use them.
     ///
     /// # Errors
     /// Those of `madvise`; `EINVAL` where the kernel cannot, or for bytes that are not all in the mapping.

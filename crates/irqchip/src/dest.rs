@@ -86,6 +86,19 @@ pub struct LapicIrq {
 }
 
 impl LapicIrq {
+    /// An edge-triggered message to one APIC id.
+    pub const fn edge(dest: u32, mode: DeliveryMode, vector: u8) -> Self {
+        Self {
+            dest,
+            logical: false,
+            shorthand: Shorthand::None,
+            mode,
+            vector,
+            assert: true,
+            level_triggered: false,
+            redirection_hint: false,
+        }
+    }
     /// True if only one of the matching LAPICs gets it.
     pub const fn is_lowest_priority(&self) -> bool {
         matches!(self.mode, DeliveryMode::LowestPriority) || self.redirection_hint

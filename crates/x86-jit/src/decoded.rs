@@ -76,7 +76,7 @@ impl Decoded {
             Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => word,
             // Locked and aligned ones have checks of their own.
             Kind::Copy | Kind::CopyFp
-                if memory.is_some() && form.size <= 32 && !form.locks && !i.has_lock_prefix() =>
+                if memory.is_some() && form.size <= 32 && !form.is_locked(i) =>
             {
                 form.size
             }

@@ -13,6 +13,17 @@ pub(crate) const RAM: u64 = 0x1000;
 /// First byte after the RAM.
 pub(crate) const RAM_END: u64 = 0x5000;
 
+/// KVM_SET_MSRS of one register; false if it or the value is refused.
+pub(crate) fn set_msr(vcpu: &VcpuFd, index: u32, data: u64) -> bool {
+    let entry = kvm_msr_entry {
+        index,
+        data,
+        ..Default::default()
+    };
+    let msrs = Msrs::from_entries(&[entry]).unwrap();
+    vcpu.set_msrs(&msrs).unwrap() == 1
+}
+
 /// RAM of a guest, ours to read and write.
 pub(crate) struct Ram {
     address: NonNull<u8>,

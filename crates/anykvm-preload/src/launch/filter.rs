@@ -142,14 +142,12 @@ fn preface(process: u32, texts: &[Range<usize>]) -> Vec<sock_filter> {
         ]);
     }
     // More would be too far to jump over.
+    let mut own = vec![load(NUMBER)];
+    for number in OWN {
+        own.extend([unless_equal(number as u32, 1), allow()]);
+    }
+    let rest = own.len() as u8;
     for text in texts.iter().take(4) {
-        let body: Vec<sock_filter> = std::iter::once(load(NUMBER))
-            .chain(
-                OWN.iter()
-                    .flat_map(|n| [unless_equal(*n as u32, 1), allow()]),
-            )
-            .collect();
-        let rest = body.len() as u8;
         lines.extend([
             load(RIP_HIGH),
             unless_equal((text.start >> 32) as u32, rest + 4),
@@ -159,7 +157,7 @@ fn preface(process: u32, texts: &[Range<usize>]) -> Vec<sock_filter> {
             unless_above(libc::BPF_JGT, (text.end - 1) as u32, 1),
             line(libc::BPF_JMP | libc::BPF_JA, 0, 0, rest.into()),
         ]);
-        lines.extend(body);
+        lines.extend_from_slice(&own);
     }
     let len = lines.len() as u8;
     // Numbers of another architecture are other calls.

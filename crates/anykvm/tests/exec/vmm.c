@@ -263,7 +263,6 @@ static void handlers(void)
         CHECK(!sigismember(&mask, signal));
 }
 
-/* Descriptors: duplicates, /proc, a socket, fork, exec, vfork; /dev/kvm is there. */
 /* A handler on a stack of its own runs the vCPU, as gVisor's does, and a signal that comes meanwhile
  * has to leave alone what is on that stack. */
 static void runs(int signal, siginfo_t *info, void *context)
@@ -299,6 +298,7 @@ static void nested(long times)
     CHECK(sigaltstack(NULL, &after) == 0 && after.ss_sp == stack.ss_sp && !(after.ss_flags & SS_DISABLE));
 }
 
+/* Descriptors: duplicates, /proc, a socket, fork, exec, vfork; /dev/kvm is there. */
 static void descriptors(const char *self)
 {
     struct stat status;

@@ -10,6 +10,7 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ("KVM_GET_VCPU_MMAP_SIZE", &[libc::EINVAL]),
     ("KVM_GET_SUPPORTED_CPUID", &[libc::E2BIG]),
     ("KVM_GET_EMULATED_CPUID", &[libc::E2BIG]),
+    ("KVM_GET_SUPPORTED_HV_CPUID", &[libc::E2BIG]),
     ("KVM_GET_MSR_INDEX_LIST", &[libc::E2BIG]),
     ("KVM_GET_MSR_FEATURE_INDEX_LIST", &[libc::E2BIG]),
     ("KVM_GET_MSRS", &[libc::E2BIG]),

@@ -1,7 +1,7 @@
 //! Hypercalls (KVM document "hypercalls"): number in RAX, arguments in RBX, RCX, RDX, RSI.
 
 use io_bus::Space;
-use irqchip::{DeliveryMode, LapicIrq, Shorthand};
+use irqchip::{DeliveryMode, LapicIrq};
 use x86_cpu::{CpuState, Exception, Fault};
 use x86_defs::reg::{RAX, RBX, RCX, RDX, RSI};
 
@@ -156,16 +156,7 @@ fn send_ipi(bus: &mut Bus, bitmap: [u64; 2], first: u64, icr: u64, wide: bool) -
 /// Sends to one APIC id, which may be wider than 8 bits; `what` is the delivery mode
 /// and, from bit 8, the vector.
 fn send(bus: &mut Bus, id: u64, what: u32) -> bool {
-    let irq = LapicIrq {
-        dest: id as u32,
-        logical: false,
-        shorthand: Shorthand::None,
-        mode: DeliveryMode::from_bits(what),
-        vector: (what >> 8) as u8,
-        assert: true,
-        level_triggered: false,
-        redirection_hint: false,
-    };
+    let irq = LapicIrq::edge(id as u32, DeliveryMode::from_bits(what), (what >> 8) as u8);
     let vcpus = bus.vm.vcpus();
     // APIC ids are vCPU ids and mostly dense.
     let target = vcpus
@@ -175,10 +166,8 @@ fn send(bus: &mut Bus, id: u64, what: u32) -> bool {
     let Some(target) = target.filter(|_| bus.vm.chips().is_some()) else {
         return false;
     };
-    let accepted = target.lapic().accept(&irq);
-    target.accepted(accepted);
     !matches!(
-        accepted,
+        target.interrupt(&irq),
         irqchip::Accepted::Ignored | irqchip::Accepted::Coalesced
     )
 }

@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 
 use host::clock::monotonic_ns;
-use irqchip::{DeliveryMode, LapicIrq, Shorthand};
+use irqchip::{DeliveryMode, LapicIrq, lapic::spec::reg};
 use kvm_bindings::{KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET, kvm_cpuid_entry2};
 use x86_cpu::{CpuState, Exception, Fault};
 use x86_defs::reg::{R8, RAX, RBX, RCX, RDI, RDX, RSI};
@@ -68,6 +68,8 @@ pub(crate) mod index {
 }
 use index::*;
 
+/// The ICR in x2APIC mode.
+const X2APIC_ICR: u32 = x86_defs::msr::IA32_X2APIC_BASE + reg::ICR as u32;
 /// HV_CRASH_CTL_CRASH_NOTIFY.
 const CRASH_NOTIFY: u64 = 1 << 63;
 /// HV_CRASH_CTL_CRASH_NOTIFY_MSG.
@@ -154,11 +156,11 @@ impl Bus {
         if !host && !self.hv.allows(index) {
             return None;
         }
-        let lapic = |bus: &mut Self, offset: u32| {
+        let lapic = |bus: &mut Self, r: usize| {
             bus.sync_pv_eoi();
             let now = bus.now();
             bus.has_lapic()
-                .then(|| bus.shared.lapic().register(offset, now))
+                .then(|| bus.shared.lapic().register(r, now))
                 .flatten()
         };
         match index {
@@ -179,13 +181,13 @@ impl Bus {
             APIC_FREQUENCY => Some(1_000_000_000 / self.vm.options.apic_tick_ns().max(1)),
             EOI => None,
             ICR if self.has_lapic() && self.shared.lapic().is_x2apic() => {
-                self.x2apic_read(x86_defs::msr::IA32_X2APIC_BASE + 0x30)
+                self.x2apic_read(X2APIC_ICR)
             }
             ICR => {
-                let low = lapic(self, 0x300)?;
-                Some(u64::from(lapic(self, 0x310)?) << 32 | u64::from(low))
+                let low = lapic(self, reg::ICR)?;
+                Some(u64::from(lapic(self, reg::ICR2)?) << 32 | u64::from(low))
             }
-            TPR => lapic(self, 0x80).map(u64::from),
+            TPR => lapic(self, reg::TASKPRI).map(u64::from),
             VP_ASSIST_PAGE => Some(self.hv.assist_page),
             _ => {
                 let p = self.vm.hyperv.partition();
@@ -235,28 +237,28 @@ impl Bus {
                 }
                 true
             }
-            EOI => self.write_lapic_register(0xb0, value as u32),
+            EOI => self.write_lapic_register(reg::EOI, value as u32),
             ICR if self.has_lapic() && self.shared.lapic().is_x2apic() => {
-                self.x2apic_write(x86_defs::msr::IA32_X2APIC_BASE + 0x30, value)
+                self.x2apic_write(X2APIC_ICR, value)
             }
             ICR => {
                 // The destination first: the low half sends.
-                self.write_lapic_register(0x310, (value >> 32) as u32)
-                    && self.write_lapic_register(0x300, value as u32)
+                self.write_lapic_register(reg::ICR2, (value >> 32) as u32)
+                    && self.write_lapic_register(reg::ICR, value as u32)
             }
-            TPR => self.write_lapic_register(0x80, value as u32),
+            TPR => self.write_lapic_register(reg::TASKPRI, value as u32),
             VP_ASSIST_PAGE => self.set_assist_page(value),
             _ => self.set_partition_msr(cpu, index, value, host),
         }
     }
 
-    fn write_lapic_register(&mut self, offset: u32, value: u32) -> bool {
+    fn write_lapic_register(&mut self, r: usize, value: u32) -> bool {
         if !self.has_lapic() {
             return false;
         }
         self.sync_pv_eoi();
         let now = self.now();
-        let action = self.shared.lapic().set_register(offset, value, now);
+        let action = self.shared.lapic().set_register(r, value, now);
         self.lapic_changed();
         action.map(|action| self.act(action)).is_some()
     }
@@ -271,7 +273,7 @@ impl Bus {
         self.hv.assist_page = value;
         let eoi = if is_used { gpa | ENABLE } else { 0 };
         // Without a LAPIC in here nothing sets the bit.
-        self.has_lapic() && self.set_pv_eoi_msr(eoi) || !self.has_lapic()
+        !self.has_lapic() || self.set_pv_eoi_msr(eoi)
     }
 
     fn set_partition_msr(&mut self, cpu: &CpuState, index: u32, value: u64, host: bool) -> bool {
@@ -385,15 +387,12 @@ fn answer(bus: &mut Bus, call: Call) -> u64 {
     const SEND_IPI_EX: u16 = 0x15;
     let [advice, spins] = bus.hv.recommendations;
     let may = |bit| !bus.hv.enforces || advice & bit != 0;
-    let (is_allowed, is_known) = match call.code {
-        NOTIFY_LONG_SPIN_WAIT => (!bus.hv.enforces || !matches!(spins, 0 | u32::MAX), true),
-        SEND_IPI => (may(recommended::IPI), true),
-        SEND_IPI_EX => (may(recommended::IPI) && may(recommended::SPARSE), true),
-        _ => (true, false),
+    let is_allowed = match call.code {
+        NOTIFY_LONG_SPIN_WAIT => !bus.hv.enforces || !matches!(spins, 0 | u32::MAX),
+        SEND_IPI => may(recommended::IPI),
+        SEND_IPI_EX => may(recommended::IPI) && may(recommended::SPARSE),
+        _ => return status::INVALID_CODE,
     };
-    if !is_known {
-        return status::INVALID_CODE;
-    }
     if !is_allowed {
         return status::ACCESS_DENIED;
     }
@@ -415,15 +414,14 @@ fn answer(bus: &mut Bus, call: Call) -> u64 {
 
 /// HvCallSendSyntheticClusterIpi: a vector, and a bit for each of the first 64 processors.
 fn send_ipi(bus: &Bus, call: Call) -> u64 {
-    let (vector, mask) = if call.is_fast {
-        (call.input[0], call.input[1])
+    let [vector, mask] = if call.is_fast {
+        call.input
     } else {
         let mut bytes = [0; 16];
         if !bus.vm.memory.read_bytes(call.input[0], &mut bytes) {
             return status::INVALID_INPUT;
         }
-        let [low, high] = words(&bytes);
-        (low, high)
+        words(&bytes)
     };
     // The upper half of the first word is the target's privilege level, of which there is one.
     send(bus, vector as u32, |vp| vp < 64 && mask >> vp & 1 != 0)
@@ -481,17 +479,7 @@ fn send(bus: &Bus, vector: u32, is_wanted: impl Fn(u32) -> bool) -> u64 {
     }
     for target in bus.vm.vcpus().iter() {
         if is_wanted(target.vp_index.load(Ordering::Relaxed)) {
-            let accepted = target.lapic().accept(&LapicIrq {
-                dest: target.id,
-                logical: false,
-                shorthand: Shorthand::None,
-                mode: DeliveryMode::Fixed,
-                vector,
-                assert: true,
-                level_triggered: false,
-                redirection_hint: false,
-            });
-            target.accepted(accepted);
+            target.interrupt(&LapicIrq::edge(target.id, DeliveryMode::Fixed, vector));
         }
     }
     status::SUCCESS

@@ -18,7 +18,7 @@ use host::{
     futex::{self, Wait},
 };
 use io_bus::Reader;
-use irqchip::{Accepted, Lapic, LapicConfig};
+use irqchip::{Accepted, Lapic, LapicConfig, LapicIrq};
 
 use crate::vm::options::Options;
 
@@ -121,6 +121,12 @@ impl VcpuShared {
     /// The LAPIC; no other lock is taken while it is held.
     pub(crate) fn lapic(&self) -> MutexGuard<'_, Lapic> {
         self.lapic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// Gives the LAPIC a message that is for it.
+    pub(crate) fn interrupt(&self, irq: &LapicIrq) -> Accepted {
+        let accepted = self.lapic().accept(irq);
+        self.accepted(accepted);
+        accepted
     }
     /// The LAPIC accepted a message: the vCPU has to look.
     pub(crate) fn accepted(&self, what: Accepted) {

@@ -78,14 +78,14 @@ impl Lapic {
             .unwrap_or(Action::None)
     }
 
-    /// Reads a register by its offset in the page, by other means than that page (Hyper-V's MSRs).
-    pub fn register(&self, offset: u32, now: Now) -> Option<u32> {
-        self.read((offset >> 4) as usize, now)
+    /// Reads a register ([`reg`]) by other means than the page (Hyper-V's MSRs).
+    pub fn register(&self, r: usize, now: Now) -> Option<u32> {
+        self.read(r, now)
     }
 
     /// Writes one so; `None` if there is none to write in this mode.
-    pub fn set_register(&mut self, offset: u32, value: u32, now: Now) -> Option<Action> {
-        self.write((offset >> 4) as usize, value, now)
+    pub fn set_register(&mut self, r: usize, value: u32, now: Now) -> Option<Action> {
+        self.write(r, value, now)
     }
 
     /// RDMSR of 0x800 to 0x8ff.

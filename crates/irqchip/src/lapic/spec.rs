@@ -19,13 +19,15 @@ pub(super) const NS_PER_TICK: u64 = 1;
 pub(super) const MIN_PERIOD_NS: u64 = 200_000;
 
 /// Register numbers.
-pub(super) mod reg {
+pub mod reg {
     pub(crate) const ID: usize = 0x02;
     pub(crate) const VERSION: usize = 0x03;
-    pub(crate) const TASKPRI: usize = 0x08;
+    /// TPR.
+    pub const TASKPRI: usize = 0x08;
     pub(crate) const ARBPRI: usize = 0x09;
     pub(crate) const PROCPRI: usize = 0x0a;
-    pub(crate) const EOI: usize = 0x0b;
+    /// End of interrupt.
+    pub const EOI: usize = 0x0b;
     pub(crate) const LDR: usize = 0x0d;
     pub(crate) const DFR: usize = 0x0e;
     pub(crate) const SPIV: usize = 0x0f;
@@ -35,8 +37,10 @@ pub(super) mod reg {
     pub(crate) const IRR_END: usize = 0x27;
     pub(crate) const ESR: usize = 0x28;
     pub(crate) const LVTCMCI: usize = 0x2f;
-    pub(crate) const ICR: usize = 0x30;
-    pub(crate) const ICR2: usize = 0x31;
+    /// Interrupt command, low half: writing it sends.
+    pub const ICR: usize = 0x30;
+    /// Its high half: the destination.
+    pub const ICR2: usize = 0x31;
     pub(crate) const LVTT: usize = 0x32;
     pub(crate) const LVTTHMR: usize = 0x33;
     pub(crate) const LVTPC: usize = 0x34;

@@ -118,6 +118,13 @@ impl Form {
         self.flags.unwrap_or_else(|| flags(i))
     }
 
+    /// A locked access: the host may stall or kill a process for one that crosses a
+    /// cache line, so that misaligned ones are the interpreter's.
+    #[inline]
+    pub(crate) fn is_locked(&self, i: &Instruction) -> bool {
+        self.locks || i.has_lock_prefix()
+    }
+
     /// The memory operand, and whether it needs permission to write.
     #[inline]
     pub(crate) fn memory(&self, i: &Instruction) -> Option<bool> {

@@ -2,7 +2,7 @@
 
 use iced_x86::{Instruction, OpKind, Register};
 
-use super::{Emit, Translator, Unsupported, is_locked, narrow, recode, recode::recode};
+use super::{Emit, Translator, Unsupported, narrow, recode, recode::recode};
 use crate::{area::*, asm::*, decoded::Decoded, kind::Form};
 
 impl Translator {
@@ -15,7 +15,7 @@ impl Translator {
             if size == 0 || size > 32 {
                 return Err(Unsupported);
             }
-            let aligned = aligned || is_locked(i) && size > 1;
+            let aligned = aligned || form.is_locked(i) && size > 1;
             disp = Some(self.operand(d, size, write, aligned)?);
         }
         self.flags_before(d, form);

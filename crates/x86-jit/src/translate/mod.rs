@@ -32,7 +32,7 @@ mod system;
 
 use branch::{Stack, target};
 use flags::Flags;
-use iced_x86::{Encoder, Instruction, OpKind, Register};
+use iced_x86::{Encoder, OpKind, Register};
 use memory::tag;
 
 use crate::{
@@ -647,10 +647,4 @@ fn keeps_cached(kind: Kind) -> bool {
             | Kind::Pop
             | Kind::Jcc
     )
-}
-
-/// A locked access: the host may stall or kill a process for one that crosses a
-/// cache line, so that misaligned ones are the interpreter's.
-pub(crate) fn is_locked(i: &Instruction) -> bool {
-    i.has_lock_prefix() || i.mnemonic() == iced_x86::Mnemonic::Xchg
 }
