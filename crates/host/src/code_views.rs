@@ -28,6 +28,9 @@ const BUSY: u64 = 1000;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Huge pages that can be asked for.
 const MOST: usize = 64;
+/// How often the kernel may be asked again for what it did not have: pages that something else holds
+/// for a moment do not become a huge one.
+const MOST_AGAIN: u32 = 64;
 
 /// The views of a code buffer: one to write by, one to execute.
 #[derive(Debug)]
@@ -43,6 +46,7 @@ pub struct CodeViews {
     /// Huge pages that code has come to, and those that were asked for.
     begun: AtomicU64,
     asked: AtomicU64,
+    refused: AtomicU32,
     keeper: OnceLock<Arc<Bell>>,
 }
 
@@ -56,6 +60,7 @@ impl CodeViews {
             is_gone: AtomicBool::new(false),
             begun: AtomicU64::new(0),
             asked: AtomicU64::new(0),
+            refused: AtomicU32::new(0),
             keeper: OnceLock::new(),
         })
     }
@@ -96,16 +101,23 @@ impl CodeViews {
         }
     }
 
-    /// Asks for the huge pages that code has come to.
-    fn ask(&self) {
+    /// Asks for the huge pages that code has come to. True if there are some to ask for again.
+    fn ask(&self) -> bool {
         let begun = self.begun.load(Ordering::Relaxed);
-        let mut new = begun & !self.asked.swap(begun, Ordering::Relaxed);
+        let mut asked = self.asked.load(Ordering::Relaxed);
+        let mut new = begun & !asked;
         while new != 0 {
             let number = new.trailing_zeros() as usize;
             new &= new - 1;
             // Mapped where it is executed; who writes finds it. Small pages do where there are no others.
-            let _ = while_allowed(|| self.rx.collapse(number));
+            let refused = matches!(while_allowed(|| self.rx.collapse(number)), Some(Err(_)));
+            if !refused || self.refused.fetch_add(1, Ordering::Relaxed) >= MOST_AGAIN {
+                asked |= 1 << number;
+            }
         }
+        // The keeper's thread alone writes it.
+        self.asked.store(asked, Ordering::Relaxed);
+        begun & !asked != 0
     }
 
     /// Lets go of the pages to write by if little was written since the last call; the code stays.
@@ -184,10 +196,10 @@ fn keep(keeper: &Weak<Keeper>, bell: &Bell) {
         let Some(all) = keeper.upgrade().map(|keeper| keeper.all()) else {
             return;
         };
-        all.iter().for_each(|views| views.ask());
+        let again = all.iter().filter(|views| views.ask()).count();
         let busy = all.iter().filter(|views| is_due && !views.trim()).count();
         drop(all);
-        let pause = (!is_due || busy != 0).then_some(LOOK_EVERY);
+        let pause = (!is_due || busy + again != 0).then_some(LOOK_EVERY);
         is_due = futex::wait(&bell.0, rung, pause) == Wait::TimedOut;
     }
 }
@@ -286,12 +298,14 @@ mod tests {
                 check(at, (at + round) as u32);
             }
         }
-        let is_new = b.views().rx().collapse(0).is_ok();
-        if is_new {
+        let mut other = CodeBuffer::new(LEN).unwrap();
+        assert!(other.write(0, &vec![0x90; LEN]));
+        let other = other.views().rx();
+        if (0..LEN / HUGE_PAGE).all(|n| other.collapse(n).is_ok()) {
             // All of it soon.
             let mut waited = 0;
             while of_mapping(b.rx() as usize, "ShmemPmdMapped:") != LEN >> 10 {
-                assert!(waited < 1000, "no huge pages");
+                assert!(waited < 3000, "no huge pages");
                 std::thread::sleep(Duration::from_millis(10));
                 waited += 1;
             }
