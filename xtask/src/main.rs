@@ -1,6 +1,7 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
 //! `boots` (kernels to a shell), `guests` (real programs in a guest), `vmms` (unmodified VMMs),
-//! `selftests` (the kernel's KVM selftests), `debian-guest` (a whole Debian under QEMU), `kvm-ioctls` (that crate's tests), `stress` (signals and
+//! `selftests` (the kernel's KVM selftests), `debian-guest` (a whole Debian under QEMU), `kvm-ioctls` (that crate's tests),
+//! `kvm-unit-tests` (that suite, built elsewhere), `stress` (signals and
 //! KVM_RUN), `lockstep` (JIT against interpreter) and `bench`.
 
 #![forbid(unsafe_code)]
@@ -13,6 +14,7 @@ mod debian;
 mod debian_guest;
 mod guests;
 mod kvm_ioctls;
+mod kvm_unit_tests;
 mod lockstep;
 mod selftests;
 mod stress;
@@ -34,12 +36,13 @@ fn main() -> ExitCode {
         "guests" => guests::run(&arguments),
         "debian-guest" => debian_guest::run(&arguments),
         "kvm-ioctls" => kvm_ioctls::run(&arguments),
+        "kvm-unit-tests" => kvm_unit_tests::run(&arguments),
         "stress" => stress::run(&arguments),
         "lockstep" => lockstep::run(&arguments),
         "selftests" => selftests::run(&arguments),
         "vmms" => vmms::run(&arguments),
         _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | kvm-ioctls | stress | lockstep | bench>"
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | kvm-ioctls | kvm-unit-tests | stress | lockstep | bench>"
                 .to_owned(),
         ),
     };

@@ -14,6 +14,7 @@ use kvm_bindings::*;
 const ASYNC_PF_EN: u32 = 0x4b56_4d02;
 const STEAL_TIME: u32 = 0x4b56_4d03;
 const PV_EOI_EN: u32 = 0x4b56_4d04;
+const WALL_CLOCK: u32 = 0x4b56_4d00;
 const POLL_CONTROL: u32 = 0x4b56_4d05;
 const ASYNC_PF_INT: u32 = 0x4b56_4d06;
 
@@ -100,6 +101,28 @@ fn msrs_check_their_values() {
     for bit in [0, 3, 4, 5, 6, 7, 9, 11, 12, 13, 14, 24] {
         assert_ne!(features >> bit & 1, 0, "{bit}");
     }
+}
+
+#[test]
+fn the_wall_clock_is_written_where_the_guest_says() {
+    let g = Guest::new(&[], true);
+    let low = Ram::new(0x1000);
+    add_slot(&g.vm, 1, 0, &low, 0);
+    // A version, seconds and nanoseconds; the version may have been anything.
+    for (before, after) in [(0u32, 2u32), (2, 4), (7, 10)] {
+        low.write(0x100, &before.to_le_bytes());
+        assert!(set_msr(&g.vcpu, WALL_CLOCK, 0x100));
+        let now = std::time::SystemTime::now();
+        let now = now.duration_since(std::time::UNIX_EPOCH).unwrap();
+        let word = |at| u32::from_le_bytes(low.read(at));
+        assert_eq!(word(0x100), after);
+        assert!(word(0x104).abs_diff(now.as_secs() as u32) < 5);
+        assert!(word(0x108) < 1_000_000_000);
+    }
+    // What VMMs write at a reset is no address.
+    low.write(0, &[0x55; 12]);
+    assert!(set_msr(&g.vcpu, WALL_CLOCK, 0));
+    assert_eq!(low.read(0), [0x55; 12]);
 }
 
 #[test]

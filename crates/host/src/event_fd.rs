@@ -30,6 +30,16 @@ impl EventFd {
     /// # Errors
     /// `EBADF` if `fd` is not open; `EINVAL` if it is no eventfd.
     pub fn duplicate(fd: RawFd) -> io::Result<Self> {
+        // Without /proc the kind cannot be told; writes will.
+        let is_other = |fd| {
+            let link = std::fs::read_link(format!("/proc/self/fd/{fd}"));
+            link.is_ok_and(|to| to.as_os_str() != "anon_inode:[eventfd]")
+        };
+        let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
+        // Before, as a second descriptor of some other file would be seen by other threads.
+        if is_other(fd) {
+            return Err(invalid());
+        }
         // SAFETY: duplicating checks that `fd` is open and touches no memory.
         let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
         if new < 0 {
@@ -37,14 +47,11 @@ impl EventFd {
         }
         // SAFETY: the kernel has just given us this fd.
         let fd = unsafe { OwnedFd::from_raw_fd(new) };
-        let link = std::fs::read_link(format!("/proc/self/fd/{new}"));
-        match link {
-            Ok(l) if l.as_os_str() != "anon_inode:[eventfd]" => {
-                Err(io::Error::from_raw_os_error(libc::EINVAL))
-            }
-            // Without /proc the kind cannot be told; writes will.
-            _ => Ok(Self(fd)),
+        // And after, as the number may have become another file's.
+        if is_other(new) {
+            return Err(invalid());
         }
+        Ok(Self(fd))
     }
 
     /// What identifies the counter among all of the host's, whatever descriptor

@@ -35,7 +35,9 @@ pub use host::faults;
 pub use hypervisor::{Doorbell, DoorbellSpec, IrqTrigger, Space, Vcpu as TypedVcpu, Vm as TypedVm};
 pub use irqfd::{forget_irqfds, is_irqfd, write_irqfd};
 pub use mapped::{Patch, Verdict, judge_mapping};
-pub use objects::{Object, close, duplicated, forget, forget_range, lookup, trust_reports};
+pub use objects::{
+    Object, close, duplicated, forget, forget_range, known_descriptors, lookup, trust_reports,
+};
 pub use run_page::VCPU_MMAP_SIZE;
 pub use vcpu::{Vcpu, interrupt_current_thread};
 pub use vm::Vm;

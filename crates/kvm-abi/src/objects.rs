@@ -8,6 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CStr;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -51,19 +52,17 @@ static INTERNAL: RwLock<BTreeSet<RawFd>> = RwLock::new(BTreeSet::new());
 
 /// A descriptor for ourselves: a VMM that still uses a number which it has closed gets what it would
 /// get from a kernel, where we have none.
+///
+/// It comes and goes under the lock of [`INTERNAL`]: a number that is open and none of them is the VMM's.
 #[derive(Debug)]
-pub(crate) struct Internal(OwnedFd);
+pub(crate) struct Internal(ManuallyDrop<OwnedFd>);
 
 impl Internal {
-    pub(crate) fn new(fd: OwnedFd) -> Self {
+    pub(crate) fn duplicate(fd: &OwnedFd) -> std::io::Result<Self> {
         let mut internal = INTERNAL.write().unwrap_or_else(PoisonError::into_inner);
+        let fd = fd.try_clone()?;
         internal.insert(fd.as_raw_fd());
-        Self(fd)
-    }
-
-    fn has(fd: RawFd) -> bool {
-        let internal = INTERNAL.read().unwrap_or_else(PoisonError::into_inner);
-        internal.contains(&fd)
+        Ok(Self(ManuallyDrop::new(fd)))
     }
 }
 
@@ -77,6 +76,8 @@ impl Drop for Internal {
     fn drop(&mut self) {
         let mut internal = INTERNAL.write().unwrap_or_else(PoisonError::into_inner);
         internal.remove(&self.0.as_raw_fd());
+        // SAFETY: nobody uses it afterwards: `self` ends.
+        unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
 
@@ -135,29 +136,40 @@ pub fn lookup(fd: RawFd) -> Result<Object> {
         return Ok(entry.object.clone());
     }
     let identity = memfd::identity(fd)?;
-    let found = {
-        let table = table();
-        match table.get(&fd) {
-            Some(entry) if entry.identity == identity => return Ok(entry.object.clone()),
-            _ => table
-                .values()
-                .find(|entry| entry.identity == identity)
-                .map(|entry| entry.object.clone()),
-        }
+    match table().get(&fd) {
+        Some(entry) if entry.identity == identity => return Ok(entry.object.clone()),
+        _ => {}
+    }
+    let (object, stale) = adopt_duplicate(fd)?;
+    // After the locks, as in `register`.
+    drop(stale);
+    Ok(object)
+}
+
+/// A duplicate seen for the first time: from now on it keeps the object alive by itself. With what the
+/// table had for the number.
+fn adopt_duplicate(fd: RawFd) -> Result<(Object, Option<Entry>)> {
+    let other = Errno::new(libc::ENOTTY);
+    let internal = INTERNAL.read().unwrap_or_else(PoisonError::into_inner);
+    let mut table = table_mut();
+    // Under the lock: by now the number may be that of a new object, which may be in the table or not.
+    let identity = memfd::identity(fd)?;
+    if internal.contains(&fd) {
+        return Err(other);
+    }
+    let same = match table.get(&fd) {
+        Some(entry) if entry.identity == identity => return Ok((entry.object.clone(), None)),
+        _ => table.values().find(|entry| entry.identity == identity),
     };
-    let object = found
-        .filter(|_| !Internal::has(fd))
-        .ok_or(Errno::new(libc::ENOTTY))?;
-    // A duplicate seen for the first time: from now on it keeps the object alive by itself.
-    let stale = table_mut().insert(
+    let object = same.map(|entry| entry.object.clone()).ok_or(other)?;
+    let stale = table.insert(
         fd,
         Entry {
             object: object.clone(),
             identity,
         },
     );
-    drop(stale);
-    Ok(object)
+    Ok((object, stale))
 }
 
 /// The object that the table has for `fd`, without a system call.
@@ -196,6 +208,11 @@ pub fn close(fd: RawFd) -> Result<()> {
     // After the lock: the end of a VM joins its threads.
     drop(entry);
     Ok(())
+}
+
+/// The numbers that the table has objects for, whether they are open or not.
+pub fn known_descriptors() -> Vec<RawFd> {
+    table().keys().copied().collect()
 }
 
 /// Tells the table that `fd` is about to be closed.
@@ -281,5 +298,33 @@ mod tests {
         // SAFETY: both are open; the copy replaces a descriptor that this test owns.
         assert!(unsafe { libc::dup2(other.as_raw_fd(), fd.as_raw_fd()) } >= 0);
         assert_eq!(errno_of(fd.as_raw_fd()), libc::ENOTTY);
+    }
+
+    #[test]
+    fn numbers_that_become_other_objects_while_they_are_looked_up_stay_theirs() {
+        let first = publish(Object::System, c"kvm", true).unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    for step in 1..8 {
+                        let _ = lookup(first.as_raw_fd() + step);
+                    }
+                }
+            });
+            // Duplicates that nobody is told of.
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    drop(first.try_clone());
+                }
+            });
+            let mut results = Vec::new();
+            for _ in 0..20_000 {
+                let fd = publish(Object::System, c"kvm", true).unwrap();
+                results.push(close(std::os::fd::IntoRawFd::into_raw_fd(fd)));
+            }
+            is_over.store(true, Ordering::Relaxed);
+            assert!(results.iter().all(Result::is_ok));
+        });
     }
 }

@@ -91,13 +91,12 @@ impl Vm {
         }
         let has_ring = self.ring.get().is_none();
         if has_ring {
-            let file = fd
-                .try_clone()
+            let file = Internal::duplicate(&fd)
                 .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
             self.hypervisor
                 .set_coalesced_ring(Box::new(Ring::map(fd.as_fd())?));
             // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
-            let _ = self.ring.set(Internal::new(file));
+            let _ = self.ring.set(file);
         }
         let vcpu = Arc::new(Vcpu::new(
             vcpu,

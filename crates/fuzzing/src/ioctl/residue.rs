@@ -15,18 +15,6 @@ pub struct Residue {
     pub rss_kib: u64,
 }
 
-/// Open descriptors of this process, and perhaps the one by which they were listed.
-pub(super) fn descriptors() -> Vec<i32> {
-    fs::read_dir("/proc/self/fd").map_or_else(
-        |_| Vec::new(),
-        |folder| {
-            folder
-                .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-                .collect()
-        },
-    )
-}
-
 impl Residue {
     /// As it is when the threads of VMs that are gone have ended, which nobody waits for.
     pub fn settled() -> Self {

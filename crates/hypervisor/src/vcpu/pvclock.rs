@@ -63,14 +63,28 @@ impl Bus {
         let _ = memory.write_gpa(gpa, 4, u128::from(self.pv.version));
     }
 
-    /// Writes `pvclock_wall_clock`: the wall time at which kvmclock was zero.
+    /// Writes `pvclock_wall_clock`: the wall time at which kvmclock was zero. Not at address 0, which is what
+    /// VMMs write to the MSR at a reset.
     pub(super) fn write_wall_clock(&mut self) {
+        let gpa = self.pv.wall_clock & !3;
+        if gpa == 0 {
+            return;
+        }
         let (kvmclock_ns, _) = self.vm.clock.now();
         let boot = host::clock::realtime_ns().saturating_sub(kvmclock_ns);
-        let mut info = [0u8; 12];
-        info[..4].copy_from_slice(&2u32.to_le_bytes());
-        info[4..8].copy_from_slice(&((boot / 1_000_000_000) as u32).to_le_bytes());
-        info[8..].copy_from_slice(&((boot % 1_000_000_000) as u32).to_le_bytes());
-        let _ = self.vm.memory.write_bytes(self.pv.wall_clock & !3, &info);
+        let mut info = [0u8; 8];
+        info[..4].copy_from_slice(&((boot / 1_000_000_000) as u32).to_le_bytes());
+        info[4..].copy_from_slice(&((boot % 1_000_000_000) as u32).to_le_bytes());
+        let memory = &self.vm.memory;
+        let Some(version) = memory.read_gpa(gpa, 4) else {
+            return;
+        };
+        // Odd while the contents change; whatever was there before.
+        let odd = (version as u32).wrapping_add(1) | 1;
+        let _ = memory.write_gpa(gpa, 4, odd.into());
+        fence(Ordering::SeqCst);
+        let _ = memory.write_bytes(gpa.wrapping_add(4), &info);
+        fence(Ordering::SeqCst);
+        let _ = memory.write_gpa(gpa, 4, odd.wrapping_add(1).into());
     }
 }

@@ -9,6 +9,7 @@ use kvm_bindings::*;
 use super::{LIST, Row, count, done, list_len};
 use crate::errno::{Errno, Result};
 use crate::numbers::*;
+use crate::objects;
 use crate::user_memory::Arg;
 use crate::vm::Vm;
 
@@ -244,10 +245,11 @@ fn create_device(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
         return Ok(0);
     };
     device.fd = fd.as_raw_fd().cast_unsigned();
-    // Only a caller that learns the number gets the descriptor.
-    arg.write(&device)?;
-    let _number = fd.into_raw_fd();
-    Ok(0)
+    let number = fd.into_raw_fd();
+    arg.write(&device).inspect_err(|_| {
+        // Only a caller that learns the number gets the descriptor. It may have guessed and closed it.
+        let _ = objects::close(number);
+    })
 }
 
 /// Copies the slot's whole bitmap, one 64-bit word for each 64 pages begun.
