@@ -66,6 +66,7 @@ use guest_memory::{Acknowledged, GuestMemory, HostPage, SlotTable};
 use x86_cpu::{CpuState, Exception};
 
 pub use paging::{Mode, Paging};
+pub use resolve::DevicePage;
 pub use view::View;
 
 /// Why an access was not done.
@@ -128,7 +129,7 @@ pub struct Mmu {
     /// The slot of the last table walked: where the next one is looked for first.
     near: usize,
     /// The last device pages read and written.
-    devices: [resolve::DevicePage; 2],
+    devices: [DevicePage; 2],
 
     /// (context, view) tables; `live` and `system` are indices.
     views: Vec<context::Tables>,
@@ -174,7 +175,7 @@ impl Mmu {
             host_fault: None,
             paging: Paging::default(),
             near: 0,
-            devices: [resolve::DevicePage::NONE; 2],
+            devices: [DevicePage::NONE; 2],
             views: Vec::new(),
             live: 0,
             system: 0,

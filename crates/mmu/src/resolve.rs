@@ -23,23 +23,37 @@ pub(crate) struct Resolved {
 }
 
 /// A translation that leads to a device. An access looks here more than once: translated code
-/// has found that it cannot make it, and an instruction that has waited for the VMM goes on. Forgotten
-/// with every flush and every change of address space.
+/// finds that it cannot make it, and an instruction that has waited for the VMM goes on. Forgotten
+/// with every flush and every change of address space. Generated code compares the first two.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct DevicePage {
+#[repr(C)]
+pub struct DevicePage {
+    /// The gva.
     page: u64,
+    /// Address of the view's [`L1`] that it would be in; 0: none.
+    tables: u64,
     gpa: u64,
-    /// The view's tables that it is in; `usize::MAX`: none.
-    tables: usize,
+    _pad: u64,
 }
 
 impl DevicePage {
-    pub(crate) const NONE: Self = Self {
-        page: 0,
-        gpa: 0,
-        tables: usize::MAX,
-    };
+    /// log2 of the size.
+    pub const SHIFT: u32 = 5;
+    pub(crate) const NONE: Self = Self::new(0, 0, 0);
+
+    const fn new(page: u64, tables: u64, gpa: u64) -> Self {
+        Self {
+            page,
+            tables,
+            gpa,
+            _pad: 0,
+        }
+    }
 }
+
+const _: () = assert!(size_of::<DevicePage>() == 1 << DevicePage::SHIFT);
+const _: () = assert!(core::mem::offset_of!(DevicePage, page) == 0);
+const _: () = assert!(core::mem::offset_of!(DevicePage, tables) == 8);
 
 impl Mmu {
     /// The slot of a resolved page.
@@ -63,8 +77,18 @@ impl Mmu {
     #[inline(always)]
     pub fn known_device(&self, gva: u64, write: bool, who: Privilege) -> Option<u64> {
         let known = &self.devices[usize::from(write)];
-        let is_same = known.page == gva & !0xfff && known.tables == self.tables_for(who);
+        let is_same = known.page == gva & !0xfff && known.tables == self.l1_address(who);
         is_same.then_some(known.gpa | gva & 0xfff)
+    }
+
+    #[inline(always)]
+    fn l1_address(&self, who: Privilege) -> u64 {
+        self.views[self.tables_for(who)].l1.as_ptr() as u64
+    }
+
+    /// The last device pages read and written, in this order, for generated code.
+    pub fn device_pages(&self) -> *const DevicePage {
+        self.devices.as_ptr()
     }
 
     /// Translations may have become others.
@@ -162,11 +186,9 @@ impl Mmu {
             .and_then(|n| Some((n, self.slot(n)?)))
             .filter(|(_, slot)| !(write && slot.is_readonly()))
         else {
-            self.devices[usize::from(write)] = DevicePage {
-                page: gva & !0xfff,
-                gpa: walk.gpa & !0xfff,
-                tables: self.tables_for(who),
-            };
+            let tables = self.l1_address(who);
+            self.devices[usize::from(write)] =
+                DevicePage::new(gva & !0xfff, tables, walk.gpa & !0xfff);
             return Err(device);
         };
         let index = slot.page_index(walk.gpa).ok_or(device)?;

@@ -131,6 +131,30 @@ pub trait GuestBus {
         value: T,
         who: Privilege,
     ) -> Result<(), Fault>;
+    /// As [`Self::read`] of 1, 2, 4 or 8 bytes that are no memory, if the bus knows that before it has
+    /// looked for a translation. `None`, with nothing done, if it does not.
+    #[inline]
+    fn read_device(
+        &mut self,
+        _cpu: &mut CpuState,
+        _gva: u64,
+        _size: u8,
+        _who: Privilege,
+    ) -> Option<Result<u64, Fault>> {
+        None
+    }
+    /// The same for a write of the low bytes of `value`.
+    #[inline]
+    fn write_device(
+        &mut self,
+        _cpu: &mut CpuState,
+        _gva: u64,
+        _size: u8,
+        _value: u64,
+        _who: Privilege,
+    ) -> Option<Result<(), Fault>> {
+        None
+    }
     /// Replaces a word by `f` of it and returns the old one. The page is
     /// checked for writing first. With `lock` the exchange is atomic against
     /// other vCPUs (`f` may be called again); without, only the translation is shared.

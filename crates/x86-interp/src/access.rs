@@ -8,65 +8,171 @@ use x86_defs::reg;
 use crate::{
     Insn, Interp, RunStop,
     exec::{reg_read, reg_write_sized},
-    remainder::Remainder,
+    remainder::{NONE, Remainder},
 };
 
 /// What it does with its operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    PortIn(u16),
-    PortOut(u16),
+    /// The port is the immediate, or else DX.
+    PortIn(bool),
+    PortOut(bool),
     Load,
-    Store(u64),
+    Store,
+    StoreImmediate,
+}
+
+/// An instruction that makes one access, from or to a register, and nothing else.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfer {
+    kind: Kind,
+    /// The register.
+    register: u8,
+    /// Bytes of the access.
+    size: u8,
+    /// Bytes of the instruction.
+    len: u8,
+    imm: u64,
+}
+
+impl Transfer {
+    /// `None` if it is something else.
+    pub fn of<B>(insn: &Insn<B>) -> Option<Self> {
+        use Code as C;
+        let kind = match insn.code {
+            C::In_AL_imm8 | C::In_AX_imm8 | C::In_EAX_imm8 => Kind::PortIn(true),
+            C::In_AL_DX | C::In_AX_DX | C::In_EAX_DX => Kind::PortIn(false),
+            C::Out_imm8_AL | C::Out_imm8_AX | C::Out_imm8_EAX => Kind::PortOut(true),
+            C::Out_DX_AL | C::Out_DX_AX | C::Out_DX_EAX => Kind::PortOut(false),
+            _ if !insn.has_mem() => return None,
+            C::Mov_r8_rm8
+            | C::Mov_r16_rm16
+            | C::Mov_r32_rm32
+            | C::Mov_r64_rm64
+            | C::Mov_AL_moffs8
+            | C::Mov_AX_moffs16
+            | C::Mov_EAX_moffs32
+            | C::Mov_RAX_moffs64 => Kind::Load,
+            C::Mov_moffs8_AL
+            | C::Mov_moffs16_AX
+            | C::Mov_moffs32_EAX
+            | C::Mov_moffs64_RAX
+            | C::Mov_rm8_r8
+            | C::Mov_rm16_r16
+            | C::Mov_rm32_r32
+            | C::Mov_rm64_r64 => Kind::Store,
+            C::Mov_rm8_imm8 | C::Mov_rm16_imm16 | C::Mov_rm32_imm32 | C::Mov_rm64_imm32 => {
+                Kind::StoreImmediate
+            }
+            _ => return None,
+        };
+        let register = match insn.code {
+            C::Mov_moffs8_AL | C::Mov_moffs16_AX | C::Mov_moffs32_EAX | C::Mov_moffs64_RAX => {
+                reg::RAX as u8
+            }
+            _ => match kind {
+                Kind::PortIn(_) | Kind::PortOut(_) => reg::RAX as u8,
+                _ => insn.dst,
+            },
+        };
+        Some(Self {
+            kind,
+            register,
+            size: insn.op_size,
+            len: insn.len,
+            imm: insn.imm,
+        })
+    }
+
+    const fn is_port(&self) -> bool {
+        matches!(self.kind, Kind::PortIn(_) | Kind::PortOut(_))
+    }
+
+    /// What is left of it at `rip` once the VMM has answered.
+    #[inline]
+    pub(crate) fn remainder(&self, rip: u64, is_wide: bool) -> Remainder {
+        let target = match self.kind {
+            Kind::PortIn(_) | Kind::Load => self.register,
+            _ => NONE,
+        };
+        Remainder::new(rip, is_wide, [self.len, self.size, target])
+    }
+
+    fn port(&self, is_immediate: bool, cpu: &CpuState) -> u16 {
+        if is_immediate {
+            u16::from(self.imm as u8)
+        } else {
+            cpu.gpr[reg::RDX] as u16
+        }
+    }
+
+    /// The value that is stored, whose bytes beyond the size are any.
+    #[inline]
+    fn value(&self, cpu: &CpuState) -> u64 {
+        match self.kind {
+            Kind::StoreImmediate => self.imm,
+            _ if self.size == 1 => reg_read::<u8>(cpu, self.register).into(),
+            _ => reg_read::<u64>(cpu, self.register),
+        }
+    }
 }
 
 impl<B: GuestBus> Interp<B> {
-    /// Executes the instruction at RIP as [`Self::execute`] does, if it is one of these. `None`, with nothing
-    /// done, if it is not, or if there is more to it: an exception, a TSS's bitmap of ports.
+    /// Executes the instruction at RIP as [`Self::execute`] does. `None`, with nothing
+    /// done, if there is more to it: an exception, a TSS's bitmap of ports.
     ///
     /// The caller knows that nothing else happens at the instruction (no breakpoint, no single
     /// step, no shadow), and that its segments are flat. `gva` is the linear address of its
     /// memory operand, if it has one.
-    pub fn access(
+    pub fn transfer(
         &mut self,
         cpu: &mut CpuState,
         bus: &mut B,
-        insn: &Insn<B>,
+        transfer: &Transfer,
         gva: Option<u64>,
     ) -> Option<RunStop> {
-        let size = insn.op_size;
-        let kind = match (kind_of(cpu, insn)?, gva) {
-            (Kind::PortIn(_) | Kind::PortOut(_), _) if cpu.cpl > cpu.iopl() => return None,
-            (Kind::Load | Kind::Store(_), None) => return None,
-            (kind, _) => kind,
-        };
-        let gva = gva.unwrap_or(0);
+        let size = transfer.size;
+        if transfer.is_port() && cpu.cpl > cpu.iopl() {
+            return None;
+        }
+        let who = Privilege::Current;
         let fault_gva = cpu.fault_gva;
-        let result = match kind {
-            Kind::PortIn(port) => bus.port_in(cpu, port, size).map(|v| Some(v.into())),
-            Kind::PortOut(port) => {
+        let result = match transfer.kind {
+            Kind::PortIn(is_immediate) => {
+                let port = transfer.port(is_immediate, cpu);
+                bus.port_in(cpu, port, size).map(|v| Some(v.into()))
+            }
+            Kind::PortOut(is_immediate) => {
+                let port = transfer.port(is_immediate, cpu);
                 let value = cut(cpu.gpr[reg::RAX], size) as u32;
                 bus.port_out(cpu, port, size, value).map(|()| None)
             }
-            Kind::Load => load(cpu, bus, gva, size).map(Some),
-            Kind::Store(value) => store(cpu, bus, gva, size, value).map(|()| None),
+            Kind::Load => match bus.read_device(cpu, gva?, size, who) {
+                Some(result) => result.map(Some),
+                None => load(cpu, bus, gva?, size).map(Some),
+            },
+            Kind::Store | Kind::StoreImmediate => {
+                let value = transfer.value(cpu);
+                let result = match bus.write_device(cpu, gva?, size, value, who) {
+                    Some(result) => result,
+                    None => store(cpu, bus, gva?, size, value),
+                };
+                result.map(|()| None)
+            }
         };
         let wide = cpu.is_64bit();
         match result {
             Ok(value) => {
                 if let Some(value) = value {
-                    let to = match kind {
-                        Kind::PortIn(_) => reg::RAX as u8,
-                        _ => insn.dst,
-                    };
-                    reg_write_sized(cpu, to, size, value);
+                    reg_write_sized(cpu, transfer.register, size, value);
                 }
-                let next = cpu.rip().wrapping_add(insn.len.into());
+                let next = cpu.rip().wrapping_add(transfer.len.into());
                 cpu.set_rip(if wide { next } else { next & 0xffff_ffff });
                 bus.commit();
                 Some(RunStop::Poll)
             }
             Err(Fault::Exit) => {
-                self.remainder = Remainder::of(insn, cpu.rip(), wide);
+                self.remainder = transfer.remainder(cpu.rip(), wide);
                 Some(RunStop::Exit)
             }
             Err(Fault::Exception(_)) => {
@@ -76,38 +182,6 @@ impl<B: GuestBus> Interp<B> {
             }
         }
     }
-}
-
-fn kind_of<B>(cpu: &CpuState, insn: &Insn<B>) -> Option<Kind> {
-    use Code as C;
-    let imm = u16::from(insn.imm as u8);
-    let dx = cpu.gpr[reg::RDX] as u16;
-    Some(match insn.code {
-        C::In_AL_imm8 | C::In_AX_imm8 | C::In_EAX_imm8 => Kind::PortIn(imm),
-        C::In_AL_DX | C::In_AX_DX | C::In_EAX_DX => Kind::PortIn(dx),
-        C::Out_imm8_AL | C::Out_imm8_AX | C::Out_imm8_EAX => Kind::PortOut(imm),
-        C::Out_DX_AL | C::Out_DX_AX | C::Out_DX_EAX => Kind::PortOut(dx),
-        _ if !insn.has_mem() => return None,
-        C::Mov_r8_rm8
-        | C::Mov_r16_rm16
-        | C::Mov_r32_rm32
-        | C::Mov_r64_rm64
-        | C::Mov_AL_moffs8
-        | C::Mov_AX_moffs16
-        | C::Mov_EAX_moffs32
-        | C::Mov_RAX_moffs64 => Kind::Load,
-        C::Mov_moffs8_AL | C::Mov_moffs16_AX | C::Mov_moffs32_EAX | C::Mov_moffs64_RAX => {
-            Kind::Store(cpu.gpr[reg::RAX])
-        }
-        C::Mov_rm8_r8 => Kind::Store(reg_read::<u8>(cpu, insn.dst).into()),
-        C::Mov_rm16_r16 | C::Mov_rm32_r32 | C::Mov_rm64_r64 => {
-            Kind::Store(reg_read::<u64>(cpu, insn.dst))
-        }
-        C::Mov_rm8_imm8 | C::Mov_rm16_imm16 | C::Mov_rm32_imm32 | C::Mov_rm64_imm32 => {
-            Kind::Store(insn.imm)
-        }
-        _ => return None,
-    })
 }
 
 fn cut(value: u64, size: u8) -> u64 {
@@ -233,7 +307,7 @@ mod tests {
                 }
                 let gva = gva(&memory_forms, code);
                 let by_access = after(code, size, |i, cpu, bus, insn| {
-                    i.access(cpu, bus, insn, gva)
+                    i.transfer(cpu, bus, &Transfer::of(insn)?, gva)
                 });
                 let executed = after(code, size, |i, cpu, bus, insn| {
                     Some(i.execute(cpu, bus, insn))
@@ -275,7 +349,7 @@ mod tests {
             });
             let left = after(code, CodeSize::Bits64, |i, cpu, bus, insn| {
                 change(cpu);
-                i.access(cpu, bus, insn, gva)
+                i.transfer(cpu, bus, &Transfer::of(insn)?, gva)
             });
             assert_eq!(left.0, None, "{code:x?}");
             assert_eq!(left.1.gpr, before.1.gpr, "{code:x?}");

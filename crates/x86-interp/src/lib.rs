@@ -26,6 +26,7 @@ mod task;
 #[cfg(test)]
 mod test_bus;
 
+pub use access::Transfer;
 pub use exec::{Exec, Flow, Step, Stop};
 pub use flags::LazyFlags;
 pub use insn::system::cr4_valid_bits;

@@ -2,11 +2,10 @@
 //! only the register and RIP remain to be written once the answer is there. All others are
 //! executed again from their start.
 
-use iced_x86::Code;
 use x86_cpu::{CpuState, Shadow};
-use x86_defs::{dr, reg, rflags};
+use x86_defs::{dr, rflags};
 
-use crate::{Insn, exec::reg_write_sized};
+use crate::{Insn, access::Transfer, exec::reg_write_sized};
 
 /// The rest of one instruction. Two words, so that it goes from hand to hand in registers.
 #[derive(Clone, Copy, Debug)]
@@ -18,7 +17,8 @@ pub(crate) struct Remainder {
     what: u64,
 }
 
-const NONE: u8 = u8::MAX;
+/// No register.
+pub(crate) const NONE: u8 = u8::MAX;
 /// RIP has 64 bits.
 const WIDE: u64 = 1 << 32;
 
@@ -26,51 +26,21 @@ impl Remainder {
     /// Of no instruction.
     pub(crate) const NOTHING: Self = Self { rip: 0, what: 0 };
 
-    /// Of `insn` at `rip`, which has stopped at an access; nothing if there is more to it.
-    #[cold]
-    pub(crate) fn of<B>(insn: &Insn<B>, rip: u64, is_wide: bool) -> Self {
-        use Code as C;
-        let target = match insn.code {
-            C::Out_imm8_AL
-            | C::Out_imm8_AX
-            | C::Out_imm8_EAX
-            | C::Out_DX_AL
-            | C::Out_DX_AX
-            | C::Out_DX_EAX => NONE,
-            C::In_AL_imm8
-            | C::In_AX_imm8
-            | C::In_EAX_imm8
-            | C::In_AL_DX
-            | C::In_AX_DX
-            | C::In_EAX_DX => reg::RAX as u8,
-            C::Mov_rm8_r8
-            | C::Mov_rm16_r16
-            | C::Mov_rm32_r32
-            | C::Mov_rm64_r64
-            | C::Mov_rm8_imm8
-            | C::Mov_rm16_imm16
-            | C::Mov_rm32_imm32
-            | C::Mov_rm64_imm32
-            | C::Mov_moffs8_AL
-            | C::Mov_moffs16_AX
-            | C::Mov_moffs32_EAX
-            | C::Mov_moffs64_RAX => NONE,
-            C::Mov_r8_rm8
-            | C::Mov_r16_rm16
-            | C::Mov_r32_rm32
-            | C::Mov_r64_rm64
-            | C::Mov_AL_moffs8
-            | C::Mov_AX_moffs16
-            | C::Mov_EAX_moffs32
-            | C::Mov_RAX_moffs64 => insn.dst,
-            _ => return Self::NOTHING,
-        };
-        let [len, size, target] = [insn.len, insn.op_size, target].map(u64::from);
+    /// Of an instruction at `rip` of so many bytes, with an access of so many bytes, that
+    /// loads a register, or [`NONE`].
+    #[inline]
+    pub(crate) fn new(rip: u64, is_wide: bool, [len, size, target]: [u8; 3]) -> Self {
         let wide = if is_wide { WIDE } else { 0 };
         Self {
             rip,
-            what: len | size << 8 | target << 16 | wide,
+            what: u64::from(u32::from_le_bytes([len, size, target, 0])) | wide,
         }
+    }
+
+    /// Of `insn` at `rip`, which has stopped at an access; nothing if there is more to it.
+    #[cold]
+    pub(crate) fn of<B>(insn: &Insn<B>, rip: u64, is_wide: bool) -> Self {
+        Transfer::of(insn).map_or(Self::NOTHING, |t| t.remainder(rip, is_wide))
     }
 
     /// Finishes the instruction; false if it has to be executed again: `len` is not the size of

@@ -43,6 +43,8 @@ const fn word(n: usize) -> usize {
 
 /// For [`TLB`].
 pub(crate) const TABLES: usize = word(0);
+/// The MMU's last device pages: `mmu::DevicePage` twice.
+pub(crate) const DEVICES: usize = word(3);
 /// The table of indirect targets.
 pub(crate) const TARGETS: usize = word(4);
 /// What identifies mapping and mode in [`TARGETS`].

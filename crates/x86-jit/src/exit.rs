@@ -20,6 +20,9 @@ pub(crate) enum Reason {
     /// A direct branch to another page, to the target in [`crate::area::SPILL`] and from
     /// the site in the word after it, that is not in the table or is to be remembered.
     Far,
+    /// The instruction at RIP is the interpreter's, and the linear address of its operand is in
+    /// [`crate::area::SPILL`].
+    Access,
 }
 
 impl Reason {
@@ -30,6 +33,7 @@ impl Reason {
             3 => Self::Link,
             4 => Self::Branch,
             5 => Self::Far,
+            6 => Self::Access,
             _ => Self::Interpret,
         }
     }

@@ -2,7 +2,7 @@
 //! all. They are decoded once for the interpreter, when they come for the second time.
 
 use x86_cpu::{CodePage, CpuState};
-use x86_interp::{Insn, Interp};
+use x86_interp::{Insn, Interp, Transfer};
 
 use crate::{
     JitBus,
@@ -25,6 +25,8 @@ struct Entry<B> {
     is_tried: bool,
     /// Absent as well if it cannot be decoded from one page's bytes.
     insn: Option<Insn<B>>,
+    /// The same, if it is one.
+    transfer: Option<Transfer>,
 }
 
 /// Direct-mapped.
@@ -37,7 +39,25 @@ impl<B> Default for GivenUp<B> {
     }
 }
 
+fn place(rip: u64) -> usize {
+    (rip ^ rip >> 6) as usize % ENTRIES
+}
+
 impl<B: JitBus> GivenUp<B> {
+    /// The instruction at RIP, if it has been found before under the same key and with the same
+    /// code, and is one.
+    #[inline]
+    pub(crate) fn transfer(&self, cpu: &CpuState, bus: &B) -> Option<Transfer> {
+        let entry = self.0.get(place(cpu.rip()))?;
+        let now = (
+            cpu.rip(),
+            cpu.engine.words[index(area::KEY)],
+            bus.code_changes(),
+        );
+        let is_same = (entry.rip, entry.key, entry.changes) == now;
+        entry.transfer.filter(|_| is_same)
+    }
+
     /// The instruction at RIP.
     pub(crate) fn find(
         &mut self,
@@ -57,10 +77,10 @@ impl<B: JitBus> GivenUp<B> {
                 mode: 0,
                 is_tried: false,
                 insn: None,
+                transfer: None,
             });
         }
-        let at = (rip ^ rip >> 6) as usize % ENTRIES;
-        let entry = self.0.get_mut(at)?;
+        let entry = self.0.get_mut(place(rip))?;
         if (entry.rip, entry.key, entry.changes) != (rip, key, changes) {
             let page = bus.code_page(cpu, rip).ok();
             let is_same =
@@ -74,6 +94,7 @@ impl<B: JitBus> GivenUp<B> {
                     mode,
                     is_tried: false,
                     insn: None,
+                    transfer: None,
                 };
                 return None;
             }
@@ -91,6 +112,7 @@ impl<B: JitBus> GivenUp<B> {
             if bus.code_changes() != entry.changes {
                 entry.insn = None;
             }
+            entry.transfer = entry.insn.as_ref().and_then(Transfer::of);
         }
         entry.insn.as_ref()
     }

@@ -7,7 +7,7 @@
 
 use x86_cpu::{CpuState, Exception, Shadow};
 use x86_defs::{reg, rflags};
-use x86_interp::{Interp, RunStop};
+use x86_interp::{Insn, Interp, RunStop, Transfer};
 
 use crate::{
     Jit, JitBus,
@@ -26,6 +26,16 @@ const COST: u64 = 32;
 /// all the time.
 const FAR_MISSES: u64 = 64;
 
+/// An instruction at which a block leaves for the interpreter.
+#[derive(Debug)]
+pub(crate) struct Site<B> {
+    pub(crate) insn: Insn<B>,
+    /// The same, if it is one.
+    pub(crate) transfer: Option<Transfer>,
+    /// Why it is left to it.
+    pub(crate) cause: Cause,
+}
+
 /// Translated code asks for what its [`Reason`] says. Returns the host address at
 /// which it goes on, or 0: it is left.
 pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
@@ -42,7 +52,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         )
     };
     if cpu.engine.words[index(area::LOG)] != 0 {
-        (jit.fault, jit.operand) = (None, None);
+        jit.fault = None;
         jit.end_stretch(cpu);
         *left = Left::Again;
         return 0;
@@ -76,12 +86,22 @@ fn answer<B: JitBus>(
     let [target, far] = [0, 1].map(|n| words[index(area::SPILL) + n]);
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
     let resumed = jit.resumed.take();
-    let (fault, operand) = (jit.fault.take(), jit.operand.take());
+    let fault = jit.fault.take();
     let stop = match reason {
-        Reason::Interpret => match fault {
-            Some(e) => jit.raise(interp, cpu, bus, e),
-            None => jit.interpret(interp, cpu, bus, argument as usize, operand),
-        },
+        Reason::Interpret | Reason::Access => {
+            let operand = (reason == Reason::Access).then_some(target);
+            match fault {
+                Some(e) => jit.raise(interp, cpu, bus, e),
+                None => match jit.transfer(interp, cpu, bus, argument as usize, operand) {
+                    Some(RunStop::Poll) => match jit.after_transfer(interp, cpu, bus) {
+                        0 => RunStop::Poll,
+                        code => return code,
+                    },
+                    Some(stop) => stop,
+                    None => jit.interpret(interp, cpu, bus, argument as usize),
+                },
+            }
+        }
         Reason::Branch if cpu.is_canonical(target) => {
             jit.stats.branches += 1;
             move_stack(cpu, argument.wrapping_sub(8));
@@ -93,7 +113,7 @@ fn answer<B: JitBus>(
             if target == page.wrapping_add(0x1000) {
                 cpu.set_rip(target);
             }
-            jit.interpret(interp, cpu, bus, 0, None)
+            jit.interpret(interp, cpu, bus, 0)
         }
         Reason::Far if jit.complete_far(cpu) => {
             let code = jit.follow_far(interp, cpu, bus, far as usize);
@@ -102,7 +122,7 @@ fn answer<B: JitBus>(
             }
             RunStop::Poll
         }
-        Reason::Far => jit.interpret(interp, cpu, bus, 0, None),
+        Reason::Far => jit.interpret(interp, cpu, bus, 0),
         Reason::Link => {
             let code = jit.follow_link(interp, cpu, bus, argument as usize);
             if code != 0 {
@@ -142,29 +162,61 @@ fn word_mask(cpu: &CpuState) -> u64 {
 }
 
 impl<B: JitBus> Jit<B> {
-    /// Has the interpreter execute the instruction at RIP; `site` is its number,
+    /// Makes the one access of the instruction at RIP, if that is all it does; `site` is its number,
     /// or 0, and `operand` the linear address of its memory operand, if that is known.
-    pub(crate) fn interpret(
+    fn transfer(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
         site: usize,
         operand: Option<u64>,
-    ) -> RunStop {
+    ) -> Option<RunStop> {
+        let (transfer, cause) = match self.interpreted.get(site.wrapping_sub(1)) {
+            Some(site) => (site.transfer?, site.cause),
+            None => (self.given_up.transfer(cpu, bus)?, Cause::Slow),
+        };
+        let stop = interp.transfer(cpu, bus, &transfer, operand)?;
         self.stats.interpreted += 1;
-        let cause = self.causes.get(site.wrapping_sub(1));
-        self.stats.causes[cause.map_or(Cause::Slow as usize, |c| *c as usize)] += 1;
+        self.stats.causes[cause as usize] += 1;
+        cpu.engine.words[index(area::COST)] = COST;
+        Some(stop)
+    }
+
+    /// Where to go on after [`Self::transfer`], which changes neither mapping nor mode; 0 if there is
+    /// more to be looked at than the table of targets.
+    fn after_transfer(&mut self, interp: &Interp<B>, cpu: &mut CpuState, bus: &B) -> u64 {
+        let is_quick = interp.resets() == self.resets
+            && !bus.must_return(cpu)
+            && !self.stale
+            && self.flush_every == 0;
         let rip = cpu.rip();
-        let stop = match self.interpreted.get(site.wrapping_sub(1)) {
-            Some(insn) if cause == Some(&Cause::Port) => interp
-                .access(cpu, bus, insn, None)
-                .unwrap_or_else(|| interp.execute(cpu, bus, insn)),
-            Some(insn) => interp.execute(cpu, bus, insn),
+        let words = &mut cpu.engine.words;
+        match self.cache.target(rip, words[index(area::SALT)]) {
+            Some(code) if is_quick => {
+                words[index(area::PAGE)] = rip & !0xfff;
+                code
+            }
+            _ => 0,
+        }
+    }
+
+    /// Has the interpreter execute the instruction at RIP; `site` is its number, or 0.
+    pub(crate) fn interpret(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        site: usize,
+    ) -> RunStop {
+        let site = self.interpreted.get(site.wrapping_sub(1));
+        self.stats.interpreted += 1;
+        self.stats.causes[site.map_or(Cause::Slow, |s| s.cause) as usize] += 1;
+        let rip = cpu.rip();
+        let stop = match site {
+            Some(site) => interp.execute(cpu, bus, &site.insn),
             None => match self.given_up.find(interp, cpu, bus, self.mode) {
-                Some(insn) => interp
-                    .access(cpu, bus, insn, operand)
-                    .unwrap_or_else(|| interp.execute(cpu, bus, insn)),
+                Some(insn) => interp.execute(cpu, bus, insn),
                 None => interp.one(cpu, bus),
             },
         };

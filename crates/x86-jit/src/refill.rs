@@ -6,6 +6,7 @@ use x86_defs::{rflags, vector};
 
 use crate::{
     JitBus,
+    area::{self, index},
     run::{Context, log_of, set_view, target_key},
     system_call, thunks,
 };
@@ -48,19 +49,17 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
     };
     let host = bus.mmu().refill(cpu, gva, size, access, &mut jit.fault);
     if host == 0 {
-        let is_write = access == Access::Write;
-        if site & thunks::FIRST != 0
-            && bus
-                .mmu()
-                .known_device(gva, is_write, Privilege::Current)
-                .is_some()
-        {
-            (jit.fault, jit.operand) = (None, Some(gva));
-            return thunks::DEVICE;
-        }
         let is_its_own = site & thunks::RAISES != 0;
-        jit.operand = is_its_own.then_some(gva);
+        let is_write = access == Access::Write;
+        let who = Privilege::Current;
+        let is_first_of_device =
+            site & thunks::FIRST != 0 && bus.mmu().known_device(gva, is_write, who).is_some();
         let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;
+        if is_first_of_device || is_its_own && jit.fault.is_none() {
+            jit.fault = None;
+            cpu.engine.words[index(area::SPILL)] = gva;
+            return thunks::ACCESS;
+        }
         if !jit.fault.as_ref().is_none_or(is_raised) {
             jit.fault = None;
         }

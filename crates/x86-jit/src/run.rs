@@ -8,7 +8,7 @@ use x86_defs::{
     control::{cr0, cr4},
     dr, rflags, xsave,
 };
-use x86_interp::{Insn, Interp, RunStop};
+use x86_interp::{Interp, RunStop, Transfer};
 
 use crate::{
     JitBus,
@@ -22,12 +22,12 @@ use crate::{
     given_up::GivenUp,
     groups::Groups,
     kind::{Forms, Kind},
-    leave::handle,
+    leave::{Site, handle},
     lockstep::{Lockstep, LockstepStats, Log, turn},
     perf::{self, Perf},
     refill::refill,
     room::{MAX_BLOCK, Room},
-    stats::{Cause, Stats},
+    stats::Stats,
     thunks::{self, Thunks},
     translate::{Entries, LinkSite, Translator},
 };
@@ -58,11 +58,9 @@ pub struct Jit<B: JitBus> {
     decoded: Vec<Decoded>,
     groups: Groups,
     /// Instructions at which blocks leave for the interpreter.
-    pub(crate) interpreted: Vec<Insn<B>>,
+    pub(crate) interpreted: Vec<Site<B>>,
     /// Instructions that translated code gives up again and again.
     pub(crate) given_up: GivenUp<B>,
-    /// Why, for each of them.
-    pub(crate) causes: Vec<Cause>,
     /// [`Interp::resets`] that they belong to.
     pub(crate) resets: u64,
     pub(crate) translator: Translator,
@@ -76,8 +74,6 @@ pub struct Jit<B: JitBus> {
     pub(crate) stale: bool,
     /// The page fault of the instruction that calls [`handle`] next.
     pub(crate) fault: Option<Exception>,
-    /// Linear address of the memory operand of the instruction that calls [`handle`] next.
-    pub(crate) operand: Option<u64>,
     /// See [`Self::can_resume`].
     can_resume: bool,
     /// Where RF was set when translated code was last gone on with, if nothing has
@@ -93,7 +89,7 @@ pub struct Jit<B: JitBus> {
     /// A profiler wants names.
     perf: Option<&'static Perf>,
     /// All code is dropped at random, once in so many blocks looked for; 0: never.
-    flush_every: u64,
+    pub(crate) flush_every: u64,
     random: u64,
 }
 
@@ -126,7 +122,6 @@ impl<B: JitBus> Jit<B> {
             groups: Groups::new(),
             interpreted: Vec::new(),
             given_up: GivenUp::default(),
-            causes: Vec::new(),
             resets: 0,
             translator: Translator::new(thunks),
             slots: u64::MAX,
@@ -134,7 +129,6 @@ impl<B: JitBus> Jit<B> {
             changes: 0,
             stale: false,
             fault: None,
-            operand: None,
             can_resume: false,
             resumed: None,
             mode: 0,
@@ -228,7 +222,6 @@ impl<B: JitBus> Jit<B> {
         self.translator.fars.clear();
         self.interpreted.clear();
         self.given_up = GivenUp::default();
-        self.causes.clear();
         self.ranges.clear();
         if let Some(l) = &mut self.lockstep {
             l.flush();
@@ -525,8 +518,11 @@ impl<B: JitBus> Jit<B> {
         let Some(insn) = interp.prepare(cpu, bytes) else {
             return 0;
         };
-        self.causes.push(self.forms.of(&d.i).cause);
-        self.interpreted.push(insn);
+        self.interpreted.push(Site {
+            cause: self.forms.of(&d.i).cause,
+            transfer: Transfer::of(&insn),
+            insn,
+        });
         self.interpreted.len() as u32
     }
 
@@ -566,6 +562,7 @@ impl<B: JitBus> Jit<B> {
         words[index(area::ARGUMENT)] = 0;
         words[index(area::FLAGS)] = pack(cpu.rflags);
         words[index(area::ENTRY)] = entry;
+        words[index(area::DEVICES)] = bus.mmu().device_pages() as u64;
         // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but the
         // functions that have `context`; the code is what `translator` made,
         // which keeps the host's calling convention (`thunks::emit`).

@@ -7,6 +7,8 @@
 //! when mapping or mode have become others, or code was dropped; and at a poll if
 //! there is much of it, which bounds its depth.
 
+use mmu::DevicePage;
+
 use crate::{
     area::*,
     asm::*,
@@ -43,11 +45,16 @@ pub(crate) struct Thunks {
     pub(crate) far_call: usize,
     /// The same for one of 32-bit code.
     pub(crate) far_call32: usize,
-    /// Called after a TLB miss; r14 is the gva, r13d is [`site`].
+    /// Called for what is no access: r13d is its bit, and the offset. Does not return if the result is 0.
     pub(crate) refill: usize,
-    /// The same for a group of accesses: r14 is 0 if it cannot be refilled. Does not return if the first
-    /// access is to a device ([`DEVICE`]).
-    pub(crate) refill_group: usize,
+    /// Called after a TLB miss; r14 is the gva, r13d is [`site`]. Returns the host address in r14, and
+    /// "above" in the flags; or something else, for [`Self::refused`].
+    pub(crate) miss: usize,
+    /// The same for a group of accesses. If it returns "below" each has to be made for itself.
+    pub(crate) miss_group: usize,
+    /// The interpreter makes the access, with the flags and r13d as they come from a miss. (A call that is
+    /// not returned from would have the processor predict all the next returns wrongly.)
+    pub(crate) refused: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
     /// Called for string instructions.
@@ -64,8 +71,8 @@ pub(crate) const RAISES: u32 = 1 << 25;
 
 /// Bit of a group's [`site`]: its address is that of the access that probes.
 pub(crate) const FIRST: u32 = 1 << 26;
-/// The answer for a group whose first access is to a device: the interpreter makes it. No host address.
-pub(crate) const DEVICE: u64 = 1;
+/// The answer for an access that the interpreter makes, whose address is in [`SPILL`]. No host address.
+pub(crate) const ACCESS: u64 = 1;
 
 /// Whether it is a write.
 pub(crate) const fn writes(site: u32) -> bool {
@@ -148,6 +155,32 @@ fn vector(a: &mut Asm, n: u8, store: bool, avx: bool) {
 const FOP: usize = 6;
 const FIP: usize = 8;
 const FDP: usize = 16;
+
+/// Branches if an access with this bit of a [`site`] is to the device page that was read or written
+/// last. (In lock-step the tables are none of the MMU's.)
+fn known_device(a: &mut Asm, bit: u32) -> usize {
+    push(a, RAX);
+    push(a, RCX);
+    // The write half if the site says so.
+    a.mov32(RCX, S1);
+    a.shift(false, 5, RCX, (20 - DevicePage::SHIFT) as u8);
+    a.alu_imm(false, Alu::And, RCX, 1 << DevicePage::SHIFT);
+    a.alu(true, Alu::Add, RCX, gs(DEVICES));
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    a.alu(true, Alu::Xor, RAX, at(RCX, 0));
+    a.load(RCX, at(RCX, 8));
+    a.alu_rr(true, Alu::Xor, RCX, TLB);
+    a.alu_rr(true, Alu::Or, RAX, RCX);
+    // 0 if it is the page, and the site has the bit.
+    a.mov32(RCX, S1);
+    a.alu_imm(false, Alu::And, RCX, bit as i32);
+    a.alu_imm(false, Alu::Xor, RCX, bit as i32);
+    a.alu_rr(true, Alu::Or, RAX, RCX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.jcc(cc::E)
+}
 
 /// Calls the Rust function at `refill`: the return address and nine registers are
 /// on the stack, which is aligned for it.
@@ -339,11 +372,16 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
     let used_up = a.jcc(cc::S);
     a.mov_imm(COUNTER, BUDGET.into());
-    pop(a, S1);
     a.load(S0, gs(STACK));
     a.alu_rr(true, Alu::Sub, S0, RSP);
     a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
-    a.rm(true, &[0x0f, 0x47], RSP, gs(STACK)); // cmova
+    let is_deep = a.jcc(cc::A);
+    // Without it the processor would predict all the returns of the guest's that are to come wrongly.
+    a.ret();
+    let here = a.here();
+    a.patch(is_deep, here);
+    pop(a, S1);
+    a.load(RSP, gs(STACK));
     a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
     let here = a.here();
     a.patch(requested, here);
@@ -373,7 +411,16 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(false, Alu::And, S1, 0xfff);
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(t.bail);
-    t.refill_group = a.here();
+
+    t.miss = a.here();
+    let known = known_device(a, RAISES);
+    let called = a.here();
+    call_refill(a, refill, avx);
+    let answered = a.here();
+    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
+    a.ret();
+    t.miss_group = a.here();
+    let first_known = known_device(a, FIRST);
     // A group that straddles two pages needs no call.
     push(a, RAX);
     push(a, RCX);
@@ -386,20 +433,24 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(false, Alu::Cmp, RAX, 4096);
     pop(a, RCX);
     pop(a, RAX);
-    let straddles = a.jcc(cc::A);
-    call_refill(a, refill, avx);
-    a.alu_imm(true, Alu::Cmp, S0, DEVICE as i32);
-    let device = a.jcc(cc::E);
-    a.ret();
+    let from = a.jcc(cc::BE);
+    a.patch(from, called);
+    a.alu_rr(false, Alu::Xor, S0, S0);
+    a.jmp_to(answered);
     let here = a.here();
-    a.patch(device, here);
+    a.patch(known, here);
+    a.patch(first_known, here);
+    a.store(gs(SPILL), S0);
+    a.mov_imm(S0, ACCESS);
+    a.jmp_to(answered);
+    t.refused = a.here();
+    let is_access = a.jcc(cc::E);
     a.alu_imm(false, Alu::And, S1, 0xfff);
-    a.lea(RSP, at(RSP, 8));
     a.jmp_to(t.bail);
     let here = a.here();
-    a.patch(straddles, here);
-    a.alu_rr(false, Alu::Xor, S0, S0);
-    a.ret();
+    a.patch(is_access, here);
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    at_offset(a, Reason::Access, true);
 
     t.load_fp = a.here();
     push(a, RAX);
@@ -414,6 +465,6 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RAX);
     a.ret();
 
-    t.strings = string::emit(a, t.bail_integer, t.refill_group);
+    t.strings = string::emit(a, t.bail_integer, t.miss_group);
     t
 }

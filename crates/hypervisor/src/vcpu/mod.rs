@@ -4,6 +4,7 @@ mod apic;
 mod bus;
 mod cpuid;
 mod debug;
+mod device;
 mod events;
 mod fpu;
 mod hypercall;

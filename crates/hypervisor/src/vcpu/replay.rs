@@ -68,6 +68,11 @@ impl Replay {
             .get(self.cursor)
             .is_none_or(|(made, _)| *made != access)
     }
+    /// The instruction has made no access yet, nor runs again.
+    #[inline]
+    pub(super) const fn is_empty(&self) -> bool {
+        self.done.is_empty()
+    }
     /// Notes an access that was answered at once.
     #[inline]
     pub(super) fn made(&mut self, access: DeviceAccess, value: u64) {

@@ -299,8 +299,8 @@ impl<B: JitBus> Jit<B> {
                         continue;
                     }
                 }
-                Reason::Interpret => {
-                    let stop = self.interpret(interp, cpu, bus, argument, None);
+                Reason::Interpret | Reason::Access => {
+                    let stop = self.interpret(interp, cpu, bus, argument);
                     if stop != RunStop::Poll {
                         return Left::Stopped(stop);
                     }
@@ -348,7 +348,7 @@ impl<B: JitBus> Jit<B> {
                 cpu.engine.words[index(area::REASON)] = words.0 as u64;
                 cpu.engine.words[index(area::ARGUMENT)] = words.1;
             }
-            Reason::Poll | Reason::Interpret | Reason::Stale => {}
+            Reason::Poll | Reason::Interpret | Reason::Access | Reason::Stale => {}
         }
     }
 

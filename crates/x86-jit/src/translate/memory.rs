@@ -65,7 +65,7 @@ pub(super) fn miss(write: bool) -> Template<3> {
     Template::new(|a| {
         a.alu(true, Alu::Add, S0, tag(write));
         a.mov_imm(S1, 0);
-        [a.here() - 4, a.call(), a.jmp()]
+        [a.here() - 4, a.call(), a.jcc(cc::A)]
     })
 }
 

@@ -524,8 +524,9 @@ impl Translator {
                     let template = &self.templates.miss[usize::from(thunks::writes(site))];
                     let [number, call, back] = a.stamp(template);
                     a.patch32(number, site as i32);
-                    a.patch(call, t.refill);
+                    a.patch(call, t.miss);
                     a.patch(back, resume);
+                    a.jmp_to(t.refused);
                 }
                 Stub::RefillGroup {
                     from,
@@ -539,10 +540,11 @@ impl Translator {
                         let first = if member.offset == 0 { FIRST } else { 0 };
                         let site = site(offset, member.span, member.write) | first;
                         a.mov_imm(S1, site.into());
-                        a.call_to(t.refill_group);
-                        a.rr(true, &[0x85], S0, S0); // test
-                        let from = a.jcc(cc::NE);
+                        a.call_to(t.miss_group);
+                        let from = a.jcc(cc::A);
                         a.patch(from, resume);
+                        let from = a.jcc(cc::E);
+                        a.patch(from, t.refused);
                     }
                     let from = a.jmp();
                     self.link(from, offset, false, true);
