@@ -101,7 +101,7 @@ pub(super) fn initramfs(
     archive.file("bin/busybox", &busybox, 0o755);
     archive.file("dev/console", &[], 0);
     let mut insert = String::new();
-    for (number, module) in modules(kernel)?.iter().enumerate() {
+    for (number, module) in modules(kernel, MODULES)?.iter().enumerate() {
         let content = fs::read(module).map_err(|e| format!("{}: {e}", module.display()))?;
         archive.file(&format!("m/{number}"), &content, 0o644);
         insert += &format!("insmod /m/{number}\n");
@@ -167,15 +167,15 @@ fn host_sum(data: &[u8]) -> String {
     String::from_utf8_lossy(&output).chars().take(64).collect()
 }
 
-/// The modules' files, each after those that it depends on.
-fn modules(kernel: &Path) -> Result<Vec<PathBuf>, String> {
+/// The files of these modules, and of those that they depend on before them; a kernel need not have them.
+pub(crate) fn modules(kernel: &Path, names: &[&str]) -> Result<Vec<PathBuf>, String> {
     let release = kernel.file_name().unwrap_or_default().to_string_lossy();
     let release = release.trim_start_matches("vmlinuz-").to_owned();
     let root = kernel.parent().and_then(Path::parent).unwrap_or(kernel);
     let mut known = BTreeMap::new();
     find(&root.join("lib/modules").join(release), &mut known);
     let mut out = Vec::new();
-    for name in MODULES {
+    for name in names {
         add(name, &known, &mut out)?;
     }
     Ok(out)
@@ -221,18 +221,19 @@ fn add(
 
 /// A cpio archive in the kernel's "newc" form.
 #[derive(Default)]
-struct Archive {
+pub(crate) struct Archive {
     bytes: Vec<u8>,
     count: u32,
 }
 
 impl Archive {
-    fn folder(&mut self, name: &str) {
+    /// A folder.
+    pub(crate) fn folder(&mut self, name: &str) {
         self.entry(name, 0o040_755, &[], (0, 0));
     }
 
     /// A file; without permissions, the console device.
-    fn file(&mut self, name: &str, content: &[u8], permissions: u32) {
+    pub(crate) fn file(&mut self, name: &str, content: &[u8], permissions: u32) {
         if permissions == 0 {
             self.entry(name, 0o020_600, &[], (5, 1));
         } else {
@@ -273,7 +274,8 @@ impl Archive {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 
-    fn end(mut self) -> Vec<u8> {
+    /// Its bytes.
+    pub(crate) fn end(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, &[], (0, 0));
         self.bytes
     }

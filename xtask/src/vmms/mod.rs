@@ -18,6 +18,7 @@ use std::{
 use testkit::boot::run_limited;
 
 pub(crate) use disk::tool;
+pub(crate) use guest::{Archive, modules};
 
 /// What QEMU and its helpers are in Debian.
 const PACKAGES: &[&str] = &[

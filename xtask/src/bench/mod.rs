@@ -5,6 +5,10 @@
 //! initramfs, from the start of the process to its end after the guest has
 //! powered itself off; beside QEMU's TCG where that is installed. The best of a
 //! few runs counts, and ratios only within one run: machines are noisy.
+//!
+//! `cargo xtask bench io` is about virtio: see [`io`].
+
+mod io;
 
 use std::{
     fs,
@@ -32,7 +36,12 @@ const INIT: &str = "#!/bin/busybox sh
 ";
 
 /// Runs everything and prints the table; fails if the interpreter misses its bar.
-pub(crate) fn run(_: &[String]) -> Result<(), String> {
+pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    match arguments.split_first() {
+        None => {}
+        Some((what, rest)) if what == "io" => return io::run(rest),
+        Some((other, _)) => return Err(format!("{other}: usage: cargo xtask bench [io [ROUNDS]]")),
+    }
     let anykvm = crate::build::anykvm()?;
     crate::build::release(&["-p", "anykvm-ioctls", "--example", "guest_speed"])?;
     let mut rows = vec![["", "interpreter", "JIT", "QEMU TCG", "JIT/TCG"].map(str::to_owned)];
