@@ -19,8 +19,8 @@ use crate::vmms::{Archive, modules};
 
 const GUEST: &str = include_str!("io.c");
 const ROUNDS: usize = 3;
-const READS: u32 = 20_000;
-const PACKETS: u32 = 10_000;
+const READS: u32 = 8_000;
+const PACKETS: u32 = 4_000;
 /// Pages of 4 KiB of the disk, as in the guest's program.
 const PAGES: u64 = 16384;
 /// In memory.
