@@ -21,12 +21,14 @@ pub mod memory;
 pub mod page;
 pub mod slot;
 pub mod table;
+pub mod tagged;
 
 pub use dirty_ring::{DirtyRing, DirtyRingMemory, DirtyRings};
 pub use memory::{Acknowledged, GuestMemory};
-pub use page::{HostPage, TaggedPage};
+pub use page::HostPage;
 pub use slot::{Slot, SlotConfig};
 pub use table::{MemslotError, SlotTable};
+pub use tagged::{TaggedPage, TaggedPages};
 
 #[cfg(test)]
 mod tests;

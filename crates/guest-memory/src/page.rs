@@ -33,17 +33,6 @@ impl fmt::Debug for HostPage {
     }
 }
 
-/// An entry of a TLB, laid out for generated code. Zeroed, its page is address
-/// 0: holders see to it that nothing matches the tag of such an entry.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct TaggedPage {
-    /// What identifies the guest's page.
-    pub tag: u64,
-    /// The page.
-    pub host: HostPage,
-}
-
 #[repr(align(4096))]
 struct Nowhere(core::cell::UnsafeCell<[u8; 4096]>);
 // SAFETY: accessed only through `HostPage`, whose accesses may race.
@@ -74,13 +63,6 @@ impl HostPage {
     /// that even a wrong hit stays harmless.
     pub fn nowhere() -> Self {
         Self(NOWHERE.0.get().cast())
-    }
-
-    /// A zeroed table of `n` tags with their pages. Pages of the table that are
-    /// not written take no memory.
-    pub fn zeroed_table(n: usize) -> Box<[TaggedPage]> {
-        // SAFETY: zero is a valid number and a valid raw pointer.
-        unsafe { Box::new_zeroed_slice(n).assume_init() }
     }
 
     /// The host address, for identity and for generated code.

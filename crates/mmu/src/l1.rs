@@ -1,7 +1,7 @@
 //! L1: direct-mapped tables from guest page to host page, for reads and for writes.
 //!
 //! ```text
-//! entry = half[(gva >> 12) & (ENTRIES - 1)]     16 bytes: {tag, host page}
+//! entry = half[(gva >> 12) & (ENTRIES - 1)]     16 bytes: {tag, host page}; BEXTR by the base
 //! offset = gva - entry.tag                      in the page if and only if hit
 //! hit  ⇔  offset <= 4096 - size                 one compare, any alignment
 //! ```
@@ -10,15 +10,42 @@
 //! and the size as well. A mask or a second base in memory costs 2 ns per access
 //! between stores, while tables that are mostly empty cost nothing but address
 //! space: flushing them takes as long as they are filled.
+//!
+//! Before them lies the *stack's entry*, a copy of the write entry that the stack
+//! was last accessed by. Generated code compares it without computing an index.
+//! It is dropped with the entry, and with more than that where this is simpler.
 
-use guest_memory::HostPage;
+use core::hash::{Hash, Hasher};
+use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
+
 pub use guest_memory::TaggedPage as Entry;
+pub use guest_memory::tagged::{ENTRIES as ENTRIES_OFFSET, SINGLE as STACK_OFFSET, word};
+use guest_memory::{HostPage, TaggedPages, tagged};
 
 /// Tag of the empty entry `i`: a page that another entry holds, so that no
 /// address which selects entry `i` can match it. (No single constant would do:
 /// generated code compares nothing but the offset from the tag.)
 pub const fn empty_tag(i: usize) -> u64 {
     if i == 0 { 0x1000 } else { 0 }
+}
+
+/// The stack's entry while it has no page.
+///
+/// Any address is compared with its tag, so none is out of the question. DEVIATION: it is that
+/// of a non-canonical page which a guest would have to guess out of 2^44, and an access there
+/// would go nowhere in place of raising #SS.
+fn no_stack() -> Entry {
+    static TAG: OnceLock<u64> = OnceLock::new();
+    let tag = TAG.get_or_init(|| {
+        let mut hasher = DefaultHasher::new();
+        let place = core::ptr::from_ref(&TAG) as usize;
+        (place, Instant::now()).hash(&mut hasher);
+        1 << 62 | hasher.finish() >> 20 << 12
+    });
+    Entry {
+        tag: *tag,
+        host: HostPage::nowhere(),
+    }
 }
 
 /// Entries of each half. Fewer make hash tables and pointer chases twice as slow.
@@ -32,6 +59,8 @@ const _: () = assert!(size_of::<Entry>() == 16);
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
+// What BEXTR is to extract.
+const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
 
 fn empty(i: usize) -> Entry {
     Entry {
@@ -62,8 +91,8 @@ impl Half {
 /// The tables of a view.
 #[derive(Debug)]
 pub struct L1 {
-    /// The read half, then the write half.
-    entries: Box<[Entry; 2 * ENTRIES]>,
+    /// The read half, then the write half; the single one is the stack's.
+    pages: TaggedPages<{ 2 * ENTRIES }>,
     /// Bit per entry: the translation is global.
     global: Box<[u64; 2 * GROUPS]>,
     /// Bit per entry: it was filled, with what is not global, since the last flush
@@ -75,15 +104,13 @@ pub struct L1 {
 
 impl Default for L1 {
     fn default() -> Self {
-        let mut entries = HostPage::zeroed_table(2 * ENTRIES);
+        let mut pages = TaggedPages::zeroed();
+        *pages.single() = no_stack();
         for half in Half::ALL {
-            entries[half.start()] = empty(0);
+            pages.entries_mut()[half.start()] = empty(0);
         }
-        let Ok(entries) = entries.try_into() else {
-            unreachable!("two halves");
-        };
         Self {
-            entries,
+            pages,
             global: Box::new([0; 2 * GROUPS]),
             private: Box::new([0; 2 * GROUPS]),
             used: [0; 2 * GROUPS / 64],
@@ -92,9 +119,18 @@ impl Default for L1 {
 }
 
 impl L1 {
-    /// The entries, for generated code; they do not move.
-    pub fn as_ptr(&self) -> *const Entry {
-        self.entries.as_ptr()
+    /// For generated code: see [`tagged`]. It does not move.
+    pub fn base(&self) -> u64 {
+        self.pages.base()
+    }
+
+    #[inline(always)]
+    fn entry(&mut self, i: usize) -> &mut Entry {
+        &mut self.pages.entries_mut()[i]
+    }
+
+    fn drop_stack(&mut self) {
+        *self.pages.single() = no_stack();
     }
 
     #[inline(always)]
@@ -107,7 +143,7 @@ impl L1 {
     /// [`HostPage`]'s accessors check.
     #[inline(always)]
     pub fn probe(&self, half: Half, gva: u64) -> (HostPage, u64) {
-        let e = &self.entries[Self::index(half, gva)];
+        let e = &self.pages.entries()[Self::index(half, gva)];
         (e.host, gva.wrapping_sub(e.tag))
     }
 
@@ -121,10 +157,11 @@ impl L1 {
     /// Enters a translation.
     pub fn insert(&mut self, half: Half, gva: u64, host: HostPage, global: bool) {
         let i = Self::index(half, gva);
-        self.entries[i] = Entry {
-            tag: gva & !0xfff,
-            host,
-        };
+        let tag = gva & !0xfff;
+        *self.entry(i) = Entry { tag, host };
+        if self.pages.single().tag == tag {
+            self.drop_stack();
+        }
         let (group, bit) = (i / GROUP, 1 << (i % GROUP));
         if global {
             self.global[group] |= bit;
@@ -164,15 +201,16 @@ impl L1 {
     }
 
     fn clear(&mut self, i: usize) {
-        self.entries[i] = empty(i % ENTRIES);
+        *self.entry(i) = empty(i % ENTRIES);
         self.global[i / GROUP] &= !(1 << (i % GROUP));
     }
 
     /// Forgets everything in these halves.
     pub fn flush(&mut self, halves: &[Half]) {
+        self.drop_stack();
         for group in self.groups(halves) {
             for i in self.filled(group) {
-                self.entries[i] = empty(i % ENTRIES);
+                *self.entry(i) = empty(i % ENTRIES);
             }
             self.global[group] = 0;
             self.private[group] = 0;
@@ -182,13 +220,14 @@ impl L1 {
 
     /// Forgets what is not global.
     pub fn flush_non_global(&mut self) {
+        self.drop_stack();
         for group in self.groups(&Half::ALL) {
             let kept = self.global[group];
             let mut dropped = core::mem::take(&mut self.private[group]);
             while dropped != 0 {
                 let i = group * GROUP + dropped.trailing_zeros() as usize;
                 dropped &= dropped - 1;
-                self.entries[i] = empty(i % ENTRIES);
+                *self.entry(i) = empty(i % ENTRIES);
             }
             if kept == 0 {
                 self.used[group / 64] &= !(1 << (group % 64));
@@ -198,18 +237,24 @@ impl L1 {
 
     /// Forgets one page.
     pub fn flush_page(&mut self, gva: u64) {
+        if self.pages.single().tag == gva & !0xfff {
+            self.drop_stack();
+        }
         for half in Half::ALL {
             let i = Self::index(half, gva);
-            if self.entries[i].tag == gva & !0xfff {
+            if self.entry(i).tag == gva & !0xfff {
                 self.clear(i);
             }
         }
     }
 
-    /// Forgets an entry if it leads to the host page.
+    /// Forgets an entry if it leads to the host page, and the stack's.
     pub fn flush_at(&mut self, half: Half, index: usize, host: HostPage) {
+        if self.pages.single().host == host {
+            self.drop_stack();
+        }
         let i = half.start() + index % ENTRIES;
-        let e = &self.entries[i];
+        let e = *self.entry(i);
         if e.tag != empty_tag(index % ENTRIES) && e.host == host {
             self.clear(i);
         }
@@ -217,10 +262,11 @@ impl L1 {
 
     /// Forgets the entries of these halves for which `f` is true.
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
+        self.drop_stack();
         for group in self.groups(halves) {
             for i in self.filled(group) {
-                let e = &self.entries[i];
-                if e.tag != empty_tag(i % ENTRIES) && f(e) {
+                let e = *self.entry(i);
+                if e.tag != empty_tag(i % ENTRIES) && f(&e) {
                     self.clear(i);
                 }
             }

@@ -83,7 +83,7 @@ impl Mmu {
 
     #[inline(always)]
     fn l1_address(&self, who: Privilege) -> u64 {
-        self.views[self.tables_for(who)].l1.as_ptr() as u64
+        self.views[self.tables_for(who)].l1.base()
     }
 
     /// The last device pages read and written, in this order, for generated code.

@@ -19,7 +19,7 @@ use core::mem::offset_of;
 use x86_cpu::{CpuState, Msrs};
 use x86_defs::{reg, segment::Segment};
 
-use crate::asm::{Mem, Reg, gs};
+use crate::asm::{Mem, Reg, at, gs};
 
 /// Poll budget: instructions between two looks at the request word.
 pub(crate) const BUDGET: u32 = 1000;
@@ -87,8 +87,6 @@ pub(crate) const LOG: usize = word(23);
 pub(crate) const PAUSES: usize = word(30);
 /// What a string instruction found for its first operand, while it looks at the second.
 pub(crate) const SLOT: usize = word(24);
-/// Host pointers of groups, `groups::MAX_KEPT` words.
-pub(crate) const KEPT: usize = word(26);
 /// The host's RSP with no call to return from: see [`crate::thunks`].
 pub(crate) const STACK: usize = word(31);
 /// Direct branches to other pages by the table until one of them is remembered.
@@ -116,14 +114,45 @@ pub(crate) const fn selector(n: usize) -> Mem {
     gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, selector))
 }
 
+/// A word close to the TLB's base: addressing it takes a byte in place of five.
+const fn near(n: usize) -> Mem {
+    at(TLB, mmu::l1::word(n))
+}
+
+/// Host pointers of groups: `groups::MAX_KEPT` words, which live as long as a block is executed.
+pub(crate) const fn kept(slot: u8) -> Mem {
+    near(slot as usize)
+}
+
+/// What generated code has close to the base while it runs, and Rust finds with the rest of the
+/// vCPU's state: it is copied when the one calls the other.
+pub(crate) const NEAR_PAGE: Mem = near(4);
+pub(crate) const NEAR_FLAGS: Mem = near(5);
+/// Generated code does not change it.
+pub(crate) const NEAR_KEY: Mem = near(6);
+const FIRST_HOME: usize = 7;
+
+/// What it does change of that: the place with the rest of the state, and the one close to the base.
+pub(crate) fn near_words() -> impl Iterator<Item = (Mem, Mem)> {
+    let words = [(PAGE, NEAR_PAGE), (FLAGS, NEAR_FLAGS)];
+    let homes = (0..16u8).filter(|n| HOMED >> n & 1 != 0);
+    let words = words.into_iter().map(|(far, near)| (gs(far), near));
+    words.chain(homes.map(|n| (state_register(n), home(n))))
+}
+
 /// Index in `EngineArea::words` of a field above.
 pub(crate) const fn index(offset: usize) -> usize {
     (offset - offset_of!(CpuState, engine)) / 8
 }
 
-/// Memory of a guest register.
-pub(crate) const fn home(n: u8) -> Mem {
+/// A guest register with the rest of the vCPU's state.
+pub(crate) const fn state_register(n: u8) -> Mem {
     gs(8 * n as usize)
+}
+
+/// Where generated code has a guest register that lives in memory.
+pub(crate) const fn home(n: u8) -> Mem {
+    near(FIRST_HOME + (HOMED & ((1 << n) - 1)).count_ones() as usize)
 }
 
 /// Base of FS or GS (4, 5).

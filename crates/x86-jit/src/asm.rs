@@ -392,6 +392,12 @@ impl Asm {
         let modrm = 0xc0 | (to & 7) << 3 | from & 7;
         self.bytes(&[0xc4, rxb | 3, 0xfb, 0xf0, modrm, n]);
     }
+    /// `bextr to, from, control`, 64 bits.
+    pub(crate) fn bextr(&mut self, to: Reg, from: Reg, control: Reg) {
+        let rxb = u8::from(to < 8) << 7 | 1 << 6 | u8::from(from < 8) << 5;
+        let modrm = 0xc0 | (to & 7) << 3 | from & 7;
+        self.bytes(&[0xc4, rxb | 2, 0x80 | (!control & 15) << 3, 0xf7, modrm]);
+    }
     /// `jcc` to be filled in; returns the position for [`Self::patch`].
     pub(crate) fn jcc(&mut self, cc: u8) -> usize {
         self.bytes(&[0x0f, 0x80 | cc]);

@@ -31,6 +31,8 @@ pub(crate) struct Member {
     pub(crate) first: bool,
     /// The group has writes.
     pub(crate) write: bool,
+    /// It is on the stack.
+    pub(crate) stack: bool,
     /// A miss may be refilled: the first access is itself of the group's kind.
     pub(crate) refill: bool,
     /// Bytes of the group.
@@ -67,6 +69,7 @@ struct Group {
     first: usize,
     first_writes: bool,
     writes: bool,
+    stack: bool,
     members: u32,
     /// The pointer is needed after something else was in its register.
     kept: bool,
@@ -159,6 +162,7 @@ impl Groups {
                 group: g as u16,
                 first: group.first == n,
                 write: group.writes,
+                stack: group.stack,
                 refill: group.first_writes == group.writes,
                 span: (group.max - group.min) as u32,
                 offset: (offset - group.min) as i32,
@@ -180,6 +184,9 @@ impl Groups {
             let g = &self.groups[*g];
             g.key == key && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
         });
+        let stack = key.base == self.value(Register::RSP).id
+            && key.index == NONE
+            && key.segment == Register::None;
         let g = found.unwrap_or_else(|| {
             self.groups.push(Group {
                 key,
@@ -188,6 +195,7 @@ impl Groups {
                 first: n,
                 first_writes: write,
                 writes: write,
+                stack,
                 members: 0,
                 kept: false,
                 slot: None,

@@ -261,9 +261,9 @@ impl<B: JitBus> Jit<B> {
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
         let split = if site.split { mode::SPLIT } else { 0 };
-        self.is_loop = site.is_back;
+        (self.is_loop, self.is_linked) = (site.is_back, true);
         let next = self.find_block(interp, cpu, bus, self.mode | split);
-        self.is_loop = false;
+        (self.is_loop, self.is_linked) = (false, false);
         let Some(next) = next else {
             return 0;
         };

@@ -52,6 +52,8 @@ pub struct Jit<B: JitBus> {
     room: Room,
     /// What is translated next is where a loop begins, as far as is known.
     pub(crate) is_loop: bool,
+    /// It is where a branch of the same page leads to.
+    pub(crate) is_linked: bool,
     thunks: Thunks,
     pub(crate) cache: Cache,
     forms: Forms,
@@ -111,8 +113,10 @@ impl<B: JitBus> Jit<B> {
         };
         let thunks_end = a.here().next_multiple_of(64);
         buffer.write(0, a.parts()?.0);
+        let code = buffer.rx() as u64;
         Some(Self {
             is_loop: false,
+            is_linked: false,
             room: Room::new(thunks_end..buffer.len()),
             buffer,
             thunks,
@@ -123,7 +127,7 @@ impl<B: JitBus> Jit<B> {
             interpreted: Vec::new(),
             given_up: GivenUp::default(),
             resets: 0,
-            translator: Translator::new(thunks),
+            translator: Translator::new(thunks, code),
             slots: u64::MAX,
             plain_tsc: false,
             changes: 0,
@@ -465,9 +469,14 @@ impl<B: JitBus> Jit<B> {
         }
         let site = self.prepare(interp, cpu, bus);
         let base = self.room.next();
-        block.entries =
-            self.translator
-                .block(&self.decoded, &self.forms, base, sources, site, long);
+        block.entries = self.translator.block(
+            &self.decoded,
+            &self.forms,
+            base,
+            sources,
+            site,
+            (long, self.is_linked),
+        );
         let parts = self.translator.asm.parts();
         // There is room, unless the block is larger than any should be.
         let Some((hot, cold)) = parts.filter(|(hot, cold)| {
@@ -725,9 +734,9 @@ pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
             log.clear_tables();
             log.tables()
         }
-        None => bus.mmu().live_tables().as_ptr(),
+        None => bus.mmu().live_tables().base(),
     };
-    cpu.engine.words[index(area::TABLES)] = tables as u64;
+    cpu.engine.words[index(area::TABLES)] = tables;
 }
 
 /// Where writes have to be noted, in lock-step.

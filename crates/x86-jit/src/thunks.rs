@@ -15,6 +15,7 @@ use crate::{
     exit::Reason,
     translate::{
         branch::select_target,
+        memory::{host_page, select_entry, stack_page, stack_tag, tag},
         string::{self, Strings},
     },
 };
@@ -45,8 +46,9 @@ pub(crate) struct Thunks {
     pub(crate) far_call: usize,
     /// The same for one of 32-bit code.
     pub(crate) far_call32: usize,
-    /// Called for what is no access: r13d is its bit, and the offset. Does not return if the result is 0.
-    pub(crate) refill: usize,
+    /// Called for what changes the view: r13d is its bit ([`SET_AC`] and so on), and the offset. Does not
+    /// return if the result is 0.
+    pub(crate) switch: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`]. Returns the host address in r14, and
     /// "above" in the flags; or something else, for [`Self::refused`].
     pub(crate) miss: usize,
@@ -55,6 +57,9 @@ pub(crate) struct Thunks {
     /// The interpreter makes the access, with the flags and r13d as they come from a miss. (A call that is
     /// not returned from would have the processor predict all the next returns wrongly.)
     pub(crate) refused: usize,
+    /// The same two when the stack's entry is another page's.
+    pub(crate) stack: usize,
+    pub(crate) stack_group: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
     /// Called for string instructions.
@@ -63,8 +68,11 @@ pub(crate) struct Thunks {
 
 /// What the refill thunk has to know of an access.
 pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
-    offset & 0xfff | size << 12 | (write as u32) << 20
+    offset & 0xfff | size << 12 | (write as u32) << WRITES.trailing_zeros()
 }
+
+/// Bit of a [`site`].
+const WRITES: u32 = 1 << 20;
 
 /// Bit of a [`site`]: a page fault of the access is what the instruction raises, whatever else it does.
 pub(crate) const RAISES: u32 = 1 << 25;
@@ -76,7 +84,7 @@ pub(crate) const ACCESS: u64 = 1;
 
 /// Whether it is a write.
 pub(crate) const fn writes(site: u32) -> bool {
-    site >> 20 & 1 != 0
+    site & WRITES != 0
 }
 
 /// What the branch thunk has to know: the instruction's offset, and what is added to RSP.
@@ -87,7 +95,7 @@ pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
 /// Bytes of the host's stack above which a poll drops them: twice as many are in use at most.
 const MAX_DEPTH: i32 = 16 << 10;
 
-/// Bits of [`Thunks::refill`]'s r13d that stand for something other than an
+/// Bits of [`Thunks::switch`]'s r13d that stand for something other than an
 /// access: RFLAGS.AC becomes this.
 pub(crate) const SET_AC: u32 = 1 << 21;
 pub(crate) const CLEAR_AC: u32 = 1 << 22;
@@ -101,14 +109,14 @@ pub(crate) const SYSRET: u32 = 1 << 24;
 pub(crate) fn save_flags(a: &mut Asm) {
     a.mov(S1, RAX);
     a.bytes(&[0x9f, 0x0f, 0x90, 0xc0]);
-    a.store32(gs(FLAGS), RAX);
+    a.store32(NEAR_FLAGS, RAX);
     a.mov(RAX, S1);
 }
 
 /// The reverse: adding 127 to a byte of 0 or 1 makes OF; SAHF does the rest.
 pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
     a.mov(scratch, RAX);
-    a.load32(RAX, gs(FLAGS));
+    a.load32(RAX, NEAR_FLAGS);
     a.bytes(&[0x04, 127, 0x9e]);
     a.mov(RAX, scratch);
 }
@@ -195,25 +203,93 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     a.mov(S0, RAX);
     keep_vectors(a, false, avx);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
-    // The view may be another now.
-    a.load(TLB, gs(TABLES));
 }
 
-/// Guest registers from and to their places in memory.
+/// Looks in the tables for what the stack's entry does not have, which is the page's from then
+/// on if it may be written: "above" in the flags. Goes on at `otherwise` if the tables do not have it either.
+fn stack_miss(a: &mut Asm, otherwise: usize) {
+    push(a, RAX);
+    push(a, RCX);
+    // Bytes that straddle two pages are none of the entry's.
+    a.mov32(RAX, S1);
+    a.shift(false, 5, RAX, 12);
+    a.alu_imm(false, Alu::And, RAX, 0xff);
+    a.mov32(RCX, S0);
+    a.alu_imm(false, Alu::And, RCX, 0xfff);
+    a.alu_rr(false, Alu::Add, RAX, RCX);
+    a.alu_imm(false, Alu::Cmp, RAX, 4096);
+    let straddles = a.jcc(cc::A);
+    select_entry(a, RCX, S0);
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    let entry = |m: Mem| Mem {
+        index: m.index.map(|(_, scale)| (RCX, scale)),
+        ..m
+    };
+    a.alu(true, Alu::Cmp, RAX, entry(tag(true)));
+    let is_other = a.jcc(cc::NE);
+    a.store(stack_tag(), RAX);
+    a.load(RAX, entry(host_page(true)));
+    a.store(stack_page(), RAX);
+    let found = a.here();
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.alu_rr(true, Alu::Add, S0, RAX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.ret();
+    let here = a.here();
+    a.patch(is_other, here);
+    // test r13d, …
+    a.rr(false, &[0xf7], 0, S1);
+    a.bytes(&WRITES.to_le_bytes());
+    let is_write = a.jcc(cc::NE);
+    a.alu(true, Alu::Cmp, RAX, entry(tag(false)));
+    let is_absent = a.jcc(cc::NE);
+    a.load(RAX, entry(host_page(false)));
+    a.jmp_to(found);
+    for from in [straddles, is_write, is_absent] {
+        let here = a.here();
+        a.patch(from, here);
+    }
+    pop(a, RCX);
+    pop(a, RAX);
+    a.jmp_to(otherwise);
+}
+
+/// Guest registers, and what else generated code has close to it, from and to their places in
+/// the vCPU's state.
 fn load_registers(a: &mut Asm) {
+    load_near_words(a);
     for n in 0..16 {
         if let Some(r) = host_reg(n) {
-            a.load(r, home(n));
+            a.load(r, state_register(n));
         }
     }
-    a.load(TLB, gs(TABLES));
 }
 
 fn store_registers(a: &mut Asm) {
     for n in 0..16 {
         if let Some(r) = host_reg(n) {
-            a.store(home(n), r);
+            a.store(state_register(n), r);
         }
+    }
+    store_near_words(a);
+}
+
+/// To the tables of the view that is live now. Changes rax.
+fn load_near_words(a: &mut Asm) {
+    a.load(TLB, gs(TABLES));
+    for (word, near) in near_words().chain([(gs(KEY), NEAR_KEY)]) {
+        a.load(RAX, word);
+        a.store(near, RAX);
+    }
+}
+
+/// Changes rax.
+fn store_near_words(a: &mut Asm) {
+    for (word, near) in near_words() {
+        a.load(RAX, near);
+        a.store(word, RAX);
     }
 }
 
@@ -261,7 +337,7 @@ fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
 }
 
 /// Emits everything at the start of the buffer. `refill` and `handle` are the
-/// addresses of the Rust functions behind [`Thunks::refill`] and the thunks that
+/// addresses of the Rust functions behind [`Thunks::miss`] and the thunks that
 /// have a [`Reason`].
 pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let avx = std::is_x86_feature_detected!("avx");
@@ -318,7 +394,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         a.jmp_to(call_handle);
     };
     let at_offset = |a: &mut Asm, reason: Reason, fp: bool| {
-        a.alu(true, Alu::Add, S1, gs(PAGE));
+        a.alu(true, Alu::Add, S1, NEAR_PAGE);
         a.store(gs(RIP), S1);
         with_reason(a, reason, fp);
     };
@@ -351,13 +427,13 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         (&mut t.far_call32, 4),
     ] {
         *thunk = a.here();
-        a.alu(true, Alu::Add, S0, gs(PAGE));
+        a.alu(true, Alu::Add, S0, NEAR_PAGE);
         a.store(gs(SPILL), S0);
         a.store(gs(SPILL + 8), S1);
         a.alu_mem_imm8(true, Alu::Sub, gs(FAR_LEFT), 1);
         let misses = [a.jcc(cc::S), select_target(a)];
         a.load(S0, at(S1, 24));
-        a.store(gs(PAGE), S0);
+        a.store(NEAR_PAGE, S0);
         if pushed != 0 {
             a.rm(pushed == 8, &[0x8d], GUEST_RSP, at(GUEST_RSP, -pushed)); // lea
         }
@@ -386,7 +462,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let here = a.here();
     a.patch(requested, here);
     a.patch(used_up, here);
-    a.alu(true, Alu::Add, S1, gs(PAGE));
+    a.alu(true, Alu::Add, S1, NEAR_PAGE);
     a.store(gs(RIP), S1);
     a.store_imm(gs(REASON), Reason::Poll as i32);
     a.jmp_to(exit);
@@ -401,8 +477,14 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.patch(saved, here);
     with_reason(a, Reason::Link, false);
 
-    t.refill = a.here();
+    t.switch = a.here();
+    push(a, RAX);
+    store_near_words(a);
+    pop(a, RAX);
     call_refill(a, refill, avx);
+    push(a, RAX);
+    load_near_words(a);
+    pop(a, RAX);
     a.rr(true, &[0x85], S0, S0); // test
     let failed = a.jcc(cc::E);
     a.ret();
@@ -451,6 +533,11 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.patch(is_access, here);
     a.alu_imm(false, Alu::And, S1, 0xfff);
     at_offset(a, Reason::Access, true);
+
+    t.stack = a.here();
+    stack_miss(a, t.miss);
+    t.stack_group = a.here();
+    stack_miss(a, t.miss_group);
 
     t.load_fp = a.here();
     push(a, RAX);

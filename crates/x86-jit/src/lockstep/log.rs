@@ -4,7 +4,7 @@
 //! write to each page comes by `refill`.
 
 use guest_memory::HostPage;
-use mmu::l1::{Entry, Half, L1};
+use mmu::l1::{Half, L1};
 
 /// Words of a page.
 const WORDS: usize = 512;
@@ -49,8 +49,8 @@ impl Log {
     }
 
     /// For generated code.
-    pub(crate) fn tables(&self) -> *const Entry {
-        self.tables.as_ptr()
+    pub(crate) fn tables(&self) -> u64 {
+        self.tables.base()
     }
 
     /// `page` is about to be accessed by `gva` through the tables.

@@ -75,7 +75,7 @@ impl Translator {
             self.stubs.push(Stub::FarMiss { from, number });
         }
         a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
-        a.store(gs(PAGE), S1);
+        a.store(NEAR_PAGE, S1);
         self.fars.push(FarSite {
             key,
             page,
@@ -126,7 +126,7 @@ impl Translator {
         let a = &mut self.asm;
         let from = select_target(a);
         a.load(S0, at(S1, 24));
-        a.store(gs(PAGE), S0);
+        a.store(NEAR_PAGE, S0);
         if let Stack::Move(by) = stack {
             a.rm(self.long, &[0x8d], GUEST_RSP, at(GUEST_RSP, by)); // lea
         }
@@ -145,7 +145,7 @@ impl Translator {
         let a = &mut self.asm;
         a.lea(RSP, at(RSP, 8));
         a.lea(S1, at(S0, -(back as i32)));
-        a.store(gs(PAGE), S1);
+        a.store(NEAR_PAGE, S1);
         let from = self.asm.jmp();
         self.link(from, back, false, false);
     }
@@ -157,11 +157,11 @@ impl Translator {
             _ => {
                 let word = self.word();
                 self.lea_word(S0, at(GUEST_RSP, -word));
-                self.probe(d.offset, word as u32, true);
+                self.probe_stack(d.offset, true);
                 0
             }
         };
-        self.asm.load(S1, gs(PAGE));
+        self.asm.load(S1, NEAR_PAGE);
         self.lea_word(S1, at(S1, d.offset as i32 + d.i.len() as i32));
         self.store_word(at(S0, disp), S1);
     }
@@ -238,7 +238,7 @@ impl Translator {
         }
         a.load(S1, gs(SPILL));
         a.load(S0, at(S1, 24));
-        a.store(gs(PAGE), S0);
+        a.store(NEAR_PAGE, S0);
         self.move_stack(-self.word());
         let Some(back) = back else {
             self.asm.jmp_mem(at(S1, 16));
@@ -254,7 +254,7 @@ impl Translator {
             Some(m) if !m.first => self.follow(m),
             _ => {
                 self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
-                self.probe(d.offset, self.word() as u32, false);
+                self.probe_stack(d.offset, false);
                 0
             }
         };
@@ -279,9 +279,9 @@ impl Translator {
 /// branch if it is another one.
 pub(super) fn remembered() -> Template<4> {
     Template::new(|a| {
-        let [key, page] = [KEY, PAGE].map(|word| {
+        let [key, page] = [NEAR_KEY, NEAR_PAGE].map(|word| {
             let known = a.mov_imm64(S1, 0);
-            a.alu(true, Alu::Cmp, S1, gs(word));
+            a.alu(true, Alu::Cmp, S1, word);
             [known, a.jcc(cc::NE)]
         });
         [key[0], key[1], page[0], page[1]]

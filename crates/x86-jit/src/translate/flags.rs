@@ -18,7 +18,10 @@ use crate::{
 };
 
 /// LAHF's byte: CF is its lowest bit.
-const LAHF: usize = FLAGS + 1;
+const LAHF: Mem = Mem {
+    disp: NEAR_FLAGS.disp + 1,
+    ..NEAR_FLAGS
+};
 
 /// Where live arithmetic flags are; nothing can be told of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +38,7 @@ impl Translator {
     pub(super) fn spill_flags(&mut self, d: &Decoded) {
         if d.live_in == RflagsBits::CF && self.flags == Flags::Register {
             // setc [LAHF]
-            self.asm.rm(false, &[0x0f, 0x92], 0, gs(LAHF));
+            self.asm.rm(false, &[0x0f, 0x92], 0, LAHF);
         } else if d.live_in != 0 {
             self.flags_in_memory();
         }
@@ -67,7 +70,7 @@ impl Translator {
         }
         if d.live_in == RflagsBits::CF && self.flags == Flags::Memory {
             let a = &mut self.asm;
-            a.rm(false, &[0x0f, 0xb6], S1, gs(LAHF)); // movzx
+            a.rm(false, &[0x0f, 0xb6], S1, LAHF); // movzx
             a.rr(false, &[0x0f, 0xba], 4, S1); // bt
             a.bytes(&[0]);
             self.cached = None;
@@ -90,7 +93,7 @@ impl Translator {
             return condition;
         }
         let (at, mask) = match condition & !1 {
-            0 => (FLAGS, 1),
+            0 => (NEAR_FLAGS, 1),
             cc::B => (LAHF, 0x01),
             cc::E => (LAHF, 0x40),
             cc::BE => (LAHF, 0x41),
@@ -103,7 +106,7 @@ impl Translator {
             }
         };
         // test byte [at], mask
-        self.asm.rm(false, &[0xf6], 0, gs(at));
+        self.asm.rm(false, &[0xf6], 0, at);
         self.asm.bytes(&[mask]);
         cc::NE ^ (condition & 1)
     }

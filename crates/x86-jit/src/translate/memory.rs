@@ -1,7 +1,7 @@
 //! Memory operands: effective addresses, and probes of the software TLB.
 
 use iced_x86::{Instruction, Mnemonic, Register};
-use mmu::l1::{ENTRIES, Entry, Half};
+use mmu::l1::{ENTRIES, ENTRIES_OFFSET, Entry, Half, STACK_OFFSET};
 
 use super::{Emit, Stub, Translator, Unsupported};
 use crate::{
@@ -14,20 +14,23 @@ use crate::{
 };
 
 const ENTRY_SIZE: usize = size_of::<Entry>();
+/// log2 of what an entry's register is multiplied with, which is twice its index.
+const SCALE: u8 = 3;
+const _: () = assert!(ENTRY_SIZE == 2 << SCALE);
 
 /// The tag of the TLB entry that r13 selects.
-pub(super) fn tag(write: bool) -> Mem {
+pub(crate) fn tag(write: bool) -> Mem {
     let half = if write { Half::Write } else { Half::Read };
     Mem {
         base: Some(TLB),
-        index: Some((S1, 0)),
-        disp: (half.start() * ENTRY_SIZE) as i32,
+        index: Some((S1, SCALE)),
+        disp: ENTRIES_OFFSET + (half.start() * ENTRY_SIZE) as i32,
         gs: false,
     }
 }
 
 /// The host page beside that tag.
-pub(super) fn host_page(write: bool) -> Mem {
+pub(crate) fn host_page(write: bool) -> Mem {
     let tag = tag(write);
     Mem {
         disp: tag.disp + 8,
@@ -35,38 +38,100 @@ pub(super) fn host_page(write: bool) -> Mem {
     }
 }
 
-/// Has r13 select the TLB entry of the gva in `gva`.
-pub(super) fn select_entry(a: &mut Asm, gva: Reg) {
-    if std::is_x86_feature_detected!("bmi2") {
-        a.rorx(S1, gva, 8);
+/// The tag of the stack's entry.
+pub(crate) fn stack_tag() -> Mem {
+    at(TLB, STACK_OFFSET)
+}
+
+/// The host page beside it.
+pub(crate) fn stack_page() -> Mem {
+    at(TLB, STACK_OFFSET + 8)
+}
+
+/// Has `to` select the TLB entry of the gva in `gva`.
+pub(crate) fn select_entry(a: &mut Asm, to: Reg, gva: Reg) {
+    if std::is_x86_feature_detected!("bmi1") {
+        // The base says which bits.
+        a.bextr(to, gva, TLB);
     } else {
-        a.mov(S1, gva);
-        a.shift(true, 5, S1, 8);
+        a.mov(to, gva);
+        a.shift(true, 5, to, 12);
+        a.alu_imm(false, Alu::And, to, (ENTRIES - 1) as i32);
     }
-    a.alu_imm(false, Alu::And, S1, ((ENTRIES - 1) * ENTRY_SIZE) as i32);
+    a.alu_rr(false, Alu::Add, to, to);
 }
 
-/// A probe: the word that it compares with, and the branch to take on a miss.
-pub(super) fn probe(write: bool) -> Template<2> {
-    Template::new(|a| {
-        select_entry(a, S0);
-        a.alu(true, Alu::Sub, S0, tag(write));
-        // More than a byte can hold, for all sizes.
-        a.alu_imm(true, Alu::Cmp, S0, 4096);
-        let limit = a.here() - 4;
-        let from = a.jcc(cc::A);
-        a.alu(true, Alu::Add, S0, host_page(write));
-        [limit, from]
-    })
+/// Which entry a probe compares with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Probe {
+    Read,
+    Write,
+    /// The stack's, whatever the access does.
+    Stack,
 }
 
-/// What its miss does: the site, the call, and the way back.
-pub(super) fn miss(write: bool) -> Template<3> {
-    Template::new(|a| {
-        a.alu(true, Alu::Add, S0, tag(write));
-        a.mov_imm(S1, 0);
-        [a.here() - 4, a.call(), a.jcc(cc::A)]
-    })
+impl Probe {
+    pub(super) const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Stack];
+
+    pub(super) fn of(is_stack: bool, write: bool) -> Self {
+        if is_stack { Self::Stack } else { write.into() }
+    }
+
+    /// The entry's tag, where r13 selects the entry.
+    pub(super) fn tag(self) -> Mem {
+        match self {
+            Self::Stack => stack_tag(),
+            _ => tag(self == Self::Write),
+        }
+    }
+
+    /// The word that it compares with, and the branch to take on a miss.
+    pub(super) fn emit(self) -> Template<2> {
+        Template::new(|a| {
+            let page = match self {
+                Self::Stack => stack_page(),
+                _ => {
+                    select_entry(a, S1, S0);
+                    host_page(self == Self::Write)
+                }
+            };
+            a.alu(true, Alu::Sub, S0, self.tag());
+            // More than a byte can hold, for all sizes.
+            a.alu_imm(true, Alu::Cmp, S0, 4096);
+            let limit = a.here() - 4;
+            let from = a.jcc(cc::A);
+            a.alu(true, Alu::Add, S0, page);
+            [limit, from]
+        })
+    }
+
+    /// What its miss does: the site, and the call.
+    pub(super) fn miss(self) -> Template<2> {
+        Template::new(|a| {
+            a.alu(true, Alu::Add, S0, self.tag());
+            a.mov_imm(S1, 0);
+            [a.here() - 4, a.call()]
+        })
+    }
+}
+
+impl From<bool> for Probe {
+    fn from(write: bool) -> Self {
+        if write { Self::Write } else { Self::Read }
+    }
+}
+
+/// The access is on the stack, and nothing but RSP or the frame's pointer says where.
+fn is_stack(d: &Decoded) -> bool {
+    match (d.member, d.kind) {
+        (Some(m), _) => m.stack,
+        (None, Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret) => true,
+        _ => {
+            matches!(d.i.memory_base(), Register::RSP | Register::ESP)
+                && d.i.memory_index() == Register::None
+                && !matches!(d.i.memory_segment(), Register::FS | Register::GS)
+        }
+    }
 }
 
 /// A page fault of its first access is what the instruction raises in any case. Masked moves, for
@@ -101,7 +166,7 @@ impl Translator {
         if base == Register::RIP {
             let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
             let disp = disp.checked_sub(less).ok_or(Unsupported)?;
-            self.asm.load(S0, gs(PAGE));
+            self.asm.load(S0, NEAR_PAGE);
             self.asm.lea(S0, at(S0, disp));
         } else {
             let (m, wide) = self.effective(i, less, true)?;
@@ -175,40 +240,57 @@ impl Translator {
 
     /// From the gva in r14 to a host address in r14, by the software TLB.
     pub(super) fn probe(&mut self, offset: u32, size: u32, write: bool) {
-        self.probe_for(site(offset, size, write), size, write);
+        self.probe_for(site(offset, size, write), size, write.into());
+    }
+
+    /// The same of the word that RSP points to.
+    pub(super) fn probe_stack(&mut self, offset: u32, write: bool) {
+        let word = self.word() as u32;
+        self.probe_for(site(offset, word, write), word, Probe::Stack);
     }
 
     /// The probe of the access that is all, or the first thing, that the instruction does.
     fn probe_first(&mut self, d: &Decoded, size: u32, write: bool) {
         let raises = if raises_its_fault(d) { RAISES } else { 0 };
-        self.probe_for(site(d.offset, size, write) | raises, size, write);
+        let probe = Probe::of(is_stack(d), write);
+        self.probe_for(site(d.offset, size, write) | raises, size, probe);
     }
 
-    fn probe_for(&mut self, site: u32, size: u32, write: bool) {
-        let (from, resume) = self.look_up(size, write);
-        self.stubs.push(Stub::Refill { from, resume, site });
+    fn probe_for(&mut self, site: u32, size: u32, probe: Probe) {
+        let (from, resume) = self.look_up(size, probe);
+        self.stubs.push(Stub::Refill {
+            from,
+            resume,
+            site,
+            probe,
+            cached: self.cached,
+        });
     }
 
     /// The probe of a group: r14 has the address of its first byte.
     pub(super) fn probe_group(&mut self, offset: u32, member: Member) {
-        let (from, resume) = self.look_up(member.span, member.write);
+        let probe = Probe::of(member.stack, member.write);
+        let (from, resume) = self.look_up(member.span, probe);
         self.stubs.push(Stub::RefillGroup {
             from,
             resume,
             offset,
             member,
+            cached: self.cached,
         });
         if let Some(slot) = member.slot {
-            self.asm.store(gs(KEPT + 8 * usize::from(slot)), S0);
+            self.asm.store(kept(slot), S0);
         }
         self.current = Some(member.group);
     }
 
     /// The inline part of a probe; returns the branch to take on a miss and
     /// where to come back to.
-    fn look_up(&mut self, size: u32, write: bool) -> (usize, usize) {
-        self.cached = None;
-        let [limit, from] = self.asm.stamp(&self.templates.probe[usize::from(write)]);
+    fn look_up(&mut self, size: u32, probe: Probe) -> (usize, usize) {
+        if probe != Probe::Stack {
+            self.cached = None;
+        }
+        let [limit, from] = self.asm.stamp(&self.templates.probe[probe as usize]);
         self.asm.patch32(limit, 4096 - size as i32);
         (from, self.asm.here())
     }
@@ -219,7 +301,7 @@ impl Translator {
             let Some(slot) = member.slot else {
                 unreachable!("the pointer of a group without a slot was lost");
             };
-            self.asm.load(S0, gs(KEPT + 8 * usize::from(slot)));
+            self.asm.load(S0, kept(slot));
             self.current = Some(member.group);
         }
         member.offset

@@ -22,7 +22,7 @@ pub(crate) mod branch;
 mod copy;
 mod flags;
 mod interpret;
-mod memory;
+pub(crate) mod memory;
 pub(crate) mod narrow;
 mod recode;
 mod registers;
@@ -33,7 +33,7 @@ mod system;
 use branch::{Stack, target};
 use flags::Flags;
 use iced_x86::{Encoder, OpKind, Register};
-use memory::tag;
+use memory::Probe;
 
 use crate::{
     area::*,
@@ -98,6 +98,9 @@ enum Stub {
         from: usize,
         resume: usize,
         site: u32,
+        probe: Probe,
+        /// What r13 has to hold there.
+        cached: Option<u8>,
     },
     /// TLB miss of a group.
     RefillGroup {
@@ -105,6 +108,7 @@ enum Stub {
         resume: usize,
         offset: u32,
         member: Member,
+        cached: Option<u8>,
     },
     /// Leave at an instruction.
     Bail {
@@ -158,9 +162,9 @@ enum Stub {
 /// What is emitted most.
 #[derive(Debug)]
 struct Templates {
-    /// Of reads, and of writes.
-    probe: [Template<2>; 2],
-    miss: [Template<3>; 2],
+    /// In the order of [`Probe::ALL`].
+    probe: [Template<2>; 3],
+    miss: [Template<2>; 3],
     /// The number, and the jump.
     link: Template<2>,
     far: Template<4>,
@@ -169,8 +173,8 @@ struct Templates {
 impl Templates {
     fn new() -> Box<Self> {
         Box::new(Self {
-            probe: [false, true].map(memory::probe),
-            miss: [false, true].map(memory::miss),
+            probe: Probe::ALL.map(Probe::emit),
+            miss: Probe::ALL.map(Probe::miss),
             link: Template::new(|a| {
                 a.mov_imm(S1, 0);
                 [a.here() - 4, a.jmp()]
@@ -193,6 +197,8 @@ pub(crate) struct Translator {
     interpreted: u32,
     /// The page.
     source: Source,
+    /// Host address of the code buffer.
+    code: u64,
     /// 64-bit code.
     long: bool,
     /// The group whose pointer is in r14.
@@ -216,11 +222,15 @@ struct Unsupported;
 
 type Emit = Result<(), Unsupported>;
 
+/// Length of a comparison of a near cell.
+const CHECK_LEN: usize = 10;
+
 /// Entries of the target table.
 pub(crate) const TARGETS_LEN: usize = 1 << 16;
 
 impl Translator {
-    pub(crate) fn new(thunks: Thunks) -> Self {
+    /// `code`: host address at which the code is executed.
+    pub(crate) fn new(thunks: Thunks, code: u64) -> Self {
         Self {
             asm: Asm::default(),
             links: Vec::new(),
@@ -231,6 +241,7 @@ impl Translator {
             templates: Templates::new(),
             interpreted: 0,
             source: Source::default(),
+            code,
             long: true,
             current: None,
             flags: Flags::Memory,
@@ -242,7 +253,7 @@ impl Translator {
     /// rarely is, which is behind it); the code is in `self.asm`.
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
-    /// interpreter at its end; `long`: it is 64-bit code.
+    /// interpreter at its end; `long`: it is 64-bit code; `is_linked`: a branch of its page leads there.
     pub(crate) fn block(
         &mut self,
         insns: &[Decoded],
@@ -250,7 +261,7 @@ impl Translator {
         base: (usize, usize),
         sources: &[Source],
         interpreted: u32,
-        long: bool,
+        (long, is_linked): (bool, bool),
     ) -> Entries {
         self.interpreted = interpreted;
         self.long = long;
@@ -262,10 +273,11 @@ impl Translator {
         self.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
-        let a = &mut self.asm;
-        let outer = a.here();
-        for source in sources {
-            self.check(*source, offset);
+        // What is only linked to does not need the check among what is executed.
+        let is_apart = is_linked && sources.len() == 1;
+        let mut outer = self.asm.here();
+        if !is_apart {
+            self.check(sources, offset);
         }
         let a = &mut self.asm;
         let mut saved = a.here();
@@ -343,6 +355,11 @@ impl Translator {
             here
         };
         self.asm.go_on_at(base.1);
+        if is_apart {
+            outer = self.asm.here();
+            self.check(sources, offset);
+            self.asm.jmp_to(saved);
+        }
         self.emit_stubs();
         Entries {
             outer: outer as u32,
@@ -352,13 +369,22 @@ impl Translator {
     }
 
     /// Leaves for `offset` if the code of a page is no longer what it was.
-    fn check(&mut self, source: Source, offset: u32) {
-        let a = &mut self.asm;
-        a.mov_imm(S1, source.cell);
-        a.rm(false, &[0x81], 7, at(S1, 0));
-        a.bytes(&source.generation.to_le_bytes());
-        let from = a.jcc(cc::NE);
-        self.stubs.push(Stub::Stale { from, offset });
+    fn check(&mut self, sources: &[Source], offset: u32) {
+        for source in sources {
+            let a = &mut self.asm;
+            // Slots' cells and the code are rarely far from each other.
+            let next = self.code + (a.here() + CHECK_LEN) as u64;
+            if let Ok(near) = i32::try_from(source.cell.wrapping_sub(next) as i64) {
+                a.bytes(&[0x81, 0x3d]); // cmp dword [rip + …], imm32
+                a.bytes(&near.to_le_bytes());
+            } else {
+                a.mov_imm(S1, source.cell);
+                a.rm(false, &[0x81], 7, at(S1, 0));
+            }
+            a.bytes(&source.generation.to_le_bytes());
+            let from = a.jcc(cc::NE);
+            self.stubs.push(Stub::Stale { from, offset });
+        }
     }
 
     /// One instruction; true if the block ends with it.
@@ -430,7 +456,7 @@ impl Translator {
         if d.i.memory_base() == Register::RIP {
             let disp =
                 i32::try_from(d.i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
-            self.asm.load(S0, gs(PAGE));
+            self.asm.load(S0, NEAR_PAGE);
             self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
         } else {
             let (m, wide) = self.effective(&d.i, 0, false)?;
@@ -519,32 +545,55 @@ impl Translator {
             let a = &mut self.asm;
             let t = self.thunks;
             match stub {
-                Stub::Refill { from, resume, site } => {
+                Stub::Refill {
+                    from,
+                    resume,
+                    site,
+                    probe,
+                    cached,
+                } => {
                     a.patch(from, here);
-                    let template = &self.templates.miss[usize::from(thunks::writes(site))];
-                    let [number, call, back] = a.stamp(template);
+                    let [number, call] = a.stamp(&self.templates.miss[probe as usize]);
                     a.patch32(number, site as i32);
-                    a.patch(call, t.miss);
-                    a.patch(back, resume);
-                    a.jmp_to(t.refused);
+                    a.patch(
+                        call,
+                        match probe {
+                            Probe::Stack => t.stack,
+                            _ => t.miss,
+                        },
+                    );
+                    let refused = a.jcc(cc::BE);
+                    a.patch(refused, t.refused);
+                    if let Some(n) = cached {
+                        a.load(S1, home(n));
+                    }
+                    a.jmp_to(resume);
                 }
                 Stub::RefillGroup {
                     from,
                     resume,
                     offset,
                     member,
+                    cached,
                 } => {
                     a.patch(from, here);
-                    a.alu(true, Alu::Add, S0, tag(member.write));
+                    let probe = Probe::of(member.stack, member.write);
+                    a.alu(true, Alu::Add, S0, probe.tag());
                     if member.refill {
                         let first = if member.offset == 0 { FIRST } else { 0 };
                         let site = site(offset, member.span, member.write) | first;
                         a.mov_imm(S1, site.into());
-                        a.call_to(t.miss_group);
+                        a.call_to(match probe {
+                            Probe::Stack => t.stack_group,
+                            _ => t.miss_group,
+                        });
+                        let refused = a.jcc(cc::E);
+                        a.patch(refused, t.refused);
+                        if let Some(n) = cached {
+                            a.load(S1, home(n));
+                        }
                         let from = a.jcc(cc::A);
                         a.patch(from, resume);
-                        let from = a.jcc(cc::E);
-                        a.patch(from, t.refused);
                     }
                     let from = a.jmp();
                     self.link(from, offset, false, true);

@@ -277,7 +277,7 @@ fn distance(
     repeated: bool,
     slow: &mut Vec<usize>,
 ) -> usize {
-    select_entry(a, r);
+    select_entry(a, S1, r);
     a.mov(S0, r);
     a.alu(true, Alu::Sub, S0, tag(write));
     a.alu_imm(true, Alu::Cmp, S0, 4096 - (1 << size));

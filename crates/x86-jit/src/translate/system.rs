@@ -93,7 +93,7 @@ impl Translator {
     pub(super) fn pushf(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
-        a.load32(S1, gs(FLAGS));
+        a.load32(S1, NEAR_FLAGS);
         a.mov32(S0, S1);
         a.shift(false, 5, S0, 8);
         a.alu_imm(false, Alu::And, S0, 0xd5);
@@ -111,7 +111,7 @@ impl Translator {
         a.store(gs(SPILL), S0);
         let word = self.word();
         self.lea_word(S0, at(GUEST_RSP, -word));
-        self.probe(d.offset, word as u32, true);
+        self.probe_stack(d.offset, true);
         self.asm.load(S1, gs(SPILL));
         self.store_word(at(S0, 0), S1);
         self.move_stack(-word);
@@ -129,7 +129,7 @@ impl Translator {
     /// POPFD, POPFQ that changes nothing but IF and arithmetic flags.
     pub(super) fn popf(&mut self, d: &Decoded) {
         self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
-        self.probe(d.offset, self.word() as u32, false);
+        self.probe_stack(d.offset, false);
         self.load_word(S0, at(S0, 0));
         let a = &mut self.asm;
         a.mov32(S1, S0);
@@ -159,7 +159,7 @@ impl Translator {
         a.shift(false, 5, S0, 11);
         a.alu_imm(false, Alu::And, S0, 1);
         a.alu_rr(false, Alu::Or, S1, S0);
-        a.store32(gs(FLAGS), S1);
+        a.store32(NEAR_FLAGS, S1);
         self.flags = Flags::Memory;
     }
 
@@ -181,15 +181,15 @@ impl Translator {
     pub(super) fn system_call(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
-        a.store(home(1), RCX);
+        a.store(state_register(1), RCX);
         let what = if d.kind == Kind::Syscall {
             thunks::SYSCALL
         } else {
             thunks::SYSRET
         };
         a.mov_imm(S1, (what | d.offset).into());
-        a.call_to(self.thunks.refill);
-        a.load(RCX, home(1));
+        a.call_to(self.thunks.switch);
+        a.load(RCX, state_register(1));
         a.load(RSP, gs(STACK));
         self.jump(d.offset, Stack::Keep);
     }
@@ -203,7 +203,7 @@ impl Translator {
         };
         self.spill_flags(d);
         self.asm.mov_imm(S1, (what | d.offset).into());
-        self.asm.call_to(self.thunks.refill);
+        self.asm.call_to(self.thunks.switch);
         // cmovne rsp, gs:[STACK]
         self.asm
             .alu_imm(false, Alu::Cmp, S0, thunks::SAME_KEY as i32);
