@@ -219,6 +219,7 @@ pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
         | Kind::Sti
         | Kind::Swapgs
         | Kind::Sysret
+        | Kind::InterruptReturn
         | Kind::FromControl
         | Kind::Ac => mode::KERNEL,
         _ => 0,

@@ -93,9 +93,12 @@ impl Decoded {
             _ => true,
         };
         let (reads, sets) = match kind {
-            Kind::Interpret | Kind::Jcc | Kind::Syscall | Kind::Sysret | Kind::Pushf => {
-                (ALL as u16, 0)
-            }
+            Kind::Interpret
+            | Kind::Jcc
+            | Kind::Syscall
+            | Kind::Sysret
+            | Kind::InterruptReturn
+            | Kind::Pushf => (ALL as u16, 0),
             Kind::Popf => (0, ALL as u16),
             Kind::Nop | Kind::Followed => (0, 0),
             Kind::String if string::may_keep_flags(i) => (0, 0),

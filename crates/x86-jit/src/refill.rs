@@ -7,6 +7,7 @@ use x86_defs::{rflags, vector};
 use crate::{
     JitBus,
     area::{self, index},
+    interrupt_return,
     run::{Context, log_of, set_view, target_key},
     system_call, thunks,
 };
@@ -30,7 +31,10 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
         set_view(cpu, bus, jit.mode);
         return thunks::SAME_KEY + u64::from(target_key(cpu) != key);
     }
-    if site & (thunks::SYSCALL | thunks::SYSRET) != 0 {
+    if site & (thunks::SYSCALL | thunks::SYSRET | thunks::IRETQ) != 0 {
+        if site & thunks::IRETQ != 0 {
+            return interrupt_return::leave(jit, cpu, bus, gva);
+        }
         let target = if site & thunks::SYSCALL != 0 {
             system_call::enter(cpu, bus, u64::from(site & 0xfff))
         } else {

@@ -15,8 +15,9 @@ use crate::{
     run::{pack, unpack},
 };
 
-const CODE64: u32 = 0xa09b;
-const DATA: u32 = 0xc093;
+/// Attributes of flat segments at level 0.
+pub(crate) const CODE64: u32 = 0xa09b;
+pub(crate) const DATA: u32 = 0xc093;
 
 fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
     let flat = |selector: u16, attr: u32| Segment {
@@ -30,7 +31,7 @@ fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
     cpu.cpl = cpl;
 }
 
-fn set_flags(cpu: &mut CpuState, flags: u64) {
+pub(crate) fn set_flags(cpu: &mut CpuState, flags: u64) {
     cpu.rflags = flags | rflags::FIXED1;
     cpu.engine.words[index(area::FLAGS)] = pack(flags);
 }
@@ -53,16 +54,21 @@ pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> 
     cpu.msr.lstar
 }
 
+/// Something is to be looked at before the guest goes on with interrupts enabled.
+pub(crate) fn interrupt_waits<B: JitBus>(cpu: &CpuState, bus: &B) -> bool {
+    cpu.engine.words[index(area::IRQ_WAITING)] != 0
+        || bus
+            .request_word()
+            .load(core::sync::atomic::Ordering::Relaxed)
+            != 0
+}
+
 /// SYSRETQ; RCX and R11 are in memory. Returns the target.
 pub(crate) fn leave<B: JitBus>(cpu: &mut CpuState, bus: &mut B) -> u64 {
     const PLAIN: u64 = rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::ID;
     let flags = cpu.gpr[reg::R11];
     let target = cpu.gpr[reg::RCX];
-    let waits = cpu.engine.words[index(area::IRQ_WAITING)] != 0
-        || bus
-            .request_word()
-            .load(core::sync::atomic::Ordering::Relaxed)
-            != 0;
+    let waits = interrupt_waits(cpu, bus);
     if cpu.efer & efer::SCE == 0
         || flags & !PLAIN != 0
         || target >> 47 != 0

@@ -104,6 +104,8 @@ pub(crate) const SAME_KEY: u64 = 1;
 /// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.
 pub(crate) const SYSCALL: u32 = 1 << 23;
 pub(crate) const SYSRET: u32 = 1 << 24;
+/// IRETQ: r14 is RSP, which is in memory afterwards; the result is the target.
+pub(crate) const IRETQ: u32 = 1 << 27;
 
 /// `mov rax → r13; lahf; seto al; mov [FLAGS], eax; mov rax ← r13`.
 pub(crate) fn save_flags(a: &mut Asm) {

@@ -66,6 +66,7 @@ pub(crate) enum Kind {
     Ac,
     Syscall,
     Sysret,
+    InterruptReturn,
     Jcc,
     Jmp,
     /// A jump whose target comes next in the block.
@@ -97,6 +98,7 @@ impl Kind {
                 | Self::Ret
                 | Self::Syscall
                 | Self::Sysret
+                | Self::InterruptReturn
         )
     }
 }
@@ -225,6 +227,7 @@ fn form(i: &Instruction) -> Kind {
         M::Swapgs => Kind::Swapgs,
         M::Syscall => Kind::Syscall,
         M::Sysretq => Kind::Sysret,
+        M::Iretq => Kind::InterruptReturn,
         M::Stac | M::Clac => Kind::Ac,
         _ if is_harmless_integer(i) => Kind::Copy,
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,

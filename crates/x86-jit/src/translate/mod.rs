@@ -423,6 +423,10 @@ impl Translator {
                 self.system_call(d);
                 return Ok(true);
             }
+            Kind::InterruptReturn => {
+                self.interrupt_return(d);
+                return Ok(true);
+            }
             Kind::JmpIndirect | Kind::Call | Kind::CallIndirect | Kind::Ret => {
                 self.flags_in_memory();
                 match d.kind {

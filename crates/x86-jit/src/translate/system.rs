@@ -194,6 +194,20 @@ impl Translator {
         self.jump(d.offset, Stack::Keep);
     }
 
+    /// IRETQ: as above, at any level.
+    pub(super) fn interrupt_return(&mut self, d: &Decoded) {
+        self.flags_in_memory();
+        let a = &mut self.asm;
+        a.mov(S0, GUEST_RSP);
+        a.mov_imm(S1, (thunks::IRETQ | d.offset).into());
+        a.call_to(self.thunks.refill);
+        a.load(GUEST_RSP, home(4));
+        // cmovne rsp, gs:[STACK]
+        a.alu_mem_imm8(true, Alu::Cmp, gs(SPILL), 0);
+        a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+        self.jump(d.offset, Stack::Keep);
+    }
+
     /// STAC and CLAC: another view of the same tables.
     pub(super) fn access_control(&mut self, d: &Decoded) {
         let what = if d.i.mnemonic() == Mnemonic::Stac {
