@@ -200,8 +200,8 @@ impl Translator {
         let a = &mut self.asm;
         a.mov(S0, GUEST_RSP);
         a.mov_imm(S1, (thunks::IRETQ | d.offset).into());
-        a.call_to(self.thunks.refill);
-        a.load(GUEST_RSP, home(4));
+        a.call_to(self.thunks.switch);
+        a.load(GUEST_RSP, state_register(4));
         // cmovne rsp, gs:[STACK]
         a.alu_mem_imm8(true, Alu::Cmp, gs(SPILL), 0);
         a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
