@@ -175,3 +175,29 @@ fn injected_exceptions_reach_the_guest() {
     let g = Guest::new(&[0x90], false);
     assert_eq!(debug(&g.vcpu, 1 << 30, [0; 4], 0), Err(libc::EINVAL));
 }
+
+/// Leaf 0 says whose processor it is.
+fn vendor(vcpu: &VcpuFd, name: &[u8; 12]) {
+    let word = |at: usize| u32::from_le_bytes(name[at..at + 4].try_into().unwrap());
+    let leaf = kvm_cpuid_entry2 {
+        eax: 1,
+        ebx: word(0),
+        edx: word(4),
+        ecx: word(8),
+        ..Default::default()
+    };
+    let cpuid = CpuId::from_entries(&[leaf]).unwrap();
+    vcpu.set_cpuid2(&cpuid).unwrap();
+}
+
+#[test]
+fn breakpoints_after_mov_ss_are_the_vendors() {
+    for (name, at_once) in [(b"AuthenticAMD", true), (b"GenuineIntel", false)] {
+        // mov ax, ss; mov ss, ax; nop; nop; hlt
+        let mut g = Guest::new(&[0x8c, 0xd0, 0x8e, 0xd0, 0x90, 0x90, 0xf4], false);
+        vendor(&g.vcpu, name);
+        debug(&g.vcpu, HARDWARE, [RAM + 4, RAM + 5, 0, 0], 0x4 | 0x1).unwrap();
+        let first = if at_once { RAM + 4 } else { RAM + 5 };
+        assert_eq!(next(&mut g.vcpu).0, first);
+    }
+}

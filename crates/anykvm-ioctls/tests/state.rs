@@ -4,7 +4,7 @@
 
 mod guest;
 
-use anykvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use anykvm_ioctls::{Cap, Kvm, KvmNestedStateBuffer, VcpuFd, VmFd};
 use guest::{Guest, ioctl};
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
@@ -474,6 +474,13 @@ fn clock_and_tsc() {
     vm.set_clock(&clock).unwrap();
     let now = vm.get_clock().unwrap().clock;
     assert!(now >= 1 << 40 && now - (1 << 40) < 1_000_000_000, "{now}");
+    // What was read can be written as it is.
+    let saved = vm.get_clock().unwrap();
+    assert_ne!(saved.flags, 0);
+    vm.set_clock(&saved).unwrap();
+    assert!(vm.get_clock().unwrap().clock >= saved.clock);
+    let unknown = kvm_clock_data { flags: 1, ..saved };
+    assert!(vm.set_clock(&unknown).is_err());
     let khz = vcpu.get_tsc_khz().unwrap();
     vcpu.set_tsc_khz(khz / 2).unwrap();
     assert_eq!(vcpu.get_tsc_khz().unwrap(), khz / 2);
@@ -490,6 +497,25 @@ fn clock_and_tsc() {
     vcpu.get_msrs(&mut get).unwrap();
     let passed = get.as_slice()[0].data - (1 << 50);
     assert!(passed < u64::from(khz) * 1000, "{passed}");
+}
+
+#[test]
+fn a_vcpu_without_nested_guests_has_a_nested_state() {
+    let g = Guest::new(&[], false);
+    let header = size_of::<kvm_nested_state>();
+    let cap = Kvm::new().unwrap().check_extension_int(Cap::NestedState);
+    assert_eq!(cap as usize, header);
+    let mut state = KvmNestedStateBuffer::empty();
+    assert_eq!(g.vcpu.nested_state(&mut state).unwrap(), None);
+    assert_eq!(state.size as usize, header);
+    g.vcpu.set_nested_state(&state).unwrap();
+    let mut small = KvmNestedStateBuffer::empty();
+    small.size = 8;
+    let error = g.vcpu.nested_state(&mut small).unwrap_err();
+    assert_eq!((error.errno(), small.size as usize), (libc::E2BIG, header));
+    state.flags |= KVM_STATE_NESTED_GUEST_MODE as u16;
+    let error = g.vcpu.set_nested_state(&state).unwrap_err();
+    assert_eq!(error.errno(), libc::EINVAL);
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod fork;
 mod irqfd;
 mod mapped;
 mod memfd;
+mod nested;
 pub mod numbers;
 mod objects;
 mod ring;

@@ -5,7 +5,7 @@
 //! (SDM vol. 3, 6.8.3 and 18.3.1), on the same decoded blocks.
 
 use iced_x86::Code;
-use x86_cpu::{CpuState, Event, Exception, GuestBus, Shadow};
+use x86_cpu::{CpuState, Event, Exception, Feature, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_native::Native;
 
@@ -275,10 +275,12 @@ fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result
     let before = ex.cpu.rflags;
     let shadow = ex.cpu.shadow;
     let rip = ex.cpu.rip();
-    if before & rflags::RF == 0 && shadow != Shadow::MovSs {
+    // Only Intel's processors hold these up after MOV SS and POP SS.
+    let is_held = shadow == Shadow::MovSs && !ex.cpu.features.has(Feature::Amd);
+    if before & rflags::RF == 0 && !is_held {
         let hits = ex.code_breakpoints(ex.code_linear(rip));
         if hits != 0 {
-            ex.cpu.fault_dr6 = hits;
+            ex.cpu.fault_dr6 = hits | core::mem::take(&mut ex.cpu.held_dr6);
             return Err(Exception::DB.into());
         }
     }

@@ -40,6 +40,8 @@ enum Engine {
 enum Outcome {
     Pass,
     Skip,
+    /// QEMU refuses the entry's own parameters.
+    Refused,
     Fail(String),
 }
 
@@ -91,7 +93,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         }
         let start = Instant::now();
         let log = logs.join(format!("{}-{bits}-{engine:?}.log", entry.name));
-        let expect = expectation(&entry.name);
+        let expect = expectation(&entry.name, bits);
         let mut tries = 0;
         let (outcome, verdict) = loop {
             tries += 1;
@@ -106,13 +108,14 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         };
         match outcome {
             Outcome::Pass => passed += 1,
-            Outcome::Skip => skipped += 1,
+            Outcome::Skip | Outcome::Refused => skipped += 1,
             Outcome::Fail(_) => known += usize::from(verdict.is_ok()),
         }
         let seconds = start.elapsed().as_secs_f64();
         let what = match &outcome {
             Outcome::Pass => "pass".to_owned(),
             Outcome::Skip => "skip".to_owned(),
+            Outcome::Refused => "refused by QEMU".to_owned(),
             Outcome::Fail(why) => format!("fail: {why}"),
         };
         let note = match (&verdict, expect) {
@@ -146,7 +149,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
 fn judge(expect: Expect, outcome: &Outcome) -> Result<(), String> {
     match (expect, outcome) {
         (Expect::Passes, Outcome::Pass)
-        | (Expect::Skips(_), Outcome::Skip)
+        | (Expect::Skips(_), Outcome::Skip | Outcome::Refused)
         | (Expect::Fails(_), Outcome::Fail(_)) => Ok(()),
         (Expect::Passes, _) => Err("it should pass".to_owned()),
         (Expect::Skips(why), _) => Err(format!("it should skip itself: {why}")),
@@ -211,7 +214,8 @@ fn outcome(status: Option<i32>, output: &str) -> Outcome {
         lines.find(|l| l.contains(wanted) && !l.trim().is_empty())
     };
     match status {
-        Some(PASSED) if !output.trim().is_empty() => Outcome::Pass,
+        Some(PASSED) if output.trim().is_empty() => Outcome::Refused,
+        Some(PASSED) => Outcome::Pass,
         Some(SKIPPED) => Outcome::Skip,
         Some(124 | 137) => Outcome::Fail(format!(
             "not over in time; {}",
@@ -233,8 +237,8 @@ mod tests {
     fn a_test_that_never_ran_has_not_passed() {
         assert_eq!(outcome(Some(1), "enabling apic\nPASS: a\n"), Outcome::Pass);
         assert_eq!(outcome(Some(77), "SKIP: b\n"), Outcome::Skip);
+        assert_eq!(outcome(Some(1), "\n"), Outcome::Refused);
         for (status, output) in [
-            (Some(1), ""),
             (Some(3), "FAIL: c\n"),
             (Some(0), "PASS: a\n"),
             (Some(124), "PASS: a\n"),
@@ -251,7 +255,10 @@ mod tests {
         for (expect, outcome, good) in [
             (Expect::Passes, &Outcome::Pass, true),
             (Expect::Passes, &Outcome::Skip, false),
+            (Expect::Passes, &Outcome::Refused, false),
             (Expect::Passes, &fail, false),
+            (Expect::Skips("x"), &Outcome::Refused, true),
+            (Expect::Fails("x"), &Outcome::Refused, false),
             (Expect::Skips("x"), &Outcome::Skip, true),
             (Expect::Skips("x"), &Outcome::Pass, false),
             (Expect::Fails("x"), &fail, true),

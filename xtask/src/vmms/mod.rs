@@ -2,11 +2,13 @@
 //!
 //! Debian's QEMU boots Debian's kernel on each machine type, CPU model, interrupt controller and
 //! firmware, and the guest checks what it was given: CPUs, memory, disks, network. QEMU's own
-//! monitor, its snapshots, its debugger stub and reboots are driven from outside (`driven`).
+//! monitor, its snapshots, its debugger stub and reboots are driven from outside (`driven`). Other VMMs: `others`.
 
 mod disk;
 mod driven;
 mod guest;
+mod others;
+mod saved;
 mod traced;
 
 use std::{
@@ -350,6 +352,11 @@ impl Setup {
 
 /// Runs what the arguments ask for.
 pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
+    if let Some((first, rest)) = arguments.split_first()
+        && first == "others"
+    {
+        return others::run(rest);
+    }
     let part = match arguments.first().map(String::as_str) {
         Some("--all") => All,
         Some("--quick") => Quick,

@@ -131,6 +131,8 @@ const ERRNOS: &[(&str, &[i32])] = &[
     ("KVM_GET_XSAVE", &[libc::EINVAL]),
     ("KVM_GET_XSAVE2", &[]),
     ("KVM_SET_XSAVE", &[libc::EINVAL]),
+    ("KVM_GET_NESTED_STATE", &[libc::E2BIG]),
+    ("KVM_SET_NESTED_STATE", &[libc::EINVAL]),
     ("KVM_GET_CPUID2", &[libc::E2BIG]),
     ("KVM_SET_CPUID2", &[libc::E2BIG, libc::EINVAL]),
     ("KVM_SET_CPUID", &[libc::E2BIG, libc::EINVAL]),

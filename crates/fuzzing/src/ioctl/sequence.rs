@@ -351,8 +351,9 @@ impl<'a> Worker<'a> {
             }
             (Kind::Vm, KVM_CREATE_VCPU) => {
                 if let Ok(Object::Vcpu(vcpu)) = kvm_abi::lookup(given) {
-                    self.start(&vcpu);
+                    // First, as another thread may run it already, by a number that was another vCPU's.
                     lock(&self.shared.vcpus).push(Arc::downgrade(&vcpu));
+                    self.start(&vcpu);
                 }
                 self.publish(Kind::Vcpu, given);
             }

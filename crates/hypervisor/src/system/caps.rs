@@ -123,6 +123,8 @@ pub fn check_extension(cap: u32) -> i32 {
         KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET as i32,
         KVM_CAP_MCE => MCE_BANKS as i32,
         KVM_CAP_XSAVE2 => 4096,
+        // A header: there are no nested guests.
+        KVM_CAP_NESTED_STATE => size_of::<kvm_nested_state>() as i32,
         KVM_CAP_CLOCKSOURCE => 1,
         KVM_CAP_ADJUST_CLOCK => {
             (KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC) as i32

@@ -114,8 +114,9 @@ const XCR0: u32 = 7;
 /// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC XGETBV1 XSAVES.
 const XSAVE_FEATURES: u32 = 0xf;
 
-/// Asked once: CPUID is an exit where the host is a guest itself, of ten microseconds and more.
-pub(crate) fn is_amd() -> bool {
+/// The host's processor is AMD's, or a descendant.
+pub fn is_amd() -> bool {
+    // Asked once: CPUID is an exit where the host is a guest itself, of ten microseconds and more.
     static IS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *IS.get_or_init(|| {
         let v = host(0, 0);

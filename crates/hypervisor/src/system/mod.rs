@@ -6,9 +6,8 @@ pub(crate) mod hv_cpuid;
 mod msr_list;
 
 pub use caps::{check_extension, mce_cap_supported};
-pub use cpuid::{emulated_cpuid, supported_cpuid};
+pub use cpuid::{emulated_cpuid, is_amd, supported_cpuid};
 pub use hv_cpuid::supported_hv_cpuid;
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 
 pub(crate) use caps::{DISABLED_EXITS, GUEST_DEBUG, MAX_VCPUS};
-pub(crate) use cpuid::is_amd;

@@ -156,7 +156,9 @@ impl VmClock {
     }
     /// KVM_SET_CLOCK; with KVM_CLOCK_REALTIME the time that has passed since is added.
     pub(crate) fn set(&self, data: &kvm_clock_data) -> Result<()> {
-        if data.flags & !KVM_CLOCK_REALTIME != 0 {
+        // The others mean nothing here, but what was read may be written back as it is.
+        let known = KVM_CLOCK_REALTIME | KVM_CLOCK_TSC_STABLE | KVM_CLOCK_HOST_TSC;
+        if data.flags & !known != 0 {
             return Err(Error::InvalidArgument);
         }
         let mut base = self.lock();

@@ -7,13 +7,13 @@ use kvm_bindings::*;
 
 use super::{LIST, Row, count, done, list_len, no_argument, write_cpuid};
 use crate::errno::{Errno, Result};
+use crate::nested;
 use crate::numbers::*;
 use crate::signals;
 use crate::system::MAX_IO_MSRS;
 use crate::user_memory::Arg;
 use crate::vcpu::Vcpu;
 
-const NO_NESTED: &str = "guests have no nested virtualization (KVM_CAP_NESTED_STATE is 0)";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_ONE_REG: &str = "x86 vCPUs have no such registers here (KVM_CAP_ONE_REG is 0)";
 const NO_VAPIC: &str = "not offered yet (KVM_CAP_VAPIC is 0)";
@@ -150,18 +150,12 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_SET_SIGNAL_MASK", KVM_SET_SIGNAL_MASK, |vcpu, arg| {
         set_signal_mask(vcpu, arg)
     }),
-    Row::refused(
-        "KVM_GET_NESTED_STATE",
-        KVM_GET_NESTED_STATE,
-        libc::EINVAL,
-        NO_NESTED,
-    ),
-    Row::refused(
-        "KVM_SET_NESTED_STATE",
-        KVM_SET_NESTED_STATE,
-        libc::EINVAL,
-        NO_NESTED,
-    ),
+    Row::done("KVM_GET_NESTED_STATE", KVM_GET_NESTED_STATE, |_, arg| {
+        nested::get(arg)
+    }),
+    Row::done("KVM_SET_NESTED_STATE", KVM_SET_NESTED_STATE, |_, arg| {
+        nested::set(arg)
+    }),
     Row::refused("KVM_GET_ONE_REG", KVM_GET_ONE_REG, libc::EINVAL, NO_ONE_REG),
     Row::refused("KVM_SET_ONE_REG", KVM_SET_ONE_REG, libc::EINVAL, NO_ONE_REG),
     Row::done("KVM_SET_DEVICE_ATTR", KVM_SET_DEVICE_ATTR, |vcpu, arg| {

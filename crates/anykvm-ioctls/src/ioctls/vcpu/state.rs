@@ -365,7 +365,7 @@ impl VcpuFd {
     ///
     /// # Errors
     ///
-    /// EINVAL: guests have no nested virtualization.
+    /// None for a buffer of this type: guests have no nested virtualization, and no payload.
     pub fn nested_state(&self, buffer: &mut KvmNestedStateBuffer) -> Result<Option<NonZeroUsize>> {
         ioctl_with_mut_ptr(self, KVM_GET_NESTED_STATE, std::ptr::from_mut(buffer))?;
         let size = buffer.size as usize;
@@ -376,7 +376,7 @@ impl VcpuFd {
     ///
     /// # Errors
     ///
-    /// EINVAL: guests have no nested virtualization.
+    /// EINVAL for the state of a nested guest, which there is none of.
     pub fn set_nested_state(&self, state: &KvmNestedStateBuffer) -> Result<()> {
         ioctl_with_ref(self, KVM_SET_NESTED_STATE, state).map(drop)
     }

@@ -1,0 +1,288 @@
+//! `cargo xtask vmms others [--firecracker FILE] [--cloud-hypervisor FILE] [--crosvm FILE] [--kvmtool FILE]`:
+//! VMMs that Debian has no packages of, as somebody has built or fetched them.
+//!
+//! Each boots Debian's kernel with two vCPUs and a virtio disk, whose guest checks both as QEMU's guests do and
+//! shuts down. Firecracker and Cloud Hypervisor also save the VM while it computes, and a second process goes on
+//! with it.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use testkit::boot::run_limited;
+
+use super::{LIMIT, guest, saved};
+
+/// A disk that is equal to `data.img`, and no other.
+const CHECK: &str = "same $(cat /dev/vda | sum) $data";
+const CPUS: u32 = 2;
+const MEM_MIB: u64 = 512;
+
+/// What a run has.
+pub(super) struct Files {
+    pub(super) anykvm: PathBuf,
+    pub(super) program: PathBuf,
+    /// Debian's, and the ELF file in it.
+    pub(super) kernel: PathBuf,
+    pub(super) vmlinux: PathBuf,
+    pub(super) initrd: PathBuf,
+    pub(super) disk: PathBuf,
+    pub(super) dir: PathBuf,
+}
+
+impl Files {
+    /// The VMM under `anykvm exec`, in the folder of its own.
+    pub(super) fn command(&self) -> Command {
+        let mut command = Command::new(&self.anykvm);
+        command.args(["exec", "--"]).arg(&self.program);
+        command.current_dir(&self.dir);
+        command
+    }
+}
+
+type Boot = fn(&Files) -> Result<Command, String>;
+type Save = fn(&Files) -> Result<(), String>;
+
+/// A VMM: its option, the package of its kernel, how it boots, and how it saves.
+struct Vmm {
+    option: &'static str,
+    package: (&'static str, &'static str),
+    boot: Boot,
+    save: Option<Save>,
+}
+
+const CLOUD: (&str, &str) = ("linux-image-cloud-amd64", "kernel-cloud-amd64");
+/// It reads the tables by which kvmtool tells of CPUs.
+const FULL: (&str, &str) = ("linux-image-amd64", "kernel-amd64");
+
+const VMMS: &[Vmm] = &[
+    Vmm {
+        option: "--firecracker",
+        package: CLOUD,
+        boot: firecracker,
+        save: Some(saved::firecracker),
+    },
+    Vmm {
+        option: "--cloud-hypervisor",
+        package: CLOUD,
+        boot: cloud_hypervisor,
+        save: Some(saved::cloud_hypervisor),
+    },
+    Vmm {
+        option: "--crosvm",
+        package: CLOUD,
+        boot: crosvm,
+        save: None,
+    },
+    Vmm {
+        option: "--kvmtool",
+        package: FULL,
+        boot: kvmtool,
+        save: None,
+    },
+];
+
+/// Without ACPI, or with one that has no power button to press: by the keyboard controller.
+const REBOOTS: &str = "reboot=k again";
+
+fn firecracker(files: &Files) -> Result<Command, String> {
+    let config = format!(
+        r#"{{"boot-source":{{"kernel_image_path":"{}","initrd_path":"{}","boot_args":"{} {REBOOTS}"}},
+"drives":[{{"drive_id":"d","path_on_host":"{}","is_root_device":false,"is_read_only":true}}],
+"machine-config":{{"vcpu_count":{CPUS},"mem_size_mib":{MEM_MIB}}}}}"#,
+        files.vmlinux.display(),
+        files.initrd.display(),
+        guest::COMMAND_LINE,
+        files.disk.display(),
+    );
+    let path = files.dir.join("config.json");
+    fs::write(&path, config).map_err(|e| format!("{}: {e}", path.display()))?;
+    let mut command = files.command();
+    command.args(["--no-api", "--config-file"]).arg(path);
+    Ok(command)
+}
+
+fn cloud_hypervisor(files: &Files) -> Result<Command, String> {
+    let mut command = files.command();
+    command.arg("--kernel").arg(&files.vmlinux);
+    command.arg("--initramfs").arg(&files.initrd);
+    command.args(["--cmdline", guest::COMMAND_LINE]);
+    command.args(["--cpus", &format!("boot={CPUS}")]);
+    command.args(["--memory", &format!("size={MEM_MIB}M")]);
+    let disk = format!("path={},readonly=on,image_type=raw", files.disk.display());
+    command.args(["--disk", &disk]);
+    command.args(["--serial", "tty", "--console", "off"]);
+    Ok(command)
+}
+
+fn crosvm(files: &Files) -> Result<Command, String> {
+    let mut command = files.command();
+    command.args(["run", "--disable-sandbox", "--cpus", &CPUS.to_string()]);
+    command.args(["--mem", &MEM_MIB.to_string()]);
+    command.args(["--serial", "type=stdout,hardware=serial,num=1,console=true"]);
+    let disk = format!("{},ro=true", files.disk.display());
+    command.args(["--block", &disk]);
+    command.arg("--initrd").arg(&files.initrd);
+    command.args(["--params", &format!("{} {REBOOTS}", guest::COMMAND_LINE)]);
+    command.arg(&files.kernel);
+    Ok(command)
+}
+
+fn kvmtool(files: &Files) -> Result<Command, String> {
+    let mut command = files.command();
+    command.args(["run", "--cpus", &CPUS.to_string()]);
+    command.args(["--mem", &MEM_MIB.to_string()]);
+    command.arg("--kernel").arg(&files.kernel);
+    command.arg("--initrd").arg(&files.initrd);
+    command
+        .arg("--disk")
+        .arg(format!("{},ro", files.disk.display()));
+    command.args(["--params", &format!("{} {REBOOTS}", guest::COMMAND_LINE)]);
+    command.args(["--console", "serial", "--network", "mode=none"]);
+    // Its sockets.
+    command.env("HOME", &files.dir);
+    Ok(command)
+}
+
+/// Runs the VMMs that the arguments name.
+pub(super) fn run(arguments: &[String]) -> Result<(), String> {
+    let mut wanted = Vec::new();
+    for pair in arguments.chunks(2) {
+        let vmm = VMMS
+            .iter()
+            .find(|v| Some(v.option) == pair.first().map(String::as_str));
+        let (Some(vmm), Some(file)) = (vmm, pair.get(1)) else {
+            let options: Vec<String> = VMMS
+                .iter()
+                .map(|v| format!("[{} FILE]", v.option))
+                .collect();
+            return Err(format!(
+                "usage: cargo xtask vmms others {}",
+                options.join(" ")
+            ));
+        };
+        let file = fs::canonicalize(file).map_err(|e| format!("{file}: {e}"))?;
+        wanted.push((vmm, file));
+    }
+    crate::debian::install(&["busybox-static", "lz4", "xz-utils", "zstd"])?;
+    let anykvm = crate::build::anykvm()?;
+    let mut failed = Vec::new();
+    for (vmm, program) in wanted {
+        let name = vmm.option.trim_start_matches('-');
+        let files = prepare(vmm, name, &anykvm, program)?;
+        let mut report = |what: &str, start: Instant, result: Result<(), String>| {
+            let name = format!("{name} {what}");
+            let seconds = start.elapsed().as_secs_f64();
+            match result {
+                Ok(()) => eprintln!("{name:28} ok    {seconds:6.1} s"),
+                Err(why) => {
+                    eprintln!("{name:28} FAILED {seconds:5.1} s: {why}");
+                    failed.push(name);
+                }
+            }
+        };
+        let start = Instant::now();
+        report("boot", start, boot(vmm, &files, LIMIT));
+        if let Some(save) = vmm.save {
+            let start = Instant::now();
+            report("save-restore", start, save(&files));
+        }
+    }
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("VMMs failed: {}", failed.join(", ")))
+    }
+}
+
+fn prepare(vmm: &Vmm, name: &str, anykvm: &Path, program: PathBuf) -> Result<Files, String> {
+    let dir = crate::build::cache().join("vmms").join(name);
+    // A leftover of the last run.
+    let _ = fs::remove_dir_all(&dir);
+    fs::create_dir_all(&dir).map_err(|e| format!("{}: {e}", dir.display()))?;
+    let kernel = crate::debian::kernel(vmm.package.0, vmm.package.1)?;
+    let disk = dir.join("data.img");
+    fs::write(&disk, guest::data()).map_err(|e| format!("{}: {e}", disk.display()))?;
+    Ok(Files {
+        anykvm: anykvm.into(),
+        program,
+        vmlinux: elf(&kernel, &dir)?,
+        initrd: guest::initramfs(&kernel, &dir, CHECK, CPUS, MEM_MIB)?,
+        kernel,
+        disk,
+        dir,
+    })
+}
+
+fn boot(vmm: &Vmm, files: &Files, limit: Duration) -> Result<(), String> {
+    let mut command = (vmm.boot)(files)?;
+    let outcome = run_limited(&mut command, limit).map_err(|e| e.to_string())?;
+    guest::verdict(&outcome)
+}
+
+/// How Debian's kernels are compressed: what that begins with, and the program for it.
+const COMPRESSIONS: &[(&[u8], &str)] = &[
+    (b"\xfd7zXZ\0", "xz"),
+    (&[0x02, 0x21, 0x4c, 0x18], "lz4"),
+    (&[0x28, 0xb5, 0x2f, 0xfd], "zstd"),
+];
+
+/// The ELF file that a bzImage has inside ("The Linux/x86 Boot Protocol", payload_offset).
+fn elf(kernel: &Path, dir: &Path) -> Result<PathBuf, String> {
+    let bytes = fs::read(kernel).map_err(|e| format!("{}: {e}", kernel.display()))?;
+    let (packed, program) =
+        payload(&bytes).ok_or_else(|| format!("{}: nothing inside", kernel.display()))?;
+    let (from, to) = (dir.join("payload"), dir.join("vmlinux"));
+    fs::write(&from, packed).map_err(|e| format!("{}: {e}", from.display()))?;
+    let input = fs::File::open(&from).map_err(|e| format!("{}: {e}", from.display()))?;
+    let output = fs::File::create(&to).map_err(|e| format!("{}: {e}", to.display()))?;
+    let mut command = Command::new(program);
+    match command.arg("-dc").stdin(input).stdout(output).status() {
+        Ok(status) if status.success() => Ok(to),
+        other => Err(format!("{program}: {other:?}")),
+    }
+}
+
+fn payload(image: &[u8]) -> Option<(&[u8], &'static str)> {
+    let word = |at: usize| {
+        let bytes = image.get(at..at + 4)?.try_into().ok()?;
+        Some(u32::from_le_bytes(bytes) as usize)
+    };
+    // Sectors of real-mode code, besides the first one.
+    let sectors = usize::from(*image.get(0x1f1)?) + 1;
+    let begin = (sectors * 512).checked_add(word(0x248)?)?;
+    // The length of what it becomes is behind it.
+    let len = word(0x24c)?.checked_sub(4)?;
+    let packed = image.get(begin..begin.checked_add(len)?)?;
+    let known = |(magic, _): &&(&[u8], &str)| packed.starts_with(magic);
+    let (_, program) = COMPRESSIONS.iter().find(known)?;
+    Some((packed, program))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_payload_is_where_the_header_says() {
+        let mut image = vec![0; 4096];
+        image[0x1f1] = 3;
+        image[0x248..0x24c].copy_from_slice(&16u32.to_le_bytes());
+        image[0x24c..0x250].copy_from_slice(&12u32.to_le_bytes());
+        assert_eq!(payload(&image), None);
+        image[2064..2074].copy_from_slice(b"\xfd7zXZ\0abSI");
+        assert_eq!(payload(&image), Some((&b"\xfd7zXZ\0ab"[..], "xz")));
+        image[0x24c..0x250].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert_eq!(payload(&image), None);
+        assert_eq!(payload(&[]), None);
+    }
+
+    #[test]
+    fn unknown_options_are_refused() {
+        assert!(run(&["--qemu".to_owned(), "/bin/true".to_owned()]).is_err());
+        assert!(run(&["--crosvm".to_owned()]).is_err());
+    }
+}
