@@ -39,6 +39,10 @@ pub(crate) struct Thunks {
     pub(crate) link_live: usize,
     /// A branch to r14 that the target table does not have; r13d is [`branch`].
     pub(crate) branch: usize,
+    /// A return to r14 by the table; r13d is [`branch`].
+    pub(crate) ret: usize,
+    /// The same of 32-bit code.
+    pub(crate) ret32: usize,
     /// A direct branch to another page by the table: r14 is the target relative
     /// to the page, r13d the number of the [`crate::translate::FarSite`], flags are saved.
     pub(crate) far: usize,
@@ -420,6 +424,27 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.store(gs(ARGUMENT), S0);
     a.alu_imm(false, Alu::And, S1, 0xfff);
     at_offset(a, Reason::Branch, false);
+
+    for (thunk, long) in [(&mut t.ret, true), (&mut t.ret32, false)] {
+        *thunk = a.here();
+        a.store(gs(SPILL), S1);
+        let absent = select_target(a);
+        a.load(S0, at(S1, 24));
+        a.store(NEAR_PAGE, S0);
+        a.load(S0, gs(SPILL));
+        a.shift(false, 5, S0, 12);
+        let popped = Mem {
+            index: Some((S0, 0)),
+            ..at(GUEST_RSP, -8)
+        };
+        a.rm(long, &[0x8d], GUEST_RSP, popped); // lea
+        a.jmp_mem(at(S1, 16));
+        let here = a.here();
+        a.patch(absent, here);
+        a.alu(true, Alu::Xor, S0, gs(SALT));
+        a.load(S1, gs(SPILL));
+        a.jmp_to(t.branch);
+    }
 
     let missed = a.here();
     with_reason(a, Reason::Far, false);

@@ -4,16 +4,7 @@
 use iced_x86::{Instruction, OpKind};
 
 use super::{Emit, FarSite, Flags, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
-use crate::{area::*, asm::*, decoded::Decoded, kind::Kind};
-
-/// What a branch does to the stack.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Stack {
-    /// Nothing.
-    Keep,
-    /// RSP is moved.
-    Move(i32),
-}
+use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
 
 impl Translator {
     pub(super) fn jcc(&mut self, d: &Decoded) -> Emit {
@@ -120,22 +111,14 @@ impl Translator {
         &mut self.links[number]
     }
 
-    /// Jumps to the gva in r14 through the target table, with what the branch does
-    /// to the stack done when it is certain that the jump is taken. Flags are saved.
-    pub(super) fn jump(&mut self, offset: u32, stack: Stack) {
+    /// Jumps to the gva in r14 through the target table. Flags are saved.
+    pub(super) fn jump(&mut self, offset: u32) {
         let a = &mut self.asm;
         let from = select_target(a);
         a.load(S0, at(S1, 24));
         a.store(NEAR_PAGE, S0);
-        if let Stack::Move(by) = stack {
-            a.rm(self.long, &[0x8d], GUEST_RSP, at(GUEST_RSP, by)); // lea
-        }
         a.jmp_mem(at(S1, 16));
-        self.stubs.push(Stub::Branch {
-            from,
-            offset,
-            stack,
-        });
+        self.stubs.push(Stub::Branch { from, offset });
     }
 
     /// Where the host's return goes, with the guest's return address in r14. If the code
@@ -221,7 +204,7 @@ impl Translator {
             self.asm.rr(self.long, &[0x8b], S0, r);
         }
         if !call {
-            self.jump(d.offset, Stack::Keep);
+            self.jump(d.offset);
             return Ok(());
         }
         // The place of the return address may be where the target was read from: it is
@@ -266,12 +249,13 @@ impl Translator {
         };
         let by = self.word() + extra;
         self.asm.alu(true, Alu::Cmp, S0, at(RSP, 8));
-        let other = self.asm.jcc(cc::NE);
+        let from = self.asm.jcc(cc::NE);
+        self.stubs.push(Stub::Ret {
+            from,
+            site: thunks::branch(d.offset, by),
+        });
         self.move_stack(by);
         self.asm.ret();
-        let here = self.asm.here();
-        self.asm.patch(other, here);
-        self.jump(d.offset, Stack::Move(by));
     }
 }
 

@@ -30,7 +30,7 @@ mod stack;
 pub(crate) mod string;
 mod system;
 
-use branch::{Stack, target};
+use branch::target;
 use flags::Flags;
 use iced_x86::{Encoder, OpKind, Register};
 use memory::Probe;
@@ -123,7 +123,11 @@ enum Stub {
     Branch {
         from: usize,
         offset: u32,
-        stack: Stack,
+    },
+    /// A return to r14, which the host has not predicted.
+    Ret {
+        from: usize,
+        site: u32,
     },
     /// That of a call, which has done nothing yet.
     Call {
@@ -607,19 +611,16 @@ impl Translator {
                     a.mov_imm(S1, offset.into());
                     a.jmp_to(t.bail);
                 }
-                Stub::Branch {
-                    from,
-                    offset,
-                    stack,
-                } => {
+                Stub::Branch { from, offset } => {
                     a.patch(from, here);
                     a.alu(true, Alu::Xor, S0, gs(SALT));
-                    let pop = match stack {
-                        Stack::Keep => 0,
-                        Stack::Move(by) => by,
-                    };
-                    a.mov_imm(S1, thunks::branch(offset, pop).into());
+                    a.mov_imm(S1, thunks::branch(offset, 0).into());
                     a.jmp_to(t.branch);
+                }
+                Stub::Ret { from, site } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, site.into());
+                    a.jmp_to(if self.long { t.ret } else { t.ret32 });
                 }
                 Stub::Call { from, offset } => {
                     a.patch(from, here);

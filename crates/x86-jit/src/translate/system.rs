@@ -5,7 +5,6 @@ use x86_defs::rflags;
 
 use super::{
     Emit, Flags, Stub, Translator,
-    branch::Stack,
     copy::{drop_hints, operand_at_r14, register},
 };
 use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
@@ -191,7 +190,7 @@ impl Translator {
         a.call_to(self.thunks.switch);
         a.load(RCX, state_register(1));
         a.load(RSP, gs(STACK));
-        self.jump(d.offset, Stack::Keep);
+        self.jump(d.offset);
     }
 
     /// IRETQ: as above, at any level.
