@@ -204,7 +204,7 @@ impl Translator {
         // cmovne rsp, gs:[STACK]
         a.alu_mem_imm8(true, Alu::Cmp, gs(SPILL), 0);
         a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
-        self.jump(d.offset, Stack::Keep);
+        self.jump(d.offset);
     }
 
     /// STAC and CLAC: another view of the same tables.
