@@ -210,8 +210,21 @@ fn place<B: GuestBus>(e: &mut Exec<'_, B>, bit: u64) -> Place {
     }
 }
 
-fn bits(mask: u64) -> impl Iterator<Item = u64> {
-    (0..63).map(|n| 1 << n).filter(move |b| mask & b != 0)
+fn bits(mut mask: u64) -> impl Iterator<Item = u64> {
+    core::iter::from_fn(move || {
+        let lowest = mask & mask.wrapping_neg();
+        mask ^= lowest;
+        (lowest != 0).then_some(lowest)
+    })
+}
+
+/// No bit is set: all of them are looked at, which is faster than to stop at the first.
+fn is_zero(bytes: &[u8]) -> bool {
+    let (words, rest) = bytes.as_chunks::<8>();
+    let any = words
+        .iter()
+        .fold(0, |any, word| any | u64::from_ne_bytes(*word));
+    any == 0 && rest.iter().all(|&b| b == 0)
 }
 
 /// Contents of an extended component, `size` bytes.
@@ -241,7 +254,7 @@ fn set_component(cpu: &mut CpuState, p: &Place, b: &[u8]) {
 
 /// XINUSE: the components that are not in their initial state (SDM vol. 1, 13.6).
 pub(super) fn in_use(cpu: &CpuState) -> u64 {
-    let zero = |from: usize, to: usize| cpu.fp.area[from..to].iter().all(|&b| b == 0);
+    let zero = |from: usize, to: usize| is_zero(&cpu.fp.area[from..to]);
     let mut used = 0;
     if cpu.fp.u16_at(FCW) != FCW_INIT || !zero(2, 5) || !zero(6, MXCSR) || !zero(ST0, XMM0) {
         used |= X87;
@@ -296,8 +309,11 @@ fn x_operand<B: GuestBus>(
     Ok((gva, requested & enabled))
 }
 
+/// Components with their offsets.
+type Places = [Option<(Place, u64)>; 8];
+
 /// Components of `mask` with their offsets in the compacted format.
-fn compacted<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> impl Iterator<Item = (Place, u64)> {
+fn compacted<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> Places {
     let mut places = [const { None }; 8];
     let mut at = HEADER_END;
     for (slot, bit) in places.iter_mut().zip(bits(mask & EXTENDED)) {
@@ -309,17 +325,18 @@ fn compacted<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> impl Iterator<Item 
         at += p.size;
         *slot = Some((p, here as u64));
     }
-    places.into_iter().flatten()
+    places
 }
 
-fn standard<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> impl Iterator<Item = (Place, u64)> {
+/// The same in the standard format.
+fn standard<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> Places {
     let mut places = [const { None }; 8];
     for (slot, bit) in places.iter_mut().zip(bits(mask & EXTENDED)) {
         let p = place(e, bit);
         let at = p.standard as u64;
         *slot = Some((p, at));
     }
-    places.into_iter().flatten()
+    places
 }
 
 fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
@@ -350,11 +367,12 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
             count += 1;
         }
     };
-    if compact {
-        compacted(e, rfbm).for_each(&mut note);
+    let places = if compact {
+        compacted(e, rfbm)
     } else {
-        standard(e, rfbm).for_each(&mut note);
-    }
+        standard(e, rfbm)
+    };
+    places.into_iter().flatten().for_each(&mut note);
     let p = Privilege::Current;
     e.bus.probe(e.cpu, gva, end, Access::Write, p)?;
     let old: u64 = e.bus.read(e.cpu, gva.wrapping_add(512), p)?;
@@ -384,13 +402,16 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
             .write_bytes(e.cpu, gva.wrapping_add(XMM0 as u64), &xmm[..n], p)?;
     }
     for (place, at) in parts.into_iter().flatten() {
-        let b = component(e.cpu, &place);
-        let n = if place.bit == x86_defs::xsave::AVX {
-            16 * nr_xmm(e.cpu)
+        let gva = gva.wrapping_add(at);
+        if place.bit == x86_defs::xsave::AVX {
+            let mut ymm = [0; 256];
+            ymm.copy_from_slice(&e.cpu.fp.area[YMM_HI..YMM_HI + 256]);
+            let n = 16 * nr_xmm(e.cpu);
+            e.bus.write_bytes(e.cpu, gva, &ymm[..n], p)?;
         } else {
-            place.size
-        };
-        e.bus.write_bytes(e.cpu, gva.wrapping_add(at), &b[..n], p)?;
+            let b = component(e.cpu, &place);
+            e.bus.write_bytes(e.cpu, gva, &b[..place.size], p)?;
+        }
     }
     let bv = if compact {
         rfbm & used
@@ -451,24 +472,28 @@ fn xrstor<B: GuestBus, const SUPERVISOR: bool, const WIDE: bool>(
     if mxcsr.is_some_and(|v| v & !x86_native::host_mask() != 0) {
         return Err(Exception::GP0.into());
     }
-    // Everything is read before anything is loaded: a fault changes nothing.
-    let mut parts = [const { None }; 8];
-    let mut count = 0;
-    let mut note = |part: (Place, u64)| {
-        if let Some(slot) = parts.get_mut(count) {
-            *slot = Some((part, [0; 1024]));
-            count += 1;
-        }
-    };
-    if compact {
-        compacted(e, comp & !COMPACT).for_each(&mut note);
+    // Everything is read before anything is loaded: a fault changes nothing. (AVX has a buffer of its
+    // own: those that hardly any guest has are large.)
+    let mut ymm = None;
+    let mut parts = Vec::new();
+    let places = if compact {
+        compacted(e, comp & !COMPACT)
     } else {
-        standard(e, rfbm).for_each(&mut note);
-    }
-    for ((place, at), b) in parts.iter_mut().flatten() {
-        if load & place.bit != 0 {
-            let b = &mut b[..place.size];
-            e.bus.read_bytes(e.cpu, gva.wrapping_add(*at), b, p)?;
+        standard(e, rfbm)
+    };
+    for (place, at) in places.into_iter().flatten() {
+        if load & place.bit == 0 {
+            continue;
+        }
+        let gva = gva.wrapping_add(at);
+        if place.bit == x86_defs::xsave::AVX {
+            let mut b = [0; 256];
+            e.bus.read_bytes(e.cpu, gva, &mut b, p)?;
+            ymm = Some((place, b));
+        } else {
+            let mut b = vec![0; place.size];
+            e.bus.read_bytes(e.cpu, gva, &mut b, p)?;
+            parts.push((place, b));
         }
     }
     let pkru = e.cpu.pkru;
@@ -492,10 +517,11 @@ fn xrstor<B: GuestBus, const SUPERVISOR: bool, const WIDE: bool>(
         let place = place(e, bit);
         set_component(e.cpu, &place, &[0; 1024]);
     }
-    for ((place, _), b) in parts.iter().flatten() {
-        if load & place.bit != 0 {
-            set_component(e.cpu, place, b);
-        }
+    if let Some((place, b)) = &ymm {
+        set_component(e.cpu, place, b);
+    }
+    for (place, b) in &parts {
+        set_component(e.cpu, place, b);
     }
     if e.cpu.pkru != pkru {
         e.bus.select_view(e.cpu);
@@ -523,3 +549,6 @@ fn xgetbv<B: GuestBus>(e: &mut Exec<'_, B>, _insn: &Insn<B>) -> Step {
     e.cpu.gpr[reg::RDX] = v >> 32;
     Ok(Flow::Next)
 }
+
+#[cfg(test)]
+mod tests;
