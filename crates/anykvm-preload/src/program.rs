@@ -3,8 +3,9 @@
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// What an executable file is to the loader.
@@ -104,6 +105,62 @@ fn mode(file: &Path) -> Option<u32> {
     data.is_file().then(|| data.permissions().mode())
 }
 
+/// A path by which the next program of this process reaches what a descriptor is.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub(crate) path: PathBuf,
+    /// What the path leads to if the file has no name: a descriptor that stays open.
+    _link: Option<OwnedFd>,
+}
+
+/// Its name, where that is still its own; else that of a descriptor. `None` for one that is not open.
+pub(crate) fn of_descriptor(fd: RawFd) -> Option<Opened> {
+    let link = PathBuf::from(format!("/proc/self/fd/{fd}"));
+    let file = |path: &Path| {
+        let data = path.metadata().ok()?;
+        Some((data.dev(), data.ino()))
+    };
+    let this = file(&link)?;
+    let name = link.read_link().ok()?;
+    if name.is_absolute() && file(&name) == Some(this) {
+        return Some(Opened {
+            path: name,
+            _link: None,
+        });
+    }
+    // The descriptor itself may be closed when the program begins.
+    // SAFETY: a system call without pointers.
+    let number = unsafe { libc::fcntl(fd, libc::F_DUPFD, 0) };
+    if number < 0 {
+        return None;
+    }
+    // SAFETY: the kernel has just made it.
+    let duplicate = unsafe { OwnedFd::from_raw_fd(number) };
+    Some(Opened {
+        path: PathBuf::from(format!("/proc/self/fd/{number}")),
+        _link: Some(duplicate),
+    })
+}
+
+/// What execveat(2) means by a path: `None` if only the kernel can tell.
+pub(crate) fn of_path_at(fd: RawFd, path: &Path, flags: i32) -> Option<Opened> {
+    if flags & !libc::AT_EMPTY_PATH != 0 {
+        return None;
+    }
+    if path.as_os_str().is_empty() {
+        return (flags & libc::AT_EMPTY_PATH != 0).then(|| of_descriptor(fd))?;
+    }
+    if path.is_absolute() || fd == libc::AT_FDCWD {
+        return Some(Opened {
+            path: path.to_owned(),
+            _link: None,
+        });
+    }
+    let mut opened = of_descriptor(fd)?;
+    opened.path.push(path);
+    Some(opened)
+}
+
 /// True for an x86-64 program that a preloaded library would not reach: one that is static or made
 /// for another C library. Those with the rights of others are left alone.
 pub fn needs_launcher(file: &Path) -> bool {
@@ -118,6 +175,30 @@ pub fn needs_launcher(file: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn descriptors_have_paths() {
+        let at = |fd, path: &str, flags| of_path_at(fd, Path::new(path), flags).map(|o| o.path);
+        let named = File::open("/proc/self/exe").unwrap();
+        let folder = File::open("/usr").unwrap();
+        let own = std::env::current_exe().unwrap();
+        assert_eq!(of_descriptor(named.as_raw_fd()).unwrap().path, own);
+        assert_eq!(at(named.as_raw_fd(), "", libc::AT_EMPTY_PATH), Some(own));
+        assert_eq!(at(named.as_raw_fd(), "", 0), None);
+        assert_eq!(at(-1, "", libc::AT_EMPTY_PATH), None);
+        assert_eq!(at(-1, "/bin/sh", 0), Some(PathBuf::from("/bin/sh")));
+        let below = Some(PathBuf::from("/usr/bin/env"));
+        assert_eq!(at(folder.as_raw_fd(), "bin/env", 0), below);
+        let no_follow = libc::AT_SYMLINK_NOFOLLOW;
+        assert_eq!(at(folder.as_raw_fd(), "bin/env", no_follow), None);
+        assert_eq!(at(libc::AT_FDCWD, "a/b", 0), Some(PathBuf::from("a/b")));
+        // A file without a name.
+        let memory = host::Memfd::new(c"program", 1).unwrap().into_fd();
+        let opened = of_descriptor(memory.as_raw_fd()).unwrap();
+        assert_ne!(opened.path, Path::new("/memfd:program (deleted)"));
+        assert_eq!(opened.path.metadata().unwrap().len(), 1);
+    }
 
     #[test]
     fn kinds_of_files() {

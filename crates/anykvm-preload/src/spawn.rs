@@ -139,6 +139,82 @@ exec! {
     execvpe(true, environment);
 }
 
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn fexecve(
+    fd: c_int,
+    arguments: *const *const c_char,
+    environment: *const *const c_char,
+) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe {
+        launch_at(
+            fd,
+            c"".as_ptr(),
+            arguments,
+            environment,
+            libc::AT_EMPTY_PATH,
+        );
+    };
+    next!(fexecve(
+        fd => c_int,
+        arguments => *const *const c_char,
+        environment => *const *const c_char,
+    ) -> c_int)
+}
+
+/// The C library's function of this name.
+///
+/// # Safety
+///
+/// As for that.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn execveat(
+    fd: c_int,
+    path: *const c_char,
+    arguments: *const *const c_char,
+    environment: *const *const c_char,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the caller's arguments.
+    unsafe { launch_at(fd, path, arguments, environment, flags) };
+    next!(execveat(
+        fd => c_int,
+        path => *const c_char,
+        arguments => *const *const c_char,
+        environment => *const *const c_char,
+        flags => c_int,
+    ) -> c_int)
+}
+
+/// Becomes the launcher of a program that needs one, or returns.
+unsafe fn launch_at(
+    fd: c_int,
+    path: *const c_char,
+    arguments: *const *const c_char,
+    environment: *const *const c_char,
+    flags: c_int,
+) {
+    // SAFETY: the caller's arguments.
+    let opened =
+        unsafe { file(path, false) }.and_then(|path| program::of_path_at(fd, &path, flags));
+    // SAFETY: as above.
+    let launch = opened
+        .as_ref()
+        .and_then(|o| unsafe { Launch::of(&o.path, arguments) });
+    if let Some(launch) = launch {
+        next!(execve(
+            launch.program() => *const c_char,
+            launch.arguments() => *const *const c_char,
+            environment => *const *const c_char,
+        ) -> c_int);
+    }
+}
+
 macro_rules! spawn {
     ($($name:ident($searched:literal);)*) => { $(
         /// The C library's function of this name.

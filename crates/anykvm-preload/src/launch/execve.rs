@@ -28,10 +28,19 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
     if let Some(own) = image::own_name(path.to_bytes()) {
         path = own.to_owned();
     }
-    let is_at_cwd = number == libc::SYS_execve || a[0] as i32 == libc::AT_FDCWD;
-    if !is_at_cwd && !path.to_bytes().starts_with(b"/") || path.is_empty() {
+    let (fd, flags) = if number == libc::SYS_execve {
+        (libc::AT_FDCWD, 0)
+    } else {
+        (a[0] as i32, a[4] as i32)
+    };
+    // Keeps a file without a name open.
+    let named = Path::new(OsStr::from_bytes(path.to_bytes()));
+    let Some(opened) = program::of_path_at(fd, named, flags) else {
         return Answer::Kernel;
-    }
+    };
+    let Some(path) = c_path(&opened.path) else {
+        return Answer::Kernel;
+    };
     let file = Path::new(OsStr::from_bytes(path.to_bytes()));
     if !program::needs_launcher(file) {
         let with_library = Environment::with_library(envp);

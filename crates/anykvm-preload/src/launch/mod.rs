@@ -62,7 +62,10 @@ fn prepare(
     arguments: &[std::ffi::OsString],
 ) -> io::Result<std::convert::Infallible> {
     check_processor()?;
-    let absolute = program.canonicalize()?;
+    // A file without a name has a link in /proc, which leads to none.
+    let absolute = program
+        .canonicalize()
+        .or_else(|_| std::path::absolute(program))?;
     let own = std::env::current_exe()?;
     let (Some(absolute), Some(own)) = (execve::c_path(&absolute), execve::c_path(&own)) else {
         return Err(unsupported("a path with a zero in it"));

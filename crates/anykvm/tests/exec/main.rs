@@ -259,6 +259,25 @@ fn what_is_started_by_others_gets_anykvm_too() {
 }
 
 #[test]
+fn what_is_started_by_a_descriptor_gets_anykvm_too() {
+    let fixed = build("vmm-descriptor-static", &["-static"]);
+    let dynamic = build("vmm-descriptor", &[]);
+    for (name, options) in [("starts", [].as_slice()), ("starts-static", &["-static"])] {
+        let starts = compile("starts.c", name, options);
+        for (how, vmm) in ["fd", "at", "memory"]
+            .into_iter()
+            .flat_map(|how| [(how, &fixed), (how, &dynamic)])
+        {
+            let (starts, vmm) = (starts.to_str().unwrap(), vmm.to_str().unwrap());
+            let output = exec(&[starts, how, vmm, "exits", "1000"]);
+            let error = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(0), "{name} {how} {vmm}: {error}");
+            assert!(String::from_utf8_lossy(&output.stdout).ends_with(" ns\n"));
+        }
+    }
+}
+
+#[test]
 fn a_dynamically_linked_program_can_be_launched() {
     let program = compile("process.c", "process-dynamic", &[]);
     let output = Command::new("timeout")
