@@ -121,17 +121,11 @@ impl From<bool> for Probe {
     }
 }
 
-/// The access is on the stack, and nothing but RSP or the frame's pointer says where.
-fn is_stack(d: &Decoded) -> bool {
-    match (d.member, d.kind) {
-        (Some(m), _) => m.stack,
-        (None, Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret) => true,
-        _ => {
-            matches!(d.i.memory_base(), Register::RSP | Register::ESP)
-                && d.i.memory_index() == Register::None
-                && !matches!(d.i.memory_segment(), Register::FS | Register::GS)
-        }
-    }
+/// Nothing but RSP says where the operand is.
+fn is_on_stack(i: &Instruction) -> bool {
+    matches!(i.memory_base(), Register::RSP | Register::ESP)
+        && i.memory_index() == Register::None
+        && !matches!(i.memory_segment(), Register::FS | Register::GS)
 }
 
 /// A page fault of its first access is what the instruction raises in any case. Masked moves, for
@@ -250,9 +244,8 @@ impl Translator {
     }
 
     /// The probe of the access that is all, or the first thing, that the instruction does.
-    fn probe_first(&mut self, d: &Decoded, size: u32, write: bool) {
+    fn probe_first(&mut self, d: &Decoded, size: u32, write: bool, probe: Probe) {
         let raises = if raises_its_fault(d) { RAISES } else { 0 };
-        let probe = Probe::of(is_stack(d), write);
         self.probe_for(site(d.offset, size, write) | raises, size, probe);
     }
 
@@ -326,7 +319,7 @@ impl Translator {
         }
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
-            None => self.probe_first(d, size, write),
+            None => self.probe_first(d, size, write, Probe::of(is_on_stack(&d.i), write)),
         }
         Ok(disp)
     }
@@ -348,7 +341,7 @@ impl Translator {
         self.lea_word(S0, at(r, disp - offset));
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
-            None => self.probe_first(d, self.word() as u32, write),
+            None => self.probe_first(d, self.word() as u32, write, Probe::Stack),
         }
         offset
     }
