@@ -273,6 +273,45 @@ fn nothing_is_left_of_removed_doorbells() {
     assert_eq!(descriptors(&id), 1);
 }
 
+/// Their descriptors and the VM's are closed while vCPUs ring.
+#[test]
+fn nothing_is_left_of_a_vm_that_is_closed_under_fire() {
+    let (vm, _ram) = guest::vm(&RINGS_64, false, 0);
+    let bells: Vec<EventFd> = (0..BELLS).map(|_| event()).collect();
+    let ids: Vec<String> = bells
+        .iter()
+        .map(|bell| identity(bell.as_raw_fd()).unwrap())
+        .collect();
+    for (n, bell) in bells.iter().enumerate() {
+        vm.register_ioevent(bell, &IoEventAddress::Pio(0x100 + n as u64), NoDatamatch)
+            .unwrap();
+    }
+    let started = AtomicU64::new(0);
+    thread::scope(|s| {
+        for id in 0..VCPUS {
+            let mut vcpu = vm.create_vcpu(id).unwrap();
+            start(&vcpu);
+            let mut regs = vcpu.get_regs().unwrap();
+            regs.rdi = 2_000;
+            vcpu.set_regs(&regs).unwrap();
+            let started = &started;
+            s.spawn(move || {
+                started.fetch_add(1, Ordering::SeqCst);
+                let exit = vcpu.run().unwrap();
+                assert!(matches!(exit, VcpuExit::Hlt), "{exit:?}");
+            });
+        }
+        while started.load(Ordering::SeqCst) != VCPUS {
+            thread::yield_now();
+        }
+        drop(bells);
+        drop(vm);
+    });
+    for id in ids {
+        assert_eq!(descriptors(&id), 0, "{id}");
+    }
+}
+
 #[test]
 fn an_irqfd_ends_with_its_eventfd() {
     let g = Guest::new(&[0xf4], true);
