@@ -54,6 +54,10 @@ pub(crate) struct BenchArgs {
     #[arg(long)]
     pub(crate) no_tcg: bool,
 
+    /// Compare with this build of anykvm only: both at once on one processor, by the processor's time.
+    #[arg(long, value_name = "PROGRAM")]
+    pub(crate) against: Option<PathBuf>,
+
     /// The QEMU to compare with.
     #[arg(long, value_name = "PROGRAM", default_value = "qemu-system-x86_64")]
     pub(crate) qemu: PathBuf,

@@ -18,6 +18,8 @@ const LIMIT: Duration = Duration::from_secs(1200);
 const TCG_CPU: &str = "max,monitor=off,erms=off,fsrm=off";
 /// The kernel's command line in every guest.
 const WORDS: &str = "console=ttyS0 quiet panic=-1";
+/// The line before the first workload.
+const PREPARED: &str = "prepared";
 /// The guest's folder with the workloads' files.
 const FOLDER: &str = "/bench";
 
@@ -45,6 +47,8 @@ pub(super) struct Sample {
     pub(super) name: String,
     pub(super) ns: u64,
     pub(super) sum: String,
+    /// Processor's time that the process took since the line before.
+    pub(super) cpu: Duration,
 }
 
 /// The files that runs need.
@@ -132,13 +136,7 @@ poweroff -f
         }
         let initrd = self.initrd(workloads.first().map(|w| w.suite), &script)?;
         let mut command = if machine == Machine::Anykvm {
-            let own = std::env::current_exe().map_err(BootError::host("cannot find anykvm"))?;
-            let mut command = Command::new(own);
-            command
-                .args(["boot", "--mem", mem, "--cpus", &cpus.to_string()])
-                .args(["--append", WORDS, "--no-default-cmdline", "--kernel"]);
-            command.arg(&self.kernel).arg("--initrd").arg(&initrd);
-            command
+            self.boot(&own()?, cpus, mem, &initrd)
         } else {
             let mut command = Command::new(&self.qemu);
             command
@@ -150,6 +148,43 @@ poweroff -f
             command
         };
         follow(&mut command)
+    }
+
+    /// `program` boots a guest.
+    fn boot(&self, program: &Path, cpus: u32, mem: &str, initrd: &Path) -> Command {
+        let mut command = Command::new(program);
+        command
+            .args(["boot", "--mem", mem, "--cpus", &cpus.to_string()])
+            .args(["--append", WORDS, "--no-default-cmdline", "--kernel"]);
+        command.arg(&self.kernel).arg("--initrd").arg(initrd);
+        command
+    }
+
+    /// Runs workloads in a guest of this build's and one of `other`'s, at once on one processor: so
+    /// both have the same neighbours, caches and clock.
+    pub(super) fn pair(
+        &self,
+        other: &Path,
+        mem: &str,
+        workloads: &[&Workload],
+        repeats: u32,
+    ) -> Result<[Run; 2], BootError> {
+        let script = script(workloads, repeats)?;
+        let initrd = self.initrd(workloads.first().map(|w| w.suite), &script)?;
+        let run = |program: &Path| {
+            let boot = self.boot(program, 1, mem, &initrd);
+            let mut command = Command::new("taskset");
+            command.args(["-c", "0"]).arg(boot.get_program());
+            follow(command.args(boot.get_args()))
+        };
+        let own = own()?;
+        let (own, other) = std::thread::scope(|s| {
+            let own = s.spawn(|| run(&own));
+            let other = run(other);
+            (own.join(), other)
+        });
+        let own = own.map_err(|_| BootError::NoImage("a run ended early".to_owned()))?;
+        Ok([own?, other?])
     }
 
     fn native(&self, cpus: u32, script: &str) -> Result<Run, BootError> {
@@ -175,6 +210,20 @@ impl Drop for Files {
     }
 }
 
+fn own() -> Result<PathBuf, BootError> {
+    std::env::current_exe().map_err(BootError::host("cannot find anykvm"))
+}
+
+/// Processor's time of a process' threads, those that have ended not among them.
+fn cpu_time(process: u32) -> Duration {
+    let tasks = fs::read_dir(format!("/proc/{process}/task"));
+    let times = tasks.into_iter().flatten().filter_map(|task| {
+        let text = fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
+        text.split(' ').next()?.parse::<u64>().ok()
+    });
+    Duration::from_nanos(times.sum())
+}
+
 fn overlay(host: &Path, guest: &str) -> Result<Overlay, BootError> {
     Overlay::parse(&format!("{}:{guest}", host.display()))
 }
@@ -185,7 +234,7 @@ fn script(workloads: &[&Workload], repeats: u32) -> Result<String, BootError> {
     }
     let lines: Vec<&str> = workloads.iter().map(|w| w.script).collect();
     Ok(format!(
-        "export LC_ALL=C PYTHON={}\n{PREPARE}\nn=0; while [ $n -lt {repeats} ]; do\n{}\nn=$((n + 1)); done",
+        "export LC_ALL=C PYTHON={}\n{PREPARE}\necho {PREPARED}\nn=0; while [ $n -lt {repeats} ]; do\n{}\nn=$((n + 1)); done",
         python()?.display(),
         lines.join("\n")
     ))
@@ -274,6 +323,7 @@ fn follow(command: &mut Command) -> Result<Run, BootError> {
         .spawn()
         .map_err(|e| BootError::NoImage(format!("cannot run {program}: {e}")))?;
     let (lines, received) = channel();
+    let process = child.id();
     let errors = child.stderr.take().map(|stream| {
         std::thread::spawn(move || {
             let lines = BufReader::new(stream).lines().map_while(Result::ok);
@@ -287,7 +337,8 @@ fn follow(command: &mut Command) -> Result<Run, BootError> {
             while stream.read_until(b'\n', &mut line).is_ok_and(|n| n != 0) {
                 let text = String::from_utf8_lossy(&line).trim_end().to_owned();
                 line.clear();
-                if lines.send((start.elapsed(), text)).is_err() {
+                let at = (start.elapsed(), cpu_time(process));
+                if lines.send((at, text)).is_err() {
                     return;
                 }
             }
@@ -296,11 +347,16 @@ fn follow(command: &mut Command) -> Result<Run, BootError> {
     let mut run = Run::default();
     let mut others = Vec::new();
     let mut is_over = false;
+    let mut before = Duration::ZERO;
     loop {
         match received.recv_timeout(LIMIT.saturating_sub(start.elapsed())) {
-            Ok((at, line)) => match parse(&line) {
-                Some(sample) => run.samples.push(sample),
+            Ok(((at, cpu), line)) => match parse(&line) {
+                Some(sample) => {
+                    let cpu = cpu.saturating_sub(core::mem::replace(&mut before, cpu));
+                    run.samples.push(Sample { cpu, ..sample });
+                }
                 None if line.starts_with("ready ") => run.ready = at,
+                None if line == PREPARED => before = cpu,
                 None if line == "over" => is_over = true,
                 None => others.push(line),
             },
@@ -331,6 +387,7 @@ fn parse(line: &str) -> Option<Sample> {
         name: words.next()?.to_owned(),
         ns: words.next()?.parse().ok()?,
         sum: words.next()?.to_owned(),
+        cpu: Duration::ZERO,
     })
 }
 
@@ -344,6 +401,7 @@ mod tests {
             name: name.into(),
             ns,
             sum: sum.into(),
+            cpu: Duration::ZERO,
         };
         assert_eq!(parse("@ fib 12 ab"), Some(sample("fib", 12, "ab")));
         for line in ["", "@", "fib 12 ab", "@ fib x ab", "@ fib 12"] {
@@ -356,7 +414,20 @@ mod tests {
         let shell = |script: &str| follow(Command::new("sh").args(["-c", script]));
         let run = shell("echo ready 1; echo @ a 5 x; echo noise; echo over").unwrap();
         assert_eq!(run.samples.len(), 1);
-        assert!(run.ready <= run.total);
         assert!(shell("echo ready 1; echo @ a 5 x").is_err());
+    }
+
+    #[test]
+    fn processors_time_grows_while_a_process_computes() {
+        let mut spins = Command::new("sh");
+        let mut spins = spins.args(["-c", "while :; do :; done"]).spawn().unwrap();
+        let begin = Instant::now();
+        while cpu_time(spins.id()) < Duration::from_millis(10) {
+            assert!(begin.elapsed() < Duration::from_secs(60));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        spins.kill().unwrap();
+        spins.wait().unwrap();
+        assert_eq!(cpu_time(u32::MAX), Duration::ZERO);
     }
 }

@@ -38,6 +38,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             known.join(", ")
         )));
     }
+    let is_compared = |s: &BenchSuite| matches!(s, BenchSuite::Compute | BenchSuite::Kernel);
+    if args.against.is_some() && !args.suites.iter().all(is_compared) {
+        return Err(BootError::Usage(
+            "--against is for compute and kernel".to_owned(),
+        ));
+    }
     let mut verdict = Verdict::default();
     let needs_files = args
         .suites
@@ -94,6 +100,9 @@ fn compare(
     verdict: &mut Verdict,
 ) -> Result<String, BootError> {
     let workloads = chosen(args, suite);
+    if let Some(other) = &args.against {
+        return against(args, files, &workloads, other);
+    }
     let mut machines = vec![Machine::Native, Machine::Anykvm];
     machines.extend((!args.no_tcg).then_some(Machine::Tcg));
     let mut rows: Vec<Row> = workloads.iter().map(|w| Row::new(w)).collect();
@@ -112,6 +121,45 @@ fn compare(
         }
     }
     Ok(report::compared(&rows, suite, verdict))
+}
+
+/// Two builds, each workload by itself: who is ahead would have other neighbours.
+fn against(
+    args: &BenchArgs,
+    files: &Files,
+    workloads: &[&'static Workload],
+    other: &std::path::Path,
+) -> Result<String, BootError> {
+    let mut lines = vec![
+        ["", "first, ms", "to other's", "later, ms", "to other's"]
+            .map(str::to_owned)
+            .to_vec(),
+    ];
+    for workload in workloads {
+        // It checks that results agree.
+        let mut row = Row::new(workload);
+        // Of the first run and of the others, by machine.
+        let mut times: [[Vec<f64>; 2]; 2] = Default::default();
+        for _ in 0..args.rounds {
+            let runs = files.pair(other, "1G", &[workload], args.repeats)?;
+            for (run, times) in runs.iter().zip(&mut times) {
+                row.add(Column::Anykvm, run)?;
+                for (n, sample) in run.samples.iter().enumerate() {
+                    times[n.min(1)].push(sample.cpu.as_secs_f64() * 1e3);
+                }
+            }
+        }
+        let mut line = vec![workload.name.to_owned()];
+        let [own, other] = &times;
+        for (own, other) in own.iter().zip(other) {
+            let (own, other) = (report::median(own), report::median(other));
+            line.push(report::cell(own));
+            let ratio = own.zip(other).map(|(own, other)| own / other);
+            line.push(ratio.map_or_else(|| "-".to_owned(), |r| format!("{r:.3}")));
+        }
+        lines.push(line);
+    }
+    Ok(report::aligned(&lines))
 }
 
 /// The times that a guest claims add up to no more than passed outside.

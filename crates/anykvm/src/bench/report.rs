@@ -220,6 +220,7 @@ mod tests {
                 name: name.into(),
                 ns,
                 sum: sum.into(),
+                cpu: std::time::Duration::ZERO,
             }],
             ..Run::default()
         }
