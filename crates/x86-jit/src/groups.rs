@@ -184,10 +184,10 @@ impl Groups {
             let g = &self.groups[*g];
             g.key == key && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
         });
-        let stack = key.base == self.value(Register::RSP).id
-            && key.index == NONE
-            && key.segment == Register::None;
         let g = found.unwrap_or_else(|| {
+            let stack = key.base == self.value(Register::RSP).id
+                && key.index == NONE
+                && key.segment == Register::None;
             self.groups.push(Group {
                 key,
                 min: offset,

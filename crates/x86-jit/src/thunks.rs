@@ -211,12 +211,9 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
 }
 
-/// Looks in the tables for what the stack's entry does not have, which is the page's from then
-/// on if it may be written: "above" in the flags. Goes on at `otherwise` if the tables do not have it either.
-fn stack_miss(a: &mut Asm, otherwise: usize) {
-    push(a, RAX);
-    push(a, RCX);
-    // Bytes that straddle two pages are none of the entry's.
+/// Compares where the bytes of a [`site`] end with the end of their page: "above" if they straddle
+/// two. Changes rax and rcx.
+fn compare_end(a: &mut Asm) {
     a.mov32(RAX, S1);
     a.shift(false, 5, RAX, 12);
     a.alu_imm(false, Alu::And, RAX, 0xff);
@@ -224,6 +221,15 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
     a.alu_imm(false, Alu::And, RCX, 0xfff);
     a.alu_rr(false, Alu::Add, RAX, RCX);
     a.alu_imm(false, Alu::Cmp, RAX, 4096);
+}
+
+/// Looks in the tables for what the stack's entry does not have, which is the page's from then
+/// on if it may be written: "above" in the flags. Goes on at `otherwise` if the tables do not have it either.
+fn stack_miss(a: &mut Asm, otherwise: usize) {
+    push(a, RAX);
+    push(a, RCX);
+    // Bytes that straddle two pages are none of the entry's.
+    compare_end(a);
     let straddles = a.jcc(cc::A);
     select_entry(a, RCX, S0);
     a.mov(RAX, S0);
@@ -533,13 +539,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     // A group that straddles two pages needs no call.
     push(a, RAX);
     push(a, RCX);
-    a.mov32(RAX, S1);
-    a.shift(false, 5, RAX, 12);
-    a.alu_imm(false, Alu::And, RAX, 0xff);
-    a.mov32(RCX, S0);
-    a.alu_imm(false, Alu::And, RCX, 0xfff);
-    a.alu_rr(false, Alu::Add, RAX, RCX);
-    a.alu_imm(false, Alu::Cmp, RAX, 4096);
+    compare_end(a);
     pop(a, RCX);
     pop(a, RAX);
     let from = a.jcc(cc::BE);

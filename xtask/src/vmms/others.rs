@@ -9,7 +9,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use testkit::boot::run_limited;
@@ -185,7 +185,7 @@ pub(super) fn run(arguments: &[String]) -> Result<(), String> {
             }
         };
         let start = Instant::now();
-        report("boot", start, boot(vmm, &files, LIMIT));
+        report("boot", start, boot(vmm, &files));
         if let Some(save) = vmm.save {
             let start = Instant::now();
             report("save-restore", start, save(&files));
@@ -217,9 +217,9 @@ fn prepare(vmm: &Vmm, name: &str, anykvm: &Path, program: PathBuf) -> Result<Fil
     })
 }
 
-fn boot(vmm: &Vmm, files: &Files, limit: Duration) -> Result<(), String> {
+fn boot(vmm: &Vmm, files: &Files) -> Result<(), String> {
     let mut command = (vmm.boot)(files)?;
-    let outcome = run_limited(&mut command, limit).map_err(|e| e.to_string())?;
+    let outcome = run_limited(&mut command, LIMIT).map_err(|e| e.to_string())?;
     guest::verdict(&outcome)
 }
 
