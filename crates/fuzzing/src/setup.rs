@@ -332,6 +332,8 @@ pub(crate) fn result_depends_on_processor(i: &Instruction) -> bool {
             i.mnemonic(),
             M::Bsf | M::Bsr | M::Maskmovq | M::Maskmovdqu | M::Vmaskmovdqu
         )
+        // Whether an x87 exception that is pending comes first.
+        || i.code() == Code::Cvtpi2ps_xmm_mmm64 && i.op1_kind() == OpKind::Memory
         || approximates(i.mnemonic())
 }
 
@@ -361,6 +363,8 @@ pub(crate) fn result_is_undefined(i: &Instruction, gpr: &[u64; 16]) -> bool {
             };
             result_depends_on_processor(i) && count & 31 > 16
         }
+        // With nothing pending, it does the same everywhere.
+        M::Cvtpi2ps => false,
         // Approximations run on this very host.
         m => result_depends_on_processor(i) && !approximates(m),
     }

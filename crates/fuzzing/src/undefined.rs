@@ -1,7 +1,7 @@
 //! What the manual leaves undefined, by name, with its section.
 //!
-//! The interpreter does what AMD processors of family 25 do; other hosts may
-//! differ from it in these places and in no others. `docs/undefined.md` is
+//! The interpreter does what AMD processors of family 25 do (or, where CPUID says so, Intel's);
+//! other hosts may differ from it in these places and in no others. `docs/undefined.md` is
 //! this table.
 
 use iced_x86::{Instruction, Mnemonic as M, OpKind};
@@ -142,6 +142,30 @@ pub const OTHERS: &[(&str, &str)] = &[
         "on hosts of other families: which one is raised (SDM vol. 3, 6.9: implementation-dependent within a class)",
     ),
     (
+        "CALL to a non-canonical target",
+        "on hosts of other families: whether the return address has been written (SDM vol. 2, CALL: no; Intel's processors: yes)",
+    ),
+    (
+        "stores of 10 bytes that fault",
+        "on hosts of other families: whether those in the first of two pages have been written",
+    ),
+    (
+        "CMPS and SCAS with a repeat prefix that fault",
+        "on hosts of other families: flags, which may be those from before the instruction (SDM vol. 2, REP)",
+    ),
+    (
+        "stores of MMX registers that fault",
+        "on hosts of other families: the x87 state, in which TOP may be 0 (errata of Intel's processors)",
+    ),
+    (
+        "VCVTPS2PH that faults",
+        "on hosts of other families: MXCSR's flags",
+    ),
+    (
+        "CVTPI2PS from memory with an x87 exception pending",
+        "whether that is raised (SDM vol. 2, CVTPI2PS: yes; AMD's processors and Intel's: no)",
+    ),
+    (
         "RFLAGS.AC with x87 and vector operands",
         "on hosts of other families: which sizes are checked (SDM vol. 3, 6.15, #AC: implementation-specific)",
     ),
@@ -172,8 +196,13 @@ Made from the tables in `crates/fuzzing/src/undefined.rs` by `UPDATE_EXPECT=1 ca
 
 The interpreter does what AMD processors of family 25 (Zen 3) do, also where the manual does not say what
 happens. The recorded results in `crates/fuzzing/golden` hold it to that everywhere. Comparisons with the host CPU leave out
-what is listed here, because the host may be another processor. `--exact` compares undefined flags and results too. No
-comparison has been run on a processor of another family yet.
+what is listed here, because the host may be another processor. `--exact` compares undefined flags and results too.
+They have been run on such processors and on Intel's of family 6, model 85 (Cascade Lake).
+
+Where the vendors differ in what is defined, or in what software might see every day, the guest's CPUID decides: gathers that
+fault (Intel's have made the mask all ones or zeros), repeated string instructions with 32-bit addresses in 64-bit code
+(Intel's clear the upper halves of registers before the first iteration), x87 stores that an unmasked exception
+prevents (Intel's do not look at their address).
 
 ## Flags
 

@@ -1,10 +1,11 @@
 //! Shifts and rotates (SDM vol. 2, SAL/SAR/SHL/SHR, RCL/RCR/ROL/ROR, SHLD, SHRD).
 //!
 //! What the manual leaves undefined (OF for counts other than one, AF of shifts,
-//! 16-bit double shifts by more than 16) is as on AMD processors of family 25.
+//! 16-bit double shifts by more than 16) is as on AMD processors of family 25; but
+//! AF, the only one for a count of one, is as on those of the guest's vendor.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
-use x86_cpu::GuestBus;
+use x86_cpu::{Feature, GuestBus};
 use x86_defs::reg;
 
 use super::{Handler, Insn, sized, update_rm};
@@ -45,6 +46,16 @@ fn second<T: Int>(v: T) -> bool {
     bit(v.to_u64(), T::BITS - 2)
 }
 
+/// After a shift by a count that is not zero: AMD's processors set AF, Intel's clear it.
+#[inline(always)]
+fn set_flags<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, r: T, cf: bool, of: bool) {
+    if ex.cpu.features.has(Feature::Amd) {
+        ex.flags.result_af(r, cf, of);
+    } else {
+        ex.flags.result(r, cf, of);
+    }
+}
+
 fn shl<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let c = count::<B, T>(ex, insn);
     let f = |a: T| T::from_u64(a.to_u64() << c);
@@ -52,7 +63,7 @@ fn shl<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if c != 0 {
         let cf = c <= T::BITS && bit(a.to_u64(), T::BITS.wrapping_sub(c));
         let r = f(a);
-        ex.flags.result_af(r, cf, msb(r) ^ cf);
+        set_flags(ex, r, cf, msb(r) ^ cf);
     }
     Ok(Flow::Next)
 }
@@ -63,8 +74,7 @@ fn shr_op<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let a = update_rm(ex, insn, f)?;
     if c != 0 {
         let r = f(a);
-        ex.flags
-            .result_af(r, bit(a.to_u64(), c - 1), msb(r) ^ second(r));
+        set_flags(ex, r, bit(a.to_u64(), c - 1), msb(r) ^ second(r));
     }
     Ok(Flow::Next)
 }
@@ -74,7 +84,7 @@ fn sar<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let f = |a: T| T::from_u64((a.sext() as i64 >> c) as u64);
     let a = update_rm(ex, insn, f)?;
     if c != 0 {
-        ex.flags.result_af(f(a), bit(a.sext(), c - 1), false);
+        set_flags(ex, f(a), bit(a.sext(), c - 1), false);
     }
     Ok(Flow::Next)
 }
@@ -170,7 +180,7 @@ fn shld<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         let r = f(a);
         let cf = c <= T::BITS && bit(a.to_u64(), T::BITS.wrapping_sub(c));
         // From 16-bit counts of 16 on the result's sign is not looked at.
-        ex.flags.result_af(r, cf, (c < T::BITS && msb(r)) ^ cf);
+        set_flags(ex, r, cf, (c < T::BITS && msb(r)) ^ cf);
     }
     Ok(Flow::Next)
 }
@@ -183,7 +193,7 @@ fn shrd<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if c != 0 {
         let r = f(a);
         let cf = c <= T::BITS && bit(a.to_u64(), c - 1);
-        ex.flags.result_af(r, cf, msb(r) ^ second(r));
+        set_flags(ex, r, cf, msb(r) ^ second(r));
     }
     Ok(Flow::Next)
 }

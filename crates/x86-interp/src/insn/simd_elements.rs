@@ -4,7 +4,7 @@
 //! An element that the mask leaves out is not accessed and cannot fault.
 
 use iced_x86::{Code, Instruction, Mnemonic};
-use x86_cpu::{Access, GuestBus, Privilege};
+use x86_cpu::{Access, Feature, GuestBus, Privilege};
 use x86_defs::xsave::{FSW, FTW, ST0};
 
 use super::{
@@ -176,6 +176,17 @@ fn maskmov<B: GuestBus, const CLASS: u8>(e: &mut Exec<'_, B>, insn: &Insn<B>) ->
     Ok(Flow::Next)
 }
 
+/// What the mask is before the first element (SDM vol. 2, VGATHERDPS, "Operation"): each element all
+/// ones or zero, and no more of them than the vector's length. AMD's processors leave it alone.
+fn widen_mask(mask: &mut Vector, size: usize, len: usize) {
+    let (vector, above) = mask.split_at_mut(len);
+    for element in vector.chunks_exact_mut(size) {
+        let sign = element.last().is_some_and(|b| b & 0x80 != 0);
+        element.fill(if sign { 0xff } else { 0 });
+    }
+    above.fill(0);
+}
+
 /// A gather: `dst` keeps the elements that the mask (`src`) leaves out. A fault
 /// leaves the elements before it loaded and their mask bits clear.
 fn gather<B: GuestBus, const INDEX: usize, const SIZE: usize, const COUNT: usize>(
@@ -187,6 +198,7 @@ fn gather<B: GuestBus, const INDEX: usize, const SIZE: usize, const COUNT: usize
     let mut mask = vector(e, insn.src);
     let index = vector(e, insn.index);
     let base = e.cpu.gpr[usize::from(insn.base) & 31].wrapping_add(insn.disp);
+    let mut loaded = false;
     for n in 0..COUNT {
         let at = n * SIZE;
         if !selected(&mask, n, SIZE) {
@@ -206,12 +218,20 @@ fn gather<B: GuestBus, const INDEX: usize, const SIZE: usize, const COUNT: usize
         });
         if let Err(stop) = read {
             // An exit to the VMM restarts the whole instruction.
-            if stop != Stop::Exit && n > 0 {
+            if stop != Stop::Exit {
+                if !e.cpu.features.has(Feature::Amd) {
+                    let len = COUNT * SIZE.max(INDEX);
+                    widen_mask(&mut mask, SIZE, len);
+                    if loaded {
+                        out[len..].fill(0);
+                    }
+                }
                 set_vector(e, insn.dst, &out);
                 set_vector(e, insn.src, &mask);
             }
             return Err(stop);
         }
+        loaded = true;
         mask[at..at + SIZE].fill(0);
     }
     out[COUNT * SIZE..].fill(0);

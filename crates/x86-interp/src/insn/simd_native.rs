@@ -126,6 +126,9 @@ fn execute<B: GuestBus, const CLASS: u8, const ACCESS: u8>(
     insn: &Insn<B>,
 ) -> Step {
     available::<B, CLASS>(e)?;
+    if CLASS == class::X87 && ACCESS == STORE && is_prevented(e, insn)? {
+        return Ok(Flow::Next);
+    }
     let len = (insn.imm & meta::LEN) as usize;
     let mut gva = 0;
     if ACCESS != REG {
@@ -254,6 +257,28 @@ fn check_misaligned<B: GuestBus>(e: &Exec<'_, B>, insn: &Insn<B>) -> Result<(), 
     }
 }
 
+/// Exceptions that prevent a store: all but inexact.
+const PREVENTS: u16 = 0x1f;
+
+/// True if the store of an x87 register has been done with by an unmasked exception before its
+/// address was looked at: so on Intel's processors. On AMD's a fault of the access comes first.
+fn is_prevented<B: GuestBus>(e: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
+    if e.cpu.fp.u16_at(xsave::FCW) & PREVENTS == PREVENTS || e.cpu.features.has(Feature::Amd) {
+        return Ok(false);
+    }
+    let mut saved = [0; xsave::XMM0];
+    saved.copy_from_slice(&e.cpu.fp.area[..xsave::XMM0]);
+    run(e, insn)?;
+    let fp = &mut e.cpu.fp;
+    let prevented = fp.u16_at(xsave::FSW) & !fp.u16_at(xsave::FCW) & PREVENTS != 0;
+    if prevented {
+        set_pointers(e, insn, true);
+    } else {
+        fp.area[..xsave::XMM0].copy_from_slice(&saved);
+    }
+    Ok(prevented)
+}
+
 /// FST, FIST and their kin, and MMX stores (which change tags and TOP). The stack is popped only if the store succeeds, and
 /// an unmasked exception other than inexact prevents the store (SDM vol. 1, 8.5).
 fn store_x87<B: GuestBus, const CLASS: u8>(
@@ -272,7 +297,7 @@ fn store_x87<B: GuestBus, const CLASS: u8>(
         set_pointers(e, insn, true);
     }
     let fp = &e.cpu.fp;
-    let prevented = fp.u16_at(xsave::FSW) & !fp.u16_at(xsave::FCW) & 0x1f != 0;
+    let prevented = fp.u16_at(xsave::FSW) & !fp.u16_at(xsave::FCW) & PREVENTS != 0;
     if !prevented && let Err(stop) = store(e, gva, len) {
         e.cpu.fp.area[..X87_END].copy_from_slice(&saved);
         return Err(stop);

@@ -5,7 +5,7 @@
 //! instruction yields with [`Flow::Again`].
 
 use iced_x86::{Instruction, Mnemonic};
-use x86_cpu::{Access, GuestBus, Privilege};
+use x86_cpu::{Access, Feature, GuestBus, Privilege};
 use x86_defs::{reg, rflags};
 
 use super::{Handler, Insn, sized};
@@ -53,6 +53,11 @@ fn delta<B: GuestBus, T: Int>(ex: &Exec<'_, B>) -> u64 {
 /// One iteration; false ends the repetition (CMPS, SCAS).
 trait Body {
     fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop>;
+    /// Intel's processors clear the upper half of RCX before the first iteration when the address size
+    /// is 32 bits, and MOVS and STOS those of their addresses.
+    fn begin<B: GuestBus>(ex: &mut Exec<'_, B>) {
+        cut(ex, reg::RCX);
+    }
     /// Many iterations at once: how many were done.
     #[inline(always)]
     fn bulk<B: GuestBus, T: Int>(_: &mut Exec<'_, B>, _: &Insn<B>, _count: u64) -> u64 {
@@ -60,10 +65,17 @@ trait Body {
     }
 }
 
+fn cut<B: GuestBus>(ex: &mut Exec<'_, B>, r: usize) {
+    ex.cpu.gpr[r & 31] &= 0xffff_ffff;
+}
+
 fn string<B: GuestBus, T: Int, O: Body>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if insn.prefix & (Insn::<B>::REP | Insn::<B>::REPNE) == 0 {
         O::once::<B, T>(ex, insn)?;
         return Ok(Flow::Next);
+    }
+    if insn.addr_size == 4 && ex.cpu.is_64bit() && !ex.cpu.features.has(Feature::Amd) {
+        O::begin(ex);
     }
     let mut budget = POLL_ITERATIONS;
     loop {
@@ -125,6 +137,11 @@ impl Body for Movs {
         advance(ex, insn, reg::RDI, d);
         Ok(true)
     }
+    fn begin<B: GuestBus>(ex: &mut Exec<'_, B>) {
+        cut(ex, reg::RCX);
+        cut(ex, reg::RSI);
+        cut(ex, reg::RDI);
+    }
     fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
         let (src, dst) = (index(ex, insn, reg::RSI), index(ex, insn, reg::RDI));
         let len = extent::<B, T>(ex, insn, insn.seg, src, count)
@@ -158,6 +175,10 @@ impl Body for Stos {
         let d = delta::<B, T>(ex);
         advance(ex, insn, reg::RDI, d);
         Ok(true)
+    }
+    fn begin<B: GuestBus>(ex: &mut Exec<'_, B>) {
+        cut(ex, reg::RCX);
+        cut(ex, reg::RDI);
     }
     fn bulk<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, count: u64) -> u64 {
         let dst = index(ex, insn, reg::RDI);
