@@ -225,6 +225,7 @@ impl Default for CpuState {
                 misc_enable: 1,
                 // KVM's value for Intel; a VMM overwrites it on AMD.
                 ucode_rev: 0x1_0000_0000,
+                arch_capabilities: crate::msrs::ARCH_CAPABILITIES,
                 // Maximum turbo ratio 1 and CPUID faulting, as KVM reports it by default.
                 platform_info: crate::msrs::PLATFORM_INFO_CPUID_FAULT,
                 ..Msrs::default()

@@ -97,6 +97,12 @@ const L7_ECX_HOST: u32 = 1 << 8 | 1 << 9 | 1 << 10;
 const L7_ECX_OURS: u32 = 1 << 2 | 1 << 22;
 /// Leaf 7 EDX, always: FSRM.
 const L7_EDX_OURS: u32 = 1 << 4;
+/// Leaf 7 EDX, Intel: SPEC_CTRL, ARCH_CAPABILITIES. What the latter says spares guests page-table isolation, retpolines,
+/// and VERW at each way out of the kernel.
+const L7_EDX_INTEL: u32 = 1 << 26 | 1 << 29;
+/// Leaf 7, subleaf 2, EDX, Intel: BHI_CTRL, MCDT_NO. Without the first, kernels clear the branch history by a hundred branches
+/// at each way in, also where BHI_NO is set.
+const L7_2_EDX_INTEL: u32 = 1 << 4 | 1 << 5;
 /// Leaf 0x80000001 ECX, host ∩: SSE4A, MISALIGNSSE.
 const X1_ECX_HOST: u32 = 1 << 6 | 1 << 7;
 /// Leaf 0x80000001 ECX, always: LAHF, CR8_LEGACY, ABM, PREFETCHW.
@@ -138,10 +144,10 @@ fn leaf1() -> Regs {
 fn leaf7() -> Regs {
     let h = host(7, 0);
     Regs {
-        eax: 0,
+        eax: if is_amd() { 0 } else { 2 },
         ebx: h.ebx & L7_EBX_HOST | L7_EBX_OURS,
         ecx: h.ecx & L7_ECX_HOST | L7_ECX_OURS,
-        edx: L7_EDX_OURS,
+        edx: L7_EDX_OURS | if is_amd() { 0 } else { L7_EDX_INTEL },
     }
 }
 
@@ -244,7 +250,17 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
             ..Regs::default()
         },
     ));
-    out.push(entry(7, 0, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, leaf7()));
+    let mut leaf7 = vec![leaf7()];
+    if !amd {
+        let more = Regs {
+            edx: L7_2_EDX_INTEL,
+            ..Regs::default()
+        };
+        leaf7.extend([Regs::default(), more]);
+    }
+    for (index, registers) in (0..).zip(leaf7) {
+        out.push(entry(7, index, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, registers));
+    }
     for index in 0..2 {
         out.push(entry(
             0xb,

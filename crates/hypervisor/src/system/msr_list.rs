@@ -1,5 +1,6 @@
 //! KVM_GET_MSR_INDEX_LIST: the MSRs that make up a vCPU's saved state.
 
+use x86_cpu::msrs::ARCH_CAPABILITIES;
 use x86_defs::msr::*;
 
 /// KVM_GET_MSR_INDEX_LIST.
@@ -59,6 +60,9 @@ pub fn msr_index_list() -> Vec<u32> {
         MSR_POWER_CTL,
         AMD64_HWCR,
     ]);
+    if !super::cpuid::is_amd() {
+        list.push(IA32_FEATURE_CONTROL);
+    }
     list.extend(crate::vcpu::hyperv::index::SAVED);
     list
 }
@@ -76,22 +80,7 @@ pub fn msr_feature_index_list() -> Vec<u32> {
 /// KVM_GET_MSRS on the system fd: a feature MSR's value.
 pub fn feature_msr(index: u32) -> Option<u64> {
     match index {
-        // RDCL_NO, IBRS_ALL, SKIP_VMENTRY_L1D, SSB_NO, MDS_NO, PSCHANGE_MC_NO, TAA_NO,
-        // SBDR_SSDP_NO, FBSDP_NO, PSDP_NO, GDS_NO, RFDS_NO (SDM vol. 4): a software CPU has none of them.
-        IA32_ARCH_CAPABILITIES => Some(
-            1 << 0
-                | 1 << 1
-                | 1 << 3
-                | 1 << 4
-                | 1 << 5
-                | 1 << 6
-                | 1 << 8
-                | 1 << 13
-                | 1 << 14
-                | 1 << 15
-                | 1 << 26
-                | 1 << 27,
-        ),
+        IA32_ARCH_CAPABILITIES => Some(ARCH_CAPABILITIES),
         // LFENCE is serialising.
         AMD64_DE_CFG => Some(1 << 1),
         // No virtual PMU.

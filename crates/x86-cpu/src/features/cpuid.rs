@@ -48,7 +48,7 @@ const BITS: &[Bit] = &[
     Bit(7, 0, Edx, 26, F::SpecCtrl), Bit(7, 0, Edx, 26, F::Ibpb), Bit(7, 0, Edx, 27, F::Stibp),
     Bit(7, 0, Edx, 28, F::FlushL1d), Bit(7, 0, Edx, 29, F::ArchCapabilities),
     Bit(7, 0, Edx, 31, F::Ssbd),
-    Bit(7, 1, Eax, 4, F::AvxVnni),
+    Bit(7, 1, Eax, 4, F::AvxVnni), Bit(7, 2, Edx, 4, F::BhiCtrl),
     Bit(0xd, 1, Eax, 0, F::Xsaveopt), Bit(0xd, 1, Eax, 1, F::Xsavec),
     Bit(0xd, 1, Eax, 2, F::Xgetbv1), Bit(0xd, 1, Eax, 3, F::Xsaves),
     Bit(0x8000_0001, 0, Ecx, 0, F::LahfLm), Bit(0x8000_0001, 0, Ecx, 4, F::Cr8Legacy),

@@ -110,6 +110,8 @@ pub enum Feature {
     Ibpb,
     FlushL1d,
     ArchCapabilities,
+    /// IA32_SPEC_CTRL has BHI_DIS_S.
+    BhiCtrl,
     Osvw,
     Mwaitx,
     Movdiri,

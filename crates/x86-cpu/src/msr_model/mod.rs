@@ -14,7 +14,7 @@ use x86_defs::{
 
 use crate::{
     CpuState, Feature,
-    msrs::{MISC_FEATURES_CPUID_FAULT, PLATFORM_INFO_CPUID_FAULT},
+    msrs::{FEATURE_CONTROL_LOCKED, MISC_FEATURES_CPUID_FAULT, PLATFORM_INFO_CPUID_FAULT},
 };
 
 /// What became of a write.
@@ -107,8 +107,7 @@ fn get(cpu: &CpuState, index: u32, origin: Origin) -> Option<u64> {
         MSR_POWER_CTL => m.power_ctl,
         MSR_MISC_FEATURES_ENABLES => m.misc_features,
         IA32_SMBASE if host || cpu.events.in_smm => m.smbase,
-        // Locked would promise VMX; zero says "not configured by firmware".
-        IA32_FEATURE_CONTROL if !f.has(Feature::Amd) => 0,
+        IA32_FEATURE_CONTROL if host || !f.has(Feature::Amd) => m.feature_control,
         // KVM: 1000 MHz steps, multiplier 4.
         IA32_PERF_STATUS => 1000 | 4 << 40,
         MSR_EBC_FREQUENCY_ID => 1 << 24,
@@ -269,7 +268,11 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
         }
         IA32_SMBASE => (host, &mut cpu.msr.smbase),
         MSR_SMI_COUNT | FAM10H_MMIO_CONF_BASE => return accept(value == 0),
-        IA32_FEATURE_CONTROL if host && !f.has(Feature::Amd) => return accept(value == 0),
+        // There is nothing to be enabled (VMX, SGX, LMCE), but firmware and kernels lock it.
+        IA32_FEATURE_CONTROL if host || !f.has(Feature::Amd) => (
+            value & !FEATURE_CONTROL_LOCKED == 0 && (host || cpu.msr.feature_control == 0),
+            &mut cpu.msr.feature_control,
+        ),
         AMD64_HWCR => {
             let kept = value & !HWCR_IGNORED;
             let good = kept & !(HWCR_MC_STATUS_WR | HWCR_TSC_FREQ_SEL) == 0;
@@ -393,12 +396,13 @@ fn has_spec_ctrl(cpu: &CpuState) -> bool {
 fn spec_ctrl_bits(cpu: &CpuState, host: bool) -> u64 {
     let f = &cpu.features;
     if host {
-        return 7;
+        return 1 << 10 | 7;
     }
     u64::from(f.has(Feature::SpecCtrl))
         // IBRS without STIBP: the bit may be set and does nothing (SDM vol. 4, table 2-2).
         | u64::from(f.has(Feature::Stibp) || f.has(Feature::SpecCtrl)) << 1
         | u64::from(f.has(Feature::Ssbd)) << 2
+        | u64::from(f.has(Feature::BhiCtrl)) << 10
 }
 
 #[cfg(test)]

@@ -155,4 +155,17 @@ fn vendors_differ() {
     assert_eq!(write(&mut intel, AMD64_DE_CFG, 2), MsrWrite::Unknown);
     assert_eq!(read(&intel, IA32_FEATURE_CONTROL), Some(0));
     assert_eq!(read(&amd, IA32_FEATURE_CONTROL), None);
+    // It is locked once; VMX cannot be enabled.
+    for (value, answer) in [
+        (5, MsrWrite::Rejected),
+        (1, MsrWrite::Done),
+        (1, MsrWrite::Rejected),
+    ] {
+        assert_eq!(write(&mut intel, IA32_FEATURE_CONTROL, value), answer);
+    }
+    assert_eq!(read(&intel, IA32_FEATURE_CONTROL), Some(1));
+    assert_eq!(
+        host_write(&mut intel, IA32_FEATURE_CONTROL, 0),
+        MsrWrite::Done
+    );
 }
