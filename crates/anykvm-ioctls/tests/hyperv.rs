@@ -3,16 +3,16 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 mod guest;
+mod hyperv_guest;
 mod long_mode;
 
-use anykvm_ioctls::{VcpuExit, VcpuFd};
+use anykvm_ioctls::VcpuExit;
 use guest::set_msr;
+use hyperv_guest::{CALL_PAGE, CODE, GUEST_OS_ID, HYPERCALL, RESULTS, call, msr, vcpu, write_msr};
 use iced_x86::code_asm::*;
 use kvm_bindings::*;
 use long_mode::Machine;
 
-const GUEST_OS_ID: u32 = 0x4000_0000;
-const HYPERCALL: u32 = 0x4000_0001;
 const VP_INDEX: u32 = 0x4000_0002;
 const RESET: u32 = 0x4000_0003;
 const VP_RUNTIME: u32 = 0x4000_0010;
@@ -24,63 +24,7 @@ const CRASH_P0: u32 = 0x4000_0100;
 const CRASH_CTL: u32 = 0x4000_0105;
 const TSC_EMULATION_STATUS: u32 = 0x4000_0108;
 
-const CODE: u64 = 0x5000;
-const RESULTS: u64 = 0x6000;
-const CALL_PAGE: u64 = 0x8000;
 const TSC_PAGE: u64 = 0x9000;
-
-/// A vCPU whose CPUID has Hyper-V's signature and these features.
-fn vcpu(machine: &Machine, features: u32, recommendations: u32) -> VcpuFd {
-    let vcpu = machine.vcpu(0, CODE);
-    let list = machine
-        .kvm
-        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .unwrap();
-    let ours = [
-        (0x4000_0000, 0x4000_0005),
-        (0x4000_0001, 0x3123_7648),
-        (0x4000_0003, features),
-        (0x4000_0004, recommendations),
-    ]
-    .map(|(function, value)| kvm_cpuid_entry2 {
-        function,
-        eax: value,
-        ..Default::default()
-    });
-    let is_other = |e: &&kvm_cpuid_entry2| e.function >> 28 != 4;
-    let mut entries: Vec<_> = list.as_slice().iter().filter(is_other).copied().collect();
-    entries.extend(ours);
-    vcpu.set_cpuid2(&CpuId::from_entries(&entries).unwrap())
-        .unwrap();
-    vcpu
-}
-
-fn msr(vcpu: &VcpuFd, index: u32) -> Option<u64> {
-    let entry = kvm_msr_entry {
-        index,
-        ..Default::default()
-    };
-    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
-    (vcpu.get_msrs(&mut msrs).unwrap() == 1).then(|| msrs.as_slice()[0].data)
-}
-
-fn write_msr(a: &mut CodeAssembler, index: u32, value: u64) -> Result<(), IcedError> {
-    a.mov(ecx, index)?;
-    a.mov(eax, value as u32)?;
-    a.mov(edx, (value >> 32) as u32)?;
-    a.wrmsr()
-}
-
-/// Calls the page and stores the result in the next of [`RESULTS`].
-fn call(a: &mut CodeAssembler, [control, first, second]: [u64; 3]) -> Result<(), IcedError> {
-    a.mov(rcx, control)?;
-    a.mov(rdx, first)?;
-    a.mov(r8, second)?;
-    a.mov(rbx, CALL_PAGE)?;
-    a.call(rbx)?;
-    a.mov(qword_ptr(rdi), rax)?;
-    a.add(rdi, 8)
-}
 
 #[test]
 fn a_guest_calls_crashes_and_resets() {
@@ -153,7 +97,7 @@ fn cpuid_is_enforced_if_the_vmm_wants_that() {
     assert!(can_read::<VP_INDEX>(0, false));
     assert!(!can_read::<VP_INDEX>(0, true));
     assert!(can_read::<VP_INDEX>(1 << 6, true));
-    // The synthetic interrupt controller's are never there.
+    // The synthetic interrupt controller is off.
     assert!(!can_read::<0x4000_0080>(u32::MAX, false));
 }
 
@@ -171,7 +115,11 @@ fn registers_of_the_vmm() {
         // No memory is there.
         (VP_ASSIST_PAGE, 0x7000_0001, false),
         (VP_ASSIST_PAGE, 0xb001, true),
-        (0x4000_0090, 0, false),
+        // Zeros are what a VMM writes at a reset.
+        (0x4000_0090, 0, true),
+        (0x4000_0090, 0x41, false),
+        (0x4000_00b0, 0, true),
+        (0x4000_00b1, 1, false),
     ] {
         assert_eq!(set_msr(&vcpu, index, value), is_good, "{index:#x}");
     }

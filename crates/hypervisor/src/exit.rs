@@ -43,8 +43,10 @@ pub enum Answer<'a> {
         /// Inject #GP.
         error: bool,
     },
-    /// Result of KVM_EXIT_HYPERCALL.
+    /// Result of KVM_EXIT_HYPERCALL or KVM_EXIT_HYPERV_HCALL.
     Hypercall(u64),
+    /// KVM_EXIT_HYPERV_SYNDBG: the new status.
+    Debugger(u64),
 }
 
 /// Input of KVM_RUN.
@@ -88,6 +90,10 @@ pub enum Question {
     Msr,
     /// `hypercall.ret`.
     Hypercall,
+    /// `hyperv.u.hcall.result`.
+    HyperVCall,
+    /// `hyperv.u.syndbg.status`.
+    Debugger,
 }
 
 /// The memory that KVM_RUN shares with the VMM. Only the thread that is in KVM_RUN uses it.
@@ -114,6 +120,40 @@ pub struct RunStatus {
     pub apic_base: u64,
     /// KVM_RUN_X86_SMM.
     pub in_smm: bool,
+}
+
+/// KVM_EXIT_HYPERV_*.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HyperVExit {
+    /// KVM_EXIT_HYPERV_SYNIC: the guest has set up the synthetic interrupt controller.
+    Synic {
+        /// The MSR that was written.
+        msr: u32,
+        /// HV_X64_MSR_SCONTROL.
+        control: u64,
+        /// HV_X64_MSR_SIEFP.
+        events: u64,
+        /// HV_X64_MSR_SIMP.
+        messages: u64,
+    },
+    /// KVM_EXIT_HYPERV_HCALL.
+    Call {
+        /// Code and flags.
+        input: u64,
+        /// The two argument registers.
+        params: [u64; 2],
+    },
+    /// KVM_EXIT_HYPERV_SYNDBG: the debugger's interface.
+    Debugger {
+        /// The MSR that was written.
+        msr: u32,
+        /// HV_X64_MSR_SYNDBG_CONTROL.
+        control: u64,
+        /// HV_X64_MSR_SYNDBG_STATUS.
+        status: u64,
+        /// HV_X64_MSR_SYNDBG_SEND_BUFFER, RECV_BUFFER and PENDING_BUFFER.
+        pages: [u64; 3],
+    },
 }
 
 /// KVM_EXIT_*.
@@ -153,6 +193,13 @@ pub enum Exit {
     IrqWindowOpen,
     /// KVM_EXIT_SET_TPR.
     SetTpr,
+    /// KVM_EXIT_TPR_ACCESS.
+    TprAccess {
+        /// Where the instruction is.
+        rip: u64,
+        /// It writes.
+        is_write: bool,
+    },
     /// KVM_EXIT_DEBUG.
     Debug {
         /// Vector, 1 or 3.
@@ -194,6 +241,8 @@ pub enum Exit {
         /// The guest was in 64-bit mode.
         longmode: bool,
     },
+    /// KVM_EXIT_HYPERV.
+    HyperV(HyperVExit),
     /// KVM_EXIT_SYSTEM_EVENT.
     SystemEvent {
         /// KVM_SYSTEM_EVENT_*.

@@ -18,7 +18,7 @@ pub use irqchip::IoapicState;
 
 pub use guest_memory::DirtyRingMemory;
 
-pub use exit::{Answer, Exit, IoData, Question, RunInput, RunPage, RunStatus};
+pub use exit::{Answer, Exit, HyperVExit, IoData, Question, RunInput, RunPage, RunStatus};
 pub use vcpu::{
     Vcpu,
     stats::{StatKind, StatsSink, VCPU_STATS},

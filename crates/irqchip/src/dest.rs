@@ -113,6 +113,10 @@ pub trait LapicSet {
     fn has_own_ids(&self) -> bool {
         false
     }
+    /// The LAPIC of the processor that Hyper-V's interface has under this number.
+    fn index_of_vp(&self, vp: u32) -> Option<usize> {
+        Some(vp as usize).filter(|vp| *vp < self.nr_lapics())
+    }
     /// Runs `f` on one LAPIC with its lock held. `f` takes no other lock.
     fn with<R>(&mut self, index: usize, f: impl FnOnce(&mut Lapic) -> R) -> R;
     /// A LAPIC accepted something and its lock is dropped: note the event, kick the vCPU.
@@ -193,6 +197,15 @@ pub fn deliver<S: LapicSet + ?Sized>(
     (0..nr).fold(LineStatus::IGNORED, |status, i| {
         status.merge(accept_at(set, i, &irq, sender))
     })
+}
+
+/// Raises a synthetic interrupt source of Hyper-V's.
+pub(crate) fn raise_sint<S: LapicSet + ?Sized>(set: &mut S, vp: u32, sint: u32) -> LineStatus {
+    let Some(index) = set.index_of_vp(vp) else {
+        return LineStatus::IGNORED;
+    };
+    let accepted = set.with(index, |l| l.raise_sint(sint as usize));
+    finish(set, index, Some(accepted))
 }
 
 fn accept_at<S: LapicSet + ?Sized>(

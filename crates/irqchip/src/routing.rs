@@ -18,6 +18,13 @@ pub enum Route {
     Ioapic(u8),
     /// A message.
     Msi(Msi),
+    /// A synthetic interrupt source of Hyper-V's.
+    HvSint {
+        /// HV_X64_MSR_VP_INDEX.
+        vp: u32,
+        /// The source; nothing comes of one above 15.
+        sint: u32,
+    },
 }
 
 /// One entry of KVM_SET_GSI_ROUTING.

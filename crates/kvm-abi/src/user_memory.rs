@@ -39,6 +39,7 @@ plain!(
     u32,
     u64,
     kvm_clear_dirty_log,
+    kvm_hyperv_eventfd,
     kvm_clock_data,
     kvm_coalesced_mmio_zone,
     kvm_cpuid_entry,

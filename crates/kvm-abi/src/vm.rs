@@ -340,6 +340,14 @@ fn route(entry: &kvm_irq_routing_entry) -> Result<Route> {
             address: u64::from(msi.address_lo) | u64::from(msi.address_hi) << 32,
             data: msi.data,
         },
+        KVM_IRQ_ROUTING_HV_SINT => {
+            // SAFETY: as above.
+            let source = unsafe { entry.u.hv_sint };
+            RouteTarget::HvSint {
+                vp: source.vcpu,
+                sint: source.sint,
+            }
+        }
         _ => return Err(EINVAL),
     };
     Ok(Route {

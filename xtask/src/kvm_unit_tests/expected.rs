@@ -13,7 +13,6 @@ use Expect::{Fails, Passes, Skips};
 const NESTED: &str = "no nested virtualization";
 const PMU: &str =
     "no virtual PMU, as with the module's enable_pmu=N, for which the suite leaves it out";
-const SYNIC: &str = "Hyper-V's interface without its interrupt controller and timers";
 
 /// By name; a name that ends with `*` is all that begin so.
 const EXCEPTIONS: &[(&str, Expect)] = &[
@@ -23,9 +22,6 @@ const EXCEPTIONS: &[(&str, Expect)] = &[
     ),
     ("cet", Skips("no shadow stacks")),
     ("ept*", Skips(NESTED)),
-    ("hyperv_connections", Skips(SYNIC)),
-    ("hyperv_stimer*", Skips(SYNIC)),
-    ("hyperv_synic", Skips(SYNIC)),
     ("pks", Skips("no protection keys")),
     ("pku", Skips("no protection keys")),
     ("pmu", Fails(PMU)),
@@ -68,7 +64,6 @@ mod tests {
     fn exceptions_are_by_name_or_by_its_beginning() {
         assert_eq!(expectation("vmexit_cpuid", 64), Passes);
         assert_eq!(expectation("vmx_apicv_test", 64), Skips(NESTED));
-        assert_eq!(expectation("hyperv_stimer_direct", 64), Skips(SYNIC));
         assert_eq!(expectation("hyperv_clock", 64), Passes);
         assert_eq!(expectation("pmu", 64), Fails(PMU));
         assert_eq!(expectation("emulator", 64), Fails(EMULATOR));

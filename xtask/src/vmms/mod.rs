@@ -96,6 +96,9 @@ const SAME_DISK: &str = "same $(cat $(ls /dev/vda /dev/sda /dev/nvme0n1) | sum) 
 /// The kernel has found Hyper-V, and goes by its page of the reference time.
 const HYPERV: &str = "dmesg | grep 'Hypervisor detected: Microsoft Hyper-V' && same $(cat /sys/devices/system/clocksource/clocksource0/current_clocksource) hyperv_clocksource_tsc_page";
 
+/// It also has its timers from there, and flushes the other processor's TLB by hypercalls.
+const HYPERV_TIMERS: &str = "dmesg | grep 'Hyper-V: Using hypercall for remote TLB flush' && same $(sed 's/ /-/g' /sys/devices/system/clockevents/clockevent1/current_device) Hyper-V-clockevent";
+
 const CASES: &[Case] = &[
     qemu("pc", Quick, ""),
     Case {
@@ -156,6 +159,15 @@ const CASES: &[Case] = &[
             "hyper-v-alone",
             Quick,
             "-cpu host,kvm=off,hv-relaxed,hv-vapic,hv-spinlocks=0x1fff,hv-time,hv-vpindex,hv-runtime,hv-reset,hv-frequencies,hv-crash,hv-reenlightenment,hv-ipi",
+        )
+    },
+    Case {
+        cpus: 2,
+        check: HYPERV_TIMERS,
+        ..qemu(
+            "hyper-v-synic",
+            Normal,
+            "-cpu host,kvm=off,hv-relaxed,hv-vapic,hv-time,hv-vpindex,hv-runtime,hv-synic,hv-stimer,hv-stimer-direct,hv-tlbflush,hv-ipi",
         )
     },
     Case {

@@ -9,7 +9,7 @@ use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 const MEMORY: usize = 2 << 20;
-const PML4: u64 = 0x10_0000;
+pub(crate) const PML4: u64 = 0x10_0000;
 const STACK: u64 = 0x4000;
 
 pub(crate) type Assemble = fn(&mut CodeAssembler) -> Result<(), IcedError>;

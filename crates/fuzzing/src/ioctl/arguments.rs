@@ -180,7 +180,12 @@ impl Arguments<'_> {
                 put(136, &(2 | random.below(2) << 9).to_le_bytes());
             }
             Some("KVM_ENABLE_CAP") => {
-                put(0, &(random.below(240) as u32).to_le_bytes());
+                // The synthetic interrupt controller's are a gate to much.
+                let cap = match random.below(4) {
+                    0 => random.pick(&[123, 148]),
+                    _ => random.below(240) as u32,
+                };
+                put(0, &cap.to_le_bytes());
                 if !random.one_in(8) {
                     put(4, &[0; 4]);
                     put(
@@ -210,6 +215,18 @@ impl Arguments<'_> {
                 put(4, &(random.below(32) as u32).to_le_bytes());
                 put(8, &(random.below(4) as u32).to_le_bytes());
                 put(12, &random.pick(fds).to_le_bytes());
+            }
+            Some("KVM_HYPERV_EVENTFD") if !random.one_in(4) => {
+                put(0, &(random.below(3) as u32).to_le_bytes());
+                put(4, &random.pick(fds).to_le_bytes());
+                put(8, &(random.below(3) as u32).to_le_bytes());
+                put(12, &[0; 12]);
+            }
+            Some("KVM_SET_VAPIC_ADDR") if !random.one_in(4) => {
+                put(0, &random.below(RAM / 2).to_le_bytes());
+            }
+            Some("KVM_TPR_ACCESS_REPORTING") if !random.one_in(4) => {
+                put(0, &random.below(2).to_le_bytes());
             }
             Some("KVM_IOEVENTFD") if !random.one_in(4) => {
                 put(0, &random.below(4).to_le_bytes());
@@ -332,5 +349,15 @@ const MSRS: &[u32] = &[
     0xc001_0015,
     0xc001_0010,
     0x4000_0000,
+    0x4000_0002,
+    0x4000_0073,
+    0x4000_0080,
+    0x4000_0082,
+    0x4000_0083,
+    0x4000_0084,
+    0x4000_0092,
+    0x4000_00b0,
+    0x4000_00b1,
+    0x4000_00f1,
     0xffff_ffff,
 ];

@@ -77,6 +77,10 @@ const ERRNOS: &[(&str, &[i32])] = &[
         &[libc::EINVAL, libc::EBADF, libc::EBUSY, libc::ENOENT],
     ),
     (
+        "KVM_HYPERV_EVENTFD",
+        &[libc::EINVAL, libc::EBADF, libc::EEXIST, libc::ENOENT],
+    ),
+    (
         "KVM_IOEVENTFD",
         &[
             libc::EINVAL,

@@ -32,6 +32,7 @@ pub fn mce_cap_supported() -> u64 {
 pub fn check_extension(cap: u32) -> i32 {
     match cap {
         KVM_CAP_IRQCHIP
+        | KVM_CAP_VAPIC
         | KVM_CAP_HLT
         | KVM_CAP_USER_MEMORY
         | KVM_CAP_SET_TSS_ADDR
@@ -108,6 +109,10 @@ pub fn check_extension(cap: u32) -> i32 {
         | KVM_CAP_HYPERV_CPUID
         | KVM_CAP_SYS_HYPERV_CPUID
         | KVM_CAP_HYPERV_ENFORCE_CPUID
+        | KVM_CAP_HYPERV_SYNIC
+        | KVM_CAP_HYPERV_SYNIC2
+        | KVM_CAP_HYPERV_EVENTFD
+        | KVM_CAP_HYPERV_TLBFLUSH
         | KVM_CAP_REINJECT_CONTROL => 1,
         KVM_CAP_X86_APIC_BUS_CYCLES_NS => APIC_TICK_NS as i32,
         KVM_CAP_X2APIC_API => X2APIC_API as i32,

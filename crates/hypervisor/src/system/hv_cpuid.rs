@@ -1,7 +1,7 @@
 //! KVM_GET_SUPPORTED_HV_CPUID: what there is of Hyper-V's interface.
 //!
-//! There is no synthetic interrupt controller, so no synthetic timers and messages, and no hypercall
-//! that flushes TLBs.
+//! The synthetic interrupt controller, its timers and messages are there for VMMs that switch it on
+//! (KVM_CAP_HYPERV_SYNIC).
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -14,12 +14,19 @@ pub(crate) const FEATURES: u32 = 0x4000_0003;
 /// The recommendations' leaf.
 pub(crate) const RECOMMENDATIONS: u32 = 0x4000_0004;
 
+/// The debugger's leaf.
+pub(crate) const DEBUGGER: u32 = 0x4000_0082;
+
 /// Bits of [`FEATURES`], EAX: what the guest may access.
 pub(crate) mod access {
     /// VP_RUNTIME.
     pub(crate) const RUNTIME: u32 = 1 << 0;
     /// TIME_REF_COUNT.
     pub(crate) const TIME: u32 = 1 << 1;
+    /// SCONTROL and what belongs to it.
+    pub(crate) const SYNIC: u32 = 1 << 2;
+    /// STIMER*.
+    pub(crate) const TIMERS: u32 = 1 << 3;
     /// EOI, ICR, TPR and VP_ASSIST_PAGE.
     pub(crate) const APIC: u32 = 1 << 4;
     /// GUEST_OS_ID and HYPERCALL.
@@ -36,16 +43,34 @@ pub(crate) mod access {
     pub(crate) const REENLIGHTENMENT: u32 = 1 << 13;
 }
 
+/// Bits of [`FEATURES`], EBX: what the guest may call.
+pub(crate) mod right {
+    /// HvCallPostMessage.
+    pub(crate) const POST_MESSAGES: u32 = 1 << 4;
+    /// HvCallSignalEvent.
+    pub(crate) const SIGNAL_EVENTS: u32 = 1 << 5;
+    /// HvCallPostDebugData and its like.
+    pub(crate) const DEBUG: u32 = 1 << 11;
+}
+
 /// Bits of [`FEATURES`], EDX.
 pub(crate) mod feature {
+    /// Arguments of hypercalls in registers of SSE.
+    pub(crate) const SSE_INPUT: u32 = 1 << 4;
     /// The MSRs of the frequencies are there.
     pub(crate) const FREQUENCIES: u32 = 1 << 8;
     /// CRASH_*.
     pub(crate) const CRASH: u32 = 1 << 10;
+    /// SYNDBG_*.
+    pub(crate) const DEBUGGER: u32 = 1 << 11;
+    /// Synthetic timers that interrupt without a message.
+    pub(crate) const DIRECT_TIMERS: u32 = 1 << 19;
 }
 
 /// Bits of [`RECOMMENDATIONS`], EAX.
 pub(crate) mod recommended {
+    /// HvCallFlushVirtualAddressSpace and -List.
+    pub(crate) const FLUSH: u32 = 1 << 2;
     /// EOI, ICR and TPR by MSR.
     pub(crate) const APIC: u32 = 1 << 3;
     /// No watchdogs.
@@ -60,17 +85,19 @@ pub(crate) mod recommended {
 
 /// KVM_GET_SUPPORTED_HV_CPUID.
 pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
-    const LAST: u32 = 0x4000_0082;
+    const LAST: u32 = DEBUGGER;
     /// "Linux KVM Hv".
     const VENDOR: [u32; 3] = [0x756e_694c, 0x564b_2078, 0x7648_204d];
     /// Build and version of the interface, those that KVM names.
     const VERSION: [u32; 2] = [0x3839, 0xa_0000];
-    /// "VS#1", of a debugger's interface that is not there.
-    const DEBUGGER: u32 = 0x3123_5356;
+    /// "VS#1".
+    const DEBUGGER_INTERFACE: u32 = 0x3123_5356;
     /// HV_X64_NESTED_MSR_BITMAP, of use to guests with nested virtualization only.
     const NESTED: u32 = 1 << 19;
     let accesses = access::RUNTIME
         | access::TIME
+        | access::SYNIC
+        | access::TIMERS
         | access::APIC
         | access::HYPERCALL
         | access::INDEX
@@ -78,8 +105,17 @@ pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
         | access::REFERENCE_TSC
         | access::FREQUENCIES
         | access::REENLIGHTENMENT;
-    let mut advice =
-        recommended::APIC | recommended::RELAXED | recommended::IPI | recommended::SPARSE;
+    let mut advice = recommended::FLUSH
+        | recommended::APIC
+        | recommended::RELAXED
+        | recommended::IPI
+        | recommended::SPARSE;
+    let rights = right::POST_MESSAGES | right::SIGNAL_EVENTS | right::DEBUG;
+    let features = feature::SSE_INPUT
+        | feature::FREQUENCIES
+        | feature::CRASH
+        | feature::DEBUGGER
+        | feature::DIRECT_TIMERS;
     if !has_hyperthreads() {
         advice |= recommended::NO_CORE_SHARING;
     }
@@ -88,17 +124,15 @@ pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
         (0x4000_0000, [LAST, b, c, d]),
         (0x4000_0001, [INTERFACE, 0, 0, 0]),
         (0x4000_0002, [VERSION[0], VERSION[1], 0, 0]),
-        (
-            FEATURES,
-            [accesses, 0, 0, feature::FREQUENCIES | feature::CRASH],
-        ),
+        (FEATURES, [accesses, rights, 0, features]),
         // EBX: how often to try a lock before HvCallNotifyLongSpinWait; never, if nobody else says.
         (RECOMMENDATIONS, [advice, u32::MAX, 0, 0]),
         (0x4000_0005, [MAX_VCPUS as u32, 64, 0, 0]),
         (0x4000_000a, [NESTED, 0, 0, 0]),
         (0x4000_0080, [LAST, b, c, d]),
-        (0x4000_0081, [DEBUGGER, 0, 0, 0]),
-        (LAST, [0; 4]),
+        (0x4000_0081, [DEBUGGER_INTERFACE, 0, 0, 0]),
+        // The guest may be debugged.
+        (DEBUGGER, [1 << 1, 0, 0, 0]),
     ]
     .map(|(function, [eax, ebx, ecx, edx])| kvm_cpuid_entry2 {
         function,

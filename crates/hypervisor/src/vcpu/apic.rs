@@ -72,6 +72,9 @@ impl Bus {
     }
     /// Tells the chips, or has the VMM told.
     fn end_of_interrupt(&mut self, eoi: Eoi) {
+        if eoi.sints != 0 {
+            self.sints_ended(eoi.sints);
+        }
         let vm = std::sync::Arc::clone(&self.vm);
         let Some(chips) = vm.chips() else { return };
         let of_pin = chips.has_vector(eoi.vector);
@@ -120,6 +123,7 @@ impl Bus {
             }
             self.update_timer();
         }
+        self.service_synthetic_timers(ns);
         self.vm.service_pit(ns);
         ns
     }
@@ -151,6 +155,7 @@ impl Bus {
     pub(super) fn lapic_changed(&mut self) {
         self.lapic = None;
         self.is_quiet = false;
+        self.show_tpr();
     }
     /// IA32_APIC_BASE.
     pub(super) fn apic_base(&self) -> u64 {
@@ -178,20 +183,23 @@ impl Bus {
         self.mmu.set_apic_page(page.flatten());
     }
     /// A load from the LAPIC's or IOAPIC's registers; `None` if neither answers.
-    pub(super) fn chip_load(&mut self, gpa: u64, len: u8) -> Option<u64> {
+    pub(super) fn chip_load(&mut self, cpu: &CpuState, gpa: u64, len: u8) -> Option<u64> {
         let is_lapic = self.is_lapic_page(gpa);
         if !is_lapic && !self.vm.may_be_ioapic(gpa) {
             return None;
         }
-        self.sync_pv_eoi();
+        self.sync_lapic();
         if is_lapic {
             let now = self.now_if(Lapic::is_timed(gpa & 0xfff));
             let lapic = self.shared.lapic();
             // All ones in x2APIC mode and while disabled.
             let is_hole = self.vm.options.has_quirk(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
-            return lapic
-                .mmio_read(gpa & 0xfff, len, now)
-                .or(is_hole.then_some(u64::MAX));
+            let value = lapic.mmio_read(gpa & 0xfff, len, now);
+            drop(lapic);
+            if value.is_some() {
+                self.note_lapic_access(cpu.rip(), gpa, false);
+            }
+            return value.or(is_hole.then_some(u64::MAX));
         }
         self.vm.with_chips(|chip, _| {
             let range = chip.ioapic.mmio_range();
@@ -201,12 +209,12 @@ impl Bus {
         })?
     }
     /// A store to them; false if neither takes it.
-    pub(super) fn chip_store(&mut self, gpa: u64, len: u8, value: u64) -> bool {
+    pub(super) fn chip_store(&mut self, cpu: &CpuState, gpa: u64, len: u8, value: u64) -> bool {
         let is_lapic = self.is_lapic_page(gpa);
         if !is_lapic && !self.vm.may_be_ioapic(gpa) {
             return false;
         }
-        self.sync_pv_eoi();
+        self.sync_lapic();
         if is_lapic {
             let now = self.now_if(Lapic::is_timed(gpa & 0xfff));
             let mut lapic = self.shared.lapic();
@@ -218,6 +226,9 @@ impl Bus {
             drop(lapic);
             self.lapic_changed();
             self.act(action);
+            if is_mapped && len == 4 && gpa & 0xf == 0 {
+                self.note_lapic_access(cpu.rip(), gpa, true);
+            }
             return true;
         }
         let taken = self.vm.with_chips(|chip, lapics| {
@@ -289,7 +300,7 @@ impl Bus {
     }
     /// RDMSR of an x2APIC register.
     pub(super) fn x2apic_read(&mut self, index: u32) -> Option<u64> {
-        self.sync_pv_eoi();
+        self.sync_lapic();
         let now = self.now_if(Lapic::is_msr_timed(index));
         self.has_lapic()
             .then(|| self.shared.lapic().msr_read(index, now).ok())
@@ -300,7 +311,7 @@ impl Bus {
         if !self.has_lapic() {
             return false;
         }
-        self.sync_pv_eoi();
+        self.sync_lapic();
         let now = self.now_if(Lapic::is_msr_timed(index));
         let result: Result<Action, InvalidAccess> =
             self.shared.lapic().msr_write(index, value, now);
@@ -384,7 +395,7 @@ impl Inner {
         };
         *self.cpu = fresh;
         self.bus.replay.forget();
-        self.bus.sync_pv_eoi();
+        self.bus.sync_lapic();
         self.bus.pv.eoi = PvEoi::default();
         self.pv_unhalted = false;
         self.bus.shared.lapic().init();

@@ -65,6 +65,7 @@ pub(crate) struct Bus {
     /// KVM_SYSTEM_EVENT_* that the guest has asked for: the next exit.
     pub(super) system_event: Option<u32>,
     pub(super) mce: super::mce::Mce,
+    pub(super) vapic: super::vapic::Vapic,
     /// Interrupts have to be looked at again before the next block.
     pub(super) recheck: bool,
     /// [`Bus::lapic_view`], unless the LAPIC's registers have been written since.
@@ -111,6 +112,7 @@ impl Bus {
             hv: super::hyperv::HyperV::default(),
             system_event: None,
             mce: super::mce::Mce::default(),
+            vapic: super::vapic::Vapic::default(),
             recheck: false,
             lapic: None,
             is_quiet: false,
@@ -264,7 +266,7 @@ impl GuestBus for Bus {
             return None;
         }
         // It is all that the instruction does: a log would be dropped at once.
-        Some(match self.chip_load(gpa, size) {
+        Some(match self.chip_load(cpu, gpa, size) {
             Some(value) => Ok(value & mask(size)),
             None => self.ask_load(cpu, gpa, size),
         })
@@ -282,7 +284,8 @@ impl GuestBus for Bus {
         if !is_in_page(gva, size.into()) || !self.replay.is_empty() {
             return None;
         }
-        let is_done = self.ring(Space::Mmio, gpa, size, value) || self.chip_store(gpa, size, value);
+        let is_done =
+            self.ring(Space::Mmio, gpa, size, value) || self.chip_store(cpu, gpa, size, value);
         Some(if is_done {
             Ok(())
         } else {
@@ -481,7 +484,7 @@ impl GuestBus for Bus {
     }
     fn set_task_priority(&mut self, _cpu: &mut CpuState, priority: u8) {
         if self.has_lapic() {
-            self.sync_pv_eoi();
+            self.sync_lapic();
             self.shared.lapic().set_cr8(priority);
             self.lapic_changed();
             self.recheck = true;

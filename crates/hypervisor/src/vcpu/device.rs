@@ -42,7 +42,7 @@ impl Bus {
     pub(super) fn device_load(&mut self, cpu: &CpuState, gpa: u64, len: u8) -> Result<u64, Fault> {
         let access = DeviceAccess::Load { gpa, len };
         if self.replay.is_new(access)
-            && let Some(value) = self.chip_load(gpa, len)
+            && let Some(value) = self.chip_load(cpu, gpa, len)
         {
             self.replay.made(access, value);
             return Ok(value & mask(len));
@@ -73,7 +73,7 @@ impl Bus {
     ) -> Result<(), Fault> {
         let access = DeviceAccess::Store { gpa, len };
         if self.replay.is_new(access)
-            && (self.ring(Space::Mmio, gpa, len, value) || self.chip_store(gpa, len, value))
+            && (self.ring(Space::Mmio, gpa, len, value) || self.chip_store(cpu, gpa, len, value))
         {
             self.replay.made(access, 0);
             return Ok(());

@@ -38,7 +38,7 @@ const EOPNOTSUPP: u64 = 95u64.wrapping_neg();
 /// Executes VMCALL or VMMCALL.
 pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
     if bus.has_hv_hypercalls() {
-        return super::hyperv::execute(bus, cpu);
+        return super::hyperv::calls::execute(bus, cpu);
     }
     // KVM refuses hypercalls from user mode with a result, in real mode too late to matter.
     if cpu.cr0 & 1 == 0 {

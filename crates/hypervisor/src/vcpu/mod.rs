@@ -17,11 +17,13 @@ mod pv_eoi;
 mod pvclock;
 mod read_ahead;
 mod regs;
+mod remote_flush;
 mod replay;
 mod run;
 pub(crate) mod shared;
 pub(crate) mod stats;
 mod steal;
+mod vapic;
 
 pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
 
@@ -473,8 +475,8 @@ impl Vcpu {
         self.shared.request(request::SMI);
         Ok(())
     }
-    /// KVM_ENABLE_CAP on the vCPU: KVM_CAP_ENFORCE_PV_FEATURE_CPUID and
-    /// KVM_CAP_HYPERV_ENFORCE_CPUID, EINVAL for others.
+    /// KVM_ENABLE_CAP on the vCPU: KVM_CAP_ENFORCE_PV_FEATURE_CPUID, KVM_CAP_HYPERV_ENFORCE_CPUID and,
+    /// with an in-kernel LAPIC, KVM_CAP_HYPERV_SYNIC and -SYNIC2; EINVAL for others.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
         if cap.flags != 0 {
             return Err(Error::InvalidArgument);
@@ -483,6 +485,10 @@ impl Vcpu {
         match cap.cap {
             KVM_CAP_ENFORCE_PV_FEATURE_CPUID => self.lock().bus.enforces_pv = enforces,
             KVM_CAP_HYPERV_ENFORCE_CPUID => self.lock().bus.hv.set_enforces(enforces),
+            KVM_CAP_HYPERV_SYNIC | KVM_CAP_HYPERV_SYNIC2 => {
+                let keeps_pages = cap.cap == KVM_CAP_HYPERV_SYNIC2;
+                return self.lock().bus.activate_synic(keeps_pages);
+            }
             _ => return Err(Error::InvalidArgument),
         }
         Ok(())
@@ -542,12 +548,14 @@ impl Vcpu {
         inner.bus.update_clock();
         Ok(())
     }
-    /// KVM_SET_VAPIC_ADDR: only 0, no shared TPR page, which QEMU sets at every reset.
+    /// KVM_SET_VAPIC_ADDR: the word that the guest has for its task priority, or 0. EINVAL without an
+    /// in-kernel LAPIC, or memory there.
     pub fn set_vapic_addr(&self, gpa: u64) -> Result<()> {
-        if gpa != 0 || !self.lock().bus.has_lapic() {
-            return Err(Error::InvalidArgument);
-        }
-        Ok(())
+        self.lock().bus.set_vapic_addr(gpa)
+    }
+    /// KVM_TPR_ACCESS_REPORTING: accesses to the in-kernel LAPIC's task priority are exits.
+    pub fn set_tpr_access_reporting(&self, enabled: bool) {
+        self.lock().bus.set_reports_tpr(enabled);
     }
     /// KVM_PRE_FAULT_MEMORY of one page: the host makes it present. ENOENT without a memslot, EFAULT
     /// if the VMM has not mapped it.

@@ -117,7 +117,12 @@ impl Bus {
             IA32_TSC => Some(self.tsc.guest(host::cpu::rdtsc())),
             IA32_TSC_ADJUST => Some(self.tsc_adjust),
             IA32_APIC_BASE => Some(self.apic_base()),
-            IA32_X2APIC_BASE..=IA32_X2APIC_END => self.x2apic_read(index),
+            IA32_X2APIC_BASE..=IA32_X2APIC_END => {
+                if !host {
+                    self.note_x2apic_access(cpu.rip(), index, false);
+                }
+                self.x2apic_read(index)
+            }
             IA32_TSC_DEADLINE if self.has_lapic() => Some(self.shared.lapic().tsc_deadline()),
             // KVM has the register without the timer behind it.
             IA32_TSC_DEADLINE => Some(0),
@@ -175,7 +180,12 @@ impl Bus {
                 true
             }
             IA32_APIC_BASE => self.set_apic_base(cpu, value, host),
-            IA32_X2APIC_BASE..=IA32_X2APIC_END => self.x2apic_write(index, value),
+            IA32_X2APIC_BASE..=IA32_X2APIC_END => {
+                if !host {
+                    self.note_x2apic_access(cpu.rip(), index, true);
+                }
+                self.x2apic_write(index, value)
+            }
             IA32_TSC_DEADLINE if self.has_lapic() => {
                 let action = self.shared.lapic().set_tsc_deadline(value);
                 self.act(action);

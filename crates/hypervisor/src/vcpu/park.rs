@@ -80,7 +80,7 @@ impl Bus {
 impl Inner {
     /// HLT: waits for a request, a timer or a signal.
     pub(super) fn sleep(&mut self, input: &RunInput<'_>) -> Result<()> {
-        let mut due = self.bus.timer_ns;
+        let mut due = self.bus.timer_ns.min(self.bus.hv.timers.due_ns);
         if let Some(chips) = self.bus.vm.chips() {
             due = due.min(chips.pit_next_ns());
         }

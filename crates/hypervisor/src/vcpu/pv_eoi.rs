@@ -28,7 +28,7 @@ impl Bus {
         if value & 2 != 0 || !self.has_lapic() && value & ENABLE != 0 {
             return false;
         }
-        self.sync_pv_eoi();
+        self.sync_lapic();
         self.pv.eoi.msr = value;
         true
     }
@@ -47,12 +47,13 @@ impl Bus {
             self.pv.eoi.armed = set.is_some();
         }
     }
-    /// Takes the bit back. To be called before the LAPIC's state is used.
+    /// Takes over what the guest tells its LAPIC by memory. To be called before the LAPIC's state is used.
     #[inline]
-    pub(super) fn sync_pv_eoi(&mut self) {
+    pub(super) fn sync_lapic(&mut self) {
         if self.pv.eoi.armed {
             self.take_pv_eoi();
         }
+        self.take_shared_tpr();
     }
     #[cold]
     fn take_pv_eoi(&mut self) {

@@ -26,7 +26,8 @@ impl Inner {
     pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<()> {
         self.bus.note_pause();
         let result = self.run_here(input);
-        self.bus.sync_pv_eoi();
+        self.bus.sync_lapic();
+        self.bus.unshare_tpr();
         self.count_exit(&result);
         result
     }
@@ -139,6 +140,9 @@ impl Inner {
 
     /// The VMM's answer becomes the result of the access that waits.
     fn take_answer(&mut self, answer: &Answer<'_>) {
+        if let Answer::Debugger(status) = *answer {
+            self.bus.set_debugger_status(status);
+        }
         let Some(pending) = self.bus.replay.pending() else {
             return;
         };
@@ -221,6 +225,13 @@ impl Inner {
             if std::mem::take(&mut self.bus.tpr_lowered) {
                 return self.exit_with(Exit::SetTpr);
             }
+            let told = self
+                .bus
+                .take_tpr_access()
+                .or_else(|| self.bus.take_hyperv_exit());
+            if let Some(exit) = told {
+                return self.exit_with(exit);
+            }
             if let Some(kind) = self.bus.system_event.take() {
                 return self.exit_with(Exit::SystemEvent { kind });
             }
@@ -229,7 +240,7 @@ impl Inner {
             }
             self.bus.sync_memory(&mut self.cpu);
             self.bus.sync_code();
-            self.bus.sync_pv_eoi();
+            self.bus.sync_lapic();
             if !std::mem::take(&mut is_quick) {
                 let now_ns = self.bus.service_timers();
                 self.bus.note_time(now_ns);
@@ -261,6 +272,7 @@ impl Inner {
                 return Err(Error::Again);
             }
             self.has_run = true;
+            self.bus.share_tpr();
             self.bus.irq_waiting = wants_window || self.bus.pending_interrupt().is_some();
             let single = self.is_single_stepped();
             if self.bus.is_spinning() && !self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_PAUSE) {
@@ -328,6 +340,9 @@ impl Inner {
         // `request::MEMORY` only wakes: the run loop looks at the epoch each time.
         if requests & request::EVENT != 0 {
             self.bus.is_quiet = false;
+        }
+        if requests & request::FLUSH != 0 {
+            self.bus.serve_flushes(&mut self.cpu);
         }
         if requests & request::CLOCK != 0 {
             self.bus.update_clock();

@@ -6,7 +6,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicU8, AtomicU32, Ordering, compiler_fence},
+        atomic::{AtomicU8, AtomicU32, Ordering, compiler_fence, fence},
     },
     time::Duration,
 };
@@ -50,6 +50,8 @@ pub(crate) mod request {
     pub(crate) const UNHALT: u32 = 1 << 8;
     /// The dirty ring is full.
     pub(crate) const RING: u32 = 1 << 9;
+    /// Drop all translations: `Bus::serve_flushes`.
+    pub(crate) const FLUSH: u32 = 1 << 10;
 }
 
 /// Where a vCPU is.
@@ -79,6 +81,8 @@ pub(crate) struct VcpuShared {
     sipi_page: AtomicU32,
     nmis: AtomicU32,
     requests: AtomicU32,
+    /// Flushes that other vCPUs have asked for, and those that are done.
+    flushes: [AtomicU32; 2],
     io: BriefLock<Reader<IoTable>>,
     /// [`state`]; while it is not [`state::OUTSIDE`], memory may be accessed without asking again.
     state: AtomicU8,
@@ -113,6 +117,7 @@ impl VcpuShared {
             sipi_page: AtomicU32::new(0),
             nmis: AtomicU32::new(0),
             requests: AtomicU32::new(0),
+            flushes: Default::default(),
             io: BriefLock::new(io),
             state: AtomicU8::new(state::OUTSIDE),
             acknowledged,
@@ -211,7 +216,33 @@ impl VcpuShared {
     /// Inside `KVM_RUN`: begins or ends a sleep.
     pub(crate) fn set_asleep(&self, on: bool) {
         let state = if on { state::ASLEEP } else { state::RUNNING };
-        self.state.store(state, Ordering::Relaxed);
+        self.state.store(state, Ordering::Release);
+        if !on {
+            // Requests are looked at after this, or whoever made them sees a vCPU that is awake.
+            fence(Ordering::SeqCst);
+        }
+    }
+    /// Asks for a flush of the TLB: its number, for [`Self::has_flushed`].
+    pub(crate) fn ask_for_flush(&self) -> u32 {
+        let number = self.flushes[0]
+            .fetch_add(1, Ordering::SeqCst)
+            .wrapping_add(1);
+        self.request(request::FLUSH);
+        number
+    }
+    /// It is done, or will be before anything is executed.
+    pub(crate) fn has_flushed(&self, number: u32) -> bool {
+        self.state.load(Ordering::SeqCst) != state::RUNNING
+            || self.flushes[1].load(Ordering::Acquire).wrapping_sub(number) as i32 >= 0
+    }
+    /// The number of the last flush that is asked for, if it is to be done.
+    pub(crate) fn wanted_flush(&self) -> Option<u32> {
+        let wanted = self.flushes[0].load(Ordering::SeqCst);
+        (wanted != self.flushes[1].load(Ordering::Relaxed)).then_some(wanted)
+    }
+    /// It is done.
+    pub(crate) fn set_flushed(&self, number: u32) {
+        self.flushes[1].store(number, Ordering::Release);
     }
     /// In `KVM_RUN` and not asleep.
     pub(crate) fn wants_core(&self) -> bool {

@@ -42,6 +42,12 @@ impl LapicSet for Lapics<'_> {
     fn nr_lapics(&self) -> usize {
         self.vcpus.len()
     }
+    fn index_of_vp(&self, vp: u32) -> Option<usize> {
+        // Mostly the order of creation.
+        let is_it = |v: &Arc<VcpuShared>| v.vp_index.load(Ordering::Relaxed) == vp;
+        let guess = Some(vp as usize).filter(|i| self.vcpus.get(*i).is_some_and(is_it));
+        guess.or_else(|| self.vcpus.iter().position(is_it))
+    }
     fn has_own_ids(&self) -> bool {
         self.has_own_ids
     }

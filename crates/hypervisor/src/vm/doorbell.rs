@@ -47,7 +47,7 @@ thread_local! {
 }
 
 impl Bell {
-    fn eventfd(fd: i32) -> Result<Self> {
+    pub(super) fn eventfd(fd: i32) -> Result<Self> {
         let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
         Ok(Self::Event {
             id: identity(&event, fd),
@@ -59,7 +59,7 @@ impl Bell {
     /// Rings. Never blocks: a full counter is a signal already, and a reader that is gone is the
     /// VMM's business.
     #[inline]
-    fn ring(&self, value: u64) {
+    pub(super) fn ring(&self, value: u64) {
         match self {
             Self::Event { event, asks, .. } => {
                 let _turn = match asks {

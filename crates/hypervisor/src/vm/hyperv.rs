@@ -1,14 +1,17 @@
 //! What the vCPUs of a VM share of Hyper-V's interface (Hypervisor Top-Level Functional
 //! Specification, "partition").
 
+use std::collections::{BTreeMap, btree_map::Entry};
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
     atomic::{AtomicBool, Ordering, fence},
 };
 
 use guest_memory::GuestMemory;
+use kvm_bindings::{KVM_HYPERV_CONN_ID_MASK, KVM_HYPERV_EVENTFD_DEASSIGN, kvm_hyperv_eventfd};
 
-use super::clock::TscParams;
+use super::{Vm, clock::TscParams, doorbell::Bell};
+use crate::{Error, Result, vcpu::hyperv::Debugger};
 
 /// The lowest bit of an MSR that names a page: the page is in use.
 pub(crate) const ENABLE: u64 = 1;
@@ -34,6 +37,8 @@ pub(crate) struct Partition {
     pub(crate) tsc_emulation_control: u64,
     /// HV_X64_MSR_TSC_EMULATION_STATUS.
     pub(crate) tsc_emulation_status: u64,
+    /// HV_X64_MSR_SYNDBG_*.
+    pub(crate) debugger: Debugger,
     /// What the page says, while it is valid.
     reference: Option<Reference>,
     /// The page's sequence number.
@@ -115,6 +120,8 @@ pub(crate) struct HyperV {
     has_page: AtomicBool,
     /// The guest has said which system it is: hypercalls are Hyper-V's.
     has_hypercalls: AtomicBool,
+    /// KVM_HYPERV_EVENTFD, by connection.
+    connections: Mutex<BTreeMap<u32, Bell>>,
 }
 
 impl HyperV {
@@ -135,9 +142,50 @@ impl HyperV {
     pub(crate) fn has_page(&self) -> bool {
         self.has_page.load(Ordering::Acquire)
     }
+    fn connections(&self) -> MutexGuard<'_, BTreeMap<u32, Bell>> {
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+    /// HvCallSignalEvent: false if the connection has no eventfd.
+    pub(crate) fn signal(&self, connection: u32) -> bool {
+        let connections = self.connections();
+        let bell = connections.get(&connection);
+        if let Some(bell) = bell {
+            bell.ring(1);
+        }
+        bell.is_some()
+    }
     /// Hypercalls are Hyper-V's if the guest's CPUID is.
     pub(crate) fn has_hypercalls(&self) -> bool {
         self.has_hypercalls.load(Ordering::Acquire)
+    }
+}
+
+impl Vm {
+    /// KVM_HYPERV_EVENTFD: EINVAL for flags and connections that cannot be, EBADF and EINVAL for what
+    /// is no eventfd, EEXIST for a connection that has one, ENOENT for removing none. Once one is
+    /// removed it is not signalled any more.
+    pub fn hyperv_eventfd(&self, args: &kvm_hyperv_eventfd) -> Result<()> {
+        let connection = args.conn_id;
+        let is_known = args.flags & !KVM_HYPERV_EVENTFD_DEASSIGN == 0;
+        if !is_known || connection & !KVM_HYPERV_CONN_ID_MASK != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        let hyperv = &self.state.hyperv;
+        if args.flags & KVM_HYPERV_EVENTFD_DEASSIGN != 0 {
+            let removed = hyperv.connections().remove(&connection);
+            return removed.map(drop).ok_or(Error::NotFound);
+        }
+        let fd = args.fd;
+        let bell = self.state.errand(move |_| Bell::eventfd(fd))?;
+        match hyperv.connections().entry(connection) {
+            Entry::Occupied(_) => Err(Error::Exists),
+            Entry::Vacant(place) => {
+                place.insert(bell);
+                Ok(())
+            }
+        }
     }
 }
 

@@ -185,6 +185,7 @@ fn entry(route: &Route) -> Option<Entry> {
             address_hi: (address >> 32) as u32,
             data,
         }),
+        RouteTarget::HvSint { vp, sint } => irqchip::Route::HvSint { vp, sint },
     };
     Some(Entry {
         gsi: route.gsi,

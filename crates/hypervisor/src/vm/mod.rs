@@ -82,6 +82,13 @@ pub enum RouteTarget {
         /// Message data.
         data: u32,
     },
+    /// KVM_IRQ_ROUTING_HV_SINT.
+    HvSint {
+        /// HV_X64_MSR_VP_INDEX of the vCPU.
+        vp: u32,
+        /// Its synthetic source.
+        sint: u32,
+    },
 }
 
 /// One entry of KVM_SET_GSI_ROUTING.

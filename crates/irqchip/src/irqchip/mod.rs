@@ -7,7 +7,7 @@ mod split;
 
 use crate::line::source;
 use crate::routing::{Route, Routing};
-use crate::{Eoi, Ioapic, LapicSet, LineStatus, Msi, Pic, Pit, deliver};
+use crate::{Eoi, Ioapic, LapicSet, LineStatus, Msi, Pic, Pit, deliver, dest::raise_sint};
 
 /// PIC, IOAPIC, PIT and routing.
 #[derive(Clone, Debug, Default)]
@@ -53,6 +53,8 @@ impl Irqchip {
                 // A message has no falling edge.
                 Route::Msi(_) if !level => LineStatus::IGNORED,
                 Route::Msi(msi) => deliver(lapics, &msi.decode(self.x2apic_format), None),
+                Route::HvSint { .. } if !level => LineStatus::IGNORED,
+                Route::HvSint { vp, sint } => raise_sint(lapics, vp, sint),
             });
         }
         status
@@ -93,6 +95,19 @@ impl Irqchip {
         if eoi.broadcast {
             self.ioapic
                 .eoi(eoi.vector, &mut |irq| deliver(lapics, irq, None));
+        }
+    }
+
+    /// A processor of Hyper-V's interface is done with what its synthetic source told it; `resample` as
+    /// in [`Self::eoi`].
+    pub fn sint_ended<S: LapicSet + ?Sized>(
+        &mut self,
+        lapics: &mut S,
+        (vp, sint): (u32, u32),
+        mut resample: impl FnMut(u32),
+    ) {
+        if let Some(gsi) = self.routing.gsi_of(Route::HvSint { vp, sint }) {
+            self.ended(lapics, gsi, &mut resample);
         }
     }
 
@@ -137,7 +152,7 @@ impl Irqchip {
             match entry.route {
                 Route::Pic(pin) => masked[0] = self.pic.is_masked(pin),
                 Route::Ioapic(pin) => masked[1] = self.ioapic.is_masked(pin),
-                Route::Msi(_) => {}
+                Route::Msi(_) | Route::HvSint { .. } => {}
             }
         }
         masked

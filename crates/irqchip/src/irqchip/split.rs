@@ -14,7 +14,7 @@ impl Irqchip {
             .take_while(move |entry| entry.gsi < nr_pins)
             .filter_map(|entry| match entry.route {
                 Route::Msi(msi) => Some(msi.decode(self.x2apic_format)),
-                Route::Pic(_) | Route::Ioapic(_) => None,
+                Route::Pic(_) | Route::Ioapic(_) | Route::HvSint { .. } => None,
             })
             .filter(|irq| irq.level_triggered)
     }
@@ -92,6 +92,7 @@ mod tests {
             vector,
             level,
             broadcast: level,
+            sints: 0,
         };
         for (id, vector, level, waits) in [
             (1, 0x31, true, true),

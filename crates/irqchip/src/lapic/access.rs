@@ -16,6 +16,8 @@ pub struct Eoi {
     pub level: bool,
     /// IOAPICs are to be told: level-triggered and not suppressed.
     pub broadcast: bool,
+    /// Hyper-V's synthetic sources that have the vector, a bit each.
+    pub sints: u16,
 }
 
 /// What follows from a register write.

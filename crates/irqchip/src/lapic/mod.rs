@@ -13,14 +13,17 @@
 
 mod access;
 mod icr;
+mod sints;
 pub mod spec;
 mod state;
 mod timer;
 
 pub use access::{Action, Eoi, InvalidAccess};
+pub use sints::NR_SINTS;
 pub use state::{InvalidState, LapicState};
 
 use crate::dest::{BROADCAST, DeliveryMode, LapicIrq, X2APIC_BROADCAST};
+use sints::Sints;
 use spec::{apic_base, lvt, reg, spiv};
 use timer::Timer;
 
@@ -96,6 +99,8 @@ pub struct Lapic {
     /// The register page, one word for each 16 bytes. IRR, ISR and TMR live here.
     regs: [u32; spec::NR_REGS],
     timer: Timer,
+    /// Neither a reset nor INIT concerns them.
+    sints: Sints,
 }
 
 impl Lapic {
@@ -106,6 +111,7 @@ impl Lapic {
             apic_base: 0,
             regs: [0; spec::NR_REGS],
             timer: Timer::default(),
+            sints: Sints::default(),
         };
         lapic.reset();
         lapic
@@ -273,7 +279,9 @@ impl Lapic {
     /// The vCPU takes `vector`, which [`Self::pending`] has returned.
     pub fn ack(&mut self, vector: u8) {
         self.set_bit(reg::IRR, vector, false);
-        self.set_bit(reg::ISR, vector, true);
+        if !self.sints.is_auto_eoi(vector) {
+            self.set_bit(reg::ISR, vector, true);
+        }
     }
 
     /// End of interrupt: `None` if nothing was in service.
@@ -285,23 +293,29 @@ impl Lapic {
             vector,
             level,
             broadcast: level && self.get(reg::SPIV) & spiv::DIRECTED_EOI == 0,
+            sints: self.sints.of(vector),
         })
     }
 
     /// For PV EOI: the vector in service whose EOI the guest may do by clearing
     /// a bit in memory, because neither another interrupt nor a chip waits for
-    /// it. `chip_waits` is whether an IOAPIC pin (or a notifier) has the vector.
+    /// it, nor a synthetic source. `chip_waits` is whether an IOAPIC pin (or a notifier) has the vector.
     pub fn pv_eoi_candidate(&self, chip_waits: impl FnOnce(u8) -> bool) -> Option<u8> {
         if self.highest(reg::IRR).is_some() {
             return None;
         }
         let vector = self.highest(reg::ISR)?;
-        (!self.test_bit(reg::TMR, vector) && !chip_waits(vector)).then_some(vector)
+        let is_alone = !self.test_bit(reg::TMR, vector) && !self.sints.is_connected(vector);
+        (is_alone && !chip_waits(vector)).then_some(vector)
     }
 
     /// Task priority, 8 bits.
     pub fn tpr(&self) -> u8 {
         self.get(reg::TASKPRI) as u8
+    }
+    /// Sets it, all bits.
+    pub fn set_tpr(&mut self, value: u8) {
+        self.set(reg::TASKPRI, u32::from(value));
     }
     /// CR8.
     pub fn cr8(&self) -> u8 {

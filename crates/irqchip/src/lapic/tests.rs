@@ -231,6 +231,7 @@ fn accept_ack_eoi() {
         vector: 0x41,
         level: true,
         broadcast: true,
+        sints: 0,
     };
     assert_eq!(l.mmio_write(0xb0, 4, 0, NS), Action::Eoi(eoi));
     assert_eq!(l.pending(), Some(0x41));

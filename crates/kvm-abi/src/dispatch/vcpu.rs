@@ -16,7 +16,6 @@ use crate::vcpu::Vcpu;
 
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
 const NO_ONE_REG: &str = "x86 vCPUs have no such registers here (KVM_CAP_ONE_REG is 0)";
-const NO_VAPIC: &str = "not offered yet (KVM_CAP_VAPIC is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done("KVM_RUN", KVM_RUN, run),
@@ -132,11 +131,10 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
         let address: kvm_vapic_addr = arg.read()?;
         done(vcpu.hypervisor().set_vapic_addr(address.vapic_addr))
     }),
-    Row::refused(
+    Row::done(
         "KVM_TPR_ACCESS_REPORTING",
         KVM_TPR_ACCESS_REPORTING,
-        libc::EINVAL,
-        NO_VAPIC,
+        set_tpr_access_reporting,
     ),
     Row::done("KVM_X86_SETUP_MCE", KVM_X86_SETUP_MCE, |vcpu, arg| {
         done(vcpu.hypervisor().setup_mce(arg.read()?))
@@ -246,6 +244,17 @@ fn set_signal_mask(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     }
     vcpu.set_signal_mask(Some(arg.offset(size_of::<u32>()).read()?));
     Ok(0)
+}
+
+/// The structure goes back as it came.
+fn set_tpr_access_reporting(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
+    let control: kvm_tpr_access_ctl = arg.read()?;
+    if control.flags != 0 {
+        return Err(Errno::new(libc::EINVAL));
+    }
+    vcpu.hypervisor()
+        .set_tpr_access_reporting(control.enabled != 0);
+    arg.write(&control)
 }
 
 fn set_xsave(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {

@@ -15,7 +15,6 @@ use crate::vm::Vm;
 
 const NO_SEV: &str = "encrypted and private memory need hardware";
 const NO_XEN: &str = "Xen guests are not offered (KVM_CAP_XEN_HVM is 0)";
-const NO_SYNIC: &str = "there is no synthetic interrupt controller (KVM_CAP_HYPERV_EVENTFD is 0)";
 
 pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_CHECK_EXTENSION", KVM_CHECK_EXTENSION, |vm, arg| {
@@ -207,12 +206,9 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         libc::ENOTTY,
         NO_SEV,
     ),
-    Row::refused(
-        "KVM_HYPERV_EVENTFD",
-        KVM_HYPERV_EVENTFD,
-        libc::ENOTTY,
-        NO_SYNIC,
-    ),
+    Row::done("KVM_HYPERV_EVENTFD", KVM_HYPERV_EVENTFD, |vm, arg| {
+        done(vm.hypervisor().hyperv_eventfd(&arg.read()?))
+    }),
     Row::refused(
         "KVM_XEN_HVM_CONFIG",
         KVM_XEN_HVM_CONFIG,

@@ -16,7 +16,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU8;
 
-use hypervisor::{Answer, Exit, Question, RunStatus};
+use hypervisor::{Answer, Exit, HyperVExit, Question, RunStatus};
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
@@ -167,6 +167,12 @@ impl RunPage {
                 }
             }
             Question::Hypercall => Answer::Hypercall(self.union::<Hypercall>().ret),
+            Question::HyperVCall => {
+                Answer::Hypercall(self.union::<HyperVExitOf<HyperVCall>>().details.result)
+            }
+            Question::Debugger => {
+                Answer::Debugger(self.union::<HyperVExitOf<Debugger>>().details.status)
+            }
         }
     }
 
@@ -234,6 +240,14 @@ impl RunPage {
             Exit::DirtyRingFull => (KVM_EXIT_DIRTY_RING_FULL, Question::None),
             Exit::IrqWindowOpen => (KVM_EXIT_IRQ_WINDOW_OPEN, Question::None),
             Exit::SetTpr => (KVM_EXIT_SET_TPR, Question::None),
+            Exit::TprAccess { rip, is_write } => {
+                self.set_union(TprAccess {
+                    rip,
+                    is_write: u32::from(is_write),
+                    pad: 0,
+                });
+                (KVM_EXIT_TPR_ACCESS, Question::None)
+            }
             Exit::Debug {
                 exception,
                 pc,
@@ -275,6 +289,7 @@ impl RunPage {
                 self.set_union(hypercall);
                 (KVM_EXIT_HYPERCALL, Question::Hypercall)
             }
+            Exit::HyperV(ref exit) => (KVM_EXIT_HYPERV, self.store_hyperv(exit)),
             // `Vcpu::run` gives an error for it and no exit.
             Exit::HostFault => (KVM_EXIT_UNKNOWN, Question::None),
             Exit::SystemEvent { kind } => {
@@ -336,6 +351,58 @@ impl RunPage {
         Question::None
     }
 
+    fn store_hyperv(&self, exit: &HyperVExit) -> Question {
+        match *exit {
+            HyperVExit::Synic {
+                msr,
+                control,
+                events,
+                messages,
+            } => {
+                let details = Synic {
+                    msr,
+                    control,
+                    evt_page: events,
+                    msg_page: messages,
+                    ..Default::default()
+                };
+                self.set_union(HyperVExitOf::new(KVM_EXIT_HYPERV_SYNIC, details));
+                Question::None
+            }
+            HyperVExit::Call { input, params } => {
+                let details = HyperVCall {
+                    input,
+                    params,
+                    ..Default::default()
+                };
+                self.set_union(HyperVExitOf::new(KVM_EXIT_HYPERV_HCALL, details));
+                Question::HyperVCall
+            }
+            HyperVExit::Debugger {
+                msr,
+                control,
+                status,
+                pages: [send_page, recv_page, pending_page],
+            } => {
+                let details = Debugger {
+                    msr,
+                    pad2: 0,
+                    control,
+                    status,
+                    send_page,
+                    recv_page,
+                    pending_page,
+                };
+                self.set_union(HyperVExitOf::new(KVM_EXIT_HYPERV_SYNDBG, details));
+                if msr == SYNDBG_CONTROL {
+                    Question::Debugger
+                } else {
+                    Question::None
+                }
+            }
+        }
+    }
+
     fn store_msr(&self, index: u32, data: u64, reason: u32) {
         self.set_union(Msr {
             error: 0,
@@ -385,8 +452,40 @@ impl Drop for RunPage {
 type Io = kvm_run__bindgen_ty_1__bindgen_ty_4;
 type Mmio = kvm_run__bindgen_ty_1__bindgen_ty_6;
 type Hypercall = kvm_run__bindgen_ty_1__bindgen_ty_8;
+type TprAccess = kvm_run__bindgen_ty_1__bindgen_ty_9;
 type Internal = kvm_run__bindgen_ty_1__bindgen_ty_13;
 type Msr = kvm_run__bindgen_ty_1__bindgen_ty_23;
+
+type Synic = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_1;
+type HyperVCall = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_2;
+type Debugger = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_3;
+
+/// HV_X64_MSR_SYNDBG_CONTROL: the VMM answers with a status.
+const SYNDBG_CONTROL: u32 = 0x4000_00f1;
+
+/// `struct kvm_hyperv_exit` with one member of its union.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct HyperVExitOf<T> {
+    kind: u32,
+    pad: u32,
+    details: T,
+}
+
+impl<T> HyperVExitOf<T> {
+    const fn new(kind: u32, details: T) -> Self {
+        const {
+            assert!(
+                std::mem::offset_of!(Self, details) == std::mem::offset_of!(kvm_hyperv_exit, u)
+            );
+        };
+        Self {
+            kind,
+            pad: 0,
+            details,
+        }
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -26,6 +26,7 @@ const REASONS: &[(u32, &str)] = &[
     (KVM_EXIT_INTERNAL_ERROR, "INTERNAL_ERROR"),
     (KVM_EXIT_SYSTEM_EVENT, "SYSTEM_EVENT"),
     (KVM_EXIT_IOAPIC_EOI, "IOAPIC_EOI"),
+    (KVM_EXIT_HYPERV, "HYPERV"),
     (KVM_EXIT_X86_RDMSR, "X86_RDMSR"),
     (KVM_EXIT_X86_WRMSR, "X86_WRMSR"),
     (KVM_EXIT_DIRTY_RING_FULL, "DIRTY_RING_FULL"),
@@ -90,6 +91,26 @@ pub fn write_exit(out: &mut dyn Write, run: u64) -> fmt::Result {
             )?;
         }
         KVM_EXIT_INTERNAL_ERROR => write!(out, ",\"suberror\":{}", word(details))?,
+        KVM_EXIT_TPR_ACCESS => {
+            let (rip, is_write) = (long(details), word(details + 8) != 0);
+            write!(out, ",\"rip\":\"{rip:#x}\",\"is_write\":{is_write}")?;
+        }
+        KVM_EXIT_HYPERV => match word(details) {
+            KVM_EXIT_HYPERV_HCALL => {
+                let (input, first) = (long(details + 8), long(details + 24));
+                write!(
+                    out,
+                    ",\"type\":\"HCALL\",\"input\":\"{input:#x}\",\"params\":\"{first:#x}\""
+                )?;
+            }
+            kind => {
+                let (name, msr) = match kind {
+                    KVM_EXIT_HYPERV_SYNIC => ("SYNIC", word(details + 8)),
+                    _ => ("SYNDBG", word(details + 8)),
+                };
+                write!(out, ",\"type\":\"{name}\",\"msr\":\"{msr:#x}\"")?;
+            }
+        },
         KVM_EXIT_SYSTEM_EVENT => write!(out, ",\"type\":{}", word(details))?,
         KVM_EXIT_IOAPIC_EOI => write!(out, ",\"vector\":{}", byte(details))?,
         KVM_EXIT_HYPERCALL => write!(out, ",\"nr\":\"{:#x}\"", long(details))?,

@@ -143,6 +143,7 @@ const TRANSLATION: &[Field] =
     fields!(kvm_translation: linear_address, physical_address, valid, writeable, usermode);
 const VAPIC: &[Field] = fields!(kvm_vapic_addr: vapic_addr);
 const TPR: &[Field] = fields!(kvm_tpr_access_ctl: enabled, flags);
+const CONNECTION: &[Field] = fields!(kvm_hyperv_eventfd: conn_id, fd, flags);
 const MCE: &[Field] = fields!(kvm_x86_mce: status, addr, misc, mcg_status, bank);
 const FILTER: &[Field] = fields!(kvm_msr_filter: flags);
 const SIGNALS: &[Field] = &[
@@ -227,6 +228,7 @@ pub(super) fn shape_of(number: u32) -> Shape {
         KVM_TRANSLATE => Shape::Struct(TRANSLATION),
         KVM_SET_VAPIC_ADDR => Shape::Struct(VAPIC),
         KVM_TPR_ACCESS_REPORTING => Shape::Struct(TPR),
+        KVM_HYPERV_EVENTFD => Shape::Struct(CONNECTION),
         KVM_X86_SET_MCE => Shape::Struct(MCE),
         KVM_X86_SET_MSR_FILTER => Shape::Struct(FILTER),
         KVM_SET_SIGNAL_MASK => Shape::Struct(SIGNALS),

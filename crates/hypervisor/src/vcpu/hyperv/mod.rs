@@ -1,22 +1,27 @@
 //! Hyper-V's interface of a vCPU: MSRs and hypercalls (Hypervisor Top-Level Functional
 //! Specification). KVM offers it to guests whose CPUID has Hyper-V's signature.
 //!
-//! Without the synthetic interrupt controller, its timers and the calls that flush TLBs, which CPUID
-//! does not offer.
+//! [`synic`] has the synthetic interrupt controller, [`timers`] its timers, [`calls`] the hypercalls.
+
+pub(super) mod calls;
+mod debugger;
+mod synic;
+mod timers;
 
 use std::sync::atomic::Ordering;
 
 use host::clock::monotonic_ns;
-use irqchip::{DeliveryMode, LapicIrq, lapic::spec::reg};
+use irqchip::lapic::spec::reg;
 use kvm_bindings::{KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET, kvm_cpuid_entry2};
-use x86_cpu::{CpuState, Exception, Fault};
-use x86_defs::reg::{R8, RAX, RBX, RCX, RDI, RDX, RSI};
+use x86_cpu::CpuState;
 
+pub(crate) use self::debugger::Debugger;
+use self::{synic::Synic, timers::Timers};
 use super::bus::Bus;
 use crate::{
     system::{
         MAX_VCPUS,
-        hv_cpuid::{FEATURES, INTERFACE, RECOMMENDATIONS, access, feature, recommended},
+        hv_cpuid::{DEBUGGER, FEATURES, INTERFACE, RECOMMENDATIONS, access, feature},
     },
     vm::hyperv::{ENABLE, UNIT_NS},
 };
@@ -36,6 +41,21 @@ pub(crate) mod index {
     pub(crate) const ICR: u32 = 0x4000_0071;
     pub(crate) const TPR: u32 = 0x4000_0072;
     pub(crate) const VP_ASSIST_PAGE: u32 = 0x4000_0073;
+    pub(crate) const SCONTROL: u32 = 0x4000_0080;
+    pub(crate) const SVERSION: u32 = 0x4000_0081;
+    pub(crate) const SIEFP: u32 = 0x4000_0082;
+    pub(crate) const SIMP: u32 = 0x4000_0083;
+    pub(crate) const EOM: u32 = 0x4000_0084;
+    pub(crate) const SINT0: u32 = 0x4000_0090;
+    pub(crate) const SINT15: u32 = 0x4000_009f;
+    pub(crate) const STIMER0_CONFIG: u32 = 0x4000_00b0;
+    pub(crate) const STIMER3_COUNT: u32 = 0x4000_00b7;
+    pub(crate) const SYNDBG_CONTROL: u32 = 0x4000_00f1;
+    pub(crate) const SYNDBG_STATUS: u32 = 0x4000_00f2;
+    pub(crate) const SYNDBG_SEND_BUFFER: u32 = 0x4000_00f3;
+    pub(crate) const SYNDBG_RECV_BUFFER: u32 = 0x4000_00f4;
+    pub(crate) const SYNDBG_PENDING_BUFFER: u32 = 0x4000_00f5;
+    pub(crate) const SYNDBG_OPTIONS: u32 = 0x4000_00ff;
     pub(crate) const CRASH_P0: u32 = 0x4000_0100;
     pub(crate) const CRASH_P4: u32 = 0x4000_0104;
     pub(crate) const CRASH_CTL: u32 = 0x4000_0105;
@@ -44,7 +64,7 @@ pub(crate) mod index {
     pub(crate) const TSC_EMULATION_STATUS: u32 = 0x4000_0108;
 
     /// What a VMM saves.
-    pub(crate) const SAVED: [u32; 19] = [
+    pub(crate) const SAVED: [u32; 27] = [
         GUEST_OS_ID,
         HYPERCALL,
         TIME_REF_COUNT,
@@ -60,10 +80,18 @@ pub(crate) mod index {
         RESET,
         VP_INDEX,
         VP_RUNTIME,
+        SCONTROL,
+        STIMER0_CONFIG,
         VP_ASSIST_PAGE,
         REENLIGHTENMENT_CONTROL,
         TSC_EMULATION_CONTROL,
         TSC_EMULATION_STATUS,
+        SYNDBG_OPTIONS,
+        SYNDBG_CONTROL,
+        SYNDBG_STATUS,
+        SYNDBG_SEND_BUFFER,
+        SYNDBG_RECV_BUFFER,
+        SYNDBG_PENDING_BUFFER,
     ];
 }
 use index::*;
@@ -75,14 +103,6 @@ const CRASH_NOTIFY: u64 = 1 << 63;
 /// HV_CRASH_CTL_CRASH_NOTIFY_MSG.
 const CRASH_NOTIFY_MSG: u64 = 1 << 62;
 
-/// HV_STATUS_*.
-mod status {
-    pub(super) const SUCCESS: u64 = 0;
-    pub(super) const INVALID_CODE: u64 = 2;
-    pub(super) const INVALID_INPUT: u64 = 3;
-    pub(super) const ACCESS_DENIED: u64 = 6;
-}
-
 /// Hyper-V's side of a vCPU.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HyperV {
@@ -90,10 +110,14 @@ pub(super) struct HyperV {
     is_offered: bool,
     /// KVM_CAP_HYPERV_ENFORCE_CPUID: only what CPUID promises works.
     enforces: bool,
-    /// Leaf [`FEATURES`], EAX and EDX.
-    features: [u32; 2],
+    /// Leaf [`FEATURES`], EAX, EBX and EDX.
+    features: [u32; 3],
     /// Leaf [`RECOMMENDATIONS`], EAX and EBX.
     recommendations: [u32; 2],
+    /// Leaf [`DEBUGGER`]: the guest may be debugged.
+    has_debugger: bool,
+    pub(super) synic: Synic,
+    pub(super) timers: Timers,
     assist_page: u64,
     /// Added to the measured time, and when that began.
     runtime: u64,
@@ -110,8 +134,9 @@ impl HyperV {
     pub(super) fn set_cpuid(&mut self, entries: &[kvm_cpuid_entry2]) {
         let find = |leaf| entries.iter().find(|e| e.function == leaf);
         self.is_offered = find(0x4000_0001).is_some_and(|e| e.eax == INTERFACE);
-        self.features = find(FEATURES).map_or([0; 2], |e| [e.eax, e.edx]);
+        self.features = find(FEATURES).map_or([0; 3], |e| [e.eax, e.ebx, e.edx]);
         self.recommendations = find(RECOMMENDATIONS).map_or([0; 2], |e| [e.eax, e.ebx]);
+        self.has_debugger = find(DEBUGGER).is_some_and(|e| e.eax & 2 != 0);
         if self.began_ns == 0 {
             self.began_ns = monotonic_ns();
         }
@@ -136,10 +161,13 @@ impl HyperV {
             REENLIGHTENMENT_CONTROL | TSC_EMULATION_CONTROL | TSC_EMULATION_STATUS => {
                 (access::REENLIGHTENMENT, 0)
             }
+            SCONTROL..=EOM | SINT0..=SINT15 => (access::SYNIC, 0),
+            STIMER0_CONFIG..=STIMER3_COUNT => (access::TIMERS, 0),
+            SYNDBG_CONTROL..=SYNDBG_PENDING_BUFFER | SYNDBG_OPTIONS => (0, feature::DEBUGGER),
             CRASH_P0..=CRASH_CTL => (0, feature::CRASH),
             _ => (0, 0),
         };
-        let [eax, edx] = self.features;
+        let [eax, _, edx] = self.features;
         self.is_offered && (!self.enforces || eax & access | edx & feature != 0)
     }
 }
@@ -157,7 +185,7 @@ impl Bus {
             return None;
         }
         let lapic = |bus: &mut Self, r: usize| {
-            bus.sync_pv_eoi();
+            bus.sync_lapic();
             let now = bus.now();
             bus.has_lapic()
                 .then(|| bus.shared.lapic().register(r, now))
@@ -172,10 +200,11 @@ impl Bus {
                 let busy = ns.saturating_sub(idle) / UNIT_NS;
                 Some(busy.wrapping_add(self.hv.runtime))
             }
-            TIME_REF_COUNT => {
-                let tsc = self.tsc.guest(host::cpu::rdtsc());
-                let by_page = self.vm.hyperv.partition().time(tsc);
-                Some(by_page.unwrap_or_else(|| self.vm.clock.now().0 / UNIT_NS))
+            TIME_REF_COUNT => Some(self.reference_time()),
+            SCONTROL..=EOM | SINT0..=SINT15 => self.synic_msr(index, host),
+            STIMER0_CONFIG..=STIMER3_COUNT => self.synthetic_timer_msr(index, host),
+            SYNDBG_CONTROL..=SYNDBG_PENDING_BUFFER | SYNDBG_OPTIONS => {
+                self.debugger_msr(index, host)
             }
             TSC_FREQUENCY => Some(u64::from(self.tsc.khz) * 1000),
             APIC_FREQUENCY => Some(1_000_000_000 / self.vm.options.apic_tick_ns().max(1)),
@@ -237,6 +266,11 @@ impl Bus {
                 }
                 true
             }
+            SCONTROL..=EOM | SINT0..=SINT15 => self.set_synic_msr(index, value, host),
+            STIMER0_CONFIG..=STIMER3_COUNT => self.set_synthetic_timer_msr(index, value, host),
+            SYNDBG_CONTROL..=SYNDBG_PENDING_BUFFER | SYNDBG_OPTIONS => {
+                self.set_debugger_msr(index, value, host)
+            }
             EOI => self.write_lapic_register(reg::EOI, value as u32),
             ICR if self.has_lapic() && self.shared.lapic().is_x2apic() => {
                 self.x2apic_write(X2APIC_ICR, value)
@@ -252,11 +286,18 @@ impl Bus {
         }
     }
 
+    /// HV_X64_MSR_TIME_REF_COUNT: in units of [`UNIT_NS`].
+    fn reference_time(&self) -> u64 {
+        let tsc = self.tsc.guest(host::cpu::rdtsc());
+        let by_page = self.vm.hyperv.partition().time(tsc);
+        by_page.unwrap_or_else(|| self.vm.clock.now().0 / UNIT_NS)
+    }
+
     fn write_lapic_register(&mut self, r: usize, value: u32) -> bool {
         if !self.has_lapic() {
             return false;
         }
-        self.sync_pv_eoi();
+        self.sync_lapic();
         let now = self.now();
         let action = self.shared.lapic().set_register(r, value, now);
         self.lapic_changed();
@@ -331,6 +372,7 @@ impl Bus {
     /// The clock has changed: the page has to say so, unless the guest wants to be told first, which
     /// needs no change here.
     pub(super) fn update_hv_page(&mut self) {
+        self.recheck_synthetic_timers();
         if !self.vm.hyperv.has_page() {
             return;
         }
@@ -339,148 +381,4 @@ impl Bus {
             let _ = p.write_page(&self.vm.memory, self.tsc, self.vm.clock.master());
         }
     }
-}
-
-/// A hypercall's input.
-#[derive(Clone, Copy, Debug)]
-struct Call {
-    code: u16,
-    /// The arguments are in registers.
-    is_fast: bool,
-    repeats: u16,
-    /// The two registers: addresses, or the arguments.
-    input: [u64; 2],
-}
-
-/// Executes VMCALL or VMMCALL.
-pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
-    if cpu.cpl != 0 || cpu.cr0 & 1 == 0 {
-        return Err(Exception::UD.into());
-    }
-    bus.counters.hypercalls += 1;
-    let wide = cpu.is_64bit();
-    let pair = |high: usize, low: usize| cpu.gpr[high] << 32 | cpu.gpr[low] & 0xffff_ffff;
-    let (control, input) = if wide {
-        (cpu.gpr[RCX], [cpu.gpr[RDX], cpu.gpr[R8]])
-    } else {
-        (pair(RDX, RAX), [pair(RBX, RCX), pair(RDI, RSI)])
-    };
-    let call = Call {
-        code: control as u16,
-        is_fast: control >> 16 & 1 != 0,
-        repeats: (control >> 32 & 0xfff) as u16,
-        input,
-    };
-    let result = answer(bus, call);
-    if wide {
-        cpu.gpr[RAX] = result;
-    } else {
-        cpu.gpr[RDX] = result >> 32;
-        cpu.gpr[RAX] = result & 0xffff_ffff;
-    }
-    Ok(())
-}
-
-fn answer(bus: &mut Bus, call: Call) -> u64 {
-    const NOTIFY_LONG_SPIN_WAIT: u16 = 0x8;
-    const SEND_IPI: u16 = 0xb;
-    const SEND_IPI_EX: u16 = 0x15;
-    let [advice, spins] = bus.hv.recommendations;
-    let may = |bit| !bus.hv.enforces || advice & bit != 0;
-    let is_allowed = match call.code {
-        NOTIFY_LONG_SPIN_WAIT => !bus.hv.enforces || !matches!(spins, 0 | u32::MAX),
-        SEND_IPI => may(recommended::IPI),
-        SEND_IPI_EX => may(recommended::IPI) && may(recommended::SPARSE),
-        _ => return status::INVALID_CODE,
-    };
-    if !is_allowed {
-        return status::ACCESS_DENIED;
-    }
-    // None of these repeats.
-    if call.repeats != 0 {
-        return status::INVALID_INPUT;
-    }
-    match call.code {
-        NOTIFY_LONG_SPIN_WAIT => {
-            bus.give_way();
-            status::SUCCESS
-        }
-        SEND_IPI => send_ipi(bus, call),
-        // Registers of SSE as arguments are not offered.
-        _ if call.is_fast => status::INVALID_INPUT,
-        _ => send_ipi_ex(bus, call.input[0]),
-    }
-}
-
-/// HvCallSendSyntheticClusterIpi: a vector, and a bit for each of the first 64 processors.
-fn send_ipi(bus: &Bus, call: Call) -> u64 {
-    let [vector, mask] = if call.is_fast {
-        call.input
-    } else {
-        let mut bytes = [0; 16];
-        if !bus.vm.memory.read_bytes(call.input[0], &mut bytes) {
-            return status::INVALID_INPUT;
-        }
-        words(&bytes)
-    };
-    // The upper half of the first word is the target's privilege level, of which there is one.
-    send(bus, vector as u32, |vp| vp < 64 && mask >> vp & 1 != 0)
-}
-
-/// HvCallSendSyntheticClusterIpiEx: a bit for each bank of 64 processors that has a word.
-fn send_ipi_ex(bus: &Bus, gpa: u64) -> u64 {
-    const SPARSE: u64 = 0;
-    const ALL: u64 = 1;
-    let mut head = [0; 24];
-    if !bus.vm.memory.read_bytes(gpa, &mut head) {
-        return status::INVALID_INPUT;
-    }
-    let [vector, format, banks] = words(&head);
-    if format == ALL {
-        return send(bus, vector as u32, |_| true);
-    }
-    if format != SPARSE {
-        return status::INVALID_INPUT;
-    }
-    if banks == 0 {
-        return status::SUCCESS;
-    }
-    let mut bytes = [0; 64 * 8];
-    let given = &mut bytes[..banks.count_ones() as usize * 8];
-    if !bus.vm.memory.read_bytes(gpa.wrapping_add(24), given) {
-        return status::INVALID_INPUT;
-    }
-    let masks = words::<64>(&bytes);
-    send(bus, vector as u32, |vp| {
-        let (bank, bit) = (vp / 64, vp % 64);
-        let before = (banks & ((1u64 << (bank & 63)) - 1)).count_ones() as usize;
-        let mask = masks.get(before).copied().unwrap_or(0);
-        bank < 64 && banks >> bank & 1 != 0 && mask >> bit & 1 != 0
-    })
-}
-
-fn words<const N: usize>(bytes: &[u8]) -> [u64; N] {
-    let (chunks, _) = bytes.as_chunks::<8>();
-    std::array::from_fn(|i| chunks.get(i).map_or(0, |word| u64::from_le_bytes(*word)))
-}
-
-/// A fixed interrupt for the processors whose index is wanted.
-fn send(bus: &Bus, vector: u32, is_wanted: impl Fn(u32) -> bool) -> u64 {
-    /// HV_IPI_LOW_VECTOR.
-    const LOWEST: u32 = 16;
-    let Some(vector) = u8::try_from(vector)
-        .ok()
-        .filter(|v| u32::from(*v) >= LOWEST)
-    else {
-        return status::INVALID_INPUT;
-    };
-    if bus.vm.chips().is_none() {
-        return status::SUCCESS;
-    }
-    for target in bus.vm.vcpus().iter() {
-        if is_wanted(target.vp_index.load(Ordering::Relaxed)) {
-            target.interrupt(&LapicIrq::edge(target.id, DeliveryMode::Fixed, vector));
-        }
-    }
-    status::SUCCESS
 }

@@ -1,0 +1,62 @@
+//! Flushes of other vCPUs' TLBs, for a guest that asks for them by a hypercall.
+//!
+//! When the call is over, none of the vCPUs may use a translation from before. One that is outside of
+//! KVM_RUN or asleep drops its own before it executes anything; the others are asked to, and waited
+//! for. Who waits counts as asleep, so that two that wait for each other both go on.
+
+use std::{sync::Arc, time::Duration};
+
+use x86_cpu::{CpuState, Flush, GuestBus};
+
+use super::{bus::Bus, shared::VcpuShared};
+
+/// Looks at the others before the waiting thread gives up its core.
+const LOOKS: u32 = 200;
+/// And for how long.
+const NAP: Duration = Duration::from_micros(20);
+
+impl Bus {
+    /// Drops all translations of these vCPUs, of which this one may be one.
+    pub(super) fn flush_translations_of(
+        &mut self,
+        cpu: &mut CpuState,
+        targets: &[Arc<VcpuShared>],
+    ) {
+        let asked: Vec<_> = targets
+            .iter()
+            .filter(|vcpu| vcpu.index != self.shared.index)
+            .map(|vcpu| (vcpu, vcpu.ask_for_flush()))
+            .collect();
+        if asked.len() < targets.len() {
+            self.flush(cpu, Flush::All);
+        }
+        if asked.is_empty() {
+            return;
+        }
+        self.shared.set_asleep(true);
+        for (vcpu, number) in asked {
+            let mut looks = 0;
+            while !vcpu.has_flushed(number) {
+                looks += 1;
+                if looks < LOOKS {
+                    core::hint::spin_loop();
+                } else {
+                    looks = 0;
+                    // A request of one's own ends it, and so does the time.
+                    let _ = self.shared.park(NAP);
+                }
+            }
+        }
+        self.shared.set_asleep(false);
+        self.serve_flushes(cpu);
+        self.note_pause();
+    }
+
+    /// Does what other vCPUs have asked for.
+    pub(super) fn serve_flushes(&mut self, cpu: &mut CpuState) {
+        if let Some(number) = self.shared.wanted_flush() {
+            self.flush(cpu, Flush::All);
+            self.shared.set_flushed(number);
+        }
+    }
+}
