@@ -66,7 +66,7 @@ pub(super) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), Fault> {
         }
         SEND_IPI => send_ipi(bus, [a0, a1], a2, a3, wide),
         SCHED_YIELD => {
-            bus.give_way();
+            bus.give_way(cpu);
             0
         }
         CLOCK_PAIRING => clock_pairing(bus, a0, a1),

@@ -3,6 +3,7 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use host::futex::Wait;
+use x86_cpu::CpuState;
 
 use super::{Inner, bus::Bus, shared::request};
 use crate::{Error, Result, RunInput};
@@ -65,13 +66,14 @@ impl Bus {
 
     /// The guest waits for another vCPU: lets that one have the core, if there are more
     /// vCPUs that want to run than cores.
-    pub(super) fn give_way(&mut self) {
+    pub(super) fn give_way(&mut self, cpu: &mut CpuState) {
         const SLICE: Duration = Duration::from_micros(20);
         if self.vm.is_crowded() {
             self.shared.set_asleep(true);
             // A request ends it, and so does the time; a signal is seen by its own means.
             let _ = self.shared.park(SLICE);
             self.shared.set_asleep(false);
+            self.serve_flushes(cpu);
         }
         self.note_pause();
     }

@@ -276,7 +276,7 @@ impl Inner {
             self.bus.irq_waiting = wants_window || self.bus.pending_interrupt().is_some();
             let single = self.is_single_stepped();
             if self.bus.is_spinning() && !self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_PAUSE) {
-                self.bus.give_way();
+                self.bus.give_way(&mut self.cpu);
             }
             // The end of an interrupt shadow has to be seen if something waits for it.
             let stop = if single || self.cpu.shadow != Shadow::None {

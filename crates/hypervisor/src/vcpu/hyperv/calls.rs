@@ -197,7 +197,7 @@ fn answer(bus: &mut Bus, cpu: &mut CpuState, call: Call) -> Result<u64, Fault> {
     }
     let result = match call.code {
         code::NOTIFY_LONG_SPIN_WAIT => {
-            bus.give_way();
+            bus.give_way(cpu);
             Some(status::SUCCESS)
         }
         code::SEND_IPI => send_ipi(bus, cpu, call),
