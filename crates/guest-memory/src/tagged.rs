@@ -3,8 +3,12 @@
 //! ```text
 //! base - 128 … base - 13   words of generated code's own
 //! base - 12                the entry that is compared without an index
-//! base + 4                 the other entries
+//! base + 4                 the pages of the other entries
+//! behind them              their tags for one kind of access, then for the other
 //! ```
+//!
+//! An entry's place in each of the arrays is its index times eight, which addressing does by itself.
+//! (With tag and page side by side an addition was part of each probe.) One page serves both kinds of access.
 //!
 //! The low 16 bits of the base are a number that its user chooses: BEXTR takes what it extracts from
 //! the low bits of a register, so that the base says it as well. All of what is used between
@@ -27,10 +31,14 @@ pub struct TaggedPage {
 
 /// The base's low bits: `start | length << 8` of the bits that BEXTR extracts.
 pub const BASE: usize = 0x0e0c;
-/// Where the entries are from the base.
-pub const ENTRIES: i32 = 4;
+/// Where the entries' pages are from the base.
+pub const PAGES: i32 = 4;
+/// Where the tags of `N` entries for a kind of access are.
+pub const fn tags<const N: usize>(kind: usize) -> i32 {
+    PAGES + 8 * (N * (1 + kind)) as i32
+}
 /// Where the entry without an index is from the base.
-pub const SINGLE: i32 = ENTRIES - size_of::<TaggedPage>() as i32;
+pub const SINGLE: i32 = PAGES - size_of::<TaggedPage>() as i32;
 /// Words below it that take a displacement of one byte.
 pub const WORDS: usize = 14;
 /// Where word `n` is from the base.
@@ -48,10 +56,11 @@ struct Inside<const N: usize> {
     /// Generated code's own.
     words: [u64; WORDS],
     single: TaggedPage,
-    entries: [TaggedPage; N],
+    pages: [HostPage; N],
+    tags: [[u64; N]; 2],
 }
 
-/// `N` entries.
+/// `N` entries for each of two kinds of access.
 pub struct TaggedPages<const N: usize> {
     /// From `Box`, and zero at first: pages that are not written take no memory.
     all: NonNull<[u64]>,
@@ -73,10 +82,11 @@ impl<const N: usize> core::fmt::Debug for TaggedPages<N> {
 
 impl<const N: usize> TaggedPages<N> {
     /// Where the base is in [`Inside`].
-    const BEFORE: usize = offset_of!(Inside<N>, entries) - ENTRIES as usize;
+    const BEFORE: usize = offset_of!(Inside<N>, pages) - PAGES as usize;
     const PLACES: () = assert!(
         offset_of!(Inside<N>, single) as i32 == Self::BEFORE as i32 + SINGLE
             && offset_of!(Inside<N>, words) as i32 == Self::BEFORE as i32 + word(WORDS - 1)
+            && offset_of!(Inside<N>, tags) as i32 == Self::BEFORE as i32 + tags::<N>(0)
             && word(WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
@@ -108,18 +118,29 @@ impl<const N: usize> TaggedPages<N> {
         unsafe { &mut self.inside.as_mut().single }
     }
 
-    /// The others.
+    /// Page and tag of another.
     #[inline(always)]
-    pub fn entries(&self) -> &[TaggedPage; N] {
+    pub fn get(&self, kind: usize, i: usize) -> TaggedPage {
         // SAFETY: as above.
-        unsafe { &self.inside.as_ref().entries }
+        let inside = unsafe { self.inside.as_ref() };
+        TaggedPage {
+            tag: inside.tags[kind][i],
+            host: inside.pages[i],
+        }
     }
 
-    /// The others, to be changed.
+    /// Sets the tag of another for a kind of access.
     #[inline(always)]
-    pub fn entries_mut(&mut self) -> &mut [TaggedPage; N] {
+    pub fn set_tag(&mut self, kind: usize, i: usize, tag: u64) {
         // SAFETY: as above.
-        unsafe { &mut self.inside.as_mut().entries }
+        unsafe { self.inside.as_mut() }.tags[kind][i] = tag;
+    }
+
+    /// Sets the page of another, for both kinds.
+    #[inline(always)]
+    pub fn set_page(&mut self, i: usize, host: HostPage) {
+        // SAFETY: as above.
+        unsafe { self.inside.as_mut() }.pages[i] = host;
     }
 }
 
@@ -139,9 +160,15 @@ mod tests {
         let all: Vec<_> = (0..20).map(|_| TaggedPages::<100>::zeroed()).collect();
         for mut t in all {
             assert_eq!(t.base() as usize % ALIGN, BASE);
-            let entries = t.entries_mut().as_ptr().addr() as u64;
-            assert_eq!(entries, t.base() + ENTRIES as u64);
-            assert!(t.entries().iter().all(|e| e.tag == 0));
+            // SAFETY: it is its own.
+            let inside = unsafe { t.inside.as_ref() };
+            let pages = inside.pages.as_ptr().addr() as u64;
+            assert_eq!(pages, t.base() + PAGES as u64);
+            let kinds = inside.tags.each_ref().map(|k| k.as_ptr().addr() as u64);
+            assert_eq!(kinds, [0, 1].map(|k| t.base() + tags::<100>(k) as u64));
+            assert!((0..200).all(|n| t.get(n / 100, n % 100).tag == 0));
+            t.set_tag(1, 3, 0x5000);
+            assert_eq!([t.get(1, 3).tag, t.get(0, 3).tag], [0x5000, 0]);
             let single = core::ptr::from_mut(t.single()).addr() as u64;
             assert_eq!(single, t.base().wrapping_add_signed(SINGLE.into()));
         }

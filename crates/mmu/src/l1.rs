@@ -1,9 +1,10 @@
 //! L1: direct-mapped tables from guest page to host page, for reads and for writes.
 //!
 //! ```text
-//! entry = half[(gva >> 12) & (ENTRIES - 1)]     16 bytes: {tag, host page}; BEXTR by the base
-//! offset = gva - entry.tag                      in the page if and only if hit
-//! hit  ⇔  offset <= 4096 - size                 one compare, any alignment
+//! i = (gva >> 12) & (ENTRIES - 1)       BEXTR by the base
+//! offset = gva - tags[half][i]          in the page if and only if hit
+//! hit  ⇔  offset <= 4096 - size         one compare, any alignment
+//! host address = offset + pages[i]      one page for both halves
 //! ```
 //!
 //! Generated code probes the tables inline, from one base: the layout is fixed,
@@ -18,8 +19,8 @@
 use core::hash::{Hash, Hasher};
 use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
-pub use guest_memory::TaggedPage as Entry;
-pub use guest_memory::tagged::{ENTRIES as ENTRIES_OFFSET, SINGLE as STACK_OFFSET, word};
+use guest_memory::TaggedPage as Entry;
+pub use guest_memory::tagged::{PAGES as PAGES_OFFSET, SINGLE as STACK_OFFSET, word};
 use guest_memory::{HostPage, TaggedPages, tagged};
 
 /// Tag of the empty entry `i`: a page that another entry holds, so that no
@@ -55,19 +56,11 @@ pub const ENTRIES: usize = 1 << 14;
 const GROUP: usize = 64;
 const GROUPS: usize = ENTRIES / GROUP;
 
-const _: () = assert!(size_of::<Entry>() == 16);
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
 // What BEXTR is to extract.
 const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
-
-fn empty(i: usize) -> Entry {
-    Entry {
-        tag: empty_tag(i),
-        host: HostPage::nowhere(),
-    }
-}
 
 /// What a half is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,17 +75,21 @@ pub enum Half {
 impl Half {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Read, Self::Write];
-    /// Index of its first entry.
-    pub const fn start(self) -> usize {
+    /// Number of its first entry.
+    const fn start(self) -> usize {
         self as usize * ENTRIES
+    }
+    /// Where its tags are from the base.
+    pub const fn tags(self) -> i32 {
+        tagged::tags::<ENTRIES>(self as usize)
     }
 }
 
 /// The tables of a view.
 #[derive(Debug)]
 pub struct L1 {
-    /// The read half, then the write half; the single one is the stack's.
-    pages: TaggedPages<{ 2 * ENTRIES }>,
+    /// The single one is the stack's.
+    pages: TaggedPages<ENTRIES>,
     /// Bit per entry: the translation is global.
     global: Box<[u64; 2 * GROUPS]>,
     /// Bit per entry: it was filled, with what is not global, since the last flush
@@ -107,7 +104,7 @@ impl Default for L1 {
         let mut pages = TaggedPages::zeroed();
         *pages.single() = no_stack();
         for half in Half::ALL {
-            pages.entries_mut()[half.start()] = empty(0);
+            pages.set_tag(half as usize, 0, empty_tag(0));
         }
         Self {
             pages,
@@ -124,9 +121,16 @@ impl L1 {
         self.pages.base()
     }
 
+    /// Entry `i`, the write half's behind those of the read half.
     #[inline(always)]
-    fn entry(&mut self, i: usize) -> &mut Entry {
-        &mut self.pages.entries_mut()[i]
+    fn entry(&self, i: usize) -> Entry {
+        self.pages.get(i / ENTRIES, i % ENTRIES)
+    }
+
+    #[inline(always)]
+    fn empty(&mut self, i: usize) {
+        let (half, i) = (i / ENTRIES, i % ENTRIES);
+        self.pages.set_tag(half, i, empty_tag(i));
     }
 
     fn drop_stack(&mut self) {
@@ -143,7 +147,7 @@ impl L1 {
     /// [`HostPage`]'s accessors check.
     #[inline(always)]
     pub fn probe(&self, half: Half, gva: u64) -> (HostPage, u64) {
-        let e = &self.pages.entries()[Self::index(half, gva)];
+        let e = self.entry(Self::index(half, gva));
         (e.host, gva.wrapping_sub(e.tag))
     }
 
@@ -158,7 +162,14 @@ impl L1 {
     pub fn insert(&mut self, half: Half, gva: u64, host: HostPage, global: bool) {
         let i = Self::index(half, gva);
         let tag = gva & !0xfff;
-        *self.entry(i) = Entry { tag, host };
+        // The other half's entry has the same page, or it goes.
+        let other = (i + ENTRIES) % (2 * ENTRIES);
+        let e = self.entry(other);
+        if e.tag != tag || e.host != host {
+            self.clear(other);
+        }
+        self.pages.set_tag(half as usize, i % ENTRIES, tag);
+        self.pages.set_page(i % ENTRIES, host);
         if self.pages.single().tag == tag {
             self.drop_stack();
         }
@@ -201,7 +212,7 @@ impl L1 {
     }
 
     fn clear(&mut self, i: usize) {
-        *self.entry(i) = empty(i % ENTRIES);
+        self.empty(i);
         self.global[i / GROUP] &= !(1 << (i % GROUP));
     }
 
@@ -210,7 +221,7 @@ impl L1 {
         self.drop_stack();
         for group in self.groups(halves) {
             for i in self.filled(group) {
-                *self.entry(i) = empty(i % ENTRIES);
+                self.empty(i);
             }
             self.global[group] = 0;
             self.private[group] = 0;
@@ -227,7 +238,7 @@ impl L1 {
             while dropped != 0 {
                 let i = group * GROUP + dropped.trailing_zeros() as usize;
                 dropped &= dropped - 1;
-                *self.entry(i) = empty(i % ENTRIES);
+                self.empty(i);
             }
             if kept == 0 {
                 self.used[group / 64] &= !(1 << (group % 64));
@@ -254,7 +265,7 @@ impl L1 {
             self.drop_stack();
         }
         let i = half.start() + index % ENTRIES;
-        let e = *self.entry(i);
+        let e = self.entry(i);
         if e.tag != empty_tag(index % ENTRIES) && e.host == host {
             self.clear(i);
         }
@@ -265,7 +276,7 @@ impl L1 {
         self.drop_stack();
         for group in self.groups(halves) {
             for i in self.filled(group) {
-                let e = *self.entry(i);
+                let e = self.entry(i);
                 if e.tag != empty_tag(i % ENTRIES) && f(&e) {
                     self.clear(i);
                 }

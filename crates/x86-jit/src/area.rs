@@ -128,9 +128,21 @@ pub(crate) const fn kept(slot: u8) -> Mem {
 /// vCPU's state: it is copied when the one calls the other.
 pub(crate) const NEAR_PAGE: Mem = near(4);
 pub(crate) const NEAR_FLAGS: Mem = near(5);
-/// Generated code does not change it.
-pub(crate) const NEAR_KEY: Mem = near(6);
+/// [`SALT`] and [`TARGETS`], which generated code does not change.
+pub(crate) const NEAR_SALT: Mem = near(6);
 const FIRST_HOME: usize = 7;
+pub(crate) const NEAR_TARGETS: Mem = near(12);
+/// [`FP_LIVE`], which changes with that one.
+pub(crate) const NEAR_FP_LIVE: Mem = near(13);
+
+/// What is copied to close to the base, but not back.
+pub(crate) const fn near_constants() -> [(Mem, Mem); 3] {
+    [
+        (gs(SALT), NEAR_SALT),
+        (gs(TARGETS), NEAR_TARGETS),
+        (gs(FP_LIVE), NEAR_FP_LIVE),
+    ]
+}
 
 /// What it does change of that: the place with the rest of the state, and the one close to the base.
 pub(crate) fn near_words() -> impl Iterator<Item = (Mem, Mem)> {

@@ -65,12 +65,13 @@ fn place(tag: u64) -> usize {
 static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
 
 /// What a key's targets are XORed with. Two targets under two keys have the same tag with a
-/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
+/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it. No two keys have
+/// the same but for one in 2^64, and none is zero.
 pub(crate) fn salt_of(key: u64) -> u64 {
     let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ x >> 31
+    (x ^ x >> 31).max(1)
 }
 
 /// Which offsets of a page have blocks, and how many have below each.

@@ -186,15 +186,15 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Has the direct branch `number`, in the page at `page`, go to `code` by itself
-    /// while the key is `key`.
-    pub(crate) fn remember(&mut self, number: usize, page: u64, key: u64, code: u64) {
+    /// while the key's salt is `salt`.
+    pub(crate) fn remember(&mut self, number: usize, page: u64, salt: u64, code: u64) {
         let Some(site) = self.translator.fars.get_mut(number) else {
             return;
         };
         let to = code.wrapping_sub(self.buffer.rx() as u64) as usize;
         let from = core::mem::replace(&mut site.to, to);
         let rel = (to as i64 - (site.jump as i64 + 4)) as i32;
-        self.buffer.write(site.key, &key.to_le_bytes());
+        self.buffer.write(site.salt, &salt.to_le_bytes());
         self.buffer.write(site.page, &page.to_le_bytes());
         self.buffer.write(site.jump, &rel.to_le_bytes());
         self.stats.far_links += 1;
@@ -213,8 +213,8 @@ impl<B: JitBus> Jit<B> {
         for n in self.cache.remembered.remove(&code).unwrap_or_default() {
             if let Some(site) = self.translator.fars.get_mut(n as usize) {
                 site.to = 0;
-                // No key is zero.
-                self.buffer.write(site.key, &[0; 8]);
+                // No salt is zero.
+                self.buffer.write(site.salt, &[0; 8]);
             }
         }
     }

@@ -241,7 +241,7 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
     a.alu(true, Alu::Cmp, RAX, entry(tag(true)));
     let is_other = a.jcc(cc::NE);
     a.store(stack_tag(), RAX);
-    a.load(RAX, entry(host_page(true)));
+    a.load(RAX, entry(host_page()));
     a.store(stack_page(), RAX);
     let found = a.here();
     a.alu_imm(true, Alu::And, S0, 0xfff);
@@ -257,7 +257,7 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
     let is_write = a.jcc(cc::NE);
     a.alu(true, Alu::Cmp, RAX, entry(tag(false)));
     let is_absent = a.jcc(cc::NE);
-    a.load(RAX, entry(host_page(false)));
+    a.load(RAX, entry(host_page()));
     a.jmp_to(found);
     for from in [straddles, is_write, is_absent] {
         let here = a.here();
@@ -291,7 +291,7 @@ fn store_registers(a: &mut Asm) {
 /// To the tables of the view that is live now. Changes rax.
 fn load_near_words(a: &mut Asm) {
     a.load(TLB, gs(TABLES));
-    for (word, near) in near_words().chain([(gs(KEY), NEAR_KEY)]) {
+    for (word, near) in near_words().chain(near_constants()) {
         a.load(RAX, word);
         a.store(near, RAX);
     }
@@ -447,7 +447,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         a.jmp_mem(at(S1, 16));
         let here = a.here();
         a.patch(absent, here);
-        a.alu(true, Alu::Xor, S0, gs(SALT));
+        a.alu(true, Alu::Xor, S0, NEAR_SALT);
         a.load(S1, gs(SPILL));
         a.jmp_to(t.branch);
     }
@@ -575,6 +575,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 5, gs(FP_AREA)); // xrstor64
     a.store_imm(gs(FP_LIVE), 1);
+    a.store_imm(NEAR_FP_LIVE, 1);
     pop(a, RDX);
     pop(a, RAX);
     a.ret();

@@ -53,6 +53,8 @@ pub(crate) struct Form {
     pub(crate) general: u8,
     /// What it does to a register in terms of addresses.
     pub(crate) effect: Effect,
+    /// The operand in ModRM.rm, if a register there may as well be its place in memory.
+    rm: Option<u8>,
     /// Where its operands are encoded, if [`crate::translate::recode`] knows how.
     pub(crate) shape: Option<Shape>,
 }
@@ -105,6 +107,7 @@ const UNKNOWN: Form = Form {
     memory: NO_OPERAND,
     general: 0,
     effect: Effect::Other,
+    rm: None,
     shape: None,
 };
 
@@ -123,6 +126,19 @@ impl Form {
     #[inline]
     pub(crate) fn is_locked(&self, i: &Instruction) -> bool {
         self.locks || i.has_lock_prefix()
+    }
+
+    /// The general register that may be accessed in memory where it lives there, and whether it is
+    /// read. What writes 32 bits changes 64 of a register.
+    #[inline]
+    pub(crate) fn in_memory(&self, i: &Instruction) -> Option<(u8, bool)> {
+        let n = self.rm?;
+        let r = i.op_register(n.into());
+        let (bit, only) = (1 << n, i.op_kind(n.into()) == OpKind::Register);
+        let alone = (0..i.op_count())
+            .all(|m| m == n.into() || i.op_register(m).full_register() != r.full_register());
+        (only && alone && (self.writes & bit == 0 || r.size() != 4))
+            .then(|| (r.full_register().number() as u8, self.replaces & bit == 0))
     }
 
     /// The memory operand, and whether it needs permission to write.
@@ -238,6 +254,7 @@ fn look_at(i: &Instruction, features: &Features, info: &mut InstructionInfoFacto
             .filter(|(_, name)| general(name))
             .fold(0, |bits, (n, _)| bits | 1 << n),
         effect: effect(i.mnemonic()),
+        rm: rm(i.code()),
         shape: shape(i.code()),
         ..UNKNOWN
     };
@@ -283,6 +300,77 @@ fn effect(m: Mnemonic) -> Effect {
         M::Cmp | M::Test => Effect::Compare,
         _ => Effect::Other,
     }
+}
+
+/// The operand that ModRM.rm names, where a memory operand has the same effect as a register but
+/// for the upper half of what is written. (Bit strings, PEXTRB, MOVD to a register and others are different.)
+fn rm(code: Code) -> Option<u8> {
+    use Mnemonic as M;
+    let plain = matches!(
+        code.mnemonic(),
+        M::Mov
+            | M::Movzx
+            | M::Movsx
+            | M::Movsxd
+            | M::Imul
+            | M::Mul
+            | M::Cvtsi2sd
+            | M::Cvtsi2ss
+            | M::Add
+            | M::Sub
+            | M::Adc
+            | M::Sbb
+            | M::And
+            | M::Or
+            | M::Xor
+            | M::Cmp
+            | M::Test
+            | M::Inc
+            | M::Dec
+            | M::Neg
+            | M::Not
+            | M::Shl
+            | M::Shr
+            | M::Sar
+            | M::Popcnt
+            | M::Tzcnt
+            | M::Lzcnt
+            | M::Bsf
+            | M::Bsr
+            | M::Cmova
+            | M::Cmovae
+            | M::Cmovb
+            | M::Cmovbe
+            | M::Cmove
+            | M::Cmovg
+            | M::Cmovge
+            | M::Cmovl
+            | M::Cmovle
+            | M::Cmovne
+            | M::Cmovns
+            | M::Cmovs
+            | M::Seta
+            | M::Setae
+            | M::Setb
+            | M::Setbe
+            | M::Sete
+            | M::Setg
+            | M::Setge
+            | M::Setl
+            | M::Setle
+            | M::Setne
+            | M::Setns
+            | M::Sets
+    );
+    let op = code.op_code();
+    let is_rm = |n: &u32| {
+        matches!(
+            op.op_kind(*n),
+            K::r8_or_mem | K::r16_or_mem | K::r32_or_mem | K::r64_or_mem
+        )
+    };
+    let n = (0..op.op_count()).find(is_rm).filter(|_| plain)?;
+    Some(n as u8)
 }
 
 /// The flags that these set depend on the count.

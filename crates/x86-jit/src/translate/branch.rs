@@ -61,14 +61,14 @@ impl Translator {
     fn far_begins(&mut self, offset: u32, target: i32, pop: i32) -> u32 {
         let number = self.fars.len() as u32;
         let a = &mut self.asm;
-        let [key, from_key, page, from_page] = a.stamp(&self.templates.far);
+        let [salt, from_key, page, from_page] = a.stamp(&self.templates.far);
         for from in [from_key, from_page] {
             self.stubs.push(Stub::FarMiss { from, number });
         }
         a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
         a.store(NEAR_PAGE, S1);
         self.fars.push(FarSite {
-            key,
+            salt,
             page,
             jump: 0,
             offset,
@@ -121,13 +121,13 @@ impl Translator {
         self.stubs.push(Stub::Branch { from, offset });
     }
 
-    /// Where the host's return goes, with the guest's return address in r14. If the code
+    /// Where the host's return goes, with the guest's return address on its stack. If the code
     /// has changed, the host's stack was dropped when this vCPU came to know of it, which
     /// serialising instructions see to.
     fn return_site(&mut self, back: u32) {
         let a = &mut self.asm;
-        a.lea(RSP, at(RSP, 8));
-        a.lea(S1, at(S0, -(back as i32)));
+        a.bytes(&[0x41, 0x5d]); // pop r13
+        a.lea(S1, at(S1, -(back as i32)));
         a.store(NEAR_PAGE, S1);
         let from = self.asm.jmp();
         self.link(from, back, false, false);
@@ -259,11 +259,11 @@ impl Translator {
     }
 }
 
-/// Goes on if key and page are what has been remembered: where each of them is, and the
+/// Goes on if the key's salt and the page are what has been remembered: where each of them is, and the
 /// branch if it is another one.
 pub(super) fn remembered() -> Template<4> {
     Template::new(|a| {
-        let [key, page] = [NEAR_KEY, NEAR_PAGE].map(|word| {
+        let [key, page] = [NEAR_SALT, NEAR_PAGE].map(|word| {
             let known = a.mov_imm64(S1, 0);
             a.alu(true, Alu::Cmp, S1, word);
             [known, a.jcc(cc::NE)]
@@ -275,7 +275,7 @@ pub(super) fn remembered() -> Template<4> {
 /// Has r13 address the entry of the target table for the gva in r14, as `cache::place`
 /// has it, and r14 its tag. Returns the branch to take if it is of another target or key.
 pub(crate) fn select_target(a: &mut Asm) -> usize {
-    a.alu(true, Alu::Xor, S0, gs(SALT));
+    a.alu(true, Alu::Xor, S0, NEAR_SALT);
     if std::is_x86_feature_detected!("bmi2") {
         a.rorx(S1, S0, 64 - 5);
     } else {
@@ -284,7 +284,7 @@ pub(crate) fn select_target(a: &mut Asm) -> usize {
     }
     a.alu_rr(false, Alu::Xor, S1, S0);
     a.alu_imm(false, Alu::And, S1, (TARGETS_LEN as i32 - 1) << 5);
-    a.alu(true, Alu::Add, S1, gs(TARGETS));
+    a.alu(true, Alu::Add, S1, NEAR_TARGETS);
     a.alu(true, Alu::Cmp, S0, at(S1, 0));
     a.jcc(cc::NE)
 }

@@ -2,11 +2,29 @@
 
 use iced_x86::{Instruction, OpKind, Register};
 
-use super::{Emit, Translator, Unsupported, narrow, recode, recode::recode};
-use crate::{area::*, asm::*, decoded::Decoded, kind::Form};
+use super::{
+    Emit, Translator, Unsupported, narrow,
+    recode::{self, Rm, recode},
+};
+use crate::{
+    area::*,
+    asm::*,
+    decoded::Decoded,
+    kind::{Form, Shape},
+};
 
 impl Translator {
     pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
+        let shape = form
+            .shape
+            .filter(|_| self.long || narrow::is_encoded_alike(&d.raw));
+        if d.registers & HOMED != 0
+            && d.memory.is_none()
+            && let Some(shape) = shape
+            && self.copy_in_memory(d, form, shape)
+        {
+            return Ok(());
+        }
         let i = &d.i;
         let memory = d.memory;
         let mut disp = None;
@@ -65,10 +83,8 @@ impl Translator {
             used += 1;
             map[usize::from(number)] = host;
         }
-        let shape = form
-            .shape
-            .filter(|_| self.long || narrow::is_encoded_alike(&d.raw));
-        match shape.and_then(|s| recode((&d.raw, i.len()), s, &map, disp, d.high)) {
+        let rm = disp.map_or(Rm::Register, Rm::Host);
+        match shape.and_then(|s| recode((&d.raw, i.len()), s, &map, rm, d.high)) {
             Some(made) => {
                 let len = made.write(self.asm.window());
                 self.asm.advance(len);
@@ -91,6 +107,44 @@ impl Translator {
         }
         self.flags_after(form);
         Ok(())
+    }
+
+    /// An instruction without a memory operand, one of whose registers is accessed where it lives in
+    /// memory. False: that is not possible, or a scratch register has it.
+    fn copy_in_memory(&mut self, d: &Decoded, form: &Form, shape: Shape) -> bool {
+        let Some((number, reads)) = form.in_memory(&d.i) else {
+            return false;
+        };
+        let is_other = |r: u16| r & HOMED & !(1 << number) != 0;
+        if host_reg(number).is_some()
+            || d.high
+            || is_other(d.writes)
+            || reads && self.cached == Some(number)
+        {
+            return false;
+        }
+        let Ok(disp) = i8::try_from(home(number).disp) else {
+            return false;
+        };
+        let others = d.registers & HOMED & !(1 << number);
+        let mut map = HOST;
+        if others != 0 {
+            map[others.trailing_zeros() as usize] = S1;
+        }
+        let Some(made) = recode((&d.raw, d.i.len()), shape, &map, Rm::Home(disp), false) else {
+            return false;
+        };
+        self.flags_before(d, form);
+        if others != 0 {
+            self.load_home(S1, others.trailing_zeros() as u8);
+        }
+        let len = made.write(self.asm.window());
+        self.asm.advance(len);
+        if d.writes >> number & 1 != 0 && self.cached == Some(number) {
+            self.cached = None;
+        }
+        self.flags_after(form);
+        true
     }
 
     /// A host register for the `n`th register that lives in memory.

@@ -1,7 +1,7 @@
 //! Memory operands: effective addresses, and probes of the software TLB.
 
 use iced_x86::{Instruction, Mnemonic, Register};
-use mmu::l1::{ENTRIES, ENTRIES_OFFSET, Entry, Half, STACK_OFFSET};
+use mmu::l1::{ENTRIES, Half, PAGES_OFFSET, STACK_OFFSET};
 
 use super::{Emit, Stub, Translator, Unsupported};
 use crate::{
@@ -13,28 +13,25 @@ use crate::{
     thunks::{RAISES, site},
 };
 
-const ENTRY_SIZE: usize = size_of::<Entry>();
-/// log2 of what an entry's register is multiplied with, which is twice its index.
+/// log2 of the size of a tag, and of a page's address.
 const SCALE: u8 = 3;
-const _: () = assert!(ENTRY_SIZE == 2 << SCALE);
 
 /// The tag of the TLB entry that r13 selects.
 pub(crate) fn tag(write: bool) -> Mem {
     let half = if write { Half::Write } else { Half::Read };
     Mem {
-        base: Some(TLB),
-        index: Some((S1, SCALE)),
-        disp: ENTRIES_OFFSET + (half.start() * ENTRY_SIZE) as i32,
-        gs: false,
+        disp: half.tags(),
+        ..host_page()
     }
 }
 
-/// The host page beside that tag.
-pub(crate) fn host_page(write: bool) -> Mem {
-    let tag = tag(write);
+/// The host page of that entry.
+pub(crate) fn host_page() -> Mem {
     Mem {
-        disp: tag.disp + 8,
-        ..tag
+        base: Some(TLB),
+        index: Some((S1, SCALE)),
+        disp: PAGES_OFFSET,
+        gs: false,
     }
 }
 
@@ -58,7 +55,6 @@ pub(crate) fn select_entry(a: &mut Asm, to: Reg, gva: Reg) {
         a.shift(true, 5, to, 12);
         a.alu_imm(false, Alu::And, to, (ENTRIES - 1) as i32);
     }
-    a.alu_rr(false, Alu::Add, to, to);
 }
 
 /// Which entry a probe compares with.
@@ -92,7 +88,7 @@ impl Probe {
                 Self::Stack => stack_page(),
                 _ => {
                     select_entry(a, S1, S0);
-                    host_page(self == Self::Write)
+                    host_page()
                 }
             };
             a.alu(true, Alu::Sub, S0, self.tag());

@@ -61,12 +61,12 @@ pub(crate) struct LinkSite {
 }
 
 /// A direct branch to another page. What it has remembered is as right as the same
-/// entry of the table of targets: for that key, and that page at the branch, the
+/// entry of the table of targets: for that key (of which this is the salt), and that page at the branch, the
 /// target is in the block. (That the code has not changed is checked at its outer entry.)
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FarSite {
-    /// Where the key and the branch's page are in the buffer, 8 bytes each.
-    pub(crate) key: usize,
+    /// Where the salt and the branch's page are in the buffer, 8 bytes each.
+    pub(crate) salt: usize,
     pub(crate) page: usize,
     /// Where the rel32 is.
     pub(crate) jump: usize,
@@ -294,7 +294,7 @@ impl Translator {
             offset,
         });
         if insns.iter().any(|d| d.kind.is_fp()) {
-            a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
+            a.alu_mem_imm8(false, Alu::Cmp, NEAR_FP_LIVE, 0);
             let from = a.jcc(cc::E);
             let resume = a.here();
             self.stubs.push(Stub::LoadFp { from, resume });
@@ -613,7 +613,7 @@ impl Translator {
                 }
                 Stub::Branch { from, offset } => {
                     a.patch(from, here);
-                    a.alu(true, Alu::Xor, S0, gs(SALT));
+                    a.alu(true, Alu::Xor, S0, NEAR_SALT);
                     a.mov_imm(S1, thunks::branch(offset, 0).into());
                     a.jmp_to(t.branch);
                 }

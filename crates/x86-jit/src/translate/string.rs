@@ -294,6 +294,6 @@ fn distance(
         slow.push(a.jcc(cc::A));
     }
     a.load(S0, tag(write));
-    a.alu(true, Alu::Sub, S0, host_page(write));
+    a.alu(true, Alu::Sub, S0, host_page());
     miss
 }

@@ -4,12 +4,24 @@
 //! it is left what this does not know.
 
 use crate::{
+    area::TLB,
     asm::{Out, Reg, WINDOW},
     kind::Shape,
 };
 
 /// The guest's general registers on the host, by number.
 pub(crate) type Map = [Reg; 16];
+
+/// What ModRM.rm is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Rm {
+    /// The register it is in the guest.
+    Register,
+    /// `[r14 + disp]` in place of memory.
+    Host(i32),
+    /// `[r11 + disp]` in place of a register.
+    Home(i8),
+}
 
 /// An instruction made by [`recode`].
 #[derive(Clone, Copy, Debug)]
@@ -76,13 +88,12 @@ impl Raw {
     }
 }
 
-/// The instruction of `len` bytes with registers as `map` has them and `[r14 + memory]` for its
-/// memory operand; `high`: it names AH, CH, DH or BH. `None`: not known how.
+/// The instruction of `len` bytes with registers as `map` has them, and `rm`; `high`: it names AH, CH, DH or BH. `None`: not known how.
 pub(crate) fn recode(
     (bytes, len): (&[u8; 16], usize),
     shape: Shape,
     map: &Map,
-    memory: Option<i32>,
+    rm: Rm,
     high: bool,
 ) -> Option<Recoded> {
     let mut out = Out::default();
@@ -111,7 +122,7 @@ pub(crate) fn recode(
         if lock || size || repeat != 0 {
             return None;
         }
-        return vex(raw, len, shape, map, memory);
+        return vex(raw, len, shape, map, rm);
     }
     // What is not part of the opcode is a hint, or nothing.
     if repeat != 0 && shape.prefix.is_some_and(|p| size || repeat != p) {
@@ -159,8 +170,8 @@ pub(crate) fn recode(
     let mut operand = Operand::default();
     if modrm {
         let byte = raw.peek();
-        let (reg, rm) = (rex << 1 & 8 | byte >> 3 & 7, rex << 3 & 8);
-        operand = Operand::new(&mut raw, reg, rm, shape, map, memory)?;
+        let (reg, rm_high) = (rex << 1 & 8 | byte >> 3 & 7, rex << 3 & 8);
+        operand = Operand::new(&mut raw, reg, rm_high, shape, map, rm)?;
         new |= operand.rex;
     }
     if high && (new != 0 || rex != 0 || operand.renamed) {
@@ -193,7 +204,7 @@ const fn is_prefix(byte: u8) -> bool {
 }
 
 /// From C4 or C5 on.
-fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, memory: Option<i32>) -> Option<Recoded> {
+fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, rm: Rm) -> Option<Recoded> {
     let first = raw.next();
     let second = raw.next();
     let (rxb, wvlp) = if first == 0xc4 {
@@ -206,8 +217,8 @@ fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, memory: Option<i32>) -
     if !shape.modrm {
         return None;
     }
-    let (reg, rm) = (!rxb >> 4 & 8 | raw.peek() >> 3 & 7, !rxb >> 2 & 8);
-    let operand = Operand::new(&mut raw, reg, rm, shape, map, memory)?;
+    let (reg, rm_high) = (!rxb >> 4 & 8 | raw.peek() >> 3 & 7, !rxb >> 2 & 8);
+    let operand = Operand::new(&mut raw, reg, rm_high, shape, map, rm)?;
     // The register in VEX.vvvv is not looked at: callers leave general ones to the encoder.
     let rxb = rxb & 0x1f | (operand.rex << 5 & 0x80 | operand.rex << 5 & 0x20) ^ 0xa0 | 0x40;
     let mut out = Out::default();
@@ -231,14 +242,7 @@ struct Operand {
 impl Operand {
     /// Takes the guest's, from ModR/M on.
     #[inline(always)]
-    fn new(
-        raw: &mut Raw,
-        reg: u8,
-        rm_high: u8,
-        shape: Shape,
-        map: &Map,
-        memory: Option<i32>,
-    ) -> Option<Self> {
+    fn new(raw: &mut Raw, reg: u8, rm_high: u8, shape: Shape, map: &Map, to: Rm) -> Option<Self> {
         let byte = raw.next();
         let new_reg = if shape.reg {
             map[usize::from(reg & 15)]
@@ -252,8 +256,8 @@ impl Operand {
             renamed: new_reg != reg,
         };
         let (mode, rm) = (byte >> 6, byte & 7);
-        match memory {
-            None if mode == 3 => {
+        match to {
+            Rm::Register if mode == 3 => {
                 let rm = rm | rm_high;
                 let new = if shape.rm {
                     map[usize::from(rm & 15)]
@@ -264,7 +268,12 @@ impl Operand {
                 operand.rex |= new >> 3;
                 operand.renamed |= new != rm;
             }
-            Some(disp) if mode != 3 => {
+            Rm::Home(disp) if mode == 3 => {
+                operand.modrm |= 0x40 | TLB & 7;
+                operand.rex |= TLB >> 3;
+                operand.disp = (disp.into(), 1);
+            }
+            Rm::Host(disp) if mode != 3 => {
                 let mut base = rm;
                 if rm == 4 {
                     base = raw.next() & 7;

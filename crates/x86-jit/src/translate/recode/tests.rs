@@ -2,13 +2,13 @@
 
 use iced_x86::{Decoder, DecoderOptions, Encoder, EncodingKind, OpKind, Register};
 
-use super::recode;
+use super::{Rm, recode};
 use crate::{
-    area::host_reg,
+    area::{TLB, host_reg},
     asm::WINDOW,
     kind::{self, Forms, Kind},
     translate::{
-        copy::{HOST, rewritten},
+        copy::{HOST, register, rewritten},
         narrow,
     },
 };
@@ -24,6 +24,7 @@ fn means_what_the_encoder_makes() {
         random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32
     };
     let (mut seen, mut known, mut memory_known, mut vex_known) = (0, 0, 0, 0);
+    let mut in_memory = 0;
     for _ in 0..3_000_000 {
         let mut bytes = [0; 16];
         bytes[..15].fill_with(|| next() as u8);
@@ -90,8 +91,26 @@ fn means_what_the_encoder_makes() {
         }
         let disp = memory.then(|| [0, 8, -8, 127, 128, -129, 4096][next() as usize % 7]);
         let mut encoder = Encoder::new(64);
-        let wanted = encoder.encode(&rewritten(&i, &map, disp), 0);
-        let Some(made) = recode((&bytes, i.len()), shape, &map, disp, high) else {
+        let mut wanted_form = rewritten(&i, &map, disp);
+        let mut rm = disp.map_or(Rm::Register, Rm::Host);
+        if let Some((number, _)) = form.in_memory(&i)
+            && host_reg(number).is_none()
+            && !high
+        {
+            rm = Rm::Home(-100);
+            in_memory += 1;
+            let n = (0..i.op_count()).find(|n| {
+                let r = i.op_register(*n);
+                r.is_gpr() && r.full_register().number() == usize::from(number)
+            });
+            wanted_form.set_op_kind(n.unwrap(), OpKind::Memory);
+            wanted_form.set_memory_base(register(TLB, 8));
+            wanted_form.set_memory_index(Register::None);
+            wanted_form.set_memory_displacement64(-100_i64 as u64);
+            wanted_form.set_memory_displ_size(1);
+        }
+        let wanted = encoder.encode(&wanted_form, 0);
+        let Some(made) = recode((&bytes, i.len()), shape, &map, rm, high) else {
             seen += 1;
             continue;
         };
@@ -121,7 +140,7 @@ fn means_what_the_encoder_makes() {
         "{known} of {seen}"
     );
     assert!(
-        memory_known > 10_000 && vex_known > 1000,
+        memory_known > 10_000 && vex_known > 1000 && in_memory > 10_000,
         "{memory_known} {vex_known}"
     );
 }
