@@ -74,8 +74,8 @@ impl Decoded {
         let access = match kind {
             Kind::Push if memory.is_some() => 0,
             Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => word,
-            // Locked and aligned ones have checks of their own.
-            Kind::Copy | Kind::CopyFp
+            // Locked ones have checks of their own.
+            Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned
                 if memory.is_some() && form.size <= 32 && !form.is_locked(i) =>
             {
                 form.size

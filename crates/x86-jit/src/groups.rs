@@ -6,7 +6,8 @@
 //! pointer that this gave. When the probe fails, because the bytes straddle two
 //! pages or the page is not writable, the rest of the block runs as a
 //! translation of its own in which every access probes for itself: so faults,
-//! and accessed and dirty flags, are those of single accesses.
+//! and accessed and dirty flags, are those of single accesses. The same is done when
+//! accesses that have to be aligned are not, which is looked at once for all of a group.
 
 use iced_x86::{Instruction, OpKind, Register};
 
@@ -35,12 +36,53 @@ pub(crate) struct Member {
     pub(crate) stack: bool,
     /// A miss may be refilled: the first access is itself of the group's kind.
     pub(crate) refill: bool,
+    /// What members have to be aligned to, or 1, and where in the group such a place is.
+    pub(crate) align: Align,
     /// Bytes of the group.
     pub(crate) span: u32,
     /// Offset of the access in them.
     pub(crate) offset: i32,
     /// Where the pointer is kept, as others use it after it is no longer in its register.
     pub(crate) slot: Option<u8>,
+}
+
+/// Offsets that are aligned: `at` plus multiples of `to`, a power of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Align {
+    pub(crate) to: u8,
+    pub(crate) at: u8,
+}
+
+impl Align {
+    fn of(d: &Decoded, offset: i64) -> Self {
+        let to = match d.kind {
+            Kind::CopyFpAligned => d.access,
+            _ => 1,
+        };
+        Self {
+            to,
+            at: offset.rem_euclid(to.into()) as u8,
+        }
+    }
+
+    /// What both ask for; `None` if one of them is misaligned wherever the other is aligned.
+    fn and(self, other: Self) -> Option<Self> {
+        let (less, more) = if self.to < other.to {
+            (self, other)
+        } else {
+            (other, self)
+        };
+        (more.at % less.to == less.at).then_some(more)
+    }
+
+    /// The same of offsets from `start`.
+    fn from(self, start: i64) -> Self {
+        let at = (i64::from(self.at) - start).rem_euclid(self.to.into());
+        Self {
+            at: at as u8,
+            ..self
+        }
+    }
 }
 
 /// A register's value: an unknown one plus a constant.
@@ -64,6 +106,7 @@ struct Key {
 #[derive(Clone, Copy, Debug)]
 struct Group {
     key: Key,
+    align: Align,
     min: i64,
     max: i64,
     first: usize,
@@ -164,6 +207,7 @@ impl Groups {
                 write: group.writes,
                 stack: group.stack,
                 refill: group.first_writes == group.writes,
+                align: group.align.from(group.min),
                 span: (group.max - group.min) as u32,
                 offset: (offset - group.min) as i32,
                 slot: group.slot,
@@ -180,9 +224,12 @@ impl Groups {
         let (key, offset) = self.address(d)?;
         let end = offset.checked_add(size)?;
         let write = writes(d);
+        let align = Align::of(d, offset);
         let found = self.open.iter().rev().take(MAX_OPEN).copied().find(|g| {
             let g = &self.groups[*g];
-            g.key == key && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
+            g.key == key
+                && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
+                && g.align.and(align).is_some()
         });
         let g = found.unwrap_or_else(|| {
             let stack = key.base == self.value(Register::RSP).id
@@ -190,6 +237,7 @@ impl Groups {
                 && key.segment == Register::None;
             self.groups.push(Group {
                 key,
+                align,
                 min: offset,
                 max: end,
                 first: n,
@@ -204,6 +252,7 @@ impl Groups {
             self.groups.len() - 1
         });
         let group = &mut self.groups[g];
+        group.align = group.align.and(align).unwrap_or(align);
         group.min = group.min.min(offset);
         group.max = group.max.max(end);
         group.writes |= write;

@@ -259,6 +259,18 @@ impl Translator {
     /// The probe of a group: r14 has the address of its first byte.
     pub(super) fn probe_group(&mut self, offset: u32, member: Member) {
         let probe = Probe::of(member.stack, member.write);
+        if member.align.to > 1 {
+            let address = if member.align.at == 0 {
+                S0
+            } else {
+                self.asm.lea(S1, at(S0, member.align.at.into()));
+                self.cached = None;
+                S1
+            };
+            self.test_alignment(address, member.align.to.into());
+            let from = self.asm.jcc(cc::NE);
+            self.link(from, offset, false, true);
+        }
         let (from, resume) = self.look_up(member.span, probe);
         self.stubs.push(Stub::RefillGroup {
             from,
@@ -310,7 +322,7 @@ impl Translator {
         self.spill_flags(d);
         let disp = d.member.map_or(0, |m| m.offset);
         self.address(&d.i, disp)?;
-        if aligned {
+        if aligned && d.member.is_none() {
             self.bail_if_misaligned(d.offset, size);
         }
         match d.member {
@@ -322,9 +334,15 @@ impl Translator {
 
     /// Before the probe, which may set the dirty flag of a page.
     pub(super) fn bail_if_misaligned(&mut self, offset: u32, size: u32) {
-        // test r14b, size - 1
-        self.asm.bytes(&[0x41, 0xf6, 0xc6, size as u8 - 1]);
+        self.test_alignment(S0, size);
         self.bail_if(cc::NE, offset);
+    }
+
+    /// Compares the low bits of an address in r13 or r14.
+    fn test_alignment(&mut self, address: Reg, size: u32) {
+        // test r13b or r14b, size - 1
+        let modrm = 0xc0 | address & 7;
+        self.asm.bytes(&[0x41, 0xf6, modrm, size as u8 - 1]);
     }
 
     /// As [`Self::operand`] for the word of the stack at `r + disp`.
