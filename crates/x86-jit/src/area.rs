@@ -51,6 +51,8 @@ pub(crate) const TARGETS: usize = word(4);
 pub(crate) const KEY: usize = word(5);
 /// What tags in [`TARGETS`] are XORed with: [`crate::cache::salt_of`] the key.
 pub(crate) const SALT: usize = word(6);
+/// The key's number in 32 bits: [`crate::cache::Cache::number`].
+pub(crate) const NUMBER: usize = word(25);
 /// gva of the page that executes.
 pub(crate) const PAGE: usize = word(7);
 /// Arithmetic flags, when not in RFLAGS.
@@ -132,10 +134,12 @@ pub(crate) const NEAR_FLAGS: Mem = near(5);
 pub(crate) const NEAR_SALT: Mem = near(6);
 const FIRST_HOME: usize = 7;
 pub(crate) const NEAR_TARGETS: Mem = near(12);
-/// [`FP_LIVE`], which changes with that one.
+/// [`FP_LIVE`], which changes with that one: four bytes.
 pub(crate) const NEAR_FP_LIVE: Mem = near(13);
+/// [`NUMBER`], in the other four.
+pub(crate) const NEAR_NUMBER: Mem = at(TLB, NEAR_FP_LIVE.disp + 4);
 
-/// What is copied to close to the base, but not back.
+/// What is copied to close to the base, but not back; so is the number, after them.
 pub(crate) const fn near_constants() -> [(Mem, Mem); 3] {
     [
         (gs(SALT), NEAR_SALT),

@@ -66,6 +66,7 @@ pub(crate) mod cc {
     pub(crate) const A: u8 = 7;
     pub(crate) const S: u8 = 8;
     pub(crate) const P: u8 = 10;
+    pub(crate) const L: u8 = 12;
 }
 
 /// An instruction under construction: bytes from the lowest on.
@@ -323,6 +324,17 @@ impl Asm {
     pub(crate) fn store_imm(&mut self, m: Mem, v: i32) {
         self.rm(true, &[0xc7], 0, m);
         self.imm32(v);
+    }
+    /// The same of 32 bits.
+    pub(crate) fn store32_imm(&mut self, m: Mem, v: i32) {
+        self.rm(false, &[0xc7], 0, m);
+        self.imm32(v);
+    }
+    /// `cmp qword/dword [mem], imm32`; returns where that is.
+    pub(crate) fn cmp_mem_imm32(&mut self, wide: bool, m: Mem) -> usize {
+        self.rm(wide, &[0x81], 7, m);
+        self.imm32(0);
+        self.here() - 4
     }
     /// `mov byte [mem], imm8`.
     pub(crate) fn store8(&mut self, m: Mem, v: u8) {

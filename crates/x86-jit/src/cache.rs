@@ -65,13 +65,12 @@ fn place(tag: u64) -> usize {
 static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
 
 /// What a key's targets are XORed with. Two targets under two keys have the same tag with a
-/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it. No two keys have
-/// the same but for one in 2^64, and none is zero.
+/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
 pub(crate) fn salt_of(key: u64) -> u64 {
     let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    (x ^ x >> 31).max(1)
+    x ^ x >> 31
 }
 
 /// Which offsets of a page have blocks, and how many have below each.
@@ -106,16 +105,6 @@ impl Offsets {
         self.bits[n] |= 1 << (offset % 64);
         self.before[n + 1..].iter_mut().for_each(|b| *b += 1);
     }
-    /// In ascending order.
-    fn iter(&self) -> impl Iterator<Item = u64> {
-        (0..64).zip(self.bits).flat_map(|(n, mut word)| {
-            core::iter::from_fn(move || {
-                let bit = u64::from(word.trailing_zeros());
-                word &= word.wrapping_sub(1);
-                (bit < 64).then_some(n * 64 + bit)
-            })
-        })
-    }
 }
 
 /// Blocks by address and mode, those of a page together: who looks for one has
@@ -124,8 +113,9 @@ impl Offsets {
 pub(crate) struct Blocks {
     /// By page identity and mode: index in `lists`.
     pages: HashMap<(u64, u8), u32, Hash>,
-    /// Where blocks are, and the block at each place in ascending order.
-    lists: Vec<(Box<Offsets>, Vec<Block>)>,
+    /// By page: where blocks are, the block at each place in ascending order, and which of the
+    /// places others have gone to.
+    lists: Vec<(Box<Offsets>, Vec<Block>, Vec<u16>)>,
 }
 
 impl Blocks {
@@ -136,7 +126,7 @@ impl Blocks {
     /// The blocks of the page and mode of `key`.
     pub(crate) fn page(&self, key: (u64, u8)) -> Option<PageBlocks<'_>> {
         let n = *self.pages.get(&(key.0 & !0xfff, key.1))?;
-        let (offsets, blocks) = self.lists.get(n as usize)?;
+        let (offsets, blocks, _) = self.lists.get(n as usize)?;
         Some(PageBlocks { offsets, blocks })
     }
     /// Returns what was there before.
@@ -146,10 +136,10 @@ impl Blocks {
             .pages
             .entry((key.0 & !0xfff, key.1))
             .or_insert_with(|| {
-                lists.push((Offsets::new(), Vec::new()));
+                lists.push((Offsets::new(), Vec::new(), Vec::new()));
                 lists.len() as u32 - 1
             });
-        let (offsets, blocks) = lists.get_mut(n as usize)?;
+        let (offsets, blocks, _) = lists.get_mut(n as usize)?;
         let offset = key.0 & 0xfff;
         let (at, is_there) = offsets.rank(offset);
         if is_there {
@@ -165,11 +155,12 @@ impl Blocks {
     /// Other pages have gone to the block.
     pub(crate) fn note_target(&mut self, key: (u64, u8)) {
         if let Some(n) = self.pages.get(&(key.0 & !0xfff, key.1))
-            && let Some((offsets, blocks)) = self.lists.get_mut(*n as usize)
+            && let Some((offsets, blocks, targets)) = self.lists.get_mut(*n as usize)
             && let (at, true) = offsets.rank(key.0 & 0xfff)
             && let Some(block) = blocks.get_mut(at)
+            && !core::mem::replace(&mut block.is_target, true)
         {
-            block.is_target = true;
+            targets.push((key.0 & 0xfff) as u16);
         }
     }
     /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
@@ -180,9 +171,13 @@ impl Blocks {
             .get(&(id & !0xfff, mode))
             .and_then(|n| self.lists.get(*n as usize));
         list.into_iter()
-            .flat_map(|(offsets, blocks)| offsets.iter().zip(blocks))
+            .flat_map(|(offsets, blocks, targets)| {
+                let block = |at| PageBlocks { offsets, blocks }.get(at);
+                let targets = targets.iter().map(|at| u64::from(*at));
+                targets.filter_map(move |at| Some((at, block(at)?)))
+            })
             .filter(move |(_, b)| {
-                b.is_target && b.generation == generation && !b.straddles && b.entries.outer != 0
+                b.generation == generation && !b.straddles && b.entries.outer != 0
             })
             .map(|(offset, b)| (offset, b.entries.outer))
     }
@@ -194,6 +189,8 @@ impl Blocks {
 
 /// Pages of [`Cache::is_new`].
 const FILLED: usize = 4096;
+/// Keys whose numbers are known.
+const NUMBERED: usize = 256;
 
 /// Blocks of a page in one mode.
 #[derive(Clone, Copy, Debug)]
@@ -224,6 +221,10 @@ pub(crate) struct Cache {
     pub(crate) remembered: HashMap<usize, Vec<u32>, Hash>,
     /// Pages and keys of [`Self::is_new`].
     filled: [(u64, u64); FILLED],
+    /// Keys and their numbers.
+    numbers: [(u64, u32); NUMBERED],
+    /// The last number given.
+    number: u32,
 }
 
 impl Cache {
@@ -235,6 +236,8 @@ impl Cache {
             targets: no_targets(),
             remembered: HashMap::default(),
             filled: [(0, 0); FILLED],
+            numbers: [(0, 0); NUMBERED],
+            number: 0,
         }
     }
     pub(crate) fn clear(&mut self) {
@@ -245,6 +248,23 @@ impl Cache {
         used.for_each(|(at, t)| *t = empty(at));
         self.remembered.clear();
         self.filled.fill((0, 0));
+    }
+    /// A number for the key, which no other key has had. `None`: no more are left, all are to be
+    /// forgotten, and the next one is the first again.
+    pub(crate) fn number(&mut self, key: u64) -> Option<u32> {
+        let at = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize % NUMBERED;
+        let (known, number) = self.numbers[at];
+        if known == key {
+            return Some(number);
+        }
+        let Some(next) = self.number.checked_add(1) else {
+            self.number = 0;
+            self.numbers.fill((0, 0));
+            return None;
+        };
+        self.number = next;
+        self.numbers[at] = (key, next);
+        Some(next)
     }
     /// True once for the page of `rip` under a key, or more often if others came in between.
     pub(crate) fn is_new(&mut self, rip: u64, key: u64) -> bool {
@@ -407,6 +427,21 @@ mod tests {
         c.fill((ID, 3, 7), (page, key, salt), 1000);
         assert_eq!(known(&c, 0x30), Some(1031));
         assert_eq!(c.target(page | 0x30, salt_of(key + 1)), None);
+    }
+
+    #[test]
+    fn numbers_of_keys_are_their_own() {
+        let mut c = Cache::new();
+        let mut given = HashMap::new();
+        for key in (1..2000_u64).chain(1..2000) {
+            let number = c.number(key << 8).unwrap();
+            assert_eq!(c.number(key << 8), Some(number));
+            assert!(number != 0 && *given.entry(number).or_insert(key) == key);
+        }
+        c.number = u32::MAX - 1;
+        assert_eq!(c.number(1 << 40), Some(u32::MAX));
+        assert_eq!(c.number(2 << 40), None);
+        assert_eq!([c.number(2 << 40), c.number(1 << 40)], [Some(1), Some(2)]);
     }
 
     #[test]

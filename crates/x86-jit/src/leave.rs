@@ -324,7 +324,7 @@ impl<B: JitBus> Jit<B> {
             && (due || site.to == 0)
         {
             let page = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
-            self.remember(number, page, words[index(area::SALT)], code);
+            self.remember(number, page, words[index(area::NUMBER)] as u32, code);
         }
         code
     }

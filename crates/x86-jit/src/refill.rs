@@ -8,7 +8,7 @@ use crate::{
     JitBus,
     area::{self, index},
     interrupt_return,
-    run::{Context, log_of, set_view, target_key},
+    run::{Context, log_of, target_key},
     system_call, thunks,
 };
 
@@ -28,7 +28,7 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
         }
         bus.select_view(cpu);
         let key = target_key(cpu);
-        set_view(cpu, bus, jit.mode);
+        jit.set_view(cpu, bus);
         return thunks::SAME_KEY + u64::from(target_key(cpu) != key);
     }
     if site & (thunks::SYSCALL | thunks::SYSRET | thunks::IRETQ) != 0 {

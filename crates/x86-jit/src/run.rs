@@ -186,16 +186,24 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Has the direct branch `number`, in the page at `page`, go to `code` by itself
-    /// while the key's salt is `salt`.
-    pub(crate) fn remember(&mut self, number: usize, page: u64, salt: u64, code: u64) {
+    /// while the key has the number `key`.
+    pub(crate) fn remember(&mut self, number: usize, page: u64, key: u32, code: u64) {
         let Some(site) = self.translator.fars.get_mut(number) else {
             return;
         };
+        if let Some(at) = site.next {
+            let next = page.wrapping_add(i64::from(site.target & !0xfff) as u64);
+            let low = [page, next].map(|gva| i32::try_from(gva as i64));
+            let [Ok(page), Ok(next)] = low else { return };
+            self.buffer.write(site.page, &page.to_le_bytes());
+            self.buffer.write(at, &next.to_le_bytes());
+        } else {
+            self.buffer.write(site.page, &page.to_le_bytes());
+        }
         let to = code.wrapping_sub(self.buffer.rx() as u64) as usize;
         let from = core::mem::replace(&mut site.to, to);
         let rel = (to as i64 - (site.jump as i64 + 4)) as i32;
-        self.buffer.write(site.salt, &salt.to_le_bytes());
-        self.buffer.write(site.page, &page.to_le_bytes());
+        self.buffer.write(site.number, &key.to_le_bytes());
         self.buffer.write(site.jump, &rel.to_le_bytes());
         self.stats.far_links += 1;
         let all = &mut self.cache.remembered;
@@ -213,8 +221,8 @@ impl<B: JitBus> Jit<B> {
         for n in self.cache.remembered.remove(&code).unwrap_or_default() {
             if let Some(site) = self.translator.fars.get_mut(n as usize) {
                 site.to = 0;
-                // No salt is zero.
-                self.buffer.write(site.salt, &[0; 8]);
+                // No number is zero.
+                self.buffer.write(site.number, &[0; 4]);
             }
         }
     }
@@ -332,7 +340,23 @@ impl<B: JitBus> Jit<B> {
     /// After a change of mode or view.
     pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
         self.mode = mode_of(cpu, self.plain_tsc);
-        set_view(cpu, bus, self.mode);
+        self.set_view(cpu, bus);
+    }
+
+    /// Tables and keys of the bus's live view.
+    pub(crate) fn set_view(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        set_tables(cpu, bus);
+        let key = target_key_of(cpu, bus, self.mode);
+        let number = self.cache.number(key).unwrap_or_else(|| {
+            for site in &self.translator.fars {
+                self.buffer.write(site.number, &[0; 4]);
+            }
+            self.cache.number(key).unwrap_or(0)
+        });
+        let words = &mut cpu.engine.words;
+        words[index(area::KEY)] = key;
+        words[index(area::SALT)] = salt_of(key);
+        words[index(area::NUMBER)] = number.into();
     }
 
     /// Host address at which to enter for RIP; the block is translated if need
@@ -475,7 +499,7 @@ impl<B: JitBus> Jit<B> {
             base,
             sources,
             site,
-            (long, self.is_linked),
+            (long, self.is_linked, rip),
         );
         let parts = self.translator.asm.parts();
         // There is room, unless the block is larger than any should be.
@@ -626,7 +650,7 @@ fn next_page(rip: u64) -> u64 {
     (rip | 0xfff).wrapping_add(1)
 }
 
-/// What [`set_view`] has set: the key of targets, and its salt.
+/// What [`Jit::set_view`] has set: the key of targets, and its salt.
 pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     let words = &cpu.engine.words;
     (words[index(area::KEY)], words[index(area::SALT)])
@@ -712,14 +736,6 @@ fn has_plain_fp(cpu: &CpuState) -> bool {
             && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
             && cpu.fp.u16_at(xsave::FSW) & X87_PENDING == 0;
     plain && cpu.cr0 & (cr0::EM | cr0::TS) == 0 && cpu.cr4 & cr4::OSFXSR != 0
-}
-
-/// Tables and keys of the bus's live view.
-pub(crate) fn set_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B, mode: u8) {
-    set_tables(cpu, bus);
-    let key = target_key_of(cpu, bus, mode);
-    cpu.engine.words[index(area::KEY)] = key;
-    cpu.engine.words[index(area::SALT)] = salt_of(key);
 }
 
 /// No key is zero.

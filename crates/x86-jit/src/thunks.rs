@@ -295,6 +295,8 @@ fn load_near_words(a: &mut Asm) {
         a.load(RAX, word);
         a.store(near, RAX);
     }
+    a.load32(RAX, gs(NUMBER));
+    a.store32(NEAR_NUMBER, RAX);
 }
 
 /// Changes rax.
@@ -575,7 +577,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 5, gs(FP_AREA)); // xrstor64
     a.store_imm(gs(FP_LIVE), 1);
-    a.store_imm(NEAR_FP_LIVE, 1);
+    a.store32_imm(NEAR_FP_LIVE, 1);
     pop(a, RDX);
     pop(a, RAX);
     a.ret();

@@ -61,15 +61,20 @@ impl Translator {
     fn far_begins(&mut self, offset: u32, target: i32, pop: i32) -> u32 {
         let number = self.fars.len() as u32;
         let a = &mut self.asm;
-        let [salt, from_key, page, from_page] = a.stamp(&self.templates.far);
+        let is_low = self.is_low;
+        let places = a.stamp(&self.templates.far[usize::from(is_low)]);
+        let [key, from_key, page, from_page, next] = places;
         for from in [from_key, from_page] {
             self.stubs.push(Stub::FarMiss { from, number });
         }
-        a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
-        a.store(NEAR_PAGE, S1);
+        if !is_low {
+            a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
+            a.store(NEAR_PAGE, S1);
+        }
         self.fars.push(FarSite {
-            salt,
+            number: key,
             page,
+            next: is_low.then_some(next),
             jump: 0,
             offset,
             target,
@@ -201,7 +206,9 @@ impl Translator {
             self.load_word(S0, at(S0, 0));
         } else {
             let r = self.read_register(d.i.op0_register(), S0);
-            self.asm.rr(self.long, &[0x8b], S0, r);
+            if r != S0 {
+                self.asm.rr(self.long, &[0x8b], S0, r);
+            }
         }
         if !call {
             self.jump(d.offset);
@@ -259,16 +266,22 @@ impl Translator {
     }
 }
 
-/// Goes on if the key's salt and the page are what has been remembered: where each of them is, and the
-/// branch if it is another one.
-pub(super) fn remembered() -> Template<4> {
+/// Goes on if the key's number and the page are what has been remembered. Returns where each of them is,
+/// each with the branch if it is another one, and where the target's page is if the page is of 32 bits
+/// with its sign: what is executed has that page then.
+pub(super) fn remembered(is_low: bool) -> Template<5> {
     Template::new(|a| {
-        let [key, page] = [NEAR_SALT, NEAR_PAGE].map(|word| {
-            let known = a.mov_imm64(S1, 0);
-            a.alu(true, Alu::Cmp, S1, word);
-            [known, a.jcc(cc::NE)]
-        });
-        [key[0], key[1], page[0], page[1]]
+        let key = a.cmp_mem_imm32(false, NEAR_NUMBER);
+        let from_key = a.jcc(cc::NE);
+        if !is_low {
+            let page = a.mov_imm64(S1, 0);
+            a.alu(true, Alu::Cmp, S1, NEAR_PAGE);
+            return [key, from_key, page, a.jcc(cc::NE), 0];
+        }
+        let page = a.cmp_mem_imm32(true, NEAR_PAGE);
+        let from_page = a.jcc(cc::NE);
+        a.store_imm(NEAR_PAGE, 0);
+        [key, from_key, page, from_page, a.here() - 4]
     })
 }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! outer:  cmp [generation], known      entered from elsewhere: is the code still the same?
-//! saved:  sub r12, n; js poll          flags are in FLAGS
+//! saved:  sub r12, n; jl poll          flags are in FLAGS
 //!         (load FP state)
 //! body:   …
 //! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
@@ -61,13 +61,15 @@ pub(crate) struct LinkSite {
 }
 
 /// A direct branch to another page. What it has remembered is as right as the same
-/// entry of the table of targets: for that key (of which this is the salt), and that page at the branch, the
+/// entry of the table of targets: for that key, and that page at the branch, the
 /// target is in the block. (That the code has not changed is checked at its outer entry.)
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FarSite {
-    /// Where the salt and the branch's page are in the buffer, 8 bytes each.
-    pub(crate) salt: usize,
+    /// Where the key's number is in the buffer, in 4 bytes.
+    pub(crate) number: usize,
+    /// Where the branch's page is, in 8 bytes, or in 4 if there is also the target's.
     pub(crate) page: usize,
+    pub(crate) next: Option<usize>,
     /// Where the rel32 is.
     pub(crate) jump: usize,
     /// Where a call comes back to.
@@ -171,7 +173,7 @@ struct Templates {
     miss: [Template<2>; 3],
     /// The number, and the jump.
     link: Template<2>,
-    far: Template<4>,
+    far: [Template<5>; 2],
 }
 
 impl Templates {
@@ -183,7 +185,7 @@ impl Templates {
                 a.mov_imm(S1, 0);
                 [a.here() - 4, a.jmp()]
             }),
-            far: branch::remembered(),
+            far: [false, true].map(branch::remembered),
         })
     }
 }
@@ -205,6 +207,8 @@ pub(crate) struct Translator {
     code: u64,
     /// 64-bit code.
     long: bool,
+    /// The page's gva is one of 32 bits with its sign.
+    is_low: bool,
     /// The group whose pointer is in r14.
     current: Option<u16>,
     /// Where arithmetic flags are.
@@ -247,6 +251,7 @@ impl Translator {
             source: Source::default(),
             code,
             long: true,
+            is_low: false,
             current: None,
             flags: Flags::Memory,
             cached: None,
@@ -257,7 +262,8 @@ impl Translator {
     /// rarely is, which is behind it); the code is in `self.asm`.
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
-    /// interpreter at its end; `long`: it is 64-bit code; `is_linked`: a branch of its page leads there.
+    /// interpreter at its end; `long`: it is 64-bit code; `is_linked`: a branch of its page leads there;
+    /// `gva`: where it is executed for now.
     pub(crate) fn block(
         &mut self,
         insns: &[Decoded],
@@ -265,10 +271,11 @@ impl Translator {
         base: (usize, usize),
         sources: &[Source],
         interpreted: u32,
-        (long, is_linked): (bool, bool),
+        (long, is_linked, gva): (bool, bool, u64),
     ) -> Entries {
         self.interpreted = interpreted;
         self.long = long;
+        self.is_low = long && i32::try_from(gva as i64).is_ok();
         self.asm.start(base.0);
         self.stubs.clear();
         self.current = None;
@@ -286,7 +293,8 @@ impl Translator {
         let a = &mut self.asm;
         let mut saved = a.here();
         a.alu_imm(true, Alu::Sub, COUNTER, insns.len() as i32);
-        let from = a.jcc(cc::S);
+        // Less than zero, by the condition that processors fuse with a subtraction.
+        let from = a.jcc(cc::L);
         let resume = a.here();
         self.stubs.push(Stub::Poll {
             from,
