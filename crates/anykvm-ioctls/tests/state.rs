@@ -193,6 +193,10 @@ fn fpu_and_xsave() {
         g.vcpu.set_xsave2(&xsave2).unwrap();
     }
     assert_eq!(g.vcpu.get_xsave().unwrap().region, changed.region);
+    // A vCPU that has no CPUID yet takes the state too.
+    let other = g.vm.create_vcpu(1).unwrap();
+    // SAFETY: as above.
+    unsafe { other.set_xsave(&changed) }.unwrap();
     // A component that the vCPU has not.
     let mut bad = copy(&image);
     bad.region[128] |= 1 << 17;

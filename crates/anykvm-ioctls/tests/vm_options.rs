@@ -4,9 +4,9 @@
 
 mod guest;
 
-use std::{thread, time::Duration};
+use std::{os::fd::AsRawFd, thread, time::Duration};
 
-use anykvm_ioctls::{Kvm, MsrExitReason, VcpuExit, VmFd};
+use anykvm_ioctls::{Cap, Kvm, MsrExitReason, VcpuExit, VmFd};
 use guest::{Guest, RAM, Ram, add_slot, ioctl};
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
@@ -52,6 +52,38 @@ fn guest_with_msrs(code: &[u8]) -> Guest {
         .unwrap();
     g.vcpu.set_cpuid2(&cpuid).unwrap();
     g
+}
+
+#[test]
+fn the_vcpu_that_starts_at_reset_has_to_be_possible() {
+    let kvm = Kvm::new().unwrap();
+    let boot_id = |vm: &VmFd, id| {
+        kvm_abi::ioctl(vm.as_raw_fd(), KVM_SET_BOOT_CPU_ID, id).map_err(|e| e.get())
+    };
+    let vm = kvm.create_vm().unwrap();
+    let most = vm.check_extension_int(Cap::MaxVcpuId) as u64;
+    assert_eq!(boot_id(&vm, most + 1), Err(libc::EINVAL));
+    assert_eq!(boot_id(&vm, 5), Ok(0));
+    assert_eq!(enable(&vm, KVM_CAP_MAX_VCPU_ID, 4), Err(libc::EINVAL));
+    assert_eq!(enable(&vm, KVM_CAP_MAX_VCPU_ID, 8), Ok(()));
+    assert_eq!(boot_id(&vm, 9), Err(libc::EINVAL));
+}
+
+/// KVM_FEATURE_PV_UNHALT.
+const PV_UNHALT: u32 = 1 << 7;
+
+#[test]
+fn nobody_has_to_be_woken_from_a_halt_that_does_not_exit() {
+    let g = guest_with_msrs(&[0xf4]);
+    let unhalt = || {
+        let cpuid = g.vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).unwrap();
+        let mut leaves = cpuid.as_slice().iter();
+        leaves.find(|e| e.function == 0x4000_0001).unwrap().eax & PV_UNHALT
+    };
+    assert_eq!(unhalt(), PV_UNHALT);
+    let hlt = KVM_X86_DISABLE_EXITS_HLT.into();
+    enable(&g.vm, KVM_CAP_X86_DISABLE_EXITS, hlt).unwrap();
+    assert_eq!(unhalt(), 0);
 }
 
 #[test]

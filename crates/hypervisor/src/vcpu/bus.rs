@@ -7,8 +7,8 @@ use std::sync::{Arc, atomic::Ordering};
 
 use io_bus::Space;
 use kvm_bindings::{
-    KVM_X86_QUIRK_FIX_HYPERCALL_INSN, KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT,
-    KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
+    KVM_X86_DISABLE_EXITS_HLT, KVM_X86_QUIRK_FIX_HYPERCALL_INSN,
+    KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
 };
 use mmu::{Miss, Mmu, Translation};
 use x86_cpu::{
@@ -133,6 +133,7 @@ impl Bus {
                 .vm
                 .options
                 .has_quirk(KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT),
+            keeps_hlt: self.vm.options.keeps(KVM_X86_DISABLE_EXITS_HLT),
         }
     }
 

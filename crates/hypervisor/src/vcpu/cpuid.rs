@@ -12,9 +12,13 @@ pub(super) const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 
 /// Features that the table promises, beside what the host's processor executes anyway.
 pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
+    promised(entries).with_native(supported())
+}
+
+/// Features of KVM_GET_SUPPORTED_CPUID.
+pub(super) fn supported() -> &'static Features {
     static HOST: OnceLock<Features> = OnceLock::new();
-    let host = HOST.get_or_init(|| promised(&crate::system::supported_cpuid()));
-    promised(entries).with_native(host)
+    HOST.get_or_init(|| promised(&crate::system::supported_cpuid()))
 }
 
 fn promised(entries: &[kvm_cpuid_entry2]) -> Features {
@@ -51,15 +55,17 @@ pub(super) fn is_possible(entries: &[kvm_cpuid_entry2]) -> bool {
 
 /// KVM_FEATURE_* that the table promises: leaf 1 behind KVM's signature, wherever that is.
 pub(super) fn kvm_features(entries: &[kvm_cpuid_entry2]) -> u32 {
+    kvm_features_leaf(entries)
+        .and_then(|leaf| find(entries, leaf, 0))
+        .map_or(0, |e| e.eax)
+}
+
+fn kvm_features_leaf(entries: &[kvm_cpuid_entry2]) -> Option<u32> {
     let is_kvm = |e: &&kvm_cpuid_entry2| {
         e.function & 0xffff_00ff == 0x4000_0000
             && [e.ebx, e.ecx, e.edx] == [0x4b4d_564b, 0x564b_4d56, 0x4d]
     };
-    entries
-        .iter()
-        .find(is_kvm)
-        .and_then(|base| find(entries, base.function | 1, 0))
-        .map_or(0, |e| e.eax)
+    entries.iter().find(is_kvm).map(|base| base.function | 1)
 }
 
 fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cpuid_entry2> {
@@ -75,6 +81,8 @@ pub(super) struct Follows {
     pub(super) apic_enabled: bool,
     /// MONITOR is there if IA32_MISC_ENABLE says so (without KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT).
     pub(super) misc_enable: bool,
+    /// HLT does not exit (KVM_X86_DISABLE_EXITS_HLT), so nobody has to be woken from it.
+    pub(super) keeps_hlt: bool,
 }
 
 /// The registers of a leaf. A leaf above the highest basic one answers as the
@@ -123,7 +131,14 @@ fn follow_state(
     cpu: &CpuState,
     follows: Follows,
 ) {
+    /// KVM_FEATURE_PV_UNHALT.
+    const PV_UNHALT: u32 = 1 << 7;
     match (e.function, e.index) {
+        (0x4000_0000..=0x4000_ffff, _) if follows.keeps_hlt => {
+            if kvm_features_leaf(entries) == Some(e.function) {
+                e.eax &= !PV_UNHALT;
+            }
+        }
         (1, _) => {
             if e.ecx >> 26 & 1 != 0 {
                 let osxsave = cpu.cr4 & cr4::OSXSAVE != 0;

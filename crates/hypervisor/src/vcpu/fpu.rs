@@ -79,7 +79,9 @@ pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
 pub(super) fn set_xsave_image(cpu: &mut CpuState, image: &[u8]) -> Result<()> {
     let bv = u64_at(image, xsave::XSTATE_BV).ok_or(Error::InvalidArgument)?;
     let mxcsr = u64_at(image, xsave::MXCSR).ok_or(Error::InvalidArgument)? as u32;
-    if bv & !(cpu.features.xcr0 | xsave::X87 | xsave::SSE) != 0
+    // Whatever CPUID says: a VMM may load the state before it sets that.
+    let known = super::cpuid::supported().xcr0 | xsave::X87 | xsave::SSE;
+    if bv & !known != 0
         || u64_at(image, xsave::XCOMP_BV) != Some(0)
         || bv & (xsave::SSE | xsave::AVX) != 0 && mxcsr & !0x2_ffff != 0
     {

@@ -253,12 +253,15 @@ impl Vm {
             Err(Error::InvalidArgument)
         }
     }
-    /// KVM_SET_BOOT_CPU_ID: EBUSY once there are vCPUs.
+    /// KVM_SET_BOOT_CPU_ID: EBUSY once there are vCPUs, EINVAL above KVM_CAP_MAX_VCPU_ID.
     pub fn set_boot_cpu_id(&self, id: u32) -> Result<()> {
         // The lock keeps vCPUs from appearing meanwhile.
         let vcpus = self.state.vcpus();
         if !vcpus.is_empty() {
             return Err(Error::Busy);
+        }
+        if id > self.state.options.vcpu_id_limit() {
+            return Err(Error::InvalidArgument);
         }
         self.state.boot_id.store(id, Ordering::Relaxed);
         Ok(())

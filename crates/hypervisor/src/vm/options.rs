@@ -359,7 +359,13 @@ impl Vm {
                 self.state.memory.set_starts_dirty(options.starts_dirty());
             }
             KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => self.set_dirty_ring(arg)?,
-            KVM_CAP_MAX_VCPU_ID => options.set_max_vcpu_id(arg)?,
+            KVM_CAP_MAX_VCPU_ID => {
+                // The vCPU that starts at reset has to be possible.
+                if u64::from(self.state.boot_id.load(Ordering::Relaxed)) > arg {
+                    return Err(Error::InvalidArgument);
+                }
+                options.set_max_vcpu_id(arg)?;
+            }
             KVM_CAP_X86_APIC_BUS_CYCLES_NS => self.set_apic_tick_ns(arg)?,
             // Hardware without bus lock detection can be told to leave it off.
             KVM_CAP_X86_BUS_LOCK_EXIT => _ = within(KVM_BUS_LOCK_DETECTION_OFF.into())?,

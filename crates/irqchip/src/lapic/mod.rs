@@ -210,7 +210,8 @@ impl Lapic {
         if old != new {
             if new == apic_base::MODE {
                 self.load_x2apic_id();
-            } else if old & apic_base::ENABLE == 0 {
+            } else if new == apic_base::ENABLE {
+                // From x2APIC mode only the VMM comes here at once.
                 self.set(reg::ID, self.config.vcpu_id << 24);
             }
         }

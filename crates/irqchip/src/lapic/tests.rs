@@ -85,6 +85,12 @@ fn mode_transitions() {
         l.set_apic_base(from, true).unwrap();
         assert_eq!(l.set_apic_base(to, false).is_ok(), ok, "{from:#x} {to:#x}");
     }
+    // From x2APIC mode the VMM may go back at once, and the id is an xAPIC's again.
+    let mut l = lapic(1);
+    for (base, id) in [(X2, 1), (X, 1 << 24)] {
+        l.set_apic_base(base, true).unwrap();
+        assert_eq!((l.id(), l.save(NS, true).reg(2)), (1, id));
+    }
     let mut l = lapic(1);
     l.set_config(LapicConfig {
         x2apic: false,
