@@ -134,10 +134,10 @@ fn follow_state(
     /// KVM_FEATURE_PV_UNHALT.
     const PV_UNHALT: u32 = 1 << 7;
     match (e.function, e.index) {
-        (0x4000_0000..=0x4000_ffff, _) if follows.keeps_hlt => {
-            if kvm_features_leaf(entries) == Some(e.function) {
-                e.eax &= !PV_UNHALT;
-            }
+        (leaf @ 0x4000_0000..=0x4000_ffff, _)
+            if follows.keeps_hlt && kvm_features_leaf(entries) == Some(leaf) =>
+        {
+            e.eax &= !PV_UNHALT;
         }
         (1, _) => {
             if e.ecx >> 26 & 1 != 0 {
