@@ -189,8 +189,15 @@ impl Blocks {
 
 /// Pages of [`Cache::is_new`].
 const FILLED: usize = 4096;
-/// Keys whose numbers are known.
-const NUMBERED: usize = 256;
+/// Keys whose numbers are known: so many sets of as many. (Of two keys that take turns, as levels do,
+/// both have to be.)
+const NUMBERED: usize = 64;
+const WAYS: usize = 4;
+
+/// Where the key's number is looked for.
+fn set_of(key: u64) -> usize {
+    (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize % NUMBERED
+}
 
 /// Blocks of a page in one mode.
 #[derive(Clone, Copy, Debug)]
@@ -222,7 +229,7 @@ pub(crate) struct Cache {
     /// Pages and keys of [`Self::is_new`].
     filled: [(u64, u64); FILLED],
     /// Keys and their numbers.
-    numbers: [(u64, u32); NUMBERED],
+    numbers: [[(u64, u32); WAYS]; NUMBERED],
     /// The last number given.
     number: u32,
 }
@@ -236,7 +243,7 @@ impl Cache {
             targets: no_targets(),
             remembered: HashMap::default(),
             filled: [(0, 0); FILLED],
-            numbers: [(0, 0); NUMBERED],
+            numbers: [[(0, 0); WAYS]; NUMBERED],
             number: 0,
         }
     }
@@ -252,18 +259,17 @@ impl Cache {
     /// A number for the key, which no other key has had. `None`: no more are left, all are to be
     /// forgotten, and the next one is the first again.
     pub(crate) fn number(&mut self, key: u64) -> Option<u32> {
-        let at = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize % NUMBERED;
-        let (known, number) = self.numbers[at];
-        if known == key {
-            return Some(number);
+        let set = &mut self.numbers[set_of(key)];
+        if let Some((_, number)) = set.iter().find(|(known, _)| *known == key) {
+            return Some(*number);
         }
         let Some(next) = self.number.checked_add(1) else {
             self.number = 0;
-            self.numbers.fill((0, 0));
+            self.numbers.fill([(0, 0); WAYS]);
             return None;
         };
         self.number = next;
-        self.numbers[at] = (key, next);
+        set[next as usize % WAYS] = (key, next);
         Some(next)
     }
     /// True once for the page of `rip` under a key, or more often if others came in between.
@@ -438,6 +444,12 @@ mod tests {
             assert_eq!(c.number(key << 8), Some(number));
             assert!(number != 0 && *given.entry(number).or_insert(key) == key);
         }
+        // Two of a set that take turns are both known soon.
+        let same: Vec<_> = (5000..).filter(|k| set_of(*k) == 7).take(2).collect();
+        let mut turn = || [same[0], same[1]].map(|key| c.number(key));
+        turn();
+        turn();
+        assert_eq!(turn(), turn());
         c.number = u32::MAX - 1;
         assert_eq!(c.number(1 << 40), Some(u32::MAX));
         assert_eq!(c.number(2 << 40), None);
