@@ -3,7 +3,7 @@
 
 use iced_x86::{Instruction, OpKind};
 
-use super::{Emit, FarSite, Flags, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
+use super::{Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
 use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
 
 impl Translator {
@@ -12,7 +12,7 @@ impl Translator {
         let condition = condition_bits(d.i.condition_code()).ok_or(Unsupported)?;
         let condition = self.condition(condition);
         let from = self.asm.jcc(condition);
-        let live = self.flags == Flags::Register;
+        let live = self.flags.is_register();
         if (0..0x1000).contains(&t) {
             self.link(from, t as u32, live, false).is_back = t < d.offset.into();
         } else {
@@ -31,7 +31,7 @@ impl Translator {
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
-            let live = self.flags == Flags::Register;
+            let live = self.flags.is_register();
             self.link(from, t as u32, live, false).is_back = t < offset.into();
         } else {
             self.flags_in_memory();

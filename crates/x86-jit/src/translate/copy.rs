@@ -105,7 +105,7 @@ impl Translator {
             // The first one is in r13.
             self.cached = Some(temps[0].0);
         }
-        self.flags_after(form);
+        self.flags_after(d, form);
         Ok(())
     }
 
@@ -143,7 +143,7 @@ impl Translator {
         if d.writes >> number & 1 != 0 && self.cached == Some(number) {
             self.cached = None;
         }
-        self.flags_after(form);
+        self.flags_after(d, form);
         true
     }
 

@@ -6,7 +6,7 @@
 //! back for an instruction that reads some of them or leaves some as they are. CF alone,
 //! between additions with carry or over INC and DEC, is moved by itself.
 
-use iced_x86::RflagsBits;
+use iced_x86::{Instruction, Mnemonic, OpKind, RflagsBits};
 
 use super::Translator;
 use crate::{
@@ -28,15 +28,35 @@ const LAHF: Mem = Mem {
 pub(super) enum Flags {
     /// RFLAGS.
     Register,
+    /// RFLAGS, as of a register that was made zero by XOR or SUB with itself.
+    Zero,
     /// [`FLAGS`].
     Memory,
     Both,
 }
 
+impl Flags {
+    /// Nowhere but in RFLAGS.
+    pub(super) fn is_register(self) -> bool {
+        matches!(self, Self::Register | Self::Zero)
+    }
+}
+
+/// [`FLAGS`] of a result of zero: ZF, PF, and the bit that is always set.
+const OF_ZERO: i32 = 0x4600;
+
+/// XOR or SUB of a register with itself.
+fn makes_zero(i: &Instruction) -> bool {
+    matches!(i.mnemonic(), Mnemonic::Xor | Mnemonic::Sub)
+        && i.op0_kind() == OpKind::Register
+        && i.op1_kind() == OpKind::Register
+        && i.op0_register() == i.op1_register()
+}
+
 impl Translator {
     /// Before code that changes RFLAGS, which is not the guest's.
     pub(super) fn spill_flags(&mut self, d: &Decoded) {
-        if d.live_in == RflagsBits::CF && self.flags == Flags::Register {
+        if d.live_in == RflagsBits::CF && self.flags.is_register() {
             // setc [LAHF]
             self.asm.rm(false, &[0x0f, 0x92], 0, LAHF);
         } else if d.live_in != 0 {
@@ -47,9 +67,13 @@ impl Translator {
 
     /// Flags are in memory from here on.
     pub(super) fn flags_in_memory(&mut self) {
-        if self.flags == Flags::Register {
-            save_flags(&mut self.asm);
-            self.cached = None;
+        match self.flags {
+            Flags::Register => {
+                save_flags(&mut self.asm);
+                self.cached = None;
+            }
+            Flags::Zero => self.asm.store32_imm(NEAR_FLAGS, OF_ZERO),
+            Flags::Memory | Flags::Both => {}
         }
         self.flags = Flags::Memory;
     }
@@ -81,9 +105,13 @@ impl Translator {
     }
 
     /// After an instruction that was executed as it is.
-    pub(super) fn flags_after(&mut self, form: &Form) {
+    pub(super) fn flags_after(&mut self, d: &Decoded, form: &Form) {
         if form.changes_flags {
-            self.flags = Flags::Register;
+            self.flags = if makes_zero(&d.i) {
+                Flags::Zero
+            } else {
+                Flags::Register
+            };
         }
     }
 
