@@ -3,7 +3,7 @@
 //! of what a translation would cost.
 
 use iced_x86::{
-    Code, EncodingKind, Instruction, InstructionInfoFactory, InstructionInfoOptions,
+    Code, ConditionCode, EncodingKind, Instruction, InstructionInfoFactory, InstructionInfoOptions,
     MandatoryPrefix, Mnemonic, OpAccess, OpCodeOperandKind as K, OpKind, Register,
 };
 use x86_cpu::Features;
@@ -337,30 +337,6 @@ fn rm(code: Code) -> Option<u8> {
             | M::Lzcnt
             | M::Bsf
             | M::Bsr
-            | M::Cmova
-            | M::Cmovae
-            | M::Cmovb
-            | M::Cmovbe
-            | M::Cmove
-            | M::Cmovg
-            | M::Cmovge
-            | M::Cmovl
-            | M::Cmovle
-            | M::Cmovne
-            | M::Cmovns
-            | M::Cmovs
-            | M::Seta
-            | M::Setae
-            | M::Setb
-            | M::Setbe
-            | M::Sete
-            | M::Setg
-            | M::Setge
-            | M::Setl
-            | M::Setle
-            | M::Setne
-            | M::Setns
-            | M::Sets
     );
     let op = code.op_code();
     let is_rm = |n: &u32| {
@@ -369,6 +345,8 @@ fn rm(code: Code) -> Option<u8> {
             K::r8_or_mem | K::r16_or_mem | K::r32_or_mem | K::r64_or_mem
         )
     };
+    // CMOVcc and SETcc.
+    let plain = plain || code.condition_code() != ConditionCode::None;
     let n = (0..op.op_count()).find(is_rm).filter(|_| plain)?;
     Some(n as u8)
 }
