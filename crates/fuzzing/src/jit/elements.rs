@@ -122,8 +122,16 @@ impl Builder<'_> {
             Code::Cmove_r64_rm64,
             Code::Xchg_rm64_r64,
         ];
+        const ALIGNED: [Code; 4] = [
+            Code::Movaps_xmm_xmmm128,
+            Code::Movaps_xmmm128_xmm,
+            Code::Paddd_xmm_xmmm128,
+            Code::VEX_Vmovdqa_ymm_ymmm256,
+        ];
         let registers = self.registers;
         let mut e = Element::default();
+        // Some accesses have to be aligned, and nearly all of them are.
+        let step = if self.r.one_in(3) { 16 } else { 1 };
         let mut bases = [R::RSP; 2];
         for b in &mut bases {
             if !self.r.one_in(6) {
@@ -133,6 +141,7 @@ impl Builder<'_> {
         let index = general(&mut self.r, self.registers);
         for b in bases {
             let at = self.target(64);
+            let at = if step == 16 { at & !31 } else { at };
             e.push(mov(b, if b == R::RSP { at & !7 } else { at }));
         }
         e.push(mov(index, self.r.below(16)));
@@ -144,14 +153,15 @@ impl Builder<'_> {
                 0 => e.push(made(Instruction::with2(
                     r.pick(&[Code::Add_rm64_imm8, Code::Sub_rm64_imm8]),
                     base,
-                    8 * r.below(4) as i32,
+                    if step == 16 { 16 } else { 8 } * r.below(4) as i32,
                 ))),
-                1 => e.push(made(Instruction::with1(
+                1 if step == 1 => e.push(made(Instruction::with1(
                     r.pick(&[Code::Inc_rm64, Code::Dec_rm64]),
                     r.pick(&[base, index]),
                 ))),
                 2 => {
-                    let m = MemoryOperand::with_base_displ(base, r.below(32) as i64);
+                    let by = (r.below(32) / step * step) as i64;
+                    let m = MemoryOperand::with_base_displ(base, by);
                     let to = r.pick(&bases);
                     e.push(made(Instruction::with2(Code::Lea_r64_m, to, m)));
                 }
@@ -159,7 +169,7 @@ impl Builder<'_> {
                     let to = r.pick(&bases);
                     e.push(made(Instruction::with2(Code::Mov_r64_rm64, to, base)));
                 }
-                4 if bases.contains(&R::RSP) => {
+                4 if bases.contains(&R::RSP) && step == 1 => {
                     let code = r.pick(&[Code::Push_r64, Code::Pop_r64]);
                     e.push(made(Instruction::with1(code, general(r, registers))));
                 }
@@ -173,9 +183,18 @@ impl Builder<'_> {
                     )));
                 }
                 _ => {
-                    let code = r.pick(&FORMS);
-                    let disp = r.below(80) as i64 - 16;
-                    let m = if r.one_in(4) {
+                    let is_aligned = step == 16 && r.one_in(2);
+                    let code = if is_aligned {
+                        r.pick(&ALIGNED)
+                    } else {
+                        r.pick(&FORMS)
+                    };
+                    let mut disp = r.below(80) as i64 - 16;
+                    if is_aligned && !r.one_in(32) {
+                        let by = if code == ALIGNED[3] { 32 } else { 16 };
+                        disp = disp.div_euclid(by) * by;
+                    }
+                    let m = if r.one_in(4) && !is_aligned {
                         let scale = r.pick(&[1, 2, 4, 8]);
                         MemoryOperand::new(base, index, scale, disp, 1, false, R::None)
                     } else {
@@ -619,7 +638,12 @@ fn neighbour(code: Code, m: MemoryOperand, n: u32, v: i8) -> Instruction {
     let register = match code {
         Code::Mov_rm8_r8 => [R::AL, R::CL, R::DL, R::BL][n as usize % 4],
         Code::Mov_r32_rm32 | Code::Movzx_r32_rm16 | Code::Add_rm32_r32 => R::EAX + n,
-        Code::Movups_xmm_xmmm128 | Code::Movups_xmmm128_xmm => R::XMM0 + n,
+        Code::Movups_xmm_xmmm128
+        | Code::Movups_xmmm128_xmm
+        | Code::Movaps_xmm_xmmm128
+        | Code::Movaps_xmmm128_xmm
+        | Code::Paddd_xmm_xmmm128 => R::XMM0 + n,
+        Code::VEX_Vmovdqa_ymm_ymmm256 => R::YMM0 + n,
         _ => R::RAX + n,
     };
     made(match code {
@@ -629,6 +653,7 @@ fn neighbour(code: Code, m: MemoryOperand, n: u32, v: i8) -> Instruction {
         | Code::Mov_rm8_r8
         | Code::Add_rm32_r32
         | Code::Movups_xmmm128_xmm
+        | Code::Movaps_xmmm128_xmm
         | Code::Xchg_rm64_r64 => Instruction::with2(code, m, register),
         _ => Instruction::with2(code, register, m),
     })
