@@ -101,6 +101,45 @@ fn cpuid_is_enforced_if_the_vmm_wants_that() {
     assert!(!can_read::<0x4000_0080>(u32::MAX, false));
 }
 
+const TSC_INVARIANT_CONTROL: u32 = 0x4000_0118;
+
+#[test]
+fn the_tsc_is_invariant_once_the_guest_asks() {
+    let m = Machine::new();
+    let mut vcpu = vcpu(&m, u32::MAX, u32::MAX);
+    m.load(CODE, |a| {
+        let mut read = a.create_label();
+        let mut next = a.create_label();
+        a.mov(rdi, RESULTS)?;
+        a.call(read)?;
+        write_msr(a, TSC_INVARIANT_CONTROL, 1)?;
+        a.call(read)?;
+        a.jmp(next)?;
+        a.set_label(&mut read)?;
+        a.mov(eax, 0x8000_0007_u32)?;
+        a.cpuid()?;
+        a.mov(dword_ptr(rdi), edx)?;
+        a.add(rdi, 4)?;
+        a.ret()?;
+        a.set_label(&mut next)?;
+        a.hlt()?;
+        // Not taken back: a #GP without a handler.
+        write_msr(a, TSC_INVARIANT_CONTROL, 0)
+    });
+    assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+    let seen: [u8; 8] = m.read(RESULTS);
+    // The host's own bit, if it has it.
+    assert_eq!((seen[1] & 1, seen[0]), (0, seen[4]));
+    let supported = m.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    let mut leaves = supported.as_slice().iter();
+    let own = leaves.find(|e| e.function == 0x8000_0007);
+    assert_eq!(seen[5] & 1, own.map_or(0, |e| (e.edx >> 8 & 1) as u8));
+    assert!(matches!(vcpu.run().unwrap(), VcpuExit::Shutdown));
+    assert_eq!(msr(&vcpu, TSC_INVARIANT_CONTROL), Some(1));
+    assert!(!set_msr(&vcpu, TSC_INVARIANT_CONTROL, 2));
+    assert!(set_msr(&vcpu, TSC_INVARIANT_CONTROL, 0));
+}
+
 #[test]
 fn registers_of_the_vmm() {
     let m = Machine::new();

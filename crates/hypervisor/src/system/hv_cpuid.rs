@@ -41,6 +41,8 @@ pub(crate) mod access {
     pub(crate) const FREQUENCIES: u32 = 1 << 11;
     /// REENLIGHTENMENT_CONTROL and TSC_EMULATION_*.
     pub(crate) const REENLIGHTENMENT: u32 = 1 << 13;
+    /// TSC_INVARIANT_CONTROL.
+    pub(crate) const INVARIANT_TSC: u32 = 1 << 15;
 }
 
 /// Bits of [`FEATURES`], EBX: what the guest may call.
@@ -104,7 +106,8 @@ pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
         | access::RESET
         | access::REFERENCE_TSC
         | access::FREQUENCIES
-        | access::REENLIGHTENMENT;
+        | access::REENLIGHTENMENT
+        | access::INVARIANT_TSC;
     let mut advice = recommended::FLUSH
         | recommended::APIC
         | recommended::RELAXED

@@ -471,7 +471,11 @@ impl GuestBus for Bus {
         // What serializes makes code that others have written visible (SDM vol. 3, 9.1.3).
         self.mmu.serialize();
         let follows = self.cpuid_follows();
-        super::cpuid::lookup(&self.cpuid, cpu, follows, leaf, subleaf)
+        let mut registers = super::cpuid::lookup(&self.cpuid, cpu, follows, leaf, subleaf);
+        if leaf == 0x8000_0007 && self.hides_invariant_tsc() {
+            registers[3] &= !(1 << 8);
+        }
+        registers
     }
     fn tsc(&mut self, _cpu: &mut CpuState) -> u64 {
         self.tsc.guest(host::cpu::rdtsc())

@@ -37,6 +37,8 @@ pub(crate) struct Partition {
     pub(crate) tsc_emulation_control: u64,
     /// HV_X64_MSR_TSC_EMULATION_STATUS.
     pub(crate) tsc_emulation_status: u64,
+    /// HV_X64_MSR_TSC_INVARIANT_CONTROL.
+    pub(crate) tsc_invariant: u64,
     /// HV_X64_MSR_SYNDBG_*.
     pub(crate) debugger: Debugger,
     /// What the page says, while it is valid.

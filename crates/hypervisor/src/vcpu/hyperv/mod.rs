@@ -62,9 +62,10 @@ pub(crate) mod index {
     pub(crate) const REENLIGHTENMENT_CONTROL: u32 = 0x4000_0106;
     pub(crate) const TSC_EMULATION_CONTROL: u32 = 0x4000_0107;
     pub(crate) const TSC_EMULATION_STATUS: u32 = 0x4000_0108;
+    pub(crate) const TSC_INVARIANT_CONTROL: u32 = 0x4000_0118;
 
     /// What a VMM saves.
-    pub(crate) const SAVED: [u32; 27] = [
+    pub(crate) const SAVED: [u32; 28] = [
         GUEST_OS_ID,
         HYPERCALL,
         TIME_REF_COUNT,
@@ -86,6 +87,7 @@ pub(crate) mod index {
         REENLIGHTENMENT_CONTROL,
         TSC_EMULATION_CONTROL,
         TSC_EMULATION_STATUS,
+        TSC_INVARIANT_CONTROL,
         SYNDBG_OPTIONS,
         SYNDBG_CONTROL,
         SYNDBG_STATUS,
@@ -164,6 +166,7 @@ impl HyperV {
             SCONTROL..=EOM | SINT0..=SINT15 => (access::SYNIC, 0),
             STIMER0_CONFIG..=STIMER3_COUNT => (access::TIMERS, 0),
             SYNDBG_CONTROL..=SYNDBG_PENDING_BUFFER | SYNDBG_OPTIONS => (0, feature::DEBUGGER),
+            TSC_INVARIANT_CONTROL => (access::INVARIANT_TSC, 0),
             CRASH_P0..=CRASH_CTL => (0, feature::CRASH),
             _ => (0, 0),
         };
@@ -177,6 +180,14 @@ impl Bus {
     #[inline]
     pub(super) fn has_hv_hypercalls(&self) -> bool {
         self.hv.is_offered && self.vm.hyperv.has_hypercalls()
+    }
+
+    /// CPUID does not show that the TSC is invariant: a guest that may ask for that has not.
+    pub(super) fn hides_invariant_tsc(&self) -> bool {
+        let [eax, ..] = self.hv.features;
+        self.hv.is_offered
+            && eax & access::INVARIANT_TSC != 0
+            && self.vm.hyperv.partition().tsc_invariant == 0
     }
 
     /// RDMSR or, for `host`, KVM_GET_MSRS.
@@ -229,6 +240,7 @@ impl Bus {
                     REENLIGHTENMENT_CONTROL => p.reenlightenment,
                     TSC_EMULATION_CONTROL => p.tsc_emulation_control,
                     TSC_EMULATION_STATUS => p.tsc_emulation_status,
+                    TSC_INVARIANT_CONTROL => p.tsc_invariant,
                     _ => return None,
                 })
             }
@@ -353,6 +365,9 @@ impl Bus {
             // Emulation that is not under way cannot begin by being told of.
             TSC_EMULATION_STATUS if value != 0 && !host => return false,
             TSC_EMULATION_STATUS => p.tsc_emulation_status = value,
+            // One bit, which a guest cannot take back.
+            TSC_INVARIANT_CONTROL if value > 1 || !host && value < p.tsc_invariant => return false,
+            TSC_INVARIANT_CONTROL => p.tsc_invariant = value,
             _ => return false,
         }
         vm.hyperv.publish(&p);
