@@ -147,6 +147,9 @@ fn the_vmm_hears_of_registers_and_messages() {
         call(a, [0x5d, 0xa000, 0])?;
         call(a, [0x5c, 0xb000, 0x123])?;
         call(a, [1 << 32 | 0x5c, 0xb000, 0])?;
+        // HvExtCallQueryCapabilities
+        call(a, [0x8001, 0, 0xb000])?;
+        call(a, [1 << 16 | 0x8001, 0, 0])?;
         a.out(0x80, al)
     });
     for index in [SIMP, SCONTROL] {
@@ -162,7 +165,11 @@ fn the_vmm_hears_of_registers_and_messages() {
     }
     // KVM_CAP_HYPERV_SYNIC2 leaves the page alone.
     assert_eq!(m.read(MESSAGES), [7]);
-    for (input, params, result) in [(0x5d, [0xa000, 0], 0x12), (0x5c, [0xb000, 0x123], 0x34)] {
+    for (input, params, result) in [
+        (0x5d, [0xa000, 0], 0x12),
+        (0x5c, [0xb000, 0x123], 0x34),
+        (0x8001, [0, 0xb000], 0x56),
+    ] {
         let exit = hyperv(&mut vcpu);
         assert_eq!(exit.type_, KVM_EXIT_HYPERV_HCALL);
         // SAFETY: the member that the type says.
@@ -172,10 +179,10 @@ fn the_vmm_hears_of_registers_and_messages() {
         vcpu.get_kvm_run().__bindgen_anon_1.hyperv.u.hcall = hcall;
     }
     assert_eq!(port(&mut vcpu), 0x80);
-    let results: [u8; 40] = m.read(RESULTS);
+    let results: [u8; 56] = m.read(RESULTS);
     let (words, _) = results.as_chunks::<8>();
     let results: Vec<u64> = words.iter().map(|w| u64::from_le_bytes(*w)).collect();
-    assert_eq!(results, [0, 3, 0x12, 0x34, 3]);
+    assert_eq!(results, [0, 3, 0x12, 0x34, 3, 0x56, 5]);
     assert_eq!(event.read().unwrap(), 1);
     assert_eq!(connection(&m, 5, 0, KVM_HYPERV_EVENTFD_DEASSIGN), Ok(0));
     let again = connection(&m, 5, 0, KVM_HYPERV_EVENTFD_DEASSIGN);

@@ -53,6 +53,8 @@ pub(crate) mod right {
     pub(crate) const SIGNAL_EVENTS: u32 = 1 << 5;
     /// HvCallPostDebugData and its like.
     pub(crate) const DEBUG: u32 = 1 << 11;
+    /// HvExtCallQueryCapabilities and what it tells of.
+    pub(crate) const EXTENDED: u32 = 1 << 20;
 }
 
 /// Bits of [`FEATURES`], EDX.
@@ -113,7 +115,7 @@ pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
         | recommended::RELAXED
         | recommended::IPI
         | recommended::SPARSE;
-    let rights = right::POST_MESSAGES | right::SIGNAL_EVENTS | right::DEBUG;
+    let rights = right::POST_MESSAGES | right::SIGNAL_EVENTS | right::DEBUG | right::EXTENDED;
     let features = feature::SSE_INPUT
         | feature::FREQUENCIES
         | feature::CRASH

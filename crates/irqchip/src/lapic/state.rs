@@ -75,7 +75,8 @@ impl Lapic {
         if self.is_x2apic() {
             let expected = self.config.vcpu_id;
             if !x2apic_format {
-                id >>= 24;
+                // Read-only: what the state says does not count.
+                id = expected;
             } else if id != expected {
                 let found = id;
                 return Err(InvalidState { found, expected });

@@ -492,6 +492,12 @@ fn ids_in_saved_state() {
         let before = l.clone();
         l.restore(&state, NS, wide).unwrap();
         assert_eq!(l, before);
+        if !wide && l.is_x2apic() {
+            state.regs[0x23] ^= 1;
+            l.restore(&state, NS, wide).unwrap();
+            assert_eq!(l, before);
+            state.regs[0x23] ^= 1;
+        }
         if wide && l.is_x2apic() {
             state.regs[0x20] ^= 1;
             let error = l.restore(&state, NS, wide).unwrap_err();

@@ -18,6 +18,7 @@ mod status {
     pub(super) const SUCCESS: u64 = 0;
     pub(super) const INVALID_CODE: u64 = 2;
     pub(super) const INVALID_INPUT: u64 = 3;
+    pub(super) const INVALID_PARAMETER: u64 = 5;
     pub(super) const ACCESS_DENIED: u64 = 6;
     pub(super) const OPERATION_DENIED: u64 = 8;
 }
@@ -36,6 +37,8 @@ mod code {
     pub(super) const POST_DEBUG_DATA: u16 = 0x69;
     pub(super) const RETRIEVE_DEBUG_DATA: u16 = 0x6a;
     pub(super) const RESET_DEBUG_SESSION: u16 = 0x6b;
+    /// The first asks which of the others the VMM has.
+    pub(super) const EXTENDED: std::ops::RangeInclusive<u16> = 0x8001..=0x8041;
 }
 
 /// HV_X64_SYNDBG_OPTION_USE_HCALLS.
@@ -158,6 +161,7 @@ fn is_allowed(bus: &Bus, code: u16) -> bool {
         code::FLUSH_SPACE_EX | code::FLUSH_LIST_EX => {
             advised(recommended::FLUSH | recommended::SPARSE)
         }
+        _ if code::EXTENDED.contains(&code) => rights & right::EXTENDED != 0,
         code::POST_MESSAGE => rights & right::POST_MESSAGES != 0,
         code::SIGNAL_EVENT => rights & right::SIGNAL_EVENTS != 0,
         code::POST_DEBUG_DATA | code::RETRIEVE_DEBUG_DATA | code::RESET_DEBUG_SESSION => {
@@ -209,7 +213,9 @@ fn answer(bus: &mut Bus, cpu: &mut CpuState, call: Call) -> Result<u64, Fault> {
         code::POST_DEBUG_DATA | code::RETRIEVE_DEBUG_DATA | code::RESET_DEBUG_SESSION => {
             return debug(bus, cpu, call);
         }
-        _ => Some(status::INVALID_CODE),
+        _ if !code::EXTENDED.contains(&call.code) => Some(status::INVALID_CODE),
+        _ if call.is_fast => Some(status::INVALID_PARAMETER),
+        _ => return ask(bus, cpu, call),
     };
     Ok(result.unwrap_or(status::INVALID_INPUT))
 }
