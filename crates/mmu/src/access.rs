@@ -324,8 +324,16 @@ impl Mmu {
         let pages = (gva % PAGE_SIZE).saturating_add(len - 1) / PAGE_SIZE;
         let mut at = gva;
         for _ in 0..=pages {
-            self.walk_for(cpu, at, access, who)
-                .map_err(Miss::Exception)?;
+            let half = match access {
+                Access::Read => Some(Half::Read),
+                Access::Write => Some(Half::Write),
+                Access::Fetch => None,
+            };
+            let l1 = &self.views[self.tables_for(who)].l1;
+            if half.is_none_or(|half| l1.find(half, at).is_none()) {
+                self.walk_for(cpu, at, access, who)
+                    .map_err(Miss::Exception)?;
+            }
             at = self.next_page(cpu, at, who);
         }
         Ok(())

@@ -45,6 +45,8 @@ pub(crate) struct Context {
     pub pending: Pending,
     used: u64,
     views: Vec<(View, usize)>,
+    /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
+    recent: [Option<Recent>; 4],
 }
 
 /// L1 of a (context, view).
@@ -145,7 +147,6 @@ impl Mmu {
     /// Makes the context of `self.paging` current and carries out its pending flushes.
     pub(crate) fn select_context(&mut self) {
         self.forget_devices();
-        self.recent = [None; 4];
         let p = &self.paging;
         let key = Key {
             world: p.mode as u8 | p.space << 3 | u8::from(p.nxe) << 4,
@@ -159,6 +160,7 @@ impl Mmu {
     }
 
     fn new_context(&mut self, key: Key) -> usize {
+        self.views_made += 1;
         let flushed = self.next_tick();
         let fresh = Context {
             key,
@@ -166,6 +168,7 @@ impl Mmu {
             pending: Pending::default(),
             used: 0,
             views: Vec::with_capacity(MAX_VIEWS),
+            recent: [None; 4],
         };
         if self.contexts.len() < MAX_CONTEXTS {
             self.contexts.push(fresh);
@@ -224,7 +227,7 @@ impl Mmu {
     #[inline]
     pub(crate) fn select_tables(&mut self, cpu: &CpuState) {
         let (place, registers) = Recent::key(cpu);
-        if let Some(recent) = self.recent[place]
+        if let Some(recent) = self.contexts[self.current].recent[place]
             && recent.registers == registers
         {
             (self.live, self.system) = (recent.live, recent.system);
@@ -232,7 +235,7 @@ impl Mmu {
             return;
         }
         self.find_tables(cpu);
-        self.recent[place] = Some(Recent {
+        self.contexts[self.current].recent[place] = Some(Recent {
             registers,
             live: self.live,
             system: self.system,
@@ -258,7 +261,8 @@ impl Mmu {
             return *tables;
         }
         self.forget_devices();
-        self.recent = [None; 4];
+        self.contexts[self.current].recent = [None; 4];
+        self.views_made += 1;
         let (used, epoch) = (self.next_tick(), self.next_tick());
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
             let free = self.views.iter().position(|t| !t.taken);

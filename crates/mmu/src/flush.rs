@@ -4,7 +4,7 @@ use guest_memory::memory::NewCode;
 use x86_cpu::{CpuState, Exception, Flush};
 use x86_defs::paging::P;
 
-use crate::{Mmu, Mode, Paging, l1::Half};
+use crate::{Mmu, Mode, Paging, l1::Half, paging::Controls};
 
 impl Mmu {
     /// CR0, CR3, CR4 or EFER changed: selects the context; in PAE mode loads the
@@ -13,7 +13,7 @@ impl Mmu {
     /// # Errors
     /// #GP(0) for PDPTEs with reserved bits or outside RAM; nothing has changed then.
     pub fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Exception> {
-        if Paging::of(cpu).mode == Mode::Pae {
+        if Mode::of(cpu) == Mode::Pae {
             let mut raw = [0; 32];
             if !self
                 .table
@@ -41,8 +41,15 @@ impl Mmu {
     /// As [`Self::load_root`] with the PDPTEs that `cpu` has: after the VMM or a
     /// reset has set registers. The caller flushes [`Flush::All`] as well.
     pub fn set_root(&mut self, cpu: &CpuState) {
-        self.paging = Paging::of(cpu);
-        self.note_fetch_controls(cpu);
+        let controls = Some(Controls::of(cpu));
+        let is_long = matches!(self.paging.mode, Mode::Level4 | Mode::Level5);
+        if is_long && controls == self.controls {
+            self.paging.set_long_root(cpu);
+        } else {
+            self.paging = Paging::of(cpu);
+            self.controls = controls;
+            self.note_fetch_controls(cpu);
+        }
         self.select_context();
         self.select_tables(cpu);
     }

@@ -126,6 +126,8 @@ pub struct Mmu {
     /// The page that the last [`Self::translate`] or fetch could not use for the host's sake.
     host_fault: Option<u64>,
     paging: Paging,
+    /// That `paging` is made from.
+    controls: Option<paging::Controls>,
     /// The slot of the last table walked: where the next one is looked for first.
     near: usize,
     /// The last device pages read and written.
@@ -135,8 +137,8 @@ pub struct Mmu {
     views: Vec<context::Tables>,
     live: usize,
     system: usize,
-    /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
-    recent: [Option<view::Recent>; 4],
+    /// Changes of what `views` are tables of.
+    views_made: u64,
     contexts: Vec<context::Context>,
     current: usize,
     /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
@@ -174,12 +176,13 @@ impl Mmu {
             apic_page: None,
             host_fault: None,
             paging: Paging::default(),
+            controls: None,
             near: 0,
             devices: [DevicePage::NONE; 2],
             views: Vec::new(),
             live: 0,
+            views_made: 0,
             system: 0,
-            recent: [None; 4],
             contexts: Vec::new(),
             current: 0,
             tick: 1,

@@ -1,6 +1,6 @@
 //! [`Paging`]: how addresses are translated, from CR0, CR3, CR4, EFER and CPUID.
 
-use x86_cpu::{CpuState, Feature};
+use x86_cpu::{CpuState, Feature, Features};
 use x86_defs::{
     control::{cr0, cr3, cr4, efer},
     paging::{ADDR_MASK, G, NX, PS},
@@ -48,20 +48,66 @@ pub struct Paging {
     pub reserved_leaf: [u64; 6],
 }
 
+/// All that [`Paging`] depends on but CR3 and the PDPTEs: while it stays, a change of address space changes
+/// [`Paging::root`] and [`Paging::pcid`] alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Controls {
+    cr0: u64,
+    cr4: u64,
+    efer: u64,
+    in_smm: bool,
+    features: Features,
+}
+
+impl Controls {
+    pub(crate) fn of(cpu: &CpuState) -> Self {
+        Self {
+            cr0: cpu.cr0,
+            cr4: cpu.cr4,
+            efer: cpu.efer,
+            in_smm: cpu.events.in_smm,
+            features: cpu.features,
+        }
+    }
+}
+
+impl Mode {
+    /// From the CPU's registers.
+    pub(crate) fn of(cpu: &CpuState) -> Self {
+        if cpu.cr0 & cr0::PG == 0 {
+            Self::None
+        } else if cpu.cr4 & cr4::PAE == 0 {
+            Self::Bits32
+        } else if cpu.efer & efer::LMA == 0 {
+            Self::Pae
+        } else if cpu.cr4 & cr4::LA57 == 0 {
+            Self::Level4
+        } else {
+            Self::Level5
+        }
+    }
+}
+
+/// Address bits that the CPU does not have.
+fn no_address(cpu: &CpuState) -> u64 {
+    let width = u32::from(cpu.features.maxphyaddr).clamp(32, 52);
+    ADDR_MASK & u64::MAX.checked_shl(width).unwrap_or(0)
+}
+
 impl Paging {
+    /// Takes over CR3 in a mode of long mode's.
+    pub(crate) fn set_long_root(&mut self, cpu: &CpuState) {
+        self.root = cpu.cr3 & ADDR_MASK & !no_address(cpu);
+        self.pcid = if cpu.cr4 & cr4::PCIDE != 0 {
+            (cpu.cr3 & cr3::PCID) as u16
+        } else {
+            0
+        };
+    }
+
     /// From the CPU's registers.
     pub fn of(cpu: &CpuState) -> Self {
-        let mode = if cpu.cr0 & cr0::PG == 0 {
-            Mode::None
-        } else if cpu.cr4 & cr4::PAE == 0 {
-            Mode::Bits32
-        } else if cpu.efer & efer::LMA == 0 {
-            Mode::Pae
-        } else if cpu.cr4 & cr4::LA57 == 0 {
-            Mode::Level4
-        } else {
-            Mode::Level5
-        };
+        let mode = Mode::of(cpu);
         let nxe = cpu.efer & efer::NXE != 0 && !matches!(mode, Mode::None | Mode::Bits32);
         let width = u32::from(cpu.features.maxphyaddr).clamp(32, 52);
         let mut p = Self {
@@ -73,9 +119,8 @@ impl Paging {
             nxe,
             ..Self::default()
         };
-        // Address bits that the CPU does not have; bits 62:52 are ignored in
-        // long mode and reserved in PAE mode.
-        let no_address = ADDR_MASK & u64::MAX.checked_shl(width).unwrap_or(0);
+        // Bits 62:52 are ignored in long mode and reserved in PAE mode.
+        let no_address = no_address(cpu);
         match mode {
             Mode::None => {}
             Mode::Bits32 => {
@@ -95,7 +140,7 @@ impl Paging {
                 p.reserved_leaf[2] |= bits(20, 13);
             }
             Mode::Level4 | Mode::Level5 => {
-                p.root = cpu.cr3 & ADDR_MASK & !no_address;
+                p.set_long_root(cpu);
                 let reserved = no_address | if nxe { 0 } else { NX };
                 p.reserved_table = [reserved; 6];
                 p.reserved_leaf = [reserved; 6];
@@ -112,9 +157,6 @@ impl Paging {
                     for level in [3, 4, 5] {
                         p.reserved_table[level] |= G;
                     }
-                }
-                if cpu.cr4 & cr4::PCIDE != 0 {
-                    p.pcid = (cpu.cr3 & cr3::PCID) as u16;
                 }
             }
         }

@@ -232,6 +232,12 @@ impl Mmu {
         &self.views[self.live].l1
     }
 
+    /// Changes when the tables of a view that is not live may have become another's.
+    #[inline]
+    pub fn views_made(&self) -> u64 {
+        self.views_made
+    }
+
     /// Prepares an access at the current privilege level and returns the host
     /// address of its first byte, if it needs no more than that: the page has a
     /// tag from now on, and all bytes are in it.

@@ -49,7 +49,7 @@ pub struct View {
 /// and its accesses to a user's memory go back and forth between a few.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Recent {
-    /// All that [`View::of`] looks at beside what the place in `Mmu::recent` says.
+    /// All that [`View::of`] looks at beside what the place in `Context::recent` says.
     pub registers: [u64; 4],
     pub live: usize,
     pub system: usize,

@@ -89,6 +89,11 @@ pub(crate) const LOG: usize = word(23);
 pub(crate) const PAUSES: usize = word(30);
 /// What a string instruction found for its first operand, while it looks at the second.
 pub(crate) const SLOT: usize = word(24);
+/// The tables of the supervisor's view with RFLAGS.AC clear, and those with it set, if nothing but the tables differs
+/// between the two and generated code may change from the one to the other; or 0.
+pub(crate) const VIEWS: [usize; 2] = [word(26), word(27)];
+/// It has done so: the MMU has to be told before anything else.
+pub(crate) const IS_OTHER_VIEW: usize = word(28);
 /// The host's RSP with no call to return from: see [`crate::thunks`].
 pub(crate) const STACK: usize = word(31);
 /// Direct branches to other pages by the table until one of them is remembered.

@@ -14,6 +14,7 @@ use crate::{
     area::{self, index},
     block::mode,
     exit::{Left, Reason},
+    refill::tell_view,
     run::{Context, drop_resume_flag, is_translatable, keep_resume_flag, pack, unpack},
     stats::Cause,
 };
@@ -51,6 +52,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
             &mut c.left,
         )
     };
+    tell_view(cpu, bus);
     if cpu.engine.words[index(area::LOG)] != 0 {
         jit.fault = None;
         jit.end_stretch(cpu);

@@ -1,16 +1,56 @@
 //! TLB misses of translated code, and what else it calls Rust for in the middle of a block.
 
 use mmu::l1::Half;
-use x86_cpu::{Access, Exception, Privilege};
+use x86_cpu::{Access, CpuState, Exception, Privilege};
 use x86_defs::{rflags, vector};
 
 use crate::{
     JitBus,
     area::{self, index},
     interrupt_return,
-    run::{Context, log_of, target_key},
+    run::{Context, Jit, log_of, target_key},
     system_call, thunks,
 };
+
+/// Generated code asks for a change of RFLAGS.AC from now on.
+pub(crate) fn forget_views(cpu: &mut CpuState) {
+    for word in area::VIEWS {
+        cpu.engine.words[index(word)] = 0;
+    }
+}
+
+/// The MMU follows generated code to the view that this has changed to by itself.
+#[inline]
+pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
+    let word = &mut cpu.engine.words[index(area::IS_OTHER_VIEW)];
+    if core::mem::take(word) != 0 {
+        bus.select_view(cpu);
+    }
+}
+
+/// STAC and CLAC. The next ones are generated code's own, if that is all that there is to them.
+fn change_access<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, set: bool) -> u64 {
+    let was_set = cpu.rflags & rflags::AC != 0;
+    let key = target_key(cpu);
+    let from = cpu.engine.words[index(area::TABLES)];
+    cpu.rflags &= !rflags::AC;
+    if set {
+        cpu.rflags |= rflags::AC;
+    }
+    bus.select_view(cpu);
+    jit.set_view(cpu, bus);
+    let same = target_key(cpu) == key;
+    if !same {
+        forget_views(cpu);
+    }
+    let words = &mut cpu.engine.words;
+    if same && was_set != set && words[index(area::LOG)] == 0 {
+        words[index(area::VIEWS[usize::from(was_set)])] = from;
+        words[index(area::VIEWS[usize::from(set)])] = words[index(area::TABLES)];
+        jit.views_made = bus.mmu().views_made();
+    }
+    thunks::SAME_KEY + u64::from(!same)
+}
 
 /// A TLB miss in translated code: the host address of the access, or 0 if it
 /// has to be made by the interpreter.
@@ -21,15 +61,9 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
         let c = &mut *context;
         (&mut *c.jit, &mut *c.cpu, &mut *c.bus)
     };
+    tell_view(cpu, bus);
     if site & (thunks::SET_AC | thunks::CLEAR_AC) != 0 {
-        cpu.rflags &= !rflags::AC;
-        if site & thunks::SET_AC != 0 {
-            cpu.rflags |= rflags::AC;
-        }
-        bus.select_view(cpu);
-        let key = target_key(cpu);
-        jit.set_view(cpu, bus);
-        return thunks::SAME_KEY + u64::from(target_key(cpu) != key);
+        return change_access(jit, cpu, bus, site & thunks::SET_AC != 0);
     }
     if site & (thunks::SYSCALL | thunks::SYSRET | thunks::IRETQ) != 0 {
         if site & thunks::IRETQ != 0 {

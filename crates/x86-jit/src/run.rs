@@ -25,7 +25,7 @@ use crate::{
     leave::{Site, handle},
     lockstep::{Lockstep, LockstepStats, Log, turn},
     perf::{self, Perf},
-    refill::refill,
+    refill::{forget_views, refill, tell_view},
     room::{MAX_BLOCK, Room},
     stats::Stats,
     thunks::{self, Thunks},
@@ -83,6 +83,8 @@ pub struct Jit<B: JitBus> {
     pub(crate) resumed: Option<u64>,
     /// Mode bits of the last [`Self::select`].
     pub(crate) mode: u8,
+    /// [`mmu::Mmu::views_made`] that [`area::VIEWS`] belong to.
+    pub(crate) views_made: u64,
     pub(crate) stats: Stats,
     /// What translated code does counts when the interpreter agrees.
     pub(crate) lockstep: Option<Box<Lockstep<B>>>,
@@ -136,6 +138,7 @@ impl<B: JitBus> Jit<B> {
             can_resume: false,
             resumed: None,
             mode: 0,
+            views_made: 0,
             stats: Stats::default(),
             lockstep: None,
             ranges: Vec::new(),
@@ -334,11 +337,15 @@ impl<B: JitBus> Jit<B> {
             self.flush_all();
             self.slots = bus.mmu().slots_generation();
         }
+        forget_views(cpu);
         self.update_mode(cpu, bus);
     }
 
-    /// After a change of mode or view.
+    /// After a change of mode or view, and none of mappings.
     pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        if bus.mmu().views_made() != self.views_made {
+            forget_views(cpu);
+        }
         self.mode = mode_of(cpu, self.plain_tsc);
         self.set_view(cpu, bus);
     }
@@ -603,6 +610,7 @@ impl<B: JitBus> Jit<B> {
             let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
             f();
         }
+        tell_view(cpu, bus);
         for _ in 0..core::mem::take(&mut cpu.engine.words[index(area::PAUSES)]) {
             bus.pause();
         }

@@ -8,6 +8,7 @@
 //! there is much of it, which bounds its depth.
 
 use mmu::DevicePage;
+use x86_defs::rflags;
 
 use crate::{
     area::*,
@@ -53,6 +54,8 @@ pub(crate) struct Thunks {
     /// Called for what changes the view: r13d is its bit ([`SET_AC`] and so on), and the offset. Does not
     /// return if the result is 0.
     pub(crate) switch: usize,
+    /// Called by CLAC, and by STAC, as [`Self::switch`].
+    pub(crate) access: [usize; 2],
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`]. Returns the host address in r14, and
     /// "above" in the flags; or something else, for [`Self::refused`].
     pub(crate) miss: usize,
@@ -299,6 +302,37 @@ fn load_near_words(a: &mut Asm) {
     a.store32(NEAR_NUMBER, RAX);
 }
 
+/// Goes on with the tables of the supervisor's other view, and RFLAGS.AC as it belongs to it, if they are known.
+fn change_view(a: &mut Asm, set: bool, otherwise: usize) {
+    let [from, to] = [!set, set].map(|ac| gs(VIEWS[usize::from(ac)]));
+    a.alu(true, Alu::Cmp, TLB, from);
+    let unknown = a.jcc(cc::NE);
+    a.patch(unknown, otherwise);
+    a.load(S0, to);
+    a.load32(S1, gs(RFLAGS));
+    if set {
+        a.alu_imm(false, Alu::Or, S1, rflags::AC as i32);
+    } else {
+        a.alu_imm(false, Alu::And, S1, !(rflags::AC as i32));
+    }
+    a.store32(gs(RFLAGS), S1);
+    a.store(gs(TABLES), S0);
+    a.store_imm(gs(IS_OTHER_VIEW), 1);
+    for (_, near) in near_words().chain(near_constants()) {
+        a.load(S1, near);
+        a.store(
+            Mem {
+                base: Some(S0),
+                ..near
+            },
+            S1,
+        );
+    }
+    a.mov(TLB, S0);
+    a.mov_imm(S0, SAME_KEY);
+    a.ret();
+}
+
 /// Changes rax.
 fn store_near_words(a: &mut Asm) {
     for (word, near) in near_words() {
@@ -528,6 +562,11 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(false, Alu::And, S1, 0xfff);
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(t.bail);
+
+    for (set, thunk) in [false, true].into_iter().zip(&mut t.access) {
+        *thunk = a.here();
+        change_view(a, set, t.switch);
+    }
 
     t.miss = a.here();
     let known = known_device(a, RAISES);

@@ -209,14 +209,11 @@ impl Translator {
 
     /// STAC and CLAC: another view of the same tables.
     pub(super) fn access_control(&mut self, d: &Decoded) {
-        let what = if d.i.mnemonic() == Mnemonic::Stac {
-            thunks::SET_AC
-        } else {
-            thunks::CLEAR_AC
-        };
+        let set = d.i.mnemonic() == Mnemonic::Stac;
+        let what = [thunks::CLEAR_AC, thunks::SET_AC][usize::from(set)];
         self.spill_flags(d);
         self.asm.mov_imm(S1, (what | d.offset).into());
-        self.asm.call_to(self.thunks.switch);
+        self.asm.call_to(self.thunks.access[usize::from(set)]);
         // cmovne rsp, gs:[STACK]
         self.asm
             .alu_imm(false, Alu::Cmp, S0, thunks::SAME_KEY as i32);
