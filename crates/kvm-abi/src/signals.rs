@@ -157,14 +157,19 @@ unsafe fn remember(signal: libc::c_int, info: *const libc::siginfo_t) {
     });
 }
 
-/// Begins a section of a launched program, whose end is not where the mask is restored; `deferred`:
-/// a signal waits already, `inner`: in a handler that runs in the middle of another one.
-pub fn begin(deferred: bool, inner: bool) {
+/// Begins a section of a launched program, whose end is not where the mask is restored; `deferred`
+/// tells whether a signal waits already, `inner`: in a handler that runs in the middle of another one.
+pub fn begin(deferred: impl FnOnce() -> bool, inner: bool) {
     if inner {
         DEPTH.set(DEPTH.get() + 1);
     } else {
-        DEFERRED.set(deferred);
+        DEFERRED.set(false);
         DEPTH.set(1);
+        compiler_fence(Ordering::SeqCst);
+        // Asked for last: a signal that came in between has said so there, too.
+        if deferred() {
+            DEFERRED.set(true);
+        }
     }
     compiler_fence(Ordering::SeqCst);
 }

@@ -35,7 +35,9 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut Block) {
         frame.rdi, frame.rsi, frame.rdx, frame.r10, frame.r8, frame.r9,
     ];
     kvm_abi::set_borrowed(block.borrowed != 0);
-    kvm_abi::signals::begin(block.pending != 0, block.inner != 0);
+    let pending = &raw const block.pending;
+    // SAFETY: the thread's own, which a signal may write at any moment.
+    kvm_abi::signals::begin(|| unsafe { pending.read_volatile() } != 0, block.inner != 0);
     if frame.rax != libc::SYS_ioctl as usize || frame.rsi != KVM_RUN {
         // Threads that we make inherit it.
         // SAFETY: our code does not use GS; on the way out it is set.
