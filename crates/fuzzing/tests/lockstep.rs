@@ -16,7 +16,7 @@ fn right_code_agrees_stretch_by_stretch() {
 #[test]
 fn a_wrong_rule_is_found_and_shown() {
     let mut jits = Jits::in_lockstep(true).expect("memory cannot be mapped");
-    let found = (0..3_000).find_map(|seed| jits.run(seed).err());
+    let found = (0..40_000).find_map(|seed| jits.run(seed).err());
     let report = found.expect("SAR is translated as SHR, and nothing was found");
     // The guest's instruction, and what was made of it.
     let (guest, host) = report
