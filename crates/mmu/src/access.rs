@@ -323,12 +323,12 @@ impl Mmu {
         }
         let pages = (gva % PAGE_SIZE).saturating_add(len - 1) / PAGE_SIZE;
         let mut at = gva;
+        let half = match access {
+            Access::Read => Some(Half::Read),
+            Access::Write => Some(Half::Write),
+            Access::Fetch => None,
+        };
         for _ in 0..=pages {
-            let half = match access {
-                Access::Read => Some(Half::Read),
-                Access::Write => Some(Half::Write),
-                Access::Fetch => None,
-            };
             let l1 = &self.views[self.tables_for(who)].l1;
             if half.is_none_or(|half| l1.find(half, at).is_none()) {
                 self.walk_for(cpu, at, access, who)

@@ -88,7 +88,8 @@ impl Raw {
     }
 }
 
-/// The instruction of `len` bytes with registers as `map` has them, and `rm`; `high`: it names AH, CH, DH or BH. `None`: not known how.
+/// The instruction of `len` bytes with registers as `map` has them, and `rm`; `high`: it names AH,
+/// CH, DH or BH. `None`: not known how.
 pub(crate) fn recode(
     (bytes, len): (&[u8; 16], usize),
     shape: Shape,
