@@ -36,10 +36,11 @@ pub(super) struct Program {
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
 /// Compiled on the host, found below `$OPT`.
-pub(super) const C_PROGRAMS: [(&str, &str); 3] = [
+pub(super) const C_PROGRAMS: [(&str, &str); 4] = [
     ("debuggee", DEBUGGEE),
     ("filters", include_str!("filters.c")),
     ("generated", include_str!("generated.c")),
+    ("keys", include_str!("keys.c")),
 ];
 
 /// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
@@ -410,6 +411,17 @@ END
         packages: &["libc6-dev"],
         paths: &[],
         script: "$OPT/generated",
+        expect: Expect::Host,
+        mem: "256M",
+        cpus: 2,
+        quick: true,
+    },
+    // Its guest has protection keys where the host has.
+    Program {
+        name: "protection-keys",
+        packages: &["libc6-dev"],
+        paths: &[],
+        script: "$OPT/keys",
         expect: Expect::Host,
         mem: "256M",
         cpus: 2,

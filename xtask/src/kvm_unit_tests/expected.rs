@@ -22,8 +22,7 @@ const EXCEPTIONS: &[(&str, Expect)] = &[
     ),
     ("cet", Skips("no shadow stacks")),
     ("ept*", Skips(NESTED)),
-    ("pks", Skips("no protection keys")),
-    ("pku", Skips("no protection keys")),
+    ("pks", Skips("no protection keys of supervisors' pages")),
     ("pmu_lbr", Skips(PMU)),
     ("pmu_pebs", Skips(PMU)),
     ("svm*", Skips(NESTED)),
@@ -46,11 +45,31 @@ const EMULATOR: &str = "AMD's processors take a far jump by a pointer in memory 
 const AMD_PMU: &str = "no virtual PMU, as with the module's enable_pmu=N, for which the suite leaves it out; \
     it asks for one of AMD's processors";
 
-/// What is expected of the entry: of 32 or 64 bits, on an AMD processor or another.
-pub(super) fn expectation(name: &str, bits: u32, is_amd: bool) -> Expect {
+/// What it depends on of the host.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Host {
+    pub(super) is_amd: bool,
+    /// Its kernel uses protection keys.
+    pub(super) has_keys: bool,
+}
+
+impl Host {
+    /// By the text of /proc/cpuinfo.
+    pub(super) fn of(cpuinfo: &str) -> Self {
+        let has = |word: &str| cpuinfo.split_whitespace().any(|w| w == word);
+        Self {
+            is_amd: has("AuthenticAMD") || has("HygonGenuine"),
+            has_keys: has("ospke"),
+        }
+    }
+}
+
+/// What is expected of the entry, of 32 or 64 bits.
+pub(super) fn expectation(name: &str, bits: u32, host: Host) -> Expect {
     match name {
-        "emulator" if bits == 64 && is_amd => return Fails(EMULATOR),
-        "pmu" if is_amd => return Fails(AMD_PMU),
+        "emulator" if bits == 64 && host.is_amd => return Fails(EMULATOR),
+        "pmu" if host.is_amd => return Fails(AMD_PMU),
+        "pku" if !host.has_keys => return Skips("no protection keys"),
         _ => {}
     }
     let matches = |pattern: &str| match pattern.strip_suffix('*') {
@@ -77,9 +96,23 @@ mod tests {
             ("emulator", 64, true, Fails(EMULATOR)),
             ("emulator", 64, false, Passes),
             ("emulator", 32, true, Passes),
+            ("pku", 64, false, Skips("no protection keys")),
+            ("pku", 64, true, Passes),
         ] {
             let row = (name, bits, is_amd);
-            assert_eq!(expectation(name, bits, is_amd), expected, "{row:?}");
+            let host = Host {
+                is_amd,
+                has_keys: is_amd,
+            };
+            assert_eq!(expectation(name, bits, host), expected, "{row:?}");
         }
+    }
+
+    #[test]
+    fn the_host_is_known_by_its_cpuinfo() {
+        let host = Host::of("vendor_id : AuthenticAMD\nflags : fpu pku ospke\n");
+        assert!(host.is_amd && host.has_keys);
+        let host = Host::of("vendor_id : GenuineIntel\nflags : fpu pku\n");
+        assert!(!host.is_amd && !host.has_keys);
     }
 }

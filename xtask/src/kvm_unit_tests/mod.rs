@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use expected::{Expect, expectation};
+use expected::{Expect, Host, expectation};
 use list::Entry;
 
 const USAGE: &str =
@@ -81,7 +81,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     };
     let logs = crate::build::cache().join("kvm-unit-tests");
     fs::create_dir_all(&logs).map_err(|e| format!("{}: {e}", logs.display()))?;
-    let is_amd = has_amd_processor()?;
+    let host = this_host()?;
     let (mut passed, mut skipped, mut known, mut wrong) = (0, 0, 0, Vec::new());
     for entry in &entries {
         let is_wanted = if names.is_empty() {
@@ -94,7 +94,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         }
         let start = Instant::now();
         let log = logs.join(format!("{}-{bits}-{engine:?}.log", entry.name));
-        let expect = expectation(&entry.name, bits, is_amd);
+        let expect = expectation(&entry.name, bits, host);
         let mut tries = 0;
         let (outcome, verdict) = loop {
             tries += 1;
@@ -147,13 +147,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-/// KVM shows guests the host's vendor.
-fn has_amd_processor() -> Result<bool, String> {
+/// The machine that this is.
+fn this_host() -> Result<Host, String> {
     const PLACE: &str = "/proc/cpuinfo";
     let text = fs::read_to_string(PLACE).map_err(|e| format!("{PLACE}: {e}"))?;
-    Ok(["AuthenticAMD", "HygonGenuine"]
-        .iter()
-        .any(|vendor| text.contains(vendor)))
+    Ok(Host::of(&text))
 }
 
 fn judge(expect: Expect, outcome: &Outcome) -> Result<(), String> {

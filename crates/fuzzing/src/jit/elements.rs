@@ -5,7 +5,7 @@ use iced_x86::{Code, Instruction, MemoryOperand, Mnemonic as M, OpKind, Register
 use x86_defs::{control::cr4, rflags};
 
 use super::{
-    generate::{Builder, FUNCTIONS, general, made, mov, plain},
+    generate::{Builder, FUNCTIONS, general, made, mov, plain, rights},
     machine::{PRIVATE, STACK_TOP, selectors},
     program::{Element, Fix, Target, branch},
 };
@@ -388,6 +388,18 @@ impl Builder<'_> {
                 e.push(mov(register, r.below(1 << 47)));
             }
             e.push(made(Instruction::with1(code, register)));
+            return e;
+        }
+        if self.start.cr4 & cr4::PKE != 0 && r.one_in(3) {
+            let pkru = rights(r).into();
+            e.push(mov(R::RCX, u64::from(r.one_in(32))));
+            if r.one_in(3) {
+                e.push(plain(Code::Rdpkru));
+                return e;
+            }
+            e.push(mov(R::RDX, 0));
+            e.push(mov(R::RAX, pkru));
+            e.push(plain(Code::Wrpkru));
             return e;
         }
         if r.one_in(6) {

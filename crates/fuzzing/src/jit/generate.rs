@@ -172,6 +172,10 @@ fn start(r: &mut Random, cpl: u8, narrow: bool) -> CpuState {
     if !r.one_in(4) {
         cpu.cr4 |= cr4::FSGSBASE;
     }
+    if r.one_in(4) {
+        cpu.cr4 |= cr4::PKE;
+        cpu.pkru = rights(r);
+    }
     if r.one_in(16) {
         cpu.cr0 &= !x86_defs::control::cr0::WP;
     }
@@ -216,6 +220,11 @@ pub(super) fn plain(code: Code) -> Instruction {
 
 pub(super) fn made(i: Result<Instruction, iced_x86::IcedError>) -> Instruction {
     i.unwrap_or_else(|_| plain(Code::Nopd))
+}
+
+/// Of protection keys: most allow everything, and key 0 does.
+pub(super) fn rights(r: &mut Random) -> u32 {
+    (r.next() & r.next() & 0xffff_fffc) as u32
 }
 
 pub(super) fn mov(to: R, v: u64) -> Instruction {

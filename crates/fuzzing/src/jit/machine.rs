@@ -5,7 +5,7 @@
 
 use std::io;
 
-use x86_cpu::{CpuState, Flush, GuestBus, Shadow};
+use x86_cpu::{CpuState, Feature, Flush, GuestBus, Shadow};
 use x86_defs::{
     control::{cr0, cr4, efer},
     reg,
@@ -78,8 +78,11 @@ pub(crate) const fn selectors(cpl: u8, narrow: bool) -> [u16; 2] {
 fn entry(gpa: u64, user: bool) -> u64 {
     let (p, w, u) = (1, 2, 4 * u64::from(user));
     let page = gpa.wrapping_sub(DATA) >> 12;
+    // Protection keys, which CR4.PKE makes mean something.
+    let key = |key: u64| key << 59;
     match page {
-        2 => gpa | p | u,
+        0 | 1 | 4 => gpa | p | w | u | key(page + 1),
+        2 => gpa | p | u | key(3),
         3 => 0,
         5 => gpa | p | w,
         // Nothing is there: an exit.
@@ -157,6 +160,7 @@ pub(crate) fn cpu(cpl: u8, narrow: bool) -> CpuState {
     cpu.efer = efer::LME | efer::LMA | efer::NXE | efer::SCE;
     cpu.cr3 = TABLES;
     cpu.features.maxphyaddr = cpu.features.maxphyaddr.max(36);
+    cpu.features.set(Feature::Pku, true);
     let [code, data] = selectors(cpl, narrow);
     let kind = if narrow { 0xc09b } else { 0xa09b };
     let dpl = u32::from(cpl) << 5;

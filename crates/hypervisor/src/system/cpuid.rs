@@ -115,8 +115,11 @@ const X1_EDX_MIRROR: u32 = 0x0183_f3ff;
 const X1_EDX_OURS: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
 /// MMXEXT and FXSR_OPT are AMD's.
 const X1_EDX_AMD: u32 = 1 << 22 | 1 << 25;
-/// XCR0 components that execution knows: x87, SSE, AVX.
+/// XCR0 components that execution knows: x87, SSE, AVX. PKRU's goes with protection keys.
 const XCR0: u32 = 7;
+/// Leaf 7 ECX: PKU, and that the host's kernel uses it. As in KVM guests have it where both are there.
+const PKU: u32 = 1 << 3;
+const OSPKE: u32 = 1 << 4;
 /// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC XGETBV1 XSAVES.
 const XSAVE_FEATURES: u32 = 0xf;
 
@@ -143,10 +146,11 @@ fn leaf1() -> Regs {
 
 fn leaf7() -> Regs {
     let h = host(7, 0);
+    let pku = if pkru_leaf().is_some() { PKU } else { 0 };
     Regs {
         eax: if is_amd() { 0 } else { 2 },
         ebx: h.ebx & L7_EBX_HOST | L7_EBX_OURS,
-        ecx: h.ecx & L7_ECX_HOST | L7_ECX_OURS,
+        ecx: h.ecx & L7_ECX_HOST | L7_ECX_OURS | pku,
         edx: L7_EDX_OURS | if is_amd() { 0 } else { L7_EDX_INTEL },
     }
 }
@@ -167,47 +171,62 @@ fn extended1(amd: bool) -> Regs {
     }
 }
 
+/// PKRU's leaf of XSAVE, if guests have protection keys: its size, and its offset, which is the host's.
+fn pkru_leaf() -> Option<Regs> {
+    const PKRU: u32 = x86_defs::xsave::PKRU as u32;
+    let both = host(7, 0).ecx & (PKU | OSPKE) == PKU | OSPKE;
+    let leaf = host(0xd, PKRU.trailing_zeros());
+    let fits = leaf.eax == 8 && (HEADER_END..=MAX_PKRU_OFFSET).contains(&leaf.ebx);
+    (both && fits && host(0xd, 0).eax & PKRU != 0).then_some(leaf)
+}
+const HEADER_END: u32 = x86_defs::xsave::HEADER_END as u32;
+/// So that it is in a page with all that is before it.
+const MAX_PKRU_OFFSET: u32 = 4096 - 8;
+
+/// Where an XSAVE image in the standard format has PKRU.
+pub(crate) fn pkru_offset() -> Option<usize> {
+    static OFFSET: std::sync::OnceLock<Option<usize>> = std::sync::OnceLock::new();
+    *OFFSET.get_or_init(|| pkru_leaf().map(|leaf| leaf.ebx as usize))
+}
+
 /// XSAVE leaves: sizes are those of the components that the guest may enable.
 fn xsave_leaves(out: &mut Vec<kvm_cpuid_entry2>) {
-    const INDEXED: u32 = KVM_CPUID_FLAG_SIGNIFCANT_INDEX;
-    let xcr0 = host(0xd, 0).eax & XCR0;
-    let avx = host(0xd, 2);
-    let size = if xcr0 & 4 != 0 {
-        avx.ebx + avx.eax
-    } else {
-        576
-    };
-    out.push(entry(
-        0xd,
-        0,
-        INDEXED,
-        Regs {
-            eax: xcr0,
-            ebx: size,
-            ecx: size,
-            edx: 0,
-        },
-    ));
-    out.push(entry(
-        0xd,
-        1,
-        INDEXED,
-        Regs {
-            eax: XSAVE_FEATURES,
-            ebx: size,
+    const AVX: u32 = x86_defs::xsave::AVX as u32;
+    const PKRU: u32 = x86_defs::xsave::PKRU as u32;
+    let mut xcr0 = host(0xd, 0).eax & XCR0;
+    // In the standard format, and compacted.
+    let mut sizes = [HEADER_END; 2];
+    let mut components = Vec::new();
+    let avx = (xcr0 & AVX != 0).then(|| host(0xd, AVX.trailing_zeros()));
+    for (bit, leaf) in [(AVX, avx), (PKRU, pkru_leaf())] {
+        let Some(leaf) = leaf else { continue };
+        xcr0 |= bit;
+        sizes = [sizes[0].max(leaf.ebx + leaf.eax), sizes[1] + leaf.eax];
+        let leaf = Regs {
+            eax: leaf.eax,
+            ebx: leaf.ebx,
             ..Regs::default()
-        },
-    ));
-    if xcr0 & 4 != 0 {
+        };
+        components.push((bit.trailing_zeros(), leaf));
+    }
+    let [size, compacted] = sizes;
+    let whole = Regs {
+        eax: xcr0,
+        ebx: size,
+        ecx: size,
+        edx: 0,
+    };
+    let features = Regs {
+        eax: XSAVE_FEATURES,
+        ebx: compacted,
+        ..Regs::default()
+    };
+    for (index, registers) in [(0, whole), (1, features)].into_iter().chain(components) {
         out.push(entry(
             0xd,
-            2,
-            INDEXED,
-            Regs {
-                eax: avx.eax,
-                ebx: avx.ebx,
-                ..Regs::default()
-            },
+            index,
+            KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+            registers,
         ));
     }
 }

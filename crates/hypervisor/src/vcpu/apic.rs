@@ -387,6 +387,7 @@ impl Inner {
         let fresh = CpuState {
             cr0: cr0::ET | old.cr0 & (cr0::CD | cr0::NW),
             fp: old.fp.clone(),
+            pkru: old.pkru,
             msr: old.msr,
             xcr0: old.xcr0,
             xss: old.xss,

@@ -4,7 +4,7 @@ use kvm_bindings::*;
 use x86_cpu::CpuState;
 use x86_defs::xsave;
 
-use crate::{Error, Result};
+use crate::{Error, Result, system::pkru_offset};
 
 /// Bytes of `struct kvm_xsave`.
 pub(super) const XSAVE_SIZE: usize = 4096;
@@ -55,9 +55,6 @@ pub(super) fn set_fpu(cpu: &mut CpuState, f: &kvm_fpu) {
     }
 }
 
-/// Offset of PKRU's component in the standard format.
-const PKRU_OFFSET: usize = 2688;
-
 /// The guest's XSAVE image in the standard format, `len` bytes.
 pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     let mut image = vec![0; len];
@@ -69,8 +66,11 @@ pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     image[xsave::XSTATE_BV..][..8].copy_from_slice(&components.to_le_bytes());
     image[xsave::XCOMP_BV..xsave::HEADER_END].fill(0);
     image[xsave::MXCSR_MASK..][..4].copy_from_slice(&0x2_ffffu32.to_le_bytes());
-    if components & xsave::PKRU != 0 && len >= PKRU_OFFSET + 4 {
-        image[PKRU_OFFSET..][..4].copy_from_slice(&cpu.pkru.to_le_bytes());
+    let place = pkru_offset().and_then(|at| image.get_mut(at..at + 4));
+    if let Some(place) = place
+        && components & xsave::PKRU != 0
+    {
+        place.copy_from_slice(&cpu.pkru.to_le_bytes());
     }
     image
 }
@@ -108,12 +108,9 @@ pub(super) fn set_xsave_image(cpu: &mut CpuState, image: &[u8]) -> Result<()> {
         xsave::MXCSR_DEFAULT
     };
     cpu.fp.set_mxcsr(mxcsr);
-    if cpu.features.xcr0 & xsave::PKRU != 0 {
-        cpu.pkru = if bv & xsave::PKRU != 0 {
-            u64_at(image, PKRU_OFFSET).unwrap_or(0) as u32
-        } else {
-            0
-        };
+    if let Some(at) = pkru_offset() {
+        let pkru = (bv & xsave::PKRU != 0).then(|| u64_at(image, at));
+        cpu.pkru = pkru.flatten().unwrap_or(0) as u32;
     }
     Ok(())
 }

@@ -424,7 +424,11 @@ impl Vcpu {
     }
     /// KVM_SET_XSAVE.
     pub fn set_xsave(&self, x: &kvm_xsave) -> Result<()> {
-        fpu::set_xsave(&mut self.lock().cpu, x)
+        let inner = &mut *self.lock();
+        fpu::set_xsave(&mut inner.cpu, x)?;
+        // PKRU is among it.
+        inner.bus.select_view(&mut inner.cpu);
+        Ok(())
     }
     /// Size of [`Self::get_xsave2`]'s image in bytes.
     pub fn xsave2_size(&self) -> usize {

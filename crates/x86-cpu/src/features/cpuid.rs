@@ -95,6 +95,8 @@ impl Features {
                 }
                 // x87 cannot be disabled, so it is there even if the leaf says otherwise.
                 (0xd, 0) => features.xcr0 = u64::from(eax) | u64::from(edx) << 32 | 1,
+                // Any other place would be in the legacy region, or not in the page that the area is for.
+                (0xd, 9) if (576..=4088).contains(&ebx) => features.pkru_offset = ebx as u16,
                 (0xd, 1) => features.xss = u64::from(ecx) | u64::from(edx) << 32,
                 _ => {}
             }
@@ -141,5 +143,9 @@ mod tests {
             [(0x8000_0008, 0, 0x3028, 0, 0, 0), (0xd, 0, 0x206, 0, 0, 0)].into_iter(),
         );
         assert_eq!((f.maxphyaddr, f.xcr0), (40, 0x207));
+        for (ebx, offset) in [(832, 832), (0, 2688), (u32::MAX, 2688)] {
+            let f = Features::from_cpuid(core::iter::once((0xd, 9, 8, ebx, 0, 0)));
+            assert_eq!(f.pkru_offset, offset);
+        }
     }
 }

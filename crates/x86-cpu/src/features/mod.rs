@@ -134,6 +134,8 @@ pub struct Features {
     pub xcr0: u64,
     /// IA32_XSS bits that WRMSR accepts.
     pub xss: u64,
+    /// Where the standard format of XSAVE has PKRU.
+    pub pkru_offset: u16,
 }
 
 impl Default for Features {
@@ -144,6 +146,8 @@ impl Default for Features {
             maxphyaddr: 36,
             xcr0: 1,
             xss: 0,
+            // Of processors with AVX-512.
+            pkru_offset: 2688,
         }
     }
 }

@@ -49,7 +49,6 @@ pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
         M::Xrstor64 => xrstor::<B, false, true>,
         M::Xrstors => xrstor::<B, true, false>,
         M::Xrstors64 => xrstor::<B, true, true>,
-        M::Xgetbv => xgetbv,
         _ => return None,
     };
     Some(h)
@@ -169,7 +168,7 @@ fn fxrstor<B: GuestBus, const WIDE: bool>(e: &mut Exec<'_, B>, insn: &Insn<B>) -
 }
 
 /// Where an extended component is: offset and size in the standard format, and
-/// whether the compacted format aligns it. Beyond AVX CPUID says so.
+/// whether the compacted format aligns it. Of AVX-512 CPUID says so.
 struct Place {
     bit: u64,
     standard: usize,
@@ -180,33 +179,38 @@ struct Place {
 }
 
 fn place<B: GuestBus>(e: &mut Exec<'_, B>, bit: u64) -> Place {
-    if bit == x86_defs::xsave::AVX {
+    // Every switch of tasks asks for these two.
+    let known = match bit {
+        x86_defs::xsave::AVX => Some((YMM_HI, 256, Some(YMM_HI))),
+        PKRU => Some((usize::from(e.cpu.features.pkru_offset), 8, None)),
+        _ => None,
+    };
+    if let Some((standard, size, own)) = known {
         return Place {
             bit,
-            standard: YMM_HI,
-            size: 256,
+            standard,
+            size,
             aligned: false,
-            own: Some(YMM_HI),
+            own,
         };
     }
     let [size, offset, flags, _] = e.bus.cpuid(e.cpu, 0xd, bit.trailing_zeros());
     let (own, real_size) = match bit {
-        OPMASK => (Some(1088), 64),
-        ZMM_HI256 => (Some(1152), 512),
-        HI16_ZMM => (Some(1664), 1024),
-        _ => (None, 8),
+        OPMASK => (1088, 64),
+        ZMM_HI256 => (1152, 512),
+        _ => (1664, 1024),
     };
     let standard = if offset >= HEADER_END as u32 && size != 0 {
         offset as usize
     } else {
-        own.unwrap_or(2688)
+        own
     };
     Place {
         bit,
         standard,
         size: real_size,
         aligned: flags & 2 != 0,
-        own,
+        own: Some(own),
     }
 }
 
@@ -408,6 +412,8 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
             ymm.copy_from_slice(&e.cpu.fp.area[YMM_HI..YMM_HI + 256]);
             let n = 16 * nr_xmm(e.cpu);
             e.bus.write_bytes(e.cpu, gva, &ymm[..n], p)?;
+        } else if place.bit == PKRU {
+            e.bus.write(e.cpu, gva, u64::from(e.cpu.pkru), p)?;
         } else {
             let b = component(e.cpu, &place);
             e.bus.write_bytes(e.cpu, gva, &b[..place.size], p)?;
@@ -526,27 +532,6 @@ fn xrstor<B: GuestBus, const SUPERVISOR: bool, const WIDE: bool>(
     if e.cpu.pkru != pkru {
         e.bus.select_view(e.cpu);
     }
-    Ok(Flow::Next)
-}
-
-fn xgetbv<B: GuestBus>(e: &mut Exec<'_, B>, _insn: &Insn<B>) -> Step {
-    if e.cpu.cr4 & cr4::OSXSAVE == 0 {
-        return Err(Exception::UD.into());
-    }
-    let v = match e.cpu.gpr[reg::RCX] as u32 {
-        0 => e.cpu.xcr0,
-        1 if e.cpu.features.has(Feature::Xgetbv1) => {
-            let mxcsr = if e.cpu.fp.mxcsr() != MXCSR_DEFAULT {
-                SSE
-            } else {
-                0
-            };
-            e.cpu.xcr0 & (in_use(e.cpu) | mxcsr)
-        }
-        _ => return Err(Exception::GP0.into()),
-    };
-    e.cpu.gpr[reg::RAX] = v & 0xffff_ffff;
-    e.cpu.gpr[reg::RDX] = v >> 32;
     Ok(Flow::Next)
 }
 
