@@ -19,6 +19,7 @@ pub use irqchip::IoapicState;
 pub use guest_memory::DirtyRingMemory;
 
 pub use exit::{Answer, Exit, HyperVExit, IoData, Question, RunInput, RunPage, RunStatus};
+pub use vcpu::hyperv::index::SYNDBG_CONTROL;
 pub use vcpu::{
     Vcpu,
     stats::{StatKind, StatsSink, VCPU_STATS},

@@ -63,7 +63,7 @@ pub fn msr_index_list() -> Vec<u32> {
     if !super::cpuid::is_amd() {
         list.push(IA32_FEATURE_CONTROL);
     }
-    list.extend(crate::vcpu::hyperv::index::SAVED);
+    list.extend(crate::vcpu::hyperv::saved());
     list
 }
 

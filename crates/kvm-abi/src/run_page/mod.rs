@@ -394,7 +394,7 @@ impl RunPage {
                     pending_page,
                 };
                 self.set_union(HyperVExitOf::new(KVM_EXIT_HYPERV_SYNDBG, details));
-                if msr == SYNDBG_CONTROL {
+                if msr == hypervisor::SYNDBG_CONTROL {
                     Question::Debugger
                 } else {
                     Question::None
@@ -459,9 +459,6 @@ type Msr = kvm_run__bindgen_ty_1__bindgen_ty_23;
 type Synic = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_1;
 type HyperVCall = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_2;
 type Debugger = kvm_hyperv_exit__bindgen_ty_1__bindgen_ty_3;
-
-/// HV_X64_MSR_SYNDBG_CONTROL: the VMM answers with a status.
-const SYNDBG_CONTROL: u32 = 0x4000_00f1;
 
 /// `struct kvm_hyperv_exit` with one member of its union.
 #[derive(Clone, Copy)]

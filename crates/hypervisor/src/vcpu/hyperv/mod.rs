@@ -50,10 +50,10 @@ pub(crate) mod index {
     pub(crate) const SINT15: u32 = 0x4000_009f;
     pub(crate) const STIMER0_CONFIG: u32 = 0x4000_00b0;
     pub(crate) const STIMER3_COUNT: u32 = 0x4000_00b7;
-    pub(crate) const SYNDBG_CONTROL: u32 = 0x4000_00f1;
+    /// HV_X64_MSR_SYNDBG_CONTROL: the VMM answers a write with a status.
+    pub const SYNDBG_CONTROL: u32 = 0x4000_00f1;
     pub(crate) const SYNDBG_STATUS: u32 = 0x4000_00f2;
     pub(crate) const SYNDBG_SEND_BUFFER: u32 = 0x4000_00f3;
-    pub(crate) const SYNDBG_RECV_BUFFER: u32 = 0x4000_00f4;
     pub(crate) const SYNDBG_PENDING_BUFFER: u32 = 0x4000_00f5;
     pub(crate) const SYNDBG_OPTIONS: u32 = 0x4000_00ff;
     pub(crate) const CRASH_P0: u32 = 0x4000_0100;
@@ -63,40 +63,77 @@ pub(crate) mod index {
     pub(crate) const TSC_EMULATION_CONTROL: u32 = 0x4000_0107;
     pub(crate) const TSC_EMULATION_STATUS: u32 = 0x4000_0108;
     pub(crate) const TSC_INVARIANT_CONTROL: u32 = 0x4000_0118;
-
-    /// What a VMM saves.
-    pub(crate) const SAVED: [u32; 28] = [
-        GUEST_OS_ID,
-        HYPERCALL,
-        TIME_REF_COUNT,
-        REFERENCE_TSC,
-        TSC_FREQUENCY,
-        APIC_FREQUENCY,
-        CRASH_P0,
-        CRASH_P0 + 1,
-        CRASH_P0 + 2,
-        CRASH_P0 + 3,
-        CRASH_P4,
-        CRASH_CTL,
-        RESET,
-        VP_INDEX,
-        VP_RUNTIME,
-        SCONTROL,
-        STIMER0_CONFIG,
-        VP_ASSIST_PAGE,
-        REENLIGHTENMENT_CONTROL,
-        TSC_EMULATION_CONTROL,
-        TSC_EMULATION_STATUS,
-        TSC_INVARIANT_CONTROL,
-        SYNDBG_OPTIONS,
-        SYNDBG_CONTROL,
-        SYNDBG_STATUS,
-        SYNDBG_SEND_BUFFER,
-        SYNDBG_RECV_BUFFER,
-        SYNDBG_PENDING_BUFFER,
-    ];
 }
 use index::*;
+
+/// Registers in a row.
+struct Registers {
+    first: u32,
+    last: u32,
+    /// What lets a guest at them, if the VMM enforces CPUID: bits of leaf [`FEATURES`], EAX and EDX.
+    access: u32,
+    feature: u32,
+    /// A VMM saves all of them.
+    saved: bool,
+}
+
+const fn registers(first: u32, last: u32, access: u32, feature: u32) -> Registers {
+    Registers {
+        first,
+        last,
+        access,
+        feature,
+        saved: true,
+    }
+}
+
+const fn not_saved(registers: Registers) -> Registers {
+    Registers {
+        saved: false,
+        ..registers
+    }
+}
+
+const fn by_access(first: u32, last: u32, access: u32) -> Registers {
+    registers(first, last, access, 0)
+}
+
+/// All of Hyper-V's MSRs. KVM lists fewer as saved than it saves: VMMs know of the SINTs and timers by their capability.
+const TABLE: &[Registers] = &[
+    by_access(GUEST_OS_ID, HYPERCALL, access::HYPERCALL),
+    by_access(VP_INDEX, VP_INDEX, access::INDEX),
+    by_access(RESET, RESET, access::RESET),
+    by_access(VP_RUNTIME, VP_RUNTIME, access::RUNTIME),
+    by_access(TIME_REF_COUNT, TIME_REF_COUNT, access::TIME),
+    by_access(REFERENCE_TSC, REFERENCE_TSC, access::REFERENCE_TSC),
+    by_access(TSC_FREQUENCY, APIC_FREQUENCY, access::FREQUENCIES),
+    not_saved(by_access(EOI, TPR, access::APIC)),
+    by_access(VP_ASSIST_PAGE, VP_ASSIST_PAGE, access::APIC),
+    by_access(SCONTROL, SCONTROL, access::SYNIC),
+    not_saved(by_access(SVERSION, EOM, access::SYNIC)),
+    not_saved(by_access(SINT0, SINT15, access::SYNIC)),
+    by_access(STIMER0_CONFIG, STIMER0_CONFIG, access::TIMERS),
+    not_saved(by_access(STIMER0_CONFIG + 1, STIMER3_COUNT, access::TIMERS)),
+    registers(SYNDBG_CONTROL, SYNDBG_PENDING_BUFFER, 0, feature::DEBUGGER),
+    registers(SYNDBG_OPTIONS, SYNDBG_OPTIONS, 0, feature::DEBUGGER),
+    registers(CRASH_P0, CRASH_CTL, 0, feature::CRASH),
+    by_access(
+        REENLIGHTENMENT_CONTROL,
+        TSC_EMULATION_STATUS,
+        access::REENLIGHTENMENT,
+    ),
+    by_access(
+        TSC_INVARIANT_CONTROL,
+        TSC_INVARIANT_CONTROL,
+        access::INVARIANT_TSC,
+    ),
+];
+
+/// What KVM_GET_MSR_INDEX_LIST has of them.
+pub(crate) fn saved() -> impl Iterator<Item = u32> {
+    let rows = TABLE.iter().filter(|row| row.saved);
+    rows.flat_map(|row| row.first..=row.last)
+}
 
 /// The ICR in x2APIC mode.
 const X2APIC_ICR: u32 = x86_defs::msr::IA32_X2APIC_BASE + reg::ICR as u32;
@@ -151,25 +188,10 @@ impl HyperV {
 
     /// The guest may access the MSR.
     fn allows(&self, index: u32) -> bool {
-        let (access, feature) = match index {
-            GUEST_OS_ID | HYPERCALL => (access::HYPERCALL, 0),
-            VP_RUNTIME => (access::RUNTIME, 0),
-            TIME_REF_COUNT => (access::TIME, 0),
-            VP_INDEX => (access::INDEX, 0),
-            RESET => (access::RESET, 0),
-            REFERENCE_TSC => (access::REFERENCE_TSC, 0),
-            EOI | ICR | TPR | VP_ASSIST_PAGE => (access::APIC, 0),
-            TSC_FREQUENCY | APIC_FREQUENCY => (access::FREQUENCIES, 0),
-            REENLIGHTENMENT_CONTROL | TSC_EMULATION_CONTROL | TSC_EMULATION_STATUS => {
-                (access::REENLIGHTENMENT, 0)
-            }
-            SCONTROL..=EOM | SINT0..=SINT15 => (access::SYNIC, 0),
-            STIMER0_CONFIG..=STIMER3_COUNT => (access::TIMERS, 0),
-            SYNDBG_CONTROL..=SYNDBG_PENDING_BUFFER | SYNDBG_OPTIONS => (0, feature::DEBUGGER),
-            TSC_INVARIANT_CONTROL => (access::INVARIANT_TSC, 0),
-            CRASH_P0..=CRASH_CTL => (0, feature::CRASH),
-            _ => (0, 0),
-        };
+        let row = TABLE
+            .iter()
+            .find(|row| (row.first..=row.last).contains(&index));
+        let (access, feature) = row.map_or((0, 0), |row| (row.access, row.feature));
         let [eax, _, edx] = self.features;
         self.is_offered && (!self.enforces || eax & access | edx & feature != 0)
     }
