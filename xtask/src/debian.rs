@@ -8,6 +8,8 @@ use std::{
     process::Command,
 };
 
+use crate::tool::tool;
+
 /// Installs those packages that are missing; needs root for that.
 pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
     let missing: Vec<&str> = packages
@@ -23,7 +25,7 @@ pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
     apt.args(["install", "-y", "-qq", "--no-install-recommends"])
         .args(&missing)
         .env("DEBIAN_FRONTEND", "noninteractive");
-    run(&mut apt)
+    tool(&mut apt)
         .map(drop)
         .map_err(|e| format!("install {} first ({e})", missing.join(" ")))
 }
@@ -31,7 +33,7 @@ pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
 fn is_installed(package: &str) -> bool {
     let mut query = Command::new("dpkg-query");
     query.args(["-W", "-f", "${Status}", package]);
-    run(&mut query).is_ok_and(|status| status.trim() == "install ok installed")
+    tool(&mut query).is_ok_and(|status| status.trim() == "install ok installed")
 }
 
 /// A 32-bit static busybox.
@@ -51,7 +53,7 @@ pub(crate) fn kernel(package: &str, name: &str) -> Result<PathBuf, String> {
         if package.ends_with(":i386") {
             add_i386()?;
         }
-        let depends = run(Command::new("apt-cache").args(["depends", package]))?;
+        let depends = tool(Command::new("apt-cache").args(["depends", package]))?;
         let image = depends
             .lines()
             .find_map(|l| l.trim().strip_prefix("Depends: "))
@@ -87,16 +89,18 @@ pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
     if package.ends_with(":i386") {
         add_i386()?;
     }
-    run(Command::new("apt-get")
-        .args(["download", "-qq", package])
-        .current_dir(&download))?;
+    tool(
+        Command::new("apt-get")
+            .args(["download", "-qq", package])
+            .current_dir(&download),
+    )?;
     let deb = fs::read_dir(&download)
         .map_err(cannot)?
         .filter_map(|entry| Some(entry.ok()?.path()))
         .find(|path| path.extension().is_some_and(|e| e == "deb"))
         .ok_or_else(|| format!("apt-get download {package} left no file"))?;
     let content = download.join("content");
-    run(Command::new("dpkg").arg("-x").arg(deb).arg(&content))?;
+    tool(Command::new("dpkg").arg("-x").arg(deb).arg(&content))?;
     fs::rename(&content, &place).map_err(cannot)?;
     fs::remove_dir_all(&download).map_err(cannot)?;
     Ok(place)
@@ -104,24 +108,10 @@ pub(crate) fn unpack(package: &str, name: &str) -> Result<PathBuf, String> {
 
 /// Makes apt know the i386 packages.
 fn add_i386() -> Result<(), String> {
-    let known = run(Command::new("dpkg").arg("--print-foreign-architectures"))?;
+    let known = tool(Command::new("dpkg").arg("--print-foreign-architectures"))?;
     if known.lines().any(|l| l == "i386") {
         return Ok(());
     }
-    run(Command::new("dpkg").args(["--add-architecture", "i386"]))?;
-    run(Command::new("apt-get").args(["update", "-qq"])).map(drop)
-}
-
-/// Standard output, or what went wrong.
-fn run(command: &mut Command) -> Result<String, String> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .output()
-        .map_err(|e| format!("cannot run {program}: {e}"))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let errors = String::from_utf8_lossy(&output.stderr);
-    let line = errors.lines().last().unwrap_or("no reason given");
-    Err(format!("{program}: {line}"))
+    tool(Command::new("dpkg").args(["--add-architecture", "i386"]))?;
+    tool(Command::new("apt-get").args(["update", "-qq"])).map(drop)
 }

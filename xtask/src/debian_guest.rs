@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::vmms::tool;
+use crate::tool::tool;
 
 const PACKAGES: &[&str] = &["debootstrap", "e2fsprogs", "qemu-system-x86"];
 const INCLUDED: &str = "systemd,systemd-sysv,udev,linux-image-cloud-amd64,initramfs-tools,kmod";

@@ -19,6 +19,7 @@ mod lockstep;
 mod selftests;
 mod stress;
 mod tidy;
+mod tool;
 mod vmms;
 
 use std::process::ExitCode;

@@ -11,6 +11,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::tool::tool;
+
 /// What becomes of a test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Expect {
@@ -262,7 +264,7 @@ fn unpack(package: &Path, to: &Path) -> Result<PathBuf, String> {
     fs::create_dir_all(to).map_err(cannot)?;
     let archive = package.join(format!("usr/src/{PACKAGE}.tar.xz"));
     let parts = ["tools", "include", "arch/x86", "scripts"].map(|p| format!("{PACKAGE}/{p}"));
-    succeed(
+    tool(
         Command::new("tar")
             .arg("-xJf")
             .arg(archive)
@@ -278,26 +280,13 @@ fn make(source: &Path, output: &Path) -> Result<(), String> {
     // The package's dirty_log_test has a macro of later kernels. Their headers' __DECLARE_FLEX_ARRAY
     // comes too late for steal_time.
     let compiler = "CC=gcc -DTEST_ASSERT_EQ=ASSERT_EQ -include linux/stddef.h";
-    succeed(
+    tool(
         Command::new("make")
             .args(["-j2", "-s", compiler])
             .arg(output_argument)
             .current_dir(source),
     )
-}
-
-fn succeed(command: &mut Command) -> Result<(), String> {
-    let program = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| format!("cannot run {program}: {e}"))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    let errors = String::from_utf8_lossy(&output.stderr);
-    let line = errors.lines().last().unwrap_or("no reason given");
-    Err(format!("{program}: {line}"))
+    .map(drop)
 }
 
 /// The programs below the folder, as the list names them.

@@ -4,10 +4,11 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
 };
 
 use super::{Setup, guest};
+use crate::tool::tool;
 
 const SECTOR: usize = 512;
 /// First sector of the partition.
@@ -70,19 +71,4 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 
 fn write(path: &Path, content: &[u8]) -> Result<(), String> {
     fs::write(path, content).map_err(|e| format!("{}: {e}", path.display()))
-}
-
-/// Runs a program that is to succeed, without input; its standard output.
-pub(crate) fn tool(command: &mut Command) -> Result<String, String> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| format!("{name}: {e}"))?;
-    if output.status.success() {
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    } else {
-        let error = String::from_utf8_lossy(&output.stderr);
-        Err(format!("{name}: {}", error.trim()))
-    }
 }

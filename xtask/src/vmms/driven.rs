@@ -7,21 +7,26 @@ use std::{
     os::unix::net::UnixStream,
     path::PathBuf,
     process::{Child, Command, Stdio},
-    sync::mpsc::{Receiver, channel},
+    sync::mpsc::{Receiver, RecvTimeoutError, channel},
     time::{Duration, Instant},
 };
 
-use super::{Setup, disk::tool, guest::GOOD};
+use super::{Setup, guest::GOOD};
+use crate::tool::tool;
 
-/// How long a machine may say nothing of what is waited for.
+/// How long a machine may say nothing of what is waited for, besides the time for which it waits for a processor.
 const PATIENCE: Duration = Duration::from_secs(100);
+/// Of that time: beyond it the host is too busy.
+const PATIENCE_WITH_HOST: Duration = Duration::from_secs(500);
 
 /// A running QEMU with its serial port's lines and its monitor.
 struct Machine {
     child: Child,
     lines: Receiver<String>,
     monitor: PathBuf,
-    end: Instant,
+    since: Instant,
+    /// [`Machine::waited`] then.
+    waited: Duration,
 }
 
 impl Machine {
@@ -49,19 +54,45 @@ impl Machine {
             child,
             lines,
             monitor,
-            end: Instant::now() + PATIENCE,
+            since: Instant::now(),
+            waited: Duration::ZERO,
         })
+    }
+
+    /// Patience begins again.
+    fn be_patient(&mut self) {
+        self.since = Instant::now();
+        self.waited = self.waited();
+    }
+
+    /// What is left of it.
+    fn left(&self) -> Duration {
+        let waited = self.waited().saturating_sub(self.waited);
+        (PATIENCE + waited.min(PATIENCE_WITH_HOST)).saturating_sub(self.since.elapsed())
+    }
+
+    /// How long the thread that had to most has waited for a processor (Documentation/scheduler/sched-stats.rst).
+    fn waited(&self) -> Duration {
+        let Ok(tasks) = fs::read_dir(format!("/proc/{}/task", self.child.id())) else {
+            return Duration::ZERO;
+        };
+        let waited = tasks.flatten().filter_map(|task| {
+            let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
+            text.split(' ').nth(1)?.parse().ok()
+        });
+        Duration::from_nanos(waited.max().unwrap_or(0))
     }
 
     /// The next line that contains `text`.
     fn wait_for(&self, text: &str) -> Result<String, String> {
         let mut last = String::new();
         loop {
-            let left = self.end.saturating_duration_since(Instant::now());
-            match self.lines.recv_timeout(left) {
+            match self.lines.recv_timeout(self.left()) {
                 Ok(line) if line.contains(text) => return Ok(line),
                 Ok(line) if line.contains("GUEST-IS-BAD") => return Err(line),
                 Ok(line) => last = line,
+                // It may have waited for a processor meanwhile.
+                Err(RecvTimeoutError::Timeout) if !self.left().is_zero() => {}
                 Err(_) => return Err(format!("no '{text}' after '{last}'")),
             }
         }
@@ -89,7 +120,7 @@ impl Machine {
 
     /// Waits for the process's end; its status.
     fn wait(mut self) -> Result<(), String> {
-        while Instant::now() < self.end {
+        while !self.left().is_zero() {
             if let Some(status) = self.child.try_wait().map_err(|e| e.to_string())? {
                 return if status.success() {
                     Ok(())
@@ -226,7 +257,7 @@ pub(super) fn migration(setup: &Setup, arguments: &[&str]) -> Result<(), String>
         if status.contains("completed") {
             break;
         }
-        if status.contains("failed") || Instant::now() > machine.end {
+        if status.contains("failed") || machine.left().is_zero() {
             return Err(status);
         }
         std::thread::sleep(Duration::from_millis(200));
@@ -338,7 +369,7 @@ pub(super) fn reboots_50(setup: &Setup, arguments: &[&str]) -> Result<(), String
 fn reboots(setup: &Setup, arguments: &[&str], count: u32) -> Result<(), String> {
     let mut machine = Machine::start(setup, arguments, "again")?;
     for number in 1..=count {
-        machine.end = Instant::now() + PATIENCE;
+        machine.be_patient();
         machine.wait_for(GOOD).map_err(|e| {
             let state = machine.monitor("info registers -a").unwrap_or_else(|e| e);
             format!("boot {number}: {e}\n{state}")
