@@ -6,7 +6,7 @@ use libc::{c_char, c_int, c_long, c_ulong};
 
 use crate::next::{answer, next, system_call_c};
 use crate::path::is_kvm;
-use crate::{actions, cancel, descriptors, files, trace};
+use crate::{actions, cancel, descriptors, files, spawn, trace};
 
 /// KVM's type in an ioctl number (KVMIO).
 const KVM_TYPE: c_ulong = 0xae;
@@ -103,6 +103,7 @@ pub(crate) unsafe extern "C" fn syscall(
 pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_long> {
     let [a, b, c, d, e, _] = arguments;
     let path = |argument: usize| argument as *const c_char;
+    let list = |argument: usize| argument as *const *const c_char;
     // SAFETY: the caller's arguments, of the types that the calls have.
     let result = unsafe {
         match number {
@@ -152,6 +153,13 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             libc::SYS_prctl => {
                 about_to_control(a as c_int);
                 None
+            }
+            libc::SYS_execve => {
+                return Some(spawn::execve(path(a), list(b), list(c)).into());
+            }
+            libc::SYS_execveat => {
+                let flags = e as c_int;
+                return Some(spawn::execveat(a as c_int, path(b), list(c), list(d), flags).into());
             }
             libc::SYS_rt_sigaction => return Some(actions::raw(a as c_int, b, c, d).into()),
             _ => None,

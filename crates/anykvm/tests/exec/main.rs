@@ -259,12 +259,12 @@ fn what_is_started_by_others_gets_anykvm_too() {
 }
 
 #[test]
-fn what_is_started_by_a_descriptor_gets_anykvm_too() {
+fn what_is_started_by_a_descriptor_or_by_a_system_call_gets_anykvm_too() {
     let fixed = build("vmm-descriptor-static", &["-static"]);
     let dynamic = build("vmm-descriptor", &[]);
     for (name, options) in [("starts", [].as_slice()), ("starts-static", &["-static"])] {
         let starts = compile("starts.c", name, options);
-        for (how, vmm) in ["fd", "at", "memory"]
+        for (how, vmm) in ["fd", "at", "memory", "call", "call-at"]
             .into_iter()
             .flat_map(|how| [(how, &fixed), (how, &dynamic)])
         {
