@@ -49,6 +49,7 @@ mod bulk;
 mod code;
 mod context;
 mod flush;
+mod hash;
 pub mod l1;
 mod l2;
 mod paging;
@@ -150,7 +151,7 @@ pub struct Mmu {
     global_fetch: code::GlobalFetch,
     global_pages: code::GlobalPages,
     code_changes: Arc<AtomicU64>,
-    sums: HashMap<u64, code::Sum>,
+    sums: HashMap<u64, code::Sum, hash::ByIdentity>,
     /// Calls of [`Self::recheck_code`], for supervisors and for users.
     verification: [u64; 2],
     /// Pages executed since then that are mapped writable; one more than `MAX_EXPOSED`: too many.
@@ -191,7 +192,7 @@ impl Mmu {
             generations: code::GenerationCache::default(),
             global_fetch: code::GlobalFetch::default(),
             global_pages: code::GlobalPages::default(),
-            sums: HashMap::new(),
+            sums: HashMap::default(),
             verification: [0; 2],
             exposed: Vec::new(),
             remembered: 1,

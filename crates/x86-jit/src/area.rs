@@ -23,7 +23,7 @@ use crate::asm::{Mem, Reg, at, gs};
 
 /// Poll budget: instructions between two looks at the request word.
 pub(crate) const BUDGET: u32 = 1000;
-/// Looks at the request word before the run loop is returned to.
+/// Looks at the request word before those at the time and at [`STOP`], or before the run loop is returned to.
 pub(crate) const POLLS: u64 = 24;
 
 /// Scratch, and the host address of memory operands.
@@ -87,6 +87,10 @@ pub(crate) const COUNT: usize = word(22);
 pub(crate) const LOG: usize = word(23);
 /// PAUSEs executed.
 pub(crate) const PAUSES: usize = word(30);
+/// Host TSC at which the run loop has to be returned to at the latest; 0: whenever [`POLLS_LEFT`] is used up.
+pub(crate) const UNTIL: usize = word(29);
+/// Address of the byte that is not zero when it has to be at once.
+pub(crate) const STOP: usize = word(96);
 /// What a string instruction found for its first operand, while it looks at the second.
 pub(crate) const SLOT: usize = word(24);
 /// The tables of the supervisor's view with RFLAGS.AC clear, and those with it set, if nothing but the tables differs

@@ -52,14 +52,14 @@ const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if nothing can be fetched. An instruction that straddles two pages is
-/// a block of its own: true is returned for one. `is_loop`: a branch back leads here. `is_known`
-/// tells at which offsets blocks begin already.
+/// a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_ahead`: nobody has
+/// gone here yet, so nothing is fetched from another page. `is_known` tells at which offsets blocks begin already.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
     (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
-    (mode, is_loop): (u8, bool),
+    (mode, is_loop, is_ahead): (u8, bool, bool),
     is_known: impl Fn(u32) -> bool,
 ) -> bool {
     out.clear();
@@ -100,6 +100,9 @@ pub(crate) fn decode<B: GuestBus>(
                 }
                 if !out.is_empty() {
                     break 'fetch;
+                }
+                if is_ahead {
+                    return false;
                 }
                 // A page that cannot be fetched is the interpreter's business.
                 let more = &mut raw[have - from..MAX_LEN];

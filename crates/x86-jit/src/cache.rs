@@ -73,37 +73,57 @@ pub(crate) fn salt_of(key: u64) -> u64 {
     x ^ x >> 31
 }
 
-/// Which offsets of a page have blocks, and how many have below each.
-#[derive(Debug)]
+/// 64 offsets of a page: which have blocks, and how many of the offsets before have.
+#[derive(Clone, Copy, Debug, Default)]
 struct Offsets {
-    /// Bit per offset.
-    bits: [u64; 64],
-    /// Bits in the words before.
-    before: [u16; 64],
+    bits: u64,
+    before: u16,
 }
 
-impl Offsets {
+/// Blocks of a page in one mode. Who looks for one finds all that it needs in few lines of memory.
+#[derive(Debug)]
+pub(crate) struct PageBlocks {
+    offsets: [Offsets; 64],
+    /// In ascending order.
+    blocks: Vec<Block>,
+    /// Offsets that other pages have gone to.
+    targets: Vec<u16>,
+}
+
+impl PageBlocks {
     fn new() -> Box<Self> {
         Box::new(Self {
-            bits: [0; 64],
-            before: [0; 64],
+            offsets: [Offsets::default(); 64],
+            blocks: Vec::new(),
+            targets: Vec::new(),
         })
     }
     /// How many lower ones there are, and whether it is one itself.
     #[inline]
     fn rank(&self, offset: u64) -> (usize, bool) {
-        let (n, bit) = ((offset / 64 % 64) as usize, offset % 64);
-        let word = self.bits[n];
-        let below = (word & ((1 << bit) - 1)).count_ones();
-        (
-            usize::from(self.before[n]) + below as usize,
-            word >> bit & 1 != 0,
-        )
+        let Offsets { bits, before } = self.offsets[(offset / 64 % 64) as usize];
+        let bit = offset % 64;
+        let below = (bits & ((1 << bit) - 1)).count_ones();
+        (usize::from(before) + below as usize, bits >> bit & 1 != 0)
     }
-    fn insert(&mut self, offset: u64) {
+    /// The block at an offset.
+    #[inline]
+    pub(crate) fn get(&self, offset: u64) -> Option<Block> {
+        let (at, is_there) = self.rank(offset);
+        self.blocks.get(at).filter(|_| is_there).copied()
+    }
+    fn insert(&mut self, offset: u64, block: Block) -> Option<Block> {
+        let (at, is_there) = self.rank(offset);
+        if is_there {
+            let old = self.blocks.get_mut(at)?;
+            let is_target = old.is_target;
+            return Some(core::mem::replace(old, Block { is_target, ..block }));
+        }
         let n = (offset / 64 % 64) as usize;
-        self.bits[n] |= 1 << (offset % 64);
-        self.before[n + 1..].iter_mut().for_each(|b| *b += 1);
+        self.offsets[n].bits |= 1 << (offset % 64);
+        self.offsets[n + 1..].iter_mut().for_each(|o| o.before += 1);
+        self.blocks.insert(at, block);
+        None
     }
 }
 
@@ -111,11 +131,8 @@ impl Offsets {
 /// just looked for its neighbours.
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
-    /// By page identity and mode: index in `lists`.
-    pages: HashMap<(u64, u8), u32, Hash>,
-    /// By page: where blocks are, the block at each place in ascending order, and which of the
-    /// places others have gone to.
-    lists: Vec<(Box<Offsets>, Vec<Block>, Vec<u16>)>,
+    /// By page identity and mode.
+    pages: HashMap<(u64, u8), Box<PageBlocks>, Hash>,
 }
 
 impl Blocks {
@@ -124,66 +141,38 @@ impl Blocks {
         self.page(key)?.get(key.0 & 0xfff)
     }
     /// The blocks of the page and mode of `key`.
-    pub(crate) fn page(&self, key: (u64, u8)) -> Option<PageBlocks<'_>> {
-        let n = *self.pages.get(&(key.0 & !0xfff, key.1))?;
-        let (offsets, blocks, _) = self.lists.get(n as usize)?;
-        Some(PageBlocks { offsets, blocks })
+    pub(crate) fn page(&self, key: (u64, u8)) -> Option<&PageBlocks> {
+        self.pages.get(&(key.0 & !0xfff, key.1)).map(|page| &**page)
     }
     /// Returns what was there before.
     pub(crate) fn insert(&mut self, key: (u64, u8), block: Block) -> Option<Block> {
-        let lists = &mut self.lists;
-        let n = *self
-            .pages
-            .entry((key.0 & !0xfff, key.1))
-            .or_insert_with(|| {
-                lists.push((Offsets::new(), Vec::new(), Vec::new()));
-                lists.len() as u32 - 1
-            });
-        let (offsets, blocks, _) = lists.get_mut(n as usize)?;
-        let offset = key.0 & 0xfff;
-        let (at, is_there) = offsets.rank(offset);
-        if is_there {
-            let old = blocks.get_mut(at)?;
-            let is_target = old.is_target;
-            Some(core::mem::replace(old, Block { is_target, ..block }))
-        } else {
-            offsets.insert(offset);
-            blocks.insert(at, block);
-            None
-        }
+        let page = self.pages.entry((key.0 & !0xfff, key.1));
+        let page = page.or_insert_with(PageBlocks::new);
+        page.insert(key.0 & 0xfff, block)
     }
     /// Other pages have gone to the block.
     pub(crate) fn note_target(&mut self, key: (u64, u8)) {
-        if let Some(n) = self.pages.get(&(key.0 & !0xfff, key.1))
-            && let Some((offsets, blocks, targets)) = self.lists.get_mut(*n as usize)
-            && let (at, true) = offsets.rank(key.0 & 0xfff)
-            && let Some(block) = blocks.get_mut(at)
+        if let Some(page) = self.pages.get_mut(&(key.0 & !0xfff, key.1))
+            && let (at, true) = page.rank(key.0 & 0xfff)
+            && let Some(block) = page.blocks.get_mut(at)
             && !core::mem::replace(&mut block.is_target, true)
         {
-            targets.push((key.0 & 0xfff) as u16);
+            page.targets.push((key.0 & 0xfff) as u16);
         }
     }
     /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
     /// if they are made from the code of that generation.
     fn targets(&self, id: u64, mode: u8, generation: u32) -> impl Iterator<Item = (u64, u32)> {
-        let list = self
-            .pages
-            .get(&(id & !0xfff, mode))
-            .and_then(|n| self.lists.get(*n as usize));
-        list.into_iter()
-            .flat_map(|(offsets, blocks, targets)| {
-                let block = |at| PageBlocks { offsets, blocks }.get(at);
-                let targets = targets.iter().map(|at| u64::from(*at));
-                targets.filter_map(move |at| Some((at, block(at)?)))
-            })
-            .filter(move |(_, b)| {
-                b.generation == generation && !b.straddles && b.entries.outer != 0
-            })
-            .map(|(offset, b)| (offset, b.entries.outer))
+        let page = self.page((id, mode)).into_iter();
+        page.flat_map(|page| {
+            let targets = page.targets.iter().map(|at| u64::from(*at));
+            targets.filter_map(|at| Some((at, page.get(at)?)))
+        })
+        .filter(move |(_, b)| b.generation == generation && !b.straddles && b.entries.outer != 0)
+        .map(|(offset, b)| (offset, b.entries.outer))
     }
     fn clear(&mut self) {
         self.pages.clear();
-        self.lists.clear();
     }
 }
 
@@ -197,22 +186,6 @@ const WAYS: usize = 4;
 /// Where the key's number is looked for.
 fn set_of(key: u64) -> usize {
     (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize % NUMBERED
-}
-
-/// Blocks of a page in one mode.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PageBlocks<'a> {
-    offsets: &'a Offsets,
-    blocks: &'a [Block],
-}
-
-impl PageBlocks<'_> {
-    /// The block at an offset.
-    #[inline]
-    pub(crate) fn get(&self, offset: u64) -> Option<Block> {
-        let (at, is_there) = self.offsets.rank(offset);
-        self.blocks.get(at).filter(|_| is_there).copied()
-    }
 }
 
 /// Blocks and targets of one vCPU.

@@ -31,8 +31,9 @@ mod stats;
 mod system_call;
 mod thunks;
 mod translate;
+mod translation;
 
-use core::sync::atomic::AtomicU32;
+use core::sync::atomic::{AtomicU8, AtomicU32};
 
 use mmu::Mmu;
 use x86_cpu::{CpuState, GuestBus};
@@ -40,6 +41,16 @@ use x86_cpu::{CpuState, GuestBus};
 pub use lockstep::LockstepStats;
 pub use run::Jit;
 pub use stats::{Cause, Stats};
+
+/// How long translated code may go on without a look of the run loop's, which costs it all returns
+/// that the processor would have predicted.
+#[derive(Clone, Copy, Debug)]
+pub struct Leash<'a> {
+    /// The host's TSC; at most a quarter of a millisecond from now, or it counts as passed.
+    pub until_tsc: u64,
+    /// Not zero: not at all.
+    pub stop: &'a AtomicU8,
+}
 
 /// What translated code needs of the outside, besides [`GuestBus`].
 pub trait JitBus: GuestBus {

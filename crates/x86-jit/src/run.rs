@@ -8,28 +8,29 @@ use x86_defs::{
     control::{cr0, cr4},
     dr, rflags, xsave,
 };
-use x86_interp::{Interp, RunStop, Transfer};
+use x86_interp::{Interp, RunStop};
 
 use crate::{
-    JitBus,
+    JitBus, Leash,
     area::{self, index},
     asm::Asm,
-    block::{self, mode},
+    block::mode,
     cache::{Block, Cache, salt_of},
     decoded::Decoded,
     exit::{Left, Reason},
     flat,
     given_up::GivenUp,
     groups::Groups,
-    kind::{Forms, Kind},
+    kind::Forms,
     leave::{Site, handle},
     lockstep::{Lockstep, LockstepStats, Log, turn},
     perf::{self, Perf},
     refill::{forget_views, refill, tell_view},
-    room::{MAX_BLOCK, Room},
+    room::Room,
     stats::Stats,
     thunks::{self, Thunks},
-    translate::{Entries, LinkSite, Translator},
+    translate::{LinkSite, Translator},
+    translation::{Source, next_page},
 };
 
 /// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
@@ -49,16 +50,16 @@ pub(crate) struct Context<B: JitBus> {
 #[derive(Debug)]
 pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
-    room: Room,
+    pub(crate) room: Room,
     /// What is translated next is where a loop begins, as far as is known.
     pub(crate) is_loop: bool,
     /// It is where a branch of the same page leads to.
     pub(crate) is_linked: bool,
     thunks: Thunks,
     pub(crate) cache: Cache,
-    forms: Forms,
-    decoded: Vec<Decoded>,
-    groups: Groups,
+    pub(crate) forms: Forms,
+    pub(crate) decoded: Vec<Decoded>,
+    pub(crate) groups: Groups,
     /// Instructions at which blocks leave for the interpreter.
     pub(crate) interpreted: Vec<Site<B>>,
     /// Instructions that translated code gives up again and again.
@@ -86,12 +87,14 @@ pub struct Jit<B: JitBus> {
     /// [`mmu::Mmu::views_made`] that [`area::VIEWS`] belong to.
     pub(crate) views_made: u64,
     pub(crate) stats: Stats,
+    /// For [`Stats::translate_ns`]: the clock takes longer to read.
+    translate_ticks: u64,
     /// What translated code does counts when the interpreter agrees.
     pub(crate) lockstep: Option<Box<Lockstep<B>>>,
     /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
-    ranges: Vec<(usize, usize, u64)>,
+    pub(crate) ranges: Vec<(usize, usize, u64)>,
     /// A profiler wants names.
-    perf: Option<&'static Perf>,
+    pub(crate) perf: Option<&'static Perf>,
     /// All code is dropped at random, once in so many blocks looked for; 0: never.
     pub(crate) flush_every: u64,
     random: u64,
@@ -140,6 +143,7 @@ impl<B: JitBus> Jit<B> {
             mode: 0,
             views_made: 0,
             stats: Stats::default(),
+            translate_ticks: 0,
             lockstep: None,
             ranges: Vec::new(),
             perf: perf::wanted(),
@@ -185,7 +189,11 @@ impl<B: JitBus> Jit<B> {
 
     /// Counters.
     pub fn stats(&self) -> Stats {
-        self.stats
+        let mhz = u64::from(host::cpu::tsc_khz() / 1000).max(1);
+        Stats {
+            translate_ns: self.translate_ticks.saturating_mul(1000) / mhz,
+            ..self.stats
+        }
     }
 
     /// Has the direct branch `number`, in the page at `page`, go to `code` by itself
@@ -220,7 +228,7 @@ impl<B: JitBus> Jit<B> {
 
     /// The block whose outer entry is at `code` is replaced. What goes there by itself would
     /// find out each time.
-    fn forget(&mut self, code: usize) {
+    pub(crate) fn forget(&mut self, code: usize) {
         for n in self.cache.remembered.remove(&code).unwrap_or_default() {
             if let Some(site) = self.translator.fars.get_mut(n as usize) {
                 site.to = 0;
@@ -245,8 +253,14 @@ impl<B: JitBus> Jit<B> {
         self.stats.flushes += 1;
     }
 
-    /// Executes until something stops it, as [`Interp::run`] does.
-    pub fn run(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
+    /// Executes until something stops it, as [`Interp::run`] does, or until the leash ends.
+    pub fn run(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        leash: Option<Leash<'_>>,
+    ) -> RunStop {
         let _turn = self.lockstep.is_some().then(turn::wait);
         self.can_resume = false;
         set_gs_base(cpu);
@@ -260,6 +274,9 @@ impl<B: JitBus> Jit<B> {
         words[index(area::TSC_OFFSET)] = tsc.unwrap_or(0);
         words[index(area::COUNT)] = area::BUDGET.into();
         words[index(area::LOG)] = 0;
+        let leash = leash.filter(|_| self.lockstep.is_none());
+        words[index(area::UNTIL)] = leash.map_or(0, |l| l.until_tsc);
+        words[index(area::STOP)] = leash.map_or(0, |l| l.stop.as_ptr() as u64);
         self.plain_tsc = tsc.is_some() && self.lockstep.is_none();
         loop {
             if interp.resets() != self.resets {
@@ -315,14 +332,16 @@ impl<B: JitBus> Jit<B> {
             && interp.resets() == self.resets
             && key == target_key_of(cpu, bus, self.mode);
         let Some(code) = code.filter(|_| is_same) else {
-            return self.run(interp, cpu, bus);
+            return self.run(interp, cpu, bus, None);
         };
         set_gs_base(cpu);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
+        // The byte is no longer anyone's.
+        cpu.engine.words[index(area::UNTIL)] = 0;
         self.resumed = None;
         match self.call(interp, cpu, bus, code) {
             Left::Poll => RunStop::Poll,
-            Left::Again => self.run(interp, cpu, bus),
+            Left::Again => self.run(interp, cpu, bus, None),
             Left::Stopped(stop) => {
                 self.can_resume = stop == RunStop::Exit;
                 keep_resume_flag(cpu, stop, self.resumed);
@@ -431,139 +450,14 @@ impl<B: JitBus> Jit<B> {
             return (b.entries.outer != 0).then_some(b);
         }
         let code = Source::of(bus, page.id)?;
-        let start = host::clock::monotonic_ns();
-        let block = self.translate(interp, cpu, bus, key, page.generation, code);
-        self.stats.translate_ns += host::clock::monotonic_ns().saturating_sub(start);
+        let start = host::cpu::rdtsc();
+        let what = (key, page.generation, code);
+        let block = self.translate(interp, cpu, bus, rip, what, false);
+        if block.is_some() {
+            self.translate_ahead(interp, cpu, bus, what);
+        }
+        self.translate_ticks += host::cpu::rdtsc().saturating_sub(start);
         block.filter(|b| b.entries.outer != 0)
-    }
-
-    /// An untranslatable instruction gets a block with no entries.
-    fn translate(
-        &mut self,
-        interp: &mut Interp<B>,
-        cpu: &mut CpuState,
-        bus: &mut B,
-        key: (u64, u8),
-        generation: u32,
-        code: Source,
-    ) -> Option<Block> {
-        if self.room.is_full() {
-            self.flush_all();
-        }
-        let rip = cpu.rip();
-        let page = self.cache.blocks.page(key);
-        let is_known = |offset: u32| {
-            let other = page.and_then(|p| p.get(offset.into()).filter(|_| offset < 0x1000));
-            other.is_some_and(|b| b.generation == code.generation && b.entries.outer != 0)
-        };
-        let mut decode = |bus: &mut B, cpu: &mut CpuState| {
-            block::decode(
-                &mut self.decoded,
-                &mut self.forms,
-                (cpu, bus),
-                rip,
-                (key.1, self.is_loop),
-                is_known,
-            )
-        };
-        let mut second = None;
-        let mut sources = [code, code];
-        if decode(bus, cpu) {
-            // The generation first, then the bytes.
-            let page = bus.code_page(cpu, next_page(rip)).ok()?;
-            sources[1] = Source::of(bus, page.id)?;
-            second = Some(page);
-            if !decode(bus, cpu) {
-                return None;
-            }
-        }
-        let sources = &sources[..1 + usize::from(second.is_some())];
-        if self.lockstep.as_ref().is_some_and(|l| l.planted) {
-            crate::lockstep::plant(&mut self.decoded);
-        }
-        let mut block = Block {
-            entries: Entries::default(),
-            generation,
-            straddles: second.is_some(),
-            is_target: false,
-        };
-        if let Some(second) = second {
-            self.cache.second.insert(key, second);
-        }
-        if self.decoded.is_empty() {
-            self.cache.blocks.insert(key, block);
-            return Some(block);
-        }
-        let long = key.1 & mode::BITS32 == 0;
-        if key.1 & mode::SPLIT == 0 {
-            self.groups.form(&mut self.decoded, long);
-        }
-        let site = self.prepare(interp, cpu, bus);
-        let base = self.room.next();
-        block.entries = self.translator.block(
-            &self.decoded,
-            &self.forms,
-            base,
-            sources,
-            site,
-            (long, self.is_linked, rip),
-        );
-        let parts = self.translator.asm.parts();
-        // There is room, unless the block is larger than any should be.
-        let Some((hot, cold)) = parts.filter(|(hot, cold)| {
-            hot.len().max(cold.len()) <= MAX_BLOCK
-                && self.buffer.write(base.0, hot)
-                && self.buffer.write(base.1, cold)
-        }) else {
-            block.entries = Entries::default();
-            return Some(block);
-        };
-        self.stats.blocks += 1;
-        self.stats.insns += self.decoded.len() as u64;
-        self.stats.bytes += (hot.len() + cold.len()) as u64;
-        for (at, code) in [(base.0, hot), (base.1, cold)] {
-            if let Some(perf) = self.perf {
-                perf.note(rip, self.buffer.rx() as u64 + at as u64, code);
-            }
-            if self.lockstep.is_some() {
-                self.ranges.push((at, code.len(), rip));
-            }
-        }
-        self.room.take(hot.len(), cold.len());
-        let (hot, cold) = self.room.next();
-        self.buffer.views().grows(hot);
-        self.buffer.views().grows(cold);
-        if let Some(old) = self.cache.blocks.insert(key, block) {
-            self.forget(old.entries.outer as usize);
-        }
-        Some(block)
-    }
-
-    /// Decodes for the interpreter the instruction that the block ends with;
-    /// returns its number plus one, 0 if there is none.
-    fn prepare(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u32 {
-        let Some(d) = self
-            .decoded
-            .last()
-            .filter(|d| d.kind == Kind::Interpret && !d.i.is_invalid())
-        else {
-            return 0;
-        };
-        let mut bytes = [0; 15];
-        let bytes = &mut bytes[..d.i.len()];
-        let gva = cpu.rip() & !0xfff | u64::from(d.offset);
-        if bus.code_bytes(cpu, gva, bytes) != Ok(bytes.len()) {
-            return 0;
-        }
-        let Some(insn) = interp.prepare(cpu, bytes) else {
-            return 0;
-        };
-        self.interpreted.push(Site {
-            cause: self.forms.of(&d.i).cause,
-            transfer: Transfer::of(&insn),
-            insn,
-        });
-        self.interpreted.len() as u32
     }
 
     /// Runs translated code from the block at host address `entry` on.
@@ -633,29 +527,6 @@ impl<B: JitBus> Jit<B> {
         self.buffer.write(site.patch, &rel.to_le_bytes());
         self.stats.links += 1;
     }
-}
-
-/// Code that a block is made from.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Source {
-    /// Host address of the page's code generation.
-    pub(crate) cell: u64,
-    /// Its value.
-    pub(crate) generation: u32,
-}
-
-impl Source {
-    fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
-        let cell = bus.mmu().code_generation_cell(id)?;
-        Some(Self {
-            cell: cell.as_ptr() as u64,
-            generation: cell.load(core::sync::atomic::Ordering::Acquire),
-        })
-    }
-}
-
-fn next_page(rip: u64) -> u64 {
-    (rip | 0xfff).wrapping_add(1)
 }
 
 /// What [`Jit::set_view`] has set: the key of targets, and its salt.

@@ -271,6 +271,31 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
     a.jmp_to(otherwise);
 }
 
+/// Ticks that a [`crate::Leash`] has at most: a TSC that jumps ends it.
+const MAX_TICKS: i32 = 1 << 20;
+
+/// Branches if the run loop has to be returned to. Changes r14.
+fn leash_ends(a: &mut Asm) -> [usize; 3] {
+    // Whether the guest only waits for another vCPU is the run loop's to judge.
+    a.alu_mem_imm8(true, Alu::Cmp, gs(PAUSES), 0);
+    let pauses = a.jcc(cc::NE);
+    push(a, RAX);
+    push(a, RDX);
+    a.bytes(&[0x0f, 0x31]); // rdtsc
+    a.shift(true, 4, RDX, 32);
+    a.alu_rr(true, Alu::Or, RAX, RDX);
+    a.load(S0, gs(UNTIL));
+    a.alu_rr(true, Alu::Sub, S0, RAX);
+    pop(a, RDX);
+    pop(a, RAX);
+    a.alu_imm(true, Alu::Cmp, S0, MAX_TICKS);
+    let is_over = a.jcc(cc::A);
+    a.load(S0, gs(STOP));
+    a.rm(false, &[0x80], 7, at(S0, 0)); // cmp byte [r14], 0
+    a.bytes(&[0]);
+    [pauses, is_over, a.jcc(cc::NE)]
+}
+
 /// Guest registers, and what else generated code has close to it, from and to their places in
 /// the vCPU's state.
 fn load_registers(a: &mut Asm) {
@@ -516,6 +541,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let requested = a.jcc(cc::NE);
     a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
     let used_up = a.jcc(cc::S);
+    let goes_on = a.here();
     a.mov_imm(COUNTER, BUDGET.into());
     a.load(S0, gs(STACK));
     a.alu_rr(true, Alu::Sub, S0, RSP);
@@ -529,8 +555,14 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.load(RSP, gs(STACK));
     a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
     let here = a.here();
-    a.patch(requested, here);
     a.patch(used_up, here);
+    let ends = leash_ends(a);
+    a.store_imm(gs(POLLS_LEFT), POLLS as i32);
+    a.jmp_to(goes_on);
+    let here = a.here();
+    for from in ends.into_iter().chain([requested]) {
+        a.patch(from, here);
+    }
     a.alu(true, Alu::Add, S1, NEAR_PAGE);
     a.store(gs(RIP), S1);
     a.store_imm(gs(REASON), Reason::Poll as i32);

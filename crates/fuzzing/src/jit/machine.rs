@@ -314,7 +314,7 @@ impl Machine {
                     if weather.flushes {
                         jit.flush_all();
                     }
-                    jit.run(&mut self.interp, &mut self.cpu, &mut self.bus)
+                    jit.run(&mut self.interp, &mut self.cpu, &mut self.bus, None)
                 }
             };
             if stop != RunStop::Poll {

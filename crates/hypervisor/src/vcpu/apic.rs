@@ -54,8 +54,10 @@ impl Bus {
             Action::Recheck => self.recheck = true,
             Action::Timer => {
                 self.update_timer();
-                // A deadline that has passed fires before the next instruction.
-                self.recheck |= self.timer_ns <= host::clock::monotonic_ns();
+                // A deadline that has passed fires before the next instruction, and one that comes before
+                // the next look needs an earlier one.
+                let unseen = self.unseen_until_ns.max(host::clock::monotonic_ns());
+                self.recheck |= self.timer_ns <= unseen;
             }
             Action::Ipi(irq) => {
                 let index = self.shared.index;
@@ -108,9 +110,16 @@ impl Bus {
         let now = self.now();
         self.timer_ns = self.shared.lapic().timer_deadline(now).unwrap_or(NEVER);
     }
+    /// When the next timer is due, on the monotonic clock.
+    #[inline]
+    pub(super) fn next_timer_ns(&self) -> u64 {
+        let due = self.timer_ns.min(self.hv.timers.due_ns);
+        due.min(self.vm.chips().map_or(NEVER, |chips| chips.pit_next_ns()))
+    }
     /// Fires timers that are due; the time, on the monotonic clock.
     pub(super) fn service_timers(&mut self) -> u64 {
         let ns = host::clock::monotonic_ns();
+        self.looked = (ns, host::cpu::rdtsc());
         if !self.has_lapic() {
             return ns;
         }
@@ -296,6 +305,10 @@ impl Bus {
             }
             true
         });
+        // The PIT may be due before the next look.
+        self.recheck |= vm
+            .chips()
+            .is_some_and(|c| c.pit_next_ns() <= self.unseen_until_ns);
         taken.unwrap_or(false)
     }
     /// RDMSR of an x2APIC register.

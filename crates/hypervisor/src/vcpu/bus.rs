@@ -74,6 +74,10 @@ pub(crate) struct Bus {
     pub(super) is_quiet: bool,
     /// When the LAPIC's timer is due, on the monotonic clock.
     pub(super) timer_ns: u64,
+    /// The last look at the clock: monotonic, and the host's TSC.
+    pub(super) looked: (u64, u64),
+    /// Until when, on the monotonic clock, there may be no other.
+    pub(super) unseen_until_ns: u64,
     budget: u32,
     /// PAUSEs since the last look.
     pub(super) pauses: u32,
@@ -117,6 +121,8 @@ impl Bus {
             lapic: None,
             is_quiet: false,
             timer_ns: super::apic::NEVER,
+            looked: (0, 0),
+            unseen_until_ns: 0,
             budget: POLL_BLOCKS,
             pauses: 0,
             counters: super::stats::Counters::default(),

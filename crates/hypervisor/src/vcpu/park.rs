@@ -82,10 +82,7 @@ impl Bus {
 impl Inner {
     /// HLT: waits for a request, a timer or a signal.
     pub(super) fn sleep(&mut self, input: &RunInput<'_>) -> Result<()> {
-        let mut due = self.bus.timer_ns.min(self.bus.hv.timers.due_ns);
-        if let Some(chips) = self.bus.vm.chips() {
-            due = due.min(chips.pit_next_ns());
-        }
+        let due = self.bus.next_timer_ns();
         let begin = host::clock::monotonic_ns();
         let max = self.bus.vm.load.halt_poll_ns();
         let limit = if self.bus.pv.guest_polls || !self.bus.vm.has_room() {

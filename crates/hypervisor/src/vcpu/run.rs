@@ -10,7 +10,7 @@ use kvm_bindings::{
 use x86_cpu::{Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
-use x86_jit::{Jit, JitBus};
+use x86_jit::{Jit, JitBus, Leash};
 
 use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
 use crate::{Answer, Error, Exit, Result, RunInput, RunStatus};
@@ -18,6 +18,8 @@ use crate::{Answer, Error, Exit, Result, RunInput, RunStatus};
 /// A look at the clock is a quarter of the cost of an exit, so most entries after a device's answer
 /// do without: the timers wait for the next look while the guest runs.
 const ENTRIES_PER_LOOK: u8 = 16;
+/// Longest time between two looks while translated code runs: what a gap in steal time may be wrong by.
+const LEASH_NS: u64 = 100_000;
 
 impl Inner {
     /// KVM_RUN on the calling thread.
@@ -282,7 +284,7 @@ impl Inner {
             let stop = if single || self.cpu.shadow != Shadow::None {
                 self.interp.step(&mut self.cpu, &mut self.bus)
             } else {
-                self.execute()
+                self.execute(input)
             };
             if self.stopped(stop) || single && self.is_step_wanted() {
                 return Ok(());
@@ -297,10 +299,11 @@ impl Inner {
     }
 
     /// Executes until something stops it.
-    fn execute(&mut self) -> RunStop {
+    fn execute(&mut self, input: &RunInput<'_>) -> RunStop {
+        let leash = self.leash(input);
         match &mut self.jit {
             Some(jit) => {
-                let stop = jit.run(&mut self.interp, &mut self.cpu, &mut self.bus);
+                let stop = jit.run(&mut self.interp, &mut self.cpu, &mut self.bus, leash);
                 if stop == RunStop::Exit
                     && let Some(report) = jit.take_difference()
                 {
@@ -311,6 +314,22 @@ impl Inner {
             }
             None => self.interp.run(&mut self.cpu, &mut self.bus),
         }
+    }
+
+    /// Until a timer is due there is nothing for the run loop to look at but what is a request. (A
+    /// dirty ring fills up by itself.)
+    fn leash<'a>(&mut self, input: &RunInput<'a>) -> Option<Leash<'a>> {
+        if self.dirty_ring.is_some() {
+            return None;
+        }
+        let (looked_ns, looked_tsc) = self.bus.looked;
+        let ns = self.bus.next_timer_ns().saturating_sub(looked_ns);
+        let ns = ns.min(LEASH_NS);
+        self.bus.unseen_until_ns = looked_ns + ns;
+        Some(Leash {
+            until_tsc: looked_tsc + ns * u64::from(host::cpu::tsc_khz()) / 1_000_000,
+            stop: input.immediate_exit,
+        })
     }
 
     /// KVM_GUESTDBG_SINGLESTEP.

@@ -135,6 +135,7 @@ impl Translator {
         a.lea(S1, at(S1, -(back as i32)));
         a.store(NEAR_PAGE, S1);
         let from = self.asm.jmp();
+        self.ahead.push(self.links.len() as u32);
         self.link(from, back, false, false);
     }
 

@@ -41,8 +41,8 @@ use crate::{
     decoded::Decoded,
     groups::Member,
     kind::{Form, Forms, Kind},
-    run::Source,
     thunks::{self, FIRST, Thunks, restore_flags, save_flags, site},
+    translation::Source,
 };
 
 /// A direct branch within a page, to be linked when its target is translated.
@@ -195,6 +195,8 @@ pub(crate) struct Translator {
     pub(crate) asm: Asm,
     pub(crate) links: Vec<LinkSite>,
     pub(crate) fars: Vec<FarSite>,
+    /// Links of the last block that are followed for certain, or nearly so, and have to be made.
+    pub(crate) ahead: Vec<u32>,
     stubs: Vec<Stub>,
     encoder: Encoder,
     thunks: Thunks,
@@ -243,6 +245,7 @@ impl Translator {
             asm: Asm::default(),
             links: Vec::new(),
             fars: Vec::new(),
+            ahead: Vec::new(),
             stubs: Vec::new(),
             encoder: Encoder::new(64),
             thunks,
@@ -263,21 +266,23 @@ impl Translator {
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
     /// interpreter at its end; `long`: it is 64-bit code; `is_linked`: a branch of its page leads there;
-    /// `gva`: where it is executed for now.
+    /// `is_split`: every access probes for itself; `gva`: where it is executed for now.
+    /// `known`: the blocks of the page that links may lead to, by offset and [`LinkSite::split`].
     pub(crate) fn block(
         &mut self,
-        insns: &[Decoded],
-        forms: &Forms,
+        (insns, forms): (&[Decoded], &Forms),
         base: (usize, usize),
         sources: &[Source],
         interpreted: u32,
-        (long, is_linked, gva): (bool, bool, u64),
+        (long, is_linked, is_split, gva): (bool, bool, bool, u64),
+        known: impl Fn(u32, bool) -> Option<Entries>,
     ) -> Entries {
         self.interpreted = interpreted;
         self.long = long;
         self.is_low = long && i32::try_from(gva as i64).is_ok();
         self.asm.start(base.0);
         self.stubs.clear();
+        self.ahead.clear();
         self.current = None;
         self.flags = Flags::Memory;
         self.cached = None;
@@ -338,6 +343,7 @@ impl Translator {
                     self.asm.truncate(code);
                     self.stubs.truncate(stubs);
                     self.links.truncate(links);
+                    self.ahead.retain(|n| (*n as usize) < links);
                     self.fars.truncate(fars);
                     self.flags = flags;
                     self.interpret(d.offset);
@@ -372,12 +378,17 @@ impl Translator {
             self.check(sources, offset);
             self.asm.jmp_to(saved);
         }
-        self.emit_stubs();
-        Entries {
+        let entries = Entries {
             outer: outer as u32,
             saved: saved as u32,
             inner: inner as u32,
-        }
+        };
+        let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, is_split);
+        self.emit_stubs(|at, split| match known(at, split) {
+            _ if is_itself(at, split) => Some(entries),
+            entries => entries,
+        });
+        entries
     }
 
     /// Leaves for `offset` if the code of a page is no longer what it was.
@@ -428,7 +439,11 @@ impl Translator {
             Kind::Div | Kind::Idiv => self.divide(d)?,
             Kind::Jcc => self.jcc(d)?,
             Kind::Jmp => {
+                let link = self.links.len();
                 self.direct(d.offset, target(&d.i));
+                if self.links.len() > link {
+                    self.ahead.push(link as u32);
+                }
                 return Ok(true);
             }
             Kind::Syscall | Kind::Sysret => {
@@ -552,7 +567,7 @@ impl Translator {
         Ok(())
     }
 
-    fn emit_stubs(&mut self) {
+    fn emit_stubs(&mut self, known: impl Fn(u32, bool) -> Option<Entries>) {
         let mut next = 0;
         // A far stub adds bails of its own.
         while let Some(stub) = self.stubs.get(next).copied() {
@@ -611,6 +626,10 @@ impl Translator {
                         let from = a.jcc(cc::A);
                         a.patch(from, resume);
                     }
+                    if let Some(entries) = known(offset, true) {
+                        a.jmp_to(entries.saved as usize);
+                        continue;
+                    }
                     let from = a.jmp();
                     self.link(from, offset, false, true);
                 }
@@ -656,6 +675,13 @@ impl Translator {
                     a.jmp_to(resume);
                 }
                 Stub::Link { from, number, live } => {
+                    let site = self.links.get(number as usize);
+                    if let Some(entries) = site.and_then(|s| known(s.target, s.split)) {
+                        let to = if live { entries.inner } else { entries.saved };
+                        a.patch(from, to as usize);
+                        self.ahead.retain(|n| *n != number);
+                        continue;
+                    }
                     a.patch(from, here);
                     let [word, jump] = a.stamp(&self.templates.link);
                     a.patch32(word, number as i32);

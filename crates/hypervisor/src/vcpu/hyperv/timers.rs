@@ -155,6 +155,7 @@ impl Bus {
     pub(super) fn recheck_synthetic_timers(&mut self) {
         if self.hv.timers.due_ns != NEVER {
             self.hv.timers.due_ns = 0;
+            self.recheck = true;
         }
     }
 
@@ -166,6 +167,7 @@ impl Bus {
             if is_message && sints >> config::sint(timer.config) & 1 != 0 {
                 timer.waits = false;
                 timers.due_ns = 0;
+                self.recheck = true;
             }
         }
     }

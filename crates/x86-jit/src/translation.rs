@@ -1,0 +1,222 @@
+//! A block is made: decoded, grouped, emitted, and with it the next ones that are executed for certain.
+
+use x86_cpu::CpuState;
+use x86_interp::{Interp, Transfer};
+
+use crate::{
+    Jit, JitBus,
+    block::{self, mode},
+    cache::Block,
+    kind::Kind,
+    leave::Site,
+    room::MAX_BLOCK,
+    translate::Entries,
+};
+
+/// Blocks that are translated at most because one is.
+const MAX_AHEAD: u32 = 3;
+
+/// Code that a block is made from.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Source {
+    /// Host address of the page's code generation.
+    pub(crate) cell: u64,
+    /// Its value.
+    pub(crate) generation: u32,
+}
+
+impl Source {
+    pub(crate) fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
+        let cell = bus.mmu().code_generation_cell(id)?;
+        Some(Self {
+            cell: cell.as_ptr() as u64,
+            generation: cell.load(core::sync::atomic::Ordering::Acquire),
+        })
+    }
+}
+
+impl<B: JitBus> Jit<B> {
+    /// An untranslatable instruction gets a block with no entries.
+    pub(crate) fn translate(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        gva: u64,
+        (key, generation, code): ((u64, u8), u32, Source),
+        is_ahead: bool,
+    ) -> Option<Block> {
+        if self.room.is_full() {
+            self.flush_all();
+        }
+        let page = self.cache.blocks.page(key);
+        let is_known = |offset: u32| {
+            let other = page.and_then(|p| p.get(offset.into()).filter(|_| offset < 0x1000));
+            other.is_some_and(|b| b.generation == code.generation && b.entries.outer != 0)
+        };
+        let mut decode = |bus: &mut B, cpu: &mut CpuState| {
+            block::decode(
+                &mut self.decoded,
+                &mut self.forms,
+                (cpu, bus),
+                gva,
+                (key.1, self.is_loop, is_ahead),
+                is_known,
+            )
+        };
+        let mut second = None;
+        let mut sources = [code, code];
+        if decode(bus, cpu) {
+            // The generation first, then the bytes.
+            let page = bus.code_page(cpu, next_page(gva)).ok()?;
+            sources[1] = Source::of(bus, page.id)?;
+            second = Some(page);
+            if !decode(bus, cpu) {
+                return None;
+            }
+        }
+        if is_ahead && self.decoded.is_empty() {
+            return None;
+        }
+        let sources = &sources[..1 + usize::from(second.is_some())];
+        if self.lockstep.as_ref().is_some_and(|l| l.planted) {
+            crate::lockstep::plant(&mut self.decoded);
+        }
+        let mut block = Block {
+            entries: Entries::default(),
+            generation,
+            straddles: second.is_some(),
+            is_target: false,
+        };
+        if let Some(second) = second {
+            self.cache.second.insert(key, second);
+        }
+        if self.decoded.is_empty() {
+            self.cache.blocks.insert(key, block);
+            return Some(block);
+        }
+        let long = key.1 & mode::BITS32 == 0;
+        if key.1 & mode::SPLIT == 0 {
+            self.groups.form(&mut self.decoded, long);
+        }
+        let site = self.prepare(interp, cpu, bus, gva);
+        let base = self.room.next();
+        let blocks = &self.cache.blocks;
+        let plain = key.1 & !mode::SPLIT;
+        let known = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
+        let known = |target: u32, split: bool| {
+            let b = known[usize::from(split)]?.get(target.into())?;
+            let is_current = b.generation == generation && !b.straddles && b.entries.outer != 0;
+            is_current.then_some(b.entries)
+        };
+        block.entries = self.translator.block(
+            (&self.decoded, &self.forms),
+            base,
+            sources,
+            site,
+            (long, self.is_linked, key.1 & mode::SPLIT != 0, gva),
+            known,
+        );
+        let parts = self.translator.asm.parts();
+        // There is room, unless the block is larger than any should be.
+        let Some((hot, cold)) = parts.filter(|(hot, cold)| {
+            hot.len().max(cold.len()) <= MAX_BLOCK
+                && self.buffer.write(base.0, hot)
+                && self.buffer.write(base.1, cold)
+        }) else {
+            block.entries = Entries::default();
+            return Some(block);
+        };
+        self.stats.blocks += 1;
+        self.stats.insns += self.decoded.len() as u64;
+        self.stats.bytes += (hot.len() + cold.len()) as u64;
+        for (at, code) in [(base.0, hot), (base.1, cold)] {
+            if let Some(perf) = self.perf {
+                perf.note(gva, self.buffer.rx() as u64 + at as u64, code);
+            }
+            if self.lockstep.is_some() {
+                self.ranges.push((at, code.len(), gva));
+            }
+        }
+        self.room.take(hot.len(), cold.len());
+        let (hot, cold) = self.room.next();
+        self.buffer.views().grows(hot);
+        self.buffer.views().grows(cold);
+        if let Some(old) = self.cache.blocks.insert(key, block) {
+            self.forget(old.entries.outer as usize);
+        }
+        Some(block)
+    }
+
+    /// Decodes for the interpreter the instruction that the block ends with;
+    /// returns its number plus one, 0 if there is none.
+    fn prepare(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        gva: u64,
+    ) -> u32 {
+        let Some(d) = self
+            .decoded
+            .last()
+            .filter(|d| d.kind == Kind::Interpret && !d.i.is_invalid())
+        else {
+            return 0;
+        };
+        let mut bytes = [0; 15];
+        let bytes = &mut bytes[..d.i.len()];
+        let gva = gva & !0xfff | u64::from(d.offset);
+        if bus.code_bytes(cpu, gva, bytes) != Ok(bytes.len()) {
+            return 0;
+        }
+        let Some(insn) = interp.prepare(cpu, bytes) else {
+            return 0;
+        };
+        self.interpreted.push(Site {
+            cause: self.forms.of(&d.i).cause,
+            transfer: Transfer::of(&insn),
+            insn,
+        });
+        self.interpreted.len() as u32
+    }
+
+    /// Translates where the last block leads to for certain, or nearly so, and links it: done now this takes
+    /// half the time, as the processor has all that it needs close at hand, and saves a call.
+    pub(crate) fn translate_ahead(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        (key, generation, code): ((u64, u8), u32, Source),
+    ) {
+        let page = cpu.rip() & !0xfff;
+        let mut left = MAX_AHEAD;
+        while left > 0
+            && !self.room.is_full()
+            && let Some(number) = self.translator.ahead.pop()
+            && let Some(site) = self.translator.links.get(number as usize).copied()
+        {
+            left -= 1;
+            let target = u64::from(site.target);
+            let key = (key.0 & !0xfff | target, key.1 & !mode::SPLIT);
+            let known = self.cache.blocks.get(key);
+            let known = known.filter(|b| b.generation == generation);
+            let next = known.or_else(|| {
+                (self.is_loop, self.is_linked) = (site.is_back, true);
+                let gva = page | target;
+                let next = self.translate(interp, cpu, bus, gva, (key, generation, code), true);
+                (self.is_loop, self.is_linked) = (false, false);
+                next
+            });
+            if let Some(next) = next.filter(|b| b.entries.outer != 0) {
+                self.link(site, next);
+            }
+        }
+        self.translator.ahead.clear();
+    }
+}
+
+pub(crate) fn next_page(rip: u64) -> u64 {
+    (rip | 0xfff).wrapping_add(1)
+}
