@@ -86,8 +86,30 @@ pub(crate) struct PageBlocks {
     offsets: [Offsets; 64],
     /// In ascending order.
     blocks: Vec<Block>,
-    /// Offsets that other pages have gone to.
-    targets: Vec<u16>,
+    /// What other pages have gone to.
+    targets: Vec<Outer>,
+}
+
+/// Of a block that other pages have gone to, what those need that go to it under another key.
+#[derive(Clone, Copy, Debug)]
+struct Outer {
+    /// [`Block::generation`], and the outer entry: 0 if there is none for them.
+    generation: u32,
+    entry: u32,
+    offset: u16,
+}
+
+impl Outer {
+    fn of(offset: u64, block: &Block) -> Self {
+        Self {
+            generation: block.generation,
+            entry: match block.straddles {
+                false => block.entries.outer,
+                true => 0,
+            },
+            offset: offset as u16,
+        }
+    }
 }
 
 impl PageBlocks {
@@ -117,6 +139,14 @@ impl PageBlocks {
         if is_there {
             let old = self.blocks.get_mut(at)?;
             let is_target = old.is_target;
+            if is_target
+                && let Some(t) = self
+                    .targets
+                    .iter_mut()
+                    .find(|t| u64::from(t.offset) == offset)
+            {
+                *t = Outer::of(offset, &block);
+            }
             return Some(core::mem::replace(old, Block { is_target, ..block }));
         }
         let n = (offset / 64 % 64) as usize;
@@ -157,19 +187,17 @@ impl Blocks {
             && let Some(block) = page.blocks.get_mut(at)
             && !core::mem::replace(&mut block.is_target, true)
         {
-            page.targets.push((key.0 & 0xfff) as u16);
+            let target = Outer::of(key.0 & 0xfff, block);
+            page.targets.push(target);
         }
     }
     /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
     /// if they are made from the code of that generation.
     fn targets(&self, id: u64, mode: u8, generation: u32) -> impl Iterator<Item = (u64, u32)> {
         let page = self.page((id, mode)).into_iter();
-        page.flat_map(|page| {
-            let targets = page.targets.iter().map(|at| u64::from(*at));
-            targets.filter_map(|at| Some((at, page.get(at)?)))
-        })
-        .filter(move |(_, b)| b.generation == generation && !b.straddles && b.entries.outer != 0)
-        .map(|(offset, b)| (offset, b.entries.outer))
+        page.flat_map(|page| &page.targets)
+            .filter(move |t| t.generation == generation && t.entry != 0)
+            .map(|t| (t.offset.into(), t.entry))
     }
     fn clear(&mut self) {
         self.pages.clear();
