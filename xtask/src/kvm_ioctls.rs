@@ -10,6 +10,8 @@ use std::{
     process::{Command, Stdio},
 };
 
+use crate::tool::tool;
+
 /// The version whose API `anykvm-ioctls` has.
 const VERSION: &str = "0.25.1";
 /// A run with fewer has not run what is meant.
@@ -92,18 +94,12 @@ fn package(folder: &Path, dependency: &str, main: &str) -> Result<(), String> {
 
 /// Runs cargo in a folder; its standard output.
 fn cargo(folder: &Path, arguments: &[&str]) -> Result<String, String> {
-    let output = Command::new(env!("CARGO"))
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo
         .args(arguments)
         .current_dir(folder)
-        .env_remove("CARGO_TARGET_DIR")
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|e| format!("cannot run cargo: {e}"))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    let errors = String::from_utf8_lossy(&output.stderr);
-    Err(format!("cargo {} failed:\n{errors}", arguments.join(" ")))
+        .env_remove("CARGO_TARGET_DIR");
+    tool(&mut cargo).map_err(|e| format!("cargo {} failed: {e}", arguments.join(" ")))
 }
 
 /// Runs a program under `anykvm exec`, or by itself; its standard output and status.

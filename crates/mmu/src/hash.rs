@@ -3,11 +3,11 @@
 use core::hash::{BuildHasherDefault, Hasher};
 
 /// For a `HashMap`.
-pub(crate) type ByIdentity = BuildHasherDefault<Identity>;
+pub type ByIdentity = BuildHasherDefault<Identity>;
 
-/// One multiplication.
+/// One multiplication for each word of a key.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Identity(u64);
+pub struct Identity(u64);
 
 impl Hasher for Identity {
     fn finish(&self) -> u64 {
@@ -16,8 +16,14 @@ impl Hasher for Identity {
     fn write(&mut self, bytes: &[u8]) {
         bytes.iter().for_each(|b| self.write_u64(u64::from(*b)));
     }
+    fn write_u8(&mut self, v: u8) {
+        self.write_u64(v.into());
+    }
+    fn write_usize(&mut self, v: usize) {
+        self.write_u64(v as u64);
+    }
     fn write_u64(&mut self, v: u64) {
-        self.0 = (self.0 ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = (self.0.rotate_left(5) ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 ^= self.0 >> 32;
     }
 }

@@ -49,7 +49,7 @@ mod bulk;
 mod code;
 mod context;
 mod flush;
-mod hash;
+pub mod hash;
 pub mod l1;
 mod l2;
 mod paging;

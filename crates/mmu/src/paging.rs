@@ -88,10 +88,14 @@ impl Mode {
     }
 }
 
+/// Bits of a physical address.
+fn address_width(cpu: &CpuState) -> u32 {
+    u32::from(cpu.features.maxphyaddr).clamp(32, 52)
+}
+
 /// Address bits that the CPU does not have.
 fn no_address(cpu: &CpuState) -> u64 {
-    let width = u32::from(cpu.features.maxphyaddr).clamp(32, 52);
-    ADDR_MASK & u64::MAX.checked_shl(width).unwrap_or(0)
+    ADDR_MASK & u64::MAX.checked_shl(address_width(cpu)).unwrap_or(0)
 }
 
 impl Paging {
@@ -109,7 +113,7 @@ impl Paging {
     pub fn of(cpu: &CpuState) -> Self {
         let mode = Mode::of(cpu);
         let nxe = cpu.efer & efer::NXE != 0 && !matches!(mode, Mode::None | Mode::Bits32);
-        let width = u32::from(cpu.features.maxphyaddr).clamp(32, 52);
+        let width = address_width(cpu);
         let mut p = Self {
             mode,
             pdpte: cpu.pdpte,
@@ -165,7 +169,7 @@ impl Paging {
 
     /// Reserved bits of a PDPTE register (SDM vol. 3, table 4-8).
     pub fn reserved_pdpte(cpu: &CpuState) -> u64 {
-        let width = u32::from(cpu.features.maxphyaddr).clamp(32, 52);
+        let width = address_width(cpu);
         (u64::MAX << width) | bits(8, 5) | bits(2, 1)
     }
 

@@ -6,6 +6,7 @@ use std::{
     sync::LazyLock,
 };
 
+use mmu::hash::ByIdentity;
 use x86_cpu::CodePage;
 
 use crate::translate::{Entries, TARGETS_LEN};
@@ -162,7 +163,7 @@ impl PageBlocks {
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
     /// By page identity and mode.
-    pages: HashMap<(u64, u8), Box<PageBlocks>, Hash>,
+    pages: HashMap<(u64, u8), Box<PageBlocks>, ByIdentity>,
 }
 
 impl Blocks {
@@ -222,11 +223,11 @@ pub(crate) struct Cache {
     /// By page identity, offset and mode.
     pub(crate) blocks: Blocks,
     /// The second page of instructions that straddle two.
-    pub(crate) second: HashMap<(u64, u8), CodePage, Hash>,
+    pub(crate) second: HashMap<(u64, u8), CodePage, ByIdentity>,
     pub(crate) targets: Box<[Target]>,
     /// By offset of an outer entry: numbers of the direct branches in other pages that go
     /// there by themselves ([`crate::translate::FarSite`]).
-    pub(crate) remembered: HashMap<usize, Vec<u32>, Hash>,
+    pub(crate) remembered: HashMap<usize, Vec<u32>, ByIdentity>,
     /// Pages and keys of [`Self::is_new`].
     filled: [(u64, u64); FILLED],
     /// Keys and their numbers.
@@ -319,40 +320,6 @@ impl Cache {
                 page: rip & !0xfff,
             };
         }
-    }
-}
-
-/// Multiplicative hash: keys are addresses.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Hash;
-
-/// State of [`struct@Hash`].
-#[derive(Debug)]
-pub(crate) struct Fold(u64);
-
-impl BuildHasher for Hash {
-    type Hasher = Fold;
-    fn build_hasher(&self) -> Fold {
-        Fold(0)
-    }
-}
-
-impl core::hash::Hasher for Fold {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|b| self.write_u64(u64::from(*b)));
-    }
-    fn write_u8(&mut self, v: u8) {
-        self.write_u64(v.into());
-    }
-    fn write_usize(&mut self, v: usize) {
-        self.write_u64(v as u64);
-    }
-    fn write_u64(&mut self, v: u64) {
-        self.0 = (self.0.rotate_left(5) ^ v).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        self.0 ^= self.0 >> 32;
     }
 }
 

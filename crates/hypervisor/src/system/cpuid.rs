@@ -146,7 +146,7 @@ fn leaf1() -> Regs {
 
 fn leaf7() -> Regs {
     let h = host(7, 0);
-    let pku = if pkru_leaf().is_some() { PKU } else { 0 };
+    let pku = if pkru_offset().is_some() { PKU } else { 0 };
     Regs {
         eax: if is_amd() { 0 } else { 2 },
         ebx: h.ebx & L7_EBX_HOST | L7_EBX_OURS,
