@@ -164,8 +164,8 @@ fn call_late(signal: c_int, info: &mut siginfo_t) {
 pub(crate) fn filtered(all: bool) {
     if crate::is_preloaded() {
         // A thread that begins later may have inherited it.
-        if all || !host::code_views::is_kept() {
-            host::code_views::forbid_calls();
+        if all || !host::keeper::is_kept() {
+            host::keeper::forbid_calls();
         }
         kvm_abi::signals::set_filtered(call_late);
     }

@@ -1,4 +1,4 @@
-//! [`CodeViews`]: the two views of a [`crate::CodeBuffer`], and the [`Keeper`] who looks after their pages.
+//! [`CodeViews`]: the two views of a [`crate::CodeBuffer`], whose pages a [`crate::Keeper`] looks after.
 //!
 //! Code of many guest programs is larger than what the processor's TLB for instructions covers with
 //! small pages: huge ones are a tenth of gcc's time. Files in memory get them only if somebody asks for each,
@@ -8,24 +8,20 @@
 use std::{
     io,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, Weak,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
-    time::Duration,
 };
 
 use crate::{
     HUGE_PAGE, PAGE_SIZE,
-    futex::{self, Wait},
+    keeper::{Bell, PAGES},
     memfd::{Memfd, SharedMapping},
-    signal,
 };
 
 /// Writes since the last look that are too many to let the view go: each page that is touched again
 /// costs a fault.
 const BUSY: u64 = 1000;
-/// How often the keeper looks at code that changes.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Huge pages that can be asked for.
 const MOST: usize = 64;
 /// How often the kernel may be asked again for what it did not have: pages that something else holds
@@ -97,12 +93,17 @@ impl CodeViews {
 
     fn tell(&self) {
         if let Some(keeper) = self.keeper.get() {
-            keeper.ring();
+            keeper.ring_for_views();
         }
     }
 
+    pub(crate) fn set_keeper(&self, bell: &Arc<Bell>) {
+        // The first looks after it.
+        let _ = self.keeper.set(Arc::clone(bell));
+    }
+
     /// Asks for the huge pages that code has come to. True if there are some to ask for again.
-    fn ask(&self) -> bool {
+    pub(crate) fn ask(&self) -> bool {
         let begun = self.begun.load(Ordering::Relaxed);
         let mut asked = self.asked.load(Ordering::Relaxed);
         let mut new = begun & !asked;
@@ -110,7 +111,7 @@ impl CodeViews {
             let number = new.trailing_zeros() as usize;
             new &= new - 1;
             // Mapped where it is executed; who writes finds it. Small pages do where there are no others.
-            let refused = matches!(while_allowed(|| self.rx.collapse(number)), Some(Err(_)));
+            let refused = matches!(PAGES.pass(|| self.rx.collapse(number)), Some(Err(_)));
             if !refused || self.refused.fetch_add(1, Ordering::Relaxed) >= MOST_AGAIN {
                 asked |= 1 << number;
             }
@@ -122,121 +123,22 @@ impl CodeViews {
 
     /// Lets go of the pages to write by if little was written since the last call; the code stays.
     /// True if there is nothing to let go of.
-    fn trim(&self) -> bool {
+    pub(crate) fn trim(&self) -> bool {
         let writes = self.writes.load(Ordering::Relaxed);
         let since = writes.wrapping_sub(self.seen.swap(writes, Ordering::Relaxed));
         if since < BUSY && !self.is_gone.swap(true, Ordering::Relaxed) {
-            while_allowed(|| self.rw.let_go());
+            PAGES.pass(|| self.rw.let_go());
         }
         self.is_gone.load(Ordering::Relaxed)
     }
 }
 
-/// What the keeper's thread sleeps on.
-#[derive(Debug, Default)]
-struct Bell(AtomicU32);
-
-impl Bell {
-    fn ring(&self) {
-        self.0.fetch_add(1, Ordering::Release);
-        futex::wake(&self.0, 1);
-    }
-}
-
-/// Looks after the pages of code buffers, by a thread that ends with it.
-#[derive(Debug, Default)]
-pub struct Keeper {
-    bell: Arc<Bell>,
-    views: Mutex<Vec<Weak<CodeViews>>>,
-    has_thread: AtomicBool,
-}
-
-impl Keeper {
-    /// Looks after a buffer from now on.
-    ///
-    /// # Errors
-    /// The first time, those of `pthread_create`.
-    pub fn add(self: &Arc<Self>, views: &Arc<CodeViews>) -> io::Result<()> {
-        let mut all = self.views.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|views| views.strong_count() != 0);
-        all.push(Arc::downgrade(views));
-        drop(all);
-        if !self.has_thread.swap(true, Ordering::Relaxed) {
-            let keeper = Arc::downgrade(self);
-            let bell = Arc::clone(&self.bell);
-            let thread = std::thread::Builder::new().name("anykvm-pages".to_owned());
-            let keep = move || keep(&keeper, &bell);
-            let started = signal::while_blocked(|| thread.spawn(keep));
-            if let Err(error) = started {
-                self.has_thread.store(false, Ordering::Relaxed);
-                return Err(error);
-            }
-        }
-        IS_KEPT.store(true, Ordering::Relaxed);
-        let _ = views.keeper.set(Arc::clone(&self.bell));
-        Ok(())
-    }
-
-    fn all(&self) -> Vec<Arc<CodeViews>> {
-        let all = self.views.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().filter_map(Weak::upgrade).collect()
-    }
-}
-
-impl Drop for Keeper {
-    fn drop(&mut self) {
-        self.bell.ring();
-    }
-}
-
-fn keep(keeper: &Weak<Keeper>, bell: &Bell) {
-    let mut is_due = false;
-    loop {
-        let rung = bell.0.load(Ordering::Acquire);
-        let Some(all) = keeper.upgrade().map(|keeper| keeper.all()) else {
-            return;
-        };
-        let again = all.iter().filter(|views| views.ask()).count();
-        let busy = all.iter().filter(|views| is_due && !views.trim()).count();
-        drop(all);
-        let pause = (!is_due || busy + again != 0).then_some(LOOK_EVERY);
-        is_due = futex::wait(&bell.0, rung, pause) == Wait::TimedOut;
-    }
-}
-
-/// Threads of ours that are in a system call for the views, and [`FORBIDDEN`].
-static CALLS: AtomicU32 = AtomicU32::new(0);
-const FORBIDDEN: u32 = 1 << 31;
-static IS_KEPT: AtomicBool = AtomicBool::new(false);
-
-fn while_allowed<R>(call: impl FnOnce() -> R) -> Option<R> {
-    let is_allowed = CALLS.fetch_add(1, Ordering::AcqRel) & FORBIDDEN == 0;
-    let result = is_allowed.then(call);
-    CALLS.fetch_sub(1, Ordering::AcqRel);
-    result
-}
-
-/// There is, or was, a keeper's thread.
-pub fn is_kept() -> bool {
-    IS_KEPT.load(Ordering::Relaxed)
-}
-
-/// From now on keepers make no system calls but futex(2): a filter is about to hold for all threads.
-pub fn forbid_calls() {
-    CALLS.fetch_or(FORBIDDEN, Ordering::AcqRel);
-    // Each takes a millisecond at most. In a child of a fork, a thread that is not there may seem to make one.
-    for _ in 0..1_000 {
-        if CALLS.load(Ordering::Acquire) == FORBIDDEN {
-            return;
-        }
-        std::thread::sleep(Duration::from_micros(100));
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
-    use crate::CodeBuffer;
+    use crate::{CodeBuffer, Keeper};
 
     const LEN: usize = 8 << 20;
 
@@ -310,13 +212,5 @@ mod tests {
                 waited += 1;
             }
         }
-        let bell = Arc::downgrade(&keeper.bell);
-        drop((b, keeper));
-        // The thread had it as well.
-        let ends = (0..1000).any(|_| {
-            std::thread::sleep(Duration::from_millis(10));
-            bell.strong_count() == 0
-        });
-        assert!(ends);
     }
 }

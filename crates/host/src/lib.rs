@@ -15,22 +15,26 @@ pub mod event_fd;
 pub mod faults;
 pub mod fork;
 pub mod futex;
+pub mod keeper;
 pub mod lazy_array;
 pub mod mapping;
 pub mod memfd;
 pub mod poll;
 pub mod probe;
 pub mod random;
+pub mod run_delay;
 pub mod signal;
 pub mod thread;
 
 pub use brief_lock::BriefLock;
 pub use code_buffer::CodeBuffer;
-pub use code_views::{CodeViews, Keeper};
+pub use code_views::CodeViews;
 pub use event_fd::EventFd;
+pub use keeper::Keeper;
 pub use lazy_array::LazyArray;
 pub use mapping::Mapping;
 pub use memfd::{Memfd, SharedMapping};
+pub use run_delay::RunDelay;
 
 /// Bytes in a host page.
 pub const PAGE_SIZE: usize = 4096;

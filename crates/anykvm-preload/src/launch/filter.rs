@@ -202,6 +202,12 @@ pub(super) unsafe fn install(number: c_long, a: [usize; 6]) -> Answer {
     let mut arguments = a;
     arguments[2] = &raw const ours as usize;
     thunks::stop_rewriting();
+    let is_for_all =
+        number == libc::SYS_seccomp && a[1] & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0;
+    // A thread that begins later may have inherited it.
+    if is_for_all || !host::keeper::is_kept() {
+        host::keeper::forbid_files();
+    }
     // SAFETY: the program's arguments, and a filter that lives until the kernel has copied it.
     Answer::Is(unsafe { system_call(number, arguments) })
 }

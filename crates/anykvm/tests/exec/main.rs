@@ -191,6 +191,12 @@ fn descriptors_live_as_long_as_one_of_their_numbers() {
 #[test]
 fn a_strict_filter_of_system_calls_is_obeyed() {
     passes("vmm-seccomp", &["seccomp"]);
+    passes("vmm-seccomp-all", &["seccomp-all"]);
+}
+
+#[test]
+fn a_filtered_vcpu_thread_gets_its_steal_time() {
+    passes("vmm-seccomp-steal", &["seccomp-steal"]);
 }
 
 #[test]

@@ -353,6 +353,9 @@ static void descriptors(const char *self)
     CHECK(open("/nonexistent", O_RDONLY) == -1 && errno == ENOENT);
 }
 
+/* The filter is for all threads; they share a processor. */
+static int for_all, shares;
+
 /* What a filter lets through: a call, and the value of one or two arguments if not -1. */
 struct rule { int number, first, first_value, second, second_value; };
 static const struct rule FILTER[] = {
@@ -366,6 +369,9 @@ static const struct rule FILTER[] = {
     { SYS_fcntl, 1, F_GETFD, -1, 0 },
     { SYS_madvise, 2, MADV_DONTNEED, -1, 0 },
     { SYS_mmap, 2, PROT_READ | PROT_WRITE, 3, MAP_PRIVATE | MAP_ANONYMOUS },
+    /* The main thread's, where a filter is for all threads. */
+    { SYS_clock_nanosleep, -1, 0, -1, 0 }, { SYS_nanosleep, -1, 0, -1, 0 }, { SYS_tgkill, -1, 0, -1, 0 },
+    { SYS_getpid, -1, 0, -1, 0 },
 };
 
 /* Names the call that a filter does not allow. */
@@ -382,10 +388,10 @@ static void forbidden(int signal, siginfo_t *info, void *context)
 
 static void install_filter(void)
 {
-    enum { RULES = sizeof FILTER / sizeof *FILTER };
+    enum { RULES = sizeof FILTER / sizeof *FILTER, MAIN_THREAD = 4 };
     struct sock_filter program[RULES * 6 + 1];
     unsigned n = 0;
-    for (unsigned i = 0; i < RULES; i++) {
+    for (unsigned i = 0; i < (for_all ? RULES : RULES - MAIN_THREAD); i++) {
         const struct rule *r = &FILTER[i];
         int checks = (r->first >= 0) + (r->second >= 0);
         program[n++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
@@ -402,10 +408,37 @@ static void install_filter(void)
     struct sigaction action = { .sa_sigaction = forbidden, .sa_flags = SA_SIGINFO };
     CHECK(sigaction(SIGSYS, &action, NULL) == 0);
     CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
-    CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &fprog) == 0);
+    int flags = for_all ? SECCOMP_FILTER_FLAG_TSYNC : 0;
+    CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &fprog) == 0);
 }
 
 static int bells[2];
+static _Atomic long filtered_thread;
+
+/* struct kvm_steal_time, which the guest leaves alone. */
+enum { STEAL = 0x7000, STEAL_VERSION = 0x7008 };
+
+static void ask_for_steal_time(void)
+{
+    struct { struct kvm_msrs head; struct kvm_msr_entry entry; } msrs = {
+        .head.nmsrs = 1, .entry = { .index = 0x4b564d03, .data = STEAL | 1 },
+    };
+    CHECK(ioctl(vcpu, KVM_SET_MSRS, &msrs) == 1);
+}
+
+/* No more than what the kernel says of the vCPU's thread; without the figures, an estimate. */
+static void check_steal_time(void)
+{
+    char path[64];
+    unsigned long long run, waited;
+    snprintf(path, sizeof path, "/proc/self/task/%ld/schedstat", filtered_thread);
+    uint64_t told = *(volatile uint64_t *)(memory + STEAL);
+    FILE *file = fopen(path, "r");
+    CHECK(file && fscanf(file, "%llu %llu", &run, &waited) == 2);
+    fclose(file);
+    CHECK(told <= waited && (told > 0 || !shares));
+    CHECK(*(volatile uint32_t *)(memory + STEAL_VERSION) >= 2);
+}
 
 /* What a VMM does when the guest sets up a device's queue. */
 static void set_up_queue(void)
@@ -429,8 +462,12 @@ static void set_up_queue(void)
 static void *filtered(void *argument)
 {
     (void)argument;
+    filtered_thread = syscall(SYS_gettid);
     install_filter();
     for (int i = 0; i < 100000; i++) {
+        /* Long enough for the figures to be asked for. */
+        if (i % 1000 == 0)
+            for (uint64_t begin = now(); now() - begin < 200000;) {}
         if (ioctl(vcpu, KVM_RUN, 0) == 0)
             CHECK(run->exit_reason == KVM_EXIT_IO);
         else
@@ -464,7 +501,14 @@ static void *filtered(void *argument)
 
 static void seccomp(void)
 {
+    if (shares) {
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(sched_getcpu(), &one);
+        CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+    }
     make(PORT, sizeof PORT);
+    ask_for_steal_time();
     for (int i = 0; i < 2; i++)
         CHECK((bells[i] = eventfd(0, EFD_NONBLOCK)) >= 0);
     struct sigaction action = { .sa_handler = count };
@@ -475,6 +519,8 @@ static void seccomp(void)
         usleep(100);
         CHECK(pthread_kill(thread, SIGUSR1) == 0);
     }
+    if (!for_all)
+        check_steal_time();
     stop = 1;
     while (pthread_tryjoin_np(thread, NULL) != 0) {
         pthread_kill(thread, SIGUSR1);
@@ -568,6 +614,8 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "nested")) nested(times);
     else if (!strcmp(mode, "descriptors")) descriptors(argv[0]);
     else if (!strcmp(mode, "seccomp")) seccomp();
+    else if (!strcmp(mode, "seccomp-steal")) { shares = 1; seccomp(); }
+    else if (!strcmp(mode, "seccomp-all")) { for_all = 1; seccomp(); }
     else if (!strcmp(mode, "seccomp-chips")) { with_chips = 1; seccomp(); }
     else if (!strcmp(mode, "faults")) faults();
     else if (!strcmp(mode, "exits")) exits(times);

@@ -61,6 +61,8 @@ pub(crate) struct Bus {
     /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
+    /// The host's figure for steal time.
+    pub(super) run_delay: Arc<host::RunDelay>,
     pub(super) hv: super::hyperv::HyperV,
     /// KVM_SYSTEM_EVENT_* that the guest has asked for: the next exit.
     pub(super) system_event: Option<u32>,
@@ -96,6 +98,7 @@ impl Bus {
         Self {
             mmu,
             tsc: vm.clock.default_tsc(),
+            run_delay: vm.keeper.run_delay(),
             vm,
             shared,
             random: host::random::Generator::new().ok(),

@@ -18,7 +18,7 @@ use crate::{Answer, Error, Exit, Result, RunInput, RunStatus};
 /// A look at the clock is a quarter of the cost of an exit, so most entries after a device's answer
 /// do without: the timers wait for the next look while the guest runs.
 const ENTRIES_PER_LOOK: u8 = 16;
-/// Longest time between two looks while translated code runs: what a gap in steal time may be wrong by.
+/// Longest time between two looks while translated code runs: what an estimated gap in steal time may be wrong by.
 const LEASH_NS: u64 = 100_000;
 
 impl Inner {
@@ -26,7 +26,7 @@ impl Inner {
     /// Leaves the exit in `bus.exit`: it is large, and copying it about would cost as much as
     /// all the rest.
     pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<()> {
-        self.bus.note_pause();
+        self.bus.note_entry(&mut self.cpu);
         let result = self.run_here(input);
         self.bus.sync_lapic();
         self.bus.unshare_tpr();

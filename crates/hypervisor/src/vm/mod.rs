@@ -60,8 +60,8 @@ pub(crate) struct VmState {
     /// There is, or was, a doorbell or a coalesced zone.
     pub(crate) has_io: AtomicBool,
     pub(crate) ring: Ring,
-    /// Looks after the pages of the vCPUs' translated code.
-    pub(crate) code_keeper: Arc<Keeper>,
+    /// Makes system calls for the vCPUs' threads.
+    pub(crate) keeper: Arc<Keeper>,
     pub(crate) hyperv: hyperv::HyperV,
 }
 
@@ -136,7 +136,7 @@ impl Vm {
             io: Arc::new(Published::new(IoTable::default())),
             has_io: AtomicBool::new(false),
             ring: Ring::default(),
-            code_keeper: Arc::default(),
+            keeper: Arc::default(),
             hyperv: hyperv::HyperV::default(),
         };
         Ok(Arc::new(Self {
