@@ -138,7 +138,6 @@ impl Bus {
     /// KVM_RUN begins.
     #[inline]
     pub(super) fn note_entry(&mut self, cpu: &mut CpuState) {
-        self.note_pause();
         let steal = &mut self.pv.steal;
         if steal.is_on() {
             let tsc = host::cpu::rdtsc();
