@@ -5,6 +5,7 @@
 //! base - 12                the entry that is compared without an index
 //! base + 4                 the pages of the other entries
 //! behind them              their tags for one kind of access, then for the other
+//! behind those             the lanes: entries that are compared without an index, too
 //! ```
 //!
 //! An entry's place in each of the arrays is its index times eight, which addressing does by itself.
@@ -39,6 +40,27 @@ pub const fn tags<const N: usize>(kind: usize) -> i32 {
 }
 /// Where the entry without an index is from the base.
 pub const SINGLE: i32 = PAGES - size_of::<TaggedPage>() as i32;
+/// Lanes that there are.
+pub const LANES: usize = 512;
+/// Where lane `n` is from the base, where there are `N` other entries.
+pub const fn lane<const N: usize>(n: usize) -> i32 {
+    tags::<N>(2) + (n * size_of::<TaggedPage>()) as i32
+}
+/// Where the bits are that tell which lanes are used.
+pub const fn lanes_used<const N: usize>() -> i32 {
+    lane::<N>(LANES)
+}
+/// Where [`SEEN`] bits are for the pages that lanes have had.
+pub const fn lanes_seen<const N: usize>() -> i32 {
+    lanes_used::<N>() + LANES as i32 / 8
+}
+/// How many.
+pub const SEEN: usize = 1024;
+/// Where a number of 32 bits for each lane is, which is generated code's own.
+pub const fn lane_counts<const N: usize>() -> i32 {
+    lanes_seen::<N>() + SEEN as i32 / 8
+}
+
 /// Words below it that take a displacement of one byte.
 pub const WORDS: usize = 14;
 /// Where word `n` is from the base.
@@ -58,6 +80,12 @@ struct Inside<const N: usize> {
     single: TaggedPage,
     pages: [HostPage; N],
     tags: [[u64; N]; 2],
+    lanes: [TaggedPage; LANES],
+    /// Bit per lane.
+    used: [u64; LANES / 64],
+    /// Bit per page number, as far as it fits.
+    seen: [u64; SEEN / 64],
+    counts: [u32; LANES],
 }
 
 /// `N` entries for each of two kinds of access.
@@ -87,6 +115,10 @@ impl<const N: usize> TaggedPages<N> {
         offset_of!(Inside<N>, single) as i32 == Self::BEFORE as i32 + SINGLE
             && offset_of!(Inside<N>, words) as i32 == Self::BEFORE as i32 + word(WORDS - 1)
             && offset_of!(Inside<N>, tags) as i32 == Self::BEFORE as i32 + tags::<N>(0)
+            && offset_of!(Inside<N>, lanes) as i32 == Self::BEFORE as i32 + lane::<N>(0)
+            && offset_of!(Inside<N>, used) as i32 == Self::BEFORE as i32 + lanes_used::<N>()
+            && offset_of!(Inside<N>, seen) as i32 == Self::BEFORE as i32 + lanes_seen::<N>()
+            && offset_of!(Inside<N>, counts) as i32 == Self::BEFORE as i32 + lane_counts::<N>()
             && word(WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
@@ -106,7 +138,7 @@ impl<const N: usize> TaggedPages<N> {
         Self { all, inside }
     }
 
-    /// For generated code, which may write the words and the single entry.
+    /// For generated code, which may write the words, the single entry, lanes and their numbers.
     pub fn base(&self) -> u64 {
         (self.inside.addr().get() + Self::BEFORE) as u64
     }
@@ -116,6 +148,27 @@ impl<const N: usize> TaggedPages<N> {
     pub fn single(&mut self) -> &mut TaggedPage {
         // SAFETY: it is its own and valid, and generated code does not run now.
         unsafe { &mut self.inside.as_mut().single }
+    }
+
+    /// All lanes, and which are used.
+    #[inline(always)]
+    pub fn lanes(&mut self) -> (&mut [TaggedPage; LANES], &mut [u64; LANES / 64]) {
+        // SAFETY: as above.
+        let inside = unsafe { self.inside.as_mut() };
+        (&mut inside.lanes, &mut inside.used)
+    }
+
+    /// Which pages lanes have had.
+    #[inline(always)]
+    pub fn lanes_seen(&mut self) -> &mut [u64; SEEN / 64] {
+        // SAFETY: as above.
+        unsafe { &mut self.inside.as_mut().seen }
+    }
+
+    /// The lanes' numbers.
+    pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
+        // SAFETY: as above.
+        unsafe { &mut self.inside.as_mut().counts }
     }
 
     /// Page and tag of another.

@@ -15,12 +15,16 @@
 //! Before them lies the *stack's entry*, a copy of the write entry that the stack
 //! was last accessed by. Generated code compares it without computing an index.
 //! It is dropped with the entry, and with more than that where this is simpler.
+//!
+//! Behind them lie the *lanes*: copies of entries that generated code makes for single
+//! instructions, and compares without an index as well. A lane's page has an entry: who
+//! drops or replaces that drops the lane.
 
 use core::hash::{Hash, Hasher};
 use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
 use guest_memory::TaggedPage as Entry;
-pub use guest_memory::tagged::{PAGES as PAGES_OFFSET, SINGLE as STACK_OFFSET, word};
+pub use guest_memory::tagged::{LANES, PAGES as PAGES_OFFSET, SINGLE as STACK_OFFSET, word};
 use guest_memory::{HostPage, TaggedPages, tagged};
 
 /// Tag of the empty entry `i`: a page that another entry holds, so that no
@@ -30,12 +34,24 @@ pub const fn empty_tag(i: usize) -> u64 {
     if i == 0 { 0x1000 } else { 0 }
 }
 
-/// The stack's entry while it has no page.
+/// Where lane `n` is from the base.
+pub const fn lane(n: usize) -> i32 {
+    tagged::lane::<ENTRIES>(n)
+}
+/// Where the bits are that tell which lanes may have a page.
+pub const LANES_USED: i32 = tagged::lanes_used::<ENTRIES>();
+/// Where a bit is for each page number modulo [`LANES_PAGES`] that a lane may have.
+pub const LANES_SEEN: i32 = tagged::lanes_seen::<ENTRIES>();
+pub use tagged::SEEN as LANES_PAGES;
+/// Where a number of 32 bits is for each lane, for generated code.
+pub const LANE_COUNTS: i32 = tagged::lane_counts::<ENTRIES>();
+
+/// The stack's entry while it has no page, and any lane.
 ///
 /// Any address is compared with its tag, so none is out of the question. DEVIATION: it is that
 /// of a non-canonical page which a guest would have to guess out of 2^44, and an access there
 /// would go nowhere in place of raising #SS.
-fn no_stack() -> Entry {
+fn no_page() -> Entry {
     static TAG: OnceLock<u64> = OnceLock::new();
     let tag = TAG.get_or_init(|| {
         let mut hasher = DefaultHasher::new();
@@ -102,7 +118,8 @@ pub struct L1 {
 impl Default for L1 {
     fn default() -> Self {
         let mut pages = TaggedPages::zeroed();
-        *pages.single() = no_stack();
+        *pages.single() = no_page();
+        pages.lanes().0.fill(no_page());
         for half in Half::ALL {
             pages.set_tag(half as usize, 0, empty_tag(0));
         }
@@ -134,7 +151,46 @@ impl L1 {
     }
 
     fn drop_stack(&mut self) {
-        *self.pages.single() = no_stack();
+        *self.pages.single() = no_page();
+    }
+
+    /// What generated code has counted of each lane.
+    pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
+        self.pages.lane_counts()
+    }
+
+    /// Drops the lanes for which `f` is true.
+    fn drop_lanes(&mut self, f: impl Fn(&Entry) -> bool) {
+        let (lanes, used) = self.pages.lanes();
+        for (n, used) in used.iter_mut().enumerate() {
+            let mut bits = *used;
+            while bits != 0 {
+                let bit = bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                let lane = &mut lanes[n * 64 + bit];
+                if f(lane) {
+                    *lane = no_page();
+                    *used &= !(1 << bit);
+                }
+            }
+        }
+    }
+
+    /// Drops the stack's entry, and all lanes.
+    fn drop_copies(&mut self) {
+        self.drop_stack();
+        self.pages.lanes_seen().fill(0);
+        self.drop_lanes(|_| true);
+    }
+
+    /// Entry `i` goes, or gets another page.
+    fn drop_copies_of(&mut self, i: usize) {
+        let tag = self.entry(i).tag;
+        let page = (tag >> 12) as usize % LANES_PAGES;
+        let is_seen = self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0;
+        if is_seen && tag != empty_tag(i % ENTRIES) {
+            self.drop_lanes(|lane| lane.tag == tag);
+        }
     }
 
     #[inline(always)]
@@ -164,9 +220,12 @@ impl L1 {
         let tag = gva & !0xfff;
         // The other half's entry has the same page, or it goes.
         let other = (i + ENTRIES) % (2 * ENTRIES);
-        let e = self.entry(other);
-        if e.tag != tag || e.host != host {
+        let differs = |e: Entry| e.tag != tag || e.host != host;
+        if differs(self.entry(other)) {
             self.clear(other);
+        }
+        if differs(self.entry(i)) {
+            self.drop_copies_of(i);
         }
         self.pages.set_tag(half as usize, i % ENTRIES, tag);
         self.pages.set_page(i % ENTRIES, host);
@@ -212,13 +271,14 @@ impl L1 {
     }
 
     fn clear(&mut self, i: usize) {
+        self.drop_copies_of(i);
         self.empty(i);
         self.global[i / GROUP] &= !(1 << (i % GROUP));
     }
 
     /// Forgets everything in these halves.
     pub fn flush(&mut self, halves: &[Half]) {
-        self.drop_stack();
+        self.drop_copies();
         for group in self.groups(halves) {
             for i in self.filled(group) {
                 self.empty(i);
@@ -231,7 +291,7 @@ impl L1 {
 
     /// Forgets what is not global.
     pub fn flush_non_global(&mut self) {
-        self.drop_stack();
+        self.drop_copies();
         for group in self.groups(&Half::ALL) {
             let kept = self.global[group];
             let mut dropped = core::mem::take(&mut self.private[group]);
@@ -259,11 +319,12 @@ impl L1 {
         }
     }
 
-    /// Forgets an entry if it leads to the host page, and the stack's.
+    /// Forgets an entry if it leads to the host page, and the stack's and lanes'.
     pub fn flush_at(&mut self, half: Half, index: usize, host: HostPage) {
         if self.pages.single().host == host {
             self.drop_stack();
         }
+        self.drop_lanes(|lane| lane.host == host);
         let i = half.start() + index % ENTRIES;
         let e = self.entry(i);
         if e.tag != empty_tag(index % ENTRIES) && e.host == host {
@@ -273,7 +334,7 @@ impl L1 {
 
     /// Forgets the entries of these halves for which `f` is true.
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
-        self.drop_stack();
+        self.drop_copies();
         for group in self.groups(halves) {
             for i in self.filled(group) {
                 let e = self.entry(i);
@@ -373,5 +434,54 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// A lane goes with the entry that it is a copy of, however that goes.
+    #[test]
+    fn lanes_go_with_their_entries() {
+        type Drop = fn(&mut L1);
+        let dropping: [(&str, Drop); 7] = [
+            ("its page", |t| t.flush_page(0x5123)),
+            ("all of the half", |t| t.flush(&[Half::Read])),
+            ("what is not global", L1::flush_non_global),
+            ("by its host page", |t| t.flush_at(Half::Write, 5, HostPage::nowhere())),
+            ("all that matches", |t| t.flush_where(&[Half::Read], |_| true)),
+            ("another page in its place", |t| {
+                t.insert(Half::Read, 0x5000 + ((ENTRIES as u64) << 12), HostPage::nowhere(), false);
+            }),
+            ("the same of the other half", |t| {
+                t.insert(Half::Write, 0x5000 + ((ENTRIES as u64) << 12), HostPage::nowhere(), false);
+            }),
+        ];
+        for (what, drop) in dropping {
+            let mut t = L1::default();
+            t.insert(Half::Read, 0x5000, HostPage::nowhere(), false);
+            for lane in [3, 200, LANES - 1] {
+                fill_lane(&mut t, lane, 0x5000);
+            }
+            // Another page's stays, or goes: it may be used again only if the entry is there.
+            t.insert(Half::Read, 0x9000, HostPage::nowhere(), true);
+            t.insert(Half::Read, 0x5000, HostPage::nowhere(), false);
+            assert_eq!(lanes_with(&mut t, 0x5000), 3, "{what}");
+            drop(&mut t);
+            assert_eq!(lanes_with(&mut t, 0x5000), 0, "{what}");
+        }
+    }
+
+    /// What generated code does.
+    fn fill_lane(t: &mut L1, n: usize, gva: u64) {
+        let (lanes, used) = t.pages.lanes();
+        lanes[n] = Entry {
+            tag: gva,
+            host: HostPage::nowhere(),
+        };
+        used[n / 64] |= 1 << (n % 64);
+        let page = (gva >> 12) as usize % LANES_PAGES;
+        t.pages.lanes_seen()[page / 64] |= 1 << (page % 64);
+    }
+
+    fn lanes_with(t: &mut L1, gva: u64) -> usize {
+        let (lanes, _) = t.pages.lanes();
+        lanes.iter().filter(|l| l.tag == gva).count()
     }
 }

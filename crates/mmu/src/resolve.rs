@@ -6,7 +6,7 @@ use x86_defs::{control::cr4, paging::PAGE_SIZE, vector, vector::pf};
 
 use crate::{
     Miss, Mmu, Mode, Translation, View,
-    l1::{Half, L1},
+    l1::{Half, L1, LANES},
     walk::{self, Walk, WalkFault},
     written::Place,
 };
@@ -230,6 +230,11 @@ impl Mmu {
     /// that takes `&mut self`, and are others when another view is live.
     pub fn live_tables(&self) -> &L1 {
         &self.views[self.live].l1
+    }
+
+    /// What generated code has counted of the live view's lanes.
+    pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
+        self.views[self.live].l1.lane_counts()
     }
 
     /// Changes when the tables of a view that is not live may have become another's.

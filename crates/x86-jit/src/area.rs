@@ -96,6 +96,8 @@ pub(crate) const SLOT: usize = word(24);
 /// The tables of the supervisor's view with RFLAGS.AC clear, and those with it set, if nothing but the tables differs
 /// between the two and generated code may change from the one to the other; or 0.
 pub(crate) const VIEWS: [usize; 2] = [word(26), word(27)];
+/// Misses of a lane have become many.
+pub(crate) const LANES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.
 pub(crate) const IS_OTHER_VIEW: usize = word(28);
 /// The host's RSP with no call to return from: see [`crate::thunks`].

@@ -7,7 +7,7 @@ use crate::{
     block::ALL,
     groups::Member,
     kind::{Effect, Form, Kind},
-    translate::string,
+    translate::{memory::is_on_stack, string},
 };
 
 /// Bytes that are kept of an instruction, which has fewer.
@@ -120,6 +120,14 @@ impl Decoded {
             high,
             effect: form.effect,
             takes_pointer,
+        }
+    }
+
+    /// It probes the software TLB, and not for the stack.
+    pub(crate) fn may_have_lane(&self) -> bool {
+        match self.member {
+            Some(m) => m.first && !m.stack,
+            None => self.memory.is_some() && !is_on_stack(&self.i),
         }
     }
 

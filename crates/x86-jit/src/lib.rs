@@ -19,6 +19,7 @@ mod exit;
 mod flat;
 mod given_up;
 mod groups;
+mod hot;
 mod interrupt_return;
 mod kind;
 mod leave;

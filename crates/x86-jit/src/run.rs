@@ -21,6 +21,7 @@ use crate::{
     flat,
     given_up::GivenUp,
     groups::Groups,
+    hot::Profiles,
     kind::Forms,
     leave::{Site, handle},
     lockstep::{Lockstep, LockstepStats, Log, turn},
@@ -67,6 +68,7 @@ pub struct Jit<B: JitBus> {
     /// [`Interp::resets`] that they belong to.
     pub(crate) resets: u64,
     pub(crate) translator: Translator,
+    pub(crate) profiles: Profiles,
     /// The MMU's slots that generation cells belong to.
     slots: u64,
     /// [`JitBus::tsc_offset`] has one.
@@ -133,6 +135,7 @@ impl<B: JitBus> Jit<B> {
             given_up: GivenUp::default(),
             resets: 0,
             translator: Translator::new(thunks, code),
+            profiles: Profiles::new(),
             slots: u64::MAX,
             plain_tsc: false,
             changes: 0,
@@ -156,12 +159,20 @@ impl<B: JitBus> Jit<B> {
     /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
     pub fn set_lockstep(&mut self, planted: bool) {
         self.lockstep = Some(Lockstep::new(planted));
+        self.profiles.is_mixed = true;
+        self.flush_all();
+    }
+
+    /// Translates every other block at once as if it were executed much: for tests.
+    pub fn set_mixed(&mut self) {
+        self.profiles.is_mixed = true;
         self.flush_all();
     }
 
     /// Drops all code at random, about once in `every` times that a block is looked for: whatever
-    /// depends on code that stays shows. 0: never.
+    /// depends on code that stays shows. 0: never. As for [`Self::set_mixed`].
     pub fn set_random_flushes(&mut self, every: u64) {
+        self.profiles.is_mixed = every != 0;
         self.flush_every = every;
     }
 
@@ -245,6 +256,7 @@ impl<B: JitBus> Jit<B> {
         self.translator.fars.clear();
         self.interpreted.clear();
         self.given_up = GivenUp::default();
+        self.profiles.clear();
         self.ranges.clear();
         if let Some(l) = &mut self.lockstep {
             l.flush();
@@ -514,6 +526,9 @@ impl<B: JitBus> Jit<B> {
         }
         let flags = unpack(words[index(area::FLAGS)]);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+        if self.lockstep.is_none() {
+            self.look(interp, cpu, bus);
+        }
         Left::Poll
     }
 

@@ -13,6 +13,14 @@ pub struct Stats {
     pub bytes: u64,
     /// Nanoseconds that this took.
     pub translate_ns: u64,
+    /// Blocks translated again because they are executed much.
+    pub hot: u64,
+    /// Lanes that blocks have got: see `hot`.
+    pub lanes: u64,
+    /// Those that had too many misses.
+    pub lanes_dropped: u64,
+    /// Misses of lanes, as far as Rust was told.
+    pub lane_misses: u64,
     /// Times everything was dropped.
     pub flushes: u64,
     /// Entries into translated code.

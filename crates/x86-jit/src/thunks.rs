@@ -7,7 +7,10 @@
 //! when mapping or mode have become others, or code was dropped; and at a poll if
 //! there is much of it, which bounds its depth.
 
-use mmu::DevicePage;
+use mmu::{
+    DevicePage,
+    l1::{LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED, lane},
+};
 use x86_defs::rflags;
 
 use crate::{
@@ -67,6 +70,11 @@ pub(crate) struct Thunks {
     /// The same two when the stack's entry is another page's.
     pub(crate) stack: usize,
     pub(crate) stack_group: usize,
+    /// The same two when a lane has another page, and for a group whose first access is none that may be
+    /// refilled.
+    pub(crate) lane: usize,
+    pub(crate) lane_group: usize,
+    pub(crate) lane_split: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
     /// Called for string instructions.
@@ -88,6 +96,11 @@ pub(crate) const RAISES: u32 = 1 << 25;
 pub(crate) const FIRST: u32 = 1 << 26;
 /// The answer for an access that the interpreter makes, whose address is in [`SPILL`]. No host address.
 pub(crate) const ACCESS: u64 = 1;
+
+/// The bits of a lane's site from here on are its number.
+pub(crate) const LANE_SHIFT: u32 = 32;
+/// Misses of a lane after which Rust is told: a power of two.
+pub(crate) const LANE_MISSES: u32 = 128;
 
 /// Whether it is a write.
 pub(crate) const fn writes(site: u32) -> bool {
@@ -275,10 +288,12 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
 const MAX_TICKS: i32 = 1 << 20;
 
 /// Branches if the run loop has to be returned to. Changes r14.
-fn leash_ends(a: &mut Asm) -> [usize; 3] {
+fn leash_ends(a: &mut Asm) -> [usize; 4] {
     // Whether the guest only waits for another vCPU is the run loop's to judge.
     a.alu_mem_imm8(true, Alu::Cmp, gs(PAUSES), 0);
     let pauses = a.jcc(cc::NE);
+    a.alu_mem_imm8(true, Alu::Cmp, gs(LANES_MISSED), 0);
+    let missed = a.jcc(cc::NE);
     push(a, RAX);
     push(a, RDX);
     a.bytes(&[0x0f, 0x31]); // rdtsc
@@ -293,7 +308,73 @@ fn leash_ends(a: &mut Asm) -> [usize; 3] {
     a.load(S0, gs(STOP));
     a.rm(false, &[0x80], 7, at(S0, 0)); // cmp byte [r14], 0
     a.bytes(&[0]);
-    [pauses, is_over, a.jcc(cc::NE)]
+    [pauses, missed, is_over, a.jcc(cc::NE)]
+}
+
+/// Looks in the tables for what a lane does not have, and enters it there: "above" in the flags. Goes on at
+/// `otherwise` if the tables do not have it either.
+fn lane_miss(a: &mut Asm, otherwise: usize) {
+    let indexed = |m: Mem, by: Reg, scale: u8| Mem {
+        base: Some(TLB),
+        index: Some((by, scale)),
+        ..m
+    };
+    push(a, RAX);
+    push(a, RCX);
+    compare_end(a);
+    let straddles = a.jcc(cc::A);
+    a.mov(RCX, S1);
+    a.shift(true, 5, RCX, LANE_SHIFT as u8);
+    let count = indexed(at(TLB, LANE_COUNTS), RCX, 2);
+    a.alu_mem_imm8(false, Alu::Add, count, 1);
+    // test dword [count], …
+    a.rm(false, &[0xf7], 0, count);
+    a.bytes(&(LANE_MISSES - 1).to_le_bytes());
+    let few = a.jcc(cc::NE);
+    // The next poll is to look at it.
+    a.store_imm(gs(LANES_MISSED), 1);
+    a.store_imm(gs(POLLS_LEFT), 0);
+    let here = a.here();
+    a.patch(few, here);
+    select_entry(a, RCX, S0);
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    let entry = |m: Mem| indexed(m, RCX, 3);
+    a.rr(false, &[0xf7], 0, S1);
+    a.bytes(&WRITES.to_le_bytes());
+    let is_write = a.jcc(cc::NE);
+    a.alu(true, Alu::Cmp, RAX, entry(tag(false)));
+    let is_found = a.jcc(cc::E);
+    let is_absent = a.jmp();
+    let here = a.here();
+    a.patch(is_write, here);
+    a.alu(true, Alu::Cmp, RAX, entry(tag(true)));
+    let is_none = a.jcc(cc::NE);
+    let here = a.here();
+    a.patch(is_found, here);
+    a.load(RCX, entry(host_page()));
+    a.shift(true, 5, S1, LANE_SHIFT as u8);
+    // bts [used], r13
+    a.rm(true, &[0x0f, 0xab], S1, at(TLB, LANES_USED));
+    a.shift(true, 4, S1, 4);
+    a.store(indexed(at(TLB, lane(0)), S1, 0), RAX);
+    a.store(indexed(at(TLB, lane(0) + 8), S1, 0), RCX);
+    a.shift(false, 5, RAX, 12);
+    a.alu_imm(false, Alu::And, RAX, LANES_PAGES as i32 - 1);
+    // bts [seen], rax
+    a.rm(true, &[0x0f, 0xab], RAX, at(TLB, LANES_SEEN));
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.alu_rr(true, Alu::Add, S0, RCX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.ret();
+    for from in [straddles, is_absent, is_none] {
+        let here = a.here();
+        a.patch(from, here);
+    }
+    pop(a, RCX);
+    pop(a, RAX);
+    a.jmp_to(otherwise);
 }
 
 /// Guest registers, and what else generated code has close to it, from and to their places in
@@ -617,6 +698,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RAX);
     let from = a.jcc(cc::BE);
     a.patch(from, called);
+    let fails = a.here();
     a.alu_rr(false, Alu::Xor, S0, S0);
     a.jmp_to(answered);
     let here = a.here();
@@ -638,6 +720,14 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     stack_miss(a, t.miss);
     t.stack_group = a.here();
     stack_miss(a, t.miss_group);
+    for (thunk, otherwise) in [
+        (&mut t.lane, t.miss),
+        (&mut t.lane_group, t.miss_group),
+        (&mut t.lane_split, fails),
+    ] {
+        *thunk = a.here();
+        lane_miss(a, otherwise);
+    }
 
     t.load_fp = a.here();
     push(a, RAX);

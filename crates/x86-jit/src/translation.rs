@@ -7,6 +7,7 @@ use crate::{
     Jit, JitBus,
     block::{self, mode},
     cache::Block,
+    decoded::Decoded,
     kind::Kind,
     leave::Site,
     room::MAX_BLOCK,
@@ -99,6 +100,16 @@ impl<B: JitBus> Jit<B> {
         if key.1 & mode::SPLIT == 0 {
             self.groups.form(&mut self.decoded, long);
         }
+        self.translator.hot = None;
+        if key.1 & mode::SPLIT == 0
+            && let Some(hot) = self.profiles.begin(key)
+        {
+            if self.decoded.iter().any(Decoded::may_have_lane) {
+                self.translator.hot = Some(hot);
+            } else if !self.profiles.is_mixed {
+                return None;
+            }
+        }
         let site = self.prepare(interp, cpu, bus, gva);
         let base = self.room.next();
         let blocks = &self.cache.blocks;
@@ -128,6 +139,7 @@ impl<B: JitBus> Jit<B> {
             return Some(block);
         };
         self.stats.blocks += 1;
+        self.stats.lanes += self.translator.hot.as_ref().map_or(0, |h| h.lanes.len()) as u64;
         self.stats.insns += self.decoded.len() as u64;
         self.stats.bytes += (hot.len() + cold.len()) as u64;
         for (at, code) in [(base.0, hot), (base.1, cold)] {

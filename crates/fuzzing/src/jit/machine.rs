@@ -228,7 +228,8 @@ impl Machine {
         let engine = match cache {
             None => Engine::Interp,
             Some(size) => {
-                let jit = Jit::with_capacity(size).ok_or(io::ErrorKind::Unsupported)?;
+                let mut jit = Jit::with_capacity(size).ok_or(io::ErrorKind::Unsupported)?;
+                jit.set_mixed();
                 Engine::Jit(Box::new(jit))
             }
         };

@@ -1,7 +1,7 @@
 //! Memory operands: effective addresses, and probes of the software TLB.
 
 use iced_x86::{Instruction, Mnemonic, Register};
-use mmu::l1::{ENTRIES, Half, PAGES_OFFSET, STACK_OFFSET};
+use mmu::l1::{ENTRIES, Half, LANES, PAGES_OFFSET, STACK_OFFSET, lane};
 
 use super::{Emit, Stub, Translator, Unsupported};
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
     decoded::Decoded,
     groups::Member,
     kind::Kind,
-    thunks::{RAISES, site},
+    thunks::{LANE_SHIFT, RAISES, site},
 };
 
 /// log2 of the size of a tag, and of a page's address.
@@ -64,10 +64,18 @@ pub(super) enum Probe {
     Write,
     /// The stack's, whatever the access does.
     Stack,
+    /// A lane's.
+    Lane(u16),
 }
 
 impl Probe {
-    pub(super) const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Stack];
+    /// Those that there are templates of.
+    pub(super) const COMMON: [Self; 3] = [Self::Read, Self::Write, Self::Stack];
+
+    /// Its place among these.
+    fn number(self) -> Option<usize> {
+        Self::COMMON.iter().position(|p| *p == self)
+    }
 
     pub(super) fn of(is_stack: bool, write: bool) -> Self {
         if is_stack { Self::Stack } else { write.into() }
@@ -77,38 +85,45 @@ impl Probe {
     pub(super) fn tag(self) -> Mem {
         match self {
             Self::Stack => stack_tag(),
+            Self::Lane(n) => at(TLB, lane(n.into())),
             _ => tag(self == Self::Write),
         }
     }
 
-    /// The word that it compares with, and the branch to take on a miss.
-    pub(super) fn emit(self) -> Template<2> {
-        Template::new(|a| {
-            let page = match self {
-                Self::Stack => stack_page(),
-                _ => {
-                    select_entry(a, S1, S0);
-                    host_page()
-                }
-            };
-            a.alu(true, Alu::Sub, S0, self.tag());
-            // More than a byte can hold, for all sizes.
-            a.alu_imm(true, Alu::Cmp, S0, 4096);
-            let limit = a.here() - 4;
-            let from = a.jcc(cc::A);
-            a.alu(true, Alu::Add, S0, page);
-            [limit, from]
-        })
+    /// Emits it; returns where the word is that it compares with, and the branch to take on a miss.
+    pub(super) fn emit(self, a: &mut Asm) -> [usize; 2] {
+        let page = match self {
+            Self::Stack => stack_page(),
+            Self::Lane(n) => at(TLB, lane(n.into()) + 8),
+            _ => {
+                select_entry(a, S1, S0);
+                host_page()
+            }
+        };
+        a.alu(true, Alu::Sub, S0, self.tag());
+        // More than a byte can hold, for all sizes.
+        a.alu_imm(true, Alu::Cmp, S0, 4096);
+        let limit = a.here() - 4;
+        let from = a.jcc(cc::A);
+        a.alu(true, Alu::Add, S0, page);
+        [limit, from]
     }
 
     /// What its miss does: the site, and the call.
-    pub(super) fn miss(self) -> Template<2> {
-        Template::new(|a| {
-            a.alu(true, Alu::Add, S0, self.tag());
-            a.mov_imm(S1, 0);
-            [a.here() - 4, a.call()]
-        })
+    pub(super) fn emit_miss(self, a: &mut Asm) -> [usize; 2] {
+        a.alu(true, Alu::Add, S0, self.tag());
+        if let Self::Lane(n) = self {
+            a.mov_imm64(S1, lane_of(n));
+            return [a.here() - 8, a.call()];
+        }
+        a.mov_imm(S1, 0);
+        [a.here() - 4, a.call()]
     }
+}
+
+/// What stands above a [`site`] for a lane: where its entry is from the first lane's.
+const fn lane_of(n: u16) -> u64 {
+    (n as u64) << LANE_SHIFT
 }
 
 impl From<bool> for Probe {
@@ -118,7 +133,7 @@ impl From<bool> for Probe {
 }
 
 /// Nothing but RSP says where the operand is.
-fn is_on_stack(i: &Instruction) -> bool {
+pub(crate) fn is_on_stack(i: &Instruction) -> bool {
     matches!(i.memory_base(), Register::RSP | Register::ESP)
         && i.memory_index() == Register::None
         && !matches!(i.memory_segment(), Register::FS | Register::GS)
@@ -256,9 +271,29 @@ impl Translator {
         });
     }
 
+    /// A lane in place of a probe with an index, if the instruction may have one.
+    fn choose(&mut self, probe: Probe) -> Probe {
+        let Some(hot) = &mut self.hot else {
+            return probe;
+        };
+        let write = match probe {
+            Probe::Read => 0,
+            Probe::Write => 1,
+            _ => return probe,
+        };
+        if self.position >= 64 || hot.without >> self.position & 1 != 0 {
+            return probe;
+        }
+        // Reads and writes have lanes of their own, as entries differ in what is allowed.
+        let n = self.next_lane[write];
+        self.next_lane[write] = (n + 2) % LANES as u16;
+        hot.lanes.push((n, self.position as u8));
+        Probe::Lane(n)
+    }
+
     /// The probe of a group: r14 has the address of its first byte.
     pub(super) fn probe_group(&mut self, offset: u32, member: Member) {
-        let probe = Probe::of(member.stack, member.write);
+        let probe = self.choose(Probe::of(member.stack, member.write));
         if member.align.to > 1 {
             let address = if member.align.at == 0 {
                 S0
@@ -277,6 +312,7 @@ impl Translator {
             resume,
             offset,
             member,
+            probe,
             cached: self.cached,
         });
         if let Some(slot) = member.slot {
@@ -288,12 +324,25 @@ impl Translator {
     /// The inline part of a probe; returns the branch to take on a miss and
     /// where to come back to.
     fn look_up(&mut self, size: u32, probe: Probe) -> (usize, usize) {
-        if probe != Probe::Stack {
+        if matches!(probe, Probe::Read | Probe::Write) {
             self.cached = None;
         }
-        let [limit, from] = self.asm.stamp(&self.templates.probe[probe as usize]);
+        let [limit, from] = match probe.number() {
+            Some(n) => self.asm.stamp(&self.templates.probe[n]),
+            None => probe.emit(&mut self.asm),
+        };
         self.asm.patch32(limit, 4096 - size as i32);
         (from, self.asm.here())
+    }
+
+    /// What a miss of the probe does first; returns the call, whose target is to be filled in.
+    pub(super) fn miss(&mut self, probe: Probe, site: u32) -> usize {
+        let [number, call] = match probe.number() {
+            Some(n) => self.asm.stamp(&self.templates.miss[n]),
+            None => probe.emit_miss(&mut self.asm),
+        };
+        self.asm.patch32(number, site as i32);
+        call
     }
 
     /// Where from r14 a group's further access is.
@@ -327,7 +376,10 @@ impl Translator {
         }
         match d.member {
             Some(m) => self.probe_group(d.offset, m),
-            None => self.probe_first(d, size, write, Probe::of(is_on_stack(&d.i), write)),
+            None => {
+                let probe = self.choose(Probe::of(is_on_stack(&d.i), write));
+                self.probe_first(d, size, write, probe);
+            }
         }
         Ok(disp)
     }

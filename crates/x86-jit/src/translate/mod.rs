@@ -110,6 +110,7 @@ enum Stub {
         resume: usize,
         offset: u32,
         member: Member,
+        probe: Probe,
         cached: Option<u8>,
     },
     /// Leave at an instruction.
@@ -168,7 +169,7 @@ enum Stub {
 /// What is emitted most.
 #[derive(Debug)]
 struct Templates {
-    /// In the order of [`Probe::ALL`].
+    /// In the order of [`Probe::COMMON`].
     probe: [Template<2>; 3],
     miss: [Template<2>; 3],
     /// The number, and the jump.
@@ -179,8 +180,8 @@ struct Templates {
 impl Templates {
     fn new() -> Box<Self> {
         Box::new(Self {
-            probe: Probe::ALL.map(Probe::emit),
-            miss: Probe::ALL.map(Probe::miss),
+            probe: Probe::COMMON.map(|p| Template::new(|a| p.emit(a))),
+            miss: Probe::COMMON.map(|p| Template::new(|a| p.emit_miss(a))),
             link: Template::new(|a| {
                 a.mov_imm(S1, 0);
                 [a.here() - 4, a.jmp()]
@@ -188,6 +189,15 @@ impl Templates {
             far: [false, true].map(branch::remembered),
         })
     }
+}
+
+/// What makes the translation of a block that is executed much another one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Hot {
+    /// Bit per instruction: its access is no good for a lane.
+    pub(crate) without: u64,
+    /// The lanes that it has got, and the instructions that they are for.
+    pub(crate) lanes: Vec<(u16, u8)>,
 }
 
 /// Emits blocks.
@@ -217,6 +227,12 @@ pub(crate) struct Translator {
     flags: Flags,
     /// The guest register that lives in memory and that r13 has, too.
     cached: Option<u8>,
+    /// The block is executed much.
+    pub(crate) hot: Option<Hot>,
+    /// The next lanes for reads, and for writes.
+    next_lane: [u16; 2],
+    /// Number of the instruction in its block.
+    position: usize,
 }
 
 impl core::fmt::Debug for Translator {
@@ -258,6 +274,9 @@ impl Translator {
             current: None,
             flags: Flags::Memory,
             cached: None,
+            hot: None,
+            next_lane: [0, 1],
+            position: 0,
         }
     }
 
@@ -315,6 +334,7 @@ impl Translator {
         let mut ended = false;
         let mut rest = insns;
         while let Some(d) = rest.first() {
+            self.position = insns.len() - rest.len();
             let run = stack::run_length(rest);
             if run > 1 {
                 self.stack_run(&rest[..run]);
@@ -584,12 +604,13 @@ impl Translator {
                     cached,
                 } => {
                     a.patch(from, here);
-                    let [number, call] = a.stamp(&self.templates.miss[probe as usize]);
-                    a.patch32(number, site as i32);
+                    let call = self.miss(probe, site);
+                    let a = &mut self.asm;
                     a.patch(
                         call,
                         match probe {
                             Probe::Stack => t.stack,
+                            Probe::Lane(_) => t.lane,
                             _ => t.miss,
                         },
                     );
@@ -605,19 +626,25 @@ impl Translator {
                     resume,
                     offset,
                     member,
+                    probe,
                     cached,
                 } => {
                     a.patch(from, here);
-                    let probe = Probe::of(member.stack, member.write);
-                    a.alu(true, Alu::Add, S0, probe.tag());
-                    if member.refill {
-                        let first = if member.offset == 0 { FIRST } else { 0 };
-                        let site = site(offset, member.span, member.write) | first;
-                        a.mov_imm(S1, site.into());
-                        a.call_to(match probe {
-                            Probe::Stack => t.stack_group,
-                            _ => t.miss_group,
-                        });
+                    let first = if member.offset == 0 { FIRST } else { 0 };
+                    let site = site(offset, member.span, member.write) | first;
+                    let is_lane = matches!(probe, Probe::Lane(_));
+                    if member.refill || is_lane {
+                        let call = self.miss(probe, site);
+                        let a = &mut self.asm;
+                        a.patch(
+                            call,
+                            match probe {
+                                Probe::Stack => t.stack_group,
+                                Probe::Lane(_) if member.refill => t.lane_group,
+                                Probe::Lane(_) => t.lane_split,
+                                _ => t.miss_group,
+                            },
+                        );
                         let refused = a.jcc(cc::E);
                         a.patch(refused, t.refused);
                         if let Some(n) = cached {
@@ -627,10 +654,10 @@ impl Translator {
                         a.patch(from, resume);
                     }
                     if let Some(entries) = known(offset, true) {
-                        a.jmp_to(entries.saved as usize);
+                        self.asm.jmp_to(entries.saved as usize);
                         continue;
                     }
-                    let from = a.jmp();
+                    let from = self.asm.jmp();
                     self.link(from, offset, false, true);
                 }
                 Stub::Bail { from, offset } => {

@@ -1,0 +1,106 @@
+//! Code that is executed much, which is translated again: it does what it did before, also when what it
+//! has remembered of its pages is no longer so.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
+mod long_mode;
+mod stats_fd;
+
+use std::os::fd::AsRawFd;
+
+use anykvm_ioctls::{VcpuExit, VcpuFd};
+use iced_x86::code_asm::*;
+use kvm_abi::numbers::KVM_GET_STATS_FD;
+use long_mode::{Assemble, Machine, PML4};
+
+const CODE: u64 = 0x1000;
+/// A page table for 2 MiB from [`WINDOW`] on.
+const TABLE: u64 = 0xa000;
+const WINDOW: u64 = 0x20_0000;
+const ROUNDS: u64 = 6;
+const TURNS: u64 = 60_000;
+
+/// Executes to HLT; RBX, and a counter of the translator.
+fn run(m: &Machine, code: Assemble, counter: &str) -> (u64, u64) {
+    m.load(CODE, code);
+    let mut vcpu: VcpuFd = m.vcpu(0, CODE);
+    match vcpu.run().unwrap() {
+        VcpuExit::Hlt => {}
+        other => panic!("{other:?}"),
+    }
+    let fd = kvm_abi::ioctl(vcpu.as_raw_fd(), KVM_GET_STATS_FD, 0).unwrap();
+    let (_, stats) = stats_fd::read_stats(fd);
+    let value = stats.iter().find(|(name, _)| name == counter).unwrap().1;
+    (vcpu.get_regs().unwrap().rbx, value)
+}
+
+/// The interpreter has nothing to translate.
+fn is_translated() -> bool {
+    std::env::var("ANYKVM_ENGINE").as_deref() != Ok("interp")
+}
+
+#[test]
+fn a_page_that_is_mapped_elsewhere() {
+    let m = Machine::new();
+    for (at, entry) in [
+        (PML4 + 0x2008, TABLE + 3),
+        (TABLE, 0x6003),
+        (0x6000, 1),
+        (0x7000, 1000),
+    ] {
+        m.write(at, &entry.to_le_bytes());
+    }
+    let (sum, lanes) = run(
+        &m,
+        |a| {
+            let (mut round, mut turn) = (a.create_label(), a.create_label());
+            a.mov(rdi, WINDOW)?;
+            a.mov(r12d, ROUNDS as u32)?;
+            a.set_label(&mut round)?;
+            a.mov(ecx, TURNS as u32)?;
+            a.set_label(&mut turn)?;
+            a.add(rbx, qword_ptr(rdi))?;
+            a.inc(qword_ptr(rdi + 0x800))?;
+            a.dec(ecx)?;
+            a.jne(turn)?;
+            a.xor(qword_ptr(TABLE), 0x1000)?;
+            a.invlpg(byte_ptr(rdi))?;
+            a.dec(r12d)?;
+            a.jne(round)?;
+            a.hlt()
+        },
+        "jit_lanes",
+    );
+    assert_eq!(sum, ROUNDS / 2 * TURNS * 1001);
+    for page in [0x6800, 0x7800] {
+        assert_eq!(u64::from_le_bytes(m.read(page)), ROUNDS / 2 * TURNS);
+    }
+    assert!(!is_translated() || lanes > 0);
+}
+
+#[test]
+fn ever_other_pages() {
+    let m = Machine::new();
+    const PAGES: u64 = 64;
+    const FIRST: u64 = 0x1_0000;
+    for n in 0..PAGES {
+        m.write(FIRST + n * 0x1000, &n.to_le_bytes());
+    }
+    let (sum, dropped) = run(
+        &m,
+        |a| {
+            let mut turn = a.create_label();
+            a.mov(ecx, (TURNS * PAGES / 16) as u32)?;
+            a.set_label(&mut turn)?;
+            a.add(rbx, qword_ptr(rdi + FIRST))?;
+            a.add(edi, 0x1000)?;
+            a.and(edi, (PAGES * 0x1000 - 1) as u32)?;
+            a.dec(ecx)?;
+            a.jne(turn)?;
+            a.hlt()
+        },
+        "jit_lanes_dropped",
+    );
+    assert_eq!(sum, TURNS / 16 * PAGES * (PAGES - 1) / 2);
+    assert!(!is_translated() || dropped > 0);
+}

@@ -1,0 +1,261 @@
+//! What is executed much is translated again, with what pays only there: *lanes*.
+//!
+//! A lane is an entry of the software TLB that belongs to one place in the code and is compared
+//! without computing an index, which takes half as long. Where the place's accesses go to ever
+//! other pages it costs far more, so that misses are counted, and what has too many of them goes
+//! without. What is executed much shows in where translated code is when it comes back to the run loop.
+
+use core::ops::Range;
+use std::collections::HashMap;
+
+use mmu::l1::LANES;
+use x86_cpu::CpuState;
+use x86_interp::Interp;
+
+use crate::{
+    Jit, JitBus,
+    area::{self, index},
+    cache::{self, Block},
+    thunks,
+    translate::{Hot, LinkSite},
+    translation::Source,
+};
+
+/// Looks that have to find a block for it to be translated again, of so many.
+const HOT: u8 = 4;
+const LOOKS: u32 = 1024;
+/// Instructions between two looks, about: they come every 100 us.
+const INTERVAL: u64 = 100_000;
+/// A lane misses less often than once in so many executions, or costs more than it saves.
+const WORTH: u64 = 48;
+/// Counts of looks at blocks that are not hot yet, by a hash.
+const COUNTS: usize = 1 << 12;
+
+/// Page identity plus offset, and mode.
+type Key = (u64, u8);
+
+/// A block that is executed much.
+#[derive(Debug)]
+struct Profile {
+    /// Where it was found.
+    gva: u64,
+    /// Instructions.
+    len: u64,
+    /// Looks that have found it since it became hot.
+    looks: u64,
+    hot: Hot,
+    /// Misses of each of its lanes.
+    missed: Vec<u64>,
+    /// Its branches within the page, of code of this generation.
+    links: Range<usize>,
+    generation: u32,
+}
+
+/// What is known of such blocks.
+#[derive(Debug)]
+pub(crate) struct Profiles {
+    counts: Box<[u8; COUNTS]>,
+    /// Looks until they begin anew.
+    left: u32,
+    hot: HashMap<Key, Profile, cache::Hash>,
+    /// Whose each lane is.
+    owners: Box<[Option<Key>; LANES]>,
+    /// For the block that is translated next, as it is executed much.
+    next: Option<Hot>,
+    /// Every other block is as if it were executed much: for tests.
+    pub(crate) is_mixed: bool,
+}
+
+impl Profiles {
+    pub(crate) fn new() -> Self {
+        Self {
+            counts: Box::new([0; COUNTS]),
+            left: LOOKS,
+            hot: HashMap::default(),
+            owners: Box::new([None; LANES]),
+            next: None,
+            is_mixed: false,
+        }
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.counts.fill(0);
+        self.hot.clear();
+        self.owners.fill(None);
+    }
+
+    /// What is to be different in the translation of a block.
+    pub(crate) fn begin(&mut self, key: Key) -> Option<Hot> {
+        if let Some(hot) = self.next.take() {
+            return Some(hot);
+        }
+        if self.hot.remove(&key).is_some() {
+            self.counts[place(key)] = 0;
+        }
+        (self.is_mixed && key.0 & 1 != 0).then(Hot::default)
+    }
+
+    /// A look has found the block; true if it is to be translated again.
+    fn note(&mut self, key: Key) -> bool {
+        self.left -= 1;
+        if self.left == 0 {
+            self.left = LOOKS;
+            self.counts.iter_mut().for_each(|c| *c /= 2);
+        }
+        if let Some(p) = self.hot.get_mut(&key) {
+            p.looks += 1;
+            return false;
+        }
+        let count = &mut self.counts[place(key)];
+        *count = (*count + 1) % HOT;
+        *count == 0
+    }
+
+    /// A lane has missed so often; the block, if it is to be translated again.
+    fn judge(&mut self, lane: usize, missed: u64) -> Option<Key> {
+        let key = self.owners[lane]?;
+        let p = self.hot.get_mut(&key)?;
+        let at = p.hot.lanes.iter().position(|l| usize::from(l.0) == lane)?;
+        p.missed[at] += missed;
+        let executed = (p.looks + 1) * INTERVAL / p.len;
+        if p.missed[at] * WORTH <= executed {
+            return None;
+        }
+        p.hot.without |= 1 << p.hot.lanes[at].1;
+        Some(key)
+    }
+}
+
+fn place(key: Key) -> usize {
+    (key.0 ^ key.0 >> 12) as usize % COUNTS
+}
+
+impl<B: JitBus> Jit<B> {
+    /// Translated code has been left at a poll.
+    pub(crate) fn look(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) {
+        if core::mem::take(&mut cpu.engine.words[index(area::LANES_MISSED)]) != 0 {
+            return self.judge_lanes(interp, cpu, bus);
+        }
+        let gva = cpu.rip();
+        let Ok(page) = bus.code_page(cpu, gva) else {
+            return;
+        };
+        let key = (page.id | gva & 0xfff, self.mode);
+        if self.profiles.note(key) {
+            self.heat(interp, cpu, bus, (key, gva), Hot::default());
+        }
+    }
+
+    /// Some lanes have missed often.
+    fn judge_lanes(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) {
+        let mut worse: Vec<Key> = Vec::new();
+        for (lane, count) in bus.mmu().lane_counts().iter_mut().enumerate() {
+            if *count < thunks::LANE_MISSES {
+                continue;
+            }
+            let missed = core::mem::take(count).into();
+            self.stats.lane_misses += missed;
+            if let Some(key) = self.profiles.judge(lane, missed) {
+                self.stats.lanes_dropped += 1;
+                if !worse.contains(&key) {
+                    worse.push(key);
+                }
+            }
+        }
+        for key in worse {
+            let Some(p) = self.profiles.hot.get(&key) else {
+                continue;
+            };
+            let hot = Hot {
+                without: p.hot.without,
+                lanes: Vec::new(),
+            };
+            // In another address space it is left for when it is executed here again.
+            if key.1 == self.mode {
+                self.heat(interp, cpu, bus, (key, p.gva), hot);
+            }
+        }
+    }
+
+    /// Translates the block again, which is executed much.
+    fn heat(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        (key, gva): (Key, u64),
+        hot: Hot,
+    ) {
+        let Ok(page) = bus.code_page(cpu, gva) else {
+            return;
+        };
+        let is_same = |b: &Block| {
+            page.id | gva & 0xfff == key.0
+                && b.generation == page.generation
+                && !b.straddles
+                && b.entries.outer != 0
+        };
+        let Some(old) = self.cache.blocks.get(key).filter(is_same) else {
+            return;
+        };
+        let Some(code) = Source::of(bus, page.id) else {
+            return;
+        };
+        let flushes = self.stats.flushes;
+        let links = self.translator.links.len();
+        (self.is_loop, self.is_linked) = (true, old.entries.outer > old.entries.saved);
+        self.profiles.next = Some(hot);
+        let what = (key, page.generation, code);
+        let new = self.translate(interp, cpu, bus, gva, what, false);
+        self.translator.ahead.clear();
+        (self.is_loop, self.is_linked) = (false, false);
+        let hot = self.translator.hot.take().unwrap_or_default();
+        if let Some(new) = new.filter(|b| b.entries.outer != 0) {
+            self.stats.hot += 1;
+            if self.stats.flushes == flushes {
+                // Whoever knows the old one goes on with the new one.
+                let from = old.entries.saved as usize;
+                self.buffer.write(from, &jump(from, new.entries.saved as usize));
+                self.link_hot(key, page.generation, new);
+            }
+        }
+        for (lane, _) in &hot.lanes {
+            self.profiles.owners[usize::from(*lane)] = Some(key);
+        }
+        // Also of one that stays as it is, so that it is not tried again.
+        let profile = Profile {
+            gva,
+            len: self.decoded.len().max(1) as u64,
+            looks: 0,
+            missed: vec![0; hot.lanes.len()],
+            hot,
+            links: links.min(self.translator.links.len())..self.translator.links.len(),
+            generation: page.generation,
+        };
+        self.profiles.hot.insert(key, profile);
+    }
+}
+
+impl<B: JitBus> Jit<B> {
+    /// What is executed much goes from one such block to the next by itself.
+    fn link_hot(&mut self, key: Key, generation: u32, to: Block) {
+        let is_beside = |of: Key| of.0 >> 12 == key.0 >> 12 && of.1 == key.1;
+        let mut sites = Vec::new();
+        for (of, p) in &self.profiles.hot {
+            if is_beside(*of) && p.generation == generation {
+                let links = self.translator.links.get(p.links.clone());
+                let to_it = |l: &&LinkSite| u64::from(l.target) == key.0 & 0xfff && !l.split;
+                sites.extend(links.unwrap_or_default().iter().filter(to_it));
+            }
+        }
+        for site in sites {
+            self.link(site, to);
+        }
+    }
+}
+
+/// A jump between two places of the buffer.
+fn jump(from: usize, to: usize) -> [u8; 5] {
+    let [a, b, c, d] = ((to as i64 - from as i64 - 5) as i32).to_le_bytes();
+    [0xe9, a, b, c, d]
+}
