@@ -444,13 +444,27 @@ mod tests {
             ("its page", |t| t.flush_page(0x5123)),
             ("all of the half", |t| t.flush(&[Half::Read])),
             ("what is not global", L1::flush_non_global),
-            ("by its host page", |t| t.flush_at(Half::Write, 5, HostPage::nowhere())),
-            ("all that matches", |t| t.flush_where(&[Half::Read], |_| true)),
+            ("by its host page", |t| {
+                t.flush_at(Half::Write, 5, HostPage::nowhere())
+            }),
+            ("all that matches", |t| {
+                t.flush_where(&[Half::Read], |_| true)
+            }),
             ("another page in its place", |t| {
-                t.insert(Half::Read, 0x5000 + ((ENTRIES as u64) << 12), HostPage::nowhere(), false);
+                t.insert(
+                    Half::Read,
+                    0x5000 + ((ENTRIES as u64) << 12),
+                    HostPage::nowhere(),
+                    false,
+                );
             }),
             ("the same of the other half", |t| {
-                t.insert(Half::Write, 0x5000 + ((ENTRIES as u64) << 12), HostPage::nowhere(), false);
+                t.insert(
+                    Half::Write,
+                    0x5000 + ((ENTRIES as u64) << 12),
+                    HostPage::nowhere(),
+                    false,
+                );
             }),
         ];
         for (what, drop) in dropping {

@@ -21,6 +21,8 @@ pub(crate) struct Block {
     pub(crate) straddles: bool,
     /// Other pages have gone to it.
     pub(crate) is_target: bool,
+    /// It probes the software TLB by an index.
+    pub(crate) has_probes: bool,
 }
 
 /// Entry of the table of indirect targets, as generated code reads it.
@@ -331,6 +333,7 @@ mod tests {
     fn blocks_are_found_where_they_were_put() {
         let block = |n: u32| Block {
             is_target: false,
+            has_probes: false,
             entries: Entries::default(),
             generation: n,
             straddles: false,
@@ -366,6 +369,7 @@ mod tests {
             generation,
             straddles: false,
             is_target: false,
+            has_probes: false,
         }
     }
 

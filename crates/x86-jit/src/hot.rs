@@ -10,7 +10,6 @@ use std::collections::HashMap;
 
 use mmu::l1::LANES;
 use x86_cpu::CpuState;
-use x86_interp::Interp;
 
 use crate::{
     Jit, JitBus,
@@ -18,7 +17,6 @@ use crate::{
     cache::{self, Block},
     thunks,
     translate::{Hot, LinkSite},
-    translation::Source,
 };
 
 /// Looks that have to find a block for it to be translated again, of so many.
@@ -35,13 +33,11 @@ const COUNTS: usize = 1 << 12;
 type Key = (u64, u8);
 
 /// A block that is executed much.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Profile {
-    /// Where it was found.
-    gva: u64,
     /// Instructions.
     len: u64,
-    /// Looks that have found it since it became hot.
+    /// Looks that have found it since it was translated.
     looks: u64,
     hot: Hot,
     /// Misses of each of its lanes.
@@ -49,6 +45,12 @@ struct Profile {
     /// Its branches within the page, of code of this generation.
     links: Range<usize>,
     generation: u32,
+    /// It is to be translated when it is executed next.
+    is_due: bool,
+    /// It is linked to.
+    is_linked: bool,
+    /// Where the translations before are entered.
+    before: Vec<usize>,
 }
 
 /// What is known of such blocks.
@@ -60,8 +62,6 @@ pub(crate) struct Profiles {
     hot: HashMap<Key, Profile, cache::Hash>,
     /// Whose each lane is.
     owners: Box<[Option<Key>; LANES]>,
-    /// For the block that is translated next, as it is executed much.
-    next: Option<Hot>,
     /// Every other block is as if it were executed much: for tests.
     pub(crate) is_mixed: bool,
 }
@@ -73,7 +73,6 @@ impl Profiles {
             left: LOOKS,
             hot: HashMap::default(),
             owners: Box::new([None; LANES]),
-            next: None,
             is_mixed: false,
         }
     }
@@ -84,15 +83,21 @@ impl Profiles {
         self.owners.fill(None);
     }
 
-    /// What is to be different in the translation of a block.
-    pub(crate) fn begin(&mut self, key: Key) -> Option<Hot> {
-        if let Some(hot) = self.next.take() {
-            return Some(hot);
-        }
-        if self.hot.remove(&key).is_some() {
+    /// What is to be different in the translation of a block, and whether it is linked to, if that is known.
+    pub(crate) fn begin(&mut self, key: Key) -> Option<(Hot, Option<bool>)> {
+        if let Some(p) = self.hot.get(&key) {
+            if p.is_due {
+                let hot = Hot {
+                    without: p.hot.without,
+                    lanes: Vec::new(),
+                };
+                return Some((hot, Some(p.is_linked)));
+            }
+            // Other code, by now.
+            self.hot.remove(&key);
             self.counts[place(key)] = 0;
         }
-        (self.is_mixed && key.0 & 1 != 0).then(Hot::default)
+        (self.is_mixed && key.0 & 1 != 0).then(|| (Hot::default(), None))
     }
 
     /// A look has found the block; true if it is to be translated again.
@@ -132,9 +137,9 @@ fn place(key: Key) -> usize {
 
 impl<B: JitBus> Jit<B> {
     /// Translated code has been left at a poll.
-    pub(crate) fn look(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) {
+    pub(crate) fn look(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if core::mem::take(&mut cpu.engine.words[index(area::LANES_MISSED)]) != 0 {
-            return self.judge_lanes(interp, cpu, bus);
+            return self.judge_lanes(bus);
         }
         let gva = cpu.rip();
         let Ok(page) = bus.code_page(cpu, gva) else {
@@ -142,12 +147,12 @@ impl<B: JitBus> Jit<B> {
         };
         let key = (page.id | gva & 0xfff, self.mode);
         if self.profiles.note(key) {
-            self.heat(interp, cpu, bus, (key, gva), Hot::default());
+            self.translate_again(key, page.generation);
         }
     }
 
     /// Some lanes have missed often.
-    fn judge_lanes(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) {
+    fn judge_lanes(&mut self, bus: &mut B) {
         let mut worse: Vec<Key> = Vec::new();
         for (lane, count) in bus.mmu().lane_counts().iter_mut().enumerate() {
             if *count < thunks::LANE_MISSES {
@@ -163,89 +168,68 @@ impl<B: JitBus> Jit<B> {
             }
         }
         for key in worse {
-            let Some(p) = self.profiles.hot.get(&key) else {
-                continue;
-            };
-            let hot = Hot {
-                without: p.hot.without,
-                lanes: Vec::new(),
-            };
-            // In another address space it is left for when it is executed here again.
-            if key.1 == self.mode {
-                self.heat(interp, cpu, bus, (key, p.gva), hot);
+            if let Some(p) = self.profiles.hot.get(&key) {
+                self.translate_again(key, p.generation);
             }
         }
     }
 
-    /// Translates the block again, which is executed much.
-    fn heat(
-        &mut self,
-        interp: &mut Interp<B>,
-        cpu: &mut CpuState,
-        bus: &mut B,
-        (key, gva): (Key, u64),
-        hot: Hot,
-    ) {
-        let Ok(page) = bus.code_page(cpu, gva) else {
+    /// Has the block translated again when it is executed next.
+    fn translate_again(&mut self, key: Key, generation: u32) {
+        let is_current = |b: &Block| {
+            b.generation == generation && b.has_probes && !b.straddles && b.entries.outer != 0
+        };
+        let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
             return;
         };
-        let is_same = |b: &Block| {
-            page.id | gva & 0xfff == key.0
-                && b.generation == page.generation
-                && !b.straddles
-                && b.entries.outer != 0
-        };
-        let Some(old) = self.cache.blocks.get(key).filter(is_same) else {
+        let from = old.entries.saved as usize;
+        let Some(stub) = self.stale_stub(key.0 as u32 & 0xfff) else {
             return;
         };
-        let Some(code) = Source::of(bus, page.id) else {
+        self.buffer.write(from, &jump(from, stub));
+        let outdated = Block {
+            generation: generation.wrapping_sub(1),
+            ..old
+        };
+        self.cache.blocks.insert(key, outdated);
+        self.forget(old.entries.outer as usize);
+        let p = self.profiles.hot.entry(key).or_default();
+        p.is_due = true;
+        p.is_linked = old.entries.outer > old.entries.saved;
+        p.before.push(from);
+        self.stats.hot += 1;
+    }
+
+    /// The block that was to be translated again has been.
+    pub(crate) fn translated_again(&mut self, key: Key, links: Range<usize>, block: Block) {
+        let Some(p) = self.profiles.hot.get_mut(&key) else {
             return;
         };
-        let flushes = self.stats.flushes;
-        let links = self.translator.links.len();
-        (self.is_loop, self.is_linked) = (true, old.entries.outer > old.entries.saved);
-        self.profiles.next = Some(hot);
-        let what = (key, page.generation, code);
-        let new = self.translate(interp, cpu, bus, gva, what, false);
-        self.translator.ahead.clear();
-        (self.is_loop, self.is_linked) = (false, false);
-        let hot = self.translator.hot.take().unwrap_or_default();
-        if let Some(new) = new.filter(|b| b.entries.outer != 0) {
-            self.stats.hot += 1;
-            if self.stats.flushes == flushes {
-                // Whoever knows the old one goes on with the new one.
-                let from = old.entries.saved as usize;
-                self.buffer.write(from, &jump(from, new.entries.saved as usize));
-                self.link_hot(key, page.generation, new);
-            }
-        }
-        for (lane, _) in &hot.lanes {
+        p.hot = self.translator.hot.take().unwrap_or_default();
+        p.missed = vec![0; p.hot.lanes.len()];
+        p.len = self.decoded.len().max(1) as u64;
+        (p.looks, p.is_due) = (0, false);
+        (p.links, p.generation) = (links, block.generation);
+        for (lane, _) in &p.hot.lanes {
             self.profiles.owners[usize::from(*lane)] = Some(key);
         }
-        // Also of one that stays as it is, so that it is not tried again.
-        let profile = Profile {
-            gva,
-            len: self.decoded.len().max(1) as u64,
-            looks: 0,
-            missed: vec![0; hot.lanes.len()],
-            hot,
-            links: links.min(self.translator.links.len())..self.translator.links.len(),
-            generation: page.generation,
-        };
-        self.profiles.hot.insert(key, profile);
+        // Whoever knows an old one goes on with the new one.
+        for from in &p.before {
+            self.buffer
+                .write(*from, &jump(*from, block.entries.saved as usize));
+        }
+        self.link_hot(key, block);
     }
-}
 
-impl<B: JitBus> Jit<B> {
     /// What is executed much goes from one such block to the next by itself.
-    fn link_hot(&mut self, key: Key, generation: u32, to: Block) {
-        let is_beside = |of: Key| of.0 >> 12 == key.0 >> 12 && of.1 == key.1;
+    fn link_hot(&mut self, key: Key, to: Block) {
+        let is_beside = |of: &Key| of.0 >> 12 == key.0 >> 12 && of.1 == key.1;
         let mut sites = Vec::new();
         for (of, p) in &self.profiles.hot {
-            if is_beside(*of) && p.generation == generation {
+            if is_beside(of) && !p.is_due && p.generation == to.generation {
                 let links = self.translator.links.get(p.links.clone());
                 let to_it = |l: &&LinkSite| u64::from(l.target) == key.0 & 0xfff && !l.split;
-                sites.extend(links.unwrap_or_default().iter().filter(to_it));
+                sites.extend(links.unwrap_or_default().iter().filter(to_it).copied());
             }
         }
         for site in sites {

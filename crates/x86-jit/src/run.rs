@@ -56,7 +56,7 @@ pub struct Jit<B: JitBus> {
     pub(crate) is_loop: bool,
     /// It is where a branch of the same page leads to.
     pub(crate) is_linked: bool,
-    thunks: Thunks,
+    pub(crate) thunks: Thunks,
     pub(crate) cache: Cache,
     pub(crate) forms: Forms,
     pub(crate) decoded: Vec<Decoded>,
@@ -527,7 +527,7 @@ impl<B: JitBus> Jit<B> {
         let flags = unpack(words[index(area::FLAGS)]);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
         if self.lockstep.is_none() {
-            self.look(interp, cpu, bus);
+            self.look(cpu, bus);
         }
         Left::Poll
     }

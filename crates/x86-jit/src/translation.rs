@@ -5,6 +5,7 @@ use x86_interp::{Interp, Transfer};
 
 use crate::{
     Jit, JitBus,
+    area::S1,
     block::{self, mode},
     cache::Block,
     decoded::Decoded,
@@ -50,6 +51,17 @@ impl<B: JitBus> Jit<B> {
         if self.room.is_full() {
             self.flush_all();
         }
+        let hot = match key.1 & mode::SPLIT {
+            0 => self.profiles.begin(key),
+            _ => None,
+        };
+        let is_again = hot.as_ref().is_some_and(|(_, linked)| linked.is_some());
+        let (is_loop, is_linked) = match hot {
+            Some((_, Some(is_linked))) => (true, is_linked),
+            _ => (self.is_loop, self.is_linked),
+        };
+        self.translator.hot = hot.map(|(hot, _)| hot);
+        let links = self.translator.links.len();
         let page = self.cache.blocks.page(key);
         let is_known = |offset: u32| {
             let other = page.and_then(|p| p.get(offset.into()).filter(|_| offset < 0x1000));
@@ -61,7 +73,7 @@ impl<B: JitBus> Jit<B> {
                 &mut self.forms,
                 (cpu, bus),
                 gva,
-                (key.1, self.is_loop, is_ahead),
+                (key.1, is_loop, is_ahead),
                 is_known,
             )
         };
@@ -88,6 +100,7 @@ impl<B: JitBus> Jit<B> {
             generation,
             straddles: second.is_some(),
             is_target: false,
+            has_probes: false,
         };
         if let Some(second) = second {
             self.cache.second.insert(key, second);
@@ -99,16 +112,7 @@ impl<B: JitBus> Jit<B> {
         let long = key.1 & mode::BITS32 == 0;
         if key.1 & mode::SPLIT == 0 {
             self.groups.form(&mut self.decoded, long);
-        }
-        self.translator.hot = None;
-        if key.1 & mode::SPLIT == 0
-            && let Some(hot) = self.profiles.begin(key)
-        {
-            if self.decoded.iter().any(Decoded::may_have_lane) {
-                self.translator.hot = Some(hot);
-            } else if !self.profiles.is_mixed {
-                return None;
-            }
+            block.has_probes = self.decoded.iter().any(Decoded::may_have_lane);
         }
         let site = self.prepare(interp, cpu, bus, gva);
         let base = self.room.next();
@@ -125,7 +129,7 @@ impl<B: JitBus> Jit<B> {
             base,
             sources,
             site,
-            (long, self.is_linked, key.1 & mode::SPLIT != 0, gva),
+            (long, is_linked, key.1 & mode::SPLIT != 0, gva),
             known,
         );
         let parts = self.translator.asm.parts();
@@ -156,6 +160,9 @@ impl<B: JitBus> Jit<B> {
         self.buffer.views().grows(cold);
         if let Some(old) = self.cache.blocks.insert(key, block) {
             self.forget(old.entries.outer as usize);
+        }
+        if is_again {
+            self.translated_again(key, links..self.translator.links.len(), block);
         }
         Some(block)
     }
@@ -226,6 +233,24 @@ impl<B: JitBus> Jit<B> {
             }
         }
         self.translator.ahead.clear();
+    }
+}
+
+impl<B: JitBus> Jit<B> {
+    /// Code that has the block at an offset of its page looked for; `None`: there is no room.
+    pub(crate) fn stale_stub(&mut self, offset: u32) -> Option<usize> {
+        if self.room.is_full() {
+            return None;
+        }
+        let (_, cold) = self.room.next();
+        let a = &mut self.translator.asm;
+        a.start(cold);
+        a.mov_imm(S1, offset.into());
+        a.jmp_to(self.thunks.stale);
+        let (code, _) = a.parts()?;
+        self.buffer.write(cold, code);
+        self.room.take(0, code.len());
+        Some(cold)
     }
 }
 
