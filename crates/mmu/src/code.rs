@@ -736,7 +736,12 @@ impl Mmu {
         for t in &mut self.views {
             match tags {
                 None => break,
-                Some(Tags::At(index)) => t.l1.flush_at(Half::Write, index, host),
+                Some(Tags::At([one, other])) => {
+                    t.l1.flush_at(Half::Write, one, host);
+                    if other != one {
+                        t.l1.flush_at(Half::Write, other, host);
+                    }
+                }
                 Some(Tags::Anywhere) => t.l1.flush_where(&[Half::Write], |e| e.host == host),
             }
         }

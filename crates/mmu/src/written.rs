@@ -4,9 +4,9 @@
 //! by eviction or flush: if the page turns out to be code, the vCPU has to
 //! assume that it wrote it after another vCPU fetched it.
 //!
-//! Where the tags are is kept beside the bit. Most pages have been written by one address
-//! alone, and to search all tables for each page that a program is read into takes longer
-//! than translating its code.
+//! Where the tags are is kept beside the bit. Most pages have been written by one or two addresses
+//! (a kernel clears them by its own), and to search all tables for each page that a program is read
+//! or compiled into takes longer than translating its code.
 
 use guest_memory::{SlotTable, table::ADDRESS_SPACES};
 
@@ -23,12 +23,12 @@ pub(crate) struct Place {
 /// Where write tags of a page are in each view's table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tags {
-    /// At this index only, if anywhere.
-    At(usize),
+    /// At these indices only, if anywhere.
+    At([usize; 2]),
     Anywhere,
 }
 
-/// [`Slot::tags`] of a page that was written by several addresses.
+/// [`Slot::tags`] of a page that was written by more addresses than that.
 const SEVERAL: u16 = u16::MAX;
 
 const _: () = assert!(ENTRIES < SEVERAL as usize);
@@ -38,8 +38,8 @@ const _: () = assert!(ENTRIES < SEVERAL as usize);
 struct Slot {
     /// A bit per page.
     bits: Vec<u64>,
-    /// Index of its tags, of pages whose bit is set.
-    tags: Vec<u16>,
+    /// Indices of its tags, of pages whose bit is set; twice the same if there is one.
+    tags: Vec<[u16; 2]>,
 }
 
 /// Pages of each slot.
@@ -63,7 +63,7 @@ impl Written {
                     hosts.push((s.config().hva, s.config().size));
                     Slot {
                         bits: vec![0; pages.div_ceil(64)],
-                        tags: vec![0; pages],
+                        tags: vec![[0; 2]; pages],
                     }
                 })
                 .collect();
@@ -73,7 +73,7 @@ impl Written {
         self.shared = hosts.windows(2).any(overlap);
     }
 
-    fn page(&mut self, at: Place) -> Option<(&mut u64, &mut u16)> {
+    fn page(&mut self, at: Place) -> Option<(&mut u64, &mut [u16; 2])> {
         let slot = self.slots.get_mut(at.space)?.get_mut(at.slot)?;
         Some((
             slot.bits.get_mut(at.index / 64)?,
@@ -83,13 +83,14 @@ impl Written {
 
     /// A write tag is made for `gva`.
     pub(crate) fn add(&mut self, at: Place, gva: u64) {
-        let tag = (gva >> 12) as usize % ENTRIES;
+        let tag = ((gva >> 12) as usize % ENTRIES) as u16;
         if let Some((word, tags)) = self.page(at) {
             let bit = 1 << (at.index % 64);
             if *word & bit == 0 {
-                *tags = tag as u16;
-            } else if usize::from(*tags) != tag {
-                *tags = SEVERAL;
+                *tags = [tag; 2];
+            } else if !tags.contains(&tag) {
+                let is_alone = tags[0] == tags[1] && tags[0] != SEVERAL;
+                *tags = if is_alone { [tags[0], tag] } else { [SEVERAL; 2] };
             }
             *word |= bit;
         }
@@ -103,9 +104,9 @@ impl Written {
         let was = *word & bit != 0;
         *word &= !bit;
         was.then_some(match *tags {
-            SEVERAL => Tags::Anywhere,
+            [SEVERAL, _] => Tags::Anywhere,
             _ if shared => Tags::Anywhere,
-            tag => Tags::At(tag.into()),
+            tags => Tags::At(tags.map(usize::from)),
         })
     }
 
@@ -160,11 +161,11 @@ mod tests {
             }
             let mut written = Written::default();
             written.reset(&memory.table());
-            let known = |at| {
+            let known = |one, other| {
                 if is_shared {
                     Tags::Anywhere
                 } else {
-                    Tags::At(at)
+                    Tags::At([one, other])
                 }
             };
             assert_eq!(written.take(at(0, 5)), None);
@@ -173,12 +174,16 @@ mod tests {
             written.add(at(0, 5), same + 0x7000);
             written.add(at(1, 5), 0);
             assert_eq!(written.places(), [at(0, 5), at(1, 5)]);
-            assert_eq!(written.take(at(0, 5)), Some(known(7)));
+            assert_eq!(written.take(at(0, 5)), Some(known(7, 7)));
             assert_eq!(written.take(at(0, 5)), None);
-            assert_eq!(written.take(at(1, 5)), Some(known(0)));
-            written.add(at(0, 5), 0x9000);
-            written.add(at(0, 5), 0x7000);
-            written.add(at(0, 5), 0x9000);
+            assert_eq!(written.take(at(1, 5)), Some(known(0, 0)));
+            for gva in [0x9000, 0x7000, 0x9000] {
+                written.add(at(0, 5), gva);
+            }
+            assert_eq!(written.take(at(0, 5)), Some(known(9, 7)));
+            for gva in [0x9000, 0x7000, 0x8000, 0x7000] {
+                written.add(at(0, 5), gva);
+            }
             assert_eq!(written.take(at(0, 5)), Some(Tags::Anywhere));
         }
     }
