@@ -8,19 +8,19 @@
 use core::ops::Range;
 use std::collections::HashMap;
 
-use mmu::l1::LANES;
+use mmu::{hash::ByIdentity, l1::LANES};
 use x86_cpu::CpuState;
 
 use crate::{
     Jit, JitBus,
     area::{self, index},
-    cache::{self, Block},
+    cache::Block,
     thunks,
     translate::{Hot, LinkSite},
 };
 
 /// Looks that have to find a block for it to be translated again, of so many.
-const HOT: u8 = 4;
+const HOT: u8 = 16;
 const LOOKS: u32 = 1024;
 /// Instructions between two looks, about: they come every 100 us.
 const INTERVAL: u64 = 100_000;
@@ -59,7 +59,7 @@ pub(crate) struct Profiles {
     counts: Box<[u8; COUNTS]>,
     /// Looks until they begin anew.
     left: u32,
-    hot: HashMap<Key, Profile, cache::Hash>,
+    hot: HashMap<Key, Profile, ByIdentity>,
     /// Whose each lane is.
     owners: Box<[Option<Key>; LANES]>,
     /// Every other block is as if it were executed much: for tests.
