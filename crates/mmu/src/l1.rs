@@ -445,10 +445,10 @@ mod tests {
             ("all of the half", |t| t.flush(&[Half::Read])),
             ("what is not global", L1::flush_non_global),
             ("by its host page", |t| {
-                t.flush_at(Half::Write, 5, HostPage::nowhere())
+                t.flush_at(Half::Write, 5, HostPage::nowhere());
             }),
             ("all that matches", |t| {
-                t.flush_where(&[Half::Read], |_| true)
+                t.flush_where(&[Half::Read], |_| true);
             }),
             ("another page in its place", |t| {
                 t.insert(

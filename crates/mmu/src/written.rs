@@ -90,7 +90,11 @@ impl Written {
                 *tags = [tag; 2];
             } else if !tags.contains(&tag) {
                 let is_alone = tags[0] == tags[1] && tags[0] != SEVERAL;
-                *tags = if is_alone { [tags[0], tag] } else { [SEVERAL; 2] };
+                *tags = if is_alone {
+                    [tags[0], tag]
+                } else {
+                    [SEVERAL; 2]
+                };
             }
             *word |= bit;
         }
