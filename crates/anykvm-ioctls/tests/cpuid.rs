@@ -4,7 +4,9 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
 use anykvm_ioctls::Kvm;
-use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+use kvm_bindings::{
+    CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
+};
 
 /// Leaf, register, bit, and who stops working without it.
 const NEEDED: &[(u32, char, u32, &str)] = &[
@@ -64,4 +66,36 @@ fn the_baseline_is_there() {
     }
     // In units of eight bytes.
     assert_eq!(leaf(1).ebx >> 8 & 0xff, 8, "CLFLUSH line size");
+}
+
+#[test]
+fn a_table_with_absurd_sizes_of_components_is_shown() {
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    let vcpu = vm.create_vcpu(0).unwrap();
+    let entry = |index, eax, ecx| kvm_cpuid_entry2 {
+        function: 0xd,
+        index,
+        flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+        eax,
+        ebx: u32::MAX,
+        ecx,
+        ..Default::default()
+    };
+    let mut entries = vec![entry(0, 7, 0), entry(1, 0xf, 0)];
+    entries.extend((2..63).map(|index| entry(index, u32::MAX, 2)));
+    // XSAVE, and AVX.
+    entries.push(kvm_cpuid_entry2 {
+        function: 1,
+        ecx: 1 << 26 | 1 << 28,
+        ..Default::default()
+    });
+    vcpu.set_cpuid2(&CpuId::from_entries(&entries).unwrap())
+        .unwrap();
+    let mut xcrs = vcpu.get_xcrs().unwrap();
+    xcrs.xcrs[0].value = 7;
+    vcpu.set_xcrs(&xcrs).unwrap();
+    let shown = vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).unwrap();
+    for shown in &shown.as_slice()[..2] {
+        assert_eq!(shown.ebx, u32::MAX);
+    }
 }

@@ -490,7 +490,9 @@ fn clock_and_tsc() {
     let khz = vcpu.get_tsc_khz().unwrap();
     vcpu.set_tsc_khz(khz / 2).unwrap();
     assert_eq!(vcpu.get_tsc_khz().unwrap(), khz / 2);
-    assert!(vcpu.set_tsc_khz(0).is_err());
+    assert!(vcpu.set_tsc_khz(u32::MAX).is_err());
+    vcpu.set_tsc_khz(0).unwrap();
+    assert_eq!(vcpu.get_tsc_khz().unwrap(), khz, "the host's");
     // TSC and deadline as MSRs.
     let entry = |index, data| kvm_msr_entry {
         index,
@@ -625,4 +627,25 @@ fn statistics_count() {
     assert_eq!(id, format!("kvm-{}", std::process::id()));
     assert_eq!(vm[0].0, "remote_tlb_flush_requests");
     assert!(vm[0].1 >= 1, "{vm:?}");
+}
+
+#[test]
+fn init_and_start_up_wait_for_the_end_of_smm() {
+    let (_vm, vcpu) = with_irqchip();
+    let set = |mp_state| vcpu.set_mp_state(kvm_mp_state { mp_state }).is_ok();
+    let smi = |smm, pending| {
+        let mut events = vcpu.get_vcpu_events().unwrap();
+        events.smi.smm = smm;
+        events.smi.pending = pending;
+        vcpu.set_vcpu_events(&events).is_ok()
+    };
+    for (smm, pending) in [(1, 0), (0, 1)] {
+        assert!(smi(smm, pending));
+        assert!(!set(KVM_MP_STATE_INIT_RECEIVED) && !set(KVM_MP_STATE_SIPI_RECEIVED));
+        assert!(set(KVM_MP_STATE_HALTED) && set(KVM_MP_STATE_RUNNABLE));
+        assert!(smi(0, 0));
+        assert!(set(KVM_MP_STATE_INIT_RECEIVED));
+        assert!(!smi(smm, pending) && smi(0, 0));
+        assert!(set(KVM_MP_STATE_RUNNABLE));
+    }
 }

@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 use std::marker::PhantomData;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -102,20 +102,20 @@ impl Vcpu {
     pub(crate) fn new(
         hypervisor: Arc<hypervisor::Vcpu>,
         vm: Arc<Vm>,
-        fd: BorrowedFd<'_>,
+        page: RunPage,
         id: u64,
         has_ring: bool,
-    ) -> Result<Self> {
-        Ok(Self {
+    ) -> Self {
+        Self {
             hypervisor,
-            page: RunPage::map(fd)?,
+            page,
             id,
             has_ring,
             stats: Mutex::new(None),
             signal_mask: Mutex::new(None),
             has_signal_mask: AtomicBool::new(false),
             vm,
-        })
+        }
     }
 
     /// The typed calls.

@@ -17,7 +17,7 @@ use crate::fork;
 use crate::memfd;
 use crate::objects::{Internal, Object, publish, register};
 use crate::ring::Ring;
-use crate::run_page::VCPU_MMAP_SIZE;
+use crate::run_page::{RunPage, VCPU_MMAP_SIZE};
 use crate::stats::StatsFile;
 use crate::vcpu::Vcpu;
 
@@ -74,7 +74,7 @@ impl Vm {
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(OwnedFd, Arc<Vcpu>)> {
         let id = u32::try_from(id).map_err(|_| EINVAL)?;
         let name = CString::new(format!("kvm-vcpu:{id}")).map_err(|_| EINVAL)?;
-        // The file first: a vCPU cannot be taken back once it exists.
+        // All that may fail first: a vCPU cannot be taken back once it exists.
         let entries = self.hypervisor.dirty_ring_entries();
         let len = match entries {
             0 => VCPU_MMAP_SIZE,
@@ -85,26 +85,26 @@ impl Vm {
             0 => None,
             entries => Some(DirtyRing::map(fd.as_fd(), entries)?),
         };
+        let page = RunPage::map(fd.as_fd())?;
+        let ring = match self.ring.get() {
+            Some(_) => None,
+            None => {
+                let file = Internal::duplicate(&fd)
+                    .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
+                Some((file, Ring::map(fd.as_fd())?))
+            }
+        };
+        let has_ring = ring.is_some();
         let vcpu = self.hypervisor.create_vcpu(id)?;
         if let Some(ring) = dirty_ring {
             vcpu.set_dirty_ring(entries, Box::new(ring));
         }
-        let has_ring = self.ring.get().is_none();
-        if has_ring {
-            let file = Internal::duplicate(&fd)
-                .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
-            self.hypervisor
-                .set_coalesced_ring(Box::new(Ring::map(fd.as_fd())?));
+        if let Some((file, ring)) = ring {
+            self.hypervisor.set_coalesced_ring(Box::new(ring));
             // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
             let _ = self.ring.set(file);
         }
-        let vcpu = Arc::new(Vcpu::new(
-            vcpu,
-            Arc::clone(self),
-            fd.as_fd(),
-            id.into(),
-            has_ring,
-        )?);
+        let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), page, id.into(), has_ring));
         register(&fd, Object::Vcpu(Arc::clone(&vcpu)))?;
         Ok((fd, vcpu))
     }

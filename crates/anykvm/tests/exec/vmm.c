@@ -12,6 +12,7 @@
 #include <signal.h>
 #include <stddef.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -298,6 +299,31 @@ static void nested(long times)
     CHECK(sigaltstack(NULL, &after) == 0 && after.ss_sp == stack.ss_sp && !(after.ss_flags & SS_DISABLE));
 }
 
+/* Chips and a vCPU that could not be made for want of descriptors can be made later. */
+static void few_descriptors(int system)
+{
+    int failed = 0;
+    for (int room = 0; room < 12; room++) {
+        int fresh = ioctl(system, KVM_CREATE_VM, 0);
+        int next = dup(fresh);
+        close(next);
+        struct rlimit limit;
+        CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+        struct rlimit few = { .rlim_cur = next + room, .rlim_max = limit.rlim_max };
+        CHECK(setrlimit(RLIMIT_NOFILE, &few) == 0);
+        int chips = ioctl(fresh, KVM_CREATE_IRQCHIP, 0);
+        int first = chips == 0 ? ioctl(fresh, KVM_CREATE_VCPU, 0) : -1, error = errno;
+        CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+        CHECK(first >= 0 || error == EMFILE || error == ENOMEM);
+        failed += first < 0;
+        CHECK(chips == 0 || ioctl(fresh, KVM_CREATE_IRQCHIP, 0) == 0);
+        if (first < 0)
+            first = ioctl(fresh, KVM_CREATE_VCPU, 0);
+        CHECK(first >= 0 && close(first) == 0 && close(fresh) == 0);
+    }
+    CHECK(failed > 0 && failed < 12);
+}
+
 /* Descriptors: duplicates, /proc, a socket, fork, exec, vfork; /dev/kvm is there. */
 static void descriptors(const char *self)
 {
@@ -323,6 +349,7 @@ static void descriptors(const char *self)
     close(kvm);
     CHECK(ioctl(again, KVM_CHECK_EXTENSION, KVM_CAP_USER_MEMORY) == 1);
     CHECK(syscall(SYS_ioctl, vcpu, KVM_RUN, 0) == 0);
+    few_descriptors(again);
     /* A child has the descriptors, but the VM is its parent's. */
     pid_t child = fork();
     if (child == 0) {

@@ -177,7 +177,7 @@ fn out_of_range<'a>(
 }
 
 fn xsave_size(entries: &[kvm_cpuid_entry2], components: u64, compacted: bool) -> u32 {
-    let mut size = 576;
+    let mut size = 576u32;
     for e in entries
         .iter()
         .filter(|e| e.function == 0xd && (2..63).contains(&e.index))
@@ -186,12 +186,13 @@ fn xsave_size(entries: &[kvm_cpuid_entry2], components: u64, compacted: bool) ->
             continue;
         }
         size = if compacted {
+            // The VMM's table may say anything.
             let start = if e.ecx & 2 != 0 {
-                (size + 63) & !63
+                size.saturating_add(63) & !63
             } else {
                 size
             };
-            start + e.eax
+            start.saturating_add(e.eax)
         } else {
             size.max(e.ebx.saturating_add(e.eax))
         };

@@ -339,9 +339,19 @@ impl Vcpu {
             mp_state: self.lock().mp_state,
         })
     }
-    /// KVM_SET_MP_STATE: without an in-kernel LAPIC only RUNNABLE exists.
+    /// KVM_SET_MP_STATE: without an in-kernel LAPIC only RUNNABLE exists. INIT and start-up IPIs wait for the
+    /// end of SMM, so that their states are EINVAL there, and before an SMI.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
         let inner = &mut *self.lock();
+        let events = &inner.cpu.events;
+        if (events.in_smm || events.smi_pending)
+            && matches!(
+                state.mp_state,
+                KVM_MP_STATE_INIT_RECEIVED | KVM_MP_STATE_SIPI_RECEIVED
+            )
+        {
+            return Err(Error::InvalidArgument);
+        }
         match state.mp_state {
             KVM_MP_STATE_RUNNABLE => {}
             KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED | KVM_MP_STATE_HALTED
@@ -399,9 +409,16 @@ impl Vcpu {
         inner.take_nmis();
         Ok(events::vcpu_events(&inner.cpu, &inner.bus.vm.options))
     }
-    /// KVM_SET_VCPU_EVENTS.
+    /// KVM_SET_VCPU_EVENTS. EINVAL for what no CPU is in, also for SMM or an SMI after INIT.
     pub fn set_vcpu_events(&self, v: &kvm_vcpu_events) -> Result<()> {
         let inner = &mut *self.lock();
+        let sets_smm = v.flags & KVM_VCPUEVENT_VALID_SMM != 0;
+        if sets_smm
+            && v.smi.smm | v.smi.pending != 0
+            && inner.mp_state == KVM_MP_STATE_INIT_RECEIVED
+        {
+            return Err(Error::InvalidArgument);
+        }
         let was_in_smm = inner.cpu.events.in_smm;
         events::set_vcpu_events(&mut inner.cpu, v, &inner.bus.vm.options)?;
         if inner.cpu.events.in_smm != was_in_smm {

@@ -173,10 +173,11 @@ impl VmClock {
     }
 }
 
-/// The same guest TSC now, at another frequency.
+/// The same guest TSC now, at another frequency; 0 is the host's.
 pub(crate) fn rescale(params: TscParams, khz: u32) -> Result<TscParams> {
+    let khz = if khz == 0 { cpu::tsc_khz() } else { khz };
     // A frequency that the fixed-point ratio cannot express is refused.
-    if khz == 0 || u64::from(khz) > u64::from(cpu::tsc_khz()) * 16 {
+    if u64::from(khz) > u64::from(cpu::tsc_khz()) * 16 {
         return Err(Error::InvalidArgument);
     }
     let now = cpu::rdtsc();

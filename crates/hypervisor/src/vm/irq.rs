@@ -16,15 +16,18 @@ impl Vm {
         if self.state.chips().is_some() {
             return Err(Error::Exists);
         }
-        if !self.state.vcpus().is_empty() {
-            return Err(Error::InvalidArgument);
+        self.set_chips(Chips::new(&self.state.options), Error::InvalidArgument)
+    }
+    fn set_chips(&self, chips: Chips, error_with_vcpus: Error) -> Result<()> {
+        // Not by the first irqfd: a vCPU's thread may assign it, and not be allowed to make threads. It
+        // comes first because it may fail.
+        self.state.irqfd_set()?;
+        // The lock keeps vCPUs from appearing meanwhile.
+        let vcpus = self.state.vcpus();
+        if !vcpus.is_empty() {
+            return Err(error_with_vcpus);
         }
-        self.state
-            .chips
-            .set(Chips::new(&self.state.options))
-            .map_err(|_| Error::Exists)?;
-        // Not by the first irqfd: a vCPU's thread may assign it, and not be allowed to make threads.
-        self.state.irqfd_set().map(drop)
+        self.state.chips.set(chips).map_err(|_| Error::Exists)
     }
     /// KVM_CAP_SPLIT_IRQCHIP: LAPICs here, PIC and an IOAPIC of so many pins in the VMM. EINVAL
     /// for too many, EEXIST if there are chips or vCPUs.
@@ -33,14 +36,7 @@ impl Vm {
             .ok()
             .filter(|pins| *pins as usize <= MAX_ROUTES)
             .ok_or(Error::InvalidArgument)?;
-        if !self.state.vcpus().is_empty() {
-            return Err(Error::Exists);
-        }
-        self.state
-            .chips
-            .set(Chips::split(pins, &self.state.options))
-            .map_err(|_| Error::Exists)?;
-        self.state.irqfd_set().map(drop)
+        self.set_chips(Chips::split(pins, &self.state.options), Error::Exists)
     }
     /// KVM_CREATE_PIT2: ENOENT without an irqchip, EEXIST if there is one.
     pub fn create_pit2(&self, config: &kvm_pit_config) -> Result<()> {

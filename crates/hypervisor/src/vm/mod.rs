@@ -172,7 +172,17 @@ impl Vm {
         vcpus.push(Arc::clone(&shared));
         // `Vcpu::new` may ask for the vCPUs.
         drop(vcpus);
-        self.state.start_irqfd_thread()?;
+        self.state.start_irqfd_thread().inspect_err(|_| {
+            // As if it had never been, unless another has come after it.
+            let mut vcpus = self
+                .state
+                .vcpus
+                .write()
+                .unwrap_or_else(PoisonError::into_inner);
+            if vcpus.last().is_some_and(|last| Arc::ptr_eq(last, &shared)) {
+                vcpus.pop();
+            }
+        })?;
         Ok(Arc::new(Vcpu::new(Arc::clone(&self.state), shared, mmu)))
     }
     /// KVM_SET_USER_MEMORY_REGION. Returns when no vCPU uses the old slot any more.
