@@ -7,7 +7,7 @@ mod guest;
 mod long_mode;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
-use guest::{Guest, RAM, Ram, add_slot};
+use guest::{Guest, RAM, Ram, add_slot, enable_lapic};
 use iced_x86::code_asm::*;
 use kvm_bindings::*;
 use long_mode::Machine;
@@ -136,10 +136,7 @@ fn interrupts_wait_while_they_are_blocked() {
     add_slot(&g.vm, 1, 0, &ivt, 0);
     // out 0x80, al
     g.ram.write(0x800, &[0xe6, 0x80]);
-    let mut lapic = g.vcpu.get_lapic().unwrap();
-    lapic.regs[0xf0] = 0xff_u8 as _;
-    lapic.regs[0xf1] = 1;
-    g.vcpu.set_lapic(&lapic).unwrap();
+    enable_lapic(&g.vcpu);
     let msi = kvm_msi {
         address_lo: 0xfee0_0000,
         data: 0x31,

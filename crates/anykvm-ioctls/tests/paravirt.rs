@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd};
-use guest::{Guest, RAM, Ram, add_slot, set_msr};
+use guest::{Guest, IRR, ISR, RAM, Ram, add_slot, enable_lapic, lapic_bit, protected, set_msr};
 use kvm_bindings::*;
 
 const ASYNC_PF_EN: u32 = 0x4b56_4d02;
@@ -20,20 +20,6 @@ const ASYNC_PF_INT: u32 = 0x4b56_4d06;
 
 /// `vmcall`.
 const VMCALL: [u8; 3] = [0x0f, 0x01, 0xc1];
-
-/// Flat 32-bit protected mode.
-fn protected(vcpu: &VcpuFd) {
-    let mut s = vcpu.get_sregs().unwrap();
-    s.cr0 |= 1;
-    for seg in [&mut s.cs, &mut s.ds, &mut s.es, &mut s.ss] {
-        seg.base = 0;
-        seg.limit = u32::MAX;
-        seg.g = 1;
-        seg.db = 1;
-    }
-    s.cs.selector = 8;
-    vcpu.set_sregs(&s).unwrap();
-}
 
 fn set_gprs(vcpu: &VcpuFd, rip: u64, [rax, rbx, rcx, rdx, rsi]: [u64; 5]) {
     let regs = kvm_regs {
@@ -49,21 +35,6 @@ fn set_gprs(vcpu: &VcpuFd, rip: u64, [rax, rbx, rcx, rdx, rsi]: [u64; 5]) {
     };
     vcpu.set_regs(&regs).unwrap();
 }
-
-/// Software-enables the LAPIC.
-fn enable_lapic(vcpu: &VcpuFd) {
-    let mut lapic = vcpu.get_lapic().unwrap();
-    lapic.regs[0xf0] = 0xff_u8 as _;
-    lapic.regs[0xf1] = 1;
-    vcpu.set_lapic(&lapic).unwrap();
-}
-
-fn lapic_bit(vcpu: &VcpuFd, register: usize, vector: usize) -> bool {
-    let lapic = vcpu.get_lapic().unwrap();
-    lapic.regs[register + vector / 32 * 16 + vector % 32 / 8] as u8 >> (vector % 8) & 1 != 0
-}
-const ISR: usize = 0x100;
-const IRR: usize = 0x200;
 
 #[test]
 fn msrs_check_their_values() {
@@ -277,7 +248,7 @@ fn eoi_by_memory() {
             };
             assert_eq!(g.vm.signal_msi(msi).unwrap(), 1);
         }
-        let highest = usize::from(*vectors.last().unwrap());
+        let highest = *vectors.last().unwrap();
         let alone = vectors.len() == 1;
         match g.vcpu.run().unwrap() {
             VcpuExit::IoOut(0x80, data) => assert_eq!(data, [u8::from(alone)]),

@@ -7,7 +7,7 @@ mod guest;
 use std::{thread, time::Duration};
 
 use anykvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuExit, VcpuFd, VmFd};
-use guest::{Guest, RAM, Ram, add_slot, ioctl, start};
+use guest::{Guest, RAM, Ram, add_slot, enable_lapic, ioctl, start};
 use kvm_abi::numbers::*;
 use kvm_bindings::*;
 use vmm_sys_util::eventfd::EventFd;
@@ -41,10 +41,7 @@ fn split_guest(code: &[u8], handler: &[u8]) -> Guest {
     let mut sregs = vcpu.get_sregs().unwrap();
     sregs.ds.limit = u32::MAX;
     vcpu.set_sregs(&sregs).unwrap();
-    let mut lapic = vcpu.get_lapic().unwrap();
-    lapic.regs[0xf0] = 0xff_u8 as _;
-    lapic.regs[0xf1] = 1;
-    vcpu.set_lapic(&lapic).unwrap();
+    enable_lapic(&vcpu);
     Guest { vcpu, vm, ram }
 }
 

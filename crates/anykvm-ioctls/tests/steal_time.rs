@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
-use guest::{Guest, RAM, Ram, set_msr};
+use guest::{Guest, RAM, Ram, protected, set_msr};
 
 const STEAL_TIME: u32 = 0x4b56_4d03;
 /// Where the structure is, in RAM, and the MSR's value for it.
@@ -55,16 +55,7 @@ fn spin(time: Duration) {
 fn guest(code: &[u8], is_protected: bool) -> Guest {
     let g = Guest::new(code, false);
     if is_protected {
-        let mut s = g.vcpu.get_sregs().unwrap();
-        s.cr0 |= 1;
-        for seg in [&mut s.cs, &mut s.ds, &mut s.es, &mut s.ss] {
-            seg.base = 0;
-            seg.limit = u32::MAX;
-            seg.g = 1;
-            seg.db = 1;
-        }
-        s.cs.selector = 8;
-        g.vcpu.set_sregs(&s).unwrap();
+        protected(&g.vcpu);
     }
     g
 }

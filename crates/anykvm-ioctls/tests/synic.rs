@@ -10,7 +10,7 @@ mod long_mode;
 use std::os::fd::AsRawFd;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
-use guest::{ioctl, set_msr};
+use guest::{IRR, enable_lapic, ioctl, lapic_bit, set_msr};
 use hyperv_guest::{CALL_PAGE, CODE, GUEST_OS_ID, HYPERCALL, RESULTS, call, msr, vcpu, write_msr};
 use iced_x86::code_asm::*;
 use kvm_abi::numbers::KVM_HYPERV_EVENTFD;
@@ -52,19 +52,6 @@ fn machine() -> (Machine, VcpuFd) {
     enable_lapic(&vcpu);
     enable(&vcpu, KVM_CAP_HYPERV_SYNIC2).unwrap();
     (m, vcpu)
-}
-
-fn enable_lapic(vcpu: &VcpuFd) {
-    let mut lapic = vcpu.get_lapic().unwrap();
-    lapic.regs[0xf0] = 0xff_u8 as _;
-    lapic.regs[0xf1] = 1;
-    vcpu.set_lapic(&lapic).unwrap();
-}
-
-fn is_requested(vcpu: &VcpuFd, vector: u8) -> bool {
-    let lapic = vcpu.get_lapic().unwrap();
-    let at = 0x200 + usize::from(vector) / 32 * 16 + usize::from(vector) % 32 / 8;
-    lapic.regs[at] as u8 >> (vector % 8) & 1 != 0
 }
 
 fn port(vcpu: &mut VcpuFd) -> u16 {
@@ -208,10 +195,10 @@ fn a_gsi_is_a_source_and_its_end_is_told() {
         .unwrap();
     // Masked as it is.
     m.vm.set_irq_line(30, true).unwrap();
-    assert!(!is_requested(&vcpu, VECTOR));
+    assert!(!lapic_bit(&vcpu, IRR, VECTOR));
     assert!(set_msr(&vcpu, SINT2, VECTOR.into()));
     m.vm.set_irq_line(30, true).unwrap();
-    assert!(is_requested(&vcpu, VECTOR));
+    assert!(lapic_bit(&vcpu, IRR, VECTOR));
     m.load(CODE, |a| {
         write_msr(a, EOM, 0)?;
         a.out(0x80, al)
@@ -257,10 +244,10 @@ fn a_timer_sends_a_message_when_there_is_room() {
         a.out(0x81, al)
     });
     assert_eq!(port(&mut vcpu), 0x80);
-    assert!(!is_requested(&vcpu, VECTOR));
+    assert!(!lapic_bit(&vcpu, IRR, VECTOR));
     let count = msr(&vcpu, STIMER0_COUNT).unwrap();
     assert_eq!(port(&mut vcpu), 0x81);
-    assert!(is_requested(&vcpu, VECTOR));
+    assert!(lapic_bit(&vcpu, IRR, VECTOR));
     let message: [u8; 40] = m.read(SLOT2);
     let word = |at| u64::from_le_bytes(std::array::from_fn(|i| message[at + i]));
     assert_eq!(word(0), 0x18 << 32 | 0x8000_0010);

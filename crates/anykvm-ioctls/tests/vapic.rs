@@ -5,7 +5,7 @@
 mod guest;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
-use guest::{Guest, RAM, ioctl};
+use guest::{Guest, RAM, enable_lapic, ioctl};
 use kvm_abi::numbers::{KVM_SET_VAPIC_ADDR, KVM_TPR_ACCESS_REPORTING};
 use kvm_bindings::*;
 
@@ -18,10 +18,7 @@ fn guest(code: &[u8]) -> Guest {
     let mut sregs = guest.vcpu.get_sregs().unwrap();
     sregs.ds.limit = u32::MAX;
     guest.vcpu.set_sregs(&sregs).unwrap();
-    let mut lapic = guest.vcpu.get_lapic().unwrap();
-    lapic.regs[0xf0] = 0xff_u8 as _;
-    lapic.regs[0xf1] = 1;
-    guest.vcpu.set_lapic(&lapic).unwrap();
+    enable_lapic(&guest.vcpu);
     guest
 }
 

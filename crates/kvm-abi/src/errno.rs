@@ -20,11 +20,7 @@ impl Errno {
 
     /// The calling thread's `errno`, as a failed libc call left it.
     pub fn last() -> Self {
-        Self(
-            std::io::Error::last_os_error()
-                .raw_os_error()
-                .unwrap_or(libc::EIO),
-        )
+        std::io::Error::last_os_error().into()
     }
 
     /// Name of the number, if KVM ever returns it.
@@ -35,10 +31,8 @@ impl Errno {
 
     /// Name of the number for documents; the decimal number for one that KVM never returns.
     pub fn name(self) -> String {
-        NAMES
-            .iter()
-            .find(|(value, _)| *value == self.0)
-            .map_or_else(|| self.0.to_string(), |(_, name)| (*name).to_owned())
+        self.static_name()
+            .map_or_else(|| self.0.to_string(), str::to_owned)
     }
 }
 
@@ -75,6 +69,12 @@ impl fmt::Display for Errno {
 }
 
 impl std::error::Error for Errno {}
+
+impl From<std::io::Error> for Errno {
+    fn from(error: std::io::Error) -> Self {
+        Self(error.raw_os_error().unwrap_or(libc::EIO))
+    }
+}
 
 impl From<hypervisor::Error> for Errno {
     fn from(error: hypervisor::Error) -> Self {

@@ -53,8 +53,8 @@ pub(crate) fn identity(fd: RawFd) -> Result<FileIdentity> {
 
 /// The path that `/proc` shows for an open descriptor.
 pub(crate) fn path(fd: BorrowedFd<'_>) -> Result<std::path::PathBuf> {
-    std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
-        .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EIO)))
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    Ok(std::fs::read_link(link)?)
 }
 
 /// The result of a system call that returns -1 for failure.

@@ -123,8 +123,7 @@ impl StatsFile {
             return Ok(unsafe { OwnedFd::from_raw_fd(opened) });
         }
         // Without /proc: one that shares its position.
-        fd.try_clone_to_owned()
-            .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))
+        Ok(fd.try_clone_to_owned()?)
     }
 }
 

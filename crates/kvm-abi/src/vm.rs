@@ -88,11 +88,7 @@ impl Vm {
         let page = RunPage::map(fd.as_fd())?;
         let ring = match self.ring.get() {
             Some(_) => None,
-            None => {
-                let file = Internal::duplicate(&fd)
-                    .map_err(|error| Errno::new(error.raw_os_error().unwrap_or(libc::EMFILE)))?;
-                Some((file, Ring::map(fd.as_fd())?))
-            }
+            None => Some((Internal::duplicate(&fd)?, Ring::map(fd.as_fd())?)),
         };
         let has_ring = ring.is_some();
         let vcpu = self.hypervisor.create_vcpu(id)?;

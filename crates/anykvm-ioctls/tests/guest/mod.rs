@@ -126,6 +126,38 @@ pub(crate) fn start(vcpu: &VcpuFd) {
     vcpu.set_regs(&regs).unwrap();
 }
 
+/// Flat 32-bit protected mode.
+pub(crate) fn protected(vcpu: &VcpuFd) {
+    let mut s = vcpu.get_sregs().unwrap();
+    s.cr0 |= 1;
+    for seg in [&mut s.cs, &mut s.ds, &mut s.es, &mut s.ss] {
+        seg.base = 0;
+        seg.limit = u32::MAX;
+        seg.g = 1;
+        seg.db = 1;
+    }
+    s.cs.selector = 8;
+    vcpu.set_sregs(&s).unwrap();
+}
+
+/// Software-enables the LAPIC.
+pub(crate) fn enable_lapic(vcpu: &VcpuFd) {
+    let mut lapic = vcpu.get_lapic().unwrap();
+    lapic.regs[0xf0] = 0xff_u8 as _;
+    lapic.regs[0xf1] = 1;
+    vcpu.set_lapic(&lapic).unwrap();
+}
+
+pub(crate) const ISR: usize = 0x100;
+pub(crate) const IRR: usize = 0x200;
+
+/// A vector's bit in [`ISR`] or [`IRR`].
+pub(crate) fn lapic_bit(vcpu: &VcpuFd, register: usize, vector: u8) -> bool {
+    let lapic = vcpu.get_lapic().unwrap();
+    let at = register + usize::from(vector) / 32 * 16 + usize::from(vector) % 32 / 8;
+    lapic.regs[at] as u8 >> (vector % 8) & 1 != 0
+}
+
 impl Guest {
     pub(crate) fn new(code: &[u8], irqchip: bool) -> Self {
         let (vm, ram) = vm(code, irqchip, 0);

@@ -127,57 +127,26 @@ pub(super) fn sregs(cpu: &CpuState, cr8: u64, apic_base: u64) -> kvm_sregs {
     r
 }
 
+/// The structure with its `own` members, and those of the `other` one, which has the same up to there.
+macro_rules! sregs_of {
+    ($name:ident, $other:expr, $($own:ident: $value:expr),*) => {
+        sregs_of!(@ $name, $other, $($own: $value),*;
+            cs ds es fs gs ss tr ldt gdt idt cr0 cr2 cr3 cr4 cr8 efer apic_base)
+    };
+    (@ $name:ident, $other:expr, $($own:ident: $value:expr),*; $($same:ident)*) => {
+        $name { $($same: $other.$same,)* $($own: $value),* }
+    };
+}
+
 /// KVM_GET_SREGS2: as KVM_GET_SREGS, with the PDPTEs where they are in use.
 pub(super) fn sregs2(s: &kvm_sregs, pdptrs: Option<[u64; 4]>) -> kvm_sregs2 {
-    kvm_sregs2 {
-        cs: s.cs,
-        ds: s.ds,
-        es: s.es,
-        fs: s.fs,
-        gs: s.gs,
-        ss: s.ss,
-        tr: s.tr,
-        ldt: s.ldt,
-        gdt: s.gdt,
-        idt: s.idt,
-        cr0: s.cr0,
-        cr2: s.cr2,
-        cr3: s.cr3,
-        cr4: s.cr4,
-        cr8: s.cr8,
-        efer: s.efer,
-        apic_base: s.apic_base,
-        flags: if pdptrs.is_some() {
-            KVM_SREGS2_FLAGS_PDPTRS_VALID
-        } else {
-            0
-        },
-        pdptrs: pdptrs.unwrap_or_default(),
-    }
+    let flags = pdptrs.map_or(0, |_| KVM_SREGS2_FLAGS_PDPTRS_VALID);
+    sregs_of!(kvm_sregs2, s, flags: flags, pdptrs: pdptrs.unwrap_or_default())
 }
 
 /// What KVM_SET_SREGS2 shares with KVM_SET_SREGS.
 pub(super) fn from_sregs2(s: &kvm_sregs2) -> kvm_sregs {
-    kvm_sregs {
-        cs: s.cs,
-        ds: s.ds,
-        es: s.es,
-        fs: s.fs,
-        gs: s.gs,
-        ss: s.ss,
-        tr: s.tr,
-        ldt: s.ldt,
-        gdt: s.gdt,
-        idt: s.idt,
-        cr0: s.cr0,
-        cr2: s.cr2,
-        cr3: s.cr3,
-        cr4: s.cr4,
-        cr8: s.cr8,
-        efer: s.efer,
-        apic_base: s.apic_base,
-        interrupt_bitmap: [0; 4],
-    }
+    sregs_of!(kvm_sregs, s, interrupt_bitmap: [0; 4])
 }
 
 /// KVM's checks on the values (kvm_is_valid_sregs): EINVAL.

@@ -30,7 +30,7 @@ const CODE_SELECTOR: u16 = 8;
 
 /// Who injects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum By {
+enum Who {
     /// The thread that writes to the irqfd.
     Writer,
     /// Our thread that waits for irqfds.
@@ -39,10 +39,10 @@ enum By {
     Call,
 }
 
-const ROWS: [(&str, By); 3] = [
-    ("irqfd, written in this process", By::Writer),
-    ("irqfd, by a duplicate or from elsewhere", By::Waiter),
-    ("call without an eventfd", By::Call),
+const ROWS: [(&str, Who); 3] = [
+    ("irqfd, written in this process", Who::Writer),
+    ("irqfd, by a duplicate or from elsewhere", Who::Waiter),
+    ("call without an eventfd", Who::Call),
 ];
 
 /// A handler that tells the VMM, and a program that sleeps; with their tables.
@@ -108,13 +108,13 @@ fn guest() -> Result<Bare, BootError> {
 }
 
 /// Microseconds of each sample.
-fn measure(by: By) -> Result<Vec<f64>, BootError> {
+fn measure(by: Who) -> Result<Vec<f64>, BootError> {
     let mut guest = guest()?;
     let event = EventFd::new(EFD_NONBLOCK).map_err(BootError::host("cannot make an eventfd"))?;
     let other = event
         .try_clone()
         .map_err(BootError::host("cannot duplicate an eventfd"))?;
-    if by != By::Call {
+    if by != Who::Call {
         guest
             .vm
             .register_irqfd(&event, GSI)
@@ -145,9 +145,9 @@ fn measure(by: By) -> Result<Vec<f64>, BootError> {
         seen_ns.store(0, Ordering::Release);
         let start = now();
         match by {
-            By::Call => trigger.trigger(),
-            By::Writer | By::Waiter => {
-                let event = if by == By::Writer { &event } else { &other };
+            Who::Call => trigger.trigger(),
+            Who::Writer | Who::Waiter => {
+                let event = if by == Who::Writer { &event } else { &other };
                 event
                     .write(1)
                     .map_err(BootError::host("cannot write to an eventfd"))?;
