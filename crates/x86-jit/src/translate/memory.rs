@@ -121,6 +121,20 @@ impl Probe {
     }
 }
 
+/// Lanes that belong to one place in the code each. The others are segments'.
+const OWN_LANES: u16 = LANES as u16 - 32;
+
+/// The lane for reads at a constant distance from FS's or GS's base, which all code shares: threads' and processors' own
+/// data is on few pages.
+fn lane_of_segment(i: &Instruction) -> Option<u16> {
+    let segment = i.memory_segment();
+    let is_near = matches!(segment, Register::FS | Register::GS)
+        && i.memory_base() == Register::None
+        && i.memory_index() == Register::None;
+    let page = (i.memory_displacement64() >> 12) as u16 % 8;
+    is_near.then(|| OWN_LANES + u16::from(segment == Register::GS) * 16 + page * 2)
+}
+
 /// What stands above a [`site`] for a lane: where its entry is from the first lane's.
 const fn lane_of(n: u16) -> u64 {
     (n as u64) << LANE_SHIFT
@@ -272,7 +286,10 @@ impl Translator {
     }
 
     /// A lane in place of a probe with an index, if the instruction may have one.
-    fn choose(&mut self, probe: Probe) -> Probe {
+    fn choose(&mut self, probe: Probe, i: &Instruction) -> Probe {
+        if let (Some(n), Probe::Read | Probe::Write) = (lane_of_segment(i), probe) {
+            return Probe::Lane(n + u16::from(probe == Probe::Write));
+        }
         let Some(hot) = &mut self.hot else {
             return probe;
         };
@@ -286,14 +303,14 @@ impl Translator {
         }
         // Reads and writes have lanes of their own, as entries differ in what is allowed.
         let n = self.next_lane[write];
-        self.next_lane[write] = (n + 2) % LANES as u16;
+        self.next_lane[write] = (n + 2) % OWN_LANES;
         hot.lanes.push((n, self.position as u8));
         Probe::Lane(n)
     }
 
     /// The probe of a group: r14 has the address of its first byte.
-    pub(super) fn probe_group(&mut self, offset: u32, member: Member) {
-        let probe = self.choose(Probe::of(member.stack, member.write));
+    pub(super) fn probe_group(&mut self, offset: u32, member: Member, i: &Instruction) {
+        let probe = self.choose(Probe::of(member.stack, member.write), i);
         if member.align.to > 1 {
             let address = if member.align.at == 0 {
                 S0
@@ -375,9 +392,9 @@ impl Translator {
             self.bail_if_misaligned(d.offset, size);
         }
         match d.member {
-            Some(m) => self.probe_group(d.offset, m),
+            Some(m) => self.probe_group(d.offset, m, &d.i),
             None => {
-                let probe = self.choose(Probe::of(is_on_stack(&d.i), write));
+                let probe = self.choose(Probe::of(is_on_stack(&d.i), write), &d.i);
                 self.probe_first(d, size, write, probe);
             }
         }
@@ -406,7 +423,7 @@ impl Translator {
         let offset = d.member.map_or(0, |m| m.offset);
         self.lea_word(S0, at(r, disp - offset));
         match d.member {
-            Some(m) => self.probe_group(d.offset, m),
+            Some(m) => self.probe_group(d.offset, m, &d.i),
             None => self.probe_first(d, self.word() as u32, write, Probe::Stack),
         }
         offset
