@@ -159,8 +159,7 @@ impl<B: JitBus> Jit<B> {
     /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
     pub fn set_lockstep(&mut self, planted: bool) {
         self.lockstep = Some(Lockstep::new(planted));
-        self.profiles.is_mixed = true;
-        self.flush_all();
+        self.set_mixed();
     }
 
     /// Translates every other block at once as if it were executed much: for tests.

@@ -239,6 +239,23 @@ fn compare_end(a: &mut Asm) {
     a.alu_imm(false, Alu::Cmp, RAX, 4096);
 }
 
+/// A word of the tables' entry that [`select_entry`] has rcx select.
+fn selected(m: Mem) -> Mem {
+    Mem {
+        index: m.index.map(|(_, scale)| (RCX, scale)),
+        ..m
+    }
+}
+
+/// The end of both functions below: rax and rcx as they were, and on to `otherwise`.
+fn give_up(a: &mut Asm, from: [usize; 3], otherwise: usize) {
+    let here = a.here();
+    from.into_iter().for_each(|from| a.patch(from, here));
+    pop(a, RCX);
+    pop(a, RAX);
+    a.jmp_to(otherwise);
+}
+
 /// Looks in the tables for what the stack's entry does not have, which is the page's from then
 /// on if it may be written: "above" in the flags. Goes on at `otherwise` if the tables do not have it either.
 fn stack_miss(a: &mut Asm, otherwise: usize) {
@@ -250,14 +267,10 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
     select_entry(a, RCX, S0);
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -4096);
-    let entry = |m: Mem| Mem {
-        index: m.index.map(|(_, scale)| (RCX, scale)),
-        ..m
-    };
-    a.alu(true, Alu::Cmp, RAX, entry(tag(true)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(true)));
     let is_other = a.jcc(cc::NE);
     a.store(stack_tag(), RAX);
-    a.load(RAX, entry(host_page()));
+    a.load(RAX, selected(host_page()));
     a.store(stack_page(), RAX);
     let found = a.here();
     a.alu_imm(true, Alu::And, S0, 0xfff);
@@ -271,17 +284,11 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
     a.rr(false, &[0xf7], 0, S1);
     a.bytes(&WRITES.to_le_bytes());
     let is_write = a.jcc(cc::NE);
-    a.alu(true, Alu::Cmp, RAX, entry(tag(false)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
     let is_absent = a.jcc(cc::NE);
-    a.load(RAX, entry(host_page()));
+    a.load(RAX, selected(host_page()));
     a.jmp_to(found);
-    for from in [straddles, is_write, is_absent] {
-        let here = a.here();
-        a.patch(from, here);
-    }
-    pop(a, RCX);
-    pop(a, RAX);
-    a.jmp_to(otherwise);
+    give_up(a, [straddles, is_write, is_absent], otherwise);
 }
 
 /// Ticks that a [`crate::Leash`] has at most: a TSC that jumps ends it.
@@ -339,20 +346,19 @@ fn lane_miss(a: &mut Asm, otherwise: usize) {
     select_entry(a, RCX, S0);
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -4096);
-    let entry = |m: Mem| indexed(m, RCX, 3);
     a.rr(false, &[0xf7], 0, S1);
     a.bytes(&WRITES.to_le_bytes());
     let is_write = a.jcc(cc::NE);
-    a.alu(true, Alu::Cmp, RAX, entry(tag(false)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
     let is_found = a.jcc(cc::E);
     let is_absent = a.jmp();
     let here = a.here();
     a.patch(is_write, here);
-    a.alu(true, Alu::Cmp, RAX, entry(tag(true)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(true)));
     let is_none = a.jcc(cc::NE);
     let here = a.here();
     a.patch(is_found, here);
-    a.load(RCX, entry(host_page()));
+    a.load(RCX, selected(host_page()));
     a.shift(true, 5, S1, LANE_SHIFT as u8);
     // bts [used], r13
     a.rm(true, &[0x0f, 0xab], S1, at(TLB, LANES_USED));
@@ -368,13 +374,7 @@ fn lane_miss(a: &mut Asm, otherwise: usize) {
     pop(a, RCX);
     pop(a, RAX);
     a.ret();
-    for from in [straddles, is_absent, is_none] {
-        let here = a.here();
-        a.patch(from, here);
-    }
-    pop(a, RCX);
-    pop(a, RAX);
-    a.jmp_to(otherwise);
+    give_up(a, [straddles, is_absent, is_none], otherwise);
 }
 
 /// Guest registers, and what else generated code has close to it, from and to their places in

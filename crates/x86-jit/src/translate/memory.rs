@@ -135,7 +135,7 @@ fn lane_of_segment(i: &Instruction) -> Option<u16> {
     is_near.then(|| OWN_LANES + u16::from(segment == Register::GS) * 16 + page * 2)
 }
 
-/// What stands above a [`site`] for a lane: where its entry is from the first lane's.
+/// What stands above a [`site`] for a lane: its number.
 const fn lane_of(n: u16) -> u64 {
     (n as u64) << LANE_SHIFT
 }
@@ -287,23 +287,24 @@ impl Translator {
 
     /// A lane in place of a probe with an index, if the instruction may have one.
     fn choose(&mut self, probe: Probe, i: &Instruction) -> Probe {
-        if let (Some(n), Probe::Read | Probe::Write) = (lane_of_segment(i), probe) {
-            return Probe::Lane(n + u16::from(probe == Probe::Write));
-        }
-        let Some(hot) = &mut self.hot else {
-            return probe;
-        };
+        // Reads and writes have lanes of their own, as entries differ in what is allowed.
         let write = match probe {
             Probe::Read => 0,
             Probe::Write => 1,
             _ => return probe,
         };
+        if let Some(n) = lane_of_segment(i) {
+            return Probe::Lane(n + write);
+        }
+        let Some(hot) = &mut self.hot else {
+            return probe;
+        };
         if self.position >= 64 || hot.without >> self.position & 1 != 0 {
             return probe;
         }
-        // Reads and writes have lanes of their own, as entries differ in what is allowed.
-        let n = self.next_lane[write];
-        self.next_lane[write] = (n + 2) % OWN_LANES;
+        let next = &mut self.next_lane[usize::from(write)];
+        let n = *next;
+        *next = (n + 2) % OWN_LANES;
         hot.lanes.push((n, self.position as u8));
         Probe::Lane(n)
     }
