@@ -40,6 +40,24 @@ const NEEDED: &[(u32, char, u32, &str)] = &[
 ];
 
 #[test]
+fn each_leaf_up_to_the_highest_has_an_entry() {
+    let kvm = Kvm::new().unwrap();
+    let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    let functions: Vec<u32> = supported.as_slice().iter().map(|e| e.function).collect();
+    let highest = |first: u32| {
+        let mut entries = supported.as_slice().iter();
+        entries.find(|e| e.function == first).unwrap().eax
+    };
+    let all: Vec<u32> = [0, 0x8000_0000, 0x4000_0000]
+        .into_iter()
+        .flat_map(|first| first..=highest(first))
+        .collect();
+    let mut once = functions;
+    once.dedup();
+    assert_eq!(once, all);
+}
+
+#[test]
 fn the_baseline_is_there() {
     let supported = Kvm::new()
         .unwrap()

@@ -360,7 +360,39 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
             },
         ));
     }
+    complete(&mut out);
     out
+}
+
+/// Leaves of which there can be several.
+fn has_subleaves(function: u32) -> bool {
+    matches!(
+        function,
+        4 | 7 | 0xb | 0xd | 0xf | 0x10 | 0x12 | 0x14 | 0x17 | 0x18 | 0x1d..=0x1f | 0x8000_001d
+    )
+}
+
+/// As KVM's list it has an entry for each leaf up to the highest, also where nothing is in it: VMMs
+/// look for some, and refuse to start without. In KVM's order: its own leaves come last.
+fn complete(list: &mut Vec<kvm_cpuid_entry2>) {
+    for first in [0, 0x8000_0000] {
+        let last = list.iter().find(|e| e.function == first);
+        let last = last.map_or(first, |e| e.eax);
+        for function in first..=last {
+            if list.iter().all(|e| e.function != function) {
+                let flags = if has_subleaves(function) {
+                    KVM_CPUID_FLAG_SIGNIFCANT_INDEX
+                } else {
+                    0
+                };
+                list.push(entry(function, 0, flags, Regs::default()));
+            }
+        }
+    }
+    list.sort_by_key(|e| {
+        let is_ours = e.function >> 24 == KVM_CPUID_SIGNATURE >> 24;
+        (is_ours, e.function, e.index)
+    });
 }
 
 /// KVM_GET_EMULATED_CPUID: what works although the supported list does not have it.
