@@ -153,6 +153,44 @@ fn halt_without_an_exit_waits_for_the_vmm() {
 }
 
 #[test]
+fn init_ends_a_halt_without_an_exit() {
+    let (vm, ram) = guest::vm(&[0xfa, 0xf4], true, 0);
+    // At the second page, where the SIPI leads: out 0x81, al
+    ram.write(0x1000, &[0xe6, 0x81]);
+    let hlt = KVM_X86_DISABLE_EXITS_HLT.into();
+    enable(&vm, KVM_CAP_X86_DISABLE_EXITS, hlt).unwrap();
+    let _bsp = vm.create_vcpu(0).unwrap();
+    let mut ap = vm.create_vcpu(1).unwrap();
+    let runnable = kvm_mp_state {
+        mp_state: KVM_MP_STATE_RUNNABLE,
+    };
+    ap.set_mp_state(runnable).unwrap();
+    guest::start(&ap);
+    thread::scope(|s| {
+        s.spawn(|| {
+            const INIT: u32 = 5 << 8;
+            const STARTUP: u32 = 6 << 8;
+            for data in [INIT, STARTUP | 2] {
+                thread::sleep(Duration::from_millis(30));
+                let msi = kvm_msi {
+                    address_lo: 0xfee0_1000,
+                    data,
+                    ..Default::default()
+                };
+                vm.signal_msi(msi).unwrap();
+            }
+        });
+        loop {
+            match ap.run() {
+                Ok(VcpuExit::IoOut(0x81, _)) => break,
+                Err(e) if e.errno() == libc::EAGAIN => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    });
+}
+
+#[test]
 fn dirty_bits_stay_until_they_are_cleared_by_hand() {
     // mov byte [0x3000], 1; out 0x80, al; mov byte [0x3000], 2; hlt
     let code = [

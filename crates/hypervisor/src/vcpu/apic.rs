@@ -412,6 +412,7 @@ impl Inner {
         self.bus.sync_lapic();
         self.bus.pv.eoi = PvEoi::default();
         self.pv_unhalted = false;
+        self.sleeps_in_guest = false;
         self.bus.shared.lapic().init();
         self.bus.lapic_changed();
         self.bus.update_timer();
