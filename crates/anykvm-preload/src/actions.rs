@@ -160,15 +160,9 @@ fn call_late(signal: c_int, info: &mut siginfo_t) {
     }
 }
 
-/// The program installs a filter of system calls, perhaps for all threads.
-pub(crate) fn filtered(all: bool) {
-    if crate::is_preloaded() {
-        // A thread that begins later may have inherited it.
-        if all || !host::keeper::is_kept() {
-            host::keeper::forbid_calls();
-        }
-        kvm_abi::signals::set_filtered(call_late);
-    }
+/// A preloaded program installs a filter of system calls.
+pub(crate) fn filtered() {
+    kvm_abi::signals::set_filtered(call_late);
 }
 
 /// rt_sigaction(2).

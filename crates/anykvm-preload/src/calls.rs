@@ -6,7 +6,7 @@ use libc::{c_char, c_int, c_long, c_ulong};
 
 use crate::next::{answer, next, system_call_c};
 use crate::path::is_kvm;
-use crate::{actions, cancel, descriptors, files, spawn, trace};
+use crate::{actions, cancel, descriptors, files, filter, spawn, trace};
 
 /// KVM's type in an ioctl number (KVMIO).
 const KVM_TYPE: c_ulong = 0xae;
@@ -146,13 +146,9 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
                 None => None,
             },
             libc::SYS_write if is_injected(a as c_int, b, c) => Some(descriptors::EVENT as c_int),
-            libc::SYS_seccomp => {
-                actions::filtered(b & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0);
-                None
-            }
-            libc::SYS_prctl => {
-                about_to_control(a as c_int);
-                None
+            libc::SYS_seccomp | libc::SYS_prctl => {
+                let result = filter::preloaded(number, arguments)?;
+                return Some(crate::next::as_c(result));
             }
             libc::SYS_execve => {
                 return Some(spawn::execve(path(a), list(b), list(c)).into());
@@ -292,13 +288,6 @@ pub(crate) fn is_injected(fd: c_int, buffer: usize, count: usize) -> bool {
     kvm_abi::is_irqfd(fd) && !is_busy && kvm_abi::write_irqfd(fd, buffer, count)
 }
 
-/// A filter of system calls changes what our own code may do.
-fn about_to_control(option: c_int) {
-    if option == libc::PR_SET_SECCOMP {
-        actions::filtered(false);
-    }
-}
-
 /// The C library's function of this name.
 ///
 /// # Safety
@@ -312,9 +301,14 @@ pub(crate) unsafe extern "C" fn prctl(
     c: usize,
     d: usize,
 ) -> c_int {
-    about_to_control(option);
+    let (number, arguments) = (libc::SYS_prctl, [option as usize, a, b, c, d, 0]);
     // SAFETY: the caller's arguments.
-    unsafe { system_call_c(libc::SYS_prctl, [option as usize, a, b, c, d, 0]) as c_int }
+    unsafe {
+        match filter::preloaded(number, arguments) {
+            Some(result) => crate::next::as_c(result) as c_int,
+            None => system_call_c(number, arguments) as c_int,
+        }
+    }
 }
 
 /// The C library's function of this name: the child, which has its parent's memory, is marked as

@@ -14,6 +14,7 @@ mod calls;
 mod cancel;
 mod descriptors;
 mod files;
+mod filter;
 pub mod launch;
 mod next;
 mod path;

@@ -101,7 +101,11 @@ pub(crate) unsafe fn system_call(number: c_long, arguments: [usize; 6]) -> isize
 /// As for the call.
 pub(crate) unsafe fn system_call_c(number: c_long, arguments: [usize; 6]) -> c_long {
     // SAFETY: the caller's.
-    let result = unsafe { system_call(number, arguments) };
+    as_c(unsafe { system_call(number, arguments) })
+}
+
+/// The C library's result for one of the kernel's.
+pub(crate) fn as_c(result: isize) -> c_long {
     if (-4095..0).contains(&result) {
         fail(-result as c_int).into()
     } else {

@@ -15,7 +15,7 @@ use std::io;
 
 use dlmalloc::Dlmalloc;
 
-use crate::{PAGE_SIZE, futex};
+use crate::{PAGE_SIZE, futex, system};
 
 /// Memory comes from the kernel in pieces of this size at least.
 const PIECE: usize = 1 << 20;
@@ -77,19 +77,13 @@ unsafe impl dlmalloc::Allocator for Pages {
         }
         // SAFETY: a new private anonymous mapping touches no existing memory.
         let base = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                size,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
-                -1,
-                0,
-            )
+            let protection = (libc::PROT_READ | libc::PROT_WRITE) as usize;
+            let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as usize;
+            system::call(libc::SYS_mmap, [0, size, protection, flags, usize::MAX, 0])
         };
-        if base == libc::MAP_FAILED {
-            (ptr::null_mut(), 0, 0)
-        } else {
-            (base.cast(), size, 0)
+        match base {
+            Ok(base) => (ptr::with_exposed_provenance_mut(base), size, 0),
+            Err(_) => (ptr::null_mut(), 0, 0),
         }
     }
     fn remap(&self, _: *mut u8, _: usize, _: usize, _: bool) -> *mut u8 {
@@ -97,11 +91,11 @@ unsafe impl dlmalloc::Allocator for Pages {
     }
     fn free_part(&self, base: *mut u8, old: usize, new: usize) -> bool {
         // SAFETY: the end of a mapping of ours that the heap has given up.
-        !has_reserved() && unsafe { libc::munmap(base.wrapping_add(new).cast(), old - new) == 0 }
+        !has_reserved() && unsafe { unmap(base.wrapping_add(new), old - new) }
     }
     fn free(&self, base: *mut u8, size: usize) -> bool {
         // SAFETY: a mapping of ours that the heap has given up.
-        !has_reserved() && unsafe { libc::munmap(base.cast(), size) == 0 }
+        !has_reserved() && unsafe { unmap(base, size) }
     }
     fn can_release_part(&self, _: u32) -> bool {
         true
@@ -112,6 +106,16 @@ unsafe impl dlmalloc::Allocator for Pages {
     fn page_size(&self) -> usize {
         PAGE_SIZE
     }
+}
+
+/// munmap(2); true if it is done.
+///
+/// # Safety
+///
+/// As for that.
+unsafe fn unmap(base: *mut u8, len: usize) -> bool {
+    // SAFETY: the caller's.
+    unsafe { system::call(libc::SYS_munmap, [base.expose_provenance(), len]).is_ok() }
 }
 
 /// The heap and its lock: 0 free, 1 held, 2 held and waited for.

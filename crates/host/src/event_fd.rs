@@ -5,6 +5,8 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
 };
 
+use crate::{keeper::FILES, system};
+
 /// A non-blocking eventfd.
 #[derive(Debug)]
 pub struct EventFd(OwnedFd);
@@ -32,8 +34,10 @@ impl EventFd {
     pub fn duplicate(fd: RawFd) -> io::Result<Self> {
         // Without /proc the kind cannot be told; writes will.
         let is_other = |fd| {
-            let link = std::fs::read_link(format!("/proc/self/fd/{fd}"));
-            link.is_ok_and(|to| to.as_os_str() != "anon_inode:[eventfd]")
+            let path = format!("/proc/self/fd/{fd}");
+            let link = FILES.pass(|| std::fs::read_link(path));
+            let link = link.and_then(Result::ok);
+            link.is_some_and(|to| to.as_os_str() != "anon_inode:[eventfd]")
         };
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
         // Before, as a second descriptor of some other file would be seen by other threads.
@@ -41,10 +45,12 @@ impl EventFd {
             return Err(invalid());
         }
         // SAFETY: duplicating checks that `fd` is open and touches no memory.
-        let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
-        if new < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        let new = unsafe {
+            system::call(
+                libc::SYS_fcntl,
+                [fd as usize, libc::F_DUPFD_CLOEXEC as usize, 0],
+            )? as RawFd
+        };
         // SAFETY: the kernel has just given us this fd.
         let fd = unsafe { OwnedFd::from_raw_fd(new) };
         // And after, as the number may have become another file's.
@@ -58,7 +64,7 @@ impl EventFd {
     /// it has; `None` where /proc does not tell.
     pub fn id(&self) -> Option<u64> {
         let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
-        let info = std::fs::read_to_string(path).ok()?;
+        let info = FILES.pass(|| std::fs::read_to_string(path))?.ok()?;
         let line = info.lines().find_map(|l| l.strip_prefix("eventfd-id:"))?;
         line.trim().parse().ok()
     }
@@ -66,8 +72,13 @@ impl EventFd {
     /// True if writers wait while the counter is full: the eventfd is not O_NONBLOCK.
     pub fn blocks(&self) -> bool {
         // SAFETY: a system call without pointers.
-        let flags = unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_GETFL) };
-        flags & libc::O_NONBLOCK == 0
+        let flags = unsafe {
+            system::call(
+                libc::SYS_fcntl,
+                [self.0.as_raw_fd() as usize, libc::F_GETFL as usize],
+            )
+        };
+        flags.is_ok_and(|flags| flags & libc::O_NONBLOCK as usize == 0)
     }
 
     /// True if one can be added to the counter.
@@ -78,7 +89,8 @@ impl EventFd {
             revents: 0,
         };
         // SAFETY: one initialised pollfd, writable for the call.
-        unsafe { libc::poll(&raw mut set, 1, 0) == 1 && set.revents & libc::POLLOUT != 0 }
+        let ready = unsafe { system::call(libc::SYS_poll, [&raw mut set as usize, 1, 0]) };
+        ready.is_ok_and(|n| n == 1) && set.revents & libc::POLLOUT != 0
     }
 
     /// Adds `n` to the counter. False if that would overflow it (the counter
@@ -89,15 +101,14 @@ impl EventFd {
     pub fn signal(&self, n: u64) -> io::Result<bool> {
         let bytes = n.to_ne_bytes();
         // SAFETY: `bytes` is readable for 8 bytes.
-        let r = unsafe { libc::write(self.0.as_raw_fd(), bytes.as_ptr().cast(), 8) };
-        if r == 8 {
-            return Ok(true);
-        }
-        let e = io::Error::last_os_error();
-        if e.kind() == io::ErrorKind::WouldBlock {
-            Ok(false)
-        } else {
-            Err(e)
+        let written = unsafe {
+            let fd = self.0.as_raw_fd() as usize;
+            system::call(libc::SYS_write, [fd, bytes.as_ptr() as usize, 8])
+        };
+        match written {
+            Ok(_) => Ok(true),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(e) => Err(e),
         }
     }
 
@@ -109,15 +120,14 @@ impl EventFd {
     pub fn take(&self) -> io::Result<Option<u64>> {
         let mut bytes = [0; 8];
         // SAFETY: `bytes` is writable for 8 bytes.
-        let r = unsafe { libc::read(self.0.as_raw_fd(), bytes.as_mut_ptr().cast(), 8) };
-        if r == 8 {
-            return Ok(Some(u64::from_ne_bytes(bytes)));
-        }
-        let e = io::Error::last_os_error();
-        if e.kind() == io::ErrorKind::WouldBlock {
-            Ok(None)
-        } else {
-            Err(e)
+        let read = unsafe {
+            let fd = self.0.as_raw_fd() as usize;
+            system::call(libc::SYS_read, [fd, bytes.as_mut_ptr() as usize, 8])
+        };
+        match read {
+            Ok(_) => Ok(Some(u64::from_ne_bytes(bytes))),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(e) => Err(e),
         }
     }
 
@@ -131,13 +141,17 @@ impl EventFd {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: 8,
         };
-        let fd = self.0.as_raw_fd();
+        const NO_OFFSET: usize = usize::MAX;
+        let fd = self.0.as_raw_fd() as usize;
         // SAFETY: `to` describes `bytes`, which is writable.
-        let r = unsafe { libc::preadv2(fd, &raw const to, 1, -1, libc::RWF_NOWAIT) };
-        if r == 8 {
+        let read = unsafe {
+            let flags = libc::RWF_NOWAIT as usize;
+            let arguments = [fd, &raw const to as usize, 1, NO_OFFSET, NO_OFFSET, flags];
+            system::call(libc::SYS_preadv2, arguments)
+        };
+        let Err(e) = read else {
             return Ok(Some(u64::from_ne_bytes(bytes)));
-        }
-        let e = io::Error::last_os_error();
+        };
         match e.raw_os_error() {
             Some(libc::EAGAIN) => Ok(None),
             // Before Linux 5.8.

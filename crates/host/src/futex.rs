@@ -1,6 +1,8 @@
 //! futex(2): parking a thread on a 32-bit word.
 
-use std::{io, ptr, sync::atomic::AtomicU32, time::Duration};
+use std::{ptr, sync::atomic::AtomicU32, time::Duration};
+
+use crate::system;
 
 /// Why [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,19 +25,22 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Wait 
     });
     let ts_ptr = ts.as_ref().map_or(ptr::null(), ptr::from_ref);
     // SAFETY: `word` and `ts` are live for the call; the kernel only reads both.
-    let r = unsafe {
-        libc::syscall(
+    let result = unsafe {
+        let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+        system::call(
             libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-            expected,
-            ts_ptr,
+            [
+                word.as_ptr() as usize,
+                operation as usize,
+                expected as usize,
+                ts_ptr as usize,
+            ],
         )
     };
-    if r == 0 {
+    let Err(error) = result else {
         return Wait::Woken;
-    }
-    match io::Error::last_os_error().raw_os_error() {
+    };
+    match error.raw_os_error() {
         Some(libc::EAGAIN) => Wait::Changed,
         Some(libc::ETIMEDOUT) => Wait::TimedOut,
         Some(libc::EINTR) => Wait::Interrupted,
@@ -48,15 +53,14 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Wait 
 pub fn wake(word: &AtomicU32, n: u32) -> u32 {
     let n = i32::try_from(n).unwrap_or(i32::MAX);
     // SAFETY: the kernel uses only the address of `word`.
-    let r = unsafe {
-        libc::syscall(
+    let woken = unsafe {
+        let operation = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+        system::call(
             libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
-            n,
+            [word.as_ptr() as usize, operation as usize, n as usize],
         )
     };
-    u32::try_from(r).unwrap_or(0)
+    woken.map_or(0, |n| n as u32)
 }
 
 #[cfg(test)]

@@ -24,6 +24,7 @@ pub mod probe;
 pub mod random;
 pub mod run_delay;
 pub mod signal;
+pub mod system;
 pub mod thread;
 
 pub use brief_lock::BriefLock;

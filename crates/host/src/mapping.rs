@@ -5,7 +5,7 @@
 
 use std::{io, ptr, ptr::NonNull};
 
-use crate::PAGE_SIZE;
+use crate::{PAGE_SIZE, system};
 
 /// Private anonymous memory.
 ///
@@ -55,19 +55,11 @@ impl Mapping {
         // SAFETY: a new private anonymous mapping at an address of the kernel's
         // choice touches no existing memory.
         let base = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                len,
-                prot,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | reserve,
-                -1,
-                0,
-            )
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | reserve;
+            let arguments = [0, len, prot as usize, flags as usize, usize::MAX, 0];
+            system::call(libc::SYS_mmap, arguments)?
         };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        match NonNull::new(base.cast()) {
+        match NonNull::new(ptr::with_exposed_provenance_mut(base)) {
             Some(base) => Ok(Self { base, len }),
             None => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
         }
@@ -100,7 +92,10 @@ impl Mapping {
 
     fn advise(&self, advice: libc::c_int) {
         // SAFETY: the range is this mapping's, and neither advice changes its contents.
-        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, advice) };
+        let _ = unsafe {
+            let base = self.base.as_ptr().expose_provenance();
+            system::call(libc::SYS_madvise, [base, self.len, advice as usize])
+        };
     }
 }
 
@@ -108,7 +103,10 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the range is this mapping's own; whoever kept a pointer into it
         // had to keep the mapping too.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+        let _ = unsafe {
+            let base = self.base.as_ptr().expose_provenance();
+            system::call(libc::SYS_munmap, [base, self.len])
+        };
     }
 }
 

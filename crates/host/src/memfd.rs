@@ -8,7 +8,7 @@ use std::{
     ptr::NonNull,
 };
 
-use crate::{HUGE_PAGE, Mapping, PAGE_SIZE};
+use crate::{HUGE_PAGE, Mapping, PAGE_SIZE, system};
 
 /// Of Linux 6.1; the C library's headers may be older.
 pub const MADV_COLLAPSE: libc::c_int = 25;
@@ -144,7 +144,11 @@ impl SharedMapping {
     /// again. May be called while other threads use them.
     pub fn let_go(&self) {
         // SAFETY: the range is this mapping's own, and as it is shared its contents stay.
-        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_DONTNEED) };
+        let _ = unsafe {
+            let base = self.base.as_ptr().expose_provenance();
+            let advice = libc::MADV_DONTNEED as usize;
+            system::call(libc::SYS_madvise, [base, self.len, advice])
+        };
     }
 
     /// Has a huge page in place of the small ones that are [`HUGE_PAGE`] bytes from `huge_page` times
@@ -158,15 +162,12 @@ impl SharedMapping {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         // SAFETY: the range is in this mapping, and its contents stay.
-        let r = unsafe {
-            let begin = self.base.as_ptr().add(begin);
-            libc::madvise(begin.cast(), HUGE_PAGE, MADV_COLLAPSE)
+        unsafe {
+            let begin = self.base.as_ptr().expose_provenance() + begin;
+            let advice = MADV_COLLAPSE as usize;
+            system::call(libc::SYS_madvise, [begin, HUGE_PAGE, advice])?
         };
-        if r == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        Ok(())
     }
 
     /// Never true: `mmap` refuses empty mappings.

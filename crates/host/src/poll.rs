@@ -6,6 +6,8 @@ use std::{
     time::Duration,
 };
 
+use crate::{keeper::FILES, system};
+
 /// What is known about one fd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
@@ -34,9 +36,12 @@ pub fn readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result
     let ms = milliseconds(timeout);
     let n = set.len() as libc::nfds_t;
     // SAFETY: `set` is `n` initialised pollfds, writable for the call.
-    if unsafe { libc::poll(set.as_mut_ptr(), n, ms) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    unsafe {
+        system::call(
+            libc::SYS_poll,
+            [set.as_mut_ptr() as usize, n as usize, ms as usize],
+        )?
+    };
     Ok(set
         .iter()
         .map(|p| Ready {
@@ -122,10 +127,17 @@ impl Epoll {
         };
         // SAFETY: `event` is initialised and outlives the call; numbers that are not open are
         // refused.
-        let r = unsafe { libc::epoll_ctl(self.0.as_raw_fd(), what, fd, &raw mut event) };
-        if r < 0 {
-            return Err(io::Error::last_os_error());
-        }
+        unsafe {
+            system::call(
+                libc::SYS_epoll_ctl,
+                [
+                    self.0.as_raw_fd() as usize,
+                    what as usize,
+                    fd as usize,
+                    &raw mut event as usize,
+                ],
+            )?
+        };
         Ok(())
     }
 
@@ -137,10 +149,14 @@ impl Epoll {
         tokens.clear();
         let mut events = [libc::epoll_event { events: 0, u64: 0 }; BATCH];
         let ms = milliseconds(timeout);
-        let fd = self.0.as_raw_fd();
+        let fd = self.0.as_raw_fd() as usize;
         // SAFETY: `events` is writable for `BATCH` entries.
-        let n = unsafe { libc::epoll_wait(fd, events.as_mut_ptr(), BATCH as libc::c_int, ms) };
-        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+        let n = unsafe {
+            system::call(
+                libc::SYS_epoll_wait,
+                [fd, events.as_mut_ptr() as usize, BATCH, ms as usize],
+            )?
+        };
         tokens.extend(events.iter().take(n).map(|e| e.u64));
         Ok(())
     }
@@ -148,7 +164,7 @@ impl Epoll {
     /// The tokens of all entries that are left; `None` where /proc does not tell.
     pub fn tokens(&self) -> Option<Vec<u64>> {
         let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
-        let info = std::fs::read_to_string(path).ok()?;
+        let info = FILES.pass(|| std::fs::read_to_string(path))?.ok()?;
         let entries = info.lines().filter(|l| l.starts_with("tfd:"));
         entries
             .map(|l| {

@@ -1,13 +1,18 @@
 //! Signals of the calling thread.
 
+use crate::system;
+
 /// Signals that are pending for the calling thread or its process and blocked
 /// in the thread; bit `n - 1` is signal n.
 pub fn pending() -> u64 {
     let mut set = 0u64;
     // SAFETY: the kernel's signal set is eight bytes, which `set` has room for.
-    let r = unsafe { libc::syscall(libc::SYS_rt_sigpending, &raw mut set, size_of::<u64>()) };
+    let known = unsafe {
+        let arguments = [&raw mut set as usize, size_of::<u64>()];
+        system::call(libc::SYS_rt_sigpending, arguments)
+    };
     // It cannot fail with these arguments, but a system call filter may refuse it.
-    if r == 0 { set } else { 0 }
+    if known.is_ok() { set } else { 0 }
 }
 
 /// Blocks all signals in the calling thread, those that faults raise excepted.

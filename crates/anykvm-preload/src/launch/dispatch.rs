@@ -7,9 +7,9 @@ use libc::{c_int, c_long};
 
 use super::block::Block;
 use super::entry::Frame;
-use super::{execve, filter, image, signals, threads};
+use super::{execve, image, signals, threads};
 use crate::next::system_call;
-use crate::{actions, calls};
+use crate::{actions, calls, filter};
 
 /// Bytes of a `syscall` instruction.
 const SYSCALL_LEN: usize = 2;
@@ -105,7 +105,9 @@ unsafe fn answer(number: c_long, a: [usize; 6], frame: &mut Frame, block: &mut B
             libc::SYS_prctl if a[0] == super::PR_SET_SYSCALL_USER_DISPATCH as usize => {
                 Answer::Is(-(libc::EINVAL as isize))
             }
-            libc::SYS_prctl | libc::SYS_seccomp => filter::install(number, a),
+            libc::SYS_prctl | libc::SYS_seccomp => {
+                filter::launched(number, a).map_or(Answer::Kernel, Answer::Is)
+            }
             libc::SYS_readlink => image::readlink(a[0], a[1], a[2]),
             libc::SYS_readlinkat => image::readlink(a[1], a[2], a[3]),
             libc::SYS_rt_sigaction => Answer::Is(actions::launched(a)),

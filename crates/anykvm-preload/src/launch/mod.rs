@@ -9,7 +9,6 @@ mod block;
 mod dispatch;
 mod entry;
 mod execve;
-mod filter;
 mod image;
 mod signals;
 mod threads;
@@ -27,10 +26,10 @@ use crate::actions;
 use image::{Elf, Loaded};
 
 pub(crate) use entry::signal;
-pub(crate) use thunks::{restorer, watch_writes};
+pub(crate) use thunks::{restorer, stop_rewriting, watch_writes};
 
 const PAGE: usize = host::PAGE_SIZE;
-const PR_SET_SYSCALL_USER_DISPATCH: libc::c_int = 59;
+pub(crate) const PR_SET_SYSCALL_USER_DISPATCH: libc::c_int = 59;
 /// Address space for brk(2).
 const HEAP: usize = 1 << 34;
 
@@ -71,7 +70,7 @@ fn prepare(
         return Err(unsupported("a path with a zero in it"));
     };
     image::set_names(absolute, own);
-    filter::note_texts();
+    crate::filter::note_texts();
     let elf = Elf::open(program)?;
     let loader = elf.loader.as_deref().map(Elf::open).transpose()?;
     let (main, loader) = load(&elf, loader.as_ref())?;

@@ -140,7 +140,7 @@ pub(super) fn range() -> (usize, usize) {
 }
 
 /// From now on no instruction is rewritten.
-pub(super) fn stop_rewriting() {
+pub(crate) fn stop_rewriting() {
     REWRITES.store(false, Ordering::Release);
 }
 

@@ -202,6 +202,7 @@ fn a_filtered_vcpu_thread_gets_its_steal_time() {
 #[test]
 fn a_filtered_vcpu_thread_assigns_irqfds_and_doorbells() {
     passes("vmm-seccomp-chips", &["seccomp-chips"]);
+    passes("vmm-seccomp-chips-all", &["seccomp-chips-all"]);
 }
 
 #[test]

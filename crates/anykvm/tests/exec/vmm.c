@@ -644,6 +644,7 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "seccomp-steal")) { shares = 1; seccomp(); }
     else if (!strcmp(mode, "seccomp-all")) { for_all = 1; seccomp(); }
     else if (!strcmp(mode, "seccomp-chips")) { with_chips = 1; seccomp(); }
+    else if (!strcmp(mode, "seccomp-chips-all")) { with_chips = for_all = 1; seccomp(); }
     else if (!strcmp(mode, "faults")) faults();
     else if (!strcmp(mode, "exits")) exits(times);
     else if (!strcmp(mode, "inherited")) return ioctl(9, KVM_GET_API_VERSION, 0) != 12 || ioctl(9, KVM_CREATE_VM, 0) < 0;

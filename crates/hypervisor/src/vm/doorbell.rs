@@ -20,9 +20,9 @@ pub type Subscriber = Box<dyn Fn(u64) + Send + Sync>;
 
 /// What a doorbell does.
 pub(crate) enum Bell {
-    /// Adds one to an eventfd. The number and the identity are the VMM's: see [`identity`].
+    /// Adds one to an eventfd.
     Event {
-        id: (Option<u64>, i32),
+        id: Identity,
         event: EventFd,
         /// For an eventfd whose writers block when its counter is full: one at a time asks
         /// whether it is.
@@ -50,7 +50,7 @@ impl Bell {
     pub(super) fn eventfd(fd: i32) -> Result<Self> {
         let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
         Ok(Self::Event {
-            id: identity(&event, fd),
+            id: Identity::of(&event, fd),
             asks: event.blocks().then(|| Mutex::new(())),
             event,
         })
@@ -84,11 +84,25 @@ impl Bell {
 }
 
 /// What names an eventfd: the counter's own number among all of the host's; where the host does not
-/// tell it, the VMM's number, which may be another eventfd's by now.
-pub(super) fn identity(event: &EventFd, fd: i32) -> (Option<u64>, i32) {
-    match event.id() {
-        Some(id) => (Some(id), 0),
-        None => (None, fd),
+/// tell it, or may not be asked any more, the VMM's number, which may be another eventfd's by now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Identity {
+    id: Option<u64>,
+    fd: i32,
+}
+
+impl Identity {
+    /// `fd`: the VMM's descriptor.
+    pub(super) fn of(event: &EventFd, fd: i32) -> Self {
+        let id = event.id();
+        Self { id, fd }
+    }
+
+    pub(super) fn is(self, other: Self) -> bool {
+        match (self.id, other.id) {
+            (Some(id), Some(other)) => id == other,
+            _ => self.fd == other.fd,
+        }
     }
 }
 
@@ -187,12 +201,12 @@ impl Vm {
             let fd = args.fd;
             let named = self.state.errand(move |_| {
                 let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
-                Ok::<_, Error>(identity(&event, fd))
+                Ok::<_, Error>(Identity::of(&event, fd))
             })?;
             io.update(|io| {
                 io.doorbells.deassign(
                     spec,
-                    |bell| matches!(**bell, Bell::Event { id, .. } if id == named),
+                    |bell| matches!(**bell, Bell::Event { id, .. } if id.is(named)),
                 )
             })?;
             self.renew_views();

@@ -30,7 +30,7 @@ pub mod direct;
 
 use super::{
     Vm, VmState,
-    doorbell::{identity, not_an_eventfd},
+    doorbell::{Identity, not_an_eventfd},
     errand::Errands,
 };
 use crate::{Error, Result};
@@ -44,8 +44,7 @@ const SWEEP: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 struct Irqfd {
     gsi: u32,
-    /// [`identity`].
-    id: (Option<u64>, i32),
+    id: Identity,
     /// The VMM's descriptor, which the epoll set has with this token.
     fd: i32,
     token: u64,
@@ -181,7 +180,7 @@ impl VmState {
         let open = |fd: u32| EventFd::duplicate(fd as i32).map_err(not_an_eventfd);
         if args.flags & KVM_IRQFD_FLAG_DEASSIGN != 0 {
             let event = open(args.fd)?;
-            self.remove_irqfd(identity(&event, args.fd as i32), args.gsi);
+            self.remove_irqfd(Identity::of(&event, args.fd as i32), args.gsi);
             return Ok(());
         }
         // An EOI is only known to have come where the IOAPIC is.
@@ -198,9 +197,9 @@ impl VmState {
         let resample = is_resampled.then(|| open(args.resamplefd)).transpose()?;
         let irqfds = &self.irqfds;
         irqfds.sweep();
-        let id = identity(&event, args.fd as i32);
+        let id = Identity::of(&event, args.fd as i32);
         let mut list = locked(&irqfds.list);
-        if list.irqfds.iter().any(|i| i.id == id) {
+        if list.irqfds.iter().any(|i| i.id.is(id)) {
             return Err(Error::Busy);
         }
         let set = self.irqfd_set()?;
@@ -229,11 +228,11 @@ impl VmState {
         Ok(())
     }
 
-    fn remove_irqfd(&self, id: (Option<u64>, i32), gsi: u32) {
+    fn remove_irqfd(&self, id: Identity, gsi: u32) {
         let irqfds = &self.irqfds;
         let mut removed = Vec::new();
         locked(&irqfds.list).irqfds.retain(|i| {
-            let is_meant = i.id == id && i.gsi == gsi;
+            let is_meant = i.id.is(id) && i.gsi == gsi;
             if is_meant {
                 removed.push(Arc::clone(i));
             }

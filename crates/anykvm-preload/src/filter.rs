@@ -1,8 +1,10 @@
 //! The program's own filters of system calls.
 //!
-//! They hold for our code too, so each gets a few lines in front: what the launcher itself needs, and
+//! They hold for our code too, so each gets a few lines in front: what we need ourselves, and
 //! nothing that reaches beyond the process. Memory and descriptors of our own are let through by where
 //! the call is made, which a filter sees, too: a program may have all of its own `mmap` raise SIGSYS.
+//! In a launched program that is our text and our C library's; a preloaded one has its C library
+//! in common with us, and only what goes by [`host::system`] is ours.
 
 use std::ops::Range;
 use std::path::Path;
@@ -10,8 +12,8 @@ use std::sync::OnceLock;
 
 use libc::{c_long, sock_filter, sock_fprog};
 
-use super::dispatch::Answer;
-use super::{image, thunks};
+use crate::actions;
+use crate::launch::{PR_SET_SYSCALL_USER_DISPATCH, stop_rewriting};
 use crate::next::system_call;
 
 const SECCOMP_SET_MODE_FILTER: usize = 1;
@@ -26,8 +28,11 @@ const RIP_HIGH: u32 = 12;
 const FIRST_ARGUMENT: u32 = 16;
 const THIRD_ARGUMENT: u32 = 32;
 
-/// Calls of ours, whatever their arguments.
-const ALWAYS: [c_long; 6] = [
+/// A longer filter is refused by the kernel.
+const LONGEST: usize = 4096;
+
+/// Calls of the launcher's, whatever their arguments.
+const LAUNCHERS: [c_long; 6] = [
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_getpid,
@@ -36,8 +41,11 @@ const ALWAYS: [c_long; 6] = [
     libc::SYS_exit,
 ];
 
+/// The same in a preloaded program: locks of Rust's library sleep by the C library's function.
+const LOCKS: [c_long; 1] = [libc::SYS_futex];
+
 /// Calls that are let through if they come from our own code.
-const OWN: [c_long; 18] = [
+const OWN: [c_long; 25] = [
     libc::SYS_mmap,
     libc::SYS_mprotect,
     libc::SYS_madvise,
@@ -48,7 +56,15 @@ const OWN: [c_long; 18] = [
     libc::SYS_fcntl,
     libc::SYS_eventfd2,
     libc::SYS_epoll_ctl,
+    libc::SYS_epoll_wait,
     libc::SYS_close,
+    libc::SYS_read,
+    libc::SYS_preadv2,
+    libc::SYS_write,
+    libc::SYS_poll,
+    // What the launcher has among its own, whoever calls.
+    libc::SYS_munmap,
+    libc::SYS_rt_sigprocmask,
     libc::SYS_membarrier,
     libc::SYS_sched_yield,
     libc::SYS_rt_sigpending,
@@ -58,11 +74,11 @@ const OWN: [c_long; 18] = [
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,
 ];
-/// Where that is: this file's and the C library's text.
+/// Where that is in a launched program: this file's and the C library's text.
 static TEXTS: OnceLock<Vec<Range<usize>>> = OnceLock::new();
 
 /// To be called before there is anything of the program's in this process.
-pub(super) fn note_texts() {
+pub(crate) fn note_texts() {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let own = std::env::current_exe().unwrap_or_default();
     let texts = maps.lines().filter_map(|line| text(line, &own));
@@ -110,14 +126,13 @@ const fn allow() -> sock_filter {
     line(libc::BPF_RET | libc::BPF_K, 0, 0, ALLOW)
 }
 
-/// What comes before the program's own lines.
-fn preface(process: u32, texts: &[Range<usize>]) -> Vec<sock_filter> {
-    let mut lines = vec![load(NUMBER)];
-    for number in ALWAYS {
-        lines.extend([unless_equal(number as u32, 1), allow()]);
-    }
-    let dispatch = super::PR_SET_SYSCALL_USER_DISPATCH as u32;
-    let argument_is = [
+/// A call, the offset of an argument, and the value that it is let through with.
+type Checked = (c_long, u32, u32);
+
+/// What the launcher needs with certain arguments.
+fn checked(process: u32) -> [Checked; 5] {
+    let dispatch = PR_SET_SYSCALL_USER_DISPATCH as u32;
+    [
         (libc::SYS_tgkill, FIRST_ARGUMENT, process),
         (libc::SYS_rt_tgsigqueueinfo, FIRST_ARGUMENT, process),
         (libc::SYS_prctl, FIRST_ARGUMENT, dispatch),
@@ -131,8 +146,16 @@ fn preface(process: u32, texts: &[Range<usize>]) -> Vec<sock_filter> {
             THIRD_ARGUMENT,
             host::memfd::MADV_COLLAPSE as u32,
         ),
-    ];
-    for (number, argument, value) in argument_is {
+    ]
+}
+
+/// What comes before the program's own lines.
+fn preface(always: &[c_long], checked: &[Checked], texts: &[Range<usize>]) -> Vec<sock_filter> {
+    let mut lines = vec![load(NUMBER)];
+    for &number in always {
+        lines.extend([unless_equal(number as u32, 1), allow()]);
+    }
+    for &(number, argument, value) in checked {
         lines.extend([
             unless_equal(number as u32, 4),
             load(argument),
@@ -168,48 +191,83 @@ fn preface(process: u32, texts: &[Range<usize>]) -> Vec<sock_filter> {
     lines
 }
 
-/// prctl(2) and seccomp(2).
-pub(super) unsafe fn install(number: c_long, a: [usize; 6]) -> Answer {
+/// A structure of the program's, if it can be read.
+fn take<T: Copy>(at: usize) -> Option<T> {
+    let last = at.checked_add(size_of::<T>() - 1)?;
+    let is_there = host::probe::is_readable(at as u64) && host::probe::is_readable(last as u64);
+    // SAFETY: it can be read; the types here are integers and pointers.
+    is_there.then(|| unsafe { (at as *const T).read_unaligned() })
+}
+
+/// The lines of the filter that the call installs, if it is a good one: the kernel says what is wrong with others.
+fn given(number: c_long, a: &[usize; 6]) -> Option<Vec<sock_filter>> {
     let is_filter = match number {
         libc::SYS_prctl => a[0] == libc::PR_SET_SECCOMP as usize && a[1] == SECCOMP_MODE_FILTER,
         _ => a[0] == SECCOMP_SET_MODE_FILTER,
     };
     if !is_filter {
-        return Answer::Kernel;
+        return None;
     }
-    let Some(given) = image::take_as::<sock_fprog>(a[2]) else {
-        return Answer::Kernel;
-    };
-    // SAFETY: the bytes of the program's structure, of integers and a pointer.
-    let given = unsafe { given.assume_init() };
-    let texts = TEXTS.get().map_or(&[][..], Vec::as_slice);
-    let mut lines = preface(std::process::id(), texts);
-    for index in 0..usize::from(given.len) {
-        let at = given.filter as usize + index * size_of::<sock_filter>();
-        let Some(next) = image::take_as::<sock_filter>(at) else {
-            return Answer::Kernel;
-        };
-        // SAFETY: as above.
-        lines.push(unsafe { next.assume_init() });
-    }
-    let Ok(len) = u16::try_from(lines.len()) else {
-        return Answer::Kernel;
-    };
-    let ours = sock_fprog {
-        len,
-        filter: lines.as_mut_ptr(),
-    };
-    let mut arguments = a;
-    arguments[2] = &raw const ours as usize;
-    thunks::stop_rewriting();
+    let given = take::<sock_fprog>(a[2])?;
+    let (first, count) = (given.filter as usize, usize::from(given.len));
+    let line = |index| take::<sock_filter>(first.wrapping_add(index * size_of::<sock_filter>()));
+    let is_possible = (1..=LONGEST).contains(&count);
+    is_possible
+        .then(|| (0..count).map(line).collect())
+        .flatten()
+}
+
+/// Installs the program's lines behind ours; where that is too long, without.
+unsafe fn install(
+    ours: Vec<sock_filter>,
+    theirs: &[sock_filter],
+    number: c_long,
+    mut a: [usize; 6],
+) -> isize {
     let is_for_all =
         number == libc::SYS_seccomp && a[1] & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0;
+    let mut lines = ours;
+    lines.extend_from_slice(theirs);
+    let fits = lines.len() <= LONGEST;
     // A thread that begins later may have inherited it.
     if is_for_all || !host::keeper::is_kept() {
-        host::keeper::forbid_files();
+        if fits {
+            host::keeper::forbid_files();
+        } else {
+            host::keeper::forbid_calls();
+        }
+    }
+    let filter = sock_fprog {
+        len: lines.len() as u16,
+        filter: lines.as_mut_ptr(),
+    };
+    if fits {
+        a[2] = &raw const filter as usize;
     }
     // SAFETY: the program's arguments, and a filter that lives until the kernel has copied it.
-    Answer::Is(unsafe { system_call(number, arguments) })
+    unsafe { system_call(number, a) }
+}
+
+/// prctl(2) and seccomp(2) of a launched program; `None`: it makes the call itself.
+pub(crate) unsafe fn launched(number: c_long, a: [usize; 6]) -> Option<isize> {
+    let theirs = given(number, &a)?;
+    let texts = TEXTS.get().map_or(&[][..], Vec::as_slice);
+    let ours = preface(&LAUNCHERS, &checked(std::process::id()), texts);
+    stop_rewriting();
+    // SAFETY: the caller's arguments.
+    Some(unsafe { install(ours, &theirs, number, a) })
+}
+
+/// The same of a preloaded one.
+pub(crate) unsafe fn preloaded(number: c_long, a: [usize; 6]) -> Option<isize> {
+    if !crate::is_preloaded() {
+        return None;
+    }
+    let theirs = given(number, &a)?;
+    let ours = preface(&LOCKS, &[], &[host::system::site()]);
+    actions::filtered();
+    // SAFETY: the caller's arguments.
+    Some(unsafe { install(ours, &theirs, number, a) })
 }
 
 #[cfg(test)]
@@ -257,7 +315,8 @@ mod tests {
     fn only_what_is_ours_is_allowed_in_front() {
         const FILE: usize = 0x5555_4000_1000;
         const LIBRARY: usize = 0x7fff_e000_0000;
-        let lines = preface(77, &[FILE..FILE + 0x1000, LIBRARY..LIBRARY + 0x2000]);
+        let texts = [FILE..FILE + 0x1000, LIBRARY..LIBRARY + 0x2000];
+        let lines = preface(&LAUNCHERS, &checked(77), &texts);
         let program = 0x40_1000;
         let rows = [
             (libc::SYS_getpid, 0, program, Some(ALLOW)),
@@ -283,6 +342,60 @@ mod tests {
             assert_eq!(got, want, "{number} {first} {rip:#x}");
         }
         assert_eq!(verdict(&lines, 0x4000_0003, (39, 0), FILE), None);
+    }
+
+    #[test]
+    fn a_preloaded_program_shares_nothing_but_locks() {
+        let site = host::system::site();
+        let lines = preface(&LOCKS, &[], std::slice::from_ref(&site));
+        let (ours, other) = (site.start, take::<usize> as *const () as usize);
+        let rows = [
+            (libc::SYS_futex, other, Some(ALLOW)),
+            (libc::SYS_epoll_wait, ours, Some(ALLOW)),
+            (libc::SYS_munmap, ours, Some(ALLOW)),
+            (libc::SYS_rt_sigprocmask, ours, Some(ALLOW)),
+            (libc::SYS_openat, ours, None),
+            (libc::SYS_execve, ours, None),
+            (libc::SYS_munmap, ours - 1, None),
+            (libc::SYS_munmap, ours + 1, None),
+            (libc::SYS_read, other, None),
+        ];
+        for (number, rip, want) in rows {
+            let got = verdict(&lines, AUDIT_ARCH_X86_64, (number, 0), rip);
+            assert_eq!(got, want, "{number} {rip:#x}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_filter_is_left_to_the_kernel() {
+        let mut program = [allow()];
+        let good = sock_fprog {
+            len: 1,
+            filter: program.as_mut_ptr(),
+        };
+        let none = sock_fprog { len: 0, ..good };
+        let bad = sock_fprog {
+            filter: std::ptr::without_provenance_mut(8),
+            ..good
+        };
+        let call = |operation: usize, program: usize| {
+            let arguments = [operation, 0, program, 0, 0, 0];
+            given(libc::SYS_seccomp, &arguments).map(|lines| lines.len())
+        };
+        assert_eq!(call(1, &raw const good as usize), Some(1));
+        assert_eq!(call(1, &raw const none as usize), None);
+        assert_eq!(call(1, &raw const bad as usize), None);
+        assert_eq!(call(1, 0), None);
+        assert_eq!(call(1, usize::MAX - 3), None);
+        assert_eq!(call(2, &raw const good as usize), None);
+        let prctl = [22, 2, &raw const good as usize, 0, 0, 0];
+        assert!(given(libc::SYS_prctl, &prctl).is_some());
+        let mut program = [allow(); LONGEST + 1];
+        let long = sock_fprog {
+            len: program.len() as u16,
+            filter: program.as_mut_ptr(),
+        };
+        assert_eq!(call(1, &raw const long as usize), None);
     }
 
     #[test]

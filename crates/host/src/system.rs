@@ -1,0 +1,103 @@
+//! System calls of our own, all made by one instruction.
+//!
+//! In a VMM's process they are under the VMM's filters of system calls, which KVM's own work in the
+//! kernel is not. A filter sees where a call is made: by [`site`] ours can be let through and nothing of the
+//! VMM's with them. What vCPUs' threads and those that serve them need goes by here.
+
+use std::{io, ops::Range};
+
+/// Makes the call; the kernel's result, in which an errno is negative.
+///
+/// # Safety
+///
+/// As for the call.
+#[unsafe(naked)]
+unsafe extern "C" fn system_call(number: libc::c_long, arguments: *const [usize; 6]) -> isize {
+    std::arch::naked_asm!(
+        "mov rax, rdi",
+        "mov rcx, rsi",
+        "mov rdi, [rcx]",
+        "mov rsi, [rcx + 8]",
+        "mov rdx, [rcx + 16]",
+        "mov r10, [rcx + 24]",
+        "mov r8, [rcx + 32]",
+        "mov r9, [rcx + 40]",
+        "syscall",
+        ".globl anykvm_after_own_call",
+        ".hidden anykvm_after_own_call",
+        "anykvm_after_own_call:",
+        "ret",
+    )
+}
+
+unsafe extern "C" {
+    /// Code: what follows the instruction.
+    safe static anykvm_after_own_call: u8;
+}
+
+/// What the kernel takes for the place of these calls: the instruction behind.
+pub fn site() -> Range<usize> {
+    let after = &raw const anykvm_after_own_call as usize;
+    after..after + 1
+}
+
+/// A system call. `errno` stays as it is.
+///
+/// # Errors
+/// Those of the call.
+///
+/// # Safety
+///
+/// As for the call.
+pub(crate) unsafe fn call<const N: usize>(
+    number: libc::c_long,
+    arguments: [usize; N],
+) -> io::Result<usize> {
+    let mut all = [0; 6];
+    for (to, from) in all.iter_mut().zip(arguments) {
+        *to = from;
+    }
+    // SAFETY: the caller's; the array lives for the call.
+    let result = unsafe { system_call(number, &raw const all) };
+    usize::try_from(result).or_else(|_| match i32::try_from(-result) {
+        Ok(errno @ 1..=4095) => Err(io::Error::from_raw_os_error(errno)),
+        // An address in the upper half.
+        _ => Ok(result as usize),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_and_errors_are_the_kernels() {
+        // SAFETY: calls without pointers.
+        let (process, bad) = unsafe {
+            (
+                call(libc::SYS_getpid, []),
+                call(libc::SYS_close, [usize::MAX]),
+            )
+        };
+        assert_eq!(process.unwrap(), std::process::id() as usize);
+        assert_eq!(bad.unwrap_err().raw_os_error(), Some(libc::EBADF));
+        let mut pipe = [0i32; 2];
+        // SAFETY: two numbers are written.
+        unsafe { call(libc::SYS_pipe2, [pipe.as_mut_ptr() as usize, 0]).unwrap() };
+        let word = 7u64;
+        // SAFETY: the descriptors are ours, and the buffers have eight bytes.
+        unsafe {
+            let (from, to) = (pipe[0] as usize, pipe[1] as usize);
+            let at = &raw const word as usize;
+            assert_eq!(call(libc::SYS_write, [to, at, 8]).unwrap(), 8);
+            let mut read = 0u64;
+            assert_eq!(
+                call(libc::SYS_read, [from, &raw mut read as usize, 8]).unwrap(),
+                8
+            );
+            assert_eq!(read, 7);
+            call(libc::SYS_close, [from]).unwrap();
+            call(libc::SYS_close, [to]).unwrap();
+        }
+    }
+}
