@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{CodeViews, RunDelay, futex, signal};
+use crate::{CodeViews, RunDelay, futex, thread};
 
 /// How often the keeper looks at code that changes.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -83,9 +83,7 @@ impl Keeper {
         if !self.has_thread.swap(true, Ordering::Relaxed) {
             let keeper = Arc::downgrade(self);
             let bell = Arc::clone(&self.bell);
-            let thread = std::thread::Builder::new().name("anykvm-keeper".to_owned());
-            let keep = move || keep(&keeper, &bell);
-            if let Err(error) = signal::while_blocked(|| thread.spawn(keep)) {
+            if let Err(error) = thread::start("anykvm-keeper", move || keep(&keeper, &bell)) {
                 self.has_thread.store(false, Ordering::Relaxed);
                 return Err(error);
             }

@@ -1,8 +1,38 @@
-//! The calling thread: its id, name and scheduling.
+//! Threads of ours, and the calling thread: its id, name and scheduling.
 
-use std::{ffi::CString, sync::atomic::AtomicU32, time::Duration};
+use std::{
+    ffi::CString,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
 
-use crate::futex;
+use crate::{futex, signal};
+
+/// Starts a thread that blocks all signals: the VMM's are for its own. It has begun when this returns, so that
+/// a filter of system calls that comes now finds what a C library does in a new thread done.
+///
+/// # Errors
+/// Those of `pthread_create`.
+pub fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    let begun = Arc::new(AtomicU32::new(0));
+    let there = Arc::clone(&begun);
+    let body = move || {
+        there.store(1, Ordering::Release);
+        futex::wake(&there, 1);
+        drop(there);
+        work();
+    };
+    let thread = std::thread::Builder::new().name(name.to_owned());
+    signal::while_blocked(|| thread.spawn(body))?;
+    while begun.load(Ordering::Acquire) == 0 {
+        futex::wait(&begun, 0, None);
+    }
+    Ok(())
+}
 
 /// The kernel's id of the calling thread.
 pub fn tid() -> i32 {

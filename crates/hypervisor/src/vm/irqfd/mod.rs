@@ -376,10 +376,8 @@ impl Waiting {
         let set = Arc::clone(&self.set);
         let control = self.control.try_clone().map_err(no_memory)?;
         let vm = Arc::downgrade(vm);
-        let thread = std::thread::Builder::new().name("anykvm-irqfd".to_owned());
         let wait = move || wait_for_irqfds(&vm, &set, &control);
-        // The VMM's signals are for its own threads.
-        host::signal::while_blocked(|| thread.spawn(wait)).map_err(no_memory)?;
+        host::thread::start("anykvm-irqfd", wait).map_err(no_memory)?;
         self.thread = Some(host::fork::generation());
         Ok(())
     }
