@@ -362,6 +362,20 @@ impl Asm {
             self.bytes(&v.to_le_bytes());
         }
     }
+    /// `mov reg, imm32`, sign-extended if `wide`.
+    pub(crate) fn mov_signed(&mut self, wide: bool, reg: Reg, v: i32) {
+        if wide && v < 0 {
+            self.rr(true, &[0xc7], 0, reg);
+            self.imm32(v);
+        } else {
+            self.mov_imm(reg, u64::from(v as u32));
+        }
+    }
+    /// `push imm32`, sign-extended.
+    pub(crate) fn push_imm(&mut self, v: i32) {
+        self.byte(0x68);
+        self.imm32(v);
+    }
     /// `mov reg, imm64`, eight bytes whatever the value; returns where they are.
     pub(crate) fn mov_imm64(&mut self, reg: Reg, v: u64) -> usize {
         self.bytes(&[0x48 | reg >> 3, 0xb8 | reg & 7]);

@@ -27,6 +27,8 @@ pub(crate) mod mode {
     /// 32-bit code whose FS, or GS, has any base and no limit.
     pub(crate) const FS: u8 = 0x20;
     pub(crate) const GS: u8 = 0x80;
+    /// 64-bit code that is executed at one address only: see [`crate::cache::Blocks::mode_at`].
+    pub(crate) const BOUND: u8 = FS;
     /// Every access probes for itself: see `groups`.
     pub(crate) const SPLIT: u8 = 0x40;
 }
@@ -178,6 +180,17 @@ pub(crate) fn decode<B: GuestBus>(
 fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
     let raw = bytes.get(at..).and_then(<[u8]>::first_chunk);
     raw.copied().unwrap_or_default()
+}
+
+/// The gva of the page at `gva` if blocks of the mode are executed there only.
+pub(crate) fn bound(mode: u8, gva: u64) -> Option<i32> {
+    let is_bound = mode & (mode::BITS32 | mode::BOUND) == mode::BOUND;
+    is_bound.then(|| low(gva))?
+}
+
+/// The gva of the page at `gva`, if that is one of 32 bits with its sign.
+pub(crate) fn low(gva: u64) -> Option<i32> {
+    i32::try_from((gva & !0xfff) as i64).ok()
 }
 
 /// What is done with an instruction in a mode.

@@ -1,7 +1,7 @@
 //! Translated blocks by page and mode, and the table of indirect targets.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     hash::{BuildHasher, RandomState},
     sync::LazyLock,
 };
@@ -9,7 +9,10 @@ use std::{
 use mmu::hash::ByIdentity;
 use x86_cpu::CodePage;
 
-use crate::translate::{Entries, TARGETS_LEN};
+use crate::{
+    block::{low, mode},
+    translate::{Entries, TARGETS_LEN},
+};
 
 /// A translated block.
 #[derive(Clone, Copy, Debug)]
@@ -76,21 +79,21 @@ pub(crate) fn salt_of(key: u64) -> u64 {
     x ^ x >> 31
 }
 
-/// 64 offsets of a page: which have blocks, and how many of the offsets before have.
-#[derive(Clone, Copy, Debug, Default)]
-struct Offsets {
-    bits: u64,
-    before: u16,
-}
-
 /// Blocks of a page in one mode. Who looks for one finds all that it needs in few lines of memory.
 #[derive(Debug)]
 pub(crate) struct PageBlocks {
-    offsets: [Offsets; 64],
+    /// Bit per offset that has a block.
+    offsets: [u64; 64],
+    /// How many of those are before each 64 offsets.
+    before: [u16; 64],
     /// In ascending order.
     blocks: Vec<Block>,
     /// What other pages have gone to.
     targets: Vec<Outer>,
+    /// The gva of the page, if its blocks are executed nowhere else.
+    bound: Option<i32>,
+    /// Of the block that was translated last.
+    generation: u32,
 }
 
 /// Of a block that other pages have gone to, what those need that go to it under another key.
@@ -118,18 +121,24 @@ impl Outer {
 impl PageBlocks {
     fn new() -> Box<Self> {
         Box::new(Self {
-            offsets: [Offsets::default(); 64],
+            offsets: [0; 64],
+            before: [0; 64],
             blocks: Vec::new(),
             targets: Vec::new(),
+            bound: None,
+            generation: 0,
         })
     }
     /// How many lower ones there are, and whether it is one itself.
     #[inline]
     fn rank(&self, offset: u64) -> (usize, bool) {
-        let Offsets { bits, before } = self.offsets[(offset / 64 % 64) as usize];
-        let bit = offset % 64;
+        let n = (offset / 64 % 64) as usize;
+        let (bits, bit) = (self.offsets[n], offset % 64);
         let below = (bits & ((1 << bit) - 1)).count_ones();
-        (usize::from(before) + below as usize, bits >> bit & 1 != 0)
+        (
+            usize::from(self.before[n]) + below as usize,
+            bits >> bit & 1 != 0,
+        )
     }
     /// The block at an offset.
     #[inline]
@@ -139,6 +148,7 @@ impl PageBlocks {
     }
     fn insert(&mut self, offset: u64, block: Block) -> Option<Block> {
         let (at, is_there) = self.rank(offset);
+        self.generation = block.generation;
         if is_there {
             let old = self.blocks.get_mut(at)?;
             let is_target = old.is_target;
@@ -153,8 +163,10 @@ impl PageBlocks {
             return Some(core::mem::replace(old, Block { is_target, ..block }));
         }
         let n = (offset / 64 % 64) as usize;
-        self.offsets[n].bits |= 1 << (offset % 64);
-        self.offsets[n + 1..].iter_mut().for_each(|o| o.before += 1);
+        self.offsets[n] |= 1 << (offset % 64);
+        self.before[n + 1..]
+            .iter_mut()
+            .for_each(|before| *before += 1);
         self.blocks.insert(at, block);
         None
     }
@@ -182,6 +194,35 @@ impl Blocks {
         let page = self.pages.entry((key.0 & !0xfff, key.1));
         let page = page.or_insert_with(PageBlocks::new);
         page.insert(key.0 & 0xfff, block)
+    }
+    /// The mode of blocks that are executed at `gva`, in the page that is mapped there. In 64-bit code the first page's
+    /// worth of addresses that a page is executed at, if it is of 32 bits with its sign, has blocks of
+    /// [`mode::BOUND`], which know their address: kernels, and programs that are not position-independent, are
+    /// nowhere else. Other code replaces it.
+    pub(crate) fn mode_at(&self, gva: u64, page: &CodePage, mode: u8) -> u8 {
+        let Some(low) = low(gva).filter(|_| mode & mode::BITS32 == 0) else {
+            return mode;
+        };
+        match self.page((page.id, mode | mode::BOUND)) {
+            Some(p) if p.bound != Some(low) && p.generation == page.generation => mode,
+            _ => mode | mode::BOUND,
+        }
+    }
+    /// The blocks of the page and mode of `key` are executed at `gva` only from now on. Returns the outer entries of
+    /// those that there were for another address.
+    pub(crate) fn bind(&mut self, key: (u64, u8), gva: i32) -> Vec<u32> {
+        let id = key.0 & !0xfff;
+        let mut old = Vec::new();
+        for mode in [key.1, key.1 ^ mode::SPLIT] {
+            if let Entry::Occupied(page) = self.pages.entry((id, mode))
+                && page.get().bound != Some(gva)
+            {
+                old.extend(page.remove().blocks.iter().map(|b| b.entries.outer));
+            }
+        }
+        let page = self.pages.entry((id, key.1));
+        page.or_insert_with(PageBlocks::new).bound = Some(gva);
+        old
     }
     /// Other pages have gone to the block.
     pub(crate) fn note_target(&mut self, key: (u64, u8)) {

@@ -54,6 +54,8 @@ pub(crate) struct Align {
 }
 
 impl Align {
+    pub(crate) const NONE: Self = Self { to: 1, at: 0 };
+
     fn of(d: &Decoded, offset: i64) -> Self {
         let to = match d.kind {
             Kind::CopyFpAligned => d.access,

@@ -83,6 +83,11 @@ impl Profiles {
         self.owners.fill(None);
     }
 
+    /// The blocks of the page with this one are other ones from now on.
+    pub(crate) fn forget(&mut self, id: u64) {
+        self.hot.retain(|key, _| key.0 >> 12 != id >> 12);
+    }
+
     /// What is to be different in the translation of a block, and whether it is linked to, if that is known.
     pub(crate) fn begin(&mut self, key: Key) -> Option<(Hot, Option<bool>)> {
         if let Some(p) = self.hot.get(&key) {
@@ -145,7 +150,8 @@ impl<B: JitBus> Jit<B> {
         let Ok(page) = bus.code_page(cpu, gva) else {
             return;
         };
-        let key = (page.id | gva & 0xfff, self.mode);
+        let mode = self.cache.blocks.mode_at(gva, &page, self.mode);
+        let key = (page.id | gva & 0xfff, mode);
         if self.profiles.note(key) {
             self.translate_again(key, page.generation);
         }

@@ -264,7 +264,7 @@ impl<B: JitBus> Jit<B> {
         self.select(cpu, bus);
         let split = if site.split { mode::SPLIT } else { 0 };
         (self.is_loop, self.is_linked) = (site.is_back, true);
-        let next = self.find_block(interp, cpu, bus, self.mode | split);
+        let next = self.find_block(interp, cpu, bus, split);
         (self.is_loop, self.is_linked) = (false, false);
         let Some(next) = next else {
             return 0;

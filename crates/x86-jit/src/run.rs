@@ -212,14 +212,8 @@ impl<B: JitBus> Jit<B> {
         let Some(site) = self.translator.fars.get_mut(number) else {
             return;
         };
-        if let Some(at) = site.next {
-            let next = page.wrapping_add(i64::from(site.target & !0xfff) as u64);
-            let low = [page, next].map(|gva| i32::try_from(gva as i64));
-            let [Ok(page), Ok(next)] = low else { return };
-            self.buffer.write(site.page, &page.to_le_bytes());
-            self.buffer.write(at, &next.to_le_bytes());
-        } else {
-            self.buffer.write(site.page, &page.to_le_bytes());
+        if let Some(at) = site.page {
+            self.buffer.write(at, &page.to_le_bytes());
         }
         let to = code.wrapping_sub(self.buffer.rx() as u64) as usize;
         let from = core::mem::replace(&mut site.to, to);
@@ -423,17 +417,17 @@ impl<B: JitBus> Jit<B> {
             return Some(code);
         }
         self.stale = false;
-        let block = self.find_block(interp, cpu, bus, self.mode)?;
+        let block = self.find_block(interp, cpu, bus, 0)?;
         // Fetching may have filled tables.
         self.select(cpu, bus);
         let (key, salt) = target_key(cpu);
         let code = self.buffer.rx() as u64 + block.entries.outer as u64;
         self.cache.set_target(rip, key, salt, code);
         if let Ok(page) = bus.code_page(cpu, rip) {
-            let known = (page.id | rip & 0xfff, self.mode);
-            self.cache.blocks.note_target(known);
+            let mode = self.cache.blocks.mode_at(rip, &page, self.mode);
+            self.cache.blocks.note_target((page.id | rip & 0xfff, mode));
             if self.cache.is_new(rip, key) {
-                let what = (page.id, self.mode, page.generation);
+                let what = (page.id, mode, page.generation);
                 let code = self.buffer.rx() as u64;
                 self.cache.fill(what, (rip, key, salt), code);
             }
@@ -441,16 +435,17 @@ impl<B: JitBus> Jit<B> {
         Some(code)
     }
 
-    /// The block at RIP, translated if need be.
+    /// The block at RIP, translated if need be; `split` is [`mode::SPLIT`] or 0.
     pub(crate) fn find_block(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
-        mode: u8,
+        split: u8,
     ) -> Option<Block> {
         let rip = cpu.rip();
         let page = bus.code_page(cpu, rip).ok()?;
+        let mode = self.cache.blocks.mode_at(rip, &page, self.mode) | split;
         let key = (page.id | rip & 0xfff, mode);
         if let Some(b) = self.cache.blocks.get(key)
             && b.generation == page.generation

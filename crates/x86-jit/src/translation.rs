@@ -51,6 +51,16 @@ impl<B: JitBus> Jit<B> {
         if self.room.is_full() {
             self.flush_all();
         }
+        let bound = block::bound(key.1, gva);
+        if let Some(page) = bound {
+            let old = self.cache.blocks.bind(key, page);
+            if !old.is_empty() {
+                self.profiles.forget(key.0);
+            }
+            for outer in old {
+                self.forget(outer as usize);
+            }
+        }
         let hot = match key.1 & mode::SPLIT {
             0 => self.profiles.begin(key),
             _ => None,
@@ -129,7 +139,7 @@ impl<B: JitBus> Jit<B> {
             base,
             sources,
             site,
-            (long, is_linked, key.1 & mode::SPLIT != 0, gva),
+            (long, is_linked, key.1 & mode::SPLIT != 0, bound),
             known,
         );
         let parts = self.translator.asm.parts();

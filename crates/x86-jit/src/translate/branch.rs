@@ -60,21 +60,22 @@ impl Translator {
     /// key that it has remembered; PAGE is the target's then. Returns the site's number.
     fn far_begins(&mut self, offset: u32, target: i32, pop: i32) -> u32 {
         let number = self.fars.len() as u32;
+        let next = self.constant((target & !0xfff).into());
         let a = &mut self.asm;
-        let is_low = self.is_low;
-        let places = a.stamp(&self.templates.far[usize::from(is_low)]);
-        let [key, from_key, page, from_page, next] = places;
-        for from in [from_key, from_page] {
+        let places = a.stamp(&self.templates.far[usize::from(next.is_some())]);
+        let [key, from, place, from_page] = places;
+        self.stubs.push(Stub::FarMiss { from, number });
+        if let Some(next) = next {
+            a.patch32(place, next);
+        } else {
+            let from = from_page;
             self.stubs.push(Stub::FarMiss { from, number });
-        }
-        if !is_low {
             a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
             a.store(NEAR_PAGE, S1);
         }
         self.fars.push(FarSite {
             number: key,
-            page,
-            next: is_low.then_some(next),
+            page: next.is_none().then_some(place),
             jump: 0,
             offset,
             target,
@@ -132,14 +133,31 @@ impl Translator {
     fn return_site(&mut self, back: u32) {
         let a = &mut self.asm;
         a.bytes(&[0x41, 0x5d]); // pop r13
-        a.lea(S1, at(S1, -(back as i32)));
-        a.store(NEAR_PAGE, S1);
+        if let Some(page) = self.bound {
+            a.store_imm(NEAR_PAGE, page);
+        } else {
+            a.lea(S1, at(S1, -(back as i32)));
+            a.store(NEAR_PAGE, S1);
+        }
         let from = self.asm.jmp();
         self.ahead.push(self.links.len() as u32);
         self.link(from, back, false, false);
     }
 
-    /// Writes the return address; RSP is not changed yet.
+    /// The gva after the instruction, if it is known.
+    fn next(&self, d: &Decoded) -> Option<i32> {
+        self.constant(i64::from(d.offset) + d.i.len() as i64)
+    }
+
+    /// What [`Self::push_return`] has written, for the host's stack.
+    fn push_for_host(&mut self, d: &Decoded) {
+        match self.next(d) {
+            Some(next) => self.asm.push_imm(next),
+            None => self.asm.bytes(&[0x41, 0x55]), // push r13
+        }
+    }
+
+    /// Writes the return address, which is in r13 then if it is not known; RSP is not changed yet.
     pub(super) fn push_return(&mut self, d: &Decoded) {
         let disp = match d.member {
             Some(m) if !m.first => self.follow(m),
@@ -150,6 +168,9 @@ impl Translator {
                 0
             }
         };
+        if let Some(next) = self.next(d) {
+            return self.asm.store_imm(at(S0, disp), next);
+        }
         self.asm.load(S1, NEAR_PAGE);
         self.lea_word(S1, at(S1, d.offset as i32 + d.i.len() as i32));
         self.store_word(at(S0, disp), S1);
@@ -172,14 +193,14 @@ impl Translator {
                 self.link(from, t as u32, false, false);
                 return Ok(());
             };
-            self.asm.bytes(&[0x41, 0x55]); // push r13
+            self.push_for_host(d);
             let from = self.asm.call();
             self.link(from, t as u32, false, false);
             self.return_site(back);
         } else {
             let back = Self::back(d);
             if back.is_some() {
-                self.asm.bytes(&[0x41, 0x55]); // push r13
+                self.push_for_host(d);
             }
             let number = self.far_begins(d.offset, far, -self.word());
             self.move_stack(-self.word());
@@ -202,8 +223,7 @@ impl Translator {
     pub(super) fn indirect(&mut self, d: &Decoded) -> Emit {
         let call = d.kind == Kind::CallIndirect;
         if d.i.op0_kind() == OpKind::Memory {
-            self.address(&d.i, 0)?;
-            self.probe(d.offset, self.word() as u32, false);
+            self.read_operand(d, self.word() as u32)?;
             self.load_word(S0, at(S0, 0));
         } else {
             let r = self.read_register(d.i.op0_register(), S0);
@@ -223,10 +243,10 @@ impl Translator {
         self.asm.store(gs(SPILL), S1);
         self.push_return(d);
         let back = Self::back(d);
-        let a = &mut self.asm;
         if back.is_some() {
-            a.bytes(&[0x41, 0x55]); // push r13
+            self.push_for_host(d);
         }
+        let a = &mut self.asm;
         a.load(S1, gs(SPILL));
         a.load(S0, at(S1, 24));
         a.store(NEAR_PAGE, S0);
@@ -268,21 +288,19 @@ impl Translator {
 }
 
 /// Goes on if the key's number and the page are what has been remembered. Returns where each of them is,
-/// each with the branch if it is another one, and where the target's page is if the page is of 32 bits
-/// with its sign: what is executed has that page then.
-pub(super) fn remembered(is_low: bool) -> Template<5> {
+/// each with the branch if it is another one; `is_known`: in place of the second, where the target's page is, which
+/// what is executed has then.
+pub(super) fn remembered(is_known: bool) -> Template<4> {
     Template::new(|a| {
         let key = a.cmp_mem_imm32(false, NEAR_NUMBER);
-        let from_key = a.jcc(cc::NE);
-        if !is_low {
-            let page = a.mov_imm64(S1, 0);
-            a.alu(true, Alu::Cmp, S1, NEAR_PAGE);
-            return [key, from_key, page, a.jcc(cc::NE), 0];
+        let from = a.jcc(cc::NE);
+        if is_known {
+            a.store_imm(NEAR_PAGE, 0);
+            return [key, from, a.here() - 4, 0];
         }
-        let page = a.cmp_mem_imm32(true, NEAR_PAGE);
-        let from_page = a.jcc(cc::NE);
-        a.store_imm(NEAR_PAGE, 0);
-        [key, from_key, page, from_page, a.here() - 4]
+        let page = a.mov_imm64(S1, 0);
+        a.alu(true, Alu::Cmp, S1, NEAR_PAGE);
+        [key, from, page, a.jcc(cc::NE)]
     })
 }
 

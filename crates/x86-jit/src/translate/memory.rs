@@ -8,7 +8,7 @@ use crate::{
     area::*,
     asm::*,
     decoded::Decoded,
-    groups::Member,
+    groups::{Align, Member},
     kind::Kind,
     thunks::{LANE_SHIFT, RAISES, site},
 };
@@ -66,6 +66,11 @@ pub(super) enum Probe {
     Stack,
     /// A lane's.
     Lane(u16),
+    /// As the first two, for an address that is known.
+    Known {
+        gva: i32,
+        write: bool,
+    },
 }
 
 impl Probe {
@@ -86,8 +91,28 @@ impl Probe {
         match self {
             Self::Stack => stack_tag(),
             Self::Lane(n) => at(TLB, lane(n.into())),
+            Self::Known { gva, write } => Mem {
+                index: None,
+                disp: tag(write).disp + entry_of(gva),
+                ..tag(write)
+            },
             _ => tag(self == Self::Write),
         }
+    }
+
+    /// Emits it for an address that is known; returns the branch to take on a miss.
+    fn emit_known(self, a: &mut Asm, gva: i32) -> usize {
+        let page = a.cmp_mem_imm32(true, self.tag());
+        a.patch32(page, gva & !0xfff);
+        let from = a.jcc(cc::NE);
+        let host = at(TLB, PAGES_OFFSET + entry_of(gva));
+        if gva & 0xfff == 0 {
+            a.load(S0, host);
+        } else {
+            a.mov_imm(S0, (gva & 0xfff) as u64);
+            a.alu(true, Alu::Add, S0, host);
+        }
+        from
     }
 
     /// Emits it; returns where the word is that it compares with, and the branch to take on a miss.
@@ -111,7 +136,11 @@ impl Probe {
 
     /// What its miss does: the site, and the call.
     pub(super) fn emit_miss(self, a: &mut Asm) -> [usize; 2] {
-        a.alu(true, Alu::Add, S0, self.tag());
+        if let Self::Known { gva, .. } = self {
+            a.mov_signed(true, S0, gva);
+        } else {
+            a.alu(true, Alu::Add, S0, self.tag());
+        }
         if let Self::Lane(n) = self {
             a.mov_imm64(S1, lane_of(n));
             return [a.here() - 8, a.call()];
@@ -138,6 +167,11 @@ fn lane_of_segment(i: &Instruction) -> Option<u16> {
 /// What stands above a [`site`] for a lane: its number.
 const fn lane_of(n: u16) -> u64 {
     (n as u64) << LANE_SHIFT
+}
+
+/// Where the entry of an address is among tags, and among pages.
+const fn entry_of(gva: i32) -> i32 {
+    ((gva >> 12) & (ENTRIES as i32 - 1)) << SCALE
 }
 
 impl From<bool> for Probe {
@@ -309,10 +343,9 @@ impl Translator {
         Probe::Lane(n)
     }
 
-    /// The probe of a group: r14 has the address of its first byte.
-    pub(super) fn probe_group(&mut self, offset: u32, member: Member, i: &Instruction) {
-        let probe = self.choose(Probe::of(member.stack, member.write), i);
-        if member.align.to > 1 {
+    /// The probe of a group: r14 has the address of its first byte, if that is not known.
+    fn probe_group(&mut self, offset: u32, member: Member, probe: Probe) {
+        if member.align.to > 1 && !matches!(probe, Probe::Known { .. }) {
             let address = if member.align.at == 0 {
                 S0
             } else {
@@ -345,12 +378,53 @@ impl Translator {
         if matches!(probe, Probe::Read | Probe::Write) {
             self.cached = None;
         }
+        if let Probe::Known { gva, .. } = probe {
+            return (probe.emit_known(&mut self.asm, gva), self.asm.here());
+        }
         let [limit, from] = match probe.number() {
             Some(n) => self.asm.stamp(&self.templates.probe[n]),
             None => probe.emit(&mut self.asm),
         };
         self.asm.patch32(limit, 4096 - size as i32);
         (from, self.asm.here())
+    }
+
+    /// The probe of `size` bytes, aligned like that, at the memory operand less `less`, if the operand's address is known
+    /// and they are in one page.
+    fn known(&self, i: &Instruction, less: i32, size: u32, align: Align) -> Option<i32> {
+        if matches!(i.memory_segment(), Register::FS | Register::GS) {
+            return None;
+        }
+        let less = i64::from(less);
+        let disp = (i.memory_displacement64() as i64).checked_sub(less)?;
+        let gva = match (i.memory_base(), i.memory_index()) {
+            (Register::RIP, _) => self.constant(disp)?,
+            (Register::None, Register::None) if i.memory_displ_size() == 8 => {
+                i32::try_from(disp).ok()?
+            }
+            (Register::None, Register::None) => {
+                let gva = i64::from(i.memory_displacement32()) - less;
+                i32::try_from(gva).ok().filter(|gva| *gva >= 0)?
+            }
+            _ => return None,
+        };
+        let offset = gva as u32 & 0xfff;
+        let is_aligned = (offset + u32::from(align.at)).is_multiple_of(align.to.into());
+        (offset + size <= 4096 && is_aligned).then_some(gva)
+    }
+
+    /// Makes the memory operand, which is read, a host address in r14.
+    pub(super) fn read_operand(&mut self, d: &Decoded, size: u32) -> Emit {
+        let (offset, write) = (d.offset, false);
+        let probe = match self.known(&d.i, 0, size, Align::NONE) {
+            Some(gva) => Probe::Known { gva, write },
+            None => {
+                self.address(&d.i, 0)?;
+                Probe::Read
+            }
+        };
+        self.probe_for(site(offset, size, write), size, probe);
+        Ok(())
     }
 
     /// What a miss of the probe does first; returns the call, whose target is to be filled in.
@@ -388,16 +462,27 @@ impl Translator {
         }
         self.spill_flags(d);
         let disp = d.member.map_or(0, |m| m.offset);
-        self.address(&d.i, disp)?;
-        if aligned && d.member.is_none() {
-            self.bail_if_misaligned(d.offset, size);
-        }
-        match d.member {
-            Some(m) => self.probe_group(d.offset, m, &d.i),
+        let alone = Align {
+            to: if aligned { size as u8 } else { 1 },
+            at: 0,
+        };
+        let (bytes, writes, align, stack) = match d.member {
+            Some(m) => (m.span, m.write, m.align, m.stack),
+            None => (size, write, alone, is_on_stack(&d.i)),
+        };
+        let probe = match self.known(&d.i, disp, bytes, align) {
+            Some(gva) => Probe::Known { gva, write: writes },
             None => {
-                let probe = self.choose(Probe::of(is_on_stack(&d.i), write), &d.i);
-                self.probe_first(d, size, write, probe);
+                self.address(&d.i, disp)?;
+                if aligned && d.member.is_none() {
+                    self.bail_if_misaligned(d.offset, size);
+                }
+                self.choose(Probe::of(stack, writes), &d.i)
             }
+        };
+        match d.member {
+            Some(m) => self.probe_group(d.offset, m, probe),
+            None => self.probe_first(d, size, write, probe),
         }
         Ok(disp)
     }
@@ -424,7 +509,10 @@ impl Translator {
         let offset = d.member.map_or(0, |m| m.offset);
         self.lea_word(S0, at(r, disp - offset));
         match d.member {
-            Some(m) => self.probe_group(d.offset, m, &d.i),
+            Some(m) => {
+                let probe = self.choose(Probe::of(m.stack, m.write), &d.i);
+                self.probe_group(d.offset, m, probe);
+            }
             None => self.probe_first(d, self.word() as u32, write, Probe::Stack),
         }
         offset

@@ -67,9 +67,8 @@ pub(crate) struct LinkSite {
 pub(crate) struct FarSite {
     /// Where the key's number is in the buffer, in 4 bytes.
     pub(crate) number: usize,
-    /// Where the branch's page is, in 8 bytes, or in 4 if there is also the target's.
-    pub(crate) page: usize,
-    pub(crate) next: Option<usize>,
+    /// Where the branch's page is, in 8 bytes, if that is compared, too.
+    pub(crate) page: Option<usize>,
     /// Where the rel32 is.
     pub(crate) jump: usize,
     /// Where a call comes back to.
@@ -174,7 +173,7 @@ struct Templates {
     miss: [Template<2>; 3],
     /// The number, and the jump.
     link: Template<2>,
-    far: [Template<5>; 2],
+    far: [Template<4>; 2],
 }
 
 impl Templates {
@@ -219,8 +218,8 @@ pub(crate) struct Translator {
     code: u64,
     /// 64-bit code.
     long: bool,
-    /// The page's gva is one of 32 bits with its sign.
-    is_low: bool,
+    /// The gva of the page, if the block is executed nowhere else.
+    bound: Option<i32>,
     /// The group whose pointer is in r14.
     current: Option<u16>,
     /// Where arithmetic flags are.
@@ -270,7 +269,7 @@ impl Translator {
             source: Source::default(),
             code,
             long: true,
-            is_low: false,
+            bound: None,
             current: None,
             flags: Flags::Memory,
             cached: None,
@@ -285,7 +284,7 @@ impl Translator {
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
     /// interpreter at its end; `long`: it is 64-bit code; `is_linked`: a branch of its page leads there;
-    /// `is_split`: every access probes for itself; `gva`: where it is executed for now.
+    /// `is_split`: every access probes for itself; `bound`: the gva of the page, if it is executed nowhere else.
     /// `known`: the blocks of the page that links may lead to, by offset and [`LinkSite::split`].
     pub(crate) fn block(
         &mut self,
@@ -293,12 +292,12 @@ impl Translator {
         base: (usize, usize),
         sources: &[Source],
         interpreted: u32,
-        (long, is_linked, is_split, gva): (bool, bool, bool, u64),
+        (long, is_linked, is_split, bound): (bool, bool, bool, Option<i32>),
         known: impl Fn(u32, bool) -> Option<Entries>,
     ) -> Entries {
         self.interpreted = interpreted;
         self.long = long;
-        self.is_low = long && i32::try_from(gva as i64).is_ok();
+        self.bound = bound;
         self.asm.start(base.0);
         self.stubs.clear();
         self.ahead.clear();
@@ -411,6 +410,11 @@ impl Translator {
         entries
     }
 
+    /// The gva at an offset from the page, if it is known and one of 32 bits with its sign.
+    fn constant(&self, offset: i64) -> Option<i32> {
+        i32::try_from(i64::from(self.bound?).checked_add(offset)?).ok()
+    }
+
     /// Leaves for `offset` if the code of a page is no longer what it was.
     fn check(&mut self, sources: &[Source], offset: u32) {
         for source in sources {
@@ -507,8 +511,12 @@ impl Translator {
         if d.i.memory_base() == Register::RIP {
             let disp =
                 i32::try_from(d.i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
-            self.asm.load(S0, NEAR_PAGE);
-            self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
+            if let Some(address) = self.constant(disp.into()) {
+                self.asm.mov_signed(r.size() == 8, to, address);
+            } else {
+                self.asm.load(S0, NEAR_PAGE);
+                self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
+            }
         } else {
             let (m, wide) = self.effective(&d.i, 0, false)?;
             // An address of 32 bits is zero-extended.
@@ -551,8 +559,7 @@ impl Translator {
         };
         self.spill_flags(d);
         if memory {
-            self.address(&d.i, 0)?;
-            self.probe(d.offset, if wide { 8 } else { 4 }, false);
+            self.read_operand(d, if wide { 8 } else { 4 })?;
             self.asm.rm(wide, &[0x8b], S1, at(S0, 0));
         } else {
             let r = self.read_register(d.i.op0_register(), S1);
@@ -719,8 +726,7 @@ impl Translator {
                     let Some(site) = self.fars.get(number as usize) else {
                         continue;
                     };
-                    a.rr(true, &[0xc7], 0, S0); // mov r14, imm32
-                    a.bytes(&site.target.to_le_bytes());
+                    a.mov_signed(true, S0, site.target);
                     a.mov_imm(S1, number.into());
                     match (site.returns, site.pop) {
                         (Some(back), pop) => {
