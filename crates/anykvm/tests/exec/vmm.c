@@ -334,6 +334,11 @@ static void descriptors(const char *self)
     int relative = openat(dev, "kvm", O_RDWR);
     CHECK(relative >= 0 && ioctl(relative, KVM_GET_API_VERSION, 0) == 12);
     CHECK(syscall(SYS_openat, AT_FDCWD, "/dev/kvm", O_RDWR) >= 0);
+    /* What a sandbox names a file by, and nobody makes calls with. */
+    int place = open("/dev/kvm", O_PATH | O_CLOEXEC);
+    CHECK(place >= 0 && fstat(place, &status) == 0 && S_ISCHR(status.st_mode));
+    CHECK(ioctl(place, KVM_GET_API_VERSION, 0) == -1 && errno == EBADF);
+    close(place);
     make(PORT, sizeof PORT);
     int copies[3] = { dup(vcpu), fcntl(vcpu, F_DUPFD_CLOEXEC, 100), dup3(vcpu, 200, 0) };
     close(vcpu);
