@@ -190,7 +190,23 @@ impl L1 {
         let is_seen = self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0;
         if is_seen && tag != empty_tag(i % ENTRIES) {
             self.drop_lanes(|lane| lane.tag == tag);
+            self.look_at_lanes();
         }
+    }
+
+    /// Pages that no lane has any more need no search.
+    fn look_at_lanes(&mut self) {
+        let (lanes, used) = self.pages.lanes();
+        let mut seen = [0; LANES_PAGES / 64];
+        for (n, mut bits) in used.iter().copied().enumerate() {
+            while bits != 0 {
+                let lane = &lanes[n * 64 + bits.trailing_zeros() as usize];
+                bits &= bits - 1;
+                let page = (lane.tag >> 12) as usize % LANES_PAGES;
+                seen[page / 64] |= 1 << (page % 64);
+            }
+        }
+        *self.pages.lanes_seen() = seen;
     }
 
     #[inline(always)]
