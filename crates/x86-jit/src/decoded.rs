@@ -84,7 +84,9 @@ impl Decoded {
         };
         let takes_pointer = match kind {
             Kind::Nop | Kind::Jcc | Kind::Followed => false,
-            Kind::Copy | Kind::CopyFp => memory.is_some() || (registers & HOMED).count_ones() > 1,
+            Kind::Copy | Kind::CopyFp | Kind::CopyAligned | Kind::CopyFpAligned => {
+                memory.is_some() || (registers & HOMED).count_ones() > 1
+            }
             Kind::Lea => {
                 let homed = |r: Register| r.is_gpr() && HOMED >> (r.number() & 15) & 1 != 0;
                 let base = i.memory_base();
