@@ -187,17 +187,23 @@ impl Translator {
     pub(super) fn call(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
         let far = i32::try_from(t).map_err(|_| Unsupported)?;
+        let is_near = (0..0x1000).contains(&t);
+        // Without a probe nothing changes flags on the way.
+        if !is_near || d.member.is_none_or(|m| m.first) {
+            self.flags_in_memory();
+        }
+        let live = self.flags.is_register();
         self.push_return(d);
-        if (0..0x1000).contains(&t) {
+        if is_near {
             self.move_stack(-self.word());
             let Some(back) = Self::back(d) else {
                 let from = self.asm.jmp();
-                self.link(from, t as u32, false, false);
+                self.link(from, t as u32, live, false);
                 return Ok(());
             };
             self.push_for_host(d);
             let from = self.asm.call();
-            self.link(from, t as u32, false, false);
+            self.link(from, t as u32, live, false);
             self.return_site(back);
         } else {
             let back = Self::back(d);

@@ -498,10 +498,13 @@ impl Translator {
                 self.interrupt_return(d);
                 return Ok(true);
             }
-            Kind::JmpIndirect | Kind::Call | Kind::CallIndirect | Kind::Ret => {
+            Kind::Call => {
+                self.call(d)?;
+                return Ok(true);
+            }
+            Kind::JmpIndirect | Kind::CallIndirect | Kind::Ret => {
                 self.flags_in_memory();
                 match d.kind {
-                    Kind::Call => self.call(d)?,
                     Kind::Ret => self.ret(d),
                     _ => self.indirect(d)?,
                 }
