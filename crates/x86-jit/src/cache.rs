@@ -92,7 +92,7 @@ pub(crate) struct PageBlocks {
     targets: Vec<Outer>,
     /// The gva of the page, if its blocks are executed nowhere else.
     bound: Option<i32>,
-    /// Of the block that was translated last.
+    /// Of the code that was translated last.
     generation: u32,
 }
 
@@ -148,7 +148,7 @@ impl PageBlocks {
     }
     fn insert(&mut self, offset: u64, block: Block) -> Option<Block> {
         let (at, is_there) = self.rank(offset);
-        self.generation = block.generation;
+        self.generation = self.generation.max(block.generation);
         if is_there {
             let old = self.blocks.get_mut(at)?;
             let is_target = old.is_target;
@@ -195,10 +195,9 @@ impl Blocks {
         let page = page.or_insert_with(PageBlocks::new);
         page.insert(key.0 & 0xfff, block)
     }
-    /// The mode of blocks that are executed at `gva`, in the page that is mapped there. In 64-bit code the first page's
-    /// worth of addresses that a page is executed at, if it is of 32 bits with its sign, has blocks of
-    /// [`mode::BOUND`], which know their address: kernels, and programs that are not position-independent, are
-    /// nowhere else. Other code replaces it.
+    /// The mode of blocks that are executed at `gva`, in the page that is mapped there. In 64-bit code, the first place
+    /// of 32 bits with its sign where a page is executed has blocks of [`mode::BOUND`], which know their address: kernels,
+    /// and programs that are not position-independent, are nowhere else. Once the page has other code, another place may.
     pub(crate) fn mode_at(&self, gva: u64, page: &CodePage, mode: u8) -> u8 {
         let Some(low) = low(gva).filter(|_| mode & mode::BITS32 == 0) else {
             return mode;
