@@ -83,6 +83,8 @@ pub(crate) struct Bus {
     budget: u32,
     /// PAUSEs since the last look.
     pub(super) pauses: u32,
+    /// Times that it gave way since the guest began to wait.
+    pub(super) ways_given: u8,
     /// For RDRAND and RDSEED.
     random: Option<host::random::Generator>,
     pub(super) counters: super::stats::Counters,
@@ -128,6 +130,7 @@ impl Bus {
             unseen_until_ns: 0,
             budget: POLL_BLOCKS,
             pauses: 0,
+            ways_given: 0,
             counters: super::stats::Counters::default(),
             jit: x86_jit::Stats::default(),
             seen_device_events: 0,

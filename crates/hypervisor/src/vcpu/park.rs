@@ -58,24 +58,36 @@ impl HaltPoll {
 }
 
 impl Bus {
-    /// Too many PAUSEs since the last look for code that makes progress.
-    pub(super) fn is_spinning(&mut self) -> bool {
+    /// Too many PAUSEs since the last look for code that makes progress. Looks that only a device's answer
+    /// brings do not count: a guest may wait by reading a timer of the VMM's.
+    pub(super) fn is_spinning(&mut self, is_answer: bool) -> bool {
         const PAUSES: u32 = 64;
-        std::mem::take(&mut self.pauses) >= PAUSES
+        let is_spinning = self.pauses >= PAUSES;
+        if is_spinning || !is_answer {
+            self.pauses = 0;
+        }
+        if !is_spinning && !is_answer {
+            self.ways_given = 0;
+        }
+        is_spinning
     }
 
     /// The guest waits for another vCPU: lets that one have the core, if there are more
-    /// vCPUs that want to run than cores.
+    /// vCPUs that want to run than cores, or a core was taken from one not long ago.
     pub(super) fn give_way(&mut self, cpu: &mut CpuState) {
         const SLICE: Duration = Duration::from_micros(20);
-        if self.vm.is_crowded() {
+        /// Doublings, while the wait goes on: 640 µs at most, about as long as it has taken so far.
+        const DOUBLINGS: u8 = 5;
+        if self.vm.is_crowded() || self.vm.load.is_contended(self.looked.0) {
+            let slice = SLICE * (1 << self.ways_given.min(DOUBLINGS));
+            self.ways_given = self.ways_given.saturating_add(1);
             self.shared.set_asleep(true);
             // A request ends it, and so does the time; a signal is seen by its own means.
-            let _ = self.shared.park(SLICE);
+            let _ = self.shared.park(slice);
             self.shared.set_asleep(false);
             self.serve_flushes(cpu);
+            self.note_pause();
         }
-        self.note_pause();
     }
 }
 

@@ -209,6 +209,7 @@ impl Inner {
         let mut is_quick =
             goes_on && input.blocked_signals.is_none() && self.quick_entries < ENTRIES_PER_LOOK;
         self.quick_entries = if is_quick { self.quick_entries + 1 } else { 0 };
+        let mut is_answer = goes_on;
         loop {
             let mut requests = 0;
             if self.bus.shared.is_requested() {
@@ -281,7 +282,8 @@ impl Inner {
             self.bus.share_tpr();
             self.bus.irq_waiting = wants_window || self.bus.pending_interrupt().is_some();
             let single = self.is_single_stepped();
-            if self.bus.is_spinning() && !self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_PAUSE) {
+            let is_spinning = self.bus.is_spinning(std::mem::take(&mut is_answer));
+            if is_spinning && !self.bus.vm.options.keeps(KVM_X86_DISABLE_EXITS_PAUSE) {
                 self.bus.give_way(&mut self.cpu);
             }
             // The end of an interrupt shadow has to be seen if something waits for it.

@@ -189,6 +189,7 @@ impl Bus {
         let before = std::mem::replace(&mut steal.looked_ns, now_ns);
         steal.seen_tsc = tsc;
         if before != 0 && now_ns.saturating_sub(before) >= GAP_NS {
+            self.vm.load.note_contention(now_ns);
             self.note_gap(now_ns - before);
         }
         if self.pv.steal.is_on() && tsc >= self.pv.steal.due_tsc {
