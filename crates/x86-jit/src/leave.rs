@@ -264,15 +264,14 @@ impl<B: JitBus> Jit<B> {
         self.select(cpu, bus);
         let split = if site.split { mode::SPLIT } else { 0 };
         (self.is_loop, self.is_linked) = (site.is_back, true);
-        self.place = self.place_of(site);
         let next = self.find_block(interp, cpu, bus, split);
-        (self.is_loop, self.is_linked, self.place) = (false, false, None);
+        (self.is_loop, self.is_linked) = (false, false);
         let Some(next) = next else {
             return 0;
         };
         self.select(cpu, bus);
         if self.stats.flushes == flushes {
-            self.follow(number, next);
+            self.link(site, next);
         }
         self.buffer.rx() as u64 + next.entries.saved as u64
     }

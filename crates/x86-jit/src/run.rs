@@ -31,7 +31,7 @@ use crate::{
     stats::Stats,
     thunks::{self, Thunks},
     translate::{LinkSite, Translator},
-    translation::{Place, Source, next_page},
+    translation::{Source, next_page},
 };
 
 /// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
@@ -52,8 +52,6 @@ pub(crate) struct Context<B: JitBus> {
 pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
     pub(crate) room: Room,
-    /// Where the next block is to begin, if it may take the place of the jump that leads there.
-    pub(crate) place: Option<Place>,
     /// What is translated next is where a loop begins, as far as is known.
     pub(crate) is_loop: bool,
     /// It is where a branch of the same page leads to.
@@ -124,7 +122,6 @@ impl<B: JitBus> Jit<B> {
         buffer.write(0, a.parts()?.0);
         let code = buffer.rx() as u64;
         Some(Self {
-            place: None,
             is_loop: false,
             is_linked: false,
             room: Room::new(thunks_end..buffer.len()),
@@ -530,10 +527,12 @@ impl<B: JitBus> Jit<B> {
     }
 
     pub(crate) fn link(&mut self, site: LinkSite, to: Block) {
-        if site.patch == 0 {
-            return;
-        }
-        let rel = (site.entry(to) as i64 - (site.patch as i64 + 4)) as i32;
+        let target = if site.saved {
+            to.entries.saved
+        } else {
+            to.entries.inner
+        };
+        let rel = (target as i64 - (site.patch as i64 + 4)) as i32;
         self.buffer.write(site.patch, &rel.to_le_bytes());
         self.stats.links += 1;
     }

@@ -12,7 +12,7 @@ use crate::{
     kind::Kind,
     leave::Site,
     room::MAX_BLOCK,
-    translate::{Entries, LinkSite},
+    translate::Entries,
 };
 
 /// Blocks that are translated at most because one is.
@@ -26,17 +26,6 @@ pub(crate) struct Source {
     /// Its value.
     pub(crate) generation: u32,
 }
-
-/// Where a block is to begin, which executes what comes before on and on.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
-    pub(crate) at: usize,
-    /// Flags are in RFLAGS there.
-    pub(crate) live: bool,
-}
-
-/// Bytes of a relative address.
-const REL32: usize = 4;
 
 impl Source {
     pub(crate) fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
@@ -59,10 +48,8 @@ impl<B: JitBus> Jit<B> {
         (key, generation, code): ((u64, u8), u32, Source),
         is_ahead: bool,
     ) -> Option<Block> {
-        let mut place = self.place.take();
         if self.room.is_full() {
             self.flush_all();
-            place = None;
         }
         let bound = block::bound(key.1, gva);
         if let Some(page) = bound {
@@ -138,12 +125,7 @@ impl<B: JitBus> Jit<B> {
             block.has_probes = self.decoded.iter().any(Decoded::may_have_lane);
         }
         let site = self.prepare(interp, cpu, bus, gva);
-        let mut base = self.room.next();
-        // Nothing comes before its entry then.
-        place = place.filter(|_| is_linked && second.is_none());
-        if let Some(place) = place {
-            base.0 = place.at;
-        }
+        let base = self.room.next();
         let blocks = &self.cache.blocks;
         let plain = key.1 & !mode::SPLIT;
         let known = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
@@ -157,13 +139,7 @@ impl<B: JitBus> Jit<B> {
             base,
             sources,
             site,
-            (
-                long,
-                is_linked,
-                key.1 & mode::SPLIT != 0,
-                place.is_some_and(|p| p.live),
-                bound,
-            ),
+            (long, is_linked, key.1 & mode::SPLIT != 0, bound),
             known,
         );
         let parts = self.translator.asm.parts();
@@ -188,7 +164,7 @@ impl<B: JitBus> Jit<B> {
                 self.ranges.push((at, code.len(), gva));
             }
         }
-        self.room.take(base.0 + hot.len(), cold.len());
+        self.room.take(hot.len(), cold.len());
         let (hot, cold) = self.room.next();
         self.buffer.views().grows(hot);
         self.buffer.views().grows(cold);
@@ -257,40 +233,16 @@ impl<B: JitBus> Jit<B> {
             let known = known.filter(|b| b.generation == generation);
             let next = known.or_else(|| {
                 (self.is_loop, self.is_linked) = (site.is_back, true);
-                self.place = self.place_of(site);
                 let gva = page | target;
                 let next = self.translate(interp, cpu, bus, gva, (key, generation, code), true);
-                (self.is_loop, self.is_linked, self.place) = (false, false, None);
+                (self.is_loop, self.is_linked) = (false, false);
                 next
             });
             if let Some(next) = next.filter(|b| b.entries.outer != 0) {
-                self.follow(number as usize, next);
+                self.link(site, next);
             }
         }
         self.translator.ahead.clear();
-    }
-
-    /// Where a block has to begin to take the place of the jump that leads there, the last one that was made.
-    pub(crate) fn place_of(&self, site: LinkSite) -> Option<Place> {
-        let is_last = site.is_jump && site.patch + REL32 == self.room.end();
-        is_last.then_some(Place {
-            at: site.patch - 1,
-            live: !site.saved,
-        })
-    }
-
-    /// Link site `number` leads to a block, which may have taken its place.
-    pub(crate) fn follow(&mut self, number: usize, to: Block) {
-        let Some(site) = self.translator.links.get_mut(number) else {
-            return;
-        };
-        if site.is_jump && site.entry(to) + 1 == site.patch {
-            site.patch = 0;
-            self.stats.links += 1;
-        } else {
-            let site = *site;
-            self.link(site, to);
-        }
     }
 }
 
@@ -307,7 +259,7 @@ impl<B: JitBus> Jit<B> {
         a.jmp_to(self.thunks.stale);
         let (code, _) = a.parts()?;
         self.buffer.write(cold, code);
-        self.room.take(self.room.end(), code.len());
+        self.room.take(0, code.len());
         Some(cold)
     }
 }
