@@ -159,9 +159,10 @@ impl L1 {
         self.pages.lane_counts()
     }
 
-    /// Drops the lanes for which `f` is true.
+    /// Drops the lanes for which `f` is true. Pages that no lane has any more need no search then.
     fn drop_lanes(&mut self, f: impl Fn(&Entry) -> bool) {
         let (lanes, used) = self.pages.lanes();
+        let mut seen = [0; LANES_PAGES / 64];
         for (n, used) in used.iter_mut().enumerate() {
             let mut bits = *used;
             while bits != 0 {
@@ -171,15 +172,18 @@ impl L1 {
                 if f(lane) {
                     *lane = no_page();
                     *used &= !(1 << bit);
+                } else {
+                    let page = (lane.tag >> 12) as usize % LANES_PAGES;
+                    seen[page / 64] |= 1 << (page % 64);
                 }
             }
         }
+        *self.pages.lanes_seen() = seen;
     }
 
     /// Drops the stack's entry, and all lanes.
     fn drop_copies(&mut self) {
         self.drop_stack();
-        self.pages.lanes_seen().fill(0);
         self.drop_lanes(|_| true);
     }
 
@@ -190,23 +194,7 @@ impl L1 {
         let is_seen = self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0;
         if is_seen && tag != empty_tag(i % ENTRIES) {
             self.drop_lanes(|lane| lane.tag == tag);
-            self.look_at_lanes();
         }
-    }
-
-    /// Pages that no lane has any more need no search.
-    fn look_at_lanes(&mut self) {
-        let (lanes, used) = self.pages.lanes();
-        let mut seen = [0; LANES_PAGES / 64];
-        for (n, mut bits) in used.iter().copied().enumerate() {
-            while bits != 0 {
-                let lane = &lanes[n * 64 + bits.trailing_zeros() as usize];
-                bits &= bits - 1;
-                let page = (lane.tag >> 12) as usize % LANES_PAGES;
-                seen[page / 64] |= 1 << (page % 64);
-            }
-        }
-        *self.pages.lanes_seen() = seen;
     }
 
     #[inline(always)]

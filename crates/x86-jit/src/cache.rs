@@ -212,6 +212,10 @@ impl Blocks {
     pub(crate) fn bind(&mut self, key: (u64, u8), gva: i32) -> Vec<u32> {
         let id = key.0 & !0xfff;
         let mut old = Vec::new();
+        // Then those of the other kind are, too.
+        if self.page(key).is_some_and(|p| p.bound == Some(gva)) {
+            return old;
+        }
         for mode in [key.1, key.1 ^ mode::SPLIT] {
             if let Entry::Occupied(page) = self.pages.entry((id, mode))
                 && page.get().bound != Some(gva)
