@@ -16,7 +16,7 @@ use crate::{
     area::{self, index},
     cache::Block,
     thunks,
-    translate::{Hot, LinkSite},
+    translate::Hot,
 };
 
 /// Looks that have to find a block for it to be translated again, of so many.
@@ -146,15 +146,19 @@ impl<B: JitBus> Jit<B> {
         if core::mem::take(&mut cpu.engine.words[index(area::LANES_MISSED)]) != 0 {
             return self.judge_lanes(bus);
         }
-        let gva = cpu.rip();
-        let Ok(page) = bus.code_page(cpu, gva) else {
-            return;
-        };
-        let mode = self.cache.blocks.mode_at(gva, &page, self.mode);
-        let key = (page.id | gva & 0xfff, mode);
-        if self.profiles.note(key) {
-            self.translate_again(key, page.generation);
+        if let Some((key, generation)) = self.key_at(cpu, bus)
+            && self.profiles.note(key)
+        {
+            self.translate_again(key, generation);
         }
+    }
+
+    /// The block at RIP, and the generation of its code.
+    fn key_at(&self, cpu: &mut CpuState, bus: &mut B) -> Option<(Key, u32)> {
+        let gva = cpu.rip();
+        let page = bus.code_page(cpu, gva).ok()?;
+        let mode = self.cache.blocks.mode_at(gva, &page, self.mode);
+        Some(((page.id | gva & 0xfff, mode), page.generation))
     }
 
     /// Some lanes have missed often.
@@ -177,6 +181,16 @@ impl<B: JitBus> Jit<B> {
             if let Some(p) = self.profiles.hot.get(&key) {
                 self.translate_again(key, p.generation);
             }
+        }
+    }
+
+    /// Has the block at RIP, and all that is executed much, translated again.
+    pub(crate) fn translate_all_again(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        let all = self.profiles.hot.iter().filter(|(_, p)| !p.is_due);
+        let mut all: Vec<_> = all.map(|(key, p)| (*key, p.generation)).collect();
+        all.extend(self.key_at(cpu, bus));
+        for (key, generation) in all {
+            self.translate_again(key, generation);
         }
     }
 
@@ -230,12 +244,15 @@ impl<B: JitBus> Jit<B> {
     /// What is executed much goes from one such block to the next by itself.
     fn link_hot(&mut self, key: Key, to: Block) {
         let is_beside = |of: &Key| of.0 >> 12 == key.0 >> 12 && of.1 == key.1;
+        let all = &self.translator.links;
+        let to_it = |n: &usize| {
+            let site = all.get(*n);
+            site.is_some_and(|s| u64::from(s.target) == key.0 & 0xfff && !s.split)
+        };
         let mut sites = Vec::new();
         for (of, p) in &self.profiles.hot {
             if is_beside(of) && !p.is_due && p.generation == to.generation {
-                let links = self.translator.links.get(p.links.clone());
-                let to_it = |l: &&LinkSite| u64::from(l.target) == key.0 & 0xfff && !l.split;
-                sites.extend(links.unwrap_or_default().iter().filter(to_it).copied());
+                sites.extend(p.links.clone().filter(to_it));
             }
         }
         for site in sites {

@@ -264,14 +264,15 @@ impl<B: JitBus> Jit<B> {
         self.select(cpu, bus);
         let split = if site.split { mode::SPLIT } else { 0 };
         (self.is_loop, self.is_linked) = (site.is_back, true);
+        self.place = self.place_of(number);
         let next = self.find_block(interp, cpu, bus, split);
-        (self.is_loop, self.is_linked) = (false, false);
+        (self.is_loop, self.is_linked, self.place) = (false, false, None);
         let Some(next) = next else {
             return 0;
         };
         self.select(cpu, bus);
         if self.stats.flushes == flushes {
-            self.link(site, next);
+            self.link(number, next);
         }
         self.buffer.rx() as u64 + next.entries.saved as u64
     }

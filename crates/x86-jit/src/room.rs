@@ -18,6 +18,8 @@ pub(crate) struct Room {
     border: usize,
     hot: usize,
     cold: usize,
+    /// Where the last block's first part ends.
+    end: usize,
 }
 
 impl Room {
@@ -30,6 +32,7 @@ impl Room {
         Self {
             hot: whole.start,
             cold: border,
+            end: whole.start,
             border,
             whole,
         }
@@ -45,9 +48,15 @@ impl Room {
         self.hot + MAX_BLOCK > self.border || self.cold + MAX_BLOCK > self.whole.end
     }
 
-    /// The next block has parts of these lengths.
-    pub(crate) fn take(&mut self, hot: usize, cold: usize) {
-        self.hot = (self.hot + hot).next_multiple_of(ALIGN);
+    /// Where the last block's first part ends.
+    pub(crate) fn end(&self) -> usize {
+        self.end
+    }
+
+    /// The next block's first part ends there, and its second has that length.
+    pub(crate) fn take(&mut self, end: usize, cold: usize) {
+        self.end = end;
+        self.hot = end.next_multiple_of(ALIGN);
         self.cold += cold;
     }
 
@@ -60,6 +69,7 @@ impl Room {
             self.border = (self.whole.start + share).next_multiple_of(64);
         }
         self.hot = self.whole.start;
+        self.end = self.hot;
         self.cold = self.border;
     }
 }
@@ -78,7 +88,8 @@ mod tests {
                 let (hot, cold) = room.next();
                 assert!(hot < cold && hot + MAX_BLOCK <= room.border);
                 assert!(cold + MAX_BLOCK <= 4096 + len);
-                room.take(1000, 1000);
+                room.take(hot + 1000, 1000);
+                assert_eq!(room.end(), hot + 1000);
                 n += 1;
             }
             // At first three eighths are for what are two halves.

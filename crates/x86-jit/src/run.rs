@@ -30,10 +30,12 @@ use crate::{
     room::Room,
     stats::Stats,
     thunks::{self, Thunks},
-    translate::{LinkSite, Translator},
-    translation::{Source, next_page},
+    translate::Translator,
+    translation::{Place, Source, next_page},
 };
 
+/// Times that a block is looked for until, in tests, all that is executed much is translated again, on average.
+const AGAIN: u64 = 8;
 /// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
 const CACHE_SIZE: usize = 128 << 20;
 
@@ -52,6 +54,8 @@ pub(crate) struct Context<B: JitBus> {
 pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
     pub(crate) room: Room,
+    /// Where the next block is to begin, if it may take the place of the jump that leads there.
+    pub(crate) place: Option<Place>,
     /// What is translated next is where a loop begins, as far as is known.
     pub(crate) is_loop: bool,
     /// It is where a branch of the same page leads to.
@@ -122,6 +126,7 @@ impl<B: JitBus> Jit<B> {
         buffer.write(0, a.parts()?.0);
         let code = buffer.rx() as u64;
         Some(Self {
+            place: None,
             is_loop: false,
             is_linked: false,
             room: Room::new(thunks_end..buffer.len()),
@@ -162,7 +167,7 @@ impl<B: JitBus> Jit<B> {
         self.set_mixed();
     }
 
-    /// Translates every other block at once as if it were executed much: for tests.
+    /// Translates every other block at once as if it were executed much, and now and then all of them again: for tests.
     pub fn set_mixed(&mut self) {
         self.profiles.is_mixed = true;
         self.flush_all();
@@ -399,13 +404,8 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
     ) -> Option<u64> {
         let rip = cpu.rip();
-        if self.flush_every != 0 {
-            self.random ^= self.random << 13;
-            self.random ^= self.random >> 7;
-            self.random ^= self.random << 17;
-            if self.random.is_multiple_of(self.flush_every) {
-                self.flush_all();
-            }
+        if self.profiles.is_mixed {
+            self.disturb(cpu, bus);
         }
         self.select(cpu, bus);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
@@ -433,6 +433,18 @@ impl<B: JitBus> Jit<B> {
             }
         }
         Some(code)
+    }
+
+    /// What [`Self::set_mixed`] and [`Self::set_random_flushes`] are for.
+    fn disturb(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        if self.flush_every != 0 && self.random.is_multiple_of(self.flush_every) {
+            self.flush_all();
+        } else if self.random.is_multiple_of(AGAIN) {
+            self.translate_all_again(cpu, bus);
+        }
     }
 
     /// The block at RIP, translated if need be; `split` is [`mode::SPLIT`] or 0.
@@ -526,7 +538,14 @@ impl<B: JitBus> Jit<B> {
         Left::Poll
     }
 
-    pub(crate) fn link(&mut self, site: LinkSite, to: Block) {
+    /// Has link site `number` lead to a block, if that has not taken its place.
+    pub(crate) fn link(&mut self, number: usize, to: Block) {
+        let Some(site) = self.translator.links.get(number) else {
+            return;
+        };
+        if site.patch == 0 {
+            return;
+        }
         let target = if site.saved {
             to.entries.saved
         } else {

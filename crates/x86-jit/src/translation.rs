@@ -27,6 +27,19 @@ pub(crate) struct Source {
     pub(crate) generation: u32,
 }
 
+/// Where a block is to begin that takes the place of the jump that leads to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// The jump's number among link sites.
+    link: usize,
+    at: usize,
+    /// Flags are in RFLAGS there.
+    live: bool,
+}
+
+/// Bytes of a relative address.
+const REL32: usize = 4;
+
 impl Source {
     pub(crate) fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
         let cell = bus.mmu().code_generation_cell(id)?;
@@ -48,8 +61,10 @@ impl<B: JitBus> Jit<B> {
         (key, generation, code): ((u64, u8), u32, Source),
         is_ahead: bool,
     ) -> Option<Block> {
+        let mut place = self.place.take();
         if self.room.is_full() {
             self.flush_all();
+            place = None;
         }
         let bound = block::bound(key.1, gva);
         if let Some(page) = bound {
@@ -125,7 +140,12 @@ impl<B: JitBus> Jit<B> {
             block.has_probes = self.decoded.iter().any(Decoded::may_have_lane);
         }
         let site = self.prepare(interp, cpu, bus, gva);
-        let base = self.room.next();
+        let mut base = self.room.next();
+        // Nothing comes before its entry then.
+        place = place.filter(|_| is_linked && second.is_none());
+        if let Some(place) = place {
+            base.0 = place.at;
+        }
         let blocks = &self.cache.blocks;
         let plain = key.1 & !mode::SPLIT;
         let known = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
@@ -139,7 +159,13 @@ impl<B: JitBus> Jit<B> {
             base,
             sources,
             site,
-            (long, is_linked, key.1 & mode::SPLIT != 0, bound),
+            (
+                long,
+                is_linked,
+                key.1 & mode::SPLIT != 0,
+                place.is_some_and(|p| p.live),
+                bound,
+            ),
             known,
         );
         let parts = self.translator.asm.parts();
@@ -152,6 +178,13 @@ impl<B: JitBus> Jit<B> {
             block.entries = Entries::default();
             return Some(block);
         };
+        if let Some(place) = place
+            && let Some(site) = self.translator.links.get_mut(place.link)
+        {
+            // From now on, as hot blocks are linked below.
+            site.patch = 0;
+            self.stats.links += 1;
+        }
         self.stats.blocks += 1;
         self.stats.lanes += self.translator.hot.as_ref().map_or(0, |h| h.lanes.len()) as u64;
         self.stats.insns += self.decoded.len() as u64;
@@ -164,7 +197,7 @@ impl<B: JitBus> Jit<B> {
                 self.ranges.push((at, code.len(), gva));
             }
         }
-        self.room.take(hot.len(), cold.len());
+        self.room.take(base.0 + hot.len(), cold.len());
         let (hot, cold) = self.room.next();
         self.buffer.views().grows(hot);
         self.buffer.views().grows(cold);
@@ -233,16 +266,28 @@ impl<B: JitBus> Jit<B> {
             let known = known.filter(|b| b.generation == generation);
             let next = known.or_else(|| {
                 (self.is_loop, self.is_linked) = (site.is_back, true);
+                self.place = self.place_of(number as usize);
                 let gva = page | target;
                 let next = self.translate(interp, cpu, bus, gva, (key, generation, code), true);
-                (self.is_loop, self.is_linked) = (false, false);
+                (self.is_loop, self.is_linked, self.place) = (false, false, None);
                 next
             });
             if let Some(next) = next.filter(|b| b.entries.outer != 0) {
-                self.link(site, next);
+                self.link(number as usize, next);
             }
         }
         self.translator.ahead.clear();
+    }
+
+    /// Where the target of link site `number` has to begin to take the place of its jump: that is the last one that was made.
+    pub(crate) fn place_of(&self, number: usize) -> Option<Place> {
+        let site = self.translator.links.get(number)?;
+        let is_last = site.is_jump && site.patch + REL32 == self.room.end();
+        is_last.then_some(Place {
+            link: number,
+            at: site.patch - 1,
+            live: !site.saved,
+        })
     }
 }
 
@@ -259,7 +304,7 @@ impl<B: JitBus> Jit<B> {
         a.jmp_to(self.thunks.stale);
         let (code, _) = a.parts()?;
         self.buffer.write(cold, code);
-        self.room.take(0, code.len());
+        self.room.take(self.room.end(), code.len());
         Some(cold)
     }
 }

@@ -32,7 +32,8 @@ impl Translator {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
             let live = self.flags.is_register();
-            self.link(from, t as u32, live, false).is_back = t < offset.into();
+            let site = self.link(from, t as u32, live, false);
+            (site.is_back, site.is_jump) = (t < offset.into(), true);
         } else {
             self.flags_in_memory();
             self.far(offset, t as i32);
@@ -108,6 +109,7 @@ impl Translator {
             saved: !live,
             split,
             is_back: false,
+            is_jump: false,
         });
         self.stubs.push(Stub::Link {
             from,
@@ -141,7 +143,7 @@ impl Translator {
         }
         let from = self.asm.jmp();
         self.ahead.push(self.links.len() as u32);
-        self.link(from, back, false, false);
+        self.link(from, back, false, false).is_jump = true;
     }
 
     /// The gva after the instruction, if it is known.

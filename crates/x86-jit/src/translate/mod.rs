@@ -48,7 +48,7 @@ use crate::{
 /// A direct branch within a page, to be linked when its target is translated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkSite {
-    /// Where the rel32 is in the buffer.
+    /// Where the rel32 is in the buffer; 0: the target has taken the place of the jump.
     pub(crate) patch: usize,
     /// Offset of the target in the page.
     pub(crate) target: u32,
@@ -58,6 +58,8 @@ pub(crate) struct LinkSite {
     pub(crate) split: bool,
     /// From a branch back: a loop begins there.
     pub(crate) is_back: bool,
+    /// JMP.
+    pub(crate) is_jump: bool,
 }
 
 /// A direct branch to another page. What it has remembered is as right as the same
@@ -285,6 +287,7 @@ impl Translator {
     /// `interpreted` is the number of the instruction that the block leaves to the
     /// interpreter at its end; `long`: it is 64-bit code; `is_linked`: a branch of its page leads there;
     /// `is_split`: every access probes for itself; `bound`: the gva of the page, if it is executed nowhere else.
+    /// `falls`: it begins with the entry for flags in RFLAGS.
     /// `known`: the blocks of the page that links may lead to, by offset and [`LinkSite::split`].
     pub(crate) fn block(
         &mut self,
@@ -292,7 +295,7 @@ impl Translator {
         base: (usize, usize),
         sources: &[Source],
         interpreted: u32,
-        (long, is_linked, is_split, bound): (bool, bool, bool, Option<i32>),
+        (long, is_linked, is_split, falls, bound): (bool, bool, bool, bool, Option<i32>),
         known: impl Fn(u32, bool) -> Option<Entries>,
     ) -> Entries {
         self.interpreted = interpreted;
@@ -312,6 +315,10 @@ impl Translator {
         let mut outer = self.asm.here();
         if !is_apart {
             self.check(sources, offset);
+        }
+        let mut inner = (falls && live != 0).then(|| self.asm.here());
+        if inner.is_some() {
+            save_flags(&mut self.asm);
         }
         let a = &mut self.asm;
         let mut saved = a.here();
@@ -383,14 +390,15 @@ impl Translator {
             saved = self.asm.here();
             self.far(offset, offset as i32);
         }
-        let inner = if live == 0 {
-            saved
-        } else {
+        if live == 0 {
+            inner = Some(saved);
+        }
+        let inner = inner.unwrap_or_else(|| {
             let here = self.asm.here();
             save_flags(&mut self.asm);
             self.asm.jmp_to(saved);
             here
-        };
+        });
         self.asm.go_on_at(base.1);
         if is_apart {
             outer = self.asm.here();
