@@ -12,6 +12,7 @@
 mod actions;
 mod calls;
 mod cancel;
+pub mod cpuid;
 mod descriptors;
 mod files;
 mod filter;
@@ -55,10 +56,15 @@ pub(crate) fn is_active() -> bool {
     is_launched() || is_preloaded()
 }
 
+/// This object's ELF header.
+pub(crate) fn header() -> *const u8 {
+    &raw const __ehdr_start
+}
+
 /// True if the library is in another program: in `anykvm` itself `/dev/kvm` is a file like any.
 pub fn is_preloaded() -> bool {
     const ENTRY: usize = 24;
-    let header = &raw const __ehdr_start;
+    let header = header();
     // SAFETY: the ELF header is mapped as long as the code that reads it; the entry point is the
     // eight bytes at 24.
     let entry = unsafe { header.add(ENTRY).cast::<u64>().read_unaligned() };

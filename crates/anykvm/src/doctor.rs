@@ -1,8 +1,9 @@
 //! `anykvm doctor`: what this machine allows, what will be slow and why, and how a program would be run.
 
-use std::{ffi::OsStr, fmt::Write, fs};
+use std::{ffi::OsStr, fmt::Write, fs, path::Path};
 
 use anykvm_ioctls::{Kvm, VcpuExit};
+use anykvm_preload::cpuid::{self, Vendor};
 use kvm_bindings::kvm_regs;
 
 use crate::{cli::DoctorArgs, error::BootError, exec};
@@ -60,6 +61,7 @@ fn machine() -> Vec<Line> {
         memory(&read("/proc/meminfo"), &read("/sys/fs/cgroup/memory.max")),
         huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
         device(),
+        extension(cpuid::lacking()),
     ]
 }
 
@@ -239,12 +241,36 @@ fn huge_pages(enabled: &str) -> Line {
 }
 
 fn device() -> Line {
-    let why = if std::path::Path::new("/dev/kvm").exists() {
+    let why = if Path::new("/dev/kvm").exists() {
         "/dev/kvm is here too; anykvm does not open it"
     } else {
         "no /dev/kvm, which anykvm does not need"
     };
     Line(Good, "hardware", why.to_owned())
+}
+
+/// What programs find that ask the processor itself.
+fn extension(lacking: Option<Vendor>) -> Line {
+    let why = match lacking {
+        None => "the processor shows its virtualization to programs that ask it".to_owned(),
+        Some(vendor) => format!(
+            "the processor shows neither VMX nor SVM; programs that ask it and name /dev/kvm are told of {}",
+            match vendor {
+                Vendor::Intel => "VMX",
+                Vendor::Amd => "SVM",
+            }
+        ),
+    };
+    Line(Good, "extension", why)
+}
+
+/// How many of a program's questions to the processor are answered, where that matters.
+fn asking(file: &Path) -> Option<String> {
+    let asking = cpuid::lacking().and_then(|_| cpuid::examine(file))?;
+    Some(format!(
+        "; {} of its {} CPUID instructions tell of VMX or SVM",
+        asking.answered, asking.found
+    ))
 }
 
 /// How `anykvm exec` would run it.
@@ -257,7 +283,9 @@ fn program(name: &OsStr) -> Line {
             } else {
                 "by a preloaded library"
             };
-            Line(Good, "program", format!("{}: {way}", file.display()))
+            let asking = asking(&file).unwrap_or_default();
+            let text = format!("{}: {way}{asking}", file.display());
+            Line(Good, "program", text)
         }
         Err(why) => Line(Bad, "program", why),
     }

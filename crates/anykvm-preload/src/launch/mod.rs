@@ -74,6 +74,7 @@ fn prepare(
     let elf = Elf::open(program)?;
     let loader = elf.loader.as_deref().map(Elf::open).transpose()?;
     let (main, loader) = load(&elf, loader.as_ref())?;
+    crate::cpuid::answer_launched(program, main.base);
     let stack = Stack::build(program, name, arguments, &main, loader.as_ref())?;
     set_heap()?;
     become_program()?;

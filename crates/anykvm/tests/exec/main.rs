@@ -174,6 +174,43 @@ fn the_doctor_tries_a_guest_and_judges_programs() {
 }
 
 #[test]
+fn a_program_that_asks_the_processor_is_told_of_its_extension() {
+    let build = |name: &str, options: &[&str]| compile("asks.c", name, options);
+    let dynamic = build("asks", &[]);
+    let others = [
+        build("asks-fixed", &["-no-pie", "-O0"]),
+        build("asks-static", &["-static"]),
+        build("asks-static-pie", &["-static-pie"]),
+        build("asks-O3", &["-O3", "-march=native"]),
+    ];
+    run(&dynamic, &[]);
+    for other in &others {
+        run(other, &[]);
+        run(&dynamic, &["again", other.to_str().unwrap()]);
+        run(other, &["again", dynamic.to_str().unwrap()]);
+    }
+    let anykvm = env!("CARGO_BIN_EXE_anykvm");
+    let mut doctor = Command::new(anykvm);
+    let output = doctor.arg("doctor").args(&others).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{text}");
+    assert!(text.contains("  extension "), "{text}");
+    let answered = text.matches("CPUID instructions").count();
+    let is_lacking = text.contains("shows neither VMX nor SVM");
+    assert_eq!(
+        answered,
+        if is_lacking { others.len() } else { 0 },
+        "{text}"
+    );
+    // Launched, also a dynamically linked one.
+    let launched = Command::new(anykvm)
+        .args(["exec", "--launch", "--"])
+        .arg(&dynamic)
+        .status();
+    assert_eq!(launched.unwrap().code(), Some(0));
+}
+
+#[test]
 fn handlers_are_called_as_the_kernel_would() {
     passes("vmm-handlers", &["handlers"]);
 }

@@ -1,0 +1,180 @@
+//! VMMs that ask the processor itself whether it has VMX or SVM, as kvmtool does, and refuse to start
+//! without: their CPUID instructions tell of it.
+//!
+//! That needs no signal, no rights and no thread's state: where the processor does not show the bit, the
+//! instructions of the program's own file that [`places`] is certain of become jumps before
+//! the program starts. A program whose file does not name `/dev/kvm` is left as it is.
+
+mod code;
+mod places;
+mod program;
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use places::Places;
+use program::{Layout, Segment};
+
+/// The name of the device in programs that use it.
+const DEVICE: &[u8] = b"/dev/kvm";
+
+/// Whose processor it is, by what it calls the extension.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Vendor {
+    /// VMX.
+    Intel,
+    /// SVM.
+    Amd,
+}
+
+/// Whose processor this is, if it has neither VMX nor SVM to show.
+pub fn lacking() -> Option<Vendor> {
+    const VMX: u32 = 1 << 5;
+    const SVM: u32 = 1 << 2;
+    const EXTENDED: u32 = 0x8000_0001;
+    let [_, b, c, d] = host::cpu::cpuid(0, 0);
+    let mut name = [0; 12];
+    for (to, from) in name.chunks_exact_mut(4).zip([b, d, c]) {
+        to.copy_from_slice(&from.to_le_bytes());
+    }
+    match &name {
+        b"GenuineIntel" | b"CentaurHauls" | b"  Shanghai  " => {
+            (host::cpu::cpuid(1, 0)[2] & VMX == 0).then_some(Vendor::Intel)
+        }
+        b"AuthenticAMD" | b"HygonGenuine" => {
+            let is_known = host::cpu::cpuid(0x8000_0000, 0)[0] >= EXTENDED;
+            let shows = is_known && host::cpu::cpuid(EXTENDED, 0)[2] & SVM != 0;
+            (!shows).then_some(Vendor::Amd)
+        }
+        _ => None,
+    }
+}
+
+/// What a program's CPUID instructions are to `anykvm doctor`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asking {
+    /// How many it has.
+    pub found: usize,
+    /// How many tell of VMX or SVM where the processor does not.
+    pub answered: usize,
+}
+
+/// Looks at a program's file; `None` for one that asks nothing, or does not name `/dev/kvm`.
+pub fn examine(path: &Path) -> Option<Asking> {
+    let file = std::fs::read(path).ok()?;
+    let layout = Layout::read(|at, len| {
+        let bytes = at.checked_add(len).and_then(|end| file.get(at..end));
+        Ok(bytes.ok_or(io::ErrorKind::UnexpectedEof)?.to_vec())
+    })?;
+    let read = |buffer: &mut [u8], at: usize| {
+        let bytes = file.get(at..).unwrap_or_default();
+        let len = bytes.len().min(buffer.len());
+        buffer[..len].copy_from_slice(&bytes[..len]);
+        len
+    };
+    if !layout.has(DEVICE, read) {
+        return None;
+    }
+    let program = layout.program(|s| file.get(s.offset..s.offset.checked_add(s.len)?))?;
+    let places = Places::of(&program);
+    (places.found > 0).then_some(Asking {
+        found: places.found,
+        answered: places.covered,
+    })
+}
+
+fn layout_of(file: &File) -> Option<Layout> {
+    Layout::read(|at, len| {
+        let mut bytes = vec![0; len];
+        file.read_exact_at(&mut bytes, at as u64)?;
+        Ok(bytes)
+    })
+}
+
+/// DEVIATION: CPUID instructions of libraries, and those that are not certain, show the processor.
+///
+/// For a program that was loaded `base` bytes above the addresses it was linked for and does not run yet.
+fn answer(file: &File, layout: &Layout, base: usize, vendor: Vendor) {
+    let mapped = |s: &Segment| {
+        let at = base.wrapping_add(s.address) as *const u8;
+        // SAFETY: the segment is mapped as its file says, and readable; nobody writes to it while this
+        // slice is in use, as `code` does so afterwards.
+        Some(unsafe { std::slice::from_raw_parts(at, s.len) })
+    };
+    let read = |buffer: &mut [u8], at: usize| file.read_at(buffer, at as u64).unwrap_or(0);
+    if !layout.has(DEVICE, read) {
+        return;
+    }
+    let Some(places) = layout.program(mapped).as_ref().map(Places::of) else {
+        return;
+    };
+    if !places.places.is_empty() {
+        let ends = layout.segments.iter().map(|s| s.address + s.len);
+        let begin = layout.segments.iter().map(|s| s.address).min();
+        let (begin, end) = (begin.unwrap_or(0), ends.max().unwrap_or(0));
+        let range: Range<usize> = base.wrapping_add(begin)..base.wrapping_add(end);
+        code::replace(&places.places, base, &range, vendor);
+    }
+}
+
+/// For a launched program, which was loaded from this file.
+pub(crate) fn answer_launched(path: &Path, base: usize) {
+    if !crate::trace::is_real()
+        && let Some(vendor) = lacking()
+        && let Ok(file) = File::open(path)
+        && let Some(layout) = layout_of(&file)
+    {
+        answer(&file, &layout, base, vendor);
+    }
+}
+
+/// Before the program that the library is preloaded into starts.
+extern "C" fn constructor() {
+    if !crate::is_preloaded() || crate::trace::is_real() {
+        return;
+    }
+    let Some(vendor) = lacking() else { return };
+    // A defect of ours must not unwind into C.
+    let _ = std::panic::catch_unwind(|| answer_preloaded(vendor));
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static CONSTRUCTOR: extern "C" fn() = constructor;
+
+fn answer_preloaded(vendor: Vendor) -> Option<()> {
+    /// Of an ELF file, with places in it.
+    const HEADER: usize = 64;
+    let file = File::open("/proc/self/exe").ok()?;
+    let layout = layout_of(&file)?;
+    // SAFETY: integer arguments.
+    let [table, entry] =
+        [libc::AT_PHDR, libc::AT_ENTRY].map(|what| unsafe { libc::getauxval(what) });
+    let base = (entry as usize).wrapping_sub(layout.entry);
+    // The file is not the program's if the loader was started as one.
+    let first = layout.segments.first()?;
+    let is_first = first.offset == 0 && layout.table.end <= first.len;
+    let begin = base.wrapping_add(first.address);
+    if !is_first || begin.wrapping_add(layout.table.start) != table as usize {
+        return None;
+    }
+    // `anykvm` itself, with this library, is to see the processor.
+    // SAFETY: the program's file begins there, and this library's, with a header of that length.
+    let [program, own] = [begin as *const u8, crate::header()]
+        .map(|at| unsafe { std::slice::from_raw_parts(at, HEADER) });
+    if program == own {
+        return None;
+    }
+    let mut known = vec![0; layout.table.len()];
+    file.read_exact_at(&mut known, layout.table.start as u64)
+        .ok()?;
+    // SAFETY: the program's own table of segments, which has as many bytes.
+    let mapped = unsafe { std::slice::from_raw_parts(table as *const u8, known.len()) };
+    if mapped == known {
+        answer(&file, &layout, base, vendor);
+    }
+    Some(())
+}
