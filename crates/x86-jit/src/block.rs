@@ -35,8 +35,6 @@ pub(crate) mod mode {
 
 /// Instructions of a block at most.
 const MAX_INSNS: usize = 48;
-/// A block with as many ends where another one begins.
-const ENOUGH: usize = 8;
 /// Conditional branches of a block at most: what follows them is executed less and less likely,
 /// and translated again for whoever goes there from elsewhere.
 const MAX_BRANCHES: usize = 3;
@@ -55,14 +53,13 @@ const FETCHED: usize = 64;
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if nothing can be fetched. An instruction that straddles two pages is
 /// a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_ahead`: nobody has
-/// gone here yet, so nothing is fetched from another page. `is_known` tells at which offsets blocks begin already.
+/// gone here yet, so nothing is fetched from another page.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
     (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
     (mode, is_loop, is_ahead): (u8, bool, bool),
-    is_known: impl Fn(u32) -> bool,
 ) -> bool {
     out.clear();
     forms.select(&cpu.features);
@@ -152,8 +149,7 @@ pub(crate) fn decode<B: GuestBus>(
             offset = next;
             if kind == Kind::Jcc {
                 branches_left -= 1;
-                // What comes next has its code, and this block is long enough for it to be no loss.
-                if branches_left == 0 || out.len() >= ENOUGH && is_known(offset) {
+                if branches_left == 0 {
                     break 'fetch;
                 }
             }

@@ -26,6 +26,15 @@ pub(crate) struct Block {
     pub(crate) is_target: bool,
     /// It probes the software TLB by an index.
     pub(crate) has_probes: bool,
+    /// Instructions.
+    pub(crate) len: u8,
+}
+
+impl Block {
+    /// There is translated code.
+    pub(crate) fn is_code(&self) -> bool {
+        self.entries.saved != 0
+    }
 }
 
 /// Entry of the table of indirect targets, as generated code reads it.
@@ -378,6 +387,7 @@ mod tests {
         let block = |n: u32| Block {
             is_target: false,
             has_probes: false,
+            len: 1,
             entries: Entries::default(),
             generation: n,
             straddles: false,
@@ -414,6 +424,7 @@ mod tests {
             straddles: false,
             is_target: false,
             has_probes: false,
+            len: 1,
         }
     }
 

@@ -47,6 +47,8 @@ struct Profile {
     generation: u32,
     /// It is to be translated when it is executed next.
     is_due: bool,
+    /// It has a poll, so that looks find it, but is not known to be executed much yet.
+    is_watched: bool,
     /// It is linked to.
     is_linked: bool,
     /// Where the translations before are entered.
@@ -89,20 +91,20 @@ impl Profiles {
     }
 
     /// What is to be different in the translation of a block, and whether it is linked to, if that is known.
-    pub(crate) fn begin(&mut self, key: Key) -> Option<(Hot, Option<bool>)> {
+    pub(crate) fn begin(&mut self, key: Key) -> Option<(Option<Hot>, Option<bool>)> {
         if let Some(p) = self.hot.get(&key) {
             if p.is_due {
-                let hot = Hot {
+                let hot = (!p.is_watched).then(|| Hot {
                     without: p.hot.without,
                     lanes: Vec::new(),
-                };
+                });
                 return Some((hot, Some(p.is_linked)));
             }
             // Other code, by now.
             self.hot.remove(&key);
             self.counts[place(key)] = 0;
         }
-        (self.is_mixed && key.0 & 1 != 0).then(|| (Hot::default(), None))
+        (self.is_mixed && key.0 & 1 != 0).then(|| (Some(Hot::default()), None))
     }
 
     /// A look has found the block; true if it is to be translated again.
@@ -112,13 +114,18 @@ impl Profiles {
             self.left = LOOKS;
             self.counts.iter_mut().for_each(|c| *c /= 2);
         }
-        if let Some(p) = self.hot.get_mut(&key) {
+        let mut known = self.hot.get_mut(&key);
+        if let Some(p) = known.as_mut().filter(|p| !p.is_watched) {
             p.looks += 1;
             return false;
         }
         let count = &mut self.counts[place(key)];
         *count = (*count + 1) % HOT;
-        *count == 0
+        let is_hot = *count == 0;
+        if let Some(p) = known {
+            p.is_watched = !is_hot;
+        }
+        is_hot
     }
 
     /// A lane has missed so often; the block, if it is to be translated again.
@@ -154,7 +161,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// The block at RIP, and the generation of its code.
-    fn key_at(&self, cpu: &mut CpuState, bus: &mut B) -> Option<(Key, u32)> {
+    pub(crate) fn key_at(&self, cpu: &mut CpuState, bus: &mut B) -> Option<(Key, u32)> {
         let gva = cpu.rip();
         let page = bus.code_page(cpu, gva).ok()?;
         let mode = self.cache.blocks.mode_at(gva, &page, self.mode);
@@ -184,21 +191,29 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Has the block at RIP, and all that is executed much, translated again.
-    pub(crate) fn translate_all_again(&mut self, cpu: &mut CpuState, bus: &mut B) {
-        let all = self.profiles.hot.iter().filter(|(_, p)| !p.is_due);
-        let mut all: Vec<_> = all.map(|(key, p)| (*key, p.generation)).collect();
-        all.extend(self.key_at(cpu, bus));
-        for (key, generation) in all {
+    /// Has the block at RIP, and some of its page that are executed much, translated again.
+    pub(crate) fn translate_some_again(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        let Some((here, generation)) = self.key_at(cpu, bus) else {
+            return;
+        };
+        let all = &self.profiles.hot;
+        let beside = all.keys().filter(|key| key.0 >> 12 == here.0 >> 12);
+        // Each translation of a block is remembered.
+        let is_new = |key: &Key| {
+            let p = all.get(key);
+            p.is_none_or(|p| !p.is_due && p.before.len() < 4)
+        };
+        let some = beside.copied().chain([here]).filter(is_new);
+        let some: Vec<Key> = some.take(8).collect();
+        for key in some {
             self.translate_again(key, generation);
         }
     }
 
     /// Has the block translated again when it is executed next.
     fn translate_again(&mut self, key: Key, generation: u32) {
-        let is_current = |b: &Block| {
-            b.generation == generation && b.has_probes && !b.straddles && b.entries.outer != 0
-        };
+        let is_current =
+            |b: &Block| b.generation == generation && b.has_probes && !b.straddles && b.is_code();
         let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
             return;
         };
@@ -215,7 +230,7 @@ impl<B: JitBus> Jit<B> {
         self.forget(old.entries.outer as usize);
         let p = self.profiles.hot.entry(key).or_default();
         p.is_due = true;
-        p.is_linked = old.entries.outer > old.entries.saved;
+        p.is_linked = old.entries.outer == 0 || old.entries.outer > old.entries.saved;
         p.before.push(from);
         self.stats.hot += 1;
     }
@@ -238,7 +253,35 @@ impl<B: JitBus> Jit<B> {
             self.buffer
                 .write(*from, &jump(*from, block.entries.saved as usize));
         }
+        let is_watched = p.is_watched;
         self.link_hot(key, block);
+        if !is_watched {
+            self.watch_next(key);
+        }
+    }
+
+    /// Where a block that is executed much goes on by a branch forward there is no poll, so looks would not find it.
+    fn watch_next(&mut self, key: Key) {
+        let Some(p) = self.profiles.hot.get(&key) else {
+            return;
+        };
+        let generation = p.generation;
+        let sites = self.translator.links.get(p.links.clone());
+        let sites = sites.unwrap_or_default().iter().filter(|s| !s.split);
+        let all: Vec<Key> = sites
+            .map(|s| (key.0 & !0xfff | u64::from(s.target), key.1))
+            .collect();
+        for key in all {
+            let next = self.cache.blocks.get(key);
+            if next.is_some_and(|b| b.entries.polled != b.entries.saved)
+                && !self.profiles.hot.contains_key(&key)
+            {
+                self.translate_again(key, generation);
+                if let Some(p) = self.profiles.hot.get_mut(&key) {
+                    p.is_watched = true;
+                }
+            }
+        }
     }
 
     /// What is executed much goes from one such block to the next by itself.

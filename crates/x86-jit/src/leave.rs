@@ -263,13 +263,19 @@ impl<B: JitBus> Jit<B> {
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
         let split = if site.split { mode::SPLIT } else { 0 };
-        (self.is_loop, self.is_linked) = (site.is_back, true);
-        self.place = self.place_of(number);
+        self.wanted_by = Some(number);
         let next = self.find_block(interp, cpu, bus, split);
-        (self.is_loop, self.is_linked, self.place) = (false, false, None);
-        let Some(next) = next else {
+        self.wanted_by = None;
+        let Some(mut next) = next else {
             return 0;
         };
+        if site.polls && next.entries.polled == 0 {
+            let Some(with_poll) = self.complete_entries(cpu, bus, split, next) else {
+                self.flush_all();
+                return 0;
+            };
+            next = with_poll;
+        }
         self.select(cpu, bus);
         if self.stats.flushes == flushes {
             self.link(number, next);

@@ -31,11 +31,11 @@ use crate::{
     stats::Stats,
     thunks::{self, Thunks},
     translate::Translator,
-    translation::{Place, Source, next_page},
+    translation::{Source, next_page},
 };
 
-/// Times that a block is looked for until, in tests, all that is executed much is translated again, on average.
-const AGAIN: u64 = 8;
+/// Times that a block is looked for until, in tests, what is executed much is translated again, on average.
+const AGAIN: u64 = 16;
 /// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
 const CACHE_SIZE: usize = 128 << 20;
 
@@ -54,12 +54,8 @@ pub(crate) struct Context<B: JitBus> {
 pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
     pub(crate) room: Room,
-    /// Where the next block is to begin, if it may take the place of the jump that leads there.
-    pub(crate) place: Option<Place>,
-    /// What is translated next is where a loop begins, as far as is known.
-    pub(crate) is_loop: bool,
-    /// It is where a branch of the same page leads to.
-    pub(crate) is_linked: bool,
+    /// The link site that leads to what is translated next.
+    pub(crate) wanted_by: Option<usize>,
     pub(crate) thunks: Thunks,
     pub(crate) cache: Cache,
     pub(crate) forms: Forms,
@@ -126,9 +122,7 @@ impl<B: JitBus> Jit<B> {
         buffer.write(0, a.parts()?.0);
         let code = buffer.rx() as u64;
         Some(Self {
-            place: None,
-            is_loop: false,
-            is_linked: false,
+            wanted_by: None,
             room: Room::new(thunks_end..buffer.len()),
             buffer,
             thunks,
@@ -167,7 +161,7 @@ impl<B: JitBus> Jit<B> {
         self.set_mixed();
     }
 
-    /// Translates every other block at once as if it were executed much, and now and then all of them again: for tests.
+    /// Translates every other block at once as if it were executed much, and now and then some of them again: for tests.
     pub fn set_mixed(&mut self) {
         self.profiles.is_mixed = true;
         self.flush_all();
@@ -417,7 +411,17 @@ impl<B: JitBus> Jit<B> {
             return Some(code);
         }
         self.stale = false;
-        let block = self.find_block(interp, cpu, bus, 0)?;
+        let mut block = self.find_block(interp, cpu, bus, 0)?;
+        if block.entries.outer == 0 {
+            block = match self.complete_entries(cpu, bus, 0, block) {
+                Some(block) => block,
+                None => {
+                    self.flush_all();
+                    let block = self.find_block(interp, cpu, bus, 0);
+                    block.filter(|b| b.entries.outer != 0)?
+                }
+            };
+        }
         // Fetching may have filled tables.
         self.select(cpu, bus);
         let (key, salt) = target_key(cpu);
@@ -443,7 +447,7 @@ impl<B: JitBus> Jit<B> {
         if self.flush_every != 0 && self.random.is_multiple_of(self.flush_every) {
             self.flush_all();
         } else if self.random.is_multiple_of(AGAIN) {
-            self.translate_all_again(cpu, bus);
+            self.translate_some_again(cpu, bus);
         }
     }
 
@@ -465,7 +469,7 @@ impl<B: JitBus> Jit<B> {
             && (!b.straddles
                 || bus.code_page(cpu, next_page(rip)).ok().as_ref() == self.cache.second.get(&key))
         {
-            return (b.entries.outer != 0).then_some(b);
+            return b.is_code().then_some(b);
         }
         let code = Source::of(bus, page.id)?;
         let start = host::cpu::rdtsc();
@@ -475,7 +479,7 @@ impl<B: JitBus> Jit<B> {
             self.translate_ahead(interp, cpu, bus, what);
         }
         self.translate_ticks += host::cpu::rdtsc().saturating_sub(start);
-        block.filter(|b| b.entries.outer != 0)
+        block.filter(Block::is_code)
     }
 
     /// Runs translated code from the block at host address `entry` on.
@@ -543,15 +547,11 @@ impl<B: JitBus> Jit<B> {
         let Some(site) = self.translator.links.get(number) else {
             return;
         };
-        if site.patch == 0 {
+        let entry = to.entries.of(site);
+        if site.patch == 0 || entry == 0 {
             return;
         }
-        let target = if site.saved {
-            to.entries.saved
-        } else {
-            to.entries.inner
-        };
-        let rel = (target as i64 - (site.patch as i64 + 4)) as i32;
+        let rel = (entry as i64 - (site.patch as i64 + 4)) as i32;
         self.buffer.write(site.patch, &rel.to_le_bytes());
         self.stats.links += 1;
     }

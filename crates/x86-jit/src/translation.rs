@@ -12,7 +12,7 @@ use crate::{
     kind::Kind,
     leave::Site,
     room::MAX_BLOCK,
-    translate::Entries,
+    translate::{Entries, How},
 };
 
 /// Blocks that are translated at most because one is.
@@ -61,7 +61,9 @@ impl<B: JitBus> Jit<B> {
         (key, generation, code): ((u64, u8), u32, Source),
         is_ahead: bool,
     ) -> Option<Block> {
-        let mut place = self.place.take();
+        let number = self.wanted_by.take();
+        let site = number.and_then(|n| self.translator.links.get(n).copied());
+        let mut place = number.and_then(|n| self.place_of(n));
         if self.room.is_full() {
             self.flush_all();
             place = None;
@@ -83,15 +85,11 @@ impl<B: JitBus> Jit<B> {
         let is_again = hot.as_ref().is_some_and(|(_, linked)| linked.is_some());
         let (is_loop, is_linked) = match hot {
             Some((_, Some(is_linked))) => (true, is_linked),
-            _ => (self.is_loop, self.is_linked),
+            _ => (site.is_some_and(|s| s.is_back), site.is_some()),
         };
-        self.translator.hot = hot.map(|(hot, _)| hot);
+        let polls = is_again || site.is_some_and(|s| s.polls);
+        self.translator.hot = hot.and_then(|(hot, _)| hot);
         let links = self.translator.links.len();
-        let page = self.cache.blocks.page(key);
-        let is_known = |offset: u32| {
-            let other = page.and_then(|p| p.get(offset.into()).filter(|_| offset < 0x1000));
-            other.is_some_and(|b| b.generation == code.generation && b.entries.outer != 0)
-        };
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
             block::decode(
                 &mut self.decoded,
@@ -99,7 +97,6 @@ impl<B: JitBus> Jit<B> {
                 (cpu, bus),
                 gva,
                 (key.1, is_loop, is_ahead),
-                is_known,
             )
         };
         let mut second = None;
@@ -126,6 +123,7 @@ impl<B: JitBus> Jit<B> {
             straddles: second.is_some(),
             is_target: false,
             has_probes: false,
+            len: 0,
         };
         if let Some(second) = second {
             self.cache.second.insert(key, second);
@@ -134,12 +132,13 @@ impl<B: JitBus> Jit<B> {
             self.cache.blocks.insert(key, block);
             return Some(block);
         }
+        block.len = self.decoded.len() as u8;
         let long = key.1 & mode::BITS32 == 0;
         if key.1 & mode::SPLIT == 0 {
             self.groups.form(&mut self.decoded, long);
             block.has_probes = self.decoded.iter().any(Decoded::may_have_lane);
         }
-        let site = self.prepare(interp, cpu, bus, gva);
+        let interpreted = self.prepare(interp, cpu, bus, gva);
         let mut base = self.room.next();
         // Nothing comes before its entry then.
         place = place.filter(|_| is_linked && second.is_none());
@@ -151,21 +150,22 @@ impl<B: JitBus> Jit<B> {
         let known = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
         let known = |target: u32, split: bool| {
             let b = known[usize::from(split)]?.get(target.into())?;
-            let is_current = b.generation == generation && !b.straddles && b.entries.outer != 0;
+            let is_current = b.generation == generation && !b.straddles && b.is_code();
             is_current.then_some(b.entries)
         };
         block.entries = self.translator.block(
             (&self.decoded, &self.forms),
             base,
             sources,
-            site,
-            (
+            interpreted,
+            How {
                 long,
                 is_linked,
-                key.1 & mode::SPLIT != 0,
-                place.is_some_and(|p| p.live),
+                polls,
+                is_split: key.1 & mode::SPLIT != 0,
+                falls: place.is_some_and(|p| p.live),
                 bound,
-            ),
+            },
             known,
         );
         let parts = self.translator.asm.parts();
@@ -265,14 +265,11 @@ impl<B: JitBus> Jit<B> {
             let known = self.cache.blocks.get(key);
             let known = known.filter(|b| b.generation == generation);
             let next = known.or_else(|| {
-                (self.is_loop, self.is_linked) = (site.is_back, true);
-                self.place = self.place_of(number as usize);
+                self.wanted_by = Some(number as usize);
                 let gva = page | target;
-                let next = self.translate(interp, cpu, bus, gva, (key, generation, code), true);
-                (self.is_loop, self.is_linked, self.place) = (false, false, None);
-                next
+                self.translate(interp, cpu, bus, gva, (key, generation, code), true)
             });
-            if let Some(next) = next.filter(|b| b.entries.outer != 0) {
+            if let Some(next) = next.filter(Block::is_code) {
                 self.link(number as usize, next);
             }
         }
@@ -280,7 +277,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Where the target of link site `number` has to begin to take the place of its jump: that is the last one that was made.
-    pub(crate) fn place_of(&self, number: usize) -> Option<Place> {
+    fn place_of(&self, number: usize) -> Option<Place> {
         let site = self.translator.links.get(number)?;
         let is_last = site.is_jump && site.patch + REL32 == self.room.end();
         is_last.then_some(Place {
@@ -292,6 +289,35 @@ impl<B: JitBus> Jit<B> {
 }
 
 impl<B: JitBus> Jit<B> {
+    /// Gives the block at RIP the entries that it has only if need be: few of those that branches of
+    /// their page lead to are gone to from elsewhere. `None`: there is no room, or the code has changed.
+    pub(crate) fn complete_entries(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        split: u8,
+        mut block: Block,
+    ) -> Option<Block> {
+        let (key, _) = self.key_at(cpu, bus)?;
+        let key = (key.0, key.1 | split);
+        // First what it is compared with, then whether that is the block's.
+        let source = Source::of(bus, key.0 & !0xfff)?;
+        let (_, generation) = self.key_at(cpu, bus)?;
+        if self.room.is_full() || generation != block.generation {
+            return None;
+        }
+        let (_, cold) = self.room.next();
+        let offset = key.0 as u32 & 0xfff;
+        self.translator
+            .complete_entries(cold, source, offset, &mut block);
+        let (code, _) = self.translator.asm.parts()?;
+        self.buffer.write(cold, code);
+        self.room.take(self.room.end(), code.len());
+        self.stats.bytes += code.len() as u64;
+        self.cache.blocks.insert(key, block);
+        Some(block)
+    }
+
     /// Code that has the block at an offset of its page looked for; `None`: there is no room.
     pub(crate) fn stale_stub(&mut self, offset: u32) -> Option<usize> {
         if self.room.is_full() {

@@ -14,7 +14,7 @@ impl Translator {
         let from = self.asm.jcc(condition);
         let live = self.flags.is_register();
         if (0..0x1000).contains(&t) {
-            self.link(from, t as u32, live, false).is_back = t < d.offset.into();
+            self.link(from, t as u32, live, false).comes_from(d.offset);
         } else {
             self.stubs.push(Stub::Far {
                 from,
@@ -33,7 +33,8 @@ impl Translator {
             let from = self.asm.jmp();
             let live = self.flags.is_register();
             let site = self.link(from, t as u32, live, false);
-            (site.is_back, site.is_jump) = (t < offset.into(), true);
+            site.is_jump = true;
+            site.comes_from(offset);
         } else {
             self.flags_in_memory();
             self.far(offset, t as i32);
@@ -43,7 +44,7 @@ impl Translator {
     /// On to the instruction at `offset`, which may be in the next page.
     pub(super) fn fall_through(&mut self, offset: u32) {
         if offset < 0x1000 {
-            self.direct(offset, offset.into());
+            self.direct(offset - 1, offset.into());
         } else {
             self.flags_in_memory();
             self.far(offset - 1, offset as i32);
@@ -110,6 +111,7 @@ impl Translator {
             split,
             is_back: false,
             is_jump: false,
+            polls: false,
         });
         self.stubs.push(Stub::Link {
             from,
@@ -198,12 +200,12 @@ impl Translator {
             self.move_stack(-self.word());
             let Some(back) = Self::back(d) else {
                 let from = self.asm.jmp();
-                self.link(from, t as u32, live, false);
+                self.link(from, t as u32, live, false).polls = true;
                 return Ok(());
             };
             self.push_for_host(d);
             let from = self.asm.call();
-            self.link(from, t as u32, live, false);
+            self.link(from, t as u32, live, false).polls = true;
             self.return_site(back);
         } else {
             let back = Self::back(d);

@@ -26,6 +26,7 @@ pub(crate) mod memory;
 pub(crate) mod narrow;
 mod recode;
 mod registers;
+mod sites;
 mod stack;
 pub(crate) mod string;
 mod system;
@@ -34,64 +35,18 @@ use branch::target;
 use flags::Flags;
 use iced_x86::{Encoder, OpKind, Register};
 use memory::Probe;
+pub(crate) use sites::{Entries, FarSite, How, LinkSite};
 
 use crate::{
     area::*,
     asm::*,
+    cache::Block,
     decoded::Decoded,
     groups::Member,
     kind::{Form, Forms, Kind},
     thunks::{self, FIRST, Thunks, restore_flags, save_flags, site},
     translation::Source,
 };
-
-/// A direct branch within a page, to be linked when its target is translated.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct LinkSite {
-    /// Where the rel32 is in the buffer; 0: the target has taken the place of the jump.
-    pub(crate) patch: usize,
-    /// Offset of the target in the page.
-    pub(crate) target: u32,
-    /// Flags are in memory, not in RFLAGS.
-    pub(crate) saved: bool,
-    /// Leads to the translation in which every access probes for itself.
-    pub(crate) split: bool,
-    /// From a branch back: a loop begins there.
-    pub(crate) is_back: bool,
-    /// JMP.
-    pub(crate) is_jump: bool,
-}
-
-/// A direct branch to another page. What it has remembered is as right as the same
-/// entry of the table of targets: for that key, and that page at the branch, the
-/// target is in the block. (That the code has not changed is checked at its outer entry.)
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct FarSite {
-    /// Where the key's number is in the buffer, in 4 bytes.
-    pub(crate) number: usize,
-    /// Where the branch's page is, in 8 bytes, if that is compared, too.
-    pub(crate) page: Option<usize>,
-    /// Where the rel32 is.
-    pub(crate) jump: usize,
-    /// Where a call comes back to.
-    returns: Option<usize>,
-    /// Offset of the branch in its page.
-    pub(crate) offset: u32,
-    /// The target, relative to that page.
-    pub(crate) target: i32,
-    /// What is added to RSP.
-    pub(crate) pop: i32,
-    /// The outer entry that it leads to, 0 if nothing is remembered.
-    pub(crate) to: usize,
-}
-
-/// Entry points of a translated block, as offsets in the buffer.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Entries {
-    pub(crate) outer: u32,
-    pub(crate) saved: u32,
-    pub(crate) inner: u32,
-}
 
 /// Code off the main path, emitted after it.
 #[derive(Clone, Copy, Debug)]
@@ -281,26 +236,60 @@ impl Translator {
         }
     }
 
+    /// The entries that the block at `offset` does not have yet, to offset `base` of the buffer.
+    pub(crate) fn complete_entries(
+        &mut self,
+        base: usize,
+        source: Source,
+        offset: u32,
+        block: &mut Block,
+    ) {
+        let entries = &mut block.entries;
+        self.asm.start(base);
+        self.stubs.clear();
+        if entries.outer == 0 {
+            entries.outer = self.asm.here() as u32;
+            self.check(&[source], offset);
+        }
+        if entries.polled == 0 {
+            entries.polled = self.asm.here() as u32;
+            self.poll(block.len.into(), offset);
+        }
+        self.asm.jmp_to(entries.saved as usize);
+        self.emit_stubs(|_, _| None);
+    }
+
+    /// Counts down, for a block of so many instructions.
+    fn poll(&mut self, len: usize, offset: u32) {
+        let a = &mut self.asm;
+        a.alu_imm(true, Alu::Sub, COUNTER, len as i32);
+        // Less than zero, by the condition that processors fuse with a subtraction.
+        let from = a.jcc(cc::L);
+        let resume = a.here();
+        self.stubs.push(Stub::Poll {
+            from,
+            resume,
+            offset,
+        });
+    }
+
     /// Translates a block to the offsets `base` of the buffer (what is executed, and what
     /// rarely is, which is behind it); the code is in `self.asm`.
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
-    /// interpreter at its end; `long`: it is 64-bit code; `is_linked`: a branch of its page leads there;
-    /// `is_split`: every access probes for itself; `bound`: the gva of the page, if it is executed nowhere else.
-    /// `falls`: it begins with the entry for flags in RFLAGS.
-    /// `known`: the blocks of the page that links may lead to, by offset and [`LinkSite::split`].
+    /// interpreter at its end; `known` tells the blocks of the page that links may lead to, by offset and [`LinkSite::split`].
     pub(crate) fn block(
         &mut self,
         (insns, forms): (&[Decoded], &Forms),
         base: (usize, usize),
         sources: &[Source],
         interpreted: u32,
-        (long, is_linked, is_split, falls, bound): (bool, bool, bool, bool, Option<i32>),
+        how: How,
         known: impl Fn(u32, bool) -> Option<Entries>,
     ) -> Entries {
         self.interpreted = interpreted;
-        self.long = long;
-        self.bound = bound;
+        self.long = how.long;
+        self.bound = how.bound;
         self.asm.start(base.0);
         self.stubs.clear();
         self.ahead.clear();
@@ -311,27 +300,23 @@ impl Translator {
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
         // What is only linked to does not need the check among what is executed.
-        let is_apart = is_linked && sources.len() == 1;
-        let mut outer = self.asm.here();
+        let is_apart = how.is_linked && sources.len() == 1;
+        let outer = if is_apart { 0 } else { self.asm.here() };
         if !is_apart {
             self.check(sources, offset);
         }
-        let mut inner = (falls && live != 0).then(|| self.asm.here());
+        let mut inner = (how.falls && live != 0).then(|| self.asm.here());
         if inner.is_some() {
             save_flags(&mut self.asm);
         }
-        let a = &mut self.asm;
-        let mut saved = a.here();
-        a.alu_imm(true, Alu::Sub, COUNTER, insns.len() as i32);
-        // Less than zero, by the condition that processors fuse with a subtraction.
-        let from = a.jcc(cc::L);
-        let resume = a.here();
-        self.stubs.push(Stub::Poll {
-            from,
-            resume,
-            offset,
-        });
+        let mut saved = self.asm.here();
+        let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
+        let polls = !is_apart || how.polls || goes_back || live != 0;
+        if polls {
+            self.poll(insns.len(), offset);
+        }
         if insns.iter().any(|d| d.kind.is_fp()) {
+            let a = &mut self.asm;
             a.alu_mem_imm8(false, Alu::Cmp, NEAR_FP_LIVE, 0);
             let from = a.jcc(cc::E);
             let resume = a.here();
@@ -381,10 +366,10 @@ impl Translator {
             }
         }
         if !ended && let Some(d) = insns.last() {
-            self.fall_through(match d.kind {
-                Kind::Followed => target(&d.i) as u32,
-                _ => d.offset + d.i.len() as u32,
-            });
+            match d.kind {
+                Kind::Followed => self.direct(d.offset, target(&d.i)),
+                _ => self.fall_through(d.offset + d.i.len() as u32),
+            }
         }
         if sources.len() > 1 {
             saved = self.asm.here();
@@ -400,17 +385,13 @@ impl Translator {
             here
         });
         self.asm.go_on_at(base.1);
-        if is_apart {
-            outer = self.asm.here();
-            self.check(sources, offset);
-            self.asm.jmp_to(saved);
-        }
         let entries = Entries {
             outer: outer as u32,
+            polled: if polls { saved as u32 } else { 0 },
             saved: saved as u32,
             inner: inner as u32,
         };
-        let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, is_split);
+        let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, how.is_split);
         self.emit_stubs(|at, split| match known(at, split) {
             _ if is_itself(at, split) => Some(entries),
             entries => entries,
@@ -721,9 +702,9 @@ impl Translator {
                 }
                 Stub::Link { from, number, live } => {
                     let site = self.links.get(number as usize);
-                    if let Some(entries) = site.and_then(|s| known(s.target, s.split)) {
-                        let to = if live { entries.inner } else { entries.saved };
-                        a.patch(from, to as usize);
+                    let entry = site.and_then(|s| Some(known(s.target, s.split)?.of(s)));
+                    if let Some(entry) = entry.filter(|e| *e != 0) {
+                        a.patch(from, entry);
                         self.ahead.retain(|n| *n != number);
                         continue;
                     }

@@ -1,0 +1,95 @@
+//! Where blocks are entered, and the branches that lead there.
+
+/// A direct branch within a page, to be linked when its target is translated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LinkSite {
+    /// Where the rel32 is in the buffer; 0: the target has taken the place of the jump.
+    pub(crate) patch: usize,
+    /// Offset of the target in the page.
+    pub(crate) target: u32,
+    /// Flags are in memory, not in RFLAGS.
+    pub(crate) saved: bool,
+    /// Leads to the translation in which every access probes for itself.
+    pub(crate) split: bool,
+    /// From a branch back: a loop begins there.
+    pub(crate) is_back: bool,
+    /// JMP.
+    pub(crate) is_jump: bool,
+    /// Code that is executed without end goes this way: it leads to the target's poll.
+    pub(crate) polls: bool,
+}
+
+impl LinkSite {
+    /// It belongs to a branch at that offset of the page.
+    pub(crate) fn comes_from(&mut self, offset: u32) {
+        self.is_back = self.target <= offset;
+        self.polls = self.is_back;
+    }
+}
+
+/// A direct branch to another page. What it has remembered is as right as the same
+/// entry of the table of targets: for that key, and that page at the branch, the
+/// target is in the block. (That the code has not changed is checked at its outer entry.)
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FarSite {
+    /// Where the key's number is in the buffer, in 4 bytes.
+    pub(crate) number: usize,
+    /// Where the branch's page is, in 8 bytes, if that is compared, too.
+    pub(crate) page: Option<usize>,
+    /// Where the rel32 is.
+    pub(crate) jump: usize,
+    /// Where a call comes back to.
+    pub(super) returns: Option<usize>,
+    /// Offset of the branch in its page.
+    pub(crate) offset: u32,
+    /// The target, relative to that page.
+    pub(crate) target: i32,
+    /// What is added to RSP.
+    pub(crate) pop: i32,
+    /// The outer entry that it leads to, 0 if nothing is remembered.
+    pub(crate) to: usize,
+}
+
+/// Entry points of a translated block, as offsets in the buffer.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Entries {
+    /// From other pages, and for whoever does not know that the code is what it was. 0: none yet.
+    pub(crate) outer: u32,
+    /// With flags in memory and a poll. 0: none yet.
+    pub(crate) polled: u32,
+    /// With flags in memory.
+    pub(crate) saved: u32,
+    /// With flags in RFLAGS.
+    pub(crate) inner: u32,
+}
+
+impl Entries {
+    /// Where a branch goes; 0: there is no entry for it yet.
+    pub(crate) fn of(&self, site: &LinkSite) -> usize {
+        let entry = match (site.saved, site.polls) {
+            (true, false) => self.saved,
+            (true, true) => self.polled,
+            // It needs no flags.
+            (false, true) if self.inner == self.saved => self.polled,
+            (false, _) => self.inner,
+        };
+        entry as usize
+    }
+}
+
+/// How a block is to be translated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct How {
+    /// It is 64-bit code.
+    pub(crate) long: bool,
+    /// A branch of its page leads there.
+    pub(crate) is_linked: bool,
+    /// What leads there may be executed without end.
+    pub(crate) polls: bool,
+    /// Every access probes for itself.
+    pub(crate) is_split: bool,
+    /// It begins with the entry for flags in RFLAGS.
+    pub(crate) falls: bool,
+    /// The gva of the page, if it is executed nowhere else.
+    pub(crate) bound: Option<i32>,
+}
