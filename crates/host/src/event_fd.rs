@@ -18,12 +18,11 @@ impl EventFd {
     /// Those of `eventfd`.
     pub fn new(count: u32) -> io::Result<Self> {
         // SAFETY: a system call without pointers.
-        let fd = unsafe { libc::eventfd(count, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel has just given us this fd.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+        let fd = unsafe {
+            let flags = libc::EFD_CLOEXEC | libc::EFD_NONBLOCK;
+            system::open(libc::SYS_eventfd2, [count as usize, flags as usize])?
+        };
+        Ok(Self(fd))
     }
 
     /// Duplicates an eventfd that somebody else owns, as KVM takes its own

@@ -4,7 +4,7 @@
 use std::{
     ffi::CStr,
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     ptr::NonNull,
 };
 
@@ -27,18 +27,15 @@ impl Memfd {
     /// Those of `memfd_create` and `ftruncate`.
     pub fn new(name: &CStr, len: usize) -> io::Result<Self> {
         // SAFETY: `name` is NUL-terminated and outlives the call.
-        let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
+        let fd = unsafe {
+            let flags = libc::MFD_CLOEXEC as usize;
+            system::open(libc::SYS_memfd_create, [name.as_ptr() as usize, flags])?
+        };
+        if libc::off_t::try_from(len).is_err() {
+            return Err(io::Error::from_raw_os_error(libc::EFBIG));
         }
-        // SAFETY: the kernel has just given us this fd; nobody else owns it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        let size =
-            libc::off_t::try_from(len).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
         // SAFETY: a plain system call on our own fd.
-        if unsafe { libc::ftruncate(fd.as_raw_fd(), size) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        unsafe { system::call(libc::SYS_ftruncate, [fd.as_raw_fd() as usize, len])? };
         Ok(Self { fd, len })
     }
 
@@ -111,21 +108,15 @@ impl SharedMapping {
         let base = base.wrapping_add(base.align_offset(align));
         // SAFETY: the range is in address space that was taken for it just now.
         let base = unsafe {
-            libc::mmap(
-                base.cast(),
-                file.len,
-                prot,
-                libc::MAP_SHARED | libc::MAP_FIXED,
-                file.fd.as_raw_fd(),
-                0,
-            )
+            let flags = (libc::MAP_SHARED | libc::MAP_FIXED) as usize;
+            let fd = file.fd.as_raw_fd() as usize;
+            let arguments = [base.addr(), file.len, prot as usize, flags, fd, 0];
+            system::call(libc::SYS_mmap, arguments)?
         };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let base = std::ptr::with_exposed_provenance_mut(base);
         Ok(Self {
             _space: space,
-            base: NonNull::new(base.cast()).ok_or_else(no_memory)?,
+            base: NonNull::new(base).ok_or_else(no_memory)?,
             len: file.len,
         })
     }

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
     time::Duration,
 };
 
@@ -83,12 +83,11 @@ impl Epoll {
     /// Those of `epoll_create1`.
     pub fn new() -> io::Result<Self> {
         // SAFETY: a system call without pointers.
-        let fd = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the kernel has just given us this fd.
-        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+        let fd = unsafe {
+            let flags = libc::EPOLL_CLOEXEC as usize;
+            system::open(libc::SYS_epoll_create1, [flags])?
+        };
+        Ok(Self(fd))
     }
 
     /// Adds what the caller, or somebody else in the process, has open as `fd`.

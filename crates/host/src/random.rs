@@ -2,6 +2,8 @@
 
 use std::io;
 
+use crate::system;
+
 /// Bytes of a block of ChaCha20.
 const BLOCK: usize = 64;
 
@@ -14,11 +16,10 @@ pub fn fill(buf: &mut [u8]) -> io::Result<()> {
     while done < buf.len() {
         let rest = &mut buf[done..];
         // SAFETY: the pointer and length describe `rest`.
-        let r = unsafe { libc::getrandom(rest.as_mut_ptr().cast(), rest.len(), 0) };
-        match usize::try_from(r) {
-            Ok(n) => done += n,
-            Err(_) => return Err(io::Error::last_os_error()),
-        }
+        done += unsafe {
+            let (at, len) = (rest.as_mut_ptr() as usize, rest.len());
+            system::call(libc::SYS_getrandom, [at, len, 0])?
+        };
     }
     Ok(())
 }

@@ -4,7 +4,12 @@
 //! kernel is not. A filter sees where a call is made: by [`site`] ours can be let through and nothing of the
 //! VMM's with them. What vCPUs' threads and those that serve them need goes by here.
 
-use std::{io, ops::Range};
+use std::{
+    io,
+    ops::Range,
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    ptr::NonNull,
+};
 
 /// Makes the call; the kernel's result, in which an errno is negative.
 ///
@@ -49,7 +54,7 @@ pub fn site() -> Range<usize> {
 /// # Safety
 ///
 /// As for the call.
-pub(crate) unsafe fn call<const N: usize>(
+pub unsafe fn call<const N: usize>(
     number: libc::c_long,
     arguments: [usize; N],
 ) -> io::Result<usize> {
@@ -64,6 +69,38 @@ pub(crate) unsafe fn call<const N: usize>(
         // An address in the upper half.
         _ => Ok(result as usize),
     })
+}
+
+/// A system call that makes a descriptor.
+///
+/// # Errors
+/// Those of the call.
+///
+/// # Safety
+///
+/// As for the call; what it gives is a new descriptor.
+pub unsafe fn open<const N: usize>(
+    number: libc::c_long,
+    arguments: [usize; N],
+) -> io::Result<OwnedFd> {
+    // SAFETY: the caller's.
+    let fd = unsafe { call(number, arguments)? };
+    // SAFETY: the kernel has just made it; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Maps a part of a file, shared, readable and writable, at an address of the kernel's choice, for good.
+///
+/// # Errors
+/// Those of `mmap`.
+pub fn map_shared(fd: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
+    let protection = (libc::PROT_READ | libc::PROT_WRITE) as usize;
+    let flags = libc::MAP_SHARED as usize;
+    let arguments = [0, len, protection, flags, fd.as_raw_fd() as usize, offset];
+    // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing.
+    let address = unsafe { call(libc::SYS_mmap, arguments)? };
+    NonNull::new(std::ptr::with_exposed_provenance_mut(address))
+        .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
 #[cfg(test)]

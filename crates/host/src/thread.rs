@@ -4,7 +4,7 @@ use std::{
     ffi::CString,
     io,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU32, Ordering},
     },
     time::Duration,
@@ -32,6 +32,13 @@ pub fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()>
         futex::wait(&begun, 0, None);
     }
     Ok(())
+}
+
+/// Cores that this process may use, as it was when somebody asked for the first time: that reads files,
+/// which a filter of system calls may forbid later.
+pub fn cores() -> usize {
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
 /// The kernel's id of the calling thread.

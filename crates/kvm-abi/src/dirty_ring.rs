@@ -2,14 +2,14 @@
 //!
 //! The VMM maps the same pages and may write anything there: each field is an atomic access.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use hypervisor::DirtyRingMemory;
 use kvm_bindings::{KVM_DIRTY_LOG_PAGE_OFFSET, kvm_dirty_gfn};
 
-use crate::errno::{Errno, Result};
+use crate::errno::Result;
 use crate::run_page::PAGE_SIZE;
 
 const OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE_SIZE;
@@ -35,22 +35,8 @@ unsafe impl Send for DirtyRing {}
 
 impl DirtyRing {
     pub(crate) fn map(fd: BorrowedFd<'_>, entries: u32) -> Result<Self> {
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing; the pages
-        // stay, as the file's size is sealed.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                ring_size(entries),
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                OFFSET as libc::off_t,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(Errno::last());
-        }
-        let first = NonNull::new(address.cast()).ok_or(Errno::new(libc::ENOMEM))?;
+        // It stays, as the file's size is sealed.
+        let first = host::system::map_shared(fd, OFFSET, ring_size(entries))?.cast();
         Ok(Self { first, entries })
     }
 

@@ -2,10 +2,12 @@
 //!
 //! Each object has a memfd, so that `close`, `dup`, `fcntl`, `mmap` and passing it
 //! over a socket work as for any file. Its size is sealed: nobody can truncate the
-//! run page away from under a running vCPU.
+//! run page away from under a running vCPU. VMMs that filter system calls need not know of these.
 
 use std::ffi::CStr;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use host::system;
 
 use crate::errno::{Errno, Result};
 
@@ -22,27 +24,34 @@ pub(crate) fn create(name: &CStr, len: usize, close_on_exec: bool) -> Result<Own
     let flags = libc::MFD_ALLOW_SEALING | cloexec;
     // Hosts with sysctl vm.memfd_noexec = 2 want the flag, kernels before 6.3 refuse it.
     let fd = open(name, flags | libc::MFD_NOEXEC_SEAL).or_else(|_| open(name, flags))?;
-    let len = libc::off_t::try_from(len).map_err(|_| Errno::new(libc::EINVAL))?;
-    // SAFETY: a plain system call on a descriptor that we own.
-    check(unsafe { libc::ftruncate(fd.as_raw_fd(), len) })?;
+    if libc::off_t::try_from(len).is_err() {
+        return Err(Errno::new(libc::EINVAL));
+    }
+    let number = fd.as_raw_fd() as usize;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
-    // SAFETY: as above; F_ADD_SEALS takes an integer.
-    check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, seals) })?;
+    // SAFETY: plain system calls on a descriptor that we own; F_ADD_SEALS takes an integer.
+    unsafe {
+        system::call(libc::SYS_ftruncate, [number, len])?;
+        let arguments = [number, libc::F_ADD_SEALS as usize, seals as usize];
+        system::call(libc::SYS_fcntl, arguments)?;
+    }
     Ok(fd)
 }
 
 fn open(name: &CStr, flags: libc::c_uint) -> Result<OwnedFd> {
     // SAFETY: `name` is a C string that outlives the call.
-    let fd = check(unsafe { libc::memfd_create(name.as_ptr(), flags) })?;
-    // SAFETY: the descriptor was just created and belongs to nobody else.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let fd = unsafe {
+        let name = name.as_ptr() as usize;
+        system::open(libc::SYS_memfd_create, [name, flags as usize])?
+    };
+    Ok(fd)
 }
 
 /// Identity of whatever file `fd` is now; EBADF when it is not open.
 pub(crate) fn identity(fd: RawFd) -> Result<FileIdentity> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: `stat` is writable for the size of the structure.
-    check(unsafe { libc::fstat(fd, stat.as_mut_ptr()) })?;
+    unsafe { system::call(libc::SYS_fstat, [fd as usize, stat.as_mut_ptr() as usize])? };
     // SAFETY: the successful call filled it.
     let stat = unsafe { stat.assume_init() };
     Ok(FileIdentity {
@@ -55,15 +64,6 @@ pub(crate) fn identity(fd: RawFd) -> Result<FileIdentity> {
 pub(crate) fn path(fd: BorrowedFd<'_>) -> Result<std::path::PathBuf> {
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
     Ok(std::fs::read_link(link)?)
-}
-
-/// The result of a system call that returns -1 for failure.
-pub(crate) fn check(result: libc::c_int) -> Result<libc::c_int> {
-    if result < 0 {
-        Err(Errno::last())
-    } else {
-        Ok(result)
-    }
 }
 
 #[cfg(test)]
@@ -85,8 +85,8 @@ mod tests {
     fn the_size_is_sealed() {
         let fd = create(c"anykvm-test", 4096, true).unwrap();
         // SAFETY: a plain system call on an open descriptor.
-        let result = check(unsafe { libc::ftruncate(fd.as_raw_fd(), 0) });
-        assert_eq!(result, Err(Errno::new(libc::EPERM)));
+        let result = unsafe { libc::ftruncate(fd.as_raw_fd(), 0) };
+        assert_eq!((result, Errno::last()), (-1, Errno::new(libc::EPERM)));
     }
 
     #[test]

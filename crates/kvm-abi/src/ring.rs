@@ -4,14 +4,14 @@
 //! volatile access, and indices are checked by `io_bus::coalesced`.
 
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use hypervisor::{RingEntry, RingMemory};
 use kvm_bindings::*;
 
-use crate::errno::{Errno, Result};
+use crate::errno::Result;
 use crate::run_page::PAGE_SIZE;
 
 /// Our mapping of the page.
@@ -28,24 +28,10 @@ const ENTRIES: usize =
 impl Ring {
     pub(crate) fn map(fd: BorrowedFd<'_>) -> Result<Self> {
         let offset = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE_SIZE;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing; the page
-        // stays, as the file's size is sealed.
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                PAGE_SIZE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                offset as libc::off_t,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(Errno::last());
-        }
-        NonNull::new(address.cast())
-            .map(Self)
-            .ok_or(Errno::new(libc::ENOMEM))
+        // It stays, as the file's size is sealed.
+        Ok(Self(
+            host::system::map_shared(fd, offset, PAGE_SIZE)?.cast(),
+        ))
     }
 
     fn first_index(&self) -> &AtomicU32 {

@@ -80,22 +80,8 @@ impl StatsFile {
         }
         let name = CString::new(identity).map_err(|_| Errno::new(libc::EINVAL))?;
         let file = memfd::create(&name, PAGE_SIZE, true)?;
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing; the page
-        // stays, as the file's size is sealed.
-        let page = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                PAGE_SIZE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
-                0,
-            )
-        };
-        if page == libc::MAP_FAILED {
-            return Err(Errno::last());
-        }
-        let page = NonNull::new(page.cast::<u8>()).ok_or(Errno::new(libc::ENOMEM))?;
+        // It stays, as the file's size is sealed.
+        let page = host::system::map_shared(file.as_fd(), 0, PAGE_SIZE)?;
         let values = Arc::new(Values {
             page,
             offset,

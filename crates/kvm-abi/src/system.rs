@@ -16,6 +16,8 @@ pub const MAX_IO_MSRS: usize = 256;
 
 /// A new system descriptor, as `open("/dev/kvm", O_RDWR)` gives.
 pub fn open(close_on_exec: bool) -> Result<OwnedFd> {
+    // Before the VMM filters system calls.
+    host::thread::cores();
     publish(Object::System, SYSTEM_NAME, close_on_exec)
 }
 

@@ -5,7 +5,9 @@
 //! forbid mprotect by then). Bytes are appended; written code never changes
 //! until [`CodeBuffer::clear`].
 
-use std::{io, ptr};
+use std::{io, os::fd::AsRawFd, ptr};
+
+use host::system;
 
 /// Alignment of each piece of code.
 const ALIGN: usize = 16;
@@ -30,44 +32,35 @@ impl CodeBuffer {
     /// Maps `size` bytes (a multiple of the page size).
     pub(crate) fn new(size: usize) -> io::Result<Self> {
         // SAFETY: the name is a NUL-terminated constant.
-        let fd = unsafe { libc::memfd_create(c"anykvm-code".as_ptr(), libc::MFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let mapped = Self::map(fd, size);
-        // SAFETY: `fd` was opened above and is used nowhere else.
-        unsafe { libc::close(fd) };
-        mapped
-    }
-
-    fn map(fd: libc::c_int, size: usize) -> io::Result<Self> {
-        // SAFETY: `fd` is an open memfd.
-        if unsafe { libc::ftruncate(fd, size as libc::off_t) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let view = |prot| {
+        let fd = unsafe {
+            let (name, flags) = (c"anykvm-code".as_ptr() as usize, libc::MFD_CLOEXEC as usize);
+            system::open(libc::SYS_memfd_create, [name, flags])?
+        };
+        let number = fd.as_raw_fd() as usize;
+        // SAFETY: our own file.
+        unsafe { system::call(libc::SYS_ftruncate, [number, size])? };
+        let view = |protection: libc::c_int| -> io::Result<usize> {
+            let (protection, flags) = (protection as usize, libc::MAP_SHARED as usize);
             // SAFETY: a new mapping at an address of the kernel's choice.
-            let p = unsafe { libc::mmap(ptr::null_mut(), size, prot, libc::MAP_SHARED, fd, 0) };
-            if p == libc::MAP_FAILED {
-                return Err(io::Error::last_os_error());
-            }
+            let at = unsafe {
+                let arguments = [0, size, protection, flags, number, 0];
+                system::call(libc::SYS_mmap, arguments)?
+            };
             // A forked child must not write into its parent's code.
             // SAFETY: the range is the mapping made above.
-            unsafe { libc::madvise(p, size, libc::MADV_DONTFORK) };
-            Ok(p.cast::<u8>())
+            let _ = unsafe {
+                let advice = libc::MADV_DONTFORK as usize;
+                system::call(libc::SYS_madvise, [at, size, advice])
+            };
+            Ok(at)
         };
         let writable = view(libc::PROT_READ | libc::PROT_WRITE)?;
-        let executable = match view(libc::PROT_READ | libc::PROT_EXEC) {
-            Ok(p) => p,
-            Err(e) => {
-                // SAFETY: the mapping made above, not used by anyone.
-                unsafe { libc::munmap(writable.cast(), size) };
-                return Err(e);
-            }
-        };
+        let executable = view(libc::PROT_READ | libc::PROT_EXEC).inspect_err(|_| {
+            unmap(writable, size);
+        })?;
         Ok(Self {
-            writable,
-            executable,
+            writable: ptr::with_exposed_provenance_mut(writable),
+            executable: ptr::with_exposed_provenance_mut(executable),
             size,
             used: 0,
             recycled: false,
@@ -114,11 +107,13 @@ impl Drop for CodeBuffer {
         if self.owner != host::fork::generation() {
             return;
         }
-        // SAFETY: both were mapped by `map` with this size, and no code runs in
-        // them: running borrows the buffer.
-        unsafe {
-            libc::munmap(self.writable.cast(), self.size);
-            libc::munmap(self.executable.cast(), self.size);
-        }
+        unmap(self.writable.expose_provenance(), self.size);
+        unmap(self.executable.expose_provenance(), self.size);
     }
+}
+
+/// Ends one of a buffer's mappings, which nobody uses: running code borrows the buffer.
+fn unmap(at: usize, size: usize) {
+    // SAFETY: made by `CodeBuffer::new` with this size.
+    let _ = unsafe { system::call(libc::SYS_munmap, [at, size]) };
 }

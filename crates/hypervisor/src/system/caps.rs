@@ -136,9 +136,7 @@ pub fn check_extension(cap: u32) -> i32 {
         }
         KVM_CAP_IRQ_ROUTING => 4096,
         KVM_CAP_NR_MEMSLOTS => 32764,
-        KVM_CAP_NR_VCPUS => {
-            std::thread::available_parallelism().map_or(4, |n| n.get().max(4)) as i32
-        }
+        KVM_CAP_NR_VCPUS => host::thread::cores().max(4) as i32,
         KVM_CAP_MAX_VCPUS | KVM_CAP_MAX_VCPU_ID => MAX_VCPUS,
         _ => 0,
     }

@@ -22,7 +22,7 @@ pub(crate) struct Load {
 impl Default for Load {
     fn default() -> Self {
         Self {
-            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            cores: host::thread::cores(),
             halt_poll_ns: AtomicU64::new(HALT_POLL_NS),
             contended_until_ns: AtomicU64::new(0),
         }

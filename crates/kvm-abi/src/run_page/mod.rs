@@ -12,14 +12,14 @@
 //! the structure is ever made (`immediate_exit`, an atomic, excepted).
 
 use std::mem::size_of;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU8;
 
 use hypervisor::{Answer, Exit, HyperVExit, Question, RunStatus};
 use kvm_bindings::*;
 
-use crate::errno::{Errno, Result};
+use crate::errno::Result;
 
 /// Page size of the ABI, as the host's on x86.
 pub(crate) const PAGE_SIZE: usize = 4096;
@@ -64,22 +64,8 @@ fn read_word(at: *const u8, len: u8) -> u64 {
 impl RunPage {
     /// Maps the vCPU's file, which must be [`VCPU_MMAP_SIZE`] long.
     pub(crate) fn map(fd: BorrowedFd<'_>) -> Result<Self> {
-        // SAFETY: a new mapping at an address of the kernel's choice disturbs nothing. The pages
-        // stay, as the file's size is sealed (`memfd::create`).
-        let address = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                VCPU_MMAP_SIZE,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                fd.as_raw_fd(),
-                0,
-            )
-        };
-        if address == libc::MAP_FAILED {
-            return Err(Errno::last());
-        }
-        let run = NonNull::new(address.cast()).ok_or(Errno::new(libc::ENOMEM))?;
+        // It stays, as the file's size is sealed (`memfd::create`).
+        let run = host::system::map_shared(fd, 0, VCPU_MMAP_SIZE)?.cast();
         Ok(Self { run })
     }
 
