@@ -427,11 +427,10 @@ impl<B: JitBus> Jit<B> {
         let (key, salt) = target_key(cpu);
         let code = self.buffer.rx() as u64 + block.entries.outer as u64;
         self.cache.set_target(rip, key, salt, code);
-        if let Ok(page) = bus.code_page(cpu, rip) {
-            let mode = self.cache.blocks.mode_at(rip, &page, self.mode);
-            self.cache.blocks.note_target((page.id | rip & 0xfff, mode));
+        if let Some(((at, mode), generation)) = self.key_at(cpu, bus) {
+            self.cache.blocks.note_target((at, mode));
             if self.cache.is_new(rip, key) {
-                let what = (page.id, mode, page.generation);
+                let what = (at & !0xfff, mode, generation);
                 let code = self.buffer.rx() as u64;
                 self.cache.fill(what, (rip, key, salt), code);
             }
@@ -460,20 +459,19 @@ impl<B: JitBus> Jit<B> {
         split: u8,
     ) -> Option<Block> {
         let rip = cpu.rip();
-        let page = bus.code_page(cpu, rip).ok()?;
-        let mode = self.cache.blocks.mode_at(rip, &page, self.mode) | split;
-        let key = (page.id | rip & 0xfff, mode);
+        let ((at, mode), generation) = self.key_at(cpu, bus)?;
+        let key = (at, mode | split);
         if let Some(b) = self.cache.blocks.get(key)
-            && b.generation == page.generation
+            && b.generation == generation
             // The neighbour may be mapped elsewhere, or not at all, by now.
             && (!b.straddles
                 || bus.code_page(cpu, next_page(rip)).ok().as_ref() == self.cache.second.get(&key))
         {
             return b.is_code().then_some(b);
         }
-        let code = Source::of(bus, page.id)?;
+        let code = Source::of(bus, at & !0xfff)?;
         let start = host::cpu::rdtsc();
-        let what = (key, page.generation, code);
+        let what = (key, generation, code);
         let block = self.translate(interp, cpu, bus, rip, what, false);
         if block.is_some() {
             self.translate_ahead(interp, cpu, bus, what);

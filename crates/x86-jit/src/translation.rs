@@ -286,9 +286,7 @@ impl<B: JitBus> Jit<B> {
             live: !site.saved,
         })
     }
-}
 
-impl<B: JitBus> Jit<B> {
     /// Gives the block at RIP the entries that it has only if need be: few of those that branches of
     /// their page lead to are gone to from elsewhere. `None`: there is no room, or the code has changed.
     pub(crate) fn complete_entries(
@@ -310,10 +308,7 @@ impl<B: JitBus> Jit<B> {
         let offset = key.0 as u32 & 0xfff;
         self.translator
             .complete_entries(cold, source, offset, &mut block);
-        let (code, _) = self.translator.asm.parts()?;
-        self.buffer.write(cold, code);
-        self.room.take(self.room.end(), code.len());
-        self.stats.bytes += code.len() as u64;
+        self.stats.bytes += self.write_cold(cold)? as u64;
         self.cache.blocks.insert(key, block);
         Some(block)
     }
@@ -328,10 +323,16 @@ impl<B: JitBus> Jit<B> {
         a.start(cold);
         a.mov_imm(S1, offset.into());
         a.jmp_to(self.thunks.stale);
-        let (code, _) = a.parts()?;
+        self.write_cold(cold)?;
+        Some(cold)
+    }
+
+    /// Keeps code that is no block at `cold`, where the room for rarely executed code begins; returns its length.
+    fn write_cold(&mut self, cold: usize) -> Option<usize> {
+        let (code, _) = self.translator.asm.parts()?;
         self.buffer.write(cold, code);
         self.room.take(self.room.end(), code.len());
-        Some(cold)
+        Some(code.len())
     }
 }
 

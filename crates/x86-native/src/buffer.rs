@@ -5,7 +5,11 @@
 //! forbid mprotect by then). Bytes are appended; written code never changes
 //! until [`CodeBuffer::clear`].
 
-use std::{io, os::fd::AsRawFd, ptr};
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd},
+    ptr,
+};
 
 use host::system;
 
@@ -31,14 +35,8 @@ unsafe impl Send for CodeBuffer {}
 impl CodeBuffer {
     /// Maps `size` bytes (a multiple of the page size).
     pub(crate) fn new(size: usize) -> io::Result<Self> {
-        // SAFETY: the name is a NUL-terminated constant.
-        let fd = unsafe {
-            let (name, flags) = (c"anykvm-code".as_ptr() as usize, libc::MFD_CLOEXEC as usize);
-            system::open(libc::SYS_memfd_create, [name, flags])?
-        };
-        let number = fd.as_raw_fd() as usize;
-        // SAFETY: our own file.
-        unsafe { system::call(libc::SYS_ftruncate, [number, size])? };
+        let file = host::Memfd::new(c"anykvm-code", size)?;
+        let number = file.as_fd().as_raw_fd() as usize;
         let view = |protection: libc::c_int| -> io::Result<usize> {
             let (protection, flags) = (protection as usize, libc::MAP_SHARED as usize);
             // SAFETY: a new mapping at an address of the kernel's choice.
