@@ -21,17 +21,44 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, compiler_f
 use crate::fork;
 use crate::vcpu::interrupt_current_thread;
 
+/// What KVM_RUN asks about its thread: all in one, as finding a variable of a thread takes a call.
+pub(crate) struct Thread {
+    /// The vCPU whose KVM_RUN the thread is in.
+    pub(crate) current: Cell<*const hypervisor::Vcpu>,
+    /// A signal was deferred: all signals are blocked until the section ends.
+    deferred: Cell<bool>,
+    /// Signals that are remembered.
+    remembered: AtomicU64,
+}
+
+impl Thread {
+    /// True if a signal waits for the end of the thread's section.
+    pub(crate) fn is_deferred(&self) -> bool {
+        self.deferred.get() || self.remembered.load(Ordering::Relaxed) != 0
+    }
+
+    /// Calls `f` with the calling thread's.
+    #[inline]
+    pub(crate) fn with<T>(f: impl FnOnce(&Self) -> T) -> T {
+        THREAD.with(f)
+    }
+}
+
 thread_local! {
+    static THREAD: Thread = const {
+        Thread {
+            current: Cell::new(std::ptr::null()),
+            deferred: Cell::new(false),
+            remembered: AtomicU64::new(0),
+        }
+    };
     /// Sections that the thread is in.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// A signal was deferred: all signals are blocked until the section ends.
-    static DEFERRED: Cell<bool> = const { Cell::new(false) };
     /// The mask that the thread has then.
     static MASK: Cell<u64> = const { Cell::new(0) };
     /// KVM_SET_SIGNAL_MASK's mask is in force.
     static RUN_MASK: Cell<bool> = const { Cell::new(false) };
-    /// Signals that are remembered, and what came with them.
-    static REMEMBERED: AtomicU64 = const { AtomicU64::new(0) };
+    /// What came with the signals that are remembered.
     static DETAILS: UnsafeCell<[MaybeUninit<libc::siginfo_t>; 64]> =
         const { UnsafeCell::new([MaybeUninit::uninit(); 64]) };
 }
@@ -105,8 +132,8 @@ impl Drop for Section {
         DEPTH.set(depth);
         compiler_fence(Ordering::SeqCst);
         // A signal after this point finds no section and is not deferred.
-        if depth == 0 && DEFERRED.get() {
-            DEFERRED.set(false);
+        if depth == 0 && THREAD.with(|t| t.deferred.get()) {
+            THREAD.with(|t| t.deferred.set(false));
             set_mask(MASK.get());
         }
         if depth == 0 {
@@ -118,19 +145,23 @@ impl Drop for Section {
 /// Calls the handlers of the signals that a section kept waiting, if they are remembered.
 #[inline]
 fn handle_remembered() {
-    while REMEMBERED.with(|set| set.load(Ordering::Relaxed)) != 0 {
+    while THREAD.with(|t| t.remembered.load(Ordering::Relaxed)) != 0 {
         handle_one();
     }
 }
 
 #[cold]
 fn handle_one() {
-    let signal = REMEMBERED.with(|set| {
-        let signal = set.load(Ordering::Relaxed).trailing_zeros();
-        // Also a handler that interrupts this one may take signals.
-        let taken = set.fetch_and(!(1 << signal), Ordering::Relaxed);
-        (taken & 1 << signal != 0).then_some(signal as usize)
-    });
+    let signal = THREAD.with(
+        |Thread {
+             remembered: set, ..
+         }| {
+            let signal = set.load(Ordering::Relaxed).trailing_zeros();
+            // Also a handler that interrupts this one may take signals.
+            let taken = set.fetch_and(!(1 << signal), Ordering::Relaxed);
+            (taken & 1 << signal != 0).then_some(signal as usize)
+        },
+    );
     let Some(signal) = signal else { return };
     // SAFETY: `remember` filled the entry before it set the bit, and fills none while the thread
     // is in no section.
@@ -147,14 +178,18 @@ fn handle_one() {
 /// one signal.
 unsafe fn remember(signal: libc::c_int, info: *const libc::siginfo_t) {
     let index = (signal - 1) as usize & 63;
-    REMEMBERED.with(|set| {
-        if set.load(Ordering::Relaxed) & 1 << index == 0 {
-            // SAFETY: the kernel's structure, and the thread's own array, which nobody reads
-            // inside a section.
-            DETAILS.with(|all| unsafe { (*all.get())[index] = MaybeUninit::new(*info) });
-            set.fetch_or(1 << index, Ordering::Relaxed);
-        }
-    });
+    THREAD.with(
+        |Thread {
+             remembered: set, ..
+         }| {
+            if set.load(Ordering::Relaxed) & 1 << index == 0 {
+                // SAFETY: the kernel's structure, and the thread's own array, which nobody reads
+                // inside a section.
+                DETAILS.with(|all| unsafe { (*all.get())[index] = MaybeUninit::new(*info) });
+                set.fetch_or(1 << index, Ordering::Relaxed);
+            }
+        },
+    );
 }
 
 /// Begins a section of a launched program, whose end is not where the mask is restored; `deferred`
@@ -163,12 +198,12 @@ pub fn begin(deferred: impl FnOnce() -> bool, inner: bool) {
     if inner {
         DEPTH.set(DEPTH.get() + 1);
     } else {
-        DEFERRED.set(false);
+        THREAD.with(|t| t.deferred.set(false));
         DEPTH.set(1);
         compiler_fence(Ordering::SeqCst);
         // Asked for last: a signal that came in between has said so there, too.
         if deferred() {
-            DEFERRED.set(true);
+            THREAD.with(|t| t.deferred.set(true));
         }
     }
     compiler_fence(Ordering::SeqCst);
@@ -178,18 +213,18 @@ pub fn begin(deferred: impl FnOnce() -> bool, inner: bool) {
 pub fn end() -> Option<u64> {
     compiler_fence(Ordering::SeqCst);
     DEPTH.set(DEPTH.get().saturating_sub(1));
-    DEFERRED.get().then(|| MASK.get())
+    THREAD.with(|t| t.deferred.get()).then(|| MASK.get())
 }
 
 /// As if a signal had been deferred, with this mask to be restored.
 pub fn restore_later(mask: u64) {
     MASK.set(mask);
-    DEFERRED.set(true);
+    THREAD.with(|t| t.deferred.set(true));
 }
 
 /// True if a signal waits for the end of the calling thread's section.
 pub(crate) fn is_deferred() -> bool {
-    DEFERRED.get() || REMEMBERED.with(|set| set.load(Ordering::Relaxed)) != 0
+    Thread::with(Thread::is_deferred)
 }
 
 /// Signals that have a handler, which is wrapped, or are ignored.
@@ -299,7 +334,7 @@ pub unsafe fn defer_always(
         MASK.set(mask.read());
         mask.write(!SYNCHRONOUS);
     }
-    DEFERRED.set(true);
+    THREAD.with(|t| t.deferred.set(true));
     // SAFETY: as above.
     unsafe { send_again(signal, info, code) };
     Some(MASK.get())

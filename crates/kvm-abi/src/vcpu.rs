@@ -3,7 +3,6 @@
 //!
 //! Calls without an ABI of their own are made on [`Vcpu::hypervisor`] directly.
 
-use std::cell::Cell;
 use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +13,7 @@ use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
 use crate::run_page::{PAGE_SIZE, RunPage};
-use crate::signals;
+use crate::signals::{self, Thread};
 use crate::stats::StatsFile;
 use crate::system::{check_msr_count, fit};
 use crate::vm::Vm;
@@ -63,18 +62,13 @@ impl hypervisor::RunPage for Session<'_> {
     }
 }
 
-thread_local! {
-    /// The vCPU whose KVM_RUN the thread is in.
-    static CURRENT: Cell<*const hypervisor::Vcpu> = const { Cell::new(std::ptr::null()) };
-}
-
 /// Makes the KVM_RUN that the calling thread is in, if any, return EINTR soon.
 ///
 /// Async-signal-safe. KVM_RUN of a kernel ends with EINTR when a signal with a handler
 /// arrives. Here the handler runs in the middle of KVM_RUN, and nothing tells KVM_RUN of
 /// it while the guest computes; handlers that were installed to interrupt KVM_RUN call this.
 pub fn interrupt_current_thread() {
-    let current = CURRENT.get();
+    let current = Thread::with(|thread| thread.current.get());
     if !current.is_null() {
         // SAFETY: the pointer is set while `Interruptible` borrows the vCPU, and it is this
         // thread that is inside that scope.
@@ -83,18 +77,18 @@ pub fn interrupt_current_thread() {
 }
 
 /// While it lives, [`interrupt_current_thread`] reaches the vCPU.
-struct Interruptible<'a>(PhantomData<&'a hypervisor::Vcpu>);
+struct Interruptible<'a>(&'a Thread, PhantomData<&'a hypervisor::Vcpu>);
 
 impl<'a> Interruptible<'a> {
-    fn enter(vcpu: &'a hypervisor::Vcpu) -> Self {
-        CURRENT.set(vcpu);
-        Self(PhantomData)
+    fn enter(thread: &'a Thread, vcpu: &'a hypervisor::Vcpu) -> Self {
+        thread.current.set(vcpu);
+        Self(thread, PhantomData)
     }
 }
 
 impl Drop for Interruptible<'_> {
     fn drop(&mut self) {
-        CURRENT.set(std::ptr::null());
+        self.0.current.set(std::ptr::null());
     }
 }
 
@@ -145,6 +139,10 @@ impl Vcpu {
     /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI,
     /// EINVAL for sync register flags that do not exist or registers that cannot be.
     pub fn run(&self) -> Result<()> {
+        Thread::with(|thread| self.run_on(thread))
+    }
+
+    fn run_on(&self, thread: &Thread) -> Result<()> {
         let (valid, dirty) = self.page.sync_flags();
         if (valid | dirty) & !u64::from(KVM_SYNC_X86_VALID_FIELDS) != 0 {
             return Err(EINVAL);
@@ -154,8 +152,8 @@ impl Vcpu {
         }
         // Such a KVM_RUN only completes the previous exit, whose reason stays in the page.
         let only_completes = self.page.immediate_exit().load(Ordering::Relaxed) != 0;
-        let interruptible = Interruptible::enter(&self.hypervisor);
-        if signals::is_deferred() {
+        let interruptible = Interruptible::enter(thread, &self.hypervisor);
+        if thread.is_deferred() {
             // It came since the call began, when there was nothing to interrupt yet.
             self.hypervisor.kick();
         }
@@ -173,7 +171,7 @@ impl Vcpu {
         });
         drop(run_mask);
         drop(interruptible);
-        if signals::is_deferred() {
+        if thread.is_deferred() {
             // The handler runs before the next KVM_RUN, which it does not concern.
             self.hypervisor.cancel_kick();
         }

@@ -47,7 +47,7 @@ impl<B: JitBus> GivenUp<B> {
     /// The instruction at RIP, if it has been found before under the same key and with the same
     /// code, and is one.
     #[inline]
-    pub(crate) fn transfer(&self, cpu: &CpuState, bus: &B) -> Option<Transfer> {
+    pub(crate) fn transfer(&self, cpu: &CpuState, bus: &B) -> Option<&Transfer> {
         let entry = self.0.get(place(cpu.rip()))?;
         let now = (
             cpu.rip(),
@@ -55,7 +55,7 @@ impl<B: JitBus> GivenUp<B> {
             bus.code_changes(),
         );
         let is_same = (entry.rip, entry.key, entry.changes) == now;
-        entry.transfer.filter(|_| is_same)
+        entry.transfer.as_ref().filter(|_| is_same)
     }
 
     /// The instruction at RIP.

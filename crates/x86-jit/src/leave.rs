@@ -175,10 +175,10 @@ impl<B: JitBus> Jit<B> {
         operand: Option<u64>,
     ) -> Option<RunStop> {
         let (transfer, cause) = match self.interpreted.get(site.wrapping_sub(1)) {
-            Some(site) => (site.transfer?, site.cause),
+            Some(site) => (site.transfer.as_ref()?, site.cause),
             None => (self.given_up.transfer(cpu, bus)?, Cause::Slow),
         };
-        let stop = interp.transfer(cpu, bus, &transfer, operand)?;
+        let stop = interp.transfer(cpu, bus, transfer, operand)?;
         self.stats.interpreted += 1;
         self.stats.causes[cause as usize] += 1;
         cpu.engine.words[index(area::COST)] = COST;

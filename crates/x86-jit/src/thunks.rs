@@ -509,7 +509,9 @@ fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
         zero_uppers(a);
     }
     let here = a.here();
-    done.into_iter().chain([idle]).for_each(|from| a.patch(from, here));
+    done.into_iter()
+        .chain([idle])
+        .for_each(|from| a.patch(from, here));
 }
 
 /// XGETBV tells with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
