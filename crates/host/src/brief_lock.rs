@@ -1,21 +1,31 @@
 //! [`BriefLock`]: a lock that costs its usual owner one exchange.
 //!
-//! A mutex needs two: giving it back has to find out whether somebody sleeps. Here nobody does; whoever
-//! comes too late looks again until it is free, which is for who comes rarely and can wait.
+//! A mutex needs two: giving it back has to find out whether somebody sleeps. Here it is looked at without
+//! being certain; whoever comes too late and was not seen looks again after a millisecond, which is for who comes
+//! rarely and can wait.
 
 use std::{
     cell::UnsafeCell,
     ops::{Deref, DerefMut},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
 };
+
+use crate::{futex, thread};
 
 /// Looks at the lock before the core is given to others.
 const SPINS: u32 = 100;
+/// The same before the thread sleeps.
+const YIELDS: u32 = 20;
+/// The longest sleep without a look.
+const SLEEP: Duration = Duration::from_millis(1);
 
 /// A value that one thread at a time reaches.
 #[derive(Debug, Default)]
 pub struct BriefLock<T> {
-    held: AtomicBool,
+    /// 1 while it is.
+    held: AtomicU32,
+    sleepers: AtomicU32,
     value: UnsafeCell<T>,
 }
 
@@ -32,7 +42,8 @@ impl<T> BriefLock<T> {
     /// Not held.
     pub fn new(value: T) -> Self {
         Self {
-            held: AtomicBool::new(false),
+            held: AtomicU32::new(0),
+            sleepers: AtomicU32::new(0),
             value: UnsafeCell::new(value),
         }
     }
@@ -40,23 +51,42 @@ impl<T> BriefLock<T> {
     /// Waits for the lock. A thread that has it already waits for ever.
     #[inline]
     pub fn lock(&self) -> Held<'_, T> {
-        if self.held.swap(true, Ordering::Acquire) {
-            self.wait();
-        }
-        Held { lock: self }
+        self.try_lock().unwrap_or_else(|| self.wait())
+    }
+
+    /// The lock, if nobody has it.
+    #[inline]
+    pub fn try_lock(&self) -> Option<Held<'_, T>> {
+        let is_held = self.held.swap(1, Ordering::Acquire) != 0;
+        // Not made before that is known: to drop it gives the lock back.
+        (!is_held).then(|| Held { lock: self })
     }
 
     #[cold]
-    fn wait(&self) {
+    fn wait(&self) -> Held<'_, T> {
         let mut looks = 0;
-        while self.held.load(Ordering::Relaxed) || self.held.swap(true, Ordering::Acquire) {
+        loop {
+            if self.held.load(Ordering::Relaxed) == 0
+                && let Some(held) = self.try_lock()
+            {
+                return held;
+            }
             looks += 1;
             if looks < SPINS {
                 core::hint::spin_loop();
+            } else if looks < SPINS + YIELDS {
+                thread::yield_now();
             } else {
-                crate::thread::yield_now();
+                self.sleepers.fetch_add(1, Ordering::SeqCst);
+                futex::wait(&self.held, 1, Some(SLEEP));
+                self.sleepers.fetch_sub(1, Ordering::Relaxed);
             }
         }
+    }
+
+    #[cold]
+    fn wake(&self) {
+        futex::wake(&self.held, 1);
     }
 }
 
@@ -78,7 +108,10 @@ impl<T> DerefMut for Held<'_, T> {
 impl<T> Drop for Held<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        self.lock.held.store(false, Ordering::Release);
+        self.lock.held.store(0, Ordering::Release);
+        if self.lock.sleepers.load(Ordering::Relaxed) != 0 {
+            self.lock.wake();
+        }
     }
 }
 
@@ -102,6 +135,23 @@ mod tests {
             }
         });
         assert_eq!(*lock.lock(), (80_000, 80_000));
+    }
+
+    #[test]
+    fn who_comes_late_sleeps() {
+        let lock = BriefLock::new(0);
+        std::thread::scope(|scope| {
+            let held = lock.lock();
+            assert!(lock.try_lock().is_none());
+            for _ in 0..3 {
+                scope.spawn(|| *lock.lock() += 1);
+            }
+            while lock.sleepers.load(Ordering::Relaxed) == 0 {
+                thread::yield_now();
+            }
+            drop(held);
+        });
+        assert_eq!(*lock.lock(), 3);
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub mod signal;
 pub mod system;
 pub mod thread;
 
-pub use brief_lock::BriefLock;
+pub use brief_lock::{BriefLock, Held};
 pub use code_buffer::CodeBuffer;
 pub use code_views::CodeViews;
 pub use event_fd::EventFd;

@@ -698,15 +698,22 @@ impl Mmu {
         }
     }
 
+    #[inline]
     fn compare_exposed(&mut self) {
+        let is_known = |e: &FetchEntry| e.known == self.remembered;
+        let is_same = |e: &FetchEntry| is_known(e) && sum_of(e.host, e.sum.chunks) == e.sum.sum;
+        if !self.exposed.iter().all(is_same) {
+            self.compare_changed();
+        }
+    }
+
+    #[cold]
+    fn compare_changed(&mut self) {
         for n in 0..self.exposed.len() {
             let Some(e) = self.exposed.get(n) else {
                 return;
             };
-            // Mostly it is: that takes fewer looks than to find that it was written anyway.
-            let is_same = e.known == self.remembered
-                && (sum_of(e.host, e.sum.chunks) == e.sum.sum || self.has_changed(e));
-            if !is_same {
+            if e.known != self.remembered || !self.has_changed(e) {
                 let mut e = *e;
                 self.compare(&mut e);
                 if let Some(place) = self.exposed.get_mut(n) {

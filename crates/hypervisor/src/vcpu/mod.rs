@@ -27,9 +27,10 @@ mod vapic;
 
 pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use guest_memory::DirtyRing;
+use host::{BriefLock, Held};
 use kvm_bindings::*;
 use mmu::Mmu;
 use x86_cpu::{CpuState, Flush, GuestBus, PendingInterrupt, Privilege};
@@ -93,7 +94,7 @@ struct Inner {
 /// A virtual CPU. One thread at a time uses it; others wait, as on KVM's vCPU mutex.
 #[derive(Debug)]
 pub struct Vcpu {
-    inner: Mutex<Inner>,
+    inner: BriefLock<Inner>,
     shared: Arc<VcpuShared>,
 }
 
@@ -137,20 +138,21 @@ impl Vcpu {
             io: None,
         };
         Self {
-            inner: Mutex::new(inner),
+            inner: BriefLock::new(inner),
             shared,
         }
     }
 
     /// For all calls but KVM_RUN: any may change what the guest goes on with.
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> Held<'_, Inner> {
         let mut inner = self.lock_for_run();
         inner.resumes = false;
         inner
     }
 
-    fn lock_for_run(&self) -> MutexGuard<'_, Inner> {
-        let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
+    #[inline]
+    fn lock_for_run(&self) -> Held<'_, Inner> {
+        let inner = self.inner.lock();
         if inner.dirty_ring.is_some() {
             inner.bus.vm.memory.rings().act_for(self.shared.index);
         }

@@ -100,14 +100,14 @@ impl Replay {
     }
     /// Size and answer of the only access, if there was one and it was to a port or a device.
     pub(super) fn sole(&self) -> Option<(u8, u64)> {
-        let [(access, answered)] = *self.done.as_slice() else {
+        let [(access, answered)] = self.done.as_slice() else {
             return None;
         };
         match access {
             DeviceAccess::PortIn { size: len, .. }
             | DeviceAccess::PortOut { size: len, .. }
             | DeviceAccess::Load { len, .. }
-            | DeviceAccess::Store { len, .. } => Some((len, answered.value)),
+            | DeviceAccess::Store { len, .. } => Some((*len, answered.value)),
             _ => None,
         }
     }

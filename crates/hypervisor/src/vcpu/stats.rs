@@ -184,7 +184,7 @@ impl Vcpu {
     pub fn set_stats_sink(&self, sink: Box<dyn StatsSink>) {
         // Only the first is asked for: kvm-abi makes one file per vCPU.
         let _ = self.shared.stats.set(Sink(sink));
-        if let Ok(mut inner) = self.inner.try_lock() {
+        if let Some(mut inner) = self.inner.try_lock() {
             inner.take_jit_stats();
             inner.bus.show_stats();
         }
