@@ -16,6 +16,7 @@ use x86_defs::{
 use crate::{
     Miss, Mmu, View,
     l1::Half,
+    sum::sum_of,
     written::{Place, Tags},
 };
 
@@ -307,40 +308,6 @@ impl Sum {
         self.chunks |= chunks;
         self.sum ^= sum_of(host, chunks);
     }
-}
-
-/// Odd numbers without a pattern, one for each word of a chunk.
-const FACTORS: [u64; 8] = {
-    let mut factors = [0; 8];
-    let mut n = 0;
-    while n < 8 {
-        let mut z = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(n as u64 + 1);
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        factors[n] = (z ^ z >> 31) | 1;
-        n += 1;
-    }
-    factors
-};
-
-/// A hash of the chunks, such that sums of disjoint sets add by exclusive or.
-///
-/// Each word by a factor of its own, so that one word that is another always shows: few
-/// instructions, as this is done again for each page that is mapped for fetching.
-fn sum_of(host: HostPage, mut chunks: u64) -> u64 {
-    let mut sum = 0;
-    while chunks != 0 {
-        let chunk = u64::from(chunks.trailing_zeros());
-        chunks &= chunks - 1;
-        let words = host.chunk(chunk as usize);
-        let products = words.iter().zip(FACTORS).map(|(w, f)| w.wrapping_mul(f));
-        let mut h = products.fold(chunk + 1, u64::wrapping_add);
-        // Chunks that differ in one bit alone must not cancel out.
-        h = (h ^ h >> 32).wrapping_mul(FACTORS[0]);
-        h = (h ^ h >> 29).wrapping_mul(FACTORS[1]);
-        sum ^= h ^ h >> 32;
-    }
-    sum
 }
 
 impl Mmu {

@@ -54,6 +54,7 @@ pub mod l1;
 mod l2;
 mod paging;
 mod resolve;
+mod sum;
 mod view;
 pub mod walk;
 mod written;

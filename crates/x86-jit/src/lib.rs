@@ -17,6 +17,7 @@ mod cache;
 mod decoded;
 mod exit;
 mod flat;
+mod fp_state;
 mod given_up;
 mod groups;
 mod hot;
