@@ -88,11 +88,7 @@ impl Tables {
         let shift = self.regions.region_shift(gva);
         match shift {
             None => self.l1.flush_page(gva),
-            Some(shift) => {
-                let region = gva >> shift;
-                self.l1
-                    .flush_where(&Half::ALL, |e| e.tag >> shift == region);
-            }
+            Some(shift) => self.l1.flush_region(gva, shift),
         }
         self.fetch.flush_page(gva, shift)
     }
@@ -227,8 +223,8 @@ impl Mmu {
     #[inline]
     pub(crate) fn select_tables(&mut self, cpu: &CpuState) {
         let (place, registers) = Recent::key(cpu);
-        if let Some(recent) = self.contexts[self.current].recent[place]
-            && recent.registers == registers
+        if let Some(recent) = &self.contexts[self.current].recent[place]
+            && recent.is_of(registers)
         {
             (self.live, self.system) = (recent.live, recent.system);
             self.verify_view();

@@ -336,6 +336,28 @@ impl L1 {
         }
     }
 
+    /// Forgets the pages of the aligned region of `1 << shift` bytes around `gva`.
+    pub fn flush_region(&mut self, gva: u64, shift: u32) {
+        let is_of = |e: &Entry| e.tag >> shift == gva >> shift;
+        if is_of(self.pages.single()) {
+            self.drop_stack();
+        }
+        self.drop_lanes(is_of);
+        // Its pages are side by side in the tables.
+        let pages = (1 << (shift - 12)).clamp(GROUP, ENTRIES);
+        for half in Half::ALL {
+            let first = Self::index(half, gva) & !(pages - 1);
+            for group in first / GROUP..(first + pages) / GROUP {
+                for i in self.filled(group) {
+                    let e = self.entry(i);
+                    if e.tag != empty_tag(i % ENTRIES) && is_of(&e) {
+                        self.clear(i);
+                    }
+                }
+            }
+        }
+    }
+
     /// Forgets the entries of these halves for which `f` is true.
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
         self.drop_copies();
@@ -355,10 +377,10 @@ impl L1 {
 /// addresses need no search.
 #[derive(Clone, Debug, Default)]
 pub struct RegionFilter {
-    /// 2 MiB regions, hashed.
-    large: [u64; 16],
-    /// 1 GiB regions, hashed.
-    huge: u64,
+    /// 2 MiB regions, hashed, of each half of the address space: in the upper one a kernel has all of memory.
+    large: [[u64; 16]; 2],
+    /// 1 GiB regions, hashed, likewise.
+    huge: [u64; 2],
 }
 
 impl RegionFilter {
@@ -371,26 +393,28 @@ impl RegionFilter {
     }
     /// An entry at `gva` comes from a leaf of this level.
     pub fn add(&mut self, gva: u64, level: u8) {
+        let half = (gva >> 63) as usize;
         match level {
             0 | 1 => {}
             2 => {
                 let (word, bit) = Self::large(gva);
-                self.large[word] |= bit;
+                self.large[half][word] |= bit;
                 // A 4 MiB page is two such regions.
                 let (word, bit) = Self::large(gva ^ 1 << 21);
-                self.large[word] |= bit;
+                self.large[half][word] |= bit;
             }
-            _ => self.huge |= Self::huge(gva),
+            _ => self.huge[half] |= Self::huge(gva),
         }
     }
     /// log2 of the region around `gva` that has to be searched, if any.
     pub fn region_shift(&self, gva: u64) -> Option<u32> {
-        if self.huge & Self::huge(gva) != 0 {
+        let half = (gva >> 63) as usize;
+        if self.huge[half] & Self::huge(gva) != 0 {
             return Some(30);
         }
         let (word, bit) = Self::large(gva);
         // 22: covers 4 MiB pages as well.
-        (self.large[word] & bit != 0).then_some(22)
+        (self.large[half][word] & bit != 0).then_some(22)
     }
     /// Nothing comes from large pages.
     pub fn clear(&mut self) {
@@ -401,6 +425,30 @@ impl RegionFilter {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_region_goes_and_nothing_else() {
+        for (shift, gva) in [(22, 0x1234_5000_u64), (22, !0xfff), (30, 0x7fff_1234_5000)] {
+            let mut t = L1::default();
+            let pages: Vec<u64> = (0..12_000_u64)
+                .map(|n| gva.wrapping_add((n.wrapping_sub(6000)) << 12))
+                .chain([gva ^ 1 << 40, gva ^ 1 << shift])
+                .collect();
+            for (n, page) in pages.iter().enumerate() {
+                t.insert(Half::ALL[n % 2], *page, HostPage::nowhere(), n % 3 == 0);
+            }
+            let held: Vec<_> = pages
+                .iter()
+                .map(|p| Half::ALL.map(|h| t.find(h, *p)))
+                .collect();
+            t.flush_region(gva, shift);
+            for (page, held) in pages.iter().zip(held) {
+                let is_gone = page >> shift == gva >> shift;
+                let left = Half::ALL.map(|h| t.find(h, *page).is_some());
+                assert_eq!(left, held.map(|h| h.is_some() && !is_gone), "{page:#x}");
+            }
+        }
+    }
 
     /// What is global stays, all else goes.
     #[test]

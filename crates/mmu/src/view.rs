@@ -64,6 +64,13 @@ impl Recent {
         let keys = u64::from(cpu.pkru) | u64::from(cpu.pkrs) << 32;
         (place, [cpu.cr0, cpu.cr4, cpu.efer, keys])
     }
+
+    /// One by one: as a whole they would be written to memory and read back in other pieces, which takes longer.
+    #[inline(always)]
+    pub(crate) fn is_of(&self, [cr0, cr4, efer, keys]: [u64; 4]) -> bool {
+        let known = &self.registers;
+        (known[0] ^ cr0) | (known[1] ^ cr4) | (known[2] ^ efer) | (known[3] ^ keys) == 0
+    }
 }
 
 const USER: u8 = 1 << 0;
