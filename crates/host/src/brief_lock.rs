@@ -6,17 +6,16 @@
 
 use std::{
     cell::UnsafeCell,
+    marker::PhantomData,
     ops::{Deref, DerefMut},
     sync::atomic::{AtomicU32, Ordering},
     time::Duration,
 };
 
-use crate::{futex, thread};
+use crate::futex;
 
-/// Looks at the lock before the core is given to others.
+/// Looks at the lock before the thread sleeps: by futex(2), which filters of VMMs' threads let pass.
 const SPINS: u32 = 100;
-/// The same before the thread sleeps.
-const YIELDS: u32 = 20;
 /// The longest sleep without a look.
 const SLEEP: Duration = Duration::from_millis(1);
 
@@ -36,6 +35,8 @@ unsafe impl<T: Send> Sync for BriefLock<T> {}
 #[derive(Debug)]
 pub struct Held<'a, T> {
     lock: &'a BriefLock<T>,
+    /// What is held may be shared between threads only if the value may.
+    value: PhantomData<&'a mut T>,
 }
 
 impl<T> BriefLock<T> {
@@ -59,7 +60,10 @@ impl<T> BriefLock<T> {
     pub fn try_lock(&self) -> Option<Held<'_, T>> {
         let is_held = self.held.swap(1, Ordering::Acquire) != 0;
         // Not made before that is known: to drop it gives the lock back.
-        (!is_held).then(|| Held { lock: self })
+        (!is_held).then(|| Held {
+            lock: self,
+            value: PhantomData,
+        })
     }
 
     #[cold]
@@ -74,8 +78,6 @@ impl<T> BriefLock<T> {
             looks += 1;
             if looks < SPINS {
                 core::hint::spin_loop();
-            } else if looks < SPINS + YIELDS {
-                thread::yield_now();
             } else {
                 self.sleepers.fetch_add(1, Ordering::SeqCst);
                 futex::wait(&self.held, 1, Some(SLEEP));
@@ -147,7 +149,7 @@ mod tests {
                 scope.spawn(|| *lock.lock() += 1);
             }
             while lock.sleepers.load(Ordering::Relaxed) == 0 {
-                thread::yield_now();
+                std::thread::yield_now();
             }
             drop(held);
         });

@@ -152,16 +152,13 @@ fn handle_remembered() {
 
 #[cold]
 fn handle_one() {
-    let signal = THREAD.with(
-        |Thread {
-             remembered: set, ..
-         }| {
-            let signal = set.load(Ordering::Relaxed).trailing_zeros();
-            // Also a handler that interrupts this one may take signals.
-            let taken = set.fetch_and(!(1 << signal), Ordering::Relaxed);
-            (taken & 1 << signal != 0).then_some(signal as usize)
-        },
-    );
+    let signal = THREAD.with(|thread| {
+        let set = &thread.remembered;
+        let signal = set.load(Ordering::Relaxed).trailing_zeros();
+        // Also a handler that interrupts this one may take signals.
+        let taken = set.fetch_and(!(1 << signal), Ordering::Relaxed);
+        (taken & 1 << signal != 0).then_some(signal as usize)
+    });
     let Some(signal) = signal else { return };
     // SAFETY: `remember` filled the entry before it set the bit, and fills none while the thread
     // is in no section.
@@ -178,18 +175,15 @@ fn handle_one() {
 /// one signal.
 unsafe fn remember(signal: libc::c_int, info: *const libc::siginfo_t) {
     let index = (signal - 1) as usize & 63;
-    THREAD.with(
-        |Thread {
-             remembered: set, ..
-         }| {
-            if set.load(Ordering::Relaxed) & 1 << index == 0 {
-                // SAFETY: the kernel's structure, and the thread's own array, which nobody reads
-                // inside a section.
-                DETAILS.with(|all| unsafe { (*all.get())[index] = MaybeUninit::new(*info) });
-                set.fetch_or(1 << index, Ordering::Relaxed);
-            }
-        },
-    );
+    THREAD.with(|thread| {
+        let set = &thread.remembered;
+        if set.load(Ordering::Relaxed) & 1 << index == 0 {
+            // SAFETY: the kernel's structure, and the thread's own array, which nobody reads
+            // inside a section.
+            DETAILS.with(|all| unsafe { (*all.get())[index] = MaybeUninit::new(*info) });
+            set.fetch_or(1 << index, Ordering::Relaxed);
+        }
+    });
 }
 
 /// Begins a section of a launched program, whose end is not where the mask is restored; `deferred`

@@ -5,7 +5,7 @@
 
 use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, compiler_fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use hypervisor::{Exit, Question, RunInput, RunStatus};
@@ -82,6 +82,8 @@ struct Interruptible<'a>(&'a Thread, PhantomData<&'a hypervisor::Vcpu>);
 impl<'a> Interruptible<'a> {
     fn enter(thread: &'a Thread, vcpu: &'a hypervisor::Vcpu) -> Self {
         thread.current.set(vcpu);
+        // A signal that comes before this has said so, to be asked for after this.
+        compiler_fence(Ordering::SeqCst);
         Self(thread, PhantomData)
     }
 }
@@ -89,6 +91,7 @@ impl<'a> Interruptible<'a> {
 impl Drop for Interruptible<'_> {
     fn drop(&mut self) {
         self.0.current.set(std::ptr::null());
+        compiler_fence(Ordering::SeqCst);
     }
 }
 
