@@ -67,6 +67,10 @@ pub(crate) fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
             a.alu_mem_imm8(false, Alu::Cmp, gs(UPPERS_IN_USE), 0);
         }
         let in_use = a.jcc(cc::NE);
+        if !store {
+            // Whatever Rust code has left there.
+            zero_uppers(a);
+        }
         (0..16).for_each(|n| vector(a, n, store, false));
         done = Some(a.jmp());
         let here = a.here();
@@ -77,9 +81,9 @@ pub(crate) fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
         zero_uppers(a);
     }
     let here = a.here();
-    done.into_iter()
-        .chain([idle])
-        .for_each(|from| a.patch(from, here));
+    for from in done.into_iter().chain([idle]) {
+        a.patch(from, here);
+    }
 }
 
 /// XGETBV tells with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
