@@ -36,16 +36,10 @@ impl Thread {
     pub(crate) fn is_deferred(&self) -> bool {
         self.deferred.get() || self.remembered.load(Ordering::Relaxed) != 0
     }
-
-    /// Calls `f` with the calling thread's.
-    #[inline]
-    pub(crate) fn with<T>(f: impl FnOnce(&Self) -> T) -> T {
-        THREAD.with(f)
-    }
 }
 
 thread_local! {
-    static THREAD: Thread = const {
+    pub(crate) static THREAD: Thread = const {
         Thread {
             current: Cell::new(std::ptr::null()),
             deferred: Cell::new(false),
@@ -218,7 +212,7 @@ pub fn restore_later(mask: u64) {
 
 /// True if a signal waits for the end of the calling thread's section.
 pub(crate) fn is_deferred() -> bool {
-    Thread::with(Thread::is_deferred)
+    THREAD.with(Thread::is_deferred)
 }
 
 /// Signals that have a handler, which is wrapped, or are ignored.

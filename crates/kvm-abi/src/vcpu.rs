@@ -13,7 +13,7 @@ use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
 use crate::run_page::{PAGE_SIZE, RunPage};
-use crate::signals::{self, Thread};
+use crate::signals::{self, THREAD, Thread};
 use crate::stats::StatsFile;
 use crate::system::{check_msr_count, fit};
 use crate::vm::Vm;
@@ -68,7 +68,7 @@ impl hypervisor::RunPage for Session<'_> {
 /// arrives. Here the handler runs in the middle of KVM_RUN, and nothing tells KVM_RUN of
 /// it while the guest computes; handlers that were installed to interrupt KVM_RUN call this.
 pub fn interrupt_current_thread() {
-    let current = Thread::with(|thread| thread.current.get());
+    let current = THREAD.with(|thread| thread.current.get());
     if !current.is_null() {
         // SAFETY: the pointer is set while `Interruptible` borrows the vCPU, and it is this
         // thread that is inside that scope.
@@ -142,7 +142,7 @@ impl Vcpu {
     /// EINTR for `immediate_exit` or a kick, EAGAIN for a vCPU that waits for its start-up IPI,
     /// EINVAL for sync register flags that do not exist or registers that cannot be.
     pub fn run(&self) -> Result<()> {
-        Thread::with(|thread| self.run_on(thread))
+        THREAD.with(|thread| self.run_on(thread))
     }
 
     fn run_on(&self, thread: &Thread) -> Result<()> {

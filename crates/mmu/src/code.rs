@@ -667,8 +667,9 @@ impl Mmu {
 
     #[inline]
     fn compare_exposed(&mut self) {
-        let is_known = |e: &FetchEntry| e.known == self.remembered;
-        let is_same = |e: &FetchEntry| is_known(e) && sum_of(e.host, e.sum.chunks) == e.sum.sum;
+        let is_same = |e: &FetchEntry| {
+            e.known == self.remembered && sum_of(e.host, e.sum.chunks) == e.sum.sum
+        };
         if !self.exposed.iter().all(is_same) {
             self.compare_changed();
         }
@@ -677,24 +678,14 @@ impl Mmu {
     #[cold]
     fn compare_changed(&mut self) {
         for n in 0..self.exposed.len() {
-            let Some(e) = self.exposed.get(n) else {
+            let Some(mut e) = self.exposed.get(n).copied() else {
                 return;
             };
-            if e.known != self.remembered || !self.has_changed(e) {
-                let mut e = *e;
-                self.compare(&mut e);
-                if let Some(place) = self.exposed.get_mut(n) {
-                    *place = e;
-                }
+            self.compare(&mut e);
+            if let Some(place) = self.exposed.get_mut(n) {
+                *place = e;
             }
         }
-    }
-
-    /// The page's generation says that its code is another one since it was summed up.
-    fn has_changed(&self, e: &FetchEntry) -> bool {
-        let slots = self.table.slots(self.space());
-        let generation = slots.get(e.slot).map_or(0, |s| s.code_generation(e.index));
-        e.sum.generation != generation
     }
 
     /// The live view's epoch is of the current [`Self::verification`] from now on.

@@ -348,12 +348,7 @@ impl L1 {
         for half in Half::ALL {
             let first = Self::index(half, gva) & !(pages - 1);
             for group in first / GROUP..(first + pages) / GROUP {
-                for i in self.filled(group) {
-                    let e = self.entry(i);
-                    if e.tag != empty_tag(i % ENTRIES) && is_of(&e) {
-                        self.clear(i);
-                    }
-                }
+                self.clear_where(group, is_of);
             }
         }
     }
@@ -362,11 +357,16 @@ impl L1 {
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
         self.drop_copies();
         for group in self.groups(halves) {
-            for i in self.filled(group) {
-                let e = self.entry(i);
-                if e.tag != empty_tag(i % ENTRIES) && f(&e) {
-                    self.clear(i);
-                }
+            self.clear_where(group, &mut f);
+        }
+    }
+
+    /// The same of a group, and of copies of its entries.
+    fn clear_where(&mut self, group: usize, mut f: impl FnMut(&Entry) -> bool) {
+        for i in self.filled(group) {
+            let e = self.entry(i);
+            if e.tag != empty_tag(i % ENTRIES) && f(&e) {
+                self.clear(i);
             }
         }
     }

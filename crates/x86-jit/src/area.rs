@@ -106,10 +106,10 @@ pub(crate) const STACK: usize = word(31);
 pub(crate) const FAR_LEFT: usize = word(1);
 /// Where the host's RSP was before a call of `leave::handle`, and is after it.
 pub(crate) const HOST_RSP: usize = word(2);
-/// Their upper halves are among what is there.
-pub(crate) const UPPERS_IN_USE: usize = word(98);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
+/// Their upper halves are among what is there.
+pub(crate) const UPPERS_IN_USE: usize = word(98);
 
 pub(crate) const FP_AREA: usize = offset_of!(CpuState, fp);
 pub(crate) const RIP: usize = 8 * reg::RIP;

@@ -1,7 +1,8 @@
 //! FP state between the host's registers and the vCPU's state, and kept over calls into Rust.
 
-use std::arch::x86_64::__cpuid_count;
+use std::sync::LazyLock;
 
+use host::cpu::cpuid;
 use x86_defs::xsave;
 
 use crate::{area::*, asm::*};
@@ -86,9 +87,11 @@ pub(crate) fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
     }
 }
 
-/// XGETBV tells with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
+/// XGETBV tells with ECX = 1 which state components are in use (SDM vol. 1, 13.6). Asked for once, as CPUID
+/// takes microseconds in a virtual machine.
 fn has_xinuse() -> bool {
-    __cpuid_count(0xd, 1).eax & 1 << 2 != 0
+    static HAS: LazyLock<bool> = LazyLock::new(|| cpuid(0xd, 1)[0] & 1 << 2 != 0);
+    *HAS
 }
 
 /// `vzeroupper`
@@ -98,9 +101,8 @@ fn zero_uppers(a: &mut Asm) {
 
 /// Loads the state that is in memory. Changes rax, rdx and, before, ymm0.
 pub(crate) fn load_fp(a: &mut Asm, avx: bool) {
-    a.mov_imm(RAX, state(avx));
-    a.alu_rr(false, Alu::Xor, RDX, RDX);
     if avx {
+        a.alu_rr(false, Alu::Xor, RAX, RAX);
         // Are there upper halves other than zero?
         a.bytes(&[0xc5, 0xfc, 0x57, 0xc0]); // vxorps ymm0, ymm0, ymm0
         for n in 0..8 {
@@ -110,15 +112,16 @@ pub(crate) fn load_fp(a: &mut Asm, avx: bool) {
         }
         a.bytes(&[0xc4, 0xe2, 0x7d, 0x17, 0xc0]); // vptest ymm0, ymm0
         zero_uppers(a);
-        a.rr(false, &[0x0f, 0x95], 0, RDX); // setne
-        a.shift(false, 4, RDX, UPPERS.trailing_zeros() as u8);
-        a.alu_imm(false, Alu::Or, RDX, state(false) as i32);
-        a.store(gs(FP_AREA + 512), RDX);
-        a.alu_rr(false, Alu::Xor, RDX, RDX);
+        a.rr(false, &[0x0f, 0x95], 0, RAX); // setne
+        a.shift(false, 4, RAX, UPPERS.trailing_zeros() as u8);
+        a.alu_imm(false, Alu::Or, RAX, state(false) as i32);
+        a.store(gs(FP_AREA + 512), RAX);
     } else {
-        a.store_imm(gs(FP_AREA + 512), state(avx) as i32);
+        a.store_imm(gs(FP_AREA + 512), state(false) as i32);
     }
     a.store_imm(gs(FP_AREA + 520), 0);
+    a.mov_imm(RAX, state(avx));
+    a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 5, gs(FP_AREA)); // xrstor64
     a.store_imm(gs(FP_LIVE), 1);
     a.store32_imm(NEAR_FP_LIVE, 1);
