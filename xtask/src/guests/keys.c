@@ -75,7 +75,8 @@ int main(void) {
         pages[k] = mmap(NULL, 4096 * PAGES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         keys[k] = pkey_alloc(0, 0);
         if (keys[k] < 0) {
-            printf("no keys: %s\n", strerror(errno));
+            /* Kernels differ in errno. */
+            puts("no keys");
             return 0;
         }
         /* The last page may never be written. */
