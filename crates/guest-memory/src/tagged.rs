@@ -6,6 +6,7 @@
 //! base + 4                 the pages of the other entries
 //! behind them              their tags for one kind of access, then for the other
 //! behind those             the lanes: entries that are compared without an index, too
+//! last                     room for the bytes of an operand that straddles two pages
 //! ```
 //!
 //! An entry's place in each of the arrays is its index times eight, which addressing does by itself.
@@ -60,6 +61,12 @@ pub const SEEN: usize = 1024;
 pub const fn lane_counts<const N: usize>() -> i32 {
     lanes_seen::<N>() + SEEN as i32 / 8
 }
+/// Where room for [`BOUNCE`] bytes from each of two pages is, which is generated code's own.
+pub const fn bounce<const N: usize>() -> i32 {
+    lane_counts::<N>() + 4 * LANES as i32
+}
+/// How many: those of the largest operand that is no block of memory.
+pub const BOUNCE: usize = 32;
 
 /// Words below it that take a displacement of one byte.
 pub const WORDS: usize = 14;
@@ -86,6 +93,7 @@ struct Inside<const N: usize> {
     /// Bit per page number, as far as it fits.
     seen: [u64; SEEN / 64],
     counts: [u32; LANES],
+    bounce: [[u8; BOUNCE]; 2],
 }
 
 /// `N` entries for each of two kinds of access.
@@ -119,6 +127,7 @@ impl<const N: usize> TaggedPages<N> {
             && offset_of!(Inside<N>, used) as i32 == Self::BEFORE as i32 + lanes_used::<N>()
             && offset_of!(Inside<N>, seen) as i32 == Self::BEFORE as i32 + lanes_seen::<N>()
             && offset_of!(Inside<N>, counts) as i32 == Self::BEFORE as i32 + lane_counts::<N>()
+            && offset_of!(Inside<N>, bounce) as i32 == Self::BEFORE as i32 + bounce::<N>()
             && word(WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );

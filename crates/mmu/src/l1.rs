@@ -45,6 +45,9 @@ pub const LANES_SEEN: i32 = tagged::lanes_seen::<ENTRIES>();
 pub use tagged::SEEN as LANES_PAGES;
 /// Where a number of 32 bits is for each lane, for generated code.
 pub const LANE_COUNTS: i32 = tagged::lane_counts::<ENTRIES>();
+/// Where generated code puts [`BOUNCE_LEN`] bytes from each of two pages together.
+pub const BOUNCE: i32 = tagged::bounce::<ENTRIES>();
+pub use tagged::BOUNCE as BOUNCE_LEN;
 
 /// The stack's entry while it has no page, and any lane.
 ///

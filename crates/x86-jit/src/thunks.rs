@@ -9,7 +9,7 @@
 
 use mmu::{
     DevicePage,
-    l1::{LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED, lane},
+    l1::{BOUNCE, BOUNCE_LEN, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED, lane},
 };
 use x86_defs::rflags;
 
@@ -212,6 +212,57 @@ fn compare_end(a: &mut Asm) {
     a.alu_imm(false, Alu::And, RCX, 0xfff);
     a.alu_rr(false, Alu::Add, RAX, RCX);
     a.alu_imm(false, Alu::Cmp, RAX, 4096);
+}
+
+/// An operand that is only read, and straddles two pages that the tables have, is read from a copy: its address,
+/// and "above" in the flags. Goes on behind it with all other accesses.
+fn straddling_read(a: &mut Asm) {
+    push(a, RAX);
+    push(a, RCX);
+    compare_end(a);
+    let is_inside = a.jcc(cc::BE);
+    // test r13d, …
+    a.rr(false, &[0xf7], 0, S1);
+    a.bytes(&WRITES.to_le_bytes());
+    let is_write = a.jcc(cc::NE);
+    a.mov32(RAX, S1);
+    a.shift(false, 5, RAX, 12);
+    a.alu_imm(false, Alu::And, RAX, 0xff);
+    a.alu_imm(false, Alu::Cmp, RAX, BOUNCE_LEN as i32);
+    let is_long = a.jcc(cc::A);
+    let is_absent = [(0, 4096 - BOUNCE_LEN as i32), (4096, 0)].map(|(ahead, from)| {
+        a.lea(RAX, at(S0, ahead));
+        a.alu_imm(true, Alu::And, RAX, -4096);
+        select_entry(a, RCX, RAX);
+        a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
+        let is_absent = a.jcc(cc::NE);
+        // Where addresses of 32 bits end is the interpreter's.
+        a.rr(false, &[0x85], RAX, RAX); // test
+        let wraps = a.jcc(cc::E);
+        a.load(RCX, selected(host_page()));
+        let to = BOUNCE + if ahead == 0 { 0 } else { BOUNCE_LEN as i32 };
+        for n in (0..BOUNCE_LEN as i32).step_by(8) {
+            a.load(RAX, at(RCX, from + n));
+            a.store(at(TLB, to + n), RAX);
+        }
+        [is_absent, wraps]
+    });
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.lea(RAX, at(TLB, BOUNCE + BOUNCE_LEN as i32 - 4096));
+    a.alu_rr(true, Alu::Add, S0, RAX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
+    a.ret();
+    let here = a.here();
+    for from in [is_inside, is_write, is_long]
+        .into_iter()
+        .chain(is_absent.into_iter().flatten())
+    {
+        a.patch(from, here);
+    }
+    pop(a, RCX);
+    pop(a, RAX);
 }
 
 /// A word of the tables' entry that [`select_entry`] has rcx select.
@@ -614,6 +665,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     }
 
     t.miss = a.here();
+    straddling_read(a);
     let known = known_device(a, RAISES);
     let called = a.here();
     call_refill(a, refill, avx);
