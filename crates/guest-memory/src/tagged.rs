@@ -61,12 +61,12 @@ pub const SEEN: usize = 1024;
 pub const fn lane_counts<const N: usize>() -> i32 {
     lanes_seen::<N>() + SEEN as i32 / 8
 }
-/// Where room for [`BOUNCE`] bytes from each of two pages is, which is generated code's own.
+/// Where room for [`BOUNCE_LEN`] bytes from each of two pages is, which is generated code's own.
 pub const fn bounce<const N: usize>() -> i32 {
     lane_counts::<N>() + 4 * LANES as i32
 }
 /// How many: those of the largest operand that is no block of memory.
-pub const BOUNCE: usize = 32;
+pub const BOUNCE_LEN: usize = 32;
 
 /// Words below it that take a displacement of one byte.
 pub const WORDS: usize = 14;
@@ -93,7 +93,7 @@ struct Inside<const N: usize> {
     /// Bit per page number, as far as it fits.
     seen: [u64; SEEN / 64],
     counts: [u32; LANES],
-    bounce: [[u8; BOUNCE]; 2],
+    bounce: [[u8; BOUNCE_LEN]; 2],
 }
 
 /// `N` entries for each of two kinds of access.

@@ -47,7 +47,7 @@ pub use tagged::SEEN as LANES_PAGES;
 pub const LANE_COUNTS: i32 = tagged::lane_counts::<ENTRIES>();
 /// Where generated code puts [`BOUNCE_LEN`] bytes from each of two pages together.
 pub const BOUNCE: i32 = tagged::bounce::<ENTRIES>();
-pub use tagged::BOUNCE as BOUNCE_LEN;
+pub use tagged::BOUNCE_LEN;
 
 /// The stack's entry while it has no page, and any lane.
 ///
