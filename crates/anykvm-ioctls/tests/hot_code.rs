@@ -6,11 +6,8 @@
 mod long_mode;
 mod stats_fd;
 
-use std::os::fd::AsRawFd;
-
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use iced_x86::code_asm::*;
-use kvm_abi::numbers::KVM_GET_STATS_FD;
 use long_mode::{Assemble, Machine, PML4};
 
 const CODE: u64 = 0x1000;
@@ -29,9 +26,7 @@ fn run(m: &Machine, code: Assemble, counter: &str) -> (u64, u64) {
         VcpuExit::Hlt => {}
         other => panic!("{other:?}"),
     }
-    let fd = kvm_abi::ioctl(vcpu.as_raw_fd(), KVM_GET_STATS_FD, 0).unwrap();
-    let (_, stats) = stats_fd::read_stats(fd);
-    let value = stats.iter().find(|(name, _)| name == counter).unwrap().1;
+    let value = stats_fd::counter(&vcpu, counter);
     (vcpu.get_regs().unwrap().rbx, value)
 }
 

@@ -202,12 +202,25 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
 }
 
-/// Compares where the bytes of a [`site`] end with the end of their page: "above" if they straddle
-/// two. Changes rax and rcx.
-fn compare_end(a: &mut Asm) {
+/// The bytes of a [`site`] to rax.
+fn load_size(a: &mut Asm) {
     a.mov32(RAX, S1);
     a.shift(false, 5, RAX, 12);
     a.alu_imm(false, Alu::And, RAX, 0xff);
+}
+
+/// Branches if the access of a [`site`] is a write.
+fn branch_if_write(a: &mut Asm) -> usize {
+    // test r13d, …
+    a.rr(false, &[0xf7], 0, S1);
+    a.bytes(&WRITES.to_le_bytes());
+    a.jcc(cc::NE)
+}
+
+/// Compares where the bytes of a [`site`] end with the end of their page: "above" if they straddle
+/// two. Changes rax and rcx.
+fn compare_end(a: &mut Asm) {
+    load_size(a);
     a.mov32(RCX, S0);
     a.alu_imm(false, Alu::And, RCX, 0xfff);
     a.alu_rr(false, Alu::Add, RAX, RCX);
@@ -217,20 +230,18 @@ fn compare_end(a: &mut Asm) {
 /// An operand that is only read, and straddles two pages that the tables have, is read from a copy: its address,
 /// and "above" in the flags. Goes on behind it with all other accesses.
 fn straddling_read(a: &mut Asm) {
+    const LEN: i32 = BOUNCE_LEN as i32;
     push(a, RAX);
     push(a, RCX);
     compare_end(a);
     let is_inside = a.jcc(cc::BE);
-    // test r13d, …
-    a.rr(false, &[0xf7], 0, S1);
-    a.bytes(&WRITES.to_le_bytes());
-    let is_write = a.jcc(cc::NE);
-    a.mov32(RAX, S1);
-    a.shift(false, 5, RAX, 12);
-    a.alu_imm(false, Alu::And, RAX, 0xff);
-    a.alu_imm(false, Alu::Cmp, RAX, BOUNCE_LEN as i32);
+    let is_write = branch_if_write(a);
+    load_size(a);
+    a.alu_imm(false, Alu::Cmp, RAX, LEN);
     let is_long = a.jcc(cc::A);
-    let is_absent = [(0, 4096 - BOUNCE_LEN as i32), (4096, 0)].map(|(ahead, from)| {
+    // The last bytes of its page, and the first ones of the next, behind them.
+    let ends = [(0, 4096 - LEN, BOUNCE), (4096, 0, BOUNCE + LEN)];
+    let is_absent = ends.map(|(ahead, from, to)| {
         a.lea(RAX, at(S0, ahead));
         a.alu_imm(true, Alu::And, RAX, -4096);
         select_entry(a, RCX, RAX);
@@ -240,15 +251,14 @@ fn straddling_read(a: &mut Asm) {
         a.rr(false, &[0x85], RAX, RAX); // test
         let wraps = a.jcc(cc::E);
         a.load(RCX, selected(host_page()));
-        let to = BOUNCE + if ahead == 0 { 0 } else { BOUNCE_LEN as i32 };
-        for n in (0..BOUNCE_LEN as i32).step_by(8) {
+        for n in (0..LEN).step_by(8) {
             a.load(RAX, at(RCX, from + n));
             a.store(at(TLB, to + n), RAX);
         }
         [is_absent, wraps]
     });
     a.alu_imm(true, Alu::And, S0, 0xfff);
-    a.lea(RAX, at(TLB, BOUNCE + BOUNCE_LEN as i32 - 4096));
+    a.lea(RAX, at(TLB, BOUNCE + LEN - 4096));
     a.alu_rr(true, Alu::Add, S0, RAX);
     pop(a, RCX);
     pop(a, RAX);
@@ -306,10 +316,7 @@ fn stack_miss(a: &mut Asm, otherwise: usize) {
     a.ret();
     let here = a.here();
     a.patch(is_other, here);
-    // test r13d, …
-    a.rr(false, &[0xf7], 0, S1);
-    a.bytes(&WRITES.to_le_bytes());
-    let is_write = a.jcc(cc::NE);
+    let is_write = branch_if_write(a);
     a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
     let is_absent = a.jcc(cc::NE);
     a.load(RAX, selected(host_page()));
@@ -372,9 +379,7 @@ fn lane_miss(a: &mut Asm, otherwise: usize) {
     select_entry(a, RCX, S0);
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -4096);
-    a.rr(false, &[0xf7], 0, S1);
-    a.bytes(&WRITES.to_le_bytes());
-    let is_write = a.jcc(cc::NE);
+    let is_write = branch_if_write(a);
     a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
     let is_found = a.jcc(cc::E);
     let is_absent = a.jmp();

@@ -1,8 +1,21 @@
 //! What KVM_GET_STATS_FD gives.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(dead_code, reason = "each test file uses its part")]
 
-use std::os::{fd::FromRawFd, unix::fs::FileExt};
+use std::os::{
+    fd::{AsRawFd, FromRawFd},
+    unix::fs::FileExt,
+};
+
+use kvm_abi::numbers::KVM_GET_STATS_FD;
+
+/// The counter with this name of a VM's or a vCPU's.
+pub(crate) fn counter(of: &impl AsRawFd, name: &str) -> u64 {
+    let fd = kvm_abi::ioctl(of.as_raw_fd(), KVM_GET_STATS_FD, 0).unwrap();
+    let (_, stats) = read_stats(fd);
+    stats.iter().find(|(n, _)| n == name).unwrap().1
+}
 
 /// Reads a statistics file as its header says: identity, and names with values.
 pub(crate) fn read_stats(fd: i32) -> (String, Vec<(String, u64)>) {
