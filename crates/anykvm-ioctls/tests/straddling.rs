@@ -151,3 +151,55 @@ fn the_fault_is_that_of_the_page_that_is_absent() {
         assert_eq!(vcpu.get_sregs().unwrap().cr2, WINDOW + 0x2000);
     }
 }
+
+/// A program's pages are mapped when it touches them: an instruction that begins before such a page is
+/// executed for the first time while its end is absent.
+#[test]
+fn an_instruction_whose_end_is_mapped_later_is_translated() {
+    const GDT: u64 = 0x500;
+    const IDT: u64 = 0x600;
+    const HANDLER: u64 = 0x1800;
+    let m = machine();
+    let mut code = [0x90; 4];
+    code[..3].copy_from_slice(&[0x48, 0xff, 0xc3]); // inc rbx
+    code[3] = 0xc3; // ret
+    m.write(PAGES[0] + 0xffe, &code[..2]);
+    m.write(PAGES[1], &code[2..]);
+    m.write(TABLE + 8, &[0; 8]);
+    for (n, descriptor) in [(1, 0x00af_9b00_0000_ffff_u64), (2, 0x00cf_9300_0000_ffff)] {
+        m.write(GDT + 8 * n, &descriptor.to_le_bytes());
+    }
+    // #PF.
+    m.write(
+        IDT + 14 * 16,
+        &(HANDLER | 8 << 16 | 0x8e00 << 32).to_le_bytes(),
+    );
+    m.load(HANDLER, |a| {
+        a.mov(qword_ptr(TABLE + 8), PAGES[1] as i32 + 3)?;
+        a.inc(rdx)?;
+        a.add(rsp, 8)?;
+        a.iretq()
+    });
+    m.load(CODE, |a| {
+        let mut turn = a.create_label();
+        a.mov(rsi, WINDOW + 0xffe)?;
+        a.mov(ecx, TURNS as u32)?;
+        a.set_label(&mut turn)?;
+        a.call(rsi)?;
+        a.dec(ecx)?;
+        a.jne(turn)?;
+        a.hlt()
+    });
+    let mut vcpu = m.vcpu(0, CODE);
+    let mut sregs = vcpu.get_sregs().unwrap();
+    (sregs.gdt.base, sregs.gdt.limit) = (GDT, 23);
+    (sregs.idt.base, sregs.idt.limit) = (IDT, 15 * 16 - 1);
+    vcpu.set_sregs(&sregs).unwrap();
+    assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+    let regs = vcpu.get_regs().unwrap();
+    assert_eq!((regs.rbx, regs.rdx), (TURNS, 1));
+    if std::env::var_os("ANYKVM_ENGINE").is_none() {
+        let slow = stats_fd::counter(&vcpu, "jit_interpreted_slow");
+        assert!(slow < TURNS / 2, "{slow}");
+    }
+}

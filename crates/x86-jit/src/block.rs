@@ -51,7 +51,7 @@ const MAX_LEN: usize = 15;
 const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
-/// Empty if nothing can be fetched. An instruction that straddles two pages is
+/// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault. An instruction that straddles two pages is
 /// a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_ahead`: nobody has
 /// gone here yet, so nothing is fetched from another page.
 pub(crate) fn decode<B: GuestBus>(
@@ -103,11 +103,11 @@ pub(crate) fn decode<B: GuestBus>(
                 if is_ahead {
                     return false;
                 }
-                // A page that cannot be fetched is the interpreter's business.
-                let more = &mut raw[have - from..MAX_LEN];
-                if (long || page != 0xffff_f000)
-                    && let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), more)
-                {
+                if long || page != 0xffff_f000 {
+                    let more = &mut raw[have - from..MAX_LEN];
+                    let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), more) else {
+                        return false;
+                    };
                     straddles = true;
                     let end = (have - from + n).min(MAX_LEN);
                     let mut decoder = Decoder::with_ip(bits, &raw[..end], offset.into(), options);

@@ -30,13 +30,6 @@ pub(crate) struct Block {
     pub(crate) len: u8,
 }
 
-impl Block {
-    /// There is translated code.
-    pub(crate) fn is_code(&self) -> bool {
-        self.entries.saved != 0
-    }
-}
-
 /// Entry of the table of indirect targets, as generated code reads it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]

@@ -212,8 +212,7 @@ impl<B: JitBus> Jit<B> {
 
     /// Has the block translated again when it is executed next.
     fn translate_again(&mut self, key: Key, generation: u32) {
-        let is_current =
-            |b: &Block| b.generation == generation && b.has_probes && !b.straddles && b.is_code();
+        let is_current = |b: &Block| b.generation == generation && b.has_probes && !b.straddles;
         let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
             return;
         };

@@ -467,7 +467,7 @@ impl<B: JitBus> Jit<B> {
             && (!b.straddles
                 || bus.code_page(cpu, next_page(rip)).ok().as_ref() == self.cache.second.get(&key))
         {
-            return b.is_code().then_some(b);
+            return Some(b);
         }
         let code = Source::of(bus, at & !0xfff)?;
         let start = host::cpu::rdtsc();
@@ -477,7 +477,7 @@ impl<B: JitBus> Jit<B> {
             self.translate_ahead(interp, cpu, bus, what);
         }
         self.translate_ticks += host::cpu::rdtsc().saturating_sub(start);
-        block.filter(Block::is_code)
+        block
     }
 
     /// Runs translated code from the block at host address `entry` on.

@@ -51,7 +51,7 @@ impl Source {
 }
 
 impl<B: JitBus> Jit<B> {
-    /// An untranslatable instruction gets a block with no entries.
+    /// `None`: the code cannot be fetched now.
     pub(crate) fn translate(
         &mut self,
         interp: &mut Interp<B>,
@@ -110,7 +110,7 @@ impl<B: JitBus> Jit<B> {
                 return None;
             }
         }
-        if is_ahead && self.decoded.is_empty() {
+        if self.decoded.is_empty() {
             return None;
         }
         let sources = &sources[..1 + usize::from(second.is_some())];
@@ -127,10 +127,6 @@ impl<B: JitBus> Jit<B> {
         };
         if let Some(second) = second {
             self.cache.second.insert(key, second);
-        }
-        if self.decoded.is_empty() {
-            self.cache.blocks.insert(key, block);
-            return Some(block);
         }
         block.len = self.decoded.len() as u8;
         let long = key.1 & mode::BITS32 == 0;
@@ -150,7 +146,7 @@ impl<B: JitBus> Jit<B> {
         let known = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
         let known = |target: u32, split: bool| {
             let b = known[usize::from(split)]?.get(target.into())?;
-            let is_current = b.generation == generation && !b.straddles && b.is_code();
+            let is_current = b.generation == generation && !b.straddles;
             is_current.then_some(b.entries)
         };
         block.entries = self.translator.block(
@@ -175,8 +171,7 @@ impl<B: JitBus> Jit<B> {
                 && self.buffer.write(base.0, hot)
                 && self.buffer.write(base.1, cold)
         }) else {
-            block.entries = Entries::default();
-            return Some(block);
+            return None;
         };
         if let Some(place) = place
             && let Some(site) = self.translator.links.get_mut(place.link)
@@ -269,7 +264,7 @@ impl<B: JitBus> Jit<B> {
                 let gva = page | target;
                 self.translate(interp, cpu, bus, gva, (key, generation, code), true)
             });
-            if let Some(next) = next.filter(Block::is_code) {
+            if let Some(next) = next {
                 self.link(number as usize, next);
             }
         }
