@@ -400,7 +400,6 @@ fn operands_are_plain(i: &Instruction) -> bool {
         return false;
     }
     let mut high = false;
-    let mut memory = false;
     let mut rex = false;
     for n in 0..i.op_count() {
         match i.op_kind(n) {
@@ -415,7 +414,6 @@ fn operands_are_plain(i: &Instruction) -> bool {
                     || matches!(r, Register::SIL | Register::DIL | Register::BPL)
                     || r.is_gpr64();
             }
-            OpKind::Memory => memory = true,
             OpKind::MemorySegSI
             | OpKind::MemorySegESI
             | OpKind::MemorySegRSI
@@ -428,7 +426,7 @@ fn operands_are_plain(i: &Instruction) -> bool {
             _ => {}
         }
     }
-    !(high && (memory || rex))
+    !(high && rex)
 }
 
 /// Features of integer instructions that the host may lack; FP and SIMD forms

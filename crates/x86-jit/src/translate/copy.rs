@@ -83,6 +83,11 @@ impl Translator {
             used += 1;
             map[usize::from(number)] = host;
         }
+        if let Some(disp) = disp.filter(|_| d.high) {
+            self.copy_with_high_byte(i, disp)?;
+            self.flags_after(d, form);
+            return Ok(());
+        }
         let rm = disp.map_or(Rm::Register, Rm::Host);
         match shape.and_then(|s| recode((&d.raw, i.len()), s, &map, rm, d.high)) {
             Some(made) => {
@@ -106,6 +111,17 @@ impl Translator {
             self.cached = Some(temps[0].0);
         }
         self.flags_after(d, form);
+        Ok(())
+    }
+
+    /// An instruction on `[r14 + disp]` and AH, CH, DH or BH, which no instruction can name that names r14.
+    fn copy_with_high_byte(&mut self, i: &Instruction, disp: i32) -> Emit {
+        let mut out = rewritten(i, &HOST, Some(disp));
+        out.set_memory_base(Register::RBP);
+        // xchg r14, rbp
+        self.asm.bytes(&[0x49, 0x87, 0xee]);
+        self.encode(&out)?;
+        self.asm.bytes(&[0x49, 0x87, 0xee]);
         Ok(())
     }
 
