@@ -64,12 +64,23 @@ fn shared(own: i32) -> (Vec<u8>, [u64; 2]) {
     (c, [first, second])
 }
 
-fn calls(m: &Machine, vcpu: &mut VcpuFd, aliases: &[usize]) -> u64 {
+/// RFLAGS as a kernel has them, and with IOPL 3: translated code of kernels is another one than all other.
+const FLAGS: [u64; 2] = [2, 0x3002];
+
+/// About to execute [`CODE`].
+fn begin(vcpu: &VcpuFd, flags: u64) {
+    start(vcpu, CODE);
+    let mut regs = vcpu.get_regs().unwrap();
+    regs.rflags = flags;
+    vcpu.set_regs(&regs).unwrap();
+}
+
+fn calls(m: &Machine, vcpu: &mut VcpuFd, flags: u64, aliases: &[usize]) -> u64 {
     let mut list: Vec<u64> = aliases.iter().map(|n| ALIASES[*n].0).collect();
     list.push(0);
     let list: Vec<u8> = list.iter().flat_map(|a| a.to_le_bytes()).collect();
     m.write(LIST, &list);
-    start(vcpu, CODE);
+    begin(vcpu, flags);
     match vcpu.run().unwrap() {
         VcpuExit::Hlt => vcpu.get_regs().unwrap().rbx,
         other => panic!("{other:?}"),
@@ -114,23 +125,104 @@ fn code_knows_where_it_is() {
     });
     let mut vcpu = m.vcpu(0, CODE);
     let mut counts = [0; 2];
-    for (round, own) in [5, 7, 11, 13, 17].into_iter().enumerate() {
+    for (round, own) in [5, 7, 11, 13, 17, 19, 23, 29].into_iter().enumerate() {
         // Other code, and another address that comes first.
         let (code, [first, second]) = shared(own);
         m.write(SHARED, &code);
         let mut order: Vec<usize> = (0..4).collect();
-        order.rotate_left(round);
+        order.rotate_left(round % 4);
         let list: Vec<usize> = order.iter().copied().cycle().take(60).collect();
         let one = |n: usize| {
             let returns = 2 * ALIASES[n].0 + first + second;
             VALUES[n % 2] + ALIASES[n].0 + own as u64 + returns + ADDED[n % 2] as u64
         };
         let wanted = list.iter().map(|n| one(*n)).sum::<u64>();
-        assert_eq!(calls(&m, &mut vcpu, &list), wanted, "round {round}");
+        let flags = FLAGS[round % 2];
+        assert_eq!(calls(&m, &mut vcpu, flags, &list), wanted, "round {round}");
         list.iter().for_each(|n| counts[n % 2] += 1);
         for n in 0..2 {
             let count: [u8; 8] = m.read(ALIASES[n].1 + 0x10);
             assert_eq!(u64::from_le_bytes(count), counts[n], "round {round}");
         }
+    }
+}
+
+/// A branch that has led to a page goes where it leads to now.
+#[test]
+fn branches_follow_the_mapping() {
+    const TURNS: u32 = 300;
+    /// The second address space, and its page table.
+    const OTHER: u64 = PML4 + 0x1_0000;
+    const OTHER_TABLE: u64 = 0xb000;
+    /// What pages add to RBX that take turns in the first, and what that of the second does.
+    const PAGES: [(u64, i32); 3] = [(0x7000, 1), (0x8000, 1 << 10), (0x9000, 1 << 20)];
+    for (page, flags) in [WINDOW, HIGH]
+        .into_iter()
+        .zip(FLAGS)
+        .chain([(HIGH, FLAGS[0]), (WINDOW, FLAGS[1])])
+    {
+        let m = Machine::new();
+        let spaces = [
+            (PML4, DIRECTORY, TABLE),
+            (OTHER, OTHER + 0x3000, OTHER_TABLE),
+        ];
+        for (n, (root, directory, table)) in spaces.into_iter().enumerate() {
+            let entries = [
+                (root, root + 0x1003),
+                (root + 0x1000, root + 0x2003),
+                (root + 0x2000, 0x83),
+                (root + 0x1018, directory + 3),
+                (directory, table + 3),
+                (root + 0x2008, table + 3),
+                (table, SHARED + 3),
+                (table + 8, PAGES[2 * n].0 + 3),
+            ];
+            for (at, entry) in entries {
+                m.write(at, &u64::to_le_bytes(entry));
+            }
+        }
+        let mut code = Vec::new();
+        relative(&mut code, &[0xe8], 0x1000, &[]);
+        code.push(0xc3);
+        m.write(SHARED, &code);
+        for (page, value) in PAGES {
+            let mut add = vec![0x48, 0x81, 0xc3]; // add rbx, imm32; ret
+            add.extend(value.to_le_bytes());
+            add.push(0xc3);
+            m.write(page, &add);
+        }
+        m.load(CODE, |a| {
+            let mut turn = a.create_label();
+            a.mov(r8d, TURNS)?;
+            a.mov(r9, OTHER)?;
+            a.mov(r10, PML4)?;
+            a.set_label(&mut turn)?;
+            a.call(rdi)?;
+            a.call(rdi)?;
+            a.xor(dword_ptr(TABLE + 8), 0x7000 ^ 0x8000)?;
+            a.invlpg(byte_ptr(rdi + 0x1000))?;
+            a.call(rdi)?;
+            a.mov(cr3, r9)?;
+            a.call(rdi)?;
+            a.call(rdi)?;
+            a.mov(cr3, r10)?;
+            a.call(rdi)?;
+            a.dec(r8d)?;
+            a.jne(turn)?;
+            a.hlt()
+        });
+        let mut vcpu = m.vcpu(0, CODE);
+        begin(&vcpu, flags);
+        let mut regs = vcpu.get_regs().unwrap();
+        regs.rdi = page;
+        vcpu.set_regs(&regs).unwrap();
+        assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+        // In each turn two calls lead to the one, then two to the other, which is the one of the next turn.
+        let wanted = u64::from(TURNS) * PAGES.map(|p| 2 * p.1 as u64).iter().sum::<u64>();
+        assert_eq!(
+            vcpu.get_regs().unwrap().rbx,
+            wanted,
+            "{page:#x}, {flags:#x}"
+        );
     }
 }

@@ -6,7 +6,8 @@
 //! base + 4                 the pages of the other entries
 //! behind them              their tags for one kind of access, then for the other
 //! behind those             the lanes: entries that are compared without an index, too
-//! last                     room for the bytes of an operand that straddles two pages
+//! behind those             room for the bytes of an operand that straddles two pages
+//! last                     the cells: what generated code compares the target's page of a branch with
 //! ```
 //!
 //! An entry's place in each of the arrays is its index times eight, which addressing does by itself.
@@ -67,6 +68,12 @@ pub const fn bounce<const N: usize>() -> i32 {
 }
 /// How many: those of the largest operand that is no block of memory.
 pub const BOUNCE_LEN: usize = 32;
+/// Cells that there are.
+pub const CELLS: usize = 4096;
+/// Where cell `n` is from the base, where there are `N` entries.
+pub const fn cell<const N: usize>(n: usize) -> i32 {
+    bounce::<N>() + (2 * BOUNCE_LEN + n * size_of::<u64>()) as i32
+}
 
 /// Words below it that take a displacement of one byte.
 pub const WORDS: usize = 14;
@@ -94,6 +101,7 @@ struct Inside<const N: usize> {
     seen: [u64; SEEN / 64],
     counts: [u32; LANES],
     bounce: [[u8; BOUNCE_LEN]; 2],
+    cells: [u64; CELLS],
 }
 
 /// `N` entries for each of two kinds of access.
@@ -128,6 +136,7 @@ impl<const N: usize> TaggedPages<N> {
             && offset_of!(Inside<N>, seen) as i32 == Self::BEFORE as i32 + lanes_seen::<N>()
             && offset_of!(Inside<N>, counts) as i32 == Self::BEFORE as i32 + lane_counts::<N>()
             && offset_of!(Inside<N>, bounce) as i32 == Self::BEFORE as i32 + bounce::<N>()
+            && offset_of!(Inside<N>, cells) as i32 == Self::BEFORE as i32 + cell::<N>(0)
             && word(WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
@@ -178,6 +187,19 @@ impl<const N: usize> TaggedPages<N> {
     pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
         // SAFETY: as above.
         unsafe { &mut self.inside.as_mut().counts }
+    }
+
+    /// One of the cells.
+    pub fn cell(&self, n: usize) -> u64 {
+        // SAFETY: as above.
+        unsafe { self.inside.as_ref() }.cells[n]
+    }
+
+    /// The cells.
+    #[inline(always)]
+    pub fn cells(&mut self) -> &mut [u64; CELLS] {
+        // SAFETY: as above.
+        unsafe { &mut self.inside.as_mut().cells }
     }
 
     /// Page and tag of another.

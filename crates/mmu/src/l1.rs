@@ -19,6 +19,10 @@
 //! Behind them lie the *lanes*: copies of entries that generated code makes for single
 //! instructions, and compares without an index as well. A lane's page has an entry: who
 //! drops or replaces that drops the lane.
+//!
+//! The *cells* are for fetching what entries are for data: each belongs to a page of memory that code is
+//! in, and says where the view has that page, if it is known to have it. A branch to another page compares its target
+//! with the cell of the page that it led to before.
 
 use core::hash::{Hash, Hasher};
 use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
@@ -47,7 +51,11 @@ pub use tagged::SEEN as LANES_PAGES;
 pub const LANE_COUNTS: i32 = tagged::lane_counts::<ENTRIES>();
 /// Where generated code puts [`BOUNCE_LEN`] bytes from each of two pages together.
 pub const BOUNCE: i32 = tagged::bounce::<ENTRIES>();
-pub use tagged::BOUNCE_LEN;
+pub use tagged::{BOUNCE_LEN, CELLS};
+/// Where cell `n` is from the base: 0, or what its user has put there.
+pub const fn cell(n: usize) -> i32 {
+    tagged::cell::<ENTRIES>(n)
+}
 
 /// The stack's entry while it has no page, and any lane.
 ///
@@ -116,6 +124,9 @@ pub struct L1 {
     private: Box<[u64; 2 * GROUPS]>,
     /// Bit per group: it may have entries.
     used: [u64; 2 * GROUPS / 64],
+    /// Cells that are not 0, and what for.
+    cells_used: Vec<u16>,
+    cells_for: (u64, u64),
 }
 
 impl Default for L1 {
@@ -131,6 +142,8 @@ impl Default for L1 {
             global: Box::new([0; 2 * GROUPS]),
             private: Box::new([0; 2 * GROUPS]),
             used: [0; 2 * GROUPS / 64],
+            cells_used: Vec::new(),
+            cells_for: (0, 0),
         }
     }
 }
@@ -139,6 +152,37 @@ impl L1 {
     /// For generated code: see [`tagged`]. It does not move.
     pub fn base(&self) -> u64 {
         self.pages.base()
+    }
+
+    /// Clears the cells, unless they were set for the same.
+    #[inline]
+    pub(crate) fn renew_cells(&mut self, cells_for: (u64, u64)) {
+        if self.cells_for != cells_for {
+            self.cells_for = cells_for;
+            self.clear_cells();
+        }
+    }
+
+    /// Makes all cells 0.
+    pub fn clear_cells(&mut self) {
+        let cells = self.pages.cells();
+        for n in self.cells_used.drain(..) {
+            cells[usize::from(n)] = 0;
+        }
+    }
+
+    /// Sets cell `n`, modulo their number.
+    pub fn set_cell(&mut self, n: usize, value: u64) {
+        let n = n % CELLS;
+        if core::mem::replace(&mut self.pages.cells()[n], value) == 0 {
+            self.cells_used.push(n as u16);
+        }
+    }
+
+    /// What is not 0 of the cells, and where.
+    pub fn cells(&self) -> impl Iterator<Item = (usize, u64)> {
+        let used = self.cells_used.iter().map(|n| usize::from(*n));
+        used.map(|n| (n, self.pages.cell(n)))
     }
 
     /// Entry `i`, the write half's behind those of the read half.

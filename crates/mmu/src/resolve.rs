@@ -232,6 +232,15 @@ impl Mmu {
         &self.views[self.live].l1
     }
 
+    /// The same for who sets cells. They are right as long as the view's [`Mmu::fetch_epoch`], and `generation`, stay the same,
+    /// and 0 when this is called after that.
+    #[inline]
+    pub fn live_cells(&mut self, generation: u64) -> &mut L1 {
+        let tables = &mut self.views[self.live];
+        tables.l1.renew_cells((tables.epoch, generation));
+        &mut tables.l1
+    }
+
     /// What generated code has counted of the live view's lanes.
     pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
         self.views[self.live].l1.lane_counts()

@@ -243,7 +243,7 @@ impl Asm {
         self.bytes(&[b]);
     }
     #[inline(always)]
-    fn imm32(&mut self, v: i32) {
+    pub(crate) fn imm32(&mut self, v: i32) {
         self.bytes(&v.to_le_bytes());
     }
 

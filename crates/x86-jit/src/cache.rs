@@ -3,7 +3,10 @@
 use std::{
     collections::{HashMap, hash_map::Entry},
     hash::{BuildHasher, RandomState},
-    sync::LazyLock,
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use mmu::hash::ByIdentity;
@@ -11,7 +14,7 @@ use x86_cpu::CodePage;
 
 use crate::{
     block::{low, mode},
-    translate::{Entries, TARGETS_LEN},
+    translate::{Cell, Entries, TARGETS_LEN},
 };
 
 /// A translated block.
@@ -96,6 +99,8 @@ pub(crate) struct PageBlocks {
     bound: Option<i32>,
     /// Of the code that was translated last.
     generation: u32,
+    /// Its own, once a branch that compares one has led here.
+    cell: Option<Cell>,
 }
 
 /// Of a block that other pages have gone to, what those need that go to it under another key.
@@ -129,6 +134,7 @@ impl PageBlocks {
             targets: Vec::new(),
             bound: None,
             generation: 0,
+            cell: None,
         })
     }
     /// How many lower ones there are, and whether it is one itself.
@@ -240,6 +246,15 @@ impl Blocks {
             page.targets.push(target);
         }
     }
+    /// The cell of the page and mode of `key`, if it has one. `next`: the number of one to give it.
+    fn cell(&mut self, key: (u64, u8), next: Option<&mut usize>) -> Option<Cell> {
+        let page = self.pages.get_mut(&(key.0 & !0xfff, key.1))?;
+        if let Some(next) = next.filter(|_| page.cell.is_none()) {
+            page.cell = Cell::new(*next);
+            *next += 1;
+        }
+        page.cell
+    }
     /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
     /// if they are made from the code of that generation.
     fn targets(&self, id: u64, mode: u8, generation: u32) -> impl Iterator<Item = (u64, u32)> {
@@ -282,6 +297,16 @@ pub(crate) struct Cache {
     numbers: [[(u64, u32); WAYS]; NUMBERED],
     /// The last number given.
     number: u32,
+    /// Pages that have got cells.
+    cells: usize,
+    /// What cells in the MMU's tables are right for: as all that is here is forgotten, other pages get them.
+    pub(crate) cells_generation: u64,
+}
+
+/// A number that no other cells have.
+fn new_generation() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
 impl Cache {
@@ -295,6 +320,8 @@ impl Cache {
             filled: [(0, 0); FILLED],
             numbers: [[(0, 0); WAYS]; NUMBERED],
             number: 0,
+            cells: 0,
+            cells_generation: new_generation(),
         }
     }
     pub(crate) fn clear(&mut self) {
@@ -304,7 +331,17 @@ impl Cache {
         let used = all.filter(|(_, t)| t.key != 0);
         used.for_each(|(at, t)| *t = empty(at));
         self.remembered.clear();
+        self.cells = 0;
+        self.cells_generation = new_generation();
         self.filled.fill((0, 0));
+    }
+    /// The cell of the page and mode of `key`, if it has one.
+    pub(crate) fn cell(&mut self, key: (u64, u8)) -> Option<Cell> {
+        self.blocks.cell(key, None)
+    }
+    /// The same; one is given to it if there are more.
+    pub(crate) fn take_cell(&mut self, key: (u64, u8)) -> Option<Cell> {
+        self.blocks.cell(key, Some(&mut self.cells))
     }
     /// A number for the key, which no other key has had. `None`: no more are left, all are to be
     /// forgotten, and the next one is the first again.

@@ -17,6 +17,7 @@ use crate::{
     refill::tell_view,
     run::{Context, drop_resume_flag, is_translatable, keep_resume_flag, pack, unpack},
     stats::Cause,
+    translate::Condition,
 };
 
 /// What an instruction of the interpreter's counts for, in instructions.
@@ -317,25 +318,69 @@ impl<B: JitBus> Jit<B> {
         number: usize,
     ) -> u64 {
         self.stats.branches += 1;
-        let rip = cpu.rip();
         let flushes = self.stats.flushes;
         let Some(code) = self.find(interp, cpu, bus) else {
             return 0;
         };
+        if self.stats.flushes == flushes {
+            self.remember(cpu, bus, number, code);
+        }
+        code
+    }
+
+    /// Has the direct branch `number`, which has led to `code` at RIP, go there by itself as long as it leads there, if that is due.
+    fn remember(&mut self, cpu: &mut CpuState, bus: &mut B, number: usize, code: u64) {
+        let rip = cpu.rip();
         let mask = word_mask(cpu);
         let words = &mut cpu.engine.words;
         let due = words[index(area::FAR_LEFT)] as i64 <= 0;
         if due {
             words[index(area::FAR_LEFT)] = FAR_MISSES;
         }
-        if self.stats.flushes == flushes
-            && let Some(site) = self.translator.fars.get(number)
-            && (due || site.to == 0)
-        {
-            let page = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
-            self.remember(number, page, words[index(area::NUMBER)] as u32, code);
+        let key = words[index(area::NUMBER)] as u32;
+        let Some(site) = self.translator.fars.get(number).copied() else {
+            return;
+        };
+        let to = (code - self.buffer.rx() as u64) as usize;
+        match site.condition {
+            Condition::Key { number: at, page } if due || site.to == 0 => {
+                if let Some(place) = page {
+                    let page = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
+                    self.buffer.write(place, &page.to_le_bytes());
+                }
+                self.buffer.write(at, &key.to_le_bytes());
+                self.lead_far(number, to);
+            }
+            Condition::Cell {
+                cell: place,
+                tagged,
+                untagged,
+                untag,
+            } => {
+                let Some((key, _)) = self.key_at(cpu, bus) else {
+                    return;
+                };
+                // A cell is that of one page.
+                if self.cache.blocks.get(key).is_none_or(|b| b.straddles) {
+                    return;
+                }
+                let Some(cell) = self.cache.take_cell(key) else {
+                    return;
+                };
+                self.set_cell(bus, cell, rip);
+                if site.to == 0 || due && site.to != to {
+                    let displacement = mmu::l1::cell(cell.number);
+                    self.buffer.write(place, &displacement.to_le_bytes());
+                    let tag = i32::from(cell.tag);
+                    self.buffer.write(tagged, &(untagged + tag).to_le_bytes());
+                    if let Some(at) = untag {
+                        self.buffer.write(at, &(-cell.tag).to_le_bytes());
+                    }
+                    self.lead_far(number, to);
+                }
+            }
+            Condition::Key { .. } => {}
         }
-        code
     }
 
     /// Where to go on at RIP; 0 if not in translated code.

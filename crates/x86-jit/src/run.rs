@@ -30,7 +30,7 @@ use crate::{
     room::Room,
     stats::Stats,
     thunks::{self, Thunks},
-    translate::Translator,
+    translate::{Cell, Condition, Translator},
     translation::{Source, next_page},
 };
 
@@ -205,19 +205,13 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Has the direct branch `number`, in the page at `page`, go to `code` by itself
-    /// while the key has the number `key`.
-    pub(crate) fn remember(&mut self, number: usize, page: u64, key: u32, code: u64) {
+    /// Has the direct branch `number` lead to the outer entry at `to` when its condition is met.
+    pub(crate) fn lead_far(&mut self, number: usize, to: usize) {
         let Some(site) = self.translator.fars.get_mut(number) else {
             return;
         };
-        if let Some(at) = site.page {
-            self.buffer.write(at, &page.to_le_bytes());
-        }
-        let to = code.wrapping_sub(self.buffer.rx() as u64) as usize;
         let from = core::mem::replace(&mut site.to, to);
         let rel = (to as i64 - (site.jump as i64 + 4)) as i32;
-        self.buffer.write(site.number, &key.to_le_bytes());
         self.buffer.write(site.jump, &rel.to_le_bytes());
         self.stats.far_links += 1;
         let all = &mut self.cache.remembered;
@@ -235,8 +229,8 @@ impl<B: JitBus> Jit<B> {
         for n in self.cache.remembered.remove(&code).unwrap_or_default() {
             if let Some(site) = self.translator.fars.get_mut(n as usize) {
                 site.to = 0;
-                // No number is zero.
-                self.buffer.write(site.number, &[0; 4]);
+                let (at, never) = site.condition.never();
+                self.buffer.write(at, &never.to_le_bytes());
             }
         }
     }
@@ -375,11 +369,14 @@ impl<B: JitBus> Jit<B> {
 
     /// Tables and keys of the bus's live view.
     pub(crate) fn set_view(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        bus.mmu().live_cells(self.cache.cells_generation);
         set_tables(cpu, bus);
         let key = target_key_of(cpu, bus, self.mode);
         let number = self.cache.number(key).unwrap_or_else(|| {
             for site in &self.translator.fars {
-                self.buffer.write(site.number, &[0; 4]);
+                if let Condition::Key { number, .. } = site.condition {
+                    self.buffer.write(number, &[0; 4]);
+                }
             }
             self.cache.number(key).unwrap_or(0)
         });
@@ -429,6 +426,9 @@ impl<B: JitBus> Jit<B> {
         self.cache.set_target(rip, key, salt, code);
         if let Some(((at, mode), generation)) = self.key_at(cpu, bus) {
             self.cache.blocks.note_target((at, mode));
+            if let Some(cell) = self.cache.cell((at, mode)) {
+                self.set_cell(bus, cell, rip);
+            }
             if self.cache.is_new(rip, key) {
                 let what = (at & !0xfff, mode, generation);
                 let code = self.buffer.rx() as u64;
@@ -436,6 +436,15 @@ impl<B: JitBus> Jit<B> {
             }
         }
         Some(code)
+    }
+
+    /// The page that the cell belongs to is that of `rip` in the live view.
+    pub(crate) fn set_cell(&self, bus: &mut B, cell: Cell, rip: u64) {
+        let tables = bus.mmu().live_cells(self.cache.cells_generation);
+        tables.set_cell(
+            cell.number,
+            (rip & !0xfff) + u64::from(cell.tag.unsigned_abs()),
+        );
     }
 
     /// What [`Self::set_mixed`] and [`Self::set_random_flushes`] are for.
@@ -653,6 +662,7 @@ pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
         Some(log) => {
             // The mapping may have changed, too.
             log.clear_tables();
+            log.set_cells(bus.mmu().live_tables());
             log.tables()
         }
         None => bus.mmu().live_tables().base(),

@@ -161,18 +161,17 @@ impl<B: JitBus> Jit<B> {
                 is_split: key.1 & mode::SPLIT != 0,
                 falls: place.is_some_and(|p| p.live),
                 bound,
+                by_cell: long && key.1 & mode::KERNEL == 0,
             },
             known,
         );
         let parts = self.translator.asm.parts();
         // There is room, unless the block is larger than any should be.
-        let Some((hot, cold)) = parts.filter(|(hot, cold)| {
+        let (hot, cold) = parts.filter(|(hot, cold)| {
             hot.len().max(cold.len()) <= MAX_BLOCK
                 && self.buffer.write(base.0, hot)
                 && self.buffer.write(base.1, cold)
-        }) else {
-            return None;
-        };
+        })?;
         if let Some(place) = place
             && let Some(site) = self.translator.links.get_mut(place.link)
         {

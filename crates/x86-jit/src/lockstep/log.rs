@@ -48,6 +48,14 @@ impl Log {
         self.tables.flush(&Half::ALL);
     }
 
+    /// They have the cells of `live`.
+    pub(crate) fn set_cells(&mut self, live: &L1) {
+        self.tables.clear_cells();
+        for (n, value) in live.cells() {
+            self.tables.set_cell(n, value);
+        }
+    }
+
     /// For generated code.
     pub(crate) fn tables(&self) -> u64 {
         self.tables.base()

@@ -2,8 +2,9 @@
 //! pages, the target table for everything else.
 
 use iced_x86::{Instruction, OpKind};
+use mmu::l1::cell;
 
-use super::{Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
+use super::{Condition, Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
 use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
 
 impl Translator {
@@ -53,31 +54,57 @@ impl Translator {
 
     /// Jumps to an address relative to the page; flags are saved.
     pub(super) fn far(&mut self, offset: u32, t: i32) {
-        let number = self.far_begins(offset, t, 0);
+        let number = self.far_begins(offset, t, 0, None);
         let from = self.asm.jmp();
         self.far_ends(number, from);
     }
 
-    /// Goes on if a branch to another page is executed in the page and with the
-    /// key that it has remembered; PAGE is the target's then. Returns the site's number.
-    fn far_begins(&mut self, offset: u32, target: i32, pop: i32) -> u32 {
+    /// Goes on if the condition of a branch to another page is met: PAGE is the target's then. `base`: r13 has the address at
+    /// that offset. Returns the site's number.
+    fn far_begins(&mut self, offset: u32, target: i32, pop: i32, base: Option<i32>) -> u32 {
         let number = self.fars.len() as u32;
-        let next = self.constant((target & !0xfff).into());
-        let a = &mut self.asm;
-        let places = a.stamp(&self.templates.far[usize::from(next.is_some())]);
-        let [key, from, place, from_page] = places;
-        self.stubs.push(Stub::FarMiss { from, number });
-        if let Some(next) = next {
-            a.patch32(place, next);
-        } else {
-            let from = from_page;
-            self.stubs.push(Stub::FarMiss { from, number });
-            a.rm(self.long, &[0x8d], S1, at(S1, target & !0xfff)); // lea
-            a.store(NEAR_PAGE, S1);
+        let page = target & !0xfff;
+        let next = self.constant(page.into());
+        // To an instruction of the same page goes what straddles two.
+        let by_cell = self.by_cell && page != 0;
+        if by_cell && next.is_none() && base.is_none() {
+            self.asm.load(S1, NEAR_PAGE);
         }
+        let template = &self.templates.far[usize::from(by_cell)][usize::from(next.is_some())];
+        let a = &mut self.asm;
+        let [first, from, second, third] = a.stamp(template);
+        self.stubs.push(Stub::FarMiss { from, number });
+        let condition = if by_cell {
+            match next {
+                Some(next) => {
+                    a.patch32(second, next);
+                    a.patch32(third, next);
+                }
+                None => a.patch32(second, page - base.unwrap_or(0)),
+            }
+            Condition::Cell {
+                cell: first,
+                tagged: second,
+                untagged: next.unwrap_or(page - base.unwrap_or(0)),
+                untag: next.is_none().then_some(third),
+            }
+        } else {
+            match next {
+                Some(next) => a.patch32(second, next),
+                None => {
+                    let from = third;
+                    self.stubs.push(Stub::FarMiss { from, number });
+                    a.rm(self.long, &[0x8d], S1, at(S1, page)); // lea
+                    a.store(NEAR_PAGE, S1);
+                }
+            }
+            Condition::Key {
+                number: first,
+                page: next.is_none().then_some(second),
+            }
+        };
         self.fars.push(FarSite {
-            number: key,
-            page: next.is_none().then_some(place),
+            condition,
             jump: 0,
             offset,
             target,
@@ -212,7 +239,10 @@ impl Translator {
             if back.is_some() {
                 self.push_for_host(d);
             }
-            let number = self.far_begins(d.offset, far, -self.word());
+            // Where it returns to, if that has been computed.
+            let base = (d.offset as usize + d.i.len()) as i32;
+            let base = self.next(d).is_none().then_some(base);
+            let number = self.far_begins(d.offset, far, -self.word(), base);
             self.move_stack(-self.word());
             let Some(back) = back else {
                 let from = self.asm.jmp();
@@ -297,10 +327,10 @@ impl Translator {
     }
 }
 
-/// Goes on if the key's number and the page are what has been remembered. Returns where each of them is,
+/// Goes on if [`Condition::Key`] is met. Returns where the number and the page are,
 /// each with the branch if it is another one; `is_known`: in place of the second, where the target's page is, which
 /// what is executed has then.
-pub(super) fn remembered(is_known: bool) -> Template<4> {
+pub(super) fn by_key(is_known: bool) -> Template<4> {
     Template::new(|a| {
         let key = a.cmp_mem_imm32(false, NEAR_NUMBER);
         let from = a.jcc(cc::NE);
@@ -311,6 +341,31 @@ pub(super) fn remembered(is_known: bool) -> Template<4> {
         let page = a.mov_imm64(S1, 0);
         a.alu(true, Alu::Cmp, S1, NEAR_PAGE);
         [key, from, page, a.jcc(cc::NE)]
+    })
+}
+
+/// Goes on if [`Condition::Cell`] is met, where r13 has a gva if the target's page is not known. Returns where the displacement
+/// is, the branch if it is not, where the tagged number is, and where the target's page is, or the tag is taken off.
+pub(super) fn by_cell(is_known: bool) -> Template<4> {
+    let cell = at(TLB, cell(0));
+    Template::new(|a| {
+        if is_known {
+            let tagged = a.cmp_mem_imm32(true, cell);
+            let from = a.jcc(cc::NE);
+            a.store_imm(NEAR_PAGE, 0);
+            return [tagged - 4, from, tagged, a.here() - 4];
+        }
+        // More than a byte can hold.
+        a.lea(S1, at(S1, 0x1000));
+        let tagged = a.here() - 4;
+        a.alu(true, Alu::Cmp, S1, cell);
+        let place = a.here() - 4;
+        let from = a.jcc(cc::NE);
+        // What a byte can.
+        a.lea(S1, at(S1, -1));
+        let untag = a.here() - 1;
+        a.store(NEAR_PAGE, S1);
+        [place, from, tagged, untag]
     })
 }
 

@@ -35,7 +35,7 @@ use branch::target;
 use flags::Flags;
 use iced_x86::{Encoder, OpKind, Register};
 use memory::Probe;
-pub(crate) use sites::{Entries, FarSite, How, LinkSite};
+pub(crate) use sites::{Cell, Condition, Entries, FarSite, How, LinkSite};
 
 use crate::{
     area::*,
@@ -130,7 +130,8 @@ struct Templates {
     miss: [Template<2>; 3],
     /// The number, and the jump.
     link: Template<2>,
-    far: [Template<4>; 2],
+    /// By key and by cell; of the page that the block is executed at only, of others.
+    far: [[Template<4>; 2]; 2],
 }
 
 impl Templates {
@@ -142,7 +143,10 @@ impl Templates {
                 a.mov_imm(S1, 0);
                 [a.here() - 4, a.jmp()]
             }),
-            far: [false, true].map(branch::remembered),
+            far: [
+                [false, true].map(branch::by_key),
+                [false, true].map(branch::by_cell),
+            ],
         })
     }
 }
@@ -177,6 +181,8 @@ pub(crate) struct Translator {
     long: bool,
     /// The gva of the page, if the block is executed nowhere else.
     bound: Option<i32>,
+    /// As [`How::by_cell`].
+    by_cell: bool,
     /// The group whose pointer is in r14.
     current: Option<u16>,
     /// Where arithmetic flags are.
@@ -227,6 +233,7 @@ impl Translator {
             code,
             long: true,
             bound: None,
+            by_cell: false,
             current: None,
             flags: Flags::Memory,
             cached: None,
@@ -290,6 +297,7 @@ impl Translator {
         self.interpreted = interpreted;
         self.long = how.long;
         self.bound = how.bound;
+        self.by_cell = how.by_cell;
         self.asm.start(base.0);
         self.stubs.clear();
         self.ahead.clear();

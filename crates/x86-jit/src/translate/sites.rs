@@ -1,5 +1,7 @@
 //! Where blocks are entered, and the branches that lead there.
 
+use mmu::l1::CELLS;
+
 /// A direct branch within a page, to be linked when its target is translated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkSite {
@@ -27,15 +29,11 @@ impl LinkSite {
     }
 }
 
-/// A direct branch to another page. What it has remembered is as right as the same
-/// entry of the table of targets: for that key, and that page at the branch, the
-/// target is in the block. (That the code has not changed is checked at its outer entry.)
+/// A direct branch to another page, and the block that it led to.
+/// (That the code has not changed is checked at its outer entry.)
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FarSite {
-    /// Where the key's number is in the buffer, in 4 bytes.
-    pub(crate) number: usize,
-    /// Where the branch's page is, in 8 bytes, if that is compared, too.
-    pub(crate) page: Option<usize>,
+    pub(crate) condition: Condition,
     /// Where the rel32 is.
     pub(crate) jump: usize,
     /// Where a call comes back to.
@@ -48,6 +46,54 @@ pub(crate) struct FarSite {
     pub(crate) pop: i32,
     /// The outer entry that it leads to, 0 if nothing is remembered.
     pub(crate) to: usize,
+}
+
+/// When a direct branch to another page leads to the block that it is known to have led to: what it compares, as offsets of 4 bytes
+/// in the buffer if nothing else is said.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Condition {
+    /// The key has this number, and the branch is in the page whose gva is in the 8 bytes at `page`, if it may be in another one:
+    /// as right as an entry of the table of targets. All address spaces share a kernel's, while each has views of its own.
+    Key { number: usize, page: Option<usize> },
+    /// The target is in one page, which is where the displacement at `cell` has the [`Cell`] say that the view has the block's. What it is compared with
+    /// is computed from the number at `tagged`, which is `untagged` for a cell that says nothing; the byte at `untag` takes the tag off.
+    Cell {
+        cell: usize,
+        tagged: usize,
+        untagged: i32,
+        untag: Option<usize>,
+    },
+}
+
+impl Condition {
+    /// What is to be written where for it to be never met.
+    pub(crate) fn never(self) -> (usize, i32) {
+        match self {
+            // No number is zero.
+            Self::Key { number, .. } => (number, 0),
+            Self::Cell {
+                tagged, untagged, ..
+            } => (tagged, untagged),
+        }
+    }
+}
+
+/// Which of a view's cells belongs to a page with code, and what its gva plus is there: cells are fewer than pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cell {
+    pub(crate) number: usize,
+    /// From 1 on.
+    pub(crate) tag: i8,
+}
+
+impl Cell {
+    /// That of the `n`th page.
+    pub(crate) fn new(n: usize) -> Option<Self> {
+        Some(Self {
+            number: n % CELLS,
+            tag: i8::try_from(n / CELLS + 1).ok()?,
+        })
+    }
 }
 
 /// Entry points of a translated block, as offsets in the buffer.
@@ -92,4 +138,6 @@ pub(crate) struct How {
     pub(crate) falls: bool,
     /// The gva of the page, if it is executed nowhere else.
     pub(crate) bound: Option<i32>,
+    /// Its branches to other pages have a [`Condition::Cell`].
+    pub(crate) by_cell: bool,
 }
