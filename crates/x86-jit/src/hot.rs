@@ -293,7 +293,8 @@ impl<B: JitBus> Jit<B> {
         };
         let mut sites = Vec::new();
         for (of, p) in &self.profiles.hot {
-            if is_beside(of) && !p.is_due && p.generation == to.generation {
+            // Its own are made.
+            if is_beside(of) && *of != key && !p.is_due && p.generation == to.generation {
                 sites.extend(p.links.clone().filter(to_it));
             }
         }

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! outer:  cmp [generation], known      entered from elsewhere: is the code still the same?
-//! saved:  sub r12, n; jl poll          flags are in FLAGS
-//!         (load FP state)
+//! saved:  (load FP state)              flags are in FLAGS
+//!         sub r12, n; jl poll          entered from here by the block itself
 //! body:   …
 //! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
 //! ```
@@ -318,17 +318,19 @@ impl Translator {
             save_flags(&mut self.asm);
         }
         let mut saved = self.asm.here();
-        let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
-        let polls = !is_apart || how.polls || goes_back || live != 0;
-        if polls {
-            self.poll(insns.len(), offset);
-        }
         if insns.iter().any(|d| d.kind.is_fp()) {
             let a = &mut self.asm;
             a.alu_mem_imm8(false, Alu::Cmp, NEAR_FP_LIVE, 0);
             let from = a.jcc(cc::E);
             let resume = a.here();
             self.stubs.push(Stub::LoadFp { from, resume });
+        }
+        // What comes from the block itself has FP state.
+        let again = self.asm.here();
+        let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
+        let polls = !is_apart || how.polls || goes_back || live != 0;
+        if polls {
+            self.poll(insns.len(), offset);
         }
         let mut ended = false;
         let mut rest = insns;
@@ -400,8 +402,14 @@ impl Translator {
             inner: inner as u32,
         };
         let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, how.is_split);
+        let again = Entries {
+            polled: if polls { again as u32 } else { 0 },
+            saved: again as u32,
+            inner: if inner == saved { again } else { inner } as u32,
+            ..entries
+        };
         self.emit_stubs(|at, split| match known(at, split) {
-            _ if is_itself(at, split) => Some(entries),
+            _ if is_itself(at, split) => Some(again),
             entries => entries,
         });
         entries
