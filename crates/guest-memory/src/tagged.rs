@@ -7,7 +7,8 @@
 //! behind them              their tags for one kind of access, then for the other
 //! behind those             the lanes: entries that are compared without an index, too
 //! behind those             room for the bytes of an operand that straddles two pages
-//! last                     the cells: what generated code compares the target's page of a branch with
+//! behind that              the cells: what generated code compares the target's page of a branch with
+//! last                     the inline caches: where single branches by memory have gone to last
 //! ```
 //!
 //! An entry's place in each of the arrays is its index times eight, which addressing does by itself.
@@ -75,6 +76,19 @@ pub const fn cell<const N: usize>(n: usize) -> i32 {
     bounce::<N>() + (2 * BOUNCE_LEN + n * size_of::<u64>()) as i32
 }
 
+/// Inline caches that there are.
+pub const INLINE_CACHES: usize = 1024;
+/// Where a number is that is not 0 if one of them is in use.
+pub const fn inline_caches_used<const N: usize>() -> i32 {
+    cell::<N>(CELLS)
+}
+/// Where inline cache `n` is from the base, where there are `N` entries.
+pub const fn inline_cache<const N: usize>(n: usize) -> i32 {
+    inline_caches_used::<N>() + (size_of::<u64>() + n * size_of::<InlineCache>()) as i32
+}
+/// Three words of generated code's own.
+pub type InlineCache = [u64; 3];
+
 /// Words below it that take a displacement of one byte.
 pub const WORDS: usize = 14;
 /// Where word `n` is from the base.
@@ -102,6 +116,8 @@ struct Inside<const N: usize> {
     counts: [u32; LANES],
     bounce: [[u8; BOUNCE_LEN]; 2],
     cells: [u64; CELLS],
+    inline_caches_used: u64,
+    inline_caches: [InlineCache; INLINE_CACHES],
 }
 
 /// `N` entries for each of two kinds of access.
@@ -137,6 +153,10 @@ impl<const N: usize> TaggedPages<N> {
             && offset_of!(Inside<N>, counts) as i32 == Self::BEFORE as i32 + lane_counts::<N>()
             && offset_of!(Inside<N>, bounce) as i32 == Self::BEFORE as i32 + bounce::<N>()
             && offset_of!(Inside<N>, cells) as i32 == Self::BEFORE as i32 + cell::<N>(0)
+            && offset_of!(Inside<N>, inline_caches_used) as i32
+                == Self::BEFORE as i32 + inline_caches_used::<N>()
+            && offset_of!(Inside<N>, inline_caches) as i32
+                == Self::BEFORE as i32 + inline_cache::<N>(0)
             && word(WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
@@ -200,6 +220,16 @@ impl<const N: usize> TaggedPages<N> {
     pub fn cells(&mut self) -> &mut [u64; CELLS] {
         // SAFETY: as above.
         unsafe { &mut self.inside.as_mut().cells }
+    }
+
+    /// Makes the inline caches zero that are in use.
+    #[inline(always)]
+    pub fn clear_inline_caches(&mut self) {
+        // SAFETY: as above.
+        let inside = unsafe { self.inside.as_mut() };
+        if core::mem::take(&mut inside.inline_caches_used) != 0 {
+            inside.inline_caches.fill([0; 3]);
+        }
     }
 
     /// Page and tag of another.

@@ -22,7 +22,7 @@
 //!
 //! The *cells* are for fetching what entries are for data: each belongs to a page of memory that code is
 //! in, and says where the view has that page, if it is known to have it. A branch to another page compares its target
-//! with the cell of the page that it led to before.
+//! with the cell of the page that it led to before. The *inline caches* are for branches by a pointer in memory.
 
 use core::hash::{Hash, Hasher};
 use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
@@ -51,7 +51,7 @@ pub use tagged::SEEN as LANES_PAGES;
 pub const LANE_COUNTS: i32 = tagged::lane_counts::<ENTRIES>();
 /// Where generated code puts [`BOUNCE_LEN`] bytes from each of two pages together.
 pub const BOUNCE: i32 = tagged::bounce::<ENTRIES>();
-pub use tagged::{BOUNCE_LEN, CELLS};
+pub use tagged::{BOUNCE_LEN, CELLS, INLINE_CACHES};
 /// Where cell `n` is from the base: 0, or what its user has put there.
 pub const fn cell(n: usize) -> i32 {
     tagged::cell::<ENTRIES>(n)
@@ -88,6 +88,13 @@ const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
 // What BEXTR is to extract.
 const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
+
+/// Where inline cache `n` is from the base: three words, 0 or generated code's own.
+pub const fn inline_cache(n: usize) -> i32 {
+    tagged::inline_cache::<ENTRIES>(n)
+}
+/// Where generated code says with 1 that one of them is not 0.
+pub const INLINE_CACHES_USED: i32 = tagged::inline_caches_used::<ENTRIES>();
 
 /// What a half is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,7 +161,7 @@ impl L1 {
         self.pages.base()
     }
 
-    /// Clears the cells, unless they were set for the same.
+    /// Clears cells and inline caches, unless they were set for the same.
     #[inline]
     pub(crate) fn renew_cells(&mut self, cells_for: (u64, u64)) {
         if self.cells_for != cells_for {
@@ -163,8 +170,9 @@ impl L1 {
         }
     }
 
-    /// Makes all cells 0.
+    /// Makes all cells 0, and inline caches.
     pub fn clear_cells(&mut self) {
+        self.pages.clear_inline_caches();
         let cells = self.pages.cells();
         for n in self.cells_used.drain(..) {
             cells[usize::from(n)] = 0;

@@ -232,7 +232,7 @@ impl Mmu {
         &self.views[self.live].l1
     }
 
-    /// The same for who sets cells. They are right as long as the view's [`Mmu::fetch_epoch`], and `generation`, stay the same,
+    /// The same for who sets cells. They and inline caches are right as long as the view's [`Mmu::fetch_epoch`], and `generation`, stay the same,
     /// and 0 when this is called after that.
     #[inline]
     pub fn live_cells(&mut self, generation: u64) -> &mut L1 {

@@ -9,7 +9,10 @@
 
 use mmu::{
     DevicePage,
-    l1::{BOUNCE, BOUNCE_LEN, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED, lane},
+    l1::{
+        BOUNCE, BOUNCE_LEN, INLINE_CACHES_USED, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED,
+        lane,
+    },
 };
 use x86_defs::rflags;
 
@@ -19,7 +22,7 @@ use crate::{
     exit::Reason,
     fp_state::{keep_vectors, load_fp, save_fp},
     translate::{
-        branch::select_target,
+        branch::{select_tag, select_target},
         memory::{host_page, select_entry, stack_page, stack_tag, tag},
         string::{self, Strings},
     },
@@ -44,6 +47,9 @@ pub(crate) struct Thunks {
     pub(crate) link_live: usize,
     /// A branch to r14 that the target table does not have; r13d is [`branch`].
     pub(crate) branch: usize,
+    /// A branch by the table, of whose target r14 has the tag; r13d is [`branch`], and above is the inline cache that is
+    /// to have it.
+    pub(crate) inline_cache: usize,
     /// A return to r14 by the table; r13d is [`branch`].
     pub(crate) ret: usize,
     /// The same of 32-bit code.
@@ -560,6 +566,27 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.store(gs(ARGUMENT), S0);
     a.alu_imm(false, Alu::And, S1, 0xfff);
     at_offset(a, Reason::Branch, false);
+
+    t.inline_cache = a.here();
+    a.store(gs(SPILL), S1);
+    let absent = select_tag(a);
+    push(a, RAX);
+    a.load32(RAX, gs(SPILL + 4));
+    a.alu_rr(true, Alu::Add, RAX, TLB);
+    a.store(at(RAX, 0), S0);
+    a.load(S0, at(S1, 24));
+    a.store(at(RAX, 8), S0);
+    a.store(NEAR_PAGE, S0);
+    a.load(S0, at(S1, 16));
+    a.store(at(RAX, 16), S0);
+    a.store_imm(at(TLB, INLINE_CACHES_USED), 1);
+    pop(a, RAX);
+    a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
+    let here = a.here();
+    a.patch(absent, here);
+    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+    a.load32(S1, gs(SPILL));
+    a.jmp_to(t.branch);
 
     for (thunk, long) in [(&mut t.ret, true), (&mut t.ret32, false)] {
         *thunk = a.here();

@@ -1,8 +1,8 @@
 //! Branches: links within a page, remembered targets for direct ones to other
 //! pages, the target table for everything else.
 
-use iced_x86::{Instruction, OpKind};
-use mmu::l1::cell;
+use iced_x86::{Instruction, OpKind, Register};
+use mmu::l1::{INLINE_CACHES, cell, inline_cache};
 
 use super::{Condition, Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
 use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
@@ -158,6 +158,25 @@ impl Translator {
         self.stubs.push(Stub::Branch { from, offset });
     }
 
+    /// The same, where an inline cache has the target, if it does.
+    fn jump_as_before(&mut self, offset: u32) {
+        let cache = inline_cache(self.next_inline_cache);
+        self.next_inline_cache = (self.next_inline_cache + 1) % INLINE_CACHES;
+        let word = |n: i32| at(TLB, cache + 8 * n);
+        let a = &mut self.asm;
+        a.alu(true, Alu::Xor, S0, NEAR_SALT);
+        a.alu(true, Alu::Cmp, S0, word(0));
+        let from = a.jcc(cc::NE);
+        a.load(S1, word(1));
+        a.store(NEAR_PAGE, S1);
+        a.jmp_mem(word(2));
+        self.stubs.push(Stub::InlineCache {
+            from,
+            offset,
+            cache,
+        });
+    }
+
     /// Where the host's return goes, with the guest's return address on its stack. If the code
     /// has changed, the host's stack was dropped when this vCPU came to know of it, which
     /// serialising instructions see to.
@@ -272,7 +291,12 @@ impl Translator {
             }
         }
         if !call {
-            self.jump(d.offset);
+            // What goes by a table of imported functions goes where it went before, most of all.
+            if self.by_cell && d.i.memory_base() == Register::RIP {
+                self.jump_as_before(d.offset);
+            } else {
+                self.jump(d.offset);
+            }
             return Ok(());
         }
         // The place of the return address may be where the target was read from: it is
@@ -373,6 +397,11 @@ pub(super) fn by_cell(is_known: bool) -> Template<4> {
 /// has it, and r14 its tag. Returns the branch to take if it is of another target or key.
 pub(crate) fn select_target(a: &mut Asm) -> usize {
     a.alu(true, Alu::Xor, S0, NEAR_SALT);
+    select_tag(a)
+}
+
+/// The same where r14 has the tag.
+pub(crate) fn select_tag(a: &mut Asm) -> usize {
     if std::is_x86_feature_detected!("bmi2") {
         a.rorx(S1, S0, 64 - 5);
     } else {

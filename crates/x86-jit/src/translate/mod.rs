@@ -83,6 +83,12 @@ enum Stub {
         from: usize,
         offset: u32,
     },
+    /// The same of one that has an inline cache.
+    InlineCache {
+        from: usize,
+        offset: u32,
+        cache: i32,
+    },
     /// A return to r14, which the host has not predicted.
     Ret {
         from: usize,
@@ -193,6 +199,7 @@ pub(crate) struct Translator {
     pub(crate) hot: Option<Hot>,
     /// The next lanes for reads, and for writes.
     next_lane: [u16; 2],
+    next_inline_cache: usize,
     /// Number of the instruction in its block.
     position: usize,
 }
@@ -239,6 +246,7 @@ impl Translator {
             cached: None,
             hot: None,
             next_lane: [0, 1],
+            next_inline_cache: 0,
             position: 0,
         }
     }
@@ -685,6 +693,16 @@ impl Translator {
                     a.alu(true, Alu::Xor, S0, NEAR_SALT);
                     a.mov_imm(S1, thunks::branch(offset, 0).into());
                     a.jmp_to(t.branch);
+                }
+                Stub::InlineCache {
+                    from,
+                    offset,
+                    cache,
+                } => {
+                    a.patch(from, here);
+                    let site = thunks::branch(offset, 0);
+                    a.mov_imm(S1, u64::from(site) | (cache as u64) << 32);
+                    a.jmp_to(t.inline_cache);
                 }
                 Stub::Ret { from, site } => {
                     a.patch(from, here);
