@@ -47,8 +47,10 @@ pub(crate) struct Thunks {
     pub(crate) link_live: usize,
     /// A branch to r14 that the target table does not have; r13d is [`branch`].
     pub(crate) branch: usize,
-    /// A branch by the table, of whose target r14 has the tag; r13d is [`branch`], and above is the inline cache that is
-    /// to have it.
+    /// Called when an inline cache has not what r14 has the tag of: it has then, and the answer is "equal", if the table has it.
+    /// r13 has where the cache is in its upper half, whose lower half is kept.
+    pub(crate) fill_inline_cache: usize,
+    /// The same for a jump, which goes by the table; r13d is [`branch`].
     pub(crate) inline_cache: usize,
     /// A return to r14 by the table; r13d is [`branch`].
     pub(crate) ret: usize,
@@ -567,25 +569,40 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(false, Alu::And, S1, 0xfff);
     at_offset(a, Reason::Branch, false);
 
-    t.inline_cache = a.here();
+    t.fill_inline_cache = a.here();
     a.store(gs(SPILL), S1);
     let absent = select_tag(a);
     push(a, RAX);
     a.load32(RAX, gs(SPILL + 4));
-    a.alu_rr(true, Alu::Add, RAX, TLB);
+    // No flags are changed.
+    let cache = Mem {
+        index: Some((TLB, 0)),
+        ..at(RAX, 0)
+    };
+    a.lea(RAX, cache);
     a.store(at(RAX, 0), S0);
-    a.load(S0, at(S1, 24));
-    a.store(at(RAX, 8), S0);
-    a.store(NEAR_PAGE, S0);
-    a.load(S0, at(S1, 16));
-    a.store(at(RAX, 16), S0);
+    for (from, to) in [(24, 8), (16, 16)] {
+        a.load(S0, at(S1, from));
+        a.store(at(RAX, to), S0);
+    }
     a.store_imm(at(TLB, INLINE_CACHES_USED), 1);
     pop(a, RAX);
-    a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
+    let here = a.here();
+    a.patch(absent, here);
+    a.load32(S1, gs(SPILL));
+    a.ret();
+
+    t.inline_cache = a.here();
+    a.call_to(t.fill_inline_cache);
+    let absent = a.jcc(cc::NE);
+    a.load32(S1, gs(SPILL + 4));
+    a.alu_rr(true, Alu::Add, S1, TLB);
+    a.load(S0, at(S1, 8));
+    a.store(NEAR_PAGE, S0);
+    a.jmp_mem(at(S1, 16));
     let here = a.here();
     a.patch(absent, here);
     a.alu(true, Alu::Xor, S0, NEAR_SALT);
-    a.load32(S1, gs(SPILL));
     a.jmp_to(t.branch);
 
     for (thunk, long) in [(&mut t.ret, true), (&mut t.ret32, false)] {

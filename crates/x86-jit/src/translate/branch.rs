@@ -158,18 +158,28 @@ impl Translator {
         self.stubs.push(Stub::Branch { from, offset });
     }
 
-    /// The same, where an inline cache has the target, if it does.
+    /// Where the next inline cache is: there are more branches than that.
+    fn take_inline_cache(&mut self) -> i32 {
+        let n = self.next_inline_cache;
+        self.next_inline_cache = (n + 1) % INLINE_CACHES;
+        inline_cache(n)
+    }
+
+    /// Makes the gva in r14 a tag; returns the branch to take if the inline cache has another one.
+    fn compare_inline_cache(&mut self, cache: i32) -> usize {
+        self.asm.alu(true, Alu::Xor, S0, NEAR_SALT);
+        self.asm.alu(true, Alu::Cmp, S0, at(TLB, cache));
+        self.asm.jcc(cc::NE)
+    }
+
+    /// The same as [`Self::jump`], where an inline cache has the target, if it does.
     fn jump_as_before(&mut self, offset: u32) {
-        let cache = inline_cache(self.next_inline_cache);
-        self.next_inline_cache = (self.next_inline_cache + 1) % INLINE_CACHES;
-        let word = |n: i32| at(TLB, cache + 8 * n);
+        let cache = self.take_inline_cache();
+        let from = self.compare_inline_cache(cache);
         let a = &mut self.asm;
-        a.alu(true, Alu::Xor, S0, NEAR_SALT);
-        a.alu(true, Alu::Cmp, S0, word(0));
-        let from = a.jcc(cc::NE);
-        a.load(S1, word(1));
+        a.load(S1, at(TLB, cache + 8));
         a.store(NEAR_PAGE, S1);
-        a.jmp_mem(word(2));
+        a.jmp_mem(at(TLB, cache + 16));
         self.stubs.push(Stub::InlineCache {
             from,
             offset,
@@ -301,27 +311,46 @@ impl Translator {
         }
         // The place of the return address may be where the target was read from: it is
         // written when it is certain that the call succeeds.
-        let from = select_target(&mut self.asm);
-        let offset = d.offset;
-        self.stubs.push(Stub::Call { from, offset });
-        self.asm.store(gs(SPILL), S1);
+        let [page, code] = self.select_callee(d.offset);
         self.push_return(d);
         let back = Self::back(d);
         if back.is_some() {
             self.push_for_host(d);
         }
         let a = &mut self.asm;
-        a.load(S1, gs(SPILL));
-        a.load(S0, at(S1, 24));
+        if page.base == Some(S1) {
+            a.load(S1, gs(SPILL));
+        }
+        a.load(S0, page);
         a.store(NEAR_PAGE, S0);
         self.move_stack(-self.word());
         let Some(back) = back else {
-            self.asm.jmp_mem(at(S1, 16));
+            self.asm.jmp_mem(code);
             return Ok(());
         };
-        self.asm.call_mem(at(S1, 16));
+        self.asm.call_mem(code);
         self.return_site(back);
         Ok(())
+    }
+
+    /// Where page and code of what is called are, whose gva is in r14; relative to r13, which is in memory then, if they are in the
+    /// table. (All address spaces share a kernel's table; inline caches would be filled anew in each.)
+    fn select_callee(&mut self, offset: u32) -> [Mem; 2] {
+        if !self.by_cell {
+            let from = select_target(&mut self.asm);
+            self.stubs.push(Stub::Call { from, offset });
+            self.asm.store(gs(SPILL), S1);
+            return [at(S1, 24), at(S1, 16)];
+        }
+        let cache = self.take_inline_cache();
+        let from = self.compare_inline_cache(cache);
+        self.stubs.push(Stub::CallCache {
+            from,
+            resume: self.asm.here(),
+            offset,
+            cache,
+        });
+        [at(TLB, cache + 8), at(TLB, cache + 16)]
     }
 
     pub(super) fn ret(&mut self, d: &Decoded) {
