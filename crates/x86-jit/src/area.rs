@@ -108,6 +108,11 @@ pub(crate) const FAR_LEFT: usize = word(1);
 pub(crate) const HOST_RSP: usize = word(2);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
+/// Of [`crate::translate::walk`]: what the countdown is less than it was, turns that are left, and what is between the host's
+/// addresses and the guest's of up to four groups.
+pub(crate) const OWED: usize = word(99);
+pub(crate) const TURNS: usize = word(100);
+pub(crate) const DELTAS: usize = word(101);
 /// Their upper halves are among what is there.
 pub(crate) const UPPERS_IN_USE: usize = word(98);
 

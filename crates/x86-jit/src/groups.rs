@@ -44,6 +44,19 @@ pub(crate) struct Member {
     pub(crate) offset: i32,
     /// Where the pointer is kept, as others use it after it is no longer in its register.
     pub(crate) slot: Option<u8>,
+    /// Where the group is, if that is known from what the block begins with.
+    pub(crate) walk: Option<Walk>,
+}
+
+/// Where a group is, relative to a register that the block changes by a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Walk {
+    /// The register's number.
+    pub(crate) register: u8,
+    /// What has to be added to what it is when the block begins.
+    pub(crate) from: i32,
+    /// What the block adds to the register.
+    pub(crate) stride: i32,
 }
 
 /// Offsets that are aligned: `at` plus multiples of `to`, a power of two.
@@ -129,6 +142,9 @@ pub(crate) struct Groups {
     /// Bit per register.
     known: u16,
     next: u32,
+    /// What registers have when the block begins, and those that this is too late for.
+    first: [u32; 16],
+    later: u16,
     groups: Vec<Group>,
     /// Group and offset of each instruction's access.
     places: Vec<Option<(usize, i64)>>,
@@ -155,6 +171,8 @@ impl Groups {
             values: [UNKNOWN; 16],
             known: 0,
             next: 0,
+            first: [NONE; 16],
+            later: 0,
             groups: Vec::new(),
             places: Vec::new(),
             open: Vec::new(),
@@ -170,6 +188,8 @@ impl Groups {
         }
         self.known = 0;
         self.next = 0;
+        self.first = [NONE; 16];
+        self.later = 0;
         self.groups.clear();
         self.places.clear();
         self.open.clear();
@@ -190,6 +210,7 @@ impl Groups {
                 None => {}
             }
             self.track(d);
+            self.later |= d.writes;
         }
         let kept = self.groups.iter_mut().filter(|g| g.kept);
         for (slot, g) in kept.take(MAX_KEPT).enumerate() {
@@ -213,6 +234,7 @@ impl Groups {
                 span: (group.max - group.min) as u32,
                 offset: (offset - group.min) as i32,
                 slot: group.slot,
+                walk: self.walk(group),
             });
         }
     }
@@ -262,11 +284,30 @@ impl Groups {
         Some((g, offset))
     }
 
+    fn walk(&self, group: &Group) -> Option<Walk> {
+        let key = group.key;
+        if key.base == NONE || key.index != NONE || key.segment != Register::None {
+            return None;
+        }
+        let n = self.first.iter().position(|id| *id == key.base)?;
+        let last = self.values[n];
+        let is_known = self.known >> n & 1 != 0 && last.id == key.base;
+        Some(Walk {
+            register: n as u8,
+            from: i32::try_from(group.min).ok()?,
+            stride: i32::try_from(last.plus).ok().filter(|_| is_known)?,
+        })
+    }
+
     fn value(&mut self, r: Register) -> Value {
         let n = r.number() & 15;
         if self.known >> n & 1 == 0 {
             self.next += 1;
             let id = self.next;
+            if self.later >> n & 1 == 0 {
+                self.first[n] = id;
+                self.later |= 1 << n;
+            }
             self.set(r, Value { id, plus: 0 });
         }
         self.values[n]

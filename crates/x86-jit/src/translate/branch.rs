@@ -14,6 +14,9 @@ impl Translator {
         let condition = self.condition(condition);
         let from = self.asm.jcc(condition);
         let live = self.flags.is_register();
+        if self.walks_on(from, t) {
+            return Ok(());
+        }
         if (0..0x1000).contains(&t) {
             self.link(from, t as u32, live, false).comes_from(d.offset);
         } else {
@@ -32,6 +35,9 @@ impl Translator {
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
+            if self.walks_on(from, t) {
+                return;
+            }
             let live = self.flags.is_register();
             let site = self.link(from, t as u32, live, false);
             site.is_jump = true;
@@ -144,6 +150,7 @@ impl Translator {
             from,
             number: number as u32,
             live,
+            walks: self.walking.is_some(),
         });
         &mut self.links[number]
     }

@@ -460,6 +460,12 @@ impl Translator {
         if let Some(m) = d.member.filter(|m| !m.first) {
             return Ok(self.follow(m));
         }
+        if let Some(walked) = self.walked(d) {
+            let offset = walked.1.offset;
+            let (m, _) = self.effective(&d.i, offset, false)?;
+            self.walk_to(walked, m.base.ok_or(Unsupported)?, m.disp);
+            return Ok(offset);
+        }
         self.spill_flags(d);
         let disp = d.member.map_or(0, |m| m.offset);
         let alone = Align {
@@ -505,8 +511,12 @@ impl Translator {
         if let Some(m) = d.member.filter(|m| !m.first) {
             return self.follow(m);
         }
-        self.spill_flags(d);
         let offset = d.member.map_or(0, |m| m.offset);
+        if let Some(walked) = self.walked(d) {
+            self.walk_to(walked, r, disp - offset);
+            return offset;
+        }
+        self.spill_flags(d);
         self.lea_word(S0, at(r, disp - offset));
         match d.member {
             Some(m) => {

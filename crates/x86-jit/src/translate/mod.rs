@@ -31,6 +31,7 @@ mod stack;
 pub(crate) mod string;
 mod stubs;
 mod system;
+pub(crate) mod walk;
 
 use branch::target;
 use flags::Flags;
@@ -38,6 +39,7 @@ use iced_x86::{Encoder, OpKind, Register};
 use memory::Probe;
 pub(crate) use sites::{Cell, Condition, Entries, FarSite, How, LinkSite};
 use stubs::Stub;
+use walk::Walking;
 
 use crate::{
     area::*,
@@ -123,6 +125,8 @@ pub(crate) struct Translator {
     next_inline_cache: usize,
     /// Number of the instruction in its block.
     position: usize,
+    /// Several turns of a loop are translated whose groups need no probes.
+    walking: Option<Walking>,
 }
 
 impl core::fmt::Debug for Translator {
@@ -169,6 +173,7 @@ impl Translator {
             next_lane: [0, 1],
             next_inline_cache: 0,
             position: 0,
+            walking: None,
         }
     }
 
@@ -261,7 +266,49 @@ impl Translator {
         if polls {
             self.poll(insns.len(), offset);
         }
-        let mut ended = false;
+        let is_complete = self.body(insns, forms);
+        let mut walk = None;
+        if is_complete && polls && live == 0 && sources.len() == 1 && !how.is_split {
+            walk = self.walk(insns, forms, again);
+        }
+        if sources.len() > 1 {
+            saved = self.asm.here();
+            self.far(offset, offset as i32);
+        }
+        if live == 0 {
+            inner = Some(saved);
+        }
+        let inner = inner.unwrap_or_else(|| {
+            let here = self.asm.here();
+            save_flags(&mut self.asm);
+            self.asm.jmp_to(saved);
+            here
+        });
+        self.asm.go_on_at(base.1);
+        let entries = Entries {
+            outer: outer as u32,
+            polled: if polls { saved as u32 } else { 0 },
+            saved: saved as u32,
+            inner: inner as u32,
+        };
+        let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, how.is_split);
+        let again = walk.unwrap_or(again);
+        let again = Entries {
+            polled: if polls { again as u32 } else { 0 },
+            saved: again as u32,
+            inner: if inner == saved { again } else { inner } as u32,
+            ..entries
+        };
+        self.emit_stubs(|at, split| match known(at, split) {
+            _ if is_itself(at, split) => Some(again),
+            entries => entries,
+        });
+        entries
+    }
+
+    /// What the block executes; true if all of it is translated.
+    fn body(&mut self, insns: &[Decoded], forms: &Forms) -> bool {
+        let (mut ended, mut is_complete) = (false, true);
         let mut rest = insns;
         while let Some(d) = rest.first() {
             self.position = insns.len() - rest.len();
@@ -297,7 +344,7 @@ impl Translator {
                     self.fars.truncate(fars);
                     self.flags = flags;
                     self.interpret(d.offset);
-                    ended = true;
+                    (ended, is_complete) = (true, false);
                 }
             }
             if ended {
@@ -310,38 +357,7 @@ impl Translator {
                 _ => self.fall_through(d.offset + d.i.len() as u32),
             }
         }
-        if sources.len() > 1 {
-            saved = self.asm.here();
-            self.far(offset, offset as i32);
-        }
-        if live == 0 {
-            inner = Some(saved);
-        }
-        let inner = inner.unwrap_or_else(|| {
-            let here = self.asm.here();
-            save_flags(&mut self.asm);
-            self.asm.jmp_to(saved);
-            here
-        });
-        self.asm.go_on_at(base.1);
-        let entries = Entries {
-            outer: outer as u32,
-            polled: if polls { saved as u32 } else { 0 },
-            saved: saved as u32,
-            inner: inner as u32,
-        };
-        let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, how.is_split);
-        let again = Entries {
-            polled: if polls { again as u32 } else { 0 },
-            saved: again as u32,
-            inner: if inner == saved { again } else { inner } as u32,
-            ..entries
-        };
-        self.emit_stubs(|at, split| match known(at, split) {
-            _ if is_itself(at, split) => Some(again),
-            entries => entries,
-        });
-        entries
+        is_complete
     }
 
     /// The gva at an offset from the page, if it is known and one of 32 bits with its sign.

@@ -1,6 +1,6 @@
 //! What a block rarely executes: misses, leaving, branches that are not linked yet.
 
-use super::{Entries, Translator, memory::Probe};
+use super::{Entries, Translator, memory::Probe, walk::sum};
 use crate::{
     area::*,
     asm::*,
@@ -79,6 +79,14 @@ pub(super) enum Stub {
         from: usize,
         number: u32,
         live: bool,
+        /// What the countdown is less for the walk is to be added.
+        walks: bool,
+    },
+    /// A walk is over.
+    Walked {
+        from: usize,
+        again: usize,
+        len: i32,
     },
     /// A branch to another page is not where it was before.
     FarMiss {
@@ -233,7 +241,26 @@ impl Translator {
                     a.call_to(t.load_fp);
                     a.jmp_to(resume);
                 }
-                Stub::Link { from, number, live } => {
+                Stub::Walked { from, again, len } => {
+                    a.patch(from, here);
+                    a.load(S1, gs(OWED));
+                    a.lea(COUNTER, sum(COUNTER, S1, len));
+                    a.jmp_to(again);
+                }
+                Stub::Link {
+                    mut from,
+                    number,
+                    live,
+                    walks,
+                } => {
+                    if walks && let Some(site) = self.links.get_mut(number as usize) {
+                        a.patch(from, here);
+                        a.load(S1, gs(OWED));
+                        a.lea(COUNTER, sum(COUNTER, S1, 0));
+                        from = a.jmp();
+                        (site.patch, site.is_jump) = (from, false);
+                    }
+                    let here = a.here();
                     let site = self.links.get(number as usize);
                     let entry = site.and_then(|s| Some(known(s.target, s.split)?.of(s)));
                     if let Some(entry) = entry.filter(|e| *e != 0) {
