@@ -123,6 +123,8 @@ pub(crate) struct Translator {
     /// The next lanes for reads, and for writes.
     next_lane: [u16; 2],
     next_inline_cache: usize,
+    /// What is still to be added to RSP.
+    rsp_moves: i32,
     /// Number of the instruction in its block.
     position: usize,
     /// Several turns of a loop are translated whose groups need no probes.
@@ -172,6 +174,7 @@ impl Translator {
             hot: None,
             next_lane: [0, 1],
             next_inline_cache: 0,
+            rsp_moves: 0,
             position: 0,
             walking: None,
         }
@@ -312,6 +315,9 @@ impl Translator {
         let mut rest = insns;
         while let Some(d) = rest.first() {
             self.position = insns.len() - rest.len();
+            if !stack::needs_no_rsp(d) {
+                self.settle_stack();
+            }
             let run = stack::run_length(rest);
             if run > 1 {
                 self.stack_run(&rest[..run]);
@@ -343,6 +349,7 @@ impl Translator {
                     self.ahead.retain(|n| (*n as usize) < links);
                     self.fars.truncate(fars);
                     self.flags = flags;
+                    self.settle_stack();
                     self.interpret(d.offset);
                     (ended, is_complete) = (true, false);
                 }
@@ -351,6 +358,7 @@ impl Translator {
                 break;
             }
         }
+        self.settle_stack();
         if !ended && let Some(d) = insns.last() {
             match d.kind {
                 Kind::Followed => self.direct(d.offset, target(&d.i)),

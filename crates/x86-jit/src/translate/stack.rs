@@ -30,7 +30,34 @@ pub(super) fn run_length(insns: &[Decoded]) -> usize {
         .count()
 }
 
+/// What the instruction does depends on RSP in no way but by the pointer of its group, and nothing else happens at it:
+/// RSP may be changed later for the pushes and pops before it.
+pub(super) fn needs_no_rsp(d: &Decoded) -> bool {
+    const RSP_BIT: u16 = 1 << 4;
+    let is_plain = |d: &Decoded| {
+        d.memory.is_none() && d.access == 0 && (d.registers | d.writes) & RSP_BIT == 0
+    };
+    match d.kind {
+        Kind::Push | Kind::Pop => {
+            d.member.is_some_and(|m| !m.first)
+                && d.i.op0_kind() != OpKind::Memory
+                && d.i.op0_register().full_register() != Register::RSP
+        }
+        Kind::Copy | Kind::CopyFp => is_plain(d),
+        Kind::Nop => true,
+        _ => false,
+    }
+}
+
 impl Translator {
+    /// RSP is what the guest has from here on.
+    pub(super) fn settle_stack(&mut self) {
+        let by = core::mem::take(&mut self.rsp_moves);
+        if by != 0 {
+            self.move_stack(by);
+        }
+    }
+
     /// A run of pushes or pops.
     pub(super) fn stack_run(&mut self, run: &[Decoded]) {
         let Some(first) = run.first() else { return };
@@ -47,7 +74,7 @@ impl Translator {
             }
         }
         let size = word * run.len() as i32;
-        self.move_stack(if push { -size } else { size });
+        self.rsp_moves += if push { -size } else { size };
     }
 
     /// The word at r14 + `disp` to a register other than RSP.
@@ -84,7 +111,7 @@ impl Translator {
                 self.store_word_imm(at(S0, to), d.i.immediate(0) as i32);
             }
         }
-        self.move_stack(-self.word());
+        self.rsp_moves -= self.word();
         Ok(())
     }
 
@@ -96,7 +123,7 @@ impl Translator {
             return;
         }
         self.pop_to(n, from);
-        self.move_stack(self.word());
+        self.rsp_moves += self.word();
     }
 
     pub(super) fn leave(&mut self, d: &Decoded) {
