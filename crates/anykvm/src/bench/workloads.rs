@@ -84,6 +84,7 @@ pub(super) struct Workload {
     pub(super) script: &'static str,
 }
 
+/// A kernel that is one of the integer workloads that TCG is compared by, too.
 const fn kernel_loop(name: &'static str, script: &'static str) -> Workload {
     Workload {
         name,
@@ -159,9 +160,19 @@ pub(super) const WORKLOADS: &[Workload] = &[
     kernel_loop("hash64m", "./program hash64m"),
     kernel_loop("bytecode", "./program bytecode"),
     kernel_loop("fib", "./program fib"),
-    kernel_loop("vcall", "./program vcall"),
-    kernel_loop("strings", "./program strings"),
-    kernel_loop("crc", "./program crc"),
+    workload(
+        "vcall",
+        Suite::Compute,
+        &[Group::Kernels],
+        "./program vcall",
+    ),
+    workload(
+        "strings",
+        Suite::Compute,
+        &[Group::Kernels],
+        "./program strings",
+    ),
+    workload("crc", Suite::Compute, &[Group::Kernels], "./program crc"),
     workload(
         "zstd",
         Suite::Compute,
