@@ -100,3 +100,41 @@ fn ever_other_pages() {
     assert_eq!(sum, TURNS / 16 * PAGES * (PAGES - 1) / 2);
     assert!(!is_translated() || dropped > 0);
 }
+
+/// A function that has become another one is called by pointer as before: a program's compiler drops its code.
+#[test]
+fn changed_functions_are_called_as_fast() {
+    const CALLS: u64 = 1000;
+    const OTHER: u64 = 0x8000;
+    let m = Machine::new();
+    // mov eax, imm32; ret
+    m.write(OTHER, &[0xb8, 1, 0, 0, 0, 0xc3]);
+    m.write(0x500, &OTHER.to_le_bytes());
+    m.load(CODE, |a| {
+        let (mut change, mut call) = (a.create_label(), a.create_label());
+        a.mov(edi, OTHER as u32)?;
+        a.mov(r8d, 3)?;
+        a.set_label(&mut change)?;
+        a.mov(ecx, CALLS as u32)?;
+        a.set_label(&mut call)?;
+        a.call(rdi)?;
+        a.add(rbx, rax)?;
+        a.call(qword_ptr(0x500))?;
+        a.add(rbx, rax)?;
+        a.dec(ecx)?;
+        a.jne(call)?;
+        a.shl(dword_ptr(rdi + 1), 4)?;
+        a.dec(r8d)?;
+        a.jne(change)?;
+        a.hlt()
+    });
+    let mut vcpu = m.vcpu(0, CODE);
+    // IOPL 3: not a kernel's, whose calls go another way.
+    let mut regs = vcpu.get_regs().unwrap();
+    regs.rflags = 0x3002;
+    vcpu.set_regs(&regs).unwrap();
+    assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
+    assert_eq!(vcpu.get_regs().unwrap().rbx, 2 * CALLS * (1 + 16 + 256));
+    let stale = stats_fd::counter(&vcpu, "jit_stale");
+    assert!(stale < CALLS / 10, "{stale}");
+}

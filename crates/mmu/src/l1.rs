@@ -170,9 +170,14 @@ impl L1 {
         }
     }
 
-    /// Makes all cells 0, and inline caches.
-    pub fn clear_cells(&mut self) {
+    /// Makes all inline caches 0.
+    pub(crate) fn clear_inline_caches(&mut self) {
         self.pages.clear_inline_caches();
+    }
+
+    /// The same, and all cells.
+    pub fn clear_cells(&mut self) {
+        self.clear_inline_caches();
         let cells = self.pages.cells();
         for n in self.cells_used.drain(..) {
             cells[usize::from(n)] = 0;

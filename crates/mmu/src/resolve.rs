@@ -241,6 +241,11 @@ impl Mmu {
         &mut tables.l1
     }
 
+    /// Has generated code of the live view look up anew what its inline caches had.
+    pub fn forget_branches(&mut self) {
+        self.views[self.live].l1.clear_inline_caches();
+    }
+
     /// What generated code has counted of the live view's lanes.
     pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
         self.views[self.live].l1.lane_counts()

@@ -136,6 +136,8 @@ fn answer<B: JitBus>(
         Reason::Stale | Reason::Poll => {
             jit.stats.stale += 1;
             jit.stale = true;
+            // What leads here again and again otherwise.
+            bus.mmu().forget_branches();
             RunStop::Poll
         }
     };
