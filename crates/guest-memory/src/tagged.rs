@@ -78,13 +78,13 @@ pub const fn cell<const N: usize>(n: usize) -> i32 {
 
 /// Inline caches that there are.
 pub const INLINE_CACHES: usize = 1024;
-/// Where a number is that is not 0 if one of them is in use.
+/// Where the bits are that tell which of them are used.
 pub const fn inline_caches_used<const N: usize>() -> i32 {
     cell::<N>(CELLS)
 }
 /// Where inline cache `n` is from the base, where there are `N` entries.
 pub const fn inline_cache<const N: usize>(n: usize) -> i32 {
-    inline_caches_used::<N>() + (size_of::<u64>() + n * size_of::<InlineCache>()) as i32
+    inline_caches_used::<N>() + (INLINE_CACHES / 8 + n * size_of::<InlineCache>()) as i32
 }
 /// Three words of generated code's own.
 pub type InlineCache = [u64; 3];
@@ -116,7 +116,7 @@ struct Inside<const N: usize> {
     counts: [u32; LANES],
     bounce: [[u8; BOUNCE_LEN]; 2],
     cells: [u64; CELLS],
-    inline_caches_used: u64,
+    inline_caches_used: [u64; INLINE_CACHES / 64],
     inline_caches: [InlineCache; INLINE_CACHES],
 }
 
@@ -222,13 +222,17 @@ impl<const N: usize> TaggedPages<N> {
         unsafe { &mut self.inside.as_mut().cells }
     }
 
-    /// Makes the inline caches zero that are in use.
+    /// Makes the inline caches zero that are used.
     #[inline(always)]
     pub fn clear_inline_caches(&mut self) {
         // SAFETY: as above.
         let inside = unsafe { self.inside.as_mut() };
-        if core::mem::take(&mut inside.inline_caches_used) != 0 {
-            inside.inline_caches.fill([0; 3]);
+        for (n, used) in inside.inline_caches_used.iter_mut().enumerate() {
+            let mut bits = core::mem::take(used);
+            while bits != 0 {
+                inside.inline_caches[n * 64 + bits.trailing_zeros() as usize] = [0; 3];
+                bits &= bits - 1;
+            }
         }
     }
 

@@ -93,7 +93,7 @@ const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) <
 pub const fn inline_cache(n: usize) -> i32 {
     tagged::inline_cache::<ENTRIES>(n)
 }
-/// Where generated code says with 1 that one of them is not 0.
+/// Where generated code sets a bit for each of them that is not 0.
 pub const INLINE_CACHES_USED: i32 = tagged::inline_caches_used::<ENTRIES>();
 
 /// What a half is for.

@@ -11,7 +11,7 @@ use mmu::{
     DevicePage,
     l1::{
         BOUNCE, BOUNCE_LEN, INLINE_CACHES_USED, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED,
-        lane,
+        inline_cache, lane,
     },
 };
 use x86_defs::rflags;
@@ -48,7 +48,7 @@ pub(crate) struct Thunks {
     /// A branch to r14 that the target table does not have; r13d is [`branch`].
     pub(crate) branch: usize,
     /// Called when an inline cache has not what r14 has the tag of: it has then, and the answer is "equal", if the table has it.
-    /// r13 has where the cache is in its upper half, whose lower half is kept.
+    /// r13 has the cache's number in its upper half, whose lower half is kept.
     pub(crate) fill_inline_cache: usize,
     /// The same for a jump, which goes by the table; r13d is [`branch`].
     pub(crate) inline_cache: usize,
@@ -486,6 +486,22 @@ fn store_near_words(a: &mut Asm) {
     }
 }
 
+/// `[r + 2 * r]`
+fn thrice(r: Reg) -> Mem {
+    Mem {
+        index: Some((r, 1)),
+        ..at(r, 0)
+    }
+}
+
+/// Word `n` of an inline cache; `thrice` is three times its number.
+fn cached(thrice: Reg, n: i32) -> Mem {
+    Mem {
+        index: Some((thrice, 3)),
+        ..at(TLB, inline_cache(0) + 8 * n)
+    }
+}
+
 /// Emits everything at the start of the buffer. `refill` and `handle` are the
 /// addresses of the Rust functions behind [`Thunks::miss`] and the thunks that
 /// have a [`Reason`].
@@ -571,24 +587,21 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
 
     t.fill_inline_cache = a.here();
     a.store(gs(SPILL), S1);
-    let absent = select_tag(a);
     push(a, RAX);
     a.load32(RAX, gs(SPILL + 4));
-    // No flags are changed.
-    let cache = Mem {
-        index: Some((TLB, 0)),
-        ..at(RAX, 0)
-    };
-    a.lea(RAX, cache);
+    // bts [used], rax
+    a.rm(true, &[0x0f, 0xab], RAX, at(TLB, INLINE_CACHES_USED));
+    a.lea(RAX, thrice(RAX));
+    a.lea(RAX, cached(RAX, 0));
+    let absent = select_tag(a);
     a.store(at(RAX, 0), S0);
     for (from, to) in [(24, 8), (16, 16)] {
         a.load(S0, at(S1, from));
         a.store(at(RAX, to), S0);
     }
-    a.store_imm(at(TLB, INLINE_CACHES_USED), 1);
-    pop(a, RAX);
     let here = a.here();
     a.patch(absent, here);
+    pop(a, RAX);
     a.load32(S1, gs(SPILL));
     a.ret();
 
@@ -596,10 +609,10 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.call_to(t.fill_inline_cache);
     let absent = a.jcc(cc::NE);
     a.load32(S1, gs(SPILL + 4));
-    a.alu_rr(true, Alu::Add, S1, TLB);
-    a.load(S0, at(S1, 8));
+    a.lea(S1, thrice(S1));
+    a.load(S0, cached(S1, 1));
     a.store(NEAR_PAGE, S0);
-    a.jmp_mem(at(S1, 16));
+    a.jmp_mem(cached(S1, 2));
     let here = a.here();
     a.patch(absent, here);
     a.alu(true, Alu::Xor, S0, NEAR_SALT);

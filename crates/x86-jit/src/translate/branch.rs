@@ -165,28 +165,24 @@ impl Translator {
         self.stubs.push(Stub::Branch { from, offset });
     }
 
-    /// Where the next inline cache is: there are more branches than that.
-    fn take_inline_cache(&mut self) -> i32 {
-        let n = self.next_inline_cache;
-        self.next_inline_cache = (n + 1) % INLINE_CACHES;
-        inline_cache(n)
-    }
-
-    /// Makes the gva in r14 a tag; returns the branch to take if the inline cache has another one.
-    fn compare_inline_cache(&mut self, cache: i32) -> usize {
+    /// Makes the gva in r14 a tag, and goes on if the next inline cache has that. Returns the cache's number, where page and code
+    /// are in it, and the branch to take otherwise. There are fewer caches than branches.
+    fn compare_inline_cache(&mut self) -> (usize, [Mem; 2], usize) {
+        let cache = self.next_inline_cache;
+        self.next_inline_cache = (cache + 1) % INLINE_CACHES;
+        let word = |n: i32| at(TLB, inline_cache(cache) + 8 * n);
         self.asm.alu(true, Alu::Xor, S0, NEAR_SALT);
-        self.asm.alu(true, Alu::Cmp, S0, at(TLB, cache));
-        self.asm.jcc(cc::NE)
+        self.asm.alu(true, Alu::Cmp, S0, word(0));
+        (cache, [word(1), word(2)], self.asm.jcc(cc::NE))
     }
 
     /// The same as [`Self::jump`], where an inline cache has the target, if it does.
     fn jump_as_before(&mut self, offset: u32) {
-        let cache = self.take_inline_cache();
-        let from = self.compare_inline_cache(cache);
+        let (cache, [page, code], from) = self.compare_inline_cache();
         let a = &mut self.asm;
-        a.load(S1, at(TLB, cache + 8));
+        a.load(S1, page);
         a.store(NEAR_PAGE, S1);
-        a.jmp_mem(at(TLB, cache + 16));
+        a.jmp_mem(code);
         self.stubs.push(Stub::InlineCache {
             from,
             offset,
@@ -349,15 +345,14 @@ impl Translator {
             self.asm.store(gs(SPILL), S1);
             return [at(S1, 24), at(S1, 16)];
         }
-        let cache = self.take_inline_cache();
-        let from = self.compare_inline_cache(cache);
+        let (cache, places, from) = self.compare_inline_cache();
         self.stubs.push(Stub::CallCache {
             from,
             resume: self.asm.here(),
             offset,
             cache,
         });
-        [at(TLB, cache + 8), at(TLB, cache + 16)]
+        places
     }
 
     pub(super) fn ret(&mut self, d: &Decoded) {

@@ -47,7 +47,7 @@ pub(super) enum Stub {
     InlineCache {
         from: usize,
         offset: u32,
-        cache: i32,
+        cache: usize,
     },
     /// A return to r14, which the host has not predicted.
     Ret {
@@ -64,7 +64,7 @@ pub(super) enum Stub {
         from: usize,
         resume: usize,
         offset: u32,
-        cache: i32,
+        cache: usize,
     },
     Poll {
         from: usize,
