@@ -56,9 +56,6 @@ fn machine() -> (Machine, VcpuFd) {
         (PML4 + 0x1000, PML4 + 0x2007),
         // The large page of gpa 0 again, for users.
         (PML4 + 0x2008, 0x87 | u64::from(KEY) << 59),
-        (GDT + 8, 0x00af_9b00_0000_ffff),
-        (GDT + 16, 0x00cf_9300_0000_ffff),
-        (IDT + 14 * 16, HANDLER | 8 << 16 | 0x8e << 40),
     ];
     for (at, entry) in entries {
         m.memory.write_obj(entry, GuestAddress(at)).unwrap();
@@ -68,10 +65,7 @@ fn machine() -> (Machine, VcpuFd) {
         a.hlt()
     });
     let vcpu = m.vcpu(0, CODE);
-    let mut sregs = vcpu.get_sregs().unwrap();
-    (sregs.gdt.base, sregs.gdt.limit) = (GDT, 23);
-    (sregs.idt.base, sregs.idt.limit) = (IDT, 15 * 16 - 1);
-    vcpu.set_sregs(&sregs).unwrap();
+    m.handle_page_faults(&vcpu, [GDT, IDT], HANDLER);
     (m, vcpu)
 }
 

@@ -160,20 +160,10 @@ fn an_instruction_whose_end_is_mapped_later_is_translated() {
     const IDT: u64 = 0x600;
     const HANDLER: u64 = 0x1800;
     let m = machine();
-    let mut code = [0x90; 4];
-    code[..3].copy_from_slice(&[0x48, 0xff, 0xc3]); // inc rbx
-    code[3] = 0xc3; // ret
+    let code = [0x48, 0xff, 0xc3, 0xc3]; // inc rbx; ret
     m.write(PAGES[0] + 0xffe, &code[..2]);
     m.write(PAGES[1], &code[2..]);
     m.write(TABLE + 8, &[0; 8]);
-    for (n, descriptor) in [(1, 0x00af_9b00_0000_ffff_u64), (2, 0x00cf_9300_0000_ffff)] {
-        m.write(GDT + 8 * n, &descriptor.to_le_bytes());
-    }
-    // #PF.
-    m.write(
-        IDT + 14 * 16,
-        &(HANDLER | 8 << 16 | 0x8e00 << 32).to_le_bytes(),
-    );
     m.load(HANDLER, |a| {
         a.mov(qword_ptr(TABLE + 8), PAGES[1] as i32 + 3)?;
         a.inc(rdx)?;
@@ -191,10 +181,7 @@ fn an_instruction_whose_end_is_mapped_later_is_translated() {
         a.hlt()
     });
     let mut vcpu = m.vcpu(0, CODE);
-    let mut sregs = vcpu.get_sregs().unwrap();
-    (sregs.gdt.base, sregs.gdt.limit) = (GDT, 23);
-    (sregs.idt.base, sregs.idt.limit) = (IDT, 15 * 16 - 1);
-    vcpu.set_sregs(&sregs).unwrap();
+    m.handle_page_faults(&vcpu, [GDT, IDT], HANDLER);
     assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
     let regs = vcpu.get_regs().unwrap();
     assert_eq!((regs.rbx, regs.rdx), (TURNS, 1));

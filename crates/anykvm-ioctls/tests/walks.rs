@@ -141,26 +141,20 @@ fn every_turn_is_at_its_address() {
             let bytes: Vec<u8> = (page << 12..(page + 1) << 12).map(byte).collect();
             m.write(gpa(page << 12), &bytes);
         }
-        m.write(CODE, &code(w).unwrap());
+        // What does not end is the same code with another count.
+        let warm = Walk { ends: false, ..w };
+        let bytes = code(warm).unwrap();
+        m.write(CODE, &bytes);
         let mut memory: Vec<u8> = (0..LEN).map(byte).collect();
         let mut vcpu = m.vcpu(0, CODE);
         if w.ends {
-            // The same code as before, with another count.
-            let warm = Walk { ends: false, ..w };
-            m.write(CODE, &code(warm).unwrap());
             assert!(matches!(vcpu.run().unwrap(), VcpuExit::Hlt));
             expected(warm, &mut memory);
             long_mode::start(&vcpu, CODE);
             let mut regs = vcpu.get_regs().unwrap();
             // Behind what sets them.
-            (regs.rip, regs.r8) = (
-                CODE + code(warm)
-                    .unwrap()
-                    .windows(3)
-                    .position(|b| b == [0x48, 0x8b, 0x07])
-                    .unwrap() as u64,
-                1,
-            );
+            let first = bytes.windows(3).position(|b| b == [0x48, 0x8b, 0x07]);
+            (regs.rip, regs.r8) = (CODE + first.unwrap() as u64, 1);
             (regs.rdi, regs.rsi, regs.rcx) =
                 (WINDOW + w.from[0], WINDOW + w.from[1], u32::MAX.into());
             vcpu.set_regs(&regs).unwrap();

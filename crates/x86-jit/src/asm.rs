@@ -24,6 +24,16 @@ pub(crate) struct Mem {
     pub(crate) gs: bool,
 }
 
+impl Mem {
+    /// The same plus `index << scale`.
+    pub(crate) const fn plus(self, index: Reg, scale: u8) -> Self {
+        Self {
+            index: Some((index, scale)),
+            ..self
+        }
+    }
+}
+
 /// The field of the vCPU's state at `offset`.
 pub(crate) const fn gs(offset: usize) -> Mem {
     Mem {

@@ -51,8 +51,8 @@ const MAX_LEN: usize = 15;
 const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
-/// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault. An instruction that straddles two pages is
-/// a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_ahead`: nobody has
+/// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault.
+/// An instruction that straddles two pages is a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_ahead`: nobody has
 /// gone here yet, so nothing is fetched from another page.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,

@@ -45,6 +45,11 @@ pub(crate) struct Decoded {
 }
 
 impl Decoded {
+    /// Offset of the next instruction.
+    pub(crate) fn end(&self) -> u32 {
+        self.offset + self.i.len() as u32
+    }
+
     #[inline]
     pub(crate) fn new(
         i: &Instruction,

@@ -284,6 +284,7 @@ impl Groups {
         Some((g, offset))
     }
 
+    /// Of a group, once all instructions have been looked at.
     fn walk(&self, group: &Group) -> Option<Walk> {
         let key = group.key;
         if key.base == NONE || key.index != NONE || key.segment != Register::None {

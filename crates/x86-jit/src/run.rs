@@ -369,6 +369,7 @@ impl<B: JitBus> Jit<B> {
 
     /// Tables and keys of the bus's live view.
     pub(crate) fn set_view(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        // What the view has of before is cleared.
         bus.mmu().live_cells(self.cache.cells_generation);
         set_tables(cpu, bus);
         let key = target_key_of(cpu, bus, self.mode);

@@ -106,6 +106,11 @@ pub(crate) const FIRST: u32 = 1 << 26;
 /// The answer for an access that the interpreter makes, whose address is in [`SPILL`]. No host address.
 pub(crate) const ACCESS: u64 = 1;
 
+/// What stands above a [`site`] or a [`branch`] that has an inline cache: its number.
+pub(crate) const fn with_inline_cache(site: u32, cache: usize) -> u64 {
+    site as u64 | (cache as u64) << 32
+}
+
 /// The bits of a lane's site from here on are its number.
 pub(crate) const LANE_SHIFT: u32 = 32;
 /// Misses of a lane after which Rust is told: a power of two.
@@ -362,18 +367,13 @@ fn leash_ends(a: &mut Asm) -> [usize; 4] {
 /// Looks in the tables for what a lane does not have, and enters it there: "above" in the flags. Goes on at
 /// `otherwise` if the tables do not have it either.
 fn lane_miss(a: &mut Asm, otherwise: usize) {
-    let indexed = |m: Mem, by: Reg, scale: u8| Mem {
-        base: Some(TLB),
-        index: Some((by, scale)),
-        ..m
-    };
     push(a, RAX);
     push(a, RCX);
     compare_end(a);
     let straddles = a.jcc(cc::A);
     a.mov(RCX, S1);
     a.shift(true, 5, RCX, LANE_SHIFT as u8);
-    let count = indexed(at(TLB, LANE_COUNTS), RCX, 2);
+    let count = at(TLB, LANE_COUNTS).plus(RCX, 2);
     a.alu_mem_imm8(false, Alu::Add, count, 1);
     // test dword [count], …
     a.rm(false, &[0xf7], 0, count);
@@ -402,8 +402,8 @@ fn lane_miss(a: &mut Asm, otherwise: usize) {
     // bts [used], r13
     a.rm(true, &[0x0f, 0xab], S1, at(TLB, LANES_USED));
     a.shift(true, 4, S1, 4);
-    a.store(indexed(at(TLB, lane(0)), S1, 0), RAX);
-    a.store(indexed(at(TLB, lane(0) + 8), S1, 0), RCX);
+    a.store(at(TLB, lane(0)).plus(S1, 0), RAX);
+    a.store(at(TLB, lane(0) + 8).plus(S1, 0), RCX);
     a.shift(false, 5, RAX, 12);
     a.alu_imm(false, Alu::And, RAX, LANES_PAGES as i32 - 1);
     // bts [seen], rax
@@ -486,20 +486,9 @@ fn store_near_words(a: &mut Asm) {
     }
 }
 
-/// `[r + 2 * r]`
-fn thrice(r: Reg) -> Mem {
-    Mem {
-        index: Some((r, 1)),
-        ..at(r, 0)
-    }
-}
-
 /// Word `n` of an inline cache; `thrice` is three times its number.
 fn cached(thrice: Reg, n: i32) -> Mem {
-    Mem {
-        index: Some((thrice, 3)),
-        ..at(TLB, inline_cache(0) + 8 * n)
-    }
+    at(TLB, inline_cache(0) + 8 * n).plus(thrice, 3)
 }
 
 /// Emits everything at the start of the buffer. `refill` and `handle` are the
@@ -591,7 +580,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.load32(RAX, gs(SPILL + 4));
     // bts [used], rax
     a.rm(true, &[0x0f, 0xab], RAX, at(TLB, INLINE_CACHES_USED));
-    a.lea(RAX, thrice(RAX));
+    a.lea(RAX, at(RAX, 0).plus(RAX, 1));
     a.lea(RAX, cached(RAX, 0));
     let absent = select_tag(a);
     a.store(at(RAX, 0), S0);
@@ -609,7 +598,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.call_to(t.fill_inline_cache);
     let absent = a.jcc(cc::NE);
     a.load32(S1, gs(SPILL + 4));
-    a.lea(S1, thrice(S1));
+    a.lea(S1, at(S1, 0).plus(S1, 1));
     a.load(S0, cached(S1, 1));
     a.store(NEAR_PAGE, S0);
     a.jmp_mem(cached(S1, 2));
@@ -626,11 +615,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         a.store(NEAR_PAGE, S0);
         a.load(S0, gs(SPILL));
         a.shift(false, 5, S0, 12);
-        let popped = Mem {
-            index: Some((S0, 0)),
-            ..at(GUEST_RSP, -8)
-        };
-        a.rm(long, &[0x8d], GUEST_RSP, popped); // lea
+        a.rm(long, &[0x8d], GUEST_RSP, at(GUEST_RSP, -8).plus(S0, 0)); // lea
         a.jmp_mem(at(S1, 16));
         let here = a.here();
         a.patch(absent, here);

@@ -58,6 +58,22 @@ impl Machine {
         bytes
     }
 
+    /// Has page faults of the vCPU handled at `handler`, by tables in the pages `gdt` and `idt`.
+    pub(crate) fn handle_page_faults(&self, vcpu: &VcpuFd, [gdt, idt]: [u64; 2], handler: u64) {
+        let entries = [
+            (gdt + 8, 0x00af_9b00_0000_ffff),
+            (gdt + 16, 0x00cf_9300_0000_ffff),
+            (idt + 14 * 16, handler | 8 << 16 | 0x8e << 40),
+        ];
+        for (at, entry) in entries {
+            self.memory.write_obj(entry, GuestAddress(at)).unwrap();
+        }
+        let mut sregs = vcpu.get_sregs().unwrap();
+        (sregs.gdt.base, sregs.gdt.limit) = (gdt, 23);
+        (sregs.idt.base, sregs.idt.limit) = (idt, 15 * 16 - 1);
+        vcpu.set_sregs(&sregs).unwrap();
+    }
+
     /// Maps the large page of a gpa from 3 to 4 GiB as well.
     pub(crate) fn map_large(&self, gpa: u64) {
         let entries = [

@@ -81,17 +81,15 @@ impl Translator {
         let [first, from, second, third] = a.stamp(template);
         self.stubs.push(Stub::FarMiss { from, number });
         let condition = if by_cell {
-            match next {
-                Some(next) => {
-                    a.patch32(second, next);
-                    a.patch32(third, next);
-                }
-                None => a.patch32(second, page - base.unwrap_or(0)),
+            let untagged = next.unwrap_or(page - base.unwrap_or(0));
+            a.patch32(second, untagged);
+            if let Some(next) = next {
+                a.patch32(third, next);
             }
             Condition::Cell {
                 cell: first,
                 tagged: second,
-                untagged: next.unwrap_or(page - base.unwrap_or(0)),
+                untagged,
                 untag: next.is_none().then_some(third),
             }
         } else {
@@ -209,7 +207,7 @@ impl Translator {
 
     /// The gva after the instruction, if it is known.
     fn next(&self, d: &Decoded) -> Option<i32> {
-        self.constant(i64::from(d.offset) + d.i.len() as i64)
+        self.constant(d.end().into())
     }
 
     /// What [`Self::push_return`] has written, for the host's stack.
@@ -235,14 +233,13 @@ impl Translator {
             return self.asm.store_imm(at(S0, disp), next);
         }
         self.asm.load(S1, NEAR_PAGE);
-        self.lea_word(S1, at(S1, d.offset as i32 + d.i.len() as i32));
+        self.lea_word(S1, at(S1, d.end() as i32));
         self.store_word(at(S0, disp), S1);
     }
 
     /// Offset of the instruction after a call, if it is in the same page.
     fn back(d: &Decoded) -> Option<u32> {
-        let back = d.offset + d.i.len() as u32;
-        (back < 0x1000).then_some(back)
+        Some(d.end()).filter(|back| *back < 0x1000)
     }
 
     pub(super) fn call(&mut self, d: &Decoded) -> Emit {
@@ -272,8 +269,7 @@ impl Translator {
                 self.push_for_host(d);
             }
             // Where it returns to, if that has been computed.
-            let base = (d.offset as usize + d.i.len()) as i32;
-            let base = self.next(d).is_none().then_some(base);
+            let base = self.next(d).is_none().then_some(d.end() as i32);
             let number = self.far_begins(d.offset, far, -self.word(), base);
             self.move_stack(-self.word());
             let Some(back) = back else {

@@ -27,12 +27,7 @@ pub(crate) fn tag(write: bool) -> Mem {
 
 /// The host page of that entry.
 pub(crate) fn host_page() -> Mem {
-    Mem {
-        base: Some(TLB),
-        index: Some((S1, SCALE)),
-        disp: PAGES_OFFSET,
-        gs: false,
-    }
+    at(TLB, PAGES_OFFSET).plus(S1, SCALE)
 }
 
 /// The tag of the stack's entry.
@@ -345,16 +340,9 @@ impl Translator {
 
     /// The probe of a group: r14 has the address of its first byte, if that is not known.
     fn probe_group(&mut self, offset: u32, member: Member, probe: Probe) {
-        if member.align.to > 1 && !matches!(probe, Probe::Known { .. }) {
-            let address = if member.align.at == 0 {
-                S0
-            } else {
-                self.asm.lea(S1, at(S0, member.align.at.into()));
-                self.cached = None;
-                S1
-            };
-            self.test_alignment(address, member.align.to.into());
-            let from = self.asm.jcc(cc::NE);
+        if !matches!(probe, Probe::Known { .. })
+            && let Some(from) = self.branch_if_misaligned(member.align)
+        {
             self.link(from, offset, false, true);
         }
         let (from, resume) = self.look_up(member.span, probe);
@@ -370,6 +358,22 @@ impl Translator {
             self.asm.store(kept(slot), S0);
         }
         self.current = Some(member.group);
+    }
+
+    /// The branch to take if the group whose address is in r14 is not aligned as its members have to be, if any has to. May change r13.
+    pub(super) fn branch_if_misaligned(&mut self, align: Align) -> Option<usize> {
+        if align.to == 1 {
+            return None;
+        }
+        let address = if align.at == 0 {
+            S0
+        } else {
+            self.asm.lea(S1, at(S0, align.at.into()));
+            self.cached = None;
+            S1
+        };
+        self.test_alignment(address, align.to.into());
+        Some(self.asm.jcc(cc::NE))
     }
 
     /// The inline part of a probe; returns the branch to take on a miss and

@@ -362,7 +362,7 @@ impl Translator {
         if !ended && let Some(d) = insns.last() {
             match d.kind {
                 Kind::Followed => self.direct(d.offset, target(&d.i)),
-                _ => self.fall_through(d.offset + d.i.len() as u32),
+                _ => self.fall_through(d.end()),
             }
         }
         is_complete

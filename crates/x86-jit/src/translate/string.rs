@@ -223,17 +223,11 @@ fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usi
     }
     a.bytes(&[op.opcode() + u8::from(size != 0)]);
     // LEA: flags are the guest's.
-    let sum = |base: Reg, index: Reg| Mem {
-        base: Some(base),
-        index: Some((index, 0)),
-        disp: 0,
-        gs: false,
-    };
     if rdi {
-        a.lea(RDI, sum(RDI, by_rdi));
+        a.lea(RDI, at(RDI, 0).plus(by_rdi, 0));
     }
     if rsi {
-        a.lea(RSI, sum(RSI, by_rsi));
+        a.lea(RSI, at(RSI, 0).plus(by_rsi, 0));
     }
     a.ret();
     if let Some(from) = none {
@@ -283,13 +277,7 @@ fn distance(
     a.alu_imm(true, Alu::Cmp, S0, 4096 - (1 << size));
     let miss = a.jcc(cc::A);
     if repeated {
-        let end = Mem {
-            base: Some(S0),
-            index: Some((RCX, size as u8)),
-            disp: 0,
-            gs: false,
-        };
-        a.lea(S0, end);
+        a.lea(S0, at(S0, 0).plus(RCX, size as u8));
         a.alu_imm(true, Alu::Cmp, S0, 4096);
         slow.push(a.jcc(cc::A));
     }

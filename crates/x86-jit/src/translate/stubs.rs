@@ -1,6 +1,6 @@
 //! What a block rarely executes: misses, leaving, branches that are not linked yet.
 
-use super::{Entries, Translator, memory::Probe, walk::sum};
+use super::{Entries, Translator, memory::Probe, walk::pay_back};
 use crate::{
     area::*,
     asm::*,
@@ -195,7 +195,7 @@ impl Translator {
                 } => {
                     a.patch(from, here);
                     let site = thunks::branch(offset, 0);
-                    a.mov_imm(S1, u64::from(site) | (cache as u64) << 32);
+                    a.mov_imm(S1, thunks::with_inline_cache(site, cache));
                     a.jmp_to(t.inline_cache);
                 }
                 Stub::Ret { from, site } => {
@@ -215,7 +215,7 @@ impl Translator {
                     cache,
                 } => {
                     a.patch(from, here);
-                    a.mov_imm(S1, u64::from(offset) | (cache as u64) << 32);
+                    a.mov_imm(S1, thunks::with_inline_cache(offset, cache));
                     a.call_to(t.fill_inline_cache);
                     let from = a.jcc(cc::E);
                     a.patch(from, resume);
@@ -243,8 +243,7 @@ impl Translator {
                 }
                 Stub::Walked { from, again, len } => {
                     a.patch(from, here);
-                    a.load(S1, gs(OWED));
-                    a.lea(COUNTER, sum(COUNTER, S1, len));
+                    pay_back(a, len);
                     a.jmp_to(again);
                 }
                 Stub::Link {
@@ -255,8 +254,7 @@ impl Translator {
                 } => {
                     if walks && let Some(site) = self.links.get_mut(number as usize) {
                         a.patch(from, here);
-                        a.load(S1, gs(OWED));
-                        a.lea(COUNTER, sum(COUNTER, S1, 0));
+                        pay_back(a, 0);
                         from = a.jmp();
                         (site.patch, site.is_jump) = (from, false);
                     }

@@ -32,13 +32,7 @@ impl Translator {
             self.asm.rr(true, &[0x63], S1, r); // movsxd
         }
         self.asm.shift(true, 7, S1, shift);
-        let word = Mem {
-            base: Some(S0),
-            index: Some((S1, scale)),
-            disp: 0,
-            gs: false,
-        };
-        self.lea_word(S0, word);
+        self.lea_word(S0, at(S0, 0).plus(S1, scale));
         if d.i.has_lock_prefix() {
             self.bail_if_misaligned(d.offset, if wide { 8 } else { 4 });
         }
@@ -73,15 +67,7 @@ impl Translator {
             a.bytes(&[0x0f, 0x31]);
         }
         a.shift(true, 4, RDX, 32);
-        a.lea(
-            RAX,
-            Mem {
-                base: Some(RAX),
-                index: Some((RDX, 0)),
-                disp: 0,
-                gs: false,
-            },
-        );
+        a.lea(RAX, at(RAX, 0).plus(RDX, 0));
         a.alu(true, Alu::Add, RAX, gs(TSC_OFFSET));
         a.mov(RDX, RAX);
         a.shift(true, 5, RDX, 32);

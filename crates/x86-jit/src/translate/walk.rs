@@ -44,14 +44,10 @@ pub(super) struct Walking {
     groups: [Option<u16>; MAX_GROUPS],
 }
 
-/// `[base + index + disp]`
-pub(super) const fn sum(base: Reg, index: Reg, disp: i32) -> Mem {
-    Mem {
-        base: Some(base),
-        index: Some((index, 0)),
-        disp,
-        gs: false,
-    }
+/// The countdown is what it would be without the walk, plus so much. Changes r13, and no flags.
+pub(super) fn pay_back(a: &mut Asm, plus: i32) {
+    a.load(S1, gs(OWED));
+    a.lea(COUNTER, at(COUNTER, plus).plus(S1, 0));
 }
 
 /// `imul r13d, r13d, by`
@@ -154,19 +150,14 @@ impl Translator {
     /// Probes for a group as it is in the next turn; its first host address is in r14 then.
     fn probe_walk(&mut self, slot: usize, m: &Member, walk: Walk, again: usize) {
         let base = host_reg(walk.register).unwrap_or(S1);
-        let a = &mut self.asm;
         if base == S1 {
-            a.load(S1, home(walk.register));
+            self.asm.load(S1, home(walk.register));
         }
-        a.lea(S0, at(base, walk.from));
-        if m.align.to > 1 {
-            // test r13d, …
-            a.lea(S1, at(S0, m.align.at.into()));
-            a.rr(false, &[0xf7], 0, S1);
-            a.imm32(i32::from(m.align.to) - 1);
-            let from = a.jcc(cc::NE);
-            a.patch(from, again);
+        self.asm.lea(S0, at(base, walk.from));
+        if let Some(from) = self.branch_if_misaligned(m.align) {
+            self.asm.patch(from, again);
         }
+        let a = &mut self.asm;
         let [limit, from] = Probe::from(m.write).emit(a);
         a.patch32(limit, 4096 - m.span as i32);
         a.patch(from, again);
@@ -200,7 +191,7 @@ impl Translator {
     /// Makes r14 the address of the group's first byte, which is at `base + disp` in the guest.
     pub(super) fn walk_to(&mut self, (slot, m): (usize, Member), base: Reg, disp: i32) {
         self.asm.load(S0, delta(slot));
-        self.asm.lea(S0, sum(S0, base, disp));
+        self.asm.lea(S0, at(S0, disp).plus(base, 0));
         if let Some(slot) = m.slot {
             self.asm.store(kept(slot), S0);
         }
