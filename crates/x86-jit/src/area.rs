@@ -16,7 +16,7 @@
 
 use core::mem::offset_of;
 
-use x86_cpu::{CpuState, Msrs};
+use x86_cpu::{CpuState, EngineArea, Msrs};
 use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
@@ -108,11 +108,16 @@ pub(crate) const FAR_LEFT: usize = word(1);
 pub(crate) const HOST_RSP: usize = word(2);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
-/// Of [`crate::translate::walk`]: what the countdown is less than it was, turns that are left, and what is between the host's
-/// addresses and the guest's of up to four groups.
+/// Of [`crate::translate::walk`]: what the countdown is less than it was, turns that are left, and the anchors of up to six groups.
 pub(crate) const OWED: usize = word(99);
 pub(crate) const TURNS: usize = word(100);
-pub(crate) const DELTAS: usize = word(101);
+pub(crate) const ANCHORS: usize = word(101);
+/// What the countdown has been less than zero when the walk began, and how often each loop goes back before it walks, in 32 bits:
+/// there are fewer of them than loops.
+pub(crate) const BEGAN: usize = word(107);
+pub(crate) const RELUCTANCES: usize = word(108);
+pub(crate) const RELUCTANCES_LEN: usize = 32;
+const _: () = assert!(EngineArea::WORDS >= 108 + RELUCTANCES_LEN / 2);
 /// Their upper halves are among what is there.
 pub(crate) const UPPERS_IN_USE: usize = word(98);
 

@@ -15,7 +15,7 @@ pub(crate) const RSI: Reg = 6;
 pub(crate) const RDI: Reg = 7;
 
 /// A memory operand of the host.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mem {
     pub(crate) base: Option<Reg>,
     pub(crate) index: Option<(Reg, u8)>,
@@ -75,6 +75,7 @@ pub(crate) mod cc {
     pub(crate) const BE: u8 = 6;
     pub(crate) const A: u8 = 7;
     pub(crate) const S: u8 = 8;
+    pub(crate) const NS: u8 = 9;
     pub(crate) const P: u8 = 10;
     pub(crate) const L: u8 = 12;
 }

@@ -46,17 +46,38 @@ pub(crate) struct Member {
     pub(crate) slot: Option<u8>,
     /// Where the group is, if that is known from what the block begins with.
     pub(crate) walk: Option<Walk>,
+    /// Where the access is from the group's anchor (see [`Walk`]) plus what the operand has of the register that moves.
+    pub(crate) from_anchor: i32,
 }
 
-/// Where a group is, relative to a register that the block changes by a constant.
+/// Where a group is, relative to registers, one of which the block may change by a constant: at its anchor, which stays, plus
+/// that register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Walk {
-    /// The register's number.
-    pub(crate) register: u8,
-    /// What has to be added to what it is when the block begins.
+    pub(crate) base: Base,
+    /// The index's number, and log2 of its scale.
+    pub(crate) index: Option<(u8, u8)>,
+    /// What has to be added to what they are when the block begins.
     pub(crate) from: i32,
-    /// What the block adds to the register.
+    /// What the block adds to the address.
     pub(crate) stride: i32,
+    pub(crate) moves: Moves,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Base {
+    None,
+    Register(u8),
+    /// The page that is executed.
+    Page,
+}
+
+/// What the block changes of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moves {
+    Nothing,
+    Base,
+    Index,
 }
 
 /// Offsets that are aligned: `at` plus multiples of `to`, a power of two.
@@ -135,6 +156,15 @@ struct Group {
     slot: Option<u8>,
 }
 
+/// Where an access is.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    group: usize,
+    offset: i64,
+    /// What of it is in the base register, and in the index.
+    moved: [i64; 2],
+}
+
 /// Forms groups.
 pub(crate) struct Groups {
     /// Of the registers in `known`.
@@ -146,8 +176,8 @@ pub(crate) struct Groups {
     first: [u32; 16],
     later: u16,
     groups: Vec<Group>,
-    /// Group and offset of each instruction's access.
-    places: Vec<Option<(usize, i64)>>,
+    /// Of each instruction's access.
+    places: Vec<Option<Place>>,
     open: Vec<usize>,
     /// 64-bit code.
     long: bool,
@@ -201,7 +231,7 @@ impl Groups {
             let place = self.place(n, d);
             self.places.push(place);
             match place {
-                Some((g, _)) => {
+                Some(Place { group: g, .. }) => {
                     let group = &mut self.groups[g];
                     group.kept |= group.first != n && in_register != Some(g);
                     in_register = Some(g);
@@ -217,13 +247,22 @@ impl Groups {
             g.slot = Some(slot as u8);
         }
         for (n, d) in insns.iter_mut().enumerate() {
-            let Some((g, offset)) = self.places[n] else {
+            let Some(place) = self.places[n] else {
                 continue;
             };
+            let (g, offset) = (place.group, place.offset);
             let group = &self.groups[g];
             if group.members < 2 || group.kept && group.slot.is_none() {
                 continue;
             }
+            let walk = self.walk(group);
+            let from_anchor = walk.map(|w| match w.moves {
+                Moves::Nothing => offset,
+                Moves::Base => offset - place.moved[0],
+                Moves::Index => offset - place.moved[1],
+            });
+            // Where one of its accesses is too far from the anchor, it does not walk; nor do others.
+            let from_anchor = from_anchor.and_then(|n| i32::try_from(n).ok());
             d.member = Some(Member {
                 group: g as u16,
                 first: group.first == n,
@@ -234,18 +273,19 @@ impl Groups {
                 span: (group.max - group.min) as u32,
                 offset: (offset - group.min) as i32,
                 slot: group.slot,
-                walk: self.walk(group),
+                walk: from_anchor.and(walk),
+                from_anchor: from_anchor.unwrap_or(0),
             });
         }
     }
 
     /// The group of an instruction's access.
-    fn place(&mut self, n: usize, d: &Decoded) -> Option<(usize, i64)> {
+    fn place(&mut self, n: usize, d: &Decoded) -> Option<Place> {
         let size = i64::from(d.access);
         if size == 0 {
             return None;
         }
-        let (key, offset) = self.address(d)?;
+        let (key, offset, moved) = self.address(d)?;
         let end = offset.checked_add(size)?;
         let write = writes(d);
         let align = Align::of(d, offset);
@@ -281,23 +321,54 @@ impl Groups {
         group.max = group.max.max(end);
         group.writes |= write;
         group.members += 1;
-        Some((g, offset))
+        Some(Place {
+            group: g,
+            offset,
+            moved,
+        })
     }
 
     /// Of a group, once all instructions have been looked at.
     fn walk(&self, group: &Group) -> Option<Walk> {
         let key = group.key;
-        if key.base == NONE || key.index != NONE || key.segment != Register::None {
+        if key.segment != Register::None {
             return None;
         }
-        let n = self.first.iter().position(|id| *id == key.base)?;
-        let last = self.values[n];
-        let is_known = self.known >> n & 1 != 0 && last.id == key.base;
+        let (base, by) = match key.base {
+            NONE => (Base::None, 0),
+            PAGE => (Base::Page, 0),
+            id => {
+                let (n, by) = self.stride(id)?;
+                (Base::Register(n), by)
+            }
+        };
+        let (mut index, mut index_by) = (None, 0);
+        if key.index != NONE {
+            let (n, by) = self.stride(key.index)?;
+            index = Some((n, key.scale.trailing_zeros() as u8));
+            index_by = by.checked_mul(key.scale.into())?;
+        }
+        let moves = match (by, index_by) {
+            (0, 0) => Moves::Nothing,
+            (_, 0) => Moves::Base,
+            (0, _) => Moves::Index,
+            _ => return None,
+        };
         Some(Walk {
-            register: n as u8,
+            base,
+            index,
             from: i32::try_from(group.min).ok()?,
-            stride: i32::try_from(last.plus).ok().filter(|_| is_known)?,
+            stride: i32::try_from(by + index_by).ok()?,
+            moves,
         })
+    }
+
+    /// The register that has the value when the block begins, and what the block adds to it.
+    fn stride(&self, id: u32) -> Option<(u8, i64)> {
+        let n = self.first.iter().position(|first| *first == id)?;
+        let last = self.values[n];
+        let is_known = self.known >> n & 1 != 0 && last.id == id;
+        is_known.then_some((n as u8, last.plus))
     }
 
     fn value(&mut self, r: Register) -> Value {
@@ -320,7 +391,8 @@ impl Groups {
         self.values[n] = v;
     }
 
-    fn address(&mut self, d: &Decoded) -> Option<(Key, i64)> {
+    /// What the address is made of, the rest of it, and what of that is in the base register and in the index.
+    fn address(&mut self, d: &Decoded) -> Option<(Key, i64, [i64; 2])> {
         let i = &d.i;
         let stack = |plus: i64| (Register::RSP, plus);
         let (base, plus) = match d.kind {
@@ -336,10 +408,10 @@ impl Groups {
             scale: 0,
             segment: Register::None,
         };
-        Some((key, base.plus.checked_add(plus)?))
+        Some((key, base.plus.checked_add(plus)?, [base.plus, 0]))
     }
 
-    fn operand(&mut self, i: &Instruction) -> Option<(Key, i64)> {
+    fn operand(&mut self, i: &Instruction) -> Option<(Key, i64, [i64; 2])> {
         let (base, index) = (i.memory_base(), i.memory_index());
         let disp = self.displacement(i)?;
         let segment = match i.memory_segment() {
@@ -373,7 +445,7 @@ impl Groups {
         let plus = index.plus.checked_mul(i64::from(scale))?;
         let offset = disp.checked_add(base.plus)?.checked_add(plus)?;
         // Far from overflow, whatever is added to it.
-        (offset.abs() < 1 << 40).then_some((key, offset))
+        (offset.abs() < 1 << 40).then_some((key, offset, [base.plus, plus]))
     }
 
     /// What the instruction does to registers.

@@ -73,17 +73,22 @@ pub(crate) struct Thunks {
     pub(crate) miss: usize,
     /// The same for a group of accesses. If it returns "below" each has to be made for itself.
     pub(crate) miss_group: usize,
+    /// The same for a group whose first access is none that may be refilled.
+    pub(crate) split: usize,
     /// The interpreter makes the access, with the flags and r13d as they come from a miss. (A call that is
     /// not returned from would have the processor predict all the next returns wrongly.)
     pub(crate) refused: usize,
-    /// The same two when the stack's entry is another page's.
+    /// The same three when the stack's entry is another page's.
     pub(crate) stack: usize,
     pub(crate) stack_group: usize,
-    /// The same two when a lane has another page, and for a group whose first access is none that may be
-    /// refilled.
+    pub(crate) stack_split: usize,
+    /// The same three when a lane has another page.
     pub(crate) lane: usize,
     pub(crate) lane_group: usize,
     pub(crate) lane_split: usize,
+    /// Called where a walk begins, for reads and for writes, upwards and downwards: how far the bytes at the gva in r14 are behind
+    /// each other.
+    pub(crate) window: [[usize; 2]; 2],
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
     /// Called for string instructions.
@@ -238,6 +243,130 @@ fn compare_end(a: &mut Asm) {
     a.alu_imm(false, Alu::And, RCX, 0xfff);
     a.alu_rr(false, Alu::Add, RAX, RCX);
     a.alu_imm(false, Alu::Cmp, RAX, 4096);
+}
+
+/// Branches if the entry of the page in rax, which `index` selects, is another page's, or does not allow the access of a [`site`].
+fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
+    let [read, write] = [false, true].map(|write| Mem {
+        index: Some((index, 3)),
+        ..tag(write)
+    });
+    let is_write = branch_if_write(a);
+    a.alu(true, Alu::Cmp, RAX, read);
+    let no_read = a.jcc(cc::NE);
+    let is_read = a.jmp();
+    let here = a.here();
+    a.patch(is_write, here);
+    a.alu(true, Alu::Cmp, RAX, write);
+    let no_write = a.jcc(cc::NE);
+    let here = a.here();
+    a.patch(is_read, here);
+    [no_read, no_write]
+}
+
+/// Bytes that straddle two pages that the tables have, which are neighbours in the host's memory, too, are accessed as they are:
+/// their address, and "above" in the flags. Goes on behind it with all others.
+fn neighbours(a: &mut Asm) {
+    push(a, RAX);
+    push(a, RCX);
+    compare_end(a);
+    let is_inside = a.jcc(cc::BE);
+    push(a, RDX);
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    select_entry(a, RCX, RAX);
+    let first = branch_if_absent(a, RCX);
+    a.load(RCX, selected(host_page()));
+    a.lea(RCX, at(RCX, 4096));
+    // Where addresses of 32 bits end, and those of 64 bits, is the interpreter's.
+    a.alu_imm(true, Alu::Add, RAX, 4096);
+    a.mov32(RDX, RAX);
+    a.rr(false, &[0x85], RDX, RDX); // test
+    let wraps = a.jcc(cc::E);
+    select_entry(a, RDX, RAX);
+    let second = branch_if_absent(a, RDX);
+    let page = Mem {
+        index: Some((RDX, 3)),
+        ..host_page()
+    };
+    a.alu(true, Alu::Cmp, RCX, page);
+    let is_apart = a.jcc(cc::NE);
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.lea(S0, at(S0, -4096).plus(RCX, 0));
+    pop(a, RDX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
+    a.ret();
+    let here = a.here();
+    for from in [wraps, is_apart].into_iter().chain(first).chain(second) {
+        a.patch(from, here);
+    }
+    pop(a, RDX);
+    let here = a.here();
+    a.patch(is_inside, here);
+    pop(a, RCX);
+    pop(a, RAX);
+}
+
+/// Pages that a walk looks ahead.
+const AHEAD: u64 = 16;
+
+/// From the gva in r14 to its host address, and in r13 how many bytes from there on, or before it (`down`), are behind each other
+/// in the host's memory, too, and may be accessed: 0, and "equal", if there are none.
+fn window(a: &mut Asm, write: bool, down: bool) {
+    [RAX, RCX, RDX].into_iter().for_each(|r| push(a, r));
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    select_entry(a, RCX, RAX);
+    a.alu_rr(true, Alu::Sub, S0, RAX);
+    a.alu_rr(false, Alu::Xor, S1, S1);
+    a.alu(true, Alu::Cmp, RAX, selected(tag(write)));
+    let is_absent = a.jcc(cc::NE);
+    a.load(RDX, selected(host_page()));
+    a.alu_rr(true, Alu::Add, S0, RDX);
+    a.mov_imm(S1, AHEAD);
+    let again = a.here();
+    if !down {
+        a.alu_imm(true, Alu::Add, RDX, 4096);
+    }
+    a.alu_imm(false, Alu::Sub, S1, 1);
+    let is_enough = a.jcc(cc::E);
+    // There is no way from one end of addresses to the other.
+    let ends = if down {
+        a.alu_imm(true, Alu::Sub, RAX, 4096);
+        a.jcc(cc::B)
+    } else {
+        a.alu_imm(true, Alu::Add, RAX, 4096);
+        a.jcc(cc::E)
+    };
+    select_entry(a, RCX, RAX);
+    a.alu(true, Alu::Cmp, RAX, selected(tag(write)));
+    let is_last = a.jcc(cc::NE);
+    if down {
+        a.alu_imm(true, Alu::Sub, RDX, 4096);
+    }
+    a.alu(true, Alu::Cmp, RDX, selected(host_page()));
+    let from = a.jcc(cc::E);
+    a.patch(from, again);
+    if down {
+        a.alu_imm(true, Alu::Add, RDX, 4096);
+    }
+    let here = a.here();
+    [is_enough, ends, is_last]
+        .into_iter()
+        .for_each(|from| a.patch(from, here));
+    let (from, to) = if down { (S0, RDX) } else { (RDX, S0) };
+    a.mov(S1, from);
+    a.alu_rr(true, Alu::Sub, S1, to);
+    if down {
+        a.lea(S1, at(S1, 1));
+    }
+    let here = a.here();
+    a.patch(is_absent, here);
+    [RDX, RCX, RAX].into_iter().for_each(|r| pop(a, r));
+    a.rr(true, &[0x85], S1, S1); // test
+    a.ret();
 }
 
 /// An operand that is only read, and straddles two pages that the tables have, is read from a copy: its address,
@@ -712,6 +841,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     }
 
     t.miss = a.here();
+    neighbours(a);
     straddling_read(a);
     let known = known_device(a, RAISES);
     let called = a.here();
@@ -721,7 +851,8 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.ret();
     t.miss_group = a.here();
     let first_known = known_device(a, FIRST);
-    // A group that straddles two pages needs no call.
+    // Any other group that straddles two pages needs no call.
+    neighbours(a);
     push(a, RAX);
     push(a, RCX);
     compare_end(a);
@@ -732,6 +863,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let fails = a.here();
     a.alu_rr(false, Alu::Xor, S0, S0);
     a.jmp_to(answered);
+    t.split = a.here();
+    neighbours(a);
+    a.jmp_to(fails);
     let here = a.here();
     a.patch(known, here);
     a.patch(first_known, here);
@@ -751,13 +885,21 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     stack_miss(a, t.miss);
     t.stack_group = a.here();
     stack_miss(a, t.miss_group);
+    t.stack_split = a.here();
+    stack_miss(a, t.split);
     for (thunk, otherwise) in [
         (&mut t.lane, t.miss),
         (&mut t.lane_group, t.miss_group),
-        (&mut t.lane_split, fails),
+        (&mut t.lane_split, t.split),
     ] {
         *thunk = a.here();
         lane_miss(a, otherwise);
+    }
+    for (write, thunks) in [false, true].into_iter().zip(&mut t.window) {
+        for (down, thunk) in [false, true].into_iter().zip(thunks) {
+            *thunk = a.here();
+            window(a, write, down);
+        }
     }
 
     t.load_fp = a.here();

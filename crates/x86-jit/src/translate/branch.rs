@@ -44,6 +44,7 @@ impl Translator {
             site.comes_from(offset);
         } else {
             self.flags_in_memory();
+            self.give_registers_back();
             self.far(offset, t as i32);
         }
     }
@@ -54,6 +55,7 @@ impl Translator {
             self.direct(offset - 1, offset.into());
         } else {
             self.flags_in_memory();
+            self.give_registers_back();
             self.far(offset - 1, offset as i32);
         }
     }
@@ -148,7 +150,6 @@ impl Translator {
             from,
             number: number as u32,
             live,
-            walks: self.walking.is_some(),
         });
         &mut self.links[number]
     }

@@ -27,14 +27,17 @@ impl Translator {
         }
         let i = &d.i;
         let memory = d.memory;
-        let mut disp = None;
+        let mut operand = None;
         if let Some(write) = memory {
             let size = u32::from(form.size);
             if size == 0 || size > 32 {
                 return Err(Unsupported);
             }
             let aligned = aligned || form.is_locked(i) && size > 1;
-            disp = Some(self.operand(d, size, write, aligned)?);
+            operand = Some(match self.anchored(d) {
+                Some(place) => place,
+                None => at(S0, self.operand(d, size, write, aligned)?),
+            });
         }
         self.flags_before(d, form);
         let mut map = HOST;
@@ -83,18 +86,21 @@ impl Translator {
             used += 1;
             map[usize::from(number)] = host;
         }
-        if let Some(disp) = disp.filter(|_| d.high) {
-            self.copy_with_high_byte(i, disp)?;
+        if let Some(m) = operand.filter(|_| d.high) {
+            self.copy_with_high_byte(i, m)?;
             self.flags_after(d, form);
             return Ok(());
         }
-        let rm = disp.map_or(Rm::Register, Rm::Host);
+        let rm = operand.map_or(Rm::Register, |m| match m.index {
+            None if m.base == Some(S0) => Rm::Host(m.disp),
+            _ => Rm::At(m),
+        });
         match shape.and_then(|s| recode((&d.raw, i.len()), s, &map, rm, d.high)) {
             Some(made) => {
                 let len = made.write(self.asm.window());
                 self.asm.advance(len);
             }
-            None => self.encode(&rewritten(i, &map, disp))?,
+            None => self.encode(&rewritten(i, &map, operand))?,
         }
         for (number, host, write) in &temps[..used] {
             if *write {
@@ -115,8 +121,8 @@ impl Translator {
     }
 
     /// An instruction on `[r14 + disp]` and AH, CH, DH or BH, which no instruction can name that names r14.
-    fn copy_with_high_byte(&mut self, i: &Instruction, disp: i32) -> Emit {
-        let mut out = rewritten(i, &HOST, Some(disp));
+    fn copy_with_high_byte(&mut self, i: &Instruction, operand: Mem) -> Emit {
+        let mut out = rewritten(i, &HOST, Some(operand));
         out.set_memory_base(Register::RBP);
         // xchg r14, rbp
         self.asm.bytes(&[0x49, 0x87, 0xee]);
@@ -180,6 +186,7 @@ impl Translator {
         // No instruction uses these implicitly.
         let free = (8..TLB).rev().find(|r| {
             !spilled.contains(&Some(*r))
+                && !self.is_borrowed(*r)
                 && (0..i.op_count()).all(|n| {
                     i.op_kind(n) != OpKind::Register
                         || !i.op_register(n).is_gpr()
@@ -223,10 +230,10 @@ pub(super) const HOST: recode::Map = {
 };
 
 /// What [`recode()`] makes, for the encoder.
-pub(super) fn rewritten(i: &Instruction, map: &recode::Map, disp: Option<i32>) -> Instruction {
+pub(super) fn rewritten(i: &Instruction, map: &recode::Map, operand: Option<Mem>) -> Instruction {
     let mut out = *i;
-    if let Some(disp) = disp {
-        operand_at_r14(&mut out, disp);
+    if let Some(m) = operand {
+        set_operand(&mut out, m);
     }
     drop_hints(&mut out);
     for n in 0..out.op_count() {
@@ -240,13 +247,14 @@ pub(super) fn rewritten(i: &Instruction, map: &recode::Map, disp: Option<i32>) -
     out
 }
 
-/// Makes the memory operand `[r14 + disp]`.
-pub(super) fn operand_at_r14(out: &mut Instruction, disp: i32) {
-    out.set_memory_base(Register::R14);
-    out.set_memory_index(Register::None);
-    out.set_memory_index_scale(1);
-    out.set_memory_displacement64(i64::from(disp) as u64);
-    out.set_memory_displ_size(u32::from(disp != 0));
+/// Makes that the memory operand.
+pub(super) fn set_operand(out: &mut Instruction, m: Mem) {
+    let name = |r: Option<Reg>| r.map_or(Register::None, |r| register(r, 8));
+    out.set_memory_base(name(m.base));
+    out.set_memory_index(name(m.index.map(|(r, _)| r)));
+    out.set_memory_index_scale(1 << m.index.map_or(0, |(_, scale)| scale));
+    out.set_memory_displacement64(i64::from(m.disp) as u64);
+    out.set_memory_displ_size(u32::from(m.disp != 0));
 }
 
 /// Prefixes without effect on the guest may have one on the host: F3 makes

@@ -464,14 +464,11 @@ impl Translator {
         if let Some(m) = d.member.filter(|m| !m.first) {
             return Ok(self.follow(m));
         }
-        if let Some(walked) = self.walked(d) {
-            let offset = walked.1.offset;
-            let (m, _) = self.effective(&d.i, offset, false)?;
-            self.walk_to(walked, m.base.ok_or(Unsupported)?, m.disp);
-            return Ok(offset);
+        let disp = d.member.map_or(0, |m| m.offset);
+        if self.walk_to(d) {
+            return Ok(disp);
         }
         self.spill_flags(d);
-        let disp = d.member.map_or(0, |m| m.offset);
         let alone = Align {
             to: if aligned { size as u8 } else { 1 },
             at: 0,
@@ -516,8 +513,7 @@ impl Translator {
             return self.follow(m);
         }
         let offset = d.member.map_or(0, |m| m.offset);
-        if let Some(walked) = self.walked(d) {
-            self.walk_to(walked, r, disp - offset);
+        if self.walk_to(d) {
             return offset;
         }
         self.spill_flags(d);

@@ -123,6 +123,7 @@ pub(crate) struct Translator {
     /// The next lanes for reads, and for writes.
     next_lane: [u16; 2],
     next_inline_cache: usize,
+    next_walk: usize,
     /// What is still to be added to RSP.
     rsp_moves: i32,
     /// Number of the instruction in its block.
@@ -174,6 +175,7 @@ impl Translator {
             hot: None,
             next_lane: [0, 1],
             next_inline_cache: 0,
+            next_walk: 0,
             rsp_moves: 0,
             position: 0,
             walking: None,
@@ -200,7 +202,7 @@ impl Translator {
             self.poll(block.len.into(), offset);
         }
         self.asm.jmp_to(entries.saved as usize);
-        self.emit_stubs(|_, _| None);
+        self.emit_stubs(None, |_, _| None);
     }
 
     /// Counts down, for a block of so many instructions.
@@ -295,14 +297,17 @@ impl Translator {
             inner: inner as u32,
         };
         let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, how.is_split);
-        let again = walk.unwrap_or(again);
+        let (again, walking) = match walk {
+            Some((start, walking, stubs)) => (start, Some((walking, stubs))),
+            None => (again, None),
+        };
         let again = Entries {
             polled: if polls { again as u32 } else { 0 },
             saved: again as u32,
             inner: if inner == saved { again } else { inner } as u32,
             ..entries
         };
-        self.emit_stubs(|at, split| match known(at, split) {
+        self.emit_stubs(walking.as_ref(), |at, split| match known(at, split) {
             _ if is_itself(at, split) => Some(again),
             entries => entries,
         });
@@ -350,6 +355,7 @@ impl Translator {
                     self.fars.truncate(fars);
                     self.flags = flags;
                     self.settle_stack();
+                    self.give_registers_back();
                     self.interpret(d.offset);
                     (ended, is_complete) = (true, false);
                 }

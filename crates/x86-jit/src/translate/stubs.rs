@@ -1,6 +1,8 @@
 //! What a block rarely executes: misses, leaving, branches that are not linked yet.
 
-use super::{Entries, Translator, memory::Probe, walk::pay_back};
+use core::ops::Range;
+
+use super::{Entries, Translator, memory::Probe, walk::Walking};
 use crate::{
     area::*,
     asm::*,
@@ -79,14 +81,11 @@ pub(super) enum Stub {
         from: usize,
         number: u32,
         live: bool,
-        /// What the countdown is less for the walk is to be added.
-        walks: bool,
     },
     /// A walk is over.
     Walked {
         from: usize,
         again: usize,
-        len: i32,
     },
     /// A branch to another page is not where it was before.
     FarMiss {
@@ -104,13 +103,22 @@ pub(super) enum Stub {
 }
 
 impl Translator {
-    pub(super) fn emit_stubs(&mut self, known: impl Fn(u32, bool) -> Option<Entries>) {
+    /// `walking`: fast turns, and the stubs that they come to.
+    pub(super) fn emit_stubs(
+        &mut self,
+        walking: Option<&(Walking, Range<usize>)>,
+        known: impl Fn(u32, bool) -> Option<Entries>,
+    ) {
         let mut next = 0;
         // A far stub adds bails of its own.
         while let Some(stub) = self.stubs.get(next).copied() {
+            let walking = walking.filter(|w| w.1.contains(&next)).map(|w| &w.0);
             next += 1;
-            let here = self.asm.here();
             let a = &mut self.asm;
+            let here = a.here();
+            if let Some(w) = walking {
+                w.give_registers_back(a);
+            }
             let t = self.thunks;
             match stub {
                 Stub::Refill {
@@ -136,6 +144,9 @@ impl Translator {
                     if let Some(n) = cached {
                         a.load(S1, home(n));
                     }
+                    if let Some(w) = walking {
+                        w.borrow_registers(a);
+                    }
                     a.jmp_to(resume);
                 }
                 Stub::RefillGroup {
@@ -150,16 +161,19 @@ impl Translator {
                     let first = if member.offset == 0 { FIRST } else { 0 };
                     let site = site(offset, member.span, member.write) | first;
                     let is_lane = matches!(probe, Probe::Lane(_));
-                    if member.refill || is_lane {
+                    // Another page in its place is refilled by the accesses themselves.
+                    if member.refill || is_lane || self.hot.is_some() {
                         let call = self.miss(probe, site);
                         let a = &mut self.asm;
                         a.patch(
                             call,
                             match probe {
-                                Probe::Stack => t.stack_group,
+                                Probe::Stack if member.refill => t.stack_group,
+                                Probe::Stack => t.stack_split,
                                 Probe::Lane(_) if member.refill => t.lane_group,
                                 Probe::Lane(_) => t.lane_split,
-                                _ => t.miss_group,
+                                _ if member.refill => t.miss_group,
+                                _ => t.split,
                             },
                         );
                         let refused = a.jcc(cc::E);
@@ -167,8 +181,16 @@ impl Translator {
                         if let Some(n) = cached {
                             a.load(S1, home(n));
                         }
-                        let from = a.jcc(cc::A);
-                        a.patch(from, resume);
+                        if let Some(w) = walking {
+                            let from = a.jcc(cc::BE);
+                            w.borrow_registers(a);
+                            a.jmp_to(resume);
+                            let here = a.here();
+                            a.patch(from, here);
+                        } else {
+                            let from = a.jcc(cc::A);
+                            a.patch(from, resume);
+                        }
                     }
                     if let Some(entries) = known(offset, true) {
                         self.asm.jmp_to(entries.saved as usize);
@@ -241,20 +263,23 @@ impl Translator {
                     a.call_to(t.load_fp);
                     a.jmp_to(resume);
                 }
-                Stub::Walked { from, again, len } => {
+                Stub::Walked { from, again } => {
                     a.patch(from, here);
-                    pay_back(a, len);
+                    if let Some(w) = walking {
+                        w.ends(a);
+                    }
                     a.jmp_to(again);
                 }
                 Stub::Link {
                     mut from,
                     number,
                     live,
-                    walks,
                 } => {
-                    if walks && let Some(site) = self.links.get_mut(number as usize) {
+                    if let Some(w) = walking
+                        && let Some(site) = self.links.get_mut(number as usize)
+                    {
                         a.patch(from, here);
-                        pay_back(a, 0);
+                        w.is_left(a);
                         from = a.jmp();
                         (site.patch, site.is_jump) = (from, false);
                     }

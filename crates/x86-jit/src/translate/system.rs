@@ -5,7 +5,7 @@ use x86_defs::rflags;
 
 use super::{
     Emit, Flags, Stub, Translator,
-    copy::{drop_hints, operand_at_r14, register},
+    copy::{drop_hints, register, set_operand},
 };
 use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
 
@@ -51,7 +51,7 @@ impl Translator {
         }
         self.flags = Flags::Register;
         let mut out = d.i;
-        operand_at_r14(&mut out, 0);
+        set_operand(&mut out, at(S0, 0));
         drop_hints(&mut out);
         out.set_op1_register(register(S1, source.size()));
         self.encode(&out)

@@ -3,61 +3,85 @@
 //! ```text
 //! again:  …                            a turn, or several, with probes
 //!         jcc walk
-//! walk:   for each group that is at a constant distance from a register that a turn adds a constant to:
-//!             probe as for the next turn, DELTA = host address - guest's; not in the TLB: jmp again
-//!         turns = those that the least number of them stays in its page for; few: jmp again
+//! walk:   if the last one was short, for some times: jmp again
+//!         for each group that is at a constant distance from registers of which a turn changes one at most, by a constant:
+//!             look for it as for the next turn, ANCHOR = host address - that register; not in the TLB: jmp again
+//!         turns = those that the least number of them stays in its page for, and in those after it if they are its neighbours
+//!             in the host's memory, too; few: jmp again
 //!         r12 = turns * n, OWED = what that is less than before
-//! fast:   sub r12, n; jl walked        groups: at DELTA + address
+//!         registers that the loop does not use = anchors
+//! fast:   sub r12, n; jl walked        groups: at anchor + register
 //!         …
 //!         jcc fast
-//! walked: r12 += OWED + n; jmp again
+//! walked: those registers as before; r12 += OWED + n; jmp again
 //! ```
 //!
-//! Translations that a turn uses stay in the TLB until the next poll, as they do within a block. Who leaves the fast turns
-//! by a link adds OWED to the countdown; who leaves them by other ways comes to a poll earlier than need be.
+//! Translations that a turn uses stay in the TLB until the next poll, as they do within a block. Whatever leaves the fast turns
+//! gives the registers back first. Who leaves them by a link adds OWED to the countdown; who leaves them by other ways comes to a
+//! poll earlier than need be.
 
-use super::{Translator, flags::Flags, memory::Probe, stubs::Stub};
+use core::ops::Range;
+
+use iced_x86::{InstructionInfoFactory, Register};
+
+use super::{Translator, flags::Flags, stubs::Stub};
 use crate::{
     area::*,
     asm::*,
     decoded::Decoded,
-    groups::{Member, Walk},
+    groups::{Base, Member, Moves, Walk},
     kind::{Forms, Kind},
     translate::branch::target,
 };
 
 /// Groups at most.
-const MAX_GROUPS: usize = 4;
+const MAX_GROUPS: usize = 6;
 /// Bytes that a turn goes on at most: fewer than eight turns of a page are not worth it.
 const MAX_STRIDE: u32 = 512;
 /// Turns without probes that it is worth it for.
 const LEAST: i32 = 4;
+/// Turns that have been worth it: for each instruction less, the loop goes back once before it tries again.
+const WORTH: i32 = 6;
+/// How often it goes back before that when it could not.
+const FAILED: i32 = 2;
+/// Instructions of fast turns at most, between two polls.
+const MOST: u64 = 8000;
+/// Guest registers whose host registers may have anchors: not that of RAX, by which flags are saved, nor of R12, which is left for
+/// instructions that need more registers to work with.
+const TO_BORROW: [u8; 8] = [3, 5, 6, 7, 2, 1, 8, 9];
+
+/// A group whose place is known for some turns.
+#[derive(Clone, Copy, Debug)]
+struct Anchor {
+    group: u16,
+    walk: Walk,
+    /// The guest's register whose host register has the anchor.
+    borrowed: Option<u8>,
+}
 
 /// The fast turns.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Walking {
     /// Where they begin, and at which offset of the page.
     start: usize,
     offset: i64,
     /// Number of the last instruction, which is the branch back.
     last: usize,
-    groups: [Option<u16>; MAX_GROUPS],
+    /// Instructions of a turn.
+    len: i32,
+    /// How often the loop is to go back before it walks again.
+    reluctance: Mem,
+    anchors: Vec<Anchor>,
 }
 
-/// The countdown is what it would be without the walk, plus so much. Changes r13, and no flags.
-pub(super) fn pay_back(a: &mut Asm, plus: i32) {
-    a.load(S1, gs(OWED));
-    a.lea(COUNTER, at(COUNTER, plus).plus(S1, 0));
-}
-
-/// `imul r13d, r13d, by`
+/// `imul r13, r13, by`
 fn imul(a: &mut Asm, by: i32) {
-    a.rr(false, &[0x69], S1, S1);
+    a.rr(true, &[0x69], S1, S1);
     a.imm32(by);
 }
 
-const fn delta(slot: usize) -> Mem {
-    gs(DELTAS + 8 * slot)
+const fn anchor(slot: usize) -> Mem {
+    gs(ANCHORS + 8 * slot)
 }
 
 /// Where a group begins, if its alignment is that of all turns.
@@ -67,10 +91,56 @@ fn walk_of(m: &Member) -> Option<Walk> {
     (is_short && walk.stride % i32::from(m.align.to) == 0).then_some(walk)
 }
 
+/// The access is by RSP or RBP, whatever the operands are.
+fn is_of_stack(kind: Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret
+    )
+}
+
+/// Guest registers that the instructions do not use, of [`TO_BORROW`]; none if there is one that may be left by other ways than stubs.
+fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
+    use Kind as K;
+    let mut factory = InstructionInfoFactory::new();
+    let mut used = 0_u16;
+    for d in insns {
+        let is_plain = matches!(
+            d.kind,
+            K::Nop
+                | K::Copy
+                | K::CopyAligned
+                | K::CopyFp
+                | K::CopyFpAligned
+                | K::Lea
+                | K::Push
+                | K::Pop
+                | K::Jcc
+                | K::Jmp
+                | K::Followed
+        );
+        if !is_plain {
+            used = !0;
+        }
+        for r in factory.info(&d.i).used_registers() {
+            let r = r.register();
+            if r.is_gpr() {
+                used |= 1 << (r.full_register().number() & 15);
+            }
+        }
+    }
+    TO_BORROW.into_iter().filter(move |n| used >> n & 1 == 0)
+}
+
 impl Translator {
     /// Translates the fast turns of a block that has been, whose flags are not live where it begins. Returns where
-    /// the block goes on in place of `again`, if it is such a loop and executed much.
-    pub(super) fn walk(&mut self, insns: &[Decoded], forms: &Forms, again: usize) -> Option<usize> {
+    /// the block goes on in place of `again`, and the fast turns with their stubs, if it is such a loop and executed much.
+    pub(super) fn walk(
+        &mut self,
+        insns: &[Decoded],
+        forms: &Forms,
+        again: usize,
+    ) -> Option<(usize, Walking, Range<usize>)> {
         self.hot.as_ref().filter(|_| self.long)?;
         let (first, last) = (insns.first()?, insns.last()?);
         let goes_back = matches!(last.kind, Kind::Jcc | Kind::Jmp)
@@ -78,47 +148,39 @@ impl Translator {
         if !goes_back {
             return None;
         }
-        let mut walking = Walking {
-            start: 0,
-            offset: first.offset.into(),
-            last: insns.len() - 1,
-            groups: [None; MAX_GROUPS],
-        };
         let members = insns.iter().filter_map(|d| d.member.filter(|m| m.first));
         let walks = members.filter_map(|m| Some((m, walk_of(&m)?)));
         let walks: Vec<(Member, Walk)> = walks.take(MAX_GROUPS).collect();
         if walks.iter().all(|(_, walk)| walk.stride == 0) {
             return None;
         }
-        let start = self.asm.here();
+        let a = &mut self.asm;
+        let start = a.here();
+        let reluctance = gs(RELUCTANCES + 4 * self.next_walk);
+        self.next_walk = (self.next_walk + 1) % RELUCTANCES_LEN;
+        a.alu_mem_imm8(false, Alu::Sub, reluctance, 1);
+        let from = a.jcc(cc::NS);
+        a.patch(from, again);
+        a.store32_imm(reluctance, FAILED);
         let len = insns.len() as i32;
         let mut is_first = true;
         for (slot, (m, walk)) in walks.iter().enumerate() {
-            walking.groups[slot] = Some(m.group);
             self.probe_walk(slot, m, *walk, again);
-            let room = 4096 - m.span as i32;
             let a = &mut self.asm;
-            if walk.stride == 0 {
-                continue;
+            if walk.stride != 0 {
+                // Turns: a few less than there are, at most, by the rounding of the factor.
+                imul(a, (1 << 16) / walk.stride.abs());
+                a.shift(true, 5, S1, 16);
+                if !is_first {
+                    a.load32(S0, gs(TURNS));
+                    a.alu_rr(false, Alu::Cmp, S1, S0);
+                    // cmova r13d, r14d
+                    a.rr(false, &[0x0f, 0x47], S1, S0);
+                }
+                a.store32(gs(TURNS), S1);
+                is_first = false;
             }
-            // Turns that are left in the page: a few less, at most, by the rounding of the factor.
-            a.alu_imm(false, Alu::And, S0, 0xfff);
-            if walk.stride > 0 {
-                a.mov_imm(S1, room as u64);
-                a.alu_rr(false, Alu::Sub, S1, S0);
-            } else {
-                a.mov32(S1, S0);
-            }
-            imul(a, (1 << 16) / walk.stride.abs());
-            a.shift(false, 5, S1, 16);
-            if !is_first {
-                a.load32(S0, gs(TURNS));
-                a.alu_rr(false, Alu::Cmp, S1, S0);
-                // cmova r13d, r14d
-                a.rr(false, &[0x0f, 0x47], S1, S0);
-            }
-            a.store32(gs(TURNS), S1);
-            is_first = false;
+            self.drop_anchor(slot, *walk);
         }
         let a = &mut self.asm;
         a.load32(S1, gs(TURNS));
@@ -126,47 +188,120 @@ impl Translator {
         let few = a.jcc(cc::B);
         a.patch(few, again);
         imul(a, len);
-        a.store_imm(gs(OWED), 0);
-        a.mov(S0, COUNTER);
-        a.alu_rr(true, Alu::Sub, S0, S1);
-        let is_less = a.jcc(cc::L);
-        a.store(gs(OWED), S0);
+        a.mov_imm(S0, MOST);
+        a.alu_rr(true, Alu::Cmp, S1, S0);
+        // cmova r13, r14
+        a.rr(true, &[0x0f, 0x47], S1, S0);
+        a.alu_rr(true, Alu::Sub, COUNTER, S1);
+        a.store(gs(OWED), COUNTER);
         a.mov(COUNTER, S1);
-        let here = a.here();
-        a.patch(is_less, here);
-        walking.start = here;
+        a.rr(true, &[0xf7], 3, S1); // neg
+        a.store(gs(BEGAN), S1);
+        let mut free = unused(insns);
+        let anchors = walks.iter().map(|(m, walk)| {
+            let is_member = |d: &Decoded| d.member.is_some_and(|other| other.group == m.group);
+            let by_operand = !insns.iter().any(|d| is_member(d) && is_of_stack(d.kind));
+            Anchor {
+                group: m.group,
+                walk: *walk,
+                borrowed: by_operand.then(|| free.next()).flatten(),
+            }
+        });
+        let mut walking = Walking {
+            len,
+            reluctance,
+            start: 0,
+            offset: first.offset.into(),
+            last: insns.len() - 1,
+            anchors: anchors.collect(),
+        };
+        for (n, host, _) in walking.borrowed() {
+            self.asm.store(state_register(n), host);
+        }
+        walking.borrow_registers(&mut self.asm);
+        let a = &mut self.asm;
+        walking.start = a.here();
         a.alu_imm(true, Alu::Sub, COUNTER, len);
         let from = a.jcc(cc::L);
-        self.stubs.push(Stub::Walked { from, again, len });
+        let stubs = self.stubs.len();
+        self.stubs.push(Stub::Walked { from, again });
         self.current = None;
         self.cached = None;
         self.flags = Flags::Memory;
         self.walking = Some(walking);
         self.body(insns, forms);
-        self.walking = None;
-        Some(start)
+        Some((start, self.walking.take()?, stubs..self.stubs.len()))
     }
 
-    /// Probes for a group as it is in the next turn; its first host address is in r14 then.
+    /// Looks for a group as it is in the next turn: its first host address is in place of the anchor then, and in r13 how many bytes
+    /// it may go on.
     fn probe_walk(&mut self, slot: usize, m: &Member, walk: Walk, again: usize) {
-        let base = host_reg(walk.register).unwrap_or(S1);
-        if base == S1 {
-            self.asm.load(S1, home(walk.register));
-        }
-        self.asm.lea(S0, at(base, walk.from));
+        let a = &mut self.asm;
+        let in_register = |a: &mut Asm, n: u8, scratch: Reg| {
+            host_reg(n).unwrap_or_else(|| {
+                a.load(scratch, home(n));
+                scratch
+            })
+        };
+        let base = match walk.base {
+            Base::None => None,
+            Base::Register(n) => Some(in_register(a, n, S1)),
+            Base::Page => {
+                a.load(S1, NEAR_PAGE);
+                Some(S1)
+            }
+        };
+        let index = walk.index.map(|(n, scale)| (in_register(a, n, S0), scale));
+        let address = Mem {
+            base,
+            index,
+            disp: walk.from,
+            gs: false,
+        };
+        a.lea(S0, address);
         if let Some(from) = self.branch_if_misaligned(m.align) {
             self.asm.patch(from, again);
         }
         let a = &mut self.asm;
-        let [limit, from] = Probe::from(m.write).emit(a);
-        a.patch32(limit, 4096 - m.span as i32);
-        a.patch(from, again);
-        a.lea(S1, at(S0, walk.from.wrapping_neg()));
-        match host_reg(walk.register) {
-            Some(base) => a.alu_rr(true, Alu::Sub, S1, base),
-            None => a.alu(true, Alu::Sub, S1, home(walk.register)),
+        let down = walk.stride < 0;
+        let span = m.span as i32;
+        if down {
+            a.mov32(S1, S0);
+            a.alu_imm(false, Alu::And, S1, 0xfff);
+            a.alu_imm(false, Alu::Cmp, S1, 4096 - span);
+            let straddles = a.jcc(cc::A);
+            a.patch(straddles, again);
         }
-        a.store(delta(slot), S1);
+        a.call_to(self.thunks.window[usize::from(m.write)][usize::from(down)]);
+        let is_absent = a.jcc(cc::E);
+        a.patch(is_absent, again);
+        a.store(anchor(slot), S0);
+        a.alu_imm(true, Alu::Sub, S1, if down { 1 } else { span });
+        let straddles = a.jcc(cc::B);
+        a.patch(straddles, again);
+    }
+
+    /// Makes the anchor of what is in its place.
+    fn drop_anchor(&mut self, slot: usize, walk: Walk) {
+        let a = &mut self.asm;
+        let moving = match (walk.moves, walk.base, walk.index) {
+            (Moves::Base, Base::Register(n), _) => Some((n, 0)),
+            (Moves::Index, _, Some(index)) => Some(index),
+            _ => None,
+        };
+        a.load(S1, anchor(slot));
+        if let Some((n, scale)) = moving {
+            match host_reg(n) {
+                Some(r) => a.mov(S0, r),
+                None => a.load(S0, home(n)),
+            }
+            if scale != 0 {
+                a.shift(true, 4, S0, scale);
+            }
+            a.alu_rr(true, Alu::Sub, S1, S0);
+        }
+        a.alu_imm(true, Alu::Sub, S1, walk.from);
+        a.store(anchor(slot), S1);
     }
 
     /// The branch at `from`, whose target is at an offset from the page, goes to the next fast turn, if it is the one that does.
@@ -181,20 +316,122 @@ impl Translator {
         is_back
     }
 
-    /// The slot of the group that the instruction would probe for.
-    pub(super) fn walked(&self, d: &Decoded) -> Option<(usize, Member)> {
-        let m = d.member.filter(|m| m.first)?;
-        let groups = self.walking?.groups;
-        Some((groups.iter().position(|g| *g == Some(m.group))?, m))
+    /// Registers are the guest's again, if they are not.
+    pub(super) fn give_registers_back(&mut self) {
+        if let Some(w) = &self.walking {
+            w.give_registers_back(&mut self.asm);
+        }
     }
 
-    /// Makes r14 the address of the group's first byte, which is at `base + disp` in the guest.
-    pub(super) fn walk_to(&mut self, (slot, m): (usize, Member), base: Reg, disp: i32) {
-        self.asm.load(S0, delta(slot));
-        self.asm.lea(S0, at(S0, disp).plus(base, 0));
+    /// A fast turn has an anchor in the host register.
+    pub(super) fn is_borrowed(&self, host: Reg) -> bool {
+        let walking = self.walking.as_ref();
+        walking.is_some_and(|w| w.borrowed().any(|(_, r, _)| r == host))
+    }
+
+    /// The host address of a member of a group whose anchor is in a register.
+    pub(super) fn anchored(&mut self, d: &Decoded) -> Option<Mem> {
+        let m = d.member?;
+        let (_, anchor) = self.walking.as_ref()?.of(m.group)?;
+        let register = host_reg(anchor.borrowed?)?;
+        let place = self.at_anchor(d, m, anchor.walk, register, S0);
+        if !d.high {
+            return Some(place);
+        }
+        self.asm.lea(S0, place);
+        self.current = None;
+        Some(at(S0, 0))
+    }
+
+    /// Makes r14 the address of the first byte of a group that the instruction would probe for; false: it has no anchor.
+    pub(super) fn walk_to(&mut self, d: &Decoded) -> bool {
+        let walking = self.walking.as_ref();
+        let Some((m, (slot, of_group))) = d
+            .member
+            .filter(|m| m.first)
+            .and_then(|m| Some((m, walking?.of(m.group)?)))
+        else {
+            return false;
+        };
+        self.asm.load(S0, anchor(slot));
+        self.cached = None;
+        let place = self.at_anchor(d, m, of_group.walk, S0, S1);
+        let disp = place.disp.wrapping_sub(m.offset);
+        self.asm.lea(S0, Mem { disp, ..place });
         if let Some(slot) = m.slot {
             self.asm.store(kept(slot), S0);
         }
         self.current = Some(m.group);
+        true
+    }
+
+    /// From an anchor in a register to the access; a register that lives in memory is loaded to `scratch`.
+    fn at_anchor(&mut self, d: &Decoded, m: Member, walk: Walk, anchor: Reg, scratch: Reg) -> Mem {
+        let disp = m.from_anchor;
+        let moving = match walk.moves {
+            Moves::Nothing => return at(anchor, disp),
+            Moves::Base => match d.kind {
+                Kind::Push | Kind::Pop | Kind::Call | Kind::Ret => Register::RSP,
+                Kind::Leave => Register::RBP,
+                _ => d.i.memory_base(),
+            },
+            Moves::Index => d.i.memory_index(),
+        };
+        let n = moving.number() as u8;
+        let moving = host_reg(n).unwrap_or_else(|| {
+            self.asm.load(scratch, home(n));
+            if scratch == S0 {
+                self.current = None;
+            }
+            scratch
+        });
+        match (walk.moves, walk.index) {
+            (Moves::Index, Some((_, scale))) => at(anchor, disp).plus(moving, scale),
+            // RSP's register can be an index, too.
+            _ => at(moving, disp).plus(anchor, 0),
+        }
+    }
+}
+
+impl Walking {
+    /// Guest registers whose host registers have anchors, with these and the anchors' slots.
+    fn borrowed(&self) -> impl Iterator<Item = (u8, Reg, usize)> {
+        let all = self.anchors.iter().enumerate();
+        all.filter_map(|(slot, anchor)| Some((anchor.borrowed?, host_reg(anchor.borrowed?)?, slot)))
+    }
+
+    fn of(&self, group: u16) -> Option<(usize, Anchor)> {
+        let slot = self.anchors.iter().position(|a| a.group == group)?;
+        Some((slot, self.anchors[slot]))
+    }
+
+    /// Changes no flags.
+    pub(super) fn give_registers_back(&self, a: &mut Asm) {
+        for (n, host, _) in self.borrowed() {
+            a.load(host, state_register(n));
+        }
+    }
+
+    /// The countdown is what it would be without the walk, which all turns have been made of that there were. Changes r13.
+    pub(super) fn ends(&self, a: &mut Asm) {
+        a.store32_imm(self.reluctance, 0);
+        a.load(S1, gs(OWED));
+        a.lea(COUNTER, at(COUNTER, self.len).plus(S1, 0));
+    }
+
+    /// The same where the loop is left. Changes r13, and no flags.
+    pub(super) fn is_left(&self, a: &mut Asm) {
+        a.load(S1, gs(BEGAN));
+        a.lea(S1, at(S1, WORTH * self.len).plus(COUNTER, 0));
+        a.store32(self.reluctance, S1);
+        a.load(S1, gs(OWED));
+        a.lea(COUNTER, at(COUNTER, 0).plus(S1, 0));
+    }
+
+    /// Changes no flags.
+    pub(super) fn borrow_registers(&self, a: &mut Asm) {
+        for (_, host, slot) in self.borrowed() {
+            a.load(host, anchor(slot));
+        }
     }
 }

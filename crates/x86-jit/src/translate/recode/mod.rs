@@ -5,7 +5,7 @@
 
 use crate::{
     area::TLB,
-    asm::{Out, Reg, WINDOW},
+    asm::{Mem, Out, Reg, WINDOW},
     kind::Shape,
 };
 
@@ -19,6 +19,8 @@ pub(crate) enum Rm {
     Register,
     /// `[r14 + disp]` in place of memory.
     Host(i32),
+    /// That, which has a base, in place of memory.
+    At(Mem),
     /// `[r11 + disp]` in place of a register.
     Home(i8),
 }
@@ -182,6 +184,7 @@ pub(crate) fn recode(
     out.push_all(opcode, length);
     if modrm {
         out.push(operand.modrm);
+        out.push_if(operand.has_sib, operand.sib);
     }
     raw.finish(len, out, operand.disp)
 }
@@ -221,10 +224,11 @@ fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, rm: Rm) -> Option<Reco
     let (reg, rm_high) = (!rxb >> 4 & 8 | raw.peek() >> 3 & 7, !rxb >> 2 & 8);
     let operand = Operand::new(&mut raw, reg, rm_high, shape, map, rm)?;
     // The register in VEX.vvvv is not looked at: callers leave general ones to the encoder.
-    let rxb = rxb & 0x1f | (operand.rex << 5 & 0x80 | operand.rex << 5 & 0x20) ^ 0xa0 | 0x40;
+    let rxb = rxb & 0x1f | (operand.rex << 5 & 0xe0) ^ 0xe0;
     let mut out = Out::default();
     let bytes = [0xc4, rxb, wvlp, opcode, operand.modrm];
     bytes.into_iter().for_each(|b| out.push(b));
+    out.push_if(operand.has_sib, operand.sib);
     raw.finish(len, out, operand.disp)
 }
 
@@ -232,9 +236,12 @@ fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, rm: Rm) -> Option<Reco
 #[derive(Clone, Copy, Debug, Default)]
 struct Operand {
     modrm: u8,
+    /// The byte after that, if there is one.
+    sib: u8,
+    has_sib: bool,
     /// Displacement, and how many bytes it has.
     disp: (i32, usize),
-    /// REX.R and REX.B.
+    /// REX.R, REX.X and REX.B.
     rex: u8,
     /// A register has another number.
     renamed: bool,
@@ -252,6 +259,8 @@ impl Operand {
         };
         let mut operand = Self {
             modrm: (new_reg & 7) << 3,
+            sib: 0,
+            has_sib: false,
             disp: (0, 0),
             rex: new_reg >> 1 & 4,
             renamed: new_reg != reg,
@@ -275,29 +284,53 @@ impl Operand {
                 operand.disp = (disp.into(), 1);
             }
             Rm::Host(disp) if mode != 3 => {
-                let mut base = rm;
-                if rm == 4 {
-                    base = raw.next() & 7;
-                }
-                raw.skip(match mode {
-                    1 => 1,
-                    2 => 4,
-                    _ if base == 5 => 4,
-                    _ => 0,
-                });
+                skip_memory(raw, mode, rm);
                 // [r14 + disp]
-                let (mode, length) = match disp {
-                    0 => (0, 0),
-                    -128..=127 => (0x40, 1),
-                    _ => (0x80, 4),
-                };
+                let (mode, length) = displacement(disp, 6);
                 operand.modrm |= 6 | mode;
                 operand.rex |= 1;
                 operand.disp = (disp, length);
             }
+            Rm::At(m) if mode != 3 => {
+                skip_memory(raw, mode, rm);
+                let base = m.base?;
+                // No index is RSP.
+                let (index, scale) = m.index.unwrap_or((4, 0));
+                let (mode, length) = displacement(m.disp, base);
+                operand.modrm |= 4 | mode;
+                operand.has_sib = true;
+                operand.sib = scale << 6 | (index & 7) << 3 | base & 7;
+                operand.rex |= index >> 2 & 2 | base >> 3;
+                operand.disp = (m.disp, length);
+            }
             _ => return None,
         }
         Some(operand)
+    }
+}
+
+/// Skips what belongs to the guest's memory operand.
+#[inline(always)]
+fn skip_memory(raw: &mut Raw, mode: u8, rm: u8) {
+    let mut base = rm;
+    if rm == 4 {
+        base = raw.next() & 7;
+    }
+    raw.skip(match mode {
+        1 => 1,
+        2 => 4,
+        _ if base == 5 => 4,
+        _ => 0,
+    });
+}
+
+/// The mode for a displacement from a base register, and the displacement's length.
+#[inline(always)]
+const fn displacement(disp: i32, base: Reg) -> (u8, usize) {
+    match disp {
+        0 if base & 7 != 5 => (0, 0),
+        -128..=127 => (0x40, 1),
+        _ => (0x80, 4),
     }
 }
 

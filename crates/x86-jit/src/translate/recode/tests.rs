@@ -4,8 +4,8 @@ use iced_x86::{Decoder, DecoderOptions, Encoder, EncodingKind, OpKind, Register}
 
 use super::{Rm, recode};
 use crate::{
-    area::{TLB, host_reg},
-    asm::WINDOW,
+    area::{S0, TLB, host_reg},
+    asm::{self, RSP, WINDOW},
     kind::{self, Forms, Kind},
     translate::{
         copy::{HOST, register, rewritten},
@@ -89,10 +89,23 @@ fn means_what_the_encoder_makes() {
                 map[number] = free.pop().unwrap_or(10);
             }
         }
-        let disp = memory.then(|| [0, 8, -8, 127, 128, -129, 4096][next() as usize % 7]);
+        let disp = [0, 8, -8, 127, 128, -129, 4096][next() as usize % 7];
+        let mut operand = asm::at(S0, disp);
+        if next() % 2 == 0 {
+            operand.base = Some(next() as u8 % 16);
+            if next() % 2 == 0 {
+                operand.index = Some((next() as u8 % 16, next() as u8 % 4));
+                // RSP is none.
+                operand.index = operand.index.filter(|(r, _)| *r != RSP);
+            }
+        }
+        let operand = memory.then_some(operand);
         let mut encoder = Encoder::new(64);
-        let mut wanted_form = rewritten(&i, &map, disp);
-        let mut rm = disp.map_or(Rm::Register, Rm::Host);
+        let mut wanted_form = rewritten(&i, &map, operand);
+        let mut rm = operand.map_or(Rm::Register, |m| match m {
+            _ if m == asm::at(S0, disp) => Rm::Host(disp),
+            m => Rm::At(m),
+        });
         if let Some((number, _)) = form.in_memory(&i)
             && host_reg(number).is_none()
             && !high
