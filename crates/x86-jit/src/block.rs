@@ -33,8 +33,9 @@ pub(crate) mod mode {
     pub(crate) const SPLIT: u8 = 0x40;
 }
 
-/// Instructions of a block at most.
+/// Instructions of a block at most, and of one that is executed much.
 const MAX_INSNS: usize = 48;
+const MAX_HOT_INSNS: usize = 96;
 /// Conditional branches of a block at most: what follows them is executed less and less likely,
 /// and translated again for whoever goes there from elsewhere.
 const MAX_BRANCHES: usize = 3;
@@ -52,14 +53,14 @@ const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault.
-/// An instruction that straddles two pages is a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_ahead`: nobody has
+/// An instruction that straddles two pages is a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_hot`: it is executed much; `is_ahead`: nobody has
 /// gone here yet, so nothing is fetched from another page.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
     (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
-    (mode, is_loop, is_ahead): (u8, bool, bool),
+    (mode, is_loop, is_hot, is_ahead): (u8, bool, bool, bool),
 ) -> bool {
     out.clear();
     forms.select(&cpu.features);
@@ -74,6 +75,7 @@ pub(crate) fn decode<B: GuestBus>(
     } else {
         MAX_BRANCHES
     };
+    let most = if is_hot { MAX_HOT_INSNS } else { MAX_INSNS };
     let page = gva & !0xfff;
     // What is decoded is copied with what follows it.
     let mut bytes = [0; FETCHED + RAW];
@@ -139,11 +141,18 @@ pub(crate) fn decode<B: GuestBus>(
                 d.follow();
                 out.push(d);
                 offset = target as u32;
-                if out.len() >= MAX_INSNS {
+                if out.len() >= most {
                     break 'fetch;
                 }
                 // The bytes there are to be read.
                 continue 'fetch;
+            }
+            // A loop within the block: what its first turns access is often where the instructions before it did.
+            if is_hot
+                && kind == Kind::Jcc
+                && let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target)
+            {
+                repeat(out, body, d, next, most);
             }
             out.push(d);
             offset = next;
@@ -153,7 +162,7 @@ pub(crate) fn decode<B: GuestBus>(
                     break 'fetch;
                 }
             }
-            if kind.ends_block() || out.len() >= MAX_INSNS || offset >= 0x1000 || straddles {
+            if kind.ends_block() || out.len() >= most || offset >= 0x1000 || straddles {
                 break 'fetch;
             }
         }
@@ -241,8 +250,14 @@ pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
 /// A loop whose body is `out`, and whose end is the branch back `d`: repeats the
 /// body; the branches in between leave the loop.
 fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
-    let body = out.len();
-    let turns = (MAX_UNROLLED / (body + 1)).clamp(1, MAX_TURNS);
+    repeat(out, 0, d, next, MAX_UNROLLED);
+    out.push(d);
+}
+
+/// The same for a body that begins at `from`, while there are at most so many instructions; the branch back is still to come.
+fn repeat(out: &mut Vec<Decoded>, from: usize, d: Decoded, next: u32, most: usize) {
+    let body = from..out.len();
+    let turns = ((most - from) / (body.len() + 1)).clamp(1, MAX_TURNS);
     for _ in 1..turns {
         let mut leave = d;
         if d.kind == Kind::Jcc {
@@ -252,9 +267,8 @@ fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
             leave.follow();
         }
         out.push(leave);
-        out.extend_from_within(..body);
+        out.extend_from_within(body.clone());
     }
-    out.push(d);
 }
 
 /// Flags that the instruction always sets. Undefined ones are among them where

@@ -850,9 +850,10 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
     a.ret();
     t.miss_group = a.here();
-    let first_known = known_device(a, FIRST);
-    // Any other group that straddles two pages needs no call.
     neighbours(a);
+    let within = a.here();
+    let first_known = known_device(a, FIRST);
+    // What straddles two pages needs no call.
     push(a, RAX);
     push(a, RCX);
     compare_end(a);
@@ -910,6 +911,6 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RAX);
     a.ret();
 
-    t.strings = string::emit(a, t.bail_integer, t.miss_group);
+    t.strings = string::emit(a, t.bail_integer, within);
     t
 }

@@ -84,7 +84,7 @@ impl Templates {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Hot {
     /// Bit per instruction: its access is no good for a lane.
-    pub(crate) without: u64,
+    pub(crate) without: u128,
     /// The lanes that it has got, and the instructions that they are for.
     pub(crate) lanes: Vec<(u16, u8)>,
 }
