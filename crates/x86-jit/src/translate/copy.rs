@@ -3,7 +3,9 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use super::{
-    Emit, Translator, Unsupported, narrow,
+    Emit, Translator, Unsupported,
+    memory::Finds,
+    narrow,
     recode::{self, Rm, recode},
 };
 use crate::{
@@ -34,9 +36,16 @@ impl Translator {
                 return Err(Unsupported);
             }
             let aligned = aligned || form.is_locked(i) && size > 1;
+            // Where nothing else needs r13.
+            let uses_scratch = d.registers & HOMED != 0 || form.touches_flags && d.live_in != 0;
+            let finds = if uses_scratch || d.high {
+                Finds::Address
+            } else {
+                Finds::Parts
+            };
             operand = Some(match self.anchored(d) {
                 Some(place) => place,
-                None => at(S0, self.operand(d, size, write, aligned)?),
+                None => self.operand(d, size, write, aligned, finds)?,
             });
         }
         self.flags_before(d, form);

@@ -95,13 +95,13 @@ impl Probe {
         }
     }
 
-    /// Emits it for an address that is known; returns the branch to take on a miss.
-    fn emit_known(self, a: &mut Asm, gva: i32) -> usize {
+    /// Emits it for an address that is known: r14 is the page, or its host address. Returns the branch to take on a miss.
+    fn emit_known(self, a: &mut Asm, gva: i32, finds: Finds) -> usize {
         let page = a.cmp_mem_imm32(true, self.tag());
         a.patch32(page, gva & !0xfff);
         let from = a.jcc(cc::NE);
         let host = at(TLB, PAGES_OFFSET + entry_of(gva));
-        if gva & 0xfff == 0 {
+        if gva & 0xfff == 0 || finds == Finds::Parts {
             a.load(S0, host);
         } else {
             a.mov_imm(S0, (gva & 0xfff) as u64);
@@ -111,7 +111,7 @@ impl Probe {
     }
 
     /// Emits it; returns where the word is that it compares with, and the branch to take on a miss.
-    pub(super) fn emit(self, a: &mut Asm) -> [usize; 2] {
+    pub(super) fn emit(self, a: &mut Asm, finds: Finds) -> [usize; 2] {
         let page = match self {
             Self::Stack => stack_page(),
             Self::Lane(n) => at(TLB, lane(n.into()) + 8),
@@ -125,7 +125,10 @@ impl Probe {
         a.alu_imm(true, Alu::Cmp, S0, 4096);
         let limit = a.here() - 4;
         let from = a.jcc(cc::A);
-        a.alu(true, Alu::Add, S0, page);
+        match finds {
+            Finds::Address => a.alu(true, Alu::Add, S0, page),
+            Finds::Parts => a.load(S1, page),
+        }
         [limit, from]
     }
 
@@ -143,6 +146,16 @@ impl Probe {
         a.mov_imm(S1, 0);
         [a.here() - 4, a.call()]
     }
+}
+
+/// What a probe leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Finds {
+    /// The host address in r14.
+    Address,
+    /// Its page in r13 and the offset in r14, which the instruction adds: it is a cycle faster, and takes a step less on
+    /// some processors. For an address that is known: the page in r14.
+    Parts,
 }
 
 /// Lanes that belong to one place in the code each. The others are segments'.
@@ -288,30 +301,54 @@ impl Translator {
 
     /// From the gva in r14 to a host address in r14, by the software TLB.
     pub(super) fn probe(&mut self, offset: u32, size: u32, write: bool) {
-        self.probe_for(site(offset, size, write), size, write.into());
+        self.probe_for(
+            site(offset, size, write),
+            size,
+            write.into(),
+            Finds::Address,
+        );
     }
 
     /// The same of the word that RSP points to.
     pub(super) fn probe_stack(&mut self, offset: u32, write: bool) {
         let word = self.word() as u32;
-        self.probe_for(site(offset, word, write), word, Probe::Stack);
+        self.probe_for(
+            site(offset, word, write),
+            word,
+            Probe::Stack,
+            Finds::Address,
+        );
     }
 
     /// The probe of the access that is all, or the first thing, that the instruction does.
-    fn probe_first(&mut self, d: &Decoded, size: u32, write: bool, probe: Probe) {
+    fn probe_first(
+        &mut self,
+        d: &Decoded,
+        size: u32,
+        write: bool,
+        probe: Probe,
+        finds: Finds,
+    ) -> Mem {
         let raises = if raises_its_fault(d) { RAISES } else { 0 };
-        self.probe_for(site(d.offset, size, write) | raises, size, probe);
+        self.probe_for(site(d.offset, size, write) | raises, size, probe, finds)
     }
 
-    fn probe_for(&mut self, site: u32, size: u32, probe: Probe) {
-        let (from, resume) = self.look_up(size, probe);
+    /// Returns where the bytes are.
+    fn probe_for(&mut self, site: u32, size: u32, probe: Probe, finds: Finds) -> Mem {
+        let (from, resume) = self.look_up(size, probe, finds);
         self.stubs.push(Stub::Refill {
             from,
             resume,
             site,
             probe,
+            finds,
             cached: self.cached,
         });
+        match (finds, probe) {
+            (Finds::Address, _) => at(S0, 0),
+            (Finds::Parts, Probe::Known { gva, .. }) => at(S0, gva & 0xfff),
+            (Finds::Parts, _) => at(S0, 0).plus(S1, 0),
+        }
     }
 
     /// A lane in place of a probe with an index, if the instruction may have one.
@@ -345,7 +382,7 @@ impl Translator {
         {
             self.link(from, offset, false, true);
         }
-        let (from, resume) = self.look_up(member.span, probe);
+        let (from, resume) = self.look_up(member.span, probe, Finds::Address);
         self.stubs.push(Stub::RefillGroup {
             from,
             resume,
@@ -378,16 +415,17 @@ impl Translator {
 
     /// The inline part of a probe; returns the branch to take on a miss and
     /// where to come back to.
-    fn look_up(&mut self, size: u32, probe: Probe) -> (usize, usize) {
-        if matches!(probe, Probe::Read | Probe::Write) {
+    fn look_up(&mut self, size: u32, probe: Probe, finds: Finds) -> (usize, usize) {
+        if let Probe::Known { gva, .. } = probe {
+            let from = probe.emit_known(&mut self.asm, gva, finds);
+            return (from, self.asm.here());
+        }
+        if finds == Finds::Parts || matches!(probe, Probe::Read | Probe::Write) {
             self.cached = None;
         }
-        if let Probe::Known { gva, .. } = probe {
-            return (probe.emit_known(&mut self.asm, gva), self.asm.here());
-        }
         let [limit, from] = match probe.number() {
-            Some(n) => self.asm.stamp(&self.templates.probe[n]),
-            None => probe.emit(&mut self.asm),
+            Some(n) => self.asm.stamp(&self.templates.probe[finds as usize][n]),
+            None => probe.emit(&mut self.asm, finds),
         };
         self.asm.patch32(limit, 4096 - size as i32);
         (from, self.asm.here())
@@ -427,7 +465,7 @@ impl Translator {
                 Probe::Read
             }
         };
-        self.probe_for(site(offset, size, write), size, probe);
+        self.probe_for(site(offset, size, write), size, probe, Finds::Address);
         Ok(())
     }
 
@@ -453,20 +491,21 @@ impl Translator {
         member.offset
     }
 
-    /// Makes the memory operand's host address r14 plus what is returned.
+    /// Where the memory operand is in the host: r14 plus a constant, or, if it may be in [`Finds::Parts`], plus r13.
     pub(super) fn operand(
         &mut self,
         d: &Decoded,
         size: u32,
         write: bool,
         aligned: bool,
-    ) -> Result<i32, Unsupported> {
+        finds: Finds,
+    ) -> Result<Mem, Unsupported> {
         if let Some(m) = d.member.filter(|m| !m.first) {
-            return Ok(self.follow(m));
+            return Ok(at(S0, self.follow(m)));
         }
         let disp = d.member.map_or(0, |m| m.offset);
         if self.walk_to(d) {
-            return Ok(disp);
+            return Ok(at(S0, disp));
         }
         self.spill_flags(d);
         let alone = Align {
@@ -487,11 +526,13 @@ impl Translator {
                 self.choose(Probe::of(stack, writes), &d.i)
             }
         };
-        match d.member {
-            Some(m) => self.probe_group(d.offset, m, probe),
-            None => self.probe_first(d, size, write, probe),
-        }
-        Ok(disp)
+        Ok(match d.member {
+            Some(m) => {
+                self.probe_group(d.offset, m, probe);
+                at(S0, disp)
+            }
+            None => self.probe_first(d, size, write, probe, finds),
+        })
     }
 
     /// Before the probe, which may set the dirty flag of a page.
@@ -523,7 +564,10 @@ impl Translator {
                 let probe = self.choose(Probe::of(m.stack, m.write), &d.i);
                 self.probe_group(d.offset, m, probe);
             }
-            None => self.probe_first(d, self.word() as u32, write, Probe::Stack),
+            None => {
+                let word = self.word() as u32;
+                self.probe_first(d, word, write, Probe::Stack, Finds::Address);
+            }
         }
         offset
     }

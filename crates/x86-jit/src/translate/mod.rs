@@ -36,7 +36,7 @@ pub(crate) mod walk;
 use branch::target;
 use flags::Flags;
 use iced_x86::{Encoder, OpKind, Register};
-use memory::Probe;
+use memory::{Finds, Probe};
 pub(crate) use sites::{Cell, Condition, Entries, FarSite, How, LinkSite};
 use stubs::Stub;
 use walk::Walking;
@@ -54,8 +54,8 @@ use crate::{
 /// What is emitted most.
 #[derive(Debug)]
 struct Templates {
-    /// In the order of [`Probe::COMMON`].
-    probe: [Template<2>; 3],
+    /// In the order of [`Finds`], and of [`Probe::COMMON`].
+    probe: [[Template<2>; 3]; 2],
     miss: [Template<2>; 3],
     /// The number, and the jump.
     link: Template<2>,
@@ -66,7 +66,8 @@ struct Templates {
 impl Templates {
     fn new() -> Box<Self> {
         Box::new(Self {
-            probe: Probe::COMMON.map(|p| Template::new(|a| p.emit(a))),
+            probe: [Finds::Address, Finds::Parts]
+                .map(|finds| Probe::COMMON.map(|p| Template::new(|a| p.emit(a, finds)))),
             miss: Probe::COMMON.map(|p| Template::new(|a| p.emit_miss(a))),
             link: Template::new(|a| {
                 a.mov_imm(S1, 0);

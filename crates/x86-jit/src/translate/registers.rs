@@ -3,7 +3,7 @@
 use iced_x86::{Code, Mnemonic, OpKind, Register};
 use x86_defs::{control::cr4, xsave};
 
-use super::{Emit, Translator, Unsupported};
+use super::{Emit, Translator, Unsupported, memory::Finds};
 use crate::{
     area::*,
     asm::*,
@@ -16,7 +16,7 @@ impl Translator {
     pub(super) fn segment_to_general(&mut self, d: &Decoded) -> Emit {
         let segment = selector(d.i.op1_register().number());
         if d.i.op0_kind() == OpKind::Memory {
-            self.operand(d, 2, true, false)?;
+            self.operand(d, 2, true, false, Finds::Address)?;
             self.asm.rm(false, &[0x0f, 0xb7], S1, segment); // movzx
             self.asm.bytes(&[0x66]);
             self.asm.store32(at(S0, 0), S1);

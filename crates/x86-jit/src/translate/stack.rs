@@ -2,7 +2,7 @@
 
 use iced_x86::{OpKind, Register};
 
-use super::{Emit, Translator};
+use super::{Emit, Translator, memory::Finds};
 use crate::{area::*, asm::*, decoded::Decoded, kind::Kind};
 
 /// Pushes or pops of a run at most: a longer one straddles a page more often.
@@ -91,8 +91,8 @@ impl Translator {
 
     pub(super) fn push(&mut self, d: &Decoded) -> Emit {
         if d.i.op0_kind() == OpKind::Memory {
-            let disp = self.operand(d, self.word() as u32, false, false)?;
-            self.load_word(S0, at(S0, disp));
+            let operand = self.operand(d, self.word() as u32, false, false, Finds::Address)?;
+            self.load_word(S0, operand);
             self.asm.store(gs(SPILL), S0);
         }
         let to = self.stack_slot(d, GUEST_RSP, -self.word(), true);

@@ -2,7 +2,11 @@
 
 use core::ops::Range;
 
-use super::{Entries, Translator, memory::Probe, walk::Walking};
+use super::{
+    Entries, Translator,
+    memory::{Finds, Probe},
+    walk::Walking,
+};
 use crate::{
     area::*,
     asm::*,
@@ -19,6 +23,7 @@ pub(super) enum Stub {
         resume: usize,
         site: u32,
         probe: Probe,
+        finds: Finds,
         /// What r13 has to hold there.
         cached: Option<u8>,
     },
@@ -126,6 +131,7 @@ impl Translator {
                     resume,
                     site,
                     probe,
+                    finds,
                     cached,
                 } => {
                     a.patch(from, here);
@@ -143,6 +149,13 @@ impl Translator {
                     a.patch(refused, t.refused);
                     if let Some(n) = cached {
                         a.load(S1, home(n));
+                    }
+                    match (finds, probe) {
+                        (Finds::Address, _) => {}
+                        (Finds::Parts, Probe::Known { gva, .. }) => {
+                            a.lea(S0, at(S0, -(gva & 0xfff)));
+                        }
+                        (Finds::Parts, _) => a.mov_imm(S1, 0),
                     }
                     if let Some(w) = walking {
                         w.borrow_registers(a);
