@@ -118,6 +118,8 @@ impl Out {
     }
 }
 
+pub(crate) const CACHE_LINE: usize = 64;
+
 /// Bytes of [`Asm`]: both parts of the largest block that is of use.
 const ROOM: usize = 2 * crate::room::MAX_BLOCK;
 /// Bytes that are written at once.
@@ -434,6 +436,26 @@ impl Asm {
         let rxb = u8::from(to < 8) << 7 | 1 << 6 | u8::from(from < 8) << 5;
         let modrm = 0xc0 | (to & 7) << 3 | from & 7;
         self.bytes(&[0xc4, rxb | 2, 0x80 | (!control & 15) << 3, 0xf7, modrm]);
+    }
+    /// What comes next begins a line of the cache: loops are up to a tenth faster.
+    pub(crate) fn align(&mut self) {
+        /// `nop [rax + rax + …]`, of up to nine bytes.
+        const NOPS: [&[u8]; 9] = [
+            &[0x90],
+            &[0x66, 0x90],
+            &[0x0f, 0x1f, 0],
+            &[0x0f, 0x1f, 0x40, 0],
+            &[0x0f, 0x1f, 0x44, 0, 0],
+            &[0x66, 0x0f, 0x1f, 0x44, 0, 0],
+            &[0x0f, 0x1f, 0x80, 0, 0, 0, 0],
+            &[0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0],
+            &[0x66, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0],
+        ];
+        let mut left = self.here().wrapping_neg() % CACHE_LINE;
+        while let Some(nop) = left.checked_sub(1).map(|n| NOPS[n.min(8)]) {
+            self.slice(nop);
+            left -= nop.len();
+        }
     }
     /// `jcc` to be filled in; returns the position for [`Self::patch`].
     pub(crate) fn jcc(&mut self, cc: u8) -> usize {

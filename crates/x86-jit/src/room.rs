@@ -5,6 +5,8 @@
 
 use core::ops::Range;
 
+use crate::asm::CACHE_LINE;
+
 /// Room that each part of a block needs at most.
 pub(crate) const MAX_BLOCK: usize = 32 << 10;
 /// Blocks begin at a multiple of this.
@@ -45,7 +47,7 @@ impl Room {
 
     /// A block may not fit.
     pub(crate) fn is_full(&self) -> bool {
-        self.hot + MAX_BLOCK > self.border || self.cold + MAX_BLOCK > self.whole.end
+        self.hot + CACHE_LINE + MAX_BLOCK > self.border || self.cold + MAX_BLOCK > self.whole.end
     }
 
     /// Where the last block's first part ends.

@@ -6,6 +6,7 @@ use x86_interp::{Interp, Transfer};
 use crate::{
     Jit, JitBus,
     area::S1,
+    asm::CACHE_LINE,
     block::{self, mode},
     cache::Block,
     decoded::Decoded,
@@ -141,6 +142,8 @@ impl<B: JitBus> Jit<B> {
         place = place.filter(|_| is_linked && second.is_none());
         if let Some(place) = place {
             base.0 = place.at;
+        } else if is_hot {
+            base.0 = base.0.next_multiple_of(CACHE_LINE);
         }
         let blocks = &self.cache.blocks;
         let plain = key.1 & !mode::SPLIT;

@@ -265,6 +265,12 @@ impl Translator {
             let resume = a.here();
             self.stubs.push(Stub::LoadFp { from, resume });
         }
+        let is_loop = insns.last().is_some_and(|d| {
+            matches!(d.kind, Kind::Jcc | Kind::Jmp) && target(&d.i) == i64::from(offset)
+        });
+        if self.hot.is_some() && is_loop {
+            self.asm.align();
+        }
         // What comes from the block itself has FP state.
         let again = self.asm.here();
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);

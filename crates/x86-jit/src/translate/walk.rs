@@ -220,6 +220,7 @@ impl Translator {
         }
         walking.borrow_registers(&mut self.asm);
         let a = &mut self.asm;
+        a.align();
         walking.start = a.here();
         a.alu_imm(true, Alu::Sub, COUNTER, len);
         let from = a.jcc(cc::L);
