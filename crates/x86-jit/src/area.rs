@@ -21,7 +21,7 @@ use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
 
-/// Poll budget: instructions between two looks at the request word.
+/// Poll budget: instructions between two looks at the request word, about.
 pub(crate) const BUDGET: u32 = 1000;
 /// Looks at the request word before those at the time and at [`STOP`], or before the run loop is returned to.
 pub(crate) const POLLS: u64 = 24;
@@ -117,7 +117,9 @@ pub(crate) const ANCHORS: usize = word(101);
 pub(crate) const BEGAN: usize = word(107);
 pub(crate) const RELUCTANCES: usize = word(108);
 pub(crate) const RELUCTANCES_LEN: usize = 32;
-const _: () = assert!(EngineArea::WORDS >= 108 + RELUCTANCES_LEN / 2);
+/// What budgets vary by.
+pub(crate) const RANDOM: usize = word(108 + RELUCTANCES_LEN / 2);
+const _: () = assert!(EngineArea::WORDS > 108 + RELUCTANCES_LEN / 2);
 /// Their upper halves are among what is there.
 pub(crate) const UPPERS_IN_USE: usize = word(98);
 

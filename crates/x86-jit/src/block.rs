@@ -46,6 +46,9 @@ const MAX_FOLLOWED: usize = 2;
 /// Instructions of an unrolled loop at most, and turns of one.
 const MAX_UNROLLED: usize = 40;
 const MAX_TURNS: usize = 4;
+/// The same of the first turns of a loop within a block, which may be all: such loops are often short.
+const MAX_INNER: usize = 72;
+const MAX_INNER_TURNS: usize = 16;
 /// Bytes of an instruction at most.
 const MAX_LEN: usize = 15;
 /// Bytes that are fetched at once.
@@ -152,7 +155,8 @@ pub(crate) fn decode<B: GuestBus>(
                 && kind == Kind::Jcc
                 && let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target)
             {
-                repeat(out, body, d, next, most);
+                let room = (most - body).min(MAX_INNER);
+                repeat(out, body, d, next, (room, MAX_INNER_TURNS));
             }
             out.push(d);
             offset = next;
@@ -250,14 +254,20 @@ pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
 /// A loop whose body is `out`, and whose end is the branch back `d`: repeats the
 /// body; the branches in between leave the loop.
 fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
-    repeat(out, 0, d, next, MAX_UNROLLED);
+    repeat(out, 0, d, next, (MAX_UNROLLED, MAX_TURNS));
     out.push(d);
 }
 
-/// The same for a body that begins at `from`, while there are at most so many instructions; the branch back is still to come.
-fn repeat(out: &mut Vec<Decoded>, from: usize, d: Decoded, next: u32, most: usize) {
+/// The same for a body that begins at `from`, to so many instructions and turns at most; the branch back is still to come.
+fn repeat(
+    out: &mut Vec<Decoded>,
+    from: usize,
+    d: Decoded,
+    next: u32,
+    (most, max_turns): (usize, usize),
+) {
     let body = from..out.len();
-    let turns = ((most - from) / (body.len() + 1)).clamp(1, MAX_TURNS);
+    let turns = (most / (body.len() + 1)).clamp(1, max_turns);
     for _ in 1..turns {
         let mut leave = d;
         if d.kind == Kind::Jcc {

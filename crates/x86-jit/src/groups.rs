@@ -210,8 +210,8 @@ impl Groups {
         }
     }
 
-    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code.
-    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool) {
+    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `walks`: with [`Member::walk`].
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, walks: bool) {
         self.long = long;
         if insns.iter().filter(|d| d.access != 0).take(2).count() < 2 {
             return;
@@ -255,7 +255,7 @@ impl Groups {
             if group.members < 2 || group.kept && group.slot.is_none() {
                 continue;
             }
-            let walk = self.walk(group);
+            let walk = walks.then(|| self.walk(group)).flatten();
             let from_anchor = walk.map(|w| match w.moves {
                 Moves::Nothing => offset,
                 Moves::Base => offset - place.moved[0],

@@ -545,6 +545,20 @@ fn lane_miss(a: &mut Asm, otherwise: usize) {
     give_up(a, [straddles, is_absent, is_none], otherwise);
 }
 
+/// [`BUDGET`] instructions until the next poll, more or less: where a guest repeats itself, polls that are always as far from each
+/// other come to the same few blocks, and looks see no others.
+fn vary_budget(a: &mut Asm) {
+    const BITS: u32 = 9;
+    // A linear congruential generator, whose upper bits are the good ones.
+    a.load32(COUNTER, gs(RANDOM));
+    a.rr(false, &[0x69], COUNTER, COUNTER); // imul
+    a.imm32(1_664_525);
+    a.alu_imm(false, Alu::Add, COUNTER, 1_013_904_223);
+    a.store32(gs(RANDOM), COUNTER);
+    a.shift(false, 5, COUNTER, 32 - BITS as u8);
+    a.lea(COUNTER, at(COUNTER, BUDGET as i32 - (1 << (BITS - 1))));
+}
+
 /// Guest registers, and what else generated code has close to it, from and to their places in
 /// the vCPU's state.
 fn load_registers(a: &mut Asm) {
@@ -782,7 +796,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
     let used_up = a.jcc(cc::S);
     let goes_on = a.here();
-    a.mov_imm(COUNTER, BUDGET.into());
+    vary_budget(a);
     a.load(S0, gs(STACK));
     a.alu_rr(true, Alu::Sub, S0, RSP);
     a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);

@@ -133,7 +133,7 @@ impl<B: JitBus> Jit<B> {
         block.len = self.decoded.len() as u8;
         let long = key.1 & mode::BITS32 == 0;
         if key.1 & mode::SPLIT == 0 {
-            self.groups.form(&mut self.decoded, long);
+            self.groups.form(&mut self.decoded, long, is_hot);
             block.has_probes = self.decoded.iter().any(Decoded::may_have_lane);
         }
         let interpreted = self.prepare(interp, cpu, bus, gva);

@@ -146,6 +146,9 @@ struct Unsupported;
 
 type Emit = Result<(), Unsupported>;
 
+/// Instructions that a block counts for at most: of a long one, most entries execute the first ones only.
+const MAX_COUNTED: usize = 24;
+
 /// Length of a comparison of a near cell.
 const CHECK_LEN: usize = 10;
 
@@ -200,7 +203,7 @@ impl Translator {
         }
         if entries.polled == 0 {
             entries.polled = self.asm.here() as u32;
-            self.poll(block.len.into(), offset);
+            self.poll(usize::from(block.len).min(MAX_COUNTED), offset);
         }
         self.asm.jmp_to(entries.saved as usize);
         self.emit_stubs(None, |_, _| None);
@@ -276,7 +279,7 @@ impl Translator {
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
         let polls = !is_apart || how.polls || goes_back || live != 0;
         if polls {
-            self.poll(insns.len(), offset);
+            self.poll(insns.len().min(MAX_COUNTED), offset);
         }
         let is_complete = self.body(insns, forms);
         let mut walk = None;
