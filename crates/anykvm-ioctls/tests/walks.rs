@@ -13,7 +13,7 @@ const CODE: u64 = 0x1000;
 /// A page table for 2 MiB from [`WINDOW`] on.
 const TABLE: u64 = 0xa000;
 const WINDOW: u64 = 0x20_0000;
-/// Pages there, the last one of which is the first one in memory.
+/// Pages there.
 const PAGES: u64 = 32;
 const FIRST: u64 = 0x4_0000;
 const LEN: u64 = PAGES << 12;
@@ -30,8 +30,40 @@ struct Walk {
     ends: bool,
 }
 
-fn gpa(offset: u64) -> u64 {
-    FIRST + ((PAGES - 1 - (offset >> 12)) << 12) + offset % 0x1000
+/// How pages that follow each other are in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Order {
+    Forwards,
+    Backwards,
+    /// Three are neighbours.
+    Threes,
+}
+
+/// How the loop names its operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// RDI and RSI.
+    Bases,
+    /// R14 and R15 in their place.
+    OtherBases,
+    /// They are indexes to R9.
+    Indexes,
+    /// No register is left.
+    Full,
+    /// What is read last goes to DH.
+    HighByte,
+}
+
+fn gpa(offset: u64, order: Order) -> u64 {
+    let page = offset >> 12;
+    let page = match order {
+        Order::Forwards => page,
+        Order::Backwards => PAGES - 1 - page,
+        // 32 pages: two of them are no three.
+        Order::Threes if page < 30 => 27 - page / 3 * 3 + page % 3,
+        Order::Threes => page,
+    };
+    FIRST + (page << 12) + offset % 0x1000
 }
 
 fn byte(offset: u64) -> u8 {
@@ -50,23 +82,37 @@ fn turns(w: Walk) -> u64 {
     room((w.strides[0], w.from[0])).min(room((w.strides[1], w.from[1])))
 }
 
-fn code(w: Walk) -> Result<Vec<u8>, IcedError> {
+fn code(w: Walk, form: Form) -> Result<Vec<u8>, IcedError> {
     let mut a = CodeAssembler::new(64)?;
+    let (from, to) = match form {
+        Form::OtherBases => (r14, r15),
+        _ => (rdi, rsi),
+    };
+    let at = |r: AsmRegister64, disp: i32| match form {
+        Form::Indexes => r9 + r + disp,
+        _ => r + disp,
+    };
     let (mut round, mut turn) = (a.create_label(), a.create_label());
     let turns = turns(w);
     a.mov(r8d, (TURNS / turns + 1) as u32)?;
     a.set_label(&mut round)?;
-    a.mov(rdi, WINDOW + w.from[0])?;
-    a.mov(rsi, WINDOW + w.from[1])?;
+    a.xor(r9d, r9d)?;
+    a.mov(from, WINDOW + w.from[0])?;
+    a.mov(to, WINDOW + w.from[1])?;
     a.mov(ecx, turns as u32)?;
     a.set_label(&mut turn)?;
-    a.mov(rax, qword_ptr(rdi))?;
+    a.mov(rax, qword_ptr(at(from, 0)))?;
     a.add(rbx, rax)?;
-    a.add(ebx, dword_ptr(rdi + 4))?;
-    a.add(dword_ptr(rsi + 3), eax)?;
-    a.add(rdi, w.strides[0])?;
-    a.mov(dl, byte_ptr(rsi + 9))?;
-    a.lea(rsi, ptr(rsi + w.strides[1]))?;
+    a.add(ebx, dword_ptr(at(from, 4)))?;
+    a.add(dword_ptr(at(to, 3)), eax)?;
+    a.add(from, w.strides[0])?;
+    let last = if form == Form::HighByte { dh } else { dl };
+    a.mov(last, byte_ptr(at(to, 9)))?;
+    a.lea(to, ptr(to + w.strides[1]))?;
+    if form == Form::Full {
+        a.test(rbp, r8)?;
+        a.test(r9, r9)?;
+    }
     a.dec(ecx)?;
     a.jne(turn)?;
     a.dec(r8d)?;
@@ -112,6 +158,21 @@ fn expected(w: Walk, memory: &mut [u8]) -> (u64, u64, u64, u64, u8) {
 
 #[test]
 fn every_turn_is_at_its_address() {
+    for order in [Order::Forwards, Order::Backwards, Order::Threes] {
+        for form in [
+            Form::Bases,
+            Form::OtherBases,
+            Form::Indexes,
+            Form::Full,
+            Form::HighByte,
+        ] {
+            all_walks(order, form);
+        }
+    }
+}
+
+fn all_walks(order: Order, form: Form) {
+    let gpa = |offset| gpa(offset, order);
     let walk = |strides, from, ends| Walk {
         strides,
         from,
@@ -133,6 +194,9 @@ fn every_turn_is_at_its_address() {
         // Of what has been executed before.
         walk([24, 0], [0, 0x800], true),
     ] {
+        if w.ends && form != Form::Bases {
+            continue;
+        }
         let m = Machine::new();
         m.write(PML4 + 0x2008, &(TABLE + 3).to_le_bytes());
         for page in 0..PAGES {
@@ -143,7 +207,7 @@ fn every_turn_is_at_its_address() {
         }
         // What does not end is the same code with another count.
         let warm = Walk { ends: false, ..w };
-        let bytes = code(warm).unwrap();
+        let bytes = code(warm, form).unwrap();
         m.write(CODE, &bytes);
         let mut memory: Vec<u8> = (0..LEN).map(byte).collect();
         let mut vcpu = m.vcpu(0, CODE);
@@ -169,14 +233,19 @@ fn every_turn_is_at_its_address() {
         );
         let wanted = expected(w, &mut memory);
         let regs = vcpu.get_regs().unwrap();
-        let found = (regs.rbx, regs.rdi, regs.rsi, regs.rcx, regs.rdx as u8);
-        assert_eq!(found, wanted, "{w:?}");
+        let [from, to] = match form {
+            Form::OtherBases => [regs.r14, regs.r15],
+            _ => [regs.rdi, regs.rsi],
+        };
+        let last = regs.rdx >> if form == Form::HighByte { 8 } else { 0 };
+        let found = (regs.rbx, from, to, regs.rcx, last as u8);
+        assert_eq!(found, wanted, "{w:?}, {order:?}, {form:?}");
         for page in 0..PAGES {
             let at = (page << 12) as usize;
             assert_eq!(
                 m.read::<0x1000>(gpa(page << 12))[..],
                 memory[at..at + 0x1000],
-                "{w:?}, page {page}"
+                "{w:?}, {order:?}, {form:?}, page {page}"
             );
         }
     }
