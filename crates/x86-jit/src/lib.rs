@@ -25,6 +25,7 @@ mod interrupt_return;
 mod kind;
 mod leave;
 mod lockstep;
+mod misses;
 mod perf;
 mod refill;
 mod room;

@@ -7,13 +7,7 @@
 //! when mapping or mode have become others, or code was dropped; and at a poll if
 //! there is much of it, which bounds its depth.
 
-use mmu::{
-    DevicePage,
-    l1::{
-        BOUNCE, BOUNCE_LEN, INLINE_CACHES_USED, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED,
-        inline_cache, lane,
-    },
-};
+use mmu::l1::{INLINE_CACHES_USED, inline_cache};
 use x86_defs::rflags;
 
 use crate::{
@@ -21,9 +15,9 @@ use crate::{
     asm::*,
     exit::Reason,
     fp_state::{keep_vectors, load_fp, save_fp},
+    misses::{compare_end, known_device, lane_miss, stack_miss, straddling, window},
     translate::{
         branch::{select_tag, select_target},
-        memory::{host_page, select_entry, stack_page, stack_tag, tag},
         string::{self, Strings},
     },
 };
@@ -101,7 +95,7 @@ pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
 }
 
 /// Bit of a [`site`].
-const WRITES: u32 = 1 << 20;
+pub(crate) const WRITES: u32 = 1 << 20;
 
 /// Bit of a [`site`]: a page fault of the access is what the instruction raises, whatever else it does.
 pub(crate) const RAISES: u32 = 1 << 25;
@@ -165,44 +159,18 @@ pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
 const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
 const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];
 
-fn push(a: &mut Asm, r: Reg) {
+pub(crate) fn push(a: &mut Asm, r: Reg) {
     if r >= 8 {
         a.bytes(&[0x41]);
     }
     a.bytes(&[0x50 | r & 7]);
 }
 
-fn pop(a: &mut Asm, r: Reg) {
+pub(crate) fn pop(a: &mut Asm, r: Reg) {
     if r >= 8 {
         a.bytes(&[0x41]);
     }
     a.bytes(&[0x58 | r & 7]);
-}
-
-/// Branches if an access with this bit of a [`site`] is to the device page that was read or written
-/// last. (In lock-step the tables are none of the MMU's.)
-fn known_device(a: &mut Asm, bit: u32) -> usize {
-    push(a, RAX);
-    push(a, RCX);
-    // The write half if the site says so.
-    a.mov32(RCX, S1);
-    a.shift(false, 5, RCX, (20 - DevicePage::SHIFT) as u8);
-    a.alu_imm(false, Alu::And, RCX, 1 << DevicePage::SHIFT);
-    a.alu(true, Alu::Add, RCX, gs(DEVICES));
-    a.mov(RAX, S0);
-    a.alu_imm(true, Alu::And, RAX, -4096);
-    a.alu(true, Alu::Xor, RAX, at(RCX, 0));
-    a.load(RCX, at(RCX, 8));
-    a.alu_rr(true, Alu::Xor, RCX, TLB);
-    a.alu_rr(true, Alu::Or, RAX, RCX);
-    // 0 if it is the page, and the site has the bit.
-    a.mov32(RCX, S1);
-    a.alu_imm(false, Alu::And, RCX, bit as i32);
-    a.alu_imm(false, Alu::Xor, RCX, bit as i32);
-    a.alu_rr(true, Alu::Or, RAX, RCX);
-    pop(a, RCX);
-    pop(a, RAX);
-    a.jcc(cc::E)
 }
 
 /// Calls the Rust function at `refill`: the return address and nine registers are
@@ -218,252 +186,6 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     a.mov(S0, RAX);
     keep_vectors(a, false, avx);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
-}
-
-/// The bytes of a [`site`] to rax.
-fn load_size(a: &mut Asm) {
-    a.mov32(RAX, S1);
-    a.shift(false, 5, RAX, 12);
-    a.alu_imm(false, Alu::And, RAX, 0xff);
-}
-
-/// Branches if the access of a [`site`] is a write.
-fn branch_if_write(a: &mut Asm) -> usize {
-    // test r13d, …
-    a.rr(false, &[0xf7], 0, S1);
-    a.bytes(&WRITES.to_le_bytes());
-    a.jcc(cc::NE)
-}
-
-/// Compares where the bytes of a [`site`] end with the end of their page: "above" if they straddle
-/// two. Changes rax and rcx.
-fn compare_end(a: &mut Asm) {
-    load_size(a);
-    a.mov32(RCX, S0);
-    a.alu_imm(false, Alu::And, RCX, 0xfff);
-    a.alu_rr(false, Alu::Add, RAX, RCX);
-    a.alu_imm(false, Alu::Cmp, RAX, 4096);
-}
-
-/// Branches if the entry of the page in rax, which `index` selects, is another page's, or does not allow the access of a [`site`].
-fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
-    let [read, write] = [false, true].map(|write| Mem {
-        index: Some((index, 3)),
-        ..tag(write)
-    });
-    let is_write = branch_if_write(a);
-    a.alu(true, Alu::Cmp, RAX, read);
-    let no_read = a.jcc(cc::NE);
-    let is_read = a.jmp();
-    let here = a.here();
-    a.patch(is_write, here);
-    a.alu(true, Alu::Cmp, RAX, write);
-    let no_write = a.jcc(cc::NE);
-    let here = a.here();
-    a.patch(is_read, here);
-    [no_read, no_write]
-}
-
-/// Bytes that straddle two pages that the tables have, which are neighbours in the host's memory, too, are accessed as they are:
-/// their address, and "above" in the flags. Goes on behind it with all others.
-fn neighbours(a: &mut Asm) {
-    push(a, RAX);
-    push(a, RCX);
-    compare_end(a);
-    let is_inside = a.jcc(cc::BE);
-    push(a, RDX);
-    a.mov(RAX, S0);
-    a.alu_imm(true, Alu::And, RAX, -4096);
-    select_entry(a, RCX, RAX);
-    let first = branch_if_absent(a, RCX);
-    a.load(RCX, selected(host_page()));
-    a.lea(RCX, at(RCX, 4096));
-    // Where addresses of 32 bits end, and those of 64 bits, is the interpreter's.
-    a.alu_imm(true, Alu::Add, RAX, 4096);
-    a.mov32(RDX, RAX);
-    a.rr(false, &[0x85], RDX, RDX); // test
-    let wraps = a.jcc(cc::E);
-    select_entry(a, RDX, RAX);
-    let second = branch_if_absent(a, RDX);
-    let page = Mem {
-        index: Some((RDX, 3)),
-        ..host_page()
-    };
-    a.alu(true, Alu::Cmp, RCX, page);
-    let is_apart = a.jcc(cc::NE);
-    a.alu_imm(true, Alu::And, S0, 0xfff);
-    a.lea(S0, at(S0, -4096).plus(RCX, 0));
-    pop(a, RDX);
-    pop(a, RCX);
-    pop(a, RAX);
-    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
-    a.ret();
-    let here = a.here();
-    for from in [wraps, is_apart].into_iter().chain(first).chain(second) {
-        a.patch(from, here);
-    }
-    pop(a, RDX);
-    let here = a.here();
-    a.patch(is_inside, here);
-    pop(a, RCX);
-    pop(a, RAX);
-}
-
-/// Pages that a walk looks ahead.
-const AHEAD: u64 = 16;
-
-/// From the gva in r14 to its host address, and in r13 how many bytes from there on, or before it (`down`), are behind each other
-/// in the host's memory, too, and may be accessed: 0, and "equal", if there are none.
-fn window(a: &mut Asm, write: bool, down: bool) {
-    [RAX, RCX, RDX].into_iter().for_each(|r| push(a, r));
-    a.mov(RAX, S0);
-    a.alu_imm(true, Alu::And, RAX, -4096);
-    select_entry(a, RCX, RAX);
-    a.alu_rr(true, Alu::Sub, S0, RAX);
-    a.alu_rr(false, Alu::Xor, S1, S1);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(write)));
-    let is_absent = a.jcc(cc::NE);
-    a.load(RDX, selected(host_page()));
-    a.alu_rr(true, Alu::Add, S0, RDX);
-    a.mov_imm(S1, AHEAD);
-    let again = a.here();
-    if !down {
-        a.alu_imm(true, Alu::Add, RDX, 4096);
-    }
-    a.alu_imm(false, Alu::Sub, S1, 1);
-    let is_enough = a.jcc(cc::E);
-    // There is no way from one end of addresses to the other.
-    let ends = if down {
-        a.alu_imm(true, Alu::Sub, RAX, 4096);
-        a.jcc(cc::B)
-    } else {
-        a.alu_imm(true, Alu::Add, RAX, 4096);
-        a.jcc(cc::E)
-    };
-    select_entry(a, RCX, RAX);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(write)));
-    let is_last = a.jcc(cc::NE);
-    if down {
-        a.alu_imm(true, Alu::Sub, RDX, 4096);
-    }
-    a.alu(true, Alu::Cmp, RDX, selected(host_page()));
-    let from = a.jcc(cc::E);
-    a.patch(from, again);
-    if down {
-        a.alu_imm(true, Alu::Add, RDX, 4096);
-    }
-    let here = a.here();
-    [is_enough, ends, is_last]
-        .into_iter()
-        .for_each(|from| a.patch(from, here));
-    let (from, to) = if down { (S0, RDX) } else { (RDX, S0) };
-    a.mov(S1, from);
-    a.alu_rr(true, Alu::Sub, S1, to);
-    if down {
-        a.lea(S1, at(S1, 1));
-    }
-    let here = a.here();
-    a.patch(is_absent, here);
-    [RDX, RCX, RAX].into_iter().for_each(|r| pop(a, r));
-    a.rr(true, &[0x85], S1, S1); // test
-    a.ret();
-}
-
-/// An operand that is only read, and straddles two pages that the tables have, is read from a copy: its address,
-/// and "above" in the flags. Goes on behind it with all other accesses.
-fn straddling_read(a: &mut Asm) {
-    const LEN: i32 = BOUNCE_LEN as i32;
-    push(a, RAX);
-    push(a, RCX);
-    compare_end(a);
-    let is_inside = a.jcc(cc::BE);
-    let is_write = branch_if_write(a);
-    load_size(a);
-    a.alu_imm(false, Alu::Cmp, RAX, LEN);
-    let is_long = a.jcc(cc::A);
-    // The last bytes of its page, and the first ones of the next, behind them.
-    let ends = [(0, 4096 - LEN, BOUNCE), (4096, 0, BOUNCE + LEN)];
-    let is_absent = ends.map(|(ahead, from, to)| {
-        a.lea(RAX, at(S0, ahead));
-        a.alu_imm(true, Alu::And, RAX, -4096);
-        select_entry(a, RCX, RAX);
-        a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
-        let is_absent = a.jcc(cc::NE);
-        // Where addresses of 32 bits end is the interpreter's.
-        a.rr(false, &[0x85], RAX, RAX); // test
-        let wraps = a.jcc(cc::E);
-        a.load(RCX, selected(host_page()));
-        for n in (0..LEN).step_by(8) {
-            a.load(RAX, at(RCX, from + n));
-            a.store(at(TLB, to + n), RAX);
-        }
-        [is_absent, wraps]
-    });
-    a.alu_imm(true, Alu::And, S0, 0xfff);
-    a.lea(RAX, at(TLB, BOUNCE + LEN - 4096));
-    a.alu_rr(true, Alu::Add, S0, RAX);
-    pop(a, RCX);
-    pop(a, RAX);
-    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
-    a.ret();
-    let here = a.here();
-    for from in [is_inside, is_write, is_long]
-        .into_iter()
-        .chain(is_absent.into_iter().flatten())
-    {
-        a.patch(from, here);
-    }
-    pop(a, RCX);
-    pop(a, RAX);
-}
-
-/// A word of the tables' entry that [`select_entry`] has rcx select.
-fn selected(m: Mem) -> Mem {
-    Mem {
-        index: m.index.map(|(_, scale)| (RCX, scale)),
-        ..m
-    }
-}
-
-/// The end of both functions below: rax and rcx as they were, and on to `otherwise`.
-fn give_up(a: &mut Asm, from: [usize; 3], otherwise: usize) {
-    let here = a.here();
-    from.into_iter().for_each(|from| a.patch(from, here));
-    pop(a, RCX);
-    pop(a, RAX);
-    a.jmp_to(otherwise);
-}
-
-/// Looks in the tables for what the stack's entry does not have, which is the page's from then
-/// on if it may be written: "above" in the flags. Goes on at `otherwise` if the tables do not have it either.
-fn stack_miss(a: &mut Asm, otherwise: usize) {
-    push(a, RAX);
-    push(a, RCX);
-    // Bytes that straddle two pages are none of the entry's.
-    compare_end(a);
-    let straddles = a.jcc(cc::A);
-    select_entry(a, RCX, S0);
-    a.mov(RAX, S0);
-    a.alu_imm(true, Alu::And, RAX, -4096);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(true)));
-    let is_other = a.jcc(cc::NE);
-    a.store(stack_tag(), RAX);
-    a.load(RAX, selected(host_page()));
-    a.store(stack_page(), RAX);
-    let found = a.here();
-    a.alu_imm(true, Alu::And, S0, 0xfff);
-    a.alu_rr(true, Alu::Add, S0, RAX);
-    pop(a, RCX);
-    pop(a, RAX);
-    a.ret();
-    let here = a.here();
-    a.patch(is_other, here);
-    let is_write = branch_if_write(a);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
-    let is_absent = a.jcc(cc::NE);
-    a.load(RAX, selected(host_page()));
-    a.jmp_to(found);
-    give_up(a, [straddles, is_write, is_absent], otherwise);
 }
 
 /// Ticks that a [`crate::Leash`] has at most: a TSC that jumps ends it.
@@ -491,58 +213,6 @@ fn leash_ends(a: &mut Asm) -> [usize; 4] {
     a.rm(false, &[0x80], 7, at(S0, 0)); // cmp byte [r14], 0
     a.bytes(&[0]);
     [pauses, missed, is_over, a.jcc(cc::NE)]
-}
-
-/// Looks in the tables for what a lane does not have, and enters it there: "above" in the flags. Goes on at
-/// `otherwise` if the tables do not have it either.
-fn lane_miss(a: &mut Asm, otherwise: usize) {
-    push(a, RAX);
-    push(a, RCX);
-    compare_end(a);
-    let straddles = a.jcc(cc::A);
-    a.mov(RCX, S1);
-    a.shift(true, 5, RCX, LANE_SHIFT as u8);
-    let count = at(TLB, LANE_COUNTS).plus(RCX, 2);
-    a.alu_mem_imm8(false, Alu::Add, count, 1);
-    // test dword [count], …
-    a.rm(false, &[0xf7], 0, count);
-    a.bytes(&(LANE_MISSES - 1).to_le_bytes());
-    let few = a.jcc(cc::NE);
-    // The next poll is to look at it.
-    a.store_imm(gs(LANES_MISSED), 1);
-    a.store_imm(gs(POLLS_LEFT), 0);
-    let here = a.here();
-    a.patch(few, here);
-    select_entry(a, RCX, S0);
-    a.mov(RAX, S0);
-    a.alu_imm(true, Alu::And, RAX, -4096);
-    let is_write = branch_if_write(a);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
-    let is_found = a.jcc(cc::E);
-    let is_absent = a.jmp();
-    let here = a.here();
-    a.patch(is_write, here);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(true)));
-    let is_none = a.jcc(cc::NE);
-    let here = a.here();
-    a.patch(is_found, here);
-    a.load(RCX, selected(host_page()));
-    a.shift(true, 5, S1, LANE_SHIFT as u8);
-    // bts [used], r13
-    a.rm(true, &[0x0f, 0xab], S1, at(TLB, LANES_USED));
-    a.shift(true, 4, S1, 4);
-    a.store(at(TLB, lane(0)).plus(S1, 0), RAX);
-    a.store(at(TLB, lane(0) + 8).plus(S1, 0), RCX);
-    a.shift(false, 5, RAX, 12);
-    a.alu_imm(false, Alu::And, RAX, LANES_PAGES as i32 - 1);
-    // bts [seen], rax
-    a.rm(true, &[0x0f, 0xab], RAX, at(TLB, LANES_SEEN));
-    a.alu_imm(true, Alu::And, S0, 0xfff);
-    a.alu_rr(true, Alu::Add, S0, RCX);
-    pop(a, RCX);
-    pop(a, RAX);
-    a.ret();
-    give_up(a, [straddles, is_absent, is_none], otherwise);
 }
 
 /// [`BUDGET`] instructions until the next poll, more or less: where a guest repeats itself, polls that are always as far from each
@@ -855,8 +525,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     }
 
     t.miss = a.here();
-    neighbours(a);
-    straddling_read(a);
+    straddling(a, true);
     let known = known_device(a, RAISES);
     let called = a.here();
     call_refill(a, refill, avx);
@@ -864,7 +533,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
     a.ret();
     t.miss_group = a.here();
-    neighbours(a);
+    straddling(a, false);
     let within = a.here();
     let first_known = known_device(a, FIRST);
     // What straddles two pages needs no call.
@@ -879,7 +548,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_rr(false, Alu::Xor, S0, S0);
     a.jmp_to(answered);
     t.split = a.here();
-    neighbours(a);
+    straddling(a, false);
     a.jmp_to(fails);
     let here = a.here();
     a.patch(known, here);
