@@ -96,6 +96,22 @@ loops! {
         a.set_label(&mut out)?;
         a.hlt()
     };
+    by_another_page_out_of_a_walk: |a| {
+        let (mut start, mut turn, mut out) = (a.create_label(), a.create_label(), a.create_label());
+        a.set_label(&mut start)?;
+        a.mov(edi, CODE as u32)?;
+        a.mov(ecx, 200)?;
+        a.set_label(&mut turn)?;
+        a.add(rbx, qword_ptr(rdi))?;
+        a.add(rbx, qword_ptr(rdi + 8))?;
+        a.add(rdi, 8)?;
+        a.dec(ecx)?;
+        a.je(out)?;
+        a.jmp(turn)?;
+        a.nops_with_size(0x1000)?;
+        a.set_label(&mut out)?;
+        a.jmp(start)
+    };
     by_calls_that_return: |a| {
         let (mut turn, mut f) = (a.create_label(), a.create_label());
         a.set_label(&mut turn)?;

@@ -112,6 +112,8 @@ pub(crate) const VECTORS: usize = word(32);
 pub(crate) const OWED: usize = word(99);
 pub(crate) const TURNS: usize = word(100);
 pub(crate) const ANCHORS: usize = word(101);
+/// What the countdown may still be more until the next poll.
+pub(crate) const CREDIT_LEFT: usize = word(125);
 /// What the countdown has been less than zero when the walk began, and how often each loop goes back before it walks, in 32 bits:
 /// there are fewer of them than loops.
 pub(crate) const BEGAN: usize = word(107);
@@ -119,7 +121,7 @@ pub(crate) const RELUCTANCES: usize = word(108);
 pub(crate) const RELUCTANCES_LEN: usize = 32;
 /// What budgets vary by.
 pub(crate) const RANDOM: usize = word(108 + RELUCTANCES_LEN / 2);
-const _: () = assert!(EngineArea::WORDS > 108 + RELUCTANCES_LEN / 2);
+const _: () = assert!(108 + RELUCTANCES_LEN / 2 < 125 && EngineArea::WORDS > 125);
 /// Their upper halves are among what is there.
 pub(crate) const UPPERS_IN_USE: usize = word(98);
 

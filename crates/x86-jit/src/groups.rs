@@ -261,7 +261,7 @@ impl Groups {
                 Moves::Base => offset - place.moved[0],
                 Moves::Index => offset - place.moved[1],
             });
-            // Where one of its accesses is too far from the anchor, it does not walk; nor do others.
+            // A group does not walk if one of its accesses is too far from the anchor.
             let from_anchor = from_anchor.and_then(|n| i32::try_from(n).ok());
             d.member = Some(Member {
                 group: g as u16,

@@ -19,6 +19,7 @@ use crate::{
     translate::{
         branch::{select_tag, select_target},
         string::{self, Strings},
+        walk,
     },
 };
 
@@ -467,6 +468,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let used_up = a.jcc(cc::S);
     let goes_on = a.here();
     vary_budget(a);
+    a.store_imm(gs(CREDIT_LEFT), walk::CREDIT);
     a.load(S0, gs(STACK));
     a.alu_rr(true, Alu::Sub, S0, RSP);
     a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);

@@ -8,7 +8,7 @@
 //!             look for it as for the next turn, ANCHOR = host address - that register; not in the TLB: jmp again
 //!         turns = those that the least number of them stays in its page for, and in those after it if they are its neighbours
 //!             in the host's memory, too; few: jmp again
-//!         r12 = turns * n, OWED = what that is less than before
+//!         r12 += CREDIT, once between two polls; r12 = turns * n, OWED = what that is less than before
 //!         registers that the loop does not use = anchors
 //! fast:   sub r12, n; jl walked        groups: at anchor + register
 //!         …
@@ -44,8 +44,8 @@ const LEAST: i32 = 4;
 const WORTH: i32 = 6;
 /// How often it goes back before that when it could not.
 const FAILED: i32 = 2;
-/// Instructions of fast turns at most, between two polls.
-const MOST: u64 = 8000;
+/// What is added to the countdown to a poll for fast turns: there are as many pages in reach.
+pub(crate) const CREDIT: i32 = 8000;
 /// Guest registers whose host registers may have anchors: not that of RAX, by which flags are saved, nor of R12, which is left for
 /// instructions that need more registers to work with.
 const TO_BORROW: [u8; 8] = [3, 5, 6, 7, 2, 1, 8, 9];
@@ -149,6 +149,11 @@ impl Translator {
             return None;
         }
         let members = insns.iter().filter_map(|d| d.member.filter(|m| m.first));
+        let is_known = |m: &Member| {
+            let mut all = insns.iter().filter_map(|d| d.member);
+            all.all(|other| other.group != m.group || other.walk.is_some())
+        };
+        let members = members.filter(is_known);
         let walks = members.filter_map(|m| Some((m, walk_of(&m)?)));
         let walks: Vec<(Member, Walk)> = walks.take(MAX_GROUPS).collect();
         if walks.iter().all(|(_, walk)| walk.stride == 0) {
@@ -188,13 +193,17 @@ impl Translator {
         let few = a.jcc(cc::B);
         a.patch(few, again);
         imul(a, len);
-        a.mov_imm(S0, MOST);
-        a.alu_rr(true, Alu::Cmp, S1, S0);
-        // cmova r13, r14
-        a.rr(true, &[0x0f, 0x47], S1, S0);
-        a.alu_rr(true, Alu::Sub, COUNTER, S1);
-        a.store(gs(OWED), COUNTER);
+        a.alu(true, Alu::Add, COUNTER, gs(CREDIT_LEFT));
+        a.store_imm(gs(CREDIT_LEFT), 0);
+        a.store_imm(gs(OWED), 0);
+        a.mov(S0, COUNTER);
+        a.alu_rr(true, Alu::Sub, S0, S1);
+        let is_less = a.jcc(cc::L);
+        a.store(gs(OWED), S0);
         a.mov(COUNTER, S1);
+        let here = a.here();
+        a.patch(is_less, here);
+        a.mov(S1, COUNTER);
         a.rr(true, &[0xf7], 3, S1); // neg
         a.store(gs(BEGAN), S1);
         let mut free = unused(insns);
