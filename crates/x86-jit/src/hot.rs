@@ -26,6 +26,8 @@ const LOOKS: u32 = 1024;
 const INTERVAL: u64 = 100_000;
 /// A lane misses less often than once in so many executions, or costs more than it saves.
 const WORTH: u64 = 48;
+/// Instructions of a block that are executed, at most, for that: long blocks are often left early.
+const EXECUTED: usize = 48;
 /// Counts of looks at blocks that are not hot yet, by a hash.
 const COUNTS: usize = 1 << 12;
 
@@ -241,7 +243,7 @@ impl<B: JitBus> Jit<B> {
         };
         p.hot = self.translator.hot.take().unwrap_or_default();
         p.missed = vec![0; p.hot.lanes.len()];
-        p.len = self.decoded.len().max(1) as u64;
+        p.len = self.decoded.len().clamp(1, EXECUTED) as u64;
         (p.looks, p.is_due) = (0, false);
         (p.links, p.generation) = (links, block.generation);
         for (lane, _) in &p.hot.lanes {

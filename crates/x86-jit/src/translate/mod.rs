@@ -39,7 +39,7 @@ use iced_x86::{Encoder, OpKind, Register};
 use memory::{Finds, Probe};
 pub(crate) use sites::{Cell, Condition, Entries, FarSite, How, LinkSite};
 use stubs::Stub;
-use walk::Walking;
+use walk::{Walking, is_loop};
 
 use crate::{
     area::*,
@@ -268,10 +268,7 @@ impl Translator {
             let resume = a.here();
             self.stubs.push(Stub::LoadFp { from, resume });
         }
-        let is_loop = insns.last().is_some_and(|d| {
-            matches!(d.kind, Kind::Jcc | Kind::Jmp) && target(&d.i) == i64::from(offset)
-        });
-        if self.hot.is_some() && is_loop {
+        if self.hot.is_some() && is_loop(insns) {
             self.asm.align();
         }
         // What comes from the block itself has FP state.

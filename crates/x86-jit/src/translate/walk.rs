@@ -99,6 +99,14 @@ fn is_of_stack(kind: Kind) -> bool {
     )
 }
 
+/// The block ends with a branch to where it begins.
+pub(super) fn is_loop(insns: &[Decoded]) -> bool {
+    let (Some(first), Some(last)) = (insns.first(), insns.last()) else {
+        return false;
+    };
+    matches!(last.kind, Kind::Jcc | Kind::Jmp) && target(&last.i) == i64::from(first.offset)
+}
+
 /// Guest registers that the instructions do not use, of [`TO_BORROW`]; none if there is one that may be left by other ways than stubs.
 fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
     use Kind as K;
@@ -142,12 +150,7 @@ impl Translator {
         again: usize,
     ) -> Option<(usize, Walking, Range<usize>)> {
         self.hot.as_ref().filter(|_| self.long)?;
-        let (first, last) = (insns.first()?, insns.last()?);
-        let goes_back = matches!(last.kind, Kind::Jcc | Kind::Jmp)
-            && target(&last.i) == i64::from(first.offset);
-        if !goes_back {
-            return None;
-        }
+        let first = insns.first().filter(|_| is_loop(insns))?;
         let members = insns.iter().filter_map(|d| d.member.filter(|m| m.first));
         let is_known = |m: &Member| {
             let mut all = insns.iter().filter_map(|d| d.member);
