@@ -108,20 +108,22 @@ pub(crate) const FAR_LEFT: usize = word(1);
 pub(crate) const HOST_RSP: usize = word(2);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
-/// Of [`crate::translate::walk`]: what the countdown is less than it was, turns that are left, and the anchors of up to six groups.
+/// Of [`crate::translate::walk`]: what the countdown is less than it was, turns that are left, and the anchors.
 pub(crate) const OWED: usize = word(99);
 pub(crate) const TURNS: usize = word(100);
 pub(crate) const ANCHORS: usize = word(101);
-/// What the countdown may still be more until the next poll.
-pub(crate) const CREDIT_LEFT: usize = word(125);
-/// What the countdown has been less than zero when the walk began, and how often each loop goes back before it walks, in 32 bits:
-/// there are fewer of them than loops.
+pub(crate) const ANCHORS_LEN: usize = 6;
+/// What the countdown has been less than zero when the walk began, and what may still be added to it until the next poll.
 pub(crate) const BEGAN: usize = word(107);
-pub(crate) const RELUCTANCES: usize = word(108);
+pub(crate) const CREDIT_LEFT: usize = word(108);
+/// How often each loop goes back before it walks, in 32 bits: there are fewer of them than loops.
+pub(crate) const RELUCTANCES: usize = word(109);
 pub(crate) const RELUCTANCES_LEN: usize = 32;
 /// What budgets vary by.
-pub(crate) const RANDOM: usize = word(108 + RELUCTANCES_LEN / 2);
-const _: () = assert!(108 + RELUCTANCES_LEN / 2 < 125 && EngineArea::WORDS > 125);
+pub(crate) const RANDOM: usize = word(125);
+const _: () =
+    assert!(ANCHORS + 8 * ANCHORS_LEN <= BEGAN && RELUCTANCES + 4 * RELUCTANCES_LEN <= RANDOM);
+const _: () = assert!(RANDOM < word(EngineArea::WORDS));
 /// Their upper halves are among what is there.
 pub(crate) const UPPERS_IN_USE: usize = word(98);
 

@@ -393,13 +393,12 @@ impl Groups {
 
     /// What the address is made of, the rest of it, and what of that is in the base register and in the index.
     fn address(&mut self, d: &Decoded) -> Option<(Key, i64, [i64; 2])> {
-        let i = &d.i;
-        let stack = |plus: i64| (Register::RSP, plus);
-        let (base, plus) = match d.kind {
-            Kind::Push | Kind::Call => stack(-self.word()),
-            Kind::Pop | Kind::Ret => stack(0),
-            Kind::Leave => (Register::RBP, 0),
-            _ => return self.operand(i),
+        let Some(base) = d.kind.stack_base() else {
+            return self.operand(&d.i);
+        };
+        let plus = match d.kind {
+            Kind::Push | Kind::Call => -self.word(),
+            _ => 0,
         };
         let base = self.value(base);
         let key = Key {

@@ -66,10 +66,7 @@ pub(crate) fn compare_end(a: &mut Asm) {
 
 /// Branches if the entry of the page in rax, which `index` selects, is another page's, or does not allow the access of a [`site`].
 fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
-    let [read, write] = [false, true].map(|write| Mem {
-        index: Some((index, 3)),
-        ..tag(write)
-    });
+    let [read, write] = [false, true].map(|write| selected(tag(write), index));
     let is_write = branch_if_write(a);
     a.alu(true, Alu::Cmp, RAX, read);
     let no_read = a.jcc(cc::NE);
@@ -116,7 +113,7 @@ fn neighbours(a: &mut Asm) {
     a.alu_imm(true, Alu::And, RAX, -4096);
     select_entry(a, RCX, RAX);
     let first = branch_if_absent(a, RCX);
-    a.load(RCX, selected(host_page()));
+    a.load(RCX, selected(host_page(), RCX));
     a.lea(RCX, at(RCX, 4096));
     // Where addresses of 32 bits end, and those of 64 bits, is the interpreter's.
     a.alu_imm(true, Alu::Add, RAX, 4096);
@@ -124,11 +121,7 @@ fn neighbours(a: &mut Asm) {
     let wraps = a.jcc(cc::E);
     select_entry(a, RDX, RAX);
     let second = branch_if_absent(a, RDX);
-    let page = Mem {
-        index: Some((RDX, 3)),
-        ..host_page()
-    };
-    a.alu(true, Alu::Cmp, RCX, page);
+    a.alu(true, Alu::Cmp, RCX, selected(host_page(), RDX));
     let is_apart = a.jcc(cc::NE);
     a.alu_imm(true, Alu::And, S0, 0xfff);
     a.lea(S0, at(S0, -4096).plus(RCX, 0));
@@ -153,12 +146,12 @@ fn straddling_read(a: &mut Asm) {
         a.lea(RAX, at(S0, ahead));
         a.alu_imm(true, Alu::And, RAX, -4096);
         select_entry(a, RCX, RAX);
-        a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
+        a.alu(true, Alu::Cmp, RAX, selected(tag(false), RCX));
         let is_absent = a.jcc(cc::NE);
         // Where addresses of 32 bits end is the interpreter's.
         a.rr(false, &[0x85], RAX, RAX); // test
         let wraps = a.jcc(cc::E);
-        a.load(RCX, selected(host_page()));
+        a.load(RCX, selected(host_page(), RCX));
         for n in (0..LEN).step_by(8) {
             a.load(RAX, at(RCX, from + n));
             a.store(at(TLB, to + n), RAX);
@@ -188,9 +181,9 @@ pub(crate) fn window(a: &mut Asm, write: bool, down: bool) {
     select_entry(a, RCX, RAX);
     a.alu_rr(true, Alu::Sub, S0, RAX);
     a.alu_rr(false, Alu::Xor, S1, S1);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(write)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(write), RCX));
     let is_absent = a.jcc(cc::NE);
-    a.load(RDX, selected(host_page()));
+    a.load(RDX, selected(host_page(), RCX));
     a.alu_rr(true, Alu::Add, S0, RDX);
     a.mov_imm(S1, AHEAD);
     let again = a.here();
@@ -208,12 +201,12 @@ pub(crate) fn window(a: &mut Asm, write: bool, down: bool) {
         a.jcc(cc::E)
     };
     select_entry(a, RCX, RAX);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(write)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(write), RCX));
     let is_last = a.jcc(cc::NE);
     if down {
         a.alu_imm(true, Alu::Sub, RDX, 4096);
     }
-    a.alu(true, Alu::Cmp, RDX, selected(host_page()));
+    a.alu(true, Alu::Cmp, RDX, selected(host_page(), RCX));
     let from = a.jcc(cc::E);
     a.patch(from, again);
     if down {
@@ -236,10 +229,10 @@ pub(crate) fn window(a: &mut Asm, write: bool, down: bool) {
     a.ret();
 }
 
-/// A word of the tables' entry that [`select_entry`] has rcx select.
-fn selected(m: Mem) -> Mem {
+/// A word of the tables' entry that [`select_entry`] has `by` select.
+fn selected(m: Mem, by: Reg) -> Mem {
     Mem {
-        index: m.index.map(|(_, scale)| (RCX, scale)),
+        index: m.index.map(|(_, scale)| (by, scale)),
         ..m
     }
 }
@@ -264,10 +257,10 @@ pub(crate) fn stack_miss(a: &mut Asm, otherwise: usize) {
     select_entry(a, RCX, S0);
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -4096);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(true)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(true), RCX));
     let is_other = a.jcc(cc::NE);
     a.store(stack_tag(), RAX);
-    a.load(RAX, selected(host_page()));
+    a.load(RAX, selected(host_page(), RCX));
     a.store(stack_page(), RAX);
     let found = a.here();
     a.alu_imm(true, Alu::And, S0, 0xfff);
@@ -278,9 +271,9 @@ pub(crate) fn stack_miss(a: &mut Asm, otherwise: usize) {
     let here = a.here();
     a.patch(is_other, here);
     let is_write = branch_if_write(a);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
+    a.alu(true, Alu::Cmp, RAX, selected(tag(false), RCX));
     let is_absent = a.jcc(cc::NE);
-    a.load(RAX, selected(host_page()));
+    a.load(RAX, selected(host_page(), RCX));
     a.jmp_to(found);
     give_up(a, [straddles, is_write, is_absent], otherwise);
 }
@@ -308,17 +301,8 @@ pub(crate) fn lane_miss(a: &mut Asm, otherwise: usize) {
     select_entry(a, RCX, S0);
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -4096);
-    let is_write = branch_if_write(a);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(false)));
-    let is_found = a.jcc(cc::E);
-    let is_absent = a.jmp();
-    let here = a.here();
-    a.patch(is_write, here);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(true)));
-    let is_none = a.jcc(cc::NE);
-    let here = a.here();
-    a.patch(is_found, here);
-    a.load(RCX, selected(host_page()));
+    let [no_read, no_write] = branch_if_absent(a, RCX);
+    a.load(RCX, selected(host_page(), RCX));
     a.shift(true, 5, S1, LANE_SHIFT as u8);
     // bts [used], r13
     a.rm(true, &[0x0f, 0xab], S1, at(TLB, LANES_USED));
@@ -334,5 +318,5 @@ pub(crate) fn lane_miss(a: &mut Asm, otherwise: usize) {
     pop(a, RCX);
     pop(a, RAX);
     a.ret();
-    give_up(a, [straddles, is_absent, is_none], otherwise);
+    give_up(a, [straddles, no_read, no_write], otherwise);
 }

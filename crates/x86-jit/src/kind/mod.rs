@@ -86,6 +86,15 @@ impl Kind {
         )
     }
 
+    /// The register that the instruction accesses the stack by, whatever its operands are.
+    pub(crate) const fn stack_base(self) -> Option<Register> {
+        match self {
+            Self::Push | Self::Pop | Self::Call | Self::Ret => Some(Register::RSP),
+            Self::Leave => Some(Register::RBP),
+            _ => None,
+        }
+    }
+
     /// Nothing of the block comes after it.
     pub(crate) const fn ends_block(self) -> bool {
         matches!(

@@ -365,7 +365,7 @@ impl Translator {
         let Some(hot) = &mut self.hot else {
             return probe;
         };
-        if self.position >= 128 || hot.without >> self.position & 1 != 0 {
+        if self.position >= u128::BITS as usize || hot.without >> self.position & 1 != 0 {
             return probe;
         }
         let next = &mut self.next_lane[usize::from(write)];

@@ -203,7 +203,7 @@ impl Translator {
         }
         if entries.polled == 0 {
             entries.polled = self.asm.here() as u32;
-            self.poll(usize::from(block.len).min(MAX_COUNTED), offset);
+            self.poll(block.len.into(), offset);
         }
         self.asm.jmp_to(entries.saved as usize);
         self.emit_stubs(None, |_, _| None);
@@ -212,7 +212,7 @@ impl Translator {
     /// Counts down, for a block of so many instructions.
     fn poll(&mut self, len: usize, offset: u32) {
         let a = &mut self.asm;
-        a.alu_imm(true, Alu::Sub, COUNTER, len as i32);
+        a.alu_imm(true, Alu::Sub, COUNTER, len.min(MAX_COUNTED) as i32);
         // Less than zero, by the condition that processors fuse with a subtraction.
         let from = a.jcc(cc::L);
         let resume = a.here();
@@ -276,7 +276,7 @@ impl Translator {
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
         let polls = !is_apart || how.polls || goes_back || live != 0;
         if polls {
-            self.poll(insns.len().min(MAX_COUNTED), offset);
+            self.poll(insns.len(), offset);
         }
         let is_complete = self.body(insns, forms);
         let mut walk = None;

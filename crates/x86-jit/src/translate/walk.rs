@@ -22,7 +22,7 @@
 
 use core::ops::Range;
 
-use iced_x86::{InstructionInfoFactory, Register};
+use iced_x86::InstructionInfoFactory;
 
 use super::{Translator, flags::Flags, stubs::Stub};
 use crate::{
@@ -34,8 +34,6 @@ use crate::{
     translate::branch::target,
 };
 
-/// Groups at most.
-const MAX_GROUPS: usize = 6;
 /// Bytes that a turn goes on at most: fewer than eight turns of a page are not worth it.
 const MAX_STRIDE: u32 = 512;
 /// Turns without probes that it is worth it for.
@@ -74,10 +72,24 @@ pub(super) struct Walking {
     anchors: Vec<Anchor>,
 }
 
+/// Adds to the countdown what it is less for the walk, and so much. Changes r13, and no flags.
+fn pay_back(a: &mut Asm, plus: i32) {
+    a.load(S1, gs(OWED));
+    a.lea(COUNTER, at(COUNTER, plus).plus(S1, 0));
+}
+
 /// `imul r13, r13, by`
 fn imul(a: &mut Asm, by: i32) {
     a.rr(true, &[0x69], S1, S1);
     a.imm32(by);
+}
+
+/// The host register of a guest register: `scratch`, where it is loaded to, if it lives in memory.
+fn in_host(a: &mut Asm, n: u8, scratch: Reg) -> Reg {
+    host_reg(n).unwrap_or_else(|| {
+        a.load(scratch, home(n));
+        scratch
+    })
 }
 
 const fn anchor(slot: usize) -> Mem {
@@ -89,14 +101,6 @@ fn walk_of(m: &Member) -> Option<Walk> {
     let walk = m.walk?;
     let is_short = walk.stride.unsigned_abs() <= MAX_STRIDE;
     (is_short && walk.stride % i32::from(m.align.to) == 0).then_some(walk)
-}
-
-/// The access is by RSP or RBP, whatever the operands are.
-fn is_of_stack(kind: Kind) -> bool {
-    matches!(
-        kind,
-        Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret
-    )
 }
 
 /// The block ends with a branch to where it begins.
@@ -158,7 +162,7 @@ impl Translator {
         };
         let members = members.filter(is_known);
         let walks = members.filter_map(|m| Some((m, walk_of(&m)?)));
-        let walks: Vec<(Member, Walk)> = walks.take(MAX_GROUPS).collect();
+        let walks: Vec<(Member, Walk)> = walks.take(ANCHORS_LEN).collect();
         if walks.iter().all(|(_, walk)| walk.stride == 0) {
             return None;
         }
@@ -212,7 +216,9 @@ impl Translator {
         let mut free = unused(insns);
         let anchors = walks.iter().map(|(m, walk)| {
             let is_member = |d: &Decoded| d.member.is_some_and(|other| other.group == m.group);
-            let by_operand = !insns.iter().any(|d| is_member(d) && is_of_stack(d.kind));
+            let by_operand = !insns
+                .iter()
+                .any(|d| is_member(d) && d.kind.stack_base().is_some());
             Anchor {
                 group: m.group,
                 walk: *walk,
@@ -250,21 +256,15 @@ impl Translator {
     /// it may go on.
     fn probe_walk(&mut self, slot: usize, m: &Member, walk: Walk, again: usize) {
         let a = &mut self.asm;
-        let in_register = |a: &mut Asm, n: u8, scratch: Reg| {
-            host_reg(n).unwrap_or_else(|| {
-                a.load(scratch, home(n));
-                scratch
-            })
-        };
         let base = match walk.base {
             Base::None => None,
-            Base::Register(n) => Some(in_register(a, n, S1)),
+            Base::Register(n) => Some(in_host(a, n, S1)),
             Base::Page => {
                 a.load(S1, NEAR_PAGE);
                 Some(S1)
             }
         };
-        let index = walk.index.map(|(n, scale)| (in_register(a, n, S0), scale));
+        let index = walk.index.map(|(n, scale)| (in_host(a, n, S0), scale));
         let address = Mem {
             base,
             index,
@@ -304,9 +304,9 @@ impl Translator {
         };
         a.load(S1, anchor(slot));
         if let Some((n, scale)) = moving {
-            match host_reg(n) {
-                Some(r) => a.mov(S0, r),
-                None => a.load(S0, home(n)),
+            let r = in_host(a, n, S0);
+            if r != S0 {
+                a.mov(S0, r);
             }
             if scale != 0 {
                 a.shift(true, 4, S0, scale);
@@ -383,21 +383,13 @@ impl Translator {
         let disp = m.from_anchor;
         let moving = match walk.moves {
             Moves::Nothing => return at(anchor, disp),
-            Moves::Base => match d.kind {
-                Kind::Push | Kind::Pop | Kind::Call | Kind::Ret => Register::RSP,
-                Kind::Leave => Register::RBP,
-                _ => d.i.memory_base(),
-            },
+            Moves::Base => d.kind.stack_base().unwrap_or(d.i.memory_base()),
             Moves::Index => d.i.memory_index(),
         };
-        let n = moving.number() as u8;
-        let moving = host_reg(n).unwrap_or_else(|| {
-            self.asm.load(scratch, home(n));
-            if scratch == S0 {
-                self.current = None;
-            }
-            scratch
-        });
+        let moving = in_host(&mut self.asm, moving.number() as u8, scratch);
+        if moving == S0 {
+            self.current = None;
+        }
         match (walk.moves, walk.index) {
             (Moves::Index, Some((_, scale))) => at(anchor, disp).plus(moving, scale),
             // RSP's register can be an index, too.
@@ -428,8 +420,7 @@ impl Walking {
     /// The countdown is what it would be without the walk, which all turns have been made of that there were. Changes r13.
     pub(super) fn ends(&self, a: &mut Asm) {
         a.store32_imm(self.reluctance, 0);
-        a.load(S1, gs(OWED));
-        a.lea(COUNTER, at(COUNTER, self.len).plus(S1, 0));
+        pay_back(a, self.len);
     }
 
     /// The same where the loop is left. Changes r13, and no flags.
@@ -437,8 +428,7 @@ impl Walking {
         a.load(S1, gs(BEGAN));
         a.lea(S1, at(S1, WORTH * self.len).plus(COUNTER, 0));
         a.store32(self.reluctance, S1);
-        a.load(S1, gs(OWED));
-        a.lea(COUNTER, at(COUNTER, 0).plus(S1, 0));
+        pay_back(a, 0);
     }
 
     /// Changes no flags.
