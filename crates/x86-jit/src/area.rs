@@ -108,10 +108,9 @@ pub(crate) const FAR_LEFT: usize = word(1);
 pub(crate) const HOST_RSP: usize = word(2);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
-/// Of [`crate::translate::walk`]: what the countdown is less than it was, turns that are left, and the anchors.
+/// Of [`crate::translate::walk`]: what the countdown is less than it was, and the anchors.
 pub(crate) const OWED: usize = word(99);
-pub(crate) const TURNS: usize = word(100);
-pub(crate) const ANCHORS: usize = word(101);
+pub(crate) const ANCHORS: usize = word(100);
 pub(crate) const ANCHORS_LEN: usize = 6;
 /// What the countdown has been less than zero when the walk began, and what may still be added to it until the next poll.
 pub(crate) const BEGAN: usize = word(107);

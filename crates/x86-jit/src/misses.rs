@@ -10,7 +10,7 @@ use crate::{
     area::*,
     asm::*,
     thunks::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES, pop, push},
-    translate::memory::{host_page, select_entry, stack_page, stack_tag, tag},
+    translate::memory::{host_page, select_entry, selected, stack_page, stack_tag, tag},
 };
 
 /// Branches if an access with this bit of a [`site`] is to the device page that was read or written
@@ -166,74 +166,6 @@ fn straddling_read(a: &mut Asm) {
     let others = is_absent.into_iter().flatten();
     for from in [is_write, is_long].into_iter().chain(others) {
         a.patch(from, here);
-    }
-}
-
-/// Pages that a walk looks ahead.
-const AHEAD: u64 = 16;
-
-/// From the gva in r14 to its host address, and in r13 how many bytes from there on, or before it (`down`), are behind each other
-/// in the host's memory, too, and may be accessed: 0, and "equal", if there are none.
-pub(crate) fn window(a: &mut Asm, write: bool, down: bool) {
-    [RAX, RCX, RDX].into_iter().for_each(|r| push(a, r));
-    a.mov(RAX, S0);
-    a.alu_imm(true, Alu::And, RAX, -4096);
-    select_entry(a, RCX, RAX);
-    a.alu_rr(true, Alu::Sub, S0, RAX);
-    a.alu_rr(false, Alu::Xor, S1, S1);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(write), RCX));
-    let is_absent = a.jcc(cc::NE);
-    a.load(RDX, selected(host_page(), RCX));
-    a.alu_rr(true, Alu::Add, S0, RDX);
-    a.mov_imm(S1, AHEAD);
-    let again = a.here();
-    if !down {
-        a.alu_imm(true, Alu::Add, RDX, 4096);
-    }
-    a.alu_imm(false, Alu::Sub, S1, 1);
-    let is_enough = a.jcc(cc::E);
-    // There is no way from one end of addresses to the other.
-    let ends = if down {
-        a.alu_imm(true, Alu::Sub, RAX, 4096);
-        a.jcc(cc::B)
-    } else {
-        a.alu_imm(true, Alu::Add, RAX, 4096);
-        a.jcc(cc::E)
-    };
-    select_entry(a, RCX, RAX);
-    a.alu(true, Alu::Cmp, RAX, selected(tag(write), RCX));
-    let is_last = a.jcc(cc::NE);
-    if down {
-        a.alu_imm(true, Alu::Sub, RDX, 4096);
-    }
-    a.alu(true, Alu::Cmp, RDX, selected(host_page(), RCX));
-    let from = a.jcc(cc::E);
-    a.patch(from, again);
-    if down {
-        a.alu_imm(true, Alu::Add, RDX, 4096);
-    }
-    let here = a.here();
-    [is_enough, ends, is_last]
-        .into_iter()
-        .for_each(|from| a.patch(from, here));
-    let (from, to) = if down { (S0, RDX) } else { (RDX, S0) };
-    a.mov(S1, from);
-    a.alu_rr(true, Alu::Sub, S1, to);
-    if down {
-        a.lea(S1, at(S1, 1));
-    }
-    let here = a.here();
-    a.patch(is_absent, here);
-    [RDX, RCX, RAX].into_iter().for_each(|r| pop(a, r));
-    a.rr(true, &[0x85], S1, S1); // test
-    a.ret();
-}
-
-/// A word of the tables' entry that [`select_entry`] has `by` select.
-fn selected(m: Mem, by: Reg) -> Mem {
-    Mem {
-        index: m.index.map(|(_, scale)| (by, scale)),
-        ..m
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
     asm::*,
     exit::Reason,
     fp_state::{keep_vectors, load_fp, save_fp},
-    misses::{compare_end, known_device, lane_miss, stack_miss, straddling, window},
+    misses::{compare_end, known_device, lane_miss, stack_miss, straddling},
     translate::{
         branch::{select_tag, select_target},
         string::{self, Strings},
@@ -81,9 +81,6 @@ pub(crate) struct Thunks {
     pub(crate) lane: usize,
     pub(crate) lane_group: usize,
     pub(crate) lane_split: usize,
-    /// Called where a walk begins, for reads and for writes, upwards and downwards: how far the bytes at the gva in r14 are behind
-    /// each other.
-    pub(crate) window: [[usize; 2]; 2],
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
     /// Called for string instructions.
@@ -581,13 +578,6 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         *thunk = a.here();
         lane_miss(a, otherwise);
     }
-    for (write, thunks) in [false, true].into_iter().zip(&mut t.window) {
-        for (down, thunk) in [false, true].into_iter().zip(thunks) {
-            *thunk = a.here();
-            window(a, write, down);
-        }
-    }
-
     t.load_fp = a.here();
     push(a, RAX);
     push(a, RDX);

@@ -30,6 +30,14 @@ pub(crate) fn host_page() -> Mem {
     at(TLB, PAGES_OFFSET).plus(S1, SCALE)
 }
 
+/// A word of the tables' entry that [`select_entry`] has `by` select.
+pub(crate) fn selected(m: Mem, by: Reg) -> Mem {
+    Mem {
+        index: m.index.map(|(_, scale)| (by, scale)),
+        ..m
+    }
+}
+
 /// The tag of the stack's entry.
 pub(crate) fn stack_tag() -> Mem {
     at(TLB, STACK_OFFSET)

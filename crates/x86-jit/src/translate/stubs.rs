@@ -279,9 +279,8 @@ impl Translator {
                 Stub::Walked { from, again } => {
                     a.patch(from, here);
                     if let Some(w) = walking {
-                        w.ends(a);
+                        w.ends(a, again);
                     }
-                    a.jmp_to(again);
                 }
                 Stub::Link {
                     mut from,

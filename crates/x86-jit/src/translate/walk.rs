@@ -6,14 +6,14 @@
 //! walk:   if the last one was short, for some times: jmp again
 //!         for each group that is at a constant distance from registers of which a turn changes one at most, by a constant:
 //!             look for it as for the next turn, ANCHOR = host address - that register; not in the TLB: jmp again
-//!         turns = those that the least number of them stays in its page for, and in those after it if they are its neighbours
+//!         turns = those that all of them stay in their pages for, and in those after these that are their neighbours
 //!             in the host's memory, too; few: jmp again
 //!         r12 += CREDIT, once between two polls; r12 = turns * n, OWED = what that is less than before
 //!         registers that the loop does not use = anchors
 //! fast:   sub r12, n; jl walked        groups: at anchor + register
 //!         …
 //!         jcc fast
-//! walked: those registers as before; r12 += OWED + n; jmp again
+//! walked: those registers as before; r12 += OWED + n; jmp to where groups are looked for, or again if a poll is near
 //! ```
 //!
 //! Translations that a turn uses stay in the TLB until the next poll, as they do within a block. Whatever leaves the fast turns
@@ -24,14 +24,20 @@ use core::ops::Range;
 
 use iced_x86::InstructionInfoFactory;
 
-use super::{Translator, flags::Flags, stubs::Stub};
+use super::{
+    Translator,
+    branch::target,
+    flags::Flags,
+    memory::{host_page, select_entry, selected, tag},
+    stubs::Stub,
+};
 use crate::{
     area::*,
     asm::*,
     decoded::Decoded,
     groups::{Base, Member, Moves, Walk},
     kind::{Forms, Kind},
-    translate::branch::target,
+    thunks::{pop, push},
 };
 
 /// Bytes that a turn goes on at most: fewer than eight turns of a page are not worth it.
@@ -42,6 +48,8 @@ const LEAST: i32 = 4;
 const WORTH: i32 = 6;
 /// How often it goes back before that when it could not.
 const FAILED: i32 = 2;
+/// Bytes that a walk looks ahead, about.
+const AHEAD: i32 = 16 << 12;
 /// What is added to the countdown to a poll for fast turns: there are as many pages in reach.
 pub(crate) const CREDIT: i32 = 8000;
 /// Guest registers whose host registers may have anchors: not that of RAX, by which flags are saved, nor of R12, which is left for
@@ -60,8 +68,9 @@ struct Anchor {
 /// The fast turns.
 #[derive(Clone, Debug)]
 pub(super) struct Walking {
-    /// Where they begin, and at which offset of the page.
+    /// Where they begin, where groups are looked for once more, and at which offset of the page the loop is.
     start: usize,
+    retry: usize,
     offset: i64,
     /// Number of the last instruction, which is the branch back.
     last: usize,
@@ -78,10 +87,40 @@ fn pay_back(a: &mut Asm, plus: i32) {
     a.lea(COUNTER, at(COUNTER, plus).plus(S1, 0));
 }
 
-/// `imul r13, r13, by`
-fn imul(a: &mut Asm, by: i32) {
-    a.rr(true, &[0x69], S1, S1);
-    a.imm32(by);
+/// Host registers to look for groups with, which are none of what their addresses are made of.
+#[derive(Clone, Copy, Debug)]
+struct Scratch {
+    page: Reg,
+    entry: Reg,
+    turns: Reg,
+}
+
+impl Scratch {
+    fn besides(walks: &[(Member, Walk)]) -> Option<Self> {
+        let is_used = |n: &u8| {
+            let mut all = walks.iter().map(|(_, walk)| walk);
+            all.any(|w| w.base == Base::Register(*n) || w.index.is_some_and(|(i, _)| i == *n))
+        };
+        let mut free = TO_BORROW.into_iter().filter(|n| !is_used(n));
+        let mut next = || host_reg(free.next()?);
+        Some(Self {
+            page: next()?,
+            entry: next()?,
+            turns: next()?,
+        })
+    }
+
+    fn all(self) -> [Reg; 3] {
+        [self.page, self.entry, self.turns]
+    }
+
+    fn save(self, a: &mut Asm) {
+        self.all().into_iter().for_each(|r| push(a, r));
+    }
+
+    fn restore(self, a: &mut Asm) {
+        self.all().into_iter().rev().for_each(|r| pop(a, r));
+    }
 }
 
 /// The host register of a guest register: `scratch`, where it is loaded to, if it lives in memory.
@@ -90,6 +129,29 @@ fn in_host(a: &mut Asm, n: u8, scratch: Reg) -> Reg {
         a.load(scratch, home(n));
         scratch
     })
+}
+
+/// The same of a group's base.
+fn in_host_base(a: &mut Asm, base: Base, scratch: Reg) -> Option<Reg> {
+    match base {
+        Base::None => None,
+        Base::Register(n) => Some(in_host(a, n, scratch)),
+        Base::Page => {
+            a.load(scratch, NEAR_PAGE);
+            Some(scratch)
+        }
+    }
+}
+
+/// Divides r14, which is no more than [`AHEAD`] and a page, and rounds down; less than zero stays so.
+fn divide(a: &mut Asm, by: u32) {
+    if by.is_power_of_two() {
+        a.shift(true, 7, S0, by.trailing_zeros() as u8); // sar
+    } else {
+        a.rr(true, &[0x69], S0, S0); // imul
+        a.imm32((u32::MAX / by + 1) as i32);
+        a.shift(true, 7, S0, 32);
+    }
 }
 
 const fn anchor(slot: usize) -> Mem {
@@ -166,7 +228,11 @@ impl Translator {
         if walks.iter().all(|(_, walk)| walk.stride == 0) {
             return None;
         }
+        let scratch = Scratch::besides(&walks)?;
         let a = &mut self.asm;
+        let fails = a.here();
+        scratch.restore(a);
+        a.jmp_to(again);
         let start = a.here();
         let reluctance = gs(RELUCTANCES + 4 * self.next_walk);
         self.next_walk = (self.next_walk + 1) % RELUCTANCES_LEN;
@@ -174,32 +240,34 @@ impl Translator {
         let from = a.jcc(cc::NS);
         a.patch(from, again);
         a.store32_imm(reluctance, FAILED);
+        let retry = a.here();
+        scratch.save(a);
         let len = insns.len() as i32;
         let mut is_first = true;
         for (slot, (m, walk)) in walks.iter().enumerate() {
-            self.probe_walk(slot, m, *walk, again);
+            self.probe_walk(m, *walk, scratch, fails);
             let a = &mut self.asm;
             if walk.stride != 0 {
-                // Turns: a few less than there are, at most, by the rounding of the factor.
-                imul(a, (1 << 16) / walk.stride.abs());
-                a.shift(true, 5, S1, 16);
-                if !is_first {
-                    a.load32(S0, gs(TURNS));
-                    a.alu_rr(false, Alu::Cmp, S1, S0);
-                    // cmova r13d, r14d
-                    a.rr(false, &[0x0f, 0x47], S1, S0);
+                divide(a, walk.stride.unsigned_abs());
+                if is_first {
+                    a.mov(scratch.turns, S0);
+                } else {
+                    a.alu_rr(true, Alu::Cmp, S0, scratch.turns);
+                    // cmovl turns, r14
+                    a.rr(true, &[0x0f, 0x4c], scratch.turns, S0);
                 }
-                a.store32(gs(TURNS), S1);
                 is_first = false;
             }
             self.drop_anchor(slot, *walk);
         }
         let a = &mut self.asm;
-        a.load32(S1, gs(TURNS));
-        a.alu_imm(false, Alu::Cmp, S1, LEAST);
-        let few = a.jcc(cc::B);
-        a.patch(few, again);
-        imul(a, len);
+        a.alu_imm(true, Alu::Add, scratch.turns, 1);
+        a.alu_imm(true, Alu::Cmp, scratch.turns, LEAST);
+        let few = a.jcc(cc::L);
+        a.patch(few, fails);
+        a.rr(true, &[0x69], S1, scratch.turns); // imul
+        a.imm32(len);
+        scratch.restore(a);
         a.alu(true, Alu::Add, COUNTER, gs(CREDIT_LEFT));
         a.store_imm(gs(CREDIT_LEFT), 0);
         a.store_imm(gs(OWED), 0);
@@ -229,6 +297,7 @@ impl Translator {
             len,
             reluctance,
             start: 0,
+            retry,
             offset: first.offset.into(),
             last: insns.len() - 1,
             anchors: anchors.collect(),
@@ -252,18 +321,12 @@ impl Translator {
         Some((start, self.walking.take()?, stubs..self.stubs.len()))
     }
 
-    /// Looks for a group as it is in the next turn: its first host address is in place of the anchor then, and in r13 how many bytes
-    /// it may go on.
-    fn probe_walk(&mut self, slot: usize, m: &Member, walk: Walk, again: usize) {
+    /// Looks for a group as it is in the next turn: in r13 is how far the host's addresses are from its then, and in r14 how many
+    /// bytes it may go on, which are less than zero if it straddles two pages.
+    fn probe_walk(&mut self, m: &Member, walk: Walk, scratch: Scratch, fails: usize) {
+        let Scratch { page, entry, .. } = scratch;
         let a = &mut self.asm;
-        let base = match walk.base {
-            Base::None => None,
-            Base::Register(n) => Some(in_host(a, n, S1)),
-            Base::Page => {
-                a.load(S1, NEAR_PAGE);
-                Some(S1)
-            }
-        };
+        let base = in_host_base(a, walk.base, S1);
         let index = walk.index.map(|(n, scale)| (in_host(a, n, S0), scale));
         let address = Mem {
             base,
@@ -273,47 +336,76 @@ impl Translator {
         };
         a.lea(S0, address);
         if let Some(from) = self.branch_if_misaligned(m.align) {
-            self.asm.patch(from, again);
+            self.asm.patch(from, fails);
         }
         let a = &mut self.asm;
+        let [tag, host] = [tag(m.write), host_page()].map(|word| selected(word, entry));
+        a.mov(page, S0);
+        a.alu_imm(true, Alu::And, page, -4096);
+        select_entry(a, entry, page);
+        a.alu(true, Alu::Cmp, page, tag);
+        let is_absent = a.jcc(cc::NE);
+        a.patch(is_absent, fails);
+        a.load(S1, host);
+        a.alu_rr(true, Alu::Sub, S1, page);
+        a.alu_rr(true, Alu::Sub, S0, page);
         let down = walk.stride < 0;
-        let span = m.span as i32;
-        if down {
-            a.mov32(S1, S0);
-            a.alu_imm(false, Alu::And, S1, 0xfff);
-            a.alu_imm(false, Alu::Cmp, S1, 4096 - span);
-            let straddles = a.jcc(cc::A);
-            a.patch(straddles, again);
+        let last = 4096 - m.span as i32;
+        let straddles = if down {
+            a.alu_imm(true, Alu::Cmp, S0, last);
+            Some(a.jcc(cc::A))
+        } else {
+            a.rr(true, &[0xf7], 3, S0); // neg
+            a.alu_imm(true, Alu::Add, S0, last);
+            (walk.stride == 0).then(|| a.jcc(cc::S))
+        };
+        if let Some(from) = straddles {
+            a.patch(from, fails);
         }
-        a.call_to(self.thunks.window[usize::from(m.write)][usize::from(down)]);
-        let is_absent = a.jcc(cc::E);
-        a.patch(is_absent, again);
-        a.store(anchor(slot), S0);
-        a.alu_imm(true, Alu::Sub, S1, if down { 1 } else { span });
-        let straddles = a.jcc(cc::B);
-        a.patch(straddles, again);
+        if walk.stride == 0 {
+            return;
+        }
+        // So far as the next pages are its neighbours in the host's memory, too.
+        let again = a.here();
+        // There is no way from one end of addresses to the other.
+        let ends = if down {
+            a.alu_imm(true, Alu::Sub, page, 4096);
+            a.jcc(cc::B)
+        } else {
+            a.alu_imm(true, Alu::Add, page, 4096);
+            a.jcc(cc::E)
+        };
+        select_entry(a, entry, page);
+        a.alu(true, Alu::Cmp, page, tag);
+        let is_absent = a.jcc(cc::NE);
+        a.load(entry, host);
+        a.alu_rr(true, Alu::Sub, entry, page);
+        a.alu_rr(true, Alu::Cmp, entry, S1);
+        let is_apart = a.jcc(cc::NE);
+        a.alu_imm(true, Alu::Add, S0, 4096);
+        a.alu_imm(true, Alu::Cmp, S0, AHEAD);
+        let from = a.jcc(cc::L);
+        a.patch(from, again);
+        let here = a.here();
+        for from in [ends, is_absent, is_apart] {
+            a.patch(from, here);
+        }
     }
 
-    /// Makes the anchor of what is in its place.
+    /// Makes the anchor of the distance in r13: what does not move of the address is added.
     fn drop_anchor(&mut self, slot: usize, walk: Walk) {
         let a = &mut self.asm;
-        let moving = match (walk.moves, walk.base, walk.index) {
-            (Moves::Base, Base::Register(n), _) => Some((n, 0)),
-            (Moves::Index, _, Some(index)) => Some(index),
-            _ => None,
-        };
-        a.load(S1, anchor(slot));
-        if let Some((n, scale)) = moving {
-            let r = in_host(a, n, S0);
-            if r != S0 {
-                a.mov(S0, r);
-            }
-            if scale != 0 {
-                a.shift(true, 4, S0, scale);
-            }
-            a.alu_rr(true, Alu::Sub, S1, S0);
+        if walk.moves != Moves::Base
+            && let Some(r) = in_host_base(a, walk.base, S0)
+        {
+            a.alu_rr(true, Alu::Add, S1, r);
         }
-        a.alu_imm(true, Alu::Sub, S1, walk.from);
+        if walk.moves != Moves::Index
+            && let Some((n, scale)) = walk.index
+        {
+            let r = in_host(a, n, S0);
+            a.lea(S1, at(S1, 0).plus(r, scale));
+        }
         a.store(anchor(slot), S1);
     }
 
@@ -417,10 +509,15 @@ impl Walking {
         }
     }
 
-    /// The countdown is what it would be without the walk, which all turns have been made of that there were. Changes r13.
-    pub(super) fn ends(&self, a: &mut Asm) {
+    /// All turns have been made that there were: on to the next ones, or `again`. The countdown is what it would be without the walk.
+    pub(super) fn ends(&self, a: &mut Asm, again: usize) {
         a.store32_imm(self.reluctance, 0);
         pay_back(a, self.len);
+        // A walk that is interrupted at once would never come to a poll.
+        a.alu_imm(true, Alu::Cmp, COUNTER, LEAST * self.len);
+        let from = a.jcc(cc::L);
+        a.patch(from, again);
+        a.jmp_to(self.retry);
     }
 
     /// The same where the loop is left. Changes r13, and no flags.
