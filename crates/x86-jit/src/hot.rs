@@ -22,6 +22,8 @@ use crate::{
 /// Looks that have to find a block for it to be translated again, of so many.
 const HOT: u8 = 16;
 const LOOKS: u32 = 1024;
+/// What a look counts for that finds the same block as the last one: a loop that is all that is executed.
+const SAME: u8 = 4;
 /// Instructions between two looks, about: they come every 100 us.
 const INTERVAL: u64 = 100_000;
 /// A lane misses less often than once in so many executions, or costs more than it saves.
@@ -61,6 +63,8 @@ struct Profile {
 #[derive(Debug)]
 pub(crate) struct Profiles {
     counts: Box<[u8; COUNTS]>,
+    /// What the last look has found.
+    last: Option<Key>,
     /// Looks until they begin anew.
     left: u32,
     hot: HashMap<Key, Profile, ByIdentity>,
@@ -74,6 +78,7 @@ impl Profiles {
     pub(crate) fn new() -> Self {
         Self {
             counts: Box::new([0; COUNTS]),
+            last: None,
             left: LOOKS,
             hot: HashMap::default(),
             owners: Box::new([None; LANES]),
@@ -116,14 +121,18 @@ impl Profiles {
             self.left = LOOKS;
             self.counts.iter_mut().for_each(|c| *c /= 2);
         }
+        let is_same = self.last.replace(key) == Some(key);
         let mut known = self.hot.get_mut(&key);
         if let Some(p) = known.as_mut().filter(|p| !p.is_watched) {
             p.looks += 1;
             return false;
         }
         let count = &mut self.counts[place(key)];
-        *count = (*count + 1) % HOT;
-        let is_hot = *count == 0;
+        *count += if is_same { SAME } else { 1 };
+        let is_hot = *count >= HOT;
+        if is_hot {
+            *count = 0;
+        }
         if let Some(p) = known {
             p.is_watched = !is_hot;
         }
