@@ -112,6 +112,8 @@ pub(crate) const VECTORS: usize = word(32);
 pub(crate) const OWED: usize = word(99);
 pub(crate) const ANCHORS: usize = word(100);
 pub(crate) const ANCHORS_LEN: usize = 6;
+/// Turns of the first pass, in 32 bits.
+pub(crate) const REST: usize = word(106);
 /// What the countdown has been less than zero when the walk began, and what may still be added to it until the next poll.
 pub(crate) const BEGAN: usize = word(107);
 pub(crate) const CREDIT_LEFT: usize = word(108);
@@ -121,7 +123,7 @@ pub(crate) const RELUCTANCES_LEN: usize = 32;
 /// What budgets vary by.
 pub(crate) const RANDOM: usize = word(125);
 const _: () =
-    assert!(ANCHORS + 8 * ANCHORS_LEN <= BEGAN && RELUCTANCES + 4 * RELUCTANCES_LEN <= RANDOM);
+    assert!(ANCHORS + 8 * ANCHORS_LEN <= REST && RELUCTANCES + 4 * RELUCTANCES_LEN <= RANDOM);
 const _: () = assert!(RANDOM < word(EngineArea::WORDS));
 /// Their upper halves are among what is there.
 pub(crate) const UPPERS_IN_USE: usize = word(98);

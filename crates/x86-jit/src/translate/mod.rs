@@ -327,6 +327,7 @@ impl Translator {
         let mut rest = insns;
         while let Some(d) = rest.first() {
             self.position = insns.len() - rest.len();
+            self.begin_turn();
             if !stack::needs_no_rsp(d) {
                 self.settle_stack();
             }

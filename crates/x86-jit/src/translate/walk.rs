@@ -79,6 +79,9 @@ pub(super) struct Walking {
     /// How often the loop is to go back before it walks again.
     reluctance: Mem,
     anchors: Vec<Anchor>,
+    /// Instructions of a turn after which a walk may begin, and where those are that are not the first of their pass.
+    turn: usize,
+    turns: Vec<usize>,
 }
 
 /// Adds to the countdown what it is less for the walk, and so much. Changes r13, and no flags.
@@ -206,6 +209,70 @@ fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
     TO_BORROW.into_iter().filter(move |n| used >> n & 1 == 0)
 }
 
+/// The groups' members that come first, and where they are to be found.
+fn anchors(insns: &[Decoded], walks: &[(Member, Walk)]) -> Vec<(Member, Anchor)> {
+    let mut free = unused(insns);
+    let anchors = walks.iter().map(|(m, walk)| {
+        let is_member = |d: &Decoded| d.member.is_some_and(|other| other.group == m.group);
+        let by_operand = !insns
+            .iter()
+            .any(|d| is_member(d) && d.kind.stack_base().is_some());
+        let anchor = Anchor {
+            group: m.group,
+            walk: *walk,
+            borrowed: by_operand.then(|| free.next()).flatten(),
+        };
+        (*m, anchor)
+    });
+    anchors.collect()
+}
+
+/// How many turns of a loop the block is, if it is several that all access the same of each group, by an anchor in a register: then a walk
+/// may begin with any of them. Returns the groups as they are for one, too.
+fn single_turns(
+    insns: &[Decoded],
+    anchors: &[(Member, Anchor)],
+) -> Option<(u32, Vec<(Member, Walk)>)> {
+    let first = insns.first()?.offset;
+    let turns = insns.iter().filter(|d| d.offset == first).count();
+    if turns < 2 || !insns.len().is_multiple_of(turns) {
+        return None;
+    }
+    let stride = |a: &Anchor| a.walk.stride / turns as i32;
+    let (turn, others) = insns.split_at(insns.len() / turns);
+    let are_alike = others.chunks(turn.len()).zip(1..).all(|(other, n)| {
+        turn.iter().zip(other).all(|(one, other)| {
+            let Some(m) = one.member else {
+                return other.member.is_none();
+            };
+            let mut anchors = anchors.iter().map(|(_, a)| a);
+            let anchor = anchors.find(|a| a.group == m.group && a.borrowed.is_some());
+            anchor.is_some_and(|a| {
+                let offset = m.offset + n * stride(a);
+                one.offset == other.offset
+                    && other
+                        .member
+                        .is_some_and(|m| (m.group, m.offset) == (a.group, offset))
+            })
+        })
+    });
+    let walks = anchors.iter().map(|(m, a)| {
+        let stride = stride(a);
+        let more = stride.abs() * (turns as i32 - 1);
+        let is_whole = a.walk.stride % turns as i32 == 0 && stride % i32::from(m.align.to) == 0;
+        let from = if stride < 0 { more } else { 0 };
+        let walk = Walk {
+            stride,
+            from: a.walk.from.checked_add(from)?,
+            ..a.walk
+        };
+        let span = m.span.checked_sub(more as u32)?;
+        is_whole.then_some((Member { span, ..*m }, walk))
+    });
+    let walks = walks.collect::<Option<_>>()?;
+    are_alike.then_some((turns as u32, walks))
+}
+
 impl Translator {
     /// Translates the fast turns of a block that has been, whose flags are not live where it begins. Returns where
     /// the block goes on in place of `again`, and the fast turns with their stubs, if it is such a loop and executed much.
@@ -229,6 +296,13 @@ impl Translator {
             return None;
         }
         let scratch = Scratch::besides(&walks)?;
+        let anchors = anchors(insns, &walks);
+        let single = single_turns(insns, &anchors);
+        // The turns of a pass, and what is to be looked for.
+        let (turns, walks) = match single {
+            Some((turns, walks)) => (turns, walks),
+            None => (1, walks),
+        };
         let a = &mut self.asm;
         let fails = a.here();
         scratch.restore(a);
@@ -262,10 +336,18 @@ impl Translator {
         }
         let a = &mut self.asm;
         a.alu_imm(true, Alu::Add, scratch.turns, 1);
-        a.alu_imm(true, Alu::Cmp, scratch.turns, LEAST);
+        a.alu_imm(true, Alu::Cmp, scratch.turns, LEAST * turns as i32);
         let few = a.jcc(cc::L);
         a.patch(few, fails);
-        a.rr(true, &[0x69], S1, scratch.turns); // imul
+        a.mov(S0, scratch.turns);
+        if turns > 1 {
+            divide(a, turns);
+            a.rr(true, &[0x69], S1, S0); // imul
+            a.imm32(turns as i32);
+            a.alu_rr(true, Alu::Sub, scratch.turns, S1);
+            a.store32(gs(REST), scratch.turns);
+        }
+        a.rr(true, &[0x69], S1, S0); // imul
         a.imm32(len);
         scratch.restore(a);
         a.alu(true, Alu::Add, COUNTER, gs(CREDIT_LEFT));
@@ -281,18 +363,6 @@ impl Translator {
         a.mov(S1, COUNTER);
         a.rr(true, &[0xf7], 3, S1); // neg
         a.store(gs(BEGAN), S1);
-        let mut free = unused(insns);
-        let anchors = walks.iter().map(|(m, walk)| {
-            let is_member = |d: &Decoded| d.member.is_some_and(|other| other.group == m.group);
-            let by_operand = !insns
-                .iter()
-                .any(|d| is_member(d) && d.kind.stack_base().is_some());
-            Anchor {
-                group: m.group,
-                walk: *walk,
-                borrowed: by_operand.then(|| free.next()).flatten(),
-            }
-        });
         let mut walking = Walking {
             len,
             reluctance,
@@ -300,13 +370,21 @@ impl Translator {
             retry,
             offset: first.offset.into(),
             last: insns.len() - 1,
-            anchors: anchors.collect(),
+            anchors: anchors.into_iter().map(|(_, anchor)| anchor).collect(),
+            turn: insns.len() / turns as usize,
+            turns: Vec::new(),
         };
         for (n, host, _) in walking.borrowed() {
             self.asm.store(state_register(n), host);
         }
         walking.borrow_registers(&mut self.asm);
         let a = &mut self.asm;
+        let rests: Vec<usize> = (1..turns)
+            .map(|rest| {
+                a.alu_mem_imm8(false, Alu::Cmp, gs(REST), rest as i8);
+                a.jcc(cc::E)
+            })
+            .collect();
         a.align();
         walking.start = a.here();
         a.alu_imm(true, Alu::Sub, COUNTER, len);
@@ -318,7 +396,29 @@ impl Translator {
         self.flags = Flags::Memory;
         self.walking = Some(walking);
         self.body(insns, forms);
-        Some((start, self.walking.take()?, stubs..self.stubs.len()))
+        let walking = self.walking.take()?;
+        // A rest of one turn is the last of a pass.
+        for (from, turn) in rests.into_iter().zip(walking.turns.iter().rev()) {
+            self.asm.patch(from, *turn);
+        }
+        Some((start, walking, stubs..self.stubs.len()))
+    }
+
+    /// A turn of a fast pass begins, of which the first one may be the first that is made.
+    pub(super) fn begin_turn(&mut self) {
+        let Some(w) = &self.walking else {
+            return;
+        };
+        if self.position == 0 || !self.position.is_multiple_of(w.turn) {
+            return;
+        }
+        self.settle_stack();
+        (self.current, self.cached) = (None, None);
+        self.flags = Flags::Memory;
+        let here = self.asm.here();
+        if let Some(w) = &mut self.walking {
+            w.turns.push(here);
+        }
     }
 
     /// Looks for a group as it is in the next turn: in r13 is how far the host's addresses are from its then, and in r14 how many
