@@ -2,7 +2,7 @@
 //!
 //! The slots' bitmaps stay what write permissions go by: a page's bit is set exactly while it waits in
 //! a ring. It comes there with the change of its bit, and its bit is cleared when the VMM gives the
-//! entry back. What finds a ring full waits beside it, so no page is lost however late a vCPU stops.
+//! entry back. A vCPU stops while there is room for what it still does; what finds none waits beside the ring.
 //!
 //! The VMM may write anything to a ring: what comes back from it names a slot and a page that are
 //! looked up, and indices are our own.
@@ -21,6 +21,10 @@ pub const DIRTY: u32 = 1 << 0;
 pub const RESET: u32 = 1 << 1;
 /// Entries that are left when a vCPU has to stop (KVM_DIRTY_RING_RSVD_ENTRIES).
 pub const RESERVED: u32 = 64;
+/// And so many others in rings of at least [`LARGE`], as KVM has them for what VMX's page-modification log holds: a VMM that has
+/// stopped all vCPUs reads their rings once, so by then all that they made dirty has to be there.
+const MORE: u32 = 512;
+const LARGE: u32 = 1024;
 
 /// `struct kvm_dirty_gfn`s that the VMM sees too; `index` is below their number.
 pub trait DirtyRingMemory: Send {
@@ -112,7 +116,8 @@ impl DirtyRing {
             state.published = state.published.wrapping_add(1);
         }
         let used = state.published.wrapping_sub(state.taken);
-        let is_full = used >= self.entries - RESERVED;
+        let more = if self.entries < LARGE { 0 } else { MORE };
+        let is_full = used >= self.entries - RESERVED - more;
         !self.is_full.swap(is_full, Ordering::AcqRel) && is_full
     }
 

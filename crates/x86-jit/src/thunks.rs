@@ -182,6 +182,14 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     a.mov_imm(RAX, refill);
     a.bytes(&[0xff, 0xd0]); // call rax
     a.mov(S0, RAX);
+    // A full dirty ring, for one, has no room for what is written until the countdown ends.
+    a.load(RAX, gs(REQUESTS));
+    a.alu_mem_imm8(false, Alu::Cmp, at(RAX, 0), 0);
+    let goes_on = a.jcc(cc::E);
+    a.alu_rr(false, Alu::Xor, COUNTER, COUNTER);
+    a.store_imm(gs(OWED), 0);
+    let here = a.here();
+    a.patch(goes_on, here);
     keep_vectors(a, false, avx);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
 }

@@ -262,6 +262,11 @@ fn a_dirty_ring_tells_each_page_once() {
 }
 
 #[test]
+fn a_full_dirty_ring_has_all_pages_that_were_written() {
+    run(&compile("ring_full.c", "ring-full", &[]), &[]);
+}
+
+#[test]
 fn a_handler_of_faults_may_run_in_the_middle_of_kvm_run() {
     passes("vmm-faults", &["faults"]);
 }
