@@ -86,6 +86,28 @@ fn the_baseline_is_there() {
     assert_eq!(leaf(1).ebx >> 8 & 0xff, 8, "CLFLUSH line size");
 }
 
+/// GCC's `target_clones`, for one, choose code with AVX-512 by the model alone.
+#[test]
+fn a_model_with_avx512_is_not_shown_without() {
+    /// Models of family 6 that its `__builtin_cpu_is` knows to have it.
+    const INTEL: [u32; 14] = [
+        0x55, 0x57, 0x66, 0x6a, 0x6c, 0x7d, 0x7e, 0x85, 0x8c, 0x8d, 0x8f, 0xa7, 0xad, 0xcf,
+    ];
+    let kvm = Kvm::new().unwrap();
+    let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    let mut entries = supported.as_slice().iter();
+    let signature = entries.clone().find(|e| e.function == 1).unwrap().eax;
+    let has_avx512 = entries.find(|e| e.function == 7).unwrap().ebx >> 16 & 1 != 0;
+    let model = signature >> 4 & 15 | signature >> 12 & 0xf0;
+    let may_have = match (signature >> 8 & 15) + (signature >> 20 & 0xff) {
+        6 => INTEL.contains(&model),
+        // Zen 4 and later ones.
+        0x19 => matches!(model, 0x10..=0x1f | 0x60..=0xaf),
+        family => family == 0x1a,
+    };
+    assert!(has_avx512 || !may_have, "{signature:#x}");
+}
+
 #[test]
 fn a_table_with_absurd_sizes_of_components_is_shown() {
     let vm = Kvm::new().unwrap().create_vm().unwrap();

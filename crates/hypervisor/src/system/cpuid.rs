@@ -134,10 +134,22 @@ pub fn is_amd() -> bool {
     })
 }
 
+/// Leaf 1 EAX: family, model and stepping. GCC's `target_clones`, for one, go by the model alone when they choose code with
+/// AVX-512, so a model that has it is not shown without: of the last ones that have not, Comet Lake (06_A5H) or Zen 3
+/// (19_21H) is, in place of the host's.
+fn signature() -> u32 {
+    const AVX512F: u32 = 1 << 16;
+    match host(1, 0).eax {
+        eax if host(7, 0).ebx & AVX512F == 0 => eax,
+        _ if is_amd() => 0x00a2_0f12,
+        _ => 0x000a_0655,
+    }
+}
+
 fn leaf1() -> Regs {
     let h = host(1, 0);
     Regs {
-        eax: h.eax,
+        eax: signature(),
         ebx: h.ebx & 0xff00,
         ecx: h.ecx & L1_ECX_HOST | L1_ECX_OURS,
         edx: L1_EDX,
@@ -164,7 +176,7 @@ fn extended1(amd: bool) -> Regs {
         ecx |= X1_ECX_TOPOEXT;
     }
     Regs {
-        eax: h.eax,
+        eax: if amd { signature() } else { h.eax },
         ebx: h.ebx,
         ecx,
         edx,
