@@ -107,7 +107,7 @@ pub fn feature_msrs(entries: &mut [kvm_msr_entry]) -> Result<usize> {
 }
 
 /// KVM_X86_GET_MCE_CAP_SUPPORTED: the bits that KVM_X86_SETUP_MCE takes besides the bank count.
-pub use hypervisor::system::mce_cap_supported;
+pub use hypervisor::system::{mce_cap_supported, signature};
 
 /// Value of KVM_X86_XCOMP_GUEST_SUPP, KVM_GET_DEVICE_ATTR on the system descriptor: the XCR0
 /// bits that a guest may have, as leaf 0xd of the supported CPUID says.

@@ -2,6 +2,7 @@
 
 use std::arch::naked_asm;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use iced_x86::{
     BlockEncoder, BlockEncoderOptions, Code, Instruction, InstructionBlock, MemoryOperand, Register,
@@ -16,7 +17,10 @@ const PAGE: usize = host::PAGE_SIZE;
 const ROOM: usize = 4 * PAGE;
 const FIRST: usize = 16;
 
-/// CPUID with VMX (SDM volume 2, CPUID.1:ECX.5). Changes no flags.
+/// The family, model and stepping that programs are to see.
+static SIGNATURE: AtomicU32 = AtomicU32::new(0);
+
+/// CPUID with VMX (SDM volume 2, CPUID.1:ECX.5), and [`SIGNATURE`]. Changes no flags.
 #[unsafe(naked)]
 extern "C" fn intel() {
     naked_asm!(
@@ -26,22 +30,27 @@ extern "C" fn intel() {
         "cmp dword ptr [rsp], 1",
         "jne 2f",
         "or ecx, 0x20",
+        "mov eax, dword ptr [rip + {signature}]",
         "2: lea rsp, [rsp + 8]",
         "popfq",
         "ret",
+        signature = sym SIGNATURE,
     )
 }
 
-/// CPUID with SVM (APM volume 3, Fn8000_0001_ECX.2, Fn8000_000A: 16 address spaces, nested paging, next RIP).
+/// CPUID with SVM (APM volume 3, Fn8000_0001_ECX.2, Fn8000_000A: 16 address spaces, nested paging, next RIP), and [`SIGNATURE`].
 #[unsafe(naked)]
 extern "C" fn amd() {
     naked_asm!(
         "pushfq",
         "push rax",
         "cpuid",
+        "cmp dword ptr [rsp], 1",
+        "je 5f",
         "cmp dword ptr [rsp], 0x80000001",
         "jne 2f",
         "or ecx, 4",
+        "5: mov eax, dword ptr [rip + {signature}]",
         "2: cmp dword ptr [rsp], 0x80000000",
         "jne 3f",
         "cmp eax, 0x8000000a",
@@ -56,6 +65,7 @@ extern "C" fn amd() {
         "4: lea rsp, [rsp + 8]",
         "popfq",
         "ret",
+        signature = sym SIGNATURE,
     )
 }
 
@@ -63,6 +73,7 @@ extern "C" fn amd() {
 /// for. What cannot be changed stays as it is.
 pub(super) fn replace(places: &[Place], base: usize, program: &Range<usize>, vendor: Vendor) {
     let Some(room) = reserve(program) else { return };
+    SIGNATURE.store(kvm_abi::system::signature(), Ordering::Relaxed);
     let routine = match vendor {
         Vendor::Intel => intel as *const () as usize,
         Vendor::Amd => amd as *const () as usize,
@@ -229,15 +240,17 @@ mod tests {
                 values[1] &= if leaf == 1 { 0xff_ffff } else { u32::MAX };
                 values
             };
-            let vmx = if leaf == 1 { 0x20 } else { 0 };
-            assert_eq!(
-                same(cpuid_by(intel, leaf)),
-                same([a, b, c | vmx, d]),
-                "{leaf:#x}"
-            );
+            let signature = kvm_abi::system::signature();
+            SIGNATURE.store(signature, Ordering::Relaxed);
             let want = match leaf {
+                1 => [signature, b, c | 0x20, d],
+                _ => host,
+            };
+            assert_eq!(same(cpuid_by(intel, leaf)), same(want), "{leaf:#x}");
+            let want = match leaf {
+                1 => [signature, b, c, d],
                 0x8000_0000 => [a.max(0x8000_000a), b, c, d],
-                0x8000_0001 => [a, b, c | 4, d],
+                0x8000_0001 => [signature, b, c | 4, d],
                 0x8000_000a => [1, 16, 0, 9],
                 _ => host,
             };

@@ -1,7 +1,7 @@
 //! VMMs that ask the processor itself whether it has VMX or SVM, as kvmtool does, and refuse to start
-//! without: their CPUID instructions tell of it.
+//! without, or which model it is, as QEMU does for `-cpu host`: their CPUID instructions tell of it what KVM_GET_SUPPORTED_CPUID does.
 //!
-//! That needs no signal, no rights and no thread's state: where the processor does not show the bit, the
+//! That needs no signal, no rights and no thread's state: where the processor shows something else, the
 //! instructions of the program's own file that [`places`] is certain of become jumps before
 //! the program starts. A program whose file does not name `/dev/kvm` is left as it is.
 
@@ -30,27 +30,40 @@ pub enum Vendor {
     Amd,
 }
 
-/// Whose processor this is, if it has neither VMX nor SVM to show.
-pub fn lacking() -> Option<Vendor> {
-    const VMX: u32 = 1 << 5;
-    const SVM: u32 = 1 << 2;
-    const EXTENDED: u32 = 0x8000_0001;
+/// Whose processor this is.
+fn vendor() -> Option<Vendor> {
     let [_, b, c, d] = host::cpu::cpuid(0, 0);
     let mut name = [0; 12];
     for (to, from) in name.chunks_exact_mut(4).zip([b, d, c]) {
         to.copy_from_slice(&from.to_le_bytes());
     }
     match &name {
-        b"GenuineIntel" | b"CentaurHauls" | b"  Shanghai  " => {
-            (host::cpu::cpuid(1, 0)[2] & VMX == 0).then_some(Vendor::Intel)
-        }
-        b"AuthenticAMD" | b"HygonGenuine" => {
-            let is_known = host::cpu::cpuid(0x8000_0000, 0)[0] >= EXTENDED;
-            let shows = is_known && host::cpu::cpuid(EXTENDED, 0)[2] & SVM != 0;
-            (!shows).then_some(Vendor::Amd)
-        }
+        b"GenuineIntel" | b"CentaurHauls" | b"  Shanghai  " => Some(Vendor::Intel),
+        b"AuthenticAMD" | b"HygonGenuine" => Some(Vendor::Amd),
         _ => None,
     }
+}
+
+/// The same, if it has neither VMX nor SVM to show.
+pub fn lacking() -> Option<Vendor> {
+    const VMX: u32 = 1 << 5;
+    const SVM: u32 = 1 << 2;
+    const EXTENDED: u32 = 0x8000_0001;
+    vendor().filter(|vendor| match vendor {
+        Vendor::Intel => host::cpu::cpuid(1, 0)[2] & VMX == 0,
+        Vendor::Amd => {
+            let is_known = host::cpu::cpuid(0x8000_0000, 0)[0] >= EXTENDED;
+            !is_known || host::cpu::cpuid(EXTENDED, 0)[2] & SVM == 0
+        }
+    })
+}
+
+/// The same, if it shows anything else than programs that ask are to see.
+fn differing() -> Option<Vendor> {
+    lacking().or_else(|| {
+        let is_other = kvm_abi::system::signature() != host::cpu::cpuid(1, 0)[0];
+        vendor().filter(|_| is_other)
+    })
 }
 
 /// What a program's CPUID instructions are to `anykvm doctor`.
@@ -123,7 +136,7 @@ fn answer(file: &File, layout: &Layout, base: usize, vendor: Vendor) {
 /// For a launched program, which was loaded from this file.
 pub(crate) fn answer_launched(path: &Path, base: usize) {
     if !crate::trace::is_real()
-        && let Some(vendor) = lacking()
+        && let Some(vendor) = differing()
         && let Ok(file) = File::open(path)
         && let Some(layout) = layout_of(&file)
     {
@@ -136,7 +149,7 @@ extern "C" fn constructor() {
     if !crate::is_preloaded() || crate::trace::is_real() {
         return;
     }
-    let Some(vendor) = lacking() else { return };
+    let Some(vendor) = differing() else { return };
     // A defect of ours must not unwind into C.
     let _ = std::panic::catch_unwind(|| answer_preloaded(vendor));
 }

@@ -134,10 +134,11 @@ pub fn is_amd() -> bool {
     })
 }
 
-/// Leaf 1 EAX: family, model and stepping. GCC's `target_clones`, for one, go by the model alone when they choose code with
-/// AVX-512, so a model that has it is not shown without: of the last ones that have not, Comet Lake (06_A5H) or Zen 3
-/// (19_21H) is, in place of the host's.
-fn signature() -> u32 {
+/// Leaf 1 EAX: family, model and stepping.
+///
+/// DEVIATION: in place of a host's model that has AVX-512, which guests do not have, the last one without is shown: Comet Lake (06_A5H)
+/// or Zen 3 (19_21H). GCC's `target_clones`, for one, choose code with AVX-512 by the model alone.
+pub fn signature() -> u32 {
     const AVX512F: u32 = 1 << 16;
     match host(1, 0).eax {
         eax if host(7, 0).ebx & AVX512F == 0 => eax,

@@ -7,7 +7,7 @@ mod msr_list;
 
 pub use caps::{check_extension, mce_cap_supported};
 pub(crate) use cpuid::pkru_offset;
-pub use cpuid::{emulated_cpuid, is_amd, supported_cpuid};
+pub use cpuid::{emulated_cpuid, is_amd, signature, supported_cpuid};
 pub use hv_cpuid::supported_hv_cpuid;
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 
