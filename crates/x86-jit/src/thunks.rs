@@ -171,6 +171,10 @@ pub(crate) fn pop(a: &mut Asm, r: Reg) {
     a.bytes(&[0x58 | r & 7]);
 }
 
+/// Instructions until the next poll, at most, once a call has found a request: at least the one that has called is executed, also if that is
+/// by another block.
+const SOON: u64 = 100;
+
 /// Calls the Rust function at `refill`: the return address and nine registers are
 /// on the stack, which is aligned for it.
 fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
@@ -182,11 +186,14 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     a.mov_imm(RAX, refill);
     a.bytes(&[0xff, 0xd0]); // call rax
     a.mov(S0, RAX);
-    // A full dirty ring, for one, has no room for what is written until the countdown ends.
+    // A full dirty ring, for one, has no room for all that is written until the countdown ends.
     a.load(RAX, gs(REQUESTS));
     a.alu_mem_imm8(false, Alu::Cmp, at(RAX, 0), 0);
     let goes_on = a.jcc(cc::E);
-    a.alu_rr(false, Alu::Xor, COUNTER, COUNTER);
+    a.mov_imm(RAX, SOON);
+    a.alu_rr(true, Alu::Cmp, COUNTER, RAX);
+    // cmovg
+    a.rr(true, &[0x0f, 0x4f], COUNTER, RAX);
     a.store_imm(gs(OWED), 0);
     let here = a.here();
     a.patch(goes_on, here);

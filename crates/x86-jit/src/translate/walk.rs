@@ -146,13 +146,18 @@ fn in_host_base(a: &mut Asm, base: Base, scratch: Reg) -> Option<Reg> {
     }
 }
 
+/// `imul to, from, by`
+fn imul(a: &mut Asm, to: Reg, from: Reg, by: i32) {
+    a.rr(true, &[0x69], to, from);
+    a.imm32(by);
+}
+
 /// Divides r14, which is no more than [`AHEAD`] and a page, and rounds down; less than zero stays so.
 fn divide(a: &mut Asm, by: u32) {
     if by.is_power_of_two() {
         a.shift(true, 7, S0, by.trailing_zeros() as u8); // sar
     } else {
-        a.rr(true, &[0x69], S0, S0); // imul
-        a.imm32((u32::MAX / by + 1) as i32);
+        imul(a, S0, S0, (u32::MAX / by + 1) as i32);
         a.shift(true, 7, S0, 32);
     }
 }
@@ -209,7 +214,7 @@ fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
     TO_BORROW.into_iter().filter(move |n| used >> n & 1 == 0)
 }
 
-/// The groups' members that come first, and where they are to be found.
+/// The first members of groups, and where these are to be found.
 fn anchors(insns: &[Decoded], walks: &[(Member, Walk)]) -> Vec<(Member, Anchor)> {
     let mut free = unused(insns);
     let anchors = walks.iter().map(|(m, walk)| {
@@ -227,8 +232,8 @@ fn anchors(insns: &[Decoded], walks: &[(Member, Walk)]) -> Vec<(Member, Anchor)>
     anchors.collect()
 }
 
-/// How many turns of a loop the block is, if it is several that all access the same of each group, by an anchor in a register: then a walk
-/// may begin with any of them. Returns the groups as they are for one, too.
+/// Of how many turns of a loop a pass of the block is, if they are several that all access the same of each group, by an anchor in a register:
+/// then a walk may begin with any of them. Returns the groups as they are for one turn, too.
 fn single_turns(
     insns: &[Decoded],
     anchors: &[(Member, Anchor)],
@@ -297,12 +302,8 @@ impl Translator {
         }
         let scratch = Scratch::besides(&walks)?;
         let anchors = anchors(insns, &walks);
-        let single = single_turns(insns, &anchors);
         // The turns of a pass, and what is to be looked for.
-        let (turns, walks) = match single {
-            Some((turns, walks)) => (turns, walks),
-            None => (1, walks),
-        };
+        let (turns, walks) = single_turns(insns, &anchors).unwrap_or((1, walks));
         let a = &mut self.asm;
         let fails = a.here();
         scratch.restore(a);
@@ -342,13 +343,11 @@ impl Translator {
         a.mov(S0, scratch.turns);
         if turns > 1 {
             divide(a, turns);
-            a.rr(true, &[0x69], S1, S0); // imul
-            a.imm32(turns as i32);
+            imul(a, S1, S0, turns as i32);
             a.alu_rr(true, Alu::Sub, scratch.turns, S1);
             a.store32(gs(REST), scratch.turns);
         }
-        a.rr(true, &[0x69], S1, S0); // imul
-        a.imm32(len);
+        imul(a, S1, S0, len);
         scratch.restore(a);
         a.alu(true, Alu::Add, COUNTER, gs(CREDIT_LEFT));
         a.store_imm(gs(CREDIT_LEFT), 0);
