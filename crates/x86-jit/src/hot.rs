@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Looks that have to find a block for it to be translated again, of so many.
-const HOT: u8 = 16;
+const HOT: u8 = 9;
 const LOOKS: u32 = 1024;
 /// What a look counts for that finds the same block as the last one: a loop that is all that is executed.
 const SAME: u8 = 4;
