@@ -425,6 +425,11 @@ impl Asm {
         self.rr(wide, &[0xc1], group, reg);
         self.byte(n);
     }
+    /// `imul to, from, by`.
+    pub(crate) fn imul(&mut self, wide: bool, to: Reg, from: Reg, by: i32) {
+        self.rr(wide, &[0x69], to, from);
+        self.imm32(by);
+    }
     /// `rorx to, from, n`, 64 bits: flags stay.
     pub(crate) fn rorx(&mut self, to: Reg, from: Reg, n: u8) {
         let rxb = u8::from(to < 8) << 7 | 1 << 6 | u8::from(from < 8) << 5;

@@ -234,8 +234,7 @@ fn vary_budget(a: &mut Asm) {
     const BITS: u32 = 9;
     // A linear congruential generator, whose upper bits are the good ones.
     a.load32(COUNTER, gs(RANDOM));
-    a.rr(false, &[0x69], COUNTER, COUNTER); // imul
-    a.imm32(1_664_525);
+    a.imul(false, COUNTER, COUNTER, 1_664_525);
     a.alu_imm(false, Alu::Add, COUNTER, 1_013_904_223);
     a.store32(gs(RANDOM), COUNTER);
     a.shift(false, 5, COUNTER, 32 - BITS as u8);

@@ -44,26 +44,29 @@ fn vendor() -> Option<Vendor> {
     }
 }
 
-/// The same, if it has neither VMX nor SVM to show.
-pub fn lacking() -> Option<Vendor> {
+/// It shows VMX, or SVM.
+fn shows_extension(vendor: Vendor) -> bool {
     const VMX: u32 = 1 << 5;
     const SVM: u32 = 1 << 2;
     const EXTENDED: u32 = 0x8000_0001;
-    vendor().filter(|vendor| match vendor {
-        Vendor::Intel => host::cpu::cpuid(1, 0)[2] & VMX == 0,
+    match vendor {
+        Vendor::Intel => host::cpu::cpuid(1, 0)[2] & VMX != 0,
         Vendor::Amd => {
             let is_known = host::cpu::cpuid(0x8000_0000, 0)[0] >= EXTENDED;
-            !is_known || host::cpu::cpuid(EXTENDED, 0)[2] & SVM == 0
+            is_known && host::cpu::cpuid(EXTENDED, 0)[2] & SVM != 0
         }
-    })
+    }
+}
+
+/// Whose processor this is, if it has neither VMX nor SVM to show.
+pub fn lacking() -> Option<Vendor> {
+    vendor().filter(|v| !shows_extension(*v))
 }
 
 /// The same, if it shows anything else than programs that ask are to see.
 fn differing() -> Option<Vendor> {
-    lacking().or_else(|| {
-        let is_other = kvm_abi::system::signature() != host::cpu::cpuid(1, 0)[0];
-        vendor().filter(|_| is_other)
-    })
+    let is_other = || kvm_abi::system::signature() != host::cpu::cpuid(1, 0)[0];
+    vendor().filter(|v| !shows_extension(*v) || is_other())
 }
 
 /// What a program's CPUID instructions are to `anykvm doctor`.

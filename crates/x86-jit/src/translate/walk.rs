@@ -72,14 +72,12 @@ pub(super) struct Walking {
     start: usize,
     retry: usize,
     offset: i64,
-    /// Number of the last instruction, which is the branch back.
-    last: usize,
-    /// Instructions of a turn.
+    /// Instructions of a pass, the last one of which is the branch back.
     len: i32,
     /// How often the loop is to go back before it walks again.
     reluctance: Mem,
     anchors: Vec<Anchor>,
-    /// Instructions of a turn after which a walk may begin, and where those are that are not the first of their pass.
+    /// Instructions of a turn of a pass, and where the turns after the first begin: a walk may begin with any of them.
     turn: usize,
     turns: Vec<usize>,
 }
@@ -146,18 +144,12 @@ fn in_host_base(a: &mut Asm, base: Base, scratch: Reg) -> Option<Reg> {
     }
 }
 
-/// `imul to, from, by`
-fn imul(a: &mut Asm, to: Reg, from: Reg, by: i32) {
-    a.rr(true, &[0x69], to, from);
-    a.imm32(by);
-}
-
 /// Divides r14, which is no more than [`AHEAD`] and a page, and rounds down; less than zero stays so.
 fn divide(a: &mut Asm, by: u32) {
     if by.is_power_of_two() {
         a.shift(true, 7, S0, by.trailing_zeros() as u8); // sar
     } else {
-        imul(a, S0, S0, (u32::MAX / by + 1) as i32);
+        a.imul(true, S0, S0, (u32::MAX / by + 1) as i32);
         a.shift(true, 7, S0, 32);
     }
 }
@@ -343,11 +335,11 @@ impl Translator {
         a.mov(S0, scratch.turns);
         if turns > 1 {
             divide(a, turns);
-            imul(a, S1, S0, turns as i32);
+            a.imul(true, S1, S0, turns as i32);
             a.alu_rr(true, Alu::Sub, scratch.turns, S1);
             a.store32(gs(REST), scratch.turns);
         }
-        imul(a, S1, S0, len);
+        a.imul(true, S1, S0, len);
         scratch.restore(a);
         a.alu(true, Alu::Add, COUNTER, gs(CREDIT_LEFT));
         a.store_imm(gs(CREDIT_LEFT), 0);
@@ -368,7 +360,6 @@ impl Translator {
             start: 0,
             retry,
             offset: first.offset.into(),
-            last: insns.len() - 1,
             anchors: anchors.into_iter().map(|(_, anchor)| anchor).collect(),
             turn: insns.len() / turns as usize,
             turns: Vec::new(),
@@ -513,7 +504,7 @@ impl Translator {
         let Some(w) = &self.walking else {
             return false;
         };
-        let is_back = self.position == w.last && target == w.offset;
+        let is_back = self.position + 1 == w.len as usize && target == w.offset;
         if is_back {
             self.asm.patch(from, w.start);
         }
