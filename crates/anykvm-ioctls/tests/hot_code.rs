@@ -101,6 +101,72 @@ fn ever_other_pages() {
     assert!(!is_translated() || dropped > 0);
 }
 
+/// A loop within a block that has always made as many turns is translated for so many, until it makes others.
+#[test]
+fn loops_within_loops() {
+    const WORDS: u64 = 0x8000;
+    /// Turns of the inner loop, and how often.
+    const PHASES: [(u64, u64); 6] = [
+        (3, 2_000_000),
+        (5, 3),
+        (1, 100_000),
+        (2, 7),
+        (16, 50_000),
+        (3, 1000),
+    ];
+    let m = Machine::new();
+    for n in 0..16 {
+        m.write(WORDS + 8 * n, &(1_u64 << n).to_le_bytes());
+    }
+    for (n, (turns, times)) in (0..).zip(PHASES) {
+        m.write(0x500 + 16 * n, &turns.to_le_bytes());
+        m.write(0x508 + 16 * n, &times.to_le_bytes());
+    }
+    let (sum, known) = run(
+        &m,
+        |a| {
+            let mut phase = a.create_label();
+            let (mut outer, mut inner, mut other) =
+                (a.create_label(), a.create_label(), a.create_label());
+            a.mov(edi, WORDS as u32)?;
+            a.mov(esi, 0x500)?;
+            a.set_label(&mut phase)?;
+            a.mov(rdx, qword_ptr(rsi))?;
+            a.mov(rcx, qword_ptr(rsi + 8))?;
+            a.set_label(&mut outer)?;
+            a.xor(eax, eax)?;
+            a.set_label(&mut inner)?;
+            a.add(rbx, qword_ptr(rdi + rax * 8))?;
+            a.inc(rax)?;
+            a.cmp(rax, rdx)?;
+            a.jne(inner)?;
+            // Behind it, what makes two turns always.
+            a.mov(r8d, 2)?;
+            a.set_label(&mut other)?;
+            a.add(qword_ptr(rdi + 0x100), rax)?;
+            a.dec(r8d)?;
+            a.jne(other)?;
+            a.dec(rcx)?;
+            a.jne(outer)?;
+            a.add(esi, 16)?;
+            a.cmp(esi, 0x500 + 16 * PHASES.len() as u32)?;
+            a.jne(phase)?;
+            a.hlt()
+        },
+        "jit_loops_known",
+    );
+    let sum_of = |f: fn(u64) -> u64| {
+        let sums = PHASES.iter().map(|(turns, times)| f(*turns) * times);
+        sums.sum::<u64>()
+    };
+    assert_eq!(sum, sum_of(|turns| (1 << turns) - 1));
+    assert_eq!(
+        u64::from_le_bytes(m.read(WORDS + 0x100)),
+        sum_of(|turns| 2 * turns)
+    );
+    assert!(!is_translated() || known > 0);
+}
+
 /// A function that has become another one is called by pointer as before: a program's compiler drops its code.
 #[test]
 fn changed_functions_are_called_as_fast() {

@@ -1,7 +1,7 @@
 //! [`TaggedPages`]: a TLB's entries, where generated code finds them by one register.
 //!
 //! ```text
-//! base - 128 … base - 13   words of generated code's own
+//! base - 160 … base - 13   words of generated code's own
 //! base - 12                the entry that is compared without an index
 //! base + 4                 the pages of the other entries
 //! behind them              their tags for one kind of access, then for the other
@@ -89,8 +89,10 @@ pub const fn inline_cache<const N: usize>(n: usize) -> i32 {
 /// Three words of generated code's own.
 pub type InlineCache = [u64; 3];
 
-/// Words below it that take a displacement of one byte.
-pub const WORDS: usize = 14;
+/// Words below it.
+pub const WORDS: usize = 18;
+/// How many of them take a displacement of one byte.
+pub const NEAR_WORDS: usize = 14;
 /// Where word `n` is from the base.
 pub const fn word(n: usize) -> i32 {
     assert!(n < WORDS);
@@ -157,7 +159,7 @@ impl<const N: usize> TaggedPages<N> {
                 == Self::BEFORE as i32 + inline_caches_used::<N>()
             && offset_of!(Inside<N>, inline_caches) as i32
                 == Self::BEFORE as i32 + inline_cache::<N>(0)
-            && word(WORDS - 1) >= -128
+            && word(NEAR_WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
 

@@ -28,7 +28,9 @@ use core::hash::{Hash, Hasher};
 use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
 use guest_memory::TaggedPage as Entry;
-pub use guest_memory::tagged::{LANES, PAGES as PAGES_OFFSET, SINGLE as STACK_OFFSET, word};
+pub use guest_memory::tagged::{
+    LANES, NEAR_WORDS, PAGES as PAGES_OFFSET, SINGLE as STACK_OFFSET, word,
+};
 use guest_memory::{HostPage, TaggedPages, tagged};
 
 /// Tag of the empty entry `i`: a page that another entry holds, so that no

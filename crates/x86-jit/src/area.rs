@@ -22,9 +22,9 @@ use x86_defs::{reg, segment::Segment};
 use crate::asm::{Mem, Reg, at, gs};
 
 /// Poll budget: instructions between two looks at the request word, about.
-pub(crate) const BUDGET: u32 = 1000;
+pub(crate) const BUDGET: u32 = 4000;
 /// Looks at the request word before those at the time and at [`STOP`], or before the run loop is returned to.
-pub(crate) const POLLS: u64 = 24;
+pub(crate) const POLLS: u64 = 8;
 
 /// Scratch, and the host address of memory operands.
 pub(crate) const S0: Reg = 14;
@@ -151,14 +151,22 @@ const fn near(n: usize) -> Mem {
     at(TLB, mmu::l1::word(n))
 }
 
-/// Host pointers of groups: `groups::MAX_KEPT` words, which live as long as a block is executed.
+/// Host pointers of groups: [`MAX_KEPT`] words, which live as long as a block is executed. The first are nearest.
 pub(crate) const fn kept(slot: u8) -> Mem {
-    near(slot as usize)
+    let slot = slot as usize;
+    near(if slot < FIRST_OTHER {
+        slot
+    } else {
+        mmu::l1::NEAR_WORDS + slot - FIRST_OTHER
+    })
 }
+/// Groups of a block whose pointers can be kept.
+pub(crate) const MAX_KEPT: usize = 8;
+const FIRST_OTHER: usize = 4;
 
 /// What generated code has close to the base while it runs, and Rust finds with the rest of the
 /// vCPU's state: it is copied when the one calls the other.
-pub(crate) const NEAR_PAGE: Mem = near(4);
+pub(crate) const NEAR_PAGE: Mem = near(FIRST_OTHER);
 pub(crate) const NEAR_FLAGS: Mem = near(5);
 /// [`SALT`] and [`TARGETS`], which generated code does not change.
 pub(crate) const NEAR_SALT: Mem = near(6);

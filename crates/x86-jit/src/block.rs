@@ -9,7 +9,7 @@ pub(crate) use x86_native::DECODED_ARITH as ALL;
 use crate::{
     decoded::{Decoded, RAW},
     kind::{self, Form, Forms, Kind},
-    translate::{branch::target, narrow},
+    translate::{Turns, branch::target, narrow},
 };
 
 /// Mode bits: what a block was translated for, besides its bytes.
@@ -57,13 +57,14 @@ const FETCHED: usize = 64;
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault.
 /// An instruction that straddles two pages is a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_hot`: it is executed much; `is_ahead`: nobody has
-/// gone here yet, so nothing is fetched from another page.
+/// gone here yet, so nothing is fetched from another page. `turns`: of what is executed much, what is known of its loops.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
     (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
-    (mode, is_loop, is_hot, is_ahead): (u8, bool, bool, bool),
+    (mode, is_loop, is_ahead): (u8, bool, bool),
+    turns: Option<&[Turns]>,
 ) -> bool {
     out.clear();
     forms.select(&cpu.features);
@@ -78,7 +79,10 @@ pub(crate) fn decode<B: GuestBus>(
     } else {
         MAX_BRANCHES
     };
-    let most = if is_hot { MAX_HOT_INSNS } else { MAX_INSNS };
+    let most = match turns {
+        Some(_) => MAX_HOT_INSNS,
+        None => MAX_INSNS,
+    };
     let page = gva & !0xfff;
     // What is decoded is copied with what follows it.
     let mut bytes = [0; FETCHED + RAW];
@@ -151,12 +155,21 @@ pub(crate) fn decode<B: GuestBus>(
                 continue 'fetch;
             }
             // A loop within the block: what its first turns access is often where the instructions before it did.
-            if is_hot
+            if let Some(turns) = turns
                 && kind == Kind::Jcc
                 && let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target)
             {
-                let room = (most - body).min(MAX_INNER);
-                repeat(out, body, d, next, (room, MAX_INNER_TURNS));
+                let len = out.len() + 1 - body;
+                let known = turns.iter().find(|t| t.end == next);
+                let known = known.filter(|t| usize::from(t.turns) * len <= most - body);
+                match known {
+                    Some(t) => repeat(out, body, d, next, t.turns.into(), false),
+                    None => {
+                        let room = (most - body).min(MAX_INNER);
+                        let turns = (room / len).clamp(1, MAX_INNER_TURNS);
+                        repeat(out, body, d, next, turns, true);
+                    }
+                }
             }
             out.push(d);
             offset = next;
@@ -254,22 +267,17 @@ pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
 /// A loop whose body is `out`, and whose end is the branch back `d`: repeats the
 /// body; the branches in between leave the loop.
 fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
-    repeat(out, 0, d, next, (MAX_UNROLLED, MAX_TURNS));
+    let turns = (MAX_UNROLLED / (out.len() + 1)).clamp(1, MAX_TURNS);
+    repeat(out, 0, d, next, turns, false);
     out.push(d);
 }
 
-/// The same for a body that begins at `from`, to so many instructions and turns at most; the branch back is still to come.
-fn repeat(
-    out: &mut Vec<Decoded>,
-    from: usize,
-    d: Decoded,
-    next: u32,
-    (most, max_turns): (usize, usize),
-) {
+/// The same for a body that begins at `from`, for so many turns; the branch back is still to come. `notes`: by which it is left is of interest.
+fn repeat(out: &mut Vec<Decoded>, from: usize, d: Decoded, next: u32, turns: usize, notes: bool) {
     let body = from..out.len();
-    let turns = (most / (body.len() + 1)).clamp(1, max_turns);
-    for _ in 1..turns {
+    for turn in 1..turns {
         let mut leave = d;
+        leave.turn = if notes { turn as u8 } else { 0 };
         if d.kind == Kind::Jcc {
             leave.i.negate_condition_code();
             narrow::set_target(&mut leave.i, next);

@@ -42,6 +42,8 @@ pub(crate) struct Decoded {
     pub(crate) effect: Effect,
     /// Translating it uses the register that a group's pointer is in.
     pub(crate) takes_pointer: bool,
+    /// Where it leaves a loop within its block that is not known to make always as many turns: the turn, from 1 on.
+    pub(crate) turn: u8,
 }
 
 impl Decoded {
@@ -127,6 +129,7 @@ impl Decoded {
             high,
             effect: form.effect,
             takes_pointer,
+            turn: 0,
         }
     }
 
@@ -156,6 +159,7 @@ impl Decoded {
             high: false,
             effect: Effect::Other,
             takes_pointer: true,
+            turn: 0,
         }
     }
 

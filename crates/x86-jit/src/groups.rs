@@ -12,14 +12,13 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use crate::{
+    area::MAX_KEPT,
     decoded::Decoded,
     kind::{Effect, Kind},
 };
 
 /// Bytes of a group at most: a larger one straddles two pages more often.
 const MAX_SPAN: i64 = 240;
-/// Groups of a block whose pointers can be kept.
-pub(crate) const MAX_KEPT: usize = 4;
 /// Groups that are looked at when an access is placed.
 const MAX_OPEN: usize = 8;
 
@@ -161,8 +160,8 @@ struct Group {
 struct Place {
     group: usize,
     offset: i64,
-    /// What of it is in the base register, and in the index.
-    moved: [i64; 2],
+    /// What of it is in the register that the key has as base, and in the other one; `None` if that base is the operand's index.
+    moved: Option<[i64; 2]>,
 }
 
 /// Forms groups.
@@ -183,7 +182,7 @@ pub(crate) struct Groups {
     long: bool,
 }
 
-/// No register: index of an address without one.
+/// No register: index of an address without one; all of the value is known.
 const NONE: u32 = u32::MAX;
 const PAGE: u32 = u32::MAX - 1;
 
@@ -256,10 +255,10 @@ impl Groups {
                 continue;
             }
             let walk = walks.then(|| self.walk(group)).flatten();
-            let from_anchor = walk.map(|w| match w.moves {
-                Moves::Nothing => offset,
-                Moves::Base => offset - place.moved[0],
-                Moves::Index => offset - place.moved[1],
+            let from_anchor = walk.and_then(|w| match w.moves {
+                Moves::Nothing => Some(offset),
+                Moves::Base => Some(offset - place.moved?[0]),
+                Moves::Index => Some(offset - place.moved?[1]),
             });
             // A group does not walk if one of its accesses is too far from the anchor.
             let from_anchor = from_anchor.and_then(|n| i32::try_from(n).ok());
@@ -391,8 +390,8 @@ impl Groups {
         self.values[n] = v;
     }
 
-    /// What the address is made of, the rest of it, and what of that is in the base register and in the index.
-    fn address(&mut self, d: &Decoded) -> Option<(Key, i64, [i64; 2])> {
+    /// What the address is made of, the rest of it, and [`Place::moved`].
+    fn address(&mut self, d: &Decoded) -> Option<(Key, i64, Option<[i64; 2]>)> {
         let Some(base) = d.kind.stack_base() else {
             return self.operand(&d.i);
         };
@@ -407,10 +406,11 @@ impl Groups {
             scale: 0,
             segment: Register::None,
         };
-        Some((key, base.plus.checked_add(plus)?, [base.plus, 0]))
+        let offset = base.plus.checked_add(plus)?;
+        Some((key, offset, Some([base.plus, 0])))
     }
 
-    fn operand(&mut self, i: &Instruction) -> Option<(Key, i64, [i64; 2])> {
+    fn operand(&mut self, i: &Instruction) -> Option<(Key, i64, Option<[i64; 2]>)> {
         let (base, index) = (i.memory_base(), i.memory_index());
         let disp = self.displacement(i)?;
         let segment = match i.memory_segment() {
@@ -435,16 +435,24 @@ impl Groups {
             Register::None => UNKNOWN,
             r => self.value(r),
         };
-        let key = Key {
-            base: base.id,
-            index: index.id,
-            scale: if index.id == NONE { 0 } else { scale },
-            segment,
-        };
         let plus = index.plus.checked_mul(i64::from(scale))?;
         let offset = disp.checked_add(base.plus)?.checked_add(plus)?;
+        // An index is as good as a base that is known.
+        let is_base = base.id == NONE && scale == 1 && index.id != NONE;
+        let (base_id, index_id) = if is_base {
+            (index.id, NONE)
+        } else {
+            (base.id, index.id)
+        };
+        let key = Key {
+            base: base_id,
+            index: index_id,
+            scale: if index_id == NONE { 0 } else { scale },
+            segment,
+        };
+        let moved = (!is_base).then_some([base.plus, plus]);
         // Far from overflow, whatever is added to it.
-        (offset.abs() < 1 << 40).then_some((key, offset, [base.plus, plus]))
+        (offset.abs() < 1 << 40).then_some((key, offset, moved))
     }
 
     /// What the instruction does to registers.
@@ -474,6 +482,9 @@ impl Groups {
         }
         let to = i.op0_register();
         let effect = d.effect;
+        if let Some(plus) = self.constant(d) {
+            return self.set(to, Value { id: NONE, plus });
+        }
         if effect != Effect::Other && i.op0_kind() == OpKind::Register && self.is_full(to) {
             let immediate = |i: &Instruction| match i.op1_kind() {
                 OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(i.immediate(1) as i64),
@@ -510,6 +521,22 @@ impl Groups {
         self.known &= !d.writes;
         if is_barrier(d.kind) {
             self.known = 0;
+        }
+    }
+
+    /// What the instruction makes the register of its first operand.
+    fn constant(&self, d: &Decoded) -> Option<i64> {
+        let i = &d.i;
+        let to = i.op0_register();
+        // The upper half is zero.
+        let is_whole = i.op0_kind() == OpKind::Register && (self.is_full(to) || to.is_gpr32());
+        match (d.effect, i.op1_kind()) {
+            _ if !is_whole => None,
+            (Effect::Xor, OpKind::Register) if i.op1_register() == to => Some(0),
+            (Effect::Mov, OpKind::Immediate32to64) => Some(i.immediate(1) as i64),
+            (Effect::Mov, OpKind::Immediate32) if self.long => Some(i64::from(i.immediate32())),
+            (Effect::Mov, OpKind::Immediate32) => Some(i64::from(i.immediate32() as i32)),
+            _ => None,
         }
     }
 

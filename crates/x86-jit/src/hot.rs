@@ -16,12 +16,14 @@ use crate::{
     area::{self, index},
     cache::Block,
     thunks,
-    translate::Hot,
+    translate::{Hot, Turns},
 };
 
 /// Looks that have to find a block for it to be translated again, of so many.
 const HOT: u8 = 9;
 const LOOKS: u32 = 1024;
+/// Looks that find it afterwards until it is known by which turns its loops are left.
+const LEARNS: u64 = 2;
 /// What a look counts for that finds the same block as the last one: a loop that is all that is executed.
 const SAME: u8 = 4;
 /// Instructions between two looks, about: they come every 100 us.
@@ -57,6 +59,15 @@ struct Profile {
     is_linked: bool,
     /// Where the translations before are entered.
     before: Vec<usize>,
+}
+
+/// What a look has found.
+enum Found {
+    Nothing,
+    /// A block that is to be translated again, as it is executed much.
+    Hot,
+    /// One that has been, and was executed for a while since.
+    Settled,
 }
 
 /// What is known of such blocks.
@@ -102,8 +113,8 @@ impl Profiles {
         if let Some(p) = self.hot.get(&key) {
             if p.is_due {
                 let hot = (!p.is_watched).then(|| Hot {
-                    without: p.hot.without,
                     lanes: Vec::new(),
+                    ..p.hot.clone()
                 });
                 return Some((hot, Some(p.is_linked)));
             }
@@ -114,8 +125,8 @@ impl Profiles {
         (self.is_mixed && key.0 & 1 != 0).then(|| (Some(Hot::default()), None))
     }
 
-    /// A look has found the block; true if it is to be translated again.
-    fn note(&mut self, key: Key) -> bool {
+    /// A look has found the block.
+    fn note(&mut self, key: Key) -> Found {
         self.left -= 1;
         if self.left == 0 {
             self.left = LOOKS;
@@ -125,7 +136,11 @@ impl Profiles {
         let mut known = self.hot.get_mut(&key);
         if let Some(p) = known.as_mut().filter(|p| !p.is_watched) {
             p.looks += 1;
-            return false;
+            return if p.looks == LEARNS {
+                Found::Settled
+            } else {
+                Found::Nothing
+            };
         }
         let count = &mut self.counts[place(key)];
         *count += if is_same { SAME } else { 1 };
@@ -136,7 +151,7 @@ impl Profiles {
         if let Some(p) = known {
             p.is_watched = !is_hot;
         }
-        is_hot
+        if is_hot { Found::Hot } else { Found::Nothing }
     }
 
     /// A lane has missed so often; the block, if it is to be translated again.
@@ -165,10 +180,38 @@ impl<B: JitBus> Jit<B> {
             return self.judge_lanes(bus);
         }
         if let Some((key, generation)) = self.key_at(cpu, bus)
-            && self.profiles.note(key)
+            && match self.profiles.note(key) {
+                Found::Nothing => false,
+                Found::Hot => true,
+                Found::Settled => self.learn_turns(key),
+            }
         {
             self.translate_again(key, generation);
         }
+    }
+
+    /// Notes of loops within the block that were always left in the same turn that they make so many. True if there are any.
+    fn learn_turns(&mut self, key: Key) -> bool {
+        let Some(p) = self.profiles.hot.get_mut(&key).filter(|p| !p.is_due) else {
+            return false;
+        };
+        let sites = self.translator.links.get(p.links.clone());
+        let taken = sites.unwrap_or_default().iter().filter(|s| s.is_taken);
+        let known = p.hot.turns.len();
+        for s in taken.clone().filter(|s| s.turn != 0) {
+            let (end, turns) = (s.target, s.turn);
+            let mut others = taken.clone().filter(|o| o.target == end);
+            if others.all(|o| o.turn == turns) && p.hot.turns.iter().all(|t| t.end != end) {
+                p.hot.turns.push(Turns { end, turns });
+            }
+        }
+        let new = p.hot.turns.len() - known;
+        self.stats.loops_known += new as u64;
+        if new != 0 {
+            // Other instructions have these numbers.
+            p.hot.without = 0;
+        }
+        new != 0
     }
 
     /// The block at RIP, and the generation of its code.
@@ -217,6 +260,7 @@ impl<B: JitBus> Jit<B> {
         let some = beside.copied().chain([here]).filter(is_new);
         let some: Vec<Key> = some.take(8).collect();
         for key in some {
+            self.learn_turns(key);
             self.translate_again(key, generation);
         }
     }
@@ -300,7 +344,9 @@ impl<B: JitBus> Jit<B> {
         let all = &self.translator.links;
         let to_it = |n: &usize| {
             let site = all.get(*n);
-            site.is_some_and(|s| u64::from(s.target) == key.0 & 0xfff && !s.split)
+            site.is_some_and(|s| {
+                u64::from(s.target) == key.0 & 0xfff && !s.split && !s.is_of_interest()
+            })
         };
         let mut sites = Vec::new();
         for (of, p) in &self.profiles.hot {

@@ -257,10 +257,12 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
         number: usize,
     ) -> u64 {
-        let Some(site) = self.translator.links.get(number).copied() else {
+        let Some(site) = self.translator.links.get_mut(number) else {
             self.stale = true;
             return 0;
         };
+        site.is_taken = true;
+        let site = *site;
         let page = cpu.engine.words[index(area::PAGE)];
         cpu.set_rip(page + u64::from(site.target));
         let flushes = self.stats.flushes;

@@ -21,6 +21,8 @@ pub struct Stats {
     pub lanes_dropped: u64,
     /// Misses of lanes, as far as Rust was told.
     pub lane_misses: u64,
+    /// Loops within such blocks that have always made as many turns.
+    pub loops_known: u64,
     /// Times everything was dropped.
     pub flushes: u64,
     /// Entries into translated code.

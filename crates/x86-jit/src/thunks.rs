@@ -231,7 +231,7 @@ fn leash_ends(a: &mut Asm) -> [usize; 4] {
 /// [`BUDGET`] instructions until the next poll, more or less: where a guest repeats itself, polls that are always as far from each
 /// other come to the same few blocks, and looks see no others.
 fn vary_budget(a: &mut Asm) {
-    const BITS: u32 = 9;
+    const BITS: u32 = 11;
     // A linear congruential generator, whose upper bits are the good ones.
     a.load32(COUNTER, gs(RANDOM));
     a.imul(false, COUNTER, COUNTER, 1_664_525);

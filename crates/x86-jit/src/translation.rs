@@ -91,14 +91,16 @@ impl<B: JitBus> Jit<B> {
         let polls = is_again || site.is_some_and(|s| s.polls);
         self.translator.hot = hot.and_then(|(hot, _)| hot);
         let links = self.translator.links.len();
-        let is_hot = self.translator.hot.is_some();
+        let turns = self.translator.hot.as_ref().map(|h| &h.turns[..]);
+        let is_hot = turns.is_some();
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
             block::decode(
                 &mut self.decoded,
                 &mut self.forms,
                 (cpu, bus),
                 gva,
-                (key.1, is_loop, is_hot, is_ahead),
+                (key.1, is_loop, is_ahead),
+                turns,
             )
         };
         let mut second = None;

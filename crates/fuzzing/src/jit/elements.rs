@@ -595,6 +595,33 @@ impl Builder<'_> {
         e
     }
 
+    /// How many turns a loop makes within the program.
+    pub(super) fn turns(&mut self) -> Element {
+        let turns = 2 + self.r.below(4) as u32;
+        let counter = self.turns_left();
+        let mut e = Element::default();
+        e.push(made(Instruction::with2(
+            Code::Mov_rm32_imm32,
+            counter,
+            turns,
+        )));
+        e
+    }
+
+    /// Its end; the first element of its body is given.
+    pub(super) fn next_turn(&mut self, body: usize) -> Element {
+        let mut e = Element::default();
+        e.push(made(Instruction::with1(Code::Dec_rm32, self.turns_left())));
+        let back = self.r.pick(&[Code::Jne_rel32_64, Code::Jg_rel32_64]);
+        e.push_fixed(branch(back), Fix::Branch(Target::Element(body)));
+        e
+    }
+
+    fn turns_left(&self) -> MemoryOperand {
+        let at = self.base() + PRIVATE + 0x400;
+        MemoryOperand::with_base_displ(R::RIP, at as i64)
+    }
+
     /// An instruction whose immediate is written over.
     pub(super) fn patchable(&mut self) -> Element {
         let registers = self.registers;

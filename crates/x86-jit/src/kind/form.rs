@@ -67,6 +67,7 @@ pub(crate) enum Effect {
     Inc,
     Dec,
     Mov,
+    Xor,
     Lea,
     /// Nothing.
     Compare,
@@ -296,6 +297,7 @@ fn effect(m: Mnemonic) -> Effect {
         M::Inc => Effect::Inc,
         M::Dec => Effect::Dec,
         M::Mov => Effect::Mov,
+        M::Xor => Effect::Xor,
         M::Lea => Effect::Lea,
         M::Cmp | M::Test => Effect::Compare,
         _ => Effect::Other,

@@ -18,7 +18,9 @@ impl Translator {
             return Ok(());
         }
         if (0..0x1000).contains(&t) {
-            self.link(from, t as u32, live, false).comes_from(d.offset);
+            let site = self.link(from, t as u32, live, false);
+            site.comes_from(d.offset);
+            site.turn = d.turn;
         } else {
             self.stubs.push(Stub::Far {
                 from,
@@ -145,6 +147,8 @@ impl Translator {
             is_back: false,
             is_jump: false,
             polls: false,
+            turn: 0,
+            is_taken: false,
         });
         self.stubs.push(Stub::Link {
             from,

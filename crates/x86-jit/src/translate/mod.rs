@@ -88,6 +88,15 @@ pub(crate) struct Hot {
     pub(crate) without: u128,
     /// The lanes that it has got, and the instructions that they are for.
     pub(crate) lanes: Vec<(u16, u8)>,
+    /// Loops within the block that make always as many turns.
+    pub(crate) turns: Vec<Turns>,
+}
+
+/// How many turns a loop makes, and the offset of what follows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turns {
+    pub(crate) end: u32,
+    pub(crate) turns: u8,
 }
 
 /// Emits blocks.

@@ -19,6 +19,10 @@ pub(crate) struct LinkSite {
     pub(crate) is_jump: bool,
     /// Code that is executed without end goes this way: it leads to the target's poll.
     pub(crate) polls: bool,
+    /// As [`crate::decoded::Decoded::turn`].
+    pub(crate) turn: u8,
+    /// It was followed.
+    pub(crate) is_taken: bool,
 }
 
 impl LinkSite {
@@ -26,6 +30,11 @@ impl LinkSite {
     pub(crate) fn comes_from(&mut self, offset: u32) {
         self.is_back = self.target <= offset;
         self.polls = self.is_back;
+    }
+
+    /// Nothing is to take it but what is executed: whether it does is of interest.
+    pub(crate) fn is_of_interest(&self) -> bool {
+        self.turn != 0 && !self.is_taken
     }
 }
 

@@ -297,6 +297,7 @@ impl Translator {
                     }
                     let here = a.here();
                     let site = self.links.get(number as usize);
+                    let site = site.filter(|s| !s.is_of_interest());
                     let entry = site.and_then(|s| Some(known(s.target, s.split)?.of(s)));
                     if let Some(entry) = entry.filter(|e| *e != 0) {
                         a.patch(from, entry);
