@@ -14,7 +14,7 @@ use std::{
 };
 
 use crate::{
-    HUGE_PAGE, PAGE_SIZE,
+    HUGE_PAGE,
     keeper::{Bell, PAGES},
     memfd::{Memfd, SharedMapping},
 };
@@ -81,10 +81,11 @@ impl CodeViews {
 
     /// There is code up to `offset`, where more will come. Its only system call is futex(2).
     pub fn grows(&self, offset: usize) {
-        // The kernel makes none where there is nothing yet.
-        let number = offset.saturating_sub(PAGE_SIZE) / HUGE_PAGE;
+        // The next one, soon: who writes or executes where one is being made waits for it, milliseconds at times.
+        let number = (offset + HUGE_PAGE / 2) / HUGE_PAGE;
         let known = self.begun.load(Ordering::Relaxed);
-        if number < MOST && known & 1 << number == 0 {
+        let most = MOST.min(self.rx.len() / HUGE_PAGE);
+        if number < most && known & 1 << number == 0 {
             // One thread writes; the keeper only reads.
             self.begun.store(known | 1 << number, Ordering::Relaxed);
             self.tell();

@@ -143,7 +143,7 @@ impl SharedMapping {
     }
 
     /// Has a huge page in place of the small ones that are [`HUGE_PAGE`] bytes from `huge_page` times
-    /// as many on, with their contents. May be called while other threads use them.
+    /// as many on, with their contents, or of none. May be called while other threads use them.
     ///
     /// # Errors
     /// Those of `madvise`; `EINVAL` where the kernel cannot, or for bytes that are not all in the mapping.
@@ -152,12 +152,16 @@ impl SharedMapping {
         if begin >= self.len || self.len - begin < HUGE_PAGE {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        // SAFETY: the range is in this mapping, and its contents stay.
-        unsafe {
-            let begin = self.base.as_ptr().expose_provenance() + begin;
-            let advice = MADV_COLLAPSE as usize;
-            system::call(libc::SYS_madvise, [begin, HUGE_PAGE, advice])?
-        };
+        let begin = self.base.as_ptr().expose_provenance() + begin;
+        // The kernel makes none where there is nothing yet.
+        let advice = [
+            (PAGE_SIZE, libc::MADV_POPULATE_READ),
+            (HUGE_PAGE, MADV_COLLAPSE),
+        ];
+        for (len, advice) in advice {
+            // SAFETY: the range is in this mapping, and its contents stay.
+            unsafe { system::call(libc::SYS_madvise, [begin, len, advice as usize])? };
+        }
         Ok(())
     }
 
