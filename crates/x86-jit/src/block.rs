@@ -134,19 +134,24 @@ pub(crate) fn decode<B: GuestBus>(
             let form = forms.learn(&i);
             let kind = kind_of(form, &i, mode);
             let next = offset + i.len() as u32;
-            let mut d = Decoded::new(&i, raw, kind, offset, form, long);
+            // Where it is kept: a copy would wait for all that was just written of it.
+            out.push(Decoded::invalid(offset));
+            if let Some(d) = out.last_mut() {
+                d.set(&i, raw, kind, form, long);
+            }
             let target = match kind {
                 Kind::Jcc | Kind::Jmp => target(&i) as u64,
                 _ => u64::MAX,
             };
             if target == u64::from(first) && mode & mode::SPLIT == 0 && !straddles {
-                unroll(out, d, next);
+                unroll(out, next);
                 break 'fetch;
             }
             if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
                 followed += 1;
-                d.follow();
-                out.push(d);
+                if let Some(d) = out.last_mut() {
+                    d.follow();
+                }
                 offset = target as u32;
                 if out.len() >= most {
                     break 'fetch;
@@ -159,19 +164,18 @@ pub(crate) fn decode<B: GuestBus>(
                 && kind == Kind::Jcc
                 && let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target)
             {
-                let len = out.len() + 1 - body;
+                let len = out.len() - body;
                 let known = turns.iter().find(|t| t.end == next);
                 let known = known.filter(|t| usize::from(t.turns) * len <= most - body);
                 match known {
-                    Some(t) => repeat(out, body, d, next, t.turns.into(), false),
+                    Some(t) => repeat(out, body, next, t.turns.into(), false),
                     None => {
                         let room = (most - body).min(MAX_INNER);
                         let turns = (room / len).clamp(1, MAX_INNER_TURNS);
-                        repeat(out, body, d, next, turns, true);
+                        repeat(out, body, next, turns, true);
                     }
                 }
             }
-            out.push(d);
             offset = next;
             if kind == Kind::Jcc {
                 branches_left -= 1;
@@ -264,16 +268,17 @@ pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
     }
 }
 
-/// A loop whose body is `out`, and whose end is the branch back `d`: repeats the
-/// body; the branches in between leave the loop.
-fn unroll(out: &mut Vec<Decoded>, d: Decoded, next: u32) {
-    let turns = (MAX_UNROLLED / (out.len() + 1)).clamp(1, MAX_TURNS);
-    repeat(out, 0, d, next, turns, false);
-    out.push(d);
+/// A loop, the end of which is the branch back: repeats the body; the branches in between leave the loop.
+fn unroll(out: &mut Vec<Decoded>, next: u32) {
+    let turns = (MAX_UNROLLED / out.len()).clamp(1, MAX_TURNS);
+    repeat(out, 0, next, turns, false);
 }
 
-/// The same for a body that begins at `from`, for so many turns; the branch back is still to come. `notes`: by which it is left is of interest.
-fn repeat(out: &mut Vec<Decoded>, from: usize, d: Decoded, next: u32, turns: usize, notes: bool) {
+/// The same for a body that begins at `from`, for so many turns. `notes`: by which it is left is of interest.
+fn repeat(out: &mut Vec<Decoded>, from: usize, next: u32, turns: usize, notes: bool) {
+    let Some(d) = out.pop() else {
+        return;
+    };
     let body = from..out.len();
     for turn in 1..turns {
         let mut leave = d;
@@ -287,6 +292,7 @@ fn repeat(out: &mut Vec<Decoded>, from: usize, d: Decoded, next: u32, turns: usi
         out.push(leave);
         out.extend_from_within(body.clone());
     }
+    out.push(d);
 }
 
 /// Flags that the instruction always sets. Undefined ones are among them where

@@ -52,15 +52,16 @@ impl Decoded {
         self.offset + self.i.len() as u32
     }
 
+    /// Makes it the instruction, at the same offset.
     #[inline]
-    pub(crate) fn new(
+    pub(crate) fn set(
+        &mut self,
         i: &Instruction,
         raw: [u8; RAW],
         kind: Kind,
-        offset: u32,
         form: &Form,
         long: bool,
-    ) -> Self {
+    ) {
         let memory = form.memory(i);
         let (mut registers, mut writes, mut high) = (0, form.implied, false);
         let mut operands = form.general;
@@ -113,24 +114,14 @@ impl Decoded {
             Kind::String if string::may_keep_flags(i) => (0, 0),
             _ => form.flags(i),
         };
-        Self {
-            i: *i,
-            raw,
-            kind,
-            offset,
-            live_in: 0,
-            member: None,
-            reads,
-            sets,
-            registers,
-            writes,
-            memory,
-            access,
-            high,
-            effect: form.effect,
-            takes_pointer,
-            turn: 0,
-        }
+        self.i = *i;
+        self.raw = raw;
+        self.kind = kind;
+        (self.reads, self.sets) = (reads, sets);
+        (self.registers, self.writes, self.high) = (registers, writes, high);
+        (self.memory, self.access) = (memory, access);
+        self.effect = form.effect;
+        self.takes_pointer = takes_pointer;
     }
 
     /// It probes the software TLB, and not for the stack.
