@@ -35,8 +35,8 @@ fn is_translated() -> bool {
     std::env::var("ANYKVM_ENGINE").as_deref() != Ok("interp")
 }
 
-#[test]
-fn a_page_that_is_mapped_elsewhere() {
+/// The first page of the window is mapped to one of two pages, with 1 and 1000.
+fn with_two_pages() -> Machine {
     let m = Machine::new();
     for (at, entry) in [
         (PML4 + 0x2008, TABLE + 3),
@@ -46,6 +46,53 @@ fn a_page_that_is_mapped_elsewhere() {
     ] {
         m.write(at, &entry.to_le_bytes());
     }
+    m
+}
+
+/// A loop finds what stays where it is once, and again when it may be elsewhere.
+#[test]
+fn a_page_that_is_mapped_elsewhere_by_the_loop() {
+    const EVERY: u32 = 1 << 19;
+    let m = with_two_pages();
+    let (sum, _) = run(
+        &m,
+        |a| {
+            let (mut turn, mut changes, mut goes_on) =
+                (a.create_label(), a.create_label(), a.create_label());
+            a.mov(rdi, WINDOW)?;
+            a.mov(ecx, 6 * EVERY)?;
+            a.set_label(&mut turn)?;
+            a.add(rbx, qword_ptr(rdi))?;
+            // A hash, so that a turn is long and not unrolled.
+            for n in 0..10 {
+                a.lea(rax, qword_ptr(rax + rcx * 2 + n))?;
+                a.rol(rax, 7)?;
+            }
+            a.inc(qword_ptr(rdi + 0x800))?;
+            a.test(ecx, EVERY - 1)?;
+            a.je(changes)?;
+            a.set_label(&mut goes_on)?;
+            a.dec(ecx)?;
+            a.jne(turn)?;
+            a.hlt()?;
+            a.set_label(&mut changes)?;
+            a.xor(qword_ptr(TABLE), 0x1000)?;
+            a.invlpg(byte_ptr(rdi))?;
+            a.jmp(goes_on)
+        },
+        "jit_hot",
+    );
+    // The first page for one turn, and the second last: for one less than the others.
+    let each = 3 * u64::from(EVERY);
+    assert_eq!(sum, each * 1001);
+    for page in [0x6800, 0x7800] {
+        assert_eq!(u64::from_le_bytes(m.read(page)), each);
+    }
+}
+
+#[test]
+fn a_page_that_is_mapped_elsewhere() {
+    let m = with_two_pages();
     let (sum, lanes) = run(
         &m,
         |a| {

@@ -43,6 +43,10 @@ pub(crate) struct Member {
     pub(crate) offset: i32,
     /// Where the pointer is kept, as others use it after it is no longer in its register.
     pub(crate) slot: Option<u8>,
+    /// The block is a loop, and the group is in the same place in each of its turns.
+    pub(crate) stays: bool,
+    /// There are no others in the group.
+    pub(crate) alone: bool,
     /// Where the group is, if that is known from what the block begins with.
     pub(crate) walk: Option<Walk>,
     /// Where the access is from the group's anchor (see [`Walk`]) plus what the operand has of the register that moves.
@@ -153,6 +157,7 @@ struct Group {
     kept: bool,
     /// Where it is kept.
     slot: Option<u8>,
+    stays: bool,
 }
 
 /// Where an access is.
@@ -209,10 +214,11 @@ impl Groups {
         }
     }
 
-    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `walks`: with [`Member::walk`].
-    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, walks: bool) {
+    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `walks`: with [`Member::walk`]; `is_loop`: with [`Member::stays`].
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, walks: bool, is_loop: bool) {
         self.long = long;
-        if insns.iter().filter(|d| d.access != 0).take(2).count() < 2 {
+        let least = if is_loop { 1 } else { 2 };
+        if insns.iter().filter(|d| d.access != 0).take(2).count() < least {
             return;
         }
         self.known = 0;
@@ -241,9 +247,19 @@ impl Groups {
             self.track(d);
             self.later |= d.writes;
         }
-        let kept = self.groups.iter_mut().filter(|g| g.kept);
-        for (slot, g) in kept.take(MAX_KEPT).enumerate() {
-            g.slot = Some(slot as u8);
+        // What changes mappings ends all groups.
+        if is_loop && !insns.iter().any(|d| is_barrier(d.kind)) {
+            for n in 0..self.groups.len() {
+                let walk = self.walk(&self.groups[n]);
+                self.groups[n].stays = walk.is_some_and(|w| w.stride == 0);
+            }
+        }
+        let kept = (0..self.groups.len()).filter(|n| self.groups[*n].kept);
+        let staying = (0..self.groups.len()).filter(|n| self.groups[*n].stays);
+        let staying = staying.filter(|n| !self.groups[*n].kept);
+        let all: Vec<usize> = kept.chain(staying).take(MAX_KEPT).collect();
+        for (slot, n) in (0..).zip(all) {
+            self.groups[n].slot = Some(slot);
         }
         for (n, d) in insns.iter_mut().enumerate() {
             let Some(place) = self.places[n] else {
@@ -251,7 +267,8 @@ impl Groups {
             };
             let (g, offset) = (place.group, place.offset);
             let group = &self.groups[g];
-            if group.members < 2 || group.kept && group.slot.is_none() {
+            let stays = group.stays && group.slot.is_some();
+            if group.members < 2 && !stays || group.kept && group.slot.is_none() {
                 continue;
             }
             let walk = walks.then(|| self.walk(group)).flatten();
@@ -272,6 +289,8 @@ impl Groups {
                 span: (group.max - group.min) as u32,
                 offset: (offset - group.min) as i32,
                 slot: group.slot,
+                stays,
+                alone: group.members < 2,
                 walk: from_anchor.and(walk),
                 from_anchor: from_anchor.unwrap_or(0),
             });
@@ -310,6 +329,7 @@ impl Groups {
                 members: 0,
                 kept: false,
                 slot: None,
+                stays: false,
             });
             self.open.push(self.groups.len() - 1);
             self.groups.len() - 1

@@ -487,6 +487,13 @@ impl Translator {
         call
     }
 
+    /// The group's pointer is known: it needs no probe.
+    fn is_found(&self, m: &Member) -> bool {
+        let walking = self.walking.as_ref();
+        let is_in_register = walking.is_some_and(|w| w.borrows_for(m.group));
+        !m.first || self.holds && m.stays && !is_in_register
+    }
+
     /// Where from r14 a group's further access is.
     pub(super) fn follow(&mut self, member: Member) -> i32 {
         if self.current != Some(member.group) {
@@ -508,7 +515,7 @@ impl Translator {
         aligned: bool,
         finds: Finds,
     ) -> Result<Mem, Unsupported> {
-        if let Some(m) = d.member.filter(|m| !m.first) {
+        if let Some(m) = d.member.filter(|m| self.is_found(m)) {
             return Ok(at(S0, self.follow(m)));
         }
         let disp = d.member.map_or(0, |m| m.offset);
@@ -558,7 +565,7 @@ impl Translator {
 
     /// As [`Self::operand`] for the word of the stack at `r + disp`.
     pub(super) fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) -> i32 {
-        if let Some(m) = d.member.filter(|m| !m.first) {
+        if let Some(m) = d.member.filter(|m| self.is_found(m)) {
             return self.follow(m);
         }
         let offset = d.member.map_or(0, |m| m.offset);

@@ -140,6 +140,8 @@ pub(crate) struct Translator {
     position: usize,
     /// Several turns of a loop are translated whose groups need no probes.
     walking: Option<Walking>,
+    /// A turn of a loop is translated whose groups that stay have been found by the one before.
+    holds: bool,
 }
 
 impl core::fmt::Debug for Translator {
@@ -192,6 +194,7 @@ impl Translator {
             rsp_moves: 0,
             position: 0,
             walking: None,
+            holds: false,
         }
     }
 
@@ -212,19 +215,19 @@ impl Translator {
         }
         if entries.polled == 0 {
             entries.polled = self.asm.here() as u32;
-            self.poll(block.len.into(), offset);
+            self.poll(block.len.into(), offset, None);
         }
         self.asm.jmp_to(entries.saved as usize);
         self.emit_stubs(None, |_, _| None);
     }
 
-    /// Counts down, for a block of so many instructions.
-    fn poll(&mut self, len: usize, offset: u32) {
+    /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
+    fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
         let a = &mut self.asm;
         a.alu_imm(true, Alu::Sub, COUNTER, len.min(MAX_COUNTED) as i32);
         // Less than zero, by the condition that processors fuse with a subtraction.
         let from = a.jcc(cc::L);
-        let resume = a.here();
+        let resume = after.unwrap_or(a.here());
         self.stubs.push(Stub::Poll {
             from,
             resume,
@@ -285,12 +288,13 @@ impl Translator {
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
         let polls = !is_apart || how.polls || goes_back || live != 0;
         if polls {
-            self.poll(insns.len(), offset);
+            self.poll(insns.len(), offset, None);
         }
         let is_complete = self.body(insns, forms);
-        let mut walk = None;
+        let (mut next, mut walk) = (again, None);
         if is_complete && polls && live == 0 && sources.len() == 1 && !how.is_split {
-            walk = self.walk(insns, forms, again);
+            next = self.hold(insns, forms, again).unwrap_or(again);
+            walk = self.walk(insns, forms, (again, next));
         }
         if sources.len() > 1 {
             saved = self.asm.here();
@@ -315,7 +319,7 @@ impl Translator {
         let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, how.is_split);
         let (again, walking) = match walk {
             Some((start, walking, stubs)) => (start, Some((walking, stubs))),
-            None => (again, None),
+            None => (next, None),
         };
         let again = Entries {
             polled: if polls { again as u32 } else { 0 },

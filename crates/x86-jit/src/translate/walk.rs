@@ -1,9 +1,13 @@
-//! Loops that walk through memory: so many turns as their groups stay in their pages, without probes.
+//! Loops: what stays where it is is found once between two polls, and those that walk through memory make so many turns as their groups
+//! stay in their pages, without probes.
 //!
 //! ```text
 //! again:  …                            a turn, or several, with probes
-//!         jcc walk
-//! walk:   if the last one was short, for some times: jmp again
+//!         jcc walk, or holds where there is no walk
+//! holds:  sub r12, n; jl poll          a turn after another. Groups that stay: at the pointer that was kept, others with probes
+//!         …
+//!         jcc walk, or holds; after a poll: jmp again
+//! walk:   if the last one was short, for some times: jmp holds, or again
 //!         for each group that is at a constant distance from registers of which a turn changes one at most, by a constant:
 //!             look for it as for the next turn, ANCHOR = host address - that register; not in the TLB: jmp again
 //!         turns = those that all of them stay in their pages for, and in those after these that are their neighbours
@@ -166,7 +170,7 @@ fn walk_of(m: &Member) -> Option<Walk> {
 }
 
 /// The block ends with a branch to where it begins.
-pub(super) fn is_loop(insns: &[Decoded]) -> bool {
+pub(crate) fn is_loop(insns: &[Decoded]) -> bool {
     let (Some(first), Some(last)) = (insns.first(), insns.last()) else {
         return false;
     };
@@ -271,13 +275,39 @@ fn single_turns(
 }
 
 impl Translator {
+    /// Translates the turns after the first one of a block that has been, if it is a loop that is executed much, and some of its
+    /// groups stay where that has found them: until the next poll, they need no probes. Returns where these turns begin.
+    pub(super) fn hold(&mut self, insns: &[Decoded], forms: &Forms, again: usize) -> Option<usize> {
+        self.hot.as_ref()?;
+        let first = insns.first().filter(|_| is_loop(insns))?;
+        let mut members = insns.iter().filter_map(|d| d.member);
+        if !members.any(|m| m.first && m.stays) {
+            return None;
+        }
+        self.asm.align();
+        let start = self.asm.here();
+        self.poll(insns.len(), first.offset, Some(again));
+        self.turns(insns, forms);
+        Some(start)
+    }
+
+    /// Turns of a loop that come after another.
+    fn turns(&mut self, insns: &[Decoded], forms: &Forms) {
+        (self.current, self.cached) = (None, None);
+        self.flags = Flags::Memory;
+        self.holds = true;
+        self.body(insns, forms);
+        self.holds = false;
+    }
+
     /// Translates the fast turns of a block that has been, whose flags are not live where it begins. Returns where
-    /// the block goes on in place of `again`, and the fast turns with their stubs, if it is such a loop and executed much.
+    /// the block goes on in place of `next`, and the fast turns with their stubs, if it is such a loop and executed much. `again` is
+    /// where a turn goes that cannot rely on one before.
     pub(super) fn walk(
         &mut self,
         insns: &[Decoded],
         forms: &Forms,
-        again: usize,
+        (again, next): (usize, usize),
     ) -> Option<(usize, Walking, Range<usize>)> {
         self.hot.as_ref().filter(|_| self.long)?;
         let first = insns.first().filter(|_| is_loop(insns))?;
@@ -287,6 +317,7 @@ impl Translator {
             all.all(|other| other.group != m.group || other.walk.is_some())
         };
         let members = members.filter(is_known);
+        let members = members.filter(|m| !m.alone);
         let walks = members.filter_map(|m| Some((m, walk_of(&m)?)));
         let walks: Vec<(Member, Walk)> = walks.take(ANCHORS_LEN).collect();
         if walks.iter().all(|(_, walk)| walk.stride == 0) {
@@ -305,7 +336,7 @@ impl Translator {
         self.next_walk = (self.next_walk + 1) % RELUCTANCES_LEN;
         a.alu_mem_imm8(false, Alu::Sub, reluctance, 1);
         let from = a.jcc(cc::NS);
-        a.patch(from, again);
+        a.patch(from, next);
         a.store32_imm(reluctance, FAILED);
         let retry = a.here();
         scratch.save(a);
@@ -381,11 +412,8 @@ impl Translator {
         let from = a.jcc(cc::L);
         let stubs = self.stubs.len();
         self.stubs.push(Stub::Walked { from, again });
-        self.current = None;
-        self.cached = None;
-        self.flags = Flags::Memory;
         self.walking = Some(walking);
-        self.body(insns, forms);
+        self.turns(insns, forms);
         let walking = self.walking.take()?;
         // A rest of one turn is the last of a pass.
         for (from, turn) in rests.into_iter().zip(walking.turns.iter().rev()) {
@@ -585,6 +613,12 @@ impl Walking {
     fn borrowed(&self) -> impl Iterator<Item = (u8, Reg, usize)> {
         let all = self.anchors.iter().enumerate();
         all.filter_map(|(slot, anchor)| Some((anchor.borrowed?, host_reg(anchor.borrowed?)?, slot)))
+    }
+
+    /// The group's anchor is in a register.
+    pub(super) fn borrows_for(&self, group: u16) -> bool {
+        let anchor = self.of(group);
+        anchor.is_some_and(|(_, a)| a.borrowed.is_some())
     }
 
     fn of(&self, group: u16) -> Option<(usize, Anchor)> {
