@@ -254,12 +254,13 @@ impl Groups {
                 self.groups[n].stays = walk.is_some_and(|w| w.stride == 0);
             }
         }
-        let kept = (0..self.groups.len()).filter(|n| self.groups[*n].kept);
-        let staying = (0..self.groups.len()).filter(|n| self.groups[*n].stays);
-        let staying = staying.filter(|n| !self.groups[*n].kept);
-        let all: Vec<usize> = kept.chain(staying).take(MAX_KEPT).collect();
-        for (slot, n) in (0..).zip(all) {
-            self.groups[n].slot = Some(slot);
+        // Those that need one first.
+        let mut slots = 0..MAX_KEPT as u8;
+        for kept in [true, false] {
+            let groups = self.groups.iter_mut();
+            for g in groups.filter(|g| g.kept == kept && (g.kept || g.stays)) {
+                g.slot = slots.next();
+            }
         }
         for (n, d) in insns.iter_mut().enumerate() {
             let Some(place) = self.places[n] else {
