@@ -96,11 +96,11 @@ impl Generator {
                 14 => b.string(),
                 15 if b.r.one_in(4) => b.interrupt_return(n),
                 16 if b.r.one_in(3) => b.fp_control(),
-                17 => {
+                17 if b.r.one_in(3) => {
                     let turns = b.turns();
                     elements.push(turns);
-                    let body = [b.neighbours(), b.any()];
-                    elements.extend(body);
+                    let body = b.neighbours();
+                    elements.push(body);
                     b.next_turn(n + 1)
                 }
                 _ => b.any(),
