@@ -162,6 +162,7 @@ pub(crate) const fn kept(slot: u8) -> Mem {
 }
 /// Groups of a block whose pointers can be kept.
 pub(crate) const MAX_KEPT: usize = 8;
+/// The nearest words from this one on are for something else.
 const FIRST_OTHER: usize = 4;
 
 /// What generated code has close to the base while it runs, and Rust finds with the rest of the

@@ -124,8 +124,9 @@ pub(crate) fn decode<B: GuestBus>(
                     error = decoder.last_error();
                 }
             }
+            // Where it is kept: a copy would wait for all that was just written of it.
+            out.push(Decoded::invalid(offset));
             if error != DecoderError::None {
-                out.push(Decoded::invalid(offset));
                 break 'fetch;
             }
             if !long {
@@ -134,8 +135,6 @@ pub(crate) fn decode<B: GuestBus>(
             let form = forms.learn(&i);
             let kind = kind_of(form, &i, mode);
             let next = offset + i.len() as u32;
-            // Where it is kept: a copy would wait for all that was just written of it.
-            out.push(Decoded::invalid(offset));
             if let Some(d) = out.last_mut() {
                 d.set(&i, raw, kind, form, long);
             }

@@ -15,6 +15,7 @@ use crate::{
     area::MAX_KEPT,
     decoded::Decoded,
     kind::{Effect, Kind},
+    translate::walk::is_loop,
 };
 
 /// Bytes of a group at most: a larger one straddles two pages more often.
@@ -157,7 +158,8 @@ struct Group {
     kept: bool,
     /// Where it is kept.
     slot: Option<u8>,
-    stays: bool,
+    /// [`Member::walk`].
+    walk: Option<Walk>,
 }
 
 /// Where an access is.
@@ -214,9 +216,10 @@ impl Groups {
         }
     }
 
-    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `walks`: with [`Member::walk`]; `is_loop`: with [`Member::stays`].
-    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, walks: bool, is_loop: bool) {
+    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `walks`: with [`Member::walk`] and [`Member::stays`].
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, walks: bool) {
         self.long = long;
+        let is_loop = walks && is_loop(insns);
         let least = if is_loop { 1 } else { 2 };
         if insns.iter().filter(|d| d.access != 0).take(2).count() < least {
             return;
@@ -247,20 +250,20 @@ impl Groups {
             self.track(d);
             self.later |= d.writes;
         }
-        // What changes mappings ends all groups.
-        if is_loop && !insns.iter().any(|d| is_barrier(d.kind)) {
+        if walks {
             for n in 0..self.groups.len() {
-                let walk = self.walk(&self.groups[n]);
-                self.groups[n].stays = walk.is_some_and(|w| w.stride == 0);
+                self.groups[n].walk = self.walk(&self.groups[n]);
             }
         }
-        // Those that need one first.
+        // What changes mappings ends all groups.
+        let may_stay = is_loop && !insns.iter().any(|d| is_barrier(d.kind));
+        let stays = |g: &Group| may_stay && g.walk.is_some_and(|w| w.stride == 0);
         let mut slots = 0..MAX_KEPT as u8;
-        for kept in [true, false] {
-            let groups = self.groups.iter_mut();
-            for g in groups.filter(|g| g.kept == kept && (g.kept || g.stays)) {
-                g.slot = slots.next();
-            }
+        for g in self.groups.iter_mut().filter(|g| g.kept) {
+            g.slot = slots.next();
+        }
+        for g in self.groups.iter_mut().filter(|g| !g.kept && stays(g)) {
+            g.slot = slots.next();
         }
         for (n, d) in insns.iter_mut().enumerate() {
             let Some(place) = self.places[n] else {
@@ -268,12 +271,11 @@ impl Groups {
             };
             let (g, offset) = (place.group, place.offset);
             let group = &self.groups[g];
-            let stays = group.stays && group.slot.is_some();
+            let stays = stays(group) && group.slot.is_some();
             if group.members < 2 && !stays || group.kept && group.slot.is_none() {
                 continue;
             }
-            let walk = walks.then(|| self.walk(group)).flatten();
-            let from_anchor = walk.and_then(|w| match w.moves {
+            let from_anchor = group.walk.and_then(|w| match w.moves {
                 Moves::Nothing => Some(offset),
                 Moves::Base => Some(offset - place.moved?[0]),
                 Moves::Index => Some(offset - place.moved?[1]),
@@ -292,7 +294,7 @@ impl Groups {
                 slot: group.slot,
                 stays,
                 alone: group.members < 2,
-                walk: from_anchor.and(walk),
+                walk: from_anchor.and(group.walk),
                 from_anchor: from_anchor.unwrap_or(0),
             });
         }
@@ -330,7 +332,7 @@ impl Groups {
                 members: 0,
                 kept: false,
                 slot: None,
-                stays: false,
+                walk: None,
             });
             self.open.push(self.groups.len() - 1);
             self.groups.len() - 1

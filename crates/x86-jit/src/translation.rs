@@ -13,7 +13,7 @@ use crate::{
     kind::Kind,
     leave::Site,
     room::MAX_BLOCK,
-    translate::{Entries, How, walk},
+    translate::{Entries, How},
 };
 
 /// Blocks that are translated at most because one is.
@@ -135,8 +135,7 @@ impl<B: JitBus> Jit<B> {
         block.len = self.decoded.len() as u8;
         let long = key.1 & mode::BITS32 == 0;
         if key.1 & mode::SPLIT == 0 {
-            let repeats = is_hot && walk::is_loop(&self.decoded);
-            self.groups.form(&mut self.decoded, long, is_hot, repeats);
+            self.groups.form(&mut self.decoded, long, is_hot);
             block.has_probes = self.decoded.iter().any(Decoded::may_have_lane);
         }
         let interpreted = self.prepare(interp, cpu, bus, gva);

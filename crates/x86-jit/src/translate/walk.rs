@@ -278,8 +278,7 @@ impl Translator {
     /// Translates the turns after the first one of a block that has been, if it is a loop that is executed much, and some of its
     /// groups stay where that has found them: until the next poll, they need no probes. Returns where these turns begin.
     pub(super) fn hold(&mut self, insns: &[Decoded], forms: &Forms, again: usize) -> Option<usize> {
-        self.hot.as_ref()?;
-        let first = insns.first().filter(|_| is_loop(insns))?;
+        let first = insns.first()?;
         let mut members = insns.iter().filter_map(|d| d.member);
         if !members.any(|m| m.first && m.stays) {
             return None;
@@ -316,8 +315,7 @@ impl Translator {
             let mut all = insns.iter().filter_map(|d| d.member);
             all.all(|other| other.group != m.group || other.walk.is_some())
         };
-        let members = members.filter(is_known);
-        let members = members.filter(|m| !m.alone);
+        let members = members.filter(|m| !m.alone && is_known(m));
         let walks = members.filter_map(|m| Some((m, walk_of(&m)?)));
         let walks: Vec<(Member, Walk)> = walks.take(ANCHORS_LEN).collect();
         if walks.iter().all(|(_, walk)| walk.stride == 0) {
