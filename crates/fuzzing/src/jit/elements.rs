@@ -10,6 +10,8 @@ use super::{
     program::{Element, Fix, Target, branch},
 };
 
+/// Where in [`PRIVATE`] loops within a program count their turns.
+const TURNS_LEFT: u64 = 0x400;
 /// Flags that POPF may set: all but TF, which belongs to another engine.
 const POPF: u64 =
     rflags::ARITH | rflags::DF | rflags::NT | rflags::ID | rflags::IF | rflags::IOPL | rflags::AC;
@@ -586,39 +588,37 @@ impl Builder<'_> {
     }
 
     /// Back to the start, a few times.
-    pub(super) fn again(&mut self) -> Element {
-        let mut e = Element::default();
-        let at = (self.base() + PRIVATE) as i64;
-        let counter = MemoryOperand::with_base_displ(R::RIP, at);
-        e.push(made(Instruction::with1(Code::Dec_rm32, counter)));
-        e.push_fixed(branch(Code::Jne_rel32_64), Fix::Branch(Target::Element(0)));
-        e
+    pub(super) fn again(&self) -> Element {
+        self.count_down(0, Code::Jne_rel32_64, 0)
     }
 
     /// How many turns a loop makes within the program.
     pub(super) fn turns(&mut self) -> Element {
         let turns = 2 + self.r.below(4) as u32;
-        let counter = self.turns_left();
         let mut e = Element::default();
-        e.push(made(Instruction::with2(
-            Code::Mov_rm32_imm32,
-            counter,
-            turns,
-        )));
+        let counter = self.private(TURNS_LEFT);
+        let mov = Instruction::with2(Code::Mov_rm32_imm32, counter, turns);
+        e.push(made(mov));
         e
     }
 
     /// Its end; the first element of its body is given.
     pub(super) fn next_turn(&mut self, body: usize) -> Element {
-        let mut e = Element::default();
-        e.push(made(Instruction::with1(Code::Dec_rm32, self.turns_left())));
         let back = self.r.pick(&[Code::Jne_rel32_64, Code::Jg_rel32_64]);
-        e.push_fixed(branch(back), Fix::Branch(Target::Element(body)));
+        self.count_down(TURNS_LEFT, back, body)
+    }
+
+    /// Back to an element by the branch, after the counter at an offset.
+    fn count_down(&self, counter: u64, back: Code, to: usize) -> Element {
+        let mut e = Element::default();
+        let dec = Instruction::with1(Code::Dec_rm32, self.private(counter));
+        e.push(made(dec));
+        e.push_fixed(branch(back), Fix::Branch(Target::Element(to)));
         e
     }
 
-    fn turns_left(&self) -> MemoryOperand {
-        let at = self.base() + PRIVATE + 0x400;
+    fn private(&self, offset: u64) -> MemoryOperand {
+        let at = self.base() + PRIVATE + offset;
         MemoryOperand::with_base_displ(R::RIP, at as i64)
     }
 

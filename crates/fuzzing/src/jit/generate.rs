@@ -99,7 +99,7 @@ impl Generator {
                 17 if b.r.one_in(3) => {
                     let turns = b.turns();
                     elements.push(turns);
-                    let body = b.neighbours();
+                    let body = b.any();
                     elements.push(body);
                     b.next_turn(n + 1)
                 }
