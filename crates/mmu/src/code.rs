@@ -329,6 +329,11 @@ impl Mmu {
         self.code_page_slow(cpu, gva)
     }
 
+    /// [`Self::code_page`] is known without a walk, which would set accessed flags.
+    pub fn is_fetched(&self, gva: u64) -> bool {
+        self.views[self.live].fetch.find(gva).is_some()
+    }
+
     #[inline(never)]
     fn code_page_slow(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Miss> {
         if let Some(e) = self.views[self.live].fetch.find(gva).copied() {

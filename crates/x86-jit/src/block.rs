@@ -31,6 +31,11 @@ pub(crate) mod mode {
     pub(crate) const BOUND: u8 = FS;
     /// Every access probes for itself: see `groups`.
     pub(crate) const SPLIT: u8 = 0x40;
+
+    /// It is 64-bit code, and no kernel's: other pages are compared by cells.
+    pub(crate) const fn has_cells(mode: u8) -> bool {
+        mode & (BITS32 | KERNEL) == 0
+    }
 }
 
 /// Instructions of a block at most, and of one that is executed much.
@@ -50,9 +55,9 @@ const MAX_TURNS: usize = 4;
 const MAX_INNER: usize = 72;
 const MAX_INNER_TURNS: usize = 16;
 /// Bytes of an instruction at most.
-const MAX_LEN: usize = 15;
+pub(crate) const MAX_LEN: usize = 15;
 /// Bytes that are fetched at once.
-const FETCHED: usize = 64;
+pub(crate) const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault.
@@ -193,16 +198,21 @@ pub(crate) fn decode<B: GuestBus>(
     {
         d.leave();
     }
-    let mut live = ALL;
-    for d in out.iter_mut().rev() {
-        live = live & !u32::from(d.sets) | u32::from(d.reads);
-        d.live_in = live;
-    }
+    find_live(out);
     straddles
 }
 
+/// Fills in [`Decoded::live_in`].
+pub(crate) fn find_live(insns: &mut [Decoded]) {
+    let mut live = ALL;
+    for d in insns.iter_mut().rev() {
+        live = live & !u32::from(d.sets) | u32::from(d.reads);
+        d.live_in = live;
+    }
+}
+
 /// The guest's bytes from `at` on, and what follows the instruction there.
-fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
+pub(crate) fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
     let raw = bytes.get(at..).and_then(<[u8]>::first_chunk);
     raw.copied().unwrap_or_default()
 }
@@ -220,7 +230,7 @@ pub(crate) fn low(gva: u64) -> Option<i32> {
 
 /// What is done with an instruction in a mode.
 #[inline]
-fn kind_of(form: &Form, i: &Instruction, mode: u8) -> Kind {
+pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: u8) -> Kind {
     if !form.available {
         return Kind::Interpret;
     }

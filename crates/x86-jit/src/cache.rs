@@ -27,8 +27,8 @@ pub(crate) struct Block {
     pub(crate) straddles: bool,
     /// Other pages have gone to it.
     pub(crate) is_target: bool,
-    /// It probes the software TLB by an index.
-    pub(crate) has_probes: bool,
+    /// It probes the software TLB by an index, or calls: it is translated again if it is executed much.
+    pub(crate) may_gain: bool,
     /// Instructions.
     pub(crate) len: u8,
 }
@@ -416,7 +416,7 @@ mod tests {
     fn blocks_are_found_where_they_were_put() {
         let block = |n: u32| Block {
             is_target: false,
-            has_probes: false,
+            may_gain: false,
             len: 1,
             entries: Entries::default(),
             generation: n,
@@ -453,7 +453,7 @@ mod tests {
             generation,
             straddles: false,
             is_target: false,
-            has_probes: false,
+            may_gain: false,
             len: 1,
         }
     }

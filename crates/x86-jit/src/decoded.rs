@@ -44,6 +44,18 @@ pub(crate) struct Decoded {
     pub(crate) takes_pointer: bool,
     /// Where it leaves a loop within its block that is not known to make always as many turns: the turn, from 1 on.
     pub(crate) turn: u8,
+    /// The number of its page among those of a trace, and how far that is from the one that the trace begins in.
+    pub(crate) page: u8,
+    pub(crate) distance: i32,
+    /// The branch leads to what comes next in the block, if it leads where it is expected to.
+    pub(crate) onto: Option<Place>,
+}
+
+/// A place in one of the pages of a trace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) page: u8,
+    pub(crate) offset: u16,
 }
 
 impl Decoded {
@@ -151,6 +163,9 @@ impl Decoded {
             effect: Effect::Other,
             takes_pointer: true,
             turn: 0,
+            page: 0,
+            distance: 0,
+            onto: None,
         }
     }
 

@@ -47,5 +47,8 @@ pub(crate) enum Left {
     /// The state is not one for translated code, or the code was dropped.
     Again,
     /// An instruction of the interpreter's stopped.
+    /// An instruction of the interpreter's stopped.
     Stopped(RunStop),
+    /// One that it executed after translated code was left.
+    Interpreted(RunStop),
 }

@@ -233,10 +233,14 @@ impl Groups {
         self.open.clear();
         let mut in_register = None;
         for (n, d) in insns.iter().enumerate() {
-            if is_barrier(d.kind) {
+            if is_barrier(d) {
                 self.open.clear();
             }
             let place = self.place(n, d);
+            if d.kind == Kind::CallIndirect {
+                // What it reads comes first.
+                in_register = None;
+            }
             self.places.push(place);
             match place {
                 Some(Place { group: g, .. }) => {
@@ -256,7 +260,7 @@ impl Groups {
             }
         }
         // What changes mappings ends all groups.
-        let may_stay = is_loop && !insns.iter().any(|d| is_barrier(d.kind));
+        let may_stay = is_loop && !insns.iter().any(is_barrier);
         let stays = |g: &Group| may_stay && g.walk.is_some_and(|w| w.stride == 0);
         let mut slots = 0..MAX_KEPT as u8;
         for g in self.groups.iter_mut().filter(|g| g.kept) {
@@ -416,10 +420,10 @@ impl Groups {
     /// What the address is made of, the rest of it, and [`Place::moved`].
     fn address(&mut self, d: &Decoded) -> Option<(Key, i64, Option<[i64; 2]>)> {
         let Some(base) = d.kind.stack_base() else {
-            return self.operand(&d.i);
+            return self.operand(d);
         };
         let plus = match d.kind {
-            Kind::Push | Kind::Call => -self.word(),
+            Kind::Push | Kind::Call | Kind::CallIndirect => -self.word(),
             _ => 0,
         };
         let base = self.value(base);
@@ -433,7 +437,8 @@ impl Groups {
         Some((key, offset, Some([base.plus, 0])))
     }
 
-    fn operand(&mut self, i: &Instruction) -> Option<(Key, i64, Option<[i64; 2]>)> {
+    fn operand(&mut self, d: &Decoded) -> Option<(Key, i64, Option<[i64; 2]>)> {
+        let i = &d.i;
         let (base, index) = (i.memory_base(), i.memory_index());
         let disp = self.displacement(i)?;
         let segment = match i.memory_segment() {
@@ -450,7 +455,10 @@ impl Groups {
         }
         let base = match base {
             Register::None => UNKNOWN,
-            Register::RIP => Value { id: PAGE, plus: 0 },
+            Register::RIP => Value {
+                id: PAGE,
+                plus: d.distance.into(),
+            },
             r => self.value(r),
         };
         let scale = i.memory_index_scale();
@@ -489,6 +497,13 @@ impl Groups {
         match d.kind {
             Kind::Nop | Kind::Jcc | Kind::Jmp | Kind::Followed => return,
             Kind::Push => return add(self, Register::RSP, -self.word()),
+            Kind::Call | Kind::CallIndirect if d.onto.is_some() => {
+                return add(self, Register::RSP, -self.word());
+            }
+            Kind::Ret if d.onto.is_some() => {
+                return add(self, Register::RSP, self.word() + i64::from(popped(i)));
+            }
+            Kind::JmpIndirect if d.onto.is_some() => return,
             Kind::Pop => {
                 add(self, Register::RSP, self.word());
                 self.known &= !(1 << (i.op0_register().number() & 15));
@@ -542,7 +557,7 @@ impl Groups {
             }
         }
         self.known &= !d.writes;
-        if is_barrier(d.kind) {
+        if is_barrier(d) {
             self.known = 0;
         }
     }
@@ -590,16 +605,16 @@ impl Groups {
 
 fn writes(d: &Decoded) -> bool {
     match d.kind {
-        Kind::Push | Kind::Call => true,
+        Kind::Push | Kind::Call | Kind::CallIndirect => true,
         Kind::Pop | Kind::Ret | Kind::Leave => false,
         _ => d.memory == Some(true),
     }
 }
 
 /// The instruction may change mappings, permissions or segment bases, or leaves.
-fn is_barrier(kind: Kind) -> bool {
+fn is_barrier(d: &Decoded) -> bool {
     !matches!(
-        kind,
+        d.kind,
         Kind::Nop
             | Kind::Copy
             | Kind::CopyFp
@@ -619,5 +634,13 @@ fn is_barrier(kind: Kind) -> bool {
             | Kind::Followed
             | Kind::Call
             | Kind::Ret
-    )
+    ) && d.onto.is_none()
+}
+
+/// Bytes that a return takes off the stack besides its address.
+pub(crate) fn popped(i: &Instruction) -> i32 {
+    match i.op_count() {
+        1 => i.immediate16().into(),
+        _ => 0,
+    }
 }

@@ -10,12 +10,15 @@ use std::collections::HashMap;
 
 use mmu::{hash::ByIdentity, l1::LANES};
 use x86_cpu::CpuState;
+use x86_interp::{Interp, RunStop};
 
 use crate::{
     Jit, JitBus,
     area::{self, index},
+    block::mode,
     cache::Block,
     thunks,
+    trace::TracePage,
     translate::{Hot, Turns},
 };
 
@@ -23,9 +26,11 @@ use crate::{
 const HOT: u8 = 9;
 const LOOKS: u32 = 1024;
 /// Looks that find it afterwards until it is known by which turns its loops are left.
-const LEARNS: u64 = 2;
+const LEARNS: u64 = 3;
 /// What a look counts for that finds the same block as the last one: a loop that is all that is executed.
 const SAME: u8 = 4;
+/// Ticks within which a trace is not mended more often than so many times.
+const MENDED: (u64, u32) = (1 << 18, 16);
 /// Instructions between two looks, about: they come every 100 us.
 const INTERVAL: u64 = 100_000;
 /// A lane misses less often than once in so many executions, or costs more than it saves.
@@ -59,6 +64,12 @@ struct Profile {
     is_linked: bool,
     /// Where the translations before are entered.
     before: Vec<usize>,
+    /// The way that was executed from it on in all looks since it is known to be executed much, if it goes through calls.
+    way: Vec<i32>,
+    /// Pages that it has code of, if they are several: it is a trace.
+    pages: Vec<TracePage>,
+    /// When it was last mended, by the TSC, and how often in quick succession.
+    mended: (u64, u32),
 }
 
 /// What a look has found.
@@ -66,7 +77,9 @@ enum Found {
     Nothing,
     /// A block that is to be translated again, as it is executed much.
     Hot,
-    /// One that has been, and was executed for a while since.
+    /// One that has been, of which more is to be known.
+    New,
+    /// One that was executed for a while since.
     Settled,
 }
 
@@ -136,10 +149,10 @@ impl Profiles {
         let mut known = self.hot.get_mut(&key);
         if let Some(p) = known.as_mut().filter(|p| !p.is_watched) {
             p.looks += 1;
-            return if p.looks == LEARNS {
-                Found::Settled
-            } else {
-                Found::Nothing
+            return match p.looks {
+                ..LEARNS => Found::New,
+                LEARNS => Found::Settled,
+                _ => Found::Nothing,
             };
         }
         let count = &mut self.counts[place(key)];
@@ -152,6 +165,24 @@ impl Profiles {
             p.is_watched = !is_hot;
         }
         if is_hot { Found::Hot } else { Found::Nothing }
+    }
+
+    /// What is known of the block's way is for its next translation; true if there is anything.
+    fn take_way(&mut self, key: Key) -> bool {
+        let Some(p) = self.hot.get_mut(&key).filter(|p| !p.way.is_empty()) else {
+            return false;
+        };
+        p.hot.path = core::mem::take(&mut p.way);
+        // Other instructions have these numbers.
+        p.hot.without = 0;
+        true
+    }
+
+    /// The block cannot be translated along its way.
+    pub(crate) fn forget_way(&mut self, key: Key) {
+        if let Some(p) = self.hot.get_mut(&key) {
+            p.hot.path.clear();
+        }
     }
 
     /// A lane has missed so often; the block, if it is to be translated again.
@@ -175,19 +206,83 @@ fn place(key: Key) -> usize {
 
 impl<B: JitBus> Jit<B> {
     /// Translated code has been left at a poll.
-    pub(crate) fn look(&mut self, cpu: &mut CpuState, bus: &mut B) {
+    /// Returns why the interpreter has stopped, which may have executed what comes next.
+    pub(crate) fn look(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> RunStop {
         if core::mem::take(&mut cpu.engine.words[index(area::LANES_MISSED)]) != 0 {
-            return self.judge_lanes(bus);
+            self.judge_lanes(bus);
+            return RunStop::Poll;
         }
-        if let Some((key, generation)) = self.key_at(cpu, bus)
-            && match self.profiles.note(key) {
-                Found::Nothing => false,
-                Found::Hot => true,
-                Found::Settled => self.learn_turns(key),
+        let Some((key, generation)) = self.key_at(cpu, bus) else {
+            return RunStop::Poll;
+        };
+        match self.profiles.note(key) {
+            Found::Nothing => {}
+            Found::Hot => {
+                self.translate_again(key, generation);
+                return self.follow(interp, cpu, bus, key, true);
             }
-        {
-            self.translate_again(key, generation);
+            Found::New => return self.follow(interp, cpu, bus, key, false),
+            Found::Settled => {
+                let has_way = self.profiles.take_way(key);
+                if self.learn_turns(key) || has_way {
+                    self.translate_again(key, generation);
+                }
+            }
         }
+        RunStop::Poll
+    }
+
+    /// As [`Self::look`] does in the end: has the block at RIP translated along what the interpreter executes now.
+    pub(crate) fn follow_anew(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> RunStop {
+        let Some((key, generation)) = self.key_at(cpu, bus) else {
+            return RunStop::Poll;
+        };
+        let all = &self.profiles.hot;
+        if all.get(&key).is_some_and(|p| p.before.len() >= 4) {
+            return RunStop::Poll;
+        }
+        self.translate_again(key, generation);
+        let stop = self.follow(interp, cpu, bus, key, true);
+        self.profiles.take_way(key);
+        stop
+    }
+
+    /// Has the interpreter execute what comes next, for [`Profile::way`].
+    pub(crate) fn follow(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        key: Key,
+        is_first: bool,
+    ) -> RunStop {
+        let known = self.profiles.hot.get(&key);
+        // In lock-step, this is where a stretch ends.
+        let may = mode::has_cells(key.1) && cpu.engine.words[index(area::LOG)] == 0;
+        if !known.is_some_and(|p| may && (is_first || !p.way.is_empty())) {
+            return RunStop::Poll;
+        }
+        let (way, stop) = self.record(interp, cpu, bus);
+        self.resumed = None;
+        if let Some(p) = self.profiles.hot.get_mut(&key) {
+            if is_first {
+                p.way = way;
+            } else {
+                let same = p.way.iter().zip(&way).take_while(|(a, b)| a == b).count();
+                p.way.truncate(same);
+            }
+        }
+        stop
     }
 
     /// Notes of loops within the block that were always left in the same turn that they make so many. True if there are any.
@@ -265,9 +360,55 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
+    /// The trace at RIP is not entered as its pages are not known to be what they were, and where: if all of them
+    /// are, that is known now. Where that cannot be told, its other translation is executed once more. The block is
+    /// no trace any longer otherwise.
+    pub(crate) fn mend_trace(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        let Some((key, generation)) = self.key_at(cpu, bus) else {
+            return;
+        };
+        let is_trace =
+            |p: &&mut Profile| !p.is_due && p.generation == generation && p.pages.len() > 1;
+        let Some(p) = self.profiles.hot.get_mut(&key).filter(is_trace) else {
+            self.splits = true;
+            return;
+        };
+        let now = host::cpu::rdtsc();
+        p.mended = match p.mended {
+            (last, n) if now.wrapping_sub(last) < MENDED.0 => (now, n + 1),
+            _ => (now, 0),
+        };
+        let home = cpu.rip() & !0xfff;
+        let pages = p.pages.clone();
+        let gva = |page: &TracePage| home.wrapping_add_signed(page.distance.into());
+        let may_mend = p.mended.1 < MENDED.1;
+        if may_mend && !pages[1..].iter().all(|p| bus.mmu().is_fetched(gva(p))) {
+            self.splits = true;
+            return;
+        }
+        let is_there = |page: &TracePage| {
+            let now = bus.code_page(cpu, gva(page));
+            now.is_ok_and(|now| (now.id, now.generation) == (page.id, page.source.generation))
+        };
+        if may_mend && pages[1..].iter().all(is_there) {
+            for page in &pages {
+                if let Some(cell) = page.cell {
+                    self.set_cell(bus, cell, gva(page));
+                }
+            }
+            return;
+        }
+        p.hot.path.clear();
+        self.translate_again(key, generation);
+        if self.profiles.hot.get(&key).is_none_or(|p| !p.is_due) {
+            // There is no room.
+            self.flush_all();
+        }
+    }
+
     /// Has the block translated again when it is executed next.
     fn translate_again(&mut self, key: Key, generation: u32) {
-        let is_current = |b: &Block| b.generation == generation && b.has_probes && !b.straddles;
+        let is_current = |b: &Block| b.generation == generation && b.may_gain && !b.straddles;
         let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
             return;
         };
@@ -299,6 +440,10 @@ impl<B: JitBus> Jit<B> {
         p.len = self.decoded.len().clamp(1, EXECUTED) as u64;
         (p.looks, p.is_due) = (0, false);
         (p.links, p.generation) = (links, block.generation);
+        p.pages.clear();
+        if self.translator.pages.len() > 1 {
+            p.pages.extend(&self.translator.pages);
+        }
         for (lane, _) in &p.hot.lanes {
             self.profiles.owners[usize::from(*lane)] = Some(key);
         }
@@ -321,7 +466,8 @@ impl<B: JitBus> Jit<B> {
         };
         let generation = p.generation;
         let sites = self.translator.links.get(p.links.clone());
-        let sites = sites.unwrap_or_default().iter().filter(|s| !s.split);
+        let sites = sites.unwrap_or_default().iter();
+        let sites = sites.filter(|s| !s.split && !s.is_away);
         let all: Vec<Key> = sites
             .map(|s| (key.0 & !0xfff | u64::from(s.target), key.1))
             .collect();
@@ -345,7 +491,10 @@ impl<B: JitBus> Jit<B> {
         let to_it = |n: &usize| {
             let site = all.get(*n);
             site.is_some_and(|s| {
-                u64::from(s.target) == key.0 & 0xfff && !s.split && !s.is_of_interest()
+                u64::from(s.target) == key.0 & 0xfff
+                    && !s.split
+                    && !s.is_away
+                    && !s.is_of_interest()
             })
         };
         let mut sites = Vec::new();

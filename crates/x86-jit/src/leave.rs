@@ -134,6 +134,9 @@ fn answer<B: JitBus>(
             RunStop::Poll
         }
         Reason::Stale | Reason::Poll => {
+            if argument != 0 {
+                jit.mend_trace(cpu, bus);
+            }
             jit.stats.stale += 1;
             jit.stale = true;
             // What leads here again and again otherwise.

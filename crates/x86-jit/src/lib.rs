@@ -33,6 +33,7 @@ mod run;
 mod stats;
 mod system_call;
 mod thunks;
+mod trace;
 mod translate;
 mod translation;
 

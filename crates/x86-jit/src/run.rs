@@ -36,6 +36,8 @@ use crate::{
 
 /// Times that a block is looked for until, in tests, what is executed much is translated again, on average.
 const AGAIN: u64 = 16;
+/// Times that the run loop goes round until, in tests, a trace is made.
+const FOLLOWED: u64 = 2;
 /// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
 const CACHE_SIZE: usize = 128 << 20;
 
@@ -77,6 +79,8 @@ pub struct Jit<B: JitBus> {
     pub(crate) changes: u64,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
+    /// The translation with a probe for every access is to be executed.
+    pub(crate) splits: bool,
     /// The page fault of the instruction that calls [`handle`] next.
     pub(crate) fault: Option<Exception>,
     /// See [`Self::can_resume`].
@@ -139,6 +143,7 @@ impl<B: JitBus> Jit<B> {
             plain_tsc: false,
             changes: 0,
             stale: false,
+            splits: false,
             fault: None,
             can_resume: false,
             resumed: None,
@@ -285,7 +290,9 @@ impl<B: JitBus> Jit<B> {
                 return RunStop::Poll;
             }
             self.resumed = drop_resume_flag(cpu);
-            let stop = if !is_translatable(cpu) {
+            let stop = if self.profiles.is_mixed && self.is_time_to_follow(cpu) {
+                self.follow_anew(interp, cpu, bus)
+            } else if !is_translatable(cpu) {
                 if needs_stepping(cpu) {
                     interp.one(cpu, bus)
                 } else {
@@ -300,6 +307,7 @@ impl<B: JitBus> Jit<B> {
                     Some(entry) => match self.enter(interp, cpu, bus, entry) {
                         Left::Poll => return RunStop::Poll,
                         Left::Again => RunStop::Poll,
+                        Left::Interpreted(stop) => stop,
                         Left::Stopped(stop) => {
                             self.can_resume = stop == RunStop::Exit && self.lockstep.is_none();
                             stop
@@ -340,6 +348,10 @@ impl<B: JitBus> Jit<B> {
         match self.call(interp, cpu, bus, code) {
             Left::Poll => RunStop::Poll,
             Left::Again => self.run(interp, cpu, bus, None),
+            Left::Interpreted(stop) => {
+                self.can_resume = false;
+                stop
+            }
             Left::Stopped(stop) => {
                 self.can_resume = stop == RunStop::Exit;
                 keep_resume_flag(cpu, stop, self.resumed);
@@ -387,6 +399,11 @@ impl<B: JitBus> Jit<B> {
         words[index(area::NUMBER)] = number.into();
     }
 
+    /// The mode bits of blocks for this state.
+    pub(crate) fn mode_now(&self, cpu: &CpuState) -> u8 {
+        mode_of(cpu, self.plain_tsc)
+    }
+
     /// Host address at which to enter for RIP; the block is translated if need
     /// be. `None`: not translatable.
     pub(crate) fn find(
@@ -402,6 +419,9 @@ impl<B: JitBus> Jit<B> {
         self.select(cpu, bus);
         cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
         let (_, salt) = target_key(cpu);
+        if core::mem::take(&mut self.splits) {
+            return self.find_split(interp, cpu, bus);
+        }
         // The outer entry checks that the code has not changed.
         if let Some(code) = self.cache.target(rip, salt)
             && !std::mem::take(&mut self.stale)
@@ -439,6 +459,21 @@ impl<B: JitBus> Jit<B> {
         Some(code)
     }
 
+    /// As [`Self::find`], for [`Self::splits`].
+    fn find_split(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> Option<u64> {
+        let mut block = self.find_block(interp, cpu, bus, mode::SPLIT)?;
+        if block.entries.outer == 0 {
+            block = self.complete_entries(cpu, bus, mode::SPLIT, block)?;
+        }
+        self.select(cpu, bus);
+        Some(self.buffer.rx() as u64 + u64::from(block.entries.outer))
+    }
+
     /// The page that the cell belongs to is that of `rip` in the live view.
     pub(crate) fn set_cell(&self, bus: &mut B, cell: Cell, rip: u64) {
         let tables = bus.mmu().live_cells(self.cache.cells_generation);
@@ -448,11 +483,21 @@ impl<B: JitBus> Jit<B> {
         );
     }
 
-    /// What [`Self::set_mixed`] and [`Self::set_random_flushes`] are for.
-    fn disturb(&mut self, cpu: &mut CpuState, bus: &mut B) {
+    fn next_random(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
+        self.random
+    }
+
+    /// Now and then, where [`Self::set_mixed`] asks for it.
+    fn is_time_to_follow(&mut self, cpu: &CpuState) -> bool {
+        is_translatable(cpu) && self.next_random().is_multiple_of(FOLLOWED)
+    }
+
+    /// What [`Self::set_mixed`] and [`Self::set_random_flushes`] are for.
+    fn disturb(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        self.next_random();
         if self.flush_every != 0 && self.random.is_multiple_of(self.flush_every) {
             self.flush_all();
         } else if self.random.is_multiple_of(AGAIN) {
@@ -544,10 +589,10 @@ impl<B: JitBus> Jit<B> {
         }
         let flags = unpack(words[index(area::FLAGS)]);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
-        if self.lockstep.is_none() {
-            self.look(cpu, bus);
+        match self.look(interp, cpu, bus) {
+            RunStop::Poll => Left::Poll,
+            stop => Left::Interpreted(stop),
         }
-        Left::Poll
     }
 
     /// Has link site `number` lead to a block, if that has not taken its place.

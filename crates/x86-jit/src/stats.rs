@@ -23,6 +23,8 @@ pub struct Stats {
     pub lane_misses: u64,
     /// Loops within such blocks that have always made as many turns.
     pub loops_known: u64,
+    /// Branches of traces to other functions, and back.
+    pub inlined: u64,
     /// Times everything was dropped.
     pub flushes: u64,
     /// Entries into translated code.

@@ -34,6 +34,8 @@ pub(crate) struct Thunks {
     pub(crate) bail_integer: usize,
     /// The page's code has changed; r13d as above.
     pub(crate) stale: usize,
+    /// The same of the other pages of the trace at r13d, or they are elsewhere.
+    pub(crate) moved: usize,
     /// Called when the budget is used up; r13d as above.
     pub(crate) poll: usize,
     /// A direct branch that is not linked yet; r13d is the site, flags are saved.
@@ -382,6 +384,8 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     at_offset(a, Reason::Interpret, true);
     t.bail_integer = a.here();
     at_offset(a, Reason::Interpret, false);
+    t.moved = a.here();
+    a.store_imm(gs(ARGUMENT), 1);
     t.stale = a.here();
     at_offset(a, Reason::Stale, false);
 

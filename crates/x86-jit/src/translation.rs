@@ -13,6 +13,7 @@ use crate::{
     kind::Kind,
     leave::Site,
     room::MAX_BLOCK,
+    trace::TracePage,
     translate::{Entries, How},
 };
 
@@ -91,6 +92,7 @@ impl<B: JitBus> Jit<B> {
         let polls = is_again || site.is_some_and(|s| s.polls);
         self.translator.hot = hot.and_then(|(hot, _)| hot);
         let links = self.translator.links.len();
+        let is_trace = self.follow_way(cpu, bus, (gva, key.1), TracePage::own(code, bound, key.0));
         let turns = self.translator.hot.as_ref().map(|h| &h.turns[..]);
         let is_hot = turns.is_some();
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
@@ -105,7 +107,7 @@ impl<B: JitBus> Jit<B> {
         };
         let mut second = None;
         let mut sources = [code, code];
-        if decode(bus, cpu) {
+        if !is_trace && decode(bus, cpu) {
             // The generation first, then the bytes.
             let page = bus.code_page(cpu, next_page(gva)).ok()?;
             sources[1] = Source::of(bus, page.id)?;
@@ -126,17 +128,20 @@ impl<B: JitBus> Jit<B> {
             generation,
             straddles: second.is_some(),
             is_target: false,
-            has_probes: false,
+            may_gain: false,
             len: 0,
         };
         if let Some(second) = second {
             self.cache.second.insert(key, second);
         }
-        block.len = self.decoded.len() as u8;
+        block.len = self.decoded.len().min(u8::MAX.into()) as u8;
         let long = key.1 & mode::BITS32 == 0;
         if key.1 & mode::SPLIT == 0 {
             self.groups.form(&mut self.decoded, long, is_hot);
-            block.has_probes = self.decoded.iter().any(Decoded::may_have_lane);
+            let calls = |d: &Decoded| matches!(d.kind, Kind::Call | Kind::CallIndirect);
+            block.may_gain = is_trace
+                || self.decoded.iter().any(Decoded::may_have_lane)
+                || mode::has_cells(key.1) && self.decoded.last().is_some_and(calls);
         }
         let interpreted = self.prepare(interp, cpu, bus, gva);
         let mut base = self.room.next();
@@ -149,9 +154,18 @@ impl<B: JitBus> Jit<B> {
         }
         let blocks = &self.cache.blocks;
         let plain = key.1 & !mode::SPLIT;
-        let known = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
-        let known = |target: u32, split: bool| {
-            let b = known[usize::from(split)]?.get(target.into())?;
+        let own = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
+        let others: Vec<_> = self.translator.pages[1..].to_vec();
+        let known = |page: u8, target: u32, split: bool| {
+            let (blocks, generation) = match usize::from(page).checked_sub(1) {
+                None => (own[usize::from(split)]?, generation),
+                Some(n) => {
+                    let mode = if split { plain | mode::SPLIT } else { plain };
+                    let page = others.get(n)?;
+                    (blocks.page((page.id, mode))?, page.source.generation)
+                }
+            };
+            let b = blocks.get(target.into())?;
             let is_current = b.generation == generation && !b.straddles;
             is_current.then_some(b.entries)
         };
@@ -167,17 +181,21 @@ impl<B: JitBus> Jit<B> {
                 is_split: key.1 & mode::SPLIT != 0,
                 falls: place.is_some_and(|p| p.live),
                 bound,
-                by_cell: long && key.1 & mode::KERNEL == 0,
+                by_cell: mode::has_cells(key.1),
             },
             known,
         );
         let parts = self.translator.asm.parts();
         // There is room, unless the block is larger than any should be.
-        let (hot, cold) = parts.filter(|(hot, cold)| {
+        let written = parts.filter(|(hot, cold)| {
             hot.len().max(cold.len()) <= MAX_BLOCK
                 && self.buffer.write(base.0, hot)
                 && self.buffer.write(base.1, cold)
-        })?;
+        });
+        if written.is_none() {
+            self.profiles.forget_way(key);
+        }
+        let (hot, cold) = written?;
         if let Some(place) = place
             && let Some(site) = self.translator.links.get_mut(place.link)
         {
@@ -228,7 +246,8 @@ impl<B: JitBus> Jit<B> {
         };
         let mut bytes = [0; 15];
         let bytes = &mut bytes[..d.i.len()];
-        let gva = gva & !0xfff | u64::from(d.offset);
+        let page = (gva & !0xfff).wrapping_add_signed(d.distance.into());
+        let gva = page | u64::from(d.offset);
         if bus.code_bytes(cpu, gva, bytes) != Ok(bytes.len()) {
             return 0;
         }

@@ -511,7 +511,10 @@ impl Builder<'_> {
         let r = &mut self.r;
         let ahead = Target::Element(n + 1 + r.below(3) as usize);
         let function = Target::Function(r.below(FUNCTIONS as u64) as usize);
-        let kind = r.below(20);
+        let kind = match self.calls {
+            true => r.pick(&[0, 7, 9, 9, 9, 14]),
+            false => r.below(20),
+        };
         match kind {
             0..7 => return single(branch(r.pick(&JCC)), ahead),
             7 => return single(branch(Code::Jmp_rel32_64), ahead),
@@ -527,7 +530,7 @@ impl Builder<'_> {
             _ => {}
         }
         // By a register, or through memory.
-        let is_call = r.one_in(2);
+        let is_call = self.calls || r.one_in(2);
         let register = general(r, registers);
         let mut lea = plain(Code::Lea_r64_m);
         lea.set_op0_register(register);
@@ -569,7 +572,15 @@ impl Builder<'_> {
         e
     }
 
-    pub(super) fn function(&mut self) -> Element {
+    pub(super) fn some_function(&mut self, n: usize) -> Element {
+        if self.calls && !self.r.one_in(8) {
+            self.callee(n)
+        } else {
+            self.function()
+        }
+    }
+
+    fn function(&mut self) -> Element {
         let mut e = Element::default();
         for _ in 0..self.r.below(4) {
             let body = self.any();
@@ -585,6 +596,53 @@ impl Builder<'_> {
             e.push(plain(Code::Retnq));
         }
         e
+    }
+
+    /// One that mostly returns, and calls others in between: the function `n`.
+    pub(super) fn callee(&mut self, n: usize) -> Element {
+        let mut e = Element::default();
+        let saved = self.r.one_in(2).then(|| general(&mut self.r, 16));
+        if let Some(register) = saved {
+            e.push(made(Instruction::with1(Code::Push_r64, register)));
+        }
+        self.plain_steps(&mut e);
+        if n + 1 < FUNCTIONS && self.r.one_in(2) {
+            let others = (FUNCTIONS - n - 1) as u64;
+            let to = Target::Function(n + 1 + self.r.below(others) as usize);
+            e.push_fixed(branch(Code::Call_rel32_64), Fix::Branch(to));
+            self.plain_steps(&mut e);
+        }
+        if let Some(register) = saved {
+            e.push(made(Instruction::with1(Code::Pop_r64, register)));
+        }
+        e.push(plain(Code::Retnq));
+        e
+    }
+
+    /// Between registers, some by flags of what comes before a call.
+    fn plain_steps(&mut self, e: &mut Element) {
+        const STEPS: [Code; 7] = [
+            Code::Mov_r64_rm64,
+            Code::Add_r64_rm64,
+            Code::Adc_r64_rm64,
+            Code::Cmp_r64_rm64,
+            Code::Xor_r32_rm32,
+            Code::Cmove_r64_rm64,
+            Code::Lea_r64_m,
+        ];
+        for _ in 0..self.r.below(4) {
+            let code = self.r.pick(&STEPS);
+            let [mut a, mut b] = [0; 2].map(|_| general(&mut self.r, 16));
+            if code == Code::Lea_r64_m {
+                let place = MemoryOperand::with_base_displ(b, 0x51);
+                e.push(made(Instruction::with2(code, a, place)));
+                continue;
+            }
+            if code == Code::Xor_r32_rm32 {
+                [a, b] = [a, b].map(|r| R::EAX + r.number() as u32);
+            }
+            e.push(made(Instruction::with2(code, a, b)));
+        }
     }
 
     /// Back to the start, a few times.

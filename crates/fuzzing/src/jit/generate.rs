@@ -39,6 +39,8 @@ pub(super) struct Builder<'a> {
     /// Exceptions are frequent.
     pub(super) wild: bool,
     pub(super) start: CpuState,
+    /// It is 64-bit code of CPL 3 that mostly calls functions.
+    pub(super) calls: bool,
     fp: u64,
 }
 
@@ -67,6 +69,7 @@ impl Generator {
         let start = start(&mut r, cpl, narrow);
         let wild = r.one_in(4);
         let fp = r.pick(&[0, 0, 1, 4]);
+        let calls = !narrow && cpl == 3 && !wild && r.one_in(2);
         let mut b = Builder {
             forms: self,
             narrow,
@@ -74,6 +77,7 @@ impl Generator {
             wild,
             cpl,
             start,
+            calls,
             fp,
             r,
         };
@@ -84,6 +88,8 @@ impl Generator {
         for _ in 0..wanted {
             let n = elements.len();
             let e = match b.r.below(32) {
+                0..20 if calls => b.control(n),
+                20..24 if calls => b.stack(),
                 0..5 => b.control(n),
                 5..8 => b.stack_use(),
                 8 => b.system(),
@@ -123,7 +129,7 @@ impl Generator {
         let mut end = Element::default();
         end.push(plain(Code::Hlt));
         elements.push(end);
-        let mut functions: Vec<_> = (0..FUNCTIONS).map(|_| b.function()).collect();
+        let mut functions: Vec<_> = (0..FUNCTIONS).map(|n| b.some_function(n)).collect();
         if narrow {
             elements
                 .iter_mut()

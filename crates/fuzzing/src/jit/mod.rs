@@ -329,8 +329,10 @@ fn dead_flags(rip: Option<u64>, memory: &[u8], bits: u32) -> u64 {
         match i.flow_control() {
             _ if i.is_invalid() => break,
             FlowControl::Next => at = i.next_ip(),
-            // Blocks follow jumps.
-            FlowControl::UnconditionalBranch if i.is_jmp_short_or_near() => {
+            // Blocks follow jumps, and traces calls.
+            FlowControl::UnconditionalBranch | FlowControl::Call
+                if i.is_jmp_short_or_near() || i.is_call_near() =>
+            {
                 at = i.near_branch_target();
             }
             _ => break,

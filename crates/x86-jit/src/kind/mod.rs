@@ -89,7 +89,9 @@ impl Kind {
     /// The register that the instruction accesses the stack by, whatever its operands are.
     pub(crate) const fn stack_base(self) -> Option<Register> {
         match self {
-            Self::Push | Self::Pop | Self::Call | Self::Ret => Some(Register::RSP),
+            Self::Push | Self::Pop | Self::Call | Self::CallIndirect | Self::Ret => {
+                Some(Register::RSP)
+            }
             Self::Leave => Some(Register::RBP),
             _ => None,
         }

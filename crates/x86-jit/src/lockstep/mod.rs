@@ -306,7 +306,12 @@ impl<B: JitBus> Jit<B> {
                     }
                 }
                 Reason::Branch => {}
-                Reason::Stale => self.stale = true,
+                Reason::Stale => {
+                    if argument != 0 {
+                        self.mend_trace(cpu, bus);
+                    }
+                    self.stale = true;
+                }
             }
             return Left::Again;
         }

@@ -5,7 +5,7 @@ use iced_x86::{Instruction, OpKind, Register};
 use mmu::l1::{INLINE_CACHES, cell, inline_cache};
 
 use super::{Condition, Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
-use crate::{area::*, asm::*, decoded::Decoded, kind::Kind, thunks};
+use crate::{area::*, asm::*, decoded::Decoded, groups::popped, kind::Kind, thunks};
 
 impl Translator {
     pub(super) fn jcc(&mut self, d: &Decoded) -> Emit {
@@ -149,6 +149,7 @@ impl Translator {
             polls: false,
             turn: 0,
             is_taken: false,
+            is_away: self.page != 0,
         });
         self.stubs.push(Stub::Link {
             from,
@@ -196,7 +197,7 @@ impl Translator {
     /// Where the host's return goes, with the guest's return address on its stack. If the code
     /// has changed, the host's stack was dropped when this vCPU came to know of it, which
     /// serialising instructions see to.
-    fn return_site(&mut self, back: u32) {
+    pub(super) fn return_site(&mut self, back: u32) {
         let a = &mut self.asm;
         a.bytes(&[0x41, 0x5d]); // pop r13
         if let Some(page) = self.bound {
@@ -206,7 +207,9 @@ impl Translator {
             a.store(NEAR_PAGE, S1);
         }
         let from = self.asm.jmp();
-        self.ahead.push(self.links.len() as u32);
+        if self.page == 0 {
+            self.ahead.push(self.links.len() as u32);
+        }
         self.link(from, back, false, false).is_jump = true;
     }
 
@@ -225,20 +228,13 @@ impl Translator {
 
     /// Writes the return address, which is in r13 then if it is not known; RSP is not changed yet.
     pub(super) fn push_return(&mut self, d: &Decoded) {
-        let disp = match d.member {
-            Some(m) if !m.first => self.follow(m),
-            _ => {
-                let word = self.word();
-                self.lea_word(S0, at(GUEST_RSP, -word));
-                self.probe_stack(d.offset, true);
-                0
-            }
-        };
+        let disp = self.stack_slot(d, GUEST_RSP, -self.word(), true);
         if let Some(next) = self.next(d) {
             return self.asm.store_imm(at(S0, disp), next);
         }
+        let end = self.beyond + d.end() as i32;
         self.asm.load(S1, NEAR_PAGE);
-        self.lea_word(S1, at(S1, d.end() as i32));
+        self.lea_word(S1, at(S1, end));
         self.store_word(at(S0, disp), S1);
     }
 
@@ -294,7 +290,13 @@ impl Translator {
     }
 
     pub(super) fn indirect(&mut self, d: &Decoded) -> Emit {
-        let call = d.kind == Kind::CallIndirect;
+        self.read_target(d)?;
+        self.indirect_to(d);
+        Ok(())
+    }
+
+    /// Where an indirect branch leads, in r14.
+    pub(super) fn read_target(&mut self, d: &Decoded) -> Emit {
         if d.i.op0_kind() == OpKind::Memory {
             self.read_operand(d, self.word() as u32)?;
             self.load_word(S0, at(S0, 0));
@@ -304,14 +306,19 @@ impl Translator {
                 self.asm.rr(self.long, &[0x8b], S0, r);
             }
         }
-        if !call {
+        Ok(())
+    }
+
+    /// An indirect branch to the gva in r14.
+    pub(super) fn indirect_to(&mut self, d: &Decoded) {
+        if d.kind != Kind::CallIndirect {
             // What goes by a table of imported functions goes where it went before, most of all.
             if self.by_cell && d.i.memory_base() == Register::RIP {
                 self.jump_as_before(d.offset);
             } else {
                 self.jump(d.offset);
             }
-            return Ok(());
+            return;
         }
         // The place of the return address may be where the target was read from: it is
         // written when it is certain that the call succeeds.
@@ -329,12 +336,10 @@ impl Translator {
         a.store(NEAR_PAGE, S0);
         self.move_stack(-self.word());
         let Some(back) = back else {
-            self.asm.jmp_mem(code);
-            return Ok(());
+            return self.asm.jmp_mem(code);
         };
         self.asm.call_mem(code);
         self.return_site(back);
-        Ok(())
     }
 
     /// Where page and code of what is called are, whose gva is in r14; relative to r13, which is in memory then, if they are in the
@@ -357,21 +362,9 @@ impl Translator {
     }
 
     pub(super) fn ret(&mut self, d: &Decoded) {
-        let disp = match d.member {
-            Some(m) if !m.first => self.follow(m),
-            _ => {
-                self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
-                self.probe_stack(d.offset, false);
-                0
-            }
-        };
+        let disp = self.stack_slot(d, GUEST_RSP, 0, false);
         self.load_word(S0, at(S0, disp));
-        let extra = if d.i.op_count() == 1 {
-            i32::from(d.i.immediate16())
-        } else {
-            0
-        };
-        let by = self.word() + extra;
+        let by = self.word() + popped(&d.i);
         self.asm.alu(true, Alu::Cmp, S0, at(RSP, 8));
         let from = self.asm.jcc(cc::NE);
         self.stubs.push(Stub::Ret {

@@ -235,6 +235,7 @@ impl Translator {
         if base == Register::RIP {
             let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
             let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+            let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
             self.asm.load(S0, NEAR_PAGE);
             self.asm.lea(S0, at(S0, disp));
         } else {
@@ -470,7 +471,7 @@ impl Translator {
             Some(gva) => Probe::Known { gva, write },
             None => {
                 self.address(&d.i, 0)?;
-                Probe::Read
+                self.choose(Probe::Read, &d.i)
             }
         };
         self.probe_for(site(offset, size, write), size, probe, Finds::Address);

@@ -8,6 +8,9 @@
 //! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
 //! ```
 //!
+//! A trace goes through several pages ([`inline`]), which are compared at `saved`,
+//! too.
+//!
 //! An instruction that straddles two pages is a block that can be entered from
 //! outside only, where both pages are checked; the other entries lead there
 //! through the target table.
@@ -16,11 +19,13 @@
 //! DEVIATION: a fault of an instruction after which the block overwrites all
 //! arithmetic flags unread is delivered with unspecified values of those flags
 //! in the saved RFLAGS: keeping them costs 15 %, and no program can depend on
-//! them, as execution after the fault overwrites them too.
+//! them, as execution after the fault overwrites them too. (One that overwrites
+//! the code right after itself could: with what reads flags that nothing had read.)
 
 pub(crate) mod branch;
 mod copy;
 mod flags;
+pub(crate) mod inline;
 mod interpret;
 pub(crate) mod memory;
 pub(crate) mod narrow;
@@ -45,9 +50,10 @@ use crate::{
     area::*,
     asm::*,
     cache::Block,
-    decoded::Decoded,
+    decoded::{Decoded, Place},
     kind::{Form, Forms, Kind},
     thunks::{Thunks, restore_flags, save_flags},
+    trace::TracePage,
     translation::Source,
 };
 
@@ -90,6 +96,8 @@ pub(crate) struct Hot {
     pub(crate) lanes: Vec<(u16, u8)>,
     /// Loops within the block that make always as many turns.
     pub(crate) turns: Vec<Turns>,
+    /// The way that was executed from the block on, relative to its page: it may go through calls.
+    pub(crate) path: Vec<i32>,
 }
 
 /// How many turns a loop makes, and the offset of what follows it.
@@ -142,6 +150,18 @@ pub(crate) struct Translator {
     walking: Option<Walking>,
     /// A turn of a loop is translated whose groups that stay have been found by the one before.
     holds: bool,
+    /// The pages that the block has code of, its own first.
+    pub(crate) pages: Vec<TracePage>,
+    /// The one that is translated.
+    page: u8,
+    /// From which stub on it was which one.
+    turns_of_pages: Vec<inline::Turn>,
+    /// How far it is from the page in [`NEAR_PAGE`].
+    beyond: i32,
+    /// Where calls return to whose targets are in the block.
+    frames: Vec<Place>,
+    /// Branches to what comes next in the block, for [`Stub::Unexpected`].
+    branches: Vec<Decoded>,
 }
 
 impl core::fmt::Debug for Translator {
@@ -157,8 +177,16 @@ struct Unsupported;
 
 type Emit = Result<(), Unsupported>;
 
-/// Instructions that a block counts for at most: of a long one, most entries execute the first ones only.
-const MAX_COUNTED: usize = 24;
+/// Instructions that a block counts for: of a long one, most entries execute the first ones only. Traces are left less often.
+const fn counted(len: usize) -> i32 {
+    const MOST: usize = 24;
+    let len = match len {
+        ..MOST => len,
+        _ if len / 4 < MOST => MOST,
+        _ => len / 4,
+    };
+    len as i32
+}
 
 /// Length of a comparison of a near cell.
 const CHECK_LEN: usize = 10;
@@ -195,6 +223,12 @@ impl Translator {
             position: 0,
             walking: None,
             holds: false,
+            pages: Vec::new(),
+            page: 0,
+            turns_of_pages: Vec::new(),
+            beyond: 0,
+            frames: Vec::new(),
+            branches: Vec::new(),
         }
     }
 
@@ -209,6 +243,7 @@ impl Translator {
         let entries = &mut block.entries;
         self.asm.start(base);
         self.stubs.clear();
+        self.begin_trace();
         if entries.outer == 0 {
             entries.outer = self.asm.here() as u32;
             self.check(&[source], offset);
@@ -218,13 +253,13 @@ impl Translator {
             self.poll(block.len.into(), offset, None);
         }
         self.asm.jmp_to(entries.saved as usize);
-        self.emit_stubs(None, |_, _| None);
+        self.emit_stubs(None, |_, _, _| None);
     }
 
     /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
     fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
         let a = &mut self.asm;
-        a.alu_imm(true, Alu::Sub, COUNTER, len.min(MAX_COUNTED) as i32);
+        a.alu_imm(true, Alu::Sub, COUNTER, counted(len));
         // Less than zero, by the condition that processors fuse with a subtraction.
         let from = a.jcc(cc::L);
         let resume = after.unwrap_or(a.here());
@@ -239,7 +274,7 @@ impl Translator {
     /// rarely is, which is behind it); the code is in `self.asm`.
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
-    /// interpreter at its end; `known` tells the blocks of the page that links may lead to, by offset and [`LinkSite::split`].
+    /// interpreter at its end; `known` tells the blocks of the page that links may lead to, by offset and [`LinkSite::split`]; the same of [`Self::pages`].
     pub(crate) fn block(
         &mut self,
         (insns, forms): (&[Decoded], &Forms),
@@ -247,7 +282,7 @@ impl Translator {
         sources: &[Source],
         interpreted: u32,
         how: How,
-        known: impl Fn(u32, bool) -> Option<Entries>,
+        known: impl Fn(u8, u32, bool) -> Option<Entries>,
     ) -> Entries {
         self.interpreted = interpreted;
         self.long = how.long;
@@ -259,6 +294,7 @@ impl Translator {
         self.current = None;
         self.flags = Flags::Memory;
         self.cached = None;
+        self.begin_trace();
         self.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
@@ -280,6 +316,7 @@ impl Translator {
             let resume = a.here();
             self.stubs.push(Stub::LoadFp { from, resume });
         }
+        self.compare_pages(offset);
         if self.hot.is_some() && is_loop(insns) {
             self.asm.align();
         }
@@ -316,7 +353,8 @@ impl Translator {
             saved: saved as u32,
             inner: inner as u32,
         };
-        let is_itself = |at, split| sources.len() == 1 && (at, split) == (offset, how.is_split);
+        let is_itself =
+            |page, at, split| sources.len() == 1 && (page, at, split) == (0, offset, how.is_split);
         let (again, walking) = match walk {
             Some((start, walking, stubs)) => (start, Some((walking, stubs))),
             None => (next, None),
@@ -327,9 +365,11 @@ impl Translator {
             inner: if inner == saved { again } else { inner } as u32,
             ..entries
         };
-        self.emit_stubs(walking.as_ref(), |at, split| match known(at, split) {
-            _ if is_itself(at, split) => Some(again),
-            entries => entries,
+        self.emit_stubs(walking.as_ref(), |page, at, split| {
+            if is_itself(page, at, split) {
+                return Some(again);
+            }
+            known(page, at, split)
         });
         entries
     }
@@ -343,6 +383,12 @@ impl Translator {
             self.begin_turn();
             if !stack::needs_no_rsp(d) {
                 self.settle_stack();
+            }
+            if rest.len() == 1 {
+                self.push_frames();
+                if !inline::is_passed(d) {
+                    self.settle_page();
+                }
             }
             let run = stack::run_length(rest);
             if run > 1 {
@@ -376,6 +422,7 @@ impl Translator {
                     self.fars.truncate(fars);
                     self.flags = flags;
                     self.settle_stack();
+                    self.settle_page();
                     self.give_registers_back();
                     self.interpret(d.offset);
                     (ended, is_complete) = (true, false);
@@ -387,6 +434,8 @@ impl Translator {
         }
         self.settle_stack();
         if !ended && let Some(d) = insns.last() {
+            self.push_frames();
+            self.settle_page();
             match d.kind {
                 Kind::Followed => self.direct(d.offset, target(&d.i)),
                 _ => self.fall_through(d.end()),
@@ -403,24 +452,17 @@ impl Translator {
     /// Leaves for `offset` if the code of a page is no longer what it was.
     fn check(&mut self, sources: &[Source], offset: u32) {
         for source in sources {
-            let a = &mut self.asm;
-            // Slots' cells and the code are rarely far from each other.
-            let next = self.code + (a.here() + CHECK_LEN) as u64;
-            if let Ok(near) = i32::try_from(source.cell.wrapping_sub(next) as i64) {
-                a.bytes(&[0x81, 0x3d]); // cmp dword [rip + …], imm32
-                a.bytes(&near.to_le_bytes());
-            } else {
-                a.mov_imm(S1, source.cell);
-                a.rm(false, &[0x81], 7, at(S1, 0));
-            }
-            a.bytes(&source.generation.to_le_bytes());
-            let from = a.jcc(cc::NE);
+            let from = check_generation(&mut self.asm, self.code, source);
             self.stubs.push(Stub::Stale { from, offset });
         }
     }
 
     /// One instruction; true if the block ends with it.
     fn instruction(&mut self, d: &Decoded, form: &Form) -> Result<bool, Unsupported> {
+        if let Some(onto) = d.onto {
+            self.inline(d, onto)?;
+            return Ok(false);
+        }
         match d.kind {
             Kind::Nop | Kind::Followed => {}
             Kind::CopyFp if !self.long && narrow::zeroes_vectors(&d.i) => self.zero_vectors(d),
@@ -450,7 +492,7 @@ impl Translator {
             Kind::Jmp => {
                 let link = self.links.len();
                 self.direct(d.offset, target(&d.i));
-                if self.links.len() > link {
+                if self.links.len() > link && self.page == 0 {
                     self.ahead.push(link as u32);
                 }
                 return Ok(true);
@@ -502,6 +544,7 @@ impl Translator {
             if let Some(address) = self.constant(disp.into()) {
                 self.asm.mov_signed(r.size() == 8, to, address);
             } else {
+                let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
                 self.asm.load(S0, NEAR_PAGE);
                 self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
             }
@@ -581,6 +624,21 @@ impl Translator {
         }
         Ok(())
     }
+}
+
+/// Compares the code's generation; returns the branch to take if it is another one. `code`: as [`Translator::code`]. May change r13.
+fn check_generation(a: &mut Asm, code: u64, source: &Source) -> usize {
+    // Slots' cells and the code are rarely far from each other.
+    let next = code + (a.here() + CHECK_LEN) as u64;
+    if let Ok(near) = i32::try_from(source.cell.wrapping_sub(next) as i64) {
+        a.bytes(&[0x81, 0x3d]); // cmp dword [rip + …], imm32
+        a.bytes(&near.to_le_bytes());
+    } else {
+        a.mov_imm(S1, source.cell);
+        a.rm(false, &[0x81], 7, at(S1, 0));
+    }
+    a.bytes(&source.generation.to_le_bytes());
+    a.jcc(cc::NE)
 }
 
 /// What is translated by code that knows of [`Translator::cached`].

@@ -23,6 +23,8 @@ pub(crate) struct LinkSite {
     pub(crate) turn: u8,
     /// It was followed.
     pub(crate) is_taken: bool,
+    /// It is in another page than its block begins in.
+    pub(crate) is_away: bool,
 }
 
 impl LinkSite {

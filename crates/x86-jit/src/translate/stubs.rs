@@ -4,6 +4,7 @@ use core::ops::Range;
 
 use super::{
     Entries, Translator,
+    inline::move_page,
     memory::{Finds, Probe},
     walk::Walking,
 };
@@ -42,6 +43,11 @@ pub(super) enum Stub {
         offset: u32,
     },
     Stale {
+        from: usize,
+        offset: u32,
+    },
+    /// The same where a trace's other pages may have changed, or moved.
+    Moved {
         from: usize,
         offset: u32,
     },
@@ -92,6 +98,17 @@ pub(super) enum Stub {
         from: usize,
         again: usize,
     },
+    /// A branch of a trace does not lead where it was expected to: its number in [`Translator::branches`].
+    Unexpected {
+        from: usize,
+        number: usize,
+    },
+    /// A return that does not, to what r14 plus a constant addresses.
+    Elsewhere {
+        from: usize,
+        disp: i32,
+        site: u32,
+    },
     /// A branch to another page is not where it was before.
     FarMiss {
         from: usize,
@@ -112,18 +129,22 @@ impl Translator {
     pub(super) fn emit_stubs(
         &mut self,
         walking: Option<&(Walking, Range<usize>)>,
-        known: impl Fn(u32, bool) -> Option<Entries>,
+        known: impl Fn(u8, u32, bool) -> Option<Entries>,
     ) {
         let mut next = 0;
         // A far stub adds bails of its own.
         while let Some(stub) = self.stubs.get(next).copied() {
             let walking = walking.filter(|w| w.1.contains(&next)).map(|w| &w.0);
+            let beyond = self.turn_to_page_of(next);
+            let bound = self.bound;
+            let begins = self.pages.first().and_then(|p| p.bound);
             next += 1;
             let a = &mut self.asm;
             let here = a.here();
             if let Some(w) = walking {
                 w.give_registers_back(a);
             }
+            move_page(a, bound, beyond);
             let t = self.thunks;
             match stub {
                 Stub::Refill {
@@ -157,6 +178,7 @@ impl Translator {
                         }
                         (Finds::Parts, _) => a.mov_imm(S1, 0),
                     }
+                    move_page(a, begins, -beyond);
                     if let Some(w) = walking {
                         w.borrow_registers(a);
                     }
@@ -200,12 +222,18 @@ impl Translator {
                             a.jmp_to(resume);
                             let here = a.here();
                             a.patch(from, here);
+                        } else if beyond != 0 {
+                            let from = a.jcc(cc::BE);
+                            move_page(a, begins, -beyond);
+                            a.jmp_to(resume);
+                            let here = a.here();
+                            a.patch(from, here);
                         } else {
                             let from = a.jcc(cc::A);
                             a.patch(from, resume);
                         }
                     }
-                    if let Some(entries) = known(offset, true) {
+                    if let Some(entries) = known(self.page, offset, true) {
                         self.asm.jmp_to(entries.saved as usize);
                         continue;
                     }
@@ -261,6 +289,11 @@ impl Translator {
                     a.mov_imm(S1, offset.into());
                     a.jmp_to(t.stale);
                 }
+                Stub::Moved { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.moved);
+                }
                 Stub::Poll {
                     from,
                     resume,
@@ -287,18 +320,20 @@ impl Translator {
                     number,
                     live,
                 } => {
-                    if let Some(w) = walking
+                    if (walking.is_some() || beyond != 0)
                         && let Some(site) = self.links.get_mut(number as usize)
                     {
                         a.patch(from, here);
-                        w.is_left(a);
+                        if let Some(w) = walking {
+                            w.is_left(a);
+                        }
                         from = a.jmp();
                         (site.patch, site.is_jump) = (from, false);
                     }
                     let here = a.here();
                     let site = self.links.get(number as usize);
                     let site = site.filter(|s| !s.is_of_interest());
-                    let entry = site.and_then(|s| Some(known(s.target, s.split)?.of(s)));
+                    let entry = site.and_then(|s| Some(known(self.page, s.target, s.split)?.of(s)));
                     if let Some(entry) = entry.filter(|e| *e != 0) {
                         a.patch(from, entry);
                         self.ahead.retain(|n| *n != number);
@@ -308,6 +343,17 @@ impl Translator {
                     let [word, jump] = a.stamp(&self.templates.link);
                     a.patch32(word, number as i32);
                     a.patch(jump, if live { t.link_live } else { t.link });
+                }
+                Stub::Unexpected { from, number } => {
+                    a.patch(from, here);
+                    self.unexpected(number);
+                }
+                Stub::Elsewhere { from, disp, site } => {
+                    a.patch(from, here);
+                    self.load_word(S0, at(S0, disp));
+                    let a = &mut self.asm;
+                    a.mov_imm(S1, site.into());
+                    a.jmp_to(if self.long { t.ret } else { t.ret32 });
                 }
                 Stub::FarMiss { from, number } => {
                     a.patch(from, here);

@@ -174,7 +174,9 @@ pub(crate) fn is_loop(insns: &[Decoded]) -> bool {
     let (Some(first), Some(last)) = (insns.first(), insns.last()) else {
         return false;
     };
-    matches!(last.kind, Kind::Jcc | Kind::Jmp) && target(&last.i) == i64::from(first.offset)
+    matches!(last.kind, Kind::Jcc | Kind::Jmp)
+        && target(&last.i) == i64::from(first.offset)
+        && insns.iter().all(|d| d.onto.is_none())
 }
 
 /// Guest registers that the instructions do not use, of [`TO_BORROW`]; none if there is one that may be left by other ways than stubs.
