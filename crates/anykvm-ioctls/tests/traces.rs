@@ -111,13 +111,13 @@ fn functions_pointers_and_ways_back_become_others() {
         }
         a.lea(rbx, qword_ptr(rbx + r9))?;
         a.hlt()?;
-        // Another pointer.
-        a.set_label(&mut others[0])?;
-        a.mov(qword_ptr(POINTER), INNER[1] as i32)?;
-        a.jmp(phase)?;
         // The function adds 77.
+        a.set_label(&mut others[0])?;
+        a.mov(dword_ptr(INNER[0] + CONSTANT), 77)?;
+        a.jmp(phase)?;
+        // Another pointer.
         a.set_label(&mut others[1])?;
-        a.mov(dword_ptr(INNER[1] + CONSTANT), 77)?;
+        a.mov(qword_ptr(POINTER), INNER[1] as i32)?;
         a.jmp(phase)?;
         // `add rbx, 16` has four bytes.
         a.set_label(&mut others[2])?;
@@ -125,7 +125,7 @@ fn functions_pointers_and_ways_back_become_others() {
         a.jmp(phase)
     });
     let each = |at: u64, what: u64| at + what + 5;
-    let wanted = each(INNER[0], 1000) + each(INNER[1], 1001) + 2 * each(INNER[1], 77);
+    let wanted = each(INNER[0], 1000) + each(INNER[0], 77) + 2 * each(INNER[1], 1001);
     let turns = u64::from(TURNS);
     assert_eq!(run(begin(&m)), turns * (wanted + 3 * 16 + 4));
 }
