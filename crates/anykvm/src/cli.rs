@@ -66,7 +66,20 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
 
-    /// Draw `doorbell`'s rows into this file.
+    /// The ways of keeping translations that `ctxsw` compares: values of ANYKVM_MMU.
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_delimiter = ',',
+        default_value = "tdp"
+    )]
+    pub(crate) mmu: Vec<String>,
+
+    /// vCPUs of `ctxsw`'s guests.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub(crate) cpus: u32,
+
+    /// Draw `doorbell`'s or `ctxsw`'s rows into this file.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
 }
@@ -86,6 +99,8 @@ pub(crate) enum BenchSuite {
     Exits,
     /// Writes that only say "look": to the VMM, to eventfds, to functions.
     Doorbell,
+    /// Switches from process to process: with PCIDs, without, with page-table isolation.
+    Ctxsw,
 }
 
 /// `anykvm exec`.
@@ -196,7 +211,8 @@ pub(crate) struct BootArgs {
     #[arg(long)]
     pub(crate) confine: bool,
 
-    /// Print what the vCPUs have counted at the end.
+    /// Print what the vCPUs have counted at the end; and what a vCPU has so far, each time that it
+    /// writes to port 0xee0.
     #[arg(long)]
     pub(crate) stats: bool,
 

@@ -31,10 +31,39 @@ pub(super) enum Machine {
     Tcg,
 }
 
+/// A machine and what its guest is told.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Guest<'a> {
+    pub(super) machine: Machine,
+    pub(super) cpus: u32,
+    pub(super) mem: &'a str,
+    /// Words for the kernel's command line.
+    pub(super) words: &'a str,
+    /// `ANYKVM_MMU`.
+    pub(super) mmu: Option<&'a str>,
+    /// The VMM prints what its vCPUs count.
+    pub(super) stats: bool,
+}
+
+impl<'a> Guest<'a> {
+    pub(super) const fn new(machine: Machine, cpus: u32, mem: &'a str) -> Self {
+        Self {
+            machine,
+            cpus,
+            mem,
+            words: "",
+            mmu: None,
+            stats: false,
+        }
+    }
+}
+
 /// What a run printed.
 #[derive(Debug, Default)]
 pub(super) struct Run {
     pub(super) samples: Vec<Sample>,
+    /// What went to standard error.
+    pub(super) errors: String,
     /// From the start of the process to the line `ready`.
     pub(super) ready: Duration,
     /// To the end of the process.
@@ -60,6 +89,8 @@ pub(super) struct Files {
     /// For native runs, and what guests are built from.
     program: PathBuf,
     source: PathBuf,
+    /// Programs of one suite only.
+    more: Vec<PathBuf>,
 }
 
 impl Files {
@@ -75,18 +106,24 @@ impl Files {
             qemu: qemu.into(),
             program: folder.join("program"),
             source: folder.join("program.i"),
+            more: Vec::new(),
             folder,
         };
         let c = files.folder.join("program.c");
         fs::write(&c, include_str!("program.c")).map_err(BootError::host("cannot write"))?;
-        let gcc = |arguments: &[&str], out: &Path| {
-            let mut gcc = Command::new("gcc");
-            gcc.args(arguments).arg("-o").arg(out).arg(&c);
-            succeed(gcc.args(["-lm", "-lpthread"]), "gcc (package gcc)")
-        };
-        gcc(&["-O2"], &files.program)?;
-        gcc(&["-E", "-P"], &files.source)?;
+        gcc(&["-O2"], &c, &files.program)?;
+        gcc(&["-E", "-P"], &c, &files.source)?;
         Ok(files)
+    }
+
+    /// Compiles one more program, which runs find beside the first.
+    pub(super) fn add_program(&mut self, name: &str, source: &str) -> Result<(), BootError> {
+        let program = self.folder.join(name);
+        let c = program.with_extension("c");
+        fs::write(&c, source).map_err(BootError::host("cannot write"))?;
+        gcc(&["-O2"], &c, &program)?;
+        self.more.push(program);
+        Ok(())
     }
 
     /// The guest's archive for a suite: runs `script`, then powers off.
@@ -96,6 +133,10 @@ impl Files {
             overlay(&self.program, &format!("{FOLDER}/program"))?,
             overlay(&self.source, &format!("{FOLDER}/program.i"))?,
         ];
+        for path in &self.more {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            overlays.push(overlay(path, &format!("{FOLDER}/{name}"))?);
+        }
         if let Some(suite) = suite {
             for path in host_files(suite)? {
                 overlays.push(overlay(&path, &path.to_string_lossy())?);
@@ -130,19 +171,36 @@ poweroff -f
         workloads: &[&Workload],
         repeats: u32,
     ) -> Result<Run, BootError> {
+        let suite = workloads.first().map(|w| w.suite);
         let script = script(workloads, repeats)?;
-        if machine == Machine::Native {
-            return self.native(cpus, &script);
+        self.run_script(&Guest::new(machine, cpus, mem), suite, &script)
+    }
+
+    /// Runs a script that prints workloads' lines.
+    pub(super) fn run_script(
+        &self,
+        guest: &Guest<'_>,
+        suite: Option<Suite>,
+        script: &str,
+    ) -> Result<Run, BootError> {
+        if guest.machine == Machine::Native {
+            return self.native(guest.cpus, script);
         }
-        let initrd = self.initrd(workloads.first().map(|w| w.suite), &script)?;
-        let mut command = if machine == Machine::Anykvm {
-            self.boot(&own()?, cpus, mem, &initrd)
+        let words = format!("{WORDS} {}", guest.words);
+        let initrd = self.initrd(suite, script)?;
+        let mut command = if guest.machine == Machine::Anykvm {
+            let mut command = self.boot(&own()?, guest.cpus, guest.mem, &words, &initrd);
+            command.args(guest.stats.then_some("--stats"));
+            if let Some(mmu) = guest.mmu {
+                command.env("ANYKVM_MMU", mmu);
+            }
+            command
         } else {
             let mut command = Command::new(&self.qemu);
             command
-                .args(["-accel", "tcg", "-cpu", TCG_CPU, "-m", mem])
-                .args(["-smp", &cpus.to_string(), "-nodefaults", "-no-reboot"])
-                .args(["-display", "none", "-serial", "stdio", "-append", WORDS])
+                .args(["-accel", "tcg", "-cpu", TCG_CPU, "-m", guest.mem])
+                .args(["-smp", &guest.cpus.to_string(), "-nodefaults", "-no-reboot"])
+                .args(["-display", "none", "-serial", "stdio", "-append", &words])
                 .arg("-kernel");
             command.arg(&self.kernel).arg("-initrd").arg(&initrd);
             command
@@ -151,11 +209,11 @@ poweroff -f
     }
 
     /// `program` boots a guest.
-    fn boot(&self, program: &Path, cpus: u32, mem: &str, initrd: &Path) -> Command {
+    fn boot(&self, program: &Path, cpus: u32, mem: &str, words: &str, initrd: &Path) -> Command {
         let mut command = Command::new(program);
         command
             .args(["boot", "--mem", mem, "--cpus", &cpus.to_string()])
-            .args(["--append", WORDS, "--no-default-cmdline", "--kernel"]);
+            .args(["--append", words, "--no-default-cmdline", "--kernel"]);
         command.arg(&self.kernel).arg("--initrd").arg(initrd);
         command
     }
@@ -172,7 +230,7 @@ poweroff -f
         let script = script(workloads, repeats)?;
         let initrd = self.initrd(workloads.first().map(|w| w.suite), &script)?;
         let run = |program: &Path| {
-            let boot = self.boot(program, 1, mem, &initrd);
+            let boot = self.boot(program, 1, mem, WORDS, &initrd);
             let mut command = Command::new("taskset");
             command.args(["-c", "0"]).arg(boot.get_program());
             follow(command.args(boot.get_args()))
@@ -301,6 +359,12 @@ fn host_files(suite: Suite) -> Result<Vec<PathBuf>, BootError> {
     Ok(files)
 }
 
+fn gcc(arguments: &[&str], source: &Path, out: &Path) -> Result<(), BootError> {
+    let mut gcc = Command::new("gcc");
+    gcc.args(arguments).arg("-o").arg(out).arg(source);
+    succeed(gcc.args(["-lm", "-lpthread"]), "gcc (package gcc)")
+}
+
 fn succeed(command: &mut Command, what: &str) -> Result<(), BootError> {
     let output = command
         .output()
@@ -378,6 +442,7 @@ fn follow(command: &mut Command) -> Result<Run, BootError> {
             others.join("\n"),
         )));
     }
+    run.errors = errors;
     Ok(run)
 }
 

@@ -6,9 +6,11 @@
 //! pass is an error, as are outputs that differ.
 
 mod bare;
+mod ctxsw;
 mod doorbell;
 mod exits;
 mod machines;
+mod plot;
 mod report;
 mod workloads;
 
@@ -30,9 +32,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     if let Some(name) = args
         .only
         .iter()
-        .find(|n| WORKLOADS.iter().all(|w| w.name != **n))
+        .find(|n| WORKLOADS.iter().all(|w| w.name != **n) && !ctxsw::has(n))
     {
-        let known: Vec<&str> = WORKLOADS.iter().map(|w| w.name).collect();
+        let known: Vec<&str> = WORKLOADS
+            .iter()
+            .map(|w| w.name)
+            .chain(ctxsw::names())
+            .collect();
         return Err(BootError::Usage(format!(
             "{name}: not one of {}",
             known.join(", ")
@@ -49,13 +55,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
         .suites
         .iter()
         .any(|s| !matches!(s, BenchSuite::Exits | BenchSuite::Doorbell));
-    let files = if needs_files {
+    let mut files = if needs_files {
         Some(Files::new(args.kernel.as_deref(), &args.qemu)?)
     } else {
         None
     };
     for suite in &args.suites {
-        let text = match (suite, &files) {
+        let text = match (suite, &mut files) {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
             (BenchSuite::Doorbell, _) => {
                 let qemu = (!args.no_tcg).then_some(args.qemu.as_path());
@@ -64,6 +70,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             (_, None) => continue,
             (BenchSuite::Compute, Some(f)) => compare(args, f, Suite::Compute, &mut verdict)?,
             (BenchSuite::Kernel, Some(f)) => compare(args, f, Suite::Kernel, &mut verdict)?,
+            (BenchSuite::Ctxsw, Some(f)) => ctxsw::run(args, f, &mut verdict)?,
             (BenchSuite::Boot, Some(f)) => boots(args, f, &mut verdict)?,
             (BenchSuite::Smp, Some(f)) => scaling(args, f, &mut verdict)?,
         };

@@ -118,7 +118,7 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
         hvc,
     };
     threads::start_input(route, destination, &endings, gate)?;
-    let mut running = Vcpus::new(args.confine)?;
+    let mut running = Vcpus::new(args.confine, args.stats)?;
     for (id, vcpu) in vcpus {
         running.start(vcpu, id, &devices, &endings)?;
     }

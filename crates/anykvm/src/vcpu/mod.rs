@@ -17,6 +17,8 @@ pub(crate) use cpuid::offer_tsc_deadline;
 pub(crate) use registers::write_boot_structures;
 
 const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
+/// A write here prints the vCPU's counters, if the user wants to see them.
+const STATS_PORT: u16 = 0xee0;
 const EAGAIN: i32 = rustix::io::Errno::AGAIN.raw_os_error();
 
 /// Gives vCPU `id` its CPUID, LAPIC pins and, if it is the boot vCPU, the kernel's entry state.
@@ -45,6 +47,7 @@ pub(crate) fn run(
     vcpu: &mut VcpuFd,
     id: u8,
     devices: &Devices,
+    shows_stats: bool,
     is_ending: &AtomicBool,
 ) -> Option<Ending> {
     while !is_ending.load(Ordering::SeqCst) {
@@ -58,6 +61,10 @@ pub(crate) fn run(
                         devices.port_read(port, byte);
                     }
                 }
+                None
+            }
+            Ok(VcpuExit::IoOut(STATS_PORT, _)) if shows_stats => {
+                print_counted(vcpu);
                 None
             }
             Ok(VcpuExit::IoOut(port, data)) => devices.port_write(port, data),
@@ -87,6 +94,13 @@ pub(crate) fn run(
         }
     }
     None
+}
+
+/// One line with all counters.
+fn print_counted(vcpu: &VcpuFd) {
+    let counted = vcpu.statistics().unwrap_or_default();
+    let words: Vec<String> = counted.iter().map(|(n, v)| format!(" {n}={v}")).collect();
+    eprintln!("counted{}", words.concat());
 }
 
 fn stopped(vcpu: &VcpuFd, id: u8, reason: String) -> Ending {

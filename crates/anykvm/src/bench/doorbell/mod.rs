@@ -5,9 +5,10 @@
 //! load on the machine only makes it slower. The experiment is Haskins' of 2009 (KVM's ioeventfd was
 //! then called iosignalfd), whose figures are printed beside ours.
 
+mod bars;
 mod interrupt;
 mod latency;
-mod plot;
+
 mod tcg;
 
 use std::path::Path;
@@ -21,6 +22,7 @@ use anykvm_ioctls::{
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::bare::{Bare, DEVICE, Mode};
+use super::plot;
 use super::report::{self, Verdict};
 use crate::error::BootError;
 
@@ -298,8 +300,8 @@ pub(super) fn run(
     text.push('\n');
     text += &interrupt::table()?;
     if let Some(file) = svg {
-        let bars = plot::bars(&ns, bare * 1e9, &tcg);
-        std::fs::write(file, plot::draw(&bars))
+        let bars = bars::bars(&ns, bare * 1e9, &tcg);
+        std::fs::write(file, plot::draw(&bars, bars::SCALE))
             .map_err(BootError::host("cannot write the plot"))?;
     }
     Ok(text)

@@ -1,0 +1,211 @@
+//! `anykvm bench ctxsw`: what it costs to go from process to process.
+//!
+//! The rows of the first paravirtual KVM's table (2007: a switch between two tasks, and
+//! hackbench), and rings of more processes than an operating system has PCIDs for. In guests
+//! with PCIDs, without, and with the kernel's and user's tables apart.
+
+mod table;
+
+use super::machines::{Files, Guest, Machine, Run};
+use super::plot;
+use super::report::Verdict;
+use super::workloads::Suite;
+use super::{is_plausible, note};
+use crate::cli::BenchArgs;
+use crate::error::BootError;
+
+/// Name, and the command after the program's name.
+const ROWS: [(&str, &str); 10] = [
+    ("ring-2", "ring-2"),
+    ("ring-5", "ring-5"),
+    ("ring-10", "ring-10"),
+    ("ring-40", "ring-40"),
+    ("ring-200", "ring-200"),
+    ("ring-1000", "ring-1000"),
+    ("getpid", "getpid"),
+    ("hackbench-1", "run hackbench-1 hackbench -g 1 -l 60"),
+    ("hackbench-5", "run hackbench-5 hackbench -g 5 -l 12"),
+    ("hackbench-25", "run hackbench-25 hackbench -g 25 -l 4"),
+];
+
+/// Guests: name, and words for the kernel.
+const KINDS: [(&str, &str); 4] = [
+    ("pcid", ""),
+    ("nopcid", "nopcid"),
+    ("pti", "pti=on"),
+    ("pti nopcid", "pti=on nopcid"),
+];
+
+/// The counters that are shown for each switch.
+const COUNTERS: [&str; 4] = [
+    "page_walks",
+    "tlb_l1_misses",
+    "tlb_flush",
+    "fetch_tlb_misses",
+];
+
+/// A column.
+#[derive(Debug)]
+struct Column {
+    name: String,
+    machine: Machine,
+    words: &'static str,
+    mmu: Option<String>,
+    cells: Vec<Cell>,
+}
+
+/// What a row is in a column.
+#[derive(Clone, Debug, Default)]
+struct Cell {
+    /// Microseconds a switch, a call or a run, in the order of the rounds.
+    us: Vec<f64>,
+    /// [`COUNTERS`] a switch, of the last round.
+    counted: Option<[f64; COUNTERS.len()]>,
+}
+
+/// Is it one of the rows?
+pub(super) fn has(name: &str) -> bool {
+    names().any(|n| n == name)
+}
+
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    ROWS.iter().map(|(name, _)| *name)
+}
+
+/// Measures and prints all rows.
+pub(super) fn run(
+    args: &BenchArgs,
+    files: &mut Files,
+    verdict: &mut Verdict,
+) -> Result<String, BootError> {
+    files.add_program("rings", include_str!("rings.c"))?;
+    let rows: Vec<usize> = (0..ROWS.len())
+        .filter(|n| args.only.is_empty() || args.only.iter().any(|o| o == ROWS[*n].0))
+        .collect();
+    let lines: Vec<String> = rows
+        .iter()
+        .map(|n| format!("./rings {}", ROWS[*n].1))
+        .collect();
+    let lines = lines.join("\n");
+    let mut columns = columns(args);
+    for round in 1..=args.rounds {
+        for column in &mut columns {
+            let mut guest = Guest::new(column.machine, args.cpus, "1G");
+            guest.words = column.words;
+            guest.mmu = column.mmu.as_deref();
+            guest.stats = true;
+            let script = match column.machine {
+                Machine::Native => lines.clone(),
+                _ => format!("export IN_GUEST=1\n{lines}"),
+            };
+            let run = files.run_script(&guest, Some(Suite::Kernel), &script)?;
+            note(&format!(
+                "round {round} of {}: {}: {:.1} s",
+                args.rounds,
+                column.name,
+                run.total.as_secs_f64()
+            ));
+            is_plausible(column.machine, &run)?;
+            column.add(&run, &rows)?;
+        }
+    }
+    if let Some(file) = &args.svg {
+        let svg = plot::draw(&table::bars(&columns, &rows), table::SCALE);
+        std::fs::write(file, svg).map_err(BootError::host("cannot write the plot"))?;
+    }
+    table::check(&columns, verdict);
+    Ok(table::print(&columns, &rows))
+}
+
+fn columns(args: &BenchArgs) -> Vec<Column> {
+    let column = |name: String, machine, words, mmu| Column {
+        name,
+        machine,
+        words,
+        mmu,
+        cells: vec![Cell::default(); ROWS.len()],
+    };
+    let mut columns = vec![column("native".into(), Machine::Native, "", None)];
+    for mmu in &args.mmu {
+        for (name, words) in KINDS {
+            let name = match mmu.as_str() {
+                "tdp" => name.to_owned(),
+                mmu => format!("{name}, {mmu}"),
+            };
+            columns.push(column(name, Machine::Anykvm, words, Some(mmu.clone())));
+        }
+    }
+    if !args.no_tcg {
+        for (name, words) in [("TCG", ""), ("TCG pti", "pti=on")] {
+            columns.push(column(name.into(), Machine::Tcg, words, None));
+        }
+    }
+    columns
+}
+
+impl Column {
+    /// Takes a run's lines, and the counters printed before and after each.
+    fn add(&mut self, run: &Run, rows: &[usize]) -> Result<(), BootError> {
+        let counted: Vec<[f64; COUNTERS.len()]> = run.errors.lines().filter_map(counters).collect();
+        for (place, row) in rows.iter().enumerate() {
+            let name = ROWS[*row].0;
+            let sample = run.samples.iter().find(|s| s.name == name);
+            let count = sample.and_then(|s| u64::from_str_radix(&s.sum, 16).ok());
+            let (Some(sample), Some(count)) = (sample, count) else {
+                return Err(BootError::NoImage(format!(
+                    "{name} failed on {}",
+                    self.name
+                )));
+            };
+            let count = count.max(1) as f64;
+            let cell = &mut self.cells[*row];
+            cell.us.push(sample.ns as f64 / 1e3 / count);
+            // Counters are those of the vCPU that ran the program: of all only if there is one.
+            if let (Some(before), Some(after)) =
+                (counted.get(2 * place), counted.get(2 * place + 1))
+                && counted.len() == 2 * rows.len()
+            {
+                let each = |n: usize| (after[n] - before[n]) / count;
+                cell.counted = Some(core::array::from_fn(each));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A line `counted name=value …`.
+fn counters(line: &str) -> Option<[f64; COUNTERS.len()]> {
+    let words = line.strip_prefix("counted ")?;
+    let value = |name: &str| {
+        let word = words
+            .split(' ')
+            .find_map(|w| w.strip_prefix(name)?.strip_prefix('='));
+        word.and_then(|v| v.parse().ok()).unwrap_or(0.0)
+    };
+    Some(COUNTERS.map(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_come_from_lines_of_the_vmm() {
+        assert_eq!(counters("exits 5"), None);
+        let line = "counted exits=9 page_walks=7 tlb_l1_misses=5 tlb_flush=3";
+        assert_eq!(counters(line), Some([7.0, 5.0, 3.0, 0.0]));
+    }
+
+    #[test]
+    fn a_row_that_fails_is_an_error() {
+        let mut column = Column {
+            name: "x".into(),
+            machine: Machine::Native,
+            words: "",
+            mmu: None,
+            cells: vec![Cell::default(); ROWS.len()],
+        };
+        assert!(column.add(&Run::default(), &[0]).is_err());
+        assert!(column.add(&Run::default(), &[]).is_ok());
+    }
+}
