@@ -442,7 +442,7 @@ fn signal_me(signal: i32) -> thread::JoinHandle<()> {
     let me = unsafe { libc::pthread_self() } as usize;
     thread::spawn(move || {
         thread::sleep(Duration::from_millis(30));
-        // SAFETY: see above.
+        // SAFETY: the thread is alive: it joins this one.
         unsafe { libc::pthread_kill(me as libc::pthread_t, signal) };
     })
 }

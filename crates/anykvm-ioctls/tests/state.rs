@@ -197,12 +197,12 @@ fn fpu_and_xsave() {
     assert_eq!(g.vcpu.get_xsave().unwrap().region, changed.region);
     // A vCPU that has no CPUID yet takes the state too.
     let other = g.vm.create_vcpu(1).unwrap();
-    // SAFETY: as above.
+    // SAFETY: KVM_CAP_XSAVE2 says that the structure itself is enough.
     unsafe { other.set_xsave(&changed) }.unwrap();
     // A component that the vCPU has not.
     let mut bad = copy(&image);
     bad.region[128] |= 1 << 17;
-    // SAFETY: as above.
+    // SAFETY: KVM_CAP_XSAVE2 says that the structure itself is enough.
     let e = unsafe { g.vcpu.set_xsave(&bad) }.unwrap_err();
     assert_eq!(e.errno(), libc::EINVAL);
 }
@@ -359,7 +359,7 @@ fn chips() {
             ..Default::default()
         };
         vm.get_irqchip(&mut back).unwrap();
-        // SAFETY: as above.
+        // SAFETY: the PIC's member belongs to this chip.
         assert_eq!(unsafe { back.chip.pic }, pic);
     }
     let mut chip = kvm_irqchip {
@@ -379,7 +379,7 @@ fn chips() {
         ..Default::default()
     };
     vm.get_irqchip(&mut back).unwrap();
-    // SAFETY: as above.
+    // SAFETY: the IOAPIC's member belongs to this chip.
     unsafe {
         assert_eq!(back.chip.ioapic.redirtbl[4].bits, 0x0300_0000_0001_a931);
         assert_eq!(back.chip.ioapic.ioregsel, 0x18);

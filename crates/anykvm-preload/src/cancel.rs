@@ -97,7 +97,8 @@ pub(crate) fn finish() {
 #[inline(always)]
 pub(crate) fn let_go() {
     if let Some(set_type) = set_type() {
-        // SAFETY: as above; nothing here has a destructor.
+        // SAFETY: the C library's function, with a value that it knows; nothing here has a destructor
+        // that would be skipped if the thread ends.
         unsafe { set_type(ASYNCHRONOUS, std::ptr::null_mut()) };
     }
 }

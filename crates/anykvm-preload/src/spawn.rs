@@ -202,7 +202,7 @@ unsafe fn launch_at(
     // SAFETY: the caller's arguments.
     let opened =
         unsafe { file(path, false) }.and_then(|path| program::of_path_at(fd, &path, flags));
-    // SAFETY: as above.
+    // SAFETY: the caller's arguments, which `execve` would read too.
     let launch = opened
         .as_ref()
         .and_then(|o| unsafe { Launch::of(&o.path, arguments) });

@@ -191,7 +191,7 @@ impl Trace {
         line.push(b"}\n");
         // SAFETY: the line's bytes. A trace on a full disk has gaps.
         unsafe { libc::write(self.file, line.bytes.as_ptr().cast(), line.len) };
-        // SAFETY: as above.
+        // SAFETY: the C library's errno of this thread.
         unsafe { *libc::__errno_location() = errno };
         result
     }

@@ -24,7 +24,7 @@ pub struct HostPage(*mut u8);
 
 // SAFETY: an address; every access through it may race by design (see above).
 unsafe impl Send for HostPage {}
-// SAFETY: as above.
+// SAFETY: an address; every access through it may race by design (see the file's documentation).
 unsafe impl Sync for HostPage {}
 
 impl fmt::Debug for HostPage {
@@ -101,7 +101,8 @@ impl HostPage {
     #[inline(always)]
     pub fn store(self, offset: u64, size: usize, value: u128) -> Option<()> {
         let p = self.at(offset, size)?;
-        // SAFETY: as in `load`; guest RAM holds nothing that Rust knows of.
+        // SAFETY: `at` checked that the bytes are in the page, which is mapped for as long as its slot
+        // exists; guest RAM holds nothing that Rust knows of.
         unsafe { store(p, size, value) };
         Some(())
     }
@@ -122,17 +123,18 @@ impl HostPage {
     ) -> Option<u128> {
         let p = self.at(offset, size)?;
         let Some(split_lock) = lock else {
-            // SAFETY: as in `load`.
+            // SAFETY: `at` checked that the bytes are in the page, which its slot keeps mapped.
             let old = unsafe { load(p, size) };
-            // SAFETY: as in `store`.
+            // SAFETY: in the page (`at`); guest RAM holds nothing that Rust knows of.
             unsafe { store(p, size, f(old)) };
             return Some(old);
         };
         if offset.is_multiple_of(size as u64) && size <= 8 {
-            // SAFETY: as in `load`.
+            // SAFETY: `at` checked that the bytes are in the page, which its slot keeps mapped.
             let mut old = unsafe { load(p, size) };
             loop {
-                // SAFETY: as in `store`; `p` is aligned to `size`.
+                // SAFETY: `p` is in the page (`at`) and aligned to `size`; guest RAM holds nothing that
+                // Rust knows of.
                 let seen = unsafe { compare_exchange(p, size, old, f(old)) };
                 if seen == old {
                     return Some(old);
@@ -147,9 +149,9 @@ impl HostPage {
             return Some(self.rmw_in_window(offset, size, window, f));
         }
         let _guard = split_lock.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: as in `load`.
+        // SAFETY: `at` checked that the bytes are in the page, which its slot keeps mapped.
         let old = unsafe { load(p, size) };
-        // SAFETY: as in `store`.
+        // SAFETY: in the page (`at`); guest RAM holds nothing that Rust knows of.
         unsafe { store(p, size, f(old)) };
         core::sync::atomic::fence(Ordering::SeqCst);
         Some(old)
@@ -172,7 +174,8 @@ impl HostPage {
         loop {
             let old = around >> shift & mask;
             let new = around & !(mask << shift) | (f(old) & mask) << shift;
-            // SAFETY: as above; the caller checked for CMPXCHG16B if `window` is 16.
+            // SAFETY: the window is aligned and inside the page; the caller checked for CMPXCHG16B if
+            // `window` is 16.
             let seen = unsafe { compare_exchange(p, window, around, new) };
             if seen == around {
                 return old;

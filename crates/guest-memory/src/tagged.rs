@@ -193,7 +193,8 @@ impl<const N: usize> TaggedPages<N> {
     /// All lanes, and which are used.
     #[inline(always)]
     pub fn lanes(&mut self) -> (&mut [TaggedPage; LANES], &mut [u64; LANES / 64]) {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
+        // run while Rust has `&mut self`.
         let inside = unsafe { self.inside.as_mut() };
         (&mut inside.lanes, &mut inside.used)
     }
@@ -201,33 +202,38 @@ impl<const N: usize> TaggedPages<N> {
     /// Which pages lanes have had.
     #[inline(always)]
     pub fn lanes_seen(&mut self) -> &mut [u64; SEEN / 64] {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
+        // run while Rust has `&mut self`.
         unsafe { &mut self.inside.as_mut().seen }
     }
 
     /// The lanes' numbers.
     pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
+        // run while Rust has `&mut self`.
         unsafe { &mut self.inside.as_mut().counts }
     }
 
     /// One of the cells.
     pub fn cell(&self, n: usize) -> u64 {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, which alone writes it without
+        // `&mut self`, does not run while Rust does.
         unsafe { self.inside.as_ref() }.cells[n]
     }
 
     /// The cells.
     #[inline(always)]
     pub fn cells(&mut self) -> &mut [u64; CELLS] {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
+        // run while Rust has `&mut self`.
         unsafe { &mut self.inside.as_mut().cells }
     }
 
     /// Makes the inline caches zero that are used.
     #[inline(always)]
     pub fn clear_inline_caches(&mut self) {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
+        // run while Rust has `&mut self`.
         let inside = unsafe { self.inside.as_mut() };
         for (n, used) in inside.inline_caches_used.iter_mut().enumerate() {
             let mut bits = core::mem::take(used);
@@ -241,7 +247,8 @@ impl<const N: usize> TaggedPages<N> {
     /// Page and tag of another.
     #[inline(always)]
     pub fn get(&self, kind: usize, i: usize) -> TaggedPage {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, which alone writes it without
+        // `&mut self`, does not run while Rust does.
         let inside = unsafe { self.inside.as_ref() };
         TaggedPage {
             tag: inside.tags[kind][i],
@@ -252,14 +259,16 @@ impl<const N: usize> TaggedPages<N> {
     /// Sets the tag of another for a kind of access.
     #[inline(always)]
     pub fn set_tag(&mut self, kind: usize, i: usize, tag: u64) {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
+        // run while Rust has `&mut self`.
         unsafe { self.inside.as_mut() }.tags[kind][i] = tag;
     }
 
     /// Sets the page of another, for both kinds.
     #[inline(always)]
     pub fn set_page(&mut self, i: usize, host: HostPage) {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
+        // run while Rust has `&mut self`.
         unsafe { self.inside.as_mut() }.pages[i] = host;
     }
 }

@@ -219,7 +219,7 @@ mod tests {
                         }
                     }
                     for (p, layout) in held {
-                        // SAFETY: as above.
+                        // SAFETY: allocated above with this layout, and freed once.
                         unsafe { Allocator.dealloc(p, layout) };
                     }
                 });

@@ -102,7 +102,7 @@ impl<T> Deref for Held<'_, T> {
 
 impl<T> DerefMut for Held<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as above, and `self` is the only way to the value.
+        // SAFETY: this thread holds the lock, and `self` is the only way to the value.
         unsafe { &mut *self.lock.value.get() }
     }
 }

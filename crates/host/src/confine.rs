@@ -125,12 +125,12 @@ mod tests {
         let refused: [fn(); 4] = [
             // SAFETY: no such call changes anything.
             || unsafe { assert!(libc::write(-1, [0u8; 8].as_ptr().cast(), 7) < 0) },
-            // SAFETY: as above.
+            // SAFETY: no such call changes anything.
             || unsafe { assert!(libc::getppid() > 0) },
-            // SAFETY: as above.
+            // SAFETY: no such call changes anything.
             || unsafe { assert!(libc::munmap(std::ptr::null_mut(), 0) < 0) },
             // The number of another ABI (x32).
-            // SAFETY: as above.
+            // SAFETY: no such call changes anything.
             || unsafe { assert!(libc::syscall(0x4000_0000 | libc::SYS_futex, 0, 0, 0) < 0) },
         ];
         for what in refused {

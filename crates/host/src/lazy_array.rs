@@ -25,9 +25,9 @@ impl<T: sealed::Zeroed> Element for T {}
 // SAFETY: atomic integers have the representation of their integer, need no
 // drop, and zero is a value of every integer.
 unsafe impl sealed::Zeroed for AtomicU8 {}
-// SAFETY: as above.
+// SAFETY: an atomic integer: zero is a value, and nothing needs a drop.
 unsafe impl sealed::Zeroed for AtomicU32 {}
-// SAFETY: as above.
+// SAFETY: an atomic integer: zero is a value, and nothing needs a drop.
 unsafe impl sealed::Zeroed for AtomicU64 {}
 
 /// Arrays up to so many bytes are on the heap: a process has at most 65530 mappings by default,

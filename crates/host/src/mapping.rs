@@ -20,7 +20,7 @@ pub struct Mapping {
 // SAFETY: a mapping belongs to the process, not to a thread; `Mapping` itself
 // never dereferences the pointer.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; shared references give out only the address.
+// SAFETY: a mapping belongs to the process; shared references give out only its address.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {

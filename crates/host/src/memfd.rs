@@ -86,9 +86,9 @@ pub struct SharedMapping {
     len: usize,
 }
 
-// SAFETY: as for `Mapping`: process-wide memory, never dereferenced here.
+// SAFETY: an address of process-wide memory, which is never dereferenced here.
 unsafe impl Send for SharedMapping {}
-// SAFETY: as above.
+// SAFETY: an address of process-wide memory, which is never dereferenced here.
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {

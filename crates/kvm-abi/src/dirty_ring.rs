@@ -52,12 +52,12 @@ impl DirtyRing {
     }
 
     fn slot(&self, index: u32) -> &AtomicU32 {
-        // SAFETY: as above.
+        // SAFETY: mapped as long as `self` lives and aligned; only accessed atomically here.
         unsafe { AtomicU32::from_ptr(&raw mut (*self.entry(index)).slot) }
     }
 
     fn offset(&self, index: u32) -> &AtomicU64 {
-        // SAFETY: as above.
+        // SAFETY: mapped as long as `self` lives and aligned; only accessed atomically here.
         unsafe { AtomicU64::from_ptr((&raw mut (*self.entry(index)).offset).cast()) }
     }
 }

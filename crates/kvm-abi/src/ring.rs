@@ -40,7 +40,7 @@ impl Ring {
     }
 
     fn last_index(&self) -> &AtomicU32 {
-        // SAFETY: as above.
+        // SAFETY: mapped as long as `self` lives and aligned; only accessed atomically here.
         unsafe { AtomicU32::from_ptr(&raw mut (*self.0.as_ptr()).last) }
     }
 }

@@ -323,7 +323,7 @@ pub unsafe fn defer_always(
         mask.write(!SYNCHRONOUS);
     }
     THREAD.with(|t| t.deferred.set(true));
-    // SAFETY: as above.
+    // SAFETY: the kernel's structure, which is valid until the handler returns.
     unsafe { send_again(signal, info, code) };
     Some(MASK.get())
 }

@@ -40,7 +40,7 @@ struct Values {
 
 // SAFETY: shared memory that belongs to no thread; the values are accessed atomically.
 unsafe impl Send for Values {}
-// SAFETY: as above.
+// SAFETY: shared memory that belongs to no thread; the values are accessed atomically.
 unsafe impl Sync for Values {}
 
 impl Values {

@@ -337,7 +337,7 @@ fn route(entry: &kvm_irq_routing_entry) -> Result<Route> {
             data: msi.data,
         },
         KVM_IRQ_ROUTING_HV_SINT => {
-            // SAFETY: as above.
+            // SAFETY: all members of the union are integers: any bytes are a value of each.
             let source = unsafe { entry.u.hv_sint };
             RouteTarget::HvSint {
                 vp: source.vcpu,

@@ -68,7 +68,8 @@ struct Mapping {
 // SAFETY: memory shared with the hypervisor anyway; who may touch it when is decided by the
 // borrows of the types below.
 unsafe impl Send for Mapping {}
-// SAFETY: as for Send.
+// SAFETY: memory shared with the hypervisor anyway; who may touch it when is decided by the
+// borrows of the types below.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -139,7 +140,9 @@ impl KvmRunWrapper {
 
 impl AsRef<kvm_run> for KvmRunWrapper {
     fn as_ref(&self) -> &kvm_run {
-        // SAFETY: as in `as_mut_ref`, borrowed shared.
+        // SAFETY: the mapping is page-aligned, holds a `kvm_run` (checked in `mmap_from_fd`) and is
+        // borrowed shared; any bytes are a `kvm_run`. The hypervisor writes only inside KVM_RUN,
+        // which borrows the vCPU exclusively.
         unsafe { self.0.address.cast().as_ref() }
     }
 }

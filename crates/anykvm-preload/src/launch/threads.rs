@@ -33,7 +33,7 @@ pub(super) fn watch(block: *mut Block) -> isize {
     // SAFETY: the block outlives the watch.
     let selector = unsafe { &raw mut (*block).selector } as usize;
     let option = super::PR_SET_SYSCALL_USER_DISPATCH as usize;
-    // SAFETY: as above.
+    // SAFETY: the kernel reads the selector from now on; the block that has it outlives the watch.
     unsafe { system_call(libc::SYS_prctl, [option, ON, begin, len, selector, 0]) }
 }
 

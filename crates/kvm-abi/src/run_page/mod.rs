@@ -40,7 +40,8 @@ pub(crate) struct RunPage {
 // SAFETY: the pages are shared memory that belongs to no thread; every access below is a volatile
 // copy or an atomic one.
 unsafe impl Send for RunPage {}
-// SAFETY: as for Send.
+// SAFETY: the pages are shared memory that belongs to no thread; every access below is a volatile
+// copy or an atomic one.
 unsafe impl Sync for RunPage {}
 
 /// `len` bytes, at most 8, of the run page: as the VMM has most likely written them, so that the
@@ -89,14 +90,14 @@ impl RunPage {
 
     /// kvm_run.cr8: KVM takes the low four bits, the rest is a #GP in hardware.
     pub(crate) fn cr8(&self) -> u64 {
-        // SAFETY: as above.
+        // SAFETY: in bounds of the mapping and aligned, as the page is.
         unsafe { (&raw const (*self.run.as_ptr()).cr8).read_volatile() }
     }
 
     /// kvm_run.kvm_valid_regs and kvm_dirty_regs.
     pub(crate) fn sync_flags(&self) -> (u64, u64) {
         let run = self.run.as_ptr();
-        // SAFETY: as above.
+        // SAFETY: in bounds of the mapping and aligned, as the page is.
         unsafe {
             (
                 (&raw const (*run).kvm_valid_regs).read_volatile(),
@@ -107,19 +108,20 @@ impl RunPage {
 
     /// Clears kvm_dirty_regs once the registers were taken over.
     pub(crate) fn clear_dirty_flags(&self) {
-        // SAFETY: as above.
+        // SAFETY: in bounds of the mapping and aligned, as the page is.
         unsafe { (&raw mut (*self.run.as_ptr()).kvm_dirty_regs).write_volatile(0) }
     }
 
     /// kvm_run.s.regs.
     pub(crate) fn sync_regs(&self) -> kvm_sync_regs {
-        // SAFETY: as above; any bytes are a `kvm_sync_regs`.
+        // SAFETY: in bounds of the mapping and aligned, as the page is; any bytes are a
+        // `kvm_sync_regs`.
         unsafe { (&raw const (*self.run.as_ptr()).s.regs).read_volatile() }
     }
 
     /// Stores kvm_run.s.regs.
     pub(crate) fn set_sync_regs(&self, regs: kvm_sync_regs) {
-        // SAFETY: as above.
+        // SAFETY: in bounds of the mapping and aligned, as the page is.
         unsafe { (&raw mut (*self.run.as_ptr()).s.regs).write_volatile(regs) }
     }
 
@@ -418,7 +420,8 @@ impl RunPage {
     /// Reads one member of the union; `T` is one of the integer structures below.
     fn union<T: Copy>(&self) -> T {
         const { assert!(size_of::<T>() <= size_of::<kvm_run__bindgen_ty_1>()) };
-        // SAFETY: as in `set_union`; any bytes are a `T`.
+        // SAFETY: in bounds as asserted; the union is aligned to 8, the most that a member asks; any
+        // bytes are a `T`.
         unsafe {
             (&raw const (*self.run.as_ptr()).__bindgen_anon_1)
                 .cast::<T>()

@@ -19,7 +19,8 @@ pub(super) fn clear() {
 
 /// The exception since [`clear`], and the address it was raised at.
 pub(super) fn taken() -> (Option<Trap>, Option<u64>) {
-    // SAFETY: as in `clear`.
+    // SAFETY: single-threaded by the oracle's lock; the handler, the only other accessor, runs on
+    // this thread while a block does.
     let (vector, error_code, gva, rip) = unsafe { TRAP };
     if vector == u64::MAX {
         return (None, None);

@@ -32,29 +32,27 @@ impl VcpuFd {
             };
         }
         let details = &mut page.as_mut_ref().__bindgen_anon_1;
-        // SAFETY, for every `unsafe` below: the member that belongs to the exit reason; all
-        // members consist of integers, so any bytes are a value.
         Ok(match reason {
             KVM_EXIT_UNKNOWN => VcpuExit::Unknown,
             KVM_EXIT_EXCEPTION => VcpuExit::Exception,
             KVM_EXIT_HYPERCALL => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 let hypercall = unsafe { &mut details.hypercall };
                 VcpuExit::Hypercall(HypercallExit {
                     nr: hypercall.nr,
                     args: hypercall.args,
                     ret: &mut hypercall.ret,
-                    // SAFETY: see above.
+                    // SAFETY: the member that belongs to this exit reason; all are integers.
                     longmode: unsafe { hypercall.__bindgen_anon_1.longmode },
                 })
             }
             KVM_EXIT_DEBUG => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 VcpuExit::Debug(unsafe { details.debug }.arch)
             }
             KVM_EXIT_HLT => VcpuExit::Hlt,
             KVM_EXIT_MMIO => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 let mmio = unsafe { &mut details.mmio };
                 let len = mmio.data.len().min(mmio.len as usize);
                 let data = mmio.data.split_at_mut(len).0;
@@ -65,7 +63,7 @@ impl VcpuFd {
                 }
             }
             KVM_EXIT_X86_RDMSR => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 let msr = unsafe { &mut details.msr };
                 VcpuExit::X86Rdmsr(ReadMsrExit {
                     error: &mut msr.error,
@@ -75,7 +73,7 @@ impl VcpuFd {
                 })
             }
             KVM_EXIT_X86_WRMSR => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 let msr = unsafe { &mut details.msr };
                 VcpuExit::X86Wrmsr(WriteMsrExit {
                     error: &mut msr.error,
@@ -87,7 +85,7 @@ impl VcpuFd {
             KVM_EXIT_IRQ_WINDOW_OPEN => VcpuExit::IrqWindowOpen,
             KVM_EXIT_SHUTDOWN => VcpuExit::Shutdown,
             KVM_EXIT_FAIL_ENTRY => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 let fail = unsafe { details.fail_entry };
                 VcpuExit::FailEntry(fail.hardware_entry_failure_reason, fail.cpu)
             }
@@ -97,15 +95,15 @@ impl VcpuFd {
             KVM_EXIT_NMI => VcpuExit::Nmi,
             KVM_EXIT_INTERNAL_ERROR => VcpuExit::InternalError,
             KVM_EXIT_SYSTEM_EVENT => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 let event = unsafe { &details.system_event };
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 let data = unsafe { &event.__bindgen_anon_1.data };
                 let ndata = data.len().min(event.ndata as usize);
                 VcpuExit::SystemEvent(event.type_, data.split_at(ndata).0)
             }
             KVM_EXIT_IOAPIC_EOI => {
-                // SAFETY: see above.
+                // SAFETY: the member that belongs to this exit reason; all are integers.
                 VcpuExit::IoapicEoi(unsafe { details.eoi }.vector)
             }
             KVM_EXIT_HYPERV => VcpuExit::Hyperv,

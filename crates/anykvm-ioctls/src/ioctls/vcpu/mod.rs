@@ -214,7 +214,7 @@ impl VcpuFd {
 
     /// The registers in the run page.
     pub fn sync_regs_mut(&mut self) -> &mut kvm_sync_regs {
-        // SAFETY: as in `sync_regs`.
+        // SAFETY: the only member of the union that x86 uses; any bytes are a value.
         unsafe { &mut self.kvm_run_ptr.as_mut_ref().s.regs }
     }
 
