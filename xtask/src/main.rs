@@ -30,6 +30,7 @@ fn main() -> ExitCode {
     let arguments: Vec<String> = arguments.collect();
     let result = match task.as_str() {
         "ci" => ci::run(),
+        "tidy" if arguments == ["--shrink"] => tidy::ratchet::shrink(&tidy::root()),
         "tidy" => tidy::run(),
         "docs" => tidy::quirks::write(&tidy::root()),
         "bench" => bench::run(&arguments),

@@ -2,7 +2,8 @@
 //!
 //! File documentation, file sizes, which crates may contain `unsafe`, edges
 //! between layers, links in the documents, names, orphaned files, reminders,
-//! and the list of quirks. One file per lint.
+//! the list of quirks, and what is known and may only become less (`ratchet`).
+//! One file per lint.
 
 mod files;
 mod layers;
@@ -10,6 +11,7 @@ mod links;
 mod names;
 mod orphans;
 pub(crate) mod quirks;
+pub(crate) mod ratchet;
 mod reminders;
 
 use std::path::{Path, PathBuf};
@@ -32,6 +34,7 @@ pub(crate) fn run() -> Result<(), String> {
     findings.extend(orphans::check(&root)?);
     findings.extend(reminders::check(&root)?);
     findings.extend(quirks::check(&root)?);
+    findings.extend(ratchet::check(&root)?);
     if findings.is_empty() {
         return Ok(());
     }
