@@ -3,6 +3,12 @@
 //! Guest instructions themselves are re-encoded by the decoder's library; this
 //! is for what is emitted many times per block, where speed of translation counts.
 
+use std::sync::LazyLock;
+
+use host::cpu::cpuid;
+use iced_x86::CpuidFeature;
+use x86_native::HostFeatures;
+
 /// A host general register by number.
 pub(crate) type Reg = u8;
 
@@ -120,6 +126,33 @@ impl Out {
 
 pub(crate) const CACHE_LINE: usize = 64;
 
+/// The host's instructions that generated code has a use for, where it can do without.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Isa {
+    /// BEXTR.
+    pub(crate) bmi1: bool,
+    /// RORX.
+    pub(crate) bmi2: bool,
+    /// YMM registers.
+    pub(crate) avx: bool,
+    /// XGETBV tells with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
+    pub(crate) xinuse: bool,
+}
+
+impl Isa {
+    /// That of this host, which executes these features. Asked for once, as CPUID takes microseconds in a
+    /// virtual machine.
+    pub(crate) fn of_host(features: &HostFeatures) -> Self {
+        static XINUSE: LazyLock<bool> = LazyLock::new(|| cpuid(0xd, 1)[0] & 1 << 2 != 0);
+        Self {
+            bmi1: features.has(CpuidFeature::BMI1),
+            bmi2: features.has(CpuidFeature::BMI2),
+            avx: features.has(CpuidFeature::AVX),
+            xinuse: *XINUSE,
+        }
+    }
+}
+
 /// Bytes of [`Asm`]: both parts of the largest block that is of use.
 const ROOM: usize = 2 * crate::room::MAX_BLOCK;
 /// Bytes that are written at once.
@@ -136,9 +169,8 @@ pub(crate) struct Template<const N: usize> {
 
 impl<const N: usize> Template<N> {
     /// What `f` emits; it returns the places, and all of it fits in a window.
-    pub(crate) fn new(f: impl FnOnce(&mut Asm) -> [usize; N]) -> Self {
-        let mut a = Asm::default();
-        a.start(0);
+    pub(crate) fn new(isa: Isa, f: impl FnOnce(&mut Asm) -> [usize; N]) -> Self {
+        let mut a = Asm::new(isa);
         let places = f(&mut a);
         let len = a.len();
         assert!(len <= WINDOW, "a template of {len} bytes");
@@ -163,17 +195,7 @@ pub(crate) struct Asm {
     base: usize,
     /// How many bytes are there, and where the others are.
     apart: Option<(usize, usize)>,
-}
-
-impl Default for Asm {
-    fn default() -> Self {
-        Self {
-            buf: Box::new([0; ROOM + WINDOW]),
-            len: 0,
-            base: 0,
-            apart: None,
-        }
-    }
+    isa: Isa,
 }
 
 impl core::fmt::Debug for Asm {
@@ -186,6 +208,21 @@ impl core::fmt::Debug for Asm {
 }
 
 impl Asm {
+    /// Nothing, at offset 0, for a host with these instructions.
+    pub(crate) fn new(isa: Isa) -> Self {
+        Self {
+            buf: Box::new([0; ROOM + WINDOW]),
+            len: 0,
+            base: 0,
+            apart: None,
+            isa,
+        }
+    }
+    /// What the host has.
+    #[inline(always)]
+    pub(crate) fn isa(&self) -> Isa {
+        self.isa
+    }
     pub(crate) fn start(&mut self, base: usize) {
         self.len = 0;
         self.base = base;

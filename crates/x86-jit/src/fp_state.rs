@@ -1,8 +1,5 @@
 //! FP state between the host's registers and the vCPU's state, and kept over calls into Rust.
 
-use std::sync::LazyLock;
-
-use host::cpu::cpuid;
 use x86_defs::xsave;
 
 use crate::{area::*, asm::*};
@@ -18,7 +15,8 @@ const FDP: usize = 16;
 
 /// Saves FP state that is in the host's registers and gives Rust its own.
 /// Changes caller-saved registers.
-pub(crate) fn save_fp(a: &mut Asm, avx: bool) {
+pub(crate) fn save_fp(a: &mut Asm) {
+    let avx = a.isa().avx;
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
     let idle = a.jcc(cc::E);
     // XSAVE would store the host's addresses of the last x87 instruction.
@@ -54,11 +52,12 @@ const UPPERS: u64 = 1 << 2;
 ///
 /// Upper halves that are not in use are left so: once they are written, if with zeroes, processors take
 /// each SSE instruction for one that depends on what its destination was.
-pub(crate) fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
+pub(crate) fn keep_vectors(a: &mut Asm, store: bool) {
+    let Isa { avx, xinuse, .. } = a.isa();
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
     let idle = a.jcc(cc::E);
     let mut done = None;
-    if avx && has_xinuse() {
+    if avx && xinuse {
         if store {
             a.mov_imm(RCX, 1);
             a.bytes(&[0x0f, 0x01, 0xd0]); // xgetbv
@@ -87,20 +86,14 @@ pub(crate) fn keep_vectors(a: &mut Asm, store: bool, avx: bool) {
     }
 }
 
-/// XGETBV tells with ECX = 1 which state components are in use (SDM vol. 1, 13.6). Asked for once, as CPUID
-/// takes microseconds in a virtual machine.
-fn has_xinuse() -> bool {
-    static HAS: LazyLock<bool> = LazyLock::new(|| cpuid(0xd, 1)[0] & 1 << 2 != 0);
-    *HAS
-}
-
 /// `vzeroupper`
 fn zero_uppers(a: &mut Asm) {
     a.bytes(&[0xc5, 0xf8, 0x77]);
 }
 
 /// Loads the state that is in memory. Changes rax, rdx and, before, ymm0.
-pub(crate) fn load_fp(a: &mut Asm, avx: bool) {
+pub(crate) fn load_fp(a: &mut Asm) {
+    let avx = a.isa().avx;
     if avx {
         a.alu_rr(false, Alu::Xor, RAX, RAX);
         // Are there upper halves other than zero?

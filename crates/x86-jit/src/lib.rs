@@ -19,6 +19,8 @@ mod exit;
 mod flat;
 mod fp_state;
 mod given_up;
+#[cfg(test)]
+mod golden;
 mod groups;
 mod hot;
 mod interrupt_return;

@@ -9,11 +9,12 @@ use x86_defs::{
     dr, rflags, xsave,
 };
 use x86_interp::{Interp, RunStop};
+use x86_native::HostFeatures;
 
 use crate::{
     JitBus, Leash,
     area::{self, index},
-    asm::Asm,
+    asm::{Asm, Isa},
     block::mode,
     cache::{Block, Cache, salt_of},
     decoded::Decoded,
@@ -116,8 +117,9 @@ impl<B: JitBus> Jit<B> {
     /// need a cache that is full soon.
     pub fn with_capacity(bytes: usize) -> Option<Self> {
         let mut buffer = CodeBuffer::new(bytes.max(Room::LEAST)).ok()?;
-        let mut a = Asm::default();
-        a.start(0);
+        let host = HostFeatures::detected();
+        let isa = Isa::of_host(&host);
+        let mut a = Asm::new(isa);
         let thunks = {
             let refill = refill::<B> as *const () as u64;
             thunks::emit(&mut a, refill, handle::<B> as *const () as u64)
@@ -131,13 +133,13 @@ impl<B: JitBus> Jit<B> {
             buffer,
             thunks,
             cache: Cache::new(),
-            forms: Forms::new(),
+            forms: Forms::new(host),
             decoded: Vec::new(),
             groups: Groups::new(),
             interpreted: Vec::new(),
             given_up: GivenUp::default(),
             resets: 0,
-            translator: Translator::new(thunks, code),
+            translator: Translator::new(isa, thunks, code),
             profiles: Profiles::new(),
             slots: u64::MAX,
             plain_tsc: false,

@@ -179,9 +179,9 @@ const SOON: u64 = 100;
 
 /// Calls the Rust function at `refill`: the return address and nine registers are
 /// on the stack, which is aligned for it.
-fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
+fn call_refill(a: &mut Asm, refill: u64) {
     CALLER_SAVED.iter().for_each(|r| push(a, *r));
-    keep_vectors(a, true, avx);
+    keep_vectors(a, true);
     a.load(RDI, gs(CONTEXT));
     a.mov(RSI, S0);
     a.mov32(RDX, S1);
@@ -199,7 +199,7 @@ fn call_refill(a: &mut Asm, refill: u64, avx: bool) {
     a.store_imm(gs(OWED), 0);
     let here = a.here();
     a.patch(goes_on, here);
-    keep_vectors(a, false, avx);
+    keep_vectors(a, false);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
 }
 
@@ -322,7 +322,6 @@ fn cached(thrice: Reg, n: i32) -> Mem {
 /// addresses of the Rust functions behind [`Thunks::miss`] and the thunks that
 /// have a [`Reason`].
 pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
-    let avx = std::is_x86_feature_detected!("avx");
     let mut t = Thunks {
         enter: a.here(),
         ..Thunks::default()
@@ -342,7 +341,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     let exit = a.here();
     store_registers(a);
     let exit_stored = a.here();
-    save_fp(a, avx);
+    save_fp(a);
     a.load(RSP, gs(STACK));
     a.lea(RSP, at(RSP, 24));
     SAVED.iter().rev().for_each(|r| pop(a, *r));
@@ -357,7 +356,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.bytes(&[0xff, 0xd0]); // call rax
     a.load(RSP, gs(HOST_RSP));
     a.mov(S0, RAX);
-    keep_vectors(a, false, avx);
+    keep_vectors(a, false);
     a.rr(true, &[0x85], S0, S0); // test
     let leaves = a.jcc(cc::E);
     a.patch(leaves, exit_stored);
@@ -369,9 +368,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         a.store_imm(gs(REASON), reason as i32);
         store_registers(a);
         if fp {
-            save_fp(a, avx);
+            save_fp(a);
         } else {
-            keep_vectors(a, true, avx);
+            keep_vectors(a, true);
         }
         a.jmp_to(call_handle);
     };
@@ -523,7 +522,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     push(a, RAX);
     store_near_words(a);
     pop(a, RAX);
-    call_refill(a, refill, avx);
+    call_refill(a, refill);
     push(a, RAX);
     load_near_words(a);
     pop(a, RAX);
@@ -545,7 +544,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     straddling(a, true);
     let known = known_device(a, RAISES);
     let called = a.here();
-    call_refill(a, refill, avx);
+    call_refill(a, refill);
     let answered = a.here();
     a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
     a.ret();
@@ -599,7 +598,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     t.load_fp = a.here();
     push(a, RAX);
     push(a, RDX);
-    load_fp(a, avx);
+    load_fp(a);
     pop(a, RDX);
     pop(a, RAX);
     a.ret();

@@ -8,7 +8,7 @@
 //! buffer: the property that everything else in this crate rests on.
 
 use crate::{
-    features::{host_has, is_amd, is_fp, is_x87},
+    features::{HostFeatures, is_amd, is_fp, is_x87},
     flags::DECODED_ARITH,
 };
 
@@ -46,11 +46,16 @@ pub struct Form {
 /// The form of an instruction, or `None` if it must not be executed natively
 /// (or this host cannot).
 pub fn form(i: &Instruction) -> Option<Form> {
+    form_on(i, &HostFeatures::detected())
+}
+
+/// The same for a host with these features.
+pub fn form_on(i: &Instruction, host: &HostFeatures) -> Option<Form> {
     let code = i.code();
     let op = code.op_code();
     let features = code.cpuid_features();
     let computes = |f| is_fp(f) || f == CpuidFeature::CMOV;
-    if !features.iter().all(|&f| computes(f) && host_has(f)) || is_excluded(code.mnemonic()) {
+    if !features.iter().all(|&f| computes(f) && host.has(f)) || is_excluded(code.mnemonic()) {
         return None;
     }
     if code.flow_control() != FlowControl::Next || code.is_privileged() || i.has_lock_prefix() {

@@ -1,6 +1,8 @@
 //! The decoder's CPUID features: which are floating-point and vector ones, and
 //! which this host has.
 
+use std::sync::LazyLock;
+
 use iced_x86::CpuidFeature;
 
 /// x87.
@@ -82,5 +84,35 @@ pub fn host_has(f: CpuidFeature) -> bool {
         F::MOVBE => detected!("movbe"),
         F::CMPXCHG16B => detected!("cmpxchg16b"),
         _ => false,
+    }
+}
+
+/// A set of the decoder's CPUID features: those that a host executes in user mode.
+///
+/// Whoever generates code takes one as an argument, so that what it makes depends on its
+/// arguments alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostFeatures {
+    bits: [u64; 4],
+}
+
+impl HostFeatures {
+    /// Those of this host: [`host_has`], asked once.
+    pub fn detected() -> Self {
+        static DETECTED: LazyLock<HostFeatures> =
+            LazyLock::new(|| HostFeatures::of(CpuidFeature::values().filter(|f| host_has(*f))));
+        *DETECTED
+    }
+    /// Those and no others.
+    pub fn of(features: impl IntoIterator<Item = CpuidFeature>) -> Self {
+        let mut all = Self::default();
+        for f in features {
+            all.bits[f as usize / 64 % 4] |= 1 << (f as usize % 64);
+        }
+        all
+    }
+    /// True if the set has the feature.
+    pub fn has(&self, f: CpuidFeature) -> bool {
+        self.bits[f as usize / 64 % 4] >> (f as usize % 64) & 1 != 0
     }
 }

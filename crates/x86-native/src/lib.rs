@@ -19,8 +19,8 @@ mod stub;
 pub(crate) use native::Context;
 
 pub use alignment::{is_aligned_move, must_be_aligned};
-pub use allow::{Class, Form, form};
-pub use features::{host_has, is_fp};
+pub use allow::{Class, Form, form, form_on};
+pub use features::{HostFeatures, host_has, is_fp};
 pub use flags::{DECODED_ARITH, decoded_flags};
 pub use mxcsr::host_mask;
 pub use native::{Native, Operand, Outcome, StubId};

@@ -8,6 +8,7 @@ use iced_x86::{
 };
 use x86_cpu::Features;
 use x86_interp::gating;
+use x86_native::HostFeatures;
 
 use super::{Kind, form};
 use crate::{
@@ -153,6 +154,8 @@ impl Form {
 /// Forms by code.
 pub(crate) struct Forms {
     forms: Vec<Form>,
+    /// What the host executes.
+    host: HostFeatures,
     /// What the guest's CPUID promises.
     features: Features,
     info: InstructionInfoFactory,
@@ -165,8 +168,9 @@ impl core::fmt::Debug for Forms {
 }
 
 impl Forms {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(host: HostFeatures) -> Self {
         Self {
+            host,
             forms: vec![UNKNOWN; Code::values().len()],
             features: Features::default(),
             info: InstructionInfoFactory::new(),
@@ -186,7 +190,7 @@ impl Forms {
     pub(crate) fn learn(&mut self, i: &Instruction) -> &Form {
         let n = i.code() as usize;
         if self.forms[n].kind == Kind::Unknown {
-            self.forms[n] = look_at(i, &self.features, &mut self.info);
+            self.forms[n] = look_at(i, &self.host, &self.features, &mut self.info);
         }
         &self.forms[n]
     }
@@ -210,7 +214,12 @@ fn is_write(a: OpAccess) -> bool {
     )
 }
 
-fn look_at(i: &Instruction, features: &Features, info: &mut InstructionInfoFactory) -> Form {
+fn look_at(
+    i: &Instruction,
+    host: &HostFeatures,
+    features: &Features,
+    info: &mut InstructionInfoFactory,
+) -> Form {
     // Registers that no instruction has implicitly, all different: what equal
     // operands do to accesses (XOR of a register with itself) is no fact of the form.
     let mut sample = *i;
@@ -233,7 +242,7 @@ fn look_at(i: &Instruction, features: &Features, info: &mut InstructionInfoFacto
         letters.next() == Some('r') && letters.next().is_some_and(|c| c.is_ascii_digit())
             || matches!(name, "al" | "cl" | "ax" | "dx" | "eax" | "rax")
     };
-    let kind = form(i);
+    let kind = form(i, host);
     let vex = i.code().encoding() == EncodingKind::VEX;
     let mut form = Form {
         kind,

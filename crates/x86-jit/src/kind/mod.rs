@@ -7,6 +7,7 @@
 //! renamed and the operand replaced.
 
 use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
+use x86_native::HostFeatures;
 
 mod form;
 
@@ -160,10 +161,10 @@ fn is_checked<I: Iterator<Item = String>>(
 }
 
 /// The kind of a form, whatever its operands.
-fn form(i: &Instruction) -> Kind {
+fn form(i: &Instruction, host: &HostFeatures) -> Kind {
     use Mnemonic as M;
     let code = i.code();
-    if !code.cpuid_features().iter().all(|f| host_has(*f)) {
+    if !code.cpuid_features().iter().all(|f| host_has(host, *f)) {
         return Kind::Interpret;
     }
     match i.mnemonic() {
@@ -244,7 +245,7 @@ fn form(i: &Instruction) -> Kind {
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,
         M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Kind::LoadFpControl,
         M::Stmxcsr | M::Vstmxcsr => Kind::CopyFp,
-        _ if x86_native::form(i).is_some() => {
+        _ if x86_native::form_on(i, host).is_some() => {
             if x86_native::must_be_aligned(i) {
                 Kind::CopyFpAligned
             } else {
@@ -441,19 +442,14 @@ fn operands_are_plain(i: &Instruction) -> bool {
 }
 
 /// Features of integer instructions that the host may lack; FP and SIMD forms
-/// are checked by `x86_native::form`.
-fn host_has(f: CpuidFeature) -> bool {
+/// are checked by `x86_native::form_on`.
+fn host_has(host: &HostFeatures, f: CpuidFeature) -> bool {
     use CpuidFeature as F;
-    match f {
-        F::BMI1 => std::is_x86_feature_detected!("bmi1"),
-        F::BMI2 => std::is_x86_feature_detected!("bmi2"),
-        F::LZCNT => std::is_x86_feature_detected!("lzcnt"),
-        F::POPCNT => std::is_x86_feature_detected!("popcnt"),
-        F::ADX => std::is_x86_feature_detected!("adx"),
-        F::MOVBE => std::is_x86_feature_detected!("movbe"),
-        F::SSE4_2 => std::is_x86_feature_detected!("sse4.2"),
-        _ => true,
-    }
+    let may_lack = matches!(
+        f,
+        F::BMI1 | F::BMI2 | F::LZCNT | F::POPCNT | F::ADX | F::MOVBE | F::SSE4_2
+    );
+    !may_lack || host.has(f)
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@ use iced_x86::{
     OpKind, Register, RflagsBits,
 };
 
+use x86_native::HostFeatures;
+
 use super::{Kind, form, of};
 use crate::block;
 
@@ -127,11 +129,11 @@ fn what_is_copied_touches_nothing_of_the_hosts() {
         for memory in [false, true] {
             let Some(i) = sample(code, memory) else {
                 // With an operand that is not known here, nothing may be copied.
-                let kind = form(&probe);
+                let kind = form(&probe, &HostFeatures::detected());
                 assert!(!copies(kind), "{code:?} {kind:?}");
                 continue;
             };
-            if !copies(of(form(&i), &i, true)) {
+            if !copies(of(form(&i, &HostFeatures::detected()), &i, true)) {
                 continue;
             }
             copied += 1;
@@ -207,7 +209,7 @@ fn state_of_the_host_is_out_of_reach() {
     ] {
         let mut i = Instruction::default();
         i.set_code(code);
-        let kind = of(form(&i), &i, true);
+        let kind = of(form(&i, &HostFeatures::detected()), &i, true);
         assert_eq!(kind, Kind::Interpret, "{code:?}");
     }
     // These have code of their own.
@@ -228,6 +230,6 @@ fn state_of_the_host_is_out_of_reach() {
     ] {
         let mut i = Instruction::default();
         i.set_code(code);
-        assert!(!copies(form(&i)), "{code:?}");
+        assert!(!copies(form(&i, &HostFeatures::detected())), "{code:?}");
     }
 }

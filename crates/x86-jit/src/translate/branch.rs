@@ -379,8 +379,8 @@ impl Translator {
 /// Goes on if [`Condition::Key`] is met. Returns where the number and the page are,
 /// each with the branch if it is another one; `is_known`: in place of the second, where the target's page is, which
 /// what is executed has then.
-pub(super) fn by_key(is_known: bool) -> Template<4> {
-    Template::new(|a| {
+pub(super) fn by_key(isa: Isa, is_known: bool) -> Template<4> {
+    Template::new(isa, |a| {
         let key = a.cmp_mem_imm32(false, NEAR_NUMBER);
         let from = a.jcc(cc::NE);
         if is_known {
@@ -395,9 +395,9 @@ pub(super) fn by_key(is_known: bool) -> Template<4> {
 
 /// Goes on if [`Condition::Cell`] is met, where r13 has a gva if the target's page is not known. Returns where the displacement
 /// is, the branch if it is not, where the tagged number is, and where the target's page is, or the tag is taken off.
-pub(super) fn by_cell(is_known: bool) -> Template<4> {
+pub(super) fn by_cell(isa: Isa, is_known: bool) -> Template<4> {
     let cell = at(TLB, cell(0));
-    Template::new(|a| {
+    Template::new(isa, |a| {
         if is_known {
             let tagged = a.cmp_mem_imm32(true, cell);
             let from = a.jcc(cc::NE);
@@ -427,7 +427,7 @@ pub(crate) fn select_target(a: &mut Asm) -> usize {
 
 /// The same where r14 has the tag.
 pub(crate) fn select_tag(a: &mut Asm) -> usize {
-    if std::is_x86_feature_detected!("bmi2") {
+    if a.isa().bmi2 {
         a.rorx(S1, S0, 64 - 5);
     } else {
         a.mov(S1, S0);

@@ -50,7 +50,7 @@ pub(crate) fn stack_page() -> Mem {
 
 /// Has `to` select the TLB entry of the gva in `gva`.
 pub(crate) fn select_entry(a: &mut Asm, to: Reg, gva: Reg) {
-    if std::is_x86_feature_detected!("bmi1") {
+    if a.isa().bmi1 {
         // The base says which bits.
         a.bextr(to, gva, TLB);
     } else {

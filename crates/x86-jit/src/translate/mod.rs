@@ -70,18 +70,18 @@ struct Templates {
 }
 
 impl Templates {
-    fn new() -> Box<Self> {
+    fn new(isa: Isa) -> Box<Self> {
         Box::new(Self {
             probe: [Finds::Address, Finds::Parts]
-                .map(|finds| Probe::COMMON.map(|p| Template::new(|a| p.emit(a, finds)))),
-            miss: Probe::COMMON.map(|p| Template::new(|a| p.emit_miss(a))),
-            link: Template::new(|a| {
+                .map(|finds| Probe::COMMON.map(|p| Template::new(isa, |a| p.emit(a, finds)))),
+            miss: Probe::COMMON.map(|p| Template::new(isa, |a| p.emit_miss(a))),
+            link: Template::new(isa, |a| {
                 a.mov_imm(S1, 0);
                 [a.here() - 4, a.jmp()]
             }),
             far: [
-                [false, true].map(branch::by_key),
-                [false, true].map(branch::by_cell),
+                [false, true].map(|is_known| branch::by_key(isa, is_known)),
+                [false, true].map(|is_known| branch::by_cell(isa, is_known)),
             ],
         })
     }
@@ -196,16 +196,16 @@ pub(crate) const TARGETS_LEN: usize = 1 << 16;
 
 impl Translator {
     /// `code`: host address at which the code is executed.
-    pub(crate) fn new(thunks: Thunks, code: u64) -> Self {
+    pub(crate) fn new(isa: Isa, thunks: Thunks, code: u64) -> Self {
         Self {
-            asm: Asm::default(),
+            asm: Asm::new(isa),
             links: Vec::new(),
             fars: Vec::new(),
             ahead: Vec::new(),
             stubs: Vec::new(),
             encoder: Encoder::new(64),
             thunks,
-            templates: Templates::new(),
+            templates: Templates::new(isa),
             interpreted: 0,
             source: Source::default(),
             code,

@@ -1,6 +1,7 @@
 //! Against the encoder of the decoder's library, for whatever random bytes mean.
 
 use iced_x86::{Decoder, DecoderOptions, Encoder, EncodingKind, OpKind, Register};
+use x86_native::HostFeatures;
 
 use super::{Rm, recode};
 use crate::{
@@ -15,7 +16,7 @@ use crate::{
 
 #[test]
 fn means_what_the_encoder_makes() {
-    let mut forms = Forms::new();
+    let mut forms = Forms::new(HostFeatures::detected());
     let mut random = 0x1234_5678_9abc_def1_u64;
     let mut next = move || {
         random ^= random << 13;

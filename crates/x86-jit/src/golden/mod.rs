@@ -1,0 +1,233 @@
+//! Golden code: what guest instructions are translated to, instruction by instruction.
+//!
+//! Each file of `tests/codegen` is one kind of translation (see [`cases`]): guest code, the host
+//! code that is made of it, its length and its number of instructions. Everything that
+//! translation depends on is an argument here, so the files are the same on every
+//! machine. `UPDATE_EXPECT=1 cargo test -p x86-jit golden` writes them anew: the
+//! difference is for a reviewer to read.
+
+mod cases;
+mod names;
+
+use std::{fmt::Write as _, fs, path::PathBuf};
+
+use iced_x86::{
+    CpuidFeature, Decoder, DecoderOptions, Formatter, Instruction, IntelFormatter, SymbolResolver,
+    SymbolResult, code_asm::CodeAssembler,
+};
+use testkit::FlatBus;
+use x86_cpu::CpuState;
+use x86_native::HostFeatures;
+
+use crate::{
+    asm::{Asm, Isa},
+    block::{self, mode},
+    groups::Groups,
+    kind::{Forms, Kind},
+    thunks::{self, Thunks},
+    trace::TracePage,
+    translate::{Hot, How, Translator},
+    translation::Source,
+};
+use cases::Case;
+use names::Names;
+
+/// Where the code buffer is taken to be, and what it refers to beyond itself.
+const CODE: u64 = 0x7f00_0000_0000;
+const GENERATION: u64 = CODE + 0x2000_0000;
+const REFILL: u64 = 0x5555_0000_1000;
+const HANDLE: u64 = 0x5555_0000_2000;
+/// Where a block's two parts go.
+const HOT: usize = 0x1_0000;
+const COLD: usize = 0x2_0000;
+/// Where guest code is.
+const PAGE: u64 = 0x40_0000;
+
+/// A host with all that generated code has a use for, or with nothing beyond x86-64.
+fn host(is_new: bool) -> (Isa, HostFeatures) {
+    let all = CpuidFeature::values();
+    let features = HostFeatures::of(all.filter(|f| is_new || !names::is_new(*f)));
+    let isa = Isa {
+        bmi1: is_new,
+        bmi2: is_new,
+        avx: is_new,
+        xinuse: is_new,
+    };
+    (isa, features)
+}
+
+/// Names in place of addresses and of places in the frame.
+struct Symbols(Names);
+
+impl SymbolResolver for Symbols {
+    fn symbol(
+        &mut self,
+        i: &Instruction,
+        operand: u32,
+        _: Option<u32>,
+        address: u64,
+        _: u32,
+    ) -> Option<SymbolResult<'_>> {
+        let name = self.0.of(i, operand, address)?;
+        Some(SymbolResult::with_string(address, name))
+    }
+}
+
+/// Appends the instructions of `code`, which is at offset `base` of the buffer, with labels in front of them;
+/// returns how many they are. Offsets are shown less `from`.
+fn disassemble(out: &mut String, code: &[u8], base: usize, names: &Names, from: usize) -> usize {
+    let mut formatter = IntelFormatter::with_options(Some(Box::new(Symbols(names.clone()))), None);
+    let options = formatter.options_mut();
+    options.set_hex_prefix("0x");
+    options.set_hex_suffix("");
+    options.set_uppercase_hex(false);
+    options.set_branch_leading_zeros(false);
+    let mut n = 0;
+    let ip = CODE + base as u64;
+    for i in &mut Decoder::with_ip(64, code, ip, DecoderOptions::NONE) {
+        let offset = (i.ip() - CODE) as usize;
+        for label in names.labels(offset) {
+            let _ = writeln!(out, "{label}:");
+        }
+        assert!(!i.is_invalid(), "not an instruction at {offset:#x}");
+        let mut text = String::new();
+        formatter.format(&i, &mut text);
+        let _ = writeln!(out, "  {:5x}  {text}", offset - from);
+        n += 1;
+    }
+    n
+}
+
+fn trampolines(isa: Isa) -> (Thunks, Vec<u8>) {
+    let mut a = Asm::new(isa);
+    let thunks = thunks::emit(&mut a, REFILL, HANDLE);
+    let (code, _) = a
+        .parts()
+        .expect("trampolines are shorter than blocks may be");
+    (thunks, code.to_vec())
+}
+
+/// A case's guest code, and what is made of it.
+fn translated(case: &Case) -> String {
+    let (isa, host) = host(!case.is_old_host);
+    let (thunks, _) = trampolines(isa);
+    let mut forms = Forms::new(host);
+    let mut translator = Translator::new(isa, thunks, CODE);
+    let long = case.mode & mode::BITS32 == 0;
+    let mut a = CodeAssembler::new(if long { 64 } else { 32 }).expect("a mode of the processor");
+    (case.code)(&mut a).expect("guest code");
+    let start = PAGE + u64::from(case.offset);
+    let bytes = a.assemble(start).expect("guest code");
+    let mut bus = FlatBus::new();
+    bus.map(PAGE, 0x2000);
+    bus.put(start, &bytes);
+    for target in [0x200, 0x300] {
+        // What cases jump to is a jump to itself.
+        bus.put(PAGE + target, &[0xeb, 0xfe]);
+    }
+    let mut cpu = CpuState::default();
+    for f in names::GUEST_FEATURES {
+        cpu.features.set(*f, true);
+    }
+    let hot = case.is_hot.then(Hot::default);
+    let mut insns = Vec::new();
+    let straddles = block::decode(
+        &mut insns,
+        &mut forms,
+        (&mut cpu, &mut bus),
+        start,
+        (case.mode, case.is_hot, false),
+        hot.as_ref().map(|h| &h.turns[..]),
+    );
+    if case.mode & mode::SPLIT == 0 {
+        Groups::new().form(&mut insns, long, case.is_hot);
+    }
+    let source = Source {
+        cell: GENERATION,
+        generation: 0x11,
+    };
+    let bound = block::bound(case.mode, start);
+    translator.hot = hot;
+    translator.pages = vec![TracePage::own(source, bound, PAGE)];
+    let is_interpreted = insns.last().is_some_and(|d| d.kind == Kind::Interpret);
+    let entries = translator.block(
+        (&insns, &forms),
+        (HOT, COLD),
+        &[source; 2][..1 + usize::from(straddles)],
+        is_interpreted.into(),
+        How {
+            long,
+            is_linked: case.is_linked,
+            polls: false,
+            is_split: case.mode & mode::SPLIT != 0,
+            falls: false,
+            bound,
+            by_cell: mode::has_cells(case.mode),
+        },
+        |_, _, _| None,
+    );
+    let (executed, apart) = translator.asm.parts().expect("a block is short");
+    let mut names = Names::new(&thunks);
+    for (name, at) in [
+        ("outer", entries.outer),
+        ("polled", entries.polled),
+        ("saved", entries.saved),
+        ("inner", entries.inner),
+    ] {
+        if at != 0 {
+            names.label(at as usize, name);
+        }
+    }
+    let mut out = format!("== {}\n", case.name);
+    for d in &insns {
+        let mut text = String::new();
+        IntelFormatter::new().format(&d.i, &mut text);
+        let _ = writeln!(out, "; {:03x}  {text}", d.offset);
+    }
+    for (what, code, base) in [("executed", executed, HOT), ("apart", apart, COLD)] {
+        let mut text = String::new();
+        let n = disassemble(&mut text, code, base, &names, HOT);
+        let _ = writeln!(out, "-- {what}: {} bytes, {n} instructions", code.len());
+        out += &text;
+    }
+    out
+}
+
+/// Compares with the file, or writes it.
+fn check(file: &str, found: &str) {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/codegen");
+    let path = folder.join(file);
+    if std::env::var_os("UPDATE_EXPECT").is_some() {
+        fs::write(&path, found).expect("the file can be written");
+        return;
+    }
+    let expected = fs::read_to_string(&path).unwrap_or_default();
+    let lines = expected.lines().chain([""]).zip(found.lines().chain([""]));
+    if let Some((n, (e, f))) = lines.enumerate().find(|(_, (e, f))| e != f) {
+        panic!(
+            "{file}:{}: expected\n{e}\nfound\n{f}\n(UPDATE_EXPECT=1 writes the file anew)",
+            n + 1
+        );
+    }
+    assert_eq!(expected.len(), found.len(), "{file}");
+}
+
+#[test]
+fn golden_blocks() {
+    for (file, cases) in cases::FILES {
+        let blocks: Vec<_> = cases.iter().map(translated).collect();
+        check(file, &blocks.join("\n"));
+    }
+}
+
+/// All but most string instructions, which differ in their sizes.
+#[test]
+fn golden_trampolines() {
+    let (thunks, code) = trampolines(host(true).0);
+    let mut text = String::new();
+    let [[_, second, ..], ..] = thunks.strings;
+    let shown = &code[..second[0]];
+    let n = disassemble(&mut text, shown, 0, &Names::new(&thunks), 0);
+    let head = format!("-- {} bytes, {n} instructions\n", shown.len());
+    check("trampolines.txt", &(head + &text));
+}
