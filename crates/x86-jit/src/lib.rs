@@ -2,51 +2,34 @@
 //!
 //! [`Jit`] runs a vCPU's 64-bit code from blocks of host code and leaves single
 //! instructions, and every other mode, to the interpreter. Registers stay in
-//! host registers ([`area`]), arithmetic flags in the host's, memory operands
+//! host registers (`frame::area`), arithmetic flags in the host's, memory operands
 //! go through the MMU's first-level tables inline. A block is keyed by its page
 //! in guest-physical memory and the mode, so code that several processes share
 //! is translated once, wherever it is mapped.
 //!
 //! Exits are exact: RIP, registers and memory are as after the last completed
-//! instruction. (One exception about flags: see `translate`.)
+//! instruction. (One exception about flags: see `codegen`.)
 
-mod area;
 mod asm;
-mod block;
-mod cache;
-mod decoded;
-mod exit;
-mod flat;
-mod fp_state;
-mod given_up;
+mod code;
+mod codegen;
+mod frame;
 #[cfg(test)]
 mod golden;
-mod groups;
-mod hot;
-mod interrupt_return;
-mod kind;
-mod leave;
-mod lockstep;
-mod misses;
-mod perf;
-mod refill;
-mod room;
-mod run;
-mod stats;
-mod system_call;
-mod thunks;
-mod trace;
-mod translate;
-mod translation;
+mod ir;
+mod plan;
+mod profile;
+mod region;
+mod runtime;
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
 
 use mmu::Mmu;
 use x86_cpu::{CpuState, GuestBus};
 
-pub use lockstep::LockstepStats;
-pub use run::Jit;
-pub use stats::{Cause, Stats};
+pub use runtime::lockstep::LockstepStats;
+pub use runtime::run::Jit;
+pub use runtime::stats::{Cause, Stats};
 
 /// How long translated code may go on without a look of the run loop's, which costs it all returns
 /// that the processor would have predicted.

@@ -5,7 +5,7 @@ use iced_x86::{
     code_asm::{registers::*, *},
 };
 
-use crate::block::mode;
+use crate::region::block::mode;
 
 /// User code, at one address or another.
 const USER: u8 = mode::FP | mode::AVX | mode::TSC;

@@ -21,13 +21,13 @@ use x86_native::HostFeatures;
 
 use crate::{
     asm::{Asm, Isa},
-    block::{self, mode},
-    groups::Groups,
-    kind::{Forms, Kind},
-    thunks::{self, Thunks},
-    trace::TracePage,
-    translate::{Hot, How, Translator},
-    translation::Source,
+    codegen::thunks::{self, Thunks},
+    codegen::{Hot, How, Translator},
+    ir::kind::{Forms, Kind},
+    plan::groups::Groups,
+    region::block::{self, mode},
+    region::trace::TracePage,
+    runtime::translation::Source,
 };
 use cases::Case;
 use names::Names;

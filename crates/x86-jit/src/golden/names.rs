@@ -6,7 +6,7 @@ use iced_x86::{CpuidFeature, Instruction, OpKind, Register};
 use x86_cpu::Feature;
 
 use super::{CODE, COLD, GENERATION, HANDLE, HOT, REFILL};
-use crate::{area::*, asm::Mem, thunks::Thunks};
+use crate::{asm::Mem, codegen::thunks::Thunks, frame::area::*};
 
 /// Not of every x86-64 processor.
 pub(super) fn is_new(f: CpuidFeature) -> bool {

@@ -1,0 +1,525 @@
+//! Translated blocks by page and mode, and the table of indirect targets.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    hash::{BuildHasher, RandomState},
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use mmu::hash::ByIdentity;
+use x86_cpu::CodePage;
+
+use crate::{
+    codegen::{Cell, Entries, TARGETS_LEN},
+    region::block::{low, mode},
+};
+
+/// A translated block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Block {
+    pub(crate) entries: Entries,
+    /// Generation of the page's code that it was translated from.
+    pub(crate) generation: u32,
+    /// The last bytes of its one instruction are on another page: [`Cache::second`].
+    pub(crate) straddles: bool,
+    /// Other pages have gone to it.
+    pub(crate) is_target: bool,
+    /// It probes the software TLB by an index, or calls: it is translated again if it is executed much.
+    pub(crate) may_gain: bool,
+    /// Instructions.
+    pub(crate) len: u8,
+}
+
+/// Entry of the table of indirect targets, as generated code reads it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Target {
+    /// Address in the guest, XORed with the key's salt: so one comparison is of both.
+    pub(crate) tag: u64,
+    /// Mapping and mode for which it is right.
+    pub(crate) key: u64,
+    /// Address of the block's outer entry.
+    pub(crate) code: u64,
+    /// Page of the address.
+    pub(crate) page: u64,
+}
+
+const _: () = assert!(size_of::<Target>() == 32);
+
+/// An entry for a place at which its tag is not looked for. No key is zero.
+const fn empty(at: usize) -> Target {
+    Target {
+        tag: (at == 0) as u64,
+        key: 0,
+        code: 0,
+        page: 0,
+    }
+}
+
+/// A table that takes memory only for what is entered.
+fn no_targets() -> Box<[Target]> {
+    // SAFETY: four integers, for which zero is a value.
+    let mut all = unsafe { Box::<[Target]>::new_zeroed_slice(TARGETS_LEN).assume_init() };
+    all[0] = empty(0);
+    all
+}
+
+/// Index of a target. Functions are aligned: their low bits alone are no hash.
+fn place(tag: u64) -> usize {
+    (tag ^ tag >> 5) as usize & (TARGETS_LEN - 1)
+}
+
+/// What salts are made from; [`Cache::new`] asks the host for it, as vCPUs may not.
+static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
+
+/// What a key's targets are XORed with. Two targets under two keys have the same tag with a
+/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
+pub(crate) fn salt_of(key: u64) -> u64 {
+    let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
+}
+
+/// Blocks of a page in one mode. Who looks for one finds all that it needs in few lines of memory.
+#[derive(Debug)]
+pub(crate) struct PageBlocks {
+    /// Bit per offset that has a block.
+    offsets: [u64; 64],
+    /// How many of those are before each 64 offsets.
+    before: [u16; 64],
+    /// In ascending order.
+    blocks: Vec<Block>,
+    /// What other pages have gone to.
+    targets: Vec<Outer>,
+    /// The gva of the page, if its blocks are executed nowhere else.
+    bound: Option<i32>,
+    /// Of the code that was translated last.
+    generation: u32,
+    /// Its own, once a branch that compares one has led here.
+    cell: Option<Cell>,
+}
+
+/// Of a block that other pages have gone to, what those need that go to it under another key.
+#[derive(Clone, Copy, Debug)]
+struct Outer {
+    /// [`Block::generation`], and the outer entry: 0 if there is none for them.
+    generation: u32,
+    entry: u32,
+    offset: u16,
+}
+
+impl Outer {
+    fn of(offset: u64, block: &Block) -> Self {
+        Self {
+            generation: block.generation,
+            entry: match block.straddles {
+                false => block.entries.outer,
+                true => 0,
+            },
+            offset: offset as u16,
+        }
+    }
+}
+
+impl PageBlocks {
+    fn new() -> Box<Self> {
+        Box::new(Self {
+            offsets: [0; 64],
+            before: [0; 64],
+            blocks: Vec::new(),
+            targets: Vec::new(),
+            bound: None,
+            generation: 0,
+            cell: None,
+        })
+    }
+    /// How many lower ones there are, and whether it is one itself.
+    #[inline]
+    fn rank(&self, offset: u64) -> (usize, bool) {
+        let n = (offset / 64 % 64) as usize;
+        let (bits, bit) = (self.offsets[n], offset % 64);
+        let below = (bits & ((1 << bit) - 1)).count_ones();
+        (
+            usize::from(self.before[n]) + below as usize,
+            bits >> bit & 1 != 0,
+        )
+    }
+    /// The block at an offset.
+    #[inline]
+    pub(crate) fn get(&self, offset: u64) -> Option<Block> {
+        let (at, is_there) = self.rank(offset);
+        self.blocks.get(at).filter(|_| is_there).copied()
+    }
+    fn insert(&mut self, offset: u64, block: Block) -> Option<Block> {
+        let (at, is_there) = self.rank(offset);
+        self.generation = self.generation.max(block.generation);
+        if is_there {
+            let old = self.blocks.get_mut(at)?;
+            let is_target = old.is_target;
+            if is_target
+                && let Some(t) = self
+                    .targets
+                    .iter_mut()
+                    .find(|t| u64::from(t.offset) == offset)
+            {
+                *t = Outer::of(offset, &block);
+            }
+            return Some(core::mem::replace(old, Block { is_target, ..block }));
+        }
+        let n = (offset / 64 % 64) as usize;
+        self.offsets[n] |= 1 << (offset % 64);
+        self.before[n + 1..]
+            .iter_mut()
+            .for_each(|before| *before += 1);
+        self.blocks.insert(at, block);
+        None
+    }
+}
+
+/// Blocks by address and mode, those of a page together: who looks for one has
+/// just looked for its neighbours.
+#[derive(Debug, Default)]
+pub(crate) struct Blocks {
+    /// By page identity and mode.
+    pages: HashMap<(u64, u8), Box<PageBlocks>, ByIdentity>,
+}
+
+impl Blocks {
+    /// `key` is page identity plus offset, and mode.
+    pub(crate) fn get(&self, key: (u64, u8)) -> Option<Block> {
+        self.page(key)?.get(key.0 & 0xfff)
+    }
+    /// The blocks of the page and mode of `key`.
+    pub(crate) fn page(&self, key: (u64, u8)) -> Option<&PageBlocks> {
+        self.pages.get(&(key.0 & !0xfff, key.1)).map(|page| &**page)
+    }
+    /// Returns what was there before.
+    pub(crate) fn insert(&mut self, key: (u64, u8), block: Block) -> Option<Block> {
+        let page = self.pages.entry((key.0 & !0xfff, key.1));
+        let page = page.or_insert_with(PageBlocks::new);
+        page.insert(key.0 & 0xfff, block)
+    }
+    /// The mode of blocks that are executed at `gva`, in the page that is mapped there. In 64-bit code, the first place
+    /// of 32 bits with its sign where a page is executed has blocks of [`mode::BOUND`], which know their address: kernels,
+    /// and programs that are not position-independent, are nowhere else. Once the page has other code, another place may.
+    pub(crate) fn mode_at(&self, gva: u64, page: &CodePage, mode: u8) -> u8 {
+        let Some(low) = low(gva).filter(|_| mode & mode::BITS32 == 0) else {
+            return mode;
+        };
+        match self.page((page.id, mode | mode::BOUND)) {
+            Some(p) if p.bound != Some(low) && p.generation == page.generation => mode,
+            _ => mode | mode::BOUND,
+        }
+    }
+    /// The blocks of the page and mode of `key` are executed at `gva` only from now on. Returns the outer entries of
+    /// those that there were for another address.
+    pub(crate) fn bind(&mut self, key: (u64, u8), gva: i32) -> Vec<u32> {
+        let id = key.0 & !0xfff;
+        let mut old = Vec::new();
+        // Then those of the other kind are, too.
+        if self.page(key).is_some_and(|p| p.bound == Some(gva)) {
+            return old;
+        }
+        for mode in [key.1, key.1 ^ mode::SPLIT] {
+            if let Entry::Occupied(page) = self.pages.entry((id, mode))
+                && page.get().bound != Some(gva)
+            {
+                old.extend(page.remove().blocks.iter().map(|b| b.entries.outer));
+            }
+        }
+        let page = self.pages.entry((id, key.1));
+        page.or_insert_with(PageBlocks::new).bound = Some(gva);
+        old
+    }
+    /// Other pages have gone to the block.
+    pub(crate) fn note_target(&mut self, key: (u64, u8)) {
+        if let Some(page) = self.pages.get_mut(&(key.0 & !0xfff, key.1))
+            && let (at, true) = page.rank(key.0 & 0xfff)
+            && let Some(block) = page.blocks.get_mut(at)
+            && !core::mem::replace(&mut block.is_target, true)
+        {
+            let target = Outer::of(key.0 & 0xfff, block);
+            page.targets.push(target);
+        }
+    }
+    /// The cell of the page and mode of `key`, if it has one. `next`: the number of one to give it.
+    fn cell(&mut self, key: (u64, u8), next: Option<&mut usize>) -> Option<Cell> {
+        let page = self.pages.get_mut(&(key.0 & !0xfff, key.1))?;
+        if let Some(next) = next.filter(|_| page.cell.is_none()) {
+            page.cell = Cell::new(*next);
+            *next += 1;
+        }
+        page.cell
+    }
+    /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
+    /// if they are made from the code of that generation.
+    fn targets(&self, id: u64, mode: u8, generation: u32) -> impl Iterator<Item = (u64, u32)> {
+        let page = self.page((id, mode)).into_iter();
+        page.flat_map(|page| &page.targets)
+            .filter(move |t| t.generation == generation && t.entry != 0)
+            .map(|t| (t.offset.into(), t.entry))
+    }
+    fn clear(&mut self) {
+        self.pages.clear();
+    }
+}
+
+/// Pages of [`Cache::is_new`].
+const FILLED: usize = 4096;
+/// Keys whose numbers are known: so many sets of as many. (Of two keys that take turns, as levels do,
+/// both have to be.)
+const NUMBERED: usize = 64;
+const WAYS: usize = 4;
+
+/// Where the key's number is looked for.
+fn set_of(key: u64) -> usize {
+    (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize % NUMBERED
+}
+
+/// Blocks and targets of one vCPU.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    /// By page identity, offset and mode.
+    pub(crate) blocks: Blocks,
+    /// The second page of instructions that straddle two.
+    pub(crate) second: HashMap<(u64, u8), CodePage, ByIdentity>,
+    pub(crate) targets: Box<[Target]>,
+    /// By offset of an outer entry: numbers of the direct branches in other pages that go
+    /// there by themselves ([`crate::codegen::FarSite`]).
+    pub(crate) remembered: HashMap<usize, Vec<u32>, ByIdentity>,
+    /// Pages and keys of [`Self::is_new`].
+    filled: [(u64, u64); FILLED],
+    /// Keys and their numbers.
+    numbers: [[(u64, u32); WAYS]; NUMBERED],
+    /// The last number given.
+    number: u32,
+    /// Pages that have got cells.
+    cells: usize,
+    /// What cells in the MMU's tables are right for: as all that is here is forgotten, other pages get them.
+    pub(crate) cells_generation: u64,
+}
+
+/// A number that no other cells have.
+fn new_generation() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
+}
+
+impl Cache {
+    pub(crate) fn new() -> Self {
+        LazyLock::force(&SECRET);
+        Self {
+            blocks: Blocks::default(),
+            second: HashMap::default(),
+            targets: no_targets(),
+            remembered: HashMap::default(),
+            filled: [(0, 0); FILLED],
+            numbers: [[(0, 0); WAYS]; NUMBERED],
+            number: 0,
+            cells: 0,
+            cells_generation: new_generation(),
+        }
+    }
+    pub(crate) fn clear(&mut self) {
+        self.blocks.clear();
+        self.second.clear();
+        let all = self.targets.iter_mut().enumerate();
+        let used = all.filter(|(_, t)| t.key != 0);
+        used.for_each(|(at, t)| *t = empty(at));
+        self.remembered.clear();
+        self.cells = 0;
+        self.cells_generation = new_generation();
+        self.filled.fill((0, 0));
+    }
+    /// The cell of the page and mode of `key`, if it has one.
+    pub(crate) fn cell(&mut self, key: (u64, u8)) -> Option<Cell> {
+        self.blocks.cell(key, None)
+    }
+    /// The same; one is given to it if there are more.
+    pub(crate) fn take_cell(&mut self, key: (u64, u8)) -> Option<Cell> {
+        self.blocks.cell(key, Some(&mut self.cells))
+    }
+    /// A number for the key, which no other key has had. `None`: no more are left, all are to be
+    /// forgotten, and the next one is the first again.
+    pub(crate) fn number(&mut self, key: u64) -> Option<u32> {
+        let set = &mut self.numbers[set_of(key)];
+        if let Some((_, number)) = set.iter().find(|(known, _)| *known == key) {
+            return Some(*number);
+        }
+        let Some(next) = self.number.checked_add(1) else {
+            self.number = 0;
+            self.numbers.fill([(0, 0); WAYS]);
+            return None;
+        };
+        self.number = next;
+        set[next as usize % WAYS] = (key, next);
+        Some(next)
+    }
+    /// True once for the page of `rip` under a key, or more often if others came in between.
+    pub(crate) fn is_new(&mut self, rip: u64, key: u64) -> bool {
+        let page = rip & !0xfff;
+        let at = (page >> 12 ^ key >> 9) as usize % FILLED;
+        let before = core::mem::replace(&mut self.filled[at], (page, key));
+        before != (page, key)
+    }
+    /// Enters all that other pages have gone to in the page `id`, which is that of `rip` under
+    /// the key: the next program that starts goes there too. `code` is where the buffer is.
+    pub(crate) fn fill(
+        &mut self,
+        (id, mode, generation): (u64, u8, u32),
+        (rip, key, salt): (u64, u64, u64),
+        code: u64,
+    ) {
+        let page = rip & !0xfff;
+        for (offset, outer) in self.blocks.targets(id, mode, generation) {
+            let tag = (page | offset) ^ salt;
+            if let Some(t) = self.targets.get_mut(place(tag))
+                && t.key != key
+            {
+                *t = Target {
+                    tag,
+                    key,
+                    code: code + u64::from(outer),
+                    page,
+                };
+            }
+        }
+    }
+    /// Address of the outer entry for `rip`.
+    pub(crate) fn target(&self, rip: u64, salt: u64) -> Option<u64> {
+        let tag = rip ^ salt;
+        let t = self.targets.get(place(tag))?;
+        (t.tag == tag).then_some(t.code)
+    }
+    pub(crate) fn set_target(&mut self, rip: u64, key: u64, salt: u64, code: u64) {
+        let tag = rip ^ salt;
+        if let Some(t) = self.targets.get_mut(place(tag)) {
+            *t = Target {
+                tag,
+                key,
+                code,
+                page: rip & !0xfff,
+            };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_found_where_they_were_put() {
+        let block = |n: u32| Block {
+            is_target: false,
+            may_gain: false,
+            len: 1,
+            entries: Entries::default(),
+            generation: n,
+            straddles: false,
+        };
+        let mut blocks = Blocks::default();
+        let key = |n: u32| {
+            let page = u64::from(n % 7) << 12 | 1 << 63;
+            (page | u64::from(n * 37 % 4096), (n % 3) as u8)
+        };
+        for n in 0..500 {
+            assert!(blocks.insert(key(n), block(n)).is_none());
+        }
+        for n in (0..500).step_by(2) {
+            let old = blocks.insert(key(n), block(n + 1000));
+            assert_eq!(old.map(|b| b.generation), Some(n));
+        }
+        for n in 0..500 {
+            let wanted = if n % 2 == 0 { n + 1000 } else { n };
+            assert_eq!(blocks.get(key(n)).map(|b| b.generation), Some(wanted));
+        }
+        assert!(blocks.get((key(0).0 + 1, key(0).1)).is_none());
+        assert!(blocks.get((key(0).0, 9)).is_none());
+        blocks.clear();
+        assert!(blocks.get(key(0)).is_none());
+    }
+
+    fn block(outer: u32, generation: u32) -> Block {
+        Block {
+            entries: Entries {
+                outer,
+                ..Entries::default()
+            },
+            generation,
+            straddles: false,
+            is_target: false,
+            may_gain: false,
+            len: 1,
+        }
+    }
+
+    /// What a page is filled with is what was noted, is current, and is known by its page alone.
+    #[test]
+    fn targets_that_come_back() {
+        const ID: u64 = 0x7000;
+        let mut c = Cache::new();
+        let straddling = Block {
+            straddles: true,
+            ..block(60, 7)
+        };
+        for (at, mode, b) in [
+            (0x10, 3, block(10, 7)),
+            (0x20, 3, block(20, 7)),
+            (0x30, 3, block(30, 6)),
+            (0x40, 2, block(40, 7)),
+            (0x50, 3, block(0, 7)),
+            (0x60, 3, straddling),
+        ] {
+            assert!(c.blocks.insert((ID | at, mode), b).is_none());
+            if at != 0x20 {
+                c.blocks.note_target((ID | at, mode));
+            }
+        }
+        let (page, key, salt) = (0x40_0000, 0x1234, salt_of(0x1234));
+        let known = |c: &Cache, at: u64| c.target(page | at, salt);
+        c.fill((ID, 3, 7), (page | 0xabc, key, salt), 1000);
+        let found: Vec<_> = (0..0x1000).filter_map(|at| known(&c, at)).collect();
+        assert_eq!(found, [1010]);
+        // A new translation is gone to as the old one was.
+        assert!(c.blocks.insert((ID | 0x30, 3), block(31, 7)).is_some());
+        c.fill((ID, 3, 7), (page, key, salt), 1000);
+        assert_eq!(known(&c, 0x30), Some(1031));
+        assert_eq!(c.target(page | 0x30, salt_of(key + 1)), None);
+    }
+
+    #[test]
+    fn numbers_of_keys_are_their_own() {
+        let mut c = Cache::new();
+        let mut given = HashMap::new();
+        for key in (1..2000_u64).chain(1..2000) {
+            let number = c.number(key << 8).unwrap();
+            assert_eq!(c.number(key << 8), Some(number));
+            assert!(number != 0 && *given.entry(number).or_insert(key) == key);
+        }
+        // Two of a set that take turns are both known soon.
+        let same: Vec<_> = (5000..).filter(|k| set_of(*k) == 7).take(2).collect();
+        let mut turn = || [same[0], same[1]].map(|key| c.number(key));
+        turn();
+        turn();
+        assert_eq!(turn(), turn());
+        c.number = u32::MAX - 1;
+        assert_eq!(c.number(1 << 40), Some(u32::MAX));
+        assert_eq!(c.number(2 << 40), None);
+        assert_eq!([c.number(2 << 40), c.number(1 << 40)], [Some(1), Some(2)]);
+    }
+
+    #[test]
+    fn a_page_is_new_once_under_a_key() {
+        let mut c = Cache::new();
+        assert!(c.is_new(0x1234, 0x300));
+        assert!(!c.is_new(0x1fff, 0x300));
+        assert!(c.is_new(0x1234, 0x500));
+        c.clear();
+        assert!(c.is_new(0x1234, 0x500));
+    }
+}

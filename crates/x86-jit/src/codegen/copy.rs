@@ -1,0 +1,299 @@
+//! Instructions that are executed as they are, with other registers and a host address.
+
+use iced_x86::{Instruction, OpKind, Register};
+
+use super::{
+    Emit, Translator, Unsupported,
+    memory::Finds,
+    narrow,
+    recode::{self, Rm, recode},
+};
+use crate::{
+    asm::*,
+    frame::area::*,
+    ir::decoded::Decoded,
+    ir::kind::{Form, Shape},
+};
+
+impl Translator {
+    pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
+        let shape = form
+            .shape
+            .filter(|_| self.long || narrow::is_encoded_alike(&d.raw));
+        if d.registers & HOMED != 0
+            && d.memory.is_none()
+            && let Some(shape) = shape
+            && self.copy_in_memory(d, form, shape)
+        {
+            return Ok(());
+        }
+        let i = &d.i;
+        let memory = d.memory;
+        let mut operand = None;
+        if let Some(write) = memory {
+            let size = u32::from(form.size);
+            if size == 0 || size > 32 {
+                return Err(Unsupported);
+            }
+            let aligned = aligned || form.is_locked(i) && size > 1;
+            // Where nothing else needs r13.
+            let uses_scratch = d.registers & HOMED != 0 || form.touches_flags && d.live_in != 0;
+            let finds = if uses_scratch || d.high {
+                Finds::Address
+            } else {
+                Finds::Parts
+            };
+            operand = Some(match self.anchored(d) {
+                Some(place) => place,
+                None => self.operand(d, size, write, aligned, finds)?,
+            });
+        }
+        self.flags_before(d, form);
+        let mut map = HOST;
+        // Registers that live in memory: (guest number, host register, write back).
+        let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
+        let mut used = 0;
+        let mut spilled: [Option<Reg>; 2] = [None; 2];
+        let homed = if d.registers & HOMED == 0 {
+            0
+        } else {
+            i.op_count()
+        };
+        for n in 0..homed {
+            if i.op_kind(n) != OpKind::Register {
+                continue;
+            }
+            let r = i.op_register(n);
+            if !r.is_gpr() {
+                continue;
+            }
+            let number = r.full_register().number() as u8;
+            if host_reg(number).is_some() {
+                continue;
+            }
+            let write = form.writes & 1 << n != 0;
+            if let Some(t) = temps[..used].iter_mut().find(|t| t.0 == number) {
+                t.2 |= write;
+                continue;
+            }
+            let host = self.scratch(i, used, memory.is_some(), &mut spilled)?;
+            let whole = form.replaces & 1 << n != 0
+                && r.size() >= 4
+                && !keeps_destination(i)
+                && (0..i.op_count()).all(|m| {
+                    m == n
+                        || i.op_kind(m) != OpKind::Register
+                        || i.op_register(m).full_register() != r.full_register()
+                });
+            if !whole {
+                self.load_home(host, number);
+            } else if host == S1 {
+                self.cached = None;
+            }
+            let slot = temps.get_mut(used).ok_or(Unsupported)?;
+            *slot = (number, host, write);
+            used += 1;
+            map[usize::from(number)] = host;
+        }
+        if let Some(m) = operand.filter(|_| d.high) {
+            self.copy_with_high_byte(i, m)?;
+            self.flags_after(d, form);
+            return Ok(());
+        }
+        let rm = operand.map_or(Rm::Register, |m| match m.index {
+            None if m.base == Some(S0) => Rm::Host(m.disp),
+            _ => Rm::At(m),
+        });
+        match shape.and_then(|s| recode((&d.raw, i.len()), s, &map, rm, d.high)) {
+            Some(made) => {
+                let len = made.write(self.asm.window());
+                self.asm.advance(len);
+            }
+            None => self.encode(&rewritten(i, &map, operand))?,
+        }
+        for (number, host, write) in &temps[..used] {
+            if *write {
+                self.asm.store(home(*number), *host);
+            }
+        }
+        for (n, r) in spilled.iter().enumerate() {
+            if let Some(r) = r {
+                self.asm.load(*r, gs(SPILL + 8 * n));
+            }
+        }
+        if used != 0 {
+            // The first one is in r13.
+            self.cached = Some(temps[0].0);
+        }
+        self.flags_after(d, form);
+        Ok(())
+    }
+
+    /// An instruction on `[r14 + disp]` and AH, CH, DH or BH, which no instruction can name that names r14.
+    fn copy_with_high_byte(&mut self, i: &Instruction, operand: Mem) -> Emit {
+        let mut out = rewritten(i, &HOST, Some(operand));
+        out.set_memory_base(Register::RBP);
+        // xchg r14, rbp
+        self.asm.bytes(&[0x49, 0x87, 0xee]);
+        self.encode(&out)?;
+        self.asm.bytes(&[0x49, 0x87, 0xee]);
+        Ok(())
+    }
+
+    /// An instruction without a memory operand, one of whose registers is accessed where it lives in
+    /// memory. False: that is not possible, or a scratch register has it.
+    fn copy_in_memory(&mut self, d: &Decoded, form: &Form, shape: Shape) -> bool {
+        let Some((number, reads)) = form.in_memory(&d.i) else {
+            return false;
+        };
+        let is_other = |r: u16| r & HOMED & !(1 << number) != 0;
+        if host_reg(number).is_some()
+            || d.high
+            || is_other(d.writes)
+            || reads && self.cached == Some(number)
+        {
+            return false;
+        }
+        let Ok(disp) = i8::try_from(home(number).disp) else {
+            return false;
+        };
+        let others = d.registers & HOMED & !(1 << number);
+        let mut map = HOST;
+        if others != 0 {
+            map[others.trailing_zeros() as usize] = S1;
+        }
+        let Some(made) = recode((&d.raw, d.i.len()), shape, &map, Rm::Home(disp), false) else {
+            return false;
+        };
+        self.flags_before(d, form);
+        if others != 0 {
+            self.load_home(S1, others.trailing_zeros() as u8);
+        }
+        let len = made.write(self.asm.window());
+        self.asm.advance(len);
+        if d.writes >> number & 1 != 0 && self.cached == Some(number) {
+            self.cached = None;
+        }
+        self.flags_after(d, form);
+        true
+    }
+
+    /// A host register for the `n`th register that lives in memory.
+    fn scratch(
+        &mut self,
+        i: &Instruction,
+        n: usize,
+        memory: bool,
+        spilled: &mut [Option<Reg>; 2],
+    ) -> Result<Reg, Unsupported> {
+        if n == 0 {
+            return Ok(S1);
+        }
+        if n == 1 && !memory {
+            return Ok(S0);
+        }
+        // No instruction uses these implicitly.
+        let free = (8..TLB).rev().find(|r| {
+            !spilled.contains(&Some(*r))
+                && !self.is_borrowed(*r)
+                && (0..i.op_count()).all(|n| {
+                    i.op_kind(n) != OpKind::Register
+                        || !i.op_register(n).is_gpr()
+                        || host_reg(i.op_register(n).full_register().number() as u8) != Some(*r)
+                })
+        });
+        let r = free.ok_or(Unsupported)?;
+        let place = spilled
+            .iter()
+            .position(Option::is_none)
+            .ok_or(Unsupported)?;
+        spilled[place] = Some(r);
+        self.asm.store(gs(SPILL + 8 * place), r);
+        Ok(r)
+    }
+
+    pub(super) fn encode(&mut self, i: &Instruction) -> Emit {
+        self.encoder.encode(i, 0).map_err(|_| {
+            let _ = self.encoder.take_buffer();
+            Unsupported
+        })?;
+        let mut bytes = self.encoder.take_buffer();
+        self.asm.slice(&bytes);
+        bytes.clear();
+        self.encoder.set_buffer(bytes);
+        Ok(())
+    }
+}
+
+/// Where guest registers are that do not live in memory.
+pub(super) const HOST: recode::Map = {
+    let mut map = [0; 16];
+    let mut n = 0;
+    while n < 16 {
+        if let Some(r) = host_reg(n) {
+            map[n as usize] = r;
+        }
+        n += 1;
+    }
+    map
+};
+
+/// What [`recode()`] makes, for the encoder.
+pub(super) fn rewritten(i: &Instruction, map: &recode::Map, operand: Option<Mem>) -> Instruction {
+    let mut out = *i;
+    if let Some(m) = operand {
+        set_operand(&mut out, m);
+    }
+    drop_hints(&mut out);
+    for n in 0..out.op_count() {
+        let r = out.op_register(n);
+        let high = matches!(r, Register::AH | Register::CH | Register::DH | Register::BH);
+        if out.op_kind(n) == OpKind::Register && r.is_gpr() && !high {
+            let host = map[r.full_register().number() & 15];
+            out.set_op_register(n, register(host, r.size()));
+        }
+    }
+    out
+}
+
+/// Makes that the memory operand.
+pub(super) fn set_operand(out: &mut Instruction, m: Mem) {
+    let name = |r: Option<Reg>| r.map_or(Register::None, |r| register(r, 8));
+    out.set_memory_base(name(m.base));
+    out.set_memory_index(name(m.index.map(|(r, _)| r)));
+    out.set_memory_index_scale(1 << m.index.map_or(0, |(_, scale)| scale));
+    out.set_memory_displacement64(i64::from(m.disp) as u64);
+    out.set_memory_displ_size(u32::from(m.disp != 0));
+}
+
+/// Prefixes without effect on the guest may have one on the host: F3 makes
+/// TZCNT of BSF and LZCNT of BSR, XACQUIRE begins a transaction.
+pub(super) fn drop_hints(out: &mut Instruction) {
+    out.set_segment_prefix(Register::None);
+    out.set_has_rep_prefix(false);
+    out.set_has_repne_prefix(false);
+    out.set_has_xacquire_prefix(false);
+    out.set_has_xrelease_prefix(false);
+}
+
+/// BSF and BSR leave the destination alone for a source of zero; a conditional
+/// move may not write, and CMPXCHG writes either operand.
+fn keeps_destination(i: &Instruction) -> bool {
+    use iced_x86::Mnemonic as M;
+    matches!(
+        i.mnemonic(),
+        M::Bsf | M::Bsr | M::Cmpxchg | M::Xadd | M::Xchg
+    )
+}
+
+/// The general register `n` of the given size in bytes.
+pub(super) fn register(n: Reg, size: usize) -> Register {
+    let n = u32::from(n);
+    match size {
+        1 if n < 4 => Register::AL + n,
+        1 => Register::SPL + (n - 4),
+        2 => Register::AX + n,
+        4 => Register::EAX + n,
+        _ => Register::RAX + n,
+    }
+}

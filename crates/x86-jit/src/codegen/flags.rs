@@ -1,0 +1,141 @@
+//! Where arithmetic flags are: the guest's instructions leave them in RFLAGS, which
+//! the translator's own code changes, and blocks are entered with them in [`FLAGS`].
+//!
+//! They are moved once on each way: what the translator does in between to RFLAGS
+//! (a probe of the TLB, say) costs nothing if they are in memory already, and they come
+//! back for an instruction that reads some of them or leaves some as they are. CF alone,
+//! between additions with carry or over INC and DEC, is moved by itself.
+
+use iced_x86::{Instruction, Mnemonic, OpKind, RflagsBits};
+
+use super::Translator;
+use crate::{
+    asm::*,
+    codegen::thunks::{restore_flags, save_flags},
+    frame::area::*,
+    ir::decoded::Decoded,
+    ir::kind::Form,
+};
+
+/// LAHF's byte: CF is its lowest bit.
+const LAHF: Mem = Mem {
+    disp: NEAR_FLAGS.disp + 1,
+    ..NEAR_FLAGS
+};
+
+/// Where live arithmetic flags are; nothing can be told of others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Flags {
+    /// RFLAGS.
+    Register,
+    /// RFLAGS, as of a register that was made zero by XOR or SUB with itself.
+    Zero,
+    /// [`FLAGS`].
+    Memory,
+    Both,
+}
+
+impl Flags {
+    /// Nowhere but in RFLAGS.
+    pub(super) fn is_register(self) -> bool {
+        matches!(self, Self::Register | Self::Zero)
+    }
+}
+
+/// [`FLAGS`] of a result of zero: ZF, PF, and the bit that is always set.
+const OF_ZERO: i32 = 0x4600;
+
+/// XOR or SUB of a register with itself.
+fn makes_zero(i: &Instruction) -> bool {
+    matches!(i.mnemonic(), Mnemonic::Xor | Mnemonic::Sub)
+        && i.op0_kind() == OpKind::Register
+        && i.op1_kind() == OpKind::Register
+        && i.op0_register() == i.op1_register()
+}
+
+impl Translator {
+    /// Before code that changes RFLAGS, which is not the guest's.
+    pub(super) fn spill_flags(&mut self, d: &Decoded) {
+        if d.live_in == RflagsBits::CF && self.flags.is_register() {
+            // setc [LAHF]
+            self.asm.rm(false, &[0x0f, 0x92], 0, LAHF);
+        } else if d.live_in != 0 {
+            self.flags_in_memory();
+        }
+        self.flags = Flags::Memory;
+    }
+
+    /// Flags are in memory from here on.
+    pub(super) fn flags_in_memory(&mut self) {
+        match self.flags {
+            Flags::Register => {
+                save_flags(&mut self.asm);
+                self.cached = None;
+            }
+            Flags::Zero => self.asm.store32_imm(NEAR_FLAGS, OF_ZERO),
+            Flags::Memory | Flags::Both => {}
+        }
+        self.flags = Flags::Memory;
+    }
+
+    /// Flags are in RFLAGS from here on, and may be in memory. Changes r13.
+    pub(super) fn flags_in_register(&mut self) {
+        if self.flags == Flags::Memory {
+            restore_flags(&mut self.asm, S1);
+            self.cached = None;
+            self.flags = Flags::Both;
+        }
+    }
+
+    /// Before an instruction that is executed as it is. Changes r13.
+    pub(super) fn flags_before(&mut self, d: &Decoded, form: &Form) {
+        if !form.touches_flags || d.live_in == 0 {
+            return;
+        }
+        if d.live_in == RflagsBits::CF && self.flags == Flags::Memory {
+            let a = &mut self.asm;
+            a.rm(false, &[0x0f, 0xb6], S1, LAHF); // movzx
+            a.rr(false, &[0x0f, 0xba], 4, S1); // bt
+            a.bytes(&[0]);
+            self.cached = None;
+            self.flags = Flags::Both;
+        } else {
+            self.flags_in_register();
+        }
+    }
+
+    /// After an instruction that was executed as it is.
+    pub(super) fn flags_after(&mut self, d: &Decoded, form: &Form) {
+        if form.changes_flags {
+            self.flags = if makes_zero(&d.i) {
+                Flags::Zero
+            } else {
+                Flags::Register
+            };
+        }
+    }
+
+    /// The condition to test for one of the guest's flags.
+    pub(super) fn condition(&mut self, condition: u8) -> u8 {
+        if self.flags != Flags::Memory {
+            return condition;
+        }
+        let (at, mask) = match condition & !1 {
+            0 => (NEAR_FLAGS, 1),
+            cc::B => (LAHF, 0x01),
+            cc::E => (LAHF, 0x40),
+            cc::BE => (LAHF, 0x41),
+            cc::S => (LAHF, 0x80),
+            cc::P => (LAHF, 0x04),
+            // SF is not OF.
+            _ => {
+                self.flags_in_register();
+                return condition;
+            }
+        };
+        // test byte [at], mask
+        self.asm.rm(false, &[0xf6], 0, at);
+        self.asm.bytes(&[mask]);
+        cc::NE ^ (condition & 1)
+    }
+}

@@ -1,0 +1,245 @@
+//! Branches whose target comes next in a trace.
+//!
+//! [`NEAR_PAGE`] stays that of the page that the trace begins in: what is stored there is loaded again at the
+//! next branch, and all of a trace would wait for one such pair after the other. What leaves the trace
+//! from another page sets it first.
+
+use iced_x86::OpKind;
+
+use super::{Emit, Stub, Translator, check_generation, keeps_cached};
+use crate::{
+    asm::*,
+    codegen::thunks,
+    frame::area::*,
+    ir::decoded::{Decoded, Place},
+    ir::kind::Kind,
+    plan::groups::popped,
+};
+
+/// From a stub on, code is of a page, so far beyond [`NEAR_PAGE`].
+pub(super) type Turn = (usize, u8, i32);
+
+/// What is translated by code that adds [`Translator::beyond`], or leaves it to stubs.
+fn knows_pages(kind: Kind) -> bool {
+    keeps_cached(kind) || matches!(kind, Kind::Leave | Kind::Div | Kind::Idiv | Kind::BitString)
+}
+
+/// A trace goes on behind it.
+pub(crate) fn is_passed(d: &Decoded) -> bool {
+    d.page == 0 && !d.kind.ends_block() || knows_pages(d.kind)
+}
+
+impl Translator {
+    /// Nothing is translated yet.
+    pub(super) fn begin_trace(&mut self) {
+        (self.page, self.beyond) = (0, 0);
+        self.turns_of_pages.clear();
+        self.frames.clear();
+        self.branches.clear();
+    }
+
+    /// Leaves for `offset`, where the trace begins, if its other pages are not what they were, or where they were.
+    pub(super) fn compare_pages(&mut self, offset: u32) {
+        if self.pages.len() == 1 {
+            return;
+        }
+        if self.bound.is_none() {
+            self.asm.load(S0, NEAR_PAGE);
+        }
+        for n in 1..self.pages.len() {
+            let page = self.pages[n];
+            let Some(cell) = page.cell else { continue };
+            let place = at(TLB, mmu::l1::cell(cell.number));
+            let tag = i32::from(cell.tag);
+            let changed = check_generation(&mut self.asm, self.code, &page.source);
+            if let Some(page) = page.bound {
+                let n = self.asm.cmp_mem_imm32(true, place);
+                self.asm.patch32(n, page + tag);
+            } else {
+                self.asm.lea(S1, at(S0, page.distance + tag));
+                self.asm.alu(true, Alu::Cmp, S1, place);
+            }
+            let moved = self.asm.jcc(cc::NE);
+            for from in [changed, moved] {
+                self.stubs.push(Stub::Moved { from, offset });
+            }
+        }
+    }
+
+    /// The branch, if it leads where it is expected to; it is made as elsewhere otherwise.
+    pub(super) fn inline(&mut self, d: &Decoded, onto: Place) -> Emit {
+        match d.kind {
+            Kind::Ret => {
+                self.flags_in_memory();
+                self.inline_return(d, onto);
+            }
+            Kind::CallIndirect | Kind::JmpIndirect => {
+                self.flags_in_memory();
+                self.expect_target(d, onto)?;
+            }
+            _ => {}
+        }
+        if matches!(d.kind, Kind::CallIndirect | Kind::Call) {
+            self.push_return(d);
+            self.rsp_moves -= self.word();
+            self.frames.push(Place {
+                page: d.page,
+                offset: d.end() as u16,
+            });
+        }
+        self.cached = None;
+        self.set_page(onto.page);
+        Ok(())
+    }
+
+    fn distance(&self, page: u8) -> i32 {
+        let page = self.pages.get(usize::from(page));
+        page.map_or(0, |p| p.distance)
+    }
+
+    fn bound(&self, page: u8) -> Option<i32> {
+        self.pages.get(usize::from(page))?.bound
+    }
+
+    /// What has to be added to [`NEAR_PAGE`] for the place.
+    fn beyond_of(&self, place: Place) -> i32 {
+        self.beyond - self.distance(self.page) + self.distance(place.page) + i32::from(place.offset)
+    }
+
+    /// The gva of a place in r13.
+    fn load_place(&mut self, place: Place) {
+        let beyond = self.beyond_of(place);
+        self.asm.load(S1, NEAR_PAGE);
+        self.asm.lea(S1, at(S1, beyond));
+    }
+
+    /// Code of that page of the trace is translated next.
+    fn set_page(&mut self, page: u8) {
+        let there = Place { page, offset: 0 };
+        self.turn(page, self.beyond_of(there));
+    }
+
+    /// The same, so far beyond [`NEAR_PAGE`].
+    fn turn(&mut self, page: u8, beyond: i32) {
+        if (self.page, self.beyond) != (page, beyond) {
+            (self.page, self.beyond) = (page, beyond);
+            self.bound = self.bound(page);
+            self.turns_of_pages.push((self.stubs.len(), page, beyond));
+        }
+    }
+
+    /// [`NEAR_PAGE`] is the page of the code from here on, whose last instruction comes next, or has come. Changes r13.
+    pub(super) fn settle_page(&mut self) {
+        if self.beyond != 0 {
+            set_near_page(&mut self.asm, self.bound, self.beyond);
+            self.cached = None;
+            self.turn(self.page, 0);
+        }
+    }
+
+    /// Compares where an indirect branch leads.
+    fn expect_target(&mut self, d: &Decoded, onto: Place) -> Emit {
+        self.read_target(d)?;
+        self.current = None;
+        if let Some(page) = self.bound(onto.page) {
+            self.asm
+                .alu_imm(true, Alu::Cmp, S0, page + i32::from(onto.offset));
+        } else {
+            self.load_place(onto);
+            self.asm.alu_rr(true, Alu::Cmp, S0, S1);
+        }
+        let from = self.asm.jcc(cc::NE);
+        let number = self.branches.len();
+        self.branches.push(*d);
+        self.stubs.push(Stub::Unexpected { from, number });
+        Ok(())
+    }
+
+    fn inline_return(&mut self, d: &Decoded, onto: Place) {
+        self.frames.pop();
+        let disp = self.stack_slot(d, GUEST_RSP, 0, false);
+        let slot = at(S0, disp);
+        if let Some(page) = self.bound(onto.page) {
+            let n = self.asm.cmp_mem_imm32(true, slot);
+            self.asm.patch32(n, page + i32::from(onto.offset));
+        } else {
+            self.load_place(onto);
+            self.asm.alu(true, Alu::Cmp, S1, slot);
+        }
+        let from = self.asm.jcc(cc::NE);
+        let by = self.word() + popped(&d.i);
+        self.stubs.push(Stub::Elsewhere {
+            from,
+            disp,
+            site: thunks::branch(d.offset, by),
+        });
+        self.rsp_moves += by;
+    }
+
+    /// The trace ends within calls: returns from them are predicted as those of others.
+    pub(super) fn push_frames(&mut self) {
+        let (page, beyond) = (self.page, self.beyond);
+        for frame in core::mem::take(&mut self.frames) {
+            if let Some(page) = self.bound(frame.page) {
+                self.asm.push_imm(page + i32::from(frame.offset));
+            } else {
+                self.load_place(frame);
+                thunks::push(&mut self.asm, S1);
+            }
+            let call = self.asm.call();
+            self.turn(frame.page, 0);
+            self.return_site(frame.offset.into());
+            self.turn(page, beyond);
+            let next = self.asm.here();
+            self.asm.patch(call, next);
+            self.cached = None;
+        }
+    }
+
+    /// An indirect branch to the gva in r14, which is not where it was expected to lead, before it has done anything.
+    pub(super) fn unexpected(&mut self, number: usize) {
+        let Some(d) = self.branches.get(number).copied() else {
+            return;
+        };
+        (self.current, self.cached, self.rsp_moves) = (None, None, 0);
+        self.flags = super::Flags::Memory;
+        self.indirect_to(&Decoded { member: None, ..d });
+    }
+
+    /// What is translated next is of the page that the stub at a place is of; returns how far that is beyond [`NEAR_PAGE`].
+    pub(super) fn turn_to_page_of(&mut self, stub: usize) -> i32 {
+        if self.pages.len() == 1 {
+            return 0;
+        }
+        let mut before = self.turns_of_pages.iter().rev();
+        let of = before.find(|(from, ..)| *from <= stub).copied();
+        let (_, page, beyond) = of.unwrap_or_default();
+        // What it adds to the stubs comes after it is set.
+        self.turn(page, 0);
+        beyond
+    }
+}
+
+/// Sets [`NEAR_PAGE`], which is so far from what it is to be; that is `bound` if it is known. Changes r13, but no flags.
+fn set_near_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
+    if let Some(page) = bound {
+        return a.store_imm(NEAR_PAGE, page);
+    }
+    a.load(S1, NEAR_PAGE);
+    a.lea(S1, at(S1, beyond));
+    a.store(NEAR_PAGE, S1);
+}
+
+/// The same without any register changed.
+pub(super) fn move_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
+    if beyond != 0 {
+        thunks::push(a, S1);
+        set_near_page(a, bound, beyond);
+        thunks::pop(a, S1);
+    }
+}
+
+/// The word that an indirect call to what comes next writes can be a group's member.
+pub(crate) fn pushes_only(d: &Decoded) -> bool {
+    d.kind == Kind::CallIndirect && d.i.op0_kind() == OpKind::Register
+}

@@ -1,0 +1,590 @@
+//! Memory operands: effective addresses, and probes of the software TLB.
+
+use iced_x86::{Instruction, Mnemonic, Register};
+use mmu::l1::{ENTRIES, Half, LANES, PAGES_OFFSET, STACK_OFFSET, lane};
+
+use super::{Emit, Stub, Translator, Unsupported};
+use crate::{
+    asm::*,
+    codegen::thunks::{LANE_SHIFT, RAISES, site},
+    frame::area::*,
+    ir::decoded::Decoded,
+    ir::kind::Kind,
+    plan::groups::{Align, Member},
+};
+
+/// log2 of the size of a tag, and of a page's address.
+const SCALE: u8 = 3;
+
+/// The tag of the TLB entry that r13 selects.
+pub(crate) fn tag(write: bool) -> Mem {
+    let half = if write { Half::Write } else { Half::Read };
+    Mem {
+        disp: half.tags(),
+        ..host_page()
+    }
+}
+
+/// The host page of that entry.
+pub(crate) fn host_page() -> Mem {
+    at(TLB, PAGES_OFFSET).plus(S1, SCALE)
+}
+
+/// A word of the tables' entry that [`select_entry`] has `by` select.
+pub(crate) fn selected(m: Mem, by: Reg) -> Mem {
+    Mem {
+        index: m.index.map(|(_, scale)| (by, scale)),
+        ..m
+    }
+}
+
+/// The tag of the stack's entry.
+pub(crate) fn stack_tag() -> Mem {
+    at(TLB, STACK_OFFSET)
+}
+
+/// The host page beside it.
+pub(crate) fn stack_page() -> Mem {
+    at(TLB, STACK_OFFSET + 8)
+}
+
+/// Has `to` select the TLB entry of the gva in `gva`.
+pub(crate) fn select_entry(a: &mut Asm, to: Reg, gva: Reg) {
+    if a.isa().bmi1 {
+        // The base says which bits.
+        a.bextr(to, gva, TLB);
+    } else {
+        a.mov(to, gva);
+        a.shift(true, 5, to, 12);
+        a.alu_imm(false, Alu::And, to, (ENTRIES - 1) as i32);
+    }
+}
+
+/// Which entry a probe compares with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Probe {
+    Read,
+    Write,
+    /// The stack's, whatever the access does.
+    Stack,
+    /// A lane's.
+    Lane(u16),
+    /// As the first two, for an address that is known.
+    Known {
+        gva: i32,
+        write: bool,
+    },
+}
+
+impl Probe {
+    /// Those that there are templates of.
+    pub(super) const COMMON: [Self; 3] = [Self::Read, Self::Write, Self::Stack];
+
+    /// Its place among these.
+    fn number(self) -> Option<usize> {
+        Self::COMMON.iter().position(|p| *p == self)
+    }
+
+    pub(super) fn of(is_stack: bool, write: bool) -> Self {
+        if is_stack { Self::Stack } else { write.into() }
+    }
+
+    /// The entry's tag, where r13 selects the entry.
+    pub(super) fn tag(self) -> Mem {
+        match self {
+            Self::Stack => stack_tag(),
+            Self::Lane(n) => at(TLB, lane(n.into())),
+            Self::Known { gva, write } => Mem {
+                index: None,
+                disp: tag(write).disp + entry_of(gva),
+                ..tag(write)
+            },
+            _ => tag(self == Self::Write),
+        }
+    }
+
+    /// Emits it for an address that is known: r14 is the page, or its host address. Returns the branch to take on a miss.
+    fn emit_known(self, a: &mut Asm, gva: i32, finds: Finds) -> usize {
+        let page = a.cmp_mem_imm32(true, self.tag());
+        a.patch32(page, gva & !0xfff);
+        let from = a.jcc(cc::NE);
+        let host = at(TLB, PAGES_OFFSET + entry_of(gva));
+        if gva & 0xfff == 0 || finds == Finds::Parts {
+            a.load(S0, host);
+        } else {
+            a.mov_imm(S0, (gva & 0xfff) as u64);
+            a.alu(true, Alu::Add, S0, host);
+        }
+        from
+    }
+
+    /// Emits it; returns where the word is that it compares with, and the branch to take on a miss.
+    pub(super) fn emit(self, a: &mut Asm, finds: Finds) -> [usize; 2] {
+        let page = match self {
+            Self::Stack => stack_page(),
+            Self::Lane(n) => at(TLB, lane(n.into()) + 8),
+            _ => {
+                select_entry(a, S1, S0);
+                host_page()
+            }
+        };
+        a.alu(true, Alu::Sub, S0, self.tag());
+        // More than a byte can hold, for all sizes.
+        a.alu_imm(true, Alu::Cmp, S0, 4096);
+        let limit = a.here() - 4;
+        let from = a.jcc(cc::A);
+        match finds {
+            Finds::Address => a.alu(true, Alu::Add, S0, page),
+            Finds::Parts => a.load(S1, page),
+        }
+        [limit, from]
+    }
+
+    /// What its miss does: the site, and the call.
+    pub(super) fn emit_miss(self, a: &mut Asm) -> [usize; 2] {
+        if let Self::Known { gva, .. } = self {
+            a.mov_signed(true, S0, gva);
+        } else {
+            a.alu(true, Alu::Add, S0, self.tag());
+        }
+        if let Self::Lane(n) = self {
+            a.mov_imm64(S1, lane_of(n));
+            return [a.here() - 8, a.call()];
+        }
+        a.mov_imm(S1, 0);
+        [a.here() - 4, a.call()]
+    }
+}
+
+/// What a probe leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Finds {
+    /// The host address in r14.
+    Address,
+    /// Its page in r13 and the offset in r14, which the instruction adds: it is a cycle faster, and takes a step less on
+    /// some processors. For an address that is known: the page in r14.
+    Parts,
+}
+
+/// Lanes that belong to one place in the code each. The others are segments'.
+const OWN_LANES: u16 = LANES as u16 - 32;
+
+/// The lane for reads at a constant distance from FS's or GS's base, which all code shares: threads' and processors' own
+/// data is on few pages.
+fn lane_of_segment(i: &Instruction) -> Option<u16> {
+    let segment = i.memory_segment();
+    let is_near = matches!(segment, Register::FS | Register::GS)
+        && i.memory_base() == Register::None
+        && i.memory_index() == Register::None;
+    let page = (i.memory_displacement64() >> 12) as u16 % 8;
+    is_near.then(|| OWN_LANES + u16::from(segment == Register::GS) * 16 + page * 2)
+}
+
+/// What stands above a [`site`] for a lane: its number.
+const fn lane_of(n: u16) -> u64 {
+    (n as u64) << LANE_SHIFT
+}
+
+/// Where the entry of an address is among tags, and among pages.
+const fn entry_of(gva: i32) -> i32 {
+    ((gva >> 12) & (ENTRIES as i32 - 1)) << SCALE
+}
+
+impl From<bool> for Probe {
+    fn from(write: bool) -> Self {
+        if write { Self::Write } else { Self::Read }
+    }
+}
+
+/// Nothing but RSP says where the operand is.
+pub(crate) fn is_on_stack(i: &Instruction) -> bool {
+    matches!(i.memory_base(), Register::RSP | Register::ESP)
+        && i.memory_index() == Register::None
+        && !matches!(i.memory_segment(), Register::FS | Register::GS)
+}
+
+/// A page fault of its first access is what the instruction raises in any case. Masked moves, for
+/// one, need not make theirs.
+fn raises_its_fault(d: &Decoded) -> bool {
+    use Mnemonic as M;
+    match d.kind {
+        Kind::Copy | Kind::CopyAligned | Kind::Push | Kind::Pop | Kind::Leave => true,
+        Kind::CopyFp | Kind::CopyFpAligned => matches!(
+            d.i.mnemonic(),
+            M::Movaps
+                | M::Movups
+                | M::Movdqa
+                | M::Movdqu
+                | M::Movd
+                | M::Movq
+                | M::Vmovaps
+                | M::Vmovups
+                | M::Vmovdqa
+                | M::Vmovdqu
+                | M::Vmovd
+                | M::Vmovq
+        ),
+        _ => false,
+    }
+}
+
+impl Translator {
+    /// The linear address less `less` in r14. Changes flags if there is a segment base to add.
+    pub(super) fn address(&mut self, i: &Instruction, less: i32) -> Emit {
+        let base = i.memory_base();
+        if base == Register::RIP {
+            let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
+            let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+            let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
+            self.asm.load(S0, NEAR_PAGE);
+            self.asm.lea(S0, at(S0, disp));
+        } else {
+            let (m, wide) = self.effective(i, less, true)?;
+            match (m.base, m.index, m.disp) {
+                (Some(S0), None, 0) if wide => {}
+                (Some(b), None, 0) if wide => self.asm.mov(S0, b),
+                _ => self.asm.rm(wide, &[0x8d], S0, m),
+            }
+        }
+        if matches!(i.memory_segment(), Register::FS | Register::GS) {
+            let n = i.memory_segment().number();
+            self.asm.alu(self.long, Alu::Add, S0, segment_base(n));
+        }
+        Ok(())
+    }
+
+    /// The operand of a LEA for the effective address less `less`, without RIP,
+    /// and whether it has 64 bits. Registers that live in memory are loaded to
+    /// r13, or r14 for the second; with `address`, r14 is for the result.
+    pub(super) fn effective(
+        &mut self,
+        i: &Instruction,
+        less: i32,
+        address: bool,
+    ) -> Result<(Mem, bool), Unsupported> {
+        let (base, index) = (i.memory_base(), i.memory_index());
+        let wide = match (base, index) {
+            (Register::EIP, _) => return Err(Unsupported),
+            (Register::None, Register::None) => i.memory_displ_size() == 8,
+            (Register::None, r) | (r, _) => r.is_gpr64(),
+        };
+        let disp = if wide {
+            i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?
+        } else {
+            i.memory_displacement32() as i32
+        };
+        let disp = disp.checked_sub(less).ok_or(Unsupported)?;
+        let number = |r: Register| (r != Register::None).then(|| r.number() as u8);
+        let homed = |n: &u8| host_reg(*n).is_none();
+        let (base, index) = (number(base), number(index));
+        let mut scratch = S1;
+        if self.cached.is_some()
+            && index.filter(homed) == self.cached
+            && base.is_some_and(|n| homed(&n))
+        {
+            // The index is in r13.
+            scratch = S0;
+        }
+        if address && index.is_none() && disp == 0 && base != self.cached {
+            // What is all of the address need not be copied.
+            scratch = S0;
+        }
+        let mut reg = |n: u8| {
+            host_reg(n).unwrap_or_else(|| {
+                let to = scratch;
+                self.load_home(to, n);
+                scratch = if to == S1 { S0 } else { S1 };
+                to
+            })
+        };
+        let base = base.map(&mut reg);
+        let index = index.map(|n| (reg(n), i.memory_index_scale().trailing_zeros() as u8));
+        let operand = Mem {
+            base,
+            index,
+            disp,
+            gs: false,
+        };
+        Ok((operand, wide))
+    }
+
+    /// From the gva in r14 to a host address in r14, by the software TLB.
+    pub(super) fn probe(&mut self, offset: u32, size: u32, write: bool) {
+        self.probe_for(
+            site(offset, size, write),
+            size,
+            write.into(),
+            Finds::Address,
+        );
+    }
+
+    /// The same of the word that RSP points to.
+    pub(super) fn probe_stack(&mut self, offset: u32, write: bool) {
+        let word = self.word() as u32;
+        self.probe_for(
+            site(offset, word, write),
+            word,
+            Probe::Stack,
+            Finds::Address,
+        );
+    }
+
+    /// The probe of the access that is all, or the first thing, that the instruction does.
+    fn probe_first(
+        &mut self,
+        d: &Decoded,
+        size: u32,
+        write: bool,
+        probe: Probe,
+        finds: Finds,
+    ) -> Mem {
+        let raises = if raises_its_fault(d) { RAISES } else { 0 };
+        self.probe_for(site(d.offset, size, write) | raises, size, probe, finds)
+    }
+
+    /// Returns where the bytes are.
+    fn probe_for(&mut self, site: u32, size: u32, probe: Probe, finds: Finds) -> Mem {
+        let (from, resume) = self.look_up(size, probe, finds);
+        self.stubs.push(Stub::Refill {
+            from,
+            resume,
+            site,
+            probe,
+            finds,
+            cached: self.cached,
+        });
+        match (finds, probe) {
+            (Finds::Address, _) => at(S0, 0),
+            (Finds::Parts, Probe::Known { gva, .. }) => at(S0, gva & 0xfff),
+            (Finds::Parts, _) => at(S0, 0).plus(S1, 0),
+        }
+    }
+
+    /// A lane in place of a probe with an index, if the instruction may have one.
+    fn choose(&mut self, probe: Probe, i: &Instruction) -> Probe {
+        // Reads and writes have lanes of their own, as entries differ in what is allowed.
+        let write = match probe {
+            Probe::Read => 0,
+            Probe::Write => 1,
+            _ => return probe,
+        };
+        if let Some(n) = lane_of_segment(i) {
+            return Probe::Lane(n + write);
+        }
+        let Some(hot) = &mut self.hot else {
+            return probe;
+        };
+        if self.position >= u128::BITS as usize || hot.without >> self.position & 1 != 0 {
+            return probe;
+        }
+        let next = &mut self.next_lane[usize::from(write)];
+        let n = *next;
+        *next = (n + 2) % OWN_LANES;
+        hot.lanes.push((n, self.position as u8));
+        Probe::Lane(n)
+    }
+
+    /// The probe of a group: r14 has the address of its first byte, if that is not known.
+    fn probe_group(&mut self, offset: u32, member: Member, probe: Probe) {
+        if !matches!(probe, Probe::Known { .. })
+            && let Some(from) = self.branch_if_misaligned(member.align)
+        {
+            self.link(from, offset, false, true);
+        }
+        let (from, resume) = self.look_up(member.span, probe, Finds::Address);
+        self.stubs.push(Stub::RefillGroup {
+            from,
+            resume,
+            offset,
+            member,
+            probe,
+            cached: self.cached,
+        });
+        if let Some(slot) = member.slot {
+            self.asm.store(kept(slot), S0);
+        }
+        self.current = Some(member.group);
+    }
+
+    /// The branch to take if the group whose address is in r14 is not aligned as its members have to be, if any has to. May change r13.
+    pub(super) fn branch_if_misaligned(&mut self, align: Align) -> Option<usize> {
+        if align.to == 1 {
+            return None;
+        }
+        let address = if align.at == 0 {
+            S0
+        } else {
+            self.asm.lea(S1, at(S0, align.at.into()));
+            self.cached = None;
+            S1
+        };
+        self.test_alignment(address, align.to.into());
+        Some(self.asm.jcc(cc::NE))
+    }
+
+    /// The inline part of a probe; returns the branch to take on a miss and
+    /// where to come back to.
+    fn look_up(&mut self, size: u32, probe: Probe, finds: Finds) -> (usize, usize) {
+        if let Probe::Known { gva, .. } = probe {
+            let from = probe.emit_known(&mut self.asm, gva, finds);
+            return (from, self.asm.here());
+        }
+        if finds == Finds::Parts || matches!(probe, Probe::Read | Probe::Write) {
+            self.cached = None;
+        }
+        let [limit, from] = match probe.number() {
+            Some(n) => self.asm.stamp(&self.templates.probe[finds as usize][n]),
+            None => probe.emit(&mut self.asm, finds),
+        };
+        self.asm.patch32(limit, 4096 - size as i32);
+        (from, self.asm.here())
+    }
+
+    /// The probe of `size` bytes, aligned like that, at the memory operand less `less`, if the operand's address is known
+    /// and they are in one page.
+    fn known(&self, i: &Instruction, less: i32, size: u32, align: Align) -> Option<i32> {
+        if matches!(i.memory_segment(), Register::FS | Register::GS) {
+            return None;
+        }
+        let less = i64::from(less);
+        let disp = (i.memory_displacement64() as i64).checked_sub(less)?;
+        let gva = match (i.memory_base(), i.memory_index()) {
+            (Register::RIP, _) => self.constant(disp)?,
+            (Register::None, Register::None) if i.memory_displ_size() == 8 => {
+                i32::try_from(disp).ok()?
+            }
+            (Register::None, Register::None) => {
+                let gva = i64::from(i.memory_displacement32()) - less;
+                i32::try_from(gva).ok().filter(|gva| *gva >= 0)?
+            }
+            _ => return None,
+        };
+        let offset = gva as u32 & 0xfff;
+        let is_aligned = (offset + u32::from(align.at)).is_multiple_of(align.to.into());
+        (offset + size <= 4096 && is_aligned).then_some(gva)
+    }
+
+    /// Makes the memory operand, which is read, a host address in r14.
+    pub(super) fn read_operand(&mut self, d: &Decoded, size: u32) -> Emit {
+        let (offset, write) = (d.offset, false);
+        let probe = match self.known(&d.i, 0, size, Align::NONE) {
+            Some(gva) => Probe::Known { gva, write },
+            None => {
+                self.address(&d.i, 0)?;
+                self.choose(Probe::Read, &d.i)
+            }
+        };
+        self.probe_for(site(offset, size, write), size, probe, Finds::Address);
+        Ok(())
+    }
+
+    /// What a miss of the probe does first; returns the call, whose target is to be filled in.
+    pub(super) fn miss(&mut self, probe: Probe, site: u32) -> usize {
+        let [number, call] = match probe.number() {
+            Some(n) => self.asm.stamp(&self.templates.miss[n]),
+            None => probe.emit_miss(&mut self.asm),
+        };
+        self.asm.patch32(number, site as i32);
+        call
+    }
+
+    /// The group's pointer is known: it needs no probe.
+    fn is_found(&self, m: &Member) -> bool {
+        let walking = self.walking.as_ref();
+        let is_in_register = walking.is_some_and(|w| w.borrows_for(m.group));
+        !m.first || self.holds && m.stays && !is_in_register
+    }
+
+    /// Where from r14 a group's further access is.
+    pub(super) fn follow(&mut self, member: Member) -> i32 {
+        if self.current != Some(member.group) {
+            let Some(slot) = member.slot else {
+                unreachable!("the pointer of a group without a slot was lost");
+            };
+            self.asm.load(S0, kept(slot));
+            self.current = Some(member.group);
+        }
+        member.offset
+    }
+
+    /// Where the memory operand is in the host: r14 plus a constant, or, if it may be in [`Finds::Parts`], plus r13.
+    pub(super) fn operand(
+        &mut self,
+        d: &Decoded,
+        size: u32,
+        write: bool,
+        aligned: bool,
+        finds: Finds,
+    ) -> Result<Mem, Unsupported> {
+        if let Some(m) = d.member.filter(|m| self.is_found(m)) {
+            return Ok(at(S0, self.follow(m)));
+        }
+        let disp = d.member.map_or(0, |m| m.offset);
+        if self.walk_to(d) {
+            return Ok(at(S0, disp));
+        }
+        self.spill_flags(d);
+        let alone = Align {
+            to: if aligned { size as u8 } else { 1 },
+            at: 0,
+        };
+        let (bytes, writes, align, stack) = match d.member {
+            Some(m) => (m.span, m.write, m.align, m.stack),
+            None => (size, write, alone, is_on_stack(&d.i)),
+        };
+        let probe = match self.known(&d.i, disp, bytes, align) {
+            Some(gva) => Probe::Known { gva, write: writes },
+            None => {
+                self.address(&d.i, disp)?;
+                if aligned && d.member.is_none() {
+                    self.bail_if_misaligned(d.offset, size);
+                }
+                self.choose(Probe::of(stack, writes), &d.i)
+            }
+        };
+        Ok(match d.member {
+            Some(m) => {
+                self.probe_group(d.offset, m, probe);
+                at(S0, disp)
+            }
+            None => self.probe_first(d, size, write, probe, finds),
+        })
+    }
+
+    /// Before the probe, which may set the dirty flag of a page.
+    pub(super) fn bail_if_misaligned(&mut self, offset: u32, size: u32) {
+        self.test_alignment(S0, size);
+        self.bail_if(cc::NE, offset);
+    }
+
+    /// Compares the low bits of an address in r13 or r14.
+    fn test_alignment(&mut self, address: Reg, size: u32) {
+        // test r13b or r14b, size - 1
+        let modrm = 0xc0 | address & 7;
+        self.asm.bytes(&[0x41, 0xf6, modrm, size as u8 - 1]);
+    }
+
+    /// As [`Self::operand`] for the word of the stack at `r + disp`.
+    pub(super) fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) -> i32 {
+        if let Some(m) = d.member.filter(|m| self.is_found(m)) {
+            return self.follow(m);
+        }
+        let offset = d.member.map_or(0, |m| m.offset);
+        if self.walk_to(d) {
+            return offset;
+        }
+        self.spill_flags(d);
+        self.lea_word(S0, at(r, disp - offset));
+        match d.member {
+            Some(m) => {
+                let probe = self.choose(Probe::of(m.stack, m.write), &d.i);
+                self.probe_group(d.offset, m, probe);
+            }
+            None => {
+                let word = self.word() as u32;
+                self.probe_first(d, word, write, Probe::Stack, Finds::Address);
+            }
+        }
+        offset
+    }
+}

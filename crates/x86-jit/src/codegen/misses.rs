@@ -1,0 +1,254 @@
+//! What a TLB miss of translated code looks for before it calls Rust: other entries that have the page, and both pages of what
+//! straddles two.
+
+use mmu::{
+    DevicePage,
+    l1::{BOUNCE, BOUNCE_LEN, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED, lane},
+};
+
+use crate::{
+    asm::*,
+    codegen::memory::{host_page, select_entry, selected, stack_page, stack_tag, tag},
+    codegen::thunks::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES, pop, push},
+    frame::area::*,
+};
+
+/// Branches if an access with this bit of a [`site`] is to the device page that was read or written
+/// last. (In lock-step the tables are none of the MMU's.)
+pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
+    push(a, RAX);
+    push(a, RCX);
+    // The write half if the site says so.
+    a.mov32(RCX, S1);
+    a.shift(false, 5, RCX, (20 - DevicePage::SHIFT) as u8);
+    a.alu_imm(false, Alu::And, RCX, 1 << DevicePage::SHIFT);
+    a.alu(true, Alu::Add, RCX, gs(DEVICES));
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    a.alu(true, Alu::Xor, RAX, at(RCX, 0));
+    a.load(RCX, at(RCX, 8));
+    a.alu_rr(true, Alu::Xor, RCX, TLB);
+    a.alu_rr(true, Alu::Or, RAX, RCX);
+    // 0 if it is the page, and the site has the bit.
+    a.mov32(RCX, S1);
+    a.alu_imm(false, Alu::And, RCX, bit as i32);
+    a.alu_imm(false, Alu::Xor, RCX, bit as i32);
+    a.alu_rr(true, Alu::Or, RAX, RCX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.jcc(cc::E)
+}
+
+/// The bytes of a [`site`] to rax.
+fn load_size(a: &mut Asm) {
+    a.mov32(RAX, S1);
+    a.shift(false, 5, RAX, 12);
+    a.alu_imm(false, Alu::And, RAX, 0xff);
+}
+
+/// Branches if the access of a [`site`] is a write.
+fn branch_if_write(a: &mut Asm) -> usize {
+    // test r13d, …
+    a.rr(false, &[0xf7], 0, S1);
+    a.bytes(&WRITES.to_le_bytes());
+    a.jcc(cc::NE)
+}
+
+/// Compares where the bytes of a [`site`] end with the end of their page: "above" if they straddle
+/// two. Changes rax and rcx.
+pub(crate) fn compare_end(a: &mut Asm) {
+    load_size(a);
+    a.mov32(RCX, S0);
+    a.alu_imm(false, Alu::And, RCX, 0xfff);
+    a.alu_rr(false, Alu::Add, RAX, RCX);
+    a.alu_imm(false, Alu::Cmp, RAX, 4096);
+}
+
+/// Branches if the entry of the page in rax, which `index` selects, is another page's, or does not allow the access of a [`site`].
+fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
+    let [read, write] = [false, true].map(|write| selected(tag(write), index));
+    let is_write = branch_if_write(a);
+    a.alu(true, Alu::Cmp, RAX, read);
+    let no_read = a.jcc(cc::NE);
+    let is_read = a.jmp();
+    let here = a.here();
+    a.patch(is_write, here);
+    a.alu(true, Alu::Cmp, RAX, write);
+    let no_write = a.jcc(cc::NE);
+    let here = a.here();
+    a.patch(is_read, here);
+    [no_read, no_write]
+}
+
+/// Bytes that straddle two pages that the tables have are accessed as they are if the pages are neighbours in the host's memory,
+/// too; if not, and they are an operand that is only read (`copies`), from a copy: their address, and "above" in the flags. Goes on
+/// behind it with all other accesses.
+pub(crate) fn straddling(a: &mut Asm, copies: bool) {
+    push(a, RAX);
+    push(a, RCX);
+    compare_end(a);
+    let is_inside = a.jcc(cc::BE);
+    neighbours(a);
+    if copies {
+        straddling_read(a);
+    }
+    let here = a.here();
+    a.patch(is_inside, here);
+    pop(a, RCX);
+    pop(a, RAX);
+}
+
+/// Returns from [`straddling`].
+fn straddles_at(a: &mut Asm) {
+    pop(a, RCX);
+    pop(a, RAX);
+    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
+    a.ret();
+}
+
+/// Changes rax and rcx, as the next one does.
+fn neighbours(a: &mut Asm) {
+    push(a, RDX);
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    select_entry(a, RCX, RAX);
+    let first = branch_if_absent(a, RCX);
+    a.load(RCX, selected(host_page(), RCX));
+    a.lea(RCX, at(RCX, 4096));
+    // Where addresses of 32 bits end, and those of 64 bits, is the interpreter's.
+    a.alu_imm(true, Alu::Add, RAX, 4096);
+    a.rr(false, &[0x85], RAX, RAX); // test
+    let wraps = a.jcc(cc::E);
+    select_entry(a, RDX, RAX);
+    let second = branch_if_absent(a, RDX);
+    a.alu(true, Alu::Cmp, RCX, selected(host_page(), RDX));
+    let is_apart = a.jcc(cc::NE);
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.lea(S0, at(S0, -4096).plus(RCX, 0));
+    pop(a, RDX);
+    straddles_at(a);
+    let here = a.here();
+    for from in [wraps, is_apart].into_iter().chain(first).chain(second) {
+        a.patch(from, here);
+    }
+    pop(a, RDX);
+}
+
+fn straddling_read(a: &mut Asm) {
+    const LEN: i32 = BOUNCE_LEN as i32;
+    let is_write = branch_if_write(a);
+    load_size(a);
+    a.alu_imm(false, Alu::Cmp, RAX, LEN);
+    let is_long = a.jcc(cc::A);
+    // The last bytes of its page, and the first ones of the next, behind them.
+    let ends = [(0, 4096 - LEN, BOUNCE), (4096, 0, BOUNCE + LEN)];
+    let is_absent = ends.map(|(ahead, from, to)| {
+        a.lea(RAX, at(S0, ahead));
+        a.alu_imm(true, Alu::And, RAX, -4096);
+        select_entry(a, RCX, RAX);
+        a.alu(true, Alu::Cmp, RAX, selected(tag(false), RCX));
+        let is_absent = a.jcc(cc::NE);
+        // Where addresses of 32 bits end is the interpreter's.
+        a.rr(false, &[0x85], RAX, RAX); // test
+        let wraps = a.jcc(cc::E);
+        a.load(RCX, selected(host_page(), RCX));
+        for n in (0..LEN).step_by(8) {
+            a.load(RAX, at(RCX, from + n));
+            a.store(at(TLB, to + n), RAX);
+        }
+        [is_absent, wraps]
+    });
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.lea(RAX, at(TLB, BOUNCE + LEN - 4096));
+    a.alu_rr(true, Alu::Add, S0, RAX);
+    straddles_at(a);
+    let here = a.here();
+    let others = is_absent.into_iter().flatten();
+    for from in [is_write, is_long].into_iter().chain(others) {
+        a.patch(from, here);
+    }
+}
+
+/// The end of both functions below: rax and rcx as they were, and on to `otherwise`.
+fn give_up(a: &mut Asm, from: [usize; 3], otherwise: usize) {
+    let here = a.here();
+    from.into_iter().for_each(|from| a.patch(from, here));
+    pop(a, RCX);
+    pop(a, RAX);
+    a.jmp_to(otherwise);
+}
+
+/// Looks in the tables for what the stack's entry does not have, which is the page's from then
+/// on if it may be written: "above" in the flags. Goes on at `otherwise` if the tables do not have it either.
+pub(crate) fn stack_miss(a: &mut Asm, otherwise: usize) {
+    push(a, RAX);
+    push(a, RCX);
+    // Bytes that straddle two pages are none of the entry's.
+    compare_end(a);
+    let straddles = a.jcc(cc::A);
+    select_entry(a, RCX, S0);
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    a.alu(true, Alu::Cmp, RAX, selected(tag(true), RCX));
+    let is_other = a.jcc(cc::NE);
+    a.store(stack_tag(), RAX);
+    a.load(RAX, selected(host_page(), RCX));
+    a.store(stack_page(), RAX);
+    let found = a.here();
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.alu_rr(true, Alu::Add, S0, RAX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.ret();
+    let here = a.here();
+    a.patch(is_other, here);
+    let is_write = branch_if_write(a);
+    a.alu(true, Alu::Cmp, RAX, selected(tag(false), RCX));
+    let is_absent = a.jcc(cc::NE);
+    a.load(RAX, selected(host_page(), RCX));
+    a.jmp_to(found);
+    give_up(a, [straddles, is_write, is_absent], otherwise);
+}
+
+/// Looks in the tables for what a lane does not have, and enters it there: "above" in the flags. Goes on at
+/// `otherwise` if the tables do not have it either.
+pub(crate) fn lane_miss(a: &mut Asm, otherwise: usize) {
+    push(a, RAX);
+    push(a, RCX);
+    compare_end(a);
+    let straddles = a.jcc(cc::A);
+    a.mov(RCX, S1);
+    a.shift(true, 5, RCX, LANE_SHIFT as u8);
+    let count = at(TLB, LANE_COUNTS).plus(RCX, 2);
+    a.alu_mem_imm8(false, Alu::Add, count, 1);
+    // test dword [count], …
+    a.rm(false, &[0xf7], 0, count);
+    a.bytes(&(LANE_MISSES - 1).to_le_bytes());
+    let few = a.jcc(cc::NE);
+    // The next poll is to look at it.
+    a.store_imm(gs(LANES_MISSED), 1);
+    a.store_imm(gs(POLLS_LEFT), 0);
+    let here = a.here();
+    a.patch(few, here);
+    select_entry(a, RCX, S0);
+    a.mov(RAX, S0);
+    a.alu_imm(true, Alu::And, RAX, -4096);
+    let [no_read, no_write] = branch_if_absent(a, RCX);
+    a.load(RCX, selected(host_page(), RCX));
+    a.shift(true, 5, S1, LANE_SHIFT as u8);
+    // bts [used], r13
+    a.rm(true, &[0x0f, 0xab], S1, at(TLB, LANES_USED));
+    a.shift(true, 4, S1, 4);
+    a.store(at(TLB, lane(0)).plus(S1, 0), RAX);
+    a.store(at(TLB, lane(0) + 8).plus(S1, 0), RCX);
+    a.shift(false, 5, RAX, 12);
+    a.alu_imm(false, Alu::And, RAX, LANES_PAGES as i32 - 1);
+    // bts [seen], rax
+    a.rm(true, &[0x0f, 0xab], RAX, at(TLB, LANES_SEEN));
+    a.alu_imm(true, Alu::And, S0, 0xfff);
+    a.alu_rr(true, Alu::Add, S0, RCX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.ret();
+    give_up(a, [straddles, no_read, no_write], otherwise);
+}

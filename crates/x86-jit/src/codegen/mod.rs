@@ -1,0 +1,662 @@
+//! From decoded instructions to host code.
+//!
+//! ```text
+//! outer:  cmp [generation], known      entered from elsewhere: is the code still the same?
+//! saved:  (load FP state)              flags are in FLAGS
+//!         sub r12, n; jl poll          entered from here by the block itself
+//! body:   …
+//! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
+//! ```
+//!
+//! A trace goes through several pages ([`inline`]), which are compared at `saved`,
+//! too.
+//!
+//! An instruction that straddles two pages is a block that can be entered from
+//! outside only, where both pages are checked; the other entries lead there
+//! through the target table.
+//!
+//! RFLAGS is free for the translator's own use wherever no guest flag is live.
+//! DEVIATION: a fault of an instruction after which the block overwrites all
+//! arithmetic flags unread is delivered with unspecified values of those flags
+//! in the saved RFLAGS: keeping them costs 15 %, and no program can depend on
+//! them, as execution after the fault overwrites them too. (One that overwrites
+//! the code right after itself could: with what reads flags that nothing had read.)
+
+pub(crate) mod branch;
+mod copy;
+mod flags;
+pub(crate) mod fp_state;
+pub(crate) mod inline;
+mod interpret;
+pub(crate) mod memory;
+pub(crate) mod misses;
+pub(crate) mod narrow;
+mod recode;
+mod registers;
+mod sites;
+mod stack;
+pub(crate) mod string;
+mod stubs;
+mod system;
+pub(crate) mod thunks;
+pub(crate) mod walk;
+
+use branch::target;
+use flags::Flags;
+use iced_x86::{Encoder, OpKind, Register};
+use memory::{Finds, Probe};
+pub(crate) use sites::{Cell, Condition, Entries, FarSite, How, LinkSite};
+use stubs::Stub;
+use walk::{Walking, is_loop};
+
+use crate::{
+    asm::*,
+    code::cache::Block,
+    codegen::thunks::{Thunks, restore_flags, save_flags},
+    frame::area::*,
+    ir::decoded::{Decoded, Place},
+    ir::kind::{Form, Forms, Kind},
+    region::trace::TracePage,
+    runtime::translation::Source,
+};
+
+/// What is emitted most.
+#[derive(Debug)]
+struct Templates {
+    /// In the order of [`Finds`], and of [`Probe::COMMON`].
+    probe: [[Template<2>; 3]; 2],
+    miss: [Template<2>; 3],
+    /// The number, and the jump.
+    link: Template<2>,
+    /// By key and by cell; of the page that the block is executed at only, of others.
+    far: [[Template<4>; 2]; 2],
+}
+
+impl Templates {
+    fn new(isa: Isa) -> Box<Self> {
+        Box::new(Self {
+            probe: [Finds::Address, Finds::Parts]
+                .map(|finds| Probe::COMMON.map(|p| Template::new(isa, |a| p.emit(a, finds)))),
+            miss: Probe::COMMON.map(|p| Template::new(isa, |a| p.emit_miss(a))),
+            link: Template::new(isa, |a| {
+                a.mov_imm(S1, 0);
+                [a.here() - 4, a.jmp()]
+            }),
+            far: [
+                [false, true].map(|is_known| branch::by_key(isa, is_known)),
+                [false, true].map(|is_known| branch::by_cell(isa, is_known)),
+            ],
+        })
+    }
+}
+
+/// What makes the translation of a block that is executed much another one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Hot {
+    /// Bit per instruction: its access is no good for a lane.
+    pub(crate) without: u128,
+    /// The lanes that it has got, and the instructions that they are for.
+    pub(crate) lanes: Vec<(u16, u8)>,
+    /// Loops within the block that make always as many turns.
+    pub(crate) turns: Vec<Turns>,
+    /// The way that was executed from the block on, relative to its page: it may go through calls.
+    pub(crate) path: Vec<i32>,
+}
+
+/// How many turns a loop makes, and the offset of what follows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turns {
+    pub(crate) end: u32,
+    pub(crate) turns: u8,
+}
+
+/// Emits blocks.
+pub(crate) struct Translator {
+    pub(crate) asm: Asm,
+    pub(crate) links: Vec<LinkSite>,
+    pub(crate) fars: Vec<FarSite>,
+    /// Links of the last block that are followed for certain, or nearly so, and have to be made.
+    pub(crate) ahead: Vec<u32>,
+    stubs: Vec<Stub>,
+    encoder: Encoder,
+    thunks: Thunks,
+    templates: Box<Templates>,
+    /// Number of the interpreter's instruction at the end, 0 if there is none.
+    interpreted: u32,
+    /// The page.
+    source: Source,
+    /// Host address of the code buffer.
+    code: u64,
+    /// 64-bit code.
+    long: bool,
+    /// The gva of the page, if the block is executed nowhere else.
+    bound: Option<i32>,
+    /// As [`How::by_cell`].
+    by_cell: bool,
+    /// The group whose pointer is in r14.
+    current: Option<u16>,
+    /// Where arithmetic flags are.
+    flags: Flags,
+    /// The guest register that lives in memory and that r13 has, too.
+    cached: Option<u8>,
+    /// The block is executed much.
+    pub(crate) hot: Option<Hot>,
+    /// The next lanes for reads, and for writes.
+    next_lane: [u16; 2],
+    next_inline_cache: usize,
+    next_walk: usize,
+    /// What is still to be added to RSP.
+    rsp_moves: i32,
+    /// Number of the instruction in its block.
+    position: usize,
+    /// Several turns of a loop are translated whose groups need no probes.
+    walking: Option<Walking>,
+    /// A turn of a loop is translated whose groups that stay have been found by the one before.
+    holds: bool,
+    /// The pages that the block has code of, its own first.
+    pub(crate) pages: Vec<TracePage>,
+    /// The one that is translated.
+    page: u8,
+    /// From which stub on it was which one.
+    turns_of_pages: Vec<inline::Turn>,
+    /// How far it is from the page in [`NEAR_PAGE`].
+    beyond: i32,
+    /// Where calls return to whose targets are in the block.
+    frames: Vec<Place>,
+    /// Branches to what comes next in the block, for [`Stub::Unexpected`].
+    branches: Vec<Decoded>,
+}
+
+impl core::fmt::Debug for Translator {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Translator")
+            .field("links", &self.links.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The instruction cannot be translated after all.
+struct Unsupported;
+
+type Emit = Result<(), Unsupported>;
+
+/// Instructions that a block counts for: of a long one, most entries execute the first ones only. Traces are left less often.
+const fn counted(len: usize) -> i32 {
+    const MOST: usize = 24;
+    let len = match len {
+        ..MOST => len,
+        _ if len / 4 < MOST => MOST,
+        _ => len / 4,
+    };
+    len as i32
+}
+
+/// Length of a comparison of a near cell.
+const CHECK_LEN: usize = 10;
+
+/// Entries of the target table.
+pub(crate) const TARGETS_LEN: usize = 1 << 16;
+
+impl Translator {
+    /// `code`: host address at which the code is executed.
+    pub(crate) fn new(isa: Isa, thunks: Thunks, code: u64) -> Self {
+        Self {
+            asm: Asm::new(isa),
+            links: Vec::new(),
+            fars: Vec::new(),
+            ahead: Vec::new(),
+            stubs: Vec::new(),
+            encoder: Encoder::new(64),
+            thunks,
+            templates: Templates::new(isa),
+            interpreted: 0,
+            source: Source::default(),
+            code,
+            long: true,
+            bound: None,
+            by_cell: false,
+            current: None,
+            flags: Flags::Memory,
+            cached: None,
+            hot: None,
+            next_lane: [0, 1],
+            next_inline_cache: 0,
+            next_walk: 0,
+            rsp_moves: 0,
+            position: 0,
+            walking: None,
+            holds: false,
+            pages: Vec::new(),
+            page: 0,
+            turns_of_pages: Vec::new(),
+            beyond: 0,
+            frames: Vec::new(),
+            branches: Vec::new(),
+        }
+    }
+
+    /// The entries that the block at `offset` does not have yet, to offset `base` of the buffer.
+    pub(crate) fn complete_entries(
+        &mut self,
+        base: usize,
+        source: Source,
+        offset: u32,
+        block: &mut Block,
+    ) {
+        let entries = &mut block.entries;
+        self.asm.start(base);
+        self.stubs.clear();
+        self.begin_trace();
+        if entries.outer == 0 {
+            entries.outer = self.asm.here() as u32;
+            self.check(&[source], offset);
+        }
+        if entries.polled == 0 {
+            entries.polled = self.asm.here() as u32;
+            self.poll(block.len.into(), offset, None);
+        }
+        self.asm.jmp_to(entries.saved as usize);
+        self.emit_stubs(None, |_, _, _| None);
+    }
+
+    /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
+    fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
+        let a = &mut self.asm;
+        a.alu_imm(true, Alu::Sub, COUNTER, counted(len));
+        // Less than zero, by the condition that processors fuse with a subtraction.
+        let from = a.jcc(cc::L);
+        let resume = after.unwrap_or(a.here());
+        self.stubs.push(Stub::Poll {
+            from,
+            resume,
+            offset,
+        });
+    }
+
+    /// Translates a block to the offsets `base` of the buffer (what is executed, and what
+    /// rarely is, which is behind it); the code is in `self.asm`.
+    /// `sources` is the page, or the two pages that its one instruction straddles;
+    /// `interpreted` is the number of the instruction that the block leaves to the
+    /// interpreter at its end; `known` tells the blocks of the page that links may lead to, by offset and [`LinkSite::split`]; the same of [`Self::pages`].
+    pub(crate) fn block(
+        &mut self,
+        (insns, forms): (&[Decoded], &Forms),
+        base: (usize, usize),
+        sources: &[Source],
+        interpreted: u32,
+        how: How,
+        known: impl Fn(u8, u32, bool) -> Option<Entries>,
+    ) -> Entries {
+        self.interpreted = interpreted;
+        self.long = how.long;
+        self.bound = how.bound;
+        self.by_cell = how.by_cell;
+        self.asm.start(base.0);
+        self.stubs.clear();
+        self.ahead.clear();
+        self.current = None;
+        self.flags = Flags::Memory;
+        self.cached = None;
+        self.begin_trace();
+        self.source = sources.first().copied().unwrap_or_default();
+        let offset = insns.first().map_or(0, |d| d.offset);
+        let live = insns.first().map_or(0, |d| d.live_in);
+        // What is only linked to does not need the check among what is executed.
+        let is_apart = how.is_linked && sources.len() == 1;
+        let outer = if is_apart { 0 } else { self.asm.here() };
+        if !is_apart {
+            self.check(sources, offset);
+        }
+        let mut inner = (how.falls && live != 0).then(|| self.asm.here());
+        if inner.is_some() {
+            save_flags(&mut self.asm);
+        }
+        let mut saved = self.asm.here();
+        if insns.iter().any(|d| d.kind.is_fp()) {
+            let a = &mut self.asm;
+            a.alu_mem_imm8(false, Alu::Cmp, NEAR_FP_LIVE, 0);
+            let from = a.jcc(cc::E);
+            let resume = a.here();
+            self.stubs.push(Stub::LoadFp { from, resume });
+        }
+        self.compare_pages(offset);
+        if self.hot.is_some() && is_loop(insns) {
+            self.asm.align();
+        }
+        // What comes from the block itself has FP state.
+        let again = self.asm.here();
+        let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
+        let polls = !is_apart || how.polls || goes_back || live != 0;
+        if polls {
+            self.poll(insns.len(), offset, None);
+        }
+        let is_complete = self.body(insns, forms);
+        let (mut next, mut walk) = (again, None);
+        if is_complete && polls && live == 0 && sources.len() == 1 && !how.is_split {
+            next = self.hold(insns, forms, again).unwrap_or(again);
+            walk = self.walk(insns, forms, (again, next));
+        }
+        if sources.len() > 1 {
+            saved = self.asm.here();
+            self.far(offset, offset as i32);
+        }
+        if live == 0 {
+            inner = Some(saved);
+        }
+        let inner = inner.unwrap_or_else(|| {
+            let here = self.asm.here();
+            save_flags(&mut self.asm);
+            self.asm.jmp_to(saved);
+            here
+        });
+        self.asm.go_on_at(base.1);
+        let entries = Entries {
+            outer: outer as u32,
+            polled: if polls { saved as u32 } else { 0 },
+            saved: saved as u32,
+            inner: inner as u32,
+        };
+        let is_itself =
+            |page, at, split| sources.len() == 1 && (page, at, split) == (0, offset, how.is_split);
+        let (again, walking) = match walk {
+            Some((start, walking, stubs)) => (start, Some((walking, stubs))),
+            None => (next, None),
+        };
+        let again = Entries {
+            polled: if polls { again as u32 } else { 0 },
+            saved: again as u32,
+            inner: if inner == saved { again } else { inner } as u32,
+            ..entries
+        };
+        self.emit_stubs(walking.as_ref(), |page, at, split| {
+            if is_itself(page, at, split) {
+                return Some(again);
+            }
+            known(page, at, split)
+        });
+        entries
+    }
+
+    /// What the block executes; true if all of it is translated.
+    fn body(&mut self, insns: &[Decoded], forms: &Forms) -> bool {
+        let (mut ended, mut is_complete) = (false, true);
+        let mut rest = insns;
+        while let Some(d) = rest.first() {
+            self.position = insns.len() - rest.len();
+            self.begin_turn();
+            if !stack::needs_no_rsp(d) {
+                self.settle_stack();
+            }
+            if rest.len() == 1 {
+                self.push_frames();
+                if !inline::is_passed(d) {
+                    self.settle_page();
+                }
+            }
+            let run = stack::run_length(rest);
+            if run > 1 {
+                self.stack_run(&rest[..run]);
+                rest = &rest[run..];
+                continue;
+            }
+            rest = &rest[1..];
+            let (code, stubs) = (self.asm.len(), self.stubs.len());
+            let (links, fars) = (self.links.len(), self.fars.len());
+            let flags = self.flags;
+            let keeps_cached = keeps_cached(d.kind);
+            if !keeps_cached {
+                self.cached = None;
+            }
+            match self.instruction(d, forms.of(&d.i)) {
+                Ok(ends) => {
+                    ended = ends;
+                    if d.member.is_none() && d.takes_pointer {
+                        self.current = None;
+                    }
+                    if !keeps_cached {
+                        self.cached = None;
+                    }
+                }
+                Err(Unsupported) => {
+                    self.asm.truncate(code);
+                    self.stubs.truncate(stubs);
+                    self.links.truncate(links);
+                    self.ahead.retain(|n| (*n as usize) < links);
+                    self.fars.truncate(fars);
+                    self.flags = flags;
+                    self.settle_stack();
+                    self.settle_page();
+                    self.give_registers_back();
+                    self.interpret(d.offset);
+                    (ended, is_complete) = (true, false);
+                }
+            }
+            if ended {
+                break;
+            }
+        }
+        self.settle_stack();
+        if !ended && let Some(d) = insns.last() {
+            self.push_frames();
+            self.settle_page();
+            match d.kind {
+                Kind::Followed => self.direct(d.offset, target(&d.i)),
+                _ => self.fall_through(d.end()),
+            }
+        }
+        is_complete
+    }
+
+    /// The gva at an offset from the page, if it is known and one of 32 bits with its sign.
+    fn constant(&self, offset: i64) -> Option<i32> {
+        i32::try_from(i64::from(self.bound?).checked_add(offset)?).ok()
+    }
+
+    /// Leaves for `offset` if the code of a page is no longer what it was.
+    fn check(&mut self, sources: &[Source], offset: u32) {
+        for source in sources {
+            let from = check_generation(&mut self.asm, self.code, source);
+            self.stubs.push(Stub::Stale { from, offset });
+        }
+    }
+
+    /// One instruction; true if the block ends with it.
+    fn instruction(&mut self, d: &Decoded, form: &Form) -> Result<bool, Unsupported> {
+        if let Some(onto) = d.onto {
+            self.inline(d, onto)?;
+            return Ok(false);
+        }
+        match d.kind {
+            Kind::Nop | Kind::Followed => {}
+            Kind::CopyFp if !self.long && narrow::zeroes_vectors(&d.i) => self.zero_vectors(d),
+            Kind::Copy | Kind::CopyFp => self.copy(d, form, false)?,
+            Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, form, true)?,
+            Kind::BitString => self.bit_string(d)?,
+            Kind::FromSegment => self.segment_to_general(d)?,
+            Kind::FromControl => self.control_to_general(d)?,
+            Kind::SegmentBase => self.segment_base_access(d)?,
+            Kind::Cld => self.clear_direction(d),
+            Kind::Pause => self.pause(),
+            Kind::String => self.string(d),
+            Kind::LoadFpControl => self.load_fp_control(d)?,
+            Kind::Rdtsc => self.rdtsc(d),
+            Kind::Pushf => self.pushf(d),
+            Kind::Popf => self.popf(d),
+            Kind::Cli => self.asm.store8(gs(RFLAGS + 1), 0),
+            Kind::Sti => self.sti(d),
+            Kind::Swapgs => self.swapgs(),
+            Kind::Ac => self.access_control(d),
+            Kind::Lea => self.lea(d)?,
+            Kind::Push => self.push(d)?,
+            Kind::Pop => self.pop(d),
+            Kind::Leave => self.leave(d),
+            Kind::Div | Kind::Idiv => self.divide(d)?,
+            Kind::Jcc => self.jcc(d)?,
+            Kind::Jmp => {
+                let link = self.links.len();
+                self.direct(d.offset, target(&d.i));
+                if self.links.len() > link && self.page == 0 {
+                    self.ahead.push(link as u32);
+                }
+                return Ok(true);
+            }
+            Kind::Syscall | Kind::Sysret => {
+                self.system_call(d);
+                return Ok(true);
+            }
+            Kind::InterruptReturn => {
+                self.interrupt_return(d);
+                return Ok(true);
+            }
+            Kind::Call => {
+                self.call(d)?;
+                return Ok(true);
+            }
+            Kind::JmpIndirect | Kind::CallIndirect | Kind::Ret => {
+                self.flags_in_memory();
+                match d.kind {
+                    Kind::Ret => self.ret(d),
+                    _ => self.indirect(d)?,
+                }
+                return Ok(true);
+            }
+            Kind::Unknown | Kind::Interpret => {
+                self.leave_to_interpreter(d);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn interpret(&mut self, offset: u32) {
+        self.flags_in_memory();
+        self.asm.mov_imm(S1, offset.into());
+        self.asm.jmp_to(self.thunks.bail);
+    }
+
+    fn lea(&mut self, d: &Decoded) -> Emit {
+        let r = d.i.op0_register();
+        if r.size() < 4 {
+            return Err(Unsupported);
+        }
+        let n = r.full_register().number() as u8;
+        let to = host_reg(n).unwrap_or(S1);
+        if d.i.memory_base() == Register::RIP {
+            let disp =
+                i32::try_from(d.i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
+            if let Some(address) = self.constant(disp.into()) {
+                self.asm.mov_signed(r.size() == 8, to, address);
+            } else {
+                let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
+                self.asm.load(S0, NEAR_PAGE);
+                self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
+            }
+        } else {
+            let (m, wide) = self.effective(&d.i, 0, false)?;
+            // An address of 32 bits is zero-extended.
+            self.asm.rm(wide && r.size() == 8, &[0x8d], to, m);
+        }
+        if host_reg(n).is_none() {
+            self.asm.store(home(n), to);
+            self.cached = Some(n);
+        }
+        Ok(())
+    }
+
+    /// A 64-bit general register in a host register, `scratch` if it lives in memory.
+    fn read_register(&mut self, r: Register, scratch: Reg) -> Reg {
+        let n = r.full_register().number() as u8;
+        host_reg(n).unwrap_or_else(|| {
+            self.load_home(scratch, n);
+            scratch
+        })
+    }
+
+    /// Loads a guest register that lives in memory to r13 or r14, if it is not there.
+    fn load_home(&mut self, to: Reg, n: u8) {
+        if to != S1 {
+            self.asm.load(to, home(n));
+        } else if self.cached != Some(n) {
+            self.asm.load(to, home(n));
+            self.cached = Some(n);
+        }
+    }
+
+    /// DIV and IDIV of 32 and 64 bits: what could raise #DE goes to the interpreter.
+    fn divide(&mut self, d: &Decoded) -> Emit {
+        let signed = d.kind == Kind::Idiv;
+        let memory = d.i.op0_kind() == OpKind::Memory;
+        let wide = if memory {
+            d.i.memory_size().size() == 8
+        } else {
+            d.i.op0_register().size() == 8
+        };
+        self.spill_flags(d);
+        if memory {
+            self.read_operand(d, if wide { 8 } else { 4 })?;
+            self.asm.rm(wide, &[0x8b], S1, at(S0, 0));
+        } else {
+            let r = self.read_register(d.i.op0_register(), S1);
+            self.asm.rr(wide, &[0x8b], S1, r);
+        }
+        let a = &mut self.asm;
+        let mut bails = [None; 2];
+        if signed {
+            // Only RDX:RAX that is RAX sign-extended, and divisors other than 0 and -1.
+            a.rr(wide, &[0x8b], S0, RAX);
+            a.shift(wide, 7, S0, if wide { 63 } else { 31 });
+            a.alu_rr(wide, Alu::Cmp, S0, RDX);
+            bails[0] = Some(a.jcc(cc::NE));
+            a.rm(wide, &[0x8d], S0, at(S1, 1));
+            a.alu_imm(wide, Alu::Cmp, S0, 1);
+            bails[1] = Some(a.jcc(cc::BE));
+        } else {
+            a.alu_rr(wide, Alu::Cmp, RDX, S1);
+            bails[0] = Some(a.jcc(cc::AE));
+        }
+        if d.live_in != 0 {
+            restore_flags(a, S0);
+        }
+        a.rr(wide, &[0xf7], if signed { 7 } else { 6 }, S1);
+        self.flags = Flags::Register;
+        for from in bails.into_iter().flatten() {
+            self.stubs.push(Stub::Bail {
+                from,
+                offset: d.offset,
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Compares the code's generation; returns the branch to take if it is another one. `code`: as [`Translator::code`]. May change r13.
+fn check_generation(a: &mut Asm, code: u64, source: &Source) -> usize {
+    // Slots' cells and the code are rarely far from each other.
+    let next = code + (a.here() + CHECK_LEN) as u64;
+    if let Ok(near) = i32::try_from(source.cell.wrapping_sub(next) as i64) {
+        a.bytes(&[0x81, 0x3d]); // cmp dword [rip + …], imm32
+        a.bytes(&near.to_le_bytes());
+    } else {
+        a.mov_imm(S1, source.cell);
+        a.rm(false, &[0x81], 7, at(S1, 0));
+    }
+    a.bytes(&source.generation.to_le_bytes());
+    a.jcc(cc::NE)
+}
+
+/// What is translated by code that knows of [`Translator::cached`].
+fn keeps_cached(kind: Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Nop
+            | Kind::Followed
+            | Kind::Copy
+            | Kind::CopyFp
+            | Kind::CopyAligned
+            | Kind::CopyFpAligned
+            | Kind::Lea
+            | Kind::Push
+            | Kind::Pop
+            | Kind::Jcc
+    )
+}

@@ -1,0 +1,150 @@
+//! Moves between general registers or memory and registers of the system.
+
+use iced_x86::{Code, Mnemonic, OpKind, Register};
+use x86_defs::{control::cr4, xsave};
+
+use super::{Emit, Translator, Unsupported, memory::Finds};
+use crate::{
+    asm::*,
+    frame::area::*,
+    ir::decoded::Decoded,
+    runtime::run::{MXCSR_FREE, X87_MASKED},
+};
+
+impl Translator {
+    /// MOV from a segment register.
+    pub(super) fn segment_to_general(&mut self, d: &Decoded) -> Emit {
+        let segment = selector(d.i.op1_register().number());
+        if d.i.op0_kind() == OpKind::Memory {
+            self.operand(d, 2, true, false, Finds::Address)?;
+            self.asm.rm(false, &[0x0f, 0xb7], S1, segment); // movzx
+            self.asm.bytes(&[0x66]);
+            self.asm.store32(at(S0, 0), S1);
+            return Ok(());
+        }
+        let n = d.i.op0_register().full_register().number() as u8;
+        let a = &mut self.asm;
+        match (d.i.op0_register().size(), host_reg(n)) {
+            (2, Some(r)) => {
+                a.bytes(&[0x66]);
+                a.rm(false, &[0x8b], r, segment);
+            }
+            (2, None) => {
+                a.load32(S1, segment);
+                a.bytes(&[0x66]);
+                a.store32(home(n), S1);
+            }
+            (_, Some(r)) => a.rm(false, &[0x0f, 0xb7], r, segment),
+            (_, None) => {
+                a.rm(false, &[0x0f, 0xb7], S0, segment);
+                a.store(home(n), S0);
+            }
+        }
+        Ok(())
+    }
+
+    /// MOV from CR0, CR2, CR3 or CR4, at CPL 0.
+    pub(super) fn control_to_general(&mut self, d: &Decoded) -> Emit {
+        let from = gs(match d.i.op1_register() {
+            Register::CR0 => CR0,
+            Register::CR2 => CR2,
+            Register::CR3 => CR3,
+            Register::CR4 => CR4,
+            _ => return Err(Unsupported),
+        });
+        let n = d.i.op0_register().number() as u8;
+        let r = host_reg(n).unwrap_or(S0);
+        self.load_word(r, from);
+        if host_reg(n).is_none() {
+            self.asm.store(home(n), r);
+        }
+        Ok(())
+    }
+
+    /// RDFSBASE and its kin, of 64 bits.
+    pub(super) fn segment_base_access(&mut self, d: &Decoded) -> Emit {
+        let code = d.i.code();
+        let base = segment_base(match code {
+            Code::Rdfsbase_r64 | Code::Wrfsbase_r64 => 4,
+            _ => 5,
+        });
+        self.spill_flags(d);
+        // test dword [cr4], FSGSBASE
+        self.asm.rm(false, &[0xf7], 0, gs(CR4));
+        self.asm.bytes(&(cr4::FSGSBASE as u32).to_le_bytes());
+        self.bail_if(cc::E, d.offset);
+        let register = d.i.op0_register();
+        let n = register.number() as u8;
+        if matches!(code, Code::Rdfsbase_r64 | Code::Rdgsbase_r64) {
+            let r = host_reg(n).unwrap_or(S0);
+            self.asm.load(r, base);
+            if host_reg(n).is_none() {
+                self.asm.store(home(n), r);
+            }
+        } else {
+            let r = self.read_register(register, S0);
+            let a = &mut self.asm;
+            // #GP unless canonical.
+            a.mov(S1, r);
+            a.shift(true, 4, S1, 16);
+            a.shift(true, 7, S1, 16);
+            a.alu_rr(true, Alu::Cmp, S1, r);
+            self.bail_if(cc::NE, d.offset);
+            self.asm.store(base, r);
+        }
+        Ok(())
+    }
+
+    /// LDMXCSR and FLDCW, of values that a block with FP instructions may run with:
+    /// see `run::mode_of`.
+    pub(super) fn load_fp_control(&mut self, d: &Decoded) -> Emit {
+        let x87 = d.i.mnemonic() == Mnemonic::Fldcw;
+        self.spill_flags(d);
+        self.address(&d.i, 0)?;
+        self.probe(d.offset, if x87 { 2 } else { 4 }, false);
+        let a = &mut self.asm;
+        // Read once: what is checked is what is loaded.
+        if x87 {
+            a.rm(false, &[0x0f, 0xb7], S0, at(S0, 0)); // movzx
+        } else {
+            a.load32(S0, at(S0, 0));
+        }
+        a.store32(gs(SPILL), S0);
+        let (mask, plain) = if x87 {
+            (X87_MASKED.into(), X87_MASKED.into())
+        } else {
+            (!MXCSR_FREE, xsave::MXCSR_DEFAULT)
+        };
+        a.alu_imm(false, Alu::And, S0, mask as i32);
+        a.alu_imm(false, Alu::Cmp, S0, plain as i32);
+        self.bail_if(cc::NE, d.offset);
+        let a = &mut self.asm;
+        if x87 {
+            a.rm(false, &[0xd9], 5, gs(SPILL)); // fldcw
+        } else {
+            a.rm(false, &[0x0f, 0xae], 2, gs(SPILL)); // ldmxcsr
+        }
+        Ok(())
+    }
+
+    /// CLD, for which DF is clear already; the mode is another one with DF set.
+    pub(super) fn clear_direction(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        // test byte [rflags + 1], DF
+        self.asm.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
+        self.asm.bytes(&[4]);
+        self.bail_if(cc::NE, d.offset);
+    }
+
+    /// PAUSE: many of them are a look at who else wants the core.
+    pub(super) fn pause(&mut self) {
+        /// What one counts for, in instructions: about as long as it takes.
+        const COST: i32 = 40;
+        let a = &mut self.asm;
+        a.bytes(&[0xf3, 0x90]);
+        a.load(S1, gs(PAUSES));
+        a.lea(S1, at(S1, 1));
+        a.store(gs(PAUSES), S1);
+        a.lea(COUNTER, at(COUNTER, -COST));
+    }
+}

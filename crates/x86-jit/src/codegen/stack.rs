@@ -1,0 +1,134 @@
+//! The stack: single pushes and pops, and runs of them with one TLB probe.
+
+use iced_x86::{OpKind, Register};
+
+use super::{Emit, Translator, memory::Finds};
+use crate::{asm::*, frame::area::*, ir::decoded::Decoded, ir::kind::Kind};
+
+/// Pushes or pops of a run at most: a longer one straddles a page more often.
+const MAX_RUN: usize = 8;
+
+/// How many instructions at the start of `insns` push, or all pop, general
+/// registers other than RSP, in one group.
+pub(super) fn run_length(insns: &[Decoded]) -> usize {
+    let Some(kind @ (Kind::Push | Kind::Pop)) = insns.first().map(|d| d.kind) else {
+        return 0;
+    };
+    let group = |d: &Decoded| d.member.map(|m| m.group);
+    let Some(wanted) = insns.first().and_then(group) else {
+        return 0;
+    };
+    insns
+        .iter()
+        .take(MAX_RUN)
+        .take_while(|d| {
+            d.kind == kind
+                && group(d) == Some(wanted)
+                && d.i.op0_kind() == OpKind::Register
+                && d.i.op0_register().full_register() != Register::RSP
+        })
+        .count()
+}
+
+/// What the instruction does depends on RSP in no way but by the pointer of its group, and nothing else happens at it:
+/// RSP may be changed later for the pushes and pops before it.
+pub(super) fn needs_no_rsp(d: &Decoded) -> bool {
+    const RSP_BIT: u16 = 1 << 4;
+    let is_plain = |d: &Decoded| {
+        d.memory.is_none() && d.access == 0 && (d.registers | d.writes) & RSP_BIT == 0
+    };
+    match d.kind {
+        Kind::Push | Kind::Pop => {
+            d.member.is_some_and(|m| !m.first)
+                && d.i.op0_kind() != OpKind::Memory
+                && d.i.op0_register().full_register() != Register::RSP
+        }
+        Kind::Copy | Kind::CopyFp => is_plain(d),
+        Kind::Nop => true,
+        _ => false,
+    }
+}
+
+impl Translator {
+    /// RSP is what the guest has from here on.
+    pub(super) fn settle_stack(&mut self) {
+        let by = core::mem::take(&mut self.rsp_moves);
+        if by != 0 {
+            self.move_stack(by);
+        }
+    }
+
+    /// A run of pushes or pops.
+    pub(super) fn stack_run(&mut self, run: &[Decoded]) {
+        let Some(first) = run.first() else { return };
+        let push = first.kind == Kind::Push;
+        let word = self.word();
+        self.stack_slot(first, GUEST_RSP, if push { -word } else { 0 }, push);
+        for d in run {
+            let disp = d.member.map_or(0, |m| m.offset);
+            if push {
+                let r = self.read_register(d.i.op0_register(), S1);
+                self.store_word(at(S0, disp), r);
+            } else {
+                self.pop_to(d.i.op0_register().number() as u8, disp);
+            }
+        }
+        let size = word * run.len() as i32;
+        self.rsp_moves += if push { -size } else { size };
+    }
+
+    /// The word at r14 + `disp` to a register other than RSP.
+    fn pop_to(&mut self, n: u8, disp: i32) {
+        match host_reg(n) {
+            Some(h) => self.load_word(h, at(S0, disp)),
+            None => {
+                self.load_word(S1, at(S0, disp));
+                self.asm.store(home(n), S1);
+                self.cached = Some(n);
+            }
+        }
+    }
+
+    pub(super) fn push(&mut self, d: &Decoded) -> Emit {
+        if d.i.op0_kind() == OpKind::Memory {
+            let operand = self.operand(d, self.word() as u32, false, false, Finds::Address)?;
+            self.load_word(S0, operand);
+            self.asm.store(gs(SPILL), S0);
+        }
+        let to = self.stack_slot(d, GUEST_RSP, -self.word(), true);
+        match d.i.op0_kind() {
+            OpKind::Register => {
+                let r = self.read_register(d.i.op0_register(), S1);
+                self.store_word(at(S0, to), r);
+            }
+            OpKind::Memory => {
+                self.asm.load(S1, gs(SPILL));
+                self.cached = None;
+                self.store_word(at(S0, to), S1);
+            }
+            _ => {
+                // Sign-extended from 32 bits, or not extended.
+                self.store_word_imm(at(S0, to), d.i.immediate(0) as i32);
+            }
+        }
+        self.rsp_moves -= self.word();
+        Ok(())
+    }
+
+    pub(super) fn pop(&mut self, d: &Decoded) {
+        let from = self.stack_slot(d, GUEST_RSP, 0, false);
+        let n = d.i.op0_register().number() as u8;
+        if host_reg(n) == Some(GUEST_RSP) {
+            self.load_word(GUEST_RSP, at(S0, from));
+            return;
+        }
+        self.pop_to(n, from);
+        self.rsp_moves += self.word();
+    }
+
+    pub(super) fn leave(&mut self, d: &Decoded) {
+        let from = self.stack_slot(d, RBP, 0, false);
+        self.lea_word(GUEST_RSP, at(RBP, self.word()));
+        self.load_word(RBP, at(S0, from));
+    }
+}

@@ -1,0 +1,287 @@
+//! MOVS, STOS, LODS, SCAS and CMPS with addresses of the mode's size: the host's own, on host
+//! addresses, if DF is clear and no operand leaves its page; the interpreter's if not.
+//!
+//! Guest addresses of one page lead to one host page, so that overlapping
+//! operands overlap on the host in the same way.
+
+use iced_x86::{Instruction, Mnemonic, OpKind, Register};
+
+use super::{
+    Flags, Translator,
+    memory::{host_page, select_entry, tag},
+};
+use crate::{
+    asm::*,
+    codegen::thunks::{self, restore_flags},
+    frame::area::*,
+    ir::decoded::Decoded,
+};
+
+/// Code of a string instruction by operation, log2 of the element's size, and repeat prefix.
+pub(crate) type Strings = [[[usize; 3]; 4]; 5];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Op {
+    Movs,
+    Stos,
+    Lods,
+    Scas,
+    Cmps,
+}
+
+const OPS: [Op; 5] = [Op::Movs, Op::Stos, Op::Lods, Op::Scas, Op::Cmps];
+
+impl Op {
+    /// Opcode for bytes; the next one is for larger elements.
+    const fn opcode(self) -> u8 {
+        match self {
+            Self::Movs => 0xa4,
+            Self::Stos => 0xaa,
+            Self::Lods => 0xac,
+            Self::Scas => 0xae,
+            Self::Cmps => 0xa6,
+        }
+    }
+    const fn uses_rdi(self) -> bool {
+        !matches!(self, Self::Lods)
+    }
+    const fn uses_rsi(self) -> bool {
+        !matches!(self, Self::Stos | Self::Scas)
+    }
+    const fn writes(self) -> bool {
+        matches!(self, Self::Movs | Self::Stos)
+    }
+    const fn compares(self) -> bool {
+        matches!(self, Self::Scas | Self::Cmps)
+    }
+}
+
+/// Operation and log2 of the element's size.
+fn operation(i: &Instruction) -> Option<(Op, usize)> {
+    use Mnemonic as M;
+    if !i.is_string_instruction() {
+        return None;
+    }
+    Some(match i.mnemonic() {
+        M::Movsb => (Op::Movs, 0),
+        M::Movsw => (Op::Movs, 1),
+        M::Movsd => (Op::Movs, 2),
+        M::Movsq => (Op::Movs, 3),
+        M::Stosb => (Op::Stos, 0),
+        M::Stosw => (Op::Stos, 1),
+        M::Stosd => (Op::Stos, 2),
+        M::Stosq => (Op::Stos, 3),
+        M::Lodsb => (Op::Lods, 0),
+        M::Lodsw => (Op::Lods, 1),
+        M::Lodsd => (Op::Lods, 2),
+        M::Lodsq => (Op::Lods, 3),
+        M::Scasb => (Op::Scas, 0),
+        M::Scasw => (Op::Scas, 1),
+        M::Scasd => (Op::Scas, 2),
+        M::Scasq => (Op::Scas, 3),
+        M::Cmpsb => (Op::Cmps, 0),
+        M::Cmpsw => (Op::Cmps, 1),
+        M::Cmpsd => (Op::Cmps, 2),
+        M::Cmpsq => (Op::Cmps, 3),
+        _ => return None,
+    })
+}
+
+fn repeats(i: &Instruction) -> bool {
+    i.has_rep_prefix() || i.has_repne_prefix()
+}
+
+/// A string instruction with addresses of the mode's size and flat segments.
+pub(crate) fn is_plain(i: &Instruction, long: bool) -> bool {
+    operation(i).is_some()
+        && (0..i.op_count()).all(|n| match i.op_kind(n) {
+            OpKind::Register => true,
+            OpKind::MemorySegRSI | OpKind::MemoryESRDI => long,
+            OpKind::MemorySegESI | OpKind::MemoryESEDI => !long,
+            _ => false,
+        })
+        && !matches!(i.memory_segment(), Register::FS | Register::GS)
+        && (long || i.memory_segment() != Register::CS)
+}
+
+/// Comparisons that may not take place, and change no flag then.
+pub(crate) fn may_keep_flags(i: &Instruction) -> bool {
+    repeats(i)
+}
+
+impl Translator {
+    pub(super) fn string(&mut self, d: &Decoded) {
+        let Some((op, size)) = operation(&d.i) else {
+            return;
+        };
+        let repeat = match (d.i.has_repne_prefix(), d.i.has_rep_prefix()) {
+            // Of F2 and F3 the last one counts; the decoder keeps one.
+            (true, _) if op.compares() => 2,
+            (false, false) => 0,
+            _ => 1,
+        };
+        self.spill_flags(d);
+        let narrow = |a: &mut Asm| {
+            a.mov32(RSI, RSI);
+            a.mov32(RDI, RDI);
+        };
+        if !self.long {
+            narrow(&mut self.asm);
+            self.asm.mov32(RCX, RCX);
+        }
+        self.asm.mov_imm(S1, d.offset.into());
+        self.asm
+            .call_to(self.thunks.strings[op as usize][size][repeat]);
+        if !self.long {
+            narrow(&mut self.asm);
+        }
+        if op.compares() {
+            self.flags = Flags::Register;
+        }
+    }
+}
+
+/// Emits the code of all forms. It is called with the instruction's offset in
+/// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return;
+/// `refill` is the thunk for pages that the table has not.
+pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize) -> Strings {
+    let mut strings = Strings::default();
+    for op in OPS {
+        for (size, forms) in strings[op as usize].iter_mut().enumerate() {
+            let forms = &mut forms[..if op.compares() { 3 } else { 2 }];
+            for (repeat, form) in forms.iter_mut().enumerate() {
+                *form = a.here();
+                one(a, [bail, refill], op, size, repeat);
+            }
+        }
+    }
+    strings
+}
+
+fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usize) {
+    let (mut slow, mut misses) = (Vec::new(), Vec::new());
+    let mut none = None;
+    a.store32(gs(SPILL), S1);
+    // test byte [rflags + 1], DF
+    a.rm(false, &[0xf6], 0, gs(RFLAGS + 1));
+    a.bytes(&[4]);
+    slow.push(a.jcc(cc::NE));
+    if repeat != 0 {
+        a.alu_imm(true, Alu::Cmp, RCX, 4096 >> size);
+        slow.push(a.jcc(cc::A));
+        a.rr(true, &[0x85], RCX, RCX); // test
+        none = Some(a.jcc(cc::E));
+        // What it counts for, in instructions, so that polls stay near each other.
+        if op.writes() {
+            a.lea(COUNTER, at(COUNTER, -32));
+        } else {
+            a.alu_rr(true, Alu::Sub, COUNTER, RCX);
+        }
+    }
+    let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());
+    // In the order in which the interpreter accesses them: where the first one faults, the
+    // second one's page is not touched.
+    let both: &[Reg] = match op {
+        Op::Movs => &[RSI, RDI],
+        Op::Cmps => &[RDI, RSI],
+        _ if rdi => &[RDI],
+        _ => &[RSI],
+    };
+    for (n, r) in both.iter().enumerate() {
+        if n != 0 {
+            a.store(gs(SLOT), S0);
+        }
+        let write = *r == RDI && op.writes();
+        let retry = a.here();
+        let miss = distance(a, *r, write, size, repeat != 0, &mut slow);
+        misses.push((miss, retry, *r, write));
+    }
+    // What RDI and RSI have to be moved by.
+    let (by_rdi, by_rsi) = match op {
+        Op::Movs => (S0, S1),
+        Op::Cmps => (S1, S0),
+        _ => (S0, S0),
+    };
+    if rdi && rsi {
+        a.load(S1, gs(SLOT));
+    }
+    if rdi {
+        a.alu_rr(true, Alu::Sub, RDI, by_rdi);
+    }
+    if rsi {
+        a.alu_rr(true, Alu::Sub, RSI, by_rsi);
+    }
+    match repeat {
+        0 => {}
+        1 => a.bytes(&[0xf3]),
+        _ => a.bytes(&[0xf2]),
+    }
+    match size {
+        1 => a.bytes(&[0x66]),
+        3 => a.bytes(&[0x48]),
+        _ => {}
+    }
+    a.bytes(&[op.opcode() + u8::from(size != 0)]);
+    // LEA: flags are the guest's.
+    if rdi {
+        a.lea(RDI, at(RDI, 0).plus(by_rdi, 0));
+    }
+    if rsi {
+        a.lea(RSI, at(RSI, 0).plus(by_rsi, 0));
+    }
+    a.ret();
+    if let Some(from) = none {
+        let here = a.here();
+        a.patch(from, here);
+        if op.compares() {
+            restore_flags(a, S1);
+        }
+        a.ret();
+    }
+    for (miss, retry, r, write) in misses {
+        let here = a.here();
+        a.patch(miss, here);
+        a.load32(S1, gs(SPILL));
+        a.alu_imm(false, Alu::Or, S1, thunks::site(0, 1 << size, write) as i32);
+        a.mov(S0, r);
+        // Aligned as for a call from a block.
+        a.lea(RSP, at(RSP, -8));
+        a.call_to(refill);
+        a.lea(RSP, at(RSP, 8));
+        a.rr(true, &[0x85], S0, S0); // test
+        slow.push(a.jcc(cc::E));
+        a.jmp_to(retry);
+    }
+    let here = a.here();
+    for from in slow {
+        a.patch(from, here);
+    }
+    a.load32(S1, gs(SPILL));
+    a.lea(RSP, at(RSP, 8));
+    a.jmp_to(bail);
+}
+
+/// How far the guest's address in `r` is from its host address, to r14, if all
+/// elements are in one page that the table has. Returns the branch to take if it has not.
+fn distance(
+    a: &mut Asm,
+    r: Reg,
+    write: bool,
+    size: usize,
+    repeated: bool,
+    slow: &mut Vec<usize>,
+) -> usize {
+    select_entry(a, S1, r);
+    a.mov(S0, r);
+    a.alu(true, Alu::Sub, S0, tag(write));
+    a.alu_imm(true, Alu::Cmp, S0, 4096 - (1 << size));
+    let miss = a.jcc(cc::A);
+    if repeated {
+        a.lea(S0, at(S0, 0).plus(RCX, size as u8));
+        a.alu_imm(true, Alu::Cmp, S0, 4096);
+        slow.push(a.jcc(cc::A));
+    }
+    a.load(S0, tag(write));
+    a.alu(true, Alu::Sub, S0, host_page());
+    miss
+}

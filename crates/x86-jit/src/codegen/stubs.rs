@@ -1,0 +1,390 @@
+//! What a block rarely executes: misses, leaving, branches that are not linked yet.
+
+use core::ops::Range;
+
+use super::{
+    Entries, Translator,
+    inline::move_page,
+    memory::{Finds, Probe},
+    walk::Walking,
+};
+use crate::{
+    asm::*,
+    codegen::thunks::{self, FIRST, save_flags, site},
+    frame::area::*,
+    plan::groups::Member,
+};
+
+/// Code off the main path, emitted after it.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Stub {
+    /// TLB miss: back to `resume` with the host address in r14.
+    Refill {
+        from: usize,
+        resume: usize,
+        site: u32,
+        probe: Probe,
+        finds: Finds,
+        /// What r13 has to hold there.
+        cached: Option<u8>,
+    },
+    /// TLB miss of a group.
+    RefillGroup {
+        from: usize,
+        resume: usize,
+        offset: u32,
+        member: Member,
+        probe: Probe,
+        cached: Option<u8>,
+    },
+    /// Leave at an instruction.
+    Bail {
+        from: usize,
+        offset: u32,
+    },
+    Stale {
+        from: usize,
+        offset: u32,
+    },
+    /// The same where a trace's other pages may have changed, or moved.
+    Moved {
+        from: usize,
+        offset: u32,
+    },
+    /// A branch's target, of which r14 has the tag, is not in the table.
+    Branch {
+        from: usize,
+        offset: u32,
+    },
+    /// The same of one that has an inline cache.
+    InlineCache {
+        from: usize,
+        offset: u32,
+        cache: usize,
+    },
+    /// A return to r14, which the host has not predicted.
+    Ret {
+        from: usize,
+        site: u32,
+    },
+    /// That of a call, which has done nothing yet.
+    Call {
+        from: usize,
+        offset: u32,
+    },
+    /// The same for one that has an inline cache.
+    CallCache {
+        from: usize,
+        resume: usize,
+        offset: u32,
+        cache: usize,
+    },
+    Poll {
+        from: usize,
+        resume: usize,
+        offset: u32,
+    },
+    LoadFp {
+        from: usize,
+        resume: usize,
+    },
+    Link {
+        from: usize,
+        number: u32,
+        live: bool,
+    },
+    /// A walk is over.
+    Walked {
+        from: usize,
+        again: usize,
+    },
+    /// A branch of a trace does not lead where it was expected to: its number in [`Translator::branches`].
+    Unexpected {
+        from: usize,
+        number: usize,
+    },
+    /// A return that does not, to what r14 plus a constant addresses.
+    Elsewhere {
+        from: usize,
+        disp: i32,
+        site: u32,
+    },
+    /// A branch to another page is not where it was before.
+    FarMiss {
+        from: usize,
+        number: u32,
+    },
+    /// A conditional branch to another page.
+    Far {
+        from: usize,
+        offset: u32,
+        target: i32,
+        /// Flags are in RFLAGS.
+        live: bool,
+    },
+}
+
+impl Translator {
+    /// `walking`: fast turns, and the stubs that they come to.
+    pub(super) fn emit_stubs(
+        &mut self,
+        walking: Option<&(Walking, Range<usize>)>,
+        known: impl Fn(u8, u32, bool) -> Option<Entries>,
+    ) {
+        let mut next = 0;
+        // A far stub adds bails of its own.
+        while let Some(stub) = self.stubs.get(next).copied() {
+            let walking = walking.filter(|w| w.1.contains(&next)).map(|w| &w.0);
+            let beyond = self.turn_to_page_of(next);
+            let bound = self.bound;
+            let begins = self.pages.first().and_then(|p| p.bound);
+            next += 1;
+            let a = &mut self.asm;
+            let here = a.here();
+            if let Some(w) = walking {
+                w.give_registers_back(a);
+            }
+            move_page(a, bound, beyond);
+            let t = self.thunks;
+            match stub {
+                Stub::Refill {
+                    from,
+                    resume,
+                    site,
+                    probe,
+                    finds,
+                    cached,
+                } => {
+                    a.patch(from, here);
+                    let call = self.miss(probe, site);
+                    let a = &mut self.asm;
+                    a.patch(
+                        call,
+                        match probe {
+                            Probe::Stack => t.stack,
+                            Probe::Lane(_) => t.lane,
+                            _ => t.miss,
+                        },
+                    );
+                    let refused = a.jcc(cc::BE);
+                    a.patch(refused, t.refused);
+                    if let Some(n) = cached {
+                        a.load(S1, home(n));
+                    }
+                    match (finds, probe) {
+                        (Finds::Address, _) => {}
+                        (Finds::Parts, Probe::Known { gva, .. }) => {
+                            a.lea(S0, at(S0, -(gva & 0xfff)));
+                        }
+                        (Finds::Parts, _) => a.mov_imm(S1, 0),
+                    }
+                    move_page(a, begins, -beyond);
+                    if let Some(w) = walking {
+                        w.borrow_registers(a);
+                    }
+                    a.jmp_to(resume);
+                }
+                Stub::RefillGroup {
+                    from,
+                    resume,
+                    offset,
+                    member,
+                    probe,
+                    cached,
+                } => {
+                    a.patch(from, here);
+                    let first = if member.offset == 0 { FIRST } else { 0 };
+                    let site = site(offset, member.span, member.write) | first;
+                    let is_lane = matches!(probe, Probe::Lane(_));
+                    // Another page in its place is refilled by the accesses themselves.
+                    if member.refill || is_lane || self.hot.is_some() {
+                        let call = self.miss(probe, site);
+                        let a = &mut self.asm;
+                        a.patch(
+                            call,
+                            match probe {
+                                Probe::Stack if member.refill => t.stack_group,
+                                Probe::Stack => t.stack_split,
+                                Probe::Lane(_) if member.refill => t.lane_group,
+                                Probe::Lane(_) => t.lane_split,
+                                _ if member.refill => t.miss_group,
+                                _ => t.split,
+                            },
+                        );
+                        let refused = a.jcc(cc::E);
+                        a.patch(refused, t.refused);
+                        if let Some(n) = cached {
+                            a.load(S1, home(n));
+                        }
+                        if let Some(w) = walking {
+                            let from = a.jcc(cc::BE);
+                            w.borrow_registers(a);
+                            a.jmp_to(resume);
+                            let here = a.here();
+                            a.patch(from, here);
+                        } else if beyond != 0 {
+                            let from = a.jcc(cc::BE);
+                            move_page(a, begins, -beyond);
+                            a.jmp_to(resume);
+                            let here = a.here();
+                            a.patch(from, here);
+                        } else {
+                            let from = a.jcc(cc::A);
+                            a.patch(from, resume);
+                        }
+                    }
+                    if let Some(entries) = known(self.page, offset, true) {
+                        self.asm.jmp_to(entries.saved as usize);
+                        continue;
+                    }
+                    let from = self.asm.jmp();
+                    self.link(from, offset, false, true);
+                }
+                Stub::Bail { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.bail);
+                }
+                Stub::Branch { from, offset } => {
+                    a.patch(from, here);
+                    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+                    a.mov_imm(S1, thunks::branch(offset, 0).into());
+                    a.jmp_to(t.branch);
+                }
+                Stub::InlineCache {
+                    from,
+                    offset,
+                    cache,
+                } => {
+                    a.patch(from, here);
+                    let site = thunks::branch(offset, 0);
+                    a.mov_imm(S1, thunks::with_inline_cache(site, cache));
+                    a.jmp_to(t.inline_cache);
+                }
+                Stub::Ret { from, site } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, site.into());
+                    a.jmp_to(if self.long { t.ret } else { t.ret32 });
+                }
+                Stub::Call { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.bail_integer);
+                }
+                Stub::CallCache {
+                    from,
+                    resume,
+                    offset,
+                    cache,
+                } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, thunks::with_inline_cache(offset, cache));
+                    a.call_to(t.fill_inline_cache);
+                    let from = a.jcc(cc::E);
+                    a.patch(from, resume);
+                    a.jmp_to(t.bail_integer);
+                }
+                Stub::Stale { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.stale);
+                }
+                Stub::Moved { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.moved);
+                }
+                Stub::Poll {
+                    from,
+                    resume,
+                    offset,
+                } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.call_to(t.poll);
+                    a.jmp_to(resume);
+                }
+                Stub::LoadFp { from, resume } => {
+                    a.patch(from, here);
+                    a.call_to(t.load_fp);
+                    a.jmp_to(resume);
+                }
+                Stub::Walked { from, again } => {
+                    a.patch(from, here);
+                    if let Some(w) = walking {
+                        w.ends(a, again);
+                    }
+                }
+                Stub::Link {
+                    mut from,
+                    number,
+                    live,
+                } => {
+                    if (walking.is_some() || beyond != 0)
+                        && let Some(site) = self.links.get_mut(number as usize)
+                    {
+                        a.patch(from, here);
+                        if let Some(w) = walking {
+                            w.is_left(a);
+                        }
+                        from = a.jmp();
+                        (site.patch, site.is_jump) = (from, false);
+                    }
+                    let here = a.here();
+                    let site = self.links.get(number as usize);
+                    let site = site.filter(|s| !s.is_of_interest());
+                    let entry = site.and_then(|s| Some(known(self.page, s.target, s.split)?.of(s)));
+                    if let Some(entry) = entry.filter(|e| *e != 0) {
+                        a.patch(from, entry);
+                        self.ahead.retain(|n| *n != number);
+                        continue;
+                    }
+                    a.patch(from, here);
+                    let [word, jump] = a.stamp(&self.templates.link);
+                    a.patch32(word, number as i32);
+                    a.patch(jump, if live { t.link_live } else { t.link });
+                }
+                Stub::Unexpected { from, number } => {
+                    a.patch(from, here);
+                    self.unexpected(number);
+                }
+                Stub::Elsewhere { from, disp, site } => {
+                    a.patch(from, here);
+                    self.load_word(S0, at(S0, disp));
+                    let a = &mut self.asm;
+                    a.mov_imm(S1, site.into());
+                    a.jmp_to(if self.long { t.ret } else { t.ret32 });
+                }
+                Stub::FarMiss { from, number } => {
+                    a.patch(from, here);
+                    let Some(site) = self.fars.get(number as usize) else {
+                        continue;
+                    };
+                    a.mov_signed(true, S0, site.target);
+                    a.mov_imm(S1, number.into());
+                    match (site.returns, site.pop) {
+                        (Some(back), pop) => {
+                            a.call_to(if pop == -8 { t.far_call } else { t.far_call32 });
+                            a.jmp_to(back);
+                        }
+                        (None, 0) => a.jmp_to(t.far),
+                        (None, -8) => a.jmp_to(t.far_call),
+                        (None, _) => a.jmp_to(t.far_call32),
+                    }
+                }
+                Stub::Far {
+                    from,
+                    offset,
+                    target,
+                    live,
+                } => {
+                    a.patch(from, here);
+                    if live {
+                        save_flags(a);
+                    }
+                    self.far(offset, target);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! What kernels do all the time: flags, interrupts, time, per-CPU segments.
+
+use iced_x86::Mnemonic;
+use x86_defs::rflags;
+
+use super::{
+    Emit, Flags, Stub, Translator,
+    copy::{drop_hints, register, set_operand},
+};
+use crate::{asm::*, codegen::thunks, frame::area::*, ir::decoded::Decoded, ir::kind::Kind};
+
+/// RFLAGS bits of which POPF changes none inline.
+const STEADY: i32 = 0x3f_7500;
+
+impl Translator {
+    pub(super) fn bail_if(&mut self, cc: u8, offset: u32) {
+        let from = self.asm.jcc(cc);
+        self.stubs.push(Stub::Bail { from, offset });
+    }
+
+    /// BT, BTS, BTR, BTC: moves the operand to the word that has the bit.
+    pub(super) fn bit_string(&mut self, d: &Decoded) -> Emit {
+        let source = d.i.op1_register();
+        let wide = source.size() == 8;
+        let (shift, scale, bits) = if wide { (6, 3, 63) } else { (5, 2, 31) };
+        self.spill_flags(d);
+        self.address(&d.i, 0)?;
+        let r = self.read_register(source, S1);
+        if wide {
+            self.asm.mov(S1, r);
+        } else {
+            self.asm.rr(true, &[0x63], S1, r); // movsxd
+        }
+        self.asm.shift(true, 7, S1, shift);
+        self.lea_word(S0, at(S0, 0).plus(S1, scale));
+        if d.i.has_lock_prefix() {
+            self.bail_if_misaligned(d.offset, if wide { 8 } else { 4 });
+        }
+        self.probe(
+            d.offset,
+            if wide { 8 } else { 4 },
+            d.i.mnemonic() != Mnemonic::Bt,
+        );
+        let r = self.read_register(source, S1);
+        self.asm.mov(S1, r);
+        self.asm.alu_imm(false, Alu::And, S1, bits);
+        if d.live_in != 0 {
+            self.asm.store(gs(SPILL), S1);
+            self.flags_in_register();
+            self.asm.load(S1, gs(SPILL));
+        }
+        self.flags = Flags::Register;
+        let mut out = d.i;
+        set_operand(&mut out, at(S0, 0));
+        drop_hints(&mut out);
+        out.set_op1_register(register(S1, source.size()));
+        self.encode(&out)
+    }
+
+    pub(super) fn rdtsc(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        let a = &mut self.asm;
+        if d.i.mnemonic() == Mnemonic::Rdtscp {
+            a.bytes(&[0x0f, 0x01, 0xf9]);
+            a.load32(RCX, gs(TSC_AUX));
+        } else {
+            a.bytes(&[0x0f, 0x31]);
+        }
+        a.shift(true, 4, RDX, 32);
+        a.lea(RAX, at(RAX, 0).plus(RDX, 0));
+        a.alu(true, Alu::Add, RAX, gs(TSC_OFFSET));
+        a.mov(RDX, RAX);
+        a.shift(true, 5, RDX, 32);
+        a.mov32(RAX, RAX);
+    }
+
+    /// PUSHFD, PUSHFQ: VM and RF read as 0.
+    pub(super) fn pushf(&mut self, d: &Decoded) {
+        self.flags_in_memory();
+        let a = &mut self.asm;
+        a.load32(S1, NEAR_FLAGS);
+        a.mov32(S0, S1);
+        a.shift(false, 5, S0, 8);
+        a.alu_imm(false, Alu::And, S0, 0xd5);
+        a.alu_imm(false, Alu::And, S1, 1);
+        a.shift(false, 4, S1, 11);
+        a.alu_rr(false, Alu::Or, S0, S1);
+        a.load32(S1, gs(RFLAGS));
+        a.alu_imm(
+            false,
+            Alu::And,
+            S1,
+            !((rflags::ARITH | rflags::RF | rflags::VM) as i32),
+        );
+        a.alu_rr(false, Alu::Or, S0, S1);
+        a.store(gs(SPILL), S0);
+        let word = self.word();
+        self.lea_word(S0, at(GUEST_RSP, -word));
+        self.probe_stack(d.offset, true);
+        self.asm.load(S1, gs(SPILL));
+        self.store_word(at(S0, 0), S1);
+        self.move_stack(-word);
+    }
+
+    /// Leaves if an interrupt could be taken once IF is set.
+    fn bail_if_waiting(&mut self, offset: u32) {
+        self.asm.load(S1, gs(REQUESTS));
+        self.asm.alu_mem_imm8(false, Alu::Cmp, at(S1, 0), 0);
+        self.bail_if(cc::NE, offset);
+        self.asm.alu_mem_imm8(false, Alu::Cmp, gs(IRQ_WAITING), 0);
+        self.bail_if(cc::NE, offset);
+    }
+
+    /// POPFD, POPFQ that changes nothing but IF and arithmetic flags.
+    pub(super) fn popf(&mut self, d: &Decoded) {
+        self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
+        self.probe_stack(d.offset, false);
+        self.load_word(S0, at(S0, 0));
+        let a = &mut self.asm;
+        a.mov32(S1, S0);
+        a.alu(false, Alu::Xor, S1, gs(RFLAGS));
+        a.rr(false, &[0xf7], 0, S1); // test
+        a.bytes(&STEADY.to_le_bytes());
+        self.bail_if(cc::NE, d.offset);
+        let a = &mut self.asm;
+        a.rr(false, &[0xf7], 0, S0);
+        a.bytes(&(rflags::IF as u32).to_le_bytes());
+        let disabled = a.jcc(cc::E);
+        self.bail_if_waiting(d.offset);
+        let a = &mut self.asm;
+        a.store8(gs(RFLAGS + 1), 2);
+        let enabled = a.jmp();
+        let here = a.here();
+        a.patch(disabled, here);
+        a.store8(gs(RFLAGS + 1), 0);
+        let here = a.here();
+        a.patch(enabled, here);
+        self.move_stack(self.word());
+        let a = &mut self.asm;
+        // Bits 0 to 7 to AH, bit 11 to AL.
+        a.mov32(S1, S0);
+        a.shift(false, 4, S1, 8);
+        a.alu_imm(false, Alu::And, S1, 0xff00);
+        a.shift(false, 5, S0, 11);
+        a.alu_imm(false, Alu::And, S0, 1);
+        a.alu_rr(false, Alu::Or, S1, S0);
+        a.store32(NEAR_FLAGS, S1);
+        self.flags = Flags::Memory;
+    }
+
+    pub(super) fn sti(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        self.bail_if_waiting(d.offset);
+        self.asm.store8(gs(RFLAGS + 1), 2);
+    }
+
+    pub(super) fn swapgs(&mut self) {
+        let a = &mut self.asm;
+        a.load(S0, gs(KERNEL_GS_BASE));
+        a.load(S1, segment_base(5));
+        a.store(segment_base(5), S0);
+        a.store(gs(KERNEL_GS_BASE), S1);
+    }
+
+    /// SYSCALL and SYSRETQ: the other privilege level's view, then a branch.
+    pub(super) fn system_call(&mut self, d: &Decoded) {
+        self.flags_in_memory();
+        let a = &mut self.asm;
+        a.store(state_register(1), RCX);
+        let what = if d.kind == Kind::Syscall {
+            thunks::SYSCALL
+        } else {
+            thunks::SYSRET
+        };
+        a.mov_imm(S1, (what | d.offset).into());
+        a.call_to(self.thunks.switch);
+        a.load(RCX, state_register(1));
+        a.load(RSP, gs(STACK));
+        self.jump(d.offset);
+    }
+
+    /// IRETQ: as above, at any level.
+    pub(super) fn interrupt_return(&mut self, d: &Decoded) {
+        self.flags_in_memory();
+        let a = &mut self.asm;
+        a.mov(S0, GUEST_RSP);
+        a.mov_imm(S1, (thunks::IRETQ | d.offset).into());
+        a.call_to(self.thunks.switch);
+        a.load(GUEST_RSP, state_register(4));
+        // cmovne rsp, gs:[STACK]
+        a.alu_mem_imm8(true, Alu::Cmp, gs(SPILL), 0);
+        a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+        self.jump(d.offset);
+    }
+
+    /// STAC and CLAC: another view of the same tables.
+    pub(super) fn access_control(&mut self, d: &Decoded) {
+        let set = d.i.mnemonic() == Mnemonic::Stac;
+        let what = [thunks::CLEAR_AC, thunks::SET_AC][usize::from(set)];
+        self.spill_flags(d);
+        self.asm.mov_imm(S1, (what | d.offset).into());
+        self.asm.call_to(self.thunks.access[usize::from(set)]);
+        // cmovne rsp, gs:[STACK]
+        self.asm
+            .alu_imm(false, Alu::Cmp, S0, thunks::SAME_KEY as i32);
+        self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+    }
+}

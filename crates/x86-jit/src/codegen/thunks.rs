@@ -1,0 +1,608 @@
+//! Code that all blocks share: the ways in and out, and the calls into Rust.
+//!
+//! A guest's call is a call of the host's: so the processor predicts where the
+//! guest's return goes. It pushes the guest's return address first, with which
+//! the return compares what it finds on the guest's stack; if that is something
+//! else, it goes by the table of targets. What is on the host's stack is dropped
+//! when mapping or mode have become others, or code was dropped; and at a poll if
+//! there is much of it, which bounds its depth.
+
+use mmu::l1::{INLINE_CACHES_USED, inline_cache};
+use x86_defs::rflags;
+
+use crate::{
+    asm::*,
+    codegen::fp_state::{keep_vectors, load_fp, save_fp},
+    codegen::misses::{compare_end, known_device, lane_miss, stack_miss, straddling},
+    codegen::{
+        branch::{select_tag, select_target},
+        string::{self, Strings},
+        walk,
+    },
+    frame::area::*,
+    frame::exit::Reason,
+};
+
+/// Offsets of the shared pieces in the code buffer.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Thunks {
+    /// `extern "C" fn()`: loads the registers and jumps to [`ENTRY`].
+    pub(crate) enter: usize,
+    /// The interpreter executes the instruction whose offset in its page is r13d.
+    pub(crate) bail: usize,
+    /// The same, for instructions that have nothing to do with FP state.
+    pub(crate) bail_integer: usize,
+    /// The page's code has changed; r13d as above.
+    pub(crate) stale: usize,
+    /// The same of the other pages of the trace at r13d, or they are elsewhere.
+    pub(crate) moved: usize,
+    /// Called when the budget is used up; r13d as above.
+    pub(crate) poll: usize,
+    /// A direct branch that is not linked yet; r13d is the site, flags are saved.
+    pub(crate) link: usize,
+    /// The same with flags in RFLAGS.
+    pub(crate) link_live: usize,
+    /// A branch to r14 that the target table does not have; r13d is [`branch`].
+    pub(crate) branch: usize,
+    /// Called when an inline cache has not what r14 has the tag of: it has then, and the answer is "equal", if the table has it.
+    /// r13 has the cache's number in its upper half, whose lower half is kept.
+    pub(crate) fill_inline_cache: usize,
+    /// The same for a jump, which goes by the table; r13d is [`branch`].
+    pub(crate) inline_cache: usize,
+    /// A return to r14 by the table; r13d is [`branch`].
+    pub(crate) ret: usize,
+    /// The same of 32-bit code.
+    pub(crate) ret32: usize,
+    /// A direct branch to another page by the table: r14 is the target relative
+    /// to the page, r13d the number of the [`crate::codegen::FarSite`], flags are saved.
+    pub(crate) far: usize,
+    /// The same for a call.
+    pub(crate) far_call: usize,
+    /// The same for one of 32-bit code.
+    pub(crate) far_call32: usize,
+    /// Called for what changes the view: r13d is its bit ([`SET_AC`] and so on), and the offset. Does not
+    /// return if the result is 0.
+    pub(crate) switch: usize,
+    /// Called by CLAC, and by STAC, as [`Self::switch`].
+    pub(crate) access: [usize; 2],
+    /// Called after a TLB miss; r14 is the gva, r13d is [`site`]. Returns the host address in r14, and
+    /// "above" in the flags; or something else, for [`Self::refused`].
+    pub(crate) miss: usize,
+    /// The same for a group of accesses. If it returns "below" each has to be made for itself.
+    pub(crate) miss_group: usize,
+    /// The same for a group whose first access is none that may be refilled.
+    pub(crate) split: usize,
+    /// The interpreter makes the access, with the flags and r13d as they come from a miss. (A call that is
+    /// not returned from would have the processor predict all the next returns wrongly.)
+    pub(crate) refused: usize,
+    /// The same three when the stack's entry is another page's.
+    pub(crate) stack: usize,
+    pub(crate) stack_group: usize,
+    pub(crate) stack_split: usize,
+    /// The same three when a lane has another page.
+    pub(crate) lane: usize,
+    pub(crate) lane_group: usize,
+    pub(crate) lane_split: usize,
+    /// Called by a block that uses FP when the state is not loaded.
+    pub(crate) load_fp: usize,
+    /// Called for string instructions.
+    pub(crate) strings: Strings,
+}
+
+/// What the refill thunk has to know of an access.
+pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
+    offset & 0xfff | size << 12 | (write as u32) << WRITES.trailing_zeros()
+}
+
+/// Bit of a [`site`].
+pub(crate) const WRITES: u32 = 1 << 20;
+
+/// Bit of a [`site`]: a page fault of the access is what the instruction raises, whatever else it does.
+pub(crate) const RAISES: u32 = 1 << 25;
+
+/// Bit of a group's [`site`]: its address is that of the access that probes.
+pub(crate) const FIRST: u32 = 1 << 26;
+/// The answer for an access that the interpreter makes, whose address is in [`SPILL`]. No host address.
+pub(crate) const ACCESS: u64 = 1;
+
+/// What stands above a [`site`] or a [`branch`] that has an inline cache: its number.
+pub(crate) const fn with_inline_cache(site: u32, cache: usize) -> u64 {
+    site as u64 | (cache as u64) << 32
+}
+
+/// The bits of a lane's site from here on are its number.
+pub(crate) const LANE_SHIFT: u32 = 32;
+/// Misses of a lane after which Rust is told: a power of two.
+pub(crate) const LANE_MISSES: u32 = 128;
+
+/// Whether it is a write.
+pub(crate) const fn writes(site: u32) -> bool {
+    site & WRITES != 0
+}
+
+/// What the branch thunk has to know: the instruction's offset, and what is added to RSP.
+pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
+    offset & 0xfff | ((pop + 8) as u32) << 12
+}
+
+/// Bytes of the host's stack above which a poll drops them: twice as many are in use at most.
+const MAX_DEPTH: i32 = 16 << 10;
+
+/// Bits of [`Thunks::switch`]'s r13d that stand for something other than an
+/// access: RFLAGS.AC becomes this.
+pub(crate) const SET_AC: u32 = 1 << 21;
+pub(crate) const CLEAR_AC: u32 = 1 << 22;
+/// The result of [`SET_AC`] and [`CLEAR_AC`] when mapping and mode have not changed.
+pub(crate) const SAME_KEY: u64 = 1;
+/// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.
+pub(crate) const SYSCALL: u32 = 1 << 23;
+pub(crate) const SYSRET: u32 = 1 << 24;
+/// IRETQ: r14 is RSP, which is in memory afterwards; the result is the target.
+pub(crate) const IRETQ: u32 = 1 << 27;
+
+/// `mov rax → r13; lahf; seto al; mov [FLAGS], eax; mov rax ← r13`.
+pub(crate) fn save_flags(a: &mut Asm) {
+    a.mov(S1, RAX);
+    a.bytes(&[0x9f, 0x0f, 0x90, 0xc0]);
+    a.store32(NEAR_FLAGS, RAX);
+    a.mov(RAX, S1);
+}
+
+/// The reverse: adding 127 to a byte of 0 or 1 makes OF; SAHF does the rest.
+pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
+    a.mov(scratch, RAX);
+    a.load32(RAX, NEAR_FLAGS);
+    a.bytes(&[0x04, 127, 0x9e]);
+    a.mov(RAX, scratch);
+}
+
+const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
+const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];
+
+pub(crate) fn push(a: &mut Asm, r: Reg) {
+    if r >= 8 {
+        a.bytes(&[0x41]);
+    }
+    a.bytes(&[0x50 | r & 7]);
+}
+
+pub(crate) fn pop(a: &mut Asm, r: Reg) {
+    if r >= 8 {
+        a.bytes(&[0x41]);
+    }
+    a.bytes(&[0x58 | r & 7]);
+}
+
+/// Instructions until the next poll, at most, once a call has found a request: at least the one that has called is executed, also if that is
+/// by another block.
+const SOON: u64 = 100;
+
+/// Calls the Rust function at `refill`: the return address and nine registers are
+/// on the stack, which is aligned for it.
+fn call_refill(a: &mut Asm, refill: u64) {
+    CALLER_SAVED.iter().for_each(|r| push(a, *r));
+    keep_vectors(a, true);
+    a.load(RDI, gs(CONTEXT));
+    a.mov(RSI, S0);
+    a.mov32(RDX, S1);
+    a.mov_imm(RAX, refill);
+    a.bytes(&[0xff, 0xd0]); // call rax
+    a.mov(S0, RAX);
+    // A full dirty ring, for one, has no room for all that is written until the countdown ends.
+    a.load(RAX, gs(REQUESTS));
+    a.alu_mem_imm8(false, Alu::Cmp, at(RAX, 0), 0);
+    let goes_on = a.jcc(cc::E);
+    a.mov_imm(RAX, SOON);
+    a.alu_rr(true, Alu::Cmp, COUNTER, RAX);
+    // cmovg
+    a.rr(true, &[0x0f, 0x4f], COUNTER, RAX);
+    a.store_imm(gs(OWED), 0);
+    let here = a.here();
+    a.patch(goes_on, here);
+    keep_vectors(a, false);
+    CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
+}
+
+/// Ticks that a [`crate::Leash`] has at most: a TSC that jumps ends it.
+const MAX_TICKS: i32 = 1 << 20;
+
+/// Branches if the run loop has to be returned to. Changes r14.
+fn leash_ends(a: &mut Asm) -> [usize; 4] {
+    // Whether the guest only waits for another vCPU is the run loop's to judge.
+    a.alu_mem_imm8(true, Alu::Cmp, gs(PAUSES), 0);
+    let pauses = a.jcc(cc::NE);
+    a.alu_mem_imm8(true, Alu::Cmp, gs(LANES_MISSED), 0);
+    let missed = a.jcc(cc::NE);
+    push(a, RAX);
+    push(a, RDX);
+    a.bytes(&[0x0f, 0x31]); // rdtsc
+    a.shift(true, 4, RDX, 32);
+    a.alu_rr(true, Alu::Or, RAX, RDX);
+    a.load(S0, gs(UNTIL));
+    a.alu_rr(true, Alu::Sub, S0, RAX);
+    pop(a, RDX);
+    pop(a, RAX);
+    a.alu_imm(true, Alu::Cmp, S0, MAX_TICKS);
+    let is_over = a.jcc(cc::A);
+    a.load(S0, gs(STOP));
+    a.rm(false, &[0x80], 7, at(S0, 0)); // cmp byte [r14], 0
+    a.bytes(&[0]);
+    [pauses, missed, is_over, a.jcc(cc::NE)]
+}
+
+/// [`BUDGET`] instructions until the next poll, more or less: where a guest repeats itself, polls that are always as far from each
+/// other come to the same few blocks, and looks see no others.
+fn vary_budget(a: &mut Asm) {
+    const BITS: u32 = 11;
+    // A linear congruential generator, whose upper bits are the good ones.
+    a.load32(COUNTER, gs(RANDOM));
+    a.imul(false, COUNTER, COUNTER, 1_664_525);
+    a.alu_imm(false, Alu::Add, COUNTER, 1_013_904_223);
+    a.store32(gs(RANDOM), COUNTER);
+    a.shift(false, 5, COUNTER, 32 - BITS as u8);
+    a.lea(COUNTER, at(COUNTER, BUDGET as i32 - (1 << (BITS - 1))));
+}
+
+/// Guest registers, and what else generated code has close to it, from and to their places in
+/// the vCPU's state.
+fn load_registers(a: &mut Asm) {
+    load_near_words(a);
+    for n in 0..16 {
+        if let Some(r) = host_reg(n) {
+            a.load(r, state_register(n));
+        }
+    }
+}
+
+fn store_registers(a: &mut Asm) {
+    for n in 0..16 {
+        if let Some(r) = host_reg(n) {
+            a.store(state_register(n), r);
+        }
+    }
+    store_near_words(a);
+}
+
+/// To the tables of the view that is live now. Changes rax.
+fn load_near_words(a: &mut Asm) {
+    a.load(TLB, gs(TABLES));
+    for (word, near) in near_words().chain(near_constants()) {
+        a.load(RAX, word);
+        a.store(near, RAX);
+    }
+    a.load32(RAX, gs(NUMBER));
+    a.store32(NEAR_NUMBER, RAX);
+}
+
+/// Goes on with the tables of the supervisor's other view, and RFLAGS.AC as it belongs to it, if they are known.
+fn change_view(a: &mut Asm, set: bool, otherwise: usize) {
+    let [from, to] = [!set, set].map(|ac| gs(VIEWS[usize::from(ac)]));
+    a.alu(true, Alu::Cmp, TLB, from);
+    let unknown = a.jcc(cc::NE);
+    a.patch(unknown, otherwise);
+    a.load(S0, to);
+    a.load32(S1, gs(RFLAGS));
+    if set {
+        a.alu_imm(false, Alu::Or, S1, rflags::AC as i32);
+    } else {
+        a.alu_imm(false, Alu::And, S1, !(rflags::AC as i32));
+    }
+    a.store32(gs(RFLAGS), S1);
+    a.store(gs(TABLES), S0);
+    a.store_imm(gs(IS_OTHER_VIEW), 1);
+    for (_, near) in near_words().chain(near_constants()) {
+        a.load(S1, near);
+        a.store(
+            Mem {
+                base: Some(S0),
+                ..near
+            },
+            S1,
+        );
+    }
+    a.mov(TLB, S0);
+    a.mov_imm(S0, SAME_KEY);
+    a.ret();
+}
+
+/// Changes rax.
+fn store_near_words(a: &mut Asm) {
+    for (word, near) in near_words() {
+        a.load(RAX, near);
+        a.store(word, RAX);
+    }
+}
+
+/// Word `n` of an inline cache; `thrice` is three times its number.
+fn cached(thrice: Reg, n: i32) -> Mem {
+    at(TLB, inline_cache(0) + 8 * n).plus(thrice, 3)
+}
+
+/// Emits everything at the start of the buffer. `refill` and `handle` are the
+/// addresses of the Rust functions behind [`Thunks::miss`] and the thunks that
+/// have a [`Reason`].
+pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
+    let mut t = Thunks {
+        enter: a.here(),
+        ..Thunks::default()
+    };
+    SAVED.iter().for_each(|r| push(a, *r));
+    a.lea(RSP, at(RSP, -8));
+    // The last frame: a return to address 0 finds it.
+    a.bytes(&[0x6a, 0]); // push 0
+    a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
+    let last = a.here() - 4;
+    push(a, S1);
+    a.store(gs(STACK), RSP);
+    load_registers(a);
+    a.load32(COUNTER, gs(COUNT));
+    a.jmp_mem(gs(ENTRY));
+
+    let exit = a.here();
+    store_registers(a);
+    let exit_stored = a.here();
+    save_fp(a);
+    a.load(RSP, gs(STACK));
+    a.lea(RSP, at(RSP, 24));
+    SAVED.iter().rev().for_each(|r| pop(a, *r));
+    a.ret();
+
+    // Registers are in memory, and vectors if they are to be kept. Goes on where `handle` says, or leaves.
+    let call_handle = a.here();
+    a.store(gs(HOST_RSP), RSP);
+    a.alu_imm(true, Alu::And, RSP, -16);
+    a.load(RDI, gs(CONTEXT));
+    a.mov_imm(RAX, handle);
+    a.bytes(&[0xff, 0xd0]); // call rax
+    a.load(RSP, gs(HOST_RSP));
+    a.mov(S0, RAX);
+    keep_vectors(a, false);
+    a.rr(true, &[0x85], S0, S0); // test
+    let leaves = a.jcc(cc::E);
+    a.patch(leaves, exit_stored);
+    a.alu(true, Alu::Sub, COUNTER, gs(COST));
+    load_registers(a);
+    a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
+
+    let with_reason = |a: &mut Asm, reason: Reason, fp: bool| {
+        a.store_imm(gs(REASON), reason as i32);
+        store_registers(a);
+        if fp {
+            save_fp(a);
+        } else {
+            keep_vectors(a, true);
+        }
+        a.jmp_to(call_handle);
+    };
+    let at_offset = |a: &mut Asm, reason: Reason, fp: bool| {
+        a.alu(true, Alu::Add, S1, NEAR_PAGE);
+        a.store(gs(RIP), S1);
+        with_reason(a, reason, fp);
+    };
+    t.bail = a.here();
+    at_offset(a, Reason::Interpret, true);
+    t.bail_integer = a.here();
+    at_offset(a, Reason::Interpret, false);
+    t.moved = a.here();
+    a.store_imm(gs(ARGUMENT), 1);
+    t.stale = a.here();
+    at_offset(a, Reason::Stale, false);
+
+    let here = a.here();
+    a.patch(last, here);
+    a.load(RSP, gs(STACK));
+    a.store(gs(RIP), S0);
+    with_reason(a, Reason::Stale, false);
+
+    t.branch = a.here();
+    a.store(gs(SPILL), S0);
+    a.mov32(S0, S1);
+    a.shift(false, 5, S0, 12);
+    a.store(gs(ARGUMENT), S0);
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    at_offset(a, Reason::Branch, false);
+
+    t.fill_inline_cache = a.here();
+    a.store(gs(SPILL), S1);
+    push(a, RAX);
+    a.load32(RAX, gs(SPILL + 4));
+    // bts [used], rax
+    a.rm(true, &[0x0f, 0xab], RAX, at(TLB, INLINE_CACHES_USED));
+    a.lea(RAX, at(RAX, 0).plus(RAX, 1));
+    a.lea(RAX, cached(RAX, 0));
+    let absent = select_tag(a);
+    a.store(at(RAX, 0), S0);
+    for (from, to) in [(24, 8), (16, 16)] {
+        a.load(S0, at(S1, from));
+        a.store(at(RAX, to), S0);
+    }
+    let here = a.here();
+    a.patch(absent, here);
+    pop(a, RAX);
+    a.load32(S1, gs(SPILL));
+    a.ret();
+
+    t.inline_cache = a.here();
+    a.call_to(t.fill_inline_cache);
+    let absent = a.jcc(cc::NE);
+    a.load32(S1, gs(SPILL + 4));
+    a.lea(S1, at(S1, 0).plus(S1, 1));
+    a.load(S0, cached(S1, 1));
+    a.store(NEAR_PAGE, S0);
+    a.jmp_mem(cached(S1, 2));
+    let here = a.here();
+    a.patch(absent, here);
+    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+    a.jmp_to(t.branch);
+
+    for (thunk, long) in [(&mut t.ret, true), (&mut t.ret32, false)] {
+        *thunk = a.here();
+        a.store(gs(SPILL), S1);
+        let absent = select_target(a);
+        a.load(S0, at(S1, 24));
+        a.store(NEAR_PAGE, S0);
+        a.load(S0, gs(SPILL));
+        a.shift(false, 5, S0, 12);
+        a.rm(long, &[0x8d], GUEST_RSP, at(GUEST_RSP, -8).plus(S0, 0)); // lea
+        a.jmp_mem(at(S1, 16));
+        let here = a.here();
+        a.patch(absent, here);
+        a.alu(true, Alu::Xor, S0, NEAR_SALT);
+        a.load(S1, gs(SPILL));
+        a.jmp_to(t.branch);
+    }
+
+    let missed = a.here();
+    with_reason(a, Reason::Far, false);
+    for (thunk, pushed) in [
+        (&mut t.far, 0),
+        (&mut t.far_call, 8),
+        (&mut t.far_call32, 4),
+    ] {
+        *thunk = a.here();
+        a.alu(true, Alu::Add, S0, NEAR_PAGE);
+        a.store(gs(SPILL), S0);
+        a.store(gs(SPILL + 8), S1);
+        a.alu_mem_imm8(true, Alu::Sub, gs(FAR_LEFT), 1);
+        let misses = [a.jcc(cc::S), select_target(a)];
+        a.load(S0, at(S1, 24));
+        a.store(NEAR_PAGE, S0);
+        if pushed != 0 {
+            a.rm(pushed == 8, &[0x8d], GUEST_RSP, at(GUEST_RSP, -pushed)); // lea
+        }
+        a.jmp_mem(at(S1, 16));
+        misses.into_iter().for_each(|from| a.patch(from, missed));
+    }
+
+    t.poll = a.here();
+    a.load(S0, gs(REQUESTS));
+    a.alu_mem_imm8(false, Alu::Cmp, at(S0, 0), 0);
+    let requested = a.jcc(cc::NE);
+    a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
+    let used_up = a.jcc(cc::S);
+    let goes_on = a.here();
+    vary_budget(a);
+    a.store_imm(gs(CREDIT_LEFT), walk::CREDIT);
+    a.load(S0, gs(STACK));
+    a.alu_rr(true, Alu::Sub, S0, RSP);
+    a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
+    let is_deep = a.jcc(cc::A);
+    // Without it the processor would predict all the returns of the guest's that are to come wrongly.
+    a.ret();
+    let here = a.here();
+    a.patch(is_deep, here);
+    pop(a, S1);
+    a.load(RSP, gs(STACK));
+    a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
+    let here = a.here();
+    a.patch(used_up, here);
+    let ends = leash_ends(a);
+    a.store_imm(gs(POLLS_LEFT), POLLS as i32);
+    a.jmp_to(goes_on);
+    let here = a.here();
+    for from in ends.into_iter().chain([requested]) {
+        a.patch(from, here);
+    }
+    a.alu(true, Alu::Add, S1, NEAR_PAGE);
+    a.store(gs(RIP), S1);
+    a.store_imm(gs(REASON), Reason::Poll as i32);
+    a.jmp_to(exit);
+
+    t.link_live = a.here();
+    a.store(gs(ARGUMENT), S1);
+    save_flags(a);
+    let saved = a.jmp();
+    t.link = a.here();
+    a.store(gs(ARGUMENT), S1);
+    let here = a.here();
+    a.patch(saved, here);
+    with_reason(a, Reason::Link, false);
+
+    t.switch = a.here();
+    push(a, RAX);
+    store_near_words(a);
+    pop(a, RAX);
+    call_refill(a, refill);
+    push(a, RAX);
+    load_near_words(a);
+    pop(a, RAX);
+    a.rr(true, &[0x85], S0, S0); // test
+    let failed = a.jcc(cc::E);
+    a.ret();
+    let here = a.here();
+    a.patch(failed, here);
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    a.lea(RSP, at(RSP, 8));
+    a.jmp_to(t.bail);
+
+    for (set, thunk) in [false, true].into_iter().zip(&mut t.access) {
+        *thunk = a.here();
+        change_view(a, set, t.switch);
+    }
+
+    t.miss = a.here();
+    straddling(a, true);
+    let known = known_device(a, RAISES);
+    let called = a.here();
+    call_refill(a, refill);
+    let answered = a.here();
+    a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
+    a.ret();
+    t.miss_group = a.here();
+    straddling(a, false);
+    let within = a.here();
+    let first_known = known_device(a, FIRST);
+    // What straddles two pages needs no call.
+    push(a, RAX);
+    push(a, RCX);
+    compare_end(a);
+    pop(a, RCX);
+    pop(a, RAX);
+    let from = a.jcc(cc::BE);
+    a.patch(from, called);
+    let fails = a.here();
+    a.alu_rr(false, Alu::Xor, S0, S0);
+    a.jmp_to(answered);
+    t.split = a.here();
+    straddling(a, false);
+    a.jmp_to(fails);
+    let here = a.here();
+    a.patch(known, here);
+    a.patch(first_known, here);
+    a.store(gs(SPILL), S0);
+    a.mov_imm(S0, ACCESS);
+    a.jmp_to(answered);
+    t.refused = a.here();
+    let is_access = a.jcc(cc::E);
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    a.jmp_to(t.bail);
+    let here = a.here();
+    a.patch(is_access, here);
+    a.alu_imm(false, Alu::And, S1, 0xfff);
+    at_offset(a, Reason::Access, true);
+
+    t.stack = a.here();
+    stack_miss(a, t.miss);
+    t.stack_group = a.here();
+    stack_miss(a, t.miss_group);
+    t.stack_split = a.here();
+    stack_miss(a, t.split);
+    for (thunk, otherwise) in [
+        (&mut t.lane, t.miss),
+        (&mut t.lane_group, t.miss_group),
+        (&mut t.lane_split, t.split),
+    ] {
+        *thunk = a.here();
+        lane_miss(a, otherwise);
+    }
+    t.load_fp = a.here();
+    push(a, RAX);
+    push(a, RDX);
+    load_fp(a);
+    pop(a, RDX);
+    pop(a, RAX);
+    a.ret();
+
+    t.strings = string::emit(a, t.bail_integer, within);
+    t
+}

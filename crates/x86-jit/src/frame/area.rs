@@ -1,0 +1,241 @@
+//! The vCPU's state as generated code addresses it: offsets from GS.
+//!
+//! | host register | holds |
+//! |---|---|
+//! | rax … rdi but rsp, r8, r9 | the guest's register of that name |
+//! | r10 | the guest's R12 |
+//! | r15 | the guest's RSP |
+//! | r11 | the live view's software TLB |
+//! | r12 | instructions until the next poll |
+//! | r13, r14 | scratch; r14 is the host address of a memory operand |
+//! | rsp | the host's stack: return addresses |
+//!
+//! The guest's r10, r11 and r13 to r15 live in memory. (Compilers use R12 more
+//! than R10.) Its arithmetic flags are in the
+//! host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
+
+use core::mem::offset_of;
+
+use x86_cpu::{CpuState, EngineArea, Msrs};
+use x86_defs::{reg, segment::Segment};
+
+use crate::asm::{Mem, Reg, at, gs};
+
+/// Poll budget: instructions between two looks at the request word, about.
+pub(crate) const BUDGET: u32 = 4000;
+/// Looks at the request word before those at the time and at [`STOP`], or before the run loop is returned to.
+pub(crate) const POLLS: u64 = 8;
+
+/// Scratch, and the host address of memory operands.
+pub(crate) const S0: Reg = 14;
+/// Scratch.
+pub(crate) const S1: Reg = 13;
+/// Counts down to the next poll.
+pub(crate) const COUNTER: Reg = 12;
+/// The live view's `mmu::l1::L1`.
+pub(crate) const TLB: Reg = 11;
+/// Guest RSP.
+pub(crate) const GUEST_RSP: Reg = 15;
+
+const fn word(n: usize) -> usize {
+    offset_of!(CpuState, engine) + 8 * n
+}
+
+/// For [`TLB`].
+pub(crate) const TABLES: usize = word(0);
+/// The MMU's last device pages: `mmu::DevicePage` twice.
+pub(crate) const DEVICES: usize = word(3);
+/// The table of indirect targets.
+pub(crate) const TARGETS: usize = word(4);
+/// What identifies mapping and mode in [`TARGETS`].
+pub(crate) const KEY: usize = word(5);
+/// What tags in [`TARGETS`] are XORed with: [`crate::code::cache::salt_of`] the key.
+pub(crate) const SALT: usize = word(6);
+/// The key's number in 32 bits: [`crate::code::cache::Cache::number`].
+pub(crate) const NUMBER: usize = word(25);
+/// gva of the page that executes.
+pub(crate) const PAGE: usize = word(7);
+/// Arithmetic flags, when not in RFLAGS.
+pub(crate) const FLAGS: usize = word(8);
+/// Two words.
+pub(crate) const SPILL: usize = word(9);
+/// Where to jump after the registers are loaded.
+pub(crate) const ENTRY: usize = word(11);
+/// Address of the request word.
+pub(crate) const REQUESTS: usize = word(12);
+/// Looks that are left.
+pub(crate) const POLLS_LEFT: usize = word(13);
+/// [`crate::frame::exit::Reason`].
+pub(crate) const REASON: usize = word(14);
+/// Number of the link site.
+pub(crate) const ARGUMENT: usize = word(15);
+/// FP state is in the host's registers.
+pub(crate) const FP_LIVE: usize = word(16);
+/// `*mut RefillContext`.
+pub(crate) const CONTEXT: usize = word(17);
+/// The host's default MXCSR, for LDMXCSR.
+pub(crate) const HOST_MXCSR: usize = word(18);
+/// An interrupt waits for RFLAGS.IF.
+pub(crate) const IRQ_WAITING: usize = word(19);
+/// Guest TSC less host TSC.
+pub(crate) const TSC_OFFSET: usize = word(20);
+/// What an instruction of the interpreter's cost, in instructions.
+pub(crate) const COST: usize = word(21);
+/// Instructions until the first poll after entry.
+pub(crate) const COUNT: usize = word(22);
+/// `*mut` [`crate::runtime::lockstep::Log`], or 0.
+pub(crate) const LOG: usize = word(23);
+/// PAUSEs executed.
+pub(crate) const PAUSES: usize = word(30);
+/// Host TSC at which the run loop has to be returned to at the latest; 0: whenever [`POLLS_LEFT`] is used up.
+pub(crate) const UNTIL: usize = word(29);
+/// Address of the byte that is not zero when it has to be at once.
+pub(crate) const STOP: usize = word(96);
+/// What a string instruction found for its first operand, while it looks at the second.
+pub(crate) const SLOT: usize = word(24);
+/// The tables of the supervisor's view with RFLAGS.AC clear, and those with it set, if nothing but the tables differs
+/// between the two and generated code may change from the one to the other; or 0.
+pub(crate) const VIEWS: [usize; 2] = [word(26), word(27)];
+/// Misses of a lane have become many.
+pub(crate) const LANES_MISSED: usize = word(97);
+/// It has done so: the MMU has to be told before anything else.
+pub(crate) const IS_OTHER_VIEW: usize = word(28);
+/// The host's RSP with no call to return from: see [`crate::codegen::thunks`].
+pub(crate) const STACK: usize = word(31);
+/// Direct branches to other pages by the table until one of them is remembered.
+pub(crate) const FAR_LEFT: usize = word(1);
+/// Where the host's RSP was before a call of `leave::handle`, and is after it.
+pub(crate) const HOST_RSP: usize = word(2);
+/// Room for YMM0 to YMM15 while Rust code runs.
+pub(crate) const VECTORS: usize = word(32);
+/// Of [`crate::codegen::walk`]: what the countdown is less than it was, and the anchors.
+pub(crate) const OWED: usize = word(99);
+pub(crate) const ANCHORS: usize = word(100);
+pub(crate) const ANCHORS_LEN: usize = 6;
+/// Turns of the first pass, in 32 bits.
+pub(crate) const REST: usize = word(106);
+/// What the countdown has been less than zero when the walk began, and what may still be added to it until the next poll.
+pub(crate) const BEGAN: usize = word(107);
+pub(crate) const CREDIT_LEFT: usize = word(108);
+/// How often each loop goes back before it walks, in 32 bits: there are fewer of them than loops.
+pub(crate) const RELUCTANCES: usize = word(109);
+pub(crate) const RELUCTANCES_LEN: usize = 32;
+/// What budgets vary by.
+pub(crate) const RANDOM: usize = word(125);
+const _: () =
+    assert!(ANCHORS + 8 * ANCHORS_LEN <= REST && RELUCTANCES + 4 * RELUCTANCES_LEN <= RANDOM);
+const _: () = assert!(RANDOM < word(EngineArea::WORDS));
+/// Their upper halves are among what is there.
+pub(crate) const UPPERS_IN_USE: usize = word(98);
+
+pub(crate) const FP_AREA: usize = offset_of!(CpuState, fp);
+pub(crate) const RIP: usize = 8 * reg::RIP;
+
+/// RFLAGS but for the arithmetic flags.
+pub(crate) const RFLAGS: usize = offset_of!(CpuState, rflags);
+pub(crate) const CR0: usize = offset_of!(CpuState, cr0);
+pub(crate) const CR2: usize = offset_of!(CpuState, cr2);
+pub(crate) const CR3: usize = offset_of!(CpuState, cr3);
+pub(crate) const CR4: usize = offset_of!(CpuState, cr4);
+pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, tsc_aux);
+pub(crate) const KERNEL_GS_BASE: usize =
+    offset_of!(CpuState, msr) + offset_of!(Msrs, kernel_gs_base);
+
+/// Selector of a segment register.
+pub(crate) const fn selector(n: usize) -> Mem {
+    gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, selector))
+}
+
+/// A word close to the TLB's base: addressing it takes a byte in place of five.
+const fn near(n: usize) -> Mem {
+    at(TLB, mmu::l1::word(n))
+}
+
+/// Host pointers of groups: [`MAX_KEPT`] words, which live as long as a block is executed. The first are nearest.
+pub(crate) const fn kept(slot: u8) -> Mem {
+    let slot = slot as usize;
+    near(if slot < FIRST_OTHER {
+        slot
+    } else {
+        mmu::l1::NEAR_WORDS + slot - FIRST_OTHER
+    })
+}
+/// Groups of a block whose pointers can be kept.
+pub(crate) const MAX_KEPT: usize = 8;
+/// The nearest words from this one on are for something else.
+const FIRST_OTHER: usize = 4;
+
+/// What generated code has close to the base while it runs, and Rust finds with the rest of the
+/// vCPU's state: it is copied when the one calls the other.
+pub(crate) const NEAR_PAGE: Mem = near(FIRST_OTHER);
+pub(crate) const NEAR_FLAGS: Mem = near(5);
+/// [`SALT`] and [`TARGETS`], which generated code does not change.
+pub(crate) const NEAR_SALT: Mem = near(6);
+const FIRST_HOME: usize = 7;
+pub(crate) const NEAR_TARGETS: Mem = near(12);
+/// [`FP_LIVE`], which changes with that one: four bytes.
+pub(crate) const NEAR_FP_LIVE: Mem = near(13);
+/// [`NUMBER`], in the other four.
+pub(crate) const NEAR_NUMBER: Mem = at(TLB, NEAR_FP_LIVE.disp + 4);
+
+/// What is copied to close to the base, but not back; so is the number, after them.
+pub(crate) const fn near_constants() -> [(Mem, Mem); 3] {
+    [
+        (gs(SALT), NEAR_SALT),
+        (gs(TARGETS), NEAR_TARGETS),
+        (gs(FP_LIVE), NEAR_FP_LIVE),
+    ]
+}
+
+/// What it does change of that: the place with the rest of the state, and the one close to the base.
+pub(crate) fn near_words() -> impl Iterator<Item = (Mem, Mem)> {
+    let words = [(PAGE, NEAR_PAGE), (FLAGS, NEAR_FLAGS)];
+    let homes = (0..16u8).filter(|n| HOMED >> n & 1 != 0);
+    let words = words.into_iter().map(|(far, near)| (gs(far), near));
+    words.chain(homes.map(|n| (state_register(n), home(n))))
+}
+
+/// Index in `EngineArea::words` of a field above.
+pub(crate) const fn index(offset: usize) -> usize {
+    (offset - offset_of!(CpuState, engine)) / 8
+}
+
+/// A guest register with the rest of the vCPU's state.
+pub(crate) const fn state_register(n: u8) -> Mem {
+    gs(8 * n as usize)
+}
+
+/// Where generated code has a guest register that lives in memory.
+pub(crate) const fn home(n: u8) -> Mem {
+    near(FIRST_HOME + (HOMED & ((1 << n) - 1)).count_ones() as usize)
+}
+
+/// Base of FS or GS (4, 5).
+pub(crate) const fn segment_base(n: usize) -> Mem {
+    gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, base))
+}
+
+/// The host register of a guest register, if it has one.
+pub(crate) const fn host_reg(n: u8) -> Option<Reg> {
+    match n {
+        4 => Some(GUEST_RSP),
+        12 => Some(10),
+        10 | 11 | 13..=15 => None,
+        n => Some(n),
+    }
+}
+
+/// Bit per guest register that lives in memory.
+pub(crate) const HOMED: u16 = {
+    let mut bits = 0;
+    let mut n = 0;
+    while n < 16 {
+        if host_reg(n).is_none() {
+            bits |= 1 << n;
+        }
+        n += 1;
+    }
+    bits
+};
+
+const _: () = assert!(offset_of!(CpuState, gpr) == 0);

@@ -1,0 +1,4 @@
+//! What generated code and Rust both read and write: the vCPU's state as generated code addresses it, and why it is left.
+
+pub(crate) mod area;
+pub(crate) mod exit;

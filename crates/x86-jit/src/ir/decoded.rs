@@ -1,0 +1,184 @@
+//! [`Decoded`]: an instruction of a block, and what is asked of it again and again.
+
+use iced_x86::{Instruction, OpKind, Register};
+
+use crate::{
+    codegen::{memory::is_on_stack, string},
+    frame::area::HOMED,
+    ir::kind::{Effect, Form, Kind},
+    plan::groups::Member,
+    region::block::ALL,
+};
+
+/// Bytes that are kept of an instruction, which has fewer.
+pub(crate) const RAW: usize = 16;
+
+/// An instruction of a block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Decoded {
+    pub(crate) i: Instruction,
+    /// The guest's bytes, and others after as many as `i` is long.
+    pub(crate) raw: [u8; RAW],
+    pub(crate) kind: Kind,
+    /// Offset in the page; so are branch targets and RIP-relative addresses.
+    pub(crate) offset: u32,
+    /// Flags that something may read before they are written, this instruction included.
+    pub(crate) live_in: u32,
+    /// Its access shares a probe with others.
+    pub(crate) member: Option<Member>,
+    /// Arithmetic flags that it may read, and that it always sets.
+    pub(crate) reads: u16,
+    pub(crate) sets: u16,
+    /// Bit per general register that is an operand.
+    pub(crate) registers: u16,
+    /// Bit per general register that it may write.
+    pub(crate) writes: u16,
+    /// It has a memory operand, and needs permission to write there.
+    pub(crate) memory: Option<bool>,
+    /// Bytes of the one access that can be a group's member, or 0.
+    pub(crate) access: u8,
+    /// It names AH, CH, DH or BH.
+    pub(crate) high: bool,
+    pub(crate) effect: Effect,
+    /// Translating it uses the register that a group's pointer is in.
+    pub(crate) takes_pointer: bool,
+    /// Where it leaves a loop within its block that is not known to make always as many turns: the turn, from 1 on.
+    pub(crate) turn: u8,
+    /// The number of its page among those of a trace, and how far that is from the one that the trace begins in.
+    pub(crate) page: u8,
+    pub(crate) distance: i32,
+    /// The branch leads to what comes next in the block, if it leads where it is expected to.
+    pub(crate) onto: Option<Place>,
+}
+
+/// A place in one of the pages of a trace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) page: u8,
+    pub(crate) offset: u16,
+}
+
+impl Decoded {
+    /// Offset of the next instruction.
+    pub(crate) fn end(&self) -> u32 {
+        self.offset + self.i.len() as u32
+    }
+
+    /// Makes it the instruction, at the same offset.
+    #[inline]
+    pub(crate) fn set(
+        &mut self,
+        i: &Instruction,
+        raw: [u8; RAW],
+        kind: Kind,
+        form: &Form,
+        long: bool,
+    ) {
+        let memory = form.memory(i);
+        let (mut registers, mut writes, mut high) = (0, form.implied, false);
+        let mut operands = form.general;
+        while operands != 0 {
+            let n = operands.trailing_zeros();
+            operands &= operands - 1;
+            let r = i.op_register(n);
+            if i.op_kind(n) == OpKind::Register {
+                let bit = 1 << (r.full_register().number() & 15);
+                registers |= bit;
+                if form.writes & 1 << n != 0 {
+                    writes |= bit;
+                }
+                high |= matches!(r, Register::AH | Register::CH | Register::DH | Register::BH);
+            }
+        }
+        let word = if long { 8 } else { 4 };
+        let access = match kind {
+            Kind::Push if memory.is_some() => 0,
+            Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => word,
+            // Locked ones have checks of their own.
+            Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned
+                if memory.is_some() && form.size <= 32 && !form.is_locked(i) =>
+            {
+                form.size
+            }
+            _ => 0,
+        };
+        let takes_pointer = match kind {
+            Kind::Nop | Kind::Jcc | Kind::Followed => false,
+            Kind::Copy | Kind::CopyFp | Kind::CopyAligned | Kind::CopyFpAligned => {
+                memory.is_some() || (registers & HOMED).count_ones() > 1
+            }
+            Kind::Lea => {
+                let homed = |r: Register| r.is_gpr() && HOMED >> (r.number() & 15) & 1 != 0;
+                let base = i.memory_base();
+                base == Register::RIP || homed(base) && homed(i.memory_index())
+            }
+            _ => true,
+        };
+        let (reads, sets) = match kind {
+            Kind::Interpret
+            | Kind::Jcc
+            | Kind::Syscall
+            | Kind::Sysret
+            | Kind::InterruptReturn
+            | Kind::Pushf => (ALL as u16, 0),
+            Kind::Popf => (0, ALL as u16),
+            Kind::Nop | Kind::Followed => (0, 0),
+            Kind::String if string::may_keep_flags(i) => (0, 0),
+            _ => form.flags(i),
+        };
+        self.i = *i;
+        self.raw = raw;
+        self.kind = kind;
+        (self.reads, self.sets) = (reads, sets);
+        (self.registers, self.writes, self.high) = (registers, writes, high);
+        (self.memory, self.access) = (memory, access);
+        self.effect = form.effect;
+        self.takes_pointer = takes_pointer;
+    }
+
+    /// It probes the software TLB, and not for the stack.
+    pub(crate) fn may_have_lane(&self) -> bool {
+        match self.member {
+            Some(m) => m.first && !m.stack,
+            None => self.memory.is_some() && !is_on_stack(&self.i),
+        }
+    }
+
+    /// What cannot be decoded, or fetched.
+    pub(crate) fn invalid(offset: u32) -> Self {
+        Self {
+            i: Instruction::default(),
+            raw: [0; RAW],
+            kind: Kind::Interpret,
+            offset,
+            live_in: 0,
+            member: None,
+            reads: ALL as u16,
+            sets: 0,
+            registers: 0,
+            writes: 0,
+            memory: None,
+            access: 0,
+            high: false,
+            effect: Effect::Other,
+            takes_pointer: true,
+            turn: 0,
+            page: 0,
+            distance: 0,
+            onto: None,
+        }
+    }
+
+    /// The jump's target is what comes next in the block.
+    pub(crate) fn follow(&mut self) {
+        self.kind = Kind::Followed;
+        (self.reads, self.sets, self.takes_pointer) = (0, 0, false);
+    }
+
+    /// The interpreter executes it after all.
+    pub(crate) fn leave(&mut self) {
+        self.kind = Kind::Interpret;
+        (self.reads, self.sets, self.takes_pointer) = (ALL as u16, 0, true);
+        self.access = 0;
+    }
+}

@@ -1,0 +1,646 @@
+//! Which memory accesses of a block share one TLB probe.
+//!
+//! Accesses whose addresses differ by constants (the same registers, moved by
+//! constants or copied in between) and lie close together form a *group*. Its
+//! first access probes for all bytes of the group; the others use the host
+//! pointer that this gave. When the probe fails, because the bytes straddle two
+//! pages or the page is not writable, the rest of the block runs as a
+//! translation of its own in which every access probes for itself: so faults,
+//! and accessed and dirty flags, are those of single accesses. The same is done when
+//! accesses that have to be aligned are not, which is looked at once for all of a group.
+
+use iced_x86::{Instruction, OpKind, Register};
+
+use crate::{
+    codegen::walk::is_loop,
+    frame::area::MAX_KEPT,
+    ir::decoded::Decoded,
+    ir::kind::{Effect, Kind},
+};
+
+/// Bytes of a group at most: a larger one straddles two pages more often.
+const MAX_SPAN: i64 = 240;
+/// Groups that are looked at when an access is placed.
+const MAX_OPEN: usize = 8;
+
+/// An instruction's place in its group.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Member {
+    /// Number of the group in the block.
+    pub(crate) group: u16,
+    /// It probes.
+    pub(crate) first: bool,
+    /// The group has writes.
+    pub(crate) write: bool,
+    /// It is on the stack.
+    pub(crate) stack: bool,
+    /// A miss may be refilled: the first access is itself of the group's kind.
+    pub(crate) refill: bool,
+    /// What members have to be aligned to, or 1, and where in the group such a place is.
+    pub(crate) align: Align,
+    /// Bytes of the group.
+    pub(crate) span: u32,
+    /// Offset of the access in them.
+    pub(crate) offset: i32,
+    /// Where the pointer is kept, as others use it after it is no longer in its register.
+    pub(crate) slot: Option<u8>,
+    /// The block is a loop, and the group is in the same place in each of its turns.
+    pub(crate) stays: bool,
+    /// There are no others in the group.
+    pub(crate) alone: bool,
+    /// Where the group is, if that is known from what the block begins with.
+    pub(crate) walk: Option<Walk>,
+    /// Where the access is from the group's anchor (see [`Walk`]) plus what the operand has of the register that moves.
+    pub(crate) from_anchor: i32,
+}
+
+/// Where a group is, relative to registers, one of which the block may change by a constant: at its anchor, which stays, plus
+/// that register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Walk {
+    pub(crate) base: Base,
+    /// The index's number, and log2 of its scale.
+    pub(crate) index: Option<(u8, u8)>,
+    /// What has to be added to what they are when the block begins.
+    pub(crate) from: i32,
+    /// What the block adds to the address.
+    pub(crate) stride: i32,
+    pub(crate) moves: Moves,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Base {
+    None,
+    Register(u8),
+    /// The page that is executed.
+    Page,
+}
+
+/// What the block changes of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Moves {
+    Nothing,
+    Base,
+    Index,
+}
+
+/// Offsets that are aligned: `at` plus multiples of `to`, a power of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Align {
+    pub(crate) to: u8,
+    pub(crate) at: u8,
+}
+
+impl Align {
+    pub(crate) const NONE: Self = Self { to: 1, at: 0 };
+
+    fn of(d: &Decoded, offset: i64) -> Self {
+        let to = match d.kind {
+            Kind::CopyFpAligned => d.access,
+            _ => 1,
+        };
+        Self {
+            to,
+            at: offset.rem_euclid(to.into()) as u8,
+        }
+    }
+
+    /// What both ask for; `None` if one of them is misaligned wherever the other is aligned.
+    fn and(self, other: Self) -> Option<Self> {
+        let (less, more) = if self.to < other.to {
+            (self, other)
+        } else {
+            (other, self)
+        };
+        (more.at % less.to == less.at).then_some(more)
+    }
+
+    /// The same of offsets from `start`.
+    fn from(self, start: i64) -> Self {
+        let at = (i64::from(self.at) - start).rem_euclid(self.to.into());
+        Self {
+            at: at as u8,
+            ..self
+        }
+    }
+}
+
+/// A register's value: an unknown one plus a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Value {
+    id: u32,
+    plus: i64,
+}
+
+const UNKNOWN: Value = Value { id: NONE, plus: 0 };
+
+/// What has to be equal of two addresses but for a constant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Key {
+    base: u32,
+    index: u32,
+    scale: u32,
+    segment: Register,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    key: Key,
+    align: Align,
+    min: i64,
+    max: i64,
+    first: usize,
+    first_writes: bool,
+    writes: bool,
+    stack: bool,
+    members: u32,
+    /// The pointer is needed after something else was in its register.
+    kept: bool,
+    /// Where it is kept.
+    slot: Option<u8>,
+    /// [`Member::walk`].
+    walk: Option<Walk>,
+}
+
+/// Where an access is.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    group: usize,
+    offset: i64,
+    /// What of it is in the register that the key has as base, and in the other one; `None` if that base is the operand's index.
+    moved: Option<[i64; 2]>,
+}
+
+/// Forms groups.
+pub(crate) struct Groups {
+    /// Of the registers in `known`.
+    values: [Value; 16],
+    /// Bit per register.
+    known: u16,
+    next: u32,
+    /// What registers have when the block begins, and those that this is too late for.
+    first: [u32; 16],
+    later: u16,
+    groups: Vec<Group>,
+    /// Of each instruction's access.
+    places: Vec<Option<Place>>,
+    open: Vec<usize>,
+    /// 64-bit code.
+    long: bool,
+}
+
+/// No register: index of an address without one; all of the value is known.
+const NONE: u32 = u32::MAX;
+const PAGE: u32 = u32::MAX - 1;
+
+impl core::fmt::Debug for Groups {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Groups")
+            .field("groups", &self.groups)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Groups {
+    pub(crate) fn new() -> Self {
+        Self {
+            values: [UNKNOWN; 16],
+            known: 0,
+            next: 0,
+            first: [NONE; 16],
+            later: 0,
+            groups: Vec::new(),
+            places: Vec::new(),
+            open: Vec::new(),
+            long: true,
+        }
+    }
+
+    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `walks`: with [`Member::walk`] and [`Member::stays`].
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, walks: bool) {
+        self.long = long;
+        let is_loop = walks && is_loop(insns);
+        let least = if is_loop { 1 } else { 2 };
+        if insns.iter().filter(|d| d.access != 0).take(2).count() < least {
+            return;
+        }
+        self.known = 0;
+        self.next = 0;
+        self.first = [NONE; 16];
+        self.later = 0;
+        self.groups.clear();
+        self.places.clear();
+        self.open.clear();
+        let mut in_register = None;
+        for (n, d) in insns.iter().enumerate() {
+            if is_barrier(d) {
+                self.open.clear();
+            }
+            let place = self.place(n, d);
+            if d.kind == Kind::CallIndirect {
+                // What it reads comes first.
+                in_register = None;
+            }
+            self.places.push(place);
+            match place {
+                Some(Place { group: g, .. }) => {
+                    let group = &mut self.groups[g];
+                    group.kept |= group.first != n && in_register != Some(g);
+                    in_register = Some(g);
+                }
+                None if d.takes_pointer => in_register = None,
+                None => {}
+            }
+            self.track(d);
+            self.later |= d.writes;
+        }
+        if walks {
+            for n in 0..self.groups.len() {
+                self.groups[n].walk = self.walk(&self.groups[n]);
+            }
+        }
+        // What changes mappings ends all groups.
+        let may_stay = is_loop && !insns.iter().any(is_barrier);
+        let stays = |g: &Group| may_stay && g.walk.is_some_and(|w| w.stride == 0);
+        let mut slots = 0..MAX_KEPT as u8;
+        for g in self.groups.iter_mut().filter(|g| g.kept) {
+            g.slot = slots.next();
+        }
+        for g in self.groups.iter_mut().filter(|g| !g.kept && stays(g)) {
+            g.slot = slots.next();
+        }
+        for (n, d) in insns.iter_mut().enumerate() {
+            let Some(place) = self.places[n] else {
+                continue;
+            };
+            let (g, offset) = (place.group, place.offset);
+            let group = &self.groups[g];
+            let stays = stays(group) && group.slot.is_some();
+            if group.members < 2 && !stays || group.kept && group.slot.is_none() {
+                continue;
+            }
+            let from_anchor = group.walk.and_then(|w| match w.moves {
+                Moves::Nothing => Some(offset),
+                Moves::Base => Some(offset - place.moved?[0]),
+                Moves::Index => Some(offset - place.moved?[1]),
+            });
+            // A group does not walk if one of its accesses is too far from the anchor.
+            let from_anchor = from_anchor.and_then(|n| i32::try_from(n).ok());
+            d.member = Some(Member {
+                group: g as u16,
+                first: group.first == n,
+                write: group.writes,
+                stack: group.stack,
+                refill: group.first_writes == group.writes,
+                align: group.align.from(group.min),
+                span: (group.max - group.min) as u32,
+                offset: (offset - group.min) as i32,
+                slot: group.slot,
+                stays,
+                alone: group.members < 2,
+                walk: from_anchor.and(group.walk),
+                from_anchor: from_anchor.unwrap_or(0),
+            });
+        }
+    }
+
+    /// The group of an instruction's access.
+    fn place(&mut self, n: usize, d: &Decoded) -> Option<Place> {
+        let size = i64::from(d.access);
+        if size == 0 {
+            return None;
+        }
+        let (key, offset, moved) = self.address(d)?;
+        let end = offset.checked_add(size)?;
+        let write = writes(d);
+        let align = Align::of(d, offset);
+        let found = self.open.iter().rev().take(MAX_OPEN).copied().find(|g| {
+            let g = &self.groups[*g];
+            g.key == key
+                && end.max(g.max) - offset.min(g.min) <= MAX_SPAN
+                && g.align.and(align).is_some()
+        });
+        let g = found.unwrap_or_else(|| {
+            let stack = key.base == self.value(Register::RSP).id
+                && key.index == NONE
+                && key.segment == Register::None;
+            self.groups.push(Group {
+                key,
+                align,
+                min: offset,
+                max: end,
+                first: n,
+                first_writes: write,
+                writes: write,
+                stack,
+                members: 0,
+                kept: false,
+                slot: None,
+                walk: None,
+            });
+            self.open.push(self.groups.len() - 1);
+            self.groups.len() - 1
+        });
+        let group = &mut self.groups[g];
+        group.align = group.align.and(align).unwrap_or(align);
+        group.min = group.min.min(offset);
+        group.max = group.max.max(end);
+        group.writes |= write;
+        group.members += 1;
+        Some(Place {
+            group: g,
+            offset,
+            moved,
+        })
+    }
+
+    /// Of a group, once all instructions have been looked at.
+    fn walk(&self, group: &Group) -> Option<Walk> {
+        let key = group.key;
+        if key.segment != Register::None {
+            return None;
+        }
+        let (base, by) = match key.base {
+            NONE => (Base::None, 0),
+            PAGE => (Base::Page, 0),
+            id => {
+                let (n, by) = self.stride(id)?;
+                (Base::Register(n), by)
+            }
+        };
+        let (mut index, mut index_by) = (None, 0);
+        if key.index != NONE {
+            let (n, by) = self.stride(key.index)?;
+            index = Some((n, key.scale.trailing_zeros() as u8));
+            index_by = by.checked_mul(key.scale.into())?;
+        }
+        let moves = match (by, index_by) {
+            (0, 0) => Moves::Nothing,
+            (_, 0) => Moves::Base,
+            (0, _) => Moves::Index,
+            _ => return None,
+        };
+        Some(Walk {
+            base,
+            index,
+            from: i32::try_from(group.min).ok()?,
+            stride: i32::try_from(by + index_by).ok()?,
+            moves,
+        })
+    }
+
+    /// The register that has the value when the block begins, and what the block adds to it.
+    fn stride(&self, id: u32) -> Option<(u8, i64)> {
+        let n = self.first.iter().position(|first| *first == id)?;
+        let last = self.values[n];
+        let is_known = self.known >> n & 1 != 0 && last.id == id;
+        is_known.then_some((n as u8, last.plus))
+    }
+
+    fn value(&mut self, r: Register) -> Value {
+        let n = r.number() & 15;
+        if self.known >> n & 1 == 0 {
+            self.next += 1;
+            let id = self.next;
+            if self.later >> n & 1 == 0 {
+                self.first[n] = id;
+                self.later |= 1 << n;
+            }
+            self.set(r, Value { id, plus: 0 });
+        }
+        self.values[n]
+    }
+
+    fn set(&mut self, r: Register, v: Value) {
+        let n = r.number() & 15;
+        self.known |= 1 << n;
+        self.values[n] = v;
+    }
+
+    /// What the address is made of, the rest of it, and [`Place::moved`].
+    fn address(&mut self, d: &Decoded) -> Option<(Key, i64, Option<[i64; 2]>)> {
+        let Some(base) = d.kind.stack_base() else {
+            return self.operand(d);
+        };
+        let plus = match d.kind {
+            Kind::Push | Kind::Call | Kind::CallIndirect => -self.word(),
+            _ => 0,
+        };
+        let base = self.value(base);
+        let key = Key {
+            base: base.id,
+            index: NONE,
+            scale: 0,
+            segment: Register::None,
+        };
+        let offset = base.plus.checked_add(plus)?;
+        Some((key, offset, Some([base.plus, 0])))
+    }
+
+    fn operand(&mut self, d: &Decoded) -> Option<(Key, i64, Option<[i64; 2]>)> {
+        let i = &d.i;
+        let (base, index) = (i.memory_base(), i.memory_index());
+        let disp = self.displacement(i)?;
+        let segment = match i.memory_segment() {
+            s @ (Register::FS | Register::GS) => s,
+            _ => Register::None,
+        };
+        if !(base == Register::None || base == Register::RIP || self.is_full(base))
+            || !(index == Register::None || self.is_full(index))
+            || base == Register::None
+                && index == Register::None
+                && i.memory_displ_size() != self.word() as u32
+        {
+            return None;
+        }
+        let base = match base {
+            Register::None => UNKNOWN,
+            Register::RIP => Value {
+                id: PAGE,
+                plus: d.distance.into(),
+            },
+            r => self.value(r),
+        };
+        let scale = i.memory_index_scale();
+        let index = match index {
+            Register::None => UNKNOWN,
+            r => self.value(r),
+        };
+        let plus = index.plus.checked_mul(i64::from(scale))?;
+        let offset = disp.checked_add(base.plus)?.checked_add(plus)?;
+        // An index is as good as a base that is known.
+        let is_base = base.id == NONE && scale == 1 && index.id != NONE;
+        let (base_id, index_id) = if is_base {
+            (index.id, NONE)
+        } else {
+            (base.id, index.id)
+        };
+        let key = Key {
+            base: base_id,
+            index: index_id,
+            scale: if index_id == NONE { 0 } else { scale },
+            segment,
+        };
+        let moved = (!is_base).then_some([base.plus, plus]);
+        // Far from overflow, whatever is added to it.
+        (offset.abs() < 1 << 40).then_some((key, offset, moved))
+    }
+
+    /// What the instruction does to registers.
+    fn track(&mut self, d: &Decoded) {
+        let i = &d.i;
+        let add = |g: &mut Self, r: Register, by: i64| {
+            let v = g.value(r);
+            let plus = v.plus.wrapping_add(by);
+            g.set(r, Value { id: v.id, plus });
+        };
+        match d.kind {
+            Kind::Nop | Kind::Jcc | Kind::Jmp | Kind::Followed => return,
+            Kind::Push => return add(self, Register::RSP, -self.word()),
+            Kind::Call | Kind::CallIndirect if d.onto.is_some() => {
+                return add(self, Register::RSP, -self.word());
+            }
+            Kind::Ret if d.onto.is_some() => {
+                return add(self, Register::RSP, self.word() + i64::from(popped(i)));
+            }
+            Kind::JmpIndirect if d.onto.is_some() => return,
+            Kind::Pop => {
+                add(self, Register::RSP, self.word());
+                self.known &= !(1 << (i.op0_register().number() & 15));
+                return;
+            }
+            Kind::Leave => {
+                let v = self.value(Register::RBP);
+                self.set(Register::RSP, v);
+                add(self, Register::RSP, self.word());
+                self.known &= !(1 << Register::RBP.number());
+                return;
+            }
+            _ => {}
+        }
+        let to = i.op0_register();
+        let effect = d.effect;
+        if let Some(plus) = self.constant(d) {
+            return self.set(to, Value { id: NONE, plus });
+        }
+        if effect != Effect::Other && i.op0_kind() == OpKind::Register && self.is_full(to) {
+            let immediate = |i: &Instruction| match i.op1_kind() {
+                OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(i.immediate(1) as i64),
+                OpKind::Immediate8to32 | OpKind::Immediate32 => {
+                    Some(i64::from(i.immediate(1) as i32))
+                }
+                _ => None,
+            };
+            match (effect, immediate(i)) {
+                (Effect::Add, Some(v)) => return add(self, to, v),
+                (Effect::Sub, Some(v)) => return add(self, to, v.wrapping_neg()),
+                (Effect::Inc, _) => return add(self, to, 1),
+                (Effect::Dec, _) => return add(self, to, -1),
+                (Effect::Mov, _)
+                    if i.op1_kind() == OpKind::Register && self.is_full(i.op1_register()) =>
+                {
+                    let v = self.value(i.op1_register());
+                    self.set(to, v);
+                    return;
+                }
+                (Effect::Lea, _)
+                    if self.is_full(i.memory_base())
+                        && i.memory_index() == Register::None
+                        && let Some(by) = self.displacement(i) =>
+                {
+                    let v = self.value(i.memory_base());
+                    self.set(to, v);
+                    return add(self, to, by);
+                }
+                (Effect::Compare, _) => return,
+                _ => {}
+            }
+        }
+        self.known &= !d.writes;
+        if is_barrier(d) {
+            self.known = 0;
+        }
+    }
+
+    /// What the instruction makes the register of its first operand.
+    fn constant(&self, d: &Decoded) -> Option<i64> {
+        let i = &d.i;
+        let to = i.op0_register();
+        // The upper half is zero.
+        let is_whole = i.op0_kind() == OpKind::Register && (self.is_full(to) || to.is_gpr32());
+        match (d.effect, i.op1_kind()) {
+            _ if !is_whole => None,
+            (Effect::Xor, OpKind::Register) if i.op1_register() == to => Some(0),
+            (Effect::Mov, OpKind::Immediate32to64) => Some(i.immediate(1) as i64),
+            (Effect::Mov, OpKind::Immediate32) if self.long => Some(i64::from(i.immediate32())),
+            (Effect::Mov, OpKind::Immediate32) => Some(i64::from(i.immediate32() as i32)),
+            _ => None,
+        }
+    }
+
+    /// Bytes of a word on the stack.
+    const fn word(&self) -> i64 {
+        if self.long { 8 } else { 4 }
+    }
+
+    /// A register of the size of addresses.
+    fn is_full(&self, r: Register) -> bool {
+        if self.long {
+            r.is_gpr64()
+        } else {
+            r.is_gpr32()
+        }
+    }
+
+    /// Of addresses of 64 bits if it fits, of those of 32 bits.
+    fn displacement(&self, i: &Instruction) -> Option<i64> {
+        if self.long {
+            return i32::try_from(i.memory_displacement64() as i64)
+                .ok()
+                .map(i64::from);
+        }
+        Some(i64::from(i.memory_displacement32() as i32))
+    }
+}
+
+fn writes(d: &Decoded) -> bool {
+    match d.kind {
+        Kind::Push | Kind::Call | Kind::CallIndirect => true,
+        Kind::Pop | Kind::Ret | Kind::Leave => false,
+        _ => d.memory == Some(true),
+    }
+}
+
+/// The instruction may change mappings, permissions or segment bases, or leaves.
+fn is_barrier(d: &Decoded) -> bool {
+    !matches!(
+        d.kind,
+        Kind::Nop
+            | Kind::Copy
+            | Kind::CopyFp
+            | Kind::CopyAligned
+            | Kind::CopyFpAligned
+            | Kind::Lea
+            | Kind::Push
+            | Kind::Pop
+            | Kind::Leave
+            | Kind::Div
+            | Kind::Idiv
+            | Kind::BitString
+            | Kind::FromSegment
+            | Kind::Rdtsc
+            | Kind::Jcc
+            | Kind::Jmp
+            | Kind::Followed
+            | Kind::Call
+            | Kind::Ret
+    ) && d.onto.is_none()
+}
+
+/// Bytes that a return takes off the stack besides its address.
+pub(crate) fn popped(i: &Instruction) -> i32 {
+    match i.op_count() {
+        1 => i.immediate16().into(),
+        _ => 0,
+    }
+}

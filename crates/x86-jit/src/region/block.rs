@@ -1,0 +1,328 @@
+//! Decoding a block, and which arithmetic flags are live where.
+
+use iced_x86::{Decoder, DecoderError, Instruction, Mnemonic, OpKind, Register};
+use x86_cpu::{CpuState, GuestBus};
+use x86_interp::gating;
+/// The six arithmetic flags.
+pub(crate) use x86_native::DECODED_ARITH as ALL;
+
+use crate::{
+    codegen::{Turns, branch::target, narrow},
+    ir::decoded::{Decoded, RAW},
+    ir::kind::{self, Form, Forms, Kind},
+};
+
+/// Mode bits: what a block was translated for, besides its bytes.
+pub(crate) mod mode {
+    /// FP and SIMD instructions are enabled and raise no exceptions.
+    pub(crate) const FP: u8 = 1;
+    /// The operating system has enabled AVX.
+    pub(crate) const AVX: u8 = 8;
+    /// CPL 0, and IOPL, NT and DF are clear.
+    pub(crate) const KERNEL: u8 = 2;
+    /// RDTSC is allowed, and an addition.
+    pub(crate) const TSC: u8 = 4;
+    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS.
+    pub(crate) const BITS32: u8 = 0x10;
+    /// 32-bit code whose FS, or GS, has any base and no limit.
+    pub(crate) const FS: u8 = 0x20;
+    pub(crate) const GS: u8 = 0x80;
+    /// 64-bit code that is executed at one address only: see [`crate::code::cache::Blocks::mode_at`].
+    pub(crate) const BOUND: u8 = FS;
+    /// Every access probes for itself: see `groups`.
+    pub(crate) const SPLIT: u8 = 0x40;
+
+    /// It is 64-bit code, and no kernel's: other pages are compared by cells.
+    pub(crate) const fn has_cells(mode: u8) -> bool {
+        mode & (BITS32 | KERNEL) == 0
+    }
+}
+
+/// Instructions of a block at most, and of one that is executed much.
+const MAX_INSNS: usize = 48;
+const MAX_HOT_INSNS: usize = 96;
+/// Conditional branches of a block at most: what follows them is executed less and less likely,
+/// and translated again for whoever goes there from elsewhere.
+const MAX_BRANCHES: usize = 3;
+/// The same where a loop begins: it is executed again and again.
+const MAX_LOOP_BRANCHES: usize = 5;
+/// Jumps within the page that a block follows.
+const MAX_FOLLOWED: usize = 2;
+/// Instructions of an unrolled loop at most, and turns of one.
+const MAX_UNROLLED: usize = 40;
+const MAX_TURNS: usize = 4;
+/// The same of the first turns of a loop within a block, which may be all: such loops are often short.
+const MAX_INNER: usize = 72;
+const MAX_INNER_TURNS: usize = 16;
+/// Bytes of an instruction at most.
+pub(crate) const MAX_LEN: usize = 15;
+/// Bytes that are fetched at once.
+pub(crate) const FETCHED: usize = 64;
+
+/// Decodes the block at `gva`; IP 0 is the page's start.
+/// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault.
+/// An instruction that straddles two pages is a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_hot`: it is executed much; `is_ahead`: nobody has
+/// gone here yet, so nothing is fetched from another page. `turns`: of what is executed much, what is known of its loops.
+pub(crate) fn decode<B: GuestBus>(
+    out: &mut Vec<Decoded>,
+    forms: &mut Forms,
+    (cpu, bus): (&mut CpuState, &mut B),
+    gva: u64,
+    (mode, is_loop, is_ahead): (u8, bool, bool),
+    turns: Option<&[Turns]>,
+) -> bool {
+    out.clear();
+    forms.select(&cpu.features);
+    let options = gating::decoder_options(&cpu.features);
+    let long = mode & mode::BITS32 == 0;
+    let bits = if long { 64 } else { 32 };
+    let mut offset = (gva & 0xfff) as u32;
+    let first = offset;
+    let mut followed = 0;
+    let mut branches_left = if is_loop {
+        MAX_LOOP_BRANCHES
+    } else {
+        MAX_BRANCHES
+    };
+    let most = match turns {
+        Some(_) => MAX_HOT_INSNS,
+        None => MAX_INSNS,
+    };
+    let page = gva & !0xfff;
+    // What is decoded is copied with what follows it.
+    let mut bytes = [0; FETCHED + RAW];
+    let mut i = Instruction::default();
+    let mut straddles = false;
+    'fetch: loop {
+        // The bytes are tracked as code, so no more than may be needed.
+        let start = offset;
+        let room = (0x1000 - offset as usize).min(FETCHED);
+        let have = match bus.code_bytes(cpu, page + u64::from(offset), &mut bytes[..room]) {
+            Ok(n) => n.min(room),
+            Err(_) => return false,
+        };
+        let mut decoder = Decoder::with_ip(bits, &bytes[..have], offset.into(), options);
+        loop {
+            decoder.decode_out(&mut i);
+            let mut error = decoder.last_error();
+            let from = offset.wrapping_sub(start) as usize;
+            let mut raw = raw_at(&bytes, from);
+            if error == DecoderError::NoMoreBytes {
+                if from != 0 && start as usize + have < 0x1000 {
+                    continue 'fetch;
+                }
+                if !out.is_empty() {
+                    break 'fetch;
+                }
+                if is_ahead {
+                    return false;
+                }
+                if long || page != 0xffff_f000 {
+                    let more = &mut raw[have - from..MAX_LEN];
+                    let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), more) else {
+                        return false;
+                    };
+                    straddles = true;
+                    let end = (have - from + n).min(MAX_LEN);
+                    let mut decoder = Decoder::with_ip(bits, &raw[..end], offset.into(), options);
+                    decoder.decode_out(&mut i);
+                    error = decoder.last_error();
+                }
+            }
+            // Where it is kept: a copy would wait for all that was just written of it.
+            out.push(Decoded::invalid(offset));
+            if error != DecoderError::None {
+                break 'fetch;
+            }
+            if !long {
+                narrow::lift(&mut i);
+            }
+            let form = forms.learn(&i);
+            let kind = kind_of(form, &i, mode);
+            let next = offset + i.len() as u32;
+            if let Some(d) = out.last_mut() {
+                d.set(&i, raw, kind, form, long);
+            }
+            let target = match kind {
+                Kind::Jcc | Kind::Jmp => target(&i) as u64,
+                _ => u64::MAX,
+            };
+            if target == u64::from(first) && mode & mode::SPLIT == 0 && !straddles {
+                unroll(out, next);
+                break 'fetch;
+            }
+            if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
+                followed += 1;
+                if let Some(d) = out.last_mut() {
+                    d.follow();
+                }
+                offset = target as u32;
+                if out.len() >= most {
+                    break 'fetch;
+                }
+                // The bytes there are to be read.
+                continue 'fetch;
+            }
+            // A loop within the block: what its first turns access is often where the instructions before it did.
+            if let Some(turns) = turns
+                && kind == Kind::Jcc
+                && let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target)
+            {
+                let len = out.len() - body;
+                let known = turns.iter().find(|t| t.end == next);
+                let known = known.filter(|t| usize::from(t.turns) * len <= most - body);
+                match known {
+                    Some(t) => repeat(out, body, next, t.turns.into(), false),
+                    None => {
+                        let room = (most - body).min(MAX_INNER);
+                        let turns = (room / len).clamp(1, MAX_INNER_TURNS);
+                        repeat(out, body, next, turns, true);
+                    }
+                }
+            }
+            offset = next;
+            if kind == Kind::Jcc {
+                branches_left -= 1;
+                if branches_left == 0 {
+                    break 'fetch;
+                }
+            }
+            if kind.ends_block() || out.len() >= most || offset >= 0x1000 || straddles {
+                break 'fetch;
+            }
+        }
+    }
+    // Nothing may be injected between STI and the next instruction, so both are in one block.
+    if let Some(d) = out.last_mut()
+        && d.kind == Kind::Sti
+    {
+        d.leave();
+    }
+    find_live(out);
+    straddles
+}
+
+/// Fills in [`Decoded::live_in`].
+pub(crate) fn find_live(insns: &mut [Decoded]) {
+    let mut live = ALL;
+    for d in insns.iter_mut().rev() {
+        live = live & !u32::from(d.sets) | u32::from(d.reads);
+        d.live_in = live;
+    }
+}
+
+/// The guest's bytes from `at` on, and what follows the instruction there.
+pub(crate) fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
+    let raw = bytes.get(at..).and_then(<[u8]>::first_chunk);
+    raw.copied().unwrap_or_default()
+}
+
+/// The gva of the page at `gva` if blocks of the mode are executed there only.
+pub(crate) fn bound(mode: u8, gva: u64) -> Option<i32> {
+    let is_bound = mode & (mode::BITS32 | mode::BOUND) == mode::BOUND;
+    is_bound.then(|| low(gva))?
+}
+
+/// The gva of the page at `gva`, if that is one of 32 bits with its sign.
+pub(crate) fn low(gva: u64) -> Option<i32> {
+    i32::try_from((gva & !0xfff) as i64).ok()
+}
+
+/// What is done with an instruction in a mode.
+#[inline]
+pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: u8) -> Kind {
+    if !form.available {
+        return Kind::Interpret;
+    }
+    let long = mode & mode::BITS32 == 0;
+    let mut kind = form.kind;
+    let mut needs = form.needs;
+    if form.checked || !long {
+        kind = kind::of(kind, i, long);
+        if !long {
+            needs |= match i.memory_segment() {
+                Register::FS => mode::FS,
+                Register::GS => mode::GS,
+                _ => 0,
+            };
+        }
+    }
+    // LOCK is allowed with a memory destination only (#UD otherwise).
+    if needs & !mode != 0 || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
+        return Kind::Interpret;
+    }
+    // DF is clear, and no x87 exception can be pending.
+    if kind == Kind::Cld && mode & mode::KERNEL != 0 || form.waits && mode & mode::FP != 0 {
+        return Kind::Nop;
+    }
+    kind
+}
+
+/// Mode bits without which the interpreter executes instructions of the kind.
+pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
+    match kind {
+        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl if vex => mode::FP | mode::AVX,
+        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => mode::FP,
+        Kind::Rdtsc => mode::TSC,
+        Kind::Pushf
+        | Kind::Popf
+        | Kind::Cli
+        | Kind::Sti
+        | Kind::Swapgs
+        | Kind::Sysret
+        | Kind::InterruptReturn
+        | Kind::FromControl
+        | Kind::Ac => mode::KERNEL,
+        _ => 0,
+    }
+}
+
+/// A loop, the end of which is the branch back: repeats the body; the branches in between leave the loop.
+fn unroll(out: &mut Vec<Decoded>, next: u32) {
+    let turns = (MAX_UNROLLED / out.len()).clamp(1, MAX_TURNS);
+    repeat(out, 0, next, turns, false);
+}
+
+/// The same for a body that begins at `from`, for so many turns. `notes`: by which it is left is of interest.
+fn repeat(out: &mut Vec<Decoded>, from: usize, next: u32, turns: usize, notes: bool) {
+    let Some(d) = out.pop() else {
+        return;
+    };
+    let body = from..out.len();
+    for turn in 1..turns {
+        let mut leave = d;
+        leave.turn = if notes { turn as u8 } else { 0 };
+        if d.kind == Kind::Jcc {
+            leave.i.negate_condition_code();
+            narrow::set_target(&mut leave.i, next);
+        } else {
+            leave.follow();
+        }
+        out.push(leave);
+        out.extend_from_within(body.clone());
+    }
+    out.push(d);
+}
+
+/// Flags that the instruction always sets. Undefined ones are among them where
+/// processors set them: others keep what they were, after a multiplication for example.
+pub(crate) fn overwritten(i: &Instruction) -> u32 {
+    let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
+    let m = i.mnemonic();
+    if !kind::is_shift(m) {
+        return match m {
+            // AF.
+            Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test => ALL,
+            _ => set,
+        };
+    }
+    let last = i.op_count() - 1;
+    let is_zero = i.op_kind(last) != OpKind::Immediate8 || i.immediate8() & 31 == 0;
+    match m {
+        // A count of zero, which CL may be, changes no flag.
+        _ if is_zero => 0,
+        // AF, and OF for other counts than one.
+        Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar => ALL,
+        _ => set,
+    }
+}

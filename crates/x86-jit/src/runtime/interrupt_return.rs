@@ -1,0 +1,119 @@
+//! IRETQ of a 64-bit kernel to 64-bit code of its own or a user's, without leaving translated
+//! code (SDM vol. 2, IRET). What is not the common case changes nothing, and the interpreter does it:
+//! a fault, a task's or an NMI's return, a breakpoint to be passed, an interrupt to be taken, any segment that is not
+//! flat or whose descriptor is not at hand.
+
+use x86_cpu::{CpuState, Privilege};
+use x86_defs::{
+    control::cr0,
+    dr, reg, rflags,
+    segment::{Attr, Segment},
+};
+
+use crate::{
+    JitBus,
+    frame::area::{self, index},
+    runtime::run::Jit,
+    runtime::system_call::{self, CODE64, DATA},
+};
+
+/// Flags that the new ones may have; the current ones have no others that matter
+/// ([`crate::region::block::mode::KERNEL`]).
+const PLAIN: u64 =
+    rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::RF | rflags::AC | rflags::ID;
+
+/// A flat segment's descriptor: the limit, and the attributes in their places.
+const fn descriptor(attr: u32) -> u64 {
+    0x000f_0000_0000_ffff | (attr as u64 & 0xf0ff) << 40
+}
+
+/// The segment that `selector` loads at the privilege level that it asks for, if that is the flat one
+/// with the attributes `attr`. Its accessed bit is set: there is nothing to be written.
+fn flat<B: JitBus>(cpu: &CpuState, bus: &mut B, selector: u16, attr: u32) -> Option<Segment> {
+    const LOCAL: u16 = 4;
+    let rpl = u32::from(selector & 3);
+    let attr = attr | rpl << 5;
+    let at = selector & !7;
+    if selector & LOCAL != 0 || at == 0 || u32::from(at) + 7 > u32::from(cpu.gdtr.limit) {
+        return None;
+    }
+    let gva = cpu.gdtr.base.wrapping_add(at.into());
+    let found = bus.mmu().read_hit::<u64>(gva, Privilege::System)?;
+    (found == descriptor(attr)).then_some(Segment {
+        base: 0,
+        limit: u32::MAX,
+        attr: Attr(attr),
+        selector,
+    })
+}
+
+/// IRETQ with the frame at `rsp`; returns the target, or 0. [`area::SPILL`] tells whether the host's stack
+/// has to be dropped.
+pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u64) -> u64 {
+    let Some(target) = attempt(jit, cpu, bus, rsp) else {
+        return 0;
+    };
+    let before = cpu.engine.words[index(area::KEY)];
+    jit.update_mode(cpu, bus);
+    // IRET serialises: what is returned to has to be what the code is now.
+    let changes = bus.code_changes();
+    let changed = core::mem::replace(&mut jit.changes, changes) != changes;
+    let words = &mut cpu.engine.words;
+    let drops = changed || words[index(area::KEY)] != before;
+    words[index(area::SPILL)] = drops.into();
+    target
+}
+
+fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u64) -> Option<u64> {
+    let mut frame = [0; 5];
+    for (word, at) in frame.iter_mut().zip((0..).step_by(8)) {
+        let gva = rsp.wrapping_add(at);
+        *word = bus.mmu().read_hit::<u64>(gva, Privilege::Current)?;
+    }
+    let [rip, cs, flags, rsp, ss] = frame;
+    let (cs, ss) = (cs as u16, ss as u16);
+    let cpl = (cs & 3) as u8;
+    let is_plain = flags & !PLAIN == 0
+        && (cpl == 0 || cpl == 3 && (flags & rflags::AC == 0 || cpu.cr0 & cr0::AM == 0))
+        && cpu.is_canonical(rip)
+        && !cpu.events.nmi_masked
+        && !(flags & rflags::IF != 0 && system_call::interrupt_waits(cpu, bus));
+    // RF ends with the next instruction, which only breakpoints and lock-step look at.
+    let passes_breakpoint = flags & rflags::RF != 0
+        && (cpu.effective_dr7() & dr::DR7_ENABLES != 0 || cpu.engine.words[index(area::LOG)] != 0);
+    if !is_plain || passes_breakpoint {
+        return None;
+    }
+    let code = flat(cpu, bus, cs, CODE64)?;
+    let stack = if ss == 0 && cpl == 0 {
+        Segment {
+            base: 0,
+            limit: 0,
+            attr: Attr(Attr::UNUSABLE),
+            selector: 0,
+        }
+    } else if (ss & 3) as u8 == cpl {
+        flat(cpu, bus, ss, DATA)?
+    } else {
+        return None;
+    };
+    // Data segments that a user may not have are the interpreter's to take away.
+    let is_left = |n: usize| {
+        let attr = cpu.seg[n].attr;
+        attr.is_unusable() || attr.dpl() >= cpl
+    };
+    if ![reg::ES, reg::DS, reg::FS, reg::GS]
+        .into_iter()
+        .all(is_left)
+    {
+        return None;
+    }
+    cpu.seg[reg::CS] = code;
+    cpu.seg[reg::SS] = stack;
+    cpu.cpl = cpl;
+    cpu.gpr[reg::RSP] = rsp;
+    jit.resumed = (flags & rflags::RF != 0).then_some(rip);
+    system_call::set_flags(cpu, flags & !rflags::RF);
+    bus.select_view(cpu);
+    Some(rip)
+}

@@ -1,0 +1,405 @@
+//! What translated code calls Rust for, without being left: instructions of the
+//! interpreter, branches to places that are not known yet, changed code.
+//!
+//! Registers and flags are in `CpuState`; FP state is not where it was in the
+//! host's registers ([`area::FP_LIVE`]), which only instructions that have to do
+//! with it would notice ([`crate::codegen::thunks::Thunks::bail`]).
+
+use x86_cpu::{CpuState, Exception, Shadow};
+use x86_defs::{reg, rflags};
+use x86_interp::{Insn, Interp, RunStop, Transfer};
+
+use crate::{
+    Jit, JitBus,
+    codegen::Condition,
+    frame::area::{self, index},
+    frame::exit::{Left, Reason},
+    region::block::mode,
+    runtime::refill::tell_view,
+    runtime::run::{Context, drop_resume_flag, is_translatable, keep_resume_flag, pack, unpack},
+    runtime::stats::Cause,
+};
+
+/// What an instruction of the interpreter's counts for, in instructions.
+const COST: u64 = 32;
+
+/// Direct branches to other pages that go by the table before one is remembered:
+/// code that several address spaces share at different addresses changes its mind
+/// all the time.
+const FAR_MISSES: u64 = 64;
+
+/// An instruction at which a block leaves for the interpreter.
+#[derive(Debug)]
+pub(crate) struct Site<B> {
+    pub(crate) insn: Insn<B>,
+    /// The same, if it is one.
+    pub(crate) transfer: Option<Transfer>,
+    /// Why it is left to it.
+    pub(crate) cause: Cause,
+}
+
+/// Translated code asks for what its [`Reason`] says. Returns the host address at
+/// which it goes on, or 0: it is left.
+pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
+    // SAFETY: `Jit::enter` put its own references there and uses none of them
+    // until translated code returns.
+    let (jit, interp, cpu, bus, left) = unsafe {
+        let c = &mut *context;
+        (
+            &mut *c.jit,
+            &mut *c.interp,
+            &mut *c.cpu,
+            &mut *c.bus,
+            &mut c.left,
+        )
+    };
+    tell_view(cpu, bus);
+    if cpu.engine.words[index(area::LOG)] != 0 {
+        jit.fault = None;
+        jit.end_stretch(cpu);
+        *left = Left::Again;
+        return 0;
+    }
+    let before = (cpu.engine.words[index(area::KEY)], jit.stats.flushes);
+    let code = answer(jit, interp, cpu, bus, left);
+    let words = &mut cpu.engine.words;
+    // What is returned to does not check that it is still what the guest's code says.
+    let changes = bus.code_changes();
+    let changed = core::mem::replace(&mut jit.changes, changes) != changes;
+    if changed || (words[index(area::KEY)], jit.stats.flushes) != before {
+        words[index(area::HOST_RSP)] = words[index(area::STACK)];
+    }
+    code
+}
+
+/// [`handle`], outside of lock-step.
+fn answer<B: JitBus>(
+    jit: &mut Jit<B>,
+    interp: &mut Interp<B>,
+    cpu: &mut CpuState,
+    bus: &mut B,
+    left: &mut Left,
+) -> u64 {
+    let words = &mut cpu.engine.words;
+    let flags = unpack(words[index(area::FLAGS)]);
+    let reason = Reason::of(words[index(area::REASON)]);
+    let argument = core::mem::take(&mut words[index(area::ARGUMENT)]);
+    words[index(area::COST)] = 0;
+    let page = words[index(area::PAGE)];
+    let [target, far] = [0, 1].map(|n| words[index(area::SPILL) + n]);
+    cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+    let resumed = jit.resumed.take();
+    let fault = jit.fault.take();
+    let stop = match reason {
+        Reason::Interpret | Reason::Access => {
+            let operand = (reason == Reason::Access).then_some(target);
+            match fault {
+                Some(e) => jit.raise(interp, cpu, bus, e),
+                None => match jit.transfer(interp, cpu, bus, argument as usize, operand) {
+                    Some(RunStop::Poll) => match jit.after_transfer(interp, cpu, bus) {
+                        0 => RunStop::Poll,
+                        code => return code,
+                    },
+                    Some(stop) => stop,
+                    None => jit.interpret(interp, cpu, bus, argument as usize),
+                },
+            }
+        }
+        Reason::Branch if cpu.is_canonical(target) => {
+            jit.stats.branches += 1;
+            move_stack(cpu, argument.wrapping_sub(8));
+            cpu.set_rip(target);
+            RunStop::Poll
+        }
+        Reason::Branch => {
+            // #GP(0) at the branch, if it is one.
+            if target == page.wrapping_add(0x1000) {
+                cpu.set_rip(target);
+            }
+            jit.interpret(interp, cpu, bus, 0)
+        }
+        Reason::Far if jit.complete_far(cpu) => {
+            let code = jit.follow_far(interp, cpu, bus, far as usize);
+            if code != 0 {
+                return code;
+            }
+            RunStop::Poll
+        }
+        Reason::Far => jit.interpret(interp, cpu, bus, 0),
+        Reason::Link => {
+            let code = jit.follow_link(interp, cpu, bus, argument as usize);
+            if code != 0 {
+                return code;
+            }
+            RunStop::Poll
+        }
+        Reason::Stale | Reason::Poll => {
+            if argument != 0 {
+                jit.mend_trace(cpu, bus);
+            }
+            jit.stats.stale += 1;
+            jit.stale = true;
+            // What leads here again and again otherwise.
+            bus.mmu().forget_branches();
+            RunStop::Poll
+        }
+    };
+    if stop != RunStop::Poll {
+        keep_resume_flag(cpu, stop, resumed);
+        *left = Left::Stopped(stop);
+        return 0;
+    }
+    let code = jit.proceed(interp, cpu, bus);
+    *left = Left::Again;
+    code
+}
+
+/// A branch moves the stack pointer.
+pub(crate) fn move_stack(cpu: &mut CpuState, by: u64) {
+    let rsp = cpu.gpr[reg::RSP].wrapping_add(by);
+    cpu.gpr[reg::RSP] = rsp & word_mask(cpu);
+}
+
+/// Bits of an address in the mode.
+fn word_mask(cpu: &CpuState) -> u64 {
+    if cpu.is_64bit() {
+        u64::MAX
+    } else {
+        0xffff_ffff
+    }
+}
+
+impl<B: JitBus> Jit<B> {
+    /// Makes the one access of the instruction at RIP, if that is all it does; `site` is its number,
+    /// or 0, and `operand` the linear address of its memory operand, if that is known.
+    fn transfer(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        site: usize,
+        operand: Option<u64>,
+    ) -> Option<RunStop> {
+        let (transfer, cause) = match self.interpreted.get(site.wrapping_sub(1)) {
+            Some(site) => (site.transfer.as_ref()?, site.cause),
+            None => (self.given_up.transfer(cpu, bus)?, Cause::Slow),
+        };
+        let stop = interp.transfer(cpu, bus, transfer, operand)?;
+        self.stats.interpreted += 1;
+        self.stats.causes[cause as usize] += 1;
+        cpu.engine.words[index(area::COST)] = COST;
+        Some(stop)
+    }
+
+    /// Where to go on after [`Self::transfer`], which changes neither mapping nor mode; 0 if there is
+    /// more to be looked at than the table of targets.
+    fn after_transfer(&mut self, interp: &Interp<B>, cpu: &mut CpuState, bus: &B) -> u64 {
+        let is_quick = interp.resets() == self.resets
+            && !bus.must_return(cpu)
+            && !self.stale
+            && self.flush_every == 0;
+        let rip = cpu.rip();
+        let words = &mut cpu.engine.words;
+        match self.cache.target(rip, words[index(area::SALT)]) {
+            Some(code) if is_quick => {
+                words[index(area::PAGE)] = rip & !0xfff;
+                code
+            }
+            _ => 0,
+        }
+    }
+
+    /// Has the interpreter execute the instruction at RIP; `site` is its number, or 0.
+    pub(crate) fn interpret(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        site: usize,
+    ) -> RunStop {
+        let site = self.interpreted.get(site.wrapping_sub(1));
+        self.stats.interpreted += 1;
+        self.stats.causes[site.map_or(Cause::Slow, |s| s.cause) as usize] += 1;
+        let rip = cpu.rip();
+        let stop = match site {
+            Some(site) => interp.execute(cpu, bus, &site.insn),
+            None => match self.given_up.find(interp, cpu, bus, self.mode) {
+                Some(insn) => interp.execute(cpu, bus, insn),
+                None => interp.one(cpu, bus),
+            },
+        };
+        // A repeated instruction that goes on has done much: a look at the clock is due.
+        let cost = if cpu.rip() == rip {
+            area::BUDGET.into()
+        } else {
+            COST
+        };
+        cpu.engine.words[index(area::COST)] = cost;
+        stop
+    }
+
+    /// The instruction at RIP has found that it raises this.
+    fn raise(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        exception: Exception,
+    ) -> RunStop {
+        self.stats.interpreted += 1;
+        self.stats.causes[Cause::Slow as usize] += 1;
+        cpu.engine.words[index(area::COST)] = COST;
+        interp.raise(cpu, bus, exception)
+    }
+
+    /// The block that link site `number` leads to, from now on directly; 0 if there is none.
+    pub(crate) fn follow_link(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        number: usize,
+    ) -> u64 {
+        let Some(site) = self.translator.links.get_mut(number) else {
+            self.stale = true;
+            return 0;
+        };
+        site.is_taken = true;
+        let site = *site;
+        let page = cpu.engine.words[index(area::PAGE)];
+        cpu.set_rip(page + u64::from(site.target));
+        let flushes = self.stats.flushes;
+        self.select(cpu, bus);
+        let split = if site.split { mode::SPLIT } else { 0 };
+        self.wanted_by = Some(number);
+        let next = self.find_block(interp, cpu, bus, split);
+        self.wanted_by = None;
+        let Some(mut next) = next else {
+            return 0;
+        };
+        if site.polls && next.entries.polled == 0 {
+            let Some(with_poll) = self.complete_entries(cpu, bus, split, next) else {
+                self.flush_all();
+                return 0;
+            };
+            next = with_poll;
+        }
+        self.select(cpu, bus);
+        if self.stats.flushes == flushes {
+            self.link(number, next);
+        }
+        self.buffer.rx() as u64 + next.entries.saved as u64
+    }
+
+    /// Completes the direct branch to another page that `area::SPILL` tells of; false if the
+    /// interpreter has to raise its exception: RIP is where.
+    pub(crate) fn complete_far(&mut self, cpu: &mut CpuState) -> bool {
+        let words = &cpu.engine.words;
+        let page = words[index(area::PAGE)];
+        let target = words[index(area::SPILL)] & word_mask(cpu);
+        let number = words[index(area::SPILL) + 1] as usize;
+        let Some(site) = self.translator.fars.get(number) else {
+            unreachable!("a site of dropped code")
+        };
+        if cpu.is_canonical(target) {
+            move_stack(cpu, i64::from(site.pop) as u64);
+            cpu.set_rip(target);
+            return true;
+        }
+        // #GP(0) at the branch, if it is one.
+        cpu.set_rip(if target == page.wrapping_add(0x1000) {
+            target
+        } else {
+            page + u64::from(site.offset)
+        });
+        false
+    }
+
+    /// Where the direct branch `number` leads to, which is at RIP: from now on by itself, if
+    /// that is due. 0 if it is not translated.
+    pub(crate) fn follow_far(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        number: usize,
+    ) -> u64 {
+        self.stats.branches += 1;
+        let flushes = self.stats.flushes;
+        let Some(code) = self.find(interp, cpu, bus) else {
+            return 0;
+        };
+        if self.stats.flushes == flushes {
+            self.remember(cpu, bus, number, code);
+        }
+        code
+    }
+
+    /// Has the direct branch `number`, which has led to `code` at RIP, go there by itself as long as it leads there, if that is due.
+    fn remember(&mut self, cpu: &mut CpuState, bus: &mut B, number: usize, code: u64) {
+        let rip = cpu.rip();
+        let mask = word_mask(cpu);
+        let words = &mut cpu.engine.words;
+        let due = words[index(area::FAR_LEFT)] as i64 <= 0;
+        if due {
+            words[index(area::FAR_LEFT)] = FAR_MISSES;
+        }
+        let key = words[index(area::NUMBER)] as u32;
+        let Some(site) = self.translator.fars.get(number).copied() else {
+            return;
+        };
+        let to = (code - self.buffer.rx() as u64) as usize;
+        match site.condition {
+            Condition::Key { number: at, page } if due || site.to == 0 => {
+                if let Some(place) = page {
+                    let page = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
+                    self.buffer.write(place, &page.to_le_bytes());
+                }
+                self.buffer.write(at, &key.to_le_bytes());
+                self.lead_far(number, to);
+            }
+            Condition::Cell {
+                cell: place,
+                tagged,
+                untagged,
+                untag,
+            } => {
+                let Some((key, _)) = self.key_at(cpu, bus) else {
+                    return;
+                };
+                // A cell is that of one page.
+                if self.cache.blocks.get(key).is_none_or(|b| b.straddles) {
+                    return;
+                }
+                let Some(cell) = self.cache.take_cell(key) else {
+                    return;
+                };
+                self.set_cell(bus, cell, rip);
+                if site.to == 0 || due && site.to != to {
+                    let displacement = mmu::l1::cell(cell.number);
+                    self.buffer.write(place, &displacement.to_le_bytes());
+                    let tag = i32::from(cell.tag);
+                    self.buffer.write(tagged, &(untagged + tag).to_le_bytes());
+                    if let Some(at) = untag {
+                        self.buffer.write(at, &(-cell.tag).to_le_bytes());
+                    }
+                    self.lead_far(number, to);
+                }
+            }
+            Condition::Key { .. } => {}
+        }
+    }
+
+    /// Where to go on at RIP; 0 if not in translated code.
+    fn proceed(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u64 {
+        if interp.resets() != self.resets || bus.must_return(cpu) && cpu.shadow == Shadow::None {
+            return 0;
+        }
+        self.resumed = drop_resume_flag(cpu);
+        if !is_translatable(cpu) {
+            return 0;
+        }
+        cpu.engine.words[index(area::FLAGS)] = pack(cpu.rflags);
+        self.find(interp, cpu, bus).unwrap_or(0)
+    }
+}

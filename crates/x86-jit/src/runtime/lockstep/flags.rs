@@ -1,0 +1,155 @@
+//! Which arithmetic flags of a state can matter.
+
+use std::collections::HashMap;
+
+use iced_x86::{Decoder, FlowControl, Instruction, Mnemonic};
+use mmu::Mmu;
+use x86_cpu::CpuState;
+use x86_interp::gating;
+use x86_native::decoded_flags;
+
+use super::shadow::Shadow;
+use crate::{JitBus, region::block::overwritten};
+
+/// Instructions looked at after a stretch.
+const FAR: u32 = 96;
+
+/// What an instruction does to flags, as RFLAGS has them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Effect {
+    read: u64,
+    /// Always set to something that the manual defines.
+    defined: u64,
+    undefined: u64,
+}
+
+/// Decoded instructions by address: only for reports of differences, so a stale one
+/// is cleared with everything else.
+#[derive(Debug, Default)]
+pub(super) struct Flags {
+    known: HashMap<u64, Option<(Instruction, Effect)>>,
+}
+
+impl Flags {
+    pub(super) fn clear(&mut self) {
+        self.known.clear();
+    }
+
+    /// Of flags that differ, those that the manual defines after the instructions of `way`.
+    pub(super) fn defined<B: JitBus>(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut Shadow<B>,
+        way: &[u64],
+        differing: u64,
+    ) -> u64 {
+        let mut open = differing;
+        let mut defined = 0;
+        for rip in way.iter().rev() {
+            let Some((_, effect)) = self.at(cpu, bus, *rip) else {
+                break;
+            };
+            defined |= open & effect.defined & !effect.undefined;
+            open &= !(effect.defined | effect.undefined);
+        }
+        // Of those that nothing has written the two engines started with the same.
+        defined | open
+    }
+
+    /// Of flags that differ, those that may be read before they are written from RIP on.
+    pub(super) fn live<B: JitBus>(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut Shadow<B>,
+        differing: u64,
+    ) -> u64 {
+        self.known.clear();
+        let mut patience = FAR;
+        let rip = cpu.rip();
+        self.live_at(cpu, bus, rip, differing, &mut patience)
+    }
+
+    /// Flags of `wanted` that may be read from `rip` on.
+    fn live_at<B: JitBus>(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut Shadow<B>,
+        mut rip: u64,
+        mut wanted: u64,
+        patience: &mut u32,
+    ) -> u64 {
+        let mut live = 0;
+        while wanted != 0 {
+            let Some((i, effect)) = self.at(cpu, bus, rip) else {
+                return live | wanted;
+            };
+            if *patience == 0 {
+                return live | wanted;
+            }
+            *patience -= 1;
+            live |= wanted & effect.read;
+            wanted &= !(effect.read | effect.defined);
+            match i.flow_control() {
+                // What interrupts it shows them.
+                _ if i.mnemonic() == Mnemonic::Hlt => return live | wanted,
+                FlowControl::Next => rip = i.next_ip(),
+                FlowControl::UnconditionalBranch if i.is_jmp_short_or_near() => {
+                    rip = i.near_branch_target();
+                }
+                FlowControl::Call if i.is_call_near() => rip = i.near_branch_target(),
+                FlowControl::ConditionalBranch if i.is_jcc_short_or_near() => {
+                    live |= self.live_at(cpu, bus, i.near_branch_target(), wanted, patience);
+                    wanted &= !live;
+                    rip = i.next_ip();
+                }
+                _ => return live | wanted,
+            }
+        }
+        live
+    }
+
+    fn at<B: JitBus>(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut Shadow<B>,
+        rip: u64,
+    ) -> Option<(Instruction, Effect)> {
+        if let Some(known) = self.known.get(&rip) {
+            return *known;
+        }
+        let mut bytes = [0; 15];
+        let decoded = fetch(bus.mmu(), cpu, rip, &mut bytes).and_then(|n| {
+            let options = gating::decoder_options(&cpu.features);
+            let bits = if cpu.is_64bit() { 64 } else { 32 };
+            let i = Decoder::with_ip(bits, &bytes[..n], rip, options).decode();
+            (!i.is_invalid()).then(|| (i, effect(&i)))
+        });
+        self.known.insert(rip, decoded);
+        decoded
+    }
+}
+
+/// Bytes of code, without any trace in page tables.
+pub(super) fn fetch(mmu: &Mmu, cpu: &CpuState, rip: u64, bytes: &mut [u8; 15]) -> Option<usize> {
+    let mut n = 0;
+    while n < bytes.len() {
+        let at = rip.wrapping_add(n as u64);
+        let room = (bytes.len() - n).min(0x1000 - (at & 0xfff) as usize);
+        let read = mmu
+            .translate_debug(cpu, at)
+            .is_some_and(|gpa| mmu.read_gpa(gpa, &mut bytes[n..n + room]));
+        if !read {
+            break;
+        }
+        n += room;
+    }
+    (n != 0).then_some(n)
+}
+
+fn effect(i: &Instruction) -> Effect {
+    Effect {
+        read: decoded_flags(i.rflags_read()),
+        defined: decoded_flags(overwritten(i)),
+        undefined: decoded_flags(i.rflags_undefined()),
+    }
+}

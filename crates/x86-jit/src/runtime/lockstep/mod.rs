@@ -1,0 +1,518 @@
+//! Lock-step: what translated code did is done again by the interpreter, and must be the same.
+//!
+//! A *stretch* is one entry into translated code, up to its exit. Before it the registers are
+//! copied; while it runs, the old content of every page that it writes is kept ([`log`]). Then
+//! the writes are undone and the interpreter starts from the copy. It has to come to a state with
+//! the same registers and the same memory; which of its instructions that is after does not
+//! matter, so nothing depends on how translated code counts. The guest goes on with the state of
+//! the translated code.
+//!
+//! What could make a difference without being an error, and what is done about it:
+//!
+//! - Devices, ports, and whatever else has effects outside of memory: leaves translated code
+//!   before it happens, so no stretch contains it, and the second run cannot reach them
+//!   ([`shadow`]). RDTSC is not translated in this mode.
+//! - Other vCPUs: one vCPU at a time executes ([`turn`]).
+//! - Devices' threads that write guest memory, and accessed and dirty bits, which a walk sets in
+//!   the first run only: after a difference both are run once more, with empty TLBs. What then
+//!   agrees is counted, not reported. Only words that a run has changed are undone.
+//! - Flags that the manual leaves undefined, and flags that are overwritten before anything
+//!   reads them (see `translate`): [`flags`].
+
+mod flags;
+mod log;
+mod report;
+mod shadow;
+pub(crate) mod turn;
+
+use core::fmt;
+
+use x86_cpu::{CpuState, EngineArea, Flush, Shadow};
+
+use x86_defs::{reg, rflags};
+use x86_interp::{Interp, RunStop};
+
+pub(crate) use self::log::Log;
+use self::shadow::Shadow as ShadowBus;
+use crate::{
+    Jit, JitBus,
+    frame::area::{self, index},
+    frame::exit::{Left, Reason},
+    ir::decoded::Decoded,
+    runtime::leave::move_stack,
+    runtime::run::unpack,
+};
+
+/// The interpreter's instructions per stretch at most, repetitions counted singly.
+const PATIENCE: u32 = 100_000;
+/// Instructions that the report shows of the interpreter's way.
+const TRAIL: usize = 64;
+/// Bytes of the FP state that are compared.
+const FP_BYTES: usize = 832;
+
+/// What lock-step has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LockstepStats {
+    /// Stretches compared.
+    pub stretches: u64,
+    /// Stretches that agreed only with empty TLBs and nothing else writing memory.
+    pub again: u64,
+}
+
+/// The second engine and what the comparison needs.
+pub(crate) struct Lockstep<B: JitBus> {
+    interp: Interp<ShadowBus<B>>,
+    log: Log,
+    /// The interpreter's writes.
+    second: Log,
+    trail: [u64; TRAIL],
+    /// Instructions in `trail` and before.
+    steps: usize,
+    flags: flags::Flags,
+    random: u64,
+    /// Translates one instruction wrongly: proves that differences are found.
+    pub(crate) planted: bool,
+    pub(crate) stats: LockstepStats,
+    pub(crate) report: Option<String>,
+}
+
+impl<B: JitBus> fmt::Debug for Lockstep<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lockstep")
+            .field("stats", &self.stats)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where the interpreter is when it is certain that it does not get to the same state.
+struct Difference {
+    /// At the address where translated code stopped, if it has been there.
+    nearest: Option<Box<CpuState>>,
+    why: String,
+}
+
+/// Where a stretch begins.
+struct Start<'a> {
+    entry: u64,
+    before: &'a CpuState,
+    words: &'a [u64; EngineArea::WORDS],
+}
+
+/// Why translated code stopped, and [`area::ARGUMENT`].
+type Outcome = (Reason, usize);
+
+impl<B: JitBus> Drop for Lockstep<B> {
+    /// Whoever asked for lock-step sees that it was there.
+    fn drop(&mut self) {
+        let LockstepStats { stretches, again } = self.stats;
+        eprintln!("anykvm: lock-step: {stretches} stretches compared, {again} of them again");
+    }
+}
+
+impl<B: JitBus> Lockstep<B> {
+    pub(crate) fn new(planted: bool) -> Box<Self> {
+        Box::new(Self {
+            interp: Interp::new(),
+            log: Log::default(),
+            second: Log::default(),
+            trail: [0; TRAIL],
+            steps: 0,
+            flags: flags::Flags::default(),
+            random: 0x9e37_79b9_7f4a_7c15,
+            planted,
+            stats: LockstepStats::default(),
+            report: None,
+        })
+    }
+
+    /// Decoded instructions are void.
+    pub(crate) fn flush(&mut self) {
+        self.interp.flush_all();
+        self.flags.clear();
+    }
+
+    /// Address of the write log, for generated code's refills.
+    pub(crate) fn log_address(&mut self) -> u64 {
+        &raw mut self.log as u64
+    }
+
+    /// Instructions of the next stretch, about: long ones go through links, short ones through exits.
+    fn length(&mut self) -> u64 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        match self.random >> 60 {
+            0 => 1 + (self.random >> 50 & 31),
+            1..=4 => 200,
+            _ => area::BUDGET.into(),
+        }
+    }
+
+    /// From `before` to a state like `end`; memory is as before the stretch.
+    /// `whole`: in whole blocks where that is possible, without a trail.
+    fn replay(
+        &mut self,
+        before: &CpuState,
+        end: &CpuState,
+        bus: &mut B,
+        whole: bool,
+    ) -> Result<(), Difference> {
+        let mut cpu = Box::new(before.clone());
+        let controls = |c: &CpuState| (c.cr0, c.cr3, c.cr4, c.efer);
+        if controls(before) != controls(end) && bus.load_root(&mut cpu).is_err() {
+            return Err(Difference {
+                nearest: None,
+                why: "the address space cannot be restored".into(),
+            });
+        }
+        bus.select_view(&mut cpu);
+        self.second.clear();
+        self.steps = 0;
+        let mut nearest = None;
+        let mut why =
+            String::from("the interpreter does not come to where translated code stopped");
+        let mut shadow = ShadowBus::new(bus, &mut self.second, end.rip());
+        for _ in 0..PATIENCE {
+            if whole && cpu.shadow == Shadow::None {
+                let stop = self.interp.run(&mut cpu, &mut shadow);
+                if stop != RunStop::Poll {
+                    why += &format!("; the interpreter stops: {stop:?} at {:#x}", cpu.rip());
+                    break;
+                }
+            }
+            if cpu.rip() == end.rip() {
+                match self.compare(&cpu, end, &mut shadow, whole) {
+                    Ok(()) => return Ok(()),
+                    Err(what) if nearest.is_none() || shadow::is_close(&cpu, end) => {
+                        why = what;
+                        nearest = Some(cpu.clone());
+                    }
+                    Err(_) => {}
+                }
+            }
+            self.trail[self.steps % TRAIL] = cpu.rip();
+            self.steps += 1;
+            // Translated code may stop between two repetitions.
+            let stop = if cpu.rip() == end.rip() {
+                self.interp.step(&mut cpu, &mut shadow)
+            } else {
+                self.interp.one(&mut cpu, &mut shadow)
+            };
+            if stop != RunStop::Poll {
+                if nearest.is_none() {
+                    why = format!("the interpreter stops: {stop:?} at {:#x}", cpu.rip());
+                    nearest = Some(cpu);
+                }
+                break;
+            }
+        }
+        Err(Difference { nearest, why })
+    }
+
+    /// Whether the interpreter is at the end of the stretch.
+    fn compare(
+        &mut self,
+        cpu: &CpuState,
+        end: &CpuState,
+        shadow: &mut ShadowBus<B>,
+        whole: bool,
+    ) -> Result<(), String> {
+        if let Some(n) = (0..16).find(|n| cpu.gpr[*n] != end.gpr[*n]) {
+            return Err(format!("register {n}"));
+        }
+        let (a, b) = (normal(cpu), normal(end));
+        if a.rflags & !rflags::ARITH != b.rflags & !rflags::ARITH {
+            return Err("RFLAGS".into());
+        }
+        if a.fp.area[..FP_BYTES] != b.fp.area[..FP_BYTES] {
+            return Err("FP state".into());
+        }
+        let differing = (a.rflags ^ b.rflags) & rflags::ARITH;
+        if (CpuState { rflags: 0, ..a }) != (CpuState { rflags: 0, ..b }) {
+            return Err("system registers".into());
+        }
+        if let Some(gpa) = self
+            .log
+            .differs_from_new()
+            .or_else(|| shadow.log().differs_from_old(&self.log))
+        {
+            return Err(format!("memory at host address {gpa:#x}"));
+        }
+        if differing != 0 {
+            let last = self.steps.saturating_sub(TRAIL)..self.steps;
+            let way: Vec<u64> = last.map(|n| self.trail[n % TRAIL]).collect();
+            let mut cpu = cpu.clone();
+            let mut matter = self.flags.live(&mut cpu, shadow, differing);
+            if matter != 0 && !whole {
+                matter = self.flags.defined(&mut cpu, shadow, &way, matter);
+            }
+            if matter != 0 {
+                return Err(format!("flags {matter:#x}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The state without what is not compared.
+fn normal(cpu: &CpuState) -> CpuState {
+    let mut cpu = cpu.clone();
+    // Translated code goes from STI to the next instruction, which the stretch may end before.
+    if cpu.shadow == Shadow::Sti {
+        cpu.shadow = Shadow::None;
+    }
+    // Of the last exception raised, delivered or not.
+    cpu.fault_gva = 0;
+    cpu.fault_dr6 = 0;
+    // The header, MXCSR_MASK and the last x87 instruction's addresses (see `thunks`).
+    cpu.fp.area[512..576].fill(0);
+    cpu.fp.area[6..24].fill(0);
+    cpu.fp.area[28..32].fill(0);
+    cpu
+}
+
+impl<B: JitBus> Jit<B> {
+    /// One stretch, and what has to be done where it ends.
+    pub(crate) fn enter_checked(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        entry: u64,
+    ) -> Left {
+        let mut entry = entry;
+        loop {
+            let Some((reason, argument)) = self.call_checked(interp, cpu, bus, entry) else {
+                return Left::Stopped(RunStop::Exit);
+            };
+            match reason {
+                Reason::Poll => return Left::Poll,
+                Reason::Link => {
+                    entry = self.follow_link(interp, cpu, bus, argument);
+                    if entry != 0 {
+                        continue;
+                    }
+                }
+                Reason::Far => {
+                    entry = self.follow_far(interp, cpu, bus, argument);
+                    if entry != 0 {
+                        continue;
+                    }
+                }
+                Reason::Interpret | Reason::Access => {
+                    let stop = self.interpret(interp, cpu, bus, argument);
+                    if stop != RunStop::Poll {
+                        return Left::Stopped(stop);
+                    }
+                }
+                Reason::Branch => {}
+                Reason::Stale => {
+                    if argument != 0 {
+                        self.mend_trace(cpu, bus);
+                    }
+                    self.stale = true;
+                }
+            }
+            return Left::Again;
+        }
+    }
+
+    /// Translated code asks for something: the stretch ends before that. Makes the state exact.
+    pub(crate) fn end_stretch(&mut self, cpu: &mut CpuState) {
+        let words = &cpu.engine.words;
+        let reason = Reason::of(words[index(area::REASON)]);
+        let argument = words[index(area::ARGUMENT)];
+        let (page, target) = (words[index(area::PAGE)], words[index(area::SPILL)]);
+        let flags = unpack(words[index(area::FLAGS)]);
+        cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
+        match reason {
+            Reason::Branch if cpu.is_canonical(target) => {
+                move_stack(cpu, argument.wrapping_sub(8));
+                cpu.set_rip(target);
+            }
+            Reason::Branch => {
+                // #GP(0) at the branch, if it is one.
+                if target == page.wrapping_add(0x1000) {
+                    cpu.set_rip(target);
+                }
+                cpu.engine.words[index(area::REASON)] = Reason::Interpret as u64;
+                cpu.engine.words[index(area::ARGUMENT)] = 0;
+            }
+            Reason::Link => {
+                if let Some(site) = self.translator.links.get(argument as usize) {
+                    cpu.set_rip(page + u64::from(site.target));
+                }
+            }
+            Reason::Far => {
+                let number = words[index(area::SPILL) + 1];
+                let words = if self.complete_far(cpu) {
+                    (Reason::Far, number)
+                } else {
+                    (Reason::Interpret, 0)
+                };
+                cpu.engine.words[index(area::REASON)] = words.0 as u64;
+                cpu.engine.words[index(area::ARGUMENT)] = words.1;
+            }
+            Reason::Poll | Reason::Interpret | Reason::Access | Reason::Stale => {}
+        }
+    }
+
+    /// As [`Self::call`], compared with the interpreter. `None`: they differ, and the report is
+    /// ready.
+    fn call_checked(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        entry: u64,
+    ) -> Option<Outcome> {
+        let mut l = self.lockstep.take()?;
+        let before = cpu.clone();
+        let words = cpu.engine.words;
+        let start = Start {
+            entry,
+            before: &before,
+            words: &words,
+        };
+        let length = l.length();
+        l.stats.stretches += 1;
+        let mut found = self.stretch(&mut l, interp, cpu, bus, (entry, length, true));
+        if found.is_err() {
+            l.stats.again += 1;
+            self.rewind(cpu, bus, &start);
+            found = self.stretch(&mut l, interp, cpu, bus, (entry, length, false));
+        }
+        let outcome = match found {
+            Ok(outcome) => Some(outcome),
+            Err(difference) => {
+                let report = self.narrow(&mut l, interp, cpu, bus, &start, difference);
+                l.report = Some(report);
+                None
+            }
+        };
+        self.lockstep = Some(l);
+        outcome
+    }
+
+    /// Back to the start, with empty TLBs; memory is there already.
+    fn rewind(&mut self, cpu: &mut CpuState, bus: &mut B, start: &Start<'_>) {
+        *cpu = start.before.clone();
+        cpu.engine.words = *start.words;
+        // The interpreter may have gone anywhere. This root was loaded before: it cannot fail.
+        let _ = bus.load_root(cpu);
+        bus.select_view(cpu);
+        bus.flush(cpu, Flush::All);
+        // It may have written code, too, which was put back.
+        bus.mmu().recheck_code();
+        self.select(cpu, bus);
+        cpu.engine.words[index(area::PAGE)] = start.words[index(area::PAGE)];
+    }
+
+    /// Both engines once, from an entry for about so many instructions; the interpreter in
+    /// `whole` blocks or singly. If they differ, memory is as before.
+    fn stretch(
+        &mut self,
+        l: &mut Lockstep<B>,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        (entry, length, whole): (u64, u64, bool),
+    ) -> Result<Outcome, Difference> {
+        let before = cpu.clone();
+        l.log.clear();
+        let words = &mut cpu.engine.words;
+        words[index(area::LOG)] = l.log_address();
+        words[index(area::COUNT)] = length;
+        words[index(area::POLLS_LEFT)] = 0;
+        crate::runtime::run::set_tables(cpu, bus);
+        self.call(interp, cpu, bus, entry);
+        let words = &mut cpu.engine.words;
+        words[index(area::LOG)] = 0;
+        let outcome = (
+            Reason::of(words[index(area::REASON)]),
+            words[index(area::ARGUMENT)] as usize,
+        );
+        l.log.undo();
+        let result = l.replay(&before, cpu, bus, whole);
+        bus.select_view(cpu);
+        crate::runtime::run::set_tables(cpu, bus);
+        match result {
+            Ok(()) => Ok(outcome),
+            Err(difference) => {
+                l.second.undo();
+                Err(difference)
+            }
+        }
+    }
+
+    /// The shortest stretch that shows the difference, as a report.
+    fn narrow(
+        &mut self,
+        l: &mut Lockstep<B>,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        start: &Start<'_>,
+        difference: Difference,
+    ) -> String {
+        let mut end = cpu.clone();
+        let mut good = start.before.clone();
+        let mut shown = difference;
+        for length in 1..=u64::from(area::BUDGET) + 64 {
+            self.rewind(cpu, bus, start);
+            match self.stretch(l, interp, cpu, bus, (start.entry, length, false)) {
+                Ok(_) => {
+                    good = cpu.clone();
+                    // As the interpreter left it, which is the same as translated code did.
+                    l.log.undo();
+                }
+                Err(difference) => {
+                    end = cpu.clone();
+                    shown = difference;
+                    break;
+                }
+            }
+        }
+        report::text(self, l, bus, (start.before, &good, &end), &shown)
+    }
+}
+
+/// The wrong rule of a test: SAR by a constant as SHR.
+pub(crate) fn plant(decoded: &mut [Decoded]) {
+    use iced_x86::Code;
+    for d in decoded {
+        let wrong = match d.i.code() {
+            Code::Sar_rm64_imm8 => Code::Shr_rm64_imm8,
+            Code::Sar_rm32_imm8 => Code::Shr_rm32_imm8,
+            _ => continue,
+        };
+        d.i.set_code(wrong);
+        // C1 /7 and C1 /5: no prefix is C1.
+        if let Some(at) = d.raw.iter().position(|b| *b == 0xc1)
+            && let Some(modrm) = d.raw.get_mut(at + 1)
+        {
+            *modrm &= !0x10;
+        }
+    }
+}
+
+/// A line of registers.
+fn registers(cpu: &CpuState) -> String {
+    use fmt::Write as _;
+    let mut text = format!(
+        "rip {:x} rflags {:x} cpl {}",
+        cpu.rip(),
+        cpu.rflags,
+        cpu.cpl
+    );
+    for n in 0..16 {
+        let _ = write!(text, " r{n} {:x}", cpu.gpr[n]);
+    }
+    let _ = write!(
+        text,
+        " fs {:x} gs {:x}",
+        cpu.seg[reg::FS].base,
+        cpu.seg[reg::GS].base
+    );
+    text
+}

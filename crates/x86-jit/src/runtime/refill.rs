@@ -1,0 +1,113 @@
+//! TLB misses of translated code, and what else it calls Rust for in the middle of a block.
+
+use mmu::l1::Half;
+use x86_cpu::{Access, CpuState, Exception, Privilege};
+use x86_defs::{rflags, vector};
+
+use crate::{
+    JitBus,
+    codegen::thunks,
+    frame::area::{self, index},
+    runtime::interrupt_return,
+    runtime::run::{Context, Jit, log_of, target_key},
+    runtime::system_call,
+};
+
+/// Generated code asks for a change of RFLAGS.AC from now on.
+pub(crate) fn forget_views(cpu: &mut CpuState) {
+    for word in area::VIEWS {
+        cpu.engine.words[index(word)] = 0;
+    }
+}
+
+/// The MMU follows generated code to the view that this has changed to by itself.
+#[inline]
+pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
+    let word = &mut cpu.engine.words[index(area::IS_OTHER_VIEW)];
+    if core::mem::take(word) != 0 {
+        bus.select_view(cpu);
+    }
+}
+
+/// STAC and CLAC. The next ones are generated code's own, if that is all that there is to them.
+fn change_access<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, set: bool) -> u64 {
+    let was_set = cpu.rflags & rflags::AC != 0;
+    let key = target_key(cpu);
+    let from = cpu.engine.words[index(area::TABLES)];
+    cpu.rflags &= !rflags::AC;
+    if set {
+        cpu.rflags |= rflags::AC;
+    }
+    bus.select_view(cpu);
+    jit.set_view(cpu, bus);
+    let same = target_key(cpu) == key;
+    if !same {
+        forget_views(cpu);
+    }
+    let words = &mut cpu.engine.words;
+    if same && was_set != set && words[index(area::LOG)] == 0 {
+        words[index(area::VIEWS[usize::from(was_set)])] = from;
+        words[index(area::VIEWS[usize::from(set)])] = words[index(area::TABLES)];
+        jit.views_made = bus.mmu().views_made();
+    }
+    thunks::SAME_KEY + u64::from(!same)
+}
+
+/// A TLB miss in translated code: the host address of the access, or 0 if it
+/// has to be made by the interpreter.
+pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
+    // SAFETY: `Jit::enter` put its own references there and uses none of them
+    // until translated code returns.
+    let (jit, cpu, bus) = unsafe {
+        let c = &mut *context;
+        (&mut *c.jit, &mut *c.cpu, &mut *c.bus)
+    };
+    tell_view(cpu, bus);
+    if site & (thunks::SET_AC | thunks::CLEAR_AC) != 0 {
+        return change_access(jit, cpu, bus, site & thunks::SET_AC != 0);
+    }
+    if site & (thunks::SYSCALL | thunks::SYSRET | thunks::IRETQ) != 0 {
+        if site & thunks::IRETQ != 0 {
+            return interrupt_return::leave(jit, cpu, bus, gva);
+        }
+        let target = if site & thunks::SYSCALL != 0 {
+            system_call::enter(cpu, bus, u64::from(site & 0xfff))
+        } else {
+            system_call::leave(cpu, bus)
+        };
+        if target != 0 {
+            jit.update_mode(cpu, bus);
+        }
+        return target;
+    }
+    let size = u64::from(site >> 12 & 0xff);
+    let (access, half) = if thunks::writes(site) {
+        (Access::Write, Half::Write)
+    } else {
+        (Access::Read, Half::Read)
+    };
+    let host = bus.mmu().refill(cpu, gva, size, access, &mut jit.fault);
+    if host == 0 {
+        let is_its_own = site & thunks::RAISES != 0;
+        let is_write = access == Access::Write;
+        let who = Privilege::Current;
+        let is_first_of_device =
+            site & thunks::FIRST != 0 && bus.mmu().known_device(gva, is_write, who).is_some();
+        let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;
+        if is_first_of_device || is_its_own && jit.fault.is_none() {
+            jit.fault = None;
+            cpu.engine.words[index(area::SPILL)] = gva;
+            return thunks::ACCESS;
+        }
+        if !jit.fault.as_ref().is_none_or(is_raised) {
+            jit.fault = None;
+        }
+        return 0;
+    }
+    if let Some(log) = log_of(cpu)
+        && let Some(page) = bus.mmu().live_tables().find(half, gva)
+    {
+        log.allow(half, gva, page);
+    }
+    host
+}

@@ -1,0 +1,84 @@
+//! SYSCALL and SYSRETQ between 64-bit levels, without leaving translated code
+//! (SDM vol. 2; AMD APM vol. 3). What is not the common case returns 0 with
+//! nothing changed, and the interpreter does it.
+
+use x86_cpu::CpuState;
+use x86_defs::{
+    control::efer,
+    reg, rflags,
+    segment::{Attr, Segment},
+};
+
+use crate::{
+    JitBus,
+    frame::area::{self, index},
+    runtime::run::{pack, unpack},
+};
+
+/// Attributes of flat segments at level 0.
+pub(crate) const CODE64: u32 = 0xa09b;
+pub(crate) const DATA: u32 = 0xc093;
+
+fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
+    let flat = |selector: u16, attr: u32| Segment {
+        base: 0,
+        limit: u32::MAX,
+        attr: Attr(attr | u32::from(cpl) << 5),
+        selector: selector & !3 | u16::from(cpl),
+    };
+    cpu.seg[reg::CS] = flat(cs, CODE64);
+    cpu.seg[reg::SS] = flat(ss, DATA);
+    cpu.cpl = cpl;
+}
+
+pub(crate) fn set_flags(cpu: &mut CpuState, flags: u64) {
+    cpu.rflags = flags | rflags::FIXED1;
+    cpu.engine.words[index(area::FLAGS)] = pack(flags);
+}
+
+/// SYSCALL at an offset of the current page; returns the target.
+pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> u64 {
+    const NOT_TAKEN: u64 = rflags::IOPL | rflags::NT | rflags::DF | rflags::TF | rflags::AC;
+    let words = &cpu.engine.words;
+    let flags = cpu.rflags & !rflags::ARITH | unpack(words[index(area::FLAGS)]);
+    let after = flags & !cpu.msr.fmask;
+    if cpu.efer & efer::SCE == 0 || !cpu.is_canonical(cpu.msr.lstar) || after & NOT_TAKEN != 0 {
+        return 0;
+    }
+    cpu.gpr[reg::RCX] = words[index(area::PAGE)] + offset + 2;
+    cpu.gpr[reg::R11] = flags & !rflags::RF;
+    set_flags(cpu, after & !rflags::RF);
+    let cs = (cpu.msr.star >> 32) as u16 & !3;
+    load_segments(cpu, cs, cs.wrapping_add(8), 0);
+    bus.select_view(cpu);
+    cpu.msr.lstar
+}
+
+/// Something is to be looked at before the guest goes on with interrupts enabled.
+pub(crate) fn interrupt_waits<B: JitBus>(cpu: &CpuState, bus: &B) -> bool {
+    cpu.engine.words[index(area::IRQ_WAITING)] != 0
+        || bus
+            .request_word()
+            .load(core::sync::atomic::Ordering::Relaxed)
+            != 0
+}
+
+/// SYSRETQ; RCX and R11 are in memory. Returns the target.
+pub(crate) fn leave<B: JitBus>(cpu: &mut CpuState, bus: &mut B) -> u64 {
+    const PLAIN: u64 = rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::ID;
+    let flags = cpu.gpr[reg::R11];
+    let target = cpu.gpr[reg::RCX];
+    let waits = interrupt_waits(cpu, bus);
+    if cpu.efer & efer::SCE == 0
+        || flags & !PLAIN != 0
+        || target >> 47 != 0
+        || flags & rflags::IF != 0 && waits
+    {
+        return 0;
+    }
+    set_flags(cpu, flags);
+    let base = (cpu.msr.star >> 48) as u16;
+    load_segments(cpu, base.wrapping_add(16), base.wrapping_add(8), 3);
+    bus.select_view(cpu);
+    target
+}

@@ -1,0 +1,360 @@
+//! A block is made: decoded, grouped, emitted, and with it the next ones that are executed for certain.
+
+use x86_cpu::CpuState;
+use x86_interp::{Interp, Transfer};
+
+use crate::{
+    Jit, JitBus,
+    asm::CACHE_LINE,
+    code::cache::Block,
+    code::room::MAX_BLOCK,
+    codegen::{Entries, How},
+    frame::area::S1,
+    ir::decoded::Decoded,
+    ir::kind::Kind,
+    region::block::{self, mode},
+    region::trace::TracePage,
+    runtime::leave::Site,
+};
+
+/// Blocks that are translated at most because one is.
+const MAX_AHEAD: u32 = 3;
+
+/// Code that a block is made from.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Source {
+    /// Host address of the page's code generation.
+    pub(crate) cell: u64,
+    /// Its value.
+    pub(crate) generation: u32,
+}
+
+/// Where a block is to begin that takes the place of the jump that leads to it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    /// The jump's number among link sites.
+    link: usize,
+    at: usize,
+    /// Flags are in RFLAGS there.
+    live: bool,
+}
+
+/// Bytes of a relative address.
+const REL32: usize = 4;
+
+impl Source {
+    pub(crate) fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
+        let cell = bus.mmu().code_generation_cell(id)?;
+        Some(Self {
+            cell: cell.as_ptr() as u64,
+            generation: cell.load(core::sync::atomic::Ordering::Acquire),
+        })
+    }
+}
+
+impl<B: JitBus> Jit<B> {
+    /// `None`: the code cannot be fetched now.
+    pub(crate) fn translate(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        gva: u64,
+        (key, generation, code): ((u64, u8), u32, Source),
+        is_ahead: bool,
+    ) -> Option<Block> {
+        let number = self.wanted_by.take();
+        let site = number.and_then(|n| self.translator.links.get(n).copied());
+        let mut place = number.and_then(|n| self.place_of(n));
+        if self.room.is_full() {
+            self.flush_all();
+            place = None;
+        }
+        let bound = block::bound(key.1, gva);
+        if let Some(page) = bound {
+            let old = self.cache.blocks.bind(key, page);
+            if !old.is_empty() {
+                self.profiles.forget(key.0);
+            }
+            for outer in old {
+                self.forget(outer as usize);
+            }
+        }
+        let hot = match key.1 & mode::SPLIT {
+            0 => self.profiles.begin(key),
+            _ => None,
+        };
+        let is_again = hot.as_ref().is_some_and(|(_, linked)| linked.is_some());
+        let (is_loop, is_linked) = match hot {
+            Some((_, Some(is_linked))) => (true, is_linked),
+            _ => (site.is_some_and(|s| s.is_back), site.is_some()),
+        };
+        let polls = is_again || site.is_some_and(|s| s.polls);
+        self.translator.hot = hot.and_then(|(hot, _)| hot);
+        let links = self.translator.links.len();
+        let is_trace = self.follow_way(cpu, bus, (gva, key.1), TracePage::own(code, bound, key.0));
+        let turns = self.translator.hot.as_ref().map(|h| &h.turns[..]);
+        let is_hot = turns.is_some();
+        let mut decode = |bus: &mut B, cpu: &mut CpuState| {
+            block::decode(
+                &mut self.decoded,
+                &mut self.forms,
+                (cpu, bus),
+                gva,
+                (key.1, is_loop, is_ahead),
+                turns,
+            )
+        };
+        let mut second = None;
+        let mut sources = [code, code];
+        if !is_trace && decode(bus, cpu) {
+            // The generation first, then the bytes.
+            let page = bus.code_page(cpu, next_page(gva)).ok()?;
+            sources[1] = Source::of(bus, page.id)?;
+            second = Some(page);
+            if !decode(bus, cpu) {
+                return None;
+            }
+        }
+        if self.decoded.is_empty() {
+            return None;
+        }
+        let sources = &sources[..1 + usize::from(second.is_some())];
+        if self.lockstep.as_ref().is_some_and(|l| l.planted) {
+            crate::runtime::lockstep::plant(&mut self.decoded);
+        }
+        let mut block = Block {
+            entries: Entries::default(),
+            generation,
+            straddles: second.is_some(),
+            is_target: false,
+            may_gain: false,
+            len: 0,
+        };
+        if let Some(second) = second {
+            self.cache.second.insert(key, second);
+        }
+        block.len = self.decoded.len().min(u8::MAX.into()) as u8;
+        let long = key.1 & mode::BITS32 == 0;
+        if key.1 & mode::SPLIT == 0 {
+            self.groups.form(&mut self.decoded, long, is_hot);
+            let calls = |d: &Decoded| matches!(d.kind, Kind::Call | Kind::CallIndirect);
+            block.may_gain = is_trace
+                || self.decoded.iter().any(Decoded::may_have_lane)
+                || mode::has_cells(key.1) && self.decoded.last().is_some_and(calls);
+        }
+        let interpreted = self.prepare(interp, cpu, bus, gva);
+        let mut base = self.room.next();
+        // Nothing comes before its entry then.
+        place = place.filter(|_| is_linked && second.is_none());
+        if let Some(place) = place {
+            base.0 = place.at;
+        } else if is_hot {
+            base.0 = base.0.next_multiple_of(CACHE_LINE);
+        }
+        let blocks = &self.cache.blocks;
+        let plain = key.1 & !mode::SPLIT;
+        let own = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
+        let others: Vec<_> = self.translator.pages[1..].to_vec();
+        let known = |page: u8, target: u32, split: bool| {
+            let (blocks, generation) = match usize::from(page).checked_sub(1) {
+                None => (own[usize::from(split)]?, generation),
+                Some(n) => {
+                    let mode = if split { plain | mode::SPLIT } else { plain };
+                    let page = others.get(n)?;
+                    (blocks.page((page.id, mode))?, page.source.generation)
+                }
+            };
+            let b = blocks.get(target.into())?;
+            let is_current = b.generation == generation && !b.straddles;
+            is_current.then_some(b.entries)
+        };
+        block.entries = self.translator.block(
+            (&self.decoded, &self.forms),
+            base,
+            sources,
+            interpreted,
+            How {
+                long,
+                is_linked,
+                polls,
+                is_split: key.1 & mode::SPLIT != 0,
+                falls: place.is_some_and(|p| p.live),
+                bound,
+                by_cell: mode::has_cells(key.1),
+            },
+            known,
+        );
+        let parts = self.translator.asm.parts();
+        // There is room, unless the block is larger than any should be.
+        let written = parts.filter(|(hot, cold)| {
+            hot.len().max(cold.len()) <= MAX_BLOCK
+                && self.buffer.write(base.0, hot)
+                && self.buffer.write(base.1, cold)
+        });
+        if written.is_none() {
+            self.profiles.forget_way(key);
+        }
+        let (hot, cold) = written?;
+        if let Some(place) = place
+            && let Some(site) = self.translator.links.get_mut(place.link)
+        {
+            // From now on, as hot blocks are linked below.
+            site.patch = 0;
+            self.stats.links += 1;
+        }
+        self.stats.blocks += 1;
+        self.stats.lanes += self.translator.hot.as_ref().map_or(0, |h| h.lanes.len()) as u64;
+        self.stats.insns += self.decoded.len() as u64;
+        self.stats.bytes += (hot.len() + cold.len()) as u64;
+        for (at, code) in [(base.0, hot), (base.1, cold)] {
+            if let Some(perf) = self.perf {
+                perf.note(gva, self.buffer.rx() as u64 + at as u64, code);
+            }
+            if self.lockstep.is_some() {
+                self.ranges.push((at, code.len(), gva));
+            }
+        }
+        self.room.take(base.0 + hot.len(), cold.len());
+        let (hot, cold) = self.room.next();
+        self.buffer.views().grows(hot);
+        self.buffer.views().grows(cold);
+        if let Some(old) = self.cache.blocks.insert(key, block) {
+            self.forget(old.entries.outer as usize);
+        }
+        if is_again {
+            self.translated_again(key, links..self.translator.links.len(), block);
+        }
+        Some(block)
+    }
+
+    /// Decodes for the interpreter the instruction that the block ends with;
+    /// returns its number plus one, 0 if there is none.
+    fn prepare(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        gva: u64,
+    ) -> u32 {
+        let Some(d) = self
+            .decoded
+            .last()
+            .filter(|d| d.kind == Kind::Interpret && !d.i.is_invalid())
+        else {
+            return 0;
+        };
+        let mut bytes = [0; 15];
+        let bytes = &mut bytes[..d.i.len()];
+        let page = (gva & !0xfff).wrapping_add_signed(d.distance.into());
+        let gva = page | u64::from(d.offset);
+        if bus.code_bytes(cpu, gva, bytes) != Ok(bytes.len()) {
+            return 0;
+        }
+        let Some(insn) = interp.prepare(cpu, bytes) else {
+            return 0;
+        };
+        self.interpreted.push(Site {
+            cause: self.forms.of(&d.i).cause,
+            transfer: Transfer::of(&insn),
+            insn,
+        });
+        self.interpreted.len() as u32
+    }
+
+    /// Translates where the last block leads to for certain, or nearly so, and links it: done now this takes
+    /// half the time, as the processor has all that it needs close at hand, and saves a call.
+    pub(crate) fn translate_ahead(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        (key, generation, code): ((u64, u8), u32, Source),
+    ) {
+        let page = cpu.rip() & !0xfff;
+        let mut left = MAX_AHEAD;
+        while left > 0
+            && !self.room.is_full()
+            && let Some(number) = self.translator.ahead.pop()
+            && let Some(site) = self.translator.links.get(number as usize).copied()
+        {
+            left -= 1;
+            let target = u64::from(site.target);
+            let key = (key.0 & !0xfff | target, key.1 & !mode::SPLIT);
+            let known = self.cache.blocks.get(key);
+            let known = known.filter(|b| b.generation == generation);
+            let next = known.or_else(|| {
+                self.wanted_by = Some(number as usize);
+                let gva = page | target;
+                self.translate(interp, cpu, bus, gva, (key, generation, code), true)
+            });
+            if let Some(next) = next {
+                self.link(number as usize, next);
+            }
+        }
+        self.translator.ahead.clear();
+    }
+
+    /// Where the target of link site `number` has to begin to take the place of its jump: that is the last one that was made.
+    fn place_of(&self, number: usize) -> Option<Place> {
+        let site = self.translator.links.get(number)?;
+        let is_last = site.is_jump && site.patch + REL32 == self.room.end();
+        is_last.then_some(Place {
+            link: number,
+            at: site.patch - 1,
+            live: !site.saved,
+        })
+    }
+
+    /// Gives the block at RIP the entries that it has only if need be: few of those that branches of
+    /// their page lead to are gone to from elsewhere. `None`: there is no room, or the code has changed.
+    pub(crate) fn complete_entries(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        split: u8,
+        mut block: Block,
+    ) -> Option<Block> {
+        let (key, _) = self.key_at(cpu, bus)?;
+        let key = (key.0, key.1 | split);
+        // First what it is compared with, then whether that is the block's.
+        let source = Source::of(bus, key.0 & !0xfff)?;
+        let (_, generation) = self.key_at(cpu, bus)?;
+        if self.room.is_full() || generation != block.generation {
+            return None;
+        }
+        let (_, cold) = self.room.next();
+        let offset = key.0 as u32 & 0xfff;
+        self.translator
+            .complete_entries(cold, source, offset, &mut block);
+        self.stats.bytes += self.write_cold(cold)? as u64;
+        self.cache.blocks.insert(key, block);
+        Some(block)
+    }
+
+    /// Code that has the block at an offset of its page looked for; `None`: there is no room.
+    pub(crate) fn stale_stub(&mut self, offset: u32) -> Option<usize> {
+        if self.room.is_full() {
+            return None;
+        }
+        let (_, cold) = self.room.next();
+        let a = &mut self.translator.asm;
+        a.start(cold);
+        a.mov_imm(S1, offset.into());
+        a.jmp_to(self.thunks.stale);
+        self.write_cold(cold)?;
+        Some(cold)
+    }
+
+    /// Keeps code that is no block at `cold`, where the room for rarely executed code begins; returns its length.
+    fn write_cold(&mut self, cold: usize) -> Option<usize> {
+        let (code, _) = self.translator.asm.parts()?;
+        self.buffer.write(cold, code);
+        self.room.take(self.room.end(), code.len());
+        Some(code.len())
+    }
+}
+
+pub(crate) fn next_page(rip: u64) -> u64 {
+    (rip | 0xfff).wrapping_add(1)
+}
