@@ -35,6 +35,13 @@ fn begin(m: &Machine) -> VcpuFd {
     vcpu
 }
 
+/// The first page of the window is that one.
+fn map_window(m: &Machine, page: u64) {
+    for (at, entry) in [(PML4 + 0x2008, TABLE + 3), (TABLE, page + 3)] {
+        m.write(at, &entry.to_le_bytes());
+    }
+}
+
 /// RBX at HLT. Reads of the device are answered with their number.
 fn run(mut vcpu: VcpuFd) -> u64 {
     let mut reads = 0_u64;
@@ -135,9 +142,7 @@ fn functions_pointers_and_ways_back_become_others() {
 fn a_function_that_is_mapped_elsewhere() {
     const EVERY: u32 = 1 << 20;
     let m = Machine::new();
-    for (at, entry) in [(PML4 + 0x2008, TABLE + 3), (TABLE, INNER[0] + 3)] {
-        m.write(at, &entry.to_le_bytes());
-    }
+    map_window(&m, INNER[0]);
     // add rbx, imm8; ret
     for (at, what) in [(INNER[0], 1), (INNER[0] ^ 0x2000, 100)] {
         m.write(at, &[0x48, 0x83, 0xc3, what, 0xc3]);
@@ -216,9 +221,7 @@ fn a_device_within_a_function() {
     const EVERY: u32 = 1 << 17;
     const ROUNDS: u32 = 40;
     let m = Machine::new();
-    for (at, entry) in [(PML4 + 0x2008, TABLE + 3), (TABLE, DEVICE + 3)] {
-        m.write(at, &entry.to_le_bytes());
-    }
+    map_window(&m, DEVICE);
     m.write(DATA, &5_u64.to_le_bytes());
     m.write(POINTER, &INNER[0].to_le_bytes());
     adds(&m, INNER[0], 3);

@@ -82,10 +82,7 @@ impl Translator {
         if matches!(d.kind, Kind::CallIndirect | Kind::Call) {
             self.push_return(d);
             self.rsp_moves -= self.word();
-            self.frames.push(Place {
-                page: d.page,
-                offset: d.end() as u16,
-            });
+            self.frames.push(d.behind());
         }
         self.cached = None;
         self.set_page(onto.page);

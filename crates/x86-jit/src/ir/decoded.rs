@@ -64,6 +64,14 @@ impl Decoded {
         self.offset + self.i.len() as u32
     }
 
+    /// Where that is, if it is in the same page.
+    pub(crate) fn behind(&self) -> Place {
+        Place {
+            page: self.page,
+            offset: self.end() as u16,
+        }
+    }
+
     /// Makes it the instruction, at the same offset.
     #[inline]
     pub(crate) fn set(

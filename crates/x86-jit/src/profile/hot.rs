@@ -398,7 +398,7 @@ impl<B: JitBus> Jit<B> {
             }
             return;
         }
-        p.hot.path.clear();
+        self.profiles.forget_way(key);
         self.translate_again(key, generation);
         if self.profiles.hot.get(&key).is_none_or(|p| !p.is_due) {
             // There is no room.

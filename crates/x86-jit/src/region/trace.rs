@@ -338,10 +338,7 @@ impl<B: JitBus> Jit<B> {
             frames.push(Frame {
                 number: self.decoded.len() - 1,
                 callee: to,
-                back: Place {
-                    page: d.page,
-                    offset: d.end() as u16,
-                },
+                back: d.behind(),
             });
         }
         Some(to)
