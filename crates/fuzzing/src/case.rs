@@ -11,7 +11,7 @@ use x86_native::oracle::{CODE, Mode, Registers, WINDOW, WINDOW_SIZE};
 
 use crate::{
     Random, Strictness,
-    golden::is_recorder,
+    golden::is_modelled,
     operands::{Operands, POINTERS, interior},
     setup, state,
     undefined::Undefined,
@@ -310,7 +310,7 @@ impl Generator {
         if targets.is_none() && list.len() > 1 {
             setup::aim(case, &list[0], r);
         }
-        let foreign = self.strictness == Strictness::Manual && !is_recorder();
+        let foreign = self.strictness == Strictness::Manual && !is_modelled();
         if foreign && list.iter().any(|i| uses_vectors(i.code())) {
             case.start.rflags &= !rflags::AC;
         }

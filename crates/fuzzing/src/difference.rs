@@ -9,7 +9,7 @@ use x86_defs::{
     xsave,
 };
 
-use crate::{Case, Guest, Host, Outcome, golden::is_recorder};
+use crate::{Case, Guest, Host, Outcome, golden::is_modelled};
 
 /// First address that a process cannot map on Linux with four-level paging.
 pub(crate) const TASK_SIZE: u64 = 0x7fff_ffff_f000;
@@ -96,7 +96,7 @@ pub fn compare(
     }
     let what = theirs.map(|_| faulting(case, host)).unwrap_or_default();
     let mut defined = case.undefined.defined(theirs.is_some());
-    if is_compared_string(&what) && !is_recorder() {
+    if is_compared_string(&what) && !is_modelled() {
         defined &= !rflags::ARITH;
     }
     let (a, b) = (host.regs.rflags & defined, guest.regs.rflags & defined);
@@ -111,7 +111,7 @@ pub fn compare(
     // A call to an address that is not canonical may have pushed the return address, and ten bytes
     // are written in two pieces.
     let is_partial = what.mnemonic() == M::Call || what.memory_size().size() == 10;
-    if host_memory != guest_memory && (is_recorder() || !is_partial) {
+    if host_memory != guest_memory && (is_modelled() || !is_partial) {
         memory_difference(host_memory, guest_memory, &mut d);
     }
     if d.is_empty() {
@@ -168,7 +168,7 @@ fn vector_difference(
         // their own); and the x87 state of conversions to MMX and of MASKMOVQ
         // that fault: AMD processors enter MMX state all the same.
         // Intel's do so at any store of an MMX register.
-        let is_foreign = !is_recorder() && is_mmx_store(what);
+        let is_foreign = !is_modelled() && is_mmx_store(what);
         if trap.vector == vector::XM || what.mnemonic() == M::Maskmovq || is_foreign {
             return;
         }
@@ -178,7 +178,7 @@ fn vector_difference(
     compare("fsw", 0, 2, 2);
     compare("ftw", 0, 4, 1);
     // Bytes 6 to 23, the x87 pointers, hold the host's own addresses.
-    if !converts || is_recorder() {
+    if !converts || is_modelled() {
         compare("mxcsr", 0, xsave::MXCSR, 4);
     }
     for n in 0..8 {

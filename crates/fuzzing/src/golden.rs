@@ -11,7 +11,7 @@ use core::fmt::Write as _;
 use std::sync::OnceLock;
 
 use iced_x86::{Code, Mnemonic as M};
-use x86_cpu::Features;
+use x86_cpu::{Feature, Features};
 use x86_defs::{
     vector::{self, pf},
     xsave,
@@ -187,7 +187,7 @@ impl<'a> Recording<'a> {
 /// The head of a recording made on this host.
 pub fn head() -> String {
     let mut text = String::from(
-        "# Results of a processor of AMD's family 25, by `UPDATE_EXPECT=1 cargo test -p fuzzing --test golden`.\n# form seed code changes: see `crates/fuzzing/src/golden.rs`.\n",
+        "# Results of a Zen 3 processor (AMD's family 25), by `UPDATE_EXPECT=1 cargo test -p fuzzing --test golden`.\n# form seed code changes: see `crates/fuzzing/src/golden.rs`.\n",
     );
     for (leaf, sub, a, b, c, d) in state::host_leaves() {
         let _ = writeln!(text, "#cpuid {leaf:x} {sub:x} {a:x} {b:x} {c:x} {d:x}");
@@ -195,14 +195,34 @@ pub fn head() -> String {
     text
 }
 
-/// True if this host is of the family whose results are recorded.
-pub fn is_recorder() -> bool {
-    static IS: OnceLock<bool> = OnceLock::new();
-    *IS.get_or_init(|| {
+/// Processors whose every bit the interpreter does, also where the manual leaves it undefined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Model {
+    /// AMD's family 25, Zen 3: its results are the recorded ones.
+    Zen3,
+    /// AMD's family 25, Zen 4. The interpreter does its flags after BSF and BSR, and the order of REPE CMPSB's
+    /// accesses, where CPUID shows such a model.
+    Zen4,
+}
+
+/// What this host is; `None` for processors that the interpreter does not follow beyond the manual.
+pub fn model() -> Option<Model> {
+    static MODEL: OnceLock<Option<Model>> = OnceLock::new();
+    *MODEL.get_or_init(|| {
         let [_, (_, _, signature, ..), ..] = state::host_leaves();
         let family = (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
-        state::host_is_amd() && family == 25
+        let model = if state::host_features().has(Feature::Zen4) {
+            Model::Zen4
+        } else {
+            Model::Zen3
+        };
+        (state::host_is_amd() && family == 25).then_some(model)
     })
+}
+
+/// True if the interpreter does what this host does, also where the manual leaves it undefined.
+pub fn is_modelled() -> bool {
+    model().is_some()
 }
 
 /// Approximations and transcendental functions: their last bits are the vendor's.

@@ -1,6 +1,6 @@
 //! What the manual leaves undefined, by name, with its section.
 //!
-//! The interpreter does what AMD processors of family 25 do (or, where CPUID says so, Intel's);
+//! The interpreter does what Zen 3 processors do (or, where CPUID says so, Zen 4's and Intel's);
 //! other hosts may differ from it in these places and in no others. `docs/undefined.md` is
 //! this table.
 
@@ -8,7 +8,7 @@ use iced_x86::{Instruction, Mnemonic as M, OpKind};
 use x86_defs::{reg, rflags};
 use x86_native::decoded_flags;
 
-use crate::golden::is_recorder;
+use crate::golden::is_modelled;
 
 /// How a case is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,27 +139,27 @@ pub const OTHERS: &[(&str, &str)] = &[
     ),
     (
         "several faults of one instruction (CMPS, CALL to a non-canonical target, misaligned and non-canonical operands)",
-        "on hosts of other families: which one is raised (SDM vol. 3, 6.9: implementation-dependent within a class)",
+        "on other hosts: which one is raised (SDM vol. 3, 6.9: implementation-dependent within a class)",
     ),
     (
         "CALL to a non-canonical target",
-        "on hosts of other families: whether the return address has been written (SDM vol. 2, CALL: no; Intel's processors: yes)",
+        "on other hosts: whether the return address has been written (SDM vol. 2, CALL: no; Intel's processors: yes)",
     ),
     (
         "stores of 10 bytes that fault",
-        "on hosts of other families: whether those in the first of two pages have been written",
+        "on other hosts: whether those in the first of two pages have been written",
     ),
     (
         "CMPS and SCAS with a repeat prefix that fault",
-        "on hosts of other families: flags, which may be those from before the instruction (SDM vol. 2, REP)",
+        "on other hosts: flags, which may be those from before the instruction (SDM vol. 2, REP)",
     ),
     (
         "stores of MMX registers that fault",
-        "on hosts of other families: the x87 state, in which TOP may be 0 (errata of Intel's processors)",
+        "on other hosts: the x87 state, in which TOP may be 0 (errata of Intel's processors)",
     ),
     (
         "VCVTPS2PH that faults",
-        "on hosts of other families: MXCSR's flags",
+        "on other hosts: MXCSR's flags",
     ),
     (
         "CVTPI2PS from memory with an x87 exception pending",
@@ -167,7 +167,7 @@ pub const OTHERS: &[(&str, &str)] = &[
     ),
     (
         "RFLAGS.AC with x87 and vector operands",
-        "on hosts of other families: which sizes are checked (SDM vol. 3, 6.15, #AC: implementation-specific)",
+        "on other hosts: which sizes are checked (SDM vol. 3, 6.15, #AC: implementation-specific)",
     ),
     (
         "10-byte operands and MASKMOV at the end of the canonical range",
@@ -194,10 +194,11 @@ pub fn undefined_page() -> String {
 
 Made from the tables in `crates/fuzzing/src/undefined.rs` by `UPDATE_EXPECT=1 cargo test -p fuzzing --test undefined`.
 
-The interpreter does what AMD processors of family 25 (Zen 3) do, also where the manual does not say what
-happens. The recorded results in `crates/fuzzing/golden` hold it to that everywhere. Comparisons with the host CPU leave out
+The interpreter does what AMD's Zen 3 processors (family 25) do, also where the manual does not say what
+happens; where CPUID shows a Zen 4, BSF and BSR clear all flags but ZF and have PF of the index, where Zen 3 keeps them, and
+REPE CMPSB reads DS:rSI first, where all others read ES:rDI first. The recorded results in `crates/fuzzing/golden` hold it to that everywhere. Comparisons with the host CPU leave out
 what is listed here, because the host may be another processor. `--exact` compares undefined flags and results too.
-They have been run on such processors and on Intel's of family 6, model 85 (Cascade Lake).
+They have been run on both and on Intel's of family 6, model 85 (Cascade Lake).
 
 Where the vendors differ in what is defined, or in what software might see every day, the guest's CPUID decides: gathers that
 fault (Intel's have made the mask all ones or zeros), repeated string instructions with 32-bit addresses in 64-bit code
@@ -334,7 +335,7 @@ impl Undefined {
     }
     /// Which of several faults an instruction raises is compared.
     pub(crate) fn orders_faults(&self) -> bool {
-        self.strictness == Strictness::Exact || is_recorder()
+        self.strictness == Strictness::Exact || is_modelled()
     }
     /// Flags to compare.
     pub(crate) fn defined(&self, stopped: bool) -> u64 {

@@ -75,6 +75,7 @@ impl Features {
     /// 0x80000008 MAXPHYADDR is 36, KVM's default.
     pub fn from_cpuid(entries: impl Iterator<Item = (u32, u32, u32, u32, u32, u32)>) -> Self {
         let mut features = Self::default();
+        let mut signature = 0;
         for (leaf, subleaf, eax, ebx, ecx, edx) in entries {
             for Bit(l, s, reg, bit, feature) in BITS {
                 let value = match reg {
@@ -89,6 +90,7 @@ impl Features {
             }
             match (leaf, subleaf) {
                 (0, _) => features.set(F::Amd, is_amd(ebx, ecx, edx)),
+                (1, _) => signature = eax,
                 (0x8000_0008, _) => {
                     // Values outside what page-table entries can hold would break masks.
                     features.maxphyaddr = (eax as u8).clamp(32, 52);
@@ -101,6 +103,7 @@ impl Features {
                 _ => {}
             }
         }
+        features.set(F::Zen4, features.has(F::Amd) && is_zen4(signature));
         features
     }
 }
@@ -112,9 +115,36 @@ fn is_amd(ebx: u32, ecx: u32, edx: u32) -> bool {
     name == b"AuthenticAMD" || name == b"HygonGenuine"
 }
 
+/// True if leaf 1 EAX is of AMD's family 25 and one of the models in it that are Zen 4; the others are Zen 3.
+fn is_zen4(signature: u32) -> bool {
+    let family = (signature >> 8 & 0xf) + (signature >> 20 & 0xff);
+    let model = signature >> 4 & 0xf | signature >> 12 & 0xf0;
+    family == 25 && matches!(model, 0x10..=0x1f | 0x60..=0xaf)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn models_of_amds_family_25() {
+        let model = |name: &[u8; 12], signature: u32| {
+            let w = |i: usize| u32::from_le_bytes([name[i], name[i + 1], name[i + 2], name[i + 3]]);
+            let leaves = [
+                (0, 0, 0x10, w(0), w(8), w(4)),
+                (1, 0, signature, 0, 0, 0),
+            ];
+            Features::from_cpuid(leaves.into_iter()).has(F::Zen4)
+        };
+        // Genoa, Raphael, Phoenix, Bergamo; Milan, Vermeer, Rembrandt; Rome; Turin; Intel's.
+        for signature in [0x00a1_0f11, 0x00a6_0f12, 0x00a7_0f41, 0x00aa_0f02] {
+            assert!(model(b"AuthenticAMD", signature), "{signature:x}");
+            assert!(!model(b"GenuineIntel", signature), "{signature:x}");
+        }
+        for signature in [0x00a0_0f11, 0x00a2_0f12, 0x00a4_0f41, 0x0083_0f10, 0x00b0_0f21] {
+            assert!(!model(b"AuthenticAMD", signature), "{signature:x}");
+        }
+    }
 
     #[test]
     fn every_row_is_a_bit_of_its_own() {

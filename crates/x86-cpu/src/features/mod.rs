@@ -120,6 +120,8 @@ pub enum Feature {
     Cldemote,
     Ibt,
     ShadowStack,
+    /// The model is a Zen 4 (AMD's family 25), which leaves some flags otherwise than the Zen 3 of that family.
+    Zen4,
 }
 
 /// A set of [`Feature`]s and the numbers that go with them.

@@ -4,7 +4,7 @@
 //! `src2` the r/m one.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
-use x86_cpu::{GuestBus, Privilege};
+use x86_cpu::{Feature, GuestBus, Privilege};
 use x86_defs::rflags;
 
 use super::{Handler, Insn, read_rm, sized, update_rm, vex};
@@ -65,22 +65,28 @@ fn bt_string<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step 
     Ok(Flow::Next)
 }
 
-/// A zero source leaves the destination as it was, as processors do.
 fn bsf<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = read_rm::<B, T>(ex, insn, insn.src)?.to_u64();
-    ex.flags.set_zf(v == 0);
-    if v != 0 {
-        ex.reg_write(insn.dst, T::from_u64(v.trailing_zeros().into()));
-    }
+    found::<B, T>(ex, insn, (v != 0).then(|| v.trailing_zeros()));
     Ok(Flow::Next)
 }
 fn bsr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = read_rm::<B, T>(ex, insn, insn.src)?.to_u64();
-    ex.flags.set_zf(v == 0);
-    if let Some(n) = v.checked_ilog2() {
+    found::<B, T>(ex, insn, v.checked_ilog2());
+    Ok(Flow::Next)
+}
+/// What BSF and BSR make of the bit's index. A source of zero leaves the destination as it was, as processors do.
+/// The flags but ZF, which the manual leaves undefined, Zen 3 keeps; Zen 4 clears them and has PF of the index.
+#[inline(always)]
+fn found<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, index: Option<u32>) {
+    if ex.cpu.features.has(Feature::Zen4) {
+        let odd = index.unwrap_or(0).count_ones() & 1 != 0;
+        ex.flags.set(if odd { 0 } else { rflags::PF });
+    }
+    ex.flags.set_zf(index.is_none());
+    if let Some(n) = index {
         ex.reg_write(insn.dst, T::from_u64(n.into()));
     }
-    Ok(Flow::Next)
 }
 /// Flags of TZCNT and LZCNT: the undefined ones as AMD processors have them.
 #[inline(always)]
