@@ -195,13 +195,13 @@ pub fn head() -> String {
     text
 }
 
-/// Processors whose every bit the interpreter does, also where the manual leaves it undefined.
+/// Processors that the interpreter follows to the bit, also where the manual leaves it undefined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Model {
     /// AMD's family 25, Zen 3: its results are the recorded ones.
     Zen3,
-    /// AMD's family 25, Zen 4. The interpreter does its flags after BSF and BSR, and the order of REPE CMPSB's
-    /// accesses, where CPUID shows such a model.
+    /// AMD's family 25, Zen 4. The interpreter does its flags after BSF and BSR where CPUID shows such a model,
+    /// but not which of two faults its REPE CMPSB raises.
     Zen4,
 }
 

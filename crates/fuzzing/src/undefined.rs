@@ -142,6 +142,10 @@ pub const OTHERS: &[(&str, &str)] = &[
         "on other hosts: which one is raised (SDM vol. 3, 6.9: implementation-dependent within a class)",
     ),
     (
+        "REPE CMPSB both of whose operands fault",
+        "on Zen 4, which reads DS:rSI first: which one is reported (others read ES:rDI first)",
+    ),
+    (
         "CALL to a non-canonical target",
         "on other hosts: whether the return address has been written (SDM vol. 2, CALL: no; Intel's processors: yes)",
     ),
@@ -157,10 +161,7 @@ pub const OTHERS: &[(&str, &str)] = &[
         "stores of MMX registers that fault",
         "on other hosts: the x87 state, in which TOP may be 0 (errata of Intel's processors)",
     ),
-    (
-        "VCVTPS2PH that faults",
-        "on other hosts: MXCSR's flags",
-    ),
+    ("VCVTPS2PH that faults", "on other hosts: MXCSR's flags"),
     (
         "CVTPI2PS from memory with an x87 exception pending",
         "whether that is raised (SDM vol. 2, CVTPI2PS: yes; AMD's processors and Intel's: no)",
@@ -195,8 +196,7 @@ pub fn undefined_page() -> String {
 Made from the tables in `crates/fuzzing/src/undefined.rs` by `UPDATE_EXPECT=1 cargo test -p fuzzing --test undefined`.
 
 The interpreter does what AMD's Zen 3 processors (family 25) do, also where the manual does not say what
-happens; where CPUID shows a Zen 4, BSF and BSR clear all flags but ZF and have PF of the index, where Zen 3 keeps them, and
-REPE CMPSB reads DS:rSI first, where all others read ES:rDI first. The recorded results in `crates/fuzzing/golden` hold it to that everywhere. Comparisons with the host CPU leave out
+happens; where CPUID shows a Zen 4, BSF and BSR clear all flags but ZF and have PF of the index, where Zen 3 keeps them. The recorded results in `crates/fuzzing/golden` hold it to that everywhere. Comparisons with the host CPU leave out
 what is listed here, because the host may be another processor. `--exact` compares undefined flags and results too.
 They have been run on both and on Intel's of family 6, model 85 (Cascade Lake).
 

@@ -130,10 +130,7 @@ mod tests {
     fn models_of_amds_family_25() {
         let model = |name: &[u8; 12], signature: u32| {
             let w = |i: usize| u32::from_le_bytes([name[i], name[i + 1], name[i + 2], name[i + 3]]);
-            let leaves = [
-                (0, 0, 0x10, w(0), w(8), w(4)),
-                (1, 0, signature, 0, 0, 0),
-            ];
+            let leaves = [(0, 0, 0x10, w(0), w(8), w(4)), (1, 0, signature, 0, 0, 0)];
             Features::from_cpuid(leaves.into_iter()).has(F::Zen4)
         };
         // Genoa, Raphael, Phoenix, Bergamo; Milan, Vermeer, Rembrandt; Rome; Turin; Intel's.
@@ -141,7 +138,13 @@ mod tests {
             assert!(model(b"AuthenticAMD", signature), "{signature:x}");
             assert!(!model(b"GenuineIntel", signature), "{signature:x}");
         }
-        for signature in [0x00a0_0f11, 0x00a2_0f12, 0x00a4_0f41, 0x0083_0f10, 0x00b0_0f21] {
+        for signature in [
+            0x00a0_0f11,
+            0x00a2_0f12,
+            0x00a4_0f41,
+            0x0083_0f10,
+            0x00b0_0f21,
+        ] {
             assert!(!model(b"AuthenticAMD", signature), "{signature:x}");
         }
     }

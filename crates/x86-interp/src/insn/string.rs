@@ -223,17 +223,9 @@ struct Cmps;
 impl Body for Cmps {
     #[inline(always)]
     fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
-        // Which of two faults is raised: the manual has no order. AMD's processors read ES:rDI first, but for Zen 4's
-        // REPE CMPSB.
-        let repe_bytes = T::BITS == 8 && insn.prefix & Insn::<B>::REP != 0;
-        let (a, b);
-        if repe_bytes && ex.cpu.features.has(Feature::Zen4) {
-            a = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
-            b = ex.read_at::<T>(ES, index(ex, insn, reg::RDI))?;
-        } else {
-            b = ex.read_at::<T>(ES, index(ex, insn, reg::RDI))?;
-            a = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
-        }
+        // In this order on AMD processors (but for Zen 4's REPE CMPSB); the manual has none.
+        let b = ex.read_at::<T>(ES, index(ex, insn, reg::RDI))?;
+        let a = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
         let d = delta::<B, T>(ex);
         advance(ex, insn, reg::RSI, d);
         advance(ex, insn, reg::RDI, d);

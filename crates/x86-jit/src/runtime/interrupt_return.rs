@@ -97,10 +97,11 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
     } else {
         return None;
     };
-    // Data segments that a user may not have are the interpreter's to take away.
+    // Data segments that a user may not have are the interpreter's to take away, as are null selectors' RPLs.
     let is_left = |n: usize| {
-        let attr = cpu.seg[n].attr;
-        attr.is_unusable() || attr.dpl() >= cpl
+        let Segment { attr, selector, .. } = cpu.seg[n];
+        let is_outer_null = cpl != cpu.cpl && matches!(selector, 1..=3);
+        !is_outer_null && (attr.is_unusable() || attr.dpl() >= cpl)
     };
     if ![reg::ES, reg::DS, reg::FS, reg::GS]
         .into_iter()

@@ -121,6 +121,7 @@ fn answer<B: JitBus>(
         Reason::Far if jit.complete_far(cpu) => {
             let code = jit.follow_far(interp, cpu, bus, far as usize);
             if code != 0 {
+                jit.resumed = resumed.filter(|&at| at == cpu.rip());
                 return code;
             }
             RunStop::Poll
@@ -129,6 +130,7 @@ fn answer<B: JitBus>(
         Reason::Link => {
             let code = jit.follow_link(interp, cpu, bus, argument as usize);
             if code != 0 {
+                jit.resumed = resumed.filter(|&at| at == cpu.rip());
                 return code;
             }
             RunStop::Poll
@@ -148,6 +150,14 @@ fn answer<B: JitBus>(
         keep_resume_flag(cpu, stop, resumed);
         *left = Left::Stopped(stop);
         return 0;
+    }
+    // IRET has led to where no code was found: the instruction that RF is for is still to come.
+    let is_to_come = matches!(
+        reason,
+        Reason::Branch | Reason::Far | Reason::Link | Reason::Stale
+    );
+    if is_to_come && resumed == Some(cpu.rip()) {
+        cpu.rflags |= rflags::RF;
     }
     let code = jit.proceed(interp, cpu, bus);
     *left = Left::Again;

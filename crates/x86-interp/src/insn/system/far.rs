@@ -96,9 +96,13 @@ pub(super) fn return_target<B: GuestBus>(
     Ok(d)
 }
 
-/// After a return to an outer level: data segments that it may not use become null.
+/// After a return to an outer level: data segments that it may not use become null, and null selectors
+/// of any RPL become 0 (SDM vol. 2, RET, "return to outer privilege level").
 pub(super) fn drop_privileged_segments(cpu: &mut CpuState) {
     for sreg in [reg::ES, reg::DS, reg::FS, reg::GS] {
+        if is_null(cpu.seg[sreg].selector) {
+            cpu.seg[sreg].selector = 0;
+        }
         let attr = cpu.seg[sreg].attr;
         let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
         if !attr.is_unusable() && !conforming && attr.dpl() < cpu.cpl {
