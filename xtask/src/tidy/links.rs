@@ -1,9 +1,10 @@
-//! Every relative link of the top documents leads to a file.
+//! Every relative link of a document leads to a file.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::read;
 
+/// Documents that have to be there.
 const DOCUMENTS: &[&str] = &[
     "README.md",
     "ARCHITECTURE.md",
@@ -13,19 +14,35 @@ const DOCUMENTS: &[&str] = &[
 
 pub(super) fn check(root: &Path) -> Result<Vec<String>, String> {
     let mut findings = Vec::new();
-    for document in DOCUMENTS {
-        let path = root.join(document);
-        if !path.is_file() {
-            findings.push(format!("{document}: is missing"));
-            continue;
-        }
+    let missing = DOCUMENTS.iter().filter(|d| !root.join(d).is_file());
+    findings.extend(missing.map(|document| format!("{document}: is missing")));
+    let mut documents = Vec::new();
+    for folder in ["", "docs", "docs/decisions"] {
+        documents.extend(documents_of(&root.join(folder))?);
+    }
+    for path in documents {
+        let folder = path.parent().unwrap_or(root);
         for link in links(&read(&path)?) {
-            if !root.join(&link).exists() {
+            if !folder.join(&link).exists() {
+                let document = path.strip_prefix(root).unwrap_or(&path).display();
                 findings.push(format!("{document}: links to {link}, which does not exist"));
             }
         }
     }
     Ok(findings)
+}
+
+fn documents_of(folder: &Path) -> Result<Vec<PathBuf>, String> {
+    let wrong = |e| format!("{}: {e}", folder.display());
+    let mut documents = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(wrong)? {
+        let path = entry.map_err(wrong)?.path();
+        if path.extension().is_some_and(|e| e == "md") {
+            documents.push(path);
+        }
+    }
+    documents.sort();
+    Ok(documents)
 }
 
 fn links(text: &str) -> Vec<String> {
