@@ -553,6 +553,22 @@ impl Asm {
     }
 }
 
+/// `push r`
+pub(crate) fn push(a: &mut Asm, r: Reg) {
+    if r >= 8 {
+        a.bytes(&[0x41]);
+    }
+    a.bytes(&[0x50 | r & 7]);
+}
+
+/// `pop r`
+pub(crate) fn pop(a: &mut Asm, r: Reg) {
+    if r >= 8 {
+        a.bytes(&[0x41]);
+    }
+    a.bytes(&[0x58 | r & 7]);
+}
+
 /// An opcode's bytes, as [`Out::push_all`] wants them.
 #[inline(always)]
 fn opcode<const N: usize>(op: &[u8; N]) -> u64 {

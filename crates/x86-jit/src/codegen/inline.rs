@@ -181,7 +181,7 @@ impl Translator {
                 self.asm.push_imm(page + i32::from(frame.offset));
             } else {
                 self.load_place(frame);
-                thunks::push(&mut self.asm, S1);
+                push(&mut self.asm, S1);
             }
             let call = self.asm.call();
             self.turn(frame.page, 0);
@@ -230,9 +230,9 @@ fn set_near_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
 /// The same without any register changed.
 pub(super) fn move_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
     if beyond != 0 {
-        thunks::push(a, S1);
+        push(a, S1);
         set_near_page(a, bound, beyond);
-        thunks::pop(a, S1);
+        pop(a, S1);
     }
 }
 

@@ -8,8 +8,9 @@ use mmu::{
 
 use crate::{
     asm::*,
+    codegen::countdown,
     codegen::memory::{host_page, select_entry, selected, stack_page, stack_tag, tag},
-    codegen::thunks::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES, pop, push},
+    codegen::thunks::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES},
     frame::area::*,
 };
 
@@ -227,7 +228,7 @@ pub(crate) fn lane_miss(a: &mut Asm, otherwise: usize) {
     let few = a.jcc(cc::NE);
     // The next poll is to look at it.
     a.store_imm(gs(LANES_MISSED), 1);
-    a.store_imm(gs(POLLS_LEFT), 0);
+    countdown::look_at_next_poll(a);
     let here = a.here();
     a.patch(few, here);
     select_entry(a, RCX, S0);

@@ -24,6 +24,7 @@
 
 pub(crate) mod branch;
 mod copy;
+pub(crate) mod countdown;
 mod flags;
 pub(crate) mod fp_state;
 pub(crate) mod inline;
@@ -180,11 +181,6 @@ struct Unsupported;
 
 type Emit = Result<(), Unsupported>;
 
-/// Instructions that a block counts for at most: of a long one, most entries execute the first ones only.
-const MAX_COUNTED: usize = 24;
-/// One of so many counts at least: traces, which are longer, are left less often.
-const COUNTED: usize = 4;
-
 /// Length of a comparison of a near cell.
 const CHECK_LEN: usize = 10;
 
@@ -255,11 +251,8 @@ impl Translator {
 
     /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
     fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
-        let counted = len.min(MAX_COUNTED).max(len / COUNTED);
         let a = &mut self.asm;
-        a.alu_imm(true, Alu::Sub, COUNTER, counted as i32);
-        // Less than zero, by the condition that processors fuse with a subtraction.
-        let from = a.jcc(cc::L);
+        let from = countdown::enter(a, len);
         let resume = after.unwrap_or(a.here());
         self.stubs.push(Stub::Poll {
             from,

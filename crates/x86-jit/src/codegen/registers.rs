@@ -6,6 +6,7 @@ use x86_defs::{control::cr4, xsave};
 use super::{Emit, Translator, Unsupported, memory::Finds};
 use crate::{
     asm::*,
+    codegen::countdown,
     frame::area::*,
     ir::decoded::Decoded,
     runtime::run::{MXCSR_FREE, X87_MASKED},
@@ -138,13 +139,11 @@ impl Translator {
 
     /// PAUSE: many of them are a look at who else wants the core.
     pub(super) fn pause(&mut self) {
-        /// What one counts for, in instructions: about as long as it takes.
-        const COST: i32 = 40;
         let a = &mut self.asm;
         a.bytes(&[0xf3, 0x90]);
         a.load(S1, gs(PAUSES));
         a.lea(S1, at(S1, 1));
         a.store(gs(PAUSES), S1);
-        a.lea(COUNTER, at(COUNTER, -COST));
+        countdown::charge(a, countdown::PAUSE);
     }
 }

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     asm::*,
+    codegen::countdown,
     codegen::thunks::{self, restore_flags},
     frame::area::*,
     ir::decoded::Decoded,
@@ -173,9 +174,9 @@ fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usi
         none = Some(a.jcc(cc::E));
         // What it counts for, in instructions, so that polls stay near each other.
         if op.writes() {
-            a.lea(COUNTER, at(COUNTER, -32));
+            countdown::charge(a, countdown::BLOCK_OPERATION);
         } else {
-            a.alu_rr(true, Alu::Sub, COUNTER, RCX);
+            countdown::charge_repetitions(a, RCX);
         }
     }
     let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());

@@ -12,12 +12,12 @@ use x86_defs::rflags;
 
 use crate::{
     asm::*,
+    codegen::countdown,
     codegen::fp_state::{keep_vectors, load_fp, save_fp},
     codegen::misses::{compare_end, known_device, lane_miss, stack_miss, straddling},
     codegen::{
         branch::{select_tag, select_target},
         string::{self, Strings},
-        walk,
     },
     frame::area::*,
     frame::exit::Reason,
@@ -159,24 +159,6 @@ pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
 const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
 const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];
 
-pub(crate) fn push(a: &mut Asm, r: Reg) {
-    if r >= 8 {
-        a.bytes(&[0x41]);
-    }
-    a.bytes(&[0x50 | r & 7]);
-}
-
-pub(crate) fn pop(a: &mut Asm, r: Reg) {
-    if r >= 8 {
-        a.bytes(&[0x41]);
-    }
-    a.bytes(&[0x58 | r & 7]);
-}
-
-/// Instructions until the next poll, at most, once a call has found a request: at least the one that has called is executed, also if that is
-/// by another block.
-const SOON: u64 = 100;
-
 /// Calls the Rust function at `refill`: the return address and nine registers are
 /// on the stack, which is aligned for it.
 fn call_refill(a: &mut Asm, refill: u64) {
@@ -188,59 +170,9 @@ fn call_refill(a: &mut Asm, refill: u64) {
     a.mov_imm(RAX, refill);
     a.bytes(&[0xff, 0xd0]); // call rax
     a.mov(S0, RAX);
-    // A full dirty ring, for one, has no room for all that is written until the countdown ends.
-    a.load(RAX, gs(REQUESTS));
-    a.alu_mem_imm8(false, Alu::Cmp, at(RAX, 0), 0);
-    let goes_on = a.jcc(cc::E);
-    a.mov_imm(RAX, SOON);
-    a.alu_rr(true, Alu::Cmp, COUNTER, RAX);
-    // cmovg
-    a.rr(true, &[0x0f, 0x4f], COUNTER, RAX);
-    a.store_imm(gs(OWED), 0);
-    let here = a.here();
-    a.patch(goes_on, here);
+    countdown::hasten_if_requested(a);
     keep_vectors(a, false);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
-}
-
-/// Ticks that a [`crate::Leash`] has at most: a TSC that jumps ends it.
-const MAX_TICKS: i32 = 1 << 20;
-
-/// Branches if the run loop has to be returned to. Changes r14.
-fn leash_ends(a: &mut Asm) -> [usize; 4] {
-    // Whether the guest only waits for another vCPU is the run loop's to judge.
-    a.alu_mem_imm8(true, Alu::Cmp, gs(PAUSES), 0);
-    let pauses = a.jcc(cc::NE);
-    a.alu_mem_imm8(true, Alu::Cmp, gs(LANES_MISSED), 0);
-    let missed = a.jcc(cc::NE);
-    push(a, RAX);
-    push(a, RDX);
-    a.bytes(&[0x0f, 0x31]); // rdtsc
-    a.shift(true, 4, RDX, 32);
-    a.alu_rr(true, Alu::Or, RAX, RDX);
-    a.load(S0, gs(UNTIL));
-    a.alu_rr(true, Alu::Sub, S0, RAX);
-    pop(a, RDX);
-    pop(a, RAX);
-    a.alu_imm(true, Alu::Cmp, S0, MAX_TICKS);
-    let is_over = a.jcc(cc::A);
-    a.load(S0, gs(STOP));
-    a.rm(false, &[0x80], 7, at(S0, 0)); // cmp byte [r14], 0
-    a.bytes(&[0]);
-    [pauses, missed, is_over, a.jcc(cc::NE)]
-}
-
-/// [`BUDGET`] instructions until the next poll, more or less: where a guest repeats itself, polls that are always as far from each
-/// other come to the same few blocks, and looks see no others.
-fn vary_budget(a: &mut Asm) {
-    const BITS: u32 = 11;
-    // A linear congruential generator, whose upper bits are the good ones.
-    a.load32(COUNTER, gs(RANDOM));
-    a.imul(false, COUNTER, COUNTER, 1_664_525);
-    a.alu_imm(false, Alu::Add, COUNTER, 1_013_904_223);
-    a.store32(gs(RANDOM), COUNTER);
-    a.shift(false, 5, COUNTER, 32 - BITS as u8);
-    a.lea(COUNTER, at(COUNTER, BUDGET as i32 - (1 << (BITS - 1))));
 }
 
 /// Guest registers, and what else generated code has close to it, from and to their places in
@@ -335,7 +267,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     push(a, S1);
     a.store(gs(STACK), RSP);
     load_registers(a);
-    a.load32(COUNTER, gs(COUNT));
+    countdown::load(a);
     a.jmp_mem(gs(ENTRY));
 
     let exit = a.here();
@@ -360,7 +292,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.rr(true, &[0x85], S0, S0); // test
     let leaves = a.jcc(cc::E);
     a.patch(leaves, exit_stored);
-    a.alu(true, Alu::Sub, COUNTER, gs(COST));
+    countdown::charge_handled(a);
     load_registers(a);
     a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
 
@@ -475,32 +407,21 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     }
 
     t.poll = a.here();
-    a.load(S0, gs(REQUESTS));
-    a.alu_mem_imm8(false, Alu::Cmp, at(S0, 0), 0);
-    let requested = a.jcc(cc::NE);
-    a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
-    let used_up = a.jcc(cc::S);
-    let goes_on = a.here();
-    vary_budget(a);
-    a.store_imm(gs(CREDIT_LEFT), walk::CREDIT);
-    a.load(S0, gs(STACK));
-    a.alu_rr(true, Alu::Sub, S0, RSP);
-    a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
-    let is_deep = a.jcc(cc::A);
-    // Without it the processor would predict all the returns of the guest's that are to come wrongly.
-    a.ret();
+    let poll = countdown::poll(a, |a| {
+        a.load(S0, gs(STACK));
+        a.alu_rr(true, Alu::Sub, S0, RSP);
+        a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
+        let is_deep = a.jcc(cc::A);
+        // Without it the processor would predict all the returns of the guest's that are to come wrongly.
+        a.ret();
+        let here = a.here();
+        a.patch(is_deep, here);
+        pop(a, S1);
+        a.load(RSP, gs(STACK));
+        a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
+    });
     let here = a.here();
-    a.patch(is_deep, here);
-    pop(a, S1);
-    a.load(RSP, gs(STACK));
-    a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
-    let here = a.here();
-    a.patch(used_up, here);
-    let ends = leash_ends(a);
-    a.store_imm(gs(POLLS_LEFT), POLLS as i32);
-    a.jmp_to(goes_on);
-    let here = a.here();
-    for from in ends.into_iter().chain([requested]) {
+    for from in poll.leaves {
         a.patch(from, here);
     }
     a.alu(true, Alu::Add, S1, NEAR_PAGE);

@@ -37,7 +37,7 @@ use super::{
 };
 use crate::{
     asm::*,
-    codegen::thunks::{pop, push},
+    codegen::countdown,
     frame::area::*,
     ir::decoded::Decoded,
     ir::kind::{Forms, Kind},
@@ -54,8 +54,6 @@ const WORTH: i32 = 6;
 const FAILED: i32 = 2;
 /// Bytes that a walk looks ahead, about.
 const AHEAD: i32 = 16 << 12;
-/// What is added to the countdown to a poll for fast turns: there are as many pages in reach.
-pub(crate) const CREDIT: i32 = 8000;
 /// Guest registers whose host registers may have anchors: not that of RAX, by which flags are saved, nor of R12, which is left for
 /// instructions that need more registers to work with.
 const TO_BORROW: [u8; 8] = [3, 5, 6, 7, 2, 1, 8, 9];
@@ -84,12 +82,6 @@ pub(super) struct Walking {
     /// Instructions of a turn of a pass, and where the turns after the first begin: a walk may begin with any of them.
     turn: usize,
     turns: Vec<usize>,
-}
-
-/// Adds to the countdown what it is less for the walk, and so much. Changes r13, and no flags.
-fn pay_back(a: &mut Asm, plus: i32) {
-    a.load(S1, gs(OWED));
-    a.lea(COUNTER, at(COUNTER, plus).plus(S1, 0));
 }
 
 /// Host registers to look for groups with, which are none of what their addresses are made of.
@@ -372,19 +364,7 @@ impl Translator {
         }
         a.imul(true, S1, S0, len);
         scratch.restore(a);
-        a.alu(true, Alu::Add, COUNTER, gs(CREDIT_LEFT));
-        a.store_imm(gs(CREDIT_LEFT), 0);
-        a.store_imm(gs(OWED), 0);
-        a.mov(S0, COUNTER);
-        a.alu_rr(true, Alu::Sub, S0, S1);
-        let is_less = a.jcc(cc::L);
-        a.store(gs(OWED), S0);
-        a.mov(COUNTER, S1);
-        let here = a.here();
-        a.patch(is_less, here);
-        a.mov(S1, COUNTER);
-        a.rr(true, &[0xf7], 3, S1); // neg
-        a.store(gs(BEGAN), S1);
+        countdown::begin_fast_turns(a);
         let mut walking = Walking {
             len,
             reluctance,
@@ -408,8 +388,7 @@ impl Translator {
             .collect();
         a.align();
         walking.start = a.here();
-        a.alu_imm(true, Alu::Sub, COUNTER, len);
-        let from = a.jcc(cc::L);
+        let from = countdown::fast_turn(a, len);
         let stubs = self.stubs.len();
         self.stubs.push(Stub::Walked { from, again });
         self.walking = Some(walking);
@@ -636,20 +615,15 @@ impl Walking {
     /// All turns have been made that there were: on to the next ones, or `again`. The countdown is what it would be without the walk.
     pub(super) fn ends(&self, a: &mut Asm, again: usize) {
         a.store32_imm(self.reluctance, 0);
-        pay_back(a, self.len);
         // A walk that is interrupted at once would never come to a poll.
-        a.alu_imm(true, Alu::Cmp, COUNTER, LEAST * self.len);
-        let from = a.jcc(cc::L);
+        let from = countdown::end_fast_turns(a, self.len, LEAST * self.len);
         a.patch(from, again);
         a.jmp_to(self.retry);
     }
 
     /// The same where the loop is left. Changes r13, and no flags.
     pub(super) fn is_left(&self, a: &mut Asm) {
-        a.load(S1, gs(BEGAN));
-        a.lea(S1, at(S1, WORTH * self.len).plus(COUNTER, 0));
-        a.store32(self.reluctance, S1);
-        pay_back(a, 0);
+        countdown::leave_fast_turns(a, WORTH * self.len, |a| a.store32(self.reluctance, S1));
     }
 
     /// Changes no flags.

@@ -21,11 +21,6 @@ use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
 
-/// Poll budget: instructions between two looks at the request word, about.
-pub(crate) const BUDGET: u32 = 4000;
-/// Looks at the request word before those at the time and at [`STOP`], or before the run loop is returned to.
-pub(crate) const POLLS: u64 = 8;
-
 /// Scratch, and the host address of memory operands.
 pub(crate) const S0: Reg = 14;
 /// Scratch.

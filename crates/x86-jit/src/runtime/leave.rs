@@ -12,6 +12,7 @@ use x86_interp::{Insn, Interp, RunStop, Transfer};
 use crate::{
     Jit, JitBus,
     codegen::Condition,
+    codegen::countdown,
     frame::area::{self, index},
     frame::exit::{Left, Reason},
     region::block::mode,
@@ -19,9 +20,6 @@ use crate::{
     runtime::run::{Context, drop_resume_flag, is_translatable, keep_resume_flag, pack, unpack},
     runtime::stats::Cause,
 };
-
-/// What an instruction of the interpreter's counts for, in instructions.
-const COST: u64 = 32;
 
 /// Direct branches to other pages that go by the table before one is remembered:
 /// code that several address spaces share at different addresses changes its mind
@@ -84,7 +82,7 @@ fn answer<B: JitBus>(
     let flags = unpack(words[index(area::FLAGS)]);
     let reason = Reason::of(words[index(area::REASON)]);
     let argument = core::mem::take(&mut words[index(area::ARGUMENT)]);
-    words[index(area::COST)] = 0;
+    countdown::charge_nothing(words);
     let page = words[index(area::PAGE)];
     let [target, far] = [0, 1].map(|n| words[index(area::SPILL) + n]);
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
@@ -197,7 +195,7 @@ impl<B: JitBus> Jit<B> {
         let stop = interp.transfer(cpu, bus, transfer, operand)?;
         self.stats.interpreted += 1;
         self.stats.causes[cause as usize] += 1;
-        cpu.engine.words[index(area::COST)] = COST;
+        countdown::charge_interpreted(&mut cpu.engine.words);
         Some(stop)
     }
 
@@ -239,12 +237,11 @@ impl<B: JitBus> Jit<B> {
             },
         };
         // A repeated instruction that goes on has done much: a look at the clock is due.
-        let cost = if cpu.rip() == rip {
-            area::BUDGET.into()
+        if cpu.rip() == rip {
+            countdown::charge_all(&mut cpu.engine.words);
         } else {
-            COST
-        };
-        cpu.engine.words[index(area::COST)] = cost;
+            countdown::charge_interpreted(&mut cpu.engine.words);
+        }
         stop
     }
 
@@ -258,7 +255,7 @@ impl<B: JitBus> Jit<B> {
     ) -> RunStop {
         self.stats.interpreted += 1;
         self.stats.causes[Cause::Slow as usize] += 1;
-        cpu.engine.words[index(area::COST)] = COST;
+        countdown::charge_interpreted(&mut cpu.engine.words);
         interp.raise(cpu, bus, exception)
     }
 

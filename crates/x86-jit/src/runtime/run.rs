@@ -17,6 +17,7 @@ use crate::{
     code::cache::{Block, Cache, salt_of},
     code::perf::{self, Perf},
     code::room::Room,
+    codegen::countdown,
     codegen::thunks::{self, Thunks},
     codegen::{Cell, Condition, Translator},
     frame::area::{self, index},
@@ -273,11 +274,11 @@ impl<B: JitBus> Jit<B> {
         words[index(area::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
         words[index(area::TARGETS)] = self.cache.targets.as_ptr() as u64;
         words[index(area::REQUESTS)] = bus.request_word().as_ptr() as u64;
-        words[index(area::POLLS_LEFT)] = area::POLLS;
+        countdown::allow_polls(words, true);
         words[index(area::IRQ_WAITING)] = bus.interrupt_waits().into();
         let tsc = bus.tsc_offset();
         words[index(area::TSC_OFFSET)] = tsc.unwrap_or(0);
-        words[index(area::COUNT)] = area::BUDGET.into();
+        countdown::begin(words, countdown::longest());
         words[index(area::LOG)] = 0;
         let leash = leash.filter(|_| self.lockstep.is_none());
         words[index(area::UNTIL)] = leash.map_or(0, |l| l.until_tsc);

@@ -36,6 +36,7 @@ pub(crate) use self::log::Log;
 use self::shadow::Shadow as ShadowBus;
 use crate::{
     Jit, JitBus,
+    codegen::countdown,
     frame::area::{self, index},
     frame::exit::{Left, Reason},
     ir::decoded::Decoded,
@@ -144,7 +145,7 @@ impl<B: JitBus> Lockstep<B> {
         match self.random >> 60 {
             0 => 1 + (self.random >> 50 & 31),
             1..=4 => 200,
-            _ => area::BUDGET.into(),
+            _ => countdown::longest(),
         }
     }
 
@@ -422,8 +423,8 @@ impl<B: JitBus> Jit<B> {
         l.log.clear();
         let words = &mut cpu.engine.words;
         words[index(area::LOG)] = l.log_address();
-        words[index(area::COUNT)] = length;
-        words[index(area::POLLS_LEFT)] = 0;
+        countdown::begin(words, length);
+        countdown::allow_polls(words, false);
         crate::runtime::run::set_tables(cpu, bus);
         self.call(interp, cpu, bus, entry);
         let words = &mut cpu.engine.words;
@@ -458,7 +459,7 @@ impl<B: JitBus> Jit<B> {
         let mut end = cpu.clone();
         let mut good = start.before.clone();
         let mut shown = difference;
-        for length in 1..=u64::from(area::BUDGET) + 64 {
+        for length in 1..=countdown::longest() + 64 {
             self.rewind(cpu, bus, start);
             match self.stretch(l, interp, cpu, bus, (start.entry, length, false)) {
                 Ok(_) => {
