@@ -220,6 +220,23 @@ impl Slot {
         }
     }
 
+    /// Sets the bits of pages from `first` on that are known to be readable, beginning with bit `skipped` for the page
+    /// `first + skipped`. Pages behind the slot's end are none.
+    pub fn readable_pages(&self, first: usize, skipped: usize, bits: &mut [u64]) {
+        let pages = (self.config.size >> PAGE_SHIFT) as usize;
+        let is_mapped = self.is_mapped();
+        for n in skipped..bits.len() * 64 {
+            let index = first.wrapping_add(n);
+            let is_readable = || {
+                let word = self.host.readable.get(index / 64);
+                word.is_some_and(|w| w.load(Ordering::Relaxed) >> (index % 64) & 1 != 0)
+            };
+            if index < pages && (is_mapped || is_readable()) {
+                bits[n / 64] |= 1 << (n % 64);
+            }
+        }
+    }
+
     /// Host address of a page.
     #[inline]
     fn hva(&self, index: usize) -> Option<u64> {

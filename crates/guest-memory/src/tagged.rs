@@ -8,7 +8,8 @@
 //! behind those             the lanes: entries that are compared without an index, too
 //! behind those             room for the bytes of an operand that straddles two pages
 //! behind that              the cells: what generated code compares the target's page of a branch with
-//! last                     the inline caches: where single branches by memory have gone to last
+//! behind those             the inline caches: where single branches by memory have gone to last
+//! last                     [`Reach`]: what a miss finds the second level by, and which entries are filled
 //! ```
 //!
 //! An entry's place in each of the arrays is its index times eight, which addressing does by itself.
@@ -89,6 +90,59 @@ pub const fn inline_cache<const N: usize>(n: usize) -> i32 {
 /// Three words of generated code's own.
 pub type InlineCache = [u64; 3];
 
+/// Where [`Reach`] is from the base.
+pub const fn reach<const N: usize>() -> i32 {
+    inline_cache::<N>(INLINE_CACHES)
+}
+
+/// What the second level's entries of an address space are found by.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Key {
+    /// Whose entries: no other address space, and none before a flush, has the same.
+    pub token: u64,
+    /// What the index of a 4 KiB page is XORed with.
+    pub small: u64,
+    /// What the index of a 2 MiB piece is XORed with.
+    pub large: u64,
+    /// Keys are selected by a bit.
+    pub unused: u64,
+}
+
+/// Entries whose use is noted together.
+pub const GROUP: usize = 64;
+/// Groups that there may be.
+const GROUPS: usize = (1 << 14) / GROUP;
+
+/// What generated code needs to answer a miss by the second level: whose entries count, what they may be used for, and
+/// where to note which entries of the first level are filled.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Reach {
+    /// Of the address space, and of what is global.
+    pub keys: [Key; 2],
+    /// Bit per class of pages: reads of such a page are allowed, and writes. All 0: nothing is answered.
+    pub rights: [u64; 2],
+    /// Address of the table of small pages.
+    pub small: u64,
+    /// What its byte offsets are masked with.
+    pub small_mask: u64,
+    /// Address of the table of large pages.
+    pub large: u64,
+    /// The current round of writes.
+    pub round: u64,
+    /// The bits of an entry's data that are the page.
+    pub page_mask: u64,
+    /// Misses answered, counted by generated code.
+    pub hits: u64,
+    /// Bit per entry: it may be filled with what is global.
+    pub global: [u64; GROUPS],
+    /// Bit per entry: it was filled, with what is not global, since the last flush of all such.
+    pub private: [u64; GROUPS],
+    /// Bit per group: it may have entries.
+    pub used: [u64; GROUPS / 64],
+}
+
 /// Words below it.
 pub const WORDS: usize = 18;
 /// How many of them take a displacement of one byte.
@@ -120,6 +174,7 @@ struct Inside<const N: usize> {
     cells: [u64; CELLS],
     inline_caches_used: [u64; INLINE_CACHES / 64],
     inline_caches: [InlineCache; INLINE_CACHES],
+    reach: Reach,
 }
 
 /// `N` entries for each of two kinds of access.
@@ -159,6 +214,8 @@ impl<const N: usize> TaggedPages<N> {
                 == Self::BEFORE as i32 + inline_caches_used::<N>()
             && offset_of!(Inside<N>, inline_caches) as i32
                 == Self::BEFORE as i32 + inline_cache::<N>(0)
+            && offset_of!(Inside<N>, reach) as i32 == Self::BEFORE as i32 + reach::<N>()
+            && N <= GROUPS * GROUP
             && word(NEAR_WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
@@ -227,6 +284,20 @@ impl<const N: usize> TaggedPages<N> {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
         // run while Rust has `&mut self`.
         unsafe { &mut self.inside.as_mut().cells }
+    }
+
+    /// What misses go by.
+    #[inline(always)]
+    pub fn reach(&self) -> &Reach {
+        // SAFETY: as above.
+        unsafe { &self.inside.as_ref().reach }
+    }
+
+    /// The same, to be changed.
+    #[inline(always)]
+    pub fn reach_mut(&mut self) -> &mut Reach {
+        // SAFETY: as above.
+        unsafe { &mut self.inside.as_mut().reach }
     }
 
     /// Makes the inline caches zero that are used.

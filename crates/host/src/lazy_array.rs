@@ -69,6 +69,26 @@ impl<T: Element> LazyArray<T> {
     }
 }
 
+impl<T: Element> LazyArray<T> {
+    /// Asks for huge pages. A hint.
+    pub fn advise_huge(&self) {
+        if let Storage::Mapped(mapping) = &self.storage {
+            mapping.advise_huge();
+        }
+    }
+}
+
+impl<T: Element> Default for LazyArray<T> {
+    /// Of no elements.
+    fn default() -> Self {
+        Self {
+            storage: Storage::Small(Box::default()),
+            len: 0,
+            marker: core::marker::PhantomData,
+        }
+    }
+}
+
 impl<T: Element> ops::Deref for LazyArray<T> {
     type Target = [T];
     #[inline]

@@ -129,6 +129,7 @@ fn contents(identity: &str, stats: &[(&str, StatKind)]) -> Vec<u8> {
             StatKind::Count => (KVM_STATS_TYPE_CUMULATIVE, 0i16),
             StatKind::Nanoseconds => (KVM_STATS_TYPE_CUMULATIVE | KVM_STATS_UNIT_SECONDS, -9),
             StatKind::Flag => (KVM_STATS_TYPE_INSTANT | KVM_STATS_UNIT_BOOLEAN, 0),
+            StatKind::Now => (KVM_STATS_TYPE_INSTANT, 0),
         };
         bytes.extend_from_slice(&flags.to_le_bytes());
         bytes.extend_from_slice(&exponent.to_le_bytes());

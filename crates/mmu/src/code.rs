@@ -344,9 +344,8 @@ impl Mmu {
             && let Some(g) = self.global_pages.find(gva, self.global_fetch.epoch, view)
         {
             let (entry, level) = (g.entry, g.level);
-            let tables = &mut self.views[self.live];
-            tables.note_level(gva, level);
-            tables.fetch.insert(entry);
+            self.note_level(gva, level, true);
+            self.views[self.live].fetch.insert(entry);
             self.expose(entry);
             return Ok(CodePage {
                 id: entry.id,
@@ -403,9 +402,8 @@ impl Mmu {
                 });
             }
         }
-        let tables = &mut self.views[self.live];
-        tables.note_level(gva, walk.level);
-        tables.fetch.insert(entry);
+        self.note_level(gva, walk.level, walk.global);
+        self.views[self.live].fetch.insert(entry);
         self.expose(entry);
         let generation = self
             .slot(slot_index)
@@ -440,6 +438,7 @@ impl Mmu {
 
     /// Compares the page with what was fetched from it.
     fn compare(&mut self, e: &mut FetchEntry) {
+        self.stats.code_rechecks += 1;
         if e.known != self.remembered {
             e.known = self.remembered;
             e.sum = self.sums.get(&e.id).copied().unwrap_or_default();
@@ -709,6 +708,7 @@ impl Mmu {
     /// have written it unnoticed since the last call.
     fn drop_write_tags(&mut self, at: Place, host: HostPage) -> bool {
         let tags = self.written.take(at);
+        self.forbid_writes(tags, host);
         for t in &mut self.views {
             match tags {
                 None => break,

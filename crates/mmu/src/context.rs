@@ -4,6 +4,7 @@
 //! vol. 3, 4.10.1): CR3's address is no part of it, as a PCID may keep its
 //! translations over a change of CR3 only if software asks for it.
 
+use guest_memory::tagged;
 use x86_cpu::{CpuState, Privilege};
 
 use crate::{
@@ -20,6 +21,9 @@ const MAX_CONTEXTS: usize = 16;
 const MAX_VIEWS: usize = 6;
 /// Pages whose flush is recorded one by one for a context that is not current.
 const MAX_PENDING_PAGES: usize = 32;
+
+/// Worlds that there may be: [`Key::world`] is less.
+pub(crate) const WORLDS: usize = 32;
 
 /// What distinguishes contexts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +47,10 @@ pub(crate) struct Context {
     /// L2 entries of this context up to this tick are flushed.
     pub flushed: u64,
     pub pending: Pending,
+    /// Of its entries in the second level.
+    pub reach: tagged::Key,
+    /// Regions of large pages that are not global.
+    pub regions: RegionFilter,
     used: u64,
     views: Vec<(View, usize)>,
     /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
@@ -54,7 +62,6 @@ pub(crate) struct Context {
 pub(crate) struct Tables {
     pub l1: L1,
     pub fetch: FetchTable,
-    regions: RegionFilter,
     /// Unique for the contents of `fetch`: see [`Mmu::fetch_epoch`].
     pub epoch: u64,
     /// `Mmu::verification` that `epoch` belongs to.
@@ -75,7 +82,6 @@ impl Tables {
     /// through in this epoch.
     fn drop_all(&mut self) -> bool {
         self.l1.flush(&Half::ALL);
-        self.regions.clear();
         self.fetch.flush()
     }
 
@@ -84,17 +90,23 @@ impl Tables {
         self.fetch.flush_non_global()
     }
 
-    fn drop_page(&mut self, gva: u64) -> bool {
-        let shift = self.regions.region_shift(gva);
+    /// `shift`: the page may be part of a large one, of this region.
+    fn drop_page(&mut self, gva: u64, shift: Option<u32>) -> bool {
         match shift {
             None => self.l1.flush_page(gva),
             Some(shift) => self.l1.flush_region(gva, shift),
         }
         self.fetch.flush_page(gva, shift)
     }
+}
 
-    pub(crate) fn note_level(&mut self, gva: u64, level: u8) {
-        self.regions.add(gva, level);
+impl Context {
+    pub(crate) fn nr_views(&self) -> usize {
+        self.views.len()
+    }
+    /// Index of the tables of one of them.
+    pub(crate) fn tables_of_view(&self, n: usize) -> usize {
+        self.views[n].1
     }
 }
 
@@ -157,11 +169,18 @@ impl Mmu {
 
     fn new_context(&mut self, key: Key) -> usize {
         self.views_made += 1;
+        self.stats.contexts_made += 1;
         let flushed = self.next_tick();
+        let world = usize::from(key.world);
+        if self.global_keys[world].token == 0 {
+            self.renew_global_key(world);
+        }
         let fresh = Context {
             key,
             flushed,
             pending: Pending::default(),
+            reach: self.new_reach_key(),
+            regions: RegionFilter::default(),
             used: 0,
             views: Vec::with_capacity(MAX_VIEWS),
             recent: [None; 4],
@@ -170,6 +189,7 @@ impl Mmu {
             self.contexts.push(fresh);
             return self.contexts.len() - 1;
         }
+        self.stats.contexts_dropped += 1;
         let oldest = (0..self.contexts.len())
             .min_by_key(|i| self.contexts[*i].used)
             .unwrap_or(0);
@@ -194,7 +214,93 @@ impl Mmu {
             self.for_current_tables(Tables::drop_non_global);
         }
         for gva in pending.pages {
-            self.for_current_tables(|t| t.drop_page(gva));
+            self.flush_current_page(gva);
+        }
+    }
+
+    /// log2 of the region around `gva` that may be one page of the context's.
+    pub(crate) fn region_shift(&self, context: usize, gva: u64) -> Option<u32> {
+        let own = self.contexts[context].regions.region_shift(gva);
+        own.max(self.global_regions.region_shift(gva))
+    }
+
+    /// The current context has an entry of the first level, or fetches, from a leaf of this level.
+    pub(crate) fn note_level(&mut self, gva: u64, level: u8, global: bool) {
+        if global {
+            self.global_regions.add(gva, level);
+        } else {
+            self.contexts[self.current].regions.add(gva, level);
+        }
+    }
+
+    /// A key for the second level that nothing is found by.
+    fn new_reach_key(&mut self) -> tagged::Key {
+        if let Some(key) = self.reach.new_key() {
+            return key;
+        }
+        self.reach.clear();
+        for i in 0..self.contexts.len() {
+            self.renew_key(i);
+        }
+        for world in 0..WORLDS {
+            if self.global_keys[world].token != 0 {
+                self.renew_global_key(world);
+            }
+        }
+        self.reach.new_key().unwrap_or_default()
+    }
+
+    /// The second level has nothing of the context any more.
+    pub(crate) fn renew_key(&mut self, context: usize) {
+        let key = self.new_reach_key();
+        self.contexts[context].reach = key;
+        self.contexts[context].regions.clear();
+        self.publish_keys(context);
+    }
+
+    /// The second level has nothing global of this world any more.
+    fn renew_global_key(&mut self, world: usize) {
+        self.global_keys[world] = self.new_reach_key();
+        for i in 0..self.contexts.len() {
+            if usize::from(self.contexts[i].key.world) == world {
+                self.publish_keys(i);
+            }
+        }
+    }
+
+    /// The second level has nothing any more.
+    pub(crate) fn renew_all_keys(&mut self) {
+        for i in 0..self.contexts.len() {
+            self.renew_key(i);
+        }
+        for world in 0..WORLDS {
+            if self.global_keys[world].token != 0 {
+                self.renew_global_key(world);
+            }
+        }
+        self.global_regions.clear();
+    }
+
+    /// Of the context's own pages, and of global ones.
+    pub(crate) fn keys_of(&self, context: usize) -> [tagged::Key; 2] {
+        let c = &self.contexts[context];
+        [c.reach, self.global_keys[usize::from(c.key.world)]]
+    }
+
+    /// The second level's tables, or the round, have become others.
+    #[inline]
+    pub(crate) fn publish_reach(&mut self) {
+        if core::mem::take(&mut self.reach.changed) {
+            for tables in &mut self.views {
+                self.reach.publish(tables.l1.reach_mut());
+            }
+        }
+    }
+
+    fn publish_keys(&mut self, context: usize) {
+        let keys = self.keys_of(context);
+        for (_, tables) in &self.contexts[context].views {
+            self.views[*tables].l1.set_keys(keys);
         }
     }
 
@@ -216,7 +322,8 @@ impl Mmu {
         self.for_current_tables(Tables::drop_non_global);
     }
     pub(crate) fn flush_current_page(&mut self, gva: u64) {
-        self.for_current_tables(|t| t.drop_page(gva));
+        let shift = self.region_shift(self.current, gva);
+        self.for_current_tables(|t| t.drop_page(gva, shift));
     }
 
     /// Makes the views of the CPU's state the live ones.
@@ -258,6 +365,7 @@ impl Mmu {
         }
         self.forget_devices();
         self.contexts[self.current].recent = [None; 4];
+        self.stats.views_made += 1;
         self.views_made += 1;
         let (used, epoch) = (self.next_tick(), self.next_tick());
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
@@ -284,7 +392,10 @@ impl Mmu {
         t.user = view.is_user();
         t.used = used;
         t.epoch = epoch;
+        t.l1.set_rights(view.classes());
+        self.reach.publish(t.l1.reach_mut());
         self.contexts[self.current].views.push((view, tables));
+        self.publish_keys(self.current);
         tables
     }
 }

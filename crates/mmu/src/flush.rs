@@ -1,10 +1,10 @@
 //! Changes of context and view, flushes (SDM vol. 3, 4.10.4), and the requests of other threads.
 
-use guest_memory::memory::NewCode;
+use guest_memory::{HostPage, memory::NewCode};
 use x86_cpu::{CpuState, Exception, Flush};
 use x86_defs::paging::P;
 
-use crate::{Mmu, Mode, Paging, l1::Half, paging::Controls};
+use crate::{Mmu, Mode, Paging, l1::Half, paging::Controls, written::Tags};
 
 impl Mmu {
     /// CR0, CR3, CR4 or EFER changed: selects the context; in PAE mode loads the
@@ -80,6 +80,7 @@ impl Mmu {
     /// contexts of `pcid` (all, if none is given: the page may be global).
     fn flush_page(&mut self, gva: u64, pcid: Option<u16>) {
         self.l2.flush_page(gva);
+        self.flush_reach_page(gva, pcid);
         self.flush_global_fetch(Some(gva));
         for i in 0..self.contexts.len() {
             if pcid.is_some_and(|p| p != self.contexts[i].key.pcid) {
@@ -99,6 +100,7 @@ impl Mmu {
                 continue;
             }
             self.contexts[i].flushed = tick;
+            self.renew_key(i);
             if i == self.current {
                 self.flush_current_non_global();
             } else {
@@ -120,7 +122,62 @@ impl Mmu {
             }
         }
         self.flush_current();
+        self.renew_all_keys();
         self.next_tick();
+    }
+
+    /// The same in the second level, where it is done at once.
+    fn flush_reach_page(&mut self, gva: u64, pcid: Option<u16>) {
+        for i in 0..self.contexts.len() {
+            let is_its = match pcid {
+                Some(pcid) => pcid == self.contexts[i].key.pcid,
+                None => i == self.current,
+            };
+            if is_its {
+                self.flush_reach_of(gva, i);
+            }
+        }
+    }
+
+    fn flush_reach_of(&self, gva: u64, context: usize) {
+        let shift = self.region_shift(context, gva);
+        for key in self.keys_of(context) {
+            self.reach.flush_page(gva, key);
+            if let Some(shift) = shift {
+                self.reach.flush_region(gva, shift, key);
+            }
+        }
+    }
+
+    /// A page fault makes the processor forget the page (SDM vol. 3, 4.10.4.1).
+    #[inline(never)]
+    pub(crate) fn forget_faulting(&mut self, gva: u64) {
+        self.flush_reach_of(gva, self.current);
+        for i in 0..self.contexts[self.current].nr_views() {
+            let tables = self.contexts[self.current].tables_of_view(i);
+            self.views[tables].l1.flush_page(gva);
+        }
+    }
+
+    /// Takes a page's tags away in the second level, too.
+    pub(crate) fn forbid_writes(&mut self, tags: Option<Tags>, host: HostPage) {
+        match tags {
+            None => {}
+            Some(Tags::At([one, other])) => {
+                self.reach.forbid_writes(one, host.hva());
+                if other != one {
+                    self.reach.forbid_writes(other, host.hva());
+                }
+            }
+            Some(Tags::Anywhere) => self.begin_round(),
+        }
+    }
+
+    /// Every page has to be noted again when it is written.
+    pub(crate) fn begin_round(&mut self) {
+        self.stats.rounds += 1;
+        self.reach.begin_round();
+        self.publish_reach();
     }
 
     /// True if another thread has asked for something. Cheap: for every block entry.
@@ -165,6 +222,7 @@ impl Mmu {
         }
         if write_flushes != self.seen_write_flushes {
             self.seen_write_flushes = write_flushes;
+            self.begin_round();
             for t in &mut self.views {
                 t.l1.flush(&[Half::Write]);
             }

@@ -17,8 +17,8 @@
 //! It is dropped with the entry, and with more than that where this is simpler.
 //!
 //! Behind them lie the *lanes*: copies of entries that generated code makes for single
-//! instructions, and compares without an index as well. A lane's page has an entry: who
-//! drops or replaces that drops the lane.
+//! instructions, and compares without an index as well. A lane stays when its page's entry gets
+//! another page, so whoever forgets a page looks for lanes, too.
 //!
 //! The *cells* are for fetching what entries are for data: each belongs to a page of memory that code is
 //! in, and says where the view has that page, if it is known to have it. A branch to another page compares its target
@@ -29,9 +29,12 @@ use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
 use guest_memory::TaggedPage as Entry;
 pub use guest_memory::tagged::{
-    LANES, NEAR_WORDS, PAGES as PAGES_OFFSET, SINGLE as STACK_OFFSET, word,
+    Key, LANES, NEAR_WORDS, PAGES as PAGES_OFFSET, Reach, SINGLE as STACK_OFFSET, word,
 };
-use guest_memory::{HostPage, TaggedPages, tagged};
+use guest_memory::{
+    HostPage, TaggedPages,
+    tagged::{self, GROUP},
+};
 
 /// Tag of the empty entry `i`: a page that another entry holds, so that no
 /// address which selects entry `i` can match it. (No single constant would do:
@@ -81,9 +84,8 @@ fn no_page() -> Entry {
 /// Entries of each half. Fewer make hash tables and pointer chases twice as slow.
 pub const ENTRIES: usize = 1 << 14;
 
-/// Entries whose use is noted by one bit.
-const GROUP: usize = 64;
-const GROUPS: usize = ENTRIES / GROUP;
+/// Where a [`Reach`] is from the base.
+pub const REACH: i32 = tagged::reach::<ENTRIES>();
 
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
@@ -111,10 +113,6 @@ pub enum Half {
 impl Half {
     /// Both.
     pub const ALL: [Self; 2] = [Self::Read, Self::Write];
-    /// Number of its first entry.
-    const fn start(self) -> usize {
-        self as usize * ENTRIES
-    }
     /// Where its tags are from the base.
     pub const fn tags(self) -> i32 {
         tagged::tags::<ENTRIES>(self as usize)
@@ -126,13 +124,6 @@ impl Half {
 pub struct L1 {
     /// The single one is the stack's.
     pages: TaggedPages<ENTRIES>,
-    /// Bit per entry: the translation is global.
-    global: Box<[u64; 2 * GROUPS]>,
-    /// Bit per entry: it was filled, with what is not global, since the last flush
-    /// of all such. A change of address space then costs what it drops.
-    private: Box<[u64; 2 * GROUPS]>,
-    /// Bit per group: it may have entries.
-    used: [u64; 2 * GROUPS / 64],
     /// Cells that are not 0, and what for.
     cells_used: Vec<u16>,
     cells_for: (u64, u64),
@@ -148,9 +139,6 @@ impl Default for L1 {
         }
         Self {
             pages,
-            global: Box::new([0; 2 * GROUPS]),
-            private: Box::new([0; 2 * GROUPS]),
-            used: [0; 2 * GROUPS / 64],
             cells_used: Vec::new(),
             cells_for: (0, 0),
         }
@@ -200,16 +188,48 @@ impl L1 {
         used.map(|n| (n, self.pages.cell(n)))
     }
 
-    /// Entry `i`, the write half's behind those of the read half.
+    /// Whose entries of the second level generated code may take, and which of them.
+    pub(crate) fn set_keys(&mut self, keys: [Key; 2]) {
+        self.pages.reach_mut().keys = keys;
+    }
+
+    /// Bit per class of pages that may be read, and that may be written.
+    pub(crate) fn set_rights(&mut self, rights: [u64; 2]) {
+        self.pages.reach_mut().rights = rights;
+    }
+
+    /// Generated code that uses these tables looks in the same second level as with `other`'s, and finds nothing there.
+    pub fn deny_reach(&mut self, other: &Self) {
+        let from = *other.pages.reach();
+        let to = self.pages.reach_mut();
+        to.keys = [Key::default(); 2];
+        to.rights = [0; 2];
+        (to.small, to.small_mask, to.large) = (from.small, from.small_mask, from.large);
+    }
+
+    /// The same, and what else misses go by.
+    pub(crate) fn reach_mut(&mut self) -> &mut Reach {
+        self.pages.reach_mut()
+    }
+
+    /// Misses that generated code has had answered by the second level.
+    pub(crate) fn reach_hits(&self) -> u64 {
+        self.pages.reach().hits
+    }
+
+    pub(crate) fn rights(&self) -> [u64; 2] {
+        self.pages.reach().rights
+    }
+
+    /// Entry `i` of a half.
     #[inline(always)]
-    fn entry(&self, i: usize) -> Entry {
-        self.pages.get(i / ENTRIES, i % ENTRIES)
+    fn entry(&self, half: Half, i: usize) -> Entry {
+        self.pages.get(half as usize, i)
     }
 
     #[inline(always)]
-    fn empty(&mut self, i: usize) {
-        let (half, i) = (i / ENTRIES, i % ENTRIES);
-        self.pages.set_tag(half, i, empty_tag(i));
+    fn empty(&mut self, half: Half, i: usize) {
+        self.pages.set_tag(half as usize, i, empty_tag(i));
     }
 
     fn drop_stack(&mut self) {
@@ -249,19 +269,17 @@ impl L1 {
         self.drop_lanes(|_| true);
     }
 
-    /// Entry `i` goes, or gets another page.
-    fn drop_copies_of(&mut self, i: usize) {
-        let tag = self.entry(i).tag;
+    /// Drops the lanes that have this page.
+    fn drop_lanes_of(&mut self, tag: u64) {
         let page = (tag >> 12) as usize % LANES_PAGES;
-        let is_seen = self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0;
-        if is_seen && tag != empty_tag(i % ENTRIES) {
+        if self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0 {
             self.drop_lanes(|lane| lane.tag == tag);
         }
     }
 
     #[inline(always)]
-    fn index(half: Half, gva: u64) -> usize {
-        half.start() + ((gva >> 12) as usize & (ENTRIES - 1))
+    fn index(gva: u64) -> usize {
+        (gva >> 12) as usize & (ENTRIES - 1)
     }
 
     /// The entry that would hold `gva`'s page, and `gva`'s offset from its tag.
@@ -269,7 +287,7 @@ impl L1 {
     /// [`HostPage`]'s accessors check.
     #[inline(always)]
     pub fn probe(&self, half: Half, gva: u64) -> (HostPage, u64) {
-        let e = self.entry(Self::index(half, gva));
+        let e = self.entry(half, Self::index(gva));
         (e.host, gva.wrapping_sub(e.tag))
     }
 
@@ -280,43 +298,38 @@ impl L1 {
         (offset < 4096).then_some(host)
     }
 
-    /// Enters a translation.
+    /// Enters a translation. Both halves of an entry have one page, or one of them none.
     pub fn insert(&mut self, half: Half, gva: u64, host: HostPage, global: bool) {
-        let i = Self::index(half, gva);
+        let i = Self::index(gva);
         let tag = gva & !0xfff;
-        // The other half's entry has the same page, or it goes.
-        let other = (i + ENTRIES) % (2 * ENTRIES);
-        let differs = |e: Entry| e.tag != tag || e.host != host;
-        if differs(self.entry(other)) {
-            self.clear(other);
+        let is_same = self.pages.get(0, i).host == host;
+        let tags = Half::ALL.map(|half| self.entry(half, i).tag);
+        if tags.contains(&tag) && !is_same {
+            self.drop_lanes_of(tag);
         }
-        if differs(self.entry(i)) {
-            self.drop_copies_of(i);
+        let other = Half::ALL[1 - half as usize];
+        if tags[other as usize] != tag || !is_same {
+            self.empty(other, i);
         }
-        self.pages.set_tag(half as usize, i % ENTRIES, tag);
-        self.pages.set_page(i % ENTRIES, host);
+        self.pages.set_tag(half as usize, i, tag);
+        self.pages.set_page(i, host);
         if self.pages.single().tag == tag {
             self.drop_stack();
         }
         let (group, bit) = (i / GROUP, 1 << (i % GROUP));
+        let reach = self.pages.reach_mut();
         if global {
-            self.global[group] |= bit;
-            self.private[group] &= !bit;
+            reach.global[group] |= bit;
+            reach.private[group] &= !bit;
         } else {
-            self.global[group] &= !bit;
-            self.private[group] |= bit;
+            reach.private[group] |= bit;
         }
-        self.used[group / 64] |= 1 << (group % 64);
+        reach.used[group / 64] |= 1 << (group % 64);
     }
 
-    /// Groups of these halves that may have entries.
-    fn groups(&self, halves: &[Half]) -> impl Iterator<Item = usize> + use<> {
-        const WORDS: usize = GROUPS / 64;
-        let mut words = [0; 2 * WORDS];
-        for half in halves {
-            let at = *half as usize * WORDS;
-            words[at..at + WORDS].copy_from_slice(&self.used[at..at + WORDS]);
-        }
+    /// Groups that may have entries.
+    fn groups(&self) -> impl Iterator<Item = usize> + use<> {
+        let words = self.pages.reach().used;
         words.into_iter().enumerate().flat_map(|(n, mut word)| {
             core::iter::from_fn(move || {
                 let bit = word.trailing_zeros() as usize;
@@ -328,7 +341,8 @@ impl L1 {
 
     /// Entries of a group that may not be empty.
     fn filled(&self, group: usize) -> impl Iterator<Item = usize> + use<> {
-        let mut bits = self.global[group] | self.private[group];
+        let reach = self.pages.reach();
+        let mut bits = reach.global[group] | reach.private[group];
         core::iter::from_fn(move || {
             let bit = bits.trailing_zeros() as usize;
             bits &= bits.wrapping_sub(1);
@@ -336,51 +350,69 @@ impl L1 {
         })
     }
 
-    fn clear(&mut self, i: usize) {
-        self.drop_copies_of(i);
-        self.empty(i);
-        self.global[i / GROUP] &= !(1 << (i % GROUP));
-    }
-
     /// Forgets everything in these halves.
     pub fn flush(&mut self, halves: &[Half]) {
         self.drop_copies();
-        for group in self.groups(halves) {
+        for group in self.groups() {
             for i in self.filled(group) {
-                self.empty(i);
+                halves.iter().for_each(|half| self.empty(*half, i));
             }
-            self.global[group] = 0;
-            self.private[group] = 0;
-            self.used[group / 64] &= !(1 << (group % 64));
+            if halves.len() == Half::ALL.len() {
+                let reach = self.pages.reach_mut();
+                reach.global[group] = 0;
+                reach.private[group] = 0;
+                reach.used[group / 64] &= !(1 << (group % 64));
+            }
         }
     }
 
     /// Forgets what is not global.
     pub fn flush_non_global(&mut self) {
         self.drop_copies();
-        for group in self.groups(&Half::ALL) {
-            let kept = self.global[group];
-            let mut dropped = core::mem::take(&mut self.private[group]);
-            while dropped != 0 {
-                let i = group * GROUP + dropped.trailing_zeros() as usize;
-                dropped &= dropped - 1;
-                self.empty(i);
-            }
-            if kept == 0 {
-                self.used[group / 64] &= !(1 << (group % 64));
-            }
+        for group in self.groups() {
+            self.flush_group(group, false);
+        }
+    }
+
+    /// Forgets what is global.
+    pub fn flush_global(&mut self) {
+        self.drop_copies();
+        for group in self.groups() {
+            self.flush_group(group, true);
+        }
+    }
+
+    fn flush_group(&mut self, group: usize, global: bool) {
+        let reach = self.pages.reach_mut();
+        let private = reach.private[group];
+        let mut dropped = if global {
+            core::mem::take(&mut reach.global[group]) & !private
+        } else {
+            reach.private[group] = 0;
+            reach.global[group] &= !private;
+            private
+        };
+        if reach.private[group] | reach.global[group] == 0 {
+            reach.used[group / 64] &= !(1 << (group % 64));
+        }
+        while dropped != 0 {
+            let i = group * GROUP + dropped.trailing_zeros() as usize;
+            dropped &= dropped - 1;
+            Half::ALL.iter().for_each(|half| self.empty(*half, i));
         }
     }
 
     /// Forgets one page.
     pub fn flush_page(&mut self, gva: u64) {
-        if self.pages.single().tag == gva & !0xfff {
+        let tag = gva & !0xfff;
+        if self.pages.single().tag == tag {
             self.drop_stack();
         }
+        self.drop_lanes_of(tag);
+        let i = Self::index(gva);
         for half in Half::ALL {
-            let i = Self::index(half, gva);
-            if self.entry(i).tag == gva & !0xfff {
-                self.clear(i);
+            if self.entry(half, i).tag == tag {
+                self.empty(half, i);
             }
         }
     }
@@ -391,10 +423,9 @@ impl L1 {
             self.drop_stack();
         }
         self.drop_lanes(|lane| lane.host == host);
-        let i = half.start() + index % ENTRIES;
-        let e = self.entry(i);
-        if e.tag != empty_tag(index % ENTRIES) && e.host == host {
-            self.clear(i);
+        let i = index % ENTRIES;
+        if self.entry(half, i).host == host {
+            self.empty(half, i);
         }
     }
 
@@ -407,28 +438,28 @@ impl L1 {
         self.drop_lanes(is_of);
         // Its pages are side by side in the tables.
         let pages = (1 << (shift - 12)).clamp(GROUP, ENTRIES);
-        for half in Half::ALL {
-            let first = Self::index(half, gva) & !(pages - 1);
-            for group in first / GROUP..(first + pages) / GROUP {
-                self.clear_where(group, is_of);
-            }
+        let first = Self::index(gva) & !(pages - 1);
+        for group in first / GROUP..(first + pages) / GROUP {
+            self.clear_where(&Half::ALL, group, is_of);
         }
     }
 
     /// Forgets the entries of these halves for which `f` is true.
     pub fn flush_where(&mut self, halves: &[Half], mut f: impl FnMut(&Entry) -> bool) {
         self.drop_copies();
-        for group in self.groups(halves) {
-            self.clear_where(group, &mut f);
+        for group in self.groups() {
+            self.clear_where(halves, group, &mut f);
         }
     }
 
-    /// The same of a group, and of copies of its entries.
-    fn clear_where(&mut self, group: usize, mut f: impl FnMut(&Entry) -> bool) {
+    /// The same of a group.
+    fn clear_where(&mut self, halves: &[Half], group: usize, mut f: impl FnMut(&Entry) -> bool) {
         for i in self.filled(group) {
-            let e = self.entry(i);
-            if e.tag != empty_tag(i % ENTRIES) && f(&e) {
-                self.clear(i);
+            for half in halves {
+                let e = self.entry(*half, i);
+                if e.tag != empty_tag(i) && f(&e) {
+                    self.empty(*half, i);
+                }
             }
         }
     }
@@ -522,7 +553,7 @@ mod tests {
             for round in 0..3 {
                 for (gva, global) in pages(n) {
                     t.insert(half, gva, HostPage::nowhere(), global);
-                    t.insert(Half::Write, gva, HostPage::nowhere(), !global);
+                    t.insert(Half::Write, gva, HostPage::nowhere(), global);
                 }
                 // Private becomes global and back.
                 t.insert(half, 0x3000, HostPage::nowhere(), true);
@@ -540,6 +571,8 @@ mod tests {
                 }
                 assert!(t.find(half, 0).is_none() && t.find(half, 0x3000).is_some());
                 assert!(t.find(Half::Write, 0).is_none());
+                let is_kept = |gva| t.find(Half::Write, gva).is_some();
+                assert!(pages(n).all(|(gva, global)| global || gva == 0x3000 || !is_kept(gva)));
                 if round == 1 {
                     t.flush(&[half]);
                     assert!(pages(n).all(|(gva, _)| t.find(half, gva).is_none()));
@@ -550,11 +583,11 @@ mod tests {
         }
     }
 
-    /// A lane goes with the entry that it is a copy of, however that goes.
+    /// A lane goes when its page has to be forgotten, however that is said.
     #[test]
     fn lanes_go_with_their_entries() {
         type Drop = fn(&mut L1);
-        let dropping: [(&str, Drop); 7] = [
+        let dropping: [(&str, Drop); 6] = [
             ("its page", |t| t.flush_page(0x5123)),
             ("all of the half", |t| t.flush(&[Half::Read])),
             ("what is not global", L1::flush_non_global),
@@ -564,21 +597,11 @@ mod tests {
             ("all that matches", |t| {
                 t.flush_where(&[Half::Read], |_| true);
             }),
-            ("another page in its place", |t| {
-                t.insert(
-                    Half::Read,
-                    0x5000 + ((ENTRIES as u64) << 12),
-                    HostPage::nowhere(),
-                    false,
-                );
-            }),
-            ("the same of the other half", |t| {
-                t.insert(
-                    Half::Write,
-                    0x5000 + ((ENTRIES as u64) << 12),
-                    HostPage::nowhere(),
-                    false,
-                );
+            ("its page, which has no entry any more", |t| {
+                let other = 0x5000 + ((ENTRIES as u64) << 12);
+                t.insert(Half::Read, other, HostPage::nowhere(), false);
+                assert_eq!(lanes_with(t, 0x5000), 3);
+                t.flush_page(0x5123);
             }),
         ];
         for (what, drop) in dropping {

@@ -53,6 +53,7 @@ pub mod hash;
 pub mod l1;
 mod l2;
 mod paging;
+pub mod reach;
 mod resolve;
 mod sum;
 mod view;
@@ -100,16 +101,36 @@ pub struct Translation {
 pub struct Stats {
     /// Walks of guest tables.
     pub walks: u64,
-    /// Accesses that were not answered by L1.
+    /// Accesses that L1 had not, and generated code could not find in the second level either.
     pub l1_misses: u64,
-    /// Of these, answered by L2.
+    /// Of these, answered by the second level all the same.
+    pub reach_hits: u64,
+    /// Accesses of generated code that the second level has answered without a call.
+    pub reach_code_hits: u64,
+    /// Pages that the second level's table of small pages has entries for.
+    pub reach_pages: u64,
+    /// Walks that a kept walk has answered.
     pub l2_hits: u64,
+    /// Misses that led to a device.
+    pub device_misses: u64,
+    /// Faults by what the tables or keys allow.
+    pub permission_misses: u64,
+    /// Times that every page has to be noted again when it is written.
+    pub rounds: u64,
     /// Flush requests of the guest.
     pub flushes: u64,
+    /// Contexts made.
+    pub contexts_made: u64,
+    /// Contexts dropped, for others.
+    pub contexts_dropped: u64,
+    /// Views made.
+    pub views_made: u64,
     /// Synchronisations that had something to do.
     pub syncs: u64,
     /// Refills of the fetch TLB.
     pub fetch_misses: u64,
+    /// Pages whose code was compared with what was fetched.
+    pub code_rechecks: u64,
     /// Code pages found changed by the VMM.
     pub code_changed_by_vmm: u64,
 }
@@ -146,6 +167,11 @@ pub struct Mmu {
     /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
     tick: u64,
     l2: l2::L2,
+    reach: reach::Reach,
+    /// Keys of global pages, by world.
+    global_keys: [guest_memory::tagged::Key; context::WORLDS],
+    /// Regions of large global pages.
+    global_regions: l1::RegionFilter,
 
     written: written::Written,
     generations: code::GenerationCache,
@@ -189,6 +215,9 @@ impl Mmu {
             current: 0,
             tick: 1,
             l2: l2::L2::new(),
+            reach: reach::Reach::new(reach::DEFAULT_PAGES),
+            global_keys: Default::default(),
+            global_regions: l1::RegionFilter::default(),
             written: written::Written::default(),
             generations: code::GenerationCache::default(),
             global_fetch: code::GlobalFetch::default(),
@@ -222,7 +251,11 @@ impl Mmu {
 
     /// Counters.
     pub fn stats(&self) -> Stats {
-        self.stats
+        Stats {
+            reach_code_hits: self.views.iter().map(|t| t.l1.reach_hits()).sum(),
+            reach_pages: self.reach.entries() as u64,
+            ..self.stats
+        }
     }
 
     /// The page at which every access is a device access, RAM or not: the local APIC's.

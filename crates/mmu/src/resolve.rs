@@ -7,6 +7,7 @@ use x86_defs::{control::cr4, paging::PAGE_SIZE, vector, vector::pf};
 use crate::{
     Miss, Mmu, Mode, Translation, View,
     l1::{Half, L1, LANES},
+    reach::{Leaf, PIECE_PAGES},
     walk::{self, Walk, WalkFault},
     written::Place,
 };
@@ -141,6 +142,8 @@ impl Mmu {
                 Ok(walk)
             }
             Err(WalkFault(bits)) => {
+                self.stats.permission_misses += u64::from(bits & pf::P != 0);
+                self.forget_faulting(gva);
                 cpu.fault_gva = gva;
                 let mut code = bits;
                 if access == Access::Write {
@@ -174,6 +177,9 @@ impl Mmu {
         if let Some(gpa) = self.known_device(gva, write, who) {
             return Err(Miss::Device { gpa });
         }
+        if let Some(page) = self.find_in_reach(gva, write, who) {
+            return Ok(page);
+        }
         let walk = self
             .walk_for(cpu, gva, access, who)
             .map_err(Miss::Exception)?;
@@ -186,6 +192,7 @@ impl Mmu {
             .and_then(|n| Some((n, self.slot(n)?)))
             .filter(|(_, slot)| !(write && slot.is_readonly()))
         else {
+            self.stats.device_misses += 1;
             let tables = self.l1_address(who);
             self.devices[usize::from(write)] =
                 DevicePage::new(gva & !0xfff, tables, walk.gpa & !0xfff);
@@ -205,25 +212,105 @@ impl Mmu {
                 slot.mark_dirty(index);
             }
         }
+        self.note_level(gva, walk.level, walk.global);
         let tables = self.tables_for(who);
-        let tables = &mut self.views[tables];
-        tables.note_level(gva, walk.level);
-        tables.l1.insert(Half::Read, gva, host, walk.global);
+        let l1 = &mut self.views[tables].l1;
+        l1.insert(Half::Read, gva, host, walk.global);
+        let at = Place {
+            space: self.paging.space.into(),
+            slot: slot_index,
+            index,
+        };
         if write && !note {
-            tables.l1.insert(Half::Write, gva, host, walk.global);
-            let at = Place {
-                space: self.paging.space.into(),
-                slot: slot_index,
-                index,
-            };
+            l1.insert(Half::Write, gva, host, walk.global);
             self.written.add(at, gva);
         }
+        self.enter_in_reach(gva, &walk, at, host, write && !note);
         Ok(Resolved {
             host,
             slot: slot_index,
             index,
             note,
         })
+    }
+
+    /// A page that the second level has, for an access that needs no more than that.
+    fn find_in_reach(&mut self, gva: u64, write: bool, who: Privilege) -> Option<Resolved> {
+        let keys = self.keys_of(self.current);
+        // Most of the upper half is global.
+        let is_upper = gva >> 63 != 0;
+        let found = [usize::from(is_upper), 0]
+            .into_iter()
+            .find_map(|n| self.reach.find(gva, keys[n]))?;
+        let tables = self.tables_for(who);
+        let may = self.views[tables]
+            .l1
+            .rights()
+            .map(|r| r >> found.class & 1 != 0);
+        let may_write = may[1] && found.writable;
+        if !may[0] || write && !may_write {
+            return None;
+        }
+        let (slot, index, host) = self.page_at(found.hva, write)?;
+        self.stats.reach_hits += 1;
+        let l1 = &mut self.views[tables].l1;
+        l1.insert(Half::Read, gva, host, found.global);
+        if may_write {
+            l1.insert(Half::Write, gva, host, found.global);
+        }
+        Some(Resolved {
+            host,
+            slot,
+            index,
+            note: false,
+        })
+    }
+
+    /// The slot's page at a host address.
+    fn page_at(&self, hva: u64, write: bool) -> Option<(usize, usize, HostPage)> {
+        let slots = self.table.slots(self.space());
+        let index_in = |n: usize| {
+            let config = slots.get(n)?.config();
+            let offset = hva.wrapping_sub(config.hva);
+            (offset < config.size).then_some((n, (offset >> 12) as usize))
+        };
+        let (slot, index) = index_in(self.near).or_else(|| (0..slots.len()).find_map(index_in))?;
+        let host = slots.get(slot)?.page_for(index, write)?;
+        (host.hva() == hva).then_some((slot, index, host))
+    }
+
+    /// The second level has the page from now on.
+    fn enter_in_reach(&mut self, gva: u64, walk: &Walk, at: Place, host: HostPage, writable: bool) {
+        let keys = self.keys_of(self.current);
+        let key = keys[usize::from(walk.global && gva >> 63 != 0)];
+        let mut leaf = Leaf {
+            gva,
+            hva: host.hva(),
+            class: walk.rights.class(),
+            global: walk.global,
+            writable,
+        };
+        if walk.level == 1 && self.paging.mode != Mode::None {
+            self.reach.insert(&leaf, key, keys);
+            self.publish_reach();
+            return;
+        }
+        // Pages of the piece before this one; the slot may begin with a later one.
+        let before = (gva >> 12) as usize % PIECE_PAGES;
+        leaf.hva = leaf.hva.wrapping_sub((before as u64) << 12);
+        let Some(slot) = self.table.slots(at.space).get(at.slot) else {
+            return;
+        };
+        let apic = self.apic_page.and_then(|gpa| slot.page_index(gpa));
+        self.reach.insert_large(&leaf, key, |bits| {
+            let skipped = before.saturating_sub(at.index);
+            slot.readable_pages((at.index + skipped) - before, skipped, bits);
+            if let Some(n) = apic.and_then(|n| (n + before).checked_sub(at.index))
+                && let Some(word) = bits.get_mut(n / 64)
+            {
+                *word &= !(1 << (n % 64));
+            }
+        });
     }
 
     /// The live view's tables, for generated code. They change with every call

@@ -28,6 +28,21 @@ impl Rights {
         no_execute: false,
         pkey: 0,
     };
+
+    /// All that a data access depends on, as a number below 64.
+    pub(crate) fn class(self) -> u64 {
+        u64::from(self.write) | u64::from(self.user) << 1 | u64::from(self.pkey & 15) << 2
+    }
+
+    /// The reverse, for data accesses.
+    fn of_class(class: u64) -> Self {
+        Self {
+            write: class & 1 != 0,
+            user: class & 2 != 0,
+            no_execute: false,
+            pkey: (class >> 2) as u8,
+        }
+    }
 }
 
 /// An access that is not allowed.
@@ -152,6 +167,16 @@ impl View {
         } else {
             Ok(())
         }
+    }
+
+    /// Of each class of pages ([`Rights::class`]) a bit: may it be read, and written?
+    pub(crate) fn classes(self) -> [u64; 2] {
+        [Access::Read, Access::Write].map(|access| {
+            let allowed = |class: &u64| self.check(Rights::of_class(*class), access).is_ok();
+            (0..64)
+                .filter(allowed)
+                .fold(0, |bits, class| bits | 1 << class)
+        })
     }
 
     fn key_denies(self, rights: Rights, access: Access) -> bool {

@@ -328,6 +328,7 @@ fn host_files(suite: Suite) -> Result<Vec<PathBuf>, BootError> {
             ("/usr/bin/make", "make"),
             ("/usr/bin/gcc", "gcc"),
         ],
+        Suite::Memory => &[],
     };
     let mut files = Vec::new();
     for (path, package) in programs {
@@ -336,7 +337,7 @@ fn host_files(suite: Suite) -> Result<Vec<PathBuf>, BootError> {
         }
         files.push(path.into());
     }
-    if suite != Suite::Kernel {
+    if matches!(suite, Suite::Compute | Suite::Smp) {
         let cc1 = Command::new("gcc").arg("-print-prog-name=cc1").output();
         let cc1 = cc1.map_err(BootError::host("cannot run gcc"))?.stdout;
         files.push(String::from_utf8_lossy(&cc1).trim().into());

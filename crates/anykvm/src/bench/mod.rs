@@ -10,6 +10,7 @@ mod ctxsw;
 mod doorbell;
 mod exits;
 mod machines;
+mod memory;
 mod plot;
 mod report;
 mod workloads;
@@ -32,12 +33,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     if let Some(name) = args
         .only
         .iter()
-        .find(|n| WORKLOADS.iter().all(|w| w.name != **n) && !ctxsw::has(n))
+        .find(|n| WORKLOADS.iter().all(|w| w.name != **n) && !ctxsw::has(n) && !memory::has(n))
     {
         let known: Vec<&str> = WORKLOADS
             .iter()
             .map(|w| w.name)
             .chain(ctxsw::names())
+            .chain(memory::WORKLOADS.iter().map(|w| w.name))
             .collect();
         return Err(BootError::Usage(format!(
             "{name}: not one of {}",
@@ -70,6 +72,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             (_, None) => continue,
             (BenchSuite::Compute, Some(f)) => compare(args, f, Suite::Compute, &mut verdict)?,
             (BenchSuite::Kernel, Some(f)) => compare(args, f, Suite::Kernel, &mut verdict)?,
+            (BenchSuite::Memory, Some(f)) => memory::run(args, f, &mut verdict)?,
             (BenchSuite::Ctxsw, Some(f)) => ctxsw::run(args, f, &mut verdict)?,
             (BenchSuite::Boot, Some(f)) => boots(args, f, &mut verdict)?,
             (BenchSuite::Smp, Some(f)) => scaling(args, f, &mut verdict)?,

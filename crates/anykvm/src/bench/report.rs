@@ -82,8 +82,17 @@ impl Row {
         Ok(())
     }
 
+    pub(super) fn workload(&self) -> &'static Workload {
+        self.workload
+    }
+
+    /// Median of its times, in milliseconds.
+    pub(super) fn median(&self, of: Column) -> Option<f64> {
+        median(&self.times[of as usize])
+    }
+
     /// Median of the ratios of times taken in the same round.
-    fn ratio(&self, of: Column, to: Column) -> Option<f64> {
+    pub(super) fn ratio(&self, of: Column, to: Column) -> Option<f64> {
         let pairs = self.times[of as usize].iter().zip(&self.times[to as usize]);
         median(&pairs.map(|(a, b)| a / b).collect::<Vec<_>>())
     }

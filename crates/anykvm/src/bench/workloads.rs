@@ -13,6 +13,8 @@ pub(super) enum Suite {
     Kernel,
     /// One vCPU against two.
     Smp,
+    /// Tables beyond the reach of TLBs.
+    Memory,
 }
 
 /// A set of workloads with bars.

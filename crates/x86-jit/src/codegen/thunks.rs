@@ -462,7 +462,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     }
 
     t.miss = a.here();
-    straddling(a, true);
+    straddling(a, true, true);
     let known = known_device(a, RAISES);
     let called = a.here();
     call_refill(a, refill);
@@ -470,7 +470,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
     a.ret();
     t.miss_group = a.here();
-    straddling(a, false);
+    straddling(a, false, true);
     let within = a.here();
     let first_known = known_device(a, FIRST);
     // What straddles two pages needs no call.
@@ -485,7 +485,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.alu_rr(false, Alu::Xor, S0, S0);
     a.jmp_to(answered);
     t.split = a.here();
-    straddling(a, false);
+    straddling(a, false, false);
     a.jmp_to(fails);
     let here = a.here();
     a.patch(known, here);

@@ -50,6 +50,7 @@ impl Log {
 
     /// They have the cells of `live`.
     pub(crate) fn set_cells(&mut self, live: &L1) {
+        self.tables.deny_reach(live);
         self.tables.clear_cells();
         for (n, value) in live.cells() {
             self.tables.set_cell(n, value);

@@ -1,6 +1,8 @@
 //! What a TLB miss of translated code looks for before it calls Rust: other entries that have the page, and both pages of what
 //! straddles two.
 
+mod reach;
+
 use mmu::{
     DevicePage,
     l1::{BOUNCE, BOUNCE_LEN, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED, lane},
@@ -82,9 +84,9 @@ fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
 }
 
 /// Bytes that straddle two pages that the tables have are accessed as they are if the pages are neighbours in the host's memory,
-/// too; if not, and they are an operand that is only read (`copies`), from a copy: their address, and "above" in the flags. Goes on
-/// behind it with all other accesses.
-pub(crate) fn straddling(a: &mut Asm, copies: bool) {
+/// too; if not, and they are an operand that is only read (`copies`), from a copy: their address, and "above" in the flags. What is in one page is asked of the second
+/// level, if `answers`. Goes on behind it with all other accesses.
+pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     push(a, RAX);
     push(a, RCX);
     compare_end(a);
@@ -93,10 +95,21 @@ pub(crate) fn straddling(a: &mut Asm, copies: bool) {
     if copies {
         straddling_read(a);
     }
+    let mut others = None;
+    if answers {
+        pop(a, RCX);
+        pop(a, RAX);
+        others = Some(a.jmp());
+    }
     let here = a.here();
     a.patch(is_inside, here);
     pop(a, RCX);
     pop(a, RAX);
+    if let Some(others) = others {
+        reach::answer(a);
+        let here = a.here();
+        a.patch(others, here);
+    }
 }
 
 /// Returns from [`straddling`].
