@@ -32,7 +32,8 @@ const THIRD_ARGUMENT: u32 = 32;
 const LONGEST: usize = 4096;
 
 /// Calls of the launcher's, whatever their arguments.
-const LAUNCHERS: [c_long; 6] = [
+const LAUNCHERS: [c_long; 7] = [
+    libc::SYS_restart_syscall,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_getpid,
@@ -41,8 +42,14 @@ const LAUNCHERS: [c_long; 6] = [
     libc::SYS_exit,
 ];
 
-/// The same in a preloaded program: locks of Rust's library sleep by the C library's function.
-const LOCKS: [c_long; 1] = [libc::SYS_futex];
+/// The same in a preloaded program. Locks of Rust's library sleep by the C library's function. The kernel
+/// makes restart_syscall(2) for a thread that slept with a timeout when it was stopped (SIGSTOP, a
+/// debugger) and goes on; it restarts nothing but that sleep. Our wrappers of handlers return by rt_sigreturn(2).
+const ALWAYS: [c_long; 3] = [
+    libc::SYS_futex,
+    libc::SYS_restart_syscall,
+    libc::SYS_rt_sigreturn,
+];
 
 /// Calls that are let through if they come from our own code.
 const OWN: [c_long; 27] = [
@@ -266,7 +273,7 @@ pub(crate) unsafe fn preloaded(number: c_long, a: [usize; 6]) -> Option<isize> {
         return None;
     }
     let theirs = given(number, &a)?;
-    let ours = preface(&LOCKS, &[], &[host::system::site()]);
+    let ours = preface(&ALWAYS, &[], &[host::system::site()]);
     actions::filtered();
     // SAFETY: the caller's arguments.
     Some(unsafe { install(ours, &theirs, number, a) })
@@ -347,12 +354,14 @@ mod tests {
     }
 
     #[test]
-    fn a_preloaded_program_shares_nothing_but_locks() {
+    fn a_preloaded_program_shares_locks_and_what_the_kernel_does_for_it() {
         let site = host::system::site();
-        let lines = preface(&LOCKS, &[], std::slice::from_ref(&site));
+        let lines = preface(&ALWAYS, &[], std::slice::from_ref(&site));
         let (ours, other) = (site.start, take::<usize> as *const () as usize);
         let rows = [
             (libc::SYS_futex, other, Some(ALLOW)),
+            (libc::SYS_restart_syscall, other, Some(ALLOW)),
+            (libc::SYS_rt_sigreturn, other, Some(ALLOW)),
             (libc::SYS_epoll_wait, ours, Some(ALLOW)),
             (libc::SYS_munmap, ours, Some(ALLOW)),
             (libc::SYS_rt_sigprocmask, ours, Some(ALLOW)),

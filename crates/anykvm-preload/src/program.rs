@@ -1,6 +1,6 @@
 //! What an executable file is to those who start it.
 
-use std::ffi::OsStr;
+use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -15,8 +15,13 @@ pub enum Kind {
     Dynamic(PathBuf),
     /// Without one.
     Static,
-    /// Starts with `#!` and this program.
-    Script(PathBuf),
+    /// Starts with `#!`, a program, and what that gets as its first argument.
+    Script {
+        /// The program.
+        interpreter: PathBuf,
+        /// All words behind it, as one.
+        argument: Option<OsString>,
+    },
     /// An ELF file for another machine.
     Foreign,
     /// Something else.
@@ -45,12 +50,17 @@ pub fn kind(path: &Path) -> std::io::Result<Kind> {
 fn kind_of(head: &[u8]) -> Kind {
     if let Some(line) = head.strip_prefix(b"#!") {
         let line = line.split(|b| *b == b'\n').next().unwrap_or_default();
-        let mut words = line
-            .split(|b| b.is_ascii_whitespace())
-            .filter(|word| !word.is_empty());
-        return words.next().map_or(Kind::Unknown, |word| {
-            Kind::Script(PathBuf::from(OsStr::from_bytes(word)))
-        });
+        let line = line.trim_ascii();
+        let end = line.iter().position(u8::is_ascii_whitespace);
+        let (word, rest) = line.split_at(end.unwrap_or(line.len()));
+        let rest = rest.trim_ascii();
+        if word.is_empty() {
+            return Kind::Unknown;
+        }
+        return Kind::Script {
+            interpreter: PathBuf::from(OsStr::from_bytes(word)),
+            argument: (!rest.is_empty()).then(|| OsStr::from_bytes(rest).to_owned()),
+        };
     }
     if !head.starts_with(b"\x7fELF") {
         return Kind::Unknown;
@@ -161,15 +171,56 @@ pub(crate) fn of_path_at(fd: RawFd, path: &Path, flags: i32) -> Option<Opened> {
     Some(opened)
 }
 
-/// True for an x86-64 program that a preloaded library would not reach: one that is static or made
-/// for another C library. Those with the rights of others are left alone.
-pub fn needs_launcher(file: &Path) -> bool {
-    mode(file).is_some_and(|mode| mode & 0o6000 == 0 && mode & 0o111 != 0)
-        && match kind(file) {
-            Ok(Kind::Static) => true,
-            Ok(Kind::Dynamic(loader)) => !is_glibc(&loader),
-            _ => false,
+/// True for a program that gets capabilities from its file: the kernel then tells the loader to do without
+/// libraries that the environment names (AT_SECURE).
+pub fn gains_capabilities(file: &Path) -> bool {
+    const NAME: &std::ffi::CStr = c"security.capability";
+    let Ok(path) = CString::new(file.as_os_str().as_bytes()) else {
+        return false;
+    };
+    // SAFETY: two strings; the size alone is asked for.
+    let size = unsafe { libc::getxattr(path.as_ptr(), NAME.as_ptr(), std::ptr::null_mut(), 0) };
+    // SAFETY: calls without pointers.
+    let gains_nothing = unsafe {
+        // Root has all of them, and who has no_new_privs gets none.
+        libc::getuid() == 0 || libc::prctl(libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) == 1
+    };
+    size > 0 && !gains_nothing
+}
+
+/// Interpreters that lead to each other.
+pub const MAX_SCRIPTS: usize = 4;
+
+/// The program that the kernel would start for a file, an interpreter for a script, and its kind.
+fn started(file: &Path) -> Option<(PathBuf, Kind)> {
+    let mut file = file.to_owned();
+    for _ in 0..=MAX_SCRIPTS {
+        // Those with the rights of others are left alone.
+        if mode(&file).is_none_or(|mode| mode & 0o6000 != 0 || mode & 0o111 == 0) {
+            return None;
         }
+        match kind(&file).ok()? {
+            Kind::Script { interpreter, .. } => file = interpreter,
+            kind => return Some((file, kind)),
+        }
+    }
+    None
+}
+
+/// True for an x86-64 program that a preloaded library would not reach: one that is static, made
+/// for another C library, or has capabilities of its own; and for a script that one of them
+/// interprets.
+pub fn needs_launcher(file: &Path) -> bool {
+    match started(file) {
+        Some((_, Kind::Static)) => true,
+        Some((file, Kind::Dynamic(loader))) => !is_glibc(&loader) || gains_capabilities(&file),
+        _ => false,
+    }
+}
+
+/// True for whatever can be launched.
+pub fn can_be_launched(file: &Path) -> bool {
+    matches!(started(file), Some((_, Kind::Static | Kind::Dynamic(_))))
 }
 
 #[cfg(test)]
@@ -207,10 +258,13 @@ mod tests {
             matches!(own, Kind::Dynamic(ref loader) if is_glibc(loader)),
             "{own:?}"
         );
-        assert_eq!(
-            kind_of(b"#! /bin/sh -e\necho"),
-            Kind::Script(PathBuf::from("/bin/sh"))
-        );
+        let script = |interpreter: &str, argument: Option<&str>| Kind::Script {
+            interpreter: interpreter.into(),
+            argument: argument.map(OsString::from),
+        };
+        let with_words = kind_of(b"#! /usr/bin/env -S a b \necho");
+        assert_eq!(with_words, script("/usr/bin/env", Some("-S a b")));
+        assert_eq!(kind_of(b"#!/bin/sh"), script("/bin/sh", None));
         assert_eq!(kind_of(b"#!\n"), Kind::Unknown);
         assert_eq!(kind_of(b"hello"), Kind::Unknown);
         assert_eq!(kind_of(b"\x7fELF\x01"), Kind::Foreign);

@@ -33,6 +33,7 @@ impl Launch {
         }
         let own = CString::new(own_file()?.as_os_str().as_bytes()).ok()?;
         let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+        // The launcher drops the library from the program's environment.
         let fixed: [&CStr; 3] = [c"exec", c"--quiet", c"--"];
         let mut list = vec![own.as_ptr()];
         list.extend(fixed.iter().map(|word| word.as_ptr()));
@@ -107,6 +108,98 @@ unsafe fn file(name: *const c_char, is_searched: bool) -> Option<PathBuf> {
     program::find(name)
 }
 
+/// An environment in which LD_PRELOAD names the library: a program that takes it away would start others
+/// with a real `/dev/kvm`.
+struct Environment {
+    list: Vec<*const c_char>,
+    _variable: CString,
+}
+
+impl Environment {
+    /// `None` if it is there, or has no place here.
+    ///
+    /// # Safety
+    ///
+    /// `given` is null or a list of C strings that ends with null.
+    unsafe fn completed(given: *const *const c_char) -> Option<Self> {
+        const NAME: &[u8] = b"LD_PRELOAD=";
+        if !crate::is_preloaded() || crate::trace::is_real() {
+            return None;
+        }
+        let own = own_file()?;
+        let own = own.as_os_str().as_bytes();
+        let mut variable = [NAME, own].concat();
+        let mut list = Vec::new();
+        let mut at = given;
+        // SAFETY: a list that ends with null, by this function's contract.
+        unsafe {
+            while !at.is_null() && !(*at).is_null() {
+                let string = CStr::from_ptr(*at).to_bytes();
+                match string.strip_prefix(NAME) {
+                    Some(others) if names(others, own) => return None,
+                    Some(others) => {
+                        variable.push(b':');
+                        variable.extend_from_slice(others);
+                    }
+                    None => list.push(*at),
+                }
+                at = at.add(1);
+            }
+        }
+        let variable = CString::new(variable).ok()?;
+        list.push(variable.as_ptr());
+        list.push(std::ptr::null());
+        Some(Self {
+            list,
+            _variable: variable,
+        })
+    }
+}
+
+/// True if a list of libraries as LD_PRELOAD has it names this one.
+fn names(list: &[u8], library: &[u8]) -> bool {
+    list.split(|byte| b": ".contains(byte))
+        .any(|name| name == library)
+}
+
+unsafe extern "C" {
+    /// The process's own environment.
+    static environ: *const *const c_char;
+}
+
+/// Starts a program in place of this one; -1 and errno if that cannot be.
+///
+/// # Safety
+///
+/// As for `execve`.
+unsafe fn start(
+    path: *const c_char,
+    arguments: *const *const c_char,
+    environment: *const *const c_char,
+    is_searched: bool,
+) -> c_int {
+    // SAFETY: the caller's arguments.
+    let (launch, completed) = unsafe {
+        let launch = file(path, is_searched).and_then(|file| Launch::of(&file, arguments));
+        (launch, Environment::completed(environment))
+    };
+    let (path, arguments) = started(launch.as_ref(), path, arguments);
+    let environment = completed.as_ref().map_or(environment, |e| e.list.as_ptr());
+    if is_searched {
+        next!(execvpe(
+            path => *const c_char,
+            arguments => *const *const c_char,
+            environment => *const *const c_char,
+        ) -> c_int)
+    } else {
+        next!(execve(
+            path => *const c_char,
+            arguments => *const *const c_char,
+            environment => *const *const c_char,
+        ) -> c_int)
+    }
+}
+
 macro_rules! exec {
     ($($name:ident($searched:literal $(, $environment:ident)?);)*) => { $(
         /// The C library's function of this name.
@@ -120,16 +213,12 @@ macro_rules! exec {
             arguments: *const *const c_char,
             $($environment: *const *const c_char,)?
         ) -> c_int {
-            // SAFETY: the caller's arguments.
-            let launch = unsafe { file(path, $searched).and_then(|file| Launch::of(&file, arguments)) };
-            let (path, arguments) = started(launch.as_ref(), path, arguments);
-            next!($name(
-                path => *const c_char,
-                arguments => *const *const c_char,
-                $($environment => *const *const c_char)?
-            ) -> c_int)
+            // SAFETY: the caller's arguments, or the process's own environment.
+            unsafe { start(path, arguments, exec!(@ $($environment)?), $searched) }
         }
     )* };
+    (@ $environment:ident) => { $environment };
+    (@) => { environ };
 }
 
 exec! {
@@ -160,6 +249,9 @@ pub(crate) unsafe extern "C" fn fexecve(
             libc::AT_EMPTY_PATH,
         );
     };
+    // SAFETY: the caller's list.
+    let completed = unsafe { Environment::completed(environment) };
+    let environment = completed.as_ref().map_or(environment, |e| e.list.as_ptr());
     next!(fexecve(
         fd => c_int,
         arguments => *const *const c_char,
@@ -182,6 +274,9 @@ pub(crate) unsafe extern "C" fn execveat(
 ) -> c_int {
     // SAFETY: the caller's arguments.
     unsafe { launch_at(fd, path, arguments, environment, flags) };
+    // SAFETY: the caller's list.
+    let completed = unsafe { Environment::completed(environment) };
+    let environment = completed.as_ref().map_or(environment, |e| e.list.as_ptr());
     next!(execveat(
         fd => c_int,
         path => *const c_char,
@@ -232,8 +327,12 @@ macro_rules! spawn {
             environment: *const *const c_char,
         ) -> c_int {
             // SAFETY: the caller's arguments.
-            let launch = unsafe { file(path, $searched).and_then(|file| Launch::of(&file, arguments)) };
+            let (launch, completed) = unsafe {
+                let launch = file(path, $searched).and_then(|file| Launch::of(&file, arguments));
+                (launch, Environment::completed(environment))
+            };
             let (path, arguments) = started(launch.as_ref(), path, arguments);
+            let environment = completed.as_ref().map_or(environment, |e| e.list.as_ptr());
             next!($name(
                 child => *mut libc::pid_t,
                 path => *const c_char,

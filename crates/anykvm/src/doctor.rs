@@ -273,19 +273,52 @@ fn asking(file: &Path) -> Option<String> {
     ))
 }
 
+/// What the processor's XCR0 has and a guest's cannot.
+fn host_state() -> u64 {
+    /// x87, SSE, AVX and protection keys.
+    const GUESTS: u64 = 0x207;
+    cpuid::xcr0() & !GUESTS
+}
+
+/// What becomes of a program that takes XCR0 from the processor, if that has more state than guests have.
+fn extended_state(file: &Path, lacking: u64) -> Option<String> {
+    (lacking != 0 && cpuid::reads_state(file)).then(|| {
+        format!(
+            "; it reads XCR0 from the processor, which has {}bits {lacking:#x} that guests have not: if it gives \
+             them to a guest, as TinyKVM and runsc do, KVM_SET_XCRS says EINVAL",
+            if lacking & 0xe0 != 0 { "AVX-512, " } else { "" }
+        )
+    })
+}
+
 /// How `anykvm exec` would run it.
 fn program(name: &OsStr) -> Line {
     let verdict = exec::find(name).and_then(|file| exec::check(&file).map(|way| (file, way)));
     match verdict {
-        Ok((file, is_launched)) => {
-            let way = if is_launched {
+        Ok((file, started)) => {
+            let way = if started.has_capabilities {
+                "launched, without the capabilities of its file, which would keep a preloaded library out"
+            } else if started.needs_launcher {
                 "launched, as a preloaded library would not reach it"
             } else {
                 "by a preloaded library"
             };
+            let interpreter = started
+                .interpreters
+                .last()
+                .map_or_else(String::new, |(i, _)| {
+                    format!(
+                        "; a script, whose interpreter is {}, and what it starts is judged then",
+                        i.display()
+                    )
+                });
             let asking = asking(&file).unwrap_or_default();
-            let text = format!("{}: {way}{asking}", file.display());
-            Line(Good, "program", text)
+            let (finding, state) = match extended_state(&file, host_state()) {
+                Some(why) => (Poor, why),
+                None => (Good, String::new()),
+            };
+            let text = format!("{}: {way}{interpreter}{asking}{state}", file.display());
+            Line(finding, "program", text)
         }
         Err(why) => Line(Bad, "program", why),
     }
@@ -317,6 +350,16 @@ mod tests {
         assert_eq!(program(OsStr::new("sh")).0, Good);
         assert_eq!(program(OsStr::new("/nonexistent")).0, Bad);
         assert_eq!(program(OsStr::new("/etc/passwd")).0, Bad);
+    }
+
+    #[test]
+    fn who_reads_the_processors_state_is_told() {
+        // This file names /dev/kvm, and executes XGETBV.
+        let own = std::env::current_exe().unwrap();
+        let why = extended_state(&own, 0xe0).expect("it is found");
+        assert!(why.contains("AVX-512, bits 0xe0"), "{why}");
+        assert_eq!(extended_state(&own, 0), None);
+        assert_eq!(extended_state(Path::new("/bin/true"), 0xe0), None);
     }
 
     #[test]

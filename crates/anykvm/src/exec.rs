@@ -19,8 +19,6 @@ use anykvm_preload::{
 use crate::{cli::ExecArgs, error::BootError};
 
 const PRELOAD: &str = "LD_PRELOAD";
-/// Interpreter lines that lead to each other.
-const MAX_SCRIPTS: usize = 4;
 
 /// Replaces this process by the VMM; returns only if that is not possible.
 pub(crate) fn exec(args: &ExecArgs) -> Result<(u8, Option<String>), BootError> {
@@ -29,17 +27,22 @@ pub(crate) fn exec(args: &ExecArgs) -> Result<(u8, Option<String>), BootError> {
         let version = env!("CARGO_PKG_VERSION");
         let name = vmm.program.display();
         eprintln!("anykvm: {name} runs with anykvm {version} in place of /dev/kvm");
+        if vmm.loses_capabilities {
+            eprintln!("anykvm: it runs without the capabilities of its file (getcap {name})");
+        }
     }
     Err(BootError::Usage(vmm.start(None)))
 }
 
 /// A VMM that can be started.
 #[derive(Debug)]
-pub(crate) struct Vmm<'a> {
+pub(crate) struct Vmm {
     pub(crate) program: PathBuf,
-    name: &'a OsStr,
-    arguments: &'a [OsString],
+    name: OsString,
+    arguments: Vec<OsString>,
     way: Way,
+    /// Those of its file, which it would have got if somebody else had started it.
+    loses_capabilities: bool,
 }
 
 /// How a program gets anykvm.
@@ -47,17 +50,26 @@ pub(crate) struct Vmm<'a> {
 enum Way {
     /// By this LD_PRELOAD.
     Preload(OsString),
-    /// By [`launch`].
-    Launch,
+    /// By [`launch`], and perhaps all that it starts as well.
+    Launch { all: bool },
 }
 
-impl<'a> Vmm<'a> {
-    /// Looks at a program; `always`: it is to be launched even if it need not be.
-    pub(crate) fn prepare(command: &'a [OsString], always: bool) -> Result<Self, String> {
+impl Vmm {
+    /// Looks at a program; `always`: it is to be launched even if it need not be, with what it starts.
+    pub(crate) fn prepare(command: &[OsString], always: bool) -> Result<Self, String> {
         let (name, arguments) = command.split_first().ok_or("no program was named")?;
-        let program = find(name)?;
-        let way = if check(&program)? || always {
-            Way::Launch
+        let mut program = find(name)?;
+        let (mut name, mut arguments) = (name.clone(), arguments.to_vec());
+        let started = check(&program)?;
+        let way = if started.needs_launcher || always {
+            // Nobody but the kernel knows what a script is.
+            for (interpreter, argument) in started.interpreters {
+                arguments.insert(0, program.into());
+                arguments.splice(0..0, argument);
+                name = interpreter.clone().into();
+                program = interpreter;
+            }
+            Way::Launch { all: always }
         } else {
             Way::Preload(preload(std::env::var_os(PRELOAD))?)
         };
@@ -66,6 +78,7 @@ impl<'a> Vmm<'a> {
             name,
             arguments,
             way,
+            loses_capabilities: started.has_capabilities,
         })
     }
 
@@ -73,12 +86,14 @@ impl<'a> Vmm<'a> {
     pub(crate) fn start(&self, variable: Option<(&str, OsString)>) -> String {
         let error = match &self.way {
             Way::Preload(list) => Command::new(&self.program)
-                .arg0(self.name)
-                .args(self.arguments)
+                .arg0(&self.name)
+                .args(&self.arguments)
                 .env(PRELOAD, list)
                 .envs(variable)
                 .exec(),
-            Way::Launch => launch::launch(&self.program, self.name, self.arguments, variable),
+            Way::Launch { all } => {
+                launch::launch(&self.program, &self.name, &self.arguments, variable, *all)
+            }
         };
         format!("cannot start {}: {error}", self.program.display())
     }
@@ -111,10 +126,22 @@ fn preload(others: Option<OsString>) -> Result<OsString, String> {
     Ok(list)
 }
 
-/// Refuses what would start without the library; true for what the preloaded library does not reach.
-pub(crate) fn check(program: &Path) -> Result<bool, String> {
+/// What starts when a file is executed.
+#[derive(Debug, Default)]
+pub(crate) struct Started {
+    /// The preloaded library does not reach it.
+    pub(crate) needs_launcher: bool,
+    /// Because its file gives it capabilities.
+    pub(crate) has_capabilities: bool,
+    /// Of a script, and the argument that each gets before the script's path: the file's own, then that one's, and so on.
+    pub(crate) interpreters: Vec<(PathBuf, Option<OsString>)>,
+}
+
+/// Looks at what would start; refuses what would start without anykvm.
+pub(crate) fn check(program: &Path) -> Result<Started, String> {
+    let mut started = Started::default();
     let mut file = program.to_path_buf();
-    for _ in 0..MAX_SCRIPTS {
+    for _ in 0..=program::MAX_SCRIPTS {
         let name = file.display();
         let mode = file
             .metadata()
@@ -128,18 +155,25 @@ pub(crate) fn check(program: &Path) -> Result<bool, String> {
             ));
         }
         match kind(&file).map_err(|e| format!("{name}: {e}"))? {
-            Kind::Dynamic(loader) if is_glibc(&loader) => return Ok(false),
-            Kind::Dynamic(_) | Kind::Static if file == program => return Ok(true),
-            Kind::Dynamic(_) | Kind::Static => {
-                return Err(format!(
-                    "{name} interprets {} and is not linked with this system's C library: please \
-                     name the interpreter itself",
-                    program.display()
-                ));
+            Kind::Dynamic(loader) => {
+                started.has_capabilities = program::gains_capabilities(&file);
+                started.needs_launcher = !is_glibc(&loader) || started.has_capabilities;
+                return Ok(started);
+            }
+            Kind::Static => {
+                started.has_capabilities = program::gains_capabilities(&file);
+                started.needs_launcher = true;
+                return Ok(started);
             }
             Kind::Foreign => return Err(format!("{name} is not a 64-bit x86 program")),
             Kind::Unknown => return Err(format!("{name} is not a program")),
-            Kind::Script(interpreter) => file = interpreter,
+            Kind::Script {
+                interpreter,
+                argument,
+            } => {
+                file.clone_from(&interpreter);
+                started.interpreters.push((interpreter, argument));
+            }
         }
     }
     Err(format!("{}: too many interpreters", program.display()))

@@ -1,13 +1,19 @@
 //! A thread that can make almost no system calls: seccomp(2), filter mode.
 //!
-//! What is allowed sleeps and wakes (futex), tells another thread or process (write of eight bytes,
+//! What is allowed sleeps and wakes (futex, and restart_syscall, by which the kernel goes on with a sleep after the
+//! process was stopped), tells another thread or process (write of eight bytes,
 //! as to an eventfd), and ends (exit, exit_group). Anything else ends the process by SIGSYS. Memory has to come from
 //! [`crate::allocator::reserve`] then, and clocks from the vDSO.
 
 use std::{io, mem::offset_of};
 
 /// The thread lives in an ordinary process, whose other threads the filter says nothing of.
-const ALLOWED: [libc::c_long; 3] = [libc::SYS_futex, libc::SYS_exit, libc::SYS_exit_group];
+const ALLOWED: [libc::c_long; 4] = [
+    libc::SYS_futex,
+    libc::SYS_restart_syscall,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+];
 /// AUDIT_ARCH_X86_64.
 const ARCH: u32 = 0xc000_003e;
 
@@ -50,9 +56,10 @@ pub fn confine() -> io::Result<()> {
         equal(ARCH, 1),
         end(libc::SECCOMP_RET_KILL_PROCESS),
         load(offset_of!(libc::seccomp_data, nr)),
-        equal(ALLOWED[0] as u32, 7),
-        equal(ALLOWED[1] as u32, 6),
-        equal(ALLOWED[2] as u32, 5),
+        equal(ALLOWED[0] as u32, 8),
+        equal(ALLOWED[1] as u32, 7),
+        equal(ALLOWED[2] as u32, 6),
+        equal(ALLOWED[3] as u32, 5),
         equal(libc::SYS_write as u32, 1),
         end(libc::SECCOMP_RET_KILL_PROCESS),
         load(count),
@@ -113,9 +120,11 @@ mod tests {
     #[test]
     fn only_a_few_calls_are_left() {
         static WORD: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(1);
-        let allowed: [fn(); 3] = [
+        let allowed: [fn(); 4] = [
             || {},
             || assert_eq!(crate::futex::wake(&WORD, 1), 0),
+            // SAFETY: nothing was interrupted: EINTR.
+            || unsafe { assert!(libc::syscall(libc::SYS_restart_syscall) < 0) },
             // SAFETY: eight bytes, which a bad descriptor does not take.
             || unsafe { assert!(libc::write(-1, [0u8; 8].as_ptr().cast(), 8) < 0) },
         ];

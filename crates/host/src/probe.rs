@@ -4,7 +4,7 @@
 //! among those that most filters of a vCPU's thread allow. As with a kernel that copies, pages are
 //! made present, and userfaultfd is served.
 
-use crate::faults;
+use crate::{faults, system};
 
 /// True if the word of eight bytes that contains the address can be read.
 pub fn is_readable(address: u64) -> bool {
@@ -19,15 +19,15 @@ pub fn is_readable(address: u64) -> bool {
     // SAFETY: the kernel reads a signal set, finds that there is nothing to be done with it,
     // and changes nothing.
     let result = unsafe {
-        libc::syscall(
-            libc::SYS_rt_sigprocmask,
-            NO_SUCH_OPERATION,
-            address & !7,
-            std::ptr::null_mut::<u64>(),
+        let arguments = [
+            NO_SUCH_OPERATION as usize,
+            address as usize & !7,
+            0,
             size_of::<u64>(),
-        )
+        ];
+        system::call(libc::SYS_rt_sigprocmask, arguments)
     };
-    result == 0 || std::io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
+    result.map_or_else(|error| error.raw_os_error() != Some(libc::EFAULT), |_| true)
 }
 
 /// True if the word of four bytes that contains the address can be written: zero is added to it.
@@ -40,17 +40,13 @@ pub fn is_writable(address: u64) -> bool {
     const ADD_NOTHING: u32 = 1 << 28 | 2 << 24 | 0x800;
     // SAFETY: the word behind `address` keeps its value, in one atomic step; nobody sleeps on ours.
     let result = unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            &raw const word,
-            libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG,
-            0,
-            0usize,
-            address & !3,
-            ADD_NOTHING,
-        )
+        let operation = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
+        let word = &raw const word as usize;
+        let other = address as usize & !3;
+        let arguments = [word, operation as usize, 0, 0, other, ADD_NOTHING as usize];
+        system::call(libc::SYS_futex, arguments)
     };
-    result >= 0
+    result.is_ok()
 }
 
 #[cfg(test)]

@@ -103,6 +103,17 @@ pub fn map_shared(fd: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<N
         .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
+/// Takes a mapping away.
+///
+/// # Safety
+///
+/// It is the caller's, and nothing refers to it.
+pub unsafe fn unmap(first: NonNull<u8>, len: usize) {
+    // An error would say that there is no such mapping.
+    // SAFETY: the caller's.
+    let _ = unsafe { call(libc::SYS_munmap, [first.as_ptr() as usize, len]) };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

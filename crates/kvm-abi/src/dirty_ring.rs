@@ -83,6 +83,6 @@ impl Drop for DirtyRing {
     fn drop(&mut self) {
         let len = ring_size(self.entries);
         // SAFETY: our own mapping, to which no reference outlives `self`.
-        unsafe { libc::munmap(self.first.as_ptr().cast(), len) };
+        unsafe { host::system::unmap(self.first.cast(), len) };
     }
 }

@@ -74,6 +74,6 @@ impl RingMemory for Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         // SAFETY: our own mapping, to which no reference outlives `self`.
-        unsafe { libc::munmap(self.0.as_ptr().cast(), PAGE_SIZE) };
+        unsafe { host::system::unmap(self.0.cast(), PAGE_SIZE) };
     }
 }

@@ -399,14 +399,16 @@ fn thread_id() -> i32 {
 fn set_mask(mask: u64) -> u64 {
     let mut old = 0u64;
     // SAFETY: both are eight bytes, as the call is told. glibc's own function would refuse
-    // to block its internal signals.
-    unsafe {
-        libc::syscall(
+    // to block its internal signals. With these arguments it cannot fail.
+    let _ = unsafe {
+        host::system::call(
             libc::SYS_rt_sigprocmask,
-            libc::SIG_SETMASK,
-            &raw const mask,
-            &raw mut old,
-            size_of::<u64>(),
+            [
+                libc::SIG_SETMASK as usize,
+                &raw const mask as usize,
+                &raw mut old as usize,
+                size_of::<u64>(),
+            ],
         )
     };
     old

@@ -58,7 +58,7 @@ impl Values {
 impl Drop for Values {
     fn drop(&mut self) {
         // SAFETY: our own mapping, to which no reference outlives `self`.
-        unsafe { libc::munmap(self.page.as_ptr().cast(), PAGE_SIZE) };
+        unsafe { host::system::unmap(self.page.cast(), PAGE_SIZE) };
     }
 }
 

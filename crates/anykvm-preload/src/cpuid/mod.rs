@@ -102,6 +102,21 @@ pub fn examine(path: &Path) -> Option<Asking> {
     })
 }
 
+/// XCR0 of the processor.
+pub fn xcr0() -> u64 {
+    host::cpu::xcr0()
+}
+
+/// True for a program that names `/dev/kvm` and executes XGETBV.
+pub fn reads_state(path: &Path) -> bool {
+    const XGETBV: &[u8] = &[0x0f, 0x01, 0xd0];
+    let Ok(file) = std::fs::read(path) else {
+        return false;
+    };
+    let has = |bytes: &[u8]| file.windows(bytes.len()).any(|window| window == bytes);
+    file.starts_with(b"\x7fELF") && has(DEVICE) && has(XGETBV)
+}
+
 fn layout_of(file: &File) -> Option<Layout> {
     Layout::read(|at, len| {
         let mut bytes = vec![0; len];

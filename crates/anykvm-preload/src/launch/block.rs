@@ -43,6 +43,10 @@ pub(super) struct Block {
     pub(super) borrowed_return: usize,
     /// Begin and length of the stack for signals on which a handler of the program began last.
     pub(super) signal_stack: [usize; 2],
+    /// What prctl(2) is told for a child of vfork(2): the thunks' address and length.
+    pub(super) thunks: [usize; 2],
+    /// The child's registers meanwhile.
+    pub(super) saved: [usize; 5],
 }
 
 static FREE: Mutex<Free> = Mutex::new(Free {
@@ -103,6 +107,8 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut Block> {
             base: 0,
             borrowed_return: 0,
             signal_stack: [0; 2],
+            thunks: [0; 2],
+            saved: [0; 5],
         });
     }
     CURRENT.set(block);

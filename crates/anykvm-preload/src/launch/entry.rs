@@ -354,7 +354,8 @@ pub(super) unsafe extern "C" fn finish(base: usize) -> ! {
 /// Makes a child that borrows the program's memory until it executes another program or ends.
 ///
 /// Parent and child come through the rest one after the other, with the thread's block. What the
-/// child left there when it ended in our code is put right.
+/// child left there when it ended in our code is put right. The kernel does not watch a child's system calls
+/// until it is told to; that takes registers, which the program has kept, and none of its stack.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn borrow() {
     std::arch::naked_asm!(
@@ -366,8 +367,33 @@ pub(super) unsafe extern "C" fn borrow() {
         "mov rcx, rax",
         "jrcxz 2f",
         "mov byte ptr gs:[{borrowed}], 0",
-        "2:",
         "jmp qword ptr gs:[{borrowed_return}]",
+        "2:",
+        "mov gs:[{saved}], rdi",
+        "mov gs:[{saved} + 8], rsi",
+        "mov gs:[{saved} + 16], rdx",
+        "mov gs:[{saved} + 24], r10",
+        "mov gs:[{saved} + 32], r8",
+        "mov edi, {dispatch}",
+        "mov esi, 1",
+        "mov rdx, gs:[{thunks}]",
+        "mov r10, gs:[{thunks} + 8]",
+        "mov r8, gs:[{this}]",
+        "lea r8, [r8 + {selector}]",
+        "mov eax, {prctl}",
+        "syscall",
+        "mov rdi, gs:[{saved}]",
+        "mov rsi, gs:[{saved} + 8]",
+        "mov rdx, gs:[{saved} + 16]",
+        "mov r10, gs:[{saved} + 24]",
+        "mov r8, gs:[{saved} + 32]",
+        "mov eax, 0",
+        "jmp qword ptr gs:[{borrowed_return}]",
+        this = const offset_of!(Block, this),
+        thunks = const offset_of!(Block, thunks),
+        saved = const offset_of!(Block, saved),
+        dispatch = const super::PR_SET_SYSCALL_USER_DISPATCH,
+        prctl = const libc::SYS_prctl,
         borrowed = const offset_of!(Block, borrowed),
         borrowed_return = const offset_of!(Block, borrowed_return),
         selector = const offset_of!(Block, selector),

@@ -42,7 +42,13 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
         return Answer::Kernel;
     };
     let file = Path::new(OsStr::from_bytes(path.to_bytes()));
-    if !program::needs_launcher(file) {
+    let always = super::launches_all();
+    let is_launched = if always {
+        program::can_be_launched(file)
+    } else {
+        program::needs_launcher(file)
+    };
+    if !is_launched {
         let with_library = Environment::with_library(envp);
         let envp = with_library.as_ref().map_or(envp, Environment::address);
         let arguments = [path.as_ptr() as usize, argv, envp, 0, 0, 0];
@@ -53,8 +59,12 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
         return Answer::Kernel;
     };
     let mut strings: Vec<*const c_char> = vec![own.as_ptr()];
-    let fixed: [&CStr; 3] = [c"exec", c"--quiet", c"--"];
+    let fixed: [&CStr; 2] = [c"exec", c"--quiet"];
     strings.extend(fixed.iter().map(|word| word.as_ptr()));
+    if always {
+        strings.push(c"--launch".as_ptr());
+    }
+    strings.push(c"--".as_ptr());
     strings.push(path.as_ptr());
     // The first is the program's name for itself.
     let mut at = argv;

@@ -18,7 +18,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use libc::c_void;
 
@@ -37,17 +37,50 @@ fn unsupported(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::Unsupported, what.to_owned())
 }
 
+/// What the program starts is launched, too, also where the preload library would do.
+static ALL: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn launches_all() -> bool {
+    ALL.load(Ordering::Relaxed)
+}
+
+/// A list of libraries as LD_PRELOAD has it, without this file; `None` if it does not name it.
+fn without_own(list: &OsStr, own: &Path) -> Option<std::ffi::OsString> {
+    let is_own = |name: &&[u8]| Path::new(OsStr::from_bytes(name)) == own;
+    let words = || list.as_bytes().split(|byte| b": ".contains(byte));
+    let others: Vec<&[u8]> = words().filter(|name| !is_own(name)).collect();
+    let has_own = others.len() < words().count();
+    has_own.then(|| OsStr::from_bytes(&others.join(&b':')).to_owned())
+}
+
 /// Starts the program in this process, which must have one thread, with a variable in its
-/// environment; returns only if it cannot.
+/// environment; returns only if it cannot. With `all`, what it starts is launched, too.
 pub fn launch(
     program: &Path,
     name: &OsStr,
     arguments: &[std::ffi::OsString],
     variable: Option<(&str, std::ffi::OsString)>,
+    all: bool,
 ) -> io::Error {
+    const PRELOAD: &str = "LD_PRELOAD";
+    ALL.store(all, Ordering::Relaxed);
     if let Some((variable, value)) = variable {
         // SAFETY: there is one thread.
         unsafe { std::env::set_var(variable, value) };
+    }
+    // A loader in the program would load this file once more: two copies that each take the other's
+    // signals and descriptors for the program's.
+    if let (Some(list), Ok(own)) = (std::env::var_os(PRELOAD), std::env::current_exe())
+        && let Some(others) = without_own(&list, &own)
+    {
+        // SAFETY: there is one thread.
+        unsafe {
+            if others.is_empty() {
+                std::env::remove_var(PRELOAD);
+            } else {
+                std::env::set_var(PRELOAD, others);
+            }
+        }
     }
     match prepare(program, name, arguments) {
         Ok(never) => match never {},
@@ -294,4 +327,24 @@ fn auxiliary(main: &Loaded, loader: Option<&Loaded>) -> io::Result<Vec<(u64, usi
     }
     vector.push((libc::AT_NULL, 0));
     Ok(vector)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_launched_program_does_not_get_the_library() {
+        let rows = [
+            ("/a/anykvm", Some("")),
+            ("/a/anykvm:/lib/x.so", Some("/lib/x.so")),
+            ("/lib/x.so /a/anykvm:/lib/y.so", Some("/lib/x.so:/lib/y.so")),
+            ("/lib/x.so", None),
+            ("", None),
+        ];
+        for (list, want) in rows {
+            let got = without_own(OsStr::new(list), Path::new("/a/anykvm"));
+            assert_eq!(got.as_deref(), want.map(OsStr::new), "{list}");
+        }
+    }
 }

@@ -78,6 +78,7 @@ pub(super) unsafe fn clone(a: [usize; 6], frame: &mut Frame, block: &mut Block) 
         return Answer::Is(-(libc::EINVAL as isize));
     }
     block.borrowed_return = frame.target + SYSCALL_LEN;
+    block.thunks = thunks::range().into();
     frame.target = entry::borrow as *const () as usize;
     Answer::Kernel
 }

@@ -232,6 +232,16 @@ fn a_strict_filter_of_system_calls_is_obeyed() {
 }
 
 #[test]
+fn a_filtered_program_can_be_stopped_and_go_on() {
+    passes("vmm-stopped", &["stopped"]);
+}
+
+#[test]
+fn a_child_under_a_filter_of_its_own_sets_handlers() {
+    passes("vmm-filtered-child", &["filtered-child"]);
+}
+
+#[test]
 fn a_filtered_vcpu_thread_gets_its_steal_time() {
     passes("vmm-seccomp-steal", &["seccomp-steal"]);
 }
@@ -344,6 +354,132 @@ fn a_dynamically_linked_program_can_be_launched() {
         .expect("timeout is installed");
     let error = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{error}");
+}
+
+/// A program of this text, which may be executed.
+fn script(name: &str, text: &str) -> PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::write(&path, text).expect("the folder can be written");
+    let permissions = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(&path, permissions).expect("the file is ours");
+    path
+}
+
+#[test]
+fn a_script_starts_a_loader_that_starts_the_program() {
+    const LOADER: &str = "/lib64/ld-linux-x86-64.so.2";
+    let vmm = build("vmm-by-loader", &[]);
+    let vmm = vmm.to_str().unwrap();
+    let text = format!(
+        "#!/bin/sh -e\n{LOADER} --inhibit-cache {vmm} exits 1000\n{vmm} exits 1000\ncat /proc/self/cmdline\n"
+    );
+    let wrapper = script("by-loader", &text);
+    let wrapper = wrapper.to_str().unwrap();
+    let output = exec(&[wrapper]);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    let output = Command::new(env!("CARGO_BIN_EXE_anykvm"))
+        .args(["exec", "--launch", "--", wrapper])
+        .output()
+        .unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(text.matches(" ns\n").count(), 2, "{text}");
+    // What the script starts is launched, too.
+    assert!(text.contains("exec\0--quiet\0--launch\0--\0"), "{text}");
+    let doctor = Command::new(env!("CARGO_BIN_EXE_anykvm"))
+        .args(["doctor", wrapper])
+        .output();
+    let text = String::from_utf8(doctor.unwrap().stdout).unwrap();
+    assert!(
+        text.contains("a script, whose interpreter is /bin/sh"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_script_of_a_static_interpreter_is_launched() {
+    let vmm = build("vmm-of-busybox", &[]);
+    let text = format!(
+        "#!/usr/bin/busybox ash\nexec {} exits 1000\n",
+        vmm.display()
+    );
+    let wrapper = script("of-busybox", &text);
+    for through in [None, Some("sh")] {
+        let start = format!("{}", wrapper.display());
+        let command = through.map_or_else(|| vec![&*start], |shell| vec![shell, "-c", &start]);
+        let output = exec(&command);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{command:?}: {error}");
+        assert!(String::from_utf8_lossy(&output.stdout).ends_with(" ns\n"));
+    }
+}
+
+#[test]
+fn a_program_that_empties_the_environment_does_not_lose_anykvm() {
+    let vmm = build("vmm-without-environment", &[]);
+    let vmm = vmm.to_str().unwrap();
+    let by_shell = format!("unset LD_PRELOAD; exec {vmm} exits 1000");
+    for command in [
+        &["env", "-i", vmm, "exits", "1000"][..],
+        &["bash", "-c", &by_shell],
+    ] {
+        let output = exec(command);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{command:?}: {error}");
+    }
+}
+
+/// Only root can make such a file, and only others get something by it: as another user this test says so
+/// and ends.
+#[test]
+fn a_program_with_capabilities_of_its_own_is_launched() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("only root can give a file capabilities: not tested");
+        return;
+    }
+    // Where others may go, as may not be so for the place of the build.
+    let folder = PathBuf::from(format!("/tmp/anykvm-capable-{}", std::process::id()));
+    std::fs::create_dir(&folder).unwrap();
+    let (vmm, anykvm) = (folder.join("vmm"), folder.join("anykvm"));
+    std::fs::copy(build("vmm-capable", &[]), &vmm).unwrap();
+    std::fs::copy(env!("CARGO_BIN_EXE_anykvm"), &anykvm).unwrap();
+    // CAP_NET_ADMIN, permitted and effective (struct vfs_cap_data of version 2).
+    let value: [u32; 5] = [0x0200_0001, 1 << 12, 0, 0, 0];
+    let value: Vec<u8> = value.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let none = rustix::fs::XattrFlags::empty();
+    rustix::fs::setxattr(&vmm, "security.capability", &value, none).unwrap();
+    let as_nobody = |how: &[&str]| {
+        let output = Command::new("setpriv")
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+            .arg(&anykvm)
+            .args(["exec", "--"])
+            .args(how)
+            .env("HOME", "/nonexistent")
+            .output()
+            .expect("setpriv is installed");
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    let vmm = vmm.to_str().unwrap();
+    let (status, error) = as_nobody(&[vmm, "exits", "1000"]);
+    let (child, child_error) = as_nobody(&["sh", "-c", &format!("{vmm} exits 1000")]);
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(status, Some(0), "{error}");
+    assert!(
+        error.contains("without the capabilities of its file"),
+        "{error}"
+    );
+    assert_eq!(child, Some(0), "{child_error}");
+}
+
+#[test]
+fn an_input_is_not_what_the_last_output_was() {
+    passes("vmm-input", &["input"]);
 }
 
 #[test]

@@ -11,7 +11,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
+#include <dirent.h>
 #include <sys/prctl.h>
+#include <sys/ptrace.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -575,6 +577,119 @@ static void seccomp(void)
     CHECK(returned > 100);
 }
 
+/* Stops a process and lets it go on, `times` times, and then each of its threads, as a debugger does. */
+static int disturb_process(pid_t process, int times)
+{
+    char path[64], line[256];
+    for (int i = 0; i < times; i++) {
+        kill(process, SIGSTOP);
+        snprintf(path, sizeof path, "/proc/%d/stat", process);
+        for (char state = 0; state != 'T'; usleep(100)) {
+            FILE *file = fopen(path, "r");
+            if (!file || !fgets(line, sizeof line, file))
+                return 1;
+            fclose(file);
+            state = strrchr(line, ')')[2];
+        }
+        kill(process, SIGCONT);
+        usleep(2000);
+    }
+    snprintf(path, sizeof path, "/proc/%d/task", process);
+    DIR *tasks = opendir(path);
+    for (struct dirent *task; tasks && (task = readdir(tasks));) {
+        pid_t thread = atoi(task->d_name);
+        if (thread == 0)
+            continue;
+        if (ptrace(PTRACE_ATTACH, thread, 0, 0) != 0 || waitpid(thread, NULL, __WALL) != thread ||
+            ptrace(PTRACE_DETACH, thread, 0, 0) != 0)
+            return 2;
+    }
+    return !tasks;
+}
+
+static void *sleeper(void *argument)
+{
+    (void)argument;
+    install_filter();
+    handled++;
+    runner(NULL);
+    return NULL;
+}
+
+/* A vCPU that sleeps under a filter of system calls, and threads of ours: the process may be stopped. */
+static void stopped(void)
+{
+    with_chips = 1;
+    make(HALT, sizeof HALT);
+    struct sigaction action = { .sa_handler = count };
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
+    int begin[2];
+    CHECK(pipe(begin) == 0);
+    pid_t process = getpid(), child = fork();
+    if (child == 0) {
+        char byte;
+        _exit(read(begin[0], &byte, 1) != 1 ? 9 : disturb_process(process, 20));
+    }
+    /* Not known everywhere, and not needed there. */
+    prctl(PR_SET_PTRACER, child, 0, 0, 0);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, sleeper, NULL) == 0);
+    while (handled == 0)
+        usleep(100);
+    usleep(10000);
+    int result;
+    CHECK(write(begin[1], "", 1) == 1);
+    CHECK(waitpid(child, &result, 0) == child && result == 0);
+    stop = 1;
+    while (pthread_tryjoin_np(thread, NULL) != 0) {
+        pthread_kill(thread, SIGUSR1);
+        usleep(100);
+    }
+}
+
+/* A child that has few system calls left may still set handlers, and use descriptors. */
+static void filtered_child(void)
+{
+    make(HALT, sizeof HALT);
+    pid_t child = fork();
+    if (child == 0) {
+        static const int ALLOWED[] = {
+            SYS_rt_sigaction, SYS_write, SYS_exit_group, SYS_kill, SYS_dup, SYS_dup2, SYS_close, SYS_eventfd2, SYS_mmap,
+        };
+        enum { COUNT = sizeof ALLOWED / sizeof *ALLOWED };
+        struct sock_filter lines[2 * COUNT + 2];
+        unsigned n = 0;
+        lines[n++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+        for (int i = 0; i < COUNT; i++) {
+            lines[n++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, ALLOWED[i], 0, 1);
+            lines[n++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+        }
+        lines[n++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+        struct sock_fprog program = { .len = n, .filter = lines };
+        int own = getpid();
+        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) != 0)
+            _exit(1);
+        struct sigaction action = { .sa_handler = SIG_IGN }, before;
+        if (sigaction(SIGWINCH, &action, NULL) != 0 || signal(SIGWINCH, count) != SIG_IGN ||
+            sigaction(SIGWINCH, NULL, &before) != 0 || before.sa_handler != count ||
+            syscall(SYS_rt_sigaction, SIGUSR2, NULL, &before, 8) != 0)
+            _exit(2);
+        if (signal(SIGUSR1, SIG_IGN) != SIG_DFL || kill(own, SIGUSR1) != 0)
+            _exit(3);
+        int bell = eventfd(0, 0), copy = dup(bell);
+        if (bell < 0 || copy < 0 || dup2(bell, 99) != 99 || eventfd_write(copy, 1) != 0 || close(bell) != 0 || close(vcpu) != 0)
+            _exit(4);
+        if (mmap(NULL, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED)
+            _exit(5);
+        _exit(0);
+    }
+    int result;
+    CHECK(waitpid(child, &result, 0) == child);
+    if (result != 0)
+        fprintf(stderr, "the child's status is %#x\n", result);
+    CHECK(result == 0);
+}
+
 static void *cancelled(void *argument)
 {
     int *begun = argument;
@@ -629,6 +744,47 @@ static void faults(void)
     }
 }
 
+/* A VMM that adds its bits to what it finds where an IN's bytes belong, as gokvm does, finds none. */
+static void input(void)
+{
+    static const uint8_t CODE[] = {
+        0x66, 0xb8, 0xff, 0xff, 0xff, 0xff, /* mov eax, -1 */
+        0xe6, 0x10, 0xe4, 0x10,             /* out 0x10, al; in al, 0x10 */
+        0xe7, 0x10, 0xe5, 0x10,             /* the same with ax, */
+        0x66, 0xe7, 0x10, 0x66, 0xe5, 0x10, /* and eax */
+        0xbf, 0x00, 0x50, 0xb9, 0x03, 0x00, /* mov di, 0x5000; mov cx, 3 */
+        0xba, 0x10, 0x00, 0xf3, 0x6c,       /* mov dx, 0x10; rep insb */
+        0xa1, 0x00, 0x90,                   /* mov ax, [0x9000], where nothing is */
+        0xf4,
+    };
+    make(CODE, sizeof CODE);
+    struct kvm_userspace_memory_region region = {
+        .memory_size = 0x8000, .userspace_addr = (uintptr_t)memory,
+    };
+    CHECK(ioctl(vm, KVM_SET_USER_MEMORY_REGION, &(struct kvm_userspace_memory_region){ 0 }) == 0);
+    CHECK(ioctl(vm, KVM_SET_USER_MEMORY_REGION, &region) == 0);
+    int ins = 0;
+    for (;;) {
+        CHECK(ioctl(vcpu, KVM_RUN, 0) == 0);
+        if (run->exit_reason == KVM_EXIT_MMIO) {
+            CHECK(!run->mmio.is_write && run->mmio.len == 2);
+            for (int i = 0; i < 8; i++)
+                CHECK(run->mmio.data[i] == 0);
+            continue;
+        }
+        if (run->exit_reason == KVM_EXIT_HLT)
+            break;
+        CHECK(run->exit_reason == KVM_EXIT_IO && run->io.port == 0x10);
+        uint8_t *data = (uint8_t *)run + run->io.data_offset;
+        for (uint32_t i = 0; i < run->io.size * run->io.count; i++) {
+            CHECK(run->io.direction == KVM_EXIT_IO_OUT || data[i] == 0);
+            data[i] |= 0x5a;
+        }
+        ins += run->io.direction == KVM_EXIT_IO_IN;
+    }
+    CHECK(ins >= 4 && memcmp(memory + 0x5000, "\x5a\x5a\x5a", 3) == 0);
+}
+
 /* What an exit costs. */
 static void exits(long times)
 {
@@ -664,7 +820,10 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "seccomp-all")) { for_all = 1; seccomp(); }
     else if (!strcmp(mode, "seccomp-chips")) { with_chips = 1; seccomp(); }
     else if (!strcmp(mode, "seccomp-chips-all")) { with_chips = for_all = 1; seccomp(); }
+    else if (!strcmp(mode, "stopped")) stopped();
+    else if (!strcmp(mode, "filtered-child")) filtered_child();
     else if (!strcmp(mode, "faults")) faults();
+    else if (!strcmp(mode, "input")) input();
     else if (!strcmp(mode, "exits")) exits(times);
     else if (!strcmp(mode, "inherited")) return ioctl(9, KVM_GET_API_VERSION, 0) != 12 || ioctl(9, KVM_CREATE_VM, 0) < 0;
     else return 2;

@@ -107,6 +107,8 @@ const L7_2_EDX_INTEL: u32 = 1 << 4 | 1 << 5;
 const X1_ECX_HOST: u32 = 1 << 6 | 1 << 7;
 /// Leaf 0x80000001 ECX, always: LAHF, CR8_LEGACY, ABM, PREFETCHW.
 const X1_ECX_OURS: u32 = 1 << 0 | 1 << 4 | 1 << 5 | 1 << 8;
+/// Leaf 0x80000001 ECX, AMD, as the host has them: CMP_LEGACY, and OSVW, whose MSRs are there.
+const X1_ECX_AMD_HOST: u32 = 1 << 1 | 1 << 9;
 /// TOPOEXT, for AMD guests whose VMM fills leaf 0x8000001e.
 const X1_ECX_TOPOEXT: u32 = 1 << 22;
 /// Leaf 0x80000001 EDX that AMD mirrors from leaf 1.
@@ -174,7 +176,7 @@ fn extended1(amd: bool) -> Regs {
     let mut ecx = h.ecx & X1_ECX_HOST | X1_ECX_OURS;
     if amd {
         edx |= X1_EDX_AMD | L1_EDX & X1_EDX_MIRROR;
-        ecx |= X1_ECX_TOPOEXT;
+        ecx |= X1_ECX_TOPOEXT | h.ecx & X1_ECX_AMD_HOST;
     }
     Regs {
         eax: if amd { signature() } else { h.eax },

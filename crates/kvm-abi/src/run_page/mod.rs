@@ -316,7 +316,19 @@ impl RunPage {
             count,
             data_offset: PIO_DATA as u64,
         });
+        let to = self.pio_data();
         if is_in {
+            // As with KVM: a VMM may add what it has to what is there. A single element is read again
+            // by one load of its size.
+            // SAFETY: at most a page, and the PIO page is mapped and aligned.
+            unsafe {
+                match len {
+                    1 => to.write_volatile(0),
+                    2 => to.cast::<u16>().write_volatile(0),
+                    4 => to.cast::<u32>().write_volatile(0),
+                    _ => std::ptr::write_bytes(to, 0, len),
+                }
+            }
             return if count == 1 {
                 Question::Port { len: size }
             } else {
@@ -325,7 +337,6 @@ impl RunPage {
             };
         }
         let bytes = data.get(..len).unwrap_or(data);
-        let to = self.pio_data();
         // SAFETY: at most a page, and the PIO page is mapped; `data` lies elsewhere. (Single elements
         // by a store of their size: the VMM will read them so.)
         unsafe {
@@ -433,7 +444,7 @@ impl RunPage {
 impl Drop for RunPage {
     fn drop(&mut self) {
         // SAFETY: our own mapping, to which no reference outlives `self`.
-        unsafe { libc::munmap(self.run.as_ptr().cast(), VCPU_MMAP_SIZE) };
+        unsafe { host::system::unmap(self.run.cast(), VCPU_MMAP_SIZE) };
     }
 }
 
