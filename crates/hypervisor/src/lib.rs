@@ -18,6 +18,9 @@ pub use irqchip::IoapicState;
 
 pub use guest_memory::DirtyRingMemory;
 
+/// Events of KVM_SET_PMU_EVENT_FILTER at most.
+pub const MAX_FILTERED_EVENTS: usize = pmu::MAX_EVENTS;
+
 pub use exit::{Answer, Exit, HyperVExit, IoData, Question, RunInput, RunPage, RunStatus};
 pub use vcpu::hyperv::index::SYNDBG_CONTROL;
 pub use vcpu::{
@@ -25,7 +28,9 @@ pub use vcpu::{
     stats::{StatKind, StatsSink, VCPU_STATS},
 };
 pub use vm::irqfd_direct;
-pub use vm::{Doorbell, IrqTrigger, MsrRange, Route, RouteTarget, Subscriber, VM_STATS, Vm};
+pub use vm::{
+    Doorbell, EventFilter, IrqTrigger, MsrRange, Route, RouteTarget, Subscriber, VM_STATS, Vm,
+};
 
 /// Result of a hypervisor call.
 pub type Result<T> = core::result::Result<T, Error>;

@@ -12,6 +12,7 @@ pub mod features;
 pub mod fp;
 pub mod msr_model;
 pub mod msrs;
+pub mod retired;
 pub mod state;
 
 pub use bus::{Access, CodePage, Fault, Flush, GuestBus, HypercallForm, Privilege, Word};
@@ -19,4 +20,5 @@ pub use event::{Event, Events, Exception, PendingException, PendingInterrupt};
 pub use features::{Feature, Features};
 pub use fp::FpState;
 pub use msrs::Msrs;
+pub use retired::Retired;
 pub use state::{CodeSize, CpuState, EngineArea, Shadow, VmmDebug};

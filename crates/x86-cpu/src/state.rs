@@ -10,7 +10,7 @@ use x86_defs::{
     segment::{Attr, DescriptorTable, Segment},
 };
 
-use crate::{Events, Features, FpState, Msrs};
+use crate::{Events, Features, FpState, Msrs, Retired};
 
 /// Interrupt shadow: events held off for one instruction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -106,6 +106,9 @@ pub struct CpuState {
     pub fp: FpState,
     /// Working memory of an execution engine.
     pub engine: EngineArea,
+    /// Events retired while somebody counted them. (Last: generated code has what is before it
+    /// within reach.)
+    pub retired: Retired,
 }
 
 /// Debug registers that a debugger outside the machine has put in place of the guest's
@@ -234,6 +237,7 @@ impl Default for CpuState {
             features: Features::default(),
             fp: FpState::default(),
             engine: EngineArea::default(),
+            retired: Retired::default(),
         }
     }
 }

@@ -10,6 +10,7 @@ pub mod dr;
 pub mod msr;
 pub mod paging;
 pub mod reg;
+pub mod retired;
 pub mod rflags;
 pub mod segment;
 pub mod vector;

@@ -70,6 +70,7 @@ msrs! {
     IA32_TSC_DEADLINE = 0x6e0, "TSC deadline.";
     IA32_X2APIC_BASE = 0x800, "First x2APIC register.";
     IA32_X2APIC_END = 0x8ff, "Last x2APIC register.";
+    IA32_A_PMC0 = 0x4c1, "General counter 0, all bits.";
     IA32_XSS = 0xda0, "Supervisor XSAVE components.";
     KVM_WALL_CLOCK = 0x11, "kvmclock wall clock, old number.";
     KVM_SYSTEM_TIME = 0x12, "kvmclock system time, old number.";
@@ -112,6 +113,11 @@ msrs! {
     K8_TSEG_ADDR = 0xc001_0112, "SMM TSEG base (AMD).";
     K8_TSEG_MASK = 0xc001_0113, "SMM TSEG mask (AMD).";
     F15H_EX_CFG = 0xc001_102c, "Execution configuration (AMD).";
+    AMD64_PERFEVTSEL0_CORE = 0xc001_0200, "Event select 0 of a core (AMD); its counter and five more pairs follow.";
+    AMD64_PERF_CNTR_GLOBAL_STATUS = 0xc000_0300, "Overflow status (AMD PerfMonV2).";
+    AMD64_PERF_CNTR_GLOBAL_CTL = 0xc000_0301, "Global enable (AMD PerfMonV2).";
+    AMD64_PERF_CNTR_GLOBAL_STATUS_CLR = 0xc000_0302, "Overflow clear (AMD PerfMonV2).";
+    AMD64_PERF_CNTR_GLOBAL_STATUS_SET = 0xc000_0303, "Overflow set (AMD PerfMonV2).";
     K7_EVNTSEL0 = 0xc001_0000, "Event select 0 (AMD K7).";
     K7_PERFCTR0 = 0xc001_0004, "Counter 0 (AMD K7).";
     F15H_PERF_CTL0 = 0xc001_0200, "Event select 0 (AMD family 15h); counters alternate.";

@@ -2,7 +2,7 @@
 //! where translated code has found that it cannot do it by itself. Everything else is executed.
 
 use iced_x86::Code;
-use x86_cpu::{CpuState, Fault, GuestBus, Privilege};
+use x86_cpu::{CpuState, Fault, GuestBus, Privilege, Retired};
 use x86_defs::reg;
 
 use crate::{
@@ -168,6 +168,9 @@ impl<B: GuestBus> Interp<B> {
                 }
                 let next = cpu.rip().wrapping_add(transfer.len.into());
                 cpu.set_rip(if wide { next } else { next & 0xffff_ffff });
+                if cpu.retired.counts_at(cpu.cpl) {
+                    cpu.retired.add(Retired::level(cpu.cpl), 0);
+                }
                 bus.commit();
                 Some(RunStop::Poll)
             }

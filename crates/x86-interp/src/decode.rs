@@ -82,6 +82,7 @@ fn operands<B: GuestBus>(i: &Instruction) -> Insn<B> {
         scale: 0,
         seg: reg::DS as u8,
         prefix: 0,
+        events: insn::events::events_of(i),
     };
     if i.has_lock_prefix() {
         insn.prefix |= Insn::<B>::LOCK;

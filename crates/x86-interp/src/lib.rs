@@ -29,6 +29,7 @@ mod test_bus;
 pub use access::Transfer;
 pub use exec::{Exec, Flow, Step, Stop};
 pub use flags::LazyFlags;
+pub use insn::events::events_of;
 pub use insn::system::cr4_valid_bits;
 pub use insn::{Handler, Insn, Selector};
 pub use int::Int;

@@ -5,12 +5,13 @@
 //! (SDM vol. 3, 6.8.3 and 18.3.1), on the same decoded blocks.
 
 use iced_x86::Code;
-use x86_cpu::{CpuState, Event, Exception, Feature, GuestBus, Shadow};
+use x86_cpu::{CpuState, Event, Exception, Feature, GuestBus, Retired, Shadow, retired::outcome};
 use x86_defs::{dr, rflags};
 use x86_native::Native;
 
 use crate::{
-    Exec, Flow, Insn, Selector, Stop, blocks::Blocks, decode::decode, deliver, remainder::Remainder,
+    Exec, Flow, Insn, Selector, Step, Stop, blocks::Blocks, decode::decode, deliver,
+    remainder::Remainder,
 };
 
 /// Why [`Interp::run`] returned. `CpuState` is exact in every case.
@@ -60,15 +61,22 @@ impl<B: GuestBus> Interp<B> {
     pub fn run(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         ex.refresh();
+        let counts = ex.cpu.retired.counts_at(ex.cpu.cpl);
         let stop = loop {
             // In a shadow nothing can be injected: one more instruction.
             if ex.cpu.shadow == Shadow::None && ex.bus.poll(ex.cpu) {
                 break RunStop::Poll;
             }
+            // Another engine may be the better one where nothing is counted.
+            if ex.cpu.retired.counts_at(ex.cpu.cpl) != counts {
+                break RunStop::Poll;
+            }
             let result = if ex.needs_stepping() {
                 step_one(&mut self.blocks, &mut ex)
+            } else if counts {
+                run_counted(&mut self.blocks, &mut ex)
             } else {
-                run_block(&mut self.blocks, &mut ex)
+                run_block::<B, false>(&mut self.blocks, &mut ex)
             };
             if let Err(stop) = result
                 && let Err(stop) = handle(&mut ex, stop)
@@ -100,6 +108,10 @@ impl<B: GuestBus> Interp<B> {
         let rest = core::mem::replace(&mut self.remainder, Remainder::NOTHING);
         let done = rest.finish(cpu, len, value);
         if done {
+            // It transfers data and is no branch.
+            if cpu.retired.counts_at(cpu.cpl) {
+                cpu.retired.add(Retired::level(cpu.cpl), 0);
+            }
             bus.commit();
         }
         done
@@ -200,8 +212,37 @@ fn run_first<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
     run_insn(ex, insn)
 }
 
+/// The index in [`Retired::counts`] at which the next instruction counts, if it does. To be asked
+/// before it is executed: it may change privilege, and what is counted.
+#[inline(always)]
+fn counted<B: GuestBus>(ex: &Exec<'_, B>) -> Option<usize> {
+    let cpl = ex.cpu.cpl;
+    let counts = ex.cpu.retired.counts_at(cpl);
+    counts.then_some(Retired::level(cpl))
+}
+
+/// Adds the instruction to the counts, if it has completed.
+#[inline]
+fn retire<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, level: usize, result: &Step) {
+    match result {
+        Ok(Flow::Again) => {}
+        Ok(flow) => {
+            let has_branched = matches!(flow, Flow::Near | Flow::Jump);
+            ex.cpu
+                .retired
+                .add(level, outcome(insn.events, has_branched));
+        }
+        Err(Stop::Halt) => ex.cpu.retired.add(level, insn.events),
+        Err(_) => {}
+    }
+}
+
 fn run_insn<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<(), Stop> {
+    let level = counted(ex);
     let result = (insn.handler)(ex, insn);
+    if let Some(level) = level {
+        retire(ex, insn, level, &result);
+    }
     if let Ok(Flow::Next | Flow::EndBlock) = result {
         let next = ex.next_rip(insn);
         ex.cpu.set_rip(next);
@@ -214,17 +255,31 @@ fn run_insn<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<(), Sto
     result.map(|_| ())
 }
 
+/// [`run_block`] that counts, up to the instruction that a counter may overflow with.
+#[inline(never)]
+fn run_counted<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+    run_block::<B, true>(blocks, ex)
+}
+
 /// Runs the block at RIP to its end, or until it ends early.
 #[inline(always)]
-fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+fn run_block<B: GuestBus, const COUNTS: bool>(
+    blocks: &mut Blocks<B>,
+    ex: &mut Exec<'_, B>,
+) -> Result<(), Stop> {
     let block = blocks.find(ex)?;
     let insns = blocks.insns(&block);
     let changes = ex.bus.code_changes();
     if !ex.cpu.is_64bit() && ex.check_fetch(ex.cpu.rip(), block.bytes.into()).is_err() {
         return step_one(blocks, ex);
     }
+    let level = Retired::level(ex.cpu.cpl);
     for insn in insns {
-        let flow = match (insn.handler)(ex, insn) {
+        let result = (insn.handler)(ex, insn);
+        if COUNTS {
+            retire(ex, insn, level, &result);
+        }
+        let flow = match result {
             Ok(flow) => flow,
             Err(stop) => {
                 match stop {
@@ -246,6 +301,9 @@ fn run_block<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Resul
                     && ex.bus.code_changes() != changes
                     && !blocks.is_current(ex.bus, &block)
                 {
+                    return Ok(());
+                }
+                if COUNTS && ex.cpu.retired.is_due() {
                     return Ok(());
                 }
             }
@@ -292,7 +350,11 @@ fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result
     let held = ex.cpu.held_dr6;
     ex.watch_hits = 0;
     ex.single_step = true;
+    let level = counted(ex);
     let result = (insn.handler)(ex, insn);
+    if let Some(level) = level {
+        retire(ex, insn, level, &result);
+    }
     ex.single_step = false;
     let halted = match result {
         Ok(Flow::Next | Flow::EndBlock) => {

@@ -138,6 +138,15 @@ pub fn check_extension(cap: u32) -> i32 {
         KVM_CAP_NR_MEMSLOTS => 32764,
         KVM_CAP_NR_VCPUS => host::thread::cores().max(4) as i32,
         KVM_CAP_MAX_VCPUS | KVM_CAP_MAX_VCPU_ID => MAX_VCPUS,
+        _ => counters(cap),
+    }
+}
+
+/// The same of those of performance counters.
+fn counters(cap: u32) -> i32 {
+    match cap {
+        KVM_CAP_PMU_EVENT_FILTER | KVM_CAP_PMU_EVENT_MASKED_EVENTS => 1,
+        KVM_CAP_PMU_CAPABILITY => KVM_PMU_CAP_DISABLE as i32,
         _ => 0,
     }
 }

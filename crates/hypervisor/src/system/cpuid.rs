@@ -74,6 +74,23 @@ const L1_ECX_HOST: u32 =
 /// Leaf 1 ECX bits that are always there: CX16, PCID, x2APIC, MOVBE, POPCNT, RDRAND, hypervisor.
 /// TSC-deadline is reported by KVM_CAP_TSC_DEADLINE_TIMER alone, as the API document says.
 const L1_ECX_OURS: u32 = 1 << 13 | 1 << 17 | 1 << 21 | 1 << 22 | 1 << 23 | 1 << 30 | 1 << 31;
+/// Leaf 1 ECX, Intel: IA32_PERF_CAPABILITIES.
+const L1_ECX_PDCM: u32 = 1 << 15;
+/// Leaf 0xA: version 2, eight general counters of 48 bits and three fixed ones, none of which counts both threads of a core. Of the
+/// seven architectural events caches' and mispredicted branches are not there.
+const ARCHITECTURAL_PMU: Regs = Regs {
+    eax: 7 << 24 | 48 << 16 | 8 << 8 | 2,
+    ebx: 1 << 3 | 1 << 4 | 1 << 6,
+    ecx: 0,
+    edx: 1 << 15 | 48 << 5 | 3,
+};
+/// Leaf 0x80000022: PerfMonV2, with six counters of a core.
+const PERF_MON_V2: Regs = Regs {
+    eax: 1,
+    ebx: 6,
+    ecx: 0,
+    edx: 0,
+};
 /// Leaf 1 EDX: FPU DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
 const L1_EDX: u32 = 0x078b_fbfd;
 /// Leaf 7 EBX, host ∩: AVX2, SHA, (V)AES and friends are host-executed.
@@ -109,6 +126,8 @@ const X1_ECX_HOST: u32 = 1 << 6 | 1 << 7;
 const X1_ECX_OURS: u32 = 1 << 0 | 1 << 4 | 1 << 5 | 1 << 8;
 /// Leaf 0x80000001 ECX, AMD, as the host has them: CMP_LEGACY, and OSVW, whose MSRs are there.
 const X1_ECX_AMD_HOST: u32 = 1 << 1 | 1 << 9;
+/// Leaf 0x80000001 ECX, AMD: PerfCtrExtCore.
+const X1_ECX_PERF_CTR: u32 = 1 << 23;
 /// TOPOEXT, for AMD guests whose VMM fills leaf 0x8000001e.
 const X1_ECX_TOPOEXT: u32 = 1 << 22;
 /// Leaf 0x80000001 EDX that AMD mirrors from leaf 1.
@@ -151,10 +170,11 @@ pub fn signature() -> u32 {
 
 fn leaf1() -> Regs {
     let h = host(1, 0);
+    let pdcm = if is_amd() { 0 } else { L1_ECX_PDCM };
     Regs {
         eax: signature(),
         ebx: h.ebx & 0xff00,
-        ecx: h.ecx & L1_ECX_HOST | L1_ECX_OURS,
+        ecx: h.ecx & L1_ECX_HOST | L1_ECX_OURS | pdcm,
         edx: L1_EDX,
     }
 }
@@ -176,7 +196,7 @@ fn extended1(amd: bool) -> Regs {
     let mut ecx = h.ecx & X1_ECX_HOST | X1_ECX_OURS;
     if amd {
         edx |= X1_EDX_AMD | L1_EDX & X1_EDX_MIRROR;
-        ecx |= X1_ECX_TOPOEXT | h.ecx & X1_ECX_AMD_HOST;
+        ecx |= X1_ECX_TOPOEXT | X1_ECX_PERF_CTR | h.ecx & X1_ECX_AMD_HOST;
     }
     Regs {
         eax: if amd { signature() } else { h.eax },
@@ -275,7 +295,6 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         out.push(plain(2, host(2, 0)));
         cache_leaves(4, &mut out);
     }
-    out.push(plain(5, Regs::default()));
     // ARAT: the LAPIC timer runs in every idle state.
     out.push(plain(
         6,
@@ -327,7 +346,7 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     out.push(plain(
         0x8000_0000,
         Regs {
-            eax: if amd { 0x8000_0021 } else { 0x8000_0008 },
+            eax: if amd { 0x8000_0022 } else { 0x8000_0008 },
             ..if amd { vendor } else { Regs::default() }
         },
     ));
@@ -375,8 +394,17 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
             },
         ));
     }
+    out.push(performance_counters(amd));
     complete(&mut out);
     out
+}
+
+fn performance_counters(amd: bool) -> kvm_cpuid_entry2 {
+    if amd {
+        entry(0x8000_0022, 0, 0, PERF_MON_V2)
+    } else {
+        entry(0xa, 0, 0, ARCHITECTURAL_PMU)
+    }
 }
 
 /// Leaves of which there can be several.

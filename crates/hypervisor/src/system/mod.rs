@@ -11,4 +11,6 @@ pub use cpuid::{emulated_cpuid, is_amd, signature, supported_cpuid};
 pub use hv_cpuid::supported_hv_cpuid;
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 
+pub(crate) use msr_list::PERF_CAPABILITIES;
+
 pub(crate) use caps::{DISABLED_EXITS, GUEST_DEBUG, MAX_VCPUS};

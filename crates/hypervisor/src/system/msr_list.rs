@@ -64,8 +64,40 @@ pub fn msr_index_list() -> Vec<u32> {
         list.push(IA32_FEATURE_CONTROL);
     }
     list.extend(crate::vcpu::hyperv::saved());
+    list.extend(performance_counters(super::cpuid::is_amd()));
     list
 }
+
+/// Registers of the host's kind of performance counters. Selects and controls come before counters.
+fn performance_counters(is_amd: bool) -> Vec<u32> {
+    let general = 8;
+    if is_amd {
+        let mut list: Vec<u32> = (0..4)
+            .flat_map(|n| [K7_EVNTSEL0 + n, K7_PERFCTR0 + n])
+            .collect();
+        list.extend(AMD64_PERFEVTSEL0_CORE..AMD64_PERFEVTSEL0_CORE + 12);
+        list.extend([
+            AMD64_PERF_CNTR_GLOBAL_CTL,
+            AMD64_PERF_CNTR_GLOBAL_STATUS,
+            AMD64_PERF_CNTR_GLOBAL_STATUS_CLR,
+            AMD64_PERF_CNTR_GLOBAL_STATUS_SET,
+        ]);
+        return list;
+    }
+    let mut list = vec![
+        IA32_FIXED_CTR_CTRL,
+        IA32_PERF_GLOBAL_STATUS,
+        IA32_PERF_GLOBAL_CTRL,
+        IA32_PERF_GLOBAL_OVF_CTRL,
+    ];
+    list.extend(IA32_PERFEVTSEL0..IA32_PERFEVTSEL0 + general);
+    list.extend(IA32_PMC0..IA32_PMC0 + general);
+    list.extend(IA32_FIXED_CTR0..IA32_FIXED_CTR0 + 3);
+    list
+}
+
+/// Of IA32_PERF_CAPABILITIES: counters can be written in full, and stand still in SMM if the guest likes.
+pub(crate) const PERF_CAPABILITIES: u64 = 1 << 13 | 1 << 12;
 
 /// KVM_GET_MSR_FEATURE_INDEX_LIST.
 pub fn msr_feature_index_list() -> Vec<u32> {
@@ -83,8 +115,8 @@ pub fn feature_msr(index: u32) -> Option<u64> {
         IA32_ARCH_CAPABILITIES => Some(ARCH_CAPABILITIES),
         // LFENCE is serialising.
         AMD64_DE_CFG => Some(1 << 1),
-        // No virtual PMU.
-        IA32_PERF_CAPABILITIES => Some(0),
+        IA32_PERF_CAPABILITIES if super::cpuid::is_amd() => Some(0),
+        IA32_PERF_CAPABILITIES => Some(PERF_CAPABILITIES),
         IA32_BIOS_SIGN_ID => Some(0x1_0000_0000),
         _ => None,
     }

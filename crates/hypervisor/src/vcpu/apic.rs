@@ -405,6 +405,7 @@ impl Inner {
             xcr0: old.xcr0,
             xss: old.xss,
             features: old.features,
+            retired: old.retired,
             ..CpuState::default()
         };
         *self.cpu = fresh;

@@ -68,6 +68,7 @@ pub(crate) struct Bus {
     pub(super) system_event: Option<u32>,
     pub(super) mce: super::mce::Mce,
     pub(super) vapic: super::vapic::Vapic,
+    pub(super) pmu: super::pmu::VirtualPmu,
     /// Interrupts have to be looked at again before the next block.
     pub(super) recheck: bool,
     /// [`Bus::lapic_view`], unless the LAPIC's registers have been written since.
@@ -96,11 +97,11 @@ pub(crate) struct Bus {
 
 impl Bus {
     pub(super) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
-        let is_bsp = shared.is_bsp;
         Self {
             mmu,
             tsc: vm.clock.default_tsc(),
             run_delay: vm.keeper.run_delay(),
+            apic_base: 0xfee0_0000 | 1 << 11 | u64::from(shared.is_bsp) << 8,
             vm,
             shared,
             random: host::random::Generator::new().ok(),
@@ -111,7 +112,6 @@ impl Bus {
             tsc_adjust: 0,
             cr8: 0,
             tpr_lowered: false,
-            apic_base: 0xfee0_0000 | 1 << 11 | u64::from(is_bsp) << 8,
             user_extint: None,
             user_eois: [0; 4],
             irq_waiting: false,
@@ -122,6 +122,7 @@ impl Bus {
             system_event: None,
             mce: super::mce::Mce::default(),
             vapic: super::vapic::Vapic::default(),
+            pmu: super::pmu::VirtualPmu::default(),
             recheck: false,
             lapic: None,
             is_quiet: false,
@@ -395,7 +396,7 @@ impl GuestBus for Bus {
         Ok(self.mmu.load_root(cpu)?)
     }
     fn select_view(&mut self, cpu: &mut CpuState) {
-        self.mmu.select_view(cpu);
+        self.follow_privilege(cpu);
     }
     fn flush(&mut self, cpu: &mut CpuState, what: Flush) {
         self.mmu.flush(cpu, what);
@@ -492,9 +493,8 @@ impl GuestBus for Bus {
     fn tsc(&mut self, _cpu: &mut CpuState) -> u64 {
         self.tsc.guest(host::cpu::rdtsc())
     }
-    fn read_pmc(&mut self, _cpu: &mut CpuState, _index: u32) -> Result<u64, Fault> {
-        // No counter is advertised.
-        Err(Exception::GP0.into())
+    fn read_pmc(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
+        self.counter(cpu, index)
     }
     fn task_priority(&mut self, _cpu: &mut CpuState) -> u8 {
         self.current_cr8()
@@ -581,7 +581,7 @@ impl x86_jit::JitBus for Bus {
     #[inline(always)]
     fn must_return(&self, cpu: &CpuState) -> bool {
         self.shared.is_requested()
-            || self.recheck
+            || (self.recheck | cpu.retired.is_due())
             || self.mmu.needs_sync()
             || self.irq_waiting && cpu.rflags & rflags::IF != 0
     }

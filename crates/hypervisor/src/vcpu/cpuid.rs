@@ -4,7 +4,8 @@ use std::sync::OnceLock;
 
 use irqchip::LapicConfig;
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
-use x86_cpu::{CpuState, Features};
+use pmu::Config;
+use x86_cpu::{CpuState, Feature, Features};
 use x86_defs::control::cr4;
 
 /// IA32_MISC_ENABLE: MONITOR and MWAIT are there.
@@ -43,8 +44,33 @@ pub(super) fn lapic_config(
         // KVM's own IOAPIC has no register for it.
         directed_eoi: is_split && ecx >> 21 & 1 != 0,
         maxphyaddr: features.maxphyaddr.clamp(32, 52),
+        masks_pmi: !features.has(Feature::Amd),
         ..old
     }
+}
+
+/// The performance counters that the table shows. As in KVM an AMD's has the K7's four, whether or
+/// not it shows more.
+pub(super) fn pmu_config(entries: &[kvm_cpuid_entry2], features: &Features) -> Config {
+    const PERF_CTR_EXT_CORE: u32 = 1 << 23;
+    if entries.is_empty() {
+        return Config::default();
+    }
+    let signature = find(entries, 1, 0).map_or(0, |e| e.eax);
+    if features.has(Feature::Amd) {
+        let has_core =
+            find(entries, 0x8000_0001, 0).is_some_and(|e| e.ecx & PERF_CTR_EXT_CORE != 0);
+        let v2 = find(entries, 0x8000_0022, 0).map_or([0; 2], |e| [e.eax, e.ebx]);
+        return Config::amd(has_core, v2, signature);
+    }
+    let leaf = find(entries, 0xa, 0).map_or([0; 3], |e| [e.eax, e.ebx, e.edx]);
+    Config::intel(leaf, signature)
+}
+
+/// IA32_PERF_CAPABILITIES is there.
+pub(super) fn shows_perf_capabilities(entries: &[kvm_cpuid_entry2]) -> bool {
+    const PDCM: u32 = 1 << 15;
+    find(entries, 1, 0).is_some_and(|e| e.ecx & PDCM != 0)
 }
 
 /// KVM's only check of a table: virtual addresses have 48 or 57 bits, or none are told.
@@ -169,7 +195,7 @@ fn out_of_range<'a>(
     leaf: u32,
     subleaf: u32,
 ) -> Option<&'a kvm_cpuid_entry2> {
-    if leaf >= 0x4000_0000 || cpu.features.has(x86_cpu::Feature::Amd) {
+    if leaf >= 0x4000_0000 || cpu.features.has(Feature::Amd) {
         return None;
     }
     let max = find(entries, 0, 0)?.eax;

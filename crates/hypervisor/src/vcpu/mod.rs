@@ -2,9 +2,11 @@
 
 mod apic;
 mod bus;
+mod counters;
 mod cpuid;
 mod debug;
 mod device;
+mod engine;
 mod events;
 mod fpu;
 mod hypercall;
@@ -13,6 +15,7 @@ mod inject;
 mod mce;
 mod msr;
 mod park;
+mod pmu;
 mod pv_eoi;
 mod pvclock;
 mod read_ahead;
@@ -102,7 +105,7 @@ impl Vcpu {
     pub(crate) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
         let mut cpu = Box::<CpuState>::default();
         cpu.features = cpuid::features(&[]);
-        let jit = translator();
+        let jit = engine::translator();
         if let Some(jit) = &jit {
             // Without it code is in small pages.
             let _ = vm.keeper.add(jit.code_views());
@@ -328,6 +331,7 @@ impl Vcpu {
         lapic.set_config(config);
         drop(lapic);
         inner.bus.lapic_changed();
+        inner.bus.configure_counters(&mut inner.cpu);
         inner.interp.flush_all();
         if let Some(jit) = &mut inner.jit {
             jit.flush_all();
@@ -609,42 +613,6 @@ impl Vcpu {
             .read_bytes(&mut inner.cpu, gva, buf, Privilege::System)
             .map_err(|_| Error::Fault)
     }
-}
-
-/// The translator that the environment asks for.
-///
-/// `ANYKVM_ENGINE`: `interp` is the interpreter alone, `lockstep` compares translated code with it,
-/// `lockstep-planted` does so with an error put into translated code. `ANYKVM_CODE_CACHE`: bytes of
-/// translated code, with K or M. `ANYKVM_CODE_FLUSH`: all of it is dropped at random, once in so
-/// many blocks looked for.
-fn translator() -> Option<Jit<Bus>> {
-    let variable = |name: &str| std::env::var(name).ok();
-    let engine = variable("ANYKVM_ENGINE").unwrap_or_default();
-    if engine == "interp" {
-        return None;
-    }
-    let mut jit = match variable("ANYKVM_CODE_CACHE").and_then(|v| bytes(&v)) {
-        Some(n) => Jit::with_capacity(n)?,
-        None => Jit::new()?,
-    };
-    if let Some(every) = variable("ANYKVM_CODE_FLUSH").and_then(|v| v.parse().ok()) {
-        jit.set_random_flushes(every);
-    }
-    if let Some(rest) = engine.strip_prefix("lockstep") {
-        jit.set_lockstep(rest == "-planted");
-    }
-    Some(jit)
-}
-
-/// "2M", "512K", "1048576".
-fn bytes(text: &str) -> Option<usize> {
-    let (digits, shift) = match text.strip_suffix('M') {
-        Some(digits) => (digits, 20),
-        None => text
-            .strip_suffix('K')
-            .map_or((text, 0), |digits| (digits, 10)),
-    };
-    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
 }
 
 impl Inner {

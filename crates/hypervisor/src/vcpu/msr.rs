@@ -136,8 +136,11 @@ impl Bus {
             KVM_POLL_CONTROL => Some((!self.pv.guest_polls).into()),
             _ if super::mce::is_mce(index) => self.mce.read(index, host),
             _ if super::hyperv::is_hyperv(index) => self.hv_msr(index, host),
-            _ if host => msr_model::host_read(cpu, index),
-            _ => msr_model::read(cpu, index),
+            _ => match self.counter_msr(cpu, index, host) {
+                Some(value) => value,
+                None if host => msr_model::host_read(cpu, index),
+                None => msr_model::read(cpu, index),
+            },
         }
     }
 
@@ -241,26 +244,31 @@ impl Bus {
                 let may_set_status = cpu.msr.hwcr >> 18 & 1 != 0;
                 self.mce.write(index, value, host, may_set_status)
             }
-            _ => {
-                let outcome = if host {
-                    msr_model::host_write(cpu, index, value)
-                } else {
-                    msr_model::write(cpu, index, value)
-                };
-                match outcome {
-                    MsrWrite::Done => true,
-                    MsrWrite::LoadRoot => {
-                        let loaded = self.load_root(cpu).is_ok();
-                        self.flush(cpu, Flush::All);
-                        loaded
-                    }
-                    MsrWrite::SelectView => {
-                        self.select_view(cpu);
-                        true
-                    }
-                    MsrWrite::Rejected | MsrWrite::Unknown => false,
-                }
+            _ => self
+                .set_counter_msr(cpu, index, value, host)
+                .unwrap_or_else(|| self.set_cpu_msr(cpu, index, value, host)),
+        }
+    }
+
+    /// The same of those that are the CPU's alone.
+    fn set_cpu_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64, host: bool) -> bool {
+        let outcome = if host {
+            msr_model::host_write(cpu, index, value)
+        } else {
+            msr_model::write(cpu, index, value)
+        };
+        match outcome {
+            MsrWrite::Done => true,
+            MsrWrite::LoadRoot => {
+                let loaded = self.load_root(cpu).is_ok();
+                self.flush(cpu, Flush::All);
+                loaded
             }
+            MsrWrite::SelectView => {
+                self.select_view(cpu);
+                true
+            }
+            MsrWrite::Rejected | MsrWrite::Unknown => false,
         }
     }
 

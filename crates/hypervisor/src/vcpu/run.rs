@@ -31,7 +31,9 @@ impl Inner {
         if !self.resumes || self.quick_entries.is_multiple_of(4) {
             self.bus.note_entry(&mut self.cpu);
         }
+        self.bus.start_cycles(&mut self.cpu);
         let result = self.run_here(input);
+        self.bus.stop_cycles();
         self.bus.sync_lapic();
         self.bus.unshare_tpr();
         self.count_exit(&result);
@@ -211,6 +213,9 @@ impl Inner {
         self.quick_entries = if is_quick { self.quick_entries + 1 } else { 0 };
         let mut is_answer = goes_on;
         loop {
+            if self.bus.counters_are_due(&self.cpu) {
+                self.bus.settle_counters(&mut self.cpu);
+            }
             let mut requests = 0;
             if self.bus.shared.is_requested() {
                 requests = self.bus.shared.take();
@@ -264,12 +269,12 @@ impl Inner {
             if wants_window && self.accepts_injection() {
                 return self.exit_with(Exit::IrqWindowOpen);
             }
-            if self.mp_state == KVM_MP_STATE_HALTED {
-                self.sleep(input)?;
-                continue;
-            }
-            if self.sleeps_in_guest {
-                self.sleep(input)?;
+            if self.mp_state == KVM_MP_STATE_HALTED || self.sleeps_in_guest {
+                // A sleeping processor's counters of cycles stand still.
+                self.bus.stop_cycles();
+                let slept = self.sleep(input);
+                self.bus.start_cycles(&mut self.cpu);
+                slept?;
                 continue;
             }
             if matches!(
@@ -332,8 +337,9 @@ impl Inner {
         let ns = self.bus.next_timer_ns().saturating_sub(looked_ns);
         let ns = ns.min(LEASH_NS);
         self.bus.unseen_until_ns = looked_ns + ns;
+        let until_tsc = looked_tsc + ns * u64::from(host::cpu::tsc_khz()) / 1_000_000;
         Some(Leash {
-            until_tsc: looked_tsc + ns * u64::from(host::cpu::tsc_khz()) / 1_000_000,
+            until_tsc: until_tsc.min(self.bus.pmu.due_tsc),
             stop: input.immediate_exit,
         })
     }
@@ -371,6 +377,9 @@ impl Inner {
         }
         if requests & request::CLOCK != 0 {
             self.bus.update_clock();
+        }
+        if requests & request::FILTER != 0 {
+            self.bus.follow_filter(&mut self.cpu);
         }
         if requests & request::NMI != 0 {
             self.take_nmis();

@@ -52,6 +52,8 @@ pub(crate) mod request {
     pub(crate) const RING: u32 = 1 << 9;
     /// Drop all translations: `Bus::serve_flushes`.
     pub(crate) const FLUSH: u32 = 1 << 10;
+    /// The event filter of performance counters has changed.
+    pub(crate) const FILTER: u32 = 1 << 11;
 }
 
 /// Where a vCPU is.

@@ -14,7 +14,7 @@ pub(crate) mod options;
 
 pub use doorbell::{Doorbell, Subscriber};
 pub use irqfd::{IrqTrigger, direct as irqfd_direct};
-pub use options::MsrRange;
+pub use options::{EventFilter, MsrRange};
 
 use std::sync::{
     Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard,

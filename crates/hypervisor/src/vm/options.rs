@@ -7,6 +7,7 @@ use std::sync::{
 };
 
 use kvm_bindings::*;
+use pmu::Filter;
 
 use super::Vm;
 use crate::{
@@ -66,6 +67,10 @@ pub(crate) struct Options {
     mmu_pages: AtomicU32,
     /// KVM_CAP_X86_APIC_BUS_CYCLES_NS.
     apic_tick_ns: AtomicU64,
+    /// KVM_PMU_CAP_DISABLE.
+    has_no_counters: AtomicBool,
+    /// KVM_SET_PMU_EVENT_FILTER, and how often it was called.
+    event_filter: RwLock<(Option<Arc<Filter>>, u64)>,
 }
 
 impl Default for Options {
@@ -85,6 +90,8 @@ impl Default for Options {
             max_vcpu_id: AtomicU32::new(0),
             mmu_pages: AtomicU32::new(0),
             apic_tick_ns: AtomicU64::new(APIC_TICK_NS),
+            has_no_counters: AtomicBool::new(false),
+            event_filter: RwLock::default(),
         }
     }
 }
@@ -153,6 +160,17 @@ impl Options {
     pub(crate) fn apic_tick_ns(&self) -> u64 {
         self.apic_tick_ns.load(Ordering::Relaxed)
     }
+    /// vCPUs have performance counters if CPUID shows them.
+    pub(crate) fn has_counters(&self) -> bool {
+        !self.has_no_counters.load(Ordering::Relaxed)
+    }
+    /// The event filter, and a number that changes with it.
+    pub(crate) fn event_filter(&self) -> (Option<Arc<Filter>>, u64) {
+        self.event_filter
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
     /// vCPU ids are below it.
     pub(crate) fn vcpu_id_limit(&self) -> u32 {
         match self.max_vcpu_id.load(Ordering::Relaxed) {
@@ -187,6 +205,19 @@ pub struct MsrRange {
     pub count: u32,
     /// A bit for each: set, the access is allowed.
     pub bitmap: Vec<u8>,
+}
+
+/// KVM_SET_PMU_EVENT_FILTER.
+#[derive(Clone, Copy, Debug)]
+pub struct EventFilter<'a> {
+    /// KVM_PMU_EVENT_ALLOW or KVM_PMU_EVENT_DENY.
+    pub action: u32,
+    /// A bit for each fixed counter.
+    pub fixed: u32,
+    /// KVM_PMU_EVENT_FLAG_MASKED_EVENTS.
+    pub flags: u32,
+    /// The events.
+    pub events: &'a [u64],
 }
 
 /// A checked KVM_X86_SET_MSR_FILTER.
@@ -252,6 +283,44 @@ impl Vm {
         let filters = !filter.default_allow || !filter.ranges.is_empty();
         *slot = filters.then(|| Arc::new(filter));
         options.has_msr_filter.store(filters, Ordering::Release);
+        Ok(())
+    }
+
+    /// KVM_SET_PMU_EVENT_FILTER. EINVAL for unknown actions and flags, and masked entries with bits
+    /// that are not theirs; E2BIG for too many.
+    pub fn set_pmu_event_filter(&self, filter: &EventFilter<'_>) -> Result<()> {
+        const MASKED: u32 = 1;
+        let is_known = matches!(filter.action, KVM_PMU_EVENT_ALLOW | KVM_PMU_EVENT_DENY);
+        if !is_known || filter.flags & !MASKED != 0 {
+            return Err(Error::InvalidArgument);
+        }
+        if filter.events.len() > pmu::MAX_EVENTS {
+            return Err(Error::TooBig(pmu::MAX_EVENTS));
+        }
+        let new = Filter::new(
+            filter.action == KVM_PMU_EVENT_ALLOW,
+            filter.fixed,
+            filter.flags & MASKED != 0,
+            filter.events,
+        );
+        let new = new.map_err(|_| Error::InvalidArgument)?;
+        let mut slot =
+            (self.state.options.event_filter.write()).unwrap_or_else(PoisonError::into_inner);
+        *slot = (Some(Arc::new(new)), slot.1 + 1);
+        drop(slot);
+        self.state.request_all(request::FILTER);
+        Ok(())
+    }
+
+    /// KVM_PMU_CAP_DISABLE: EINVAL once there are vCPUs.
+    fn set_counters_off(&self, off: bool) -> Result<()> {
+        // The lock keeps vCPUs from appearing meanwhile.
+        let vcpus = self.state.vcpus();
+        if !vcpus.is_empty() {
+            return Err(Error::InvalidArgument);
+        }
+        let options = &self.state.options;
+        options.has_no_counters.store(off, Ordering::Relaxed);
         Ok(())
     }
 
@@ -367,6 +436,10 @@ impl Vm {
                 options.set_max_vcpu_id(arg)?;
             }
             KVM_CAP_X86_APIC_BUS_CYCLES_NS => self.set_apic_tick_ns(arg)?,
+            KVM_CAP_PMU_CAPABILITY => {
+                let off = within(KVM_PMU_CAP_DISABLE.into())? != 0;
+                self.set_counters_off(off)?;
+            }
             // Hardware without bus lock detection can be told to leave it off.
             KVM_CAP_X86_BUS_LOCK_EXIT => _ = within(KVM_BUS_LOCK_DETECTION_OFF.into())?,
             _ => return Err(Error::InvalidArgument),

@@ -48,6 +48,8 @@ pub struct LapicConfig {
     pub lint0_reenabled: bool,
     /// Device messages to 0xff reach x2APICs (off with KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK).
     pub broadcast_quirk: bool,
+    /// The interrupt of a performance counter masks its own entry: Intel's does, AMD's does not.
+    pub masks_pmi: bool,
     /// Nanoseconds of the timer's undivided tick (KVM_CAP_X86_APIC_BUS_CYCLES_NS).
     pub ns_per_tick: u64,
 }
@@ -65,6 +67,7 @@ impl Default for LapicConfig {
             maxphyaddr: 46,
             lint0_reenabled: true,
             broadcast_quirk: true,
+            masks_pmi: true,
             ns_per_tick: spec::NS_PER_TICK,
         }
     }
@@ -369,7 +372,8 @@ impl Lapic {
             redirection_hint: false,
         });
         // SDM vol. 3, 11.5.1: a PMI masks its own LVT entry.
-        if source == LocalSource::Pmc && accepted != Accepted::Ignored {
+        let masks = source == LocalSource::Pmc && self.config.masks_pmi;
+        if masks && accepted != Accepted::Ignored {
             self.set(reg::LVTPC, entry | lvt::MASKED);
         }
         accepted

@@ -3,7 +3,7 @@
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::Arc;
 
-use hypervisor::MsrRange;
+use hypervisor::{EventFilter, MsrRange};
 use kvm_bindings::*;
 
 use super::{LIST, Row, count, done, list_len};
@@ -144,11 +144,10 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done("KVM_GET_STATS_FD", KVM_GET_STATS_FD, |vm, _| {
         Ok(vm.stats_fd()?.into_raw_fd())
     }),
-    Row::refused(
+    Row::done(
         "KVM_SET_PMU_EVENT_FILTER",
         KVM_SET_PMU_EVENT_FILTER,
-        libc::ENOTTY,
-        "no virtual PMU yet (KVM_CAP_PMU_EVENT_FILTER is 0)",
+        set_pmu_event_filter,
     ),
     Row::done("KVM_SET_NR_MMU_PAGES", KVM_SET_NR_MMU_PAGES, |vm, arg| {
         let pages = u32::try_from(arg.0).map_err(|_| Errno::new(libc::EINVAL))?;
@@ -293,6 +292,25 @@ fn set_msr_filter(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
         })
         .collect::<Result<Vec<_>>>()?;
     done(vm.hypervisor().set_msr_filter(filter.flags, ranges))
+}
+
+fn set_pmu_event_filter(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
+    /// Where the list is: the head's eight words, four of which are reserved, come before it.
+    const EVENTS: usize = size_of::<kvm_pmu_event_filter>();
+    let head = arg.read_list::<u32>(4)?;
+    let &[action, nevents, fixed, flags] = head.as_slice() else {
+        return Err(Errno::new(libc::EFAULT));
+    };
+    if nevents as usize > hypervisor::MAX_FILTERED_EVENTS {
+        return Err(Errno::new(libc::E2BIG));
+    }
+    let events = arg.offset(EVENTS).read_list::<u64>(nevents as usize)?;
+    done(vm.hypervisor().set_pmu_event_filter(&EventFilter {
+        action,
+        fixed,
+        flags,
+        events: &events,
+    }))
 }
 
 fn set_gsi_routing(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {

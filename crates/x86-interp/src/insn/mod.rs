@@ -4,6 +4,7 @@
 //! [`select`] for the handler of a form. A form that no family selects is #UD.
 
 pub(crate) mod control;
+pub(crate) mod events;
 pub(crate) mod simd;
 mod simd_elements;
 mod simd_moves;
@@ -103,6 +104,8 @@ pub struct Insn<B> {
     /// [`Insn::LOCK`], [`Insn::REP`], [`Insn::REPNE`], [`Insn::MEM`],
     /// [`Insn::WRITES`], [`Insn::QUIET`].
     pub prefix: u8,
+    /// Streams of retired events that the form belongs to ([`x86_defs::retired`]).
+    pub events: u16,
 }
 
 impl<B> Insn<B> {

@@ -74,6 +74,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
     let (cs, ss) = (cs as u16, ss as u16);
     let cpl = (cs & 3) as u8;
     let is_plain = flags & !PLAIN == 0
+        && cpu.retired.levels == 0
         && (cpl == 0 || cpl == 3 && (flags & rflags::AC == 0 || cpu.cr0 & cr0::AM == 0))
         && cpu.is_canonical(rip)
         && !cpu.events.nmi_masked

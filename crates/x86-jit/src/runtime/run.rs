@@ -628,10 +628,10 @@ pub(crate) fn unpack(ax: u64) -> u64 {
     ax >> 8 & 0xd5 | (ax & 1) << 11
 }
 
-/// 64-bit code, or flat 32-bit code, with nothing to be looked at between two instructions.
+/// 64-bit code, or flat 32-bit code, with nothing to be looked at, or counted, between two instructions.
 pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
     (cpu.code_size == CodeSize::Bits64 || flat::is_flat(cpu))
-        && !needs_stepping(cpu)
+        && !(needs_stepping(cpu) || cpu.retired.counts_at(cpu.cpl))
         && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
 }
 

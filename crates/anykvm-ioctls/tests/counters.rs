@@ -1,0 +1,415 @@
+//! Performance counters: they count what a trace of single steps does, to the instruction.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
+mod guest;
+mod long_mode;
+
+use anykvm_ioctls::{VcpuExit, VcpuFd};
+use guest::{ioctl, set_msr};
+use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, code_asm::*};
+use kvm_bindings::*;
+use long_mode::{Machine, start};
+
+const CODE: u64 = 0x1000;
+const FUNCTION: u64 = 0x1800;
+const HANDLER: u64 = 0x2000;
+const TABLES: [u64; 2] = [0x8000, 0x9000];
+/// Where the handler leaves what it was called for.
+const SEEN: u64 = 0x6000;
+const PORT: u8 = 0x10;
+
+const PERFEVTSEL0: u32 = 0x186;
+const PMC0: u32 = 0xc1;
+const GLOBAL_STATUS: u32 = 0x38e;
+const GLOBAL_CTRL: u32 = 0x38f;
+const CORE_SELECT0: u32 = 0xc001_0200;
+const CORE_STATUS: u32 = 0xc000_0300;
+/// EN, OS, USR.
+const ON: u64 = 0x43_0000;
+const INT: u64 = 1 << 20;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Vendor {
+    Intel,
+    Amd,
+}
+
+impl Vendor {
+    const ALL: [Self; 2] = [Self::Intel, Self::Amd];
+
+    fn select(self, n: u32) -> u32 {
+        match self {
+            Self::Intel => PERFEVTSEL0 + n,
+            Self::Amd => CORE_SELECT0 + 2 * n,
+        }
+    }
+    fn counter(self, n: u32) -> u32 {
+        match self {
+            Self::Intel => PMC0 + n,
+            Self::Amd => CORE_SELECT0 + 1 + 2 * n,
+        }
+    }
+    /// Instructions, branches, conditional ones, returns.
+    fn events(self) -> [u64; 4] {
+        match self {
+            Self::Intel => [0xc0, 0xc4, 0x1c4, 0x8c4],
+            Self::Amd => [0xc0, 0xc2, 0xd1, 0xc8],
+        }
+    }
+    fn status(self) -> u32 {
+        match self {
+            Self::Intel => GLOBAL_STATUS,
+            Self::Amd => CORE_STATUS,
+        }
+    }
+    /// A vCPU of this vendor's, whatever the host is.
+    fn vcpu(self, m: &Machine) -> VcpuFd {
+        let vcpu = m.vcpu(0, CODE);
+        let mut table = m.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+        let name = match self {
+            Self::Intel => b"GenuineIntel",
+            Self::Amd => b"AuthenticAMD",
+        };
+        let word = |i: usize| u32::from_le_bytes(name[i..i + 4].try_into().unwrap());
+        for e in table.as_mut_slice() {
+            match (e.function, self) {
+                (0 | 0x8000_0000, _) => (e.ebx, e.edx, e.ecx) = (word(0), word(4), word(8)),
+                (1, Self::Intel) => (e.eax, e.ecx) = (0xa_0655, e.ecx | 1 << 15),
+                (1, Self::Amd) => e.eax = 0x00a2_0f12,
+                (0xa, Self::Intel) => {
+                    (e.eax, e.ebx, e.edx) = (0x0730_0802, 0x58, 1 << 15 | 48 << 5 | 3);
+                }
+                (0x8000_0001, Self::Amd) => e.ecx |= 1 << 23,
+                (0x8000_0022, Self::Amd) => (e.eax, e.ebx) = (1, 6),
+                _ => {}
+            }
+        }
+        vcpu.set_cpuid2(&table).unwrap();
+        vcpu
+    }
+}
+
+fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
+    let entry = kvm_msr_entry {
+        index,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1, "{index:#x}");
+    msrs.as_slice()[0].data
+}
+
+/// A bit of everything: loops, calls, indirect branches, string instructions, an interpreted one.
+fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let [mut turn, mut skip, mut inner, mut on, mut end] = [(); 5].map(|()| a.create_label());
+    a.mov(r12d, 40)?;
+    a.set_label(&mut turn)?;
+    a.add(rbx, r12)?;
+    a.mov(qword_ptr(0x5000), rbx)?;
+    a.test(ebx, 3)?;
+    a.jne(skip)?;
+    a.call(FUNCTION)?;
+    a.set_label(&mut skip)?;
+    a.mov(rax, FUNCTION)?;
+    a.call(rax)?;
+    a.mov(edi, 0x5100)?;
+    a.mov(ecx, 5)?;
+    a.rep().stosb()?;
+    a.mov(ecx, 3)?;
+    a.set_label(&mut inner)?;
+    a.lea(rdx, qword_ptr(rdx + 1))?;
+    a.loop_(inner)?;
+    a.jrcxz(on)?;
+    a.nop()?;
+    a.set_label(&mut on)?;
+    a.push(rdx)?;
+    a.pop(rsi)?;
+    a.xor(eax, eax)?;
+    a.push(rbx)?;
+    a.cpuid()?;
+    a.pop(rbx)?;
+    a.mov(ecx, 4)?;
+    a.mov(esi, 0x5200)?;
+    a.rep().movsb()?;
+    a.dec(r12)?;
+    a.jne(turn)?;
+    a.jmp(end)?;
+    a.nop()?;
+    a.set_label(&mut end)?;
+    a.out(u32::from(PORT), al)
+}
+
+fn function(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    let mut odd = a.create_label();
+    a.test(bl, 1)?;
+    a.jne(odd)?;
+    a.add(rbx, 3)?;
+    a.set_label(&mut odd)?;
+    a.mov(ecx, 0)?;
+    a.ret()
+}
+
+fn machine(has_chips: bool) -> Machine {
+    let m = Machine::new();
+    if has_chips {
+        m.vm.create_irq_chip().unwrap();
+    }
+    m.load(CODE, program);
+    m.load(FUNCTION, function);
+    m
+}
+
+/// Runs until the OUT at the end, which is not complete then.
+fn finish(vcpu: &mut VcpuFd) {
+    match vcpu.run().unwrap() {
+        VcpuExit::IoOut(port, _) => assert_eq!(port, u16::from(PORT)),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Of each instruction that a single-stepped run completes: the streams, as [`Vendor::events`], and
+/// RIP after it.
+fn trace(vendor: Vendor) -> Vec<([bool; 4], u64)> {
+    let m = machine(false);
+    let mut vcpu = vendor.vcpu(&m);
+    vcpu.set_guest_debug(&kvm_guest_debug {
+        control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
+        ..Default::default()
+    })
+    .unwrap();
+    let mut steps = Vec::new();
+    loop {
+        let rip = vcpu.get_regs().unwrap().rip;
+        let bytes = m.read::<15>(rip);
+        let mut i = Instruction::default();
+        Decoder::new(64, &bytes, DecoderOptions::NONE).decode_out(&mut i);
+        match vcpu.run().unwrap() {
+            VcpuExit::Debug(_) => {}
+            VcpuExit::IoOut(..) => return steps,
+            other => panic!("{other:?}"),
+        }
+        let next = vcpu.get_regs().unwrap().rip;
+        // One turn of several.
+        if next == rip {
+            continue;
+        }
+        let flow = i.flow_control();
+        let streams = [
+            true,
+            flow != FlowControl::Next,
+            flow == FlowControl::ConditionalBranch,
+            i.mnemonic() == Mnemonic::Ret,
+        ];
+        steps.push((streams, next));
+    }
+}
+
+#[test]
+fn counters_agree_with_single_steps() {
+    for vendor in Vendor::ALL {
+        let steps = trace(vendor);
+        assert!(steps.len() > 1000);
+        let m = machine(false);
+        let mut vcpu = vendor.vcpu(&m);
+        for round in 0..20 {
+            for (n, event) in (0..).zip(vendor.events()) {
+                assert!(set_msr(&vcpu, vendor.counter(n), 0));
+                assert!(set_msr(&vcpu, vendor.select(n), ON | event));
+            }
+            start(&vcpu, CODE);
+            finish(&mut vcpu);
+            for n in 0..4 {
+                let expected = steps.iter().filter(|(s, _)| s[n as usize]).count();
+                let got = msr(&vcpu, vendor.counter(n));
+                assert_eq!(got, expected as u64, "{vendor:?} {n}, round {round}");
+            }
+        }
+    }
+}
+
+/// Counters at the user's level only count none of this.
+#[test]
+fn a_counter_of_another_level_stands_still() {
+    for vendor in Vendor::ALL {
+        let m = machine(false);
+        let mut vcpu = vendor.vcpu(&m);
+        assert!(set_msr(&vcpu, vendor.select(0), 0x41_00c0));
+        finish(&mut vcpu);
+        assert_eq!(msr(&vcpu, vendor.counter(0)), 0);
+    }
+}
+
+fn handler(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    a.push(rax)?;
+    a.mov(rax, qword_ptr(rsp + 8))?;
+    a.mov(qword_ptr(SEEN), rax)?;
+    a.inc(qword_ptr(SEEN + 8))?;
+    a.pop(rax)?;
+    a.iretq()
+}
+
+/// The entry for counters is an NMI.
+fn route_to_nmi(vcpu: &VcpuFd) {
+    let mut lapic = vcpu.get_lapic().unwrap();
+    let mut set = |at: usize, value: u32| {
+        for (to, from) in lapic.regs[at..].iter_mut().zip(value.to_le_bytes()) {
+            *to = from as _;
+        }
+    };
+    set(0xf0, 0x1ff);
+    set(0x340, 4 << 8);
+    vcpu.set_lapic(&lapic).unwrap();
+}
+
+#[test]
+fn an_overflow_interrupts_after_exactly_so_many_events() {
+    for vendor in Vendor::ALL {
+        let steps = trace(vendor);
+        let m = machine(true);
+        m.load(HANDLER, handler);
+        let mut vcpu = vendor.vcpu(&m);
+        m.handle_page_faults(&vcpu, TABLES, HANDLER);
+        m.write(
+            TABLES[1] + 2 * 16,
+            &(HANDLER | 8 << 16 | 0x8e << 40).to_le_bytes(),
+        );
+        for (stream, event) in vendor.events().into_iter().enumerate() {
+            let ends: Vec<u64> = steps
+                .iter()
+                .filter(|(s, _)| s[stream])
+                .map(|(_, next)| *next)
+                .collect();
+            for n in (1..=ends.len()).step_by(if stream == 0 { 7 } else { 3 }) {
+                route_to_nmi(&vcpu);
+                m.write(SEEN, &[0; 16]);
+                assert!(set_msr(&vcpu, vendor.select(0), 0));
+                assert!(set_msr(&vcpu, vendor.status(), 0));
+                let from = (n as u64).wrapping_neg() & 0xffff_ffff_ffff;
+                assert!(set_msr(&vcpu, vendor.counter(0), from));
+                assert!(set_msr(&vcpu, vendor.select(0), ON | INT | event));
+                start(&vcpu, CODE);
+                finish(&mut vcpu);
+                let seen = [0, 8].map(|at| u64::from_le_bytes(m.read(SEEN + at)));
+                assert_eq!(seen, [ends[n - 1], 1], "{vendor:?} {event:#x}: {n}");
+                assert_eq!(msr(&vcpu, vendor.status()), 1);
+            }
+        }
+    }
+}
+
+/// Between two WRMSRs: what the first enables does not count itself, and the other one is counted.
+fn enables_and_disables(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    a.mov(ecx, GLOBAL_CTRL)?;
+    a.mov(eax, 1)?;
+    a.xor(edx, edx)?;
+    a.wrmsr()?;
+    for _ in 0..100 {
+        a.nop()?;
+    }
+    a.mov(ecx, 0)?;
+    a.rdpmc()?;
+    a.mov(rbx, rax)?;
+    a.mov(ecx, GLOBAL_CTRL)?;
+    a.xor(eax, eax)?;
+    a.wrmsr()?;
+    a.nop()?;
+    a.out(u32::from(PORT), al)
+}
+
+#[test]
+fn a_write_counts_where_it_disables() {
+    let m = Machine::new();
+    m.load(CODE, enables_and_disables);
+    let mut vcpu = Vendor::Intel.vcpu(&m);
+    for _ in 0..3 {
+        assert!(set_msr(&vcpu, GLOBAL_CTRL, 0));
+        assert!(set_msr(&vcpu, PMC0, 0));
+        assert!(set_msr(&vcpu, PERFEVTSEL0, ON | 0xc0));
+        start(&vcpu, CODE);
+        finish(&mut vcpu);
+        // NOPs, and the MOV before RDPMC.
+        assert_eq!(vcpu.get_regs().unwrap().rbx, 101);
+        assert_eq!(msr(&vcpu, PMC0), 100 + 6);
+    }
+}
+
+#[test]
+fn what_is_listed_is_saved_and_restored() {
+    let m = machine(false);
+    let vcpu = m.vcpu(0, CODE);
+    let list = m.kvm.get_msr_index_list().unwrap();
+    let is_counter = |i: u32| matches!(i, 0xc1..=0xc8 | 0x186..=0x18d | 0x309..=0x390 | 0xc001_0000..=0xc001_0007 | 0xc001_0200..=0xc001_020b | 0xc000_0300..=0xc000_0303);
+    let counters = list.as_slice().iter().filter(|i| is_counter(**i));
+    assert!(counters.clone().count() >= 20);
+    for &index in counters {
+        let value = msr(&vcpu, index);
+        assert!(set_msr(&vcpu, index, value), "{index:#x}");
+    }
+}
+
+/// KVM_SET_PMU_EVENT_FILTER, KVM_PMU_EVENT_FLAG_MASKED_EVENTS.
+const SET_FILTER: u32 = 0x4020_aeb2;
+const MASKED: u32 = 1;
+
+#[repr(C)]
+struct EventFilter {
+    head: [u32; 8],
+    events: [u64; 301],
+}
+
+fn filter(m: &Machine, action: u32, flags: u32, events: &[u64]) -> Result<i32, i32> {
+    let mut list = EventFilter {
+        head: [action, events.len() as u32, 0, flags, 0, 0, 0, 0],
+        events: [0; 301],
+    };
+    list.events[..events.len()].copy_from_slice(events);
+    ioctl(&m.vm, SET_FILTER, &mut list)
+}
+
+#[test]
+fn an_event_filter_denies_what_it_lists() {
+    let vendor = Vendor::Amd;
+    let m = machine(false);
+    let mut vcpu = vendor.vcpu(&m);
+    let events = vendor.events();
+    assert_eq!(filter(&m, 2, 0, &[]), Err(libc::EINVAL));
+    assert_eq!(filter(&m, 0, 2, &[]), Err(libc::EINVAL));
+    assert_eq!(filter(&m, 0, MASKED, &[1 << 20]), Err(libc::EINVAL));
+    assert_eq!(filter(&m, 0, 0, &[0; 301]), Err(libc::E2BIG));
+    for (n, event) in (0..).zip(events) {
+        assert!(set_msr(&vcpu, vendor.select(n), ON | event));
+    }
+    for (action, expected) in [
+        (0, [false, true, false, false]),
+        (1, [true, false, true, true]),
+    ] {
+        assert_eq!(filter(&m, action, 0, &events[1..2]), Ok(0));
+        for n in 0..4 {
+            assert!(set_msr(&vcpu, vendor.counter(n), 0));
+        }
+        start(&vcpu, CODE);
+        finish(&mut vcpu);
+        let counted = [0, 1, 2, 3].map(|n| msr(&vcpu, vendor.counter(n)) != 0);
+        assert_eq!(counted, expected, "action {action}");
+    }
+}
+
+#[test]
+fn counters_can_be_switched_off_before_there_are_vcpus() {
+    let m = machine(false);
+    let mut cap = kvm_enable_cap {
+        cap: KVM_CAP_PMU_CAPABILITY,
+        ..Default::default()
+    };
+    cap.args[0] = 2;
+    assert_eq!(m.vm.enable_cap(&cap).unwrap_err().errno(), libc::EINVAL);
+    cap.args[0] = KVM_PMU_CAP_DISABLE.into();
+    m.vm.enable_cap(&cap).unwrap();
+    let vendor = Vendor::Amd;
+    let mut vcpu = vendor.vcpu(&m);
+    assert!(!set_msr(&vcpu, vendor.select(0), ON | 0xc0));
+    finish(&mut vcpu);
+    assert_eq!(msr(&vcpu, vendor.counter(0)), 0);
+    assert_eq!(m.vm.enable_cap(&cap).unwrap_err().errno(), libc::EINVAL);
+}

@@ -1,0 +1,99 @@
+//! Event numbers to what is counted (SDM vol. 3, 20.2.1.2, and Intel's and AMD's lists of events
+//! for their models). An event that is none of these counts nothing.
+
+use x86_defs::retired::*;
+
+use crate::{CYCLES, Config, Vendor, select};
+
+/// Instructions, cycles, reference cycles.
+pub(crate) const FIXED: [usize; 3] = [INSTRUCTIONS, CYCLES, CYCLES];
+
+/// Bits of leaf 0xA EBX.
+mod architectural {
+    pub(super) const CYCLES: u32 = 1 << 0;
+    pub(super) const INSTRUCTIONS: u32 = 1 << 1;
+    pub(super) const REFERENCE_CYCLES: u32 = 1 << 2;
+    pub(super) const BRANCHES: u32 = 1 << 5;
+}
+
+/// What an event select counts, if that can be counted.
+pub(crate) fn slot(config: &Config, value: u64) -> Option<usize> {
+    // Those count cycles with so many events, or the beginnings of them.
+    if value & (select::CMASK | select::INV | select::EDGE) != 0 {
+        return None;
+    }
+    let (event, mask) = (value & 0xff, (value >> 8 & 0xff) as u8);
+    match config.vendor {
+        Vendor::Intel => intel(config, event as u8, mask),
+        Vendor::Amd => amd((event | value >> 24 & 0xf00) as u16, mask),
+        Vendor::None => None,
+    }
+}
+
+fn intel(config: &Config, event: u8, mask: u8) -> Option<usize> {
+    let there = |bit: u32, slot: usize| (config.unavailable & bit == 0).then_some(slot);
+    match (event, mask) {
+        (0x3c, 0) => there(architectural::CYCLES, CYCLES),
+        (0x3c, 1) => there(architectural::REFERENCE_CYCLES, CYCLES),
+        (0xc0, 0) => there(architectural::INSTRUCTIONS, INSTRUCTIONS),
+        (0xc4, 0) => there(architectural::BRANCHES, BRANCHES),
+        (0xc4, _) if has_new_branches(config) => new_branches(mask),
+        (0xc4, _) => old_branches(mask),
+        _ => None,
+    }
+}
+
+/// BR_INST_RETIRED up to Comet Lake.
+const fn old_branches(mask: u8) -> Option<usize> {
+    Some(match mask {
+        0x01 => CONDITIONAL,
+        0x02 => NEAR_CALLS,
+        0x04 => BRANCHES,
+        0x08 => NEAR_RETURNS,
+        0x10 => CONDITIONAL_NOT_TAKEN,
+        0x20 => NEAR_TAKEN,
+        0x40 => FAR,
+        _ => return None,
+    })
+}
+
+/// BR_INST_RETIRED from Ice Lake on.
+const fn new_branches(mask: u8) -> Option<usize> {
+    Some(match mask {
+        0x01 => CONDITIONAL_TAKEN,
+        0x02 => NEAR_CALLS,
+        0x08 => NEAR_RETURNS,
+        0x10 => CONDITIONAL_NOT_TAKEN,
+        0x11 => CONDITIONAL,
+        0x20 => NEAR_TAKEN,
+        0x40 => FAR,
+        0x80 => NEAR_INDIRECT,
+        _ => return None,
+    })
+}
+
+/// Of the models that this can be shown on, all but those of Skylake's line have the new numbers.
+fn has_new_branches(config: &Config) -> bool {
+    const OLD: &[u32] = &[
+        0x3c, 0x3d, 0x3f, 0x45, 0x46, 0x47, 0x4e, 0x4f, 0x55, 0x56, 0x5e, 0x66, 0x8e, 0x9e, 0xa5,
+        0xa6,
+    ];
+    let (family, model) = config.family_model();
+    family == 6 && model >= 0x6a && !OLD.contains(&model)
+}
+
+fn amd(event: u16, mask: u8) -> Option<usize> {
+    Some(match event {
+        0x076 => CYCLES,
+        // Cycles at the frequency of P0.
+        0x120 if mask & 1 != 0 => CYCLES,
+        0x0c0 => INSTRUCTIONS,
+        0x0c2 => BRANCHES,
+        0x0c4 => TAKEN,
+        0x0c6 => FAR,
+        0x0c8 => NEAR_RETURNS,
+        0x0cc => NEAR_INDIRECT,
+        0x0d1 => CONDITIONAL,
+        _ => return None,
+    })
+}

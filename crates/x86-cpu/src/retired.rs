@@ -1,0 +1,81 @@
+//! [`Retired`]: how many events of each stream have been retired while somebody counted them.
+//!
+//! An engine adds an instruction when it has completed, at the privilege level that it began at,
+//! if [`Retired::counts_at`] said so before. What faulted, or is to be executed again after the
+//! VMM's answer, has not completed. The counts only grow: counters are differences of them.
+
+use x86_defs::retired::{
+    BRANCHES, CONDITIONAL, CONDITIONAL_NOT_TAKEN, CONDITIONAL_TAKEN, FAR, INSTRUCTIONS, NEAR_TAKEN,
+    STREAMS, TAKEN, bit,
+};
+
+/// Counts of one vCPU. `repr(C)`: generated code adds to them.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Retired {
+    /// Events at CPL 0, and at other levels.
+    pub counts: [[u64; STREAMS]; 2],
+    /// Instructions, counted or not, after which a counter may overflow at the earliest: the run
+    /// loop is to be returned to then.
+    pub left: u64,
+    /// Where events are counted: bit 0 at CPL 0, bit 1 at other levels.
+    pub levels: u8,
+}
+
+impl Default for Retired {
+    fn default() -> Self {
+        Self {
+            counts: [[0; STREAMS]; 2],
+            left: u64::MAX,
+            levels: 0,
+        }
+    }
+}
+
+impl Retired {
+    /// Index in [`Self::counts`] of a privilege level.
+    #[inline(always)]
+    pub const fn level(cpl: u8) -> usize {
+        (cpl != 0) as usize
+    }
+    /// Events are counted at this level.
+    #[inline(always)]
+    pub const fn counts_at(&self, cpl: u8) -> bool {
+        self.levels >> Self::level(cpl) & 1 != 0
+    }
+    /// [`Self::left`] is used up.
+    #[inline(always)]
+    pub const fn is_due(&self) -> bool {
+        self.left == 0
+    }
+    /// Adds one completed instruction that began at `level`; `events` are the streams that its
+    /// form belongs to ([`outcome`] adds what its execution has decided).
+    #[inline]
+    pub fn add(&mut self, level: usize, events: u16) {
+        let counts = &mut self.counts[level & 1];
+        counts[INSTRUCTIONS] += 1;
+        self.left = self.left.saturating_sub(1);
+        let mut rest = events & !bit(INSTRUCTIONS);
+        while rest != 0 {
+            counts[rest.trailing_zeros() as usize % STREAMS] += 1;
+            rest &= rest - 1;
+        }
+    }
+}
+
+/// The streams of a completed instruction: those of its form, and what follows from whether it
+/// has branched.
+#[inline]
+pub const fn outcome(form: u16, has_branched: bool) -> u16 {
+    if form & bit(BRANCHES) == 0 {
+        form
+    } else if form & bit(FAR) != 0 {
+        form | bit(TAKEN)
+    } else if form & bit(CONDITIONAL) == 0 {
+        form | bit(NEAR_TAKEN) | bit(TAKEN)
+    } else if has_branched {
+        form | bit(CONDITIONAL_TAKEN) | bit(NEAR_TAKEN) | bit(TAKEN)
+    } else {
+        form | bit(CONDITIONAL_NOT_TAKEN)
+    }
+}
