@@ -36,7 +36,8 @@ pub(super) struct Program {
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
 /// Compiled on the host, found below `$OPT`.
-pub(super) const C_PROGRAMS: [(&str, &str); 4] = [
+pub(super) const C_PROGRAMS: [(&str, &str); 5] = [
+    ("counted", include_str!("counted.c")),
     ("debuggee", DEBUGGEE),
     ("filters", include_str!("filters.c")),
     ("generated", include_str!("generated.c")),
@@ -558,5 +559,34 @@ END
         mem: "768M",
         cpus: 2,
         quick: false,
+    },
+    // Counters: what two runs differ by is exact; an overflow after each so many instructions is a sample; cycles have some.
+    Program {
+        name: "perf",
+        packages: &["linux-perf"],
+        paths: &["/usr/bin/perf"],
+        script: r#"
+            cd /tmp
+            count() { perf stat -x, -e $1 $OPT/counted $2 2>&1 | cut -d, -f1; }
+            for event in instructions:u branches:u; do
+                a=$(count $event 1000000) b=$(count $event 3000000) c=$(count $event 3000000)
+                echo $event: $((b - a)), and again $((c - b))
+            done
+            perf record -q -e instructions:u -c 100000 $OPT/counted 3000000
+            samples=$(perf script -F ip | wc -l)
+            [ $samples -ge 60 ] && [ $samples -le 70 ] && echo samples of instructions
+            perf record -q -F 500 $OPT/counted 1000000000
+            [ $(perf script -F ip | wc -l) -ge 20 ] && echo samples of cycles
+            perf report --stdio 2>/dev/null | grep -m1 'counted .* main'"#,
+        expect: Expect::Lines(&[
+            "instructions:u: 4000000, and again 0",
+            "branches:u: 2000000, and again 0",
+            "samples of instructions",
+            "samples of cycles",
+            " main",
+        ]),
+        mem: "512M",
+        cpus: 2,
+        quick: true,
     },
 ];
