@@ -27,9 +27,10 @@ use core::sync::atomic::{AtomicU8, AtomicU32};
 use mmu::Mmu;
 use x86_cpu::{CpuState, GuestBus};
 
+pub use ir::cause::Cause;
+pub use runtime::Jit;
 pub use runtime::lockstep::LockstepStats;
-pub use runtime::run::Jit;
-pub use runtime::stats::{Cause, Stats};
+pub use runtime::stats::Stats;
 
 /// How long translated code may go on without a look of the run loop's, which costs it all returns
 /// that the processor would have predicted.

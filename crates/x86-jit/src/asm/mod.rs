@@ -153,8 +153,10 @@ impl Isa {
     }
 }
 
+/// Room that each part of a block needs at most.
+pub(crate) const MAX_BLOCK: usize = 32 << 10;
 /// Bytes of [`Asm`]: both parts of the largest block that is of use.
-const ROOM: usize = 2 * crate::code::room::MAX_BLOCK;
+const ROOM: usize = 2 * MAX_BLOCK;
 /// Bytes that are written at once.
 pub(crate) const WINDOW: usize = 64;
 

@@ -2,19 +2,18 @@
 
 use std::{
     collections::{HashMap, hash_map::Entry},
-    hash::{BuildHasher, RandomState},
-    sync::{
-        LazyLock,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use mmu::hash::ByIdentity;
 use x86_cpu::CodePage;
 
 use crate::{
-    codegen::{Cell, Entries, TARGETS_LEN},
-    region::block::{low, mode},
+    JitBus,
+    codegen::Entries,
+    frame::cell::Cell,
+    frame::targets::{Target, empty, no_targets, place},
+    ir::mode::{BlockKey, Mode, low},
 };
 
 /// A translated block.
@@ -31,57 +30,6 @@ pub(crate) struct Block {
     pub(crate) may_gain: bool,
     /// Instructions.
     pub(crate) len: u8,
-}
-
-/// Entry of the table of indirect targets, as generated code reads it.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Target {
-    /// Address in the guest, XORed with the key's salt: so one comparison is of both.
-    pub(crate) tag: u64,
-    /// Mapping and mode for which it is right.
-    pub(crate) key: u64,
-    /// Address of the block's outer entry.
-    pub(crate) code: u64,
-    /// Page of the address.
-    pub(crate) page: u64,
-}
-
-const _: () = assert!(size_of::<Target>() == 32);
-
-/// An entry for a place at which its tag is not looked for. No key is zero.
-const fn empty(at: usize) -> Target {
-    Target {
-        tag: (at == 0) as u64,
-        key: 0,
-        code: 0,
-        page: 0,
-    }
-}
-
-/// A table that takes memory only for what is entered.
-fn no_targets() -> Box<[Target]> {
-    // SAFETY: four integers, for which zero is a value.
-    let mut all = unsafe { Box::<[Target]>::new_zeroed_slice(TARGETS_LEN).assume_init() };
-    all[0] = empty(0);
-    all
-}
-
-/// Index of a target. Functions are aligned: their low bits alone are no hash.
-fn place(tag: u64) -> usize {
-    (tag ^ tag >> 5) as usize & (TARGETS_LEN - 1)
-}
-
-/// What salts are made from; [`Cache::new`] asks the host for it, as vCPUs may not.
-static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
-
-/// What a key's targets are XORed with. Two targets under two keys have the same tag with a
-/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
-pub(crate) fn salt_of(key: u64) -> u64 {
-    let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
-    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ x >> 31
 }
 
 /// Blocks of a page in one mode. Who looks for one finds all that it needs in few lines of memory.
@@ -185,70 +133,69 @@ impl PageBlocks {
 #[derive(Debug, Default)]
 pub(crate) struct Blocks {
     /// By page identity and mode.
-    pages: HashMap<(u64, u8), Box<PageBlocks>, ByIdentity>,
+    pages: HashMap<BlockKey, Box<PageBlocks>, ByIdentity>,
 }
 
 impl Blocks {
     /// `key` is page identity plus offset, and mode.
-    pub(crate) fn get(&self, key: (u64, u8)) -> Option<Block> {
-        self.page(key)?.get(key.0 & 0xfff)
+    pub(crate) fn get(&self, key: BlockKey) -> Option<Block> {
+        self.page(key)?.get(key.offset())
     }
     /// The blocks of the page and mode of `key`.
-    pub(crate) fn page(&self, key: (u64, u8)) -> Option<&PageBlocks> {
-        self.pages.get(&(key.0 & !0xfff, key.1)).map(|page| &**page)
+    pub(crate) fn page(&self, key: BlockKey) -> Option<&PageBlocks> {
+        self.pages.get(&key.of_page()).map(|page| &**page)
     }
     /// Returns what was there before.
-    pub(crate) fn insert(&mut self, key: (u64, u8), block: Block) -> Option<Block> {
-        let page = self.pages.entry((key.0 & !0xfff, key.1));
+    pub(crate) fn insert(&mut self, key: BlockKey, block: Block) -> Option<Block> {
+        let page = self.pages.entry(key.of_page());
         let page = page.or_insert_with(PageBlocks::new);
-        page.insert(key.0 & 0xfff, block)
+        page.insert(key.offset(), block)
     }
     /// The mode of blocks that are executed at `gva`, in the page that is mapped there. In 64-bit code, the first place
-    /// of 32 bits with its sign where a page is executed has blocks of [`mode::BOUND`], which know their address: kernels,
+    /// of 32 bits with its sign where a page is executed has blocks of [`Mode::BOUND`], which know their address: kernels,
     /// and programs that are not position-independent, are nowhere else. Once the page has other code, another place may.
-    pub(crate) fn mode_at(&self, gva: u64, page: &CodePage, mode: u8) -> u8 {
-        let Some(low) = low(gva).filter(|_| mode & mode::BITS32 == 0) else {
+    pub(crate) fn mode_at(&self, gva: u64, page: &CodePage, mode: Mode) -> Mode {
+        let Some(low) = low(gva).filter(|_| mode.is_long()) else {
             return mode;
         };
-        match self.page((page.id, mode | mode::BOUND)) {
+        match self.page(BlockKey::new(page.id, mode | Mode::BOUND)) {
             Some(p) if p.bound != Some(low) && p.generation == page.generation => mode,
-            _ => mode | mode::BOUND,
+            _ => mode | Mode::BOUND,
         }
     }
     /// The blocks of the page and mode of `key` are executed at `gva` only from now on. Returns the outer entries of
     /// those that there were for another address.
-    pub(crate) fn bind(&mut self, key: (u64, u8), gva: i32) -> Vec<u32> {
-        let id = key.0 & !0xfff;
+    pub(crate) fn bind(&mut self, key: BlockKey, gva: i32) -> Vec<u32> {
         let mut old = Vec::new();
         // Then those of the other kind are, too.
         if self.page(key).is_some_and(|p| p.bound == Some(gva)) {
             return old;
         }
-        for mode in [key.1, key.1 ^ mode::SPLIT] {
-            if let Entry::Occupied(page) = self.pages.entry((id, mode))
+        for is_split in [false, true] {
+            if let Entry::Occupied(page) = self.pages.entry(key.of_page().split(is_split))
                 && page.get().bound != Some(gva)
             {
                 old.extend(page.remove().blocks.iter().map(|b| b.entries.outer));
             }
         }
-        let page = self.pages.entry((id, key.1));
+        let page = self.pages.entry(key.of_page());
         page.or_insert_with(PageBlocks::new).bound = Some(gva);
         old
     }
     /// Other pages have gone to the block.
-    pub(crate) fn note_target(&mut self, key: (u64, u8)) {
-        if let Some(page) = self.pages.get_mut(&(key.0 & !0xfff, key.1))
-            && let (at, true) = page.rank(key.0 & 0xfff)
+    pub(crate) fn note_target(&mut self, key: BlockKey) {
+        if let Some(page) = self.pages.get_mut(&key.of_page())
+            && let (at, true) = page.rank(key.offset())
             && let Some(block) = page.blocks.get_mut(at)
             && !core::mem::replace(&mut block.is_target, true)
         {
-            let target = Outer::of(key.0 & 0xfff, block);
+            let target = Outer::of(key.offset(), block);
             page.targets.push(target);
         }
     }
     /// The cell of the page and mode of `key`, if it has one. `next`: the number of one to give it.
-    fn cell(&mut self, key: (u64, u8), next: Option<&mut usize>) -> Option<Cell> {
-        let page = self.pages.get_mut(&(key.0 & !0xfff, key.1))?;
+    fn cell(&mut self, key: BlockKey, next: Option<&mut usize>) -> Option<Cell> {
+        let page = self.pages.get_mut(&key.of_page())?;
         if let Some(next) = next.filter(|_| page.cell.is_none()) {
             page.cell = Cell::new(*next);
             *next += 1;
@@ -257,8 +204,8 @@ impl Blocks {
     }
     /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
     /// if they are made from the code of that generation.
-    fn targets(&self, id: u64, mode: u8, generation: u32) -> impl Iterator<Item = (u64, u32)> {
-        let page = self.page((id, mode)).into_iter();
+    fn targets(&self, of: BlockKey, generation: u32) -> impl Iterator<Item = (u64, u32)> {
+        let page = self.page(of).into_iter();
         page.flat_map(|page| &page.targets)
             .filter(move |t| t.generation == generation && t.entry != 0)
             .map(|t| (t.offset.into(), t.entry))
@@ -286,7 +233,7 @@ pub(crate) struct Cache {
     /// By page identity, offset and mode.
     pub(crate) blocks: Blocks,
     /// The second page of instructions that straddle two.
-    pub(crate) second: HashMap<(u64, u8), CodePage, ByIdentity>,
+    pub(crate) second: HashMap<BlockKey, CodePage, ByIdentity>,
     pub(crate) targets: Box<[Target]>,
     /// By offset of an outer entry: numbers of the direct branches in other pages that go
     /// there by themselves ([`crate::codegen::FarSite`]).
@@ -311,7 +258,7 @@ fn new_generation() -> u64 {
 
 impl Cache {
     pub(crate) fn new() -> Self {
-        LazyLock::force(&SECRET);
+        crate::frame::targets::make_secret();
         Self {
             blocks: Blocks::default(),
             second: HashMap::default(),
@@ -336,12 +283,18 @@ impl Cache {
         self.filled.fill((0, 0));
     }
     /// The cell of the page and mode of `key`, if it has one.
-    pub(crate) fn cell(&mut self, key: (u64, u8)) -> Option<Cell> {
+    pub(crate) fn cell(&mut self, key: BlockKey) -> Option<Cell> {
         self.blocks.cell(key, None)
     }
     /// The same; one is given to it if there are more.
-    pub(crate) fn take_cell(&mut self, key: (u64, u8)) -> Option<Cell> {
+    pub(crate) fn take_cell(&mut self, key: BlockKey) -> Option<Cell> {
         self.blocks.cell(key, Some(&mut self.cells))
+    }
+    /// The page that the cell belongs to is that of `rip` in the live view.
+    pub(crate) fn set_cell<B: JitBus>(&self, bus: &mut B, cell: Cell, rip: u64) {
+        let tables = bus.mmu().live_cells(self.cells_generation);
+        let tag = u64::from(cell.tag.unsigned_abs());
+        tables.set_cell(cell.number, (rip & !0xfff) + tag);
     }
     /// A number for the key, which no other key has had. `None`: no more are left, all are to be
     /// forgotten, and the next one is the first again.
@@ -362,20 +315,20 @@ impl Cache {
     /// True once for the page of `rip` under a key, or more often if others came in between.
     pub(crate) fn is_new(&mut self, rip: u64, key: u64) -> bool {
         let page = rip & !0xfff;
-        let at = (page >> 12 ^ key >> 9) as usize % FILLED;
+        let at = (page >> 12 ^ key >> (Mode::WIDTH + 1)) as usize % FILLED;
         let before = core::mem::replace(&mut self.filled[at], (page, key));
         before != (page, key)
     }
-    /// Enters all that other pages have gone to in the page `id`, which is that of `rip` under
+    /// Enters all that other pages have gone to in the page of `at`, which is that of `rip` under
     /// the key: the next program that starts goes there too. `code` is where the buffer is.
     pub(crate) fn fill(
         &mut self,
-        (id, mode, generation): (u64, u8, u32),
+        (at, generation): (BlockKey, u32),
         (rip, key, salt): (u64, u64, u64),
         code: u64,
     ) {
         let page = rip & !0xfff;
-        for (offset, outer) in self.blocks.targets(id, mode, generation) {
+        for (offset, outer) in self.blocks.targets(at, generation) {
             let tag = (page | offset) ^ salt;
             if let Some(t) = self.targets.get_mut(place(tag))
                 && t.key != key
@@ -411,6 +364,7 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::frame::targets::salt_of;
 
     #[test]
     fn blocks_are_found_where_they_were_put() {
@@ -425,7 +379,8 @@ mod tests {
         let mut blocks = Blocks::default();
         let key = |n: u32| {
             let page = u64::from(n % 7) << 12 | 1 << 63;
-            (page | u64::from(n * 37 % 4096), (n % 3) as u8)
+            let mode = [Mode::NONE, Mode::FP, Mode::KERNEL][n as usize % 3];
+            BlockKey::new(page | u64::from(n * 37 % 4096), mode)
         };
         for n in 0..500 {
             assert!(blocks.insert(key(n), block(n)).is_none());
@@ -438,8 +393,12 @@ mod tests {
             let wanted = if n % 2 == 0 { n + 1000 } else { n };
             assert_eq!(blocks.get(key(n)).map(|b| b.generation), Some(wanted));
         }
-        assert!(blocks.get((key(0).0 + 1, key(0).1)).is_none());
-        assert!(blocks.get((key(0).0, 9)).is_none());
+        assert!(
+            blocks
+                .get(BlockKey::new(key(0).at + 1, key(0).mode))
+                .is_none()
+        );
+        assert!(blocks.get(BlockKey::new(key(0).at, Mode::TSC)).is_none());
         blocks.clear();
         assert!(blocks.get(key(0)).is_none());
     }
@@ -462,32 +421,41 @@ mod tests {
     #[test]
     fn targets_that_come_back() {
         const ID: u64 = 0x7000;
+        const MODE: Mode = Mode::KERNEL;
         let mut c = Cache::new();
         let straddling = Block {
             straddles: true,
             ..block(60, 7)
         };
         for (at, mode, b) in [
-            (0x10, 3, block(10, 7)),
-            (0x20, 3, block(20, 7)),
-            (0x30, 3, block(30, 6)),
-            (0x40, 2, block(40, 7)),
-            (0x50, 3, block(0, 7)),
-            (0x60, 3, straddling),
+            (0x10, MODE, block(10, 7)),
+            (0x20, MODE, block(20, 7)),
+            (0x30, MODE, block(30, 6)),
+            (0x40, Mode::NONE, block(40, 7)),
+            (0x50, MODE, block(0, 7)),
+            (0x60, MODE, straddling),
         ] {
-            assert!(c.blocks.insert((ID | at, mode), b).is_none());
+            assert!(c.blocks.insert(BlockKey::new(ID | at, mode), b).is_none());
             if at != 0x20 {
-                c.blocks.note_target((ID | at, mode));
+                c.blocks.note_target(BlockKey::new(ID | at, mode));
             }
         }
         let (page, key, salt) = (0x40_0000, 0x1234, salt_of(0x1234));
         let known = |c: &Cache, at: u64| c.target(page | at, salt);
-        c.fill((ID, 3, 7), (page | 0xabc, key, salt), 1000);
+        c.fill(
+            (BlockKey::new(ID, MODE), 7),
+            (page | 0xabc, key, salt),
+            1000,
+        );
         let found: Vec<_> = (0..0x1000).filter_map(|at| known(&c, at)).collect();
         assert_eq!(found, [1010]);
         // A new translation is gone to as the old one was.
-        assert!(c.blocks.insert((ID | 0x30, 3), block(31, 7)).is_some());
-        c.fill((ID, 3, 7), (page, key, salt), 1000);
+        assert!(
+            c.blocks
+                .insert(BlockKey::new(ID | 0x30, MODE), block(31, 7))
+                .is_some()
+        );
+        c.fill((BlockKey::new(ID, MODE), 7), (page, key, salt), 1000);
         assert_eq!(known(&c, 0x30), Some(1031));
         assert_eq!(c.target(page | 0x30, salt_of(key + 1)), None);
     }

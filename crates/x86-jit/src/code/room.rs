@@ -5,10 +5,8 @@
 
 use core::ops::Range;
 
-use crate::asm::CACHE_LINE;
+use crate::asm::{CACHE_LINE, MAX_BLOCK};
 
-/// Room that each part of a block needs at most.
-pub(crate) const MAX_BLOCK: usize = 32 << 10;
 /// Blocks begin at a multiple of this.
 const ALIGN: usize = 16;
 

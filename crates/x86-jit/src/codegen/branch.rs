@@ -1,13 +1,18 @@
 //! Branches: links within a page, remembered targets for direct ones to other
 //! pages, the target table for everything else.
 
-use iced_x86::{Instruction, OpKind, Register};
+use iced_x86::{OpKind, Register};
 use mmu::l1::{INLINE_CACHES, cell, inline_cache};
 
-use super::{Condition, Emit, FarSite, LinkSite, Stub, TARGETS_LEN, Translator, Unsupported};
+use super::{Condition, Emit, FarSite, LinkSite, Stub, Translator, Unsupported};
 use crate::{
-    asm::*, codegen::thunks, frame::area::*, ir::decoded::Decoded, ir::kind::Kind,
-    plan::groups::popped,
+    asm::*,
+    frame::area::*,
+    frame::requests,
+    frame::targets::TARGETS_LEN,
+    ir::branch::{popped, target},
+    ir::decoded::Decoded,
+    ir::kind::Kind,
 };
 
 impl Translator {
@@ -372,7 +377,7 @@ impl Translator {
         let from = self.asm.jcc(cc::NE);
         self.stubs.push(Stub::Ret {
             from,
-            site: thunks::branch(d.offset, by),
+            site: requests::branch(d.offset, by),
         });
         self.move_stack(by);
         self.asm.ret();
@@ -441,14 +446,6 @@ pub(crate) fn select_tag(a: &mut Asm) -> usize {
     a.alu(true, Alu::Add, S1, NEAR_TARGETS);
     a.alu(true, Alu::Cmp, S0, at(S1, 0));
     a.jcc(cc::NE)
-}
-
-/// Branch target relative to the page, as the block was decoded with IP 0 at its start.
-pub(crate) fn target(i: &Instruction) -> i64 {
-    match i.op0_kind() {
-        OpKind::NearBranch32 => i64::from(i.near_branch32() as i32),
-        _ => i.near_branch64() as i64,
-    }
 }
 
 fn condition_bits(c: iced_x86::ConditionCode) -> Option<u8> {

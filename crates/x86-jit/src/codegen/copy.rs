@@ -5,7 +5,6 @@ use iced_x86::{Instruction, OpKind, Register};
 use super::{
     Emit, Translator, Unsupported,
     memory::Finds,
-    narrow,
     recode::{self, Rm, recode},
 };
 use crate::{
@@ -13,6 +12,7 @@ use crate::{
     frame::area::*,
     ir::decoded::Decoded,
     ir::kind::{Form, Shape},
+    ir::narrow,
 };
 
 impl Translator {

@@ -9,13 +9,7 @@
 use iced_x86::{Instruction, Mnemonic, OpKind, RflagsBits};
 
 use super::Translator;
-use crate::{
-    asm::*,
-    codegen::thunks::{restore_flags, save_flags},
-    frame::area::*,
-    ir::decoded::Decoded,
-    ir::kind::Form,
-};
+use crate::{asm::*, frame::area::*, ir::decoded::Decoded, ir::kind::Form};
 
 /// LAHF's byte: CF is its lowest bit.
 const LAHF: Mem = Mem {
@@ -138,4 +132,20 @@ impl Translator {
         self.asm.bytes(&[mask]);
         cc::NE ^ (condition & 1)
     }
+}
+
+/// `mov rax → r13; lahf; seto al; mov [FLAGS], eax; mov rax ← r13`.
+pub(crate) fn save_flags(a: &mut Asm) {
+    a.mov(S1, RAX);
+    a.bytes(&[0x9f, 0x0f, 0x90, 0xc0]);
+    a.store32(NEAR_FLAGS, RAX);
+    a.mov(RAX, S1);
+}
+
+/// The reverse: adding 127 to a byte of 0 or 1 makes OF; SAHF does the rest.
+pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
+    a.mov(scratch, RAX);
+    a.load32(RAX, NEAR_FLAGS);
+    a.bytes(&[0x04, 127, 0x9e]);
+    a.mov(RAX, scratch);
 }

@@ -4,30 +4,18 @@
 //! next branch, and all of a trace would wait for one such pair after the other. What leaves the trace
 //! from another page sets it first.
 
-use iced_x86::OpKind;
-
-use super::{Emit, Stub, Translator, check_generation, keeps_cached};
+use super::{Emit, Stub, Translator, check_generation};
 use crate::{
     asm::*,
-    codegen::thunks,
     frame::area::*,
+    frame::requests,
+    ir::branch::popped,
     ir::decoded::{Decoded, Place},
     ir::kind::Kind,
-    plan::groups::popped,
 };
 
 /// From a stub on, code is of a page, so far beyond [`NEAR_PAGE`].
 pub(super) type Turn = (usize, u8, i32);
-
-/// What is translated by code that adds [`Translator::beyond`], or leaves it to stubs.
-fn knows_pages(kind: Kind) -> bool {
-    keeps_cached(kind) || matches!(kind, Kind::Leave | Kind::Div | Kind::Idiv | Kind::BitString)
-}
-
-/// A trace goes on behind it.
-pub(crate) fn is_passed(d: &Decoded) -> bool {
-    d.page == 0 && !d.kind.ends_block() || knows_pages(d.kind)
-}
 
 impl Translator {
     /// Nothing is translated yet.
@@ -168,7 +156,7 @@ impl Translator {
         self.stubs.push(Stub::Elsewhere {
             from,
             disp,
-            site: thunks::branch(d.offset, by),
+            site: requests::branch(d.offset, by),
         });
         self.rsp_moves += by;
     }
@@ -234,9 +222,4 @@ pub(super) fn move_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
         set_near_page(a, bound, beyond);
         pop(a, S1);
     }
-}
-
-/// The word that an indirect call to what comes next writes can be a group's member.
-pub(crate) fn pushes_only(d: &Decoded) -> bool {
-    d.kind == Kind::CallIndirect && d.i.op0_kind() == OpKind::Register
 }

@@ -1,16 +1,16 @@
 //! Memory operands: effective addresses, and probes of the software TLB.
 
-use iced_x86::{Instruction, Mnemonic, Register};
+use iced_x86::{Instruction, Register};
 use mmu::l1::{ENTRIES, Half, LANES, PAGES_OFFSET, STACK_OFFSET, lane};
 
 use super::{Emit, Stub, Translator, Unsupported};
 use crate::{
     asm::*,
-    codegen::thunks::{LANE_SHIFT, RAISES, site},
     frame::area::*,
+    frame::requests::{LANE_SHIFT, RAISES, site},
     ir::decoded::Decoded,
-    ir::kind::Kind,
-    plan::groups::{Align, Member},
+    ir::member::{Align, Member},
+    ir::memory::{is_on_stack, raises_its_fault},
 };
 
 /// log2 of the size of a tag, and of a page's address.
@@ -196,38 +196,6 @@ impl From<bool> for Probe {
     }
 }
 
-/// Nothing but RSP says where the operand is.
-pub(crate) fn is_on_stack(i: &Instruction) -> bool {
-    matches!(i.memory_base(), Register::RSP | Register::ESP)
-        && i.memory_index() == Register::None
-        && !matches!(i.memory_segment(), Register::FS | Register::GS)
-}
-
-/// A page fault of its first access is what the instruction raises in any case. Masked moves, for
-/// one, need not make theirs.
-fn raises_its_fault(d: &Decoded) -> bool {
-    use Mnemonic as M;
-    match d.kind {
-        Kind::Copy | Kind::CopyAligned | Kind::Push | Kind::Pop | Kind::Leave => true,
-        Kind::CopyFp | Kind::CopyFpAligned => matches!(
-            d.i.mnemonic(),
-            M::Movaps
-                | M::Movups
-                | M::Movdqa
-                | M::Movdqu
-                | M::Movd
-                | M::Movq
-                | M::Vmovaps
-                | M::Vmovups
-                | M::Vmovdqa
-                | M::Vmovdqu
-                | M::Vmovd
-                | M::Vmovq
-        ),
-        _ => false,
-    }
-}
-
 impl Translator {
     /// The linear address less `less` in r14. Changes flags if there is a segment base to add.
     pub(super) fn address(&mut self, i: &Instruction, less: i32) -> Emit {
@@ -338,7 +306,11 @@ impl Translator {
         probe: Probe,
         finds: Finds,
     ) -> Mem {
-        let raises = if raises_its_fault(d) { RAISES } else { 0 };
+        let raises = if raises_its_fault(d.kind, &d.i) {
+            RAISES
+        } else {
+            0
+        };
         self.probe_for(site(d.offset, size, write) | raises, size, probe, finds)
     }
 

@@ -37,28 +37,31 @@ mod registers;
 mod sites;
 mod stack;
 pub(crate) mod string;
+mod stub;
 mod stubs;
 mod system;
 pub(crate) mod thunks;
 pub(crate) mod walk;
 
-use branch::target;
 use flags::Flags;
 use iced_x86::{Encoder, OpKind, Register};
 use memory::{Finds, Probe};
-pub(crate) use sites::{Cell, Condition, Entries, FarSite, How, LinkSite};
-use stubs::Stub;
-use walk::{Walking, is_loop};
+pub(crate) use sites::{Condition, Entries, FarSite, How, LinkSite};
+use stub::Stub;
+use walk::Walking;
 
 use crate::{
     asm::*,
-    code::cache::Block,
-    codegen::thunks::{Thunks, restore_flags, save_flags},
+    codegen::flags::{restore_flags, save_flags},
+    codegen::thunks::Thunks,
     frame::area::*,
+    ir::branch::{is_loop, target},
     ir::decoded::{Decoded, Place},
+    ir::hot::Hot,
     ir::kind::{Form, Forms, Kind},
-    region::trace::TracePage,
-    runtime::translation::Source,
+    ir::narrow::zeroes_vectors,
+    ir::passed::{is_passed, keeps_cached},
+    ir::source::{Source, TracePage},
 };
 
 /// What is emitted most.
@@ -89,26 +92,6 @@ impl Templates {
             ],
         })
     }
-}
-
-/// What makes the translation of a block that is executed much another one.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Hot {
-    /// Bit per instruction: its access is no good for a lane.
-    pub(crate) without: u128,
-    /// The lanes that it has got, and the instructions that they are for.
-    pub(crate) lanes: Vec<(u16, u8)>,
-    /// Loops within the block that make always as many turns.
-    pub(crate) turns: Vec<Turns>,
-    /// The way that was executed from the block on, relative to its page: it may go through calls.
-    pub(crate) path: Vec<i32>,
-}
-
-/// How many turns a loop makes, and the offset of what follows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Turns {
-    pub(crate) end: u32,
-    pub(crate) turns: u8,
 }
 
 /// Emits blocks.
@@ -184,9 +167,6 @@ type Emit = Result<(), Unsupported>;
 /// Length of a comparison of a near cell.
 const CHECK_LEN: usize = 10;
 
-/// Entries of the target table.
-pub(crate) const TARGETS_LEN: usize = 1 << 16;
-
 impl Translator {
     /// `code`: host address at which the code is executed.
     pub(crate) fn new(isa: Isa, thunks: Thunks, code: u64) -> Self {
@@ -225,15 +205,14 @@ impl Translator {
         }
     }
 
-    /// The entries that the block at `offset` does not have yet, to offset `base` of the buffer.
+    /// The entries that the block at `offset`, which has so many instructions, does not have yet, to offset `base` of the buffer.
     pub(crate) fn complete_entries(
         &mut self,
         base: usize,
         source: Source,
         offset: u32,
-        block: &mut Block,
+        (entries, len): (&mut Entries, u8),
     ) {
-        let entries = &mut block.entries;
         self.asm.start(base);
         self.stubs.clear();
         self.begin_trace();
@@ -243,7 +222,7 @@ impl Translator {
         }
         if entries.polled == 0 {
             entries.polled = self.asm.here() as u32;
-            self.poll(block.len.into(), offset, None);
+            self.poll(len.into(), offset, None);
         }
         self.asm.jmp_to(entries.saved as usize);
         self.emit_stubs(None, |_, _, _| None);
@@ -377,7 +356,7 @@ impl Translator {
             }
             if rest.len() == 1 {
                 self.push_frames();
-                if !inline::is_passed(d) {
+                if !is_passed(d) {
                     self.settle_page();
                 }
             }
@@ -456,7 +435,7 @@ impl Translator {
         }
         match d.kind {
             Kind::Nop | Kind::Followed => {}
-            Kind::CopyFp if !self.long && narrow::zeroes_vectors(&d.i) => self.zero_vectors(d),
+            Kind::CopyFp if !self.long && zeroes_vectors(&d.i) => self.zero_vectors(d),
             Kind::Copy | Kind::CopyFp => self.copy(d, form, false)?,
             Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, form, true)?,
             Kind::BitString => self.bit_string(d)?,
@@ -630,21 +609,4 @@ fn check_generation(a: &mut Asm, code: u64, source: &Source) -> usize {
     }
     a.bytes(&source.generation.to_le_bytes());
     a.jcc(cc::NE)
-}
-
-/// What is translated by code that knows of [`Translator::cached`].
-fn keeps_cached(kind: Kind) -> bool {
-    matches!(
-        kind,
-        Kind::Nop
-            | Kind::Followed
-            | Kind::Copy
-            | Kind::CopyFp
-            | Kind::CopyAligned
-            | Kind::CopyFpAligned
-            | Kind::Lea
-            | Kind::Push
-            | Kind::Pop
-            | Kind::Jcc
-    )
 }

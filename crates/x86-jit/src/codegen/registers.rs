@@ -8,8 +8,8 @@ use crate::{
     asm::*,
     codegen::countdown,
     frame::area::*,
+    frame::state::{MXCSR_FREE, X87_MASKED},
     ir::decoded::Decoded,
-    runtime::run::{MXCSR_FREE, X87_MASKED},
 };
 
 impl Translator {

@@ -1,7 +1,5 @@
 //! Where blocks are entered, and the branches that lead there.
 
-use mmu::l1::CELLS;
-
 /// A direct branch within a page, to be linked when its target is translated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkSite {
@@ -86,24 +84,6 @@ impl Condition {
                 tagged, untagged, ..
             } => (tagged, untagged),
         }
-    }
-}
-
-/// Which of a view's cells belongs to a page with code, and what its gva plus is there: cells are fewer than pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cell {
-    pub(crate) number: usize,
-    /// From 1 on.
-    pub(crate) tag: i8,
-}
-
-impl Cell {
-    /// That of the `n`th page.
-    pub(crate) fn new(n: usize) -> Option<Self> {
-        Some(Self {
-            number: n % CELLS,
-            tag: i8::try_from(n / CELLS + 1).ok()?,
-        })
     }
 }
 

@@ -4,8 +4,6 @@
 //! Guest addresses of one page lead to one host page, so that overlapping
 //! operands overlap on the host in the same way.
 
-use iced_x86::{Instruction, Mnemonic, OpKind, Register};
-
 use super::{
     Flags, Translator,
     memory::{host_page, select_entry, tag},
@@ -13,102 +11,15 @@ use super::{
 use crate::{
     asm::*,
     codegen::countdown,
-    codegen::thunks::{self, restore_flags},
+    codegen::flags::restore_flags,
     frame::area::*,
+    frame::requests::site,
     ir::decoded::Decoded,
+    ir::string::{OPS, Op, operation},
 };
 
 /// Code of a string instruction by operation, log2 of the element's size, and repeat prefix.
 pub(crate) type Strings = [[[usize; 3]; 4]; 5];
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Op {
-    Movs,
-    Stos,
-    Lods,
-    Scas,
-    Cmps,
-}
-
-const OPS: [Op; 5] = [Op::Movs, Op::Stos, Op::Lods, Op::Scas, Op::Cmps];
-
-impl Op {
-    /// Opcode for bytes; the next one is for larger elements.
-    const fn opcode(self) -> u8 {
-        match self {
-            Self::Movs => 0xa4,
-            Self::Stos => 0xaa,
-            Self::Lods => 0xac,
-            Self::Scas => 0xae,
-            Self::Cmps => 0xa6,
-        }
-    }
-    const fn uses_rdi(self) -> bool {
-        !matches!(self, Self::Lods)
-    }
-    const fn uses_rsi(self) -> bool {
-        !matches!(self, Self::Stos | Self::Scas)
-    }
-    const fn writes(self) -> bool {
-        matches!(self, Self::Movs | Self::Stos)
-    }
-    const fn compares(self) -> bool {
-        matches!(self, Self::Scas | Self::Cmps)
-    }
-}
-
-/// Operation and log2 of the element's size.
-fn operation(i: &Instruction) -> Option<(Op, usize)> {
-    use Mnemonic as M;
-    if !i.is_string_instruction() {
-        return None;
-    }
-    Some(match i.mnemonic() {
-        M::Movsb => (Op::Movs, 0),
-        M::Movsw => (Op::Movs, 1),
-        M::Movsd => (Op::Movs, 2),
-        M::Movsq => (Op::Movs, 3),
-        M::Stosb => (Op::Stos, 0),
-        M::Stosw => (Op::Stos, 1),
-        M::Stosd => (Op::Stos, 2),
-        M::Stosq => (Op::Stos, 3),
-        M::Lodsb => (Op::Lods, 0),
-        M::Lodsw => (Op::Lods, 1),
-        M::Lodsd => (Op::Lods, 2),
-        M::Lodsq => (Op::Lods, 3),
-        M::Scasb => (Op::Scas, 0),
-        M::Scasw => (Op::Scas, 1),
-        M::Scasd => (Op::Scas, 2),
-        M::Scasq => (Op::Scas, 3),
-        M::Cmpsb => (Op::Cmps, 0),
-        M::Cmpsw => (Op::Cmps, 1),
-        M::Cmpsd => (Op::Cmps, 2),
-        M::Cmpsq => (Op::Cmps, 3),
-        _ => return None,
-    })
-}
-
-fn repeats(i: &Instruction) -> bool {
-    i.has_rep_prefix() || i.has_repne_prefix()
-}
-
-/// A string instruction with addresses of the mode's size and flat segments.
-pub(crate) fn is_plain(i: &Instruction, long: bool) -> bool {
-    operation(i).is_some()
-        && (0..i.op_count()).all(|n| match i.op_kind(n) {
-            OpKind::Register => true,
-            OpKind::MemorySegRSI | OpKind::MemoryESRDI => long,
-            OpKind::MemorySegESI | OpKind::MemoryESEDI => !long,
-            _ => false,
-        })
-        && !matches!(i.memory_segment(), Register::FS | Register::GS)
-        && (long || i.memory_segment() != Register::CS)
-}
-
-/// Comparisons that may not take place, and change no flag then.
-pub(crate) fn may_keep_flags(i: &Instruction) -> bool {
-    repeats(i)
-}
 
 impl Translator {
     pub(super) fn string(&mut self, d: &Decoded) {
@@ -243,7 +154,7 @@ fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usi
         let here = a.here();
         a.patch(miss, here);
         a.load32(S1, gs(SPILL));
-        a.alu_imm(false, Alu::Or, S1, thunks::site(0, 1 << size, write) as i32);
+        a.alu_imm(false, Alu::Or, S1, site(0, 1 << size, write) as i32);
         a.mov(S0, r);
         // Aligned as for a call from a block.
         a.lea(RSP, at(RSP, -8));

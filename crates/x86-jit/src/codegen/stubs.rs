@@ -1,4 +1,4 @@
-//! What a block rarely executes: misses, leaving, branches that are not linked yet.
+//! The code of each [`Stub`].
 
 use core::ops::Range;
 
@@ -6,123 +6,16 @@ use super::{
     Entries, Translator,
     inline::move_page,
     memory::{Finds, Probe},
+    stub::Stub,
     walk::Walking,
 };
 use crate::{
     asm::*,
-    codegen::thunks::{self, FIRST, save_flags, site},
+    codegen::flags::save_flags,
     frame::area::*,
-    plan::groups::Member,
+    frame::requests,
+    frame::requests::{FIRST, site},
 };
-
-/// Code off the main path, emitted after it.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Stub {
-    /// TLB miss: back to `resume` with the host address in r14.
-    Refill {
-        from: usize,
-        resume: usize,
-        site: u32,
-        probe: Probe,
-        finds: Finds,
-        /// What r13 has to hold there.
-        cached: Option<u8>,
-    },
-    /// TLB miss of a group.
-    RefillGroup {
-        from: usize,
-        resume: usize,
-        offset: u32,
-        member: Member,
-        probe: Probe,
-        cached: Option<u8>,
-    },
-    /// Leave at an instruction.
-    Bail {
-        from: usize,
-        offset: u32,
-    },
-    Stale {
-        from: usize,
-        offset: u32,
-    },
-    /// The same where a trace's other pages may have changed, or moved.
-    Moved {
-        from: usize,
-        offset: u32,
-    },
-    /// A branch's target, of which r14 has the tag, is not in the table.
-    Branch {
-        from: usize,
-        offset: u32,
-    },
-    /// The same of one that has an inline cache.
-    InlineCache {
-        from: usize,
-        offset: u32,
-        cache: usize,
-    },
-    /// A return to r14, which the host has not predicted.
-    Ret {
-        from: usize,
-        site: u32,
-    },
-    /// That of a call, which has done nothing yet.
-    Call {
-        from: usize,
-        offset: u32,
-    },
-    /// The same for one that has an inline cache.
-    CallCache {
-        from: usize,
-        resume: usize,
-        offset: u32,
-        cache: usize,
-    },
-    Poll {
-        from: usize,
-        resume: usize,
-        offset: u32,
-    },
-    LoadFp {
-        from: usize,
-        resume: usize,
-    },
-    Link {
-        from: usize,
-        number: u32,
-        live: bool,
-    },
-    /// A walk is over.
-    Walked {
-        from: usize,
-        again: usize,
-    },
-    /// A branch of a trace does not lead where it was expected to: its number in [`Translator::branches`].
-    Unexpected {
-        from: usize,
-        number: usize,
-    },
-    /// A return that does not, to what r14 plus a constant addresses.
-    Elsewhere {
-        from: usize,
-        disp: i32,
-        site: u32,
-    },
-    /// A branch to another page is not where it was before.
-    FarMiss {
-        from: usize,
-        number: u32,
-    },
-    /// A conditional branch to another page.
-    Far {
-        from: usize,
-        offset: u32,
-        target: i32,
-        /// Flags are in RFLAGS.
-        live: bool,
-    },
-}
 
 impl Translator {
     /// `walking`: fast turns, and the stubs that they come to.
@@ -248,7 +141,7 @@ impl Translator {
                 Stub::Branch { from, offset } => {
                     a.patch(from, here);
                     a.alu(true, Alu::Xor, S0, NEAR_SALT);
-                    a.mov_imm(S1, thunks::branch(offset, 0).into());
+                    a.mov_imm(S1, requests::branch(offset, 0).into());
                     a.jmp_to(t.branch);
                 }
                 Stub::InlineCache {
@@ -257,8 +150,8 @@ impl Translator {
                     cache,
                 } => {
                     a.patch(from, here);
-                    let site = thunks::branch(offset, 0);
-                    a.mov_imm(S1, thunks::with_inline_cache(site, cache));
+                    let site = requests::branch(offset, 0);
+                    a.mov_imm(S1, requests::with_inline_cache(site, cache));
                     a.jmp_to(t.inline_cache);
                 }
                 Stub::Ret { from, site } => {
@@ -278,7 +171,7 @@ impl Translator {
                     cache,
                 } => {
                     a.patch(from, here);
-                    a.mov_imm(S1, thunks::with_inline_cache(offset, cache));
+                    a.mov_imm(S1, requests::with_inline_cache(offset, cache));
                     a.call_to(t.fill_inline_cache);
                     let from = a.jcc(cc::E);
                     a.patch(from, resume);

@@ -7,7 +7,7 @@ use super::{
     Emit, Flags, Stub, Translator,
     copy::{drop_hints, register, set_operand},
 };
-use crate::{asm::*, codegen::thunks, frame::area::*, ir::decoded::Decoded, ir::kind::Kind};
+use crate::{asm::*, frame::area::*, frame::requests, ir::decoded::Decoded, ir::kind::Kind};
 
 /// RFLAGS bits of which POPF changes none inline.
 const STEADY: i32 = 0x3f_7500;
@@ -168,9 +168,9 @@ impl Translator {
         let a = &mut self.asm;
         a.store(state_register(1), RCX);
         let what = if d.kind == Kind::Syscall {
-            thunks::SYSCALL
+            requests::SYSCALL
         } else {
-            thunks::SYSRET
+            requests::SYSRET
         };
         a.mov_imm(S1, (what | d.offset).into());
         a.call_to(self.thunks.switch);
@@ -184,7 +184,7 @@ impl Translator {
         self.flags_in_memory();
         let a = &mut self.asm;
         a.mov(S0, GUEST_RSP);
-        a.mov_imm(S1, (thunks::IRETQ | d.offset).into());
+        a.mov_imm(S1, (requests::IRETQ | d.offset).into());
         a.call_to(self.thunks.switch);
         a.load(GUEST_RSP, state_register(4));
         // cmovne rsp, gs:[STACK]
@@ -196,13 +196,13 @@ impl Translator {
     /// STAC and CLAC: another view of the same tables.
     pub(super) fn access_control(&mut self, d: &Decoded) {
         let set = d.i.mnemonic() == Mnemonic::Stac;
-        let what = [thunks::CLEAR_AC, thunks::SET_AC][usize::from(set)];
+        let what = [requests::CLEAR_AC, requests::SET_AC][usize::from(set)];
         self.spill_flags(d);
         self.asm.mov_imm(S1, (what | d.offset).into());
         self.asm.call_to(self.thunks.access[usize::from(set)]);
         // cmovne rsp, gs:[STACK]
         self.asm
-            .alu_imm(false, Alu::Cmp, S0, thunks::SAME_KEY as i32);
+            .alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
         self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
     }
 }

@@ -12,15 +12,15 @@ use x86_defs::rflags;
 
 use crate::{
     asm::*,
+    codegen::branch::{select_tag, select_target},
     codegen::countdown,
+    codegen::flags::save_flags,
     codegen::fp_state::{keep_vectors, load_fp, save_fp},
     codegen::misses::{compare_end, known_device, lane_miss, stack_miss, straddling},
-    codegen::{
-        branch::{select_tag, select_target},
-        string::{self, Strings},
-    },
+    codegen::string::{self, Strings},
     frame::area::*,
     frame::exit::Reason,
+    frame::requests::{ACCESS, FIRST, RAISES, SAME_KEY},
 };
 
 /// Offsets of the shared pieces in the code buffer.
@@ -89,72 +89,8 @@ pub(crate) struct Thunks {
     pub(crate) strings: Strings,
 }
 
-/// What the refill thunk has to know of an access.
-pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
-    offset & 0xfff | size << 12 | (write as u32) << WRITES.trailing_zeros()
-}
-
-/// Bit of a [`site`].
-pub(crate) const WRITES: u32 = 1 << 20;
-
-/// Bit of a [`site`]: a page fault of the access is what the instruction raises, whatever else it does.
-pub(crate) const RAISES: u32 = 1 << 25;
-
-/// Bit of a group's [`site`]: its address is that of the access that probes.
-pub(crate) const FIRST: u32 = 1 << 26;
-/// The answer for an access that the interpreter makes, whose address is in [`SPILL`]. No host address.
-pub(crate) const ACCESS: u64 = 1;
-
-/// What stands above a [`site`] or a [`branch`] that has an inline cache: its number.
-pub(crate) const fn with_inline_cache(site: u32, cache: usize) -> u64 {
-    site as u64 | (cache as u64) << 32
-}
-
-/// The bits of a lane's site from here on are its number.
-pub(crate) const LANE_SHIFT: u32 = 32;
-/// Misses of a lane after which Rust is told: a power of two.
-pub(crate) const LANE_MISSES: u32 = 128;
-
-/// Whether it is a write.
-pub(crate) const fn writes(site: u32) -> bool {
-    site & WRITES != 0
-}
-
-/// What the branch thunk has to know: the instruction's offset, and what is added to RSP.
-pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
-    offset & 0xfff | ((pop + 8) as u32) << 12
-}
-
 /// Bytes of the host's stack above which a poll drops them: twice as many are in use at most.
 const MAX_DEPTH: i32 = 16 << 10;
-
-/// Bits of [`Thunks::switch`]'s r13d that stand for something other than an
-/// access: RFLAGS.AC becomes this.
-pub(crate) const SET_AC: u32 = 1 << 21;
-pub(crate) const CLEAR_AC: u32 = 1 << 22;
-/// The result of [`SET_AC`] and [`CLEAR_AC`] when mapping and mode have not changed.
-pub(crate) const SAME_KEY: u64 = 1;
-/// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.
-pub(crate) const SYSCALL: u32 = 1 << 23;
-pub(crate) const SYSRET: u32 = 1 << 24;
-/// IRETQ: r14 is RSP, which is in memory afterwards; the result is the target.
-pub(crate) const IRETQ: u32 = 1 << 27;
-
-/// `mov rax → r13; lahf; seto al; mov [FLAGS], eax; mov rax ← r13`.
-pub(crate) fn save_flags(a: &mut Asm) {
-    a.mov(S1, RAX);
-    a.bytes(&[0x9f, 0x0f, 0x90, 0xc0]);
-    a.store32(NEAR_FLAGS, RAX);
-    a.mov(RAX, S1);
-}
-
-/// The reverse: adding 127 to a byte of 0 or 1 makes OF; SAHF does the rest.
-pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
-    a.mov(scratch, RAX);
-    a.load32(RAX, NEAR_FLAGS);
-    a.bytes(&[0x04, 127, 0x9e]);
-    a.mov(RAX, scratch);
-}
 
 const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
 const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];

@@ -30,18 +30,18 @@ use iced_x86::InstructionInfoFactory;
 
 use super::{
     Translator,
-    branch::target,
     flags::Flags,
     memory::{host_page, select_entry, selected, tag},
-    stubs::Stub,
+    stub::Stub,
 };
 use crate::{
     asm::*,
     codegen::countdown,
     frame::area::*,
+    ir::branch::is_loop,
     ir::decoded::Decoded,
     ir::kind::{Forms, Kind},
-    plan::groups::{Base, Member, Moves, Walk},
+    ir::member::{Base, Member, Moves, Walk},
 };
 
 /// Bytes that a turn goes on at most: fewer than eight turns of a page are not worth it.
@@ -159,16 +159,6 @@ fn walk_of(m: &Member) -> Option<Walk> {
     let walk = m.walk?;
     let is_short = walk.stride.unsigned_abs() <= MAX_STRIDE;
     (is_short && walk.stride % i32::from(m.align.to) == 0).then_some(walk)
-}
-
-/// The block ends with a branch to where it begins.
-pub(crate) fn is_loop(insns: &[Decoded]) -> bool {
-    let (Some(first), Some(last)) = (insns.first(), insns.last()) else {
-        return false;
-    };
-    matches!(last.kind, Kind::Jcc | Kind::Jmp)
-        && target(&last.i) == i64::from(first.offset)
-        && insns.iter().all(|d| d.onto.is_none())
 }
 
 /// Guest registers that the instructions do not use, of [`TO_BORROW`]; none if there is one that may be left by other ways than stubs.

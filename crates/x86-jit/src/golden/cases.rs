@@ -5,18 +5,18 @@ use iced_x86::{
     code_asm::{registers::*, *},
 };
 
-use crate::region::block::mode;
+use crate::ir::mode::Mode;
 
 /// User code, at one address or another.
-const USER: u8 = mode::FP | mode::AVX | mode::TSC;
+const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
 /// A kernel's, at one address.
-const KERNEL: u8 = USER | mode::KERNEL | mode::BOUND;
-const USER32: u8 = USER | mode::BITS32;
+const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
+const USER32: Mode = USER.with(Mode::BITS32);
 
 /// A block.
 pub(super) struct Case {
     pub(super) name: &'static str,
-    pub(super) mode: u8,
+    pub(super) mode: Mode,
     /// Where it is in its page.
     pub(super) offset: u32,
     /// A branch of the page leads here.
@@ -30,7 +30,7 @@ pub(super) struct Case {
 
 const fn case(
     name: &'static str,
-    mode: u8,
+    mode: Mode,
     code: fn(&mut CodeAssembler) -> Result<(), IcedError>,
 ) -> Case {
     Case {
@@ -127,11 +127,15 @@ const PROBE: &[Case] = &[
         a.lea(rcx, qword_ptr(0x40_1238_u64))?;
         a.jmp(0x40_0200)
     }),
-    case("relative to RIP, at one address", USER | mode::BOUND, |a| {
-        a.mov(eax, dword_ptr(0x40_1234_u64))?;
-        a.lea(rcx, qword_ptr(0x40_1238_u64))?;
-        a.jmp(0x40_0200)
-    }),
+    case(
+        "relative to RIP, at one address",
+        USER.with(Mode::BOUND),
+        |a| {
+            a.mov(eax, dword_ptr(0x40_1234_u64))?;
+            a.lea(rcx, qword_ptr(0x40_1238_u64))?;
+            a.jmp(0x40_0200)
+        },
+    ),
     case("relative to FS", USER, |a| {
         a.mov(rax, qword_ptr(0x28).fs())?;
         a.jmp(0x40_0200)
@@ -156,7 +160,7 @@ const PROBE: &[Case] = &[
 
 const SHARED_PROBE: &[Case] = &[
     case("fields of a structure", USER, fields),
-    case("the same, each for itself", USER | mode::SPLIT, fields),
+    case("the same, each for itself", USER.with(Mode::SPLIT), fields),
     case("two structures", USER, |a| {
         a.mov(rax, qword_ptr(rbx))?;
         a.mov(rcx, qword_ptr(rdx))?;
@@ -241,9 +245,11 @@ const FLAGS: &[Case] = &[
 
 const BRANCHES: &[Case] = &[
     case("to another page", USER, |a| a.jmp(0x40_5200)),
-    case("to another page, at one address", USER | mode::BOUND, |a| {
-        a.jmp(0x40_5200)
-    }),
+    case(
+        "to another page, at one address",
+        USER.with(Mode::BOUND),
+        |a| a.jmp(0x40_5200),
+    ),
     case("to another page, of a kernel", KERNEL, |a| a.jmp(0x40_5200)),
     case("on a condition, to another page", KERNEL, |a| {
         a.test(eax, eax)?;
@@ -389,7 +395,7 @@ const BITS32: &[Case] = &[
         a.mov(eax, dword_ptr(ebx + ecx * 4 + 8))?;
         a.jmp(0x40_0200)
     }),
-    case("relative to GS", USER32 | mode::GS, |a| {
+    case("relative to GS", USER32.with(Mode::GS), |a| {
         a.mov(eax, dword_ptr(0x14).gs())?;
         a.jmp(0x40_0200)
     }),

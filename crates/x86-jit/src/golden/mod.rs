@@ -22,12 +22,13 @@ use x86_native::HostFeatures;
 use crate::{
     asm::{Asm, Isa},
     codegen::thunks::{self, Thunks},
-    codegen::{Hot, How, Translator},
+    codegen::{How, Translator},
+    ir::hot::Hot,
     ir::kind::{Forms, Kind},
+    ir::mode::Mode,
+    ir::source::{Source, TracePage},
     plan::groups::Groups,
-    region::block::{self, mode},
-    region::trace::TracePage,
-    runtime::translation::Source,
+    region::block,
 };
 use cases::Case;
 use names::Names;
@@ -113,7 +114,7 @@ fn translated(case: &Case) -> String {
     let (thunks, _) = trampolines(isa);
     let mut forms = Forms::new(host);
     let mut translator = Translator::new(isa, thunks, CODE);
-    let long = case.mode & mode::BITS32 == 0;
+    let long = case.mode.is_long();
     let mut a = CodeAssembler::new(if long { 64 } else { 32 }).expect("a mode of the processor");
     (case.code)(&mut a).expect("guest code");
     let start = PAGE + u64::from(case.offset);
@@ -139,14 +140,14 @@ fn translated(case: &Case) -> String {
         (case.mode, case.is_hot, false),
         hot.as_ref().map(|h| &h.turns[..]),
     );
-    if case.mode & mode::SPLIT == 0 {
+    if !case.mode.has(Mode::SPLIT) {
         Groups::new().form(&mut insns, long, case.is_hot);
     }
     let source = Source {
         cell: GENERATION,
         generation: 0x11,
     };
-    let bound = block::bound(case.mode, start);
+    let bound = case.mode.bound(start);
     translator.hot = hot;
     translator.pages = vec![TracePage::own(source, bound, PAGE)];
     let is_interpreted = insns.last().is_some_and(|d| d.kind == Kind::Interpret);
@@ -159,10 +160,10 @@ fn translated(case: &Case) -> String {
             long,
             is_linked: case.is_linked,
             polls: false,
-            is_split: case.mode & mode::SPLIT != 0,
+            is_split: case.mode.has(Mode::SPLIT),
             falls: false,
             bound,
-            by_cell: mode::has_cells(case.mode),
+            by_cell: case.mode.has_cells(),
         },
         |_, _, _| None,
     );

@@ -3,11 +3,12 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use crate::{
-    codegen::{memory::is_on_stack, string},
     frame::area::HOMED,
+    ir::flags::ALL,
     ir::kind::{Effect, Form, Kind},
-    plan::groups::Member,
-    region::block::ALL,
+    ir::member::Member,
+    ir::memory::is_on_stack,
+    ir::string,
 };
 
 /// Bytes that are kept of an instruction, which has fewer.
@@ -188,5 +189,14 @@ impl Decoded {
         self.kind = Kind::Interpret;
         (self.reads, self.sets, self.takes_pointer) = (ALL as u16, 0, true);
         self.access = 0;
+    }
+}
+
+/// Fills in [`Decoded::live_in`].
+pub(crate) fn find_live(insns: &mut [Decoded]) {
+    let mut live = ALL;
+    for d in insns.iter_mut().rev() {
+        live = live & !u32::from(d.sets) | u32::from(d.reads);
+        d.live_in = live;
     }
 }

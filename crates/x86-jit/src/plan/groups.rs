@@ -12,118 +12,17 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use crate::{
-    codegen::walk::is_loop,
     frame::area::MAX_KEPT,
+    ir::branch::{is_loop, popped},
     ir::decoded::Decoded,
     ir::kind::{Effect, Kind},
+    ir::member::{Align, Base, Member, Moves, Walk},
 };
 
 /// Bytes of a group at most: a larger one straddles two pages more often.
 const MAX_SPAN: i64 = 240;
 /// Groups that are looked at when an access is placed.
 const MAX_OPEN: usize = 8;
-
-/// An instruction's place in its group.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Member {
-    /// Number of the group in the block.
-    pub(crate) group: u16,
-    /// It probes.
-    pub(crate) first: bool,
-    /// The group has writes.
-    pub(crate) write: bool,
-    /// It is on the stack.
-    pub(crate) stack: bool,
-    /// A miss may be refilled: the first access is itself of the group's kind.
-    pub(crate) refill: bool,
-    /// What members have to be aligned to, or 1, and where in the group such a place is.
-    pub(crate) align: Align,
-    /// Bytes of the group.
-    pub(crate) span: u32,
-    /// Offset of the access in them.
-    pub(crate) offset: i32,
-    /// Where the pointer is kept, as others use it after it is no longer in its register.
-    pub(crate) slot: Option<u8>,
-    /// The block is a loop, and the group is in the same place in each of its turns.
-    pub(crate) stays: bool,
-    /// There are no others in the group.
-    pub(crate) alone: bool,
-    /// Where the group is, if that is known from what the block begins with.
-    pub(crate) walk: Option<Walk>,
-    /// Where the access is from the group's anchor (see [`Walk`]) plus what the operand has of the register that moves.
-    pub(crate) from_anchor: i32,
-}
-
-/// Where a group is, relative to registers, one of which the block may change by a constant: at its anchor, which stays, plus
-/// that register.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Walk {
-    pub(crate) base: Base,
-    /// The index's number, and log2 of its scale.
-    pub(crate) index: Option<(u8, u8)>,
-    /// What has to be added to what they are when the block begins.
-    pub(crate) from: i32,
-    /// What the block adds to the address.
-    pub(crate) stride: i32,
-    pub(crate) moves: Moves,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Base {
-    None,
-    Register(u8),
-    /// The page that is executed.
-    Page,
-}
-
-/// What the block changes of an address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Moves {
-    Nothing,
-    Base,
-    Index,
-}
-
-/// Offsets that are aligned: `at` plus multiples of `to`, a power of two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Align {
-    pub(crate) to: u8,
-    pub(crate) at: u8,
-}
-
-impl Align {
-    pub(crate) const NONE: Self = Self { to: 1, at: 0 };
-
-    fn of(d: &Decoded, offset: i64) -> Self {
-        let to = match d.kind {
-            Kind::CopyFpAligned => d.access,
-            _ => 1,
-        };
-        Self {
-            to,
-            at: offset.rem_euclid(to.into()) as u8,
-        }
-    }
-
-    /// What both ask for; `None` if one of them is misaligned wherever the other is aligned.
-    fn and(self, other: Self) -> Option<Self> {
-        let (less, more) = if self.to < other.to {
-            (self, other)
-        } else {
-            (other, self)
-        };
-        (more.at % less.to == less.at).then_some(more)
-    }
-
-    /// The same of offsets from `start`.
-    fn from(self, start: i64) -> Self {
-        let at = (i64::from(self.at) - start).rem_euclid(self.to.into());
-        Self {
-            at: at as u8,
-            ..self
-        }
-    }
-}
 
 /// A register's value: an unknown one plus a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -313,7 +212,7 @@ impl Groups {
         let (key, offset, moved) = self.address(d)?;
         let end = offset.checked_add(size)?;
         let write = writes(d);
-        let align = Align::of(d, offset);
+        let align = align_of(d, offset);
         let found = self.open.iter().rev().take(MAX_OPEN).copied().find(|g| {
             let g = &self.groups[*g];
             g.key == key
@@ -637,10 +536,14 @@ fn is_barrier(d: &Decoded) -> bool {
     ) && d.onto.is_none()
 }
 
-/// Bytes that a return takes off the stack besides its address.
-pub(crate) fn popped(i: &Instruction) -> i32 {
-    match i.op_count() {
-        1 => i.immediate16().into(),
-        _ => 0,
+/// What an access at an offset in its group has to be aligned to.
+fn align_of(d: &Decoded, offset: i64) -> Align {
+    let to = match d.kind {
+        Kind::CopyFpAligned => d.access,
+        _ => 1,
+    };
+    Align {
+        to,
+        at: offset.rem_euclid(to.into()) as u8,
     }
 }

@@ -1,42 +1,17 @@
 //! Decoding a block, and which arithmetic flags are live where.
 
-use iced_x86::{Decoder, DecoderError, Instruction, Mnemonic, OpKind, Register};
+use iced_x86::{Decoder, DecoderError, Instruction};
 use x86_cpu::{CpuState, GuestBus};
 use x86_interp::gating;
-/// The six arithmetic flags.
-pub(crate) use x86_native::DECODED_ARITH as ALL;
 
 use crate::{
-    codegen::{Turns, branch::target, narrow},
-    ir::decoded::{Decoded, RAW},
-    ir::kind::{self, Form, Forms, Kind},
+    ir::branch::{set_target, target},
+    ir::decoded::{Decoded, RAW, find_live},
+    ir::hot::Turns,
+    ir::kind::{Forms, Kind, kind_of},
+    ir::mode::Mode,
+    ir::narrow,
 };
-
-/// Mode bits: what a block was translated for, besides its bytes.
-pub(crate) mod mode {
-    /// FP and SIMD instructions are enabled and raise no exceptions.
-    pub(crate) const FP: u8 = 1;
-    /// The operating system has enabled AVX.
-    pub(crate) const AVX: u8 = 8;
-    /// CPL 0, and IOPL, NT and DF are clear.
-    pub(crate) const KERNEL: u8 = 2;
-    /// RDTSC is allowed, and an addition.
-    pub(crate) const TSC: u8 = 4;
-    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS.
-    pub(crate) const BITS32: u8 = 0x10;
-    /// 32-bit code whose FS, or GS, has any base and no limit.
-    pub(crate) const FS: u8 = 0x20;
-    pub(crate) const GS: u8 = 0x80;
-    /// 64-bit code that is executed at one address only: see [`crate::code::cache::Blocks::mode_at`].
-    pub(crate) const BOUND: u8 = FS;
-    /// Every access probes for itself: see `groups`.
-    pub(crate) const SPLIT: u8 = 0x40;
-
-    /// It is 64-bit code, and no kernel's: other pages are compared by cells.
-    pub(crate) const fn has_cells(mode: u8) -> bool {
-        mode & (BITS32 | KERNEL) == 0
-    }
-}
 
 /// Instructions of a block at most, and of one that is executed much.
 const MAX_INSNS: usize = 48;
@@ -68,13 +43,13 @@ pub(crate) fn decode<B: GuestBus>(
     forms: &mut Forms,
     (cpu, bus): (&mut CpuState, &mut B),
     gva: u64,
-    (mode, is_loop, is_ahead): (u8, bool, bool),
+    (mode, is_loop, is_ahead): (Mode, bool, bool),
     turns: Option<&[Turns]>,
 ) -> bool {
     out.clear();
     forms.select(&cpu.features);
     let options = gating::decoder_options(&cpu.features);
-    let long = mode & mode::BITS32 == 0;
+    let long = mode.is_long();
     let bits = if long { 64 } else { 32 };
     let mut offset = (gva & 0xfff) as u32;
     let first = offset;
@@ -147,7 +122,7 @@ pub(crate) fn decode<B: GuestBus>(
                 Kind::Jcc | Kind::Jmp => target(&i) as u64,
                 _ => u64::MAX,
             };
-            if target == u64::from(first) && mode & mode::SPLIT == 0 && !straddles {
+            if target == u64::from(first) && !mode.has(Mode::SPLIT) && !straddles {
                 unroll(out, next);
                 break 'fetch;
             }
@@ -202,79 +177,10 @@ pub(crate) fn decode<B: GuestBus>(
     straddles
 }
 
-/// Fills in [`Decoded::live_in`].
-pub(crate) fn find_live(insns: &mut [Decoded]) {
-    let mut live = ALL;
-    for d in insns.iter_mut().rev() {
-        live = live & !u32::from(d.sets) | u32::from(d.reads);
-        d.live_in = live;
-    }
-}
-
 /// The guest's bytes from `at` on, and what follows the instruction there.
 pub(crate) fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
     let raw = bytes.get(at..).and_then(<[u8]>::first_chunk);
     raw.copied().unwrap_or_default()
-}
-
-/// The gva of the page at `gva` if blocks of the mode are executed there only.
-pub(crate) fn bound(mode: u8, gva: u64) -> Option<i32> {
-    let is_bound = mode & (mode::BITS32 | mode::BOUND) == mode::BOUND;
-    is_bound.then(|| low(gva))?
-}
-
-/// The gva of the page at `gva`, if that is one of 32 bits with its sign.
-pub(crate) fn low(gva: u64) -> Option<i32> {
-    i32::try_from((gva & !0xfff) as i64).ok()
-}
-
-/// What is done with an instruction in a mode.
-#[inline]
-pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: u8) -> Kind {
-    if !form.available {
-        return Kind::Interpret;
-    }
-    let long = mode & mode::BITS32 == 0;
-    let mut kind = form.kind;
-    let mut needs = form.needs;
-    if form.checked || !long {
-        kind = kind::of(kind, i, long);
-        if !long {
-            needs |= match i.memory_segment() {
-                Register::FS => mode::FS,
-                Register::GS => mode::GS,
-                _ => 0,
-            };
-        }
-    }
-    // LOCK is allowed with a memory destination only (#UD otherwise).
-    if needs & !mode != 0 || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
-        return Kind::Interpret;
-    }
-    // DF is clear, and no x87 exception can be pending.
-    if kind == Kind::Cld && mode & mode::KERNEL != 0 || form.waits && mode & mode::FP != 0 {
-        return Kind::Nop;
-    }
-    kind
-}
-
-/// Mode bits without which the interpreter executes instructions of the kind.
-pub(crate) fn needs(kind: Kind, vex: bool) -> u8 {
-    match kind {
-        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl if vex => mode::FP | mode::AVX,
-        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => mode::FP,
-        Kind::Rdtsc => mode::TSC,
-        Kind::Pushf
-        | Kind::Popf
-        | Kind::Cli
-        | Kind::Sti
-        | Kind::Swapgs
-        | Kind::Sysret
-        | Kind::InterruptReturn
-        | Kind::FromControl
-        | Kind::Ac => mode::KERNEL,
-        _ => 0,
-    }
 }
 
 /// A loop, the end of which is the branch back: repeats the body; the branches in between leave the loop.
@@ -294,7 +200,7 @@ fn repeat(out: &mut Vec<Decoded>, from: usize, next: u32, turns: usize, notes: b
         leave.turn = if notes { turn as u8 } else { 0 };
         if d.kind == Kind::Jcc {
             leave.i.negate_condition_code();
-            narrow::set_target(&mut leave.i, next);
+            set_target(&mut leave.i, next);
         } else {
             leave.follow();
         }
@@ -302,27 +208,4 @@ fn repeat(out: &mut Vec<Decoded>, from: usize, next: u32, turns: usize, notes: b
         out.extend_from_within(body.clone());
     }
     out.push(d);
-}
-
-/// Flags that the instruction always sets. Undefined ones are among them where
-/// processors set them: others keep what they were, after a multiplication for example.
-pub(crate) fn overwritten(i: &Instruction) -> u32 {
-    let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
-    let m = i.mnemonic();
-    if !kind::is_shift(m) {
-        return match m {
-            // AF.
-            Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test => ALL,
-            _ => set,
-        };
-    }
-    let last = i.op_count() - 1;
-    let is_zero = i.op_kind(last) != OpKind::Immediate8 || i.immediate8() & 31 == 0;
-    match m {
-        // A count of zero, which CL may be, changes no flag.
-        _ if is_zero => 0,
-        // AF, and OF for other counts than one.
-        Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar => ALL,
-        _ => set,
-    }
 }

@@ -4,67 +4,35 @@
 //! gets what its processor predicts returns by, flags are kept. When a block is found to be executed much, the
 //! interpreter executes what comes next and notes the way. If that goes through calls, the block is translated
 //! along it: a call writes its return address and is gone on behind, a return compares what it reads with
-//! that. All pages are compared where the trace begins, by their [`Cell`]s and the generations of
+//! that. All pages are compared where the trace begins, by their [`crate::frame::cell::Cell`]s and the generations of
 //! their code, as branches to them would be. An indirect branch that does not lead where it is expected to
 //! is made as it is elsewhere.
 
 use iced_x86::{Decoder, DecoderError, Instruction};
-use x86_cpu::CpuState;
-use x86_defs::reg;
-use x86_interp::{Interp, RunStop, gating};
+use x86_cpu::{CpuState, GuestBus};
+use x86_interp::gating;
 
 use crate::{
-    Jit, JitBus,
-    codegen::{
-        Cell,
-        branch::target,
-        inline::{is_passed, pushes_only},
-        narrow,
-    },
-    ir::decoded::{Decoded, Place, RAW},
-    ir::kind::Kind,
-    region::block::{self, ALL, FETCHED, kind_of, mode, raw_at},
-    runtime::run::is_translatable,
-    runtime::translation::Source,
+    ir::branch::{pushes_only, set_target, target},
+    ir::decoded::{Decoded, Place, RAW, find_live},
+    ir::flags::ALL,
+    ir::kind::{Forms, Kind, kind_of},
+    ir::mode::Mode,
+    ir::passed::is_passed,
+    ir::source::TracePage,
+    region::block::{self, FETCHED, raw_at},
 };
 
 /// Instructions of a trace at most.
-const MAX_TRACE: usize = 288;
+pub(crate) const MAX_TRACE: usize = 288;
 /// Its pages.
 const MAX_PAGES: usize = 12;
 /// How far it goes, for sums and differences to have 32 bits with their sign.
-const MAX_DISTANCE: i64 = 1 << 30;
+pub(crate) const MAX_DISTANCE: i64 = 1 << 30;
 /// Turns of a loop that it goes through at most: other loops are entered.
 const MAX_TURNS: usize = 16;
 /// Instructions that it executes at least of a function that it does not return from.
 const MIN_CALLED: usize = 24;
-
-/// A page that a block has code of.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct TracePage {
-    /// How far it is from the page that the block begins in.
-    pub(crate) distance: i32,
-    pub(crate) source: Source,
-    /// Its gva, if its blocks are executed nowhere else.
-    pub(crate) bound: Option<i32>,
-    /// Says that the live view has it there; none of the block's own page.
-    pub(crate) cell: Option<Cell>,
-    /// Its identity.
-    pub(crate) id: u64,
-}
-
-impl TracePage {
-    /// The one that a block begins in, which is at `id`.
-    pub(crate) fn own(source: Source, bound: Option<i32>, id: u64) -> Self {
-        Self {
-            distance: 0,
-            source,
-            bound,
-            cell: None,
-            id: id & !0xfff,
-        }
-    }
-}
 
 /// A call that has not come back yet.
 struct Frame {
@@ -80,94 +48,33 @@ struct Step {
     next: i32,
 }
 
-impl<B: JitBus> Jit<B> {
-    /// Has the interpreter execute what comes next, until it returns or has come back without a call; returns where that was, relative to the
-    /// page where it begins. Empty if it calls nothing.
-    pub(crate) fn record(
-        &mut self,
-        interp: &mut Interp<B>,
-        cpu: &mut CpuState,
-        bus: &mut B,
-    ) -> (Vec<i32>, RunStop) {
-        let home = cpu.rip() & !0xfff;
-        let mode = self.mode_now(cpu);
-        let mut path = Vec::with_capacity(MAX_TRACE + 1);
-        let stack = cpu.gpr[reg::RSP];
-        let (mut depth, mut calls) = (0, false);
-        let mut stop = RunStop::Poll;
-        for _ in 0..=MAX_TRACE {
-            let at = cpu.rip().wrapping_sub(home) as i64;
-            let Some(at) = i32::try_from(at).ok().filter(|_| at.abs() < MAX_DISTANCE) else {
-                break;
-            };
-            if !is_translatable(cpu) || self.mode_now(cpu) != mode || bus.must_return(cpu) {
-                break;
-            }
-            // Between two repetitions of a string instruction it is the same.
-            if path.last() != Some(&at) {
-                path.push(at);
-            }
-            let is_back = path.len() > 1 && path.first() == Some(&at);
-            if depth < 0 || is_back && cpu.gpr[reg::RSP] == stack {
-                break;
-            }
-            let before = (cpu.rip(), cpu.gpr[reg::RSP]);
-            stop = interp.one(cpu, bus);
-            if stop != RunStop::Poll {
-                break;
-            }
-            let is_branch = cpu.rip().wrapping_sub(before.0) > block::MAX_LEN as u64;
-            match cpu.gpr[reg::RSP].wrapping_sub(before.1) as i64 {
-                -8 if is_branch => (depth, calls) = (depth + 1, true),
-                8.. if is_branch => depth -= 1,
-                _ => {}
-            }
-        }
-        if !calls {
-            path.clear();
-        }
-        (path, stop)
-    }
+/// The page at a gva as one of a trace's, if it may be one.
+pub(crate) trait FindPage<B>:
+    FnMut(&mut CpuState, &mut B, u64) -> Option<TracePage>
+{
+}
 
-    /// Decodes the block at `gva` along its way, if it has one that can be gone; false: it is to be decoded as others are.
-    pub(crate) fn follow_way(
-        &mut self,
-        cpu: &mut CpuState,
-        bus: &mut B,
-        (gva, mode): (u64, u8),
-        own: TracePage,
-    ) -> bool {
-        self.translator.pages.clear();
-        self.translator.pages.push(own);
-        let hot = self.translator.hot.as_mut();
-        let Some(hot) = hot.filter(|h| mode::has_cells(mode) && !h.path.is_empty()) else {
-            return false;
-        };
-        let path = core::mem::take(&mut hot.path);
-        let is_trace = self.decode_trace(cpu, bus, (gva, mode), &path);
-        if is_trace {
-            let branches = self.decoded.iter().filter(|d| d.onto.is_some());
-            self.stats.inlined += branches.count() as u64;
-        } else {
-            self.translator.pages.truncate(1);
-        }
-        if let Some(hot) = &mut self.translator.hot {
-            hot.path = path;
-        }
-        is_trace
-    }
+impl<B, F: FnMut(&mut CpuState, &mut B, u64) -> Option<TracePage>> FindPage<B> for F {}
 
-    /// Decodes along the way that begins at `gva`. True if it goes through calls: what it makes is no block otherwise.
-    fn decode_trace(
-        &mut self,
-        cpu: &mut CpuState,
-        bus: &mut B,
-        (gva, mode): (u64, u8),
-        path: &[i32],
-    ) -> bool {
-        self.forms.select(&cpu.features);
+/// What a trace is decoded from and to.
+pub(crate) struct Tracer<'a, B, F> {
+    pub(crate) cpu: &'a mut CpuState,
+    pub(crate) bus: &'a mut B,
+    pub(crate) forms: &'a mut Forms,
+    pub(crate) decoded: &'a mut Vec<Decoded>,
+    /// The trace's pages, the first one of which is there already.
+    pub(crate) pages: &'a mut Vec<TracePage>,
+    pub(crate) find_page: F,
+    /// The page where it begins.
+    pub(crate) home: u64,
+    pub(crate) mode: Mode,
+}
+
+impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
+    /// Decodes along the way. True if it goes through calls: what it makes is no block otherwise.
+    pub(crate) fn decode(&mut self, path: &[i32]) -> bool {
+        self.forms.select(&self.cpu.features);
         self.decoded.clear();
-        let home = gva & !0xfff;
         let mut frames: Vec<Frame> = Vec::new();
         // Where branches lead that the trace follows.
         let mut taken: Vec<Option<u32>> = Vec::new();
@@ -180,7 +87,7 @@ impl<B: JitBus> Jit<B> {
             if self.decoded.len() >= MAX_TRACE || is_closed && frames.is_empty() || !is_here {
                 break;
             }
-            let Some(d) = self.decode_one(cpu, bus, (home, mode), (at, page)) else {
+            let Some(d) = self.decode_one((at, page)) else {
                 break;
             };
             self.decoded.push(d);
@@ -198,7 +105,7 @@ impl<B: JitBus> Jit<B> {
                     if let (Some(to), Some(d)) = (t, self.decoded.last_mut()) {
                         d.i.negate_condition_code();
                         let next = d.end();
-                        narrow::set_target(&mut d.i, next);
+                        set_target(&mut d.i, next);
                         if let Some(last) = taken.last_mut() {
                             *last = Some(to);
                         }
@@ -213,7 +120,7 @@ impl<B: JitBus> Jit<B> {
                     }
                 }
                 Kind::Jmp | Kind::JmpIndirect | Kind::Call | Kind::CallIndirect | Kind::Ret => {
-                    let onto = self.expect(cpu, bus, (home, mode), &d, &step, &mut frames);
+                    let onto = self.expect(&d, &step, &mut frames);
                     let Some(onto) = onto else { break };
                     page = onto.page;
                     if let Some(d) = self.decoded.last_mut() {
@@ -241,19 +148,16 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// The instruction at a distance from the page, if it is one and in that page.
-    fn decode_one(
-        &mut self,
-        cpu: &mut CpuState,
-        bus: &mut B,
-        (home, mode): (u64, u8),
-        (at, page): (i32, u8),
-    ) -> Option<Decoded> {
+    fn decode_one(&mut self, (at, page): (i32, u8)) -> Option<Decoded> {
         let offset = at as u32 & 0xfff;
         let mut bytes = [0; FETCHED + RAW];
         let room = (0x1000 - offset as usize).min(block::MAX_LEN);
-        let gva = home.wrapping_add_signed(at.into());
-        let have = bus.code_bytes(cpu, gva, &mut bytes[..room]).ok()?;
-        let options = gating::decoder_options(&cpu.features);
+        let gva = self.home.wrapping_add_signed(at.into());
+        let have = self
+            .bus
+            .code_bytes(self.cpu, gva, &mut bytes[..room])
+            .ok()?;
+        let options = gating::decoder_options(&self.cpu.features);
         let have = &bytes[..have.min(room)];
         let mut decoder = Decoder::with_ip(64, have, offset.into(), options);
         let mut i = Instruction::default();
@@ -262,7 +166,7 @@ impl<B: JitBus> Jit<B> {
             return None;
         }
         let form = self.forms.learn(&i);
-        let kind = kind_of(form, &i, mode);
+        let kind = kind_of(form, &i, self.mode);
         let mut d = Decoded::invalid(offset);
         d.set(&i, raw_at(&bytes, 0), kind, form, true);
         (d.page, d.distance) = (page, at & !0xfff);
@@ -270,7 +174,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     fn page(&self, n: u8) -> Option<&TracePage> {
-        self.translator.pages.get(usize::from(n))
+        self.pages.get(usize::from(n))
     }
 
     /// Where the conditional branch leads in its page if the way follows it; `None`: it leaves the page, or the code is another one by now.
@@ -299,15 +203,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Where the branch leads, if the trace can go on behind it.
-    fn expect(
-        &mut self,
-        cpu: &mut CpuState,
-        bus: &mut B,
-        (home, mode): (u64, u8),
-        d: &Decoded,
-        step: &Step,
-        frames: &mut Vec<Frame>,
-    ) -> Option<Place> {
+    fn expect(&mut self, d: &Decoded, step: &Step, frames: &mut Vec<Frame>) -> Option<Place> {
         let offset = step.next as u16 & 0xfff;
         if d.kind == Kind::Ret {
             let frame = frames.last()?.back;
@@ -326,7 +222,7 @@ impl<B: JitBus> Jit<B> {
         if is_call && d.end() >= 0x1000 {
             return None;
         }
-        let page = self.page_at(cpu, bus, (home, mode), step.next & !0xfff)?;
+        let page = self.page_at(step.next & !0xfff)?;
         // How deep a function calls itself, and which way it goes then, changes all the time.
         let to = Place { page, offset };
         let first = self.decoded.first();
@@ -345,42 +241,17 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// The number of a page. `None`: the trace cannot have code of it.
-    fn page_at(
-        &mut self,
-        cpu: &mut CpuState,
-        bus: &mut B,
-        (home, mode): (u64, u8),
-        distance: i32,
-    ) -> Option<u8> {
-        let pages = &self.translator.pages;
-        if let Some(n) = pages.iter().position(|p| p.distance == distance) {
+    fn page_at(&mut self, distance: i32) -> Option<u8> {
+        if let Some(n) = self.pages.iter().position(|p| p.distance == distance) {
             return Some(n as u8);
         }
-        if pages.len() >= MAX_PAGES {
+        if self.pages.len() >= MAX_PAGES {
             return None;
         }
-        let gva = home.wrapping_add_signed(distance.into());
-        // It is not fetched from now: that would show in accessed flags.
-        if !bus.mmu().is_fetched(gva) {
-            return None;
-        }
-        // The generation first, then the bytes.
-        let page = bus.code_page(cpu, gva).ok()?;
-        let source = Source::of(bus, page.id)?;
-        let blocks = &self.cache.blocks;
-        if blocks.mode_at(gva, &page, mode & !mode::BOUND) != mode {
-            return None;
-        }
-        let cell = self.cache.take_cell((page.id, mode))?;
-        self.set_cell(bus, cell, gva);
-        self.translator.pages.push(TracePage {
-            distance,
-            source,
-            bound: block::bound(mode, gva),
-            cell: Some(cell),
-            id: page.id,
-        });
-        Some(self.translator.pages.len() as u8 - 1)
+        let gva = self.home.wrapping_add_signed(distance.into());
+        let page = (self.find_page)(self.cpu, self.bus, gva)?;
+        self.pages.push(TracePage { distance, ..page });
+        Some(self.pages.len() as u8 - 1)
     }
 
     /// The last instruction is one that a block ends with; true if the trace is one.
@@ -391,10 +262,10 @@ impl<B: JitBus> Jit<B> {
             }
             if let Some(to) = taken {
                 d.i.negate_condition_code();
-                narrow::set_target(&mut d.i, *to);
+                set_target(&mut d.i, *to);
             }
         }
-        block::find_live(&mut self.decoded);
+        find_live(self.decoded);
         self.decoded.iter().any(|d| d.onto.is_some())
     }
 }

@@ -3,7 +3,7 @@
 use x86_cpu::{CodeSize, CpuState};
 use x86_defs::{reg, segment::Segment};
 
-use crate::region::block::mode;
+use crate::ir::mode::Mode;
 
 /// 32-bit protected or compatibility mode, and addresses in CS, SS, DS and ES are
 /// linear ones without a limit.
@@ -21,12 +21,18 @@ pub(crate) fn is_flat(cpu: &CpuState) -> bool {
 }
 
 /// The mode bits of 32-bit code.
-pub(crate) fn mode_of(cpu: &CpuState) -> u8 {
+pub(crate) fn mode_of(cpu: &CpuState) -> Mode {
     if cpu.is_64bit() {
-        return 0;
+        return Mode::NONE;
     }
-    let usable = |n: usize, bit| if is_whole(&cpu.seg[n]) { bit } else { 0 };
-    mode::BITS32 | usable(reg::FS, mode::FS) | usable(reg::GS, mode::GS)
+    let usable = |n: usize, bit| {
+        if is_whole(&cpu.seg[n]) {
+            bit
+        } else {
+            Mode::NONE
+        }
+    };
+    Mode::BITS32 | usable(reg::FS, Mode::FS) | usable(reg::GS, Mode::GS)
 }
 
 /// Present, writable, expand-up data of 4 GiB.

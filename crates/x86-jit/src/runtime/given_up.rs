@@ -7,6 +7,7 @@ use x86_interp::{Insn, Interp, Transfer};
 use crate::{
     JitBus,
     frame::area::{self, index},
+    ir::mode::Mode,
 };
 
 const ENTRIES: usize = 64;
@@ -20,7 +21,7 @@ struct Entry<B> {
     changes: u64,
     /// The page's identity and its code's generation.
     page: Option<CodePage>,
-    mode: u8,
+    mode: Mode,
     /// It has come twice.
     is_tried: bool,
     /// Absent as well if it cannot be decoded from one page's bytes.
@@ -64,7 +65,7 @@ impl<B: JitBus> GivenUp<B> {
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
-        mode: u8,
+        mode: Mode,
     ) -> Option<&Insn<B>> {
         let (rip, key) = (cpu.rip(), cpu.engine.words[index(area::KEY)]);
         let changes = bus.code_changes();
@@ -74,7 +75,7 @@ impl<B: JitBus> GivenUp<B> {
                 key: 0,
                 changes: 0,
                 page: None,
-                mode: 0,
+                mode: Mode::NONE,
                 is_tried: false,
                 insn: None,
                 transfer: None,

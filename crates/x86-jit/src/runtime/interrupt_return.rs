@@ -13,12 +13,12 @@ use x86_defs::{
 use crate::{
     JitBus,
     frame::area::{self, index},
-    runtime::run::Jit,
+    runtime::Jit,
     runtime::system_call::{self, CODE64, DATA},
 };
 
 /// Flags that the new ones may have; the current ones have no others that matter
-/// ([`crate::region::block::mode::KERNEL`]).
+/// ([`crate::region::block::Mode::KERNEL`]).
 const PLAIN: u64 =
     rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::RF | rflags::AC | rflags::ID;
 

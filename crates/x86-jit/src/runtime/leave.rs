@@ -6,35 +6,25 @@
 //! with it would notice ([`crate::codegen::thunks::Thunks::bail`]).
 
 use x86_cpu::{CpuState, Exception, Shadow};
-use x86_defs::{reg, rflags};
-use x86_interp::{Insn, Interp, RunStop, Transfer};
+use x86_defs::rflags;
+use x86_interp::{Interp, RunStop};
 
 use crate::{
     Jit, JitBus,
-    codegen::Condition,
-    codegen::countdown,
+    codegen::{Condition, countdown},
     frame::area::{self, index},
     frame::exit::{Left, Reason},
-    region::block::mode,
+    frame::state::{pack, unpack},
+    ir::cause::Cause,
+    runtime::Context,
     runtime::refill::tell_view,
-    runtime::run::{Context, drop_resume_flag, is_translatable, keep_resume_flag, pack, unpack},
-    runtime::stats::Cause,
+    runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
 };
 
 /// Direct branches to other pages that go by the table before one is remembered:
 /// code that several address spaces share at different addresses changes its mind
 /// all the time.
 const FAR_MISSES: u64 = 64;
-
-/// An instruction at which a block leaves for the interpreter.
-#[derive(Debug)]
-pub(crate) struct Site<B> {
-    pub(crate) insn: Insn<B>,
-    /// The same, if it is one.
-    pub(crate) transfer: Option<Transfer>,
-    /// Why it is left to it.
-    pub(crate) cause: Cause,
-}
 
 /// Translated code asks for what its [`Reason`] says. Returns the host address at
 /// which it goes on, or 0: it is left.
@@ -162,21 +152,6 @@ fn answer<B: JitBus>(
     code
 }
 
-/// A branch moves the stack pointer.
-pub(crate) fn move_stack(cpu: &mut CpuState, by: u64) {
-    let rsp = cpu.gpr[reg::RSP].wrapping_add(by);
-    cpu.gpr[reg::RSP] = rsp & word_mask(cpu);
-}
-
-/// Bits of an address in the mode.
-fn word_mask(cpu: &CpuState) -> u64 {
-    if cpu.is_64bit() {
-        u64::MAX
-    } else {
-        0xffff_ffff
-    }
-}
-
 impl<B: JitBus> Jit<B> {
     /// Makes the one access of the instruction at RIP, if that is all it does; `site` is its number,
     /// or 0, and `operand` the linear address of its memory operand, if that is known.
@@ -277,7 +252,7 @@ impl<B: JitBus> Jit<B> {
         cpu.set_rip(page + u64::from(site.target));
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
-        let split = if site.split { mode::SPLIT } else { 0 };
+        let split = site.split;
         self.wanted_by = Some(number);
         let next = self.find_block(interp, cpu, bus, split);
         self.wanted_by = None;
@@ -381,7 +356,7 @@ impl<B: JitBus> Jit<B> {
                 let Some(cell) = self.cache.take_cell(key) else {
                     return;
                 };
-                self.set_cell(bus, cell, rip);
+                self.cache.set_cell(bus, cell, rip);
                 if site.to == 0 || due && site.to != to {
                     let displacement = mmu::l1::cell(cell.number);
                     self.buffer.write(place, &displacement.to_le_bytes());

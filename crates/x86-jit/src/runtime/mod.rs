@@ -1,12 +1,250 @@
-//! [`run::Jit`] and what translated code calls: the dispatch loop, translation on demand, and the requests of generated code.
+//! [`Jit`], a vCPU's translated code, and what that calls: the dispatch loop, translation on demand, and the requests of generated code.
 
+mod disturb;
+mod find;
 mod flat;
 mod given_up;
 mod interrupt_return;
-pub(crate) mod leave;
+mod leave;
+mod links;
 pub(crate) mod lockstep;
+mod record;
 mod refill;
-pub(crate) mod run;
+mod run;
+mod sampling;
+mod state;
 pub(crate) mod stats;
 mod system_call;
-pub(crate) mod translation;
+mod translation;
+
+use host::{CodeBuffer, CodeViews};
+use x86_cpu::{CpuState, Exception};
+use x86_interp::{Insn, Interp, Transfer};
+use x86_native::HostFeatures;
+
+use crate::{
+    JitBus,
+    asm::{Asm, Isa},
+    code::cache::Cache,
+    code::perf::{self, Perf},
+    code::room::Room,
+    codegen::Translator,
+    codegen::thunks::{self, Thunks},
+    frame::exit::Left,
+    ir::cause::Cause,
+    ir::decoded::Decoded,
+    ir::kind::Forms,
+    ir::mode::Mode,
+    plan::groups::Groups,
+    profile::hot::Profiles,
+    runtime::given_up::GivenUp,
+    runtime::leave::handle,
+    runtime::lockstep::{Lockstep, LockstepStats},
+    runtime::refill::refill,
+    runtime::stats::Stats,
+};
+
+/// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
+const CACHE_SIZE: usize = 128 << 20;
+
+/// An instruction at which a block leaves for the interpreter.
+#[derive(Debug)]
+pub(crate) struct Site<B> {
+    pub(crate) insn: Insn<B>,
+    /// The same, if it is one.
+    pub(crate) transfer: Option<Transfer>,
+    /// Why it is left to it.
+    pub(crate) cause: Cause,
+}
+
+/// What the functions that translated code calls work on.
+pub(crate) struct Context<B: JitBus> {
+    pub(crate) jit: *mut Jit<B>,
+    pub(crate) interp: *mut Interp<B>,
+    pub(crate) cpu: *mut CpuState,
+    pub(crate) bus: *mut B,
+    /// Why it was left, if that was [`handle`]'s decision.
+    pub(crate) left: Left,
+}
+
+/// A vCPU's translated code.
+#[derive(Debug)]
+pub struct Jit<B: JitBus> {
+    pub(crate) buffer: CodeBuffer,
+    pub(crate) room: Room,
+    /// The link site that leads to what is translated next.
+    pub(crate) wanted_by: Option<usize>,
+    pub(crate) thunks: Thunks,
+    pub(crate) cache: Cache,
+    pub(crate) forms: Forms,
+    pub(crate) decoded: Vec<Decoded>,
+    pub(crate) groups: Groups,
+    /// Instructions at which blocks leave for the interpreter.
+    pub(crate) interpreted: Vec<Site<B>>,
+    /// Instructions that translated code gives up again and again.
+    pub(crate) given_up: GivenUp<B>,
+    /// [`Interp::resets`] that they belong to.
+    pub(crate) resets: u64,
+    pub(crate) translator: Translator,
+    pub(crate) profiles: Profiles,
+    /// The MMU's slots that generation cells belong to.
+    pub(crate) slots: u64,
+    /// [`JitBus::tsc_offset`] has one.
+    pub(crate) plain_tsc: bool,
+    /// [`JitBus::code_changes`] when the host's stack was last looked at: [`handle`].
+    pub(crate) changes: u64,
+    /// The block that RIP's target leads to may be outdated.
+    pub(crate) stale: bool,
+    /// The translation with a probe for every access is to be executed.
+    pub(crate) splits: bool,
+    /// The page fault of the instruction that calls [`handle`] next.
+    pub(crate) fault: Option<Exception>,
+    /// See [`Self::can_resume`].
+    pub(crate) can_resume: bool,
+    /// Where RF was set when translated code was last gone on with, if nothing has
+    /// called for Rust since.
+    pub(crate) resumed: Option<u64>,
+    /// Mode bits of the last [`Self::select`].
+    pub(crate) mode: Mode,
+    /// [`mmu::Mmu::views_made`] that [`area::VIEWS`] belong to.
+    pub(crate) views_made: u64,
+    pub(crate) stats: Stats,
+    /// For [`Stats::translate_ns`]: the clock takes longer to read.
+    pub(crate) translate_ticks: u64,
+    /// What translated code does counts when the interpreter agrees.
+    pub(crate) lockstep: Option<Box<Lockstep<B>>>,
+    /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
+    pub(crate) ranges: Vec<(usize, usize, u64)>,
+    /// A profiler wants names.
+    pub(crate) perf: Option<&'static Perf>,
+    /// All code is dropped at random, once in so many blocks looked for; 0: never.
+    pub(crate) flush_every: u64,
+    pub(crate) random: u64,
+}
+
+impl<B: JitBus> Jit<B> {
+    /// Maps the code buffer; `None` if the host does not allow that.
+    pub fn new() -> Option<Self> {
+        Self::with_capacity(CACHE_SIZE)
+    }
+
+    /// As [`Self::new`] with room for so many bytes of code: for tests, which
+    /// need a cache that is full soon.
+    pub fn with_capacity(bytes: usize) -> Option<Self> {
+        let mut buffer = CodeBuffer::new(bytes.max(Room::LEAST)).ok()?;
+        let host = HostFeatures::detected();
+        let isa = Isa::of_host(&host);
+        let mut a = Asm::new(isa);
+        let thunks = {
+            let refill = refill::<B> as *const () as u64;
+            thunks::emit(&mut a, refill, handle::<B> as *const () as u64)
+        };
+        let thunks_end = a.here().next_multiple_of(64);
+        buffer.write(0, a.parts()?.0);
+        let code = buffer.rx() as u64;
+        Some(Self {
+            wanted_by: None,
+            room: Room::new(thunks_end..buffer.len()),
+            buffer,
+            thunks,
+            cache: Cache::new(),
+            forms: Forms::new(host),
+            decoded: Vec::new(),
+            groups: Groups::new(),
+            interpreted: Vec::new(),
+            given_up: GivenUp::default(),
+            resets: 0,
+            translator: Translator::new(isa, thunks, code),
+            profiles: Profiles::new(),
+            slots: u64::MAX,
+            plain_tsc: false,
+            changes: 0,
+            stale: false,
+            splits: false,
+            fault: None,
+            can_resume: false,
+            resumed: None,
+            mode: Mode::NONE,
+            views_made: 0,
+            stats: Stats::default(),
+            translate_ticks: 0,
+            lockstep: None,
+            ranges: Vec::new(),
+            perf: perf::wanted(),
+            flush_every: 0,
+            random: 0x2545_f491_4f6c_dd1d,
+        })
+    }
+
+    /// Compares everything that translated code does with the interpreter from now on, at a
+    /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
+    pub fn set_lockstep(&mut self, planted: bool) {
+        self.lockstep = Some(Lockstep::new(planted));
+        self.set_mixed();
+    }
+
+    /// Translates every other block at once as if it were executed much, and now and then some of them again: for tests.
+    pub fn set_mixed(&mut self) {
+        self.profiles.is_mixed = true;
+        self.flush_all();
+    }
+
+    /// Drops all code at random, about once in `every` times that a block is looked for: whatever
+    /// depends on code that stays shows. 0: never. As for [`Self::set_mixed`].
+    pub fn set_random_flushes(&mut self, every: u64) {
+        self.profiles.is_mixed = every != 0;
+        self.flush_every = every;
+    }
+
+    /// The first difference that lock-step has found: [`Self::run`] has returned `Exit` then.
+    pub fn take_difference(&mut self) -> Option<String> {
+        self.lockstep.as_mut()?.report.take()
+    }
+
+    /// What lock-step has compared.
+    pub fn lockstep_stats(&self) -> Option<LockstepStats> {
+        self.lockstep.as_ref().map(|l| l.stats)
+    }
+
+    /// The code made of the blocks at an address: its offset in the buffer, and its bytes.
+    pub(crate) fn code_of(&self, rip: u64) -> Vec<(usize, Vec<u8>)> {
+        let of = self.ranges.iter().filter(|(_, _, at)| *at == rip);
+        of.map(|(offset, len, _)| (*offset, self.buffer.read(*offset, *len)))
+            .collect()
+    }
+
+    /// For a [`host::Keeper`].
+    pub fn code_views(&self) -> &std::sync::Arc<CodeViews> {
+        self.buffer.views()
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> Stats {
+        let mhz = u64::from(host::cpu::tsc_khz() / 1000).max(1);
+        Stats {
+            translate_ns: self.translate_ticks.saturating_mul(1000) / mhz,
+            ..self.stats
+        }
+    }
+
+    /// Forgets all code.
+    pub fn flush_all(&mut self) {
+        self.cache.clear();
+        self.translator.links.clear();
+        self.translator.fars.clear();
+        self.interpreted.clear();
+        self.given_up = GivenUp::default();
+        self.profiles.clear();
+        self.ranges.clear();
+        if let Some(l) = &mut self.lockstep {
+            l.flush();
+        }
+        self.room.clear();
+        self.stats.flushes += 1;
+    }
+
+    /// An instruction of translated code has stopped for the VMM.
+    pub fn can_resume(&self) -> bool {
+        self.can_resume
+    }
+}

@@ -6,11 +6,12 @@ use x86_defs::{rflags, vector};
 
 use crate::{
     JitBus,
-    codegen::thunks,
     frame::area::{self, index},
-    runtime::interrupt_return,
-    runtime::run::{Context, Jit, log_of, target_key},
-    runtime::system_call,
+    frame::requests,
+    runtime::lockstep::log_of,
+    runtime::state::target_key,
+    runtime::{Context, Jit},
+    runtime::{interrupt_return, system_call},
 };
 
 /// Generated code asks for a change of RFLAGS.AC from now on.
@@ -50,7 +51,7 @@ fn change_access<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, s
         words[index(area::VIEWS[usize::from(set)])] = words[index(area::TABLES)];
         jit.views_made = bus.mmu().views_made();
     }
-    thunks::SAME_KEY + u64::from(!same)
+    requests::SAME_KEY + u64::from(!same)
 }
 
 /// A TLB miss in translated code: the host address of the access, or 0 if it
@@ -63,14 +64,14 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
         (&mut *c.jit, &mut *c.cpu, &mut *c.bus)
     };
     tell_view(cpu, bus);
-    if site & (thunks::SET_AC | thunks::CLEAR_AC) != 0 {
-        return change_access(jit, cpu, bus, site & thunks::SET_AC != 0);
+    if site & (requests::SET_AC | requests::CLEAR_AC) != 0 {
+        return change_access(jit, cpu, bus, site & requests::SET_AC != 0);
     }
-    if site & (thunks::SYSCALL | thunks::SYSRET | thunks::IRETQ) != 0 {
-        if site & thunks::IRETQ != 0 {
+    if site & (requests::SYSCALL | requests::SYSRET | requests::IRETQ) != 0 {
+        if site & requests::IRETQ != 0 {
             return interrupt_return::leave(jit, cpu, bus, gva);
         }
-        let target = if site & thunks::SYSCALL != 0 {
+        let target = if site & requests::SYSCALL != 0 {
             system_call::enter(cpu, bus, u64::from(site & 0xfff))
         } else {
             system_call::leave(cpu, bus)
@@ -81,23 +82,23 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
         return target;
     }
     let size = u64::from(site >> 12 & 0xff);
-    let (access, half) = if thunks::writes(site) {
+    let (access, half) = if requests::writes(site) {
         (Access::Write, Half::Write)
     } else {
         (Access::Read, Half::Read)
     };
     let host = bus.mmu().refill(cpu, gva, size, access, &mut jit.fault);
     if host == 0 {
-        let is_its_own = site & thunks::RAISES != 0;
+        let is_its_own = site & requests::RAISES != 0;
         let is_write = access == Access::Write;
         let who = Privilege::Current;
         let is_first_of_device =
-            site & thunks::FIRST != 0 && bus.mmu().known_device(gva, is_write, who).is_some();
+            site & requests::FIRST != 0 && bus.mmu().known_device(gva, is_write, who).is_some();
         let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;
         if is_first_of_device || is_its_own && jit.fault.is_none() {
             jit.fault = None;
             cpu.engine.words[index(area::SPILL)] = gva;
-            return thunks::ACCESS;
+            return requests::ACCESS;
         }
         if !jit.fault.as_ref().is_none_or(is_raised) {
             jit.fault = None;

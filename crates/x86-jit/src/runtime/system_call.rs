@@ -12,7 +12,7 @@ use x86_defs::{
 use crate::{
     JitBus,
     frame::area::{self, index},
-    runtime::run::{pack, unpack},
+    frame::state::{pack, unpack},
 };
 
 /// Attributes of flat segments at level 0.

@@ -5,29 +5,20 @@ use x86_interp::{Interp, Transfer};
 
 use crate::{
     Jit, JitBus,
-    asm::CACHE_LINE,
+    asm::{CACHE_LINE, MAX_BLOCK},
     code::cache::Block,
-    code::room::MAX_BLOCK,
     codegen::{Entries, How},
     frame::area::S1,
     ir::decoded::Decoded,
     ir::kind::Kind,
-    region::block::{self, mode},
-    region::trace::TracePage,
-    runtime::leave::Site,
+    ir::mode::{BlockKey, Mode},
+    ir::source::{Source, TracePage},
+    region::block,
+    runtime::Site,
 };
 
 /// Blocks that are translated at most because one is.
 const MAX_AHEAD: u32 = 3;
-
-/// Code that a block is made from.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Source {
-    /// Host address of the page's code generation.
-    pub(crate) cell: u64,
-    /// Its value.
-    pub(crate) generation: u32,
-}
 
 /// Where a block is to begin that takes the place of the jump that leads to it.
 #[derive(Clone, Copy, Debug)]
@@ -42,16 +33,6 @@ pub(crate) struct Place {
 /// Bytes of a relative address.
 const REL32: usize = 4;
 
-impl Source {
-    pub(crate) fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
-        let cell = bus.mmu().code_generation_cell(id)?;
-        Some(Self {
-            cell: cell.as_ptr() as u64,
-            generation: cell.load(core::sync::atomic::Ordering::Acquire),
-        })
-    }
-}
-
 impl<B: JitBus> Jit<B> {
     /// `None`: the code cannot be fetched now.
     pub(crate) fn translate(
@@ -60,7 +41,7 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
         gva: u64,
-        (key, generation, code): ((u64, u8), u32, Source),
+        (key, generation, code): (BlockKey, u32, Source),
         is_ahead: bool,
     ) -> Option<Block> {
         let number = self.wanted_by.take();
@@ -70,20 +51,17 @@ impl<B: JitBus> Jit<B> {
             self.flush_all();
             place = None;
         }
-        let bound = block::bound(key.1, gva);
+        let bound = key.mode.bound(gva);
         if let Some(page) = bound {
             let old = self.cache.blocks.bind(key, page);
             if !old.is_empty() {
-                self.profiles.forget(key.0);
+                self.profiles.forget(key.at);
             }
             for outer in old {
                 self.forget(outer as usize);
             }
         }
-        let hot = match key.1 & mode::SPLIT {
-            0 => self.profiles.begin(key),
-            _ => None,
-        };
+        let hot = self.profiles.begin(key);
         let is_again = hot.as_ref().is_some_and(|(_, linked)| linked.is_some());
         let (is_loop, is_linked) = match hot {
             Some((_, Some(is_linked))) => (true, is_linked),
@@ -92,7 +70,8 @@ impl<B: JitBus> Jit<B> {
         let polls = is_again || site.is_some_and(|s| s.polls);
         self.translator.hot = hot.and_then(|(hot, _)| hot);
         let links = self.translator.links.len();
-        let is_trace = self.follow_way(cpu, bus, (gva, key.1), TracePage::own(code, bound, key.0));
+        let own = TracePage::own(code, bound, key.at);
+        let is_trace = self.follow_way(cpu, bus, (gva, key.mode), own);
         let turns = self.translator.hot.as_ref().map(|h| &h.turns[..]);
         let is_hot = turns.is_some();
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
@@ -101,7 +80,7 @@ impl<B: JitBus> Jit<B> {
                 &mut self.forms,
                 (cpu, bus),
                 gva,
-                (key.1, is_loop, is_ahead),
+                (key.mode, is_loop, is_ahead),
                 turns,
             )
         };
@@ -135,13 +114,13 @@ impl<B: JitBus> Jit<B> {
             self.cache.second.insert(key, second);
         }
         block.len = self.decoded.len().min(u8::MAX.into()) as u8;
-        let long = key.1 & mode::BITS32 == 0;
-        if key.1 & mode::SPLIT == 0 {
+        let long = key.mode.is_long();
+        if !key.mode.has(Mode::SPLIT) {
             self.groups.form(&mut self.decoded, long, is_hot);
             let calls = |d: &Decoded| matches!(d.kind, Kind::Call | Kind::CallIndirect);
             block.may_gain = is_trace
                 || self.decoded.iter().any(Decoded::may_have_lane)
-                || mode::has_cells(key.1) && self.decoded.last().is_some_and(calls);
+                || key.mode.has_cells() && self.decoded.last().is_some_and(calls);
         }
         let interpreted = self.prepare(interp, cpu, bus, gva);
         let mut base = self.room.next();
@@ -153,16 +132,17 @@ impl<B: JitBus> Jit<B> {
             base.0 = base.0.next_multiple_of(CACHE_LINE);
         }
         let blocks = &self.cache.blocks;
-        let plain = key.1 & !mode::SPLIT;
-        let own = [plain, plain | mode::SPLIT].map(|mode| blocks.page((key.0, mode)));
+        let own = [false, true].map(|is_split| blocks.page(key.split(is_split)));
         let others: Vec<_> = self.translator.pages[1..].to_vec();
         let known = |page: u8, target: u32, split: bool| {
             let (blocks, generation) = match usize::from(page).checked_sub(1) {
                 None => (own[usize::from(split)]?, generation),
                 Some(n) => {
-                    let mode = if split { plain | mode::SPLIT } else { plain };
                     let page = others.get(n)?;
-                    (blocks.page((page.id, mode))?, page.source.generation)
+                    (
+                        blocks.page(BlockKey::new(page.id, key.mode.split(split)))?,
+                        page.source.generation,
+                    )
                 }
             };
             let b = blocks.get(target.into())?;
@@ -178,10 +158,10 @@ impl<B: JitBus> Jit<B> {
                 long,
                 is_linked,
                 polls,
-                is_split: key.1 & mode::SPLIT != 0,
+                is_split: key.mode.has(Mode::SPLIT),
                 falls: place.is_some_and(|p| p.live),
                 bound,
-                by_cell: mode::has_cells(key.1),
+                by_cell: key.mode.has_cells(),
             },
             known,
         );
@@ -269,7 +249,7 @@ impl<B: JitBus> Jit<B> {
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
-        (key, generation, code): ((u64, u8), u32, Source),
+        (key, generation, code): (BlockKey, u32, Source),
     ) {
         let page = cpu.rip() & !0xfff;
         let mut left = MAX_AHEAD;
@@ -280,7 +260,7 @@ impl<B: JitBus> Jit<B> {
         {
             left -= 1;
             let target = u64::from(site.target);
-            let key = (key.0 & !0xfff | target, key.1 & !mode::SPLIT);
+            let key = key.beside(target).split(false);
             let known = self.cache.blocks.get(key);
             let known = known.filter(|b| b.generation == generation);
             let next = known.or_else(|| {
@@ -312,21 +292,21 @@ impl<B: JitBus> Jit<B> {
         &mut self,
         cpu: &mut CpuState,
         bus: &mut B,
-        split: u8,
+        is_split: bool,
         mut block: Block,
     ) -> Option<Block> {
         let (key, _) = self.key_at(cpu, bus)?;
-        let key = (key.0, key.1 | split);
+        let key = key.split(is_split);
         // First what it is compared with, then whether that is the block's.
-        let source = Source::of(bus, key.0 & !0xfff)?;
+        let source = Source::of(bus, key.page())?;
         let (_, generation) = self.key_at(cpu, bus)?;
         if self.room.is_full() || generation != block.generation {
             return None;
         }
         let (_, cold) = self.room.next();
-        let offset = key.0 as u32 & 0xfff;
+        let offset = key.at as u32 & 0xfff;
         self.translator
-            .complete_entries(cold, source, offset, &mut block);
+            .complete_entries(cold, source, offset, (&mut block.entries, block.len));
         self.stats.bytes += self.write_cold(cold)? as u64;
         self.cache.blocks.insert(key, block);
         Some(block)

@@ -12,8 +12,8 @@ use crate::{
     asm::*,
     codegen::countdown,
     codegen::memory::{host_page, select_entry, selected, stack_page, stack_tag, tag},
-    codegen::thunks::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES},
     frame::area::*,
+    frame::requests::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES},
 };
 
 /// Branches if an access with this bit of a [`site`] is to the device page that was read or written

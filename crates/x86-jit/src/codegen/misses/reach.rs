@@ -13,8 +13,8 @@ use mmu::{
 use crate::{
     asm::*,
     codegen::memory::{host_page, select_entry, selected, tag},
-    codegen::thunks::{ACCESS, WRITES},
     frame::area::*,
+    frame::requests::{ACCESS, WRITES},
 };
 
 const SAVED: [Reg; 3] = [RAX, RCX, RDX];

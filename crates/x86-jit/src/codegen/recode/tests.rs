@@ -6,12 +6,10 @@ use x86_native::HostFeatures;
 use super::{Rm, recode};
 use crate::{
     asm::{self, RSP, WINDOW},
-    codegen::{
-        copy::{HOST, register, rewritten},
-        narrow,
-    },
+    codegen::copy::{HOST, register, rewritten},
     frame::area::{S0, TLB, host_reg},
     ir::kind::{self, Forms, Kind},
+    ir::narrow,
 };
 
 #[test]

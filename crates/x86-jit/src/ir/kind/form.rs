@@ -10,10 +10,11 @@ use x86_cpu::Features;
 use x86_interp::gating;
 use x86_native::HostFeatures;
 
-use super::{Kind, form};
+use super::{Kind, form, in_mode};
 use crate::{
-    region::block::{self, ALL},
-    runtime::stats::Cause,
+    ir::cause::Cause,
+    ir::flags::{self, ALL, is_shift},
+    ir::mode::Mode,
 };
 
 /// Facts of a form.
@@ -42,8 +43,8 @@ pub(crate) struct Form {
     pub(crate) cause: Cause,
     /// Operands may make it another kind: [`super::of`] is to be asked.
     pub(crate) checked: bool,
-    /// Mode bits that it needs: [`block::needs`].
-    pub(crate) needs: u8,
+    /// Mode bits that it needs: [`super::in_mode::needs`].
+    pub(crate) needs: Mode,
     /// WAIT.
     pub(crate) waits: bool,
     /// It locks its access without a prefix.
@@ -103,7 +104,7 @@ const UNKNOWN: Form = Form {
     touches_flags: false,
     cause: Cause::Other,
     checked: false,
-    needs: 0,
+    needs: Mode::NONE,
     waits: false,
     locks: false,
     memory: NO_OPERAND,
@@ -203,7 +204,7 @@ impl Forms {
 }
 
 fn flags(i: &Instruction) -> (u16, u16) {
-    ((i.rflags_read() & ALL) as u16, block::overwritten(i) as u16)
+    ((i.rflags_read() & ALL) as u16, flags::overwritten(i) as u16)
 }
 
 /// An access that needs permission to write.
@@ -253,7 +254,7 @@ fn look_at(
         touches_flags: changes_flags || sample.rflags_read() & ALL != 0,
         cause: Cause::of(i.code()),
         checked: super::is_checked(kind, i, kinds),
-        needs: block::needs(kind, vex),
+        needs: in_mode::needs(kind, vex),
         waits: i.mnemonic() == Mnemonic::Wait,
         locks: i.mnemonic() == Mnemonic::Xchg,
         memory: kinds()
@@ -360,15 +361,6 @@ fn rm(code: Code) -> Option<u8> {
     let plain = plain || code.condition_code() != ConditionCode::None;
     let n = (0..op.op_count()).find(is_rm).filter(|_| plain)?;
     Some(n as u8)
-}
-
-/// The flags that these set depend on the count.
-pub(crate) fn is_shift(m: Mnemonic) -> bool {
-    use Mnemonic as M;
-    matches!(
-        m,
-        M::Shl | M::Sal | M::Shr | M::Sar | M::Rol | M::Ror | M::Rcl | M::Rcr | M::Shld | M::Shrd
-    )
 }
 
 fn shape(code: Code) -> Option<Shape> {

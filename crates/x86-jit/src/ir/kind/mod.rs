@@ -10,10 +10,12 @@ use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
 use x86_native::HostFeatures;
 
 mod form;
+mod in_mode;
 
-pub(crate) use form::{Effect, Form, Forms, Shape, is_shift};
+pub(crate) use form::{Effect, Form, Forms, Shape};
+pub(crate) use in_mode::kind_of;
 
-use crate::codegen::{narrow, string};
+use super::{narrow, string};
 
 /// What is done with an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use iced_x86::{
 use x86_native::HostFeatures;
 
 use super::{Kind, form, of};
-use crate::region::block;
+use crate::ir::flags;
 
 /// An instruction of the form with registers that no instruction has implicitly;
 /// `memory`: its operand that may be in memory is. `None` if it has an operand
@@ -145,7 +145,7 @@ fn what_is_copied_touches_nothing_of_the_hosts() {
             assert!(!i.is_string_instruction() && !i.is_vsib(), "{code:?}");
             let flags = i.rflags_modified() | i.rflags_read();
             let x87 = RflagsBits::C0 | RflagsBits::C1 | RflagsBits::C2 | RflagsBits::C3;
-            assert_eq!(flags & !(block::ALL | x87), 0, "{code:?}");
+            assert_eq!(flags & !(flags::ALL | x87), 0, "{code:?}");
             let info = factory.info(&i);
             for m in info.used_memory() {
                 assert_eq!(m.base(), Register::R10, "{code:?}: {m:?}");

@@ -9,7 +9,7 @@ use x86_interp::gating;
 use x86_native::decoded_flags;
 
 use super::shadow::Shadow;
-use crate::{JitBus, region::block::overwritten};
+use crate::{JitBus, ir::flags::overwritten};
 
 /// Instructions looked at after a stretch.
 const FAR: u32 = 96;

@@ -5,6 +5,12 @@
 
 use guest_memory::HostPage;
 use mmu::l1::{Half, L1};
+use x86_cpu::CpuState;
+
+use crate::{
+    JitBus,
+    frame::area::{self, index},
+};
 
 /// Words of a page.
 const WORDS: usize = 512;
@@ -141,6 +147,26 @@ impl Log {
                 .map(|(n, (old, new))| (page.host + 8 * n as u64, *old, *new))
         })
     }
+}
+
+pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
+    let tables = match log_of(cpu) {
+        Some(log) => {
+            // The mapping may have changed, too.
+            log.clear_tables();
+            log.set_cells(bus.mmu().live_tables());
+            log.tables()
+        }
+        None => bus.mmu().live_tables().base(),
+    };
+    cpu.engine.words[index(area::TABLES)] = tables;
+}
+
+/// Where writes have to be noted, in lock-step.
+pub(crate) fn log_of(cpu: &mut CpuState) -> Option<&mut Log> {
+    // SAFETY: zero, or what `Jit::stretch` put there, which nothing else uses while translated
+    // code runs.
+    unsafe { (cpu.engine.words[index(area::LOG)] as *mut Log).as_mut() }
 }
 
 #[cfg(test)]

@@ -32,16 +32,16 @@ use x86_cpu::{CpuState, EngineArea, Flush, Shadow};
 use x86_defs::{reg, rflags};
 use x86_interp::{Interp, RunStop};
 
-pub(crate) use self::log::Log;
+pub(crate) use self::log::{Log, log_of, set_tables};
 use self::shadow::Shadow as ShadowBus;
 use crate::{
     Jit, JitBus,
     codegen::countdown,
     frame::area::{self, index},
     frame::exit::{Left, Reason},
+    frame::state::unpack,
     ir::decoded::Decoded,
-    runtime::leave::move_stack,
-    runtime::run::unpack,
+    runtime::state::move_stack,
 };
 
 /// The interpreter's instructions per stretch at most, repetitions counted singly.
@@ -425,7 +425,7 @@ impl<B: JitBus> Jit<B> {
         words[index(area::LOG)] = l.log_address();
         countdown::begin(words, length);
         countdown::allow_polls(words, false);
-        crate::runtime::run::set_tables(cpu, bus);
+        set_tables(cpu, bus);
         self.call(interp, cpu, bus, entry);
         let words = &mut cpu.engine.words;
         words[index(area::LOG)] = 0;
@@ -436,7 +436,7 @@ impl<B: JitBus> Jit<B> {
         l.log.undo();
         let result = l.replay(&before, cpu, bus, whole);
         bus.select_view(cpu);
-        crate::runtime::run::set_tables(cpu, bus);
+        set_tables(cpu, bus);
         match result {
             Ok(()) => Ok(outcome),
             Err(difference) => {

@@ -1,0 +1,113 @@
+//! [`Stub`]: what a block rarely executes, noted while it is translated and emitted behind it.
+
+use super::memory::{Finds, Probe};
+use crate::ir::member::Member;
+
+/// Code off the main path, emitted after it.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Stub {
+    /// TLB miss: back to `resume` with the host address in r14.
+    Refill {
+        from: usize,
+        resume: usize,
+        site: u32,
+        probe: Probe,
+        finds: Finds,
+        /// What r13 has to hold there.
+        cached: Option<u8>,
+    },
+    /// TLB miss of a group.
+    RefillGroup {
+        from: usize,
+        resume: usize,
+        offset: u32,
+        member: Member,
+        probe: Probe,
+        cached: Option<u8>,
+    },
+    /// Leave at an instruction.
+    Bail {
+        from: usize,
+        offset: u32,
+    },
+    Stale {
+        from: usize,
+        offset: u32,
+    },
+    /// The same where a trace's other pages may have changed, or moved.
+    Moved {
+        from: usize,
+        offset: u32,
+    },
+    /// A branch's target, of which r14 has the tag, is not in the table.
+    Branch {
+        from: usize,
+        offset: u32,
+    },
+    /// The same of one that has an inline cache.
+    InlineCache {
+        from: usize,
+        offset: u32,
+        cache: usize,
+    },
+    /// A return to r14, which the host has not predicted.
+    Ret {
+        from: usize,
+        site: u32,
+    },
+    /// That of a call, which has done nothing yet.
+    Call {
+        from: usize,
+        offset: u32,
+    },
+    /// The same for one that has an inline cache.
+    CallCache {
+        from: usize,
+        resume: usize,
+        offset: u32,
+        cache: usize,
+    },
+    Poll {
+        from: usize,
+        resume: usize,
+        offset: u32,
+    },
+    LoadFp {
+        from: usize,
+        resume: usize,
+    },
+    Link {
+        from: usize,
+        number: u32,
+        live: bool,
+    },
+    /// A walk is over.
+    Walked {
+        from: usize,
+        again: usize,
+    },
+    /// A branch of a trace does not lead where it was expected to: its number in [`Translator::branches`].
+    Unexpected {
+        from: usize,
+        number: usize,
+    },
+    /// A return that does not, to what r14 plus a constant addresses.
+    Elsewhere {
+        from: usize,
+        disp: i32,
+        site: u32,
+    },
+    /// A branch to another page is not where it was before.
+    FarMiss {
+        from: usize,
+        number: u32,
+    },
+    /// A conditional branch to another page.
+    Far {
+        from: usize,
+        offset: u32,
+        target: i32,
+        /// Flags are in RFLAGS.
+        live: bool,
+    },
+}

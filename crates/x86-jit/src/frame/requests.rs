@@ -1,0 +1,56 @@
+//! What generated code says in r13 when it asks for something.
+
+/// What the refill thunk has to know of an access.
+pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
+    offset & 0xfff | size << 12 | (write as u32) << WRITES.trailing_zeros()
+}
+
+/// Bit of a [`site`].
+pub(crate) const WRITES: u32 = 1 << 20;
+
+/// Bit of a [`site`]: a page fault of the access is what the instruction raises, whatever else it does.
+pub(crate) const RAISES: u32 = 1 << 25;
+
+/// Bit of a group's [`site`]: its address is that of the access that probes.
+pub(crate) const FIRST: u32 = 1 << 26;
+
+/// The answer for an access that the interpreter makes, whose address is in [`SPILL`]. No host address.
+pub(crate) const ACCESS: u64 = 1;
+
+/// What stands above a [`site`] or a [`branch`] that has an inline cache: its number.
+pub(crate) const fn with_inline_cache(site: u32, cache: usize) -> u64 {
+    site as u64 | (cache as u64) << 32
+}
+
+/// The bits of a lane's site from here on are its number.
+pub(crate) const LANE_SHIFT: u32 = 32;
+
+/// Misses of a lane after which Rust is told: a power of two.
+pub(crate) const LANE_MISSES: u32 = 128;
+
+/// Whether it is a write.
+pub(crate) const fn writes(site: u32) -> bool {
+    site & WRITES != 0
+}
+
+/// What the branch thunk has to know: the instruction's offset, and what is added to RSP.
+pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
+    offset & 0xfff | ((pop + 8) as u32) << 12
+}
+
+/// Bits of [`Thunks::switch`]'s r13d that stand for something other than an
+/// access: RFLAGS.AC becomes this.
+pub(crate) const SET_AC: u32 = 1 << 21;
+
+pub(crate) const CLEAR_AC: u32 = 1 << 22;
+
+/// The result of [`SET_AC`] and [`CLEAR_AC`] when mapping and mode have not changed.
+pub(crate) const SAME_KEY: u64 = 1;
+
+/// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.
+pub(crate) const SYSCALL: u32 = 1 << 23;
+
+pub(crate) const SYSRET: u32 = 1 << 24;
+
+/// IRETQ: r14 is RSP, which is in memory afterwards; the result is the target.
+pub(crate) const IRETQ: u32 = 1 << 27;

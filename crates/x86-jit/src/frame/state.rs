@@ -1,0 +1,17 @@
+//! How parts of the vCPU's state are kept while translated code runs: arithmetic flags, FP control.
+
+/// Bits of the x87 control word that mask all exceptions.
+pub(crate) const X87_MASKED: u16 = 0x3f;
+
+/// Bits of MXCSR that translated code may have in any way: flags, DAZ, rounding,
+/// FTZ. The others are the masks, MM, and reserved ones.
+pub(crate) const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
+
+/// RFLAGS' arithmetic flags as LAHF and SETO leave them in AX.
+pub(crate) fn pack(f: u64) -> u64 {
+    (f & 0xd5 | 2) << 8 | f >> 11 & 1
+}
+
+pub(crate) fn unpack(ax: u64) -> u64 {
+    ax >> 8 & 0xd5 | (ax & 1) << 11
+}

@@ -1,0 +1,65 @@
+//! The table of indirect targets, as generated code reads it.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    sync::LazyLock,
+};
+
+/// Entries of the target table.
+pub(crate) const TARGETS_LEN: usize = 1 << 16;
+
+/// Entry of the table of indirect targets, as generated code reads it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Target {
+    /// Address in the guest, XORed with the key's salt: so one comparison is of both.
+    pub(crate) tag: u64,
+    /// Mapping and mode for which it is right.
+    pub(crate) key: u64,
+    /// Address of the block's outer entry.
+    pub(crate) code: u64,
+    /// Page of the address.
+    pub(crate) page: u64,
+}
+
+const _: () = assert!(size_of::<Target>() == 32);
+
+/// An entry for a place at which its tag is not looked for. No key is zero.
+pub(crate) const fn empty(at: usize) -> Target {
+    Target {
+        tag: (at == 0) as u64,
+        key: 0,
+        code: 0,
+        page: 0,
+    }
+}
+
+/// A table that takes memory only for what is entered.
+pub(crate) fn no_targets() -> Box<[Target]> {
+    // SAFETY: four integers, for which zero is a value.
+    let mut all = unsafe { Box::<[Target]>::new_zeroed_slice(TARGETS_LEN).assume_init() };
+    all[0] = empty(0);
+    all
+}
+
+/// Index of a target. Functions are aligned: their low bits alone are no hash.
+pub(crate) fn place(tag: u64) -> usize {
+    (tag ^ tag >> 5) as usize & (TARGETS_LEN - 1)
+}
+
+/// What salts are made from; [`make_secret`] asks the host for it, as vCPUs may not.
+static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
+
+/// What a key's targets are XORed with. Two targets under two keys have the same tag with a
+/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
+pub(crate) fn salt_of(key: u64) -> u64 {
+    let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
+}
+
+/// Asks the host for what salts are made from: vCPUs may not.
+pub(crate) fn make_secret() {
+    LazyLock::force(&SECRET);
+}

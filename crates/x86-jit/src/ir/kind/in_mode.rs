@@ -1,0 +1,55 @@
+//! What is done with an instruction in a mode.
+
+use iced_x86::{Instruction, OpKind, Register};
+
+use super::{Form, Kind, of};
+use crate::ir::mode::Mode;
+
+/// What is done with an instruction in a mode.
+#[inline]
+pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
+    if !form.available {
+        return Kind::Interpret;
+    }
+    let long = mode.is_long();
+    let mut kind = form.kind;
+    let mut needs = form.needs;
+    if form.checked || !long {
+        kind = of(kind, i, long);
+        if !long {
+            needs |= match i.memory_segment() {
+                Register::FS => Mode::FS,
+                Register::GS => Mode::GS,
+                _ => Mode::NONE,
+            };
+        }
+    }
+    // LOCK is allowed with a memory destination only (#UD otherwise).
+    if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
+        return Kind::Interpret;
+    }
+    // DF is clear, and no x87 exception can be pending.
+    if kind == Kind::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
+        return Kind::Nop;
+    }
+    kind
+}
+
+/// Mode bits without which the interpreter executes instructions of the kind.
+pub(crate) fn needs(kind: Kind, vex: bool) -> Mode {
+    match kind {
+        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl if vex => Mode::FP | Mode::AVX,
+        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => Mode::FP,
+        Kind::Rdtsc => Mode::TSC,
+        Kind::Pushf
+        | Kind::Popf
+        | Kind::Cli
+        | Kind::Sti
+        | Kind::Swapgs
+        | Kind::Sysret
+        | Kind::InterruptReturn
+        | Kind::FromControl
+        | Kind::Ac => Mode::KERNEL,
+        _ => Mode::NONE,
+    }
+}

@@ -1,0 +1,37 @@
+//! Questions about memory operands.
+
+use iced_x86::{Instruction, Mnemonic, Register};
+
+use super::kind::Kind;
+
+/// Nothing but RSP says where the operand is.
+pub(crate) fn is_on_stack(i: &Instruction) -> bool {
+    matches!(i.memory_base(), Register::RSP | Register::ESP)
+        && i.memory_index() == Register::None
+        && !matches!(i.memory_segment(), Register::FS | Register::GS)
+}
+
+/// A page fault of its first access is what the instruction raises in any case. Masked moves, for
+/// one, need not make theirs.
+pub(crate) fn raises_its_fault(kind: Kind, i: &Instruction) -> bool {
+    use Mnemonic as M;
+    match kind {
+        Kind::Copy | Kind::CopyAligned | Kind::Push | Kind::Pop | Kind::Leave => true,
+        Kind::CopyFp | Kind::CopyFpAligned => matches!(
+            i.mnemonic(),
+            M::Movaps
+                | M::Movups
+                | M::Movdqa
+                | M::Movdqu
+                | M::Movd
+                | M::Movq
+                | M::Vmovaps
+                | M::Vmovups
+                | M::Vmovdqa
+                | M::Vmovdqu
+                | M::Vmovd
+                | M::Vmovq
+        ),
+        _ => false,
+    }
+}

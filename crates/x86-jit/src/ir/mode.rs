@@ -1,0 +1,126 @@
+//! What a block is translated for, besides its bytes: the vCPU's mode, and with it a block's key.
+
+use core::ops::{BitOr, BitOrAssign};
+
+/// A set of mode bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Mode(u16);
+
+impl Mode {
+    pub(crate) const NONE: Self = Self(0);
+    /// FP and SIMD instructions are enabled and raise no exceptions.
+    pub(crate) const FP: Self = Self(1);
+    /// CPL 0, and IOPL, NT and DF are clear.
+    pub(crate) const KERNEL: Self = Self(2);
+    /// RDTSC is allowed, and an addition.
+    pub(crate) const TSC: Self = Self(4);
+    /// The operating system has enabled AVX.
+    pub(crate) const AVX: Self = Self(8);
+    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS.
+    pub(crate) const BITS32: Self = Self(0x10);
+    /// 32-bit code whose FS, or GS, has any base and no limit.
+    pub(crate) const FS: Self = Self(0x20);
+    pub(crate) const GS: Self = Self(0x80);
+    /// Every access probes for itself: see [`crate::plan::groups`].
+    pub(crate) const SPLIT: Self = Self(0x40);
+    /// 64-bit code that is executed at one address only: see [`crate::code::cache::Blocks::mode_at`].
+    pub(crate) const BOUND: Self = Self(0x100);
+
+    /// How many bits there may be.
+    pub(crate) const WIDTH: u32 = u16::BITS;
+
+    /// It has all of these.
+    pub(crate) const fn has(self, bits: Self) -> bool {
+        self.0 & bits.0 == bits.0
+    }
+    /// These and its own.
+    #[must_use]
+    pub(crate) const fn with(self, bits: Self) -> Self {
+        Self(self.0 | bits.0)
+    }
+    /// All but these.
+    #[must_use]
+    pub(crate) const fn without(self, bits: Self) -> Self {
+        Self(self.0 & !bits.0)
+    }
+    /// With [`Self::SPLIT`] or without it.
+    #[must_use]
+    pub(crate) const fn split(self, is_split: bool) -> Self {
+        if is_split {
+            self.with(Self::SPLIT)
+        } else {
+            self.without(Self::SPLIT)
+        }
+    }
+    /// 64-bit code.
+    pub(crate) const fn is_long(self) -> bool {
+        !self.has(Self::BITS32)
+    }
+    /// It is 64-bit code, and no kernel's: other pages are compared by cells.
+    pub(crate) const fn has_cells(self) -> bool {
+        self.is_long() && !self.has(Self::KERNEL)
+    }
+    /// As a number of [`Self::WIDTH`] bits.
+    pub(crate) const fn number(self) -> u64 {
+        self.0 as u64
+    }
+    /// The gva of the page at `gva` if blocks of the mode are executed there only.
+    pub(crate) fn bound(self, gva: u64) -> Option<i32> {
+        if self.is_long() && self.has(Self::BOUND) {
+            low(gva)
+        } else {
+            None
+        }
+    }
+}
+
+impl BitOr for Mode {
+    type Output = Self;
+    fn bitor(self, other: Self) -> Self {
+        self.with(other)
+    }
+}
+
+impl BitOrAssign for Mode {
+    fn bitor_assign(&mut self, other: Self) {
+        *self = self.with(other);
+    }
+}
+
+/// The gva of the page at `gva`, if that is one of 32 bits with its sign.
+pub(crate) fn low(gva: u64) -> Option<i32> {
+    i32::try_from((gva & !0xfff) as i64).ok()
+}
+
+/// What a block is found by: what is in which page and where, and for which mode it is translated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct BlockKey {
+    /// Page identity plus offset in the page.
+    pub(crate) at: u64,
+    pub(crate) mode: Mode,
+}
+
+impl BlockKey {
+    pub(crate) const fn new(at: u64, mode: Mode) -> Self {
+        Self { at, mode }
+    }
+    /// The page's identity.
+    pub(crate) const fn page(self) -> u64 {
+        self.at & !0xfff
+    }
+    /// The key of the page in its mode.
+    pub(crate) const fn of_page(self) -> Self {
+        Self::new(self.page(), self.mode)
+    }
+    pub(crate) const fn offset(self) -> u64 {
+        self.at & 0xfff
+    }
+    /// The block at another offset of the page.
+    pub(crate) const fn beside(self, offset: u64) -> Self {
+        Self::new(self.page() | offset, self.mode)
+    }
+    /// The block's other translation, or itself.
+    pub(crate) const fn split(self, is_split: bool) -> Self {
+        Self::new(self.at, self.mode.split(is_split))
+    }
+}

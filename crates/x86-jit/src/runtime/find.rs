@@ -1,0 +1,164 @@
+//! From RIP to code: the keys of mapping and mode, the table of targets, and the blocks of a page.
+
+use x86_cpu::CpuState;
+use x86_interp::Interp;
+
+use crate::{
+    Jit, JitBus,
+    code::cache::Block,
+    codegen::Condition,
+    frame::area::{self, index},
+    frame::targets::salt_of,
+    ir::mode::Mode,
+    ir::source::Source,
+    runtime::lockstep::set_tables,
+    runtime::refill::forget_views,
+    runtime::state::{mode_of, target_key, target_key_of},
+    runtime::translation::next_page,
+};
+
+impl<B: JitBus> Jit<B> {
+    /// Makes tables and keys those of the current mapping and mode.
+    pub(crate) fn select(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        if bus.mmu().slots_generation() != self.slots {
+            self.flush_all();
+            self.slots = bus.mmu().slots_generation();
+        }
+        forget_views(cpu);
+        self.update_mode(cpu, bus);
+    }
+
+    /// After a change of mode or view, and none of mappings.
+    pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        if bus.mmu().views_made() != self.views_made {
+            forget_views(cpu);
+        }
+        self.mode = mode_of(cpu, self.plain_tsc);
+        self.set_view(cpu, bus);
+    }
+
+    /// Tables and keys of the bus's live view.
+    pub(crate) fn set_view(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        // What the view has of before is cleared.
+        bus.mmu().live_cells(self.cache.cells_generation);
+        set_tables(cpu, bus);
+        let key = target_key_of(cpu, bus, self.mode);
+        let number = self.cache.number(key).unwrap_or_else(|| {
+            for site in &self.translator.fars {
+                if let Condition::Key { number, .. } = site.condition {
+                    self.buffer.write(number, &[0; 4]);
+                }
+            }
+            self.cache.number(key).unwrap_or(0)
+        });
+        let words = &mut cpu.engine.words;
+        words[index(area::KEY)] = key;
+        words[index(area::SALT)] = salt_of(key);
+        words[index(area::NUMBER)] = number.into();
+    }
+
+    /// The mode bits of blocks for this state.
+    pub(crate) fn mode_now(&self, cpu: &CpuState) -> Mode {
+        mode_of(cpu, self.plain_tsc)
+    }
+
+    /// Host address at which to enter for RIP; the block is translated if need
+    /// be. `None`: not translatable.
+    pub(crate) fn find(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> Option<u64> {
+        let rip = cpu.rip();
+        if self.profiles.is_mixed {
+            self.disturb(cpu, bus);
+        }
+        self.select(cpu, bus);
+        cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
+        let (_, salt) = target_key(cpu);
+        if core::mem::take(&mut self.splits) {
+            return self.find_split(interp, cpu, bus);
+        }
+        // The outer entry checks that the code has not changed.
+        if let Some(code) = self.cache.target(rip, salt)
+            && !std::mem::take(&mut self.stale)
+        {
+            return Some(code);
+        }
+        self.stale = false;
+        let mut block = self.find_block(interp, cpu, bus, false)?;
+        if block.entries.outer == 0 {
+            block = match self.complete_entries(cpu, bus, false, block) {
+                Some(block) => block,
+                None => {
+                    self.flush_all();
+                    let block = self.find_block(interp, cpu, bus, false);
+                    block.filter(|b| b.entries.outer != 0)?
+                }
+            };
+        }
+        // Fetching may have filled tables.
+        self.select(cpu, bus);
+        let (key, salt) = target_key(cpu);
+        let code = self.buffer.rx() as u64 + block.entries.outer as u64;
+        self.cache.set_target(rip, key, salt, code);
+        if let Some((at, generation)) = self.key_at(cpu, bus) {
+            self.cache.blocks.note_target(at);
+            if let Some(cell) = self.cache.cell(at) {
+                self.cache.set_cell(bus, cell, rip);
+            }
+            if self.cache.is_new(rip, key) {
+                let what = (at.of_page(), generation);
+                let code = self.buffer.rx() as u64;
+                self.cache.fill(what, (rip, key, salt), code);
+            }
+        }
+        Some(code)
+    }
+
+    /// As [`Self::find`], for [`Self::splits`].
+    pub(crate) fn find_split(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> Option<u64> {
+        let mut block = self.find_block(interp, cpu, bus, true)?;
+        if block.entries.outer == 0 {
+            block = self.complete_entries(cpu, bus, true, block)?;
+        }
+        self.select(cpu, bus);
+        Some(self.buffer.rx() as u64 + u64::from(block.entries.outer))
+    }
+
+    /// The block at RIP, translated if need be; `is_split`: its translation in which every access probes for itself.
+    pub(crate) fn find_block(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        is_split: bool,
+    ) -> Option<Block> {
+        let rip = cpu.rip();
+        let (key, generation) = self.key_at(cpu, bus)?;
+        let key = key.split(is_split);
+        if let Some(b) = self.cache.blocks.get(key)
+            && b.generation == generation
+            // The neighbour may be mapped elsewhere, or not at all, by now.
+            && (!b.straddles
+                || bus.code_page(cpu, next_page(rip)).ok().as_ref() == self.cache.second.get(&key))
+        {
+            return Some(b);
+        }
+        let code = Source::of(bus, key.page())?;
+        let start = host::cpu::rdtsc();
+        let what = (key, generation, code);
+        let block = self.translate(interp, cpu, bus, rip, what, false);
+        if block.is_some() {
+            self.translate_ahead(interp, cpu, bus, what);
+        }
+        self.translate_ticks += host::cpu::rdtsc().saturating_sub(start);
+        block
+    }
+}

@@ -1,0 +1,136 @@
+//! The way that is executed from a block on, which the interpreter tells, and a trace along it.
+
+use x86_cpu::CpuState;
+use x86_defs::reg;
+use x86_interp::{Interp, RunStop};
+
+use crate::{
+    Jit, JitBus,
+    code::cache::Cache,
+    ir::mode::{BlockKey, Mode},
+    ir::source::{Source, TracePage},
+    region::block::{self},
+    region::trace::{MAX_DISTANCE, MAX_TRACE, Tracer},
+    runtime::state::is_translatable,
+};
+
+impl<B: JitBus> Jit<B> {
+    /// Has the interpreter execute what comes next, until it returns or has come back without a call; returns where that was, relative to the
+    /// page where it begins. Empty if it calls nothing.
+    pub(crate) fn record(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> (Vec<i32>, RunStop) {
+        let home = cpu.rip() & !0xfff;
+        let mode = self.mode_now(cpu);
+        let mut path = Vec::with_capacity(MAX_TRACE + 1);
+        let stack = cpu.gpr[reg::RSP];
+        let (mut depth, mut calls) = (0, false);
+        let mut stop = RunStop::Poll;
+        for _ in 0..=MAX_TRACE {
+            let at = cpu.rip().wrapping_sub(home) as i64;
+            let Some(at) = i32::try_from(at).ok().filter(|_| at.abs() < MAX_DISTANCE) else {
+                break;
+            };
+            if !is_translatable(cpu) || self.mode_now(cpu) != mode || bus.must_return(cpu) {
+                break;
+            }
+            // Between two repetitions of a string instruction it is the same.
+            if path.last() != Some(&at) {
+                path.push(at);
+            }
+            let is_back = path.len() > 1 && path.first() == Some(&at);
+            if depth < 0 || is_back && cpu.gpr[reg::RSP] == stack {
+                break;
+            }
+            let before = (cpu.rip(), cpu.gpr[reg::RSP]);
+            stop = interp.one(cpu, bus);
+            if stop != RunStop::Poll {
+                break;
+            }
+            let is_branch = cpu.rip().wrapping_sub(before.0) > block::MAX_LEN as u64;
+            match cpu.gpr[reg::RSP].wrapping_sub(before.1) as i64 {
+                -8 if is_branch => (depth, calls) = (depth + 1, true),
+                8.. if is_branch => depth -= 1,
+                _ => {}
+            }
+        }
+        if !calls {
+            path.clear();
+        }
+        (path, stop)
+    }
+
+    /// Decodes the block at `gva` along its way, if it has one that can be gone; false: it is to be decoded as others are.
+    pub(crate) fn follow_way(
+        &mut self,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        (gva, mode): (u64, Mode),
+        own: TracePage,
+    ) -> bool {
+        self.translator.pages.clear();
+        self.translator.pages.push(own);
+        let hot = self.translator.hot.as_mut();
+        let Some(hot) = hot.filter(|h| mode.has_cells() && !h.path.is_empty()) else {
+            return false;
+        };
+        let path = core::mem::take(&mut hot.path);
+        let is_trace = {
+            let cache = &mut self.cache;
+            let find_page =
+                |cpu: &mut CpuState, bus: &mut B, gva| page_of(cache, cpu, bus, (gva, mode));
+            let mut tracer = Tracer {
+                cpu,
+                bus,
+                forms: &mut self.forms,
+                decoded: &mut self.decoded,
+                pages: &mut self.translator.pages,
+                find_page,
+                home: gva & !0xfff,
+                mode,
+            };
+            tracer.decode(&path)
+        };
+        if is_trace {
+            let branches = self.decoded.iter().filter(|d| d.onto.is_some());
+            self.stats.inlined += branches.count() as u64;
+        } else {
+            self.translator.pages.truncate(1);
+        }
+        if let Some(hot) = &mut self.translator.hot {
+            hot.path = path;
+        }
+        is_trace
+    }
+}
+
+/// The page at `gva`, whose cell says from now on that it is there, if a trace can have code of it.
+fn page_of<B: JitBus>(
+    cache: &mut Cache,
+    cpu: &mut CpuState,
+    bus: &mut B,
+    (gva, mode): (u64, Mode),
+) -> Option<TracePage> {
+    // It is not fetched from now: that would show in accessed flags.
+    if !bus.mmu().is_fetched(gva) {
+        return None;
+    }
+    // The generation first, then the bytes.
+    let page = bus.code_page(cpu, gva).ok()?;
+    let source = Source::of(bus, page.id)?;
+    if cache.blocks.mode_at(gva, &page, mode.without(Mode::BOUND)) != mode {
+        return None;
+    }
+    let cell = cache.take_cell(BlockKey::new(page.id, mode))?;
+    cache.set_cell(bus, cell, gva);
+    Some(TracePage {
+        distance: 0,
+        source,
+        bound: mode.bound(gva),
+        cell: Some(cell),
+        id: page.id,
+    })
+}

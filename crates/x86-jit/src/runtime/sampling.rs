@@ -1,0 +1,327 @@
+//! Samples of what is executed, at polls, and what is done about what is executed much.
+
+use core::ops::Range;
+
+use x86_cpu::CpuState;
+use x86_interp::{Interp, RunStop};
+
+use crate::{
+    Jit, JitBus,
+    code::cache::Block,
+    frame::area::{self, index},
+    frame::requests,
+    ir::hot::Turns,
+    ir::mode::BlockKey,
+    ir::source::TracePage,
+    profile::hot::{EXECUTED, Found, MENDED, Profile},
+};
+
+impl<B: JitBus> Jit<B> {
+    /// Translated code has been left at a poll.
+    /// Returns why the interpreter has stopped, which may have executed what comes next.
+    pub(crate) fn look(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> RunStop {
+        if core::mem::take(&mut cpu.engine.words[index(area::LANES_MISSED)]) != 0 {
+            self.judge_lanes(bus);
+            return RunStop::Poll;
+        }
+        let Some((key, generation)) = self.key_at(cpu, bus) else {
+            return RunStop::Poll;
+        };
+        match self.profiles.note(key) {
+            Found::Nothing => {}
+            Found::Hot => {
+                self.translate_again(key, generation);
+                return self.follow(interp, cpu, bus, key, true);
+            }
+            Found::New => return self.follow(interp, cpu, bus, key, false),
+            Found::Settled => {
+                let has_way = self.profiles.take_way(key);
+                if self.learn_turns(key) || has_way {
+                    self.translate_again(key, generation);
+                }
+            }
+        }
+        RunStop::Poll
+    }
+
+    /// As [`Self::look`] does in the end: has the block at RIP translated along what the interpreter executes now.
+    pub(crate) fn follow_anew(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+    ) -> RunStop {
+        let Some((key, generation)) = self.key_at(cpu, bus) else {
+            return RunStop::Poll;
+        };
+        let all = &self.profiles.hot;
+        if all.get(&key).is_some_and(|p| p.before.len() >= 4) {
+            return RunStop::Poll;
+        }
+        self.translate_again(key, generation);
+        let stop = self.follow(interp, cpu, bus, key, true);
+        self.profiles.take_way(key);
+        stop
+    }
+
+    /// Has the interpreter execute what comes next, for [`Profile::way`].
+    pub(crate) fn follow(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        key: BlockKey,
+        is_first: bool,
+    ) -> RunStop {
+        let known = self.profiles.hot.get(&key);
+        // In lock-step, this is where a stretch ends.
+        let may = key.mode.has_cells() && cpu.engine.words[index(area::LOG)] == 0;
+        if !known.is_some_and(|p| may && (is_first || !p.way.is_empty())) {
+            return RunStop::Poll;
+        }
+        let (way, stop) = self.record(interp, cpu, bus);
+        self.resumed = None;
+        if let Some(p) = self.profiles.hot.get_mut(&key) {
+            if is_first {
+                p.way = way;
+            } else {
+                let same = p.way.iter().zip(&way).take_while(|(a, b)| a == b).count();
+                p.way.truncate(same);
+            }
+        }
+        stop
+    }
+
+    /// Notes of loops within the block that were always left in the same turn that they make so many. True if there are any.
+    fn learn_turns(&mut self, key: BlockKey) -> bool {
+        let Some(p) = self.profiles.hot.get_mut(&key).filter(|p| !p.is_due) else {
+            return false;
+        };
+        let sites = self.translator.links.get(p.links.clone());
+        let taken = sites.unwrap_or_default().iter().filter(|s| s.is_taken);
+        let known = p.hot.turns.len();
+        for s in taken.clone().filter(|s| s.turn != 0) {
+            let (end, turns) = (s.target, s.turn);
+            let mut others = taken.clone().filter(|o| o.target == end);
+            if others.all(|o| o.turn == turns) && p.hot.turns.iter().all(|t| t.end != end) {
+                p.hot.turns.push(Turns { end, turns });
+            }
+        }
+        let new = p.hot.turns.len() - known;
+        self.stats.loops_known += new as u64;
+        if new != 0 {
+            // Other instructions have these numbers.
+            p.hot.without = 0;
+        }
+        new != 0
+    }
+
+    /// The block at RIP, and the generation of its code.
+    pub(crate) fn key_at(&self, cpu: &mut CpuState, bus: &mut B) -> Option<(BlockKey, u32)> {
+        let gva = cpu.rip();
+        let page = bus.code_page(cpu, gva).ok()?;
+        let mode = self.cache.blocks.mode_at(gva, &page, self.mode);
+        Some((BlockKey::new(page.id | gva & 0xfff, mode), page.generation))
+    }
+
+    /// Some lanes have missed often.
+    fn judge_lanes(&mut self, bus: &mut B) {
+        let mut worse: Vec<BlockKey> = Vec::new();
+        for (lane, count) in bus.mmu().lane_counts().iter_mut().enumerate() {
+            if *count < requests::LANE_MISSES {
+                continue;
+            }
+            let missed = core::mem::take(count).into();
+            self.stats.lane_misses += missed;
+            if let Some(key) = self.profiles.judge(lane, missed) {
+                self.stats.lanes_dropped += 1;
+                if !worse.contains(&key) {
+                    worse.push(key);
+                }
+            }
+        }
+        for key in worse {
+            if let Some(p) = self.profiles.hot.get(&key) {
+                self.translate_again(key, p.generation);
+            }
+        }
+    }
+
+    /// Has the block at RIP, and some of its page that are executed much, translated again.
+    pub(crate) fn translate_some_again(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        let Some((here, generation)) = self.key_at(cpu, bus) else {
+            return;
+        };
+        let all = &self.profiles.hot;
+        let beside = all.keys().filter(|key| key.at >> 12 == here.at >> 12);
+        // Each translation of a block is remembered.
+        let is_new = |key: &BlockKey| {
+            let p = all.get(key);
+            p.is_none_or(|p| !p.is_due && p.before.len() < 4)
+        };
+        let some = beside.copied().chain([here]).filter(is_new);
+        let some: Vec<BlockKey> = some.take(8).collect();
+        for key in some {
+            self.learn_turns(key);
+            self.translate_again(key, generation);
+        }
+    }
+
+    /// The trace at RIP is not entered as its pages are not known to be what they were, and where: if all of them
+    /// are, that is known now. Where that cannot be told, its other translation is executed once more. The block is
+    /// no trace any longer otherwise.
+    pub(crate) fn mend_trace(&mut self, cpu: &mut CpuState, bus: &mut B) {
+        let Some((key, generation)) = self.key_at(cpu, bus) else {
+            return;
+        };
+        let is_trace =
+            |p: &&mut Profile| !p.is_due && p.generation == generation && p.pages.len() > 1;
+        let Some(p) = self.profiles.hot.get_mut(&key).filter(is_trace) else {
+            self.splits = true;
+            return;
+        };
+        let now = host::cpu::rdtsc();
+        p.mended = match p.mended {
+            (last, n) if now.wrapping_sub(last) < MENDED.0 => (now, n + 1),
+            _ => (now, 0),
+        };
+        let home = cpu.rip() & !0xfff;
+        let pages = p.pages.clone();
+        let gva = |page: &TracePage| home.wrapping_add_signed(page.distance.into());
+        let may_mend = p.mended.1 < MENDED.1;
+        if may_mend && !pages[1..].iter().all(|p| bus.mmu().is_fetched(gva(p))) {
+            self.splits = true;
+            return;
+        }
+        let is_there = |page: &TracePage| {
+            let now = bus.code_page(cpu, gva(page));
+            now.is_ok_and(|now| (now.id, now.generation) == (page.id, page.source.generation))
+        };
+        if may_mend && pages[1..].iter().all(is_there) {
+            for page in &pages {
+                if let Some(cell) = page.cell {
+                    self.cache.set_cell(bus, cell, gva(page));
+                }
+            }
+            return;
+        }
+        self.profiles.forget_way(key);
+        self.translate_again(key, generation);
+        if self.profiles.hot.get(&key).is_none_or(|p| !p.is_due) {
+            // There is no room.
+            self.flush_all();
+        }
+    }
+
+    /// Has the block translated again when it is executed next.
+    fn translate_again(&mut self, key: BlockKey, generation: u32) {
+        let is_current = |b: &Block| b.generation == generation && b.may_gain && !b.straddles;
+        let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
+            return;
+        };
+        let from = old.entries.saved as usize;
+        let Some(stub) = self.stale_stub(key.at as u32 & 0xfff) else {
+            return;
+        };
+        self.buffer.write(from, &jump(from, stub));
+        let outdated = Block {
+            generation: generation.wrapping_sub(1),
+            ..old
+        };
+        self.cache.blocks.insert(key, outdated);
+        self.forget(old.entries.outer as usize);
+        let p = self.profiles.hot.entry(key).or_default();
+        p.is_due = true;
+        p.is_linked = old.entries.outer == 0 || old.entries.outer > old.entries.saved;
+        p.before.push(from);
+        self.stats.hot += 1;
+    }
+
+    /// The block that was to be translated again has been.
+    pub(crate) fn translated_again(&mut self, key: BlockKey, links: Range<usize>, block: Block) {
+        let Some(p) = self.profiles.hot.get_mut(&key) else {
+            return;
+        };
+        p.hot = self.translator.hot.take().unwrap_or_default();
+        p.missed = vec![0; p.hot.lanes.len()];
+        p.len = self.decoded.len().clamp(1, EXECUTED) as u64;
+        (p.looks, p.is_due) = (0, false);
+        (p.links, p.generation) = (links, block.generation);
+        p.pages.clear();
+        if self.translator.pages.len() > 1 {
+            p.pages.extend(&self.translator.pages);
+        }
+        for (lane, _) in &p.hot.lanes {
+            self.profiles.owners[usize::from(*lane)] = Some(key);
+        }
+        // Whoever knows an old one goes on with the new one.
+        for from in &p.before {
+            self.buffer
+                .write(*from, &jump(*from, block.entries.saved as usize));
+        }
+        let is_watched = p.is_watched;
+        self.link_hot(key, block);
+        if !is_watched {
+            self.watch_next(key);
+        }
+    }
+
+    /// Where a block that is executed much goes on by a branch forward there is no poll, so looks would not find it.
+    fn watch_next(&mut self, key: BlockKey) {
+        let Some(p) = self.profiles.hot.get(&key) else {
+            return;
+        };
+        let generation = p.generation;
+        let sites = self.translator.links.get(p.links.clone());
+        let sites = sites.unwrap_or_default().iter();
+        let sites = sites.filter(|s| !s.split && !s.is_away);
+        let all: Vec<BlockKey> = sites.map(|s| key.beside(s.target.into())).collect();
+        for key in all {
+            let next = self.cache.blocks.get(key);
+            if next.is_some_and(|b| b.entries.polled != b.entries.saved)
+                && !self.profiles.hot.contains_key(&key)
+            {
+                self.translate_again(key, generation);
+                if let Some(p) = self.profiles.hot.get_mut(&key) {
+                    p.is_watched = true;
+                }
+            }
+        }
+    }
+
+    /// What is executed much goes from one such block to the next by itself.
+    fn link_hot(&mut self, key: BlockKey, to: Block) {
+        let is_beside = |of: &BlockKey| of.at >> 12 == key.at >> 12 && of.mode == key.mode;
+        let all = &self.translator.links;
+        let to_it = |n: &usize| {
+            let site = all.get(*n);
+            site.is_some_and(|s| {
+                u64::from(s.target) == key.at & 0xfff
+                    && !s.split
+                    && !s.is_away
+                    && !s.is_of_interest()
+            })
+        };
+        let mut sites = Vec::new();
+        for (of, p) in &self.profiles.hot {
+            // Its own are made.
+            if is_beside(of) && *of != key && !p.is_due && p.generation == to.generation {
+                sites.extend(p.links.clone().filter(to_it));
+            }
+        }
+        for site in sites {
+            self.link(site, to);
+        }
+    }
+}
+
+/// A jump between two places of the buffer.
+fn jump(from: usize, to: usize) -> [u8; 5] {
+    let [a, b, c, d] = ((to as i64 - from as i64 - 5) as i32).to_le_bytes();
+    [0xe9, a, b, c, d]
+}

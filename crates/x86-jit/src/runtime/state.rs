@@ -1,0 +1,136 @@
+//! Which states translated code is for, and what of the state is kept elsewhere while it runs.
+
+use core::arch::asm;
+
+use x86_cpu::{CodeSize, CpuState, Shadow};
+use x86_defs::{
+    control::{cr0, cr4},
+    dr, reg, rflags, xsave,
+};
+use x86_interp::RunStop;
+
+use crate::{
+    JitBus,
+    frame::area::{self, index},
+    frame::state::{MXCSR_FREE, X87_MASKED},
+    ir::mode::Mode,
+    runtime::flat,
+};
+
+/// What [`Jit::set_view`] has set: the key of targets, and its salt.
+pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
+    let words = &cpu.engine.words;
+    (words[index(area::KEY)], words[index(area::SALT)])
+}
+
+/// 64-bit code, or flat 32-bit code, with nothing to be looked at, or counted, between two instructions.
+pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
+    (cpu.code_size == CodeSize::Bits64 || flat::is_flat(cpu))
+        && !(needs_stepping(cpu) || cpu.retired.counts_at(cpu.cpl))
+        && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
+}
+
+/// RF only matters while breakpoints are enabled: without any, the instruction
+/// that begins now ends it. (An interrupt before it would show it in its frame;
+/// callers have just looked for one.)
+/// If it was set, its instruction's address is returned: see [`keep_resume_flag`].
+pub(crate) fn drop_resume_flag(cpu: &mut CpuState) -> Option<u64> {
+    if cpu.rflags & (rflags::TF | rflags::RF) == rflags::RF
+        && cpu.effective_dr7() & dr::DR7_ENABLES == 0
+        && cpu.shadow == Shadow::None
+    {
+        cpu.rflags &= !rflags::RF;
+        return Some(cpu.rip());
+    }
+    None
+}
+
+/// An exit to the VMM in the middle of the instruction at `resumed`, which
+/// [`drop_resume_flag`] returned: it begins again, with RF set.
+pub(crate) fn keep_resume_flag(cpu: &mut CpuState, stop: RunStop, resumed: Option<u64>) {
+    if stop == RunStop::Exit && resumed == Some(cpu.rip()) {
+        cpu.rflags |= rflags::RF;
+    }
+}
+
+pub(crate) fn needs_stepping(cpu: &CpuState) -> bool {
+    cpu.shadow != Shadow::None
+        || cpu.rflags & (rflags::TF | rflags::RF) != 0
+        || cpu.effective_dr7() & dr::DR7_ENABLES != 0
+}
+
+/// The mode bits of blocks for this state.
+pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
+    let mut mode = flat::mode_of(cpu);
+    if has_plain_fp(cpu) {
+        mode |= Mode::FP;
+    }
+    if cpu.cr4 & cr4::OSXSAVE != 0 && cpu.xcr0 & 7 == 7 {
+        mode |= Mode::AVX;
+    }
+    if cpu.cpl == 0 && cpu.rflags & (rflags::IOPL | rflags::NT | rflags::DF) == 0 {
+        mode |= Mode::KERNEL;
+    }
+    if plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
+        mode |= Mode::TSC;
+    }
+    mode
+}
+
+/// FP and SIMD instructions are enabled, and raise no exceptions.
+pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
+    /// ES: a state image may have it set whatever the masks say.
+    const X87_PENDING: u16 = 0x80;
+    // What is in the host's registers got there because it is plain.
+    let live = cpu.engine.words[index(area::FP_LIVE)] != 0;
+    let plain = live
+        || cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
+            && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED
+            && cpu.fp.u16_at(xsave::FSW) & X87_PENDING == 0;
+    plain && cpu.cr0 & (cr0::EM | cr0::TS) == 0 && cpu.cr4 & cr4::OSFXSR != 0
+}
+
+/// No key is zero.
+pub(crate) fn target_key_of<B: JitBus>(cpu: &CpuState, bus: &mut B, mode: Mode) -> u64 {
+    (bus.mmu().target_epoch(cpu) + 1) << Mode::WIDTH | mode.number()
+}
+
+/// Makes GS address `cpu`.
+pub(crate) fn set_gs_base(cpu: &CpuState) {
+    let base = &raw const *cpu as u64;
+    if has_fsgsbase() {
+        let now: u64;
+        // SAFETY: reading GS's base has no effect; the kernel allows it.
+        unsafe { asm!("rdgsbase {}", out(reg) now, options(nomem, nostack, preserves_flags)) };
+        if now != base {
+            // SAFETY: user space on x86-64 Linux does not use GS.
+            unsafe { asm!("wrgsbase {}", in(reg) base, options(nostack, preserves_flags)) };
+        }
+        return;
+    }
+    const ARCH_SET_GS: i32 = 0x1001;
+    // SAFETY: as above.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, base) };
+}
+
+/// The kernel lets user space execute RDGSBASE (AT_HWCAP2 bit 1).
+pub(crate) fn has_fsgsbase() -> bool {
+    static ALLOWED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    // SAFETY: getauxval reads the process's auxiliary vector.
+    *ALLOWED.get_or_init(|| unsafe { libc::getauxval(libc::AT_HWCAP2) } & 2 != 0)
+}
+
+/// A branch moves the stack pointer.
+pub(crate) fn move_stack(cpu: &mut CpuState, by: u64) {
+    let rsp = cpu.gpr[reg::RSP].wrapping_add(by);
+    cpu.gpr[reg::RSP] = rsp & word_mask(cpu);
+}
+
+/// Bits of an address in the mode.
+pub(crate) fn word_mask(cpu: &CpuState) -> u64 {
+    if cpu.is_64bit() {
+        u64::MAX
+    } else {
+        0xffff_ffff
+    }
+}
