@@ -56,6 +56,7 @@ const STEPS: &[(&str, Task)] = &[
 
 /// Runs every step; stops at the first that fails.
 pub(crate) fn run() -> Result<(), String> {
+    crate::needs::check()?;
     for (name, task) in STEPS {
         eprintln!("== {name}");
         let start = Instant::now();
@@ -75,6 +76,7 @@ pub(crate) fn run() -> Result<(), String> {
 fn cargo(arguments: &[&str]) -> Result<(), String> {
     let status = Command::new(env!("CARGO"))
         .args(arguments)
+        .env("RUSTDOCFLAGS", "-D warnings")
         .status()
         .map_err(|e| format!("cannot run cargo: {e}"))?;
     if status.success() {

@@ -20,7 +20,7 @@ pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
     if missing.is_empty() {
         return Ok(());
     }
-    eprintln!("guests: installing {}", missing.join(" "));
+    eprintln!("xtask: installing {}", missing.join(" "));
     let mut apt = Command::new("apt-get");
     apt.args(["install", "-y", "-qq", "--no-install-recommends"])
         .args(&missing)
@@ -30,7 +30,7 @@ pub(crate) fn install(packages: &[&str]) -> Result<(), String> {
         .map_err(|e| format!("install {} first ({e})", missing.join(" ")))
 }
 
-fn is_installed(package: &str) -> bool {
+pub(crate) fn is_installed(package: &str) -> bool {
     let mut query = Command::new("dpkg-query");
     query.args(["-W", "-f", "${Status}", package]);
     tool(&mut query).is_ok_and(|status| status.trim() == "install ok installed")

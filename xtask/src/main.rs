@@ -1,6 +1,7 @@
 //! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
 //! `boots` (kernels to a shell), `guests` (real programs in a guest), `vmms` (unmodified VMMs),
-//! `selftests` (the kernel's KVM selftests), `debian-guest` (a whole Debian under QEMU), `kvm-ioctls` (that crate's tests),
+//! `selftests` (the kernel's KVM selftests), `debian-guest` (a whole Debian under QEMU),
+//! `fresh-debian` (README's commands on a new machine), `kvm-ioctls` (that crate's tests),
 //! `kvm-unit-tests` (that suite, built elsewhere), `stress` (signals and
 //! KVM_RUN), `lockstep` (JIT against interpreter) and `bench`.
 
@@ -12,10 +13,12 @@ mod build;
 mod ci;
 mod debian;
 mod debian_guest;
+mod fresh_debian;
 mod guests;
 mod kvm_ioctls;
 mod kvm_unit_tests;
 mod lockstep;
+mod needs;
 mod selftests;
 mod stress;
 mod tidy;
@@ -36,6 +39,7 @@ fn main() -> ExitCode {
         "bench" => bench::run(&arguments),
         "boots" => boots::run(&arguments),
         "guests" => guests::run(&arguments),
+        "fresh-debian" => fresh_debian::run(&arguments),
         "debian-guest" => debian_guest::run(&arguments),
         "kvm-ioctls" => kvm_ioctls::run(&arguments),
         "kvm-unit-tests" => kvm_unit_tests::run(&arguments),
@@ -44,7 +48,7 @@ fn main() -> ExitCode {
         "selftests" => selftests::run(&arguments),
         "vmms" => vmms::run(&arguments),
         _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | kvm-ioctls | kvm-unit-tests | stress | lockstep | bench>"
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | fresh-debian | kvm-ioctls | kvm-unit-tests | stress | lockstep | bench>"
                 .to_owned(),
         ),
     };

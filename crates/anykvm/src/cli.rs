@@ -8,7 +8,7 @@ use crate::virtio::DiskOption;
 
 /// KVM anywhere: a hypervisor inside an ordinary unprivileged process.
 #[derive(Debug, Parser)]
-#[command(name = "anykvm", version, about, long_about = None)]
+#[command(name = "anykvm", version = VERSION, about, long_about = None, after_help = EXAMPLES)]
 pub(crate) struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -107,6 +107,7 @@ pub(crate) enum BenchSuite {
 
 /// `anykvm exec`.
 #[derive(Debug, Args)]
+#[command(after_help = EXEC_HELP)]
 pub(crate) struct ExecArgs {
     /// Do not say on standard error that /dev/kvm is anykvm.
     #[arg(long, short)]
@@ -124,6 +125,7 @@ pub(crate) struct ExecArgs {
 
 /// `anykvm trace`.
 #[derive(Debug, Args)]
+#[command(after_help = TRACE_HELP)]
 pub(crate) struct TraceArgs {
     /// Where the lines go.
     #[arg(long, short, value_name = "FILE", default_value = "kvm-trace.jsonl")]
@@ -140,7 +142,12 @@ pub(crate) struct TraceArgs {
 
 /// `anykvm doctor`.
 #[derive(Debug, Args)]
+#[command(after_help = DOCTOR_HELP)]
 pub(crate) struct DoctorArgs {
+    /// Write the findings as JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+
     /// Programs to look at.
     #[arg(value_name = "PROGRAM")]
     pub(crate) programs: Vec<std::ffi::OsString>,
@@ -148,10 +155,14 @@ pub(crate) struct DoctorArgs {
 
 /// `anykvm boot`.
 #[derive(Debug, Args)]
-#[command(after_help = EXIT_STATUS)]
+#[command(after_help = BOOT_HELP)]
 pub(crate) struct BootArgs {
+    /// The kernel, as with --kernel.
+    #[arg(value_name = "KERNEL", conflicts_with = "kernel")]
+    pub(crate) image: Option<PathBuf>,
+
     /// Kernel: a bzImage or an ELF vmlinux. Without it Debian's cloud kernel is found or fetched.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, short, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
 
     /// Initramfs to use in place of the one that anykvm builds.
@@ -181,11 +192,11 @@ pub(crate) struct BootArgs {
     pub(crate) no_default_cmdline: bool,
 
     /// Guest memory: a number with K, M, G (bytes without).
-    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
+    #[arg(long, short, alias = "memory", value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
     pub(crate) mem: u64,
 
     /// Number of virtual CPUs.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, short, alias = "smp", value_name = "N", default_value_t = 1)]
     pub(crate) cpus: u32,
 
     /// Pack a host file or folder into the initramfs, with the shared libraries that its programs
@@ -194,8 +205,9 @@ pub(crate) struct BootArgs {
     pub(crate) overlay: Vec<String>,
 
     /// A raw disk image or block device as a virtio disk: /dev/vda, then /dev/vdb and so on. `ro`:
-    /// not to be written; `serial`: its serial number. May be repeated.
-    #[arg(long, value_name = "PATH[,ro][,serial=NAME]")]
+    /// not to be written; `serial`: its serial number; `format=raw`: even if it looks like an image of
+    /// another format, which is refused. May be repeated.
+    #[arg(long, short, value_name = "PATH[,ro][,serial=NAME][,format=raw]")]
     pub(crate) disk: Vec<DiskOption>,
 
     /// Run on this file system instead of the initramfs: a folder, which is copied (what the guest
@@ -205,8 +217,14 @@ pub(crate) struct BootArgs {
 
     /// Where the shell, or the command's output, is in the guest: the first serial port, or the
     /// faster virtio console.
-    #[arg(long, value_enum, default_value = "ttyS0")]
-    pub(crate) console: ConsoleKind,
+    /// By itself: the virtio console for a command where the kernel has it, else the serial port.
+    #[arg(long, value_enum)]
+    pub(crate) console: Option<ConsoleKind>,
+
+    /// What the guest's kernel does against speculative execution: `off` is faster, and takes
+    /// nothing away that anykvm promises (docs/threat-model.md); `auto` is the kernel's own choice.
+    #[arg(long, value_enum, default_value = "off")]
+    pub(crate) mitigations: Mitigations,
 
     /// Let the vCPUs' threads make no system calls but to sleep, to wake and to end: futex, write of
     /// eight bytes, exit. Any other ends the process (SIGSYS).
@@ -227,6 +245,24 @@ pub(crate) struct BootArgs {
     pub(crate) command: Vec<String>,
 }
 
+impl BootArgs {
+    /// `init=PROGRAM` of --append, which is for a --root's own init.
+    pub(crate) fn own_init(&self) -> Option<&str> {
+        self.root.as_ref()?;
+        let mut words = self.append.split_whitespace().rev();
+        words.find_map(|word| word.strip_prefix("init="))
+    }
+}
+
+/// `--mitigations`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Mitigations {
+    /// None: `mitigations=off`.
+    Off,
+    /// The kernel's own choice.
+    Auto,
+}
+
 /// `--console`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ConsoleKind {
@@ -239,11 +275,11 @@ pub(crate) enum ConsoleKind {
 }
 
 impl ConsoleKind {
-    /// The device file in the guest.
+    /// The device in the guest.
     pub(crate) fn device(self) -> &'static str {
         match self {
-            Self::TtyS0 => "/dev/ttyS0",
-            Self::Hvc0 => "/dev/hvc0",
+            Self::TtyS0 => "ttyS0",
+            Self::Hvc0 => "hvc0",
         }
     }
 }
@@ -252,28 +288,83 @@ const BENCH_HELP: &str = "\
 Ratios are medians over the rounds. Outputs have to agree, and bars are checked.
 Exit status: 0, 1 if a bar is missed, 2 if something went wrong or outputs differ.";
 
-const EXIT_STATUS: &str = "\
+/// The version, with the commit that it was built from where that is known (`build.rs`).
+pub(crate) const VERSION: &str = env!("ANYKVM_VERSION");
+
+const EXAMPLES: &str = "\
+Examples:
+  anykvm boot                                          a Linux guest with a shell; Ctrl-A X ends it
+  anykvm boot -- uname -a                              one command in a guest
+  anykvm exec -- qemu-system-x86_64 -accel kvm -m 1G   a VMM that finds /dev/kvm
+  anykvm doctor                                        what this machine allows";
+
+const EXEC_HELP: &str = "\
+Examples:
+  anykvm exec -- qemu-system-x86_64 -accel kvm -cpu host -m 1G -drive file=disk.img,if=virtio
+  anykvm exec -- firecracker --no-api --config-file vm.json
+  anykvm exec --quiet -- sh -c 'qemu-system-x86_64 -accel kvm …'
+
+The exit status is the VMM's, or 2 if it was not started.";
+
+const TRACE_HELP: &str = "\
+Example:
+  anykvm trace -o calls.jsonl -- qemu-system-x86_64 -accel kvm -m 512M
+
+The exit status is the VMM's, or 2 if it was not started.";
+
+const DOCTOR_HELP: &str = "\
+Examples:
+  anykvm doctor
+  anykvm doctor qemu-system-x86_64 ./my-vmm
+  anykvm doctor --json | jq '.[] | select(.finding != \"ok\")'
+
+Exit status: 0; 1 if anykvm does not work here or a program cannot be run; 2 if something went wrong.";
+
+const BOOT_HELP: &str = "\
+Examples:
+  anykvm boot                                       a shell; Ctrl-A X ends it
+  anykvm boot -c 2 -- sh -c 'uname -a; exit 7'      one command; the status is 7
+  tar c src | anykvm boot -- sh -c 'tar x && wc -l src/*' >lines
+  anykvm boot bzImage --disk disk.img --append root=/dev/vda --no-initrd
+  anykvm boot --root debian/ -- apt list            in a copy of a folder
+  anykvm boot --root debian/ --append init=/sbin/init
+
+The kernel is started with mitigations=off unless --mitigations auto is given.
+
 Exit status:
   0        the guest powered off or rebooted, or Ctrl-A X was typed
   N        the status of COMMAND, or of the shell
-  2        wrong usage, or something could not be read, fetched or set up
+  2        wrong usage, or something could not be read, written, fetched or set up
   125      the guest crashed or ended before it reported COMMAND's status
-  128+N    anykvm was ended by signal N (SIGTERM, SIGHUP, SIGINT)
-With a terminal: Ctrl-A X ends the guest, Ctrl-A Ctrl-A sends one Ctrl-A.";
+  128+N    anykvm was ended by signal N (SIGTERM, SIGHUP, SIGINT), or 141: nobody reads its output
+With a terminal: Ctrl-A X ends the guest, Ctrl-A Ctrl-A sends one Ctrl-A. A command whose output is
+not a terminal leaves the terminal as it is: Ctrl-C ends the guest.";
 
-/// "512M", "2G", "1048576".
+/// "512M", "512MB", "1.5G", "1048576".
 pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
     let wrong = || format!("'{text}' is not a size: write a number with K, M or G, as in 512M");
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match text.get(digits.len()..).unwrap_or_default() {
-        "" => 0,
-        "K" | "k" | "KiB" => 10,
-        "M" | "m" | "MiB" => 20,
-        "G" | "g" | "GiB" => 30,
+    let unit = text.get(digits.len()..).unwrap_or_default();
+    let shift = match unit.to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" | "KB" | "KIB" => 10,
+        "M" | "MB" | "MIB" => 20,
+        "G" | "GB" | "GIB" => 30,
+        "T" | "TB" | "TIB" => 40,
         _ => return Err(wrong()),
     };
-    let number: u64 = digits.parse().map_err(|_| wrong())?;
-    number.checked_mul(1 << shift).ok_or_else(wrong)
+    let (whole, fraction) = digits.split_once('.').unwrap_or((digits, "0"));
+    let whole: u64 = whole.parse().map_err(|_| wrong())?;
+    if fraction.len() > 6 || !fraction.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(wrong());
+    }
+    let parts: u64 = fraction.parse().map_err(|_| wrong())?;
+    let scale = fraction.bytes().fold(1u64, |scale, _| scale * 10);
+    let parts = (u128::from(parts) << shift) / u128::from(scale);
+    let whole = whole.checked_mul(1 << shift).ok_or_else(wrong)?;
+    whole
+        .checked_add(u64::try_from(parts).map_err(|_| wrong())?)
+        .ok_or_else(wrong)
 }
 
 #[cfg(test)]
@@ -298,7 +389,13 @@ mod tests {
             ("12X", None),
             ("-1M", None),
             ("99999999999G", None),
-            ("1.5G", None),
+            ("512MB", Some(512 << 20)),
+            ("512mib", Some(512 << 20)),
+            ("1.5G", Some(3 << 29)),
+            ("0.25K", Some(256)),
+            ("1.", None),
+            ("1.5.5G", None),
+            (".5G", None),
         ];
         for (text, want) in rows {
             assert_eq!(parse_size(text).ok(), want, "{text}");

@@ -5,8 +5,9 @@ use std::{ffi::OsStr, fmt::Write, fs, path::Path};
 use anykvm_ioctls::{Kvm, VcpuExit};
 use anykvm_preload::cpuid::{self, Vendor};
 use kvm_bindings::kvm_regs;
+use rustix::process::{Resource, getrlimit};
 
-use crate::{cli::DoctorArgs, error::BootError, exec};
+use crate::{cli::DoctorArgs, error::BootError, exec, limits, stdio::print};
 
 /// How good it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,12 +25,16 @@ use Finding::{Bad, Good, Poor};
 struct Line(Finding, &'static str, String);
 
 /// Prints the report. The status is 1 if anykvm does not work here or a program cannot be run.
-#[allow(clippy::print_stdout, reason = "the command's output")]
 pub(crate) fn examine(args: &DoctorArgs) -> Result<(u8, Option<String>), BootError> {
     let mut lines = machine();
     lines.extend(args.programs.iter().map(|name| program(name)));
     let is_bad = lines.iter().any(|line| line.0 == Bad);
-    print!("{}", report(&lines));
+    let text = if args.json {
+        json(&lines)
+    } else {
+        report(&lines)
+    };
+    print(&text).map_err(BootError::host("cannot write standard output"))?;
     Ok((is_bad.into(), None))
 }
 
@@ -47,18 +52,63 @@ fn report(lines: &[Line]) -> String {
     text
 }
 
+/// The same for programs: an array of objects.
+fn json(lines: &[Line]) -> String {
+    let objects: Vec<String> = lines
+        .iter()
+        .map(|Line(finding, about, why)| {
+            let finding = match finding {
+                Good => "ok",
+                Poor => "slow",
+                Bad => "fail",
+            };
+            format!(
+                "  {{\"finding\": \"{finding}\", \"about\": {}, \"text\": {}}}",
+                quote(about),
+                quote(why)
+            )
+        })
+        .collect();
+    format!("[\n{}\n]\n", objects.join(",\n"))
+}
+
+/// A JSON string (RFC 8259).
+fn quote(text: &str) -> String {
+    let mut quoted = String::from('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => quoted.extend(['\\', c]),
+            c if u32::from(c) < 0x20 => quoted.push_str(&format!("\\u{:04x}", u32::from(c))),
+            c => quoted.push(c),
+        }
+    }
+    quoted.push('"');
+    quoted
+}
+
 fn machine() -> Vec<Line> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     vec![
         trial(),
         processor(&read("/proc/cpuinfo")),
-        cores(&read("/sys/fs/cgroup/cpu.max")),
+        cores(limits::group_processors()),
         clock(&read(
             "/sys/devices/system/clocksource/clocksource0/current_clocksource",
         )),
         code(&read("/proc/sys/vm/memfd_noexec")),
         mappings(&read("/proc/sys/vm/max_map_count")),
-        memory(&read("/proc/meminfo"), &read("/sys/fs/cgroup/memory.max")),
+        memory(&read("/proc/meminfo"), limits::group_memory()),
+        resources(&[
+            (
+                "address space",
+                "-v",
+                getrlimit(Resource::As).current,
+                2 << 30,
+            ),
+            ("data", "-d", getrlimit(Resource::Data).current, 2 << 30),
+            ("open files", "-n", getrlimit(Resource::Nofile).current, 256),
+            ("processes", "-u", getrlimit(Resource::Nproc).current, 64),
+        ]),
         huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
         device(),
         extension(cpuid::lacking()),
@@ -146,13 +196,9 @@ fn processor(cpuinfo: &str) -> Line {
     }
 }
 
-fn cores(cpu_max: &str) -> Line {
+fn cores(quota: Option<f64>) -> Line {
     let count = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let mut words = cpu_max.split_whitespace().map(str::parse::<f64>);
-    let quota = match (words.next(), words.next()) {
-        (Some(Ok(quota)), Some(Ok(period))) => quota / period,
-        _ => count as f64,
-    };
+    let quota = quota.unwrap_or(count as f64);
     if quota < count as f64 {
         Line(
             Poor,
@@ -210,13 +256,30 @@ fn mappings(max: &str) -> Line {
     }
 }
 
-fn memory(meminfo: &str, limit: &str) -> Line {
+/// Limits of this process (`ulimit`), each with what a guest or two should have.
+fn resources(limits: &[(&str, &str, Option<u64>, u64)]) -> Line {
+    let low: Vec<String> = limits
+        .iter()
+        .filter_map(|(name, option, limit, enough)| {
+            let limit = limit.filter(|limit| limit < enough)?;
+            Some(format!("{name} (ulimit {option}): {limit}"))
+        })
+        .collect();
+    if low.is_empty() {
+        Line(Good, "limits", "enough for guests".to_owned())
+    } else {
+        let text = format!("{}: small guests only, or none", low.join(", "));
+        Line(Poor, "limits", text)
+    }
+}
+
+fn memory(meminfo: &str, limit: Option<u64>) -> Line {
     let kib = meminfo
         .lines()
         .find_map(|line| line.strip_prefix("MemAvailable:"))
         .and_then(|rest| rest.split_whitespace().next())
         .and_then(|number| number.parse::<u64>().ok());
-    let limit = limit.trim().parse::<u64>().ok().map(|bytes| bytes >> 10);
+    let limit = limit.map(|bytes| bytes >> 10);
     let Some(kib) = kib.into_iter().chain(limit).min() else {
         return Line(Good, "memory", "not told (no /proc)".to_owned());
     };
@@ -339,10 +402,16 @@ mod tests {
         assert_eq!(clock("tsc\n").0, Good);
         assert_eq!(code("2\n").0, Poor);
         assert_eq!(mappings("1000\n").0, Poor);
-        assert_eq!(memory("MemAvailable: 8000000 kB\n", "max").0, Good);
-        assert_eq!(memory("MemAvailable: 8000000 kB\n", "1048576").0, Poor);
+        assert_eq!(memory("MemAvailable: 8000000 kB\n", None).0, Good);
+        assert_eq!(memory("MemAvailable: 8000000 kB\n", Some(1 << 20)).0, Poor);
         assert_eq!(huge_pages("always madvise [never]\n").0, Poor);
-        assert_eq!(cores("5000 100000\n").0, Poor);
+        let limit = |limit| resources(&[("open files", "-n", limit, 256)]).0;
+        assert_eq!(
+            [limit(None), limit(Some(256)), limit(Some(20))],
+            [Good, Good, Poor]
+        );
+        assert_eq!(quote("a\"\\\n"), "\"a\\\"\\\\\\u000a\"");
+        assert_eq!(cores(Some(0.05)).0, Poor);
     }
 
     #[test]

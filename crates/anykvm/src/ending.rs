@@ -1,5 +1,6 @@
 //! Why the machine stopped, and the exit status that follows from it.
 
+use crate::devices::Closed;
 use crate::error::BootError;
 
 /// Exit status for wrong usage and for everything that fails before the guest runs.
@@ -25,15 +26,22 @@ pub(crate) enum Ending {
     Quit,
     /// A signal to this process.
     Signal(i32),
-    /// Nobody reads our output any more.
-    OutputClosed,
+    /// The guest's CPUs have halted for good.
+    Halted,
+    /// Standard output cannot be written to any more.
+    OutputClosed(Closed),
     /// The hypervisor or the host failed.
     Failed(BootError),
 }
 
 impl Ending {
     /// The exit status, and the line to print, given whether a command's status was awaited.
-    pub(crate) fn verdict(&self, awaits_status: bool) -> (u8, Option<String>) {
+    /// `panic`: what its kernel has said about a panic.
+    pub(crate) fn verdict(
+        &self,
+        awaits_status: bool,
+        panic: Option<String>,
+    ) -> (u8, Option<String>) {
         let unreported = |how: &str| {
             let line = format!("the guest {how} before the command's status was reported");
             if awaits_status {
@@ -45,14 +53,29 @@ impl Ending {
         match self {
             Self::Reported(status) => (*status, None),
             Self::PowerOff => unreported("powered off"),
+            // A kernel that panics resets the machine (panic=-1) or triple-faults.
+            Self::Reset | Self::Halted | Self::TripleFault { .. } if panic.is_some() => (
+                STATUS_GUEST,
+                panic.map(|reason| format!("the guest's kernel panicked: {reason}")),
+            ),
             Self::Reset => unreported("rebooted"),
+            Self::Halted => unreported("halted"),
             Self::TripleFault { vcpu } => (
                 STATUS_GUEST,
                 Some(format!("the guest crashed: triple fault on vCPU {vcpu}")),
             ),
             Self::Quit => (0, None),
             Self::Signal(signal) => (signal_status(*signal), None),
-            Self::OutputClosed => (signal_status(signal_hook::consts::SIGPIPE), None),
+            Self::OutputClosed(Closed::PIPE) => (signal_status(signal_hook::consts::SIGPIPE), None),
+            // A terminal that was hung up, when this comes before its signal.
+            Self::OutputClosed(Closed::IO) => (signal_status(signal_hook::consts::SIGHUP), None),
+            Self::OutputClosed(errno) => {
+                let error = std::io::Error::from(*errno);
+                (
+                    STATUS_SETUP,
+                    Some(format!("cannot write standard output: {error}")),
+                )
+            }
             Self::Failed(error) => (STATUS_GUEST, Some(error.to_string())),
         }
     }
@@ -78,10 +101,19 @@ mod tests {
             (Ending::TripleFault { vcpu: 1 }, false, 125),
             (Ending::Quit, true, 0),
             (Ending::Signal(15), true, 143),
-            (Ending::OutputClosed, false, 141),
+            (Ending::Halted, false, 0),
+            (Ending::Halted, true, 125),
+            (Ending::OutputClosed(Closed::PIPE), false, 141),
+            (Ending::OutputClosed(Closed::NOSPC), true, 2),
         ];
         for (ending, awaits, want) in rows {
-            assert_eq!(ending.verdict(awaits).0, want, "{ending:?}");
+            assert_eq!(ending.verdict(awaits, None).0, want, "{ending:?}");
+        }
+        for awaits in [true, false] {
+            let (status, line) = Ending::Reset.verdict(awaits, Some("x".into()));
+            assert_eq!(status, 125);
+            assert_eq!(line.unwrap(), "the guest's kernel panicked: x");
+            assert_eq!(Ending::PowerOff.verdict(false, Some("x".into())).0, 0);
         }
     }
 }

@@ -16,7 +16,7 @@ use anykvm_preload::{
     program::{self, Kind, is_glibc, kind},
 };
 
-use crate::{cli::ExecArgs, error::BootError};
+use crate::{cli::ExecArgs, error::BootError, stdio::say};
 
 const PRELOAD: &str = "LD_PRELOAD";
 
@@ -24,11 +24,15 @@ const PRELOAD: &str = "LD_PRELOAD";
 pub(crate) fn exec(args: &ExecArgs) -> Result<(u8, Option<String>), BootError> {
     let vmm = Vmm::prepare(&args.command, args.launch).map_err(BootError::Usage)?;
     if !args.quiet {
-        let version = env!("CARGO_PKG_VERSION");
+        let version = crate::cli::VERSION;
         let name = vmm.program.display();
-        eprintln!("anykvm: {name} runs with anykvm {version} in place of /dev/kvm");
+        say(&format!(
+            "{name} runs with anykvm {version} in place of /dev/kvm"
+        ));
         if vmm.loses_capabilities {
-            eprintln!("anykvm: it runs without the capabilities of its file (getcap {name})");
+            say(&format!(
+                "it runs without the capabilities of its file (getcap {name})"
+            ));
         }
     }
     Err(BootError::Usage(vmm.start(None)))

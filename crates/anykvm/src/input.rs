@@ -1,97 +1,187 @@
-//! Standard input on its way to the guest: the escape key, and bytes through a tty unchanged.
+//! Standard input on its way to the guest: the escape key, and bytes unchanged to a command.
 
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::devices::Devices;
+use crate::devices::{Connection, Devices, lock};
 use crate::ending::Ending;
-use crate::virtio::ConsoleInput;
+use crate::terminal;
+use crate::virtio::PortInput;
 
 /// Ctrl-A, as in QEMU.
 const ESCAPE: u8 = 0x01;
-/// The tty characters that init sets on the input port of a command: end-of-file, literal-next.
+/// The tty characters that init sets on a serial input of a command: end-of-file, literal-next.
 const EOF: u8 = 0x04;
 const LITERAL_NEXT: u8 = 0x16;
+/// Bytes that are read at once.
+const CHUNK: usize = 1 << 16;
 /// A tty in canonical mode keeps at most 4095 bytes of a line.
-const CHUNK: usize = 1024;
+const TTY_CHUNK: usize = 1024;
 /// Bytes that may wait for the guest.
 const BACKLOG_MAX: usize = 1 << 16;
+/// The same on a port.
+const PORT_BACKLOG_MAX: usize = 1 << 20;
+/// How often a terminal that another program uses is looked at.
+const LOOK: Duration = Duration::from_millis(50);
 
-/// Where standard input goes.
+/// What standard input is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Route {
-    /// To the console, as typed.
-    Console {
-        /// Ctrl-A is the escape key.
-        has_escape: bool,
-    },
-    /// To a command's standard input (COM3), quoted for the tty in between.
-    Pipe,
+pub(crate) struct Source {
+    /// Ctrl-A is the escape key.
+    pub(crate) is_terminal: bool,
+    /// The terminal is raw, and its keys are the guest's from the start; else it stays as it is,
+    /// and a pager behind us may take it.
+    pub(crate) is_raw: bool,
 }
 
-/// The guest's ends of the routes.
+#[derive(Default)]
+struct State {
+    connection: Option<Connection>,
+    /// What was typed before the guest could read.
+    early: Vec<u8>,
+}
+
+/// The guest's ends. Nothing is sent before its init reads: a UART that is being probed drops bytes.
+#[derive(Default)]
 pub(crate) struct Destination {
+    state: Mutex<State>,
+    opened: Condvar,
     /// COM1 is the console, COM3 a command's standard input.
-    pub(crate) devices: Arc<Devices>,
-    /// The console if it is not COM1.
-    pub(crate) hvc: Option<Arc<ConsoleInput>>,
+    pub(crate) devices: OnceLock<Arc<Devices>>,
+    /// The virtio console.
+    pub(crate) hvc: Arc<PortInput>,
+    /// A command's standard input on a port.
+    pub(crate) port: Arc<PortInput>,
 }
 
 impl Destination {
-    fn feed(&self, route: Route, bytes: &[u8]) {
-        match (route, &self.hvc) {
-            (Route::Console { .. }, Some(hvc)) => hvc.feed(bytes),
-            (Route::Console { .. }, None) => self.devices.feed(0, bytes),
-            (Route::Pipe, _) => self.devices.feed(2, bytes),
+    /// The guest reads.
+    pub(crate) fn open(&self, connection: Connection) {
+        let mut state = lock(&self.state);
+        state.connection = Some(connection);
+        let early = std::mem::take(&mut state.early);
+        // This is a vCPU's thread: it must not wait for its guest.
+        self.pass(connection, &early);
+        self.opened.notify_all();
+    }
+
+    fn wait(&self) -> Connection {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(connection) = state.connection {
+                return connection;
+            }
+            state = self
+                .opened
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
-    fn backlog(&self, route: Route) -> usize {
-        match (route, &self.hvc) {
-            (Route::Console { .. }, Some(hvc)) => hvc.backlog(),
-            (Route::Console { .. }, None) => self.devices.backlog(0),
-            (Route::Pipe, _) => self.devices.backlog(2),
+    fn feed(&self, bytes: &[u8]) {
+        let mut state = lock(&self.state);
+        match state.connection {
+            Some(connection) => {
+                drop(state);
+                self.pass(connection, bytes);
+                self.wait_for_room(connection);
+            }
+            None if state.early.len() < BACKLOG_MAX => state.early.extend(bytes),
+            // Nobody types so much at a guest that does not come up.
+            None => {}
+        }
+    }
+
+    fn pass(&self, connection: Connection, bytes: &[u8]) {
+        match connection {
+            Connection::Port => self.port.feed(bytes),
+            Connection::VirtioConsole => self.hvc.feed(bytes),
+            Connection::Serial => self.serial(0, bytes),
+            Connection::SerialInput => {
+                for chunk in bytes.chunks(TTY_CHUNK) {
+                    self.serial(2, &quote(chunk));
+                }
+            }
+        }
+    }
+
+    fn serial(&self, index: usize, bytes: &[u8]) {
+        if let Some(devices) = self.devices.get() {
+            devices.feed(index, bytes);
+        }
+    }
+
+    /// Waits while too many bytes are not taken.
+    fn wait_for_room(&self, connection: Connection) {
+        let index = match connection {
+            Connection::Port => return self.port.wait_for_room(PORT_BACKLOG_MAX),
+            Connection::VirtioConsole => return self.hvc.wait_for_room(BACKLOG_MAX),
+            Connection::Serial => 0,
+            Connection::SerialInput => 2,
+        };
+        let backlog = || {
+            self.devices
+                .get()
+                .map_or(0, |devices| devices.backlog(index))
+        };
+        while backlog() > BACKLOG_MAX {
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Nothing more comes.
+    fn end(&self) {
+        match self.wait() {
+            Connection::Port => self.port.end(),
+            Connection::SerialInput => self.serial(2, &[EOF]),
+            // What reads a terminal takes this for the end, if it is in the mode for it.
+            connection => self.pass(connection, &[EOF]),
         }
     }
 }
 
 /// Reads standard input to its end.
-pub(crate) fn forward(route: Route, destination: &Destination, endings: &Sender<Ending>) {
-    let mut buffer = [0; CHUNK];
+pub(crate) fn forward(source: Source, destination: &Destination, endings: &Sender<Ending>) {
+    // Ctrl-A X on a raw terminal must work before the guest reads anything.
+    if !source.is_raw {
+        destination.wait();
+    }
+    let mut buffer = vec![0; CHUNK];
     let mut escape = Escape::default();
     loop {
+        if source.is_terminal && !source.is_raw {
+            terminal::wait_for_line(LOOK);
+        }
         let read = match rustix::io::read(rustix::stdio::stdin(), &mut buffer) {
             Ok(n) => buffer.get(..n).unwrap_or_default(),
             Err(rustix::io::Errno::INTR) => continue,
+            Err(rustix::io::Errno::AGAIN) => {
+                // Somebody made our terminal non-blocking.
+                thread::sleep(LOOK);
+                continue;
+            }
             Err(_) => &[],
         };
         if read.is_empty() {
             break;
         }
-        let bytes = match route {
-            Route::Pipe => quote(read),
-            Route::Console { has_escape: false } => read.to_vec(),
-            Route::Console { has_escape: true } => {
-                let (bytes, quits) = escape.filter(read);
-                if quits {
-                    // The receiver is gone only when the machine has ended already.
-                    let _ = endings.send(Ending::Quit);
-                    return;
-                }
-                bytes
+        if source.is_terminal {
+            let (bytes, quits) = escape.filter(read);
+            if quits {
+                // The receiver is gone only when the machine has ended already.
+                let _ = endings.send(Ending::Quit);
+                return;
             }
-        };
-        destination.feed(route, &bytes);
-        while destination.backlog(route) > BACKLOG_MAX {
-            thread::sleep(Duration::from_millis(5));
+            destination.feed(&bytes);
+        } else {
+            destination.feed(read);
         }
     }
-    match route {
-        Route::Pipe | Route::Console { has_escape: false } => destination.feed(route, &[EOF]),
-        // A terminal that reports its end was closed; SIGHUP says the rest.
-        Route::Console { has_escape: true } => {}
+    // A raw terminal that reports its end was closed; SIGHUP says the rest.
+    if !source.is_raw {
+        destination.end();
     }
 }
 

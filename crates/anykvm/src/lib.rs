@@ -4,6 +4,8 @@
 //! The VMM uses the hypervisor only through `anykvm-ioctls`, as any other VMM would.
 
 #![forbid(unsafe_code)]
+// They panic when nobody reads: `stdio` does not.
+#![deny(clippy::print_stderr, clippy::print_stdout)]
 
 mod acpi;
 mod bench;
@@ -17,9 +19,13 @@ mod images;
 mod input;
 mod kernel;
 mod layout;
+mod limits;
 mod machine;
 mod memory;
 mod pci;
+mod setup;
+mod stdio;
+mod streams;
 mod terminal;
 mod trace;
 mod vcpu;
@@ -52,7 +58,7 @@ pub fn main() -> ExitCode {
         Err(error) => (ending::STATUS_SETUP, Some(error.to_string())),
     };
     if let Some(line) = line {
-        eprintln!("anykvm: {line}");
+        stdio::say(&line);
     }
     ExitCode::from(status)
 }

@@ -3,11 +3,16 @@
 //! The saved modes are the process's, because a signal thread or a panic must be able to restore
 //! them; this is the only process-wide state of the program.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
+use std::thread;
+use std::time::Duration;
 
-use rustix::termios::{self, OptionalActions, Termios};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::termios::{self, LocalModes, OptionalActions, Termios};
 
 use crate::devices::lock;
+use crate::stdio::say;
 
 static SAVED: Mutex<Option<Termios>> = Mutex::new(None);
 
@@ -49,19 +54,51 @@ fn restore() {
     }
 }
 
-/// Whether standard input and output are both a terminal.
-pub(crate) fn is_interactive() -> bool {
-    termios::isatty(rustix::stdio::stdin()) && termios::isatty(rustix::stdio::stdout())
+/// Whether it is a terminal.
+pub(crate) fn is_terminal(fd: BorrowedFd<'_>) -> bool {
+    termios::isatty(fd)
 }
 
-/// Whether standard input is a terminal.
-pub(crate) fn is_stdin_terminal() -> bool {
-    termios::isatty(rustix::stdio::stdin())
+/// Waits until there is a line to read from a terminal that we left as it was. While another
+/// program (a pager behind us in the pipeline) has switched it to single keys, they are its own.
+pub(crate) fn wait_for_line(look: Duration) {
+    let stdin = rustix::stdio::stdin();
+    let timeout = Timespec::try_from(look).ok();
+    loop {
+        let by_lines = termios::tcgetattr(stdin)
+            .is_ok_and(|modes| modes.local_modes.contains(LocalModes::ICANON));
+        // A terminal that is gone is for read(2) to tell.
+        let is_gone = !termios::isatty(stdin);
+        if !by_lines && !is_gone {
+            thread::sleep(look);
+            continue;
+        }
+        let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            _ => return,
+        }
+    }
 }
 
-/// Whether progress may be shown on standard error.
-pub(crate) fn shows_progress() -> bool {
-    termios::isatty(rustix::stdio::stderr())
+/// Says on a terminal what takes a while.
+pub(crate) fn progress(text: &str) {
+    if is_terminal(rustix::stdio::stderr()) {
+        say(text);
+    }
+}
+
+/// The same, in place of what it said before; an empty text ends it.
+pub(crate) fn progress_in_place(text: &str) {
+    use std::io::Write;
+    if is_terminal(rustix::stdio::stderr()) {
+        let line = if text.is_empty() {
+            "\r\x1b[K".to_owned()
+        } else {
+            format!("\r\x1b[Kanykvm: {text}")
+        };
+        let _ = std::io::stderr().write_all(line.as_bytes());
+    }
 }
 
 /// Rows and columns, if there is a terminal that knows them.

@@ -24,12 +24,12 @@ pub(crate) fn trace(args: &TraceArgs) -> Result<(u8, Option<String>), BootError>
     let what = if args.real {
         "the machine's own /dev/kvm".to_owned()
     } else {
-        format!("anykvm {} in place of /dev/kvm", env!("CARGO_PKG_VERSION"))
+        format!("anykvm {} in place of /dev/kvm", crate::cli::VERSION)
     };
-    eprintln!(
-        "anykvm: {name} runs with {what}; its KVM calls go to {}",
+    crate::stdio::say(&format!(
+        "{name} runs with {what}; its KVM calls go to {}",
         output.display()
-    );
+    ));
     Err(BootError::Usage(vmm.start(Some((VARIABLE, value)))))
 }
 

@@ -90,7 +90,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
 }
 
 fn note(text: &str) {
-    eprintln!("anykvm: bench: {text}");
+    crate::stdio::say(&format!("bench: {text}"));
 }
 
 /// The workloads of a suite that are wanted.

@@ -1,10 +1,36 @@
 //! The control port (COM4): how the init of our initramfs talks to us.
 //!
-//! Lines of text: `ready` when it has opened its input, `exit N` when the command has ended with
-//! status N. Anything else is ignored, so that a probe of the port does no harm.
+//! Lines of text: `ready NAME` when it has opened its input, which is the device of that name, and
+//! `exit N` when the command has ended with status N. Anything else is ignored, so that a probe of
+//! the port does no harm. To the guest go lines `size ROWS COLUMNS` when the terminal has changed.
 
 /// A longer line is none of ours.
 const LINE_MAX: usize = 64;
+
+/// What the guest's init has connected our standard input to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Connection {
+    /// COM1, a terminal there.
+    Serial,
+    /// hvc0, a terminal there.
+    VirtioConsole,
+    /// A port of the virtio console, for a command's input.
+    Port,
+    /// COM3, for a command's input on a kernel without virtio.
+    SerialInput,
+}
+
+impl Connection {
+    fn named(name: &str) -> Option<Self> {
+        match name {
+            "ttyS0" => Some(Self::Serial),
+            "hvc0" => Some(Self::VirtioConsole),
+            "port" => Some(Self::Port),
+            "ttyS2" => Some(Self::SerialInput),
+            _ => None,
+        }
+    }
+}
 
 /// What the machine must react to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,11 +42,11 @@ pub(crate) enum ControlMessage {
 pub(crate) struct Control {
     line: Vec<u8>,
     message: Option<ControlMessage>,
-    on_ready: Box<dyn Fn() + Send>,
+    on_ready: Box<dyn Fn(Connection) + Send>,
 }
 
 impl Control {
-    pub(super) fn new(on_ready: Box<dyn Fn() + Send>) -> Self {
+    pub(super) fn new(on_ready: Box<dyn Fn(Connection) + Send>) -> Self {
         Self {
             line: Vec::new(),
             message: None,
@@ -47,7 +73,11 @@ impl Control {
         let line = String::from_utf8_lossy(&line);
         let mut words = line.split_ascii_whitespace();
         match (words.next(), words.next()) {
-            (Some("ready"), None) => (self.on_ready)(),
+            (Some("ready"), Some(name)) => {
+                if let Some(connection) = Connection::named(name) {
+                    (self.on_ready)(connection);
+                }
+            }
             (Some("exit"), Some(status)) => {
                 self.message = status.parse().ok().map(ControlMessage::Exit);
             }
@@ -67,11 +97,14 @@ mod tests {
     fn lines() {
         let ready = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&ready);
-        let mut control = Control::new(Box::new(move || {
+        let mut control = Control::new(Box::new(move |connection| {
+            assert_eq!(connection, Connection::Port);
             count.fetch_add(1, Ordering::Relaxed);
         }));
-        let rows: [(&[u8], Option<u8>); 7] = [
-            (b"ready\r\n", None),
+        let rows: [(&[u8], Option<u8>); 9] = [
+            (b"ready port\r\n", None),
+            (b"ready\n", None),
+            (b"ready lp0\n", None),
             (b"exit 7\n", Some(7)),
             (b"exit 256\n", None),
             (b"exit\n", None),

@@ -8,14 +8,17 @@ mod control;
 mod output;
 mod power;
 mod serial;
+mod watch;
 
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 
-pub(crate) use output::{Output, Stream};
+pub(crate) use control::Connection;
+pub(crate) use output::{Closed, Output, Stream};
 pub(crate) use power::SLEEP_TYPE_S5;
 pub(crate) use serial::{Edge, Sink};
+pub(crate) use watch::{LastWords, Watch};
 
 use crate::ending::Ending;
 use crate::pci::Root;

@@ -29,6 +29,8 @@ struct State {
     buffer: Vec<u8>,
     is_writing: bool,
     is_closed: bool,
+    /// Who waits for room.
+    when_room: Vec<Box<dyn Fn() + Send>>,
 }
 
 /// A stream that the guest writes to.
@@ -38,11 +40,15 @@ pub(crate) struct Output {
     changed: Condvar,
 }
 
+/// Why a stream cannot be written to any more.
+pub(crate) type Closed = rustix::io::Errno;
+
 impl Output {
-    /// Starts the writer; `on_closed` is called once if the reader of the stream goes away.
+    /// Starts the writer; `on_closed` is called once if the stream cannot be written to any more:
+    /// its reader went away, or its disk is full. What comes then is dropped.
     pub(crate) fn start(
         stream: Stream,
-        on_closed: impl Fn() + Send + 'static,
+        on_closed: impl Fn(Closed) + Send + 'static,
     ) -> std::io::Result<Arc<Self>> {
         let output = Arc::new(Self::default());
         let ours = Arc::clone(&output);
@@ -50,6 +56,17 @@ impl Output {
             .name("output".into())
             .spawn(move || ours.write_batches(stream, &on_closed))?;
         Ok(output)
+    }
+
+    /// Whether [`Self::push`] would wait.
+    pub(crate) fn is_full(&self) -> bool {
+        let state = lock(&self.state);
+        state.buffer.len() >= BUFFER_MAX && !state.is_closed
+    }
+
+    /// Has `ring` called whenever there is room again after the buffer was full.
+    pub(crate) fn when_room(&self, ring: Box<dyn Fn() + Send>) {
+        lock(&self.state).when_room.push(ring);
     }
 
     /// Adds bytes; waits while the buffer is full.
@@ -106,7 +123,7 @@ impl Output {
         std::mem::take(&mut lock(&self.state).buffer)
     }
 
-    fn write_batches(&self, stream: Stream, on_closed: &dyn Fn()) {
+    fn write_batches(&self, stream: Stream, on_closed: &dyn Fn(Closed)) {
         loop {
             let mut state = lock(&self.state);
             while state.buffer.is_empty() {
@@ -115,20 +132,26 @@ impl Output {
                     .wait(state)
                     .unwrap_or_else(PoisonError::into_inner);
             }
+            let is_full = state.buffer.len() >= BUFFER_MAX;
             drop(state);
-            thread::sleep(GATHER);
+            if !is_full {
+                thread::sleep(GATHER);
+            }
             let mut state = lock(&self.state);
             let batch = std::mem::take(&mut state.buffer);
             state.is_writing = true;
             drop(state);
-            let is_closed = write_all(stream, &batch).is_err();
+            let closed = write_all(stream, &batch).err();
             let mut state = lock(&self.state);
             state.is_writing = false;
-            state.is_closed = is_closed;
+            state.is_closed = closed.is_some();
             self.changed.notify_all();
-            if is_closed {
+            if batch.len() >= BUFFER_MAX || closed.is_some() {
+                state.when_room.iter().for_each(|ring| ring());
+            }
+            if let Some(errno) = closed {
                 drop(state);
-                on_closed();
+                on_closed(errno);
                 return;
             }
         }

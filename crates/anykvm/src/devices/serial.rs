@@ -12,8 +12,9 @@ use std::time::{Duration, Instant};
 use vm_superio::serial::NoEvents;
 use vm_superio::{Serial, Trigger};
 
-use super::control::{Control, ControlMessage};
+use super::control::{Connection, Control, ControlMessage};
 use super::output::Output;
+use super::watch::Watch;
 use crate::ending::Ending;
 
 /// Registers and bits of a 16550.
@@ -37,8 +38,8 @@ const REST_MAX: Duration = Duration::from_millis(10);
 
 /// Where the bytes go that the guest sends.
 pub(crate) enum Sink {
-    /// Our standard output or error.
-    Output(Arc<Output>),
+    /// Our standard output or error, and who listens for a kernel's last words.
+    Output(Arc<Output>, Watch),
     /// The line protocol of the guest's init.
     Control(Control),
     /// Nowhere.
@@ -47,7 +48,7 @@ pub(crate) enum Sink {
 
 impl Sink {
     /// The control port; `on_ready` is called when the guest's init reads its input.
-    pub(crate) fn control(on_ready: Box<dyn Fn() + Send>) -> Self {
+    pub(crate) fn control(on_ready: Box<dyn Fn(Connection) + Send>) -> Self {
         Self::Control(Control::new(on_ready))
     }
 }
@@ -55,7 +56,10 @@ impl Sink {
 impl io::Write for Sink {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Output(output) => output.push(bytes),
+            Self::Output(output, watch) => {
+                watch.push(bytes);
+                output.push(bytes);
+            }
             Self::Control(control) => control.push(bytes),
             Self::Discard => {}
         }

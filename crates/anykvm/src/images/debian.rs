@@ -8,54 +8,122 @@ use std::process::Command;
 
 use super::closure::needs;
 use crate::error::BootError;
-use crate::terminal;
+use crate::{setup, terminal};
 
-const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
-const BUSYBOX_PACKAGE: &str = "busybox-static";
+/// Where apt keeps what it has fetched.
+const ARCHIVES: &str = "/var/cache/apt/archives";
+
+/// What is looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    Kernel,
+    Busybox,
+}
+
+impl Wanted {
+    /// The package, which may stand for another one.
+    fn package(self) -> &'static str {
+        match self {
+            Self::Kernel => "linux-image-cloud-amd64",
+            Self::Busybox => "busybox-static",
+        }
+    }
+
+    fn folder(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Busybox => "busybox",
+        }
+    }
+
+    /// What is missing, and how a user can give it.
+    fn missing(self, why: &str) -> BootError {
+        let text = match self {
+            Self::Kernel => format!(
+                "no kernel was given or found in /boot, and {why}; or pass --kernel FILE: any \
+                 distribution's kernel package has one (/boot/vmlinuz-RELEASE)"
+            ),
+            Self::Busybox => format!(
+                "no static busybox was found, and {why}; or pass --busybox FILE (distributions \
+                 have it in busybox-static or busybox), or an initramfs with --initrd FILE"
+            ),
+        };
+        BootError::NoImage(text)
+    }
+}
 
 /// A kernel: from our cache, from /boot, or fetched into the cache.
 pub(crate) fn kernel() -> Result<PathBuf, BootError> {
-    let cache = cache_folder();
-    let cached = cache.join("kernel");
-    if let Some(found) = newest_kernel(&cached.join("boot")) {
-        return Ok(found);
-    }
-    if let Some(found) = newest_kernel(Path::new("/boot")) {
-        return Ok(found);
-    }
-    let package = dependency(KERNEL_PACKAGE)?;
-    fetch(&package, &cache, "kernel")?;
-    newest_kernel(&cached.join("boot")).ok_or_else(|| {
-        BootError::NoImage(format!(
-            "the package {package} holds no kernel; use --kernel FILE"
-        ))
-    })
+    let cached = || newest_kernel(&cache_folder()?.join("kernel/boot"));
+    let found = || cached().or_else(|| newest_kernel(Path::new("/boot")));
+    find_or_fetch(Wanted::Kernel, found)
 }
 
 /// A statically linked busybox: the machine's, or Debian's.
 pub(crate) fn busybox() -> Result<PathBuf, BootError> {
-    let cache = cache_folder();
-    let cached = ["busybox/bin/busybox", "busybox/usr/bin/busybox"].map(|path| cache.join(path));
-    let installed = ["/bin/busybox", "/usr/bin/busybox"].map(PathBuf::from);
-    let find = || {
-        let mut candidates = cached.iter().chain(&installed);
-        candidates.find(|path| is_static(path)).cloned()
+    let found = || {
+        let cache = cache_folder().unwrap_or_default();
+        let cached =
+            ["busybox/bin/busybox", "busybox/usr/bin/busybox"].map(|path| cache.join(path));
+        let installed = ["/bin/busybox", "/usr/bin/busybox"].map(PathBuf::from);
+        let mut candidates = cached.into_iter().chain(installed);
+        candidates.find(|path| path.is_absolute() && is_static(path))
     };
-    if let Some(found) = find() {
-        return Ok(found);
-    }
-    fetch(BUSYBOX_PACKAGE, &cache, "busybox")?;
-    find().ok_or_else(|| BootError::NoImage("the busybox-static package holds no busybox".into()))
+    find_or_fetch(Wanted::Busybox, found)
 }
 
-/// `$XDG_CACHE_HOME/anykvm`, `~/.cache/anykvm`, or `./.cache/anykvm` for a user without a home.
-fn cache_folder() -> PathBuf {
-    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+fn find_or_fetch(
+    wanted: Wanted,
+    found: impl Fn() -> Option<PathBuf>,
+) -> Result<PathBuf, BootError> {
+    if let Some(found) = found() {
+        return Ok(found);
+    }
+    fetch(wanted)?;
+    found().ok_or_else(|| wanted.missing("Debian's package has none"))
+}
+
+/// `$XDG_CACHE_HOME/anykvm` or `~/.cache/anykvm`.
+fn cache_folder() -> Option<PathBuf> {
+    let set = |name: &str| {
+        let path = PathBuf::from(std::env::var_os(name)?);
+        // Other paths are to be ignored (XDG base directory specification).
+        path.is_absolute().then_some(path)
+    };
     set("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .or_else(|| set("HOME").map(|home| Path::new(&home).join(".cache")))
-        .unwrap_or_else(|| PathBuf::from(".cache"))
-        .join("anykvm")
+        .or_else(|| Some(set("HOME")?.join(".cache")))
+        .map(|folder| folder.join("anykvm"))
+}
+
+/// The same, to be written to: no folder of another user's, and none at a place by chance.
+fn own_cache_folder() -> Result<PathBuf, BootError> {
+    use std::os::unix::fs::MetadataExt;
+    const ADVICE: &str = "set XDG_CACHE_HOME to a folder for it";
+    let folder = cache_folder().ok_or_else(|| {
+        BootError::NoImage(format!(
+            "a package has to be fetched, but there is no HOME to keep it in: {ADVICE}"
+        ))
+    })?;
+    let cannot = |why: String| {
+        BootError::NoImage(format!(
+            "cannot keep what is fetched in {}: {why}; {ADVICE}",
+            folder.display()
+        ))
+    };
+    // The nearest folder that is there already.
+    let there = folder
+        .ancestors()
+        .find_map(|p| Some((p, p.metadata().ok()?)));
+    if let Some((place, meta)) = there
+        && meta.uid() != rustix::process::geteuid().as_raw()
+        && std::env::var_os("XDG_CACHE_HOME").is_none()
+    {
+        return Err(cannot(format!("{} is another user's", place.display())));
+    }
+    fs::create_dir_all(&folder).map_err(|error| cannot(error.to_string()))?;
+    rustix::fs::access(&folder, rustix::fs::Access::WRITE_OK)
+        .map_err(|errno| cannot(std::io::Error::from(errno).to_string()))?;
+    Ok(folder)
 }
 
 /// The newest readable `vmlinuz-*`.
@@ -86,70 +154,157 @@ fn is_static(path: &Path) -> bool {
         .is_ok_and(|bytes| bytes.starts_with(b"\x7fELF") && needs(&bytes).interpreter.is_none())
 }
 
+/// Fetches and unpacks a package into the cache, whole or not at all.
+fn fetch(wanted: Wanted) -> Result<(), BootError> {
+    for program in ["apt-get", "apt-cache", "dpkg"] {
+        if anykvm_preload::program::find(program.as_ref()).is_none() {
+            return Err(wanted.missing("it cannot be fetched without apt (no Debian or Ubuntu)"));
+        }
+    }
+    let cache = own_cache_folder()?;
+    let name = wanted.folder();
+    forget_leftovers(&cache, name);
+    let partial = cache.join(format!("{name}.partial-{}", std::process::id()));
+    let partial = setup::Temporary::new(partial);
+    let unpacked = partial.path().join("unpacked");
+    fs::create_dir_all(&unpacked).map_err(BootError::host("cannot make the cache folder"))?;
+    let deb = package_file(wanted, partial.path())?;
+    let unpack = run(Command::new("dpkg").arg("-x").arg(deb).arg(&unpacked));
+    unpack.map_err(|why| wanted.missing(&why))?;
+    let place = cache.join(name);
+    match fs::rename(&unpacked, &place) {
+        // Another anykvm was faster.
+        Err(_) if place.exists() => Ok(()),
+        other => other.map_err(BootError::host("cannot fill the cache folder")),
+    }
+}
+
+/// Folders of runs that were killed.
+fn forget_leftovers(cache: &Path, name: &str) {
+    let prefix = format!("{name}.partial-");
+    for entry in fs::read_dir(cache).into_iter().flatten().flatten() {
+        let file_name = entry.file_name();
+        let pid = file_name.to_str().and_then(|n| n.strip_prefix(&prefix));
+        if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// The package as a file: apt's own copy, or one that is downloaded into `folder`.
+fn package_file(wanted: Wanted, folder: &Path) -> Result<PathBuf, BootError> {
+    let is_root = rustix::process::geteuid().is_root();
+    let mut has_updated = false;
+    loop {
+        let why = match download(wanted, folder) {
+            Ok(file) => return Ok(file),
+            Err(why) => why,
+        };
+        // Lists that are not there, or that name versions which are gone.
+        if is_root && !has_updated {
+            terminal::progress("updating apt's package lists");
+            has_updated = true;
+            match run(Command::new("apt-get").args(["update", "-q"])) {
+                Ok(_) => continue,
+                Err(update) => {
+                    return Err(wanted.missing(&format!("it cannot be fetched: {why}; {update}")));
+                }
+            }
+        }
+        let advice = if is_root {
+            ""
+        } else {
+            ": is there a network, and are the package lists up to date (sudo apt-get update)?"
+        };
+        return Err(wanted.missing(&format!("it cannot be fetched: {why}{advice}")));
+    }
+}
+
+/// Why not, in apt's own words.
+fn download(wanted: Wanted, folder: &Path) -> Result<PathBuf, String> {
+    let package = match wanted {
+        Wanted::Kernel => dependency(wanted.package()),
+        Wanted::Busybox => Ok(wanted.package().to_owned()),
+    };
+    let prefix = match &package {
+        Ok(package) => package.clone(),
+        // Without lists: any version that is here.
+        Err(_) => "linux-image-".to_owned(),
+    };
+    if let Some(file) = in_archives(Path::new(ARCHIVES), &prefix) {
+        return Ok(file);
+    }
+    let package = package?;
+    terminal::progress(&format!("fetching Debian's package {package} (once)"));
+    run(Command::new("apt-get")
+        .args(["download", "-q", &package])
+        .current_dir(folder))?;
+    debs(folder)
+        .pop()
+        .ok_or_else(|| format!("apt-get download {package} left no file"))
+}
+
+/// The newest package there with a kernel, or of this name.
+fn in_archives(archives: &Path, prefix: &str) -> Option<PathBuf> {
+    let mut found: Vec<PathBuf> = debs(archives)
+        .into_iter()
+        .filter(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let is_named = if prefix.ends_with('-') {
+                name.starts_with(prefix) && name.contains("cloud-amd64_") && has_digit(&name)
+            } else {
+                name.split('_').next() == Some(prefix)
+            };
+            is_named && name.ends_with("_amd64.deb") && fs::File::open(path).is_ok()
+        })
+        .collect();
+    found.sort_by_key(|path| version_key(&path.to_string_lossy()));
+    found.pop()
+}
+
+/// `linux-image-6.1.0-50-cloud-amd64`, not the package that stands for it.
+fn has_digit(name: &str) -> bool {
+    let version = name.strip_prefix("linux-image-").unwrap_or_default();
+    version.starts_with(|c: char| c.is_ascii_digit())
+}
+
+fn debs(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    paths
+        .filter(|path| path.extension().is_some_and(|e| e == "deb"))
+        .collect()
+}
+
 /// The versioned package that a meta package stands for.
-fn dependency(package: &str) -> Result<String, BootError> {
+fn dependency(package: &str) -> Result<String, String> {
     let output = run(Command::new("apt-cache").args(["depends", package]))?;
     let text = String::from_utf8_lossy(&output);
     text.lines()
         .find_map(|line| line.trim().strip_prefix("Depends: linux-image-"))
         .map(|rest| format!("linux-image-{rest}"))
-        .ok_or_else(|| no_lists(package))
+        .ok_or_else(|| format!("apt's lists have no {package}"))
 }
 
-/// Downloads and unpacks `package` as `cache/name`, whole or not at all.
-fn fetch(package: &str, cache: &Path, name: &str) -> Result<(), BootError> {
-    if terminal::shows_progress() {
-        eprintln!("anykvm: fetching Debian's package {package} (once)");
-    }
-    let partial = cache.join(format!("{name}.partial-{}", std::process::id()));
-    let unpacked = partial.join("unpacked");
-    fs::create_dir_all(&unpacked).map_err(BootError::host("cannot make the cache folder"))?;
-    let result = download(package, &partial, &unpacked).and_then(|()| {
-        let place = cache.join(name);
-        match fs::rename(&unpacked, &place) {
-            // Another anykvm was faster.
-            Err(_) if place.exists() => Ok(()),
-            other => other.map_err(BootError::host("cannot fill the cache folder")),
-        }
-    });
-    // A leftover costs only space.
-    let _ = fs::remove_dir_all(&partial);
-    result
-}
-
-fn download(package: &str, partial: &Path, unpacked: &Path) -> Result<(), BootError> {
-    run(Command::new("apt-get")
-        .args(["download", "-q", package])
-        .current_dir(partial))
-    .map_err(|_| no_lists(package))?;
-    let deb = fs::read_dir(partial)
-        .map_err(BootError::host("cannot read the cache folder"))?
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .find(|path| path.extension().is_some_and(|e| e == "deb"))
-        .ok_or_else(|| no_lists(package))?;
-    run(Command::new("dpkg").arg("-x").arg(deb).arg(unpacked)).map(drop)
-}
-
-fn no_lists(package: &str) -> BootError {
-    BootError::NoImage(format!(
-        "cannot fetch Debian's package {package}: run 'apt-get update' as root once and try again, or pass --kernel FILE (and --initrd FILE)"
-    ))
-}
-
-/// Standard output, or the first line of standard error as the reason.
-fn run(command: &mut Command) -> Result<Vec<u8>, BootError> {
+/// Standard output, or the errors in the program's own words.
+fn run(command: &mut Command) -> Result<Vec<u8>, String> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().map_err(|error| {
-        BootError::NoImage(format!(
-            "no kernel found in /boot, and {program} cannot be run ({error}); pass --kernel FILE (and --initrd FILE)"
-        ))
-    })?;
+    // Messages in one language: they are looked at.
+    let output = setup::run(command.env("LC_ALL", "C.UTF-8"))
+        .map_err(|error| format!("{program} cannot be run ({error})"))?;
     if output.status.success() {
         return Ok(output.stdout);
     }
     let text = String::from_utf8_lossy(&output.stderr);
-    let line = text.lines().next().unwrap_or("no reason given");
-    Err(BootError::NoImage(format!("{program} failed: {line}")))
+    let errors: Vec<&str> = text
+        .lines()
+        .filter(|line| line.starts_with("E: "))
+        .collect();
+    let reason = match errors.as_slice() {
+        [] => text.lines().next().unwrap_or("no reason given").to_owned(),
+        errors => errors.join(" "),
+    };
+    Err(format!("{program} says: {reason}"))
 }
 
 #[cfg(test)]
@@ -166,5 +321,34 @@ mod tests {
     fn this_program_is_not_static() {
         assert!(!is_static(&std::env::current_exe().unwrap()));
         assert!(!is_static(Path::new("/nonexistent")));
+    }
+
+    #[test]
+    fn packages_that_apt_has_fetched_are_found() {
+        let folder = std::env::temp_dir().join(format!("anykvm-debs-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        for name in [
+            "linux-image-cloud-amd64_6.1_amd64.deb",
+            "linux-image-6.1.0-9-cloud-amd64_6.1.9-1_amd64.deb",
+            "linux-image-6.1.0-10-cloud-amd64_6.1.10-1_amd64.deb",
+            "linux-image-6.1.0-11-amd64_6.1.11-1_amd64.deb",
+            "busybox-static_1.35_i386.deb",
+            "busybox-static_1.35_amd64.deb",
+            "busybox_1.35_amd64.deb",
+        ] {
+            fs::write(folder.join(name), "").unwrap();
+        }
+        let found = |prefix| {
+            let path = in_archives(&folder, prefix)?;
+            Some(path.file_name()?.to_str()?.to_owned())
+        };
+        let newest = "linux-image-6.1.0-10-cloud-amd64_6.1.10-1_amd64.deb";
+        assert_eq!(found("linux-image-").as_deref(), Some(newest));
+        let older = "linux-image-6.1.0-9-cloud-amd64";
+        assert!(found(older).unwrap().starts_with(older));
+        let busybox = "busybox-static_1.35_amd64.deb";
+        assert_eq!(found("busybox-static").as_deref(), Some(busybox));
+        assert_eq!(found("linux-image-7.0"), None);
+        fs::remove_dir_all(folder).unwrap();
     }
 }

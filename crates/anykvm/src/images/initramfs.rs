@@ -7,25 +7,10 @@ use std::process::Command;
 
 use super::closure::closure;
 use super::cpio::Archive;
-use super::modules::Module;
+use super::init::{Init, script};
+use super::interpreter::companions;
 use crate::error::BootError;
-
-/// What the guest's first process does.
-#[derive(Debug)]
-pub(crate) struct Init<'a> {
-    /// Empty: a shell.
-    pub(crate) command: &'a [String],
-    /// The command has our terminal rather than three separate streams.
-    pub(crate) is_interactive: bool,
-    /// Rows and columns of that terminal.
-    pub(crate) size: Option<(u16, u16)>,
-    /// The device file of the shell, or of the command's output.
-    pub(crate) console: &'a str,
-    /// The command, or the shell, runs on the disk with this serial number.
-    pub(crate) root_serial: Option<&'a str>,
-    /// Kernel modules to load first, in this order.
-    pub(crate) modules: Vec<Module>,
-}
+use crate::terminal;
 
 /// `--overlay PATH[:GUESTPATH]`.
 #[derive(Debug, PartialEq, Eq)]
@@ -66,6 +51,9 @@ pub(crate) fn build(
     overlays: &[Overlay],
 ) -> Result<Vec<u8>, BootError> {
     let mut archive = Archive::default();
+    if !overlays.is_empty() {
+        terminal::progress("packing what --overlay names");
+    }
     for module in &init.modules {
         archive.file(&module.guest_path(), 0o644, &module.bytes);
     }
@@ -166,6 +154,14 @@ fn add(archive: &mut Archive, host: &Path, guest: &str) -> Result<(), BootError>
     } else if meta.is_file() {
         let bytes = fs::read(host).map_err(unreadable)?;
         archive.file(guest, mode, &bytes);
+        if mode & 0o111 != 0 && !is_library(host) {
+            for companion in companions(host, &bytes) {
+                let path = companion.to_string_lossy();
+                if !archive.contains(&path) {
+                    add(archive, &companion, &path)?;
+                }
+            }
+        }
         for library in closure(host, &bytes) {
             let path = library.to_string_lossy();
             if !archive.contains(&path) {
@@ -178,6 +174,12 @@ fn add(archive: &mut Archive, host: &Path, guest: &str) -> Result<(), BootError>
     Ok(())
 }
 
+/// Libraries are executable files too.
+fn is_library(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.ends_with(".so") || name.contains(".so.")
+}
+
 fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, BootError> {
     fs::read(path).map_err(|source| BootError::Unreadable {
         what,
@@ -186,144 +188,9 @@ fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, BootError> {
     })
 }
 
-/// COM1 is the console or the command's standard output, COM2 the kernel's messages and its
-/// standard error, COM3 its standard input, COM4 the control port (`devices/control.rs`).
-fn script(init: &Init<'_>) -> String {
-    let mut script = String::from(
-        "#!/bin/busybox sh
-export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=${TERM:-linux}
-mount -t devtmpfs dev /dev
-mount -t proc proc /proc
-mount -t sysfs sys /sys
-mkdir -p /dev/pts /dev/shm
-mount -t devpts pts /dev/pts
-ln -s /proc/self/fd /dev/fd
-hostname anykvm
-ip link set lo up 2>/dev/null
-",
-    );
-    for module in &init.modules {
-        script.push_str(&format!("insmod {}\n", module.guest_path()));
-    }
-    script.push_str("exec 9>/dev/ttyS3\nstty -F /dev/ttyS3 raw -echo\n");
-    let chroot = match init.root_serial {
-        Some(serial) => {
-            script.push_str(&mount_root(serial));
-            "chroot /newroot "
-        }
-        None => "",
-    };
-    let console = init.console;
-    if let Some((rows, columns)) = init.size {
-        // Held open: some consoles forget their size when the last user closes them.
-        script.push_str(&format!(
-            "exec 5<>{console}\nstty rows {rows} cols {columns} <&5\n"
-        ));
-    }
-    let words: Vec<String> = init.command.iter().map(|word| shell_quote(word)).collect();
-    let words = format!("{chroot}{}", words.join(" "));
-    if init.command.is_empty() {
-        script.push_str(&format!(
-            "echo ready >&9\nsetsid -c {chroot}sh -l <{console} >{console} 2>&1 5<&- 9>&-\n"
-        ));
-    } else if init.is_interactive {
-        script.push_str(&format!(
-            "echo ready >&9\nsetsid -c -w {words} <{console} >{console} 2>&1 5<&- 9>&-\n"
-        ));
-    } else {
-        script.push_str(&format!(
-            "exec 6</dev/ttyS2 7>{console} 8>/dev/ttyS1
-stty -F {console} raw -echo
-stty -F /dev/ttyS1 raw -echo
-stty -F /dev/ttyS2 raw -echo icanon iexten crtscts eof '^D' lnext '^V' intr undef quit undef kill undef erase undef werase undef rprnt undef susp undef start undef stop undef eol undef eol2 undef
-echo ready >&9
-{words} <&6 >&7 2>&8 6<&- 7>&- 8>&- 9>&-
-"
-        ));
-    }
-    // An image that is written to is left clean.
-    let unmount = match init.root_serial {
-        Some(_) => "mount -o remount,ro /newroot 2>/dev/null\n",
-        None => "",
-    };
-    // stty waits until the port has sent everything.
-    script.push_str(&format!(
-        "status=$?
-sync
-{unmount}stty -F {console} -echo
-stty -F /dev/ttyS1 -echo
-echo exit $status >&9
-while :; do sleep 1; done
-"
-    ));
-    script
-}
-
-/// Mounts the disk with this serial number, with the kernel's file systems in it. What goes wrong
-/// ends the guest with status 125.
-fn mount_root(serial: &str) -> String {
-    format!(
-        "root=
-for disk in /sys/block/vd*; do
-    [ \"$(cat $disk/serial)\" = {serial} ] && root=/dev/${{disk##*/}}
-done
-mkdir /newroot
-if ! mount $root /newroot; then
-    echo 'the root file system cannot be mounted' >/dev/ttyS1
-    stty -F /dev/ttyS1 -echo
-    echo exit 125 >&9
-    while :; do sleep 1; done
-fi
-mkdir -p /newroot/dev /newroot/proc /newroot/sys /newroot/tmp
-for folder in dev proc sys; do mount --rbind /$folder /newroot/$folder; done
-"
-    )
-}
-
-/// One word for `sh`, whatever is in it.
-fn shell_quote(word: &str) -> String {
-    format!("'{}'", word.replace('\'', "'\\''"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn words_survive_the_shell() {
-        let words = ["a b", "it's", "$HOME", "", "\\", "\"", "*", "a\nb"];
-        let quoted: Vec<String> = words.iter().map(|w| shell_quote(w)).collect();
-        let output = Command::new("sh")
-            .arg("-c")
-            .arg(format!("printf '%s\\0' {}", quoted.join(" ")))
-            .output()
-            .unwrap();
-        let want: String = words.iter().map(|w| format!("{w}\0")).collect();
-        assert_eq!(String::from_utf8_lossy(&output.stdout), want);
-    }
-
-    #[test]
-    fn the_script_is_one_that_a_shell_accepts() {
-        let command = ["echo".to_owned(), "it's".to_owned()];
-        for (command, is_interactive) in [(&[][..], true), (&command, true), (&command, false)] {
-            let script = script(&Init {
-                command,
-                is_interactive,
-                size: Some((24, 80)),
-                console: "/dev/hvc0",
-                root_serial: Some("x"),
-                modules: vec![Module {
-                    name: "virtio".into(),
-                    bytes: Vec::new(),
-                }],
-            });
-            let status = Command::new("sh")
-                .args(["-n", "-c", &script])
-                .status()
-                .unwrap();
-            assert!(status.success(), "{script}");
-        }
-    }
 
     #[test]
     fn overlays_of_files_bring_their_libraries() {

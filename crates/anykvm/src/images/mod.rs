@@ -3,11 +3,14 @@
 mod closure;
 mod cpio;
 mod debian;
+mod init;
 mod initramfs;
+mod interpreter;
 mod modules;
 mod root;
 
 pub(crate) use debian::{busybox, kernel};
-pub(crate) use initramfs::{Init, Overlay, build, pack};
-pub(crate) use modules::modules;
+pub(crate) use init::Init;
+pub(crate) use initramfs::{Overlay, build, pack};
+pub(crate) use modules::{missing_module, modules};
 pub(crate) use root::{Root, root};

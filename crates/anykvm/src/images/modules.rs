@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -43,15 +44,74 @@ pub(crate) fn modules(kernel: &Path, wanted: &[&str]) -> Result<Vec<Module>, Boo
     Ok(loaded)
 }
 
-/// `…/boot/vmlinuz-R` and `…/lib/modules/R` belong together.
-fn folder(kernel: &Path) -> Option<PathBuf> {
+/// What to tell a user whose kernel turns out to lack a module that was not found here.
+pub(crate) fn missing_module(kernel: &Path, name: &str, loaded: &[Module]) -> Option<String> {
+    if loaded.iter().any(|module| module.name == name) {
+        return None;
+    }
+    let places = match folders(kernel) {
+        Some((release, places)) => {
+            let places: Vec<String> = places.iter().map(|p| p.display().to_string()).collect();
+            format!(
+                "modules for {release} are looked for in {}",
+                places.join(" and ")
+            )
+        }
+        None => "modules are looked for beside a kernel that is called vmlinuz-RELEASE, in \
+                 ../lib/modules/RELEASE"
+            .to_owned(),
+    };
+    Some(format!(
+        "no {name} in this kernel, so it sees no disk; {places}"
+    ))
+}
+
+/// `…/boot/vmlinuz-R` and `…/lib/modules/R` belong together; a kernel whose release is known by
+/// its name or its header may also have its modules where the machine's are.
+fn folders(kernel: &Path) -> Option<(String, Vec<PathBuf>)> {
     let kernel = fs::canonicalize(kernel).ok()?;
-    let release = kernel.file_name()?.to_str()?.strip_prefix("vmlinuz-")?;
-    let root = kernel.parent()?.parent()?;
-    ["lib/modules", "usr/lib/modules"]
-        .map(|modules| root.join(modules).join(release))
-        .into_iter()
-        .find(|folder| folder.is_dir())
+    let by_name = kernel
+        .file_name()?
+        .to_str()?
+        .strip_prefix("vmlinuz-")
+        .map(str::to_owned);
+    let release = by_name.or_else(|| release_in_header(&kernel))?;
+    let folder = kernel.parent()?;
+    let mut roots = Vec::new();
+    roots.extend(folder.parent());
+    roots.push(Path::new("/"));
+    let mut places = Vec::new();
+    for root in roots {
+        for modules in ["lib/modules", "usr/lib/modules"] {
+            let place = root.join(modules).join(&release);
+            if !places.contains(&place) {
+                places.push(place);
+            }
+        }
+    }
+    Some((release, places))
+}
+
+/// A bzImage has its version at the offset in 0x20e, from 0x200 on (Linux' boot protocol).
+fn release_in_header(kernel: &Path) -> Option<String> {
+    let mut start = vec![0; 1 << 16];
+    let len = fs::File::open(kernel).ok()?.read(&mut start).ok()?;
+    let start = start.get(..len)?;
+    if start.get(0x202..0x206)? != b"HdrS" {
+        return None;
+    }
+    let at = usize::from(u16::from_le_bytes(
+        start.get(0x20e..0x210)?.try_into().ok()?,
+    ));
+    let text = start.get(at.checked_add(0x200)?..)?;
+    let end = text.iter().position(|byte| !byte.is_ascii_graphic())?;
+    let release = String::from_utf8(text.get(..end)?.to_vec()).ok()?;
+    (at != 0 && !release.is_empty() && !release.contains('/')).then_some(release)
+}
+
+fn folder(kernel: &Path) -> Option<PathBuf> {
+    let (_, places) = folders(kernel)?;
+    places.into_iter().find(|place| place.is_dir())
 }
 
 fn collect(folder: &Path, depth: u32, files: &mut BTreeMap<String, PathBuf>) {
@@ -112,7 +172,10 @@ fn read(path: &Path) -> Result<Vec<u8>, BootError> {
         .arg("-dc")
         .arg(path)
         .output()
-        .map_err(unreadable)?;
+        .map_err(|error| {
+            let text = format!("{program} cannot be run ({error}): please install it");
+            unreadable(std::io::Error::other(text))
+        })?;
     if output.status.success() {
         return Ok(output.stdout);
     }

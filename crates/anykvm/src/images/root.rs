@@ -2,11 +2,18 @@
 //! image that has one.
 
 use std::fs::{self, DirBuilder, File};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
 use crate::error::BootError;
+use crate::{setup, terminal};
+
+/// How often its progress is looked at.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// Where `mke2fs` is for users whose PATH has no system programs.
 const MKE2FS: [&str; 3] = ["/usr/sbin/mke2fs", "/sbin/mke2fs", "mke2fs"];
@@ -43,23 +50,20 @@ pub(crate) fn root(path: &Path) -> Result<Root, BootError> {
     }
     let mut size = Size::default();
     measure(&folder, DEPTH_MAX, &mut size).map_err(unreadable)?;
-    // Nobody else may put something in our way there.
+    make(&folder, &size).map(Root::Copy)
+}
+
+/// A file without a name, so that nothing is left of it however we end.
+fn nameless() -> std::io::Result<File> {
     let private = std::env::temp_dir().join(format!("anykvm-root-{}", std::process::id()));
-    DirBuilder::new()
-        .mode(0o700)
-        .create(&private)
-        .map_err(BootError::host("cannot make a temporary folder"))?;
-    let image = private.join("image");
-    let made = make(&folder, &image, &size).and_then(|()| {
-        File::options()
-            .read(true)
-            .write(true)
-            .open(&image)
-            .map_err(BootError::host("cannot open the copy of the root folder"))
-    });
-    // An open file stays until it is closed.
-    let _ = fs::remove_dir_all(&private);
-    made.map(Root::Copy)
+    let private = setup::Temporary::new(private);
+    // Nobody else may put something in our way there.
+    DirBuilder::new().mode(0o700).create(private.path())?;
+    File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(private.path().join("image"))
 }
 
 #[derive(Debug, Default)]
@@ -90,36 +94,52 @@ fn measure(path: &Path, depth: u32, size: &mut Size) -> std::io::Result<()> {
 }
 
 /// A sparse file: it takes the space of what is in it.
-fn make(folder: &Path, image: &Path, size: &Size) -> Result<(), BootError> {
+fn make(folder: &Path, size: &Size) -> Result<File, BootError> {
     let failed = |reason: String| {
         BootError::NoImage(format!(
             "cannot copy the root folder {}: {reason}",
             folder.display()
         ))
     };
+    let image = nameless().map_err(BootError::host("cannot make a temporary file"))?;
+    // mke2fs opens it through us.
+    let path = format!("/proc/{}/fd/{}", std::process::id(), image.as_raw_fd());
     let mib = (size.bytes + size.bytes / 8 + SPARE) >> 20;
     let inodes = (size.inodes + SPARE_INODES).to_string();
-    let mut reason = "mke2fs is not installed (Debian's package e2fsprogs)".to_owned();
     for program in MKE2FS {
-        let output = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .args(["-q", "-F", "-t", "ext4", "-m", "0", "-O", "^has_journal"])
             .args(["-E", "lazy_itable_init=1", "-N", &inodes, "-d"])
             .arg(folder)
-            .arg(image)
-            .arg(format!("{mib}M"))
-            .output();
-        match output {
-            Ok(output) if output.status.success() => return Ok(()),
-            Ok(output) => {
-                let text = String::from_utf8_lossy(&output.stderr);
-                let mut lines = text.lines().filter(|line| !line.trim().is_empty());
-                reason = lines.next_back().unwrap_or("mke2fs failed").to_owned();
-                break;
-            }
-            Err(_) => {}
+            .arg(&path)
+            .arg(format!("{mib}M"));
+        let Ok(mut running) = setup::start(&mut command) else {
+            continue;
+        };
+        while running.is_running() {
+            let done = image.metadata().map_or(0, |meta| meta.blocks() * 512);
+            let percent = (done * 100 / size.bytes.max(1)).min(99);
+            let text = format!("copying {}: {percent} %", folder.display());
+            terminal::progress_in_place(&text);
+            thread::sleep(LOOK);
         }
+        terminal::progress_in_place("");
+        let output = running
+            .output()
+            .map_err(|error| failed(error.to_string()))?;
+        if output.status.success() {
+            return Ok(image);
+        }
+        let text = String::from_utf8_lossy(&output.stderr);
+        let mut lines = text.lines().filter(|line| !line.trim().is_empty());
+        return Err(failed(
+            lines.next_back().unwrap_or("mke2fs failed").to_owned(),
+        ));
     }
-    Err(failed(reason))
+    Err(failed(
+        "mke2fs is not installed (Debian's package e2fsprogs)".to_owned(),
+    ))
 }
 
 #[cfg(test)]

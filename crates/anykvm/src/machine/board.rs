@@ -8,13 +8,13 @@ use kvm_bindings::{
     kvm_irqchip, kvm_pit_config,
 };
 
-use crate::devices::{Devices, Edge, Output, SERIAL_IRQS, Sink};
+use crate::devices::{Connection, Devices, Edge, LastWords, Output, SERIAL_IRQS, Sink, Watch};
 use crate::error::BootError;
 use crate::layout::{IOAPIC, KVM_IDENTITY_MAP, KVM_TSS, ioapic_id};
 use crate::memory::GuestMemory;
 use crate::pci::Root;
 use crate::pci::routes::Routes;
-use crate::virtio::{Backend, Block, Console, ConsoleInput, Disk, Rng, VirtioPci};
+use crate::virtio::{Backend, Block, Console, Disk, Port, Rng, VirtioPci};
 
 /// Redirection table entry: masked.
 const IOAPIC_MASKED: u64 = 1 << 16;
@@ -22,8 +22,8 @@ const IOAPIC_MASKED: u64 = 1 << 16;
 /// What the user's options add to the machine.
 pub(super) struct Extras {
     pub(super) disks: Vec<Disk>,
-    /// hvc0's input, if there is to be one.
-    pub(super) console: Option<Arc<ConsoleInput>>,
+    /// The ports of the virtio console, if there is to be one.
+    pub(super) ports: Vec<Port>,
     /// Rows and columns of the terminal.
     pub(super) size: Option<(u16, u16)>,
 }
@@ -73,13 +73,14 @@ fn set_ioapic_id(vm: &VmFd, id: u8) -> Result<(), BootError> {
 }
 
 /// All devices. COM1 is `output`, COM2 `errors`, COM3 a command's input, and `on_ready` is
-/// called when the guest's init reports on COM4 that it reads it.
+/// called when the guest's init reports on COM4 that it reads it. `words` learns what kernels say.
 pub(super) fn new_devices(
     vm: &Arc<VmFd>,
     memory: &GuestMemory,
     output: &Arc<Output>,
     errors: &Arc<Output>,
-    on_ready: Box<dyn Fn() + Send>,
+    words: &Arc<LastWords>,
+    on_ready: Box<dyn Fn(Connection) + Send>,
     extras: Extras,
 ) -> Result<Arc<Devices>, BootError> {
     let edge = |gsi| -> Result<Edge, BootError> {
@@ -90,19 +91,16 @@ pub(super) fn new_devices(
     };
     let routes = Routes::new(Arc::clone(vm))?;
     let [irq1, irq2, irq3, irq4] = SERIAL_IRQS;
+    let watched = |output| Sink::Output(Arc::clone(output), Watch::new(Arc::clone(words)));
     let ports = [
-        (Sink::Output(Arc::clone(output)), edge(irq1)?),
-        (Sink::Output(Arc::clone(errors)), edge(irq2)?),
+        (watched(output), edge(irq1)?),
+        (watched(errors), edge(irq2)?),
         (Sink::Discard, edge(irq3)?),
         (Sink::control(on_ready), edge(irq4)?),
     ];
     let mut backends: Vec<Box<dyn Backend>> = vec![Box::new(Rng)];
-    if let Some(input) = extras.console {
-        backends.push(Box::new(Console::new(
-            input,
-            Arc::clone(output),
-            extras.size,
-        )));
+    if !extras.ports.is_empty() {
+        backends.push(Box::new(Console::new(extras.ports, extras.size)));
     }
     for disk in extras.disks {
         backends.push(Box::new(Block::new(disk)));

@@ -11,20 +11,21 @@ use std::time::Duration;
 use anykvm_ioctls::{Cap, Kvm};
 use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 
-use crate::cli::{BootArgs, ConsoleKind};
-use crate::devices::{Output, Stream};
+use crate::cli::{BootArgs, ConsoleKind, Mitigations};
+use crate::devices::{Connection, LastWords, Output, Stream};
 use crate::ending::Ending;
 use crate::error::BootError;
 use crate::images::{self, Init, Overlay, Root};
-use crate::input::{Destination, Route};
+use crate::input::{Destination, Source};
 use crate::kernel::{self, BootInfo, Image};
 use crate::layout::{HIGH_RAM, RSDP};
 use crate::memory::GuestMemory;
+use crate::streams::{self, Shape, Terminals};
 use crate::terminal::{self, RawMode};
-use crate::virtio::{ConsoleInput, Disk, DiskOption};
-use crate::{acpi, memory, vcpu};
+use crate::virtio::{Disk, DiskOption, Port};
+use crate::{acpi, limits, memory, setup, stdio, vcpu};
 use board::Extras;
-use threads::{Gate, Vcpus};
+use threads::{Halt, Vcpus};
 
 /// APIC ids are 8 bits wide here, 255 is the broadcast, and the IOAPIC has one too.
 const CPUS_MAX: u32 = 254;
@@ -36,17 +37,21 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 /// Runs `anykvm boot`; returns the exit status and the line to print with it.
 pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     let cpus = check(args)?;
+    let (endings, ended) = channel();
+    threads::watch_signals(&endings)?;
     let disks = disks(args)?;
-    let is_interactive = args.command.is_empty() || terminal::is_interactive();
-    let path = match &args.kernel {
+    let terminals = Terminals::of_this_process();
+    let shape = streams::shape(args, terminals);
+    let path = match args.kernel.as_ref().or(args.image.as_ref()) {
         Some(path) => path.clone(),
         None => images::kernel()?,
     };
-    let image = Image::open(&path)?;
-    let initrd = initrd(args, &path, is_interactive)?;
+    let image = Image::open(&path).map_err(|error| explained(error, args))?;
+    let initrd = initrd(args, &path, shape)?;
     // There is one machine in this process; its memory lives as long.
     let memory: &'static GuestMemory = Box::leak(Box::new(memory::allocate(args.mem)?));
-    let cmdline = cmdline(args, is_interactive);
+    limits::warn(args.mem);
+    let cmdline = cmdline(args, shape);
     let info = BootInfo {
         cmdline: &cmdline,
         initrd: &initrd,
@@ -70,27 +75,29 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
         vcpu::offer_tsc_deadline(&mut supported);
     }
 
-    let (endings, ended) = channel();
     let closed = endings.clone();
-    let on_closed = move || threads::send(&closed, Ending::OutputClosed);
-    let output = Output::start(Stream::Out, on_closed.clone())
-        .map_err(BootError::host("cannot start a thread"))?;
+    let output = Output::start(Stream::Out, move |errno| {
+        threads::send(&closed, Ending::OutputClosed(errno));
+    })
+    .map_err(BootError::host("cannot start a thread"))?;
+    // What nobody reads is no reason to stop: the guest's own work goes on.
     let errors =
-        Output::start(Stream::Err, on_closed).map_err(BootError::host("cannot start a thread"))?;
+        Output::start(Stream::Err, |_| {}).map_err(BootError::host("cannot start a thread"))?;
 
-    let gate = Arc::new(Gate::default());
-    let hvc = match args.console {
-        ConsoleKind::TtyS0 => None,
-        ConsoleKind::Hvc0 => Some(ConsoleInput::new()),
-    };
+    let destination = Arc::new(Destination::default());
+    let ready = Arc::clone(&destination);
+    let on_ready = Box::new(move |connection| ready.open(connection));
+    let halted = Arc::new(Halt::default());
+    let on_halt = Arc::clone(&halted);
+    let words = LastWords::new(move || on_halt.announce());
+    let is_console = matches!(shape, Shape::Console { .. });
     let extras = Extras {
         disks,
-        console: hvc.clone(),
-        size: is_interactive.then(terminal::size).flatten(),
+        ports: ports(args, shape, &destination, &output, &errors),
+        size: is_console.then(terminal::size).flatten(),
     };
-    let ready = Arc::clone(&gate);
-    let on_ready = Box::new(move || ready.open());
-    let devices = board::new_devices(&vm, memory, &output, &errors, on_ready, extras)?;
+    let devices = board::new_devices(&vm, memory, &output, &errors, &words, on_ready, extras)?;
+    let _ = destination.devices.set(Arc::clone(&devices));
     let mut vcpus = Vec::new();
     for id in 0..cpus {
         let vcpu = vm
@@ -100,25 +107,24 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
         vcpus.push((id, vcpu));
     }
 
-    let raw = RawMode::enter();
-    threads::watch_signals(&endings)?;
-    let route = if is_interactive {
-        Route::Console {
-            has_escape: terminal::is_stdin_terminal(),
-        }
-    } else {
-        Route::Pipe
+    let source = Source {
+        is_terminal: terminals.input,
+        is_raw: terminals.input && is_console,
     };
+    setup::finish();
+    let raw = source.is_raw.then(RawMode::enter);
+    if source.is_raw {
+        threads::watch_size(&devices)?;
+    }
     // Our init says when it reads; another's is taken to read from the start, as on real wires.
     if args.initrd.is_some() || args.no_initrd {
-        gate.open();
+        destination.open(match args.console {
+            Some(ConsoleKind::Hvc0) => Connection::VirtioConsole,
+            _ => Connection::Serial,
+        });
     }
-    let destination = Destination {
-        devices: Arc::clone(&devices),
-        hvc,
-    };
-    threads::start_input(route, destination, &endings, gate)?;
-    let mut running = Vcpus::new(args.confine, args.stats)?;
+    threads::start_input(source, destination, &endings)?;
+    let mut running = Vcpus::new(args.confine, args.stats, halted)?;
     for (id, vcpu) in vcpus {
         running.start(vcpu, id, &devices, &endings)?;
     }
@@ -134,7 +140,7 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     drop(raw);
     // The other threads end with the process; what they use stays until then.
     std::mem::forget((vm, kvm, devices));
-    Ok(ending.verdict(!args.command.is_empty()))
+    Ok(ending.verdict(!args.command.is_empty(), words.panic()))
 }
 
 /// One line for each statistic that is not zero everywhere, a column for each vCPU.
@@ -144,7 +150,7 @@ fn print_stats(vcpus: &[threads::Stats]) {
         let values: Vec<u64> = vcpus.iter().filter_map(|v| Some(v.get(n)?.1)).collect();
         if values.iter().any(|v| *v != 0) {
             let cells: Vec<String> = values.iter().map(|v| format!("{v:>14}")).collect();
-            eprintln!("{name:26}{}", cells.concat());
+            stdio::note(&format!("{name:26}{}", cells.concat()));
         }
     }
 }
@@ -164,6 +170,18 @@ fn disks(args: &BootArgs) -> Result<Vec<Disk>, BootError> {
     Ok(disks)
 }
 
+/// Who writes a command without `--` names a kernel.
+fn explained(error: BootError, args: &BootArgs) -> BootError {
+    match (error, &args.image) {
+        (BootError::Unreadable { what, path, source }, Some(image)) => BootError::Usage(format!(
+            "cannot read {what} {}: {source} (a command for the guest comes after --: anykvm boot -- {} …)",
+            path.display(),
+            image.display()
+        )),
+        (error, _) => error,
+    }
+}
+
 /// The number of vCPUs, if the options make sense.
 fn check(args: &BootArgs) -> Result<u8, BootError> {
     if args.mem < HIGH_RAM || !args.mem.is_multiple_of(4096) {
@@ -172,13 +190,50 @@ fn check(args: &BootArgs) -> Result<u8, BootError> {
             args.mem
         )));
     }
+    if args.own_init().is_some() && !args.command.is_empty() {
+        return Err(BootError::Usage(
+            "init= of --append runs the root's own init: no COMMAND can be given beside it".into(),
+        ));
+    }
+    limits::check(args.mem, args.cpus)?;
     u8::try_from(args.cpus)
         .ok()
         .filter(|cpus| (1..=CPUS_MAX).contains(&u32::from(*cpus)))
         .ok_or_else(|| BootError::Usage(format!("--cpus {}: must be 1 to {CPUS_MAX}", args.cpus)))
 }
 
-fn initrd(args: &BootArgs, kernel: &Path, is_interactive: bool) -> Result<Vec<u8>, BootError> {
+/// The ports of the virtio console: for who asks for it, and for commands.
+fn ports(
+    args: &BootArgs,
+    shape: Shape,
+    destination: &Destination,
+    output: &Arc<Output>,
+    errors: &Arc<Output>,
+) -> Vec<Port> {
+    let hvc = Port::Console(Arc::clone(&destination.hvc), Arc::clone(output));
+    let errors = Port::Out("anykvm.err", Arc::clone(errors));
+    match shape {
+        Shape::Streams if wants_virtio(args, shape) => vec![
+            hvc,
+            Port::In("anykvm.in", Arc::clone(&destination.port)),
+            Port::Out("anykvm.out", Arc::clone(output)),
+            errors,
+        ],
+        Shape::Console { has_errors: true } if wants_virtio(args, shape) => vec![hvc, errors],
+        Shape::Console { .. } if wants_virtio(args, shape) => vec![hvc],
+        _ => Vec::new(),
+    }
+}
+
+/// Whether the guest's streams go through virtio, if its kernel has that.
+fn wants_virtio(args: &BootArgs, shape: Shape) -> bool {
+    match args.console {
+        Some(console) => console == ConsoleKind::Hvc0,
+        None => shape == Shape::Streams || !args.command.is_empty(),
+    }
+}
+
+fn initrd(args: &BootArgs, kernel: &Path, shape: Shape) -> Result<Vec<u8>, BootError> {
     if args.no_initrd {
         return Ok(Vec::new());
     }
@@ -195,7 +250,7 @@ fn initrd(args: &BootArgs, kernel: &Path, is_interactive: bool) -> Result<Vec<u8
         .map(|text| Overlay::parse(text))
         .collect::<Result<_, _>>()?;
     let mut wanted = Vec::new();
-    if args.console == ConsoleKind::Hvc0 {
+    if wants_virtio(args, shape) {
         wanted.push("virtio_console");
     }
     if !args.disk.is_empty() || args.root.is_some() {
@@ -205,13 +260,32 @@ fn initrd(args: &BootArgs, kernel: &Path, is_interactive: bool) -> Result<Vec<u8
         // Its device is always there, but loading modules takes the guest time.
         wanted.extend(["virtio_pci", "virtio_rng"]);
     }
+    let modules = match images::modules(kernel, &wanted) {
+        // A console can do without: it is then a serial port.
+        Err(_) if !wanted.contains(&"virtio_blk") && args.console.is_none() => Vec::new(),
+        other => other?,
+    };
+    let missing = wanted
+        .contains(&"virtio_blk")
+        .then(|| images::missing_module(kernel, "virtio_blk", &modules))
+        .flatten();
+    // Without a terminal the shell reads commands.
+    let shell = ["sh".to_owned()];
     let init = Init {
-        command: &args.command,
-        is_interactive,
-        size: is_interactive.then(terminal::size).flatten(),
-        console: args.console.device(),
+        command: match shape {
+            Shape::Streams if args.command.is_empty() => &shell,
+            _ => &args.command,
+        },
+        shape,
+        size: matches!(shape, Shape::Console { .. })
+            .then(terminal::size)
+            .flatten(),
+        console: args.console,
+        uses_virtio: wants_virtio(args, shape),
+        own_init: args.own_init(),
         root_serial: args.root.as_ref().map(|_| ROOT_SERIAL),
-        modules: images::modules(kernel, &wanted)?,
+        modules,
+        missing,
     };
     let busybox = match &args.busybox {
         Some(path) => path.clone(),
@@ -220,9 +294,10 @@ fn initrd(args: &BootArgs, kernel: &Path, is_interactive: bool) -> Result<Vec<u8
     images::build(&busybox, &init, &overlays)
 }
 
-/// A command's streams are kept clean: the kernel then talks on COM2, which is standard error.
-fn cmdline(args: &BootArgs, is_interactive: bool) -> String {
-    let console = if is_interactive { "ttyS0" } else { "ttyS1" };
+/// A command's output is kept clean: the kernel then talks on COM2, which is standard error.
+fn cmdline(args: &BootArgs, shape: Shape) -> String {
+    let is_clean = shape == Shape::Streams || !args.command.is_empty();
+    let console = if is_clean { "ttyS1" } else { "ttyS0" };
     let mut words = Vec::new();
     if !args.no_default_cmdline {
         words.push(format!("console={console} panic=-1 8250.nr_uarts=4"));
@@ -231,6 +306,9 @@ fn cmdline(args: &BootArgs, is_interactive: bool) -> String {
         } else {
             "quiet".into()
         });
+        if args.mitigations == Mitigations::Off {
+            words.push("mitigations=off".into());
+        }
     }
     if !args.append.is_empty() {
         words.push(args.append.clone());

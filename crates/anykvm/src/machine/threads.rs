@@ -1,22 +1,27 @@
 //! The machine's threads: one for each vCPU, the input, and the signals that end us.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, sync_channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anykvm_ioctls::{VcpuFd, VcpuStopper};
 
-use crate::devices::Devices;
+use crate::devices::{Devices, lock};
 use crate::ending::Ending;
 use crate::error::BootError;
-use crate::input::{self, Destination, Route};
-use crate::vcpu;
+use crate::input::{self, Destination, Source};
+use crate::{setup, terminal, vcpu};
 
 /// How long the vCPUs may take to leave the guest.
 const STOP_LIMIT: Duration = Duration::from_secs(2);
+
+/// The serial port that the guest's init talks to us on: COM4.
+const CONTROL: usize = 3;
+/// How often halted vCPUs are looked at.
+const HALT_LOOK: Duration = Duration::from_millis(100);
 
 /// Statistics by name.
 pub(super) type Stats = Vec<(&'static str, u64)>;
@@ -33,11 +38,56 @@ pub(super) struct Vcpus {
     is_confined: bool,
     /// They print what they have counted when the guest asks for it.
     shows_stats: bool,
+    halt: Arc<Halt>,
+}
+
+/// Whether all vCPUs have halted for good: with interrupts off. Only looked at after the guest's kernel
+/// has said that it halts.
+#[derive(Default)]
+pub(super) struct Halt {
+    /// It has said so.
+    is_announced: AtomicBool,
+    vcpus: Mutex<Vec<(VcpuStopper, bool)>>,
+}
+
+impl Halt {
+    /// The kernel says that it halts. This is a vCPU's thread: it does no more than this.
+    pub(super) fn announce(&self) {
+        self.is_announced.store(true, Ordering::Release);
+    }
+
+    /// Has each vCPU report, again and again, once the kernel has spoken.
+    fn watch(self: Arc<Self>) {
+        loop {
+            thread::sleep(HALT_LOOK);
+            if self.is_announced.load(Ordering::Acquire) {
+                for (stopper, _) in lock(&self.vcpus).iter() {
+                    stopper.kick();
+                }
+            }
+        }
+    }
+
+    /// vCPU `id` is out of the guest; whether all of them have halted for good.
+    fn report(&self, id: u8, has_halted: bool) -> bool {
+        if !self.is_announced.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut vcpus = lock(&self.vcpus);
+        if let Some((_, halted)) = vcpus.get_mut(usize::from(id)) {
+            *halted = has_halted;
+        }
+        vcpus.iter().all(|(_, halted)| *halted)
+    }
 }
 
 impl Vcpus {
     /// None yet.
-    pub(super) fn new(is_confined: bool, shows_stats: bool) -> Result<Self, BootError> {
+    pub(super) fn new(
+        is_confined: bool,
+        shows_stats: bool,
+        halt: Arc<Halt>,
+    ) -> Result<Self, BootError> {
         if is_confined {
             host::allocator::reserve(HEAP).map_err(BootError::host("cannot reserve memory"))?;
         }
@@ -47,6 +97,7 @@ impl Vcpus {
             is_confined,
             // Printing is a system call.
             shows_stats: shows_stats && !is_confined,
+            halt,
         })
     }
 
@@ -63,6 +114,15 @@ impl Vcpus {
         let endings = endings.clone();
         let is_ending = Arc::clone(&self.is_ending);
         let (is_confined, shows_stats) = (self.is_confined, self.shows_stats);
+        let halt = Arc::clone(&self.halt);
+        lock(&halt.vcpus).push((vcpu.stopper().map_err(BootError::kvm("KVM_RUN"))?, false));
+        if id == 0 {
+            let halt = Arc::clone(&halt);
+            thread::Builder::new()
+                .name("halt".into())
+                .spawn(move || halt.watch())
+                .map_err(BootError::host("cannot start a thread"))?;
+        }
         let (give_stats, stats) = sync_channel(1);
         thread::Builder::new()
             .name(format!("vcpu{id}"))
@@ -73,7 +133,8 @@ impl Vcpus {
                         let failed = BootError::host("cannot confine a vCPU's thread")(error);
                         return Some(Ending::Failed(failed));
                     }
-                    vcpu::run(&mut vcpu, id, &devices, shows_stats, &is_ending)
+                    let report = |has_halted| halt.report(id, has_halted);
+                    vcpu::run(&mut vcpu, id, &devices, shows_stats, &is_ending, &report)
                 };
                 let ending = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
                     Some(Ending::Failed(BootError::VcpuStopped {
@@ -123,41 +184,36 @@ impl Vcpus {
     }
 }
 
-/// Holds input back until the guest's init reads it; a UART that is being probed drops bytes.
-#[derive(Default)]
-pub(super) struct Gate(AtomicBool);
-
-impl Gate {
-    pub(super) fn open(&self) {
-        self.0.store(true, Ordering::Release);
-    }
-
-    fn wait(&self) {
-        while !self.0.load(Ordering::Acquire) {
-            thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
 /// Starts the thread that reads standard input.
 pub(super) fn start_input(
-    route: Route,
-    destination: Destination,
+    source: Source,
+    destination: Arc<Destination>,
     endings: &Sender<Ending>,
-    gate: Arc<Gate>,
 ) -> Result<(), BootError> {
     let endings = endings.clone();
     thread::Builder::new()
         .name("input".into())
-        .spawn(move || {
-            // Ctrl-A X must work before the guest reads anything.
-            if !matches!(route, Route::Console { has_escape: true }) {
-                gate.wait();
-            }
-            input::forward(route, &destination, &endings);
-        })
+        .spawn(move || input::forward(source, &destination, &endings))
         .map(drop)
         .map_err(BootError::host("cannot start the input thread"))
+}
+
+/// Tells the guest's init when the terminal has another size.
+pub(super) fn watch_size(devices: &Arc<Devices>) -> Result<(), BootError> {
+    let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGWINCH])
+        .map_err(BootError::host("cannot watch signals"))?;
+    let devices = Arc::clone(devices);
+    thread::Builder::new()
+        .name("window".into())
+        .spawn(move || {
+            for _ in signals.forever() {
+                if let Some((rows, columns)) = terminal::size() {
+                    devices.feed(CONTROL, format!("size {rows} {columns}\n").as_bytes());
+                }
+            }
+        })
+        .map(drop)
+        .map_err(BootError::host("cannot start the window thread"))
 }
 
 /// Turns the signals that ask us to end into an orderly end.
@@ -171,6 +227,7 @@ pub(super) fn watch_signals(endings: &Sender<Ending>) -> Result<(), BootError> {
         .name("signals".into())
         .spawn(move || {
             for signal in signals.forever() {
+                setup::interrupt(signal);
                 send(&endings, Ending::Signal(signal));
             }
         })

@@ -6,7 +6,10 @@ mod registers;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
-use kvm_bindings::{CpuId, KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN};
+use kvm_bindings::{
+    CpuId, KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED,
+    KVM_SYSTEM_EVENT_RESET, KVM_SYSTEM_EVENT_SHUTDOWN,
+};
 
 use crate::devices::Devices;
 use crate::ending::Ending;
@@ -19,6 +22,8 @@ pub(crate) use registers::write_boot_structures;
 const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
 /// A write here prints the vCPU's counters, if the user wants to see them.
 const STATS_PORT: u16 = 0xee0;
+/// RFLAGS: interrupts are taken.
+const IF: u64 = 1 << 9;
 const EAGAIN: i32 = rustix::io::Errno::AGAIN.raw_os_error();
 
 /// Gives vCPU `id` its CPUID, LAPIC pins and, if it is the boot vCPU, the kernel's entry state.
@@ -42,13 +47,15 @@ pub(crate) fn set_up(
 }
 
 /// Runs the vCPU until it ends the machine, which is what it returns, or `is_ending` says that
-/// something else did and the vCPU is stopped.
+/// something else did and the vCPU is stopped. `report` learns whether it has halted for good when
+/// it is kicked, and says whether all have.
 pub(crate) fn run(
     vcpu: &mut VcpuFd,
     id: u8,
     devices: &Devices,
     shows_stats: bool,
     is_ending: &AtomicBool,
+    report: &dyn Fn(bool) -> bool,
 ) -> Option<Ending> {
     while !is_ending.load(Ordering::SeqCst) {
         let ending = match vcpu.run() {
@@ -85,8 +92,12 @@ pub(crate) fn run(
                 let reason = format!("{exit:?}");
                 Some(stopped(vcpu, id, reason))
             }
-            // EINTR: a signal; EAGAIN: an AP that has just been started.
-            Err(errno) if [EINTR, EAGAIN].contains(&errno.errno()) => None,
+            // Somebody wants to know whether it has halted.
+            Err(errno) if errno.errno() == EINTR => {
+                report(has_halted(vcpu)).then_some(Ending::Halted)
+            }
+            // An AP that has just been started.
+            Err(errno) if errno.errno() == EAGAIN => None,
             Err(errno) => Some(stopped(vcpu, id, format!("KVM_RUN: {errno}"))),
         };
         if ending.is_some() {
@@ -100,7 +111,17 @@ pub(crate) fn run(
 fn print_counted(vcpu: &VcpuFd) {
     let counted = vcpu.statistics().unwrap_or_default();
     let words: Vec<String> = counted.iter().map(|(n, v)| format!(" {n}={v}")).collect();
-    eprintln!("counted{}", words.concat());
+    crate::stdio::note(&format!("counted{}", words.concat()));
+}
+
+/// It waits, and no interrupt will end that; or it was never started.
+fn has_halted(vcpu: &VcpuFd) -> bool {
+    let state = vcpu.get_mp_state().map(|state| state.mp_state);
+    match state {
+        Ok(KVM_MP_STATE_HALTED) => vcpu.get_regs().is_ok_and(|regs| regs.rflags & IF == 0),
+        Ok(KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED) => true,
+        _ => false,
+    }
 }
 
 fn stopped(vcpu: &VcpuFd, id: u8, reason: String) -> Ending {

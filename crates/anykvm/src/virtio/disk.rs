@@ -15,12 +15,14 @@ pub(super) const SECTOR: u64 = 512;
 /// Bytes of a serial number.
 pub(super) const SERIAL_MAX: usize = 20;
 
-/// `PATH[,ro][,serial=NAME]`.
+/// `PATH[,ro][,serial=NAME][,format=raw]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DiskOption {
     path: PathBuf,
     is_read_only: bool,
     serial: Option<String>,
+    /// Whatever it looks like.
+    is_raw: bool,
 }
 
 impl DiskOption {
@@ -30,6 +32,7 @@ impl DiskOption {
             path,
             is_read_only: false,
             serial: Some(serial.into()),
+            is_raw: false,
         }
     }
 }
@@ -42,12 +45,20 @@ impl FromStr for DiskOption {
             path: PathBuf::new(),
             is_read_only: false,
             serial: None,
+            is_raw: false,
         };
         // From the end, so that a path may have commas before them.
         let mut rest = text;
         while let Some((before, word)) = rest.rsplit_once(',') {
-            if word == "ro" {
+            if ["ro", "readonly", "readonly=on", "ro=on"].contains(&word) {
                 option.is_read_only = true;
+            } else if ["rw", "readonly=off", "ro=off"].contains(&word) {
+                option.is_read_only = false;
+            } else if let Some(format) = word.strip_prefix("format=") {
+                if format != "raw" {
+                    return Err(format!("format={format}: {}", advice(&rest_of(before))));
+                }
+                option.is_raw = true;
             } else if let Some(serial) = word.strip_prefix("serial=") {
                 if serial.len() > SERIAL_MAX || !serial.is_ascii() {
                     return Err(format!(
@@ -63,9 +74,19 @@ impl FromStr for DiskOption {
         if rest.is_empty() {
             return Err("a file name is needed".into());
         }
-        option.path = rest.into();
+        option.path = rest_of(rest).into();
         Ok(option)
     }
+}
+
+/// QEMU's way to name the file.
+fn rest_of(text: &str) -> String {
+    text.strip_prefix("file=").unwrap_or(text).to_owned()
+}
+
+/// What to do with an image of another format.
+fn advice(path: &str) -> String {
+    format!("only raw disks can be used; convert it: qemu-img convert -O raw {path} {path}.raw")
 }
 
 /// An open disk.
@@ -91,7 +112,19 @@ impl Disk {
             path: path.clone(),
             reason: reason.into(),
         };
-        let kind = std::fs::metadata(path).map_err(unreadable)?.file_type();
+        let kind = match std::fs::metadata(path) {
+            Ok(meta) => meta.file_type(),
+            Err(error) => {
+                let text = path.to_string_lossy();
+                let Some((_, word)) = text.rsplit_once(',') else {
+                    return Err(unreadable(error));
+                };
+                return Err(bad(&format!(
+                    "{error} (what may follow a file's name is ,ro ,serial=NAME and ,format=raw, \
+                     not ,{word})"
+                )));
+            }
+        };
         if !kind.is_file() && !kind.is_block_device() {
             return Err(bad("not a file or block device"));
         }
@@ -101,6 +134,18 @@ impl Disk {
             .open(path)
             .map_err(unreadable)?;
         let len = file.seek(SeekFrom::End(0)).map_err(unreadable)?;
+        if !option.is_raw
+            && let Some(format) = super::format::foreign(&file, len)
+        {
+            let advice = if format.starts_with("a compressed") || format.starts_with("an archive") {
+                "unpack it first".to_owned()
+            } else {
+                advice(&path.to_string_lossy())
+            };
+            return Err(bad(&format!(
+                "this is {format}: {advice} (or add ,format=raw to --disk to use it as it is)"
+            )));
+        }
         if len == 0 {
             return Err(bad("the disk is empty"));
         }
@@ -194,6 +239,7 @@ impl Disk {
             path: path.into(),
             is_read_only,
             serial: Some("test-disk".into()),
+            is_raw: false,
         };
         // The worker of an earlier device may still have it.
         let mut opened = Self::open(&option, 0);
@@ -218,8 +264,16 @@ mod tests {
             path: path.into(),
             is_read_only,
             serial: serial.map(str::to_owned),
+            is_raw: false,
+        };
+        let raw = DiskOption {
+            is_raw: true,
+            ..disk("a", true, None)
         };
         let rows = [
+            ("file=a,format=raw,readonly=on", Some(raw)),
+            ("a,format=qcow2", None),
+            ("a.img,readonly", Some(disk("a.img", true, None))),
             ("a.img", Some(disk("a.img", false, None))),
             ("a.img,ro", Some(disk("a.img", true, None))),
             ("a,b.img", Some(disk("a,b.img", false, None))),

@@ -11,6 +11,7 @@
 mod block;
 mod console;
 mod disk;
+mod format;
 mod interrupts;
 mod queue;
 mod registers;
@@ -26,7 +27,7 @@ use anykvm_ioctls::DoorbellQueue;
 use virtio_queue::Queue;
 
 pub(crate) use block::Block;
-pub(crate) use console::{Console, ConsoleInput};
+pub(crate) use console::{Console, Port, PortInput};
 pub(crate) use disk::{Disk, DiskOption};
 pub(crate) use rng::Rng;
 pub(crate) use transport::VirtioPci;
@@ -65,5 +66,10 @@ pub(crate) trait Backend: Send {
     ) -> Result<Progress, Broken>;
 
     /// What rings the doorbell of a queue, for a backend that has more to do than the driver asks.
-    fn connect(&self, _bells: &Arc<DoorbellQueue>) {}
+    fn connect(&mut self, _bells: &Arc<DoorbellQueue>) {}
+
+    /// The queues in the order in which the worker looks at them.
+    fn order(&self) -> Vec<usize> {
+        (0..self.profile().queue_sizes.len()).collect()
+    }
 }

@@ -82,7 +82,7 @@ impl VirtioPci {
         memory: GuestMemory,
         routes: &Arc<Routes>,
         slot: u8,
-        backend: Box<dyn Backend>,
+        mut backend: Box<dyn Backend>,
     ) -> Result<Self, BootError> {
         let profile = backend.profile();
         let queues = profile.queue_sizes.len();

@@ -101,14 +101,14 @@ pub(super) fn start(
     core: Arc<Core>,
     mut backend: Box<dyn Backend>,
 ) -> Result<(), BootError> {
-    let queues = core.queues;
+    let order = backend.order();
     let run = move || {
         loop {
             let rung = core.bells.wait(None);
             if rung >> STOP & 1 != 0 {
                 return;
             }
-            for index in (0..queues).filter(|index| rung >> index & 1 != 0) {
+            for index in order.iter().copied().filter(|index| rung >> index & 1 != 0) {
                 core.serve(backend.as_mut(), index);
             }
         }

@@ -1,15 +1,13 @@
 //! Every way in which a guest, or its user, ends: the status, the message, and the terminal.
 
-use std::fs::OpenOptions;
-use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
-use std::process::{Child, Command, Stdio};
+use std::io::Read;
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use crate::guest::{File, LIMIT, boot, kernel, wait};
+use crate::guest::{File, boot, kernel, wait};
+use crate::terminal::Terminal;
 use iced_x86::code_asm::{CodeAssembler, al, ax, dword_ptr, dx, qword_ptr, rax, rsp};
 use rustix::process::{Pid, Signal, kill_process};
-use rustix::termios::{LocalModes, tcgetattr};
 
 const COM1: u32 = 0x3f8;
 
@@ -173,72 +171,12 @@ fn a_reader_that_stops_reading_does_not_keep_us() {
     assert_eq!(wait(&mut child), Some(143));
 }
 
-/// A terminal with `anykvm boot` as the leader of its session.
-struct Terminal {
-    master: Option<std::fs::File>,
-    /// Kept, so that the modes can be looked at.
-    slave: std::fs::File,
-    child: Child,
-}
-
-impl Terminal {
-    fn start(kernel: &File) -> Self {
-        use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-        let master =
-            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
-        grantpt(&master).unwrap();
-        unlockpt(&master).unwrap();
-        let name = ptsname(&master, Vec::new()).unwrap();
-        // O_NOCTTY: it must not become the terminal of the test's own session.
-        let slave = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(i32::try_from(rustix::fs::OFlags::NOCTTY.bits()).unwrap())
-            .open(name.to_str().unwrap())
-            .unwrap();
-        assert!(is_cooked(&slave));
-        let stream = || Stdio::from(slave.try_clone().unwrap());
-        let inner = boot(kernel);
-        let child = Command::new("setsid")
-            .arg("--ctty")
-            .arg(inner.get_program())
-            .args(inner.get_args())
-            .stdin(stream())
-            .stdout(stream())
-            .stderr(stream())
-            .spawn()
-            .unwrap();
-        let master = std::fs::File::from(master);
-        let mut terminal = Self {
-            master: Some(master),
-            slave,
-            child,
-        };
-        terminal.read_until("up");
-        assert!(!is_cooked(&terminal.slave), "raw while the guest runs");
-        terminal
-    }
-
-    fn read_until(&mut self, what: &str) -> String {
-        let deadline = Instant::now() + LIMIT;
-        let mut text = String::new();
-        while !text.contains(what) {
-            assert!(Instant::now() < deadline, "{text}");
-            let mut buffer = [0; 256];
-            let read = self.master.as_mut().unwrap().read(&mut buffer).unwrap();
-            text.push_str(&String::from_utf8_lossy(&buffer[..read]));
-        }
-        text
-    }
-
-    fn type_keys(&mut self, keys: &[u8]) {
-        self.master.as_mut().unwrap().write_all(keys).unwrap();
-    }
-}
-
-fn is_cooked(terminal: &std::fs::File) -> bool {
-    let modes = tcgetattr(terminal).unwrap().local_modes;
-    modes.contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
+/// On a terminal, which is raw when this returns.
+fn started_on_terminal(kernel: &File) -> Terminal {
+    let mut terminal = Terminal::start(&boot(kernel), [true; 3]);
+    terminal.read_until("up");
+    assert!(!terminal.is_cooked(), "raw while the guest runs");
+    terminal
 }
 
 fn busy_kernel() -> File {
@@ -252,12 +190,12 @@ fn busy_kernel() -> File {
 fn the_escape_key_ends_the_guest_and_restores_the_terminal() {
     let kernel = busy_kernel();
     for keys in [b"\x01x".as_slice(), b"abc\x01\x01\x01X"] {
-        let mut terminal = Terminal::start(&kernel);
+        let mut terminal = started_on_terminal(&kernel);
         // Keys that a cooked terminal would take for itself.
         terminal.type_keys(b"\x03\x1a\x1c");
         terminal.type_keys(keys);
         assert_eq!(wait(&mut terminal.child), Some(0));
-        assert!(is_cooked(&terminal.slave));
+        assert!(terminal.is_cooked());
     }
 }
 
@@ -265,10 +203,10 @@ fn the_escape_key_ends_the_guest_and_restores_the_terminal() {
 fn signals_and_crashes_restore_the_terminal() {
     let busy = busy_kernel();
     for (name, want) in [(Signal::TERM, 143), (Signal::HUP, 129), (Signal::QUIT, 131)] {
-        let mut terminal = Terminal::start(&busy);
+        let mut terminal = started_on_terminal(&busy);
         signal(&terminal.child, name);
         assert_eq!(wait(&mut terminal.child), Some(want));
-        assert!(is_cooked(&terminal.slave));
+        assert!(terminal.is_cooked());
     }
     let crashing = kernel(|a| {
         say_ready(a);
@@ -283,18 +221,18 @@ fn signals_and_crashes_restore_the_terminal() {
         a.lidt(dword_ptr(rsp)).unwrap();
         a.int3().unwrap();
     });
-    let mut terminal = Terminal::start(&crashing);
+    let mut terminal = started_on_terminal(&crashing);
     let text = terminal.read_until("triple fault on vCPU 0\r\n");
     // Printed on a terminal that is cooked again: the line ends where a line ends.
     assert!(text.contains("anykvm: the guest crashed"), "{text}");
     assert_eq!(wait(&mut terminal.child), Some(125));
-    assert!(is_cooked(&terminal.slave));
+    assert!(terminal.is_cooked());
 }
 
 #[test]
 fn a_terminal_that_is_closed_ends_the_guest() {
     let kernel = busy_kernel();
-    let mut terminal = Terminal::start(&kernel);
-    drop(terminal.master.take());
+    let mut terminal = started_on_terminal(&kernel);
+    terminal.hang_up();
     assert_eq!(wait(&mut terminal.child), Some(129));
 }

@@ -183,6 +183,156 @@ fn disks() {
     assert_refused(&[(&args, "room for 31 PCI devices")]);
 }
 
+/// Taken for raw disks, they would be destroyed by the first write.
+#[test]
+fn images_of_other_formats() {
+    let kernel = kernel(|a| a.ud2().unwrap());
+    let rows: [(&str, usize, &[u8]); 12] = [
+        ("a qcow2 image", 0, b"QFI\xfb\0\0\0\x03"),
+        ("a QED image", 0, b"QED\0"),
+        ("a VMDK image", 0, b"KDMV\x01"),
+        ("a VMDK image", 0, b"# Disk DescriptorFile\nversion=1\n"),
+        ("a VDI image", 0x40, b"\x7f\x10\xda\xbe"),
+        ("a VHDX image", 0, b"vhdxfile"),
+        ("a VHD image", 0, b"conectix"),
+        ("a VHD image", 4096 - 512, b"conectix"),
+        ("a DMG image", 4096 - 512, b"koly"),
+        ("(gzip): unpack", 0, b"\x1f\x8b\x08"),
+        ("(xz): unpack", 0, b"\xfd7zXZ\0"),
+        ("(zstd): unpack", 0, b"\x28\xb5\x2f\xfd"),
+    ];
+    for (want, at, magic) in rows {
+        let mut bytes = vec![0; 4096];
+        bytes[at..at + magic.len()].copy_from_slice(magic);
+        let image = File::new("image", &bytes);
+        let path = image.path();
+        for option in ["", ",ro"] {
+            let disk = format!("{path}{option}");
+            assert_refused(&[
+                (&["--disk", &disk], want),
+                (&["--disk", &disk], "format=raw"),
+            ]);
+        }
+        assert_refused(&[(&["--root", path], want)]);
+        assert_eq!(std::fs::read(path).unwrap(), bytes);
+        // As it is, the kernel then ends at once.
+        let raw = format!("{path},format=raw");
+        let (status, stderr) = boot(&["--kernel", kernel.path(), "--no-initrd", "--disk", &raw]);
+        assert_eq!(status, Some(125), "{stderr}");
+    }
+    let disk = File::new("disk", &[0; 4096]);
+    let (unknown, qcow) = (
+        format!("{},rdonly", disk.path()),
+        format!("{},format=qcow2", disk.path()),
+    );
+    assert_refused(&[(&["--disk", &unknown], "not ,rdonly")]);
+    let (status, stderr) = boot(&["--disk", &qcow]);
+    assert_eq!(status, Some(2));
+    assert!(stderr.contains("qemu-img convert"), "{stderr}");
+}
+
+#[test]
+fn what_other_programs_options_look_like() {
+    let kernel = kernel(|a| a.ud2().unwrap());
+    let disk = File::new("disk", &[0; 4096]);
+    let disks = [",readonly", ",readonly=on", ",format=raw", ",ro,serial=x"];
+    let mut rows: Vec<Vec<String>> = disks
+        .map(|d| vec!["--disk".into(), format!("{}{d}", disk.path())])
+        .into();
+    rows.push(vec![
+        "-d".into(),
+        format!("file={},format=raw", disk.path()),
+    ]);
+    for size in ["512MB", "0.5G", "512MiB", "512m"] {
+        rows.push(vec!["-m".into(), size.into()]);
+        rows.push(vec!["--memory".into(), size.into()]);
+    }
+    rows.push(vec!["-c".into(), "2".into()]);
+    rows.push(vec!["--smp".into(), "2".into()]);
+    for row in rows {
+        let mut args = vec![kernel.path(), "--no-initrd"];
+        args.extend(row.iter().map(String::as_str));
+        let (status, stderr) = boot(&args);
+        assert_eq!(status, Some(125), "{args:?}: {stderr}");
+        assert!(stderr.contains("triple fault"), "{args:?}: {stderr}");
+    }
+    assert_refused(&[
+        (&["uname"], "anykvm boot -- uname"),
+        (
+            &["--root", "/etc", "--append", "init=/x", "--", "true"],
+            "init=",
+        ),
+    ]);
+}
+
+/// What a limit forbids is found out before the guest starts, and no limit ends in a panic.
+#[test]
+fn limits_of_the_process() {
+    let kernel = kernel(|a| a.ud2().unwrap());
+    for limit in [
+        "-v 100000",
+        "-v 300000",
+        "-v 600000",
+        "-d 100000",
+        "-n 12",
+        "-s 100",
+    ] {
+        let anykvm = env!("CARGO_BIN_EXE_anykvm");
+        let script = format!(
+            "ulimit {limit} && exec {anykvm} boot --kernel {} --no-initrd --mem 64M",
+            kernel.path()
+        );
+        let output = Command::new("sh").args(["-c", &script]).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let is_refused = output.status.code() == Some(2) && stderr.lines().count() == 1;
+        let has_run = output.status.code() == Some(125) && stderr.contains("triple fault");
+        assert!(
+            is_refused || has_run,
+            "{limit}: {:?} {stderr}",
+            output.status
+        );
+        assert!(!limit.starts_with("-v") || is_refused, "{limit}: {stderr}");
+    }
+}
+
+#[test]
+fn a_doctor_whom_nobody_listens_to() {
+    let anykvm = env!("CARGO_BIN_EXE_anykvm");
+    let status = |script: &str| {
+        let script = format!("set -o pipefail; {}", script.replace("anykvm", anykvm));
+        let output = Command::new("bash").args(["-c", &script]).output().unwrap();
+        (output.status.code(), output.stderr.is_empty())
+    };
+    assert_eq!(status("anykvm doctor | true"), (Some(0), true));
+    assert_eq!(status("anykvm doctor --json | true"), (Some(0), true));
+    assert_eq!(status("anykvm doctor >/dev/full"), (Some(2), false));
+    assert_eq!(
+        status("anykvm doctor /nonexistent >/dev/full 2>/dev/full"),
+        (Some(2), true)
+    );
+    assert_eq!(status("anykvm boot --mem x 2>/dev/full"), (Some(2), true));
+    assert_eq!(
+        status("anykvm boot --kernel /nonexistent 2>&- >&- <&-"),
+        (Some(2), true)
+    );
+    assert_eq!(status("anykvm --help | true"), (Some(0), true));
+    let output = Command::new(anykvm)
+        .args(["doctor", "--json"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        text.starts_with("[\n  {\"finding\": \"ok\", \"about\": \"trial\""),
+        "{text}"
+    );
+    let output = Command::new(anykvm).arg("--version").output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(
+        text.starts_with("anykvm ") && text.contains(env!("CARGO_PKG_VERSION")),
+        "{text}"
+    );
+}
+
 #[test]
 fn a_disk_that_may_not_be_read_or_written() {
     if rustix::process::geteuid().is_root() {

@@ -6,3 +6,7 @@ mod confined;
 mod endings;
 mod errors;
 mod guest;
+mod images;
+mod linux;
+mod streams;
+mod terminal;

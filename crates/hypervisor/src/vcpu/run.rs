@@ -1,5 +1,6 @@
 //! KVM_RUN: requests, injection, execution, exits.
 
+use std::io::Write as _;
 use std::sync::atomic::Ordering;
 
 use kvm_bindings::{
@@ -319,7 +320,8 @@ impl Inner {
                     && let Some(report) = jit.take_difference()
                 {
                     // The VMM sees an emulation failure; this is for whoever asked for lock-step.
-                    eprintln!("anykvm: {report}");
+                    // A closed standard error must not end the VMM.
+                    let _ = writeln!(std::io::stderr(), "anykvm: {report}");
                 }
                 stop
             }

@@ -46,7 +46,7 @@ fn open() -> Option<Perf> {
         .create(true)
         .truncate(true)
         .open(&path)
-        .map_err(|e| eprintln!("anykvm: {path}: {e}"))
+        .map_err(|e| _ = writeln!(std::io::stderr(), "anykvm: {path}: {e}"))
         .ok()?;
     if kind == Kind::Dump {
         file.write_all(&header(pid)).ok()?;

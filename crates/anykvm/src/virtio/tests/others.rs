@@ -2,7 +2,8 @@
 
 use super::{BUFFER, Driver, NEXT, WRITE};
 use crate::devices::Output;
-use crate::virtio::{Console, ConsoleInput, Rng};
+use crate::virtio::{Console, Port, PortInput, Rng};
+use std::sync::Arc;
 
 #[test]
 fn random_bytes_fill_what_is_offered() {
@@ -25,10 +26,10 @@ fn random_bytes_fill_what_is_offered() {
 
 #[test]
 fn console_input_waits_for_buffers_and_buffers_for_input() {
-    let input = ConsoleInput::new();
+    let input = Arc::<PortInput>::default();
     let output = Output::for_test();
     let size = Some((24, 80));
-    let console = Console::new(input.clone(), output.clone(), size);
+    let console = Console::new(vec![Port::Console(input.clone(), output.clone())], size);
     let driver = Driver::ready(Box::new(console), 2);
     assert_eq!(driver.read(0x2000), [80, 0, 24, 0]);
     // Input first.
@@ -49,7 +50,7 @@ fn console_input_waits_for_buffers_and_buffers_for_input() {
 #[test]
 fn console_output_is_passed_on_whole() {
     let output = Output::for_test();
-    let console = Console::new(ConsoleInput::new(), output.clone(), None);
+    let console = Console::new(vec![Port::Console(Arc::default(), output.clone())], None);
     let driver = Driver::ready(Box::new(console), 2);
     let text: Vec<u8> = (0..10_000u32).map(|n| n as u8).collect();
     driver.put(BUFFER, &text);

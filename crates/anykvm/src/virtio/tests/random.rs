@@ -5,7 +5,8 @@ use super::block::Image;
 use super::{BUFFER, Driver, MEM, NEXT, QUEUE_LEN, WRITE, rings};
 use crate::devices::Output;
 use crate::pci::Function;
-use crate::virtio::{Backend, Console, ConsoleInput, Rng};
+use crate::virtio::{Backend, Console, Port, PortInput, Rng};
+use std::sync::Arc;
 
 const ROUNDS: u32 = 40;
 const STEPS: u32 = 300;
@@ -114,9 +115,19 @@ fn random_numbers_survive_random_drivers() {
 
 #[test]
 fn consoles_survive_random_drivers() {
+    let output = Output::for_nobody;
     torture(3, 2, || {
-        let input = ConsoleInput::new();
+        let input = Arc::<PortInput>::default();
         input.feed(&[b'x'; 1000]);
-        Box::new(Console::new(input, Output::for_nobody(), None))
+        Box::new(Console::new(vec![Port::Console(input, output())], None))
+    });
+    // With control queues; the last queue is the stream that nobody reads.
+    torture(4, 8, || {
+        let ports = vec![
+            Port::Console(Arc::default(), output()),
+            Port::In("in", Arc::default()),
+            Port::Out("out", output()),
+        ];
+        Box::new(Console::new(ports, None))
     });
 }

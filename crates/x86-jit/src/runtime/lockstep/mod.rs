@@ -26,6 +26,7 @@ mod shadow;
 pub(crate) mod turn;
 
 use core::fmt;
+use std::io::Write as _;
 
 use x86_cpu::{CpuState, EngineArea, Flush, Shadow};
 
@@ -106,7 +107,10 @@ impl<B: JitBus> Drop for Lockstep<B> {
     /// Whoever asked for lock-step sees that it was there.
     fn drop(&mut self) {
         let LockstepStats { stretches, again } = self.stats;
-        eprintln!("anykvm: lock-step: {stretches} stretches compared, {again} of them again");
+        let _ = writeln!(
+            std::io::stderr(),
+            "anykvm: lock-step: {stretches} stretches compared, {again} of them again"
+        );
     }
 }
 

@@ -1,0 +1,89 @@
+//! Bytes of ours on their way to a port of the guest.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+
+use crate::devices::lock;
+
+/// Rings the doorbell of the port's receive queue.
+type Bell = Box<dyn Fn() + Send + Sync>;
+
+#[derive(Default)]
+struct State {
+    bytes: VecDeque<u8>,
+    /// Nothing comes any more.
+    is_ended: bool,
+}
+
+/// A queue of bytes.
+#[derive(Default)]
+pub(crate) struct PortInput {
+    state: Mutex<State>,
+    taken: Condvar,
+    /// Once there is a device.
+    bell: OnceLock<Bell>,
+}
+
+impl PortInput {
+    /// Queues bytes; they wait until the guest takes them.
+    pub(crate) fn feed(&self, bytes: &[u8]) {
+        lock(&self.state).bytes.extend(bytes);
+        self.ring();
+    }
+
+    /// After what is queued comes the end.
+    pub(crate) fn end(&self) {
+        lock(&self.state).is_ended = true;
+        self.ring();
+    }
+
+    /// How many bytes wait.
+    pub(crate) fn backlog(&self) -> usize {
+        lock(&self.state).bytes.len()
+    }
+
+    /// Waits until at most `max` bytes wait.
+    pub(crate) fn wait_for_room(&self, max: usize) {
+        let mut state = lock(&self.state);
+        while state.bytes.len() > max {
+            state = self
+                .taken
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// All was taken, and nothing comes any more.
+    pub(super) fn is_at_end(&self) -> bool {
+        let state = lock(&self.state);
+        state.is_ended && state.bytes.is_empty()
+    }
+
+    /// Gives `sink` up to `max` bytes in one or two pieces; how many.
+    pub(super) fn take(
+        &self,
+        max: usize,
+        mut sink: impl FnMut(&[u8]) -> std::io::Result<()>,
+    ) -> std::io::Result<usize> {
+        let mut state = lock(&self.state);
+        let len = state.bytes.len().min(max);
+        let (first, second) = state.bytes.as_slices();
+        let in_first = len.min(first.len());
+        sink(first.get(..in_first).unwrap_or_default())?;
+        sink(second.get(..len - in_first).unwrap_or_default())?;
+        state.bytes.drain(..len);
+        self.taken.notify_all();
+        Ok(len)
+    }
+
+    /// The first device has the input.
+    pub(super) fn connect(&self, bell: Bell) {
+        let _ = self.bell.set(bell);
+    }
+
+    fn ring(&self) {
+        if let Some(bell) = self.bell.get() {
+            bell();
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! A pseudo terminal, and `anykvm` on it.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Instant;
+
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{LocalModes, OptionalActions, Winsize, tcgetattr, tcsetattr, tcsetwinsize};
+
+use crate::guest::LIMIT;
+
+/// A terminal with a process as the leader of its session.
+pub(crate) struct Terminal {
+    master: Option<File>,
+    /// Kept, so that the modes can be looked at.
+    slave: File,
+    /// What was shown on it, or came through the pipe that stands for standard output.
+    shown: Receiver<Vec<u8>>,
+    pub(crate) child: Child,
+    pub(crate) stdout: Option<ChildStdout>,
+    pub(crate) stderr: Option<ChildStderr>,
+}
+
+impl Terminal {
+    /// Which of standard input, output and error are the terminal; others are empty, or pipes.
+    pub(crate) fn start(command: &Command, is_terminal: [bool; 3]) -> Self {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        let master = openpt(flags).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let name = ptsname(&master, Vec::new()).unwrap();
+        // O_NOCTTY: it must not become the terminal of the test's own session.
+        let slave = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(i32::try_from(rustix::fs::OFlags::NOCTTY.bits()).unwrap())
+            .open(name.to_str().unwrap())
+            .unwrap();
+        let stream = |is_terminal: bool, other: Stdio| {
+            if is_terminal {
+                Stdio::from(slave.try_clone().unwrap())
+            } else {
+                other
+            }
+        };
+        let [input, output, errors] = is_terminal;
+        // `setsid --ctty` takes its standard input for the terminal.
+        let mut child = if input {
+            let mut child = Command::new("setsid");
+            child.arg("--ctty").arg(command.get_program());
+            child
+        } else {
+            Command::new(command.get_program())
+        };
+        let mut child = child
+            .args(command.get_args())
+            .stdin(stream(input, Stdio::null()))
+            .stdout(stream(output, Stdio::piped()))
+            .stderr(stream(errors, Stdio::piped()))
+            .spawn()
+            .unwrap();
+        let master = File::from(master);
+        let shown = read_on(master.try_clone().unwrap());
+        Self {
+            master: Some(master),
+            slave,
+            shown,
+            stdout: child.stdout.take(),
+            stderr: child.stderr.take(),
+            child,
+        }
+    }
+
+    /// What is shown until this is among it.
+    pub(crate) fn read_until(&mut self, what: &str) -> String {
+        let deadline = Instant::now() + LIMIT;
+        let mut text = String::new();
+        while !text.contains(what) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.shown.recv_timeout(left) {
+                Ok(bytes) => text.push_str(&String::from_utf8_lossy(&bytes)),
+                Err(error) => panic!("no {what:?} ({error}) in {text:?}"),
+            }
+        }
+        text
+    }
+
+    pub(crate) fn type_keys(&mut self, keys: &[u8]) {
+        self.master.as_mut().unwrap().write_all(keys).unwrap();
+    }
+
+    pub(crate) fn resize(&self, rows: u16, columns: u16) {
+        let size = Winsize {
+            ws_row: rows,
+            ws_col: columns,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        tcsetwinsize(self.master.as_ref().unwrap(), size).unwrap();
+    }
+
+    /// Lines, echo and keys that are signals: as it was before anybody used it.
+    pub(crate) fn is_cooked(&self) -> bool {
+        let modes = tcgetattr(&self.slave).unwrap().local_modes;
+        modes.contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
+    }
+
+    /// As a pager does: keys one by one, without echo.
+    pub(crate) fn take_keys(&self) {
+        let mut modes = tcgetattr(&self.slave).unwrap();
+        modes.local_modes -= LocalModes::ICANON | LocalModes::ECHO;
+        tcsetattr(&self.slave, OptionalActions::Now, &modes).unwrap();
+    }
+
+    /// A key that the pager reads.
+    pub(crate) fn read_key(&self) -> u8 {
+        let mut key = [0];
+        (&self.slave).read_exact(&mut key).unwrap();
+        key[0]
+    }
+
+    /// The window is closed.
+    pub(crate) fn hang_up(&mut self) {
+        // The reading thread has another descriptor of it, which TIOCVHANGUP would not need.
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+        drop(self.master.take());
+    }
+}
+
+fn read_on(mut master: File) -> Receiver<Vec<u8>> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        let mut buffer = [0; 4096];
+        // A master without slaves gives an error.
+        while let Ok(len @ 1..) = master.read(&mut buffer) {
+            if sender.send(buffer[..len].to_vec()).is_err() {
+                return;
+            }
+        }
+    });
+    receiver
+}

@@ -1,0 +1,164 @@
+//! What `cargo xtask ci` needs of the machine, found out before anything is built: packages of
+//! Debian's, package lists, the i386 architecture. Root gets it installed, others are told once, with
+//! one command, all that is missing.
+
+use std::{fs, path::Path, process::Command};
+
+use crate::{debian::is_installed, tool::tool};
+
+/// The union of what the steps use.
+const PACKAGES: &[&str] = &[
+    "busybox-static",
+    "e2fsprogs",
+    "gcc",
+    "gdb",
+    "libc6-dev",
+    "linux-libc-dev",
+    "make",
+    "mtools",
+    "openssl",
+    "ovmf",
+    "perl-base",
+    "python3",
+    "qemu-system-x86",
+    "qemu-utils",
+    "rt-tests",
+    "sqlite3",
+    "syslinux",
+    "xz-utils",
+    "zstd",
+];
+/// For its busybox, the 32-bit program of the suite.
+const ARCHITECTURE: &str = "i386";
+
+/// What is missing.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Missing {
+    packages: Vec<&'static str>,
+    architecture: bool,
+    lists: bool,
+}
+
+impl Missing {
+    fn find() -> Self {
+        Self {
+            packages: PACKAGES
+                .iter()
+                .copied()
+                .filter(|p| !is_installed(p))
+                .collect(),
+            architecture: !has_architecture(),
+            lists: !has_lists(Path::new("/var/lib/apt/lists")),
+        }
+    }
+
+    fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The commands that put it right, for a shell of root's.
+    fn commands(&self) -> Vec<String> {
+        let mut commands = Vec::new();
+        if self.architecture {
+            commands.push(format!("dpkg --add-architecture {ARCHITECTURE}"));
+        }
+        if !self.is_nothing() {
+            commands.push("apt-get update".to_owned());
+        }
+        if !self.packages.is_empty() {
+            commands.push(format!(
+                "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends {}",
+                self.packages.join(" ")
+            ));
+        }
+        commands
+    }
+}
+
+/// Installs what is missing, or says it.
+pub(crate) fn check() -> Result<(), String> {
+    if tool(Command::new("dpkg-query").arg("--version")).is_err() {
+        return Err("the suite runs on Debian: there is no dpkg here".to_owned());
+    }
+    let missing = Missing::find();
+    if missing.is_nothing() {
+        return Ok(());
+    }
+    let commands = missing.commands();
+    if tool(Command::new("id").arg("-u"))?.trim() != "0" {
+        return Err(format!(
+            "this machine lacks something. Please run this once, then again what you ran:\n\n    \
+             sudo sh -c '{}'\n",
+            commands.join(" && ")
+        ));
+    }
+    for command in &commands {
+        eprintln!("ci: {command}");
+        // Twice: a qemu-utils of another release gives way to the QEMU that is installed first.
+        let run = || tool(Command::new("sh").args(["-c", command]));
+        run().or_else(|_| run())?;
+    }
+    let missing = Missing::find();
+    if missing.is_nothing() {
+        return Ok(());
+    }
+    Err(format!("still missing after apt-get: {missing:?}"))
+}
+
+fn has_architecture() -> bool {
+    tool(Command::new("dpkg").arg("--print-foreign-architectures"))
+        .is_ok_and(|text| text.lines().any(|line| line == ARCHITECTURE))
+}
+
+/// Lists of packages for both architectures.
+fn has_lists(folder: &Path) -> bool {
+    let names: Vec<String> = fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    ["amd64", ARCHITECTURE].iter().all(|architecture| {
+        let part = format!("binary-{architecture}_Packages");
+        names.iter().any(|name| name.contains(&part))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_is_said_at_once() {
+        let missing = Missing {
+            packages: vec!["gdb", "zstd"],
+            architecture: true,
+            lists: true,
+        };
+        let text = missing.commands().join(" && ");
+        assert!(text.starts_with("dpkg --add-architecture i386 && apt-get update && "));
+        assert!(text.ends_with(" gdb zstd"), "{text}");
+        assert!(Missing::default().commands().is_empty());
+    }
+
+    #[test]
+    fn lists_of_both_architectures_are_needed() {
+        let folder = std::env::temp_dir().join(format!("anykvm-lists-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        assert!(!has_lists(&folder));
+        fs::write(
+            folder.join("x_dists_bookworm_main_binary-amd64_Packages.lz4"),
+            "",
+        )
+        .unwrap();
+        assert!(!has_lists(&folder));
+        fs::write(
+            folder.join("x_dists_bookworm_main_binary-i386_Packages"),
+            "",
+        )
+        .unwrap();
+        assert!(has_lists(&folder));
+        fs::remove_dir_all(&folder).unwrap();
+        assert!(!has_lists(&folder));
+    }
+}
