@@ -1,6 +1,7 @@
 //! Why the machine stopped, and the exit status that follows from it.
 
-use crate::devices::Closed;
+use rustix::io::Errno as Closed;
+
 use crate::error::BootError;
 
 /// Exit status for wrong usage and for everything that fails before the guest runs.

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 
 pub(crate) use control::Connection;
-pub(crate) use output::{Closed, Output, Stream};
+pub(crate) use output::{Output, Stream};
 pub(crate) use power::SLEEP_TYPE_S5;
 pub(crate) use serial::{Edge, Sink};
 pub(crate) use watch::{LastWords, Watch};

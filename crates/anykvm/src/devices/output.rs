@@ -41,7 +41,7 @@ pub(crate) struct Output {
 }
 
 /// Why a stream cannot be written to any more.
-pub(crate) type Closed = rustix::io::Errno;
+type Closed = rustix::io::Errno;
 
 impl Output {
     /// Starts the writer; `on_closed` is called once if the stream cannot be written to any more:

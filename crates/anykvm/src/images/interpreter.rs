@@ -89,7 +89,7 @@ mod tests {
         assert_eq!(script("#! /bin/sh -e\n"), Some("/bin/sh".into()));
         assert!(script("#!/usr/bin/env sh\n").unwrap().ends_with("sh"));
         assert_eq!(script("\x7fELF"), None);
-        assert_eq!(folders("/usr/lib/x\n/\nrelative\n"), [PathBuf::new(); 0]);
+        assert!(folders("/usr/lib/x\n/\nrelative\n").is_empty());
         assert_eq!(
             folders("/usr/share/doc\n/usr/share\n"),
             [PathBuf::from("/usr/share")]

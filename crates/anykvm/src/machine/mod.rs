@@ -9,7 +9,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use anykvm_ioctls::{Cap, Kvm};
-use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 
 use crate::cli::{BootArgs, ConsoleKind, Mitigations};
 use crate::devices::{Connection, LastWords, Output, Stream};
@@ -67,13 +67,7 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     let vm = Arc::new(board::new_vm(&kvm, cpus)?);
     vm.set_static_memory(memory)
         .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
-    let mut supported = kvm
-        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
-    // Not in the list, as it needs the in-kernel LAPIC, which this machine has.
-    if kvm.check_extension(Cap::TscDeadlineTimer) {
-        vcpu::offer_tsc_deadline(&mut supported);
-    }
+    let supported = supported_cpuid(&kvm)?;
 
     let closed = endings.clone();
     let output = Output::start(Stream::Out, move |errno| {
@@ -141,6 +135,18 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     // The other threads end with the process; what they use stays until then.
     std::mem::forget((vm, kvm, devices));
     Ok(ending.verdict(!args.command.is_empty(), words.panic()))
+}
+
+/// What vCPUs of this machine may show.
+fn supported_cpuid(kvm: &Kvm) -> Result<CpuId, BootError> {
+    let mut supported = kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
+    // Not in the list, as it needs the in-kernel LAPIC, which this machine has.
+    if kvm.check_extension(Cap::TscDeadlineTimer) {
+        vcpu::offer_tsc_deadline(&mut supported);
+    }
+    Ok(supported)
 }
 
 /// One line for each statistic that is not zero everywhere, a column for each vCPU.
