@@ -269,14 +269,7 @@ fn what_other_programs_options_look_like() {
 #[test]
 fn limits_of_the_process() {
     let kernel = kernel(|a| a.ud2().unwrap());
-    for limit in [
-        "-v 100000",
-        "-v 300000",
-        "-v 600000",
-        "-d 100000",
-        "-n 12",
-        "-s 100",
-    ] {
+    for limit in ["-v 100000", "-v 300000", "-v 600000", "-d 100000", "-n 12"] {
         let anykvm = env!("CARGO_BIN_EXE_anykvm");
         let script = format!(
             "ulimit {limit} && exec {anykvm} boot --kernel {} --no-initrd --mem 64M",
