@@ -103,6 +103,8 @@ pub(crate) enum BenchSuite {
     Ctxsw,
     /// Random accesses to tables of 16 MiB to 2 GiB, in pages of 4 KiB and 2 MiB.
     Memory,
+    /// Changes of CR0.WP and other inputs of the permission check, and visits to SMM.
+    Wp,
 }
 
 /// `anykvm exec`.

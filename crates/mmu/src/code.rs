@@ -8,10 +8,7 @@ use std::sync::atomic::Ordering;
 
 use guest_memory::{HostPage, slot::CODE_CHUNK};
 use x86_cpu::{Access, CodePage, CpuState, Privilege};
-use x86_defs::{
-    control::{cr4, efer},
-    paging::PAGE_SIZE,
-};
+use x86_defs::{control::cr4, paging::PAGE_SIZE};
 
 use crate::{
     Miss, Mmu, View,
@@ -223,7 +220,7 @@ pub(crate) struct GlobalFetch {
     /// Changes when a flush may have dropped one of them.
     epoch: u64,
     /// Paging modes and controls that `epoch` belongs to.
-    controls: u64,
+    pub(crate) controls: u64,
     pages: Filter<PAGE_WORDS>,
     /// 4 MiB regions of large pages.
     regions: Filter<REGION_WORDS>,
@@ -619,24 +616,13 @@ impl Mmu {
         }
     }
 
-    /// CR0, CR3, CR4 or EFER changed.
-    pub(crate) fn note_fetch_controls(&mut self, cpu: &CpuState) {
-        let controls = cpu.cr4
-            | (cpu.efer & efer::NXE) << 32
-            | (self.paging.mode as u64) << 48
-            | (self.paging.space as u64) << 56;
-        if controls != self.global_fetch.controls {
-            self.global_fetch.controls = controls;
-            self.flush_global_fetch(None);
-        }
-    }
-
     /// The VMM may have written code: each page is compared with what was fetched from it
     /// before it is executed again. Cheap by itself; pages that are not executed cost nothing.
     pub fn recheck_code(&mut self) {
         self.verification = self.verification.map(|v| v + 1);
         self.exposed.clear();
         self.global_fetch.epoch = self.next_tick();
+        self.other_fetch.epoch = self.next_tick();
         self.verify_view();
     }
 

@@ -22,6 +22,8 @@ const MAX_VIEWS: usize = 6;
 /// Pages whose flush is recorded one by one for a context that is not current.
 const MAX_PENDING_PAGES: usize = 32;
 
+/// Bit of [`Key::world`]: SMM's address space of slots.
+pub(crate) const SPACE_SHIFT: u32 = 3;
 /// Worlds that there may be: [`Key::world`] is less.
 pub(crate) const WORLDS: usize = 32;
 
@@ -157,7 +159,7 @@ impl Mmu {
         self.forget_devices();
         let p = &self.paging;
         let key = Key {
-            world: p.mode as u8 | p.space << 3 | u8::from(p.nxe) << 4,
+            world: p.mode as u8 | p.space << SPACE_SHIFT | u8::from(p.nxe) << 4,
             pcid: p.pcid,
         };
         let found = self.contexts.iter().position(|c| c.key == key);
@@ -259,7 +261,7 @@ impl Mmu {
     }
 
     /// The second level has nothing global of this world any more.
-    fn renew_global_key(&mut self, world: usize) {
+    pub(crate) fn renew_global_key(&mut self, world: usize) {
         self.global_keys[world] = self.new_reach_key();
         for i in 0..self.contexts.len() {
             if usize::from(self.contexts[i].key.world) == world {

@@ -2,9 +2,9 @@
 
 use guest_memory::{HostPage, memory::NewCode};
 use x86_cpu::{CpuState, Exception, Flush};
-use x86_defs::paging::P;
+use x86_defs::{control::efer, paging::P};
 
-use crate::{Mmu, Mode, Paging, l1::Half, paging::Controls, written::Tags};
+use crate::{Mmu, Mode, Paging, context::SPACE_SHIFT, l1::Half, paging::Controls, written::Tags};
 
 impl Mmu {
     /// CR0, CR3, CR4 or EFER changed: selects the context; in PAE mode loads the
@@ -60,6 +60,19 @@ impl Mmu {
         self.select_tables(cpu);
     }
 
+    /// CR0, CR3, CR4 or EFER changed, or SMM was entered or left.
+    fn note_fetch_controls(&mut self, cpu: &CpuState) {
+        if self.fetch_space != self.paging.space {
+            self.fetch_space = self.paging.space;
+            core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
+        }
+        let controls = cpu.cr4 | (cpu.efer & efer::NXE) << 32 | (self.paging.mode as u64) << 48;
+        if controls != self.global_fetch.controls {
+            self.global_fetch.controls = controls;
+            self.flush_global_fetch(None);
+        }
+    }
+
     /// Forgets translations.
     pub fn flush(&mut self, cpu: &CpuState, what: Flush) {
         self.stats.flushes += 1;
@@ -70,6 +83,8 @@ impl Mmu {
             Flush::PcidPage(pcid, gva) => self.flush_page(gva, Some(pcid)),
             Flush::Pcid(pcid) => self.flush_non_global(tick, Some(pcid)),
             Flush::NonGlobal => self.flush_non_global(tick, None),
+            // SMM has translations of its own.
+            Flush::All if self.paging.space != 0 => self.flush_space(tick),
             Flush::All => self.flush_everything(),
         }
         // The caller may have changed registers that select the view as well.
@@ -110,11 +125,33 @@ impl Mmu {
         self.next_tick();
     }
 
+    /// All translations of SMM's address space of slots.
+    fn flush_space(&mut self, tick: u64) {
+        self.l2.flush_all(tick);
+        self.flush_global_fetch(None);
+        for i in 0..self.contexts.len() {
+            let world = usize::from(self.contexts[i].key.world);
+            if world >> SPACE_SHIFT & 1 != 0 {
+                self.contexts[i].flushed = tick;
+                self.renew_key(i);
+                self.renew_global_key(world);
+                if i != self.current {
+                    self.contexts[i].pending.all();
+                }
+            }
+        }
+        self.flush_current();
+        self.next_tick();
+    }
+
     pub(crate) fn flush_everything(&mut self) {
         self.forget_devices();
         let tick = self.next_tick();
         self.l2.flush_all(tick);
         self.flush_global_fetch(None);
+        core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
+        self.flush_global_fetch(None);
+        core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
         for (i, c) in self.contexts.iter_mut().enumerate() {
             c.flushed = tick;
             if i != self.current {

@@ -176,6 +176,9 @@ pub struct Mmu {
     written: written::Written,
     generations: code::GenerationCache,
     global_fetch: code::GlobalFetch,
+    /// That of the address space of slots that is not the current one: SMM's, or in SMM the other.
+    other_fetch: code::GlobalFetch,
+    fetch_space: u8,
     global_pages: code::GlobalPages,
     code_changes: Arc<AtomicU64>,
     sums: HashMap<u64, code::Sum, hash::ByIdentity>,
@@ -221,6 +224,8 @@ impl Mmu {
             written: written::Written::default(),
             generations: code::GenerationCache::default(),
             global_fetch: code::GlobalFetch::default(),
+            other_fetch: code::GlobalFetch::default(),
+            fetch_space: 0,
             global_pages: code::GlobalPages::default(),
             sums: HashMap::default(),
             verification: [0; 2],

@@ -62,7 +62,8 @@ pub(crate) struct Controls {
 impl Controls {
     pub(crate) fn of(cpu: &CpuState) -> Self {
         Self {
-            cr0: cpu.cr0,
+            // WP selects a view, TS says nothing here.
+            cr0: cpu.cr0 & cr0::PG,
             cr4: cpu.cr4,
             efer: cpu.efer,
             in_smm: cpu.events.in_smm,

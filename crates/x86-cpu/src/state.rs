@@ -106,6 +106,9 @@ pub struct CpuState {
     pub fp: FpState,
     /// Working memory of an execution engine.
     pub engine: EngineArea,
+    /// What translations depended on when the last SMI was taken: CR0.PG, CR3, CR4, EFER. A return from SMM to the same
+    /// finds them as they were. All zero after a restored state: the return flushes then.
+    pub smi_controls: [u64; 4],
     /// Events retired while somebody counted them. (Last: generated code has what is before it
     /// within reach.)
     pub retired: Retired,
@@ -237,6 +240,7 @@ impl Default for CpuState {
             features: Features::default(),
             fp: FpState::default(),
             engine: EngineArea::default(),
+            smi_controls: [0; 4],
             retired: Retired::default(),
         }
     }

@@ -176,6 +176,7 @@ impl Image {
 pub fn enter<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Stop> {
     let saved = cpu.clone();
     let image = Image::of(cpu);
+    cpu.smi_controls = controls(cpu);
     flat_mode(cpu);
     cpu.events.in_smm = true;
     let segment = |selector: u16, base: u64| Segment {
@@ -231,7 +232,11 @@ pub(crate) fn leave<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), 
         }
         cpu.events.smm_inside_nmi = false;
         cpu.update_mode();
-        switch(cpu, bus)
+        switch(cpu, bus)?;
+        if core::mem::take(&mut cpu.smi_controls) != controls(cpu) {
+            bus.flush(cpu, Flush::All);
+        }
+        Ok(())
     });
     let unmasked = saved.events.nmi_masked;
     finish(cpu, bus, saved, restored)?;
@@ -249,11 +254,16 @@ fn flat_mode(cpu: &mut CpuState) {
     cpu.rflags &= !rflags::VM;
 }
 
+/// Selects the translations of the state, which SMM has of its own: nothing is flushed.
 fn switch<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Fault> {
     bus.load_root(cpu)?;
-    bus.flush(cpu, Flush::All);
     bus.select_view(cpu);
     Ok(())
+}
+
+/// What translations depend on: a handler may return to others than it came from.
+fn controls(cpu: &CpuState) -> [u64; 4] {
+    [cpu.cr0 & cr0::PG, cpu.cr3, cpu.cr4, cpu.efer]
 }
 
 /// Undoes everything for an exit; a fault here is a shutdown (vol. 3, 32.3.1).

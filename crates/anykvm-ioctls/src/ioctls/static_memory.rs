@@ -19,7 +19,20 @@ impl VmFd {
     ///
     /// Those of the ioctl; regions before the refused one stay.
     pub fn set_static_memory(&self, memory: &'static GuestMemoryMmap<()>) -> Result<()> {
-        for (slot, region) in (0..).zip(memory.iter()) {
+        self.set_static_memory_of(0, memory)
+    }
+
+    /// The same in one of the two address spaces of slots: 1 is SMM's.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::set_static_memory`].
+    pub fn set_static_memory_of(
+        &self,
+        space: u16,
+        memory: &'static GuestMemoryMmap<()>,
+    ) -> Result<()> {
+        for (slot, region) in (u32::from(space) << 16..).zip(memory.iter()) {
             let slot = kvm_userspace_memory_region {
                 slot,
                 flags: 0,

@@ -13,7 +13,7 @@ const CODE: u64 = 0x1000;
 const TABLES: u64 = 0x2000;
 /// Where there is no RAM: 1 MiB.
 pub(super) const DEVICE: u32 = 0x10_0000;
-const RAM: u64 = 0x10000;
+const RAM: u64 = 0x80000;
 
 /// How the code is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +28,7 @@ pub(super) enum Mode {
 pub(super) struct Bare {
     pub(super) vcpu: VcpuFd,
     pub(super) vm: VmFd,
+    pub(super) ram: &'static GuestMemory,
 }
 
 impl Bare {
@@ -44,13 +45,13 @@ impl Bare {
                 .map_err(BootError::guest("code"))
         };
         write(CODE, code)?;
-        let (present, large) = (3u64, 0x80);
+        let (present, large_global) = (3u64, 0x180);
         write(TABLES, &((TABLES + 0x1000) | present).to_le_bytes())?;
         write(
             TABLES + 0x1000,
             &((TABLES + 0x2000) | present).to_le_bytes(),
         )?;
-        write(TABLES + 0x2000, &(present | large).to_le_bytes())?;
+        write(TABLES + 0x2000, &(present | large_global).to_le_bytes())?;
         vm.set_static_memory(ram)
             .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
         let vcpu = vm
@@ -88,6 +89,6 @@ impl Bare {
         };
         vcpu.set_regs(&start)
             .map_err(BootError::kvm("KVM_SET_REGS"))?;
-        Ok(Self { vcpu, vm })
+        Ok(Self { vcpu, vm, ram })
     }
 }

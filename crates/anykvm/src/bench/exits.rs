@@ -70,7 +70,9 @@ pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
 }
 
 fn measure(mode: Mode, irqchip: bool, code: &[u8]) -> Result<f64, BootError> {
-    let Bare { mut vcpu, vm: _vm } = Bare::new(mode, irqchip, code)?;
+    let Bare {
+        mut vcpu, vm: _vm, ..
+    } = Bare::new(mode, irqchip, code)?;
     let mut best = f64::INFINITY;
     for _ in 0..RUNS {
         let begin = Instant::now();

@@ -14,6 +14,7 @@ mod memory;
 mod plot;
 mod report;
 mod workloads;
+mod wp;
 
 use std::io::Write;
 
@@ -56,7 +57,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     let needs_files = args
         .suites
         .iter()
-        .any(|s| !matches!(s, BenchSuite::Exits | BenchSuite::Doorbell));
+        .any(|s| !matches!(s, BenchSuite::Exits | BenchSuite::Doorbell | BenchSuite::Wp));
     let mut files = if needs_files {
         Some(Files::new(args.kernel.as_deref(), &args.qemu)?)
     } else {
@@ -65,6 +66,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     for suite in &args.suites {
         let text = match (suite, &mut files) {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
+            (BenchSuite::Wp, _) => wp::run(&mut verdict)?,
             (BenchSuite::Doorbell, _) => {
                 let qemu = (!args.no_tcg).then_some(args.qemu.as_path());
                 doorbell::run(&mut verdict, qemu, args.svg.as_deref())?

@@ -193,8 +193,32 @@ impl Translator {
         self.jump(d.offset);
     }
 
+    /// An instruction that may do no more than select another view.
+    pub(super) fn change_view(&mut self, d: &Decoded) {
+        match d.kind {
+            Kind::ToCr0 => self.write_protection(d),
+            _ => self.access_control(d),
+        }
+    }
+
+    /// MOV to CR0: another view, if WP is all that changes.
+    fn write_protection(&mut self, d: &Decoded) {
+        let n = d.i.op1_register().number() as u8;
+        self.spill_flags(d);
+        match host_reg(n) {
+            Some(r) => self.asm.mov(S0, r),
+            None => self.asm.load(S0, home(n)),
+        }
+        self.asm.mov_imm(S1, (requests::SET_CR0 | d.offset).into());
+        self.asm.call_to(self.thunks.write_protection);
+        // cmovne rsp, gs:[STACK]
+        self.asm
+            .alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
+        self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+    }
+
     /// STAC and CLAC: another view of the same tables.
-    pub(super) fn access_control(&mut self, d: &Decoded) {
+    fn access_control(&mut self, d: &Decoded) {
         let set = d.i.mnemonic() == Mnemonic::Stac;
         let what = [requests::CLEAR_AC, requests::SET_AC][usize::from(set)];
         self.spill_flags(d);

@@ -8,7 +8,7 @@
 //! there is much of it, which bounds its depth.
 
 use mmu::l1::{INLINE_CACHES_USED, inline_cache};
-use x86_defs::rflags;
+use x86_defs::{control::cr0, rflags};
 
 use crate::{
     asm::*,
@@ -65,6 +65,8 @@ pub(crate) struct Thunks {
     pub(crate) switch: usize,
     /// Called by CLAC, and by STAC, as [`Self::switch`].
     pub(crate) access: [usize; 2],
+    /// Called by MOV to CR0, as [`Self::switch`]; r14 is the value.
+    pub(crate) write_protection: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is [`site`]. Returns the host address in r14, and
     /// "above" in the flags; or something else, for [`Self::refused`].
     pub(crate) miss: usize,
@@ -143,12 +145,13 @@ fn load_near_words(a: &mut Asm) {
 }
 
 /// Goes on with the tables of the supervisor's other view, and RFLAGS.AC as it belongs to it, if they are known.
-fn change_view(a: &mut Asm, set: bool, otherwise: usize) {
-    let [from, to] = [!set, set].map(|ac| gs(VIEWS[usize::from(ac)]));
-    a.alu(true, Alu::Cmp, TLB, from);
-    let unknown = a.jcc(cc::NE);
-    a.patch(unknown, otherwise);
-    a.load(S0, to);
+fn change_access(a: &mut Asm, set: bool, otherwise: usize) -> usize {
+    let place = a.here();
+    let [from, to] = [!set, set].map(|ac| [false, true].map(|wp| view_of(wp, ac)));
+    let unknown = select_view(a, S0, from, to);
+    for site in unknown {
+        a.patch(site, otherwise);
+    }
     a.load32(S1, gs(RFLAGS));
     if set {
         a.alu_imm(false, Alu::Or, S1, rflags::AC as i32);
@@ -156,6 +159,58 @@ fn change_view(a: &mut Asm, set: bool, otherwise: usize) {
         a.alu_imm(false, Alu::And, S1, !(rflags::AC as i32));
     }
     a.store32(gs(RFLAGS), S1);
+    go_on_with_view(a);
+    place
+}
+
+/// Goes on with CR0 = r14 and the tables of the view that belongs to it, if nothing but WP changes and they are known.
+fn change_write_protection(a: &mut Asm, otherwise: usize) -> usize {
+    let place = a.here();
+    push(a, RAX);
+    a.mov(RAX, S0);
+    a.alu(true, Alu::Xor, RAX, gs(CR0));
+    a.alu_imm(true, Alu::And, RAX, !(cr0::WP as i32));
+    let other_bits = a.jcc(cc::NE);
+    a.rr(false, &[0xf7], 0, S0); // test r14d, …
+    a.bytes(&(cr0::WP as u32).to_le_bytes());
+    let sets = a.jcc(cc::NE);
+    let [clear, set] = [false, true].map(|wp| [false, true].map(|ac| view_of(wp, ac)));
+    let not_cleared = select_view(a, RAX, set, clear);
+    let selected = a.jmp();
+    let here = a.here();
+    a.patch(sets, here);
+    let not_set = select_view(a, RAX, clear, set);
+    let here = a.here();
+    a.patch(selected, here);
+    a.store(gs(CR0), S0);
+    a.mov(S0, RAX);
+    pop(a, RAX);
+    go_on_with_view(a);
+    let here = a.here();
+    for site in [other_bits].into_iter().chain(not_cleared).chain(not_set) {
+        a.patch(site, here);
+    }
+    pop(a, RAX);
+    a.jmp_to(otherwise);
+    place
+}
+
+/// `to` becomes the tables beside the live ones in one of two pairs of [`VIEWS`]. Returns the branches if they are in none.
+fn select_view(a: &mut Asm, to: Reg, from: [usize; 2], views: [usize; 2]) -> [usize; 2] {
+    a.load(to, gs(VIEWS[views[0]]));
+    a.alu(true, Alu::Cmp, TLB, gs(VIEWS[from[0]]));
+    let is_first = a.jcc(cc::E);
+    a.load(to, gs(VIEWS[views[1]]));
+    a.alu(true, Alu::Cmp, TLB, gs(VIEWS[from[1]]));
+    let is_other = a.jcc(cc::NE);
+    let here = a.here();
+    a.patch(is_first, here);
+    a.rr(true, &[0x85], to, to); // test
+    [is_other, a.jcc(cc::E)]
+}
+
+/// Goes on with the tables at r14.
+fn go_on_with_view(a: &mut Asm) {
     a.store(gs(TABLES), S0);
     a.store_imm(gs(IS_OTHER_VIEW), 1);
     for (_, near) in near_words().chain(near_constants()) {
@@ -393,9 +448,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.jmp_to(t.bail);
 
     for (set, thunk) in [false, true].into_iter().zip(&mut t.access) {
-        *thunk = a.here();
-        change_view(a, set, t.switch);
+        *thunk = change_access(a, set, t.switch);
     }
+    t.write_protection = change_write_protection(a, t.switch);
 
     t.miss = a.here();
     straddling(a, true, true);

@@ -88,9 +88,14 @@ pub(crate) const UNTIL: usize = word(29);
 pub(crate) const STOP: usize = word(96);
 /// What a string instruction found for its first operand, while it looks at the second.
 pub(crate) const SLOT: usize = word(24);
-/// The tables of the supervisor's view with RFLAGS.AC clear, and those with it set, if nothing but the tables differs
-/// between the two and generated code may change from the one to the other; or 0.
-pub(crate) const VIEWS: [usize; 2] = [word(26), word(27)];
+/// The tables of the supervisor's views by CR0.WP and RFLAGS.AC ([`view_of`]), if nothing but the tables differs
+/// between them and generated code may change from the one to the other; or 0.
+pub(crate) const VIEWS: [usize; 4] = [word(26), word(27), word(126), word(127)];
+/// Index in [`VIEWS`].
+pub(crate) const fn view_of(wp: bool, ac: bool) -> usize {
+    (wp as usize) << 1 | ac as usize
+}
+const _: () = assert!(word(127) < word(EngineArea::WORDS));
 /// Misses of a lane have become many.
 pub(crate) const LANES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.

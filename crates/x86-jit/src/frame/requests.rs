@@ -44,7 +44,9 @@ pub(crate) const SET_AC: u32 = 1 << 21;
 
 pub(crate) const CLEAR_AC: u32 = 1 << 22;
 
-/// The result of [`SET_AC`] and [`CLEAR_AC`] when mapping and mode have not changed.
+/// CR0 becomes r14, which differs from it in WP at most; else the interpreter does it.
+pub(crate) const SET_CR0: u32 = 1 << 28;
+/// The result of [`SET_AC`], [`CLEAR_AC`] and [`SET_CR0`] when mapping and mode have not changed.
 pub(crate) const SAME_KEY: u64 = 1;
 
 /// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.

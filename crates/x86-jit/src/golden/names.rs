@@ -130,8 +130,8 @@ impl Names {
             self.state
                 .insert((VECTORS + 32 * n) as u64, format!("VECTORS+{n}"));
         }
-        for [n, view] in [[0, 0], [1, 1]] {
-            self.state.insert(VIEWS[n] as u64, format!("VIEWS+{view}"));
+        for (n, view) in VIEWS.into_iter().enumerate() {
+            self.state.insert(view as u64, format!("VIEWS+{n}"));
         }
     }
 

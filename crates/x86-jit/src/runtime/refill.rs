@@ -2,7 +2,7 @@
 
 use mmu::l1::Half;
 use x86_cpu::{Access, CpuState, Exception, Privilege};
-use x86_defs::{rflags, vector};
+use x86_defs::{control::cr0, rflags, vector};
 
 use crate::{
     JitBus,
@@ -30,25 +30,31 @@ pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     }
 }
 
-/// STAC and CLAC. The next ones are generated code's own, if that is all that there is to them.
-fn change_access<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, set: bool) -> u64 {
-    let was_set = cpu.rflags & rflags::AC != 0;
+/// STAC, CLAC, or a change of CR0.WP: `change` does it. The next ones are generated code's own, if that is all that there is to them.
+fn change_view<B: JitBus>(
+    jit: &mut Jit<B>,
+    cpu: &mut CpuState,
+    bus: &mut B,
+    change: impl FnOnce(&mut CpuState),
+) -> u64 {
+    let view = |cpu: &CpuState| {
+        area::VIEWS[area::view_of(cpu.cr0 & cr0::WP != 0, cpu.rflags & rflags::AC != 0)]
+    };
+    let was = view(cpu);
     let key = target_key(cpu);
     let from = cpu.engine.words[index(area::TABLES)];
-    cpu.rflags &= !rflags::AC;
-    if set {
-        cpu.rflags |= rflags::AC;
-    }
+    change(cpu);
+    let is = view(cpu);
     bus.select_view(cpu);
     jit.set_view(cpu, bus);
     let same = target_key(cpu) == key;
-    if !same {
+    if !same || bus.mmu().views_made() != jit.views_made {
         forget_views(cpu);
     }
     let words = &mut cpu.engine.words;
-    if same && was_set != set && words[index(area::LOG)] == 0 {
-        words[index(area::VIEWS[usize::from(was_set)])] = from;
-        words[index(area::VIEWS[usize::from(set)])] = words[index(area::TABLES)];
+    if same && was != is && words[index(area::LOG)] == 0 {
+        words[index(was)] = from;
+        words[index(is)] = words[index(area::TABLES)];
         jit.views_made = bus.mmu().views_made();
     }
     requests::SAME_KEY + u64::from(!same)
@@ -65,7 +71,18 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
     };
     tell_view(cpu, bus);
     if site & (requests::SET_AC | requests::CLEAR_AC) != 0 {
-        return change_access(jit, cpu, bus, site & requests::SET_AC != 0);
+        return change_view(jit, cpu, bus, |cpu| {
+            cpu.rflags &= !rflags::AC;
+            if site & requests::SET_AC != 0 {
+                cpu.rflags |= rflags::AC;
+            }
+        });
+    }
+    if site & requests::SET_CR0 != 0 {
+        if (gva ^ cpu.cr0) & !cr0::WP != 0 {
+            return 0;
+        }
+        return change_view(jit, cpu, bus, |cpu| cpu.cr0 = gva);
     }
     if site & (requests::SYSCALL | requests::SYSRET | requests::IRETQ) != 0 {
         if site & requests::IRETQ != 0 {

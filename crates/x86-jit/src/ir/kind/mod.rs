@@ -62,6 +62,8 @@ pub(crate) enum Kind {
     Popf,
     /// MOV from a control register.
     FromControl,
+    /// MOV to CR0.
+    ToCr0,
     Cli,
     Sti,
     Swapgs,
@@ -132,6 +134,7 @@ pub(crate) fn of(kind: Kind, i: &Instruction, long: bool) -> Kind {
         {
             Kind::Interpret
         }
+        Kind::ToCr0 if i.op0_register() != Register::CR0 => Kind::Interpret,
         Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop if !operands_are_plain(i) => {
             Kind::Interpret
         }
@@ -146,7 +149,7 @@ fn is_checked<I: Iterator<Item = String>>(
     mut names: impl FnMut() -> I,
 ) -> bool {
     match kind {
-        Kind::String | Kind::FromControl => true,
+        Kind::String | Kind::FromControl | Kind::ToCr0 => true,
         Kind::Pop => i.code() != Code::Pop_r64,
         Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned => {
             let plain = |name: String| {
@@ -222,6 +225,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
             Kind::FromSegment
         }
         M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Kind::FromControl,
+        M::Mov if code == Code::Mov_cr_r64 => Kind::ToCr0,
         M::Rdfsbase | M::Rdgsbase | M::Wrfsbase | M::Wrgsbase
             if matches!(
                 code,

@@ -186,7 +186,6 @@ fn state_of_the_host_is_out_of_reach() {
         Code::Xsetbv,
         Code::Std,
         Code::Maskmovdqu_rDI_xmm_xmm,
-        Code::Mov_cr_r64,
         Code::Mov_r64_dr,
         Code::Mov_Sreg_r64m16,
         Code::Popw_FS,

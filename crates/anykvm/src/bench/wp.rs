@@ -1,0 +1,176 @@
+//! `anykvm bench wp`: what changes of CR0.WP, of other inputs of the permission check, and visits to SMM cost.
+//!
+//! A guest of a few instructions repeats each change; what an empty loop takes is subtracted. The best of many runs counts. Nothing
+//! that the guest does here may flush or walk: the vCPU's counters say so.
+
+use std::time::Instant;
+
+use anykvm_ioctls::{VcpuExit, VcpuFd};
+use vm_memory::{Bytes, GuestAddress};
+
+use super::bare::{Bare, Mode};
+use super::report::{self, Verdict};
+use crate::error::BootError;
+
+/// Changes between two exits.
+const COUNT: u32 = 1000;
+const RUNS: u32 = 200;
+/// CR4.PGE, CR4.PCIDE, CR4.SMAP.
+const CR4: u64 = 1 << 7 | 1 << 17 | 1 << 21;
+/// Where SMIs begin after a reset.
+const SMI: u64 = 0x38000;
+
+/// Name, code, nanoseconds that it may take, and what KVM took to be told of it when the roots went
+/// (source: kernels before 6.1, by shadow tables or TDP).
+type Change = (&'static str, &'static [u8], Option<f64>);
+const CHANGES: [Change; 5] = [
+    (
+        "CR0.WP toggled",
+        &[0x0f, 0x20, 0xc0, 0x35, 0, 0, 1, 0, 0x0f, 0x22, 0xc0],
+        Some(15.0),
+    ),
+    (
+        "CR0.TS set, CLTS",
+        &[
+            0x0f, 0x20, 0xc0, 0x83, 0xc8, 8, 0x0f, 0x22, 0xc0, 0x0f, 0x06,
+        ],
+        Some(60.0),
+    ),
+    ("STAC and CLAC", &[0x0f, 1, 0xcb, 0x0f, 1, 0xca], None),
+    ("SWAPGS twice", &[0x0f, 1, 0xf8, 0x0f, 1, 0xf8], None),
+    (
+        "MOV CR3, no flush",
+        &[
+            0x0f, 0x20, 0xd8, 0x48, 0x0f, 0xba, 0xe8, 63, 0x0f, 0x22, 0xd8,
+        ],
+        None,
+    ),
+];
+/// SMI and RSM, in nanoseconds.
+const SMI_BAR: f64 = 500.0;
+/// Counters of what may not happen.
+const LOSSES: [&str; 3] = ["tlb_flush", "page_walks", "mmu_contexts_dropped"];
+
+/// The suite.
+pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
+    let head = [
+        "a change, ns",
+        "anykvm",
+        "bar",
+        "flushes, walks, contexts dropped a 1000",
+    ];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let (empty, _) = measure(&[])?;
+    for (name, code, bar) in CHANGES {
+        let (ns, losses) = measure(code)?;
+        lines.push(line(name, ns - empty, bar, losses, verdict));
+    }
+    let (without, _) = visits(false)?;
+    let (with, losses) = visits(true)?;
+    lines.push(line(
+        "SMI and RSM",
+        with - without,
+        Some(SMI_BAR),
+        losses,
+        verdict,
+    ));
+    Ok(report::aligned(&lines))
+}
+
+fn line(name: &str, ns: f64, bar: Option<f64>, losses: f64, verdict: &mut Verdict) -> Vec<String> {
+    if let Some(bar) = bar {
+        verdict.at_most(name, ns, bar);
+        verdict.at_most(
+            &format!("{name}: flushes, walks and contexts dropped"),
+            losses,
+            0.5,
+        );
+    }
+    vec![
+        name.to_owned(),
+        report::cell(Some(ns)),
+        bar.map_or_else(|| "-".to_owned(), |bar| format!("{bar:.0}")),
+        format!("{losses:.1}"),
+    ]
+}
+
+fn losses(vcpu: &VcpuFd) -> Result<f64, BootError> {
+    let stats = vcpu
+        .statistics()
+        .map_err(BootError::kvm("KVM_GET_STATS_FD"))?;
+    let lost = |(name, value): &(&str, u64)| LOSSES.contains(name).then_some(*value);
+    Ok(stats.iter().filter_map(lost).sum::<u64>() as f64)
+}
+
+/// A loop of the code that ends with an exit.
+fn measure(change: &[u8]) -> Result<(f64, f64), BootError> {
+    // mov ebx, COUNT; …; dec ebx; jnz …; out 0x80, al; jmp …
+    let mut code = vec![0xbb];
+    code.extend(COUNT.to_le_bytes());
+    code.extend(change);
+    let back = |from: usize, to: usize| (to as i64 - from as i64) as i8 as u8;
+    code.extend([0xff, 0xcb, 0x75, back(code.len() + 4, 5), 0xe6, 0x80]);
+    code.extend([0xeb, back(code.len() + 2, 0)]);
+    let Bare {
+        mut vcpu, vm: _vm, ..
+    } = Bare::new(Mode::Long, true, &code)?;
+    set_controls(&vcpu)?;
+    let mut next = || exit(&mut vcpu);
+    for _ in 0..20 {
+        next()?;
+    }
+    let mut best = f64::INFINITY;
+    let before = losses(&vcpu)?;
+    for _ in 0..RUNS {
+        let begin = Instant::now();
+        exit(&mut vcpu)?;
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    let lost = losses(&vcpu)? - before;
+    let each = best * 1e9 / f64::from(COUNT);
+    Ok((each, lost * 1000.0 / f64::from(COUNT * RUNS)))
+}
+
+/// Exits, each after a visit to SMM or not.
+fn visits(smi: bool) -> Result<(f64, f64), BootError> {
+    let Bare { mut vcpu, vm, ram } = Bare::new(Mode::Long, true, &[0xe6, 0x80, 0xeb, 0xfc])?;
+    // rsm
+    ram.write_slice(&[0x0f, 0xaa], GuestAddress(SMI))
+        .map_err(BootError::guest("code"))?;
+    vm.set_static_memory_of(1, ram)
+        .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
+    set_controls(&vcpu)?;
+    let mut best = f64::INFINITY;
+    let mut before = 0.0;
+    for n in 0..RUNS {
+        if n == RUNS / 10 {
+            before = losses(&vcpu)?;
+        }
+        let begin = Instant::now();
+        for _ in 0..COUNT {
+            if smi {
+                vcpu.smi().map_err(BootError::kvm("KVM_SMI"))?;
+            }
+            exit(&mut vcpu)?;
+        }
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    let lost = losses(&vcpu)? - before;
+    Ok((
+        best * 1e9 / f64::from(COUNT),
+        lost * 1000.0 / f64::from(COUNT * RUNS),
+    ))
+}
+
+fn set_controls(vcpu: &VcpuFd) -> Result<(), BootError> {
+    let mut s = vcpu.get_sregs().map_err(BootError::kvm("KVM_GET_SREGS"))?;
+    s.cr4 |= CR4;
+    vcpu.set_sregs(&s).map_err(BootError::kvm("KVM_SET_SREGS"))
+}
+
+fn exit(vcpu: &mut VcpuFd) -> Result<(), BootError> {
+    match vcpu.run().map_err(BootError::kvm("KVM_RUN"))? {
+        VcpuExit::IoOut(..) => Ok(()),
+        exit => Err(BootError::NoImage(format!("unexpected exit: {exit:?}"))),
+    }
+}
