@@ -105,6 +105,8 @@ pub(crate) enum BenchSuite {
     Memory,
     /// Changes of CR0.WP and other inputs of the permission check, and visits to SMM.
     Wp,
+    /// Accesses to performance counters.
+    Vpmu,
 }
 
 /// `anykvm exec`.

@@ -13,6 +13,7 @@ mod machines;
 mod memory;
 mod plot;
 mod report;
+mod vpmu;
 mod workloads;
 mod wp;
 
@@ -54,10 +55,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
         ));
     }
     let mut verdict = Verdict::default();
-    let needs_files = args
-        .suites
-        .iter()
-        .any(|s| !matches!(s, BenchSuite::Exits | BenchSuite::Doorbell | BenchSuite::Wp));
+    use BenchSuite::{Doorbell, Exits, Vpmu, Wp};
+    let is_bare = |s: &BenchSuite| matches!(s, Exits | Doorbell | Vpmu | Wp);
+    let needs_files = !args.suites.iter().all(is_bare);
     let mut files = if needs_files {
         Some(Files::new(args.kernel.as_deref(), &args.qemu)?)
     } else {
@@ -67,6 +67,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
         let text = match (suite, &mut files) {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
             (BenchSuite::Wp, _) => wp::run(&mut verdict)?,
+            (BenchSuite::Vpmu, _) => vpmu::run(&mut verdict)?,
             (BenchSuite::Doorbell, _) => {
                 let qemu = (!args.no_tcg).then_some(args.qemu.as_path());
                 doorbell::run(&mut verdict, qemu, args.svg.as_deref())?

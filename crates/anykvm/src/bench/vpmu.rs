@@ -1,0 +1,188 @@
+//! `anykvm bench vpmu`: what a guest's accesses to its performance counters cost.
+//!
+//! The guest is a loop around one access; the time of the same loop without it is subtracted. The
+//! best of many runs counts. Beside it are the figures of the patch series of 2019 that had KVM
+//! reuse the host's events: its longest latencies before and after.
+
+use std::path::Path;
+use std::time::Instant;
+
+use anykvm_ioctls::VcpuExit;
+
+use super::bare::{Bare, Mode};
+use super::report::{self, Verdict};
+use crate::error::BootError;
+
+/// Accesses between two exits, and runs.
+const TURNS: u32 = 1_000;
+const RUNS: u32 = 100;
+
+/// Registers of a vendor's counters.
+struct Registers {
+    select: u32,
+    counter: u32,
+    global_ctrl: u32,
+}
+
+const INTEL: Registers = Registers {
+    select: 0x186,
+    counter: 0xc1,
+    global_ctrl: 0x38f,
+};
+const AMD: Registers = Registers {
+    select: 0xc001_0200,
+    counter: 0xc001_0201,
+    global_ctrl: 0xc000_0301,
+};
+
+/// Instructions at both levels, enabled.
+const COUNTING: u32 = 0x43_00c0;
+
+fn load(register: u8, value: u32) -> Vec<u8> {
+    let mut code = vec![0xb8 | register];
+    code.extend(value.to_le_bytes());
+    code
+}
+
+/// MOV ECX, MOV EAX, XOR EDX, WRMSR.
+fn wrmsr(index: u32, value: u32) -> Vec<u8> {
+    [load(1, index), load(0, value), vec![0x31, 0xd2, 0x0f, 0x30]].concat()
+}
+
+/// MOV ECX and RDMSR (0x32) or RDPMC (0x33).
+fn read(index: u32, opcode: u8) -> Vec<u8> {
+    [load(1, index), vec![0x0f, opcode]].concat()
+}
+
+/// Measures and prints all accesses.
+pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
+    let r = if hypervisor_is_amd()? { AMD } else { INTEL };
+    let on = wrmsr(r.select, COUNTING);
+    let off = wrmsr(r.select, 0);
+    let nothing = Vec::new();
+    // Name, what comes before the loop, the loop's accesses and their number, bar, before and after in 2019.
+    let rows = [
+        (
+            "disable and enable by the event select",
+            &on,
+            [&off[..], &on].concat(),
+            2.0,
+            1000.0,
+            ["36,000", "17,000"],
+        ),
+        (
+            "enable by the event select, others idle",
+            &nothing,
+            [&on[..], &off].concat(),
+            2.0,
+            1000.0,
+            ["36,000", "17,000"],
+        ),
+        (
+            "disable and enable by the global control",
+            &on,
+            [wrmsr(r.global_ctrl, 0), wrmsr(r.global_ctrl, 1)].concat(),
+            2.0,
+            1000.0,
+            ["57,000,000", "17,000,000"],
+        ),
+        (
+            "set the counter",
+            &on,
+            wrmsr(r.counter, 0),
+            1.0,
+            1000.0,
+            ["-", "-"],
+        ),
+        (
+            "RDMSR of the counter",
+            &on,
+            read(r.counter, 0x32),
+            1.0,
+            1000.0,
+            ["-", "-"],
+        ),
+        (
+            "RDPMC, counting",
+            &on,
+            read(0, 0x33),
+            1.0,
+            30.0,
+            ["35,000", "18,000"],
+        ),
+        (
+            "RDPMC, idle",
+            &nothing,
+            read(0, 0x33),
+            1.0,
+            30.0,
+            ["35,000", "18,000"],
+        ),
+    ];
+    let head = [
+        "one access, ns",
+        "anykvm",
+        "TCG",
+        "KVM 2019, before",
+        "after",
+    ];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    for (name, before, body, accesses, bar, [legacy, v2]) in rows {
+        let with = measure(before, &body)?;
+        let without = measure(before, &[])?;
+        let ns = (with - without).max(0.0) / accesses;
+        verdict.at_most(name, ns, bar);
+        lines.push(vec![
+            name.to_owned(),
+            report::cell(Some(ns)),
+            "not supported".to_owned(),
+            legacy.to_owned(),
+            v2.to_owned(),
+        ]);
+    }
+    let mut text = report::aligned(&lines);
+    if !Path::new("/sys/bus/event_source/devices/cpu").exists() {
+        text.push_str(
+            "This host shows no hardware counters: there is nothing native to compare with.\n",
+        );
+    }
+    Ok(text)
+}
+
+/// Whose counters KVM_GET_SUPPORTED_CPUID shows.
+fn hypervisor_is_amd() -> Result<bool, BootError> {
+    const AUTH: u32 = u32::from_le_bytes(*b"Auth");
+    let kvm = anykvm_ioctls::Kvm::new().map_err(BootError::kvm("opening KVM"))?;
+    let list = kvm
+        .get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES)
+        .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
+    let first = list.as_slice().iter().find(|e| e.function == 0);
+    Ok(first.is_some_and(|e| e.ebx == AUTH))
+}
+
+/// Nanoseconds of a turn of the loop around `body`.
+fn measure(before: &[u8], body: &[u8]) -> Result<f64, BootError> {
+    let mut code = before.to_vec();
+    let begin = code.len();
+    code.extend([0x41, 0xb8]); // mov r8d, TURNS
+    code.extend(TURNS.to_le_bytes());
+    let turn = code.len();
+    code.extend(body);
+    code.extend([0x41, 0xff, 0xc8, 0x0f, 0x85]); // dec r8d; jne
+    let back = turn as i32 - (code.len() as i32 + 4);
+    code.extend(back.to_le_bytes());
+    code.extend([0xe6, 0x80, 0xe9]); // out 0x80, al; jmp
+    let back = begin as i32 - (code.len() as i32 + 4);
+    code.extend(back.to_le_bytes());
+    let Bare { mut vcpu, vm: _vm } = Bare::new(Mode::Long, false, &code)?;
+    let mut best = f64::INFINITY;
+    for _ in 0..RUNS {
+        let begin = Instant::now();
+        match vcpu.run().map_err(BootError::kvm("KVM_RUN"))? {
+            VcpuExit::IoOut(..) => {}
+            exit => return Err(BootError::NoImage(format!("unexpected exit: {exit:?}"))),
+        }
+        best = best.min(begin.elapsed().as_secs_f64() / f64::from(TURNS));
+    }
+    Ok(best * 1e9)
+}
