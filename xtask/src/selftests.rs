@@ -118,8 +118,12 @@ const KVM: &str = "tools/testing/selftests/kvm";
 const LIMIT: Duration = Duration::from_secs(120);
 /// hardware_disable_test makes 512 processes with four vCPUs that compute, which is a second of processor time for each.
 const SLOW_LIMIT: Duration = Duration::from_secs(1500);
-/// A test that looks at pages while the guest writes them takes a preempted vCPU for a lost page.
-const ATTEMPTS: u32 = 3;
+/// Tests that may fail for a reason of their own, and how often they are tried.
+const REPEATED: &[(&str, u32, &str)] = &[(
+    "dirty_log_test",
+    3,
+    "it looks at pages while the guest writes them, and takes a preempted vCPU for a lost page",
+)];
 /// Status of a test that skips itself (kselftest's KSFT_SKIP).
 const SKIPPED: i32 = 4;
 
@@ -143,7 +147,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
             continue;
         }
         let start = Instant::now();
-        let result = attempt(&anykvm, &folder.join(name), expect);
+        let attempts = REPEATED.iter().find(|(test, ..)| *test == name);
+        let attempts = attempts.map_or(1, |(_, attempts, _)| *attempts);
+        let result = attempt(&anykvm, &folder.join(name), expect, attempts);
         let seconds = start.elapsed().as_secs_f64();
         match result {
             Ok(what) => eprintln!("{name:40} {what:5} {seconds:6.1} s"),
@@ -168,10 +174,15 @@ fn expectation(name: &str) -> Option<Expect> {
 }
 
 /// Runs a test until it ends as expected, a few times at most.
-fn attempt(anykvm: &Path, test: &Path, expect: Expect) -> Result<&'static str, String> {
+fn attempt(
+    anykvm: &Path,
+    test: &Path,
+    expect: Expect,
+    attempts: u32,
+) -> Result<&'static str, String> {
     let limit = if expect == Slow { SLOW_LIMIT } else { LIMIT };
     let mut result = Err("not run".to_owned());
-    for _ in 0..ATTEMPTS {
+    for _ in 0..attempts {
         result = check(expect, &run_one(anykvm, test, limit)?);
         if result.is_ok() {
             break;
@@ -315,6 +326,9 @@ mod tests {
         for (i, (name, expect)) in TESTS.iter().enumerate() {
             assert!(TESTS.iter().skip(i + 1).all(|(n, _)| n != name), "{name}");
             assert_ne!(*expect, Skip(""), "{name}");
+        }
+        for (name, attempts, why) in REPEATED {
+            assert!(expectation(name).is_some() && *attempts > 1 && !why.is_empty());
         }
     }
 

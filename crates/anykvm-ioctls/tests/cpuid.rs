@@ -5,7 +5,8 @@
 
 use anykvm_ioctls::Kvm;
 use kvm_bindings::{
-    CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
+    CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2,
+    kvm_msr_entry,
 };
 
 /// Leaf, register, bit, and who stops working without it.
@@ -138,4 +139,116 @@ fn a_table_with_absurd_sizes_of_components_is_shown() {
     for shown in &shown.as_slice()[..2] {
         assert_eq!(shown.ebx, u32::MAX);
     }
+}
+
+/// The processor that translated code runs on does not have the weakness, says the host's kernel.
+fn is_immune(name: &str) -> bool {
+    let path = format!("/sys/devices/system/cpu/vulnerabilities/{name}");
+    std::fs::read_to_string(path).is_ok_and(|line| line.trim() == "Not affected")
+}
+
+/// Guests choose their own protection by these bits, and translated code runs on the host's processor.
+#[test]
+fn guests_are_told_of_no_immunity_that_the_host_does_not_have() {
+    let kvm = Kvm::new().unwrap();
+    let supported = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+    let register = |function: u32, index: u32, name: char| {
+        let mut entries = supported.as_slice().iter();
+        let entry = entries.find(|e| (e.function, e.index) == (function, index));
+        let host = core::arch::x86_64::__cpuid_count(function, index);
+        let highest = core::arch::x86_64::__cpuid(function & 0x8000_0000).eax;
+        let [shown, own] = match name {
+            'a' => [entry.map(|e| e.eax), Some(host.eax)],
+            'b' => [entry.map(|e| e.ebx), Some(host.ebx)],
+            'c' => [entry.map(|e| e.ecx), Some(host.ecx)],
+            _ => [entry.map(|e| e.edx), Some(host.edx)],
+        };
+        let own = if function <= highest { own } else { None };
+        [shown, own].map(Option::unwrap_or_default)
+    };
+    // By the host's own bit, or by its kernel's word.
+    for (function, index, name, bit, weakness, what) in [
+        (0x8000_0008, 0, 'b', 26, "spec_store_bypass", "SSB_NO"),
+        (0x8000_0008, 0, 'b', 29, "retbleed", "BTC_NO"),
+        (0x8000_0021, 0, 'a', 2, "", "LFENCE serialises"),
+        (0x8000_0021, 0, 'a', 29, "spec_rstack_overflow", "SRSO_NO"),
+        (0x8000_0021, 0, 'c', 1, "tsa", "TSA_SQ_NO"),
+        (0x8000_0021, 0, 'c', 2, "tsa", "TSA_L1_NO"),
+        (7, 2, 'd', 5, "", "MCDT_NO"),
+        (0x8000_0007, 0, 'd', 8, "", "the TSC is invariant"),
+    ] {
+        let [shown, own] = register(function, index, name).map(|r| r >> bit & 1 != 0);
+        assert!(!shown || own || is_immune(weakness), "{what}");
+        // And what is known to be so spares guests the trouble.
+        let is_amds = function != 7;
+        assert!(shown || !is_amds || !own, "{what} is not passed on");
+    }
+    // Nothing of the kind that needs a barrier, an MSR or a change of privilege of the host's.
+    for (function, index, name, bits, what) in [
+        (
+            7,
+            0,
+            'd',
+            1 << 10 | 0xf << 26 & !(1 << 29) | 1 << 31,
+            "barriers",
+        ),
+        (7, 2, 'd', 0x1f, "IA32_SPEC_CTRL's bits"),
+        (
+            0x8000_0008,
+            0,
+            'b',
+            0x00cf_d000 | 1 << 24 | 1 << 25,
+            "IBPB, IBRS, STIBP, SSBD",
+        ),
+        (
+            0x8000_0021,
+            0,
+            'a',
+            1 << 8 | 1 << 5 | 1 << 27 | 1 << 28 | 1 << 30,
+            "automatic IBRS and others",
+        ),
+    ] {
+        let [shown, _] = register(function, index, name);
+        assert_eq!(shown & bits, 0, "{what}");
+    }
+}
+
+#[test]
+fn arch_capabilities_are_the_hosts() {
+    const ARCH_CAPABILITIES: u32 = 0x10a;
+    let kvm = Kvm::new().unwrap();
+    let entry = kvm_msr_entry {
+        index: ARCH_CAPABILITIES,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    assert_eq!(kvm.get_msrs(&mut msrs).unwrap(), 1);
+    let told = msrs.as_slice()[0].data;
+    for (bit, weakness) in [
+        (0, "meltdown"),
+        (0, "l1tf"),
+        (3, "l1tf"),
+        (4, "spec_store_bypass"),
+        (5, "mds"),
+        (6, "itlb_multihit"),
+        (8, "tsx_async_abort"),
+        (13, "mmio_stale_data"),
+        (14, "mmio_stale_data"),
+        (15, "mmio_stale_data"),
+        (26, "gather_data_sampling"),
+        (27, "reg_file_data_sampling"),
+        (62, "indirect_target_selection"),
+    ] {
+        assert!(
+            told >> bit & 1 == 0 || is_immune(weakness),
+            "{bit} {weakness}"
+        );
+    }
+    // No IBRS_ALL, and nothing unknown; BHI_NO and PBRSB_NO are of a line with much else.
+    assert_eq!(told & !(0x4000_0000_0d10_e179), 0);
+    // A new vCPU has the same.
+    let vcpu = kvm.create_vm().unwrap().create_vcpu(0).unwrap();
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
+    assert_eq!(msrs.as_slice()[0].data, told);
 }

@@ -45,7 +45,10 @@ fn arguments_that_no_kvm_takes_are_refused() {
 
 /// A guest whose CPUID has RDMSR.
 fn guest_with_msrs(code: &[u8]) -> Guest {
-    let g = Guest::new(code, false);
+    with_msrs(Guest::new(code, false))
+}
+
+fn with_msrs(g: Guest) -> Guest {
     let cpuid = Kvm::new()
         .unwrap()
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
@@ -74,16 +77,17 @@ const PV_UNHALT: u32 = 1 << 7;
 
 #[test]
 fn nobody_has_to_be_woken_from_a_halt_that_does_not_exit() {
-    let g = guest_with_msrs(&[0xf4]);
-    let unhalt = || {
+    let unhalt = |g: &Guest| {
         let cpuid = g.vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).unwrap();
         let mut leaves = cpuid.as_slice().iter();
         leaves.find(|e| e.function == 0x4000_0001).unwrap().eax & PV_UNHALT
     };
-    assert_eq!(unhalt(), PV_UNHALT);
+    assert_eq!(unhalt(&guest_with_msrs(&[0xf4])), PV_UNHALT);
     let hlt = KVM_X86_DISABLE_EXITS_HLT.into();
-    enable(&g.vm, KVM_CAP_X86_DISABLE_EXITS, hlt).unwrap();
-    assert_eq!(unhalt(), 0);
+    let g = Guest::prepared(&[0xf4], false, |vm| {
+        enable(vm, KVM_CAP_X86_DISABLE_EXITS, hlt).unwrap();
+    });
+    assert_eq!(unhalt(&with_msrs(g)), 0);
 }
 
 #[test]
@@ -132,13 +136,10 @@ fn refused_msrs_go_to_the_vmm_that_asked_for_them() {
 #[test]
 fn halt_without_an_exit_waits_for_the_vmm() {
     // sti; hlt; out 0x80, al
-    let mut g = Guest::new(&[0xfb, 0xf4, 0xe6, 0x80], false);
-    enable(
-        &g.vm,
-        KVM_CAP_X86_DISABLE_EXITS,
-        KVM_X86_DISABLE_EXITS_HLT.into(),
-    )
-    .unwrap();
+    let mut g = Guest::prepared(&[0xfb, 0xf4, 0xe6, 0x80], false, |vm| {
+        let hlt = KVM_X86_DISABLE_EXITS_HLT.into();
+        enable(vm, KVM_CAP_X86_DISABLE_EXITS, hlt).unwrap();
+    });
     let stopper = g.vcpu.stopper().unwrap();
     thread::scope(|s| {
         s.spawn(|| {

@@ -26,6 +26,7 @@ pub mod run_delay;
 pub mod signal;
 pub mod system;
 pub mod thread;
+pub mod vulnerabilities;
 
 pub use brief_lock::{BriefLock, Held};
 pub use code_buffer::CodeBuffer;
@@ -36,6 +37,7 @@ pub use lazy_array::LazyArray;
 pub use mapping::Mapping;
 pub use memfd::{Memfd, SharedMapping};
 pub use run_delay::RunDelay;
+pub use vulnerabilities::vulnerability;
 
 /// Bytes in a host page.
 pub const PAGE_SIZE: usize = 4096;

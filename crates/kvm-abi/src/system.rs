@@ -18,6 +18,7 @@ pub const MAX_IO_MSRS: usize = 256;
 pub fn open(close_on_exec: bool) -> Result<OwnedFd> {
     // Before the VMM filters system calls.
     host::thread::cores();
+    hypervisor::system::note_host();
     publish(Object::System, SYSTEM_NAME, close_on_exec)
 }
 
@@ -65,7 +66,20 @@ pub fn supported_cpuid(capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
 ///
 /// E2BIG when they do not fit.
 pub fn supported_hv_cpuid(capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
-    fit(hypervisor::system::supported_hv_cpuid(), capacity)
+    fit(hypervisor::system::supported_hv_cpuid(true), capacity)
+}
+
+/// The same for a vCPU.
+///
+/// # Errors
+///
+/// E2BIG when they do not fit.
+pub(crate) fn vcpu_hv_cpuid(
+    vcpu: &hypervisor::Vcpu,
+    capacity: usize,
+) -> Result<Vec<kvm_cpuid_entry2>> {
+    let leaves = hypervisor::system::supported_hv_cpuid(vcpu.has_lapic());
+    fit(leaves, capacity)
 }
 
 /// KVM_GET_EMULATED_CPUID into a list of `capacity` entries.

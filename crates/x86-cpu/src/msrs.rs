@@ -42,25 +42,6 @@ pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
 /// MSR_MISC_FEATURES_ENABLES: it is on.
 pub(crate) const MISC_FEATURES_CPUID_FAULT: u64 = 1 << 0;
 
-/// IA32_ARCH_CAPABILITIES of a software CPU, which has none of the weaknesses that cost a guest time (SDM
-/// vol. 4, table 2-2): RDCL_NO, IBRS_ALL, SKIP_L1DFL_VMENTRY, SSB_NO, MDS_NO, IF_PSCHANGE_MC_NO, TAA_NO,
-/// SBDR_SSDP_NO, FBSDP_NO, PSDP_NO, BHI_NO, PBRSB_NO, GDS_NO, RFDS_NO, ITS_NO.
-pub const ARCH_CAPABILITIES: u64 = 1 << 0
-    | 1 << 1
-    | 1 << 3
-    | 1 << 4
-    | 1 << 5
-    | 1 << 6
-    | 1 << 8
-    | 1 << 13
-    | 1 << 14
-    | 1 << 15
-    | 1 << 20
-    | 1 << 24
-    | 1 << 26
-    | 1 << 27
-    | 1 << 62;
-
 /// IA32_FEATURE_CONTROL: it cannot be written any more.
 pub(crate) const FEATURE_CONTROL_LOCKED: u64 = 1 << 0;
 

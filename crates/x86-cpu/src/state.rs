@@ -228,10 +228,10 @@ impl Default for CpuState {
             msr: Msrs {
                 pat: 0x0007_0406_0007_0406,
                 smbase: 0x30000,
-                misc_enable: 1,
+                // Fast strings; neither branch traces nor precise event sampling.
+                misc_enable: 1 | 1 << 11 | 1 << 12,
                 // KVM's value for Intel; a VMM overwrites it on AMD.
                 ucode_rev: 0x1_0000_0000,
-                arch_capabilities: crate::msrs::ARCH_CAPABILITIES,
                 // Maximum turbo ratio 1 and CPUID faulting, as KVM reports it by default.
                 platform_info: crate::msrs::PLATFORM_INFO_CPUID_FAULT,
                 ..Msrs::default()

@@ -160,7 +160,12 @@ pub(crate) fn lapic_bit(vcpu: &VcpuFd, register: usize, vector: u8) -> bool {
 
 impl Guest {
     pub(crate) fn new(code: &[u8], irqchip: bool) -> Self {
+        Self::prepared(code, irqchip, |_| ())
+    }
+    /// With a VM that something is done to before it has a vCPU.
+    pub(crate) fn prepared(code: &[u8], irqchip: bool, prepare: impl FnOnce(&VmFd)) -> Self {
         let (vm, ram) = vm(code, irqchip, 0);
+        prepare(&vm);
         let vcpu = vm.create_vcpu(0).unwrap();
         start(&vcpu);
         Self { vcpu, vm, ram }

@@ -2,13 +2,13 @@
 //! and what is virtualised whatever the host has.
 //!
 //! A bit is set only if the interpreter, the MMU and the chips really do it.
-//! Bits that tell a guest that it needs no costly mitigation are set where that
-//! is true of a software CPU: no guest instruction is executed speculatively
-//! across a privilege boundary of the guest.
+//! Bits about speculation are those of [`super::speculation`].
 
 use core::arch::x86_64::__cpuid_count;
 
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+
+use super::speculation::{Leaves, Speculation};
 
 /// First hypervisor leaf.
 const KVM_CPUID_SIGNATURE: u32 = 0x4000_0000;
@@ -52,6 +52,27 @@ fn host(leaf: u32, subleaf: u32) -> Regs {
         ebx: r.ebx,
         ecx: r.ecx,
         edx: r.edx,
+    }
+}
+
+/// As [`host`], for leaves that say themselves, in EAX of their first subleaf, how many there are.
+fn host_subleaf(leaf: u32, subleaf: u32) -> Regs {
+    if subleaf > host(leaf, 0).eax {
+        return Regs::default();
+    }
+    host(leaf, subleaf)
+}
+
+/// What the host shows of speculation by itself.
+pub(super) fn speculation_leaves() -> Leaves {
+    if !is_amd() {
+        return Leaves::default();
+    }
+    let more = host(0x8000_0021, 0);
+    Leaves {
+        sizes_ebx: host(0x8000_0008, 0).ebx,
+        more_eax: more.eax,
+        more_ecx: more.ecx,
     }
 }
 
@@ -114,12 +135,10 @@ const L7_ECX_HOST: u32 = 1 << 8 | 1 << 9 | 1 << 10;
 const L7_ECX_OURS: u32 = 1 << 2 | 1 << 22;
 /// Leaf 7 EDX, always: FSRM.
 const L7_EDX_OURS: u32 = 1 << 4;
-/// Leaf 7 EDX, Intel: SPEC_CTRL, ARCH_CAPABILITIES. What the latter says spares guests page-table isolation, retpolines,
-/// and VERW at each way out of the kernel.
-const L7_EDX_INTEL: u32 = 1 << 26 | 1 << 29;
-/// Leaf 7, subleaf 2, EDX, Intel: BHI_CTRL, MCDT_NO. Without the first, kernels clear the branch history by a hundred branches
-/// at each way in, also where BHI_NO is set.
-const L7_2_EDX_INTEL: u32 = 1 << 4 | 1 << 5;
+/// Leaf 7 EDX, Intel: ARCH_CAPABILITIES.
+const L7_EDX_INTEL: u32 = 1 << 29;
+/// Leaf 7, subleaf 2, EDX, Intel, host ∩: MCDT_NO.
+const L7_2_EDX_INTEL: u32 = 1 << 5;
 /// Leaf 0x80000001 ECX, host ∩: SSE4A, MISALIGNSSE.
 const X1_ECX_HOST: u32 = 1 << 6 | 1 << 7;
 /// Leaf 0x80000001 ECX, always: LAHF, CR8_LEGACY, ABM, PREFETCHW.
@@ -280,6 +299,7 @@ fn cache_leaves(function: u32, out: &mut Vec<kvm_cpuid_entry2>) {
 /// KVM_GET_SUPPORTED_CPUID.
 pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     let amd = is_amd();
+    let speculation = Speculation::here();
     let plain = |f: u32, r: Regs| entry(f, 0, 0, r);
     let mut out = Vec::with_capacity(48);
     let vendor = host(0, 0);
@@ -306,7 +326,7 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     let mut leaf7 = vec![leaf7()];
     if !amd {
         let more = Regs {
-            edx: L7_2_EDX_INTEL,
+            edx: host_subleaf(7, 2).edx & L7_2_EDX_INTEL,
             ..Regs::default()
         };
         leaf7.extend([Regs::default(), more]);
@@ -356,18 +376,18 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     }
     out.push(plain(0x8000_0005, host(0x8000_0005, 0)));
     out.push(plain(0x8000_0006, host(0x8000_0006, 0)));
-    // Invariant TSC.
+    // The TSC is invariant if the host's is, which guests read.
     out.push(plain(
         0x8000_0007,
         Regs {
-            edx: 1 << 8,
+            edx: host(0x8000_0007, 0).edx & 1 << 8,
             ..Regs::default()
         },
     ));
     let sizes = host(0x8000_0008, 0);
-    // SSB_NO, with CLZERO and XSAVEERPTR where the host executes them.
+    // CLZERO and XSAVEERPTR where the host executes them.
     let ebx = if amd {
-        sizes.ebx & (1 << 0 | 1 << 2) | 1 << 26
+        sizes.ebx & (1 << 0 | 1 << 2) | speculation.sizes_ebx
     } else {
         0
     };
@@ -383,13 +403,11 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     if amd {
         cache_leaves(0x8000_001d, &mut out);
         out.push(plain(0x8000_001e, Regs::default()));
-        // LFENCE serialises, automatic IBRS, SRSO_NO: no retpolines, no safe-ret;
-        // TSA_SQ_NO, TSA_L1_NO: no VERW at each way back to user mode.
         out.push(plain(
             0x8000_0021,
             Regs {
-                eax: 1 << 2 | 1 << 8 | 1 << 29,
-                ecx: 1 << 1 | 1 << 2,
+                eax: speculation.more_eax,
+                ecx: speculation.more_ecx,
                 ..Regs::default()
             },
         ));

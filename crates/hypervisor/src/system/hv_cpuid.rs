@@ -87,8 +87,8 @@ pub(crate) mod recommended {
     pub(crate) const NO_CORE_SHARING: u32 = 1 << 18;
 }
 
-/// KVM_GET_SUPPORTED_HV_CPUID.
-pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
+/// KVM_GET_SUPPORTED_HV_CPUID, on the system or on a vCPU that has an in-kernel LAPIC or not.
+pub fn supported_hv_cpuid(has_lapic: bool) -> Vec<kvm_cpuid_entry2> {
     const LAST: u32 = DEBUGGER;
     /// "Linux KVM Hv".
     const VENDOR: [u32; 3] = [0x756e_694c, 0x564b_2078, 0x7648_204d];
@@ -116,11 +116,11 @@ pub fn supported_hv_cpuid() -> Vec<kvm_cpuid_entry2> {
         | recommended::IPI
         | recommended::SPARSE;
     let rights = right::POST_MESSAGES | right::SIGNAL_EVENTS | right::DEBUG | right::EXTENDED;
-    let features = feature::SSE_INPUT
-        | feature::FREQUENCIES
-        | feature::CRASH
-        | feature::DEBUGGER
-        | feature::DIRECT_TIMERS;
+    let mut features =
+        feature::SSE_INPUT | feature::FREQUENCIES | feature::CRASH | feature::DEBUGGER;
+    if has_lapic {
+        features |= feature::DIRECT_TIMERS;
+    }
     if !has_hyperthreads() {
         advice |= recommended::NO_CORE_SHARING;
     }
@@ -162,7 +162,7 @@ mod tests {
 
     #[test]
     fn leaves_are_in_order_and_say_who_answers() {
-        let list = supported_hv_cpuid();
+        let list = supported_hv_cpuid(true);
         assert!(list.is_sorted_by_key(|e| e.function));
         let first = list[0];
         let name: Vec<u8> = [first.ebx, first.ecx, first.edx]

@@ -1,6 +1,5 @@
 //! KVM_GET_MSR_INDEX_LIST: the MSRs that make up a vCPU's saved state.
 
-use x86_cpu::msrs::ARCH_CAPABILITIES;
 use x86_defs::msr::*;
 
 /// KVM_GET_MSR_INDEX_LIST.
@@ -112,8 +111,8 @@ pub fn msr_feature_index_list() -> Vec<u32> {
 /// KVM_GET_MSRS on the system fd: a feature MSR's value.
 pub fn feature_msr(index: u32) -> Option<u64> {
     match index {
-        IA32_ARCH_CAPABILITIES => Some(ARCH_CAPABILITIES),
-        // LFENCE is serialising.
+        IA32_ARCH_CAPABILITIES => Some(super::Speculation::here().arch_capabilities),
+        // LFENCE is serialising: every kernel of Linux has the host's processors so.
         AMD64_DE_CFG => Some(1 << 1),
         IA32_PERF_CAPABILITIES if super::cpuid::is_amd() => Some(0),
         IA32_PERF_CAPABILITIES => Some(PERF_CAPABILITIES),

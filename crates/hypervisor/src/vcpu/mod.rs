@@ -105,6 +105,7 @@ impl Vcpu {
     pub(crate) fn new(vm: Arc<VmState>, shared: Arc<VcpuShared>, mmu: Mmu) -> Self {
         let mut cpu = Box::<CpuState>::default();
         cpu.features = cpuid::features(&[]);
+        cpu.msr.arch_capabilities = crate::system::Speculation::here().arch_capabilities;
         let jit = engine::translator();
         if let Some(jit) = &jit {
             // Without it code is in small pages.
@@ -523,6 +524,10 @@ impl Vcpu {
     /// KVM_VCPU_TSC_OFFSET: what is added to the host's TSC, after scaling.
     pub fn tsc_offset(&self) -> Result<u64> {
         Ok(self.lock().bus.tsc.offset)
+    }
+    /// Its VM has in-kernel LAPICs.
+    pub fn has_lapic(&self) -> bool {
+        self.lock().bus.has_lapic()
     }
     /// Sets KVM_VCPU_TSC_OFFSET.
     pub fn set_tsc_offset(&self, offset: u64) -> Result<()> {

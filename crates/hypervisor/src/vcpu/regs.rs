@@ -165,7 +165,8 @@ pub(super) fn check_sregs(features: &Features, r: &kvm_sregs) -> Result<()> {
         // Not in long mode: neither LMA nor a 64-bit CS.
         return Err(Error::InvalidArgument);
     }
-    if r.cr4 & !x86_interp::cr4_valid_bits(features) != 0 {
+    let valid_efer = x86_cpu::msr_model::efer_valid_bits(features);
+    if r.cr4 & !x86_interp::cr4_valid_bits(features) != 0 || r.efer & !valid_efer != 0 {
         return Err(Error::InvalidArgument);
     }
     if r.cr0 & !0xffff_ffff != 0

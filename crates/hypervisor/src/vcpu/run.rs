@@ -32,6 +32,7 @@ impl Inner {
         if !self.resumes || self.quick_entries.is_multiple_of(4) {
             self.bus.note_entry(&mut self.cpu);
         }
+        self.bus.advance_steal_version();
         self.bus.start_cycles(&mut self.cpu);
         let result = self.run_here(input);
         self.bus.stop_cycles();

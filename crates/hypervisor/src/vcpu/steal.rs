@@ -2,8 +2,9 @@
 //!
 //! It is the run-queue delay of the vCPU's thread, as the host's scheduler counts it, outside of KVM_RUN too. To
 //! read it takes system calls, which a [`host::Keeper`] makes: it is asked when time is missing (a gap between two
-//! looks at the clock while the guest runs, or before an entry, which then waits for the answer), and every
-//! tenth of a second. Where the host does not say, the gaps are what is counted.
+//! looks at the clock while the guest runs, or before an entry, which then waits for the answer: after a short pause
+//! for some milliseconds at most), and every tenth of a second. Where the host does not say, the gaps are what is counted.
+//! Each KVM_RUN is a new version of the structure.
 //!
 //! DEVIATION: the mark is set only while the vCPU sleeps in HLT: nobody announces a preemption by the host.
 //! Without /proc, and where a filter for all threads forbids to open files, delays below a millisecond and
@@ -37,7 +38,11 @@ const GAP_NS: u64 = 1_000_000;
 const LATE_US: u64 = 150;
 /// Longest wait for the answer. Most take 50 µs; where others want the processor the keeper waits for it, too.
 const WAIT: Duration = Duration::from_millis(4);
-/// Waits are at most one part in this many of the time,
+/// After a pause of this length an entry waits until the answer is there: what was stolen in it is told by then,
+const LONG_US: u64 = 10_000;
+/// unless nobody answers at all.
+const LONG_WAIT: Duration = Duration::from_secs(1);
+/// Other waits are at most one part in this many of the time,
 const SHARE: u64 = 64;
 /// but for so much at once.
 const AT_ONCE_US: u64 = 5000;
@@ -101,11 +106,17 @@ impl Steal {
         self.count(new);
     }
 
-    /// An entry after a long time may wait for the answer.
-    fn may_wait(&mut self, tsc: u64) -> bool {
+    /// How long an entry may wait for the answer after a pause of so many ticks.
+    fn may_wait(&mut self, tsc: u64, pause: u64) -> Option<Duration> {
         let since = tsc.wrapping_sub(std::mem::replace(&mut self.spent_tsc, tsc));
         self.spent = self.spent.saturating_sub(since / SHARE);
-        !self.is_estimated && self.spent < ticks(AT_ONCE_US)
+        if self.is_estimated || pause < ticks(LATE_US) {
+            None
+        } else if pause >= ticks(LONG_US) {
+            Some(LONG_WAIT)
+        } else {
+            (self.spent < ticks(AT_ONCE_US)).then_some(WAIT)
+        }
     }
 }
 
@@ -142,19 +153,28 @@ impl Bus {
         if steal.is_on() {
             let tsc = host::cpu::rdtsc();
             let seen = std::mem::replace(&mut steal.seen_tsc, tsc);
-            if tsc.wrapping_sub(seen) >= ticks(LATE_US) && steal.may_wait(tsc) {
-                self.wait_for_delay(cpu, tsc);
+            if let Some(limit) = steal.may_wait(tsc, tsc.wrapping_sub(seen)) {
+                self.wait_for_delay(cpu, tsc, limit);
             }
         }
     }
+    /// Each KVM_RUN is a new version, whether something was stolen or not.
+    #[inline]
+    pub(super) fn advance_steal_version(&mut self) {
+        if let Some(gpa) = self.gpa() {
+            // The next even one.
+            let next = |version: u128| u128::from((version as u32 | 1).wrapping_add(1));
+            let _ = self.vm.memory.rmw_gpa(gpa + VERSION, 4, next);
+        }
+    }
     #[cold]
-    fn wait_for_delay(&mut self, cpu: &mut CpuState, tsc: u64) {
+    fn wait_for_delay(&mut self, cpu: &mut CpuState, tsc: u64, limit: Duration) {
         // An answer that is there, or on its way, may be from before.
         self.take_delay(tsc);
         self.ask_for_delay();
         // Others need not wait for this vCPU meanwhile.
         self.shared.set_asleep(true);
-        self.run_delay.wait(WAIT);
+        self.run_delay.wait(limit);
         self.shared.set_asleep(false);
         self.serve_flushes(cpu);
         self.take_delay(tsc);
@@ -302,7 +322,7 @@ mod tests {
         let second = ticks(1_000_000);
         let (mut tsc, mut waited) = (second, 0);
         while tsc < 2 * second {
-            if steal.may_wait(tsc) {
+            if steal.may_wait(tsc, ticks(200)).is_some() {
                 steal.spent += ticks(50);
                 waited += ticks(50);
             }
@@ -310,7 +330,10 @@ mod tests {
         }
         let limit = ticks(AT_ONCE_US) + second / SHARE;
         assert!((limit - ticks(200)..limit + ticks(100)).contains(&waited));
+        // But for those after a long pause, which wait until there is an answer.
+        assert_eq!(steal.may_wait(tsc, ticks(LONG_US)), Some(LONG_WAIT));
+        assert_eq!(steal.may_wait(tsc, ticks(LATE_US) - 1), None);
         steal.is_estimated = true;
-        assert!(!steal.may_wait(tsc + 100 * second));
+        assert_eq!(steal.may_wait(tsc + 100 * second, second), None);
     }
 }

@@ -360,6 +360,18 @@ impl Vm {
         Ok(())
     }
 
+    /// EINVAL once there are vCPUs.
+    fn disable_exits(&self, exits: u32) -> Result<()> {
+        // The lock keeps vCPUs from appearing meanwhile.
+        let vcpus = self.state.vcpus();
+        if !vcpus.is_empty() {
+            return Err(Error::InvalidArgument);
+        }
+        let disabled = &self.state.options.disabled_exits;
+        disabled.fetch_or(exits, Ordering::Relaxed);
+        Ok(())
+    }
+
     /// KVM_ENABLE_CAP on the VM: EINVAL for flags, unknown arguments, and capabilities that need
     /// not be enabled or are not offered.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
@@ -410,12 +422,7 @@ impl Vm {
             KVM_CAP_EXIT_HYPERCALL => options
                 .hypercall_exits
                 .store(within(HYPERCALL_EXITS)?.into(), Ordering::Relaxed),
-            KVM_CAP_X86_DISABLE_EXITS => {
-                options
-                    .disabled_exits
-                    .fetch_or(within(DISABLED_EXITS.into())?, Ordering::Relaxed);
-                self.state.request_all(request::EVENT);
-            }
+            KVM_CAP_X86_DISABLE_EXITS => self.disable_exits(within(DISABLED_EXITS.into())?)?,
             KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2 => {
                 let valid = if arg & u64::from(KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE) != 0 {
                     MANUAL_DIRTY_LOG

@@ -174,7 +174,11 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     Row::done(
         "KVM_GET_SUPPORTED_HV_CPUID",
         KVM_GET_SUPPORTED_HV_CPUID,
-        |_, arg| write_cpuid(arg, crate::system::supported_hv_cpuid),
+        |vcpu, arg| {
+            write_cpuid(arg, |capacity| {
+                crate::system::vcpu_hv_cpuid(vcpu.hypervisor(), capacity)
+            })
+        },
     ),
     Row::refused(
         "KVM_XEN_VCPU_GET_ATTR",

@@ -13,7 +13,7 @@ use x86_defs::{
 };
 
 use crate::{
-    CpuState, Feature,
+    CpuState, Feature, Features,
     msrs::{FEATURE_CONTROL_LOCKED, MISC_FEATURES_CPUID_FAULT, PLATFORM_INFO_CPUID_FAULT},
 };
 
@@ -308,8 +308,7 @@ fn accept(good: bool) -> MsrWrite {
 }
 
 /// EFER bits that the guest's CPUID promises.
-pub fn efer_valid_bits(cpu: &CpuState) -> u64 {
-    let f = &cpu.features;
+pub fn efer_valid_bits(f: &Features) -> u64 {
     let mut bits = 0;
     // Intel has SCE with long mode even where leaf 0x80000001 shows SYSCALL
     // only in 64-bit mode.
@@ -329,7 +328,7 @@ pub fn efer_valid_bits(cpu: &CpuState) -> u64 {
 }
 
 fn set_efer(cpu: &mut CpuState, value: u64, host: bool) -> MsrWrite {
-    let valid = efer_valid_bits(cpu);
+    let valid = efer_valid_bits(&cpu.features);
     let old = cpu.efer;
     if host {
         // A VMM restores MSRs in any order relative to CPUID's finer bits; KVM

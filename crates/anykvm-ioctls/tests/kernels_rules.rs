@@ -1,0 +1,104 @@
+//! Rules that KVM has had for some time only: what the kernels of today do.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod guest;
+
+use anykvm_ioctls::{Kvm, VcpuFd, VmFd};
+use guest::ioctl;
+use kvm_bindings::*;
+
+fn enable(vm: &VmFd, cap: u32, arg: u64) -> Result<(), i32> {
+    let mut cap = kvm_enable_cap {
+        cap,
+        ..Default::default()
+    };
+    cap.args[0] = arg;
+    vm.enable_cap(&cap).map_err(|e| e.errno())
+}
+
+#[test]
+fn exits_are_disabled_before_there_are_vcpus_or_not_at_all() {
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    let hlt = u64::from(KVM_X86_DISABLE_EXITS_HLT);
+    assert_eq!(enable(&vm, KVM_CAP_X86_DISABLE_EXITS, hlt), Ok(()));
+    let _vcpu = vm.create_vcpu(0).unwrap();
+    let late = enable(&vm, KVM_CAP_X86_DISABLE_EXITS, hlt);
+    assert_eq!(late, Err(libc::EINVAL));
+}
+
+#[test]
+fn sregs_have_no_efer_bits_that_cpuid_does_not_promise() {
+    const NX: u32 = 1 << 20;
+    const LM: u32 = 1 << 29;
+    const NXE: u64 = 1 << 11;
+    const LME_LMA: u64 = 0x500;
+    const SVME: u64 = 1 << 12;
+    const AUTO_IBRS: u64 = 1 << 21;
+    let kvm = Kvm::new().unwrap();
+    for (without, efer, want) in [
+        (0, NXE, Ok(())),
+        (NX, NXE, Err(libc::EINVAL)),
+        (NX, 1, Ok(())),
+        (LM, 1 << 8, Err(libc::EINVAL)),
+        (0, SVME, Err(libc::EINVAL)),
+        (0, AUTO_IBRS, Err(libc::EINVAL)),
+        (0, 1 << 63, Err(libc::EINVAL)),
+    ] {
+        let vm = kvm.create_vm().unwrap();
+        let vcpu = vm.create_vcpu(0).unwrap();
+        let mut cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+        for e in cpuid.as_mut_slice() {
+            if e.function == 0x8000_0001 {
+                e.edx &= !without;
+            }
+        }
+        vcpu.set_cpuid2(&cpuid).unwrap();
+        let mut sregs = vcpu.get_sregs().unwrap();
+        sregs.efer = efer & !LME_LMA | efer & 1 << 8;
+        let got = vcpu.set_sregs(&sregs).map_err(|e| e.errno());
+        assert_eq!(got, want, "{without:#x} {efer:#x}");
+    }
+}
+
+fn direct_timers(list: &CpuId) -> bool {
+    let mut leaves = list.as_slice().iter();
+    leaves.find(|e| e.function == 0x4000_0003).unwrap().edx >> 19 & 1 != 0
+}
+
+/// KVM_GET_SUPPORTED_HV_CPUID on a vCPU.
+fn hv_cpuid(vcpu: &VcpuFd) -> CpuId {
+    const KVM_GET_SUPPORTED_HV_CPUID: u32 = 0xc008_aec1;
+    let mut list = CpuId::new(KVM_MAX_CPUID_ENTRIES).unwrap();
+    // SAFETY: the header and as many entries as it says.
+    let header = unsafe { &mut *list.as_mut_fam_struct_ptr() };
+    ioctl(vcpu, KVM_GET_SUPPORTED_HV_CPUID, header).unwrap();
+    let entries = list.as_slice()[..].to_vec();
+    CpuId::from_entries(&entries).unwrap()
+}
+
+#[test]
+fn timers_interrupt_without_a_message_only_through_a_lapic_of_ours() {
+    for irqchip in [false, true] {
+        let vm = Kvm::new().unwrap().create_vm().unwrap();
+        if irqchip {
+            vm.create_irq_chip().unwrap();
+        }
+        let vcpu = vm.create_vcpu(0).unwrap();
+        assert_eq!(direct_timers(&hv_cpuid(&vcpu)), irqchip);
+    }
+}
+
+#[test]
+fn branch_traces_and_sampling_are_not_there() {
+    const MISC_ENABLE: u32 = 0x1a0;
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    let vcpu = vm.create_vcpu(0).unwrap();
+    let entry = kvm_msr_entry {
+        index: MISC_ENABLE,
+        ..Default::default()
+    };
+    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
+    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1);
+    assert_eq!(msrs.as_slice()[0].data, 1 << 0 | 1 << 11 | 1 << 12);
+}
