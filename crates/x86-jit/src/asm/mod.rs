@@ -578,3 +578,6 @@ fn opcode<const N: usize>(op: &[u8; N]) -> u64 {
     bytes[..N].copy_from_slice(op);
     u64::from_le_bytes(bytes)
 }
+
+#[cfg(test)]
+mod tests;

@@ -26,6 +26,17 @@ pub(super) struct Case {
     /// The host has nothing beyond x86-64.
     pub(super) is_old_host: bool,
     pub(super) code: fn(&mut CodeAssembler) -> Result<(), IcedError>,
+    /// It is executed along this way.
+    pub(super) trace: Option<Trace>,
+}
+
+/// A way through a call.
+#[derive(Clone, Copy)]
+pub(super) struct Trace {
+    /// What is called, at [`super::CALLEE`].
+    pub(super) callee: fn(&mut CodeAssembler) -> Result<(), IcedError>,
+    /// Where instructions are, relative to the page.
+    pub(super) path: &'static [i32],
 }
 
 const fn case(
@@ -41,6 +52,7 @@ const fn case(
         is_hot: false,
         is_old_host: false,
         code,
+        trace: None,
     }
 }
 
@@ -60,6 +72,13 @@ impl Case {
     const fn on_old_host(self) -> Self {
         Self {
             is_old_host: true,
+            ..self
+        }
+    }
+    const fn along(self, trace: Trace) -> Self {
+        Self {
+            is_hot: true,
+            trace: Some(trace),
             ..self
         }
     }
@@ -83,6 +102,7 @@ pub(super) const FILES: &[(&str, &[Case])] = &[
     ("bits32.txt", BITS32),
     ("old_host.txt", OLD_HOST),
     ("entries.txt", ENTRIES),
+    ("traces.txt", TRACES),
 ];
 
 fn load(a: &mut CodeAssembler) -> Result<(), IcedError> {
@@ -448,4 +468,44 @@ const ENTRIES: &[Case] = &[
     .at(0xffc),
     case("straddles two pages", USER, |a| a.add(rax, 0x1234_5678)).at(0xffe),
     case("nothing but an undefined instruction", USER, |a| a.ud2()),
+];
+
+/// Loads a field and returns.
+const LOADS: Trace = Trace {
+    callee: |a| {
+        a.mov(rax, qword_ptr(rdi + 8))?;
+        a.ret()
+    },
+    path: &[0x100, 0x5200, 0x5204, 0x105, 0x107],
+};
+
+/// The same, called by two bytes.
+const LOADS_INDIRECT: Trace = Trace {
+    path: &[0x100, 0x5200, 0x5204, 0x102, 0x104],
+    ..LOADS
+};
+
+const TRACES: &[Case] = &[
+    case("a call and back", USER, |a| {
+        a.call(0x40_5200)?;
+        a.inc(eax)?;
+        a.ret()
+    })
+    .along(LOADS),
+    case(
+        "a call and back, at one address",
+        USER.with(Mode::BOUND),
+        |a| {
+            a.call(0x40_5200)?;
+            a.inc(eax)?;
+            a.ret()
+        },
+    )
+    .along(LOADS),
+    case("a call through a register", USER, |a| {
+        a.call(rdx)?;
+        a.inc(eax)?;
+        a.ret()
+    })
+    .along(LOADS_INDIRECT),
 ];

@@ -23,12 +23,14 @@ use crate::{
     asm::{Asm, Isa},
     codegen::thunks::{self, Thunks},
     codegen::{How, Translator},
+    frame::cell::Cell,
     ir::hot::Hot,
     ir::kind::{Forms, Kind},
     ir::mode::Mode,
     ir::source::{Source, TracePage},
     plan::groups::Groups,
     region::block,
+    region::trace::Tracer,
 };
 use cases::Case;
 use names::Names;
@@ -41,8 +43,9 @@ const HANDLE: u64 = 0x5555_0000_2000;
 /// Where a block's two parts go.
 const HOT: usize = 0x1_0000;
 const COLD: usize = 0x2_0000;
-/// Where guest code is.
+/// Where guest code is, and what it calls in a trace.
 const PAGE: u64 = 0x40_0000;
+const CALLEE: u64 = PAGE + 0x5200;
 
 /// A host with all that generated code has a use for, or with nothing beyond x86-64.
 fn host(is_new: bool) -> (Isa, HostFeatures) {
@@ -131,25 +134,54 @@ fn translated(case: &Case) -> String {
         cpu.features.set(*f, true);
     }
     let hot = case.is_hot.then(Hot::default);
-    let mut insns = Vec::new();
-    let straddles = block::decode(
-        &mut insns,
-        &mut forms,
-        (&mut cpu, &mut bus),
-        start,
-        (case.mode, case.is_hot, false),
-        hot.as_ref().map(|h| &h.turns[..]),
-    );
-    if !case.mode.has(Mode::SPLIT) {
-        Groups::new().form(&mut insns, long, case.is_hot);
-    }
     let source = Source {
         cell: GENERATION,
         generation: 0x11,
     };
     let bound = case.mode.bound(start);
-    translator.hot = hot;
     translator.pages = vec![TracePage::own(source, bound, PAGE)];
+    let mut insns = Vec::new();
+    if let Some(trace) = case.trace {
+        bus.map(CALLEE & !0xfff, 0x1000);
+        let mut a = CodeAssembler::new(64).expect("a mode of the processor");
+        (trace.callee)(&mut a).expect("guest code");
+        bus.put(CALLEE, &a.assemble(CALLEE).expect("guest code"));
+        let mut tracer = Tracer {
+            cpu: &mut cpu,
+            bus: &mut bus,
+            forms: &mut forms,
+            decoded: &mut insns,
+            pages: &mut translator.pages,
+            find_page: |_: &mut CpuState, _: &mut FlatBus, gva: u64| {
+                Some(TracePage {
+                    distance: 0,
+                    source: Source {
+                        cell: GENERATION + 4,
+                        generation: 0x22,
+                    },
+                    bound: case.mode.bound(gva),
+                    cell: Cell::new(3),
+                    id: gva,
+                })
+            },
+            home: PAGE,
+            mode: case.mode,
+        };
+        assert!(tracer.decode(trace.path), "{}: no trace", case.name);
+    }
+    let straddles = case.trace.is_none()
+        && block::decode(
+            &mut insns,
+            &mut forms,
+            (&mut cpu, &mut bus),
+            start,
+            (case.mode, case.is_hot, false),
+            hot.as_ref().map(|h| &h.turns[..]),
+        );
+    if !case.mode.has(Mode::SPLIT) {
+        Groups::new().form(&mut insns, long, case.is_hot);
+    }
+    translator.hot = hot;
     let is_interpreted = insns.last().is_some_and(|d| d.kind == Kind::Interpret);
     let entries = translator.block(
         (&insns, &forms),
@@ -183,7 +215,7 @@ fn translated(case: &Case) -> String {
     for d in &insns {
         let mut text = String::new();
         IntelFormatter::new().format(&d.i, &mut text);
-        let _ = writeln!(out, "; {:03x}  {text}", d.offset);
+        let _ = writeln!(out, "; {:03x}  {text}", d.distance as u32 + d.offset);
     }
     for (what, code, base) in [("executed", executed, HOT), ("apart", apart, COLD)] {
         let mut text = String::new();

@@ -175,6 +175,7 @@ impl Names {
             }
             OpKind::Memory if i.is_ip_rel_memory_operand() => Some(match address {
                 GENERATION => "generation".to_owned(),
+                _ if address == GENERATION + 4 => "generation of the callee".to_owned(),
                 _ => format!("+{:x}", address.wrapping_sub(CODE)),
             }),
             OpKind::Memory if i.memory_segment() == Register::GS => {
