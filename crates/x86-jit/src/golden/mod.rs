@@ -24,6 +24,7 @@ use crate::{
     codegen::thunks::{self, Thunks},
     codegen::{How, Translator},
     frame::cell::Cell,
+    ir::decoded::Decoded,
     ir::hot::Hot,
     ir::kind::{Forms, Kind},
     ir::mode::Mode,
@@ -32,7 +33,7 @@ use crate::{
     region::block,
     region::trace::Tracer,
 };
-use cases::Case;
+use cases::{Case, Trace};
 use names::Names;
 
 /// Where the code buffer is taken to be, and what it refers to beyond itself.
@@ -111,6 +112,44 @@ fn trampolines(isa: Isa) -> (Thunks, Vec<u8>) {
     (thunks, code.to_vec())
 }
 
+/// Decodes along a trace's way, which ends where its path does.
+fn follow(
+    trace: &Trace,
+    mode: Mode,
+    (cpu, bus): (&mut CpuState, &mut FlatBus),
+    forms: &mut Forms,
+    decoded: &mut Vec<Decoded>,
+    pages: &mut Vec<TracePage>,
+) {
+    bus.map(CALLEE & !0xfff, 0x1000);
+    let mut a = CodeAssembler::new(64).expect("a mode of the processor");
+    (trace.callee)(&mut a).expect("guest code");
+    bus.put(CALLEE, &a.assemble(CALLEE).expect("guest code"));
+    let source = Source {
+        cell: GENERATION + 4,
+        generation: 0x22,
+    };
+    let mut tracer = Tracer {
+        cpu,
+        bus,
+        forms,
+        decoded,
+        pages,
+        find_page: |_: &mut CpuState, _: &mut FlatBus, gva: u64| {
+            Some(TracePage {
+                distance: 0,
+                source,
+                bound: mode.bound(gva),
+                cell: Cell::new(3),
+                id: gva,
+            })
+        },
+        home: PAGE,
+        mode,
+    };
+    assert!(tracer.decode(trace.path), "it is no trace");
+}
+
 /// A case's guest code, and what is made of it.
 fn translated(case: &Case) -> String {
     let (isa, host) = host(!case.is_old_host);
@@ -141,33 +180,16 @@ fn translated(case: &Case) -> String {
     let bound = case.mode.bound(start);
     translator.pages = vec![TracePage::own(source, bound, PAGE)];
     let mut insns = Vec::new();
-    if let Some(trace) = case.trace {
-        bus.map(CALLEE & !0xfff, 0x1000);
-        let mut a = CodeAssembler::new(64).expect("a mode of the processor");
-        (trace.callee)(&mut a).expect("guest code");
-        bus.put(CALLEE, &a.assemble(CALLEE).expect("guest code"));
-        let mut tracer = Tracer {
-            cpu: &mut cpu,
-            bus: &mut bus,
-            forms: &mut forms,
-            decoded: &mut insns,
-            pages: &mut translator.pages,
-            find_page: |_: &mut CpuState, _: &mut FlatBus, gva: u64| {
-                Some(TracePage {
-                    distance: 0,
-                    source: Source {
-                        cell: GENERATION + 4,
-                        generation: 0x22,
-                    },
-                    bound: case.mode.bound(gva),
-                    cell: Cell::new(3),
-                    id: gva,
-                })
-            },
-            home: PAGE,
-            mode: case.mode,
-        };
-        assert!(tracer.decode(trace.path), "{}: no trace", case.name);
+    if let Some(trace) = &case.trace {
+        let pages = &mut translator.pages;
+        follow(
+            trace,
+            case.mode,
+            (&mut cpu, &mut bus),
+            &mut forms,
+            &mut insns,
+            pages,
+        );
     }
     let straddles = case.trace.is_none()
         && block::decode(
