@@ -14,7 +14,7 @@ use crate::user_memory::Arg;
 const VALUE: usize = size_of::<u64>();
 
 /// A write of `len` bytes at `address` to an eventfd which [`is_irqfd`]. True if the interrupt is
-/// injected, and the write over, with [`VALUE`] as its result; false if the kernel has to be asked.
+/// injected, and the write over, with `VALUE` as its result; false if the kernel has to be asked.
 ///
 /// To be called outside of a [`Section`] of the caller's thread, or in one in which it holds nothing.
 pub fn write_irqfd(fd: RawFd, address: usize, len: usize) -> bool {
