@@ -55,8 +55,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
         ));
     }
     let mut verdict = Verdict::default();
-    use BenchSuite::{Doorbell, Exits, Vpmu, Wp};
-    let is_bare = |s: &BenchSuite| matches!(s, Exits | Doorbell | Vpmu | Wp);
+    let is_bare = |s: &BenchSuite| {
+        use BenchSuite::{Doorbell, Exits, Vpmu, Wp};
+        matches!(s, Exits | Doorbell | Vpmu | Wp)
+    };
     let needs_files = !args.suites.iter().all(is_bare);
     let mut files = if needs_files {
         Some(Files::new(args.kernel.as_deref(), &args.qemu)?)

@@ -174,7 +174,9 @@ fn measure(before: &[u8], body: &[u8]) -> Result<f64, BootError> {
     code.extend([0xe6, 0x80, 0xe9]); // out 0x80, al; jmp
     let back = begin as i32 - (code.len() as i32 + 4);
     code.extend(back.to_le_bytes());
-    let Bare { mut vcpu, vm: _vm } = Bare::new(Mode::Long, false, &code)?;
+    let Bare {
+        mut vcpu, vm: _vm, ..
+    } = Bare::new(Mode::Long, false, &code)?;
     let mut best = f64::INFINITY;
     for _ in 0..RUNS {
         let begin = Instant::now();
