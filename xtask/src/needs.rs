@@ -9,10 +9,12 @@ use crate::{debian::is_installed, tool::tool};
 /// The union of what the steps use.
 const PACKAGES: &[&str] = &[
     "busybox-static",
+    "cpu-checker",
     "e2fsprogs",
     "gcc",
     "gdb",
     "libc6-dev",
+    "libvirt-clients",
     "linux-libc-dev",
     "make",
     "mtools",

@@ -146,3 +146,45 @@ fn everything_that_changes_is_noticed() {
     // A page fault without a gate: the machine ends.
     assert!(matches!(vcpu.run().unwrap(), VcpuExit::Shutdown));
 }
+
+/// Code on so many pages, one after the other, of which the VMM writes one while the guest waits: after the first
+/// exits, and after many.
+#[test]
+fn code_on_any_of_many_pages_that_is_written_is_noticed() {
+    for pages in [1, 5, 6, 11, 12, 13, 20] {
+        let m = Machine::new();
+        let page = |n: u64| 0x2_0000 + 0x1000 * n;
+        // At the end of what comes before: JMP.
+        let jump = |at: u64, bytes: &[u8], to: u64| {
+            let next = at + bytes.len() as u64 + 5;
+            let distance = (to as i32 - next as i32).to_le_bytes();
+            m.write(at, &[bytes, &[0xe9], &distance].concat());
+        };
+        // OUT 0x80, AL.
+        jump(CODE, &[0xe6, 0x80], page(0));
+        for n in 0..pages {
+            let next = if n + 1 < pages { page(n + 1) } else { CODE };
+            // ADD ECX, 0x1000000.
+            jump(page(n), &[0x81, 0xc1, 0, 0, 0, 1], next);
+        }
+        let mut vcpu = m.vcpu(0, CODE);
+        turns(&mut vcpu, 1, &[(0x80, false)]);
+        let (mut sum, mut before) = (
+            0x100_0000 * pages as u32,
+            vcpu.get_regs().unwrap().rcx as u32,
+        );
+        for turn in 0..40u64 {
+            if [1, 2, 3, 5, 8, 13, 14, 30].contains(&turn) {
+                // The operand's lowest byte, behind opcode and ModRM.
+                let at = GuestAddress(page(turn % pages) + 2);
+                let old: u8 = m.memory.read_obj(at).unwrap();
+                m.memory.write_obj(old + 1, at).unwrap();
+                sum += 1;
+            }
+            turns(&mut vcpu, 1, &[(0x80, false)]);
+            let now = vcpu.get_regs().unwrap().rcx as u32;
+            assert_eq!(now.wrapping_sub(before), sum, "{pages} pages, turn {turn}");
+            before = now;
+        }
+    }
+}

@@ -114,6 +114,12 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             libc::SYS_openat2 if c != 0 && is_kvm(a as c_int, path(b)) => {
                 Some(files::open_kvm((c as *const u64).read_unaligned() as c_int))
             }
+            libc::SYS_open if crate::cpuinfo::is_wanted(path(a), b as c_int) => {
+                crate::cpuinfo::open(b as c_int)
+            }
+            libc::SYS_openat if crate::cpuinfo::is_wanted(path(b), c as c_int) => {
+                crate::cpuinfo::open(c as c_int)
+            }
             libc::SYS_access if is_kvm(libc::AT_FDCWD, path(a)) => {
                 Some(files::access_kvm(b as c_int))
             }

@@ -2,9 +2,9 @@
 
 use libc::{c_char, c_int, c_uint, mode_t, stat as Stat, statx as Statx};
 
-use crate::actions;
 use crate::next::{answer, fail, next, system_call_c};
 use crate::path::is_kvm;
+use crate::{actions, cpuinfo};
 
 /// `openat(2)` for `/dev/kvm`.
 pub(crate) fn open_kvm(flags: c_int) -> c_int {
@@ -84,6 +84,12 @@ macro_rules! open {
             // SAFETY: the caller's path.
             if unsafe { is_kvm($dir, path) } {
                 return open_kvm(flags);
+            }
+            // SAFETY: as above.
+            if unsafe { cpuinfo::is_wanted(path, flags) }
+                && let Some(fd) = cpuinfo::open(flags)
+            {
+                return fd;
             }
             let fd = next!($name(
                 $($fixed => $type,)*

@@ -13,6 +13,7 @@ mod actions;
 mod calls;
 mod cancel;
 pub mod cpuid;
+mod cpuinfo;
 mod descriptors;
 mod files;
 mod filter;

@@ -101,6 +101,8 @@ pub(crate) enum BenchSuite {
     Doorbell,
     /// Switches from process to process: with PCIDs, without, with page-table isolation.
     Ctxsw,
+    /// Firmware and boot loaders in QEMU, until they say that they are done.
+    Firmware,
     /// Random accesses to tables of 16 MiB to 2 GiB, in pages of 4 KiB and 2 MiB.
     Memory,
     /// Changes of CR0.WP and other inputs of the permission check, and visits to SMM.

@@ -12,6 +12,7 @@ use x86_defs::{control::cr4, paging::PAGE_SIZE};
 
 use crate::{
     Miss, Mmu, View,
+    exposed::Exposed,
     l1::Half,
     sum::sum_of,
     written::{Place, Tags},
@@ -27,7 +28,7 @@ const REGION_WORDS: usize = 64;
 /// Pages whose code is remembered for comparison.
 const MAX_SUMS: usize = 1 << 16;
 /// Pages that are compared at once; with more of them each is when it is executed next.
-const MAX_EXPOSED: usize = 6;
+const MAX_EXPOSED: usize = 12;
 /// Bit of a page's identity that tells it from "none".
 const IDENTITY: u64 = 1 << 63;
 const SPACE_SHIFT: u32 = 60;
@@ -427,9 +428,9 @@ impl Mmu {
     fn expose(&mut self, e: FetchEntry) {
         if e.writable
             && self.exposed.len() <= MAX_EXPOSED
-            && self.exposed.iter().all(|other| other.id != e.id)
+            && self.exposed.iter().all(|other| other.entry.id != e.id)
         {
-            self.exposed.push(e);
+            self.exposed.push(Exposed::new(e));
         }
     }
 
@@ -657,10 +658,14 @@ impl Mmu {
 
     #[inline]
     fn compare_exposed(&mut self) {
-        let is_same = |e: &FetchEntry| {
-            e.known == self.remembered && sum_of(e.host, e.sum.chunks) == e.sum.sum
+        let remembered = self.remembered;
+        let is_same = |page: &mut Exposed<FetchEntry>| {
+            let FetchEntry {
+                host, sum, known, ..
+            } = page.entry;
+            known == remembered && page.is_same(host, sum.chunks, sum.sum)
         };
-        if !self.exposed.iter().all(is_same) {
+        if !self.exposed.iter_mut().all(is_same) {
             self.compare_changed();
         }
     }
@@ -668,12 +673,12 @@ impl Mmu {
     #[cold]
     fn compare_changed(&mut self) {
         for n in 0..self.exposed.len() {
-            let Some(mut e) = self.exposed.get(n).copied() else {
+            let Some(mut e) = self.exposed.get(n).map(|page| page.entry) else {
                 return;
             };
             self.compare(&mut e);
-            if let Some(place) = self.exposed.get_mut(n) {
-                *place = e;
+            if let Some(page) = self.exposed.get_mut(n) {
+                page.set_entry(e);
             }
         }
     }

@@ -48,6 +48,7 @@ mod access;
 mod bulk;
 mod code;
 mod context;
+mod exposed;
 mod flush;
 pub mod hash;
 pub mod l1;
@@ -185,7 +186,7 @@ pub struct Mmu {
     /// Calls of [`Self::recheck_code`], for supervisors and for users.
     verification: [u64; 2],
     /// Pages executed since then that are mapped writable; one more than `MAX_EXPOSED`: too many.
-    exposed: Vec<code::FetchEntry>,
+    exposed: Vec<exposed::Exposed<code::FetchEntry>>,
     /// Changes of `sums`.
     remembered: u64,
     stats: Stats,

@@ -20,12 +20,17 @@ const FACTORS: [u64; 8] = {
 ///
 /// Each word by a factor of its own, so that one word that is another always shows: few
 /// instructions, as this is done again for each page that is mapped for fetching.
-pub(crate) fn sum_of(host: HostPage, mut chunks: u64) -> u64 {
+pub(crate) fn sum_of(host: HostPage, chunks: u64) -> u64 {
+    sum_of_chunks(chunks, |chunk| host.chunk(chunk))
+}
+
+/// The same of chunks that are somewhere else.
+pub(crate) fn sum_of_chunks(mut chunks: u64, words_of: impl Fn(usize) -> [u64; 8]) -> u64 {
     let mut sum = 0;
     while chunks != 0 {
         let chunk = u64::from(chunks.trailing_zeros());
         chunks &= chunks - 1;
-        let words = host.chunk(chunk as usize);
+        let words = words_of(chunk as usize);
         let products = words.iter().zip(FACTORS).map(|(w, f)| w.wrapping_mul(f));
         let mut h = products.fold(chunk + 1, u64::wrapping_add);
         // Chunks that differ in one bit alone must not cancel out.

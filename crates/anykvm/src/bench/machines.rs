@@ -268,7 +268,7 @@ impl Drop for Files {
     }
 }
 
-fn own() -> Result<PathBuf, BootError> {
+pub(super) fn own() -> Result<PathBuf, BootError> {
     std::env::current_exe().map_err(BootError::host("cannot find anykvm"))
 }
 
@@ -302,7 +302,7 @@ fn python() -> Result<PathBuf, BootError> {
     fs::canonicalize("/usr/bin/python3").map_err(|_| missing("python3"))
 }
 
-fn missing(package: &str) -> BootError {
+pub(super) fn missing(package: &str) -> BootError {
     BootError::NoImage(format!(
         "this needs Debian's package {package}: apt-get install {package}"
     ))
@@ -366,7 +366,7 @@ fn gcc(arguments: &[&str], source: &Path, out: &Path) -> Result<(), BootError> {
     succeed(gcc.args(["-lm", "-lpthread"]), "gcc (package gcc)")
 }
 
-fn succeed(command: &mut Command, what: &str) -> Result<(), BootError> {
+pub(super) fn succeed(command: &mut Command, what: &str) -> Result<(), BootError> {
     let output = command
         .output()
         .map_err(|e| BootError::NoImage(format!("cannot run {what}: {e}")))?;

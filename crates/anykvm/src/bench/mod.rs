@@ -9,6 +9,7 @@ mod bare;
 mod ctxsw;
 mod doorbell;
 mod exits;
+mod firmware;
 mod machines;
 mod memory;
 mod plot;
@@ -56,8 +57,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     }
     let mut verdict = Verdict::default();
     let is_bare = |s: &BenchSuite| {
-        use BenchSuite::{Doorbell, Exits, Vpmu, Wp};
-        matches!(s, Exits | Doorbell | Vpmu | Wp)
+        use BenchSuite::{Doorbell, Exits, Firmware, Vpmu, Wp};
+        matches!(s, Exits | Doorbell | Firmware | Vpmu | Wp)
     };
     let needs_files = !args.suites.iter().all(is_bare);
     let mut files = if needs_files {
@@ -70,6 +71,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
             (BenchSuite::Wp, _) => wp::run(&mut verdict)?,
             (BenchSuite::Vpmu, _) => vpmu::run(&mut verdict)?,
+            (BenchSuite::Firmware, _) => firmware::run(args, &mut verdict)?,
             (BenchSuite::Doorbell, _) => {
                 let qemu = (!args.no_tcg).then_some(args.qemu.as_path());
                 doorbell::run(&mut verdict, qemu, args.svg.as_deref())?

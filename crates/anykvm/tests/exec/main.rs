@@ -483,6 +483,49 @@ fn an_input_is_not_what_the_last_output_was() {
 }
 
 #[test]
+fn programs_that_look_for_kvm_by_files_find_it() {
+    // Each way of opening: the C library's `fopen`, `open`, and a launched program's system call.
+    let script = "grep -E -w -c '^flags.*(vmx|svm)' /proc/cpuinfo && test -e /dev/kvm";
+    let of_busybox = format!("/usr/bin/busybox {script}");
+    for command in [
+        ["sh", "-c", script].as_slice(),
+        &["/usr/bin/busybox", "ash", "-c", &of_busybox],
+    ] {
+        let output = exec(command);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{command:?}: {error}");
+    }
+    let awk = "BEGIN { while ((getline line < \"/proc/cpuinfo\") > 0) if (line ~ / (vmx|svm)( |$)/) exit 0; exit 3 }";
+    for program in ["awk", "/usr/bin/busybox"] {
+        let mut command = vec![program];
+        command.extend((program != "awk").then_some("awk"));
+        command.push(awk);
+        let output = exec(&command);
+        assert_eq!(output.status.code(), Some(0), "{command:?}");
+    }
+    for (tool, arguments) in [("kvm-ok", &[][..]), ("virt-host-validate", &["qemu"])] {
+        // Where Debian's packages of them are (cpu-checker, libvirt-clients).
+        let is_there = ["/usr/sbin", "/usr/bin"]
+            .iter()
+            .any(|f| Path::new(f).join(tool).exists());
+        if !is_there {
+            eprintln!("{tool} is not installed: not tested");
+            continue;
+        }
+        let mut command = vec![tool];
+        command.extend(arguments);
+        let text = String::from_utf8(exec(&command).stdout).unwrap();
+        let yes = if tool == "kvm-ok" {
+            text.contains("KVM acceleration can be used")
+        } else {
+            let line = text.lines().find(|l| l.contains("hardware virtualization"));
+            line.is_some_and(|l| l.contains("PASS"))
+        };
+        assert!(yes, "{text}");
+    }
+}
+
+#[test]
 fn what_would_run_without_anykvm_is_refused() {
     for (program, reason) in [
         ("/nonexistent", "No such file"),

@@ -372,6 +372,11 @@ impl Asm {
     pub(crate) fn store32(&mut self, m: Mem, reg: Reg) {
         self.rm(false, &[0x89], reg, m);
     }
+    /// `mov [mem], reg`, 16 bits.
+    pub(crate) fn store16(&mut self, m: Mem, reg: Reg) {
+        self.byte(0x66);
+        self.rm(false, &[0x89], reg, m);
+    }
     /// `mov qword [mem], imm32`, sign-extended.
     pub(crate) fn store_imm(&mut self, m: Mem, v: i32) {
         self.rm(true, &[0xc7], 0, m);

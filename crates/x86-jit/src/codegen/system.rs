@@ -57,6 +57,32 @@ impl Translator {
         self.encode(&out)
     }
 
+    /// MOV from a control register, SGDT, SIDT.
+    pub(super) fn from_system_register(&mut self, d: &Decoded) -> Emit {
+        match d.kind {
+            Kind::FromControl => self.control_to_general(d),
+            _ => self.store_table(d),
+        }
+    }
+
+    /// SGDT and SIDT: the limit, and the base behind it, on one page.
+    fn store_table(&mut self, d: &Decoded) -> Emit {
+        let limit_and_base = if d.i.mnemonic() == Mnemonic::Sgdt {
+            GDTR
+        } else {
+            IDTR
+        };
+        self.spill_flags(d);
+        self.address(&d.i, 0)?;
+        self.probe(d.offset, 2 + self.word() as u32, true);
+        let [limit, base] = limit_and_base;
+        self.asm.load32(S1, gs(limit));
+        self.asm.store16(at(S0, 0), S1);
+        self.asm.load(S1, gs(base));
+        self.store_word(at(S0, 2), S1);
+        Ok(())
+    }
+
     pub(super) fn rdtsc(&mut self, d: &Decoded) {
         self.spill_flags(d);
         let a = &mut self.asm;

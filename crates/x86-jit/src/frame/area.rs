@@ -133,6 +133,15 @@ pub(crate) const RIP: usize = 8 * reg::RIP;
 
 /// RFLAGS but for the arithmetic flags.
 pub(crate) const RFLAGS: usize = offset_of!(CpuState, rflags);
+/// Limit and base of the descriptor tables.
+pub(crate) const GDTR: [usize; 2] = [
+    offset_of!(CpuState, gdtr.limit),
+    offset_of!(CpuState, gdtr.base),
+];
+pub(crate) const IDTR: [usize; 2] = [
+    offset_of!(CpuState, idtr.limit),
+    offset_of!(CpuState, idtr.base),
+];
 pub(crate) const CR0: usize = offset_of!(CpuState, cr0);
 pub(crate) const CR2: usize = offset_of!(CpuState, cr2);
 pub(crate) const CR3: usize = offset_of!(CpuState, cr3);

@@ -368,6 +368,11 @@ const SYSTEM: &[Case] = &[
         a.mov(rcx, cr0)?;
         a.jmp(0x40_0200)
     }),
+    case("descriptor tables", KERNEL, |a| {
+        a.sidt(ptr(rdi))?;
+        a.sgdt(ptr(rsp + 8))?;
+        a.jmp(0x40_0200)
+    }),
     case("segments", KERNEL, |a| {
         a.mov(eax, ds)?;
         a.rdfsbase(rcx)?;

@@ -49,6 +49,7 @@ pub(crate) fn needs(kind: Kind, vex: bool) -> Mode {
         | Kind::Sysret
         | Kind::InterruptReturn
         | Kind::FromControl
+        | Kind::StoreTable
         | Kind::ToCr0
         | Kind::Ac => Mode::KERNEL,
         _ => Mode::NONE,

@@ -64,6 +64,8 @@ pub(crate) enum Kind {
     FromControl,
     /// MOV to CR0.
     ToCr0,
+    /// SGDT and SIDT: UEFI's firmware finds its services by the IDT.
+    StoreTable,
     Cli,
     Sti,
     Swapgs,
@@ -234,6 +236,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         {
             Kind::SegmentBase
         }
+        M::Sgdt | M::Sidt if stores_table(code) => Kind::StoreTable,
         M::Cld => Kind::Cld,
         M::Pause => Kind::Pause,
         _ if i.is_string_instruction() => Kind::String,
@@ -260,6 +263,14 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         }
         _ => Kind::Interpret,
     }
+}
+
+/// SGDT and SIDT with a base of the mode's full size.
+fn stores_table(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Sgdt_m1664 | Code::Sidt_m1664 | Code::Sgdt_m1632 | Code::Sidt_m1632
+    )
 }
 
 /// Pushes a value of the mode's full size.

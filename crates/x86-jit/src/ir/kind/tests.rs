@@ -223,6 +223,8 @@ fn state_of_the_host_is_out_of_reach() {
         Code::Rdgsbase_r64,
         Code::Wrfsbase_r64,
         Code::Pause,
+        Code::Sidt_m1664,
+        Code::Sgdt_m1632,
         Code::Fldcw_m2byte,
         Code::Ldmxcsr_m32,
         Code::VEX_Vldmxcsr_m32,

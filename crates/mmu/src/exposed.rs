@@ -1,0 +1,100 @@
+//! Pages of code that a device may have written: what was fetched from them, kept to be compared at each exit.
+//!
+//! Firmware asks devices in loops, with an exit for each question, and executes from pages that it can write. A
+//! hash of all that was fetched would take longer than the exit, so from the second comparison on the page
+//! is compared with a copy, word by word.
+
+use guest_memory::HostPage;
+
+use crate::sum::sum_of_chunks;
+
+/// Chunks of a page.
+const CHUNKS: usize = 64;
+
+/// One page.
+#[derive(Debug)]
+pub(crate) struct Exposed<E> {
+    /// What is known of it.
+    pub(crate) entry: E,
+    /// It was compared once by its sum.
+    was_compared: bool,
+    copy: Option<Copy>,
+}
+
+/// What the page's chunks were when the sum was that of what was fetched.
+#[derive(Debug)]
+struct Copy {
+    chunks: u64,
+    words: Box<[[u64; 8]; CHUNKS]>,
+}
+
+impl Copy {
+    fn of(host: HostPage, chunks: u64) -> Self {
+        let mut words = Box::new([[0; 8]; CHUNKS]);
+        for chunk in each(chunks) {
+            words[chunk] = host.chunk(chunk);
+        }
+        Self { chunks, words }
+    }
+
+    fn sum(&self) -> u64 {
+        sum_of_chunks(self.chunks, |chunk| self.words[chunk])
+    }
+
+    fn is_same(&self, host: HostPage) -> bool {
+        each(self.chunks).all(|chunk| {
+            let now = host.chunk(chunk);
+            let before = &self.words[chunk];
+            let differ = |differ, n: usize| differ | now[n] ^ before[n];
+            (0..8).fold(0, differ) == 0
+        })
+    }
+}
+
+/// The numbers of the bits that are set.
+fn each(mut chunks: u64) -> impl Iterator<Item = usize> {
+    core::iter::from_fn(move || {
+        let chunk = (chunks != 0).then(|| chunks.trailing_zeros() as usize % CHUNKS);
+        chunks &= chunks.wrapping_sub(1);
+        chunk
+    })
+}
+
+impl<E> Exposed<E> {
+    pub(crate) fn new(entry: E) -> Self {
+        Self {
+            entry,
+            was_compared: false,
+            copy: None,
+        }
+    }
+
+    /// True if all that was fetched from the page is still there. `chunks` of it have this `sum`.
+    #[inline]
+    pub(crate) fn is_same(&mut self, host: HostPage, chunks: u64, sum: u64) -> bool {
+        if let Some(copy) = &self.copy
+            && copy.chunks == chunks
+        {
+            return copy.is_same(host);
+        }
+        self.is_same_by_sum(host, chunks, sum)
+    }
+
+    #[inline(never)]
+    fn is_same_by_sum(&mut self, host: HostPage, chunks: u64, sum: u64) -> bool {
+        if !core::mem::replace(&mut self.was_compared, true) {
+            return sum_of_chunks(chunks, |chunk| host.chunk(chunk)) == sum;
+        }
+        // What is compared with the sum is the copy: the page may change at any time.
+        let copy = Copy::of(host, chunks);
+        let is_same = copy.sum() == sum;
+        self.copy = is_same.then_some(copy);
+        is_same
+    }
+
+    /// The sum is another one.
+    pub(crate) fn set_entry(&mut self, entry: E) {
+        self.entry = entry;
+        self.copy = None;
+    }
+}
