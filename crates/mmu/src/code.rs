@@ -644,11 +644,11 @@ impl Mmu {
         self.verification[usize::from(self.views[self.live].user)]
     }
 
-    /// A device may have written guest memory. An operating system that has code read from a disk
+    /// As [`Self::recheck_exposed`] says. An operating system that has code read from a disk
     /// maps it afterwards, by which it is compared; firmware and bare programs just execute it.
     /// So only pages count that the guest can write by the address by which it executes them.
     #[inline]
-    pub fn recheck_exposed(&mut self) {
+    pub(crate) fn look_at_exposed(&mut self) {
         match self.exposed.len() {
             0 => {}
             1..=MAX_EXPOSED => self.compare_exposed(),

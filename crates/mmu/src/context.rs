@@ -2,7 +2,11 @@
 //!
 //! A context is a pair of paging mode and PCID, as in the hardware's tags (SDM
 //! vol. 3, 4.10.1): CR3's address is no part of it, as a PCID may keep its
-//! translations over a change of CR3 only if software asks for it.
+//! translations over a change of CR3 only if software asks for it. A *tracked* context
+//! is that of a root instead: see [`crate::shadow`].
+//!
+//! Flushes reach a context that is not current when it becomes current: ticks say whether
+//! there was one since it was left.
 
 use guest_memory::tagged;
 use x86_cpu::{CpuState, Privilege};
@@ -12,15 +16,24 @@ use crate::{
     code::FetchTable,
     l1::{Half, L1, RegionFilter},
     l2::Owner,
+    shadow::{derived::Derived, flushes::Seen, roots::Policy},
     view::Recent,
 };
 
-/// Contexts that are kept: Linux uses six PCIDs, twice that with page-table isolation.
+/// Contexts that are kept. Linux uses six PCIDs, twice that with page-table isolation.
 const MAX_CONTEXTS: usize = 16;
+/// Where roots are tracked: a context is a few KiB.
+const MAX_TRACKED: usize = 1024;
+/// Tables of (context, view) then; contexts that were not current for long have none. Those of a context are
+/// half a MiB that is touched.
+const MAX_TABLES: usize = 192;
+/// How many are looked at to find one that has not been used for long. (With the very oldest, more contexts in
+/// turn than there is room for would never find their own.)
+const SAMPLE: usize = 8;
+/// [`Context::left`] of the current one.
+pub(crate) const CURRENT: u64 = u64::MAX;
 /// Views of a context that are kept.
 const MAX_VIEWS: usize = 6;
-/// Pages whose flush is recorded one by one for a context that is not current.
-const MAX_PENDING_PAGES: usize = 32;
 
 /// Bit of [`Key::world`]: SMM's address space of slots.
 pub(crate) const SPACE_SHIFT: u32 = 3;
@@ -32,14 +45,16 @@ pub(crate) const WORLDS: usize = 32;
 pub(crate) struct Key {
     pub world: u8,
     pub pcid: u16,
+    /// Of a tracked one: [`crate::shadow::roots::Roots::id`]. Then `pcid` is that of the last load.
+    pub root: Option<u64>,
 }
 
-/// Flushes to carry out when a context becomes current.
-#[derive(Debug, Default)]
-pub(crate) struct Pending {
-    all: bool,
-    non_global: bool,
-    pages: Vec<u64>,
+impl Key {
+    /// What finds the context.
+    pub(crate) fn id(self) -> u64 {
+        let shared = 1 << 63 | u64::from(self.world) << 16 | u64::from(self.pcid);
+        self.root.unwrap_or(shared)
+    }
 }
 
 /// An address space whose translations are kept.
@@ -48,11 +63,20 @@ pub(crate) struct Context {
     pub key: Key,
     /// L2 entries of this context up to this tick are flushed.
     pub flushed: u64,
-    pub pending: Pending,
     /// Of its entries in the second level.
     pub reach: tagged::Key,
+    /// The keys that its views have.
+    published: [tagged::Key; 2],
     /// Regions of large pages that are not global.
     pub regions: RegionFilter,
+    /// When it was the current one last: flushes since then are to be carried out.
+    pub left: u64,
+    /// The pages among them that were.
+    pub seen: Seen,
+    /// What is not global may be out of date, whatever was flushed.
+    pub is_stale: bool,
+    /// Of a tracked one: see [`crate::shadow`].
+    pub derived: Option<Derived>,
     used: u64,
     views: Vec<(View, usize)>,
     /// The views that were live last, by whether they are a user's and by RFLAGS.AC.
@@ -100,6 +124,12 @@ impl Tables {
         }
         self.fetch.flush_page(gva, shift)
     }
+
+    /// A page that is none of a large one's.
+    fn drop_small_page(&mut self, gva: u64) -> bool {
+        self.l1.flush_page(gva);
+        self.fetch.flush_page(gva, None)
+    }
 }
 
 impl Context {
@@ -109,31 +139,6 @@ impl Context {
     /// Index of the tables of one of them.
     pub(crate) fn tables_of_view(&self, n: usize) -> usize {
         self.views[n].1
-    }
-}
-
-impl Pending {
-    pub(crate) fn all(&mut self) {
-        *self = Self {
-            all: true,
-            ..Self::default()
-        };
-    }
-    pub(crate) fn non_global(&mut self) {
-        self.non_global = true;
-    }
-    pub(crate) fn page(&mut self, gva: u64) {
-        if self.all {
-            return;
-        }
-        if self.pages.len() == MAX_PENDING_PAGES {
-            self.all();
-        } else {
-            self.pages.push(gva);
-        }
-    }
-    fn is_none(&self) -> bool {
-        !self.all && !self.non_global && self.pages.is_empty()
     }
 }
 
@@ -148,28 +153,71 @@ impl Mmu {
     pub(crate) fn owner(&self) -> Owner {
         let c = &self.contexts[self.current];
         Owner {
-            context: self.current as u8,
+            context: self.current as u16,
             world: c.key.world,
             flushed: c.flushed,
         }
     }
 
-    /// Makes the context of `self.paging` current and carries out its pending flushes.
-    pub(crate) fn select_context(&mut self) {
+    /// Makes the context of `self.paging` current and carries out the flushes that it has missed.
+    /// `flushes`: one is that of its PCID, by the load of CR3 that asks for the context.
+    pub(crate) fn select_context(&mut self, flushes: bool) {
         self.forget_devices();
+        self.leave_context();
         let p = &self.paging;
-        let key = Key {
-            world: p.mode as u8 | p.space << SPACE_SHIFT | u8::from(p.nxe) << 4,
-            pcid: p.pcid,
-        };
-        let found = self.contexts.iter().position(|c| c.key == key);
-        self.current = found.unwrap_or_else(|| self.new_context(key));
+        let (world, pcid) = (
+            p.mode as u8 | p.space << SPACE_SHIFT | u8::from(p.nxe) << 4,
+            p.pcid,
+        );
+        let tracked = self.tracked_context(world, flushes);
+        self.current = tracked.unwrap_or_else(|| {
+            let key = Key {
+                world,
+                pcid,
+                root: None,
+            };
+            let found = self.roots.find(key.id());
+            found.unwrap_or_else(|| self.new_context(key))
+        });
         let used = self.next_tick();
-        self.contexts[self.current].used = used;
-        self.apply_pending();
+        let pdpte = self.paging.pdpte;
+        let context = &mut self.contexts[self.current];
+        context.used = used;
+        context.is_stale |= context.key.pcid != pcid;
+        // (Of a shared one they are the same.)
+        context.key.pcid = pcid;
+        if let Some(derived) = &mut context.derived
+            && derived.pdpte != pdpte
+        {
+            derived.pdpte = pdpte;
+            context.left = 0;
+        }
+        self.apply_flushes();
+        self.publish_new_keys();
     }
 
-    fn new_context(&mut self, key: Key) -> usize {
+    /// The current context has carried out all flushes so far; those to come may be of others.
+    pub(crate) fn leave_context(&mut self) {
+        let tick = self.next_tick();
+        let seen = self.flushes.seen();
+        if let Some(context) = self.contexts.get_mut(self.current)
+            && context.left == CURRENT
+        {
+            context.left = tick;
+            context.seen = seen;
+        }
+    }
+
+    /// A new context takes another's place.
+    pub(crate) fn is_full(&self) -> bool {
+        let limit = match self.roots.policy {
+            Policy::Tdp => MAX_CONTEXTS,
+            Policy::Shadow | Policy::Auto => MAX_TRACKED,
+        };
+        self.contexts.len() >= limit
+    }
+
+    pub(crate) fn new_context(&mut self, key: Key) -> usize {
         self.views_made += 1;
         self.stats.contexts_made += 1;
         let flushed = self.next_tick();
@@ -180,44 +228,90 @@ impl Mmu {
         let fresh = Context {
             key,
             flushed,
-            pending: Pending::default(),
             reach: self.new_reach_key(),
+            published: [tagged::Key::default(); 2],
             regions: RegionFilter::default(),
+            left: flushed,
+            seen: self.flushes.seen(),
+            is_stale: false,
+            derived: key.root.map(|_| Derived::new(self.paging.pdpte)),
             used: 0,
             views: Vec::with_capacity(MAX_VIEWS),
             recent: [None; 4],
         };
-        if self.contexts.len() < MAX_CONTEXTS {
+        if !self.is_full() {
             self.contexts.push(fresh);
+            self.roots.insert(key.id(), self.contexts.len() - 1);
             return self.contexts.len() - 1;
         }
         self.stats.contexts_dropped += 1;
-        let oldest = (0..self.contexts.len())
-            .min_by_key(|i| self.contexts[*i].used)
-            .unwrap_or(0);
+        let oldest = self.long_unused(|_| true);
         let old = core::mem::replace(&mut self.contexts[oldest], fresh);
-        for (_, tables) in old.views {
-            self.views[tables].flush();
-            self.views[tables].taken = false;
-        }
+        self.roots.remove(old.key.id());
+        self.free_tables(&old.views);
+        self.roots.insert(key.id(), oldest);
         oldest
     }
 
-    fn apply_pending(&mut self) {
-        if self.contexts[self.current].pending.is_none() {
-            return;
+    /// A context that is not current, has not been for long, and for which `f` is true.
+    fn long_unused(&mut self, f: impl Fn(&Context) -> bool) -> usize {
+        let n = self.contexts.len();
+        let first = self.hand;
+        let mut found: Option<usize> = None;
+        let mut seen = 0;
+        for i in (first..n).chain(0..first.min(n)) {
+            let context = &self.contexts[i];
+            if i == self.current || !f(context) {
+                continue;
+            }
+            if found.is_none_or(|found| context.used < self.contexts[found].used) {
+                found = Some(i);
+            }
+            seen += 1;
+            self.hand = i + 1;
+            if seen == SAMPLE {
+                break;
+            }
         }
-        let pending = core::mem::take(&mut self.contexts[self.current].pending);
-        if pending.all {
-            self.for_current_tables(Tables::drop_all);
-            return;
+        found.unwrap_or(0)
+    }
+
+    fn free_tables(&mut self, views: &[(View, usize)]) {
+        for (_, tables) in views {
+            self.views[*tables].flush();
+            self.views[*tables].taken = false;
         }
-        if pending.non_global {
-            self.for_current_tables(Tables::drop_non_global);
+    }
+
+    /// Tables that belong to nobody.
+    fn new_tables(&mut self) -> usize {
+        let free = self.views.iter().position(|t| !t.taken);
+        if let Some(free) = free {
+            return free;
         }
-        for gva in pending.pages {
-            self.flush_current_page(gva);
+        if self.views.len() >= MAX_TABLES && self.contexts.len() > 1 {
+            let other = self.long_unused(|c| !c.views.is_empty());
+            let views = core::mem::take(&mut self.contexts[other].views);
+            self.contexts[other].recent = [None; 4];
+            self.free_tables(&views);
+            if let Some((_, tables)) = views.first() {
+                return *tables;
+            }
         }
+        self.views.push(Tables::default());
+        self.views.len() - 1
+    }
+
+    /// All contexts go; the caller selects one.
+    pub(crate) fn forget_contexts(&mut self) {
+        self.views_made += 1;
+        for tables in &mut self.views {
+            tables.flush();
+            tables.taken = false;
+        }
+        self.contexts.clear();
+        self.roots.clear();
+        self.current = 0;
     }
 
     /// log2 of the region around `gva` that may be one page of the context's.
@@ -244,11 +338,7 @@ impl Mmu {
         for i in 0..self.contexts.len() {
             self.renew_key(i);
         }
-        for world in 0..WORLDS {
-            if self.global_keys[world].token != 0 {
-                self.renew_global_key(world);
-            }
-        }
+        self.renew_global_keys();
         self.reach.new_key().unwrap_or_default()
     }
 
@@ -260,21 +350,24 @@ impl Mmu {
         self.publish_keys(context);
     }
 
-    /// The second level has nothing global of this world any more.
+    /// The second level has nothing global of this world any more. Contexts learn of it when they
+    /// become current.
     pub(crate) fn renew_global_key(&mut self, world: usize) {
         self.global_keys[world] = self.new_reach_key();
-        for i in 0..self.contexts.len() {
-            if usize::from(self.contexts[i].key.world) == world {
-                self.publish_keys(i);
-            }
+        self.publish_new_keys();
+    }
+
+    /// The current context's views have its keys.
+    fn publish_new_keys(&mut self) {
+        if let Some(context) = self.contexts.get(self.current)
+            && context.published != self.keys_of(self.current)
+        {
+            self.publish_keys(self.current);
         }
     }
 
-    /// The second level has nothing any more.
-    pub(crate) fn renew_all_keys(&mut self) {
-        for i in 0..self.contexts.len() {
-            self.renew_key(i);
-        }
+    /// The second level has nothing global any more.
+    pub(crate) fn renew_global_keys(&mut self) {
         for world in 0..WORLDS {
             if self.global_keys[world].token != 0 {
                 self.renew_global_key(world);
@@ -301,6 +394,7 @@ impl Mmu {
 
     fn publish_keys(&mut self, context: usize) {
         let keys = self.keys_of(context);
+        self.contexts[context].published = keys;
         for (_, tables) in &self.contexts[context].views {
             self.views[*tables].l1.set_keys(keys);
         }
@@ -323,9 +417,15 @@ impl Mmu {
     pub(crate) fn flush_current_non_global(&mut self) {
         self.for_current_tables(Tables::drop_non_global);
     }
+    pub(crate) fn flush_current_small_page(&mut self, gva: u64) {
+        self.for_current_tables(|t| t.drop_small_page(gva));
+        let [own, _] = self.keys_of(self.current);
+        self.reach.flush_page(gva, own);
+    }
     pub(crate) fn flush_current_page(&mut self, gva: u64) {
         let shift = self.region_shift(self.current, gva);
         self.for_current_tables(|t| t.drop_page(gva, shift));
+        self.flush_reach_of(gva, self.current);
     }
 
     /// Makes the views of the CPU's state the live ones.
@@ -371,11 +471,7 @@ impl Mmu {
         self.views_made += 1;
         let (used, epoch) = (self.next_tick(), self.next_tick());
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
-            let free = self.views.iter().position(|t| !t.taken);
-            free.unwrap_or_else(|| {
-                self.views.push(Tables::default());
-                self.views.len() - 1
-            })
+            self.new_tables()
         } else {
             // The least recently made; never one of the two in use.
             let victim = self.contexts[self.current]

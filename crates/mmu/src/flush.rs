@@ -13,6 +13,12 @@ impl Mmu {
     /// # Errors
     /// #GP(0) for PDPTEs with reserved bits or outside RAM; nothing has changed then.
     pub fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Exception> {
+        self.load_pdptes(cpu)?;
+        self.set_root(cpu);
+        Ok(())
+    }
+
+    pub(crate) fn load_pdptes(&self, cpu: &mut CpuState) -> Result<(), Exception> {
         if Mode::of(cpu) == Mode::Pae {
             let mut raw = [0; 32];
             if !self
@@ -34,13 +40,17 @@ impl Mmu {
             }
             cpu.pdpte = pdpte;
         }
-        self.set_root(cpu);
         Ok(())
     }
 
     /// As [`Self::load_root`] with the PDPTEs that `cpu` has: after the VMM or a
     /// reset has set registers. The caller flushes [`Flush::All`] as well.
     pub fn set_root(&mut self, cpu: &CpuState) {
+        self.take_root(cpu, false);
+    }
+
+    /// Takes over the registers; `flushes`: what is not global of the new PCID is flushed.
+    pub(crate) fn take_root(&mut self, cpu: &CpuState, flushes: bool) {
         let controls = Some(Controls::of(cpu));
         let is_long = matches!(self.paging.mode, Mode::Level4 | Mode::Level5);
         if is_long && controls == self.controls {
@@ -50,7 +60,12 @@ impl Mmu {
             self.controls = controls;
             self.note_fetch_controls(cpu);
         }
-        self.select_context();
+        if flushes {
+            self.leave_context();
+            let tick = self.next_tick();
+            self.flushes.note_non_global(Some(self.paging.pcid), tick);
+        }
+        self.select_context(flushes);
         self.select_tables(cpu);
     }
 
@@ -95,32 +110,18 @@ impl Mmu {
     /// contexts of `pcid` (all, if none is given: the page may be global).
     fn flush_page(&mut self, gva: u64, pcid: Option<u16>) {
         self.l2.flush_page(gva);
-        self.flush_reach_page(gva, pcid);
         self.flush_global_fetch(Some(gva));
-        for i in 0..self.contexts.len() {
-            if pcid.is_some_and(|p| p != self.contexts[i].key.pcid) {
-                continue;
-            }
-            if i == self.current {
-                self.flush_current_page(gva);
-            } else {
-                self.contexts[i].pending.page(gva);
-            }
+        let current = self.paging.pcid;
+        if pcid.is_none_or(|p| p == current) {
+            self.flush_current_page(gva);
         }
+        self.flushes.note_page(gva, current, pcid);
     }
 
     fn flush_non_global(&mut self, tick: u64, pcid: Option<u16>) {
-        for i in 0..self.contexts.len() {
-            if pcid.is_some_and(|p| p != self.contexts[i].key.pcid) {
-                continue;
-            }
-            self.contexts[i].flushed = tick;
-            self.renew_key(i);
-            if i == self.current {
-                self.flush_current_non_global();
-            } else {
-                self.contexts[i].pending.non_global();
-            }
+        self.flushes.note_non_global(pcid, tick);
+        if pcid.is_none_or(|p| p == self.paging.pcid) {
+            self.catch_up();
         }
         self.next_tick();
     }
@@ -131,17 +132,15 @@ impl Mmu {
         self.flush_global_fetch(None);
         for i in 0..self.contexts.len() {
             let world = usize::from(self.contexts[i].key.world);
-            if world >> SPACE_SHIFT & 1 != 0 {
-                self.contexts[i].flushed = tick;
-                self.renew_key(i);
+            if world >> SPACE_SHIFT & 1 != 0 && i != self.current {
+                // Whatever was flushed last came later.
+                self.contexts[i].left = 0;
                 self.renew_global_key(world);
-                if i != self.current {
-                    self.contexts[i].pending.all();
-                }
             }
         }
-        self.flush_current();
-        self.next_tick();
+        let world = usize::from(self.contexts[self.current].key.world);
+        self.renew_global_key(world);
+        self.drop_current();
     }
 
     pub(crate) fn flush_everything(&mut self) {
@@ -152,31 +151,13 @@ impl Mmu {
         core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
         self.flush_global_fetch(None);
         core::mem::swap(&mut self.global_fetch, &mut self.other_fetch);
-        for (i, c) in self.contexts.iter_mut().enumerate() {
-            c.flushed = tick;
-            if i != self.current {
-                c.pending.all();
-            }
-        }
-        self.flush_current();
-        self.renew_all_keys();
-        self.next_tick();
+        self.flushes.everything = tick;
+        self.renew_global_keys();
+        self.drop_current();
     }
 
-    /// The same in the second level, where it is done at once.
-    fn flush_reach_page(&mut self, gva: u64, pcid: Option<u16>) {
-        for i in 0..self.contexts.len() {
-            let is_its = match pcid {
-                Some(pcid) => pcid == self.contexts[i].key.pcid,
-                None => i == self.current,
-            };
-            if is_its {
-                self.flush_reach_of(gva, i);
-            }
-        }
-    }
-
-    fn flush_reach_of(&self, gva: u64, context: usize) {
+    /// The same in the second level.
+    pub(crate) fn flush_reach_of(&self, gva: u64, context: usize) {
         let shift = self.region_shift(context, gva);
         for key in self.keys_of(context) {
             self.reach.flush_page(gva, key);

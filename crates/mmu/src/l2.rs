@@ -14,7 +14,7 @@ const LARGE_SETS: usize = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
     /// Index of the context.
-    pub context: u8,
+    pub context: u16,
     /// Paging mode and address space: global pages are shared inside one only.
     pub world: u8,
     /// Entries of the context up to this tick are flushed unless global.
@@ -28,7 +28,7 @@ struct Entry {
     /// gpa of the piece, with the flags below in its low bits.
     gpa: u64,
     tick: u64,
-    context: u8,
+    context: u16,
     world: u8,
     pkey: u8,
 }

@@ -46,6 +46,7 @@
 
 mod access;
 mod bulk;
+mod catch_up;
 mod code;
 mod context;
 mod exposed;
@@ -56,6 +57,7 @@ mod l2;
 mod paging;
 pub mod reach;
 mod resolve;
+mod shadow;
 mod sum;
 mod view;
 pub mod walk;
@@ -71,6 +73,7 @@ use x86_cpu::{CpuState, Exception};
 
 pub use paging::{Mode, Paging};
 pub use resolve::DevicePage;
+pub use shadow::roots::Policy;
 pub use view::View;
 
 /// Why an access was not done.
@@ -134,6 +137,14 @@ pub struct Stats {
     pub code_rechecks: u64,
     /// Code pages found changed by the VMM.
     pub code_changed_by_vmm: u64,
+    /// Flushes that a tracked context has caught up with.
+    pub catch_ups: u64,
+    /// Entries of guest tables compared for it.
+    pub entries_compared: u64,
+    /// Entries of these that had changed.
+    pub entries_changed: u64,
+    /// Flushes that dropped all of a tracked context.
+    pub catch_ups_failed: u64,
 }
 
 /// A vCPU's memory management unit.
@@ -165,6 +176,8 @@ pub struct Mmu {
     views_made: u64,
     contexts: Vec<context::Context>,
     current: usize,
+    /// Where a context that is unused is looked for next.
+    hand: usize,
     /// Source of LRU stamps, flush ticks and fetch epochs: never repeats.
     tick: u64,
     l2: l2::L2,
@@ -173,6 +186,12 @@ pub struct Mmu {
     global_keys: [guest_memory::tagged::Key; context::WORLDS],
     /// Regions of large global pages.
     global_regions: l1::RegionFilter,
+    flushes: shadow::flushes::Flushes,
+    roots: shadow::roots::Roots,
+    /// Room for the pages that have changed.
+    changed: Vec<u64>,
+    /// A device may have written guest memory since code was compared for it.
+    is_written_by_device: bool,
 
     written: written::Written,
     generations: code::GenerationCache,
@@ -217,11 +236,16 @@ impl Mmu {
             system: 0,
             contexts: Vec::new(),
             current: 0,
+            hand: 0,
             tick: 1,
             l2: l2::L2::new(),
             reach: reach::Reach::new(reach::DEFAULT_PAGES),
             global_keys: Default::default(),
             global_regions: l1::RegionFilter::default(),
+            flushes: shadow::flushes::Flushes::default(),
+            roots: shadow::roots::Roots::default(),
+            changed: Vec::new(),
+            is_written_by_device: false,
             written: written::Written::default(),
             generations: code::GenerationCache::default(),
             global_fetch: code::GlobalFetch::default(),

@@ -28,7 +28,7 @@ pub enum Mode {
 pub struct Paging {
     /// Mode.
     pub mode: Mode,
-    /// Physical address of the first table (unused in PAE mode).
+    /// Physical address of the first table (in PAE mode that of the PDPTEs).
     pub root: u64,
     /// PDPTE registers of PAE paging.
     pub pdpte: [u64; 4],
@@ -139,6 +139,7 @@ impl Paging {
                 };
             }
             Mode::Pae => {
+                p.root = cpu.cr3 & 0xffff_ffe0;
                 let reserved = no_address | bits(62, 52) | if nxe { 0 } else { NX };
                 p.reserved_table = [reserved; 6];
                 p.reserved_leaf = [reserved; 6];

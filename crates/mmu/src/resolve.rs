@@ -136,7 +136,8 @@ impl Mmu {
         }
         self.stats.walks += 1;
         match walk::walk(&self.table, &self.paging, &mut self.near, gva, view, access) {
-            Ok(walk) => {
+            Ok((walk, trail)) => {
+                self.note_walk(gva, &walk, &trail);
                 let tick = self.next_tick();
                 self.l2.insert(gva, &walk, owner, tick);
                 Ok(walk)

@@ -30,13 +30,48 @@ pub struct Walk {
 pub struct WalkFault(pub u16);
 
 /// An entry that the walk went through.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Visited {
     slot: usize,
     index: usize,
     page: HostPage,
     offset: u64,
     value: u64,
+}
+
+/// The entries that a walk went through.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Trail {
+    /// By level.
+    visited: [Option<Visited>; 6],
+    size: u8,
+}
+
+/// One of them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    pub level: u8,
+    pub page: HostPage,
+    pub offset: u64,
+    /// Bytes.
+    pub size: u8,
+    /// As the walk saw it, with the flags that it has set.
+    pub value: u64,
+}
+
+impl Trail {
+    /// From the leaf upwards.
+    pub(crate) fn steps(&self) -> impl Iterator<Item = Step> + use<'_> {
+        self.visited.iter().zip(0..).filter_map(|(visited, level)| {
+            visited.as_ref().map(|v| Step {
+                level,
+                page: v.page,
+                offset: v.offset,
+                size: self.size,
+                value: v.value,
+            })
+        })
+    }
 }
 
 /// One attempt's outcome, with A and D bits still to be set.
@@ -62,17 +97,24 @@ pub fn walk(
     gva: u64,
     view: View,
     access: Access,
-) -> Result<Walk, WalkFault> {
+) -> Result<(Walk, Trail), WalkFault> {
+    let size = entry_size(paging);
     loop {
         let mut found = find(slots, paging, near, gva)?;
         if let Err(denied) = view.check(found.walk.rights, access) {
             return Err(WalkFault(pf::P | if denied.by_key { pf::PK } else { 0 }));
         }
         if set_accessed_and_dirty(slots, paging, &mut found, access) {
-            return Ok(found.walk);
+            let visited = found.visited;
+            return Ok((found.walk, Trail { visited, size }));
         }
         // Somebody changed an entry under us: the walk starts again.
     }
+}
+
+/// Bytes of an entry.
+fn entry_size(paging: &Paging) -> u8 {
+    if paging.mode == Mode::Bits32 { 4 } else { 8 }
 }
 
 /// Walks without permission check or side effect: KVM_TRANSLATE, debuggers.
@@ -204,10 +246,10 @@ fn set_accessed_and_dirty(
     access: Access,
 ) -> bool {
     let leaf = found.walk.level as usize;
-    let size = if paging.mode == Mode::Bits32 { 4 } else { 8 };
+    let size = usize::from(entry_size(paging));
     // From the root down, as hardware comes by.
     for level in (1..=5).rev() {
-        let Some(entry) = found.visited[level] else {
+        let Some(entry) = &mut found.visited[level] else {
             continue;
         };
         let mut want = A;
@@ -228,9 +270,10 @@ fn set_accessed_and_dirty(
                 return false;
             }
             slot.note_write(entry.index, entry.offset, size as u64);
+            entry.value |= want;
         }
         if level == leaf {
-            found.walk.dirty = (entry.value | want) & D != 0;
+            found.walk.dirty = entry.value & D != 0;
         }
     }
     true

@@ -6,7 +6,7 @@
 mod machine;
 
 use machine::Machine;
-use mmu::{Miss, Mmu};
+use mmu::{Miss, Mmu, Policy};
 use proptest::prelude::*;
 use x86_cpu::{Access, CpuState, Flush, Privilege};
 use x86_defs::{
@@ -15,6 +15,8 @@ use x86_defs::{
     rflags,
 };
 
+/// PCIDs, from 1 on.
+const SLOTS: usize = 3;
 const ROOTS: [u64; 3] = [0x10_0000, 0x11_0000, 0x12_0000];
 /// Pages that leaves point to: each holds its own number.
 const DATA: u64 = 0x40_0000;
@@ -59,6 +61,8 @@ enum Op {
     },
     Switch {
         root: usize,
+        /// By which of the PCIDs, of which there are fewer than roots.
+        slot: usize,
         keep: bool,
     },
     View {
@@ -80,10 +84,16 @@ fn ops() -> impl Strategy<Value = Op> {
         1 => (0..6usize, any::<bool>(), 0..4u8)
             .prop_map(|(gva, large, flush)| Op::Large { gva, large, flush }),
         1 => (0..8usize).prop_map(|gva| Op::Grant { gva }),
-        2 => (0..3usize, any::<bool>()).prop_map(|(root, keep)| Op::Switch { root, keep }),
+        2 => (0..3usize, 0..SLOTS, any::<bool>())
+            .prop_map(|(root, slot, keep)| Op::Switch { root, slot, keep }),
         2 => (any::<bool>(), any::<bool>(), any::<bool>())
             .prop_map(|(cpl3, wp, ac)| Op::View { cpl3, wp, ac }),
     ]
+}
+
+/// Loads in one go, as by MOV, and those in two steps, as by a task switch.
+fn offers(slot: usize, root: usize) -> bool {
+    slot != 2 || root != 1
 }
 
 struct World {
@@ -92,10 +102,13 @@ struct World {
     plain_cpu: CpuState,
     root: usize,
     pcid: bool,
+    /// The root that each PCID was last loaded with.
+    root_of: [usize; SLOTS],
+    slot: usize,
 }
 
 impl World {
-    fn new(pcid: bool) -> Self {
+    fn new(pcid: bool, policy: Policy) -> Self {
         let mut m = Machine::long_mode(ROOTS[0]);
         m.cpu.cr4 |= cr4::SMAP | cr4::SMEP;
         if pcid {
@@ -123,8 +136,11 @@ impl World {
             plain_cpu,
             root: 0,
             pcid,
+            root_of: [0, 1, 2],
+            slot: 0,
         };
         w.m.reload();
+        w.m.mmu.set_policy(&w.m.cpu, policy);
         w
     }
 
@@ -138,19 +154,36 @@ impl World {
     }
 
     fn current_pcid(&self) -> u16 {
-        if self.pcid { self.root as u16 + 1 } else { 0 }
+        if self.pcid { self.slot as u16 + 1 } else { 0 }
+    }
+
+    /// PCIDs that may have translations of `self.root`.
+    fn pcids(&self) -> Vec<u16> {
+        if !self.pcid {
+            return vec![0];
+        }
+        let slots = (0..SLOTS).filter(|s| self.root_of[*s] == self.root);
+        slots.map(|s| s as u16 + 1).collect()
     }
 
     fn flush(&mut self, gva: u64, how: u8, global: bool) {
-        let pcid = self.current_pcid();
+        let pcids = self.pcids();
         let how = match how {
-            0 => Flush::Page(gva),
-            1 if !global => Flush::Pcid(pcid),
-            2 if !global => Flush::NonGlobal,
-            3 if !global && self.pcid => Flush::PcidPage(pcid, gva),
-            _ => Flush::All,
+            0 => vec![Flush::Page(gva)],
+            1 if !global => pcids.iter().map(|p| Flush::Pcid(*p)).collect(),
+            2 if !global => vec![Flush::NonGlobal],
+            3 if !global && self.pcid => vec![],
+            _ => vec![Flush::All],
         };
-        self.m.mmu.flush(&self.m.cpu, how);
+        let by_page = how.is_empty() || how == [Flush::Page(gva)];
+        for how in how {
+            self.m.mmu.flush(&self.m.cpu, how);
+        }
+        if by_page && self.pcid {
+            for pcid in pcids {
+                self.m.mmu.flush(&self.m.cpu, Flush::PcidPage(pcid, gva));
+            }
+        }
     }
 
     fn is_large(&self, gva: u64) -> bool {
@@ -207,13 +240,20 @@ impl World {
                     self.m.poke(at, 8, (old | RW) & !NX);
                 }
             }
-            Op::Switch { root, keep } => {
+            Op::Switch { root, slot, keep } => {
                 self.root = root;
+                self.slot = slot;
                 self.m.cpu.cr3 = ROOTS[root] | u64::from(self.current_pcid());
-                self.m.mmu.load_root(&mut self.m.cpu).unwrap();
-                if !(keep && self.pcid) {
-                    let pcid = self.current_pcid();
-                    self.m.mmu.flush(&self.m.cpu, Flush::Pcid(pcid));
+                let keep = keep && self.pcid && self.root_of[slot] == root;
+                self.root_of[slot] = root;
+                if offers(slot, root) {
+                    self.m.mmu.load_cr3(&mut self.m.cpu, !keep).unwrap();
+                } else {
+                    self.m.mmu.load_root(&mut self.m.cpu).unwrap();
+                    if !keep {
+                        let pcid = self.current_pcid();
+                        self.m.mmu.flush(&self.m.cpu, Flush::Pcid(pcid));
+                    }
                 }
             }
             Op::View { cpl3, wp, ac } => {
@@ -343,9 +383,11 @@ proptest! {
 
     #[test]
     fn same_as_a_plain_walk(pcid in any::<bool>(), ops in proptest::collection::vec(ops(), 1..150)) {
-        let mut w = World::new(pcid);
-        for op in &ops {
-            w.step(op);
+        for policy in [Policy::Tdp, Policy::Shadow, Policy::Auto] {
+            let mut w = World::new(pcid, policy);
+            for op in &ops {
+                w.step(op);
+            }
         }
     }
 }
@@ -367,11 +409,12 @@ fn flush_semantics() {
         (Some(Flush::Page(KERNEL)), false, true),
     ];
     for (flush, user_new, kernel_new) in table {
-        let mut w = World::new(true);
+        let mut w = World::new(true, Policy::Tdp);
         let at = [w.entry(USER, 1), w.entry(KERNEL, 1)];
         w.m.poke(at[1], 8, DATA | P | RW | G);
         w.step(&Op::Switch {
             root: 0,
+            slot: 0,
             keep: true,
         });
         w.m.cpu.rflags |= rflags::AC;
@@ -385,6 +428,7 @@ fn flush_semantics() {
         w.m.poke(at[1], 8, (DATA + 0x6000) | P | RW | G);
         w.step(&Op::Switch {
             root: 1,
+            slot: 1,
             keep: true,
         });
         // A global page is seen under any PCID.
@@ -394,6 +438,7 @@ fn flush_semantics() {
         }
         w.step(&Op::Switch {
             root: 0,
+            slot: 0,
             keep: true,
         });
         assert_eq!(
@@ -412,10 +457,14 @@ fn flush_semantics() {
 /// Views, CR3 writes that keep a PCID, and their way back cost no walk.
 #[test]
 fn switching_walks_nothing() {
-    let mut w = World::new(true);
+    let mut w = World::new(true, Policy::Tdp);
     let go = |w: &mut World| {
         for root in 0..3 {
-            w.step(&Op::Switch { root, keep: true });
+            w.step(&Op::Switch {
+                root,
+                slot: root,
+                keep: true,
+            });
             for cpl3 in [true, false] {
                 for wp in [true, false] {
                     w.step(&Op::View { cpl3, wp, ac: true });
@@ -439,11 +488,77 @@ fn switching_walks_nothing() {
     assert!(before.walks >= 24);
 }
 
+/// Roots that come back are not flushed, whatever PCID they come with: what was not changed costs no
+/// walk, what was is seen.
+#[test]
+fn roots_that_come_back_catch_up() {
+    for (pcid, policy) in [
+        (false, Policy::Shadow),
+        (false, Policy::Auto),
+        (true, Policy::Shadow),
+        (true, Policy::Auto),
+    ] {
+        let mut w = World::new(pcid, policy);
+        let lap = |w: &mut World, n: usize| {
+            let before = w.m.mmu.stats();
+            let mut seen = Vec::new();
+            for root in 0..3 {
+                w.step(&Op::Switch {
+                    root,
+                    slot: (root + n) % SLOTS,
+                    keep: false,
+                });
+                w.m.cpu.rflags |= rflags::AC;
+                w.m.mmu.select_view(&w.m.cpu);
+                for gva in GVAS {
+                    let r = w.m.mmu.read::<u64>(&mut w.m.cpu, gva, Privilege::Current);
+                    seen.push(r.unwrap());
+                }
+            }
+            let after = w.m.mmu.stats();
+            (seen, after.walks - before.walks, after.entries_changed)
+        };
+        for n in 0..6 {
+            lap(&mut w, n);
+        }
+        let (first, _, _) = lap(&mut w, 6);
+        // (L1 has conflicts, but L2 none.)
+        assert_eq!(lap(&mut w, 7), (first.clone(), 0, 0), "{pcid} {policy:?}");
+        // One entry of a root that is not the current one.
+        w.root = 1;
+        let at = w.entry(GVAS[1], 1);
+        w.m.poke(at, 8, (DATA + 0x9000) | P | RW | US);
+        let (second, walks, changed) = lap(&mut w, 8);
+        assert_eq!((walks, changed), (1, 1), "{pcid} {policy:?}");
+        let mut want = first;
+        want[GVAS.len() + 1] = 9;
+        assert_eq!(second, want, "{pcid} {policy:?}");
+        // An accessed flag that is cleared has to be set again.
+        let entry = w.m.peek(at, 8);
+        w.m.poke(at, 8, entry & !A);
+        lap(&mut w, 9);
+        assert_eq!(w.m.peek(at, 8), entry, "{pcid} {policy:?}");
+        // A table that is another's: everything of its root is found anew.
+        w.root = 2;
+        let at = w.entry(GVAS[0], 2);
+        w.m.poke(at, 8, 0x7f_f000 | P | RW | US);
+        w.step(&Op::Switch {
+            root: 2,
+            slot: 0,
+            keep: false,
+        });
+        let r =
+            w.m.mmu
+                .read::<u64>(&mut w.m.cpu, GVAS[0], Privilege::Current);
+        assert!(matches!(r, Err(Miss::Exception(_))), "{r:?}");
+    }
+}
+
 /// INVLPG of any address in a large page drops all of it.
 #[test]
 fn large_pages_are_flushed_whole() {
     for (level, size) in [(2, 2u64 << 20), (3, 1 << 30)] {
-        let mut w = World::new(false);
+        let mut w = World::new(false, Policy::Tdp);
         let gva = 0x8000_0000;
         let mut pool = 0x60_0000;
         w.m.map(ROOTS[0], gva, 0, &mut pool);

@@ -9,6 +9,8 @@
 //! device access happens exactly once. A `rep` instruction commits each
 //! iteration and calls [`GuestBus::commit`].
 
+use x86_defs::control::{cr3, cr4};
+
 use crate::{CpuState, Exception, Feature};
 
 /// VMCALL is Intel's, VMMCALL AMD's.
@@ -237,6 +239,17 @@ pub trait GuestBus {
     /// mode (`#GP(0)` on reserved bits). Flushes nothing by itself: the caller
     /// asks with [`Self::flush`] as the manual says.
     fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault>;
+    /// MOV to CR3, which `cpu` has already: [`Self::load_root`] and, if `flushes`, [`Flush::Pcid`]
+    /// of its PCID, in one.
+    fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Fault> {
+        self.load_root(cpu)?;
+        if flushes {
+            let has_pcids = cpu.cr4 & cr4::PCIDE != 0;
+            let pcid = if has_pcids { cpu.cr3 & cr3::PCID } else { 0 };
+            self.flush(cpu, Flush::Pcid(pcid as u16));
+        }
+        Ok(())
+    }
     /// CPL, RFLAGS.AC, CR0.WP, CR4.SMEP/SMAP/PKE or PKRU changed: selects a view. Cheap.
     fn select_view(&mut self, cpu: &mut CpuState);
     /// Forgets translations.

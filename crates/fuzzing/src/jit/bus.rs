@@ -146,6 +146,9 @@ impl GuestBus for Bus {
     fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
         Ok(self.mmu.load_root(cpu)?)
     }
+    fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Fault> {
+        Ok(self.mmu.load_cr3(cpu, flushes)?)
+    }
     fn select_view(&mut self, cpu: &mut CpuState) {
         self.mmu.select_view(cpu);
     }

@@ -273,6 +273,11 @@ impl Machine {
         }
     }
 
+    /// How translations are kept when programs write CR3.
+    pub(crate) fn set_policy(&mut self, policy: mmu::Policy) {
+        self.bus.mmu.set_policy(&self.cpu, policy);
+    }
+
     /// Makes memory and registers those given. Translations are forgotten, code is not.
     pub(crate) fn load(&mut self, memory: &[u8], cpu: &CpuState) {
         self.memory();

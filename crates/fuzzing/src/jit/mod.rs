@@ -16,6 +16,7 @@ mod program;
 use core::fmt::Write as _;
 
 use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl};
+use mmu::Policy;
 use x86_cpu::CpuState;
 use x86_interp::RunStop;
 use x86_native::{decoded_flags, oracle::AREA_SIZE};
@@ -32,6 +33,8 @@ const PATIENCE: u32 = 400;
 const FEWER: u32 = 200;
 /// Programs between two flushes of all code.
 const FLUSH_EVERY: u64 = 0x400;
+/// Programs between two changes of how translations are kept.
+const POLICY_EVERY: u64 = 0x20;
 
 /// How much was tested.
 #[derive(Clone, Copy, Debug, Default)]
@@ -109,6 +112,11 @@ impl Jits {
         if self.programs.is_multiple_of(FLUSH_EVERY) {
             self.interp.forget_code();
             self.jit.forget_code();
+        }
+        if self.programs.is_multiple_of(POLICY_EVERY) {
+            let policies = [Policy::Tdp, Policy::Shadow, Policy::Auto];
+            let n = (self.programs / POLICY_EVERY) as usize;
+            self.jit.set_policy(policies[n % policies.len()]);
         }
         let program = self.generator.program(seed);
         match self.compare(&program) {

@@ -237,13 +237,6 @@ impl Bus {
     pub(super) fn has_device_events(&self) -> bool {
         self.vm.device_events.load(Ordering::Acquire) != self.seen_device_events
     }
-
-    /// Takes over what other threads changed of memory.
-    pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
-        if self.mmu.needs_sync() {
-            self.mmu.sync(cpu);
-        }
-    }
 }
 
 impl GuestBus for Bus {
@@ -394,6 +387,9 @@ impl GuestBus for Bus {
     }
     fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
         Ok(self.mmu.load_root(cpu)?)
+    }
+    fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Fault> {
+        Ok(self.mmu.load_cr3(cpu, flushes)?)
     }
     fn select_view(&mut self, cpu: &mut CpuState) {
         self.follow_privilege(cpu);

@@ -52,6 +52,13 @@ impl Bus {
         self.note_pause();
     }
 
+    /// Takes over what other threads changed of memory.
+    pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
+        if self.mmu.needs_sync() {
+            self.mmu.sync(cpu);
+        }
+    }
+
     /// Does what other vCPUs have asked for.
     pub(super) fn serve_flushes(&mut self, cpu: &mut CpuState) {
         if let Some(number) = self.shared.wanted_flush() {

@@ -1,5 +1,6 @@
 //! A virtual machine: memory, clock and the vCPUs that share them.
 
+mod address_spaces;
 pub(crate) mod chips;
 pub(crate) mod clock;
 pub(crate) mod coalesced;
@@ -160,7 +161,7 @@ impl Vm {
         if vcpus.iter().any(|v| v.id == id) {
             return Err(Error::Exists);
         }
-        let mmu = mmu::Mmu::new(Arc::clone(&self.state.memory));
+        let mmu = address_spaces::new_mmu(&self.state.memory);
         let shared = Arc::new(VcpuShared::new(
             id,
             id == self.state.boot_id.load(Ordering::Relaxed),

@@ -2,7 +2,7 @@
 //! (SDM vol. 3, 2.5; TLB effects: 4.10.4.1).
 
 use iced_x86::{Code, Instruction};
-use x86_cpu::{Exception, Feature, Features, Flush, GuestBus};
+use x86_cpu::{Exception, Fault, Feature, Features, Flush, GuestBus};
 use x86_defs::{
     control::{cr0, cr3, cr4, efer},
     reg, xsave,
@@ -76,9 +76,14 @@ fn write_cr<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
 
 /// Has the bus take over a new CR0, CR3, CR4 or EFER; puts the old ones back if it refuses.
 fn reload<B: GuestBus>(ex: &mut Exec<'_, B>, old: [u64; 4]) -> Result<(), Stop> {
-    let Err(fault) = ex.bus.load_root(ex.cpu) else {
-        return Ok(());
-    };
+    match ex.bus.load_root(ex.cpu) {
+        Ok(()) => Ok(()),
+        Err(fault) => refused(ex, old, fault),
+    }
+}
+
+/// The bus has refused; the old values come back.
+fn refused<B: GuestBus>(ex: &mut Exec<'_, B>, old: [u64; 4], fault: Fault) -> Result<(), Stop> {
     [ex.cpu.cr0, ex.cpu.cr3, ex.cpu.cr4, ex.cpu.efer] = old;
     ex.cpu.update_mode();
     // The old values were accepted once; only a guest that has since broken
@@ -140,12 +145,10 @@ fn write_cr3<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     }
     let old = controls(ex);
     ex.cpu.cr3 = v;
-    reload(ex, old)?;
-    if !keep {
-        let pcid = if pcide { (v & cr3::PCID) as u16 } else { 0 };
-        ex.bus.flush(ex.cpu, Flush::Pcid(pcid));
+    match ex.bus.load_cr3(ex.cpu, !keep) {
+        Ok(()) => Ok(()),
+        Err(fault) => refused(ex, old, fault),
     }
-    Ok(())
 }
 
 /// CR4 bits that CPUID promises, and those that KVM does not ask CPUID for.

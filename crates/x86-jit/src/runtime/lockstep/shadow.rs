@@ -166,6 +166,10 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         self.last = None;
         self.bus().load_root(cpu)
     }
+    fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Fault> {
+        self.last = None;
+        self.bus().load_cr3(cpu, flushes)
+    }
     fn select_view(&mut self, cpu: &mut CpuState) {
         self.last = None;
         self.bus().select_view(cpu);

@@ -1,0 +1,162 @@
+//! Contexts that catch up in place of being flushed: see [`crate::shadow`].
+
+use x86_cpu::{CpuState, Exception};
+
+use crate::{
+    Mmu, Mode,
+    context::{CURRENT, Key},
+    shadow::{
+        derived::Found,
+        roots::{Policy, Roots},
+    },
+    walk::{Trail, Walk},
+};
+
+impl Mmu {
+    /// Sets how translations are kept; forgets all.
+    pub fn set_policy(&mut self, cpu: &CpuState, policy: Policy) {
+        self.flush_everything();
+        self.forget_contexts();
+        self.roots.policy = policy;
+        self.set_root(cpu);
+    }
+
+    /// MOV to CR3, which `cpu` has already: selects the context, and flushes what is not global of
+    /// its PCID if `flushes`.
+    ///
+    /// # Errors
+    /// As [`Self::load_root`].
+    pub fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Exception> {
+        self.load_pdptes(cpu)?;
+        self.stats.flushes += u64::from(flushes);
+        self.take_root(cpu, flushes);
+        Ok(())
+    }
+
+    /// The tracked context of the root in `self.paging`, made now if it deserves one.
+    pub(crate) fn tracked_context(&mut self, world: u8, flushes: bool) -> Option<usize> {
+        if self.roots.policy == Policy::Tdp || self.paging.mode == Mode::None {
+            return None;
+        }
+        let id = Roots::id(world, self.paging.root);
+        if let Some(found) = self.roots.find(id) {
+            return Some(found);
+        }
+        let is_full = self.is_full();
+        if !flushes || !self.roots.comes_back(id, is_full) {
+            return None;
+        }
+        Some(self.new_context(Key {
+            world,
+            pcid: self.paging.pcid,
+            root: Some(id),
+        }))
+    }
+
+    /// Before a translation comes to any table: what it was derived from.
+    #[inline]
+    pub(crate) fn note_walk(&mut self, gva: u64, walk: &Walk, trail: &Trail) {
+        if walk.global {
+            self.flushes.has_global_users |= gva >> 63 == 0;
+        } else if let Some(derived) = &mut self.contexts[self.current].derived {
+            derived.note(gva, trail);
+        }
+    }
+
+    /// Carries out what was flushed since the current context was the current one last.
+    pub(crate) fn apply_flushes(&mut self) {
+        let context = &mut self.contexts[self.current];
+        let left = core::mem::replace(&mut context.left, CURRENT);
+        let is_stale = core::mem::take(&mut context.is_stale);
+        let pcid = context.key.pcid;
+        let mut seen = context.seen;
+        if left < self.flushes.everything {
+            self.drop_current();
+            return;
+        }
+        let mut is_fresh = false;
+        if is_stale || left < self.flushes.non_global(pcid) {
+            self.catch_up();
+            is_fresh = true;
+        }
+        let Some(pages) = self.flushes.global_since(&mut seen, pcid) else {
+            self.drop_current();
+            return;
+        };
+        let mut pages: Vec<u64> = pages.collect();
+        if !is_fresh {
+            let more = self.flushes.private_since(&mut seen, pcid);
+            let is_known = more.is_some();
+            pages.extend(more.into_iter().flatten());
+            if !is_known {
+                self.catch_up();
+            }
+        }
+        for gva in pages {
+            self.flush_current_page(gva);
+        }
+    }
+
+    /// Everything of the current context goes.
+    pub(crate) fn drop_current(&mut self) {
+        let tick = self.next_tick();
+        let context = &mut self.contexts[self.current];
+        context.flushed = tick;
+        if let Some(derived) = &mut context.derived {
+            derived.clear();
+        }
+        self.flush_current();
+        self.renew_key(self.current);
+        self.next_tick();
+    }
+
+    /// What is not global of the current context may be out of date.
+    pub(crate) fn catch_up(&mut self) {
+        let tick = self.next_tick();
+        let context = &mut self.contexts[self.current];
+        let Some(derived) = &mut context.derived else {
+            context.flushed = tick;
+            self.flush_current_non_global();
+            self.renew_key(self.current);
+            self.next_tick();
+            return;
+        };
+        self.stats.catch_ups += 1;
+        self.stats.entries_compared += derived.len() as u64;
+        let mut changed = core::mem::take(&mut self.changed);
+        changed.clear();
+        match derived.compare(&mut changed) {
+            Found::Pages => {
+                self.stats.entries_changed += changed.len() as u64;
+                for gva in &changed {
+                    self.l2.flush_page(*gva);
+                    self.flush_current_small_page(*gva);
+                }
+            }
+            Found::Everything => {
+                self.stats.catch_ups_failed += 1;
+                derived.clear();
+                context.flushed = tick;
+                self.flush_current_non_global();
+                self.renew_key(self.current);
+            }
+        }
+        self.changed = changed;
+        self.recheck_code_of_flush();
+        self.next_tick();
+    }
+
+    /// A device may have written guest memory.
+    #[inline]
+    pub fn recheck_exposed(&mut self) {
+        self.is_written_by_device = true;
+        self.look_at_exposed();
+    }
+
+    /// A flush would have had code compared that is fetched again: a device may have written it.
+    fn recheck_code_of_flush(&mut self) {
+        if core::mem::take(&mut self.is_written_by_device) {
+            self.verification = self.verification.map(|v| v + 1);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! [`Flushes`]: what was flushed while a context was not the current one.
+
+/// Pages whose flushes are remembered one by one.
+const LOG: usize = 64;
+/// PCIDs.
+const PCIDS: usize = 4096;
+
+/// The last pages that were flushed.
+#[derive(Debug)]
+struct Log {
+    /// Flushes ever.
+    seq: u64,
+    pages: [(u64, Option<u16>); LOG],
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self {
+            seq: 0,
+            pages: [(0, None); LOG],
+        }
+    }
+}
+
+impl Log {
+    fn push(&mut self, gva: u64, pcid: Option<u16>) {
+        self.pages[(self.seq % LOG as u64) as usize] = (gva, pcid);
+        self.seq += 1;
+    }
+
+    /// Those after `seen`, which is brought up to date, for a context of `pcid`; `None` if they
+    /// are too many.
+    fn since(&self, seen: &mut u64, pcid: u16) -> Option<impl Iterator<Item = u64> + use<'_>> {
+        let from = core::mem::replace(seen, self.seq);
+        (self.seq - from <= LOG as u64).then(|| {
+            let pages = (from..self.seq).map(|n| self.pages[(n % LOG as u64) as usize]);
+            pages
+                .filter(move |(_, p)| p.is_none_or(|p| p == pcid))
+                .map(|(gva, _)| gva)
+        })
+    }
+}
+
+/// What a context has seen of the logs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Seen {
+    private: u64,
+    global: u64,
+}
+
+/// Ticks and pages of flushes.
+#[derive(Debug)]
+pub(crate) struct Flushes {
+    /// Of everything.
+    pub(crate) everything: u64,
+    /// Of what is not global, in all PCIDs.
+    all: u64,
+    /// In one.
+    pcid: Box<[u64; PCIDS]>,
+    /// Pages that cannot be global.
+    private: Log,
+    global: Log,
+    /// Some user page was global.
+    pub(crate) has_global_users: bool,
+}
+
+impl Default for Flushes {
+    fn default() -> Self {
+        Self {
+            everything: 0,
+            all: 0,
+            pcid: Box::new([0; PCIDS]),
+            private: Log::default(),
+            global: Log::default(),
+            has_global_users: false,
+        }
+    }
+}
+
+impl Flushes {
+    /// When what is not global was flushed last in a PCID.
+    pub(crate) fn non_global(&self, pcid: u16) -> u64 {
+        self.all.max(self.pcid[usize::from(pcid) % PCIDS])
+    }
+
+    pub(crate) fn note_non_global(&mut self, pcid: Option<u16>, tick: u64) {
+        match pcid {
+            Some(pcid) => self.pcid[usize::from(pcid) % PCIDS] = tick,
+            None => self.all = tick,
+        }
+    }
+
+    /// INVLPG with `current` in CR3, or INVPCID with a PCID of its own, which leaves global pages alone.
+    pub(crate) fn note_page(&mut self, gva: u64, current: u16, pcid: Option<u16>) {
+        let may_be_global = gva >> 63 != 0 || self.has_global_users;
+        match pcid {
+            None if may_be_global => self.global.push(gva, None),
+            None => self.private.push(gva, Some(current)),
+            Some(pcid) => self.private.push(gva, Some(pcid)),
+        }
+    }
+
+    /// A new context has nothing to drop.
+    pub(crate) fn seen(&self) -> Seen {
+        Seen {
+            private: self.private.seq,
+            global: self.global.seq,
+        }
+    }
+
+    /// Pages that may be global, as [`Log::since`] gives them.
+    pub(crate) fn global_since(
+        &self,
+        seen: &mut Seen,
+        pcid: u16,
+    ) -> Option<impl Iterator<Item = u64> + use<'_>> {
+        self.global.since(&mut seen.global, pcid)
+    }
+
+    pub(crate) fn private_since(
+        &self,
+        seen: &mut Seen,
+        pcid: u16,
+    ) -> Option<impl Iterator<Item = u64> + use<'_>> {
+        self.private.since(&mut seen.private, pcid)
+    }
+}
