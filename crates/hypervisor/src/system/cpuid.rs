@@ -4,11 +4,12 @@
 //! A bit is set only if the interpreter, the MMU and the chips really do it.
 //! Bits about speculation are those of [`super::speculation`].
 
-use core::arch::x86_64::__cpuid_count;
-
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
-use super::speculation::{Leaves, Speculation};
+use super::{
+    host_leaves::{Regs, host, host_subleaf, is_amd},
+    speculation::Speculation,
+};
 
 /// First hypervisor leaf.
 const KVM_CPUID_SIGNATURE: u32 = 0x4000_0000;
@@ -31,50 +32,6 @@ pub(crate) const KVM_FEATURES: u32 = 1 << 0
     | 1 << 13
     | 1 << 14
     | 1 << 24;
-
-/// Registers of one leaf, in CPUID's order.
-#[derive(Clone, Copy, Default)]
-struct Regs {
-    eax: u32,
-    ebx: u32,
-    ecx: u32,
-    edx: u32,
-}
-
-fn host(leaf: u32, subleaf: u32) -> Regs {
-    let max = __cpuid_count(leaf & 0xffff_0000, 0).eax;
-    if leaf > max {
-        return Regs::default();
-    }
-    let r = __cpuid_count(leaf, subleaf);
-    Regs {
-        eax: r.eax,
-        ebx: r.ebx,
-        ecx: r.ecx,
-        edx: r.edx,
-    }
-}
-
-/// As [`host`], for leaves that say themselves, in EAX of their first subleaf, how many there are.
-fn host_subleaf(leaf: u32, subleaf: u32) -> Regs {
-    if subleaf > host(leaf, 0).eax {
-        return Regs::default();
-    }
-    host(leaf, subleaf)
-}
-
-/// What the host shows of speculation by itself.
-pub(super) fn speculation_leaves() -> Leaves {
-    if !is_amd() {
-        return Leaves::default();
-    }
-    let more = host(0x8000_0021, 0);
-    Leaves {
-        sizes_ebx: host(0x8000_0008, 0).ebx,
-        more_eax: more.eax,
-        more_ecx: more.ecx,
-    }
-}
 
 fn entry(function: u32, index: u32, flags: u32, r: Regs) -> kvm_cpuid_entry2 {
     kvm_cpuid_entry2 {
@@ -162,17 +119,6 @@ const PKU: u32 = 1 << 3;
 const OSPKE: u32 = 1 << 4;
 /// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC XGETBV1 XSAVES.
 const XSAVE_FEATURES: u32 = 0xf;
-
-/// The host's processor is AMD's, or a descendant.
-pub fn is_amd() -> bool {
-    // Asked once: CPUID is an exit where the host is a guest itself, of ten microseconds and more.
-    static IS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-    *IS.get_or_init(|| {
-        let v = host(0, 0);
-        [v.ebx, v.edx, v.ecx] == [0x6874_7541, 0x6974_6e65, 0x444d_4163]
-            || [v.ebx, v.edx, v.ecx] == [0x6f67_7948, 0x6e65_476e, 0x656e_6975]
-    })
-}
 
 /// Leaf 1 EAX: family, model and stepping.
 ///

@@ -2,13 +2,15 @@
 
 mod caps;
 mod cpuid;
+mod host_leaves;
 pub(crate) mod hv_cpuid;
 mod msr_list;
 mod speculation;
 
 pub use caps::{check_extension, mce_cap_supported};
 pub(crate) use cpuid::pkru_offset;
-pub use cpuid::{emulated_cpuid, is_amd, signature, supported_cpuid};
+pub use cpuid::{emulated_cpuid, signature, supported_cpuid};
+pub use host_leaves::is_amd;
 pub use hv_cpuid::supported_hv_cpuid;
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 pub(crate) use speculation::Speculation;

@@ -59,11 +59,11 @@ pub fn msr_index_list() -> Vec<u32> {
         MSR_POWER_CTL,
         AMD64_HWCR,
     ]);
-    if !super::cpuid::is_amd() {
+    if !super::is_amd() {
         list.push(IA32_FEATURE_CONTROL);
     }
     list.extend(crate::vcpu::hyperv::saved());
-    list.extend(performance_counters(super::cpuid::is_amd()));
+    list.extend(performance_counters(super::is_amd()));
     list
 }
 
@@ -114,7 +114,7 @@ pub fn feature_msr(index: u32) -> Option<u64> {
         IA32_ARCH_CAPABILITIES => Some(super::Speculation::here().arch_capabilities),
         // LFENCE is serialising: every kernel of Linux has the host's processors so.
         AMD64_DE_CFG => Some(1 << 1),
-        IA32_PERF_CAPABILITIES if super::cpuid::is_amd() => Some(0),
+        IA32_PERF_CAPABILITIES if super::is_amd() => Some(0),
         IA32_PERF_CAPABILITIES => Some(PERF_CAPABILITIES),
         IA32_BIOS_SIGN_ID => Some(0x1_0000_0000),
         _ => None,

@@ -7,6 +7,8 @@
 
 use std::sync::OnceLock;
 
+use super::host_leaves;
+
 /// Bits of IA32_ARCH_CAPABILITIES, and the weaknesses that the processor must not have for them.
 const CAPABILITIES: &[(u64, &[&str])] = &[
     // RDCL_NO; SKIP_L1DFL_VMENTRY.
@@ -59,6 +61,21 @@ pub(crate) struct Leaves {
     pub(crate) more_ecx: u32,
 }
 
+impl Leaves {
+    /// What the host shows of speculation by itself.
+    fn of_host() -> Self {
+        if !host_leaves::is_amd() {
+            return Self::default();
+        }
+        let more = host_leaves::host(0x8000_0021, 0);
+        Self {
+            sizes_ebx: host_leaves::host(0x8000_0008, 0).ebx,
+            more_eax: more.eax,
+            more_ecx: more.ecx,
+        }
+    }
+}
+
 impl Speculation {
     /// What holds where the processor shows `leaves` and the kernel says `line` of each weakness.
     fn of(leaves: Leaves, line: impl Fn(&str) -> Option<String>) -> Self {
@@ -92,7 +109,7 @@ impl Speculation {
     /// What holds here. The first call reads files.
     pub(crate) fn here() -> Self {
         static HERE: OnceLock<Speculation> = OnceLock::new();
-        *HERE.get_or_init(|| Self::of(super::cpuid::speculation_leaves(), host::vulnerability))
+        *HERE.get_or_init(|| Self::of(Leaves::of_host(), host::vulnerability))
     }
 }
 
