@@ -6,7 +6,6 @@ mod long_mode;
 
 use anykvm_ioctls::VcpuExit;
 use iced_x86::code_asm::*;
-use kvm_bindings::kvm_dtable;
 use long_mode::Machine;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -35,12 +34,8 @@ fn their_base_and_limit_are_stored() {
         });
         let mut vcpu = m.vcpu(0, CODE);
         let mut sregs = vcpu.get_sregs().unwrap();
-        let table = |base, limit| kvm_dtable {
-            base,
-            limit,
-            ..Default::default()
-        };
-        sregs.idt = table(0xffff_8123_4567_89a0, 0x0fff);
+        sregs.idt.base = 0xffff_8123_4567_89a0;
+        sregs.idt.limit = 0x0fff;
         sregs.gdt.limit = 0x7f;
         vcpu.set_sregs(&sregs).unwrap();
         let mut regs = vcpu.get_regs().unwrap();

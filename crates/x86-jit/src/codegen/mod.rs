@@ -440,7 +440,7 @@ impl Translator {
             Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, form, true)?,
             Kind::BitString => self.bit_string(d)?,
             Kind::FromSegment => self.segment_to_general(d)?,
-            Kind::FromControl | Kind::StoreTable => self.from_system_register(d)?,
+            Kind::FromControl | Kind::StoreTable => self.read_system_register(d)?,
             Kind::SegmentBase => self.segment_base_access(d)?,
             Kind::Cld => self.clear_direction(d),
             Kind::Pause => self.pause(),

@@ -58,7 +58,7 @@ impl Translator {
     }
 
     /// MOV from a control register, SGDT, SIDT.
-    pub(super) fn from_system_register(&mut self, d: &Decoded) -> Emit {
+    pub(super) fn read_system_register(&mut self, d: &Decoded) -> Emit {
         match d.kind {
             Kind::FromControl => self.control_to_general(d),
             _ => self.store_table(d),
