@@ -30,10 +30,12 @@ pub(crate) struct StatsFile {
     values: Arc<Values>,
 }
 
-/// The values in the mapping.
+/// The values, in the mapping of the whole file.
 #[derive(Debug)]
 struct Values {
-    page: NonNull<u8>,
+    start: NonNull<u8>,
+    /// Bytes that are mapped.
+    len: usize,
     offset: usize,
     count: usize,
 }
@@ -46,10 +48,10 @@ unsafe impl Sync for Values {}
 impl Values {
     fn store(&self, values: &[u64]) {
         for (i, value) in values.iter().take(self.count).enumerate() {
-            // SAFETY: inside the page (checked in `StatsFile::new`) and aligned to eight bytes,
-            // as the page and the offsets are.
+            // SAFETY: inside the mapping (`StatsFile::new` makes it long enough) and aligned to eight
+            // bytes, as the mapping and the offsets are.
             let slot =
-                unsafe { AtomicU64::from_ptr(self.page.as_ptr().add(self.offset + 8 * i).cast()) };
+                unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(self.offset + 8 * i).cast()) };
             slot.store(*value, Ordering::Relaxed);
         }
     }
@@ -58,7 +60,7 @@ impl Values {
 impl Drop for Values {
     fn drop(&mut self) {
         // SAFETY: our own mapping, to which no reference outlives `self`.
-        unsafe { host::system::unmap(self.page.cast(), PAGE_SIZE) };
+        unsafe { host::system::unmap(self.start.cast(), self.len) };
     }
 }
 
@@ -75,20 +77,19 @@ impl StatsFile {
     pub(crate) fn new(identity: &str, stats: &[(&str, StatKind)]) -> Result<Self> {
         let bytes = contents(identity, stats);
         let offset = bytes.len();
-        if offset + 8 * stats.len() > PAGE_SIZE {
-            return Err(Errno::new(libc::EINVAL));
-        }
+        let len = (offset + 8 * stats.len()).next_multiple_of(PAGE_SIZE);
         let name = CString::new(identity).map_err(|_| Errno::new(libc::EINVAL))?;
-        let file = memfd::create(&name, PAGE_SIZE, true)?;
+        let file = memfd::create(&name, len, true)?;
         // It stays, as the file's size is sealed.
-        let page = host::system::map_shared(file.as_fd(), 0, PAGE_SIZE)?;
+        let start = host::system::map_shared(file.as_fd(), 0, len)?;
         let values = Arc::new(Values {
-            page,
+            start,
+            len,
             offset,
             count: stats.len(),
         });
-        // SAFETY: fewer bytes than the page, which is nobody else's yet.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), page.as_ptr(), bytes.len()) };
+        // SAFETY: fewer bytes than the mapping, which is nobody else's yet.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), start.as_ptr(), bytes.len()) };
         Ok(Self { file, values })
     }
 
