@@ -21,7 +21,7 @@ pub(crate) fn counter(of: &impl AsRawFd, name: &str) -> u64 {
 pub(crate) fn read_stats(fd: i32) -> (String, Vec<(String, u64)>) {
     // SAFETY: the descriptor was just given to us.
     let file = unsafe { std::fs::File::from_raw_fd(fd) };
-    let mut bytes = vec![0; 4096];
+    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
     file.read_exact_at(&mut bytes, 0).unwrap();
     assert!(file.write_at(b"x", 0).is_err(), "read-only");
     let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize;

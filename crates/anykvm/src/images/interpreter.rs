@@ -22,7 +22,12 @@ const OTHERS: [&str; 6] = ["java", "node", "php", "lua", "tclsh", "guile"];
 /// Files and folders of the host that go with `program`, whose content is `bytes`.
 pub(super) fn companions(program: &Path, bytes: &[u8]) -> Vec<PathBuf> {
     if let Some(interpreter) = of_script(bytes) {
-        return vec![interpreter];
+        // A module with the line of some other machine (Python's cgi.py) is imported, not run.
+        return interpreter
+            .exists()
+            .then_some(interpreter)
+            .into_iter()
+            .collect();
     }
     if !bytes.starts_with(b"\x7fELF") {
         return Vec::new();
@@ -94,6 +99,13 @@ mod tests {
             folders("/usr/share/doc\n/usr/share\n"),
             [PathBuf::from("/usr/share")]
         );
+    }
+
+    #[test]
+    fn an_interpreter_that_is_not_there_is_left_out() {
+        let of = |text: &str| companions(Path::new("/x/cgi.py"), text.as_bytes());
+        assert!(of("#! /nowhere/bin/python\n").is_empty());
+        assert_eq!(of("#! /bin/sh\n"), [PathBuf::from("/bin/sh")]);
     }
 
     #[test]
