@@ -173,6 +173,8 @@ impl Vcpus {
         for (stopper, _) in &self.threads {
             stopper.stop();
         }
+        // Nothing keeps a vCPU whose thread has ended: what it says at its end comes before ours.
+        lock(&self.halt.vcpus).clear();
         let deadline = Instant::now() + STOP_LIMIT;
         let mut all = Vec::new();
         for (_, stats) in self.threads {
