@@ -140,14 +140,12 @@ echo ready $connection >&9
 
 /// After the command: whoever it left behind holds its streams open, and ends with the machine. The
 /// shell would say "Killed" of what it has started itself.
-const CLOSE_STREAMS: &str = r#"exec 4>&2 2>/dev/null
-exec 6<&- 7>&- 8>&-
+const CLOSE_STREAMS: &str = r#"exec 6<&- 7>&- 8>&- 2>/dev/null
 for process in /proc/[0-9]*; do
     process=${process#/proc/}
     case " 1 $out $err " in *" $process "*) ;; *) kill -9 $process ;; esac
 done
 wait $out $err
-exec 2>&4 4>&-
 "#;
 
 /// A command that was killed: by the guest's kernel, for want of memory?
