@@ -39,7 +39,7 @@ impl Source {
             .items
             .iter()
             .filter(|i| is_test(i))
-            .map(|i| lines_of(&i.span()))
+            .map(|i| i.span().end().line + 1 - i.span().start().line)
             .sum();
         let items = file.items.into_iter().filter(|i| !is_test(i)).collect();
         Ok(Some(Self {
@@ -50,11 +50,6 @@ impl Source {
             items,
         }))
     }
-}
-
-/// Lines from the first to the last of a span.
-pub(super) fn lines_of(span: &proc_macro2::Span) -> usize {
-    span.end().line + 1 - span.start().line
 }
 
 /// `#[cfg(test)]`.
