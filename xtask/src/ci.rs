@@ -76,6 +76,8 @@ pub(crate) fn run() -> Result<(), String> {
 fn cargo(arguments: &[&str]) -> Result<(), String> {
     let status = Command::new(env!("CARGO"))
         .args(arguments)
+        // A link that leads nowhere is as wrong as code that does not compile.
+        .env("RUSTDOCFLAGS", "-D warnings")
         .status()
         .map_err(|e| format!("cannot run cargo: {e}"))?;
     if status.success() {

@@ -34,6 +34,7 @@ fn main() -> ExitCode {
     let result = match task.as_str() {
         "ci" => ci::run(),
         "tidy" if arguments == ["--shrink"] => tidy::ratchet::shrink(&tidy::root()),
+        "tidy" if arguments == ["--cycles"] => tidy::ratchet::show_cycles(&tidy::root()),
         "tidy" => tidy::run(),
         "docs" => tidy::quirks::write(&tidy::root()),
         "bench" => bench::run(&arguments),

@@ -7,19 +7,21 @@ use kvm_abi::Errno;
 pub(crate) use kvm_abi::numbers::*;
 use vmm_sys_util::errno;
 
-use crate::ioctls::Result;
-
 /// `ioctl(2)` on one of our descriptors with the address of `argument`.
 pub(crate) fn ioctl_with_mut_ptr<F: AsRawFd, T>(
     fd: &F,
     number: u32,
     argument: *mut T,
-) -> Result<i32> {
+) -> Result<i32, errno::Error> {
     kvm_abi::ioctl(fd.as_raw_fd(), number, argument as u64).map_err(refused)
 }
 
 /// `ioctl(2)` on one of our descriptors with the address of `argument`.
-pub(crate) fn ioctl_with_ref<F: AsRawFd, T>(fd: &F, number: u32, argument: &T) -> Result<i32> {
+pub(crate) fn ioctl_with_ref<F: AsRawFd, T>(
+    fd: &F,
+    number: u32,
+    argument: &T,
+) -> Result<i32, errno::Error> {
     ioctl_with_mut_ptr(fd, number, std::ptr::from_ref(argument).cast_mut())
 }
 

@@ -26,6 +26,7 @@ mod kvm_ioctls;
 pub use cap::Cap;
 pub use ioctls::KvmRunWrapper;
 pub use ioctls::device::DeviceFd;
+pub use ioctls::dirty::DirtyRing;
 pub use ioctls::doorbell::{Doorbell, DoorbellQueue, DoorbellSpec, IrqTrigger, Space};
 pub use ioctls::system::Kvm;
 pub use ioctls::vcpu::{

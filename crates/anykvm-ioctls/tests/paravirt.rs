@@ -11,6 +11,7 @@ use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 use guest::{Guest, IRR, ISR, RAM, Ram, add_slot, enable_lapic, lapic_bit, protected, set_msr};
 use kvm_bindings::*;
 
+const SYSTEM_TIME: u32 = 0x4b56_4d01;
 const ASYNC_PF_EN: u32 = 0x4b56_4d02;
 const STEAL_TIME: u32 = 0x4b56_4d03;
 const PV_EOI_EN: u32 = 0x4b56_4d04;
@@ -94,6 +95,31 @@ fn the_wall_clock_is_written_where_the_guest_says() {
     low.write(0, &[0x55; 12]);
     assert!(set_msr(&g.vcpu, WALL_CLOCK, 0));
     assert_eq!(low.read(0), [0x55; 12]);
+}
+
+#[test]
+fn the_clocks_version_goes_on_from_what_the_guest_has_seen() {
+    let g = Guest::new(&[], true);
+    let low = Ram::new(0x1000);
+    add_slot(&g.vm, 1, 0, &low, 0);
+    let version = || u32::from_le_bytes(low.read(0x100));
+    let is_stopped = || low.read::<1>(0x100 + 29)[0] & 2 != 0;
+    // As after a migration: another process has written it before.
+    low.write(0x100, &20u32.to_le_bytes());
+    assert!(set_msr(&g.vcpu, SYSTEM_TIME, 0x101));
+    assert_eq!(version(), 22);
+    assert!(set_msr(&g.vcpu, SYSTEM_TIME, 0x101));
+    assert_eq!((version(), is_stopped()), (24, false));
+    // Interrupted in the middle.
+    low.write(0x100, &31u32.to_le_bytes());
+    g.vcpu.kvmclock_ctrl().unwrap();
+    assert_eq!((version(), is_stopped()), (34, true));
+    // The guest takes the mark away when it has seen it, nobody else does.
+    assert!(set_msr(&g.vcpu, SYSTEM_TIME, 0x101));
+    assert!(is_stopped());
+    low.write(0x100 + 29, &[1]);
+    assert!(set_msr(&g.vcpu, SYSTEM_TIME, 0x101));
+    assert!(!is_stopped());
 }
 
 #[test]

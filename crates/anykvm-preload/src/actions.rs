@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use libc::{c_int, c_ulong, c_void, siginfo_t};
 
+use crate::launcher;
 use crate::next::{fail, next, system_call, system_call_c};
 
 /// Number of signals.
@@ -48,8 +49,6 @@ static WRAPPED: [Wrapped; SIGNALS] = [const {
     }
 }; SIGNALS];
 
-/// The program is launched: its handlers come after `launch::signal`.
-static LAUNCHING: AtomicBool = AtomicBool::new(false);
 /// System calls of a launched program raise it.
 const SIGSYS: u64 = 1 << (libc::SIGSYS - 1);
 
@@ -215,24 +214,16 @@ fn swap_mask(mask: u64) -> u64 {
 }
 
 fn wrapper_address() -> usize {
-    if LAUNCHING.load(Ordering::Relaxed) {
-        crate::launch::signal as *const () as usize
-    } else {
-        wrapper as *const () as usize
-    }
+    launcher::get().map_or(wrapper as *const () as usize, |l| l.handler)
 }
 
 fn restorer_address() -> usize {
-    if LAUNCHING.load(Ordering::Relaxed) {
-        crate::launch::restorer()
-    } else {
-        restorer as *const () as usize
-    }
+    launcher::get().map_or_else(|| restorer as *const () as usize, |l| (l.restorer)())
 }
 
 /// True for signals whose handler is ours even if the program has none.
 fn is_always_wrapped(signal: c_int) -> bool {
-    FAULTS.contains(&signal) || signal == libc::SIGSYS && LAUNCHING.load(Ordering::Relaxed)
+    FAULTS.contains(&signal) || signal == libc::SIGSYS && launcher::get().is_some()
 }
 
 fn is_handler(address: usize) -> bool {
@@ -241,7 +232,7 @@ fn is_handler(address: usize) -> bool {
 
 fn entry(signal: c_int) -> Option<&'static Wrapped> {
     // A launched program has a C library of its own.
-    if INTERNAL.contains(&signal) && !LAUNCHING.load(Ordering::Relaxed) {
+    if INTERNAL.contains(&signal) && launcher::get().is_none() {
         return None;
     }
     WRAPPED.get(usize::try_from(signal).ok()?.checked_sub(1)?)
@@ -302,7 +293,7 @@ fn wrap(signal: c_int, action: &mut Action) {
     // The signal may be sent twice: the wrapper resets.
     action.flags &= !(libc::SA_RESETHAND as u64);
     action.restorer = restorer_address();
-    if LAUNCHING.load(Ordering::Relaxed) {
+    if launcher::get().is_some() {
         action.mask &= !SIGSYS;
         if signal == libc::SIGSYS {
             action.flags |= libc::SA_ONSTACK as u64 | libc::SA_NODEFER as u64;
@@ -335,7 +326,6 @@ pub(crate) fn wrap_all() {
 
 /// Before a launched program starts: it has no handlers, and all that it will set are wrapped.
 pub(crate) fn wrap_for_launch() {
-    LAUNCHING.store(true, Ordering::Release);
     for signal in 1..=SIGNALS as c_int {
         let mut action = Action::default();
         // SAFETY: a structure of the kernel's form; what has a handler gets none, and Rust's own

@@ -6,7 +6,7 @@ use libc::{c_char, c_int, c_long, c_ulong};
 
 use crate::next::{answer, next, system_call_c};
 use crate::path::is_kvm;
-use crate::{actions, cancel, descriptors, files, filter, spawn, trace};
+use crate::{actions, cancel, descriptors, files, filter, launcher, shown, spawn, trace};
 
 /// KVM's type in an ioctl number (KVMIO).
 const KVM_TYPE: c_ulong = 0xae;
@@ -22,8 +22,11 @@ fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
     let result = catch_unwind(AssertUnwindSafe(call))
         .unwrap_or_else(|_| Err(kvm_abi::Errno::new(libc::EIO)));
     drop(section);
-    if number == kvm_abi::numbers::KVM_IRQFD.into() && result.is_ok() && crate::is_launched() {
-        crate::launch::watch_writes();
+    if number == kvm_abi::numbers::KVM_IRQFD.into()
+        && result.is_ok()
+        && let Some(launcher) = launcher::get()
+    {
+        (launcher.watch_writes)();
     }
     let is_foreign =
         result == Err(kvm_abi::Errno::new(libc::ENOTTY)) && kvm_abi::lookup(fd).is_err();
@@ -95,6 +98,17 @@ pub(crate) unsafe extern "C" fn syscall(
     }
 }
 
+/// Opens a file of ours in place of the machine's; `None` where there is none.
+///
+/// # Safety
+///
+/// `path` is null or a C string.
+unsafe fn open_shown(path: *const c_char, flags: c_int) -> Option<c_int> {
+    // SAFETY: this function's contract.
+    let file = unsafe { shown::wanted(path, flags) }?;
+    shown::open(file, flags)
+}
+
 /// What becomes of a system call that is, or may be, ours: its result as the C library has it.
 ///
 /// # Safety
@@ -114,12 +128,8 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             libc::SYS_openat2 if c != 0 && is_kvm(a as c_int, path(b)) => {
                 Some(files::open_kvm((c as *const u64).read_unaligned() as c_int))
             }
-            libc::SYS_open if crate::cpuinfo::is_wanted(path(a), b as c_int) => {
-                crate::cpuinfo::open(b as c_int)
-            }
-            libc::SYS_openat if crate::cpuinfo::is_wanted(path(b), c as c_int) => {
-                crate::cpuinfo::open(c as c_int)
-            }
+            libc::SYS_open => open_shown(path(a), b as c_int),
+            libc::SYS_openat => open_shown(path(b), c as c_int),
             libc::SYS_access if is_kvm(libc::AT_FDCWD, path(a)) => {
                 Some(files::access_kvm(b as c_int))
             }
@@ -151,7 +161,9 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
                 Some(address) => return Some(address as c_long),
                 None => None,
             },
-            libc::SYS_write if is_injected(a as c_int, b, c) => Some(descriptors::EVENT as c_int),
+            libc::SYS_write if descriptors::is_injected(a as c_int, b, c) => {
+                Some(descriptors::EVENT as c_int)
+            }
             libc::SYS_seccomp | libc::SYS_prctl => {
                 let result = filter::preloaded(number, arguments)?;
                 return Some(crate::next::as_c(result));
@@ -280,19 +292,6 @@ macro_rules! mmap {
 }
 
 mmap! { mmap mmap64 }
-
-/// True if this was a write to an irqfd, and the interrupt is injected.
-pub(crate) fn is_injected(fd: c_int, buffer: usize, count: usize) -> bool {
-    use kvm_abi::signals::Section;
-    // A launched program's system call is a section of its own.
-    let is_busy = if crate::is_launched() {
-        Section::is_nested()
-    } else {
-        Section::is_active()
-    };
-    // A handler in the middle of a KVM call has to go by the kernel: its thread may hold our locks.
-    kvm_abi::is_irqfd(fd) && !is_busy && kvm_abi::write_irqfd(fd, buffer, count)
-}
 
 /// The C library's function of this name.
 ///

@@ -2,8 +2,20 @@
 
 use libc::{c_int, c_uint, c_void};
 
-use crate::calls::is_injected;
 use crate::next::{next, system_call_c};
+
+/// True if this was a write to an irqfd, and the interrupt is injected.
+pub(crate) fn is_injected(fd: c_int, buffer: usize, count: usize) -> bool {
+    use kvm_abi::signals::Section;
+    // A launched program's system call is a section of its own.
+    let is_busy = if crate::is_launched() {
+        Section::is_nested()
+    } else {
+        Section::is_active()
+    };
+    // A handler in the middle of a KVM call has to go by the kernel: its thread may hold our locks.
+    kvm_abi::is_irqfd(fd) && !is_busy && kvm_abi::write_irqfd(fd, buffer, count)
+}
 
 /// A descriptor that may be a duplicate of one of ours.
 pub(crate) fn noticed(fd: c_int) {

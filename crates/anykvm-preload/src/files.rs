@@ -4,7 +4,7 @@ use libc::{c_char, c_int, c_uint, mode_t, stat as Stat, statx as Statx};
 
 use crate::next::{answer, fail, next, system_call_c};
 use crate::path::is_kvm;
-use crate::{actions, cpuinfo};
+use crate::{actions, shown};
 
 /// `openat(2)` for `/dev/kvm`.
 pub(crate) fn open_kvm(flags: c_int) -> c_int {
@@ -86,8 +86,8 @@ macro_rules! open {
                 return open_kvm(flags);
             }
             // SAFETY: as above.
-            if unsafe { cpuinfo::is_wanted(path, flags) }
-                && let Some(fd) = cpuinfo::open(flags)
+            if let Some(file) = unsafe { shown::wanted(path, flags) }
+                && let Some(fd) = shown::open(file, flags)
             {
                 return fd;
             }

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use libc::{c_long, sock_filter, sock_fprog};
 
 use crate::actions;
-use crate::launch::{PR_SET_SYSCALL_USER_DISPATCH, stop_rewriting};
+use crate::launcher::{self, PR_SET_SYSCALL_USER_DISPATCH};
 use crate::next::system_call;
 
 const SECCOMP_SET_MODE_FILTER: usize = 1;
@@ -262,7 +262,9 @@ pub(crate) unsafe fn launched(number: c_long, a: [usize; 6]) -> Option<isize> {
     let theirs = given(number, &a)?;
     let texts = TEXTS.get().map_or(&[][..], Vec::as_slice);
     let ours = preface(&LAUNCHERS, &checked(std::process::id()), texts);
-    stop_rewriting();
+    if let Some(launcher) = launcher::get() {
+        (launcher.stop_rewriting)();
+    }
     // SAFETY: the caller's arguments.
     Some(unsafe { install(ours, &theirs, number, a) })
 }

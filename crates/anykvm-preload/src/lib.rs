@@ -13,14 +13,15 @@ mod actions;
 mod calls;
 mod cancel;
 pub mod cpuid;
-mod cpuinfo;
 mod descriptors;
 mod files;
 mod filter;
 pub mod launch;
+mod launcher;
 mod next;
 mod path;
 pub mod program;
+mod shown;
 mod spawn;
 mod trace;
 

@@ -79,7 +79,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub(crate) cpus: u32,
 
-    /// Draw `doorbell`'s or `ctxsw`'s rows into this file.
+    /// Draw `doorbell`'s, `dirtylog`'s or `ctxsw`'s rows into this file.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
 }
@@ -109,6 +109,8 @@ pub(crate) enum BenchSuite {
     Wp,
     /// Accesses to performance counters.
     Vpmu,
+    /// Harvests of dirty pages beside vCPUs that write, and what they cost these.
+    Dirtylog,
 }
 
 /// `anykvm exec`.

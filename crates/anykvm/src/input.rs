@@ -5,8 +5,9 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use crate::devices::{Connection, Devices, lock};
+use crate::devices::{Connection, Devices};
 use crate::ending::Ending;
+use crate::lock::lock;
 use crate::terminal;
 use crate::virtio::PortInput;
 

@@ -20,6 +20,7 @@ mod input;
 mod kernel;
 mod layout;
 mod limits;
+mod lock;
 mod machine;
 mod memory;
 mod pci;

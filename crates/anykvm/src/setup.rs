@@ -11,7 +11,7 @@ use std::sync::Mutex;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::devices::lock;
+use crate::lock::lock;
 
 #[derive(Debug)]
 struct State {

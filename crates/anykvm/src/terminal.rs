@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{self, LocalModes, OptionalActions, Termios};
 
-use crate::devices::lock;
+use crate::lock::lock;
 use crate::stdio::say;
 
 static SAVED: Mutex<Option<Termios>> = Mutex::new(None);

@@ -9,14 +9,7 @@ use std::{
 
 use fuzzing::ioctl::{Arena, Counts, Residue, run_sequence};
 
-/// What the command line says.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Options {
-    pub(crate) seconds: u64,
-    pub(crate) seed: u64,
-    /// Calls of each thread of a sequence.
-    pub(crate) length: u64,
-}
+use crate::cli::Calls;
 
 /// Sequences that one process runs.
 const BATCH: u64 = 100;
@@ -28,7 +21,7 @@ const RSS_GROWTH_KIB: u64 = 48 << 10;
 type Report = Result<(String, bool), String>;
 
 /// Runs children until the time is over or one finds something.
-pub(crate) fn run(options: &Options) -> Report {
+pub(crate) fn run(options: &Calls) -> Report {
     let start = Instant::now();
     let program = std::env::current_exe().map_err(|e| e.to_string())?;
     let (mut seed, mut calls, mut good) = (options.seed, 0, 0);
@@ -105,7 +98,7 @@ fn ending(status: ExitStatus) -> String {
 
 /// A child: a batch of sequences, each announced before it runs.
 #[allow(clippy::print_stdout, reason = "the parent reads it")]
-pub(crate) fn work(options: &Options) -> Report {
+pub(crate) fn work(options: &Calls) -> Report {
     let arena = Arena::new().map_err(|e| e.to_string())?;
     let mut all = Counts::default();
     let mut settled = None;
@@ -136,7 +129,7 @@ pub(crate) fn work(options: &Options) -> Report {
 }
 
 /// One sequence in this process, with what it did.
-pub(crate) fn one(options: &Options) -> Report {
+pub(crate) fn one(options: &Calls) -> Report {
     let arena = Arena::new().map_err(|e| e.to_string())?;
     let counts = run_sequence(&arena, options.seed, options.length, true);
     let mut report = String::new();

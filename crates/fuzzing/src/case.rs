@@ -11,7 +11,7 @@ use x86_native::oracle::{CODE, Mode, Registers, WINDOW, WINDOW_SIZE};
 
 use crate::{
     Random, Strictness,
-    golden::is_modelled,
+    model::is_modelled,
     operands::{Operands, POINTERS, interior},
     setup, state,
     undefined::Undefined,
@@ -389,7 +389,3 @@ pub(crate) fn prefixes(i: &mut Instruction, r: &mut Random) {
         }
     }
 }
-
-/// Flags that POPF may load: all but TF and AC, which trap.
-pub(crate) const POPF_FLAGS: u64 =
-    rflags::ARITH | rflags::DF | rflags::NT | rflags::ID | rflags::IF | rflags::IOPL;

@@ -11,7 +11,7 @@ use x86_defs::{
 
 use crate::{
     Case, Guest, Host, Outcome,
-    golden::{Model, is_modelled, model},
+    model::{Model, is_modelled, model},
 };
 
 /// First address that a process cannot map on Linux with four-level paging.

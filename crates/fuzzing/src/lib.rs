@@ -14,6 +14,7 @@ pub mod golden;
 pub mod ioctl;
 pub mod jit;
 mod machine;
+mod model;
 mod operands;
 mod random;
 mod setup;

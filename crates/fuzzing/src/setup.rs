@@ -2,17 +2,20 @@
 //! comparisons that succeed, branch targets that exist.
 
 use iced_x86::{Code, FlowControl, Instruction, Mnemonic as M, OpKind, Register};
-use x86_defs::{reg, xsave};
+use x86_defs::{reg, rflags, xsave};
 use x86_native::oracle::{Mode, WINDOW};
 
 use crate::{
     Case, Random,
-    case::POPF_FLAGS,
     operands::{POINTERS, address, interior},
 };
 
 /// First address that is not canonical.
 const CANONICAL_END: u64 = 1 << 47;
+
+/// Flags that POPF may load: all but TF and AC, which trap.
+const POPF_FLAGS: u64 =
+    rflags::ARITH | rflags::DF | rflags::NT | rflags::ID | rflags::IF | rflags::IOPL;
 
 /// Adjusts registers, window and operands of a single instruction; `None` if
 /// its operands contradict each other.
@@ -198,7 +201,7 @@ fn string(case: &mut Case, i: &Instruction, r: &mut Random) {
             .cycle()
             .take(len)
             .collect();
-        let upwards = case.start.rflags & x86_defs::rflags::DF == 0;
+        let upwards = case.start.rflags & rflags::DF == 0;
         let place = |at: u64| {
             if upwards {
                 at

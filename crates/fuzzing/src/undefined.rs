@@ -8,7 +8,7 @@ use iced_x86::{Instruction, Mnemonic as M, OpKind};
 use x86_defs::{reg, rflags};
 use x86_native::decoded_flags;
 
-use crate::golden::is_modelled;
+use crate::model::is_modelled;
 
 /// How a case is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

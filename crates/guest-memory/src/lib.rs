@@ -16,19 +16,24 @@
 //! without deleting the slot makes the host fault; recovery will hook in at
 //! [`page`], whose accesses are single instructions for that reason as well.
 
+mod dirty;
 pub mod dirty_ring;
 pub mod memory;
 pub mod page;
+mod page_set;
 pub mod slot;
 pub mod table;
 pub mod tagged;
+mod words;
+pub mod writers;
 
 pub use dirty_ring::{DirtyRing, DirtyRingMemory, DirtyRings};
-pub use memory::{Acknowledged, GuestMemory};
+pub use memory::{GuestMemory, Harvest};
 pub use page::HostPage;
 pub use slot::{Slot, SlotConfig};
 pub use table::{MemslotError, SlotTable};
 pub use tagged::{TaggedPage, TaggedPages};
+pub use writers::{Mailbox, Writer, Writers};
 
 #[cfg(test)]
 mod tests;

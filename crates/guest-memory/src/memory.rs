@@ -2,50 +2,26 @@
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
 };
 
-use crate::{DirtyRings, HostPage, MemslotError, Slot, SlotConfig, SlotTable};
+use crate::{
+    DirtyRings, HostPage, MemslotError, Slot, SlotConfig, SlotTable, Writers,
+    dirty::{Clean, Dirty},
+    table::{ADDRESS_SPACES, Planning},
+};
 
-/// Pages that became code that are remembered one by one.
-const CODE_LOG: usize = 256;
-
-/// What a vCPU has seen of [`GuestMemory::epoch`].
-///
-/// Whoever changed something waits until every *running* vCPU has acknowledged
-/// the epoch that the change returned; one that is not running synchronises
-/// before it executes again.
-#[derive(Debug, Default)]
-pub struct Acknowledged(AtomicU64);
-
-impl Acknowledged {
-    /// The last epoch whose requests were carried out.
-    pub fn epoch(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
-    }
-    /// Everything published up to `epoch` is carried out.
-    pub fn set(&self, epoch: u64) {
-        self.0.store(epoch, Ordering::Release);
-    }
-}
-
-/// The pages that became code, most recent last.
-#[derive(Debug, Default)]
-struct CodeLog {
-    /// Pages ever logged.
-    seq: u64,
-    pages: Vec<HostPage>,
-}
-
-/// What a vCPU finds in the log of pages that became code.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NewCode {
-    /// Nothing new.
-    None,
-    /// These pages.
-    Pages(Vec<HostPage>),
-    /// Too many to tell: any page may be code.
-    Any,
+/// How pages that were harvested are taken from the vCPUs that may write them. For benchmarks there are ways of old.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Harvest {
+    /// Each vCPU is asked for the pages that it may write and that were harvested; none waits.
+    #[default]
+    Lockless,
+    /// Every vCPU loses all its write permissions.
+    Everything,
+    /// As lockless, but a harvest has a lock that every fault takes.
+    Locked,
 }
 
 /// A VM's guest-physical memory.
@@ -56,16 +32,18 @@ pub struct GuestMemory {
     changing: Mutex<u32>,
     /// Counts requests of any kind: the one word that vCPUs poll.
     epoch: AtomicU64,
-    /// Changes of the slot table.
-    generation: AtomicU64,
     /// Requests to drop all write permissions (a dirty harvest).
     write_flushes: AtomicU64,
     /// Counts changes of code generations in any slot.
     code_changes: Arc<AtomicU64>,
     /// KVM_DIRTY_LOG_INITIALLY_SET.
     starts_dirty: AtomicBool,
-    code_seq: AtomicU64,
-    code_log: Mutex<CodeLog>,
+    /// [`Harvest`].
+    harvest: AtomicU8,
+    /// That of [`Harvest::Locked`].
+    fault_lock: Mutex<()>,
+    /// Pages that vCPUs were asked for, counted for each.
+    pages_asked: AtomicU64,
     split_lock: Mutex<()>,
     rings: Arc<DirtyRings>,
 }
@@ -78,10 +56,6 @@ impl GuestMemory {
 
     fn read_table(&self) -> RwLockReadGuard<'_, Arc<SlotTable>> {
         self.table.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_code_log(&self) -> MutexGuard<'_, CodeLog> {
-        self.code_log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The current slots. A vCPU keeps the snapshot until it synchronises.
@@ -99,12 +73,6 @@ impl GuestMemory {
     /// the same, so do all generations.
     pub fn code_changes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.code_changes)
-    }
-
-    /// Changes with the slot table.
-    #[inline]
-    pub fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
     }
 
     /// Changes when write permissions have to be dropped.
@@ -137,29 +105,25 @@ impl GuestMemory {
     pub fn set_slot(&self, config: SlotConfig) -> Result<u64, MemslotError> {
         let mut serial = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         // Nobody else changes the table, so what is planned on it now can be done later.
-        let (change, was_logging) = {
-            let table = self.read_table();
-            let change = table.plan(config, &mut serial, &self.code_changes, &self.rings)?;
-            let old = table.by_number(config.slot);
-            (change, old.is_some_and(Slot::is_logging))
+        let change = {
+            let with = Planning {
+                serial: &mut serial,
+                changes: &self.code_changes,
+                rings: &self.rings,
+                // A bit says that its page is in a ring.
+                starts_dirty: self.starts_dirty.load(Ordering::Relaxed)
+                    && self.rings.entries() == 0,
+            };
+            self.read_table().plan(config, with)?
         };
         let Some(change) = change else {
             return Ok(self.epoch());
         };
-        // A bit says that its page is in a ring.
-        if self.starts_dirty.load(Ordering::Relaxed)
-            && self.rings.entries() == 0
-            && !was_logging
-            && let Some(slot) = change.slot()
-        {
-            slot.set_all_dirty();
-        }
         // Readers hold the lock for whole accesses, so none uses the old table
         // once this write lock was ours. Snapshots stay as they are.
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         Arc::make_mut(&mut table).apply(change);
         drop(table);
-        self.generation.fetch_add(1, Ordering::AcqRel);
         Ok(self.request())
     }
 
@@ -240,10 +204,10 @@ impl GuestMemory {
     fn logging_slot<R>(
         &self,
         number: u32,
-        f: impl FnOnce(&Slot, &[AtomicU64]) -> R,
+        f: impl FnOnce(&Slot, &Dirty) -> R,
     ) -> Result<R, MemslotError> {
         if number & 0xffff >= crate::table::USER_MEM_SLOTS
-            || (number >> 16) as usize >= crate::table::ADDRESS_SPACES
+            || (number >> 16) as usize >= ADDRESS_SPACES
         {
             return Err(MemslotError::Number(number));
         }
@@ -255,26 +219,75 @@ impl GuestMemory {
         Ok(f(slot, dirty))
     }
 
-    /// KVM_GET_DIRTY_LOG: takes the bitmap and clears it, one bit per page.
+    /// How harvests work from now on: before there are vCPUs.
+    pub fn set_harvest(&self, how: Harvest) {
+        self.harvest.store(how as u8, Ordering::Relaxed);
+    }
+
+    fn is_harvest(&self, how: Harvest) -> bool {
+        self.harvest.load(Ordering::Relaxed) == how as u8
+    }
+
+    /// True if faults hold [`Self::fault_lock`].
+    #[inline]
+    pub fn locks_faults(&self) -> bool {
+        self.is_harvest(Harvest::Locked)
+    }
+
+    /// What a vCPU's fault holds: nothing, but with [`Harvest::Locked`].
+    pub fn fault_lock(&self) -> Option<MutexGuard<'_, ()>> {
+        self.is_harvest(Harvest::Locked).then(|| {
+            self.fault_lock
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        })
+    }
+
+    /// Has `f` clean pages of the slot, and asks the vCPUs that may write them to give them up. Returns the epoch to wait for
+    /// beside what vCPUs' mailboxes say.
+    fn cleaning<R>(&self, slot: &Slot, f: impl FnOnce(&mut Asking<'_>) -> R) -> (R, u64) {
+        let _lock = self.fault_lock();
+        let mut asking = Asking {
+            writers: slot.writers(),
+            is_everything: self.is_harvest(Harvest::Everything),
+            pages: [(0, 0); ASKED_AT_ONCE],
+            count: 0,
+            asked: 0,
+            is_any: false,
+        };
+        let result = f(&mut asking);
+        asking.ask();
+        self.pages_asked.fetch_add(asking.asked, Ordering::Relaxed);
+        let epoch = if asking.is_everything && asking.is_any {
+            self.request_write_flush()
+        } else {
+            0
+        };
+        (result, epoch)
+    }
+
+    /// Pages that vCPUs were asked to write noticed again, counted for each vCPU.
+    pub fn pages_asked(&self) -> u64 {
+        self.pages_asked.load(Ordering::Relaxed)
+    }
+
+    /// KVM_GET_DIRTY_LOG: takes the bitmap and clears it, one bit per page. `show` gets some words of it at a time, and the
+    /// place of the first; if it fails, the rest stays as it is.
     ///
-    /// The bits may be shown to the VMM once all running vCPUs have acknowledged
-    /// the returned epoch: a vCPU's write permission exists only for pages whose
-    /// bit is set, so until then its writes go to pages that this harvest
-    /// reports, and afterwards they set the bit again.
+    /// The pages may be told to the VMM once all running vCPUs have acknowledged the returned epoch and what their mailboxes
+    /// say now: a vCPU's write permission exists only for pages whose bit is set, so until then its writes go to pages that this
+    /// harvest reports, and afterwards they set the bit again. 0 is no epoch to wait for.
     ///
     /// # Errors
-    /// `Number`, `NotFound`, `NotLogging`.
-    pub fn take_dirty(&self, number: u32) -> Result<(Vec<u64>, u64), MemslotError> {
-        let bits: Vec<u64> = self.logging_slot(number, |_, words| {
-            words
-                .iter()
-                .map(|w| match w.load(Ordering::Relaxed) {
-                    0 => 0,
-                    _ => w.swap(0, Ordering::AcqRel),
-                })
-                .collect()
-        })?;
-        Ok((bits, self.request_write_flush()))
+    /// `Number`, `NotFound`, `NotLogging`; inside, that of `show`.
+    pub fn take_dirty<E>(
+        &self,
+        number: u32,
+        show: impl FnMut(usize, &[u64]) -> Result<(), E>,
+    ) -> Result<(Result<(), E>, u64), MemslotError> {
+        self.logging_slot(number, |slot, dirty| {
+            self.cleaning(slot, |asking| dirty.take(asking, show))
+        })
     }
 
     /// Pages of a slot that logs.
@@ -285,14 +298,16 @@ impl GuestMemory {
         self.logging_slot(number, |slot, _| slot.config().size / 4096)
     }
 
-    /// The bitmap, left as it is (KVM_GET_DIRTY_LOG under manual protection).
+    /// The bitmap, left as it is (KVM_GET_DIRTY_LOG under manual protection), shown as by [`Self::take_dirty`].
     ///
     /// # Errors
-    /// `Number`, `NotFound`, `NotLogging`.
-    pub fn peek_dirty(&self, number: u32) -> Result<Vec<u64>, MemslotError> {
-        self.logging_slot(number, |_, words| {
-            words.iter().map(|w| w.load(Ordering::Acquire)).collect()
-        })
+    /// `Number`, `NotFound`, `NotLogging`; inside, that of `show`.
+    pub fn peek_dirty<E>(
+        &self,
+        number: u32,
+        show: impl FnMut(usize, &[u64]) -> Result<(), E>,
+    ) -> Result<Result<(), E>, MemslotError> {
+        self.logging_slot(number, |_, dirty| dirty.peek(show))
     }
 
     /// Pages of slots that begin to log count as dirty (KVM_DIRTY_LOG_INITIALLY_SET).
@@ -309,17 +324,16 @@ impl GuestMemory {
         if !first.is_multiple_of(64) {
             return Err(MemslotError::Unaligned);
         }
-        self.logging_slot(number, |_, words| {
-            let words = words
-                .get((first / 64) as usize..)
-                .filter(|w| w.len() >= mask.len())
-                .ok_or(MemslotError::Range)?;
-            for (word, mask) in words.iter().zip(mask).filter(|(_, m)| **m != 0) {
-                word.fetch_and(!mask, Ordering::AcqRel);
+        let first = (first / 64) as usize;
+        self.logging_slot(number, |slot, dirty| {
+            let room = dirty.len().checked_sub(first);
+            if room.is_none_or(|room| room < mask.len()) {
+                return Err(MemslotError::Range);
             }
-            Ok::<(), MemslotError>(())
-        })??;
-        Ok(self.request_write_flush())
+            Ok(self
+                .cleaning(slot, |asking| dirty.clear(first, mask, asking))
+                .1)
+        })?
     }
 
     /// The VM's dirty rings.
@@ -331,16 +345,20 @@ impl GuestMemory {
     /// entries that were, and the epoch to wait for, as [`Self::take_dirty`].
     pub fn reset_rings(&self) -> (usize, u64) {
         let taken = self.rings.take();
-        if taken.is_empty() {
-            return (0, self.epoch());
-        }
         let table = self.table();
-        for (number, page) in &taken {
-            if let Some(slot) = table.by_number(*number) {
-                slot.clear_dirty(*page);
+        let mut epoch = 0;
+        let mut rest = &taken[..];
+        while let Some((number, _)) = rest.first() {
+            let len = rest.iter().take_while(|(n, _)| n == number).count();
+            let (same, others) = rest.split_at(len);
+            rest = others;
+            let slot = table.by_number(*number);
+            if let Some((slot, dirty)) = slot.and_then(|slot| Some((slot, slot.dirty()?))) {
+                let clean = |asking: &mut Asking<'_>| clear_pages(dirty, same, asking);
+                epoch = epoch.max(self.cleaning(slot, clean).1);
             }
         }
-        (taken.len(), self.request_write_flush())
+        (taken.len(), epoch)
     }
 
     /// Asks all vCPUs to drop their write permissions; returns the epoch to wait for.
@@ -349,31 +367,63 @@ impl GuestMemory {
         self.request()
     }
 
-    /// A page became code: vCPUs that may write it without being noticed find
-    /// it in the log. Returns the log's new length.
-    pub fn log_code(&self, page: HostPage) {
-        let mut log = self.lock_code_log();
-        if log.pages.len() == CODE_LOG {
-            log.pages.drain(..CODE_LOG / 2);
+    /// A page became code, which has been marked: vCPUs that may write it without being noticed, at whatever gpa, are asked for it.
+    pub fn ask_for_code(&self, page: HostPage) {
+        let table = self.read_table();
+        for slot in (0..ADDRESS_SPACES).flat_map(|space| table.slots(space)) {
+            let config = slot.config();
+            let offset = page.hva().wrapping_sub(config.hva);
+            if offset < config.size {
+                let index = (offset / 4096) as usize;
+                slot.writers().ask(&[(index / 64, 1 << (index % 64))], None);
+            }
         }
-        log.pages.push(page);
-        log.seq += 1;
-        self.code_seq.store(log.seq, Ordering::Release);
-        drop(log);
-        self.request();
     }
+}
 
-    /// The pages that became code since `seen`, which is brought up to date.
-    pub fn new_code(&self, seen: &mut u64) -> NewCode {
-        if self.code_seq.load(Ordering::Acquire) == *seen {
-            return NewCode::None;
+/// Words of pages that vCPUs are asked for at once.
+const ASKED_AT_ONCE: usize = 128;
+
+/// Pages that are clean, on their way to those who may write them.
+struct Asking<'a> {
+    writers: &'a Writers,
+    /// [`Harvest::Everything`].
+    is_everything: bool,
+    pages: [(usize, u64); ASKED_AT_ONCE],
+    count: usize,
+    asked: u64,
+    is_any: bool,
+}
+
+impl Asking<'_> {
+    fn ask(&mut self) {
+        let pages = &self.pages[..core::mem::take(&mut self.count)];
+        if !self.is_everything && !pages.is_empty() {
+            self.asked += self.writers.ask(pages, None);
         }
-        let log = self.lock_code_log();
-        let missing = log.seq.wrapping_sub(*seen);
-        *seen = log.seq;
-        match log.pages.len().checked_sub(missing as usize) {
-            Some(at) => NewCode::Pages(log.pages[at..].to_vec()),
-            None => NewCode::Any,
+    }
+}
+
+impl Clean for Asking<'_> {
+    fn clean(&mut self, n: usize, pages: u64) {
+        self.is_any = true;
+        if self.count == ASKED_AT_ONCE {
+            self.ask();
+        }
+        self.pages[self.count] = (n, pages);
+        self.count += 1;
+    }
+}
+
+/// Neighbours are cleared together: entries of a ring mostly are.
+fn clear_pages(dirty: &Dirty, entries: &[(u32, u64)], clean: &mut impl Clean) {
+    let word = |page: &u64| (page / 64) as usize;
+    for same in entries.chunk_by(|a, b| word(&a.1) == word(&b.1)) {
+        if let Some((_, page)) = same.first() {
+            let mask = same
+                .iter()
+                .fold(0, |mask, (_, page)| mask | 1 << (page % 64));
+            dirty.clear_word(word(page), mask, clean);
         }
     }
 }

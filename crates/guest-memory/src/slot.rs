@@ -11,7 +11,7 @@ use std::{
 use host::{LazyArray, probe};
 use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
 
-use crate::{DirtyRings, HostPage};
+use crate::{DirtyRings, HostPage, Writer, Writers, dirty::Dirty, writers::Mailbox};
 
 /// KVM_MEM_LOG_DIRTY_PAGES.
 pub const KVM_MEM_LOG_DIRTY_PAGES: u32 = 1 << 0;
@@ -100,7 +100,8 @@ fn ask_once(word: &AtomicU64, bit: u64, ask: impl FnOnce() -> bool) -> bool {
 pub struct Slot {
     config: SlotConfig,
     code: Arc<CodeState>,
-    dirty: Option<Arc<LazyArray<AtomicU64>>>,
+    dirty: Option<Arc<Dirty>>,
+    writers: Arc<Writers>,
     host: Arc<HostState>,
     /// The VM's.
     rings: Arc<DirtyRings>,
@@ -108,9 +109,10 @@ pub struct Slot {
 
 impl Slot {
     /// A slot with fresh page state. `serial` differs for every call; `changes`
-    /// is the one counter of the VM.
+    /// is the one counter of the VM. If it logs, `is_dirty` says whether its pages begin as dirty.
     pub(crate) fn new(
         config: SlotConfig,
+        is_dirty: bool,
         serial: u32,
         changes: &Arc<AtomicU64>,
         rings: &Arc<DirtyRings>,
@@ -125,39 +127,68 @@ impl Slot {
                 seed: serial.wrapping_mul(0x9e37_79b1),
                 changes: Arc::clone(changes),
             }),
-            dirty: Self::new_dirty(&config)?,
+            dirty: Self::new_dirty(&config, is_dirty)?,
+            writers: Arc::new(Writers::new(pages)),
             host: Arc::new(HostState::new(pages)?),
             rings: Arc::clone(rings),
         })
     }
 
     /// The same slot with other flags, or moved: `serial` is given if its gpa changes.
-    pub(crate) fn changed(&self, config: SlotConfig, serial: Option<u32>) -> io::Result<Self> {
+    pub(crate) fn changed(
+        &self,
+        config: SlotConfig,
+        is_dirty: bool,
+        serial: Option<u32>,
+    ) -> io::Result<Self> {
         let dirty = match &self.dirty {
             Some(dirty) if config.flags & KVM_MEM_LOG_DIRTY_PAGES != 0 => Some(Arc::clone(dirty)),
-            _ => Self::new_dirty(&config)?,
+            _ => Self::new_dirty(&config, is_dirty)?,
         };
         match serial {
             Some(serial) => Ok(Self {
                 dirty,
-                ..Self::new(config, serial, &self.code.changes, &self.rings)?
+                ..Self::new(config, is_dirty, serial, &self.code.changes, &self.rings)?
             }),
             None => Ok(Self {
                 config,
                 code: Arc::clone(&self.code),
                 dirty,
+                writers: Arc::clone(&self.writers),
                 host: Arc::clone(&self.host),
                 rings: Arc::clone(&self.rings),
             }),
         }
     }
 
-    fn new_dirty(config: &SlotConfig) -> io::Result<Option<Arc<LazyArray<AtomicU64>>>> {
+    fn new_dirty(config: &SlotConfig, is_dirty: bool) -> io::Result<Option<Arc<Dirty>>> {
         if config.flags & KVM_MEM_LOG_DIRTY_PAGES == 0 {
             return Ok(None);
         }
-        let words = (config.size >> PAGE_SHIFT).div_ceil(64) as usize;
-        Ok(Some(Arc::new(LazyArray::new(words)?)))
+        let pages = (config.size >> PAGE_SHIFT) as usize;
+        Ok(Some(Arc::new(Dirty::new(pages, is_dirty)?)))
+    }
+
+    /// The vCPU's part in who may write the pages unnoticed.
+    ///
+    /// # Errors
+    /// The host has no memory.
+    pub fn writer(&self, mailbox: &Arc<Mailbox>) -> io::Result<Arc<Writer>> {
+        self.writers.writer(mailbox)
+    }
+
+    /// All that may write them.
+    pub(crate) fn writers(&self) -> &Writers {
+        &self.writers
+    }
+
+    /// True if pages that could be written unnoticed in `old`, which is this slot with other flags, have to be noted now.
+    pub fn notes_more_than(&self, old: &Self) -> bool {
+        match (&self.dirty, &old.dirty) {
+            (None, _) => false,
+            (Some(new), Some(old)) if Arc::ptr_eq(new, old) => false,
+            (Some(new), _) => !new.began_whole(),
+        }
     }
 
     /// What the slot was set to.
@@ -250,59 +281,21 @@ impl Slot {
         self.page(self.page_index(gpa)?)
     }
 
-    /// True if the page need not be marked dirty: it is already, or nobody asks.
+    /// Sets the page's dirty bit if the slot logs. Called after a write; a vCPU that is findable as a
+    /// writer of the page may call it before, as no harvest is reported until it has acknowledged.
+    /// True if it was clean.
     #[inline]
-    pub fn is_dirty_or_unlogged(&self, index: usize) -> bool {
-        match &self.dirty {
-            None => true,
-            Some(bits) => bits
-                .get(index / 64)
-                .is_none_or(|w| w.load(Ordering::Relaxed) >> (index % 64) & 1 != 0),
+    pub fn mark_dirty(&self, index: usize) -> bool {
+        let is_new = self.dirty.as_ref().is_some_and(|dirty| dirty.mark(index));
+        if is_new && self.rings.entries() != 0 {
+            self.rings.push(self.config.slot, index as u64);
         }
+        is_new
     }
 
-    /// Sets the page's dirty bit if the slot logs. Called after a write; a vCPU
-    /// may call it before, as no harvest is reported until it has acknowledged.
-    #[inline]
-    pub fn mark_dirty(&self, index: usize) {
-        if !self.is_dirty_or_unlogged(index)
-            && let Some(word) = self.dirty.as_ref().and_then(|d| d.get(index / 64))
-        {
-            let bit = 1 << (index % 64);
-            let was = word.fetch_or(bit, Ordering::AcqRel);
-            if was & bit == 0 && self.rings.entries() != 0 {
-                self.rings.push(self.config.slot, index as u64);
-            }
-        }
-    }
-
-    /// Every page counts as dirty, if the slot logs.
-    pub(crate) fn set_all_dirty(&self) {
-        let pages = self.config.size >> PAGE_SHIFT;
-        for (i, word) in self.dirty().unwrap_or_default().iter().enumerate() {
-            let rest = pages - (i as u64 * 64).min(pages);
-            let bits = if rest >= 64 {
-                u64::MAX
-            } else {
-                (1 << rest) - 1
-            };
-            word.store(bits, Ordering::Release);
-        }
-    }
-
-    /// The dirty bitmap, if the slot logs.
-    pub(crate) fn dirty(&self) -> Option<&[AtomicU64]> {
-        self.dirty.as_ref().map(|d| &d[..])
-    }
-
-    /// The page is clean again.
-    pub(crate) fn clear_dirty(&self, page: u64) {
-        let index = (page / 64) as usize;
-        if page < self.config.size >> PAGE_SHIFT
-            && let Some(word) = self.dirty().and_then(|d| d.get(index))
-        {
-            word.fetch_and(!(1 << (page % 64)), Ordering::AcqRel);
-        }
+    /// Which pages are dirty, if the slot logs.
+    pub(crate) fn dirty(&self) -> Option<&Dirty> {
+        self.dirty.as_deref()
     }
 
     /// The chunks of the page that were fetched as code, a bit each.

@@ -75,6 +75,8 @@ pub struct SlotTable {
     spaces: [Vec<Arc<Slot>>; ADDRESS_SPACES],
     /// gpa of each slot number, which has the address space in its upper half.
     places: BTreeMap<u32, u64>,
+    /// Changes of which slots there are, and where.
+    generation: u64,
 }
 
 /// A change that was found to be possible.
@@ -83,16 +85,28 @@ pub(crate) struct Change {
     number: u32,
     /// The slot as it is from now on; none: it is deleted.
     slot: Option<Arc<Slot>>,
+    /// It stays where it is, with other flags.
+    is_in_place: bool,
 }
 
-impl Change {
-    /// The new slot.
-    pub(crate) fn slot(&self) -> Option<&Slot> {
-        self.slot.as_deref()
-    }
+/// What a change is planned with.
+pub(crate) struct Planning<'a> {
+    /// The last serial number of a slot.
+    pub(crate) serial: &'a mut u32,
+    /// The VM's counter of changes of code.
+    pub(crate) changes: &'a Arc<AtomicU64>,
+    pub(crate) rings: &'a Arc<DirtyRings>,
+    /// Pages of a slot that begins to log are dirty.
+    pub(crate) starts_dirty: bool,
 }
 
 impl SlotTable {
+    /// Changes with which slots there are and where: while it stays the same, so do their places in [`Self::slots`].
+    #[inline]
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
     /// All slots of an address space by ascending gpa.
     #[inline]
     pub fn slots(&self, space: usize) -> &[Arc<Slot>] {
@@ -219,9 +233,7 @@ impl SlotTable {
     pub(crate) fn plan(
         &self,
         config: SlotConfig,
-        serial: &mut u32,
-        changes: &Arc<AtomicU64>,
-        rings: &Arc<DirtyRings>,
+        with: Planning<'_>,
     ) -> Result<Option<Change>, MemslotError> {
         const FLAGS: u32 = KVM_MEM_LOG_DIRTY_PAGES | KVM_MEM_READONLY;
         let space = (config.slot >> 16) as usize;
@@ -259,6 +271,7 @@ impl SlotTable {
                 Some(_) => Ok(Some(Change {
                     number: config.slot,
                     slot: None,
+                    is_in_place: false,
                 })),
                 None => Err(MemslotError::Nothing(config.slot)),
             };
@@ -295,21 +308,26 @@ impl SlotTable {
             }
         }
         let fresh = moved.then(|| {
-            *serial = serial.wrapping_add(1);
-            *serial
+            *with.serial = with.serial.wrapping_add(1);
+            *with.serial
         });
         let slot = match (old, fresh) {
-            (Some(old), fresh) => old.changed(config, fresh)?,
-            (None, fresh) => Slot::new(config, fresh.unwrap_or_default(), changes, rings)?,
+            (Some(old), fresh) => old.changed(config, with.starts_dirty, fresh)?,
+            (None, fresh) => {
+                let serial = fresh.unwrap_or_default();
+                Slot::new(config, with.starts_dirty, serial, with.changes, with.rings)?
+            }
         };
         Ok(Some(Change {
             number: config.slot,
             slot: Some(Arc::new(slot)),
+            is_in_place: !moved,
         }))
     }
 
     /// Makes a change that was planned for this very table.
     pub(crate) fn apply(&mut self, change: Change) {
+        self.generation += u64::from(!change.is_in_place);
         let space = (change.number >> 16) as usize;
         let old = self
             .places

@@ -9,7 +9,7 @@ use core::{
     alloc::{GlobalAlloc, Layout},
     cell::UnsafeCell,
     ptr,
-    sync::atomic::{AtomicU32, AtomicUsize, Ordering},
+    sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 use std::io;
 
@@ -59,6 +59,20 @@ fn reserved(size: usize) -> Option<*mut u8> {
     }
     NEXT.store(end, Ordering::Relaxed);
     Some(ptr::with_exposed_provenance_mut(at))
+}
+
+/// Zeroed words out of the reserved space, for good: a thread that may make no system calls cannot give memory back.
+/// `None` if nothing is reserved, or no longer enough.
+pub(crate) fn reserved_words(words: usize) -> Option<&'static [AtomicU64]> {
+    let size = words
+        .checked_mul(size_of::<u64>())?
+        .checked_next_multiple_of(PAGE_SIZE)?;
+    hold();
+    let start = reserved(size);
+    let_go();
+    // SAFETY: `reserved` gives each part of the space out once and nobody unmaps it; a part that has not been given out
+    // is zero, which is a value of atomic integers, is aligned to a page, and is changed through shared references alone.
+    start.map(|start| unsafe { core::slice::from_raw_parts(start.cast_const().cast(), words) })
 }
 
 fn has_reserved() -> bool {

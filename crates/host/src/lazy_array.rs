@@ -38,6 +38,8 @@ const SMALL: usize = 4096;
 enum Storage {
     Mapped(Mapping),
     Small(Box<[AtomicU64]>),
+    /// In what [`crate::allocator::reserve`] took: the thread may be one that must not map anything.
+    Reserved(&'static [AtomicU64]),
 }
 
 /// A zero-initialised array of atomics; a large one is in its own anonymous mapping.
@@ -58,6 +60,8 @@ impl<T: Element> LazyArray<T> {
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         let storage = if bytes <= SMALL {
             Storage::Small((0..bytes.div_ceil(8)).map(|_| AtomicU64::new(0)).collect())
+        } else if let Some(words) = crate::allocator::reserved_words(bytes.div_ceil(8)) {
+            Storage::Reserved(words)
         } else {
             Storage::Mapped(Mapping::anonymous(bytes)?)
         };
@@ -96,6 +100,7 @@ impl<T: Element> ops::Deref for LazyArray<T> {
         let start: *const T = match &self.storage {
             Storage::Mapped(mapping) => mapping.as_ptr().cast(),
             Storage::Small(words) => words.as_ptr().cast(),
+            Storage::Reserved(words) => words.as_ptr().cast(),
         };
         // SAFETY: the storage is aligned to 8 at least, holds `len` elements, began as zeros,
         // zero is a valid `T` (`Zeroed`), only shared references are given out, all of it may

@@ -12,7 +12,7 @@ use kvm_bindings::*;
 use crate::errno::{Errno, Result};
 use crate::memfd::{self, FileIdentity};
 use crate::user_memory::Arg;
-use crate::vm::Vm;
+use crate::vm::{VfioClaim, Vm};
 
 const ENXIO: Errno = Errno::new(libc::ENXIO);
 
@@ -22,13 +22,15 @@ pub struct Device {
     files: Mutex<Vec<FileIdentity>>,
     /// A device keeps its VM.
     vm: Arc<Vm>,
+    _claim: VfioClaim,
 }
 
 impl Device {
-    pub(crate) fn new(vm: Arc<Vm>) -> Self {
+    pub(crate) fn new(vm: Arc<Vm>, claim: VfioClaim) -> Self {
         Self {
             files: Mutex::default(),
             vm,
+            _claim: claim,
         }
     }
 

@@ -32,6 +32,8 @@ pub(crate) struct DirtyRing {
 
 // SAFETY: shared memory that belongs to no thread.
 unsafe impl Send for DirtyRing {}
+// SAFETY: what is shared is accessed atomically alone.
+unsafe impl Sync for DirtyRing {}
 
 impl DirtyRing {
     pub(crate) fn map(fd: BorrowedFd<'_>, entries: u32) -> Result<Self> {
@@ -66,14 +68,14 @@ impl DirtyRingMemory for DirtyRing {
     fn flags(&self, index: u32) -> u32 {
         self.flags(index).load(Ordering::Acquire)
     }
-    fn set_flags(&mut self, index: u32, flags: u32) {
+    fn set_flags(&self, index: u32, flags: u32) {
         Self::flags(self, index).store(flags, Ordering::Release);
     }
     fn place(&self, index: u32) -> (u32, u64) {
         let slot = self.slot(index).load(Ordering::Relaxed);
         (slot, self.offset(index).load(Ordering::Relaxed))
     }
-    fn set_place(&mut self, index: u32, slot: u32, page: u64) {
+    fn set_place(&self, index: u32, slot: u32, page: u64) {
         self.slot(index).store(slot, Ordering::Relaxed);
         self.offset(index).store(page, Ordering::Relaxed);
     }

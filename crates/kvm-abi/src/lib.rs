@@ -6,17 +6,22 @@
 //! an ioctl number, `kvm_run`'s layout or an errno.
 
 mod compat;
+mod creation;
 mod device;
 mod dirty_ring;
 mod dispatch;
+mod engine;
 mod errno;
 mod fork;
+mod internal;
 mod irqfd;
+mod lists;
 mod mapped;
 mod memfd;
 mod nested;
 pub mod numbers;
 mod objects;
+mod process;
 mod ring;
 mod run_page;
 pub mod signals;
@@ -40,5 +45,6 @@ pub use objects::{
     Object, close, duplicated, forget, forget_range, known_descriptors, lookup, trust_reports,
 };
 pub use run_page::VCPU_MMAP_SIZE;
-pub use vcpu::{Vcpu, interrupt_current_thread};
+pub use signals::interrupt_current_thread;
+pub use vcpu::Vcpu;
 pub use vm::Vm;

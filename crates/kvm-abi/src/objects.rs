@@ -6,16 +6,16 @@
 //! as a number in the table, a Rust owner (`anykvm-ioctls`) or another object (a vCPU
 //! holds its VM) refers to it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ffi::CStr;
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::device::Device;
 use crate::errno::{Errno, Result};
 use crate::fork;
+use crate::internal;
 use crate::memfd::{self, FileIdentity};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
@@ -46,40 +46,6 @@ struct Entry {
 type Table = BTreeMap<RawFd, Entry>;
 
 static OBJECTS: RwLock<Table> = RwLock::new(Table::new());
-
-/// Numbers of our own descriptors of objects' files, through which nobody reaches the objects.
-static INTERNAL: RwLock<BTreeSet<RawFd>> = RwLock::new(BTreeSet::new());
-
-/// A descriptor for ourselves: a VMM that still uses a number which it has closed gets what it would
-/// get from a kernel, where we have none.
-///
-/// It comes and goes under the lock of [`INTERNAL`]: a number that is open and none of them is the VMM's.
-#[derive(Debug)]
-pub(crate) struct Internal(ManuallyDrop<OwnedFd>);
-
-impl Internal {
-    pub(crate) fn duplicate(fd: &OwnedFd) -> std::io::Result<Self> {
-        let mut internal = INTERNAL.write().unwrap_or_else(PoisonError::into_inner);
-        let fd = fd.try_clone()?;
-        internal.insert(fd.as_raw_fd());
-        Ok(Self(ManuallyDrop::new(fd)))
-    }
-}
-
-impl AsFd for Internal {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
-}
-
-impl Drop for Internal {
-    fn drop(&mut self) {
-        let mut internal = INTERNAL.write().unwrap_or_else(PoisonError::into_inner);
-        internal.remove(&self.0.as_raw_fd());
-        // SAFETY: nobody uses it afterwards: `self` ends.
-        unsafe { ManuallyDrop::drop(&mut self.0) };
-    }
-}
 
 /// No code panics while it holds the lock, so a poisoned table is still consistent.
 fn table() -> RwLockReadGuard<'static, Table> {
@@ -150,7 +116,7 @@ pub fn lookup(fd: RawFd) -> Result<Object> {
 /// table had for the number.
 fn adopt_duplicate(fd: RawFd) -> Result<(Object, Option<Entry>)> {
     let other = Errno::new(libc::ENOTTY);
-    let internal = INTERNAL.read().unwrap_or_else(PoisonError::into_inner);
+    let internal = internal::numbers();
     let mut table = table_mut();
     // Under the lock: by now the number may be that of a new object, which may be in the table or not.
     let identity = memfd::identity(fd)?;

@@ -18,8 +18,7 @@ use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, compiler_fence};
 
-use crate::fork;
-use crate::vcpu::interrupt_current_thread;
+use crate::process;
 
 /// What KVM_RUN asks about its thread: all in one, as finding a variable of a thread takes a call.
 pub(crate) struct Thread {
@@ -57,6 +56,20 @@ thread_local! {
         const { UnsafeCell::new([MaybeUninit::uninit(); 64]) };
 }
 
+/// Makes the KVM_RUN that the calling thread is in, if any, return EINTR soon.
+///
+/// Async-signal-safe. KVM_RUN of a kernel ends with EINTR when a signal with a handler
+/// arrives. Here the handler runs in the middle of KVM_RUN, and nothing tells KVM_RUN of
+/// it while the guest computes; handlers that were installed to interrupt KVM_RUN call this.
+pub fn interrupt_current_thread() {
+    let current = THREAD.with(|thread| thread.current.get());
+    if !current.is_null() {
+        // SAFETY: the pointer is set while the vCPU's `Interruptible` borrows it, and it is
+        // this thread that is inside that scope.
+        unsafe { (*current).kick() };
+    }
+}
+
 /// The program has installed a filter of system calls.
 static FILTERED: AtomicBool = AtomicBool::new(false);
 /// Calls the VMM's handler: a [`Handler`], or null.
@@ -69,7 +82,7 @@ pub type Handler = fn(libc::c_int, &mut libc::siginfo_t);
 /// `handler` is called for signals that had to wait.
 pub fn set_filtered(handler: Handler) {
     HANDLER.store(handler as usize, Ordering::Relaxed);
-    fork::process();
+    process::id();
     FILTERED.store(true, Ordering::Release);
 }
 
@@ -335,7 +348,7 @@ pub unsafe fn defer_always(
 unsafe fn send_again(signal: libc::c_int, info: *mut libc::siginfo_t, code: libc::c_int) {
     // SAFETY: plain system calls; the kernel only reads `info`.
     unsafe {
-        let (process, thread) = (fork::process(), thread_id());
+        let (process, thread) = (process::id(), thread_id());
         let queued = code != libc::SI_TKILL
             && libc::syscall(
                 libc::SYS_rt_tgsigqueueinfo,
@@ -366,7 +379,7 @@ pub fn prepare() {
     if id == unsafe { libc::gettid() } {
         THREAD_ID.store(GLIBC, Ordering::Relaxed);
     }
-    fork::process();
+    process::id();
 }
 
 /// In a child of a fork that the C library does not know of.

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
+use crate::lists::{check_msr_count, fit};
 use crate::objects::{Object, SYSTEM_NAME, publish};
 use crate::run_page::VCPU_MMAP_SIZE;
 use crate::vm::Vm;
 
-/// Entries that KVM accepts in one KVM_GET_MSRS or KVM_SET_MSRS call, less one
-/// (its MAX_IO_MSRS is exclusive).
-pub const MAX_IO_MSRS: usize = 256;
+pub use crate::lists::MAX_IO_MSRS;
 
 /// A new system descriptor, as `open("/dev/kvm", O_RDWR)` gives.
 pub fn open(close_on_exec: bool) -> Result<OwnedFd> {
@@ -121,7 +120,7 @@ pub fn feature_msrs(entries: &mut [kvm_msr_entry]) -> Result<usize> {
 }
 
 /// KVM_X86_GET_MCE_CAP_SUPPORTED: the bits that KVM_X86_SETUP_MCE takes besides the bank count.
-pub use hypervisor::system::{mce_cap_supported, signature};
+pub use hypervisor::system::{mce_cap_supported, pkru_offset, signature};
 
 /// Value of KVM_X86_XCOMP_GUEST_SUPP, KVM_GET_DEVICE_ATTR on the system descriptor: the XCR0
 /// bits that a guest may have, as leaf 0xd of the supported CPUID says.
@@ -132,35 +131,9 @@ pub fn guest_xcr0_supported() -> u64 {
         .map_or(0, |entry| u64::from(entry.eax) | u64::from(entry.edx) << 32)
 }
 
-/// `list` if it fits into `capacity` elements, E2BIG else.
-pub(crate) fn fit<T>(list: Vec<T>, capacity: usize) -> Result<Vec<T>> {
-    if list.len() > capacity {
-        Err(Errno::new(libc::E2BIG))
-    } else {
-        Ok(list)
-    }
-}
-
-/// E2BIG for more MSRs than KVM takes in one call.
-pub(crate) fn check_msr_count(count: usize) -> Result<()> {
-    if count >= MAX_IO_MSRS {
-        Err(Errno::new(libc::E2BIG))
-    } else {
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn lists_fit_or_are_too_big() {
-        assert_eq!(fit(vec![1, 2], 2), Ok(vec![1, 2]));
-        assert_eq!(fit(vec![1, 2], 1), Err(Errno::new(libc::E2BIG)));
-        assert_eq!(check_msr_count(255), Ok(()));
-        assert_eq!(check_msr_count(256), Err(Errno::new(libc::E2BIG)));
-    }
 
     #[test]
     fn capabilities_beyond_32_bits_do_not_alias() {

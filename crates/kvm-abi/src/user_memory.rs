@@ -112,6 +112,11 @@ impl Arg {
         Ok(list)
     }
 
+    /// Fills `words` from this address on.
+    pub(crate) fn read_words(self, words: &mut [u64]) -> Result<()> {
+        copy_in(self.0, words.as_mut_ptr().cast(), size_of_val(words))
+    }
+
     /// Stores all elements from this address on.
     pub(crate) fn write_list<T: Plain>(self, list: &[T]) -> Result<i32> {
         self.write_bytes(list.as_ptr().cast(), size_of_val(list))

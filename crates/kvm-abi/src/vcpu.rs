@@ -12,10 +12,10 @@ use hypervisor::{Exit, Question, RunInput, RunStatus};
 use kvm_bindings::*;
 
 use crate::errno::{Errno, Result};
+use crate::lists::{check_msr_count, fit};
 use crate::run_page::{PAGE_SIZE, RunPage};
 use crate::signals::{self, THREAD, Thread};
 use crate::stats::StatsFile;
-use crate::system::{check_msr_count, fit};
 use crate::vm::Vm;
 
 const EINVAL: Errno = Errno::new(libc::EINVAL);
@@ -62,21 +62,7 @@ impl hypervisor::RunPage for Session<'_> {
     }
 }
 
-/// Makes the KVM_RUN that the calling thread is in, if any, return EINTR soon.
-///
-/// Async-signal-safe. KVM_RUN of a kernel ends with EINTR when a signal with a handler
-/// arrives. Here the handler runs in the middle of KVM_RUN, and nothing tells KVM_RUN of
-/// it while the guest computes; handlers that were installed to interrupt KVM_RUN call this.
-pub fn interrupt_current_thread() {
-    let current = THREAD.with(|thread| thread.current.get());
-    if !current.is_null() {
-        // SAFETY: the pointer is set while `Interruptible` borrows the vCPU, and it is this
-        // thread that is inside that scope.
-        unsafe { (*current).kick() };
-    }
-}
-
-/// While it lives, [`interrupt_current_thread`] reaches the vCPU.
+/// While it lives, [`signals::interrupt_current_thread`] reaches the vCPU.
 struct Interruptible<'a>(&'a Thread, PhantomData<&'a hypervisor::Vcpu>);
 
 impl<'a> Interruptible<'a> {

@@ -3,29 +3,28 @@
 //!
 //! Calls without an ABI of their own are made on [`Vm::hypervisor`] directly.
 
-use std::ffi::CString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use hypervisor::{IoapicState, Route, RouteTarget};
 use kvm_bindings::*;
 
-use crate::device::Device;
-use crate::dirty_ring::{self, DirtyRing};
+use crate::engine;
 use crate::errno::{Errno, Result};
-use crate::fork;
-use crate::memfd;
-use crate::objects::{Internal, Object, publish, register};
+use crate::internal::Internal;
+use crate::process;
 use crate::ring::Ring;
-use crate::run_page::{RunPage, VCPU_MMAP_SIZE};
 use crate::stats::StatsFile;
-use crate::vcpu::Vcpu;
 
 const EINVAL: Errno = Errno::new(libc::EINVAL);
 
 /// Pins of one PIC and of the IOAPIC that KVM_SET_GSI_ROUTING may name.
 const PIC_PINS: u32 = 8;
 const IOAPIC_PINS: u32 = KVM_IOAPIC_NUM_PINS;
+
+/// The right to be the VM's VFIO device, for as long as it lives.
+#[derive(Debug)]
+pub(crate) struct VfioClaim(#[expect(dead_code, reason = "its end is what it is for")] Arc<()>);
 
 /// The object behind a VM descriptor.
 #[derive(Debug)]
@@ -35,25 +34,25 @@ pub struct Vm {
     ring: OnceLock<Internal>,
     stats: Mutex<Option<StatsFile>>,
     /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
-    vfio: Mutex<Weak<Device>>,
-    /// [`fork::generation`] of the process that made it.
+    vfio: Mutex<Weak<()>>,
+    /// [`process::generation`] of the process that made it.
     generation: u32,
 }
 
 impl Vm {
     pub(crate) fn new() -> Result<Self> {
         Ok(Self {
-            hypervisor: hypervisor::Vm::new()?,
+            hypervisor: hypervisor::Vm::new(engine::options())?,
             ring: OnceLock::new(),
             stats: Mutex::new(None),
             vfio: Mutex::new(Weak::new()),
-            generation: fork::generation(),
+            generation: process::generation(),
         })
     }
 
     /// True in a child of the process that made the VM: KVM answers EIO there.
     pub(crate) fn is_inherited(&self) -> bool {
-        self.generation != fork::generation()
+        self.generation != process::generation()
     }
 
     /// The typed calls.
@@ -64,45 +63,6 @@ impl Vm {
     /// KVM_CHECK_EXTENSION on the VM: 0 for a capability that nobody knows.
     pub fn check_extension(&self, cap: u64) -> i32 {
         u32::try_from(cap).map_or(0, |cap| self.hypervisor.check_extension(cap))
-    }
-
-    /// KVM_CREATE_VCPU: the descriptor, which holds kvm_run, and its object.
-    ///
-    /// # Errors
-    ///
-    /// EINVAL for an id of KVM_CAP_MAX_VCPU_ID or more, EEXIST for one that is taken.
-    pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(OwnedFd, Arc<Vcpu>)> {
-        let id = u32::try_from(id).map_err(|_| EINVAL)?;
-        let name = CString::new(format!("kvm-vcpu:{id}")).map_err(|_| EINVAL)?;
-        // All that may fail first: a vCPU cannot be taken back once it exists.
-        let entries = self.hypervisor.dirty_ring_entries();
-        let len = match entries {
-            0 => VCPU_MMAP_SIZE,
-            entries => dirty_ring::file_size(entries),
-        };
-        let fd = memfd::create(&name, len, true)?;
-        let dirty_ring = match entries {
-            0 => None,
-            entries => Some(DirtyRing::map(fd.as_fd(), entries)?),
-        };
-        let page = RunPage::map(fd.as_fd())?;
-        let ring = match self.ring.get() {
-            Some(_) => None,
-            None => Some((Internal::duplicate(&fd)?, Ring::map(fd.as_fd())?)),
-        };
-        let has_ring = ring.is_some();
-        let vcpu = self.hypervisor.create_vcpu(id)?;
-        if let Some(ring) = dirty_ring {
-            vcpu.set_dirty_ring(entries, Box::new(ring));
-        }
-        if let Some((file, ring)) = ring {
-            self.hypervisor.set_coalesced_ring(Box::new(ring));
-            // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
-            let _ = self.ring.set(file);
-        }
-        let vcpu = Arc::new(Vcpu::new(vcpu, Arc::clone(self), page, id.into(), has_ring));
-        register(&fd, Object::Vcpu(Arc::clone(&vcpu)))?;
-        Ok((fd, vcpu))
     }
 
     /// The file that holds the ring of coalesced writes; none before the first vCPU.
@@ -154,29 +114,27 @@ impl Vm {
             .unregister_coalesced_mmio(zone, is_pio(zone))?)
     }
 
-    /// KVM_CREATE_DEVICE: no descriptor when `flags` only asks whether the type exists.
-    ///
-    /// # Errors
-    ///
-    /// ENODEV for a type other than VFIO, EBUSY for a second VFIO device.
-    pub fn create_device(
-        self: &Arc<Self>,
-        device: &kvm_create_device,
-    ) -> Result<Option<(OwnedFd, Arc<Device>)>> {
-        if device.type_ != kvm_device_type_KVM_DEV_TYPE_VFIO {
-            return Err(Errno::new(libc::ENODEV));
-        }
-        if device.flags & KVM_CREATE_DEVICE_TEST != 0 {
-            return Ok(None);
-        }
+    /// The VM's one VFIO device; EBUSY while there is one.
+    pub(crate) fn claim_vfio(&self) -> Result<VfioClaim> {
         let mut vfio = self.vfio.lock().unwrap_or_else(PoisonError::into_inner);
         if vfio.strong_count() != 0 {
             return Err(Errno::new(libc::EBUSY));
         }
-        let device = Arc::new(Device::new(Arc::clone(self)));
-        let fd = publish(Object::Device(Arc::clone(&device)), c"kvm-vfio", true)?;
-        *vfio = Arc::downgrade(&device);
-        Ok(Some((fd, device)))
+        let claim = Arc::new(());
+        *vfio = Arc::downgrade(&claim);
+        Ok(VfioClaim(claim))
+    }
+
+    /// Whether no vCPU's file holds the ring of coalesced writes yet.
+    pub(crate) fn lacks_ring(&self) -> bool {
+        self.ring.get().is_none()
+    }
+
+    /// The file of the first vCPU, with the ring that is mapped from it.
+    pub(crate) fn set_ring(&self, file: Internal, ring: Ring) {
+        self.hypervisor.set_coalesced_ring(Box::new(ring));
+        // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
+        let _ = self.ring.set(file);
     }
 
     /// KVM_SET_USER_MEMORY_REGION2.

@@ -10,13 +10,7 @@ use guest_memory::{HostPage, slot::CODE_CHUNK};
 use x86_cpu::{Access, CodePage, CpuState, Privilege};
 use x86_defs::{control::cr4, paging::PAGE_SIZE};
 
-use crate::{
-    Miss, Mmu, View,
-    exposed::Exposed,
-    l1::Half,
-    sum::sum_of,
-    written::{Place, Tags},
-};
+use crate::{Miss, Mmu, View, exposed::Exposed, sum::sum_of, written::Place};
 
 /// Entries of a fetch table: the code of a compiler is thousands of pages.
 const FETCH_ENTRIES: usize = 1024;
@@ -384,9 +378,8 @@ impl Mmu {
         };
         // From here on our own writes to the page are noticed. Those before may
         // have hit code that another vCPU has fetched.
-        let other_code = slot.code_chunks(index) != 0;
-        if self.drop_write_tags(entry.place(), host) && other_code {
-            self.bump(entry.place());
+        if self.drop_write_tags(entry.place(), host) {
+            self.bump_code(entry.place());
         }
         self.compare_sum(&entry);
         if walk.global {
@@ -494,7 +487,7 @@ impl Mmu {
                 self.bump(e.place());
             }
             if old == 0 {
-                self.memory.log_code(e.host);
+                self.memory.ask_for_code(e.host);
             }
         }
         e.host.read_bytes(offset, buf);
@@ -692,69 +685,6 @@ impl Mmu {
             let tables = &mut self.views[self.live];
             tables.verification = verification;
             tables.epoch = epoch;
-        }
-    }
-
-    /// Makes this vCPU's writes to the page take the slow way. True if it may
-    /// have written it unnoticed since the last call.
-    fn drop_write_tags(&mut self, at: Place, host: HostPage) -> bool {
-        let tags = self.written.take(at);
-        self.forbid_writes(tags, host);
-        for t in &mut self.views {
-            match tags {
-                None => break,
-                Some(Tags::At([one, other])) => {
-                    t.l1.flush_at(Half::Write, one, host);
-                    if other != one {
-                        t.l1.flush_at(Half::Write, other, host);
-                    }
-                }
-                Some(Tags::Anywhere) => t.l1.flush_where(&[Half::Write], |e| e.host == host),
-            }
-        }
-        tags.is_some()
-    }
-
-    fn bump(&self, at: Place) {
-        if let Some(slot) = self.table.slots(at.space).get(at.slot) {
-            slot.bump_code_generation(at.index);
-        }
-    }
-
-    /// Another vCPU has begun to execute the page, at whatever gpa. If this one
-    /// may have written it since, what the other has fetched is out of date.
-    pub(crate) fn page_became_code(&mut self, host: HostPage) {
-        for space in 0..guest_memory::table::ADDRESS_SPACES {
-            for slot in 0..self.table.slots(space).len() {
-                let config = self.table.slots(space)[slot].config();
-                let offset = host.hva().wrapping_sub(config.hva);
-                if offset >= config.size {
-                    continue;
-                }
-                let at = Place {
-                    space,
-                    slot,
-                    index: (offset / PAGE_SIZE) as usize,
-                };
-                if self.drop_write_tags(at, host) {
-                    self.bump(at);
-                }
-            }
-        }
-    }
-
-    /// As [`Self::page_became_code`] for every page, when it is not known which did.
-    pub(crate) fn invalidate_written_code(&mut self) {
-        for at in self.written.places() {
-            let Some(slot) = self.table.slots(at.space).get(at.slot) else {
-                continue;
-            };
-            if slot.code_chunks(at.index) != 0
-                && let Some(host) = slot.page(at.index)
-            {
-                self.drop_write_tags(at, host);
-                self.bump(at);
-            }
         }
     }
 }

@@ -32,8 +32,9 @@ const MAX_TABLES: usize = 192;
 const SAMPLE: usize = 8;
 /// [`Context::left`] of the current one.
 pub(crate) const CURRENT: u64 = u64::MAX;
-/// Views of a context that are kept.
-const MAX_VIEWS: usize = 6;
+/// Views of a context that are kept. A program that changes PKRU has up to four for each value: its own, and the kernel's with and without
+/// RFLAGS.AC.
+const MAX_VIEWS: usize = 16;
 
 /// Bit of [`Key::world`]: SMM's address space of slots.
 pub(crate) const SPACE_SHIFT: u32 = 3;
@@ -461,19 +462,21 @@ impl Mmu {
     }
 
     fn tables_of(&mut self, view: View) -> usize {
+        let used = self.next_tick();
         let context = &self.contexts[self.current];
-        if let Some((_, tables)) = context.views.iter().find(|(v, _)| *v == view) {
-            return *tables;
+        if let Some(&(_, tables)) = context.views.iter().find(|(v, _)| *v == view) {
+            self.views[tables].used = used;
+            return tables;
         }
         self.forget_devices();
         self.contexts[self.current].recent = [None; 4];
         self.stats.views_made += 1;
         self.views_made += 1;
-        let (used, epoch) = (self.next_tick(), self.next_tick());
+        let epoch = self.next_tick();
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
             self.new_tables()
         } else {
-            // The least recently made; never one of the two in use.
+            // The least recently selected; never one of the two in use.
             let victim = self.contexts[self.current]
                 .views
                 .iter()

@@ -1,10 +1,9 @@
-//! Changes of context and view, flushes (SDM vol. 3, 4.10.4), and the requests of other threads.
+//! Changes of context and view, and flushes (SDM vol. 3, 4.10.4).
 
-use guest_memory::{HostPage, memory::NewCode};
 use x86_cpu::{CpuState, Exception, Flush};
 use x86_defs::{control::efer, paging::P};
 
-use crate::{Mmu, Mode, Paging, context::SPACE_SHIFT, l1::Half, paging::Controls, written::Tags};
+use crate::{Mmu, Mode, Paging, context::SPACE_SHIFT, paging::Controls};
 
 impl Mmu {
     /// CR0, CR3, CR4 or EFER changed: selects the context; in PAE mode loads the
@@ -177,75 +176,10 @@ impl Mmu {
         }
     }
 
-    /// Takes a page's tags away in the second level, too.
-    pub(crate) fn forbid_writes(&mut self, tags: Option<Tags>, host: HostPage) {
-        match tags {
-            None => {}
-            Some(Tags::At([one, other])) => {
-                self.reach.forbid_writes(one, host.hva());
-                if other != one {
-                    self.reach.forbid_writes(other, host.hva());
-                }
-            }
-            Some(Tags::Anywhere) => self.begin_round(),
-        }
-    }
-
     /// Every page has to be noted again when it is written.
     pub(crate) fn begin_round(&mut self) {
         self.stats.rounds += 1;
         self.reach.begin_round();
         self.publish_reach();
-    }
-
-    /// True if another thread has asked for something. Cheap: for every block entry.
-    #[inline(always)]
-    pub fn needs_sync(&self) -> bool {
-        self.memory.epoch() != self.seen_epoch
-    }
-
-    /// Carries out what other threads have asked for, and acknowledges it.
-    pub fn sync(&mut self, _cpu: &CpuState) {
-        let epoch = self.memory.epoch();
-        if epoch == self.seen_epoch {
-            return;
-        }
-        self.stats.syncs += 1;
-        let generation = self.memory.generation();
-        if generation != self.seen_generation {
-            self.seen_generation = generation;
-            // While the places of written pages still mean the old table.
-            self.invalidate_written_code();
-            self.table = self.memory.table();
-            self.generations.clear();
-            self.flush_everything();
-            // Also of contexts that are not current: all point into old slots.
-            for i in 0..self.views.len() {
-                let epoch = self.next_tick();
-                self.views[i].flush();
-                self.views[i].epoch = epoch;
-            }
-            self.exposed.clear();
-            self.written.reset(&self.table);
-        }
-        let write_flushes = self.memory.write_flushes();
-        match self.memory.new_code(&mut self.seen_code) {
-            NewCode::None => {}
-            NewCode::Pages(pages) => {
-                for page in pages {
-                    self.page_became_code(page);
-                }
-            }
-            NewCode::Any => self.invalidate_written_code(),
-        }
-        if write_flushes != self.seen_write_flushes {
-            self.seen_write_flushes = write_flushes;
-            self.begin_round();
-            for t in &mut self.views {
-                t.l1.flush(&[Half::Write]);
-            }
-        }
-        self.seen_epoch = epoch;
-        self.acknowledged.set(epoch);
     }
 }

@@ -90,6 +90,7 @@ pub const REACH: i32 = tagged::reach::<ENTRIES>();
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
+const _: () = assert!(ENTRIES.is_multiple_of(LANES_PAGES));
 // What BEXTR is to extract.
 const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
 
@@ -422,7 +423,11 @@ impl L1 {
         if self.pages.single().host == host {
             self.drop_stack();
         }
-        self.drop_lanes(|lane| lane.host == host);
+        // The index says which of these pages it is.
+        let page = index % LANES_PAGES;
+        if self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0 {
+            self.drop_lanes(|lane| lane.host == host);
+        }
         let i = index % ENTRIES;
         if self.entry(half, i).host == host {
             self.empty(half, i);

@@ -51,6 +51,7 @@ mod code;
 mod context;
 mod exposed;
 mod flush;
+mod give_up;
 pub mod hash;
 pub mod l1;
 mod l2;
@@ -68,7 +69,7 @@ use std::{
     sync::{Arc, atomic::AtomicU64},
 };
 
-use guest_memory::{Acknowledged, GuestMemory, HostPage, SlotTable};
+use guest_memory::{GuestMemory, HostPage, Mailbox, SlotTable};
 use x86_cpu::{CpuState, Exception};
 
 pub use paging::{Mode, Paging};
@@ -131,6 +132,14 @@ pub struct Stats {
     pub views_made: u64,
     /// Synchronisations that had something to do.
     pub syncs: u64,
+    /// Times that this vCPU was asked to give up pages that it could write unnoticed.
+    pub posts: u64,
+    /// Pages that it has given up.
+    pub pages_given_up: u64,
+    /// Writes that found their page clean, and noted it.
+    pub dirty_faults: u64,
+    /// Ticks of the TSC that dirty logging has taken: giving up pages, and noting those that are written again.
+    pub stall_tsc: u64,
     /// Refills of the fetch TLB.
     pub fetch_misses: u64,
     /// Pages whose code was compared with what was fetched.
@@ -152,11 +161,15 @@ pub struct Stats {
 pub struct Mmu {
     memory: Arc<GuestMemory>,
     table: Arc<SlotTable>,
-    acknowledged: Arc<Acknowledged>,
+    mailbox: Arc<Mailbox>,
     seen_epoch: u64,
     seen_generation: u64,
     seen_write_flushes: u64,
-    seen_code: u64,
+    seen_posted: u64,
+    /// Some slot logs.
+    is_logging: bool,
+    /// Room for the pages that are given up.
+    given_up: Vec<written::Pages>,
     apic_page: Option<u64>,
     /// The page that the last [`Self::translate`] or fetch could not use for the host's sake.
     host_fault: Option<u64>,
@@ -216,13 +229,15 @@ impl Mmu {
     pub fn new(memory: Arc<GuestMemory>) -> Self {
         let mut mmu = Self {
             table: memory.table(),
-            acknowledged: Arc::default(),
+            mailbox: Arc::default(),
             code_changes: memory.code_changes(),
             // Unlike any real value: the first `sync` brings everything up to date.
             seen_epoch: u64::MAX,
             seen_generation: u64::MAX,
             seen_write_flushes: u64::MAX,
-            seen_code: 0,
+            seen_posted: 0,
+            is_logging: false,
+            given_up: Vec::new(),
             memory,
             apic_page: None,
             host_fault: None,
@@ -275,8 +290,8 @@ impl Mmu {
     }
 
     /// Which requests this vCPU has carried out; read by other threads.
-    pub fn acknowledged(&self) -> Arc<Acknowledged> {
-        Arc::clone(&self.acknowledged)
+    pub fn mailbox(&self) -> Arc<Mailbox> {
+        Arc::clone(&self.mailbox)
     }
 
     /// Counters.

@@ -1,5 +1,7 @@
 //! From a gva to a page that may be accessed: what happens after an L1 miss.
 
+use std::sync::Arc;
+
 use guest_memory::{HostPage, Slot};
 use x86_cpu::{Access, CpuState, Exception, Privilege};
 use x86_defs::{control::cr4, paging::PAGE_SIZE, vector, vector::pf};
@@ -204,27 +206,18 @@ impl Mmu {
             self.host_fault = Some(walk.gpa & !0xfff);
             return Err(device);
         };
-        let mut note = false;
-        if write {
-            note = !walk.dirty || slot.code_chunks(index) != 0;
-            if !note {
-                // The tag comes after the bit: a harvest that clears the bit
-                // again reports the page only when the tag is gone.
-                slot.mark_dirty(index);
-            }
-        }
-        self.note_level(gva, walk.level, walk.global);
-        let tables = self.tables_for(who);
-        let l1 = &mut self.views[tables].l1;
-        l1.insert(Half::Read, gva, host, walk.global);
         let at = Place {
             space: self.paging.space.into(),
             slot: slot_index,
             index,
         };
+        let note = write && !(walk.dirty && self.begin_to_write(at, gva));
+        self.note_level(gva, walk.level, walk.global);
+        let tables = self.tables_for(who);
+        let l1 = &mut self.views[tables].l1;
+        l1.insert(Half::Read, gva, host, walk.global);
         if write && !note {
             l1.insert(Half::Write, gva, host, walk.global);
-            self.written.add(at, gva);
         }
         self.enter_in_reach(gva, &walk, at, host, write && !note);
         Ok(Resolved {
@@ -233,6 +226,33 @@ impl Mmu {
             index,
             note,
         })
+    }
+
+    /// The page is going to have a write tag: it is findable, dirty, and no code. False if it is code, or else cannot have one.
+    fn begin_to_write(&mut self, at: Place, gva: u64) -> bool {
+        let start = self.is_logging.then(host::cpu::rdtsc);
+        let held = self.memory.locks_faults().then(|| Arc::clone(&self.memory));
+        let _lock = held.as_ref().and_then(|memory| memory.fault_lock());
+        // First: who clears the bit, or marks the page as code, asks those that it finds.
+        let Some(is_new) = self.written.add(&self.table, &self.mailbox, at, gva) else {
+            return false;
+        };
+        let Some(slot) = self.table.slots(at.space).get(at.slot) else {
+            return false;
+        };
+        if slot.code_chunks(at.index) != 0 {
+            if is_new {
+                self.written.take(at);
+            }
+            return false;
+        }
+        if slot.mark_dirty(at.index) {
+            self.stats.dirty_faults += 1;
+            if let Some(start) = start {
+                self.stats.stall_tsc += host::cpu::rdtsc().wrapping_sub(start);
+            }
+        }
+        true
     }
 
     /// A page that the second level has, for an access that needs no more than that.

@@ -1,14 +1,16 @@
 //! [`Written`]: which pages this vCPU may write, or may have written, unnoticed.
 //!
-//! A bit is set when a write tag is made and stays set when the tag goes, be it
-//! by eviction or flush: if the page turns out to be code, the vCPU has to
+//! The bits are in the VM's reverse map ([`guest_memory::writers`]). One is set before a write tag is made and stays set when the
+//! tag goes, be it by eviction or flush: if the page turns out to be code, the vCPU has to
 //! assume that it wrote it after another vCPU fetched it.
 //!
-//! Where the tags are is kept beside the bit. Most pages have been written by one or two addresses
+//! Where the tags are is kept here. Most pages have been written by one or two addresses
 //! (a kernel clears them by its own), and to search all tables for each page that a program is read
 //! or compiled into takes longer than translating its code.
 
-use guest_memory::{SlotTable, table::ADDRESS_SPACES};
+use std::sync::Arc;
+
+use guest_memory::{Mailbox, SlotTable, Writer, table::ADDRESS_SPACES};
 
 use crate::l1::ENTRIES;
 
@@ -36,8 +38,8 @@ const _: () = assert!(ENTRIES < SEVERAL as usize);
 /// The pages of a slot.
 #[derive(Debug)]
 struct Slot {
-    /// A bit per page.
-    bits: Vec<u64>,
+    /// None before the first page.
+    writer: Option<Arc<Writer>>,
     /// Indices of its tags, of pages whose bit is set; twice the same if there is one.
     tags: Vec<[u16; 2]>,
 }
@@ -50,8 +52,31 @@ pub(crate) struct Written {
     shared: bool,
 }
 
+/// 64 pages of a slot, of which those with a bit are meant.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pages {
+    pub space: usize,
+    pub slot: usize,
+    pub word: usize,
+    pub bits: u64,
+}
+
+impl Pages {
+    /// One by one.
+    pub(crate) fn places(self) -> impl Iterator<Item = Place> {
+        let Self {
+            space, slot, word, ..
+        } = self;
+        guest_memory::writers::each_page(word, self.bits).map(move |index| Place {
+            space,
+            slot,
+            index,
+        })
+    }
+}
+
 impl Written {
-    /// Forgets everything; the places are from now on those of `table`.
+    /// The places are from now on those of `table`. All pages were taken before.
     pub(crate) fn reset(&mut self, table: &SlotTable) {
         let mut hosts = Vec::new();
         for (space, slots) in self.slots.iter_mut().enumerate() {
@@ -59,11 +84,10 @@ impl Written {
                 .slots(space)
                 .iter()
                 .map(|s| {
-                    let pages = (s.config().size >> 12) as usize;
                     hosts.push((s.config().hva, s.config().size));
                     Slot {
-                        bits: vec![0; pages.div_ceil(64)],
-                        tags: vec![[0; 2]; pages],
+                        writer: None,
+                        tags: vec![[0; 2]; (s.config().size >> 12) as usize],
                     }
                 })
                 .collect();
@@ -73,62 +97,104 @@ impl Written {
         self.shared = hosts.windows(2).any(overlap);
     }
 
-    fn page(&mut self, at: Place) -> Option<(&mut u64, &mut [u16; 2])> {
-        let slot = self.slots.get_mut(at.space)?.get_mut(at.slot)?;
-        Some((
-            slot.bits.get_mut(at.index / 64)?,
-            slot.tags.get_mut(at.index)?,
-        ))
+    fn slot(&mut self, at: Place) -> Option<&mut Slot> {
+        self.slots.get_mut(at.space)?.get_mut(at.slot)
     }
 
-    /// A write tag is made for `gva`.
-    pub(crate) fn add(&mut self, at: Place, gva: u64) {
+    /// The vCPU's part in who writes the slot, if it has written any of it.
+    pub(crate) fn writer(&self, space: usize, slot: usize) -> Option<&Arc<Writer>> {
+        self.slots.get(space)?.get(slot)?.writer.as_ref()
+    }
+
+    /// A write tag is about to be made for `gva`. What is looked at after this is as new as what other threads have looked for
+    /// the page with. True if the page was not here before; `None` if no tag can be made, as the host has no memory.
+    #[inline]
+    pub(crate) fn add(
+        &mut self,
+        table: &SlotTable,
+        own: &Arc<Mailbox>,
+        at: Place,
+        gva: u64,
+    ) -> Option<bool> {
+        let slot = self.slot(at)?;
+        if slot.writer.is_none() {
+            let pages = table.slots(at.space).get(at.slot)?;
+            slot.writer = Some(pages.writer(own).ok()?);
+        }
         let tag = ((gva >> 12) as usize % ENTRIES) as u16;
-        if let Some((word, tags)) = self.page(at) {
-            let bit = 1 << (at.index % 64);
-            if *word & bit == 0 {
-                *tags = [tag; 2];
-            } else if !tags.contains(&tag) {
-                let is_alone = tags[0] == tags[1] && tags[0] != SEVERAL;
-                *tags = if is_alone {
-                    [tags[0], tag]
-                } else {
-                    [SEVERAL; 2]
-                };
-            }
-            *word |= bit;
+        let is_new = slot.writer.as_ref()?.add(at.index);
+        let tags = slot.tags.get_mut(at.index)?;
+        if is_new {
+            *tags = [tag; 2];
+        } else if !tags.contains(&tag) {
+            let is_alone = tags[0] == tags[1] && tags[0] != SEVERAL;
+            *tags = if is_alone {
+                [tags[0], tag]
+            } else {
+                [SEVERAL; 2]
+            };
+        }
+        Some(is_new)
+    }
+
+    /// Where the tags of a page are, if it has any.
+    pub(crate) fn tags(&self, at: Place) -> Tags {
+        let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));
+        match slot.and_then(|s| s.tags.get(at.index)) {
+            Some([SEVERAL, _]) | None => Tags::Anywhere,
+            Some(_) if self.shared => Tags::Anywhere,
+            Some(tags) => Tags::At(tags.map(usize::from)),
         }
     }
 
-    /// Clears the page's bit; returns where its tags may be if it was set.
+    /// Takes the page away; returns where its tags may be if it was here.
     pub(crate) fn take(&mut self, at: Place) -> Option<Tags> {
-        let shared = self.shared;
-        let (word, tags) = self.page(at)?;
-        let bit = 1 << (at.index % 64);
-        let was = *word & bit != 0;
-        *word &= !bit;
-        was.then_some(match *tags {
-            [SEVERAL, _] => Tags::Anywhere,
-            _ if shared => Tags::Anywhere,
-            tags => Tags::At(tags.map(usize::from)),
-        })
+        let writer = self.writer(at.space, at.slot)?;
+        let was =
+            writer.may_write(at.index) && writer.remove(at.index / 64, 1 << (at.index % 64)) != 0;
+        was.then(|| self.tags(at))
     }
 
-    /// All pages whose bit is set.
-    pub(crate) fn places(&self) -> Vec<Place> {
-        let mut places = Vec::new();
+    /// Takes the pages that other threads have asked for.
+    pub(crate) fn take_asked(&mut self, taken: &mut Vec<Pages>) {
+        self.take_from(
+            |writer, f| {
+                writer.take_asked(|n, pages| f(n, writer.remove(n, pages)));
+            },
+            |_, _| true,
+            taken,
+        );
+    }
+
+    /// Takes all pages of the slots for which `f` is true.
+    pub(crate) fn take_all(&mut self, f: impl FnMut(usize, usize) -> bool, taken: &mut Vec<Pages>) {
+        self.take_from(|writer, f| writer.take_all(f), f, taken);
+    }
+
+    fn take_from(
+        &mut self,
+        take: impl Fn(&Writer, &mut dyn FnMut(usize, u64)),
+        mut is_meant: impl FnMut(usize, usize) -> bool,
+        taken: &mut Vec<Pages>,
+    ) {
         for (space, slots) in self.slots.iter().enumerate() {
             for (slot, pages) in slots.iter().enumerate() {
-                for (i, word) in pages.bits.iter().enumerate().filter(|(_, w)| **w != 0) {
-                    places.extend((0..64).filter(|b| word >> b & 1 != 0).map(|b| Place {
-                        space,
-                        slot,
-                        index: i * 64 + b,
-                    }));
+                if let Some(writer) = &pages.writer
+                    && is_meant(space, slot)
+                {
+                    take(writer, &mut |word, bits| {
+                        if bits != 0 {
+                            taken.push(Pages {
+                                space,
+                                slot,
+                                word,
+                                bits,
+                            });
+                        }
+                    });
                 }
             }
         }
-        places
     }
 }
 
@@ -164,7 +230,8 @@ mod tests {
                 memory.set_slot(config).unwrap();
             }
             let mut written = Written::default();
-            written.reset(&memory.table());
+            let (table, own) = (memory.table(), Arc::default());
+            written.reset(&table);
             let known = |one, other| {
                 if is_shared {
                     Tags::Anywhere
@@ -173,20 +240,25 @@ mod tests {
                 }
             };
             assert_eq!(written.take(at(0, 5)), None);
-            written.add(at(0, 5), 0x7000);
-            written.add(at(0, 5), 0x7fff);
-            written.add(at(0, 5), same + 0x7000);
-            written.add(at(1, 5), 0);
-            assert_eq!(written.places(), [at(0, 5), at(1, 5)]);
+            written.add(&table, &own, at(0, 5), 0x7000);
+            written.add(&table, &own, at(0, 5), 0x7fff);
+            written.add(&table, &own, at(0, 5), same + 0x7000);
+            written.add(&table, &own, at(1, 5), 0);
+            let mut all = Vec::new();
+            written.take_all(|_, _| true, &mut all);
+            let all: Vec<Place> = all.into_iter().flat_map(Pages::places).collect();
+            assert_eq!(all, [at(0, 5), at(1, 5)]);
+            written.add(&table, &own, at(0, 5), 0x7000);
+            written.add(&table, &own, at(1, 5), 0);
             assert_eq!(written.take(at(0, 5)), Some(known(7, 7)));
             assert_eq!(written.take(at(0, 5)), None);
             assert_eq!(written.take(at(1, 5)), Some(known(0, 0)));
             for gva in [0x9000, 0x7000, 0x9000] {
-                written.add(at(0, 5), gva);
+                written.add(&table, &own, at(0, 5), gva);
             }
             assert_eq!(written.take(at(0, 5)), Some(known(9, 7)));
             for gva in [0x9000, 0x7000, 0x8000, 0x7000] {
-                written.add(at(0, 5), gva);
+                written.add(&table, &own, at(0, 5), gva);
             }
             assert_eq!(written.take(at(0, 5)), Some(Tags::Anywhere));
         }

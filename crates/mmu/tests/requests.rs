@@ -9,6 +9,8 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
+use guest_memory::{GuestMemory, MemslotError};
+use host::Mapping;
 use machine::{Machine, RAM, slot};
 use mmu::{Miss, Mmu, l1::Half};
 use x86_cpu::{CpuState, Privilege::Current};
@@ -20,55 +22,170 @@ fn write(m: &mut Machine, gpa: u64, v: u64) -> Result<(), Miss> {
     m.mmu.write(&mut m.cpu, gpa, v, Current)
 }
 
+/// The bitmap of a slot, which is clean from now on.
+fn harvest(memory: &GuestMemory, slot: u32) -> Result<Vec<u64>, MemslotError> {
+    let mut bitmap = Vec::new();
+    let show = |_, words: &[u64]| {
+        bitmap.extend_from_slice(words);
+        Ok::<(), ()>(())
+    };
+    memory.take_dirty(slot, show)?.0.unwrap();
+    Ok(bitmap)
+}
+
+/// The bitmap, left as it is.
+fn look(memory: &GuestMemory, slot: u32) -> Vec<u64> {
+    let mut bitmap = Vec::new();
+    let show = |_, words: &[u64]| {
+        bitmap.extend_from_slice(words);
+        Ok::<(), ()>(())
+    };
+    memory.peek_dirty(slot, show).unwrap().unwrap();
+    bitmap
+}
+
 #[test]
 fn dirty_pages_are_seen_again_after_a_harvest() {
     let mut m = Machine::with_flags(LOG);
     write(&mut m, 0x5000, 1).unwrap();
     write(&mut m, 0x46ffc, 1).unwrap();
     assert_eq!(m.memory.write_gpa(0x8_0000, 4, 1), Some(()));
-    let (bits, epoch) = m.memory.take_dirty(0).unwrap();
+    let bits = harvest(&m.memory, 0).unwrap();
     assert_eq!(bits[..3], [1 << 5, 1 << 6 | 1 << 7, 1]);
     assert_eq!(bits.len(), 64);
     // Until the vCPU synchronises it may write unlogged: to reported pages only.
-    assert!(m.mmu.acknowledged().epoch() < epoch);
+    let mailbox = m.mmu.mailbox();
+    assert!(!mailbox.is_empty());
     write(&mut m, 0x5008, 2).unwrap();
     assert!(m.mmu.needs_sync());
     m.mmu.sync(&m.cpu);
-    assert!(m.mmu.acknowledged().epoch() >= epoch);
+    assert!(mailbox.is_empty());
     write(&mut m, 0x5010, 3).unwrap();
     m.mmu
         .rmw(&mut m.cpu, 0x9000, Current, true, |v: u8| v + 1)
         .unwrap();
-    let (bits, _) = m.memory.take_dirty(0).unwrap();
+    let bits = harvest(&m.memory, 0).unwrap();
     assert_eq!(bits[0], 1 << 5 | 1 << 9);
     // Reads make nothing dirty; clearing part keeps the rest.
     m.mmu.sync(&m.cpu);
     m.mmu.read::<u64>(&mut m.cpu, 0x7000, Current).unwrap();
-    assert_eq!(m.memory.peek_dirty(0).unwrap(), [0; 64]);
+    assert_eq!(look(&m.memory, 0), [0; 64]);
     write(&mut m, 0x1000, 1).unwrap();
     write(&mut m, 0x2000, 1).unwrap();
     m.memory.clear_dirty(0, 0, &[1 << 1]).unwrap();
     m.mmu.sync(&m.cpu);
-    assert_eq!(m.memory.peek_dirty(0).unwrap()[0], 1 << 2);
+    assert_eq!(look(&m.memory, 0)[0], 1 << 2);
     write(&mut m, 0x1000, 1).unwrap();
-    assert_eq!(m.memory.peek_dirty(0).unwrap()[0], 1 << 2 | 1 << 1);
+    assert_eq!(look(&m.memory, 0)[0], 1 << 2 | 1 << 1);
 }
 
 #[test]
 fn logging_can_be_switched_on_and_off() {
     let mut m = Machine::new();
     write(&mut m, 0x3000, 1).unwrap();
-    assert!(m.memory.take_dirty(0).is_err());
+    assert!(harvest(&m.memory, 0).is_err());
     let hva = m.ram.as_ptr() as u64;
     m.memory.set_slot(slot(0, 0, RAM, hva, LOG)).unwrap();
     m.mmu.sync(&m.cpu);
     write(&mut m, 0x3000, 2).unwrap();
-    assert_eq!(m.memory.take_dirty(0).unwrap().0[0], 1 << 3);
+    assert_eq!(harvest(&m.memory, 0).unwrap()[0], 1 << 3);
     m.memory.set_slot(slot(0, 0, RAM, hva, 0)).unwrap();
     m.mmu.sync(&m.cpu);
     write(&mut m, 0x3000, 3).unwrap();
-    assert!(m.memory.take_dirty(0).is_err());
+    assert!(harvest(&m.memory, 0).is_err());
     assert_eq!(m.peek(0x3000, 8), 3);
+}
+
+/// Logging that starts or stops, and harvests of what was not written, drop nothing but the write permission that they
+/// have to: of one slot, or of the pages that were harvested.
+#[test]
+fn logging_disturbs_nothing_else() {
+    let root = 0x10_0000;
+    let mut m = Machine::long_mode(root);
+    let hva = m.ram.as_ptr() as u64;
+    let more = Mapping::anonymous(0x10_0000).unwrap();
+    let second = slot(1, RAM, 0x10_0000, more.as_ptr() as u64, 0);
+    m.memory.set_slot(second).unwrap();
+    m.mmu.sync(&m.cpu);
+    let mut pool = root + 0x1000;
+    let (gvas, other) = ([0x40_0000, 0x40_1000, 0x40_2000], 0x50_0000);
+    for gva in gvas {
+        m.map(root, gva, ((gva & 0xffff) + 0x30_0000) | 0x63, &mut pool);
+    }
+    m.map(root, other, (RAM + 0x8000) | 0x63, &mut pool);
+    for gva in gvas.into_iter().chain([other]) {
+        write(&mut m, gva, 1).unwrap();
+    }
+    let (id, generation, _) = fetch(&mut m.mmu, &mut m.cpu, gvas[2] + 0x800);
+    let held = |m: &Machine, half, gva| m.mmu.live_tables().find(half, gva).is_some();
+    let writes = |m: &Machine| [gvas[0], gvas[1], other].map(|gva| held(m, Half::Write, gva));
+    let before = (
+        m.mmu.stats().walks,
+        m.mmu.fetch_epoch(),
+        m.mmu.slots_generation(),
+    );
+    let set = |m: &mut Machine, flags| {
+        m.memory.set_slot(slot(0, 0, RAM, hva, flags)).unwrap();
+        assert!(m.mmu.needs_sync());
+        m.mmu.sync(&m.cpu);
+    };
+    set(&mut m, LOG);
+    assert_eq!(writes(&m), [false, false, true]);
+    write(&mut m, gvas[0], 2).unwrap();
+    write(&mut m, gvas[1], 2).unwrap();
+    // What was not written is nobody's business.
+    m.memory.clear_dirty(0, 0x380, &[u64::MAX]).unwrap();
+    assert!(!m.mmu.needs_sync());
+    m.memory.clear_dirty(0, 0x300, &[1]).unwrap();
+    assert!(m.mmu.needs_sync());
+    m.mmu.sync(&m.cpu);
+    assert_eq!(writes(&m), [false, true, true]);
+    write(&mut m, gvas[0], 3).unwrap();
+    assert_eq!(look(&m.memory, 0)[0x300 / 64], 3);
+    assert_eq!(m.mmu.stats().dirty_faults, 3);
+    set(&mut m, 0);
+    assert_eq!(writes(&m), [true; 3]);
+    // With all pages dirty there is nothing to note.
+    m.memory.set_starts_dirty(true);
+    set(&mut m, LOG);
+    assert_eq!(writes(&m), [true; 3]);
+    m.memory
+        .clear_dirty(0, 0, &vec![u64::MAX; (RAM >> 18) as usize])
+        .unwrap();
+    m.mmu.sync(&m.cpu);
+    assert_eq!(writes(&m), [false, false, true]);
+    assert!(gvas.iter().all(|gva| held(&m, Half::Read, *gva)));
+    let after = (
+        m.mmu.stats().walks,
+        m.mmu.fetch_epoch(),
+        m.mmu.slots_generation(),
+    );
+    assert_eq!(after, before);
+    assert_eq!(m.mmu.code_generation(id), generation);
+}
+
+/// Many pages at once, and pages at many addresses, are given up as few are.
+#[test]
+fn all_ways_of_giving_up_do_the_same() {
+    let m = &mut Machine::with_flags(LOG);
+    let pages = [3u64, 1500, RAM >> 12];
+    for count in pages {
+        for page in 0..count {
+            write(m, page << 12, page).unwrap();
+        }
+        let harvested = harvest(&m.memory, 0).unwrap();
+        let total: u32 = harvested.iter().map(|w| w.count_ones()).sum();
+        assert_eq!(u64::from(total), count);
+        m.mmu.sync(&m.cpu);
+        assert!((0..count).all(|p| m.mmu.live_tables().find(Half::Write, p << 12).is_none()));
+        assert!((0..count).all(|p| m.mmu.live_tables().find(Half::Read, p << 12).is_some()));
+        assert!(!m.mmu.needs_sync());
+        assert!(harvest(&m.memory, 0).unwrap().iter().all(|w| *w == 0));
+        assert!(!m.mmu.needs_sync());
+    }
+    let total = pages.iter().sum();
+    assert_eq!(m.mmu.stats().pages_given_up, total);
+    assert_eq!(m.mmu.stats().dirty_faults, total);
 }
 
 #[test]
@@ -365,7 +482,7 @@ fn slots_change_while_vcpus_run() {
     let threads: Vec<_> = (0..2)
         .map(|n| {
             let mut mmu = Mmu::new(Arc::clone(&m.memory));
-            acks.push(mmu.acknowledged());
+            acks.push(mmu.mailbox());
             let (stop, total) = (Arc::clone(&stop), Arc::clone(&total));
             std::thread::spawn(move || {
                 let mut cpu = CpuState::default();
@@ -389,7 +506,8 @@ fn slots_change_while_vcpus_run() {
                     }
                 }
                 // A vCPU that does not run has nothing to acknowledge.
-                mmu.acknowledged().set(u64::MAX);
+                mmu.mailbox().set_epoch(u64::MAX);
+                mmu.mailbox().set_done(u64::MAX);
                 total.fetch_add(done, Ordering::Relaxed);
             })
         })
@@ -402,8 +520,13 @@ fn slots_change_while_vcpus_run() {
     for round in 0..300 {
         match round % 3 {
             0 => {
-                let (bits, epoch) = m.memory.take_dirty(5).unwrap();
-                wait(epoch);
+                let bits = harvest(&m.memory, 5).unwrap();
+                for ack in &acks {
+                    let posted = ack.posted();
+                    while ack.done() < posted {
+                        std::thread::yield_now();
+                    }
+                }
                 assert_eq!(bits[0] & !(1 | 2 | 1 << 4 | 1 << 5), 0);
             }
             1 => {

@@ -68,6 +68,7 @@ msrs! {
     IA32_PERF_GLOBAL_OVF_CTRL = 0x390, "Overflow clear.";
     IA32_MC0_CTL = 0x400, "Machine-check bank 0 control; STATUS, ADDR, MISC and further banks follow.";
     IA32_TSC_DEADLINE = 0x6e0, "TSC deadline.";
+    IA32_PKRS = 0x6e1, "Rights of supervisor protection keys.";
     IA32_X2APIC_BASE = 0x800, "First x2APIC register.";
     IA32_X2APIC_END = 0x8ff, "Last x2APIC register.";
     IA32_A_PMC0 = 0x4c1, "General counter 0, all bits.";

@@ -7,7 +7,7 @@ use x86_defs::reg;
 
 use crate::{
     Insn, Interp, RunStop,
-    exec::{reg_read, reg_write_sized},
+    registers::{reg_read, reg_write_sized},
     remainder::{NONE, Remainder},
 };
 
@@ -86,6 +86,12 @@ impl Transfer {
 
     const fn is_port(&self) -> bool {
         matches!(self.kind, Kind::PortIn(_) | Kind::PortOut(_))
+    }
+
+    /// What is left of `insn` at `rip`, which has stopped at an access; nothing if there is more to it.
+    #[cold]
+    pub(crate) fn rest_of<B>(insn: &Insn<B>, rip: u64, is_wide: bool) -> Remainder {
+        Self::of(insn).map_or(Remainder::NOTHING, |t| t.remainder(rip, is_wide))
     }
 
     /// What is left of it at `rip` once the VMM has answered.

@@ -15,7 +15,11 @@ use x86_defs::{
 
 use x86_native::Native;
 
-use crate::{Insn, Int, LazyFlags, remainder::Remainder};
+use crate::{
+    Insn, Int, LazyFlags,
+    registers::{reg_read, reg_write},
+    remainder::Remainder,
+};
 
 /// What follows an instruction that completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,42 +107,6 @@ pub struct Exec<'a, B> {
     pub(crate) single_step: bool,
     /// The instruction that ended in [`Stop::Exit`], if little of it is left.
     pub(crate) remainder: Remainder,
-}
-
-/// As [`Exec::reg_read`].
-#[inline(always)]
-pub(crate) fn reg_read<T: Int>(cpu: &CpuState, r: u8) -> T {
-    let v = cpu.gpr[usize::from(r) & 31];
-    if T::BITS == 8 {
-        T::from_u64(v >> (r >> 5 << 3))
-    } else {
-        T::from_u64(v)
-    }
-}
-
-/// As [`Exec::reg_write`].
-#[inline(always)]
-pub(crate) fn reg_write<T: Int>(cpu: &mut CpuState, r: u8, v: T) {
-    let slot = &mut cpu.gpr[usize::from(r) & 31];
-    match T::BITS {
-        8 => {
-            let shift = r >> 5 << 3;
-            *slot = *slot & !(0xff << shift) | v.to_u64() << shift;
-        }
-        16 => *slot = *slot & !0xffff | v.to_u64(),
-        _ => *slot = v.to_u64(),
-    }
-}
-
-/// The same with a size in bytes that is not known beforehand.
-#[inline(always)]
-pub(crate) fn reg_write_sized(cpu: &mut CpuState, r: u8, size: u8, v: u64) {
-    match size {
-        1 => reg_write(cpu, r, v as u8),
-        2 => reg_write(cpu, r, v as u16),
-        4 => reg_write(cpu, r, v as u32),
-        _ => reg_write(cpu, r, v),
-    }
 }
 
 impl<'a, B: GuestBus> Exec<'a, B> {

@@ -17,12 +17,12 @@ mod flags;
 pub mod gating;
 mod insn;
 mod int;
+mod registers;
 mod remainder;
 mod run;
 mod segment;
 pub mod smm;
 mod stack;
-mod task;
 #[cfg(test)]
 mod test_bus;
 

@@ -5,7 +5,7 @@
 use x86_cpu::{CpuState, Shadow};
 use x86_defs::{dr, rflags};
 
-use crate::{Insn, access::Transfer, exec::reg_write_sized};
+use crate::registers::reg_write_sized;
 
 /// The rest of one instruction. Two words, so that it goes from hand to hand in registers.
 #[derive(Clone, Copy, Debug)]
@@ -35,12 +35,6 @@ impl Remainder {
             rip,
             what: u64::from(u32::from_le_bytes([len, size, target, 0])) | wide,
         }
-    }
-
-    /// Of `insn` at `rip`, which has stopped at an access; nothing if there is more to it.
-    #[cold]
-    pub(crate) fn of<B>(insn: &Insn<B>, rip: u64, is_wide: bool) -> Self {
-        Transfer::of(insn).map_or(Self::NOTHING, |t| t.remainder(rip, is_wide))
     }
 
     /// Finishes the instruction; false if it has to be executed again: `len` is not the size of

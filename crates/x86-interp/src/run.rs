@@ -10,7 +10,7 @@ use x86_defs::{dr, rflags};
 use x86_native::Native;
 
 use crate::{
-    Exec, Flow, Insn, Selector, Step, Stop, blocks::Blocks, decode::decode, deliver,
+    Exec, Flow, Insn, Selector, Step, Stop, Transfer, blocks::Blocks, decode::decode, deliver,
     remainder::Remainder,
 };
 
@@ -325,7 +325,7 @@ fn run_block<B: GuestBus, const COUNTS: bool>(
 
 /// The VMM has to answer first.
 fn stopped_at<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) {
-    ex.remainder = Remainder::of(insn, ex.cpu.rip(), ex.has_wide_rip());
+    ex.remainder = Transfer::rest_of(insn, ex.cpu.rip(), ex.has_wide_rip());
 }
 
 /// Executes the first instruction of the block at RIP, with debug exceptions.

@@ -24,7 +24,6 @@ const EXCEPTIONS: &[(&str, Expect)] = &[
     ),
     ("cet", Skips("no shadow stacks")),
     ("ept*", Skips(NESTED)),
-    ("pks", Skips("no protection keys of supervisors' pages")),
     ("pmu", Fails(CYCLES)),
     ("pmu_lbr", Skips(LBR)),
     ("pmu_pebs", Skips(PEBS)),
@@ -48,8 +47,6 @@ const EMULATOR: &str = "AMD's processors take a far jump by a pointer in memory 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Host {
     pub(super) is_amd: bool,
-    /// Its kernel uses protection keys.
-    pub(super) has_keys: bool,
 }
 
 impl Host {
@@ -58,7 +55,6 @@ impl Host {
         let has = |word: &str| cpuinfo.split_whitespace().any(|w| w == word);
         Self {
             is_amd: has("AuthenticAMD") || has("HygonGenuine"),
-            has_keys: has("ospke"),
         }
     }
 }
@@ -67,7 +63,6 @@ impl Host {
 pub(super) fn expectation(name: &str, bits: u32, host: Host) -> Expect {
     match name {
         "emulator" if bits == 64 && host.is_amd => return Fails(EMULATOR),
-        "pku" if !host.has_keys => return Skips("no protection keys"),
         _ => {}
     }
     let matches = |pattern: &str| match pattern.strip_suffix('*') {
@@ -93,23 +88,18 @@ mod tests {
             ("emulator", 64, true, Fails(EMULATOR)),
             ("emulator", 64, false, Passes),
             ("emulator", 32, true, Passes),
-            ("pku", 64, false, Skips("no protection keys")),
-            ("pku", 64, true, Passes),
+            ("pku", 64, false, Passes),
+            ("pks", 64, true, Passes),
         ] {
             let row = (name, bits, is_amd);
-            let host = Host {
-                is_amd,
-                has_keys: is_amd,
-            };
+            let host = Host { is_amd };
             assert_eq!(expectation(name, bits, host), expected, "{row:?}");
         }
     }
 
     #[test]
     fn the_host_is_known_by_its_cpuinfo() {
-        let host = Host::of("vendor_id : AuthenticAMD\nflags : fpu pku ospke\n");
-        assert!(host.is_amd && host.has_keys);
-        let host = Host::of("vendor_id : GenuineIntel\nflags : fpu pku\n");
-        assert!(!host.is_amd && !host.has_keys);
+        assert!(Host::of("vendor_id : AuthenticAMD\nflags : fpu\n").is_amd);
+        assert!(!Host::of("vendor_id : GenuineIntel\nflags : fpu\n").is_amd);
     }
 }

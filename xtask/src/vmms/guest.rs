@@ -7,9 +7,12 @@ use std::{
     io::{Read, Write},
     net::{Ipv4Addr, TcpListener},
     path::{Path, PathBuf},
+    process::{Command, Stdio},
 };
 
 use testkit::boot::Outcome;
+
+use crate::tool::tool;
 
 /// The kernel's command line.
 pub(super) const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 nokaslr";
@@ -29,6 +32,7 @@ const MODULES: &[&str] = &[
     "virtio_net",
     "virtio_rng",
     "virtio_balloon",
+    "msr",
     "9pnet_virtio",
     "9p",
 ];
@@ -85,13 +89,23 @@ impl Server {
     }
 }
 
-/// Writes the initramfs of a case; its path.
+/// A C program for guests.
+pub(super) fn compiled(source: &str, dir: &Path) -> Result<Vec<u8>, String> {
+    let program = dir.join("program");
+    let file = program.with_extension("c");
+    fs::write(&file, source).map_err(|e| format!("{}: {e}", file.display()))?;
+    let mut gcc = Command::new("gcc");
+    tool(gcc.args(["-O2", "-static", "-o"]).args([&program, &file]))?;
+    fs::read(&program).map_err(|e| format!("{}: {e}", program.display()))
+}
+
+/// Writes the initramfs of a case for a machine with so many processors and MiB; its path.
 pub(super) fn initramfs(
     kernel: &Path,
     dir: &Path,
     check: &str,
-    cpus: u32,
-    mem_mib: u64,
+    (cpus, mem_mib): (u32, u64),
+    writer: Option<&[u8]>,
 ) -> Result<PathBuf, String> {
     let busybox = fs::read("/bin/busybox").map_err(|e| format!("/bin/busybox: {e}"))?;
     let mut archive = Archive::default();
@@ -100,6 +114,9 @@ pub(super) fn initramfs(
     }
     archive.file("bin/busybox", &busybox, 0o755);
     archive.file("dev/console", &[], 0);
+    if let Some(program) = writer {
+        archive.file("bin/writer", program, 0o755);
+    }
     let mut insert = String::new();
     for (number, module) in modules(kernel, MODULES)?.iter().enumerate() {
         let content = fs::read(module).map_err(|e| format!("{}: {e}", module.display()))?;
@@ -133,9 +150,12 @@ pub(super) fn initramfs(
 }
 
 /// What the guest does, by the kernel's command line: check and power off; `ticks`: count;
-/// `again`: check and reboot.
+/// `live=MIB,PAGES`: write memory on each processor, and count; `again`: check and reboot.
 const RUN: &str = "\
 case $(cat /proc/cmdline) in
+*live=*) how=$(sed 's/.*live=\\([0-9]*\\),\\([0-9]*\\).*/\\1 \\2/' /proc/cmdline)
+    n=1; while [ $n -lt $(nproc) ]; do writer $how $n & n=$((n + 1)); done
+    writer $how 0; echo GUEST-IS-BAD;;
 *ticks*) sed -n 's/^\\([0-9a-f]*\\) . \\(hrtimer_nanosleep\\|ksys_write\\|jiffies\\)$/SYMBOL \\2 \\1/p' /proc/kallsyms
     i=0; while true; do echo tick $i; i=$((i + 1)); sleep 0.1; done;;
 esac
@@ -149,10 +169,8 @@ poweroff -f
 
 /// The SHA-256 of bytes, by the host's program.
 fn host_sum(data: &[u8]) -> String {
-    let mut child = std::process::Command::new("sha256sum");
-    child
-        .stdin(std::process::Stdio::piped())
-        .stdout(std::process::Stdio::piped());
+    let mut child = Command::new("sha256sum");
+    child.stdin(Stdio::piped()).stdout(Stdio::piped());
     let Ok(mut child) = child.spawn() else {
         return String::new();
     };

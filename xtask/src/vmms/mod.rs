@@ -1,12 +1,14 @@
-//! `cargo xtask vmms [--all | --quick] [NAME…]`: unmodified VMMs under `anykvm exec`.
+//! `cargo xtask vmms [--all | --quick] [--times N] [--tcg] [NAME…]`: unmodified VMMs under `anykvm exec`.
 //!
 //! Debian's QEMU boots Debian's kernel on each machine type, CPU model, interrupt controller and
 //! firmware, and the guest checks what it was given: CPUs, memory, disks, network. QEMU's own
-//! monitor, its snapshots, its debugger stub and reboots are driven from outside (`driven`). Other VMMs: `others`.
+//! monitor, its snapshots, its debugger stub and reboots are driven from outside (`driven`), and it is migrated while it runs (`live`). Other VMMs: `others`.
 
 mod disk;
 mod driven;
+mod files;
 mod guest;
+mod live;
 mod others;
 mod saved;
 mod traced;
@@ -24,7 +26,10 @@ pub(crate) use guest::{Archive, modules};
 /// What QEMU and its helpers are in Debian.
 const PACKAGES: &[&str] = &[
     "busybox-static",
+    "gcc",
     "gdb",
+    "iproute2",
+    "libc6-dev",
     "mtools",
     "ovmf",
     "qemu-system-x86",
@@ -57,6 +62,8 @@ enum Run {
     Disk,
     /// Something that takes commands.
     Driven(fn(&Setup, &[&str]) -> Result<(), String>),
+    /// As `Driven`, with a program that writes memory.
+    Live(fn(&Setup, &[&str]) -> Result<(), String>),
 }
 
 /// One way to run QEMU.
@@ -92,6 +99,20 @@ const fn qemu(name: &'static str, part: Part, arguments: &'static str) -> Case {
         append: "",
         check: "true",
         refusal: None,
+    }
+}
+
+/// A migration of a running guest with two processors.
+const fn live(
+    name: &'static str,
+    part: Part,
+    arguments: &'static str,
+    run: fn(&Setup, &[&str]) -> Result<(), String>,
+) -> Case {
+    Case {
+        run: Run::Live(run),
+        cpus: 2,
+        ..qemu(name, part, arguments)
     }
 }
 
@@ -316,6 +337,31 @@ const CASES: &[Case] = &[
         ..qemu("dirty-ring", Normal, "-accel kvm,dirty-ring-size=4096")
     },
     Case {
+        mem_mib: 1024,
+        ..live("live-1-gib", All, "", live::unix)
+    },
+    live("live-unix", Quick, "", live::unix),
+    live("live-tcp", All, "-M q35 -cpu max", live::tcp),
+    live(
+        "live-ring",
+        All,
+        "-accel kvm,dirty-ring-size=4096",
+        live::unix,
+    ),
+    live("live-file", All, "", live::file),
+    live("live-multifd", All, "", live::multifd),
+    live("live-converge", All, "", live::converge),
+    live(
+        "live-converge-ring",
+        All,
+        "-accel kvm,dirty-ring-size=4096",
+        live::converge,
+    ),
+    live("live-postcopy", All, "", live::postcopy),
+    live("live-cancelled", All, "", live::cancelled),
+    live("live-target-dies", All, "", live::target_dies),
+    live("live-namespaces", All, "", live::namespaces),
+    Case {
         run: Run::Driven(driven::debugger),
         ..qemu("debugger", Normal, "")
     },
@@ -330,10 +376,22 @@ const CASES: &[Case] = &[
     },
 ];
 
+/// What the command line says of live migrations.
+#[derive(Clone, Copy, Debug)]
+struct Options {
+    /// In a row.
+    times: u32,
+    /// Also with QEMU's own translator.
+    tcg: bool,
+}
+
 /// What all cases share, and the case's own folder.
+#[derive(Clone)]
 struct Setup {
     anykvm: PathBuf,
-    engine: &'static str,
+    /// `None`: QEMU's own.
+    engine: Option<&'static str>,
+    options: Options,
     kernel: PathBuf,
     initrd: PathBuf,
     dir: PathBuf,
@@ -349,17 +407,36 @@ impl Setup {
 
     /// The same with another command of anykvm's.
     fn command_through(&self, through: &[&str], arguments: &[&str]) -> Command {
-        let mut command = Command::new(&self.anykvm);
-        command.env("ANYKVM_ENGINE", self.engine);
-        command.args(through);
-        command.args(["--", "qemu-system-x86_64", "-nodefaults"]);
-        if !arguments.contains(&"-accel") {
+        let mut command;
+        if let Some(engine) = self.engine {
+            command = Command::new(&self.anykvm);
+            command.env("ANYKVM_ENGINE", engine);
+            command.args(through);
+            command.args(["--", "qemu-system-x86_64"]);
+        } else {
+            command = Command::new("qemu-system-x86_64");
+            command.args(["-accel", "tcg"]);
+        }
+        command.arg("-nodefaults");
+        if self.engine.is_some() && !arguments.contains(&"-accel") {
             command.args(["-accel", "kvm"]);
         }
         command.args(["-display", "none", "-m", &self.mem_mib.to_string()]);
         command.args(["-smp", &self.cpus.to_string()]);
         command.args(arguments);
         command
+    }
+
+    /// The same by QEMU's own translator; `arguments` may not name an accelerator then.
+    fn with_tcg(&self) -> Self {
+        Self {
+            engine: None,
+            ..self.clone()
+        }
+    }
+
+    fn accelerator(&self) -> &'static str {
+        self.engine.map_or("TCG", |_| "anykvm")
     }
 
     /// Boots the kernel directly, with `append` on its command line.
@@ -390,8 +467,8 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     } else {
         "jit"
     };
-    let names: Vec<&String> = arguments.iter().filter(|a| !a.starts_with("--")).collect();
-    if let Some(unknown) = names.iter().find(|n| CASES.iter().all(|c| c.name != ***n)) {
+    let (options, names) = options(arguments)?;
+    if let Some(unknown) = names.iter().find(|n| CASES.iter().all(|c| c.name != **n)) {
         let known: Vec<&str> = CASES.iter().map(|c| c.name).collect();
         return Err(format!("{unknown}: not one of {}", known.join(" ")));
     }
@@ -402,13 +479,13 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         let wanted = if names.is_empty() {
             case.part <= part
         } else {
-            names.iter().any(|n| *n == case.name)
+            names.contains(&case.name)
         };
         if !wanted {
             continue;
         }
         let start = Instant::now();
-        let result = one(case, &anykvm, engine);
+        let result = one(case, &anykvm, engine, options);
         let seconds = start.elapsed().as_secs_f64();
         match result {
             Ok(()) => eprintln!("{:20} ok    {seconds:6.1} s", case.name),
@@ -428,7 +505,29 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-fn one(case: &Case, anykvm: &Path, engine: &'static str) -> Result<(), String> {
+/// The cases' names, and what else the arguments say.
+fn options(arguments: &[String]) -> Result<(Options, Vec<&str>), String> {
+    let mut options = Options {
+        times: 1,
+        tcg: false,
+    };
+    let mut names = Vec::new();
+    let mut words = arguments.iter();
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--times" => {
+                let times = words.next().and_then(|n| n.parse().ok());
+                options.times = times.filter(|n| *n > 0).ok_or("--times: how many?")?;
+            }
+            "--tcg" => options.tcg = true,
+            _ if word.starts_with("--") => {}
+            name => names.push(name),
+        }
+    }
+    Ok((options, names))
+}
+
+fn one(case: &Case, anykvm: &Path, engine: &'static str, options: Options) -> Result<(), String> {
     let cache = crate::build::cache();
     let dir = cache.join("vmms").join(case.name);
     // A leftover of the last run.
@@ -443,10 +542,16 @@ fn one(case: &Case, anykvm: &Path, engine: &'static str) -> Result<(), String> {
     let image = dir.join("data.img");
     std::fs::write(&image, &data).map_err(|e| format!("{}: {e}", image.display()))?;
     let check = case.check.replace("{port}", &server.port().to_string());
-    let initrd = guest::initramfs(&kernel, &dir, &check, case.cpus, case.mem_mib)?;
+    let writer = match case.run {
+        Run::Live(_) => Some(guest::compiled(live::WRITER, &dir)?),
+        _ => None,
+    };
+    let machine = (case.cpus, case.mem_mib);
+    let initrd = guest::initramfs(&kernel, &dir, &check, machine, writer.as_deref())?;
     let setup = Setup {
         anykvm: anykvm.into(),
-        engine,
+        engine: Some(engine),
+        options,
         kernel,
         initrd,
         dir,
@@ -458,7 +563,7 @@ fn one(case: &Case, anykvm: &Path, engine: &'static str) -> Result<(), String> {
     let arguments: Vec<&str> = text.split_whitespace().collect();
     let mut command = setup.command(&arguments);
     match case.run {
-        Run::Driven(drive) => return drive(&setup, &arguments),
+        Run::Driven(drive) | Run::Live(drive) => return drive(&setup, &arguments),
         Run::Disk => {
             let image = disk::bootable(&setup)?;
             let drive = format!("file={},format=raw,if=none,id=boot", image.display());
@@ -481,5 +586,6 @@ mod tests {
             assert!(CASES.iter().skip(i + 1).all(|c| c.name != case.name));
         }
         assert!(run(&["nothing".to_owned()]).is_err());
+        assert!(run(&["--times".to_owned(), "live-unix".to_owned()]).is_err());
     }
 }

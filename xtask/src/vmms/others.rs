@@ -14,34 +14,12 @@ use std::{
 
 use testkit::boot::run_limited;
 
-use super::{LIMIT, guest, saved};
+use super::{LIMIT, files::Files, guest, saved};
 
 /// A disk that is equal to `data.img`, and no other.
 const CHECK: &str = "same $(cat /dev/vda | sum) $data";
 const CPUS: u32 = 2;
 const MEM_MIB: u64 = 512;
-
-/// What a run has.
-pub(super) struct Files {
-    pub(super) anykvm: PathBuf,
-    pub(super) program: PathBuf,
-    /// Debian's, and the ELF file in it.
-    pub(super) kernel: PathBuf,
-    pub(super) vmlinux: PathBuf,
-    pub(super) initrd: PathBuf,
-    pub(super) disk: PathBuf,
-    pub(super) dir: PathBuf,
-}
-
-impl Files {
-    /// The VMM under `anykvm exec`, in the folder of its own.
-    pub(super) fn command(&self) -> Command {
-        let mut command = Command::new(&self.anykvm);
-        command.args(["exec", "--"]).arg(&self.program);
-        command.current_dir(&self.dir);
-        command
-    }
-}
 
 type Boot = fn(&Files) -> Result<Command, String>;
 type Save = fn(&Files) -> Result<(), String>;
@@ -210,7 +188,7 @@ fn prepare(vmm: &Vmm, name: &str, anykvm: &Path, program: PathBuf) -> Result<Fil
         anykvm: anykvm.into(),
         program,
         vmlinux: elf(&kernel, &dir)?,
-        initrd: guest::initramfs(&kernel, &dir, CHECK, CPUS, MEM_MIB)?,
+        initrd: guest::initramfs(&kernel, &dir, CHECK, (CPUS, MEM_MIB), None)?,
         kernel,
         disk,
         dir,

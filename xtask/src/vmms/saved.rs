@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{guest, others::Files};
+use super::{files::Files, guest};
 
 const SECONDS: Duration = Duration::from_secs(120);
 

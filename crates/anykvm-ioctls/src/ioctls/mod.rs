@@ -12,6 +12,7 @@ use vmm_sys_util::errno;
 
 /// [`DeviceFd`](device::DeviceFd).
 pub(crate) mod device;
+pub(crate) mod dirty;
 pub(crate) mod doorbell;
 mod static_memory;
 /// [`Kvm`](system::Kvm).

@@ -350,9 +350,7 @@ impl VmFd {
     ///
     /// ENOENT for a slot without dirty logging, EINVAL for a slot number out of range.
     pub fn get_dirty_log(&self, slot: u32, memory_size: usize) -> Result<Vec<u64>> {
-        let mut bitmap = self.typed()?.get_dirty_log(slot).map_err(refused)?;
-        bitmap.resize(memory_size.div_ceil(PAGE_SIZE * 64), 0);
-        Ok(bitmap)
+        self.dirty_bitmap(slot, memory_size.div_ceil(PAGE_SIZE * 64))
     }
 
     /// KVM_IRQFD: an edge on `gsi` whenever `fd` is signalled.

@@ -19,22 +19,37 @@ const FIRST: usize = 16;
 
 /// The family, model and stepping that programs are to see.
 static SIGNATURE: AtomicU32 = AtomicU32::new(0);
+/// Where they are to see PKRU in an XSAVE image.
+static PKRU_OFFSET: AtomicU32 = AtomicU32::new(0);
+/// Bytes of that component.
+pub(super) const PKRU_SIZE: u32 = 8;
 
-/// CPUID with VMX (SDM volume 2, CPUID.1:ECX.5), and [`SIGNATURE`]. Changes no flags.
+/// CPUID with VMX (SDM volume 2, CPUID.1:ECX.5), [`SIGNATURE`] and [`PKRU_OFFSET`]. Changes no flags.
 #[unsafe(naked)]
 extern "C" fn intel() {
     naked_asm!(
         "pushfq",
+        "push rcx",
         "push rax",
         "cpuid",
         "cmp dword ptr [rsp], 1",
         "jne 2f",
         "or ecx, 0x20",
         "mov eax, dword ptr [rip + {signature}]",
-        "2: lea rsp, [rsp + 8]",
+        "2: cmp dword ptr [rsp], 0xd",
+        "jne 3f",
+        "cmp dword ptr [rsp + 8], 9",
+        "jne 3f",
+        "mov eax, {size}",
+        "mov ebx, dword ptr [rip + {pkru}]",
+        "xor ecx, ecx",
+        "xor edx, edx",
+        "3: lea rsp, [rsp + 16]",
         "popfq",
         "ret",
         signature = sym SIGNATURE,
+        size = const PKRU_SIZE,
+        pkru = sym PKRU_OFFSET,
     )
 }
 
@@ -43,6 +58,7 @@ extern "C" fn intel() {
 extern "C" fn amd() {
     naked_asm!(
         "pushfq",
+        "push rcx",
         "push rax",
         "cpuid",
         "cmp dword ptr [rsp], 1",
@@ -62,10 +78,20 @@ extern "C" fn amd() {
         "mov ebx, 16",
         "xor ecx, ecx",
         "mov edx, 9",
-        "4: lea rsp, [rsp + 8]",
+        "4: cmp dword ptr [rsp], 0xd",
+        "jne 6f",
+        "cmp dword ptr [rsp + 8], 9",
+        "jne 6f",
+        "mov eax, {size}",
+        "mov ebx, dword ptr [rip + {pkru}]",
+        "xor ecx, ecx",
+        "xor edx, edx",
+        "6: lea rsp, [rsp + 16]",
         "popfq",
         "ret",
         signature = sym SIGNATURE,
+        size = const PKRU_SIZE,
+        pkru = sym PKRU_OFFSET,
     )
 }
 
@@ -73,7 +99,7 @@ extern "C" fn amd() {
 /// for. What cannot be changed stays as it is.
 pub(super) fn replace(places: &[Place], base: usize, program: &Range<usize>, vendor: Vendor) {
     let Some(room) = reserve(program) else { return };
-    SIGNATURE.store(kvm_abi::system::signature(), Ordering::Relaxed);
+    note_values();
     let routine = match vendor {
         Vendor::Intel => intel as *const () as usize,
         Vendor::Amd => amd as *const () as usize,
@@ -98,6 +124,11 @@ pub(super) fn replace(places: &[Place], base: usize, program: &Range<usize>, ven
     for (place, to) in jumps {
         jump(base.wrapping_add(place.range.start), place.range.len(), to);
     }
+}
+
+fn note_values() {
+    SIGNATURE.store(kvm_abi::system::signature(), Ordering::Relaxed);
+    PKRU_OFFSET.store(kvm_abi::system::pkru_offset() as u32, Ordering::Relaxed);
 }
 
 /// Memory near the program: below, where its heap does not grow, or far above.
@@ -193,7 +224,7 @@ mod tests {
     use super::super::{Vendor, places};
     use super::*;
 
-    fn cpuid_by(routine: extern "C" fn(), leaf: u32) -> [u32; 4] {
+    fn cpuid_by(routine: extern "C" fn(), leaf: u32, subleaf: u32) -> [u32; 4] {
         let (a, b, c, d): (u32, u64, u32, u32);
         let (before, after): (u64, u64);
         // SAFETY: the routine changes what CPUID changes; RBX is kept.
@@ -211,7 +242,7 @@ mod tests {
                 "pop rbx",
                 in("r10") routine,
                 inout("eax") leaf => a,
-                inout("ecx") 0 => c,
+                inout("ecx") subleaf => c,
                 out("rsi") b,
                 out("edx") d,
                 out("r8") before,
@@ -224,37 +255,45 @@ mod tests {
 
     #[test]
     fn the_extension_is_shown_and_all_else_is_the_processor_s() {
-        for leaf in [
-            0,
-            1,
-            0xd,
-            0x8000_0000,
-            0x8000_0001,
-            0x8000_0002,
-            0x8000_000a,
+        note_values();
+        let signature = kvm_abi::system::signature();
+        let pkru = [8, kvm_abi::system::pkru_offset() as u32, 0, 0];
+        for (leaf, subleaf) in [
+            (0, 0),
+            (1, 0),
+            (1, 9),
+            (0xd, 0),
+            (0xd, 1),
+            (0xd, 9),
+            (0x8000_0000, 0),
+            (0x8000_0001, 0),
+            (0x8000_0002, 0),
+            (0x8000_000a, 0),
         ] {
-            let host = host::cpu::cpuid(leaf, 0);
+            let host = host::cpu::cpuid(leaf, subleaf);
             let [a, b, c, d] = host;
             // The initial APIC id is that of the processor that executes it.
             let same = |mut values: [u32; 4]| {
                 values[1] &= if leaf == 1 { 0xff_ffff } else { u32::MAX };
                 values
             };
-            let signature = kvm_abi::system::signature();
-            SIGNATURE.store(signature, Ordering::Relaxed);
-            let want = match leaf {
-                1 => [signature, b, c | 0x20, d],
+            let want = match (leaf, subleaf) {
+                (1, _) => [signature, b, c | 0x20, d],
+                (0xd, 9) => pkru,
                 _ => host,
             };
-            assert_eq!(same(cpuid_by(intel, leaf)), same(want), "{leaf:#x}");
-            let want = match leaf {
-                1 => [signature, b, c, d],
-                0x8000_0000 => [a.max(0x8000_000a), b, c, d],
-                0x8000_0001 => [signature, b, c | 4, d],
-                0x8000_000a => [1, 16, 0, 9],
+            let got = cpuid_by(intel, leaf, subleaf);
+            assert_eq!(same(got), same(want), "{leaf:#x}");
+            let want = match (leaf, subleaf) {
+                (1, _) => [signature, b, c, d],
+                (0xd, 9) => pkru,
+                (0x8000_0000, _) => [a.max(0x8000_000a), b, c, d],
+                (0x8000_0001, _) => [signature, b, c | 4, d],
+                (0x8000_000a, _) => [1, 16, 0, 9],
                 _ => host,
             };
-            assert_eq!(same(cpuid_by(amd, leaf)), same(want), "{leaf:#x}");
+            let got = cpuid_by(amd, leaf, subleaf);
+            assert_eq!(same(got), same(want), "{leaf:#x}");
         }
     }
 

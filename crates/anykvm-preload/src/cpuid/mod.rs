@@ -1,5 +1,5 @@
 //! VMMs that ask the processor itself whether it has VMX or SVM, as kvmtool does, and refuse to start
-//! without, or which model it is, as QEMU does for `-cpu host`: their CPUID instructions tell of it what KVM_GET_SUPPORTED_CPUID does.
+//! without, or which model it is, as QEMU does for `-cpu host`, or where an XSAVE image has PKRU: their CPUID instructions tell of it what KVM_GET_SUPPORTED_CPUID does.
 //!
 //! That needs no signal, no rights and no thread's state: where the processor shows something else, the
 //! instructions of the program's own file that [`places`] is certain of become jumps before
@@ -65,7 +65,12 @@ pub fn lacking() -> Option<Vendor> {
 
 /// The same, if it shows anything else than programs that ask are to see.
 fn differing() -> Option<Vendor> {
-    let is_other = || kvm_abi::system::signature() != host::cpu::cpuid(1, 0)[0];
+    let is_other = || {
+        let signature = kvm_abi::system::signature();
+        let [size, offset, ..] = host::cpu::cpuid(0xd, 9);
+        signature != host::cpu::cpuid(1, 0)[0]
+            || [size, offset] != [code::PKRU_SIZE, kvm_abi::system::pkru_offset() as u32]
+    };
     vendor().filter(|v| !shows_extension(*v) || is_other())
 }
 

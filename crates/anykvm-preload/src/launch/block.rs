@@ -2,14 +2,17 @@
 
 use std::cell::Cell;
 use std::sync::Mutex;
-use std::sync::atomic::Ordering;
-
-use super::entry::{BLOCKS, BLOCKS_SIZE};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Bytes of one thread's block.
 const SIZE: usize = 4096;
 /// Threads at a time.
 const MAX: usize = 1 << 15;
+
+/// First byte of the blocks, for [`super::entry::signal`].
+pub(super) static BLOCKS: AtomicUsize = AtomicUsize::new(0);
+/// Bytes of the blocks.
+pub(super) static BLOCKS_SIZE: AtomicUsize = AtomicUsize::new(0);
 
 /// A thread's block. `entry` addresses its fields by their offsets.
 #[derive(Debug)]

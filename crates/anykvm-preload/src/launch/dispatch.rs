@@ -5,27 +5,18 @@ use std::sync::Mutex;
 
 use libc::{c_int, c_long};
 
+use super::answer::Answer;
 use super::block::Block;
 use super::entry::Frame;
 use super::{execve, image, signals, threads};
 use crate::next::system_call;
-use crate::{actions, calls, filter};
+use crate::{actions, calls, filter, shown};
 
 /// Bytes of a `syscall` instruction.
 const SYSCALL_LEN: usize = 2;
 /// What the kernel answers for what there is not.
 const NO_SUCH_CALL: isize = -(libc::ENOSYS as isize);
 const KVM_RUN: usize = 0xae80;
-
-/// What becomes of a call.
-pub(super) enum Answer {
-    /// This is its result.
-    Is(isize),
-    /// The program makes it itself, with its registers as the frame has them.
-    Kernel,
-    /// The thread ends.
-    Exit,
-}
 
 /// Called by [`super::entry::enter`].
 pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut Block) {
@@ -102,7 +93,7 @@ unsafe fn answer(number: c_long, a: [usize; 6], frame: &mut Frame, block: &mut B
                 Answer::Is(system_call(libc::SYS_gettid, [0; 6]))
             }
             libc::SYS_execve | libc::SYS_execveat => execve::execve(number, a),
-            libc::SYS_prctl if a[0] == super::PR_SET_SYSCALL_USER_DISPATCH as usize => {
+            libc::SYS_prctl if a[0] == crate::launcher::PR_SET_SYSCALL_USER_DISPATCH as usize => {
                 Answer::Is(-(libc::EINVAL as isize))
             }
             libc::SYS_prctl | libc::SYS_seccomp => {
@@ -146,7 +137,7 @@ unsafe fn calls_of_kvm(number: c_long, a: [usize; 6]) -> Answer {
             return Answer::Is(unsafe { system_call(number, a) });
         }
         let is_fd = is_file && (name.starts_with(b"/proc/") || name.starts_with(b"/dev/fd/"));
-        if !name.ends_with(b"kvm") && !is_fd {
+        if !name.ends_with(b"kvm") && !is_fd && !shown::is_module_s(name) {
             return Answer::Kernel;
         }
     }

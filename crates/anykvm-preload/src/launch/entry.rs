@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize};
 
 use libc::{c_int, c_void, siginfo_t};
 
-use super::block::Block;
+use super::block::{BLOCKS, BLOCKS_SIZE, Block};
 
 /// The program's registers at a system call, from the lowest address up, on our stack.
 #[derive(Clone, Copy, Debug)]
@@ -184,11 +184,6 @@ pub(super) unsafe extern "C" fn leave(frame: *mut Frame, block: *mut Block, vect
         set = const libc::SIG_SETMASK,
     )
 }
-
-/// First byte of the blocks, for [`signal`].
-pub(super) static BLOCKS: AtomicUsize = AtomicUsize::new(0);
-/// Bytes of the blocks.
-pub(super) static BLOCKS_SIZE: AtomicUsize = AtomicUsize::new(0);
 
 /// The handler of every signal: of the program's, if the program was interrupted.
 #[unsafe(naked)]
@@ -392,7 +387,7 @@ pub(super) unsafe extern "C" fn borrow() {
         this = const offset_of!(Block, this),
         thunks = const offset_of!(Block, thunks),
         saved = const offset_of!(Block, saved),
-        dispatch = const super::PR_SET_SYSCALL_USER_DISPATCH,
+        dispatch = const crate::launcher::PR_SET_SYSCALL_USER_DISPATCH,
         prctl = const libc::SYS_prctl,
         borrowed = const offset_of!(Block, borrowed),
         borrowed_return = const offset_of!(Block, borrowed_return),

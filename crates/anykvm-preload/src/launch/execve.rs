@@ -6,7 +6,7 @@ use std::path::Path;
 
 use libc::{c_char, c_long};
 
-use super::dispatch::Answer;
+use super::answer::Answer;
 use super::image;
 use crate::next::system_call;
 use crate::program;

@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use libc::c_void;
 
-use super::dispatch::Answer;
+use super::answer::Answer;
 
 const PAGE: usize = host::PAGE_SIZE;
 /// Longest path (PATH_MAX).

@@ -5,11 +5,13 @@
 //! program's. The program's system calls come through [`thunks`]; a call that is ours goes
 //! through [`entry`] to [`dispatch`], all others are made where they are, with nothing changed.
 
+mod answer;
 mod block;
 mod dispatch;
 mod entry;
 mod execve;
 mod image;
+mod running;
 mod signals;
 mod threads;
 mod thunks;
@@ -23,13 +25,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use libc::c_void;
 
 use crate::actions;
+use crate::launcher::{self, Launcher};
 use image::{Elf, Loaded};
 
-pub(crate) use entry::signal;
-pub(crate) use thunks::{restorer, stop_rewriting, watch_writes};
-
 const PAGE: usize = host::PAGE_SIZE;
-pub(crate) const PR_SET_SYSCALL_USER_DISPATCH: libc::c_int = 59;
 /// Address space for brk(2).
 const HEAP: usize = 1 << 34;
 
@@ -121,6 +120,12 @@ fn prepare(
             "the host's kernel has no syscall user dispatch (Linux 5.11 and later have it)",
         ));
     }
+    launcher::set(Launcher {
+        handler: entry::signal as *const () as usize,
+        restorer: thunks::restorer,
+        watch_writes: thunks::watch_writes,
+        stop_rewriting: thunks::stop_rewriting,
+    });
     actions::wrap_for_launch();
     crate::set_launched();
     let entry = loader.map_or(main.entry, |loader| loader.entry);

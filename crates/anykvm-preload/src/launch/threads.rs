@@ -4,27 +4,19 @@
 //! storage and stack; the program's own are what it asks for in clone(2).
 
 use std::alloc::Layout;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use libc::{c_int, c_void};
 
+use super::answer::Answer;
 use super::block::{self, Block};
-use super::dispatch::Answer;
 use super::entry::{self, Frame};
-use super::{image, thunks};
+use super::{image, running, thunks};
 use crate::next::system_call;
 
 /// Our own stack of each thread; a page costs memory once it is used.
 pub(super) const STACK: usize = 1 << 20;
 const SYSCALL_LEN: usize = 2;
-
-/// Threads of the program.
-static THREADS: AtomicUsize = AtomicUsize::new(1);
-
-/// True while the program has one thread.
-pub(super) fn are_alone() -> bool {
-    THREADS.load(Ordering::Acquire) == 1
-}
 
 /// The kernel raises SIGSYS for the calling thread's system calls while its selector says so.
 pub(super) fn watch(block: *mut Block) -> isize {
@@ -32,13 +24,13 @@ pub(super) fn watch(block: *mut Block) -> isize {
     let (begin, len) = thunks::range();
     // SAFETY: the block outlives the watch.
     let selector = unsafe { &raw mut (*block).selector } as usize;
-    let option = super::PR_SET_SYSCALL_USER_DISPATCH as usize;
+    let option = crate::launcher::PR_SET_SYSCALL_USER_DISPATCH as usize;
     // SAFETY: the kernel reads the selector from now on; the block that has it outlives the watch.
     unsafe { system_call(libc::SYS_prctl, [option, ON, begin, len, selector, 0]) }
 }
 
 fn unwatch() {
-    let option = super::PR_SET_SYSCALL_USER_DISPATCH as usize;
+    let option = crate::launcher::PR_SET_SYSCALL_USER_DISPATCH as usize;
     // SAFETY: no pointers.
     unsafe { system_call(libc::SYS_prctl, [option, 0, 0, 0, 0, 0]) };
 }
@@ -146,7 +138,7 @@ fn thread(a: [usize; 6], parent: &Frame, block: &mut Block) -> Answer {
         ],
         tid: AtomicU32::new(0),
     };
-    THREADS.fetch_add(1, Ordering::AcqRel);
+    running::begin();
     // SAFETY: the attributes are initialised and destroyed here; `start` lives until the thread has
     // taken what it needs.
     let error = unsafe {
@@ -165,7 +157,7 @@ fn thread(a: [usize; 6], parent: &Frame, block: &mut Block) -> Answer {
             host::futex::wait(&start.tid, 0, None);
         }
     } else {
-        THREADS.fetch_sub(1, Ordering::AcqRel);
+        running::end();
         // SAFETY: allocated above, and no thread has it.
         unsafe { std::alloc::dealloc(vectors, layout) };
     }
@@ -245,7 +237,7 @@ pub(super) unsafe fn exit(_status: usize, block: &mut Block) -> Answer {
     if is_main {
         return Answer::Kernel;
     }
-    THREADS.fetch_sub(1, Ordering::AcqRel);
+    running::end();
     kvm_abi::signals::end();
     Answer::Exit
 }
@@ -284,7 +276,7 @@ unsafe fn fork(a: [usize; 6], frame: &mut Frame, block: &mut Block) -> Answer {
     if child != 0 {
         return Answer::Is(child);
     }
-    THREADS.store(1, Ordering::Release);
+    running::begin_child();
     block.base = 0;
     let tid = host::thread::tid().cast_unsigned();
     if flags & libc::CLONE_CHILD_SETTID != 0 {

@@ -450,7 +450,7 @@ fn jump(site: usize, to: usize) {
             if is_move {
                 // One instruction of five bytes, of which others may have read a part: only
                 // while there are none.
-                if super::threads::are_alone() {
+                if super::running::are_alone() {
                     (site as *mut u8).write(0xe9);
                     ((site + 1) as *mut [u8; 4]).write_unaligned(bytes);
                 }
@@ -458,7 +458,7 @@ fn jump(site: usize, to: usize) {
                 let tail = (site + 2) as *mut [u8; 3];
                 let old = tail.read();
                 tail.write([bytes[1], bytes[2], bytes[3]]);
-                let synced = super::threads::are_alone()
+                let synced = super::running::are_alone()
                     || system_call(
                         libc::SYS_membarrier,
                         [MEMBARRIER_PRIVATE_EXPEDITED_SYNC_CORE, 0, 0, 0, 0, 0],

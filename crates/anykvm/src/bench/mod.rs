@@ -7,6 +7,7 @@
 
 mod bare;
 mod ctxsw;
+mod dirtylog;
 mod doorbell;
 mod exits;
 mod firmware;
@@ -57,8 +58,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     }
     let mut verdict = Verdict::default();
     let is_bare = |s: &BenchSuite| {
-        use BenchSuite::{Doorbell, Exits, Firmware, Vpmu, Wp};
-        matches!(s, Exits | Doorbell | Firmware | Vpmu | Wp)
+        use BenchSuite::{Dirtylog, Doorbell, Exits, Firmware, Vpmu, Wp};
+        matches!(s, Exits | Dirtylog | Doorbell | Firmware | Vpmu | Wp)
     };
     let needs_files = !args.suites.iter().all(is_bare);
     let mut files = if needs_files {
@@ -71,6 +72,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
             (BenchSuite::Wp, _) => wp::run(&mut verdict)?,
             (BenchSuite::Vpmu, _) => vpmu::run(&mut verdict)?,
+            (BenchSuite::Dirtylog, _) => dirtylog::run(&mut verdict, args.svg.as_deref())?,
             (BenchSuite::Firmware, _) => firmware::run(args, &mut verdict)?,
             (BenchSuite::Doorbell, _) => {
                 let qemu = (!args.no_tcg).then_some(args.qemu.as_path());

@@ -15,15 +15,15 @@ use crate::error::BootError;
 /// Changes between two exits.
 const COUNT: u32 = 1000;
 const RUNS: u32 = 200;
-/// CR4.PGE, CR4.PCIDE, CR4.SMAP.
-const CR4: u64 = 1 << 7 | 1 << 17 | 1 << 21;
+/// CR4.PGE, CR4.PCIDE, CR4.SMAP, CR4.PKE.
+const CR4: u64 = 1 << 7 | 1 << 17 | 1 << 21 | 1 << 22;
 /// Where SMIs begin after a reset.
 const SMI: u64 = 0x38000;
 
 /// Name, code, nanoseconds that it may take, and what KVM took to be told of it when the roots went
 /// (source: kernels before 6.1, by shadow tables or TDP).
 type Change = (&'static str, &'static [u8], Option<f64>);
-const CHANGES: [Change; 5] = [
+const CHANGES: [Change; 6] = [
     (
         "CR0.WP toggled",
         &[0x0f, 0x20, 0xc0, 0x35, 0, 0, 1, 0, 0x0f, 0x22, 0xc0],
@@ -37,6 +37,14 @@ const CHANGES: [Change; 5] = [
         Some(60.0),
     ),
     ("STAC and CLAC", &[0x0f, 1, 0xcb, 0x0f, 1, 0xca], None),
+    (
+        "WRPKRU twice",
+        &[
+            0x31, 0xc9, 0x31, 0xd2, 0xb8, 0x54, 0x55, 0x55, 0x55, 0x0f, 1, 0xef, 0x31, 0xc0, 0x0f,
+            1, 0xef,
+        ],
+        Some(40.0),
+    ),
     ("SWAPGS twice", &[0x0f, 1, 0xf8, 0x0f, 1, 0xf8], None),
     (
         "MOV CR3, no flush",

@@ -11,7 +11,7 @@ mod serial;
 mod watch;
 
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread;
 
 pub(crate) use control::Connection;
@@ -21,6 +21,7 @@ pub(crate) use serial::{Edge, Sink};
 pub(crate) use watch::{LastWords, Watch};
 
 use crate::ending::Ending;
+use crate::lock::lock;
 use crate::pci::Root;
 use cmos::Cmos;
 use power::Power;
@@ -147,11 +148,6 @@ fn refill_rested(asked: &Receiver<usize>, devices: &Weak<Devices>) {
         thread::sleep(rest);
         lock(uart).refill();
     }
-}
-
-/// A device whose last user panicked still has whole registers.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

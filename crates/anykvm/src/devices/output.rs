@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::lock;
+use crate::lock::lock;
 
 /// Bytes that may wait.
 const BUFFER_MAX: usize = 1 << 20;

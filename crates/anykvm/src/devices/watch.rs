@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::lock;
+use crate::lock::lock;
 
 /// A longer line is cut.
 const LINE_MAX: usize = 200;

@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 
 use anykvm_ioctls::{VcpuFd, VcpuStopper};
 
-use crate::devices::{Devices, lock};
+use crate::devices::Devices;
 use crate::ending::Ending;
 use crate::error::BootError;
 use crate::input::{self, Destination, Source};
+use crate::lock::lock;
 use crate::{setup, terminal, vcpu};
 
 /// How long the vCPUs may take to leave the guest.

@@ -11,9 +11,9 @@ pub(crate) mod routes;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::devices::lock;
 use crate::error::BootError;
 use crate::layout::{PCI_ECAM, PCI_ECAM_LEN};
+use crate::lock::lock;
 use config::{ConfigSpace, Identity};
 
 /// Slots of a bus.

@@ -10,9 +10,9 @@ use kvm_bindings::{
     KVM_IRQCHIP_PIC_SLAVE, KvmIrqRouting, kvm_irq_routing_entry,
 };
 
-use crate::devices::lock;
 use crate::error::BootError;
 use crate::layout::PCI_GSIS;
+use crate::lock::lock;
 
 /// GSIs of the chips' pins come before those of messages.
 const FIRST_MESSAGE_GSI: u32 = 24;

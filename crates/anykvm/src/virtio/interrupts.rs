@@ -5,7 +5,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
-use crate::devices::lock;
+use crate::lock::lock;
 use crate::pci::msix::Msix;
 use crate::pci::routes::Line;
 

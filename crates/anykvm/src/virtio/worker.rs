@@ -10,8 +10,8 @@ use virtio_queue::Queue;
 use super::Backend;
 use super::interrupts::Interrupts;
 use super::queue::Broken;
-use crate::devices::lock;
 use crate::error::BootError;
+use crate::lock::lock;
 use crate::memory::GuestMemory;
 
 /// Queues that the driver has handed over.

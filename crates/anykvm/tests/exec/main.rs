@@ -503,6 +503,11 @@ fn programs_that_look_for_kvm_by_files_find_it() {
         let output = exec(&command);
         assert_eq!(output.status.code(), Some(0), "{command:?}");
     }
+    let pmu = "read answer </sys/module/kvm/parameters/enable_pmu && test $answer = Y";
+    for shell in [&["sh"][..], &["/usr/bin/busybox", "ash"]] {
+        let output = exec(&[shell, &["-c", pmu]].concat());
+        assert_eq!(output.status.code(), Some(0), "{shell:?}");
+    }
     for (tool, arguments) in [("kvm-ok", &[][..]), ("virt-host-validate", &["qemu"])] {
         // Where Debian's packages of them are (cpu-checker, libvirt-clients).
         let is_there = ["/usr/sbin", "/usr/bin"]

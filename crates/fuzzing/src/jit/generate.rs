@@ -57,7 +57,7 @@ impl Generator {
         Self {
             integer: family(Family::Integer),
             fp: family(Family::Fp),
-            exact: crate::golden::is_modelled(),
+            exact: crate::model::is_modelled(),
         }
     }
 

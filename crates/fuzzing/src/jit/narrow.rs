@@ -5,23 +5,18 @@ use std::{collections::HashMap, sync::OnceLock};
 
 use iced_x86::{Code, Instruction, OpKind, Register as R};
 
-use super::program::{Element, Fix};
+use super::program::Element;
 
 /// Makes an element one of 32-bit code; what there is not becomes a NOP.
 pub(super) fn element(e: &mut Element) {
     for (n, i) in e.code.iter_mut().enumerate() {
-        let address = e.fixes.iter().any(|f| f.0 == n && is_address(&f.1));
+        let address = e.fixes.iter().any(|f| f.0 == n && f.1.is_address());
         *i = instruction(i, address).unwrap_or_else(|| {
             let mut nop = Instruction::default();
             nop.set_code(Code::Nopd);
             nop
         });
     }
-}
-
-/// The fix gives a register an address.
-pub(super) fn is_address(fix: &Fix) -> bool {
-    matches!(fix, Fix::Address(_) | Fix::Immediate { .. })
 }
 
 fn instruction(i: &Instruction, address: bool) -> Option<Instruction> {

@@ -3,10 +3,7 @@
 use iced_x86::{BlockEncoder, BlockEncoderOptions, Code, Instruction, InstructionBlock, OpKind};
 use x86_cpu::CpuState;
 
-use super::{
-    machine::{CODE, CODE_PAGES, USER, base},
-    narrow,
-};
+use super::machine::{CODE, CODE_PAGES, USER, base};
 
 /// Addresses of instructions before they have any.
 const LABEL: u64 = 0x7700_0000;
@@ -30,6 +27,13 @@ pub(crate) enum Fix {
     /// MOV of a 64-bit immediate: address of the last four bytes of the first
     /// instruction of an element, in one of the two mappings.
     Immediate { element: usize, user: bool },
+}
+
+impl Fix {
+    /// It gives a register an address.
+    pub(super) const fn is_address(&self) -> bool {
+        matches!(self, Self::Address(_) | Self::Immediate { .. })
+    }
 }
 
 /// Instructions that belong together.
@@ -132,7 +136,7 @@ impl Program {
             before.map(|e| e.code.len()).sum::<usize>() + k
         };
         for (n, e) in self.elements.iter().enumerate().filter(|(_, e)| !e.off) {
-            for (k, fix) in e.fixes.iter().filter(|f| narrow::is_address(&f.1)) {
+            for (k, fix) in e.fixes.iter().filter(|f| f.1.is_address()) {
                 let gva = match *fix {
                     Fix::Immediate { element, user } => {
                         let end = *offsets.get(index(&self.elements, element, 0) + 1)?;

@@ -88,8 +88,8 @@ const L7_EBX_OURS: u32 = 1 << 0
     | 1 << 24;
 /// Leaf 7 ECX, host ∩: GFNI, VAES, VPCLMULQDQ.
 const L7_ECX_HOST: u32 = 1 << 8 | 1 << 9 | 1 << 10;
-/// Leaf 7 ECX, always: UMIP, RDPID.
-const L7_ECX_OURS: u32 = 1 << 2 | 1 << 22;
+/// Leaf 7 ECX, always: UMIP, PKU, RDPID, PKS. Keys are this MMU's, whatever the host has.
+const L7_ECX_OURS: u32 = 1 << 2 | PKU | 1 << 22 | 1 << 31;
 /// Leaf 7 EDX, always: FSRM.
 const L7_EDX_OURS: u32 = 1 << 4;
 /// Leaf 7 EDX, Intel: ARCH_CAPABILITIES.
@@ -112,11 +112,10 @@ const X1_EDX_MIRROR: u32 = 0x0183_f3ff;
 const X1_EDX_OURS: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
 /// MMXEXT and FXSR_OPT are AMD's.
 const X1_EDX_AMD: u32 = 1 << 22 | 1 << 25;
-/// XCR0 components that execution knows: x87, SSE, AVX. PKRU's goes with protection keys.
+/// XCR0 components that execution knows and the host has to have: x87, SSE, AVX. PKRU's is there on every host.
 const XCR0: u32 = 7;
-/// Leaf 7 ECX: PKU, and that the host's kernel uses it. As in KVM guests have it where both are there.
+/// Leaf 7 ECX: PKU.
 const PKU: u32 = 1 << 3;
-const OSPKE: u32 = 1 << 4;
 /// Leaf 0xd.1 EAX: XSAVEOPT XSAVEC XGETBV1 XSAVES.
 const XSAVE_FEATURES: u32 = 0xf;
 
@@ -146,11 +145,10 @@ fn leaf1() -> Regs {
 
 fn leaf7() -> Regs {
     let h = host(7, 0);
-    let pku = if pkru_offset().is_some() { PKU } else { 0 };
     Regs {
         eax: if is_amd() { 0 } else { 2 },
         ebx: h.ebx & L7_EBX_HOST | L7_EBX_OURS,
-        ecx: h.ecx & L7_ECX_HOST | L7_ECX_OURS | pku,
+        ecx: h.ecx & L7_ECX_HOST | L7_ECX_OURS,
         edx: L7_EDX_OURS | if is_amd() { 0 } else { L7_EDX_INTEL },
     }
 }
@@ -171,22 +169,29 @@ fn extended1(amd: bool) -> Regs {
     }
 }
 
-/// PKRU's leaf of XSAVE, if guests have protection keys: its size, and its offset, which is the host's.
-fn pkru_leaf() -> Option<Regs> {
+/// PKRU's leaf of XSAVE: its size, and its offset. VMMs ask the processor for that, so it is the host's where the host has
+/// the component; otherwise it is behind AVX's, as on Zen 3.
+fn pkru_leaf() -> Regs {
     const PKRU: u32 = x86_defs::xsave::PKRU as u32;
-    let both = host(7, 0).ecx & (PKU | OSPKE) == PKU | OSPKE;
     let leaf = host(0xd, PKRU.trailing_zeros());
     let fits = leaf.eax == 8 && (HEADER_END..=MAX_PKRU_OFFSET).contains(&leaf.ebx);
-    (both && fits && host(0xd, 0).eax & PKRU != 0).then_some(leaf)
+    if fits && host(0xd, 0).eax & PKRU != 0 {
+        return leaf;
+    }
+    Regs {
+        eax: 8,
+        ebx: 832,
+        ..Regs::default()
+    }
 }
 const HEADER_END: u32 = x86_defs::xsave::HEADER_END as u32;
 /// So that it is in a page with all that is before it.
 const MAX_PKRU_OFFSET: u32 = 4096 - 8;
 
 /// Where an XSAVE image in the standard format has PKRU.
-pub(crate) fn pkru_offset() -> Option<usize> {
-    static OFFSET: std::sync::OnceLock<Option<usize>> = std::sync::OnceLock::new();
-    *OFFSET.get_or_init(|| pkru_leaf().map(|leaf| leaf.ebx as usize))
+pub fn pkru_offset() -> usize {
+    static OFFSET: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    *OFFSET.get_or_init(|| pkru_leaf().ebx as usize)
 }
 
 /// XSAVE leaves: sizes are those of the components that the guest may enable.
@@ -198,7 +203,7 @@ fn xsave_leaves(out: &mut Vec<kvm_cpuid_entry2>) {
     let mut sizes = [HEADER_END; 2];
     let mut components = Vec::new();
     let avx = (xcr0 & AVX != 0).then(|| host(0xd, AVX.trailing_zeros()));
-    for (bit, leaf) in [(AVX, avx), (PKRU, pkru_leaf())] {
+    for (bit, leaf) in [(AVX, avx), (PKRU, Some(pkru_leaf()))] {
         let Some(leaf) = leaf else { continue };
         xcr0 |= bit;
         sizes = [sizes[0].max(leaf.ebx + leaf.eax), sizes[1] + leaf.eax];

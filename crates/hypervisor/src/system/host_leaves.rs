@@ -26,7 +26,7 @@ pub(super) fn host(leaf: u32, subleaf: u32) -> Regs {
     }
 }
 
-/// As [`host`], for leaves that say themselves, in EAX of their first subleaf, how many there are.
+/// As [`host()`], for leaves that say themselves, in EAX of their first subleaf, how many there are.
 pub(super) fn host_subleaf(leaf: u32, subleaf: u32) -> Regs {
     if subleaf > host(leaf, 0).eax {
         return Regs::default();

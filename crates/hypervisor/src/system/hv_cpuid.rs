@@ -5,7 +5,7 @@
 
 use kvm_bindings::kvm_cpuid_entry2;
 
-use super::caps::MAX_VCPUS;
+use crate::limits::MAX_VCPUS;
 
 /// Leaf 1, EAX: "Hv#1".
 pub(crate) const INTERFACE: u32 = 0x3123_7648;

@@ -4,18 +4,14 @@ mod caps;
 mod cpuid;
 mod host_leaves;
 pub(crate) mod hv_cpuid;
+pub(crate) mod hv_msrs;
 mod msr_list;
 mod speculation;
 
 pub use caps::{check_extension, mce_cap_supported};
-pub(crate) use cpuid::pkru_offset;
-pub use cpuid::{emulated_cpuid, signature, supported_cpuid};
+pub use cpuid::{emulated_cpuid, pkru_offset, signature, supported_cpuid};
 pub use host_leaves::is_amd;
 pub use hv_cpuid::supported_hv_cpuid;
 pub use msr_list::{feature_msr, msr_feature_index_list, msr_index_list};
 pub(crate) use speculation::Speculation;
 pub use speculation::note_host;
-
-pub(crate) use msr_list::PERF_CAPABILITIES;
-
-pub(crate) use caps::{DISABLED_EXITS, GUEST_DEBUG, MAX_VCPUS};

@@ -2,6 +2,8 @@
 
 use x86_defs::msr::*;
 
+use crate::limits::PERF_CAPABILITIES;
+
 /// KVM_GET_MSR_INDEX_LIST.
 pub fn msr_index_list() -> Vec<u32> {
     let mut list = vec![
@@ -49,6 +51,7 @@ pub fn msr_index_list() -> Vec<u32> {
     list.extend(IA32_MTRR_PHYSBASE0..IA32_MTRR_PHYSBASE0 + 16);
     list.extend([
         IA32_XSS,
+        IA32_PKRS,
         IA32_SPEC_CTRL,
         IA32_ARCH_CAPABILITIES,
         IA32_BIOS_SIGN_ID,
@@ -62,7 +65,7 @@ pub fn msr_index_list() -> Vec<u32> {
     if !super::is_amd() {
         list.push(IA32_FEATURE_CONTROL);
     }
-    list.extend(crate::vcpu::hyperv::saved());
+    list.extend(super::hv_msrs::saved());
     list.extend(performance_counters(super::is_amd()));
     list
 }
@@ -94,9 +97,6 @@ fn performance_counters(is_amd: bool) -> Vec<u32> {
     list.extend(IA32_FIXED_CTR0..IA32_FIXED_CTR0 + 3);
     list
 }
-
-/// Of IA32_PERF_CAPABILITIES: counters can be written in full, and stand still in SMM if the guest likes.
-pub(crate) const PERF_CAPABILITIES: u64 = 1 << 13 | 1 << 12;
 
 /// KVM_GET_MSR_FEATURE_INDEX_LIST.
 pub fn msr_feature_index_list() -> Vec<u32> {

@@ -9,7 +9,7 @@ use super::{
     bus::Bus,
     pmu::{NEVER, VirtualPmu},
 };
-use crate::system::PERF_CAPABILITIES;
+use crate::limits::PERF_CAPABILITIES;
 
 /// IA32_DEBUGCTL.FREEZE_WHILE_SMM, and the capability to have it.
 const FREEZE_WHILE_SMM: u64 = 1 << 14;

@@ -6,7 +6,9 @@ use irqchip::LapicConfig;
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 use pmu::Config;
 use x86_cpu::{CpuState, Feature, Features};
-use x86_defs::control::cr4;
+use x86_defs::{control::cr4, xsave};
+
+use crate::system::pkru_offset;
 
 /// IA32_MISC_ENABLE: MONITOR and MWAIT are there.
 pub(super) const MISC_ENABLE_MWAIT: u64 = 1 << 18;
@@ -23,11 +25,14 @@ pub(super) fn supported() -> &'static Features {
 }
 
 fn promised(entries: &[kvm_cpuid_entry2]) -> Features {
-    Features::from_cpuid(
-        entries
-            .iter()
-            .map(|e| (e.function, e.index, e.eax, e.ebx, e.ecx, e.edx)),
-    )
+    Features::from_cpuid(entries.iter().map(|e| {
+        let ebx = if e.function == 0xd {
+            offset_of(e)
+        } else {
+            e.ebx
+        };
+        (e.function, e.index, e.eax, ebx, e.ecx, e.edx)
+    }))
 }
 
 /// What the table says about the LAPIC; `old` has the rest.
@@ -77,6 +82,25 @@ pub(super) fn shows_perf_capabilities(entries: &[kvm_cpuid_entry2]) -> bool {
 pub(super) fn is_possible(entries: &[kvm_cpuid_entry2]) -> bool {
     let widths = find(entries, 0x8000_0008, 0).map_or(0, |e| e.eax);
     matches!(widths >> 8 & 0xff, 0 | 48 | 57)
+}
+
+/// The table has PKRU's component without a place in XSAVE images: so the VMM's images lack it.
+///
+/// QEMU asks the processor where components are. Where that has no PKRU, and nobody answers for it, it shows offset 0, which is
+/// x87's. The guest gets a place all the same.
+pub(super) fn lacks_pkru(entries: &[kvm_cpuid_entry2]) -> bool {
+    let component = xsave::PKRU.trailing_zeros();
+    find(entries, 0xd, component).is_some_and(|e| e.index == component && e.ebx != offset_of(e))
+}
+
+/// Of leaf 0xD and a component: its offset.
+fn offset_of(e: &kvm_cpuid_entry2) -> u32 {
+    let is_pkru = e.index == xsave::PKRU.trailing_zeros() && e.eax != 0;
+    if is_pkru && e.ebx < xsave::HEADER_END as u32 {
+        pkru_offset() as u32
+    } else {
+        e.ebx
+    }
 }
 
 /// KVM_FEATURE_* that the table promises: leaf 1 behind KVM's signature, wherever that is.
@@ -185,6 +209,7 @@ fn follow_state(
         (0xd, 1) if e.eax & 0b1010 != 0 => {
             e.ebx = xsave_size(entries, cpu.xcr0 | cpu.xss, true);
         }
+        (0xd, 2..) => e.ebx = offset_of(e),
         _ => {}
     }
 }
@@ -220,7 +245,7 @@ fn xsave_size(entries: &[kvm_cpuid_entry2], components: u64, compacted: bool) ->
             };
             start.saturating_add(e.eax)
         } else {
-            size.max(e.ebx.saturating_add(e.eax))
+            size.max(offset_of(e).saturating_add(e.eax))
         };
     }
     size

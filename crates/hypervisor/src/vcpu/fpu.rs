@@ -66,8 +66,8 @@ pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     image[xsave::XSTATE_BV..][..8].copy_from_slice(&components.to_le_bytes());
     image[xsave::XCOMP_BV..xsave::HEADER_END].fill(0);
     image[xsave::MXCSR_MASK..][..4].copy_from_slice(&0x2_ffffu32.to_le_bytes());
-    let place = pkru_offset().and_then(|at| image.get_mut(at..at + 4));
-    if let Some(place) = place
+    let at = pkru_offset();
+    if let Some(place) = image.get_mut(at..at + 4)
         && components & xsave::PKRU != 0
     {
         place.copy_from_slice(&cpu.pkru.to_le_bytes());
@@ -75,8 +75,9 @@ pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     image
 }
 
-/// Loads an XSAVE image; components absent from XSTATE_BV get their initial values.
-pub(super) fn set_xsave_image(cpu: &mut CpuState, image: &[u8]) -> Result<()> {
+/// Loads an XSAVE image; components absent from XSTATE_BV get their initial values. `lacks_pkru`: the VMM knows no place for
+/// PKRU, so its images do not have what XSTATE_BV says.
+fn set_xsave_image(cpu: &mut CpuState, image: &[u8], lacks_pkru: bool) -> Result<()> {
     let bv = u64_at(image, xsave::XSTATE_BV).ok_or(Error::InvalidArgument)?;
     let mxcsr = u64_at(image, xsave::MXCSR).ok_or(Error::InvalidArgument)? as u32;
     // Whatever CPUID says: a VMM may load the state before it sets that.
@@ -108,10 +109,11 @@ pub(super) fn set_xsave_image(cpu: &mut CpuState, image: &[u8]) -> Result<()> {
         xsave::MXCSR_DEFAULT
     };
     cpu.fp.set_mxcsr(mxcsr);
-    if let Some(at) = pkru_offset() {
-        let pkru = (bv & xsave::PKRU != 0).then(|| u64_at(image, at));
-        cpu.pkru = pkru.flatten().unwrap_or(0) as u32;
-    }
+    cpu.pkru = match bv & xsave::PKRU {
+        0 => 0,
+        _ if lacks_pkru => cpu.pkru,
+        _ => u64_at(image, pkru_offset()).unwrap_or(0) as u32,
+    };
     Ok(())
 }
 
@@ -129,9 +131,9 @@ pub(super) fn xsave(cpu: &CpuState) -> kvm_xsave {
     out
 }
 
-pub(super) fn set_xsave(cpu: &mut CpuState, x: &kvm_xsave) -> Result<()> {
+pub(super) fn set_xsave(cpu: &mut CpuState, x: &kvm_xsave, lacks_pkru: bool) -> Result<()> {
     let image: Vec<u8> = x.region.iter().flat_map(|w| w.to_le_bytes()).collect();
-    set_xsave_image(cpu, &image)
+    set_xsave_image(cpu, &image, lacks_pkru)
 }
 
 pub(super) fn xcrs(cpu: &CpuState) -> kvm_xcrs {

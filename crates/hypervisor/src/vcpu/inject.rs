@@ -4,7 +4,10 @@ use x86_cpu::{Event, Exception, PendingInterrupt, Shadow};
 use x86_defs::{rflags, vector};
 use x86_interp::{RunStop, Stop, smm};
 
-use super::{Inner, apic::Source};
+use super::{
+    Inner,
+    bus::{apic::Source, debug},
+};
 use kvm_bindings::KVM_MP_STATE_RUNNABLE;
 
 impl Inner {
@@ -40,7 +43,7 @@ impl Inner {
             }
             self.cpu.events.exception = None;
         }
-        if super::debug::blocks_interrupts(&self.bus) {
+        if debug::blocks_interrupts(&self.bus) {
             return false;
         }
         if self.cpu.events.smi_pending

@@ -6,16 +6,11 @@ use x86_cpu::PendingException;
 use x86_defs::{control::cr4, msr::*, vector};
 
 use super::{Inner, Vcpu};
-use crate::{Error, Result};
+use crate::{
+    Error, Result,
+    limits::{MCE_BANKS, MCE_SUPPORTED_CAP, MCG_CTL_P},
+};
 
-/// Most banks (KVM_MAX_MCE_BANKS).
-pub(crate) const BANKS: usize = 32;
-/// IA32_MCG_CAP: IA32_MCG_CTL exists.
-const MCG_CTL_P: u64 = 1 << 8;
-/// IA32_MCG_CAP: software error recovery.
-const MCG_SER_P: u64 = 1 << 24;
-/// IA32_MCG_CAP bits that a VMM may choose, beside the count of banks.
-pub(crate) const SUPPORTED_CAP: u64 = MCG_CTL_P | MCG_SER_P;
 /// IA32_MCG_CAP: count of banks, count of extended state registers.
 const MCG_COUNTS: u64 = 0xff | 0xff_0000;
 /// IA32_MCG_STATUS: a machine check is in progress.
@@ -40,16 +35,16 @@ pub(super) struct Mce {
     cap: u64,
     ctl: u64,
     status: u64,
-    banks: [Bank; BANKS],
+    banks: [Bank; MCE_BANKS],
 }
 
 impl Default for Mce {
     fn default() -> Self {
         Self {
-            cap: BANKS as u64,
+            cap: MCE_BANKS as u64,
             ctl: 0,
             status: 0,
-            banks: [Bank::default(); BANKS],
+            banks: [Bank::default(); MCE_BANKS],
         }
     }
 }
@@ -59,7 +54,7 @@ pub(super) fn is_mce(index: u32) -> bool {
     matches!(
         index,
         IA32_MCG_STATUS | IA32_MCG_CTL | IA32_MCG_CAP | IA32_P5_MC_ADDR | IA32_P5_MC_TYPE
-    ) || index.wrapping_sub(IA32_MC0_CTL) < 4 * BANKS as u32
+    ) || index.wrapping_sub(IA32_MC0_CTL) < 4 * MCE_BANKS as u32
 }
 
 impl Mce {
@@ -174,7 +169,7 @@ impl Vcpu {
     /// KVM_X86_SETUP_MCE: IA32_MCG_CAP. EINVAL for no banks, too many, or unknown bits.
     pub fn setup_mce(&self, cap: u64) -> Result<()> {
         let banks = (cap & 0xff) as usize;
-        if banks == 0 || banks > BANKS || cap & !(SUPPORTED_CAP | MCG_COUNTS) != 0 {
+        if banks == 0 || banks > MCE_BANKS || cap & !(MCE_SUPPORTED_CAP | MCG_COUNTS) != 0 {
             return Err(Error::InvalidArgument);
         }
         let m = &mut self.lock().bus.mce;

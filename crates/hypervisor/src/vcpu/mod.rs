@@ -1,34 +1,25 @@
 //! A virtual CPU: state, run loop and the bus through which it executes.
 
-mod apic;
 mod bus;
 mod counters;
 mod cpuid;
-mod debug;
-mod device;
+mod creation;
 mod engine;
 mod events;
 mod fpu;
-mod hypercall;
-pub(crate) mod hyperv;
 mod inject;
 mod mce;
+mod mp_state;
 mod msr;
 mod park;
 mod pmu;
-mod pv_eoi;
-mod pvclock;
 mod read_ahead;
 mod regs;
 mod remote_flush;
 mod replay;
 mod run;
-pub(crate) mod shared;
-pub(crate) mod stats;
-mod steal;
-mod vapic;
 
-pub(crate) use mce::{BANKS as MCE_BANKS, SUPPORTED_CAP as MCE_SUPPORTED_CAP};
+pub use bus::stats::VCPU_STATS;
 
 use std::sync::Arc;
 
@@ -42,13 +33,13 @@ use x86_interp::Interp;
 use x86_jit::Jit;
 
 use self::{
-    bus::Bus,
+    bus::{Bus, debug},
     regs::KVM_SREGS2_FLAGS_PDPTRS_VALID,
-    shared::{VcpuShared, request},
 };
 use crate::{
     Error, Question, Result, RunPage,
-    system::GUEST_DEBUG,
+    limits::GUEST_DEBUG,
+    shared::{VcpuShared, request},
     vm::{VmState, clock},
 };
 
@@ -106,7 +97,7 @@ impl Vcpu {
         let mut cpu = Box::<CpuState>::default();
         cpu.features = cpuid::features(&[]);
         cpu.msr.arch_capabilities = crate::system::Speculation::here().arch_capabilities;
-        let jit = engine::translator();
+        let jit = engine::translator(&vm.engine);
         if let Some(jit) = &jit {
             // Without it code is in small pages.
             let _ = vm.keeper.add(jit.code_views());
@@ -169,7 +160,8 @@ impl Vcpu {
 
     pub(crate) fn attach_dirty_ring(&self, ring: Arc<DirtyRing>) {
         let mut inner = self.lock();
-        inner.bus.vm.memory.rings().add(Arc::clone(&ring));
+        let rings = inner.bus.vm.memory.rings();
+        rings.add(self.shared.index, Arc::clone(&ring));
         inner.dirty_ring = Some(ring);
     }
 
@@ -340,76 +332,6 @@ impl Vcpu {
         inner.reload();
         Ok(())
     }
-    /// KVM_GET_MP_STATE.
-    pub fn get_mp_state(&self) -> Result<kvm_mp_state> {
-        Ok(kvm_mp_state {
-            mp_state: self.lock().mp_state,
-        })
-    }
-    /// KVM_SET_MP_STATE: without an in-kernel LAPIC only RUNNABLE exists. INIT and start-up IPIs wait for the
-    /// end of SMM, so that their states are EINVAL there, and before an SMI.
-    pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
-        let inner = &mut *self.lock();
-        let events = &inner.cpu.events;
-        if (events.in_smm || events.smi_pending)
-            && matches!(
-                state.mp_state,
-                KVM_MP_STATE_INIT_RECEIVED | KVM_MP_STATE_SIPI_RECEIVED
-            )
-        {
-            return Err(Error::InvalidArgument);
-        }
-        match state.mp_state {
-            KVM_MP_STATE_RUNNABLE => {}
-            KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED | KVM_MP_STATE_HALTED
-                if inner.bus.has_lapic() => {}
-            KVM_MP_STATE_SIPI_RECEIVED if inner.bus.has_lapic() => {
-                inner.mp_state = KVM_MP_STATE_INIT_RECEIVED;
-                inner.startup(self.shared.sipi_page());
-                return Ok(());
-            }
-            _ => return Err(Error::InvalidArgument),
-        }
-        inner.mp_state = state.mp_state;
-        Ok(())
-    }
-    /// KVM_GET_LAPIC: EINVAL without an in-kernel LAPIC.
-    pub fn get_lapic(&self) -> Result<kvm_lapic_state> {
-        let inner = self.lock();
-        if !inner.bus.has_lapic() {
-            return Err(Error::InvalidArgument);
-        }
-        let format = inner.bus.vm.options.has_x2apic_format();
-        let saved = self.shared.lapic().save(inner.bus.now(), format);
-        let mut out = kvm_lapic_state::default();
-        for (to, from) in out.regs.iter_mut().zip(saved.regs) {
-            *to = from as std::ffi::c_char;
-        }
-        Ok(out)
-    }
-    /// KVM_SET_LAPIC: EINVAL without an in-kernel LAPIC.
-    pub fn set_lapic(&self, state: &kvm_lapic_state) -> Result<()> {
-        let inner = &mut *self.lock();
-        if !inner.bus.has_lapic() {
-            return Err(Error::InvalidArgument);
-        }
-        let mut saved = irqchip::LapicState::default();
-        for (to, from) in saved.regs.iter_mut().zip(state.regs) {
-            *to = from as u8;
-        }
-        let now = inner.bus.now();
-        self.shared
-            .lapic()
-            .restore(&saved, now, inner.bus.vm.options.has_x2apic_format())
-            .map_err(|_| Error::InvalidArgument)?;
-        if self.shared.lapic().id() != self.shared.id {
-            inner.bus.vm.note_renumbered();
-        }
-        inner.bus.lapic_changed();
-        inner.bus.update_timer();
-        inner.bus.recheck = true;
-        Ok(())
-    }
     /// KVM_GET_VCPU_EVENTS.
     pub fn get_vcpu_events(&self) -> Result<kvm_vcpu_events> {
         let mut inner = self.lock();
@@ -449,7 +371,7 @@ impl Vcpu {
     /// KVM_SET_XSAVE.
     pub fn set_xsave(&self, x: &kvm_xsave) -> Result<()> {
         let inner = &mut *self.lock();
-        fpu::set_xsave(&mut inner.cpu, x)?;
+        fpu::set_xsave(&mut inner.cpu, x, cpuid::lacks_pkru(&inner.bus.cpuid))?;
         // PKRU is among it.
         inner.bus.select_view(&mut inner.cpu);
         Ok(())

@@ -135,7 +135,7 @@ impl Bus {
             KVM_PV_EOI_EN => Some(self.pv_eoi_msr()),
             KVM_POLL_CONTROL => Some((!self.pv.guest_polls).into()),
             _ if super::mce::is_mce(index) => self.mce.read(index, host),
-            _ if super::hyperv::is_hyperv(index) => self.hv_msr(index, host),
+            _ if super::bus::hyperv::is_hyperv(index) => self.hv_msr(index, host),
             _ => match self.counter_msr(cpu, index, host) {
                 Some(value) => value,
                 None if host => msr_model::host_read(cpu, index),
@@ -157,29 +157,11 @@ impl Bus {
         }
         match index {
             IA32_TSC => {
-                let before = self.tsc.offset;
-                self.tsc = self.vm.clock.write_tsc(self.tsc, value, host);
-                if !host {
-                    // SDM vol. 3, 18.17.3: a write of the TSC moves TSC_ADJUST by the same amount.
-                    self.tsc_adjust = self
-                        .tsc_adjust
-                        .wrapping_add(self.tsc.offset.wrapping_sub(before));
-                }
-                self.update_clock();
-                self.update_timer();
-                // Translated code has a copy of the offset.
-                self.recheck = true;
+                self.set_tsc(value, host);
                 true
             }
             IA32_TSC_ADJUST => {
-                if !host {
-                    let delta = value.wrapping_sub(self.tsc_adjust);
-                    self.tsc = self.tsc.with_offset(self.tsc.offset.wrapping_add(delta));
-                    self.update_clock();
-                    self.update_timer();
-                    self.recheck = true;
-                }
-                self.tsc_adjust = value;
+                self.set_tsc_adjust(value, host);
                 true
             }
             IA32_APIC_BASE => self.set_apic_base(cpu, value, host),
@@ -238,7 +220,7 @@ impl Bus {
                 self.pv.guest_polls = value == 0;
                 true
             }
-            _ if super::hyperv::is_hyperv(index) => self.set_hv_msr(cpu, index, value, host),
+            _ if super::bus::hyperv::is_hyperv(index) => self.set_hv_msr(cpu, index, value, host),
             _ if super::mce::is_mce(index) => {
                 // AMD64_HWCR.McStatusWrEn.
                 let may_set_status = cpu.msr.hwcr >> 18 & 1 != 0;
@@ -250,7 +232,36 @@ impl Bus {
         }
     }
 
-    /// The same of those that are the CPU's alone.
+    fn set_tsc(&mut self, value: u64, host: bool) {
+        let before = self.tsc.offset;
+        self.tsc = self.vm.clock.write_tsc(self.tsc, value, host);
+        if !host {
+            // SDM vol. 3, 18.17.3: a write of the TSC moves TSC_ADJUST by the same amount.
+            self.tsc_adjust = self
+                .tsc_adjust
+                .wrapping_add(self.tsc.offset.wrapping_sub(before));
+        }
+        self.tsc_changed();
+    }
+
+    /// What the VMM restores moves nothing: the TSC's offset is restored by itself.
+    fn set_tsc_adjust(&mut self, value: u64, host: bool) {
+        if !host {
+            let delta = value.wrapping_sub(self.tsc_adjust);
+            self.tsc = self.tsc.with_offset(self.tsc.offset.wrapping_add(delta));
+            self.tsc_changed();
+        }
+        self.tsc_adjust = value;
+    }
+
+    fn tsc_changed(&mut self) {
+        self.update_clock();
+        self.update_timer();
+        // Translated code has a copy of the offset.
+        self.recheck = true;
+    }
+
+    /// [`Self::set_msr`] of those that are the CPU's alone.
     fn set_cpu_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64, host: bool) -> bool {
         let outcome = if host {
             msr_model::host_write(cpu, index, value)

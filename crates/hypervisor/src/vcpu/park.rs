@@ -5,7 +5,8 @@ use std::{sync::atomic::Ordering, time::Duration};
 use host::futex::Wait;
 use x86_cpu::CpuState;
 
-use super::{Inner, bus::Bus, shared::request};
+use super::{Inner, bus::Bus};
+use crate::shared::request;
 use crate::{Error, Result, RunInput};
 
 /// How often a VMM's signal mask is compared with the pending signals.
@@ -170,9 +171,9 @@ impl Inner {
             ns = ns.min(SIGNAL_CHECK_NS);
         }
         self.bus.note_pause();
-        self.bus.shared.set_asleep(true);
+        self.bus.shared.set_halted(true);
         let wait = self.bus.shared.park(Duration::from_nanos(ns));
-        self.bus.shared.set_asleep(false);
+        self.bus.shared.set_halted(false);
         match wait {
             Wait::Interrupted => Err(Error::Interrupted),
             Wait::Woken | Wait::Changed | Wait::TimedOut => self.check_signals(input, now),

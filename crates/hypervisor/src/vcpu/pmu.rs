@@ -11,7 +11,7 @@ use pmu::{CYCLES, Pmu, Tally};
 use x86_cpu::Retired;
 use x86_defs::retired::INSTRUCTIONS;
 
-use crate::system::PERF_CAPABILITIES;
+use crate::limits::PERF_CAPABILITIES;
 
 /// No point in time.
 pub(super) const NEVER: u64 = u64::MAX;

@@ -8,7 +8,8 @@ use std::{sync::Arc, time::Duration};
 
 use x86_cpu::{CpuState, Flush, GuestBus};
 
-use super::{bus::Bus, shared::VcpuShared};
+use super::bus::Bus;
+use crate::shared::VcpuShared;
 
 /// Looks at the others before the waiting thread gives up its core.
 const LOOKS: u32 = 200;

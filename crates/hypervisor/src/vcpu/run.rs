@@ -13,8 +13,8 @@ use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
 use x86_jit::{Jit, JitBus, Leash};
 
-use super::{Inner, linear_rip, replay::DeviceAccess, shared::request};
-use crate::{Answer, Error, Exit, Result, RunInput, RunStatus};
+use super::{Inner, linear_rip, replay::DeviceAccess};
+use crate::{Answer, Error, Exit, Result, RunInput, RunStatus, shared::request};
 
 /// A look at the clock is a quarter of the cost of an exit, so most entries after a device's answer
 /// do without: the timers wait for the next look while the guest runs.

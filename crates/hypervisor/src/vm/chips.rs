@@ -11,7 +11,7 @@ use std::sync::{
 use irqchip::{Accepted, Irqchip, Lapic, LapicConfig, LapicSet, Pit};
 
 use super::{VmState, options::Options};
-use crate::vcpu::shared::{VcpuShared, request};
+use crate::shared::{VcpuShared, request};
 
 /// "No PIT event".
 const NEVER: u64 = u64::MAX;

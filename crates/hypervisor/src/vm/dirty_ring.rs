@@ -1,16 +1,10 @@
 //! KVM_CAP_DIRTY_LOG_RING: vCPUs tell by rings which pages they have made dirty.
 
-use std::sync::Arc;
-
-use guest_memory::{DirtyRing, DirtyRingMemory};
-use kvm_bindings::kvm_dirty_gfn;
-
 use super::Vm;
-use crate::{Error, Result, Vcpu, vcpu::shared::request};
-
-const ENTRY: u64 = size_of::<kvm_dirty_gfn>() as u64;
-/// Bytes of the largest ring (KVM_DIRTY_RING_MAX_ENTRIES).
-pub(crate) const MAX_DIRTY_RING: u64 = 65536 * ENTRY;
+use crate::{
+    Error, Result,
+    limits::{MAX_DIRTY_RING, RING_ENTRY},
+};
 
 impl Vm {
     /// KVM_ENABLE_CAP: rings of so many bytes. EINVAL for no power of two, less than a page, a
@@ -20,11 +14,17 @@ impl Vm {
             return Err(Error::InvalidArgument);
         }
         if bytes > MAX_DIRTY_RING {
-            return Err(Error::TooBig((MAX_DIRTY_RING / ENTRY) as usize));
+            return Err(Error::TooBig((MAX_DIRTY_RING / RING_ENTRY) as usize));
         }
         // The lock keeps vCPUs from appearing meanwhile.
         let vcpus = self.state.vcpus();
-        if !vcpus.is_empty() || !self.state.memory.rings().enable((bytes / ENTRY) as u32) {
+        if !vcpus.is_empty()
+            || !self
+                .state
+                .memory
+                .rings()
+                .enable((bytes / RING_ENTRY) as u32)
+        {
             return Err(Error::InvalidArgument);
         }
         Ok(())
@@ -42,23 +42,7 @@ impl Vm {
             return Err(Error::InvalidArgument);
         }
         let (count, epoch) = self.state.memory.reset_rings();
-        if count != 0 {
-            self.state.wait_for_memory(epoch);
-        }
+        self.state.wait_for_harvest(epoch);
         Ok(count)
-    }
-}
-
-impl Vcpu {
-    /// The memory of the vCPU's dirty ring, before anything else is done with the vCPU.
-    pub fn set_dirty_ring(&self, entries: u32, memory: Box<dyn DirtyRingMemory>) {
-        let shared = Arc::downgrade(self.shared());
-        let stop = move || {
-            if let Some(vcpu) = shared.upgrade() {
-                vcpu.request(request::RING);
-            }
-        };
-        let ring = Arc::new(DirtyRing::new(entries, memory, Box::new(stop)));
-        self.attach_dirty_ring(ring);
     }
 }

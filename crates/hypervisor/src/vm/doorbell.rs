@@ -5,118 +5,18 @@
 //! as KVM waits for its readers: afterwards nobody rings it any more, and nothing refers to it. Otherwise a VMM that removes a doorbell, and looks at the eventfd a last
 //! time, could miss a signal.
 
-use std::cell::Cell;
-use std::sync::{Arc, Mutex, PoisonError, atomic::Ordering};
+use std::sync::{Arc, atomic::Ordering};
 
 use host::EventFd;
-use io_bus::{DoorbellError, DoorbellSpec, IoBus, Space, WriteAnswer};
+use io_bus::{DoorbellError, DoorbellSpec, Space, WriteAnswer};
 use kvm_bindings::*;
 
 use super::{Vm, VmState};
-use crate::{Error, Result, vcpu::shared::VcpuShared};
-
-/// Called with the value written, on the vCPU's thread.
-pub type Subscriber = Box<dyn Fn(u64) + Send + Sync>;
-
-/// What a doorbell does.
-pub(crate) enum Bell {
-    /// Adds one to an eventfd.
-    Event {
-        id: Identity,
-        event: EventFd,
-        /// For an eventfd whose writers block when its counter is full: one at a time asks
-        /// whether it is.
-        asks: Option<Mutex<()>>,
-    },
-    /// Calls into the VMM.
-    Subscriber(Subscriber),
-}
-
-impl core::fmt::Debug for Bell {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str(match self {
-            Self::Event { .. } => "Event",
-            Self::Subscriber(_) => "Subscriber",
-        })
-    }
-}
-
-thread_local! {
-    /// The thread is a vCPU's that calls a subscriber.
-    static CALLING: Cell<bool> = const { Cell::new(false) };
-}
-
-impl Bell {
-    pub(super) fn eventfd(fd: i32) -> Result<Self> {
-        let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
-        Ok(Self::Event {
-            id: Identity::of(&event, fd),
-            asks: event.blocks().then(|| Mutex::new(())),
-            event,
-        })
-    }
-
-    /// Rings. Never blocks: a full counter is a signal already, and a reader that is gone is the
-    /// VMM's business.
-    #[inline]
-    pub(super) fn ring(&self, value: u64) {
-        match self {
-            Self::Event { event, asks, .. } => {
-                let _turn = match asks {
-                    None => None,
-                    Some(turn) => {
-                        let turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
-                        if !event.has_room() {
-                            return;
-                        }
-                        Some(turn)
-                    }
-                };
-                let _ = event.signal(1);
-            }
-            Self::Subscriber(call) => {
-                CALLING.set(true);
-                call(value);
-                CALLING.set(false);
-            }
-        }
-    }
-}
-
-/// What names an eventfd: the counter's own number among all of the host's; where the host does not
-/// tell it, or may not be asked any more, the VMM's number, which may be another eventfd's by now.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Identity {
-    id: Option<u64>,
-    fd: i32,
-}
-
-impl Identity {
-    /// `fd`: the VMM's descriptor.
-    pub(super) fn of(event: &EventFd, fd: i32) -> Self {
-        let id = event.id();
-        Self { id, fd }
-    }
-
-    pub(super) fn is(self, other: Self) -> bool {
-        match (self.id, other.id) {
-            (Some(id), Some(other)) => id == other,
-            _ => self.fd == other.fd,
-        }
-    }
-}
-
-/// EBADF for what is not open, EINVAL for what is no eventfd.
-pub(super) fn not_an_eventfd(error: std::io::Error) -> Error {
-    if error.kind() == std::io::ErrorKind::InvalidInput {
-        Error::InvalidArgument
-    } else {
-        Error::BadFd
-    }
-}
-
-/// The doorbells and coalesced zones of a VM, as vCPUs read them. Chips answer for themselves.
-pub(crate) type IoTable = IoBus<(), Arc<Bell>>;
+use crate::{
+    Error, Result,
+    bell::{Bell, Identity, Subscriber, is_calling, not_an_eventfd},
+    shared::VcpuShared,
+};
 
 /// What a guest's write was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -243,7 +143,7 @@ impl Vm {
     /// Waits for vCPUs that ring by an earlier table. A subscriber does not wait: two of them would
     /// wait for each other.
     fn renew_views(&self) {
-        if CALLING.get() {
+        if is_calling() {
             return;
         }
         let vcpus = self.state.vcpus().clone();

@@ -10,8 +10,8 @@ use std::sync::{
 use guest_memory::GuestMemory;
 use kvm_bindings::{KVM_HYPERV_CONN_ID_MASK, KVM_HYPERV_EVENTFD_DEASSIGN, kvm_hyperv_eventfd};
 
-use super::{Vm, clock::TscParams, doorbell::Bell};
-use crate::{Error, Result, vcpu::hyperv::Debugger};
+use super::{Vm, clock::TscParams, debugger::Debugger};
+use crate::{Error, Result, bell::Bell};
 
 /// The lowest bit of an MSR that names a page: the page is in use.
 pub(crate) const ENABLE: u64 = 1;
@@ -90,6 +90,9 @@ impl Partition {
             return true;
         }
         let gpa = self.reference_tsc & !0xfff;
+        // Another process may have written it, before the guest was migrated in the middle of a read.
+        let seen = memory.read_gpa(gpa, 4).map_or(0, |seen| seen as u32);
+        let last = if seen == 0 { self.sequence } else { seen };
         // The guest reads without a lock: no sequence, contents, the next sequence.
         if memory.write_gpa(gpa, 4, 0).is_none() {
             return false;
@@ -103,7 +106,7 @@ impl Partition {
         let is_written = memory.write_bytes(gpa.wrapping_add(8), words.as_flattened());
         fence(Ordering::SeqCst);
         // Neither 0 nor all ones are a sequence.
-        self.sequence = match self.sequence.wrapping_add(1) {
+        self.sequence = match last.wrapping_add(1) {
             0 | u32::MAX => 1,
             next => next,
         };

@@ -4,7 +4,9 @@ mod address_spaces;
 pub(crate) mod chips;
 pub(crate) mod clock;
 pub(crate) mod coalesced;
-pub(crate) mod dirty_ring;
+mod debugger;
+mod dirty_log;
+mod dirty_ring;
 pub(crate) mod doorbell;
 mod errand;
 pub(crate) mod hyperv;
@@ -13,7 +15,7 @@ mod irqfd;
 pub(crate) mod load;
 pub(crate) mod options;
 
-pub use doorbell::{Doorbell, Subscriber};
+pub use doorbell::Doorbell;
 pub use irqfd::{IrqTrigger, direct as irqfd_direct};
 pub use options::{EventFilter, MsrRange};
 
@@ -26,17 +28,14 @@ use guest_memory::{GuestMemory, MemslotError, SlotConfig};
 use host::Keeper;
 use io_bus::{Published, Reader};
 use kvm_bindings::*;
+use mmu::Mmu;
 
-use self::{
-    chips::Chips, clock::VmClock, coalesced::Ring, doorbell::IoTable, irqfd::Irqfds,
-    options::Options,
-};
+use self::{chips::Chips, clock::VmClock, coalesced::Ring, irqfd::Irqfds, options::Options};
 use crate::{
-    Error, Result, Vcpu,
-    vcpu::{
-        shared::{VcpuShared, request},
-        stats::{Sink, StatKind, StatsSink},
-    },
+    EngineOptions, Error, Result,
+    bell::IoTable,
+    shared::{VcpuShared, request},
+    sink::{Sink, StatKind, StatsSink},
 };
 
 /// What a VM's vCPUs share.
@@ -64,6 +63,8 @@ pub(crate) struct VmState {
     /// Makes system calls for the vCPUs' threads.
     pub(crate) keeper: Arc<Keeper>,
     pub(crate) hyperv: hyperv::HyperV,
+    /// How vCPUs execute.
+    pub(crate) engine: EngineOptions,
 }
 
 /// Where a GSI goes.
@@ -119,10 +120,14 @@ impl From<MemslotError> for Error {
 }
 
 impl Vm {
+    /// What its vCPUs share.
+    pub(crate) fn state(&self) -> &Arc<VmState> {
+        &self.state
+    }
     /// KVM_CREATE_VM.
-    pub fn new() -> Result<Arc<Self>> {
+    pub fn new(engine: EngineOptions) -> Result<Arc<Self>> {
         let state = VmState {
-            memory: GuestMemory::new(),
+            memory: address_spaces::new_memory(),
             clock: VmClock::new(),
             vcpus: RwLock::default(),
             chips: OnceLock::new(),
@@ -139,6 +144,7 @@ impl Vm {
             ring: Ring::default(),
             keeper: Arc::default(),
             hyperv: hyperv::HyperV::default(),
+            engine,
         };
         Ok(Arc::new(Self {
             state: Arc::new(state),
@@ -147,44 +153,6 @@ impl Vm {
     /// KVM_CHECK_EXTENSION on the VM.
     pub fn check_extension(&self, cap: u32) -> i32 {
         crate::system::check_extension(cap)
-    }
-    /// KVM_CREATE_VCPU: EEXIST for an id in use, EINVAL above KVM_CAP_MAX_VCPU_ID.
-    pub fn create_vcpu(&self, id: u32) -> Result<Arc<Vcpu>> {
-        if id >= self.state.options.vcpu_id_limit() {
-            return Err(Error::InvalidArgument);
-        }
-        let mut vcpus = self
-            .state
-            .vcpus
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
-        if vcpus.iter().any(|v| v.id == id) {
-            return Err(Error::Exists);
-        }
-        let mmu = address_spaces::new_mmu(&self.state.memory);
-        let shared = Arc::new(VcpuShared::new(
-            id,
-            id == self.state.boot_id.load(Ordering::Relaxed),
-            vcpus.len(),
-            mmu.acknowledged(),
-            &self.state.options,
-            Reader::new(Arc::clone(&self.state.io)),
-        ));
-        vcpus.push(Arc::clone(&shared));
-        // `Vcpu::new` may ask for the vCPUs.
-        drop(vcpus);
-        self.state.start_irqfd_thread().inspect_err(|_| {
-            // As if it had never been, unless another has come after it.
-            let mut vcpus = self
-                .state
-                .vcpus
-                .write()
-                .unwrap_or_else(PoisonError::into_inner);
-            if vcpus.last().is_some_and(|last| Arc::ptr_eq(last, &shared)) {
-                vcpus.pop();
-            }
-        })?;
-        Ok(Arc::new(Vcpu::new(Arc::clone(&self.state), shared, mmu)))
     }
     /// KVM_SET_USER_MEMORY_REGION. Returns when no vCPU uses the old slot any more.
     ///
@@ -204,47 +172,6 @@ impl Vm {
     /// exists, which it need not be asked for then.
     pub fn set_mapped(&self, slot: u32) {
         self.state.memory.set_mapped(slot);
-    }
-    /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared unless that is left to
-    /// KVM_CLEAR_DIRTY_LOG.
-    pub fn get_dirty_log(&self, slot: u32) -> Result<Vec<u64>> {
-        self.has_bitmaps()?;
-        if self.state.options.is_dirty_log_manual() {
-            return Ok(self.state.memory.peek_dirty(slot)?);
-        }
-        let (bitmap, epoch) = self.state.memory.take_dirty(slot)?;
-        self.state.wait_for_memory(epoch);
-        Ok(bitmap)
-    }
-    /// Pages of a slot that logs, or the errno of the dirty log's calls.
-    pub fn logged_pages(&self, slot: u32) -> Result<u64> {
-        self.has_bitmaps()?;
-        Ok(self.state.memory.logged_pages(slot)?)
-    }
-    /// ENXIO where vCPUs have dirty rings.
-    fn has_bitmaps(&self) -> Result<()> {
-        if self.state.memory.rings().entries() == 0 {
-            Ok(())
-        } else {
-            Err(Error::NoSuchDevice)
-        }
-    }
-    /// KVM_CLEAR_DIRTY_LOG: clears the pages whose bits are set in `mask`, from `first` on.
-    /// EINVAL unless `first` is a multiple of 64 and `pages` one too or up to the slot's end.
-    pub fn clear_dirty_log(&self, slot: u32, first: u64, pages: u64, mask: &[u64]) -> Result<()> {
-        if !first.is_multiple_of(64) {
-            return Err(Error::InvalidArgument);
-        }
-        let rest = self
-            .logged_pages(slot)?
-            .checked_sub(first)
-            .ok_or(Error::InvalidArgument)?;
-        if pages > rest || pages < rest && !pages.is_multiple_of(64) {
-            return Err(Error::InvalidArgument);
-        }
-        let epoch = self.state.memory.clear_dirty(slot, first, mask)?;
-        self.state.wait_for_memory(epoch);
-        Ok(())
     }
     /// KVM_SET_TSS_ADDR: three pages that Intel's hardware needs and a software
     /// CPU does not; the range is checked as KVM checks it.
@@ -313,6 +240,37 @@ impl Drop for VmState {
 pub const VM_STATS: &[(&str, StatKind)] = &[("remote_tlb_flush_requests", StatKind::Count)];
 
 impl VmState {
+    /// What a new vCPU shares with the others, and its MMU: EEXIST for an id in use, EINVAL above
+    /// KVM_CAP_MAX_VCPU_ID.
+    pub(crate) fn add_vcpu(self: &Arc<Self>, id: u32) -> Result<(Arc<VcpuShared>, Mmu)> {
+        if id >= self.options.vcpu_id_limit() {
+            return Err(Error::InvalidArgument);
+        }
+        let mut vcpus = self.vcpus.write().unwrap_or_else(PoisonError::into_inner);
+        if vcpus.iter().any(|v| v.id == id) {
+            return Err(Error::Exists);
+        }
+        let mmu = address_spaces::new_mmu(&self.memory, self.engine.translations);
+        let shared = Arc::new(VcpuShared::new(
+            id,
+            id == self.boot_id.load(Ordering::Relaxed),
+            vcpus.len(),
+            mmu.mailbox(),
+            self.options.lapic(),
+            Reader::new(Arc::clone(&self.io)),
+        ));
+        vcpus.push(Arc::clone(&shared));
+        // Whoever starts the thread may ask for the vCPUs.
+        drop(vcpus);
+        self.start_irqfd_thread().inspect_err(|_| {
+            // As if it had never been, unless another has come after it.
+            let mut vcpus = self.vcpus.write().unwrap_or_else(PoisonError::into_inner);
+            if vcpus.last().is_some_and(|last| Arc::ptr_eq(last, &shared)) {
+                vcpus.pop();
+            }
+        })?;
+        Ok((shared, mmu))
+    }
     fn show_stats(&self) {
         if let Some(sink) = self.stats.get() {
             sink.store(&[self.flush_requests.load(Ordering::Relaxed)]);

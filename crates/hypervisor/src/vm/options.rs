@@ -6,38 +6,23 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
+use irqchip::LapicConfig;
 use kvm_bindings::*;
 use pmu::Filter;
 
 use super::Vm;
 use crate::{
     Error, Result,
-    system::{DISABLED_EXITS, MAX_VCPUS},
-    vcpu::shared::request,
+    limits::{
+        APIC_TICK_NS, DISABLED_EXITS, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, MAX_VCPUS, QUIRKS,
+        X2APIC_API,
+    },
+    shared::request,
 };
 
-/// APIC_BUS_CYCLE_NS_DEFAULT.
-pub(crate) const APIC_TICK_NS: u64 = 1;
-/// KVM_EXIT_HYPERCALL_VALID_MASK: KVM_HC_MAP_GPA_RANGE.
-pub(crate) const HYPERCALL_EXITS: u64 = 1 << 12;
 /// KVM_MSR_EXIT_REASON_VALID_MASK.
 const MSR_EXIT_REASONS: u64 =
     (KVM_MSR_EXIT_REASON_INVAL | KVM_MSR_EXIT_REASON_UNKNOWN | KVM_MSR_EXIT_REASON_FILTER) as u64;
-/// KVM_X2APIC_API_VALID_FLAGS.
-pub(crate) const X2APIC_API: u64 =
-    (KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK) as u64;
-/// KVM_X86_VALID_QUIRKS: all of Linux 6.1. KVM_X86_QUIRK_CD_NW_CLEARED changes nothing here, as
-/// there are no caches whose use CR0.CD could forbid.
-pub(crate) const QUIRKS: u64 = (KVM_X86_QUIRK_LINT0_REENABLED
-    | KVM_X86_QUIRK_CD_NW_CLEARED
-    | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
-    | KVM_X86_QUIRK_OUT_7E_INC_RIP
-    | KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT
-    | KVM_X86_QUIRK_FIX_HYPERCALL_INSN
-    | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS) as u64;
-/// KVM_DIRTY_LOG_MANUAL_CAPS.
-pub(crate) const MANUAL_DIRTY_LOG: u64 =
-    (KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET) as u64;
 /// Bytes of the bitmap of one range of an MSR filter (KVM_MSR_FILTER_MAX_BITMAP_SIZE).
 const MAX_BITMAP: usize = KVM_MSR_FILTER_MAX_BITMAP_SIZE as usize;
 
@@ -142,6 +127,15 @@ impl Options {
     /// Pages are dirty when logging begins (KVM_DIRTY_LOG_INITIALLY_SET).
     pub(crate) fn starts_dirty(&self) -> bool {
         self.manual_dirty_log.load(Ordering::Relaxed) & KVM_DIRTY_LOG_INITIALLY_SET != 0
+    }
+    /// What a new vCPU's LAPIC follows.
+    pub(super) fn lapic(&self) -> LapicConfig {
+        LapicConfig {
+            broadcast_quirk: self.has_broadcast_quirk(),
+            lint0_reenabled: self.has_quirk(KVM_X86_QUIRK_LINT0_REENABLED),
+            ns_per_tick: self.apic_tick_ns(),
+            ..LapicConfig::default()
+        }
     }
     /// KVM_X2APIC_API_USE_32BIT_IDS.
     pub(crate) fn has_x2apic_format(&self) -> bool {

@@ -22,7 +22,7 @@ pub use access::{Action, Eoi, InvalidAccess};
 pub use sints::NR_SINTS;
 pub use state::{InvalidState, LapicState};
 
-use crate::dest::{BROADCAST, DeliveryMode, LapicIrq, X2APIC_BROADCAST};
+use crate::message::{BROADCAST, DeliveryMode, LapicIrq, X2APIC_BROADCAST};
 use sints::Sints;
 use spec::{apic_base, lvt, reg, spiv};
 use timer::Timer;

@@ -252,7 +252,13 @@ fn get_dirty_log(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
     let log: kvm_dirty_log = arg.read()?;
     // SAFETY: a pointer and the integer of the same size; any bytes are either.
     let bitmap = unsafe { log.__bindgen_anon_1.padding2 };
-    Arg(bitmap).write_list(&vm.hypervisor().get_dirty_log(log.slot)?)
+    let show = |first: usize, words: &[u64]| {
+        Arg(bitmap)
+            .offset(first * size_of::<u64>())
+            .write_list(words)?;
+        Ok::<(), Errno>(())
+    };
+    done(vm.hypervisor().get_dirty_log(log.slot, show))
 }
 
 /// Clears the pages whose bits are set in the caller's bitmap.
@@ -265,10 +271,14 @@ fn clear_dirty_log(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
     if pages > vm.hypervisor().logged_pages(log.slot)? {
         return Err(Errno::new(libc::EINVAL));
     }
-    let mask = Arg(bitmap).read_list::<u64>(pages.div_ceil(64) as usize)?;
+    let read = |first: usize, words: &mut [u64]| {
+        Arg(bitmap)
+            .offset(first * size_of::<u64>())
+            .read_words(words)
+    };
     done(
         vm.hypervisor()
-            .clear_dirty_log(log.slot, log.first_page, pages, &mask),
+            .clear_dirty_log(log.slot, log.first_page, pages, read),
     )
 }
 

@@ -209,20 +209,7 @@ impl RunPage {
                 len,
                 is_write,
                 data,
-            } => {
-                self.set_union(Mmio {
-                    phys_addr: gpa,
-                    data,
-                    len: u32::from(len),
-                    is_write: u8::from(is_write),
-                });
-                let question = if is_write {
-                    Question::None
-                } else {
-                    Question::Mmio { len }
-                };
-                (KVM_EXIT_MMIO, question)
-            }
+            } => (KVM_EXIT_MMIO, self.store_mmio(gpa, data, len, is_write)),
             Exit::Hlt => (KVM_EXIT_HLT, Question::None),
             Exit::Shutdown => (KVM_EXIT_SHUTDOWN, Question::None),
             Exit::DirtyRingFull => (KVM_EXIT_DIRTY_RING_FULL, Question::None),
@@ -285,20 +272,38 @@ impl RunPage {
                 (KVM_EXIT_SYSTEM_EVENT, Question::None)
             }
             Exit::InternalError { suberror, ref data } => {
-                let mut internal = Internal {
-                    suberror,
-                    ndata: data.len().min(16) as u32,
-                    data: [0; 16],
-                };
-                for (to, from) in internal.data.iter_mut().zip(data) {
-                    *to = *from;
-                }
-                self.set_union(internal);
+                self.store_internal(suberror, data);
                 (KVM_EXIT_INTERNAL_ERROR, Question::None)
             }
         };
         self.set_exit_reason(reason);
         question
+    }
+
+    fn store_mmio(&self, gpa: u64, data: [u8; 8], len: u8, is_write: bool) -> Question {
+        self.set_union(Mmio {
+            phys_addr: gpa,
+            data,
+            len: u32::from(len),
+            is_write: u8::from(is_write),
+        });
+        if is_write {
+            Question::None
+        } else {
+            Question::Mmio { len }
+        }
+    }
+
+    fn store_internal(&self, suberror: u32, data: &[u64]) {
+        let mut internal = Internal {
+            suberror,
+            ndata: data.len().min(16) as u32,
+            data: [0; 16],
+        };
+        for (to, from) in internal.data.iter_mut().zip(data) {
+            *to = *from;
+        }
+        self.set_union(internal);
     }
 
     fn store_io(&self, is_in: bool, port: u16, size: u8, count: u32, data: &[u8]) -> Question {

@@ -101,6 +101,7 @@ fn get(cpu: &CpuState, index: u32, origin: Origin) -> Option<u64> {
         IA32_DEBUGCTL => m.debugctl,
         IA32_SPEC_CTRL if host || has_spec_ctrl(cpu) => m.spec_ctrl,
         IA32_XSS if host || f.has(Feature::Xsaves) => cpu.xss,
+        IA32_PKRS if host || f.has(Feature::Pks) => cpu.pkrs.into(),
         IA32_ARCH_CAPABILITIES if host || f.has(Feature::ArchCapabilities) => m.arch_capabilities,
         IA32_BIOS_SIGN_ID => m.ucode_rev,
         MSR_PLATFORM_INFO => m.platform_info,
@@ -195,15 +196,7 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
         IA32_FS_BASE => (canonical, &mut cpu.seg[reg::FS].base),
         IA32_GS_BASE => (canonical, &mut cpu.seg[reg::GS].base),
         IA32_KERNEL_GS_BASE => (canonical, &mut cpu.msr.kernel_gs_base),
-        IA32_TSC_AUX => {
-            let there = host || f.has(Feature::Rdtscp) || f.has(Feature::Rdpid);
-            // AMD drops the upper half, Intel faults.
-            if !there || value >> 32 != 0 && !f.has(Feature::Amd) {
-                return MsrWrite::Rejected;
-            }
-            cpu.msr.tsc_aux = value & 0xffff_ffff;
-            return MsrWrite::Done;
-        }
+        IA32_TSC_AUX => return set_tsc_aux(cpu, value, host),
         IA32_SYSENTER_CS => (true, &mut cpu.msr.sysenter_cs),
         IA32_SYSENTER_ESP => (canonical, &mut cpu.msr.sysenter_esp),
         IA32_SYSENTER_EIP => (canonical, &mut cpu.msr.sysenter_eip),
@@ -213,12 +206,7 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
             &mut cpu.msr.mtrr_def_type,
         ),
         _ if let Some(n) = variable_mtrr(index) => {
-            let above = !0 << f.maxphyaddr;
-            let good = if n % 2 == 0 {
-                value & (above | 0xf00) == 0 && is_mtrr_type(value as u8)
-            } else {
-                value & (above | 0x7ff) == 0
-            };
+            let good = is_variable_mtrr_value(n, value, f.maxphyaddr);
             (good, &mut cpu.msr.mtrr_var[n])
         }
         _ if let Some(n) = fixed_mtrr(index) => (
@@ -242,6 +230,7 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
             (host || f.has(Feature::Xsaves)) && value & !f.xss == 0,
             &mut cpu.xss,
         ),
+        IA32_PKRS => return set_pkrs(cpu, value, host),
         IA32_ARCH_CAPABILITIES => (host, &mut cpu.msr.arch_capabilities),
         IA32_BIOS_SIGN_ID => {
             // Software writes zero before it asks CPUID for the revision.
@@ -258,13 +247,8 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
         // KVM keeps it on AMD too.
         MSR_POWER_CTL => (true, &mut cpu.msr.power_ctl),
         MSR_MISC_FEATURES_ENABLES => {
-            let is_offered = cpu.msr.platform_info & PLATFORM_INFO_CPUID_FAULT != 0;
-            let known = if is_offered {
-                MISC_FEATURES_CPUID_FAULT
-            } else {
-                0
-            };
-            (value & !known == 0, &mut cpu.msr.misc_features)
+            let good = value & !known_misc_features(cpu) == 0;
+            (good, &mut cpu.msr.misc_features)
         }
         IA32_SMBASE => (host, &mut cpu.msr.smbase),
         MSR_SMI_COUNT | FAM10H_MMIO_CONF_BASE => return accept(value == 0),
@@ -273,14 +257,7 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
             value & !FEATURE_CONTROL_LOCKED == 0 && (host || cpu.msr.feature_control == 0),
             &mut cpu.msr.feature_control,
         ),
-        AMD64_HWCR => {
-            let kept = value & !HWCR_IGNORED;
-            let good = kept & !(HWCR_MC_STATUS_WR | HWCR_TSC_FREQ_SEL) == 0;
-            if good {
-                cpu.msr.hwcr = kept;
-            }
-            return accept(good);
-        }
+        AMD64_HWCR => return set_hwcr(cpu, value),
         AMD64_DE_CFG if f.has(Feature::Amd) => (value & !DE_CFG_LFENCE == 0, &mut cpu.msr.de_cfg),
         AMD64_OSVW_ID_LENGTH => (host || f.has(Feature::Osvw), &mut cpu.msr.osvw_id_length),
         AMD64_OSVW_STATUS => (host || f.has(Feature::Osvw), &mut cpu.msr.osvw_status),
@@ -297,6 +274,55 @@ fn set(cpu: &mut CpuState, index: u32, value: u64, origin: Origin) -> MsrWrite {
         *slot = value;
     }
     accept(good)
+}
+
+/// Base (even) and mask of a range: no bits beyond physical addresses, none that are reserved.
+fn is_variable_mtrr_value(n: usize, value: u64, maxphyaddr: u8) -> bool {
+    let above = !0 << maxphyaddr;
+    if n.is_multiple_of(2) {
+        value & (above | 0xf00) == 0 && is_mtrr_type(value as u8)
+    } else {
+        value & (above | 0x7ff) == 0
+    }
+}
+
+/// Bits of MSR_MISC_FEATURES_ENABLES: those that MSR_PLATFORM_INFO offers.
+fn known_misc_features(cpu: &CpuState) -> u64 {
+    if cpu.msr.platform_info & PLATFORM_INFO_CPUID_FAULT != 0 {
+        MISC_FEATURES_CPUID_FAULT
+    } else {
+        0
+    }
+}
+
+fn set_hwcr(cpu: &mut CpuState, value: u64) -> MsrWrite {
+    let kept = value & !HWCR_IGNORED;
+    let good = kept & !(HWCR_MC_STATUS_WR | HWCR_TSC_FREQ_SEL) == 0;
+    if good {
+        cpu.msr.hwcr = kept;
+    }
+    accept(good)
+}
+
+fn set_tsc_aux(cpu: &mut CpuState, value: u64, host: bool) -> MsrWrite {
+    let f = &cpu.features;
+    let there = host || f.has(Feature::Rdtscp) || f.has(Feature::Rdpid);
+    // AMD drops the upper half, Intel faults.
+    if !there || value >> 32 != 0 && !f.has(Feature::Amd) {
+        return MsrWrite::Rejected;
+    }
+    cpu.msr.tsc_aux = value & 0xffff_ffff;
+    MsrWrite::Done
+}
+
+fn set_pkrs(cpu: &mut CpuState, value: u64, host: bool) -> MsrWrite {
+    match u32::try_from(value) {
+        Ok(rights) if host || cpu.features.has(Feature::Pks) => {
+            cpu.pkrs = rights;
+            MsrWrite::SelectView
+        }
+        _ => MsrWrite::Rejected,
+    }
 }
 
 fn accept(good: bool) -> MsrWrite {

@@ -32,6 +32,7 @@ fn values_that_are_rejected_leave_the_register() {
         (IA32_TSC_AUX, 1),
         (IA32_SPEC_CTRL, 1),
         (IA32_XSS, 0),
+        (IA32_PKRS, 0),
         (IA32_EFER, 1 << 1),
         (IA32_EFER, efer::FFXSR),
         (IA32_MTRRCAP, MTRRCAP),

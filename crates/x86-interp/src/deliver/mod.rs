@@ -6,6 +6,7 @@
 mod long;
 mod protected;
 mod real;
+pub(crate) mod task;
 #[cfg(test)]
 mod tests;
 

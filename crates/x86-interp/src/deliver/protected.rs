@@ -7,13 +7,15 @@ use x86_defs::{
     vector,
 };
 
-use super::Delivery;
+use super::{
+    Delivery,
+    task::{self, Reason},
+};
 use crate::{
     Exec, Stop,
     descriptor::{Descriptor, is_null, selector_code},
     segment::{contains, gp, np, null_segment},
     stack::Stack,
-    task::{self, Reason},
 };
 
 pub(super) fn deliver<B: GuestBus>(ex: &mut Exec<'_, B>, d: &Delivery) -> Result<(), Stop> {

@@ -6,10 +6,6 @@
 pub(crate) mod control;
 pub(crate) mod events;
 pub(crate) mod simd;
-mod simd_elements;
-mod simd_moves;
-mod simd_native;
-mod simd_x87;
 pub(crate) mod system;
 mod xsave;
 

@@ -452,7 +452,7 @@ impl Translator {
             Kind::Cli => self.asm.store8(gs(RFLAGS + 1), 0),
             Kind::Sti => self.sti(d),
             Kind::Swapgs => self.swapgs(),
-            Kind::Ac | Kind::ToCr0 => self.change_view(d),
+            Kind::Ac | Kind::ToCr0 | Kind::KeyRights => self.change_view(d),
             Kind::Lea => self.lea(d)?,
             Kind::Push => self.push(d)?,
             Kind::Pop => self.pop(d),

@@ -64,7 +64,7 @@ pub(crate) enum Condition {
     /// The key has this number, and the branch is in the page whose gva is in the 8 bytes at `page`, if it may be in another one:
     /// as right as an entry of the table of targets. All address spaces share a kernel's, while each has views of its own.
     Key { number: usize, page: Option<usize> },
-    /// The target is in one page, which is where the displacement at `cell` has the [`Cell`] say that the view has the block's. What it is compared with
+    /// The target is in one page, which is where the displacement at `cell` has the `Cell` say that the view has the block's. What it is compared with
     /// is computed from the number at `tagged`, which is `untagged` for a cell that says nothing; the byte at `untag` takes the tag off.
     Cell {
         cell: usize,

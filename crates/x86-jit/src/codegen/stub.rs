@@ -86,7 +86,7 @@ pub(super) enum Stub {
         from: usize,
         again: usize,
     },
-    /// A branch of a trace does not lead where it was expected to: its number in [`Translator::branches`].
+    /// A branch of a trace does not lead where it was expected to: its number in `Translator::branches`.
     Unexpected {
         from: usize,
         number: usize,

@@ -1,7 +1,7 @@
 //! What kernels do all the time: flags, interrupts, time, per-CPU segments.
 
 use iced_x86::Mnemonic;
-use x86_defs::rflags;
+use x86_defs::{control::cr4, rflags};
 
 use super::{
     Emit, Flags, Stub, Translator,
@@ -223,6 +223,8 @@ impl Translator {
     pub(super) fn change_view(&mut self, d: &Decoded) {
         match d.kind {
             Kind::ToCr0 => self.write_protection(d),
+            Kind::KeyRights if d.i.mnemonic() == Mnemonic::Wrpkru => self.write_key_rights(d),
+            Kind::KeyRights => self.read_key_rights(d),
             _ => self.access_control(d),
         }
     }
@@ -254,5 +256,33 @@ impl Translator {
         self.asm
             .alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
         self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+    }
+
+    /// RDPKRU. Without CR4.PKE, or with something in ECX, the interpreter raises the exception.
+    fn read_key_rights(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        self.asm.rr(false, &[0x85], RCX, RCX); // test
+        self.bail_if(cc::NE, d.offset);
+        self.asm.rm(false, &[0xf7], 0, gs(CR4)); // test
+        self.asm.bytes(&(cr4::PKE as u32).to_le_bytes());
+        self.bail_if(cc::E, d.offset);
+        self.asm.load32(RAX, gs(PKRU));
+        self.asm.alu_rr(false, Alu::Xor, RDX, RDX);
+    }
+
+    /// WRPKRU: another view of the same tables.
+    fn write_key_rights(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        let a = &mut self.asm;
+        a.mov32(S0, RCX);
+        a.alu_rr(false, Alu::Or, S0, RDX);
+        self.bail_if(cc::NE, d.offset);
+        let a = &mut self.asm;
+        a.mov32(S0, RAX);
+        a.mov_imm(S1, (requests::SET_PKRU | d.offset).into());
+        a.call_to(self.thunks.key_rights);
+        // cmovne rsp, gs:[STACK]
+        a.alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
+        a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
     }
 }

@@ -42,14 +42,14 @@ pub(crate) struct Thunks {
     pub(crate) link: usize,
     /// The same with flags in RFLAGS.
     pub(crate) link_live: usize,
-    /// A branch to r14 that the target table does not have; r13d is [`branch`].
+    /// A branch to r14 that the target table does not have; r13d is `branch`.
     pub(crate) branch: usize,
     /// Called when an inline cache has not what r14 has the tag of: it has then, and the answer is "equal", if the table has it.
     /// r13 has the cache's number in its upper half, whose lower half is kept.
     pub(crate) fill_inline_cache: usize,
-    /// The same for a jump, which goes by the table; r13d is [`branch`].
+    /// The same for a jump, which goes by the table; r13d is `branch`.
     pub(crate) inline_cache: usize,
-    /// A return to r14 by the table; r13d is [`branch`].
+    /// A return to r14 by the table; r13d is `branch`.
     pub(crate) ret: usize,
     /// The same of 32-bit code.
     pub(crate) ret32: usize,
@@ -60,14 +60,16 @@ pub(crate) struct Thunks {
     pub(crate) far_call: usize,
     /// The same for one of 32-bit code.
     pub(crate) far_call32: usize,
-    /// Called for what changes the view: r13d is its bit ([`SET_AC`] and so on), and the offset. Does not
+    /// Called for what changes the view: r13d is its bit (`SET_AC` and so on), and the offset. Does not
     /// return if the result is 0.
     pub(crate) switch: usize,
     /// Called by CLAC, and by STAC, as [`Self::switch`].
     pub(crate) access: [usize; 2],
     /// Called by MOV to CR0, as [`Self::switch`]; r14 is the value.
     pub(crate) write_protection: usize,
-    /// Called after a TLB miss; r14 is the gva, r13d is [`site`]. Returns the host address in r14, and
+    /// Called by WRPKRU, as [`Self::switch`]; r14 is the value.
+    pub(crate) key_rights: usize,
+    /// Called after a TLB miss; r14 is the gva, r13d is `site`. Returns the host address in r14, and
     /// "above" in the flags; or something else, for [`Self::refused`].
     pub(crate) miss: usize,
     /// The same for a group of accesses. If it returns "below" each has to be made for itself.
@@ -209,8 +211,55 @@ fn select_view(a: &mut Asm, to: Reg, from: [usize; 2], views: [usize; 2]) -> [us
     [is_other, a.jcc(cc::E)]
 }
 
-/// Goes on with the tables at r14.
+/// Goes on with PKRU = r14 and the tables of the view that belongs to it, if they are known.
+fn change_key_rights(a: &mut Asm, otherwise: usize) -> usize {
+    let place = a.here();
+    let known = |word: usize| gs(KEY_VIEWS + 8 * word).plus(RAX, 3);
+    push(a, RAX);
+    a.imul(false, RAX, S0, KEY_VIEW_HASH.cast_signed());
+    a.shift(false, 5, RAX, 29);
+    // Six words each.
+    a.lea(RAX, at(RAX, 0).plus(RAX, 1));
+    a.alu_rr(false, Alu::Add, RAX, RAX);
+    a.alu(true, Alu::Cmp, TLB, known(0));
+    let is_other_view = a.jcc(cc::NE);
+    a.alu(true, Alu::Cmp, S0, known(1));
+    let is_other_value = a.jcc(cc::NE);
+    a.store32(gs(PKRU), S0);
+    a.load(S0, known(2));
+    move_to_view(a);
+    a.load(S0, known(3));
+    a.store(gs(KEY), S0);
+    a.load(S0, known(4));
+    a.store(gs(SALT), S0);
+    a.store(NEAR_SALT, S0);
+    a.load(S0, known(5));
+    a.store(gs(NUMBER), S0);
+    a.store32(NEAR_NUMBER, S0);
+    // They are those of another PKRU.
+    for view in VIEWS {
+        a.store_imm(gs(view), 0);
+    }
+    pop(a, RAX);
+    a.mov_imm(S0, SAME_KEY);
+    a.ret();
+    let here = a.here();
+    a.patch(is_other_view, here);
+    a.patch(is_other_value, here);
+    pop(a, RAX);
+    a.jmp_to(otherwise);
+    place
+}
+
+/// Goes on with the tables at r14, and returns.
 fn go_on_with_view(a: &mut Asm) {
+    move_to_view(a);
+    a.mov_imm(S0, SAME_KEY);
+    a.ret();
+}
+
+/// The tables at r14 are those of the live view. Changes r13.
+fn move_to_view(a: &mut Asm) {
     a.store(gs(TABLES), S0);
     a.store_imm(gs(IS_OTHER_VIEW), 1);
     for (_, near) in near_words().chain(near_constants()) {
@@ -224,8 +273,6 @@ fn go_on_with_view(a: &mut Asm) {
         );
     }
     a.mov(TLB, S0);
-    a.mov_imm(S0, SAME_KEY);
-    a.ret();
 }
 
 /// Changes rax.
@@ -447,10 +494,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(t.bail);
 
-    for (set, thunk) in [false, true].into_iter().zip(&mut t.access) {
-        *thunk = change_access(a, set, t.switch);
-    }
+    t.access = [false, true].map(|set| change_access(a, set, t.switch));
     t.write_protection = change_write_protection(a, t.switch);
+    t.key_rights = change_key_rights(a, t.switch);
 
     t.miss = a.here();
     straddling(a, true, true);

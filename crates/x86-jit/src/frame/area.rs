@@ -44,7 +44,7 @@ pub(crate) const DEVICES: usize = word(3);
 pub(crate) const TARGETS: usize = word(4);
 /// What identifies mapping and mode in [`TARGETS`].
 pub(crate) const KEY: usize = word(5);
-/// What tags in [`TARGETS`] are XORed with: [`crate::code::cache::salt_of`] the key.
+/// What tags in [`TARGETS`] are XORed with: `crate::code::cache::salt_of` the key.
 pub(crate) const SALT: usize = word(6);
 /// The key's number in 32 bits: [`crate::code::cache::Cache::number`].
 pub(crate) const NUMBER: usize = word(25);
@@ -95,7 +95,16 @@ pub(crate) const VIEWS: [usize; 4] = [word(26), word(27), word(126), word(127)];
 pub(crate) const fn view_of(wp: bool, ac: bool) -> usize {
     (wp as usize) << 1 | ac as usize
 }
-const _: () = assert!(word(127) < word(EngineArea::WORDS));
+/// The tables of views that differ in PKRU alone, as [`VIEWS`]: [`KEY_VIEWS_LEN`] of [`KEY_VIEW_WORDS`], by [`KEY_VIEW_HASH`].
+pub(crate) const KEY_VIEWS: usize = word(128);
+pub(crate) const KEY_VIEWS_LEN: usize = 8;
+/// Words of one: the tables that are changed from, the PKRU that is changed to, its tables, and their [`KEY`], [`SALT`] and [`NUMBER`].
+pub(crate) const KEY_VIEW_WORDS: usize = 6;
+/// The upper three bits of PKRU times this.
+pub(crate) const KEY_VIEW_HASH: u32 = 0x9e37_79b1;
+/// One of them is in use.
+pub(crate) const KEY_VIEWS_USED: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS);
+const _: () = assert!(KEY_VIEWS_USED < word(EngineArea::WORDS));
 /// Misses of a lane have become many.
 pub(crate) const LANES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.
@@ -146,6 +155,7 @@ pub(crate) const CR0: usize = offset_of!(CpuState, cr0);
 pub(crate) const CR2: usize = offset_of!(CpuState, cr2);
 pub(crate) const CR3: usize = offset_of!(CpuState, cr3);
 pub(crate) const CR4: usize = offset_of!(CpuState, cr4);
+pub(crate) const PKRU: usize = offset_of!(CpuState, pkru);
 pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, tsc_aux);
 pub(crate) const KERNEL_GS_BASE: usize =
     offset_of!(CpuState, msr) + offset_of!(Msrs, kernel_gs_base);

@@ -14,7 +14,7 @@ pub(crate) const RAISES: u32 = 1 << 25;
 /// Bit of a group's [`site`]: its address is that of the access that probes.
 pub(crate) const FIRST: u32 = 1 << 26;
 
-/// The answer for an access that the interpreter makes, whose address is in [`SPILL`]. No host address.
+/// The answer for an access that the interpreter makes, whose address is in `SPILL`. No host address.
 pub(crate) const ACCESS: u64 = 1;
 
 /// What stands above a [`site`] or a [`branch`] that has an inline cache: its number.
@@ -38,7 +38,7 @@ pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
     offset & 0xfff | ((pop + 8) as u32) << 12
 }
 
-/// Bits of [`Thunks::switch`]'s r13d that stand for something other than an
+/// Bits of `Thunks::switch`'s r13d that stand for something other than an
 /// access: RFLAGS.AC becomes this.
 pub(crate) const SET_AC: u32 = 1 << 21;
 
@@ -46,7 +46,9 @@ pub(crate) const CLEAR_AC: u32 = 1 << 22;
 
 /// CR0 becomes r14, which differs from it in WP at most; else the interpreter does it.
 pub(crate) const SET_CR0: u32 = 1 << 28;
-/// The result of [`SET_AC`], [`CLEAR_AC`] and [`SET_CR0`] when mapping and mode have not changed.
+/// PKRU becomes r14.
+pub(crate) const SET_PKRU: u32 = 1 << 29;
+/// The result of [`SET_AC`], [`CLEAR_AC`], [`SET_CR0`] and [`SET_PKRU`] when mapping and mode have not changed.
 pub(crate) const SAME_KEY: u64 = 1;
 
 /// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.

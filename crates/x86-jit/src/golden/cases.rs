@@ -352,6 +352,12 @@ const SYSTEM: &[Case] = &[
         a.clac()?;
         a.jmp(0x40_0200)
     }),
+    case("wrpkru, rdpkru", USER, |a| {
+        a.wrpkru()?;
+        a.mov(esi, dword_ptr(rdi))?;
+        a.rdpkru()?;
+        a.jmp(0x40_0200)
+    }),
     case("swapgs", KERNEL, |a| {
         a.swapgs()?;
         a.jmp(0x40_0200)

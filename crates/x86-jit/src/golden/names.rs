@@ -46,6 +46,7 @@ pub(super) const GUEST_FEATURES: &[Feature] = {
         F::Bmi2,
         F::Adx,
         F::Smap,
+        F::Pku,
         F::LahfLm,
         F::Rdtscp,
         F::Lm,
@@ -87,7 +88,7 @@ impl Names {
         for (name, at) in fields![t;
             enter bail bail_integer stale moved poll link link_live branch fill_inline_cache inline_cache ret ret32
             far far_call far_call32 switch miss miss_group split refused stack stack_group stack_split lane
-            lane_group lane_split load_fp
+            lane_group lane_split load_fp key_rights
         ] {
             self.label(at, name);
         }
@@ -118,7 +119,7 @@ impl Names {
             TABLES DEVICES TARGETS KEY SALT NUMBER PAGE FLAGS SPILL ENTRY REQUESTS POLLS_LEFT REASON ARGUMENT
             FP_LIVE CONTEXT HOST_MXCSR IRQ_WAITING TSC_OFFSET COST COUNT LOG PAUSES UNTIL STOP SLOT LANES_MISSED
             IS_OTHER_VIEW STACK FAR_LEFT HOST_RSP OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
-            UPPERS_IN_USE FP_AREA RIP RFLAGS CR0 CR2 CR3 CR4 TSC_AUX KERNEL_GS_BASE
+            UPPERS_IN_USE FP_AREA RIP RFLAGS CR0 CR2 CR3 CR4 PKRU TSC_AUX KERNEL_GS_BASE
         ] {
             self.state.insert(at as u64, name.to_owned());
         }

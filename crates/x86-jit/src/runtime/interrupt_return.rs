@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Flags that the new ones may have; the current ones have no others that matter
-/// ([`crate::region::block::Mode::KERNEL`]).
+/// (`crate::region::block::Mode::KERNEL`).
 const PLAIN: u64 =
     rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::RF | rflags::AC | rflags::ID;
 

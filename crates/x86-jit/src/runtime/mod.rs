@@ -91,7 +91,7 @@ pub struct Jit<B: JitBus> {
     pub(crate) slots: u64,
     /// [`JitBus::tsc_offset`] has one.
     pub(crate) plain_tsc: bool,
-    /// [`JitBus::code_changes`] when the host's stack was last looked at: [`handle`].
+    /// `JitBus::code_changes` when the host's stack was last looked at: [`handle`].
     pub(crate) changes: u64,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
@@ -106,7 +106,7 @@ pub struct Jit<B: JitBus> {
     pub(crate) resumed: Option<u64>,
     /// Mode bits of the last [`Self::select`].
     pub(crate) mode: Mode,
-    /// [`mmu::Mmu::views_made`] that [`area::VIEWS`] belong to.
+    /// [`mmu::Mmu::views_made`] that `area::VIEWS` belong to.
     pub(crate) views_made: u64,
     pub(crate) stats: Stats,
     /// For [`Stats::translate_ns`]: the clock takes longer to read.

@@ -2,7 +2,10 @@
 
 use mmu::l1::Half;
 use x86_cpu::{Access, CpuState, Exception, Privilege};
-use x86_defs::{control::cr0, rflags, vector};
+use x86_defs::{
+    control::{cr0, cr4},
+    rflags, vector,
+};
 
 use crate::{
     JitBus,
@@ -19,7 +22,12 @@ pub(crate) fn forget_views(cpu: &mut CpuState) {
     for word in area::VIEWS {
         cpu.engine.words[index(word)] = 0;
     }
+    if core::mem::take(&mut cpu.engine.words[index(area::KEY_VIEWS_USED)]) != 0 {
+        let first = index(area::KEY_VIEWS);
+        cpu.engine.words[first..][..KEY_VIEWS_WORDS].fill(0);
+    }
 }
+const KEY_VIEWS_WORDS: usize = area::KEY_VIEWS_LEN * area::KEY_VIEW_WORDS;
 
 /// The MMU follows generated code to the view that this has changed to by itself.
 #[inline]
@@ -60,6 +68,41 @@ fn change_view<B: JitBus>(
     requests::SAME_KEY + u64::from(!same)
 }
 
+/// WRPKRU. The next one between the same views is generated code's own.
+fn change_key_rights<B: JitBus>(
+    jit: &mut Jit<B>,
+    cpu: &mut CpuState,
+    bus: &mut B,
+    pkru: u32,
+) -> u64 {
+    if cpu.cr4 & cr4::PKE == 0 {
+        return 0;
+    }
+    let key = target_key(cpu);
+    let from = cpu.engine.words[index(area::TABLES)];
+    cpu.pkru = pkru;
+    bus.select_view(cpu);
+    jit.set_view(cpu, bus);
+    if bus.mmu().views_made() != jit.views_made {
+        forget_views(cpu);
+        jit.views_made = bus.mmu().views_made();
+    }
+    let words = &mut cpu.engine.words;
+    for word in area::VIEWS {
+        words[index(word)] = 0;
+    }
+    if words[index(area::LOG)] == 0 {
+        words[index(area::KEY_VIEWS_USED)] = 1;
+        let [tables, key, salt, number] =
+            [area::TABLES, area::KEY, area::SALT, area::NUMBER].map(|word| words[index(word)]);
+        let place = pkru.wrapping_mul(area::KEY_VIEW_HASH) >> 29;
+        let first = index(area::KEY_VIEWS) + place as usize * area::KEY_VIEW_WORDS;
+        let known = [from, pkru.into(), tables, key, salt, number];
+        words[first..][..area::KEY_VIEW_WORDS].copy_from_slice(&known);
+    }
+    requests::SAME_KEY + u64::from(target_key(cpu) != key)
+}
+
 /// A TLB miss in translated code: the host address of the access, or 0 if it
 /// has to be made by the interpreter.
 pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
@@ -83,6 +126,9 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
             return 0;
         }
         return change_view(jit, cpu, bus, |cpu| cpu.cr0 = gva);
+    }
+    if site & requests::SET_PKRU != 0 {
+        return change_key_rights(jit, cpu, bus, gva as u32);
     }
     if site & (requests::SYSCALL | requests::SYSRET | requests::IRETQ) != 0 {
         if site & requests::IRETQ != 0 {

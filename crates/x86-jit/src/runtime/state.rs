@@ -17,7 +17,7 @@ use crate::{
     runtime::flat,
 };
 
-/// What [`Jit::set_view`] has set: the key of targets, and its salt.
+/// What `Jit::set_view` has set: the key of targets, and its salt.
 pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     let words = &cpu.engine.words;
     (words[index(area::KEY)], words[index(area::SALT)])

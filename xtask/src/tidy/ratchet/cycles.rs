@@ -20,7 +20,8 @@ struct Paths<'a> {
     /// The file's module, and inline modules that the visitor is in.
     here: Module,
     modules: &'a BTreeSet<Module>,
-    found: BTreeSet<Module>,
+    /// By module: the paths that lead there, as written.
+    found: BTreeMap<Module, BTreeSet<String>>,
 }
 
 impl Paths<'_> {
@@ -54,7 +55,10 @@ impl Paths<'_> {
                 }
             }
         }
-        self.found.insert(at);
+        self.found
+            .entry(at)
+            .or_default()
+            .insert(segments.join("::"));
     }
 
     fn use_tree(&mut self, tree: &syn::UseTree, before: &[String]) {
@@ -100,21 +104,32 @@ impl<'ast> Visit<'ast> for Paths<'_> {
     }
 }
 
-/// Folders (crate and module path) with the modules of each that are in a cycle.
-pub(super) fn find(sources: &[Source]) -> Vec<(String, BTreeSet<String>)> {
+/// Modules of one folder that reach each other.
+pub(super) struct Cycle {
+    /// Crate and module path.
+    pub(super) folder: String,
+    pub(super) modules: BTreeSet<String>,
+    /// What makes it a cycle: `from to: path in file`, for `tidy --cycles`.
+    pub(super) imports: Vec<String>,
+}
+
+/// By name of a node: the nodes that it leads to, each with the imports that do so.
+type Edges = BTreeMap<String, BTreeMap<String, Vec<String>>>;
+
+/// The cycles of one crate.
+pub(super) fn find(sources: &[Source]) -> Vec<Cycle> {
     let modules: BTreeSet<Module> = sources.iter().map(|s| s.module.clone()).collect();
-    // By folder: which node leads to which.
-    let mut folders: BTreeMap<Module, BTreeMap<String, BTreeSet<String>>> = BTreeMap::new();
+    let mut folders: BTreeMap<Module, Edges> = BTreeMap::new();
     for source in sources {
         let mut paths = Paths {
             here: source.module.clone(),
             modules: &modules,
-            found: BTreeSet::new(),
+            found: BTreeMap::new(),
         };
         for item in &source.items {
             paths.visit_item(item);
         }
-        for target in paths.found {
+        for (target, written) in paths.found {
             let common = source
                 .module
                 .iter()
@@ -125,26 +140,38 @@ pub(super) fn find(sources: &[Source]) -> Vec<(String, BTreeSet<String>)> {
                 continue;
             };
             let folder = folders.entry(target[..common].to_vec()).or_default();
-            folder.entry(from.clone()).or_default().insert(to.clone());
+            let imports = folder.entry(from.clone()).or_default();
+            let imports = imports.entry(to.clone()).or_default();
+            imports.extend(written.iter().map(|w| format!("{w} in {}", source.name)));
         }
     }
     let krate = sources.first().map_or("", |s| &s.krate);
     let mut found = Vec::new();
     for (folder, edges) in &folders {
-        for cycle in components(edges) {
+        for modules in components(edges) {
             let mut name = krate.to_owned();
             for part in folder {
                 name.push('/');
                 name.push_str(part);
             }
-            found.push((name, cycle));
+            let mut imports = Vec::new();
+            for (from, targets) in edges.iter().filter(|(from, _)| modules.contains(*from)) {
+                for (to, paths) in targets.iter().filter(|(to, _)| modules.contains(*to)) {
+                    imports.extend(paths.iter().map(|path| format!("{from} {to}: {path}")));
+                }
+            }
+            found.push(Cycle {
+                folder: name,
+                modules,
+                imports,
+            });
         }
     }
     found
 }
 
 /// Strongly connected components of more than one node: sets of nodes that reach each other.
-fn components(edges: &BTreeMap<String, BTreeSet<String>>) -> Vec<BTreeSet<String>> {
+fn components(edges: &Edges) -> Vec<BTreeSet<String>> {
     let reach: BTreeMap<&String, BTreeSet<&String>> =
         edges.keys().map(|n| (n, reached(n, edges))).collect();
     let mut found: Vec<BTreeSet<String>> = Vec::new();
@@ -161,14 +188,11 @@ fn components(edges: &BTreeMap<String, BTreeSet<String>>) -> Vec<BTreeSet<String
     found
 }
 
-fn reached<'a>(
-    from: &'a String,
-    edges: &'a BTreeMap<String, BTreeSet<String>>,
-) -> BTreeSet<&'a String> {
+fn reached<'a>(from: &'a String, edges: &'a Edges) -> BTreeSet<&'a String> {
     let mut seen = BTreeSet::new();
     let mut left = vec![from];
     while let Some(node) = left.pop() {
-        for next in edges.get(node).into_iter().flatten() {
+        for next in edges.get(node).into_iter().flat_map(BTreeMap::keys) {
             if seen.insert(next) {
                 left.push(next);
             }
@@ -192,7 +216,9 @@ mod tests {
             })
             .collect();
         let found = find(&sources).into_iter();
-        found.map(|(f, m)| (f, m.into_iter().collect())).collect()
+        found
+            .map(|c| (c.folder, c.modules.into_iter().collect()))
+            .collect()
     }
 
     #[test]

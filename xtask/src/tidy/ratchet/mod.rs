@@ -87,6 +87,25 @@ pub(crate) fn shrink(root: &Path) -> Result<(), String> {
     std::fs::write(&path, kept).map_err(|e| format!("{}: {e}", path.display()))
 }
 
+/// Prints the imports that make each cycle, those of the list included.
+pub(crate) fn show_cycles(root: &Path) -> Result<(), String> {
+    let mut crates: BTreeMap<String, Vec<Source>> = BTreeMap::new();
+    for path in sources(root)? {
+        let name = path.strip_prefix(root).unwrap_or(&path);
+        if let Some(source) = Source::parse(name, &read(&path)?)? {
+            crates.entry(source.krate.clone()).or_default().push(source);
+        }
+    }
+    for cycle in crates.values().flat_map(|sources| cycles::find(sources)) {
+        let modules: Vec<_> = cycle.modules.iter().map(String::as_str).collect();
+        eprintln!("{}: {}", cycle.folder, modules.join(" "));
+        for import in cycle.imports {
+            eprintln!("    {import}");
+        }
+    }
+    Ok(())
+}
+
 fn compare(found: &Findings, known: &Findings) -> Vec<String> {
     let mut findings = Vec::new();
     for (key, now) in found {
@@ -140,13 +159,13 @@ fn find(root: &Path) -> Result<Findings, String> {
         crates.entry(source.krate.clone()).or_default().push(source);
     }
     for sources in crates.values() {
-        for (folder, modules) in cycles::find(sources) {
-            let key = format!("cycle {folder}");
+        for cycle in cycles::find(sources) {
+            let key = format!("cycle {}", cycle.folder);
             // Two cycles of one folder count as one entry.
             match findings.get_mut(&key) {
-                Some(Extent::Modules(all)) => all.extend(modules),
+                Some(Extent::Modules(all)) => all.extend(cycle.modules),
                 _ => {
-                    findings.insert(key, Extent::Modules(modules));
+                    findings.insert(key, Extent::Modules(cycle.modules));
                 }
             }
         }

@@ -175,6 +175,11 @@ impl VcpuFd {
         self.object.as_ref().map_err(|error| refused(*error))
     }
 
+    /// Entries of the VM's dirty rings.
+    pub(super) fn dirty_ring_entries(&self) -> Result<u32> {
+        Ok(self.object()?.vm().hypervisor().dirty_ring_entries())
+    }
+
     /// The run page.
     pub fn get_kvm_run(&mut self) -> &mut kvm_run {
         self.kvm_run_ptr.as_mut_ref()

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
-use crate::devices::lock;
+use crate::lock::lock;
 
 /// Rings the doorbell of the port's receive queue.
 type Bell = Box<dyn Fn() + Send + Sync>;

@@ -28,12 +28,11 @@ use kvm_bindings::{KVM_IRQFD_FLAG_DEASSIGN, KVM_IRQFD_FLAG_RESAMPLE, kvm_irqfd};
 
 pub mod direct;
 
-use super::{
-    Vm, VmState,
-    doorbell::{Identity, not_an_eventfd},
-    errand::Errands,
+use super::{Vm, VmState, errand::Errands};
+use crate::{
+    Error, Result,
+    bell::{Identity, not_an_eventfd},
 };
-use crate::{Error, Result};
 
 /// Token of what tells the thread that the VM is gone.
 const CONTROL: u64 = 0;

@@ -10,11 +10,14 @@ use x86_defs::{
 
 use crate::{
     Exec, Flow, Handler, Insn, Step, Stop,
-    deliver::{inner_stack, tss_stack},
+    deliver::{
+        inner_stack,
+        task::{self, Reason},
+        tss_stack,
+    },
     descriptor::{Descriptor, is_null, rpl},
     segment::{contains, gp, np, null_segment, real_segment, v86_segment},
     stack::Stack,
-    task::{self, Reason},
 };
 
 pub(super) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option<Handler<B>> {

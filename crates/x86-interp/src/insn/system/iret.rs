@@ -7,10 +7,10 @@ use x86_defs::{reg, rflags, vector};
 use super::far::{self, drop_privileged_segments};
 use crate::{
     Exec, Flow, Handler, Insn, Step, Stop,
+    deliver::task::{self, Reason},
     descriptor::{is_null, rpl},
     segment::{null_segment, real_segment, v86_segment},
     stack::Stack,
-    task::{self, Reason},
 };
 
 pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {

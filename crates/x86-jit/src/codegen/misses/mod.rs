@@ -16,7 +16,7 @@ use crate::{
     frame::requests::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES},
 };
 
-/// Branches if an access with this bit of a [`site`] is to the device page that was read or written
+/// Branches if an access with this bit of a `site` is to the device page that was read or written
 /// last. (In lock-step the tables are none of the MMU's.)
 pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
     push(a, RAX);
@@ -42,14 +42,14 @@ pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
     a.jcc(cc::E)
 }
 
-/// The bytes of a [`site`] to rax.
+/// The bytes of a `site` to rax.
 fn load_size(a: &mut Asm) {
     a.mov32(RAX, S1);
     a.shift(false, 5, RAX, 12);
     a.alu_imm(false, Alu::And, RAX, 0xff);
 }
 
-/// Branches if the access of a [`site`] is a write.
+/// Branches if the access of a `site` is a write.
 fn branch_if_write(a: &mut Asm) -> usize {
     // test r13d, …
     a.rr(false, &[0xf7], 0, S1);
@@ -57,7 +57,7 @@ fn branch_if_write(a: &mut Asm) -> usize {
     a.jcc(cc::NE)
 }
 
-/// Compares where the bytes of a [`site`] end with the end of their page: "above" if they straddle
+/// Compares where the bytes of a `site` end with the end of their page: "above" if they straddle
 /// two. Changes rax and rcx.
 pub(crate) fn compare_end(a: &mut Asm) {
     load_size(a);
@@ -67,7 +67,7 @@ pub(crate) fn compare_end(a: &mut Asm) {
     a.alu_imm(false, Alu::Cmp, RAX, 4096);
 }
 
-/// Branches if the entry of the page in rax, which `index` selects, is another page's, or does not allow the access of a [`site`].
+/// Branches if the entry of the page in rax, which `index` selects, is another page's, or does not allow the access of a `site`.
 fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
     let [read, write] = [false, true].map(|write| selected(tag(write), index));
     let is_write = branch_if_write(a);

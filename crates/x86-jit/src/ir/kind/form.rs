@@ -57,7 +57,7 @@ pub(crate) struct Form {
     pub(crate) effect: Effect,
     /// The operand in ModRM.rm, if a register there may as well be its place in memory.
     rm: Option<u8>,
-    /// Where its operands are encoded, if [`crate::codegen::recode`] knows how.
+    /// Where its operands are encoded, if `crate::codegen::recode` knows how.
     pub(crate) shape: Option<Shape>,
 }
 

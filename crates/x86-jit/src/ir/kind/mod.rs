@@ -55,6 +55,8 @@ pub(crate) enum Kind {
     SegmentBase,
     Cld,
     Pause,
+    /// RDPKRU and WRPKRU.
+    KeyRights,
     /// RDTSC and RDTSCP, where allowed and not scaled.
     Rdtsc,
     /// At CPL 0, with IOPL, NT and DF clear:
@@ -208,14 +210,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         M::Jmp if matches!(code, Code::Jmp_rm64 | Code::Jmp_rm32) => Kind::JmpIndirect,
         M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Kind::Call,
         M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Kind::CallIndirect,
-        M::Ret
-            if matches!(
-                code,
-                Code::Retnq | Code::Retnq_imm16 | Code::Retnd | Code::Retnd_imm16
-            ) =>
-        {
-            Kind::Ret
-        }
+        M::Ret if is_near_return(code) => Kind::Ret,
         _ if is_jcc(code) => Kind::Jcc,
         M::Cmpxchg16b => Kind::CopyAligned,
         M::Mov
@@ -250,6 +245,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         M::Sysretq => Kind::Sysret,
         M::Iretq => Kind::InterruptReturn,
         M::Stac | M::Clac => Kind::Ac,
+        M::Rdpkru | M::Wrpkru => Kind::KeyRights,
         _ if is_harmless_integer(i) => Kind::Copy,
         M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,
         M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Kind::LoadFpControl,
@@ -263,6 +259,14 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         }
         _ => Kind::Interpret,
     }
+}
+
+/// RET with an address of the mode's full size.
+fn is_near_return(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Retnq | Code::Retnq_imm16 | Code::Retnd | Code::Retnd_imm16
+    )
 }
 
 /// SGDT and SIDT with a base of the mode's full size.

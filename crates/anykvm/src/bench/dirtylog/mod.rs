@@ -1,0 +1,370 @@
+//! `anykvm bench dirtylog`: what it costs to learn which pages a guest has written, and what it costs the guest.
+//!
+//! The experiment is Xiao Guangrong's of 2013, whose figures are printed beside ours: KVM_GET_DIRTY_LOG while vCPUs write, with the
+//! lock that their faults need and without. Where the engine has several ways, ANYKVM_DIRTY chooses one for the whole run, and the
+//! table says which.
+
+mod guest;
+
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::plot::{self, Bar, OURS, SOURCE, Scale};
+use super::report::{self, Verdict};
+use crate::error::BootError;
+use guest::{COMPUTE, Counts, Guest, Method, PASS, RANDOM};
+
+/// Pages that all vCPUs together write: 256 MiB.
+const PAGES: u64 = 65_536;
+const PAGE: u64 = 4096;
+/// The sparse slot.
+const SPARSE: u64 = 64 << 30;
+/// Pages of the small working set.
+const FEW: u64 = 1024;
+/// How often a live migration looks, roughly.
+const PERIOD: Duration = Duration::from_millis(100);
+/// Harvests that are averaged, as in the source.
+const HARVESTS: u32 = 10;
+/// Nanoseconds of one KVM_GET_DIRTY_LOG, before and after (source 3).
+const SOURCE_NS: [f64; 2] = [9_009_483.0, 4_807_343.0];
+/// Fifths of a second that a guest may take to be warm.
+const WARM_UP: u32 = 50;
+/// Repetitions of single calls, of which the best counts.
+const TRIES: u32 = 7;
+
+const METHODS: [(&str, Method); 4] = [
+    ("bitmap", Method::Bitmap),
+    ("bitmap, manual clear", Method::Manual),
+    ("ring of 65536", Method::Ring(65_536)),
+    ("ring of 4096", Method::Ring(4096)),
+];
+
+/// The suite.
+pub(super) fn run(verdict: &mut Verdict, svg: Option<&Path>) -> Result<String, BootError> {
+    let variant = std::env::var("ANYKVM_DIRTY").unwrap_or_else(|_| "default".to_owned());
+    let mut text = format!("dirty log: {variant}\n");
+    let mut bars: Vec<Bar> = vec![
+        ("KVM, locked (2013)".to_owned(), SOURCE_NS[0] / 1e3, SOURCE),
+        (
+            "KVM, lockless (2013)".to_owned(),
+            SOURCE_NS[1] / 1e3,
+            SOURCE,
+        ),
+    ];
+    text += &harvests(verdict, &mut bars)?;
+    text.push('\n');
+    text += &again(verdict)?;
+    text.push('\n');
+    text += &sparse(verdict)?;
+    text.push('\n');
+    text += &slowdown(verdict)?;
+    if let Some(file) = svg {
+        let scale = Scale {
+            from: 1.0,
+            decades: 5,
+        };
+        std::fs::write(file, plot::draw(&bars, scale))
+            .map_err(BootError::host("cannot write the plot"))?;
+    }
+    Ok(text)
+}
+
+/// What harvesting while vCPUs write came to.
+struct Harvests {
+    ns: f64,
+    pages: u64,
+    counts: Counts,
+    /// Writes in a second.
+    rate: f64,
+}
+
+/// Harvests so often, and lets the guest run for `pause` before each.
+fn harvest(guest: &mut Guest, pause: Duration, times: u32) -> Result<Harvests, BootError> {
+    let (mut spent, mut pages, mut whole) = (Duration::ZERO, 0, Duration::ZERO);
+    guest.log(true)?;
+    // The first finds all pages that were ever written.
+    guest.harvest()?;
+    let counts = guest.run(PERIOD, |guest| {
+        let begin = Instant::now();
+        for _ in 0..times {
+            thread::sleep(pause);
+            let begin = Instant::now();
+            pages += guest.harvest()?;
+            spent += begin.elapsed();
+        }
+        whole = begin.elapsed();
+        Ok(())
+    })?;
+    guest.log(false)?;
+    Ok(Harvests {
+        ns: spent.as_secs_f64() * 1e9 / f64::from(times),
+        pages: pages / u64::from(times),
+        rate: counts.writes as f64 / whole.as_secs_f64(),
+        counts,
+    })
+}
+
+/// Harvests beside 1, 2 and 4 writing vCPUs.
+fn harvests(verdict: &mut Verdict, bars: &mut Vec<Bar>) -> Result<String, BootError> {
+    let head = [
+        "harvests beside writers of 256 MiB",
+        "vCPUs",
+        "harvest, µs",
+        "pages",
+        "writes over no log",
+        "longest, µs",
+        "99.99 %, µs",
+        "back to back, µs",
+        "writes",
+        "longest",
+        "99.99 %",
+    ];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let cycles = cycles_a_us();
+    for vcpus in [1, 2, 4] {
+        let mut bitmap_writes = None;
+        for (name, method) in METHODS {
+            let mut guest = Guest::new(method, RANDOM, vcpus, PAGES * PAGE, PAGES / vcpus)?;
+            let mut whole = Duration::ZERO;
+            // Until all is translated and every part of the memory has been written.
+            for _ in 0..WARM_UP {
+                let counts = guest.run(PERIOD, |_| {
+                    thread::sleep(PERIOD * 2);
+                    Ok(())
+                })?;
+                if counts.writes > PAGES {
+                    break;
+                }
+            }
+            let plain = guest.run(PERIOD, |_| {
+                let begin = Instant::now();
+                thread::sleep(PERIOD * 5);
+                whole = begin.elapsed();
+                Ok(())
+            })?;
+            let plain = plain.writes as f64 / whole.as_secs_f64();
+            let paced = harvest(&mut guest, PERIOD, HARVESTS)?;
+            let busy = harvest(&mut guest, Duration::ZERO, HARVESTS * 10)?;
+            let mut line = vec![name.to_owned(), vcpus.to_string()];
+            line.extend([format!("{:.0}", paced.ns / 1e3), paced.pages.to_string()]);
+            for one in [&paced, &busy] {
+                if std::ptr::eq(one, &raw const busy) {
+                    line.push(format!("{:.0}", one.ns / 1e3));
+                }
+                line.push(format!("{:.2}", one.rate / plain));
+                line.push(format!("{:.0}", one.counts.longest as f64 / cycles));
+                line.push(format!("{:.1}", quantile(&one.counts) / cycles));
+            }
+            lines.push(line);
+            bars.push((format!("{name}, {vcpus} vCPUs"), paced.ns / 1e3, OURS));
+            match (method, bitmap_writes) {
+                (Method::Bitmap, _) => bitmap_writes = Some(paced.rate / plain),
+                (Method::Ring(_), Some(bitmap)) => verdict.at_most(
+                    &format!("{name}, {vcpus} vCPUs: time over the bitmap's"),
+                    bitmap / (paced.rate / plain),
+                    1.15,
+                ),
+                _ => {}
+            }
+            verdict.at_most(
+                &format!("{name}, {vcpus} vCPUs, back to back: 99.99 % of writes, µs"),
+                quantile(&busy.counts) / cycles,
+                20.0,
+            );
+        }
+    }
+    let [before, after] = SOURCE_NS.map(|ns| format!("{:.0}", ns / 1e3));
+    for (name, us) in [
+        ("KVM_GET_DIRTY_LOG of 2013, locked", before),
+        ("… lockless", after),
+    ] {
+        let mut line = vec![name.to_owned(), "12".to_owned(), us];
+        line.resize(head.len(), "-".to_owned());
+        lines.push(line);
+    }
+    Ok(report::aligned(&lines))
+}
+
+/// Upper bound of what all but one write in ten thousand took, in cycles.
+fn quantile(counts: &Counts) -> f64 {
+    let total: u64 = counts.histogram.iter().sum();
+    let mut above = 0;
+    for (log, count) in (0i32..64).zip(counts.histogram).rev() {
+        above += count;
+        if above as f64 > total as f64 / 1e4 {
+            return 2f64.powi(log + 1);
+        }
+    }
+    0.0
+}
+
+/// TSC cycles in a microsecond.
+fn cycles_a_us() -> f64 {
+    let begin = (host::cpu::rdtsc(), Instant::now());
+    thread::sleep(Duration::from_millis(20));
+    let cycles = host::cpu::rdtsc().wrapping_sub(begin.0);
+    cycles as f64 / begin.1.elapsed().as_secs_f64() / 1e6
+}
+
+/// The best of a few tries, in nanoseconds.
+fn best(mut one: impl FnMut() -> Result<Duration, BootError>) -> Result<f64, BootError> {
+    let mut best = f64::INFINITY;
+    for _ in 0..TRIES * 3 {
+        best = best.min(one()?.as_secs_f64() * 1e9);
+    }
+    Ok(best)
+}
+
+/// A page that is written for the first time after a harvest.
+fn again(verdict: &mut Verdict) -> Result<String, BootError> {
+    let head = ["a page dirtied again", "ns", "bar"];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    for (name, method) in METHODS {
+        let mut guest = Guest::new(method, PASS, 1, PAGES * PAGE, FEW)?;
+        guest.log(true)?;
+        guest.pass()?;
+        let mut pass = |is_clean: bool| {
+            if is_clean {
+                guest.harvest()?;
+            }
+            let begin = Instant::now();
+            guest.pass()?;
+            Ok(begin.elapsed())
+        };
+        let clean = best(|| pass(true))?;
+        let dirty = best(|| pass(false))?;
+        let ns = (clean - dirty) / FEW as f64;
+        verdict.at_most(&format!("{name}: a page dirtied again, ns"), ns, 130.0);
+        lines.push(vec![name.to_owned(), format!("{ns:.0}"), "130".to_owned()]);
+    }
+    Ok(report::aligned(&lines))
+}
+
+/// Calls on a slot of 64 GiB of which little is used.
+fn sparse(verdict: &mut Verdict) -> Result<String, BootError> {
+    let head = [
+        "64 GiB, 1024 pages dirty, µs",
+        "begin",
+        "harvest",
+        "harvest of nothing",
+        "end",
+    ];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let methods = [
+        METHODS[0],
+        METHODS[1],
+        ("bitmap, initially set", Method::AllSet),
+        METHODS[2],
+    ];
+    for (name, method) in methods {
+        let mut guest = Guest::new(method, PASS, 1, SPARSE, FEW)?;
+        guest.pass()?;
+        let mut least = [f64::INFINITY; 4];
+        for _ in 0..TRIES {
+            let mut step = |n: usize, guest: &Guest, is_on: Option<bool>| {
+                let begin = Instant::now();
+                match is_on {
+                    Some(is_on) => guest.log(is_on)?,
+                    None => drop(guest.harvest()?),
+                }
+                let us = begin.elapsed().as_secs_f64() * 1e6;
+                if let Some(least) = least.get_mut(n) {
+                    *least = least.min(us);
+                }
+                Ok::<(), BootError>(())
+            };
+            step(0, &guest, Some(true))?;
+            guest.harvest()?;
+            guest.pass()?;
+            step(1, &guest, None)?;
+            step(2, &guest, None)?;
+            step(3, &guest, Some(false))?;
+        }
+        let [begin, harvest, _, end] = least;
+        verdict.at_most(&format!("64 GiB, {name}: begin, µs"), begin, 200.0);
+        verdict.at_most(&format!("64 GiB, {name}: end, µs"), end, 200.0);
+        if matches!(method, Method::Ring(_)) {
+            verdict.at_most(&format!("64 GiB, {name}: harvest, µs"), harvest, 500.0);
+        }
+        let mut line = vec![name.to_owned()];
+        line.extend(least.map(|us| format!("{us:.0}")));
+        lines.push(line);
+    }
+    Ok(report::aligned(&lines))
+}
+
+/// A guest that computes, and dirties a thousand pages a second.
+fn slowdown(verdict: &mut Verdict) -> Result<String, BootError> {
+    /// A tenth of a second's.
+    const SHARE: u64 = 128;
+    let head = ["1280 pages dirtied a second", "slower, %"];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    for (name, method) in METHODS {
+        let mut guest = Guest::new(method, COMPUTE, 1, PAGES * PAGE, SHARE)?;
+        let mut ratios = Vec::new();
+        for _ in 0..5 {
+            let mut rates = [0.0; 2];
+            for (rate, is_on) in rates.iter_mut().zip([false, true]) {
+                guest.log(is_on)?;
+                let mut whole = Duration::ZERO;
+                let counts = guest.run(PERIOD, |guest| {
+                    let begin = Instant::now();
+                    for _ in 0..5 {
+                        thread::sleep(PERIOD);
+                        if is_on {
+                            guest.harvest()?;
+                        }
+                    }
+                    whole = begin.elapsed();
+                    Ok(())
+                })?;
+                *rate = counts.writes as f64 / whole.as_secs_f64();
+            }
+            ratios.push(rates[0] / rates[1]);
+        }
+        let slower = report::median(&ratios).map_or(f64::NAN, |r| (r - 1.0) * 100.0);
+        verdict.at_most(&format!("{name}: slower, %"), slower, 2.0);
+        lines.push(vec![name.to_owned(), format!("{slower:.1}")]);
+    }
+    Ok(report::aligned(&lines))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_finds_each_page_once() {
+        for (name, method) in METHODS {
+            let mut guest = Guest::new(method, PASS, 1, 64 << 20, FEW).unwrap();
+            guest.pass().unwrap();
+            guest.log(true).unwrap();
+            guest.harvest().unwrap();
+            for _ in 0..3 {
+                guest.pass().unwrap();
+                assert_eq!(guest.harvest().unwrap(), FEW, "{name}");
+                assert_eq!(guest.harvest().unwrap(), 0, "{name}");
+            }
+            guest.log(false).unwrap();
+        }
+    }
+
+    #[test]
+    fn all_pages_are_dirty_at_first_where_that_was_asked_for() {
+        let mut guest = Guest::new(Method::AllSet, PASS, 1, 64 << 20, FEW).unwrap();
+        guest.pass().unwrap();
+        guest.log(true).unwrap();
+        assert_eq!(guest.harvest().unwrap(), (64 << 20) / PAGE);
+        assert_eq!(guest.harvest().unwrap(), 0);
+    }
+
+    #[test]
+    fn writers_are_counted_while_they_are_harvested() {
+        let mut guest = Guest::new(Method::Ring(1024), RANDOM, 2, 64 << 20, 4096).unwrap();
+        let found = harvest(&mut guest, Duration::from_millis(1), 20).unwrap();
+        assert!(found.pages > 0 && found.counts.writes > 0);
+        let seen: u64 = found.counts.histogram.iter().sum();
+        assert!(seen > 0 && quantile(&found.counts) > 1.0);
+    }
+}

@@ -1,0 +1,117 @@
+//! [`Bell`]: what a doorbell does, and the table by which a guest's write finds it.
+
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use host::EventFd;
+use io_bus::IoBus;
+
+use crate::{Error, Result};
+
+/// Called with the value written, on the vCPU's thread.
+pub type Subscriber = Box<dyn Fn(u64) + Send + Sync>;
+
+/// What a doorbell does.
+pub(crate) enum Bell {
+    /// Adds one to an eventfd.
+    Event {
+        id: Identity,
+        event: EventFd,
+        /// For an eventfd whose writers block when its counter is full: one at a time asks
+        /// whether it is.
+        asks: Option<Mutex<()>>,
+    },
+    /// Calls into the VMM.
+    Subscriber(Subscriber),
+}
+
+impl core::fmt::Debug for Bell {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(match self {
+            Self::Event { .. } => "Event",
+            Self::Subscriber(_) => "Subscriber",
+        })
+    }
+}
+
+thread_local! {
+    /// The thread is a vCPU's that calls a subscriber.
+    static CALLING: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Bell {
+    pub(crate) fn eventfd(fd: i32) -> Result<Self> {
+        let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
+        Ok(Self::Event {
+            id: Identity::of(&event, fd),
+            asks: event.blocks().then(|| Mutex::new(())),
+            event,
+        })
+    }
+
+    /// Rings. Never blocks: a full counter is a signal already, and a reader that is gone is the
+    /// VMM's business.
+    #[inline]
+    pub(crate) fn ring(&self, value: u64) {
+        match self {
+            Self::Event { event, asks, .. } => {
+                let _turn = match asks {
+                    None => None,
+                    Some(turn) => {
+                        let turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+                        if !event.has_room() {
+                            return;
+                        }
+                        Some(turn)
+                    }
+                };
+                let _ = event.signal(1);
+            }
+            Self::Subscriber(call) => {
+                CALLING.set(true);
+                call(value);
+                CALLING.set(false);
+            }
+        }
+    }
+}
+
+/// What names an eventfd: the counter's own number among all of the host's; where the host does not
+/// tell it, or may not be asked any more, the VMM's number, which may be another eventfd's by now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Identity {
+    id: Option<u64>,
+    fd: i32,
+}
+
+impl Identity {
+    /// `fd`: the VMM's descriptor.
+    pub(crate) fn of(event: &EventFd, fd: i32) -> Self {
+        let id = event.id();
+        Self { id, fd }
+    }
+
+    pub(crate) fn is(self, other: Self) -> bool {
+        match (self.id, other.id) {
+            (Some(id), Some(other)) => id == other,
+            _ => self.fd == other.fd,
+        }
+    }
+}
+
+/// EBADF for what is not open, EINVAL for what is no eventfd.
+pub(crate) fn not_an_eventfd(error: std::io::Error) -> Error {
+    if error.kind() == std::io::ErrorKind::InvalidInput {
+        Error::InvalidArgument
+    } else {
+        Error::BadFd
+    }
+}
+
+/// The doorbells and coalesced zones of a VM, as vCPUs read them. Chips answer for themselves.
+pub(crate) type IoTable = IoBus<(), Arc<Bell>>;
+
+/// The calling thread is a vCPU's, in the middle of a subscriber's call.
+pub(crate) fn is_calling() -> bool {
+    CALLING.get()
+}

@@ -1,0 +1,55 @@
+//! What calls may ask for at most: what KVM_CHECK_EXTENSION tells is what they take.
+
+use kvm_bindings::*;
+
+/// Most vCPUs of a VM.
+pub(crate) const MAX_VCPUS: i32 = 255;
+
+/// What KVM_CAP_X86_DISABLE_EXITS takes: MWAIT is a NOP here, and there are no C-state MSRs.
+pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
+
+/// KVM_GUESTDBG_VALID_MASK: what KVM_SET_GUEST_DEBUG takes.
+pub(crate) const GUEST_DEBUG: u32 = KVM_GUESTDBG_ENABLE
+    | KVM_GUESTDBG_SINGLESTEP
+    | KVM_GUESTDBG_USE_HW_BP
+    | KVM_GUESTDBG_USE_SW_BP
+    | KVM_GUESTDBG_INJECT_BP
+    | KVM_GUESTDBG_INJECT_DB
+    | KVM_GUESTDBG_BLOCKIRQ;
+
+/// Most banks (KVM_MAX_MCE_BANKS).
+pub(crate) const MCE_BANKS: usize = 32;
+/// IA32_MCG_CAP: IA32_MCG_CTL exists.
+pub(crate) const MCG_CTL_P: u64 = 1 << 8;
+/// IA32_MCG_CAP: software error recovery.
+const MCG_SER_P: u64 = 1 << 24;
+/// IA32_MCG_CAP bits that a VMM may choose, beside the count of banks.
+pub(crate) const MCE_SUPPORTED_CAP: u64 = MCG_CTL_P | MCG_SER_P;
+
+/// APIC_BUS_CYCLE_NS_DEFAULT.
+pub(crate) const APIC_TICK_NS: u64 = 1;
+/// KVM_EXIT_HYPERCALL_VALID_MASK: KVM_HC_MAP_GPA_RANGE.
+pub(crate) const HYPERCALL_EXITS: u64 = 1 << 12;
+/// KVM_X2APIC_API_VALID_FLAGS.
+pub(crate) const X2APIC_API: u64 =
+    (KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK) as u64;
+/// KVM_X86_VALID_QUIRKS: all of Linux 6.1. KVM_X86_QUIRK_CD_NW_CLEARED changes nothing here, as
+/// there are no caches whose use CR0.CD could forbid.
+pub(crate) const QUIRKS: u64 = (KVM_X86_QUIRK_LINT0_REENABLED
+    | KVM_X86_QUIRK_CD_NW_CLEARED
+    | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
+    | KVM_X86_QUIRK_OUT_7E_INC_RIP
+    | KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT
+    | KVM_X86_QUIRK_FIX_HYPERCALL_INSN
+    | KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS) as u64;
+/// KVM_DIRTY_LOG_MANUAL_CAPS.
+pub(crate) const MANUAL_DIRTY_LOG: u64 =
+    (KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET) as u64;
+
+/// Bytes of an entry of a dirty ring.
+pub(crate) const RING_ENTRY: u64 = size_of::<kvm_dirty_gfn>() as u64;
+/// Bytes of the largest ring (KVM_DIRTY_RING_MAX_ENTRIES).
+pub(crate) const MAX_DIRTY_RING: u64 = 65536 * RING_ENTRY;
+
+/// Of IA32_PERF_CAPABILITIES: counters can be written in full, and stand still in SMM if the guest likes.
+pub(crate) const PERF_CAPABILITIES: u64 = 1 << 13 | 1 << 12;

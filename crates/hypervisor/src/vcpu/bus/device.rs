@@ -1,0 +1,226 @@
+//! Accesses of a vCPU to what is no memory: doorbells, chips, and the VMM for the rest.
+
+use io_bus::{RingEntry, Space};
+use x86_cpu::{Access, CpuState, Fault, GuestBus, Privilege};
+use x86_defs::paging::PAGE_SIZE;
+
+use super::Bus;
+use crate::{
+    Exit,
+    vcpu::replay::{Answered, DeviceAccess},
+    vm::doorbell::{self, Rung},
+};
+
+impl Bus {
+    /// Answers from the log, or stops the instruction for the VMM.
+    pub(in crate::vcpu) fn ask(
+        &mut self,
+        cpu: &CpuState,
+        access: DeviceAccess,
+        exit: impl FnOnce() -> Exit,
+    ) -> Result<Answered, Fault> {
+        if let Some(answered) = self.replay.next(access) {
+            return Ok(answered);
+        }
+        self.replay.wait(access, crate::vcpu::linear_rip(cpu));
+        self.exit = Some(exit());
+        Err(Fault::Exit)
+    }
+
+    /// Stops the instruction if the VMM's memory for the address cannot be accessed.
+    pub(in crate::vcpu) fn check_host(&mut self, gpa: u64) -> Result<(), Fault> {
+        if self.mmu.is_host_fault(gpa) {
+            self.exit = Some(Exit::HostFault);
+            return Err(Fault::Exit);
+        }
+        Ok(())
+    }
+
+    /// A load of 1 to 8 bytes that no memslot answers.
+    pub(in crate::vcpu) fn device_load(
+        &mut self,
+        cpu: &CpuState,
+        gpa: u64,
+        len: u8,
+    ) -> Result<u64, Fault> {
+        let access = DeviceAccess::Load { gpa, len };
+        if self.replay.is_new(access)
+            && let Some(value) = self.chip_load(cpu, gpa, len)
+        {
+            self.replay.made(access, value);
+            return Ok(value & mask(len));
+        }
+        self.ask_load(cpu, gpa, len)
+    }
+
+    /// Such a load that is not a chip's.
+    pub(in crate::vcpu) fn ask_load(
+        &mut self,
+        cpu: &CpuState,
+        gpa: u64,
+        len: u8,
+    ) -> Result<u64, Fault> {
+        let access = DeviceAccess::Load { gpa, len };
+        self.check_host(gpa)?;
+        let exit = || Exit::Mmio {
+            gpa,
+            len,
+            is_write: false,
+            data: [0; 8],
+        };
+        Ok(self.ask(cpu, access, exit)?.value & mask(len))
+    }
+
+    /// A store of 1 to 8 bytes that no memslot takes.
+    pub(in crate::vcpu) fn device_store(
+        &mut self,
+        cpu: &CpuState,
+        gpa: u64,
+        len: u8,
+        value: u64,
+    ) -> Result<(), Fault> {
+        let access = DeviceAccess::Store { gpa, len };
+        if self.replay.is_new(access)
+            && (self.ring(Space::Mmio, gpa, len, value) || self.chip_store(cpu, gpa, len, value))
+        {
+            self.replay.made(access, 0);
+            return Ok(());
+        }
+        self.ask_store(cpu, gpa, len, value)
+    }
+
+    /// Such a store that no doorbell hears and no chip takes.
+    pub(in crate::vcpu) fn ask_store(
+        &mut self,
+        cpu: &CpuState,
+        gpa: u64,
+        len: u8,
+        value: u64,
+    ) -> Result<(), Fault> {
+        let access = DeviceAccess::Store { gpa, len };
+        self.check_host(gpa)?;
+        let exit = || Exit::Mmio {
+            gpa,
+            len,
+            is_write: true,
+            data: (value & mask(len)).to_le_bytes(),
+        };
+        self.ask(cpu, access, exit)?;
+        Ok(())
+    }
+
+    /// The slow path of loads: at least one byte is not RAM.
+    pub(in crate::vcpu) fn load_pieces(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &mut [u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        let mut at = gva;
+        let mut rest = buf;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at_mut(in_page(at, rest.len()));
+            let to = self.translate(cpu, at, Access::Read, who)?;
+            if !to
+                .page
+                .is_some_and(|page| page.read_bytes(at % PAGE_SIZE, now))
+            {
+                for (i, chunk) in now.chunks_mut(8).enumerate() {
+                    let gpa = to.gpa.wrapping_add(8 * i as u64);
+                    let value = self.device_load(cpu, gpa, chunk.len() as u8)?;
+                    chunk.copy_from_slice(&value.to_le_bytes()[..chunk.len()]);
+                }
+            }
+            at = self.mmu.next_page(cpu, at, who);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// The slow path of stores. Devices come first: one of them may send the
+    /// instruction to the VMM and back to its start, which must find RAM as it was.
+    pub(in crate::vcpu) fn store_pieces(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        buf: &[u8],
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        // All pages are checked before the first byte is written.
+        self.probe(cpu, gva, buf.len() as u64, Access::Write, who)?;
+        for is_ram in [false, true] {
+            let mut at = gva;
+            let mut rest = buf;
+            while !rest.is_empty() {
+                let (now, later) = rest.split_at(in_page(at, rest.len()));
+                let to = self.translate(cpu, at, Access::Write, who)?;
+                match (to.page.is_some(), is_ram) {
+                    // The slot went away meanwhile: as if the write had come before.
+                    (true, true) => _ = self.mmu.write_gpa(to.gpa, now),
+                    (false, false) => self.device_store_bytes(cpu, to.gpa, now)?,
+                    _ => {}
+                }
+                at = self.mmu.next_page(cpu, at, who);
+                rest = later;
+            }
+        }
+        Ok(())
+    }
+
+    fn device_store_bytes(&mut self, cpu: &CpuState, gpa: u64, bytes: &[u8]) -> Result<(), Fault> {
+        for (i, chunk) in bytes.chunks(8).enumerate() {
+            let mut value = [0; 8];
+            value[..chunk.len()].copy_from_slice(chunk);
+            let gpa = gpa.wrapping_add(8 * i as u64);
+            self.device_store(cpu, gpa, chunk.len() as u8, u64::from_le_bytes(value))?;
+        }
+        Ok(())
+    }
+
+    /// Signals the eventfd that listens to this write; false if none does.
+    pub(in crate::vcpu) fn ring(&self, space: Space, address: u64, len: u8, value: u64) -> bool {
+        let value = value & mask(len);
+        let place = (space, address);
+        match doorbell::write(&self.vm, &self.shared, place, len.into(), value) {
+            Rung::Doorbell => true,
+            // A full ring is an exit, at which the VMM drains it.
+            Rung::Coalesce => {
+                let entry = RingEntry::new(space, address, len.into(), value);
+                self.vm.ring.push(entry)
+            }
+            Rung::Nobody => false,
+        }
+    }
+
+    /// A hypercall in the place of a write; false if no doorbell is there.
+    pub(in crate::vcpu) fn ring_doorbell(
+        &self,
+        space: Space,
+        address: u64,
+        len: u8,
+        value: u64,
+    ) -> bool {
+        let place = (space, address);
+        let value = value & mask(len);
+        doorbell::write(&self.vm, &self.shared, place, len.into(), value) == Rung::Doorbell
+    }
+}
+
+/// Bytes of an access at `gva` that stay in its page.
+pub(in crate::vcpu) fn in_page(gva: u64, len: usize) -> usize {
+    len.min((PAGE_SIZE - gva % PAGE_SIZE) as usize)
+}
+
+/// An access stays in one page.
+pub(in crate::vcpu) fn is_in_page(gva: u64, len: usize) -> bool {
+    gva % PAGE_SIZE + len as u64 <= PAGE_SIZE
+}
+
+pub(in crate::vcpu) const fn mask(len: u8) -> u64 {
+    if len >= 8 {
+        u64::MAX
+    } else {
+        (1 << (8 * len)) - 1
+    }
+}

@@ -1,0 +1,97 @@
+//! Accesses that no TLB entry answers: memory that has to be looked up, or a device.
+
+use mmu::{Miss, Translation};
+use x86_cpu::{Access, CpuState, Fault, Privilege, Word};
+
+use super::{Bus, device::is_in_page};
+use crate::Exit;
+
+impl Bus {
+    pub(in crate::vcpu) fn translate(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        access: Access,
+        who: Privilege,
+    ) -> Result<Translation, Fault> {
+        match self.mmu.translate(cpu, gva, access, who) {
+            Ok(to) => Ok(to),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            // `translate` has no such answer; a device there would be one anyway.
+            Err(Miss::Device { gpa }) => Ok(Translation { gpa, page: None }),
+        }
+    }
+
+    /// A read that the TLB did not answer.
+    #[inline(never)]
+    pub(super) fn read_miss<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        who: Privilege,
+    ) -> Result<T, Fault> {
+        let known = self.mmu.known_device(gva, false, who);
+        let result = match known {
+            Some(gpa) => Err(Miss::Device { gpa }),
+            None => self.mmu.read(cpu, gva, who),
+        };
+        match result {
+            Ok(v) => Ok(v),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            // All of it is there, and the access is allowed.
+            Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
+                let value = self.device_load(cpu, gpa, T::SIZE as u8)?;
+                Ok(T::from_u128(value.into()))
+            }
+            Err(Miss::Device { .. }) => {
+                let mut bytes = [0; 16];
+                self.load_pieces(cpu, gva, &mut bytes[..T::SIZE], who)?;
+                Ok(T::from_le(&bytes[..T::SIZE]))
+            }
+        }
+    }
+
+    /// A write that the TLB did not answer.
+    #[inline(never)]
+    pub(super) fn write_miss<T: Word>(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        value: T,
+        who: Privilege,
+    ) -> Result<(), Fault> {
+        let known = self.mmu.known_device(gva, true, who);
+        let result = match known {
+            Some(gpa) => Err(Miss::Device { gpa }),
+            None => self.mmu.write(cpu, gva, value, who),
+        };
+        match result {
+            Ok(()) => Ok(()),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
+                self.device_store(cpu, gpa, T::SIZE as u8, value.to_u128() as u64)
+            }
+            Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, &value.to_le()[..T::SIZE], who),
+        }
+    }
+
+    /// Code outside memory cannot be executed: KVM_INTERNAL_ERROR_EMULATION.
+    pub(super) fn fetch_result<T>(
+        &mut self,
+        cpu: &CpuState,
+        r: Result<T, Miss>,
+    ) -> Result<T, Fault> {
+        match r {
+            Ok(v) => Ok(v),
+            Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Device { gpa }) => {
+                self.check_host(gpa)?;
+                self.exit = Some(Exit::InternalError {
+                    suberror: kvm_bindings::KVM_INTERNAL_ERROR_EMULATION,
+                    data: vec![cpu.rip(), gpa],
+                });
+                Err(Fault::Exit)
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! KVM_GET_DIRTY_LOG and KVM_CLEAR_DIRTY_LOG: which pages were written, and how vCPUs are told to note them again.
+
+use std::sync::atomic::Ordering;
+
+use super::{Vm, VmState};
+use crate::{Error, Result};
+
+/// Words of a bitmap at once.
+const CHUNK: usize = 512;
+
+impl Vm {
+    /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared unless that is left to
+    /// KVM_CLEAR_DIRTY_LOG. `show` gets some words of it at a time, and the place of the first; what they say is so once
+    /// this returns.
+    pub fn get_dirty_log<E: From<Error>>(
+        &self,
+        slot: u32,
+        show: impl FnMut(usize, &[u64]) -> core::result::Result<(), E>,
+    ) -> core::result::Result<(), E> {
+        self.has_bitmaps()?;
+        let memory = &self.state.memory;
+        if self.state.options.is_dirty_log_manual() {
+            return memory.peek_dirty(slot, show).map_err(Error::from)?;
+        }
+        let (shown, epoch) = memory.take_dirty(slot, show).map_err(Error::from)?;
+        self.state.wait_for_harvest(epoch);
+        shown
+    }
+    /// Pages of a slot that logs, or the errno of the dirty log's calls.
+    pub fn logged_pages(&self, slot: u32) -> Result<u64> {
+        self.has_bitmaps()?;
+        Ok(self.state.memory.logged_pages(slot)?)
+    }
+    /// ENXIO where vCPUs have dirty rings.
+    fn has_bitmaps(&self) -> Result<()> {
+        if self.state.memory.rings().entries() == 0 {
+            Ok(())
+        } else {
+            Err(Error::NoSuchDevice)
+        }
+    }
+    /// KVM_CLEAR_DIRTY_LOG: clears `pages` from `first` on whose bits are set in what `read` gets: some words of the mask at a
+    /// time, by the place of the first.
+    /// EINVAL unless `first` is a multiple of 64 and `pages` one too or up to the slot's end.
+    pub fn clear_dirty_log<E: From<Error>>(
+        &self,
+        slot: u32,
+        first: u64,
+        pages: u64,
+        mut read: impl FnMut(usize, &mut [u64]) -> core::result::Result<(), E>,
+    ) -> core::result::Result<(), E> {
+        if !first.is_multiple_of(64) {
+            return Err(Error::InvalidArgument.into());
+        }
+        let rest = self
+            .logged_pages(slot)?
+            .checked_sub(first)
+            .ok_or(Error::InvalidArgument)?;
+        if pages > rest || pages < rest && !pages.is_multiple_of(64) {
+            return Err(Error::InvalidArgument.into());
+        }
+        let memory = &self.state.memory;
+        let (words, start) = (pages.div_ceil(64) as usize, (first / 64) as usize);
+        let mut mask = [0; CHUNK];
+        // What cannot be read clears nothing. A look at each page tells.
+        for at in (0..words).step_by(CHUNK).chain(words.checked_sub(1)) {
+            read(at, &mut mask[..1])?;
+        }
+        let (mut at, mut epoch) = (0, 0);
+        let mut done = Ok(());
+        while at < words && done.is_ok() {
+            // The memory's blocks are not taken apart.
+            let count = (CHUNK - (start + at) % CHUNK).min(words - at);
+            let mask = &mut mask[..count];
+            done = read(at, mask).and_then(|()| {
+                let first = first + at as u64 * 64;
+                let cleared = memory.clear_dirty(slot, first, mask).map_err(Error::from)?;
+                epoch = epoch.max(cleared);
+                Ok(())
+            });
+            at += count;
+        }
+        self.state.wait_for_harvest(epoch);
+        done
+    }
+}
+
+impl VmState {
+    /// Waits until no running vCPU writes pages unnoticed that it was asked for, or has not acknowledged `epoch`. Nobody else is
+    /// disturbed, and who sleeps is not woken.
+    pub(super) fn wait_for_harvest(&self, epoch: u64) {
+        // Not under the lock: who is waited for may want it. Nobody asked, nothing allocated.
+        let asked: Vec<_> = {
+            let vcpus = self.vcpus();
+            let asked = vcpus.iter().filter_map(|vcpu| vcpu.ask_for_pages(epoch));
+            asked.collect()
+        };
+        if asked.is_empty() {
+            return;
+        }
+        self.flush_requests.fetch_add(1, Ordering::Relaxed);
+        self.show_stats();
+        for (vcpu, posted) in asked {
+            while !vcpu.has_given_up(posted, epoch) {
+                host::thread::yield_now();
+            }
+        }
+    }
+}

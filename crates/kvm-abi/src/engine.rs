@@ -1,0 +1,84 @@
+//! The environment variables by which a user chooses how VMs execute.
+//!
+//! `ANYKVM_ENGINE`: `interp` is the interpreter alone, `lockstep` compares translated code with it,
+//! `lockstep-planted` does so with an error put into translated code. `ANYKVM_CODE_CACHE`: bytes of
+//! translated code, with K or M. `ANYKVM_CODE_FLUSH`: all of it is dropped at random, once in so
+//! many blocks looked for. `ANYKVM_MMU`: `tdp`, `shadow` or `auto` (docs/mmu.md). Anything else
+//! is as if it were not there.
+
+use hypervisor::{Engine, EngineOptions, Policy};
+
+/// What the process's environment says.
+pub(crate) fn options() -> EngineOptions {
+    read(|name| std::env::var(name).ok())
+}
+
+fn read(variable: impl Fn(&str) -> Option<String>) -> EngineOptions {
+    let engine = variable("ANYKVM_ENGINE").unwrap_or_default();
+    EngineOptions {
+        engine: match engine.strip_prefix("lockstep") {
+            Some(rest) => Engine::Lockstep {
+                is_planted: rest == "-planted",
+            },
+            None if engine == "interp" => Engine::Interpreter,
+            None => Engine::Translator,
+        },
+        code_cache: variable("ANYKVM_CODE_CACHE").and_then(|v| bytes(&v)),
+        random_flushes: variable("ANYKVM_CODE_FLUSH").and_then(|v| v.parse().ok()),
+        translations: match variable("ANYKVM_MMU").as_deref() {
+            Some("shadow") => Policy::Shadow,
+            Some("auto") => Policy::Auto,
+            _ => Policy::Tdp,
+        },
+    }
+}
+
+/// "2M", "512K", "1048576".
+fn bytes(text: &str) -> Option<usize> {
+    let (digits, shift) = match text.strip_suffix('M') {
+        Some(digits) => (digits, 20),
+        None => text
+            .strip_suffix('K')
+            .map_or((text, 0), |digits| (digits, 10)),
+    };
+    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn engine(value: &str) -> Engine {
+        read(|name| (name == "ANYKVM_ENGINE").then(|| value.to_owned())).engine
+    }
+
+    #[test]
+    fn the_engine_is_what_the_variable_names() {
+        assert_eq!(engine("interp"), Engine::Interpreter);
+        assert_eq!(engine("lockstep"), Engine::Lockstep { is_planted: false });
+        let planted = Engine::Lockstep { is_planted: true };
+        assert_eq!(engine("lockstep-planted"), planted);
+        assert_eq!(engine("jit"), Engine::Translator);
+        assert_eq!(read(|_| None), EngineOptions::default());
+    }
+
+    #[test]
+    fn sizes_have_units_and_stay_within_a_word() {
+        assert_eq!(bytes("2M"), Some(2 << 20));
+        assert_eq!(bytes("512K"), Some(512 << 10));
+        assert_eq!(bytes("1048576"), Some(1 << 20));
+        assert_eq!(bytes("18446744073709551615M"), None);
+        assert_eq!(bytes("2G"), None);
+    }
+
+    #[test]
+    fn translations_are_kept_as_processors_do_unless_asked_otherwise() {
+        let policy = |value: &str| {
+            read(|name| (name == "ANYKVM_MMU").then(|| value.to_owned())).translations
+        };
+        assert_eq!(policy("shadow"), Policy::Shadow);
+        assert_eq!(policy("auto"), Policy::Auto);
+        assert_eq!(policy("tdp"), Policy::Tdp);
+        assert_eq!(policy(""), Policy::Tdp);
+    }
+}

@@ -1,0 +1,220 @@
+//! Write permission that is given up: what other threads ask for, and how the requests are carried out.
+
+use std::sync::{
+    Arc,
+    atomic::{Ordering, fence},
+};
+
+use guest_memory::{HostPage, SlotTable, table::ADDRESS_SPACES};
+use x86_cpu::CpuState;
+
+use crate::{
+    Mmu,
+    l1::Half,
+    written::{Pages, Place, Tags},
+};
+
+/// With more pages than that it takes less to go through all tags once.
+const MANY: u32 = 1024;
+
+impl Mmu {
+    /// True if another thread has asked for something. Cheap: for every block entry.
+    #[inline(always)]
+    pub fn needs_sync(&self) -> bool {
+        self.memory.epoch() != self.seen_epoch || self.mailbox.posted() != self.seen_posted
+    }
+
+    /// Carries out what other threads have asked for, and acknowledges it.
+    pub fn sync(&mut self, _cpu: &CpuState) {
+        let epoch = self.memory.epoch();
+        if epoch != self.seen_epoch {
+            self.stats.syncs += 1;
+            self.take_table();
+            self.take_write_flush();
+            self.seen_epoch = epoch;
+            self.mailbox.set_epoch(epoch);
+        }
+        let posted = self.mailbox.posted();
+        if posted != self.seen_posted {
+            let start = host::cpu::rdtsc();
+            self.stats.posts += posted.wrapping_sub(self.seen_posted);
+            self.give_up(|mmu, pages| mmu.written.take_asked(pages));
+            self.seen_posted = posted;
+            self.mailbox.set_done(posted);
+            self.stats.stall_tsc += host::cpu::rdtsc().wrapping_sub(start);
+        }
+    }
+
+    /// The slots are others, or have other flags.
+    fn take_table(&mut self) {
+        let table = self.memory.table();
+        if self.seen_generation == table.generation() {
+            if !Arc::ptr_eq(&table, &self.table) {
+                self.take_flags(table);
+            }
+            return;
+        }
+        // While the places of written pages still mean the old table.
+        self.invalidate_written_code();
+        self.seen_generation = table.generation();
+        self.table = table;
+        self.generations.clear();
+        self.flush_everything();
+        // Also of contexts that are not current: all point into old slots.
+        for i in 0..self.views.len() {
+            let epoch = self.next_tick();
+            self.views[i].flush();
+            self.views[i].epoch = epoch;
+        }
+        self.exposed.clear();
+        self.written.reset(&self.table);
+        self.look_for_logging();
+    }
+
+    /// The same slots: where writes begin to be logged, they have to be noticed. All else stays.
+    fn take_flags(&mut self, table: Arc<SlotTable>) {
+        let old = core::mem::replace(&mut self.table, table);
+        self.look_for_logging();
+        let start = host::cpu::rdtsc();
+        self.give_up(|mmu, pages| {
+            let notes_more = |space: usize, slot: usize| {
+                let pair = mmu
+                    .table
+                    .slots(space)
+                    .get(slot)
+                    .zip(old.slots(space).get(slot));
+                pair.is_none_or(|(new, old)| new.notes_more_than(old))
+            };
+            mmu.written.take_all(notes_more, pages);
+        });
+        self.stats.stall_tsc += host::cpu::rdtsc().wrapping_sub(start);
+    }
+
+    fn look_for_logging(&mut self) {
+        let mut slots = (0..ADDRESS_SPACES).flat_map(|space| self.table.slots(space));
+        self.is_logging = slots.any(|slot| slot.is_logging());
+    }
+
+    /// All write permissions go, as harvests had it once.
+    fn take_write_flush(&mut self) {
+        let write_flushes = self.memory.write_flushes();
+        if write_flushes != self.seen_write_flushes {
+            self.seen_write_flushes = write_flushes;
+            self.begin_round();
+            for t in &mut self.views {
+                t.l1.flush(&[Half::Write]);
+            }
+        }
+    }
+
+    /// Drops the tags of the pages that `take` has taken from [`Self::written`].
+    fn give_up(&mut self, take: impl FnOnce(&mut Self, &mut Vec<Pages>)) {
+        let mut pages = core::mem::take(&mut self.given_up);
+        take(self, &mut pages);
+        let count: u32 = pages.iter().map(|p| p.bits.count_ones()).sum();
+        self.stats.pages_given_up += u64::from(count);
+        let is_anywhere = || {
+            let mut places = pages.iter().flat_map(|p| p.places());
+            places.any(|at| self.written.tags(at) == Tags::Anywhere)
+        };
+        if count > MANY || is_anywhere() {
+            self.drop_all_given_up(&pages);
+        } else {
+            for at in pages.iter().flat_map(|p| p.places()) {
+                if let Some(host) = self.host_of(at) {
+                    self.drop_tags(self.written.tags(at), host);
+                }
+            }
+        }
+        // What was written unnoticed may be what another vCPU has fetched before.
+        fence(Ordering::SeqCst);
+        for at in pages.iter().flat_map(|p| p.places()) {
+            self.bump_code(at);
+        }
+        pages.clear();
+        self.given_up = pages;
+    }
+
+    /// By one search of all tags: those of pages that the vCPU may not write any more go.
+    fn drop_all_given_up(&mut self, pages: &[Pages]) {
+        let mut slots: Vec<(usize, usize)> = pages.iter().map(|p| (p.space, p.slot)).collect();
+        slots.dedup();
+        let slots: Vec<_> = slots
+            .into_iter()
+            .filter_map(|(space, slot)| {
+                let writer = Arc::clone(self.written.writer(space, slot)?);
+                Some((*self.table.slots(space).get(slot)?.config(), writer))
+            })
+            .collect();
+        self.begin_round();
+        for t in &mut self.views {
+            t.l1.flush_where(&[Half::Write], |e| {
+                slots.iter().any(|(config, writer)| {
+                    let offset = e.host.hva().wrapping_sub(config.hva);
+                    offset < config.size && !writer.may_write((offset >> 12) as usize)
+                })
+            });
+        }
+    }
+
+    fn host_of(&self, at: Place) -> Option<HostPage> {
+        self.table.slots(at.space).get(at.slot)?.page(at.index)
+    }
+
+    /// Makes this vCPU's writes to the page take the slow way. True if it may
+    /// have written it unnoticed since the last call.
+    pub(crate) fn drop_write_tags(&mut self, at: Place, host: HostPage) -> bool {
+        let tags = self.written.take(at);
+        if let Some(tags) = tags {
+            self.drop_tags(tags, host);
+        }
+        tags.is_some()
+    }
+
+    fn drop_tags(&mut self, tags: Tags, host: HostPage) {
+        match tags {
+            Tags::At([one, other]) => {
+                self.reach.forbid_writes(one, host.hva());
+                if other != one {
+                    self.reach.forbid_writes(other, host.hva());
+                }
+                for t in &mut self.views {
+                    t.l1.flush_at(Half::Write, one, host);
+                    if other != one {
+                        t.l1.flush_at(Half::Write, other, host);
+                    }
+                }
+            }
+            Tags::Anywhere => {
+                self.begin_round();
+                for t in &mut self.views {
+                    t.l1.flush_where(&[Half::Write], |e| e.host == host);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn bump(&self, at: Place) {
+        if let Some(slot) = self.table.slots(at.space).get(at.slot) {
+            slot.bump_code_generation(at.index);
+        }
+    }
+
+    /// What has been fetched from the page is out of date, if anything has.
+    pub(crate) fn bump_code(&self, at: Place) {
+        if let Some(slot) = self.table.slots(at.space).get(at.slot)
+            && slot.code_chunks(at.index) != 0
+        {
+            slot.bump_code_generation(at.index);
+        }
+    }
+
+    /// This vCPU may have written any page that it could: what was fetched from those is out of date. Tags are not dropped.
+    fn invalidate_written_code(&mut self) {
+        let mut pages = Vec::new();
+        self.written.take_all(|_, _| true, &mut pages);
+        for at in pages.into_iter().flat_map(Pages::places) {
+            self.bump_code(at);
+        }
+    }
+}

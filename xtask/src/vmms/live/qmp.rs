@@ -1,0 +1,188 @@
+//! A QEMU that is driven by its machine protocol (QMP): a line of JSON each way, and events between.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+/// How long anything may take.
+pub(super) const PATIENCE: Duration = Duration::from_secs(120);
+
+/// A QEMU; it is killed with its value.
+pub(super) struct Qemu {
+    child: Child,
+    lines: BufReader<UnixStream>,
+    socket: UnixStream,
+    /// What the guest writes to its serial port.
+    pub(super) console: PathBuf,
+    errors: PathBuf,
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Qemu {
+    /// Starts it with its files in `dir`, which are called by `name`.
+    pub(super) fn start(mut command: Command, dir: &Path, name: &str) -> Result<Self, String> {
+        let file = |kind: &str| dir.join(format!("{name}.{kind}"));
+        let (path, console, errors) = (file("qmp"), file("console"), file("errors"));
+        command.args(["-serial", &format!("file:{}", console.display())]);
+        command.args(["-qmp", &format!("unix:{},server,nowait", path.display())]);
+        let log = fs::File::create(&errors).map_err(|e| format!("{}: {e}", errors.display()))?;
+        let null = Stdio::null;
+        command.stdin(null()).stdout(null()).stderr(log);
+        let mut child = command.spawn().map_err(|e| e.to_string())?;
+        let begin = Instant::now();
+        let socket = loop {
+            match UnixStream::connect(&path) {
+                Ok(socket) => break socket,
+                Err(_) if begin.elapsed() < PATIENCE && matches!(child.try_wait(), Ok(None)) => {}
+                Err(error) => {
+                    let said = fs::read_to_string(&errors).unwrap_or_default();
+                    return Err(format!("no QMP: {error}: {said}"));
+                }
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        let failed = |e: std::io::Error| format!("QMP: {e}");
+        socket.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+        let lines = BufReader::new(socket.try_clone().map_err(failed)?);
+        let mut qemu = Self {
+            child,
+            lines,
+            socket,
+            console,
+            errors,
+        };
+        let said = qemu.line()?;
+        if !said.contains("QMP") {
+            return Err(format!("QMP begins with {said}"));
+        }
+        qemu.ask("qmp_capabilities", "{}")?;
+        Ok(qemu)
+    }
+
+    fn line(&mut self) -> Result<String, String> {
+        let mut line = String::new();
+        let read = self.lines.read_line(&mut line);
+        match read {
+            Ok(1..) => Ok(line),
+            Ok(0) => Err(format!("QEMU has ended: {}", self.errors())),
+            Err(error) => Err(format!("QMP: {error}: {}", self.errors())),
+        }
+    }
+
+    /// What it says itself.
+    pub(super) fn errors(&self) -> String {
+        fs::read_to_string(&self.errors).unwrap_or_default()
+    }
+
+    /// A command with its arguments; the line that answers it.
+    pub(super) fn ask(&mut self, command: &str, arguments: &str) -> Result<String, String> {
+        let line = format!("{{\"execute\":\"{command}\",\"arguments\":{arguments}}}\n");
+        self.socket
+            .write_all(line.as_bytes())
+            .map_err(|e| format!("{command}: {e}"))?;
+        loop {
+            let line = self.line()?;
+            if line.starts_with("{\"return\"") {
+                return Ok(line);
+            }
+            if line.starts_with("{\"error\"") || line.starts_with("{\"id\"") {
+                return Err(format!("{command}: {}", line.trim()));
+            }
+        }
+    }
+
+    /// The status of the machine: running, postmigrate and so on.
+    pub(super) fn status(&mut self) -> Result<String, String> {
+        let answer = self.ask("query-status", "{}")?;
+        Ok(value(&answer, "status").unwrap_or_default().to_owned())
+    }
+
+    /// The last of the guest's ticks.
+    pub(super) fn last_tick(&self) -> Option<u64> {
+        let bytes = fs::read(&self.console).unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        // What has no end yet is no number.
+        let (whole, _) = text.rsplit_once('\n')?;
+        whole.lines().rev().find_map(tick)
+    }
+
+    /// Waits until the guest has counted so far.
+    pub(super) fn wait_for_tick(&mut self, number: u64) -> Result<(), String> {
+        let begin = Instant::now();
+        while self.last_tick().is_none_or(|last| last < number) {
+            if begin.elapsed() > PATIENCE {
+                let said = fs::read(&self.console).unwrap_or_default();
+                let said = String::from_utf8_lossy(&said);
+                let tail: Vec<&str> = said.lines().rev().take(5).collect();
+                let state = self.status()?;
+                return Err(format!(
+                    "no tick {number}, the machine is {state}, the guest said, last line first: {tail:?}; {}",
+                    self.errors()
+                ));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Ends it at once, as a crash would.
+    pub(super) fn kill(self) {}
+
+    /// Lets it end.
+    pub(super) fn quit(mut self) -> Result<(), String> {
+        self.ask("quit", "{}")?;
+        let status = self.child.wait().map_err(|e| e.to_string())?;
+        if status.success() {
+            Ok(())
+        } else {
+            Err(format!("QEMU ended with {status}: {}", self.errors()))
+        }
+    }
+}
+
+/// The number of a line of the guest's.
+pub(super) fn tick(line: &str) -> Option<u64> {
+    line.trim().strip_prefix("tick ")?.parse().ok()
+}
+
+/// The word behind `"key":`, without its quotes.
+pub(super) fn value<'a>(line: &'a str, key: &str) -> Option<&'a str> {
+    let (_, rest) = line.split_once(&format!("\"{key}\":"))?;
+    let rest = rest.trim_start();
+    let end = rest.find([',', '}'])?;
+    Some(rest.get(..end)?.trim_matches('"'))
+}
+
+/// The same as a number.
+pub(super) fn number(line: &str, key: &str) -> Option<f64> {
+    value(line, key)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_are_read() {
+        let line = r#"{"return": {"status": "completed", "downtime": 31, "mbps": 1.5}}"#;
+        assert_eq!(value(line, "status"), Some("completed"));
+        assert_eq!(number(line, "downtime"), Some(31.0));
+        assert_eq!(number(line, "mbps"), Some(1.5));
+        assert_eq!(number(line, "status"), None);
+        assert_eq!(value(line, "other"), None);
+        assert_eq!(tick("tick 7\r"), Some(7));
+        assert_eq!(tick("x tick 7"), None);
+    }
+}
