@@ -310,6 +310,12 @@ impl CpuState {
     pub const fn iopl(&self) -> u8 {
         ((self.rflags & rflags::IOPL) >> rflags::IOPL_SHIFT) as u8
     }
+    /// True if a program that may not change IF changes VIF in its place: virtual-8086 mode with CR4.VME, or CPL 3 with
+    /// CR4.PVI, and IOPL below 3 (SDM vol. 3, 21.3 and 21.4).
+    pub const fn has_virtual_interrupts(&self) -> bool {
+        let enable = if self.is_v86() { cr4::VME } else { cr4::PVI };
+        self.cpl == 3 && self.cr4 & enable != 0 && self.iopl() < 3 && self.is_protected()
+    }
     /// True if the linear address is canonical in the current paging mode.
     #[inline(always)]
     pub const fn is_canonical(&self, gva: u64) -> bool {

@@ -439,10 +439,10 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             Err(Exception::GP0.into())
         }
     }
-    /// True if any of TF, RF, breakpoints or a shadow ask for one instruction at a time.
+    /// True if any of TF, RF, VIP, breakpoints or a shadow ask for one instruction at a time.
     pub(crate) fn needs_stepping(&self) -> bool {
         self.watch
-            || self.cpu.rflags & (rflags::TF | rflags::RF) != 0
+            || self.cpu.rflags & (rflags::TF | rflags::RF | rflags::VIP) != 0
             || self.cpu.shadow != x86_cpu::Shadow::None
     }
     /// True if a `rep` instruction may do many iterations in one bus call:

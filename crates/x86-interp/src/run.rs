@@ -342,6 +342,11 @@ fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result
             return Err(Exception::DB.into());
         }
     }
+    // The interrupt that waits for the program is one that it takes now (SDM vol. 3, 21.3.2).
+    let taken = rflags::VIF | rflags::VIP;
+    if before & taken == taken && ex.cpu.has_virtual_interrupts() {
+        return Err(Exception::GP0.into());
+    }
     let block = blocks.find(ex)?;
     let Some(insn) = blocks.insns(&block).first() else {
         return Err(Exception::UD.into());

@@ -9,6 +9,7 @@ mod driven;
 mod files;
 mod guest;
 mod live;
+mod models;
 mod others;
 mod saved;
 mod traced;
@@ -158,6 +159,10 @@ const CASES: &[Case] = &[
             Normal,
             "-M q35,kernel-irqchip=off -cpu host",
         )
+    },
+    Case {
+        run: Run::Driven(models::enforced),
+        ..qemu("models", Quick, "")
     },
     qemu("cpu-qemu64", Normal, "-cpu qemu64"),
     qemu("cpu-kvm64", Normal, "-cpu kvm64"),

@@ -69,8 +69,8 @@ const PERF_MON_V2: Regs = Regs {
     ecx: 0,
     edx: 0,
 };
-/// Leaf 1 EDX: FPU DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
-const L1_EDX: u32 = 0x078b_fbfd;
+/// Leaf 1 EDX: FPU VME DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
+const L1_EDX: u32 = 0x078b_fbff;
 /// Leaf 7 EBX, host ∩: AVX2, SHA, (V)AES and friends are host-executed.
 const L7_EBX_HOST: u32 = 1 << 5 | 1 << 29;
 /// Leaf 7 EBX, always: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB.
@@ -336,12 +336,11 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         },
     ));
     let sizes = host(0x8000_0008, 0);
-    // CLZERO and XSAVEERPTR where the host executes them.
-    let ebx = if amd {
-        sizes.ebx & (1 << 0 | 1 << 2) | speculation.sizes_ebx
-    } else {
-        0
-    };
+    // CLZERO and XSAVEERPTR where the host executes them; WBNOINVD is interpreted.
+    let mut ebx = 1 << 9;
+    if amd {
+        ebx |= sizes.ebx & (1 << 0 | 1 << 2) | speculation.sizes_ebx;
+    }
     out.push(plain(
         0x8000_0008,
         Regs {

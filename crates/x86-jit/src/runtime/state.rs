@@ -55,7 +55,7 @@ pub(crate) fn keep_resume_flag(cpu: &mut CpuState, stop: RunStop, resumed: Optio
 
 pub(crate) fn needs_stepping(cpu: &CpuState) -> bool {
     cpu.shadow != Shadow::None
-        || cpu.rflags & (rflags::TF | rflags::RF) != 0
+        || cpu.rflags & (rflags::TF | rflags::RF | rflags::VIF | rflags::VIP) != 0
         || cpu.effective_dr7() & dr::DR7_ENABLES != 0
 }
 

@@ -165,8 +165,6 @@ pub fn cr4_valid_bits(f: &Features) -> u64 {
         (Feature::Pks, cr4::PKS),
     ];
     // KVM lets guests set these whatever CPUID says.
-    // DEVIATION: virtual interrupts (VME, PVI) are not virtualized: CLI and friends fault as
-    // without them.
     let mut bits = cr4::VME
         | cr4::PVI
         | cr4::TSD

@@ -1,10 +1,11 @@
-//! CLI, STI, PUSHF, POPF, CLAC, STAC (SDM vol. 2; vol. 3, 6.8.1 and 21.3).
+//! CLI, STI, PUSHF, POPF, CLAC, STAC (SDM vol. 2; vol. 3, 6.8.1, 21.3 and 21.4).
 //!
-//! The VME and PVI extensions are not offered: CR4.VME and CR4.PVI stay zero.
+//! Where interrupts are virtual (CR4.VME in virtual-8086 mode, CR4.PVI at CPL 3), a program with too low an IOPL changes VIF
+//! in place of IF. The monitor sets VIP while an interrupt waits, and gets #GP as soon as the program would take it.
 
 use iced_x86::{Code, Instruction};
 use x86_cpu::{Exception, GuestBus, Shadow};
-use x86_defs::rflags;
+use x86_defs::{reg, rflags};
 
 use crate::{Exec, Flow, Handler, Insn, Step};
 
@@ -28,22 +29,65 @@ fn may_change_if<B: GuestBus>(ex: &Exec<'_, B>) -> bool {
 }
 
 fn cli<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
-    if !may_change_if(ex) {
-        return Err(Exception::GP0.into());
+    if may_change_if(ex) {
+        ex.cpu.rflags &= !rflags::IF;
+        Ok(Flow::Next)
+    } else if ex.cpu.has_virtual_interrupts() {
+        ex.cpu.rflags &= !rflags::VIF;
+        Ok(Flow::EndBlock)
+    } else {
+        Err(Exception::GP0.into())
     }
-    ex.cpu.rflags &= !rflags::IF;
-    Ok(Flow::Next)
 }
 
 fn sti<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     if !may_change_if(ex) {
-        return Err(Exception::GP0.into());
+        if !ex.cpu.has_virtual_interrupts() || ex.cpu.rflags & rflags::VIP != 0 {
+            return Err(Exception::GP0.into());
+        }
+        ex.cpu.rflags |= rflags::VIF;
+        return Ok(Flow::EndBlock);
     }
     if ex.cpu.rflags & rflags::IF == 0 {
         ex.cpu.rflags |= rflags::IF;
         ex.cpu.shadow = Shadow::Sti;
     }
     Ok(Flow::EndBlock)
+}
+
+/// True if PUSHFW, POPFW, IRETW and INT n show VIF as IF: virtual-8086 mode with CR4.VME and IOPL below 3.
+pub(super) fn shows_virtual_if<B: GuestBus>(ex: &Exec<'_, B>) -> bool {
+    ex.cpu.is_v86() && ex.cpu.has_virtual_interrupts()
+}
+
+/// FLAGS as such a program sees them: IF is VIF, and IOPL is 3.
+pub(super) fn virtual_image(flags: u64) -> u64 {
+    let vif = if flags & rflags::VIF != 0 {
+        rflags::IF
+    } else {
+        0
+    };
+    flags & !rflags::IF | vif | rflags::IOPL
+}
+
+/// Takes FLAGS as such a program pops them: IF goes to VIF. #GP if it asks for a trap, or for the interrupt that waits.
+pub(super) fn set_virtual<B: GuestBus>(
+    ex: &mut Exec<'_, B>,
+    value: u64,
+) -> Result<(), crate::Stop> {
+    let old = ex.rflags();
+    let is_taken = old & rflags::VIP != 0 && value & rflags::IF != 0;
+    if is_taken || value & rflags::TF != 0 {
+        return Err(Exception::GP0.into());
+    }
+    let vif = if value & rflags::IF != 0 {
+        rflags::VIF
+    } else {
+        0
+    };
+    let mask = rflags::ARITH | rflags::TF | rflags::DF | rflags::NT;
+    ex.set_rflags(old & !(mask | rflags::VIF) | value & mask | vif);
+    Ok(())
 }
 
 /// The image that PUSHF pushes, or #GP in virtual-8086 mode without IOPL 3.
@@ -55,7 +99,11 @@ fn image<B: GuestBus>(ex: &Exec<'_, B>) -> Result<u64, crate::Stop> {
 }
 
 fn pushfw<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
-    let v = image(ex)?;
+    let v = if shows_virtual_if(ex) {
+        virtual_image(ex.rflags())
+    } else {
+        image(ex)?
+    };
     ex.push(v as u16)?;
     Ok(Flow::Next)
 }
@@ -73,6 +121,17 @@ fn pushfq<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
 }
 
 fn popfw<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
+    if shows_virtual_if(ex) {
+        let before = ex.cpu.gpr[reg::RSP];
+        let v = ex.pop::<u16>()?;
+        return match set_virtual(ex, u64::from(v)) {
+            Ok(()) => Ok(Flow::EndBlock),
+            Err(stop) => {
+                ex.cpu.gpr[reg::RSP] = before;
+                Err(stop)
+            }
+        };
+    }
     check_popf(ex)?;
     let v = ex.pop::<u16>()?;
     set(ex, u64::from(v), 0xffff)
@@ -105,10 +164,14 @@ fn set<B: GuestBus>(ex: &mut Exec<'_, B>, value: u64, width: u64) -> Step {
     if may_change_if(ex) {
         writable |= rflags::IF;
     }
-    // RF is cleared whatever was popped.
+    // RF is cleared whatever was popped, as are VIF and VIP outside of virtual-8086 mode.
+    let mut cleared = rflags::RF;
+    if !ex.cpu.is_v86() {
+        cleared |= rflags::VIF | rflags::VIP;
+    }
     let old = ex.rflags();
     let mask = writable & width;
-    ex.set_rflags(old & !mask & !(rflags::RF & width) | value & mask);
+    ex.set_rflags(old & !mask & !(cleared & width) | value & mask);
     if (old ^ ex.cpu.rflags) & rflags::AC != 0 {
         ex.bus.select_view(ex.cpu);
     }

@@ -4,7 +4,10 @@ use iced_x86::{Code, Instruction};
 use x86_cpu::{Exception, GuestBus};
 use x86_defs::{reg, rflags, vector};
 
-use super::far::{self, drop_privileged_segments};
+use super::{
+    far::{self, drop_privileged_segments},
+    flags,
+};
 use crate::{
     Exec, Flow, Handler, Insn, Step, Stop,
     deliver::task::{self, Reason},
@@ -68,15 +71,19 @@ fn replace_flags<B: GuestBus>(ex: &mut Exec<'_, B>, value: u64, writable: u64, s
 
 fn real<B: GuestBus>(ex: &mut Exec<'_, B>, size: u8) -> Result<(), Stop> {
     let v86 = ex.cpu.is_v86();
-    if v86 && ex.cpu.iopl() < 3 {
+    let is_virtual = size == 2 && flags::shows_virtual_if(ex);
+    if v86 && ex.cpu.iopl() < 3 && !is_virtual {
         return Err(Exception::GP0.into());
     }
     let mut stack = Stack::current(ex.cpu);
     let rip = stack.pop(ex, size)?;
     let cs = stack.pop(ex, size)? as u16;
-    let flags = stack.pop(ex, size)?;
+    let image = stack.pop(ex, size)?;
     if rip > u64::from(ex.cpu.seg[reg::CS].limit) {
         return Err(Exception::GP0.into());
+    }
+    if is_virtual {
+        flags::set_virtual(ex, image)?;
     }
     stack.commit(ex.cpu);
     ex.cpu.seg[reg::CS] = if v86 {
@@ -85,8 +92,10 @@ fn real<B: GuestBus>(ex: &mut Exec<'_, B>, size: u8) -> Result<(), Stop> {
         real_segment(&ex.cpu.seg[reg::CS], reg::CS, cs)
     };
     ex.cpu.set_rip(rip);
-    let iopl = if v86 { 0 } else { rflags::IOPL };
-    replace_flags(ex, flags, PLAIN | WIDE | rflags::IF | iopl, size);
+    if !is_virtual {
+        let iopl = if v86 { 0 } else { rflags::IOPL };
+        replace_flags(ex, image, PLAIN | WIDE | rflags::IF | iopl, size);
+    }
     Ok(())
 }
 

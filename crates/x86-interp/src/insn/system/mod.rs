@@ -13,6 +13,8 @@ mod syscall;
 mod tables;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod virtual_tests;
 
 pub use control::cr4_valid_bits;
 use iced_x86::Instruction;
