@@ -7,13 +7,13 @@ use std::{process::Command, time::Instant};
 enum Task {
     /// Runs cargo with these arguments.
     Cargo(&'static [&'static str]),
-    /// Calls a task of ours with these.
-    Own(fn(&[String]) -> Result<(), String>, &'static [&'static str]),
+    /// A task of ours.
+    Own(fn() -> Result<(), String>),
 }
 use Task::{Cargo, Own};
 
 const STEPS: &[(&str, Task)] = &[
-    ("tidy", Own(|_| crate::tidy::run(), &[])),
+    ("tidy", Own(crate::tidy::run)),
     ("format", Cargo(&["fmt", "--all", "--check"])),
     (
         "lints",
@@ -39,18 +39,46 @@ const STEPS: &[(&str, Task)] = &[
         "random calls",
         Cargo(&["run", "-p", "fuzzing", "--", "ioctl", "--seconds", "60"]),
     ),
-    ("boots", Own(crate::boots::run, &[])),
-    ("KVM selftests", Own(crate::selftests::run, &[])),
-    ("guests", Own(crate::guests::run, &["--quick"])),
-    ("VMMs", Own(crate::vmms::run, &["--quick"])),
+    (
+        "boots",
+        Own(|| crate::boots::run(&crate::boots::Options::default())),
+    ),
+    (
+        "KVM selftests",
+        Own(|| crate::selftests::run(&crate::selftests::Options::default())),
+    ),
+    (
+        "guests",
+        Own(|| {
+            crate::guests::run(&crate::guests::Options {
+                quick: true,
+                ..crate::guests::Options::default()
+            })
+        }),
+    ),
+    (
+        "VMMs",
+        Own(|| {
+            crate::vmms::run(&crate::vmms::Options {
+                quick: true,
+                ..crate::vmms::Options::default()
+            })
+        }),
+    ),
     (
         "guests, interpreted",
-        Own(
-            crate::guests::run,
-            &["--engine", "interp", "sqlite", "ssdd"],
-        ),
+        Own(|| {
+            crate::guests::run(&crate::guests::Options {
+                engine: Some("interp".to_owned()),
+                names: ["sqlite", "ssdd"].map(str::to_owned).into(),
+                ..crate::guests::Options::default()
+            })
+        }),
     ),
-    ("lock-step", Own(crate::lockstep::run, &["--quick"])),
+    (
+        "lock-step",
+        Own(|| crate::lockstep::run(&crate::lockstep::Options { quick: true })),
+    ),
     ("tests", Cargo(&["test", "--workspace"])),
 ];
 
@@ -62,10 +90,7 @@ pub(crate) fn run() -> Result<(), String> {
         let start = Instant::now();
         let result = match task {
             Cargo(arguments) => cargo(arguments),
-            Own(task, arguments) => {
-                let arguments: Vec<String> = arguments.iter().map(|&a| a.to_owned()).collect();
-                task(&arguments)
-            }
+            Own(task) => task(),
         };
         eprintln!("== {name}: {} s", start.elapsed().as_secs());
         result.map_err(|e| format!("{name}: {e}"))?;

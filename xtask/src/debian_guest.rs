@@ -27,19 +27,22 @@ const BAR: f64 = 3.0;
 /// which say more beside other work.
 type Times = [f64; 4];
 
+/// How often.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Boots on each, of which the best counts.
+    #[arg(long, default_value_t = 1)]
+    rounds: u32,
+}
+
 /// Boots it on both in turn.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    let rounds: u32 = match arguments {
-        [] => 1,
-        [option, number] if option == "--rounds" => number.parse().map_err(|_| "no number")?,
-        _ => return Err("usage: cargo xtask debian-guest [--rounds N]".to_owned()),
-    };
+pub(crate) fn run(options: &Options) -> Result<(), String> {
     crate::debian::install(PACKAGES)?;
     let folder = crate::build::cache().join("debian-guest");
     prepare(&folder)?;
     let anykvm = crate::build::anykvm()?;
     let mut best = [[f64::MAX; 4]; 2];
-    for _ in 0..rounds {
+    for _ in 0..options.rounds {
         for (machine, best) in [Some(anykvm.as_path()), None].into_iter().zip(&mut best) {
             let name = if machine.is_some() { "anykvm" } else { "TCG" };
             let times = boot(&folder, machine).map_err(|e| format!("{name}: {e}"))?;

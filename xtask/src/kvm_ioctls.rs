@@ -18,10 +18,7 @@ const VERSION: &str = "0.25.1";
 const LEAST: usize = 60;
 
 /// Fetches, builds and runs.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    if !arguments.is_empty() {
-        return Err("usage: cargo xtask kvm-ioctls".to_owned());
-    }
+pub(crate) fn run() -> Result<(), String> {
     let folder = crate::build::cache().join("kvm-ioctls");
     let source = fetch(&folder)?;
     let anykvm = crate::build::anykvm()?;

@@ -31,13 +31,17 @@ const COMMAND: &str = "
     (sleep 100 & kill -TERM $!; wait $!; echo $?); echo end
     exit 7";
 
+/// How much.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Options {
+    /// Only what CI does.
+    #[arg(long)]
+    pub(crate) quick: bool,
+}
+
 /// Runs all, or the quick ones.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    let quick = match arguments {
-        [] => false,
-        [one] if one == "--quick" => true,
-        _ => return Err("usage: cargo xtask lockstep [--quick]".into()),
-    };
+pub(crate) fn run(options: &Options) -> Result<(), String> {
+    let quick = options.quick;
     let anykvm = crate::build::anykvm()?;
     let boot = |engine: &str, cpus: u32| {
         let boot = Boot::new(&anykvm).cpus(cpus).mem("256M");
@@ -54,9 +58,11 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     if quick {
         return Ok(());
     }
-    let mut guests = vec!["--engine".to_owned(), "lockstep".to_owned()];
-    guests.extend(GUESTS.iter().map(|&name| name.to_owned()));
-    crate::guests::run(&guests)
+    crate::guests::run(&crate::guests::Options {
+        engine: Some("lockstep".to_owned()),
+        names: GUESTS.iter().map(|&name| name.to_owned()).collect(),
+        ..crate::guests::Options::default()
+    })
 }
 
 /// The error was found, and shown with code of the guest and of the host.

@@ -1,9 +1,4 @@
-//! Developer tasks: `cargo xtask ci`, `tidy`, `docs` (writes the generated documents),
-//! `boots` (kernels to a shell), `guests` (real programs in a guest), `vmms` (unmodified VMMs),
-//! `selftests` (the kernel's KVM selftests), `debian-guest` (a whole Debian under QEMU),
-//! `fresh-debian` (README's commands on a new machine), `kvm-ioctls` (that crate's tests),
-//! `kvm-unit-tests` (that suite, built elsewhere), `stress` (signals and
-//! KVM_RUN), `lockstep` (JIT against interpreter) and `bench`.
+//! Developer tasks: `cargo xtask help` lists them.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +6,7 @@ mod bench;
 mod boots;
 mod build;
 mod ci;
+mod cli;
 mod debian;
 mod debian_guest;
 mod fresh_debian;
@@ -27,31 +23,28 @@ mod vmms;
 
 use std::process::ExitCode;
 
+use clap::Parser;
+
+use cli::Task;
+
 fn main() -> ExitCode {
-    let mut arguments = std::env::args().skip(1);
-    let task = arguments.next().unwrap_or_default();
-    let arguments: Vec<String> = arguments.collect();
-    let result = match task.as_str() {
-        "ci" => ci::run(),
-        "tidy" if arguments == ["--shrink"] => tidy::ratchet::shrink(&tidy::root()),
-        "tidy" if arguments == ["--cycles"] => tidy::ratchet::show_cycles(&tidy::root()),
-        "tidy" => tidy::run(),
-        "docs" => tidy::quirks::write(&tidy::root()),
-        "bench" => bench::run(&arguments),
-        "boots" => boots::run(&arguments),
-        "guests" => guests::run(&arguments),
-        "fresh-debian" => fresh_debian::run(&arguments),
-        "debian-guest" => debian_guest::run(&arguments),
-        "kvm-ioctls" => kvm_ioctls::run(&arguments),
-        "kvm-unit-tests" => kvm_unit_tests::run(&arguments),
-        "stress" => stress::run(&arguments),
-        "lockstep" => lockstep::run(&arguments),
-        "selftests" => selftests::run(&arguments),
-        "vmms" => vmms::run(&arguments),
-        _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | fresh-debian | kvm-ioctls | kvm-unit-tests | stress | lockstep | bench>"
-                .to_owned(),
-        ),
+    let result = match cli::Cli::parse().task {
+        Task::Ci => ci::run(),
+        Task::Tidy(o) if o.shrink => tidy::ratchet::shrink(&tidy::root()),
+        Task::Tidy(o) if o.cycles => tidy::ratchet::show_cycles(&tidy::root()),
+        Task::Tidy(_) => tidy::run(),
+        Task::Docs => tidy::quirks::write(&tidy::root()),
+        Task::Bench(o) => bench::run(&o),
+        Task::Boots(o) => boots::run(&o),
+        Task::Guests(o) => guests::run(&o),
+        Task::FreshDebian(o) => fresh_debian::run(&o),
+        Task::DebianGuest(o) => debian_guest::run(&o),
+        Task::KvmIoctls => kvm_ioctls::run(),
+        Task::KvmUnitTests(o) => kvm_unit_tests::run(&o),
+        Task::Stress(o) => stress::run(&o),
+        Task::Lockstep(o) => lockstep::run(&o),
+        Task::Selftests(o) => selftests::run(&o),
+        Task::Vmms(o) => vmms::run(&o),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

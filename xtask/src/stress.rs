@@ -8,6 +8,8 @@ use std::{
     process::{Command, Stdio},
 };
 
+use clap::{Args, builder::PossibleValuesParser};
+
 /// Modes of the VMM, and what each kicks.
 const MODES: &[(&str, &str)] = &[
     ("spin", "a signal while the guest computes"),
@@ -21,22 +23,20 @@ const MODES: &[(&str, &str)] = &[
     ),
 ];
 
+/// Which modes, and for how long.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Signals in each.
+    #[arg(long, default_value_t = 1_000_000)]
+    times: u64,
+    /// These modes alone.
+    #[arg(value_parser = PossibleValuesParser::new(MODES.iter().map(|(mode, _)| *mode)))]
+    names: Vec<String>,
+}
+
 /// Runs the modes that are named, or all.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    const USAGE: &str = "usage: cargo xtask stress [--times N] [MODE…]";
-    let mut times = 1_000_000u64;
-    let mut names = Vec::new();
-    let mut rest = arguments.iter();
-    while let Some(argument) = rest.next() {
-        if argument == "--times" {
-            let number = rest.next().and_then(|n| n.parse().ok());
-            times = number.ok_or(USAGE)?;
-        } else if MODES.iter().any(|(mode, _)| mode == argument) {
-            names.push(argument.as_str());
-        } else {
-            return Err(USAGE.to_owned());
-        }
-    }
+pub(crate) fn run(options: &Options) -> Result<(), String> {
+    let names = &options.names;
     crate::debian::install(&["gcc", "libc6-dev"])?;
     let program = crate::build::cache().join("stress-vmm");
     let source = crate::tidy::root().join("crates/anykvm/tests/exec/vmm.c");
@@ -52,8 +52,9 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     }
     let anykvm = crate::build::anykvm()?;
     for (mode, what) in MODES {
-        if names.is_empty() || names.contains(mode) {
-            one(&anykvm, &program, mode, times).map_err(|e| format!("{mode} ({what}): {e}"))?;
+        if names.is_empty() || names.iter().any(|n| n == mode) {
+            one(&anykvm, &program, mode, options.times)
+                .map_err(|e| format!("{mode} ({what}): {e}"))?;
         }
     }
     Ok(())

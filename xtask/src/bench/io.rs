@@ -18,7 +18,7 @@ use testkit::boot::{Outcome, run_limited};
 use crate::vmms::{Archive, modules};
 
 const GUEST: &str = include_str!("io.c");
-const ROUNDS: usize = 3;
+const ROUNDS: u32 = 3;
 const READS: u32 = 8_000;
 const PACKETS: u32 = 4_000;
 /// Pages of 4 KiB of the disk, as in the guest's program.
@@ -57,17 +57,17 @@ impl Drop for Disk {
     }
 }
 
+/// How often.
+#[derive(Debug, clap::Args)]
+pub(super) struct Options {
+    /// Rounds, of which the best counts.
+    #[arg(default_value_t = ROUNDS, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+}
+
 /// Runs everything and prints the table; fails if TCG is faster in any row.
-pub(super) fn run(arguments: &[String]) -> Result<(), String> {
-    let rounds = match arguments {
-        [] => ROUNDS,
-        [n] => n
-            .parse::<usize>()
-            .ok()
-            .filter(|n| *n > 0)
-            .ok_or(format!("{n}: not a number of rounds"))?,
-        _ => return Err("usage: cargo xtask bench io [ROUNDS]".into()),
-    };
+pub(super) fn run(options: &Options) -> Result<(), String> {
+    let rounds = options.rounds;
     crate::debian::install(&["busybox-static", "gcc", "libc6-dev", "qemu-system-x86"])?;
     let anykvm = crate::build::anykvm()?;
     let kernel = crate::debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")?;

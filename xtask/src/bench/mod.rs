@@ -17,6 +17,7 @@ use std::{
     time::Duration,
 };
 
+use clap::{Args, Subcommand};
 use testkit::boot::{Boot, Outcome, run_limited};
 
 /// Boots of which the fastest counts.
@@ -35,12 +36,24 @@ const INIT: &str = "#!/bin/busybox sh
 /bin/busybox poweroff -f
 ";
 
+/// What of it.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    #[command(subcommand)]
+    part: Option<Part>,
+}
+
+/// Another table.
+#[derive(Debug, Subcommand)]
+enum Part {
+    /// Virtio.
+    Io(io::Options),
+}
+
 /// Runs everything and prints the table; fails if the interpreter misses its bar.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    match arguments.split_first() {
-        None => {}
-        Some((what, rest)) if what == "io" => return io::run(rest),
-        Some((other, _)) => return Err(format!("{other}: usage: cargo xtask bench [io [ROUNDS]]")),
+pub(crate) fn run(options: &Options) -> Result<(), String> {
+    if let Some(Part::Io(options)) = &options.part {
+        return io::run(options);
     }
     let anykvm = crate::build::anykvm()?;
     crate::build::release(&["-p", "anykvm-ioctls", "--example", "guest_speed"])?;

@@ -10,6 +10,7 @@ mod programs;
 
 use std::{path::PathBuf, process::Command, time::Duration};
 
+use clap::{Args, builder::PossibleValuesParser};
 use testkit::boot::{Boot, Outcome, run_limited};
 
 use programs::{Expect, PROGRAMS, Program};
@@ -21,49 +22,37 @@ const LOCKSTEP_LIMIT: Duration = Duration::from_secs(3600);
 /// Where the guest finds what is not part of the host's system.
 const GUEST_OPT: &str = "/opt/guests";
 
-/// What the command line asks for.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Options {
-    quick: bool,
-    engine: Option<String>,
-    kernel: Option<PathBuf>,
-    /// Environment variable and value.
-    variable: Option<(&'static str, &'static str)>,
-    names: Vec<String>,
+/// Which programs, and how.
+#[derive(Debug, Default, Args)]
+pub(crate) struct Options {
+    /// Only those of CI.
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// What executes the guest.
+    #[arg(long, value_parser = ["jit", "interp", "lockstep"])]
+    pub(crate) engine: Option<String>,
+    /// Another kernel.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// Little room for translated code.
+    #[arg(long, conflicts_with = "flushes")]
+    pub(crate) small_cache: bool,
+    /// Translated code is dropped at random.
+    #[arg(long)]
+    pub(crate) flushes: bool,
+    /// These programs alone.
+    #[arg(value_parser = PossibleValuesParser::new(PROGRAMS.iter().map(|p| p.name)))]
+    pub(crate) names: Vec<String>,
 }
 
 impl Options {
-    fn parse(arguments: &[String]) -> Result<Self, String> {
-        let mut options = Self::default();
-        let mut rest = arguments.iter();
-        while let Some(argument) = rest.next() {
-            match argument.as_str() {
-                "--quick" => options.quick = true,
-                "--small-cache" => options.variable = Some(crate::boots::SMALL_CACHE),
-                "--flushes" => options.variable = Some(crate::boots::RANDOM_FLUSHES),
-                "--kernel" => {
-                    let file = rest.next().ok_or("--kernel needs a file")?;
-                    options.kernel = Some(file.into());
-                }
-                "--engine" => {
-                    let name = rest
-                        .next()
-                        .filter(|n| ["jit", "interp", "lockstep"].contains(&n.as_str()));
-                    options.engine = Some(
-                        name.ok_or("--engine needs jit, interp or lockstep")?
-                            .clone(),
-                    );
-                }
-                name if PROGRAMS.iter().any(|p| p.name == name) => {
-                    options.names.push(name.to_owned());
-                }
-                other => {
-                    let known: Vec<&str> = PROGRAMS.iter().map(|p| p.name).collect();
-                    return Err(format!("{other}: not one of {}", known.join(" ")));
-                }
-            }
+    /// Environment variable and value.
+    fn variable(&self) -> Option<(&'static str, &'static str)> {
+        if self.small_cache {
+            Some(crate::boots::SMALL_CACHE)
+        } else {
+            self.flushes.then_some(crate::boots::RANDOM_FLUSHES)
         }
-        Ok(options)
     }
 
     fn wants(&self, p: &Program) -> bool {
@@ -76,8 +65,7 @@ impl Options {
 }
 
 /// Runs the programs that the arguments name, or all; fails if any of them does.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    let options = Options::parse(arguments)?;
+pub(crate) fn run(options: &Options) -> Result<(), String> {
     let anykvm = crate::build::anykvm()?;
     let opt = host::prepare()?;
     let mut failed = Vec::new();
@@ -99,7 +87,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
                 boot = boot.limit(LOCKSTEP_LIMIT);
             }
         }
-        if let Some((name, value)) = options.variable {
+        if let Some((name, value)) = options.variable() {
             boot = boot.variable(name, value);
         }
         for path in host::expand(program.paths)? {
@@ -237,19 +225,17 @@ mod tests {
     }
 
     #[test]
-    fn names_select_and_unknown_ones_are_refused() {
-        let parse = |words: &[&str]| {
-            let words: Vec<String> = words.iter().map(|&w| w.to_owned()).collect();
-            Options::parse(&words)
+    fn names_and_parts_select() {
+        let wanted = |options: &Options| PROGRAMS.iter().filter(|p| options.wants(p)).count();
+        let one = Options {
+            names: vec!["zstd".to_owned()],
+            ..Options::default()
         };
-        let one = parse(&["zstd"]).unwrap();
-        assert_eq!(PROGRAMS.iter().filter(|p| one.wants(p)).count(), 1);
-        let quick = parse(&["--quick"]).unwrap();
-        let n = PROGRAMS.iter().filter(|p| quick.wants(p)).count();
-        assert!(n > 0 && n < PROGRAMS.len());
-        assert!(parse(&["nothing"]).is_err());
-        assert!(parse(&["--kernel"]).is_err());
-        assert!(parse(&["--engine", "jit"]).unwrap().engine.is_some());
-        assert!(parse(&["--engine", "fast"]).is_err());
+        assert_eq!(wanted(&one), 1);
+        let quick = wanted(&Options {
+            quick: true,
+            ..Options::default()
+        });
+        assert!(quick > 0 && quick < wanted(&Options::default()));
     }
 }

@@ -14,11 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use clap::{Args, ValueEnum};
 use expected::{Expect, Host, expectation};
 use list::Entry;
 
-const USAGE: &str =
-    "usage: cargo xtask kvm-unit-tests FOLDER [--engine jit|interp] [--tcg] [NAME…]";
 /// A busy host is slow, and nothing of this is a measurement: the list's own limits are for real hardware.
 const LEAST_LIMIT: Duration = Duration::from_secs(300);
 /// Some tests of timers fail where their vCPU waits for a processor of a busy host.
@@ -28,9 +27,10 @@ const PASSED: i32 = 1;
 const SKIPPED: i32 = 77;
 
 /// What executes the guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Engine {
     Jit,
+    #[value(name = "interp")]
     Interpreter,
     Tcg,
 }
@@ -45,33 +45,38 @@ enum Outcome {
     Fail(String),
 }
 
+/// What of the suite, and on what.
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// What executes the guest.
+    #[arg(long, value_enum, default_value = "jit", conflicts_with = "tcg")]
+    engine: Engine,
+    /// QEMU's own emulation, as `--engine tcg`.
+    #[arg(long)]
+    tcg: bool,
+    /// Where the suite was built.
+    folder: PathBuf,
+    /// These tests alone.
+    names: Vec<String>,
+}
+
 /// Runs all entries, or those that are named.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    let mut engine = Engine::Jit;
-    let mut words = Vec::new();
-    let mut rest = arguments.iter();
-    while let Some(word) = rest.next() {
-        match word.as_str() {
-            "--tcg" => engine = Engine::Tcg,
-            "--engine" => {
-                engine = match rest.next().map(String::as_str) {
-                    Some("jit") => Engine::Jit,
-                    Some("interp") => Engine::Interpreter,
-                    _ => return Err(USAGE.to_owned()),
-                }
-            }
-            _ => words.push(word),
-        }
-    }
-    let (folder, names) = words.split_first().ok_or(USAGE)?;
-    let folder = fs::canonicalize(folder).map_err(|e| format!("{folder}: {e}"))?;
+pub(crate) fn run(options: &Options) -> Result<(), String> {
+    let engine = if options.tcg {
+        Engine::Tcg
+    } else {
+        options.engine
+    };
+    let names = &options.names;
+    let folder = &options.folder;
+    let folder = fs::canonicalize(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let bits = list::bits(&folder)?;
     let path = folder.join("x86/unittests.cfg");
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     let entries = list::parse(&text);
     if let Some(unknown) = names
         .iter()
-        .find(|n| !entries.iter().any(|e| e.name == ***n))
+        .find(|n| !entries.iter().any(|e| e.name == **n))
     {
         return Err(format!("{unknown}: no such test"));
     }
@@ -87,7 +92,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         let is_wanted = if names.is_empty() {
             !entry.is_manual()
         } else {
-            names.iter().any(|n| entry.name == **n)
+            names.contains(&entry.name)
         };
         if !is_wanted || !entry.is_for(bits) {
             continue;

@@ -20,6 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use clap::{Args, Subcommand, builder::PossibleValuesParser};
 use testkit::boot::run_limited;
 
 pub(crate) use guest::{Archive, modules};
@@ -383,7 +384,7 @@ const CASES: &[Case] = &[
 
 /// What the command line says of live migrations.
 #[derive(Clone, Copy, Debug)]
-struct Options {
+struct How {
     /// In a row.
     times: u32,
     /// Also with QEMU's own translator.
@@ -396,7 +397,7 @@ struct Setup {
     anykvm: PathBuf,
     /// `None`: QEMU's own.
     engine: Option<&'static str>,
-    options: Options,
+    how: How,
     kernel: PathBuf,
     initrd: PathBuf,
     dir: PathBuf,
@@ -455,28 +456,57 @@ impl Setup {
     }
 }
 
-/// Runs what the arguments ask for.
-pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
-    if let Some((first, rest)) = arguments.split_first()
-        && first == "others"
-    {
-        return others::run(rest);
+/// Which cases, and how.
+#[derive(Debug, Default, Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct Options {
+    #[command(subcommand)]
+    pub(crate) others: Option<Others>,
+    /// All: large kernels, many repetitions.
+    #[arg(long, conflicts_with = "quick")]
+    pub(crate) all: bool,
+    /// Only those of CI.
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// The guest is interpreted.
+    #[arg(long)]
+    pub(crate) interp: bool,
+    /// How often.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) times: u32,
+    /// QEMU's own translator beside it, where a case compares.
+    #[arg(long)]
+    pub(crate) tcg: bool,
+    /// These cases alone.
+    #[arg(value_parser = PossibleValuesParser::new(CASES.iter().map(|c| c.name)))]
+    pub(crate) names: Vec<String>,
+}
+
+/// Not QEMU.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Others {
+    /// Other VMMs, whose programs are named.
+    Others(others::Options),
+}
+
+/// Runs what the options ask for.
+pub(crate) fn run(options: &Options) -> Result<(), String> {
+    if let Some(Others::Others(options)) = &options.others {
+        return others::run(options);
     }
-    let part = match arguments.first().map(String::as_str) {
-        Some("--all") => All,
-        Some("--quick") => Quick,
-        _ => Normal,
-    };
-    let engine = if arguments.iter().any(|a| a == "--interp") {
-        "interp"
+    let part = if options.all {
+        All
+    } else if options.quick {
+        Quick
     } else {
-        "jit"
+        Normal
     };
-    let (options, names) = options(arguments)?;
-    if let Some(unknown) = names.iter().find(|n| CASES.iter().all(|c| c.name != **n)) {
-        let known: Vec<&str> = CASES.iter().map(|c| c.name).collect();
-        return Err(format!("{unknown}: not one of {}", known.join(" ")));
-    }
+    let engine = if options.interp { "interp" } else { "jit" };
+    let names = &options.names;
+    let how = How {
+        times: options.times.max(1),
+        tcg: options.tcg,
+    };
     crate::debian::install(PACKAGES)?;
     let anykvm = crate::build::anykvm()?;
     let mut failed = Vec::new();
@@ -484,13 +514,13 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
         let wanted = if names.is_empty() {
             case.part <= part
         } else {
-            names.contains(&case.name)
+            names.iter().any(|n| n == case.name)
         };
         if !wanted {
             continue;
         }
         let start = Instant::now();
-        let result = one(case, &anykvm, engine, options);
+        let result = one(case, &anykvm, engine, how);
         let seconds = start.elapsed().as_secs_f64();
         match result {
             Ok(()) => eprintln!("{:20} ok    {seconds:6.1} s", case.name),
@@ -510,29 +540,7 @@ pub(crate) fn run(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-/// The cases' names, and what else the arguments say.
-fn options(arguments: &[String]) -> Result<(Options, Vec<&str>), String> {
-    let mut options = Options {
-        times: 1,
-        tcg: false,
-    };
-    let mut names = Vec::new();
-    let mut words = arguments.iter();
-    while let Some(word) = words.next() {
-        match word.as_str() {
-            "--times" => {
-                let times = words.next().and_then(|n| n.parse().ok());
-                options.times = times.filter(|n| *n > 0).ok_or("--times: how many?")?;
-            }
-            "--tcg" => options.tcg = true,
-            _ if word.starts_with("--") => {}
-            name => names.push(name),
-        }
-    }
-    Ok((options, names))
-}
-
-fn one(case: &Case, anykvm: &Path, engine: &'static str, options: Options) -> Result<(), String> {
+fn one(case: &Case, anykvm: &Path, engine: &'static str, how: How) -> Result<(), String> {
     let cache = crate::build::cache();
     let dir = cache.join("vmms").join(case.name);
     // A leftover of the last run.
@@ -556,7 +564,7 @@ fn one(case: &Case, anykvm: &Path, engine: &'static str, options: Options) -> Re
     let setup = Setup {
         anykvm: anykvm.into(),
         engine: Some(engine),
-        options,
+        how,
         kernel,
         initrd,
         dir,
@@ -590,7 +598,5 @@ mod tests {
         for (i, case) in CASES.iter().enumerate() {
             assert!(CASES.iter().skip(i + 1).all(|c| c.name != case.name));
         }
-        assert!(run(&["nothing".to_owned()]).is_err());
-        assert!(run(&["--times".to_owned(), "live-unix".to_owned()]).is_err());
     }
 }

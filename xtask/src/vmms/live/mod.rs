@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Options, Setup};
+use super::{How, Setup};
 use crate::tool::tool;
 use memory::Area;
 use qmp::{PATIENCE, Qemu, number, value};
@@ -175,7 +175,7 @@ fn live(setup: &Setup, arguments: &[&str], plan: &Plan) -> Result<(), String> {
         Way::Namespaces => Some(Namespaces::new()?),
         _ => None,
     };
-    let Options { times, tcg } = setup.options;
+    let How { times, tcg } = setup.how;
     chain(setup, arguments, plan, times)?;
     if tcg {
         let setup = setup.with_tcg();
@@ -315,7 +315,7 @@ impl Chain<'_> {
             return Ok(());
         }
         let known = memory::compare(dir, source, target, *mem_mib, &self.areas)?;
-        if !known.is_empty() && self.setup.options.times == 1 {
+        if !known.is_empty() && self.setup.how.times == 1 {
             eprintln!("  written by the hypervisor since: {}", known.join(" "));
         }
         Ok(())
