@@ -49,7 +49,7 @@ fn each_leaf_up_to_the_highest_has_an_entry() {
         let mut entries = supported.as_slice().iter();
         entries.find(|e| e.function == first).unwrap().eax
     };
-    let all: Vec<u32> = [0, 0x8000_0000, 0x4000_0000]
+    let all: Vec<u32> = [0, 0x8000_0000, 0x4000_0000, 0x4000_0200]
         .into_iter()
         .flat_map(|first| first..=highest(first))
         .collect();

@@ -141,6 +141,8 @@ pub struct Reach {
     pub private: [u64; GROUPS],
     /// Bit per group: it may have entries.
     pub used: [u64; GROUPS / 64],
+    /// Which view the entries are of, for generated code to compare.
+    pub view: u64,
 }
 
 /// Words below it.

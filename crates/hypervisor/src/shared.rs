@@ -6,7 +6,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicU8, AtomicU32, Ordering, compiler_fence, fence},
+        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, compiler_fence, fence},
     },
     time::Duration,
 };
@@ -87,6 +87,8 @@ pub(crate) struct VcpuShared {
     io: BriefLock<Reader<IoTable>>,
     /// [`state`]; while it is not [`state::OUTSIDE`], memory may be accessed without asking again.
     state: AtomicU8,
+    /// Where it shares which roots it keeps: gpa of a page, and how many there are.
+    root_area: AtomicU64,
     /// What the vCPU's MMU has done of what it was asked.
     mailbox: Arc<Mailbox>,
 }
@@ -118,12 +120,20 @@ impl VcpuShared {
             flushes: Default::default(),
             io: BriefLock::new(io),
             state: AtomicU8::new(state::OUTSIDE),
+            root_area: AtomicU64::new(0),
             mailbox,
         }
     }
     /// The LAPIC; no other lock is taken while it is held.
     pub(crate) fn lapic(&self) -> MutexGuard<'_, Lapic> {
         self.lapic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    /// Page, and in the low bits the number of roots that the vCPU shares; 0: none.
+    pub(crate) fn root_area(&self) -> u64 {
+        self.root_area.load(Ordering::Acquire)
+    }
+    pub(crate) fn set_root_area(&self, area: u64) {
+        self.root_area.store(area, Ordering::Release);
     }
     /// Gives the LAPIC a message that is for it.
     pub(crate) fn interrupt(&self, irq: &LapicIrq) -> Accepted {

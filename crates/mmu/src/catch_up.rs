@@ -35,7 +35,8 @@ impl Mmu {
 
     /// The tracked context of the root in `self.paging`, made now if it deserves one.
     pub(crate) fn tracked_context(&mut self, world: u8, flushes: bool) -> Option<usize> {
-        if self.roots.policy == Policy::Tdp || self.paging.mode == Mode::None {
+        if self.roots.policy == Policy::Tdp || self.paging.mode == Mode::None || self.is_promised()
+        {
             return None;
         }
         let id = Roots::id(world, self.paging.root);
@@ -156,6 +157,7 @@ impl Mmu {
     /// A flush would have had code compared that is fetched again: a device may have written it.
     fn recheck_code_of_flush(&mut self) {
         if core::mem::take(&mut self.is_written_by_device) {
+            self.forget_switches();
             self.verification = self.verification.map(|v| v + 1);
         }
     }

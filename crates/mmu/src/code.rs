@@ -394,6 +394,10 @@ impl Mmu {
             }
         }
         self.note_level(gva, walk.level, walk.global);
+        if !walk.global {
+            // What identifies targets may be another number from now on.
+            self.forget_switches();
+        }
         self.views[self.live].fetch.insert(entry);
         self.expose(entry);
         let generation = self
@@ -602,6 +606,7 @@ impl Mmu {
     /// A flush of `gva`, or of everything.
     pub(crate) fn flush_global_fetch(&mut self, gva: Option<u64>) {
         if gva.is_none_or(|gva| self.global_fetch.may_have(gva)) {
+            self.forget_switches();
             self.global_fetch = GlobalFetch {
                 epoch: self.next_tick(),
                 controls: self.global_fetch.controls,
@@ -613,6 +618,7 @@ impl Mmu {
     /// The VMM may have written code: each page is compared with what was fetched from it
     /// before it is executed again. Cheap by itself; pages that are not executed cost nothing.
     pub fn recheck_code(&mut self) {
+        self.forget_switches();
         self.verification = self.verification.map(|v| v + 1);
         self.exposed.clear();
         self.global_fetch.epoch = self.next_tick();
@@ -624,6 +630,7 @@ impl Mmu {
     /// the kernel executes. (A program that starts asks CPUID for the processor thirty times.)
     pub fn serialize(&mut self) {
         if self.views[self.live].user {
+            self.forget_switches();
             self.verification[1] += 1;
             self.verify_view();
         } else {
@@ -681,6 +688,7 @@ impl Mmu {
     pub(crate) fn verify_view(&mut self) {
         let verification = self.verification();
         if self.views[self.live].verification != verification {
+            self.forget_switches();
             let epoch = self.next_tick();
             let tables = &mut self.views[self.live];
             tables.verification = verification;

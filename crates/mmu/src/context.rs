@@ -184,7 +184,8 @@ impl Mmu {
         let pdpte = self.paging.pdpte;
         let context = &mut self.contexts[self.current];
         context.used = used;
-        context.is_stale |= context.key.pcid != pcid;
+        let is_stale = context.key.pcid != pcid;
+        context.is_stale |= is_stale;
         // (Of a shared one they are the same.)
         context.key.pcid = pcid;
         if let Some(derived) = &mut context.derived
@@ -192,6 +193,9 @@ impl Mmu {
         {
             derived.pdpte = pdpte;
             context.left = 0;
+        }
+        if is_stale {
+            self.forget_switches();
         }
         self.apply_flushes();
         self.publish_new_keys();
@@ -212,7 +216,7 @@ impl Mmu {
     /// A new context takes another's place.
     pub(crate) fn is_full(&self) -> bool {
         let limit = match self.roots.policy {
-            Policy::Tdp => MAX_CONTEXTS,
+            Policy::Tdp => MAX_CONTEXTS + self.promised_roots(),
             Policy::Shadow | Policy::Auto => MAX_TRACKED,
         };
         self.contexts.len() >= limit
@@ -220,6 +224,7 @@ impl Mmu {
 
     pub(crate) fn new_context(&mut self, key: Key) -> usize {
         self.views_made += 1;
+        self.forget_switches();
         self.stats.contexts_made += 1;
         let flushed = self.next_tick();
         let world = usize::from(key.world);
@@ -306,6 +311,7 @@ impl Mmu {
     /// All contexts go; the caller selects one.
     pub(crate) fn forget_contexts(&mut self) {
         self.views_made += 1;
+        self.forget_switches();
         for tables in &mut self.views {
             tables.flush();
             tables.taken = false;
@@ -345,6 +351,7 @@ impl Mmu {
 
     /// The second level has nothing of the context any more.
     pub(crate) fn renew_key(&mut self, context: usize) {
+        self.forget_switches();
         let key = self.new_reach_key();
         self.contexts[context].reach = key;
         self.contexts[context].regions.clear();
@@ -354,6 +361,7 @@ impl Mmu {
     /// The second level has nothing global of this world any more. Contexts learn of it when they
     /// become current.
     pub(crate) fn renew_global_key(&mut self, world: usize) {
+        self.forget_switches();
         self.global_keys[world] = self.new_reach_key();
         self.publish_new_keys();
     }
@@ -402,6 +410,7 @@ impl Mmu {
     }
 
     fn for_current_tables(&mut self, mut f: impl FnMut(&mut Tables) -> bool) {
+        self.forget_switches();
         for i in 0..self.contexts[self.current].views.len() {
             let (_, tables) = self.contexts[self.current].views[i];
             let epoch = self.next_tick();
@@ -472,6 +481,8 @@ impl Mmu {
         self.contexts[self.current].recent = [None; 4];
         self.stats.views_made += 1;
         self.views_made += 1;
+        self.forget_switches();
+        let number = self.view_numbers.of(view);
         let epoch = self.next_tick();
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
             self.new_tables()
@@ -494,6 +505,7 @@ impl Mmu {
         t.used = used;
         t.epoch = epoch;
         t.l1.set_rights(view.classes());
+        t.l1.set_view(number);
         self.reach.publish(t.l1.reach_mut());
         self.contexts[self.current].views.push((view, tables));
         self.publish_keys(self.current);

@@ -58,8 +58,12 @@ impl Mmu {
             self.paging = Paging::of(cpu);
             self.controls = controls;
             self.note_fetch_controls(cpu);
+            // The same CR3 means something else now.
+            self.forget_switches();
         }
+        let flushes = self.take_promised(cpu) || flushes;
         if flushes {
+            self.forget_switches();
             self.leave_context();
             let tick = self.next_tick();
             self.flushes.note_non_global(Some(self.paging.pcid), tick);
@@ -91,8 +95,9 @@ impl Mmu {
     pub fn flush(&mut self, cpu: &CpuState, what: Flush) {
         self.stats.flushes += 1;
         self.forget_devices();
+        self.forget_switches();
         let tick = self.next_tick();
-        match what {
+        match self.own(what) {
             Flush::Page(gva) => self.flush_page(gva, None),
             Flush::PcidPage(pcid, gva) => self.flush_page(gva, Some(pcid)),
             Flush::Pcid(pcid) => self.flush_non_global(tick, Some(pcid)),
@@ -144,6 +149,7 @@ impl Mmu {
 
     pub(crate) fn flush_everything(&mut self) {
         self.forget_devices();
+        self.forget_switches();
         let tick = self.next_tick();
         self.l2.flush_all(tick);
         self.flush_global_fetch(None);

@@ -60,6 +60,7 @@ impl Mmu {
         self.table = table;
         self.generations.clear();
         self.flush_everything();
+        self.forget_promised();
         // Also of contexts that are not current: all point into old slots.
         for i in 0..self.views.len() {
             let epoch = self.next_tick();

@@ -84,6 +84,9 @@ fn no_page() -> Entry {
 /// Entries of each half. Fewer make hash tables and pointer chases twice as slow.
 pub const ENTRIES: usize = 1 << 14;
 
+/// Where the number of the view that the tables are of is from the base.
+pub const VIEW: i32 = REACH + core::mem::offset_of!(Reach, view) as i32;
+
 /// Where a [`Reach`] is from the base.
 pub const REACH: i32 = tagged::reach::<ENTRIES>();
 
@@ -197,6 +200,15 @@ impl L1 {
     /// Bit per class of pages that may be read, and that may be written.
     pub(crate) fn set_rights(&mut self, rights: [u64; 2]) {
         self.pages.reach_mut().rights = rights;
+    }
+
+    /// The number of the view that they are of.
+    pub(crate) fn set_view(&mut self, number: u64) {
+        self.pages.reach_mut().view = number;
+    }
+
+    pub(crate) fn view(&self) -> u64 {
+        self.pages.reach().view
     }
 
     /// Generated code that uses these tables looks in the same second level as with `other`'s, and finds nothing there.

@@ -60,6 +60,7 @@ pub mod reach;
 mod resolve;
 mod shadow;
 mod sum;
+mod switches;
 mod view;
 pub mod walk;
 mod written;
@@ -74,7 +75,7 @@ use x86_cpu::{CpuState, Exception};
 
 pub use paging::{Mode, Paging};
 pub use resolve::DevicePage;
-pub use shadow::roots::Policy;
+pub use shadow::{promised::RootArea, roots::Policy};
 pub use view::View;
 
 /// Why an access was not done.
@@ -201,6 +202,12 @@ pub struct Mmu {
     global_regions: l1::RegionFilter,
     flushes: shadow::flushes::Flushes,
     roots: shadow::roots::Roots,
+    /// Roots that the guest has promised to flush by itself.
+    promised: Option<Box<shadow::promised::Promised>>,
+    /// See [`Self::switches_epoch`].
+    switches_epoch: u64,
+    /// Views, by the numbers that tables have of them.
+    view_numbers: view::Numbers,
     /// Room for the pages that have changed.
     changed: Vec<u64>,
     /// A device may have written guest memory since code was compared for it.
@@ -259,6 +266,9 @@ impl Mmu {
             global_regions: l1::RegionFilter::default(),
             flushes: shadow::flushes::Flushes::default(),
             roots: shadow::roots::Roots::default(),
+            promised: None,
+            switches_epoch: 1,
+            view_numbers: view::Numbers::default(),
             changed: Vec::new(),
             is_written_by_device: false,
             written: written::Written::default(),

@@ -60,6 +60,31 @@ pub struct View {
     pkrs: u32,
 }
 
+/// Numbers of views: no two views have the same one. A view may get another one later.
+#[derive(Debug, Default)]
+pub(crate) struct Numbers {
+    known: Vec<View>,
+    /// The number of the first.
+    first: u64,
+}
+
+impl Numbers {
+    /// Views that are remembered.
+    const MAX: usize = 1024;
+
+    pub(crate) fn of(&mut self, view: View) -> u64 {
+        if let Some(n) = self.known.iter().position(|known| *known == view) {
+            return self.first + n as u64;
+        }
+        if self.known.len() == Self::MAX {
+            self.first += Self::MAX as u64;
+            self.known.clear();
+        }
+        self.known.push(view);
+        self.first + self.known.len() as u64 - 1
+    }
+}
+
 /// The tables of a state's views, found by the registers as they are: entering and leaving the kernel
 /// and its accesses to a user's memory go back and forth between a few.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -250,6 +250,10 @@ pub trait GuestBus {
         }
         Ok(())
     }
+    /// A load of CR3 may have bit 63 set without PCIDs: the root's translations stay then.
+    fn keeps_roots(&self) -> bool {
+        false
+    }
     /// CPL, RFLAGS.AC, CR0.WP, CR4.SMEP/SMAP/PKE or PKRU changed: selects a view. Cheap.
     fn select_view(&mut self, cpu: &mut CpuState);
     /// Forgets translations.

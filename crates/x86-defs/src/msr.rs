@@ -119,6 +119,7 @@ msrs! {
     AMD64_PERF_CNTR_GLOBAL_CTL = 0xc000_0301, "Global enable (AMD PerfMonV2).";
     AMD64_PERF_CNTR_GLOBAL_STATUS_CLR = 0xc000_0302, "Overflow clear (AMD PerfMonV2).";
     AMD64_PERF_CNTR_GLOBAL_STATUS_SET = 0xc000_0303, "Overflow set (AMD PerfMonV2).";
+    ANYKVM_ROOT_CACHE = 0x616b_0001, "The cache of roots that the guest shares: docs/paravirt.md.";
     K7_EVNTSEL0 = 0xc001_0000, "Event select 0 (AMD K7).";
     K7_PERFCTR0 = 0xc001_0004, "Counter 0 (AMD K7).";
     F15H_PERF_CTL0 = 0xc001_0200, "Event select 0 (AMD family 15h); counters alternate.";

@@ -8,6 +8,7 @@ use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 use super::{
     host_leaves::{Regs, host, host_subleaf, is_amd},
+    own_cpuid,
     speculation::Speculation,
 };
 
@@ -297,21 +298,38 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         ));
     }
     xsave_leaves(&mut out);
-    let signature = |s: &[u8; 12]| {
+    let signature = |eax: u32, s: &[u8; 12]| {
         let word = |i: usize| u32::from_le_bytes([s[i], s[i + 1], s[i + 2], s[i + 3]]);
         Regs {
-            eax: KVM_CPUID_FEATURES,
+            eax,
             ebx: word(0),
             ecx: word(4),
             edx: word(8),
         }
     };
-    out.push(plain(KVM_CPUID_SIGNATURE, signature(b"KVMKVMKVM\0\0\0")));
+    out.push(plain(
+        KVM_CPUID_SIGNATURE,
+        signature(KVM_CPUID_FEATURES, b"KVMKVMKVM\0\0\0"),
+    ));
     out.push(plain(
         KVM_CPUID_FEATURES,
         Regs {
             eax: KVM_FEATURES,
             ..Regs::default()
+        },
+    ));
+    out.push(plain(
+        own_cpuid::LEAVES,
+        signature(own_cpuid::LEAVES | 1, &own_cpuid::SIGNATURE),
+    ));
+    let [ebx, ecx, edx] = own_cpuid::limits();
+    out.push(plain(
+        own_cpuid::LEAVES | 1,
+        Regs {
+            eax: own_cpuid::FEATURES,
+            ebx,
+            ecx,
+            edx,
         },
     ));
     out.push(plain(

@@ -6,6 +6,7 @@ mod host_leaves;
 pub(crate) mod hv_cpuid;
 pub(crate) mod hv_msrs;
 mod msr_list;
+pub(crate) mod own_cpuid;
 mod speculation;
 
 pub use caps::{check_extension, mce_cap_supported};

@@ -28,6 +28,7 @@ pub fn msr_index_list() -> Vec<u32> {
         KVM_STEAL_TIME,
         KVM_PV_EOI_EN,
         KVM_POLL_CONTROL,
+        ANYKVM_ROOT_CACHE,
         IA32_TSC_ADJUST,
         IA32_TSC_DEADLINE,
         IA32_MISC_ENABLE,

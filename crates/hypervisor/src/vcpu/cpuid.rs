@@ -110,6 +110,22 @@ pub(super) fn kvm_features(entries: &[kvm_cpuid_entry2]) -> u32 {
         .map_or(0, |e| e.eax)
 }
 
+/// Features of anykvm's own that the table promises: leaf 1 behind its signature, wherever that is.
+pub(super) fn own_features(entries: &[kvm_cpuid_entry2]) -> u32 {
+    let [b, c, d] = words(&crate::system::own_cpuid::SIGNATURE);
+    let is_own = |e: &&kvm_cpuid_entry2| {
+        e.function & 0xffff_00ff == 0x4000_0000 && [e.ebx, e.ecx, e.edx] == [b, c, d]
+    };
+    let leaf = entries.iter().find(is_own).map(|base| base.function | 1);
+    leaf.and_then(|leaf| find(entries, leaf, 0))
+        .map_or(0, |e| e.eax)
+}
+
+fn words(signature: &[u8; 12]) -> [u32; 3] {
+    let (words, _) = signature.as_chunks::<4>();
+    core::array::from_fn(|n| words.get(n).map_or(0, |w| u32::from_le_bytes(*w)))
+}
+
 fn kvm_features_leaf(entries: &[kvm_cpuid_entry2]) -> Option<u32> {
     let is_kvm = |e: &&kvm_cpuid_entry2| {
         e.function & 0xffff_00ff == 0x4000_0000

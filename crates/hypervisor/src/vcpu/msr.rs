@@ -134,6 +134,7 @@ impl Bus {
             KVM_STEAL_TIME => Some(self.steal_msr()),
             KVM_PV_EOI_EN => Some(self.pv_eoi_msr()),
             KVM_POLL_CONTROL => Some((!self.pv.guest_polls).into()),
+            ANYKVM_ROOT_CACHE if host || self.has_root_cache() => Some(self.root_cache_msr()),
             _ if super::mce::is_mce(index) => self.mce.read(index, host),
             _ if super::bus::hyperv::is_hyperv(index) => self.hv_msr(index, host),
             _ => match self.counter_msr(cpu, index, host) {
@@ -219,6 +220,9 @@ impl Bus {
                 }
                 self.pv.guest_polls = value == 0;
                 true
+            }
+            ANYKVM_ROOT_CACHE if host || self.has_root_cache() => {
+                self.set_root_cache_msr(cpu, value, host)
             }
             _ if super::bus::hyperv::is_hyperv(index) => self.set_hv_msr(cpu, index, value, host),
             _ if super::mce::is_mce(index) => {

@@ -54,6 +54,7 @@ impl Inner {
             self.bus.cr8 = input.cr8 & 0xf;
         }
         self.bus.sync_memory(&mut self.cpu);
+        self.bus.restore_root_cache(&self.cpu);
         // After an access to a device the VMM answers; after anything else it may also set
         // breakpoints, load code or reset the machine.
         let goes_on = std::mem::take(&mut self.is_device_exit);

@@ -2,8 +2,8 @@
 
 /// Pages whose flushes are remembered one by one.
 const LOG: usize = 64;
-/// PCIDs.
-const PCIDS: usize = 4096;
+/// PCIDs, and behind them the numbers of promised roots ([`super::promised`]).
+const PCIDS: usize = super::promised::FIRST as usize + super::promised::MAX_ROOTS;
 
 /// The last pages that were flushed.
 #[derive(Debug)]

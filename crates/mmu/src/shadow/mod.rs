@@ -13,9 +13,13 @@
 //! A tracked context belongs to a root and has the PCID that the root was last loaded with: whatever
 //! was loaded with another PCID before is right for this one once it has caught up.
 //!
+//! A guest that says itself when a root's translations are to go spares the comparison:
+//! [`promised`].
+//!
 //! Global translations survive a flushing load anyway and need no entries; pages that may be global
 //! are dropped by INVLPG in all contexts ([`flushes`]).
 
 pub(crate) mod derived;
 pub(crate) mod flushes;
+pub(crate) mod promised;
 pub(crate) mod roots;

@@ -39,6 +39,7 @@ mod stack;
 pub(crate) mod string;
 mod stub;
 mod stubs;
+mod switches;
 mod system;
 pub(crate) mod thunks;
 pub(crate) mod walk;
@@ -469,6 +470,10 @@ impl Translator {
             }
             Kind::Syscall | Kind::Sysret => {
                 self.system_call(d);
+                return Ok(true);
+            }
+            Kind::ToCr3 => {
+                self.load_root(d);
                 return Ok(true);
             }
             Kind::InterruptReturn => {

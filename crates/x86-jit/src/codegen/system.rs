@@ -219,6 +219,24 @@ impl Translator {
         self.jump(d.offset);
     }
 
+    /// MOV to CR3: the tables of another address space, then a branch to what comes next.
+    pub(super) fn load_root(&mut self, d: &Decoded) {
+        self.flags_in_memory();
+        let n = d.i.op1_register().number() as u8;
+        match host_reg(n) {
+            Some(r) => self.asm.mov(S0, r),
+            None => self.asm.load(S0, home(n)),
+        }
+        self.asm.mov_imm(S1, d.offset.into());
+        self.asm.call_to(self.thunks.root);
+        let a = &mut self.asm;
+        a.load(RSP, gs(STACK));
+        a.load(S0, NEAR_PAGE);
+        let next = d.offset as i32 + d.i.len() as i32;
+        a.lea(S0, at(S0, next));
+        self.jump(d.offset);
+    }
+
     /// An instruction that may do no more than select another view.
     pub(super) fn change_view(&mut self, d: &Decoded) {
         match d.kind {

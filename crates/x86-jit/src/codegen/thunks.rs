@@ -18,6 +18,7 @@ use crate::{
     codegen::fp_state::{keep_vectors, load_fp, save_fp},
     codegen::misses::{compare_end, known_device, lane_miss, stack_miss, straddling},
     codegen::string::{self, Strings},
+    codegen::switches,
     frame::area::*,
     frame::exit::Reason,
     frame::requests::{ACCESS, FIRST, RAISES, SAME_KEY},
@@ -69,6 +70,9 @@ pub(crate) struct Thunks {
     pub(crate) write_protection: usize,
     /// Called by WRPKRU, as [`Self::switch`]; r14 is the value.
     pub(crate) key_rights: usize,
+    /// Called by MOV to CR3: r14 is the value, r13d the offset. Returns if the tables that it leads to
+    /// are known.
+    pub(crate) root: usize,
     /// Called after a TLB miss; r14 is the gva, r13d is `site`. Returns the host address in r14, and
     /// "above" in the flags; or something else, for [`Self::refused`].
     pub(crate) miss: usize,
@@ -260,8 +264,13 @@ fn go_on_with_view(a: &mut Asm) {
 
 /// The tables at r14 are those of the live view. Changes r13.
 fn move_to_view(a: &mut Asm) {
+    move_to_tables(a, IS_OTHER_VIEW);
+}
+
+/// The tables at r14 are those to go on with, which the word `told` says to Rust. Changes r13.
+pub(super) fn move_to_tables(a: &mut Asm, told: usize) {
     a.store(gs(TABLES), S0);
-    a.store_imm(gs(IS_OTHER_VIEW), 1);
+    a.store_imm(gs(told), 1);
     for (_, near) in near_words().chain(near_constants()) {
         a.load(S1, near);
         a.store(
@@ -562,5 +571,6 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.ret();
 
     t.strings = string::emit(a, t.bail_integer, within);
+    t.root = switches::change_root(a, t.bail_integer);
     t
 }

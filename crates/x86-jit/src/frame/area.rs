@@ -105,6 +105,15 @@ pub(crate) const KEY_VIEW_HASH: u32 = 0x9e37_79b1;
 /// One of them is in use.
 pub(crate) const KEY_VIEWS_USED: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS);
 const _: () = assert!(KEY_VIEWS_USED < word(EngineArea::WORDS));
+/// Address of the table of [`crate::frame::switches`].
+pub(crate) const SWITCHES: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 1);
+/// Address of what `mmu::Mmu::switches_epoch` is.
+pub(crate) const SWITCHES_EPOCH: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 2);
+/// The CR3 that an instruction is left to the interpreter with, which flushes nothing; or 0.
+pub(crate) const WANTED_ROOT: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 3);
+/// Generated code has loaded CR3: the MMU has to be told before anything else.
+pub(crate) const IS_OTHER_ROOT: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 4);
+const _: () = assert!(IS_OTHER_ROOT < word(EngineArea::WORDS));
 /// Misses of a lane have become many.
 pub(crate) const LANES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.

@@ -5,4 +5,5 @@ pub(crate) mod cell;
 pub(crate) mod exit;
 pub(crate) mod requests;
 pub(crate) mod state;
+pub(crate) mod switches;
 pub(crate) mod targets;

@@ -282,7 +282,9 @@ fn golden_trampolines() {
     let mut text = String::new();
     let [[_, second, ..], ..] = thunks.strings;
     let shown = &code[..second[0]];
-    let n = disassemble(&mut text, shown, 0, &Names::new(&thunks), 0);
+    let names = Names::new(&thunks);
+    let n = disassemble(&mut text, shown, 0, &names, 0);
+    let n = n + disassemble(&mut text, &code[thunks.root..], thunks.root, &names, 0);
     let head = format!("-- {} bytes, {n} instructions\n", shown.len());
     check("trampolines.txt", &(head + &text));
 }

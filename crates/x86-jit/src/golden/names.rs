@@ -88,7 +88,7 @@ impl Names {
         for (name, at) in fields![t;
             enter bail bail_integer stale moved poll link link_live branch fill_inline_cache inline_cache ret ret32
             far far_call far_call32 switch miss miss_group split refused stack stack_group stack_split lane
-            lane_group lane_split load_fp key_rights
+            lane_group lane_split load_fp key_rights root
         ] {
             self.label(at, name);
         }
@@ -118,7 +118,7 @@ impl Names {
         for (name, at) in named![
             TABLES DEVICES TARGETS KEY SALT NUMBER PAGE FLAGS SPILL ENTRY REQUESTS POLLS_LEFT REASON ARGUMENT
             FP_LIVE CONTEXT HOST_MXCSR IRQ_WAITING TSC_OFFSET COST COUNT LOG PAUSES UNTIL STOP SLOT LANES_MISSED
-            IS_OTHER_VIEW STACK FAR_LEFT HOST_RSP OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
+            IS_OTHER_VIEW IS_OTHER_ROOT WANTED_ROOT SWITCHES SWITCHES_EPOCH STACK FAR_LEFT HOST_RSP OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
             UPPERS_IN_USE FP_AREA RIP RFLAGS CR0 CR2 CR3 CR4 PKRU TSC_AUX KERNEL_GS_BASE
         ] {
             self.state.insert(at as u64, name.to_owned());

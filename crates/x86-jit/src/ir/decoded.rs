@@ -128,6 +128,7 @@ impl Decoded {
             | Kind::Jcc
             | Kind::Syscall
             | Kind::Sysret
+            | Kind::ToCr3
             | Kind::InterruptReturn
             | Kind::Pushf => (ALL as u16, 0),
             Kind::Popf => (0, ALL as u16),

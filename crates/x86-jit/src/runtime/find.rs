@@ -44,6 +44,7 @@ impl<B: JitBus> Jit<B> {
         set_tables(cpu, bus);
         let key = target_key_of(cpu, bus, self.mode);
         let number = self.cache.number(key).unwrap_or_else(|| {
+            self.switches.clear();
             for site in &self.translator.fars {
                 if let Condition::Key { number, .. } = site.condition {
                     self.buffer.write(number, &[0; 4]);

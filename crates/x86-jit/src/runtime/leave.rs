@@ -49,7 +49,11 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         return 0;
     }
     let before = (cpu.engine.words[index(area::KEY)], jit.stats.flushes);
+    let wanted = core::mem::take(&mut cpu.engine.words[index(area::WANTED_ROOT)]);
     let code = answer(jit, interp, cpu, bus, left);
+    if wanted != 0 && code != 0 {
+        jit.note_switch(cpu, bus, wanted);
+    }
     let words = &mut cpu.engine.words;
     // What is returned to does not check that it is still what the guest's code says.
     let changes = bus.code_changes();

@@ -14,6 +14,7 @@ mod run;
 mod sampling;
 mod state;
 pub(crate) mod stats;
+mod switches;
 mod system_call;
 mod translation;
 
@@ -31,6 +32,7 @@ use crate::{
     codegen::Translator,
     codegen::thunks::{self, Thunks},
     frame::exit::Left,
+    frame::switches::Switches,
     ir::cause::Cause,
     ir::decoded::Decoded,
     ir::kind::Forms,
@@ -108,6 +110,8 @@ pub struct Jit<B: JitBus> {
     pub(crate) mode: Mode,
     /// [`mmu::Mmu::views_made`] that `area::VIEWS` belong to.
     pub(crate) views_made: u64,
+    /// Loads of CR3 that generated code does by itself.
+    pub(crate) switches: Switches,
     pub(crate) stats: Stats,
     /// For [`Stats::translate_ns`]: the clock takes longer to read.
     pub(crate) translate_ticks: u64,
@@ -166,6 +170,7 @@ impl<B: JitBus> Jit<B> {
             resumed: None,
             mode: Mode::NONE,
             views_made: 0,
+            switches: Switches::new(),
             stats: Stats::default(),
             translate_ticks: 0,
             lockstep: None,
@@ -236,6 +241,7 @@ impl<B: JitBus> Jit<B> {
         self.given_up = GivenUp::default();
         self.profiles.clear();
         self.ranges.clear();
+        self.switches.clear();
         if let Some(l) = &mut self.lockstep {
             l.flush();
         }

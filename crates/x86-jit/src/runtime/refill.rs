@@ -32,8 +32,13 @@ const KEY_VIEWS_WORDS: usize = area::KEY_VIEWS_LEN * area::KEY_VIEW_WORDS;
 /// The MMU follows generated code to the view that this has changed to by itself.
 #[inline]
 pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
-    let word = &mut cpu.engine.words[index(area::IS_OTHER_VIEW)];
-    if core::mem::take(word) != 0 {
+    let words = &mut cpu.engine.words;
+    let is_other_view = core::mem::take(&mut words[index(area::IS_OTHER_VIEW)]) != 0;
+    if core::mem::take(&mut words[index(area::IS_OTHER_ROOT)]) != 0 {
+        // It was loaded before, so there is nothing to refuse.
+        let _ = bus.load_root(cpu);
+    }
+    if is_other_view {
         bus.select_view(cpu);
     }
 }

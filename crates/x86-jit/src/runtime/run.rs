@@ -156,6 +156,9 @@ impl<B: JitBus> Jit<B> {
         words[index(area::FLAGS)] = pack(cpu.rflags);
         words[index(area::ENTRY)] = entry;
         words[index(area::DEVICES)] = bus.mmu().device_pages() as u64;
+        words[index(area::SWITCHES)] = self.switches.address();
+        words[index(area::SWITCHES_EPOCH)] = bus.mmu().switches_epoch_cell() as u64;
+        words[index(area::WANTED_ROOT)] = 0;
         // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but the
         // functions that have `context`; the code is what `translator` made,
         // which keeps the host's calling convention (`thunks::emit`).

@@ -20,6 +20,8 @@ const SEND_IPI: u64 = 10;
 const SCHED_YIELD: u64 = 11;
 /// Rings a doorbell, see docs/paravirt.md: "ak" and a number, where KVM has none.
 const DOORBELL: u64 = 0x616b_0001;
+/// A page directory is freed, see docs/paravirt.md.
+const ROOT_FREED: u64 = 0x616b_0002;
 /// -KVM_EINVAL.
 const EINVAL: u64 = 22u64.wrapping_neg();
 /// KVM_HC_CLOCK_PAIRING.
@@ -71,6 +73,9 @@ pub(in crate::vcpu) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), 
         }
         CLOCK_PAIRING => clock_pairing(bus, a0, a1),
         DOORBELL => doorbell(bus, a0, a1, a2),
+        ROOT_FREED if !bus.has_root_cache() => ENOSYS,
+        ROOT_FREED if a0 & 0xfff != 0 => EINVAL,
+        ROOT_FREED => super::roots::free_root(&bus.vm, a0),
         _ => ENOSYS,
     };
     cpu.gpr[RAX] = if wide { result } else { result & 0xffff_ffff };

@@ -11,6 +11,7 @@ pub(super) mod hyperv;
 mod misses;
 mod pv_eoi;
 mod pvclock;
+mod roots;
 pub(super) mod stats;
 mod steal;
 mod vapic;
@@ -336,6 +337,9 @@ impl GuestBus for Bus {
     }
     fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Fault> {
         Ok(self.mmu.load_cr3(cpu, flushes)?)
+    }
+    fn keeps_roots(&self) -> bool {
+        self.mmu.has_promise()
     }
     fn select_view(&mut self, cpu: &mut CpuState) {
         self.follow_privilege(cpu);

@@ -137,9 +137,9 @@ fn write_cr0<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
 }
 
 fn write_cr3<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
-    let pcide = ex.cpu.cr4 & cr4::PCIDE != 0;
-    let keep = pcide && v & cr3::NO_FLUSH != 0;
-    let v = if pcide { v & !cr3::NO_FLUSH } else { v };
+    let may_keep = ex.cpu.cr4 & cr4::PCIDE != 0 || ex.cpu.is_long_mode() && ex.bus.keeps_roots();
+    let keep = may_keep && v & cr3::NO_FLUSH != 0;
+    let v = if may_keep { v & !cr3::NO_FLUSH } else { v };
     if ex.cpu.is_long_mode() && v >> ex.cpu.features.maxphyaddr != 0 {
         return gp0();
     }

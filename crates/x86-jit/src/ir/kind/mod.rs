@@ -66,6 +66,8 @@ pub(crate) enum Kind {
     FromControl,
     /// MOV to CR0.
     ToCr0,
+    /// MOV to CR3.
+    ToCr3,
     /// SGDT and SIDT: UEFI's firmware finds its services by the IDT.
     StoreTable,
     Cli,
@@ -119,6 +121,7 @@ impl Kind {
                 | Self::Syscall
                 | Self::Sysret
                 | Self::InterruptReturn
+                | Self::ToCr3
         )
     }
 }
@@ -138,6 +141,7 @@ pub(crate) fn of(kind: Kind, i: &Instruction, long: bool) -> Kind {
         {
             Kind::Interpret
         }
+        Kind::ToCr0 if i.op0_register() == Register::CR3 => Kind::ToCr3,
         Kind::ToCr0 if i.op0_register() != Register::CR0 => Kind::Interpret,
         Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop if !operands_are_plain(i) => {
             Kind::Interpret

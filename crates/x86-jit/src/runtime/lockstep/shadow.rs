@@ -170,6 +170,10 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         self.last = None;
         self.bus().load_cr3(cpu, flushes)
     }
+    fn keeps_roots(&self) -> bool {
+        // SAFETY: as in `bus`.
+        unsafe { &*self.bus }.keeps_roots()
+    }
     fn select_view(&mut self, cpu: &mut CpuState) {
         self.last = None;
         self.bus().select_view(cpu);

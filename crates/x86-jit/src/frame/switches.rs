@@ -1,0 +1,92 @@
+//! Loads of CR3 that flush nothing, as generated code does them by itself.
+//!
+//! An entry says where a load has led to before, and under what it leads there again: the same
+//! view, the same mode, nothing flushed or changed since ([`mmu::Mmu::switches_epoch`]), and a word
+//! that the guest may have taken back meanwhile.
+
+use core::mem::offset_of;
+
+/// Entries, by [`place`].
+pub(crate) const LEN: usize = 256;
+/// The lower half of CR3 times this, of which the upper [`BITS`] bits are an entry's place.
+pub(crate) const HASH: u32 = 0x9e37_79b1;
+pub(crate) const BITS: u32 = LEN.trailing_zeros();
+
+/// An entry, as generated code reads it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Switch {
+    /// What is loaded, bit 63 included. No entry has 0: that flushes.
+    pub(crate) value: u64,
+    /// [`mmu::Mmu::switches_epoch`].
+    pub(crate) epoch: u64,
+    /// Number of the view ([`mmu::l1::VIEW`]).
+    pub(crate) view: u64,
+    /// Host address of the word that has to be 1.
+    pub(crate) kept: u64,
+    /// The tables, and what belongs to them: see `area`.
+    pub(crate) tables: u64,
+    pub(crate) key: u64,
+    pub(crate) salt: u64,
+    pub(crate) number: u64,
+}
+
+/// Offsets of the fields.
+pub(crate) const VALUE: i32 = offset_of!(Switch, value) as i32;
+pub(crate) const EPOCH: i32 = offset_of!(Switch, epoch) as i32;
+pub(crate) const VIEW: i32 = offset_of!(Switch, view) as i32;
+pub(crate) const KEPT: i32 = offset_of!(Switch, kept) as i32;
+pub(crate) const TABLES: i32 = offset_of!(Switch, tables) as i32;
+pub(crate) const KEY: i32 = offset_of!(Switch, key) as i32;
+pub(crate) const SALT: i32 = offset_of!(Switch, salt) as i32;
+pub(crate) const NUMBER: i32 = offset_of!(Switch, number) as i32;
+/// log2 of the size.
+pub(crate) const SHIFT: u8 = 6;
+const _: () = assert!(size_of::<Switch>() == 1 << SHIFT);
+
+const NONE: Switch = Switch {
+    value: 0,
+    epoch: 0,
+    view: 0,
+    kept: 0,
+    tables: 0,
+    key: 0,
+    salt: 0,
+    number: 0,
+};
+
+fn place(value: u64) -> usize {
+    ((value as u32).wrapping_mul(HASH) >> (32 - BITS)) as usize
+}
+
+/// All entries of a vCPU. They do not move.
+#[derive(Debug)]
+pub(crate) struct Switches {
+    all: Box<[Switch; LEN]>,
+    is_used: bool,
+}
+
+impl Switches {
+    pub(crate) fn new() -> Self {
+        Self {
+            all: Box::new([NONE; LEN]),
+            is_used: false,
+        }
+    }
+
+    /// For generated code.
+    pub(crate) fn address(&self) -> u64 {
+        self.all.as_ptr() as u64
+    }
+
+    pub(crate) fn set(&mut self, switch: Switch) {
+        self.is_used = true;
+        self.all[place(switch.value)] = switch;
+    }
+
+    pub(crate) fn clear(&mut self) {
+        if core::mem::take(&mut self.is_used) {
+            self.all.fill(NONE);
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! What a load of CR3 that flushes nothing has led to, for generated code to do the next one itself.
+
+use x86_cpu::CpuState;
+use x86_defs::control::{cr3, cr4};
+
+use crate::{
+    Jit, JitBus,
+    frame::area::{self, index},
+    frame::switches::Switch,
+    runtime::state::target_key,
+};
+
+/// What [`Switch::kept`] is the address of where nobody can take anything back.
+static KEPT: u32 = 1;
+
+impl<B: JitBus> Jit<B> {
+    /// The interpreter has executed a MOV of `value` to CR3, and code was found for what comes next.
+    pub(crate) fn note_switch(&mut self, cpu: &CpuState, bus: &mut B, value: u64) {
+        let words = &cpu.engine.words;
+        let flushes_nothing = cpu.cr4 & cr4::PCIDE != 0 || bus.keeps_roots();
+        let is_loaded = cpu.cr3 == value & !cr3::NO_FLUSH && cpu.cpl == 0 && cpu.is_64bit();
+        if !flushes_nothing || !is_loaded || words[index(area::LOG)] != 0 || self.flush_every != 0 {
+            return;
+        }
+        let Ok(cell) = bus.mmu().kept_cell() else {
+            return;
+        };
+        let (key, salt) = target_key(cpu);
+        let mmu = bus.mmu();
+        self.switches.set(Switch {
+            value,
+            epoch: mmu.switches_epoch(),
+            view: mmu.live_view(),
+            kept: cell.unwrap_or(&raw const KEPT as u64),
+            tables: words[index(area::TABLES)],
+            key,
+            salt,
+            number: words[index(area::NUMBER)],
+        });
+    }
+}
