@@ -16,7 +16,7 @@
 
 use core::mem::offset_of;
 
-use x86_cpu::{CpuState, EngineArea, Msrs};
+use x86_cpu::{CpuState, EngineArea, Msrs, Retired};
 use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
@@ -104,7 +104,21 @@ pub(crate) const KEY_VIEW_WORDS: usize = 6;
 pub(crate) const KEY_VIEW_HASH: u32 = 0x9e37_79b1;
 /// One of them is in use.
 pub(crate) const KEY_VIEWS_USED: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS);
-const _: () = assert!(KEY_VIEWS_USED < word(EngineArea::WORDS));
+/// Of code that counts ([`crate::codegen::countdown::exact`]): the countdown when it was last set, or 0: such code does not run;
+pub(crate) const COUNTED_FROM: usize = word(177);
+/// what it is now, while Rust runs;
+pub(crate) const COUNTED_TO: usize = word(178);
+/// instructions and other events that polls have taken off it;
+pub(crate) const COUNTED: [usize; 2] = [word(179), word(180)];
+/// what is to be given back if the instruction that calls a trampoline is left to the interpreter;
+pub(crate) const REFUND: usize = word(181);
+/// where to go on once the countdown is loaded;
+pub(crate) const COUNTED_ENTRY: usize = word(182);
+/// the other stream, and in bit 8 the level.
+pub(crate) const COUNTED_AS: usize = word(183);
+const _: () = assert!(KEY_VIEWS_USED < COUNTED_FROM && COUNTED_AS < word(EngineArea::WORDS));
+/// [`Retired::left`].
+pub(crate) const EVENTS_LEFT: usize = offset_of!(CpuState, retired) + offset_of!(Retired, left);
 /// Misses of a lane have become many.
 pub(crate) const LANES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.
