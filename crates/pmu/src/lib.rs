@@ -52,6 +52,8 @@ mod select {
 pub struct Wants {
     /// Privilege levels at which retired events are tallied: bit 0 is CPL 0, bit 1 the others.
     pub levels: u8,
+    /// Streams that are counted at one of them, a bit each.
+    pub streams: u16,
     /// Events until the first counter overflows that interrupts then; an instruction retires no
     /// more than one for each counter.
     pub events_left: Option<u64>,
@@ -197,6 +199,7 @@ impl Pmu {
                 wants.cycles_left = least(wants.cycles_left);
             } else {
                 wants.levels |= counter.levels();
+                wants.streams |= x86_defs::retired::bit(slot);
                 wants.events_left = least(wants.events_left);
             }
         }

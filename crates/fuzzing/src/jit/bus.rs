@@ -190,7 +190,10 @@ impl GuestBus for Bus {
         0x0123_4567_89ab_cdef
     }
     fn commit(&mut self) {}
-    fn poll(&mut self, _: &CpuState) -> bool {
+    fn poll(&mut self, cpu: &CpuState) -> bool {
+        if cpu.retired.is_due() {
+            return true;
+        }
         self.polls += 1;
         if self.polls >= self.poll_every {
             self.polls = 0;
@@ -210,8 +213,8 @@ impl x86_jit::JitBus for Bus {
     fn interrupt_waits(&self) -> bool {
         self.waits
     }
-    fn must_return(&self, _: &CpuState) -> bool {
-        self.mmu.needs_sync()
+    fn must_return(&self, cpu: &CpuState) -> bool {
+        self.mmu.needs_sync() || cpu.retired.is_due()
     }
     fn tsc_offset(&self) -> Option<u64> {
         Some(0)

@@ -212,6 +212,23 @@ pub(crate) struct Weather {
     pub(crate) waits: bool,
 }
 
+/// What is counted while a program runs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counting {
+    /// As [`x86_cpu::Retired::levels`].
+    pub(crate) levels: u8,
+    /// As [`x86_cpu::Retired::streams`].
+    pub(crate) streams: u16,
+    /// A counter overflows after so many instructions, again and again; 0: never.
+    pub(crate) period: u64,
+}
+
+/// Where a counter has overflowed: RIP and the general registers.
+type Landing = (u64, [u64; 16]);
+
+/// Overflows after which a program is given up.
+const MAX_LANDINGS: usize = 5_000;
+
 /// A vCPU with its engine and memory.
 pub(crate) struct Machine {
     engine: Engine,
@@ -219,6 +236,8 @@ pub(crate) struct Machine {
     pub(crate) bus: Bus,
     pub(crate) cpu: CpuState,
     memory: Vec<u8>,
+    counting: Counting,
+    pub(crate) landings: Vec<Landing>,
 }
 
 impl Machine {
@@ -239,6 +258,8 @@ impl Machine {
             bus: Bus::new(RAM)?,
             cpu: cpu(0, false),
             memory: vec![0; RAM],
+            counting: Counting::default(),
+            landings: Vec::new(),
         })
     }
 
@@ -300,6 +321,22 @@ impl Machine {
         self.bus.select_view(&mut self.cpu);
     }
 
+    /// What is counted from now on.
+    pub(crate) fn count(&mut self, counting: Counting) {
+        self.counting = counting;
+        self.landings.clear();
+        let left = self.left();
+        let r = &mut self.cpu.retired;
+        (r.levels, r.streams) = (counting.levels, counting.streams);
+        r.left = left;
+    }
+    fn left(&self) -> u64 {
+        match self.counting.period {
+            0 => u64::MAX,
+            period => period,
+        }
+    }
+
     /// All of memory.
     pub(crate) fn memory(&mut self) -> &[u8] {
         let read = self.bus.mmu.memory().read_bytes(0, &mut self.memory);
@@ -313,7 +350,8 @@ impl Machine {
         self.bus.waits = weather.waits;
         self.bus.request(weather.requested);
         self.bus.mmu.sync(&self.cpu);
-        for _ in 0..patience {
+        let mut left = patience;
+        while left > 0 && self.landings.len() < MAX_LANDINGS {
             let stop = match &mut self.engine {
                 Engine::Interp => self.interp.run(&mut self.cpu, &mut self.bus),
                 Engine::Jit(jit) => {
@@ -323,6 +361,19 @@ impl Machine {
                     jit.run(&mut self.interp, &mut self.cpu, &mut self.bus, None)
                 }
             };
+            let is_due = self.cpu.retired.is_due();
+            if is_due {
+                let mut registers = [0; 16];
+                registers.copy_from_slice(&self.cpu.gpr[..16]);
+                // After RDTSC and RDTSCP these are nobody else's.
+                for n in [reg::RAX, reg::RCX, reg::RDX] {
+                    registers[n] = 0;
+                }
+                self.landings.push((self.cpu.rip(), registers));
+                self.cpu.retired.left = self.left();
+            } else {
+                left -= 1;
+            }
             if stop != RunStop::Poll {
                 // After HLT the shadow of STI is over, however HLT was reached.
                 self.cpu.shadow = Shadow::None;

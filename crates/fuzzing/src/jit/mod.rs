@@ -18,12 +18,13 @@ use core::fmt::Write as _;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl};
 use mmu::Policy;
 use x86_cpu::CpuState;
+use x86_defs::retired::{INSTRUCTIONS, STREAMS, bit};
 use x86_interp::RunStop;
 use x86_native::{decoded_flags, oracle::AREA_SIZE};
 
 use self::{
     generate::Generator,
-    machine::{CODE, FRAMES, KERNEL, KERNEL32, Machine, RAM, USER, initial_memory},
+    machine::{CODE, Counting, FRAMES, KERNEL, KERNEL32, Machine, RAM, USER, initial_memory},
     program::Program,
 };
 
@@ -148,7 +149,9 @@ impl Jits {
             let mut start = start.clone();
             start.set_rip(program.base() + program.at[0]);
             let (a, b) = (&mut self.interp, &mut self.jit);
+            let counting = counting(program.seed ^ n as u64);
             a.load(&memory, &start);
+            a.count(counting);
             let theirs = a.run(
                 machine::Weather {
                     poll_every: 64,
@@ -161,6 +164,7 @@ impl Jits {
                 continue;
             }
             b.load(&memory, &start);
+            b.count(counting);
             let ours = b.run(program.weather, PATIENCE * 64);
             if let Some(report) = b.take_difference() {
                 return Err(report);
@@ -171,7 +175,7 @@ impl Jits {
             let d = differences((theirs, a), (ours, b), &memory, program.bits());
             if !d.is_empty() {
                 return Err(format!(
-                    "start {n}, cpl {}, {:?}\ninterpreter {theirs:?} rip {:x}, jit {ours:?} rip {:x}\n{d}",
+                    "start {n}, cpl {}, {:?}, {counting:?}\ninterpreter {theirs:?} rip {:x}, jit {ours:?} rip {:x}\n{d}",
                     start.cpl,
                     program.weather,
                     a.cpu.rip(),
@@ -200,6 +204,45 @@ impl Jits {
             }
         }
         format!("seed {:#x}\n{}{report}", program.seed, listing(&program))
+    }
+}
+
+/// Every other run is counted: at some levels, some streams, with overflows or without.
+fn counting(seed: u64) -> Counting {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x ^= x >> 32;
+    if x & 1 == 0 {
+        return Counting::default();
+    }
+    let stream = bit((x >> 1 & 0xf) as usize % STREAMS);
+    let other = bit((x >> 5 & 0xf) as usize % STREAMS);
+    Counting {
+        levels: 1 + (x >> 9 & 0xff) as u8 % 3,
+        streams: match x >> 17 & 3 {
+            0 => bit(INSTRUCTIONS),
+            1 => bit(INSTRUCTIONS) | stream,
+            2 => stream,
+            _ => stream | other,
+        },
+        period: match x >> 19 & 7 {
+            0 => 1 + (x >> 22 & 7),
+            1 => 1 + (x >> 22 & 0x3ff),
+            2 => 60 + (x >> 22 & 0xf),
+            _ => 0,
+        },
+    }
+}
+
+/// What is not counted may or may not have been added.
+fn forget_uncounted(cpu: &mut CpuState) {
+    let streams = cpu.retired.streams;
+    for counts in &mut cpu.retired.counts {
+        for (stream, count) in counts.iter_mut().enumerate() {
+            if streams >> stream & 1 == 0 {
+                *count = 0;
+            }
+        }
     }
 }
 
@@ -237,7 +280,20 @@ fn differences(
         return d;
     }
     let mut memories = [interp.memory().to_vec(), jit.memory().to_vec()];
+    let landings = [&interp.landings, &jit.landings];
+    if landings[0] != landings[1] {
+        let pairs = landings[0].iter().zip(landings[1]);
+        let first = pairs.take_while(|(a, b)| a == b).count();
+        let [a, b] = landings.map(|l| l.get(first));
+        let _ = writeln!(d, "  overflow {first}: interpreter {a:x?}, jit {b:x?}");
+    }
     let (a, b) = (&mut interp.cpu, &mut jit.cpu);
+    forget_uncounted(a);
+    forget_uncounted(b);
+    if a.retired != b.retired {
+        let (a, b) = (a.retired, b.retired);
+        let _ = writeln!(d, "  counts: interpreter {a:?}\n          jit {b:?}");
+    }
     let rip = stopped_at(theirs, a, &memories[0]);
     // What overwrites the instructions after it was translated with those.
     let dead = dead_flags(rip, &memories[0], bits) | dead_flags(rip, before, bits);

@@ -160,6 +160,7 @@ impl Bus {
         let c = &mut self.pmu;
         let Wants {
             levels,
+            streams,
             events_left,
             has_cycles,
             splits_cycles,
@@ -167,6 +168,7 @@ impl Bus {
         } = c.state.wants(now);
         c.levels = levels;
         cpu.retired.levels = levels;
+        cpu.retired.streams = streams;
         let mut left = events_left.map_or(NEVER, |left| left.saturating_add(own));
         if !c.has_cycles && has_cycles {
             c.since = c.since.map(|_| host::cpu::rdtsc());

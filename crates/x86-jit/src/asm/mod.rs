@@ -84,6 +84,7 @@ pub(crate) mod cc {
     pub(crate) const NS: u8 = 9;
     pub(crate) const P: u8 = 10;
     pub(crate) const L: u8 = 12;
+    pub(crate) const LE: u8 = 14;
 }
 
 /// An instruction under construction: bytes from the lowest on.

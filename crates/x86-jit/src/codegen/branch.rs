@@ -25,6 +25,7 @@ impl Translator {
         if self.walks_on(from, t) {
             return Ok(());
         }
+        self.tally.mark_taken(self.stubs.len(), d, self.position);
         if (0..0x1000).contains(&t) {
             let site = self.link(from, t as u32, live, false);
             site.comes_from(d.offset);

@@ -1,7 +1,7 @@
 //! The countdown: how many instructions translated code may execute until it looks at requests again.
 //!
 //! A host register holds it. A block subtracts its length where it is entered, and polls when
-//! the result is less than zero. This file is the only one that names the register and its words.
+//! the result is less than zero. This file and [`exact`] are the only ones that name the register and its words.
 //!
 //! # Policy
 //!
@@ -13,7 +13,9 @@
 //!   so that polls stay near each other in time;
 //! - the fast turns of a loop get a credit ([`begin_fast_turns`]), and who leaves them but by a link comes to a poll early.
 //!
-//! A policy that counts exactly has to change these four, and nothing outside of this file and of its callers.
+//! Code that counts what is retired has a policy of its own: [`exact`].
+
+pub(crate) mod exact;
 
 use crate::{asm::*, frame::area::*};
 
@@ -102,7 +104,7 @@ pub(super) fn look_at_next_poll(a: &mut Asm) {
 /// Where a poll goes.
 pub(super) struct Poll {
     /// Branches to take if the run loop has to be returned to.
-    pub(super) leaves: [usize; 5],
+    pub(super) leaves: Vec<usize>,
 }
 
 /// What a poll does, as a function: it goes on with a new budget, and with `go_on`, or branches.
@@ -122,7 +124,7 @@ pub(super) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Poll {
     a.store_imm(gs(POLLS_LEFT), POLLS as i32);
     a.jmp_to(goes_on);
     Poll {
-        leaves: [pauses, missed, is_over, stops, requested],
+        leaves: vec![pauses, missed, is_over, stops, requested],
     }
 }
 
@@ -216,6 +218,11 @@ pub(crate) const fn longest() -> u64 {
 /// What translated code is entered with: so many instructions until its first poll.
 pub(crate) fn begin(words: &mut [u64], instructions: u64) {
     words[index(COUNT)] = instructions;
+}
+
+/// As many as [`begin`] has said.
+pub(crate) fn first(words: &[u64]) -> u64 {
+    words[index(COUNT)]
 }
 
 /// Polls until the run loop is returned to: as many as usual, or none.

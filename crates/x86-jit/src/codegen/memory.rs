@@ -361,6 +361,7 @@ impl Translator {
         if !matches!(probe, Probe::Known { .. })
             && let Some(from) = self.branch_if_misaligned(member.align)
         {
+            self.tally.mark_left(self.stubs.len(), self.position);
             self.link(from, offset, false, true);
         }
         let (from, resume) = self.look_up(member.span, probe, Finds::Address);

@@ -41,6 +41,7 @@ mod stub;
 mod stubs;
 mod switches;
 mod system;
+mod tally;
 pub(crate) mod thunks;
 pub(crate) mod walk;
 
@@ -49,10 +50,12 @@ use iced_x86::{Encoder, OpKind, Register};
 use memory::{Finds, Probe};
 pub(crate) use sites::{Condition, Entries, FarSite, How, LinkSite};
 use stub::Stub;
+use tally::Tally;
 use walk::Walking;
 
 use crate::{
     asm::*,
+    codegen::countdown::exact,
     codegen::flags::{restore_flags, save_flags},
     codegen::thunks::Thunks,
     frame::area::*,
@@ -105,6 +108,9 @@ pub(crate) struct Translator {
     stubs: Vec<Stub>,
     encoder: Encoder,
     thunks: Thunks,
+    /// Those of code that counts, if it is other code that is translated, or the other way round.
+    other_thunks: Thunks,
+    tally: Tally,
     templates: Box<Templates>,
     /// Number of the interpreter's instruction at the end, 0 if there is none.
     interpreted: u32,
@@ -169,8 +175,8 @@ type Emit = Result<(), Unsupported>;
 const CHECK_LEN: usize = 10;
 
 impl Translator {
-    /// `code`: host address at which the code is executed.
-    pub(crate) fn new(isa: Isa, thunks: Thunks, code: u64) -> Self {
+    /// `thunks`: the second ones are for code that counts. `code`: host address at which the code is executed.
+    pub(crate) fn new(isa: Isa, [thunks, other_thunks]: [Thunks; 2], code: u64) -> Self {
         Self {
             asm: Asm::new(isa),
             links: Vec::new(),
@@ -179,6 +185,8 @@ impl Translator {
             stubs: Vec::new(),
             encoder: Encoder::new(64),
             thunks,
+            other_thunks,
+            tally: Tally::default(),
             templates: Templates::new(isa),
             interpreted: 0,
             source: Source::default(),
@@ -213,7 +221,10 @@ impl Translator {
         source: Source,
         offset: u32,
         (entries, len): (&mut Entries, u8),
+        counts: Option<usize>,
     ) {
+        // Such a block has an entry with a poll.
+        self.count(&[], counts);
         self.asm.start(base);
         self.stubs.clear();
         self.begin_trace();
@@ -227,6 +238,27 @@ impl Translator {
         }
         self.asm.jmp_to(entries.saved as usize);
         self.emit_stubs(None, |_, _, _| None);
+    }
+
+    /// What is translated next counts what is retired, and this stream besides instructions.
+    fn count(&mut self, insns: &[Decoded], stream: Option<usize>) {
+        if self.tally.counts() != stream.is_some() {
+            core::mem::swap(&mut self.thunks, &mut self.other_thunks);
+        }
+        self.tally.begin(insns, stream);
+    }
+
+    /// As [`Self::poll`], for a block that counts.
+    fn counted_poll(&mut self, offset: u32) {
+        let resume = self.asm.here();
+        let cost = self.tally.from(0);
+        let from = exact::enter(&mut self.asm, cost);
+        self.stubs.push(Stub::CountedPoll {
+            from,
+            resume,
+            offset,
+            cost,
+        });
     }
 
     /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
@@ -259,6 +291,7 @@ impl Translator {
         self.long = how.long;
         self.bound = how.bound;
         self.by_cell = how.by_cell;
+        self.count(insns, how.counts);
         self.asm.start(base.0);
         self.stubs.clear();
         self.ahead.clear();
@@ -294,13 +327,16 @@ impl Translator {
         // What comes from the block itself has FP state.
         let again = self.asm.here();
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
-        let polls = !is_apart || how.polls || goes_back || live != 0;
-        if polls {
+        let counts = self.tally.counts();
+        let polls = !is_apart || how.polls || goes_back || live != 0 || counts;
+        if counts {
+            self.counted_poll(offset);
+        } else if polls {
             self.poll(insns.len(), offset, None);
         }
         let is_complete = self.body(insns, forms);
         let (mut next, mut walk) = (again, None);
-        if is_complete && polls && live == 0 && sources.len() == 1 && !how.is_split {
+        if is_complete && polls && !counts && live == 0 && sources.len() == 1 && !how.is_split {
             next = self.hold(insns, forms, again).unwrap_or(again);
             walk = self.walk(insns, forms, (again, next));
         }
@@ -351,6 +387,7 @@ impl Translator {
         let mut rest = insns;
         while let Some(d) = rest.first() {
             self.position = insns.len() - rest.len();
+            self.tally.mark(self.stubs.len(), self.position);
             self.begin_turn();
             if !stack::needs_no_rsp(d) {
                 self.settle_stack();
@@ -388,6 +425,7 @@ impl Translator {
                 Err(Unsupported) => {
                     self.asm.truncate(code);
                     self.stubs.truncate(stubs);
+                    self.tally.truncate(stubs);
                     self.links.truncate(links);
                     self.ahead.retain(|n| (*n as usize) < links);
                     self.fars.truncate(fars);
@@ -395,6 +433,7 @@ impl Translator {
                     self.settle_stack();
                     self.settle_page();
                     self.give_registers_back();
+                    tally::refund(&mut self.asm, self.tally.from(self.position));
                     self.interpret(d.offset);
                     (ended, is_complete) = (true, false);
                 }
@@ -433,6 +472,12 @@ impl Translator {
         if let Some(onto) = d.onto {
             self.inline(d, onto)?;
             return Ok(false);
+        }
+        if matches!(
+            d.kind,
+            Kind::String | Kind::Ac | Kind::ToCr0 | Kind::KeyRights
+        ) {
+            self.note_refund();
         }
         match d.kind {
             Kind::Nop | Kind::Followed => {}

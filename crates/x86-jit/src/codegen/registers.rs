@@ -6,7 +6,7 @@ use x86_defs::{control::cr4, xsave};
 use super::{Emit, Translator, Unsupported, memory::Finds};
 use crate::{
     asm::*,
-    codegen::countdown,
+    codegen::countdown::{self, exact},
     frame::area::*,
     frame::state::{MXCSR_FREE, X87_MASKED},
     ir::decoded::Decoded,
@@ -144,6 +144,10 @@ impl Translator {
         a.load(S1, gs(PAUSES));
         a.lea(S1, at(S1, 1));
         a.store(gs(PAUSES), S1);
-        countdown::charge(a, countdown::PAUSE);
+        if self.tally.counts() {
+            exact::charge(a, countdown::PAUSE);
+        } else {
+            countdown::charge(a, countdown::PAUSE);
+        }
     }
 }

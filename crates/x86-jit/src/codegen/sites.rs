@@ -131,4 +131,6 @@ pub(crate) struct How {
     pub(crate) bound: Option<i32>,
     /// Its branches to other pages have a [`Condition::Cell`].
     pub(crate) by_cell: bool,
+    /// It counts what is retired, and this stream besides instructions.
+    pub(crate) counts: Option<usize>,
 }

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     asm::*,
-    codegen::countdown,
+    codegen::countdown::{self, exact},
     codegen::flags::restore_flags,
     frame::area::*,
     frame::requests::site,
@@ -55,22 +55,29 @@ impl Translator {
 
 /// Emits the code of all forms. It is called with the instruction's offset in
 /// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return;
-/// `refill` is the thunk for pages that the table has not.
-pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize) -> Strings {
+/// `refill` is the thunk for pages that the table has not;
+/// `counts`: of code that counts what is retired.
+pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: bool) -> Strings {
     let mut strings = Strings::default();
     for op in OPS {
         for (size, forms) in strings[op as usize].iter_mut().enumerate() {
             let forms = &mut forms[..if op.compares() { 3 } else { 2 }];
             for (repeat, form) in forms.iter_mut().enumerate() {
                 *form = a.here();
-                one(a, [bail, refill], op, size, repeat);
+                one(a, [bail, refill], op, (size, repeat), counts);
             }
         }
     }
     strings
 }
 
-fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usize) {
+fn one(
+    a: &mut Asm,
+    [bail, refill]: [usize; 2],
+    op: Op,
+    (size, repeat): (usize, usize),
+    counts: bool,
+) {
     let (mut slow, mut misses) = (Vec::new(), Vec::new());
     let mut none = None;
     a.store32(gs(SPILL), S1);
@@ -84,10 +91,11 @@ fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usi
         a.rr(true, &[0x85], RCX, RCX); // test
         none = Some(a.jcc(cc::E));
         // What it counts for, in instructions, so that polls stay near each other.
-        if op.writes() {
-            countdown::charge(a, countdown::BLOCK_OPERATION);
-        } else {
-            countdown::charge_repetitions(a, RCX);
+        match (op.writes(), counts) {
+            (true, false) => countdown::charge(a, countdown::BLOCK_OPERATION),
+            (true, true) => exact::charge(a, countdown::BLOCK_OPERATION),
+            (false, false) => countdown::charge_repetitions(a, RCX),
+            (false, true) => exact::charge_repetitions(a, RCX),
         }
     }
     let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());
@@ -170,6 +178,9 @@ fn one(a: &mut Asm, [bail, refill]: [usize; 2], op: Op, size: usize, repeat: usi
     }
     a.load32(S1, gs(SPILL));
     a.lea(RSP, at(RSP, 8));
+    if counts {
+        exact::refund_noted(a);
+    }
     a.jmp_to(bail);
 }
 

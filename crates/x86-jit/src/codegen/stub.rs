@@ -72,6 +72,14 @@ pub(super) enum Stub {
         resume: usize,
         offset: u32,
     },
+    /// That of a block that counts, which goes on where it has not counted yet.
+    CountedPoll {
+        from: usize,
+        resume: usize,
+        offset: u32,
+        /// What it has counted for.
+        cost: i32,
+    },
     LoadFp {
         from: usize,
         resume: usize,

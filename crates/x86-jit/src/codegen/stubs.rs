@@ -7,6 +7,7 @@ use super::{
     inline::move_page,
     memory::{Finds, Probe},
     stub::Stub,
+    tally::refund,
     walk::Walking,
 };
 use crate::{
@@ -31,6 +32,8 @@ impl Translator {
             let beyond = self.turn_to_page_of(next);
             let bound = self.bound;
             let begins = self.pages.first().and_then(|p| p.bound);
+            let number = next;
+            let (before, taken) = (self.tally.before(number), self.tally.taken(number));
             next += 1;
             let a = &mut self.asm;
             let here = a.here();
@@ -59,8 +62,8 @@ impl Translator {
                             _ => t.miss,
                         },
                     );
-                    let refused = a.jcc(cc::BE);
-                    a.patch(refused, t.refused);
+                    self.leave_if(cc::BE, number, t.refused);
+                    let a = &mut self.asm;
                     if let Some(n) = cached {
                         a.load(S1, home(n));
                     }
@@ -104,8 +107,8 @@ impl Translator {
                                 _ => t.split,
                             },
                         );
-                        let refused = a.jcc(cc::E);
-                        a.patch(refused, t.refused);
+                        self.leave_if(cc::E, number, t.refused);
+                        let a = &mut self.asm;
                         if let Some(n) = cached {
                             a.load(S1, home(n));
                         }
@@ -126,6 +129,7 @@ impl Translator {
                             a.patch(from, resume);
                         }
                     }
+                    refund(&mut self.asm, before);
                     if let Some(entries) = known(self.page, offset, true) {
                         self.asm.jmp_to(entries.saved as usize);
                         continue;
@@ -135,6 +139,7 @@ impl Translator {
                 }
                 Stub::Bail { from, offset } => {
                     a.patch(from, here);
+                    refund(a, before);
                     a.mov_imm(S1, offset.into());
                     a.jmp_to(t.bail);
                 }
@@ -161,6 +166,7 @@ impl Translator {
                 }
                 Stub::Call { from, offset } => {
                     a.patch(from, here);
+                    refund(a, before);
                     a.mov_imm(S1, offset.into());
                     a.jmp_to(t.bail_integer);
                 }
@@ -175,6 +181,7 @@ impl Translator {
                     a.call_to(t.fill_inline_cache);
                     let from = a.jcc(cc::E);
                     a.patch(from, resume);
+                    refund(a, before);
                     a.jmp_to(t.bail_integer);
                 }
                 Stub::Stale { from, offset } => {
@@ -197,6 +204,18 @@ impl Translator {
                     a.call_to(t.poll);
                     a.jmp_to(resume);
                 }
+                Stub::CountedPoll {
+                    from,
+                    resume,
+                    offset,
+                    cost,
+                } => {
+                    a.patch(from, here);
+                    refund(a, cost);
+                    a.mov_imm(S1, offset.into());
+                    a.call_to(t.poll);
+                    a.jmp_to(resume);
+                }
                 Stub::LoadFp { from, resume } => {
                     a.patch(from, here);
                     a.call_to(t.load_fp);
@@ -213,13 +232,14 @@ impl Translator {
                     number,
                     live,
                 } => {
-                    if (walking.is_some() || beyond != 0)
+                    if (walking.is_some() || beyond != 0 || taken != 0)
                         && let Some(site) = self.links.get_mut(number as usize)
                     {
                         a.patch(from, here);
                         if let Some(w) = walking {
                             w.is_left(a);
                         }
+                        refund(a, taken);
                         from = a.jmp();
                         (site.patch, site.is_jump) = (from, false);
                     }
@@ -272,6 +292,7 @@ impl Translator {
                     live,
                 } => {
                     a.patch(from, here);
+                    refund(a, taken);
                     if live {
                         save_flags(a);
                     }

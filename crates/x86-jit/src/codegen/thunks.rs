@@ -13,7 +13,7 @@ use x86_defs::{control::cr0, rflags};
 use crate::{
     asm::*,
     codegen::branch::{select_tag, select_target},
-    codegen::countdown,
+    codegen::countdown::{self, exact},
     codegen::flags::save_flags,
     codegen::fp_state::{keep_vectors, load_fp, save_fp},
     codegen::misses::{compare_end, known_device, lane_miss, stack_miss, straddling},
@@ -95,6 +95,11 @@ pub(crate) struct Thunks {
     pub(crate) load_fp: usize,
     /// Called for string instructions.
     pub(crate) strings: Strings,
+    /// Of code that counts: goes on with such code, and with other code, at [`COUNTED_ENTRY`].
+    pub(crate) go_on_counting: usize,
+    pub(crate) go_on_plainly: usize,
+    /// Where a return to address 0 goes that finds no call.
+    last_frame: usize,
 }
 
 /// Bytes of the host's stack above which a poll drops them: twice as many are in use at most.
@@ -105,7 +110,7 @@ const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];
 
 /// Calls the Rust function at `refill`: the return address and nine registers are
 /// on the stack, which is aligned for it.
-fn call_refill(a: &mut Asm, refill: u64) {
+fn call_refill(a: &mut Asm, refill: u64, counts: bool) {
     CALLER_SAVED.iter().for_each(|r| push(a, *r));
     keep_vectors(a, true);
     a.load(RDI, gs(CONTEXT));
@@ -114,7 +119,11 @@ fn call_refill(a: &mut Asm, refill: u64) {
     a.mov_imm(RAX, refill);
     a.bytes(&[0xff, 0xd0]); // call rax
     a.mov(S0, RAX);
-    countdown::hasten_if_requested(a);
+    if counts {
+        exact::hasten_if_requested(a);
+    } else {
+        countdown::hasten_if_requested(a);
+    }
     keep_vectors(a, false);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
 }
@@ -299,8 +308,9 @@ fn cached(thrice: Reg, n: i32) -> Mem {
 
 /// Emits everything at the start of the buffer. `refill` and `handle` are the
 /// addresses of the Rust functions behind [`Thunks::miss`] and the thunks that
-/// have a [`Reason`].
-pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
+/// have a [`Reason`]. `counts`: for code that counts what is retired, behind those of other code, which are `plain`.
+pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>) -> Thunks {
+    let counts = plain.is_some();
     let mut t = Thunks {
         enter: a.here(),
         ..Thunks::default()
@@ -345,6 +355,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
 
     let with_reason = |a: &mut Asm, reason: Reason, fp: bool| {
         a.store_imm(gs(REASON), reason as i32);
+        if counts {
+            exact::keep(a);
+        }
         store_registers(a);
         if fp {
             save_fp(a);
@@ -367,8 +380,8 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     t.stale = a.here();
     at_offset(a, Reason::Stale, false);
 
-    let here = a.here();
-    a.patch(last, here);
+    let last_frame = a.here();
+    a.patch(last, last_frame);
     a.load(RSP, gs(STACK));
     a.store(gs(RIP), S0);
     with_reason(a, Reason::Stale, false);
@@ -454,7 +467,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     }
 
     t.poll = a.here();
-    let poll = countdown::poll(a, |a| {
+    let go_on = |a: &mut Asm| {
         a.load(S0, gs(STACK));
         a.alu_rr(true, Alu::Sub, S0, RSP);
         a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
@@ -466,10 +479,18 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
         pop(a, S1);
         a.load(RSP, gs(STACK));
         a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
-    });
+    };
+    let poll = if counts {
+        exact::poll(a, go_on)
+    } else {
+        countdown::poll(a, go_on)
+    };
     let here = a.here();
     for from in poll.leaves {
         a.patch(from, here);
+    }
+    if counts {
+        exact::keep(a);
     }
     a.alu(true, Alu::Add, S1, NEAR_PAGE);
     a.store(gs(RIP), S1);
@@ -490,7 +511,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     push(a, RAX);
     store_near_words(a);
     pop(a, RAX);
-    call_refill(a, refill);
+    call_refill(a, refill, counts);
     push(a, RAX);
     load_near_words(a);
     pop(a, RAX);
@@ -501,6 +522,9 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     a.patch(failed, here);
     a.alu_imm(false, Alu::And, S1, 0xfff);
     a.lea(RSP, at(RSP, 8));
+    if counts {
+        exact::refund_noted(a);
+    }
     a.jmp_to(t.bail);
 
     t.access = [false, true].map(|set| change_access(a, set, t.switch));
@@ -511,7 +535,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     straddling(a, true, true);
     let known = known_device(a, RAISES);
     let called = a.here();
-    call_refill(a, refill);
+    call_refill(a, refill, counts);
     let answered = a.here();
     a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
     a.ret();
@@ -570,7 +594,12 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64) -> Thunks {
     pop(a, RAX);
     a.ret();
 
-    t.strings = string::emit(a, t.bail_integer, within);
+    t.strings = string::emit(a, t.bail_integer, within, counts);
     t.root = switches::change_root(a, t.bail_integer);
+    if let Some(plain) = plain {
+        t.go_on_counting = exact::go_on(a, last_frame, true);
+        t.go_on_plainly = exact::go_on(a, plain.last_frame, false);
+    }
+    t.last_frame = last_frame;
     t
 }

@@ -16,7 +16,7 @@
 
 use core::mem::offset_of;
 
-use x86_cpu::{CpuState, EngineArea, Msrs};
+use x86_cpu::{CpuState, EngineArea, Msrs, Retired};
 use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
@@ -113,7 +113,21 @@ pub(crate) const SWITCHES_EPOCH: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WOR
 pub(crate) const WANTED_ROOT: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 3);
 /// Generated code has loaded CR3: the MMU has to be told before anything else.
 pub(crate) const IS_OTHER_ROOT: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 4);
-const _: () = assert!(IS_OTHER_ROOT < word(EngineArea::WORDS));
+/// Of code that counts ([`crate::codegen::countdown::exact`]): the countdown when it was last set, or 0: such code does not run;
+pub(crate) const COUNTED_FROM: usize = word(181);
+/// what it is now, while Rust runs;
+pub(crate) const COUNTED_TO: usize = word(182);
+/// instructions and other events that polls have taken off it;
+pub(crate) const COUNTED: [usize; 2] = [word(183), word(184)];
+/// what is to be given back if the instruction that calls a trampoline is left to the interpreter;
+pub(crate) const REFUND: usize = word(185);
+/// where to go on once the countdown is loaded;
+pub(crate) const COUNTED_ENTRY: usize = word(186);
+/// the other stream, and in bit 8 the level.
+pub(crate) const COUNTED_AS: usize = word(187);
+const _: () = assert!(IS_OTHER_ROOT < COUNTED_FROM && COUNTED_AS < word(EngineArea::WORDS));
+/// [`Retired::left`].
+pub(crate) const EVENTS_LEFT: usize = offset_of!(CpuState, retired) + offset_of!(Retired, left);
 /// Misses of a lane have become many.
 pub(crate) const LANES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.

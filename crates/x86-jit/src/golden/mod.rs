@@ -103,9 +103,9 @@ fn disassemble(out: &mut String, code: &[u8], base: usize, names: &Names, from: 
     n
 }
 
-fn trampolines(isa: Isa) -> (Thunks, Vec<u8>) {
+fn trampolines(isa: Isa, plain: Option<&Thunks>) -> (Thunks, Vec<u8>) {
     let mut a = Asm::new(isa);
-    let thunks = thunks::emit(&mut a, REFILL, HANDLE);
+    let thunks = thunks::emit(&mut a, REFILL, HANDLE, plain);
     let (code, _) = a
         .parts()
         .expect("trampolines are shorter than blocks may be");
@@ -153,9 +153,15 @@ fn follow(
 /// A case's guest code, and what is made of it.
 fn translated(case: &Case) -> String {
     let (isa, host) = host(!case.is_old_host);
-    let (thunks, _) = trampolines(isa);
+    let (plain, _) = trampolines(isa, None);
+    let (counting, _) = trampolines(isa, Some(&plain));
+    let thunks = if case.mode.has(Mode::COUNTS) {
+        &counting
+    } else {
+        &plain
+    };
     let mut forms = Forms::new(host);
-    let mut translator = Translator::new(isa, thunks, CODE);
+    let mut translator = Translator::new(isa, [plain, counting], CODE);
     let long = case.mode.is_long();
     let mut a = CodeAssembler::new(if long { 64 } else { 32 }).expect("a mode of the processor");
     (case.code)(&mut a).expect("guest code");
@@ -218,11 +224,12 @@ fn translated(case: &Case) -> String {
             falls: false,
             bound,
             by_cell: case.mode.has_cells(),
+            counts: case.mode.stream(),
         },
         |_, _, _| None,
     );
     let (executed, apart) = translator.asm.parts().expect("a block is short");
-    let mut names = Names::new(&thunks);
+    let mut names = Names::new(thunks);
     for (name, at) in [
         ("outer", entries.outer),
         ("polled", entries.polled),
@@ -278,7 +285,7 @@ fn golden_blocks() {
 /// All but most string instructions, which differ in their sizes.
 #[test]
 fn golden_trampolines() {
-    let (thunks, code) = trampolines(host(true).0);
+    let (thunks, code) = trampolines(host(true).0, None);
     let mut text = String::new();
     let [[_, second, ..], ..] = thunks.strings;
     let shown = &code[..second[0]];

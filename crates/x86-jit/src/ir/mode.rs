@@ -26,6 +26,11 @@ impl Mode {
     /// 64-bit code that is executed at one address only: see [`crate::code::cache::Blocks::mode_at`].
     pub(crate) const BOUND: Self = Self(0x100);
 
+    /// What is retired is counted exactly: see [`crate::codegen::countdown::exact`].
+    pub(crate) const COUNTS: Self = Self(0x200);
+    /// With that, the stream that is counted besides instructions: four bits.
+    const STREAM: u32 = 10;
+
     /// How many bits there may be.
     pub(crate) const WIDTH: u32 = u16::BITS;
 
@@ -59,6 +64,18 @@ impl Mode {
     /// It is 64-bit code, and no kernel's: other pages are compared by cells.
     pub(crate) const fn has_cells(self) -> bool {
         self.is_long() && !self.has(Self::KERNEL)
+    }
+    /// It counts what is retired, and events of that stream.
+    pub(crate) const fn counting(stream: usize) -> Self {
+        Self::COUNTS.with(Self((stream as u16 & 0xf) << Self::STREAM))
+    }
+    /// The stream that is counted besides instructions, if anything is.
+    pub(crate) const fn stream(self) -> Option<usize> {
+        if self.has(Self::COUNTS) {
+            Some((self.0 >> Self::STREAM & 0xf) as usize)
+        } else {
+            None
+        }
     }
     /// As a number of [`Self::WIDTH`] bits.
     pub(crate) const fn number(self) -> u64 {

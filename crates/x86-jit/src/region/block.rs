@@ -123,7 +123,10 @@ pub(crate) fn decode<B: GuestBus>(
                 _ => u64::MAX,
             };
             if target == u64::from(first) && !mode.has(Mode::SPLIT) && !straddles {
-                unroll(out, next);
+                // A turn that is left has branched the other way round.
+                if !mode.has(Mode::COUNTS) {
+                    unroll(out, next);
+                }
                 break 'fetch;
             }
             if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {

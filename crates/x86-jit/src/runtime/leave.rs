@@ -17,6 +17,7 @@ use crate::{
     frame::state::{pack, unpack},
     ir::cause::Cause,
     runtime::Context,
+    runtime::counting::settle,
     runtime::refill::tell_view,
     runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
 };
@@ -41,10 +42,12 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
             &mut c.left,
         )
     };
+    settle(cpu);
+    let rest = countdown::exact::end(&mut cpu.engine.words);
     tell_view(cpu, bus);
     if cpu.engine.words[index(area::LOG)] != 0 {
         jit.fault = None;
-        jit.end_stretch(cpu);
+        jit.end_stretch(cpu, bus);
         *left = Left::Again;
         return 0;
     }
@@ -61,7 +64,9 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     if changed || (words[index(area::KEY)], jit.stats.flushes) != before {
         words[index(area::HOST_RSP)] = words[index(area::STACK)];
     }
-    code
+    let charged = countdown::exact::charged(words);
+    let left = rest.map_or(countdown::longest(), |rest| rest.saturating_sub(charged));
+    jit.counted(cpu, code, left, rest.is_some())
 }
 
 /// [`handle`], outside of lock-step.
@@ -107,10 +112,12 @@ fn answer<B: JitBus>(
             // #GP(0) at the branch, if it is one.
             if target == page.wrapping_add(0x1000) {
                 cpu.set_rip(target);
+            } else {
+                jit.take_back(cpu, bus);
             }
             jit.interpret(interp, cpu, bus, 0)
         }
-        Reason::Far if jit.complete_far(cpu) => {
+        Reason::Far if jit.complete_far(cpu, bus) => {
             let code = jit.follow_far(interp, cpu, bus, far as usize);
             if code != 0 {
                 jit.resumed = resumed.filter(|&at| at == cpu.rip());
@@ -279,7 +286,7 @@ impl<B: JitBus> Jit<B> {
 
     /// Completes the direct branch to another page that `area::SPILL` tells of; false if the
     /// interpreter has to raise its exception: RIP is where.
-    pub(crate) fn complete_far(&mut self, cpu: &mut CpuState) -> bool {
+    pub(crate) fn complete_far(&mut self, cpu: &mut CpuState, bus: &mut B) -> bool {
         let words = &cpu.engine.words;
         let page = words[index(area::PAGE)];
         let target = words[index(area::SPILL)] & word_mask(cpu);
@@ -293,11 +300,12 @@ impl<B: JitBus> Jit<B> {
             return true;
         }
         // #GP(0) at the branch, if it is one.
-        cpu.set_rip(if target == page.wrapping_add(0x1000) {
-            target
+        if target == page.wrapping_add(0x1000) {
+            cpu.set_rip(target);
         } else {
-            page + u64::from(site.offset)
-        });
+            cpu.set_rip(page + u64::from(site.offset));
+            self.take_back(cpu, bus);
+        }
         false
     }
 

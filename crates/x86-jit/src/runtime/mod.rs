@@ -1,5 +1,6 @@
 //! [`Jit`], a vCPU's translated code, and what that calls: the dispatch loop, translation on demand, and the requests of generated code.
 
+mod counting;
 mod disturb;
 mod find;
 mod flat;
@@ -77,6 +78,8 @@ pub struct Jit<B: JitBus> {
     /// The link site that leads to what is translated next.
     pub(crate) wanted_by: Option<usize>,
     pub(crate) thunks: Thunks,
+    /// Those of code that counts what is retired.
+    pub(crate) counting: Thunks,
     pub(crate) cache: Cache,
     pub(crate) forms: Forms,
     pub(crate) decoded: Vec<Decoded>,
@@ -139,10 +142,12 @@ impl<B: JitBus> Jit<B> {
         let host = HostFeatures::detected();
         let isa = Isa::of_host(&host);
         let mut a = Asm::new(isa);
-        let thunks = {
-            let refill = refill::<B> as *const () as u64;
-            thunks::emit(&mut a, refill, handle::<B> as *const () as u64)
-        };
+        let (refill, handle) = (
+            refill::<B> as *const () as u64,
+            handle::<B> as *const () as u64,
+        );
+        let thunks = thunks::emit(&mut a, refill, handle, None);
+        let counting = thunks::emit(&mut a, refill, handle, Some(&thunks));
         let thunks_end = a.here().next_multiple_of(64);
         buffer.write(0, a.parts()?.0);
         let code = buffer.rx() as u64;
@@ -151,6 +156,7 @@ impl<B: JitBus> Jit<B> {
             room: Room::new(thunks_end..buffer.len()),
             buffer,
             thunks,
+            counting,
             cache: Cache::new(),
             forms: Forms::new(host),
             decoded: Vec::new(),
@@ -158,7 +164,7 @@ impl<B: JitBus> Jit<B> {
             interpreted: Vec::new(),
             given_up: GivenUp::default(),
             resets: 0,
-            translator: Translator::new(isa, thunks, code),
+            translator: Translator::new(isa, [thunks, counting], code),
             profiles: Profiles::new(),
             slots: u64::MAX,
             plain_tsc: false,

@@ -11,6 +11,7 @@ use crate::{
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
     runtime::Context,
+    runtime::counting::settle,
     runtime::lockstep::turn,
     runtime::refill::tell_view,
     runtime::state::{
@@ -142,6 +143,8 @@ impl<B: JitBus> Jit<B> {
         entry: u64,
     ) -> Left {
         self.stats.entries += 1;
+        let first = countdown::first(&cpu.engine.words);
+        let entry = self.counted(cpu, entry, first, false);
         let enter = self.buffer.rx() as u64 + self.thunks.enter as u64;
         let mut context = Context {
             jit: &raw mut *self,
@@ -166,6 +169,8 @@ impl<B: JitBus> Jit<B> {
             let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
             f();
         }
+        settle(cpu);
+        countdown::exact::end(&mut cpu.engine.words);
         tell_view(cpu, bus);
         for _ in 0..core::mem::take(&mut cpu.engine.words[index(area::PAUSES)]) {
             bus.pause();

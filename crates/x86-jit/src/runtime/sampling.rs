@@ -11,7 +11,7 @@ use crate::{
     frame::area::{self, index},
     frame::requests,
     ir::hot::Turns,
-    ir::mode::BlockKey,
+    ir::mode::{BlockKey, Mode},
     ir::source::TracePage,
     profile::hot::{EXECUTED, Found, MENDED, Profile},
 };
@@ -27,6 +27,9 @@ impl<B: JitBus> Jit<B> {
     ) -> RunStop {
         if core::mem::take(&mut cpu.engine.words[index(area::LANES_MISSED)]) != 0 {
             self.judge_lanes(bus);
+            return RunStop::Poll;
+        }
+        if self.mode.has(Mode::COUNTS) {
             return RunStop::Poll;
         }
         let Some((key, generation)) = self.key_at(cpu, bus) else {
@@ -220,6 +223,9 @@ impl<B: JitBus> Jit<B> {
 
     /// Has the block translated again when it is executed next.
     fn translate_again(&mut self, key: BlockKey, generation: u32) {
+        if key.mode.has(Mode::COUNTS) {
+            return;
+        }
         let is_current = |b: &Block| b.generation == generation && b.may_gain && !b.straddles;
         let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
             return;

@@ -11,6 +11,7 @@ use x86_interp::RunStop;
 
 use crate::{
     JitBus,
+    codegen::countdown::exact,
     frame::area::{self, index},
     frame::state::{MXCSR_FREE, X87_MASKED},
     ir::mode::Mode,
@@ -23,10 +24,24 @@ pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     (words[index(area::KEY)], words[index(area::SALT)])
 }
 
-/// 64-bit code, or flat 32-bit code, with nothing to be looked at, or counted, between two instructions.
+/// IA32_DEBUGCTL.FREEZE_WHILE_SMM.
+const FREEZE_WHILE_SMM: u64 = 1 << 14;
+
+/// Translated code counts what is to be counted, and may go on for a while until a counter can overflow.
+fn is_countable(cpu: &CpuState) -> bool {
+    let r = &cpu.retired;
+    // Where no stream is counted, instructions are interpreted before a sample: nothing is translated for that. Who has counters stand
+    // still in SMM looks at them whenever the view changes, in the middle of a block.
+    cpu.msr.debugctl & FREEZE_WHILE_SMM == 0
+        && r.streams != 0
+        && r.left >= exact::LEAST
+        && r.other_stream().is_some()
+}
+
+/// 64-bit code, or flat 32-bit code, with nothing to be looked at between two instructions.
 pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
     (cpu.code_size == CodeSize::Bits64 || flat::is_flat(cpu))
-        && !(needs_stepping(cpu) || cpu.retired.counts_at(cpu.cpl))
+        && !(needs_stepping(cpu) || cpu.retired.counts_at(cpu.cpl) && !is_countable(cpu))
         && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
 }
 
@@ -70,6 +85,11 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
     }
     if cpu.cpl == 0 && cpu.rflags & (rflags::IOPL | rflags::NT | rflags::DF) == 0 {
         mode |= Mode::KERNEL;
+    }
+    if cpu.retired.counts_at(cpu.cpl)
+        && let Some(stream) = cpu.retired.other_stream()
+    {
+        mode |= Mode::counting(stream);
     }
     if plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
         mode |= Mode::TSC;

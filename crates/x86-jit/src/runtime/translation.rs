@@ -162,6 +162,7 @@ impl<B: JitBus> Jit<B> {
                 falls: place.is_some_and(|p| p.live),
                 bound,
                 by_cell: key.mode.has_cells(),
+                counts: key.mode.stream(),
             },
             known,
         );
@@ -305,8 +306,13 @@ impl<B: JitBus> Jit<B> {
         }
         let (_, cold) = self.room.next();
         let offset = key.at as u32 & 0xfff;
-        self.translator
-            .complete_entries(cold, source, offset, (&mut block.entries, block.len));
+        self.translator.complete_entries(
+            cold,
+            source,
+            offset,
+            (&mut block.entries, block.len),
+            key.mode.stream(),
+        );
         self.stats.bytes += self.write_cold(cold)? as u64;
         self.cache.blocks.insert(key, block);
         Some(block)

@@ -28,6 +28,11 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Kind::Interpret;
     }
+    // What may change the privilege level counts at the one that it begins at.
+    let is_transfer = matches!(kind, Kind::Syscall | Kind::Sysret | Kind::InterruptReturn);
+    if is_transfer && mode.has(Mode::COUNTS) {
+        return Kind::Interpret;
+    }
     // DF is clear, and no x87 exception can be pending.
     if kind == Kind::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
         return Kind::Nop;

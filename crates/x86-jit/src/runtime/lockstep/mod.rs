@@ -266,6 +266,14 @@ fn normal(cpu: &CpuState) -> CpuState {
     if cpu.shadow == Shadow::Sti {
         cpu.shadow = Shadow::None;
     }
+    // Streams that nobody counts.
+    for counts in &mut cpu.retired.counts {
+        for (stream, count) in counts.iter_mut().enumerate() {
+            if cpu.retired.streams >> stream & 1 == 0 {
+                *count = 0;
+            }
+        }
+    }
     // Of the last exception raised, delivered or not.
     cpu.fault_gva = 0;
     cpu.fault_dr6 = 0;
@@ -323,7 +331,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Translated code asks for something: the stretch ends before that. Makes the state exact.
-    pub(crate) fn end_stretch(&mut self, cpu: &mut CpuState) {
+    pub(crate) fn end_stretch(&mut self, cpu: &mut CpuState, bus: &mut B) {
         let words = &cpu.engine.words;
         let reason = Reason::of(words[index(area::REASON)]);
         let argument = words[index(area::ARGUMENT)];
@@ -339,6 +347,8 @@ impl<B: JitBus> Jit<B> {
                 // #GP(0) at the branch, if it is one.
                 if target == page.wrapping_add(0x1000) {
                     cpu.set_rip(target);
+                } else {
+                    self.take_back(cpu, bus);
                 }
                 cpu.engine.words[index(area::REASON)] = Reason::Interpret as u64;
                 cpu.engine.words[index(area::ARGUMENT)] = 0;
@@ -350,7 +360,7 @@ impl<B: JitBus> Jit<B> {
             }
             Reason::Far => {
                 let number = words[index(area::SPILL) + 1];
-                let words = if self.complete_far(cpu) {
+                let words = if self.complete_far(cpu, bus) {
                     (Reason::Far, number)
                 } else {
                     (Reason::Interpret, 0)

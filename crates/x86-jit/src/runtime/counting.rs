@@ -1,0 +1,68 @@
+//! Code that counts what is retired: what it has counted becomes the vCPU's, and how far it may go.
+
+use iced_x86::{Decoder, DecoderOptions};
+use x86_cpu::{CpuState, Retired, retired::outcome};
+use x86_interp::events_of;
+
+use crate::{
+    Jit, JitBus,
+    codegen::countdown::exact,
+    frame::area::{self, index},
+};
+
+/// Bit of the level in [`area::COUNTED_AS`].
+const LEVEL: u64 = 1 << 8;
+
+/// Translated code has called Rust, or has been left: what it has counted is added to the counts.
+#[inline]
+pub(crate) fn settle(cpu: &mut CpuState) {
+    if let Some(counted) = exact::take_counted(&mut cpu.engine.words) {
+        let as_what = cpu.engine.words[index(area::COUNTED_AS)];
+        cpu.retired.add_counted(
+            usize::from(as_what & LEVEL != 0),
+            counted.instructions,
+            (as_what & 0xff) as usize,
+            counted.events,
+            counted.left,
+        );
+    }
+}
+
+impl<B: JitBus> Jit<B> {
+    /// Where to go on for `code` of the current mode: for `left` instructions until the next poll, if it counts.
+    /// `counted`: the code that has called Rust did. Code 0 is none.
+    pub(crate) fn counted(&self, cpu: &mut CpuState, code: u64, left: u64, counted: bool) -> u64 {
+        let stream = self.mode.stream();
+        if code == 0 || stream.is_none() && !counted {
+            return code;
+        }
+        let words = &mut cpu.engine.words;
+        words[index(area::COUNTED_ENTRY)] = code;
+        let place = match stream {
+            Some(stream) => {
+                exact::begin(words, left.min(cpu.retired.left));
+                let level = Retired::level(cpu.cpl) as u64 * LEVEL;
+                words[index(area::COUNTED_AS)] = stream as u64 | level;
+                self.counting.go_on_counting
+            }
+            None => self.counting.go_on_plainly,
+        };
+        self.buffer.rx() as u64 + place as u64
+    }
+
+    /// The branch at RIP, which translated code has counted, does not complete.
+    #[cold]
+    pub(crate) fn take_back(&self, cpu: &mut CpuState, bus: &mut B) {
+        let Some(stream) = self.mode.stream() else {
+            return;
+        };
+        let mut bytes = [0; 15];
+        let bits = if cpu.is_64bit() { 64 } else { 32 };
+        let n = bus.code_bytes(cpu, cpu.rip(), &mut bytes).unwrap_or(0);
+        let have = bytes.get(..n).unwrap_or(&bytes);
+        let i = Decoder::new(bits, have, DecoderOptions::NONE).decode();
+        let events = outcome(events_of(&i), true);
+        cpu.retired
+            .take_back(Retired::level(cpu.cpl), stream, events);
+    }
+}
