@@ -137,7 +137,7 @@ pub struct EngineArea {
 
 impl EngineArea {
     /// Number of words.
-    pub const WORDS: usize = 184;
+    pub const WORDS: usize = 208;
 }
 
 impl Default for EngineArea {

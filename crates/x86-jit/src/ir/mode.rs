@@ -16,7 +16,7 @@ impl Mode {
     pub(crate) const TSC: Self = Self(4);
     /// The operating system has enabled AVX.
     pub(crate) const AVX: Self = Self(8);
-    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS.
+    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS, if nothing else is said.
     pub(crate) const BITS32: Self = Self(0x10);
     /// 32-bit code whose FS, or GS, has any base and no limit.
     pub(crate) const FS: Self = Self(0x20);
@@ -25,6 +25,15 @@ impl Mode {
     pub(crate) const SPLIT: Self = Self(0x40);
     /// 64-bit code that is executed at one address only: see [`crate::code::cache::Blocks::mode_at`].
     pub(crate) const BOUND: Self = Self(0x100);
+
+    /// Beside [`Self::BITS32`]: segments have bases and limits, which are compared and added at each access.
+    pub(crate) const SEGMENTED: Self = Self(0x200);
+    /// Beside [`Self::SEGMENTED`]: 16-bit code.
+    pub(crate) const BITS16: Self = Self(0x400);
+    /// Beside [`Self::SEGMENTED`]: the stack is addressed by SP.
+    pub(crate) const STACK16: Self = Self(0x800);
+    /// Beside [`Self::SEGMENTED`]: real mode, or virtual-8086 mode, where a segment's base is what was loaded to its register.
+    pub(crate) const REAL: Self = Self(0x1000);
 
     /// How many bits there may be.
     pub(crate) const WIDTH: u32 = u16::BITS;
@@ -55,6 +64,14 @@ impl Mode {
     /// 64-bit code.
     pub(crate) const fn is_long(self) -> bool {
         !self.has(Self::BITS32)
+    }
+    /// What the decoder is to be told.
+    pub(crate) const fn bits(self) -> u32 {
+        match (self.is_long(), self.has(Self::BITS16)) {
+            (true, _) => 64,
+            (false, false) => 32,
+            (false, true) => 16,
+        }
     }
     /// It is 64-bit code, and no kernel's: other pages are compared by cells.
     pub(crate) const fn has_cells(self) -> bool {
