@@ -29,3 +29,18 @@ fn so_it_does_with_a_cache_that_overflows() {
     let s = run(2 << 20, 1_000_000..1_002_000);
     assert!(s.stats.flushes > 10, "{s:?}");
 }
+
+/// Real mode, virtual-8086 mode, protected mode of 16 and 32 bits with bases and limits.
+#[test]
+fn translation_with_segments_does_what_the_interpreter_does() {
+    let mut all = fuzzing::jit::segments::Segments::new().expect("memory cannot be mapped");
+    for seed in 0..4_000 {
+        if let Err(difference) = all.run(seed) {
+            panic!("{difference}");
+        }
+    }
+    let s = all.summary();
+    assert!(s.endless * 10 < s.compared, "{s:?}");
+    assert!(s.completed * 7 > s.compared, "{s:?}");
+    assert!(s.stats.blocks > s.compared, "{s:?}");
+}

@@ -137,7 +137,7 @@ pub struct EngineArea {
 
 impl EngineArea {
     /// Number of words.
-    pub const WORDS: usize = 192;
+    pub const WORDS: usize = 216;
 }
 
 impl Default for EngineArea {

@@ -138,7 +138,7 @@ impl<B: GuestBus> Interp<B> {
         gva: Option<u64>,
     ) -> Option<RunStop> {
         let size = transfer.size;
-        if transfer.is_port() && cpu.cpl > cpu.iopl() {
+        if transfer.is_port() && (cpu.cpl > cpu.iopl() || cpu.is_v86()) {
             return None;
         }
         let who = Privilege::Current;

@@ -12,6 +12,7 @@ mod generate;
 mod machine;
 mod narrow;
 mod program;
+pub mod segments;
 
 use core::fmt::Write as _;
 

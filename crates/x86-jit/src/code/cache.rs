@@ -312,24 +312,22 @@ impl Cache {
         set[next as usize % WAYS] = (key, next);
         Some(next)
     }
-    /// True once for the page of `rip` under a key, or more often if others came in between.
-    pub(crate) fn is_new(&mut self, rip: u64, key: u64) -> bool {
-        let page = rip & !0xfff;
+    /// True once for the page that begins at `page` under a key, or more often if others came in between.
+    pub(crate) fn is_new(&mut self, page: u64, key: u64) -> bool {
         let at = (page >> 12 ^ key >> (Mode::WIDTH + 1)) as usize % FILLED;
         let before = core::mem::replace(&mut self.filled[at], (page, key));
         before != (page, key)
     }
-    /// Enters all that other pages have gone to in the page of `at`, which is that of `rip` under
+    /// Enters all that other pages have gone to in the page of `at`, which begins at `page` under
     /// the key: the next program that starts goes there too. `code` is where the buffer is.
     pub(crate) fn fill(
         &mut self,
         (at, generation): (BlockKey, u32),
-        (rip, key, salt): (u64, u64, u64),
+        (page, key, salt): (u64, u64, u64),
         code: u64,
     ) {
-        let page = rip & !0xfff;
         for (offset, outer) in self.blocks.targets(at, generation) {
-            let tag = (page | offset) ^ salt;
+            let tag = page.wrapping_add(offset) ^ salt;
             if let Some(t) = self.targets.get_mut(place(tag))
                 && t.key != key
             {
@@ -348,14 +346,14 @@ impl Cache {
         let t = self.targets.get(place(tag))?;
         (t.tag == tag).then_some(t.code)
     }
-    pub(crate) fn set_target(&mut self, rip: u64, key: u64, salt: u64, code: u64) {
+    pub(crate) fn set_target(&mut self, (rip, page): (u64, u64), key: u64, salt: u64, code: u64) {
         let tag = rip ^ salt;
         if let Some(t) = self.targets.get_mut(place(tag)) {
             *t = Target {
                 tag,
                 key,
                 code,
-                page: rip & !0xfff,
+                page,
             };
         }
     }
@@ -442,11 +440,7 @@ mod tests {
         }
         let (page, key, salt) = (0x40_0000, 0x1234, salt_of(0x1234));
         let known = |c: &Cache, at: u64| c.target(page | at, salt);
-        c.fill(
-            (BlockKey::new(ID, MODE), 7),
-            (page | 0xabc, key, salt),
-            1000,
-        );
+        c.fill((BlockKey::new(ID, MODE), 7), (page, key, salt), 1000);
         let found: Vec<_> = (0..0x1000).filter_map(|at| known(&c, at)).collect();
         assert_eq!(found, [1010]);
         // A new translation is gone to as the old one was.
@@ -484,10 +478,10 @@ mod tests {
     #[test]
     fn a_page_is_new_once_under_a_key() {
         let mut c = Cache::new();
-        assert!(c.is_new(0x1234, 0x300));
-        assert!(!c.is_new(0x1fff, 0x300));
-        assert!(c.is_new(0x1234, 0x500));
+        assert!(c.is_new(0x1000, 0x300));
+        assert!(!c.is_new(0x1000, 0x300));
+        assert!(c.is_new(0x1000, 0x500));
         c.clear();
-        assert!(c.is_new(0x1234, 0x500));
+        assert!(c.is_new(0x1000, 0x500));
     }
 }

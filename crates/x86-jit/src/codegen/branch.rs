@@ -312,7 +312,7 @@ impl Translator {
         } else {
             let r = self.read_register(d.i.op0_register(), S0);
             if r != S0 {
-                self.asm.rr(self.long, &[0x8b], S0, r);
+                self.move_word(S0, r);
             }
         }
         Ok(())

@@ -11,7 +11,8 @@ use crate::{
     asm::*,
     frame::area::*,
     ir::decoded::Decoded,
-    ir::kind::{Form, Shape},
+    ir::kind::{Form, Shape, is_short},
+    ir::mode::Mode,
     ir::narrow,
 };
 
@@ -19,7 +20,9 @@ impl Translator {
     pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
         let shape = form
             .shape
-            .filter(|_| self.long || narrow::is_encoded_alike(&d.raw));
+            .filter(|_| self.long || narrow::is_encoded_alike(&d.raw))
+            // 66 is for the other size there, and addresses of 16 bits are encoded in another way.
+            .filter(|_| !self.mode.has(Mode::BITS16) && (self.long || !is_short(&d.i)));
         if d.registers & HOMED != 0
             && d.memory.is_none()
             && let Some(shape) = shape

@@ -11,6 +11,7 @@ use crate::{
     ir::decoded::Decoded,
     ir::member::{Align, Member},
     ir::memory::{is_on_stack, raises_its_fault},
+    ir::mode::Mode,
 };
 
 /// log2 of the size of a tag, and of a page's address.
@@ -197,8 +198,12 @@ impl From<bool> for Probe {
 }
 
 impl Translator {
-    /// The linear address less `less` in r14. Changes flags if there is a segment base to add.
-    pub(super) fn address(&mut self, i: &Instruction, less: i32) -> Emit {
+    /// The linear address of `size` bytes less `less` in r14. Changes flags if there is a segment base to add.
+    pub(super) fn address(&mut self, d: &Decoded, less: i32, size: u32) -> Emit {
+        let i = &d.i;
+        if self.mode.has(Mode::SEGMENTED) {
+            return self.address_in_segment(d, size);
+        }
         let base = i.memory_base();
         if base == Register::RIP {
             let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
@@ -416,7 +421,8 @@ impl Translator {
     /// The probe of `size` bytes, aligned like that, at the memory operand less `less`, if the operand's address is known
     /// and they are in one page.
     fn known(&self, i: &Instruction, less: i32, size: u32, align: Align) -> Option<i32> {
-        if matches!(i.memory_segment(), Register::FS | Register::GS) {
+        let is_based = matches!(i.memory_segment(), Register::FS | Register::GS);
+        if is_based || self.mode.has(Mode::SEGMENTED) {
             return None;
         }
         let less = i64::from(less);
@@ -443,7 +449,7 @@ impl Translator {
         let probe = match self.known(&d.i, 0, size, Align::NONE) {
             Some(gva) => Probe::Known { gva, write },
             None => {
-                self.address(&d.i, 0)?;
+                self.address(d, 0, size)?;
                 self.choose(Probe::Read, &d.i)
             }
         };
@@ -508,7 +514,7 @@ impl Translator {
         let probe = match self.known(&d.i, disp, bytes, align) {
             Some(gva) => Probe::Known { gva, write: writes },
             None => {
-                self.address(&d.i, disp)?;
+                self.address(d, disp, bytes)?;
                 if aligned && d.member.is_none() {
                     self.bail_if_misaligned(d.offset, size);
                 }
@@ -547,7 +553,7 @@ impl Translator {
             return offset;
         }
         self.spill_flags(d);
-        self.lea_word(S0, at(r, disp - offset));
+        self.stack_address(d.offset, r, disp - offset);
         match d.member {
             Some(m) => {
                 let probe = self.choose(Probe::of(m.stack, m.write), &d.i);

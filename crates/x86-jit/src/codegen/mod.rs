@@ -34,6 +34,7 @@ pub(crate) mod misses;
 pub(crate) mod narrow;
 mod recode;
 mod registers;
+mod segment;
 mod sites;
 mod stack;
 pub(crate) mod string;
@@ -63,6 +64,8 @@ use crate::{
     ir::decoded::{Decoded, Place},
     ir::hot::Hot,
     ir::kind::{Form, Forms, Kind},
+    ir::kind::{has_short_address, has_short_words},
+    ir::mode::Mode,
     ir::narrow::zeroes_vectors,
     ir::passed::{is_passed, keeps_cached},
     ir::source::{Source, TracePage},
@@ -120,6 +123,9 @@ pub(crate) struct Translator {
     code: u64,
     /// 64-bit code.
     long: bool,
+    mode: Mode,
+    /// Bytes of a word of the instruction's on the stack.
+    word: i32,
     /// The gva of the page, if the block is executed nowhere else.
     bound: Option<i32>,
     /// As [`How::by_cell`].
@@ -192,6 +198,8 @@ impl Translator {
             source: Source::default(),
             code,
             long: true,
+            mode: Mode::NONE,
+            word: 8,
             bound: None,
             by_cell: false,
             current: None,
@@ -288,7 +296,9 @@ impl Translator {
         known: impl Fn(u8, u32, bool) -> Option<Entries>,
     ) -> Entries {
         self.interpreted = interpreted;
-        self.long = how.long;
+        self.mode = how.mode;
+        self.long = how.mode.is_long();
+        self.word = if self.long { 8 } else { 4 };
         self.bound = how.bound;
         self.by_cell = how.by_cell;
         self.count(insns, how.counts);
@@ -479,6 +489,9 @@ impl Translator {
         ) {
             self.note_refund();
         }
+        if self.mode.has(Mode::SEGMENTED) {
+            self.word = if has_short_words(d.i.code()) { 2 } else { 4 };
+        }
         match d.kind {
             Kind::Nop | Kind::Followed => {}
             Kind::CopyFp if !self.long && zeroes_vectors(&d.i) => self.zero_vectors(d),
@@ -553,6 +566,9 @@ impl Translator {
 
     fn lea(&mut self, d: &Decoded) -> Emit {
         let r = d.i.op0_register();
+        if self.mode.has(Mode::SEGMENTED) {
+            return self.lea_in_segment(d);
+        }
         if r.size() < 4 {
             return Err(Unsupported);
         }

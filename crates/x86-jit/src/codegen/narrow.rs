@@ -3,24 +3,51 @@
 use iced_x86::Mnemonic;
 
 use super::Translator;
-use crate::{asm::*, frame::area::GUEST_RSP, ir::decoded::Decoded};
+use crate::{asm::*, frame::area::GUEST_RSP, ir::decoded::Decoded, ir::mode::Mode};
 
 /// Words of the mode's size.
 impl Translator {
     /// Bytes of a word on the stack.
     pub(super) const fn word(&self) -> i32 {
-        if self.long { 8 } else { 4 }
+        self.word
     }
+    /// Zero-extended.
     pub(super) fn load_word(&mut self, r: Reg, m: Mem) {
+        match self.word {
+            2 => self.asm.rm(false, &[0x0f, 0xb7], r, m), // movzx
+            _ => self.asm.rm(self.long, &[0x8b], r, m),
+        }
+    }
+    /// The same of a register.
+    pub(super) fn move_word(&mut self, r: Reg, from: Reg) {
+        match self.word {
+            2 => self.asm.rr(false, &[0x0f, 0xb7], r, from), // movzx
+            _ => self.asm.rr(self.long, &[0x8b], r, from),
+        }
+    }
+    /// To a register of the guest's, of which 16 bits leave the others as they are.
+    pub(super) fn load_to_register(&mut self, r: Reg, m: Mem) {
+        self.operand_size();
         self.asm.rm(self.long, &[0x8b], r, m);
     }
     pub(super) fn store_word(&mut self, m: Mem, r: Reg) {
+        self.operand_size();
         self.asm.rm(self.long, &[0x89], r, m);
     }
     /// The immediate is sign-extended.
     pub(super) fn store_word_imm(&mut self, m: Mem, v: i32) {
+        self.operand_size();
         self.asm.rm(self.long, &[0xc7], 0, m);
-        self.asm.bytes(&v.to_le_bytes());
+        match self.word {
+            2 => self.asm.bytes(&(v as u16).to_le_bytes()),
+            _ => self.asm.bytes(&v.to_le_bytes()),
+        }
+    }
+    /// The prefix of what works on a word.
+    fn operand_size(&mut self) {
+        if self.word == 2 {
+            self.asm.bytes(&[0x66]);
+        }
     }
     /// An address.
     pub(super) fn lea_word(&mut self, r: Reg, m: Mem) {
@@ -36,8 +63,16 @@ impl Translator {
                 .bytes(&[0xc5, 0x80 | v << 3, opcode, 0xc0 | n << 3 | n]);
         }
     }
+    /// Makes the guest's stack pointer that address.
+    pub(super) fn set_stack(&mut self, m: Mem) {
+        if self.mode.has(Mode::STACK16) {
+            // What is above SP stays.
+            self.asm.bytes(&[0x66]);
+        }
+        self.lea_word(GUEST_RSP, m);
+    }
     /// Moves the guest's stack pointer.
     pub(super) fn move_stack(&mut self, by: i32) {
-        self.lea_word(GUEST_RSP, at(GUEST_RSP, by));
+        self.set_stack(at(GUEST_RSP, by));
     }
 }

@@ -101,7 +101,7 @@ impl Translator {
     pub(super) fn load_fp_control(&mut self, d: &Decoded) -> Emit {
         let x87 = d.i.mnemonic() == Mnemonic::Fldcw;
         self.spill_flags(d);
-        self.address(&d.i, 0)?;
+        self.address(d, 0, if x87 { 2 } else { 4 })?;
         self.probe(d.offset, if x87 { 2 } else { 4 }, false);
         let a = &mut self.asm;
         // Read once: what is checked is what is loaded.

@@ -1,5 +1,7 @@
 //! Where blocks are entered, and the branches that lead there.
 
+use crate::ir::mode::Mode;
+
 /// A direct branch within a page, to be linked when its target is translated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkSite {
@@ -117,8 +119,7 @@ impl Entries {
 /// How a block is to be translated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct How {
-    /// It is 64-bit code.
-    pub(crate) long: bool,
+    pub(crate) mode: Mode,
     /// A branch of its page leads there.
     pub(crate) is_linked: bool,
     /// What leads there may be executed without end.

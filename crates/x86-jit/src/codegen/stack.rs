@@ -80,7 +80,7 @@ impl Translator {
     /// The word at r14 + `disp` to a register other than RSP.
     fn pop_to(&mut self, n: u8, disp: i32) {
         match host_reg(n) {
-            Some(h) => self.load_word(h, at(S0, disp)),
+            Some(h) => self.load_to_register(h, at(S0, disp)),
             None => {
                 self.load_word(S1, at(S0, disp));
                 self.asm.store(home(n), S1);
@@ -119,7 +119,7 @@ impl Translator {
         let from = self.stack_slot(d, GUEST_RSP, 0, false);
         let n = d.i.op0_register().number() as u8;
         if host_reg(n) == Some(GUEST_RSP) {
-            self.load_word(GUEST_RSP, at(S0, from));
+            self.load_to_register(GUEST_RSP, at(S0, from));
             return;
         }
         self.pop_to(n, from);
@@ -128,7 +128,7 @@ impl Translator {
 
     pub(super) fn leave(&mut self, d: &Decoded) {
         let from = self.stack_slot(d, RBP, 0, false);
-        self.lea_word(GUEST_RSP, at(RBP, self.word()));
-        self.load_word(RBP, at(S0, from));
+        self.set_stack(at(RBP, self.word()));
+        self.load_to_register(RBP, at(S0, from));
     }
 }

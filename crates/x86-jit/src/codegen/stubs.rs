@@ -16,6 +16,7 @@ use crate::{
     frame::area::*,
     frame::requests,
     frame::requests::{FIRST, site},
+    ir::mode::Mode,
 };
 
 impl Translator {
@@ -162,7 +163,11 @@ impl Translator {
                 Stub::Ret { from, site } => {
                     a.patch(from, here);
                     a.mov_imm(S1, site.into());
-                    a.jmp_to(if self.long { t.ret } else { t.ret32 });
+                    a.jmp_to(match (self.long, self.mode.has(Mode::STACK16)) {
+                        (true, _) => t.ret,
+                        (false, false) => t.ret32,
+                        (false, true) => t.ret16,
+                    });
                 }
                 Stub::Call { from, offset } => {
                     a.patch(from, here);
@@ -276,6 +281,14 @@ impl Translator {
                     a.mov_signed(true, S0, site.target);
                     a.mov_imm(S1, number.into());
                     match (site.returns, site.pop) {
+                        // How much a call moves which part of ESP by, the thunks do not know.
+                        (Some(back), _) if self.mode.has(Mode::SEGMENTED) => {
+                            a.call_to(t.far_segmented);
+                            a.jmp_to(back);
+                        }
+                        (None, pop) if pop != 0 && self.mode.has(Mode::SEGMENTED) => {
+                            a.jmp_to(t.far_segmented);
+                        }
                         (Some(back), pop) => {
                             a.call_to(if pop == -8 { t.far_call } else { t.far_call32 });
                             a.jmp_to(back);

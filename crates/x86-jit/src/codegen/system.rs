@@ -7,7 +7,9 @@ use super::{
     Emit, Flags, Stub, Translator,
     copy::{drop_hints, register, set_operand},
 };
-use crate::{asm::*, frame::area::*, frame::requests, ir::decoded::Decoded, ir::kind::Kind};
+use crate::{
+    asm::*, frame::area::*, frame::requests, ir::decoded::Decoded, ir::kind::Kind, ir::mode::Mode,
+};
 
 /// RFLAGS bits of which POPF changes none inline.
 const STEADY: i32 = 0x3f_7500;
@@ -24,7 +26,7 @@ impl Translator {
         let wide = source.size() == 8;
         let (shift, scale, bits) = if wide { (6, 3, 63) } else { (5, 2, 31) };
         self.spill_flags(d);
-        self.address(&d.i, 0)?;
+        self.address(d, 0, if wide { 8 } else { 4 })?;
         let r = self.read_register(source, S1);
         if wide {
             self.asm.mov(S1, r);
@@ -73,8 +75,9 @@ impl Translator {
             IDTR
         };
         self.spill_flags(d);
-        self.address(&d.i, 0)?;
-        self.probe(d.offset, 2 + self.word() as u32, true);
+        let size = 2 + self.word() as u32;
+        self.address(d, 0, size)?;
+        self.probe(d.offset, size, true);
         let [limit, base] = limit_and_base;
         self.asm.load32(S1, gs(limit));
         self.asm.store16(at(S0, 0), S1);
@@ -121,7 +124,7 @@ impl Translator {
         a.alu_rr(false, Alu::Or, S0, S1);
         a.store(gs(SPILL), S0);
         let word = self.word();
-        self.lea_word(S0, at(GUEST_RSP, -word));
+        self.stack_address(d.offset, GUEST_RSP, -word);
         self.probe_stack(d.offset, true);
         self.asm.load(S1, gs(SPILL));
         self.store_word(at(S0, 0), S1);
@@ -139,14 +142,21 @@ impl Translator {
 
     /// POPFD, POPFQ that changes nothing but IF and arithmetic flags.
     pub(super) fn popf(&mut self, d: &Decoded) {
-        self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
+        if self.mode.has(Mode::SEGMENTED) {
+            self.stack_address(d.offset, GUEST_RSP, 0);
+        } else {
+            self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
+        }
         self.probe_stack(d.offset, false);
         self.load_word(S0, at(S0, 0));
+        let word = self.word();
         let a = &mut self.asm;
         a.mov32(S1, S0);
         a.alu(false, Alu::Xor, S1, gs(RFLAGS));
         a.rr(false, &[0xf7], 0, S1); // test
-        a.bytes(&STEADY.to_le_bytes());
+        // POPF of 16 bits leaves the upper ones as they are.
+        let steady = if word == 2 { STEADY & 0xffff } else { STEADY };
+        a.bytes(&steady.to_le_bytes());
         self.bail_if(cc::NE, d.offset);
         let a = &mut self.asm;
         a.rr(false, &[0xf7], 0, S0);

@@ -61,6 +61,10 @@ pub(crate) struct Thunks {
     pub(crate) far_call: usize,
     /// The same for one of 32-bit code.
     pub(crate) far_call32: usize,
+    /// [`Self::ret32`] for a stack that is addressed by SP.
+    pub(crate) ret16: usize,
+    /// A direct call of another page in code with segments.
+    pub(crate) far_segmented: usize,
     /// Called for what changes the view: r13d is its bit (`SET_AC` and so on), and the offset. Does not
     /// return if the result is 0.
     pub(crate) switch: usize,
@@ -601,5 +605,27 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
         t.go_on_plainly = exact::go_on(a, plain.last_frame, false);
     }
     t.last_frame = last_frame;
+
+    t.ret16 = a.here();
+    a.store(gs(SPILL), S1);
+    let absent = select_target(a);
+    a.load(S0, at(S1, 24));
+    a.store(NEAR_PAGE, S0);
+    a.load(S0, gs(SPILL));
+    a.shift(false, 5, S0, 12);
+    a.bytes(&[0x66]);
+    a.rm(false, &[0x8d], GUEST_RSP, at(GUEST_RSP, -8).plus(S0, 0)); // lea
+    a.jmp_mem(at(S1, 16));
+    let here = a.here();
+    a.patch(absent, here);
+    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+    a.load(S1, gs(SPILL));
+    a.jmp_to(t.branch);
+
+    t.far_segmented = a.here();
+    a.alu(true, Alu::Add, S0, NEAR_PAGE);
+    a.store(gs(SPILL), S0);
+    a.store(gs(SPILL + 8), S1);
+    a.jmp_to(missed);
     t
 }

@@ -128,6 +128,16 @@ pub(crate) const COUNTED_AS: usize = word(187);
 const _: () = assert!(IS_OTHER_ROOT < COUNTED_FROM && COUNTED_AS < word(EngineArea::WORDS));
 /// [`Retired::left`].
 pub(crate) const EVENTS_LEFT: usize = offset_of!(CpuState, retired) + offset_of!(Retired, left);
+/// Of each segment, the highest offset at which there are so many bytes: 32 bits for each of 1, 2, 4 … 32 bytes.
+pub(crate) const BOUNDS: usize = word(188);
+pub(crate) const BOUND_SIZES: usize = 6;
+const _: () =
+    assert!(COUNTED_AS < BOUNDS && BOUNDS + 6 * 4 * BOUND_SIZES <= word(EngineArea::WORDS));
+/// The one of `size` bytes in segment `n`.
+pub(crate) const fn bound(n: usize, size: u32) -> Mem {
+    let size = size.next_power_of_two().trailing_zeros() as usize;
+    gs(BOUNDS + 4 * (BOUND_SIZES * n + size))
+}
 /// Misses of a lane have become many.
 pub(crate) const LANES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.
@@ -252,7 +262,7 @@ pub(crate) const fn home(n: u8) -> Mem {
     near(FIRST_HOME + (HOMED & ((1 << n) - 1)).count_ones() as usize)
 }
 
-/// Base of FS or GS (4, 5).
+/// Base of a segment.
 pub(crate) const fn segment_base(n: usize) -> Mem {
     gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, base))
 }

@@ -163,7 +163,7 @@ fn translated(case: &Case) -> String {
     let mut forms = Forms::new(host);
     let mut translator = Translator::new(isa, [plain, counting], CODE);
     let long = case.mode.is_long();
-    let mut a = CodeAssembler::new(if long { 64 } else { 32 }).expect("a mode of the processor");
+    let mut a = CodeAssembler::new(case.mode.bits()).expect("a mode of the processor");
     (case.code)(&mut a).expect("guest code");
     let start = PAGE + u64::from(case.offset);
     let bytes = a.assemble(start).expect("guest code");
@@ -217,7 +217,7 @@ fn translated(case: &Case) -> String {
         &[source; 2][..1 + usize::from(straddles)],
         is_interpreted.into(),
         How {
-            long,
+            mode: case.mode,
             is_linked: case.is_linked,
             polls: false,
             is_split: case.mode.has(Mode::SPLIT),

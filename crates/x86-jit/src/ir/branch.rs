@@ -7,6 +7,11 @@ use super::{decoded::Decoded, kind::Kind};
 /// Branch target relative to the page, as the block was decoded with IP 0 at its start.
 pub(crate) fn target(i: &Instruction) -> i64 {
     match i.op0_kind() {
+        OpKind::NearBranch16 => {
+            // So that what does not go around the end of addresses of 16 bits is where it is.
+            let next = i.next_ip();
+            next as i64 + i64::from(i.near_branch16().wrapping_sub(next as u16) as i16)
+        }
         OpKind::NearBranch32 => i64::from(i.near_branch32() as i32),
         _ => i.near_branch64() as i64,
     }
@@ -15,6 +20,7 @@ pub(crate) fn target(i: &Instruction) -> i64 {
 /// Makes a direct branch lead to an offset in the page.
 pub(crate) fn set_target(i: &mut Instruction, to: u32) {
     match i.op0_kind() {
+        OpKind::NearBranch16 => i.set_near_branch16(to as u16),
         OpKind::NearBranch32 => i.set_near_branch32(to),
         _ => i.set_near_branch64(to.into()),
     }

@@ -11,5 +11,6 @@ pub(crate) mod memory;
 pub(crate) mod mode;
 pub(crate) mod narrow;
 pub(crate) mod passed;
+pub(crate) mod segment;
 pub(crate) mod source;
 pub(crate) mod string;

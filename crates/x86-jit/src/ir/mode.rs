@@ -4,7 +4,7 @@ use core::ops::{BitOr, BitOrAssign};
 
 /// A set of mode bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Mode(u16);
+pub(crate) struct Mode(u32);
 
 impl Mode {
     pub(crate) const NONE: Self = Self(0);
@@ -16,7 +16,7 @@ impl Mode {
     pub(crate) const TSC: Self = Self(4);
     /// The operating system has enabled AVX.
     pub(crate) const AVX: Self = Self(8);
-    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS.
+    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS, if nothing else is said.
     pub(crate) const BITS32: Self = Self(0x10);
     /// 32-bit code whose FS, or GS, has any base and no limit.
     pub(crate) const FS: Self = Self(0x20);
@@ -26,13 +26,21 @@ impl Mode {
     /// 64-bit code that is executed at one address only: see [`crate::code::cache::Blocks::mode_at`].
     pub(crate) const BOUND: Self = Self(0x100);
 
+    /// Beside [`Self::BITS32`]: segments have bases and limits, which are compared and added at each access.
+    pub(crate) const SEGMENTED: Self = Self(0x200);
+    /// Beside [`Self::SEGMENTED`]: 16-bit code.
+    pub(crate) const BITS16: Self = Self(0x400);
+    /// Beside [`Self::SEGMENTED`]: the stack is addressed by SP.
+    pub(crate) const STACK16: Self = Self(0x800);
+    /// Beside [`Self::SEGMENTED`]: real mode, or virtual-8086 mode, where a segment's base is what was loaded to its register.
+    pub(crate) const REAL: Self = Self(0x1000);
     /// What is retired is counted exactly: see [`crate::codegen::countdown::exact`].
-    pub(crate) const COUNTS: Self = Self(0x200);
+    pub(crate) const COUNTS: Self = Self(0x2000);
     /// With that, the stream that is counted besides instructions: four bits.
-    const STREAM: u32 = 10;
+    const STREAM: u32 = 14;
 
     /// How many bits there may be.
-    pub(crate) const WIDTH: u32 = u16::BITS;
+    pub(crate) const WIDTH: u32 = 18;
 
     /// It has all of these.
     pub(crate) const fn has(self, bits: Self) -> bool {
@@ -61,13 +69,21 @@ impl Mode {
     pub(crate) const fn is_long(self) -> bool {
         !self.has(Self::BITS32)
     }
+    /// What the decoder is to be told.
+    pub(crate) const fn bits(self) -> u32 {
+        match (self.is_long(), self.has(Self::BITS16)) {
+            (true, _) => 64,
+            (false, false) => 32,
+            (false, true) => 16,
+        }
+    }
     /// It is 64-bit code, and no kernel's: other pages are compared by cells.
     pub(crate) const fn has_cells(self) -> bool {
         self.is_long() && !self.has(Self::KERNEL)
     }
     /// It counts what is retired, and events of that stream.
     pub(crate) const fn counting(stream: usize) -> Self {
-        Self::COUNTS.with(Self((stream as u16 & 0xf) << Self::STREAM))
+        Self::COUNTS.with(Self((stream as u32 & 0xf) << Self::STREAM))
     }
     /// The stream that is counted besides instructions, if anything is.
     pub(crate) const fn stream(self) -> Option<usize> {

@@ -11,6 +11,7 @@ use crate::{
     ir::kind::{Forms, Kind, kind_of},
     ir::mode::Mode,
     ir::narrow,
+    ir::segment::has_pages,
 };
 
 /// Instructions of a block at most, and of one that is executed much.
@@ -50,7 +51,7 @@ pub(crate) fn decode<B: GuestBus>(
     forms.select(&cpu.features);
     let options = gating::decoder_options(&cpu.features);
     let long = mode.is_long();
-    let bits = if long { 64 } else { 32 };
+    let bits = mode.bits();
     let mut offset = (gva & 0xfff) as u32;
     let first = offset;
     let mut followed = 0;
@@ -92,7 +93,9 @@ pub(crate) fn decode<B: GuestBus>(
                 if is_ahead {
                     return false;
                 }
-                if long || page != 0xffff_f000 {
+                if (long || page != 0xffff_f000)
+                    && (!mode.has(Mode::SEGMENTED) || has_pages(cpu, 1))
+                {
                     let more = &mut raw[have - from..MAX_LEN];
                     let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), more) else {
                         return false;

@@ -10,10 +10,12 @@ use crate::{
     frame::area::{self, index},
     frame::targets::salt_of,
     ir::mode::Mode,
+    ir::segment::{code_at, has_pages, page_of},
     ir::source::Source,
+    runtime::flat::set_bounds,
     runtime::lockstep::set_tables,
     runtime::refill::forget_views,
-    runtime::state::{mode_of, target_key, target_key_of},
+    runtime::state::{mode_of, target_key},
     runtime::translation::next_page,
 };
 
@@ -42,7 +44,10 @@ impl<B: JitBus> Jit<B> {
         // What the view has of before is cleared.
         bus.mmu().live_cells(self.cache.cells_generation);
         set_tables(cpu, bus);
-        let key = target_key_of(cpu, bus, self.mode);
+        if self.mode.has(Mode::SEGMENTED) {
+            set_bounds(cpu);
+        }
+        let key = self.target_key_of(cpu, bus);
         let number = self.cache.number(key).unwrap_or_else(|| {
             self.switches.clear();
             for site in &self.translator.fars {
@@ -76,7 +81,8 @@ impl<B: JitBus> Jit<B> {
             self.disturb(cpu, bus);
         }
         self.select(cpu, bus);
-        cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
+        let page = page_of(cpu);
+        cpu.engine.words[index(area::PAGE)] = page;
         let (_, salt) = target_key(cpu);
         if core::mem::take(&mut self.splits) {
             return self.find_split(interp, cpu, bus);
@@ -103,16 +109,16 @@ impl<B: JitBus> Jit<B> {
         self.select(cpu, bus);
         let (key, salt) = target_key(cpu);
         let code = self.buffer.rx() as u64 + block.entries.outer as u64;
-        self.cache.set_target(rip, key, salt, code);
+        self.cache.set_target((rip, page), key, salt, code);
         if let Some((at, generation)) = self.key_at(cpu, bus) {
             self.cache.blocks.note_target(at);
             if let Some(cell) = self.cache.cell(at) {
                 self.cache.set_cell(bus, cell, rip);
             }
-            if self.cache.is_new(rip, key) {
+            if self.cache.is_new(page, key) {
                 let what = (at.of_page(), generation);
                 let code = self.buffer.rx() as u64;
-                self.cache.fill(what, (rip, key, salt), code);
+                self.cache.fill(what, (page, key, salt), code);
             }
         }
         Some(code)
@@ -141,21 +147,24 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
         is_split: bool,
     ) -> Option<Block> {
-        let rip = cpu.rip();
+        if self.mode.has(Mode::SEGMENTED) && !has_pages(cpu, 0) {
+            return None;
+        }
+        let gva = code_at(cpu);
         let (key, generation) = self.key_at(cpu, bus)?;
         let key = key.split(is_split);
         if let Some(b) = self.cache.blocks.get(key)
             && b.generation == generation
             // The neighbour may be mapped elsewhere, or not at all, by now.
             && (!b.straddles
-                || bus.code_page(cpu, next_page(rip)).ok().as_ref() == self.cache.second.get(&key))
+                || bus.code_page(cpu, next_page(gva)).ok().as_ref() == self.cache.second.get(&key))
         {
             return Some(b);
         }
         let code = Source::of(bus, key.page())?;
         let start = host::cpu::rdtsc();
         let what = (key, generation, code);
-        let block = self.translate(interp, cpu, bus, rip, what, false);
+        let block = self.translate(interp, cpu, bus, gva, what, false);
         if block.is_some() {
             self.translate_ahead(interp, cpu, bus, what);
         }

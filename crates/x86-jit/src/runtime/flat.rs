@@ -1,9 +1,12 @@
-//! Which 32-bit code can be translated: that with flat segments.
+//! Which 32-bit and 16-bit code can be translated: that with flat segments, and that with segments of which nothing but base
+//! and limit matters.
+
+use std::collections::HashMap;
 
 use x86_cpu::{CodeSize, CpuState};
 use x86_defs::{reg, segment::Segment};
 
-use crate::ir::mode::Mode;
+use crate::{frame::area, ir::mode::Mode};
 
 /// 32-bit protected or compatibility mode, and addresses in CS, SS, DS and ES are
 /// linear ones without a limit.
@@ -20,22 +23,111 @@ pub(crate) fn is_flat(cpu: &CpuState) -> bool {
         })
 }
 
-/// The mode bits of 32-bit code.
+/// What may be translated as [`Mode::SEGMENTED`]: a limit is all that an access can come to.
+pub(crate) fn has_plain_segments(cpu: &CpuState) -> bool {
+    let cs = &cpu.seg[reg::CS];
+    // There are no types in real mode.
+    let is_readable = !has_types(cpu) || cs.attr.is_readable_or_writable();
+    // The instruction pointer of 16-bit code ends where its addresses do.
+    let longest = match cpu.code_size {
+        CodeSize::Bits16 => 0xffff,
+        CodeSize::Bits32 => u32::MAX,
+        CodeSize::Bits64 => return false,
+    };
+    is_readable
+        && cs.attr.is_code()
+        && cs.limit <= longest
+        && cs.limit >= LEAST
+        && [reg::ES, reg::SS, reg::DS]
+            .into_iter()
+            .all(|n| is_plain(&cpu.seg[n]))
+}
+
+/// Protected mode: accesses are compared with the segment's type.
+fn has_types(cpu: &CpuState) -> bool {
+    cpu.is_protected() && !cpu.is_v86()
+}
+
+/// The mode bits of 32-bit and 16-bit code.
 pub(crate) fn mode_of(cpu: &CpuState) -> Mode {
     if cpu.is_64bit() {
         return Mode::NONE;
     }
+    let is_segmented = !is_flat(cpu);
     let usable = |n: usize, bit| {
-        if is_whole(&cpu.seg[n]) {
+        let s = &cpu.seg[n];
+        if if is_segmented {
+            is_plain(s)
+        } else {
+            is_whole(s)
+        } {
             bit
         } else {
             Mode::NONE
         }
     };
-    Mode::BITS32 | usable(reg::FS, Mode::FS) | usable(reg::GS, Mode::GS)
+    let mut mode = Mode::BITS32 | usable(reg::FS, Mode::FS) | usable(reg::GS, Mode::GS);
+    if is_segmented {
+        mode |= Mode::SEGMENTED;
+        if cpu.code_size == CodeSize::Bits16 {
+            mode |= Mode::BITS16;
+        }
+        if !cpu.seg[reg::SS].attr.is_big() {
+            mode |= Mode::STACK16;
+        }
+        if !has_types(cpu) {
+            mode |= Mode::REAL;
+        }
+    }
+    mode
 }
 
-/// Present, writable, expand-up data of 4 GiB.
+/// Limits are compared for elements of so many bytes less one at most.
+const LEAST: u32 = 31;
+
+/// Present, writable, expand-up data.
+fn is_plain(s: &Segment) -> bool {
+    s.attr.0 & 0x1_009e == 0x92 && s.limit >= LEAST
+}
+
+/// The same of 4 GiB.
 fn is_whole(s: &Segment) -> bool {
-    s.attr.0 & 0x1_009e == 0x92 && s.limit == u32::MAX
+    is_plain(s) && s.limit == u32::MAX
+}
+
+/// Writes the words that accesses of segments are compared with.
+pub(crate) fn set_bounds(cpu: &mut CpuState) {
+    for n in 0..6 {
+        let limit = cpu.seg[n].limit;
+        for size in (0..area::BOUND_SIZES).step_by(2) {
+            let of = |size: usize| u64::from(limit.saturating_sub((1 << size) - 1));
+            let at = area::index(area::BOUNDS) + (n * area::BOUND_SIZES + size) / 2;
+            cpu.engine.words[at] = of(size) | of(size + 1) << 32;
+        }
+    }
+}
+
+/// Names for pairs of a mapping and a code segment: targets of branches are those of one pair.
+#[derive(Debug, Default)]
+pub(crate) struct CodeSegments {
+    known: HashMap<(u64, u64, u32), u64>,
+    last: u64,
+}
+
+/// More are forgotten, whose names nobody gets again.
+const KNOWN: usize = 1024;
+
+impl CodeSegments {
+    /// The name of CS under the epoch.
+    pub(crate) fn name(&mut self, cpu: &CpuState, epoch: u64) -> u64 {
+        let cs = &cpu.seg[reg::CS];
+        if self.known.len() >= KNOWN {
+            self.known.clear();
+        }
+        let name = self.known.entry((epoch, cs.base, cs.limit));
+        *name.or_insert_with(|| {
+            self.last += 1;
+            self.last
+        })
+    }
 }

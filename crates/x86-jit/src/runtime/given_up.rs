@@ -8,6 +8,7 @@ use crate::{
     JitBus,
     frame::area::{self, index},
     ir::mode::Mode,
+    ir::segment::code_at,
 };
 
 const ENTRIES: usize = 64;
@@ -83,7 +84,7 @@ impl<B: JitBus> GivenUp<B> {
         }
         let entry = self.0.get_mut(place(rip))?;
         if (entry.rip, entry.key, entry.changes) != (rip, key, changes) {
-            let page = bus.code_page(cpu, rip).ok();
+            let page = bus.code_page(cpu, code_at(cpu)).ok();
             let is_same =
                 page.is_some() && (entry.rip, entry.page, entry.mode) == (rip, page, mode);
             if !is_same {
@@ -105,7 +106,7 @@ impl<B: JitBus> GivenUp<B> {
             entry.is_tried = true;
             let resets = interp.resets();
             let mut bytes = [0; 15];
-            let n = bus.code_bytes(cpu, entry.rip, &mut bytes).ok()?;
+            let n = bus.code_bytes(cpu, code_at(cpu), &mut bytes).ok()?;
             let insn = interp.prepare(cpu, bytes.get(..n)?);
             // To be dropped with everything else, soon.
             entry.insn = insn.filter(|_| interp.resets() == resets);

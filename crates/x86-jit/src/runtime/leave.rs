@@ -16,6 +16,8 @@ use crate::{
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
     ir::cause::Cause,
+    ir::mode::Mode,
+    ir::segment::{may_branch_to, page_of},
     runtime::Context,
     runtime::counting::settle,
     runtime::refill::tell_view,
@@ -102,7 +104,7 @@ fn answer<B: JitBus>(
                 },
             }
         }
-        Reason::Branch if cpu.is_canonical(target) => {
+        Reason::Branch if may_branch_to(cpu, target) => {
             jit.stats.branches += 1;
             move_stack(cpu, argument.wrapping_sub(8));
             cpu.set_rip(target);
@@ -193,10 +195,9 @@ impl<B: JitBus> Jit<B> {
             && !self.stale
             && self.flush_every == 0;
         let rip = cpu.rip();
-        let words = &mut cpu.engine.words;
-        match self.cache.target(rip, words[index(area::SALT)]) {
+        match self.cache.target(rip, cpu.engine.words[index(area::SALT)]) {
             Some(code) if is_quick => {
-                words[index(area::PAGE)] = rip & !0xfff;
+                cpu.engine.words[index(area::PAGE)] = page_of(cpu);
                 code
             }
             _ => 0,
@@ -294,7 +295,7 @@ impl<B: JitBus> Jit<B> {
         let Some(site) = self.translator.fars.get(number) else {
             unreachable!("a site of dropped code")
         };
-        if cpu.is_canonical(target) {
+        if may_branch_to(cpu, target) {
             move_stack(cpu, i64::from(site.pop) as u64);
             cpu.set_rip(target);
             return true;
@@ -333,6 +334,7 @@ impl<B: JitBus> Jit<B> {
     fn remember(&mut self, cpu: &mut CpuState, bus: &mut B, number: usize, code: u64) {
         let rip = cpu.rip();
         let mask = word_mask(cpu);
+        let page = page_of(cpu);
         let words = &mut cpu.engine.words;
         let due = words[index(area::FAR_LEFT)] as i64 <= 0;
         if due {
@@ -344,9 +346,18 @@ impl<B: JitBus> Jit<B> {
         };
         let to = (code - self.buffer.rx() as u64) as usize;
         match site.condition {
-            Condition::Key { number: at, page } if due || site.to == 0 => {
-                if let Some(place) = page {
-                    let page = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
+            Condition::Key {
+                number: at,
+                page: place,
+            } if due || site.to == 0 => {
+                let from = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
+                // Around the end of 16-bit addresses it goes by the table.
+                let beyond = i64::from(site.target & !0xfff) as u64;
+                if self.mode.has(Mode::SEGMENTED) && from.wrapping_add(beyond) != page {
+                    return;
+                }
+                if let Some(place) = place {
+                    let page = from;
                     self.buffer.write(place, &page.to_le_bytes());
                 }
                 self.buffer.write(at, &key.to_le_bytes());

@@ -111,6 +111,7 @@ pub struct Jit<B: JitBus> {
     pub(crate) resumed: Option<u64>,
     /// Mode bits of the last [`Self::select`].
     pub(crate) mode: Mode,
+    pub(crate) code_segments: flat::CodeSegments,
     /// [`mmu::Mmu::views_made`] that `area::VIEWS` belong to.
     pub(crate) views_made: u64,
     /// Loads of CR3 that generated code does by itself.
@@ -175,6 +176,7 @@ impl<B: JitBus> Jit<B> {
             can_resume: false,
             resumed: None,
             mode: Mode::NONE,
+            code_segments: flat::CodeSegments::default(),
             views_made: 0,
             switches: Switches::new(),
             stats: Stats::default(),

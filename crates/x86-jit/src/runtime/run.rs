@@ -10,13 +10,14 @@ use crate::{
     frame::area::{self, index},
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
+    ir::segment::page_of,
     runtime::Context,
     runtime::counting::settle,
     runtime::lockstep::turn,
     runtime::refill::tell_view,
     runtime::state::{
         drop_resume_flag, is_translatable, keep_resume_flag, needs_stepping, set_gs_base,
-        target_key, target_key_of,
+        target_key,
     },
 };
 
@@ -96,12 +97,12 @@ impl<B: JitBus> Jit<B> {
         let is_same = !self.stale
             && self.flush_every == 0
             && interp.resets() == self.resets
-            && key == target_key_of(cpu, bus, self.mode);
+            && key == self.target_key_of(cpu, bus);
         let Some(code) = code.filter(|_| is_same) else {
             return self.run(interp, cpu, bus, None);
         };
         set_gs_base(cpu);
-        cpu.engine.words[index(area::PAGE)] = rip & !0xfff;
+        cpu.engine.words[index(area::PAGE)] = page_of(cpu);
         // The byte is no longer anyone's.
         cpu.engine.words[index(area::UNTIL)] = 0;
         self.resumed = None;

@@ -12,6 +12,7 @@ use crate::{
     frame::requests,
     ir::hot::Turns,
     ir::mode::{BlockKey, Mode},
+    ir::segment::code_at,
     ir::source::TracePage,
     profile::hot::{EXECUTED, Found, MENDED, Profile},
 };
@@ -126,7 +127,7 @@ impl<B: JitBus> Jit<B> {
 
     /// The block at RIP, and the generation of its code.
     pub(crate) fn key_at(&self, cpu: &mut CpuState, bus: &mut B) -> Option<(BlockKey, u32)> {
-        let gva = cpu.rip();
+        let gva = code_at(cpu);
         let page = bus.code_page(cpu, gva).ok()?;
         let mode = self.cache.blocks.mode_at(gva, &page, self.mode);
         Some((BlockKey::new(page.id | gva & 0xfff, mode), page.generation))

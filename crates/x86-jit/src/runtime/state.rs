@@ -10,7 +10,7 @@ use x86_defs::{
 use x86_interp::RunStop;
 
 use crate::{
-    JitBus,
+    Jit, JitBus,
     codegen::countdown::exact,
     frame::area::{self, index},
     frame::state::{MXCSR_FREE, X87_MASKED},
@@ -38,10 +38,13 @@ fn is_countable(cpu: &CpuState) -> bool {
         && r.other_stream().is_some()
 }
 
-/// 64-bit code, or flat 32-bit code, with nothing to be looked at between two instructions.
+/// Code with nothing to be looked at between two instructions. Code of segments is not translated to count.
 pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
-    (cpu.code_size == CodeSize::Bits64 || flat::is_flat(cpu))
-        && !(needs_stepping(cpu) || cpu.retired.counts_at(cpu.cpl) && !is_countable(cpu))
+    let is_flat = cpu.code_size == CodeSize::Bits64 || flat::is_flat(cpu);
+    let is_counted = cpu.retired.counts_at(cpu.cpl);
+    (is_flat || flat::has_plain_segments(cpu))
+        && !needs_stepping(cpu)
+        && (!is_counted || is_flat && is_countable(cpu))
         && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
 }
 
@@ -110,9 +113,18 @@ pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
     plain && cpu.cr0 & (cr0::EM | cr0::TS) == 0 && cpu.cr4 & cr4::OSFXSR != 0
 }
 
-/// No key is zero.
-pub(crate) fn target_key_of<B: JitBus>(cpu: &CpuState, bus: &mut B, mode: Mode) -> u64 {
-    (bus.mmu().target_epoch(cpu) + 1) << Mode::WIDTH | mode.number()
+impl<B: JitBus> Jit<B> {
+    /// No key is zero.
+    pub(crate) fn target_key_of(&mut self, cpu: &CpuState, bus: &mut B) -> u64 {
+        let epoch = bus.mmu().target_epoch(cpu);
+        let name = if self.mode.has(Mode::SEGMENTED) {
+            // The same instruction pointer is elsewhere under another code segment.
+            self.code_segments.name(cpu, epoch)
+        } else {
+            epoch + 1
+        };
+        name << Mode::WIDTH | self.mode.number()
+    }
 }
 
 /// Makes GS address `cpu`.
@@ -142,8 +154,13 @@ pub(crate) fn has_fsgsbase() -> bool {
 
 /// A branch moves the stack pointer.
 pub(crate) fn move_stack(cpu: &mut CpuState, by: u64) {
-    let rsp = cpu.gpr[reg::RSP].wrapping_add(by);
-    cpu.gpr[reg::RSP] = rsp & word_mask(cpu);
+    let old = cpu.gpr[reg::RSP];
+    let new = old.wrapping_add(by);
+    cpu.gpr[reg::RSP] = if cpu.is_64bit() || cpu.seg[reg::SS].attr.is_big() {
+        new & word_mask(cpu)
+    } else {
+        old & !0xffff | new & 0xffff
+    };
 }
 
 /// Bits of an address in the mode.

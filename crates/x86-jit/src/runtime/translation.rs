@@ -12,6 +12,7 @@ use crate::{
     ir::decoded::Decoded,
     ir::kind::Kind,
     ir::mode::{BlockKey, Mode},
+    ir::segment::code_at,
     ir::source::{Source, TracePage},
     region::block,
     runtime::Site,
@@ -115,7 +116,8 @@ impl<B: JitBus> Jit<B> {
         }
         block.len = self.decoded.len().min(u8::MAX.into()) as u8;
         let long = key.mode.is_long();
-        if !key.mode.has(Mode::SPLIT) {
+        // Where a segment's limit is, is known of no group.
+        if !key.mode.has(Mode::SPLIT) && !key.mode.has(Mode::SEGMENTED) {
             self.groups.form(&mut self.decoded, long, is_hot);
             let calls = |d: &Decoded| matches!(d.kind, Kind::Call | Kind::CallIndirect);
             block.may_gain = is_trace
@@ -155,7 +157,7 @@ impl<B: JitBus> Jit<B> {
             sources,
             interpreted,
             How {
-                long,
+                mode: key.mode,
                 is_linked,
                 polls,
                 is_split: key.mode.has(Mode::SPLIT),
@@ -252,7 +254,7 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
         (key, generation, code): (BlockKey, u32, Source),
     ) {
-        let page = cpu.rip() & !0xfff;
+        let page = code_at(cpu) & !0xfff;
         let mut left = MAX_AHEAD;
         while left > 0
             && !self.room.is_full()

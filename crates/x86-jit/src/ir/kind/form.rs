@@ -10,7 +10,7 @@ use x86_cpu::Features;
 use x86_interp::gating;
 use x86_native::HostFeatures;
 
-use super::{Kind, form, in_mode};
+use super::{Kind, form, in_mode, in_segments};
 use crate::{
     ir::cause::Cause,
     ir::flags::{self, ALL, is_shift},
@@ -22,6 +22,8 @@ use crate::{
 pub(crate) struct Form {
     /// [`Kind::Unknown`]: not looked at yet.
     pub(crate) kind: Kind,
+    /// What it is in code with segments.
+    pub(crate) in_segments: Kind,
     /// The guest's CPUID promises it.
     pub(crate) available: bool,
     /// Bytes of the memory operand; 0 if there is none, or more than 255.
@@ -94,6 +96,7 @@ pub(crate) struct Shape {
 
 const UNKNOWN: Form = Form {
     kind: Kind::Unknown,
+    in_segments: Kind::Interpret,
     available: false,
     size: 0,
     writes: 0,
@@ -247,6 +250,7 @@ fn look_at(
     let vex = i.code().encoding() == EncodingKind::VEX;
     let mut form = Form {
         kind,
+        in_segments: in_segments::form(kind, i.code()),
         available: gating::is_available(i, features),
         size: u8::try_from(i.memory_size().size()).unwrap_or(0),
         flags: (!is_shift(i.mnemonic())).then(|| flags(&sample)),

@@ -2,7 +2,7 @@
 
 use iced_x86::{Instruction, OpKind, Register};
 
-use super::{Form, Kind, of};
+use super::{Form, Kind, in_segments, of};
 use crate::ir::mode::Mode;
 
 /// What is done with an instruction in a mode.
@@ -14,7 +14,9 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
     let long = mode.is_long();
     let mut kind = form.kind;
     let mut needs = form.needs;
-    if form.checked || !long {
+    if mode.has(Mode::SEGMENTED) {
+        (kind, needs) = in_segments::kind_of(form, i, mode);
+    } else if form.checked || !long {
         kind = of(kind, i, long);
         if !long {
             needs |= match i.memory_segment() {

@@ -11,9 +11,11 @@ use x86_native::HostFeatures;
 
 mod form;
 mod in_mode;
+mod in_segments;
 
 pub(crate) use form::{Effect, Form, Forms, Shape};
 pub(crate) use in_mode::kind_of;
+pub(crate) use in_segments::{has_short_address, has_short_words, is_short};
 
 use super::{narrow, string};
 

@@ -9,7 +9,11 @@ use x86_interp::gating;
 use x86_native::decoded_flags;
 
 use super::shadow::Shadow;
-use crate::{JitBus, ir::flags::overwritten};
+use crate::{
+    JitBus,
+    ir::flags::overwritten,
+    ir::segment::{code_bits, linear},
+};
 
 /// Instructions looked at after a stretch.
 const FAR: u32 = 96;
@@ -118,10 +122,9 @@ impl Flags {
             return *known;
         }
         let mut bytes = [0; 15];
-        let decoded = fetch(bus.mmu(), cpu, rip, &mut bytes).and_then(|n| {
+        let decoded = fetch(bus.mmu(), cpu, linear(cpu, rip), &mut bytes).and_then(|n| {
             let options = gating::decoder_options(&cpu.features);
-            let bits = if cpu.is_64bit() { 64 } else { 32 };
-            let i = Decoder::with_ip(bits, &bytes[..n], rip, options).decode();
+            let i = Decoder::with_ip(code_bits(cpu), &bytes[..n], rip, options).decode();
             (!i.is_invalid()).then(|| (i, effect(&i)))
         });
         self.known.insert(rip, decoded);
@@ -130,10 +133,10 @@ impl Flags {
 }
 
 /// Bytes of code, without any trace in page tables.
-pub(super) fn fetch(mmu: &Mmu, cpu: &CpuState, rip: u64, bytes: &mut [u8; 15]) -> Option<usize> {
+pub(super) fn fetch(mmu: &Mmu, cpu: &CpuState, gva: u64, bytes: &mut [u8; 15]) -> Option<usize> {
     let mut n = 0;
     while n < bytes.len() {
-        let at = rip.wrapping_add(n as u64);
+        let at = gva.wrapping_add(n as u64);
         let room = (bytes.len() - n).min(0x1000 - (at & 0xfff) as usize);
         let read = mmu
             .translate_debug(cpu, at)

@@ -42,6 +42,7 @@ use crate::{
     frame::exit::{Left, Reason},
     frame::state::unpack,
     ir::decoded::Decoded,
+    ir::segment::may_branch_to,
     runtime::state::move_stack,
 };
 
@@ -339,7 +340,7 @@ impl<B: JitBus> Jit<B> {
         let flags = unpack(words[index(area::FLAGS)]);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
         match reason {
-            Reason::Branch if cpu.is_canonical(target) => {
+            Reason::Branch if may_branch_to(cpu, target) => {
                 move_stack(cpu, argument.wrapping_sub(8));
                 cpu.set_rip(target);
             }

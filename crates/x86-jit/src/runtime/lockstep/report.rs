@@ -6,7 +6,10 @@ use iced_x86::{Decoder, DecoderOptions, FastFormatter};
 use x86_cpu::CpuState;
 
 use super::{Difference, FP_BYTES, Lockstep, TRAIL, normal, registers};
-use crate::{Jit, JitBus};
+use crate::{
+    Jit, JitBus,
+    ir::segment::{code_at, code_bits, linear},
+};
 
 /// Instructions of the guest's that are shown from an address on.
 const SHOWN: usize = 24;
@@ -55,7 +58,7 @@ pub(super) fn text<B: JitBus>(
         l.steps,
         way.join(" ")
     );
-    for (offset, code) in jit.code_of(good.rip()) {
+    for (offset, code) in jit.code_of(code_at(good)) {
         let _ = writeln!(t, "translated code at {offset:#x}:");
         host_code(&mut t, offset, &code);
     }
@@ -93,11 +96,10 @@ fn guest_code<B: JitBus>(t: &mut String, cpu: &CpuState, bus: &mut B) {
     let mut rip = cpu.rip();
     for _ in 0..SHOWN {
         let mut bytes = [0; 15];
-        let Some(n) = super::flags::fetch(bus.mmu(), cpu, rip, &mut bytes) else {
+        let Some(n) = super::flags::fetch(bus.mmu(), cpu, linear(cpu, rip), &mut bytes) else {
             return;
         };
-        let bits = if cpu.is_64bit() { 64 } else { 32 };
-        let i = Decoder::with_ip(bits, &bytes[..n], rip, DecoderOptions::NONE).decode();
+        let i = Decoder::with_ip(code_bits(cpu), &bytes[..n], rip, DecoderOptions::NONE).decode();
         if i.is_invalid() {
             return;
         }

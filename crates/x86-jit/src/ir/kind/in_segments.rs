@@ -1,0 +1,85 @@
+//! What is translated of code whose segments have bases and limits, and of 16-bit code.
+
+use iced_x86::{Code, EncodingKind, Instruction, OpKind, Register};
+
+use super::{Form, Kind, in_mode, of};
+use crate::ir::mode::Mode;
+
+/// What an instruction of the form is, which is of the kind `kind` where segments are flat.
+pub(super) fn form(kind: Kind, code: Code) -> Kind {
+    use Code as C;
+    match code {
+        C::Push_r16 | C::Push_rm16 | C::Push_imm16 | C::Pushw_imm8 => Kind::Push,
+        C::Pop_r16 | C::Pop_rm16 => Kind::Pop,
+        C::Leavew => Kind::Leave,
+        C::Pushfw => Kind::Pushf,
+        C::Popfw => Kind::Popf,
+        C::Jmp_rel8_16 | C::Jmp_rel16 => Kind::Jmp,
+        C::Jmp_rm16 => Kind::JmpIndirect,
+        C::Call_rel16 => Kind::Call,
+        C::Call_rm16 => Kind::CallIndirect,
+        C::Retnw | C::Retnw_imm16 => Kind::Ret,
+        C::Lea_r16_m => Kind::Lea,
+        _ if code.is_jcc_short_or_near() => Kind::Jcc,
+        _ => match kind {
+            Kind::String | Kind::StoreTable | Kind::KeyRights | Kind::Ac => Kind::Interpret,
+            kind => kind,
+        },
+    }
+}
+
+/// It works on a word of 16 bits on the stack, or leads to an address of 16 bits.
+pub(crate) fn has_short_words(code: Code) -> bool {
+    use Code as C;
+    matches!(
+        code,
+        C::Push_r16
+            | C::Push_rm16
+            | C::Push_imm16
+            | C::Pushw_imm8
+            | C::Pop_r16
+            | C::Pop_rm16
+            | C::Leavew
+            | C::Pushfw
+            | C::Popfw
+            | C::Jmp_rm16
+            | C::Call_rel16
+            | C::Call_rm16
+            | C::Retnw
+            | C::Retnw_imm16
+    )
+}
+
+/// What is done with the instruction, and the mode bits without which the interpreter does it.
+pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Kind, Mode) {
+    let is_vex = i.code().encoding() == EncodingKind::VEX;
+    if is_vex && mode.has(Mode::REAL) {
+        // #UD.
+        return (Kind::Interpret, Mode::NONE);
+    }
+    let kind = match of(form.in_segments, i, true) {
+        Kind::BitString | Kind::Syscall => Kind::Interpret,
+        kind => kind,
+    };
+    let needs = match i.memory_segment() {
+        Register::FS => Mode::FS,
+        Register::GS => Mode::GS,
+        // In protected mode it cannot be written.
+        Register::CS if form.memory(i) == Some(true) => return (Kind::Interpret, Mode::NONE),
+        _ => Mode::NONE,
+    };
+    (kind, needs | in_mode::needs(kind, is_vex))
+}
+
+/// Its memory operand has an address of 16 bits.
+pub(crate) fn has_short_address(i: &Instruction) -> bool {
+    let (base, index) = (i.memory_base(), i.memory_index());
+    base.is_gpr16()
+        || index.is_gpr16()
+        || base == Register::None && index == Register::None && i.memory_displ_size() == 2
+}
+
+/// It has a memory operand of that kind.
+pub(crate) fn is_short(i: &Instruction) -> bool {
+    (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Memory) && has_short_address(i)
+}
