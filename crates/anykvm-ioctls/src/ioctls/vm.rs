@@ -102,7 +102,7 @@ impl VmFd {
         &self,
         user_memory_region: kvm_userspace_memory_region,
     ) -> Result<()> {
-        self.typed()?
+        self.object()?
             .set_user_memory_region(&user_memory_region)
             .map_err(refused)
     }
