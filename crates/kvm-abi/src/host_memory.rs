@@ -284,7 +284,12 @@ mod tests {
         for slot in &slots {
             ranges.add(slot.clone());
             assert!(ranges.0.len() <= RANGES);
-            assert!(ranges.0.windows(2).all(|w| w[0].range.end < w[1].range.start));
+            assert!(
+                ranges
+                    .0
+                    .windows(2)
+                    .all(|w| w[0].range.end < w[1].range.start)
+            );
         }
         let is_in = |ranges: &Ranges, slot: &Range<u64>| {
             let mut all = ranges.0.iter();
@@ -292,7 +297,10 @@ mod tests {
         };
         assert!(slots.iter().all(|slot| is_in(&ranges, slot)));
         // The gap before the last is one that is kept.
-        assert!(!is_in(&ranges, &(498 * 498 * 10 + 100..498 * 498 * 10 + 101)));
+        assert!(!is_in(
+            &ranges,
+            &(498 * 498 * 10 + 100..498 * 498 * 10 + 101)
+        ));
         for (n, slot) in slots.iter().enumerate() {
             ranges.remove(slot);
             assert!(slots[n + 1..].iter().all(|slot| is_in(&ranges, slot)));
