@@ -28,6 +28,7 @@ pub use ioctls::KvmRunWrapper;
 pub use ioctls::device::DeviceFd;
 pub use ioctls::dirty::DirtyRing;
 pub use ioctls::doorbell::{Doorbell, DoorbellQueue, DoorbellSpec, IrqTrigger, Space};
+pub use ioctls::memory_change::{MemoryChange, begin_memory_change};
 pub use ioctls::system::Kvm;
 pub use ioctls::vcpu::{
     HypercallExit, KvmNestedStateBuffer, MsrExitReason, ReadMsrExit, SyncReg, VcpuExit, VcpuFd,

@@ -6,7 +6,7 @@ use libc::{c_char, c_int, c_long, c_ulong};
 
 use crate::next::{answer, next, system_call_c};
 use crate::path::is_kvm;
-use crate::{actions, cancel, descriptors, files, filter, launcher, shown, spawn, trace};
+use crate::{actions, cancel, descriptors, files, filter, launcher, memory, shown, spawn, trace};
 
 /// KVM's type in an ioctl number (KVMIO).
 const KVM_TYPE: c_ulong = 0xae;
@@ -22,15 +22,26 @@ fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
     let result = catch_unwind(AssertUnwindSafe(call))
         .unwrap_or_else(|_| Err(kvm_abi::Errno::new(libc::EIO)));
     drop(section);
-    if number == kvm_abi::numbers::KVM_IRQFD.into()
-        && result.is_ok()
+    if result.is_ok()
         && let Some(launcher) = launcher::get()
     {
-        (launcher.watch_writes)();
+        watch(launcher, number as u32);
     }
     let is_foreign =
         result == Err(kvm_abi::Errno::new(libc::ENOTTY)) && kvm_abi::lookup(fd).is_err();
     (!is_foreign).then(|| answer(result))
+}
+
+/// After some calls more of a launched program's system calls are looked at.
+fn watch(launcher: &launcher::Launcher, number: u32) {
+    use kvm_abi::numbers::{KVM_IRQFD, KVM_SET_USER_MEMORY_REGION, KVM_SET_USER_MEMORY_REGION2};
+    match number {
+        KVM_IRQFD => (launcher.watch)(&[libc::SYS_write]),
+        KVM_SET_USER_MEMORY_REGION | KVM_SET_USER_MEMORY_REGION2 => {
+            (launcher.watch)(&memory::CALLS);
+        }
+        _ => {}
+    }
 }
 
 /// The C library's function of this name.
@@ -159,8 +170,9 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             }
             libc::SYS_mmap => match mapping(arguments) {
                 Some(address) => return Some(address as c_long),
-                None => None,
+                None => return memory::special(number, arguments),
             },
+            _ if memory::CALLS.contains(&number) => return memory::special(number, arguments),
             libc::SYS_write if descriptors::is_injected(a as c_int, b, c) => {
                 Some(descriptors::EVENT as c_int)
             }
@@ -276,8 +288,12 @@ macro_rules! mmap {
             offset: usize,
         ) -> usize {
             let arguments = [address, len, protection as usize, flags as usize, fd as usize, offset];
-            match mapping(arguments) {
-                Some(address) => address,
+            if let Some(address) = mapping(arguments) {
+                return address;
+            }
+            // SAFETY: the caller's arguments.
+            match unsafe { memory::special(libc::SYS_mmap, arguments) } {
+                Some(address) => address as usize,
                 None => next!($name(
                     address => usize,
                     len => usize,

@@ -17,8 +17,8 @@ pub(crate) struct Launcher {
     pub(crate) handler: usize,
     /// Where handlers return to.
     pub(crate) restorer: fn() -> usize,
-    /// From now on the program's writes come to us: some may be to an irqfd.
-    pub(crate) watch_writes: fn(),
+    /// From now on these calls of the program's come to us: writes may be to an irqfd, and memory a guest's.
+    pub(crate) watch: fn(&[libc::c_long]),
     /// From now on no instruction of the program is rewritten.
     pub(crate) stop_rewriting: fn(),
 }

@@ -18,6 +18,7 @@ mod files;
 mod filter;
 pub mod launch;
 mod launcher;
+mod memory;
 mod next;
 mod path;
 pub mod program;

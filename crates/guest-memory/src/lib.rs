@@ -12,12 +12,13 @@
 //! **What hvas are trusted for.** As with KVM, the hva range of a slot is the
 //! VMM's promise: memory that is its to share, for as long as the slot exists.
 //! The promise is made where the raw number enters the process's API (an ioctl,
-//! or an `unsafe fn` of a Rust API), not here. A VMM that unmaps the range
-//! without deleting the slot makes the host fault; recovery will hook in at
-//! [`page`], whose accesses are single instructions for that reason as well.
+//! or an `unsafe fn` of a Rust API), not here. What the VMM changes of it while
+//! the slot exists, it says before ([`GuestMemory::begin_host_change`]); a page
+//! that vanishes without a word makes the host fault.
 
 mod dirty;
 pub mod dirty_ring;
+mod host_pages;
 pub mod memory;
 pub mod page;
 mod page_set;
@@ -28,6 +29,7 @@ mod words;
 pub mod writers;
 
 pub use dirty_ring::{DirtyRing, DirtyRingMemory, DirtyRings};
+pub use host_pages::HostChange;
 pub use memory::{GuestMemory, Harvest};
 pub use page::HostPage;
 pub use slot::{Slot, SlotConfig};

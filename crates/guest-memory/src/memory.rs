@@ -6,8 +6,9 @@ use std::sync::{
 };
 
 use crate::{
-    DirtyRings, HostPage, MemslotError, Slot, SlotConfig, SlotTable, Writers,
+    DirtyRings, HostChange, HostPage, MemslotError, Slot, SlotConfig, SlotTable, Writers,
     dirty::{Clean, Dirty},
+    host_pages::Gate,
     table::{ADDRESS_SPACES, Planning},
 };
 
@@ -24,12 +25,21 @@ pub enum Harvest {
     Locked,
 }
 
+/// What a change of slots needs.
+#[derive(Debug, Default)]
+struct Changing {
+    /// The last serial number of a slot.
+    serial: u32,
+    /// That of the last change of host memory.
+    gate: Option<Arc<Gate>>,
+}
+
 /// A VM's guest-physical memory.
 #[derive(Debug, Default)]
 pub struct GuestMemory {
     table: RwLock<Arc<SlotTable>>,
-    /// Serialises changes of slots.
-    changing: Mutex<u32>,
+    /// Serialises changes of slots, and of what is under them.
+    changing: Mutex<Changing>,
     /// Counts requests of any kind: the one word that vCPUs poll.
     epoch: AtomicU64,
     /// Requests to drop all write permissions (a dirty harvest).
@@ -94,6 +104,40 @@ impl GuestMemory {
         }
     }
 
+    /// The lock of all changes, while none of host memory is under way.
+    fn lock_changes(&self) -> MutexGuard<'_, Changing> {
+        loop {
+            let changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(gate) = changing.gate.clone().filter(|gate| gate.is_closed()) else {
+                return changing;
+            };
+            drop(changing);
+            gate.pass();
+        }
+    }
+
+    /// The VMM is about to change what the process can access between two host addresses. Whoever looks such a page up from now on waits for
+    /// the end of the change; the caller waits until running vCPUs have acknowledged its epoch, and then makes it.
+    /// None if nothing of that is under a slot.
+    ///
+    /// # Errors
+    /// The host has no memory.
+    pub fn begin_host_change(
+        &self,
+        start: u64,
+        end: u64,
+    ) -> Result<Option<HostChange>, MemslotError> {
+        let mut changing = self.lock_changes();
+        let gate = Gate::closed();
+        let Some(new) = self.table().with_host_changing(start, end, &gate)? else {
+            return Ok(None);
+        };
+        changing.gate = Some(Arc::clone(&gate));
+        // As in `set_slot`: no other thread uses the old table after this.
+        *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
+        Ok(Some(HostChange::new(gate, self.request())))
+    }
+
     /// Creates, moves, deletes a slot or changes its flags, as
     /// KVM_SET_USER_MEMORY_REGION does.
     ///
@@ -103,11 +147,11 @@ impl GuestMemory {
     /// # Errors
     /// KVM's, in KVM's order.
     pub fn set_slot(&self, config: SlotConfig) -> Result<u64, MemslotError> {
-        let mut serial = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changing = self.lock_changes();
         // Nobody else changes the table, so what is planned on it now can be done later.
         let change = {
             let with = Planning {
-                serial: &mut serial,
+                serial: &mut changing.serial,
                 changes: &self.code_changes,
                 rings: &self.rings,
                 // A bit says that its page is in a ring.

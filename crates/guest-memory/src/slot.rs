@@ -4,14 +4,19 @@ use std::{
     io,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence},
+        atomic::{AtomicU32, AtomicU64, Ordering, fence},
     },
 };
 
-use host::{LazyArray, probe};
+use host::LazyArray;
 use x86_defs::paging::{PAGE_SHIFT, PAGE_SIZE};
 
-use crate::{DirtyRings, HostPage, Writer, Writers, dirty::Dirty, writers::Mailbox};
+use crate::{
+    DirtyRings, HostPage, Writer, Writers,
+    dirty::Dirty,
+    host_pages::{Gate, HostPages},
+    writers::Mailbox,
+};
 
 /// KVM_MEM_LOG_DIRTY_PAGES.
 pub const KVM_MEM_LOG_DIRTY_PAGES: u32 = 1 << 0;
@@ -48,53 +53,6 @@ struct CodeState {
     changes: Arc<AtomicU64>,
 }
 
-/// What is known of the host's pages: a VMM may give a range that it has not mapped, or not to be
-/// written, and gets EFAULT from KVM_RUN when the guest comes there.
-///
-/// DEVIATION: a page that the VMM unmaps after its first use, while the slot exists, is a fault of
-/// the process; with KVM it is EFAULT too.
-#[derive(Debug)]
-struct HostState {
-    /// A bit for each page that could be read.
-    readable: LazyArray<AtomicU64>,
-    /// A bit for each page that could be written.
-    writable: LazyArray<AtomicU64>,
-    /// All are mapped, to be read and written, and stay so: nobody has to be asked.
-    is_mapped: AtomicBool,
-}
-
-impl HostState {
-    fn new(pages: usize) -> io::Result<Self> {
-        Ok(Self {
-            readable: LazyArray::new(pages.div_ceil(64))?,
-            writable: LazyArray::new(pages.div_ceil(64))?,
-            is_mapped: AtomicBool::new(false),
-        })
-    }
-}
-
-/// Looks for the page's bit, and asks if it is not set.
-#[inline]
-fn is_known(bits: &LazyArray<AtomicU64>, index: usize, ask: impl FnOnce() -> bool) -> bool {
-    let Some(word) = bits.get(index / 64) else {
-        return false;
-    };
-    let bit = 1 << (index % 64);
-    if word.load(Ordering::Relaxed) & bit != 0 {
-        return true;
-    }
-    ask_once(word, bit, ask)
-}
-
-#[cold]
-fn ask_once(word: &AtomicU64, bit: u64, ask: impl FnOnce() -> bool) -> bool {
-    let good = ask();
-    if good {
-        word.fetch_or(bit, Ordering::Relaxed);
-    }
-    good
-}
-
 /// A memslot. Immutable, but for the atomics of its pages.
 #[derive(Debug)]
 pub struct Slot {
@@ -102,7 +60,7 @@ pub struct Slot {
     code: Arc<CodeState>,
     dirty: Option<Arc<Dirty>>,
     writers: Arc<Writers>,
-    host: Arc<HostState>,
+    host: Arc<HostPages>,
     /// The VM's.
     rings: Arc<DirtyRings>,
 }
@@ -129,7 +87,7 @@ impl Slot {
             }),
             dirty: Self::new_dirty(&config, is_dirty)?,
             writers: Arc::new(Writers::new(pages)),
-            host: Arc::new(HostState::new(pages)?),
+            host: Arc::new(HostPages::new(pages)?),
             rings: Arc::clone(rings),
         })
     }
@@ -159,6 +117,31 @@ impl Slot {
                 rings: Arc::clone(&self.rings),
             }),
         }
+    }
+
+    /// The same slot while the VMM changes host memory from `start` to `end`, and afterwards; none if that is not under it.
+    pub(crate) fn with_host_changing(
+        &self,
+        start: u64,
+        end: u64,
+        gate: &Arc<Gate>,
+    ) -> io::Result<Option<Self>> {
+        let SlotConfig { hva, size, .. } = self.config;
+        let first = start.max(hva);
+        let last = end.min(hva.saturating_add(size));
+        if first >= last {
+            return Ok(None);
+        }
+        let page = |at: u64| ((at - hva) >> PAGE_SHIFT) as usize;
+        let host = self.host.changing(page(first)..page(last - 1) + 1, gate)?;
+        Ok(Some(Self {
+            config: self.config,
+            code: Arc::clone(&self.code),
+            dirty: self.dirty.clone(),
+            writers: Arc::clone(&self.writers),
+            host: Arc::new(host),
+            rings: Arc::clone(&self.rings),
+        }))
     }
 
     fn new_dirty(config: &SlotConfig, is_dirty: bool) -> io::Result<Option<Arc<Dirty>>> {
@@ -219,8 +202,8 @@ impl Slot {
     #[inline]
     pub fn page(&self, index: usize) -> Option<HostPage> {
         let hva = self.hva(index)?;
-        let ask = || self.is_mapped() || probe::is_readable(hva);
-        is_known(&self.host.readable, index, ask).then(|| HostPage::new(hva as *mut u8))
+        let is_good = self.host.is_readable(index, hva);
+        is_good.then(|| HostPage::new(hva as *mut u8))
     }
 
     /// The page of that index, if the process can read and write it. [`Self::is_readonly`] is
@@ -228,17 +211,13 @@ impl Slot {
     #[inline]
     pub fn writable_page(&self, index: usize) -> Option<HostPage> {
         let hva = self.hva(index)?;
-        let ask = || self.is_mapped() || probe::is_writable(hva);
-        is_known(&self.host.writable, index, ask).then(|| HostPage::new(hva as *mut u8))
-    }
-
-    fn is_mapped(&self) -> bool {
-        self.host.is_mapped.load(Ordering::Relaxed)
+        let is_good = self.host.is_writable(index, hva);
+        is_good.then(|| HostPage::new(hva as *mut u8))
     }
 
     /// The process has mapped all of it, to be read and written, as long as the slot exists.
     pub(crate) fn set_mapped(&self) {
-        self.host.is_mapped.store(true, Ordering::Relaxed);
+        self.host.set_mapped();
     }
 
     /// The page of that index for a read, or for a write.
@@ -255,14 +234,10 @@ impl Slot {
     /// `first + skipped`. Pages behind the slot's end are none.
     pub fn readable_pages(&self, first: usize, skipped: usize, bits: &mut [u64]) {
         let pages = (self.config.size >> PAGE_SHIFT) as usize;
-        let is_mapped = self.is_mapped();
+        let is_mapped = self.host.is_mapped();
         for n in skipped..bits.len() * 64 {
             let index = first.wrapping_add(n);
-            let is_readable = || {
-                let word = self.host.readable.get(index / 64);
-                word.is_some_and(|w| w.load(Ordering::Relaxed) >> (index % 64) & 1 != 0)
-            };
-            if index < pages && (is_mapped || is_readable()) {
+            if index < pages && (is_mapped || self.host.is_known_readable(index)) {
                 bits[n / 64] |= 1 << (n % 64);
             }
         }

@@ -11,6 +11,7 @@ use x86_defs::paging::PAGE_SIZE;
 
 use crate::{
     DirtyRings, HostPage, Slot, SlotConfig,
+    host_pages::Gate,
     slot::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY},
 };
 
@@ -75,7 +76,7 @@ pub struct SlotTable {
     spaces: [Vec<Arc<Slot>>; ADDRESS_SPACES],
     /// gpa of each slot number, which has the address space in its upper half.
     places: BTreeMap<u32, u64>,
-    /// Changes of which slots there are, and where.
+    /// Changes of which slots there are, where, and what is under them.
     generation: u64,
 }
 
@@ -101,7 +102,7 @@ pub(crate) struct Planning<'a> {
 }
 
 impl SlotTable {
-    /// Changes with which slots there are and where: while it stays the same, so do their places in [`Self::slots`].
+    /// Changes with which slots there are, where, and what is under them: while it stays the same, so do their places in [`Self::slots`].
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation
@@ -323,6 +324,31 @@ impl SlotTable {
             slot: Some(Arc::new(slot)),
             is_in_place: !moved,
         }))
+    }
+
+    /// This table while the VMM changes host memory from `start` to `end`, and afterwards; none if that is under no slot.
+    pub(crate) fn with_host_changing(
+        &self,
+        start: u64,
+        end: u64,
+        gate: &Arc<Gate>,
+    ) -> Result<Option<Self>, MemslotError> {
+        let mut new = None;
+        for (space, slots) in self.spaces.iter().enumerate() {
+            for (n, slot) in slots.iter().enumerate() {
+                let Some(slot) = slot.with_host_changing(start, end, gate)? else {
+                    continue;
+                };
+                let new: &mut Self = new.get_or_insert_with(|| self.clone());
+                if let Some(place) = new.spaces.get_mut(space).and_then(|s| s.get_mut(n)) {
+                    *place = Arc::new(slot);
+                }
+            }
+        }
+        if let Some(new) = &mut new {
+            new.generation += 1;
+        }
+        Ok(new)
     }
 
     /// Makes a change that was planned for this very table.

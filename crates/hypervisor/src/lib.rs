@@ -22,7 +22,7 @@ pub use error::Error;
 pub use io_bus::{DoorbellSpec, RingEntry, RingMemory, Space};
 pub use irqchip::IoapicState;
 
-pub use guest_memory::DirtyRingMemory;
+pub use guest_memory::{DirtyRingMemory, HostChange};
 
 /// Events of KVM_SET_PMU_EVENT_FILTER at most.
 pub const MAX_FILTERED_EVENTS: usize = pmu::MAX_EVENTS;

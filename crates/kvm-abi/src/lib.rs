@@ -13,6 +13,7 @@ mod dispatch;
 mod engine;
 mod errno;
 mod fork;
+pub mod host_memory;
 mod internal;
 mod irqfd;
 mod lists;

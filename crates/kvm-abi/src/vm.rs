@@ -11,6 +11,7 @@ use kvm_bindings::*;
 
 use crate::engine;
 use crate::errno::{Errno, Result};
+use crate::host_memory::Registration;
 use crate::internal::Internal;
 use crate::process;
 use crate::ring::Ring;
@@ -35,14 +36,18 @@ pub struct Vm {
     stats: Mutex<Option<StatsFile>>,
     /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
     vfio: Mutex<Weak<()>>,
+    /// Its memory, for whoever changes it.
+    registration: Registration,
     /// [`process::generation`] of the process that made it.
     generation: u32,
 }
 
 impl Vm {
     pub(crate) fn new() -> Result<Self> {
+        let hypervisor = hypervisor::Vm::new(engine::options())?;
         Ok(Self {
-            hypervisor: hypervisor::Vm::new(engine::options())?,
+            registration: Registration::new(&hypervisor),
+            hypervisor,
             ring: OnceLock::new(),
             stats: Mutex::new(None),
             vfio: Mutex::new(Weak::new()),
@@ -137,6 +142,18 @@ impl Vm {
         let _ = self.ring.set(file);
     }
 
+    /// KVM_SET_USER_MEMORY_REGION. Who changes the memory later says so: [`crate::host_memory`].
+    ///
+    /// # Errors
+    ///
+    /// EINVAL for misaligned or unknown values, EEXIST for an overlap.
+    pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
+        let (start, size) = (region.userspace_addr, region.memory_size);
+        self.registration.setting(region.slot, start, size, || {
+            Ok(self.hypervisor.set_user_memory_region(region)?)
+        })
+    }
+
     /// KVM_SET_USER_MEMORY_REGION2.
     ///
     /// # Errors
@@ -146,15 +163,13 @@ impl Vm {
         if region.flags & KVM_MEM_GUEST_MEMFD != 0 {
             return Err(EINVAL);
         }
-        Ok(self
-            .hypervisor
-            .set_user_memory_region(&kvm_userspace_memory_region {
-                slot: region.slot,
-                flags: region.flags,
-                guest_phys_addr: region.guest_phys_addr,
-                memory_size: region.memory_size,
-                userspace_addr: region.userspace_addr,
-            })?)
+        self.set_user_memory_region(&kvm_userspace_memory_region {
+            slot: region.slot,
+            flags: region.flags,
+            guest_phys_addr: region.guest_phys_addr,
+            memory_size: region.memory_size,
+            userspace_addr: region.userspace_addr,
+        })
     }
 
     /// KVM_GET_IRQCHIP: fills the state of the chip that `chip_id` names.

@@ -309,7 +309,7 @@ impl Mmu {
     /// it would. Device pages are fine.
     ///
     /// # Errors
-    /// The exception. Never [`Miss::Device`].
+    /// The exception, or [`Miss::Host`]. Never [`Miss::Device`].
     pub fn probe(
         &mut self,
         cpu: &mut CpuState,
@@ -331,8 +331,7 @@ impl Mmu {
         for _ in 0..=pages {
             let l1 = &self.views[self.tables_for(who)].l1;
             if half.is_none_or(|half| l1.find(half, at).is_none()) {
-                self.walk_for(cpu, at, access, who)
-                    .map_err(Miss::Exception)?;
+                self.walk_for(cpu, at, access, who)?;
             }
             at = self.next_page(cpu, at, who);
         }

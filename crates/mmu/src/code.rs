@@ -347,10 +347,7 @@ impl Mmu {
             });
         }
         self.stats.fetch_misses += 1;
-        self.host_fault = None;
-        let walk = self
-            .walk_for(cpu, gva, Access::Fetch, Privilege::Current)
-            .map_err(Miss::Exception)?;
+        let walk = self.walk_for(cpu, gva, Access::Fetch, Privilege::Current)?;
         let device = Miss::Device { gpa: walk.gpa };
         if self.apic_page == Some(walk.gpa & !0xfff) {
             return Err(device);
@@ -359,10 +356,7 @@ impl Mmu {
         let slot_index = self.table.find(space, walk.gpa).ok_or(device)?;
         let slot = self.slot(slot_index).ok_or(device)?;
         let index = slot.page_index(walk.gpa).ok_or(device)?;
-        let Some(host) = slot.page(index) else {
-            self.host_fault = Some(walk.gpa & !0xfff);
-            return Err(device);
-        };
+        let host = slot.page(index).ok_or(Miss::Host)?;
         let entry = FetchEntry {
             tag: gva & !0xfff,
             id: walk.gpa & !0xfff | IDENTITY | (space as u64) << SPACE_SHIFT,

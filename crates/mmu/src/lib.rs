@@ -90,6 +90,8 @@ pub enum Miss {
         /// Guest-physical address of the access.
         gpa: u64,
     },
+    /// RAM, of the access or of a table on the way to it, that the process cannot access so, as the VMM has it: nothing was done.
+    Host,
 }
 
 /// Where a gva leads.
@@ -172,8 +174,6 @@ pub struct Mmu {
     /// Room for the pages that are given up.
     given_up: Vec<written::Pages>,
     apic_page: Option<u64>,
-    /// The page that the last [`Self::translate`] or fetch could not use for the host's sake.
-    host_fault: Option<u64>,
     paging: Paging,
     /// That `paging` is made from.
     controls: Option<paging::Controls>,
@@ -247,7 +247,6 @@ impl Mmu {
             given_up: Vec::new(),
             memory,
             apic_page: None,
-            host_fault: None,
             paging: Paging::default(),
             controls: None,
             near: 0,

@@ -107,7 +107,7 @@ impl Mmu {
         gva: u64,
         access: Access,
         who: Privilege,
-    ) -> Result<Walk, Exception> {
+    ) -> Result<Walk, Miss> {
         if self.paging.mode == Mode::None {
             return Ok(Walk {
                 gpa: gva,
@@ -119,7 +119,7 @@ impl Mmu {
         }
         if !self.paging.is_canonical(gva) {
             // Callers check; this keeps a translation from aliasing another.
-            return Err(Exception::GP0);
+            return Err(Miss::Exception(Exception::GP0));
         }
         let gva = if cpu.is_long_mode() {
             gva
@@ -144,7 +144,8 @@ impl Mmu {
                 self.l2.insert(gva, &walk, owner, tick);
                 Ok(walk)
             }
-            Err(WalkFault(bits)) => {
+            Err(WalkFault::Host) => Err(Miss::Host),
+            Err(WalkFault::Page(bits)) => {
                 self.stats.permission_misses += u64::from(bits & pf::P != 0);
                 self.forget_faulting(gva);
                 cpu.fault_gva = gva;
@@ -160,7 +161,7 @@ impl Mmu {
                 if access == Access::Fetch && is_told {
                     code |= pf::I;
                 }
-                Err(Exception::with_code(vector::PF, code))
+                Err(Miss::Exception(Exception::with_code(vector::PF, code)))
             }
         }
     }
@@ -175,7 +176,6 @@ impl Mmu {
         who: Privilege,
     ) -> Result<Resolved, Miss> {
         self.stats.l1_misses += 1;
-        self.host_fault = None;
         let write = access == Access::Write;
         if let Some(gpa) = self.known_device(gva, write, who) {
             return Err(Miss::Device { gpa });
@@ -183,9 +183,7 @@ impl Mmu {
         if let Some(page) = self.find_in_reach(gva, write, who) {
             return Ok(page);
         }
-        let walk = self
-            .walk_for(cpu, gva, access, who)
-            .map_err(Miss::Exception)?;
+        let walk = self.walk_for(cpu, gva, access, who)?;
         let device = Miss::Device { gpa: walk.gpa };
         let slot_index = self
             .table
@@ -202,10 +200,7 @@ impl Mmu {
             return Err(device);
         };
         let index = slot.page_index(walk.gpa).ok_or(device)?;
-        let Some(host) = slot.page_for(index, write) else {
-            self.host_fault = Some(walk.gpa & !0xfff);
-            return Err(device);
-        };
+        let host = slot.page_for(index, write).ok_or(Miss::Host)?;
         let at = Place {
             space: self.paging.space.into(),
             slot: slot_index,
@@ -407,7 +402,7 @@ impl Mmu {
     /// a write the page counts as written only by [`Self::write_gpa`].
     ///
     /// # Errors
-    /// The exception that the access raises. Never [`Miss::Device`].
+    /// The exception that the access raises, or [`Miss::Host`]. Never [`Miss::Device`].
     pub fn translate(
         &mut self,
         cpu: &mut CpuState,
@@ -415,33 +410,15 @@ impl Mmu {
         access: Access,
         who: Privilege,
     ) -> Result<Translation, Miss> {
-        let gpa = self
-            .walk_for(cpu, gva, access, who)
-            .map_err(Miss::Exception)?
-            .gpa;
-        self.host_fault = None;
-        let page = if self.apic_page == Some(gpa & !0xfff) {
-            None
-        } else {
-            let write = access == Access::Write;
-            let slot = self.table.lookup(self.space(), gpa);
-            slot.filter(|slot| !(write && slot.is_readonly()))
-                .and_then(|slot| {
-                    let index = slot.page_index(gpa)?;
-                    let page = slot.page_for(index, write);
-                    if page.is_none() {
-                        self.host_fault = Some(gpa & !0xfff);
-                    }
-                    page
-                })
-        };
+        let gpa = self.walk_for(cpu, gva, access, who)?.gpa;
+        let write = access == Access::Write;
+        let slot = self.table.lookup(self.space(), gpa);
+        let slot = slot
+            .filter(|slot| self.apic_page != Some(gpa & !0xfff) && !(write && slot.is_readonly()));
+        let place = slot.and_then(|slot| Some((slot, slot.page_index(gpa)?)));
+        let page = place.map(|(slot, index)| slot.page_for(index, write).ok_or(Miss::Host));
+        let page = page.transpose()?;
         Ok(Translation { gpa, page })
-    }
-
-    /// True if the last access that no TLB entry had, or the last fetch, found no RAM at this address
-    /// because the VMM gave a slot memory that the process cannot access so.
-    pub fn is_host_fault(&self, gpa: u64) -> bool {
-        self.host_fault == Some(gpa & !0xfff)
     }
 
     /// KVM_TRANSLATE: no permission check, no side effect.

@@ -24,10 +24,14 @@ pub struct Walk {
     pub level: u8,
 }
 
-/// Why there is no translation: the error-code bits that the tables are
-/// responsible for (P, RSVD, PK). The access's own bits are added by the caller.
+/// Why there is no translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WalkFault(pub u16);
+pub enum WalkFault {
+    /// The error-code bits that the tables are responsible for (P, RSVD, PK). The access's own bits are added by the caller.
+    Page(u16),
+    /// The process cannot access a table as the walk has to.
+    Host,
+}
 
 /// An entry that the walk went through.
 #[derive(Clone, Copy, Debug)]
@@ -89,7 +93,7 @@ struct Found {
 /// A and D stay as they are: both as in KVM.
 ///
 /// # Errors
-/// [`WalkFault`] for a page fault.
+/// [`WalkFault`] for a page fault, or EFAULT of KVM_RUN.
 pub fn walk(
     slots: &SlotTable,
     paging: &Paging,
@@ -102,9 +106,11 @@ pub fn walk(
     loop {
         let mut found = find(slots, paging, near, gva)?;
         if let Err(denied) = view.check(found.walk.rights, access) {
-            return Err(WalkFault(pf::P | if denied.by_key { pf::PK } else { 0 }));
+            return Err(WalkFault::Page(
+                pf::P | if denied.by_key { pf::PK } else { 0 },
+            ));
         }
-        if set_accessed_and_dirty(slots, paging, &mut found, access) {
+        if set_accessed_and_dirty(slots, paging, &mut found, access)? {
             let visited = found.visited;
             return Ok((found.walk, Trail { visited, size }));
         }
@@ -150,7 +156,7 @@ fn find(
         Mode::Pae => {
             let pdpte = paging.pdpte[(gva >> 30 & 3) as usize];
             if pdpte & P == 0 {
-                return Err(WalkFault(0));
+                return Err(WalkFault::Page(0));
             }
             (pdpte & ADDR_MASK, true)
         }
@@ -167,12 +173,11 @@ fn find(
             near,
             table + index * entry_size,
             entry_size as usize,
-        )
-        .ok_or(WalkFault(0))?;
+        )?;
         let value = entry.value;
         visited[level] = Some(entry);
         if value & P == 0 {
-            return Err(WalkFault(0));
+            return Err(WalkFault::Page(0));
         }
         let leaf = level == 1
             || value & PS != 0 && (level == 2 && (wide || paging.pse) || level == 3 && wide);
@@ -182,7 +187,7 @@ fn find(
             paging.reserved_table[level]
         };
         if value & reserved != 0 {
-            return Err(WalkFault(pf::P | pf::RSVD));
+            return Err(WalkFault::Page(pf::P | pf::RSVD));
         }
         rights.write &= value & RW != 0;
         rights.user &= value & US != 0;
@@ -221,20 +226,21 @@ fn visit(
     near: &mut usize,
     gpa: u64,
     size: usize,
-) -> Option<Visited> {
+) -> Result<Visited, WalkFault> {
+    const NOT_PRESENT: WalkFault = WalkFault::Page(0);
     let space = paging.space.into();
-    let slot_index = slots.find_near(space, gpa, *near)?;
+    let slot_index = slots.find_near(space, gpa, *near).ok_or(NOT_PRESENT)?;
     *near = slot_index;
-    let slot = slots.slots(space).get(slot_index)?;
-    let index = slot.page_index(gpa)?;
-    let page = slot.page(index)?;
+    let slot = slots.slots(space).get(slot_index).ok_or(NOT_PRESENT)?;
+    let index = slot.page_index(gpa).ok_or(NOT_PRESENT)?;
+    let page = slot.page(index).ok_or(WalkFault::Host)?;
     let offset = gpa % PAGE_SIZE;
-    Some(Visited {
+    Ok(Visited {
         slot: slot_index,
         index,
         page,
         offset,
-        value: page.load(offset, size)? as u64,
+        value: page.load(offset, size).ok_or(NOT_PRESENT)? as u64,
     })
 }
 
@@ -244,7 +250,7 @@ fn set_accessed_and_dirty(
     paging: &Paging,
     found: &mut Found,
     access: Access,
-) -> bool {
+) -> Result<bool, WalkFault> {
     let leaf = found.walk.level as usize;
     let size = usize::from(entry_size(paging));
     // From the root down, as hardware comes by.
@@ -258,16 +264,19 @@ fn set_accessed_and_dirty(
         }
         if entry.value & want != want {
             let Some(slot) = slots.slots(paging.space.into()).get(entry.slot) else {
-                return false;
+                return Ok(false);
             };
-            if slot.is_readonly() || slot.writable_page(entry.index).is_none() {
+            if slot.is_readonly() {
                 continue;
+            }
+            if slot.writable_page(entry.index).is_none() {
+                return Err(WalkFault::Host);
             }
             if !entry
                 .page
                 .compare_exchange(entry.offset, size, entry.value, entry.value | want)
             {
-                return false;
+                return Ok(false);
             }
             slot.note_write(entry.index, entry.offset, size as u64);
             entry.value |= want;
@@ -276,5 +285,5 @@ fn set_accessed_and_dirty(
             found.walk.dirty = entry.value & D != 0;
         }
     }
-    true
+    Ok(true)
 }

@@ -14,6 +14,7 @@ use vmm_sys_util::errno;
 pub(crate) mod device;
 pub(crate) mod dirty;
 pub(crate) mod doorbell;
+pub(crate) mod memory_change;
 mod static_memory;
 /// [`Kvm`](system::Kvm).
 pub(crate) mod system;

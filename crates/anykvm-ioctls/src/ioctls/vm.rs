@@ -97,12 +97,13 @@ impl VmFd {
     /// # Safety
     ///
     /// `userspace_addr` must point to `memory_size` bytes that stay mapped as long as the slot
-    /// exists, and that Rust does not hold references to: the guest writes there.
+    /// exists, or change under [`begin_memory_change`](crate::begin_memory_change), and that Rust does not hold references to: the guest
+    /// writes there.
     pub unsafe fn set_user_memory_region(
         &self,
         user_memory_region: kvm_userspace_memory_region,
     ) -> Result<()> {
-        self.typed()?
+        self.object()?
             .set_user_memory_region(&user_memory_region)
             .map_err(refused)
     }

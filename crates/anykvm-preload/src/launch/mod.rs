@@ -123,7 +123,7 @@ fn prepare(
     launcher::set(Launcher {
         handler: entry::signal as *const () as usize,
         restorer: thunks::restorer,
-        watch_writes: thunks::watch_writes,
+        watch: thunks::watch,
         stop_rewriting: thunks::stop_rewriting,
     });
     actions::wrap_for_launch();

@@ -122,11 +122,13 @@ pub(super) fn prepare(rw: usize, rx: usize, text: [(usize, usize); 2]) {
     REWRITES.store(true, Ordering::Release);
 }
 
-/// From now on writes are ours to look at.
-pub(crate) fn watch_writes() {
-    let at = RW.load(Ordering::Relaxed) + libc::SYS_write as usize;
-    // SAFETY: inside the table, of which threads read single bytes.
-    unsafe { AtomicU8::from_ptr(at as *mut u8) }.store(1, Ordering::Relaxed);
+/// From now on these are ours to look at.
+pub(crate) fn watch(numbers: &[c_long]) {
+    for number in numbers {
+        let at = RW.load(Ordering::Relaxed) + *number as usize;
+        // SAFETY: inside the table, of which threads read single bytes.
+        unsafe { AtomicU8::from_ptr(at as *mut u8) }.store(1, Ordering::Relaxed);
+    }
 }
 
 /// Where handlers return to.

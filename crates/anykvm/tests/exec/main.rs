@@ -27,11 +27,15 @@ fn compile(source: &str, name: &str, options: &[&str]) -> PathBuf {
 }
 
 fn exec(arguments: &[&str]) -> Output {
-    Command::new("timeout")
+    command(arguments).output().expect("timeout is installed")
+}
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new("timeout");
+    command
         .args(["-k", "5", "400", env!("CARGO_BIN_EXE_anykvm"), "exec", "--"])
-        .args(arguments)
-        .output()
-        .expect("timeout is installed")
+        .args(arguments);
+    command
 }
 
 /// Runs a mode dynamically linked, and statically.
@@ -274,6 +278,36 @@ fn a_dirty_ring_tells_each_page_once() {
 #[test]
 fn a_full_dirty_ring_has_all_pages_that_were_written() {
     run(&compile("ring_full.c", "ring-full", &[]), &[]);
+}
+
+#[test]
+fn memory_that_a_vmm_takes_away_is_a_fault_of_kvm_run() {
+    let programs = [
+        compile("memory.c", "memory", &[]),
+        compile("memory.c", "memory-static", &["-static"]),
+    ];
+    let modes: [&[&str]; 5] = [
+        &["calls"],
+        &["running", "1"],
+        &["running", "2"],
+        &["toggle", "1", "300"],
+        &["toggle", "2", "300"],
+    ];
+    for engine in ["jit", "interp"] {
+        for (program, mode) in programs.iter().flat_map(|p| modes.map(|m| (p, m))) {
+            let program = program.to_str().expect("a path in UTF-8");
+            let output = command(&[&[program], mode].concat())
+                .env("ANYKVM_ENGINE", engine)
+                .output()
+                .expect("timeout is installed");
+            let error = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(
+                output.status.code(),
+                Some(0),
+                "{engine} {program} {mode:?}: {error}"
+            );
+        }
+    }
 }
 
 #[test]

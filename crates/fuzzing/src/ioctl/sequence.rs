@@ -390,7 +390,7 @@ impl<'a> Worker<'a> {
             ..Default::default()
         };
         // A VMM that gets no memory is as good.
-        let _ = vm.hypervisor().set_user_memory_region(&region);
+        let _ = vm.set_user_memory_region(&region);
         if self.random.one_in(2) {
             let _ = vm.hypervisor().create_irqchip();
             let _ = vm.create_pit();

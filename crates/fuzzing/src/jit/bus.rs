@@ -64,7 +64,7 @@ impl Bus {
 fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
     r.map_err(|miss| match miss {
         Miss::Exception(e) => e.into(),
-        Miss::Device { .. } => Fault::Exit,
+        Miss::Device { .. } | Miss::Host => Fault::Exit,
     })
 }
 
@@ -119,6 +119,7 @@ impl GuestBus for Bus {
     ) -> Result<(), Fault> {
         match self.mmu.probe(cpu, gva, len, access, who) {
             Err(Miss::Device { .. }) => Ok(()),
+            Err(Miss::Host) => Err(Fault::Exit),
             r => fault(r),
         }
     }

@@ -45,6 +45,8 @@ impl Bus {
                     looks = 0;
                     // A request of one's own ends it, and so does the time.
                     let _ = self.shared.park(NAP);
+                    // Who waits for this vCPU to acknowledge a change may be what the other one waits for.
+                    self.sync_memory(cpu);
                 }
             }
         }

@@ -24,7 +24,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
-use guest_memory::{GuestMemory, MemslotError, SlotConfig};
+use guest_memory::{GuestMemory, HostChange, MemslotError, SlotConfig};
 use host::Keeper;
 use io_bus::{Published, Reader};
 use kvm_bindings::*;
@@ -156,7 +156,7 @@ impl Vm {
     }
     /// KVM_SET_USER_MEMORY_REGION. Returns when no vCPU uses the old slot any more.
     ///
-    /// The VMM owns the memory at `userspace_addr` and keeps it mapped while the slot exists.
+    /// The VMM owns the memory at `userspace_addr`; what it does to it while the slot exists, it says before: [`Self::begin_host_change`].
     pub fn set_user_memory_region(&self, region: &kvm_userspace_memory_region) -> Result<()> {
         let epoch = self.state.memory.set_slot(SlotConfig {
             slot: region.slot,
@@ -167,6 +167,16 @@ impl Vm {
         })?;
         self.state.wait_for_memory(epoch);
         Ok(())
+    }
+    /// The VMM is about to change what the process can access between two host addresses: mprotect(2), munmap(2) and the like. When
+    /// this returns no vCPU accesses that memory; an access waits for the drop of what it returns, and then asks for the page again: one
+    /// that is not allowed makes KVM_RUN give EFAULT. `None` if nothing of it is under a slot.
+    pub fn begin_host_change(&self, start: u64, end: u64) -> Result<Option<HostChange>> {
+        let change = self.state.memory.begin_host_change(start, end)?;
+        if let Some(change) = &change {
+            self.state.wait_for_harvest(change.epoch());
+        }
+        Ok(change)
     }
     /// The VMM has mapped all of the slot's memory, to be read and written, and keeps it while the slot
     /// exists, which it need not be asked for then.

@@ -29,7 +29,7 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
     Row::done(
         "KVM_SET_USER_MEMORY_REGION",
         KVM_SET_USER_MEMORY_REGION,
-        |vm, arg| done(vm.hypervisor().set_user_memory_region(&arg.read()?)),
+        |vm, arg| done(vm.set_user_memory_region(&arg.read()?)),
     ),
     Row::done(
         "KVM_SET_USER_MEMORY_REGION2",

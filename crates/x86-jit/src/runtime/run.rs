@@ -30,7 +30,14 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
         leash: Option<Leash<'_>>,
     ) -> RunStop {
-        let _turn = self.lockstep.is_some().then(turn::wait);
+        let _turn = self.lockstep.is_some().then(|| {
+            turn::wait(|| {
+                // The one whose turn it is may wait for a change that this one has to acknowledge.
+                if bus.mmu().needs_sync() {
+                    bus.mmu().sync(cpu);
+                }
+            })
+        });
         self.can_resume = false;
         set_gs_base(cpu);
         let words = &mut cpu.engine.words;

@@ -27,15 +27,6 @@ impl Bus {
         Err(Fault::Exit)
     }
 
-    /// Stops the instruction if the VMM's memory for the address cannot be accessed.
-    pub(in crate::vcpu) fn check_host(&mut self, gpa: u64) -> Result<(), Fault> {
-        if self.mmu.is_host_fault(gpa) {
-            self.exit = Some(Exit::HostFault);
-            return Err(Fault::Exit);
-        }
-        Ok(())
-    }
-
     /// A load of 1 to 8 bytes that no memslot answers.
     pub(in crate::vcpu) fn device_load(
         &mut self,
@@ -61,7 +52,6 @@ impl Bus {
         len: u8,
     ) -> Result<u64, Fault> {
         let access = DeviceAccess::Load { gpa, len };
-        self.check_host(gpa)?;
         let exit = || Exit::Mmio {
             gpa,
             len,
@@ -98,7 +88,6 @@ impl Bus {
         value: u64,
     ) -> Result<(), Fault> {
         let access = DeviceAccess::Store { gpa, len };
-        self.check_host(gpa)?;
         let exit = || Exit::Mmio {
             gpa,
             len,

@@ -7,6 +7,13 @@ use super::{Bus, device::is_in_page};
 use crate::Exit;
 
 impl Bus {
+    /// Stops the instruction: the VMM's memory cannot be accessed so.
+    #[cold]
+    pub(super) fn host_fault<T>(&mut self) -> Result<T, Fault> {
+        self.exit = Some(Exit::HostFault);
+        Err(Fault::Exit)
+    }
+
     pub(in crate::vcpu) fn translate(
         &mut self,
         cpu: &mut CpuState,
@@ -17,6 +24,7 @@ impl Bus {
         match self.mmu.translate(cpu, gva, access, who) {
             Ok(to) => Ok(to),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
             // `translate` has no such answer; a device there would be one anyway.
             Err(Miss::Device { gpa }) => Ok(Translation { gpa, page: None }),
         }
@@ -38,6 +46,7 @@ impl Bus {
         match result {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
             // All of it is there, and the access is allowed.
             Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
                 let value = self.device_load(cpu, gpa, T::SIZE as u8)?;
@@ -68,6 +77,7 @@ impl Bus {
         match result {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
             Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
                 self.device_store(cpu, gpa, T::SIZE as u8, value.to_u128() as u64)
             }
@@ -84,8 +94,8 @@ impl Bus {
         match r {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
             Err(Miss::Device { gpa }) => {
-                self.check_host(gpa)?;
                 self.exit = Some(Exit::InternalError {
                     suberror: kvm_bindings::KVM_INTERNAL_ERROR_EMULATION,
                     data: vec![cpu.rip(), gpa],

@@ -258,6 +258,7 @@ impl GuestBus for Bus {
         match self.mmu.rmw(cpu, gva, who, lock, &mut f) {
             Ok(old) => Ok(old),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
             // A device sees a read and a write, as on a bus without atomics.
             Err(Miss::Device { .. }) => {
                 let mut bytes = [0; 16];
@@ -278,6 +279,7 @@ impl GuestBus for Bus {
         match self.mmu.read_bytes(cpu, gva, buf, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
             Err(Miss::Device { .. }) => self.load_pieces(cpu, gva, buf, who),
         }
     }
@@ -291,6 +293,7 @@ impl GuestBus for Bus {
         match self.mmu.write_bytes(cpu, gva, buf, who) {
             Ok(()) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
             Err(Miss::Device { .. }) => self.store_pieces(cpu, gva, buf, who),
         }
     }
@@ -305,6 +308,7 @@ impl GuestBus for Bus {
         match self.mmu.probe(cpu, gva, len, access, who) {
             Ok(()) | Err(Miss::Device { .. }) => Ok(()),
             Err(Miss::Exception(e)) => Err(e.into()),
+            Err(Miss::Host) => self.host_fault(),
         }
     }
     fn bulk_copy(&mut self, cpu: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {

@@ -77,7 +77,7 @@ pub(super) fn is_close(a: &CpuState, b: &CpuState) -> bool {
 fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
     r.map_err(|miss| match miss {
         Miss::Exception(e) => e.into(),
-        Miss::Device { .. } => Fault::Exit,
+        Miss::Device { .. } | Miss::Host => Fault::Exit,
     })
 }
 

@@ -11,14 +11,15 @@ static SERVED: AtomicU32 = AtomicU32::new(0);
 #[derive(Debug)]
 pub(crate) struct Turn(());
 
-/// Waits for it.
-pub(crate) fn wait() -> Turn {
+/// Waits for it, and calls `meanwhile` now and then.
+pub(crate) fn wait(mut meanwhile: impl FnMut()) -> Turn {
     let ticket = NEXT.fetch_add(1, Ordering::Relaxed);
     let mut spins = 0u32;
     while SERVED.load(Ordering::Acquire) != ticket {
         spins += 1;
         if spins.is_multiple_of(64) {
             std::thread::yield_now();
+            meanwhile();
         }
         core::hint::spin_loop();
     }

@@ -1,0 +1,259 @@
+//! [`HostPages`]: what is known of the host's pages under a slot, and how that ends when the VMM changes them.
+//!
+//! A VMM may give a range that it has not mapped, or not to be written, and gets EFAULT from KVM_RUN when the guest comes there. So each
+//! page is asked for once, and what is known of it holds until the VMM changes it: by mprotect(2), munmap(2) and their kin, which
+//! whoever stands before those calls tells beforehand ([`crate::GuestMemory::begin_host_change`]), as a kernel's MMU notifiers tell KVM.
+//!
+//! ```text
+//! changer                                     vCPU
+//! a table whose slots know less, with a gate
+//! epoch += 1
+//!                                             takes the table, drops its translations, acknowledges
+//! waits for that
+//!                                             looks a page of the range up: waits at the gate
+//! the system call
+//! opens the gate
+//!                                             asks for the page, as it is now
+//! ```
+//!
+//! What is known is a new object with each change, and a vCPU uses that of its own table. So one that has not acknowledged goes on with the
+//! pages, which are still there, and what it finds out too late is noted where nobody looks. One that has acknowledged holds no page of
+//! the range, and whoever waits for it to acknowledge the next change does not come before the gate is open.
+
+use std::{
+    io,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use host::{LazyArray, futex, probe};
+
+/// Closed while a change of host memory is under way.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    closed: AtomicU32,
+}
+
+impl Gate {
+    pub(crate) fn closed() -> Arc<Self> {
+        Arc::new(Self {
+            closed: AtomicU32::new(1),
+        })
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire) != 0
+    }
+
+    fn open(&self) {
+        self.closed.store(0, Ordering::Release);
+        futex::wake(&self.closed, u32::MAX);
+    }
+
+    /// Returns once it is open: it lasts as long as a system call of the VMM's that has begun.
+    #[cold]
+    pub(crate) fn pass(&self) {
+        /// The kernel would restart an unlimited sleep after a handler.
+        const NAP: Duration = Duration::from_millis(100);
+        while self.is_closed() {
+            futex::wait(&self.closed, 1, Some(NAP));
+        }
+    }
+}
+
+/// A change of host memory under slots of a VM, from before the VMM's system call to its drop behind it.
+#[derive(Debug)]
+#[must_use = "it ends when it is dropped"]
+pub struct HostChange {
+    gate: Arc<Gate>,
+    epoch: u64,
+}
+
+impl HostChange {
+    pub(crate) fn new(gate: Arc<Gate>, epoch: u64) -> Self {
+        Self { gate, epoch }
+    }
+
+    /// What running vCPUs have to acknowledge before the change may be made.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+}
+
+impl Drop for HostChange {
+    fn drop(&mut self) {
+        self.gate.open();
+    }
+}
+
+/// Which pages under a slot the process can access.
+#[derive(Debug)]
+pub(crate) struct HostPages {
+    /// A bit for each page that could be read.
+    readable: LazyArray<AtomicU64>,
+    /// A bit for each page that could be written.
+    writable: LazyArray<AtomicU64>,
+    /// All are mapped, to be read and written, and stay so: nobody has to be asked.
+    is_mapped: AtomicBool,
+    /// The pages that the last change was about.
+    changed: Option<(Arc<Gate>, Range<usize>)>,
+}
+
+impl HostPages {
+    /// Nothing is known of so many pages.
+    pub(crate) fn new(pages: usize) -> io::Result<Self> {
+        Ok(Self {
+            readable: LazyArray::new(pages.div_ceil(64))?,
+            writable: LazyArray::new(pages.div_ceil(64))?,
+            is_mapped: AtomicBool::new(false),
+            changed: None,
+        })
+    }
+
+    /// What is known while these pages change, and afterwards.
+    pub(crate) fn changing(&self, range: Range<usize>, gate: &Arc<Gate>) -> io::Result<Self> {
+        let words = self.readable.len();
+        let new = Self {
+            changed: Some((Arc::clone(gate), range.clone())),
+            ..Self::new(words * 64)?
+        };
+        for (from, to) in [
+            (&self.readable, &new.readable),
+            (&self.writable, &new.writable),
+        ] {
+            for (n, (from, to)) in from.iter().zip(to.iter()).enumerate() {
+                let kept = from.load(Ordering::Relaxed) & !bits_of(&range, n);
+                // Memory of what is not known is not touched.
+                if kept != 0 {
+                    to.store(kept, Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(new)
+    }
+
+    /// The process has mapped all of it, to be read and written, as long as the slot exists.
+    pub(crate) fn set_mapped(&self) {
+        self.is_mapped.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.is_mapped.load(Ordering::Relaxed)
+    }
+
+    /// The page, which is at this address, can be read.
+    #[inline]
+    pub(crate) fn is_readable(&self, index: usize, hva: u64) -> bool {
+        self.is_known(&self.readable, index, || probe::is_readable(hva))
+    }
+
+    /// The page, which is at this address, can be read and written.
+    #[inline]
+    pub(crate) fn is_writable(&self, index: usize, hva: u64) -> bool {
+        self.is_known(&self.writable, index, || probe::is_writable(hva))
+    }
+
+    /// It is known that it can be read.
+    #[inline]
+    pub(crate) fn is_known_readable(&self, index: usize) -> bool {
+        let word = self.readable.get(index / 64);
+        word.is_some_and(|w| w.load(Ordering::Relaxed) >> (index % 64) & 1 != 0)
+    }
+
+    /// Looks for the page's bit, and asks if it is not set.
+    #[inline]
+    fn is_known(
+        &self,
+        bits: &LazyArray<AtomicU64>,
+        index: usize,
+        ask: impl FnOnce() -> bool,
+    ) -> bool {
+        let Some(word) = bits.get(index / 64) else {
+            return false;
+        };
+        let bit = 1 << (index % 64);
+        if word.load(Ordering::Relaxed) & bit != 0 {
+            return true;
+        }
+        self.ask_once(word, bit, index, ask)
+    }
+
+    #[cold]
+    fn ask_once(
+        &self,
+        word: &AtomicU64,
+        bit: u64,
+        index: usize,
+        ask: impl FnOnce() -> bool,
+    ) -> bool {
+        if let Some((gate, range)) = &self.changed
+            && range.contains(&index)
+        {
+            gate.pass();
+        }
+        let good = self.is_mapped() || ask();
+        if good {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+        good
+    }
+}
+
+/// Those of 64 pages from `64 * n` on that are in the range.
+fn bits_of(range: &Range<usize>, n: usize) -> u64 {
+    let first = range.start.saturating_sub(n * 64).min(64) as u32;
+    let end = range.end.saturating_sub(n * 64).min(64) as u32;
+    let below = |n: u32| 1u64.checked_shl(n).map_or(u64::MAX, |bit| bit - 1);
+    below(end) & !below(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_forgets_its_pages_and_no_others() {
+        let memory = host::Mapping::anonymous(200 * host::PAGE_SIZE).unwrap();
+        let hva = |n: usize| memory.as_ptr() as u64 + (n * host::PAGE_SIZE) as u64;
+        let pages = HostPages::new(200).unwrap();
+        let all = |pages: &HostPages| (0..200).all(|n| pages.is_writable(n, hva(n)));
+        assert!(all(&pages) && (0..200).all(|n| pages.is_readable(n, hva(n))));
+        for range in [0..1, 63..65, 64..128, 3..200, 199..200, 0..200, 5..5] {
+            let gate = Gate::closed();
+            let new = pages.changing(range.clone(), &gate).unwrap();
+            for n in 0..200 {
+                assert_eq!(new.is_known_readable(n), !range.contains(&n), "{range:?}");
+            }
+            drop(HostChange::new(gate, 0));
+            assert!(all(&new));
+        }
+    }
+
+    #[test]
+    fn who_looks_a_changing_page_up_waits_and_finds_it_as_it_is_then() {
+        let memory = host::Mapping::anonymous(2 * host::PAGE_SIZE).unwrap();
+        let (hva, size) = (memory.as_ptr() as u64, host::PAGE_SIZE);
+        let old = HostPages::new(2).unwrap();
+        assert!(old.is_writable(0, hva));
+        let gate = Gate::closed();
+        let new = old.changing(0..1, &gate).unwrap();
+        let change = HostChange::new(gate, 7);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| new.is_writable(0, hva));
+            // The other page, and who has not acknowledged, do not wait.
+            assert!(new.is_writable(1, hva + size as u64) && old.is_writable(0, hva));
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!waiting.is_finished());
+            let read_only = [hva as usize, size, libc::PROT_READ as usize];
+            // SAFETY: the test's own memory.
+            unsafe { host::system::call(libc::SYS_mprotect, read_only).unwrap() };
+            drop(change);
+            assert!(!waiting.join().unwrap());
+        });
+        assert!(new.is_readable(0, hva));
+    }
+}
