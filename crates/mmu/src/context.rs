@@ -22,11 +22,10 @@ use crate::{
 
 /// Contexts that are kept. Linux uses six PCIDs, twice that with page-table isolation.
 const MAX_CONTEXTS: usize = 16;
-/// Where roots are tracked: a context is a few KiB.
-const MAX_TRACKED: usize = 1024;
-/// Tables of (context, view) then; contexts that were not current for long have none. Those of a context are
-/// half a MiB that is touched.
+/// Tables of (context, view). Those of a context are half a MiB that is touched.
 const MAX_TABLES: usize = 192;
+/// Tables that a tracked context needs: it has no gain from what it costs without.
+const NEEDED: usize = 3;
 /// How many are looked at to find one that has not been used for long. (With the very oldest, more contexts in
 /// turn than there is room for would never find their own.)
 const SAMPLE: usize = 8;
@@ -215,11 +214,10 @@ impl Mmu {
 
     /// A new context takes another's place.
     pub(crate) fn is_full(&self) -> bool {
-        let limit = match self.roots.policy {
-            Policy::Tdp => MAX_CONTEXTS + self.promised_roots(),
-            Policy::Shadow | Policy::Auto => MAX_TRACKED,
-        };
-        self.contexts.len() >= limit
+        match self.roots.policy {
+            Policy::Tdp => self.contexts.len() >= MAX_CONTEXTS + self.promised_roots(),
+            Policy::Shadow | Policy::Auto => self.tables_taken + NEEDED > MAX_TABLES,
+        }
     }
 
     pub(crate) fn new_context(&mut self, key: Key) -> usize {
@@ -246,12 +244,23 @@ impl Mmu {
             recent: [None; 4],
         };
         if !self.is_full() {
-            self.contexts.push(fresh);
-            self.roots.insert(key.id(), self.contexts.len() - 1);
-            return self.contexts.len() - 1;
+            let place = match self.free_contexts.pop() {
+                Some(place) => {
+                    self.contexts[place] = fresh;
+                    place
+                }
+                None => {
+                    self.contexts.push(fresh);
+                    self.contexts.len() - 1
+                }
+            };
+            self.roots.insert(key.id(), place);
+            return place;
         }
         self.stats.contexts_dropped += 1;
-        let oldest = self.long_unused(|_| true);
+        // (One without tables may be free.)
+        let is_tdp = self.roots.policy == Policy::Tdp;
+        let oldest = self.long_unused(|c| is_tdp || !c.views.is_empty());
         let old = core::mem::replace(&mut self.contexts[oldest], fresh);
         self.roots.remove(old.key.id());
         self.free_tables(&old.views);
@@ -287,6 +296,18 @@ impl Mmu {
             self.views[*tables].flush();
             self.views[*tables].taken = false;
         }
+        self.tables_taken -= views.len();
+    }
+
+    /// A tracked context that has lost its tables is one no more.
+    fn stop_tracking(&mut self, context: usize) {
+        let c = &mut self.contexts[context];
+        if let Some(root) = c.key.root.take() {
+            c.derived = None;
+            self.roots.remove(root);
+            self.free_contexts.push(context);
+            self.stats.contexts_dropped += 1;
+        }
     }
 
     /// Tables that belong to nobody.
@@ -300,6 +321,7 @@ impl Mmu {
             let views = core::mem::take(&mut self.contexts[other].views);
             self.contexts[other].recent = [None; 4];
             self.free_tables(&views);
+            self.stop_tracking(other);
             if let Some((_, tables)) = views.first() {
                 return *tables;
             }
@@ -317,6 +339,8 @@ impl Mmu {
             tables.taken = false;
         }
         self.contexts.clear();
+        self.free_contexts.clear();
+        self.tables_taken = 0;
         self.roots.clear();
         self.current = 0;
     }
@@ -485,7 +509,9 @@ impl Mmu {
         let number = self.view_numbers.of(view);
         let epoch = self.next_tick();
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
-            self.new_tables()
+            let new = self.new_tables();
+            self.tables_taken += 1;
+            new
         } else {
             // The least recently selected; never one of the two in use.
             let victim = self.contexts[self.current]

@@ -189,6 +189,10 @@ pub struct Mmu {
     /// Changes of what `views` are tables of.
     views_made: u64,
     contexts: Vec<context::Context>,
+    /// Those of them that are nobody's.
+    free_contexts: Vec<usize>,
+    /// Of `views`, those that belong to a context.
+    tables_taken: usize,
     current: usize,
     /// Where a context that is unused is looked for next.
     hand: usize,
@@ -256,6 +260,8 @@ impl Mmu {
             views_made: 0,
             system: 0,
             contexts: Vec::new(),
+            free_contexts: Vec::new(),
+            tables_taken: 0,
             current: 0,
             hand: 0,
             tick: 1,

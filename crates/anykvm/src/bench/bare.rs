@@ -33,13 +33,23 @@ pub(super) struct Bare {
 
 impl Bare {
     pub(super) fn new(mode: Mode, irqchip: bool, code: &[u8]) -> Result<Self, BootError> {
+        Self::sized(mode, irqchip, code, RAM)
+    }
+
+    /// The same with so much RAM.
+    pub(super) fn sized(
+        mode: Mode,
+        irqchip: bool,
+        code: &[u8],
+        size: u64,
+    ) -> Result<Self, BootError> {
         let kvm = Kvm::new().map_err(BootError::kvm("opening KVM"))?;
         let vm = kvm.create_vm().map_err(BootError::kvm("KVM_CREATE_VM"))?;
         if irqchip {
             vm.create_irq_chip()
                 .map_err(BootError::kvm("KVM_CREATE_IRQCHIP"))?;
         }
-        let ram: &'static GuestMemory = Box::leak(Box::new(memory::allocate(RAM)?));
+        let ram: &'static GuestMemory = Box::leak(Box::new(memory::allocate(size)?));
         let write = |at: u64, bytes: &[u8]| {
             ram.write_slice(bytes, GuestAddress(at))
                 .map_err(BootError::guest("code"))

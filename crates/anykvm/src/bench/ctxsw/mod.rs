@@ -4,6 +4,7 @@
 //! hackbench), and rings of more processes than an operating system has PCIDs for. In guests
 //! with PCIDs, without, and with the kernel's and user's tables apart.
 
+mod roots;
 mod table;
 
 use super::machines::{Files, Guest, Machine, Run};
@@ -27,6 +28,9 @@ const ROWS: [(&str, &str); 10] = [
     ("hackbench-5", "run hackbench-5 hackbench -g 5 -l 12"),
     ("hackbench-25", "run hackbench-25 hackbench -g 25 -l 4"),
 ];
+
+/// The rows of a guest without a kernel.
+const BARE: &str = "roots";
 
 /// Guests: name, and words for the kernel.
 const KINDS: [(&str, &str); 4] = [
@@ -69,7 +73,7 @@ pub(super) fn has(name: &str) -> bool {
 }
 
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
-    ROWS.iter().map(|(name, _)| *name)
+    ROWS.iter().map(|(name, _)| *name).chain([BARE])
 }
 
 /// Measures and prints all rows.
@@ -88,6 +92,15 @@ pub(super) fn run(
         .collect();
     let lines = lines.join("\n");
     let mut columns = columns(args);
+    let is_bare = args.only.is_empty() || args.only.iter().any(|o| o == BARE);
+    let bare = if is_bare {
+        roots::measure(verdict)?
+    } else {
+        String::new()
+    };
+    if rows.is_empty() {
+        return Ok(bare);
+    }
     for round in 1..=args.rounds {
         for column in &mut columns {
             let mut guest = Guest::new(column.machine, args.cpus, "1G");
@@ -114,7 +127,7 @@ pub(super) fn run(
         std::fs::write(file, svg).map_err(BootError::host("cannot write the plot"))?;
     }
     table::check(&columns, verdict);
-    Ok(table::print(&columns, &rows))
+    Ok(format!("{bare}\n{}", table::print(&columns, &rows)))
 }
 
 fn columns(args: &BenchArgs) -> Vec<Column> {
