@@ -346,13 +346,7 @@ impl Cache {
         let t = self.targets.get(place(tag))?;
         (t.tag == tag).then_some(t.code)
     }
-    pub(crate) fn set_target(
-        &mut self,
-        (rip, page): (u64, u64),
-        key: u64,
-        salt: u64,
-        code: u64,
-    ) {
+    pub(crate) fn set_target(&mut self, (rip, page): (u64, u64), key: u64, salt: u64, code: u64) {
         let tag = rip ^ salt;
         if let Some(t) = self.targets.get_mut(place(tag)) {
             *t = Target {
@@ -446,11 +440,7 @@ mod tests {
         }
         let (page, key, salt) = (0x40_0000, 0x1234, salt_of(0x1234));
         let known = |c: &Cache, at: u64| c.target(page | at, salt);
-        c.fill(
-            (BlockKey::new(ID, MODE), 7),
-            (page, key, salt),
-            1000,
-        );
+        c.fill((BlockKey::new(ID, MODE), 7), (page, key, salt), 1000);
         let found: Vec<_> = (0..0x1000).filter_map(|at| known(&c, at)).collect();
         assert_eq!(found, [1010]);
         // A new translation is gone to as the old one was.

@@ -10,8 +10,8 @@ use crate::{
     frame::requests::{LANE_SHIFT, RAISES, site},
     ir::decoded::Decoded,
     ir::member::{Align, Member},
-    ir::mode::Mode,
     ir::memory::{is_on_stack, raises_its_fault},
+    ir::mode::Mode,
 };
 
 /// log2 of the size of a tag, and of a page's address.

@@ -7,7 +7,9 @@ use super::{
     Emit, Flags, Stub, Translator,
     copy::{drop_hints, register, set_operand},
 };
-use crate::{asm::*, frame::area::*, frame::requests, ir::decoded::Decoded, ir::kind::Kind, ir::mode::Mode};
+use crate::{
+    asm::*, frame::area::*, frame::requests, ir::decoded::Decoded, ir::kind::Kind, ir::mode::Mode,
+};
 
 /// RFLAGS bits of which POPF changes none inline.
 const STEADY: i32 = 0x3f_7500;

@@ -12,9 +12,9 @@ use crate::{
     ir::mode::Mode,
     ir::segment::{code_at, has_pages, page_of},
     ir::source::Source,
+    runtime::flat::set_bounds,
     runtime::lockstep::set_tables,
     runtime::refill::forget_views,
-    runtime::flat::set_bounds,
     runtime::state::{mode_of, target_key},
     runtime::translation::next_page,
 };

@@ -1,8 +1,8 @@
 //! Random programs for segments: forms with operands of both address sizes, branches, the stack, segment registers, strings.
 
 use iced_x86::{
-    BlockEncoder, BlockEncoderOptions, Code, FlowControl, Instruction, InstructionBlock, Mnemonic as M, OpKind,
-    Register as R,
+    BlockEncoder, BlockEncoderOptions, Code, FlowControl, Instruction, InstructionBlock,
+    Mnemonic as M, OpKind, Register as R,
 };
 use x86_cpu::CpuState;
 use x86_native::oracle::Mode as Oracle;
@@ -28,10 +28,16 @@ impl Forms {
         let usable = |c: &Code| {
             c.flow_control() == FlowControl::Next
                 && c.op_code().mode16()
-                && !matches!(c.mnemonic(), M::Clzero | M::Ud0 | M::Ud1 | M::Ud2 | M::Rdpkru | M::Wrpkru)
+                && !matches!(
+                    c.mnemonic(),
+                    M::Clzero | M::Ud0 | M::Ud1 | M::Ud2 | M::Rdpkru | M::Wrpkru
+                )
         };
         Self {
-            integer: forms(Family::Integer, Oracle::Bits32).into_iter().filter(usable).collect(),
+            integer: forms(Family::Integer, Oracle::Bits32)
+                .into_iter()
+                .filter(usable)
+                .collect(),
             exact: crate::model::is_modelled(),
         }
     }
@@ -97,7 +103,11 @@ impl Program {
         // What calls lead to.
         let mut function = b.any();
         let wide = b.r.one_in(2);
-        function.code.push(plain(if b.bits == 32 || wide { Code::Retnd } else { Code::Retnw }));
+        function.code.push(plain(if b.bits == 32 || wide {
+            Code::Retnd
+        } else {
+            Code::Retnw
+        }));
         elements.push(function);
         let mut data = vec![0; RAM];
         for word in data.chunks_exact_mut(8) {
@@ -148,9 +158,12 @@ impl Program {
             }
         }
         let block = InstructionBlock::new(&list, self.start.rip());
-        let code = BlockEncoder::encode(self.bits, block, BlockEncoderOptions::NONE).ok()?.code_buffer;
+        let code = BlockEncoder::encode(self.bits, block, BlockEncoderOptions::NONE)
+            .ok()?
+            .code_buffer;
         let end = self.linear() as usize + code.len();
-        (end <= RAM && (self.bits == 32 || self.start.rip() as usize + code.len() <= 0xffff)).then_some(code)
+        (end <= RAM && (self.bits == 32 || self.start.rip() as usize + code.len() <= 0xffff))
+            .then_some(code)
     }
 }
 
@@ -223,7 +236,11 @@ impl Builder<'_> {
             OpKind::NearBranch16
         });
         let is_16 = format!("{code:?}").contains("_16") || format!("{code:?}").ends_with("rel16");
-        i.set_op0_kind(if is_16 { OpKind::NearBranch16 } else { OpKind::NearBranch32 });
+        i.set_op0_kind(if is_16 {
+            OpKind::NearBranch16
+        } else {
+            OpKind::NearBranch32
+        });
         let mut e = Element {
             to: Some(to),
             ..Element::default()
@@ -253,14 +270,24 @@ impl Builder<'_> {
             12 => plain(self.r.pick(&[C::Leavew, C::Leaved])),
             13 => plain(self.r.pick(&[C::Pushaw, C::Popaw, C::Pushad, C::Popad])),
             14 => plain(self.r.pick(&[C::Popfw, C::Popfd])),
-            _ => mov32(R::ESP, (self.r.pick(&[0u64, 1, 2, 3, 0xffff, 0xfffe, 0x1000, 0x1001, 0x800]) as u32)
-                | if self.r.one_in(4) { 0x1_0000 } else { 0 }),
+            _ => mov32(
+                R::ESP,
+                (self
+                    .r
+                    .pick(&[0u64, 1, 2, 3, 0xffff, 0xfffe, 0x1000, 0x1001, 0x800])
+                    as u32)
+                    | if self.r.one_in(4) { 0x1_0000 } else { 0 },
+            ),
         };
         let mut e = self.one(i);
         if matches!(i.mnemonic(), M::Popf | M::Popfd) {
             // Nothing but what may be set.
             let flags = (self.r.next() & 0xcd5) as u32 | if self.r.one_in(2) { 0x200 } else { 0 };
-            let word = if i.mnemonic() == M::Popf { C::Push_imm16 } else { C::Pushd_imm32 };
+            let word = if i.mnemonic() == M::Popf {
+                C::Push_imm16
+            } else {
+                C::Pushd_imm32
+            };
             let push = match word {
                 C::Push_imm16 => Instruction::with1(word, flags),
                 _ => Instruction::with1(word, flags as i32),
@@ -268,7 +295,8 @@ impl Builder<'_> {
             e.code.insert(0, push.unwrap_or_default());
         }
         if i.mnemonic() == M::Leave {
-            e.code.insert(0, mov32(R::EBP, 0x800 + self.r.below(0x100) as u32));
+            e.code
+                .insert(0, mov32(R::EBP, 0x800 + self.r.below(0x100) as u32));
         }
         e
     }
@@ -276,7 +304,9 @@ impl Builder<'_> {
     /// MOV, PUSH and POP of segment registers.
     fn segment(&mut self) -> Element {
         use Code as C;
-        let s = self.r.pick(&[R::ES, R::DS, R::FS, R::GS, R::ES, R::DS, R::SS]);
+        let s = self
+            .r
+            .pick(&[R::ES, R::DS, R::FS, R::GS, R::ES, R::DS, R::SS]);
         let mut e = Element::default();
         let selector = match self.kind {
             Kind::Real | Kind::V86 => 0x800 + self.r.below(0x2800) as u32,
@@ -302,12 +332,15 @@ impl Builder<'_> {
                 e.code.push(with1(C::Pop_r16, R::AX));
             }
             1 => {
-                e.code.push(Instruction::with1(C::Push_imm16, selector).unwrap_or_default());
+                e.code
+                    .push(Instruction::with1(C::Push_imm16, selector).unwrap_or_default());
                 e.code.push(with1(pop(s), s));
             }
             2 => {
                 let n = self.r.below(8) as u32;
-                e.code.push(Instruction::with2(C::Mov_r32m16_Sreg, R::EAX + n, s).unwrap_or_default());
+                e.code.push(
+                    Instruction::with2(C::Mov_r32m16_Sreg, R::EAX + n, s).unwrap_or_default(),
+                );
                 if n == 4 {
                     e.code.push(mov32(R::ESP, 0x900));
                 }
@@ -315,7 +348,8 @@ impl Builder<'_> {
             _ => {
                 let n = self.r.pick(&[0, 1, 2, 3, 5, 6, 7]);
                 e.code.push(mov32(R::EAX + n, selector));
-                e.code.push(Instruction::with2(C::Mov_Sreg_rm16, s, R::AX + n).unwrap_or_default());
+                e.code
+                    .push(Instruction::with2(C::Mov_Sreg_rm16, s, R::AX + n).unwrap_or_default());
             }
         }
         e
@@ -323,8 +357,17 @@ impl Builder<'_> {
 
     /// LDS and its kin.
     fn pointer(&mut self) -> Element {
-        let mut i = plain(self.r.pick(&[Code::Lds_r16_m1616, Code::Les_r16_m1616, Code::Les_r32_m1632, Code::Lfs_r16_m1616]));
-        i.set_op0_register(if i.code() == Code::Les_r32_m1632 { R::EBX } else { R::BX });
+        let mut i = plain(self.r.pick(&[
+            Code::Lds_r16_m1616,
+            Code::Les_r16_m1616,
+            Code::Les_r32_m1632,
+            Code::Lfs_r16_m1616,
+        ]));
+        i.set_op0_register(if i.code() == Code::Les_r32_m1632 {
+            R::EBX
+        } else {
+            R::BX
+        });
         i.set_op1_kind(OpKind::Memory);
         let mut e = Element::default();
         self.aim(&mut e, &mut i, 6);
@@ -347,7 +390,11 @@ impl Builder<'_> {
             C::Cmpsb_m8_m8,
             C::Cmpsw_m16_m16,
         ]);
-        let wide = if self.bits == 32 { !self.r.one_in(4) } else { self.r.one_in(4) };
+        let wide = if self.bits == 32 {
+            !self.r.one_in(4)
+        } else {
+            self.r.one_in(4)
+        };
         let (si, di) = match wide {
             true => (OpKind::MemorySegESI, OpKind::MemoryESEDI),
             false => (OpKind::MemorySegSI, OpKind::MemoryESDI),
@@ -387,7 +434,16 @@ impl Builder<'_> {
 
     fn system(&mut self) -> Element {
         use Code as C;
-        let code = self.r.pick(&[C::Cli, C::Sti, C::Cld, C::Std, C::Pause, C::Nopw, C::Cpuid, C::Into]);
+        let code = self.r.pick(&[
+            C::Cli,
+            C::Sti,
+            C::Cld,
+            C::Std,
+            C::Pause,
+            C::Nopw,
+            C::Cpuid,
+            C::Into,
+        ]);
         self.one(plain(code))
     }
 
@@ -440,8 +496,16 @@ impl Builder<'_> {
         }
         i.set_memory_index(R::None);
         i.set_memory_index_scale(1);
-        let absolute = i.code().op_code().op_kinds().contains(&iced_x86::OpCodeOperandKind::mem_offs);
-        let wide = if self.bits == 32 { !r.one_in(6) } else { r.one_in(3) };
+        let absolute = i
+            .code()
+            .op_code()
+            .op_kinds()
+            .contains(&iced_x86::OpCodeOperandKind::mem_offs);
+        let wide = if self.bits == 32 {
+            !r.one_in(6)
+        } else {
+            r.one_in(3)
+        };
         let d = match r.below(3) {
             0 => 0,
             1 => i64::from(r.next() as i8),
@@ -450,7 +514,11 @@ impl Builder<'_> {
         if absolute || r.one_in(6) {
             i.set_memory_base(R::None);
             i.set_memory_displ_size(if wide { 4 } else { 2 });
-            i.set_memory_displacement64(if wide { at.into() } else { u64::from(at & 0xffff) });
+            i.set_memory_displacement64(if wide {
+                at.into()
+            } else {
+                u64::from(at & 0xffff)
+            });
             return;
         }
         let size = match d {
@@ -460,8 +528,16 @@ impl Builder<'_> {
             _ => 2,
         };
         i.set_memory_displ_size(size);
-        i.set_memory_displacement64(if wide { d as u64 & 0xffff_ffff } else { d as u64 & 0xffff });
-        let junk = if r.one_in(2) { r.next() as u32 & 0xffff_0000 } else { 0 };
+        i.set_memory_displacement64(if wide {
+            d as u64 & 0xffff_ffff
+        } else {
+            d as u64 & 0xffff
+        });
+        let junk = if r.one_in(2) {
+            r.next() as u32 & 0xffff_0000
+        } else {
+            0
+        };
         if wide {
             let base = R::EAX + r.pick(&[0, 1, 2, 3, 5, 6, 7]);
             let index = R::EAX + r.pick(&[0, 1, 2, 3, 5, 6, 7]);
@@ -528,7 +604,8 @@ impl Builder<'_> {
             return None;
         }
         if !self.forms.exact
-            && (crate::undefined::is_model_specific(&i) || crate::setup::result_depends_on_processor(&i))
+            && (crate::undefined::is_model_specific(&i)
+                || crate::setup::result_depends_on_processor(&i))
         {
             return None;
         }
@@ -545,8 +622,9 @@ impl Builder<'_> {
             let size = i.memory_size().size() as u64;
             self.aim(&mut e, &mut i, size);
         }
-        let is_stack = (0..i.op_count())
-            .any(|n| i.op_kind(n) == OpKind::Register && i.op_register(n).full_register() == R::RSP);
+        let is_stack = (0..i.op_count()).any(|n| {
+            i.op_kind(n) == OpKind::Register && i.op_register(n).full_register() == R::RSP
+        });
         e.code.push(i);
         if is_stack {
             e.code.push(mov32(R::ESP, 0x900));

@@ -136,6 +136,10 @@ impl Segments {
         if Some(theirs) != ours {
             let _ = writeln!(d, "stop: interpreter {theirs:?}, translated {ours:?}");
         }
+        if theirs == RunStop::TripleFault {
+            // Flags may have been pushed anywhere on the way.
+            return if d.is_empty() { Ok(()) } else { Err(d) };
+        }
         let mut memories = [a.memory().to_vec(), b.memory().to_vec()];
         for (cpu, memory) in [&mut a.cpu, &mut b.cpu].into_iter().zip(&mut memories) {
             if !ended {
@@ -187,13 +191,20 @@ fn forget_flags(cpu: &mut CpuState, memory: &mut [u8]) {
         return;
     }
     let ss = &cpu.seg[reg::SS];
-    let mask = if ss.attr.is_big() { 0xffff_ffff } else { 0xffff };
+    let mask = if ss.attr.is_big() {
+        0xffff_ffff
+    } else {
+        0xffff
+    };
     // Frames of words of 16 and 32 bits, with an error code and without.
     let word = if cpu.is_protected() { 4 } else { 2 };
     for n in 2..4 {
         let offset = cpu.gpr[reg::RSP].wrapping_add(n * word) & mask;
         let at = ss.base.wrapping_add(offset) as usize;
-        for (byte, flags) in [(at, rflags::ARITH as u8), (at + 1, (rflags::ARITH >> 8) as u8)] {
+        for (byte, flags) in [
+            (at, rflags::ARITH as u8),
+            (at + 1, (rflags::ARITH >> 8) as u8),
+        ] {
             if let Some(byte) = memory.get_mut(byte) {
                 *byte &= !flags;
             }

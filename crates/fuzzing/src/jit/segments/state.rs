@@ -116,14 +116,22 @@ pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
         let base = if is_code { code } else { base(r) };
         cpu.seg[n] = match kind {
             Kind::Real => {
-                let limit = if is_code || !r.one_in(4) { 0xffff } else { limit(r) };
+                let limit = if is_code || !r.one_in(4) {
+                    0xffff
+                } else {
+                    limit(r)
+                };
                 let attr = if is_code { 0x9b } else { 0x93 };
                 segment(base, limit, attr, (base >> 4) as u16)
             }
             Kind::V86 => segment(base, 0xffff, 0xf3, (base >> 4) as u16),
             _ if is_code => {
                 let big = if kind == Kind::Protected32 { 0x4000 } else { 0 };
-                let limit = if big != 0 { limit(r).max(0xffff) } else { 0xffff };
+                let limit = if big != 0 {
+                    limit(r).max(0xffff)
+                } else {
+                    0xffff
+                };
                 segment(base, limit, 0x9b | big, 0x08)
             }
             _ => {
@@ -180,7 +188,11 @@ pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
         1 => 0x1000 - r.below(8),
         _ => 0x800 + 2 * r.below(0x100),
     };
-    let above = if cpu.seg[reg::SS].attr.is_big() { 0 } else { r.next() << 16 & 0xffff_0000 };
+    let above = if cpu.seg[reg::SS].attr.is_big() {
+        0
+    } else {
+        r.next() << 16 & 0xffff_0000
+    };
     cpu.gpr[reg::RSP] = stack | above;
     let ip = match r.below(5) {
         0 => 0x1000 - (code & 0xfff) - r.below(0x20).min(0x10),
