@@ -100,6 +100,9 @@ pub(crate) struct Programs {
     /// Bytes of translated code: few have it overflow.
     #[arg(long, default_value_t = 64 << 20)]
     pub(crate) cache: usize,
+    /// Programs of real mode and of segments with bases and limits.
+    #[arg(long)]
+    pub(crate) segments: bool,
     /// Only print the program of the seed.
     #[arg(long)]
     pub(crate) list: bool,

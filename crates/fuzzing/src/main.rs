@@ -14,7 +14,7 @@ mod instructions;
 use std::{process::ExitCode, time::Instant};
 
 use clap::Parser;
-use fuzzing::jit::Jits;
+use fuzzing::jit::{Jits, segments::Segments};
 
 use crate::cli::{Cli, Command, Programs};
 
@@ -48,6 +48,32 @@ fn run(command: &Command) -> Result<(String, bool), String> {
     }
 }
 
+/// The same with segments.
+#[allow(clippy::print_stdout, reason = "a command-line tool's report")]
+fn with_segments(options: &Programs) -> Result<(String, bool), String> {
+    let &Programs {
+        cases, seed, all, ..
+    } = options;
+    let mut jits = Segments::new().map_err(|e| format!("memory cannot be mapped: {e}"))?;
+    if options.list {
+        return Ok((jits.listing(seed), true));
+    }
+    let start = Instant::now();
+    let mut differ = 0;
+    for n in seed..seed.saturating_add(cases) {
+        if let Err(difference) = jits.run(n) {
+            differ += 1;
+            println!("{difference}");
+            if !all || differ == 20 {
+                break;
+            }
+        }
+    }
+    let (seconds, summary) = (start.elapsed().as_secs_f64(), jits.summary());
+    let report = format!("{summary:?}, {differ} differ, {seconds:.1} s");
+    Ok((report, differ == 0))
+}
+
 /// Programs on the translator and on the interpreter.
 #[allow(clippy::print_stdout, reason = "a command-line tool's report")]
 fn jit(options: &Programs) -> Result<(String, bool), String> {
@@ -55,9 +81,13 @@ fn jit(options: &Programs) -> Result<(String, bool), String> {
         cases,
         seed,
         cache,
+        segments,
         list,
         all,
     } = options;
+    if segments {
+        return with_segments(options);
+    }
     let mut jits = Jits::new(cache).map_err(|e| format!("memory cannot be mapped: {e}"))?;
     if list {
         return Ok((jits.listing(seed), true));

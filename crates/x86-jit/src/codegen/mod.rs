@@ -25,6 +25,8 @@
 pub(crate) mod branch;
 mod copy;
 pub(crate) mod countdown;
+mod counted;
+mod element;
 mod flags;
 pub(crate) mod fp_state;
 pub(crate) mod inline;
@@ -518,6 +520,10 @@ impl Translator {
             Kind::Leave => self.leave(d),
             Kind::Div | Kind::Idiv => self.divide(d)?,
             Kind::Jcc => self.jcc(d)?,
+            Kind::Counted => self.counted(d)?,
+            Kind::Element => self.element(d)?,
+            Kind::ToSegment => self.general_to_segment(d)?,
+            Kind::PushSegment | Kind::PopSegment => self.segment_on_stack(d),
             Kind::Jmp => {
                 let link = self.links.len();
                 self.direct(d.offset, target(&d.i));

@@ -1,10 +1,10 @@
 //! Addresses in segments: compared with the limit, then the base is added. What may be beyond the limit is the interpreter's.
 
-use iced_x86::Instruction;
-use x86_defs::reg;
+use iced_x86::{Instruction, OpKind};
+use x86_defs::{reg, segment::Attr};
 
-use super::{Emit, Translator, Unsupported, has_short_address};
-use crate::{asm::*, frame::area::*, ir::decoded::Decoded, ir::mode::Mode};
+use super::{Emit, Translator, Unsupported, has_short_address, memory::Finds};
+use crate::{asm::*, frame::area::*, ir::decoded::Decoded, ir::kind::Kind, ir::mode::Mode};
 
 impl Translator {
     /// The linear address of the memory operand's `size` bytes, in r14. Changes flags.
@@ -29,7 +29,7 @@ impl Translator {
     }
 
     /// From the offset of `size` bytes in segment `n`, in r14, to their linear address.
-    fn add_base(&mut self, offset: u32, n: usize, size: u32) {
+    pub(super) fn add_base(&mut self, offset: u32, n: usize, size: u32) {
         self.asm.alu(false, Alu::Cmp, S0, bound(n, size));
         self.bail_if(cc::A, offset);
         self.asm.alu(false, Alu::Add, S0, segment_base(n));
@@ -45,6 +45,55 @@ impl Translator {
             self.asm.rr(false, &[0x0f, 0xb7], S0, S0); // movzx
         }
         self.add_base(offset, reg::SS, self.word() as u32);
+    }
+
+    /// MOV to a segment register in real mode.
+    pub(super) fn general_to_segment(&mut self, d: &Decoded) -> Emit {
+        if d.i.op1_kind() == OpKind::Memory {
+            let operand = self.operand(d, 2, false, false, Finds::Address)?;
+            self.asm.rm(false, &[0x0f, 0xb7], S1, operand); // movzx
+        } else {
+            let n = d.i.op1_register().full_register().number() as u8;
+            let r = host_reg(n).ok_or(Unsupported)?;
+            self.spill_flags(d);
+            self.asm.rr(false, &[0x0f, 0xb7], S1, r);
+        }
+        self.cached = None;
+        self.load_segment(d.i.op0_register().number());
+        Ok(())
+    }
+
+    /// PUSH and POP of a segment register, the latter in real mode.
+    pub(super) fn segment_on_stack(&mut self, d: &Decoded) {
+        let n = d.i.op0_register().number();
+        let is_push = d.kind == Kind::PushSegment;
+        let disp = if is_push { -self.word() } else { 0 };
+        let place = self.stack_slot(d, GUEST_RSP, disp, is_push);
+        self.cached = None;
+        let from = if is_push { selector(n) } else { at(S0, place) };
+        self.asm.rm(false, &[0x0f, 0xb7], S1, from); // movzx
+        if is_push {
+            self.store_word(at(S0, place), S1);
+            self.rsp_moves -= self.word();
+        } else {
+            self.load_segment(n);
+            self.rsp_moves += self.word();
+        }
+    }
+
+    /// Has segment register `n` be what real mode makes of the selector in r13: the limit stays, and the size. Changes flags.
+    fn load_segment(&mut self, n: usize) {
+        const SIZE: u32 = Attr::G | Attr::DB | Attr::AVL;
+        const DATA: u32 = 0x93;
+        let a = &mut self.asm;
+        a.store16(selector(n), S1);
+        for (group, bits) in [(4, SIZE), (1, DATA)] {
+            // and, or
+            a.rm(false, &[0x81], group, segment_attr(n));
+            a.bytes(&bits.to_le_bytes());
+        }
+        a.shift(false, 4, S1, 4);
+        a.store(segment_base(n), S1);
     }
 
     /// LEA, which knows no segments.

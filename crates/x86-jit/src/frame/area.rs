@@ -131,8 +131,10 @@ pub(crate) const EVENTS_LEFT: usize = offset_of!(CpuState, retired) + offset_of!
 /// Of each segment, the highest offset at which there are so many bytes: 32 bits for each of 1, 2, 4 … 32 bytes.
 pub(crate) const BOUNDS: usize = word(188);
 pub(crate) const BOUND_SIZES: usize = 6;
-const _: () =
-    assert!(COUNTED_AS < BOUNDS && BOUNDS + 6 * 4 * BOUND_SIZES <= word(EngineArea::WORDS));
+/// The six limits that they are of, 32 bits each.
+pub(crate) const BOUNDS_OF: usize = word(206);
+const _: () = assert!(COUNTED_AS < BOUNDS && BOUNDS + 6 * 4 * BOUND_SIZES <= BOUNDS_OF);
+const _: () = assert!(BOUNDS_OF + 6 * 4 <= word(EngineArea::WORDS));
 /// The one of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {
     let size = size.next_power_of_two().trailing_zeros() as usize;
@@ -196,6 +198,11 @@ pub(crate) const KERNEL_GS_BASE: usize =
 /// Selector of a segment register.
 pub(crate) const fn selector(n: usize) -> Mem {
     gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, selector))
+}
+
+/// Attributes of one.
+pub(crate) const fn segment_attr(n: usize) -> Mem {
+    gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, attr))
 }
 
 /// A word close to the TLB's base: addressing it takes a byte in place of five.

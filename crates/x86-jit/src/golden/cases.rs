@@ -11,7 +11,7 @@ use crate::ir::mode::Mode;
 const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
 /// A kernel's, at one address.
 const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
-const USER32: Mode = USER.with(Mode::BITS32);
+pub(super) const USER32: Mode = USER.with(Mode::BITS32);
 
 /// A block.
 pub(super) struct Case {
@@ -39,7 +39,7 @@ pub(super) struct Trace {
     pub(super) path: &'static [i32],
 }
 
-const fn case(
+pub(super) const fn case(
     name: &'static str,
     mode: Mode,
     code: fn(&mut CodeAssembler) -> Result<(), IcedError>,
@@ -82,7 +82,7 @@ impl Case {
             ..self
         }
     }
-    const fn at(self, offset: u32) -> Self {
+    pub(super) const fn at(self, offset: u32) -> Self {
         Self { offset, ..self }
     }
 }
@@ -100,6 +100,7 @@ pub(super) const FILES: &[(&str, &[Case])] = &[
     ("system.txt", SYSTEM),
     ("fp.txt", FP),
     ("bits32.txt", BITS32),
+    ("segments.txt", super::segments::SEGMENTS),
     ("old_host.txt", OLD_HOST),
     ("entries.txt", ENTRIES),
     ("traces.txt", TRACES),
@@ -446,6 +447,11 @@ const BITS32: &[Case] = &[
     }),
     case("rep stosd", USER32, |a| {
         a.rep().stosd()?;
+        a.jmp(0x40_0200)
+    }),
+    case("a loop that counts", USER32, |a| {
+        a.add(eax, ebx)?;
+        a.loop_(0x40_0100)?;
         a.jmp(0x40_0200)
     }),
 ];

@@ -8,6 +8,7 @@
 
 mod cases;
 mod names;
+mod segments;
 
 use std::{fmt::Write as _, fs, path::PathBuf};
 
@@ -206,7 +207,7 @@ fn translated(case: &Case) -> String {
             (case.mode, case.is_hot, false),
             hot.as_ref().map(|h| &h.turns[..]),
         );
-    if !case.mode.has(Mode::SPLIT) {
+    if case.mode.has_groups() {
         Groups::new().form(&mut insns, long, case.is_hot);
     }
     translator.hot = hot;

@@ -88,7 +88,7 @@ impl Names {
         for (name, at) in fields![t;
             enter bail bail_integer stale moved poll link link_live branch fill_inline_cache inline_cache ret ret32
             far far_call far_call32 switch miss miss_group split refused stack stack_group stack_split lane
-            lane_group lane_split load_fp key_rights root
+            lane_group lane_split load_fp key_rights root ret16 far_segmented
         ] {
             self.label(at, name);
         }
@@ -111,7 +111,15 @@ impl Names {
             self.state.insert(8 * n, format!("gpr{n}"));
         }
         for (n, s) in ["es", "cs", "ss", "ds", "fs", "gs"].iter().enumerate() {
-            for (m, what) in [(selector(n), "selector"), (segment_base(n), "base")] {
+            for size in (0..BOUND_SIZES).map(|n| 1 << n) {
+                let at = bound(n, size).disp as u64;
+                self.state.insert(at, format!("{s}.bound{size}"));
+            }
+            for (m, what) in [
+                (selector(n), "selector"),
+                (segment_base(n), "base"),
+                (segment_attr(n), "attributes"),
+            ] {
                 self.state.insert(m.disp as u64, format!("{s}.{what}"));
             }
         }

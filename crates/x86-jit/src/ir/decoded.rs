@@ -126,6 +126,7 @@ impl Decoded {
         let (reads, sets) = match kind {
             Kind::Interpret
             | Kind::Jcc
+            | Kind::Counted
             | Kind::Syscall
             | Kind::Sysret
             | Kind::ToCr3

@@ -69,6 +69,10 @@ impl Mode {
     pub(crate) const fn is_long(self) -> bool {
         !self.has(Self::BITS32)
     }
+    /// Accesses share probes: they do not where each may come to a segment's limit.
+    pub(crate) const fn has_groups(self) -> bool {
+        !self.has(Self::SPLIT) && !self.has(Self::SEGMENTED)
+    }
     /// What the decoder is to be told.
     pub(crate) const fn bits(self) -> u32 {
         match (self.is_long(), self.has(Self::BITS16)) {

@@ -41,14 +41,24 @@ pub(crate) fn page_of(cpu: &CpuState) -> u64 {
 /// CS has all of RIP's page, and so many behind it.
 pub(crate) fn has_pages(cpu: &CpuState, behind: u64) -> bool {
     let last = page_of(cpu).checked_add((1 + behind) * PAGE - 1);
-    cpu.is_64bit() || last.is_some_and(|last| last <= cpu.seg[reg::CS].limit.into())
+    cpu.is_64bit() || last.is_some_and(|last| last <= last_of(cpu))
 }
 
-/// A near branch there raises nothing.
+/// A near branch of any size that is computed to lead there does so. Others are the interpreter's.
 #[inline]
 pub(crate) fn may_branch_to(cpu: &CpuState, to: u64) -> bool {
     if cpu.is_64bit() {
         return cpu.is_canonical(to);
     }
-    to <= cpu.seg[reg::CS].limit.into()
+    to <= last_of(cpu)
+}
+
+/// The last instruction pointer up to which nothing comes to CS's limit, and nothing of 16-bit code to where branches
+/// of 16 bits go on at its start.
+fn last_of(cpu: &CpuState) -> u64 {
+    let limit = u64::from(cpu.seg[reg::CS].limit);
+    match cpu.code_size {
+        CodeSize::Bits16 => limit.min(0xffff),
+        _ => limit,
+    }
 }

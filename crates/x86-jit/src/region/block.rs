@@ -162,7 +162,7 @@ pub(crate) fn decode<B: GuestBus>(
                 }
             }
             offset = next;
-            if kind == Kind::Jcc {
+            if matches!(kind, Kind::Jcc | Kind::Counted) {
                 branches_left -= 1;
                 if branches_left == 0 {
                     break 'fetch;

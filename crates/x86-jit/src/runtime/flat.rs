@@ -28,15 +28,10 @@ pub(crate) fn has_plain_segments(cpu: &CpuState) -> bool {
     let cs = &cpu.seg[reg::CS];
     // There are no types in real mode.
     let is_readable = !has_types(cpu) || cs.attr.is_readable_or_writable();
-    // The instruction pointer of 16-bit code ends where its addresses do.
-    let longest = match cpu.code_size {
-        CodeSize::Bits16 => 0xffff,
-        CodeSize::Bits32 => u32::MAX,
-        CodeSize::Bits64 => return false,
-    };
-    is_readable
-        && cs.attr.is_code()
-        && cs.limit <= longest
+    let is_up = cs.attr.is_code() || !cs.attr.is_conforming_or_expand_down();
+    cpu.code_size != CodeSize::Bits64
+        && is_readable
+        && is_up
         && cs.limit >= LEAST
         && [reg::ES, reg::SS, reg::DS]
             .into_iter()
@@ -97,6 +92,13 @@ fn is_whole(s: &Segment) -> bool {
 
 /// Writes the words that accesses of segments are compared with.
 pub(crate) fn set_bounds(cpu: &mut CpuState) {
+    let of = area::index(area::BOUNDS_OF);
+    let limit = |n: usize| u64::from(cpu.seg[n].limit);
+    let limits = [0, 2, 4].map(|n| limit(n) | limit(n + 1) << 32);
+    if cpu.engine.words[of..][..3] == limits {
+        return;
+    }
+    cpu.engine.words[of..][..3].copy_from_slice(&limits);
     for n in 0..6 {
         let limit = cpu.seg[n].limit;
         for size in (0..area::BOUND_SIZES).step_by(2) {
@@ -111,6 +113,9 @@ pub(crate) fn set_bounds(cpu: &mut CpuState) {
 #[derive(Debug, Default)]
 pub(crate) struct CodeSegments {
     known: HashMap<(u64, u64, u32), u64>,
+    /// The last one that was asked for.
+    latest: ((u64, u64, u32), u64),
+    /// The last one that was given.
     last: u64,
 }
 
@@ -121,13 +126,18 @@ impl CodeSegments {
     /// The name of CS under the epoch.
     pub(crate) fn name(&mut self, cpu: &CpuState, epoch: u64) -> u64 {
         let cs = &cpu.seg[reg::CS];
+        let of = (epoch, cs.base, cs.limit);
+        if self.latest.0 == of && self.latest.1 != 0 {
+            return self.latest.1;
+        }
         if self.known.len() >= KNOWN {
             self.known.clear();
         }
-        let name = self.known.entry((epoch, cs.base, cs.limit));
-        *name.or_insert_with(|| {
+        let name = *self.known.entry(of).or_insert_with(|| {
             self.last += 1;
             self.last
-        })
+        });
+        self.latest = (of, name);
+        name
     }
 }

@@ -401,10 +401,16 @@ impl<B: JitBus> Jit<B> {
             return 0;
         }
         self.resumed = drop_resume_flag(cpu);
-        if !is_translatable(cpu) {
-            return 0;
+        let code = if is_translatable(cpu) {
+            cpu.engine.words[index(area::FLAGS)] = pack(cpu.rflags);
+            self.find(interp, cpu, bus)
+        } else {
+            None
+        };
+        if code.is_none() && self.resumed.take().is_some() {
+            // The instruction that it is for is still to come.
+            cpu.rflags |= rflags::RF;
         }
-        cpu.engine.words[index(area::FLAGS)] = pack(cpu.rflags);
-        self.find(interp, cpu, bus).unwrap_or(0)
+        code.unwrap_or(0)
     }
 }

@@ -21,6 +21,9 @@ use crate::{
     },
 };
 
+/// Instructions of the interpreter's at most before it goes on by itself: it returns after many only.
+const PASSED: u32 = 32;
+
 impl<B: JitBus> Jit<B> {
     /// Executes until something stops it, as [`Interp::run`] does, or until the leash ends.
     pub fn run(
@@ -66,10 +69,16 @@ impl<B: JitBus> Jit<B> {
             let stop = if self.profiles.is_mixed && self.is_time_to_follow(cpu) {
                 self.follow_anew(interp, cpu, bus)
             } else if !is_translatable(cpu) {
+                if self.resumed.take().is_some() {
+                    cpu.rflags |= rflags::RF;
+                }
                 if needs_stepping(cpu) {
                     interp.one(cpu, bus)
                 } else {
-                    return interp.run(cpu, bus);
+                    match self.pass(interp, cpu, bus) {
+                        Some(stop) => stop,
+                        None => return interp.run(cpu, bus),
+                    }
                 }
             } else {
                 match self.find(interp, cpu, bus) {
@@ -93,6 +102,19 @@ impl<B: JitBus> Jit<B> {
                 return stop;
             }
         }
+    }
+
+    /// On the way from one mode to another there are states of a few instructions that are not translated. `None`: there
+    /// are more of them, which the interpreter executes until it returns.
+    fn pass(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> Option<RunStop> {
+        for _ in 0..PASSED {
+            self.stats.interpreted += 1;
+            let stop = interp.one(cpu, bus);
+            if stop != RunStop::Poll || is_translatable(cpu) || bus.must_return(cpu) {
+                return Some(stop);
+            }
+        }
+        None
     }
 
     /// As [`Self::run`], when nothing but general registers and RIP has changed since that stopped

@@ -116,8 +116,7 @@ impl<B: JitBus> Jit<B> {
         }
         block.len = self.decoded.len().min(u8::MAX.into()) as u8;
         let long = key.mode.is_long();
-        // Where a segment's limit is, is known of no group.
-        if !key.mode.has(Mode::SPLIT) && !key.mode.has(Mode::SEGMENTED) {
+        if key.mode.has_groups() {
             self.groups.form(&mut self.decoded, long, is_hot);
             let calls = |d: &Decoded| matches!(d.kind, Kind::Call | Kind::CallIndirect);
             block.may_gain = is_trace

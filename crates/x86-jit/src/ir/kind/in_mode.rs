@@ -58,7 +58,9 @@ pub(crate) fn needs(kind: Kind, vex: bool) -> Mode {
         | Kind::FromControl
         | Kind::StoreTable
         | Kind::ToCr0
+        | Kind::Element
         | Kind::Ac => Mode::KERNEL,
+        Kind::ToSegment | Kind::PopSegment => Mode::KERNEL.with(Mode::REAL),
         _ => Mode::NONE,
     }
 }

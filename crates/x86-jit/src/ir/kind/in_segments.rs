@@ -3,7 +3,7 @@
 use iced_x86::{Code, EncodingKind, Instruction, OpKind, Register};
 
 use super::{Form, Kind, in_mode, of};
-use crate::ir::mode::Mode;
+use crate::ir::{mode::Mode, string};
 
 /// What an instruction of the form is, which is of the kind `kind` where segments are flat.
 pub(super) fn form(kind: Kind, code: Code) -> Kind {
@@ -20,9 +20,18 @@ pub(super) fn form(kind: Kind, code: Code) -> Kind {
         C::Call_rm16 => Kind::CallIndirect,
         C::Retnw | C::Retnw_imm16 => Kind::Ret,
         C::Lea_r16_m => Kind::Lea,
+        C::Loop_rel8_16_CX | C::Loop_rel8_16_ECX | C::Jcxz_rel8_16 | C::Jecxz_rel8_16 => {
+            Kind::Counted
+        }
+        C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 => Kind::ToSegment,
+        C::Pushw_ES | C::Pushw_CS | C::Pushw_SS | C::Pushw_DS | C::Pushw_FS | C::Pushw_GS => {
+            Kind::PushSegment
+        }
+        C::Popw_ES | C::Popw_DS | C::Popw_FS | C::Popw_GS => Kind::PopSegment,
         _ if code.is_jcc_short_or_near() => Kind::Jcc,
         _ => match kind {
-            Kind::String | Kind::StoreTable | Kind::KeyRights | Kind::Ac => Kind::Interpret,
+            Kind::String => Kind::Element,
+            Kind::StoreTable | Kind::KeyRights | Kind::Ac => Kind::Interpret,
             kind => kind,
         },
     }
@@ -42,6 +51,16 @@ pub(crate) fn has_short_words(code: Code) -> bool {
             | C::Leavew
             | C::Pushfw
             | C::Popfw
+            | C::Pushw_ES
+            | C::Pushw_CS
+            | C::Pushw_SS
+            | C::Pushw_DS
+            | C::Pushw_FS
+            | C::Pushw_GS
+            | C::Popw_ES
+            | C::Popw_DS
+            | C::Popw_FS
+            | C::Popw_GS
             | C::Jmp_rm16
             | C::Call_rel16
             | C::Call_rm16
@@ -59,6 +78,12 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Kind, Mode) 
     }
     let kind = match of(form.in_segments, i, true) {
         Kind::BitString | Kind::Syscall => Kind::Interpret,
+        // Repeated ones are the interpreter's, which knows how to do much at once.
+        Kind::Element if string::repeats(i) || string::operation(i).is_none() => Kind::Interpret,
+        // Behind MOV to SS, interrupts wait for the next instruction.
+        Kind::ToSegment if matches!(i.op0_register(), Register::SS | Register::CS) => {
+            Kind::Interpret
+        }
         kind => kind,
     };
     let needs = match i.memory_segment() {
@@ -67,6 +92,13 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Kind, Mode) 
         // In protected mode it cannot be written.
         Register::CS if form.memory(i) == Some(true) => return (Kind::Interpret, Mode::NONE),
         _ => Mode::NONE,
+    };
+    let is_loaded = matches!(kind, Kind::ToSegment | Kind::PopSegment);
+    let needs = match i.op0_register() {
+        // One that had no plain segment gets one in another way.
+        Register::FS if is_loaded => needs | Mode::FS,
+        Register::GS if is_loaded => needs | Mode::GS,
+        _ => needs,
     };
     (kind, needs | in_mode::needs(kind, is_vex))
 }

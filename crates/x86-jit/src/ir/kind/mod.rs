@@ -51,6 +51,13 @@ pub(crate) enum Kind {
     FromSegment,
     /// MOVS, STOS, LODS, SCAS, CMPS.
     String,
+    /// One element of [`Kind::String`] in code with segments, where DF is clear.
+    Element,
+    /// MOV to a segment register in real mode, and POP of one.
+    ToSegment,
+    PopSegment,
+    /// PUSH of a segment register.
+    PushSegment,
     /// LDMXCSR and FLDCW, where they unmask no exception.
     LoadFpControl,
     /// RDFSBASE and its kin.
@@ -81,6 +88,8 @@ pub(crate) enum Kind {
     Sysret,
     InterruptReturn,
     Jcc,
+    /// LOOP, JCXZ and JECXZ of 32-bit and 16-bit code.
+    Counted,
     Jmp,
     /// A jump whose target comes next in the block.
     Followed,
@@ -217,6 +226,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Kind::Call,
         M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Kind::CallIndirect,
         M::Ret if is_near_return(code) => Kind::Ret,
+        M::Loop | M::Jcxz | M::Jecxz if is_counted(code) => Kind::Counted,
         _ if is_jcc(code) => Kind::Jcc,
         M::Cmpxchg16b => Kind::CopyAligned,
         M::Mov
@@ -265,6 +275,14 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         }
         _ => Kind::Interpret,
     }
+}
+
+/// LOOP and its kin with a target of 32 bits.
+fn is_counted(code: Code) -> bool {
+    matches!(
+        code,
+        Code::Loop_rel8_32_CX | Code::Loop_rel8_32_ECX | Code::Jcxz_rel8_32 | Code::Jecxz_rel8_32
+    )
 }
 
 /// RET with an address of the mode's full size.

@@ -1,0 +1,68 @@
+//! LOOP, JCXZ and JECXZ. The counter is compared by the host's own JECXZ, which leaves flags as they are.
+
+use iced_x86::{Code, Mnemonic};
+
+use super::{Emit, Translator, Unsupported};
+use crate::{asm::*, frame::area::*, ir::branch::target, ir::decoded::Decoded};
+
+/// Bytes of `jmp rel32`, of `jmp rel8`, and of a move between two registers of 64 bits.
+const JMP: u8 = 5;
+const SHORT: u8 = 2;
+const MOV: u8 = 3;
+
+impl Translator {
+    pub(super) fn counted(&mut self, d: &Decoded) -> Emit {
+        let t = target(&d.i);
+        if !(0..0x1000).contains(&t) {
+            // Where CS's limit may be between here and there, nothing is counted before that is known.
+            return Err(Unsupported);
+        }
+        let counts = d.i.mnemonic() == Mnemonic::Loop;
+        let is_short = matches!(
+            d.i.code(),
+            Code::Loop_rel8_16_CX | Code::Loop_rel8_32_CX | Code::Jcxz_rel8_16 | Code::Jcxz_rel8_32
+        );
+        let a = &mut self.asm;
+        if counts {
+            if is_short {
+                a.bytes(&[0x66]);
+            }
+            a.rm(false, &[0x8d], RCX, at(RCX, -1)); // lea
+        }
+        // What is left of the counter is zero where this leads.
+        let onward = match (counts, is_short) {
+            (true, false) => JMP,
+            (true, true) => MOV + JMP,
+            (false, false) => SHORT,
+            (false, true) => MOV + SHORT,
+        };
+        if is_short {
+            self.cached = None;
+            a.mov(S1, RCX);
+            a.rr(false, &[0x0f, 0xb7], RCX, RCX); // movzx
+        } else {
+            a.bytes(&[0x67]);
+        }
+        a.bytes(&[0xe3, onward]);
+        if is_short {
+            a.mov(RCX, S1);
+        }
+        let from = if counts {
+            let from = a.jmp();
+            if is_short {
+                a.mov(RCX, S1);
+            }
+            from
+        } else {
+            let over = if is_short { MOV + JMP } else { JMP };
+            a.bytes(&[0xeb, over]);
+            if is_short {
+                a.mov(RCX, S1);
+            }
+            a.jmp()
+        };
+        let live = self.flags.is_register();
+        self.link(from, t as u32, live, false).comes_from(d.offset);
+        Ok(())
+    }
+}
