@@ -3,7 +3,8 @@
 //! `selftests` (the kernel's KVM selftests), `debian-guest` (a whole Debian under QEMU),
 //! `fresh-debian` (README's commands on a new machine), `kvm-ioctls` (that crate's tests),
 //! `kvm-unit-tests` (that suite, built elsewhere), `stress` (signals and
-//! KVM_RUN), `lockstep` (JIT against interpreter) and `bench`.
+//! KVM_RUN), `lockstep` (JIT against interpreter),
+//! `loom` (models of lock-free code) and `bench`.
 
 #![forbid(unsafe_code)]
 
@@ -18,6 +19,7 @@ mod guests;
 mod kvm_ioctls;
 mod kvm_unit_tests;
 mod lockstep;
+mod loom;
 mod needs;
 mod selftests;
 mod stress;
@@ -46,10 +48,11 @@ fn main() -> ExitCode {
         "kvm-unit-tests" => kvm_unit_tests::run(&arguments),
         "stress" => stress::run(&arguments),
         "lockstep" => lockstep::run(&arguments),
+        "loom" => loom::run(),
         "selftests" => selftests::run(&arguments),
         "vmms" => vmms::run(&arguments),
         _ => Err(
-            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | fresh-debian | kvm-ioctls | kvm-unit-tests | stress | lockstep | bench>"
+            "usage: cargo xtask <ci | tidy | docs | boots | guests | vmms | selftests | debian-guest | fresh-debian | kvm-ioctls | kvm-unit-tests | stress | lockstep | loom | bench>"
                 .to_owned(),
         ),
     };
