@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::migrate::Place;
+use crate::place::Place;
 use crate::virtio::DiskOption;
 
 /// KVM anywhere: a hypervisor inside an ordinary unprivileged process.

@@ -26,6 +26,7 @@ mod machine;
 mod memory;
 mod migrate;
 mod pci;
+mod place;
 mod setup;
 mod stdio;
 mod streams;

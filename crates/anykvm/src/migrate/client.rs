@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::place::Place;
 use crate::cli::MigrateArgs;
 use crate::error::BootError;
+use crate::place::Place;
 use crate::stdio;
 use crate::terminal;
 

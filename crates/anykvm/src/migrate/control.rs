@@ -16,12 +16,13 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::place::{self, Line, Place};
+use super::line::{self, Line};
 use super::source::{Failure, Machine, Options, Progress, Report};
 use super::stream::StreamError;
 use crate::ending::Ending;
 use crate::error::BootError;
 use crate::lock::lock;
+use crate::place::Place;
 
 /// A longer command is none.
 const COMMAND_MAX: u64 = 8192;
@@ -64,7 +65,7 @@ pub(crate) fn listen(
 ) -> Result<Socket, BootError> {
     let cannot =
         |error: std::io::Error| BootError::Usage(format!("--control {}: {error}", path.display()));
-    let listener = place::listen(path).map_err(cannot)?;
+    let listener = line::listen(path).map_err(cannot)?;
     let socket = Socket(path.into());
     let control = Arc::new(Control {
         machine,

@@ -5,7 +5,7 @@ use sha2::{Digest, Sha256};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MmapRegion};
 
-use super::place::Line;
+use super::line::Line;
 use super::stream::{self, Kind, StreamError};
 use crate::error::BootError;
 use crate::fields::{Malformed, Reader, Writer};

@@ -11,8 +11,8 @@ use anykvm_ioctls::VmFd;
 
 use super::chips;
 use super::config::Config;
+use super::line::Line;
 use super::memory::{self, Logging, PAGE};
-use super::place::Line;
 use super::stream::{self, Kind, StreamError};
 use crate::devices::Devices;
 use crate::error::BootError;

@@ -7,8 +7,8 @@ use anykvm_ioctls::{VcpuFd, VmFd};
 
 use super::chips::Chips;
 use super::config::Config;
+use super::line::Line;
 use super::memory;
-use super::place::{Line, Place};
 use super::source::expect;
 use super::stream::{self, Kind, StreamError};
 use crate::devices::Devices;
@@ -16,6 +16,7 @@ use crate::error::BootError;
 use crate::fields::{Malformed, Reader};
 use crate::input::Destination;
 use crate::memory::GuestMemory;
+use crate::place::Place;
 use crate::vcpu;
 use crate::virtio::DiskHold;
 

@@ -1,4 +1,4 @@
-//! Where a machine goes to or comes from: `unix:PATH`, `tcp:HOST:PORT`, `file:PATH`.
+//! An open way to the other side, or to a file: bytes move, or after a while it counts as gone.
 
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
@@ -6,46 +6,10 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use super::stream::{self, Kind, StreamError};
-
-/// As the user writes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
-    /// A socket.
-    Unix(PathBuf),
-    /// The same over a network, which others can read and write.
-    Tcp(String),
-    /// A saved machine.
-    File(PathBuf),
-}
-
-impl FromStr for Place {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("'{text}': write unix:PATH, tcp:HOST:PORT or file:PATH");
-        match text.split_once(':').ok_or_else(wrong)? {
-            (_, "") => Err(wrong()),
-            ("unix", path) => Ok(Self::Unix(path.into())),
-            ("file", path) => Ok(Self::File(path.into())),
-            ("tcp", address) if address.contains(':') => Ok(Self::Tcp(address.into())),
-            _ => Err(wrong()),
-        }
-    }
-}
-
-impl std::fmt::Display for Place {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
-            Self::Tcp(address) => write!(f, "tcp:{address}"),
-            Self::File(path) => write!(f, "file:{}", path.display()),
-        }
-    }
-}
+use crate::place::Place;
 
 /// How long nothing may move before the other side counts as gone.
 const STALL_MAX: Duration = Duration::from_secs(20);
@@ -266,29 +230,5 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
             UnixListener::bind(path)
         }
         other => other,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn places() {
-        let rows = [
-            ("unix:/tmp/a", Some(Place::Unix("/tmp/a".into()))),
-            ("file:a:b", Some(Place::File("a:b".into()))),
-            ("tcp:[::1]:77", Some(Place::Tcp("[::1]:77".into()))),
-            ("tcp:host", None),
-            ("unix:", None),
-            ("/tmp/a", None),
-            ("exec:cat", None),
-        ];
-        for (text, want) in rows {
-            assert_eq!(text.parse().ok(), want, "{text}");
-            if let Some(place) = want {
-                assert_eq!(place.to_string(), text);
-            }
-        }
     }
 }
