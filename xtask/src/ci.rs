@@ -35,6 +35,7 @@ const STEPS: &[(&str, Task)] = &[
             "--document-private-items",
         ]),
     ),
+    ("models", Own(crate::loom::run)),
     (
         "random calls",
         Cargo(&["run", "-p", "fuzzing", "--", "ioctl", "--seconds", "60"]),

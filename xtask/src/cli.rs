@@ -44,6 +44,8 @@ pub(crate) enum Task {
     KvmUnitTests(kvm_unit_tests::Options),
     /// Signals and KVM_RUN.
     Stress(stress::Options),
+    /// Models of lock-free code, in all orders.
+    Loom,
     /// Translated code against the interpreter.
     Lockstep(lockstep::Options),
 }
@@ -89,6 +91,7 @@ mod tests {
             "kvm-unit-tests folder --tcg",
             "stress --times 5 halt",
             "lockstep --quick",
+            "loom",
             "bench io 3",
             "debian-guest --rounds 2",
             "fresh-debian --ci root",

@@ -14,6 +14,7 @@ mod guests;
 mod kvm_ioctls;
 mod kvm_unit_tests;
 mod lockstep;
+mod loom;
 mod needs;
 mod selftests;
 mod stress;
@@ -42,6 +43,7 @@ fn main() -> ExitCode {
         Task::KvmIoctls => kvm_ioctls::run(),
         Task::KvmUnitTests(o) => kvm_unit_tests::run(&o),
         Task::Stress(o) => stress::run(&o),
+        Task::Loom => loom::run(),
         Task::Lockstep(o) => lockstep::run(&o),
         Task::Selftests(o) => selftests::run(&o),
         Task::Vmms(o) => vmms::run(&o),

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::place::Place;
 use crate::virtio::DiskOption;
 
 /// KVM anywhere: a hypervisor inside an ordinary unprivileged process.
@@ -20,6 +21,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Boot a Linux kernel: to a shell, or to run one command and exit with its status.
     Boot(Box<BootArgs>),
+    /// Pause, save or move a guest that runs with `boot --control`.
+    Migrate(MigrateArgs),
     /// Measure: workloads natively, in a guest, and in a guest of QEMU's TCG, in turn.
     Bench(BenchArgs),
     /// Run a VMM with anykvm in place of /dev/kvm.
@@ -28,6 +31,48 @@ pub(crate) enum Command {
     Trace(TraceArgs),
     /// Say what this machine allows, what will be slow and why, and how a program would be run.
     Doctor(DoctorArgs),
+}
+
+/// `anykvm migrate`.
+#[derive(Debug, Args)]
+#[command(after_help = MIGRATE_HELP)]
+pub(crate) struct MigrateArgs {
+    /// The socket of `anykvm boot --control`.
+    #[arg(value_name = "CONTROL")]
+    pub(crate) control: PathBuf,
+
+    /// Where the guest goes: to `anykvm boot --incoming` with the same place, or into a file.
+    #[arg(long, value_name = "PLACE", group = "what")]
+    pub(crate) to: Option<Place>,
+
+    /// The guest stands still until --resume.
+    #[arg(long, group = "what")]
+    pub(crate) pause: bool,
+
+    /// The guest goes on.
+    #[arg(long, group = "what")]
+    pub(crate) resume: bool,
+
+    /// End the migration that is on its way: the guest stays.
+    #[arg(long, group = "what")]
+    pub(crate) cancel: bool,
+
+    /// Say whether the guest runs, is paused, or is on its way; so it is without any of the others.
+    #[arg(long, group = "what")]
+    pub(crate) status: bool,
+
+    /// How long the guest may stand still for the memory that it has written last.
+    #[arg(
+        long,
+        value_name = "MILLISECONDS",
+        default_value_t = 30,
+        requires = "to"
+    )]
+    pub(crate) downtime: u64,
+
+    /// Compare all memory at both ends, while the guest stands still.
+    #[arg(long, requires = "to")]
+    pub(crate) verify: bool,
 }
 
 /// `anykvm bench`.
@@ -239,6 +284,15 @@ pub(crate) struct BootArgs {
     #[arg(long)]
     pub(crate) confine: bool,
 
+    /// Listen for `anykvm migrate` at this socket.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) control: Option<PathBuf>,
+
+    /// Do not boot: take a guest that `anykvm migrate --to` sends here, or has put into a file. --disk names
+    /// its disks, in their order; all else it brings.
+    #[arg(long, value_name = "PLACE", conflicts_with_all = ["image", "kernel", "initrd", "busybox", "no_initrd", "append", "no_default_cmdline", "mem", "cpus", "overlay", "root", "console", "mitigations", "command"])]
+    pub(crate) incoming: Option<Place>,
+
     /// Print what the vCPUs have counted at the end; and what a vCPU has so far, each time that it
     /// writes to port 0xee0.
     #[arg(long)]
@@ -298,6 +352,18 @@ Exit status: 0, 1 if a bar is missed, 2 if something went wrong or outputs diffe
 
 /// The version, with the commit that it was built from where that is known (`build.rs`).
 pub(crate) const VERSION: &str = env!("ANYKVM_VERSION");
+
+const MIGRATE_HELP: &str = "\
+Examples:
+  anykvm boot --control vm.sock                           a guest that can be moved
+  anykvm migrate vm.sock --to file:saved                  into a file; its process ends
+  anykvm boot --incoming file:saved                       and out of it
+  anykvm boot --incoming unix:/tmp/to --control new.sock  waits for a guest
+  anykvm migrate vm.sock --to unix:/tmp/to                which goes there while it runs
+
+PLACE is unix:PATH, tcp:HOST:PORT (which is not encrypted) or file:PATH. Both processes use the same disks.
+A guest that could not be moved goes on where it is.
+Exit status: 0, 1 if the guest could not do it, 2 if something went wrong.";
 
 const EXAMPLES: &str = "\
 Examples:

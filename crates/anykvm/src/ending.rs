@@ -29,6 +29,8 @@ pub(crate) enum Ending {
     Signal(i32),
     /// The guest's CPUs have halted for good.
     Halted,
+    /// It goes on elsewhere.
+    Left(String),
     /// Standard output cannot be written to any more.
     OutputClosed(Closed),
     /// The hypervisor or the host failed.
@@ -66,6 +68,7 @@ impl Ending {
                 Some(format!("the guest crashed: triple fault on vCPU {vcpu}")),
             ),
             Self::Quit => (0, None),
+            Self::Left(place) => (0, Some(format!("the guest has gone to {place}"))),
             Self::Signal(signal) => (signal_status(*signal), None),
             Self::OutputClosed(Closed::PIPE) => (signal_status(signal_hook::consts::SIGPIPE), None),
             // A terminal that was hung up, when this comes before its signal.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::devices::{Connection, Devices};
 use crate::ending::Ending;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::lock::lock;
 use crate::terminal;
 use crate::virtio::PortInput;
@@ -66,6 +67,35 @@ impl Destination {
         // This is a vCPU's thread: it must not wait for its guest.
         self.pass(connection, &early);
         self.opened.notify_all();
+    }
+
+    /// Where bytes go, and those that the guest has not taken yet.
+    pub(crate) fn save(&self, w: &mut Writer) {
+        let state = lock(&self.state);
+        w.put(&state.connection.map_or(0, Connection::number));
+        w.bytes(&state.early);
+        self.hvc.save(w);
+        self.port.save(w);
+    }
+
+    /// What was saved. Bytes that go to a serial port are among the devices' state.
+    pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let mut state = lock(&self.state);
+        let number: u8 = r.part("the input").get()?;
+        state.connection = Connection::numbered(number);
+        if state.connection.is_none() && number != 0 {
+            return Err(r.wrong("a way in that there is not"));
+        }
+        state.early = r.bytes()?.to_vec();
+        self.hvc.load(r)?;
+        self.port.load(r)?;
+        self.opened.notify_all();
+        Ok(())
+    }
+
+    /// Nothing more can come: the guest has been told so before it came here.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.port.has_ended()
     }
 
     fn wait(&self) -> Connection {

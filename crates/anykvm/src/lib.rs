@@ -15,6 +15,7 @@ mod doctor;
 mod ending;
 mod error;
 mod exec;
+mod fields;
 mod images;
 mod input;
 mod kernel;
@@ -23,7 +24,9 @@ mod limits;
 mod lock;
 mod machine;
 mod memory;
+mod migrate;
 mod pci;
+mod place;
 mod setup;
 mod stdio;
 mod streams;
@@ -49,6 +52,7 @@ pub fn main() -> ExitCode {
     let result = match Cli::parse().command {
         // Returning from `main` ends the vCPU threads with the process.
         Command::Boot(args) => machine::boot(&args),
+        Command::Migrate(args) => migrate::migrate(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Exec(args) => exec::exec(&args),
         Command::Trace(args) => trace::trace(&args),

@@ -1,12 +1,13 @@
 //! Guest RAM: anonymous private mappings of this process, given to the hypervisor as memslots.
 
+use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 use crate::error::BootError;
 use crate::layout::{HOLE_END, HOLE_START};
 
-/// What the VMM and its devices share.
-pub(crate) type GuestMemory = GuestMemoryMmap<()>;
+/// What the VMM and its devices share. The bitmap has what they write, which KVM's dirty log does not know of.
+pub(crate) type GuestMemory = GuestMemoryMmap<AtomicBitmap>;
 
 /// The RAM ranges of a guest with `size` bytes: below the hole, and what is left from 4 GiB on.
 pub(crate) fn ram_ranges(size: u64) -> Vec<(u64, u64)> {

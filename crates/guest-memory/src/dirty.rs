@@ -5,12 +5,12 @@
 
 use std::{
     io,
-    sync::{Mutex, MutexGuard, PoisonError, atomic::Ordering},
+    sync::{PoisonError, atomic::Ordering},
 };
 
 use crate::{
     page_set::{PageSet, bits},
-    words::Words,
+    words::{Mutex, MutexGuard, Words},
 };
 
 /// Words of the bitmap that a block has, and a word of its summary's bits stands for.

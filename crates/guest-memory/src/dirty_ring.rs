@@ -24,8 +24,8 @@ use crate::words::{AtomicBool, AtomicU32, Mutex};
 pub const DIRTY: u32 = 1 << 0;
 /// KVM_DIRTY_GFN_F_RESET: it has been read.
 pub const RESET: u32 = 1 << 1;
-/// Entries that are left when a vCPU has to stop (KVM_DIRTY_RING_RSVD_ENTRIES).
-pub const RESERVED: u32 = 64;
+/// Entries that are left when a vCPU has to stop (KVM_DIRTY_RING_RSVD_ENTRIES). Models have rings of two entries.
+pub const RESERVED: u32 = if cfg!(loom) { 1 } else { 64 };
 /// And so many others in rings of at least [`LARGE`], as KVM has them for what VMX's page-modification log holds: a VMM that has
 /// stopped all vCPUs reads their rings once, so by then all that they made dirty has to be there.
 const MORE: u32 = 512;

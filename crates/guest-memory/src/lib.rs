@@ -37,5 +37,9 @@ pub use table::{MemslotError, SlotTable};
 pub use tagged::{TaggedPage, TaggedPages};
 pub use writers::{Mailbox, Writer, Writers};
 
-#[cfg(test)]
+#[cfg(all(test, loom))]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod models;
+#[cfg(all(test, not(loom)))]
+#[allow(clippy::unwrap_used, reason = "tests")]
 mod tests;

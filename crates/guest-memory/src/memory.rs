@@ -1,7 +1,7 @@
 //! [`GuestMemory`]: a VM's memory and the requests that its changes make to vCPUs.
 
 use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard,
+    Arc, Mutex, MutexGuard, PoisonError,
     atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering},
 };
 
@@ -10,6 +10,7 @@ use crate::{
     dirty::{Clean, Dirty},
     host_pages::Gate,
     table::{ADDRESS_SPACES, Planning},
+    words::{AtomicU64 as Epoch, RwLock, RwLockReadGuard},
 };
 
 /// How pages that were harvested are taken from the vCPUs that may write them. For benchmarks there are ways of old.
@@ -41,7 +42,7 @@ pub struct GuestMemory {
     /// Serialises changes of slots, and of what is under them.
     changing: Mutex<Changing>,
     /// Counts requests of any kind: the one word that vCPUs poll.
-    epoch: AtomicU64,
+    epoch: Epoch,
     /// Requests to drop all write permissions (a dirty harvest).
     write_flushes: AtomicU64,
     /// Counts changes of code generations in any slot.

@@ -3,7 +3,7 @@
 #[cfg(not(loom))]
 mod real {
     pub(crate) use std::sync::{
-        Mutex,
+        Mutex, MutexGuard, RwLock, RwLockReadGuard,
         atomic::{AtomicBool, AtomicU32, AtomicU64, fence},
     };
 
@@ -13,7 +13,57 @@ mod real {
 
 #[cfg(loom)]
 mod model {
-    pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, fence};
+    use loom::sync::atomic::Ordering;
+    pub(crate) use loom::sync::{
+        Mutex, MutexGuard, RwLock, RwLockReadGuard,
+        atomic::{AtomicBool, fence},
+    };
+
+    /// A number as x86 has it where all that change it are locked instructions: who looks sees the last one. So a look is one that
+    /// changes nothing, which loom also needs to try all orders: its plain look hides another thread's before it.
+    macro_rules! locked {
+        ($name:ident, $int:ident) => {
+            #[derive(Debug, Default)]
+            pub(crate) struct $name(loom::sync::atomic::$name);
+
+            #[allow(dead_code, reason = "not each type has all of them called")]
+            impl $name {
+                pub(crate) fn new(n: $int) -> Self {
+                    Self(loom::sync::atomic::$name::new(n))
+                }
+                pub(crate) fn load(&self, _: Ordering) -> $int {
+                    self.0.fetch_or(0, Ordering::AcqRel)
+                }
+                pub(crate) fn store(&self, n: $int, _: Ordering) {
+                    self.0.swap(n, Ordering::AcqRel);
+                }
+                pub(crate) fn swap(&self, n: $int, _: Ordering) -> $int {
+                    self.0.swap(n, Ordering::AcqRel)
+                }
+                pub(crate) fn fetch_or(&self, n: $int, _: Ordering) -> $int {
+                    self.0.fetch_or(n, Ordering::AcqRel)
+                }
+                pub(crate) fn fetch_and(&self, n: $int, _: Ordering) -> $int {
+                    self.0.fetch_and(n, Ordering::AcqRel)
+                }
+                pub(crate) fn fetch_add(&self, n: $int, _: Ordering) -> $int {
+                    self.0.fetch_add(n, Ordering::AcqRel)
+                }
+                pub(crate) fn compare_exchange(
+                    &self,
+                    old: $int,
+                    new: $int,
+                    _: Ordering,
+                    _: Ordering,
+                ) -> Result<$int, $int> {
+                    self.0
+                        .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)
+                }
+            }
+        };
+    }
+    locked!(AtomicU32, u32);
+    locked!(AtomicU64, u64);
 
     /// Zeroed words.
     #[derive(Debug)]

@@ -212,7 +212,8 @@ impl Writers {
                 }
             }
             if asked != 0 {
-                writer.is_asked.store(true, Ordering::Release);
+                // In one order with the vCPU's swap.
+                writer.is_asked.swap(true, Ordering::AcqRel);
                 writer.mailbox.post();
                 count += asked;
             }

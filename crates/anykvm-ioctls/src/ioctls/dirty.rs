@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use kvm_bindings::{
     KVM_DIRTY_LOG_PAGE_OFFSET, KVM_MEM_LOG_DIRTY_PAGES, kvm_dirty_gfn, kvm_userspace_memory_region,
 };
-use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, bitmap::Bitmap};
 use vmm_sys_util::errno;
 
 use super::vcpu::VcpuFd;
@@ -28,9 +28,9 @@ impl VmFd {
     /// # Errors
     ///
     /// Those of KVM_SET_USER_MEMORY_REGION; EINVAL if `memory` has no such region.
-    pub fn log_static_memory(
+    pub fn log_static_memory<B: Bitmap>(
         &self,
-        memory: &'static GuestMemoryMmap<()>,
+        memory: &'static GuestMemoryMmap<B>,
         slot: u32,
         is_on: bool,
     ) -> Result<()> {

@@ -3,7 +3,7 @@
 //! Not in `kvm-ioctls`: there every memslot is the caller's promise about a raw address.
 
 use kvm_bindings::kvm_userspace_memory_region;
-use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, bitmap::Bitmap};
 
 use super::Result;
 use super::vm::VmFd;
@@ -18,7 +18,7 @@ impl VmFd {
     /// # Errors
     ///
     /// Those of the ioctl; regions before the refused one stay.
-    pub fn set_static_memory(&self, memory: &'static GuestMemoryMmap<()>) -> Result<()> {
+    pub fn set_static_memory<B: Bitmap>(&self, memory: &'static GuestMemoryMmap<B>) -> Result<()> {
         self.set_static_memory_of(0, memory)
     }
 
@@ -27,10 +27,10 @@ impl VmFd {
     /// # Errors
     ///
     /// As [`Self::set_static_memory`].
-    pub fn set_static_memory_of(
+    pub fn set_static_memory_of<B: Bitmap>(
         &self,
         space: u16,
-        memory: &'static GuestMemoryMmap<()>,
+        memory: &'static GuestMemoryMmap<B>,
     ) -> Result<()> {
         for (slot, region) in (u32::from(space) << 16..).zip(memory.iter()) {
             let slot = kvm_userspace_memory_region {

@@ -2,6 +2,8 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::fields::{Malformed, Reader, Writer};
+
 /// Registers (MC146818 datasheet; century as the FADT says).
 mod spec {
     pub(super) const SECONDS: u8 = 0x00;
@@ -58,6 +60,17 @@ impl Cmos {
         } else if let Some(byte) = self.ram.get_mut(usize::from(self.index)) {
             *byte = value;
         }
+    }
+
+    pub(super) fn save(&self, w: &mut Writer) {
+        w.put(&self.index);
+        w.put(&self.ram);
+    }
+
+    pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        self.index = r.get::<u8>()? & 0x7f;
+        self.ram = r.get()?;
+        Ok(())
     }
 
     fn register(&self, now: u64) -> u8 {

@@ -4,6 +4,8 @@
 //! `exit N` when the command has ended with status N. Anything else is ignored, so that a probe of
 //! the port does no harm. To the guest go lines `size ROWS COLUMNS` when the terminal has changed.
 
+use crate::fields::{Malformed, Reader, Writer};
+
 /// A longer line is none of ours.
 const LINE_MAX: usize = 64;
 
@@ -21,6 +23,27 @@ pub(crate) enum Connection {
 }
 
 impl Connection {
+    /// In a saved machine; 0 is none.
+    pub(crate) fn number(self) -> u8 {
+        match self {
+            Self::Serial => 1,
+            Self::VirtioConsole => 2,
+            Self::Port => 3,
+            Self::SerialInput => 4,
+        }
+    }
+
+    /// The one of that number.
+    pub(crate) fn numbered(number: u8) -> Option<Self> {
+        let all = [
+            Self::Serial,
+            Self::VirtioConsole,
+            Self::Port,
+            Self::SerialInput,
+        ];
+        all.into_iter().find(|one| one.number() == number)
+    }
+
     fn named(name: &str) -> Option<Self> {
         match name {
             "ttyS0" => Some(Self::Serial),
@@ -62,6 +85,17 @@ impl Control {
                 _ => {}
             }
         }
+    }
+
+    /// A line that has only begun.
+    pub(super) fn save(&self, w: &mut Writer) {
+        w.bytes(&self.line);
+    }
+
+    pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        self.line = r.bytes()?.to_vec();
+        self.line.truncate(LINE_MAX);
+        Ok(())
     }
 
     pub(super) fn take(&mut self) -> Option<ControlMessage> {

@@ -21,6 +21,7 @@ pub(crate) use serial::{Edge, Sink};
 pub(crate) use watch::{LastWords, Watch};
 
 use crate::ending::Ending;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::lock::lock;
 use crate::pci::Root;
 use cmos::Cmos;
@@ -124,6 +125,39 @@ impl Devices {
         self.pci.mmio_write(gpa, data);
     }
 
+    /// The devices stop, and leave guest memory alone, until [`Self::resume`].
+    pub(crate) fn pause(&self) {
+        self.pci.pause();
+    }
+
+    /// They go on.
+    pub(crate) fn resume(&self) {
+        self.pci.resume();
+    }
+
+    /// The state of all of them, which stand still.
+    pub(crate) fn save(&self, w: &mut Writer) {
+        self.uarts.iter().for_each(|uart| lock(uart).save(w));
+        lock(&self.cmos).save(w);
+        lock(&self.power).save(w);
+        self.pci.save(w);
+    }
+
+    /// New devices of the same kinds become what was saved.
+    pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        for uart in &self.uarts {
+            lock(uart).load(r.part("a serial port"))?;
+        }
+        lock(&self.cmos).load(r.part("the CMOS memory"))?;
+        lock(&self.power).load(r.part("the power management"))?;
+        self.pci.load(r)
+    }
+
+    /// What a port has received and the guest not yet taken is sent on.
+    pub(crate) fn wake(&self) {
+        self.uarts.iter().for_each(|uart| lock(uart).refill());
+    }
+
     fn uart(&self, port: u16) -> Option<(&Mutex<Uart>, u8)> {
         SERIAL_PORTS
             .into_iter()
@@ -155,7 +189,7 @@ mod tests {
     use super::*;
 
     fn devices() -> Arc<Devices> {
-        let ports = [0; 4].map(|_| (Sink::Discard, Box::new(|| {}) as Edge));
+        let ports = [0; 4].map(|_| (Sink::Discard, Arc::new(|| {}) as Edge));
         Devices::new(ports, Root::new()).unwrap()
     }
 

@@ -1,8 +1,9 @@
 //! Ways off: ACPI's PM1a block and timer, the 0xcf9 reset port, the keyboard controller's line.
 
-use std::time::Instant;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::ending::Ending;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::layout::PM_BASE;
 
 /// Registers (ACPI 6.5, 4.8.3; ICH reset control; 8042).
@@ -27,6 +28,12 @@ mod spec {
     pub(super) const KBD_PULSE_RESET: u8 = 0xfe;
 }
 
+/// The host's time of day in nanoseconds.
+fn realtime() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |since| since.as_nanos() as u64)
+}
+
 /// The value in `SLP_TYPx` that means S5; the DSDT's `_S5` package names it.
 pub(crate) const SLEEP_TYPE_S5: u8 = 5;
 
@@ -43,6 +50,23 @@ impl Power {
             started: Instant::now(),
             enable: 0,
         }
+    }
+
+    /// The timer goes on while the machine is on its way, as the guest's other clocks do.
+    pub(super) fn save(&self, w: &mut Writer) {
+        w.put(&self.enable);
+        w.put(&(self.started.elapsed().as_nanos() as u64));
+        w.put(&realtime());
+    }
+
+    pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        self.enable = r.get()?;
+        let ran = r.get::<u64>()?;
+        let on_its_way = realtime().saturating_sub(r.get()?);
+        let ago = Duration::from_nanos(ran.saturating_add(on_its_way));
+        // A machine that has just been started has no such time to go back to; then the timer jumps.
+        self.started = Instant::now().checked_sub(ago).unwrap_or(self.started);
+        Ok(())
     }
 
     /// Leaves `data` alone if the port is not ours.

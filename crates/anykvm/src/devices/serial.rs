@@ -9,13 +9,14 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vm_superio::serial::NoEvents;
+use vm_superio::serial::{NoEvents, SerialState};
 use vm_superio::{Serial, Trigger};
 
 use super::control::{Connection, Control, ControlMessage};
 use super::output::Output;
 use super::watch::Watch;
 use crate::ending::Ending;
+use crate::fields::{Malformed, Reader, Writer};
 
 /// Registers and bits of a 16550.
 mod spec {
@@ -72,8 +73,9 @@ impl io::Write for Sink {
 }
 
 /// Sends one edge of the port's ISA interrupt.
-pub(crate) type Edge = Box<dyn Fn() + Send + Sync>;
+pub(crate) type Edge = Arc<dyn Fn() + Send + Sync>;
 
+#[derive(Clone)]
 struct Interrupt(Edge);
 
 impl Trigger for Interrupt {
@@ -134,6 +136,58 @@ impl Uart {
             (self.ask_refill)();
         }
         value
+    }
+
+    /// Its registers, and what waits.
+    pub(super) fn save(&self, w: &mut Writer) {
+        let s = self.serial.state();
+        let [a, b] = [s.baud_divisor_low, s.baud_divisor_high];
+        let [c, d] = [s.interrupt_enable, s.interrupt_identification];
+        w.put(&[a, b, c, d, s.line_control, s.line_status, s.modem_control]);
+        w.put(&[s.modem_status, s.scratch, self.mcr]);
+        w.bytes(&s.in_buffer);
+        let (first, second) = self.pending.as_slices();
+        w.bytes(&[first, second].concat());
+        if let Sink::Control(control) = self.serial.writer() {
+            control.save(w);
+        }
+    }
+
+    /// Becomes what was saved, with its own output and interrupt.
+    pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let [
+            baud_divisor_low,
+            baud_divisor_high,
+            interrupt_enable,
+            interrupt_identification,
+            line_control,
+            line_status,
+            modem_control,
+        ] = r.get()?;
+        let [modem_status, scratch, mcr] = r.get()?;
+        let state = SerialState {
+            baud_divisor_low,
+            baud_divisor_high,
+            interrupt_enable,
+            interrupt_identification,
+            line_control,
+            line_status,
+            modem_control,
+            modem_status,
+            scratch,
+            in_buffer: r.bytes()?.to_vec(),
+        };
+        let irq = self.serial.interrupt_evt().clone();
+        let idle = Serial::new(irq.clone(), Sink::Discard);
+        let sink = std::mem::replace(&mut self.serial, idle).into_writer();
+        self.serial = Serial::from_state(&state, irq, NoEvents, sink)
+            .map_err(|error| r.wrong(&format!("{error:?}")))?;
+        self.mcr = mcr;
+        self.pending = r.bytes()?.to_vec().into();
+        if let Sink::Control(control) = self.serial.writer_mut() {
+            control.load(r)?;
+        }
+        Ok(())
     }
 
     /// How long the FIFO is to stay empty.

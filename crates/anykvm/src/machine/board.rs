@@ -87,7 +87,7 @@ pub(super) fn new_devices(
         let irq = vm
             .irq_trigger(gsi)
             .map_err(BootError::kvm("an interrupt"))?;
-        Ok(Box::new(move || irq.trigger()))
+        Ok(Arc::new(move || irq.trigger()))
     };
     let routes = Routes::new(Arc::clone(vm))?;
     let [irq1, irq2, irq3, irq4] = SERIAL_IRQS;

@@ -1,18 +1,18 @@
-//! `anykvm boot`: puts memory, kernel, devices and vCPUs together, and waits for the end.
+//! `anykvm boot`: puts memory, kernel or an arriving guest, devices and vCPUs together, and waits for the end.
 
 mod board;
 mod threads;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use anykvm_ioctls::{Cap, Kvm};
+use anykvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 
 use crate::cli::{BootArgs, ConsoleKind, Mitigations};
-use crate::devices::{Connection, LastWords, Output, Stream};
+use crate::devices::{Connection, Devices, LastWords, Output, Stream};
 use crate::ending::Ending;
 use crate::error::BootError;
 use crate::images::{self, Init, Overlay, Root};
@@ -20,9 +20,11 @@ use crate::input::{Destination, Source};
 use crate::kernel::{self, BootInfo, Image};
 use crate::layout::{HIGH_RAM, RSDP};
 use crate::memory::GuestMemory;
+use crate::migrate::{self, Arrival, Built, Config, DiskInfo};
+use crate::place::Place;
 use crate::streams::{self, Shape, Terminals};
 use crate::terminal::{self, RawMode};
-use crate::virtio::{Disk, DiskOption, Port};
+use crate::virtio::{Disk, DiskHold, DiskOption, Port};
 use crate::{acpi, limits, memory, setup, stdio, vcpu};
 use board::Extras;
 use threads::{Halt, Vcpus};
@@ -36,9 +38,17 @@ const DRAIN_LIMIT: Duration = Duration::from_secs(5);
 
 /// Runs `anykvm boot`; returns the exit status and the line to print with it.
 pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
-    let cpus = check(args)?;
     let (endings, ended) = channel();
     threads::watch_signals(&endings)?;
+    match &args.incoming {
+        Some(place) => receive(args, place, (endings, ended)),
+        None => start(args, (endings, ended)),
+    }
+}
+
+/// Boots a kernel.
+fn start(args: &BootArgs, endings: Endings) -> Result<(u8, Option<String>), BootError> {
+    let cpus = check(args)?;
     let disks = disks(args)?;
     let terminals = Terminals::of_this_process();
     let shape = streams::shape(args, terminals);
@@ -63,8 +73,140 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     acpi::write(memory, cpus)?;
     vcpu::write_boot_structures(memory, entry)?;
 
+    let is_console = matches!(shape, Shape::Console { .. });
+    let config = Config {
+        mem: args.mem,
+        cpus,
+        shape,
+        uses_virtio: wants_virtio(args, shape),
+        size: is_console.then(terminal::size).flatten(),
+        awaits_status: !args.command.is_empty(),
+        disks: Vec::new(),
+    };
+    let machine = assemble(config, memory, disks, &endings.0)?;
+    for (id, vcpu) in &machine.vcpus {
+        let entry = (*id == 0).then_some(entry);
+        vcpu::set_up(vcpu, *id, cpus, &machine.supported, entry)?;
+    }
+    // Our init says when it reads; another's is taken to read from the start, as on real wires.
+    let is_open = args.initrd.is_some() || args.no_initrd;
+    let connection = is_open.then_some(match args.console {
+        Some(ConsoleKind::Hvc0) => Connection::VirtioConsole,
+        _ => Connection::Serial,
+    });
+    run(args, machine, terminals, endings, |destination| {
+        if let Some(connection) = connection {
+            destination.open(connection);
+        }
+    })
+}
+
+/// Takes a guest that comes from another process or from a file.
+fn receive(
+    args: &BootArgs,
+    place: &Place,
+    endings: Endings,
+) -> Result<(u8, Option<String>), BootError> {
+    let mut arrival = Arrival::wait(place)?;
+    let built = prepare(args, arrival.config.clone(), &endings);
+    let (machine, memory) = built.inspect_err(|error| arrival.refuse(&error.to_string()))?;
+    arrival.attempt(|arrival| {
+        arrival.receive(memory)?;
+        let built = Built {
+            vm: &machine.vm,
+            vcpus: &machine.vcpus,
+            devices: &machine.devices,
+            destination: &machine.destination,
+        };
+        arrival.settle(&built, memory)?;
+        arrival.take_over(&machine.disks)
+    })?;
+    let terminals = Terminals::of_this_process();
+    run(args, machine, terminals, endings, move |_| arrival.tell())
+}
+
+/// A machine for a guest that is on its way.
+fn prepare(
+    args: &BootArgs,
+    config: Config,
+    endings: &Endings,
+) -> Result<(Assembled, &'static GuestMemory), BootError> {
+    limits::check(config.mem, config.cpus.into())?;
+    let disks = disks_of(args, &config)?;
+    let memory: &'static GuestMemory = Box::leak(Box::new(memory::allocate(config.mem)?));
+    limits::warn(config.mem);
+    Ok((assemble(config, memory, disks, &endings.0)?, memory))
+}
+
+/// The disks that a guest knows, which the process that it comes from may still have.
+fn disks_of(args: &BootArgs, config: &Config) -> Result<Vec<Disk>, BootError> {
+    let wrong = |why: String| Err(BootError::Usage(why));
+    if args.disk.len() != config.disks.len() {
+        let known: Vec<String> = config
+            .disks
+            .iter()
+            .map(|d| format!("'{}'", d.serial))
+            .collect();
+        return wrong(format!(
+            "the guest has {} disks ({}), and --disk names {}",
+            config.disks.len(),
+            known.join(", "),
+            args.disk.len()
+        ));
+    }
+    let mut disks = Vec::new();
+    for ((index, option), known) in (0..).zip(&args.disk).zip(&config.disks) {
+        let mut disk = Disk::open_unlocked(option, index)?;
+        disk.call(&known.serial);
+        let own = DiskInfo::from(&disk.hold()?);
+        if own != *known {
+            return wrong(format!(
+                "disk '{}' is not the guest's: {} bytes{} here, {} bytes{} there",
+                known.serial,
+                own.len,
+                if own.is_read_only { ", read-only" } else { "" },
+                known.len,
+                if known.is_read_only {
+                    ", read-only"
+                } else {
+                    ""
+                },
+            ));
+        }
+        disks.push(disk);
+    }
+    Ok(disks)
+}
+
+/// What happens to the machine.
+type Endings = (Sender<Ending>, Receiver<Ending>);
+
+/// A machine whose vCPUs have no state yet.
+struct Assembled {
+    kvm: Kvm,
+    vm: Arc<VmFd>,
+    supported: CpuId,
+    memory: &'static GuestMemory,
+    config: Config,
+    disks: Vec<DiskHold>,
+    output: Arc<Output>,
+    errors: Arc<Output>,
+    words: Arc<LastWords>,
+    halted: Arc<Halt>,
+    destination: Arc<Destination>,
+    devices: Arc<Devices>,
+    vcpus: Vec<(u8, VcpuFd)>,
+}
+
+/// Makes the VM, its devices and its vCPUs.
+fn assemble(
+    mut config: Config,
+    memory: &'static GuestMemory,
+    disks: Vec<Disk>,
+    endings: &Sender<Ending>,
+) -> Result<Assembled, BootError> {
     let kvm = Kvm::new().map_err(BootError::kvm("opening KVM"))?;
-    let vm = Arc::new(board::new_vm(&kvm, cpus)?);
+    let vm = Arc::new(board::new_vm(&kvm, config.cpus)?);
     vm.set_static_memory(memory)
         .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
     let supported = supported_cpuid(&kvm)?;
@@ -84,23 +226,63 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     let halted = Arc::new(Halt::default());
     let on_halt = Arc::clone(&halted);
     let words = LastWords::new(move || on_halt.announce());
-    let is_console = matches!(shape, Shape::Console { .. });
+    let holds: Vec<DiskHold> = disks.iter().map(Disk::hold).collect::<Result<_, _>>()?;
+    config.disks = holds.iter().map(DiskInfo::from).collect();
     let extras = Extras {
         disks,
-        ports: ports(args, shape, &destination, &output, &errors),
-        size: is_console.then(terminal::size).flatten(),
+        ports: ports(&config, &destination, &output, &errors),
+        size: config.size,
     };
     let devices = board::new_devices(&vm, memory, &output, &errors, &words, on_ready, extras)?;
     let _ = destination.devices.set(Arc::clone(&devices));
     let mut vcpus = Vec::new();
-    for id in 0..cpus {
+    for id in 0..config.cpus {
         let vcpu = vm
             .create_vcpu(u64::from(id))
             .map_err(BootError::kvm("KVM_CREATE_VCPU"))?;
-        vcpu::set_up(&vcpu, id, cpus, &supported, (id == 0).then_some(entry))?;
         vcpus.push((id, vcpu));
     }
+    Ok(Assembled {
+        kvm,
+        vm,
+        supported,
+        memory,
+        config,
+        disks: holds,
+        output,
+        errors,
+        words,
+        halted,
+        destination,
+        devices,
+        vcpus,
+    })
+}
 
+/// Runs the machine to its end. `begin` is called when its vCPUs are about to run.
+fn run(
+    args: &BootArgs,
+    machine: Assembled,
+    terminals: Terminals,
+    (endings, ended): Endings,
+    begin: impl FnOnce(&Destination),
+) -> Result<(u8, Option<String>), BootError> {
+    let Assembled {
+        kvm,
+        vm,
+        memory,
+        config,
+        disks,
+        output,
+        errors,
+        words,
+        halted,
+        destination,
+        devices,
+        vcpus,
+        ..
+    } = machine;
+    let is_console = matches!(config.shape, Shape::Console { .. });
     let source = Source {
         is_terminal: terminals.input,
         is_raw: terminals.input && is_console,
@@ -110,21 +292,37 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     if source.is_raw {
         threads::watch_size(&devices)?;
     }
-    // Our init says when it reads; another's is taken to read from the start, as on real wires.
-    if args.initrd.is_some() || args.no_initrd {
-        destination.open(match args.console {
-            Some(ConsoleKind::Hvc0) => Connection::VirtioConsole,
-            _ => Connection::Serial,
-        });
+    let awaits_status = config.awaits_status;
+    let msrs = vcpu::state::msr_list(&kvm)?;
+    let mut running = Vcpus::new(args.confine, args.stats, halted, msrs)?;
+    let socket = match &args.control {
+        Some(path) => {
+            let machine = migrate::Machine {
+                vm: Arc::clone(&vm),
+                memory,
+                devices: Arc::clone(&devices),
+                destination: Arc::clone(&destination),
+                gate: Arc::clone(running.gate()),
+                config,
+                disks,
+            };
+            Some(migrate::listen(path, machine, endings.clone())?)
+        }
+        None => None,
+    };
+    begin(&destination);
+    if !destination.has_ended() {
+        threads::start_input(source, destination, &endings)?;
     }
-    threads::start_input(source, destination, &endings)?;
-    let mut running = Vcpus::new(args.confine, args.stats, halted)?;
     for (id, vcpu) in vcpus {
         running.start(vcpu, id, &devices, &endings)?;
     }
+    devices.resume();
+    devices.wake();
 
     // The senders live in the threads above; our own keeps the channel open.
     let ending = ended.recv().unwrap_or(Ending::Quit);
+    drop(socket);
     let stats = running.stop();
     output.drain(DRAIN_LIMIT);
     errors.drain(DRAIN_LIMIT);
@@ -134,7 +332,7 @@ pub(crate) fn boot(args: &BootArgs) -> Result<(u8, Option<String>), BootError> {
     drop(raw);
     // The other threads end with the process; what they use stays until then.
     std::mem::forget((vm, kvm, devices));
-    Ok(ending.verdict(!args.command.is_empty(), words.panic()))
+    Ok(ending.verdict(awaits_status, words.panic()))
 }
 
 /// What vCPUs of this machine may show.
@@ -210,24 +408,25 @@ fn check(args: &BootArgs) -> Result<u8, BootError> {
 
 /// The ports of the virtio console: for who asks for it, and for commands.
 fn ports(
-    args: &BootArgs,
-    shape: Shape,
+    config: &Config,
     destination: &Destination,
     output: &Arc<Output>,
     errors: &Arc<Output>,
 ) -> Vec<Port> {
+    if !config.uses_virtio {
+        return Vec::new();
+    }
     let hvc = Port::Console(Arc::clone(&destination.hvc), Arc::clone(output));
     let errors = Port::Out("anykvm.err", Arc::clone(errors));
-    match shape {
-        Shape::Streams if wants_virtio(args, shape) => vec![
+    match config.shape {
+        Shape::Streams => vec![
             hvc,
             Port::In("anykvm.in", Arc::clone(&destination.port)),
             Port::Out("anykvm.out", Arc::clone(output)),
             errors,
         ],
-        Shape::Console { has_errors: true } if wants_virtio(args, shape) => vec![hvc, errors],
-        Shape::Console { .. } if wants_virtio(args, shape) => vec![hvc],
-        _ => Vec::new(),
+        Shape::Console { has_errors: true } => vec![hvc, errors],
+        Shape::Console { has_errors: false } => vec![hvc],
     }
 }
 

@@ -14,6 +14,7 @@ use crate::ending::Ending;
 use crate::error::BootError;
 use crate::input::{self, Destination, Source};
 use crate::lock::lock;
+use crate::vcpu::{Gate, Surroundings};
 use crate::{setup, terminal, vcpu};
 
 /// How long the vCPUs may take to leave the guest.
@@ -40,6 +41,10 @@ pub(super) struct Vcpus {
     /// They print what they have counted when the guest asks for it.
     shows_stats: bool,
     halt: Arc<Halt>,
+    /// Where they wait while the machine stands still.
+    gate: Arc<Gate>,
+    /// MSRs that they may have.
+    msrs: Arc<[u32]>,
 }
 
 /// Whether all vCPUs have halted for good: with interrupts off. Only looked at after the guest's kernel
@@ -88,6 +93,7 @@ impl Vcpus {
         is_confined: bool,
         shows_stats: bool,
         halt: Arc<Halt>,
+        msrs: Vec<u32>,
     ) -> Result<Self, BootError> {
         if is_confined {
             host::allocator::reserve(HEAP).map_err(BootError::host("cannot reserve memory"))?;
@@ -99,7 +105,14 @@ impl Vcpus {
             // Printing is a system call.
             shows_stats: shows_stats && !is_confined,
             halt,
+            gate: Arc::default(),
+            msrs: msrs.into(),
         })
+    }
+
+    /// Where they wait while the machine stands still.
+    pub(super) fn gate(&self) -> &Arc<Gate> {
+        &self.gate
     }
 
     /// Starts the thread of vCPU `id`.
@@ -116,6 +129,8 @@ impl Vcpus {
         let is_ending = Arc::clone(&self.is_ending);
         let (is_confined, shows_stats) = (self.is_confined, self.shows_stats);
         let halt = Arc::clone(&self.halt);
+        let (gate, msrs) = (Arc::clone(&self.gate), Arc::clone(&self.msrs));
+        gate.add(stopper.clone());
         lock(&halt.vcpus).push((vcpu.stopper().map_err(BootError::kvm("KVM_RUN"))?, false));
         if id == 0 {
             let halt = Arc::clone(&halt);
@@ -135,7 +150,15 @@ impl Vcpus {
                         return Some(Ending::Failed(failed));
                     }
                     let report = |has_halted| halt.report(id, has_halted);
-                    vcpu::run(&mut vcpu, id, &devices, shows_stats, &is_ending, &report)
+                    let around = Surroundings {
+                        devices: &devices,
+                        shows_stats,
+                        is_ending: &is_ending,
+                        report: &report,
+                        gate: &gate,
+                        msrs: &msrs,
+                    };
+                    vcpu::run(&mut vcpu, id, &around)
                 };
                 let ending = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| {
                     Some(Ending::Failed(BootError::VcpuStopped {
@@ -176,6 +199,7 @@ impl Vcpus {
         }
         // Nothing keeps a vCPU whose thread has ended: what it says at its end comes before ours.
         lock(&self.halt.vcpus).clear();
+        self.gate.clear();
         let deadline = Instant::now() + STOP_LIMIT;
         let mut all = Vec::new();
         for (_, stats) in self.threads {

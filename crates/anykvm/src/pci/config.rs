@@ -1,6 +1,8 @@
 //! The 256 bytes of one function's configuration space: values, which bits the guest may change,
 //! and the list of capabilities (PCI Local Bus 3.0, chapter 6).
 
+use crate::fields::{Malformed, Reader, Writer};
+
 /// Offsets and bits of the header of type 0.
 pub(crate) mod spec {
     pub(crate) const COMMAND: u16 = 0x04;
@@ -112,6 +114,25 @@ impl ConfigSpace {
         for ((to, mask), from) in places.skip(usize::from(at)).zip(data) {
             *to = (*to & !mask) | (from & mask);
         }
+    }
+
+    /// All that the guest may have changed.
+    pub(crate) fn save(&self, w: &mut Writer) {
+        w.put(&self.bytes);
+    }
+
+    /// What the guest had changed.
+    pub(crate) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let bytes: [u8; 256] = r.get()?;
+        let fixed = self.bytes.iter().zip(&bytes).zip(&self.writable);
+        if fixed
+            .into_iter()
+            .any(|((own, other), mask)| (own ^ other) & !mask != 0)
+        {
+            return Err(r.wrong("a device of another kind"));
+        }
+        self.bytes = bytes;
+        Ok(())
     }
 
     /// The command register.

@@ -12,6 +12,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::error::BootError;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::layout::{PCI_ECAM, PCI_ECAM_LEN};
 use crate::lock::lock;
 use config::{ConfigSpace, Identity};
@@ -47,6 +48,14 @@ pub(crate) trait Function: Send + Sync {
     fn read(&self, at: u64, data: &mut [u8]);
     /// Writes to the BAR.
     fn write(&self, at: u64, data: &[u8]);
+    /// Stops what goes on beside the vCPUs.
+    fn pause(&self) {}
+    /// Lets it go on.
+    fn resume(&self) {}
+    /// Its state, while it stands still.
+    fn save(&self, w: &mut Writer);
+    /// Becomes what was saved.
+    fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed>;
 }
 
 /// The host bridge and its bus.
@@ -138,6 +147,31 @@ impl Root {
         }
     }
 
+    /// All devices stand still.
+    pub(crate) fn pause(&self) {
+        self.slots.iter().for_each(|slot| slot.pause());
+    }
+
+    /// They go on.
+    pub(crate) fn resume(&self) {
+        self.slots.iter().for_each(|slot| slot.resume());
+    }
+
+    /// The state of the bus and all devices.
+    pub(crate) fn save(&self, w: &mut Writer) {
+        w.put(&self.address.load(Ordering::Relaxed));
+        w.count(self.slots.len());
+        self.slots.iter().for_each(|slot| slot.save(w));
+    }
+
+    /// A bus with devices of the same kinds becomes what was saved.
+    pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let address = r.part("the PCI bus").get::<u32>()? & ADDRESS_BITS;
+        self.address.store(address, Ordering::Relaxed);
+        r.expect(self.slots.len())?;
+        self.slots.iter().try_for_each(|slot| slot.load(r))
+    }
+
     fn read_slot(&self, address: u32, port: u16, data: &mut [u8]) {
         if let Some((slot, at)) = self.selected(address, port) {
             slot.read_config(at, data);
@@ -195,6 +229,14 @@ impl Function for HostBridge {
     fn read(&self, _at: u64, _data: &mut [u8]) {}
 
     fn write(&self, _at: u64, _data: &[u8]) {}
+
+    fn save(&self, w: &mut Writer) {
+        lock(&self.0).save(w);
+    }
+
+    fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        lock(&self.0).load(r.part("the host bridge"))
+    }
 }
 
 #[cfg(test)]

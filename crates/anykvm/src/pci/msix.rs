@@ -9,6 +9,7 @@ use anykvm_ioctls::IrqTrigger;
 
 use super::routes::{Message, Routes};
 use crate::error::BootError;
+use crate::fields::{Malformed, Reader, Writer};
 
 mod spec {
     pub(super) const ENABLE: u16 = 1 << 15;
@@ -137,6 +138,30 @@ impl Msix {
             let bits = self.vectors.iter().skip(first).take(8).enumerate();
             *to = bits.fold(0, |byte, (bit, v)| byte | (u8::from(v.is_pending) << bit));
         }
+    }
+
+    /// The table and the pending bits.
+    pub(crate) fn save(&self, w: &mut Writer) {
+        w.put(&self.control);
+        w.count(self.vectors.len());
+        for vector in &self.vectors {
+            w.put(&vector.entry);
+            w.flag(vector.is_pending);
+        }
+    }
+
+    /// What was saved; messages that may be sent are routed.
+    pub(crate) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        self.control = r.get::<u16>()? & CONTROL_WRITABLE;
+        r.expect(self.vectors.len())?;
+        for vector in &mut self.vectors {
+            vector.entry = r.get()?;
+            vector.is_pending = r.flag()?;
+        }
+        if self.can_send() {
+            (0..self.vectors.len()).for_each(|index| self.route(index));
+        }
+        Ok(())
     }
 
     fn can_send(&self) -> bool {

@@ -1,7 +1,9 @@
 //! One vCPU: its state before the first instruction, and the loop that serves its exits.
 
 mod cpuid;
+mod gate;
 mod registers;
+pub(crate) mod state;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -17,6 +19,7 @@ use crate::error::BootError;
 use crate::kernel::Entry;
 
 pub(crate) use cpuid::offer_tsc_deadline;
+pub(crate) use gate::Gate;
 pub(crate) use registers::write_boot_structures;
 
 const EINTR: i32 = rustix::io::Errno::INTR.raw_os_error();
@@ -46,18 +49,33 @@ pub(crate) fn set_up(
     Ok(())
 }
 
-/// Runs the vCPU until it ends the machine, which is what it returns, or `is_ending` says that
-/// something else did and the vCPU is stopped. `report` learns whether it has halted for good when
-/// it is kicked, and says whether all have.
-pub(crate) fn run(
-    vcpu: &mut VcpuFd,
-    id: u8,
-    devices: &Devices,
-    shows_stats: bool,
-    is_ending: &AtomicBool,
-    report: &dyn Fn(bool) -> bool,
-) -> Option<Ending> {
+/// What a vCPU's loop goes by.
+pub(crate) struct Surroundings<'a> {
+    /// What answers its accesses.
+    pub(crate) devices: &'a Devices,
+    /// It prints what it has counted when the guest asks for it.
+    pub(crate) shows_stats: bool,
+    /// The machine ends, and the vCPU is stopped.
+    pub(crate) is_ending: &'a AtomicBool,
+    /// Learns whether it has halted for good when it is kicked, and says whether all have.
+    pub(crate) report: &'a dyn Fn(bool) -> bool,
+    /// Where it waits while the machine stands still.
+    pub(crate) gate: &'a Gate,
+    /// MSRs that it may have.
+    pub(crate) msrs: &'a [u32],
+}
+
+/// Runs the vCPU until it ends the machine, which is what it returns, or something else does.
+pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Option<Ending> {
+    let Surroundings {
+        devices, is_ending, ..
+    } = *around;
     while !is_ending.load(Ordering::SeqCst) {
+        let is_closing = around.gate.is_closed();
+        if is_closing {
+            // The guest's access that was answered last is completed, and no more.
+            vcpu.set_kvm_immediate_exit(1);
+        }
         let ending = match vcpu.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
                 // A repeated INS asks for several elements; such ports are bytes here.
@@ -70,7 +88,7 @@ pub(crate) fn run(
                 }
                 None
             }
-            Ok(VcpuExit::IoOut(STATS_PORT, _)) if shows_stats => {
+            Ok(VcpuExit::IoOut(STATS_PORT, _)) if around.shows_stats => {
                 print_counted(vcpu);
                 None
             }
@@ -92,9 +110,15 @@ pub(crate) fn run(
                 let reason = format!("{exit:?}");
                 Some(stopped(vcpu, id, reason))
             }
+            Err(errno) if errno.errno() == EINTR && is_closing => {
+                vcpu.set_kvm_immediate_exit(0);
+                let saved = state::save(vcpu, around.msrs);
+                around.gate.wait(id, saved, is_ending);
+                None
+            }
             // Somebody wants to know whether it has halted.
             Err(errno) if errno.errno() == EINTR => {
-                report(has_halted(vcpu)).then_some(Ending::Halted)
+                (around.report)(has_halted(vcpu)).then_some(Ending::Halted)
             }
             // An AP that has just been started.
             Err(errno) if errno.errno() == EAGAIN => None,

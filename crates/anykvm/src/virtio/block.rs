@@ -9,10 +9,10 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
 };
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
-use virtio_queue::{Queue, Reader, Writer};
+use virtio_queue::Queue;
 
 use super::disk::{Disk, SECTOR, SERIAL_MAX};
-use super::queue::{Broken, Chain, Progress, Step, serve_chains};
+use super::queue::{Broken, Chain, Progress, Reader, Step, Writer, serve_chains};
 use super::{Backend, Profile};
 use crate::memory::GuestMemory;
 

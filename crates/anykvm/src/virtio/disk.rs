@@ -89,9 +89,41 @@ fn advice(path: &str) -> String {
     format!("only raw disks can be used; convert it: qemu-img convert -O raw {path} {path}.raw")
 }
 
+/// What of a disk goes from one process to another: its lock.
+#[derive(Debug)]
+pub(crate) struct DiskHold {
+    file: File,
+    /// Bytes.
+    pub(crate) len: u64,
+    pub(crate) is_read_only: bool,
+    pub(crate) serial: String,
+    /// Another process can open it, too.
+    pub(crate) is_shared: bool,
+}
+
+impl DiskHold {
+    /// Another process may have it.
+    pub(crate) fn give(&self) {
+        // All that was written is there for whoever opens the file; a reboot of the host is another matter.
+        let _ = self.file.unlock();
+    }
+
+    /// It is ours: false if another process has it.
+    pub(crate) fn take(&self) -> bool {
+        let locked = if self.is_read_only {
+            self.file.try_lock_shared()
+        } else {
+            self.file.try_lock()
+        };
+        !matches!(locked, Err(TryLockError::WouldBlock))
+    }
+}
+
 /// An open disk.
 #[derive(Debug)]
 pub(crate) struct Disk {
+    /// It is a file of the user's.
+    is_shared: bool,
     file: File,
     /// Bytes.
     pub(super) len: u64,
@@ -102,6 +134,18 @@ pub(crate) struct Disk {
 impl Disk {
     /// Opens the file; refuses what cannot be a disk or is one of another running guest.
     pub(crate) fn open(option: &DiskOption, index: usize) -> Result<Self, BootError> {
+        let disk = Self::open_unlocked(option, index)?;
+        if !disk.hold()?.take() {
+            return Err(BootError::BadDisk {
+                path: option.path.clone(),
+                reason: "in use by another process".into(),
+            });
+        }
+        Ok(disk)
+    }
+
+    /// The same while another process still has it.
+    pub(crate) fn open_unlocked(option: &DiskOption, index: usize) -> Result<Self, BootError> {
         let path = &option.path;
         let unreadable = |source| BootError::Unreadable {
             what: "disk",
@@ -154,16 +198,9 @@ impl Disk {
                 "its size of {len} bytes is not a multiple of {SECTOR}"
             )));
         }
-        let locked = if option.is_read_only {
-            file.try_lock_shared()
-        } else {
-            file.try_lock()
-        };
-        if matches!(locked, Err(TryLockError::WouldBlock)) {
-            return Err(bad("in use by another process"));
-        }
         let serial = option.serial.clone();
         Ok(Self {
+            is_shared: true,
             file,
             len,
             is_read_only: option.is_read_only,
@@ -177,10 +214,31 @@ impl Disk {
             .seek(SeekFrom::End(0))
             .map_err(BootError::host("cannot use the copy of the root folder"))?;
         Ok(Self {
+            is_shared: false,
             file,
             len,
             is_read_only: false,
             serial: serial.into(),
+        })
+    }
+
+    /// The serial number that the guest knows.
+    pub(crate) fn call(&mut self, serial: &str) {
+        self.serial = serial.into();
+    }
+
+    /// Its length and whether it is written to, for a target to check, and its file's lock.
+    pub(crate) fn hold(&self) -> Result<DiskHold, BootError> {
+        let file = self
+            .file
+            .try_clone()
+            .map_err(BootError::host("cannot use a disk twice"))?;
+        Ok(DiskHold {
+            file,
+            len: self.len,
+            is_read_only: self.is_read_only,
+            serial: self.serial.clone(),
+            is_shared: self.is_shared,
         })
     }
 

@@ -5,6 +5,7 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 
+use crate::fields::{Malformed, Reader, Writer};
 use crate::lock::lock;
 use crate::pci::msix::Msix;
 use crate::pci::routes::Line;
@@ -96,6 +97,30 @@ impl Interrupts {
             vector.store(NO_VECTOR, Ordering::Release);
         }
         self.take_isr();
+    }
+
+    /// Vectors, and what is asserted.
+    pub(super) fn save(&self, w: &mut Writer) {
+        lock(&self.msix).save(w);
+        w.count(self.queue_vectors.len());
+        for vector in self.queue_vectors.iter().chain([&self.config_vector]) {
+            w.put(&vector.load(Ordering::Acquire));
+        }
+        w.flag(self.is_intx_off.load(Ordering::Acquire));
+        w.put(&lock(&self.level).isr);
+    }
+
+    /// What was saved.
+    pub(super) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        lock(&self.msix).load(r)?;
+        r.expect(self.queue_vectors.len())?;
+        for queue in (0..self.queue_vectors.len()).map(Some).chain([None]) {
+            self.set_vector(queue, r.get()?);
+        }
+        let is_off = r.flag()?;
+        lock(&self.level).isr = r.get::<u8>()? & (ISR_QUEUE | ISR_CONFIG);
+        self.set_intx_off(is_off);
+        Ok(())
     }
 
     fn slot(&self, queue: Option<usize>) -> Option<&AtomicU16> {

@@ -28,10 +28,11 @@ use virtio_queue::Queue;
 
 pub(crate) use block::Block;
 pub(crate) use console::{Console, Port, PortInput};
-pub(crate) use disk::{Disk, DiskOption};
+pub(crate) use disk::{Disk, DiskHold, DiskOption};
 pub(crate) use rng::Rng;
 pub(crate) use transport::VirtioPci;
 
+use crate::fields::{Malformed, Reader, Writer};
 use crate::memory::GuestMemory;
 use queue::{Broken, Progress};
 
@@ -67,6 +68,14 @@ pub(crate) trait Backend: Send {
 
     /// What rings the doorbell of a queue, for a backend that has more to do than the driver asks.
     fn connect(&mut self, _bells: &Arc<DoorbellQueue>) {}
+
+    /// What it knows that is not in guest memory or registers.
+    fn save(&self, _w: &mut Writer) {}
+
+    /// What was saved.
+    fn load(&mut self, _r: &mut Reader<'_>) -> Result<(), Malformed> {
+        Ok(())
+    }
 
     /// The queues in the order in which the worker looks at them.
     fn order(&self) -> Vec<usize> {

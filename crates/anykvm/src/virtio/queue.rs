@@ -1,8 +1,14 @@
 //! Taking descriptor chains from a queue, one after the other, within limits.
 
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use vm_memory::bitmap::{AtomicBitmap, BS};
 
 use crate::memory::GuestMemory;
+
+/// What the guest has written for us.
+pub(super) type Reader<'a> = virtio_queue::Reader<'a, BS<'a, AtomicBitmap>>;
+/// Where we write.
+pub(super) type Writer<'a> = virtio_queue::Writer<'a, BS<'a, AtomicBitmap>>;
 
 /// A chain of the guest's buffers.
 pub(super) type Chain<'a> = DescriptorChain<&'a GuestMemory>;

@@ -8,6 +8,7 @@ use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRE
 use virtio_queue::{Queue, QueueT};
 
 use super::interrupts::Interrupts;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::memory::GuestMemory;
 
 /// Bytes of the structure.
@@ -86,6 +87,45 @@ impl Registers {
     pub(super) fn reset(&mut self) {
         let sizes: Vec<u16> = self.queues.iter().map(|q| q.max_size).collect();
         *self = Self::new(self.offered, &sizes);
+    }
+
+    /// What the driver has set.
+    pub(super) fn save(&self, w: &mut Writer) {
+        w.put(&self.offered);
+        w.put(&self.accepted);
+        w.put(&self.device_select);
+        w.put(&self.driver_select);
+        w.put(&self.status);
+        w.put(&self.queue_select);
+        w.count(self.queues.len());
+        for queue in &self.queues {
+            w.put(&queue.size);
+            w.flag(queue.is_enabled);
+            w.put(&queue.addresses);
+        }
+    }
+
+    /// What the driver had set, of a device with the same features.
+    pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let offered: u64 = r.get()?;
+        if offered != self.offered {
+            return Err(r.wrong(&format!(
+                "it has features {offered:#x} there and {:#x} here",
+                self.offered
+            )));
+        }
+        self.accepted = r.get()?;
+        self.device_select = r.get()?;
+        self.driver_select = r.get()?;
+        self.status = r.get()?;
+        self.queue_select = r.get()?;
+        r.expect(self.queues.len())?;
+        for queue in &mut self.queues {
+            queue.size = r.get()?;
+            queue.is_enabled = r.flag()?;
+            queue.addresses = r.get()?;
+        }
+        Ok(())
     }
 
     /// The structure as the guest sees it at this moment.

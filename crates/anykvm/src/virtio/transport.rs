@@ -17,6 +17,7 @@ use super::interrupts::Interrupts;
 use super::registers::{self, Registers, Request};
 use super::worker::{self, Active, Core};
 use crate::error::BootError;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::layout::PCI_WINDOW;
 use crate::lock::lock;
 use crate::memory::GuestMemory;
@@ -67,6 +68,7 @@ struct State {
 /// A virtio device in a PCI slot.
 pub(crate) struct VirtioPci {
     vm: Arc<VmFd>,
+    name: &'static str,
     core: Arc<Core>,
     device_config: Vec<u8>,
     /// Where the BAR is decoded, and where the doorbells are.
@@ -90,8 +92,9 @@ impl VirtioPci {
         let vectors = u16::try_from(queues).unwrap_or(0).saturating_add(1);
         let msix = Msix::new(Arc::clone(routes), vectors)?;
         let interrupts = Interrupts::new(msix, routes.line(slot), queues);
-        let core = Arc::new(Core::new(memory, interrupts, queues));
-        backend.connect(&core.bells);
+        let bells = Arc::default();
+        backend.connect(&bells);
+        let core = Arc::new(Core::new(memory, interrupts, queues, bells, backend));
         let identity = Identity {
             vendor: spec::VENDOR,
             device: spec::FIRST_DEVICE.saturating_add(profile.kind),
@@ -107,6 +110,7 @@ impl VirtioPci {
         let (msix_cap, window_cap) = add_capabilities(&mut config, vectors, profile.config.len());
         let device = Self {
             vm,
+            name: profile.name,
             core: Arc::clone(&core),
             device_config: profile.config.clone(),
             base: AtomicU64::new(NOWHERE),
@@ -119,7 +123,7 @@ impl VirtioPci {
             }),
         };
         device.place(&lock(&device.state))?;
-        worker::start(profile.name, core, backend)?;
+        worker::start(profile.name, core)?;
         Ok(device)
     }
 
@@ -286,6 +290,34 @@ impl Function for VirtioPci {
 
     fn write(&self, at: u64, data: &[u8]) {
         self.write_bar(&mut lock(&self.state), at, data);
+    }
+
+    fn pause(&self) {
+        self.core.pause();
+    }
+
+    fn resume(&self) {
+        self.core.resume();
+    }
+
+    fn save(&self, w: &mut Writer) {
+        let state = lock(&self.state);
+        state.config.save(w);
+        state.common.save(w);
+        self.core.interrupts.save(w);
+        self.core.save(w);
+    }
+
+    fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let state = &mut *lock(&self.state);
+        r.part(self.name);
+        state.config.load(r)?;
+        state.common.load(r)?;
+        self.core.interrupts.load(r)?;
+        self.core
+            .load(state.common.new_queues(&self.core.memory), r)?;
+        self.place(state)
+            .map_err(|error| r.wrong(&error.to_string()))
     }
 }
 

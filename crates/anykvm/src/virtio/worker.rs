@@ -5,12 +5,13 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use anykvm_ioctls::DoorbellQueue;
-use virtio_queue::Queue;
+use virtio_queue::{Queue, QueueT};
 
 use super::Backend;
 use super::interrupts::Interrupts;
 use super::queue::Broken;
 use crate::error::BootError;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::lock::lock;
 use crate::memory::GuestMemory;
 
@@ -23,11 +24,14 @@ pub(super) struct Active {
 
 /// Shared by the transport and the worker. The worker holds `active` while it works, so that a
 /// reset, which takes it, returns only when the device has stopped touching guest memory.
-#[derive(Debug)]
 pub(super) struct Core {
     pub(super) memory: GuestMemory,
     pub(super) interrupts: Interrupts,
     pub(super) active: Mutex<Option<Active>>,
+    /// The queues while the machine stands still.
+    pub(super) parked: Mutex<Option<Active>>,
+    /// What the device does.
+    pub(super) backend: Mutex<Box<dyn Backend>>,
     /// One for each queue, and [`STOP`].
     pub(super) bells: Arc<DoorbellQueue>,
     pub(super) queues: usize,
@@ -39,12 +43,20 @@ pub(super) struct Core {
 const STOP: u32 = 63;
 
 impl Core {
-    pub(super) fn new(memory: GuestMemory, interrupts: Interrupts, queues: usize) -> Self {
+    pub(super) fn new(
+        memory: GuestMemory,
+        interrupts: Interrupts,
+        queues: usize,
+        bells: Arc<DoorbellQueue>,
+        backend: Box<dyn Backend>,
+    ) -> Self {
         Self {
             memory,
             interrupts,
             active: Mutex::new(None),
-            bells: Arc::default(),
+            parked: Mutex::new(None),
+            backend: Mutex::new(backend),
+            bells,
             queues,
             is_broken: AtomicBool::new(false),
         }
@@ -55,6 +67,66 @@ impl Core {
         if let Some(bell) = u32::try_from(queue).ok().filter(|_| queue < self.queues) {
             self.bells.ring(bell);
         }
+    }
+
+    /// The device stands still: returns when its worker has let go of guest memory.
+    pub(super) fn pause(&self) {
+        let queues = lock(&self.active).take();
+        // It may stand still already.
+        if queues.is_some() {
+            *lock(&self.parked) = queues;
+        }
+    }
+
+    /// It goes on. What the driver has added meanwhile is looked for.
+    pub(super) fn resume(&self) {
+        if let Some(queues) = lock(&self.parked).take() {
+            *lock(&self.active) = Some(queues);
+            (0..self.queues).for_each(|queue| self.kick(queue));
+        }
+    }
+
+    /// The queues' positions and the device's own state, while it stands still.
+    pub(super) fn save(&self, w: &mut Writer) {
+        w.flag(self.is_broken.load(Ordering::Acquire));
+        let parked = lock(&self.parked);
+        w.flag(parked.is_some());
+        for queue in parked.iter().flat_map(|active| &active.queues) {
+            w.flag(queue.is_some());
+            if let Some(queue) = queue {
+                w.put(&[queue.next_avail(), queue.next_used()]);
+            }
+        }
+        let mut own = Writer::default();
+        lock(&self.backend).save(&mut own);
+        w.bytes(&own.into_bytes());
+    }
+
+    /// What was saved, for queues as the driver had set them up; it stands still until [`Self::resume`].
+    pub(super) fn load(
+        &self,
+        queues: Option<Vec<Option<Queue>>>,
+        r: &mut Reader<'_>,
+    ) -> Result<(), Malformed> {
+        self.is_broken.store(r.flag()?, Ordering::Release);
+        if r.flag()? {
+            let cannot_be = || r.wrong("queues that cannot be");
+            let mut queues = queues.ok_or_else(cannot_be)?;
+            for queue in &mut queues {
+                if r.flag()? != queue.is_some() {
+                    return Err(r.wrong("a queue that is not enabled"));
+                }
+                if let Some(queue) = queue {
+                    let [next_avail, next_used] = r.get()?;
+                    queue.set_next_avail(next_avail);
+                    queue.set_next_used(next_used);
+                }
+            }
+            *lock(&self.parked) = Some(Active { queues });
+        }
+        let mut own = Reader::new(r.bytes()?, "a device");
+        lock(&self.backend).load(&mut own)?;
+        own.end()
     }
 
     /// Ends the worker.
@@ -70,7 +142,7 @@ impl Core {
     }
 
     /// Serves one queue if the driver has handed it over.
-    fn serve(&self, backend: &mut dyn Backend, index: usize) {
+    fn serve(&self, index: usize) {
         let mut active = lock(&self.active);
         let Some(Active { queues }) = active.as_mut() else {
             return;
@@ -81,7 +153,8 @@ impl Core {
         if self.is_broken.load(Ordering::Acquire) {
             return;
         }
-        match backend.serve(index, queue, &self.memory) {
+        let served = lock(&self.backend).serve(index, queue, &self.memory);
+        match served {
             Ok(progress) => {
                 if progress.interrupts {
                     self.interrupts.signal_queue(index);
@@ -95,13 +168,9 @@ impl Core {
     }
 }
 
-/// Starts the worker of `backend`.
-pub(super) fn start(
-    name: &str,
-    core: Arc<Core>,
-    mut backend: Box<dyn Backend>,
-) -> Result<(), BootError> {
-    let order = backend.order();
+/// Starts the device's worker.
+pub(super) fn start(name: &str, core: Arc<Core>) -> Result<(), BootError> {
+    let order = lock(&core.backend).order();
     let run = move || {
         loop {
             let rung = core.bells.wait(None);
@@ -109,7 +178,7 @@ pub(super) fn start(
                 return;
             }
             for index in order.iter().copied().filter(|index| rung >> index & 1 != 0) {
-                core.serve(backend.as_mut(), index);
+                core.serve(index);
             }
         }
     };

@@ -8,5 +8,6 @@ mod errors;
 mod guest;
 mod images;
 mod linux;
+mod migrate;
 mod streams;
 mod terminal;

@@ -165,6 +165,7 @@ pub enum SyncReg {
 }
 
 mod exit;
+mod saved;
 mod state;
 mod stopper;
 

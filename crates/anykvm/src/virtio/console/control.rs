@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use crate::fields::{Malformed, Reader, Writer};
+
 /// Events (virtio 1.2, 5.3.6.2).
 mod spec {
     pub(super) const DEVICE_READY: u16 = 0;
@@ -86,6 +88,28 @@ impl Control {
             }
             _ => {}
         }
+    }
+
+    /// Messages on their way, and which ports are open.
+    pub(super) fn save(&self, w: &mut Writer) {
+        w.count(self.waiting.len());
+        self.waiting.iter().for_each(|message| w.bytes(message));
+        w.count(self.open.len());
+        for flag in self.open.iter().chain(&self.closed) {
+            w.flag(*flag);
+        }
+    }
+
+    pub(super) fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let count = r.count(WAITING_MAX)?;
+        self.waiting = (0..count)
+            .map(|_| r.bytes().map(<[u8]>::to_vec))
+            .collect::<Result<_, _>>()?;
+        r.expect(self.open.len())?;
+        for flag in self.open.iter_mut().chain(&mut self.closed) {
+            *flag = r.flag()?;
+        }
+        Ok(())
     }
 
     fn say(&mut self, port: usize, event: u16, value: u16, more: &[u8]) {

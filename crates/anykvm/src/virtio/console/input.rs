@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 
+use crate::fields::{Malformed, Reader, Writer};
 use crate::lock::lock;
 
 /// Rings the doorbell of the port's receive queue.
@@ -42,6 +43,22 @@ impl PortInput {
         lock(&self.state).bytes.len()
     }
 
+    /// What waits.
+    pub(crate) fn save(&self, w: &mut Writer) {
+        let state = lock(&self.state);
+        let (first, second) = state.bytes.as_slices();
+        w.bytes(&[first, second].concat());
+        w.flag(state.is_ended);
+    }
+
+    /// What waited comes before what is fed from now on.
+    pub(crate) fn load(&self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        let mut state = lock(&self.state);
+        state.bytes = r.bytes()?.to_vec().into();
+        state.is_ended = r.flag()?;
+        Ok(())
+    }
+
     /// Waits until at most `max` bytes wait.
     pub(crate) fn wait_for_room(&self, max: usize) {
         let mut state = lock(&self.state);
@@ -51,6 +68,11 @@ impl PortInput {
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// Nothing comes any more.
+    pub(crate) fn has_ended(&self) -> bool {
+        lock(&self.state).is_ended
     }
 
     /// All was taken, and nothing comes any more.

@@ -14,6 +14,7 @@ use virtio_queue::Queue;
 use super::queue::{Broken, Progress, Step, serve_chains};
 use super::{Backend, Profile};
 use crate::devices::Output;
+use crate::fields::{Malformed, Reader, Writer};
 use crate::memory::GuestMemory;
 use control::Control;
 pub(crate) use input::PortInput;
@@ -271,6 +272,14 @@ impl Backend for Console {
             .filter(|queue| !is_said(queue))
             .chain((0..queues).filter(is_said))
             .collect()
+    }
+
+    fn save(&self, w: &mut Writer) {
+        self.control.save(w);
+    }
+
+    fn load(&mut self, r: &mut Reader<'_>) -> Result<(), Malformed> {
+        self.control.load(r.part("the console"))
     }
 
     fn connect(&mut self, bells: &Arc<DoorbellQueue>) {

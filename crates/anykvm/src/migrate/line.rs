@@ -1,0 +1,234 @@
+//! An open way to the other side, or to a file: bytes move, or after a while it counts as gone.
+
+use std::fs::{File, OpenOptions, Permissions};
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::stream::{self, Kind, StreamError};
+use crate::place::Place;
+
+/// How long nothing may move before the other side counts as gone.
+const STALL_MAX: Duration = Duration::from_secs(20);
+/// How often a side that waits looks whether it is to give up.
+const LOOK: Duration = Duration::from_millis(100);
+
+#[derive(Debug)]
+enum Wire {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+    File(File),
+}
+
+/// An open one.
+pub(super) struct Line {
+    wire: Wire,
+    /// Whether the user wants no more of it.
+    is_cancelled: Box<dyn Fn() -> bool + Send>,
+    /// A file that is complete only under its own name.
+    unfinished: Option<(PathBuf, PathBuf)>,
+    /// Bytes written.
+    pub(super) sent: u64,
+    /// How long reading waits for the other side.
+    pub(super) patience: Option<Duration>,
+}
+
+impl Line {
+    /// To where a machine goes.
+    pub(super) fn to(
+        place: &Place,
+        is_cancelled: Box<dyn Fn() -> bool + Send>,
+    ) -> io::Result<Self> {
+        let mut unfinished = None;
+        let wire = match place {
+            Place::Unix(path) => Wire::Unix(UnixStream::connect(path)?),
+            Place::Tcp(address) => Wire::Tcp(TcpStream::connect(address)?),
+            Place::File(path) => {
+                let mut name = path.clone().into_os_string();
+                name.push(".partial");
+                let partial = PathBuf::from(name);
+                // It has all that the guest knows.
+                let file = OpenOptions::new()
+                    .write(true)
+                    .create(true)
+                    .truncate(true)
+                    .mode(0o600)
+                    .open(&partial)?;
+                unfinished = Some((partial, path.clone()));
+                Wire::File(file)
+            }
+        };
+        Self::new(wire, is_cancelled, unfinished, Some(STALL_MAX))
+    }
+
+    /// From where one comes: waits for it.
+    pub(super) fn from(place: &Place) -> io::Result<Self> {
+        let wire = match place {
+            Place::Unix(path) => {
+                let listener = listen(path)?;
+                let accepted = listener.accept();
+                // One machine comes; nobody else shall try.
+                let _ = std::fs::remove_file(path);
+                Wire::Unix(accepted?.0)
+            }
+            Place::Tcp(address) => Wire::Tcp(TcpListener::bind(address)?.accept()?.0),
+            Place::File(path) => Wire::File(File::open(path)?),
+        };
+        // Between rounds a source may be busy with its guest.
+        Self::new(wire, Box::new(|| false), None, None)
+    }
+
+    fn new(
+        wire: Wire,
+        is_cancelled: Box<dyn Fn() -> bool + Send>,
+        unfinished: Option<(PathBuf, PathBuf)>,
+        patience: Option<Duration>,
+    ) -> io::Result<Self> {
+        match &wire {
+            Wire::Unix(socket) => {
+                socket.set_write_timeout(Some(LOOK))?;
+                socket.set_read_timeout(Some(LOOK))?;
+            }
+            Wire::Tcp(socket) => {
+                socket.set_nodelay(true)?;
+                socket.set_write_timeout(Some(LOOK))?;
+                socket.set_read_timeout(Some(LOOK))?;
+            }
+            Wire::File(_) => {}
+        }
+        Ok(Self {
+            wire,
+            is_cancelled,
+            unfinished,
+            sent: 0,
+            patience,
+        })
+    }
+
+    /// Whether there is nobody at the other end.
+    pub(super) fn is_file(&self) -> bool {
+        matches!(self.wire, Wire::File(_))
+    }
+
+    /// What the other side said last, if it gave up.
+    pub(super) fn last_words(&mut self) -> Option<StreamError> {
+        self.is_cancelled = Box::new(|| false);
+        self.patience = Some(LOOK);
+        let mut words = Vec::new();
+        match stream::receive(self, &mut words) {
+            Ok(Kind::Failed) => Some(StreamError::Refused(
+                String::from_utf8_lossy(&words).into_owned(),
+            )),
+            _ => None,
+        }
+    }
+
+    /// A file is complete: it gets its name when it is on the medium.
+    pub(super) fn finish(&mut self) -> io::Result<()> {
+        if let Wire::File(file) = &self.wire {
+            file.sync_all()?;
+        }
+        if let Some((partial, path)) = &self.unfinished {
+            std::fs::rename(partial, path)?;
+        }
+        self.unfinished = None;
+        Ok(())
+    }
+
+    /// Tries until something moves.
+    fn patiently(
+        &mut self,
+        mut once: impl FnMut(&mut Wire) -> io::Result<usize>,
+        patience: Option<Duration>,
+    ) -> io::Result<usize> {
+        let since = Instant::now();
+        loop {
+            if (self.is_cancelled)() {
+                return Err(io::Error::other("cancelled"));
+            }
+            match once(&mut self.wire) {
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        io::ErrorKind::WouldBlock
+                            | io::ErrorKind::TimedOut
+                            | io::ErrorKind::Interrupted
+                    ) =>
+                {
+                    if patience.is_some_and(|patience| since.elapsed() > patience) {
+                        return Err(io::Error::new(
+                            io::ErrorKind::TimedOut,
+                            "the other side does not answer",
+                        ));
+                    }
+                }
+                done => return done,
+            }
+        }
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.patiently(
+            |wire| match wire {
+                Wire::Unix(socket) => socket.write(bytes),
+                Wire::Tcp(socket) => socket.write(bytes),
+                Wire::File(file) => file.write(bytes),
+            },
+            Some(STALL_MAX),
+        )?;
+        self.sent = self.sent.saturating_add(written as u64);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Read for Line {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let patience = self.patience;
+        self.patiently(
+            |wire| match wire {
+                Wire::Unix(socket) => socket.read(bytes),
+                Wire::Tcp(socket) => socket.read(bytes),
+                Wire::File(file) => file.read(bytes),
+            },
+            patience,
+        )
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        if let Some((partial, _)) = &self.unfinished {
+            let _ = std::fs::remove_file(partial);
+        }
+    }
+}
+
+/// Listens at a path, at which an earlier process may have left its socket. Others may not connect.
+pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
+    let listener = bind(path)?;
+    std::fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+fn bind(path: &Path) -> io::Result<UnixListener> {
+    match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            let is_socket = std::fs::metadata(path).is_ok_and(|m| m.file_type().is_socket());
+            if !is_socket || UnixStream::connect(path).is_ok() {
+                return Err(error);
+            }
+            std::fs::remove_file(path)?;
+            UnixListener::bind(path)
+        }
+        other => other,
+    }
+}

@@ -1,0 +1,242 @@
+//! The side that a guest leaves.
+//!
+//! Its memory is sent while it runs, then what it has written since, again and again, until the rest takes no longer than it
+//! may stand still; then it stands still, and the rest and its state are sent. Until the target has been told to go on, the guest is ours:
+//! whatever fails, it goes on here.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anykvm_ioctls::VmFd;
+
+use super::chips;
+use super::config::Config;
+use super::line::Line;
+use super::memory::{self, Logging, PAGE};
+use super::stream::{self, Kind, StreamError};
+use crate::devices::Devices;
+use crate::error::BootError;
+use crate::fields::{Malformed, Writer};
+use crate::input::Destination;
+use crate::memory::GuestMemory;
+use crate::vcpu::Gate;
+use crate::virtio::DiskHold;
+
+/// A guest that writes faster than can be sent stands still after so many rounds all the same.
+const ROUNDS_MAX: u32 = 30;
+/// What a round's speed is guessed to be before there was one: bytes a second.
+const GUESS: f64 = 1e9;
+
+/// A machine that may leave.
+pub(crate) struct Machine {
+    pub(crate) vm: Arc<VmFd>,
+    pub(crate) memory: &'static GuestMemory,
+    pub(crate) devices: Arc<Devices>,
+    pub(crate) destination: Arc<Destination>,
+    pub(crate) gate: Arc<Gate>,
+    pub(crate) config: Config,
+    pub(crate) disks: Vec<DiskHold>,
+}
+
+/// How it shall leave.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Options {
+    /// How long it may stand still for the memory that is left.
+    pub(super) downtime: Duration,
+    /// Both sides compute what all memory is, while it stands still.
+    pub(super) verifies: bool,
+}
+
+/// How far it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Progress {
+    pub(super) round: u32,
+    /// Bytes of the round that are done, and of all of it.
+    pub(super) done: u64,
+    pub(super) all: u64,
+    /// Bytes written.
+    pub(super) sent: u64,
+}
+
+/// What it took.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Report {
+    pub(super) downtime: Duration,
+    pub(super) total: Duration,
+    pub(super) rounds: u32,
+    pub(super) sent: u64,
+}
+
+/// How a migration ended that did not succeed.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// The guest goes on here.
+    Stays(StreamError),
+    /// The target was told to go on, and did not answer: the guest may run there.
+    Unknown(StreamError),
+}
+
+impl<E: Into<StreamError>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self::Stays(error.into())
+    }
+}
+
+impl From<BootError> for StreamError {
+    fn from(error: BootError) -> Self {
+        Malformed::new(error.to_string()).into()
+    }
+}
+
+impl Machine {
+    /// All stands still; what the vCPUs have left.
+    pub(super) fn pause(&self) -> Result<Vec<Vec<u8>>, BootError> {
+        let vcpus = self.gate.close()?;
+        self.devices.pause();
+        Ok(vcpus)
+    }
+
+    /// All goes on.
+    pub(super) fn resume(&self) {
+        self.devices.resume();
+        self.gate.open();
+    }
+
+    fn state(&self, vcpus: &[Vec<u8>], verifies: bool) -> Result<Vec<u8>, StreamError> {
+        let mut w = Writer::default();
+        chips::save(&self.vm, &mut w)?;
+        w.count(vcpus.len());
+        vcpus.iter().for_each(|vcpu| w.bytes(vcpu));
+        self.devices.save(&mut w);
+        self.destination.save(&mut w);
+        w.flag(verifies);
+        if verifies {
+            w.put(&memory::digest(self.memory)?);
+        }
+        Ok(w.into_bytes())
+    }
+
+    /// Sends the guest. `is_paused`: it stands still from the start.
+    pub(super) fn leave(
+        &self,
+        line: &mut Line,
+        options: Options,
+        is_paused: bool,
+        show: &mut dyn FnMut(Progress),
+    ) -> Result<Report, Failure> {
+        let begin = Instant::now();
+        if let Some(own) = self.disks.iter().find(|disk| !disk.is_shared) {
+            let why = format!(
+                "its disk '{}' is a copy that no other process can open",
+                own.serial
+            );
+            return Err(Malformed::new(why).into());
+        }
+        stream::begin(line)?;
+        stream::send(line, Kind::Config, &self.config.to_bytes())?;
+        let logging = Logging::start(&self.vm, self.memory).map_err(StreamError::from)?;
+        let mut shown = Progress::default();
+        let mut pages = memory::all(self.memory);
+        let mut rate = GUESS;
+        for round in 0..ROUNDS_MAX {
+            let bytes = memory::count(&pages) * PAGE;
+            let is_small = bytes as f64 / rate < options.downtime.as_secs_f64();
+            if round > 0 && (is_small || is_paused) {
+                break;
+            }
+            shown = Progress {
+                round,
+                all: bytes,
+                ..shown
+            };
+            let (start, before) = (Instant::now(), line.sent);
+            self.send(line, &pages, &mut shown, show)?;
+            // Pages of zeros cost little: what counts is how fast the others were.
+            let seconds = start.elapsed().as_secs_f64().max(1e-6);
+            rate = ((line.sent - before).max(bytes / 16) as f64 / seconds).max(1e6);
+            pages = logging.harvest().map_err(StreamError::from)?;
+        }
+        let stopped = Instant::now();
+        let vcpus = self.pause().map_err(StreamError::from)?;
+        let handed = self.hand_over(line, options, &logging, (pages, &vcpus), &mut shown, show);
+        let downtime = stopped.elapsed();
+        drop(logging);
+        if matches!(handed, Err(Failure::Stays(_))) && !is_paused {
+            self.resume();
+        }
+        handed.map(|()| Report {
+            downtime,
+            total: begin.elapsed(),
+            rounds: shown.round + 1,
+            sent: line.sent,
+        })
+    }
+
+    fn send(
+        &self,
+        line: &mut Line,
+        pages: &memory::Pages,
+        shown: &mut Progress,
+        show: &mut dyn FnMut(Progress),
+    ) -> Result<(), StreamError> {
+        shown.done = 0;
+        let is_first = shown.round == 0;
+        let mut progress = |count: u64, line: &Line| {
+            shown.done += count * PAGE;
+            shown.sent = line.sent;
+            show(*shown);
+        };
+        memory::send(line, self.memory, pages, is_first, &mut progress)
+    }
+
+    /// The guest stands still: sends the rest, and has the target go on.
+    fn hand_over(
+        &self,
+        line: &mut Line,
+        options: Options,
+        logging: &Logging<'_>,
+        (mut pages, vcpus): (memory::Pages, &[Vec<u8>]),
+        shown: &mut Progress,
+        show: &mut dyn FnMut(Progress),
+    ) -> Result<(), Failure> {
+        let last = logging.harvest().map_err(StreamError::from)?;
+        for (to, from) in pages.iter_mut().flatten().zip(last.into_iter().flatten()) {
+            *to |= from;
+        }
+        shown.round += 1;
+        shown.all = memory::count(&pages) * PAGE;
+        self.send(line, &pages, shown, show)?;
+        stream::send(line, Kind::State, &self.state(vcpus, options.verifies)?)?;
+        stream::send(line, Kind::End, &[])?;
+        if line.is_file() {
+            line.finish()?;
+            self.disks.iter().for_each(DiskHold::give);
+            return Ok(());
+        }
+        expect(line, Kind::Ready)?;
+        self.disks.iter().for_each(DiskHold::give);
+        let gone = stream::send(line, Kind::Go, &[])
+            .map_err(StreamError::from)
+            .and_then(|()| expect(line, Kind::Running));
+        match gone {
+            Ok(()) => Ok(()),
+            // It says that it does not run.
+            Err(refused @ StreamError::Refused(_)) if self.disks.iter().all(DiskHold::take) => {
+                Err(Failure::Stays(refused))
+            }
+            Err(error) => Err(Failure::Unknown(error)),
+        }
+    }
+}
+
+/// Waits for the target's word.
+pub(super) fn expect(line: &mut Line, want: Kind) -> Result<(), StreamError> {
+    let mut buffer = Vec::new();
+    match stream::receive(line, &mut buffer)? {
+        kind if kind == want => Ok(()),
+        Kind::Failed | Kind::Abort => Err(StreamError::Refused(
+            String::from_utf8_lossy(&buffer).into_owned(),
+        )),
+        _ => Err(Malformed::new("an answer that was not asked for").into()),
+    }
+}

@@ -1,0 +1,125 @@
+//! Where vCPUs wait while the machine stands still, having left their state.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use anykvm_ioctls::VcpuStopper;
+
+use crate::error::BootError;
+use crate::lock::lock;
+
+/// How often those that are still in the guest are asked again, and those that wait look whether the machine ends.
+const LOOK: Duration = Duration::from_millis(2);
+
+#[derive(Default)]
+struct State {
+    /// How often it was closed.
+    round: u64,
+    stoppers: Vec<VcpuStopper>,
+    /// By vCPU: what it has left, while it waits.
+    saved: Vec<Option<Result<Vec<u8>, BootError>>>,
+}
+
+/// All vCPUs go through it before they enter the guest.
+#[derive(Default)]
+pub(crate) struct Gate {
+    is_closed: AtomicBool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Gate {
+    /// Another vCPU, in the order of their numbers.
+    pub(crate) fn add(&self, stopper: VcpuStopper) {
+        let mut state = lock(&self.state);
+        state.stoppers.push(stopper);
+        state.saved.push(None);
+    }
+
+    /// Whether vCPUs are to wait. Cheap: for every exit.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+
+    /// vCPU `id` waits, having left `saved`, until the gate is opened or `is_ending`.
+    pub(super) fn wait(&self, id: u8, saved: Result<Vec<u8>, BootError>, is_ending: &AtomicBool) {
+        let mut state = lock(&self.state);
+        if !self.is_closed() {
+            return;
+        }
+        let round = state.round;
+        if let Some(place) = state.saved.get_mut(usize::from(id)) {
+            *place = Some(saved);
+        }
+        self.changed.notify_all();
+        // Closed once more, it asks for the state once more.
+        while self.is_closed() && state.round == round && !is_ending.load(Ordering::SeqCst) {
+            let waited = self.changed.wait_timeout(state, LOOK);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Closes it; returns when all vCPUs wait, with what they have left.
+    ///
+    /// # Errors
+    /// A state that could not be had: the gate is open again.
+    pub(crate) fn close(&self) -> Result<Vec<Vec<u8>>, BootError> {
+        let mut state = lock(&self.state);
+        // Also those that wait already leave their state once more.
+        state.saved.iter_mut().for_each(|saved| *saved = None);
+        state.round += 1;
+        self.is_closed.store(true, Ordering::Release);
+        loop {
+            if state.stoppers.is_empty() {
+                drop(state);
+                self.open();
+                return Err(BootError::Usage("the machine ends".into()));
+            }
+            let waiting = state.saved.iter().filter(|saved| saved.is_some()).count();
+            if waiting == state.saved.len() {
+                break;
+            }
+            for (stopper, _) in state
+                .stoppers
+                .iter()
+                .zip(&state.saved)
+                .filter(|(_, saved)| saved.is_none())
+            {
+                stopper.kick();
+            }
+            let waited = self.changed.wait_timeout(state, LOOK);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let mut all = Vec::new();
+        let mut failed = None;
+        for saved in state.saved.iter_mut().flatten() {
+            // Those that wait keep their place.
+            match std::mem::replace(saved, Ok(Vec::new())) {
+                Ok(bytes) => all.push(bytes),
+                Err(error) => failed = Some(error),
+            }
+        }
+        drop(state);
+        match failed {
+            Some(error) => {
+                self.open();
+                Err(error)
+            }
+            None => Ok(all),
+        }
+    }
+
+    /// The vCPUs go on.
+    pub(crate) fn open(&self) {
+        let mut state = lock(&self.state);
+        state.saved.iter_mut().for_each(|saved| *saved = None);
+        self.is_closed.store(false, Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    /// Nothing keeps a vCPU any more.
+    pub(crate) fn clear(&self) {
+        lock(&self.state).stoppers.clear();
+    }
+}

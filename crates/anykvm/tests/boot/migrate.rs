@@ -1,0 +1,366 @@
+//! Guests that are paused, saved and moved: `--control`, `--incoming`, `anykvm migrate`.
+//!
+//! The guest counts, and each time copies a file in memory, checks the copy, and writes the number to its disk. What it has said
+//! in all processes together has each number once.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::guest::wait;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Sectors of the disk that are written in turn.
+const SECTORS: usize = 64;
+
+fn script(ticks: u32) -> String {
+    format!(
+        "head -c 3000000 /dev/urandom >/tmp/a; s=$(md5sum </tmp/a); i=0
+         while [ $i -lt {ticks} ]; do
+             f=/tmp/b.$((i % 8)); cp /tmp/a $f; [ \"$(md5sum <$f)\" = \"$s\" ] || echo LOST $i
+             echo $i | dd of=/dev/vda bs=512 seek=$((i % {SECTORS})) conv=notrunc,fsync 2>/dev/null
+             echo tick $i; i=$((i + 1)); sleep .02
+         done; exit 7"
+    )
+}
+
+/// A folder of the test's own.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("anykvm-{name}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("disk"), vec![0; 512 * SECTORS]).unwrap();
+        Self(path)
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.join(name).to_str().unwrap().to_owned()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A process with a guest, or one that waits for it.
+struct Process {
+    child: Child,
+    folder: PathBuf,
+    name: String,
+}
+
+impl Process {
+    fn start(folder: &Folder, name: &str, options: &[&str], command: &[&str]) -> Self {
+        let file =
+            |suffix: &str| fs::File::create(folder.path(&format!("{name}.{suffix}"))).unwrap();
+        let mut anykvm = Command::new(env!("CARGO_BIN_EXE_anykvm"));
+        anykvm.args(["boot", "--control", &folder.path(&format!("{name}.sock"))]);
+        anykvm.args(["--disk", &folder.path("disk")]).args(options);
+        if !command.is_empty() {
+            anykvm.arg("--").args(command);
+        }
+        let child = anykvm
+            .stdin(Stdio::null())
+            .stdout(file("out"))
+            .stderr(file("err"))
+            .spawn()
+            .unwrap();
+        Self {
+            child,
+            folder: folder.0.clone(),
+            name: name.to_owned(),
+        }
+    }
+
+    fn read(&self, suffix: &str) -> String {
+        let path = self.folder.join(format!("{}.{suffix}", self.name));
+        fs::read_to_string(path).unwrap()
+    }
+
+    fn ticks(&self) -> Vec<u32> {
+        let said = self.read("out");
+        let number = |line: &str| line.strip_prefix("tick ")?.parse().ok();
+        said.lines().filter_map(number).collect()
+    }
+
+    /// Until the guest has said that.
+    fn wait_for_tick(&mut self, tick: u32) {
+        let begin = Instant::now();
+        while self.ticks().last().is_none_or(|last| *last < tick) {
+            let ended = self.child.try_wait().unwrap();
+            assert!(ended.is_none(), "{ended:?}: {}", self.read("err"));
+            assert!(
+                begin.elapsed() < PATIENCE,
+                "no tick {tick}: {}",
+                self.read("err")
+            );
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// `anykvm migrate` of the guest.
+    fn migrate(&self, options: &[&str]) -> Output {
+        self.migrate_command(options).output().unwrap()
+    }
+
+    fn migrate_command(&self, options: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_anykvm"));
+        let socket = self.folder.join(format!("{}.sock", self.name));
+        command.arg("migrate").arg(socket).args(options);
+        command
+    }
+
+    /// It has to work.
+    fn do_migrate(&self, options: &[&str]) -> String {
+        let output = self.migrate(options);
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        assert!(
+            output.status.success(),
+            "{options:?}: {}",
+            text(&output.stderr)
+        );
+        text(&output.stdout)
+    }
+
+    /// It cannot; and the guest goes on.
+    fn assert_stays(&mut self, options: &[&str], want: &str) {
+        let output = self.migrate(options);
+        self.assert_stayed(&output, want);
+    }
+
+    fn assert_stayed(&mut self, output: &Output, want: &str) {
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains(want), "{want}: {stderr}");
+        assert!(stderr.contains("the guest stays here"), "{stderr}");
+        assert_eq!(self.do_migrate(&["--status"]), "running\n");
+        let last = self.ticks().last().copied().unwrap_or(0);
+        self.wait_for_tick(last + 3);
+    }
+
+    /// The status it ends with.
+    fn end(&mut self) -> Option<i32> {
+        wait(&mut self.child)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What all of them have said together, and what is on the disk.
+fn judge(folder: &Folder, processes: &[&Process], ticks: u32) {
+    let said: Vec<String> = processes.iter().map(|p| p.read("out")).collect();
+    assert!(!said.concat().contains("LOST"), "{said:?}");
+    let all: Vec<u32> = processes.iter().flat_map(|p| p.ticks()).collect();
+    assert_eq!(all, (0..ticks).collect::<Vec<_>>());
+    let disk = fs::read(folder.path("disk")).unwrap();
+    for (n, sector) in disk.chunks(512).enumerate() {
+        let last = (0..ticks as usize)
+            .rev()
+            .find(|i| i % SECTORS == n)
+            .unwrap();
+        let line = sector.split(|byte| *byte == b'\n').next().unwrap();
+        assert_eq!(String::from_utf8_lossy(line), last.to_string());
+    }
+}
+
+fn place(kind: &str, path: &str) -> String {
+    format!("{kind}:{path}")
+}
+
+/// Into a file and out of it, and twice to a process that waits; its disk, its memory and its command's status go with it.
+#[test]
+fn a_guest_goes_on_elsewhere() {
+    const TICKS: u32 = 150;
+    let folder = Folder::new("moves");
+    let script = script(TICKS);
+    let options = ["--cpus", "2", "--mem", "192M"];
+    let mut first = Process::start(&folder, "first", &options, &["sh", "-c", &script]);
+    first.wait_for_tick(10);
+    assert_eq!(first.do_migrate(&[]), "running\n");
+    let saved = folder.path("saved");
+    let report = first.do_migrate(&["--to", &place("file", &saved), "--verify"]);
+    assert!(report.contains("downtime"), "{report}");
+    assert_eq!(first.end(), Some(0));
+    assert!(first.read("err").contains("the guest has gone to file:"));
+    assert!(!Path::new(&folder.path("first.sock")).exists());
+
+    spoilt_files_are_refused(&folder, &saved);
+    let mut last = Process::start(
+        &folder,
+        "second",
+        &["--incoming", &place("file", &saved)],
+        &[],
+    );
+    last.wait_for_tick(30);
+    let mut all = vec![first];
+    for (name, tick) in [("third", 50), ("fourth", 70)] {
+        let place = place("unix", &folder.path("way"));
+        let next = Process::start(&folder, name, &["--incoming", &place], &[]);
+        let begin = Instant::now();
+        while !Path::new(&folder.path("way")).exists() && begin.elapsed() < PATIENCE {
+            thread::sleep(Duration::from_millis(10));
+        }
+        last.do_migrate(&["--to", &place, "--verify"]);
+        assert_eq!(last.end(), Some(0), "{}", last.read("err"));
+        all.push(std::mem::replace(&mut last, next));
+        last.wait_for_tick(tick);
+    }
+    assert_eq!(last.end(), Some(7), "{}", last.read("err"));
+    all.push(last);
+    judge(&folder, &all.iter().collect::<Vec<_>>(), TICKS);
+}
+
+/// Each is one line, and nothing runs.
+fn spoilt_files_are_refused(folder: &Folder, saved: &str) {
+    let whole = fs::read(saved).unwrap();
+    let mut flipped = whole.clone();
+    let at = whole.len() / 2;
+    flipped[at] ^= 1;
+    let mut version = whole.clone();
+    version[8] = 9;
+    let rows: [(&[u8], &str); 5] = [
+        (b"#!/bin/sh\nexit 0\n", "no saved guest"),
+        (&whole[..at], "ends in the middle"),
+        (&whole[..whole.len() - 1], "ends in the middle"),
+        (&flipped, "checksum"),
+        (&version, "another version"),
+    ];
+    let incoming = |file: &str, disk: &[&str]| {
+        let mut anykvm = Command::new(env!("CARGO_BIN_EXE_anykvm"));
+        anykvm
+            .args(["boot", "--incoming", &place("file", file)])
+            .args(disk);
+        let output = anykvm.stdin(Stdio::null()).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+        stderr
+    };
+    let disk = folder.path("disk");
+    for (bytes, want) in rows {
+        let file = folder.path("spoilt");
+        fs::write(&file, bytes).unwrap();
+        let stderr = incoming(&file, &["--disk", &disk]);
+        assert!(stderr.contains(want), "{want}: {stderr}");
+    }
+    let other = folder.path("other");
+    fs::write(&other, [0; 1024]).unwrap();
+    let stderr = incoming(saved, &["--disk", &other]);
+    assert!(stderr.contains("is not the guest's"), "{stderr}");
+    let stderr = incoming(saved, &[]);
+    assert!(stderr.contains("1 disks"), "{stderr}");
+    let stderr = incoming(&folder.path("nothing"), &[]);
+    assert!(stderr.contains("No such file"), "{stderr}");
+}
+
+/// Whatever becomes of the other side, the guest goes on.
+#[test]
+fn a_guest_that_cannot_go_stays() {
+    const TICKS: u32 = 100;
+    let folder = Folder::new("stays");
+    let script = script(TICKS);
+    let options = ["--cpus", "2", "--mem", "192M"];
+    let mut guest = Process::start(&folder, "guest", &options, &["sh", "-c", &script]);
+    guest.wait_for_tick(3);
+    let way = place("unix", &folder.path("way"));
+    guest.assert_stays(&["--to", &way], "No such file");
+    let nowhere = place("file", &folder.path("nowhere/saved"));
+    guest.assert_stays(&["--to", &nowhere], "No such file");
+
+    // A target without the guest's disk says so, on both sides.
+    let incoming = ["boot", "--incoming", &way];
+    let mut target = Command::new(env!("CARGO_BIN_EXE_anykvm"));
+    let target = target
+        .args(incoming)
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped());
+    let target = target.spawn().unwrap();
+    wait_for_file(&folder.path("way"));
+    guest.assert_stays(&["--to", &way], "1 disks");
+    let output = target.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("1 disks"));
+
+    // One that dies on the way.
+    let listener = UnixListener::bind(folder.path("dies")).unwrap();
+    let dies = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut vec![0; 1 << 20]).unwrap();
+    });
+    guest.assert_stays(
+        &["--to", &place("unix", &folder.path("dies"))],
+        "roken pipe",
+    );
+    dies.join().unwrap();
+
+    // One that hangs: cancelled, and left by who asked for it.
+    let listener = UnixListener::bind(folder.path("hangs")).unwrap();
+    let hangs = place("unix", &folder.path("hangs"));
+    let mut client = guest.migrate_command(&["--to", &hangs]);
+    let client = client
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let silent = listener.accept().unwrap();
+    wait_for(|| guest.do_migrate(&["--status"]) == "migrating\n");
+    let output = guest.migrate(&["--pause"]);
+    assert_eq!(output.status.code(), Some(1));
+    guest.do_migrate(&["--cancel"]);
+    let output = client.wait_with_output().unwrap();
+    guest.assert_stayed(&output, "cancelled");
+    drop(silent);
+    let mut client = guest.migrate_command(&["--to", &hangs]).spawn().unwrap();
+    let silent = listener.accept().unwrap();
+    client.kill().unwrap();
+    client.wait().unwrap();
+    wait_for(|| guest.do_migrate(&["--status"]) == "running\n");
+    drop(silent);
+
+    stands_still(&mut guest);
+    assert_eq!(guest.end(), Some(7), "{}", guest.read("err"));
+    judge(&folder, &[&guest], TICKS);
+}
+
+/// A guest that is paused says nothing, also after a migration that it did not go with.
+fn stands_still(guest: &mut Process) {
+    guest.do_migrate(&["--pause"]);
+    guest.do_migrate(&["--pause"]);
+    // What it said before is on its way.
+    thread::sleep(Duration::from_millis(100));
+    let ticks = guest.ticks();
+    let nowhere = place("unix", &guest.folder.join("nobody").display().to_string());
+    assert_eq!(guest.migrate(&["--to", &nowhere]).status.code(), Some(1));
+    assert_eq!(guest.do_migrate(&["--status"]), "paused\n");
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(guest.ticks(), ticks);
+    guest.do_migrate(&["--resume"]);
+    let last = ticks.last().copied().unwrap_or(0);
+    guest.wait_for_tick(last + 3);
+}
+
+fn wait_for_file(path: &str) {
+    wait_for(|| Path::new(path).exists());
+}
+
+fn wait_for(is_so: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !is_so() {
+        assert!(begin.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(10));
+    }
+}
