@@ -5,6 +5,7 @@ use x86_cpu::{CpuState, Exception};
 use crate::{
     Mmu, Mode,
     context::{CURRENT, Key},
+    reach,
     shadow::{
         derived::Found,
         roots::{Policy, Roots},
@@ -60,7 +61,7 @@ impl Mmu {
         if walk.global {
             self.flushes.has_global_users |= gva >> 63 == 0;
         } else if let Some(derived) = &mut self.contexts[self.current].derived {
-            derived.note(gva, trail);
+            derived.note(gva, walk, trail);
         }
     }
 
@@ -133,6 +134,9 @@ impl Mmu {
                     self.l2.flush_page(*gva);
                     self.flush_current_small_page(*gva);
                 }
+                if self.contexts[self.current].nr_views() == 0 {
+                    self.give_back();
+                }
             }
             Found::Everything => {
                 self.stats.catch_ups_failed += 1;
@@ -145,6 +149,31 @@ impl Mmu {
         self.changed = changed;
         self.recheck_code_of_flush();
         self.next_tick();
+    }
+
+    /// The current context has no tables any more, and its entries are as they are in memory: what
+    /// they lead to comes to the second level, and for fetching to L2.
+    fn give_back(&mut self) {
+        let Some(derived) = self.contexts[self.current].derived.take() else {
+            return;
+        };
+        let (owner, keys) = (self.owner(), self.keys_of(self.current));
+        for (gva, leaf) in derived.leaves() {
+            let tick = self.next_tick();
+            self.l2.insert(gva, &leaf.walk, owner, tick);
+            if leaf.hva != 0 {
+                let leaf = reach::Leaf {
+                    gva,
+                    hva: leaf.hva,
+                    class: leaf.walk.rights.class(),
+                    global: false,
+                    writable: leaf.writes == self.writes_epoch,
+                };
+                self.reach.insert(&leaf, keys[0], [keys[0]; 2]);
+            }
+        }
+        self.publish_reach();
+        self.contexts[self.current].derived = Some(derived);
     }
 
     /// A device may have written guest memory.

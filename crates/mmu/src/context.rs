@@ -22,10 +22,15 @@ use crate::{
 
 /// Contexts that are kept. Linux uses six PCIDs, twice that with page-table isolation.
 const MAX_CONTEXTS: usize = 16;
-/// Tables of (context, view). Those of a context are half a MiB that is touched.
+/// Where roots are tracked: a context is a few KiB.
+const MAX_TRACKED: usize = 1024;
+/// Tables of (context, view). Those of a context are half a MiB that is touched, so those of more contexts would
+/// come from memory at each switch; a context without gets others' ([`Mmu::new_tables`]).
 const MAX_TABLES: usize = 192;
-/// Tables that a tracked context needs: it has no gain from what it costs without.
-const NEEDED: usize = 3;
+/// Contexts that were current last, which are remembered.
+const LAST: usize = 8;
+/// Of so many contexts that need tables one gets those of a context that was not current for long.
+const PATIENCE: u32 = 64;
 /// How many are looked at to find one that has not been used for long. (With the very oldest, more contexts in
 /// turn than there is room for would never find their own.)
 const SAMPLE: usize = 8;
@@ -209,15 +214,17 @@ impl Mmu {
         {
             context.left = tick;
             context.seen = seen;
+            self.note_last(self.current);
         }
     }
 
     /// A new context takes another's place.
     pub(crate) fn is_full(&self) -> bool {
-        match self.roots.policy {
-            Policy::Tdp => self.contexts.len() >= MAX_CONTEXTS + self.promised_roots(),
-            Policy::Shadow | Policy::Auto => self.tables_taken + NEEDED > MAX_TABLES,
-        }
+        let limit = match self.roots.policy {
+            Policy::Tdp => MAX_CONTEXTS + self.promised_roots(),
+            Policy::Shadow | Policy::Auto => MAX_TRACKED,
+        };
+        self.contexts.len() >= limit
     }
 
     pub(crate) fn new_context(&mut self, key: Key) -> usize {
@@ -244,23 +251,12 @@ impl Mmu {
             recent: [None; 4],
         };
         if !self.is_full() {
-            let place = match self.free_contexts.pop() {
-                Some(place) => {
-                    self.contexts[place] = fresh;
-                    place
-                }
-                None => {
-                    self.contexts.push(fresh);
-                    self.contexts.len() - 1
-                }
-            };
-            self.roots.insert(key.id(), place);
-            return place;
+            self.contexts.push(fresh);
+            self.roots.insert(key.id(), self.contexts.len() - 1);
+            return self.contexts.len() - 1;
         }
         self.stats.contexts_dropped += 1;
-        // (One without tables may be free.)
-        let is_tdp = self.roots.policy == Policy::Tdp;
-        let oldest = self.long_unused(|c| is_tdp || !c.views.is_empty());
+        let oldest = self.long_unused(|_| true);
         let old = core::mem::replace(&mut self.contexts[oldest], fresh);
         self.roots.remove(old.key.id());
         self.free_tables(&old.views);
@@ -296,18 +292,36 @@ impl Mmu {
             self.views[*tables].flush();
             self.views[*tables].taken = false;
         }
-        self.tables_taken -= views.len();
     }
 
-    /// A tracked context that has lost its tables is one no more.
-    fn stop_tracking(&mut self, context: usize) {
-        let c = &mut self.contexts[context];
-        if let Some(root) = c.key.root.take() {
-            c.derived = None;
-            self.roots.remove(root);
-            self.free_contexts.push(context);
-            self.stats.contexts_dropped += 1;
+    /// Whose tables a context gets that needs some, if there are no others. Where more contexts take
+    /// turns than have tables, those that were current just now are not so again for longest, and theirs
+    /// are in the processor's caches. (Not the very last ones: a process may have two roots.)
+    fn donor(&mut self) -> usize {
+        self.donors += 1;
+        let has_tables = |n: &&usize| **n != self.current && !self.contexts[**n].views.is_empty();
+        let last = self
+            .last
+            .get(2..)
+            .unwrap_or_default()
+            .iter()
+            .find(has_tables);
+        match last {
+            Some(last) if !self.donors.is_multiple_of(PATIENCE) => *last,
+            _ => self.long_unused(|c| !c.views.is_empty()),
         }
+    }
+
+    /// The context is the one that was current last.
+    fn note_last(&mut self, context: usize) {
+        if self.last.first() == Some(&context) {
+            return;
+        }
+        match self.last.iter().position(|n| *n == context) {
+            Some(place) => drop(self.last.remove(place)),
+            None => self.last.truncate(LAST - 1),
+        }
+        self.last.insert(0, context);
     }
 
     /// Tables that belong to nobody.
@@ -317,11 +331,10 @@ impl Mmu {
             return free;
         }
         if self.views.len() >= MAX_TABLES && self.contexts.len() > 1 {
-            let other = self.long_unused(|c| !c.views.is_empty());
+            let other = self.donor();
             let views = core::mem::take(&mut self.contexts[other].views);
             self.contexts[other].recent = [None; 4];
             self.free_tables(&views);
-            self.stop_tracking(other);
             if let Some((_, tables)) = views.first() {
                 return *tables;
             }
@@ -339,8 +352,7 @@ impl Mmu {
             tables.taken = false;
         }
         self.contexts.clear();
-        self.free_contexts.clear();
-        self.tables_taken = 0;
+        self.last.clear();
         self.roots.clear();
         self.current = 0;
     }
@@ -509,9 +521,7 @@ impl Mmu {
         let number = self.view_numbers.of(view);
         let epoch = self.next_tick();
         let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
-            let new = self.new_tables();
-            self.tables_taken += 1;
-            new
+            self.new_tables()
         } else {
             // The least recently selected; never one of the two in use.
             let victim = self.contexts[self.current]

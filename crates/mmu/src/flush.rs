@@ -185,6 +185,7 @@ impl Mmu {
     /// Every page has to be noted again when it is written.
     pub(crate) fn begin_round(&mut self) {
         self.stats.rounds += 1;
+        self.writes_epoch += 1;
         self.reach.begin_round();
         self.publish_reach();
     }

@@ -173,6 +173,7 @@ impl Mmu {
     }
 
     fn drop_tags(&mut self, tags: Tags, host: HostPage) {
+        self.writes_epoch += 1;
         match tags {
             Tags::At([one, other]) => {
                 self.reach.forbid_writes(one, host.hva());

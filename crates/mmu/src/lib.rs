@@ -189,10 +189,12 @@ pub struct Mmu {
     /// Changes of what `views` are tables of.
     views_made: u64,
     contexts: Vec<context::Context>,
-    /// Those of them that are nobody's.
-    free_contexts: Vec<usize>,
-    /// Of `views`, those that belong to a context.
-    tables_taken: usize,
+    /// Those that were current last, the very last one first.
+    last: Vec<usize>,
+    /// Times that a context has got another's tables.
+    donors: u32,
+    /// Changes when write permission of pages is taken: see [`shadow::derived`].
+    writes_epoch: u64,
     current: usize,
     /// Where a context that is unused is looked for next.
     hand: usize,
@@ -260,8 +262,9 @@ impl Mmu {
             views_made: 0,
             system: 0,
             contexts: Vec::new(),
-            free_contexts: Vec::new(),
-            tables_taken: 0,
+            last: Vec::new(),
+            donors: 0,
+            writes_epoch: 1,
             current: 0,
             hand: 0,
             tick: 1,

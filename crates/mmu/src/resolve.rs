@@ -309,6 +309,10 @@ impl Mmu {
         if walk.level == 1 && self.paging.mode != Mode::None {
             self.reach.insert(&leaf, key, keys);
             self.publish_reach();
+            if let Some(derived) = &mut self.contexts[self.current].derived {
+                let writes = if writable { self.writes_epoch } else { 0 };
+                derived.note_page(gva, leaf.hva, writes);
+            }
             return;
         }
         // Pages of the piece before this one; the slot may begin with a later one.

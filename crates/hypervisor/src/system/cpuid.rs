@@ -298,40 +298,7 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         ));
     }
     xsave_leaves(&mut out);
-    let signature = |eax: u32, s: &[u8; 12]| {
-        let word = |i: usize| u32::from_le_bytes([s[i], s[i + 1], s[i + 2], s[i + 3]]);
-        Regs {
-            eax,
-            ebx: word(0),
-            ecx: word(4),
-            edx: word(8),
-        }
-    };
-    out.push(plain(
-        KVM_CPUID_SIGNATURE,
-        signature(KVM_CPUID_FEATURES, b"KVMKVMKVM\0\0\0"),
-    ));
-    out.push(plain(
-        KVM_CPUID_FEATURES,
-        Regs {
-            eax: KVM_FEATURES,
-            ..Regs::default()
-        },
-    ));
-    out.push(plain(
-        own_cpuid::LEAVES,
-        signature(own_cpuid::LEAVES | 1, &own_cpuid::SIGNATURE),
-    ));
-    let [ebx, ecx, edx] = own_cpuid::limits();
-    out.push(plain(
-        own_cpuid::LEAVES | 1,
-        Regs {
-            eax: own_cpuid::FEATURES,
-            ebx,
-            ecx,
-            edx,
-        },
-    ));
+    out.extend(hypervisor_leaves());
     out.push(plain(
         0x8000_0000,
         Regs {
@@ -383,6 +350,38 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     out.push(performance_counters(amd));
     complete(&mut out);
     out
+}
+
+/// KVM's leaves, and those of anykvm's own.
+fn hypervisor_leaves() -> [kvm_cpuid_entry2; 4] {
+    let plain = |function: u32, regs: Regs| entry(function, 0, 0, regs);
+    let signature = |first: u32, s: &[u8; 12]| {
+        let word = |i: usize| u32::from_le_bytes([s[i], s[i + 1], s[i + 2], s[i + 3]]);
+        let regs = Regs {
+            eax: first | 1,
+            ebx: word(0),
+            ecx: word(4),
+            edx: word(8),
+        };
+        plain(first, regs)
+    };
+    let [ebx, ecx, edx] = own_cpuid::limits();
+    let own = Regs {
+        eax: own_cpuid::FEATURES,
+        ebx,
+        ecx,
+        edx,
+    };
+    let kvm = Regs {
+        eax: KVM_FEATURES,
+        ..Regs::default()
+    };
+    [
+        signature(KVM_CPUID_SIGNATURE, b"KVMKVMKVM\0\0\0"),
+        plain(KVM_CPUID_FEATURES, kvm),
+        signature(own_cpuid::LEAVES, &own_cpuid::SIGNATURE),
+        plain(own_cpuid::LEAVES | 1, own),
+    ]
 }
 
 fn performance_counters(amd: bool) -> kvm_cpuid_entry2 {

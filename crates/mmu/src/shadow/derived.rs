@@ -4,13 +4,16 @@
 //! went through is here, with the value that the walk saw or left. While all of them are still in
 //! memory, a walk would find the same.
 //!
+//! A context that has lost its tables of the first level is given back what its entries say when it is
+//! compared ([`Derived::leaves`]): that is less than to walk again for each page.
+//!
 //! Accessed and dirty flags count as changed only if they were set and are not any more: then
 //! hardware would have to set them again.
 
 use guest_memory::HostPage;
 use x86_defs::paging::{A, D};
 
-use crate::walk::Trail;
+use crate::walk::{Trail, Walk};
 
 /// Entries of a context. One that has more of them is flushed when others only catch up.
 const MAX_ENTRIES: usize = 1024;
@@ -34,6 +37,18 @@ struct Entry {
     offset: u16,
     size: u8,
     level: u8,
+    /// Of one of the lowest level: where it leads.
+    leaf: Option<Leaf>,
+}
+
+/// Where an entry of the lowest level leads.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Leaf {
+    pub walk: Walk,
+    /// Host address of the page; 0: no data was accessed in it.
+    pub hva: u64,
+    /// While `Mmu::writes_epoch` is this, the page may be written with nothing to be noted. Never 0.
+    pub writes: u64,
 }
 
 impl Entry {
@@ -52,12 +67,19 @@ pub(crate) enum Found {
     Everything,
 }
 
+fn page_place(gva: u64) -> usize {
+    let hash = (gva >> 12).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (hash >> 56) as usize % PLACES
+}
+
 /// See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Derived {
     entries: Vec<Entry>,
     /// Where the entry of a hash was put last.
     places: Box<[u16; PLACES]>,
+    /// Where the entry of the lowest level for a page was put last.
+    of_page: Box<[u16; PLACES]>,
     /// There are more than `entries` has.
     has_more: bool,
     uses: u32,
@@ -71,6 +93,7 @@ impl Derived {
         Self {
             entries: Vec::new(),
             places: Box::new([u16::MAX; PLACES]),
+            of_page: Box::new([u16::MAX; PLACES]),
             has_more: false,
             uses: 0,
             pdpte,
@@ -85,9 +108,18 @@ impl Derived {
     }
 
     /// A walk has been made whose translation is not global.
-    pub(crate) fn note(&mut self, gva: u64, trail: &Trail) {
+    pub(crate) fn note(&mut self, gva: u64, walk: &Walk, trail: &Trail) {
+        let leaf = Leaf {
+            walk: Walk {
+                gpa: walk.gpa & !0xfff,
+                ..*walk
+            },
+            hva: 0,
+            writes: 0,
+        };
         for step in trail.steps() {
             self.add(Entry {
+                leaf: (step.level == 1).then_some(leaf),
                 page: step.page,
                 value: step.value,
                 gva: if step.level == 1 { gva & !0xfff } else { 0 },
@@ -107,6 +139,9 @@ impl Derived {
             && (old.value ^ new.value) & !(A | D) == 0
         {
             old.value |= new.value;
+            if let (Some(old), Some(new)) = (&mut old.leaf, &new.leaf) {
+                old.walk.dirty |= new.walk.dirty;
+            }
             return;
         }
         if self.entries.len() == MAX_ENTRIES {
@@ -114,7 +149,32 @@ impl Derived {
             return;
         }
         *place = self.entries.len() as u16;
+        if new.level == 1 {
+            self.of_page[page_place(new.gva)] = self.entries.len() as u16;
+        }
         self.entries.push(new);
+    }
+
+    /// The page at `gva`, whose entry is known, was accessed: it is at `hva`, and if `writes` is not 0
+    /// may be written as long as `Mmu::writes_epoch` is this.
+    pub(crate) fn note_page(&mut self, gva: u64, hva: u64, writes: u64) {
+        let gva = gva & !0xfff;
+        let place = usize::from(self.of_page[page_place(gva)]);
+        if let Some(entry) = self.entries.get_mut(place)
+            && (entry.gva, entry.level) == (gva, 1)
+            && let Some(leaf) = &mut entry.leaf
+        {
+            if leaf.hva != hva || writes != 0 {
+                leaf.writes = writes;
+            }
+            leaf.hva = hva;
+        }
+    }
+
+    /// The pages of the lowest level's entries, and where they lead.
+    pub(crate) fn leaves(&self) -> impl Iterator<Item = (u64, Leaf)> {
+        let leaf = |e: &Entry| Some((e.gva, e.leaf?));
+        self.entries.iter().filter_map(leaf)
     }
 
     /// Compares all entries with memory. Pages that are to be dropped come to `changed`; their

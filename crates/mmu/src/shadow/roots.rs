@@ -17,7 +17,7 @@ pub enum Policy {
 }
 
 /// Roots whose loads are counted.
-const COUNTED: usize = 1024;
+const COUNTED: usize = 4096;
 /// Loads after which a root gets a context of its own.
 const LOADS: u8 = 3;
 /// Loads of a root without one for each that takes another root's: where more roots than contexts

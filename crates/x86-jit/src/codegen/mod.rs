@@ -532,16 +532,8 @@ impl Translator {
                 }
                 return Ok(true);
             }
-            Kind::Syscall | Kind::Sysret => {
-                self.system_call(d);
-                return Ok(true);
-            }
-            Kind::ToCr3 => {
-                self.load_root(d);
-                return Ok(true);
-            }
-            Kind::InterruptReturn => {
-                self.interrupt_return(d);
+            Kind::Syscall | Kind::Sysret | Kind::ToCr3 | Kind::InterruptReturn => {
+                self.system_branch(d);
                 return Ok(true);
             }
             Kind::Call => {

@@ -2,15 +2,15 @@
 
 use crate::{
     asm::*,
-    codegen::thunks::move_to_tables,
     frame::area::*,
     frame::switches::{self, BITS, HASH},
     ir::mode::Mode,
 };
 
 /// Goes on with CR3 = r14 and the tables that it led to before, if nothing says otherwise. Else the
-/// interpreter executes the instruction at the offset r13d: jumps to `bail`.
-pub(super) fn change_root(a: &mut Asm, bail: usize) -> usize {
+/// interpreter executes the instruction at the offset r13d: jumps to `bail`. `move_to_tables` goes on with
+/// the tables at r14, and may change r13.
+pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)) -> usize {
     let place = a.here();
     a.rr(true, &[0x85], S0, S0); // test
     let flushes = a.jcc(cc::NS);
@@ -46,7 +46,7 @@ pub(super) fn change_root(a: &mut Asm, bail: usize) -> usize {
     a.store(gs(CR3), S0);
     a.store_imm(gs(WANTED_ROOT), 0);
     a.load(S0, at(RAX, switches::TABLES));
-    move_to_tables(a, IS_OTHER_ROOT);
+    move_to_tables(a);
     a.load(S0, at(RAX, switches::KEY));
     a.store(gs(KEY), S0);
     a.load(S0, at(RAX, switches::SALT));

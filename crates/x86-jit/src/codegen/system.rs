@@ -198,8 +198,17 @@ impl Translator {
         a.store(gs(KERNEL_GS_BASE), S1);
     }
 
+    /// What changes levels or address spaces, and goes on elsewhere.
+    pub(super) fn system_branch(&mut self, d: &Decoded) {
+        match d.kind {
+            Kind::ToCr3 => self.load_root(d),
+            Kind::InterruptReturn => self.interrupt_return(d),
+            _ => self.system_call(d),
+        }
+    }
+
     /// SYSCALL and SYSRETQ: the other privilege level's view, then a branch.
-    pub(super) fn system_call(&mut self, d: &Decoded) {
+    fn system_call(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
         a.store(state_register(1), RCX);
@@ -216,7 +225,7 @@ impl Translator {
     }
 
     /// IRETQ: as above, at any level.
-    pub(super) fn interrupt_return(&mut self, d: &Decoded) {
+    fn interrupt_return(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
         a.mov(S0, GUEST_RSP);
@@ -230,7 +239,7 @@ impl Translator {
     }
 
     /// MOV to CR3: the tables of another address space, then a branch to what comes next.
-    pub(super) fn load_root(&mut self, d: &Decoded) {
+    fn load_root(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let n = d.i.op1_register().number() as u8;
         match host_reg(n) {

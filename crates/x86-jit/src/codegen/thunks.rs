@@ -281,7 +281,7 @@ fn move_to_view(a: &mut Asm) {
 }
 
 /// The tables at r14 are those to go on with, which the word `told` says to Rust. Changes r13.
-pub(super) fn move_to_tables(a: &mut Asm, told: usize) {
+fn move_to_tables(a: &mut Asm, told: usize) {
     a.store(gs(TABLES), S0);
     a.store_imm(gs(told), 1);
     for (_, near) in near_words().chain(near_constants()) {
@@ -599,7 +599,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
     a.ret();
 
     t.strings = string::emit(a, t.bail_integer, within, counts);
-    t.root = switches::change_root(a, t.bail_integer);
+    t.root = switches::change_root(a, t.bail_integer, |a| move_to_tables(a, IS_OTHER_ROOT));
     if let Some(plain) = plain {
         t.go_on_counting = exact::go_on(a, last_frame, true);
         t.go_on_plainly = exact::go_on(a, plain.last_frame, false);
