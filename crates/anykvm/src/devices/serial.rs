@@ -263,7 +263,7 @@ mod tests {
     fn uart_with(irq: &Arc<AtomicU32>) -> Uart {
         let irq = Arc::clone(irq);
         let edge = move || _ = irq.fetch_add(1, Ordering::Relaxed);
-        Uart::new(Sink::Discard, Box::new(edge), Box::new(|| {}))
+        Uart::new(Sink::Discard, Arc::new(edge), Box::new(|| {}))
     }
 
     fn uart() -> Uart {
