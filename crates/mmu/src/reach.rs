@@ -93,6 +93,9 @@ impl Leaf {
 pub(crate) struct Reach {
     small: LazyArray<AtomicU64>,
     large: LazyArray<AtomicU64>,
+    /// Host page of each large entry, or one that it had: those that may have a page of the same first-level index are neighbours, as all
+    /// of them are looked at for each page that is to be noted again.
+    hosts: Box<[u64]>,
     /// The current round of writes; never 0.
     round: u64,
     /// What views have of it has changed.
@@ -104,6 +107,11 @@ pub(crate) struct Reach {
     displaced: usize,
     last_token: u64,
 }
+
+/// Large entries by the first-level indices that their pages may have.
+const GROUPS: usize = ENTRIES / PIECE_PAGES;
+const GROUP_LEN: usize = LARGE_ENTRIES / GROUPS;
+const _: () = assert!(GROUPS.is_power_of_two() && GROUPS * GROUP_LEN == LARGE_ENTRIES);
 
 /// Entries of the small table at first.
 const FIRST_ENTRIES: usize = ENTRIES;
@@ -141,6 +149,7 @@ impl Reach {
         let mut reach = Self {
             small,
             large,
+            hosts: vec![0; LARGE_ENTRIES].into_boxed_slice(),
             round: 1,
             changed: true,
             entries: 0,
@@ -296,6 +305,10 @@ impl Reach {
             set(LARGE_MAPS[1], [0; MAP_WORDS]);
             store(&self.large, place, tag);
             store(&self.large, place + 1, data);
+            let n = place << 3 >> LARGE_SHIFT;
+            if let Some(host) = self.hosts.get_mut(n % GROUPS * GROUP_LEN + n / GROUPS) {
+                *host = data & PAGE;
+            }
         }
         let (words, bit) = Self::map_places(place, leaf.gva);
         for (word, is_set) in words.into_iter().zip([true, leaf.writable]) {
@@ -339,10 +352,15 @@ impl Reach {
             }
         }
         let gva = (index as u64) << 12;
-        let offset = gva % (1 << PIECE_SHIFT);
-        for n in (index / PIECE_PAGES..LARGE_ENTRIES).step_by(ENTRIES / PIECE_PAGES) {
-            let place = n << LARGE_SHIFT >> 3;
-            if (load(&self.large, place + 1) & PAGE) + offset == hva {
+        let first = hva.wrapping_sub(gva % (1 << PIECE_SHIFT));
+        let group = index / PIECE_PAGES % GROUPS;
+        let hosts = self.hosts.get(group * GROUP_LEN..).unwrap_or_default();
+        for (n, _) in (0..GROUP_LEN)
+            .zip(hosts)
+            .filter(|(_, host)| **host == first)
+        {
+            let place = (n * GROUPS + group) << LARGE_SHIFT >> 3;
+            if load(&self.large, place + 1) & PAGE == first {
                 let ([_, writes], bit) = Self::map_places(place, gva);
                 store(&self.large, writes, load(&self.large, writes) & !bit);
             }

@@ -88,11 +88,6 @@ pub(super) fn run(
     Ok(table_of(&rows, verdict))
 }
 
-/// One of its workloads.
-pub(super) fn has(name: &str) -> bool {
-    WORKLOADS.iter().any(|w| w.name == name)
-}
-
 /// Nanoseconds an access, and ratios.
 fn table_of(rows: &[Row], verdict: &mut Verdict) -> String {
     let head = [

@@ -32,19 +32,20 @@ const STATUS_MISSED: u8 = 1;
 /// Boots to the shell have to be so much faster than TCG's.
 const BOOT_BAR: f64 = 2.0;
 
+/// What `--only` may name.
+fn known() -> impl Iterator<Item = &'static str> {
+    WORKLOADS
+        .iter()
+        .map(|w| w.name)
+        .chain(ctxsw::names())
+        .chain(memory::WORKLOADS.iter().map(|w| w.name))
+        .chain(dirtylog::PARTS)
+}
+
 /// Runs `anykvm bench`; returns the exit status and the line to print with it.
 pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
-    if let Some(name) = args
-        .only
-        .iter()
-        .find(|n| WORKLOADS.iter().all(|w| w.name != **n) && !ctxsw::has(n) && !memory::has(n))
-    {
-        let known: Vec<&str> = WORKLOADS
-            .iter()
-            .map(|w| w.name)
-            .chain(ctxsw::names())
-            .chain(memory::WORKLOADS.iter().map(|w| w.name))
-            .collect();
+    if let Some(name) = args.only.iter().find(|n| known().all(|known| known != **n)) {
+        let known: Vec<&str> = known().collect();
         return Err(BootError::Usage(format!(
             "{name}: not one of {}",
             known.join(", ")
@@ -72,7 +73,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
             (BenchSuite::Wp, _) => wp::run(&mut verdict)?,
             (BenchSuite::Vpmu, _) => vpmu::run(&mut verdict)?,
-            (BenchSuite::Dirtylog, _) => dirtylog::run(&mut verdict, args.svg.as_deref())?,
+            (BenchSuite::Dirtylog, _) => dirtylog::run(args, &mut verdict)?,
             (BenchSuite::Firmware, _) => firmware::run(args, &mut verdict)?,
             (BenchSuite::Doorbell, _) => {
                 let qemu = (!args.no_tcg).then_some(args.qemu.as_path());

@@ -228,7 +228,8 @@ mod tests {
 
     #[test]
     fn runs_are_all_pages_once() {
-        let rows: [(&[u64], Vec<(u64, u64)>); 4] = [
+        type Row = (&'static [u64], Vec<(u64, u64)>);
+        let rows: [Row; 4] = [
             (&[0, 0], vec![]),
             (&[0b1011, 1 << 63], vec![(0, 2), (3, 1), (127, 1)]),
             (&[1 << 63, 1], vec![(63, 2)]),

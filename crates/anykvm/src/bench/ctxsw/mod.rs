@@ -67,11 +67,6 @@ struct Cell {
     counted: Option<[f64; COUNTERS.len()]>,
 }
 
-/// Is it one of the rows?
-pub(super) fn has(name: &str) -> bool {
-    names().any(|n| n == name)
-}
-
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     ROWS.iter().map(|(name, _)| *name).chain([BARE])
 }
