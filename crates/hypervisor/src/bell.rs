@@ -99,6 +99,13 @@ impl Identity {
     }
 }
 
+impl Identity {
+    /// The host says so.
+    pub(crate) fn is_surely(self, other: Self) -> bool {
+        self.id.is_some() && self.id == other.id
+    }
+}
+
 /// EBADF for what is not open, EINVAL for what is no eventfd.
 pub(crate) fn not_an_eventfd(error: std::io::Error) -> Error {
     if error.kind() == std::io::ErrorKind::InvalidInput {

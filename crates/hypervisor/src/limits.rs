@@ -2,8 +2,10 @@
 
 use kvm_bindings::*;
 
-/// Most vCPUs of a VM.
-pub(crate) const MAX_VCPUS: i32 = 255;
+/// Most vCPUs of a VM (KVM_MAX_VCPUS).
+pub(crate) const MAX_VCPUS: i32 = 1024;
+/// vCPU ids are below it (KVM_MAX_VCPU_IDS): there may be gaps in them, as in APIC ids.
+pub(crate) const MAX_VCPU_IDS: i32 = 4 * MAX_VCPUS;
 
 /// What KVM_CAP_X86_DISABLE_EXITS takes: MWAIT is a NOP here, and there are no C-state MSRs.
 pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;

@@ -87,8 +87,10 @@ pub fn deliver<S: LapicSet + ?Sized>(
     }
     // APIC ids are vCPU ids and those are mostly dense: try the obvious one first. In xAPIC mode a
     // guest may give several LAPICs the same id, and all of them listen.
-    if set.has_own_ids() && irq.shorthand == Shorthand::None && !irq.logical && irq.dest < BROADCAST
-    {
+    let is_one = irq.shorthand == Shorthand::None
+        && !irq.logical
+        && !matches!(irq.dest, BROADCAST | X2APIC_BROADCAST);
+    if set.has_own_ids() && is_one {
         let guess = irq.dest as usize;
         if guess < nr {
             let status = accept_at(set, guess, &irq, sender);

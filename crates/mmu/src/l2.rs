@@ -42,15 +42,19 @@ const LEVEL_SHIFT: u32 = 5;
 
 #[derive(Debug)]
 struct Array {
+    /// None before the first entry: a VM may have a thousand vCPUs that do nothing.
     sets: Box<[[Entry; WAYS]]>,
+    /// How many there are then.
+    count: usize,
     shift: u32,
     victim: usize,
 }
 
 impl Array {
-    fn new(sets: usize, shift: u32) -> Self {
+    fn new(count: usize, shift: u32) -> Self {
         Self {
-            sets: vec![[Entry::default(); WAYS]; sets].into_boxed_slice(),
+            sets: Box::default(),
+            count,
             shift,
             victim: 0,
         }
@@ -60,7 +64,7 @@ impl Array {
     fn set(&self, gva: u64) -> usize {
         // Multiplicative: kernel and user halves do not collide systematically.
         let hash = (gva >> self.shift).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        (hash >> 40) as usize & (self.sets.len() - 1)
+        (hash >> 40) as usize & (self.count - 1)
     }
 }
 
@@ -89,7 +93,7 @@ impl L2 {
     pub(crate) fn find(&self, gva: u64, owner: Owner) -> Option<Walk> {
         [&self.small, &self.large].into_iter().find_map(|array| {
             let key = (gva >> array.shift) + 1;
-            let set = &array.sets[array.set(gva)];
+            let set = array.sets.get(array.set(gva))?;
             let e = set.iter().find(|e| {
                 e.key == key
                     && e.world == owner.world
@@ -136,6 +140,9 @@ impl L2 {
         self.regions.add(gva, walk.level);
         let flushed = self.flushed;
         let i = array.set(gva);
+        if array.sets.is_empty() {
+            array.sets = vec![[Entry::default(); WAYS]; array.count].into_boxed_slice();
+        }
         let set = &mut array.sets[i];
         let same = set.iter().position(|e| {
             e.key == entry.key && e.world == entry.world && e.context == entry.context
@@ -153,7 +160,7 @@ impl L2 {
     pub(crate) fn flush_page(&mut self, gva: u64) {
         let key = (gva >> 12) + 1;
         let i = self.small.set(gva);
-        for e in &mut self.small.sets[i] {
+        for e in self.small.sets.get_mut(i).into_iter().flatten() {
             if e.key == key {
                 *e = Entry::default();
             }

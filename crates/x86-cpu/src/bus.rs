@@ -311,6 +311,8 @@ pub trait GuestBus {
     fn intercept(&mut self, _cpu: &mut CpuState, _exception: Exception) -> bool {
         false
     }
+    /// The delivery of an event stops for the exit that the bus has recorded.
+    fn delivery_stopped(&mut self, _cpu: &CpuState) {}
     /// PAUSE: the code is waiting for another vCPU.
     #[inline]
     fn pause(&mut self) {}

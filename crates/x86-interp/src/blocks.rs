@@ -115,7 +115,8 @@ pub(crate) struct Blocks<B> {
     insns: Vec<Insn<B>>,
     blocks: Vec<Block>,
     index: HashMap<(u64, u8), u32, BuildHasherDefault<Fold>>,
-    /// Jump cache, for blocks and then for single instructions.
+    /// Jump cache, for blocks and then for single instructions. Of no entries before the first: a VM may have a thousand vCPUs
+    /// that do nothing.
     jumps: Box<[Jump]>,
     /// Blocks of one instruction are being looked for.
     single: bool,
@@ -129,7 +130,7 @@ impl<B: GuestBus> Blocks<B> {
             insns: Vec::new(),
             blocks: Vec::new(),
             index: HashMap::default(),
-            jumps: vec![EMPTY; 2 * JUMPS].into_boxed_slice(),
+            jumps: Box::default(),
             single: false,
             resets: 0,
         }
@@ -258,6 +259,9 @@ impl<B: GuestBus> Blocks<B> {
             .map(|b| b.entry(number))
             .ok_or(Stop::Exception(Exception::UD))?;
         // Fetching may have filled a TLB: the epoch is read after it.
+        if self.jumps.is_empty() {
+            self.jumps = vec![EMPTY; 2 * JUMPS].into_boxed_slice();
+        }
         if let Some(j) = self.jumps.get_mut(slot) {
             *j = Jump {
                 linear,

@@ -4,7 +4,7 @@ use kvm_bindings::*;
 
 use crate::limits::{
     APIC_TICK_NS, DISABLED_EXITS, GUEST_DEBUG, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, MAX_DIRTY_RING,
-    MAX_VCPUS, MCE_BANKS, MCE_SUPPORTED_CAP, QUIRKS, X2APIC_API,
+    MAX_VCPU_IDS, MAX_VCPUS, MCE_BANKS, MCE_SUPPORTED_CAP, QUIRKS, X2APIC_API,
 };
 
 /// KVM_X86_GET_MCE_CAP_SUPPORTED.
@@ -121,7 +121,8 @@ pub fn check_extension(cap: u32) -> i32 {
         KVM_CAP_IRQ_ROUTING => 4096,
         KVM_CAP_NR_MEMSLOTS => 32764,
         KVM_CAP_NR_VCPUS => host::thread::cores().max(4) as i32,
-        KVM_CAP_MAX_VCPUS | KVM_CAP_MAX_VCPU_ID => MAX_VCPUS,
+        KVM_CAP_MAX_VCPUS => MAX_VCPUS,
+        KVM_CAP_MAX_VCPU_ID => MAX_VCPU_IDS,
         _ => counters(cap),
     }
 }

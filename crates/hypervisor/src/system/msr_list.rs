@@ -101,12 +101,15 @@ fn performance_counters(is_amd: bool) -> Vec<u32> {
 
 /// KVM_GET_MSR_FEATURE_INDEX_LIST.
 pub fn msr_feature_index_list() -> Vec<u32> {
-    vec![
+    let mut list = vec![
         IA32_ARCH_CAPABILITIES,
         IA32_PERF_CAPABILITIES,
-        AMD64_DE_CFG,
         IA32_BIOS_SIGN_ID,
-    ]
+    ];
+    if super::is_amd() {
+        list.push(AMD64_DE_CFG);
+    }
+    list
 }
 
 /// KVM_GET_MSRS on the system fd: a feature MSR's value.
@@ -114,7 +117,7 @@ pub fn feature_msr(index: u32) -> Option<u64> {
     match index {
         IA32_ARCH_CAPABILITIES => Some(super::Speculation::here().arch_capabilities),
         // LFENCE is serialising: every kernel of Linux has the host's processors so.
-        AMD64_DE_CFG => Some(1 << 1),
+        AMD64_DE_CFG if super::is_amd() => Some(1 << 1),
         IA32_PERF_CAPABILITIES if super::is_amd() => Some(0),
         IA32_PERF_CAPABILITIES => Some(PERF_CAPABILITIES),
         IA32_BIOS_SIGN_ID => Some(0x1_0000_0000),

@@ -68,7 +68,7 @@ impl Vcpu {
             .lapic()
             .restore(&saved, now, inner.bus.vm.options.has_x2apic_format())
             .map_err(|_| Error::InvalidArgument)?;
-        if self.shared.lapic().id() != self.shared.id {
+        if !self.shared.lapic().has_own_id() {
             inner.bus.vm.note_renumbered();
         }
         inner.bus.lapic_changed();

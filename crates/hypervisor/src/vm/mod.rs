@@ -34,6 +34,7 @@ use self::{chips::Chips, clock::VmClock, coalesced::Ring, irqfd::Irqfds, options
 use crate::{
     EngineOptions, Error, Result,
     bell::IoTable,
+    limits::MAX_VCPUS,
     shared::{VcpuShared, request},
     sink::{Sink, StatKind, StatsSink},
 };
@@ -152,7 +153,11 @@ impl Vm {
     }
     /// KVM_CHECK_EXTENSION on the VM.
     pub fn check_extension(&self, cap: u32) -> i32 {
-        crate::system::check_extension(cap)
+        match cap {
+            // What the VMM has set.
+            KVM_CAP_X86_APIC_BUS_CYCLES_NS => self.state.options.apic_tick_ns() as i32,
+            _ => crate::system::check_extension(cap),
+        }
     }
     /// KVM_SET_USER_MEMORY_REGION. Returns when no vCPU uses the old slot any more.
     ///
@@ -250,13 +255,16 @@ impl Drop for VmState {
 pub const VM_STATS: &[(&str, StatKind)] = &[("remote_tlb_flush_requests", StatKind::Count)];
 
 impl VmState {
-    /// What a new vCPU shares with the others, and its MMU: EEXIST for an id in use, EINVAL above
-    /// KVM_CAP_MAX_VCPU_ID.
+    /// What a new vCPU shares with the others, and its MMU: EEXIST for an id in use, EINVAL for one from
+    /// KVM_CAP_MAX_VCPU_ID on, and with more than KVM_CAP_MAX_VCPUS.
     pub(crate) fn add_vcpu(self: &Arc<Self>, id: u32) -> Result<(Arc<VcpuShared>, Mmu)> {
         if id >= self.options.vcpu_id_limit() {
             return Err(Error::InvalidArgument);
         }
         let mut vcpus = self.vcpus.write().unwrap_or_else(PoisonError::into_inner);
+        if vcpus.len() >= MAX_VCPUS as usize {
+            return Err(Error::InvalidArgument);
+        }
         if vcpus.iter().any(|v| v.id == id) {
             return Err(Error::Exists);
         }

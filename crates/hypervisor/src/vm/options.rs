@@ -14,7 +14,7 @@ use super::Vm;
 use crate::{
     Error, Result,
     limits::{
-        APIC_TICK_NS, DISABLED_EXITS, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, MAX_VCPUS, QUIRKS,
+        APIC_TICK_NS, DISABLED_EXITS, HYPERCALL_EXITS, MANUAL_DIRTY_LOG, MAX_VCPU_IDS, QUIRKS,
         X2APIC_API,
     },
     shared::request,
@@ -168,7 +168,7 @@ impl Options {
     /// vCPU ids are below it.
     pub(crate) fn vcpu_id_limit(&self) -> u32 {
         match self.max_vcpu_id.load(Ordering::Relaxed) {
-            0 => MAX_VCPUS as u32,
+            0 => MAX_VCPU_IDS as u32,
             limit => limit,
         }
     }
@@ -176,7 +176,7 @@ impl Options {
     fn set_max_vcpu_id(&self, limit: u64) -> Result<()> {
         let limit = u32::try_from(limit)
             .ok()
-            .filter(|limit| *limit <= MAX_VCPUS as u32)
+            .filter(|limit| *limit <= MAX_VCPU_IDS as u32)
             .ok_or(Error::InvalidArgument)?;
         let was = self
             .max_vcpu_id

@@ -385,8 +385,24 @@ impl Lapic {
             return true;
         }
         // KVM lets an id that xAPIC mode cannot hold be used before x2APIC is
-        // switched on, so that vCPUs above 254 can be started.
-        self.id() == dest || self.config.vcpu_id > 0xff && dest == self.config.vcpu_id
+        // switched on, so that vCPUs above 254 can be started; what is left of it in 8 bits
+        // is another vCPU's.
+        if self.has_cut_id() {
+            dest == self.config.vcpu_id
+        } else {
+            self.id() == dest
+        }
+    }
+
+    /// In xAPIC mode with the low 8 bits of an id that has more.
+    fn has_cut_id(&self) -> bool {
+        let id = self.config.vcpu_id;
+        id > 0xff && !self.is_x2apic() && self.id() == id & 0xff
+    }
+
+    /// It is the one that its vCPU's id names.
+    pub fn has_own_id(&self) -> bool {
+        self.id() == self.config.vcpu_id || self.has_cut_id()
     }
 
     /// Does a logical destination name this LAPIC (SDM vol. 3, 11.6.2.2, 11.12.9)?

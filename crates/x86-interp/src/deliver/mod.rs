@@ -82,6 +82,9 @@ pub(crate) fn event<B: GuestBus>(ex: &mut Exec<'_, B>, event: Event) -> Result<(
                     ex.cpu.dr6,
                     ex.cpu.dr7,
                 ) = saved;
+                if matches!(stop, Stop::Exit) {
+                    ex.bus.delivery_stopped(ex.cpu);
+                }
                 return Err(stop);
             }
         }

@@ -14,6 +14,18 @@ impl Bus {
         Err(Fault::Exit)
     }
 
+    /// The IDT, or where the frame goes, is no memory: KVM cannot deliver an event through the VMM.
+    #[cold]
+    pub(super) fn stop_delivery(&mut self, cpu: &CpuState) {
+        if let Some(Exit::Mmio { gpa, .. }) = self.exit {
+            self.replay.forget();
+            self.exit = Some(Exit::InternalError {
+                suberror: kvm_bindings::KVM_INTERNAL_ERROR_DELIVERY_EV,
+                data: vec![cpu.rip(), gpa],
+            });
+        }
+    }
+
     pub(in crate::vcpu) fn translate(
         &mut self,
         cpu: &mut CpuState,

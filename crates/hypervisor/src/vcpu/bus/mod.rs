@@ -488,6 +488,9 @@ impl GuestBus for Bus {
             None => host::cpu::rdtsc(),
         }
     }
+    fn delivery_stopped(&mut self, cpu: &CpuState) {
+        self.stop_delivery(cpu);
+    }
     fn intercept(&mut self, cpu: &mut CpuState, exception: Exception) -> bool {
         debug::intercept(self, cpu, exception)
     }

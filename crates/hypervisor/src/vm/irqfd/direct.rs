@@ -17,6 +17,7 @@ use std::{
 };
 
 use super::{Irqfd, VmState};
+use crate::bell::Identity;
 
 /// Numbers that can be in the table; those above are the thread's.
 const NUMBERS: usize = 1 << 16;
@@ -114,6 +115,18 @@ fn unlist(fd: i32) {
     }
 }
 
+/// The eventfd is an irqfd of another VM of this process: an eventfd wakes one of them first, and only that one.
+pub(super) fn is_anothers(vm: &Arc<VmState>, id: Identity) -> bool {
+    if GENERATION.load(Ordering::Acquire) != host::fork::generation() {
+        return false;
+    }
+    let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
+    let mut others = table
+        .values()
+        .filter(|e| !std::ptr::eq(e.vm.as_ptr(), Arc::as_ptr(vm)));
+    others.any(|e| e.irqfd.id.is_surely(id) && e.vm.strong_count() != 0 && e.irqfd.is_open())
+}
+
 /// From now on writes to `irqfd.fd` are delivered by their writers.
 pub(super) fn insert(vm: &Arc<VmState>, irqfd: &Arc<Irqfd>) {
     let Some((word, bit)) = bit(irqfd.fd) else {
@@ -130,7 +143,7 @@ pub(super) fn insert(vm: &Arc<VmState>, irqfd: &Arc<Irqfd>) {
             }
             stale.extend(std::mem::take(&mut *table).into_values());
         }
-        // Two VMs may have one eventfd; the first to take the counter has the signal.
+        // Where the host tells no two eventfds apart two VMs may have one number.
         let is_taken = table
             .get(&irqfd.fd)
             .is_some_and(|e| e.vm.strong_count() != 0 && e.irqfd.is_open());

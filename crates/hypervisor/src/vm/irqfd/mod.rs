@@ -162,7 +162,7 @@ impl Vm {
     }
 
     /// KVM_IRQFD: EBADF and EINVAL for what is no eventfd, EINVAL for unknown flags and without
-    /// chips, EBUSY if the eventfd is in use already. What was signalled before a removal is
+    /// chips, EBUSY if the eventfd is in use already, also with another VM. What was signalled before a removal is
     /// delivered, and nothing after it.
     pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
         let args = *args;
@@ -197,8 +197,10 @@ impl VmState {
         let irqfds = &self.irqfds;
         irqfds.sweep();
         let id = Identity::of(&event, args.fd as i32);
+        // It takes other VMs' gates, so before the list.
+        let is_anothers = direct::is_anothers(self, id);
         let mut list = locked(&irqfds.list);
-        if list.irqfds.iter().any(|i| i.id.is(id)) {
+        if is_anothers || list.irqfds.iter().any(|i| i.id.is(id)) {
             return Err(Error::Busy);
         }
         let set = self.irqfd_set()?;
