@@ -103,7 +103,7 @@ fn answer<B: JitBus>(
         }
         Reason::Branch => {
             // #GP(0) at the branch, if it is one.
-            if target == page.wrapping_add(0x1000) {
+            if target == page.wrapping_add(0x1000) && !jit.mode.has(Mode::SEGMENTED) {
                 cpu.set_rip(target);
             }
             jit.interpret(interp, cpu, bus, 0)
@@ -289,8 +289,9 @@ impl<B: JitBus> Jit<B> {
             cpu.set_rip(target);
             return true;
         }
-        // #GP(0) at the branch, if it is one.
-        cpu.set_rip(if target == page.wrapping_add(0x1000) {
+        // #GP(0) at the branch, if it is one: what is reached without a branch raises its own.
+        let falls = i64::from(site.target) == i64::from(site.offset) + 1;
+        cpu.set_rip(if falls {
             target
         } else {
             page + u64::from(site.offset)

@@ -69,6 +69,11 @@ impl Segments {
         Ok(all)
     }
 
+    /// Entries into translated code that were compared with the interpreter.
+    pub fn stretches(&self) -> u64 {
+        self.jit.stretches()
+    }
+
     /// What was done so far.
     pub fn summary(&self) -> Summary {
         Summary {
