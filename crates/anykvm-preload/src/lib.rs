@@ -47,6 +47,8 @@ unsafe extern "C" {
 static LAUNCHED: AtomicBool = AtomicBool::new(false);
 
 pub(crate) fn set_launched() {
+    // While the program starts, before its first vCPU wants to know.
+    host::cpu::begin_to_measure_tsc();
     LAUNCHED.store(true, Ordering::Release);
 }
 

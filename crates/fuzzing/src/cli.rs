@@ -103,6 +103,9 @@ pub(crate) struct Programs {
     /// Programs of real mode and of segments with bases and limits.
     #[arg(long)]
     pub(crate) segments: bool,
+    /// With the translator's own comparison, which says where.
+    #[arg(long, requires = "segments")]
+    pub(crate) lockstep: bool,
     /// Only print the program of the seed.
     #[arg(long)]
     pub(crate) list: bool,

@@ -54,7 +54,12 @@ fn with_segments(options: &Programs) -> Result<(String, bool), String> {
     let &Programs {
         cases, seed, all, ..
     } = options;
-    let mut jits = Segments::new().map_err(|e| format!("memory cannot be mapped: {e}"))?;
+    let make = if options.lockstep {
+        Segments::in_lockstep
+    } else {
+        Segments::new
+    };
+    let mut jits = make().map_err(|e| format!("memory cannot be mapped: {e}"))?;
     if options.list {
         return Ok((jits.listing(seed), true));
     }
@@ -84,6 +89,7 @@ fn jit(options: &Programs) -> Result<(String, bool), String> {
         segments,
         list,
         all,
+        ..
     } = options;
     if segments {
         return with_segments(options);

@@ -27,3 +27,14 @@ fn a_wrong_rule_is_found_and_shown() {
     assert!(host.contains("shr "), "{report}");
     assert!(report.contains("the interpreter:"), "{report}");
 }
+
+#[test]
+fn segments_and_16_bit_code() {
+    let mut all = fuzzing::jit::segments::Segments::in_lockstep().expect("memory");
+    for seed in 0..600 {
+        if let Err(difference) = all.run(seed) {
+            panic!("{difference}");
+        }
+    }
+    assert!(all.stretches() > 600, "{}", all.stretches());
+}

@@ -68,31 +68,53 @@ fn tsc_khz_from_cpuid() -> Option<u32> {
     None
 }
 
-/// Best of several short measurements: the one during which the thread was
-/// least disturbed has the smallest uncertainty.
+/// Nanoseconds of all of a measurement.
+const MEASURED_NS: u64 = 20_000_000;
+
+/// The counter and the kernel's clock at one time: the tightest pair of a few.
+fn sample() -> (u64, u64) {
+    (0..16)
+        .map(|_| {
+            let before = rdtsc();
+            let ns = clock::monotonic_raw_ns();
+            let after = rdtsc();
+            (after.wrapping_sub(before), before, ns)
+        })
+        .min()
+        .map_or((0, 0), |(_, tsc, ns)| (tsc, ns))
+}
+
+/// kHz from one sample to the other.
+fn khz_between((tsc0, ns0): (u64, u64), (tsc1, ns1): (u64, u64)) -> u64 {
+    let ns = u128::from(ns1.wrapping_sub(ns0).max(1));
+    (u128::from(tsc1.wrapping_sub(tsc0)) * 1_000_000 / ns) as u64
+}
+
+static BEGAN: OnceLock<(u64, u64)> = OnceLock::new();
+
+/// What [`tsc_khz`] measures, if it has to, begins now: whoever calls this early does not wait for it.
+pub fn begin_to_measure_tsc() {
+    BEGAN.get_or_init(sample);
+}
+
+/// From when it was begun, if it was; else the middle one of several short measurements, some of which the thread may be
+/// disturbed in.
 fn measured_tsc_khz() -> u32 {
-    const WINDOW_NS: u64 = 4_000_000;
-    let sample = || {
-        // The tightest of a few (tsc, ns) pairs.
-        (0..16)
-            .map(|_| {
-                let before = rdtsc();
-                let ns = clock::monotonic_raw_ns();
-                let after = rdtsc();
-                (after.wrapping_sub(before), before, ns)
-            })
-            .min()
-            .map_or((0, 0), |(_, tsc, ns)| (tsc, ns))
+    const WINDOW_NS: u64 = MEASURED_NS / 5;
+    let wait = |since: u64, long: u64| {
+        while clock::monotonic_raw_ns().wrapping_sub(since) < long {
+            core::hint::spin_loop();
+        }
     };
+    if let Some(began) = BEGAN.get() {
+        wait(began.1, MEASURED_NS);
+        return u32::try_from(khz_between(*began, sample())).unwrap_or(u32::MAX);
+    }
     let mut results: Vec<u64> = (0..5)
         .map(|_| {
-            let (tsc0, ns0) = sample();
-            while clock::monotonic_raw_ns().wrapping_sub(ns0) < WINDOW_NS {
-                core::hint::spin_loop();
-            }
-            let (tsc1, ns1) = sample();
-            let ns = u128::from(ns1.wrapping_sub(ns0).max(1));
-            (u128::from(tsc1.wrapping_sub(tsc0)) * 1_000_000 / ns) as u64
+            let start = sample();
+            wait(start.1, WINDOW_NS);
+            khz_between(start, sample())
         })
         .collect();
     results.sort_unstable();

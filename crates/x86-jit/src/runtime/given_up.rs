@@ -8,7 +8,7 @@ use crate::{
     JitBus,
     frame::area::{self, index},
     ir::mode::Mode,
-    ir::segment::code_at,
+    ir::segment::{code_at, has_pages},
 };
 
 const ENTRIES: usize = 64;
@@ -68,6 +68,10 @@ impl<B: JitBus> GivenUp<B> {
         bus: &mut B,
         mode: Mode,
     ) -> Option<&Insn<B>> {
+        if mode.has(Mode::SEGMENTED) && !has_pages(cpu, 0) {
+            // CS's limit is to be looked at.
+            return None;
+        }
         let (rip, key) = (cpu.rip(), cpu.engine.words[index(area::KEY)]);
         let changes = bus.code_changes();
         if self.0.is_empty() {

@@ -112,7 +112,7 @@ fn answer<B: JitBus>(
         }
         Reason::Branch => {
             // #GP(0) at the branch, if it is one.
-            if target == page.wrapping_add(0x1000) {
+            if target == page.wrapping_add(0x1000) && !jit.mode.has(Mode::SEGMENTED) {
                 cpu.set_rip(target);
             } else {
                 jit.take_back(cpu, bus);
@@ -300,8 +300,9 @@ impl<B: JitBus> Jit<B> {
             cpu.set_rip(target);
             return true;
         }
-        // #GP(0) at the branch, if it is one.
-        if target == page.wrapping_add(0x1000) {
+        // #GP(0) at the branch, if it is one: what is reached without a branch raises its own.
+        let falls = i64::from(site.target) == i64::from(site.offset) + 1;
+        if falls {
             cpu.set_rip(target);
         } else {
             cpu.set_rip(page + u64::from(site.offset));

@@ -109,6 +109,13 @@ impl Program {
             Code::Retnw
         }));
         elements.push(function);
+        let mut far = b.any();
+        far.code.push(plain(if b.bits == 32 {
+            Code::Retfd
+        } else {
+            Code::Retfw
+        }));
+        elements.push(far);
         let mut data = vec![0; RAM];
         for word in data.chunks_exact_mut(8) {
             word.copy_from_slice(&b.r.next().to_le_bytes());
@@ -135,7 +142,7 @@ impl Program {
 
     fn kept(&self, n: usize) -> usize {
         let kept = (n..self.elements.len()).find(|&n| !self.elements[n].off);
-        kept.unwrap_or(self.elements.len() - 2)
+        kept.unwrap_or(self.elements.len() - 3)
     }
 
     /// `None` if something cannot be encoded, or there is no room.
@@ -176,7 +183,7 @@ impl Builder<'_> {
             9 => self.string(),
             10 => self.pointer(),
             11 if self.r.one_in(3) => self.system(),
-            12 if self.r.one_in(4) => self.far(),
+            12 if self.r.one_in(4) => self.far(count),
             _ => self.any(),
         }
     }
@@ -447,16 +454,37 @@ impl Builder<'_> {
         self.one(plain(code))
     }
 
-    /// A call of the next instruction by a far pointer, and INT.
-    fn far(&mut self) -> Element {
-        if self.r.one_in(2) {
+    /// INT, and a call that is returned from by RETF.
+    fn far(&mut self, count: usize) -> Element {
+        if self.r.one_in(4) {
             let i = Instruction::with1(Code::Int_imm8, self.r.below(256) as u32);
             return self.one(i.unwrap_or_default());
         }
-        // What is returned to is any place.
         let wide = self.bits == 32;
-        let code = if wide { Code::Retfd } else { Code::Retfw };
-        let mut e = self.one(plain(code));
+        if self.forms.exact && self.r.one_in(3) {
+            return self.far_away(wide);
+        }
+        let mut call = plain(if wide {
+            Code::Call_rel32_32
+        } else {
+            Code::Call_rel16
+        });
+        call.set_op0_kind(if wide {
+            OpKind::NearBranch32
+        } else {
+            OpKind::NearBranch16
+        });
+        let push = if wide { Code::Pushd_CS } else { Code::Pushw_CS };
+        Element {
+            code: vec![with1(push, R::CS), call],
+            to: Some(count + 2),
+            off: false,
+        }
+    }
+
+    /// RETF to anywhere. What is there may have results that manuals leave open.
+    fn far_away(&mut self, wide: bool) -> Element {
+        let mut e = self.one(plain(if wide { Code::Retfd } else { Code::Retfw }));
         let selector: u32 = match self.kind {
             Kind::Real | Kind::V86 => 0x1000 + self.r.below(0x800) as u32,
             _ => 8,

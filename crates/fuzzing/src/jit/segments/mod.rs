@@ -69,6 +69,11 @@ impl Segments {
         Ok(all)
     }
 
+    /// Entries into translated code that were compared with the interpreter.
+    pub fn stretches(&self) -> u64 {
+        self.jit.stretches()
+    }
+
     /// What was done so far.
     pub fn summary(&self) -> Summary {
         Summary {
@@ -200,7 +205,7 @@ fn forget_flags(cpu: &mut CpuState, memory: &mut [u8]) {
     let word = if cpu.is_protected() { 4 } else { 2 };
     for n in 2..4 {
         let offset = cpu.gpr[reg::RSP].wrapping_add(n * word) & mask;
-        let at = ss.base.wrapping_add(offset) as usize;
+        let at = (ss.base.wrapping_add(offset) & 0xffff_ffff) as usize;
         for (byte, flags) in [
             (at, rflags::ARITH as u8),
             (at + 1, (rflags::ARITH >> 8) as u8),

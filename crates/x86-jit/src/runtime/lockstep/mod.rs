@@ -42,6 +42,7 @@ use crate::{
     frame::exit::{Left, Reason},
     frame::state::unpack,
     ir::decoded::Decoded,
+    ir::mode::Mode,
     ir::segment::may_branch_to,
     runtime::state::move_stack,
 };
@@ -346,7 +347,7 @@ impl<B: JitBus> Jit<B> {
             }
             Reason::Branch => {
                 // #GP(0) at the branch, if it is one.
-                if target == page.wrapping_add(0x1000) {
+                if target == page.wrapping_add(0x1000) && !self.mode.has(Mode::SEGMENTED) {
                     cpu.set_rip(target);
                 } else {
                     self.take_back(cpu, bus);
