@@ -18,6 +18,10 @@ const TABLES: [u64; 2] = [0x8000, 0x9000];
 /// Where the handler leaves what it was called for.
 const SEEN: u64 = 0x6000;
 const PORT: u8 = 0x10;
+/// Of the program: so that it has ten thousand instructions.
+const TURNS: u32 = 320;
+/// Overflows after each number of instructions up to this.
+const MOST: usize = 10_000;
 
 const PERFEVTSEL0: u32 = 0x186;
 const PMC0: u32 = 0xc1;
@@ -103,7 +107,7 @@ fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
 /// A bit of everything: loops, calls, indirect branches, string instructions, an interpreted one.
 fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
     let [mut turn, mut skip, mut inner, mut on, mut end] = [(); 5].map(|()| a.create_label());
-    a.mov(r12d, 40)?;
+    a.mov(r12d, TURNS)?;
     a.set_label(&mut turn)?;
     a.add(rbx, r12)?;
     a.mov(qword_ptr(0x5000), rbx)?;
@@ -169,8 +173,8 @@ fn finish(vcpu: &mut VcpuFd) {
 }
 
 /// Of each instruction that a single-stepped run completes: the streams, as [`Vendor::events`], and
-/// RIP after it.
-fn trace(vendor: Vendor) -> Vec<([bool; 4], u64)> {
+/// RIP and the program's counter of turns after it.
+fn trace(vendor: Vendor) -> Vec<([bool; 4], [u64; 2])> {
     let m = machine(false);
     let mut vcpu = vendor.vcpu(&m);
     vcpu.set_guest_debug(&kvm_guest_debug {
@@ -189,7 +193,8 @@ fn trace(vendor: Vendor) -> Vec<([bool; 4], u64)> {
             VcpuExit::IoOut(..) => return steps,
             other => panic!("{other:?}"),
         }
-        let next = vcpu.get_regs().unwrap().rip;
+        let regs = vcpu.get_regs().unwrap();
+        let next = regs.rip;
         // One turn of several.
         if next == rip {
             continue;
@@ -201,7 +206,7 @@ fn trace(vendor: Vendor) -> Vec<([bool; 4], u64)> {
             flow == FlowControl::ConditionalBranch,
             i.mnemonic() == Mnemonic::Ret,
         ];
-        steps.push((streams, next));
+        steps.push((streams, [next, regs.r12]));
     }
 }
 
@@ -209,9 +214,25 @@ fn trace(vendor: Vendor) -> Vec<([bool; 4], u64)> {
 fn counters_agree_with_single_steps() {
     for vendor in Vendor::ALL {
         let steps = trace(vendor);
-        assert!(steps.len() > 1000);
+        assert!(steps.len() > MOST);
         let m = machine(false);
         let mut vcpu = vendor.vcpu(&m);
+        // One event besides instructions is counted by translated code.
+        for round in 0..20 {
+            for (n, event) in (1..).zip(&vendor.events()[1..]) {
+                for (at, event) in [(0, vendor.events()[0]), (1, *event)] {
+                    assert!(set_msr(&vcpu, vendor.counter(at), 0));
+                    assert!(set_msr(&vcpu, vendor.select(at), ON | event));
+                }
+                start(&vcpu, CODE);
+                finish(&mut vcpu);
+                for (at, stream) in [(0, 0), (1, n)] {
+                    let expected = steps.iter().filter(|(s, _)| s[stream]).count();
+                    let got = msr(&vcpu, vendor.counter(at));
+                    assert_eq!(got, expected as u64, "{vendor:?} {stream}, round {round}");
+                }
+            }
+        }
         for round in 0..20 {
             for (n, event) in (0..).zip(vendor.events()) {
                 assert!(set_msr(&vcpu, vendor.counter(n), 0));
@@ -245,6 +266,7 @@ fn handler(a: &mut CodeAssembler) -> Result<(), IcedError> {
     a.mov(rax, qword_ptr(rsp + 8))?;
     a.mov(qword_ptr(SEEN), rax)?;
     a.inc(qword_ptr(SEEN + 8))?;
+    a.mov(qword_ptr(SEEN + 16), r12)?;
     a.pop(rax)?;
     a.iretq()
 }
@@ -275,14 +297,15 @@ fn an_overflow_interrupts_after_exactly_so_many_events() {
             &(HANDLER | 8 << 16 | 0x8e << 40).to_le_bytes(),
         );
         for (stream, event) in vendor.events().into_iter().enumerate() {
-            let ends: Vec<u64> = steps
+            let ends: Vec<[u64; 2]> = steps
                 .iter()
                 .filter(|(s, _)| s[stream])
                 .map(|(_, next)| *next)
                 .collect();
-            for n in (1..=ends.len()).step_by(if stream == 0 { 7 } else { 3 }) {
+            let most = ends.len().min(MOST);
+            for n in (1..=most).step_by(if stream == 0 { 1 } else { 13 }) {
                 route_to_nmi(&vcpu);
-                m.write(SEEN, &[0; 16]);
+                m.write(SEEN, &[0; 24]);
                 assert!(set_msr(&vcpu, vendor.select(0), 0));
                 assert!(set_msr(&vcpu, vendor.status(), 0));
                 let from = (n as u64).wrapping_neg() & 0xffff_ffff_ffff;
@@ -290,8 +313,9 @@ fn an_overflow_interrupts_after_exactly_so_many_events() {
                 assert!(set_msr(&vcpu, vendor.select(0), ON | INT | event));
                 start(&vcpu, CODE);
                 finish(&mut vcpu);
-                let seen = [0, 8].map(|at| u64::from_le_bytes(m.read(SEEN + at)));
-                assert_eq!(seen, [ends[n - 1], 1], "{vendor:?} {event:#x}: {n}");
+                let seen = [0, 8, 16].map(|at| u64::from_le_bytes(m.read(SEEN + at)));
+                let [rip, turn] = ends[n - 1];
+                assert_eq!(seen, [rip, 1, turn], "{vendor:?} {event:#x}: {n}");
                 assert_eq!(msr(&vcpu, vendor.status()), 1);
             }
         }

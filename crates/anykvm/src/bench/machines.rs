@@ -176,6 +176,27 @@ poweroff -f
         self.run_script(&Guest::new(machine, cpus, mem), suite, &script)
     }
 
+    /// Runs them in a guest of ours, one after another and each in all `ways`: words before its command.
+    pub(super) fn run_ways(
+        &self,
+        workloads: &[&Workload],
+        ways: &[&str],
+        repeats: u32,
+    ) -> Result<Run, BootError> {
+        let one = |w: &&Workload| {
+            let all: Vec<String> = ways
+                .iter()
+                .map(|way| format!("{way} {}", w.script))
+                .collect();
+            all.join("\n")
+        };
+        let script = script_of(workloads.iter().map(one), repeats)?;
+        // Sampling does not end because an interrupt seems to take long.
+        let script = format!("echo 0 >/proc/sys/kernel/perf_cpu_time_max_percent\n{script}");
+        let guest = Guest::new(Machine::Anykvm, 1, "1G");
+        self.run_script(&guest, workloads.first().map(|w| w.suite), &script)
+    }
+
     /// Runs a script that prints workloads' lines.
     pub(super) fn run_script(
         &self,
@@ -290,7 +311,11 @@ fn script(workloads: &[&Workload], repeats: u32) -> Result<String, BootError> {
     if workloads.is_empty() {
         return Ok(String::new());
     }
-    let lines: Vec<&str> = workloads.iter().map(|w| w.script).collect();
+    script_of(workloads.iter().map(|w| w.script.to_owned()), repeats)
+}
+
+fn script_of(lines: impl Iterator<Item = String>, repeats: u32) -> Result<String, BootError> {
+    let lines: Vec<String> = lines.collect();
     Ok(format!(
         "export LC_ALL=C PYTHON={}\n{PREPARE}\necho {PREPARED}\nn=0; while [ $n -lt {repeats} ]; do\n{}\nn=$((n + 1)); done",
         python()?.display(),

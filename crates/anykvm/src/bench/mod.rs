@@ -59,8 +59,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     }
     let mut verdict = Verdict::default();
     let is_bare = |s: &BenchSuite| {
-        use BenchSuite::{Dirtylog, Doorbell, Exits, Firmware, Vpmu, Wp};
-        matches!(s, Exits | Dirtylog | Doorbell | Firmware | Vpmu | Wp)
+        use BenchSuite::{Dirtylog, Doorbell, Exits, Firmware, Wp};
+        matches!(s, Exits | Dirtylog | Doorbell | Firmware | Wp)
     };
     let needs_files = !args.suites.iter().all(is_bare);
     let mut files = if needs_files {
@@ -72,7 +72,6 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
         let text = match (suite, &mut files) {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
             (BenchSuite::Wp, _) => wp::run(&mut verdict)?,
-            (BenchSuite::Vpmu, _) => vpmu::run(&mut verdict)?,
             (BenchSuite::Dirtylog, _) => dirtylog::run(args, &mut verdict)?,
             (BenchSuite::Firmware, _) => firmware::run(args, &mut verdict)?,
             (BenchSuite::Doorbell, _) => {
@@ -84,6 +83,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
             (BenchSuite::Kernel, Some(f)) => compare(args, f, Suite::Kernel, &mut verdict)?,
             (BenchSuite::Memory, Some(f)) => memory::run(args, f, &mut verdict)?,
             (BenchSuite::Ctxsw, Some(f)) => ctxsw::run(args, f, &mut verdict)?,
+            (BenchSuite::Vpmu, Some(f)) => vpmu::run(args, f, &mut verdict)?,
             (BenchSuite::Boot, Some(f)) => boots(args, f, &mut verdict)?,
             (BenchSuite::Smp, Some(f)) => scaling(args, f, &mut verdict)?,
         };

@@ -19,9 +19,9 @@ pub(super) struct Tally {
     taken: Vec<(usize, i32)>,
 }
 
-/// Its events of a stream, if a conditional branch is taken or not; others always branch.
-fn events(d: &Decoded, stream: usize, is_taken: bool) -> i32 {
-    let has_branched = is_taken || d.kind != Kind::Jcc;
+/// Its events of a stream, if a conditional branch leaves the block by its target or not; others always branch.
+fn events(d: &Decoded, stream: usize, leaves: bool) -> i32 {
+    let has_branched = leaves != d.is_negated || d.kind != Kind::Jcc;
     i32::from(outcome(events_of(&d.i), has_branched) >> stream & 1)
 }
 

@@ -5,6 +5,8 @@ use iced_x86::{
     code_asm::{registers::*, *},
 };
 
+use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN};
+
 use crate::ir::mode::Mode;
 
 /// User code, at one address or another.
@@ -12,6 +14,9 @@ const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
 /// A kernel's, at one address.
 const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
 pub(super) const USER32: Mode = USER.with(Mode::BITS32);
+/// Instructions are counted, and branches.
+const COUNTED: Mode = USER.with(Mode::counting(OF_BRANCHES));
+const COUNTED_KERNEL: Mode = KERNEL.with(Mode::counting(OF_BRANCHES));
 
 /// A block.
 pub(super) struct Case {
@@ -104,6 +109,7 @@ pub(super) const FILES: &[(&str, &[Case])] = &[
     ("old_host.txt", OLD_HOST),
     ("entries.txt", ENTRIES),
     ("traces.txt", TRACES),
+    ("counting.txt", COUNTING),
 ];
 
 fn load(a: &mut CodeAssembler) -> Result<(), IcedError> {
@@ -525,4 +531,42 @@ const TRACES: &[Case] = &[
         a.ret()
     })
     .along(LOADS_INDIRECT),
+];
+
+fn two_ways(a: &mut CodeAssembler) -> Result<(), IcedError> {
+    a.mov(rax, qword_ptr(rbx + 8))?;
+    a.test(rax, rax)?;
+    a.je(0x40_0200)?;
+    a.mov(qword_ptr(rcx), rax)?;
+    a.jmp(0x40_0300)
+}
+
+const COUNTING: &[Case] = &[
+    case("a branch in its middle", COUNTED, two_ways),
+    case(
+        "the same, those that are taken",
+        USER.with(Mode::counting(CONDITIONAL_TAKEN)),
+        two_ways,
+    ),
+    case("a loop", COUNTED, sum),
+    case("fields of a structure", COUNTED, fields),
+    case("a call", COUNTED, |a| a.call(0x40_0200)),
+    case("a return", COUNTED, |a| a.ret()),
+    case("rep movsq", COUNTED, |a| {
+        a.rep().movsq()?;
+        a.jmp(0x40_0200)
+    }),
+    case("stac, clac", COUNTED_KERNEL, |a| {
+        a.stac()?;
+        a.clac()?;
+        a.jmp(0x40_0200)
+    }),
+    case("pause", COUNTED, |a| {
+        a.pause()?;
+        a.jmp(0x40_0200)
+    }),
+    case("syscall, left to the interpreter", COUNTED, |a| {
+        a.inc(rax)?;
+        a.syscall()
+    }),
 ];

@@ -45,6 +45,8 @@ pub(crate) struct Decoded {
     pub(crate) takes_pointer: bool,
     /// Where it leaves a loop within its block that is not known to make always as many turns: the turn, from 1 on.
     pub(crate) turn: u8,
+    /// Its condition is the guest's negated: it branches where the guest's does not.
+    pub(crate) is_negated: bool,
     /// The number of its page among those of a trace, and how far that is from the one that the trace begins in.
     pub(crate) page: u8,
     pub(crate) distance: i32,
@@ -174,10 +176,17 @@ impl Decoded {
             effect: Effect::Other,
             takes_pointer: true,
             turn: 0,
+            is_negated: false,
             page: 0,
             distance: 0,
             onto: None,
         }
+    }
+
+    /// A conditional branch leads where it did not, and goes on where it did.
+    pub(crate) fn turns_round(&mut self) {
+        self.i.negate_condition_code();
+        self.is_negated = !self.is_negated;
     }
 
     /// The jump's target is what comes next in the block.

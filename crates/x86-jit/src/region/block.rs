@@ -126,10 +126,7 @@ pub(crate) fn decode<B: GuestBus>(
                 _ => u64::MAX,
             };
             if target == u64::from(first) && !mode.has(Mode::SPLIT) && !straddles {
-                // A turn that is left has branched the other way round.
-                if !mode.has(Mode::COUNTS) {
-                    unroll(out, next);
-                }
+                unroll(out, next);
                 break 'fetch;
             }
             if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
@@ -205,7 +202,7 @@ fn repeat(out: &mut Vec<Decoded>, from: usize, next: u32, turns: usize, notes: b
         let mut leave = d;
         leave.turn = if notes { turn as u8 } else { 0 };
         if d.kind == Kind::Jcc {
-            leave.i.negate_condition_code();
+            leave.turns_round();
             set_target(&mut leave.i, next);
         } else {
             leave.follow();

@@ -103,7 +103,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
                         break;
                     }
                     if let (Some(to), Some(d)) = (t, self.decoded.last_mut()) {
-                        d.i.negate_condition_code();
+                        d.turns_round();
                         let next = d.end();
                         set_target(&mut d.i, next);
                         if let Some(last) = taken.last_mut() {

@@ -90,6 +90,14 @@ fn answer<B: JitBus>(
     let resumed = jit.resumed.take();
     let fault = jit.fault.take();
     let stop = match reason {
+        // A counter may have overflowed with the instruction before: its interrupt comes first.
+        Reason::Interpret | Reason::Access if cpu.retired.is_due() => {
+            if resumed == Some(cpu.rip()) {
+                cpu.rflags |= rflags::RF;
+            }
+            *left = Left::Again;
+            return 0;
+        }
         Reason::Interpret | Reason::Access => {
             let operand = (reason == Reason::Access).then_some(target);
             match fault {

@@ -314,6 +314,8 @@ impl<B: JitBus> Jit<B> {
                         continue;
                     }
                 }
+                // Another interrupt comes first.
+                Reason::Interpret | Reason::Access if cpu.retired.is_due() => {}
                 Reason::Interpret | Reason::Access => {
                     let stop = self.interpret(interp, cpu, bus, argument);
                     if stop != RunStop::Poll {

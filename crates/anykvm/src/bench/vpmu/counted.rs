@@ -1,0 +1,187 @@
+//! What code takes longer while something counts what it retires: loops of a few instructions, and programs
+//! in a guest of Debian's kernel whose process has events of its own, or whose processor is sampled.
+
+use std::time::Instant;
+
+use anykvm_ioctls::VcpuExit;
+
+use super::{Registers, wrmsr};
+use crate::bench::bare::{Bare, Mode};
+use crate::bench::machines::Files;
+use crate::bench::report::{self, Verdict};
+use crate::bench::workloads::{Suite, WORKLOADS, Workload};
+use crate::cli::BenchArgs;
+use crate::error::BootError;
+
+/// Turns of a loop between two exits, and runs of which the fastest counts.
+const TURNS: u32 = 100_000;
+const RUNS: u32 = 60;
+
+/// Events at both levels, enabled: instructions, and branches of Intel's and AMD's.
+const INSTRUCTIONS: u32 = 0x43_00c0;
+const BRANCHES: [u32; 2] = [0x43_00c4, 0x43_00c2];
+
+/// Loops' names and bodies; RBX and RDI may be used, and RAM from 0x10000 on.
+const LOOPS: &[(&str, &[u8])] = &[
+    ("nothing", &[]),
+    (
+        // add rax, [rbx]; add ebx, 8; and ebx, 0x1fff8; or ebx, 0x10000
+        "sum of an array",
+        &[
+            0x48, 0x03, 0x03, 0x83, 0xc3, 0x08, 0x81, 0xe3, 0xf8, 0xff, 0x01, 0x00, 0x81, 0xcb, 0,
+            0, 1, 0,
+        ],
+    ),
+    (
+        // inc eax; test al, 3; jne +2; inc edx
+        "a branch",
+        &[0xff, 0xc0, 0xa8, 0x03, 0x75, 0x02, 0xff, 0xc2],
+    ),
+    (
+        // call +2; jmp +3; inc eax; ret
+        "a call",
+        &[0xe8, 2, 0, 0, 0, 0xeb, 3, 0xff, 0xc0, 0xc3],
+    ),
+    (
+        // imul rax, rax, 5; add rax, 7; rol rax, 3; xor rdx, rax; mov [rbx], rdx; add rsi, rdx;
+        // lea rbp, [rsi+rax]; sub rbp, rdx
+        "arithmetic",
+        &[
+            0x48, 0x6b, 0xc0, 5, 0x48, 0x83, 0xc0, 7, 0x48, 0xc1, 0xc0, 3, 0x48, 0x31, 0xc2, 0x48,
+            0x89, 0x13, 0x48, 0x01, 0xd6, 0x48, 0x8d, 0x2c, 0x06, 0x48, 0x29, 0xd5,
+        ],
+    ),
+    (
+        // mov ecx, 32; mov edi, 0x20000; rep stosq
+        "fill 256 bytes",
+        &[0xb9, 32, 0, 0, 0, 0xbf, 0, 0, 2, 0, 0xf3, 0x48, 0xab],
+    ),
+];
+
+/// A guest that runs a loop for ever and exits after each [`TURNS`] turns.
+fn guest(before: &[u8], body: &[u8]) -> Result<Bare, BootError> {
+    let mut code = before.to_vec();
+    code.extend([0xbb, 0, 0, 1, 0]); // mov ebx, 0x10000
+    let begin = code.len();
+    code.extend([0x41, 0xb8]); // mov r8d, TURNS
+    code.extend(TURNS.to_le_bytes());
+    let turn = code.len();
+    code.extend(body);
+    code.extend([0x41, 0xff, 0xc8, 0x0f, 0x85]); // dec r8d; jne
+    let back = turn as i32 - (code.len() as i32 + 4);
+    code.extend(back.to_le_bytes());
+    code.extend([0xe6, 0x80, 0xe9]); // out 0x80, al; jmp
+    let back = begin as i32 - (code.len() as i32 + 4);
+    code.extend(back.to_le_bytes());
+    Bare::new(Mode::Long, false, &code)
+}
+
+/// Nanoseconds of a turn, counted by nobody, by one counter and by two: the guests run in turn.
+fn times(r: &Registers, body: &[u8]) -> Result<[f64; 3], BootError> {
+    let one = wrmsr(r.select, INSTRUCTIONS);
+    let branches = BRANCHES[usize::from(r.is_amd())];
+    let two = [&one[..], &wrmsr(r.select + r.step(), branches)].concat();
+    let mut guests = [guest(&[], body)?, guest(&one, body)?, guest(&two, body)?];
+    let mut best = [f64::INFINITY; 3];
+    for _ in 0..RUNS {
+        for (guest, best) in guests.iter_mut().zip(&mut best) {
+            let begin = Instant::now();
+            match guest.vcpu.run().map_err(BootError::kvm("KVM_RUN"))? {
+                VcpuExit::IoOut(..) => {}
+                exit => return Err(BootError::NoImage(format!("unexpected exit: {exit:?}"))),
+            }
+            *best = best.min(begin.elapsed().as_secs_f64() / f64::from(TURNS) * 1e9);
+        }
+    }
+    Ok(best)
+}
+
+/// Per cent more.
+fn more(time: f64, than: f64) -> f64 {
+    (time / than - 1.0) * 100.0
+}
+
+fn percent(value: f64) -> String {
+    format!("{value:+.1} %")
+}
+
+/// Measures and prints loops.
+pub(super) fn loops(r: &Registers, verdict: &mut Verdict) -> Result<String, BootError> {
+    let head = [
+        "a loop's turn",
+        "not counted, ns",
+        "instructions",
+        "branches as well",
+    ];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    for (name, body) in LOOPS {
+        let [plain, one, two] = times(r, body)?;
+        verdict.at_most(&format!("{name}, counted, %"), more(one, plain), 2.0);
+        verdict.at_most(
+            &format!("{name}, branches as well, %"),
+            more(two, plain),
+            3.0,
+        );
+        lines.push(vec![
+            (*name).to_owned(),
+            format!("{plain:.2}"),
+            percent(more(one, plain)),
+            percent(more(two, plain)),
+        ]);
+    }
+    Ok(format!("\n{}", report::aligned(&lines)))
+}
+
+/// How programs are run, and bars of their geometric mean and of each, in per cent.
+const WAYS: &[(&str, &str, f64, f64)] = &[
+    ("COUNT=1", "instructions", 5.0, 10.0),
+    ("COUNT=2", "branches as well", 6.0, 11.0),
+    ("COUNT=s1000", "samples at 1 kHz", 2.0, f64::INFINITY),
+    ("COUNT=s4000", "at 4 kHz", 5.0, f64::INFINITY),
+];
+
+/// Measures and prints programs.
+pub(super) fn programs(
+    args: &BenchArgs,
+    files: &Files,
+    verdict: &mut Verdict,
+) -> Result<String, BootError> {
+    let is_wanted = |w: &&Workload| {
+        w.suite == Suite::Compute && (args.only.is_empty() || args.only.iter().any(|n| n == w.name))
+    };
+    let workloads: Vec<&Workload> = WORKLOADS.iter().filter(is_wanted).collect();
+    let ways: Vec<&str> = core::iter::once("")
+        .chain(WAYS.iter().map(|w| w.0))
+        .collect();
+    let run = files.run_ways(&workloads, &ways, args.repeats)?;
+    let best = |name: String| {
+        let of = run.samples.iter().filter(|s| s.name == name);
+        of.map(|s| s.ns as f64 / 1e6).fold(f64::INFINITY, f64::min)
+    };
+    let head = ["a program", "not counted, ms"].map(str::to_owned);
+    let head = head.into_iter().chain(WAYS.iter().map(|w| w.1.to_owned()));
+    let mut lines = vec![head.collect::<Vec<_>>()];
+    let mut logs = vec![0.0; WAYS.len()];
+    for w in &workloads {
+        let plain = best(w.name.to_owned());
+        let mut line = vec![w.name.to_owned(), format!("{plain:.1}")];
+        for ((way, what, _, each), log) in WAYS.iter().zip(&mut logs) {
+            let time = best(format!("{}:{}", w.name, way.trim_start_matches("COUNT=")));
+            if !time.is_finite() {
+                return Err(BootError::NoImage(format!("{} failed with {way}", w.name)));
+            }
+            *log += (time / plain).ln();
+            verdict.at_most(&format!("{}, {what}, %", w.name), more(time, plain), *each);
+            line.push(percent(more(time, plain)));
+        }
+        lines.push(line);
+    }
+    let mut line = vec!["geometric mean".to_owned(), String::new()];
+    for ((_, what, mean, _), log) in WAYS.iter().zip(logs) {
+        let value = more((log / workloads.len() as f64).exp(), 1.0);
+        verdict.at_most(&format!("programs, {what}, %"), value, *mean);
+        line.push(percent(value));
+    }
+    lines.push(line);
+    Ok(format!("\n{}", report::aligned(&lines)))
+}
