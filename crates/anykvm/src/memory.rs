@@ -30,10 +30,13 @@ pub(crate) fn allocate(size: u64) -> Result<GuestMemory, BootError> {
         })?;
         ranges.push((GuestAddress(start), len));
     }
-    GuestMemory::from_ranges(&ranges).map_err(|e| BootError::Allocate {
+    let refused = |e: &dyn std::fmt::Display| BootError::Allocate {
         mib,
         reason: e.to_string(),
-    })
+    };
+    // A bitmap for more than there are addresses ends the process: first without.
+    GuestMemoryMmap::<()>::from_ranges(&ranges).map_err(|e| refused(&e))?;
+    GuestMemory::from_ranges(&ranges).map_err(|e| refused(&e))
 }
 
 #[cfg(test)]

@@ -85,6 +85,16 @@ pub(super) struct Counts {
     pub(super) longest: u64,
     /// By the logarithm of cycles.
     pub(super) histogram: [u64; 64],
+    /// Writes from the start of the threads to their end, and nanoseconds that they had a processor for.
+    whole: (u64, u64),
+}
+
+impl Counts {
+    /// Writes in a second of the processor's time: what else runs on the machine matters little.
+    pub(super) fn rate(&self) -> f64 {
+        let (writes, ns) = self.whole;
+        writes as f64 / (ns as f64 / 1e9)
+    }
 }
 
 impl Default for Counts {
@@ -93,6 +103,7 @@ impl Default for Counts {
             writes: 0,
             longest: 0,
             histogram: [0; 64],
+            whole: (0, 0),
         }
     }
 }
@@ -271,6 +282,7 @@ impl Guest {
             .collect::<Result<Vec<_>, _>>()
             .map_err(BootError::kvm("a vCPU"))?;
         let this = &*self;
+        let at_start = this.sum(stoppers.len())?.writes;
         let (result, ended) = thread::scope(|scope| {
             let threads: Vec<_> = vcpus
                 .iter_mut()
@@ -298,10 +310,15 @@ impl Guest {
             vcpu.set_kvm_immediate_exit(0);
         }
         self.vcpus = vcpus;
+        let mut ns = 0;
         for one in ended {
-            one.map_err(|_| BootError::NoImage("a vCPU's thread has panicked".to_owned()))??;
+            ns +=
+                one.map_err(|_| BootError::NoImage("a vCPU's thread has panicked".to_owned()))??;
         }
-        result
+        let writes = self.sum(self.vcpus.len())?.writes - at_start;
+        let mut counts = result?;
+        counts.whole = (writes, ns);
+        Ok(counts)
     }
 
     fn sum(&self, vcpus: usize) -> Result<Counts, BootError> {
@@ -317,8 +334,9 @@ impl Guest {
         Ok(sum)
     }
 
-    /// Runs a vCPU until it is stopped; makes room in full rings.
-    fn vcpu(&self, vcpu: &mut VcpuFd) -> Result<(), BootError> {
+    /// Runs a vCPU until it is stopped; makes room in full rings. Nanoseconds that it had a processor for.
+    fn vcpu(&self, vcpu: &mut VcpuFd) -> Result<u64, BootError> {
+        let begin = host::clock::thread_cpu_ns();
         loop {
             match vcpu.run() {
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
@@ -330,7 +348,7 @@ impl Guest {
                 Err(error) if error.errno() == rustix::io::Errno::INTR.raw_os_error() => {
                     // Otherwise it is left over from the last time.
                     if self.is_over.load(Ordering::Relaxed) {
-                        return Ok(());
+                        return Ok(host::clock::thread_cpu_ns() - begin);
                     }
                 }
                 Err(error) => return Err(BootError::kvm("KVM_RUN")(error)),

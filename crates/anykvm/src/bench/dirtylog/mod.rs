@@ -85,32 +85,30 @@ struct Harvests {
     ns: f64,
     pages: u64,
     counts: Counts,
-    /// Writes in a second.
+    /// Writes in a second of the vCPUs' time.
     rate: f64,
 }
 
 /// Harvests so often, and lets the guest run for `pause` before each.
 fn harvest(guest: &mut Guest, pause: Duration, times: u32) -> Result<Harvests, BootError> {
-    let (mut spent, mut pages, mut whole) = (Duration::ZERO, 0, Duration::ZERO);
+    let (mut spent, mut pages) = (Duration::ZERO, 0);
     guest.log(true)?;
     // The first finds all pages that were ever written.
     guest.harvest()?;
     let counts = guest.run(PERIOD, |guest| {
-        let begin = Instant::now();
         for _ in 0..times {
             thread::sleep(pause);
             let begin = Instant::now();
             pages += guest.harvest()?;
             spent += begin.elapsed();
         }
-        whole = begin.elapsed();
         Ok(())
     })?;
     guest.log(false)?;
     Ok(Harvests {
         ns: spent.as_secs_f64() * 1e9 / f64::from(times),
         pages: pages / u64::from(times),
-        rate: counts.writes as f64 / whole.as_secs_f64(),
+        rate: counts.rate(),
         counts,
     })
 }
@@ -136,7 +134,6 @@ fn harvests(verdict: &mut Verdict, bars: &mut Vec<Bar>) -> Result<String, BootEr
         let mut bitmap_writes = None;
         for (name, method) in METHODS {
             let mut guest = Guest::new(method, RANDOM, vcpus, PAGES * PAGE, PAGES / vcpus)?;
-            let mut whole = Duration::ZERO;
             // Until all is translated and every part of the memory has been written.
             for _ in 0..WARM_UP {
                 let counts = guest.run(PERIOD, |_| {
@@ -148,12 +145,10 @@ fn harvests(verdict: &mut Verdict, bars: &mut Vec<Bar>) -> Result<String, BootEr
                 }
             }
             let plain = guest.run(PERIOD, |_| {
-                let begin = Instant::now();
                 thread::sleep(PERIOD * 5);
-                whole = begin.elapsed();
                 Ok(())
             })?;
-            let plain = plain.writes as f64 / whole.as_secs_f64();
+            let plain = plain.rate();
             let paced = harvest(&mut guest, PERIOD, HARVESTS)?;
             let busy = harvest(&mut guest, Duration::ZERO, HARVESTS * 10)?;
             let mut line = vec![name.to_owned(), vcpus.to_string()];
@@ -317,19 +312,16 @@ fn slowdown(verdict: &mut Verdict) -> Result<String, BootError> {
         for _ in 0..10 {
             for (rate, is_on) in rates.iter_mut().zip([false, true]) {
                 guest.log(is_on)?;
-                let mut whole = Duration::ZERO;
                 let counts = guest.run(PERIOD, |guest| {
-                    let begin = Instant::now();
                     for _ in 0..5 {
                         thread::sleep(PERIOD);
                         if is_on {
                             guest.harvest()?;
                         }
                     }
-                    whole = begin.elapsed();
                     Ok(())
                 })?;
-                *rate = rate.max(counts.writes as f64 / whole.as_secs_f64());
+                *rate = rate.max(counts.rate());
             }
         }
         let [plain, logged] = rates;
