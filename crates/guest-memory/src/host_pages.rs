@@ -16,6 +16,9 @@
 //!                                             asks for the page, as it is now
 //! ```
 //!
+//! DEVIATION: memory that changes without a word (a block of `malloc` that `free` unmaps, a file that another process makes shorter, a user of
+//! `anykvm-ioctls` who does not call `begin_memory_change`) is a fault of the process when a guest comes there; with KVM it is EFAULT.
+//!
 //! What is known is a new object with each change, and a vCPU uses that of its own table. So one that has not acknowledged goes on with the
 //! pages, which are still there, and what it finds out too late is noted where nobody looks. One that has acknowledged holds no page of
 //! the range, and whoever waits for it to acknowledge the next change does not come before the gate is open.

@@ -101,7 +101,6 @@ pub fn check_extension(cap: u32) -> i32 {
         KVM_CAP_X86_APIC_BUS_CYCLES_NS => APIC_TICK_NS as i32,
         KVM_CAP_X2APIC_API => X2APIC_API as i32,
         KVM_CAP_DISABLE_QUIRKS2 => QUIRKS as i32,
-        KVM_CAP_X86_USER_SPACE_MSR => 1,
         KVM_CAP_DIRTY_LOG_RING | KVM_CAP_DIRTY_LOG_RING_ACQ_REL => MAX_DIRTY_RING as i32,
         KVM_CAP_X86_DISABLE_EXITS => DISABLED_EXITS as i32,
         KVM_CAP_EXIT_HYPERCALL => HYPERCALL_EXITS as i32,
@@ -114,7 +113,7 @@ pub fn check_extension(cap: u32) -> i32 {
         KVM_CAP_XSAVE2 => 4096,
         // A header: there are no nested guests.
         KVM_CAP_NESTED_STATE => size_of::<kvm_nested_state>() as i32,
-        KVM_CAP_CLOCKSOURCE => 1,
+        KVM_CAP_CLOCKSOURCE | KVM_CAP_X86_USER_SPACE_MSR => 1,
         KVM_CAP_ADJUST_CLOCK => {
             (KVM_CLOCK_TSC_STABLE | KVM_CLOCK_REALTIME | KVM_CLOCK_HOST_TSC) as i32
         }

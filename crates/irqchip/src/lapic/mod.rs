@@ -386,7 +386,7 @@ impl Lapic {
         }
         // KVM lets an id that xAPIC mode cannot hold be used before x2APIC is
         // switched on, so that vCPUs above 254 can be started; what is left of it in 8 bits
-        // is another vCPU's.
+        // is another vCPU's. DEVIATION: KVM finds it by that if there is no other.
         if self.has_cut_id() {
             dest == self.config.vcpu_id
         } else {
