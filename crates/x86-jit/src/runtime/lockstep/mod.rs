@@ -264,10 +264,8 @@ impl<B: JitBus> Lockstep<B> {
 /// The state without what is not compared.
 fn normal(cpu: &CpuState) -> CpuState {
     let mut cpu = cpu.clone();
-    // Translated code goes from STI to the next instruction, which the stretch may end before.
-    if cpu.shadow == Shadow::Sti {
-        cpu.shadow = Shadow::None;
-    }
+    // Translated code goes from STI, or a load of SS, to the next instruction, which the stretch may end before.
+    cpu.shadow = Shadow::None;
     // Of the last exception raised, delivered or not.
     cpu.fault_gva = 0;
     cpu.fault_dr6 = 0;
