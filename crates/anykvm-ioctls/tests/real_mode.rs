@@ -204,6 +204,20 @@ fn calls_and_returns_of_both_sizes() {
     assert_eq!(m.word(0x2_0012), STACK as u16);
 }
 
+#[test]
+fn calls_that_come_to_their_own_code_and_what_comes_to_the_end() {
+    // The stack grows down to the call, which is one of zeros then; those are executed up to CS's limit.
+    let calls = |a: &mut CodeAssembler| {
+        let mut here = a.create_label();
+        a.set_label(&mut here)?;
+        a.call(here)
+    };
+    let m = ends(calls, Some(13));
+    let regs = m.vcpu.get_regs().unwrap();
+    let [ip, cs] = [0, 2].map(|n| m.word((regs.rsp & 0xffff) + n));
+    assert_eq!([ip, cs], [0, 0], "beyond the last instruction");
+}
+
 /// Code that the guest writes.
 const MADE: u64 = 0x3000;
 
@@ -311,9 +325,12 @@ loops! {
         a.db(&[0xea, 0, 0x10, 0, 0])
     };
     endless_by_calls: |a| {
-        let mut here = a.create_label();
+        let (mut here, mut function) = (a.create_label(), a.create_label());
         a.set_label(&mut here)?;
-        a.call(here)
+        a.call(function)?;
+        a.jmp(here)?;
+        a.set_label(&mut function)?;
+        a.ret()
     };
     endless_by_segment_registers: |a| {
         let mut here = a.create_label();

@@ -195,6 +195,15 @@ impl Decoded {
         (self.reads, self.sets, self.takes_pointer) = (0, 0, false);
     }
 
+    /// Behind it, interrupts wait for the next instruction.
+    pub(crate) fn holds_events(&self) -> bool {
+        match self.kind {
+            Kind::Sti => true,
+            Kind::ToSegment | Kind::PopSegment => self.i.op0_register() == Register::SS,
+            _ => false,
+        }
+    }
+
     /// The interpreter executes it after all.
     pub(crate) fn leave(&mut self) {
         self.kind = Kind::Interpret;

@@ -170,9 +170,9 @@ pub(crate) fn decode<B: GuestBus>(
             }
         }
     }
-    // Nothing may be injected between STI and the next instruction, so both are in one block.
+    // Nothing may be injected between STI, or a load of SS, and the next instruction, so both are in one block.
     if let Some(d) = out.last_mut()
-        && d.kind == Kind::Sti
+        && d.holds_events()
     {
         d.leave();
     }

@@ -27,7 +27,7 @@ pub(super) fn form(kind: Kind, code: Code) -> Kind {
         C::Pushw_ES | C::Pushw_CS | C::Pushw_SS | C::Pushw_DS | C::Pushw_FS | C::Pushw_GS => {
             Kind::PushSegment
         }
-        C::Popw_ES | C::Popw_DS | C::Popw_FS | C::Popw_GS => Kind::PopSegment,
+        C::Popw_ES | C::Popw_SS | C::Popw_DS | C::Popw_FS | C::Popw_GS => Kind::PopSegment,
         _ if code.is_jcc_short_or_near() => Kind::Jcc,
         _ => match kind {
             Kind::String => Kind::Element,
@@ -58,6 +58,7 @@ pub(crate) fn has_short_words(code: Code) -> bool {
             | C::Pushw_FS
             | C::Pushw_GS
             | C::Popw_ES
+            | C::Popw_SS
             | C::Popw_DS
             | C::Popw_FS
             | C::Popw_GS
@@ -80,10 +81,7 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Kind, Mode) 
         Kind::BitString | Kind::Syscall => Kind::Interpret,
         // Repeated ones are the interpreter's, which knows how to do much at once.
         Kind::Element if string::repeats(i) || string::operation(i).is_none() => Kind::Interpret,
-        // Behind MOV to SS, interrupts wait for the next instruction.
-        Kind::ToSegment if matches!(i.op0_register(), Register::SS | Register::CS) => {
-            Kind::Interpret
-        }
+        Kind::ToSegment if i.op0_register() == Register::CS => Kind::Interpret,
         kind => kind,
     };
     let needs = match i.memory_segment() {

@@ -264,10 +264,8 @@ impl<B: JitBus> Lockstep<B> {
 /// The state without what is not compared.
 fn normal(cpu: &CpuState) -> CpuState {
     let mut cpu = cpu.clone();
-    // Translated code goes from STI to the next instruction, which the stretch may end before.
-    if cpu.shadow == Shadow::Sti {
-        cpu.shadow = Shadow::None;
-    }
+    // Translated code goes from STI, or a load of SS, to the next instruction, which the stretch may end before.
+    cpu.shadow = Shadow::None;
     // Streams that nobody counts.
     for counts in &mut cpu.retired.counts {
         for (stream, count) in counts.iter_mut().enumerate() {
