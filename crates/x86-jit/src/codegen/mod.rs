@@ -26,6 +26,7 @@ pub(crate) mod branch;
 mod copy;
 pub(crate) mod countdown;
 mod counted;
+mod divide;
 mod element;
 mod flags;
 pub(crate) mod fp_state;
@@ -49,7 +50,7 @@ pub(crate) mod thunks;
 pub(crate) mod walk;
 
 use flags::Flags;
-use iced_x86::{Encoder, OpKind, Register};
+use iced_x86::{Encoder, Register};
 use memory::{Finds, Probe};
 pub(crate) use sites::{Condition, Entries, FarSite, How, LinkSite};
 use stub::Stub;
@@ -58,8 +59,7 @@ use walk::Walking;
 
 use crate::{
     asm::*,
-    codegen::countdown::exact,
-    codegen::flags::{restore_flags, save_flags},
+    codegen::flags::save_flags,
     codegen::thunks::Thunks,
     frame::area::*,
     ir::branch::{is_loop, target},
@@ -250,29 +250,11 @@ impl Translator {
         self.emit_stubs(None, |_, _, _| None);
     }
 
-    /// What is translated next counts what is retired, and this stream besides instructions.
-    fn count(&mut self, insns: &[Decoded], stream: Option<usize>) {
-        if self.tally.counts() != stream.is_some() {
-            core::mem::swap(&mut self.thunks, &mut self.other_thunks);
-        }
-        self.tally.begin(insns, stream);
-    }
-
-    /// As [`Self::poll`], for a block that counts.
-    fn counted_poll(&mut self, offset: u32) {
-        let resume = self.asm.here();
-        let cost = self.tally.from(0);
-        let from = exact::enter(&mut self.asm, cost);
-        self.stubs.push(Stub::CountedPoll {
-            from,
-            resume,
-            offset,
-            cost,
-        });
-    }
-
     /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
     fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
+        if self.tally.counts() {
+            return self.counted_poll(offset);
+        }
         let a = &mut self.asm;
         let from = countdown::enter(a, len);
         let resume = after.unwrap_or(a.here());
@@ -280,6 +262,7 @@ impl Translator {
             from,
             resume,
             offset,
+            cost: 0,
         });
     }
 
@@ -341,9 +324,7 @@ impl Translator {
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
         let counts = self.tally.counts();
         let polls = !is_apart || how.polls || goes_back || live != 0 || counts;
-        if counts {
-            self.counted_poll(offset);
-        } else if polls {
+        if polls {
             self.poll(insns.len(), offset, None);
         }
         let is_complete = self.body(insns, forms);
@@ -611,52 +592,6 @@ impl Translator {
             self.asm.load(to, home(n));
             self.cached = Some(n);
         }
-    }
-
-    /// DIV and IDIV of 32 and 64 bits: what could raise #DE goes to the interpreter.
-    fn divide(&mut self, d: &Decoded) -> Emit {
-        let signed = d.kind == Kind::Idiv;
-        let memory = d.i.op0_kind() == OpKind::Memory;
-        let wide = if memory {
-            d.i.memory_size().size() == 8
-        } else {
-            d.i.op0_register().size() == 8
-        };
-        self.spill_flags(d);
-        if memory {
-            self.read_operand(d, if wide { 8 } else { 4 })?;
-            self.asm.rm(wide, &[0x8b], S1, at(S0, 0));
-        } else {
-            let r = self.read_register(d.i.op0_register(), S1);
-            self.asm.rr(wide, &[0x8b], S1, r);
-        }
-        let a = &mut self.asm;
-        let mut bails = [None; 2];
-        if signed {
-            // Only RDX:RAX that is RAX sign-extended, and divisors other than 0 and -1.
-            a.rr(wide, &[0x8b], S0, RAX);
-            a.shift(wide, 7, S0, if wide { 63 } else { 31 });
-            a.alu_rr(wide, Alu::Cmp, S0, RDX);
-            bails[0] = Some(a.jcc(cc::NE));
-            a.rm(wide, &[0x8d], S0, at(S1, 1));
-            a.alu_imm(wide, Alu::Cmp, S0, 1);
-            bails[1] = Some(a.jcc(cc::BE));
-        } else {
-            a.alu_rr(wide, Alu::Cmp, RDX, S1);
-            bails[0] = Some(a.jcc(cc::AE));
-        }
-        if d.live_in != 0 {
-            restore_flags(a, S0);
-        }
-        a.rr(wide, &[0xf7], if signed { 7 } else { 6 }, S1);
-        self.flags = Flags::Register;
-        for from in bails.into_iter().flatten() {
-            self.stubs.push(Stub::Bail {
-                from,
-                offset: d.offset,
-            });
-        }
-        Ok(())
     }
 }
 

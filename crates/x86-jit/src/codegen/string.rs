@@ -71,6 +71,16 @@ pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: bool) -> Str
     strings
 }
 
+/// As many elements as are in RCX follow.
+fn charge(a: &mut Asm, op: Op, counts: bool) {
+    match (op.writes(), counts) {
+        (true, false) => countdown::charge(a, countdown::BLOCK_OPERATION),
+        (true, true) => exact::charge(a, countdown::BLOCK_OPERATION),
+        (false, false) => countdown::charge_repetitions(a, RCX),
+        (false, true) => exact::charge_repetitions(a, RCX),
+    }
+}
+
 fn one(
     a: &mut Asm,
     [bail, refill]: [usize; 2],
@@ -91,12 +101,7 @@ fn one(
         a.rr(true, &[0x85], RCX, RCX); // test
         none = Some(a.jcc(cc::E));
         // What it counts for, in instructions, so that polls stay near each other.
-        match (op.writes(), counts) {
-            (true, false) => countdown::charge(a, countdown::BLOCK_OPERATION),
-            (true, true) => exact::charge(a, countdown::BLOCK_OPERATION),
-            (false, false) => countdown::charge_repetitions(a, RCX),
-            (false, true) => exact::charge_repetitions(a, RCX),
-        }
+        charge(a, op, counts);
     }
     let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());
     // In the order in which the interpreter accesses them: where the first one faults, the
@@ -176,6 +181,11 @@ fn one(
     for from in slow {
         a.patch(from, here);
     }
+    give_up(a, bail, counts);
+}
+
+/// The instruction is left to `bail`.
+fn give_up(a: &mut Asm, bail: usize, counts: bool) {
     a.load32(S1, gs(SPILL));
     a.lea(RSP, at(RSP, 8));
     if counts {

@@ -71,13 +71,7 @@ pub(super) enum Stub {
         from: usize,
         resume: usize,
         offset: u32,
-    },
-    /// That of a block that counts, which goes on where it has not counted yet.
-    CountedPoll {
-        from: usize,
-        resume: usize,
-        offset: u32,
-        /// What it has counted for.
+        /// What a block has counted for that counts what is retired.
         cost: i32,
     },
     LoadFp {

@@ -203,16 +203,6 @@ impl Translator {
                     from,
                     resume,
                     offset,
-                } => {
-                    a.patch(from, here);
-                    a.mov_imm(S1, offset.into());
-                    a.call_to(t.poll);
-                    a.jmp_to(resume);
-                }
-                Stub::CountedPoll {
-                    from,
-                    resume,
-                    offset,
                     cost,
                 } => {
                     a.patch(from, here);
@@ -275,28 +265,7 @@ impl Translator {
                 }
                 Stub::FarMiss { from, number } => {
                     a.patch(from, here);
-                    let Some(site) = self.fars.get(number as usize) else {
-                        continue;
-                    };
-                    a.mov_signed(true, S0, site.target);
-                    a.mov_imm(S1, number.into());
-                    match (site.returns, site.pop) {
-                        // How much a call moves which part of ESP by, the thunks do not know.
-                        (Some(back), _) if self.mode.has(Mode::SEGMENTED) => {
-                            a.call_to(t.far_segmented);
-                            a.jmp_to(back);
-                        }
-                        (None, pop) if pop != 0 && self.mode.has(Mode::SEGMENTED) => {
-                            a.jmp_to(t.far_segmented);
-                        }
-                        (Some(back), pop) => {
-                            a.call_to(if pop == -8 { t.far_call } else { t.far_call32 });
-                            a.jmp_to(back);
-                        }
-                        (None, 0) => a.jmp_to(t.far),
-                        (None, -8) => a.jmp_to(t.far_call),
-                        (None, _) => a.jmp_to(t.far_call32),
-                    }
+                    self.far_missed(number);
                 }
                 Stub::Far {
                     from,
@@ -312,6 +281,33 @@ impl Translator {
                     self.far(offset, target);
                 }
             }
+        }
+    }
+
+    /// The direct branch `number` to another page goes by the table.
+    fn far_missed(&mut self, number: u32) {
+        let Some(site) = self.fars.get(number as usize) else {
+            return;
+        };
+        let (a, t) = (&mut self.asm, &self.thunks);
+        a.mov_signed(true, S0, site.target);
+        a.mov_imm(S1, number.into());
+        match (site.returns, site.pop) {
+            // How much a call moves which part of ESP by, the thunks do not know.
+            (Some(back), _) if self.mode.has(Mode::SEGMENTED) => {
+                a.call_to(t.far_segmented);
+                a.jmp_to(back);
+            }
+            (None, pop) if pop != 0 && self.mode.has(Mode::SEGMENTED) => {
+                a.jmp_to(t.far_segmented);
+            }
+            (Some(back), pop) => {
+                a.call_to(if pop == -8 { t.far_call } else { t.far_call32 });
+                a.jmp_to(back);
+            }
+            (None, 0) => a.jmp_to(t.far),
+            (None, -8) => a.jmp_to(t.far_call),
+            (None, _) => a.jmp_to(t.far_call32),
         }
     }
 }

@@ -3,7 +3,7 @@
 use x86_cpu::retired::outcome;
 use x86_interp::events_of;
 
-use super::{Translator, countdown::exact};
+use super::{Stub, Translator, countdown::exact};
 use crate::{asm::Asm, ir::decoded::Decoded, ir::kind::Kind};
 
 /// What is given back where a block is left, by instructions and by stubs.
@@ -87,6 +87,27 @@ impl Tally {
 }
 
 impl Translator {
+    /// What is translated next counts what is retired, and this stream besides instructions.
+    pub(super) fn count(&mut self, insns: &[Decoded], stream: Option<usize>) {
+        if self.tally.counts() != stream.is_some() {
+            core::mem::swap(&mut self.thunks, &mut self.other_thunks);
+        }
+        self.tally.begin(insns, stream);
+    }
+
+    /// As [`Self::poll`], for a block that counts: it goes on where it has not counted yet.
+    pub(super) fn counted_poll(&mut self, offset: u32) {
+        let resume = self.asm.here();
+        let cost = self.tally.from(0);
+        let from = exact::enter(&mut self.asm, cost);
+        self.stubs.push(Stub::Poll {
+            from,
+            resume,
+            offset,
+            cost,
+        });
+    }
+
     /// The trampoline that is called next may leave the instruction to the interpreter.
     pub(super) fn note_refund(&mut self) {
         if self.tally.counts() {

@@ -123,10 +123,9 @@ fn call_refill(a: &mut Asm, refill: u64, counts: bool) {
     a.mov_imm(RAX, refill);
     a.bytes(&[0xff, 0xd0]); // call rax
     a.mov(S0, RAX);
-    if counts {
-        exact::hasten_if_requested(a);
-    } else {
-        countdown::hasten_if_requested(a);
+    match counts {
+        true => exact::hasten_if_requested(a),
+        false => countdown::hasten_if_requested(a),
     }
     keep_vectors(a, false);
     CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
@@ -310,6 +309,40 @@ fn cached(thrice: Reg, n: i32) -> Mem {
     at(TLB, inline_cache(0) + 8 * n).plus(thrice, 3)
 }
 
+/// Emits what a poll calls; `exit`: where translated code is left.
+fn emit_poll(a: &mut Asm, exit: usize, counts: bool) -> usize {
+    let place = a.here();
+    let go_on = |a: &mut Asm| {
+        a.load(S0, gs(STACK));
+        a.alu_rr(true, Alu::Sub, S0, RSP);
+        a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
+        let is_deep = a.jcc(cc::A);
+        // Without it the processor would predict all the returns of the guest's that are to come wrongly.
+        a.ret();
+        let here = a.here();
+        a.patch(is_deep, here);
+        pop(a, S1);
+        a.load(RSP, gs(STACK));
+        a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
+    };
+    let poll = match counts {
+        true => exact::poll(a, go_on),
+        false => countdown::poll(a, go_on),
+    };
+    let here = a.here();
+    for from in poll.leaves {
+        a.patch(from, here);
+    }
+    if counts {
+        exact::keep(a);
+    }
+    a.alu(true, Alu::Add, S1, NEAR_PAGE);
+    a.store(gs(RIP), S1);
+    a.store_imm(gs(REASON), Reason::Poll as i32);
+    a.jmp_to(exit);
+    place
+}
+
 /// Emits everything at the start of the buffer. `refill` and `handle` are the
 /// addresses of the Rust functions behind [`Thunks::miss`] and the thunks that
 /// have a [`Reason`]. `counts`: for code that counts what is retired, behind those of other code, which are `plain`.
@@ -470,36 +503,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
         misses.into_iter().for_each(|from| a.patch(from, missed));
     }
 
-    t.poll = a.here();
-    let go_on = |a: &mut Asm| {
-        a.load(S0, gs(STACK));
-        a.alu_rr(true, Alu::Sub, S0, RSP);
-        a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
-        let is_deep = a.jcc(cc::A);
-        // Without it the processor would predict all the returns of the guest's that are to come wrongly.
-        a.ret();
-        let here = a.here();
-        a.patch(is_deep, here);
-        pop(a, S1);
-        a.load(RSP, gs(STACK));
-        a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
-    };
-    let poll = if counts {
-        exact::poll(a, go_on)
-    } else {
-        countdown::poll(a, go_on)
-    };
-    let here = a.here();
-    for from in poll.leaves {
-        a.patch(from, here);
-    }
-    if counts {
-        exact::keep(a);
-    }
-    a.alu(true, Alu::Add, S1, NEAR_PAGE);
-    a.store(gs(RIP), S1);
-    a.store_imm(gs(REASON), Reason::Poll as i32);
-    a.jmp_to(exit);
+    t.poll = emit_poll(a, exit, counts);
 
     t.link_live = a.here();
     a.store(gs(ARGUMENT), S1);

@@ -154,13 +154,8 @@ fn follow(
 /// A case's guest code, and what is made of it.
 fn translated(case: &Case) -> String {
     let (isa, host) = host(!case.is_old_host);
-    let (plain, _) = trampolines(isa, None);
-    let (counting, _) = trampolines(isa, Some(&plain));
-    let thunks = if case.mode.has(Mode::COUNTS) {
-        &counting
-    } else {
-        &plain
-    };
+    let plain = trampolines(isa, None).0;
+    let counting = trampolines(isa, Some(&plain)).0;
     let mut forms = Forms::new(host);
     let mut translator = Translator::new(isa, [plain, counting], CODE);
     let long = case.mode.is_long();
@@ -230,7 +225,7 @@ fn translated(case: &Case) -> String {
         |_, _, _| None,
     );
     let (executed, apart) = translator.asm.parts().expect("a block is short");
-    let mut names = Names::new(thunks);
+    let mut names = Names::new([&plain, &counting][usize::from(case.mode.has(Mode::COUNTS))]);
     for (name, at) in [
         ("outer", entries.outer),
         ("polled", entries.polled),

@@ -96,9 +96,7 @@ impl<B: JitBus> Jit<B> {
                 return None;
             }
         }
-        if self.decoded.is_empty() {
-            return None;
-        }
+        self.decoded.first()?;
         let sources = &sources[..1 + usize::from(second.is_some())];
         if self.lockstep.as_ref().is_some_and(|l| l.planted) {
             crate::runtime::lockstep::plant(&mut self.decoded);

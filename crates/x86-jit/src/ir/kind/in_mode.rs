@@ -30,9 +30,13 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Kind::Interpret;
     }
-    // What may change the privilege level counts at the one that it begins at.
-    let is_transfer = matches!(kind, Kind::Syscall | Kind::Sysret | Kind::InterruptReturn);
-    if is_transfer && mode.has(Mode::COUNTS) {
+    // What may change the privilege level counts at the one that it begins at; LOOP and JCXZ branch or not by other
+    // code than a conditional branch's, and single elements of strings are left from there.
+    let is_interpreted = matches!(
+        kind,
+        Kind::Syscall | Kind::Sysret | Kind::InterruptReturn | Kind::Counted | Kind::Element
+    );
+    if is_interpreted && mode.has(Mode::COUNTS) {
         return Kind::Interpret;
     }
     // DF is clear, and no x87 exception can be pending.
