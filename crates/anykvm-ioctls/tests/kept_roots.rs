@@ -341,7 +341,7 @@ fn translations_go_when_the_guest_says_so() {
             reset(&mut vcpu);
         }
         let (_, regs) = run(&mut vcpu, CALL, |r| {
-            (r.rax, r.rbx) = (0x616b_0002, argument)
+            (r.rax, r.rbx) = (0x616b_0002, argument);
         });
         assert_eq!(regs.rax as i64, want);
     }
@@ -417,7 +417,7 @@ fn what_is_wrong_is_refused() {
     ask(&m, AREA, [1, 0x1000, 16]);
     assert!(!write_msr(&mut plain, AREA | 1));
     let (_, regs) = run(&mut plain, CALL, |r| {
-        (r.rax, r.rbx) = (0x616b_0002, root(0))
+        (r.rax, r.rbx) = (0x616b_0002, root(0));
     });
     assert_eq!(regs.rax as i64, -1000);
 }
@@ -589,7 +589,7 @@ fn tables_that_change_under_four_vcpus() {
                 for area in 0..4 {
                     let entry = AREA + 0x1000 * area + 64 + 16 * (turn % 4);
                     m.write(entry + 8, &(turn as u32 % 3).to_le_bytes());
-                    m.write(entry, &(root(turn % 7) | turn % 5).to_le_bytes());
+                    m.write(entry, &(root(turn % 7) | (turn % 5)).to_le_bytes());
                 }
             }
         });

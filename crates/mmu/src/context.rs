@@ -26,7 +26,7 @@ const MAX_CONTEXTS: usize = 16;
 const MAX_TRACKED: usize = 1024;
 /// Tables of (context, view). Those of a context are half a MiB that is touched, so those of more contexts would
 /// come from memory at each switch; a context without gets others' ([`Mmu::new_tables`]).
-const MAX_TABLES: usize = 192;
+pub(crate) const MAX_TABLES: usize = 192;
 /// Contexts that were current last, which are remembered.
 const LAST: usize = 8;
 /// Of so many contexts that need tables one gets those of a context that was not current for long.
@@ -297,19 +297,15 @@ impl Mmu {
     /// Whose tables a context gets that needs some, if there are no others. Where more contexts take
     /// turns than have tables, those that were current just now are not so again for longest, and theirs
     /// are in the processor's caches. (Not the very last ones: a process may have two roots.)
-    fn donor(&mut self) -> usize {
+    fn donor(&mut self) -> Option<usize> {
         self.donors += 1;
         let has_tables = |n: &&usize| **n != self.current && !self.contexts[**n].views.is_empty();
-        let last = self
-            .last
-            .get(2..)
-            .unwrap_or_default()
-            .iter()
-            .find(has_tables);
-        match last {
+        let mut last = self.last.iter().skip(2);
+        let found = match last.find(has_tables) {
             Some(last) if !self.donors.is_multiple_of(PATIENCE) => *last,
             _ => self.long_unused(|c| !c.views.is_empty()),
-        }
+        };
+        (found != self.current && !self.contexts[found].views.is_empty()).then_some(found)
     }
 
     /// The context is the one that was current last.
@@ -330,8 +326,9 @@ impl Mmu {
         if let Some(free) = free {
             return free;
         }
-        if self.views.len() >= MAX_TABLES && self.contexts.len() > 1 {
-            let other = self.donor();
+        if self.views.len() >= self.max_tables
+            && let Some(other) = self.donor()
+        {
             let views = core::mem::take(&mut self.contexts[other].views);
             self.contexts[other].recent = [None; 4];
             self.free_tables(&views);
@@ -341,6 +338,12 @@ impl Mmu {
         }
         self.views.push(Tables::default());
         self.views.len() - 1
+    }
+
+    /// Contexts have so many tables of the first level at most, but for the current one's: fewer than by
+    /// default, for tests.
+    pub fn set_max_tables(&mut self, tables: usize) {
+        self.max_tables = tables.min(MAX_TABLES);
     }
 
     /// All contexts go; the caller selects one.

@@ -191,6 +191,8 @@ pub struct Mmu {
     contexts: Vec<context::Context>,
     /// Those that were current last, the very last one first.
     last: Vec<usize>,
+    /// As far as contexts are concerned, `views` has so many at most.
+    max_tables: usize,
     /// Times that a context has got another's tables.
     donors: u32,
     /// Changes when write permission of pages is taken: see [`shadow::derived`].
@@ -263,6 +265,7 @@ impl Mmu {
             system: 0,
             contexts: Vec::new(),
             last: Vec::new(),
+            max_tables: context::MAX_TABLES,
             donors: 0,
             writes_epoch: 1,
             current: 0,

@@ -382,9 +382,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn same_as_a_plain_walk(pcid in any::<bool>(), ops in proptest::collection::vec(ops(), 1..150)) {
-        for policy in [Policy::Tdp, Policy::Shadow, Policy::Auto] {
+    fn same_as_a_plain_walk(
+        pcid in any::<bool>(), few in 1..8usize, ops in proptest::collection::vec(ops(), 1..150)
+    ) {
+        let all = [Policy::Tdp, Policy::Shadow, Policy::Auto].map(|policy| (policy, 192));
+        // Contexts take each other's tables.
+        for (policy, tables) in all.into_iter().chain([(Policy::Shadow, few), (Policy::Auto, few)]) {
             let mut w = World::new(pcid, policy);
+            w.m.mmu.set_max_tables(tables);
             for op in &ops {
                 w.step(op);
             }
@@ -552,6 +557,57 @@ fn roots_that_come_back_catch_up() {
                 .read::<u64>(&mut w.m.cpu, GVAS[0], Privilege::Current);
         assert!(matches!(r, Err(Miss::Exception(_))), "{r:?}");
     }
+}
+
+/// A context that has lost its tables is given back what is unchanged, and nothing else.
+#[test]
+fn contexts_without_tables_walk_for_what_has_changed() {
+    let mut w = World::new(false, Policy::Shadow);
+    w.m.mmu.set_max_tables(2);
+    w.m.cpu.rflags |= rflags::AC;
+    let lap = |w: &mut World| {
+        let before = w.m.mmu.stats();
+        let mut seen = Vec::new();
+        for root in 0..3 {
+            w.step(&Op::Switch {
+                root,
+                slot: 0,
+                keep: false,
+            });
+            for gva in GVAS {
+                let (mmu, cpu) = (&mut w.m.mmu, &mut w.m.cpu);
+                mmu.write(cpu, gva + 64, 7u8, Privilege::Current).unwrap();
+                seen.push(mmu.read::<u64>(cpu, gva, Privilege::Current).unwrap());
+            }
+        }
+        let after = w.m.mmu.stats();
+        (
+            seen,
+            after.walks - before.walks,
+            after.views_made - before.views_made,
+        )
+    };
+    for _ in 0..4 {
+        lap(&mut w);
+    }
+    let (first, walks, views) = lap(&mut w);
+    assert_eq!(walks, 0);
+    assert!(views >= 3, "{views}");
+    w.root = 1;
+    let at = w.entry(GVAS[1], 1);
+    w.m.poke(at, 8, (DATA + 0x9000) | P | RW | US);
+    let (second, walks, _) = lap(&mut w);
+    let mut want = first;
+    want[GVAS.len() + 1] = 9;
+    assert_eq!(second, want);
+    // To read it, and to set D.
+    assert!((1..=2).contains(&walks), "{walks}");
+    // Without write permission D is noted again, and the write as well.
+    let entry = w.m.peek(at, 8);
+    assert_ne!(entry & D, 0);
+    w.m.poke(at, 8, entry & !D);
+    lap(&mut w);
+    assert_eq!(w.m.peek(at, 8), entry);
 }
 
 /// INVLPG of any address in a large page drops all of it.

@@ -34,8 +34,6 @@ const COMMAND: &str = r#"
 const USES: &[(&str, &str)] = &[
     ("KVM_FEATURE_CLOCKSOURCE2", "kvm-clock"),
     ("KVM_FEATURE_NOP_IO_DELAY", "called kvm_io_delay"),
-    ("KVM_FEATURE_ASYNC_PF", "wrote 4b564d02 9"),
-    ("KVM_FEATURE_ASYNC_PF_INT", "wrote 4b564d06 3"),
     ("KVM_FEATURE_STEAL_TIME", "called kvm_steal_clock"),
     ("KVM_FEATURE_STEAL_TIME, time", "stolen"),
     ("KVM_FEATURE_PV_EOI", "wrote 4b564d04 1"),

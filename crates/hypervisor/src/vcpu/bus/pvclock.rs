@@ -24,7 +24,7 @@ pub(in crate::vcpu) struct Paravirt {
     pub(in crate::vcpu) steal: super::steal::Steal,
     pub(in crate::vcpu) eoi: super::pv_eoi::PvEoi,
     pub(in crate::vcpu) roots: super::roots::RootCache,
-    /// MSR_KVM_ASYNC_PF_EN and MSR_KVM_ASYNC_PF_INT: negotiated, and never used, as
+    /// MSR_KVM_ASYNC_PF_EN and MSR_KVM_ASYNC_PF_INT, of guests that come from elsewhere: never used, as
     /// the host's own page faults cannot be handed on.
     pub(in crate::vcpu) async_pf: [u64; 2],
     /// MSR_KVM_POLL_CONTROL bit 0 cleared: the guest polls by itself before HLT.
