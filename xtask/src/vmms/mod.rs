@@ -358,10 +358,10 @@ const CASES: &[Case] = &[
     live("live-multifd", All, "", live::multifd),
     live("live-converge", All, "", live::converge),
     live(
-        "live-limit-ring",
+        "live-converge-ring",
         All,
         "-accel kvm,dirty-ring-size=4096",
-        live::limit,
+        live::converge,
     ),
     live("live-postcopy", All, "", live::postcopy),
     live("live-cancelled", All, "", live::cancelled),
