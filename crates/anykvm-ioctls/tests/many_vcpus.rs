@@ -35,10 +35,8 @@ fn raise_descriptor_limit() {
         rlim_max: 8192,
     };
     // SAFETY: a structure that is read.
-    assert_eq!(
-        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) },
-        0
-    );
+    let result = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+    assert_eq!(result, 0);
 }
 
 struct Machine {

@@ -32,10 +32,8 @@ fn protect(machine: &Machine, gpa: u64, pages: usize, rights: libc::c_int) {
     let at = machine.memory.get_host_address(GuestAddress(gpa)).unwrap();
     let change = begin_memory_change(at, pages * 4096).unwrap();
     // SAFETY: guest memory, which has no references.
-    assert_eq!(
-        unsafe { libc::mprotect(at.cast(), pages * 4096, rights) },
-        0
-    );
+    let result = unsafe { libc::mprotect(at.cast(), pages * 4096, rights) };
+    assert_eq!(result, 0);
     drop(change);
 }
 

@@ -311,7 +311,7 @@ fn memory_that_a_vmm_takes_away_is_a_fault_of_kvm_run() {
 }
 
 #[test]
-fn a_handler_of_faults_may_run_in_the_middle_of_kvm_run() {
+fn a_handler_of_faults_learns_of_the_vmms_own_alone() {
     passes("vmm-faults", &["faults"]);
 }
 
