@@ -214,8 +214,8 @@ fn calls_that_come_to_their_own_code_and_what_comes_to_the_end() {
     };
     let m = ends(calls, Some(13));
     let regs = m.vcpu.get_regs().unwrap();
-    let [ip, cs] = [0, 2].map(|n| m.word((regs.rsp & 0xffff) + n));
-    assert_eq!([ip, cs], [0, 0], "beyond the last instruction");
+    let frame = [0, 2].map(|n| m.word((regs.rsp & 0xffff) + n));
+    assert_eq!(frame, [0, 0], "0000:10000, beyond the last instruction");
 }
 
 /// Code that the guest writes.

@@ -261,6 +261,9 @@ impl Translator {
             self.flags_in_memory();
         }
         let live = self.flags.is_register();
+        if !is_near {
+            self.compare_target(d.offset, far);
+        }
         self.push_return(d);
         if is_near {
             self.move_stack(-self.word());

@@ -18,11 +18,7 @@ use crate::{
 
 impl Translator {
     pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
-        let shape = form
-            .shape
-            .filter(|_| self.long || narrow::is_encoded_alike(&d.raw))
-            // 66 is for the other size there, and addresses of 16 bits are encoded in another way.
-            .filter(|_| !self.mode.has(Mode::BITS16) && (self.long || !is_short(&d.i)));
+        let shape = self.shape_of(d, form);
         if d.registers & HOMED != 0
             && d.memory.is_none()
             && let Some(shape) = shape
@@ -130,6 +126,14 @@ impl Translator {
         }
         self.flags_after(d, form);
         Ok(())
+    }
+
+    /// How its bytes name operands, if it has the same bytes in 64-bit code, addresses aside.
+    fn shape_of(&self, d: &Decoded, form: &Form) -> Option<Shape> {
+        // 66 is for the other size in 16-bit code, and addresses of 16 bits are encoded in another way.
+        let is_alike =
+            || !self.mode.has(Mode::BITS16) && !is_short(&d.i) && narrow::is_encoded_alike(&d.raw);
+        form.shape.filter(|_| self.long || is_alike())
     }
 
     /// An instruction on `[r14 + disp]` and AH, CH, DH or BH, which no instruction can name that names r14.

@@ -48,6 +48,7 @@ mod system;
 mod tally;
 pub(crate) mod thunks;
 pub(crate) mod walk;
+mod ways;
 
 use flags::Flags;
 use iced_x86::{Encoder, Register};

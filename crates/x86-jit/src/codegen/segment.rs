@@ -96,6 +96,24 @@ impl Translator {
         a.store(segment_base(n), S1);
     }
 
+    /// Before a call of another page writes anything: it leads to an instruction pointer within CS, or the interpreter executes it. Changes flags.
+    pub(super) fn compare_target(&mut self, offset: u32, target: i32) {
+        if !self.mode.has(Mode::SEGMENTED) {
+            return;
+        }
+        self.cached = None;
+        let a = &mut self.asm;
+        a.load(S1, NEAR_PAGE);
+        a.lea(S1, at(S1, target));
+        a.load32(S0, bound(reg::CS, 1));
+        a.alu_rr(true, Alu::Cmp, S1, S0);
+        self.bail_if(cc::A, offset);
+        if self.mode.has(Mode::BITS16) {
+            self.asm.alu_imm(true, Alu::Cmp, S1, 0xffff);
+            self.bail_if(cc::A, offset);
+        }
+    }
+
     /// LEA, which knows no segments.
     pub(super) fn lea_in_segment(&mut self, d: &Decoded) -> Emit {
         let to = d.i.op0_register();

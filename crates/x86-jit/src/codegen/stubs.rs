@@ -16,7 +16,6 @@ use crate::{
     frame::area::*,
     frame::requests,
     frame::requests::{FIRST, site},
-    ir::mode::Mode,
 };
 
 impl Translator {
@@ -163,11 +162,7 @@ impl Translator {
                 Stub::Ret { from, site } => {
                     a.patch(from, here);
                     a.mov_imm(S1, site.into());
-                    a.jmp_to(match (self.long, self.mode.has(Mode::STACK16)) {
-                        (true, _) => t.ret,
-                        (false, false) => t.ret32,
-                        (false, true) => t.ret16,
-                    });
+                    a.jmp_to(t.ret_in(self.mode));
                 }
                 Stub::Call { from, offset } => {
                     a.patch(from, here);
@@ -261,7 +256,7 @@ impl Translator {
                     self.load_word(S0, at(S0, disp));
                     let a = &mut self.asm;
                     a.mov_imm(S1, site.into());
-                    a.jmp_to(if self.long { t.ret } else { t.ret32 });
+                    a.jmp_to(t.ret_in(self.mode));
                 }
                 Stub::FarMiss { from, number } => {
                     a.patch(from, here);
@@ -292,22 +287,13 @@ impl Translator {
         let (a, t) = (&mut self.asm, &self.thunks);
         a.mov_signed(true, S0, site.target);
         a.mov_imm(S1, number.into());
-        match (site.returns, site.pop) {
-            // How much a call moves which part of ESP by, the thunks do not know.
-            (Some(back), _) if self.mode.has(Mode::SEGMENTED) => {
-                a.call_to(t.far_segmented);
+        let to = t.far_in(self.mode, site.pop);
+        match site.returns {
+            Some(back) => {
+                a.call_to(to);
                 a.jmp_to(back);
             }
-            (None, pop) if pop != 0 && self.mode.has(Mode::SEGMENTED) => {
-                a.jmp_to(t.far_segmented);
-            }
-            (Some(back), pop) => {
-                a.call_to(if pop == -8 { t.far_call } else { t.far_call32 });
-                a.jmp_to(back);
-            }
-            (None, 0) => a.jmp_to(t.far),
-            (None, -8) => a.jmp_to(t.far_call),
-            (None, _) => a.jmp_to(t.far_call32),
+            None => a.jmp_to(to),
         }
     }
 }

@@ -609,7 +609,12 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
         t.go_on_plainly = exact::go_on(a, plain.last_frame, false);
     }
     t.last_frame = last_frame;
+    emit_for_segments(a, &mut t, missed);
+    t
+}
 
+/// The same for code with segments. `missed`: a direct branch that leads to another page goes by Rust.
+fn emit_for_segments(a: &mut Asm, t: &mut Thunks, missed: usize) {
     t.ret16 = a.here();
     a.store(gs(SPILL), S1);
     let absent = select_target(a);
@@ -631,5 +636,4 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
     a.store(gs(SPILL), S0);
     a.store(gs(SPILL + 8), S1);
     a.jmp_to(missed);
-    t
 }

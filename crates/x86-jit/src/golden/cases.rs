@@ -105,7 +105,6 @@ pub(super) const FILES: &[(&str, &[Case])] = &[
     ("system.txt", SYSTEM),
     ("fp.txt", FP),
     ("bits32.txt", BITS32),
-    ("segments.txt", super::segments::SEGMENTS),
     ("old_host.txt", OLD_HOST),
     ("entries.txt", ENTRIES),
     ("traces.txt", TRACES),

@@ -272,7 +272,8 @@ fn check(file: &str, found: &str) {
 
 #[test]
 fn golden_blocks() {
-    for (file, cases) in cases::FILES {
+    let segments = [("segments.txt", segments::SEGMENTS)];
+    for (file, cases) in cases::FILES.iter().chain(&segments) {
         let blocks: Vec<_> = cases.iter().map(translated).collect();
         check(file, &blocks.join("\n"));
     }

@@ -93,9 +93,7 @@ pub(crate) fn decode<B: GuestBus>(
                 if is_ahead {
                     return false;
                 }
-                if (long || page != 0xffff_f000)
-                    && (!mode.has(Mode::SEGMENTED) || has_pages(cpu, 1))
-                {
+                if may_straddle(cpu, mode, page) {
                     let more = &mut raw[have - from..MAX_LEN];
                     let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), more) else {
                         return false;
@@ -178,6 +176,12 @@ pub(crate) fn decode<B: GuestBus>(
     }
     find_live(out);
     straddles
+}
+
+/// An instruction may begin in the page and end in the next one.
+fn may_straddle(cpu: &CpuState, mode: Mode, page: u64) -> bool {
+    let is_last = !mode.is_long() && page == 0xffff_f000;
+    !is_last && (!mode.has(Mode::SEGMENTED) || has_pages(cpu, 1))
 }
 
 /// The guest's bytes from `at` on, and what follows the instruction there.

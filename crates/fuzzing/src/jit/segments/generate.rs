@@ -7,7 +7,7 @@ use iced_x86::{
 use x86_cpu::CpuState;
 use x86_native::oracle::Mode as Oracle;
 
-use super::state::{DATA_SELECTORS, Kind, RAM, start};
+use super::state::{Kind, RAM, start};
 use crate::{Family, Random, case::prefixes, forms, jit::machine::Weather, operands::Operands};
 
 /// Addresses of instructions before they have any.
@@ -46,7 +46,7 @@ impl Forms {
 /// Instructions that belong together, and the element that the last one leads to, if it is a direct branch.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Element {
-    code: Vec<Instruction>,
+    pub(super) code: Vec<Instruction>,
     to: Option<usize>,
     /// Left out.
     pub(super) off: bool,
@@ -61,24 +61,24 @@ pub(super) struct Program {
     pub(super) weather: Weather,
 }
 
-struct Builder<'a> {
+pub(super) struct Builder<'a> {
     forms: &'a Forms,
-    r: Random,
-    kind: Kind,
-    bits: u32,
+    pub(super) r: Random,
+    pub(super) kind: Kind,
+    pub(super) bits: u32,
 }
 
-fn plain(code: Code) -> Instruction {
+pub(super) fn plain(code: Code) -> Instruction {
     let mut i = Instruction::default();
     i.set_code(code);
     i
 }
 
-fn mov32(to: R, v: u32) -> Instruction {
+pub(super) fn mov32(to: R, v: u32) -> Instruction {
     Instruction::with2(Code::Mov_r32_imm32, to, v).unwrap_or_else(|_| plain(Code::Nopd))
 }
 
-fn with1(code: Code, r: R) -> Instruction {
+pub(super) fn with1(code: Code, r: R) -> Instruction {
     Instruction::with1(code, r).unwrap_or_else(|_| plain(Code::Nopd))
 }
 
@@ -188,7 +188,7 @@ impl Builder<'_> {
         }
     }
 
-    fn one(&mut self, i: Instruction) -> Element {
+    pub(super) fn one(&mut self, i: Instruction) -> Element {
         Element {
             code: vec![i],
             ..Element::default()
@@ -261,184 +261,6 @@ impl Builder<'_> {
         e
     }
 
-    fn stack(&mut self) -> Element {
-        use Code as C;
-        let n = self.r.below(8) as u32;
-        let (r16, r32) = (R::AX + n, R::EAX + n);
-        let i = match self.r.below(16) {
-            0 | 1 => with1(C::Push_r16, r16),
-            2 | 3 => with1(C::Push_r32, r32),
-            4 | 5 => with1(C::Pop_r16, r16),
-            6 | 7 => with1(C::Pop_r32, r32),
-            8 => Instruction::with1(C::Pushw_imm8, self.r.next() as i8 as i32).unwrap_or_default(),
-            9 => Instruction::with1(C::Push_imm16, self.r.next() as u16 as u32).unwrap_or_default(),
-            10 => Instruction::with1(C::Pushd_imm32, self.r.next() as i32).unwrap_or_default(),
-            11 => plain(self.r.pick(&[C::Pushfw, C::Pushfd])),
-            12 => plain(self.r.pick(&[C::Leavew, C::Leaved])),
-            13 => plain(self.r.pick(&[C::Pushaw, C::Popaw, C::Pushad, C::Popad])),
-            14 => plain(self.r.pick(&[C::Popfw, C::Popfd])),
-            _ => mov32(
-                R::ESP,
-                (self
-                    .r
-                    .pick(&[0u64, 1, 2, 3, 0xffff, 0xfffe, 0x1000, 0x1001, 0x800])
-                    as u32)
-                    | if self.r.one_in(4) { 0x1_0000 } else { 0 },
-            ),
-        };
-        let mut e = self.one(i);
-        if matches!(i.mnemonic(), M::Popf | M::Popfd) {
-            // Nothing but what may be set.
-            let flags = (self.r.next() & 0xcd5) as u32 | if self.r.one_in(2) { 0x200 } else { 0 };
-            let word = if i.mnemonic() == M::Popf {
-                C::Push_imm16
-            } else {
-                C::Pushd_imm32
-            };
-            let push = match word {
-                C::Push_imm16 => Instruction::with1(word, flags),
-                _ => Instruction::with1(word, flags as i32),
-            };
-            e.code.insert(0, push.unwrap_or_default());
-        }
-        if i.mnemonic() == M::Leave {
-            e.code
-                .insert(0, mov32(R::EBP, 0x800 + self.r.below(0x100) as u32));
-        }
-        e
-    }
-
-    /// MOV, PUSH and POP of segment registers.
-    fn segment(&mut self) -> Element {
-        use Code as C;
-        let s = self
-            .r
-            .pick(&[R::ES, R::DS, R::FS, R::GS, R::ES, R::DS, R::SS]);
-        let mut e = Element::default();
-        let selector = match self.kind {
-            Kind::Real | Kind::V86 => 0x800 + self.r.below(0x2800) as u32,
-            _ => self.r.pick(&DATA_SELECTORS).into(),
-        };
-        let push = |s| match s {
-            R::ES => C::Pushw_ES,
-            R::DS => C::Pushw_DS,
-            R::FS => C::Pushw_FS,
-            R::GS => C::Pushw_GS,
-            _ => C::Pushw_SS,
-        };
-        let pop = |s| match s {
-            R::ES => C::Popw_ES,
-            R::DS => C::Popw_DS,
-            R::FS => C::Popw_FS,
-            R::GS => C::Popw_GS,
-            _ => C::Popw_SS,
-        };
-        match self.r.below(5) {
-            0 => {
-                e.code.push(with1(push(s), s));
-                e.code.push(with1(C::Pop_r16, R::AX));
-            }
-            1 => {
-                e.code
-                    .push(Instruction::with1(C::Push_imm16, selector).unwrap_or_default());
-                e.code.push(with1(pop(s), s));
-            }
-            2 => {
-                let n = self.r.below(8) as u32;
-                e.code.push(
-                    Instruction::with2(C::Mov_r32m16_Sreg, R::EAX + n, s).unwrap_or_default(),
-                );
-                if n == 4 {
-                    e.code.push(mov32(R::ESP, 0x900));
-                }
-            }
-            _ => {
-                let n = self.r.pick(&[0, 1, 2, 3, 5, 6, 7]);
-                e.code.push(mov32(R::EAX + n, selector));
-                e.code
-                    .push(Instruction::with2(C::Mov_Sreg_rm16, s, R::AX + n).unwrap_or_default());
-            }
-        }
-        e
-    }
-
-    /// LDS and its kin.
-    fn pointer(&mut self) -> Element {
-        let mut i = plain(self.r.pick(&[
-            Code::Lds_r16_m1616,
-            Code::Les_r16_m1616,
-            Code::Les_r32_m1632,
-            Code::Lfs_r16_m1616,
-        ]));
-        i.set_op0_register(if i.code() == Code::Les_r32_m1632 {
-            R::EBX
-        } else {
-            R::BX
-        });
-        i.set_op1_kind(OpKind::Memory);
-        let mut e = Element::default();
-        self.aim(&mut e, &mut i, 6);
-        e.code.push(i);
-        e
-    }
-
-    fn string(&mut self) -> Element {
-        use Code as C;
-        let code = self.r.pick(&[
-            C::Movsb_m8_m8,
-            C::Movsw_m16_m16,
-            C::Movsd_m32_m32,
-            C::Stosb_m8_AL,
-            C::Stosw_m16_AX,
-            C::Stosd_m32_EAX,
-            C::Lodsb_AL_m8,
-            C::Lodsw_AX_m16,
-            C::Scasb_AL_m8,
-            C::Cmpsb_m8_m8,
-            C::Cmpsw_m16_m16,
-        ]);
-        let wide = if self.bits == 32 {
-            !self.r.one_in(4)
-        } else {
-            self.r.one_in(4)
-        };
-        let (si, di) = match wide {
-            true => (OpKind::MemorySegESI, OpKind::MemoryESEDI),
-            false => (OpKind::MemorySegSI, OpKind::MemoryESDI),
-        };
-        let mut i = plain(code);
-        let kinds = match i.mnemonic() {
-            M::Movsb | M::Movsw | M::Movsd => [di, si],
-            M::Cmpsb | M::Cmpsw => [si, di],
-            M::Stosb | M::Stosw | M::Stosd => [di, OpKind::Register],
-            M::Scasb => [OpKind::Register, di],
-            _ => [OpKind::Register, si],
-        };
-        for (n, kind) in kinds.into_iter().enumerate() {
-            i.set_op_kind(n as u32, kind);
-            if kind == OpKind::Register {
-                let r = match code {
-                    C::Stosb_m8_AL | C::Lodsb_AL_m8 | C::Scasb_AL_m8 => R::AL,
-                    C::Stosd_m32_EAX => R::EAX,
-                    _ => R::AX,
-                };
-                i.set_op_register(n as u32, r);
-            }
-        }
-        if kinds.contains(&si) && self.r.one_in(4) {
-            i.set_segment_prefix(self.r.pick(&[R::ES, R::CS, R::SS, R::DS, R::FS]));
-        }
-        prefixes(&mut i, &mut self.r);
-        let mut e = Element::default();
-        for r in [R::ESI, R::EDI] {
-            let at = self.offset(64);
-            e.code.push(mov32(r, at));
-        }
-        e.code.push(mov32(R::ECX, self.r.below(24) as u32));
-        e.code.push(i);
-        e
-    }
-
     fn system(&mut self) -> Element {
         use Code as C;
         let code = self.r.pick(&[
@@ -500,7 +322,7 @@ impl Builder<'_> {
     }
 
     /// An offset for an access of so many bytes: limits are near now and then.
-    fn offset(&mut self, size: u64) -> u32 {
+    pub(super) fn offset(&mut self, size: u64) -> u32 {
         let r = &mut self.r;
         let edge = |r: &mut Random, at: u64| at.wrapping_sub(r.below(size + 2)) as u32;
         match r.below(40) {
@@ -515,7 +337,7 @@ impl Builder<'_> {
     }
 
     /// Gives the instruction's memory operand an address.
-    fn aim(&mut self, e: &mut Element, i: &mut Instruction, size: u64) {
+    pub(super) fn aim(&mut self, e: &mut Element, i: &mut Instruction, size: u64) {
         let at = self.offset(size);
         let r = &mut self.r;
         i.set_segment_prefix(R::None);

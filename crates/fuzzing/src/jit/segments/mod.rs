@@ -5,6 +5,7 @@
 //! or exit (see [`super`]).
 
 mod generate;
+mod pieces;
 mod state;
 
 use core::fmt::Write as _;

@@ -87,20 +87,8 @@ fn segment(base: u64, limit: u32, attr: u32, selector: u16) -> Segment {
     }
 }
 
-/// A start state. Code is at the linear address of its RIP.
-pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
-    let mut cpu = state::cpu(state::host_features(), Oracle::Bits32);
-    cpu.cr0 = cr0::NE | cr0::ET | cr0::MP;
-    cpu.cr4 = 0;
-    cpu.efer = 0;
-    cpu.cpl = 0;
-    cpu.rflags = r.next() & rflags::ARITH | rflags::FIXED1;
-    if r.one_in(8) {
-        cpu.rflags |= rflags::DF;
-    }
-    if r.one_in(2) {
-        cpu.rflags |= rflags::IF;
-    }
+/// Segments; returns CS's base.
+fn set_segments(r: &mut Random, kind: Kind, cpu: &mut CpuState) -> u64 {
     let base = |r: &mut Random| match r.below(3) {
         0 => 0x8000 + 0x1000 * r.below(0x28),
         _ => 0x8000 + 0x10 * r.below(0x2800),
@@ -141,6 +129,24 @@ pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
             }
         };
     }
+    code
+}
+
+/// A start state. Code is at the linear address of its RIP.
+pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
+    let mut cpu = state::cpu(state::host_features(), Oracle::Bits32);
+    cpu.cr0 = cr0::NE | cr0::ET | cr0::MP;
+    cpu.cr4 = 0;
+    cpu.efer = 0;
+    cpu.cpl = 0;
+    cpu.rflags = r.next() & rflags::ARITH | rflags::FIXED1;
+    if r.one_in(8) {
+        cpu.rflags |= rflags::DF;
+    }
+    if r.one_in(2) {
+        cpu.rflags |= rflags::IF;
+    }
+    let code = set_segments(r, kind, &mut cpu);
     if kind == Kind::V86 {
         cpu.cpl = 3;
         cpu.rflags |= rflags::VM;

@@ -1,6 +1,6 @@
 //! What is done with an instruction in a mode.
 
-use iced_x86::{Instruction, OpKind, Register};
+use iced_x86::{EncodingKind, Instruction, OpKind, Register};
 
 use super::{Form, Kind, in_segments, of};
 use crate::ir::mode::Mode;
@@ -16,6 +16,7 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
     let mut needs = form.needs;
     if mode.has(Mode::SEGMENTED) {
         (kind, needs) = in_segments::kind_of(form, i, mode);
+        needs |= self::needs(kind, i.code().encoding() == EncodingKind::VEX);
     } else if form.checked || !long {
         kind = of(kind, i, long);
         if !long {

@@ -2,7 +2,7 @@
 
 use iced_x86::{Code, EncodingKind, Instruction, OpKind, Register};
 
-use super::{Form, Kind, in_mode, of};
+use super::{Form, Kind, of};
 use crate::ir::{mode::Mode, string};
 
 /// What an instruction of the form is, which is of the kind `kind` where segments are flat.
@@ -70,7 +70,7 @@ pub(crate) fn has_short_words(code: Code) -> bool {
     )
 }
 
-/// What is done with the instruction, and the mode bits without which the interpreter does it.
+/// What is done with the instruction, and the mode bits without which the interpreter does it, besides those of the kind.
 pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Kind, Mode) {
     let is_vex = i.code().encoding() == EncodingKind::VEX;
     if is_vex && mode.has(Mode::REAL) {
@@ -98,7 +98,7 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Kind, Mode) 
         Register::GS if is_loaded => needs | Mode::GS,
         _ => needs,
     };
-    (kind, needs | in_mode::needs(kind, is_vex))
+    (kind, needs)
 }
 
 /// Its memory operand has an address of 16 bits.
