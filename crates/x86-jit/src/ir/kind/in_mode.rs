@@ -32,10 +32,15 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
         return Kind::Interpret;
     }
     // What may change the privilege level counts at the one that it begins at; LOOP and JCXZ branch or not by other
-    // code than a conditional branch's, and single elements of strings are left from there.
+    // code than a conditional branch's; single elements of strings and MOV to CR3 may be left from a trampoline.
     let is_interpreted = matches!(
         kind,
-        Kind::Syscall | Kind::Sysret | Kind::InterruptReturn | Kind::Counted | Kind::Element
+        Kind::Syscall
+            | Kind::Sysret
+            | Kind::InterruptReturn
+            | Kind::Counted
+            | Kind::Element
+            | Kind::ToCr3
     );
     if is_interpreted && mode.has(Mode::COUNTS) {
         return Kind::Interpret;
