@@ -119,6 +119,14 @@ impl Translator {
         let from = self.stack_slot(d, GUEST_RSP, 0, false);
         let n = d.i.op0_register().number() as u8;
         if host_reg(n) == Some(GUEST_RSP) {
+            if self.word() == 2 {
+                // What is above SP is that of the pointer behind the word.
+                self.load_word(S0, at(S0, from));
+                self.move_stack(2);
+                self.asm.bytes(&[0x66]);
+                self.asm.rr(false, &[0x8b], GUEST_RSP, S0);
+                return;
+            }
             self.load_to_register(GUEST_RSP, at(S0, from));
             return;
         }
