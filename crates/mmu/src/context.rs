@@ -13,7 +13,7 @@ use x86_cpu::{CpuState, Privilege};
 
 use crate::{
     Mmu, View,
-    code::FetchTable,
+    fetch::FetchTable,
     l1::{Half, L1, RegionFilter},
     l2::Owner,
     shadow::{derived::Derived, flushes::Seen, roots::Policy},

@@ -50,6 +50,7 @@ mod catch_up;
 mod code;
 mod context;
 mod exposed;
+mod fetch;
 mod flush;
 mod give_up;
 pub mod hash;
@@ -223,17 +224,17 @@ pub struct Mmu {
 
     written: written::Written,
     generations: code::GenerationCache,
-    global_fetch: code::GlobalFetch,
+    global_fetch: fetch::GlobalFetch,
     /// That of the address space of slots that is not the current one: SMM's, or in SMM the other.
-    other_fetch: code::GlobalFetch,
+    other_fetch: fetch::GlobalFetch,
     fetch_space: u8,
-    global_pages: code::GlobalPages,
+    global_pages: fetch::GlobalPages,
     code_changes: Arc<AtomicU64>,
-    sums: HashMap<u64, code::Sum, hash::ByIdentity>,
+    sums: HashMap<u64, fetch::Sum, hash::ByIdentity>,
     /// Calls of [`Self::recheck_code`], for supervisors and for users.
     verification: [u64; 2],
     /// Pages executed since then that are mapped writable; one more than `MAX_EXPOSED`: too many.
-    exposed: Vec<exposed::Exposed<code::FetchEntry>>,
+    exposed: Vec<exposed::Exposed<fetch::FetchEntry>>,
     /// Changes of `sums`.
     remembered: u64,
     stats: Stats,
@@ -284,10 +285,10 @@ impl Mmu {
             is_written_by_device: false,
             written: written::Written::default(),
             generations: code::GenerationCache::default(),
-            global_fetch: code::GlobalFetch::default(),
-            other_fetch: code::GlobalFetch::default(),
+            global_fetch: fetch::GlobalFetch::default(),
+            other_fetch: fetch::GlobalFetch::default(),
             fetch_space: 0,
-            global_pages: code::GlobalPages::default(),
+            global_pages: fetch::GlobalPages::default(),
             sums: HashMap::default(),
             verification: [0; 2],
             exposed: Vec::new(),

@@ -96,9 +96,8 @@ impl VmFd {
     ///
     /// # Safety
     ///
-    /// `userspace_addr` must point to `memory_size` bytes that stay mapped as long as the slot
-    /// exists, or change under [`begin_memory_change`](crate::begin_memory_change), and that Rust does not hold references to: the guest
-    /// writes there.
+    /// `userspace_addr` must point to `memory_size` bytes that stay mapped as long as the slot exists, or change under
+    /// [`begin_memory_change`](crate::begin_memory_change), and that Rust holds no references to: the guest writes there.
     pub unsafe fn set_user_memory_region(
         &self,
         user_memory_region: kvm_userspace_memory_region,

@@ -47,6 +47,7 @@ mod switches;
 mod system;
 mod tally;
 pub(crate) mod thunks;
+mod view_changes;
 pub(crate) mod walk;
 mod ways;
 
@@ -310,11 +311,7 @@ impl Translator {
         }
         let mut saved = self.asm.here();
         if insns.iter().any(|d| d.kind.is_fp()) {
-            let a = &mut self.asm;
-            a.alu_mem_imm8(false, Alu::Cmp, NEAR_FP_LIVE, 0);
-            let from = a.jcc(cc::E);
-            let resume = a.here();
-            self.stubs.push(Stub::LoadFp { from, resume });
+            self.need_fp();
         }
         self.compare_pages(offset);
         if self.hot.is_some() && is_loop(insns) {
@@ -574,25 +571,6 @@ impl Translator {
             self.cached = Some(n);
         }
         Ok(())
-    }
-
-    /// A 64-bit general register in a host register, `scratch` if it lives in memory.
-    fn read_register(&mut self, r: Register, scratch: Reg) -> Reg {
-        let n = r.full_register().number() as u8;
-        host_reg(n).unwrap_or_else(|| {
-            self.load_home(scratch, n);
-            scratch
-        })
-    }
-
-    /// Loads a guest register that lives in memory to r13 or r14, if it is not there.
-    fn load_home(&mut self, to: Reg, n: u8) {
-        if to != S1 {
-            self.asm.load(to, home(n));
-        } else if self.cached != Some(n) {
-            self.asm.load(to, home(n));
-            self.cached = Some(n);
-        }
     }
 }
 

@@ -6,6 +6,7 @@ use x86_defs::{control::cr4, xsave};
 use super::{Emit, Translator, Unsupported, memory::Finds};
 use crate::{
     asm::*,
+    codegen::Stub,
     codegen::countdown::{self, exact},
     frame::area::*,
     frame::state::{MXCSR_FREE, X87_MASKED},
@@ -13,6 +14,34 @@ use crate::{
 };
 
 impl Translator {
+    /// A 64-bit general register in a host register, `scratch` if it lives in memory.
+    pub(super) fn read_register(&mut self, r: Register, scratch: Reg) -> Reg {
+        let n = r.full_register().number() as u8;
+        host_reg(n).unwrap_or_else(|| {
+            self.load_home(scratch, n);
+            scratch
+        })
+    }
+
+    /// Loads a guest register that lives in memory to r13 or r14, if it is not there.
+    pub(super) fn load_home(&mut self, to: Reg, n: u8) {
+        if to != S1 {
+            self.asm.load(to, home(n));
+        } else if self.cached != Some(n) {
+            self.asm.load(to, home(n));
+            self.cached = Some(n);
+        }
+    }
+
+    /// What follows has FP state in the host's registers.
+    pub(super) fn need_fp(&mut self) {
+        let a = &mut self.asm;
+        a.alu_mem_imm8(false, Alu::Cmp, NEAR_FP_LIVE, 0);
+        let from = a.jcc(cc::E);
+        let resume = a.here();
+        self.stubs.push(Stub::LoadFp { from, resume });
+    }
+
     /// MOV from a segment register.
     pub(super) fn segment_to_general(&mut self, d: &Decoded) -> Emit {
         let segment = selector(d.i.op1_register().number());
