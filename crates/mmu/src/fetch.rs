@@ -23,9 +23,9 @@ pub(crate) struct FetchEntry {
     pub(crate) slot: usize,
     pub(crate) index: usize,
     pub(crate) global: bool,
-    /// [`Mmu::verification`] at which the page's code was last compared.
+    /// [`crate::Mmu::verification`] at which the page's code was last compared.
     pub(crate) verified: u64,
-    /// What `Mmu::sums` had for the page when [`Mmu::remembered`] was `known`.
+    /// What `crate::Mmu::sums` had for the page when [`crate::Mmu::remembered`] was `known`.
     pub(crate) sum: Sum,
     pub(crate) known: u64,
     /// The guest could write the page by the same address.
@@ -46,7 +46,7 @@ impl FetchEntry {
 
 /// Fetch TLB of a (context, view); made when the view first executes.
 ///
-/// Engines keep what [`Mmu::code_page`] returned for longer than an entry lives
+/// Engines keep what [`crate::Mmu::code_page`] returned for longer than an entry lives
 /// here, as long as the epoch stays. So it is also kept, as a filter, which
 /// pages were fetched since the last flush, replaced entries included.
 #[derive(Debug, Default)]
