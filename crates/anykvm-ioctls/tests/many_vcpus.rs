@@ -4,7 +4,7 @@
 
 mod guest;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anykvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use guest::{Ram, add_slot, lapic_bit, set_msr};
@@ -19,6 +19,13 @@ const ICR: u32 = 0x830;
 const SPIV: u32 = 0x80f;
 /// The last of them is a vCPU with an id of more than 8 bits.
 const FAR: u64 = 300;
+
+/// The process's memory is measured: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn enable(vm: &VmFd, cap: u32, arg: u64) {
     let mut cap = kvm_enable_cap {
@@ -83,6 +90,7 @@ fn lapic_id(vcpu: &VcpuFd) -> u32 {
 
 #[test]
 fn a_vcpu_that_only_x2apic_can_name_is_started_by_its_id() {
+    let _alone = alone();
     for is_split in [false, true] {
         let machine = Machine::new(is_split);
         let mut boot = machine.vcpu(0);
@@ -117,6 +125,7 @@ fn a_vcpu_that_only_x2apic_can_name_is_started_by_its_id() {
 
 #[test]
 fn messages_find_wide_ids_where_the_vmm_has_asked_for_them() {
+    let _alone = alone();
     let machine = Machine::new(true);
     let near = machine.vcpu(FAR & 0xff);
     let far = machine.vcpu(FAR);
@@ -171,6 +180,7 @@ fn used() -> (usize, usize) {
 
 #[test]
 fn there_are_as_many_as_the_capabilities_say_and_idle_ones_take_little() {
+    let _alone = alone();
     raise_descriptor_limit();
     let kvm = Kvm::new().unwrap();
     let (max, ids) = (kvm.get_max_vcpus() as u64, kvm.get_max_vcpu_id() as u64);
