@@ -24,6 +24,9 @@ const FAR: u64 = 300;
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
+    // The C library would have later zeroed arrays out of its heap, and touch all of them, once large ones were freed.
+    // SAFETY: sets a number of the allocator's.
+    unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, 128 << 10) };
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
