@@ -125,32 +125,36 @@ fn each_entry_is_a_new_version() {
 /// As KVM's own test: a thief takes the processor for as long as it likes between two runs.
 #[test]
 fn what_is_stolen_in_a_long_pause_is_told_by_the_next_entry() {
-    thread::spawn(|| {
-        let mut g = guest(&EXITS, false);
-        assert!(set_msr(&g.vcpu, STEAL_TIME, ON));
-        stay();
-        exit(&mut g.vcpu);
-        for round in 0..5 {
-            let (told, had) = (steal(&g.ram), run_delay());
-            let is_over = AtomicBool::new(false);
-            thread::scope(|scope| {
-                scope.spawn(|| {
-                    while !is_over.load(Ordering::Relaxed) {
-                        spin_loop();
-                    }
-                });
-                while run_delay() - had < 50_000_000 {
-                    thread::yield_now();
+    for is_protected in [false, true] {
+        thread::spawn(move || stolen_in_pauses(is_protected))
+            .join()
+            .unwrap();
+    }
+}
+
+fn stolen_in_pauses(is_protected: bool) {
+    let mut g = guest(&EXITS, is_protected);
+    assert!(set_msr(&g.vcpu, STEAL_TIME, ON));
+    stay();
+    exit(&mut g.vcpu);
+    for round in 0..5 {
+        let (told, had) = (steal(&g.ram), run_delay());
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    spin_loop();
                 }
-                is_over.store(true, Ordering::Relaxed);
             });
-            let stolen = run_delay() - had;
-            exit(&mut g.vcpu);
-            assert!(steal(&g.ram) - told >= stolen, "{round}");
-        }
-    })
-    .join()
-    .unwrap();
+            while run_delay() - had < 50_000_000 {
+                thread::yield_now();
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+        let stolen = run_delay() - had;
+        exit(&mut g.vcpu);
+        assert!(steal(&g.ram) - told >= stolen, "{round}");
+    }
 }
 
 #[test]

@@ -28,10 +28,7 @@ impl Inner {
     /// all the rest.
     pub(super) fn run(&mut self, input: &RunInput<'_>) -> Result<()> {
         self.bus.note_pause();
-        // Of entries that only bring a device's answer some will do: the look is 3 % of an exit.
-        if !self.resumes || self.quick_entries.is_multiple_of(4) {
-            self.bus.note_entry(&mut self.cpu);
-        }
+        self.bus.note_entry(&mut self.cpu);
         self.bus.advance_steal_version();
         self.bus.start_cycles(&mut self.cpu);
         let result = self.run_here(input);
