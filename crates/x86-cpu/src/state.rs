@@ -310,6 +310,12 @@ impl CpuState {
     pub const fn iopl(&self) -> u8 {
         ((self.rflags & rflags::IOPL) >> rflags::IOPL_SHIFT) as u8
     }
+    /// Goes back to an earlier state of the same vCPU. What the engine has beside it stays: it may be at work, in the middle of the
+    /// instruction that has failed.
+    pub fn put_back(&mut self, saved: Self) {
+        let engine = core::mem::take(&mut self.engine);
+        *self = Self { engine, ..saved };
+    }
     /// True if a program that may not change IF changes VIF in its place: virtual-8086 mode with CR4.VME, or CPL 3 with
     /// CR4.PVI, and IOPL below 3 (SDM vol. 3, 21.3 and 21.4).
     pub const fn has_virtual_interrupts(&self) -> bool {

@@ -276,7 +276,7 @@ fn finish<B: GuestBus>(
     let Err(fault) = result else {
         return Ok(());
     };
-    *cpu = saved;
+    cpu.put_back(saved);
     // These values were in force before; a refusal changes nothing.
     let _ = switch(cpu, bus);
     Err(match fault {

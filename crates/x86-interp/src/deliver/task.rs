@@ -113,7 +113,7 @@ pub(crate) fn switch<B: GuestBus>(
     if result.is_err() {
         let (gva, dr6) = (ex.cpu.fault_gva, ex.cpu.fault_dr6);
         let root = ex.cpu.cr3 != saved.cr3;
-        *ex.cpu = saved;
+        ex.cpu.put_back(saved);
         ex.cpu.fault_gva = gva;
         ex.cpu.fault_dr6 = dr6;
         ex.flags = saved_flags;
