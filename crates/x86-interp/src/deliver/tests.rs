@@ -221,7 +221,7 @@ fn an_exit_leaves_the_cpu_as_it_was() {
 #[test]
 fn a_task_switch_that_fails_leaves_what_the_engine_has() {
     let (mut cpu, mut bus) = machine(false, 0);
-    gate(&mut bus, false, vector::TS.into(), 14, 0, 0);
+    gate(&mut bus, false, vector::TS, 14, 0, 0);
     cpu.engine.words[7] = 77;
     // A far jump to a task whose CS is null.
     let [low, high] = sel::TSS2.to_le_bytes();
