@@ -36,8 +36,9 @@ const FLUSH_TLB: u128 = 2;
 const GAP_NS: u64 = 1_000_000;
 /// Shortest time before an entry in which there may be a delay worth waiting for.
 const LATE_US: u64 = 150;
-/// Longest wait for the answer. Most take 50 µs; where others want the processor the keeper waits for it, too.
-const WAIT: Duration = Duration::from_millis(4);
+/// Longest wait for the answer. Most take 50 µs; where others want the processor the keeper waits for it, too, for some slices of the
+/// scheduler's.
+const WAIT: Duration = Duration::from_millis(20);
 /// After a pause of this length an entry waits until the answer is there: what was stolen in it is told by then,
 const LONG_US: u64 = 10_000;
 /// unless nobody answers at all.
