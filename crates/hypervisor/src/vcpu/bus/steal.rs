@@ -46,7 +46,7 @@ const LONG_WAIT: Duration = Duration::from_secs(1);
 /// Other waits are at most one part in this many of the time,
 const SHARE: u64 = 64;
 /// but for so much at once.
-const AT_ONCE_US: u64 = 5000;
+const AT_ONCE_US: u64 = 100_000;
 /// How often the keeper is asked at least.
 const ASK_EVERY_US: u64 = 100_000;
 
