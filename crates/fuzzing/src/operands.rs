@@ -15,6 +15,18 @@ const FREE: [u32; 11] = [0, 1, 2, 8, 9, 10, 11, 12, 13, 14, 15];
 /// What may be named in blocks of 32-bit code.
 const FREE32: [u32; 3] = [0, 1, 2];
 
+/// Base and index of each 16-bit form of addresses (SDM vol. 2, table 2-1).
+pub(crate) const BASES16: [(Register, Register); 8] = [
+    (Register::BX, Register::SI),
+    (Register::BX, Register::DI),
+    (Register::BP, Register::SI),
+    (Register::BP, Register::DI),
+    (Register::SI, Register::None),
+    (Register::DI, Register::None),
+    (Register::BP, Register::None),
+    (Register::BX, Register::None),
+];
+
 /// Where the operands of one instruction come from.
 #[derive(Debug)]
 pub(crate) struct Operands<'a> {
@@ -416,18 +428,8 @@ impl Operands<'_> {
 
     /// 16-bit address size: the first 64 KiB, where nothing is.
     fn address16(&mut self, i: &mut Instruction) {
-        use Register as R;
         self.target = None;
-        let (base, index) = self.r.pick(&[
-            (R::BX, R::SI),
-            (R::BX, R::DI),
-            (R::BP, R::SI),
-            (R::BP, R::DI),
-            (R::SI, R::None),
-            (R::DI, R::None),
-            (R::BP, R::None),
-            (R::BX, R::None),
-        ]);
+        let (base, index) = self.r.pick(&BASES16);
         i.set_memory_base(base);
         i.set_memory_index(index);
         let d = self.r.next() as u16;

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use anykvm_ioctls::VcpuExit;
 
-use super::{Registers, wrmsr};
-use crate::bench::bare::{Bare, Mode};
+use super::{Registers, looping, wrmsr};
+use crate::bench::bare::Bare;
 use crate::bench::machines::Files;
 use crate::bench::report::{self, Verdict};
 use crate::bench::workloads::{Suite, WORKLOADS, Workload};
@@ -58,22 +58,10 @@ const LOOPS: &[(&str, &[u8])] = &[
     ),
 ];
 
-/// A guest that runs a loop for ever and exits after each [`TURNS`] turns.
+/// A guest that runs a loop for ever, with an address in EBX.
 fn guest(before: &[u8], body: &[u8]) -> Result<Bare, BootError> {
-    let mut code = before.to_vec();
-    code.extend([0xbb, 0, 0, 1, 0]); // mov ebx, 0x10000
-    let begin = code.len();
-    code.extend([0x41, 0xb8]); // mov r8d, TURNS
-    code.extend(TURNS.to_le_bytes());
-    let turn = code.len();
-    code.extend(body);
-    code.extend([0x41, 0xff, 0xc8, 0x0f, 0x85]); // dec r8d; jne
-    let back = turn as i32 - (code.len() as i32 + 4);
-    code.extend(back.to_le_bytes());
-    code.extend([0xe6, 0x80, 0xe9]); // out 0x80, al; jmp
-    let back = begin as i32 - (code.len() as i32 + 4);
-    code.extend(back.to_le_bytes());
-    Bare::new(Mode::Long, false, &code)
+    // mov ebx, 0x10000
+    looping(&[before, &[0xbb, 0, 0, 1, 0]].concat(), body, TURNS)
 }
 
 /// Nanoseconds of a turn, counted by nobody, by one counter and by two: the guests run in turn.

@@ -187,12 +187,12 @@ fn hypervisor_is_amd() -> Result<bool, BootError> {
     Ok(first.is_some_and(|e| e.ebx == AUTH))
 }
 
-/// Nanoseconds of a turn of the loop around `body`.
-fn measure(before: &[u8], body: &[u8]) -> Result<f64, BootError> {
+/// A guest that executes `before`, and for ever so many turns of `body` and an exit.
+fn looping(before: &[u8], body: &[u8], turns: u32) -> Result<Bare, BootError> {
     let mut code = before.to_vec();
     let begin = code.len();
-    code.extend([0x41, 0xb8]); // mov r8d, TURNS
-    code.extend(TURNS.to_le_bytes());
+    code.extend([0x41, 0xb8]); // mov r8d, turns
+    code.extend(turns.to_le_bytes());
     let turn = code.len();
     code.extend(body);
     code.extend([0x41, 0xff, 0xc8, 0x0f, 0x85]); // dec r8d; jne
@@ -201,9 +201,14 @@ fn measure(before: &[u8], body: &[u8]) -> Result<f64, BootError> {
     code.extend([0xe6, 0x80, 0xe9]); // out 0x80, al; jmp
     let back = begin as i32 - (code.len() as i32 + 4);
     code.extend(back.to_le_bytes());
+    Bare::new(Mode::Long, false, &code)
+}
+
+/// Nanoseconds of a turn of the loop around `body`.
+fn measure(before: &[u8], body: &[u8]) -> Result<f64, BootError> {
     let Bare {
         mut vcpu, vm: _vm, ..
-    } = Bare::new(Mode::Long, false, &code)?;
+    } = looping(before, body, TURNS)?;
     let mut best = f64::INFINITY;
     for _ in 0..RUNS {
         let begin = Instant::now();

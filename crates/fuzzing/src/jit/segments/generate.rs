@@ -8,7 +8,13 @@ use x86_cpu::CpuState;
 use x86_native::oracle::Mode as Oracle;
 
 use super::state::{Kind, RAM, start};
-use crate::{Family, Random, case::prefixes, forms, jit::machine::Weather, operands::Operands};
+use crate::{
+    Family, Random,
+    case::prefixes,
+    forms,
+    jit::machine::Weather,
+    operands::{BASES16, Operands},
+};
 
 /// Addresses of instructions before they have any.
 const LABEL: u64 = 0x1000;
@@ -404,16 +410,7 @@ impl Builder<'_> {
             e.code.push(mov32(base, v));
             return;
         }
-        let (base, index) = r.pick(&[
-            (R::BX, R::SI),
-            (R::BX, R::DI),
-            (R::BP, R::SI),
-            (R::BP, R::DI),
-            (R::SI, R::None),
-            (R::DI, R::None),
-            (R::BP, R::None),
-            (R::BX, R::None),
-        ]);
+        let (base, index) = r.pick(&BASES16);
         if base == R::BP && index == R::None && size == 0 {
             i.set_memory_displ_size(1);
         }
