@@ -93,7 +93,7 @@ fn a_page_that_is_mapped_elsewhere_by_the_loop() {
 #[test]
 fn a_page_that_is_mapped_elsewhere() {
     let m = with_two_pages();
-    let (sum, lanes) = run(
+    let (sum, site_entries) = run(
         &m,
         |a| {
             let (mut round, mut turn) = (a.create_label(), a.create_label());
@@ -112,13 +112,13 @@ fn a_page_that_is_mapped_elsewhere() {
             a.jne(round)?;
             a.hlt()
         },
-        "jit_lanes",
+        "jit_site_entries",
     );
     assert_eq!(sum, ROUNDS / 2 * TURNS * 1001);
     for page in [0x6800, 0x7800] {
         assert_eq!(u64::from_le_bytes(m.read(page)), ROUNDS / 2 * TURNS);
     }
-    assert!(!is_translated() || lanes > 0);
+    assert!(!is_translated() || site_entries > 0);
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn ever_other_pages() {
             a.jne(turn)?;
             a.hlt()
         },
-        "jit_lanes_dropped",
+        "jit_site_entries_dropped",
     );
     assert_eq!(sum, TURNS / 16 * PAGES * (PAGES - 1) / 2);
     assert!(!is_translated() || dropped > 0);

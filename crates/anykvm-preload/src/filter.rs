@@ -239,11 +239,11 @@ unsafe fn install(
     lines.extend_from_slice(theirs);
     let fits = lines.len() <= LONGEST;
     // A thread that begins later may have inherited it.
-    if is_for_all || !host::keeper::is_kept() {
+    if is_for_all || !host::service_thread::is_served() {
         if fits {
-            host::keeper::forbid_files();
+            host::service_thread::forbid_files();
         } else {
-            host::keeper::forbid_calls();
+            host::service_thread::forbid_calls();
         }
     }
     let filter = sock_fprog {

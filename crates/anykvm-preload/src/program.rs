@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// What an executable file is to the loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ProgramKind {
     /// Loaded by this program interpreter.
     Dynamic(PathBuf),
     /// Without one.
@@ -40,14 +40,14 @@ pub fn is_glibc(loader: &Path) -> bool {
 /// # Errors
 ///
 /// Those of reading it.
-pub fn kind(path: &Path) -> std::io::Result<Kind> {
+pub fn kind(path: &Path) -> std::io::Result<ProgramKind> {
     const ENOUGH: u64 = 1 << 20;
     let mut head = Vec::new();
     File::open(path)?.take(ENOUGH).read_to_end(&mut head)?;
     Ok(kind_of(&head))
 }
 
-fn kind_of(head: &[u8]) -> Kind {
+fn kind_of(head: &[u8]) -> ProgramKind {
     if let Some(line) = head.strip_prefix(b"#!") {
         let line = line.split(|b| *b == b'\n').next().unwrap_or_default();
         let line = line.trim_ascii();
@@ -55,21 +55,21 @@ fn kind_of(head: &[u8]) -> Kind {
         let (word, rest) = line.split_at(end.unwrap_or(line.len()));
         let rest = rest.trim_ascii();
         if word.is_empty() {
-            return Kind::Unknown;
+            return ProgramKind::Unknown;
         }
-        return Kind::Script {
+        return ProgramKind::Script {
             interpreter: PathBuf::from(OsStr::from_bytes(word)),
             argument: (!rest.is_empty()).then(|| OsStr::from_bytes(rest).to_owned()),
         };
     }
     if !head.starts_with(b"\x7fELF") {
-        return Kind::Unknown;
+        return ProgramKind::Unknown;
     }
-    elf_kind(head).unwrap_or(Kind::Foreign)
+    elf_kind(head).unwrap_or(ProgramKind::Foreign)
 }
 
 /// `None` for a file that is not for x86-64 or that ends too soon.
-fn elf_kind(head: &[u8]) -> Option<Kind> {
+fn elf_kind(head: &[u8]) -> Option<ProgramKind> {
     const CLASS_64: u8 = 2;
     const MACHINE_X86_64: u16 = 62;
     const PT_INTERP: u32 = 3;
@@ -92,10 +92,10 @@ fn elf_kind(head: &[u8]) -> Option<Kind> {
             let begin = u64_at(at + 8)?;
             let path = head.get(begin..begin.checked_add(u64_at(at + 32)?)?)?;
             let path = path.strip_suffix(b"\0").unwrap_or(path);
-            return Some(Kind::Dynamic(PathBuf::from(OsStr::from_bytes(path))));
+            return Some(ProgramKind::Dynamic(PathBuf::from(OsStr::from_bytes(path))));
         }
     }
-    Some(Kind::Static)
+    Some(ProgramKind::Static)
 }
 
 /// The program as a shell would find it.
@@ -192,7 +192,7 @@ pub fn gains_capabilities(file: &Path) -> bool {
 pub const MAX_SCRIPTS: usize = 4;
 
 /// The program that the kernel would start for a file, an interpreter for a script, and its kind.
-fn started(file: &Path) -> Option<(PathBuf, Kind)> {
+fn started(file: &Path) -> Option<(PathBuf, ProgramKind)> {
     let mut file = file.to_owned();
     for _ in 0..=MAX_SCRIPTS {
         // Those with the rights of others are left alone.
@@ -200,7 +200,7 @@ fn started(file: &Path) -> Option<(PathBuf, Kind)> {
             return None;
         }
         match kind(&file).ok()? {
-            Kind::Script { interpreter, .. } => file = interpreter,
+            ProgramKind::Script { interpreter, .. } => file = interpreter,
             kind => return Some((file, kind)),
         }
     }
@@ -212,15 +212,20 @@ fn started(file: &Path) -> Option<(PathBuf, Kind)> {
 /// interprets.
 pub fn needs_launcher(file: &Path) -> bool {
     match started(file) {
-        Some((_, Kind::Static)) => true,
-        Some((file, Kind::Dynamic(loader))) => !is_glibc(&loader) || gains_capabilities(&file),
+        Some((_, ProgramKind::Static)) => true,
+        Some((file, ProgramKind::Dynamic(loader))) => {
+            !is_glibc(&loader) || gains_capabilities(&file)
+        }
         _ => false,
     }
 }
 
 /// True for whatever can be launched.
 pub fn can_be_launched(file: &Path) -> bool {
-    matches!(started(file), Some((_, Kind::Static | Kind::Dynamic(_))))
+    matches!(
+        started(file),
+        Some((_, ProgramKind::Static | ProgramKind::Dynamic(_)))
+    )
 }
 
 #[cfg(test)]
@@ -255,19 +260,19 @@ mod tests {
     fn kinds_of_files() {
         let own = kind(Path::new("/proc/self/exe")).unwrap();
         assert!(
-            matches!(own, Kind::Dynamic(ref loader) if is_glibc(loader)),
+            matches!(own, ProgramKind::Dynamic(ref loader) if is_glibc(loader)),
             "{own:?}"
         );
-        let script = |interpreter: &str, argument: Option<&str>| Kind::Script {
+        let script = |interpreter: &str, argument: Option<&str>| ProgramKind::Script {
             interpreter: interpreter.into(),
             argument: argument.map(OsString::from),
         };
         let with_words = kind_of(b"#! /usr/bin/env -S a b \necho");
         assert_eq!(with_words, script("/usr/bin/env", Some("-S a b")));
         assert_eq!(kind_of(b"#!/bin/sh"), script("/bin/sh", None));
-        assert_eq!(kind_of(b"#!\n"), Kind::Unknown);
-        assert_eq!(kind_of(b"hello"), Kind::Unknown);
-        assert_eq!(kind_of(b"\x7fELF\x01"), Kind::Foreign);
-        assert_eq!(kind_of(b"\x7fELF\x02"), Kind::Foreign);
+        assert_eq!(kind_of(b"#!\n"), ProgramKind::Unknown);
+        assert_eq!(kind_of(b"hello"), ProgramKind::Unknown);
+        assert_eq!(kind_of(b"\x7fELF\x01"), ProgramKind::Foreign);
+        assert_eq!(kind_of(b"\x7fELF\x02"), ProgramKind::Foreign);
     }
 }

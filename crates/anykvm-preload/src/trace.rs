@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_abi::trace::{When, write_argument, write_call, write_exit};
-use kvm_abi::{Kind, Object};
+use kvm_abi::{FdKind, Object};
 use libc::{c_int, c_ulong};
 
 use crate::next::system_call;
@@ -201,7 +201,7 @@ impl Trace {
         line: &mut Line,
         at: u64,
         fd: c_int,
-        kind: Kind,
+        kind: FdKind,
         number: c_ulong,
     ) -> fmt::Result {
         let time = at.saturating_sub(self.start_ns);
@@ -277,12 +277,12 @@ pub(crate) fn closing(first: c_int, last: c_int) {
 }
 
 /// What kind of KVM's the descriptor is, here or of a kernel.
-fn kind_of(fd: c_int) -> Option<Kind> {
+fn kind_of(fd: c_int) -> Option<FdKind> {
     match kvm_abi::lookup(fd) {
-        Ok(Object::System) => return Some(Kind::System),
-        Ok(Object::Vm(_)) => return Some(Kind::Vm),
-        Ok(Object::Vcpu(_)) => return Some(Kind::Vcpu),
-        Ok(Object::Device(_)) => return Some(Kind::Device),
+        Ok(Object::System) => return Some(FdKind::System),
+        Ok(Object::Vm(_)) => return Some(FdKind::Vm),
+        Ok(Object::Vcpu(_)) => return Some(FdKind::Vcpu),
+        Ok(Object::Device(_)) => return Some(FdKind::Device),
         Err(_) => {}
     }
     let mut path = Path::default();
@@ -299,13 +299,13 @@ fn kind_of(fd: c_int) -> Option<Kind> {
     let link = link.get(..usize::try_from(len).ok()?)?;
     let is = |prefix: &[u8]| link.starts_with(prefix);
     if is(b"/dev/kvm") {
-        Some(Kind::System)
+        Some(FdKind::System)
     } else if is(b"anon_inode:kvm-vm") {
-        Some(Kind::Vm)
+        Some(FdKind::Vm)
     } else if is(b"anon_inode:kvm-vcpu") {
-        Some(Kind::Vcpu)
+        Some(FdKind::Vcpu)
     } else if is(b"anon_inode:kvm-") {
-        Some(Kind::Device)
+        Some(FdKind::Device)
     } else {
         None
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::place::Place;
+use crate::endpoint::Endpoint;
 use crate::virtio::DiskOption;
 
 /// KVM anywhere: a hypervisor inside an ordinary unprivileged process.
@@ -43,7 +43,7 @@ pub(crate) struct MigrateArgs {
 
     /// Where the guest goes: to `anykvm boot --incoming` with the same place, or into a file.
     #[arg(long, value_name = "PLACE", group = "what")]
-    pub(crate) to: Option<Place>,
+    pub(crate) to: Option<Endpoint>,
 
     /// The guest stands still until --resume.
     #[arg(long, group = "what")]
@@ -291,7 +291,7 @@ pub(crate) struct BootArgs {
     /// Do not boot: take a guest that `anykvm migrate --to` sends here, or has put into a file. --disk names
     /// its disks, in their order; all else it brings.
     #[arg(long, value_name = "PLACE", conflicts_with_all = ["image", "kernel", "initrd", "busybox", "no_initrd", "append", "no_default_cmdline", "mem", "cpus", "overlay", "root", "console", "mitigations", "command"])]
-    pub(crate) incoming: Option<Place>,
+    pub(crate) incoming: Option<Endpoint>,
 
     /// Print what the vCPUs have counted at the end; and what a vCPU has so far, each time that it
     /// writes to port 0xee0.

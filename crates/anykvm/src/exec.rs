@@ -13,7 +13,7 @@ use std::{
 
 use anykvm_preload::{
     launch,
-    program::{self, Kind, is_glibc, kind},
+    program::{self, ProgramKind, is_glibc, kind},
 };
 
 use crate::{cli::ExecArgs, error::BootError, stdio::say};
@@ -159,19 +159,19 @@ pub(crate) fn check(program: &Path) -> Result<Started, String> {
             ));
         }
         match kind(&file).map_err(|e| format!("{name}: {e}"))? {
-            Kind::Dynamic(loader) => {
+            ProgramKind::Dynamic(loader) => {
                 started.has_capabilities = program::gains_capabilities(&file);
                 started.needs_launcher = !is_glibc(&loader) || started.has_capabilities;
                 return Ok(started);
             }
-            Kind::Static => {
+            ProgramKind::Static => {
                 started.has_capabilities = program::gains_capabilities(&file);
                 started.needs_launcher = true;
                 return Ok(started);
             }
-            Kind::Foreign => return Err(format!("{name} is not a 64-bit x86 program")),
-            Kind::Unknown => return Err(format!("{name} is not a program")),
-            Kind::Script {
+            ProgramKind::Foreign => return Err(format!("{name} is not a 64-bit x86 program")),
+            ProgramKind::Unknown => return Err(format!("{name} is not a program")),
+            ProgramKind::Script {
                 interpreter,
                 argument,
             } => {

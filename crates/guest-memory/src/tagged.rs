@@ -5,9 +5,9 @@
 //! base - 12                the entry that is compared without an index
 //! base + 4                 the pages of the other entries
 //! behind them              their tags for one kind of access, then for the other
-//! behind those             the lanes: entries that are compared without an index, too
+//! behind those             the per-site entries: entries that are compared without an index, too
 //! behind those             room for the bytes of an operand that straddles two pages
-//! behind that              the cells: what generated code compares the target's page of a branch with
+//! behind that              the page guards: what generated code compares the target's page of a branch with
 //! behind those             the inline caches: where single branches by memory have gone to last
 //! last                     [`Reach`]: what a miss finds the second level by, and which entries are filled
 //! ```
@@ -45,35 +45,35 @@ pub const fn tags<const N: usize>(kind: usize) -> i32 {
 /// Where the entry without an index is from the base.
 pub const SINGLE: i32 = PAGES - size_of::<TaggedPage>() as i32;
 /// Lanes that there are.
-pub const LANES: usize = 512;
-/// Where lane `n` is from the base, where there are `N` other entries.
-pub const fn lane<const N: usize>(n: usize) -> i32 {
+pub const SITE_ENTRIES: usize = 512;
+/// Where per-site entry `n` is from the base, where there are `N` other entries.
+pub const fn site_entry<const N: usize>(n: usize) -> i32 {
     tags::<N>(2) + (n * size_of::<TaggedPage>()) as i32
 }
-/// Where the bits are that tell which lanes are used.
-pub const fn lanes_used<const N: usize>() -> i32 {
-    lane::<N>(LANES)
+/// Where the bits are that tell which per-site entries are used.
+pub const fn site_entries_used<const N: usize>() -> i32 {
+    site_entry::<N>(SITE_ENTRIES)
 }
-/// Where [`SEEN`] bits are for the pages that lanes have had.
-pub const fn lanes_seen<const N: usize>() -> i32 {
-    lanes_used::<N>() + LANES as i32 / 8
+/// Where [`SEEN`] bits are for the pages that per-site entries have had.
+pub const fn site_entries_seen<const N: usize>() -> i32 {
+    site_entries_used::<N>() + SITE_ENTRIES as i32 / 8
 }
 /// How many.
 pub const SEEN: usize = 1024;
-/// Where a number of 32 bits for each lane is, which is generated code's own.
-pub const fn lane_counts<const N: usize>() -> i32 {
-    lanes_seen::<N>() + SEEN as i32 / 8
+/// Where a number of 32 bits for each per-site entry is, which is generated code's own.
+pub const fn site_entry_counts<const N: usize>() -> i32 {
+    site_entries_seen::<N>() + SEEN as i32 / 8
 }
 /// Where room for [`BOUNCE_LEN`] bytes from each of two pages is, which is generated code's own.
 pub const fn bounce<const N: usize>() -> i32 {
-    lane_counts::<N>() + 4 * LANES as i32
+    site_entry_counts::<N>() + 4 * SITE_ENTRIES as i32
 }
 /// How many: those of the largest operand that is no block of memory.
 pub const BOUNCE_LEN: usize = 32;
 /// Cells that there are.
-pub const CELLS: usize = 4096;
-/// Where cell `n` is from the base, where there are `N` entries.
-pub const fn cell<const N: usize>(n: usize) -> i32 {
+pub const PAGE_GUARDS: usize = 4096;
+/// Where page guard `n` is from the base, where there are `N` entries.
+pub const fn page_guard<const N: usize>(n: usize) -> i32 {
     bounce::<N>() + (2 * BOUNCE_LEN + n * size_of::<u64>()) as i32
 }
 
@@ -81,7 +81,7 @@ pub const fn cell<const N: usize>(n: usize) -> i32 {
 pub const INLINE_CACHES: usize = 1024;
 /// Where the bits are that tell which of them are used.
 pub const fn inline_caches_used<const N: usize>() -> i32 {
-    cell::<N>(CELLS)
+    page_guard::<N>(PAGE_GUARDS)
 }
 /// Where inline cache `n` is from the base, where there are `N` entries.
 pub const fn inline_cache<const N: usize>(n: usize) -> i32 {
@@ -98,7 +98,7 @@ pub const fn reach<const N: usize>() -> i32 {
 /// What the second level's entries of an address space are found by.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Key {
+pub struct L2Key {
     /// Whose entries: no other address space, and none before a flush, has the same.
     pub token: u64,
     /// What the index of a 4 KiB page is XORed with.
@@ -120,7 +120,7 @@ const GROUPS: usize = (1 << 14) / GROUP;
 #[derive(Clone, Copy, Debug)]
 pub struct Reach {
     /// Of the address space, and of what is global.
-    pub keys: [Key; 2],
+    pub keys: [L2Key; 2],
     /// Bit per class of pages: reads of such a page are allowed, and writes. All 0: nothing is answered.
     pub rights: [u64; 2],
     /// Address of the table of small pages.
@@ -148,7 +148,7 @@ pub struct Reach {
 /// Words below it.
 pub const WORDS: usize = 18;
 /// How many of them take a displacement of one byte.
-pub const NEAR_WORDS: usize = 14;
+pub const SHORT_WORDS: usize = 14;
 /// Where word `n` is from the base.
 pub const fn word(n: usize) -> i32 {
     assert!(n < WORDS);
@@ -166,14 +166,14 @@ struct Inside<const N: usize> {
     single: TaggedPage,
     pages: [HostPage; N],
     tags: [[u64; N]; 2],
-    lanes: [TaggedPage; LANES],
-    /// Bit per lane.
-    used: [u64; LANES / 64],
+    site_entries: [TaggedPage; SITE_ENTRIES],
+    /// Bit per per-site entry.
+    used: [u64; SITE_ENTRIES / 64],
     /// Bit per page number, as far as it fits.
     seen: [u64; SEEN / 64],
-    counts: [u32; LANES],
+    counts: [u32; SITE_ENTRIES],
     bounce: [[u8; BOUNCE_LEN]; 2],
-    cells: [u64; CELLS],
+    page_guards: [u64; PAGE_GUARDS],
     inline_caches_used: [u64; INLINE_CACHES / 64],
     inline_caches: [InlineCache; INLINE_CACHES],
     reach: Reach,
@@ -206,19 +206,22 @@ impl<const N: usize> TaggedPages<N> {
         offset_of!(Inside<N>, single) as i32 == Self::BEFORE as i32 + SINGLE
             && offset_of!(Inside<N>, words) as i32 == Self::BEFORE as i32 + word(WORDS - 1)
             && offset_of!(Inside<N>, tags) as i32 == Self::BEFORE as i32 + tags::<N>(0)
-            && offset_of!(Inside<N>, lanes) as i32 == Self::BEFORE as i32 + lane::<N>(0)
-            && offset_of!(Inside<N>, used) as i32 == Self::BEFORE as i32 + lanes_used::<N>()
-            && offset_of!(Inside<N>, seen) as i32 == Self::BEFORE as i32 + lanes_seen::<N>()
-            && offset_of!(Inside<N>, counts) as i32 == Self::BEFORE as i32 + lane_counts::<N>()
+            && offset_of!(Inside<N>, site_entries) as i32
+                == Self::BEFORE as i32 + site_entry::<N>(0)
+            && offset_of!(Inside<N>, used) as i32 == Self::BEFORE as i32 + site_entries_used::<N>()
+            && offset_of!(Inside<N>, seen) as i32 == Self::BEFORE as i32 + site_entries_seen::<N>()
+            && offset_of!(Inside<N>, counts) as i32
+                == Self::BEFORE as i32 + site_entry_counts::<N>()
             && offset_of!(Inside<N>, bounce) as i32 == Self::BEFORE as i32 + bounce::<N>()
-            && offset_of!(Inside<N>, cells) as i32 == Self::BEFORE as i32 + cell::<N>(0)
+            && offset_of!(Inside<N>, page_guards) as i32
+                == Self::BEFORE as i32 + page_guard::<N>(0)
             && offset_of!(Inside<N>, inline_caches_used) as i32
                 == Self::BEFORE as i32 + inline_caches_used::<N>()
             && offset_of!(Inside<N>, inline_caches) as i32
                 == Self::BEFORE as i32 + inline_cache::<N>(0)
             && offset_of!(Inside<N>, reach) as i32 == Self::BEFORE as i32 + reach::<N>()
             && N <= GROUPS * GROUP
-            && word(NEAR_WORDS - 1) >= -128
+            && word(SHORT_WORDS - 1) >= -128
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
 
@@ -237,7 +240,7 @@ impl<const N: usize> TaggedPages<N> {
         Self { all, inside }
     }
 
-    /// For generated code, which may write the words, the single entry, lanes and their numbers.
+    /// For generated code, which may write the words, the single entry, per-site entries and their numbers.
     pub fn base(&self) -> u64 {
         (self.inside.addr().get() + Self::BEFORE) as u64
     }
@@ -249,43 +252,48 @@ impl<const N: usize> TaggedPages<N> {
         unsafe { &mut self.inside.as_mut().single }
     }
 
-    /// All lanes, and which are used.
+    /// All per-site entries, and which are used.
     #[inline(always)]
-    pub fn lanes(&mut self) -> (&mut [TaggedPage; LANES], &mut [u64; LANES / 64]) {
+    pub fn site_entries(
+        &mut self,
+    ) -> (
+        &mut [TaggedPage; SITE_ENTRIES],
+        &mut [u64; SITE_ENTRIES / 64],
+    ) {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
         // run while Rust has `&mut self`.
         let inside = unsafe { self.inside.as_mut() };
-        (&mut inside.lanes, &mut inside.used)
+        (&mut inside.site_entries, &mut inside.used)
     }
 
-    /// Which pages lanes have had.
+    /// Which pages per-site entries have had.
     #[inline(always)]
-    pub fn lanes_seen(&mut self) -> &mut [u64; SEEN / 64] {
+    pub fn site_entries_seen(&mut self) -> &mut [u64; SEEN / 64] {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
         // run while Rust has `&mut self`.
         unsafe { &mut self.inside.as_mut().seen }
     }
 
-    /// The lanes' numbers.
-    pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
+    /// The per-site entries' numbers.
+    pub fn site_entry_counts(&mut self) -> &mut [u32; SITE_ENTRIES] {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
         // run while Rust has `&mut self`.
         unsafe { &mut self.inside.as_mut().counts }
     }
 
-    /// One of the cells.
-    pub fn cell(&self, n: usize) -> u64 {
+    /// One of the page guards.
+    pub fn page_guard(&self, n: usize) -> u64 {
         // SAFETY: `inside` is this object's own and valid; generated code, which alone writes it without
         // `&mut self`, does not run while Rust does.
-        unsafe { self.inside.as_ref() }.cells[n]
+        unsafe { self.inside.as_ref() }.page_guards[n]
     }
 
-    /// The cells.
+    /// The page guards.
     #[inline(always)]
-    pub fn cells(&mut self) -> &mut [u64; CELLS] {
+    pub fn page_guards(&mut self) -> &mut [u64; PAGE_GUARDS] {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
         // run while Rust has `&mut self`.
-        unsafe { &mut self.inside.as_mut().cells }
+        unsafe { &mut self.inside.as_mut().page_guards }
     }
 
     /// What misses go by.

@@ -83,7 +83,7 @@ impl CodeBuffer {
         self.views.rx().as_ptr()
     }
 
-    /// For a [`crate::Keeper`].
+    /// For a [`crate::ServiceThread`].
     pub fn views(&self) -> &Arc<CodeViews> {
         &self.views
     }

@@ -1,9 +1,9 @@
-//! [`CodeViews`]: the two views of a [`crate::CodeBuffer`], whose pages a [`crate::Keeper`] looks after.
+//! [`CodeViews`]: the two views of a [`crate::CodeBuffer`], whose pages a [`crate::ServiceThread`] looks after.
 //!
 //! Code of many guest programs is larger than what the processor's TLB for instructions covers with
 //! small pages: huge ones are a tenth of gcc's time. Files in memory get them only if somebody asks for each,
 //! which takes a system call, as does letting go of what is not needed. Threads that execute the code may make
-//! none, so that they only tell the keeper's.
+//! none, so that they only tell the service thread's.
 
 use std::{
     io,
@@ -15,8 +15,8 @@ use std::{
 
 use crate::{
     HUGE_PAGE,
-    keeper::{Bell, PAGES},
     memfd::{Memfd, SharedMapping},
+    service_thread::{Bell, PAGES},
 };
 
 /// Writes since the last look that are too many to let the view go: each page that is touched again
@@ -34,7 +34,7 @@ pub struct CodeViews {
     /// Its pages count as memory of the process a second time.
     rw: SharedMapping,
     rx: SharedMapping,
-    /// Writes ever made, and at the keeper's last look.
+    /// Writes ever made, and at the service thread's last look.
     writes: AtomicU64,
     seen: AtomicU64,
     /// The pages to write by were let go of, and none was written since.
@@ -43,7 +43,7 @@ pub struct CodeViews {
     begun: AtomicU64,
     asked: AtomicU64,
     refused: AtomicU32,
-    keeper: OnceLock<Arc<Bell>>,
+    service_thread: OnceLock<Arc<Bell>>,
 }
 
 impl CodeViews {
@@ -57,7 +57,7 @@ impl CodeViews {
             begun: AtomicU64::new(0),
             asked: AtomicU64::new(0),
             refused: AtomicU32::new(0),
-            keeper: OnceLock::new(),
+            service_thread: OnceLock::new(),
         })
     }
 
@@ -86,21 +86,21 @@ impl CodeViews {
         let known = self.begun.load(Ordering::Relaxed);
         let most = MOST.min(self.rx.len() / HUGE_PAGE);
         if number < most && known & 1 << number == 0 {
-            // One thread writes; the keeper only reads.
+            // One thread writes; the service thread only reads.
             self.begun.store(known | 1 << number, Ordering::Relaxed);
             self.tell();
         }
     }
 
     fn tell(&self) {
-        if let Some(keeper) = self.keeper.get() {
-            keeper.ring_for_views();
+        if let Some(service_thread) = self.service_thread.get() {
+            service_thread.ring_for_views();
         }
     }
 
-    pub(crate) fn set_keeper(&self, bell: &Arc<Bell>) {
+    pub(crate) fn set_service_thread(&self, bell: &Arc<Bell>) {
         // The first looks after it.
-        let _ = self.keeper.set(Arc::clone(bell));
+        let _ = self.service_thread.set(Arc::clone(bell));
     }
 
     /// Asks for the huge pages that code has come to. True if there are some to ask for again.
@@ -117,7 +117,7 @@ impl CodeViews {
                 asked |= 1 << number;
             }
         }
-        // The keeper's thread alone writes it.
+        // The service thread alone writes it.
         self.asked.store(asked, Ordering::Relaxed);
         begun & !asked != 0
     }
@@ -139,7 +139,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::{CodeBuffer, Keeper};
+    use crate::{CodeBuffer, ServiceThread};
 
     const LEN: usize = 8 << 20;
 
@@ -183,10 +183,10 @@ mod tests {
     }
 
     #[test]
-    fn the_keeper_asks_for_huge_pages_while_code_runs_and_changes() {
+    fn the_service_thread_asks_for_huge_pages_while_code_runs_and_changes() {
         let mut b = CodeBuffer::new(LEN).unwrap();
-        let keeper = Arc::<Keeper>::default();
-        keeper.add(b.views()).unwrap();
+        let service_thread = Arc::<ServiceThread>::default();
+        service_thread.add(b.views()).unwrap();
         // MOV EAX, number; RET: an `extern "C" fn() -> u32`.
         let mut check = |at: usize, number: u32| {
             let [a, b1, c, d] = number.to_le_bytes();

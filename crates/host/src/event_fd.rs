@@ -5,7 +5,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
 };
 
-use crate::{keeper::FILES, system};
+use crate::{service_thread::FILES, system};
 
 /// A non-blocking eventfd.
 #[derive(Debug)]

@@ -15,7 +15,6 @@ pub mod event_fd;
 pub mod faults;
 pub mod fork;
 pub mod futex;
-pub mod keeper;
 pub mod lazy_array;
 pub mod mapping;
 pub mod memfd;
@@ -23,6 +22,7 @@ pub mod poll;
 pub mod probe;
 pub mod random;
 pub mod run_delay;
+pub mod service_thread;
 pub mod signal;
 pub mod system;
 pub mod thread;
@@ -32,11 +32,11 @@ pub use brief_lock::{BriefLock, Held};
 pub use code_buffer::CodeBuffer;
 pub use code_views::CodeViews;
 pub use event_fd::EventFd;
-pub use keeper::Keeper;
 pub use lazy_array::LazyArray;
 pub use mapping::Mapping;
 pub use memfd::{Memfd, SharedMapping};
 pub use run_delay::RunDelay;
+pub use service_thread::ServiceThread;
 pub use vulnerabilities::vulnerability;
 
 /// Bytes in a host page.

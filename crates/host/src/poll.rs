@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{keeper::FILES, system};
+use crate::{service_thread::FILES, system};
 
 /// What is known about one fd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! [`RunDelay`]: how long a thread has waited for its processor, as the host's scheduler has it.
 //!
 //! The figure is in /proc/self/task/TID/schedstat, and threads that execute guests can open no file: a
-//! [`crate::Keeper`] does. One thread at a time asks.
+//! [`crate::ServiceThread`] does. One thread at a time asks.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ use std::{
 
 use crate::{
     futex,
-    keeper::{Bell, FILES},
+    service_thread::{Bell, FILES},
     thread,
 };
 
@@ -37,7 +37,7 @@ pub struct RunDelay {
 pub struct Waited {
     /// The thread that asked.
     pub thread: i32,
-    /// How long it had waited in its life when the keeper looked; nothing if the host does not say.
+    /// How long it had waited in its life when the service thread looked; nothing if the host does not say.
     pub ns: Option<u64>,
 }
 
@@ -92,7 +92,7 @@ impl RunDelay {
         }
     }
 
-    /// On the keeper's thread.
+    /// On the service thread.
     pub(crate) fn serve(&self) {
         let asked = self.asked.load(Ordering::Acquire);
         if asked == self.answered.load(Ordering::Relaxed) {
@@ -125,15 +125,15 @@ fn read(thread: i32) -> Option<u64> {
 /// Time on processors, time waited for one, and a count. All are zero in a kernel that does not keep them.
 fn parse(line: &str) -> Option<u64> {
     let mut words = line.split_ascii_whitespace();
-    let is_kept = words.next()? != "0";
+    let is_served = words.next()? != "0";
     let waited = words.next()?.parse().ok()?;
-    is_kept.then_some(waited)
+    is_served.then_some(waited)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Keeper;
+    use crate::ServiceThread;
 
     #[test]
     fn kernels_that_keep_nothing_say_nothing() {
@@ -146,8 +146,8 @@ mod tests {
 
     #[test]
     fn the_answer_is_what_the_kernel_says() {
-        let keeper = Arc::<Keeper>::default();
-        let delay = keeper.run_delay();
+        let service_thread = Arc::<ServiceThread>::default();
+        let delay = service_thread.run_delay();
         // The same call, made here; a kernel without it, or another's /proc, gives nothing both times.
         let here = || read(thread::tid());
         for _ in 0..3 {
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_keeper_the_answer_is_there_at_once() {
+    fn without_a_service_thread_the_answer_is_there_at_once() {
         let delay = RunDelay::new(None);
         delay.ask();
         assert_eq!(delay.answer().map(|waited| waited.ns), Some(None));

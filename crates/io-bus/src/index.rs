@@ -5,13 +5,13 @@
 //! and all bits of the key count.
 
 /// An address or value, and a number that keeps equal ones apart.
-pub(crate) type Key = (u64, u32);
+pub(crate) type IndexKey = (u64, u32);
 
 /// See the module's description.
 #[derive(Clone, Debug)]
 pub(crate) struct Index<V> {
     /// A power of two, or none.
-    slots: Vec<Option<(Key, V)>>,
+    slots: Vec<Option<(IndexKey, V)>>,
     len: usize,
 }
 
@@ -25,7 +25,7 @@ impl<V> Default for Index<V> {
 }
 
 #[inline]
-const fn hash((a, b): Key) -> u64 {
+const fn hash((a, b): IndexKey) -> u64 {
     let h = (a ^ (b as u64).rotate_left(56)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     h ^ h >> 32
 }
@@ -37,13 +37,13 @@ impl<V> Index<V> {
     }
 
     /// All keys.
-    pub(crate) fn keys(&self) -> Vec<Key> {
+    pub(crate) fn keys(&self) -> Vec<IndexKey> {
         self.slots.iter().flatten().map(|(key, _)| *key).collect()
     }
 
     /// The slot of a key, or the empty one where it would be; `None` without slots.
     #[inline]
-    fn place(&self, key: Key) -> Option<usize> {
+    fn place(&self, key: IndexKey) -> Option<usize> {
         let mask = self.slots.len().wrapping_sub(1);
         let mut at = hash(key) as usize & mask;
         loop {
@@ -56,20 +56,20 @@ impl<V> Index<V> {
 
     /// What a key leads to.
     #[inline]
-    pub(crate) fn find(&self, key: Key) -> Option<&V> {
+    pub(crate) fn find(&self, key: IndexKey) -> Option<&V> {
         let (_, value) = self.slots.get(self.place(key)?)?.as_ref()?;
         Some(value)
     }
 
     /// The same, to be changed.
-    pub(crate) fn find_mut(&mut self, key: Key) -> Option<&mut V> {
+    pub(crate) fn find_mut(&mut self, key: IndexKey) -> Option<&mut V> {
         let at = self.place(key)?;
         let (_, value) = self.slots.get_mut(at)?.as_mut()?;
         Some(value)
     }
 
     /// What a key leads to, made by `make` if there is nothing.
-    pub(crate) fn entry(&mut self, key: Key, make: impl FnOnce() -> V) -> &mut V {
+    pub(crate) fn entry(&mut self, key: IndexKey, make: impl FnOnce() -> V) -> &mut V {
         if self.find(key).is_none() {
             if 2 * (self.len + 1) > self.slots.len() {
                 self.rebuild((2 * self.slots.len()).max(4));
@@ -82,7 +82,7 @@ impl<V> Index<V> {
     }
 
     /// Removes a key.
-    pub(crate) fn remove(&mut self, key: Key) -> Option<V> {
+    pub(crate) fn remove(&mut self, key: IndexKey) -> Option<V> {
         let at = self.place(key)?;
         let (_, value) = self.slots.get_mut(at)?.take()?;
         self.len -= 1;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use crate::{
     Space,
-    index::{Index, Key},
+    index::{Index, IndexKey},
 };
 
 /// What a doorbell listens to.
@@ -42,7 +42,7 @@ pub enum DoorbellError {
 
 /// All doorbells of one address.
 #[derive(Clone, Debug)]
-struct Site<T> {
+struct DoorbellsAt<T> {
     /// Length 0: then it is the only one here.
     any_len: Option<T>,
     /// Any value, for lengths 1, 2, 4 and 8.
@@ -53,7 +53,7 @@ struct Site<T> {
     values: [u32; 4],
 }
 
-impl<T> Site<T> {
+impl<T> DoorbellsAt<T> {
     fn new() -> Self {
         Self {
             any_len: None,
@@ -73,8 +73,8 @@ impl<T> Site<T> {
 #[derive(Clone, Debug)]
 pub struct Doorbells<T> {
     // Shared with earlier versions of the table until they change.
-    ports: Index<Arc<Site<T>>>,
-    mmio: Index<Arc<Site<T>>>,
+    ports: Index<Arc<DoorbellsAt<T>>>,
+    mmio: Index<Arc<DoorbellsAt<T>>>,
 }
 
 impl<T> Default for Doorbells<T> {
@@ -111,7 +111,7 @@ impl DoorbellSpec {
         Ok(())
     }
     /// A site's address as a key.
-    const fn site(&self) -> Key {
+    const fn site(&self) -> IndexKey {
         (self.address, 0)
     }
 }
@@ -136,7 +136,7 @@ impl<T: Clone> Doorbells<T> {
                 return Err(DoorbellError::Exists);
             }
         }
-        let site = Arc::make_mut(table.entry(spec.site(), || Arc::new(Site::new())));
+        let site = Arc::make_mut(table.entry(spec.site(), || Arc::new(DoorbellsAt::new())));
         match (len_index(spec.len), spec.datamatch) {
             (None, _) => site.any_len = Some(target),
             (Some(i), None) => site.any_value[i] = Some(target),
@@ -203,7 +203,7 @@ impl<T: Clone> Doorbells<T> {
         }
     }
 
-    const fn table_mut(&mut self, space: Space) -> &mut Index<Arc<Site<T>>> {
+    const fn table_mut(&mut self, space: Space) -> &mut Index<Arc<DoorbellsAt<T>>> {
         match space {
             Space::Pio => &mut self.ports,
             Space::Mmio => &mut self.mmio,

@@ -35,7 +35,7 @@ mod vm;
 
 pub use compat::compat_page;
 pub use device::Device;
-pub use dispatch::{Call, Kind, calls, ioctl, refused_count};
+pub use dispatch::{Call, FdKind, calls, ioctl, refused_count};
 pub use errno::{Errno, Result};
 pub use fork::{in_child as after_fork, set_borrowed};
 pub use host::faults;

@@ -4,7 +4,7 @@ use x86_cpu::{CpuState, Exception};
 
 use crate::{
     Mmu, Mode,
-    context::{CURRENT, Key},
+    context::{CURRENT, ContextKey},
     reach,
     shadow::{
         derived::Found,
@@ -48,7 +48,7 @@ impl Mmu {
         if !flushes || !self.roots.comes_back(id, is_full) {
             return None;
         }
-        Some(self.new_context(Key {
+        Some(self.new_context(ContextKey {
             world,
             pcid: self.paging.pcid,
             root: Some(id),

@@ -266,7 +266,7 @@ impl Mmu {
     }
 
     /// Where the generation counter of a page is, and its value: for code that
-    /// checks it by itself. The cell stays until [`Self::slots_generation`] changes.
+    /// checks it by itself. The page guard stays until [`Self::slots_generation`] changes.
     pub fn code_generation_cell(&self, id: u64) -> Option<&core::sync::atomic::AtomicU32> {
         let (slot, index) = self.find_id(id)?;
         self.table

@@ -40,21 +40,21 @@ pub(crate) const CURRENT: u64 = u64::MAX;
 /// RFLAGS.AC.
 const MAX_VIEWS: usize = 16;
 
-/// Bit of [`Key::world`]: SMM's address space of slots.
+/// Bit of [`ContextKey::world`]: SMM's address space of slots.
 pub(crate) const SPACE_SHIFT: u32 = 3;
-/// Worlds that there may be: [`Key::world`] is less.
+/// Worlds that there may be: [`ContextKey::world`] is less.
 pub(crate) const WORLDS: usize = 32;
 
 /// What distinguishes contexts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Key {
+pub(crate) struct ContextKey {
     pub world: u8,
     pub pcid: u16,
     /// Of a tracked one: [`crate::shadow::roots::Roots::id`]. Then `pcid` is that of the last load.
     pub root: Option<u64>,
 }
 
-impl Key {
+impl ContextKey {
     /// What finds the context.
     pub(crate) fn id(self) -> u64 {
         let shared = 1 << 63 | u64::from(self.world) << 16 | u64::from(self.pcid);
@@ -65,13 +65,13 @@ impl Key {
 /// An address space whose translations are kept.
 #[derive(Debug)]
 pub(crate) struct Context {
-    pub key: Key,
+    pub key: ContextKey,
     /// L2 entries of this context up to this tick are flushed.
     pub flushed: u64,
     /// Of its entries in the second level.
-    pub reach: tagged::Key,
+    pub reach: tagged::L2Key,
     /// The keys that its views have.
-    published: [tagged::Key; 2],
+    published: [tagged::L2Key; 2],
     /// Regions of large pages that are not global.
     pub regions: RegionFilter,
     /// When it was the current one last: flushes since then are to be carried out.
@@ -176,7 +176,7 @@ impl Mmu {
         );
         let tracked = self.tracked_context(world, flushes);
         self.current = tracked.unwrap_or_else(|| {
-            let key = Key {
+            let key = ContextKey {
                 world,
                 pcid,
                 root: None,
@@ -227,7 +227,7 @@ impl Mmu {
         self.contexts.len() >= limit
     }
 
-    pub(crate) fn new_context(&mut self, key: Key) -> usize {
+    pub(crate) fn new_context(&mut self, key: ContextKey) -> usize {
         self.views_made += 1;
         self.forget_switches();
         self.stats.contexts_made += 1;
@@ -240,7 +240,7 @@ impl Mmu {
             key,
             flushed,
             reach: self.new_reach_key(),
-            published: [tagged::Key::default(); 2],
+            published: [tagged::L2Key::default(); 2],
             regions: RegionFilter::default(),
             left: flushed,
             seen: self.flushes.seen(),
@@ -376,7 +376,7 @@ impl Mmu {
     }
 
     /// A key for the second level that nothing is found by.
-    fn new_reach_key(&mut self) -> tagged::Key {
+    fn new_reach_key(&mut self) -> tagged::L2Key {
         if let Some(key) = self.reach.new_key() {
             return key;
         }
@@ -425,7 +425,7 @@ impl Mmu {
     }
 
     /// Of the context's own pages, and of global ones.
-    pub(crate) fn keys_of(&self, context: usize) -> [tagged::Key; 2] {
+    pub(crate) fn keys_of(&self, context: usize) -> [tagged::L2Key; 2] {
         let c = &self.contexts[context];
         [c.reach, self.global_keys[usize::from(c.key.world)]]
     }

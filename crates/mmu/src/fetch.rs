@@ -2,7 +2,7 @@
 
 use guest_memory::HostPage;
 
-use crate::{View, sum::sum_of, written::Place};
+use crate::{View, sum::sum_of, written::SlotPage};
 
 /// Where the address space is in a page's identity.
 pub(crate) const SPACE_SHIFT: u32 = 60;
@@ -35,8 +35,8 @@ pub(crate) struct FetchEntry {
 }
 
 impl FetchEntry {
-    pub(crate) fn place(&self) -> Place {
-        Place {
+    pub(crate) fn place(&self) -> SlotPage {
+        SlotPage {
             space: space_of(self.id),
             slot: self.slot,
             index: self.index,

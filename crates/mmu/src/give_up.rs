@@ -11,7 +11,7 @@ use x86_cpu::CpuState;
 use crate::{
     Mmu,
     l1::Half,
-    written::{Pages, Place, Tags},
+    written::{Pages, SlotPage, Tags},
 };
 
 /// With more pages than that it takes less to go through all tags once.
@@ -158,13 +158,13 @@ impl Mmu {
         }
     }
 
-    fn host_of(&self, at: Place) -> Option<HostPage> {
+    fn host_of(&self, at: SlotPage) -> Option<HostPage> {
         self.table.slots(at.space).get(at.slot)?.page(at.index)
     }
 
     /// Makes this vCPU's writes to the page take the slow way. True if it may
     /// have written it unnoticed since the last call.
-    pub(crate) fn drop_write_tags(&mut self, at: Place, host: HostPage) -> bool {
+    pub(crate) fn drop_write_tags(&mut self, at: SlotPage, host: HostPage) -> bool {
         let tags = self.written.take(at);
         if let Some(tags) = tags {
             self.drop_tags(tags, host);
@@ -196,14 +196,14 @@ impl Mmu {
         }
     }
 
-    pub(crate) fn bump(&self, at: Place) {
+    pub(crate) fn bump(&self, at: SlotPage) {
         if let Some(slot) = self.table.slots(at.space).get(at.slot) {
             slot.bump_code_generation(at.index);
         }
     }
 
     /// What has been fetched from the page is out of date, if anything has.
-    pub(crate) fn bump_code(&self, at: Place) {
+    pub(crate) fn bump_code(&self, at: SlotPage) {
         if let Some(slot) = self.table.slots(at.space).get(at.slot)
             && slot.code_chunks(at.index) != 0
         {

@@ -16,20 +16,20 @@
 //! was last accessed by. Generated code compares it without computing an index.
 //! It is dropped with the entry, and with more than that where this is simpler.
 //!
-//! Behind them lie the *lanes*: copies of entries that generated code makes for single
-//! instructions, and compares without an index as well. A lane stays when its page's entry gets
-//! another page, so whoever forgets a page looks for lanes, too.
+//! Behind them lie the *per-site entries*: copies of entries that generated code makes for single
+//! instructions, and compares without an index as well. A per-site entry stays when its page's entry gets
+//! another page, so whoever forgets a page looks for per-site entries, too.
 //!
-//! The *cells* are for fetching what entries are for data: each belongs to a page of memory that code is
+//! The *page guards* are for fetching what entries are for data: each belongs to a page of memory that code is
 //! in, and says where the view has that page, if it is known to have it. A branch to another page compares its target
-//! with the cell of the page that it led to before. The *inline caches* are for branches by a pointer in memory.
+//! with the page guard of the page that it led to before. The *inline caches* are for branches by a pointer in memory.
 
 use core::hash::{Hash, Hasher};
 use std::{hash::DefaultHasher, sync::OnceLock, time::Instant};
 
 use guest_memory::TaggedPage as Entry;
 pub use guest_memory::tagged::{
-    Key, LANES, NEAR_WORDS, PAGES as PAGES_OFFSET, Reach, SINGLE as STACK_OFFSET, word,
+    L2Key, PAGES as PAGES_OFFSET, Reach, SHORT_WORDS, SINGLE as STACK_OFFSET, SITE_ENTRIES, word,
 };
 use guest_memory::{
     HostPage, TaggedPages,
@@ -43,26 +43,26 @@ pub const fn empty_tag(i: usize) -> u64 {
     if i == 0 { 0x1000 } else { 0 }
 }
 
-/// Where lane `n` is from the base.
-pub const fn lane(n: usize) -> i32 {
-    tagged::lane::<ENTRIES>(n)
+/// Where per-site entry `n` is from the base.
+pub const fn site_entry(n: usize) -> i32 {
+    tagged::site_entry::<ENTRIES>(n)
 }
-/// Where the bits are that tell which lanes may have a page.
-pub const LANES_USED: i32 = tagged::lanes_used::<ENTRIES>();
-/// Where a bit is for each page number modulo [`LANES_PAGES`] that a lane may have.
-pub const LANES_SEEN: i32 = tagged::lanes_seen::<ENTRIES>();
-pub use tagged::SEEN as LANES_PAGES;
-/// Where a number of 32 bits is for each lane, for generated code.
-pub const LANE_COUNTS: i32 = tagged::lane_counts::<ENTRIES>();
+/// Where the bits are that tell which per-site entries may have a page.
+pub const SITE_ENTRIES_USED: i32 = tagged::site_entries_used::<ENTRIES>();
+/// Where a bit is for each page number modulo [`SITE_ENTRIES_PAGES`] that a per-site entry may have.
+pub const SITE_ENTRIES_SEEN: i32 = tagged::site_entries_seen::<ENTRIES>();
+pub use tagged::SEEN as SITE_ENTRIES_PAGES;
+/// Where a number of 32 bits is for each per-site entry, for generated code.
+pub const SITE_ENTRY_COUNTS: i32 = tagged::site_entry_counts::<ENTRIES>();
 /// Where generated code puts [`BOUNCE_LEN`] bytes from each of two pages together.
 pub const BOUNCE: i32 = tagged::bounce::<ENTRIES>();
-pub use tagged::{BOUNCE_LEN, CELLS, INLINE_CACHES};
-/// Where cell `n` is from the base: 0, or what its user has put there.
-pub const fn cell(n: usize) -> i32 {
-    tagged::cell::<ENTRIES>(n)
+pub use tagged::{BOUNCE_LEN, INLINE_CACHES, PAGE_GUARDS};
+/// Where page guard `n` is from the base: 0, or what its user has put there.
+pub const fn page_guard(n: usize) -> i32 {
+    tagged::page_guard::<ENTRIES>(n)
 }
 
-/// The stack's entry while it has no page, and any lane.
+/// The stack's entry while it has no page, and any per-site entry.
 ///
 /// Any address is compared with its tag, so none is out of the question. DEVIATION: it is that
 /// of a non-canonical page which a guest would have to guess out of 2^44, and an access there
@@ -93,7 +93,7 @@ pub const REACH: i32 = tagged::reach::<ENTRIES>();
 const _: () = assert!(core::mem::offset_of!(Entry, tag) == 0);
 const _: () = assert!(core::mem::offset_of!(Entry, host) == 8);
 const _: () = assert!(ENTRIES.is_power_of_two() && GROUP == 64);
-const _: () = assert!(ENTRIES.is_multiple_of(LANES_PAGES));
+const _: () = assert!(ENTRIES.is_multiple_of(SITE_ENTRIES_PAGES));
 // What BEXTR is to extract.
 const _: () = assert!(tagged::BASE == 12 | (ENTRIES.trailing_zeros() as usize) << 8);
 
@@ -129,22 +129,22 @@ pub struct L1 {
     /// The single one is the stack's.
     pages: TaggedPages<ENTRIES>,
     /// Cells that are not 0, and what for.
-    cells_used: Vec<u16>,
-    cells_for: (u64, u64),
+    page_guards_used: Vec<u16>,
+    page_guards_for: (u64, u64),
 }
 
 impl Default for L1 {
     fn default() -> Self {
         let mut pages = TaggedPages::zeroed();
         *pages.single() = no_page();
-        pages.lanes().0.fill(no_page());
+        pages.site_entries().0.fill(no_page());
         for half in Half::ALL {
             pages.set_tag(half as usize, 0, empty_tag(0));
         }
         Self {
             pages,
-            cells_used: Vec::new(),
-            cells_for: (0, 0),
+            page_guards_used: Vec::new(),
+            page_guards_for: (0, 0),
         }
     }
 }
@@ -155,12 +155,12 @@ impl L1 {
         self.pages.base()
     }
 
-    /// Clears cells and inline caches, unless they were set for the same.
+    /// Clears page guards and inline caches, unless they were set for the same.
     #[inline]
-    pub(crate) fn renew_cells(&mut self, cells_for: (u64, u64)) {
-        if self.cells_for != cells_for {
-            self.cells_for = cells_for;
-            self.clear_cells();
+    pub(crate) fn renew_page_guards(&mut self, page_guards_for: (u64, u64)) {
+        if self.page_guards_for != page_guards_for {
+            self.page_guards_for = page_guards_for;
+            self.clear_page_guards();
         }
     }
 
@@ -169,31 +169,31 @@ impl L1 {
         self.pages.clear_inline_caches();
     }
 
-    /// The same, and all cells.
-    pub fn clear_cells(&mut self) {
+    /// The same, and all page guards.
+    pub fn clear_page_guards(&mut self) {
         self.clear_inline_caches();
-        let cells = self.pages.cells();
-        for n in self.cells_used.drain(..) {
-            cells[usize::from(n)] = 0;
+        let page_guards = self.pages.page_guards();
+        for n in self.page_guards_used.drain(..) {
+            page_guards[usize::from(n)] = 0;
         }
     }
 
-    /// Sets cell `n`, modulo their number.
-    pub fn set_cell(&mut self, n: usize, value: u64) {
-        let n = n % CELLS;
-        if core::mem::replace(&mut self.pages.cells()[n], value) == 0 {
-            self.cells_used.push(n as u16);
+    /// Sets page guard `n`, modulo their number.
+    pub fn set_page_guard(&mut self, n: usize, value: u64) {
+        let n = n % PAGE_GUARDS;
+        if core::mem::replace(&mut self.pages.page_guards()[n], value) == 0 {
+            self.page_guards_used.push(n as u16);
         }
     }
 
-    /// What is not 0 of the cells, and where.
-    pub fn cells(&self) -> impl Iterator<Item = (usize, u64)> {
-        let used = self.cells_used.iter().map(|n| usize::from(*n));
-        used.map(|n| (n, self.pages.cell(n)))
+    /// What is not 0 of the page guards, and where.
+    pub fn page_guards(&self) -> impl Iterator<Item = (usize, u64)> {
+        let used = self.page_guards_used.iter().map(|n| usize::from(*n));
+        used.map(|n| (n, self.pages.page_guard(n)))
     }
 
     /// Whose entries of the second level generated code may take, and which of them.
-    pub(crate) fn set_keys(&mut self, keys: [Key; 2]) {
+    pub(crate) fn set_keys(&mut self, keys: [L2Key; 2]) {
         self.pages.reach_mut().keys = keys;
     }
 
@@ -215,7 +215,7 @@ impl L1 {
     pub fn deny_reach(&mut self, other: &Self) {
         let from = *other.pages.reach();
         let to = self.pages.reach_mut();
-        to.keys = [Key::default(); 2];
+        to.keys = [L2Key::default(); 2];
         to.rights = [0; 2];
         (to.small, to.small_mask, to.large) = (from.small, from.small_mask, from.large);
     }
@@ -249,44 +249,44 @@ impl L1 {
         *self.pages.single() = no_page();
     }
 
-    /// What generated code has counted of each lane.
-    pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
-        self.pages.lane_counts()
+    /// What generated code has counted of each per-site entry.
+    pub fn site_entry_counts(&mut self) -> &mut [u32; SITE_ENTRIES] {
+        self.pages.site_entry_counts()
     }
 
-    /// Drops the lanes for which `f` is true. Pages that no lane has any more need no search then.
-    fn drop_lanes(&mut self, f: impl Fn(&Entry) -> bool) {
-        let (lanes, used) = self.pages.lanes();
-        let mut seen = [0; LANES_PAGES / 64];
+    /// Drops the per-site entries for which `f` is true. Pages that no per-site entry has any more need no search then.
+    fn drop_site_entries(&mut self, f: impl Fn(&Entry) -> bool) {
+        let (site_entries, used) = self.pages.site_entries();
+        let mut seen = [0; SITE_ENTRIES_PAGES / 64];
         for (n, used) in used.iter_mut().enumerate() {
             let mut bits = *used;
             while bits != 0 {
                 let bit = bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                let lane = &mut lanes[n * 64 + bit];
-                if f(lane) {
-                    *lane = no_page();
+                let site_entry = &mut site_entries[n * 64 + bit];
+                if f(site_entry) {
+                    *site_entry = no_page();
                     *used &= !(1 << bit);
                 } else {
-                    let page = (lane.tag >> 12) as usize % LANES_PAGES;
+                    let page = (site_entry.tag >> 12) as usize % SITE_ENTRIES_PAGES;
                     seen[page / 64] |= 1 << (page % 64);
                 }
             }
         }
-        *self.pages.lanes_seen() = seen;
+        *self.pages.site_entries_seen() = seen;
     }
 
-    /// Drops the stack's entry, and all lanes.
+    /// Drops the stack's entry, and all per-site entries.
     fn drop_copies(&mut self) {
         self.drop_stack();
-        self.drop_lanes(|_| true);
+        self.drop_site_entries(|_| true);
     }
 
-    /// Drops the lanes that have this page.
-    fn drop_lanes_of(&mut self, tag: u64) {
-        let page = (tag >> 12) as usize % LANES_PAGES;
-        if self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0 {
-            self.drop_lanes(|lane| lane.tag == tag);
+    /// Drops the per-site entries that have this page.
+    fn drop_site_entries_of(&mut self, tag: u64) {
+        let page = (tag >> 12) as usize % SITE_ENTRIES_PAGES;
+        if self.pages.site_entries_seen()[page / 64] >> (page % 64) & 1 != 0 {
+            self.drop_site_entries(|site_entry| site_entry.tag == tag);
         }
     }
 
@@ -318,7 +318,7 @@ impl L1 {
         let is_same = self.pages.get(0, i).host == host;
         let tags = Half::ALL.map(|half| self.entry(half, i).tag);
         if tags.contains(&tag) && !is_same {
-            self.drop_lanes_of(tag);
+            self.drop_site_entries_of(tag);
         }
         let other = Half::ALL[1 - half as usize];
         if tags[other as usize] != tag || !is_same {
@@ -421,7 +421,7 @@ impl L1 {
         if self.pages.single().tag == tag {
             self.drop_stack();
         }
-        self.drop_lanes_of(tag);
+        self.drop_site_entries_of(tag);
         let i = Self::index(gva);
         for half in Half::ALL {
             if self.entry(half, i).tag == tag {
@@ -430,15 +430,15 @@ impl L1 {
         }
     }
 
-    /// Forgets an entry if it leads to the host page, and the stack's and lanes'.
+    /// Forgets an entry if it leads to the host page, and the stack's and per-site entries'.
     pub fn flush_at(&mut self, half: Half, index: usize, host: HostPage) {
         if self.pages.single().host == host {
             self.drop_stack();
         }
         // The index says which of these pages it is.
-        let page = index % LANES_PAGES;
-        if self.pages.lanes_seen()[page / 64] >> (page % 64) & 1 != 0 {
-            self.drop_lanes(|lane| lane.host == host);
+        let page = index % SITE_ENTRIES_PAGES;
+        if self.pages.site_entries_seen()[page / 64] >> (page % 64) & 1 != 0 {
+            self.drop_site_entries(|site_entry| site_entry.host == host);
         }
         let i = index % ENTRIES;
         if self.entry(half, i).host == host {
@@ -452,7 +452,7 @@ impl L1 {
         if is_of(self.pages.single()) {
             self.drop_stack();
         }
-        self.drop_lanes(is_of);
+        self.drop_site_entries(is_of);
         // Its pages are side by side in the tables.
         let pages = (1 << (shift - 12)).clamp(GROUP, ENTRIES);
         let first = Self::index(gva) & !(pages - 1);
@@ -600,9 +600,9 @@ mod tests {
         }
     }
 
-    /// A lane goes when its page has to be forgotten, however that is said.
+    /// A per-site entry goes when its page has to be forgotten, however that is said.
     #[test]
-    fn lanes_go_with_their_entries() {
+    fn site_entries_go_with_their_entries() {
         type Drop = fn(&mut L1);
         let dropping: [(&str, Drop); 6] = [
             ("its page", |t| t.flush_page(0x5123)),
@@ -617,39 +617,39 @@ mod tests {
             ("its page, which has no entry any more", |t| {
                 let other = 0x5000 + ((ENTRIES as u64) << 12);
                 t.insert(Half::Read, other, HostPage::nowhere(), false);
-                assert_eq!(lanes_with(t, 0x5000), 3);
+                assert_eq!(site_entries_with(t, 0x5000), 3);
                 t.flush_page(0x5123);
             }),
         ];
         for (what, drop) in dropping {
             let mut t = L1::default();
             t.insert(Half::Read, 0x5000, HostPage::nowhere(), false);
-            for lane in [3, 200, LANES - 1] {
-                fill_lane(&mut t, lane, 0x5000);
+            for site_entry in [3, 200, SITE_ENTRIES - 1] {
+                fill_site_entry(&mut t, site_entry, 0x5000);
             }
             // Another page's stays, or goes: it may be used again only if the entry is there.
             t.insert(Half::Read, 0x9000, HostPage::nowhere(), true);
             t.insert(Half::Read, 0x5000, HostPage::nowhere(), false);
-            assert_eq!(lanes_with(&mut t, 0x5000), 3, "{what}");
+            assert_eq!(site_entries_with(&mut t, 0x5000), 3, "{what}");
             drop(&mut t);
-            assert_eq!(lanes_with(&mut t, 0x5000), 0, "{what}");
+            assert_eq!(site_entries_with(&mut t, 0x5000), 0, "{what}");
         }
     }
 
     /// What generated code does.
-    fn fill_lane(t: &mut L1, n: usize, gva: u64) {
-        let (lanes, used) = t.pages.lanes();
-        lanes[n] = Entry {
+    fn fill_site_entry(t: &mut L1, n: usize, gva: u64) {
+        let (site_entries, used) = t.pages.site_entries();
+        site_entries[n] = Entry {
             tag: gva,
             host: HostPage::nowhere(),
         };
         used[n / 64] |= 1 << (n % 64);
-        let page = (gva >> 12) as usize % LANES_PAGES;
-        t.pages.lanes_seen()[page / 64] |= 1 << (page % 64);
+        let page = (gva >> 12) as usize % SITE_ENTRIES_PAGES;
+        t.pages.site_entries_seen()[page / 64] |= 1 << (page % 64);
     }
 
-    fn lanes_with(t: &mut L1, gva: u64) -> usize {
-        let (lanes, _) = t.pages.lanes();
-        lanes.iter().filter(|l| l.tag == gva).count()
+    fn site_entries_with(t: &mut L1, gva: u64) -> usize {
+        let (site_entries, _) = t.pages.site_entries();
+        site_entries.iter().filter(|l| l.tag == gva).count()
     }
 }

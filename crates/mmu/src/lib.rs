@@ -206,7 +206,7 @@ pub struct Mmu {
     l2: l2::L2,
     reach: reach::Reach,
     /// Keys of global pages, by world.
-    global_keys: [guest_memory::tagged::Key; context::WORLDS],
+    global_keys: [guest_memory::tagged::L2Key; context::WORLDS],
     /// Regions of large global pages.
     global_regions: l1::RegionFilter,
     flushes: shadow::flushes::Flushes,

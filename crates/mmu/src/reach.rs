@@ -26,7 +26,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use guest_memory::tagged::{self, Key};
+use guest_memory::tagged::{self, L2Key};
 use host::LazyArray;
 
 use crate::l1::ENTRIES;
@@ -182,14 +182,14 @@ impl Reach {
     }
 
     /// A key that no entry has. `None` once all have been given out: [`Self::clear`] then, and other keys for all.
-    pub(crate) fn new_key(&mut self) -> Option<Key> {
+    pub(crate) fn new_key(&mut self) -> Option<L2Key> {
         self.last_token += 1;
         let token = self.last_token;
         if token >= 1 << TOKEN_BITS {
             return None;
         }
         let hash = token.wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        Some(Key {
+        Some(L2Key {
             token,
             small: hash >> 32 << SAME_INDEX,
             large: hash >> 32 << (TOKEN_BITS - PIECE_SHIFT),
@@ -205,12 +205,12 @@ impl Reach {
         self.last_token = 0;
     }
 
-    fn small_place(&self, gva: u64, key: Key) -> usize {
+    fn small_place(&self, gva: u64, key: L2Key) -> usize {
         2 * (((gva >> 12) ^ key.small) as usize & (self.entries - 1))
     }
 
     /// The first word of the piece's entry.
-    fn large_place(gva: u64, key: Key) -> usize {
+    fn large_place(gva: u64, key: L2Key) -> usize {
         let n = ((gva >> PIECE_SHIFT) ^ key.large) as usize & (LARGE_ENTRIES - 1);
         n << LARGE_SHIFT >> 3
     }
@@ -223,7 +223,7 @@ impl Reach {
     }
 
     /// As generated code does it.
-    pub(crate) fn find(&self, gva: u64, key: Key) -> Option<Found> {
+    pub(crate) fn find(&self, gva: u64, key: L2Key) -> Option<Found> {
         let tag = gva & TAGGED | key.token;
         let found = |data: u64, hva, writable| Found {
             hva,
@@ -249,7 +249,7 @@ impl Reach {
     }
 
     /// Enters a page. `others`: keys whose entries are worth keeping.
-    pub(crate) fn insert(&mut self, leaf: &Leaf, key: Key, others: [Key; 2]) {
+    pub(crate) fn insert(&mut self, leaf: &Leaf, key: L2Key, others: [L2Key; 2]) {
         let tag = leaf.gva & TAGGED | key.token;
         let mut data = leaf.data(self.round);
         let mut place = self.small_place(leaf.gva, key);
@@ -278,7 +278,7 @@ impl Reach {
     pub(crate) fn insert_large(
         &mut self,
         leaf: &Leaf,
-        key: Key,
+        key: L2Key,
         fresh: impl FnOnce(&mut [u64; PIECE_PAGES / 64]),
     ) {
         let tag = leaf.gva & TAGGED | key.token;
@@ -319,7 +319,7 @@ impl Reach {
     }
 
     /// Forgets the page, or what it is part of.
-    pub(crate) fn flush_page(&self, gva: u64, key: Key) {
+    pub(crate) fn flush_page(&self, gva: u64, key: L2Key) {
         let tag = gva & TAGGED | key.token;
         let (small, large) = (self.small_place(gva, key), Self::large_place(gva, key));
         for (words, place) in [(&self.small, small), (&self.large, large)] {
@@ -330,7 +330,7 @@ impl Reach {
     }
 
     /// Forgets the pieces of the aligned region of `1 << shift` bytes around `gva`.
-    pub(crate) fn flush_region(&self, gva: u64, shift: u32, key: Key) {
+    pub(crate) fn flush_region(&self, gva: u64, shift: u32, key: L2Key) {
         let first = gva >> shift << shift;
         let pieces = (1 << (shift - PIECE_SHIFT)) as u64;
         for n in 0..pieces {

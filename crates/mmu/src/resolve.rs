@@ -8,10 +8,10 @@ use x86_defs::{control::cr4, paging::PAGE_SIZE, vector, vector::pf};
 
 use crate::{
     Miss, Mmu, Mode, Translation, View,
-    l1::{Half, L1, LANES},
+    l1::{Half, L1, SITE_ENTRIES},
     reach::{Leaf, PIECE_PAGES},
     walk::{self, Walk, WalkFault},
-    written::Place,
+    written::SlotPage,
 };
 
 /// One of so many faults of dirty logging is timed and stands for all: reading the time takes a sixth of one.
@@ -204,7 +204,7 @@ impl Mmu {
         };
         let index = slot.page_index(walk.gpa).ok_or(device)?;
         let host = slot.page_for(index, write).ok_or(Miss::Host)?;
-        let at = Place {
+        let at = SlotPage {
             space: self.paging.space.into(),
             slot: slot_index,
             index,
@@ -227,7 +227,7 @@ impl Mmu {
     }
 
     /// The page is going to have a write tag: it is findable, dirty, and no code. False if it is code, or else cannot have one.
-    fn begin_to_write(&mut self, at: Place, gva: u64) -> bool {
+    fn begin_to_write(&mut self, at: SlotPage, gva: u64) -> bool {
         let is_timed = self.is_logging && self.stats.dirty_faults.is_multiple_of(TIMED);
         let start = is_timed.then(host::cpu::rdtsc);
         let held = self.memory.locks_faults().then(|| Arc::clone(&self.memory));
@@ -301,7 +301,14 @@ impl Mmu {
     }
 
     /// The second level has the page from now on.
-    fn enter_in_reach(&mut self, gva: u64, walk: &Walk, at: Place, host: HostPage, writable: bool) {
+    fn enter_in_reach(
+        &mut self,
+        gva: u64,
+        walk: &Walk,
+        at: SlotPage,
+        host: HostPage,
+        writable: bool,
+    ) {
         let keys = self.keys_of(self.current);
         let key = keys[usize::from(walk.global && gva >> 63 != 0)];
         let mut leaf = Leaf {
@@ -344,12 +351,12 @@ impl Mmu {
         &self.views[self.live].l1
     }
 
-    /// The same for who sets cells. They and inline caches are right as long as the view's [`Mmu::fetch_epoch`], and `generation`, stay the same,
+    /// The same for who sets page guards. They and inline caches are right as long as the view's [`Mmu::fetch_epoch`], and `generation`, stay the same,
     /// and 0 when this is called after that.
     #[inline]
-    pub fn live_cells(&mut self, generation: u64) -> &mut L1 {
+    pub fn live_page_guards(&mut self, generation: u64) -> &mut L1 {
         let tables = &mut self.views[self.live];
-        tables.l1.renew_cells((tables.epoch, generation));
+        tables.l1.renew_page_guards((tables.epoch, generation));
         &mut tables.l1
     }
 
@@ -358,9 +365,9 @@ impl Mmu {
         self.views[self.live].l1.clear_inline_caches();
     }
 
-    /// What generated code has counted of the live view's lanes.
-    pub fn lane_counts(&mut self) -> &mut [u32; LANES] {
-        self.views[self.live].l1.lane_counts()
+    /// What generated code has counted of the live view's per-site entries.
+    pub fn site_entry_counts(&mut self) -> &mut [u32; SITE_ENTRIES] {
+        self.views[self.live].l1.site_entry_counts()
     }
 
     /// Changes when the tables of a view that is not live may have become another's.

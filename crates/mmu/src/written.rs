@@ -16,7 +16,7 @@ use crate::l1::ENTRIES;
 
 /// Where a page is in the slot table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct SlotPage {
     pub space: usize,
     pub slot: usize,
     pub index: usize,
@@ -63,11 +63,11 @@ pub(crate) struct Pages {
 
 impl Pages {
     /// One by one.
-    pub(crate) fn places(self) -> impl Iterator<Item = Place> {
+    pub(crate) fn places(self) -> impl Iterator<Item = SlotPage> {
         let Self {
             space, slot, word, ..
         } = self;
-        guest_memory::writers::each_page(word, self.bits).map(move |index| Place {
+        guest_memory::writers::each_page(word, self.bits).map(move |index| SlotPage {
             space,
             slot,
             index,
@@ -97,7 +97,7 @@ impl Written {
         self.shared = hosts.windows(2).any(overlap);
     }
 
-    fn slot(&mut self, at: Place) -> Option<&mut Slot> {
+    fn slot(&mut self, at: SlotPage) -> Option<&mut Slot> {
         self.slots.get_mut(at.space)?.get_mut(at.slot)
     }
 
@@ -113,7 +113,7 @@ impl Written {
         &mut self,
         table: &SlotTable,
         own: &Arc<Mailbox>,
-        at: Place,
+        at: SlotPage,
         gva: u64,
     ) -> Option<bool> {
         let slot = self.slot(at)?;
@@ -138,7 +138,7 @@ impl Written {
     }
 
     /// Where the tags of a page are, if it has any.
-    pub(crate) fn tags(&self, at: Place) -> Tags {
+    pub(crate) fn tags(&self, at: SlotPage) -> Tags {
         let slot = self.slots.get(at.space).and_then(|s| s.get(at.slot));
         match slot.and_then(|s| s.tags.get(at.index)) {
             Some([SEVERAL, _]) | None => Tags::Anywhere,
@@ -148,7 +148,7 @@ impl Written {
     }
 
     /// Takes the page away; returns where its tags may be if it was here.
-    pub(crate) fn take(&mut self, at: Place) -> Option<Tags> {
+    pub(crate) fn take(&mut self, at: SlotPage) -> Option<Tags> {
         let writer = self.writer(at.space, at.slot)?;
         let was =
             writer.may_write(at.index) && writer.remove(at.index / 64, 1 << (at.index % 64)) != 0;
@@ -210,7 +210,7 @@ mod tests {
         const SIZE: usize = 1 << 20;
         let ram = Mapping::anonymous(2 * SIZE).unwrap();
         let hva = ram.as_ptr() as u64;
-        let at = |slot, index| Place {
+        let at = |slot, index| SlotPage {
             space: 0,
             slot,
             index,
@@ -246,7 +246,7 @@ mod tests {
             written.add(&table, &own, at(1, 5), 0);
             let mut all = Vec::new();
             written.take_all(|_, _| true, &mut all);
-            let all: Vec<Place> = all.into_iter().flat_map(Pages::places).collect();
+            let all: Vec<SlotPage> = all.into_iter().flat_map(Pages::places).collect();
             assert_eq!(all, [at(0, 5), at(1, 5)]);
             written.add(&table, &own, at(0, 5), 0x7000);
             written.add(&table, &own, at(1, 5), 0);

@@ -13,7 +13,7 @@ use crate::{
 
 /// What it does with its operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum AccessKind {
     /// The port is the immediate, or else DX.
     PortIn(bool),
     PortOut(bool),
@@ -25,7 +25,7 @@ enum Kind {
 /// An instruction that makes one access, from or to a register, and nothing else.
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer {
-    kind: Kind,
+    kind: AccessKind,
     /// The register.
     register: u8,
     /// Bytes of the access.
@@ -40,10 +40,10 @@ impl Transfer {
     pub fn of<B>(insn: &Insn<B>) -> Option<Self> {
         use Code as C;
         let kind = match insn.code {
-            C::In_AL_imm8 | C::In_AX_imm8 | C::In_EAX_imm8 => Kind::PortIn(true),
-            C::In_AL_DX | C::In_AX_DX | C::In_EAX_DX => Kind::PortIn(false),
-            C::Out_imm8_AL | C::Out_imm8_AX | C::Out_imm8_EAX => Kind::PortOut(true),
-            C::Out_DX_AL | C::Out_DX_AX | C::Out_DX_EAX => Kind::PortOut(false),
+            C::In_AL_imm8 | C::In_AX_imm8 | C::In_EAX_imm8 => AccessKind::PortIn(true),
+            C::In_AL_DX | C::In_AX_DX | C::In_EAX_DX => AccessKind::PortIn(false),
+            C::Out_imm8_AL | C::Out_imm8_AX | C::Out_imm8_EAX => AccessKind::PortOut(true),
+            C::Out_DX_AL | C::Out_DX_AX | C::Out_DX_EAX => AccessKind::PortOut(false),
             _ if !insn.has_mem() => return None,
             C::Mov_r8_rm8
             | C::Mov_r16_rm16
@@ -52,7 +52,7 @@ impl Transfer {
             | C::Mov_AL_moffs8
             | C::Mov_AX_moffs16
             | C::Mov_EAX_moffs32
-            | C::Mov_RAX_moffs64 => Kind::Load,
+            | C::Mov_RAX_moffs64 => AccessKind::Load,
             C::Mov_moffs8_AL
             | C::Mov_moffs16_AX
             | C::Mov_moffs32_EAX
@@ -60,9 +60,9 @@ impl Transfer {
             | C::Mov_rm8_r8
             | C::Mov_rm16_r16
             | C::Mov_rm32_r32
-            | C::Mov_rm64_r64 => Kind::Store,
+            | C::Mov_rm64_r64 => AccessKind::Store,
             C::Mov_rm8_imm8 | C::Mov_rm16_imm16 | C::Mov_rm32_imm32 | C::Mov_rm64_imm32 => {
-                Kind::StoreImmediate
+                AccessKind::StoreImmediate
             }
             _ => return None,
         };
@@ -71,7 +71,7 @@ impl Transfer {
                 reg::RAX as u8
             }
             _ => match kind {
-                Kind::PortIn(_) | Kind::PortOut(_) => reg::RAX as u8,
+                AccessKind::PortIn(_) | AccessKind::PortOut(_) => reg::RAX as u8,
                 _ => insn.dst,
             },
         };
@@ -85,7 +85,7 @@ impl Transfer {
     }
 
     const fn is_port(&self) -> bool {
-        matches!(self.kind, Kind::PortIn(_) | Kind::PortOut(_))
+        matches!(self.kind, AccessKind::PortIn(_) | AccessKind::PortOut(_))
     }
 
     /// What is left of `insn` at `rip`, which has stopped at an access; nothing if there is more to it.
@@ -98,7 +98,7 @@ impl Transfer {
     #[inline]
     pub(crate) fn remainder(&self, rip: u64, is_wide: bool) -> Remainder {
         let target = match self.kind {
-            Kind::PortIn(_) | Kind::Load => self.register,
+            AccessKind::PortIn(_) | AccessKind::Load => self.register,
             _ => NONE,
         };
         Remainder::new(rip, is_wide, [self.len, self.size, target])
@@ -116,7 +116,7 @@ impl Transfer {
     #[inline]
     fn value(&self, cpu: &CpuState) -> u64 {
         match self.kind {
-            Kind::StoreImmediate => self.imm,
+            AccessKind::StoreImmediate => self.imm,
             _ if self.size == 1 => reg_read::<u8>(cpu, self.register).into(),
             _ => reg_read::<u64>(cpu, self.register),
         }
@@ -144,20 +144,20 @@ impl<B: GuestBus> Interp<B> {
         let who = Privilege::Current;
         let fault_gva = cpu.fault_gva;
         let result = match transfer.kind {
-            Kind::PortIn(is_immediate) => {
+            AccessKind::PortIn(is_immediate) => {
                 let port = transfer.port(is_immediate, cpu);
                 bus.port_in(cpu, port, size).map(|v| Some(v.into()))
             }
-            Kind::PortOut(is_immediate) => {
+            AccessKind::PortOut(is_immediate) => {
                 let port = transfer.port(is_immediate, cpu);
                 let value = cut(cpu.gpr[reg::RAX], size) as u32;
                 bus.port_out(cpu, port, size, value).map(|()| None)
             }
-            Kind::Load => match bus.read_device(cpu, gva?, size, who) {
+            AccessKind::Load => match bus.read_device(cpu, gva?, size, who) {
                 Some(result) => result.map(Some),
                 None => load(cpu, bus, gva?, size).map(Some),
             },
-            Kind::Store | Kind::StoreImmediate => {
+            AccessKind::Store | AccessKind::StoreImmediate => {
                 let value = transfer.value(cpu);
                 let result = match bus.write_device(cpu, gva?, size, value, who) {
                     Some(result) => result,

@@ -31,7 +31,7 @@ const PAGE_MASK: u64 = 0xfff;
 
 /// A decoded run of instructions.
 #[derive(Clone, Copy, Debug)]
-struct Block {
+struct DecodedBlock {
     page: CodePage,
     /// Page of the last bytes of an instruction that straddles two.
     second: Option<CodePage>,
@@ -40,7 +40,7 @@ struct Block {
     bytes: u32,
 }
 
-impl Block {
+impl DecodedBlock {
     fn entry(&self, block: u32) -> Entry {
         Entry {
             block,
@@ -66,7 +66,7 @@ struct Jump {
 /// A block to execute.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
-    /// Number of the [`Block`], which may have been replaced by now.
+    /// Number of the [`DecodedBlock`], which may have been replaced by now.
     block: u32,
     start: u32,
     len: u32,
@@ -111,9 +111,9 @@ impl Hasher for Fold {
 
 /// Decoded code of one vCPU.
 #[derive(Debug)]
-pub(crate) struct Blocks<B> {
+pub(crate) struct DecodedBlocks<B> {
     insns: Vec<Insn<B>>,
-    blocks: Vec<Block>,
+    blocks: Vec<DecodedBlock>,
     index: HashMap<(u64, u8), u32, BuildHasherDefault<Fold>>,
     /// Jump cache, for blocks and then for single instructions. Of no entries before the first: a VM may have a thousand vCPUs
     /// that do nothing.
@@ -124,7 +124,7 @@ pub(crate) struct Blocks<B> {
     pub(crate) resets: u64,
 }
 
-impl<B: GuestBus> Blocks<B> {
+impl<B: GuestBus> DecodedBlocks<B> {
     pub(crate) fn new() -> Self {
         Self {
             insns: Vec::new(),
@@ -275,7 +275,7 @@ impl<B: GuestBus> Blocks<B> {
     }
 
     /// Stores a block, in the place of an outdated one with the same key.
-    fn insert(&mut self, key: (u64, u8), block: Block) -> u32 {
+    fn insert(&mut self, key: (u64, u8), block: DecodedBlock) -> u32 {
         if let Some(&n) = self.index.get(&key)
             && let Some(old) = self.blocks.get_mut(n as usize)
         {
@@ -290,9 +290,14 @@ impl<B: GuestBus> Blocks<B> {
 
     /// Decodes from `linear` to a control transfer, the page's end, or
     /// something that cannot be fetched or decoded, which gets a block of its own.
-    fn decode(&mut self, ex: &mut Exec<'_, B>, linear: u64, page: CodePage) -> Result<Block, Stop> {
+    fn decode(
+        &mut self,
+        ex: &mut Exec<'_, B>,
+        linear: u64,
+        page: CodePage,
+    ) -> Result<DecodedBlock, Stop> {
         let start = self.insns.len();
-        let mut block = Block {
+        let mut block = DecodedBlock {
             page,
             second: None,
             start: start as u32,
@@ -360,7 +365,7 @@ fn next_page(linear: u64) -> u64 {
 }
 
 /// True if no byte of the block's code was written since it was decoded.
-fn is_current<B: GuestBus>(bus: &mut B, b: &Block) -> bool {
+fn is_current<B: GuestBus>(bus: &mut B, b: &DecodedBlock) -> bool {
     bus.code_generation(b.page.id) == b.page.generation
         && match b.second {
             None => true,

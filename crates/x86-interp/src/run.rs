@@ -10,8 +10,8 @@ use x86_defs::{dr, rflags};
 use x86_native::Native;
 
 use crate::{
-    Exec, Flow, Insn, Selector, Step, Stop, Transfer, blocks::Blocks, decode::decode, deliver,
-    remainder::Remainder,
+    Exec, Flow, Insn, Selector, Step, Stop, Transfer, blocks::DecodedBlocks, decode::decode,
+    deliver, remainder::Remainder,
 };
 
 /// Why [`Interp::run`] returned. `CpuState` is exact in every case.
@@ -31,7 +31,7 @@ pub enum RunStop {
 #[derive(Debug)]
 pub struct Interp<B> {
     native: Native,
-    blocks: Blocks<B>,
+    blocks: DecodedBlocks<B>,
     /// Of the instruction that the last exit stopped.
     pub(crate) remainder: Remainder,
 }
@@ -47,7 +47,7 @@ impl<B: GuestBus> Interp<B> {
     pub fn new() -> Self {
         Self {
             native: Native::new(),
-            blocks: Blocks::new(),
+            blocks: DecodedBlocks::new(),
             remainder: Remainder::NOTHING,
         }
     }
@@ -201,7 +201,7 @@ fn finish(result: Result<(), Stop>) -> RunStop {
 }
 
 /// Runs the first instruction of the block at RIP.
-fn run_first<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+fn run_first<B: GuestBus>(blocks: &mut DecodedBlocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
     let block = blocks.find_single(ex)?;
     let Some(insn) = blocks.insns(&block).first() else {
         return Err(Exception::UD.into());
@@ -257,14 +257,17 @@ fn run_insn<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<(), Sto
 
 /// [`run_block`] that counts, up to the instruction that a counter may overflow with.
 #[inline(never)]
-fn run_counted<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+fn run_counted<B: GuestBus>(
+    blocks: &mut DecodedBlocks<B>,
+    ex: &mut Exec<'_, B>,
+) -> Result<(), Stop> {
     run_block::<B, true>(blocks, ex)
 }
 
 /// Runs the block at RIP to its end, or until it ends early.
 #[inline(always)]
 fn run_block<B: GuestBus, const COUNTS: bool>(
-    blocks: &mut Blocks<B>,
+    blocks: &mut DecodedBlocks<B>,
     ex: &mut Exec<'_, B>,
 ) -> Result<(), Stop> {
     let block = blocks.find(ex)?;
@@ -329,7 +332,7 @@ fn stopped_at<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) {
 }
 
 /// Executes the first instruction of the block at RIP, with debug exceptions.
-fn step_one<B: GuestBus>(blocks: &mut Blocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
+fn step_one<B: GuestBus>(blocks: &mut DecodedBlocks<B>, ex: &mut Exec<'_, B>) -> Result<(), Stop> {
     let before = ex.cpu.rflags;
     let shadow = ex.cpu.shadow;
     let rip = ex.cpu.rip();

@@ -2,7 +2,7 @@
 //!
 //! [`Jit`] runs a vCPU's 64-bit code from blocks of host code and leaves single
 //! instructions, and every other mode, to the interpreter. Registers stay in
-//! host registers (`frame::area`), arithmetic flags in the host's, memory operands
+//! host registers (`frame::words`), arithmetic flags in the host's, memory operands
 //! go through the MMU's first-level tables inline. A block is keyed by its page
 //! in guest-physical memory and the mode, so code that several processes share
 //! is translated once, wherever it is mapped.
@@ -35,7 +35,7 @@ pub use runtime::stats::Stats;
 /// How long translated code may go on without a look of the run loop's, which costs it all returns
 /// that the processor would have predicted.
 #[derive(Clone, Copy, Debug)]
-pub struct Leash<'a> {
+pub struct RunLimit<'a> {
     /// The host's TSC; at most a quarter of a millisecond from now, or it counts as passed.
     pub until_tsc: u64,
     /// Not zero: not at all.

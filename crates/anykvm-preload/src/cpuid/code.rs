@@ -9,7 +9,7 @@ use iced_x86::{
 };
 
 use super::Vendor;
-use super::places::{JUMP, Place, is_cpuid};
+use super::places::{JUMP, MovedRun, is_cpuid};
 use crate::next::system_call;
 
 const PAGE: usize = host::PAGE_SIZE;
@@ -97,7 +97,7 @@ extern "C" fn amd() {
 
 /// Replaces them in a program that is mapped at `program`, `base` bytes above the addresses it was linked
 /// for. What cannot be changed stays as it is.
-pub(super) fn replace(places: &[Place], base: usize, program: &Range<usize>, vendor: Vendor) {
+pub(super) fn replace(places: &[MovedRun], base: usize, program: &Range<usize>, vendor: Vendor) {
     let Some(room) = reserve(program) else { return };
     note_values();
     let routine = match vendor {
@@ -155,7 +155,7 @@ fn reserve(program: &Range<usize>) -> Option<usize> {
 
 /// The instructions of a place as they are at `at`, with a call of the routine, whose address is in `slot`, in
 /// place of each CPUID, and a jump back. The stack pointer is above what the program may have there.
-fn moved(place: &Place, base: usize, at: usize, slot: usize) -> Option<Vec<u8>> {
+fn moved(place: &MovedRun, base: usize, at: usize, slot: usize) -> Option<Vec<u8>> {
     const RED_ZONE: i64 = 128;
     let stack = |by| {
         let to = MemoryOperand::with_base_displ(Register::RSP, by);
@@ -219,7 +219,7 @@ fn protect(at: usize, len: usize, protection: i32) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::places::Places;
+    use super::super::places::CpuidInstructions;
     use super::super::program::{Part, Program};
     use super::super::{Vendor, places};
     use super::*;
@@ -310,7 +310,7 @@ mod tests {
         unsafe { (at as *mut u8).copy_from_nonoverlapping(code.as_ptr(), code.len()) };
         let frames_at = 0x50_0000;
         let frames = places::tests::frames(LINKED..LINKED + 19);
-        let found = Places::of(&Program {
+        let found = CpuidInstructions::of(&Program {
             parts: vec![
                 Part {
                     address: LINKED,

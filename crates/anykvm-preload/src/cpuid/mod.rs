@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use places::Places;
+use places::CpuidInstructions;
 use program::{Layout, Segment};
 
 /// The name of the device in programs that use it.
@@ -100,7 +100,7 @@ pub fn examine(path: &Path) -> Option<Asking> {
         return None;
     }
     let program = layout.program(|s| file.get(s.offset..s.offset.checked_add(s.len)?))?;
-    let places = Places::of(&program);
+    let places = CpuidInstructions::of(&program);
     (places.found > 0).then_some(Asking {
         found: places.found,
         answered: places.covered,
@@ -144,7 +144,7 @@ fn answer(file: &File, layout: &Layout, base: usize, vendor: Vendor) {
     if !layout.has(DEVICE, read) {
         return;
     }
-    let Some(places) = layout.program(mapped).as_ref().map(Places::of) else {
+    let Some(places) = layout.program(mapped).as_ref().map(CpuidInstructions::of) else {
         return;
     };
     if !places.places.is_empty() {

@@ -22,23 +22,23 @@ const LONGEST: usize = 1 << 16;
 
 /// Instructions that are moved, at the addresses they were linked for.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Place {
+pub(super) struct MovedRun {
     pub(super) range: Range<usize>,
     pub(super) instructions: Vec<Instruction>,
 }
 
 /// What there is, and what can be replaced.
 #[derive(Debug, Default)]
-pub(super) struct Places {
+pub(super) struct CpuidInstructions {
     /// CPUID instructions, as far as bytes tell.
     pub(super) found: usize,
     /// How many of them are in `places`.
     pub(super) covered: usize,
     /// In order, none over another.
-    pub(super) places: Vec<Place>,
+    pub(super) places: Vec<MovedRun>,
 }
 
-impl Places {
+impl CpuidInstructions {
     pub(super) fn of(program: &Program<'_>) -> Self {
         let mut sites: Vec<usize> = Vec::new();
         for part in program.parts.iter().filter(|part| part.is_code) {
@@ -59,14 +59,14 @@ impl Places {
         candidates.sort_by_key(|(site, _)| *site);
         for (site, place) in candidates {
             let inside = |at: &usize| *at > place.range.start && *at < place.range.end;
-            let is_done = result.places.last().is_some_and(|last: &Place| {
+            let is_done = result.places.last().is_some_and(|last: &MovedRun| {
                 last.range.contains(&site) || last.range.end > place.range.start
             });
             if !is_done && !reached.iter().any(inside) {
                 result.places.push(place);
             }
         }
-        let count = |place: &Place| place.instructions.iter().filter(|i| is_cpuid(i)).count();
+        let count = |place: &MovedRun| place.instructions.iter().filter(|i| is_cpuid(i)).count();
         result.covered = result.places.iter().map(count).sum();
         result
     }
@@ -135,7 +135,7 @@ fn decode(program: &Program<'_>, function: &Range<usize>) -> Option<Vec<Instruct
 fn of_function(
     program: &Program<'_>,
     function: Range<usize>,
-    candidates: &mut Vec<(usize, Place)>,
+    candidates: &mut Vec<(usize, MovedRun)>,
 ) {
     let Some(all) = decode(program, &function) else {
         return;
@@ -158,7 +158,7 @@ fn of_function(
             let is_inside = |at: &usize| *at > range.start && *at < range.end;
             if can_move(moved) && !targets.iter().any(is_inside) {
                 let instructions = moved.to_vec();
-                let place = Place {
+                let place = MovedRun {
                     range,
                     instructions,
                 };
@@ -200,7 +200,7 @@ const PRECEDES: [bool; 256] = {
 
 /// Addresses inside of places to which bytes lead that look like a displacement, anywhere in the
 /// program's code.
-fn reached(program: &Program<'_>, candidates: &[(usize, Place)]) -> Vec<usize> {
+fn reached(program: &Program<'_>, candidates: &[(usize, MovedRun)]) -> Vec<usize> {
     let ranges = candidates.iter().map(|(_, place)| &place.range);
     let (Some(first), Some(last)) = (
         ranges.clone().map(|range| range.start).min(),
@@ -255,14 +255,14 @@ pub(super) mod tests {
     }
 
     /// What is found in `code`, of which the first `len` bytes are a function.
-    fn places(code: &[u8], len: usize) -> Places {
+    fn places(code: &[u8], len: usize) -> CpuidInstructions {
         let frames = frames(AT..AT + len);
         let part = |address, bytes, is_code| Part {
             address,
             bytes,
             is_code,
         };
-        Places::of(&Program {
+        CpuidInstructions::of(&Program {
             parts: vec![part(AT, code, true), part(FRAMES, &frames, false)],
             frames: FRAMES..FRAMES + frames.len(),
         })
@@ -340,7 +340,7 @@ pub(super) mod tests {
                         parts: vec![part(AT, code, true), part(FRAMES, &frames, false)],
                         frames: FRAMES..FRAMES + len,
                     };
-                    assert_eq!(Places::of(&program).found, 1);
+                    assert_eq!(CpuidInstructions::of(&program).found, 1);
                 }
             }
         }

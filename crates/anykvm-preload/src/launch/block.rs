@@ -17,7 +17,7 @@ pub(super) static BLOCKS_SIZE: AtomicUsize = AtomicUsize::new(0);
 /// A thread's block. `entry` addresses its fields by their offsets.
 #[derive(Debug)]
 #[repr(C)]
-pub(super) struct Block {
+pub(super) struct ThreadBlock {
     /// Its own address.
     pub(super) this: usize,
     /// The thread is in our code: signals wait.
@@ -64,11 +64,11 @@ struct Free {
 
 thread_local! {
     /// The calling thread's block; null in threads that are not the program's.
-    static CURRENT: Cell<*mut Block> = const { Cell::new(std::ptr::null_mut()) };
+    static CURRENT: Cell<*mut ThreadBlock> = const { Cell::new(std::ptr::null_mut()) };
 }
 
 /// A block for the calling thread, whose calls begin at `host_stack` on our stack.
-pub(super) fn acquire(host_stack: usize) -> Option<*mut Block> {
+pub(super) fn acquire(host_stack: usize) -> Option<*mut ThreadBlock> {
     let mut free = FREE
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -92,10 +92,10 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut Block> {
     unsafe {
         std::arch::asm!("rdfsbase {}", out(reg) host_fs, options(nomem, nostack, preserves_flags));
     };
-    let block = at as *mut Block;
+    let block = at as *mut ThreadBlock;
     // SAFETY: inside the mapping, and nobody else's.
     unsafe {
-        block.write(Block {
+        block.write(ThreadBlock {
             this: at,
             in_host: 1,
             selector: 0,
@@ -119,7 +119,7 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut Block> {
 }
 
 /// Gives the calling thread's block back.
-pub(super) fn release(block: *mut Block) {
+pub(super) fn release(block: *mut ThreadBlock) {
     CURRENT.set(std::ptr::null_mut());
     let mut free = FREE
         .lock()
@@ -128,6 +128,6 @@ pub(super) fn release(block: *mut Block) {
 }
 
 /// The calling thread's block; null in threads that are not the program's.
-pub(super) fn current() -> *mut Block {
+pub(super) fn current() -> *mut ThreadBlock {
     CURRENT.get()
 }

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use libc::{c_int, c_long};
 
 use super::answer::Answer;
-use super::block::Block;
+use super::block::ThreadBlock;
 use super::entry::Frame;
 use super::{execve, image, signals, threads};
 use crate::next::system_call;
@@ -19,7 +19,7 @@ const NO_SUCH_CALL: isize = -(libc::ENOSYS as isize);
 const KVM_RUN: usize = 0xae80;
 
 /// Called by [`super::entry::enter`].
-pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut Block) {
+pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBlock) {
     // SAFETY: the thread's own, which nothing else uses while the program waits.
     let (frame, block) = unsafe { (&mut *frame, &mut *block) };
     let arguments = [
@@ -38,7 +38,7 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut Block) {
     }
     let number = frame.rax as c_long;
     // A child has to have it, and another program gets none.
-    let is_kept = matches!(
+    let is_served = matches!(
         number,
         libc::SYS_clone
             | libc::SYS_clone3
@@ -48,7 +48,7 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut Block) {
             | libc::SYS_execveat
             | libc::SYS_exit
     );
-    let aside = (!is_kept)
+    let aside = (!is_served)
         .then(|| signals::StackAside::new(block, frame.rsp))
         .flatten();
     // A defect of ours must not unwind into assembly code.
@@ -73,7 +73,12 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut Block) {
     }
 }
 
-unsafe fn answer(number: c_long, a: [usize; 6], frame: &mut Frame, block: &mut Block) -> Answer {
+unsafe fn answer(
+    number: c_long,
+    a: [usize; 6],
+    frame: &mut Frame,
+    block: &mut ThreadBlock,
+) -> Answer {
     // SAFETY: the program's arguments, as the calls have them.
     unsafe {
         match number {
@@ -215,7 +220,7 @@ fn brk(wanted: usize) -> usize {
 const SIGSYS: u64 = 1 << (libc::SIGSYS - 1);
 
 /// rt_sigprocmask(2), also of a mask that waits to be restored.
-fn set_mask(a: [usize; 6], block: &mut Block) -> Answer {
+fn set_mask(a: [usize; 6], block: &mut ThreadBlock) -> Answer {
     const SIZE: usize = size_of::<u64>();
     let error = |errno: c_int| Answer::Is(-(errno as isize));
     if a[3] != SIZE {

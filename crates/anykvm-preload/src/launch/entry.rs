@@ -1,6 +1,6 @@
 //! Between the program and our code: the only places where both have state in registers.
 //!
-//! The program's FS and ours are different thread-local storages; GS is the thread's [`Block`] while
+//! The program's FS and ours are different thread-local storages; GS is the thread's [`ThreadBlock`] while
 //! the program runs, and whatever translated code makes of it in ours. A system call of the program
 //! keeps all registers but rax, rcx and r11, vector registers and flags included, and touches
 //! nothing on the program's stack, which need not exist.
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize};
 
 use libc::{c_int, c_void, siginfo_t};
 
-use super::block::{BLOCKS, BLOCKS_SIZE, Block};
+use super::block::{BLOCKS, BLOCKS_SIZE, ThreadBlock};
 
 /// The program's registers at a system call, from the lowest address up, on our stack.
 #[derive(Clone, Copy, Debug)]
@@ -101,12 +101,12 @@ pub(super) unsafe extern "C" fn enter() {
         "mov rsi, rbx",
         "mov rdx, rsp",
         "jmp {leave}",
-        in_host = const offset_of!(Block, in_host),
-        selector = const offset_of!(Block, selector),
-        host_stack = const offset_of!(Block, host_stack),
-        host_fs = const offset_of!(Block, host_fs),
-        program_fs = const offset_of!(Block, program_fs),
-        this = const offset_of!(Block, this),
+        in_host = const offset_of!(ThreadBlock, in_host),
+        selector = const offset_of!(ThreadBlock, selector),
+        host_stack = const offset_of!(ThreadBlock, host_stack),
+        host_fs = const offset_of!(ThreadBlock, host_fs),
+        program_fs = const offset_of!(ThreadBlock, program_fs),
+        this = const offset_of!(ThreadBlock, this),
         size = sym XSAVE_SIZE,
         mask = sym XSAVE_MASK,
         dispatch = sym super::dispatch::dispatch,
@@ -116,7 +116,11 @@ pub(super) unsafe extern "C" fn enter() {
 
 /// Goes on in the program, with the frame in rdi, the block in rsi and the vector registers at rdx.
 #[unsafe(naked)]
-pub(super) unsafe extern "C" fn leave(frame: *mut Frame, block: *mut Block, vectors: usize) -> ! {
+pub(super) unsafe extern "C" fn leave(
+    frame: *mut Frame,
+    block: *mut ThreadBlock,
+    vectors: usize,
+) -> ! {
     std::arch::naked_asm!(
         "wrgsbase rsi",
         "mov rsp, rdi",
@@ -176,10 +180,10 @@ pub(super) unsafe extern "C" fn leave(frame: *mut Frame, block: *mut Block, vect
         "jmp r11",
         mask = sym XSAVE_MASK,
         syscall = sym SYSCALL,
-        selector = const offset_of!(Block, selector),
-        in_host = const offset_of!(Block, in_host),
-        pending = const offset_of!(Block, pending),
-        block_mask = const offset_of!(Block, mask),
+        selector = const offset_of!(ThreadBlock, selector),
+        in_host = const offset_of!(ThreadBlock, in_host),
+        pending = const offset_of!(ThreadBlock, pending),
+        block_mask = const offset_of!(ThreadBlock, mask),
         sigprocmask = const libc::SYS_rt_sigprocmask,
         set = const libc::SIG_SETMASK,
     )
@@ -228,9 +232,9 @@ pub(crate) unsafe extern "C" fn signal(number: c_int, info: *mut siginfo_t, cont
         "ret",
         blocks = sym BLOCKS,
         size = sym BLOCKS_SIZE,
-        in_host = const offset_of!(Block, in_host),
-        selector = const offset_of!(Block, selector),
-        host_fs = const offset_of!(Block, host_fs),
+        in_host = const offset_of!(ThreadBlock, in_host),
+        selector = const offset_of!(ThreadBlock, selector),
+        host_fs = const offset_of!(ThreadBlock, host_fs),
         in_program = sym super::signals::in_program,
         in_host_code = sym super::signals::in_host,
     )
@@ -243,7 +247,7 @@ pub(super) unsafe extern "C" fn call_in_the_middle(
     info: *mut siginfo_t,
     context: *mut c_void,
     handler: usize,
-    block: *mut Block,
+    block: *mut ThreadBlock,
 ) {
     std::arch::naked_asm!(
         "push rbx",
@@ -265,9 +269,9 @@ pub(super) unsafe extern "C" fn call_in_the_middle(
         "wrgsbase rax",
         "pop rbx",
         "ret",
-        selector = const offset_of!(Block, selector),
-        in_host = const offset_of!(Block, in_host),
-        program_fs = const offset_of!(Block, program_fs),
+        selector = const offset_of!(ThreadBlock, selector),
+        in_host = const offset_of!(ThreadBlock, in_host),
+        program_fs = const offset_of!(ThreadBlock, program_fs),
     )
 }
 
@@ -278,7 +282,7 @@ pub(super) unsafe extern "C" fn start(
     to: usize,
     len: usize,
     entry: usize,
-    block: *mut Block,
+    block: *mut ThreadBlock,
 ) -> ! {
     std::arch::naked_asm!(
         "mov r9, rsi",
@@ -309,14 +313,18 @@ pub(super) unsafe extern "C" fn start(
         "xor r14d, r14d",
         "xor r15d, r15d",
         "jmp r11",
-        selector = const offset_of!(Block, selector),
-        in_host = const offset_of!(Block, in_host),
+        selector = const offset_of!(ThreadBlock, selector),
+        in_host = const offset_of!(ThreadBlock, in_host),
     )
 }
 
 /// Runs a thread of the program's, from its first frame on, until [`finish`].
 #[unsafe(naked)]
-pub(super) unsafe extern "C" fn run_thread(frame: *mut Frame, block: *mut Block, vectors: usize) {
+pub(super) unsafe extern "C" fn run_thread(
+    frame: *mut Frame,
+    block: *mut ThreadBlock,
+    vectors: usize,
+) {
     std::arch::naked_asm!(
         "push rbx",
         "push rbp",
@@ -326,7 +334,7 @@ pub(super) unsafe extern "C" fn run_thread(frame: *mut Frame, block: *mut Block,
         "push r15",
         "mov [rsi + {base}], rsp",
         "jmp {leave}",
-        base = const offset_of!(Block, base),
+        base = const offset_of!(ThreadBlock, base),
         leave = sym leave,
     )
 }
@@ -384,14 +392,14 @@ pub(super) unsafe extern "C" fn borrow() {
         "mov r8, gs:[{saved} + 32]",
         "mov eax, 0",
         "jmp qword ptr gs:[{borrowed_return}]",
-        this = const offset_of!(Block, this),
-        thunks = const offset_of!(Block, thunks),
-        saved = const offset_of!(Block, saved),
+        this = const offset_of!(ThreadBlock, this),
+        thunks = const offset_of!(ThreadBlock, thunks),
+        saved = const offset_of!(ThreadBlock, saved),
         dispatch = const crate::launcher::PR_SET_SYSCALL_USER_DISPATCH,
         prctl = const libc::SYS_prctl,
-        borrowed = const offset_of!(Block, borrowed),
-        borrowed_return = const offset_of!(Block, borrowed_return),
-        selector = const offset_of!(Block, selector),
-        in_host = const offset_of!(Block, in_host),
+        borrowed = const offset_of!(ThreadBlock, borrowed),
+        borrowed_return = const offset_of!(ThreadBlock, borrowed_return),
+        selector = const offset_of!(ThreadBlock, selector),
+        in_host = const offset_of!(ThreadBlock, in_host),
     )
 }

@@ -303,7 +303,7 @@ impl Stack {
         Ok(Self { bytes, to })
     }
 
-    fn start(&self, entry: usize, block: *mut block::Block) -> ! {
+    fn start(&self, entry: usize, block: *mut block::ThreadBlock) -> ! {
         // SAFETY: the stack below is free, and the program never returns.
         unsafe { entry::start(self.bytes.as_ptr(), self.to, self.bytes.len(), entry, block) }
     }

@@ -2,7 +2,7 @@
 
 use libc::{c_int, c_void, siginfo_t};
 
-use super::block::{self, Block};
+use super::block::{self, ThreadBlock};
 use super::{entry, thunks};
 use crate::actions;
 use crate::next::system_call;
@@ -43,7 +43,7 @@ unsafe fn note_stack(context: *const libc::ucontext_t) {
         let stack = (*context).uc_stack;
         let begin = stack.ss_sp.addr();
         if context.addr().wrapping_sub(begin) < stack.ss_size {
-            let block: *mut Block;
+            let block: *mut ThreadBlock;
             std::arch::asm!("mov {}, gs:[0]", out(reg) block, options(nostack, readonly, preserves_flags));
             (*block).signal_stack = [begin, stack.ss_size];
         }
@@ -56,7 +56,7 @@ pub(super) struct StackAside(libc::stack_t);
 
 impl StackAside {
     /// `None` if the program is not on such a stack.
-    pub(super) fn new(block: &Block, stack_pointer: usize) -> Option<Self> {
+    pub(super) fn new(block: &ThreadBlock, stack_pointer: usize) -> Option<Self> {
         let [begin, len] = block.signal_stack;
         if stack_pointer.wrapping_sub(begin) >= len {
             return None;
@@ -117,7 +117,7 @@ unsafe fn in_the_middle(
     info: *mut siginfo_t,
     context: *mut c_void,
     handler: usize,
-    block: *mut Block,
+    block: *mut ThreadBlock,
 ) {
     /// More than this function and what it calls have on the stack.
     const ROOM: usize = 4096;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use libc::{c_int, c_void};
 
 use super::answer::Answer;
-use super::block::{self, Block};
+use super::block::{self, ThreadBlock};
 use super::entry::{self, Frame};
 use super::{image, running, thunks};
 use crate::next::system_call;
@@ -19,7 +19,7 @@ pub(super) const STACK: usize = 1 << 20;
 const SYSCALL_LEN: usize = 2;
 
 /// The kernel raises SIGSYS for the calling thread's system calls while its selector says so.
-pub(super) fn watch(block: *mut Block) -> isize {
+pub(super) fn watch(block: *mut ThreadBlock) -> isize {
     const ON: usize = 1;
     let (begin, len) = thunks::range();
     // SAFETY: the block outlives the watch.
@@ -56,7 +56,7 @@ fn set_signals(mask: u64) {
 }
 
 /// clone(2), with its five arguments.
-pub(super) unsafe fn clone(a: [usize; 6], frame: &mut Frame, block: &mut Block) -> Answer {
+pub(super) unsafe fn clone(a: [usize; 6], frame: &mut Frame, block: &mut ThreadBlock) -> Answer {
     let flags = a[0] as c_int;
     if flags & libc::CLONE_VM == 0 {
         // SAFETY: the program's arguments.
@@ -99,7 +99,7 @@ fn vectors_of(frame: &Frame) -> usize {
     (std::ptr::from_ref(frame).addr() - entry::XSAVE_SIZE.load(Ordering::Relaxed)) & !63
 }
 
-fn thread(a: [usize; 6], parent: &Frame, block: &mut Block) -> Answer {
+fn thread(a: [usize; 6], parent: &Frame, block: &mut ThreadBlock) -> Answer {
     let flags = a[0] as c_int;
     let mut frame = *parent;
     frame.rax = 0;
@@ -219,7 +219,7 @@ extern "C" fn run(start: *mut c_void) -> *mut c_void {
 
 /// exit(2): the thread ends, as our C library has it, but for the last words that the kernel would
 /// write for the program.
-pub(super) unsafe fn exit(_status: usize, block: &mut Block) -> Answer {
+pub(super) unsafe fn exit(_status: usize, block: &mut ThreadBlock) -> Answer {
     if block.borrowed != 0 {
         return Answer::Kernel;
     }
@@ -243,7 +243,7 @@ pub(super) unsafe fn exit(_status: usize, block: &mut Block) -> Answer {
 }
 
 /// A child with memory of its own.
-unsafe fn fork(a: [usize; 6], frame: &mut Frame, block: &mut Block) -> Answer {
+unsafe fn fork(a: [usize; 6], frame: &mut Frame, block: &mut ThreadBlock) -> Answer {
     let flags = a[0] as c_int;
     let simple = libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::CLONE_PARENT_SETTID;
     // SAFETY: the child goes on here with a copy of everything, and needs nothing of other threads.

@@ -17,8 +17,8 @@ const RUNS: u32 = 300;
 
 /// Name, nanoseconds that it may take, 32-bit and 64-bit code. The store and the load are
 /// outside of RAM.
-type Kind = (&'static str, f64, &'static [u8], &'static [u8]);
-const KINDS: [Kind; 4] = [
+type ExitRow = (&'static str, f64, &'static [u8], &'static [u8]);
+const KINDS: [ExitRow; 4] = [
     (
         "port write",
         150.0,

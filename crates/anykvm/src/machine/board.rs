@@ -14,7 +14,7 @@ use crate::layout::{IOAPIC, KVM_IDENTITY_MAP, KVM_TSS, ioapic_id};
 use crate::memory::GuestMemory;
 use crate::pci::Root;
 use crate::pci::routes::Routes;
-use crate::virtio::{Backend, Block, Console, Disk, Port, Rng, VirtioPci};
+use crate::virtio::{Backend, BlockDevice, Console, Disk, Port, Rng, VirtioPci};
 
 /// Redirection table entry: masked.
 const IOAPIC_MASKED: u64 = 1 << 16;
@@ -103,7 +103,7 @@ pub(super) fn new_devices(
         backends.push(Box::new(Console::new(extras.ports, extras.size)));
     }
     for disk in extras.disks {
-        backends.push(Box::new(Block::new(disk)));
+        backends.push(Box::new(BlockDevice::new(disk)));
     }
     let mut root = Root::new();
     for backend in backends {

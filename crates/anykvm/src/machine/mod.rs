@@ -14,6 +14,7 @@ use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use crate::cli::{BootArgs, ConsoleKind, Mitigations};
 use crate::devices::{Connection, Devices, LastWords, Output, Stream};
 use crate::ending::Ending;
+use crate::endpoint::Endpoint;
 use crate::error::BootError;
 use crate::images::{self, Init, Overlay, Root};
 use crate::input::{Destination, Source};
@@ -21,7 +22,6 @@ use crate::kernel::{self, BootInfo, Image};
 use crate::layout::{HIGH_RAM, RSDP};
 use crate::memory::GuestMemory;
 use crate::migrate::{self, Arrival, Built, Config, DiskInfo};
-use crate::place::Place;
 use crate::streams::{self, Shape, Terminals};
 use crate::terminal::{self, RawMode};
 use crate::virtio::{Disk, DiskHold, DiskOption, Port};
@@ -104,7 +104,7 @@ fn start(args: &BootArgs, endings: Endings) -> Result<(u8, Option<String>), Boot
 /// Takes a guest that comes from another process or from a file.
 fn receive(
     args: &BootArgs,
-    place: &Place,
+    place: &Endpoint,
     endings: Endings,
 ) -> Result<(u8, Option<String>), BootError> {
     let mut arrival = Arrival::wait(place)?;

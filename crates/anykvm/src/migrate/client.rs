@@ -7,8 +7,8 @@ use std::path::PathBuf;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::MigrateArgs;
+use crate::endpoint::Endpoint;
 use crate::error::BootError;
-use crate::place::Place;
 use crate::stdio;
 use crate::terminal;
 
@@ -53,9 +53,9 @@ fn command(args: &MigrateArgs) -> std::io::Result<String> {
     let word = match &args.to {
         Some(place) => {
             let place = match place {
-                Place::Unix(path) => Place::Unix(absolute(path)?),
-                Place::File(path) => Place::File(absolute(path)?),
-                Place::Tcp(_) => place.clone(),
+                Endpoint::Unix(path) => Endpoint::Unix(absolute(path)?),
+                Endpoint::File(path) => Endpoint::File(absolute(path)?),
+                Endpoint::Tcp(_) => place.clone(),
             };
             let verifies = u8::from(args.verify);
             return Ok(format!("migrate {} {verifies} {place}", args.downtime));

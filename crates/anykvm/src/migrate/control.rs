@@ -20,9 +20,9 @@ use super::line::{self, Line};
 use super::source::{Failure, Machine, Options, Progress, Report};
 use super::stream::StreamError;
 use crate::ending::Ending;
+use crate::endpoint::Endpoint;
 use crate::error::BootError;
 use crate::lock::lock;
-use crate::place::Place;
 
 /// A longer command is none.
 const COMMAND_MAX: u64 = 8192;
@@ -173,7 +173,7 @@ impl Control {
         let mut word = || words.next().ok_or("migrate MILLISECONDS VERIFY PLACE");
         let milliseconds: u64 = word()?.parse().map_err(|_| "not a number")?;
         let verifies = word()? == "1";
-        let place: Place = word()?.parse()?;
+        let place: Endpoint = word()?.parse()?;
         let options = Options {
             downtime: Duration::from_millis(milliseconds),
             verifies,
@@ -214,7 +214,7 @@ impl Control {
 
     fn leave(
         &self,
-        place: &Place,
+        place: &Endpoint,
         options: Options,
         was_paused: bool,
         stream: &mut UnixStream,

@@ -8,8 +8,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::stream::{self, Kind, StreamError};
-use crate::place::Place;
+use super::stream::{self, MessageKind, StreamError};
+use crate::endpoint::Endpoint;
 
 /// How long nothing may move before the other side counts as gone.
 const STALL_MAX: Duration = Duration::from_secs(20);
@@ -39,14 +39,14 @@ pub(super) struct Line {
 impl Line {
     /// To where a machine goes.
     pub(super) fn to(
-        place: &Place,
+        place: &Endpoint,
         is_cancelled: Box<dyn Fn() -> bool + Send>,
     ) -> io::Result<Self> {
         let mut unfinished = None;
         let wire = match place {
-            Place::Unix(path) => Wire::Unix(UnixStream::connect(path)?),
-            Place::Tcp(address) => Wire::Tcp(TcpStream::connect(address)?),
-            Place::File(path) => {
+            Endpoint::Unix(path) => Wire::Unix(UnixStream::connect(path)?),
+            Endpoint::Tcp(address) => Wire::Tcp(TcpStream::connect(address)?),
+            Endpoint::File(path) => {
                 let mut name = path.clone().into_os_string();
                 name.push(".partial");
                 let partial = PathBuf::from(name);
@@ -65,17 +65,17 @@ impl Line {
     }
 
     /// From where one comes: waits for it.
-    pub(super) fn from(place: &Place) -> io::Result<Self> {
+    pub(super) fn from(place: &Endpoint) -> io::Result<Self> {
         let wire = match place {
-            Place::Unix(path) => {
+            Endpoint::Unix(path) => {
                 let listener = listen(path)?;
                 let accepted = listener.accept();
                 // One machine comes; nobody else shall try.
                 let _ = std::fs::remove_file(path);
                 Wire::Unix(accepted?.0)
             }
-            Place::Tcp(address) => Wire::Tcp(TcpListener::bind(address)?.accept()?.0),
-            Place::File(path) => Wire::File(File::open(path)?),
+            Endpoint::Tcp(address) => Wire::Tcp(TcpListener::bind(address)?.accept()?.0),
+            Endpoint::File(path) => Wire::File(File::open(path)?),
         };
         // Between rounds a source may be busy with its guest.
         Self::new(wire, Box::new(|| false), None, None)
@@ -119,7 +119,7 @@ impl Line {
         self.patience = Some(LOOK);
         let mut words = Vec::new();
         match stream::receive(self, &mut words) {
-            Ok(Kind::Failed) => Some(StreamError::Refused(
+            Ok(MessageKind::Failed) => Some(StreamError::Refused(
                 String::from_utf8_lossy(&words).into_owned(),
             )),
             _ => None,

@@ -6,7 +6,7 @@ use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MmapRegion};
 
 use super::line::Line;
-use super::stream::{self, Kind, StreamError};
+use super::stream::{self, MessageKind, StreamError};
 use crate::error::BootError;
 use crate::fields::{Malformed, Reader, Writer};
 use crate::memory::GuestMemory;
@@ -152,7 +152,7 @@ fn send_run(
     let is_zero = |page: &[u8]| page == ZERO;
     if !body.chunks(ZERO.len()).any(is_zero) {
         head.copy_from_slice(&gpa.to_le_bytes());
-        return Ok(stream::send(line, Kind::Pages, frame)?);
+        return Ok(stream::send(line, MessageKind::Pages, frame)?);
     }
     // By stretches that are zero or not.
     let mut at = gpa;
@@ -165,11 +165,11 @@ fn send_run(
         if !same.first().is_some_and(|page| is_zero(page)) {
             let mut part = at.to_le_bytes().to_vec();
             part.extend(same.as_flattened());
-            stream::send(line, Kind::Pages, &part)?;
+            stream::send(line, MessageKind::Pages, &part)?;
         } else if !is_first {
             let mut w = Writer::default();
             w.put(&[at, count]);
-            stream::send(line, Kind::Zeros, &w.into_bytes())?;
+            stream::send(line, MessageKind::Zeros, &w.into_bytes())?;
         }
         at += count * PAGE;
     }
@@ -177,11 +177,11 @@ fn send_run(
 }
 
 /// Puts pages where they belong.
-pub(super) fn put(memory: &GuestMemory, kind: Kind, frame: &[u8]) -> Result<(), Malformed> {
+pub(super) fn put(memory: &GuestMemory, kind: MessageKind, frame: &[u8]) -> Result<(), Malformed> {
     let r = &mut Reader::new(frame, "a page");
     let gpa: u64 = r.get()?;
     let outside = |_| Malformed::new(format!("a page at {gpa:#x}, where the guest has none"));
-    if kind == Kind::Zeros {
+    if kind == MessageKind::Zeros {
         let count: u64 = r.get()?;
         if count > TOGETHER {
             return Err(r.wrong("more than there can be"));

@@ -13,7 +13,7 @@ use super::chips;
 use super::config::Config;
 use super::line::Line;
 use super::memory::{self, Logging, PAGE};
-use super::stream::{self, Kind, StreamError};
+use super::stream::{self, MessageKind, StreamError};
 use crate::devices::Devices;
 use crate::error::BootError;
 use crate::fields::{Malformed, Writer};
@@ -133,7 +133,7 @@ impl Machine {
             return Err(Malformed::new(why).into());
         }
         stream::begin(line)?;
-        stream::send(line, Kind::Config, &self.config.to_bytes())?;
+        stream::send(line, MessageKind::Config, &self.config.to_bytes())?;
         let logging = Logging::start(&self.vm, self.memory).map_err(StreamError::from)?;
         let mut shown = Progress::default();
         let mut pages = memory::all(self.memory);
@@ -206,18 +206,22 @@ impl Machine {
         shown.round += 1;
         shown.all = memory::count(&pages) * PAGE;
         self.send(line, &pages, shown, show)?;
-        stream::send(line, Kind::State, &self.state(vcpus, options.verifies)?)?;
-        stream::send(line, Kind::End, &[])?;
+        stream::send(
+            line,
+            MessageKind::State,
+            &self.state(vcpus, options.verifies)?,
+        )?;
+        stream::send(line, MessageKind::End, &[])?;
         if line.is_file() {
             line.finish()?;
             self.disks.iter().for_each(DiskHold::give);
             return Ok(());
         }
-        expect(line, Kind::Ready)?;
+        expect(line, MessageKind::Ready)?;
         self.disks.iter().for_each(DiskHold::give);
-        let gone = stream::send(line, Kind::Go, &[])
+        let gone = stream::send(line, MessageKind::Go, &[])
             .map_err(StreamError::from)
-            .and_then(|()| expect(line, Kind::Running));
+            .and_then(|()| expect(line, MessageKind::Running));
         match gone {
             Ok(()) => Ok(()),
             // It says that it does not run.
@@ -230,11 +234,11 @@ impl Machine {
 }
 
 /// Waits for the target's word.
-pub(super) fn expect(line: &mut Line, want: Kind) -> Result<(), StreamError> {
+pub(super) fn expect(line: &mut Line, want: MessageKind) -> Result<(), StreamError> {
     let mut buffer = Vec::new();
     match stream::receive(line, &mut buffer)? {
         kind if kind == want => Ok(()),
-        Kind::Failed | Kind::Abort => Err(StreamError::Refused(
+        MessageKind::Failed | MessageKind::Abort => Err(StreamError::Refused(
             String::from_utf8_lossy(&buffer).into_owned(),
         )),
         _ => Err(Malformed::new("an answer that was not asked for").into()),

@@ -20,7 +20,7 @@ const HEADER: usize = 16;
 
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum MessageKind {
     Config = 1,
     Pages = 2,
     Zeros = 3,
@@ -33,7 +33,7 @@ pub(super) enum Kind {
     Failed = 18,
 }
 
-impl Kind {
+impl MessageKind {
     fn of(number: u8) -> Option<Self> {
         let all = [
             Self::Config,
@@ -108,7 +108,7 @@ fn read(from: &mut dyn Read, bytes: &mut [u8]) -> Result<(), StreamError> {
 }
 
 /// Writes a frame.
-pub(super) fn send(to: &mut dyn Write, kind: Kind, bytes: &[u8]) -> io::Result<()> {
+pub(super) fn send(to: &mut dyn Write, kind: MessageKind, bytes: &[u8]) -> io::Result<()> {
     let mut header = [0; HEADER];
     header[0] = kind as u8;
     let len = u32::try_from(bytes.len()).map_err(io::Error::other)?;
@@ -124,12 +124,15 @@ pub(super) fn send(to: &mut dyn Write, kind: Kind, bytes: &[u8]) -> io::Result<(
 }
 
 /// Reads a frame into the buffer.
-pub(super) fn receive(from: &mut dyn Read, buffer: &mut Vec<u8>) -> Result<Kind, StreamError> {
+pub(super) fn receive(
+    from: &mut dyn Read,
+    buffer: &mut Vec<u8>,
+) -> Result<MessageKind, StreamError> {
     let mut header = [0; HEADER];
     read(from, &mut header)?;
     let [number, _, _, _, a, b, c, d, sum @ ..] = header;
-    let kind =
-        Kind::of(number).ok_or_else(|| Malformed::new(format!("a part of kind {number}")))?;
+    let kind = MessageKind::of(number)
+        .ok_or_else(|| Malformed::new(format!("a part of kind {number}")))?;
     let len = u32::from_le_bytes([a, b, c, d]) as usize;
     if len > FRAME_MAX {
         return Err(Malformed::new(format!("a part of {len} bytes")).into());
@@ -150,7 +153,7 @@ mod tests {
     fn damage_is_noticed() {
         let mut stream = Vec::new();
         begin(&mut stream).unwrap();
-        send(&mut stream, Kind::State, b"0123456789").unwrap();
+        send(&mut stream, MessageKind::State, b"0123456789").unwrap();
         let open = |bytes: &[u8]| {
             let (mut from, mut buffer) = (bytes, Vec::new());
             expect_begin(&mut from)?;
@@ -159,7 +162,7 @@ mod tests {
         };
         assert_eq!(
             open(&stream).unwrap(),
-            (Kind::State, b"0123456789".to_vec())
+            (MessageKind::State, b"0123456789".to_vec())
         );
         for at in 0..stream.len() {
             assert!(open(&stream[..at]).is_err(), "cut at {at}");

@@ -10,13 +10,13 @@ use super::config::Config;
 use super::line::Line;
 use super::memory;
 use super::source::expect;
-use super::stream::{self, Kind, StreamError};
+use super::stream::{self, MessageKind, StreamError};
 use crate::devices::Devices;
+use crate::endpoint::Endpoint;
 use crate::error::BootError;
 use crate::fields::{Malformed, Reader};
 use crate::input::Destination;
 use crate::memory::GuestMemory;
-use crate::place::Place;
 use crate::vcpu;
 use crate::virtio::DiskHold;
 
@@ -28,7 +28,7 @@ const DISK_PATIENCE: Duration = Duration::from_secs(3);
 /// A guest that is on its way here.
 pub(crate) struct Arrival {
     line: Line,
-    place: Place,
+    place: Endpoint,
     /// What machine it needs.
     pub(crate) config: Config,
     state: Vec<u8>,
@@ -44,13 +44,15 @@ pub(crate) struct Built<'a> {
 
 impl Arrival {
     /// Waits for a guest to come.
-    pub(crate) fn wait(place: &Place) -> Result<Self, BootError> {
+    pub(crate) fn wait(place: &Endpoint) -> Result<Self, BootError> {
         let failed = |error: StreamError| came_wrong(place, &error);
         let mut line = Line::from(place).map_err(|error| failed(error.into()))?;
         stream::expect_begin(&mut line).map_err(failed)?;
         let mut buffer = Vec::new();
         let config = match stream::receive(&mut line, &mut buffer).map_err(failed)? {
-            Kind::Config => Config::from_bytes(&buffer).map_err(|error| failed(error.into()))?,
+            MessageKind::Config => {
+                Config::from_bytes(&buffer).map_err(|error| failed(error.into()))?
+            }
             _ => return Err(failed(Malformed::new("it does not say what it is").into())),
         };
         Ok(Self {
@@ -76,7 +78,7 @@ impl Arrival {
     pub(crate) fn refuse(&mut self, why: &str) {
         if !self.line.is_file() {
             // It may have gone.
-            let _ = stream::send(&mut self.line, Kind::Failed, why.as_bytes());
+            let _ = stream::send(&mut self.line, MessageKind::Failed, why.as_bytes());
         }
     }
 
@@ -85,10 +87,12 @@ impl Arrival {
         let mut frame = Vec::new();
         loop {
             match stream::receive(&mut self.line, &mut frame)? {
-                kind @ (Kind::Pages | Kind::Zeros) => memory::put(memory, kind, &frame)?,
-                Kind::State => self.state = std::mem::take(&mut frame),
-                Kind::End => return Ok(()),
-                Kind::Abort => {
+                kind @ (MessageKind::Pages | MessageKind::Zeros) => {
+                    memory::put(memory, kind, &frame)?
+                }
+                MessageKind::State => self.state = std::mem::take(&mut frame),
+                MessageKind::End => return Ok(()),
+                MessageKind::Abort => {
                     let why = String::from_utf8_lossy(&frame).into_owned();
                     return Err(StreamError::Refused(why));
                 }
@@ -133,8 +137,8 @@ impl Arrival {
     /// Waits for the source to let it go, and takes its disks.
     pub(crate) fn take_over(&mut self, disks: &[DiskHold]) -> Result<(), StreamError> {
         if !self.line.is_file() {
-            stream::send(&mut self.line, Kind::Ready, &[])?;
-            expect(&mut self.line, Kind::Go)?;
+            stream::send(&mut self.line, MessageKind::Ready, &[])?;
+            expect(&mut self.line, MessageKind::Go)?;
         }
         let begin = Instant::now();
         while !disks.iter().all(DiskHold::take) {
@@ -150,11 +154,11 @@ impl Arrival {
     pub(crate) fn tell(&mut self) {
         if !self.line.is_file() {
             // The guest is ours now, whoever hears it.
-            let _ = stream::send(&mut self.line, Kind::Running, &[]);
+            let _ = stream::send(&mut self.line, MessageKind::Running, &[]);
         }
     }
 }
 
-fn came_wrong(place: &Place, error: &StreamError) -> BootError {
+fn came_wrong(place: &Endpoint, error: &StreamError) -> BootError {
     BootError::Usage(format!("no guest came from {place}: {error}"))
 }

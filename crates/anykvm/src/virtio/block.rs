@@ -35,7 +35,7 @@ const CHUNK: usize = 1 << 17;
 
 /// A disk and the buffer between it and guest memory.
 #[derive(Debug)]
-pub(crate) struct Block {
+pub(crate) struct BlockDevice {
     disk: Disk,
     buffer: Vec<u8>,
 }
@@ -54,7 +54,7 @@ impl From<std::io::Error> for Refusal {
     }
 }
 
-impl Block {
+impl BlockDevice {
     /// A virtio disk.
     pub(crate) fn new(disk: Disk) -> Self {
         Self {
@@ -191,7 +191,7 @@ impl Block {
     }
 }
 
-impl Backend for Block {
+impl Backend for BlockDevice {
     fn profile(&self) -> Profile {
         let mut features =
             (1 << VIRTIO_BLK_F_SEG_MAX) | (1 << VIRTIO_BLK_F_BLK_SIZE) | (1 << VIRTIO_BLK_F_FLUSH);

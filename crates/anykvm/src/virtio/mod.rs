@@ -26,7 +26,7 @@ use std::sync::Arc;
 use anykvm_ioctls::DoorbellQueue;
 use virtio_queue::Queue;
 
-pub(crate) use block::Block;
+pub(crate) use block::BlockDevice;
 pub(crate) use console::{Console, Port, PortInput};
 pub(crate) use disk::{Disk, DiskHold, DiskOption};
 pub(crate) use rng::Rng;

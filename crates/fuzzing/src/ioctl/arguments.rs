@@ -1,7 +1,7 @@
 //! Arguments of fuzzed calls.
 
 use kvm_abi::{
-    Call, Kind,
+    Call, FdKind,
     numbers::{
         KVM_GET_DEVICE_ATTR, KVM_GET_DIRTY_LOG, KVM_SET_USER_MEMORY_REGION,
         KVM_SET_USER_MEMORY_REGION2,
@@ -277,13 +277,13 @@ impl Arguments<'_> {
     }
 
     /// The argument of a call that takes a number.
-    pub(super) fn number(&self, random: &mut Random, kind: Kind, call: Option<&Call>) -> u64 {
+    pub(super) fn number(&self, random: &mut Random, kind: FdKind, call: Option<&Call>) -> u64 {
         match call.map(|call| call.name) {
             Some("KVM_CREATE_VCPU") => random.below(5),
             Some("KVM_CHECK_EXTENSION") => random.below(260),
             Some("KVM_RUN" | "KVM_CREATE_VM") if !random.one_in(16) => 0,
             Some("KVM_SET_TSC_KHZ") => random.pick(&[0, 1000, 2_400_000, 1 << 32, u64::MAX]),
-            _ if kind == Kind::System => random.below(4),
+            _ if kind == FdKind::System => random.below(4),
             _ => random.integer(),
         }
     }

@@ -1,6 +1,6 @@
 //! Which errno the API document (and KVM, where the document says less) gives for each call.
 
-use kvm_abi::{Call, Kind};
+use kvm_abi::{Call, FdKind};
 
 /// The errnos besides EFAULT, which each call that reads or writes through a pointer may give.
 const ERRNOS: &[(&str, &[i32])] = &[
@@ -159,12 +159,12 @@ const ERRNOS: &[(&str, &[i32])] = &[
 ];
 
 /// True if the call may fail so. `call`: none if the number means nothing to such a descriptor.
-pub(super) fn is_documented(kind: Kind, number: u32, call: Option<&Call>, errno: i32) -> bool {
+pub(super) fn is_documented(kind: FdKind, number: u32, call: Option<&Call>, errno: i32) -> bool {
     let Some(call) = call else {
         return match kind {
             _ if number >> 8 & 0xff != kvm_abi::numbers::KVM_TYPE => errno == libc::ENOTTY,
-            Kind::System | Kind::Vcpu => errno == libc::EINVAL,
-            Kind::Vm | Kind::Device => errno == libc::ENOTTY,
+            FdKind::System | FdKind::Vcpu => errno == libc::EINVAL,
+            FdKind::Vm | FdKind::Device => errno == libc::ENOTTY,
         };
     };
     if let Some(refusal) = call.refusal {

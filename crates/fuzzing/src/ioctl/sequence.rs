@@ -12,7 +12,7 @@ use std::{
 };
 
 use host::EventFd;
-use kvm_abi::{Call, Kind, Object, Vcpu, numbers::*};
+use kvm_abi::{Call, FdKind, Object, Vcpu, numbers::*};
 
 use super::{
     arena::Arena,
@@ -52,7 +52,7 @@ impl Counts {
 struct Shared<'a> {
     arena: &'a Arena,
     calls: &'a [Call],
-    fds: Mutex<Vec<(Kind, RawFd)>>,
+    fds: Mutex<Vec<(FdKind, RawFd)>>,
     vcpus: Mutex<Vec<Weak<Vcpu>>>,
     events: Vec<EventFd>,
     is_over: AtomicBool,
@@ -156,22 +156,22 @@ impl<'a> Worker<'a> {
 
     fn step(&mut self) {
         let known = lock(&self.shared.fds).clone();
-        let systems = known.iter().filter(|(kind, _)| *kind == Kind::System);
+        let systems = known.iter().filter(|(kind, _)| *kind == FdKind::System);
         if systems.count() == 0 {
             if let Ok(fd) = kvm_abi::system::open(true) {
-                self.publish(Kind::System, std::os::fd::IntoRawFd::into_raw_fd(fd));
+                self.publish(FdKind::System, std::os::fd::IntoRawFd::into_raw_fd(fd));
             }
             return;
         }
         // Up to two VMs with up to four vCPUs each, most of the time.
         let count = |wanted| known.iter().filter(|(kind, _)| *kind == wanted).count();
-        let (vms, vcpus) = (count(Kind::Vm), count(Kind::Vcpu));
+        let (vms, vcpus) = (count(FdKind::Vm), count(FdKind::Vcpu));
         let forced = if vms == 0 {
-            Some((Kind::System, KVM_CREATE_VM))
+            Some((FdKind::System, KVM_CREATE_VM))
         } else if vcpus == 0 && self.random.one_in(2) {
-            Some((Kind::Vm, KVM_CREATE_VCPU))
+            Some((FdKind::Vm, KVM_CREATE_VCPU))
         } else if vcpus != 0 && self.random.one_in(6) {
-            Some((Kind::Vcpu, KVM_RUN))
+            Some((FdKind::Vcpu, KVM_RUN))
         } else {
             None
         };
@@ -190,12 +190,12 @@ impl<'a> Worker<'a> {
         let kind = forced.map_or_else(
             || {
                 self.random.pick(&[
-                    Kind::System,
-                    Kind::Vm,
-                    Kind::Vm,
-                    Kind::Vcpu,
-                    Kind::Vcpu,
-                    Kind::Device,
+                    FdKind::System,
+                    FdKind::Vm,
+                    FdKind::Vm,
+                    FdKind::Vcpu,
+                    FdKind::Vcpu,
+                    FdKind::Device,
                 ])
             },
             |(kind, _)| kind,
@@ -243,7 +243,7 @@ impl<'a> Worker<'a> {
     }
 
     /// A call of this kind of descriptor, of another, or of none.
-    fn number(&mut self, kind: Kind) -> u32 {
+    fn number(&mut self, kind: FdKind) -> u32 {
         let own: Vec<u32> = self
             .shared
             .calls
@@ -264,7 +264,7 @@ impl<'a> Worker<'a> {
         }
     }
 
-    fn call(&mut self, kind: Kind, fd: RawFd, number: u32, known: &[(Kind, RawFd)]) {
+    fn call(&mut self, kind: FdKind, fd: RawFd, number: u32, known: &[(FdKind, RawFd)]) {
         let call = self
             .shared
             .calls
@@ -322,13 +322,13 @@ impl<'a> Worker<'a> {
     }
 
     /// The number is still a descriptor of this kind.
-    fn is_same(&self, kind: Kind, fd: RawFd) -> bool {
+    fn is_same(&self, kind: FdKind, fd: RawFd) -> bool {
         matches!(
             (kind, kvm_abi::lookup(fd)),
-            (Kind::System, Ok(Object::System))
-                | (Kind::Vm, Ok(Object::Vm(_)))
-                | (Kind::Vcpu, Ok(Object::Vcpu(_)))
-                | (Kind::Device, Ok(Object::Device(_)))
+            (FdKind::System, Ok(Object::System))
+                | (FdKind::Vm, Ok(Object::Vm(_)))
+                | (FdKind::Vcpu, Ok(Object::Vcpu(_)))
+                | (FdKind::Device, Ok(Object::Device(_)))
         )
     }
 
@@ -341,29 +341,29 @@ impl<'a> Worker<'a> {
     }
 
     /// A successful call may have made a descriptor.
-    fn created(&mut self, kind: Kind, number: u32, given: i32, argument: u64) {
+    fn created(&mut self, kind: FdKind, number: u32, given: i32, argument: u64) {
         match (kind, number) {
-            (Kind::System, KVM_CREATE_VM) => {
+            (FdKind::System, KVM_CREATE_VM) => {
                 if let Ok(Object::Vm(vm)) = kvm_abi::lookup(given) {
                     self.furnish(&vm);
                 }
-                self.publish(Kind::Vm, given);
+                self.publish(FdKind::Vm, given);
             }
-            (Kind::Vm, KVM_CREATE_VCPU) => {
+            (FdKind::Vm, KVM_CREATE_VCPU) => {
                 if let Ok(Object::Vcpu(vcpu)) = kvm_abi::lookup(given) {
                     // First, as another thread may run it already, by a number that was another vCPU's.
                     lock(&self.shared.vcpus).push(Arc::downgrade(&vcpu));
                     self.start(&vcpu);
                 }
-                self.publish(Kind::Vcpu, given);
+                self.publish(FdKind::Vcpu, given);
             }
-            (Kind::Vm, KVM_CREATE_DEVICE) => {
+            (FdKind::Vm, KVM_CREATE_DEVICE) => {
                 // struct kvm_create_device: type, fd, flags. Another thread may have scribbled over it.
                 let mut bytes = [0; 12];
                 self.shared.arena.read(argument, &mut bytes);
                 let fd = i32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
-                if bytes[8] & 1 == 0 && self.is_same(Kind::Device, fd) {
-                    self.publish(Kind::Device, fd);
+                if bytes[8] & 1 == 0 && self.is_same(FdKind::Device, fd) {
+                    self.publish(FdKind::Device, fd);
                 }
             }
             _ => {}
@@ -420,7 +420,7 @@ impl<'a> Worker<'a> {
         let _ = vcpu.set_mp_state(kvm_bindings::kvm_mp_state { mp_state: 0 });
     }
 
-    fn publish(&self, kind: Kind, fd: RawFd) {
+    fn publish(&self, kind: FdKind, fd: RawFd) {
         lock(&self.shared.fds).push((kind, fd));
     }
 }

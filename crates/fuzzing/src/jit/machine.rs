@@ -248,7 +248,7 @@ impl Machine {
             None => Engine::Interp,
             Some(size) => {
                 let mut jit = Jit::with_capacity(size).ok_or(io::ErrorKind::Unsupported)?;
-                jit.set_mixed();
+                jit.mix_tiers();
                 Engine::Jit(Box::new(jit))
             }
         };

@@ -100,7 +100,7 @@ impl Vcpu {
         let jit = engine::translator(&vm.engine);
         if let Some(jit) = &jit {
             // Without it code is in small pages.
-            let _ = vm.keeper.add(jit.code_views());
+            let _ = vm.service_thread.add(jit.code_views());
         }
         let mut bus = Bus::new(vm, Arc::clone(&shared), mmu);
         // A fresh vCPU has paging off: nothing can fault.

@@ -11,7 +11,7 @@ use kvm_bindings::{
 use x86_cpu::{Exception, GuestBus, Shadow};
 use x86_defs::{dr, rflags};
 use x86_interp::RunStop;
-use x86_jit::{Jit, JitBus, Leash};
+use x86_jit::{Jit, JitBus, RunLimit};
 
 use super::{Inner, linear_rip, replay::DeviceAccess};
 use crate::{Answer, Error, Exit, Result, RunInput, RunStatus, shared::request};
@@ -20,7 +20,7 @@ use crate::{Answer, Error, Exit, Result, RunInput, RunStatus, shared::request};
 /// do without: the timers wait for the next look while the guest runs.
 const ENTRIES_PER_LOOK: u8 = 16;
 /// Longest time between two looks while translated code runs: what an estimated gap in steal time may be wrong by.
-const LEASH_NS: u64 = 100_000;
+const RUN_LIMIT_NS: u64 = 100_000;
 
 impl Inner {
     /// KVM_RUN on the calling thread.
@@ -311,10 +311,10 @@ impl Inner {
 
     /// Executes until something stops it.
     fn execute(&mut self, input: &RunInput<'_>) -> RunStop {
-        let leash = self.leash(input);
+        let run_limit = self.run_limit(input);
         match &mut self.jit {
             Some(jit) => {
-                let stop = jit.run(&mut self.interp, &mut self.cpu, &mut self.bus, leash);
+                let stop = jit.run(&mut self.interp, &mut self.cpu, &mut self.bus, run_limit);
                 if stop == RunStop::Exit
                     && let Some(report) = jit.take_difference()
                 {
@@ -330,16 +330,16 @@ impl Inner {
 
     /// Until a timer is due there is nothing for the run loop to look at but what is a request. (A
     /// dirty ring fills up by itself.)
-    fn leash<'a>(&mut self, input: &RunInput<'a>) -> Option<Leash<'a>> {
+    fn run_limit<'a>(&mut self, input: &RunInput<'a>) -> Option<RunLimit<'a>> {
         if self.dirty_ring.is_some() {
             return None;
         }
         let (looked_ns, looked_tsc) = self.bus.looked;
         let ns = self.bus.next_timer_ns().saturating_sub(looked_ns);
-        let ns = ns.min(LEASH_NS);
+        let ns = ns.min(RUN_LIMIT_NS);
         self.bus.unseen_until_ns = looked_ns + ns;
         let until_tsc = looked_tsc + ns * u64::from(host::cpu::tsc_khz()) / 1_000_000;
-        Some(Leash {
+        Some(RunLimit {
             until_tsc: until_tsc.min(self.bus.pmu.due_tsc),
             stop: input.immediate_exit,
         })

@@ -8,12 +8,12 @@ mod debugger;
 mod dirty_log;
 mod dirty_ring;
 pub(crate) mod doorbell;
-mod errand;
 pub(crate) mod hyperv;
 mod irq;
 mod irqfd;
 pub(crate) mod load;
 pub(crate) mod options;
+mod work;
 
 pub use doorbell::Doorbell;
 pub use irqfd::{IrqTrigger, direct as irqfd_direct};
@@ -25,7 +25,7 @@ use std::sync::{
 };
 
 use guest_memory::{GuestMemory, HostChange, MemslotError, SlotConfig};
-use host::Keeper;
+use host::ServiceThread;
 use io_bus::{Published, Reader};
 use kvm_bindings::*;
 use mmu::Mmu;
@@ -62,7 +62,7 @@ pub(crate) struct VmState {
     pub(crate) has_io: AtomicBool,
     pub(crate) ring: Ring,
     /// Makes system calls for the vCPUs' threads.
-    pub(crate) keeper: Arc<Keeper>,
+    pub(crate) service_thread: Arc<ServiceThread>,
     pub(crate) hyperv: hyperv::HyperV,
     /// How vCPUs execute.
     pub(crate) engine: EngineOptions,
@@ -143,7 +143,7 @@ impl Vm {
             io: Arc::new(Published::new(IoTable::default())),
             has_io: AtomicBool::new(false),
             ring: Ring::default(),
-            keeper: Arc::default(),
+            service_thread: Arc::default(),
             hyperv: hyperv::HyperV::default(),
             engine,
         };

@@ -66,7 +66,7 @@ impl<T> Row<T> {
 
 /// The kinds of descriptor that take ioctls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum FdKind {
     /// `/dev/kvm`.
     System,
     /// From KVM_CREATE_VM.
@@ -81,7 +81,7 @@ pub enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
     /// What it is called on.
-    pub kind: Kind,
+    pub kind: FdKind,
     /// KVM's name for it.
     pub name: &'static str,
     /// Its number.
@@ -92,7 +92,7 @@ pub struct Call {
 
 /// Every ioctl of x86, on each kind of descriptor that it exists for.
 pub fn calls() -> Vec<Call> {
-    fn of<T>(kind: Kind, rows: &[Row<T>]) -> impl Iterator<Item = Call> {
+    fn of<T>(kind: FdKind, rows: &[Row<T>]) -> impl Iterator<Item = Call> {
         rows.iter().map(move |row| Call {
             kind,
             name: row.name,
@@ -103,24 +103,24 @@ pub fn calls() -> Vec<Call> {
             },
         })
     }
-    of(Kind::System, system::TABLE)
-        .chain(of(Kind::Vm, vm::TABLE))
-        .chain(of(Kind::Vcpu, vcpu::TABLE))
-        .chain(of(Kind::Device, device::TABLE))
+    of(FdKind::System, system::TABLE)
+        .chain(of(FdKind::Vm, vm::TABLE))
+        .chain(of(FdKind::Vcpu, vcpu::TABLE))
+        .chain(of(FdKind::Device, device::TABLE))
         .collect()
 }
 
 /// KVM's name for a number on descriptors of that kind.
-pub(crate) fn name_of(kind: Kind, number: u32) -> Option<&'static str> {
+pub(crate) fn name_of(kind: FdKind, number: u32) -> Option<&'static str> {
     fn of<T>(rows: &[Row<T>], number: u32) -> Option<&'static str> {
         let row = rows.iter().find(|row| row.number == number);
         row.map(|row| row.name)
     }
     match kind {
-        Kind::System => of(system::TABLE, number),
-        Kind::Vm => of(vm::TABLE, number),
-        Kind::Vcpu => of(vcpu::TABLE, number),
-        Kind::Device => of(device::TABLE, number),
+        FdKind::System => of(system::TABLE, number),
+        FdKind::Vm => of(vm::TABLE, number),
+        FdKind::Vcpu => of(vcpu::TABLE, number),
+        FdKind::Device => of(device::TABLE, number),
     }
 }
 

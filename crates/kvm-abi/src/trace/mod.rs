@@ -9,7 +9,7 @@ mod shapes;
 
 use std::fmt::{self, Write};
 
-use crate::dispatch::{Kind, name_of};
+use crate::dispatch::{FdKind, name_of};
 use crate::user_memory::Arg;
 use shapes::{Field, Shape, shape_of};
 
@@ -32,12 +32,12 @@ pub enum When {
 /// # Errors
 ///
 /// The writer's.
-pub fn write_call(out: &mut dyn Write, kind: Kind, number: u32) -> fmt::Result {
+pub fn write_call(out: &mut dyn Write, kind: FdKind, number: u32) -> fmt::Result {
     let kind_name = match kind {
-        Kind::System => "system",
-        Kind::Vm => "vm",
-        Kind::Vcpu => "vcpu",
-        Kind::Device => "device",
+        FdKind::System => "system",
+        FdKind::Vm => "vm",
+        FdKind::Vcpu => "vcpu",
+        FdKind::Device => "device",
     };
     write!(out, "\"kind\":\"{kind_name}\",\"ioctl\":")?;
     match name_of(kind, number) {

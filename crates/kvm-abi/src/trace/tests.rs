@@ -14,10 +14,10 @@ fn argument<T>(number: u32, value: &T, when: When) -> String {
 #[test]
 fn names() {
     for (kind, number, expected) in [
-        (Kind::Vcpu, KVM_RUN, r#""kind":"vcpu","ioctl":"KVM_RUN""#),
-        (Kind::Vm, KVM_RUN, r#""kind":"vm","ioctl":"0xae80""#),
+        (FdKind::Vcpu, KVM_RUN, r#""kind":"vcpu","ioctl":"KVM_RUN""#),
+        (FdKind::Vm, KVM_RUN, r#""kind":"vm","ioctl":"0xae80""#),
         (
-            Kind::Vm,
+            FdKind::Vm,
             KVM_GET_PIT2,
             r#""kind":"vm","ioctl":"KVM_GET_PIT2""#,
         ),

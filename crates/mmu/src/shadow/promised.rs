@@ -180,7 +180,7 @@ impl Mmu {
     /// # Errors
     /// They cannot be kept.
     #[expect(clippy::result_unit_err, reason = "nothing else to say")]
-    pub fn kept_cell(&self) -> Result<Option<u64>, ()> {
+    pub fn kept_page_guard(&self) -> Result<Option<u64>, ()> {
         let Some(promised) = self.promised.as_ref().filter(|_| self.is_promised()) else {
             return Ok(None);
         };

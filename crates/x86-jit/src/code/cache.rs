@@ -11,14 +11,14 @@ use x86_cpu::CodePage;
 use crate::{
     JitBus,
     codegen::Entries,
-    frame::cell::Cell,
+    frame::page_guard::PageGuard,
     frame::targets::{Target, empty, no_targets, place},
     ir::mode::{BlockKey, Mode, low},
 };
 
 /// A translated block.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Block {
+pub(crate) struct TranslatedBlock {
     pub(crate) entries: Entries,
     /// Generation of the page's code that it was translated from.
     pub(crate) generation: u32,
@@ -40,7 +40,7 @@ pub(crate) struct PageBlocks {
     /// How many of those are before each 64 offsets.
     before: [u16; 64],
     /// In ascending order.
-    blocks: Vec<Block>,
+    blocks: Vec<TranslatedBlock>,
     /// What other pages have gone to.
     targets: Vec<Outer>,
     /// The gva of the page, if its blocks are executed nowhere else.
@@ -48,20 +48,20 @@ pub(crate) struct PageBlocks {
     /// Of the code that was translated last.
     generation: u32,
     /// Its own, once a branch that compares one has led here.
-    cell: Option<Cell>,
+    page_guard: Option<PageGuard>,
 }
 
 /// Of a block that other pages have gone to, what those need that go to it under another key.
 #[derive(Clone, Copy, Debug)]
 struct Outer {
-    /// [`Block::generation`], and the outer entry: 0 if there is none for them.
+    /// [`TranslatedBlock::generation`], and the outer entry: 0 if there is none for them.
     generation: u32,
     entry: u32,
     offset: u16,
 }
 
 impl Outer {
-    fn of(offset: u64, block: &Block) -> Self {
+    fn of(offset: u64, block: &TranslatedBlock) -> Self {
         Self {
             generation: block.generation,
             entry: match block.straddles {
@@ -82,7 +82,7 @@ impl PageBlocks {
             targets: Vec::new(),
             bound: None,
             generation: 0,
-            cell: None,
+            page_guard: None,
         })
     }
     /// How many lower ones there are, and whether it is one itself.
@@ -98,11 +98,11 @@ impl PageBlocks {
     }
     /// The block at an offset.
     #[inline]
-    pub(crate) fn get(&self, offset: u64) -> Option<Block> {
+    pub(crate) fn get(&self, offset: u64) -> Option<TranslatedBlock> {
         let (at, is_there) = self.rank(offset);
         self.blocks.get(at).filter(|_| is_there).copied()
     }
-    fn insert(&mut self, offset: u64, block: Block) -> Option<Block> {
+    fn insert(&mut self, offset: u64, block: TranslatedBlock) -> Option<TranslatedBlock> {
         let (at, is_there) = self.rank(offset);
         self.generation = self.generation.max(block.generation);
         if is_there {
@@ -116,7 +116,10 @@ impl PageBlocks {
             {
                 *t = Outer::of(offset, &block);
             }
-            return Some(core::mem::replace(old, Block { is_target, ..block }));
+            return Some(core::mem::replace(
+                old,
+                TranslatedBlock { is_target, ..block },
+            ));
         }
         let n = (offset / 64 % 64) as usize;
         self.offsets[n] |= 1 << (offset % 64);
@@ -131,14 +134,14 @@ impl PageBlocks {
 /// Blocks by address and mode, those of a page together: who looks for one has
 /// just looked for its neighbours.
 #[derive(Debug, Default)]
-pub(crate) struct Blocks {
+pub(crate) struct BlockTable {
     /// By page identity and mode.
     pages: HashMap<BlockKey, Box<PageBlocks>, ByIdentity>,
 }
 
-impl Blocks {
+impl BlockTable {
     /// `key` is page identity plus offset, and mode.
-    pub(crate) fn get(&self, key: BlockKey) -> Option<Block> {
+    pub(crate) fn get(&self, key: BlockKey) -> Option<TranslatedBlock> {
         self.page(key)?.get(key.offset())
     }
     /// The blocks of the page and mode of `key`.
@@ -146,7 +149,11 @@ impl Blocks {
         self.pages.get(&key.of_page()).map(|page| &**page)
     }
     /// Returns what was there before.
-    pub(crate) fn insert(&mut self, key: BlockKey, block: Block) -> Option<Block> {
+    pub(crate) fn insert(
+        &mut self,
+        key: BlockKey,
+        block: TranslatedBlock,
+    ) -> Option<TranslatedBlock> {
         let page = self.pages.entry(key.of_page());
         let page = page.or_insert_with(PageBlocks::new);
         page.insert(key.offset(), block)
@@ -193,14 +200,14 @@ impl Blocks {
             page.targets.push(target);
         }
     }
-    /// The cell of the page and mode of `key`, if it has one. `next`: the number of one to give it.
-    fn cell(&mut self, key: BlockKey, next: Option<&mut usize>) -> Option<Cell> {
+    /// The page guard of the page and mode of `key`, if it has one. `next`: the number of one to give it.
+    fn page_guard(&mut self, key: BlockKey, next: Option<&mut usize>) -> Option<PageGuard> {
         let page = self.pages.get_mut(&key.of_page())?;
-        if let Some(next) = next.filter(|_| page.cell.is_none()) {
-            page.cell = Cell::new(*next);
+        if let Some(next) = next.filter(|_| page.page_guard.is_none()) {
+            page.page_guard = PageGuard::new(*next);
             *next += 1;
         }
-        page.cell
+        page.page_guard
     }
     /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
     /// if they are made from the code of that generation.
@@ -231,12 +238,12 @@ fn set_of(key: u64) -> usize {
 #[derive(Debug)]
 pub(crate) struct Cache {
     /// By page identity, offset and mode.
-    pub(crate) blocks: Blocks,
+    pub(crate) blocks: BlockTable,
     /// The second page of instructions that straddle two.
     pub(crate) second: HashMap<BlockKey, CodePage, ByIdentity>,
     pub(crate) targets: Box<[Target]>,
     /// By offset of an outer entry: numbers of the direct branches in other pages that go
-    /// there by themselves ([`crate::codegen::FarSite`]).
+    /// there by themselves ([`crate::codegen::CrossPageSite`]).
     pub(crate) remembered: HashMap<usize, Vec<u32>, ByIdentity>,
     /// Pages and keys of [`Self::is_new`].
     filled: [(u64, u64); FILLED],
@@ -244,13 +251,13 @@ pub(crate) struct Cache {
     numbers: [[(u64, u32); WAYS]; NUMBERED],
     /// The last number given.
     number: u32,
-    /// Pages that have got cells.
-    cells: usize,
-    /// What cells in the MMU's tables are right for: as all that is here is forgotten, other pages get them.
-    pub(crate) cells_generation: u64,
+    /// Pages that have got page guards.
+    page_guards: usize,
+    /// What page guards in the MMU's tables are right for: as all that is here is forgotten, other pages get them.
+    pub(crate) page_guards_generation: u64,
 }
 
-/// A number that no other cells have.
+/// A number that no other page guards have.
 fn new_generation() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
@@ -260,15 +267,15 @@ impl Cache {
     pub(crate) fn new() -> Self {
         crate::frame::targets::make_secret();
         Self {
-            blocks: Blocks::default(),
+            blocks: BlockTable::default(),
             second: HashMap::default(),
             targets: no_targets(),
             remembered: HashMap::default(),
             filled: [(0, 0); FILLED],
             numbers: [[(0, 0); WAYS]; NUMBERED],
             number: 0,
-            cells: 0,
-            cells_generation: new_generation(),
+            page_guards: 0,
+            page_guards_generation: new_generation(),
         }
     }
     pub(crate) fn clear(&mut self) {
@@ -278,23 +285,23 @@ impl Cache {
         let used = all.filter(|(_, t)| t.key != 0);
         used.for_each(|(at, t)| *t = empty(at));
         self.remembered.clear();
-        self.cells = 0;
-        self.cells_generation = new_generation();
+        self.page_guards = 0;
+        self.page_guards_generation = new_generation();
         self.filled.fill((0, 0));
     }
-    /// The cell of the page and mode of `key`, if it has one.
-    pub(crate) fn cell(&mut self, key: BlockKey) -> Option<Cell> {
-        self.blocks.cell(key, None)
+    /// The page guard of the page and mode of `key`, if it has one.
+    pub(crate) fn page_guard(&mut self, key: BlockKey) -> Option<PageGuard> {
+        self.blocks.page_guard(key, None)
     }
     /// The same; one is given to it if there are more.
-    pub(crate) fn take_cell(&mut self, key: BlockKey) -> Option<Cell> {
-        self.blocks.cell(key, Some(&mut self.cells))
+    pub(crate) fn take_page_guard(&mut self, key: BlockKey) -> Option<PageGuard> {
+        self.blocks.page_guard(key, Some(&mut self.page_guards))
     }
-    /// The page that the cell belongs to is that of `rip` in the live view.
-    pub(crate) fn set_cell<B: JitBus>(&self, bus: &mut B, cell: Cell, rip: u64) {
-        let tables = bus.mmu().live_cells(self.cells_generation);
-        let tag = u64::from(cell.tag.unsigned_abs());
-        tables.set_cell(cell.number, (rip & !0xfff) + tag);
+    /// The page that the page guard belongs to is that of `rip` in the live view.
+    pub(crate) fn set_page_guard<B: JitBus>(&self, bus: &mut B, page_guard: PageGuard, rip: u64) {
+        let tables = bus.mmu().live_page_guards(self.page_guards_generation);
+        let tag = u64::from(page_guard.tag.unsigned_abs());
+        tables.set_page_guard(page_guard.number, (rip & !0xfff) + tag);
     }
     /// A number for the key, which no other key has had. `None`: no more are left, all are to be
     /// forgotten, and the next one is the first again.
@@ -366,7 +373,7 @@ mod tests {
 
     #[test]
     fn blocks_are_found_where_they_were_put() {
-        let block = |n: u32| Block {
+        let block = |n: u32| TranslatedBlock {
             is_target: false,
             may_gain: false,
             len: 1,
@@ -374,7 +381,7 @@ mod tests {
             generation: n,
             straddles: false,
         };
-        let mut blocks = Blocks::default();
+        let mut blocks = BlockTable::default();
         let key = |n: u32| {
             let page = u64::from(n % 7) << 12 | 1 << 63;
             let mode = [Mode::NONE, Mode::FP, Mode::KERNEL][n as usize % 3];
@@ -401,8 +408,8 @@ mod tests {
         assert!(blocks.get(key(0)).is_none());
     }
 
-    fn block(outer: u32, generation: u32) -> Block {
-        Block {
+    fn block(outer: u32, generation: u32) -> TranslatedBlock {
+        TranslatedBlock {
             entries: Entries {
                 outer,
                 ..Entries::default()
@@ -421,7 +428,7 @@ mod tests {
         const ID: u64 = 0x7000;
         const MODE: Mode = Mode::KERNEL;
         let mut c = Cache::new();
-        let straddling = Block {
+        let straddling = TranslatedBlock {
             straddles: true,
             ..block(60, 7)
         };

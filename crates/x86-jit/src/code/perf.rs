@@ -16,13 +16,13 @@ use std::{
 /// All vCPUs of the process write to one file.
 #[derive(Debug)]
 pub(crate) struct Perf {
-    kind: Kind,
+    kind: PerfFile,
     file: Mutex<File>,
     blocks: AtomicU64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum PerfFile {
     Map,
     Dump,
 }
@@ -36,8 +36,8 @@ pub(crate) fn wanted() -> Option<&'static Perf> {
 fn open() -> Option<Perf> {
     let pid = std::process::id();
     let (kind, path) = match std::env::var("ANYKVM_PERF").ok()?.as_str() {
-        "map" => (Kind::Map, format!("/tmp/perf-{pid}.map")),
-        "jitdump" => (Kind::Dump, format!("jit-{pid}.dump")),
+        "map" => (PerfFile::Map, format!("/tmp/perf-{pid}.map")),
+        "jitdump" => (PerfFile::Dump, format!("jit-{pid}.dump")),
         _ => return None,
     };
     let mut file = File::options()
@@ -48,7 +48,7 @@ fn open() -> Option<Perf> {
         .open(&path)
         .map_err(|e| _ = writeln!(std::io::stderr(), "anykvm: {path}: {e}"))
         .ok()?;
-    if kind == Kind::Dump {
+    if kind == PerfFile::Dump {
         file.write_all(&header(pid)).ok()?;
         host::code_buffer::mark_for_profiler(&file);
     }
@@ -96,8 +96,8 @@ impl Perf {
         let name = format!("guest:{rip:x}");
         let id = self.blocks.fetch_add(1, Ordering::Relaxed);
         let record = match self.kind {
-            Kind::Map => format!("{address:x} {:x} {name}\n", code.len()).into_bytes(),
-            Kind::Dump => {
+            PerfFile::Map => format!("{address:x} {:x} {name}\n", code.len()).into_bytes(),
+            PerfFile::Dump => {
                 let pid = std::process::id();
                 load(id, pid, host::thread::tid() as u32, address, &name, code)
             }

@@ -2,17 +2,17 @@
 //! pages, the target table for everything else.
 
 use iced_x86::{OpKind, Register};
-use mmu::l1::{INLINE_CACHES, cell, inline_cache};
+use mmu::l1::{INLINE_CACHES, inline_cache, page_guard};
 
-use super::{Condition, Emit, FarSite, LinkSite, Stub, Translator, Unsupported};
+use super::{Condition, CrossPageSite, Emit, LinkSite, Stub, Translator, Unsupported};
 use crate::{
     asm::*,
-    frame::area::*,
     frame::requests,
     frame::targets::TARGETS_LEN,
+    frame::words::*,
     ir::branch::{popped, target},
     ir::decoded::Decoded,
-    ir::kind::Kind,
+    ir::lowering::Lowering,
 };
 
 impl Translator {
@@ -22,7 +22,7 @@ impl Translator {
         let condition = self.condition(condition);
         let from = self.asm.jcc(condition);
         let live = self.flags.is_register();
-        if self.walks_on(from, t) {
+        if self.goes_on_hoisted(from, t) {
             return Ok(());
         }
         self.tally.mark_taken(self.stubs.len(), d, self.position);
@@ -31,7 +31,7 @@ impl Translator {
             site.comes_from(d.offset);
             site.turn = d.turn;
         } else {
-            self.stubs.push(Stub::Far {
+            self.stubs.push(Stub::CrossPage {
                 from,
                 offset: d.offset,
                 target: i32::try_from(t).map_err(|_| Unsupported)?,
@@ -46,7 +46,7 @@ impl Translator {
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
-            if self.walks_on(from, t) {
+            if self.goes_on_hoisted(from, t) {
                 return;
             }
             let live = self.flags.is_register();
@@ -56,7 +56,7 @@ impl Translator {
         } else {
             self.flags_in_memory();
             self.give_registers_back();
-            self.far(offset, t as i32);
+            self.cross_page(offset, t as i32);
         }
     }
 
@@ -67,40 +67,41 @@ impl Translator {
         } else {
             self.flags_in_memory();
             self.give_registers_back();
-            self.far(offset - 1, offset as i32);
+            self.cross_page(offset - 1, offset as i32);
         }
     }
 
     /// Jumps to an address relative to the page; flags are saved.
-    pub(super) fn far(&mut self, offset: u32, t: i32) {
-        let number = self.far_begins(offset, t, 0, None);
+    pub(super) fn cross_page(&mut self, offset: u32, t: i32) {
+        let number = self.cross_page_begins(offset, t, 0, None);
         let from = self.asm.jmp();
-        self.far_ends(number, from);
+        self.cross_page_ends(number, from);
     }
 
     /// Goes on if the condition of a branch to another page is met: PAGE is the target's then. `base`: r13 has the address at
     /// that offset. Returns the site's number.
-    fn far_begins(&mut self, offset: u32, target: i32, pop: i32, base: Option<i32>) -> u32 {
-        let number = self.fars.len() as u32;
+    fn cross_page_begins(&mut self, offset: u32, target: i32, pop: i32, base: Option<i32>) -> u32 {
+        let number = self.cross_page_sites.len() as u32;
         let page = target & !0xfff;
         let next = self.constant(page.into());
         // To an instruction of the same page goes what straddles two.
-        let by_cell = self.by_cell && page != 0;
-        if by_cell && next.is_none() && base.is_none() {
-            self.asm.load(S1, NEAR_PAGE);
+        let by_guard = self.by_guard && page != 0;
+        if by_guard && next.is_none() && base.is_none() {
+            self.asm.load(S1, SHORT_PAGE);
         }
-        let template = &self.templates.far[usize::from(by_cell)][usize::from(next.is_some())];
+        let template =
+            &self.templates.cross_page[usize::from(by_guard)][usize::from(next.is_some())];
         let a = &mut self.asm;
         let [first, from, second, third] = a.stamp(template);
         self.stubs.push(Stub::FarMiss { from, number });
-        let condition = if by_cell {
+        let condition = if by_guard {
             let untagged = next.unwrap_or(page - base.unwrap_or(0));
             a.patch32(second, untagged);
             if let Some(next) = next {
                 a.patch32(third, next);
             }
-            Condition::Cell {
-                cell: first,
+            Condition::PageGuard {
+                page_guard: first,
                 tagged: second,
                 untagged,
                 untag: next.is_none().then_some(third),
@@ -112,15 +113,15 @@ impl Translator {
                     let from = third;
                     self.stubs.push(Stub::FarMiss { from, number });
                     a.rm(self.long, &[0x8d], S1, at(S1, page)); // lea
-                    a.store(NEAR_PAGE, S1);
+                    a.store(SHORT_PAGE, S1);
                 }
             }
-            Condition::Key {
+            Condition::BlockNumber {
                 number: first,
                 page: next.is_none().then_some(second),
             }
         };
-        self.fars.push(FarSite {
+        self.cross_page_sites.push(CrossPageSite {
             condition,
             jump: 0,
             offset,
@@ -133,8 +134,8 @@ impl Translator {
     }
 
     /// The rel32 at `jump` leads to the remembered target.
-    fn far_ends(&mut self, number: u32, jump: usize) {
-        if let Some(site) = self.fars.get_mut(number as usize) {
+    fn cross_page_ends(&mut self, number: u32, jump: usize) {
+        if let Some(site) = self.cross_page_sites.get_mut(number as usize) {
             site.jump = jump;
         }
     }
@@ -173,7 +174,7 @@ impl Translator {
         let a = &mut self.asm;
         let from = select_target(a);
         a.load(S0, at(S1, 24));
-        a.store(NEAR_PAGE, S0);
+        a.store(SHORT_PAGE, S0);
         a.jmp_mem(at(S1, 16));
         self.stubs.push(Stub::Branch { from, offset });
     }
@@ -184,7 +185,7 @@ impl Translator {
         let cache = self.next_inline_cache;
         self.next_inline_cache = (cache + 1) % INLINE_CACHES;
         let word = |n: i32| at(TLB, inline_cache(cache) + 8 * n);
-        self.asm.alu(true, Alu::Xor, S0, NEAR_SALT);
+        self.asm.alu(true, Alu::Xor, S0, SHORT_SALT);
         self.asm.alu(true, Alu::Cmp, S0, word(0));
         (cache, [word(1), word(2)], self.asm.jcc(cc::NE))
     }
@@ -194,7 +195,7 @@ impl Translator {
         let (cache, [page, code], from) = self.compare_inline_cache();
         let a = &mut self.asm;
         a.load(S1, page);
-        a.store(NEAR_PAGE, S1);
+        a.store(SHORT_PAGE, S1);
         a.jmp_mem(code);
         self.stubs.push(Stub::InlineCache {
             from,
@@ -210,10 +211,10 @@ impl Translator {
         let a = &mut self.asm;
         a.bytes(&[0x41, 0x5d]); // pop r13
         if let Some(page) = self.bound {
-            a.store_imm(NEAR_PAGE, page);
+            a.store_imm(SHORT_PAGE, page);
         } else {
             a.lea(S1, at(S1, -(back as i32)));
-            a.store(NEAR_PAGE, S1);
+            a.store(SHORT_PAGE, S1);
         }
         let from = self.asm.jmp();
         if self.page == 0 {
@@ -242,7 +243,7 @@ impl Translator {
             return self.asm.store_imm(at(S0, disp), next);
         }
         let end = self.beyond + d.end() as i32;
-        self.asm.load(S1, NEAR_PAGE);
+        self.asm.load(S1, SHORT_PAGE);
         self.lea_word(S1, at(S1, end));
         self.store_word(at(S0, disp), S1);
     }
@@ -283,17 +284,17 @@ impl Translator {
             }
             // Where it returns to, if that has been computed.
             let base = self.next(d).is_none().then_some(d.end() as i32);
-            let number = self.far_begins(d.offset, far, -self.word(), base);
+            let number = self.cross_page_begins(d.offset, far, -self.word(), base);
             self.move_stack(-self.word());
             let Some(back) = back else {
                 let from = self.asm.jmp();
-                self.far_ends(number, from);
+                self.cross_page_ends(number, from);
                 return Ok(());
             };
             let from = self.asm.call();
-            self.far_ends(number, from);
+            self.cross_page_ends(number, from);
             let returns = self.asm.here();
-            if let Some(site) = self.fars.get_mut(number as usize) {
+            if let Some(site) = self.cross_page_sites.get_mut(number as usize) {
                 site.returns = Some(returns);
             }
             self.return_site(back);
@@ -323,9 +324,9 @@ impl Translator {
 
     /// An indirect branch to the gva in r14.
     pub(super) fn indirect_to(&mut self, d: &Decoded) {
-        if d.kind != Kind::CallIndirect {
+        if d.kind != Lowering::CallIndirect {
             // What goes by a table of imported functions goes where it went before, most of all.
-            if self.by_cell && d.i.memory_base() == Register::RIP {
+            if self.by_guard && d.i.memory_base() == Register::RIP {
                 self.jump_as_before(d.offset);
             } else {
                 self.jump(d.offset);
@@ -345,7 +346,7 @@ impl Translator {
             a.load(S1, gs(SPILL));
         }
         a.load(S0, page);
-        a.store(NEAR_PAGE, S0);
+        a.store(SHORT_PAGE, S0);
         self.move_stack(-self.word());
         let Some(back) = back else {
             return self.asm.jmp_mem(code);
@@ -357,7 +358,7 @@ impl Translator {
     /// Where page and code of what is called are, whose gva is in r14; relative to r13, which is in memory then, if they are in the
     /// table. (All address spaces share a kernel's table; inline caches would be filled anew in each.)
     fn select_callee(&mut self, offset: u32) -> [Mem; 2] {
-        if !self.by_cell {
+        if !self.by_guard {
             let from = select_target(&mut self.asm);
             self.stubs.push(Stub::Call { from, offset });
             self.asm.store(gs(SPILL), S1);
@@ -388,44 +389,44 @@ impl Translator {
     }
 }
 
-/// Goes on if [`Condition::Key`] is met. Returns where the number and the page are,
+/// Goes on if [`Condition::BlockNumber`] is met. Returns where the number and the page are,
 /// each with the branch if it is another one; `is_known`: in place of the second, where the target's page is, which
 /// what is executed has then.
 pub(super) fn by_key(isa: Isa, is_known: bool) -> Template<4> {
     Template::new(isa, |a| {
-        let key = a.cmp_mem_imm32(false, NEAR_NUMBER);
+        let key = a.cmp_mem_imm32(false, SHORT_NUMBER);
         let from = a.jcc(cc::NE);
         if is_known {
-            a.store_imm(NEAR_PAGE, 0);
+            a.store_imm(SHORT_PAGE, 0);
             return [key, from, a.here() - 4, 0];
         }
         let page = a.mov_imm64(S1, 0);
-        a.alu(true, Alu::Cmp, S1, NEAR_PAGE);
+        a.alu(true, Alu::Cmp, S1, SHORT_PAGE);
         [key, from, page, a.jcc(cc::NE)]
     })
 }
 
-/// Goes on if [`Condition::Cell`] is met, where r13 has a gva if the target's page is not known. Returns where the displacement
+/// Goes on if [`Condition::PageGuard`] is met, where r13 has a gva if the target's page is not known. Returns where the displacement
 /// is, the branch if it is not, where the tagged number is, and where the target's page is, or the tag is taken off.
-pub(super) fn by_cell(isa: Isa, is_known: bool) -> Template<4> {
-    let cell = at(TLB, cell(0));
+pub(super) fn by_guard(isa: Isa, is_known: bool) -> Template<4> {
+    let page_guard = at(TLB, page_guard(0));
     Template::new(isa, |a| {
         if is_known {
-            let tagged = a.cmp_mem_imm32(true, cell);
+            let tagged = a.cmp_mem_imm32(true, page_guard);
             let from = a.jcc(cc::NE);
-            a.store_imm(NEAR_PAGE, 0);
+            a.store_imm(SHORT_PAGE, 0);
             return [tagged - 4, from, tagged, a.here() - 4];
         }
         // More than a byte can hold.
         a.lea(S1, at(S1, 0x1000));
         let tagged = a.here() - 4;
-        a.alu(true, Alu::Cmp, S1, cell);
+        a.alu(true, Alu::Cmp, S1, page_guard);
         let place = a.here() - 4;
         let from = a.jcc(cc::NE);
         // What a byte can.
         a.lea(S1, at(S1, -1));
         let untag = a.here() - 1;
-        a.store(NEAR_PAGE, S1);
+        a.store(SHORT_PAGE, S1);
         [place, from, tagged, untag]
     })
 }
@@ -433,7 +434,7 @@ pub(super) fn by_cell(isa: Isa, is_known: bool) -> Template<4> {
 /// Has r13 address the entry of the target table for the gva in r14, as `cache::place`
 /// has it, and r14 its tag. Returns the branch to take if it is of another target or key.
 pub(crate) fn select_target(a: &mut Asm) -> usize {
-    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+    a.alu(true, Alu::Xor, S0, SHORT_SALT);
     select_tag(a)
 }
 
@@ -447,7 +448,7 @@ pub(crate) fn select_tag(a: &mut Asm) -> usize {
     }
     a.alu_rr(false, Alu::Xor, S1, S0);
     a.alu_imm(false, Alu::And, S1, (TARGETS_LEN as i32 - 1) << 5);
-    a.alu(true, Alu::Add, S1, NEAR_TARGETS);
+    a.alu(true, Alu::Add, S1, SHORT_TARGETS);
     a.alu(true, Alu::Cmp, S0, at(S1, 0));
     a.jcc(cc::NE)
 }

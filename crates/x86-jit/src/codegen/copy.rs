@@ -9,9 +9,9 @@ use super::{
 };
 use crate::{
     asm::*,
-    frame::area::*,
+    frame::words::*,
     ir::decoded::Decoded,
-    ir::kind::{Form, Shape, is_short},
+    ir::lowering::{Form, Shape, is_short},
     ir::mode::Mode,
     ir::narrow,
 };
@@ -19,7 +19,7 @@ use crate::{
 impl Translator {
     pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
         let shape = self.shape_of(d, form);
-        if d.registers & HOMED != 0
+        if d.registers & IN_FRAME != 0
             && d.memory.is_none()
             && let Some(shape) = shape
             && self.copy_in_memory(d, form, shape)
@@ -36,7 +36,7 @@ impl Translator {
             }
             let aligned = aligned || form.is_locked(i) && size > 1;
             // Where nothing else needs r13.
-            let uses_scratch = d.registers & HOMED != 0 || form.touches_flags && d.live_in != 0;
+            let uses_scratch = d.registers & IN_FRAME != 0 || form.touches_flags && d.live_in != 0;
             let finds = if uses_scratch || d.high {
                 Finds::Address
             } else {
@@ -53,12 +53,12 @@ impl Translator {
         let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
         let mut used = 0;
         let mut spilled: [Option<Reg>; 2] = [None; 2];
-        let homed = if d.registers & HOMED == 0 {
+        let in_frame = if d.registers & IN_FRAME == 0 {
             0
         } else {
             i.op_count()
         };
-        for n in 0..homed {
+        for n in 0..in_frame {
             if i.op_kind(n) != OpKind::Register {
                 continue;
             }
@@ -85,7 +85,7 @@ impl Translator {
                         || i.op_register(m).full_register() != r.full_register()
                 });
             if !whole {
-                self.load_home(host, number);
+                self.load_slot(host, number);
             } else if host == S1 {
                 self.cached = None;
             }
@@ -112,7 +112,7 @@ impl Translator {
         }
         for (number, host, write) in &temps[..used] {
             if *write {
-                self.asm.store(home(*number), *host);
+                self.asm.store(gpr_slot(*number), *host);
             }
         }
         for (n, r) in spilled.iter().enumerate() {
@@ -153,7 +153,7 @@ impl Translator {
         let Some((number, reads)) = form.in_memory(&d.i) else {
             return false;
         };
-        let is_other = |r: u16| r & HOMED & !(1 << number) != 0;
+        let is_other = |r: u16| r & IN_FRAME & !(1 << number) != 0;
         if host_reg(number).is_some()
             || d.high
             || is_other(d.writes)
@@ -161,20 +161,20 @@ impl Translator {
         {
             return false;
         }
-        let Ok(disp) = i8::try_from(home(number).disp) else {
+        let Ok(disp) = i8::try_from(gpr_slot(number).disp) else {
             return false;
         };
-        let others = d.registers & HOMED & !(1 << number);
+        let others = d.registers & IN_FRAME & !(1 << number);
         let mut map = HOST;
         if others != 0 {
             map[others.trailing_zeros() as usize] = S1;
         }
-        let Some(made) = recode((&d.raw, d.i.len()), shape, &map, Rm::Home(disp), false) else {
+        let Some(made) = recode((&d.raw, d.i.len()), shape, &map, Rm::Slot(disp), false) else {
             return false;
         };
         self.flags_before(d, form);
         if others != 0 {
-            self.load_home(S1, others.trailing_zeros() as u8);
+            self.load_slot(S1, others.trailing_zeros() as u8);
         }
         let len = made.write(self.asm.window());
         self.asm.advance(len);

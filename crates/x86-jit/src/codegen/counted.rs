@@ -3,7 +3,7 @@
 use iced_x86::{Code, Mnemonic};
 
 use super::{Emit, Translator, Unsupported};
-use crate::{asm::*, frame::area::*, ir::branch::target, ir::decoded::Decoded};
+use crate::{asm::*, frame::words::*, ir::branch::target, ir::decoded::Decoded};
 
 /// Bytes of `jmp rel32`, of `jmp rel8`, and of a move between two registers of 64 bits.
 const JMP: u8 = 5;

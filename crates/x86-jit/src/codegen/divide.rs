@@ -4,13 +4,14 @@ use iced_x86::OpKind;
 
 use super::{Emit, Flags, Stub, Translator};
 use crate::{
-    asm::*, codegen::flags::restore_flags, frame::area::*, ir::decoded::Decoded, ir::kind::Kind,
+    asm::*, codegen::flags::restore_flags, frame::words::*, ir::decoded::Decoded,
+    ir::lowering::Lowering,
 };
 
 impl Translator {
     /// DIV and IDIV of 32 and 64 bits: what could raise #DE goes to the interpreter.
     pub(super) fn divide(&mut self, d: &Decoded) -> Emit {
-        let signed = d.kind == Kind::Idiv;
+        let signed = d.kind == Lowering::Idiv;
         let memory = d.i.op0_kind() == OpKind::Memory;
         let wide = if memory {
             d.i.memory_size().size() == 8

@@ -6,7 +6,7 @@ use x86_defs::reg;
 use super::{Emit, Flags, Translator, Unsupported};
 use crate::{
     asm::*,
-    frame::area::*,
+    frame::words::*,
     ir::decoded::Decoded,
     ir::string::{Op, operation},
 };

@@ -9,12 +9,12 @@
 use iced_x86::{Instruction, Mnemonic, OpKind, RflagsBits};
 
 use super::Translator;
-use crate::{asm::*, frame::area::*, ir::decoded::Decoded, ir::kind::Form};
+use crate::{asm::*, frame::words::*, ir::decoded::Decoded, ir::lowering::Form};
 
 /// LAHF's byte: CF is its lowest bit.
 const LAHF: Mem = Mem {
-    disp: NEAR_FLAGS.disp + 1,
-    ..NEAR_FLAGS
+    disp: SHORT_FLAGS.disp + 1,
+    ..SHORT_FLAGS
 };
 
 /// Where live arithmetic flags are; nothing can be told of others.
@@ -66,7 +66,7 @@ impl Translator {
                 save_flags(&mut self.asm);
                 self.cached = None;
             }
-            Flags::Zero => self.asm.store32_imm(NEAR_FLAGS, OF_ZERO),
+            Flags::Zero => self.asm.store32_imm(SHORT_FLAGS, OF_ZERO),
             Flags::Memory | Flags::Both => {}
         }
         self.flags = Flags::Memory;
@@ -115,7 +115,7 @@ impl Translator {
             return condition;
         }
         let (at, mask) = match condition & !1 {
-            0 => (NEAR_FLAGS, 1),
+            0 => (SHORT_FLAGS, 1),
             cc::B => (LAHF, 0x01),
             cc::E => (LAHF, 0x40),
             cc::BE => (LAHF, 0x41),
@@ -138,14 +138,14 @@ impl Translator {
 pub(crate) fn save_flags(a: &mut Asm) {
     a.mov(S1, RAX);
     a.bytes(&[0x9f, 0x0f, 0x90, 0xc0]);
-    a.store32(NEAR_FLAGS, RAX);
+    a.store32(SHORT_FLAGS, RAX);
     a.mov(RAX, S1);
 }
 
 /// The reverse: adding 127 to a byte of 0 or 1 makes OF; SAHF does the rest.
 pub(crate) fn restore_flags(a: &mut Asm, scratch: Reg) {
     a.mov(scratch, RAX);
-    a.load32(RAX, NEAR_FLAGS);
+    a.load32(RAX, SHORT_FLAGS);
     a.bytes(&[0x04, 127, 0x9e]);
     a.mov(RAX, scratch);
 }

@@ -2,7 +2,7 @@
 
 use x86_defs::xsave;
 
-use crate::{asm::*, frame::area::*};
+use crate::{asm::*, frame::words::*};
 
 /// Opcode, instruction pointer and data pointer of the last x87 instruction
 /// (SDM vol. 1, 10.5.1).
@@ -117,7 +117,7 @@ pub(crate) fn load_fp(a: &mut Asm) {
     a.alu_rr(false, Alu::Xor, RDX, RDX);
     a.rm(true, &[0x0f, 0xae], 5, gs(FP_AREA)); // xrstor64
     a.store_imm(gs(FP_LIVE), 1);
-    a.store32_imm(NEAR_FP_LIVE, 1);
+    a.store32_imm(SHORT_FP_LIVE, 1);
 }
 
 /// `vmovdqu` between YMM `n` and its place, or `movups` of its lower half.

@@ -1,20 +1,20 @@
 //! Branches whose target comes next in a trace.
 //!
-//! [`NEAR_PAGE`] stays that of the page that the trace begins in: what is stored there is loaded again at the
+//! [`SHORT_PAGE`] stays that of the page that the trace begins in: what is stored there is loaded again at the
 //! next branch, and all of a trace would wait for one such pair after the other. What leaves the trace
 //! from another page sets it first.
 
 use super::{Emit, Stub, Translator, check_generation};
 use crate::{
     asm::*,
-    frame::area::*,
     frame::requests,
+    frame::words::*,
     ir::branch::popped,
-    ir::decoded::{Decoded, Place},
-    ir::kind::Kind,
+    ir::decoded::{Decoded, TracePlace},
+    ir::lowering::Lowering,
 };
 
-/// From a stub on, code is of a page, so far beyond [`NEAR_PAGE`].
+/// From a stub on, code is of a page, so far beyond [`SHORT_PAGE`].
 pub(super) type Turn = (usize, u8, i32);
 
 impl Translator {
@@ -32,13 +32,15 @@ impl Translator {
             return;
         }
         if self.bound.is_none() {
-            self.asm.load(S0, NEAR_PAGE);
+            self.asm.load(S0, SHORT_PAGE);
         }
         for n in 1..self.pages.len() {
             let page = self.pages[n];
-            let Some(cell) = page.cell else { continue };
-            let place = at(TLB, mmu::l1::cell(cell.number));
-            let tag = i32::from(cell.tag);
+            let Some(page_guard) = page.page_guard else {
+                continue;
+            };
+            let place = at(TLB, mmu::l1::page_guard(page_guard.number));
+            let tag = i32::from(page_guard.tag);
             let changed = check_generation(&mut self.asm, self.code, &page.source);
             if let Some(page) = page.bound {
                 let n = self.asm.cmp_mem_imm32(true, place);
@@ -55,19 +57,19 @@ impl Translator {
     }
 
     /// The branch, if it leads where it is expected to; it is made as elsewhere otherwise.
-    pub(super) fn inline(&mut self, d: &Decoded, onto: Place) -> Emit {
+    pub(super) fn inline(&mut self, d: &Decoded, onto: TracePlace) -> Emit {
         match d.kind {
-            Kind::Ret => {
+            Lowering::Ret => {
                 self.flags_in_memory();
                 self.inline_return(d, onto);
             }
-            Kind::CallIndirect | Kind::JmpIndirect => {
+            Lowering::CallIndirect | Lowering::JmpIndirect => {
                 self.flags_in_memory();
                 self.expect_target(d, onto)?;
             }
             _ => {}
         }
-        if matches!(d.kind, Kind::CallIndirect | Kind::Call) {
+        if matches!(d.kind, Lowering::CallIndirect | Lowering::Call) {
             self.push_return(d);
             self.rsp_moves -= self.word();
             self.frames.push(d.behind());
@@ -86,25 +88,25 @@ impl Translator {
         self.pages.get(usize::from(page))?.bound
     }
 
-    /// What has to be added to [`NEAR_PAGE`] for the place.
-    fn beyond_of(&self, place: Place) -> i32 {
+    /// What has to be added to [`SHORT_PAGE`] for the place.
+    fn beyond_of(&self, place: TracePlace) -> i32 {
         self.beyond - self.distance(self.page) + self.distance(place.page) + i32::from(place.offset)
     }
 
     /// The gva of a place in r13.
-    fn load_place(&mut self, place: Place) {
+    fn load_place(&mut self, place: TracePlace) {
         let beyond = self.beyond_of(place);
-        self.asm.load(S1, NEAR_PAGE);
+        self.asm.load(S1, SHORT_PAGE);
         self.asm.lea(S1, at(S1, beyond));
     }
 
     /// Code of that page of the trace is translated next.
     fn set_page(&mut self, page: u8) {
-        let there = Place { page, offset: 0 };
+        let there = TracePlace { page, offset: 0 };
         self.turn(page, self.beyond_of(there));
     }
 
-    /// The same, so far beyond [`NEAR_PAGE`].
+    /// The same, so far beyond [`SHORT_PAGE`].
     fn turn(&mut self, page: u8, beyond: i32) {
         if (self.page, self.beyond) != (page, beyond) {
             (self.page, self.beyond) = (page, beyond);
@@ -113,17 +115,17 @@ impl Translator {
         }
     }
 
-    /// [`NEAR_PAGE`] is the page of the code from here on, whose last instruction comes next, or has come. Changes r13.
+    /// [`SHORT_PAGE`] is the page of the code from here on, whose last instruction comes next, or has come. Changes r13.
     pub(super) fn settle_page(&mut self) {
         if self.beyond != 0 {
-            set_near_page(&mut self.asm, self.bound, self.beyond);
+            set_short_page(&mut self.asm, self.bound, self.beyond);
             self.cached = None;
             self.turn(self.page, 0);
         }
     }
 
     /// Compares where an indirect branch leads.
-    fn expect_target(&mut self, d: &Decoded, onto: Place) -> Emit {
+    fn expect_target(&mut self, d: &Decoded, onto: TracePlace) -> Emit {
         self.read_target(d)?;
         self.current = None;
         if let Some(page) = self.bound(onto.page) {
@@ -140,7 +142,7 @@ impl Translator {
         Ok(())
     }
 
-    fn inline_return(&mut self, d: &Decoded, onto: Place) {
+    fn inline_return(&mut self, d: &Decoded, onto: TracePlace) {
         self.frames.pop();
         let disp = self.stack_slot(d, GUEST_RSP, 0, false);
         let slot = at(S0, disp);
@@ -191,7 +193,7 @@ impl Translator {
         self.indirect_to(&Decoded { member: None, ..d });
     }
 
-    /// What is translated next is of the page that the stub at a place is of; returns how far that is beyond [`NEAR_PAGE`].
+    /// What is translated next is of the page that the stub at a place is of; returns how far that is beyond [`SHORT_PAGE`].
     pub(super) fn turn_to_page_of(&mut self, stub: usize) -> i32 {
         if self.pages.len() == 1 {
             return 0;
@@ -205,21 +207,21 @@ impl Translator {
     }
 }
 
-/// Sets [`NEAR_PAGE`], which is so far from what it is to be; that is `bound` if it is known. Changes r13, but no flags.
-fn set_near_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
+/// Sets [`SHORT_PAGE`], which is so far from what it is to be; that is `bound` if it is known. Changes r13, but no flags.
+fn set_short_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
     if let Some(page) = bound {
-        return a.store_imm(NEAR_PAGE, page);
+        return a.store_imm(SHORT_PAGE, page);
     }
-    a.load(S1, NEAR_PAGE);
+    a.load(S1, SHORT_PAGE);
     a.lea(S1, at(S1, beyond));
-    a.store(NEAR_PAGE, S1);
+    a.store(SHORT_PAGE, S1);
 }
 
 /// The same without any register changed.
 pub(super) fn move_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
     if beyond != 0 {
         push(a, S1);
-        set_near_page(a, bound, beyond);
+        set_short_page(a, bound, beyond);
         pop(a, S1);
     }
 }

@@ -3,7 +3,7 @@
 use iced_x86::{CpuidFeature, EncodingKind, Instruction, Mnemonic};
 
 use super::Translator;
-use crate::{asm::*, frame::area::*, ir::decoded::Decoded};
+use crate::{asm::*, frame::words::*, ir::decoded::Decoded};
 
 impl Translator {
     /// The block ends with an instruction that the interpreter has decoded.
@@ -11,12 +11,12 @@ impl Translator {
         self.flags_in_memory();
         self.asm.store_imm(gs(ARGUMENT), self.interpreted as i32);
         self.asm.mov_imm(S1, d.offset.into());
-        let thunk = if self.interpreted != 0 && is_integer(&d.i) {
-            self.thunks.bail_integer
+        let trampoline = if self.interpreted != 0 && is_integer(&d.i) {
+            self.trampolines.bail_integer
         } else {
-            self.thunks.bail
+            self.trampolines.bail
         };
-        self.asm.jmp_to(thunk);
+        self.asm.jmp_to(trampoline);
     }
 }
 

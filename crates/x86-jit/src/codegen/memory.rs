@@ -1,13 +1,13 @@
 //! Memory operands: effective addresses, and probes of the software TLB.
 
 use iced_x86::{Instruction, Register};
-use mmu::l1::{ENTRIES, Half, LANES, PAGES_OFFSET, STACK_OFFSET, lane};
+use mmu::l1::{ENTRIES, Half, PAGES_OFFSET, SITE_ENTRIES, STACK_OFFSET, site_entry};
 
 use super::{Emit, Stub, Translator, Unsupported};
 use crate::{
     asm::*,
-    frame::area::*,
-    frame::requests::{LANE_SHIFT, RAISES, site},
+    frame::requests::{RAISES, SITE_ENTRY_SHIFT, site},
+    frame::words::*,
     ir::decoded::Decoded,
     ir::member::{Align, Member},
     ir::memory::{is_on_stack, raises_its_fault},
@@ -68,8 +68,8 @@ pub(super) enum Probe {
     Write,
     /// The stack's, whatever the access does.
     Stack,
-    /// A lane's.
-    Lane(u16),
+    /// A per-site entry's.
+    SiteEntry(u16),
     /// As the first two, for an address that is known.
     Known {
         gva: i32,
@@ -94,7 +94,7 @@ impl Probe {
     pub(super) fn tag(self) -> Mem {
         match self {
             Self::Stack => stack_tag(),
-            Self::Lane(n) => at(TLB, lane(n.into())),
+            Self::SiteEntry(n) => at(TLB, site_entry(n.into())),
             Self::Known { gva, write } => Mem {
                 index: None,
                 disp: tag(write).disp + entry_of(gva),
@@ -123,7 +123,7 @@ impl Probe {
     pub(super) fn emit(self, a: &mut Asm, finds: Finds) -> [usize; 2] {
         let page = match self {
             Self::Stack => stack_page(),
-            Self::Lane(n) => at(TLB, lane(n.into()) + 8),
+            Self::SiteEntry(n) => at(TLB, site_entry(n.into()) + 8),
             _ => {
                 select_entry(a, S1, S0);
                 host_page()
@@ -148,8 +148,8 @@ impl Probe {
         } else {
             a.alu(true, Alu::Add, S0, self.tag());
         }
-        if let Self::Lane(n) = self {
-            a.mov_imm64(S1, lane_of(n));
+        if let Self::SiteEntry(n) = self {
+            a.mov_imm64(S1, site_entry_of(n));
             return [a.here() - 8, a.call()];
         }
         a.mov_imm(S1, 0);
@@ -168,22 +168,22 @@ pub(super) enum Finds {
 }
 
 /// Lanes that belong to one place in the code each. The others are segments'.
-const OWN_LANES: u16 = LANES as u16 - 32;
+const OWN_SITE_ENTRIES: u16 = SITE_ENTRIES as u16 - 32;
 
-/// The lane for reads at a constant distance from FS's or GS's base, which all code shares: threads' and processors' own
+/// The per-site entry for reads at a constant distance from FS's or GS's base, which all code shares: threads' and processors' own
 /// data is on few pages.
-fn lane_of_segment(i: &Instruction) -> Option<u16> {
+fn site_entry_of_segment(i: &Instruction) -> Option<u16> {
     let segment = i.memory_segment();
     let is_near = matches!(segment, Register::FS | Register::GS)
         && i.memory_base() == Register::None
         && i.memory_index() == Register::None;
     let page = (i.memory_displacement64() >> 12) as u16 % 8;
-    is_near.then(|| OWN_LANES + u16::from(segment == Register::GS) * 16 + page * 2)
+    is_near.then(|| OWN_SITE_ENTRIES + u16::from(segment == Register::GS) * 16 + page * 2)
 }
 
-/// What stands above a [`site`] for a lane: its number.
-const fn lane_of(n: u16) -> u64 {
-    (n as u64) << LANE_SHIFT
+/// What stands above a [`site`] for a per-site entry: its number.
+const fn site_entry_of(n: u16) -> u64 {
+    (n as u64) << SITE_ENTRY_SHIFT
 }
 
 /// Where the entry of an address is among tags, and among pages.
@@ -209,7 +209,7 @@ impl Translator {
             let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
             let disp = disp.checked_sub(less).ok_or(Unsupported)?;
             let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
-            self.asm.load(S0, NEAR_PAGE);
+            self.asm.load(S0, SHORT_PAGE);
             self.asm.lea(S0, at(S0, disp));
         } else {
             let (m, wide) = self.effective(i, less, true)?;
@@ -248,12 +248,12 @@ impl Translator {
         };
         let disp = disp.checked_sub(less).ok_or(Unsupported)?;
         let number = |r: Register| (r != Register::None).then(|| r.number() as u8);
-        let homed = |n: &u8| host_reg(*n).is_none();
+        let in_frame = |n: &u8| host_reg(*n).is_none();
         let (base, index) = (number(base), number(index));
         let mut scratch = S1;
         if self.cached.is_some()
-            && index.filter(homed) == self.cached
-            && base.is_some_and(|n| homed(&n))
+            && index.filter(in_frame) == self.cached
+            && base.is_some_and(|n| in_frame(&n))
         {
             // The index is in r13.
             scratch = S0;
@@ -265,7 +265,7 @@ impl Translator {
         let mut reg = |n: u8| {
             host_reg(n).unwrap_or_else(|| {
                 let to = scratch;
-                self.load_home(to, n);
+                self.load_slot(to, n);
                 scratch = if to == S1 { S0 } else { S1 };
                 to
             })
@@ -337,16 +337,16 @@ impl Translator {
         }
     }
 
-    /// A lane in place of a probe with an index, if the instruction may have one.
+    /// A per-site entry in place of a probe with an index, if the instruction may have one.
     fn choose(&mut self, probe: Probe, i: &Instruction) -> Probe {
-        // Reads and writes have lanes of their own, as entries differ in what is allowed.
+        // Reads and writes have per-site entries of their own, as entries differ in what is allowed.
         let write = match probe {
             Probe::Read => 0,
             Probe::Write => 1,
             _ => return probe,
         };
-        if let Some(n) = lane_of_segment(i) {
-            return Probe::Lane(n + write);
+        if let Some(n) = site_entry_of_segment(i) {
+            return Probe::SiteEntry(n + write);
         }
         let Some(hot) = &mut self.hot else {
             return probe;
@@ -354,11 +354,11 @@ impl Translator {
         if self.position >= u128::BITS as usize || hot.without >> self.position & 1 != 0 {
             return probe;
         }
-        let next = &mut self.next_lane[usize::from(write)];
+        let next = &mut self.next_site_entry[usize::from(write)];
         let n = *next;
-        *next = (n + 2) % OWN_LANES;
-        hot.lanes.push((n, self.position as u8));
-        Probe::Lane(n)
+        *next = (n + 2) % OWN_SITE_ENTRIES;
+        hot.site_entries.push((n, self.position as u8));
+        Probe::SiteEntry(n)
     }
 
     /// The probe of a group: r14 has the address of its first byte, if that is not known.
@@ -469,8 +469,8 @@ impl Translator {
 
     /// The group's pointer is known: it needs no probe.
     fn is_found(&self, m: &Member) -> bool {
-        let walking = self.walking.as_ref();
-        let is_in_register = walking.is_some_and(|w| w.borrows_for(m.group));
+        let hoisted = self.hoisted.as_ref();
+        let is_in_register = hoisted.is_some_and(|w| w.borrows_for(m.group));
         !m.first || self.holds && m.stays && !is_in_register
     }
 
@@ -499,7 +499,7 @@ impl Translator {
             return Ok(at(S0, self.follow(m)));
         }
         let disp = d.member.map_or(0, |m| m.offset);
-        if self.walk_to(d) {
+        if self.access_hoisted(d) {
             return Ok(at(S0, disp));
         }
         self.spill_flags(d);
@@ -549,7 +549,7 @@ impl Translator {
             return self.follow(m);
         }
         let offset = d.member.map_or(0, |m| m.offset);
-        if self.walk_to(d) {
+        if self.access_hoisted(d) {
             return offset;
         }
         self.spill_flags(d);

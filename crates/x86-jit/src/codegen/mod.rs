@@ -23,6 +23,7 @@
 //! the code right after itself could: with what reads flags that nothing had read.)
 
 pub(crate) mod branch;
+mod by_mode;
 mod copy;
 pub(crate) mod countdown;
 mod counted;
@@ -30,6 +31,7 @@ mod divide;
 mod element;
 mod flags;
 pub(crate) mod fp_state;
+pub(crate) mod hoist;
 pub(crate) mod inline;
 mod interpret;
 pub(crate) mod memory;
@@ -46,29 +48,27 @@ mod stubs;
 mod switches;
 mod system;
 mod tally;
-pub(crate) mod thunks;
+pub(crate) mod trampolines;
 mod view_changes;
-pub(crate) mod walk;
-mod ways;
 
 use flags::Flags;
+use hoist::HoistedLoop;
 use iced_x86::{Encoder, Register};
 use memory::{Finds, Probe};
-pub(crate) use sites::{Condition, Entries, FarSite, How, LinkSite};
+pub(crate) use sites::{Condition, CrossPageSite, Entries, How, LinkSite};
 use stub::Stub;
 use tally::Tally;
-use walk::Walking;
 
 use crate::{
     asm::*,
     codegen::flags::save_flags,
-    codegen::thunks::Thunks,
-    frame::area::*,
+    codegen::trampolines::Trampolines,
+    frame::words::*,
     ir::branch::{is_loop, target},
-    ir::decoded::{Decoded, Place},
+    ir::decoded::{Decoded, TracePlace},
     ir::hot::Hot,
-    ir::kind::{Form, Forms, Kind},
-    ir::kind::{has_short_address, has_short_words},
+    ir::lowering::{Form, Forms, Lowering},
+    ir::lowering::{has_short_address, has_short_words},
     ir::mode::Mode,
     ir::narrow::zeroes_vectors,
     ir::passed::{is_passed, keeps_cached},
@@ -83,8 +83,8 @@ struct Templates {
     miss: [Template<2>; 3],
     /// The number, and the jump.
     link: Template<2>,
-    /// By key and by cell; of the page that the block is executed at only, of others.
-    far: [[Template<4>; 2]; 2],
+    /// By key and by page guard; of the page that the block is executed at only, of others.
+    cross_page: [[Template<4>; 2]; 2],
 }
 
 impl Templates {
@@ -97,9 +97,9 @@ impl Templates {
                 a.mov_imm(S1, 0);
                 [a.here() - 4, a.jmp()]
             }),
-            far: [
+            cross_page: [
                 [false, true].map(|is_known| branch::by_key(isa, is_known)),
-                [false, true].map(|is_known| branch::by_cell(isa, is_known)),
+                [false, true].map(|is_known| branch::by_guard(isa, is_known)),
             ],
         })
     }
@@ -109,14 +109,14 @@ impl Templates {
 pub(crate) struct Translator {
     pub(crate) asm: Asm,
     pub(crate) links: Vec<LinkSite>,
-    pub(crate) fars: Vec<FarSite>,
+    pub(crate) cross_page_sites: Vec<CrossPageSite>,
     /// Links of the last block that are followed for certain, or nearly so, and have to be made.
     pub(crate) ahead: Vec<u32>,
     stubs: Vec<Stub>,
     encoder: Encoder,
-    thunks: Thunks,
+    trampolines: Trampolines,
     /// Those of code that counts, if it is other code that is translated, or the other way round.
-    other_thunks: Thunks,
+    other_trampolines: Trampolines,
     tally: Tally,
     templates: Box<Templates>,
     /// Number of the interpreter's instruction at the end, 0 if there is none.
@@ -132,8 +132,8 @@ pub(crate) struct Translator {
     word: i32,
     /// The gva of the page, if the block is executed nowhere else.
     bound: Option<i32>,
-    /// As [`How::by_cell`].
-    by_cell: bool,
+    /// As [`How::by_guard`].
+    by_guard: bool,
     /// The group whose pointer is in r14.
     current: Option<u16>,
     /// Where arithmetic flags are.
@@ -142,16 +142,16 @@ pub(crate) struct Translator {
     cached: Option<u8>,
     /// The block is executed much.
     pub(crate) hot: Option<Hot>,
-    /// The next lanes for reads, and for writes.
-    next_lane: [u16; 2],
+    /// The next per-site entries for reads, and for writes.
+    next_site_entry: [u16; 2],
     next_inline_cache: usize,
-    next_walk: usize,
+    next_hoist: usize,
     /// What is still to be added to RSP.
     rsp_moves: i32,
     /// Number of the instruction in its block.
     position: usize,
     /// Several turns of a loop are translated whose groups need no probes.
-    walking: Option<Walking>,
+    hoisted: Option<HoistedLoop>,
     /// A turn of a loop is translated whose groups that stay have been found by the one before.
     holds: bool,
     /// The pages that the block has code of, its own first.
@@ -160,10 +160,10 @@ pub(crate) struct Translator {
     page: u8,
     /// From which stub on it was which one.
     turns_of_pages: Vec<inline::Turn>,
-    /// How far it is from the page in [`NEAR_PAGE`].
+    /// How far it is from the page in [`SHORT_PAGE`].
     beyond: i32,
     /// Where calls return to whose targets are in the block.
-    frames: Vec<Place>,
+    frames: Vec<TracePlace>,
     /// Branches to what comes next in the block, for [`Stub::Unexpected`].
     branches: Vec<Decoded>,
 }
@@ -181,21 +181,25 @@ struct Unsupported;
 
 type Emit = Result<(), Unsupported>;
 
-/// Length of a comparison of a near cell.
+/// Length of a comparison of a near page guard.
 const CHECK_LEN: usize = 10;
 
 impl Translator {
-    /// `thunks`: the second ones are for code that counts. `code`: host address at which the code is executed.
-    pub(crate) fn new(isa: Isa, [thunks, other_thunks]: [Thunks; 2], code: u64) -> Self {
+    /// `trampolines`: the second ones are for code that counts. `code`: host address at which the code is executed.
+    pub(crate) fn new(
+        isa: Isa,
+        [trampolines, other_trampolines]: [Trampolines; 2],
+        code: u64,
+    ) -> Self {
         Self {
             asm: Asm::new(isa),
             links: Vec::new(),
-            fars: Vec::new(),
+            cross_page_sites: Vec::new(),
             ahead: Vec::new(),
             stubs: Vec::new(),
             encoder: Encoder::new(64),
-            thunks,
-            other_thunks,
+            trampolines,
+            other_trampolines,
             tally: Tally::default(),
             templates: Templates::new(isa),
             interpreted: 0,
@@ -205,17 +209,17 @@ impl Translator {
             mode: Mode::NONE,
             word: 8,
             bound: None,
-            by_cell: false,
+            by_guard: false,
             current: None,
             flags: Flags::Memory,
             cached: None,
             hot: None,
-            next_lane: [0, 1],
+            next_site_entry: [0, 1],
             next_inline_cache: 0,
-            next_walk: 0,
+            next_hoist: 0,
             rsp_moves: 0,
             position: 0,
-            walking: None,
+            hoisted: None,
             holds: false,
             pages: Vec::new(),
             page: 0,
@@ -287,7 +291,7 @@ impl Translator {
         self.long = how.mode.is_long();
         self.word = if self.long { 8 } else { 4 };
         self.bound = how.bound;
-        self.by_cell = how.by_cell;
+        self.by_guard = how.by_guard;
         self.count(insns, how.counts);
         self.asm.start(base.0);
         self.stubs.clear();
@@ -326,14 +330,14 @@ impl Translator {
             self.poll(insns.len(), offset, None);
         }
         let is_complete = self.body(insns, forms);
-        let (mut next, mut walk) = (again, None);
+        let (mut next, mut hoist) = (again, None);
         if is_complete && polls && !counts && live == 0 && sources.len() == 1 && !how.is_split {
             next = self.hold(insns, forms, again).unwrap_or(again);
-            walk = self.walk(insns, forms, (again, next));
+            hoist = self.hoist_probes(insns, forms, (again, next));
         }
         if sources.len() > 1 {
             saved = self.asm.here();
-            self.far(offset, offset as i32);
+            self.cross_page(offset, offset as i32);
         }
         if live == 0 {
             inner = Some(saved);
@@ -353,8 +357,8 @@ impl Translator {
         };
         let is_itself =
             |page, at, split| sources.len() == 1 && (page, at, split) == (0, offset, how.is_split);
-        let (again, walking) = match walk {
-            Some((start, walking, stubs)) => (start, Some((walking, stubs))),
+        let (again, hoisted) = match hoist {
+            Some((start, hoisted, stubs)) => (start, Some((hoisted, stubs))),
             None => (next, None),
         };
         let again = Entries {
@@ -363,7 +367,7 @@ impl Translator {
             inner: if inner == saved { again } else { inner } as u32,
             ..entries
         };
-        self.emit_stubs(walking.as_ref(), |page, at, split| {
+        self.emit_stubs(hoisted.as_ref(), |page, at, split| {
             if is_itself(page, at, split) {
                 return Some(again);
             }
@@ -397,7 +401,7 @@ impl Translator {
             }
             rest = &rest[1..];
             let (code, stubs) = (self.asm.len(), self.stubs.len());
-            let (links, fars) = (self.links.len(), self.fars.len());
+            let (links, cross_page_sites) = (self.links.len(), self.cross_page_sites.len());
             let flags = self.flags;
             let keeps_cached = keeps_cached(d.kind);
             if !keeps_cached {
@@ -419,7 +423,7 @@ impl Translator {
                     self.tally.truncate(stubs);
                     self.links.truncate(links);
                     self.ahead.retain(|n| (*n as usize) < links);
-                    self.fars.truncate(fars);
+                    self.cross_page_sites.truncate(cross_page_sites);
                     self.flags = flags;
                     self.settle_stack();
                     self.settle_page();
@@ -438,7 +442,7 @@ impl Translator {
             self.push_frames();
             self.settle_page();
             match d.kind {
-                Kind::Followed => self.direct(d.offset, target(&d.i)),
+                Lowering::Followed => self.direct(d.offset, target(&d.i)),
                 _ => self.fall_through(d.end()),
             }
         }
@@ -466,7 +470,7 @@ impl Translator {
         }
         if matches!(
             d.kind,
-            Kind::String | Kind::Ac | Kind::ToCr0 | Kind::KeyRights
+            Lowering::String | Lowering::Ac | Lowering::ToCr0 | Lowering::KeyRights
         ) {
             self.note_refund();
         }
@@ -474,36 +478,36 @@ impl Translator {
             self.word = if has_short_words(d.i.code()) { 2 } else { 4 };
         }
         match d.kind {
-            Kind::Nop | Kind::Followed => {}
-            Kind::CopyFp if !self.long && zeroes_vectors(&d.i) => self.zero_vectors(d),
-            Kind::Copy | Kind::CopyFp => self.copy(d, form, false)?,
-            Kind::CopyAligned | Kind::CopyFpAligned => self.copy(d, form, true)?,
-            Kind::BitString => self.bit_string(d)?,
-            Kind::FromSegment => self.segment_to_general(d)?,
-            Kind::FromControl | Kind::StoreTable => self.read_system_register(d)?,
-            Kind::SegmentBase => self.segment_base_access(d)?,
-            Kind::Cld => self.clear_direction(d),
-            Kind::Pause => self.pause(),
-            Kind::String => self.string(d),
-            Kind::LoadFpControl => self.load_fp_control(d)?,
-            Kind::Rdtsc => self.rdtsc(d),
-            Kind::Pushf => self.pushf(d),
-            Kind::Popf => self.popf(d),
-            Kind::Cli => self.asm.store8(gs(RFLAGS + 1), 0),
-            Kind::Sti => self.sti(d),
-            Kind::Swapgs => self.swapgs(),
-            Kind::Ac | Kind::ToCr0 | Kind::KeyRights => self.change_view(d),
-            Kind::Lea => self.lea(d)?,
-            Kind::Push => self.push(d)?,
-            Kind::Pop => self.pop(d),
-            Kind::Leave => self.leave(d),
-            Kind::Div | Kind::Idiv => self.divide(d)?,
-            Kind::Jcc => self.jcc(d)?,
-            Kind::Counted => self.counted(d)?,
-            Kind::Element => self.element(d)?,
-            Kind::ToSegment => self.general_to_segment(d)?,
-            Kind::PushSegment | Kind::PopSegment => self.segment_on_stack(d),
-            Kind::Jmp => {
+            Lowering::Nop | Lowering::Followed => {}
+            Lowering::CopyFp if !self.long && zeroes_vectors(&d.i) => self.zero_vectors(d),
+            Lowering::Copy | Lowering::CopyFp => self.copy(d, form, false)?,
+            Lowering::CopyAligned | Lowering::CopyFpAligned => self.copy(d, form, true)?,
+            Lowering::BitString => self.bit_string(d)?,
+            Lowering::FromSegment => self.segment_to_general(d)?,
+            Lowering::FromControl | Lowering::StoreTable => self.read_system_register(d)?,
+            Lowering::SegmentBase => self.segment_base_access(d)?,
+            Lowering::Cld => self.clear_direction(d),
+            Lowering::Pause => self.pause(),
+            Lowering::String => self.string(d),
+            Lowering::LoadFpControl => self.load_fp_control(d)?,
+            Lowering::Rdtsc => self.rdtsc(d),
+            Lowering::Pushf => self.pushf(d),
+            Lowering::Popf => self.popf(d),
+            Lowering::Cli => self.asm.store8(gs(RFLAGS + 1), 0),
+            Lowering::Sti => self.sti(d),
+            Lowering::Swapgs => self.swapgs(),
+            Lowering::Ac | Lowering::ToCr0 | Lowering::KeyRights => self.change_view(d),
+            Lowering::Lea => self.lea(d)?,
+            Lowering::Push => self.push(d)?,
+            Lowering::Pop => self.pop(d),
+            Lowering::Leave => self.leave(d),
+            Lowering::Div | Lowering::Idiv => self.divide(d)?,
+            Lowering::Jcc => self.jcc(d)?,
+            Lowering::Counted => self.counted(d)?,
+            Lowering::Element => self.element(d)?,
+            Lowering::ToSegment => self.general_to_segment(d)?,
+            Lowering::PushSegment | Lowering::PopSegment => self.segment_on_stack(d),
+            Lowering::Jmp => {
                 let link = self.links.len();
                 self.direct(d.offset, target(&d.i));
                 if self.links.len() > link && self.page == 0 {
@@ -511,23 +515,23 @@ impl Translator {
                 }
                 return Ok(true);
             }
-            Kind::Syscall | Kind::Sysret | Kind::ToCr3 | Kind::InterruptReturn => {
+            Lowering::Syscall | Lowering::Sysret | Lowering::ToCr3 | Lowering::InterruptReturn => {
                 self.system_branch(d);
                 return Ok(true);
             }
-            Kind::Call => {
+            Lowering::Call => {
                 self.call(d)?;
                 return Ok(true);
             }
-            Kind::JmpIndirect | Kind::CallIndirect | Kind::Ret => {
+            Lowering::JmpIndirect | Lowering::CallIndirect | Lowering::Ret => {
                 self.flags_in_memory();
                 match d.kind {
-                    Kind::Ret => self.ret(d),
+                    Lowering::Ret => self.ret(d),
                     _ => self.indirect(d)?,
                 }
                 return Ok(true);
             }
-            Kind::Unknown | Kind::Interpret => {
+            Lowering::Unknown | Lowering::Interpret => {
                 self.leave_to_interpreter(d);
                 return Ok(true);
             }
@@ -538,7 +542,7 @@ impl Translator {
     fn interpret(&mut self, offset: u32) {
         self.flags_in_memory();
         self.asm.mov_imm(S1, offset.into());
-        self.asm.jmp_to(self.thunks.bail);
+        self.asm.jmp_to(self.trampolines.bail);
     }
 
     fn lea(&mut self, d: &Decoded) -> Emit {
@@ -558,7 +562,7 @@ impl Translator {
                 self.asm.mov_signed(r.size() == 8, to, address);
             } else {
                 let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
-                self.asm.load(S0, NEAR_PAGE);
+                self.asm.load(S0, SHORT_PAGE);
                 self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
             }
         } else {
@@ -567,7 +571,7 @@ impl Translator {
             self.asm.rm(wide && r.size() == 8, &[0x8d], to, m);
         }
         if host_reg(n).is_none() {
-            self.asm.store(home(n), to);
+            self.asm.store(gpr_slot(n), to);
             self.cached = Some(n);
         }
         Ok(())
@@ -576,13 +580,13 @@ impl Translator {
 
 /// Compares the code's generation; returns the branch to take if it is another one. `code`: as [`Translator::code`]. May change r13.
 fn check_generation(a: &mut Asm, code: u64, source: &Source) -> usize {
-    // Slots' cells and the code are rarely far from each other.
+    // Slots' page guards and the code are rarely far from each other.
     let next = code + (a.here() + CHECK_LEN) as u64;
-    if let Ok(near) = i32::try_from(source.cell.wrapping_sub(next) as i64) {
+    if let Ok(near) = i32::try_from(source.page_guard.wrapping_sub(next) as i64) {
         a.bytes(&[0x81, 0x3d]); // cmp dword [rip + …], imm32
         a.bytes(&near.to_le_bytes());
     } else {
-        a.mov_imm(S1, source.cell);
+        a.mov_imm(S1, source.page_guard);
         a.rm(false, &[0x81], 7, at(S1, 0));
     }
     a.bytes(&source.generation.to_le_bytes());

@@ -3,7 +3,7 @@
 use iced_x86::Mnemonic;
 
 use super::Translator;
-use crate::{asm::*, frame::area::GUEST_RSP, ir::decoded::Decoded, ir::mode::Mode};
+use crate::{asm::*, frame::words::GUEST_RSP, ir::decoded::Decoded, ir::mode::Mode};
 
 /// Words of the mode's size.
 impl Translator {

@@ -8,8 +8,8 @@ use crate::{
     asm::*,
     codegen::Stub,
     codegen::countdown::{self, exact},
-    frame::area::*,
     frame::state::{MXCSR_FREE, X87_MASKED},
+    frame::words::*,
     ir::decoded::Decoded,
 };
 
@@ -18,17 +18,17 @@ impl Translator {
     pub(super) fn read_register(&mut self, r: Register, scratch: Reg) -> Reg {
         let n = r.full_register().number() as u8;
         host_reg(n).unwrap_or_else(|| {
-            self.load_home(scratch, n);
+            self.load_slot(scratch, n);
             scratch
         })
     }
 
     /// Loads a guest register that lives in memory to r13 or r14, if it is not there.
-    pub(super) fn load_home(&mut self, to: Reg, n: u8) {
+    pub(super) fn load_slot(&mut self, to: Reg, n: u8) {
         if to != S1 {
-            self.asm.load(to, home(n));
+            self.asm.load(to, gpr_slot(n));
         } else if self.cached != Some(n) {
-            self.asm.load(to, home(n));
+            self.asm.load(to, gpr_slot(n));
             self.cached = Some(n);
         }
     }
@@ -36,7 +36,7 @@ impl Translator {
     /// What follows has FP state in the host's registers.
     pub(super) fn need_fp(&mut self) {
         let a = &mut self.asm;
-        a.alu_mem_imm8(false, Alu::Cmp, NEAR_FP_LIVE, 0);
+        a.alu_mem_imm8(false, Alu::Cmp, SHORT_FP_LIVE, 0);
         let from = a.jcc(cc::E);
         let resume = a.here();
         self.stubs.push(Stub::LoadFp { from, resume });
@@ -62,12 +62,12 @@ impl Translator {
             (2, None) => {
                 a.load32(S1, segment);
                 a.bytes(&[0x66]);
-                a.store32(home(n), S1);
+                a.store32(gpr_slot(n), S1);
             }
             (_, Some(r)) => a.rm(false, &[0x0f, 0xb7], r, segment),
             (_, None) => {
                 a.rm(false, &[0x0f, 0xb7], S0, segment);
-                a.store(home(n), S0);
+                a.store(gpr_slot(n), S0);
             }
         }
         Ok(())
@@ -86,7 +86,7 @@ impl Translator {
         let r = host_reg(n).unwrap_or(S0);
         self.load_word(r, from);
         if host_reg(n).is_none() {
-            self.asm.store(home(n), r);
+            self.asm.store(gpr_slot(n), r);
         }
         Ok(())
     }
@@ -109,7 +109,7 @@ impl Translator {
             let r = host_reg(n).unwrap_or(S0);
             self.asm.load(r, base);
             if host_reg(n).is_none() {
-                self.asm.store(home(n), r);
+                self.asm.store(gpr_slot(n), r);
             }
         } else {
             let r = self.read_register(register, S0);

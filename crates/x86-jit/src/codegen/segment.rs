@@ -4,7 +4,9 @@ use iced_x86::{Instruction, OpKind};
 use x86_defs::{reg, segment::Attr};
 
 use super::{Emit, Translator, Unsupported, has_short_address, memory::Finds};
-use crate::{asm::*, frame::area::*, ir::decoded::Decoded, ir::kind::Kind, ir::mode::Mode};
+use crate::{
+    asm::*, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering, ir::mode::Mode,
+};
 
 impl Translator {
     /// The linear address of the memory operand's `size` bytes, in r14. Changes flags.
@@ -66,7 +68,7 @@ impl Translator {
     /// PUSH and POP of a segment register, the latter in real mode.
     pub(super) fn segment_on_stack(&mut self, d: &Decoded) {
         let n = d.i.op0_register().number();
-        let is_push = d.kind == Kind::PushSegment;
+        let is_push = d.kind == Lowering::PushSegment;
         let disp = if is_push { -self.word() } else { 0 };
         let place = self.stack_slot(d, GUEST_RSP, disp, is_push);
         self.cached = None;
@@ -103,7 +105,7 @@ impl Translator {
         }
         self.cached = None;
         let a = &mut self.asm;
-        a.load(S1, NEAR_PAGE);
+        a.load(S1, SHORT_PAGE);
         a.lea(S1, at(S1, target));
         a.load32(S0, bound(reg::CS, 1));
         a.alu_rr(true, Alu::Cmp, S1, S0);

@@ -43,7 +43,7 @@ impl LinkSite {
 /// A direct branch to another page, and the block that it led to.
 /// (That the code has not changed is checked at its outer entry.)
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FarSite {
+pub(crate) struct CrossPageSite {
     pub(crate) condition: Condition,
     /// Where the rel32 is.
     pub(crate) jump: usize,
@@ -65,11 +65,11 @@ pub(crate) struct FarSite {
 pub(crate) enum Condition {
     /// The key has this number, and the branch is in the page whose gva is in the 8 bytes at `page`, if it may be in another one:
     /// as right as an entry of the table of targets. All address spaces share a kernel's, while each has views of its own.
-    Key { number: usize, page: Option<usize> },
-    /// The target is in one page, which is where the displacement at `cell` has the `Cell` say that the view has the block's. What it is compared with
-    /// is computed from the number at `tagged`, which is `untagged` for a cell that says nothing; the byte at `untag` takes the tag off.
-    Cell {
-        cell: usize,
+    BlockNumber { number: usize, page: Option<usize> },
+    /// The target is in one page, which is where the displacement at `page_guard` has the `PageGuard` say that the view has the block's. What it is compared with
+    /// is computed from the number at `tagged`, which is `untagged` for a page guard that says nothing; the byte at `untag` takes the tag off.
+    PageGuard {
+        page_guard: usize,
         tagged: usize,
         untagged: i32,
         untag: Option<usize>,
@@ -81,8 +81,8 @@ impl Condition {
     pub(crate) fn never(self) -> (usize, i32) {
         match self {
             // No number is zero.
-            Self::Key { number, .. } => (number, 0),
-            Self::Cell {
+            Self::BlockNumber { number, .. } => (number, 0),
+            Self::PageGuard {
                 tagged, untagged, ..
             } => (tagged, untagged),
         }
@@ -130,8 +130,8 @@ pub(crate) struct How {
     pub(crate) falls: bool,
     /// The gva of the page, if it is executed nowhere else.
     pub(crate) bound: Option<i32>,
-    /// Its branches to other pages have a [`Condition::Cell`].
-    pub(crate) by_cell: bool,
+    /// Its branches to other pages have a [`Condition::PageGuard`].
+    pub(crate) by_guard: bool,
     /// It counts what is retired, and this stream besides instructions.
     pub(crate) counts: Option<usize>,
 }

@@ -3,7 +3,7 @@
 use iced_x86::{OpKind, Register};
 
 use super::{Emit, Translator, memory::Finds};
-use crate::{asm::*, frame::area::*, ir::decoded::Decoded, ir::kind::Kind};
+use crate::{asm::*, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering};
 
 /// Pushes or pops of a run at most: a longer one straddles a page more often.
 const MAX_RUN: usize = 8;
@@ -11,7 +11,7 @@ const MAX_RUN: usize = 8;
 /// How many instructions at the start of `insns` push, or all pop, general
 /// registers other than RSP, in one group.
 pub(super) fn run_length(insns: &[Decoded]) -> usize {
-    let Some(kind @ (Kind::Push | Kind::Pop)) = insns.first().map(|d| d.kind) else {
+    let Some(kind @ (Lowering::Push | Lowering::Pop)) = insns.first().map(|d| d.kind) else {
         return 0;
     };
     let group = |d: &Decoded| d.member.map(|m| m.group);
@@ -38,13 +38,13 @@ pub(super) fn needs_no_rsp(d: &Decoded) -> bool {
         d.memory.is_none() && d.access == 0 && (d.registers | d.writes) & RSP_BIT == 0
     };
     match d.kind {
-        Kind::Push | Kind::Pop => {
+        Lowering::Push | Lowering::Pop => {
             d.member.is_some_and(|m| !m.first)
                 && d.i.op0_kind() != OpKind::Memory
                 && d.i.op0_register().full_register() != Register::RSP
         }
-        Kind::Copy | Kind::CopyFp => is_plain(d),
-        Kind::Nop => true,
+        Lowering::Copy | Lowering::CopyFp => is_plain(d),
+        Lowering::Nop => true,
         _ => false,
     }
 }
@@ -61,7 +61,7 @@ impl Translator {
     /// A run of pushes or pops.
     pub(super) fn stack_run(&mut self, run: &[Decoded]) {
         let Some(first) = run.first() else { return };
-        let push = first.kind == Kind::Push;
+        let push = first.kind == Lowering::Push;
         let word = self.word();
         self.stack_slot(first, GUEST_RSP, if push { -word } else { 0 }, push);
         for d in run {
@@ -83,7 +83,7 @@ impl Translator {
             Some(h) => self.load_to_register(h, at(S0, disp)),
             None => {
                 self.load_word(S1, at(S0, disp));
-                self.asm.store(home(n), S1);
+                self.asm.store(gpr_slot(n), S1);
                 self.cached = Some(n);
             }
         }

@@ -12,8 +12,8 @@ use crate::{
     asm::*,
     codegen::countdown::{self, exact},
     codegen::flags::restore_flags,
-    frame::area::*,
     frame::requests::site,
+    frame::words::*,
     ir::decoded::Decoded,
     ir::string::{OPS, Op, operation},
 };
@@ -43,7 +43,7 @@ impl Translator {
         }
         self.asm.mov_imm(S1, d.offset.into());
         self.asm
-            .call_to(self.thunks.strings[op as usize][size][repeat]);
+            .call_to(self.trampolines.strings[op as usize][size][repeat]);
         if !self.long {
             narrow(&mut self.asm);
         }
@@ -55,7 +55,7 @@ impl Translator {
 
 /// Emits the code of all forms. It is called with the instruction's offset in
 /// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return;
-/// `refill` is the thunk for pages that the table has not;
+/// `refill` is the trampoline for pages that the table has not;
 /// `counts`: of code that counts what is retired.
 pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: bool) -> Strings {
     let mut strings = Strings::default();

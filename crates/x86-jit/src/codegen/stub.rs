@@ -84,7 +84,7 @@ pub(super) enum Stub {
         live: bool,
     },
     /// A walk is over.
-    Walked {
+    TurnsDone {
         from: usize,
         again: usize,
     },
@@ -105,7 +105,7 @@ pub(super) enum Stub {
         number: u32,
     },
     /// A conditional branch to another page.
-    Far {
+    CrossPage {
         from: usize,
         offset: u32,
         target: i32,

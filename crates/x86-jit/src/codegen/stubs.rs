@@ -4,31 +4,31 @@ use core::ops::Range;
 
 use super::{
     Entries, Translator,
+    hoist::HoistedLoop,
     inline::move_page,
     memory::{Finds, Probe},
     stub::Stub,
     tally::refund,
-    walk::Walking,
 };
 use crate::{
     asm::*,
     codegen::flags::save_flags,
-    frame::area::*,
     frame::requests,
     frame::requests::{FIRST, site},
+    frame::words::*,
 };
 
 impl Translator {
-    /// `walking`: fast turns, and the stubs that they come to.
+    /// `hoisted`: fast turns, and the stubs that they come to.
     pub(super) fn emit_stubs(
         &mut self,
-        walking: Option<&(Walking, Range<usize>)>,
+        hoisted: Option<&(HoistedLoop, Range<usize>)>,
         known: impl Fn(u8, u32, bool) -> Option<Entries>,
     ) {
         let mut next = 0;
         // A far stub adds bails of its own.
         while let Some(stub) = self.stubs.get(next).copied() {
-            let walking = walking.filter(|w| w.1.contains(&next)).map(|w| &w.0);
+            let hoisted = hoisted.filter(|w| w.1.contains(&next)).map(|w| &w.0);
             let beyond = self.turn_to_page_of(next);
             let bound = self.bound;
             let begins = self.pages.first().and_then(|p| p.bound);
@@ -37,11 +37,11 @@ impl Translator {
             next += 1;
             let a = &mut self.asm;
             let here = a.here();
-            if let Some(w) = walking {
+            if let Some(w) = hoisted {
                 w.give_registers_back(a);
             }
             move_page(a, bound, beyond);
-            let t = self.thunks;
+            let t = self.trampolines;
             match stub {
                 Stub::Refill {
                     from,
@@ -58,14 +58,14 @@ impl Translator {
                         call,
                         match probe {
                             Probe::Stack => t.stack,
-                            Probe::Lane(_) => t.lane,
+                            Probe::SiteEntry(_) => t.site_entry,
                             _ => t.miss,
                         },
                     );
                     self.leave_if(cc::BE, number, t.refused);
                     let a = &mut self.asm;
                     if let Some(n) = cached {
-                        a.load(S1, home(n));
+                        a.load(S1, gpr_slot(n));
                     }
                     match (finds, probe) {
                         (Finds::Address, _) => {}
@@ -75,7 +75,7 @@ impl Translator {
                         (Finds::Parts, _) => a.mov_imm(S1, 0),
                     }
                     move_page(a, begins, -beyond);
-                    if let Some(w) = walking {
+                    if let Some(w) = hoisted {
                         w.borrow_registers(a);
                     }
                     a.jmp_to(resume);
@@ -91,9 +91,9 @@ impl Translator {
                     a.patch(from, here);
                     let first = if member.offset == 0 { FIRST } else { 0 };
                     let site = site(offset, member.span, member.write) | first;
-                    let is_lane = matches!(probe, Probe::Lane(_));
+                    let is_site_entry = matches!(probe, Probe::SiteEntry(_));
                     // Another page in its place is refilled by the accesses themselves.
-                    if member.refill || is_lane || self.hot.is_some() {
+                    if member.refill || is_site_entry || self.hot.is_some() {
                         let call = self.miss(probe, site);
                         let a = &mut self.asm;
                         a.patch(
@@ -101,8 +101,8 @@ impl Translator {
                             match probe {
                                 Probe::Stack if member.refill => t.stack_group,
                                 Probe::Stack => t.stack_split,
-                                Probe::Lane(_) if member.refill => t.lane_group,
-                                Probe::Lane(_) => t.lane_split,
+                                Probe::SiteEntry(_) if member.refill => t.site_entry_group,
+                                Probe::SiteEntry(_) => t.site_entry_split,
                                 _ if member.refill => t.miss_group,
                                 _ => t.split,
                             },
@@ -110,9 +110,9 @@ impl Translator {
                         self.leave_if(cc::E, number, t.refused);
                         let a = &mut self.asm;
                         if let Some(n) = cached {
-                            a.load(S1, home(n));
+                            a.load(S1, gpr_slot(n));
                         }
-                        if let Some(w) = walking {
+                        if let Some(w) = hoisted {
                             let from = a.jcc(cc::BE);
                             w.borrow_registers(a);
                             a.jmp_to(resume);
@@ -145,7 +145,7 @@ impl Translator {
                 }
                 Stub::Branch { from, offset } => {
                     a.patch(from, here);
-                    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+                    a.alu(true, Alu::Xor, S0, SHORT_SALT);
                     a.mov_imm(S1, requests::branch(offset, 0).into());
                     a.jmp_to(t.branch);
                 }
@@ -211,9 +211,9 @@ impl Translator {
                     a.call_to(t.load_fp);
                     a.jmp_to(resume);
                 }
-                Stub::Walked { from, again } => {
+                Stub::TurnsDone { from, again } => {
                     a.patch(from, here);
-                    if let Some(w) = walking {
+                    if let Some(w) = hoisted {
                         w.ends(a, again);
                     }
                 }
@@ -222,11 +222,11 @@ impl Translator {
                     number,
                     live,
                 } => {
-                    if (walking.is_some() || beyond != 0 || taken != 0)
+                    if (hoisted.is_some() || beyond != 0 || taken != 0)
                         && let Some(site) = self.links.get_mut(number as usize)
                     {
                         a.patch(from, here);
-                        if let Some(w) = walking {
+                        if let Some(w) = hoisted {
                             w.is_left(a);
                         }
                         refund(a, taken);
@@ -260,9 +260,9 @@ impl Translator {
                 }
                 Stub::FarMiss { from, number } => {
                     a.patch(from, here);
-                    self.far_missed(number);
+                    self.cross_page_missed(number);
                 }
-                Stub::Far {
+                Stub::CrossPage {
                     from,
                     offset,
                     target,
@@ -273,21 +273,21 @@ impl Translator {
                     if live {
                         save_flags(a);
                     }
-                    self.far(offset, target);
+                    self.cross_page(offset, target);
                 }
             }
         }
     }
 
     /// The direct branch `number` to another page goes by the table.
-    fn far_missed(&mut self, number: u32) {
-        let Some(site) = self.fars.get(number as usize) else {
+    fn cross_page_missed(&mut self, number: u32) {
+        let Some(site) = self.cross_page_sites.get(number as usize) else {
             return;
         };
-        let (a, t) = (&mut self.asm, &self.thunks);
+        let (a, t) = (&mut self.asm, &self.trampolines);
         a.mov_signed(true, S0, site.target);
         a.mov_imm(S1, number.into());
-        let to = t.far_in(self.mode, site.pop);
+        let to = t.cross_page_in(self.mode, site.pop);
         match site.returns {
             Some(back) => {
                 a.call_to(to);

@@ -2,8 +2,8 @@
 
 use crate::{
     asm::*,
-    frame::area::*,
     frame::switches::{self, BITS, HASH},
+    frame::words::*,
     ir::mode::Mode,
 };
 
@@ -51,10 +51,10 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.store(gs(KEY), S0);
     a.load(S0, at(RAX, switches::SALT));
     a.store(gs(SALT), S0);
-    a.store(NEAR_SALT, S0);
+    a.store(SHORT_SALT, S0);
     a.load(S0, at(RAX, switches::NUMBER));
     a.store(gs(NUMBER), S0);
-    a.store32(NEAR_NUMBER, S0);
+    a.store32(SHORT_NUMBER, S0);
     // They are those of the other address space.
     for view in VIEWS {
         a.store_imm(gs(view), 0);

@@ -8,7 +8,8 @@ use super::{
     copy::{drop_hints, register, set_operand},
 };
 use crate::{
-    asm::*, frame::area::*, frame::requests, ir::decoded::Decoded, ir::kind::Kind, ir::mode::Mode,
+    asm::*, frame::requests, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering,
+    ir::mode::Mode,
 };
 
 /// RFLAGS bits of which POPF changes none inline.
@@ -62,7 +63,7 @@ impl Translator {
     /// MOV from a control register, SGDT, SIDT.
     pub(super) fn read_system_register(&mut self, d: &Decoded) -> Emit {
         match d.kind {
-            Kind::FromControl => self.control_to_general(d),
+            Lowering::FromControl => self.control_to_general(d),
             _ => self.store_table(d),
         }
     }
@@ -107,7 +108,7 @@ impl Translator {
     pub(super) fn pushf(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
-        a.load32(S1, NEAR_FLAGS);
+        a.load32(S1, SHORT_FLAGS);
         a.mov32(S0, S1);
         a.shift(false, 5, S0, 8);
         a.alu_imm(false, Alu::And, S0, 0xd5);
@@ -180,7 +181,7 @@ impl Translator {
         a.shift(false, 5, S0, 11);
         a.alu_imm(false, Alu::And, S0, 1);
         a.alu_rr(false, Alu::Or, S1, S0);
-        a.store32(NEAR_FLAGS, S1);
+        a.store32(SHORT_FLAGS, S1);
         self.flags = Flags::Memory;
     }
 
@@ -201,8 +202,8 @@ impl Translator {
     /// What changes levels or address spaces, and goes on elsewhere.
     pub(super) fn system_branch(&mut self, d: &Decoded) {
         match d.kind {
-            Kind::ToCr3 => self.load_root(d),
-            Kind::InterruptReturn => self.interrupt_return(d),
+            Lowering::ToCr3 => self.load_root(d),
+            Lowering::InterruptReturn => self.interrupt_return(d),
             _ => self.system_call(d),
         }
     }
@@ -212,13 +213,13 @@ impl Translator {
         self.flags_in_memory();
         let a = &mut self.asm;
         a.store(state_register(1), RCX);
-        let what = if d.kind == Kind::Syscall {
+        let what = if d.kind == Lowering::Syscall {
             requests::SYSCALL
         } else {
             requests::SYSRET
         };
         a.mov_imm(S1, (what | d.offset).into());
-        a.call_to(self.thunks.switch);
+        a.call_to(self.trampolines.switch);
         a.load(RCX, state_register(1));
         a.load(RSP, gs(STACK));
         self.jump(d.offset);
@@ -230,7 +231,7 @@ impl Translator {
         let a = &mut self.asm;
         a.mov(S0, GUEST_RSP);
         a.mov_imm(S1, (requests::IRETQ | d.offset).into());
-        a.call_to(self.thunks.switch);
+        a.call_to(self.trampolines.switch);
         a.load(GUEST_RSP, state_register(4));
         // cmovne rsp, gs:[STACK]
         a.alu_mem_imm8(true, Alu::Cmp, gs(SPILL), 0);
@@ -244,13 +245,13 @@ impl Translator {
         let n = d.i.op1_register().number() as u8;
         match host_reg(n) {
             Some(r) => self.asm.mov(S0, r),
-            None => self.asm.load(S0, home(n)),
+            None => self.asm.load(S0, gpr_slot(n)),
         }
         self.asm.mov_imm(S1, d.offset.into());
-        self.asm.call_to(self.thunks.root);
+        self.asm.call_to(self.trampolines.root);
         let a = &mut self.asm;
         a.load(RSP, gs(STACK));
-        a.load(S0, NEAR_PAGE);
+        a.load(S0, SHORT_PAGE);
         let next = d.offset as i32 + d.i.len() as i32;
         a.lea(S0, at(S0, next));
         self.jump(d.offset);
@@ -259,9 +260,9 @@ impl Translator {
     /// An instruction that may do no more than select another view.
     pub(super) fn change_view(&mut self, d: &Decoded) {
         match d.kind {
-            Kind::ToCr0 => self.write_protection(d),
-            Kind::KeyRights if d.i.mnemonic() == Mnemonic::Wrpkru => self.write_key_rights(d),
-            Kind::KeyRights => self.read_key_rights(d),
+            Lowering::ToCr0 => self.write_protection(d),
+            Lowering::KeyRights if d.i.mnemonic() == Mnemonic::Wrpkru => self.write_key_rights(d),
+            Lowering::KeyRights => self.read_key_rights(d),
             _ => self.access_control(d),
         }
     }
@@ -272,10 +273,10 @@ impl Translator {
         self.spill_flags(d);
         match host_reg(n) {
             Some(r) => self.asm.mov(S0, r),
-            None => self.asm.load(S0, home(n)),
+            None => self.asm.load(S0, gpr_slot(n)),
         }
         self.asm.mov_imm(S1, (requests::SET_CR0 | d.offset).into());
-        self.asm.call_to(self.thunks.write_protection);
+        self.asm.call_to(self.trampolines.write_protection);
         // cmovne rsp, gs:[STACK]
         self.asm
             .alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
@@ -288,7 +289,7 @@ impl Translator {
         let what = [requests::CLEAR_AC, requests::SET_AC][usize::from(set)];
         self.spill_flags(d);
         self.asm.mov_imm(S1, (what | d.offset).into());
-        self.asm.call_to(self.thunks.access[usize::from(set)]);
+        self.asm.call_to(self.trampolines.access[usize::from(set)]);
         // cmovne rsp, gs:[STACK]
         self.asm
             .alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
@@ -317,7 +318,7 @@ impl Translator {
         let a = &mut self.asm;
         a.mov32(S0, RAX);
         a.mov_imm(S1, (requests::SET_PKRU | d.offset).into());
-        a.call_to(self.thunks.key_rights);
+        a.call_to(self.trampolines.key_rights);
         // cmovne rsp, gs:[STACK]
         a.alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
         a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));

@@ -4,7 +4,7 @@ use x86_cpu::retired::outcome;
 use x86_interp::events_of;
 
 use super::{Stub, Translator, countdown::exact};
-use crate::{asm::Asm, ir::decoded::Decoded, ir::kind::Kind};
+use crate::{asm::Asm, ir::decoded::Decoded, ir::lowering::Lowering};
 
 /// What is given back where a block is left, by instructions and by stubs.
 #[derive(Debug, Default)]
@@ -21,7 +21,7 @@ pub(super) struct Tally {
 
 /// Its events of a stream, if a conditional branch leaves the block by its target or not; others always branch.
 fn events(d: &Decoded, stream: usize, leaves: bool) -> i32 {
-    let has_branched = leaves != d.is_negated || d.kind != Kind::Jcc;
+    let has_branched = leaves != d.is_negated || d.kind != Lowering::Jcc;
     i32::from(outcome(events_of(&d.i), has_branched) >> stream & 1)
 }
 
@@ -37,7 +37,7 @@ impl Tally {
         self.rest.push(0);
         for d in insns.iter().rev() {
             // The interpreter counts its own.
-            if !matches!(d.kind, Kind::Interpret | Kind::Unknown) {
+            if !matches!(d.kind, Lowering::Interpret | Lowering::Unknown) {
                 rest += exact::cost(1, events(d, stream, false));
             }
             self.rest.push(rest);
@@ -90,7 +90,7 @@ impl Translator {
     /// What is translated next counts what is retired, and this stream besides instructions.
     pub(super) fn count(&mut self, insns: &[Decoded], stream: Option<usize>) {
         if self.tally.counts() != stream.is_some() {
-            core::mem::swap(&mut self.thunks, &mut self.other_thunks);
+            core::mem::swap(&mut self.trampolines, &mut self.other_trampolines);
         }
         self.tally.begin(insns, stream);
     }

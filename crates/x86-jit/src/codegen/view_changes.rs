@@ -2,7 +2,7 @@
 
 use x86_defs::{control::cr0, rflags};
 
-use crate::{asm::*, frame::area::*, frame::requests::SAME_KEY};
+use crate::{asm::*, frame::requests::SAME_KEY, frame::words::*};
 
 /// Goes on with the tables of the supervisor's other view, and RFLAGS.AC as it belongs to it, if they are known.
 pub(super) fn change_access(a: &mut Asm, set: bool, otherwise: usize) -> usize {
@@ -90,10 +90,10 @@ pub(super) fn change_key_rights(a: &mut Asm, otherwise: usize) -> usize {
     a.store(gs(KEY), S0);
     a.load(S0, known(4));
     a.store(gs(SALT), S0);
-    a.store(NEAR_SALT, S0);
+    a.store(SHORT_SALT, S0);
     a.load(S0, known(5));
     a.store(gs(NUMBER), S0);
-    a.store32(NEAR_NUMBER, S0);
+    a.store32(SHORT_NUMBER, S0);
     // They are those of another PKRU.
     for view in VIEWS {
         a.store_imm(gs(view), 0);
@@ -125,7 +125,7 @@ fn move_to_view(a: &mut Asm) {
 pub(super) fn move_to_tables(a: &mut Asm, told: usize) {
     a.store(gs(TABLES), S0);
     a.store_imm(gs(told), 1);
-    for (_, near) in near_words().chain(near_constants()) {
+    for (_, near) in short_words().chain(short_constants()) {
         a.load(S1, near);
         a.store(
             Mem {

@@ -2,7 +2,7 @@
 
 use x86_interp::RunStop;
 
-/// Reason of a call: RIP is exact, flags are in [`crate::frame::area::FLAGS`].
+/// Reason of a call: RIP is exact, flags are in [`crate::frame::words::FLAGS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Reason {
@@ -14,14 +14,14 @@ pub(crate) enum Reason {
     Stale,
     /// A direct branch without a target yet (RIP is not set).
     Link,
-    /// A branch at RIP whose target, in [`crate::frame::area::SPILL`], is not in the
-    /// table; it is complete but for what [`crate::frame::area::ARGUMENT`] adds to RSP.
+    /// A branch at RIP whose target, in [`crate::frame::words::SPILL`], is not in the
+    /// table; it is complete but for what [`crate::frame::words::ARGUMENT`] adds to RSP.
     Branch,
-    /// A direct branch to another page, to the target in [`crate::frame::area::SPILL`] and from
+    /// A direct branch to another page, to the target in [`crate::frame::words::SPILL`] and from
     /// the site in the word after it, that is not in the table or is to be remembered.
-    Far,
+    CrossPage,
     /// The instruction at RIP is the interpreter's, and the linear address of its operand is in
-    /// [`crate::frame::area::SPILL`].
+    /// [`crate::frame::words::SPILL`].
     Access,
 }
 
@@ -32,7 +32,7 @@ impl Reason {
             2 => Self::Stale,
             3 => Self::Link,
             4 => Self::Branch,
-            5 => Self::Far,
+            5 => Self::CrossPage,
             6 => Self::Access,
             _ => Self::Interpret,
         }

@@ -1,6 +1,6 @@
 //! What generated code says in r13 when it asks for something.
 
-/// What the refill thunk has to know of an access.
+/// What the refill trampoline has to know of an access.
 pub(crate) const fn site(offset: u32, size: u32, write: bool) -> u32 {
     offset & 0xfff | size << 12 | (write as u32) << WRITES.trailing_zeros()
 }
@@ -22,23 +22,23 @@ pub(crate) const fn with_inline_cache(site: u32, cache: usize) -> u64 {
     site as u64 | (cache as u64) << 32
 }
 
-/// The bits of a lane's site from here on are its number.
-pub(crate) const LANE_SHIFT: u32 = 32;
+/// The bits of a per-site entry's site from here on are its number.
+pub(crate) const SITE_ENTRY_SHIFT: u32 = 32;
 
-/// Misses of a lane after which Rust is told: a power of two.
-pub(crate) const LANE_MISSES: u32 = 128;
+/// Misses of a per-site entry after which Rust is told: a power of two.
+pub(crate) const SITE_ENTRY_MISSES: u32 = 128;
 
 /// Whether it is a write.
 pub(crate) const fn writes(site: u32) -> bool {
     site & WRITES != 0
 }
 
-/// What the branch thunk has to know: the instruction's offset, and what is added to RSP.
+/// What the branch trampoline has to know: the instruction's offset, and what is added to RSP.
 pub(crate) const fn branch(offset: u32, pop: i32) -> u32 {
     offset & 0xfff | ((pop + 8) as u32) << 12
 }
 
-/// Bits of `Thunks::switch`'s r13d that stand for something other than an
+/// Bits of `Trampolines::switch`'s r13d that stand for something other than an
 /// access: RFLAGS.AC becomes this.
 pub(crate) const SET_AC: u32 = 1 << 21;
 

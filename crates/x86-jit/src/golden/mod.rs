@@ -22,12 +22,12 @@ use x86_native::HostFeatures;
 
 use crate::{
     asm::{Asm, Isa},
-    codegen::thunks::{self, Thunks},
+    codegen::trampolines::{self, Trampolines},
     codegen::{How, Translator},
-    frame::cell::Cell,
+    frame::page_guard::PageGuard,
     ir::decoded::Decoded,
     ir::hot::Hot,
-    ir::kind::{Forms, Kind},
+    ir::lowering::{Forms, Lowering},
     ir::mode::Mode,
     ir::source::{Source, TracePage},
     plan::groups::Groups,
@@ -104,13 +104,13 @@ fn disassemble(out: &mut String, code: &[u8], base: usize, names: &Names, from: 
     n
 }
 
-fn trampolines(isa: Isa, plain: Option<&Thunks>) -> (Thunks, Vec<u8>) {
+fn trampolines(isa: Isa, plain: Option<&Trampolines>) -> (Trampolines, Vec<u8>) {
     let mut a = Asm::new(isa);
-    let thunks = thunks::emit(&mut a, REFILL, HANDLE, plain);
+    let trampolines = trampolines::emit(&mut a, REFILL, HANDLE, plain);
     let (code, _) = a
         .parts()
         .expect("trampolines are shorter than blocks may be");
-    (thunks, code.to_vec())
+    (trampolines, code.to_vec())
 }
 
 /// Decodes along a trace's way, which ends where its path does.
@@ -127,7 +127,7 @@ fn follow(
     (trace.callee)(&mut a).expect("guest code");
     bus.put(CALLEE, &a.assemble(CALLEE).expect("guest code"));
     let source = Source {
-        cell: GENERATION + 4,
+        page_guard: GENERATION + 4,
         generation: 0x22,
     };
     let mut tracer = Tracer {
@@ -141,11 +141,11 @@ fn follow(
                 distance: 0,
                 source,
                 bound: mode.bound(gva),
-                cell: Cell::new(3),
+                page_guard: PageGuard::new(3),
                 id: gva,
             })
         },
-        home: PAGE,
+        first_page: PAGE,
         mode,
     };
     assert!(tracer.decode(trace.path), "it is no trace");
@@ -176,7 +176,7 @@ fn translated(case: &Case) -> String {
     }
     let hot = case.is_hot.then(Hot::default);
     let source = Source {
-        cell: GENERATION,
+        page_guard: GENERATION,
         generation: 0x11,
     };
     let bound = case.mode.bound(start);
@@ -206,7 +206,7 @@ fn translated(case: &Case) -> String {
         Groups::new().form(&mut insns, long, case.is_hot);
     }
     translator.hot = hot;
-    let is_interpreted = insns.last().is_some_and(|d| d.kind == Kind::Interpret);
+    let is_interpreted = insns.last().is_some_and(|d| d.kind == Lowering::Interpret);
     let entries = translator.block(
         (&insns, &forms),
         (HOT, COLD),
@@ -219,7 +219,7 @@ fn translated(case: &Case) -> String {
             is_split: case.mode.has(Mode::SPLIT),
             falls: false,
             bound,
-            by_cell: case.mode.has_cells(),
+            by_guard: case.mode.has_page_guards(),
             counts: case.mode.stream(),
         },
         |_, _, _| None,
@@ -282,13 +282,19 @@ fn golden_blocks() {
 /// All but most string instructions, which differ in their sizes.
 #[test]
 fn golden_trampolines() {
-    let (thunks, code) = trampolines(host(true).0, None);
+    let (trampolines, code) = trampolines(host(true).0, None);
     let mut text = String::new();
-    let [[_, second, ..], ..] = thunks.strings;
+    let [[_, second, ..], ..] = trampolines.strings;
     let shown = &code[..second[0]];
-    let names = Names::new(&thunks);
+    let names = Names::new(&trampolines);
     let n = disassemble(&mut text, shown, 0, &names, 0);
-    let n = n + disassemble(&mut text, &code[thunks.root..], thunks.root, &names, 0);
+    let n = n + disassemble(
+        &mut text,
+        &code[trampolines.root..],
+        trampolines.root,
+        &names,
+        0,
+    );
     let head = format!("-- {} bytes, {n} instructions\n", shown.len());
     check("trampolines.txt", &(head + &text));
 }

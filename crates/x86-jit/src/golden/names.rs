@@ -6,7 +6,7 @@ use iced_x86::{CpuidFeature, Instruction, OpKind, Register};
 use x86_cpu::Feature;
 
 use super::{CODE, COLD, GENERATION, HANDLE, HOT, REFILL};
-use crate::{asm::Mem, codegen::thunks::Thunks, frame::area::*};
+use crate::{asm::Mem, codegen::trampolines::Trampolines, frame::words::*};
 
 /// Not of every x86-64 processor.
 pub(super) fn is_new(f: CpuidFeature) -> bool {
@@ -60,7 +60,7 @@ pub(super) const GUEST_FEATURES: &[Feature] = {
 pub(super) struct Names {
     labels: BTreeMap<usize, Vec<String>>,
     state: BTreeMap<u64, String>,
-    near: BTreeMap<u64, String>,
+    short: BTreeMap<u64, String>,
 }
 
 macro_rules! named {
@@ -72,23 +72,23 @@ macro_rules! fields {
 }
 
 impl Names {
-    pub(super) fn new(t: &Thunks) -> Self {
+    pub(super) fn new(t: &Trampolines) -> Self {
         let mut names = Self {
             labels: BTreeMap::new(),
             state: BTreeMap::new(),
-            near: BTreeMap::new(),
+            short: BTreeMap::new(),
         };
         names.name_trampolines(t);
         names.name_state();
-        names.name_near();
+        names.name_short();
         names
     }
 
-    fn name_trampolines(&mut self, t: &Thunks) {
+    fn name_trampolines(&mut self, t: &Trampolines) {
         for (name, at) in fields![t;
             enter bail bail_integer stale moved poll link link_live branch fill_inline_cache inline_cache ret ret32
-            far far_call far_call32 switch miss miss_group split refused stack stack_group stack_split lane
-            lane_group lane_split load_fp key_rights root ret16 far_segmented
+            cross_page cross_page_call cross_page_call32 switch miss miss_group split refused stack stack_group stack_split site_entry
+            site_entry_group site_entry_split load_fp key_rights root ret16 cross_page_segmented
         ] {
             self.label(at, name);
         }
@@ -125,8 +125,8 @@ impl Names {
         }
         for (name, at) in named![
             TABLES DEVICES TARGETS KEY SALT NUMBER PAGE FLAGS SPILL ENTRY REQUESTS POLLS_LEFT REASON ARGUMENT
-            FP_LIVE CONTEXT HOST_MXCSR IRQ_WAITING TSC_OFFSET COST COUNT LOG PAUSES UNTIL STOP SLOT LANES_MISSED
-            IS_OTHER_VIEW IS_OTHER_ROOT WANTED_ROOT SWITCHES SWITCHES_EPOCH STACK FAR_LEFT HOST_RSP OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
+            FP_LIVE CONTEXT HOST_MXCSR IRQ_WAITING TSC_OFFSET COST COUNT LOG PAUSES UNTIL STOP SLOT SITE_ENTRIES_MISSED
+            IS_OTHER_VIEW IS_OTHER_ROOT WANTED_ROOT SWITCHES SWITCHES_EPOCH STACK CROSS_PAGE_LEFT HOST_RSP OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
             COUNTED_FROM COUNTED_TO REFUND COUNTED_ENTRY UPPERS_IN_USE FP_AREA RIP RFLAGS CR0 CR2 CR3 CR4 PKRU TSC_AUX KERNEL_GS_BASE
         ] {
             self.state.insert(at as u64, name.to_owned());
@@ -144,15 +144,15 @@ impl Names {
         }
     }
 
-    fn name_near(&mut self) {
-        let mut put = |m: Mem, name: String| self.near.insert(i64::from(m.disp) as u64, name);
+    fn name_short(&mut self) {
+        let mut put = |m: Mem, name: String| self.short.insert(i64::from(m.disp) as u64, name);
         for (name, m) in
-            named![NEAR_PAGE NEAR_FLAGS NEAR_SALT NEAR_TARGETS NEAR_FP_LIVE NEAR_NUMBER]
+            named![SHORT_PAGE SHORT_FLAGS SHORT_SALT SHORT_TARGETS SHORT_FP_LIVE SHORT_NUMBER]
         {
             put(m, name.to_owned());
         }
         for n in (0..16).filter(|n| host_reg(*n).is_none()) {
-            put(home(n), format!("gpr{n}"));
+            put(gpr_slot(n), format!("gpr{n}"));
         }
         for n in 0..MAX_KEPT as u8 {
             put(kept(n), format!("KEPT+{n}"));
@@ -190,7 +190,7 @@ impl Names {
             OpKind::Memory if i.memory_segment() == Register::GS => {
                 self.state.get(&address).cloned()
             }
-            OpKind::Memory if i.memory_base() == Register::R11 => self.near.get(&address).cloned(),
+            OpKind::Memory if i.memory_base() == Register::R11 => self.short.get(&address).cloned(),
             OpKind::Immediate64 if address == REFILL => Some("&refill".to_owned()),
             OpKind::Immediate64 if address == HANDLE => Some("&handle".to_owned()),
             _ => None,

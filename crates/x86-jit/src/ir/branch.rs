@@ -2,7 +2,7 @@
 
 use iced_x86::{Instruction, OpKind};
 
-use super::{decoded::Decoded, kind::Kind};
+use super::{decoded::Decoded, lowering::Lowering};
 
 /// Branch target relative to the page, as the block was decoded with IP 0 at its start.
 pub(crate) fn target(i: &Instruction) -> i64 {
@@ -36,7 +36,7 @@ pub(crate) fn popped(i: &Instruction) -> i32 {
 
 /// The word that an indirect call to what comes next writes can be a group's member.
 pub(crate) fn pushes_only(d: &Decoded) -> bool {
-    d.kind == Kind::CallIndirect && d.i.op0_kind() == OpKind::Register
+    d.kind == Lowering::CallIndirect && d.i.op0_kind() == OpKind::Register
 }
 
 /// The block ends with a branch to where it begins.
@@ -44,7 +44,7 @@ pub(crate) fn is_loop(insns: &[Decoded]) -> bool {
     let (Some(first), Some(last)) = (insns.first(), insns.last()) else {
         return false;
     };
-    matches!(last.kind, Kind::Jcc | Kind::Jmp)
+    matches!(last.kind, Lowering::Jcc | Lowering::Jmp)
         && target(&last.i) == i64::from(first.offset)
         && insns.iter().all(|d| d.onto.is_none())
 }

@@ -3,9 +3,9 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use crate::{
-    frame::area::HOMED,
+    frame::words::IN_FRAME,
     ir::flags::ALL,
-    ir::kind::{Effect, Form, Kind},
+    ir::lowering::{Effect, Form, Lowering},
     ir::member::Member,
     ir::memory::is_on_stack,
     ir::string,
@@ -20,7 +20,7 @@ pub(crate) struct Decoded {
     pub(crate) i: Instruction,
     /// The guest's bytes, and others after as many as `i` is long.
     pub(crate) raw: [u8; RAW],
-    pub(crate) kind: Kind,
+    pub(crate) kind: Lowering,
     /// Offset in the page; so are branch targets and RIP-relative addresses.
     pub(crate) offset: u32,
     /// Flags that something may read before they are written, this instruction included.
@@ -51,12 +51,12 @@ pub(crate) struct Decoded {
     pub(crate) page: u8,
     pub(crate) distance: i32,
     /// The branch leads to what comes next in the block, if it leads where it is expected to.
-    pub(crate) onto: Option<Place>,
+    pub(crate) onto: Option<TracePlace>,
 }
 
 /// A place in one of the pages of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct TracePlace {
     pub(crate) page: u8,
     pub(crate) offset: u16,
 }
@@ -68,8 +68,8 @@ impl Decoded {
     }
 
     /// Where that is, if it is in the same page.
-    pub(crate) fn behind(&self) -> Place {
-        Place {
+    pub(crate) fn behind(&self) -> TracePlace {
+        TracePlace {
             page: self.page,
             offset: self.end() as u16,
         }
@@ -81,7 +81,7 @@ impl Decoded {
         &mut self,
         i: &Instruction,
         raw: [u8; RAW],
-        kind: Kind,
+        kind: Lowering,
         form: &Form,
         long: bool,
     ) {
@@ -103,10 +103,12 @@ impl Decoded {
         }
         let word = if long { 8 } else { 4 };
         let access = match kind {
-            Kind::Push if memory.is_some() => 0,
-            Kind::Push | Kind::Pop | Kind::Leave | Kind::Call | Kind::Ret => word,
+            Lowering::Push if memory.is_some() => 0,
+            Lowering::Push | Lowering::Pop | Lowering::Leave | Lowering::Call | Lowering::Ret => {
+                word
+            }
             // Locked ones have checks of their own.
-            Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned
+            Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned
                 if memory.is_some() && form.size <= 32 && !form.is_locked(i) =>
             {
                 form.size
@@ -114,29 +116,29 @@ impl Decoded {
             _ => 0,
         };
         let takes_pointer = match kind {
-            Kind::Nop | Kind::Jcc | Kind::Followed => false,
-            Kind::Copy | Kind::CopyFp | Kind::CopyAligned | Kind::CopyFpAligned => {
-                memory.is_some() || (registers & HOMED).count_ones() > 1
+            Lowering::Nop | Lowering::Jcc | Lowering::Followed => false,
+            Lowering::Copy | Lowering::CopyFp | Lowering::CopyAligned | Lowering::CopyFpAligned => {
+                memory.is_some() || (registers & IN_FRAME).count_ones() > 1
             }
-            Kind::Lea => {
-                let homed = |r: Register| r.is_gpr() && HOMED >> (r.number() & 15) & 1 != 0;
+            Lowering::Lea => {
+                let in_frame = |r: Register| r.is_gpr() && IN_FRAME >> (r.number() & 15) & 1 != 0;
                 let base = i.memory_base();
-                base == Register::RIP || homed(base) && homed(i.memory_index())
+                base == Register::RIP || in_frame(base) && in_frame(i.memory_index())
             }
             _ => true,
         };
         let (reads, sets) = match kind {
-            Kind::Interpret
-            | Kind::Jcc
-            | Kind::Counted
-            | Kind::Syscall
-            | Kind::Sysret
-            | Kind::ToCr3
-            | Kind::InterruptReturn
-            | Kind::Pushf => (ALL as u16, 0),
-            Kind::Popf => (0, ALL as u16),
-            Kind::Nop | Kind::Followed => (0, 0),
-            Kind::String if string::may_keep_flags(i) => (0, 0),
+            Lowering::Interpret
+            | Lowering::Jcc
+            | Lowering::Counted
+            | Lowering::Syscall
+            | Lowering::Sysret
+            | Lowering::ToCr3
+            | Lowering::InterruptReturn
+            | Lowering::Pushf => (ALL as u16, 0),
+            Lowering::Popf => (0, ALL as u16),
+            Lowering::Nop | Lowering::Followed => (0, 0),
+            Lowering::String if string::may_keep_flags(i) => (0, 0),
             _ => form.flags(i),
         };
         self.i = *i;
@@ -150,7 +152,7 @@ impl Decoded {
     }
 
     /// It probes the software TLB, and not for the stack.
-    pub(crate) fn may_have_lane(&self) -> bool {
+    pub(crate) fn may_have_site_entry(&self) -> bool {
         match self.member {
             Some(m) => m.first && !m.stack,
             None => self.memory.is_some() && !is_on_stack(&self.i),
@@ -162,7 +164,7 @@ impl Decoded {
         Self {
             i: Instruction::default(),
             raw: [0; RAW],
-            kind: Kind::Interpret,
+            kind: Lowering::Interpret,
             offset,
             live_in: 0,
             member: None,
@@ -191,22 +193,22 @@ impl Decoded {
 
     /// The jump's target is what comes next in the block.
     pub(crate) fn follow(&mut self) {
-        self.kind = Kind::Followed;
+        self.kind = Lowering::Followed;
         (self.reads, self.sets, self.takes_pointer) = (0, 0, false);
     }
 
     /// Behind it, interrupts wait for the next instruction.
     pub(crate) fn holds_events(&self) -> bool {
         match self.kind {
-            Kind::Sti => true,
-            Kind::ToSegment | Kind::PopSegment => self.i.op0_register() == Register::SS,
+            Lowering::Sti => true,
+            Lowering::ToSegment | Lowering::PopSegment => self.i.op0_register() == Register::SS,
             _ => false,
         }
     }
 
     /// The interpreter executes it after all.
     pub(crate) fn leave(&mut self) {
-        self.kind = Kind::Interpret;
+        self.kind = Lowering::Interpret;
         (self.reads, self.sets, self.takes_pointer) = (ALL as u16, 0, true);
         self.access = 0;
     }

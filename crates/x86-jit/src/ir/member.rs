@@ -26,15 +26,15 @@ pub(crate) struct Member {
     /// There are no others in the group.
     pub(crate) alone: bool,
     /// Where the group is, if that is known from what the block begins with.
-    pub(crate) walk: Option<Walk>,
-    /// Where the access is from the group's anchor (see [`Walk`]) plus what the operand has of the register that moves.
+    pub(crate) induction: Option<Induction>,
+    /// Where the access is from the group's anchor (see [`Induction`]) plus what the operand has of the register that moves.
     pub(crate) from_anchor: i32,
 }
 
 /// Where a group is, relative to registers, one of which the block may change by a constant: at its anchor, which stays, plus
 /// that register.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Walk {
+pub(crate) struct Induction {
     pub(crate) base: Base,
     /// The index's number, and log2 of its scale.
     pub(crate) index: Option<(u8, u8)>,

@@ -2,7 +2,7 @@
 
 use iced_x86::{Instruction, Mnemonic, Register};
 
-use super::kind::Kind;
+use super::lowering::Lowering;
 
 /// Nothing but RSP says where the operand is.
 pub(crate) fn is_on_stack(i: &Instruction) -> bool {
@@ -13,11 +13,15 @@ pub(crate) fn is_on_stack(i: &Instruction) -> bool {
 
 /// A page fault of its first access is what the instruction raises in any case. Masked moves, for
 /// one, need not make theirs.
-pub(crate) fn raises_its_fault(kind: Kind, i: &Instruction) -> bool {
+pub(crate) fn raises_its_fault(kind: Lowering, i: &Instruction) -> bool {
     use Mnemonic as M;
     match kind {
-        Kind::Copy | Kind::CopyAligned | Kind::Push | Kind::Pop | Kind::Leave => true,
-        Kind::CopyFp | Kind::CopyFpAligned => matches!(
+        Lowering::Copy
+        | Lowering::CopyAligned
+        | Lowering::Push
+        | Lowering::Pop
+        | Lowering::Leave => true,
+        Lowering::CopyFp | Lowering::CopyFpAligned => matches!(
             i.mnemonic(),
             M::Movaps
                 | M::Movups

@@ -5,7 +5,7 @@ pub(crate) mod cause;
 pub(crate) mod decoded;
 pub(crate) mod flags;
 pub(crate) mod hot;
-pub(crate) mod kind;
+pub(crate) mod lowering;
 pub(crate) mod member;
 pub(crate) mod memory;
 pub(crate) mod mode;

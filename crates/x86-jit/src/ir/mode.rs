@@ -81,8 +81,8 @@ impl Mode {
             (false, true) => 16,
         }
     }
-    /// It is 64-bit code, and no kernel's: other pages are compared by cells.
-    pub(crate) const fn has_cells(self) -> bool {
+    /// It is 64-bit code, and no kernel's: other pages are compared by page guards.
+    pub(crate) const fn has_page_guards(self) -> bool {
         self.is_long() && !self.has(Self::KERNEL)
     }
     /// It counts what is retired, and events of that stream.

@@ -1,6 +1,6 @@
 //! Which instructions a trace goes on behind, and what translating them keeps.
 
-use super::{decoded::Decoded, kind::Kind};
+use super::{decoded::Decoded, lowering::Lowering};
 
 /// A trace goes on behind it.
 pub(crate) fn is_passed(d: &Decoded) -> bool {
@@ -8,23 +8,27 @@ pub(crate) fn is_passed(d: &Decoded) -> bool {
 }
 
 /// What is translated by code that adds `Translator::beyond`, or leaves it to stubs.
-pub(crate) fn knows_pages(kind: Kind) -> bool {
-    keeps_cached(kind) || matches!(kind, Kind::Leave | Kind::Div | Kind::Idiv | Kind::BitString)
+pub(crate) fn knows_pages(kind: Lowering) -> bool {
+    keeps_cached(kind)
+        || matches!(
+            kind,
+            Lowering::Leave | Lowering::Div | Lowering::Idiv | Lowering::BitString
+        )
 }
 
 /// What is translated by code that knows of `Translator::cached`.
-pub(crate) fn keeps_cached(kind: Kind) -> bool {
+pub(crate) fn keeps_cached(kind: Lowering) -> bool {
     matches!(
         kind,
-        Kind::Nop
-            | Kind::Followed
-            | Kind::Copy
-            | Kind::CopyFp
-            | Kind::CopyAligned
-            | Kind::CopyFpAligned
-            | Kind::Lea
-            | Kind::Push
-            | Kind::Pop
-            | Kind::Jcc
+        Lowering::Nop
+            | Lowering::Followed
+            | Lowering::Copy
+            | Lowering::CopyFp
+            | Lowering::CopyAligned
+            | Lowering::CopyFpAligned
+            | Lowering::Lea
+            | Lowering::Push
+            | Lowering::Pop
+            | Lowering::Jcc
     )
 }

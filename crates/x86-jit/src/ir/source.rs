@@ -1,22 +1,22 @@
 //! The code that a block is made from: pages and their generations.
 
-use crate::{JitBus, frame::cell::Cell};
+use crate::{JitBus, frame::page_guard::PageGuard};
 
 /// Code that a block is made from.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Source {
     /// Host address of the page's code generation.
-    pub(crate) cell: u64,
+    pub(crate) page_guard: u64,
     /// Its value.
     pub(crate) generation: u32,
 }
 
 impl Source {
     pub(crate) fn of<B: JitBus>(bus: &mut B, id: u64) -> Option<Self> {
-        let cell = bus.mmu().code_generation_cell(id)?;
+        let page_guard = bus.mmu().code_generation_cell(id)?;
         Some(Self {
-            cell: cell.as_ptr() as u64,
-            generation: cell.load(core::sync::atomic::Ordering::Acquire),
+            page_guard: page_guard.as_ptr() as u64,
+            generation: page_guard.load(core::sync::atomic::Ordering::Acquire),
         })
     }
 }
@@ -30,7 +30,7 @@ pub(crate) struct TracePage {
     /// Its gva, if its blocks are executed nowhere else.
     pub(crate) bound: Option<i32>,
     /// Says that the live view has it there; none of the block's own page.
-    pub(crate) cell: Option<Cell>,
+    pub(crate) page_guard: Option<PageGuard>,
     /// Its identity.
     pub(crate) id: u64,
 }
@@ -42,7 +42,7 @@ impl TracePage {
             distance: 0,
             source,
             bound,
-            cell: None,
+            page_guard: None,
             id: id & !0xfff,
         }
     }

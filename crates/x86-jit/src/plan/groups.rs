@@ -12,11 +12,11 @@
 use iced_x86::{Instruction, OpKind, Register};
 
 use crate::{
-    frame::area::MAX_KEPT,
+    frame::words::MAX_KEPT,
     ir::branch::{is_loop, popped},
     ir::decoded::Decoded,
-    ir::kind::{Effect, Kind},
-    ir::member::{Align, Base, Member, Moves, Walk},
+    ir::lowering::{Effect, Lowering},
+    ir::member::{Align, Base, Induction, Member, Moves},
 };
 
 /// Bytes of a group at most: a larger one straddles two pages more often.
@@ -35,7 +35,7 @@ const UNKNOWN: Value = Value { id: NONE, plus: 0 };
 
 /// What has to be equal of two addresses but for a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Key {
+struct AddressKey {
     base: u32,
     index: u32,
     scale: u32,
@@ -44,7 +44,7 @@ struct Key {
 
 #[derive(Clone, Copy, Debug)]
 struct Group {
-    key: Key,
+    key: AddressKey,
     align: Align,
     min: i64,
     max: i64,
@@ -57,13 +57,13 @@ struct Group {
     kept: bool,
     /// Where it is kept.
     slot: Option<u8>,
-    /// [`Member::walk`].
-    walk: Option<Walk>,
+    /// [`Member::induction`].
+    induction: Option<Induction>,
 }
 
 /// Where an access is.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct AccessPlace {
     group: usize,
     offset: i64,
     /// What of it is in the register that the key has as base, and in the other one; `None` if that base is the operand's index.
@@ -82,7 +82,7 @@ pub(crate) struct Groups {
     later: u16,
     groups: Vec<Group>,
     /// Of each instruction's access.
-    places: Vec<Option<Place>>,
+    places: Vec<Option<AccessPlace>>,
     open: Vec<usize>,
     /// 64-bit code.
     long: bool,
@@ -115,10 +115,10 @@ impl Groups {
         }
     }
 
-    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `walks`: with [`Member::walk`] and [`Member::stays`].
-    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, walks: bool) {
+    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `hoists`: with [`Member::induction`] and [`Member::stays`].
+    pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, hoists: bool) {
         self.long = long;
-        let is_loop = walks && is_loop(insns);
+        let is_loop = hoists && is_loop(insns);
         let least = if is_loop { 1 } else { 2 };
         if insns.iter().filter(|d| d.access != 0).take(2).count() < least {
             return;
@@ -136,13 +136,13 @@ impl Groups {
                 self.open.clear();
             }
             let place = self.place(n, d);
-            if d.kind == Kind::CallIndirect {
+            if d.kind == Lowering::CallIndirect {
                 // What it reads comes first.
                 in_register = None;
             }
             self.places.push(place);
             match place {
-                Some(Place { group: g, .. }) => {
+                Some(AccessPlace { group: g, .. }) => {
                     let group = &mut self.groups[g];
                     group.kept |= group.first != n && in_register != Some(g);
                     in_register = Some(g);
@@ -153,14 +153,14 @@ impl Groups {
             self.track(d);
             self.later |= d.writes;
         }
-        if walks {
+        if hoists {
             for n in 0..self.groups.len() {
-                self.groups[n].walk = self.walk(&self.groups[n]);
+                self.groups[n].induction = self.induction_of(&self.groups[n]);
             }
         }
         // What changes mappings ends all groups.
         let may_stay = is_loop && !insns.iter().any(is_barrier);
-        let stays = |g: &Group| may_stay && g.walk.is_some_and(|w| w.stride == 0);
+        let stays = |g: &Group| may_stay && g.induction.is_some_and(|w| w.stride == 0);
         let mut slots = 0..MAX_KEPT as u8;
         for g in self.groups.iter_mut().filter(|g| g.kept) {
             g.slot = slots.next();
@@ -178,12 +178,12 @@ impl Groups {
             if group.members < 2 && !stays || group.kept && group.slot.is_none() {
                 continue;
             }
-            let from_anchor = group.walk.and_then(|w| match w.moves {
+            let from_anchor = group.induction.and_then(|w| match w.moves {
                 Moves::Nothing => Some(offset),
                 Moves::Base => Some(offset - place.moved?[0]),
                 Moves::Index => Some(offset - place.moved?[1]),
             });
-            // A group does not walk if one of its accesses is too far from the anchor.
+            // A group has no induction if one of its accesses is too far from the anchor.
             let from_anchor = from_anchor.and_then(|n| i32::try_from(n).ok());
             d.member = Some(Member {
                 group: g as u16,
@@ -197,14 +197,14 @@ impl Groups {
                 slot: group.slot,
                 stays,
                 alone: group.members < 2,
-                walk: from_anchor.and(group.walk),
+                induction: from_anchor.and(group.induction),
                 from_anchor: from_anchor.unwrap_or(0),
             });
         }
     }
 
     /// The group of an instruction's access.
-    fn place(&mut self, n: usize, d: &Decoded) -> Option<Place> {
+    fn place(&mut self, n: usize, d: &Decoded) -> Option<AccessPlace> {
         let size = i64::from(d.access);
         if size == 0 {
             return None;
@@ -235,7 +235,7 @@ impl Groups {
                 members: 0,
                 kept: false,
                 slot: None,
-                walk: None,
+                induction: None,
             });
             self.open.push(self.groups.len() - 1);
             self.groups.len() - 1
@@ -246,7 +246,7 @@ impl Groups {
         group.max = group.max.max(end);
         group.writes |= write;
         group.members += 1;
-        Some(Place {
+        Some(AccessPlace {
             group: g,
             offset,
             moved,
@@ -254,7 +254,7 @@ impl Groups {
     }
 
     /// Of a group, once all instructions have been looked at.
-    fn walk(&self, group: &Group) -> Option<Walk> {
+    fn induction_of(&self, group: &Group) -> Option<Induction> {
         let key = group.key;
         if key.segment != Register::None {
             return None;
@@ -279,7 +279,7 @@ impl Groups {
             (0, _) => Moves::Index,
             _ => return None,
         };
-        Some(Walk {
+        Some(Induction {
             base,
             index,
             from: i32::try_from(group.min).ok()?,
@@ -316,17 +316,17 @@ impl Groups {
         self.values[n] = v;
     }
 
-    /// What the address is made of, the rest of it, and [`Place::moved`].
-    fn address(&mut self, d: &Decoded) -> Option<(Key, i64, Option<[i64; 2]>)> {
+    /// What the address is made of, the rest of it, and [`AccessPlace::moved`].
+    fn address(&mut self, d: &Decoded) -> Option<(AddressKey, i64, Option<[i64; 2]>)> {
         let Some(base) = d.kind.stack_base() else {
             return self.operand(d);
         };
         let plus = match d.kind {
-            Kind::Push | Kind::Call | Kind::CallIndirect => -self.word(),
+            Lowering::Push | Lowering::Call | Lowering::CallIndirect => -self.word(),
             _ => 0,
         };
         let base = self.value(base);
-        let key = Key {
+        let key = AddressKey {
             base: base.id,
             index: NONE,
             scale: 0,
@@ -336,7 +336,7 @@ impl Groups {
         Some((key, offset, Some([base.plus, 0])))
     }
 
-    fn operand(&mut self, d: &Decoded) -> Option<(Key, i64, Option<[i64; 2]>)> {
+    fn operand(&mut self, d: &Decoded) -> Option<(AddressKey, i64, Option<[i64; 2]>)> {
         let i = &d.i;
         let (base, index) = (i.memory_base(), i.memory_index());
         let disp = self.displacement(i)?;
@@ -374,7 +374,7 @@ impl Groups {
         } else {
             (base.id, index.id)
         };
-        let key = Key {
+        let key = AddressKey {
             base: base_id,
             index: index_id,
             scale: if index_id == NONE { 0 } else { scale },
@@ -394,21 +394,21 @@ impl Groups {
             g.set(r, Value { id: v.id, plus });
         };
         match d.kind {
-            Kind::Nop | Kind::Jcc | Kind::Jmp | Kind::Followed => return,
-            Kind::Push => return add(self, Register::RSP, -self.word()),
-            Kind::Call | Kind::CallIndirect if d.onto.is_some() => {
+            Lowering::Nop | Lowering::Jcc | Lowering::Jmp | Lowering::Followed => return,
+            Lowering::Push => return add(self, Register::RSP, -self.word()),
+            Lowering::Call | Lowering::CallIndirect if d.onto.is_some() => {
                 return add(self, Register::RSP, -self.word());
             }
-            Kind::Ret if d.onto.is_some() => {
+            Lowering::Ret if d.onto.is_some() => {
                 return add(self, Register::RSP, self.word() + i64::from(popped(i)));
             }
-            Kind::JmpIndirect if d.onto.is_some() => return,
-            Kind::Pop => {
+            Lowering::JmpIndirect if d.onto.is_some() => return,
+            Lowering::Pop => {
                 add(self, Register::RSP, self.word());
                 self.known &= !(1 << (i.op0_register().number() & 15));
                 return;
             }
-            Kind::Leave => {
+            Lowering::Leave => {
                 let v = self.value(Register::RBP);
                 self.set(Register::RSP, v);
                 add(self, Register::RSP, self.word());
@@ -504,8 +504,8 @@ impl Groups {
 
 fn writes(d: &Decoded) -> bool {
     match d.kind {
-        Kind::Push | Kind::Call | Kind::CallIndirect => true,
-        Kind::Pop | Kind::Ret | Kind::Leave => false,
+        Lowering::Push | Lowering::Call | Lowering::CallIndirect => true,
+        Lowering::Pop | Lowering::Ret | Lowering::Leave => false,
         _ => d.memory == Some(true),
     }
 }
@@ -514,32 +514,32 @@ fn writes(d: &Decoded) -> bool {
 fn is_barrier(d: &Decoded) -> bool {
     !matches!(
         d.kind,
-        Kind::Nop
-            | Kind::Copy
-            | Kind::CopyFp
-            | Kind::CopyAligned
-            | Kind::CopyFpAligned
-            | Kind::Lea
-            | Kind::Push
-            | Kind::Pop
-            | Kind::Leave
-            | Kind::Div
-            | Kind::Idiv
-            | Kind::BitString
-            | Kind::FromSegment
-            | Kind::Rdtsc
-            | Kind::Jcc
-            | Kind::Jmp
-            | Kind::Followed
-            | Kind::Call
-            | Kind::Ret
+        Lowering::Nop
+            | Lowering::Copy
+            | Lowering::CopyFp
+            | Lowering::CopyAligned
+            | Lowering::CopyFpAligned
+            | Lowering::Lea
+            | Lowering::Push
+            | Lowering::Pop
+            | Lowering::Leave
+            | Lowering::Div
+            | Lowering::Idiv
+            | Lowering::BitString
+            | Lowering::FromSegment
+            | Lowering::Rdtsc
+            | Lowering::Jcc
+            | Lowering::Jmp
+            | Lowering::Followed
+            | Lowering::Call
+            | Lowering::Ret
     ) && d.onto.is_none()
 }
 
 /// What an access at an offset in its group has to be aligned to.
 fn align_of(d: &Decoded, offset: i64) -> Align {
     let to = match d.kind {
-        Kind::CopyFpAligned => d.access,
+        Lowering::CopyFpAligned => d.access,
         _ => 1,
     };
     Align {

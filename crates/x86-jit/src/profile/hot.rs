@@ -1,6 +1,6 @@
-//! What is executed much is translated again, with what pays only there: *lanes*.
+//! What is executed much is translated again, with what pays only there: *per-site entries*.
 //!
-//! A lane is an entry of the software TLB that belongs to one place in the code and is compared
+//! A per-site entry is an entry of the software TLB that belongs to one place in the code and is compared
 //! without computing an index, which takes half as long. Where the place's accesses go to ever
 //! other pages it costs far more, so that misses are counted, and what has too many of them goes
 //! without. What is executed much shows in where translated code is when it comes back to the run loop.
@@ -8,7 +8,7 @@
 use core::ops::Range;
 use std::collections::HashMap;
 
-use mmu::{hash::ByIdentity, l1::LANES};
+use mmu::{hash::ByIdentity, l1::SITE_ENTRIES};
 
 use crate::{
     ir::hot::Hot,
@@ -18,16 +18,16 @@ use crate::{
 
 /// Looks that have to find a block for it to be translated again, of so many.
 const HOT: u8 = 9;
-const LOOKS: u32 = 1024;
+const SAMPLES: u32 = 1024;
 /// Looks that find it afterwards until it is known by which turns its loops are left.
 const LEARNS: u64 = 3;
 /// What a look counts for that finds the same block as the last one: a loop that is all that is executed.
 const SAME: u8 = 4;
-/// Ticks within which a trace is not mended more often than so many times.
-pub(crate) const MENDED: (u64, u32) = (1 << 18, 16);
+/// Ticks within which a trace is not revalidated more often than so many times.
+pub(crate) const REVALIDATED: (u64, u32) = (1 << 18, 16);
 /// Instructions between two looks, about: they come every 100 us.
 const INTERVAL: u64 = 100_000;
-/// A lane misses less often than once in so many executions, or costs more than it saves.
+/// A per-site entry misses less often than once in so many executions, or costs more than it saves.
 const WORTH: u64 = 48;
 /// Instructions of a block that are executed, at most, for that: long blocks are often left early.
 pub(crate) const EXECUTED: usize = 48;
@@ -40,9 +40,9 @@ pub(crate) struct Profile {
     /// Instructions.
     pub(crate) len: u64,
     /// Looks that have found it since it was translated.
-    pub(crate) looks: u64,
+    pub(crate) samples: u64,
     pub(crate) hot: Hot,
-    /// Misses of each of its lanes.
+    /// Misses of each of its per-site entries.
     pub(crate) missed: Vec<u64>,
     /// Its branches within the page, of code of this generation.
     pub(crate) links: Range<usize>,
@@ -56,11 +56,11 @@ pub(crate) struct Profile {
     /// Where the translations before are entered.
     pub(crate) before: Vec<usize>,
     /// The way that was executed from it on in all looks since it is known to be executed much, if it goes through calls.
-    pub(crate) way: Vec<i32>,
+    pub(crate) path: Vec<i32>,
     /// Pages that it has code of, if they are several: it is a trace.
     pub(crate) pages: Vec<TracePage>,
-    /// When it was last mended, by the TSC, and how often in quick succession.
-    pub(crate) mended: (u64, u32),
+    /// When it was last revalidated, by the TSC, and how often in quick succession.
+    pub(crate) revalidated: (u64, u32),
 }
 
 /// What a look has found.
@@ -83,10 +83,10 @@ pub(crate) struct Profiles {
     /// Looks until they begin anew.
     left: u32,
     pub(crate) hot: HashMap<BlockKey, Profile, ByIdentity>,
-    /// Whose each lane is.
-    pub(crate) owners: Box<[Option<BlockKey>; LANES]>,
+    /// Whose each per-site entry is.
+    pub(crate) owners: Box<[Option<BlockKey>; SITE_ENTRIES]>,
     /// Every other block is as if it were executed much: for tests.
-    pub(crate) is_mixed: bool,
+    pub(crate) mixes_tiers: bool,
 }
 
 impl Profiles {
@@ -94,10 +94,10 @@ impl Profiles {
         Self {
             counts: Box::new([0; COUNTS]),
             last: None,
-            left: LOOKS,
+            left: SAMPLES,
             hot: HashMap::default(),
-            owners: Box::new([None; LANES]),
-            is_mixed: false,
+            owners: Box::new([None; SITE_ENTRIES]),
+            mixes_tiers: false,
         }
     }
 
@@ -120,7 +120,7 @@ impl Profiles {
         if let Some(p) = self.hot.get(&key) {
             if p.is_due {
                 let hot = (!p.is_watched).then(|| Hot {
-                    lanes: Vec::new(),
+                    site_entries: Vec::new(),
                     ..p.hot.clone()
                 });
                 return Some((hot, Some(p.is_linked)));
@@ -129,21 +129,21 @@ impl Profiles {
             self.hot.remove(&key);
             self.counts[place(key)] = 0;
         }
-        (self.is_mixed && key.at & 1 != 0).then(|| (Some(Hot::default()), None))
+        (self.mixes_tiers && key.at & 1 != 0).then(|| (Some(Hot::default()), None))
     }
 
     /// A look has found the block.
     pub(crate) fn note(&mut self, key: BlockKey) -> Found {
         self.left -= 1;
         if self.left == 0 {
-            self.left = LOOKS;
+            self.left = SAMPLES;
             self.counts.iter_mut().for_each(|c| *c /= 2);
         }
         let is_same = self.last.replace(key) == Some(key);
         let mut known = self.hot.get_mut(&key);
         if let Some(p) = known.as_mut().filter(|p| !p.is_watched) {
-            p.looks += 1;
-            return match p.looks {
+            p.samples += 1;
+            return match p.samples {
                 ..LEARNS => Found::New,
                 LEARNS => Found::Settled,
                 _ => Found::Nothing,
@@ -162,34 +162,38 @@ impl Profiles {
     }
 
     /// What is known of the block's way is for its next translation; true if there is anything.
-    pub(crate) fn take_way(&mut self, key: BlockKey) -> bool {
-        let Some(p) = self.hot.get_mut(&key).filter(|p| !p.way.is_empty()) else {
+    pub(crate) fn take_path(&mut self, key: BlockKey) -> bool {
+        let Some(p) = self.hot.get_mut(&key).filter(|p| !p.path.is_empty()) else {
             return false;
         };
-        p.hot.path = core::mem::take(&mut p.way);
+        p.hot.path = core::mem::take(&mut p.path);
         // Other instructions have these numbers.
         p.hot.without = 0;
         true
     }
 
     /// The block cannot be translated along its way.
-    pub(crate) fn forget_way(&mut self, key: BlockKey) {
+    pub(crate) fn forget_path(&mut self, key: BlockKey) {
         if let Some(p) = self.hot.get_mut(&key) {
             p.hot.path.clear();
         }
     }
 
-    /// A lane has missed so often; the block, if it is to be translated again.
-    pub(crate) fn judge(&mut self, lane: usize, missed: u64) -> Option<BlockKey> {
-        let key = self.owners[lane]?;
+    /// A per-site entry has missed so often; the block, if it is to be translated again.
+    pub(crate) fn judge(&mut self, site_entry: usize, missed: u64) -> Option<BlockKey> {
+        let key = self.owners[site_entry]?;
         let p = self.hot.get_mut(&key)?;
-        let at = p.hot.lanes.iter().position(|l| usize::from(l.0) == lane)?;
+        let at = p
+            .hot
+            .site_entries
+            .iter()
+            .position(|l| usize::from(l.0) == site_entry)?;
         p.missed[at] += missed;
-        let executed = (p.looks + 1) * INTERVAL / p.len;
+        let executed = (p.samples + 1) * INTERVAL / p.len;
         if p.missed[at] * WORTH <= executed {
             return None;
         }
-        p.hot.without |= 1 << p.hot.lanes[at].1;
+        p.hot.without |= 1 << p.hot.site_entries[at].1;
         Some(key)
     }
 }

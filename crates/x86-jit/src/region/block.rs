@@ -8,7 +8,7 @@ use crate::{
     ir::branch::{set_target, target},
     ir::decoded::{Decoded, RAW, find_live},
     ir::hot::Turns,
-    ir::kind::{Forms, Kind, kind_of},
+    ir::lowering::{Forms, Lowering, kind_of},
     ir::mode::Mode,
     ir::narrow,
     ir::segment::has_pages,
@@ -120,14 +120,14 @@ pub(crate) fn decode<B: GuestBus>(
                 d.set(&i, raw, kind, form, long);
             }
             let target = match kind {
-                Kind::Jcc | Kind::Jmp => target(&i) as u64,
+                Lowering::Jcc | Lowering::Jmp => target(&i) as u64,
                 _ => u64::MAX,
             };
             if target == u64::from(first) && !mode.has(Mode::SPLIT) && !straddles {
                 unroll(out, next);
                 break 'fetch;
             }
-            if kind == Kind::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
+            if kind == Lowering::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
                 followed += 1;
                 if let Some(d) = out.last_mut() {
                     d.follow();
@@ -141,7 +141,7 @@ pub(crate) fn decode<B: GuestBus>(
             }
             // A loop within the block: what its first turns access is often where the instructions before it did.
             if let Some(turns) = turns
-                && kind == Kind::Jcc
+                && kind == Lowering::Jcc
                 && let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target)
             {
                 let len = out.len() - body;
@@ -157,7 +157,7 @@ pub(crate) fn decode<B: GuestBus>(
                 }
             }
             offset = next;
-            if matches!(kind, Kind::Jcc | Kind::Counted) {
+            if matches!(kind, Lowering::Jcc | Lowering::Counted) {
                 branches_left -= 1;
                 if branches_left == 0 {
                     break 'fetch;
@@ -205,7 +205,7 @@ fn repeat(out: &mut Vec<Decoded>, from: usize, next: u32, turns: usize, notes: b
     for turn in 1..turns {
         let mut leave = d;
         leave.turn = if notes { turn as u8 } else { 0 };
-        if d.kind == Kind::Jcc {
+        if d.kind == Lowering::Jcc {
             leave.turns_round();
             set_target(&mut leave.i, next);
         } else {

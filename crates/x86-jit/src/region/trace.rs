@@ -4,7 +4,7 @@
 //! gets what its processor predicts returns by, flags are kept. When a block is found to be executed much, the
 //! interpreter executes what comes next and notes the way. If that goes through calls, the block is translated
 //! along it: a call writes its return address and is gone on behind, a return compares what it reads with
-//! that. All pages are compared where the trace begins, by their [`crate::frame::cell::Cell`]s and the generations of
+//! that. All pages are compared where the trace begins, by their [`crate::frame::page_guard::PageGuard`]s and the generations of
 //! their code, as branches to them would be. An indirect branch that does not lead where it is expected to
 //! is made as it is elsewhere.
 
@@ -14,9 +14,9 @@ use x86_interp::gating;
 
 use crate::{
     ir::branch::{pushes_only, set_target, target},
-    ir::decoded::{Decoded, Place, RAW, find_live},
+    ir::decoded::{Decoded, RAW, TracePlace, find_live},
     ir::flags::ALL,
-    ir::kind::{Forms, Kind, kind_of},
+    ir::lowering::{Forms, Lowering, kind_of},
     ir::mode::Mode,
     ir::passed::is_passed,
     ir::source::TracePage,
@@ -38,8 +38,8 @@ const MIN_CALLED: usize = 24;
 struct Frame {
     /// Its instruction's number.
     number: usize,
-    callee: Place,
-    back: Place,
+    callee: TracePlace,
+    back: TracePlace,
 }
 
 /// Where the way goes on from one instruction to the next.
@@ -66,7 +66,7 @@ pub(crate) struct Tracer<'a, B, F> {
     pub(crate) pages: &'a mut Vec<TracePage>,
     pub(crate) find_page: F,
     /// The page where it begins.
-    pub(crate) home: u64,
+    pub(crate) first_page: u64,
     pub(crate) mode: Mode,
 }
 
@@ -95,7 +95,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
             let Some(next) = next else { break };
             let step = Step { at, next };
             match d.kind {
-                Kind::Jcc => {
+                Lowering::Jcc => {
                     let Some(t) = self.follow_branch(&d, &step) else {
                         break;
                     };
@@ -111,7 +111,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
                         }
                     }
                 }
-                Kind::Jmp if (0..0x1000).contains(&target(&d.i)) => {
+                Lowering::Jmp if (0..0x1000).contains(&target(&d.i)) => {
                     if i64::from(next) != i64::from(d.distance) + target(&d.i) {
                         break;
                     }
@@ -119,7 +119,11 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
                         d.follow();
                     }
                 }
-                Kind::Jmp | Kind::JmpIndirect | Kind::Call | Kind::CallIndirect | Kind::Ret => {
+                Lowering::Jmp
+                | Lowering::JmpIndirect
+                | Lowering::Call
+                | Lowering::CallIndirect
+                | Lowering::Ret => {
                     let onto = self.expect(&d, &step, &mut frames);
                     let Some(onto) = onto else { break };
                     page = onto.page;
@@ -129,7 +133,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
                             d.access = 8;
                         }
                         // What else it may lead to may read them.
-                        let is_certain = matches!(d.kind, Kind::Call | Kind::Jmp);
+                        let is_certain = matches!(d.kind, Lowering::Call | Lowering::Jmp);
                         (d.reads, d.sets) = (if is_certain { 0 } else { ALL as u16 }, 0);
                     }
                 }
@@ -152,7 +156,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         let offset = at as u32 & 0xfff;
         let mut bytes = [0; FETCHED + RAW];
         let room = (0x1000 - offset as usize).min(block::MAX_LEN);
-        let gva = self.home.wrapping_add_signed(at.into());
+        let gva = self.first_page.wrapping_add_signed(at.into());
         let have = self
             .bus
             .code_bytes(self.cpu, gva, &mut bytes[..room])
@@ -203,9 +207,9 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
     }
 
     /// Where the branch leads, if the trace can go on behind it.
-    fn expect(&mut self, d: &Decoded, step: &Step, frames: &mut Vec<Frame>) -> Option<Place> {
+    fn expect(&mut self, d: &Decoded, step: &Step, frames: &mut Vec<Frame>) -> Option<TracePlace> {
         let offset = step.next as u16 & 0xfff;
-        if d.kind == Kind::Ret {
+        if d.kind == Lowering::Ret {
             let frame = frames.last()?.back;
             let distance = self.page(frame.page)?.distance;
             if step.next != distance + i32::from(frame.offset) {
@@ -214,17 +218,17 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
             frames.pop();
             return Some(frame);
         }
-        let is_direct = matches!(d.kind, Kind::Call | Kind::Jmp);
+        let is_direct = matches!(d.kind, Lowering::Call | Lowering::Jmp);
         if is_direct && i64::from(step.next) != i64::from(d.distance) + target(&d.i) {
             return None;
         }
-        let is_call = matches!(d.kind, Kind::Call | Kind::CallIndirect);
+        let is_call = matches!(d.kind, Lowering::Call | Lowering::CallIndirect);
         if is_call && d.end() >= 0x1000 {
             return None;
         }
         let page = self.page_at(step.next & !0xfff)?;
         // How deep a function calls itself, and which way it goes then, changes all the time.
-        let to = Place { page, offset };
+        let to = TracePlace { page, offset };
         let first = self.decoded.first();
         let is_first = first.is_some_and(|d| (d.page, d.offset) == (page, offset.into()));
         if is_call {
@@ -248,7 +252,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         if self.pages.len() >= MAX_PAGES {
             return None;
         }
-        let gva = self.home.wrapping_add_signed(distance.into());
+        let gva = self.first_page.wrapping_add_signed(distance.into());
         let page = (self.find_page)(self.cpu, self.bus, gva)?;
         self.pages.push(TracePage { distance, ..page });
         Some(self.pages.len() as u8 - 1)
@@ -257,7 +261,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
     /// The last instruction is one that a block ends with; true if the trace is one.
     fn end_trace(&mut self, taken: &[Option<u32>]) -> bool {
         if let (Some(d), Some(taken)) = (self.decoded.last_mut(), taken.last()) {
-            if d.onto.take().is_some() && d.kind == Kind::CallIndirect {
+            if d.onto.take().is_some() && d.kind == Lowering::CallIndirect {
                 d.access = 0;
             }
             if let Some(to) = taken {

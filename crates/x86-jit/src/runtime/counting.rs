@@ -7,17 +7,17 @@ use x86_interp::events_of;
 use crate::{
     Jit, JitBus,
     codegen::countdown::exact,
-    frame::area::{self, index},
+    frame::{self, words::index},
 };
 
-/// Bit of the level in [`area::COUNTED_AS`].
+/// Bit of the level in [`frame::words::COUNTED_AS`].
 const LEVEL: u64 = 1 << 8;
 
 /// Translated code has called Rust, or has been left: what it has counted is added to the counts.
 #[inline]
 pub(crate) fn settle(cpu: &mut CpuState) {
     if let Some(counted) = exact::take_counted(&mut cpu.engine.words) {
-        let as_what = cpu.engine.words[index(area::COUNTED_AS)];
+        let as_what = cpu.engine.words[index(frame::words::COUNTED_AS)];
         cpu.retired.add_counted(
             usize::from(as_what & LEVEL != 0),
             counted.instructions,
@@ -37,12 +37,12 @@ impl<B: JitBus> Jit<B> {
             return code;
         }
         let words = &mut cpu.engine.words;
-        words[index(area::COUNTED_ENTRY)] = code;
+        words[index(frame::words::COUNTED_ENTRY)] = code;
         let place = match stream {
             Some(stream) => {
                 exact::begin(words, left.min(cpu.retired.left));
                 let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-                words[index(area::COUNTED_AS)] = stream as u64 | level;
+                words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
                 self.counting.go_on_counting
             }
             None => self.counting.go_on_plainly,

@@ -18,12 +18,12 @@ impl<B: JitBus> Jit<B> {
         self.random
     }
 
-    /// Now and then, where [`Self::set_mixed`] asks for it.
+    /// Now and then, where [`Self::mix_tiers`] asks for it.
     pub(crate) fn is_time_to_follow(&mut self, cpu: &CpuState) -> bool {
         is_translatable(cpu) && self.next_random().is_multiple_of(FOLLOWED)
     }
 
-    /// What [`Self::set_mixed`] and [`Self::set_random_flushes`] are for.
+    /// What [`Self::mix_tiers`] and [`Self::set_random_flushes`] are for.
     pub(crate) fn disturb(&mut self, cpu: &mut CpuState, bus: &mut B) {
         self.next_random();
         if self.flush_every != 0 && self.random.is_multiple_of(self.flush_every) {

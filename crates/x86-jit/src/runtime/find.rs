@@ -5,16 +5,16 @@ use x86_interp::Interp;
 
 use crate::{
     Jit, JitBus,
-    code::cache::Block,
+    code::cache::TranslatedBlock,
     codegen::Condition,
-    frame::area::{self, index},
     frame::targets::salt_of,
+    frame::{self, words::index},
     ir::mode::Mode,
     ir::segment::{code_at, has_pages, page_of},
     ir::source::Source,
     runtime::flat::set_bounds,
     runtime::lockstep::set_tables,
-    runtime::refill::forget_views,
+    runtime::requests::forget_views,
     runtime::state::{mode_of, target_key},
     runtime::translation::next_page,
 };
@@ -42,7 +42,8 @@ impl<B: JitBus> Jit<B> {
     /// Tables and keys of the bus's live view.
     pub(crate) fn set_view(&mut self, cpu: &mut CpuState, bus: &mut B) {
         // What the view has of before is cleared.
-        bus.mmu().live_cells(self.cache.cells_generation);
+        bus.mmu()
+            .live_page_guards(self.cache.page_guards_generation);
         set_tables(cpu, bus);
         if self.mode.has(Mode::SEGMENTED) {
             set_bounds(cpu);
@@ -50,17 +51,17 @@ impl<B: JitBus> Jit<B> {
         let key = self.target_key_of(cpu, bus);
         let number = self.cache.number(key).unwrap_or_else(|| {
             self.switches.clear();
-            for site in &self.translator.fars {
-                if let Condition::Key { number, .. } = site.condition {
+            for site in &self.translator.cross_page_sites {
+                if let Condition::BlockNumber { number, .. } = site.condition {
                     self.buffer.write(number, &[0; 4]);
                 }
             }
             self.cache.number(key).unwrap_or(0)
         });
         let words = &mut cpu.engine.words;
-        words[index(area::KEY)] = key;
-        words[index(area::SALT)] = salt_of(key);
-        words[index(area::NUMBER)] = number.into();
+        words[index(frame::words::KEY)] = key;
+        words[index(frame::words::SALT)] = salt_of(key);
+        words[index(frame::words::NUMBER)] = number.into();
     }
 
     /// The mode bits of blocks for this state.
@@ -77,12 +78,12 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
     ) -> Option<u64> {
         let rip = cpu.rip();
-        if self.profiles.is_mixed {
+        if self.profiles.mixes_tiers {
             self.disturb(cpu, bus);
         }
         self.select(cpu, bus);
         let page = page_of(cpu);
-        cpu.engine.words[index(area::PAGE)] = page;
+        cpu.engine.words[index(frame::words::PAGE)] = page;
         let (_, salt) = target_key(cpu);
         if core::mem::take(&mut self.splits) {
             return self.find_split(interp, cpu, bus);
@@ -112,8 +113,8 @@ impl<B: JitBus> Jit<B> {
         self.cache.set_target((rip, page), key, salt, code);
         if let Some((at, generation)) = self.key_at(cpu, bus) {
             self.cache.blocks.note_target(at);
-            if let Some(cell) = self.cache.cell(at) {
-                self.cache.set_cell(bus, cell, rip);
+            if let Some(page_guard) = self.cache.page_guard(at) {
+                self.cache.set_page_guard(bus, page_guard, rip);
             }
             if self.cache.is_new(page, key) {
                 let what = (at.of_page(), generation);
@@ -146,7 +147,7 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
         is_split: bool,
-    ) -> Option<Block> {
+    ) -> Option<TranslatedBlock> {
         if self.mode.has(Mode::SEGMENTED) && !has_pages(cpu, 0) {
             return None;
         }

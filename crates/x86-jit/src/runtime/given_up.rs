@@ -6,7 +6,7 @@ use x86_interp::{Insn, Interp, Transfer};
 
 use crate::{
     JitBus,
-    frame::area::{self, index},
+    frame::{self, words::index},
     ir::mode::Mode,
     ir::segment::{code_at, has_pages},
 };
@@ -53,7 +53,7 @@ impl<B: JitBus> GivenUp<B> {
         let entry = self.0.get(place(cpu.rip()))?;
         let now = (
             cpu.rip(),
-            cpu.engine.words[index(area::KEY)],
+            cpu.engine.words[index(frame::words::KEY)],
             bus.code_changes(),
         );
         let is_same = (entry.rip, entry.key, entry.changes) == now;
@@ -72,7 +72,7 @@ impl<B: JitBus> GivenUp<B> {
             // CS's limit is to be looked at.
             return None;
         }
-        let (rip, key) = (cpu.rip(), cpu.engine.words[index(area::KEY)]);
+        let (rip, key) = (cpu.rip(), cpu.engine.words[index(frame::words::KEY)]);
         let changes = bus.code_changes();
         if self.0.is_empty() {
             self.0.resize_with(ENTRIES, || Entry {

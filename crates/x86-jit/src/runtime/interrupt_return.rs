@@ -12,7 +12,7 @@ use x86_defs::{
 
 use crate::{
     JitBus,
-    frame::area::{self, index},
+    frame::{self, words::index},
     runtime::Jit,
     runtime::system_call::{self, CODE64, DATA},
 };
@@ -47,20 +47,20 @@ fn flat<B: JitBus>(cpu: &CpuState, bus: &mut B, selector: u16, attr: u32) -> Opt
     })
 }
 
-/// IRETQ with the frame at `rsp`; returns the target, or 0. [`area::SPILL`] tells whether the host's stack
+/// IRETQ with the frame at `rsp`; returns the target, or 0. [`frame::words::SPILL`] tells whether the host's stack
 /// has to be dropped.
 pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u64) -> u64 {
     let Some(target) = attempt(jit, cpu, bus, rsp) else {
         return 0;
     };
-    let before = cpu.engine.words[index(area::KEY)];
+    let before = cpu.engine.words[index(frame::words::KEY)];
     jit.update_mode(cpu, bus);
     // IRET serialises: what is returned to has to be what the code is now.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.changes, changes) != changes;
     let words = &mut cpu.engine.words;
-    let drops = changed || words[index(area::KEY)] != before;
-    words[index(area::SPILL)] = drops.into();
+    let drops = changed || words[index(frame::words::KEY)] != before;
+    words[index(frame::words::SPILL)] = drops.into();
     target
 }
 
@@ -81,7 +81,8 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
         && !(flags & rflags::IF != 0 && system_call::interrupt_waits(cpu, bus));
     // RF ends with the next instruction, which only breakpoints and lock-step look at.
     let passes_breakpoint = flags & rflags::RF != 0
-        && (cpu.effective_dr7() & dr::DR7_ENABLES != 0 || cpu.engine.words[index(area::LOG)] != 0);
+        && (cpu.effective_dr7() & dr::DR7_ENABLES != 0
+            || cpu.engine.words[index(frame::words::LOG)] != 0);
     if !is_plain || passes_breakpoint {
         return None;
     }

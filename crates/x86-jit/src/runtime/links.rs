@@ -1,17 +1,17 @@
 //! Branches that lead to blocks by themselves: made, and made to forget.
 
-use crate::{Jit, JitBus, code::cache::Block};
+use crate::{Jit, JitBus, code::cache::TranslatedBlock};
 
 impl<B: JitBus> Jit<B> {
     /// Has the direct branch `number` lead to the outer entry at `to` when its condition is met.
-    pub(crate) fn lead_far(&mut self, number: usize, to: usize) {
-        let Some(site) = self.translator.fars.get_mut(number) else {
+    pub(crate) fn link_cross_page(&mut self, number: usize, to: usize) {
+        let Some(site) = self.translator.cross_page_sites.get_mut(number) else {
             return;
         };
         let from = core::mem::replace(&mut site.to, to);
         let rel = (to as i64 - (site.jump as i64 + 4)) as i32;
         self.buffer.write(site.jump, &rel.to_le_bytes());
-        self.stats.far_links += 1;
+        self.stats.cross_page_links += 1;
         let all = &mut self.cache.remembered;
         if from != to {
             if let Some(sites) = all.get_mut(&from) {
@@ -25,7 +25,7 @@ impl<B: JitBus> Jit<B> {
     /// find out each time.
     pub(crate) fn forget(&mut self, code: usize) {
         for n in self.cache.remembered.remove(&code).unwrap_or_default() {
-            if let Some(site) = self.translator.fars.get_mut(n as usize) {
+            if let Some(site) = self.translator.cross_page_sites.get_mut(n as usize) {
                 site.to = 0;
                 let (at, never) = site.condition.never();
                 self.buffer.write(at, &never.to_le_bytes());
@@ -34,7 +34,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Has link site `number` lead to a block, if that has not taken its place.
-    pub(crate) fn link(&mut self, number: usize, to: Block) {
+    pub(crate) fn link(&mut self, number: usize, to: TranslatedBlock) {
         let Some(site) = self.translator.links.get(number) else {
             return;
         };

@@ -2,15 +2,15 @@
 
 mod counting;
 mod disturb;
+mod exits;
 mod find;
 mod flat;
 mod given_up;
 mod interrupt_return;
-mod leave;
 mod links;
 pub(crate) mod lockstep;
 mod record;
-mod refill;
+mod requests;
 mod run;
 mod sampling;
 mod state;
@@ -28,22 +28,22 @@ use crate::{
     JitBus,
     asm::{Asm, Isa},
     code::cache::Cache,
+    code::layout::CodeLayout,
     code::perf::{self, Perf},
-    code::room::Room,
     codegen::Translator,
-    codegen::thunks::{self, Thunks},
+    codegen::trampolines::{self, Trampolines},
     frame::exit::Left,
     frame::switches::Switches,
     ir::cause::Cause,
     ir::decoded::Decoded,
-    ir::kind::Forms,
+    ir::lowering::Forms,
     ir::mode::Mode,
     plan::groups::Groups,
     profile::hot::Profiles,
+    runtime::exits::handle,
     runtime::given_up::GivenUp,
-    runtime::leave::handle,
     runtime::lockstep::{Lockstep, LockstepStats},
-    runtime::refill::refill,
+    runtime::requests::serve,
     runtime::stats::Stats,
 };
 
@@ -52,7 +52,7 @@ const CACHE_SIZE: usize = 128 << 20;
 
 /// An instruction at which a block leaves for the interpreter.
 #[derive(Debug)]
-pub(crate) struct Site<B> {
+pub(crate) struct FallbackSite<B> {
     pub(crate) insn: Insn<B>,
     /// The same, if it is one.
     pub(crate) transfer: Option<Transfer>,
@@ -74,25 +74,25 @@ pub(crate) struct Context<B: JitBus> {
 #[derive(Debug)]
 pub struct Jit<B: JitBus> {
     pub(crate) buffer: CodeBuffer,
-    pub(crate) room: Room,
+    pub(crate) layout: CodeLayout,
     /// The link site that leads to what is translated next.
     pub(crate) wanted_by: Option<usize>,
-    pub(crate) thunks: Thunks,
+    pub(crate) trampolines: Trampolines,
     /// Those of code that counts what is retired.
-    pub(crate) counting: Thunks,
+    pub(crate) counting: Trampolines,
     pub(crate) cache: Cache,
     pub(crate) forms: Forms,
     pub(crate) decoded: Vec<Decoded>,
     pub(crate) groups: Groups,
     /// Instructions at which blocks leave for the interpreter.
-    pub(crate) interpreted: Vec<Site<B>>,
+    pub(crate) interpreted: Vec<FallbackSite<B>>,
     /// Instructions that translated code gives up again and again.
     pub(crate) given_up: GivenUp<B>,
     /// [`Interp::resets`] that they belong to.
     pub(crate) resets: u64,
     pub(crate) translator: Translator,
     pub(crate) profiles: Profiles,
-    /// The MMU's slots that generation cells belong to.
+    /// The MMU's slots that generation page guards belong to.
     pub(crate) slots: u64,
     /// [`JitBus::tsc_offset`] has one.
     pub(crate) plain_tsc: bool,
@@ -112,7 +112,7 @@ pub struct Jit<B: JitBus> {
     /// Mode bits of the last [`Self::select`].
     pub(crate) mode: Mode,
     pub(crate) code_segments: flat::CodeSegments,
-    /// [`mmu::Mmu::views_made`] that `area::VIEWS` belong to.
+    /// [`mmu::Mmu::views_made`] that `frame::words::VIEWS` belong to.
     pub(crate) views_made: u64,
     /// Loads of CR3 that generated code does by itself.
     pub(crate) switches: Switches,
@@ -139,24 +139,24 @@ impl<B: JitBus> Jit<B> {
     /// As [`Self::new`] with room for so many bytes of code: for tests, which
     /// need a cache that is full soon.
     pub fn with_capacity(bytes: usize) -> Option<Self> {
-        let mut buffer = CodeBuffer::new(bytes.max(Room::LEAST)).ok()?;
+        let mut buffer = CodeBuffer::new(bytes.max(CodeLayout::LEAST)).ok()?;
         let host = HostFeatures::detected();
         let isa = Isa::of_host(&host);
         let mut a = Asm::new(isa);
-        let (refill, handle) = (
-            refill::<B> as *const () as u64,
+        let (serve, handle) = (
+            serve::<B> as *const () as u64,
             handle::<B> as *const () as u64,
         );
-        let thunks = thunks::emit(&mut a, refill, handle, None);
-        let counting = thunks::emit(&mut a, refill, handle, Some(&thunks));
-        let thunks_end = a.here().next_multiple_of(64);
+        let trampolines = trampolines::emit(&mut a, serve, handle, None);
+        let counting = trampolines::emit(&mut a, serve, handle, Some(&trampolines));
+        let trampolines_end = a.here().next_multiple_of(64);
         buffer.write(0, a.parts()?.0);
         let code = buffer.rx() as u64;
         Some(Self {
             wanted_by: None,
-            room: Room::new(thunks_end..buffer.len()),
+            layout: CodeLayout::new(trampolines_end..buffer.len()),
             buffer,
-            thunks,
+            trampolines,
             counting,
             cache: Cache::new(),
             forms: Forms::new(host),
@@ -165,7 +165,7 @@ impl<B: JitBus> Jit<B> {
             interpreted: Vec::new(),
             given_up: GivenUp::default(),
             resets: 0,
-            translator: Translator::new(isa, [thunks, counting], code),
+            translator: Translator::new(isa, [trampolines, counting], code),
             profiles: Profiles::new(),
             slots: u64::MAX,
             plain_tsc: false,
@@ -193,19 +193,19 @@ impl<B: JitBus> Jit<B> {
     /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
     pub fn set_lockstep(&mut self, planted: bool) {
         self.lockstep = Some(Lockstep::new(planted));
-        self.set_mixed();
+        self.mix_tiers();
     }
 
     /// Translates every other block at once as if it were executed much, and now and then some of them again: for tests.
-    pub fn set_mixed(&mut self) {
-        self.profiles.is_mixed = true;
+    pub fn mix_tiers(&mut self) {
+        self.profiles.mixes_tiers = true;
         self.flush_all();
     }
 
     /// Drops all code at random, about once in `every` times that a block is looked for: whatever
-    /// depends on code that stays shows. 0: never. As for [`Self::set_mixed`].
+    /// depends on code that stays shows. 0: never. As for [`Self::mix_tiers`].
     pub fn set_random_flushes(&mut self, every: u64) {
-        self.profiles.is_mixed = every != 0;
+        self.profiles.mixes_tiers = every != 0;
         self.flush_every = every;
     }
 
@@ -226,7 +226,7 @@ impl<B: JitBus> Jit<B> {
             .collect()
     }
 
-    /// For a [`host::Keeper`].
+    /// For a [`host::ServiceThread`].
     pub fn code_views(&self) -> &std::sync::Arc<CodeViews> {
         self.buffer.views()
     }
@@ -244,7 +244,7 @@ impl<B: JitBus> Jit<B> {
     pub fn flush_all(&mut self) {
         self.cache.clear();
         self.translator.links.clear();
-        self.translator.fars.clear();
+        self.translator.cross_page_sites.clear();
         self.interpreted.clear();
         self.given_up = GivenUp::default();
         self.profiles.clear();
@@ -253,7 +253,7 @@ impl<B: JitBus> Jit<B> {
         if let Some(l) = &mut self.lockstep {
             l.flush();
         }
-        self.room.clear();
+        self.layout.clear();
         self.stats.flushes += 1;
     }
 

@@ -23,14 +23,14 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
     ) -> (Vec<i32>, RunStop) {
-        let home = cpu.rip() & !0xfff;
+        let first_page = cpu.rip() & !0xfff;
         let mode = self.mode_now(cpu);
         let mut path = Vec::with_capacity(MAX_TRACE + 1);
         let stack = cpu.gpr[reg::RSP];
         let (mut depth, mut calls) = (0, false);
         let mut stop = RunStop::Poll;
         for _ in 0..=MAX_TRACE {
-            let at = cpu.rip().wrapping_sub(home) as i64;
+            let at = cpu.rip().wrapping_sub(first_page) as i64;
             let Some(at) = i32::try_from(at).ok().filter(|_| at.abs() < MAX_DISTANCE) else {
                 break;
             };
@@ -64,7 +64,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Decodes the block at `gva` along its way, if it has one that can be gone; false: it is to be decoded as others are.
-    pub(crate) fn follow_way(
+    pub(crate) fn follow_path(
         &mut self,
         cpu: &mut CpuState,
         bus: &mut B,
@@ -74,7 +74,7 @@ impl<B: JitBus> Jit<B> {
         self.translator.pages.clear();
         self.translator.pages.push(own);
         let hot = self.translator.hot.as_mut();
-        let Some(hot) = hot.filter(|h| mode.has_cells() && !h.path.is_empty()) else {
+        let Some(hot) = hot.filter(|h| mode.has_page_guards() && !h.path.is_empty()) else {
             return false;
         };
         let path = core::mem::take(&mut hot.path);
@@ -89,7 +89,7 @@ impl<B: JitBus> Jit<B> {
                 decoded: &mut self.decoded,
                 pages: &mut self.translator.pages,
                 find_page,
-                home: gva & !0xfff,
+                first_page: gva & !0xfff,
                 mode,
             };
             tracer.decode(&path)
@@ -107,7 +107,7 @@ impl<B: JitBus> Jit<B> {
     }
 }
 
-/// The page at `gva`, whose cell says from now on that it is there, if a trace can have code of it.
+/// The page at `gva`, whose page guard says from now on that it is there, if a trace can have code of it.
 fn page_of<B: JitBus>(
     cache: &mut Cache,
     cpu: &mut CpuState,
@@ -124,13 +124,13 @@ fn page_of<B: JitBus>(
     if cache.blocks.mode_at(gva, &page, mode.without(Mode::BOUND)) != mode {
         return None;
     }
-    let cell = cache.take_cell(BlockKey::new(page.id, mode))?;
-    cache.set_cell(bus, cell, gva);
+    let page_guard = cache.take_page_guard(BlockKey::new(page.id, mode))?;
+    cache.set_page_guard(bus, page_guard, gva);
     Some(TracePage {
         distance: 0,
         source,
         bound: mode.bound(gva),
-        cell: Some(cell),
+        page_guard: Some(page_guard),
         id: page.id,
     })
 }

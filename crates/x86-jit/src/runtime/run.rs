@@ -5,16 +5,16 @@ use x86_defs::{rflags, xsave};
 use x86_interp::{Interp, RunStop};
 
 use crate::{
-    Jit, JitBus, Leash,
+    Jit, JitBus, RunLimit,
     codegen::countdown,
-    frame::area::{self, index},
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
+    frame::{self, words::index},
     ir::segment::page_of,
     runtime::Context,
     runtime::counting::settle,
     runtime::lockstep::turn,
-    runtime::refill::tell_view,
+    runtime::requests::tell_view,
     runtime::state::{
         drop_resume_flag, is_translatable, keep_resume_flag, needs_stepping, set_gs_base,
         target_key,
@@ -25,13 +25,13 @@ use crate::{
 const PASSED: u32 = 32;
 
 impl<B: JitBus> Jit<B> {
-    /// Executes until something stops it, as [`Interp::run`] does, or until the leash ends.
+    /// Executes until something stops it, as [`Interp::run`] does, or until the run limit ends.
     pub fn run(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
-        leash: Option<Leash<'_>>,
+        run_limit: Option<RunLimit<'_>>,
     ) -> RunStop {
         let _turn = self.lockstep.is_some().then(|| {
             turn::wait(|| {
@@ -44,18 +44,18 @@ impl<B: JitBus> Jit<B> {
         self.can_resume = false;
         set_gs_base(cpu);
         let words = &mut cpu.engine.words;
-        words[index(area::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
-        words[index(area::TARGETS)] = self.cache.targets.as_ptr() as u64;
-        words[index(area::REQUESTS)] = bus.request_word().as_ptr() as u64;
+        words[index(frame::words::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
+        words[index(frame::words::TARGETS)] = self.cache.targets.as_ptr() as u64;
+        words[index(frame::words::REQUESTS)] = bus.request_word().as_ptr() as u64;
         countdown::allow_polls(words, true);
-        words[index(area::IRQ_WAITING)] = bus.interrupt_waits().into();
+        words[index(frame::words::IRQ_WAITING)] = bus.interrupt_waits().into();
         let tsc = bus.tsc_offset();
-        words[index(area::TSC_OFFSET)] = tsc.unwrap_or(0);
+        words[index(frame::words::TSC_OFFSET)] = tsc.unwrap_or(0);
         countdown::begin(words, countdown::longest());
-        words[index(area::LOG)] = 0;
-        let leash = leash.filter(|_| self.lockstep.is_none());
-        words[index(area::UNTIL)] = leash.map_or(0, |l| l.until_tsc);
-        words[index(area::STOP)] = leash.map_or(0, |l| l.stop.as_ptr() as u64);
+        words[index(frame::words::LOG)] = 0;
+        let run_limit = run_limit.filter(|_| self.lockstep.is_none());
+        words[index(frame::words::UNTIL)] = run_limit.map_or(0, |l| l.until_tsc);
+        words[index(frame::words::STOP)] = run_limit.map_or(0, |l| l.stop.as_ptr() as u64);
         self.plain_tsc = tsc.is_some() && self.lockstep.is_none();
         loop {
             if interp.resets() != self.resets {
@@ -66,7 +66,7 @@ impl<B: JitBus> Jit<B> {
                 return RunStop::Poll;
             }
             self.resumed = drop_resume_flag(cpu);
-            let stop = if self.profiles.is_mixed && self.is_time_to_follow(cpu) {
+            let stop = if self.profiles.mixes_tiers && self.is_time_to_follow(cpu) {
                 self.follow_anew(interp, cpu, bus)
             } else if !is_translatable(cpu) {
                 if self.resumed.take().is_some() {
@@ -131,9 +131,9 @@ impl<B: JitBus> Jit<B> {
             return self.run(interp, cpu, bus, None);
         };
         set_gs_base(cpu);
-        cpu.engine.words[index(area::PAGE)] = page_of(cpu);
+        cpu.engine.words[index(frame::words::PAGE)] = page_of(cpu);
         // The byte is no longer anyone's.
-        cpu.engine.words[index(area::UNTIL)] = 0;
+        cpu.engine.words[index(frame::words::UNTIL)] = 0;
         self.resumed = None;
         match self.call(interp, cpu, bus, code) {
             Left::Poll => RunStop::Poll,
@@ -175,7 +175,7 @@ impl<B: JitBus> Jit<B> {
         self.stats.entries += 1;
         let first = countdown::first(&cpu.engine.words);
         let entry = self.counted(cpu, entry, first, false);
-        let enter = self.buffer.rx() as u64 + self.thunks.enter as u64;
+        let enter = self.buffer.rx() as u64 + self.trampolines.enter as u64;
         let mut context = Context {
             jit: &raw mut *self,
             interp: &raw mut *interp,
@@ -184,17 +184,17 @@ impl<B: JitBus> Jit<B> {
             left: Left::Again,
         };
         let words = &mut cpu.engine.words;
-        words[index(area::CONTEXT)] = &raw mut context as u64;
-        words[index(area::ARGUMENT)] = 0;
-        words[index(area::FLAGS)] = pack(cpu.rflags);
-        words[index(area::ENTRY)] = entry;
-        words[index(area::DEVICES)] = bus.mmu().device_pages() as u64;
-        words[index(area::SWITCHES)] = self.switches.address();
-        words[index(area::SWITCHES_EPOCH)] = bus.mmu().switches_epoch_cell() as u64;
-        words[index(area::WANTED_ROOT)] = 0;
+        words[index(frame::words::CONTEXT)] = &raw mut context as u64;
+        words[index(frame::words::ARGUMENT)] = 0;
+        words[index(frame::words::FLAGS)] = pack(cpu.rflags);
+        words[index(frame::words::ENTRY)] = entry;
+        words[index(frame::words::DEVICES)] = bus.mmu().device_pages() as u64;
+        words[index(frame::words::SWITCHES)] = self.switches.address();
+        words[index(frame::words::SWITCHES_EPOCH)] = bus.mmu().switches_epoch_cell() as u64;
+        words[index(frame::words::WANTED_ROOT)] = 0;
         // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but the
         // functions that have `context`; the code is what `translator` made,
-        // which keeps the host's calling convention (`thunks::emit`).
+        // which keeps the host's calling convention (`trampolines::emit`).
         unsafe {
             let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
             f();
@@ -202,16 +202,16 @@ impl<B: JitBus> Jit<B> {
         settle(cpu);
         countdown::exact::end(&mut cpu.engine.words);
         tell_view(cpu, bus);
-        for _ in 0..core::mem::take(&mut cpu.engine.words[index(area::PAUSES)]) {
+        for _ in 0..core::mem::take(&mut cpu.engine.words[index(frame::words::PAUSES)]) {
             bus.pause();
         }
         let words = &cpu.engine.words;
-        if Reason::of(words[index(area::REASON)]) != Reason::Poll {
+        if Reason::of(words[index(frame::words::REASON)]) != Reason::Poll {
             return context.left;
         }
-        let flags = unpack(words[index(area::FLAGS)]);
+        let flags = unpack(words[index(frame::words::FLAGS)]);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
-        match self.look(interp, cpu, bus) {
+        match self.sample(interp, cpu, bus) {
             RunStop::Poll => Left::Poll,
             stop => Left::Interpreted(stop),
         }

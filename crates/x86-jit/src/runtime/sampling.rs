@@ -7,27 +7,27 @@ use x86_interp::{Interp, RunStop};
 
 use crate::{
     Jit, JitBus,
-    code::cache::Block,
-    frame::area::{self, index},
+    code::cache::TranslatedBlock,
     frame::requests,
+    frame::{self, words::index},
     ir::hot::Turns,
     ir::mode::{BlockKey, Mode},
     ir::segment::code_at,
     ir::source::TracePage,
-    profile::hot::{EXECUTED, Found, MENDED, Profile},
+    profile::hot::{EXECUTED, Found, Profile, REVALIDATED},
 };
 
 impl<B: JitBus> Jit<B> {
     /// Translated code has been left at a poll.
     /// Returns why the interpreter has stopped, which may have executed what comes next.
-    pub(crate) fn look(
+    pub(crate) fn sample(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
         bus: &mut B,
     ) -> RunStop {
-        if core::mem::take(&mut cpu.engine.words[index(area::LANES_MISSED)]) != 0 {
-            self.judge_lanes(bus);
+        if core::mem::take(&mut cpu.engine.words[index(frame::words::SITE_ENTRIES_MISSED)]) != 0 {
+            self.judge_site_entries(bus);
             return RunStop::Poll;
         }
         if self.mode.has(Mode::COUNTS) {
@@ -44,8 +44,8 @@ impl<B: JitBus> Jit<B> {
             }
             Found::New => return self.follow(interp, cpu, bus, key, false),
             Found::Settled => {
-                let has_way = self.profiles.take_way(key);
-                if self.learn_turns(key) || has_way {
+                let has_path = self.profiles.take_path(key);
+                if self.learn_turns(key) || has_path {
                     self.translate_again(key, generation);
                 }
             }
@@ -69,7 +69,7 @@ impl<B: JitBus> Jit<B> {
         }
         self.translate_again(key, generation);
         let stop = self.follow(interp, cpu, bus, key, true);
-        self.profiles.take_way(key);
+        self.profiles.take_path(key);
         stop
     }
 
@@ -84,18 +84,18 @@ impl<B: JitBus> Jit<B> {
     ) -> RunStop {
         let known = self.profiles.hot.get(&key);
         // In lock-step, this is where a stretch ends.
-        let may = key.mode.has_cells() && cpu.engine.words[index(area::LOG)] == 0;
-        if !known.is_some_and(|p| may && (is_first || !p.way.is_empty())) {
+        let may = key.mode.has_page_guards() && cpu.engine.words[index(frame::words::LOG)] == 0;
+        if !known.is_some_and(|p| may && (is_first || !p.path.is_empty())) {
             return RunStop::Poll;
         }
-        let (way, stop) = self.record(interp, cpu, bus);
+        let (path, stop) = self.record(interp, cpu, bus);
         self.resumed = None;
         if let Some(p) = self.profiles.hot.get_mut(&key) {
             if is_first {
-                p.way = way;
+                p.path = path;
             } else {
-                let same = p.way.iter().zip(&way).take_while(|(a, b)| a == b).count();
-                p.way.truncate(same);
+                let same = p.path.iter().zip(&path).take_while(|(a, b)| a == b).count();
+                p.path.truncate(same);
             }
         }
         stop
@@ -133,17 +133,17 @@ impl<B: JitBus> Jit<B> {
         Some((BlockKey::new(page.id | gva & 0xfff, mode), page.generation))
     }
 
-    /// Some lanes have missed often.
-    fn judge_lanes(&mut self, bus: &mut B) {
+    /// Some per-site entries have missed often.
+    fn judge_site_entries(&mut self, bus: &mut B) {
         let mut worse: Vec<BlockKey> = Vec::new();
-        for (lane, count) in bus.mmu().lane_counts().iter_mut().enumerate() {
-            if *count < requests::LANE_MISSES {
+        for (site_entry, count) in bus.mmu().site_entry_counts().iter_mut().enumerate() {
+            if *count < requests::SITE_ENTRY_MISSES {
                 continue;
             }
             let missed = core::mem::take(count).into();
-            self.stats.lane_misses += missed;
-            if let Some(key) = self.profiles.judge(lane, missed) {
-                self.stats.lanes_dropped += 1;
+            self.stats.site_entry_misses += missed;
+            if let Some(key) = self.profiles.judge(site_entry, missed) {
+                self.stats.site_entries_dropped += 1;
                 if !worse.contains(&key) {
                     worse.push(key);
                 }
@@ -179,7 +179,7 @@ impl<B: JitBus> Jit<B> {
     /// The trace at RIP is not entered as its pages are not known to be what they were, and where: if all of them
     /// are, that is known now. Where that cannot be told, its other translation is executed once more. The block is
     /// no trace any longer otherwise.
-    pub(crate) fn mend_trace(&mut self, cpu: &mut CpuState, bus: &mut B) {
+    pub(crate) fn revalidate_trace(&mut self, cpu: &mut CpuState, bus: &mut B) {
         let Some((key, generation)) = self.key_at(cpu, bus) else {
             return;
         };
@@ -190,15 +190,15 @@ impl<B: JitBus> Jit<B> {
             return;
         };
         let now = host::cpu::rdtsc();
-        p.mended = match p.mended {
-            (last, n) if now.wrapping_sub(last) < MENDED.0 => (now, n + 1),
+        p.revalidated = match p.revalidated {
+            (last, n) if now.wrapping_sub(last) < REVALIDATED.0 => (now, n + 1),
             _ => (now, 0),
         };
-        let home = cpu.rip() & !0xfff;
+        let first_page = cpu.rip() & !0xfff;
         let pages = p.pages.clone();
-        let gva = |page: &TracePage| home.wrapping_add_signed(page.distance.into());
-        let may_mend = p.mended.1 < MENDED.1;
-        if may_mend && !pages[1..].iter().all(|p| bus.mmu().is_fetched(gva(p))) {
+        let gva = |page: &TracePage| first_page.wrapping_add_signed(page.distance.into());
+        let may_revalidate = p.revalidated.1 < REVALIDATED.1;
+        if may_revalidate && !pages[1..].iter().all(|p| bus.mmu().is_fetched(gva(p))) {
             self.splits = true;
             return;
         }
@@ -206,15 +206,15 @@ impl<B: JitBus> Jit<B> {
             let now = bus.code_page(cpu, gva(page));
             now.is_ok_and(|now| (now.id, now.generation) == (page.id, page.source.generation))
         };
-        if may_mend && pages[1..].iter().all(is_there) {
+        if may_revalidate && pages[1..].iter().all(is_there) {
             for page in &pages {
-                if let Some(cell) = page.cell {
-                    self.cache.set_cell(bus, cell, gva(page));
+                if let Some(page_guard) = page.page_guard {
+                    self.cache.set_page_guard(bus, page_guard, gva(page));
                 }
             }
             return;
         }
-        self.profiles.forget_way(key);
+        self.profiles.forget_path(key);
         self.translate_again(key, generation);
         if self.profiles.hot.get(&key).is_none_or(|p| !p.is_due) {
             // There is no room.
@@ -227,7 +227,8 @@ impl<B: JitBus> Jit<B> {
         if key.mode.has(Mode::COUNTS) {
             return;
         }
-        let is_current = |b: &Block| b.generation == generation && b.may_gain && !b.straddles;
+        let is_current =
+            |b: &TranslatedBlock| b.generation == generation && b.may_gain && !b.straddles;
         let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
             return;
         };
@@ -236,7 +237,7 @@ impl<B: JitBus> Jit<B> {
             return;
         };
         self.buffer.write(from, &jump(from, stub));
-        let outdated = Block {
+        let outdated = TranslatedBlock {
             generation: generation.wrapping_sub(1),
             ..old
         };
@@ -250,21 +251,26 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// The block that was to be translated again has been.
-    pub(crate) fn translated_again(&mut self, key: BlockKey, links: Range<usize>, block: Block) {
+    pub(crate) fn translated_again(
+        &mut self,
+        key: BlockKey,
+        links: Range<usize>,
+        block: TranslatedBlock,
+    ) {
         let Some(p) = self.profiles.hot.get_mut(&key) else {
             return;
         };
         p.hot = self.translator.hot.take().unwrap_or_default();
-        p.missed = vec![0; p.hot.lanes.len()];
+        p.missed = vec![0; p.hot.site_entries.len()];
         p.len = self.decoded.len().clamp(1, EXECUTED) as u64;
-        (p.looks, p.is_due) = (0, false);
+        (p.samples, p.is_due) = (0, false);
         (p.links, p.generation) = (links, block.generation);
         p.pages.clear();
         if self.translator.pages.len() > 1 {
             p.pages.extend(&self.translator.pages);
         }
-        for (lane, _) in &p.hot.lanes {
-            self.profiles.owners[usize::from(*lane)] = Some(key);
+        for (site_entry, _) in &p.hot.site_entries {
+            self.profiles.owners[usize::from(*site_entry)] = Some(key);
         }
         // Whoever knows an old one goes on with the new one.
         for from in &p.before {
@@ -302,7 +308,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// What is executed much goes from one such block to the next by itself.
-    fn link_hot(&mut self, key: BlockKey, to: Block) {
+    fn link_hot(&mut self, key: BlockKey, to: TranslatedBlock) {
         let is_beside = |of: &BlockKey| of.at >> 12 == key.at >> 12 && of.mode == key.mode;
         let all = &self.translator.links;
         let to_it = |n: &usize| {

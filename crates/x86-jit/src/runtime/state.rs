@@ -12,8 +12,8 @@ use x86_interp::RunStop;
 use crate::{
     Jit, JitBus,
     codegen::countdown::exact,
-    frame::area::{self, index},
     frame::state::{MXCSR_FREE, X87_MASKED},
+    frame::{self, words::index},
     ir::mode::Mode,
     runtime::flat,
 };
@@ -21,7 +21,10 @@ use crate::{
 /// What `Jit::set_view` has set: the key of targets, and its salt.
 pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     let words = &cpu.engine.words;
-    (words[index(area::KEY)], words[index(area::SALT)])
+    (
+        words[index(frame::words::KEY)],
+        words[index(frame::words::SALT)],
+    )
 }
 
 /// IA32_DEBUGCTL.FREEZE_WHILE_SMM.
@@ -105,7 +108,7 @@ pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
     /// ES: a state image may have it set whatever the masks say.
     const X87_PENDING: u16 = 0x80;
     // What is in the host's registers got there because it is plain.
-    let live = cpu.engine.words[index(area::FP_LIVE)] != 0;
+    let live = cpu.engine.words[index(frame::words::FP_LIVE)] != 0;
     let plain = live
         || cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
             && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED

@@ -16,11 +16,11 @@ pub struct Stats {
     /// Blocks translated again because they are executed much.
     pub hot: u64,
     /// Lanes that blocks have got: see `hot`.
-    pub lanes: u64,
+    pub site_entries: u64,
     /// Those that had too many misses.
-    pub lanes_dropped: u64,
-    /// Misses of lanes, as far as Rust was told.
-    pub lane_misses: u64,
+    pub site_entries_dropped: u64,
+    /// Misses of per-site entries, as far as Rust was told.
+    pub site_entry_misses: u64,
     /// Loops within such blocks that have always made as many turns.
     pub loops_known: u64,
     /// Branches of traces to other functions, and back.
@@ -34,7 +34,7 @@ pub struct Stats {
     /// Direct branches linked.
     pub links: u64,
     /// Targets that direct branches to other pages have remembered.
-    pub far_links: u64,
+    pub cross_page_links: u64,
     /// Entries to blocks whose guest code had changed.
     pub stale: u64,
     /// Instructions left to the interpreter.

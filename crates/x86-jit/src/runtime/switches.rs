@@ -5,8 +5,8 @@ use x86_defs::control::{cr3, cr4};
 
 use crate::{
     Jit, JitBus,
-    frame::area::{self, index},
     frame::switches::Switch,
+    frame::{self, words::index},
     runtime::state::target_key,
 };
 
@@ -19,10 +19,14 @@ impl<B: JitBus> Jit<B> {
         let words = &cpu.engine.words;
         let flushes_nothing = cpu.cr4 & cr4::PCIDE != 0 || bus.keeps_roots();
         let is_loaded = cpu.cr3 == value & !cr3::NO_FLUSH && cpu.cpl == 0 && cpu.is_64bit();
-        if !flushes_nothing || !is_loaded || words[index(area::LOG)] != 0 || self.flush_every != 0 {
+        if !flushes_nothing
+            || !is_loaded
+            || words[index(frame::words::LOG)] != 0
+            || self.flush_every != 0
+        {
             return;
         }
-        let Ok(cell) = bus.mmu().kept_cell() else {
+        let Ok(page_guard) = bus.mmu().kept_page_guard() else {
             return;
         };
         let (key, salt) = target_key(cpu);
@@ -31,11 +35,11 @@ impl<B: JitBus> Jit<B> {
             value,
             epoch: mmu.switches_epoch(),
             view: mmu.live_view(),
-            kept: cell.unwrap_or(&raw const KEPT as u64),
-            tables: words[index(area::TABLES)],
+            kept: page_guard.unwrap_or(&raw const KEPT as u64),
+            tables: words[index(frame::words::TABLES)],
             key,
             salt,
-            number: words[index(area::NUMBER)],
+            number: words[index(frame::words::NUMBER)],
         });
     }
 }

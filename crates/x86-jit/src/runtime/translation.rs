@@ -6,16 +6,16 @@ use x86_interp::{Interp, Transfer};
 use crate::{
     Jit, JitBus,
     asm::{CACHE_LINE, MAX_BLOCK},
-    code::cache::Block,
+    code::cache::TranslatedBlock,
     codegen::{Entries, How},
-    frame::area::S1,
+    frame::words::S1,
     ir::decoded::Decoded,
-    ir::kind::Kind,
+    ir::lowering::Lowering,
     ir::mode::{BlockKey, Mode},
     ir::segment::code_at,
     ir::source::{Source, TracePage},
     region::block,
-    runtime::Site,
+    runtime::FallbackSite,
 };
 
 /// Blocks that are translated at most because one is.
@@ -23,7 +23,7 @@ const MAX_AHEAD: u32 = 3;
 
 /// Where a block is to begin that takes the place of the jump that leads to it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Place {
+pub(crate) struct JumpPlace {
     /// The jump's number among link sites.
     link: usize,
     at: usize,
@@ -44,11 +44,11 @@ impl<B: JitBus> Jit<B> {
         gva: u64,
         (key, generation, code): (BlockKey, u32, Source),
         is_ahead: bool,
-    ) -> Option<Block> {
+    ) -> Option<TranslatedBlock> {
         let number = self.wanted_by.take();
         let site = number.and_then(|n| self.translator.links.get(n).copied());
         let mut place = number.and_then(|n| self.place_of(n));
-        if self.room.is_full() {
+        if self.layout.is_full() {
             self.flush_all();
             place = None;
         }
@@ -72,7 +72,7 @@ impl<B: JitBus> Jit<B> {
         self.translator.hot = hot.and_then(|(hot, _)| hot);
         let links = self.translator.links.len();
         let own = TracePage::own(code, bound, key.at);
-        let is_trace = self.follow_way(cpu, bus, (gva, key.mode), own);
+        let is_trace = self.follow_path(cpu, bus, (gva, key.mode), own);
         let turns = self.translator.hot.as_ref().map(|h| &h.turns[..]);
         let is_hot = turns.is_some();
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
@@ -101,7 +101,7 @@ impl<B: JitBus> Jit<B> {
         if self.lockstep.as_ref().is_some_and(|l| l.planted) {
             crate::runtime::lockstep::plant(&mut self.decoded);
         }
-        let mut block = Block {
+        let mut block = TranslatedBlock {
             entries: Entries::default(),
             generation,
             straddles: second.is_some(),
@@ -116,13 +116,13 @@ impl<B: JitBus> Jit<B> {
         let long = key.mode.is_long();
         if key.mode.has_groups() {
             self.groups.form(&mut self.decoded, long, is_hot);
-            let calls = |d: &Decoded| matches!(d.kind, Kind::Call | Kind::CallIndirect);
+            let calls = |d: &Decoded| matches!(d.kind, Lowering::Call | Lowering::CallIndirect);
             block.may_gain = is_trace
-                || self.decoded.iter().any(Decoded::may_have_lane)
-                || key.mode.has_cells() && self.decoded.last().is_some_and(calls);
+                || self.decoded.iter().any(Decoded::may_have_site_entry)
+                || key.mode.has_page_guards() && self.decoded.last().is_some_and(calls);
         }
         let interpreted = self.prepare(interp, cpu, bus, gva);
-        let mut base = self.room.next();
+        let mut base = self.layout.next();
         // Nothing comes before its entry then.
         place = place.filter(|_| is_linked && second.is_none());
         if let Some(place) = place {
@@ -160,7 +160,7 @@ impl<B: JitBus> Jit<B> {
                 is_split: key.mode.has(Mode::SPLIT),
                 falls: place.is_some_and(|p| p.live),
                 bound,
-                by_cell: key.mode.has_cells(),
+                by_guard: key.mode.has_page_guards(),
                 counts: key.mode.stream(),
             },
             known,
@@ -173,7 +173,7 @@ impl<B: JitBus> Jit<B> {
                 && self.buffer.write(base.1, cold)
         });
         if written.is_none() {
-            self.profiles.forget_way(key);
+            self.profiles.forget_path(key);
         }
         let (hot, cold) = written?;
         if let Some(place) = place
@@ -184,7 +184,11 @@ impl<B: JitBus> Jit<B> {
             self.stats.links += 1;
         }
         self.stats.blocks += 1;
-        self.stats.lanes += self.translator.hot.as_ref().map_or(0, |h| h.lanes.len()) as u64;
+        self.stats.site_entries += self
+            .translator
+            .hot
+            .as_ref()
+            .map_or(0, |h| h.site_entries.len()) as u64;
         self.stats.insns += self.decoded.len() as u64;
         self.stats.bytes += (hot.len() + cold.len()) as u64;
         for (at, code) in [(base.0, hot), (base.1, cold)] {
@@ -195,8 +199,8 @@ impl<B: JitBus> Jit<B> {
                 self.ranges.push((at, code.len(), gva));
             }
         }
-        self.room.take(base.0 + hot.len(), cold.len());
-        let (hot, cold) = self.room.next();
+        self.layout.take(base.0 + hot.len(), cold.len());
+        let (hot, cold) = self.layout.next();
         self.buffer.views().grows(hot);
         self.buffer.views().grows(cold);
         if let Some(old) = self.cache.blocks.insert(key, block) {
@@ -220,7 +224,7 @@ impl<B: JitBus> Jit<B> {
         let Some(d) = self
             .decoded
             .last()
-            .filter(|d| d.kind == Kind::Interpret && !d.i.is_invalid())
+            .filter(|d| d.kind == Lowering::Interpret && !d.i.is_invalid())
         else {
             return 0;
         };
@@ -234,7 +238,7 @@ impl<B: JitBus> Jit<B> {
         let Some(insn) = interp.prepare(cpu, bytes) else {
             return 0;
         };
-        self.interpreted.push(Site {
+        self.interpreted.push(FallbackSite {
             cause: self.forms.of(&d.i).cause,
             transfer: Transfer::of(&insn),
             insn,
@@ -254,7 +258,7 @@ impl<B: JitBus> Jit<B> {
         let page = code_at(cpu) & !0xfff;
         let mut left = MAX_AHEAD;
         while left > 0
-            && !self.room.is_full()
+            && !self.layout.is_full()
             && let Some(number) = self.translator.ahead.pop()
             && let Some(site) = self.translator.links.get(number as usize).copied()
         {
@@ -276,10 +280,10 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Where the target of link site `number` has to begin to take the place of its jump: that is the last one that was made.
-    fn place_of(&self, number: usize) -> Option<Place> {
+    fn place_of(&self, number: usize) -> Option<JumpPlace> {
         let site = self.translator.links.get(number)?;
-        let is_last = site.is_jump && site.patch + REL32 == self.room.end();
-        is_last.then_some(Place {
+        let is_last = site.is_jump && site.patch + REL32 == self.layout.end();
+        is_last.then_some(JumpPlace {
             link: number,
             at: site.patch - 1,
             live: !site.saved,
@@ -293,17 +297,17 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
         is_split: bool,
-        mut block: Block,
-    ) -> Option<Block> {
+        mut block: TranslatedBlock,
+    ) -> Option<TranslatedBlock> {
         let (key, _) = self.key_at(cpu, bus)?;
         let key = key.split(is_split);
         // First what it is compared with, then whether that is the block's.
         let source = Source::of(bus, key.page())?;
         let (_, generation) = self.key_at(cpu, bus)?;
-        if self.room.is_full() || generation != block.generation {
+        if self.layout.is_full() || generation != block.generation {
             return None;
         }
-        let (_, cold) = self.room.next();
+        let (_, cold) = self.layout.next();
         let offset = key.at as u32 & 0xfff;
         self.translator.complete_entries(
             cold,
@@ -319,14 +323,14 @@ impl<B: JitBus> Jit<B> {
 
     /// Code that has the block at an offset of its page looked for; `None`: there is no room.
     pub(crate) fn stale_stub(&mut self, offset: u32) -> Option<usize> {
-        if self.room.is_full() {
+        if self.layout.is_full() {
             return None;
         }
-        let (_, cold) = self.room.next();
+        let (_, cold) = self.layout.next();
         let a = &mut self.translator.asm;
         a.start(cold);
         a.mov_imm(S1, offset.into());
-        a.jmp_to(self.thunks.stale);
+        a.jmp_to(self.trampolines.stale);
         self.write_cold(cold)?;
         Some(cold)
     }
@@ -335,7 +339,7 @@ impl<B: JitBus> Jit<B> {
     fn write_cold(&mut self, cold: usize) -> Option<usize> {
         let (code, _) = self.translator.asm.parts()?;
         self.buffer.write(cold, code);
-        self.room.take(self.room.end(), code.len());
+        self.layout.take(self.layout.end(), code.len());
         Some(code.len())
     }
 }

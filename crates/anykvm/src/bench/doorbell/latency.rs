@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Ear, Kind, Setup};
+use super::{DoorbellRow, Ear, Setup};
 use crate::bench::report;
 use crate::error::BootError;
 
@@ -29,7 +29,7 @@ impl Shared {
 }
 
 /// Median in microseconds.
-pub(super) fn measure(kind: &Kind) -> Result<f64, BootError> {
+pub(super) fn measure(kind: &DoorbellRow) -> Result<f64, BootError> {
     let mut setup = Setup::new(kind, 1, true)?;
     let clone = || {
         let event = setup.event.try_clone();

@@ -62,7 +62,7 @@ enum Ear {
 
 /// A row of the table.
 #[derive(Clone, Copy, Debug)]
-struct Kind {
+struct DoorbellRow {
     name: &'static str,
     by: By,
     ear: Ear,
@@ -70,8 +70,8 @@ struct Kind {
     source: Option<(f64, bool)>,
 }
 
-const fn kind(name: &'static str, by: By, ear: Ear) -> Kind {
-    Kind {
+const fn kind(name: &'static str, by: By, ear: Ear) -> DoorbellRow {
+    DoorbellRow {
         name,
         by,
         ear,
@@ -79,27 +79,27 @@ const fn kind(name: &'static str, by: By, ear: Ear) -> Kind {
     }
 }
 
-const KINDS: [Kind; 11] = [
-    Kind {
+const KINDS: [DoorbellRow; 11] = [
+    DoorbellRow {
         source: Some((6.53, false)),
         ..kind("VMM, port", By::Port, Ear::Vmm)
     },
-    Kind {
+    DoorbellRow {
         source: Some((9.09, true)),
         ..kind("VMM, MMIO", By::Memory, Ear::Vmm)
     },
-    Kind {
+    DoorbellRow {
         source: Some((2.72, true)),
         ..kind("ioeventfd, port", By::Port, Ear::Eventfd)
     },
-    Kind {
+    DoorbellRow {
         source: Some((5.0, true)),
         ..kind("ioeventfd, MMIO", By::Memory, Ear::Eventfd)
     },
     kind("ioeventfd, port, datamatch", By::Port, Ear::Datamatch),
     kind("ioeventfd, MMIO, datamatch", By::Memory, Ear::Datamatch),
     kind("ioeventfd, MMIO, one of 4096", By::Memory, Ear::Crowded),
-    Kind {
+    DoorbellRow {
         source: Some((2.37, false)),
         ..kind("ioeventfd, hypercall", By::Hypercall, Ear::Eventfd)
     },
@@ -157,7 +157,7 @@ struct Setup {
 
 impl Setup {
     /// With a waiter, who takes the eventfd's counter, the eventfd blocks.
-    fn new(kind: &Kind, rings: u32, has_waiter: bool) -> Result<Self, BootError> {
+    fn new(kind: &DoorbellRow, rings: u32, has_waiter: bool) -> Result<Self, BootError> {
         let guest = Bare::new(Mode::Long, false, &code(kind.by, rings))?;
         let flags = if has_waiter { 0 } else { EFD_NONBLOCK };
         let event = EventFd::new(flags).map_err(BootError::host("cannot make an eventfd"))?;

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::{BUFFER, Driver, NEXT, WRITE};
-use crate::virtio::Block;
+use crate::virtio::BlockDevice;
 use crate::virtio::disk::Disk;
 
 pub(super) const SECTORS: u64 = 64;
@@ -24,8 +24,8 @@ impl Image {
         Self(path)
     }
 
-    pub(super) fn backend(&self, is_read_only: bool) -> Box<Block> {
-        Box::new(Block::new(Disk::for_test(&self.0, is_read_only)))
+    pub(super) fn backend(&self, is_read_only: bool) -> Box<BlockDevice> {
+        Box::new(BlockDevice::new(Disk::for_test(&self.0, is_read_only)))
     }
 
     fn sector(&self, n: usize) -> Vec<u8> {

@@ -7,7 +7,7 @@ use iced_x86::{
 use x86_cpu::CpuState;
 use x86_native::oracle::Mode as Oracle;
 
-use super::state::{Kind, RAM, start};
+use super::state::{RAM, SegmentMode, start};
 use crate::{
     Family, Random,
     case::prefixes,
@@ -70,7 +70,7 @@ pub(super) struct Program {
 pub(super) struct Builder<'a> {
     forms: &'a Forms,
     pub(super) r: Random,
-    pub(super) kind: Kind,
+    pub(super) kind: SegmentMode,
     pub(super) bits: u32,
 }
 
@@ -91,9 +91,13 @@ pub(super) fn with1(code: Code, r: R) -> Instruction {
 impl Program {
     pub(super) fn new(forms: &Forms, seed: u64) -> Self {
         let mut r = Random::new(seed ^ 0x5e6_0000_0000);
-        let kind = r.pick(&Kind::ALL);
+        let kind = r.pick(&SegmentMode::ALL);
         let start = start(&mut r, kind);
-        let bits = if kind == Kind::Protected32 { 32 } else { 16 };
+        let bits = if kind == SegmentMode::Protected32 {
+            32
+        } else {
+            16
+        };
         let mut b = Builder {
             forms,
             r,
@@ -314,7 +318,7 @@ impl Builder<'_> {
     fn far_away(&mut self, wide: bool) -> Element {
         let mut e = self.one(plain(if wide { Code::Retfd } else { Code::Retfw }));
         let selector: u32 = match self.kind {
-            Kind::Real | Kind::V86 => 0x1000 + self.r.below(0x800) as u32,
+            SegmentMode::Real | SegmentMode::V86 => 0x1000 + self.r.below(0x800) as u32,
             _ => 8,
         };
         let push = |v: u32| match wide {

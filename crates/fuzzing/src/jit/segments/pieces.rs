@@ -4,7 +4,7 @@ use iced_x86::{Code, Instruction, Mnemonic as M, OpKind, Register as R};
 
 use super::{
     generate::{Builder, Element, mov32, plain, with1},
-    state::{DATA_SELECTORS, Kind},
+    state::{DATA_SELECTORS, SegmentMode},
 };
 use crate::case::prefixes;
 
@@ -64,7 +64,7 @@ impl Builder<'_> {
             .pick(&[R::ES, R::DS, R::FS, R::GS, R::ES, R::DS, R::SS]);
         let mut e = Element::default();
         let selector = match self.kind {
-            Kind::Real | Kind::V86 => 0x800 + self.r.below(0x2800) as u32,
+            SegmentMode::Real | SegmentMode::V86 => 0x800 + self.r.below(0x2800) as u32,
             _ => self.r.pick(&DATA_SELECTORS).into(),
         };
         let push = |s| match s {

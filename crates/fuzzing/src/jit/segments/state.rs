@@ -23,14 +23,14 @@ const FRAMES: u64 = 0x3800;
 
 /// What a program executes in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum SegmentMode {
     Real,
     V86,
     Protected16,
     Protected32,
 }
 
-impl Kind {
+impl SegmentMode {
     pub(super) const ALL: [Self; 6] = [
         Self::Real,
         Self::Real,
@@ -88,7 +88,7 @@ fn segment(base: u64, limit: u32, attr: u32, selector: u16) -> Segment {
 }
 
 /// Segments; returns CS's base.
-fn set_segments(r: &mut Random, kind: Kind, cpu: &mut CpuState) -> u64 {
+fn set_segments(r: &mut Random, kind: SegmentMode, cpu: &mut CpuState) -> u64 {
     let base = |r: &mut Random| match r.below(3) {
         0 => 0x8000 + 0x1000 * r.below(0x28),
         _ => 0x8000 + 0x10 * r.below(0x2800),
@@ -103,7 +103,7 @@ fn set_segments(r: &mut Random, kind: Kind, cpu: &mut CpuState) -> u64 {
         let is_code = n == reg::CS;
         let base = if is_code { code } else { base(r) };
         cpu.seg[n] = match kind {
-            Kind::Real => {
+            SegmentMode::Real => {
                 let limit = if is_code || !r.one_in(4) {
                     0xffff
                 } else {
@@ -112,9 +112,13 @@ fn set_segments(r: &mut Random, kind: Kind, cpu: &mut CpuState) -> u64 {
                 let attr = if is_code { 0x9b } else { 0x93 };
                 segment(base, limit, attr, (base >> 4) as u16)
             }
-            Kind::V86 => segment(base, 0xffff, 0xf3, (base >> 4) as u16),
+            SegmentMode::V86 => segment(base, 0xffff, 0xf3, (base >> 4) as u16),
             _ if is_code => {
-                let big = if kind == Kind::Protected32 { 0x4000 } else { 0 };
+                let big = if kind == SegmentMode::Protected32 {
+                    0x4000
+                } else {
+                    0
+                };
                 let limit = if big != 0 {
                     limit(r).max(0xffff)
                 } else {
@@ -133,7 +137,7 @@ fn set_segments(r: &mut Random, kind: Kind, cpu: &mut CpuState) -> u64 {
 }
 
 /// A start state. Code is at the linear address of its RIP.
-pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
+pub(super) fn start(r: &mut Random, kind: SegmentMode) -> CpuState {
     let mut cpu = state::cpu(state::host_features(), Oracle::Bits32);
     cpu.cr0 = cr0::NE | cr0::ET | cr0::MP;
     cpu.cr4 = 0;
@@ -147,14 +151,14 @@ pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
         cpu.rflags |= rflags::IF;
     }
     let code = set_segments(r, kind, &mut cpu);
-    if kind == Kind::V86 {
+    if kind == SegmentMode::V86 {
         cpu.cpl = 3;
         cpu.rflags |= rflags::VM;
         if r.one_in(2) {
             cpu.rflags |= rflags::IOPL;
         }
     }
-    if kind == Kind::Protected32 && r.one_in(3) {
+    if kind == SegmentMode::Protected32 && r.one_in(3) {
         // What iPXE does: one base for all, and no limit.
         for n in 0..6 {
             let is_code = n == reg::CS;
@@ -162,11 +166,11 @@ pub(super) fn start(r: &mut Random, kind: Kind) -> CpuState {
             cpu.seg[n] = segment(code, u32::MAX, attr, cpu.seg[n].selector);
         }
     }
-    if matches!(kind, Kind::Protected16 | Kind::Protected32) && r.one_in(8) {
+    if matches!(kind, SegmentMode::Protected16 | SegmentMode::Protected32) && r.one_in(8) {
         let n = r.pick(&[reg::FS, reg::GS]);
         cpu.seg[n] = segment(0, 0, Attr::UNUSABLE, 0);
     }
-    if kind != Kind::Real {
+    if kind != SegmentMode::Real {
         cpu.cr0 |= cr0::PE;
         cpu.idtr = DescriptorTable {
             base: IDT,

@@ -115,7 +115,7 @@ impl Bus {
         Self {
             mmu,
             tsc: vm.clock.default_tsc(),
-            run_delay: vm.keeper.run_delay(),
+            run_delay: vm.service_thread.run_delay(),
             apic_base: 0xfee0_0000 | 1 << 11 | u64::from(shared.is_bsp) << 8,
             vm,
             shared,

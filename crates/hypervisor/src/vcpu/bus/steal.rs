@@ -1,7 +1,7 @@
 //! Steal time and the "preempted" mark (KVM document "msr", MSR_KVM_STEAL_TIME).
 //!
 //! It is the run-queue delay of the vCPU's thread, as the host's scheduler counts it, outside of KVM_RUN too. To
-//! read it takes system calls, which a [`host::Keeper`] makes: it is asked when time is missing (a gap between two
+//! read it takes system calls, which a [`host::ServiceThread`] makes: it is asked when time is missing (a gap between two
 //! looks at the clock while the guest runs, or before an entry, which then waits for the answer: after a short pause
 //! for some milliseconds at most), and every tenth of a second. Where the host does not say, the gaps are what is counted.
 //! Each KVM_RUN is a new version of the structure.
@@ -36,7 +36,7 @@ const FLUSH_TLB: u128 = 2;
 const GAP_NS: u64 = 1_000_000;
 /// Shortest time before an entry in which there may be a delay worth waiting for.
 const LATE_US: u64 = 150;
-/// Longest wait for the answer. Most take 50 µs; where others want the processor the keeper waits for it, too, for some slices of the
+/// Longest wait for the answer. Most take 50 µs; where others want the processor the service thread waits for it, too, for some slices of the
 /// scheduler's.
 const WAIT: Duration = Duration::from_millis(20);
 /// After a pause of this length an entry waits until the answer is there: what was stolen in it is told by then,
@@ -47,7 +47,7 @@ const LONG_WAIT: Duration = Duration::from_secs(1);
 const SHARE: u64 = 64;
 /// but for so much at once.
 const AT_ONCE_US: u64 = 100_000;
-/// How often the keeper is asked at least.
+/// How often the service thread is asked at least.
 const ASK_EVERY_US: u64 = 100_000;
 
 /// Steal time of a vCPU.
@@ -90,7 +90,7 @@ impl Steal {
         self.untold_ns = self.untold_ns.saturating_add(ns);
     }
 
-    /// The keeper's answer.
+    /// The service thread's answer.
     fn answered(&mut self, waited: host::run_delay::Waited) {
         let gaps = std::mem::take(&mut self.gaps_ns);
         self.is_asked = false;

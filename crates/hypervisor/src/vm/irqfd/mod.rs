@@ -28,7 +28,7 @@ use kvm_bindings::{KVM_IRQFD_FLAG_DEASSIGN, KVM_IRQFD_FLAG_RESAMPLE, kvm_irqfd};
 
 pub mod direct;
 
-use super::{Vm, VmState, errand::Errands};
+use super::{Vm, VmState, work::WorkQueue};
 use crate::{
     Error, Result,
     bell::{Identity, not_an_eventfd},
@@ -67,7 +67,7 @@ struct Gate {
 pub(super) struct Irqfds {
     list: Mutex<List>,
     waiting: Mutex<Option<Waiting>>,
-    errands: Errands,
+    work_queue: WorkQueue,
 }
 
 #[derive(Debug, Default)]
@@ -166,7 +166,7 @@ impl Vm {
     /// delivered, and nothing after it.
     pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
         let args = *args;
-        self.state.errand(move |state| state.irqfd(&args))
+        self.state.work(move |state| state.irqfd(&args))
     }
 }
 
@@ -258,8 +258,8 @@ impl Irqfds {
         thread.is_some_and(|of| of == host::fork::generation())
     }
 
-    pub(super) fn errands(&self) -> &Errands {
-        &self.errands
+    pub(super) fn work_queue(&self) -> &WorkQueue {
+        &self.work_queue
     }
 
     /// The VM is gone.
@@ -272,7 +272,7 @@ impl Irqfds {
         }
     }
 
-    /// Has the thread look for errands, and whether the VM is there.
+    /// Has the thread look for work, and whether the VM is there.
     pub(super) fn tell(&self) {
         if let Some(waiting) = &*locked(&self.waiting) {
             let _ = waiting.control.signal(1);
@@ -399,7 +399,7 @@ fn wait_for_irqfds(vm: &Weak<VmState>, set: &Epoll, control: &EventFd) {
             direct::forget_dead();
             return;
         };
-        vm.irqfds.errands.run(&vm);
+        vm.irqfds.work_queue.run(&vm);
         for token in &tokens {
             let irqfd = {
                 let list = locked(&vm.irqfds.list);

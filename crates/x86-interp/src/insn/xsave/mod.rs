@@ -169,7 +169,7 @@ fn fxrstor<B: GuestBus, const WIDE: bool>(e: &mut Exec<'_, B>, insn: &Insn<B>) -
 
 /// Where an extended component is: offset and size in the standard format, and
 /// whether the compacted format aligns it. Of AVX-512 CPUID says so.
-struct Place {
+struct ComponentPlace {
     bit: u64,
     standard: usize,
     size: usize,
@@ -178,7 +178,7 @@ struct Place {
     own: Option<usize>,
 }
 
-fn place<B: GuestBus>(e: &mut Exec<'_, B>, bit: u64) -> Place {
+fn place<B: GuestBus>(e: &mut Exec<'_, B>, bit: u64) -> ComponentPlace {
     // Every switch of tasks asks for these two.
     let known = match bit {
         x86_defs::xsave::AVX => Some((YMM_HI, 256, Some(YMM_HI))),
@@ -186,7 +186,7 @@ fn place<B: GuestBus>(e: &mut Exec<'_, B>, bit: u64) -> Place {
         _ => None,
     };
     if let Some((standard, size, own)) = known {
-        return Place {
+        return ComponentPlace {
             bit,
             standard,
             size,
@@ -205,7 +205,7 @@ fn place<B: GuestBus>(e: &mut Exec<'_, B>, bit: u64) -> Place {
     } else {
         own
     };
-    Place {
+    ComponentPlace {
         bit,
         standard,
         size: real_size,
@@ -232,7 +232,7 @@ fn is_zero(bytes: &[u8]) -> bool {
 }
 
 /// Contents of an extended component, `size` bytes.
-fn component(cpu: &CpuState, p: &Place) -> [u8; 1024] {
+fn component(cpu: &CpuState, p: &ComponentPlace) -> [u8; 1024] {
     let mut b = [0; 1024];
     match p.own {
         Some(at) => b[..p.size].copy_from_slice(&cpu.fp.area[at..at + p.size]),
@@ -241,7 +241,7 @@ fn component(cpu: &CpuState, p: &Place) -> [u8; 1024] {
     b
 }
 
-fn set_component(cpu: &mut CpuState, p: &Place, b: &[u8]) {
+fn set_component(cpu: &mut CpuState, p: &ComponentPlace, b: &[u8]) {
     match p.own {
         Some(at) => {
             // Outside 64-bit mode the upper eight registers keep their values.
@@ -314,10 +314,10 @@ fn x_operand<B: GuestBus>(
 }
 
 /// Components with their offsets.
-type Places = [Option<(Place, u64)>; 8];
+type ComponentPlaces = [Option<(ComponentPlace, u64)>; 8];
 
 /// Components of `mask` with their offsets in the compacted format.
-fn compacted<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> Places {
+fn compacted<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> ComponentPlaces {
     let mut places = [const { None }; 8];
     let mut at = HEADER_END;
     for (slot, bit) in places.iter_mut().zip(bits(mask & EXTENDED)) {
@@ -333,7 +333,7 @@ fn compacted<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> Places {
 }
 
 /// The same in the standard format.
-fn standard<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> Places {
+fn standard<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> ComponentPlaces {
     let mut places = [const { None }; 8];
     for (slot, bit) in places.iter_mut().zip(bits(mask & EXTENDED)) {
         let p = place(e, bit);
@@ -362,7 +362,7 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
     let mut parts = [const { None }; 8];
     let mut end = HEADER_END as u64;
     let mut count = 0;
-    let mut note = |(p, at): (Place, u64)| {
+    let mut note = |(p, at): (ComponentPlace, u64)| {
         end = end.max(at + p.size as u64);
         if write & p.bit != 0
             && let Some(slot) = parts.get_mut(count)

@@ -11,8 +11,8 @@
 //! What changes the countdown otherwise changes [`COUNTED_FROM`] by as much. Budgets end where a counter may
 //! overflow at the earliest, and a block is entered only if all of it is within the budget: what is left is the interpreter's.
 
-use super::{Poll, SOON, leash_ends, vary_budget};
-use crate::{asm::*, frame::area::*};
+use super::{Poll, SOON, run_limit_ends, vary_budget};
+use crate::{asm::*, frame::words::*};
 
 /// Bit from which on instructions are.
 const SHIFT: u8 = 20;
@@ -116,7 +116,7 @@ pub(in crate::codegen) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Pol
     go_on(a);
     let here = a.here();
     a.patch(used_up, here);
-    let mut leaves = leash_ends(a).to_vec();
+    let mut leaves = run_limit_ends(a).to_vec();
     a.store_imm(gs(POLLS_LEFT), super::POLLS as i32);
     a.jmp_to(goes_on);
     leaves.extend([requested, may_overflow]);

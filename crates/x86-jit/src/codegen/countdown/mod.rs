@@ -17,7 +17,7 @@
 
 pub(crate) mod exact;
 
-use crate::{asm::*, frame::area::*};
+use crate::{asm::*, frame::words::*};
 
 /// Instructions between two polls, about.
 const BUDGET: u32 = 4000;
@@ -34,7 +34,7 @@ const CREDIT: i32 = 8000;
 pub(super) const PAUSE: i32 = 40;
 /// What a repeated string instruction counts for that the host has an implementation of for blocks of memory.
 pub(super) const BLOCK_OPERATION: i32 = 32;
-/// Ticks that a [`crate::Leash`] has at most: a TSC that jumps ends it.
+/// Ticks that a [`crate::RunLimit`] has at most: a TSC that jumps ends it.
 const MAX_TICKS: i32 = 1 << 20;
 
 /// What a block of so many instructions counts for: of a long one, most entries execute the first ones only. Traces, which
@@ -97,7 +97,7 @@ pub(super) fn hasten_if_requested(a: &mut Asm) {
 }
 
 /// The next poll is to return to the run loop, or to look at what that would.
-pub(super) fn look_at_next_poll(a: &mut Asm) {
+pub(super) fn sample_at_next_poll(a: &mut Asm) {
     a.store_imm(gs(POLLS_LEFT), 0);
 }
 
@@ -120,7 +120,7 @@ pub(super) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Poll {
     go_on(a);
     let here = a.here();
     a.patch(used_up, here);
-    let [pauses, missed, is_over, stops] = leash_ends(a);
+    let [pauses, missed, is_over, stops] = run_limit_ends(a);
     a.store_imm(gs(POLLS_LEFT), POLLS as i32);
     a.jmp_to(goes_on);
     Poll {
@@ -129,11 +129,11 @@ pub(super) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Poll {
 }
 
 /// Branches if the run loop has to be returned to. Changes r14.
-fn leash_ends(a: &mut Asm) -> [usize; 4] {
+fn run_limit_ends(a: &mut Asm) -> [usize; 4] {
     // Whether the guest only waits for another vCPU is the run loop's to judge.
     a.alu_mem_imm8(true, Alu::Cmp, gs(PAUSES), 0);
     let pauses = a.jcc(cc::NE);
-    a.alu_mem_imm8(true, Alu::Cmp, gs(LANES_MISSED), 0);
+    a.alu_mem_imm8(true, Alu::Cmp, gs(SITE_ENTRIES_MISSED), 0);
     let missed = a.jcc(cc::NE);
     push(a, RAX);
     push(a, RDX);

@@ -5,15 +5,18 @@ mod reach;
 
 use mmu::{
     DevicePage,
-    l1::{BOUNCE, BOUNCE_LEN, LANE_COUNTS, LANES_PAGES, LANES_SEEN, LANES_USED, lane},
+    l1::{
+        BOUNCE, BOUNCE_LEN, SITE_ENTRIES_PAGES, SITE_ENTRIES_SEEN, SITE_ENTRIES_USED,
+        SITE_ENTRY_COUNTS, site_entry,
+    },
 };
 
 use crate::{
     asm::*,
     codegen::countdown,
     codegen::memory::{host_page, select_entry, selected, stack_page, stack_tag, tag},
-    frame::area::*,
-    frame::requests::{ACCESS, LANE_MISSES, LANE_SHIFT, WRITES},
+    frame::requests::{ACCESS, SITE_ENTRY_MISSES, SITE_ENTRY_SHIFT, WRITES},
+    frame::words::*,
 };
 
 /// Branches if an access with this bit of a `site` is to the device page that was read or written
@@ -224,24 +227,24 @@ pub(crate) fn stack_miss(a: &mut Asm, otherwise: usize) {
     give_up(a, [straddles, is_write, is_absent], otherwise);
 }
 
-/// Looks in the tables for what a lane does not have, and enters it there: "above" in the flags. Goes on at
+/// Looks in the tables for what a per-site entry does not have, and enters it there: "above" in the flags. Goes on at
 /// `otherwise` if the tables do not have it either.
-pub(crate) fn lane_miss(a: &mut Asm, otherwise: usize) {
+pub(crate) fn site_entry_miss(a: &mut Asm, otherwise: usize) {
     push(a, RAX);
     push(a, RCX);
     compare_end(a);
     let straddles = a.jcc(cc::A);
     a.mov(RCX, S1);
-    a.shift(true, 5, RCX, LANE_SHIFT as u8);
-    let count = at(TLB, LANE_COUNTS).plus(RCX, 2);
+    a.shift(true, 5, RCX, SITE_ENTRY_SHIFT as u8);
+    let count = at(TLB, SITE_ENTRY_COUNTS).plus(RCX, 2);
     a.alu_mem_imm8(false, Alu::Add, count, 1);
     // test dword [count], …
     a.rm(false, &[0xf7], 0, count);
-    a.bytes(&(LANE_MISSES - 1).to_le_bytes());
+    a.bytes(&(SITE_ENTRY_MISSES - 1).to_le_bytes());
     let few = a.jcc(cc::NE);
     // The next poll is to look at it.
-    a.store_imm(gs(LANES_MISSED), 1);
-    countdown::look_at_next_poll(a);
+    a.store_imm(gs(SITE_ENTRIES_MISSED), 1);
+    countdown::sample_at_next_poll(a);
     let here = a.here();
     a.patch(few, here);
     select_entry(a, RCX, S0);
@@ -249,16 +252,16 @@ pub(crate) fn lane_miss(a: &mut Asm, otherwise: usize) {
     a.alu_imm(true, Alu::And, RAX, -4096);
     let [no_read, no_write] = branch_if_absent(a, RCX);
     a.load(RCX, selected(host_page(), RCX));
-    a.shift(true, 5, S1, LANE_SHIFT as u8);
+    a.shift(true, 5, S1, SITE_ENTRY_SHIFT as u8);
     // bts [used], r13
-    a.rm(true, &[0x0f, 0xab], S1, at(TLB, LANES_USED));
+    a.rm(true, &[0x0f, 0xab], S1, at(TLB, SITE_ENTRIES_USED));
     a.shift(true, 4, S1, 4);
-    a.store(at(TLB, lane(0)).plus(S1, 0), RAX);
-    a.store(at(TLB, lane(0) + 8).plus(S1, 0), RCX);
+    a.store(at(TLB, site_entry(0)).plus(S1, 0), RAX);
+    a.store(at(TLB, site_entry(0) + 8).plus(S1, 0), RCX);
     a.shift(false, 5, RAX, 12);
-    a.alu_imm(false, Alu::And, RAX, LANES_PAGES as i32 - 1);
+    a.alu_imm(false, Alu::And, RAX, SITE_ENTRIES_PAGES as i32 - 1);
     // bts [seen], rax
-    a.rm(true, &[0x0f, 0xab], RAX, at(TLB, LANES_SEEN));
+    a.rm(true, &[0x0f, 0xab], RAX, at(TLB, SITE_ENTRIES_SEEN));
     a.alu_imm(true, Alu::And, S0, 0xfff);
     a.alu_rr(true, Alu::Add, S0, RCX);
     pop(a, RCX);

@@ -6,15 +6,15 @@
 use core::mem::offset_of;
 
 use mmu::{
-    l1::{self, Key, Reach, empty_tag},
+    l1::{self, L2Key, Reach, empty_tag},
     reach::{LARGE_ENTRIES, LARGE_MAPS, LARGE_SHIFT, PIECE_SHIFT, ROUND_SHIFT, TOKEN_BITS},
 };
 
 use crate::{
     asm::*,
     codegen::memory::{host_page, select_entry, selected, tag},
-    frame::area::*,
     frame::requests::{ACCESS, WRITES},
+    frame::words::*,
 };
 
 const SAVED: [Reg; 3] = [RAX, RCX, RDX];
@@ -30,7 +30,7 @@ const fn of_view(offset: usize) -> Mem {
 
 /// A field of one of its keys: the address space's own (0), or that of what is global (1).
 const fn key(n: usize, offset: usize) -> Mem {
-    of_view(offset_of!(Reach, keys) + n * size_of::<Key>() + offset)
+    of_view(offset_of!(Reach, keys) + n * size_of::<L2Key>() + offset)
 }
 
 const SHR: u8 = 5;
@@ -56,7 +56,7 @@ fn patch_all(a: &mut Asm, from: impl IntoIterator<Item = usize>) {
     from.into_iter().for_each(|from| a.patch(from, here));
 }
 
-/// Answers a miss (r14 and r13 as for `Thunks::miss`) whose bytes are in one page, and returns from the thunk: the host address in
+/// Answers a miss (r14 and r13 as for `Trampolines::miss`) whose bytes are in one page, and returns from the trampoline: the host address in
 /// r14, and "above" in the flags. Goes on behind it, with all registers as they were, if the second level has not the page, or not
 /// for this access.
 pub(crate) fn answer(a: &mut Asm) {
@@ -82,11 +82,11 @@ pub(crate) fn answer(a: &mut Asm) {
 fn probe(a: &mut Asm, n: usize) -> (usize, Vec<usize>) {
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -(1 << TOKEN_BITS));
-    a.alu(true, Alu::Or, RAX, key(n, offset_of!(Key, token)));
+    a.alu(true, Alu::Or, RAX, key(n, offset_of!(L2Key, token)));
     // The piece of 2 MiB.
     a.mov(RCX, S0);
     a.shift(true, SHR, RCX, PIECE_SHIFT as u8);
-    a.alu(true, Alu::Xor, RCX, key(n, offset_of!(Key, large)));
+    a.alu(true, Alu::Xor, RCX, key(n, offset_of!(L2Key, large)));
     a.alu_imm(false, Alu::And, RCX, LARGE_ENTRIES as i32 - 1);
     a.shift(false, SHL, RCX, LARGE_SHIFT as u8);
     a.alu(true, Alu::Add, RCX, of_view(offset_of!(Reach, large)));
@@ -95,7 +95,7 @@ fn probe(a: &mut Asm, n: usize) -> (usize, Vec<usize>) {
     // The page of 4 KiB.
     a.mov(RCX, S0);
     a.shift(true, SHR, RCX, 12);
-    a.alu(true, Alu::Xor, RCX, key(n, offset_of!(Key, small)));
+    a.alu(true, Alu::Xor, RCX, key(n, offset_of!(L2Key, small)));
     a.shift(true, SHL, RCX, SMALL_SHIFT);
     a.alu(true, Alu::And, RCX, of_view(offset_of!(Reach, small_mask)));
     a.alu(true, Alu::Add, RCX, of_view(offset_of!(Reach, small)));
@@ -189,7 +189,7 @@ fn add_offset(a: &mut Asm) {
 }
 
 /// Enters the page with the data in rax in the first level, as [`mmu::l1::L1::insert`], makes r14 the host's address, and returns from the
-/// thunk.
+/// trampoline.
 fn enter(a: &mut Asm, global: bool, writable: bool) {
     select_entry(a, RCX, S0);
     // By these bits a flush finds it.

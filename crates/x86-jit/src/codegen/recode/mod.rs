@@ -5,8 +5,8 @@
 
 use crate::{
     asm::{Mem, Out, Reg, WINDOW},
-    frame::area::TLB,
-    ir::kind::Shape,
+    frame::words::TLB,
+    ir::lowering::Shape,
 };
 
 /// The guest's general registers on the host, by number.
@@ -22,7 +22,7 @@ pub(crate) enum Rm {
     /// That, which has a base, in place of memory.
     At(Mem),
     /// `[r11 + disp]` in place of a register.
-    Home(i8),
+    Slot(i8),
 }
 
 /// An instruction made by [`recode`].
@@ -278,7 +278,7 @@ impl Operand {
                 operand.rex |= new >> 3;
                 operand.renamed |= new != rm;
             }
-            Rm::Home(disp) if mode == 3 => {
+            Rm::Slot(disp) if mode == 3 => {
                 operand.modrm |= 0x40 | TLB & 7;
                 operand.rex |= TLB >> 3;
                 operand.disp = (disp.into(), 1);

@@ -7,8 +7,8 @@ use super::{Rm, recode};
 use crate::{
     asm::{self, RSP, WINDOW},
     codegen::copy::{HOST, register, rewritten},
-    frame::area::{S0, TLB, host_reg},
-    ir::kind::{self, Forms, Kind},
+    frame::words::{S0, TLB, host_reg},
+    ir::lowering::{self, Forms, Lowering},
     ir::narrow,
 };
 
@@ -67,10 +67,10 @@ fn means_what_the_encoder_makes() {
             narrow::lift(&mut i);
         }
         let form = *forms.learn(&i);
-        let kind = kind::of(form.kind, &i, long);
+        let kind = lowering::of(form.kind, &i, long);
         if !matches!(
             kind,
-            Kind::Copy | Kind::CopyFp | Kind::CopyAligned | Kind::CopyFpAligned
+            Lowering::Copy | Lowering::CopyFp | Lowering::CopyAligned | Lowering::CopyFpAligned
         ) {
             continue;
         }
@@ -109,7 +109,7 @@ fn means_what_the_encoder_makes() {
             && host_reg(number).is_none()
             && !high
         {
-            rm = Rm::Home(-100);
+            rm = Rm::Slot(-100);
             in_memory += 1;
             let n = (0..i.op_count()).find(|n| {
                 let r = i.op_register(*n);

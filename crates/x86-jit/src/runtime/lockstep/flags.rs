@@ -44,12 +44,12 @@ impl Flags {
         &mut self,
         cpu: &mut CpuState,
         bus: &mut Shadow<B>,
-        way: &[u64],
+        path: &[u64],
         differing: u64,
     ) -> u64 {
         let mut open = differing;
         let mut defined = 0;
-        for rip in way.iter().rev() {
+        for rip in path.iter().rev() {
             let Some((_, effect)) = self.at(cpu, bus, *rip) else {
                 break;
             };

@@ -9,7 +9,7 @@ use x86_cpu::CpuState;
 
 use crate::{
     JitBus,
-    frame::area::{self, index},
+    frame::{self, words::index},
 };
 
 /// Words of a page.
@@ -54,12 +54,12 @@ impl Log {
         self.tables.flush(&Half::ALL);
     }
 
-    /// They have the cells of `live`.
-    pub(crate) fn set_cells(&mut self, live: &L1) {
+    /// They have the page guards of `live`.
+    pub(crate) fn set_page_guards(&mut self, live: &L1) {
         self.tables.deny_reach(live);
-        self.tables.clear_cells();
-        for (n, value) in live.cells() {
-            self.tables.set_cell(n, value);
+        self.tables.clear_page_guards();
+        for (n, value) in live.page_guards() {
+            self.tables.set_page_guard(n, value);
         }
     }
 
@@ -154,19 +154,19 @@ pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
         Some(log) => {
             // The mapping may have changed, too.
             log.clear_tables();
-            log.set_cells(bus.mmu().live_tables());
+            log.set_page_guards(bus.mmu().live_tables());
             log.tables()
         }
         None => bus.mmu().live_tables().base(),
     };
-    cpu.engine.words[index(area::TABLES)] = tables;
+    cpu.engine.words[index(frame::words::TABLES)] = tables;
 }
 
 /// Where writes have to be noted, in lock-step.
 pub(crate) fn log_of(cpu: &mut CpuState) -> Option<&mut Log> {
     // SAFETY: zero, or what `Jit::stretch` put there, which nothing else uses while translated
     // code runs.
-    unsafe { (cpu.engine.words[index(area::LOG)] as *mut Log).as_mut() }
+    unsafe { (cpu.engine.words[index(frame::words::LOG)] as *mut Log).as_mut() }
 }
 
 #[cfg(test)]

@@ -28,7 +28,7 @@ pub(crate) mod turn;
 use core::fmt;
 use std::io::Write as _;
 
-use x86_cpu::{CpuState, EngineArea, Flush, Shadow};
+use x86_cpu::{CpuState, EngineFrame, Flush, Shadow};
 
 use x86_defs::{reg, rflags};
 use x86_interp::{Interp, RunStop};
@@ -38,9 +38,9 @@ use self::shadow::Shadow as ShadowBus;
 use crate::{
     Jit, JitBus,
     codegen::countdown,
-    frame::area::{self, index},
     frame::exit::{Left, Reason},
     frame::state::unpack,
+    frame::{self, words::index},
     ir::decoded::Decoded,
     ir::mode::Mode,
     ir::segment::may_branch_to,
@@ -99,10 +99,10 @@ struct Difference {
 struct Start<'a> {
     entry: u64,
     before: &'a CpuState,
-    words: &'a [u64; EngineArea::WORDS],
+    words: &'a [u64; EngineFrame::WORDS],
 }
 
-/// Why translated code stopped, and [`area::ARGUMENT`].
+/// Why translated code stopped, and [`frame::words::ARGUMENT`].
 type Outcome = (Reason, usize);
 
 impl<B: JitBus> Drop for Lockstep<B> {
@@ -247,11 +247,11 @@ impl<B: JitBus> Lockstep<B> {
         }
         if differing != 0 {
             let last = self.steps.saturating_sub(TRAIL)..self.steps;
-            let way: Vec<u64> = last.map(|n| self.trail[n % TRAIL]).collect();
+            let path: Vec<u64> = last.map(|n| self.trail[n % TRAIL]).collect();
             let mut cpu = cpu.clone();
             let mut matter = self.flags.live(&mut cpu, shadow, differing);
             if matter != 0 && !whole {
-                matter = self.flags.defined(&mut cpu, shadow, &way, matter);
+                matter = self.flags.defined(&mut cpu, shadow, &path, matter);
             }
             if matter != 0 {
                 return Err(format!("flags {matter:#x}"));
@@ -277,7 +277,7 @@ fn normal(cpu: &CpuState) -> CpuState {
     // Of the last exception raised, delivered or not.
     cpu.fault_gva = 0;
     cpu.fault_dr6 = 0;
-    // The header, MXCSR_MASK and the last x87 instruction's addresses (see `thunks`).
+    // The header, MXCSR_MASK and the last x87 instruction's addresses (see `trampolines`).
     cpu.fp.area[512..576].fill(0);
     cpu.fp.area[6..24].fill(0);
     cpu.fp.area[28..32].fill(0);
@@ -306,8 +306,8 @@ impl<B: JitBus> Jit<B> {
                         continue;
                     }
                 }
-                Reason::Far => {
-                    entry = self.follow_far(interp, cpu, bus, argument);
+                Reason::CrossPage => {
+                    entry = self.follow_cross_page(interp, cpu, bus, argument);
                     if entry != 0 {
                         continue;
                     }
@@ -323,7 +323,7 @@ impl<B: JitBus> Jit<B> {
                 Reason::Branch => {}
                 Reason::Stale => {
                     if argument != 0 {
-                        self.mend_trace(cpu, bus);
+                        self.revalidate_trace(cpu, bus);
                     }
                     self.stale = true;
                 }
@@ -335,10 +335,13 @@ impl<B: JitBus> Jit<B> {
     /// Translated code asks for something: the stretch ends before that. Makes the state exact.
     pub(crate) fn end_stretch(&mut self, cpu: &mut CpuState, bus: &mut B) {
         let words = &cpu.engine.words;
-        let reason = Reason::of(words[index(area::REASON)]);
-        let argument = words[index(area::ARGUMENT)];
-        let (page, target) = (words[index(area::PAGE)], words[index(area::SPILL)]);
-        let flags = unpack(words[index(area::FLAGS)]);
+        let reason = Reason::of(words[index(frame::words::REASON)]);
+        let argument = words[index(frame::words::ARGUMENT)];
+        let (page, target) = (
+            words[index(frame::words::PAGE)],
+            words[index(frame::words::SPILL)],
+        );
+        let flags = unpack(words[index(frame::words::FLAGS)]);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
         match reason {
             Reason::Branch if may_branch_to(cpu, target) => {
@@ -352,23 +355,23 @@ impl<B: JitBus> Jit<B> {
                 } else {
                     self.take_back(cpu, bus);
                 }
-                cpu.engine.words[index(area::REASON)] = Reason::Interpret as u64;
-                cpu.engine.words[index(area::ARGUMENT)] = 0;
+                cpu.engine.words[index(frame::words::REASON)] = Reason::Interpret as u64;
+                cpu.engine.words[index(frame::words::ARGUMENT)] = 0;
             }
             Reason::Link => {
                 if let Some(site) = self.translator.links.get(argument as usize) {
                     cpu.set_rip(page + u64::from(site.target));
                 }
             }
-            Reason::Far => {
-                let number = words[index(area::SPILL) + 1];
-                let words = if self.complete_far(cpu, bus) {
-                    (Reason::Far, number)
+            Reason::CrossPage => {
+                let number = words[index(frame::words::SPILL) + 1];
+                let words = if self.complete_cross_page(cpu, bus) {
+                    (Reason::CrossPage, number)
                 } else {
                     (Reason::Interpret, 0)
                 };
-                cpu.engine.words[index(area::REASON)] = words.0 as u64;
-                cpu.engine.words[index(area::ARGUMENT)] = words.1;
+                cpu.engine.words[index(frame::words::REASON)] = words.0 as u64;
+                cpu.engine.words[index(frame::words::ARGUMENT)] = words.1;
             }
             Reason::Poll | Reason::Interpret | Reason::Access | Reason::Stale => {}
         }
@@ -422,7 +425,7 @@ impl<B: JitBus> Jit<B> {
         // It may have written code, too, which was put back.
         bus.mmu().recheck_code();
         self.select(cpu, bus);
-        cpu.engine.words[index(area::PAGE)] = start.words[index(area::PAGE)];
+        cpu.engine.words[index(frame::words::PAGE)] = start.words[index(frame::words::PAGE)];
     }
 
     /// Both engines once, from an entry for about so many instructions; the interpreter in
@@ -438,16 +441,16 @@ impl<B: JitBus> Jit<B> {
         let before = cpu.clone();
         l.log.clear();
         let words = &mut cpu.engine.words;
-        words[index(area::LOG)] = l.log_address();
+        words[index(frame::words::LOG)] = l.log_address();
         countdown::begin(words, length);
         countdown::allow_polls(words, false);
         set_tables(cpu, bus);
         self.call(interp, cpu, bus, entry);
         let words = &mut cpu.engine.words;
-        words[index(area::LOG)] = 0;
+        words[index(frame::words::LOG)] = 0;
         let outcome = (
-            Reason::of(words[index(area::REASON)]),
-            words[index(area::ARGUMENT)] as usize,
+            Reason::of(words[index(frame::words::REASON)]),
+            words[index(frame::words::ARGUMENT)] as usize,
         );
         l.log.undo();
         let result = l.replay(&before, cpu, bus, whole);

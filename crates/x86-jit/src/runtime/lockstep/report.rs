@@ -49,14 +49,14 @@ pub(super) fn text<B: JitBus>(
     let _ = writeln!(t, "guest code from {:x}:", good.rip());
     guest_code(&mut t, good, bus);
     let shown = l.steps.min(TRAIL);
-    let way: Vec<String> = (l.steps - shown..l.steps)
+    let path: Vec<String> = (l.steps - shown..l.steps)
         .map(|n| format!("{:x}", l.trail[n % TRAIL]))
         .collect();
     let _ = writeln!(
         t,
         "the interpreter's last {shown} of {} instructions: {}",
         l.steps,
-        way.join(" ")
+        path.join(" ")
     );
     for (offset, code) in jit.code_of(code_at(good)) {
         let _ = writeln!(t, "translated code at {offset:#x}:");

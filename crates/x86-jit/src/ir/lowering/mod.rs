@@ -1,6 +1,6 @@
 //! The table of instructions: what the translator does with each form, and why that is safe.
 //!
-//! A form that is not listed is left to the interpreter. [`Kind::Copy`] is for
+//! A form that is not listed is left to the interpreter. [`Lowering::Copy`] is for
 //! instructions whose only effects are on general registers, arithmetic flags,
 //! FP and SIMD registers and their one memory operand, and that cannot fault
 //! but through that operand: they are executed as they are, with registers
@@ -22,7 +22,7 @@ use super::{narrow, string};
 /// What is done with an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Kind {
+pub(crate) enum Lowering {
     /// Not looked at yet.
     Unknown,
     /// The interpreter executes it.
@@ -43,7 +43,7 @@ pub(crate) enum Kind {
     Div,
     /// IDIV: guarded against #DE.
     Idiv,
-    /// As [`Kind::Copy`], with a memory operand that must be aligned to its size.
+    /// As [`Lowering::Copy`], with a memory operand that must be aligned to its size.
     CopyAligned,
     /// BT and its kin with a register that selects a bit anywhere in memory.
     BitString,
@@ -51,7 +51,7 @@ pub(crate) enum Kind {
     FromSegment,
     /// MOVS, STOS, LODS, SCAS, CMPS.
     String,
-    /// One element of [`Kind::String`] in code with segments, where DF is clear.
+    /// One element of [`Lowering::String`] in code with segments, where DF is clear.
     Element,
     /// MOV to a segment register in real mode, and POP of one.
     ToSegment,
@@ -99,7 +99,7 @@ pub(crate) enum Kind {
     Ret,
 }
 
-impl Kind {
+impl Lowering {
     /// FP state has to be in the host's registers.
     pub(crate) const fn is_fp(self) -> bool {
         matches!(
@@ -139,23 +139,25 @@ impl Kind {
 
 /// The kind of an instruction of a form of the kind `kind`; `long`: of 64-bit code,
 /// else of 32-bit code with flat segments.
-pub(crate) fn of(kind: Kind, i: &Instruction, long: bool) -> Kind {
+pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
     match kind {
-        _ if !long && !narrow::is_plain(i) => Kind::Interpret,
-        Kind::Copy if is_bit_string(i) => bit_string(i),
-        Kind::String if !string::is_plain(i, long) => Kind::Interpret,
-        Kind::FromControl
+        _ if !long && !narrow::is_plain(i) => Lowering::Interpret,
+        Lowering::Copy if is_bit_string(i) => bit_string(i),
+        Lowering::String if !string::is_plain(i, long) => Lowering::Interpret,
+        Lowering::FromControl
             if !matches!(
                 i.op1_register(),
                 Register::CR0 | Register::CR2 | Register::CR3 | Register::CR4
             ) =>
         {
-            Kind::Interpret
+            Lowering::Interpret
         }
-        Kind::ToCr0 if i.op0_register() == Register::CR3 => Kind::ToCr3,
-        Kind::ToCr0 if i.op0_register() != Register::CR0 => Kind::Interpret,
-        Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::Pop if !operands_are_plain(i) => {
-            Kind::Interpret
+        Lowering::ToCr0 if i.op0_register() == Register::CR3 => Lowering::ToCr3,
+        Lowering::ToCr0 if i.op0_register() != Register::CR0 => Lowering::Interpret,
+        Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::Pop
+            if !operands_are_plain(i) =>
+        {
+            Lowering::Interpret
         }
         kind => kind,
     }
@@ -163,14 +165,14 @@ pub(crate) fn of(kind: Kind, i: &Instruction, long: bool) -> Kind {
 
 /// [`of`] may make something else of 64-bit code of the kind. `names`: of its kinds of operands.
 fn is_checked<I: Iterator<Item = String>>(
-    kind: Kind,
+    kind: Lowering,
     i: &Instruction,
     mut names: impl FnMut() -> I,
 ) -> bool {
     match kind {
-        Kind::String | Kind::FromControl | Kind::ToCr0 => true,
-        Kind::Pop => i.code() != Code::Pop_r64,
-        Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned => {
+        Lowering::String | Lowering::FromControl | Lowering::ToCr0 => true,
+        Lowering::Pop => i.code() != Code::Pop_r64,
+        Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned => {
             let plain = |name: String| {
                 // High bytes, segment registers, the operands of string instructions.
                 !(name.starts_with("r8_") || name.starts_with("seg") || name.starts_with("es_"))
@@ -185,11 +187,11 @@ fn is_checked<I: Iterator<Item = String>>(
 }
 
 /// The kind of a form, whatever its operands.
-fn form(i: &Instruction, host: &HostFeatures) -> Kind {
+fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
     use Mnemonic as M;
     let code = i.code();
     if !code.cpuid_features().iter().all(|f| host_has(host, *f)) {
-        return Kind::Interpret;
+        return Lowering::Interpret;
     }
     match i.mnemonic() {
         M::Nop
@@ -200,80 +202,80 @@ fn form(i: &Instruction, host: &HostFeatures) -> Kind {
         | M::Prefetcht1
         | M::Prefetcht2
         | M::Prefetchw
-        | M::Prefetch => Kind::Nop,
-        M::Lea => Kind::Lea,
-        M::Push if pushes_word(code) => Kind::Push,
+        | M::Prefetch => Lowering::Nop,
+        M::Lea => Lowering::Lea,
+        M::Push if pushes_word(code) => Lowering::Push,
         M::Pop
             if matches!(
                 code,
                 Code::Pop_r64 | Code::Pop_rm64 | Code::Pop_r32 | Code::Pop_rm32
             ) =>
         {
-            Kind::Pop
+            Lowering::Pop
         }
-        M::Leave if matches!(code, Code::Leaveq | Code::Leaved) => Kind::Leave,
-        M::Div if matches!(code, Code::Div_rm32 | Code::Div_rm64) => Kind::Div,
-        M::Idiv if matches!(code, Code::Idiv_rm32 | Code::Idiv_rm64) => Kind::Idiv,
+        M::Leave if matches!(code, Code::Leaveq | Code::Leaved) => Lowering::Leave,
+        M::Div if matches!(code, Code::Div_rm32 | Code::Div_rm64) => Lowering::Div,
+        M::Idiv if matches!(code, Code::Idiv_rm32 | Code::Idiv_rm64) => Lowering::Idiv,
         M::Jmp
             if matches!(
                 code,
                 Code::Jmp_rel8_64 | Code::Jmp_rel32_64 | Code::Jmp_rel8_32 | Code::Jmp_rel32_32
             ) =>
         {
-            Kind::Jmp
+            Lowering::Jmp
         }
-        M::Jmp if matches!(code, Code::Jmp_rm64 | Code::Jmp_rm32) => Kind::JmpIndirect,
-        M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Kind::Call,
-        M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Kind::CallIndirect,
-        M::Ret if is_near_return(code) => Kind::Ret,
-        M::Loop | M::Jcxz | M::Jecxz if is_counted(code) => Kind::Counted,
-        _ if is_jcc(code) => Kind::Jcc,
-        M::Cmpxchg16b => Kind::CopyAligned,
+        M::Jmp if matches!(code, Code::Jmp_rm64 | Code::Jmp_rm32) => Lowering::JmpIndirect,
+        M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Lowering::Call,
+        M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Lowering::CallIndirect,
+        M::Ret if is_near_return(code) => Lowering::Ret,
+        M::Loop | M::Jcxz | M::Jecxz if is_counted(code) => Lowering::Counted,
+        _ if is_jcc(code) => Lowering::Jcc,
+        M::Cmpxchg16b => Lowering::CopyAligned,
         M::Mov
             if matches!(
                 code,
                 Code::Mov_rm16_Sreg | Code::Mov_r32m16_Sreg | Code::Mov_r64m16_Sreg
             ) =>
         {
-            Kind::FromSegment
+            Lowering::FromSegment
         }
-        M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Kind::FromControl,
-        M::Mov if code == Code::Mov_cr_r64 => Kind::ToCr0,
+        M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Lowering::FromControl,
+        M::Mov if code == Code::Mov_cr_r64 => Lowering::ToCr0,
         M::Rdfsbase | M::Rdgsbase | M::Wrfsbase | M::Wrgsbase
             if matches!(
                 code,
                 Code::Rdfsbase_r64 | Code::Rdgsbase_r64 | Code::Wrfsbase_r64 | Code::Wrgsbase_r64
             ) =>
         {
-            Kind::SegmentBase
+            Lowering::SegmentBase
         }
-        M::Sgdt | M::Sidt if stores_table(code) => Kind::StoreTable,
-        M::Cld => Kind::Cld,
-        M::Pause => Kind::Pause,
-        _ if i.is_string_instruction() => Kind::String,
-        M::Rdtsc | M::Rdtscp => Kind::Rdtsc,
-        M::Pushfq | M::Pushfd => Kind::Pushf,
-        M::Popfq | M::Popfd => Kind::Popf,
-        M::Cli => Kind::Cli,
-        M::Sti => Kind::Sti,
-        M::Swapgs => Kind::Swapgs,
-        M::Syscall => Kind::Syscall,
-        M::Sysretq => Kind::Sysret,
-        M::Iretq => Kind::InterruptReturn,
-        M::Stac | M::Clac => Kind::Ac,
-        M::Rdpkru | M::Wrpkru => Kind::KeyRights,
-        _ if is_harmless_integer(i) => Kind::Copy,
-        M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Kind::CopyFp,
-        M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Kind::LoadFpControl,
-        M::Stmxcsr | M::Vstmxcsr => Kind::CopyFp,
+        M::Sgdt | M::Sidt if stores_table(code) => Lowering::StoreTable,
+        M::Cld => Lowering::Cld,
+        M::Pause => Lowering::Pause,
+        _ if i.is_string_instruction() => Lowering::String,
+        M::Rdtsc | M::Rdtscp => Lowering::Rdtsc,
+        M::Pushfq | M::Pushfd => Lowering::Pushf,
+        M::Popfq | M::Popfd => Lowering::Popf,
+        M::Cli => Lowering::Cli,
+        M::Sti => Lowering::Sti,
+        M::Swapgs => Lowering::Swapgs,
+        M::Syscall => Lowering::Syscall,
+        M::Sysretq => Lowering::Sysret,
+        M::Iretq => Lowering::InterruptReturn,
+        M::Stac | M::Clac => Lowering::Ac,
+        M::Rdpkru | M::Wrpkru => Lowering::KeyRights,
+        _ if is_harmless_integer(i) => Lowering::Copy,
+        M::Vzeroupper | M::Vzeroall | M::Fnstsw | M::Fnstcw => Lowering::CopyFp,
+        M::Ldmxcsr | M::Vldmxcsr | M::Fldcw => Lowering::LoadFpControl,
+        M::Stmxcsr | M::Vstmxcsr => Lowering::CopyFp,
         _ if x86_native::form_on(i, host).is_some() => {
             if x86_native::must_be_aligned(i) {
-                Kind::CopyFpAligned
+                Lowering::CopyFpAligned
             } else {
-                Kind::CopyFp
+                Lowering::CopyFp
             }
         }
-        _ => Kind::Interpret,
+        _ => Lowering::Interpret,
     }
 }
 
@@ -443,11 +445,11 @@ fn is_bit_string(i: &Instruction) -> bool {
         && i.op1_kind() == OpKind::Register
 }
 
-fn bit_string(i: &Instruction) -> Kind {
+fn bit_string(i: &Instruction) -> Lowering {
     if i.op1_register().size() >= 4 {
-        Kind::BitString
+        Lowering::BitString
     } else {
-        Kind::Interpret
+        Lowering::Interpret
     }
 }
 

@@ -8,7 +8,7 @@ use iced_x86::{
 
 use x86_native::HostFeatures;
 
-use super::{Kind, form, of};
+use super::{Lowering, form, of};
 use crate::ir::flags;
 
 /// An instruction of the form with registers that no instruction has implicitly;
@@ -166,10 +166,10 @@ fn what_is_copied_touches_nothing_of_the_hosts() {
     assert!(copied > 1500, "{copied}");
 }
 
-fn copies(kind: Kind) -> bool {
+fn copies(kind: Lowering) -> bool {
     matches!(
         kind,
-        Kind::Copy | Kind::CopyFp | Kind::CopyFpAligned | Kind::CopyAligned
+        Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::CopyAligned
     )
 }
 
@@ -207,7 +207,7 @@ fn state_of_the_host_is_out_of_reach() {
         let mut i = Instruction::default();
         i.set_code(code);
         let kind = of(form(&i, &HostFeatures::detected()), &i, true);
-        assert_eq!(kind, Kind::Interpret, "{code:?}");
+        assert_eq!(kind, Lowering::Interpret, "{code:?}");
     }
     // These have code of their own.
     for code in [

@@ -16,7 +16,7 @@
 
 use core::mem::offset_of;
 
-use x86_cpu::{CpuState, EngineArea, Msrs, Retired};
+use x86_cpu::{CpuState, EngineFrame, Msrs, Retired};
 use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
@@ -104,7 +104,7 @@ pub(crate) const KEY_VIEW_WORDS: usize = 6;
 pub(crate) const KEY_VIEW_HASH: u32 = 0x9e37_79b1;
 /// One of them is in use.
 pub(crate) const KEY_VIEWS_USED: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS);
-const _: () = assert!(KEY_VIEWS_USED < word(EngineArea::WORDS));
+const _: () = assert!(KEY_VIEWS_USED < word(EngineFrame::WORDS));
 /// Address of the table of [`crate::frame::switches`].
 pub(crate) const SWITCHES: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 1);
 /// Address of what `mmu::Mmu::switches_epoch` is.
@@ -125,7 +125,7 @@ pub(crate) const REFUND: usize = word(185);
 pub(crate) const COUNTED_ENTRY: usize = word(186);
 /// the other stream, and in bit 8 the level.
 pub(crate) const COUNTED_AS: usize = word(187);
-const _: () = assert!(IS_OTHER_ROOT < COUNTED_FROM && COUNTED_AS < word(EngineArea::WORDS));
+const _: () = assert!(IS_OTHER_ROOT < COUNTED_FROM && COUNTED_AS < word(EngineFrame::WORDS));
 /// [`Retired::left`].
 pub(crate) const EVENTS_LEFT: usize = offset_of!(CpuState, retired) + offset_of!(Retired, left);
 /// Of each segment, the highest offset at which there are so many bytes: 32 bits for each of 1, 2, 4 … 32 bytes.
@@ -134,25 +134,25 @@ pub(crate) const BOUND_SIZES: usize = 6;
 /// The six limits that they are of, 32 bits each.
 pub(crate) const BOUNDS_OF: usize = word(206);
 const _: () = assert!(COUNTED_AS < BOUNDS && BOUNDS + 6 * 4 * BOUND_SIZES <= BOUNDS_OF);
-const _: () = assert!(BOUNDS_OF + 6 * 4 <= word(EngineArea::WORDS));
+const _: () = assert!(BOUNDS_OF + 6 * 4 <= word(EngineFrame::WORDS));
 /// The one of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {
     let size = size.next_power_of_two().trailing_zeros() as usize;
     gs(BOUNDS + 4 * (BOUND_SIZES * n + size))
 }
-/// Misses of a lane have become many.
-pub(crate) const LANES_MISSED: usize = word(97);
+/// Misses of a per-site entry have become many.
+pub(crate) const SITE_ENTRIES_MISSED: usize = word(97);
 /// It has done so: the MMU has to be told before anything else.
 pub(crate) const IS_OTHER_VIEW: usize = word(28);
-/// The host's RSP with no call to return from: see [`crate::codegen::thunks`].
+/// The host's RSP with no call to return from: see [`crate::codegen::trampolines`].
 pub(crate) const STACK: usize = word(31);
 /// Direct branches to other pages by the table until one of them is remembered.
-pub(crate) const FAR_LEFT: usize = word(1);
+pub(crate) const CROSS_PAGE_LEFT: usize = word(1);
 /// Where the host's RSP was before a call of `leave::handle`, and is after it.
 pub(crate) const HOST_RSP: usize = word(2);
 /// Room for YMM0 to YMM15 while Rust code runs.
 pub(crate) const VECTORS: usize = word(32);
-/// Of [`crate::codegen::walk`]: what the countdown is less than it was, and the anchors.
+/// Of [`crate::codegen::hoist`]: what the countdown is less than it was, and the anchors.
 pub(crate) const OWED: usize = word(99);
 pub(crate) const ANCHORS: usize = word(100);
 pub(crate) const ANCHORS_LEN: usize = 6;
@@ -168,7 +168,7 @@ pub(crate) const RELUCTANCES_LEN: usize = 32;
 pub(crate) const RANDOM: usize = word(125);
 const _: () =
     assert!(ANCHORS + 8 * ANCHORS_LEN <= REST && RELUCTANCES + 4 * RELUCTANCES_LEN <= RANDOM);
-const _: () = assert!(RANDOM < word(EngineArea::WORDS));
+const _: () = assert!(RANDOM < word(EngineFrame::WORDS));
 /// Their upper halves are among what is there.
 pub(crate) const UPPERS_IN_USE: usize = word(98);
 
@@ -206,17 +206,17 @@ pub(crate) const fn segment_attr(n: usize) -> Mem {
 }
 
 /// A word close to the TLB's base: addressing it takes a byte in place of five.
-const fn near(n: usize) -> Mem {
+const fn short(n: usize) -> Mem {
     at(TLB, mmu::l1::word(n))
 }
 
 /// Host pointers of groups: [`MAX_KEPT`] words, which live as long as a block is executed. The first are nearest.
 pub(crate) const fn kept(slot: u8) -> Mem {
     let slot = slot as usize;
-    near(if slot < FIRST_OTHER {
+    short(if slot < FIRST_OTHER {
         slot
     } else {
-        mmu::l1::NEAR_WORDS + slot - FIRST_OTHER
+        mmu::l1::SHORT_WORDS + slot - FIRST_OTHER
     })
 }
 /// Groups of a block whose pointers can be kept.
@@ -226,35 +226,35 @@ const FIRST_OTHER: usize = 4;
 
 /// What generated code has close to the base while it runs, and Rust finds with the rest of the
 /// vCPU's state: it is copied when the one calls the other.
-pub(crate) const NEAR_PAGE: Mem = near(FIRST_OTHER);
-pub(crate) const NEAR_FLAGS: Mem = near(5);
+pub(crate) const SHORT_PAGE: Mem = short(FIRST_OTHER);
+pub(crate) const SHORT_FLAGS: Mem = short(5);
 /// [`SALT`] and [`TARGETS`], which generated code does not change.
-pub(crate) const NEAR_SALT: Mem = near(6);
-const FIRST_HOME: usize = 7;
-pub(crate) const NEAR_TARGETS: Mem = near(12);
+pub(crate) const SHORT_SALT: Mem = short(6);
+const FIRST_GPR_SLOT: usize = 7;
+pub(crate) const SHORT_TARGETS: Mem = short(12);
 /// [`FP_LIVE`], which changes with that one: four bytes.
-pub(crate) const NEAR_FP_LIVE: Mem = near(13);
+pub(crate) const SHORT_FP_LIVE: Mem = short(13);
 /// [`NUMBER`], in the other four.
-pub(crate) const NEAR_NUMBER: Mem = at(TLB, NEAR_FP_LIVE.disp + 4);
+pub(crate) const SHORT_NUMBER: Mem = at(TLB, SHORT_FP_LIVE.disp + 4);
 
 /// What is copied to close to the base, but not back; so is the number, after them.
-pub(crate) const fn near_constants() -> [(Mem, Mem); 3] {
+pub(crate) const fn short_constants() -> [(Mem, Mem); 3] {
     [
-        (gs(SALT), NEAR_SALT),
-        (gs(TARGETS), NEAR_TARGETS),
-        (gs(FP_LIVE), NEAR_FP_LIVE),
+        (gs(SALT), SHORT_SALT),
+        (gs(TARGETS), SHORT_TARGETS),
+        (gs(FP_LIVE), SHORT_FP_LIVE),
     ]
 }
 
 /// What it does change of that: the place with the rest of the state, and the one close to the base.
-pub(crate) fn near_words() -> impl Iterator<Item = (Mem, Mem)> {
-    let words = [(PAGE, NEAR_PAGE), (FLAGS, NEAR_FLAGS)];
-    let homes = (0..16u8).filter(|n| HOMED >> n & 1 != 0);
+pub(crate) fn short_words() -> impl Iterator<Item = (Mem, Mem)> {
+    let words = [(PAGE, SHORT_PAGE), (FLAGS, SHORT_FLAGS)];
+    let gpr_slots = (0..16u8).filter(|n| IN_FRAME >> n & 1 != 0);
     let words = words.into_iter().map(|(far, near)| (gs(far), near));
-    words.chain(homes.map(|n| (state_register(n), home(n))))
+    words.chain(gpr_slots.map(|n| (state_register(n), gpr_slot(n))))
 }
 
-/// Index in `EngineArea::words` of a field above.
+/// Index in `EngineFrame::words` of a field above.
 pub(crate) const fn index(offset: usize) -> usize {
     (offset - offset_of!(CpuState, engine)) / 8
 }
@@ -265,8 +265,8 @@ pub(crate) const fn state_register(n: u8) -> Mem {
 }
 
 /// Where generated code has a guest register that lives in memory.
-pub(crate) const fn home(n: u8) -> Mem {
-    near(FIRST_HOME + (HOMED & ((1 << n) - 1)).count_ones() as usize)
+pub(crate) const fn gpr_slot(n: u8) -> Mem {
+    short(FIRST_GPR_SLOT + (IN_FRAME & ((1 << n) - 1)).count_ones() as usize)
 }
 
 /// Base of a segment.
@@ -285,7 +285,7 @@ pub(crate) const fn host_reg(n: u8) -> Option<Reg> {
 }
 
 /// Bit per guest register that lives in memory.
-pub(crate) const HOMED: u16 = {
+pub(crate) const IN_FRAME: u16 = {
     let mut bits = 0;
     let mut n = 0;
     while n < 16 {

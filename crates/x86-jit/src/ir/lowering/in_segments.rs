@@ -2,36 +2,36 @@
 
 use iced_x86::{Code, EncodingKind, Instruction, OpKind, Register};
 
-use super::{Form, Kind, of};
+use super::{Form, Lowering, of};
 use crate::ir::{mode::Mode, string};
 
 /// What an instruction of the form is, which is of the kind `kind` where segments are flat.
-pub(super) fn form(kind: Kind, code: Code) -> Kind {
+pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
     use Code as C;
     match code {
-        C::Push_r16 | C::Push_rm16 | C::Push_imm16 | C::Pushw_imm8 => Kind::Push,
-        C::Pop_r16 | C::Pop_rm16 => Kind::Pop,
-        C::Leavew => Kind::Leave,
-        C::Pushfw => Kind::Pushf,
-        C::Popfw => Kind::Popf,
-        C::Jmp_rel8_16 | C::Jmp_rel16 => Kind::Jmp,
-        C::Jmp_rm16 => Kind::JmpIndirect,
-        C::Call_rel16 => Kind::Call,
-        C::Call_rm16 => Kind::CallIndirect,
-        C::Retnw | C::Retnw_imm16 => Kind::Ret,
-        C::Lea_r16_m => Kind::Lea,
+        C::Push_r16 | C::Push_rm16 | C::Push_imm16 | C::Pushw_imm8 => Lowering::Push,
+        C::Pop_r16 | C::Pop_rm16 => Lowering::Pop,
+        C::Leavew => Lowering::Leave,
+        C::Pushfw => Lowering::Pushf,
+        C::Popfw => Lowering::Popf,
+        C::Jmp_rel8_16 | C::Jmp_rel16 => Lowering::Jmp,
+        C::Jmp_rm16 => Lowering::JmpIndirect,
+        C::Call_rel16 => Lowering::Call,
+        C::Call_rm16 => Lowering::CallIndirect,
+        C::Retnw | C::Retnw_imm16 => Lowering::Ret,
+        C::Lea_r16_m => Lowering::Lea,
         C::Loop_rel8_16_CX | C::Loop_rel8_16_ECX | C::Jcxz_rel8_16 | C::Jecxz_rel8_16 => {
-            Kind::Counted
+            Lowering::Counted
         }
-        C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 => Kind::ToSegment,
+        C::Mov_Sreg_rm16 | C::Mov_Sreg_r32m16 => Lowering::ToSegment,
         C::Pushw_ES | C::Pushw_CS | C::Pushw_SS | C::Pushw_DS | C::Pushw_FS | C::Pushw_GS => {
-            Kind::PushSegment
+            Lowering::PushSegment
         }
-        C::Popw_ES | C::Popw_SS | C::Popw_DS | C::Popw_FS | C::Popw_GS => Kind::PopSegment,
-        _ if code.is_jcc_short_or_near() => Kind::Jcc,
+        C::Popw_ES | C::Popw_SS | C::Popw_DS | C::Popw_FS | C::Popw_GS => Lowering::PopSegment,
+        _ if code.is_jcc_short_or_near() => Lowering::Jcc,
         _ => match kind {
-            Kind::String => Kind::Element,
-            Kind::StoreTable | Kind::KeyRights | Kind::Ac => Kind::Interpret,
+            Lowering::String => Lowering::Element,
+            Lowering::StoreTable | Lowering::KeyRights | Lowering::Ac => Lowering::Interpret,
             kind => kind,
         },
     }
@@ -71,27 +71,29 @@ pub(crate) fn has_short_words(code: Code) -> bool {
 }
 
 /// What is done with the instruction, and the mode bits without which the interpreter does it, besides those of the kind.
-pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Kind, Mode) {
+pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Lowering, Mode) {
     let is_vex = i.code().encoding() == EncodingKind::VEX;
     if is_vex && mode.has(Mode::REAL) {
         // #UD.
-        return (Kind::Interpret, Mode::NONE);
+        return (Lowering::Interpret, Mode::NONE);
     }
     let kind = match of(form.in_segments, i, true) {
-        Kind::BitString | Kind::Syscall => Kind::Interpret,
+        Lowering::BitString | Lowering::Syscall => Lowering::Interpret,
         // Repeated ones are the interpreter's, which knows how to do much at once.
-        Kind::Element if string::repeats(i) || string::operation(i).is_none() => Kind::Interpret,
-        Kind::ToSegment if i.op0_register() == Register::CS => Kind::Interpret,
+        Lowering::Element if string::repeats(i) || string::operation(i).is_none() => {
+            Lowering::Interpret
+        }
+        Lowering::ToSegment if i.op0_register() == Register::CS => Lowering::Interpret,
         kind => kind,
     };
     let needs = match i.memory_segment() {
         Register::FS => Mode::FS,
         Register::GS => Mode::GS,
         // In protected mode it cannot be written.
-        Register::CS if form.memory(i) == Some(true) => return (Kind::Interpret, Mode::NONE),
+        Register::CS if form.memory(i) == Some(true) => return (Lowering::Interpret, Mode::NONE),
         _ => Mode::NONE,
     };
-    let is_loaded = matches!(kind, Kind::ToSegment | Kind::PopSegment);
+    let is_loaded = matches!(kind, Lowering::ToSegment | Lowering::PopSegment);
     let needs = match i.op0_register() {
         // One that had no plain segment gets one in another way.
         Register::FS if is_loaded => needs | Mode::FS,

@@ -1,9 +1,9 @@
 //! Which of the shared pieces a branch goes by.
 
-use super::thunks::Thunks;
+use super::trampolines::Trampolines;
 use crate::ir::mode::Mode;
 
-impl Thunks {
+impl Trampolines {
     /// A return that goes by the table.
     pub(crate) fn ret_in(&self, mode: Mode) -> usize {
         match (mode.is_long(), mode.has(Mode::STACK16)) {
@@ -14,13 +14,13 @@ impl Thunks {
     }
 
     /// A direct branch to another page that goes by the table, and moves the stack pointer by `pop`.
-    pub(crate) fn far_in(&self, mode: Mode, pop: i32) -> usize {
+    pub(crate) fn cross_page_in(&self, mode: Mode, pop: i32) -> usize {
         match pop {
-            0 => self.far,
+            0 => self.cross_page,
             // How much of which part of ESP a call moves, the others do not know.
-            _ if mode.has(Mode::SEGMENTED) => self.far_segmented,
-            -8 => self.far_call,
-            _ => self.far_call32,
+            _ if mode.has(Mode::SEGMENTED) => self.cross_page_segmented,
+            -8 => self.cross_page_call,
+            _ => self.cross_page_call32,
         }
     }
 }

@@ -37,11 +37,11 @@ use super::{
 use crate::{
     asm::*,
     codegen::countdown,
-    frame::area::*,
+    frame::words::*,
     ir::branch::is_loop,
     ir::decoded::Decoded,
-    ir::kind::{Forms, Kind},
-    ir::member::{Base, Member, Moves, Walk},
+    ir::lowering::{Forms, Lowering},
+    ir::member::{Base, Induction, Member, Moves},
 };
 
 /// Bytes that a turn goes on at most: fewer than eight turns of a page are not worth it.
@@ -62,14 +62,14 @@ const TO_BORROW: [u8; 8] = [3, 5, 6, 7, 2, 1, 8, 9];
 #[derive(Clone, Copy, Debug)]
 struct Anchor {
     group: u16,
-    walk: Walk,
+    induction: Induction,
     /// The guest's register whose host register has the anchor.
     borrowed: Option<u8>,
 }
 
 /// The fast turns.
 #[derive(Clone, Debug)]
-pub(super) struct Walking {
+pub(super) struct HoistedLoop {
     /// Where they begin, where groups are looked for once more, and at which offset of the page the loop is.
     start: usize,
     retry: usize,
@@ -93,9 +93,9 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn besides(walks: &[(Member, Walk)]) -> Option<Self> {
+    fn besides(inductions: &[(Member, Induction)]) -> Option<Self> {
         let is_used = |n: &u8| {
-            let mut all = walks.iter().map(|(_, walk)| walk);
+            let mut all = inductions.iter().map(|(_, induction)| induction);
             all.any(|w| w.base == Base::Register(*n) || w.index.is_some_and(|(i, _)| i == *n))
         };
         let mut free = TO_BORROW.into_iter().filter(|n| !is_used(n));
@@ -123,7 +123,7 @@ impl Scratch {
 /// The host register of a guest register: `scratch`, where it is loaded to, if it lives in memory.
 fn in_host(a: &mut Asm, n: u8, scratch: Reg) -> Reg {
     host_reg(n).unwrap_or_else(|| {
-        a.load(scratch, home(n));
+        a.load(scratch, gpr_slot(n));
         scratch
     })
 }
@@ -134,7 +134,7 @@ fn in_host_base(a: &mut Asm, base: Base, scratch: Reg) -> Option<Reg> {
         Base::None => None,
         Base::Register(n) => Some(in_host(a, n, scratch)),
         Base::Page => {
-            a.load(scratch, NEAR_PAGE);
+            a.load(scratch, SHORT_PAGE);
             Some(scratch)
         }
     }
@@ -155,15 +155,15 @@ const fn anchor(slot: usize) -> Mem {
 }
 
 /// Where a group begins, if its alignment is that of all turns.
-fn walk_of(m: &Member) -> Option<Walk> {
-    let walk = m.walk?;
-    let is_short = walk.stride.unsigned_abs() <= MAX_STRIDE;
-    (is_short && walk.stride % i32::from(m.align.to) == 0).then_some(walk)
+fn short_induction(m: &Member) -> Option<Induction> {
+    let induction = m.induction?;
+    let is_short = induction.stride.unsigned_abs() <= MAX_STRIDE;
+    (is_short && induction.stride % i32::from(m.align.to) == 0).then_some(induction)
 }
 
 /// Guest registers that the instructions do not use, of [`TO_BORROW`]; none if there is one that may be left by other ways than stubs.
 fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
-    use Kind as K;
+    use Lowering as K;
     let mut factory = InstructionInfoFactory::new();
     let mut used = 0_u16;
     for d in insns {
@@ -195,16 +195,16 @@ fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
 }
 
 /// The first members of groups, and where these are to be found.
-fn anchors(insns: &[Decoded], walks: &[(Member, Walk)]) -> Vec<(Member, Anchor)> {
+fn anchors(insns: &[Decoded], inductions: &[(Member, Induction)]) -> Vec<(Member, Anchor)> {
     let mut free = unused(insns);
-    let anchors = walks.iter().map(|(m, walk)| {
+    let anchors = inductions.iter().map(|(m, induction)| {
         let is_member = |d: &Decoded| d.member.is_some_and(|other| other.group == m.group);
         let by_operand = !insns
             .iter()
             .any(|d| is_member(d) && d.kind.stack_base().is_some());
         let anchor = Anchor {
             group: m.group,
-            walk: *walk,
+            induction: *induction,
             borrowed: by_operand.then(|| free.next()).flatten(),
         };
         (*m, anchor)
@@ -217,13 +217,13 @@ fn anchors(insns: &[Decoded], walks: &[(Member, Walk)]) -> Vec<(Member, Anchor)>
 fn single_turns(
     insns: &[Decoded],
     anchors: &[(Member, Anchor)],
-) -> Option<(u32, Vec<(Member, Walk)>)> {
+) -> Option<(u32, Vec<(Member, Induction)>)> {
     let first = insns.first()?.offset;
     let turns = insns.iter().filter(|d| d.offset == first).count();
     if turns < 2 || !insns.len().is_multiple_of(turns) {
         return None;
     }
-    let stride = |a: &Anchor| a.walk.stride / turns as i32;
+    let stride = |a: &Anchor| a.induction.stride / turns as i32;
     let (turn, others) = insns.split_at(insns.len() / turns);
     let are_alike = others.chunks(turn.len()).zip(1..).all(|(other, n)| {
         turn.iter().zip(other).all(|(one, other)| {
@@ -241,21 +241,22 @@ fn single_turns(
             })
         })
     });
-    let walks = anchors.iter().map(|(m, a)| {
+    let inductions = anchors.iter().map(|(m, a)| {
         let stride = stride(a);
         let more = stride.abs() * (turns as i32 - 1);
-        let is_whole = a.walk.stride % turns as i32 == 0 && stride % i32::from(m.align.to) == 0;
+        let is_whole =
+            a.induction.stride % turns as i32 == 0 && stride % i32::from(m.align.to) == 0;
         let from = if stride < 0 { more } else { 0 };
-        let walk = Walk {
+        let induction = Induction {
             stride,
-            from: a.walk.from.checked_add(from)?,
-            ..a.walk
+            from: a.induction.from.checked_add(from)?,
+            ..a.induction
         };
         let span = m.span.checked_sub(more as u32)?;
-        is_whole.then_some((Member { span, ..*m }, walk))
+        is_whole.then_some((Member { span, ..*m }, induction))
     });
-    let walks = walks.collect::<Option<_>>()?;
-    are_alike.then_some((turns as u32, walks))
+    let inductions = inductions.collect::<Option<_>>()?;
+    are_alike.then_some((turns as u32, inductions))
 }
 
 impl Translator {
@@ -286,36 +287,39 @@ impl Translator {
     /// Translates the fast turns of a block that has been, whose flags are not live where it begins. Returns where
     /// the block goes on in place of `next`, and the fast turns with their stubs, if it is such a loop and executed much. `again` is
     /// where a turn goes that cannot rely on one before.
-    pub(super) fn walk(
+    pub(super) fn hoist_probes(
         &mut self,
         insns: &[Decoded],
         forms: &Forms,
         (again, next): (usize, usize),
-    ) -> Option<(usize, Walking, Range<usize>)> {
+    ) -> Option<(usize, HoistedLoop, Range<usize>)> {
         self.hot.as_ref().filter(|_| self.long)?;
         let first = insns.first().filter(|_| is_loop(insns))?;
         let members = insns.iter().filter_map(|d| d.member.filter(|m| m.first));
         let is_known = |m: &Member| {
             let mut all = insns.iter().filter_map(|d| d.member);
-            all.all(|other| other.group != m.group || other.walk.is_some())
+            all.all(|other| other.group != m.group || other.induction.is_some())
         };
         let members = members.filter(|m| !m.alone && is_known(m));
-        let walks = members.filter_map(|m| Some((m, walk_of(&m)?)));
-        let walks: Vec<(Member, Walk)> = walks.take(ANCHORS_LEN).collect();
-        if walks.iter().all(|(_, walk)| walk.stride == 0) {
+        let inductions = members.filter_map(|m| Some((m, short_induction(&m)?)));
+        let inductions: Vec<(Member, Induction)> = inductions.take(ANCHORS_LEN).collect();
+        if inductions
+            .iter()
+            .all(|(_, induction)| induction.stride == 0)
+        {
             return None;
         }
-        let scratch = Scratch::besides(&walks)?;
-        let anchors = anchors(insns, &walks);
+        let scratch = Scratch::besides(&inductions)?;
+        let anchors = anchors(insns, &inductions);
         // The turns of a pass, and what is to be looked for.
-        let (turns, walks) = single_turns(insns, &anchors).unwrap_or((1, walks));
+        let (turns, inductions) = single_turns(insns, &anchors).unwrap_or((1, inductions));
         let a = &mut self.asm;
         let fails = a.here();
         scratch.restore(a);
         a.jmp_to(again);
         let start = a.here();
-        let reluctance = gs(RELUCTANCES + 4 * self.next_walk);
-        self.next_walk = (self.next_walk + 1) % RELUCTANCES_LEN;
+        let reluctance = gs(RELUCTANCES + 4 * self.next_hoist);
+        self.next_hoist = (self.next_hoist + 1) % RELUCTANCES_LEN;
         a.alu_mem_imm8(false, Alu::Sub, reluctance, 1);
         let from = a.jcc(cc::NS);
         a.patch(from, next);
@@ -324,11 +328,11 @@ impl Translator {
         scratch.save(a);
         let len = insns.len() as i32;
         let mut is_first = true;
-        for (slot, (m, walk)) in walks.iter().enumerate() {
-            self.probe_walk(m, *walk, scratch, fails);
+        for (slot, (m, induction)) in inductions.iter().enumerate() {
+            self.probe_range(m, *induction, scratch, fails);
             let a = &mut self.asm;
-            if walk.stride != 0 {
-                divide(a, walk.stride.unsigned_abs());
+            if induction.stride != 0 {
+                divide(a, induction.stride.unsigned_abs());
                 if is_first {
                     a.mov(scratch.turns, S0);
                 } else {
@@ -338,7 +342,7 @@ impl Translator {
                 }
                 is_first = false;
             }
-            self.drop_anchor(slot, *walk);
+            self.drop_anchor(slot, *induction);
         }
         let a = &mut self.asm;
         a.alu_imm(true, Alu::Add, scratch.turns, 1);
@@ -355,7 +359,7 @@ impl Translator {
         a.imul(true, S1, S0, len);
         scratch.restore(a);
         countdown::begin_fast_turns(a);
-        let mut walking = Walking {
+        let mut hoisted = HoistedLoop {
             len,
             reluctance,
             start: 0,
@@ -365,10 +369,10 @@ impl Translator {
             turn: insns.len() / turns as usize,
             turns: Vec::new(),
         };
-        for (n, host, _) in walking.borrowed() {
+        for (n, host, _) in hoisted.borrowed() {
             self.asm.store(state_register(n), host);
         }
-        walking.borrow_registers(&mut self.asm);
+        hoisted.borrow_registers(&mut self.asm);
         let a = &mut self.asm;
         let rests: Vec<usize> = (1..turns)
             .map(|rest| {
@@ -377,23 +381,23 @@ impl Translator {
             })
             .collect();
         a.align();
-        walking.start = a.here();
+        hoisted.start = a.here();
         let from = countdown::fast_turn(a, len);
         let stubs = self.stubs.len();
-        self.stubs.push(Stub::Walked { from, again });
-        self.walking = Some(walking);
+        self.stubs.push(Stub::TurnsDone { from, again });
+        self.hoisted = Some(hoisted);
         self.turns(insns, forms);
-        let walking = self.walking.take()?;
+        let hoisted = self.hoisted.take()?;
         // A rest of one turn is the last of a pass.
-        for (from, turn) in rests.into_iter().zip(walking.turns.iter().rev()) {
+        for (from, turn) in rests.into_iter().zip(hoisted.turns.iter().rev()) {
             self.asm.patch(from, *turn);
         }
-        Some((start, walking, stubs..self.stubs.len()))
+        Some((start, hoisted, stubs..self.stubs.len()))
     }
 
     /// A turn of a fast pass begins, of which the first one may be the first that is made.
     pub(super) fn begin_turn(&mut self) {
-        let Some(w) = &self.walking else {
+        let Some(w) = &self.hoisted else {
             return;
         };
         if self.position == 0 || !self.position.is_multiple_of(w.turn) {
@@ -403,22 +407,22 @@ impl Translator {
         (self.current, self.cached) = (None, None);
         self.flags = Flags::Memory;
         let here = self.asm.here();
-        if let Some(w) = &mut self.walking {
+        if let Some(w) = &mut self.hoisted {
             w.turns.push(here);
         }
     }
 
     /// Looks for a group as it is in the next turn: in r13 is how far the host's addresses are from its then, and in r14 how many
     /// bytes it may go on, which are less than zero if it straddles two pages.
-    fn probe_walk(&mut self, m: &Member, walk: Walk, scratch: Scratch, fails: usize) {
+    fn probe_range(&mut self, m: &Member, induction: Induction, scratch: Scratch, fails: usize) {
         let Scratch { page, entry, .. } = scratch;
         let a = &mut self.asm;
-        let base = in_host_base(a, walk.base, S1);
-        let index = walk.index.map(|(n, scale)| (in_host(a, n, S0), scale));
+        let base = in_host_base(a, induction.base, S1);
+        let index = induction.index.map(|(n, scale)| (in_host(a, n, S0), scale));
         let address = Mem {
             base,
             index,
-            disp: walk.from,
+            disp: induction.from,
             gs: false,
         };
         a.lea(S0, address);
@@ -436,7 +440,7 @@ impl Translator {
         a.load(S1, host);
         a.alu_rr(true, Alu::Sub, S1, page);
         a.alu_rr(true, Alu::Sub, S0, page);
-        let down = walk.stride < 0;
+        let down = induction.stride < 0;
         let last = 4096 - m.span as i32;
         let straddles = if down {
             a.alu_imm(true, Alu::Cmp, S0, last);
@@ -444,12 +448,12 @@ impl Translator {
         } else {
             a.rr(true, &[0xf7], 3, S0); // neg
             a.alu_imm(true, Alu::Add, S0, last);
-            (walk.stride == 0).then(|| a.jcc(cc::S))
+            (induction.stride == 0).then(|| a.jcc(cc::S))
         };
         if let Some(from) = straddles {
             a.patch(from, fails);
         }
-        if walk.stride == 0 {
+        if induction.stride == 0 {
             return;
         }
         // So far as the next pages are its neighbours in the host's memory, too.
@@ -480,15 +484,15 @@ impl Translator {
     }
 
     /// Makes the anchor of the distance in r13: what does not move of the address is added.
-    fn drop_anchor(&mut self, slot: usize, walk: Walk) {
+    fn drop_anchor(&mut self, slot: usize, induction: Induction) {
         let a = &mut self.asm;
-        if walk.moves != Moves::Base
-            && let Some(r) = in_host_base(a, walk.base, S0)
+        if induction.moves != Moves::Base
+            && let Some(r) = in_host_base(a, induction.base, S0)
         {
             a.alu_rr(true, Alu::Add, S1, r);
         }
-        if walk.moves != Moves::Index
-            && let Some((n, scale)) = walk.index
+        if induction.moves != Moves::Index
+            && let Some((n, scale)) = induction.index
         {
             let r = in_host(a, n, S0);
             a.lea(S1, at(S1, 0).plus(r, scale));
@@ -497,8 +501,8 @@ impl Translator {
     }
 
     /// The branch at `from`, whose target is at an offset from the page, goes to the next fast turn, if it is the one that does.
-    pub(super) fn walks_on(&mut self, from: usize, target: i64) -> bool {
-        let Some(w) = &self.walking else {
+    pub(super) fn goes_on_hoisted(&mut self, from: usize, target: i64) -> bool {
+        let Some(w) = &self.hoisted else {
             return false;
         };
         let is_back = self.position + 1 == w.len as usize && target == w.offset;
@@ -510,23 +514,23 @@ impl Translator {
 
     /// Registers are the guest's again, if they are not.
     pub(super) fn give_registers_back(&mut self) {
-        if let Some(w) = &self.walking {
+        if let Some(w) = &self.hoisted {
             w.give_registers_back(&mut self.asm);
         }
     }
 
     /// A fast turn has an anchor in the host register.
     pub(super) fn is_borrowed(&self, host: Reg) -> bool {
-        let walking = self.walking.as_ref();
-        walking.is_some_and(|w| w.borrowed().any(|(_, r, _)| r == host))
+        let hoisted = self.hoisted.as_ref();
+        hoisted.is_some_and(|w| w.borrowed().any(|(_, r, _)| r == host))
     }
 
     /// The host address of a member of a group whose anchor is in a register.
     pub(super) fn anchored(&mut self, d: &Decoded) -> Option<Mem> {
         let m = d.member?;
-        let (_, anchor) = self.walking.as_ref()?.of(m.group)?;
+        let (_, anchor) = self.hoisted.as_ref()?.of(m.group)?;
         let register = host_reg(anchor.borrowed?)?;
-        let place = self.at_anchor(d, m, anchor.walk, register, S0);
+        let place = self.at_anchor(d, m, anchor.induction, register, S0);
         if !d.high {
             return Some(place);
         }
@@ -536,18 +540,18 @@ impl Translator {
     }
 
     /// Makes r14 the address of the first byte of a group that the instruction would probe for; false: it has no anchor.
-    pub(super) fn walk_to(&mut self, d: &Decoded) -> bool {
-        let walking = self.walking.as_ref();
+    pub(super) fn access_hoisted(&mut self, d: &Decoded) -> bool {
+        let hoisted = self.hoisted.as_ref();
         let Some((m, (slot, of_group))) = d
             .member
             .filter(|m| m.first)
-            .and_then(|m| Some((m, walking?.of(m.group)?)))
+            .and_then(|m| Some((m, hoisted?.of(m.group)?)))
         else {
             return false;
         };
         self.asm.load(S0, anchor(slot));
         self.cached = None;
-        let place = self.at_anchor(d, m, of_group.walk, S0, S1);
+        let place = self.at_anchor(d, m, of_group.induction, S0, S1);
         let disp = place.disp.wrapping_sub(m.offset);
         self.asm.lea(S0, Mem { disp, ..place });
         if let Some(slot) = m.slot {
@@ -558,9 +562,16 @@ impl Translator {
     }
 
     /// From an anchor in a register to the access; a register that lives in memory is loaded to `scratch`.
-    fn at_anchor(&mut self, d: &Decoded, m: Member, walk: Walk, anchor: Reg, scratch: Reg) -> Mem {
+    fn at_anchor(
+        &mut self,
+        d: &Decoded,
+        m: Member,
+        induction: Induction,
+        anchor: Reg,
+        scratch: Reg,
+    ) -> Mem {
         let disp = m.from_anchor;
-        let moving = match walk.moves {
+        let moving = match induction.moves {
             Moves::Nothing => return at(anchor, disp),
             Moves::Base => d.kind.stack_base().unwrap_or(d.i.memory_base()),
             Moves::Index => d.i.memory_index(),
@@ -569,7 +580,7 @@ impl Translator {
         if moving == S0 {
             self.current = None;
         }
-        match (walk.moves, walk.index) {
+        match (induction.moves, induction.index) {
             (Moves::Index, Some((_, scale))) => at(anchor, disp).plus(moving, scale),
             // RSP's register can be an index, too.
             _ => at(moving, disp).plus(anchor, 0),
@@ -577,7 +588,7 @@ impl Translator {
     }
 }
 
-impl Walking {
+impl HoistedLoop {
     /// Guest registers whose host registers have anchors, with these and the anchors' slots.
     fn borrowed(&self) -> impl Iterator<Item = (u8, Reg, usize)> {
         let all = self.anchors.iter().enumerate();

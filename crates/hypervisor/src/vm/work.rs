@@ -14,15 +14,15 @@ use host::futex;
 
 use super::VmState;
 
-type Errand = Box<dyn FnOnce(&Arc<VmState>) + Send>;
+type Work = Box<dyn FnOnce(&Arc<VmState>) + Send>;
 
 /// What the thread has been asked to do.
 #[derive(Default)]
-pub(super) struct Errands(Mutex<Vec<Errand>>);
+pub(super) struct WorkQueue(Mutex<Vec<Work>>);
 
-impl core::fmt::Debug for Errands {
+impl core::fmt::Debug for WorkQueue {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str("Errands")
+        f.write_str("WorkQueue")
     }
 }
 
@@ -32,25 +32,26 @@ struct Answer<R> {
     value: Mutex<Option<R>>,
 }
 
-impl Errands {
+impl WorkQueue {
     /// Does what there is, on the thread.
     pub(super) fn run(&self, vm: &Arc<VmState>) {
-        let errands = core::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        for errand in errands {
-            errand(vm);
+        let work_queue =
+            core::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        for work in work_queue {
+            work(vm);
         }
     }
 
-    fn push(&self, errand: Errand) {
-        let mut errands = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        errands.push(errand);
+    fn push(&self, work: Work) {
+        let mut work_queue = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        work_queue.push(work);
     }
 }
 
 impl VmState {
     /// The result of `work`, done by the thread if there is one. The caller holds no lock, and makes no
     /// system calls but `write` and `futex`.
-    pub(super) fn errand<R: Send + 'static>(
+    pub(super) fn work<R: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> R + Send + 'static,
     ) -> R {
@@ -62,7 +63,7 @@ impl VmState {
             value: Mutex::new(None),
         });
         let theirs = Arc::clone(&answer);
-        self.irqfds.errands().push(Box::new(move |vm| {
+        self.irqfds.work_queue().push(Box::new(move |vm| {
             let value = work(vm);
             *theirs.value.lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
             theirs.is_there.store(1, Ordering::Release);

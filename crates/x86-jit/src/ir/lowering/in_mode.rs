@@ -2,14 +2,14 @@
 
 use iced_x86::{EncodingKind, Instruction, OpKind, Register};
 
-use super::{Form, Kind, in_segments, of};
+use super::{Form, Lowering, in_segments, of};
 use crate::ir::mode::Mode;
 
 /// What is done with an instruction in a mode.
 #[inline]
-pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
+pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if !form.available {
-        return Kind::Interpret;
+        return Lowering::Interpret;
     }
     let long = mode.is_long();
     let mut kind = form.kind;
@@ -29,48 +29,50 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Kind {
     }
     // LOCK is allowed with a memory destination only (#UD otherwise).
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
-        return Kind::Interpret;
+        return Lowering::Interpret;
     }
     // What may change the privilege level counts at the one that it begins at; LOOP and JCXZ branch or not by other
     // code than a conditional branch's; single elements of strings and MOV to CR3 may be left from a trampoline.
     let is_interpreted = matches!(
         kind,
-        Kind::Syscall
-            | Kind::Sysret
-            | Kind::InterruptReturn
-            | Kind::Counted
-            | Kind::Element
-            | Kind::ToCr3
+        Lowering::Syscall
+            | Lowering::Sysret
+            | Lowering::InterruptReturn
+            | Lowering::Counted
+            | Lowering::Element
+            | Lowering::ToCr3
     );
     if is_interpreted && mode.has(Mode::COUNTS) {
-        return Kind::Interpret;
+        return Lowering::Interpret;
     }
     // DF is clear, and no x87 exception can be pending.
-    if kind == Kind::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
-        return Kind::Nop;
+    if kind == Lowering::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
+        return Lowering::Nop;
     }
     kind
 }
 
 /// Mode bits without which the interpreter executes instructions of the kind.
-pub(crate) fn needs(kind: Kind, vex: bool) -> Mode {
+pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
     match kind {
-        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl if vex => Mode::FP | Mode::AVX,
-        Kind::CopyFp | Kind::CopyFpAligned | Kind::LoadFpControl => Mode::FP,
-        Kind::Rdtsc => Mode::TSC,
-        Kind::Pushf
-        | Kind::Popf
-        | Kind::Cli
-        | Kind::Sti
-        | Kind::Swapgs
-        | Kind::Sysret
-        | Kind::InterruptReturn
-        | Kind::FromControl
-        | Kind::StoreTable
-        | Kind::ToCr0
-        | Kind::Element
-        | Kind::Ac => Mode::KERNEL,
-        Kind::ToSegment | Kind::PopSegment => Mode::KERNEL.with(Mode::REAL),
+        Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl if vex => {
+            Mode::FP | Mode::AVX
+        }
+        Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl => Mode::FP,
+        Lowering::Rdtsc => Mode::TSC,
+        Lowering::Pushf
+        | Lowering::Popf
+        | Lowering::Cli
+        | Lowering::Sti
+        | Lowering::Swapgs
+        | Lowering::Sysret
+        | Lowering::InterruptReturn
+        | Lowering::FromControl
+        | Lowering::StoreTable
+        | Lowering::ToCr0
+        | Lowering::Element
+        | Lowering::Ac => Mode::KERNEL,
+        Lowering::ToSegment | Lowering::PopSegment => Mode::KERNEL.with(Mode::REAL),
         _ => Mode::NONE,
     }
 }

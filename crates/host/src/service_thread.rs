@@ -1,4 +1,4 @@
-//! [`Keeper`]: a thread beside the vCPUs' that makes system calls for them.
+//! [`ServiceThread`]: a thread beside the vCPUs' that makes system calls for them.
 //!
 //! It looks after the pages of translated code ([`CodeViews`]), and asks how long threads have waited
 //! for their processor ([`RunDelay`]).
@@ -14,10 +14,10 @@ use std::{
 
 use crate::{CodeViews, RunDelay, futex, thread};
 
-/// How often the keeper looks at code that changes.
+/// How often the service thread looks at code that changes.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// What the keeper's thread sleeps on.
+/// What the service thread sleeps on.
 #[derive(Debug, Default)]
 pub(crate) struct Bell {
     word: AtomicU32,
@@ -38,7 +38,7 @@ impl Bell {
 
 /// Serves vCPUs, by a thread that ends with it.
 #[derive(Debug, Default)]
-pub struct Keeper {
+pub struct ServiceThread {
     bell: Arc<Bell>,
     views: Mutex<Vec<Weak<CodeViews>>>,
     delays: Mutex<Vec<Weak<RunDelay>>>,
@@ -59,7 +59,7 @@ fn all_of<T>(list: &Mutex<Vec<Weak<T>>>) -> Vec<Arc<T>> {
     locked(list).iter().filter_map(Weak::upgrade).collect()
 }
 
-impl Keeper {
+impl ServiceThread {
     /// Looks after a buffer from now on.
     ///
     /// # Errors
@@ -67,7 +67,7 @@ impl Keeper {
     pub fn add(self: &Arc<Self>, views: &Arc<CodeViews>) -> io::Result<()> {
         add_to(&self.views, views);
         self.start()?;
-        views.set_keeper(&self.bell);
+        views.set_service_thread(&self.bell);
         Ok(())
     }
 
@@ -81,9 +81,11 @@ impl Keeper {
 
     fn start(self: &Arc<Self>) -> io::Result<()> {
         if !self.has_thread.swap(true, Ordering::Relaxed) {
-            let keeper = Arc::downgrade(self);
+            let service_thread = Arc::downgrade(self);
             let bell = Arc::clone(&self.bell);
-            if let Err(error) = thread::start("anykvm-keeper", move || keep(&keeper, &bell)) {
+            if let Err(error) = thread::start("anykvm-service_thread", move || {
+                keep(&service_thread, &bell)
+            }) {
                 self.has_thread.store(false, Ordering::Relaxed);
                 return Err(error);
             }
@@ -93,18 +95,21 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for ServiceThread {
     fn drop(&mut self) {
         self.bell.ring();
     }
 }
 
-fn keep(keeper: &Weak<Keeper>, bell: &Bell) {
+fn keep(service_thread: &Weak<ServiceThread>, bell: &Bell) {
     // When the views are looked at next: a second after each change, and as long as there is more to do.
     let mut due = Some(Instant::now() + LOOK_EVERY);
     loop {
         let rung = bell.word.load(Ordering::Acquire);
-        let Some(delays) = keeper.upgrade().map(|keeper| all_of(&keeper.delays)) else {
+        let Some(delays) = service_thread
+            .upgrade()
+            .map(|service_thread| all_of(&service_thread.delays))
+        else {
             return;
         };
         delays.iter().for_each(|delay| delay.serve());
@@ -113,7 +118,10 @@ fn keep(keeper: &Weak<Keeper>, bell: &Bell) {
         let is_changed = bell.is_for_views.swap(false, Ordering::Relaxed);
         let is_due = due.is_some_and(|due| now >= due);
         if is_changed || is_due {
-            let Some(views) = keeper.upgrade().map(|keeper| all_of(&keeper.views)) else {
+            let Some(views) = service_thread
+                .upgrade()
+                .map(|service_thread| all_of(&service_thread.views))
+            else {
                 return;
             };
             let mut rest = views.iter().filter(|views| views.ask()).count();
@@ -159,8 +167,8 @@ impl Gate {
     }
 }
 
-/// There is, or was, a keeper's thread.
-pub fn is_kept() -> bool {
+/// There is, or was, a service thread.
+pub fn is_served() -> bool {
     IS_KEPT.load(Ordering::Relaxed)
 }
 
@@ -189,10 +197,10 @@ mod tests {
 
     #[test]
     fn the_thread_ends_with_its_keeper() {
-        let keeper = Arc::<Keeper>::default();
-        let delay = keeper.run_delay();
-        let bell = Arc::downgrade(&keeper.bell);
-        drop((delay, keeper));
+        let service_thread = Arc::<ServiceThread>::default();
+        let delay = service_thread.run_delay();
+        let bell = Arc::downgrade(&service_thread.bell);
+        drop((delay, service_thread));
         // The thread had it as well.
         let ends = (0..1000).any(|_| {
             std::thread::sleep(Duration::from_millis(10));

@@ -9,8 +9,8 @@ use x86_defs::{
 
 use crate::{
     JitBus,
-    frame::area::{self, index},
     frame::requests,
+    frame::{self, words::index},
     runtime::lockstep::log_of,
     runtime::state::target_key,
     runtime::{Context, Jit},
@@ -19,22 +19,22 @@ use crate::{
 
 /// Generated code asks for a change of RFLAGS.AC from now on.
 pub(crate) fn forget_views(cpu: &mut CpuState) {
-    for word in area::VIEWS {
+    for word in frame::words::VIEWS {
         cpu.engine.words[index(word)] = 0;
     }
-    if core::mem::take(&mut cpu.engine.words[index(area::KEY_VIEWS_USED)]) != 0 {
-        let first = index(area::KEY_VIEWS);
+    if core::mem::take(&mut cpu.engine.words[index(frame::words::KEY_VIEWS_USED)]) != 0 {
+        let first = index(frame::words::KEY_VIEWS);
         cpu.engine.words[first..][..KEY_VIEWS_WORDS].fill(0);
     }
 }
-const KEY_VIEWS_WORDS: usize = area::KEY_VIEWS_LEN * area::KEY_VIEW_WORDS;
+const KEY_VIEWS_WORDS: usize = frame::words::KEY_VIEWS_LEN * frame::words::KEY_VIEW_WORDS;
 
 /// The MMU follows generated code to the view that this has changed to by itself.
 #[inline]
 pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     let words = &mut cpu.engine.words;
-    let is_other_view = core::mem::take(&mut words[index(area::IS_OTHER_VIEW)]) != 0;
-    if core::mem::take(&mut words[index(area::IS_OTHER_ROOT)]) != 0 {
+    let is_other_view = core::mem::take(&mut words[index(frame::words::IS_OTHER_VIEW)]) != 0;
+    if core::mem::take(&mut words[index(frame::words::IS_OTHER_ROOT)]) != 0 {
         // It was loaded before, so there is nothing to refuse.
         let _ = bus.load_root(cpu);
     }
@@ -51,11 +51,12 @@ fn change_view<B: JitBus>(
     change: impl FnOnce(&mut CpuState),
 ) -> u64 {
     let view = |cpu: &CpuState| {
-        area::VIEWS[area::view_of(cpu.cr0 & cr0::WP != 0, cpu.rflags & rflags::AC != 0)]
+        frame::words::VIEWS
+            [frame::words::view_of(cpu.cr0 & cr0::WP != 0, cpu.rflags & rflags::AC != 0)]
     };
     let was = view(cpu);
     let key = target_key(cpu);
-    let from = cpu.engine.words[index(area::TABLES)];
+    let from = cpu.engine.words[index(frame::words::TABLES)];
     change(cpu);
     let is = view(cpu);
     bus.select_view(cpu);
@@ -65,9 +66,9 @@ fn change_view<B: JitBus>(
         forget_views(cpu);
     }
     let words = &mut cpu.engine.words;
-    if same && was != is && words[index(area::LOG)] == 0 {
+    if same && was != is && words[index(frame::words::LOG)] == 0 {
         words[index(was)] = from;
-        words[index(is)] = words[index(area::TABLES)];
+        words[index(is)] = words[index(frame::words::TABLES)];
         jit.views_made = bus.mmu().views_made();
     }
     requests::SAME_KEY + u64::from(!same)
@@ -84,7 +85,7 @@ fn change_key_rights<B: JitBus>(
         return 0;
     }
     let key = target_key(cpu);
-    let from = cpu.engine.words[index(area::TABLES)];
+    let from = cpu.engine.words[index(frame::words::TABLES)];
     cpu.pkru = pkru;
     bus.select_view(cpu);
     jit.set_view(cpu, bus);
@@ -93,24 +94,29 @@ fn change_key_rights<B: JitBus>(
         jit.views_made = bus.mmu().views_made();
     }
     let words = &mut cpu.engine.words;
-    for word in area::VIEWS {
+    for word in frame::words::VIEWS {
         words[index(word)] = 0;
     }
-    if words[index(area::LOG)] == 0 {
-        words[index(area::KEY_VIEWS_USED)] = 1;
-        let [tables, key, salt, number] =
-            [area::TABLES, area::KEY, area::SALT, area::NUMBER].map(|word| words[index(word)]);
-        let place = pkru.wrapping_mul(area::KEY_VIEW_HASH) >> 29;
-        let first = index(area::KEY_VIEWS) + place as usize * area::KEY_VIEW_WORDS;
+    if words[index(frame::words::LOG)] == 0 {
+        words[index(frame::words::KEY_VIEWS_USED)] = 1;
+        let [tables, key, salt, number] = [
+            frame::words::TABLES,
+            frame::words::KEY,
+            frame::words::SALT,
+            frame::words::NUMBER,
+        ]
+        .map(|word| words[index(word)]);
+        let place = pkru.wrapping_mul(frame::words::KEY_VIEW_HASH) >> 29;
+        let first = index(frame::words::KEY_VIEWS) + place as usize * frame::words::KEY_VIEW_WORDS;
         let known = [from, pkru.into(), tables, key, salt, number];
-        words[first..][..area::KEY_VIEW_WORDS].copy_from_slice(&known);
+        words[first..][..frame::words::KEY_VIEW_WORDS].copy_from_slice(&known);
     }
     requests::SAME_KEY + u64::from(target_key(cpu) != key)
 }
 
 /// A TLB miss in translated code: the host address of the access, or 0 if it
 /// has to be made by the interpreter.
-pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
+pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
     // SAFETY: `Jit::enter` put its own references there and uses none of them
     // until translated code returns.
     let (jit, cpu, bus) = unsafe {
@@ -165,7 +171,7 @@ pub(crate) extern "C" fn refill<B: JitBus>(context: *mut Context<B>, gva: u64, s
         let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;
         if is_first_of_device || is_its_own && jit.fault.is_none() {
             jit.fault = None;
-            cpu.engine.words[index(area::SPILL)] = gva;
+            cpu.engine.words[index(frame::words::SPILL)] = gva;
             return requests::ACCESS;
         }
         if !jit.fault.as_ref().is_none_or(is_raised) {

@@ -10,7 +10,7 @@ use x86_cpu::Features;
 use x86_interp::gating;
 use x86_native::HostFeatures;
 
-use super::{Kind, form, in_mode, in_segments};
+use super::{Lowering, form, in_mode, in_segments};
 use crate::{
     ir::cause::Cause,
     ir::flags::{self, ALL, is_shift},
@@ -20,10 +20,10 @@ use crate::{
 /// Facts of a form.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Form {
-    /// [`Kind::Unknown`]: not looked at yet.
-    pub(crate) kind: Kind,
+    /// [`Lowering::Unknown`]: not looked at yet.
+    pub(crate) kind: Lowering,
     /// What it is in code with segments.
-    pub(crate) in_segments: Kind,
+    pub(crate) in_segments: Lowering,
     /// The guest's CPUID promises it.
     pub(crate) available: bool,
     /// Bytes of the memory operand; 0 if there is none, or more than 255.
@@ -95,8 +95,8 @@ pub(crate) struct Shape {
 }
 
 const UNKNOWN: Form = Form {
-    kind: Kind::Unknown,
-    in_segments: Kind::Interpret,
+    kind: Lowering::Unknown,
+    in_segments: Lowering::Interpret,
     available: false,
     size: 0,
     writes: 0,
@@ -193,8 +193,8 @@ impl Forms {
     #[inline]
     pub(crate) fn learn(&mut self, i: &Instruction) -> &Form {
         let n = i.code() as usize;
-        if self.forms[n].kind == Kind::Unknown {
-            self.forms[n] = look_at(i, &self.host, &self.features, &mut self.info);
+        if self.forms[n].kind == Lowering::Unknown {
+            self.forms[n] = classify(i, &self.host, &self.features, &mut self.info);
         }
         &self.forms[n]
     }
@@ -218,7 +218,7 @@ fn is_write(a: OpAccess) -> bool {
     )
 }
 
-fn look_at(
+fn classify(
     i: &Instruction,
     host: &HostFeatures,
     features: &Features,

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 /// As the user writes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum Endpoint {
     /// A socket.
     Unix(PathBuf),
     /// The same over a network, which others can read and write.
@@ -14,7 +14,7 @@ pub(crate) enum Place {
     File(PathBuf),
 }
 
-impl FromStr for Place {
+impl FromStr for Endpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -29,7 +29,7 @@ impl FromStr for Place {
     }
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for Endpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
@@ -46,9 +46,9 @@ mod tests {
     #[test]
     fn places() {
         let rows = [
-            ("unix:/tmp/a", Some(Place::Unix("/tmp/a".into()))),
-            ("file:a:b", Some(Place::File("a:b".into()))),
-            ("tcp:[::1]:77", Some(Place::Tcp("[::1]:77".into()))),
+            ("unix:/tmp/a", Some(Endpoint::Unix("/tmp/a".into()))),
+            ("file:a:b", Some(Endpoint::File("a:b".into()))),
+            ("tcp:[::1]:77", Some(Endpoint::Tcp("[::1]:77".into()))),
             ("tcp:host", None),
             ("unix:", None),
             ("/tmp/a", None),

@@ -2,8 +2,8 @@
 //! interpreter, branches to places that are not known yet, changed code.
 //!
 //! Registers and flags are in `CpuState`; FP state is not where it was in the
-//! host's registers ([`area::FP_LIVE`]), which only instructions that have to do
-//! with it would notice ([`crate::codegen::thunks::Thunks::bail`]).
+//! host's registers ([`frame::words::FP_LIVE`]), which only instructions that have to do
+//! with it would notice ([`crate::codegen::trampolines::Trampolines::bail`]).
 
 use x86_cpu::{CpuState, Exception, Shadow};
 use x86_defs::rflags;
@@ -12,22 +12,22 @@ use x86_interp::{Interp, RunStop};
 use crate::{
     Jit, JitBus,
     codegen::{Condition, countdown},
-    frame::area::{self, index},
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
+    frame::{self, words::index},
     ir::cause::Cause,
     ir::mode::Mode,
     ir::segment::{may_branch_to, page_of},
     runtime::Context,
     runtime::counting::settle,
-    runtime::refill::tell_view,
+    runtime::requests::tell_view,
     runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
 };
 
 /// Direct branches to other pages that go by the table before one is remembered:
 /// code that several address spaces share at different addresses changes its mind
 /// all the time.
-const FAR_MISSES: u64 = 64;
+const CROSS_PAGE_MISSES: u64 = 64;
 
 /// Translated code asks for what its [`Reason`] says. Returns the host address at
 /// which it goes on, or 0: it is left.
@@ -47,14 +47,17 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     settle(cpu);
     let rest = countdown::exact::end(&mut cpu.engine.words);
     tell_view(cpu, bus);
-    if cpu.engine.words[index(area::LOG)] != 0 {
+    if cpu.engine.words[index(frame::words::LOG)] != 0 {
         jit.fault = None;
         jit.end_stretch(cpu, bus);
         *left = Left::Again;
         return 0;
     }
-    let before = (cpu.engine.words[index(area::KEY)], jit.stats.flushes);
-    let wanted = core::mem::take(&mut cpu.engine.words[index(area::WANTED_ROOT)]);
+    let before = (
+        cpu.engine.words[index(frame::words::KEY)],
+        jit.stats.flushes,
+    );
+    let wanted = core::mem::take(&mut cpu.engine.words[index(frame::words::WANTED_ROOT)]);
     let code = answer(jit, interp, cpu, bus, left);
     if wanted != 0 && code != 0 {
         jit.note_switch(cpu, bus, wanted);
@@ -63,8 +66,8 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     // What is returned to does not check that it is still what the guest's code says.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.changes, changes) != changes;
-    if changed || (words[index(area::KEY)], jit.stats.flushes) != before {
-        words[index(area::HOST_RSP)] = words[index(area::STACK)];
+    if changed || (words[index(frame::words::KEY)], jit.stats.flushes) != before {
+        words[index(frame::words::HOST_RSP)] = words[index(frame::words::STACK)];
     }
     let charged = countdown::exact::charged(words);
     let left = rest.map_or(countdown::longest(), |rest| rest.saturating_sub(charged));
@@ -80,12 +83,12 @@ fn answer<B: JitBus>(
     left: &mut Left,
 ) -> u64 {
     let words = &mut cpu.engine.words;
-    let flags = unpack(words[index(area::FLAGS)]);
-    let reason = Reason::of(words[index(area::REASON)]);
-    let argument = core::mem::take(&mut words[index(area::ARGUMENT)]);
+    let flags = unpack(words[index(frame::words::FLAGS)]);
+    let reason = Reason::of(words[index(frame::words::REASON)]);
+    let argument = core::mem::take(&mut words[index(frame::words::ARGUMENT)]);
     countdown::charge_nothing(words);
-    let page = words[index(area::PAGE)];
-    let [target, far] = [0, 1].map(|n| words[index(area::SPILL) + n]);
+    let page = words[index(frame::words::PAGE)];
+    let [target, far] = [0, 1].map(|n| words[index(frame::words::SPILL) + n]);
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
     let resumed = jit.resumed.take();
     let fault = jit.fault.take();
@@ -127,15 +130,15 @@ fn answer<B: JitBus>(
             }
             jit.interpret(interp, cpu, bus, 0)
         }
-        Reason::Far if jit.complete_far(cpu, bus) => {
-            let code = jit.follow_far(interp, cpu, bus, far as usize);
+        Reason::CrossPage if jit.complete_cross_page(cpu, bus) => {
+            let code = jit.follow_cross_page(interp, cpu, bus, far as usize);
             if code != 0 {
                 jit.resumed = resumed.filter(|&at| at == cpu.rip());
                 return code;
             }
             RunStop::Poll
         }
-        Reason::Far => jit.interpret(interp, cpu, bus, 0),
+        Reason::CrossPage => jit.interpret(interp, cpu, bus, 0),
         Reason::Link => {
             let code = jit.follow_link(interp, cpu, bus, argument as usize);
             if code != 0 {
@@ -146,7 +149,7 @@ fn answer<B: JitBus>(
         }
         Reason::Stale | Reason::Poll => {
             if argument != 0 {
-                jit.mend_trace(cpu, bus);
+                jit.revalidate_trace(cpu, bus);
             }
             jit.stats.stale += 1;
             jit.stale = true;
@@ -163,7 +166,7 @@ fn answer<B: JitBus>(
     // IRET has led to where no code was found: the instruction that RF is for is still to come.
     let is_to_come = matches!(
         reason,
-        Reason::Branch | Reason::Far | Reason::Link | Reason::Stale
+        Reason::Branch | Reason::CrossPage | Reason::Link | Reason::Stale
     );
     if is_to_come && resumed == Some(cpu.rip()) {
         cpu.rflags |= rflags::RF;
@@ -203,9 +206,12 @@ impl<B: JitBus> Jit<B> {
             && !self.stale
             && self.flush_every == 0;
         let rip = cpu.rip();
-        match self.cache.target(rip, cpu.engine.words[index(area::SALT)]) {
+        match self
+            .cache
+            .target(rip, cpu.engine.words[index(frame::words::SALT)])
+        {
             Some(code) if is_quick => {
-                cpu.engine.words[index(area::PAGE)] = page_of(cpu);
+                cpu.engine.words[index(frame::words::PAGE)] = page_of(cpu);
                 code
             }
             _ => 0,
@@ -268,7 +274,7 @@ impl<B: JitBus> Jit<B> {
         };
         site.is_taken = true;
         let site = *site;
-        let page = cpu.engine.words[index(area::PAGE)];
+        let page = cpu.engine.words[index(frame::words::PAGE)];
         cpu.set_rip(page + u64::from(site.target));
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
@@ -293,14 +299,14 @@ impl<B: JitBus> Jit<B> {
         self.buffer.rx() as u64 + next.entries.saved as u64
     }
 
-    /// Completes the direct branch to another page that `area::SPILL` tells of; false if the
+    /// Completes the direct branch to another page that `frame::words::SPILL` tells of; false if the
     /// interpreter has to raise its exception: RIP is where.
-    pub(crate) fn complete_far(&mut self, cpu: &mut CpuState, bus: &mut B) -> bool {
+    pub(crate) fn complete_cross_page(&mut self, cpu: &mut CpuState, bus: &mut B) -> bool {
         let words = &cpu.engine.words;
-        let page = words[index(area::PAGE)];
-        let target = words[index(area::SPILL)] & word_mask(cpu);
-        let number = words[index(area::SPILL) + 1] as usize;
-        let Some(site) = self.translator.fars.get(number) else {
+        let page = words[index(frame::words::PAGE)];
+        let target = words[index(frame::words::SPILL)] & word_mask(cpu);
+        let number = words[index(frame::words::SPILL) + 1] as usize;
+        let Some(site) = self.translator.cross_page_sites.get(number) else {
             unreachable!("a site of dropped code")
         };
         if may_branch_to(cpu, target) {
@@ -321,7 +327,7 @@ impl<B: JitBus> Jit<B> {
 
     /// Where the direct branch `number` leads to, which is at RIP: from now on by itself, if
     /// that is due. 0 if it is not translated.
-    pub(crate) fn follow_far(
+    pub(crate) fn follow_cross_page(
         &mut self,
         interp: &mut Interp<B>,
         cpu: &mut CpuState,
@@ -345,17 +351,17 @@ impl<B: JitBus> Jit<B> {
         let mask = word_mask(cpu);
         let page = page_of(cpu);
         let words = &mut cpu.engine.words;
-        let due = words[index(area::FAR_LEFT)] as i64 <= 0;
+        let due = words[index(frame::words::CROSS_PAGE_LEFT)] as i64 <= 0;
         if due {
-            words[index(area::FAR_LEFT)] = FAR_MISSES;
+            words[index(frame::words::CROSS_PAGE_LEFT)] = CROSS_PAGE_MISSES;
         }
-        let key = words[index(area::NUMBER)] as u32;
-        let Some(site) = self.translator.fars.get(number).copied() else {
+        let key = words[index(frame::words::NUMBER)] as u32;
+        let Some(site) = self.translator.cross_page_sites.get(number).copied() else {
             return;
         };
         let to = (code - self.buffer.rx() as u64) as usize;
         match site.condition {
-            Condition::Key {
+            Condition::BlockNumber {
                 number: at,
                 page: place,
             } if due || site.to == 0 => {
@@ -370,10 +376,10 @@ impl<B: JitBus> Jit<B> {
                     self.buffer.write(place, &page.to_le_bytes());
                 }
                 self.buffer.write(at, &key.to_le_bytes());
-                self.lead_far(number, to);
+                self.link_cross_page(number, to);
             }
-            Condition::Cell {
-                cell: place,
+            Condition::PageGuard {
+                page_guard: place,
                 tagged,
                 untagged,
                 untag,
@@ -381,26 +387,26 @@ impl<B: JitBus> Jit<B> {
                 let Some((key, _)) = self.key_at(cpu, bus) else {
                     return;
                 };
-                // A cell is that of one page.
+                // A page guard is that of one page.
                 if self.cache.blocks.get(key).is_none_or(|b| b.straddles) {
                     return;
                 }
-                let Some(cell) = self.cache.take_cell(key) else {
+                let Some(page_guard) = self.cache.take_page_guard(key) else {
                     return;
                 };
-                self.cache.set_cell(bus, cell, rip);
+                self.cache.set_page_guard(bus, page_guard, rip);
                 if site.to == 0 || due && site.to != to {
-                    let displacement = mmu::l1::cell(cell.number);
+                    let displacement = mmu::l1::page_guard(page_guard.number);
                     self.buffer.write(place, &displacement.to_le_bytes());
-                    let tag = i32::from(cell.tag);
+                    let tag = i32::from(page_guard.tag);
                     self.buffer.write(tagged, &(untagged + tag).to_le_bytes());
                     if let Some(at) = untag {
-                        self.buffer.write(at, &(-cell.tag).to_le_bytes());
+                        self.buffer.write(at, &(-page_guard.tag).to_le_bytes());
                     }
-                    self.lead_far(number, to);
+                    self.link_cross_page(number, to);
                 }
             }
-            Condition::Key { .. } => {}
+            Condition::BlockNumber { .. } => {}
         }
     }
 
@@ -411,7 +417,7 @@ impl<B: JitBus> Jit<B> {
         }
         self.resumed = drop_resume_flag(cpu);
         let code = if is_translatable(cpu) {
-            cpu.engine.words[index(area::FLAGS)] = pack(cpu.rflags);
+            cpu.engine.words[index(frame::words::FLAGS)] = pack(cpu.rflags);
             self.find(interp, cpu, bus)
         } else {
             None

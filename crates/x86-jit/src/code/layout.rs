@@ -1,4 +1,4 @@
-//! [`Room`]: where in the code buffer the next block goes.
+//! [`CodeLayout`]: where in the code buffer the next block goes.
 //!
 //! What a block executes and what it needs once (misses, first branches, ends) are
 //! kept apart: a page and a cache line of the first kind has nothing of the second.
@@ -12,7 +12,7 @@ const ALIGN: usize = 16;
 
 /// Two regions that fill up.
 #[derive(Debug)]
-pub(crate) struct Room {
+pub(crate) struct CodeLayout {
     whole: Range<usize>,
     /// Where the second region begins.
     border: usize,
@@ -22,7 +22,7 @@ pub(crate) struct Room {
     end: usize,
 }
 
-impl Room {
+impl CodeLayout {
     /// Bytes that a buffer has at least.
     pub(crate) const LEAST: usize = 8 * MAX_BLOCK;
 
@@ -81,21 +81,21 @@ mod tests {
     #[test]
     fn both_regions_are_used_up() {
         let len = 1 << 20;
-        let mut room = Room::new(4096..4096 + len);
+        let mut layout = CodeLayout::new(4096..4096 + len);
         for round in 0..3 {
             let mut n = 0;
-            while !room.is_full() {
-                let (hot, cold) = room.next();
-                assert!(hot < cold && hot + MAX_BLOCK <= room.border);
+            while !layout.is_full() {
+                let (hot, cold) = layout.next();
+                assert!(hot < cold && hot + MAX_BLOCK <= layout.border);
                 assert!(cold + MAX_BLOCK <= 4096 + len);
-                room.take(hot + 1000, 1000);
-                assert_eq!(room.end(), hot + 1000);
+                layout.take(hot + 1000, 1000);
+                assert_eq!(layout.end(), hot + 1000);
                 n += 1;
             }
             // At first three eighths are for what are two halves.
             let least = if round == 0 { 350 } else { 450 };
             assert!(n > least, "{n}");
-            room.clear();
+            layout.clear();
         }
     }
 }

@@ -15,20 +15,20 @@ use crate::{
     codegen::countdown::{self, exact},
     codegen::flags::save_flags,
     codegen::fp_state::{keep_vectors, load_fp, save_fp},
-    codegen::misses::{compare_end, known_device, lane_miss, stack_miss, straddling},
+    codegen::misses::{compare_end, known_device, site_entry_miss, stack_miss, straddling},
     codegen::string::{self, Strings},
     codegen::switches,
     codegen::view_changes::{
         change_access, change_key_rights, change_write_protection, move_to_tables,
     },
-    frame::area::*,
     frame::exit::Reason,
     frame::requests::{ACCESS, FIRST, RAISES},
+    frame::words::*,
 };
 
 /// Offsets of the shared pieces in the code buffer.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Thunks {
+pub(crate) struct Trampolines {
     /// `extern "C" fn()`: loads the registers and jumps to [`ENTRY`].
     pub(crate) enter: usize,
     /// The interpreter executes the instruction whose offset in its page is r13d.
@@ -57,16 +57,16 @@ pub(crate) struct Thunks {
     /// The same of 32-bit code.
     pub(crate) ret32: usize,
     /// A direct branch to another page by the table: r14 is the target relative
-    /// to the page, r13d the number of the [`crate::codegen::FarSite`], flags are saved.
-    pub(crate) far: usize,
+    /// to the page, r13d the number of the [`crate::codegen::CrossPageSite`], flags are saved.
+    pub(crate) cross_page: usize,
     /// The same for a call.
-    pub(crate) far_call: usize,
+    pub(crate) cross_page_call: usize,
     /// The same for one of 32-bit code.
-    pub(crate) far_call32: usize,
+    pub(crate) cross_page_call32: usize,
     /// [`Self::ret32`] for a stack that is addressed by SP.
     pub(crate) ret16: usize,
     /// A direct call of another page in code with segments.
-    pub(crate) far_segmented: usize,
+    pub(crate) cross_page_segmented: usize,
     /// Called for what changes the view: r13d is its bit (`SET_AC` and so on), and the offset. Does not
     /// return if the result is 0.
     pub(crate) switch: usize,
@@ -93,10 +93,10 @@ pub(crate) struct Thunks {
     pub(crate) stack: usize,
     pub(crate) stack_group: usize,
     pub(crate) stack_split: usize,
-    /// The same three when a lane has another page.
-    pub(crate) lane: usize,
-    pub(crate) lane_group: usize,
-    pub(crate) lane_split: usize,
+    /// The same three when a per-site entry has another page.
+    pub(crate) site_entry: usize,
+    pub(crate) site_entry_group: usize,
+    pub(crate) site_entry_split: usize,
     /// Called by a block that uses FP when the state is not loaded.
     pub(crate) load_fp: usize,
     /// Called for string instructions.
@@ -116,13 +116,13 @@ const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];
 
 /// Calls the Rust function at `refill`: the return address and nine registers are
 /// on the stack, which is aligned for it.
-fn call_refill(a: &mut Asm, refill: u64, counts: bool) {
+fn call_serve(a: &mut Asm, serve: u64, counts: bool) {
     CALLER_SAVED.iter().for_each(|r| push(a, *r));
     keep_vectors(a, true);
     a.load(RDI, gs(CONTEXT));
     a.mov(RSI, S0);
     a.mov32(RDX, S1);
-    a.mov_imm(RAX, refill);
+    a.mov_imm(RAX, serve);
     a.bytes(&[0xff, 0xd0]); // call rax
     a.mov(S0, RAX);
     match counts {
@@ -136,7 +136,7 @@ fn call_refill(a: &mut Asm, refill: u64, counts: bool) {
 /// Guest registers, and what else generated code has close to it, from and to their places in
 /// the vCPU's state.
 fn load_registers(a: &mut Asm) {
-    load_near_words(a);
+    load_short_words(a);
     for n in 0..16 {
         if let Some(r) = host_reg(n) {
             a.load(r, state_register(n));
@@ -150,23 +150,23 @@ fn store_registers(a: &mut Asm) {
             a.store(state_register(n), r);
         }
     }
-    store_near_words(a);
+    store_short_words(a);
 }
 
 /// To the tables of the view that is live now. Changes rax.
-fn load_near_words(a: &mut Asm) {
+fn load_short_words(a: &mut Asm) {
     a.load(TLB, gs(TABLES));
-    for (word, near) in near_words().chain(near_constants()) {
+    for (word, near) in short_words().chain(short_constants()) {
         a.load(RAX, word);
         a.store(near, RAX);
     }
     a.load32(RAX, gs(NUMBER));
-    a.store32(NEAR_NUMBER, RAX);
+    a.store32(SHORT_NUMBER, RAX);
 }
 
 /// Changes rax.
-fn store_near_words(a: &mut Asm) {
-    for (word, near) in near_words() {
+fn store_short_words(a: &mut Asm) {
+    for (word, near) in short_words() {
         a.load(RAX, near);
         a.store(word, RAX);
     }
@@ -204,7 +204,7 @@ fn emit_poll(a: &mut Asm, exit: usize, counts: bool) -> usize {
     if counts {
         exact::keep(a);
     }
-    a.alu(true, Alu::Add, S1, NEAR_PAGE);
+    a.alu(true, Alu::Add, S1, SHORT_PAGE);
     a.store(gs(RIP), S1);
     a.store_imm(gs(REASON), Reason::Poll as i32);
     a.jmp_to(exit);
@@ -212,13 +212,18 @@ fn emit_poll(a: &mut Asm, exit: usize, counts: bool) -> usize {
 }
 
 /// Emits everything at the start of the buffer. `refill` and `handle` are the
-/// addresses of the Rust functions behind [`Thunks::miss`] and the thunks that
+/// addresses of the Rust functions behind [`Trampolines::miss`] and the trampolines that
 /// have a [`Reason`]. `counts`: for code that counts what is retired, behind those of other code, which are `plain`.
-pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>) -> Thunks {
+pub(crate) fn emit(
+    a: &mut Asm,
+    serve: u64,
+    handle: u64,
+    plain: Option<&Trampolines>,
+) -> Trampolines {
     let counts = plain.is_some();
-    let mut t = Thunks {
+    let mut t = Trampolines {
         enter: a.here(),
-        ..Thunks::default()
+        ..Trampolines::default()
     };
     SAVED.iter().for_each(|r| push(a, *r));
     a.lea(RSP, at(RSP, -8));
@@ -272,7 +277,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
         a.jmp_to(call_handle);
     };
     let at_offset = |a: &mut Asm, reason: Reason, fp: bool| {
-        a.alu(true, Alu::Add, S1, NEAR_PAGE);
+        a.alu(true, Alu::Add, S1, SHORT_PAGE);
         a.store(gs(RIP), S1);
         with_reason(a, reason, fp);
     };
@@ -325,45 +330,45 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
     a.load32(S1, gs(SPILL + 4));
     a.lea(S1, at(S1, 0).plus(S1, 1));
     a.load(S0, cached(S1, 1));
-    a.store(NEAR_PAGE, S0);
+    a.store(SHORT_PAGE, S0);
     a.jmp_mem(cached(S1, 2));
     let here = a.here();
     a.patch(absent, here);
-    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+    a.alu(true, Alu::Xor, S0, SHORT_SALT);
     a.jmp_to(t.branch);
 
-    for (thunk, long) in [(&mut t.ret, true), (&mut t.ret32, false)] {
-        *thunk = a.here();
+    for (trampoline, long) in [(&mut t.ret, true), (&mut t.ret32, false)] {
+        *trampoline = a.here();
         a.store(gs(SPILL), S1);
         let absent = select_target(a);
         a.load(S0, at(S1, 24));
-        a.store(NEAR_PAGE, S0);
+        a.store(SHORT_PAGE, S0);
         a.load(S0, gs(SPILL));
         a.shift(false, 5, S0, 12);
         a.rm(long, &[0x8d], GUEST_RSP, at(GUEST_RSP, -8).plus(S0, 0)); // lea
         a.jmp_mem(at(S1, 16));
         let here = a.here();
         a.patch(absent, here);
-        a.alu(true, Alu::Xor, S0, NEAR_SALT);
+        a.alu(true, Alu::Xor, S0, SHORT_SALT);
         a.load(S1, gs(SPILL));
         a.jmp_to(t.branch);
     }
 
     let missed = a.here();
-    with_reason(a, Reason::Far, false);
-    for (thunk, pushed) in [
-        (&mut t.far, 0),
-        (&mut t.far_call, 8),
-        (&mut t.far_call32, 4),
+    with_reason(a, Reason::CrossPage, false);
+    for (trampoline, pushed) in [
+        (&mut t.cross_page, 0),
+        (&mut t.cross_page_call, 8),
+        (&mut t.cross_page_call32, 4),
     ] {
-        *thunk = a.here();
-        a.alu(true, Alu::Add, S0, NEAR_PAGE);
+        *trampoline = a.here();
+        a.alu(true, Alu::Add, S0, SHORT_PAGE);
         a.store(gs(SPILL), S0);
         a.store(gs(SPILL + 8), S1);
-        a.alu_mem_imm8(true, Alu::Sub, gs(FAR_LEFT), 1);
+        a.alu_mem_imm8(true, Alu::Sub, gs(CROSS_PAGE_LEFT), 1);
         let misses = [a.jcc(cc::S), select_target(a)];
         a.load(S0, at(S1, 24));
-        a.store(NEAR_PAGE, S0);
+        a.store(SHORT_PAGE, S0);
         if pushed != 0 {
             a.rm(pushed == 8, &[0x8d], GUEST_RSP, at(GUEST_RSP, -pushed)); // lea
         }
@@ -385,11 +390,11 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
 
     t.switch = a.here();
     push(a, RAX);
-    store_near_words(a);
+    store_short_words(a);
     pop(a, RAX);
-    call_refill(a, refill, counts);
+    call_serve(a, serve, counts);
     push(a, RAX);
-    load_near_words(a);
+    load_short_words(a);
     pop(a, RAX);
     a.rr(true, &[0x85], S0, S0); // test
     let failed = a.jcc(cc::E);
@@ -411,7 +416,7 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
     straddling(a, true, true);
     let known = known_device(a, RAISES);
     let called = a.here();
-    call_refill(a, refill, counts);
+    call_serve(a, serve, counts);
     let answered = a.here();
     a.alu_imm(true, Alu::Cmp, S0, ACCESS as i32);
     a.ret();
@@ -454,13 +459,13 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
     stack_miss(a, t.miss_group);
     t.stack_split = a.here();
     stack_miss(a, t.split);
-    for (thunk, otherwise) in [
-        (&mut t.lane, t.miss),
-        (&mut t.lane_group, t.miss_group),
-        (&mut t.lane_split, t.split),
+    for (trampoline, otherwise) in [
+        (&mut t.site_entry, t.miss),
+        (&mut t.site_entry_group, t.miss_group),
+        (&mut t.site_entry_split, t.split),
     ] {
-        *thunk = a.here();
-        lane_miss(a, otherwise);
+        *trampoline = a.here();
+        site_entry_miss(a, otherwise);
     }
     t.load_fp = a.here();
     push(a, RAX);
@@ -482,12 +487,12 @@ pub(crate) fn emit(a: &mut Asm, refill: u64, handle: u64, plain: Option<&Thunks>
 }
 
 /// The same for code with segments. `missed`: a direct branch that leads to another page goes by Rust.
-fn emit_for_segments(a: &mut Asm, t: &mut Thunks, missed: usize) {
+fn emit_for_segments(a: &mut Asm, t: &mut Trampolines, missed: usize) {
     t.ret16 = a.here();
     a.store(gs(SPILL), S1);
     let absent = select_target(a);
     a.load(S0, at(S1, 24));
-    a.store(NEAR_PAGE, S0);
+    a.store(SHORT_PAGE, S0);
     a.load(S0, gs(SPILL));
     a.shift(false, 5, S0, 12);
     a.bytes(&[0x66]);
@@ -495,12 +500,12 @@ fn emit_for_segments(a: &mut Asm, t: &mut Thunks, missed: usize) {
     a.jmp_mem(at(S1, 16));
     let here = a.here();
     a.patch(absent, here);
-    a.alu(true, Alu::Xor, S0, NEAR_SALT);
+    a.alu(true, Alu::Xor, S0, SHORT_SALT);
     a.load(S1, gs(SPILL));
     a.jmp_to(t.branch);
 
-    t.far_segmented = a.here();
-    a.alu(true, Alu::Add, S0, NEAR_PAGE);
+    t.cross_page_segmented = a.here();
+    a.alu(true, Alu::Add, S0, SHORT_PAGE);
     a.store(gs(SPILL), S0);
     a.store(gs(SPILL + 8), S1);
     a.jmp_to(missed);
