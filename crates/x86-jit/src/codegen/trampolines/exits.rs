@@ -1,0 +1,162 @@
+//! The ways into translated code and out of it.
+
+use super::{
+    Emitter,
+    registers::{load_registers, store_registers},
+};
+use crate::{
+    asm::*,
+    codegen::countdown::{self, exact},
+    codegen::flags::save_flags,
+    codegen::fp_state::{keep_vectors, save_fp},
+    frame::exit::Reason,
+    frame::words::*,
+};
+
+/// Bytes of the host's stack above which a poll drops them: twice as many are in use at most.
+const MAX_DEPTH: i32 = 16 << 10;
+
+const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
+
+impl Emitter<'_> {
+    /// The way in. Returns where the displacement of the last frame's return address is.
+    pub(super) fn enter(&mut self) -> usize {
+        let a = &mut *self.a;
+        SAVED.iter().for_each(|r| push(a, *r));
+        a.lea(RSP, at(RSP, -8));
+        // The last frame: a return to address 0 finds it.
+        a.bytes(&[0x6a, 0]); // push 0
+        a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
+        let last = a.here() - 4;
+        push(a, S1);
+        a.store(gs(STACK), RSP);
+        load_registers(a);
+        countdown::load(a);
+        a.jmp_mem(gs(ENTRY));
+        last
+    }
+
+    /// The way out.
+    pub(super) fn leave(&mut self) {
+        let a = &mut *self.a;
+        self.exit = a.here();
+        store_registers(a);
+        self.exit_stored = a.here();
+        save_fp(a);
+        a.load(RSP, gs(STACK));
+        a.lea(RSP, at(RSP, 24));
+        SAVED.iter().rev().for_each(|r| pop(a, *r));
+        a.ret();
+    }
+
+    /// Goes on where `handle` says, or leaves: registers are in memory, and vectors if they are to be kept.
+    pub(super) fn call_handle(&mut self) {
+        let a = &mut *self.a;
+        self.call_handle = a.here();
+        a.store(gs(HOST_RSP), RSP);
+        a.alu_imm(true, Alu::And, RSP, -16);
+        a.load(RDI, gs(CONTEXT));
+        a.mov_imm(RAX, self.handle);
+        a.bytes(&[0xff, 0xd0]); // call rax
+        a.load(RSP, gs(HOST_RSP));
+        a.mov(S0, RAX);
+        keep_vectors(a, false);
+        a.rr(true, &[0x85], S0, S0); // test
+        let leaves = a.jcc(cc::E);
+        a.patch(leaves, self.exit_stored);
+        countdown::charge_handled(a);
+        load_registers(a);
+        a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
+    }
+
+    /// Leaves to `handle` for a reason; `fp`: it may change FP state.
+    pub(super) fn with_reason(&mut self, reason: Reason, fp: bool) {
+        let a = &mut *self.a;
+        a.store_imm(gs(REASON), reason as i32);
+        if self.counts {
+            exact::keep(a);
+        }
+        store_registers(a);
+        if fp {
+            save_fp(a);
+        } else {
+            keep_vectors(a, true);
+        }
+        a.jmp_to(self.call_handle);
+    }
+
+    /// The same, for the instruction whose offset in its page is r13d.
+    pub(super) fn at_offset(&mut self, reason: Reason, fp: bool) {
+        self.a.alu(true, Alu::Add, S1, SHORT_PAGE);
+        self.a.store(gs(RIP), S1);
+        self.with_reason(reason, fp);
+    }
+
+    /// Instructions for the interpreter, and code that has changed.
+    pub(super) fn bails(&mut self) {
+        self.t.bail = self.a.here();
+        self.at_offset(Reason::Interpret, true);
+        self.t.bail_integer = self.a.here();
+        self.at_offset(Reason::Interpret, false);
+        self.t.moved = self.a.here();
+        self.a.store_imm(gs(ARGUMENT), 1);
+        self.t.stale = self.a.here();
+        self.at_offset(Reason::Stale, false);
+    }
+
+    /// Where a return to address 0 goes that finds no call; `last`: what [`Self::enter`] has returned.
+    pub(super) fn last_frame(&mut self, last: usize) {
+        self.t.last_frame = self.a.here();
+        self.a.patch(last, self.t.last_frame);
+        self.a.load(RSP, gs(STACK));
+        self.a.store(gs(RIP), S0);
+        self.with_reason(Reason::Stale, false);
+    }
+
+    /// What a poll calls.
+    pub(super) fn poll(&mut self) {
+        let a = &mut *self.a;
+        self.t.poll = a.here();
+        let go_on = |a: &mut Asm| {
+            a.load(S0, gs(STACK));
+            a.alu_rr(true, Alu::Sub, S0, RSP);
+            a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
+            let is_deep = a.jcc(cc::A);
+            // Without it the processor would predict all the returns of the guest's that are to come wrongly.
+            a.ret();
+            let here = a.here();
+            a.patch(is_deep, here);
+            pop(a, S1);
+            a.load(RSP, gs(STACK));
+            a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
+        };
+        let poll = match self.counts {
+            true => exact::poll(a, go_on),
+            false => countdown::poll(a, go_on),
+        };
+        let here = a.here();
+        for from in poll.leaves {
+            a.patch(from, here);
+        }
+        if self.counts {
+            exact::keep(a);
+        }
+        a.alu(true, Alu::Add, S1, SHORT_PAGE);
+        a.store(gs(RIP), S1);
+        a.store_imm(gs(REASON), Reason::Poll as i32);
+        a.jmp_to(self.exit);
+    }
+
+    /// Direct branches that are not linked yet.
+    pub(super) fn links(&mut self) {
+        self.t.link_live = self.a.here();
+        self.a.store(gs(ARGUMENT), S1);
+        save_flags(self.a);
+        let saved = self.a.jmp();
+        self.t.link = self.a.here();
+        self.a.store(gs(ARGUMENT), S1);
+        let here = self.a.here();
+        self.a.patch(saved, here);
+        self.with_reason(Reason::Link, false);
+    }
+}
