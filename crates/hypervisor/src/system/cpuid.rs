@@ -252,7 +252,6 @@ fn cache_leaves(function: u32, out: &mut Vec<kvm_cpuid_entry2>) {
 /// KVM_GET_SUPPORTED_CPUID.
 pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     let amd = is_amd();
-    let speculation = Speculation::here();
     let plain = |f: u32, r: Regs| entry(f, 0, 0, r);
     let mut out = Vec::with_capacity(48);
     let vendor = host(0, 0);
@@ -300,6 +299,16 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     }
     xsave_leaves(&mut out);
     out.extend(hypervisor_leaves());
+    extended_leaves(amd, vendor, &mut out);
+    out.push(performance_counters(amd));
+    complete(&mut out);
+    out
+}
+
+/// Leaves from 0x80000000 on.
+fn extended_leaves(amd: bool, vendor: Regs, out: &mut Vec<kvm_cpuid_entry2>) {
+    let speculation = Speculation::here();
+    let plain = |f: u32, r: Regs| entry(f, 0, 0, r);
     out.push(plain(
         0x8000_0000,
         Regs {
@@ -337,7 +346,7 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         },
     ));
     if amd {
-        cache_leaves(0x8000_001d, &mut out);
+        cache_leaves(0x8000_001d, out);
         out.push(plain(0x8000_001e, Regs::default()));
         out.push(plain(
             0x8000_0021,
@@ -348,9 +357,6 @@ pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
             },
         ));
     }
-    out.push(performance_counters(amd));
-    complete(&mut out);
-    out
 }
 
 /// KVM's leaves, and those of anykvm's own.

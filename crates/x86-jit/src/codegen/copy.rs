@@ -16,6 +16,17 @@ use crate::{
     ir::narrow,
 };
 
+/// Host registers that an instruction borrows for guest registers that live in the frame.
+struct Temps {
+    /// Host registers by the numbers of guest registers.
+    map: [Reg; 16],
+    /// (guest number, host register, to be written back), the first `used`.
+    all: [(u8, Reg, bool); 3],
+    used: usize,
+    /// Registers of others, which [`SPILL`] keeps.
+    spilled: [Option<Reg>; 2],
+}
+
 impl Translator {
     pub(super) fn copy(&mut self, d: &Decoded, form: &Form, aligned: bool) -> Emit {
         let shape = self.shape_of(d, form);
@@ -48,11 +59,37 @@ impl Translator {
             });
         }
         self.flags_before(d, form);
-        let mut map = HOST;
-        // Registers that live in memory: (guest number, host register, write back).
-        let mut temps: [(u8, Reg, bool); 3] = [(0, 0, false); 3];
-        let mut used = 0;
-        let mut spilled: [Option<Reg>; 2] = [None; 2];
+        let temps = self.take_temps(d, form)?;
+        if let Some(m) = operand.filter(|_| d.high) {
+            self.copy_with_high_byte(i, m)?;
+            self.flags_after(d, form);
+            return Ok(());
+        }
+        let rm = operand.map_or(Rm::Register, |m| match m.index {
+            None if m.base == Some(S0) => Rm::Host(m.disp),
+            _ => Rm::At(m),
+        });
+        match shape.and_then(|s| recode((&d.raw, i.len()), s, &temps.map, rm, d.high)) {
+            Some(made) => {
+                let len = made.write(self.asm.window());
+                self.asm.advance(len);
+            }
+            None => self.encode(&rewritten(i, &temps.map, operand))?,
+        }
+        self.give_temps_back(&temps);
+        self.flags_after(d, form);
+        Ok(())
+    }
+
+    /// Host registers for the operands of a copied instruction that live in the frame, which are loaded where the instruction reads them.
+    fn take_temps(&mut self, d: &Decoded, form: &Form) -> Result<Temps, Unsupported> {
+        let i = &d.i;
+        let mut t = Temps {
+            map: HOST,
+            all: [(0, 0, false); 3],
+            used: 0,
+            spilled: [None; 2],
+        };
         let in_frame = if d.registers & IN_FRAME == 0 {
             0
         } else {
@@ -71,11 +108,11 @@ impl Translator {
                 continue;
             }
             let write = form.writes & 1 << n != 0;
-            if let Some(t) = temps[..used].iter_mut().find(|t| t.0 == number) {
-                t.2 |= write;
+            if let Some(known) = t.all[..t.used].iter_mut().find(|t| t.0 == number) {
+                known.2 |= write;
                 continue;
             }
-            let host = self.scratch(i, used, memory.is_some(), &mut spilled)?;
+            let host = self.scratch(i, t.used, d.memory.is_some(), &mut t.spilled)?;
             let whole = form.replaces & 1 << n != 0
                 && r.size() >= 4
                 && !keeps_destination(i)
@@ -89,43 +126,30 @@ impl Translator {
             } else if host == S1 {
                 self.cached = None;
             }
-            let slot = temps.get_mut(used).ok_or(Unsupported)?;
+            let slot = t.all.get_mut(t.used).ok_or(Unsupported)?;
             *slot = (number, host, write);
-            used += 1;
-            map[usize::from(number)] = host;
+            t.used += 1;
+            t.map[usize::from(number)] = host;
         }
-        if let Some(m) = operand.filter(|_| d.high) {
-            self.copy_with_high_byte(i, m)?;
-            self.flags_after(d, form);
-            return Ok(());
-        }
-        let rm = operand.map_or(Rm::Register, |m| match m.index {
-            None if m.base == Some(S0) => Rm::Host(m.disp),
-            _ => Rm::At(m),
-        });
-        match shape.and_then(|s| recode((&d.raw, i.len()), s, &map, rm, d.high)) {
-            Some(made) => {
-                let len = made.write(self.asm.window());
-                self.asm.advance(len);
-            }
-            None => self.encode(&rewritten(i, &map, operand))?,
-        }
-        for (number, host, write) in &temps[..used] {
+        Ok(t)
+    }
+
+    /// Results go to the frame, and host registers to whom they belong.
+    fn give_temps_back(&mut self, t: &Temps) {
+        for (number, host, write) in &t.all[..t.used] {
             if *write {
                 self.asm.store(gpr_slot(*number), *host);
             }
         }
-        for (n, r) in spilled.iter().enumerate() {
+        for (n, r) in t.spilled.iter().enumerate() {
             if let Some(r) = r {
                 self.asm.load(*r, gs(SPILL + 8 * n));
             }
         }
-        if used != 0 {
+        if t.used != 0 {
             // The first one is in r13.
-            self.cached = Some(temps[0].0);
+            self.cached = Some(t.all[0].0);
         }
-        self.flags_after(d, form);
-        Ok(())
     }
 
     /// How its bytes name operands, if it has the same bytes in 64-bit code, addresses aside.

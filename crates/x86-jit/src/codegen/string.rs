@@ -163,25 +163,37 @@ fn one(
         }
         a.ret();
     }
-    for (miss, retry, r, write) in misses {
-        let here = a.here();
-        a.patch(miss, here);
-        a.load32(S1, gs(SPILL));
-        a.alu_imm(false, Alu::Or, S1, site(0, 1 << size, write) as i32);
-        a.mov(S0, r);
-        // Aligned as for a call from a block.
-        a.lea(RSP, at(RSP, -8));
-        a.call_to(refill);
-        a.lea(RSP, at(RSP, 8));
-        a.rr(true, &[0x85], S0, S0); // test
-        slow.push(a.jcc(cc::E));
-        a.jmp_to(retry);
+    for miss in misses {
+        slow.push(refill_and_retry(a, miss, size, refill));
     }
     let here = a.here();
     for from in slow {
         a.patch(from, here);
     }
     give_up(a, bail, counts);
+}
+
+/// Serves the miss of an operand's page: the branch to patch, where to go then, the operand's register, and whether it is written. Returns
+/// the branch to take if there is no such page.
+fn refill_and_retry(
+    a: &mut Asm,
+    (miss, retry, r, write): (usize, usize, Reg, bool),
+    size: usize,
+    refill: usize,
+) -> usize {
+    let here = a.here();
+    a.patch(miss, here);
+    a.load32(S1, gs(SPILL));
+    a.alu_imm(false, Alu::Or, S1, site(0, 1 << size, write) as i32);
+    a.mov(S0, r);
+    // Aligned as for a call from a block.
+    a.lea(RSP, at(RSP, -8));
+    a.call_to(refill);
+    a.lea(RSP, at(RSP, 8));
+    a.rr(true, &[0x85], S0, S0); // test
+    let fails = a.jcc(cc::E);
+    a.jmp_to(retry);
+    fails
 }
 
 /// The instruction is left to `bail`.

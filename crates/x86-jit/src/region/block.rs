@@ -60,9 +60,10 @@ pub(crate) fn decode<B: GuestBus>(
     } else {
         MAX_BRANCHES
     };
-    let most = match turns {
-        Some(_) => MAX_HOT_INSNS,
-        None => MAX_INSNS,
+    let most = if turns.is_some() {
+        MAX_HOT_INSNS
+    } else {
+        MAX_INSNS
     };
     let page = gva & !0xfff;
     // What is decoded is copied with what follows it.
@@ -93,16 +94,11 @@ pub(crate) fn decode<B: GuestBus>(
                 if is_ahead {
                     return false;
                 }
-                if may_straddle(cpu, mode, page) {
-                    let more = &mut raw[have - from..MAX_LEN];
-                    let Ok(n) = bus.code_bytes(cpu, page.wrapping_add(0x1000), more) else {
-                        return false;
-                    };
-                    straddles = true;
-                    let end = (have - from + n).min(MAX_LEN);
-                    let mut decoder = Decoder::with_ip(bits, &raw[..end], offset.into(), options);
-                    decoder.decode_out(&mut i);
-                    error = decoder.last_error();
+                let end = At { page, offset, mode };
+                match across(bus, cpu, &end, (&mut raw, have - from), options, &mut i) {
+                    Err(_) => return false,
+                    Ok(None) => {}
+                    Ok(Some(e)) => (straddles, error) = (true, e),
                 }
             }
             // Where it is kept: a copy would wait for all that was just written of it.
@@ -139,22 +135,10 @@ pub(crate) fn decode<B: GuestBus>(
                 // The bytes there are to be read.
                 continue 'fetch;
             }
-            // A loop within the block: what its first turns access is often where the instructions before it did.
             if let Some(turns) = turns
                 && kind == Lowering::Jcc
-                && let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target)
             {
-                let len = out.len() - body;
-                let known = turns.iter().find(|t| t.end == next);
-                let known = known.filter(|t| usize::from(t.turns) * len <= most - body);
-                match known {
-                    Some(t) => repeat(out, body, next, t.turns.into(), false),
-                    None => {
-                        let room = (most - body).min(MAX_INNER);
-                        let turns = (room / len).clamp(1, MAX_INNER_TURNS);
-                        repeat(out, body, next, turns, true);
-                    }
-                }
+                repeat_inner(out, turns, (target, next), most);
             }
             offset = next;
             if matches!(kind, Lowering::Jcc | Lowering::Counted) {
@@ -168,14 +152,46 @@ pub(crate) fn decode<B: GuestBus>(
             }
         }
     }
-    // Nothing may be injected between STI, or a load of SS, and the next instruction, so both are in one block.
+    end_whole(out);
+    find_live(out);
+    straddles
+}
+
+/// Nothing may be injected between STI, or a load of SS, and the next instruction, so both are in one block.
+fn end_whole(out: &mut [Decoded]) {
     if let Some(d) = out.last_mut()
         && d.holds_events()
     {
         d.leave();
     }
-    find_live(out);
-    straddles
+}
+
+/// Where an instruction is that may straddle two pages.
+struct At {
+    page: u64,
+    offset: u32,
+    mode: Mode,
+}
+
+/// Decodes the instruction at the end of a page with the bytes of the next one: `raw` has `have` of its bytes. `None` if it may not
+/// straddle them.
+fn across<B: GuestBus>(
+    bus: &mut B,
+    cpu: &mut CpuState,
+    at: &At,
+    (raw, have): (&mut [u8; RAW], usize),
+    options: u32,
+    i: &mut Instruction,
+) -> Result<Option<DecoderError>, x86_cpu::Fault> {
+    if !may_straddle(cpu, at.mode, at.page) {
+        return Ok(None);
+    }
+    let next = at.page.wrapping_add(0x1000);
+    let n = bus.code_bytes(cpu, next, &mut raw[have..MAX_LEN])?;
+    let bytes = &raw[..(have + n).min(MAX_LEN)];
+    let mut decoder = Decoder::with_ip(at.mode.bits(), bytes, at.offset.into(), options);
+    decoder.decode_out(i);
+    Ok(Some(decoder.last_error()))
 }
 
 /// An instruction may begin in the page and end in the next one.
@@ -188,6 +204,25 @@ fn may_straddle(cpu: &CpuState, mode: Mode, page: u64) -> bool {
 pub(crate) fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
     let raw = bytes.get(at..).and_then(<[u8]>::first_chunk);
     raw.copied().unwrap_or_default()
+}
+
+/// A loop within the block, whose branch at the end of `out` leads back to `target`, and on to `next`: its body is repeated, as what
+/// its first turns access is often where the instructions before it did. `most`: instructions of the block.
+fn repeat_inner(out: &mut Vec<Decoded>, turns: &[Turns], (target, next): (u64, u32), most: usize) {
+    let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target) else {
+        return;
+    };
+    let len = out.len() - body;
+    let known = turns.iter().find(|t| t.end == next);
+    let known = known.filter(|t| usize::from(t.turns) * len <= most - body);
+    match known {
+        Some(t) => repeat(out, body, next, t.turns.into(), false),
+        None => {
+            let room = (most - body).min(MAX_INNER);
+            let turns = (room / len).clamp(1, MAX_INNER_TURNS);
+            repeat(out, body, next, turns, true);
+        }
+    }
 }
 
 /// A loop, the end of which is the branch back: repeats the body; the branches in between leave the loop.

@@ -15,7 +15,7 @@ pub struct Stats {
     pub translate_ns: u64,
     /// Blocks translated again because they are executed much.
     pub hot: u64,
-    /// Lanes that blocks have got: see `hot`.
+    /// Per-site entries that blocks have got: see `hot`.
     pub site_entries: u64,
     /// Those that had too many misses.
     pub site_entries_dropped: u64,
@@ -41,4 +41,14 @@ pub struct Stats {
     pub interpreted: u64,
     /// Of these, by [`Cause`].
     pub causes: [u64; Cause::NAMES.len()],
+}
+
+impl Stats {
+    /// A block has been translated.
+    pub(crate) const fn count_block(&mut self, site_entries: usize, insns: usize, bytes: usize) {
+        self.blocks += 1;
+        self.site_entries += site_entries as u64;
+        self.insns += insns as u64;
+        self.bytes += bytes as u64;
+    }
 }

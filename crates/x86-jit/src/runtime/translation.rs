@@ -54,13 +54,7 @@ impl<B: JitBus> Jit<B> {
         }
         let bound = key.mode.bound(gva);
         if let Some(page) = bound {
-            let old = self.cache.blocks.bind(key, page);
-            if !old.is_empty() {
-                self.profiles.forget(key.at);
-            }
-            for outer in old {
-                self.forget(outer as usize);
-            }
+            self.bind(key, page);
         }
         let hot = self.profiles.begin(key);
         let is_again = hot.as_ref().is_some_and(|(_, linked)| linked.is_some());
@@ -183,14 +177,13 @@ impl<B: JitBus> Jit<B> {
             site.patch = 0;
             self.stats.links += 1;
         }
-        self.stats.blocks += 1;
-        self.stats.site_entries += self
+        let site_entries = self
             .translator
             .hot
             .as_ref()
-            .map_or(0, |h| h.site_entries.len()) as u64;
-        self.stats.insns += self.decoded.len() as u64;
-        self.stats.bytes += (hot.len() + cold.len()) as u64;
+            .map_or(0, |h| h.site_entries.len());
+        self.stats
+            .count_block(site_entries, self.decoded.len(), hot.len() + cold.len());
         for (at, code) in [(base.0, hot), (base.1, cold)] {
             if let Some(perf) = self.perf {
                 perf.note(gva, self.buffer.rx() as u64 + at as u64, code);
@@ -210,6 +203,17 @@ impl<B: JitBus> Jit<B> {
             self.translated_again(key, links..self.translator.links.len(), block);
         }
         Some(block)
+    }
+
+    /// Blocks of the page are for this address from now on; those for another are forgotten.
+    fn bind(&mut self, key: BlockKey, page: i32) {
+        let old = self.cache.blocks.bind(key, page);
+        if !old.is_empty() {
+            self.profiles.forget(key.at);
+        }
+        for outer in old {
+            self.forget(outer as usize);
+        }
     }
 
     /// Decodes for the interpreter the instruction that the block ends with;

@@ -330,112 +330,139 @@ fn is_harmless_integer(i: &Instruction) -> bool {
         // Of general registers: segment, control and debug registers have forms of their own.
         M::Mov => !(0..i.op_count())
             .any(|n| i.op_kind(n) == OpKind::Register && !i.op_register(n).is_gpr()),
-        M::Bt | M::Bts | M::Btr | M::Btc => true,
         // AMD processors read 32 bits: more than was checked.
         M::Movsxd => i.code() != Code::Movsxd_r16_rm16,
-        M::Movzx
-        | M::Movsx
-        | M::Add
-        | M::Or
-        | M::Adc
-        | M::Sbb
-        | M::And
-        | M::Sub
-        | M::Xor
-        | M::Cmp
-        | M::Test
-        | M::Inc
-        | M::Dec
-        | M::Neg
-        | M::Not
-        | M::Mul
-        | M::Imul
-        | M::Shl
-        | M::Sal
-        | M::Shr
-        | M::Sar
-        | M::Rol
-        | M::Ror
-        | M::Rcl
-        | M::Rcr
-        | M::Shld
-        | M::Shrd
-        | M::Bsf
-        | M::Bsr
-        | M::Tzcnt
-        | M::Lzcnt
-        | M::Popcnt
-        | M::Andn
-        | M::Bextr
-        | M::Blsi
-        | M::Blsmsk
-        | M::Blsr
-        | M::Bzhi
-        | M::Pdep
-        | M::Pext
-        | M::Rorx
-        | M::Sarx
-        | M::Shlx
-        | M::Shrx
-        | M::Mulx
-        | M::Adcx
-        | M::Adox
-        | M::Crc32
-        | M::Movbe
-        | M::Bswap
-        | M::Seta
-        | M::Setae
-        | M::Setb
-        | M::Setbe
-        | M::Sete
-        | M::Setg
-        | M::Setge
-        | M::Setl
-        | M::Setle
-        | M::Setne
-        | M::Setno
-        | M::Setnp
-        | M::Setns
-        | M::Seto
-        | M::Setp
-        | M::Sets
-        | M::Cmova
-        | M::Cmovae
-        | M::Cmovb
-        | M::Cmovbe
-        | M::Cmove
-        | M::Cmovg
-        | M::Cmovge
-        | M::Cmovl
-        | M::Cmovle
-        | M::Cmovne
-        | M::Cmovno
-        | M::Cmovnp
-        | M::Cmovns
-        | M::Cmovo
-        | M::Cmovp
-        | M::Cmpxchg8b
-        | M::Cmovs
-        | M::Cmpxchg
-        | M::Xadd
-        | M::Xchg
-        | M::Cbw
-        | M::Cwde
-        | M::Cdqe
-        | M::Cwd
-        | M::Cdq
-        | M::Cqo
-        | M::Clc
-        | M::Stc
-        | M::Cmc
-        | M::Lahf
-        | M::Sahf
-        | M::Movnti
-        | M::Mfence
-        | M::Lfence
-        | M::Sfence => true,
-        _ => false,
+        m => is_arithmetic(m) || is_conditional(m) || is_move(m),
     }
+}
+
+/// Arithmetic, logic, shifts and bits.
+const fn is_arithmetic(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Bts
+            | M::Btr
+            | M::Btc
+            | M::Add
+            | M::Or
+            | M::Adc
+            | M::Sbb
+            | M::And
+            | M::Sub
+            | M::Xor
+            | M::Cmp
+            | M::Test
+            | M::Inc
+            | M::Dec
+            | M::Neg
+            | M::Not
+            | M::Mul
+            | M::Imul
+            | M::Shl
+            | M::Sal
+            | M::Shr
+            | M::Sar
+            | M::Rol
+            | M::Ror
+            | M::Rcl
+            | M::Rcr
+            | M::Shld
+            | M::Shrd
+            | M::Bsf
+            | M::Bsr
+            | M::Tzcnt
+            | M::Lzcnt
+            | M::Popcnt
+            | M::Andn
+            | M::Bextr
+            | M::Blsi
+            | M::Blsmsk
+            | M::Blsr
+            | M::Bzhi
+            | M::Pdep
+            | M::Pext
+            | M::Rorx
+            | M::Sarx
+            | M::Shlx
+            | M::Shrx
+            | M::Mulx
+            | M::Adcx
+            | M::Adox
+            | M::Crc32
+            | M::Bt
+    )
+}
+
+/// SETcc and CMOVcc.
+const fn is_conditional(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Seta
+            | M::Setae
+            | M::Setb
+            | M::Setbe
+            | M::Sete
+            | M::Setg
+            | M::Setge
+            | M::Setl
+            | M::Setle
+            | M::Setne
+            | M::Setno
+            | M::Setnp
+            | M::Setns
+            | M::Seto
+            | M::Setp
+            | M::Sets
+            | M::Cmova
+            | M::Cmovae
+            | M::Cmovb
+            | M::Cmovbe
+            | M::Cmove
+            | M::Cmovg
+            | M::Cmovge
+            | M::Cmovl
+            | M::Cmovle
+            | M::Cmovne
+            | M::Cmovno
+            | M::Cmovnp
+            | M::Cmovns
+            | M::Cmovo
+            | M::Cmovp
+            | M::Cmovs
+    )
+}
+
+/// Moves, conversions, exchanges, flags and fences.
+const fn is_move(m: Mnemonic) -> bool {
+    use Mnemonic as M;
+    matches!(
+        m,
+        M::Movzx
+            | M::Movsx
+            | M::Movbe
+            | M::Bswap
+            | M::Cmpxchg8b
+            | M::Cmpxchg
+            | M::Xadd
+            | M::Xchg
+            | M::Cbw
+            | M::Cwde
+            | M::Cdqe
+            | M::Cwd
+            | M::Cdq
+            | M::Cqo
+            | M::Clc
+            | M::Stc
+            | M::Cmc
+            | M::Lahf
+            | M::Sahf
+            | M::Movnti
+            | M::Mfence
+            | M::Lfence
+            | M::Sfence
+    )
 }
 
 fn is_bit_string(i: &Instruction) -> bool {

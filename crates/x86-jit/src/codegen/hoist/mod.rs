@@ -1,0 +1,346 @@
+//! Hoisted probes: a hot loop finds its pages once, and then makes turns without probes.
+//!
+//! A group that stays where it is is found once between two polls. A group that moves by a constant stride has an
+//! *induction*: the loop is executed in passes of *fast turns*, as many as all groups stay in their pages for.
+//!
+//! ```text
+//! again:  …                            a turn, or several, with probes
+//!         jcc find, or holds where no group moves
+//! holds:  sub r12, n; jl poll          a turn after another. Groups that stay: at the pointer that was kept, others with probes
+//!         …
+//!         jcc find, or holds; after a poll: jmp again
+//! find:   if the last pass was short, for some times: jmp holds, or again
+//!         for each group that is at a constant distance from registers of which a turn changes one at most, by a constant:
+//!             look for it as for the next turn, ANCHOR = host address - that register; not in the TLB: jmp again
+//!         turns = those that all of them stay in their pages for, and in those after these that are their neighbours
+//!             in the host's memory, too; few: jmp again
+//!         r12 += CREDIT, once between two polls; r12 = turns * n, OWED = what that is less than before
+//!         registers that the loop does not use = anchors
+//! fast:   sub r12, n; jl done          groups: at anchor + register
+//!         …
+//!         jcc fast
+//! done:   those registers as before; r12 += OWED + n; jmp to where groups are looked for, or again if a poll is near
+//! ```
+//!
+//! Translations that a turn uses stay in the TLB until the next poll, as they do within a block. Whatever leaves the
+//! fast turns gives the registers back first. A way out by a link adds OWED to the countdown; by the other ways out
+//! the next poll comes earlier than need be.
+
+mod anchors;
+mod probe;
+
+use core::ops::Range;
+
+use anchors::{Anchor, anchors, short_induction, single_turns};
+use probe::{Scratch, divide, in_host};
+
+use super::{Translator, flags::Flags, stub::Stub};
+use crate::{
+    asm::*,
+    codegen::countdown,
+    frame::words::*,
+    ir::branch::is_loop,
+    ir::decoded::Decoded,
+    ir::lowering::Forms,
+    ir::member::{Induction, Member, Moves},
+};
+
+/// Turns without probes that it is worth it for.
+const LEAST: i32 = 4;
+/// Turns that have been worth it: for each instruction less, the loop goes back once before it tries again.
+const WORTH: i32 = 6;
+/// How often it goes back before that when it could not.
+const FAILED: i32 = 2;
+/// The frame's word for an anchor.
+const fn anchor(slot: usize) -> Mem {
+    gs(ANCHORS + 8 * slot)
+}
+
+/// The fast turns of a loop.
+#[derive(Clone, Debug)]
+pub(super) struct HoistedLoop {
+    /// Where they begin, where groups are looked for once more, and at which offset of the page the loop is.
+    start: usize,
+    retry: usize,
+    offset: i64,
+    /// Instructions of a pass, the last one of which is the branch back.
+    len: i32,
+    /// How often the loop is to go back before it looks for its groups again.
+    reluctance: Mem,
+    anchors: Vec<Anchor>,
+    /// Instructions of a turn of a pass, and where the turns after the first begin: a pass may begin with any of them.
+    turn: usize,
+    turns: Vec<usize>,
+}
+
+impl Translator {
+    /// Translates the turns after the first one of a block that has been, if it is a loop that is executed much, and some of its
+    /// groups stay where that has found them: until the next poll, they need no probes. Returns where these turns begin.
+    pub(super) fn hold(&mut self, insns: &[Decoded], forms: &Forms, again: usize) -> Option<usize> {
+        let first = insns.first()?;
+        let mut members = insns.iter().filter_map(|d| d.member);
+        if !members.any(|m| m.first && m.stays) {
+            return None;
+        }
+        self.asm.align();
+        let start = self.asm.here();
+        self.poll(insns.len(), first.offset, Some(again));
+        self.turns(insns, forms);
+        Some(start)
+    }
+
+    /// Turns of a loop that come after another.
+    fn turns(&mut self, insns: &[Decoded], forms: &Forms) {
+        (self.current, self.cached) = (None, None);
+        self.flags = Flags::Memory;
+        self.holds = true;
+        self.body(insns, forms);
+        self.holds = false;
+    }
+
+    /// Translates the fast turns of a block that has been, whose flags are not live where it begins. Returns where
+    /// the block goes on in place of `next`, and the fast turns with their stubs, if it is such a loop and executed much. `again` is
+    /// where a turn goes that cannot rely on one before.
+    pub(super) fn hoist_probes(
+        &mut self,
+        insns: &[Decoded],
+        forms: &Forms,
+        (again, next): (usize, usize),
+    ) -> Option<(usize, HoistedLoop, Range<usize>)> {
+        self.hot.as_ref().filter(|_| self.long)?;
+        let first = insns.first().filter(|_| is_loop(insns))?;
+        let members = insns.iter().filter_map(|d| d.member.filter(|m| m.first));
+        let is_known = |m: &Member| {
+            let mut all = insns.iter().filter_map(|d| d.member);
+            all.all(|other| other.group != m.group || other.induction.is_some())
+        };
+        let members = members.filter(|m| !m.alone && is_known(m));
+        let inductions = members.filter_map(|m| Some((m, short_induction(&m)?)));
+        let inductions: Vec<(Member, Induction)> = inductions.take(ANCHORS_LEN).collect();
+        if inductions
+            .iter()
+            .all(|(_, induction)| induction.stride == 0)
+        {
+            return None;
+        }
+        let scratch = Scratch::besides(&inductions)?;
+        let anchors = anchors(insns, &inductions);
+        // The turns of a pass, and what is to be looked for.
+        let (turns, inductions) = single_turns(insns, &anchors).unwrap_or((1, inductions));
+        let a = &mut self.asm;
+        let fails = a.here();
+        scratch.restore(a);
+        a.jmp_to(again);
+        let start = a.here();
+        let reluctance = gs(RELUCTANCES + 4 * self.next_hoist);
+        self.next_hoist = (self.next_hoist + 1) % RELUCTANCES_LEN;
+        a.alu_mem_imm8(false, Alu::Sub, reluctance, 1);
+        let from = a.jcc(cc::NS);
+        a.patch(from, next);
+        a.store32_imm(reluctance, FAILED);
+        let retry = a.here();
+        scratch.save(a);
+        let len = insns.len() as i32;
+        self.find_groups(&inductions, scratch, fails);
+        let a = &mut self.asm;
+        a.alu_imm(true, Alu::Add, scratch.turns, 1);
+        a.alu_imm(true, Alu::Cmp, scratch.turns, LEAST * turns as i32);
+        let few = a.jcc(cc::L);
+        a.patch(few, fails);
+        a.mov(S0, scratch.turns);
+        if turns > 1 {
+            divide(a, turns);
+            a.imul(true, S1, S0, turns as i32);
+            a.alu_rr(true, Alu::Sub, scratch.turns, S1);
+            a.store32(gs(REST), scratch.turns);
+        }
+        a.imul(true, S1, S0, len);
+        scratch.restore(a);
+        countdown::begin_fast_turns(a);
+        let mut hoisted = HoistedLoop {
+            len,
+            reluctance,
+            start: 0,
+            retry,
+            offset: first.offset.into(),
+            anchors: anchors.into_iter().map(|(_, anchor)| anchor).collect(),
+            turn: insns.len() / turns as usize,
+            turns: Vec::new(),
+        };
+        for (n, host, _) in hoisted.borrowed() {
+            self.asm.store(state_register(n), host);
+        }
+        hoisted.borrow_registers(&mut self.asm);
+        let a = &mut self.asm;
+        let rests: Vec<usize> = (1..turns)
+            .map(|rest| {
+                a.alu_mem_imm8(false, Alu::Cmp, gs(REST), rest as i8);
+                a.jcc(cc::E)
+            })
+            .collect();
+        a.align();
+        hoisted.start = a.here();
+        let from = countdown::fast_turn(a, len);
+        let stubs = self.stubs.len();
+        self.stubs.push(Stub::TurnsDone { from, again });
+        self.hoisted = Some(hoisted);
+        self.turns(insns, forms);
+        let hoisted = self.hoisted.take()?;
+        // A rest of one turn is the last of a pass.
+        for (from, turn) in rests.into_iter().zip(hoisted.turns.iter().rev()) {
+            self.asm.patch(from, *turn);
+        }
+        Some((start, hoisted, stubs..self.stubs.len()))
+    }
+
+    /// A turn of a fast pass begins, of which the first one may be the first that is made.
+    pub(super) fn begin_turn(&mut self) {
+        let Some(w) = &self.hoisted else {
+            return;
+        };
+        if self.position == 0 || !self.position.is_multiple_of(w.turn) {
+            return;
+        }
+        self.settle_stack();
+        (self.current, self.cached) = (None, None);
+        self.flags = Flags::Memory;
+        let here = self.asm.here();
+        if let Some(w) = &mut self.hoisted {
+            w.turns.push(here);
+        }
+    }
+
+    /// The branch at `from`, whose target is at an offset from the page, goes to the next fast turn, if it is the one that does.
+    pub(super) fn goes_on_hoisted(&mut self, from: usize, target: i64) -> bool {
+        let Some(w) = &self.hoisted else {
+            return false;
+        };
+        let is_back = self.position + 1 == w.len as usize && target == w.offset;
+        if is_back {
+            self.asm.patch(from, w.start);
+        }
+        is_back
+    }
+
+    /// Registers are the guest's again, if they are not.
+    pub(super) fn give_registers_back(&mut self) {
+        if let Some(w) = &self.hoisted {
+            w.give_registers_back(&mut self.asm);
+        }
+    }
+
+    /// A fast turn has an anchor in the host register.
+    pub(super) fn is_borrowed(&self, host: Reg) -> bool {
+        let hoisted = self.hoisted.as_ref();
+        hoisted.is_some_and(|w| w.borrowed().any(|(_, r, _)| r == host))
+    }
+
+    /// The host address of a member of a group whose anchor is in a register.
+    pub(super) fn anchored(&mut self, d: &Decoded) -> Option<Mem> {
+        let m = d.member?;
+        let (_, anchor) = self.hoisted.as_ref()?.of(m.group)?;
+        let register = host_reg(anchor.borrowed?)?;
+        let place = self.at_anchor(d, m, anchor.induction, register, S0);
+        if !d.high {
+            return Some(place);
+        }
+        self.asm.lea(S0, place);
+        self.current = None;
+        Some(at(S0, 0))
+    }
+
+    /// Makes r14 the address of the first byte of a group that the instruction would probe for; false: it has no anchor.
+    pub(super) fn access_hoisted(&mut self, d: &Decoded) -> bool {
+        let hoisted = self.hoisted.as_ref();
+        let Some((m, (slot, of_group))) = d
+            .member
+            .filter(|m| m.first)
+            .and_then(|m| Some((m, hoisted?.of(m.group)?)))
+        else {
+            return false;
+        };
+        self.asm.load(S0, anchor(slot));
+        self.cached = None;
+        let place = self.at_anchor(d, m, of_group.induction, S0, S1);
+        let disp = place.disp.wrapping_sub(m.offset);
+        self.asm.lea(S0, Mem { disp, ..place });
+        if let Some(slot) = m.slot {
+            self.asm.store(kept(slot), S0);
+        }
+        self.current = Some(m.group);
+        true
+    }
+
+    /// From an anchor in a register to the access; a register that lives in memory is loaded to `scratch`.
+    fn at_anchor(
+        &mut self,
+        d: &Decoded,
+        m: Member,
+        induction: Induction,
+        anchor: Reg,
+        scratch: Reg,
+    ) -> Mem {
+        let disp = m.from_anchor;
+        let moving = match induction.moves {
+            Moves::Nothing => return at(anchor, disp),
+            Moves::Base => d.kind.stack_base().unwrap_or(d.i.memory_base()),
+            Moves::Index => d.i.memory_index(),
+        };
+        let moving = in_host(&mut self.asm, moving.number() as u8, scratch);
+        if moving == S0 {
+            self.current = None;
+        }
+        match (induction.moves, induction.index) {
+            (Moves::Index, Some((_, scale))) => at(anchor, disp).plus(moving, scale),
+            // RSP's register can be an index, too.
+            _ => at(moving, disp).plus(anchor, 0),
+        }
+    }
+}
+
+impl HoistedLoop {
+    /// Guest registers whose host registers have anchors, with these and the anchors' slots.
+    fn borrowed(&self) -> impl Iterator<Item = (u8, Reg, usize)> {
+        let all = self.anchors.iter().enumerate();
+        all.filter_map(|(slot, anchor)| Some((anchor.borrowed?, host_reg(anchor.borrowed?)?, slot)))
+    }
+
+    /// The group's anchor is in a register.
+    pub(super) fn borrows_for(&self, group: u16) -> bool {
+        let anchor = self.of(group);
+        anchor.is_some_and(|(_, a)| a.borrowed.is_some())
+    }
+
+    fn of(&self, group: u16) -> Option<(usize, Anchor)> {
+        let slot = self.anchors.iter().position(|a| a.group == group)?;
+        Some((slot, self.anchors[slot]))
+    }
+
+    /// Changes no flags.
+    pub(super) fn give_registers_back(&self, a: &mut Asm) {
+        for (n, host, _) in self.borrowed() {
+            a.load(host, state_register(n));
+        }
+    }
+
+    /// All turns have been made that there were: on to the next ones, or `again`. The countdown is what it would be without the pass.
+    pub(super) fn ends(&self, a: &mut Asm, again: usize) {
+        a.store32_imm(self.reluctance, 0);
+        // A pass that is interrupted at once would never come to a poll.
+        let from = countdown::end_fast_turns(a, self.len, LEAST * self.len);
+        a.patch(from, again);
+        a.jmp_to(self.retry);
+    }
+
+    /// The same where the loop is left. Changes r13, and no flags.
+    pub(super) fn is_left(&self, a: &mut Asm) {
+        countdown::leave_fast_turns(a, WORTH * self.len, |a| a.store32(self.reluctance, S1));
+    }
+
+    /// Changes no flags.
+    pub(super) fn borrow_registers(&self, a: &mut Asm) {
+        for (_, host, slot) in self.borrowed() {
+            a.load(host, anchor(slot));
+        }
+    }
+}
