@@ -44,7 +44,7 @@ pub const fn tags<const N: usize>(kind: usize) -> i32 {
 }
 /// Where the entry without an index is from the base.
 pub const SINGLE: i32 = PAGES - size_of::<TaggedPage>() as i32;
-/// Lanes that there are.
+/// Per-site entries that there are.
 pub const SITE_ENTRIES: usize = 512;
 /// Where per-site entry `n` is from the base, where there are `N` other entries.
 pub const fn site_entry<const N: usize>(n: usize) -> i32 {

@@ -167,7 +167,7 @@ pub(super) enum Finds {
     Parts,
 }
 
-/// Lanes that belong to one place in the code each. The others are segments'.
+/// Per-site entries that belong to one place in the code each. The others are segments'.
 const OWN_SITE_ENTRIES: u16 = SITE_ENTRIES as u16 - 32;
 
 /// The per-site entry for reads at a constant distance from FS's or GS's base, which all code shares: threads' and processors' own
