@@ -84,7 +84,7 @@ impl ServiceThread {
             let service_thread = Arc::downgrade(self);
             let bell = Arc::clone(&self.bell);
             if let Err(error) = thread::start("anykvm-service_thread", move || {
-                keep(&service_thread, &bell)
+                keep(&service_thread, &bell);
             }) {
                 self.has_thread.store(false, Ordering::Relaxed);
                 return Err(error);
