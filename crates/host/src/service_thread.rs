@@ -83,7 +83,7 @@ impl ServiceThread {
         if !self.has_thread.swap(true, Ordering::Relaxed) {
             let service_thread = Arc::downgrade(self);
             let bell = Arc::clone(&self.bell);
-            if let Err(error) = thread::start("anykvm-service_thread", move || {
+            if let Err(error) = thread::start("anykvm-service", move || {
                 keep(&service_thread, &bell);
             }) {
                 self.has_thread.store(false, Ordering::Relaxed);

@@ -32,7 +32,7 @@ impl<B: JitBus> Jit<B> {
     /// Where to go on for `code` of the current mode: for `left` instructions until the next poll, if it counts.
     /// `counted`: the code that has called Rust did. Code 0 is none.
     pub(crate) fn counted(&self, cpu: &mut CpuState, code: u64, left: u64, counted: bool) -> u64 {
-        let stream = self.mode.stream();
+        let stream = self.session.mode.stream();
         if code == 0 || stream.is_none() && !counted {
             return code;
         }
@@ -43,17 +43,17 @@ impl<B: JitBus> Jit<B> {
                 exact::begin(words, left.min(cpu.retired.left));
                 let level = Retired::level(cpu.cpl) as u64 * LEVEL;
                 words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
-                self.counting.go_on_counting
+                self.code.counting.go_on_counting
             }
-            None => self.counting.go_on_plainly,
+            None => self.code.counting.go_on_plainly,
         };
-        self.buffer.rx() as u64 + place as u64
+        self.code.buffer.rx() as u64 + place as u64
     }
 
     /// The branch at RIP, which translated code has counted, does not complete.
     #[cold]
     pub(crate) fn take_back(&self, cpu: &mut CpuState, bus: &mut B) {
-        let Some(stream) = self.mode.stream() else {
+        let Some(stream) = self.session.mode.stream() else {
             return;
         };
         let mut bytes = [0; 15];

@@ -12,10 +12,10 @@ const FOLLOWED: u64 = 2;
 
 impl<B: JitBus> Jit<B> {
     pub(crate) fn next_random(&mut self) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random
+        self.disturbance.random ^= self.disturbance.random << 13;
+        self.disturbance.random ^= self.disturbance.random >> 7;
+        self.disturbance.random ^= self.disturbance.random << 17;
+        self.disturbance.random
     }
 
     /// Now and then, where [`Self::mix_tiers`] asks for it.
@@ -26,9 +26,14 @@ impl<B: JitBus> Jit<B> {
     /// What [`Self::mix_tiers`] and [`Self::set_random_flushes`] are for.
     pub(crate) fn disturb(&mut self, cpu: &mut CpuState, bus: &mut B) {
         self.next_random();
-        if self.flush_every != 0 && self.random.is_multiple_of(self.flush_every) {
+        if self.disturbance.flush_every != 0
+            && self
+                .disturbance
+                .random
+                .is_multiple_of(self.disturbance.flush_every)
+        {
             self.flush_all();
-        } else if self.random.is_multiple_of(AGAIN) {
+        } else if self.disturbance.random.is_multiple_of(AGAIN) {
             self.translate_some_again(cpu, bus);
         }
     }

@@ -48,7 +48,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let rest = countdown::exact::end(&mut cpu.engine.words);
     tell_view(cpu, bus);
     if cpu.engine.words[index(frame::words::LOG)] != 0 {
-        jit.fault = None;
+        jit.session.fault = None;
         jit.end_stretch(cpu, bus);
         *left = Left::Again;
         return 0;
@@ -65,7 +65,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let words = &mut cpu.engine.words;
     // What is returned to does not check that it is still what the guest's code says.
     let changes = bus.code_changes();
-    let changed = core::mem::replace(&mut jit.changes, changes) != changes;
+    let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
     if changed || (words[index(frame::words::KEY)], jit.stats.flushes) != before {
         words[index(frame::words::HOST_RSP)] = words[index(frame::words::STACK)];
     }
@@ -90,8 +90,8 @@ fn answer<B: JitBus>(
     let page = words[index(frame::words::PAGE)];
     let [target, far] = [0, 1].map(|n| words[index(frame::words::SPILL) + n]);
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
-    let resumed = jit.resumed.take();
-    let fault = jit.fault.take();
+    let resumed = jit.session.resumed.take();
+    let fault = jit.session.fault.take();
     let stop = match reason {
         // A counter may have overflowed with the instruction before: its interrupt comes first.
         Reason::Interpret | Reason::Access if cpu.retired.is_due() => {
@@ -123,7 +123,7 @@ fn answer<B: JitBus>(
         }
         Reason::Branch => {
             // #GP(0) at the branch, if it is one.
-            if target == page.wrapping_add(0x1000) && !jit.mode.has(Mode::SEGMENTED) {
+            if target == page.wrapping_add(0x1000) && !jit.session.mode.has(Mode::SEGMENTED) {
                 cpu.set_rip(target);
             } else {
                 jit.take_back(cpu, bus);
@@ -133,7 +133,7 @@ fn answer<B: JitBus>(
         Reason::CrossPage if jit.complete_cross_page(cpu, bus) => {
             let code = jit.follow_cross_page(interp, cpu, bus, far as usize);
             if code != 0 {
-                jit.resumed = resumed.filter(|&at| at == cpu.rip());
+                jit.session.resumed = resumed.filter(|&at| at == cpu.rip());
                 return code;
             }
             RunStop::Poll
@@ -142,7 +142,7 @@ fn answer<B: JitBus>(
         Reason::Link => {
             let code = jit.follow_link(interp, cpu, bus, argument as usize);
             if code != 0 {
-                jit.resumed = resumed.filter(|&at| at == cpu.rip());
+                jit.session.resumed = resumed.filter(|&at| at == cpu.rip());
                 return code;
             }
             RunStop::Poll
@@ -152,7 +152,7 @@ fn answer<B: JitBus>(
                 jit.revalidate_trace(cpu, bus);
             }
             jit.stats.stale += 1;
-            jit.stale = true;
+            jit.session.stale = true;
             // What leads here again and again otherwise.
             bus.mmu().forget_branches();
             RunStop::Poll
@@ -187,9 +187,9 @@ impl<B: JitBus> Jit<B> {
         site: usize,
         operand: Option<u64>,
     ) -> Option<RunStop> {
-        let (transfer, cause) = match self.interpreted.get(site.wrapping_sub(1)) {
+        let (transfer, cause) = match self.session.interpreted.get(site.wrapping_sub(1)) {
             Some(site) => (site.transfer.as_ref()?, site.cause),
-            None => (self.given_up.transfer(cpu, bus)?, Cause::Slow),
+            None => (self.session.given_up.transfer(cpu, bus)?, Cause::Slow),
         };
         let stop = interp.transfer(cpu, bus, transfer, operand)?;
         self.stats.interpreted += 1;
@@ -201,12 +201,13 @@ impl<B: JitBus> Jit<B> {
     /// Where to go on after [`Self::transfer`], which changes neither mapping nor mode; 0 if there is
     /// more to be looked at than the table of targets.
     fn after_transfer(&mut self, interp: &Interp<B>, cpu: &mut CpuState, bus: &B) -> u64 {
-        let is_quick = interp.resets() == self.resets
+        let is_quick = interp.resets() == self.session.resets
             && !bus.must_return(cpu)
-            && !self.stale
-            && self.flush_every == 0;
+            && !self.session.stale
+            && self.disturbance.flush_every == 0;
         let rip = cpu.rip();
         match self
+            .code
             .cache
             .target(rip, cpu.engine.words[index(frame::words::SALT)])
         {
@@ -226,13 +227,17 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
         site: usize,
     ) -> RunStop {
-        let site = self.interpreted.get(site.wrapping_sub(1));
+        let site = self.session.interpreted.get(site.wrapping_sub(1));
         self.stats.interpreted += 1;
         self.stats.causes[site.map_or(Cause::Slow, |s| s.cause) as usize] += 1;
         let rip = cpu.rip();
         let stop = match site {
             Some(site) => interp.execute(cpu, bus, &site.insn),
-            None => match self.given_up.find(interp, cpu, bus, self.mode) {
+            None => match self
+                .session
+                .given_up
+                .find(interp, cpu, bus, self.session.mode)
+            {
                 Some(insn) => interp.execute(cpu, bus, insn),
                 None => interp.one(cpu, bus),
             },
@@ -268,8 +273,8 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
         number: usize,
     ) -> u64 {
-        let Some(site) = self.translator.links.get_mut(number) else {
-            self.stale = true;
+        let Some(site) = self.builder.translator.links.get_mut(number) else {
+            self.session.stale = true;
             return 0;
         };
         site.is_taken = true;
@@ -279,9 +284,9 @@ impl<B: JitBus> Jit<B> {
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
         let split = site.split;
-        self.wanted_by = Some(number);
+        self.builder.wanted_by = Some(number);
         let next = self.find_block(interp, cpu, bus, split);
-        self.wanted_by = None;
+        self.builder.wanted_by = None;
         let Some(mut next) = next else {
             return 0;
         };
@@ -296,7 +301,7 @@ impl<B: JitBus> Jit<B> {
         if self.stats.flushes == flushes {
             self.link(number, next);
         }
-        self.buffer.rx() as u64 + next.entries.saved as u64
+        self.code.buffer.rx() as u64 + next.entries.saved as u64
     }
 
     /// Completes the direct branch to another page that `frame::words::SPILL` tells of; false if the
@@ -306,7 +311,7 @@ impl<B: JitBus> Jit<B> {
         let page = words[index(frame::words::PAGE)];
         let target = words[index(frame::words::SPILL)] & word_mask(cpu);
         let number = words[index(frame::words::SPILL) + 1] as usize;
-        let Some(site) = self.translator.cross_page_sites.get(number) else {
+        let Some(site) = self.builder.translator.cross_page_sites.get(number) else {
             unreachable!("a site of dropped code")
         };
         if may_branch_to(cpu, target) {
@@ -356,10 +361,16 @@ impl<B: JitBus> Jit<B> {
             words[index(frame::words::CROSS_PAGE_LEFT)] = CROSS_PAGE_MISSES;
         }
         let key = words[index(frame::words::NUMBER)] as u32;
-        let Some(site) = self.translator.cross_page_sites.get(number).copied() else {
+        let Some(site) = self
+            .builder
+            .translator
+            .cross_page_sites
+            .get(number)
+            .copied()
+        else {
             return;
         };
-        let to = (code - self.buffer.rx() as u64) as usize;
+        let to = (code - self.code.buffer.rx() as u64) as usize;
         match site.condition {
             Condition::BlockNumber {
                 number: at,
@@ -368,14 +379,14 @@ impl<B: JitBus> Jit<B> {
                 let from = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
                 // Around the end of 16-bit addresses it goes by the table.
                 let beyond = i64::from(site.target & !0xfff) as u64;
-                if self.mode.has(Mode::SEGMENTED) && from.wrapping_add(beyond) != page {
+                if self.session.mode.has(Mode::SEGMENTED) && from.wrapping_add(beyond) != page {
                     return;
                 }
                 if let Some(place) = place {
                     let page = from;
-                    self.buffer.write(place, &page.to_le_bytes());
+                    self.code.buffer.write(place, &page.to_le_bytes());
                 }
-                self.buffer.write(at, &key.to_le_bytes());
+                self.code.buffer.write(at, &key.to_le_bytes());
                 self.link_cross_page(number, to);
             }
             Condition::PageGuard {
@@ -388,20 +399,22 @@ impl<B: JitBus> Jit<B> {
                     return;
                 };
                 // A page guard is that of one page.
-                if self.cache.blocks.get(key).is_none_or(|b| b.straddles) {
+                if self.code.cache.blocks.get(key).is_none_or(|b| b.straddles) {
                     return;
                 }
-                let Some(page_guard) = self.cache.take_page_guard(key) else {
+                let Some(page_guard) = self.code.cache.take_page_guard(key) else {
                     return;
                 };
-                self.cache.set_page_guard(bus, page_guard, rip);
+                self.code.cache.set_page_guard(bus, page_guard, rip);
                 if site.to == 0 || due && site.to != to {
                     let displacement = mmu::l1::page_guard(page_guard.number);
-                    self.buffer.write(place, &displacement.to_le_bytes());
+                    self.code.buffer.write(place, &displacement.to_le_bytes());
                     let tag = i32::from(page_guard.tag);
-                    self.buffer.write(tagged, &(untagged + tag).to_le_bytes());
+                    self.code
+                        .buffer
+                        .write(tagged, &(untagged + tag).to_le_bytes());
                     if let Some(at) = untag {
-                        self.buffer.write(at, &(-page_guard.tag).to_le_bytes());
+                        self.code.buffer.write(at, &(-page_guard.tag).to_le_bytes());
                     }
                     self.link_cross_page(number, to);
                 }
@@ -412,17 +425,19 @@ impl<B: JitBus> Jit<B> {
 
     /// Where to go on at RIP; 0 if not in translated code.
     fn proceed(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u64 {
-        if interp.resets() != self.resets || bus.must_return(cpu) && cpu.shadow == Shadow::None {
+        if interp.resets() != self.session.resets
+            || bus.must_return(cpu) && cpu.shadow == Shadow::None
+        {
             return 0;
         }
-        self.resumed = drop_resume_flag(cpu);
+        self.session.resumed = drop_resume_flag(cpu);
         let code = if is_translatable(cpu) {
             cpu.engine.words[index(frame::words::FLAGS)] = pack(cpu.rflags);
             self.find(interp, cpu, bus)
         } else {
             None
         };
-        if code.is_none() && self.resumed.take().is_some() {
+        if code.is_none() && self.session.resumed.take().is_some() {
             // The instruction that it is for is still to come.
             cpu.rflags |= rflags::RF;
         }

@@ -22,9 +22,9 @@ use crate::{
 impl<B: JitBus> Jit<B> {
     /// Makes tables and keys those of the current mapping and mode.
     pub(crate) fn select(&mut self, cpu: &mut CpuState, bus: &mut B) {
-        if bus.mmu().slots_generation() != self.slots {
+        if bus.mmu().slots_generation() != self.session.slots {
             self.flush_all();
-            self.slots = bus.mmu().slots_generation();
+            self.session.slots = bus.mmu().slots_generation();
         }
         forget_views(cpu);
         self.update_mode(cpu, bus);
@@ -32,10 +32,10 @@ impl<B: JitBus> Jit<B> {
 
     /// After a change of mode or view, and none of mappings.
     pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
-        if bus.mmu().views_made() != self.views_made {
+        if bus.mmu().views_made() != self.session.views_made {
             forget_views(cpu);
         }
-        self.mode = mode_of(cpu, self.plain_tsc);
+        self.session.mode = mode_of(cpu, self.session.plain_tsc);
         self.set_view(cpu, bus);
     }
 
@@ -43,20 +43,20 @@ impl<B: JitBus> Jit<B> {
     pub(crate) fn set_view(&mut self, cpu: &mut CpuState, bus: &mut B) {
         // What the view has of before is cleared.
         bus.mmu()
-            .live_page_guards(self.cache.page_guards_generation);
+            .live_page_guards(self.code.cache.page_guards_generation);
         set_tables(cpu, bus);
-        if self.mode.has(Mode::SEGMENTED) {
+        if self.session.mode.has(Mode::SEGMENTED) {
             set_bounds(cpu);
         }
         let key = self.target_key_of(cpu, bus);
-        let number = self.cache.number(key).unwrap_or_else(|| {
-            self.switches.clear();
-            for site in &self.translator.cross_page_sites {
+        let number = self.code.cache.number(key).unwrap_or_else(|| {
+            self.session.switches.clear();
+            for site in &self.builder.translator.cross_page_sites {
                 if let Condition::BlockNumber { number, .. } = site.condition {
-                    self.buffer.write(number, &[0; 4]);
+                    self.code.buffer.write(number, &[0; 4]);
                 }
             }
-            self.cache.number(key).unwrap_or(0)
+            self.code.cache.number(key).unwrap_or(0)
         });
         let words = &mut cpu.engine.words;
         words[index(frame::words::KEY)] = key;
@@ -66,7 +66,7 @@ impl<B: JitBus> Jit<B> {
 
     /// The mode bits of blocks for this state.
     pub(crate) fn mode_now(&self, cpu: &CpuState) -> Mode {
-        mode_of(cpu, self.plain_tsc)
+        mode_of(cpu, self.session.plain_tsc)
     }
 
     /// Host address at which to enter for RIP; the block is translated if need
@@ -85,16 +85,16 @@ impl<B: JitBus> Jit<B> {
         let page = page_of(cpu);
         cpu.engine.words[index(frame::words::PAGE)] = page;
         let (_, salt) = target_key(cpu);
-        if core::mem::take(&mut self.splits) {
+        if core::mem::take(&mut self.session.splits) {
             return self.find_split(interp, cpu, bus);
         }
         // The outer entry checks that the code has not changed.
-        if let Some(code) = self.cache.target(rip, salt)
-            && !std::mem::take(&mut self.stale)
+        if let Some(code) = self.code.cache.target(rip, salt)
+            && !std::mem::take(&mut self.session.stale)
         {
             return Some(code);
         }
-        self.stale = false;
+        self.session.stale = false;
         let mut block = self.find_block(interp, cpu, bus, false)?;
         if block.entries.outer == 0 {
             block = match self.complete_entries(cpu, bus, false, block) {
@@ -109,17 +109,17 @@ impl<B: JitBus> Jit<B> {
         // Fetching may have filled tables.
         self.select(cpu, bus);
         let (key, salt) = target_key(cpu);
-        let code = self.buffer.rx() as u64 + block.entries.outer as u64;
-        self.cache.set_target((rip, page), key, salt, code);
+        let code = self.code.buffer.rx() as u64 + block.entries.outer as u64;
+        self.code.cache.set_target((rip, page), key, salt, code);
         if let Some((at, generation)) = self.key_at(cpu, bus) {
-            self.cache.blocks.note_target(at);
-            if let Some(page_guard) = self.cache.page_guard(at) {
-                self.cache.set_page_guard(bus, page_guard, rip);
+            self.code.cache.blocks.note_target(at);
+            if let Some(page_guard) = self.code.cache.page_guard(at) {
+                self.code.cache.set_page_guard(bus, page_guard, rip);
             }
-            if self.cache.is_new(page, key) {
+            if self.code.cache.is_new(page, key) {
                 let what = (at.of_page(), generation);
-                let code = self.buffer.rx() as u64;
-                self.cache.fill(what, (page, key, salt), code);
+                let code = self.code.buffer.rx() as u64;
+                self.code.cache.fill(what, (page, key, salt), code);
             }
         }
         Some(code)
@@ -137,7 +137,7 @@ impl<B: JitBus> Jit<B> {
             block = self.complete_entries(cpu, bus, true, block)?;
         }
         self.select(cpu, bus);
-        Some(self.buffer.rx() as u64 + u64::from(block.entries.outer))
+        Some(self.code.buffer.rx() as u64 + u64::from(block.entries.outer))
     }
 
     /// The block at RIP, translated if need be; `is_split`: its translation in which every access probes for itself.
@@ -148,17 +148,17 @@ impl<B: JitBus> Jit<B> {
         bus: &mut B,
         is_split: bool,
     ) -> Option<TranslatedBlock> {
-        if self.mode.has(Mode::SEGMENTED) && !has_pages(cpu, 0) {
+        if self.session.mode.has(Mode::SEGMENTED) && !has_pages(cpu, 0) {
             return None;
         }
         let gva = code_at(cpu);
         let (key, generation) = self.key_at(cpu, bus)?;
         let key = key.split(is_split);
-        if let Some(b) = self.cache.blocks.get(key)
+        if let Some(b) = self.code.cache.blocks.get(key)
             && b.generation == generation
             // The neighbour may be mapped elsewhere, or not at all, by now.
             && (!b.straddles
-                || bus.code_page(cpu, next_page(gva)).ok().as_ref() == self.cache.second.get(&key))
+                || bus.code_page(cpu, next_page(gva)).ok().as_ref() == self.code.cache.second.get(&key))
         {
             return Some(b);
         }

@@ -57,7 +57,7 @@ pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B
     jit.update_mode(cpu, bus);
     // IRET serialises: what is returned to has to be what the code is now.
     let changes = bus.code_changes();
-    let changed = core::mem::replace(&mut jit.changes, changes) != changes;
+    let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
     let words = &mut cpu.engine.words;
     let drops = changed || words[index(frame::words::KEY)] != before;
     words[index(frame::words::SPILL)] = drops.into();
@@ -115,7 +115,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
     cpu.seg[reg::SS] = stack;
     cpu.cpl = cpl;
     cpu.gpr[reg::RSP] = rsp;
-    jit.resumed = (flags & rflags::RF != 0).then_some(rip);
+    jit.session.resumed = (flags & rflags::RF != 0).then_some(rip);
     system_call::set_flags(cpu, flags & !rflags::RF);
     bus.select_view(cpu);
     Some(rip)

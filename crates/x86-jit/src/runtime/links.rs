@@ -5,14 +5,14 @@ use crate::{Jit, JitBus, code::cache::TranslatedBlock};
 impl<B: JitBus> Jit<B> {
     /// Has the direct branch `number` lead to the outer entry at `to` when its condition is met.
     pub(crate) fn link_cross_page(&mut self, number: usize, to: usize) {
-        let Some(site) = self.translator.cross_page_sites.get_mut(number) else {
+        let Some(site) = self.builder.translator.cross_page_sites.get_mut(number) else {
             return;
         };
         let from = core::mem::replace(&mut site.to, to);
         let rel = (to as i64 - (site.jump as i64 + 4)) as i32;
-        self.buffer.write(site.jump, &rel.to_le_bytes());
+        self.code.buffer.write(site.jump, &rel.to_le_bytes());
         self.stats.cross_page_links += 1;
-        let all = &mut self.cache.remembered;
+        let all = &mut self.code.cache.remembered;
         if from != to {
             if let Some(sites) = all.get_mut(&from) {
                 sites.retain(|n| *n as usize != number);
@@ -24,18 +24,18 @@ impl<B: JitBus> Jit<B> {
     /// The block whose outer entry is at `code` is replaced. What goes there by itself would
     /// find out each time.
     pub(crate) fn forget(&mut self, code: usize) {
-        for n in self.cache.remembered.remove(&code).unwrap_or_default() {
-            if let Some(site) = self.translator.cross_page_sites.get_mut(n as usize) {
+        for n in self.code.cache.remembered.remove(&code).unwrap_or_default() {
+            if let Some(site) = self.builder.translator.cross_page_sites.get_mut(n as usize) {
                 site.to = 0;
                 let (at, never) = site.condition.never();
-                self.buffer.write(at, &never.to_le_bytes());
+                self.code.buffer.write(at, &never.to_le_bytes());
             }
         }
     }
 
     /// Has link site `number` lead to a block, if that has not taken its place.
     pub(crate) fn link(&mut self, number: usize, to: TranslatedBlock) {
-        let Some(site) = self.translator.links.get(number) else {
+        let Some(site) = self.builder.translator.links.get(number) else {
             return;
         };
         let entry = to.entries.of(site);
@@ -43,7 +43,7 @@ impl<B: JitBus> Jit<B> {
             return;
         }
         let rel = (entry as i64 - (site.patch as i64 + 4)) as i32;
-        self.buffer.write(site.patch, &rel.to_le_bytes());
+        self.code.buffer.write(site.patch, &rel.to_le_bytes());
         self.stats.links += 1;
     }
 }

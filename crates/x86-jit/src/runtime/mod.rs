@@ -70,28 +70,41 @@ pub(crate) struct Context<B: JitBus> {
     pub(crate) left: Left,
 }
 
-/// A vCPU's translated code.
+/// Where translated code is, and what is known of it.
 #[derive(Debug)]
-pub struct Jit<B: JitBus> {
+pub(crate) struct CodeSpace {
     pub(crate) buffer: CodeBuffer,
     pub(crate) layout: CodeLayout,
-    /// The link site that leads to what is translated next.
-    pub(crate) wanted_by: Option<usize>,
     pub(crate) trampolines: Trampolines,
     /// Those of code that counts what is retired.
     pub(crate) counting: Trampolines,
     pub(crate) cache: Cache,
+    /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
+    pub(crate) ranges: Vec<(usize, usize, u64)>,
+    /// A profiler wants names.
+    pub(crate) perf: Option<&'static Perf>,
+}
+
+/// What makes blocks.
+#[derive(Debug)]
+pub(crate) struct Builder {
+    /// The link site that leads to what is translated next.
+    pub(crate) wanted_by: Option<usize>,
     pub(crate) forms: Forms,
     pub(crate) decoded: Vec<Decoded>,
     pub(crate) groups: Groups,
+    pub(crate) translator: Translator,
+}
+
+/// What belongs to the vCPU that executes, and to its way through Rust.
+#[derive(Debug)]
+pub(crate) struct Session<B: JitBus> {
     /// Instructions at which blocks leave for the interpreter.
     pub(crate) interpreted: Vec<FallbackSite<B>>,
     /// Instructions that translated code gives up again and again.
     pub(crate) given_up: GivenUp<B>,
     /// [`Interp::resets`] that they belong to.
     pub(crate) resets: u64,
-    pub(crate) translator: Translator,
-    pub(crate) profiles: Profiles,
     /// The MMU's slots that generation page guards belong to.
     pub(crate) slots: u64,
     /// [`JitBus::tsc_offset`] has one.
@@ -104,30 +117,41 @@ pub struct Jit<B: JitBus> {
     pub(crate) splits: bool,
     /// The page fault of the instruction that calls [`handle`] next.
     pub(crate) fault: Option<Exception>,
-    /// See [`Self::can_resume`].
+    /// See [`Jit::can_resume`].
     pub(crate) can_resume: bool,
     /// Where RF was set when translated code was last gone on with, if nothing has
     /// called for Rust since.
     pub(crate) resumed: Option<u64>,
-    /// Mode bits of the last [`Self::select`].
+    /// Mode bits of the last [`Jit::select`].
     pub(crate) mode: Mode,
     pub(crate) code_segments: flat::CodeSegments,
     /// [`mmu::Mmu::views_made`] that `frame::words::VIEWS` belong to.
     pub(crate) views_made: u64,
     /// Loads of CR3 that generated code does by itself.
     pub(crate) switches: Switches,
-    pub(crate) stats: Stats,
-    /// For [`Stats::translate_ns`]: the clock takes longer to read.
-    pub(crate) translate_ticks: u64,
-    /// What translated code does counts when the interpreter agrees.
-    pub(crate) lockstep: Option<Box<Lockstep<B>>>,
-    /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
-    pub(crate) ranges: Vec<(usize, usize, u64)>,
-    /// A profiler wants names.
-    pub(crate) perf: Option<&'static Perf>,
+}
+
+/// What tests perturb.
+#[derive(Debug)]
+pub(crate) struct Disturbance {
     /// All code is dropped at random, once in so many blocks looked for; 0: never.
     pub(crate) flush_every: u64,
     pub(crate) random: u64,
+}
+
+/// A vCPU's translated code, its state by owner.
+#[derive(Debug)]
+pub struct Jit<B: JitBus> {
+    pub(crate) code: CodeSpace,
+    pub(crate) builder: Builder,
+    pub(crate) profiles: Profiles,
+    pub(crate) session: Session<B>,
+    pub(crate) disturbance: Disturbance,
+    /// What translated code does counts when the interpreter agrees.
+    pub(crate) lockstep: Option<Box<Lockstep<B>>>,
+    pub(crate) stats: Stats,
+    /// For [`Stats::translate_ns`]: the clock takes longer to read.
+    pub(crate) translate_ticks: u64,
 }
 
 impl<B: JitBus> Jit<B> {
@@ -153,39 +177,47 @@ impl<B: JitBus> Jit<B> {
         buffer.write(0, a.parts()?.0);
         let code = buffer.rx() as u64;
         Some(Self {
-            wanted_by: None,
-            layout: CodeLayout::new(trampolines_end..buffer.len()),
-            buffer,
-            trampolines,
-            counting,
-            cache: Cache::new(),
-            forms: Forms::new(host),
-            decoded: Vec::new(),
-            groups: Groups::new(),
-            interpreted: Vec::new(),
-            given_up: GivenUp::default(),
-            resets: 0,
-            translator: Translator::new(isa, [trampolines, counting], code),
+            code: CodeSpace {
+                layout: CodeLayout::new(trampolines_end..buffer.len()),
+                buffer,
+                trampolines,
+                counting,
+                cache: Cache::new(),
+                ranges: Vec::new(),
+                perf: perf::wanted(),
+            },
+            builder: Builder {
+                wanted_by: None,
+                forms: Forms::new(host),
+                decoded: Vec::new(),
+                groups: Groups::new(),
+                translator: Translator::new(isa, [trampolines, counting], code),
+            },
             profiles: Profiles::new(),
-            slots: u64::MAX,
-            plain_tsc: false,
-            changes: 0,
-            stale: false,
-            splits: false,
-            fault: None,
-            can_resume: false,
-            resumed: None,
-            mode: Mode::NONE,
-            code_segments: flat::CodeSegments::default(),
-            views_made: 0,
-            switches: Switches::new(),
+            session: Session {
+                interpreted: Vec::new(),
+                given_up: GivenUp::default(),
+                resets: 0,
+                slots: u64::MAX,
+                plain_tsc: false,
+                changes: 0,
+                stale: false,
+                splits: false,
+                fault: None,
+                can_resume: false,
+                resumed: None,
+                mode: Mode::NONE,
+                code_segments: flat::CodeSegments::default(),
+                views_made: 0,
+                switches: Switches::new(),
+            },
+            disturbance: Disturbance {
+                flush_every: 0,
+                random: 0x2545_f491_4f6c_dd1d,
+            },
+            lockstep: None,
             stats: Stats::default(),
             translate_ticks: 0,
-            lockstep: None,
-            ranges: Vec::new(),
-            perf: perf::wanted(),
-            flush_every: 0,
-            random: 0x2545_f491_4f6c_dd1d,
         })
     }
 
@@ -206,7 +238,7 @@ impl<B: JitBus> Jit<B> {
     /// depends on code that stays shows. 0: never. As for [`Self::mix_tiers`].
     pub fn set_random_flushes(&mut self, every: u64) {
         self.profiles.mixes_tiers = every != 0;
-        self.flush_every = every;
+        self.disturbance.flush_every = every;
     }
 
     /// The first difference that lock-step has found: [`Self::run`] has returned `Exit` then.
@@ -221,14 +253,14 @@ impl<B: JitBus> Jit<B> {
 
     /// The code made of the blocks at an address: its offset in the buffer, and its bytes.
     pub(crate) fn code_of(&self, rip: u64) -> Vec<(usize, Vec<u8>)> {
-        let of = self.ranges.iter().filter(|(_, _, at)| *at == rip);
-        of.map(|(offset, len, _)| (*offset, self.buffer.read(*offset, *len)))
+        let of = self.code.ranges.iter().filter(|(_, _, at)| *at == rip);
+        of.map(|(offset, len, _)| (*offset, self.code.buffer.read(*offset, *len)))
             .collect()
     }
 
     /// For a [`host::ServiceThread`].
     pub fn code_views(&self) -> &std::sync::Arc<CodeViews> {
-        self.buffer.views()
+        self.code.buffer.views()
     }
 
     /// Counters.
@@ -242,23 +274,23 @@ impl<B: JitBus> Jit<B> {
 
     /// Forgets all code.
     pub fn flush_all(&mut self) {
-        self.cache.clear();
-        self.translator.links.clear();
-        self.translator.cross_page_sites.clear();
-        self.interpreted.clear();
-        self.given_up = GivenUp::default();
+        self.code.cache.clear();
+        self.builder.translator.links.clear();
+        self.builder.translator.cross_page_sites.clear();
+        self.session.interpreted.clear();
+        self.session.given_up = GivenUp::default();
         self.profiles.clear();
-        self.ranges.clear();
-        self.switches.clear();
+        self.code.ranges.clear();
+        self.session.switches.clear();
         if let Some(l) = &mut self.lockstep {
             l.flush();
         }
-        self.layout.clear();
+        self.code.layout.clear();
         self.stats.flushes += 1;
     }
 
     /// An instruction of translated code has stopped for the VMM.
     pub fn can_resume(&self) -> bool {
-        self.can_resume
+        self.session.can_resume
     }
 }

@@ -71,23 +71,23 @@ impl<B: JitBus> Jit<B> {
         (gva, mode): (u64, Mode),
         own: TracePage,
     ) -> bool {
-        self.translator.pages.clear();
-        self.translator.pages.push(own);
-        let hot = self.translator.hot.as_mut();
+        self.builder.translator.pages.clear();
+        self.builder.translator.pages.push(own);
+        let hot = self.builder.translator.hot.as_mut();
         let Some(hot) = hot.filter(|h| mode.has_page_guards() && !h.path.is_empty()) else {
             return false;
         };
         let path = core::mem::take(&mut hot.path);
         let is_trace = {
-            let cache = &mut self.cache;
+            let cache = &mut self.code.cache;
             let find_page =
                 |cpu: &mut CpuState, bus: &mut B, gva| page_of(cache, cpu, bus, (gva, mode));
             let mut tracer = Tracer {
                 cpu,
                 bus,
-                forms: &mut self.forms,
-                decoded: &mut self.decoded,
-                pages: &mut self.translator.pages,
+                forms: &mut self.builder.forms,
+                decoded: &mut self.builder.decoded,
+                pages: &mut self.builder.translator.pages,
                 find_page,
                 first_page: gva & !0xfff,
                 mode,
@@ -95,12 +95,12 @@ impl<B: JitBus> Jit<B> {
             tracer.decode(&path)
         };
         if is_trace {
-            let branches = self.decoded.iter().filter(|d| d.onto.is_some());
+            let branches = self.builder.decoded.iter().filter(|d| d.onto.is_some());
             self.stats.inlined += branches.count() as u64;
         } else {
-            self.translator.pages.truncate(1);
+            self.builder.translator.pages.truncate(1);
         }
-        if let Some(hot) = &mut self.translator.hot {
+        if let Some(hot) = &mut self.builder.translator.hot {
             hot.path = path;
         }
         is_trace

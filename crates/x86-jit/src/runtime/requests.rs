@@ -62,14 +62,14 @@ fn change_view<B: JitBus>(
     bus.select_view(cpu);
     jit.set_view(cpu, bus);
     let same = target_key(cpu) == key;
-    if !same || bus.mmu().views_made() != jit.views_made {
+    if !same || bus.mmu().views_made() != jit.session.views_made {
         forget_views(cpu);
     }
     let words = &mut cpu.engine.words;
     if same && was != is && words[index(frame::words::LOG)] == 0 {
         words[index(was)] = from;
         words[index(is)] = words[index(frame::words::TABLES)];
-        jit.views_made = bus.mmu().views_made();
+        jit.session.views_made = bus.mmu().views_made();
     }
     requests::SAME_KEY + u64::from(!same)
 }
@@ -89,9 +89,9 @@ fn change_key_rights<B: JitBus>(
     cpu.pkru = pkru;
     bus.select_view(cpu);
     jit.set_view(cpu, bus);
-    if bus.mmu().views_made() != jit.views_made {
+    if bus.mmu().views_made() != jit.session.views_made {
         forget_views(cpu);
-        jit.views_made = bus.mmu().views_made();
+        jit.session.views_made = bus.mmu().views_made();
     }
     let words = &mut cpu.engine.words;
     for word in frame::words::VIEWS {
@@ -161,7 +161,9 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
     } else {
         (Access::Read, Half::Read)
     };
-    let host = bus.mmu().refill(cpu, gva, size, access, &mut jit.fault);
+    let host = bus
+        .mmu()
+        .refill(cpu, gva, size, access, &mut jit.session.fault);
     if host == 0 {
         let is_its_own = site & requests::RAISES != 0;
         let is_write = access == Access::Write;
@@ -169,13 +171,13 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         let is_first_of_device =
             site & requests::FIRST != 0 && bus.mmu().known_device(gva, is_write, who).is_some();
         let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;
-        if is_first_of_device || is_its_own && jit.fault.is_none() {
-            jit.fault = None;
+        if is_first_of_device || is_its_own && jit.session.fault.is_none() {
+            jit.session.fault = None;
             cpu.engine.words[index(frame::words::SPILL)] = gva;
             return requests::ACCESS;
         }
-        if !jit.fault.as_ref().is_none_or(is_raised) {
-            jit.fault = None;
+        if !jit.session.fault.as_ref().is_none_or(is_raised) {
+            jit.session.fault = None;
         }
         return 0;
     }

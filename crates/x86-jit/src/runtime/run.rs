@@ -41,11 +41,11 @@ impl<B: JitBus> Jit<B> {
                 }
             })
         });
-        self.can_resume = false;
+        self.session.can_resume = false;
         set_gs_base(cpu);
         let words = &mut cpu.engine.words;
         words[index(frame::words::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
-        words[index(frame::words::TARGETS)] = self.cache.targets.as_ptr() as u64;
+        words[index(frame::words::TARGETS)] = self.code.cache.targets.as_ptr() as u64;
         words[index(frame::words::REQUESTS)] = bus.request_word().as_ptr() as u64;
         countdown::allow_polls(words, true);
         words[index(frame::words::IRQ_WAITING)] = bus.interrupt_waits().into();
@@ -56,20 +56,20 @@ impl<B: JitBus> Jit<B> {
         let run_limit = run_limit.filter(|_| self.lockstep.is_none());
         words[index(frame::words::UNTIL)] = run_limit.map_or(0, |l| l.until_tsc);
         words[index(frame::words::STOP)] = run_limit.map_or(0, |l| l.stop.as_ptr() as u64);
-        self.plain_tsc = tsc.is_some() && self.lockstep.is_none();
+        self.session.plain_tsc = tsc.is_some() && self.lockstep.is_none();
         loop {
-            if interp.resets() != self.resets {
+            if interp.resets() != self.session.resets {
                 self.flush_all();
-                self.resets = interp.resets();
+                self.session.resets = interp.resets();
             }
             if cpu.shadow == Shadow::None && bus.poll(cpu) {
                 return RunStop::Poll;
             }
-            self.resumed = drop_resume_flag(cpu);
+            self.session.resumed = drop_resume_flag(cpu);
             let stop = if self.profiles.mixes_tiers && self.is_time_to_follow(cpu) {
                 self.follow_anew(interp, cpu, bus)
             } else if !is_translatable(cpu) {
-                if self.resumed.take().is_some() {
+                if self.session.resumed.take().is_some() {
                     cpu.rflags |= rflags::RF;
                 }
                 if needs_stepping(cpu) {
@@ -91,14 +91,15 @@ impl<B: JitBus> Jit<B> {
                         Left::Again => RunStop::Poll,
                         Left::Interpreted(stop) => stop,
                         Left::Stopped(stop) => {
-                            self.can_resume = stop == RunStop::Exit && self.lockstep.is_none();
+                            self.session.can_resume =
+                                stop == RunStop::Exit && self.lockstep.is_none();
                             stop
                         }
                     },
                 }
             };
             if stop != RunStop::Poll {
-                keep_resume_flag(cpu, stop, self.resumed);
+                keep_resume_flag(cpu, stop, self.session.resumed);
                 return stop;
             }
         }
@@ -122,10 +123,10 @@ impl<B: JitBus> Jit<B> {
     pub fn resume(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let rip = cpu.rip();
         let (key, salt) = target_key(cpu);
-        let code = self.cache.target(rip, salt);
-        let is_same = !self.stale
-            && self.flush_every == 0
-            && interp.resets() == self.resets
+        let code = self.code.cache.target(rip, salt);
+        let is_same = !self.session.stale
+            && self.disturbance.flush_every == 0
+            && interp.resets() == self.session.resets
             && key == self.target_key_of(cpu, bus);
         let Some(code) = code.filter(|_| is_same) else {
             return self.run(interp, cpu, bus, None);
@@ -134,17 +135,17 @@ impl<B: JitBus> Jit<B> {
         cpu.engine.words[index(frame::words::PAGE)] = page_of(cpu);
         // The byte is no longer anyone's.
         cpu.engine.words[index(frame::words::UNTIL)] = 0;
-        self.resumed = None;
+        self.session.resumed = None;
         match self.call(interp, cpu, bus, code) {
             Left::Poll => RunStop::Poll,
             Left::Again => self.run(interp, cpu, bus, None),
             Left::Interpreted(stop) => {
-                self.can_resume = false;
+                self.session.can_resume = false;
                 stop
             }
             Left::Stopped(stop) => {
-                self.can_resume = stop == RunStop::Exit;
-                keep_resume_flag(cpu, stop, self.resumed);
+                self.session.can_resume = stop == RunStop::Exit;
+                keep_resume_flag(cpu, stop, self.session.resumed);
                 stop
             }
         }
@@ -175,7 +176,7 @@ impl<B: JitBus> Jit<B> {
         self.stats.entries += 1;
         let first = countdown::first(&cpu.engine.words);
         let entry = self.counted(cpu, entry, first, false);
-        let enter = self.buffer.rx() as u64 + self.trampolines.enter as u64;
+        let enter = self.code.buffer.rx() as u64 + self.code.trampolines.enter as u64;
         let mut context = Context {
             jit: &raw mut *self,
             interp: &raw mut *interp,
@@ -189,7 +190,7 @@ impl<B: JitBus> Jit<B> {
         words[index(frame::words::FLAGS)] = pack(cpu.rflags);
         words[index(frame::words::ENTRY)] = entry;
         words[index(frame::words::DEVICES)] = bus.mmu().device_pages() as u64;
-        words[index(frame::words::SWITCHES)] = self.switches.address();
+        words[index(frame::words::SWITCHES)] = self.session.switches.address();
         words[index(frame::words::SWITCHES_EPOCH)] = bus.mmu().switches_epoch_cell() as u64;
         words[index(frame::words::WANTED_ROOT)] = 0;
         // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but the

@@ -30,7 +30,7 @@ impl<B: JitBus> Jit<B> {
             self.judge_site_entries(bus);
             return RunStop::Poll;
         }
-        if self.mode.has(Mode::COUNTS) {
+        if self.session.mode.has(Mode::COUNTS) {
             return RunStop::Poll;
         }
         let Some((key, generation)) = self.key_at(cpu, bus) else {
@@ -89,7 +89,7 @@ impl<B: JitBus> Jit<B> {
             return RunStop::Poll;
         }
         let (path, stop) = self.record(interp, cpu, bus);
-        self.resumed = None;
+        self.session.resumed = None;
         if let Some(p) = self.profiles.hot.get_mut(&key) {
             if is_first {
                 p.path = path;
@@ -106,7 +106,7 @@ impl<B: JitBus> Jit<B> {
         let Some(p) = self.profiles.hot.get_mut(&key).filter(|p| !p.is_due) else {
             return false;
         };
-        let sites = self.translator.links.get(p.links.clone());
+        let sites = self.builder.translator.links.get(p.links.clone());
         let taken = sites.unwrap_or_default().iter().filter(|s| s.is_taken);
         let known = p.hot.turns.len();
         for s in taken.clone().filter(|s| s.turn != 0) {
@@ -129,7 +129,11 @@ impl<B: JitBus> Jit<B> {
     pub(crate) fn key_at(&self, cpu: &mut CpuState, bus: &mut B) -> Option<(BlockKey, u32)> {
         let gva = code_at(cpu);
         let page = bus.code_page(cpu, gva).ok()?;
-        let mode = self.cache.blocks.mode_at(gva, &page, self.mode);
+        let mode = self
+            .code
+            .cache
+            .blocks
+            .mode_at(gva, &page, self.session.mode);
         Some((BlockKey::new(page.id | gva & 0xfff, mode), page.generation))
     }
 
@@ -186,7 +190,7 @@ impl<B: JitBus> Jit<B> {
         let is_trace =
             |p: &&mut Profile| !p.is_due && p.generation == generation && p.pages.len() > 1;
         let Some(p) = self.profiles.hot.get_mut(&key).filter(is_trace) else {
-            self.splits = true;
+            self.session.splits = true;
             return;
         };
         let now = host::cpu::rdtsc();
@@ -199,7 +203,7 @@ impl<B: JitBus> Jit<B> {
         let gva = |page: &TracePage| first_page.wrapping_add_signed(page.distance.into());
         let may_revalidate = p.revalidated.1 < REVALIDATED.1;
         if may_revalidate && !pages[1..].iter().all(|p| bus.mmu().is_fetched(gva(p))) {
-            self.splits = true;
+            self.session.splits = true;
             return;
         }
         let is_there = |page: &TracePage| {
@@ -209,7 +213,7 @@ impl<B: JitBus> Jit<B> {
         if may_revalidate && pages[1..].iter().all(is_there) {
             for page in &pages {
                 if let Some(page_guard) = page.page_guard {
-                    self.cache.set_page_guard(bus, page_guard, gva(page));
+                    self.code.cache.set_page_guard(bus, page_guard, gva(page));
                 }
             }
             return;
@@ -229,19 +233,19 @@ impl<B: JitBus> Jit<B> {
         }
         let is_current =
             |b: &TranslatedBlock| b.generation == generation && b.may_gain && !b.straddles;
-        let Some(old) = self.cache.blocks.get(key).filter(is_current) else {
+        let Some(old) = self.code.cache.blocks.get(key).filter(is_current) else {
             return;
         };
         let from = old.entries.saved as usize;
         let Some(stub) = self.stale_stub(key.at as u32 & 0xfff) else {
             return;
         };
-        self.buffer.write(from, &jump(from, stub));
+        self.code.buffer.write(from, &jump(from, stub));
         let outdated = TranslatedBlock {
             generation: generation.wrapping_sub(1),
             ..old
         };
-        self.cache.blocks.insert(key, outdated);
+        self.code.cache.blocks.insert(key, outdated);
         self.forget(old.entries.outer as usize);
         let p = self.profiles.hot.entry(key).or_default();
         p.is_due = true;
@@ -260,21 +264,22 @@ impl<B: JitBus> Jit<B> {
         let Some(p) = self.profiles.hot.get_mut(&key) else {
             return;
         };
-        p.hot = self.translator.hot.take().unwrap_or_default();
+        p.hot = self.builder.translator.hot.take().unwrap_or_default();
         p.missed = vec![0; p.hot.site_entries.len()];
-        p.len = self.decoded.len().clamp(1, EXECUTED) as u64;
+        p.len = self.builder.decoded.len().clamp(1, EXECUTED) as u64;
         (p.samples, p.is_due) = (0, false);
         (p.links, p.generation) = (links, block.generation);
         p.pages.clear();
-        if self.translator.pages.len() > 1 {
-            p.pages.extend(&self.translator.pages);
+        if self.builder.translator.pages.len() > 1 {
+            p.pages.extend(&self.builder.translator.pages);
         }
         for (site_entry, _) in &p.hot.site_entries {
             self.profiles.owners[usize::from(*site_entry)] = Some(key);
         }
         // Whoever knows an old one goes on with the new one.
         for from in &p.before {
-            self.buffer
+            self.code
+                .buffer
                 .write(*from, &jump(*from, block.entries.saved as usize));
         }
         let is_watched = p.is_watched;
@@ -290,12 +295,12 @@ impl<B: JitBus> Jit<B> {
             return;
         };
         let generation = p.generation;
-        let sites = self.translator.links.get(p.links.clone());
+        let sites = self.builder.translator.links.get(p.links.clone());
         let sites = sites.unwrap_or_default().iter();
         let sites = sites.filter(|s| !s.split && !s.is_away);
         let all: Vec<BlockKey> = sites.map(|s| key.beside(s.target.into())).collect();
         for key in all {
-            let next = self.cache.blocks.get(key);
+            let next = self.code.cache.blocks.get(key);
             if next.is_some_and(|b| b.entries.polled != b.entries.saved)
                 && !self.profiles.hot.contains_key(&key)
             {
@@ -310,7 +315,7 @@ impl<B: JitBus> Jit<B> {
     /// What is executed much goes from one such block to the next by itself.
     fn link_hot(&mut self, key: BlockKey, to: TranslatedBlock) {
         let is_beside = |of: &BlockKey| of.at >> 12 == key.at >> 12 && of.mode == key.mode;
-        let all = &self.translator.links;
+        let all = &self.builder.translator.links;
         let to_it = |n: &usize| {
             let site = all.get(*n);
             site.is_some_and(|s| {

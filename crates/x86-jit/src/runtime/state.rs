@@ -120,13 +120,13 @@ impl<B: JitBus> Jit<B> {
     /// No key is zero.
     pub(crate) fn target_key_of(&mut self, cpu: &CpuState, bus: &mut B) -> u64 {
         let epoch = bus.mmu().target_epoch(cpu);
-        let name = if self.mode.has(Mode::SEGMENTED) {
+        let name = if self.session.mode.has(Mode::SEGMENTED) {
             // The same instruction pointer is elsewhere under another code segment.
-            self.code_segments.name(cpu, epoch)
+            self.session.code_segments.name(cpu, epoch)
         } else {
             epoch + 1
         };
-        name << Mode::WIDTH | self.mode.number()
+        name << Mode::WIDTH | self.session.mode.number()
     }
 }
 

@@ -22,7 +22,7 @@ impl<B: JitBus> Jit<B> {
         if !flushes_nothing
             || !is_loaded
             || words[index(frame::words::LOG)] != 0
-            || self.flush_every != 0
+            || self.disturbance.flush_every != 0
         {
             return;
         }
@@ -31,7 +31,7 @@ impl<B: JitBus> Jit<B> {
         };
         let (key, salt) = target_key(cpu);
         let mmu = bus.mmu();
-        self.switches.set(Switch {
+        self.session.switches.set(Switch {
             value,
             epoch: mmu.switches_epoch(),
             view: mmu.live_view(),

@@ -1,6 +1,6 @@
 //! A block is made: decoded, grouped, emitted, and with it the next ones that are executed for certain.
 
-use x86_cpu::CpuState;
+use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Interp, Transfer};
 
 use crate::{
@@ -45,10 +45,10 @@ impl<B: JitBus> Jit<B> {
         (key, generation, code): (BlockKey, u32, Source),
         is_ahead: bool,
     ) -> Option<TranslatedBlock> {
-        let number = self.wanted_by.take();
-        let site = number.and_then(|n| self.translator.links.get(n).copied());
+        let number = self.builder.wanted_by.take();
+        let site = number.and_then(|n| self.builder.translator.links.get(n).copied());
         let mut place = number.and_then(|n| self.place_of(n));
-        if self.layout.is_full() {
+        if self.code.layout.is_full() {
             self.flush_all();
             place = None;
         }
@@ -63,37 +63,24 @@ impl<B: JitBus> Jit<B> {
             _ => (site.is_some_and(|s| s.is_back), site.is_some()),
         };
         let polls = is_again || site.is_some_and(|s| s.polls);
-        self.translator.hot = hot.and_then(|(hot, _)| hot);
-        let links = self.translator.links.len();
+        self.builder.translator.hot = hot.and_then(|(hot, _)| hot);
+        let links = self.builder.translator.links.len();
         let own = TracePage::own(code, bound, key.at);
         let is_trace = self.follow_path(cpu, bus, (gva, key.mode), own);
-        let turns = self.translator.hot.as_ref().map(|h| &h.turns[..]);
-        let is_hot = turns.is_some();
-        let mut decode = |bus: &mut B, cpu: &mut CpuState| {
-            block::decode(
-                &mut self.decoded,
-                &mut self.forms,
-                (cpu, bus),
-                gva,
-                (key.mode, is_loop, is_ahead),
-                turns,
-            )
-        };
+        let is_hot = self.builder.translator.hot.is_some();
         let mut second = None;
         let mut sources = [code, code];
-        if !is_trace && decode(bus, cpu) {
-            // The generation first, then the bytes.
-            let page = bus.code_page(cpu, next_page(gva)).ok()?;
-            sources[1] = Source::of(bus, page.id)?;
-            second = Some(page);
-            if !decode(bus, cpu) {
-                return None;
+        if !is_trace {
+            let how = (key.mode, is_loop, is_ahead);
+            if let Some((page, source)) = self.decode((cpu, bus), gva, how)? {
+                second = Some(page);
+                sources[1] = source;
             }
         }
-        self.decoded.first()?;
+        self.builder.decoded.first()?;
         let sources = &sources[..1 + usize::from(second.is_some())];
         if self.lockstep.as_ref().is_some_and(|l| l.planted) {
-            crate::runtime::lockstep::plant(&mut self.decoded);
+            crate::runtime::lockstep::plant(&mut self.builder.decoded);
         }
         let mut block = TranslatedBlock {
             entries: Entries::default(),
@@ -104,19 +91,25 @@ impl<B: JitBus> Jit<B> {
             len: 0,
         };
         if let Some(second) = second {
-            self.cache.second.insert(key, second);
+            self.code.cache.second.insert(key, second);
         }
-        block.len = self.decoded.len().min(u8::MAX.into()) as u8;
+        block.len = self.builder.decoded.len().min(u8::MAX.into()) as u8;
         let long = key.mode.is_long();
         if key.mode.has_groups() {
-            self.groups.form(&mut self.decoded, long, is_hot);
+            self.builder
+                .groups
+                .form(&mut self.builder.decoded, long, is_hot);
             let calls = |d: &Decoded| matches!(d.kind, Lowering::Call | Lowering::CallIndirect);
             block.may_gain = is_trace
-                || self.decoded.iter().any(Decoded::may_have_site_entry)
-                || key.mode.has_page_guards() && self.decoded.last().is_some_and(calls);
+                || self
+                    .builder
+                    .decoded
+                    .iter()
+                    .any(Decoded::may_have_site_entry)
+                || key.mode.has_page_guards() && self.builder.decoded.last().is_some_and(calls);
         }
         let interpreted = self.prepare(interp, cpu, bus, gva);
-        let mut base = self.layout.next();
+        let mut base = self.code.layout.next();
         // Nothing comes before its entry then.
         place = place.filter(|_| is_linked && second.is_none());
         if let Some(place) = place {
@@ -124,9 +117,9 @@ impl<B: JitBus> Jit<B> {
         } else if is_hot {
             base.0 = base.0.next_multiple_of(CACHE_LINE);
         }
-        let blocks = &self.cache.blocks;
+        let blocks = &self.code.cache.blocks;
         let own = [false, true].map(|is_split| blocks.page(key.split(is_split)));
-        let others: Vec<_> = self.translator.pages[1..].to_vec();
+        let others: Vec<_> = self.builder.translator.pages[1..].to_vec();
         let known = |page: u8, target: u32, split: bool| {
             let (blocks, generation) = match usize::from(page).checked_sub(1) {
                 None => (own[usize::from(split)]?, generation),
@@ -142,8 +135,8 @@ impl<B: JitBus> Jit<B> {
             let is_current = b.generation == generation && !b.straddles;
             is_current.then_some(b.entries)
         };
-        block.entries = self.translator.block(
-            (&self.decoded, &self.forms),
+        block.entries = self.builder.translator.block(
+            (&self.builder.decoded, &self.builder.forms),
             base,
             sources,
             interpreted,
@@ -159,55 +152,80 @@ impl<B: JitBus> Jit<B> {
             },
             known,
         );
-        let parts = self.translator.asm.parts();
+        let parts = self.builder.translator.asm.parts();
         // There is room, unless the block is larger than any should be.
         let written = parts.filter(|(hot, cold)| {
             hot.len().max(cold.len()) <= MAX_BLOCK
-                && self.buffer.write(base.0, hot)
-                && self.buffer.write(base.1, cold)
+                && self.code.buffer.write(base.0, hot)
+                && self.code.buffer.write(base.1, cold)
         });
         if written.is_none() {
             self.profiles.forget_path(key);
         }
         let (hot, cold) = written?;
         if let Some(place) = place
-            && let Some(site) = self.translator.links.get_mut(place.link)
+            && let Some(site) = self.builder.translator.links.get_mut(place.link)
         {
             // From now on, as hot blocks are linked below.
             site.patch = 0;
             self.stats.links += 1;
         }
         let site_entries = self
+            .builder
             .translator
             .hot
             .as_ref()
             .map_or(0, |h| h.site_entries.len());
-        self.stats
-            .count_block(site_entries, self.decoded.len(), hot.len() + cold.len());
+        self.stats.count_block(
+            site_entries,
+            self.builder.decoded.len(),
+            hot.len() + cold.len(),
+        );
         for (at, code) in [(base.0, hot), (base.1, cold)] {
-            if let Some(perf) = self.perf {
-                perf.note(gva, self.buffer.rx() as u64 + at as u64, code);
+            if let Some(perf) = self.code.perf {
+                perf.note(gva, self.code.buffer.rx() as u64 + at as u64, code);
             }
             if self.lockstep.is_some() {
-                self.ranges.push((at, code.len(), gva));
+                self.code.ranges.push((at, code.len(), gva));
             }
         }
-        self.layout.take(base.0 + hot.len(), cold.len());
-        let (hot, cold) = self.layout.next();
-        self.buffer.views().grows(hot);
-        self.buffer.views().grows(cold);
-        if let Some(old) = self.cache.blocks.insert(key, block) {
+        self.code.layout.take(base.0 + hot.len(), cold.len());
+        let (hot, cold) = self.code.layout.next();
+        self.code.buffer.views().grows(hot);
+        self.code.buffer.views().grows(cold);
+        if let Some(old) = self.code.cache.blocks.insert(key, block) {
             self.forget(old.entries.outer as usize);
         }
         if is_again {
-            self.translated_again(key, links..self.translator.links.len(), block);
+            self.translated_again(key, links..self.builder.translator.links.len(), block);
         }
         Some(block)
     }
 
+    /// Decodes a block. Returns the second page of an instruction that straddles two, and its source; `None` if it cannot be fetched.
+    fn decode(
+        &mut self,
+        (cpu, bus): (&mut CpuState, &mut B),
+        gva: u64,
+        how: (Mode, bool, bool),
+    ) -> Option<Option<(CodePage, Source)>> {
+        let b = &mut self.builder;
+        let turns = b.translator.hot.as_ref().map(|h| &h.turns[..]);
+        let mut decode = |bus: &mut B, cpu: &mut CpuState| {
+            block::decode(&mut b.decoded, &mut b.forms, (cpu, bus), gva, how, turns)
+        };
+        if !decode(bus, cpu) {
+            return Some(None);
+        }
+        // The generation first, then the bytes.
+        let page = bus.code_page(cpu, next_page(gva)).ok()?;
+        let source = Source::of(bus, page.id)?;
+        decode(bus, cpu).then_some(Some((page, source)))
+    }
+
     /// Blocks of the page are for this address from now on; those for another are forgotten.
     fn bind(&mut self, key: BlockKey, page: i32) {
-        let old = self.cache.blocks.bind(key, page);
+        let old = self.code.cache.blocks.bind(key, page);
         if !old.is_empty() {
             self.profiles.forget(key.at);
         }
@@ -226,6 +244,7 @@ impl<B: JitBus> Jit<B> {
         gva: u64,
     ) -> u32 {
         let Some(d) = self
+            .builder
             .decoded
             .last()
             .filter(|d| d.kind == Lowering::Interpret && !d.i.is_invalid())
@@ -242,12 +261,12 @@ impl<B: JitBus> Jit<B> {
         let Some(insn) = interp.prepare(cpu, bytes) else {
             return 0;
         };
-        self.interpreted.push(FallbackSite {
-            cause: self.forms.of(&d.i).cause,
+        self.session.interpreted.push(FallbackSite {
+            cause: self.builder.forms.of(&d.i).cause,
             transfer: Transfer::of(&insn),
             insn,
         });
-        self.interpreted.len() as u32
+        self.session.interpreted.len() as u32
     }
 
     /// Translates where the last block leads to for certain, or nearly so, and links it: done now this takes
@@ -262,17 +281,17 @@ impl<B: JitBus> Jit<B> {
         let page = code_at(cpu) & !0xfff;
         let mut left = MAX_AHEAD;
         while left > 0
-            && !self.layout.is_full()
-            && let Some(number) = self.translator.ahead.pop()
-            && let Some(site) = self.translator.links.get(number as usize).copied()
+            && !self.code.layout.is_full()
+            && let Some(number) = self.builder.translator.ahead.pop()
+            && let Some(site) = self.builder.translator.links.get(number as usize).copied()
         {
             left -= 1;
             let target = u64::from(site.target);
             let key = key.beside(target).split(false);
-            let known = self.cache.blocks.get(key);
+            let known = self.code.cache.blocks.get(key);
             let known = known.filter(|b| b.generation == generation);
             let next = known.or_else(|| {
-                self.wanted_by = Some(number as usize);
+                self.builder.wanted_by = Some(number as usize);
                 let gva = page | target;
                 self.translate(interp, cpu, bus, gva, (key, generation, code), true)
             });
@@ -280,13 +299,13 @@ impl<B: JitBus> Jit<B> {
                 self.link(number as usize, next);
             }
         }
-        self.translator.ahead.clear();
+        self.builder.translator.ahead.clear();
     }
 
     /// Where the target of link site `number` has to begin to take the place of its jump: that is the last one that was made.
     fn place_of(&self, number: usize) -> Option<JumpPlace> {
-        let site = self.translator.links.get(number)?;
-        let is_last = site.is_jump && site.patch + REL32 == self.layout.end();
+        let site = self.builder.translator.links.get(number)?;
+        let is_last = site.is_jump && site.patch + REL32 == self.code.layout.end();
         is_last.then_some(JumpPlace {
             link: number,
             at: site.patch - 1,
@@ -308,12 +327,12 @@ impl<B: JitBus> Jit<B> {
         // First what it is compared with, then whether that is the block's.
         let source = Source::of(bus, key.page())?;
         let (_, generation) = self.key_at(cpu, bus)?;
-        if self.layout.is_full() || generation != block.generation {
+        if self.code.layout.is_full() || generation != block.generation {
             return None;
         }
-        let (_, cold) = self.layout.next();
+        let (_, cold) = self.code.layout.next();
         let offset = key.at as u32 & 0xfff;
-        self.translator.complete_entries(
+        self.builder.translator.complete_entries(
             cold,
             source,
             offset,
@@ -321,29 +340,29 @@ impl<B: JitBus> Jit<B> {
             key.mode.stream(),
         );
         self.stats.bytes += self.write_cold(cold)? as u64;
-        self.cache.blocks.insert(key, block);
+        self.code.cache.blocks.insert(key, block);
         Some(block)
     }
 
     /// Code that has the block at an offset of its page looked for; `None`: there is no room.
     pub(crate) fn stale_stub(&mut self, offset: u32) -> Option<usize> {
-        if self.layout.is_full() {
+        if self.code.layout.is_full() {
             return None;
         }
-        let (_, cold) = self.layout.next();
-        let a = &mut self.translator.asm;
+        let (_, cold) = self.code.layout.next();
+        let a = &mut self.builder.translator.asm;
         a.start(cold);
         a.mov_imm(S1, offset.into());
-        a.jmp_to(self.trampolines.stale);
+        a.jmp_to(self.code.trampolines.stale);
         self.write_cold(cold)?;
         Some(cold)
     }
 
     /// Keeps code that is no block at `cold`, where the room for rarely executed code begins; returns its length.
     fn write_cold(&mut self, cold: usize) -> Option<usize> {
-        let (code, _) = self.translator.asm.parts()?;
-        self.buffer.write(cold, code);
-        self.layout.take(self.layout.end(), code.len());
+        let (code, _) = self.builder.translator.asm.parts()?;
+        self.code.buffer.write(cold, code);
+        self.code.layout.take(self.code.layout.end(), code.len());
         Some(code.len())
     }
 }

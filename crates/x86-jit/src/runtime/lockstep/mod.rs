@@ -325,7 +325,7 @@ impl<B: JitBus> Jit<B> {
                     if argument != 0 {
                         self.revalidate_trace(cpu, bus);
                     }
-                    self.stale = true;
+                    self.session.stale = true;
                 }
             }
             return Left::Again;
@@ -350,7 +350,7 @@ impl<B: JitBus> Jit<B> {
             }
             Reason::Branch => {
                 // #GP(0) at the branch, if it is one.
-                if target == page.wrapping_add(0x1000) && !self.mode.has(Mode::SEGMENTED) {
+                if target == page.wrapping_add(0x1000) && !self.session.mode.has(Mode::SEGMENTED) {
                     cpu.set_rip(target);
                 } else {
                     self.take_back(cpu, bus);
@@ -359,7 +359,7 @@ impl<B: JitBus> Jit<B> {
                 cpu.engine.words[index(frame::words::ARGUMENT)] = 0;
             }
             Reason::Link => {
-                if let Some(site) = self.translator.links.get(argument as usize) {
+                if let Some(site) = self.builder.translator.links.get(argument as usize) {
                     cpu.set_rip(page + u64::from(site.target));
                 }
             }
