@@ -88,7 +88,7 @@ impl Arrival {
         loop {
             match stream::receive(&mut self.line, &mut frame)? {
                 kind @ (MessageKind::Pages | MessageKind::Zeros) => {
-                    memory::put(memory, kind, &frame)?
+                    memory::put(memory, kind, &frame)?;
                 }
                 MessageKind::State => self.state = std::mem::take(&mut frame),
                 MessageKind::End => return Ok(()),
