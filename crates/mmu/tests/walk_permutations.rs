@@ -7,7 +7,7 @@
 mod machine;
 
 use machine::Machine;
-use mmu::Miss;
+use mmu::{Miss, Policy};
 use x86_cpu::{Access, Exception, Feature, Flush, Privilege};
 use x86_defs::{
     control::{cr0, cr4, efer},
@@ -136,6 +136,11 @@ fn reserved(shape: &Shape, level: usize, nxe: bool) -> u64 {
 }
 
 fn check(shape: &Shape) -> u64 {
+    check_with(shape, Policy::Tdp)
+}
+
+/// `policy`: of roots that are kept over loads of CR3 nothing may be kept that has changed.
+fn check_with(shape: &Shape, policy: Policy) -> u64 {
     let mut m = Machine::new();
     let (top, size) = match shape.tables {
         Tables::Bits32 | Tables::Pae => (
@@ -171,6 +176,7 @@ fn check(shape: &Shape) -> u64 {
         Tables::Bits32 => 0,
         _ => 1 << 45,
     };
+    m.mmu.set_policy(&m.cpu, policy);
     let mut cases = 0;
     let bits = |i: u32, all: [u64; 5]| {
         all.iter()
@@ -223,7 +229,10 @@ fn check(shape: &Shape) -> u64 {
                         for (level, entry) in &entries {
                             m.poke(entry_gpa(shape.tables, *level, gva), size, *entry);
                         }
-                        m.mmu.flush(&m.cpu, Flush::All);
+                        match policy {
+                            Policy::Tdp => m.mmu.flush(&m.cpu, Flush::All),
+                            _ => m.mmu.load_cr3(&mut m.cpu, true).unwrap(),
+                        }
                         m.cpu.fault_gva = 0;
                         let got = m.mmu.probe(&mut m.cpu, gva, 1, access, who);
                         let manual = Manual {
@@ -271,6 +280,23 @@ fn four_levels() {
             leaf,
             upper,
         });
+    }
+}
+
+/// The same where a root keeps its translations over loads of CR3 and compares them with the tables.
+#[test]
+fn four_levels_of_kept_roots() {
+    for policy in [Policy::Shadow, Policy::Auto] {
+        for (leaf, upper) in [(1, 2), (2, 4)] {
+            check_with(
+                &Shape {
+                    tables: Tables::Level4,
+                    leaf,
+                    upper,
+                },
+                policy,
+            );
+        }
     }
 }
 
