@@ -21,11 +21,13 @@ impl Translator {
         let condition = condition_bits(d.i.condition_code()).ok_or(Unsupported)?;
         let condition = self.condition(condition);
         let from = self.asm.jcc(condition);
-        let live = self.flags.is_register();
+        let live = self.state.flags.is_register();
         if self.goes_on_hoisted(from, t) {
             return Ok(());
         }
-        self.tally.mark_taken(self.stubs.len(), d, self.position);
+        self.state
+            .tally
+            .mark_taken(self.stubs.len(), d, self.state.position);
         if (0..0x1000).contains(&t) {
             let site = self.link(from, t as u32, live, false);
             site.comes_from(d.offset);
@@ -49,7 +51,7 @@ impl Translator {
             if self.goes_on_hoisted(from, t) {
                 return;
             }
-            let live = self.flags.is_register();
+            let live = self.state.flags.is_register();
             let site = self.link(from, t as u32, live, false);
             site.is_jump = true;
             site.comes_from(offset);
@@ -85,7 +87,7 @@ impl Translator {
         let page = target & !0xfff;
         let next = self.constant(page.into());
         // To an instruction of the same page goes what straddles two.
-        let by_guard = self.by_guard && page != 0;
+        let by_guard = self.input.by_guard && page != 0;
         if by_guard && next.is_none() && base.is_none() {
             self.asm.load(S1, SHORT_PAGE);
         }
@@ -112,7 +114,7 @@ impl Translator {
                 None => {
                     let from = third;
                     self.stubs.push(Stub::FarMiss { from, number });
-                    a.rm(self.long, &[0x8d], S1, at(S1, page)); // lea
+                    a.rm(self.input.long, &[0x8d], S1, at(S1, page)); // lea
                     a.store(SHORT_PAGE, S1);
                 }
             }
@@ -159,7 +161,7 @@ impl Translator {
             polls: false,
             turn: 0,
             is_taken: false,
-            is_away: self.page != 0,
+            is_away: self.state.page != 0,
         });
         self.stubs.push(Stub::Link {
             from,
@@ -182,8 +184,8 @@ impl Translator {
     /// Makes the gva in r14 a tag, and goes on if the next inline cache has that. Returns the cache's number, where page and code
     /// are in it, and the branch to take otherwise. There are fewer caches than branches.
     fn compare_inline_cache(&mut self) -> (usize, [Mem; 2], usize) {
-        let cache = self.next_inline_cache;
-        self.next_inline_cache = (cache + 1) % INLINE_CACHES;
+        let cache = self.next.inline_cache;
+        self.next.inline_cache = (cache + 1) % INLINE_CACHES;
         let word = |n: i32| at(TLB, inline_cache(cache) + 8 * n);
         self.asm.alu(true, Alu::Xor, S0, SHORT_SALT);
         self.asm.alu(true, Alu::Cmp, S0, word(0));
@@ -210,14 +212,14 @@ impl Translator {
     pub(super) fn return_site(&mut self, back: u32) {
         let a = &mut self.asm;
         a.bytes(&[0x41, 0x5d]); // pop r13
-        if let Some(page) = self.bound {
+        if let Some(page) = self.input.bound {
             a.store_imm(SHORT_PAGE, page);
         } else {
             a.lea(S1, at(S1, -(back as i32)));
             a.store(SHORT_PAGE, S1);
         }
         let from = self.asm.jmp();
-        if self.page == 0 {
+        if self.state.page == 0 {
             self.ahead.push(self.links.len() as u32);
         }
         self.link(from, back, false, false).is_jump = true;
@@ -242,7 +244,7 @@ impl Translator {
         if let Some(next) = self.next(d) {
             return self.asm.store_imm(at(S0, disp), next);
         }
-        let end = self.beyond + d.end() as i32;
+        let end = self.state.beyond + d.end() as i32;
         self.asm.load(S1, SHORT_PAGE);
         self.lea_word(S1, at(S1, end));
         self.store_word(at(S0, disp), S1);
@@ -261,7 +263,7 @@ impl Translator {
         if !is_near || d.member.is_none_or(|m| m.first) {
             self.flags_in_memory();
         }
-        let live = self.flags.is_register();
+        let live = self.state.flags.is_register();
         if !is_near {
             self.compare_target(d.offset, far);
         }
@@ -326,7 +328,7 @@ impl Translator {
     pub(super) fn indirect_to(&mut self, d: &Decoded) {
         if d.kind != Lowering::CallIndirect {
             // What goes by a table of imported functions goes where it went before, most of all.
-            if self.by_guard && d.i.memory_base() == Register::RIP {
+            if self.input.by_guard && d.i.memory_base() == Register::RIP {
                 self.jump_as_before(d.offset);
             } else {
                 self.jump(d.offset);
@@ -358,7 +360,7 @@ impl Translator {
     /// Where page and code of what is called are, whose gva is in r14; relative to r13, which is in memory then, if they are in the
     /// table. (All address spaces share a kernel's table; inline caches would be filled anew in each.)
     fn select_callee(&mut self, offset: u32) -> [Mem; 2] {
-        if !self.by_guard {
+        if !self.input.by_guard {
             let from = select_target(&mut self.asm);
             self.stubs.push(Stub::Call { from, offset });
             self.asm.store(gs(SPILL), S1);

@@ -124,7 +124,7 @@ impl Translator {
             if !whole {
                 self.load_slot(host, number);
             } else if host == S1 {
-                self.cached = None;
+                self.state.cached = None;
             }
             let slot = t.all.get_mut(t.used).ok_or(Unsupported)?;
             *slot = (number, host, write);
@@ -148,16 +148,19 @@ impl Translator {
         }
         if t.used != 0 {
             // The first one is in r13.
-            self.cached = Some(t.all[0].0);
+            self.state.cached = Some(t.all[0].0);
         }
     }
 
     /// How its bytes name operands, if it has the same bytes in 64-bit code, addresses aside.
     fn shape_of(&self, d: &Decoded, form: &Form) -> Option<Shape> {
         // 66 is for the other size in 16-bit code, and addresses of 16 bits are encoded in another way.
-        let is_alike =
-            || !self.mode.has(Mode::BITS16) && !is_short(&d.i) && narrow::is_encoded_alike(&d.raw);
-        form.shape.filter(|_| self.long || is_alike())
+        let is_alike = || {
+            !self.input.mode.has(Mode::BITS16)
+                && !is_short(&d.i)
+                && narrow::is_encoded_alike(&d.raw)
+        };
+        form.shape.filter(|_| self.input.long || is_alike())
     }
 
     /// An instruction on `[r14 + disp]` and AH, CH, DH or BH, which no instruction can name that names r14.
@@ -181,7 +184,7 @@ impl Translator {
         if host_reg(number).is_some()
             || d.high
             || is_other(d.writes)
-            || reads && self.cached == Some(number)
+            || reads && self.state.cached == Some(number)
         {
             return false;
         }
@@ -202,8 +205,8 @@ impl Translator {
         }
         let len = made.write(self.asm.window());
         self.asm.advance(len);
-        if d.writes >> number & 1 != 0 && self.cached == Some(number) {
-            self.cached = None;
+        if d.writes >> number & 1 != 0 && self.state.cached == Some(number) {
+            self.state.cached = None;
         }
         self.flags_after(d, form);
         true

@@ -37,7 +37,7 @@ impl Translator {
             (false, true) => MOV + SHORT,
         };
         if is_short {
-            self.cached = None;
+            self.state.cached = None;
             a.mov(S1, RCX);
             a.rr(false, &[0x0f, 0xb7], RCX, RCX); // movzx
         } else {
@@ -61,7 +61,7 @@ impl Translator {
             }
             a.jmp()
         };
-        let live = self.flags.is_register();
+        let live = self.state.flags.is_register();
         self.link(from, t as u32, live, false).comes_from(d.offset);
         Ok(())
     }

@@ -45,7 +45,7 @@ impl Translator {
             restore_flags(a, S0);
         }
         a.rr(wide, &[0xf7], if signed { 7 } else { 6 }, S1);
-        self.flags = Flags::Register;
+        self.state.flags = Flags::Register;
         for from in bails.into_iter().flatten() {
             self.stubs.push(Stub::Bail {
                 from,

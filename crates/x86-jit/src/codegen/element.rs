@@ -37,7 +37,7 @@ impl Translator {
             Op::Scas => {
                 self.find_element(d, place(RDI), size, false);
                 self.sized(size, 0x3a, RAX);
-                self.flags = Flags::Register;
+                self.state.flags = Flags::Register;
             }
             // In the order in which the interpreter accesses them.
             Op::Movs | Op::Cmps => {
@@ -55,7 +55,7 @@ impl Translator {
                     self.sized(size, 0x88, S1);
                 } else {
                     self.sized(size, 0x38, S1);
-                    self.flags = Flags::Register;
+                    self.state.flags = Flags::Register;
                 }
             }
         }
@@ -85,7 +85,7 @@ impl Translator {
         }
         self.add_base(d.offset, n, 1 << size);
         self.probe(d.offset, 1 << size, write);
-        self.cached = None;
+        self.state.cached = None;
     }
 
     /// An instruction on `r` and `[r14]` whose opcode for bytes is that.

@@ -50,34 +50,34 @@ fn makes_zero(i: &Instruction) -> bool {
 impl Translator {
     /// Before code that changes RFLAGS, which is not the guest's.
     pub(super) fn spill_flags(&mut self, d: &Decoded) {
-        if d.live_in == RflagsBits::CF && self.flags.is_register() {
+        if d.live_in == RflagsBits::CF && self.state.flags.is_register() {
             // setc [LAHF]
             self.asm.rm(false, &[0x0f, 0x92], 0, LAHF);
         } else if d.live_in != 0 {
             self.flags_in_memory();
         }
-        self.flags = Flags::Memory;
+        self.state.flags = Flags::Memory;
     }
 
     /// Flags are in memory from here on.
     pub(super) fn flags_in_memory(&mut self) {
-        match self.flags {
+        match self.state.flags {
             Flags::Register => {
                 save_flags(&mut self.asm);
-                self.cached = None;
+                self.state.cached = None;
             }
             Flags::Zero => self.asm.store32_imm(SHORT_FLAGS, OF_ZERO),
             Flags::Memory | Flags::Both => {}
         }
-        self.flags = Flags::Memory;
+        self.state.flags = Flags::Memory;
     }
 
     /// Flags are in RFLAGS from here on, and may be in memory. Changes r13.
     pub(super) fn flags_in_register(&mut self) {
-        if self.flags == Flags::Memory {
+        if self.state.flags == Flags::Memory {
             restore_flags(&mut self.asm, S1);
-            self.cached = None;
-            self.flags = Flags::Both;
+            self.state.cached = None;
+            self.state.flags = Flags::Both;
         }
     }
 
@@ -86,13 +86,13 @@ impl Translator {
         if !form.touches_flags || d.live_in == 0 {
             return;
         }
-        if d.live_in == RflagsBits::CF && self.flags == Flags::Memory {
+        if d.live_in == RflagsBits::CF && self.state.flags == Flags::Memory {
             let a = &mut self.asm;
             a.rm(false, &[0x0f, 0xb6], S1, LAHF); // movzx
             a.rr(false, &[0x0f, 0xba], 4, S1); // bt
             a.bytes(&[0]);
-            self.cached = None;
-            self.flags = Flags::Both;
+            self.state.cached = None;
+            self.state.flags = Flags::Both;
         } else {
             self.flags_in_register();
         }
@@ -101,7 +101,7 @@ impl Translator {
     /// After an instruction that was executed as it is.
     pub(super) fn flags_after(&mut self, d: &Decoded, form: &Form) {
         if form.changes_flags {
-            self.flags = if makes_zero(&d.i) {
+            self.state.flags = if makes_zero(&d.i) {
                 Flags::Zero
             } else {
                 Flags::Register
@@ -111,7 +111,7 @@ impl Translator {
 
     /// The condition to test for one of the guest's flags.
     pub(super) fn condition(&mut self, condition: u8) -> u8 {
-        if self.flags != Flags::Memory {
+        if self.state.flags != Flags::Memory {
             return condition;
         }
         let (at, mask) = match condition & !1 {

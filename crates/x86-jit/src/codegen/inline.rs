@@ -20,22 +20,22 @@ pub(super) type Turn = (usize, u8, i32);
 impl Translator {
     /// Nothing is translated yet.
     pub(super) fn begin_trace(&mut self) {
-        (self.page, self.beyond) = (0, 0);
-        self.turns_of_pages.clear();
-        self.frames.clear();
-        self.branches.clear();
+        (self.state.page, self.state.beyond) = (0, 0);
+        self.state.turns_of_pages.clear();
+        self.state.frames.clear();
+        self.state.branches.clear();
     }
 
     /// Leaves for `offset`, where the trace begins, if its other pages are not what they were, or where they were.
     pub(super) fn compare_pages(&mut self, offset: u32) {
-        if self.pages.len() == 1 {
+        if self.input.pages.len() == 1 {
             return;
         }
-        if self.bound.is_none() {
+        if self.input.bound.is_none() {
             self.asm.load(S0, SHORT_PAGE);
         }
-        for n in 1..self.pages.len() {
-            let page = self.pages[n];
+        for n in 1..self.input.pages.len() {
+            let page = self.input.pages[n];
             let Some(page_guard) = page.page_guard else {
                 continue;
             };
@@ -71,26 +71,28 @@ impl Translator {
         }
         if matches!(d.kind, Lowering::CallIndirect | Lowering::Call) {
             self.push_return(d);
-            self.rsp_moves -= self.word();
-            self.frames.push(d.behind());
+            self.state.rsp_moves -= self.word();
+            self.state.frames.push(d.behind());
         }
-        self.cached = None;
+        self.state.cached = None;
         self.set_page(onto.page);
         Ok(())
     }
 
     fn distance(&self, page: u8) -> i32 {
-        let page = self.pages.get(usize::from(page));
+        let page = self.input.pages.get(usize::from(page));
         page.map_or(0, |p| p.distance)
     }
 
     fn bound(&self, page: u8) -> Option<i32> {
-        self.pages.get(usize::from(page))?.bound
+        self.input.pages.get(usize::from(page))?.bound
     }
 
     /// What has to be added to [`SHORT_PAGE`] for the place.
     fn beyond_of(&self, place: TracePlace) -> i32 {
-        self.beyond - self.distance(self.page) + self.distance(place.page) + i32::from(place.offset)
+        self.state.beyond - self.distance(self.state.page)
+            + self.distance(place.page)
+            + i32::from(place.offset)
     }
 
     /// The gva of a place in r13.
@@ -108,26 +110,28 @@ impl Translator {
 
     /// The same, so far beyond [`SHORT_PAGE`].
     fn turn(&mut self, page: u8, beyond: i32) {
-        if (self.page, self.beyond) != (page, beyond) {
-            (self.page, self.beyond) = (page, beyond);
-            self.bound = self.bound(page);
-            self.turns_of_pages.push((self.stubs.len(), page, beyond));
+        if (self.state.page, self.state.beyond) != (page, beyond) {
+            (self.state.page, self.state.beyond) = (page, beyond);
+            self.input.bound = self.bound(page);
+            self.state
+                .turns_of_pages
+                .push((self.stubs.len(), page, beyond));
         }
     }
 
     /// [`SHORT_PAGE`] is the page of the code from here on, whose last instruction comes next, or has come. Changes r13.
     pub(super) fn settle_page(&mut self) {
-        if self.beyond != 0 {
-            set_short_page(&mut self.asm, self.bound, self.beyond);
-            self.cached = None;
-            self.turn(self.page, 0);
+        if self.state.beyond != 0 {
+            set_short_page(&mut self.asm, self.input.bound, self.state.beyond);
+            self.state.cached = None;
+            self.turn(self.state.page, 0);
         }
     }
 
     /// Compares where an indirect branch leads.
     fn expect_target(&mut self, d: &Decoded, onto: TracePlace) -> Emit {
         self.read_target(d)?;
-        self.current = None;
+        self.state.current = None;
         if let Some(page) = self.bound(onto.page) {
             self.asm
                 .alu_imm(true, Alu::Cmp, S0, page + i32::from(onto.offset));
@@ -136,14 +140,14 @@ impl Translator {
             self.asm.alu_rr(true, Alu::Cmp, S0, S1);
         }
         let from = self.asm.jcc(cc::NE);
-        let number = self.branches.len();
-        self.branches.push(*d);
+        let number = self.state.branches.len();
+        self.state.branches.push(*d);
         self.stubs.push(Stub::Unexpected { from, number });
         Ok(())
     }
 
     fn inline_return(&mut self, d: &Decoded, onto: TracePlace) {
-        self.frames.pop();
+        self.state.frames.pop();
         let disp = self.stack_slot(d, GUEST_RSP, 0, false);
         let slot = at(S0, disp);
         if let Some(page) = self.bound(onto.page) {
@@ -160,13 +164,13 @@ impl Translator {
             disp,
             site: requests::branch(d.offset, by),
         });
-        self.rsp_moves += by;
+        self.state.rsp_moves += by;
     }
 
     /// The trace ends within calls: returns from them are predicted as those of others.
     pub(super) fn push_frames(&mut self) {
-        let (page, beyond) = (self.page, self.beyond);
-        for frame in core::mem::take(&mut self.frames) {
+        let (page, beyond) = (self.state.page, self.state.beyond);
+        for frame in core::mem::take(&mut self.state.frames) {
             if let Some(page) = self.bound(frame.page) {
                 self.asm.push_imm(page + i32::from(frame.offset));
             } else {
@@ -179,26 +183,26 @@ impl Translator {
             self.turn(page, beyond);
             let next = self.asm.here();
             self.asm.patch(call, next);
-            self.cached = None;
+            self.state.cached = None;
         }
     }
 
     /// An indirect branch to the gva in r14, which is not where it was expected to lead, before it has done anything.
     pub(super) fn unexpected(&mut self, number: usize) {
-        let Some(d) = self.branches.get(number).copied() else {
+        let Some(d) = self.state.branches.get(number).copied() else {
             return;
         };
-        (self.current, self.cached, self.rsp_moves) = (None, None, 0);
-        self.flags = super::Flags::Memory;
+        (self.state.current, self.state.cached, self.state.rsp_moves) = (None, None, 0);
+        self.state.flags = super::Flags::Memory;
         self.indirect_to(&Decoded { member: None, ..d });
     }
 
     /// What is translated next is of the page that the stub at a place is of; returns how far that is beyond [`SHORT_PAGE`].
     pub(super) fn turn_to_page_of(&mut self, stub: usize) -> i32 {
-        if self.pages.len() == 1 {
+        if self.input.pages.len() == 1 {
             return 0;
         }
-        let mut before = self.turns_of_pages.iter().rev();
+        let mut before = self.state.turns_of_pages.iter().rev();
         let of = before.find(|(from, ..)| *from <= stub).copied();
         let (_, page, beyond) = of.unwrap_or_default();
         // What it adds to the stubs comes after it is set.

@@ -9,9 +9,10 @@ impl Translator {
     /// The block ends with an instruction that the interpreter has decoded.
     pub(super) fn leave_to_interpreter(&mut self, d: &Decoded) {
         self.flags_in_memory();
-        self.asm.store_imm(gs(ARGUMENT), self.interpreted as i32);
+        self.asm
+            .store_imm(gs(ARGUMENT), self.input.interpreted as i32);
         self.asm.mov_imm(S1, d.offset.into());
-        let trampoline = if self.interpreted != 0 && is_integer(&d.i) {
+        let trampoline = if self.input.interpreted != 0 && is_integer(&d.i) {
             self.trampolines.bail_integer
         } else {
             self.trampolines.bail

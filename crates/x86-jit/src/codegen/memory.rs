@@ -201,14 +201,14 @@ impl Translator {
     /// The linear address of `size` bytes less `less` in r14. Changes flags if there is a segment base to add.
     pub(super) fn address(&mut self, d: &Decoded, less: i32, size: u32) -> Emit {
         let i = &d.i;
-        if self.mode.has(Mode::SEGMENTED) {
+        if self.input.mode.has(Mode::SEGMENTED) {
             return self.address_in_segment(d, size);
         }
         let base = i.memory_base();
         if base == Register::RIP {
             let disp = i32::try_from(i.memory_displacement64() as i64).map_err(|_| Unsupported)?;
             let disp = disp.checked_sub(less).ok_or(Unsupported)?;
-            let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
+            let disp = disp.checked_add(self.state.beyond).ok_or(Unsupported)?;
             self.asm.load(S0, SHORT_PAGE);
             self.asm.lea(S0, at(S0, disp));
         } else {
@@ -221,7 +221,7 @@ impl Translator {
         }
         if matches!(i.memory_segment(), Register::FS | Register::GS) {
             let n = i.memory_segment().number();
-            self.asm.alu(self.long, Alu::Add, S0, segment_base(n));
+            self.asm.alu(self.input.long, Alu::Add, S0, segment_base(n));
         }
         Ok(())
     }
@@ -251,14 +251,14 @@ impl Translator {
         let in_frame = |n: &u8| host_reg(*n).is_none();
         let (base, index) = (number(base), number(index));
         let mut scratch = S1;
-        if self.cached.is_some()
-            && index.filter(in_frame) == self.cached
+        if self.state.cached.is_some()
+            && index.filter(in_frame) == self.state.cached
             && base.is_some_and(|n| in_frame(&n))
         {
             // The index is in r13.
             scratch = S0;
         }
-        if address && index.is_none() && disp == 0 && base != self.cached {
+        if address && index.is_none() && disp == 0 && base != self.state.cached {
             // What is all of the address need not be copied.
             scratch = S0;
         }
@@ -328,7 +328,7 @@ impl Translator {
             site,
             probe,
             finds,
-            cached: self.cached,
+            cached: self.state.cached,
         });
         match (finds, probe) {
             (Finds::Address, _) => at(S0, 0),
@@ -348,16 +348,17 @@ impl Translator {
         if let Some(n) = site_entry_of_segment(i) {
             return Probe::SiteEntry(n + write);
         }
-        let Some(hot) = &mut self.hot else {
+        let Some(hot) = &mut self.input.hot else {
             return probe;
         };
-        if self.position >= u128::BITS as usize || hot.without >> self.position & 1 != 0 {
+        if self.state.position >= u128::BITS as usize || hot.without >> self.state.position & 1 != 0
+        {
             return probe;
         }
-        let next = &mut self.next_site_entry[usize::from(write)];
+        let next = &mut self.next.site_entry[usize::from(write)];
         let n = *next;
         *next = (n + 2) % OWN_SITE_ENTRIES;
-        hot.site_entries.push((n, self.position as u8));
+        hot.site_entries.push((n, self.state.position as u8));
         Probe::SiteEntry(n)
     }
 
@@ -366,7 +367,9 @@ impl Translator {
         if !matches!(probe, Probe::Known { .. })
             && let Some(from) = self.branch_if_misaligned(member.align)
         {
-            self.tally.mark_left(self.stubs.len(), self.position);
+            self.state
+                .tally
+                .mark_left(self.stubs.len(), self.state.position);
             self.link(from, offset, false, true);
         }
         let (from, resume) = self.look_up(member.span, probe, Finds::Address);
@@ -376,12 +379,12 @@ impl Translator {
             offset,
             member,
             probe,
-            cached: self.cached,
+            cached: self.state.cached,
         });
         if let Some(slot) = member.slot {
             self.asm.store(kept(slot), S0);
         }
-        self.current = Some(member.group);
+        self.state.current = Some(member.group);
     }
 
     /// The branch to take if the group whose address is in r14 is not aligned as its members have to be, if any has to. May change r13.
@@ -393,7 +396,7 @@ impl Translator {
             S0
         } else {
             self.asm.lea(S1, at(S0, align.at.into()));
-            self.cached = None;
+            self.state.cached = None;
             S1
         };
         self.test_alignment(address, align.to.into());
@@ -408,7 +411,7 @@ impl Translator {
             return (from, self.asm.here());
         }
         if finds == Finds::Parts || matches!(probe, Probe::Read | Probe::Write) {
-            self.cached = None;
+            self.state.cached = None;
         }
         let [limit, from] = match probe.number() {
             Some(n) => self.asm.stamp(&self.templates.probe[finds as usize][n]),
@@ -422,7 +425,7 @@ impl Translator {
     /// and they are in one page.
     fn known(&self, i: &Instruction, less: i32, size: u32, align: Align) -> Option<i32> {
         let is_based = matches!(i.memory_segment(), Register::FS | Register::GS);
-        if is_based || self.mode.has(Mode::SEGMENTED) {
+        if is_based || self.input.mode.has(Mode::SEGMENTED) {
             return None;
         }
         let less = i64::from(less);
@@ -469,19 +472,19 @@ impl Translator {
 
     /// The group's pointer is known: it needs no probe.
     fn is_found(&self, m: &Member) -> bool {
-        let hoisted = self.hoisted.as_ref();
+        let hoisted = self.state.hoisted.as_ref();
         let is_in_register = hoisted.is_some_and(|w| w.borrows_for(m.group));
-        !m.first || self.holds && m.stays && !is_in_register
+        !m.first || self.state.holds && m.stays && !is_in_register
     }
 
     /// Where from r14 a group's further access is.
     pub(super) fn follow(&mut self, member: Member) -> i32 {
-        if self.current != Some(member.group) {
+        if self.state.current != Some(member.group) {
             let Some(slot) = member.slot else {
                 unreachable!("the pointer of a group without a slot was lost");
             };
             self.asm.load(S0, kept(slot));
-            self.current = Some(member.group);
+            self.state.current = Some(member.group);
         }
         member.offset
     }

@@ -42,6 +42,7 @@ mod registers;
 mod segment;
 mod sites;
 mod stack;
+mod state;
 pub(crate) mod string;
 mod stub;
 mod stubs;
@@ -52,12 +53,11 @@ pub(crate) mod trampolines;
 mod view_changes;
 
 use flags::Flags;
-use hoist::HoistedLoop;
 use iced_x86::{Encoder, Register};
 use memory::{Finds, Probe};
 pub(crate) use sites::{Condition, CrossPageSite, Entries, How, LinkSite};
+use state::{Allocation, Emission, Input};
 use stub::Stub;
-use tally::Tally;
 
 use crate::{
     asm::*,
@@ -65,14 +65,13 @@ use crate::{
     codegen::trampolines::Trampolines,
     frame::words::*,
     ir::branch::{is_loop, target},
-    ir::decoded::{Decoded, TracePlace},
-    ir::hot::Hot,
+    ir::decoded::Decoded,
     ir::lowering::{Form, Forms, Lowering},
     ir::lowering::{has_short_address, has_short_words},
     ir::mode::Mode,
     ir::narrow::zeroes_vectors,
     ir::passed::{is_passed, keeps_cached},
-    ir::source::{Source, TracePage},
+    ir::source::Source,
 };
 
 /// What is emitted most.
@@ -117,55 +116,12 @@ pub(crate) struct Translator {
     trampolines: Trampolines,
     /// Those of code that counts, if it is other code that is translated, or the other way round.
     other_trampolines: Trampolines,
-    tally: Tally,
     templates: Box<Templates>,
-    /// Number of the interpreter's instruction at the end, 0 if there is none.
-    interpreted: u32,
-    /// The page.
-    source: Source,
     /// Host address of the code buffer.
     code: u64,
-    /// 64-bit code.
-    long: bool,
-    mode: Mode,
-    /// Bytes of a word of the instruction's on the stack.
-    word: i32,
-    /// The gva of the page, if the block is executed nowhere else.
-    bound: Option<i32>,
-    /// As [`How::by_guard`].
-    by_guard: bool,
-    /// The group whose pointer is in r14.
-    current: Option<u16>,
-    /// Where arithmetic flags are.
-    flags: Flags,
-    /// The guest register that lives in memory and that r13 has, too.
-    cached: Option<u8>,
-    /// The block is executed much.
-    pub(crate) hot: Option<Hot>,
-    /// The next per-site entries for reads, and for writes.
-    next_site_entry: [u16; 2],
-    next_inline_cache: usize,
-    next_hoist: usize,
-    /// What is still to be added to RSP.
-    rsp_moves: i32,
-    /// Number of the instruction in its block.
-    position: usize,
-    /// Several turns of a loop are translated whose groups need no probes.
-    hoisted: Option<HoistedLoop>,
-    /// A turn of a loop is translated whose groups that stay have been found by the one before.
-    holds: bool,
-    /// The pages that the block has code of, its own first.
-    pub(crate) pages: Vec<TracePage>,
-    /// The one that is translated.
-    page: u8,
-    /// From which stub on it was which one.
-    turns_of_pages: Vec<inline::Turn>,
-    /// How far it is from the page in [`SHORT_PAGE`].
-    beyond: i32,
-    /// Where calls return to whose targets are in the block.
-    frames: Vec<TracePlace>,
-    /// Branches to what comes next in the block, for [`Stub::Unexpected`].
-    branches: Vec<Decoded>,
+    next: Allocation,
+    pub(crate) input: Input,
+    state: Emission,
 }
 
 impl core::fmt::Debug for Translator {
@@ -200,33 +156,11 @@ impl Translator {
             encoder: Encoder::new(64),
             trampolines,
             other_trampolines,
-            tally: Tally::default(),
             templates: Templates::new(isa),
-            interpreted: 0,
-            source: Source::default(),
             code,
-            long: true,
-            mode: Mode::NONE,
-            word: 8,
-            bound: None,
-            by_guard: false,
-            current: None,
-            flags: Flags::Memory,
-            cached: None,
-            hot: None,
-            next_site_entry: [0, 1],
-            next_inline_cache: 0,
-            next_hoist: 0,
-            rsp_moves: 0,
-            position: 0,
-            hoisted: None,
-            holds: false,
-            pages: Vec::new(),
-            page: 0,
-            turns_of_pages: Vec::new(),
-            beyond: 0,
-            frames: Vec::new(),
-            branches: Vec::new(),
+            next: Allocation::new(),
+            input: Input::new(),
+            state: Emission::new(),
         }
     }
 
@@ -258,7 +192,7 @@ impl Translator {
 
     /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
     fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
-        if self.tally.counts() {
+        if self.state.tally.counts() {
             return self.counted_poll(offset);
         }
         let a = &mut self.asm;
@@ -286,21 +220,21 @@ impl Translator {
         how: How,
         known: impl Fn(u8, u32, bool) -> Option<Entries>,
     ) -> Entries {
-        self.interpreted = interpreted;
-        self.mode = how.mode;
-        self.long = how.mode.is_long();
-        self.word = if self.long { 8 } else { 4 };
-        self.bound = how.bound;
-        self.by_guard = how.by_guard;
+        self.input.interpreted = interpreted;
+        self.input.mode = how.mode;
+        self.input.long = how.mode.is_long();
+        self.input.word = if self.input.long { 8 } else { 4 };
+        self.input.bound = how.bound;
+        self.input.by_guard = how.by_guard;
         self.count(insns, how.counts);
         self.asm.start(base.0);
         self.stubs.clear();
         self.ahead.clear();
-        self.current = None;
-        self.flags = Flags::Memory;
-        self.cached = None;
+        self.state.current = None;
+        self.state.flags = Flags::Memory;
+        self.state.cached = None;
         self.begin_trace();
-        self.source = sources.first().copied().unwrap_or_default();
+        self.input.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
         // What is only linked to does not need the check among what is executed.
@@ -318,13 +252,13 @@ impl Translator {
             self.need_fp();
         }
         self.compare_pages(offset);
-        if self.hot.is_some() && is_loop(insns) {
+        if self.input.hot.is_some() && is_loop(insns) {
             self.asm.align();
         }
         // What comes from the block itself has FP state.
         let again = self.asm.here();
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
-        let counts = self.tally.counts();
+        let counts = self.state.tally.counts();
         let polls = !is_apart || how.polls || goes_back || live != 0 || counts;
         if polls {
             self.poll(insns.len(), offset, None);
@@ -381,8 +315,8 @@ impl Translator {
         let (mut ended, mut is_complete) = (false, true);
         let mut rest = insns;
         while let Some(d) = rest.first() {
-            self.position = insns.len() - rest.len();
-            self.tally.mark(self.stubs.len(), self.position);
+            self.state.position = insns.len() - rest.len();
+            self.state.tally.mark(self.stubs.len(), self.state.position);
             self.begin_turn();
             if !stack::needs_no_rsp(d) {
                 self.settle_stack();
@@ -402,33 +336,33 @@ impl Translator {
             rest = &rest[1..];
             let (code, stubs) = (self.asm.len(), self.stubs.len());
             let (links, cross_page_sites) = (self.links.len(), self.cross_page_sites.len());
-            let flags = self.flags;
+            let flags = self.state.flags;
             let keeps_cached = keeps_cached(d.kind);
             if !keeps_cached {
-                self.cached = None;
+                self.state.cached = None;
             }
             match self.instruction(d, forms.of(&d.i)) {
                 Ok(ends) => {
                     ended = ends;
                     if d.member.is_none() && d.takes_pointer {
-                        self.current = None;
+                        self.state.current = None;
                     }
                     if !keeps_cached {
-                        self.cached = None;
+                        self.state.cached = None;
                     }
                 }
                 Err(Unsupported) => {
                     self.asm.truncate(code);
                     self.stubs.truncate(stubs);
-                    self.tally.truncate(stubs);
+                    self.state.tally.truncate(stubs);
                     self.links.truncate(links);
                     self.ahead.retain(|n| (*n as usize) < links);
                     self.cross_page_sites.truncate(cross_page_sites);
-                    self.flags = flags;
+                    self.state.flags = flags;
                     self.settle_stack();
                     self.settle_page();
                     self.give_registers_back();
-                    tally::refund(&mut self.asm, self.tally.from(self.position));
+                    tally::refund(&mut self.asm, self.state.tally.from(self.state.position));
                     self.interpret(d.offset);
                     (ended, is_complete) = (true, false);
                 }
@@ -451,7 +385,7 @@ impl Translator {
 
     /// The gva at an offset from the page, if it is known and one of 32 bits with its sign.
     fn constant(&self, offset: i64) -> Option<i32> {
-        i32::try_from(i64::from(self.bound?).checked_add(offset)?).ok()
+        i32::try_from(i64::from(self.input.bound?).checked_add(offset)?).ok()
     }
 
     /// Leaves for `offset` if the code of a page is no longer what it was.
@@ -474,12 +408,12 @@ impl Translator {
         ) {
             self.note_refund();
         }
-        if self.mode.has(Mode::SEGMENTED) {
-            self.word = if has_short_words(d.i.code()) { 2 } else { 4 };
+        if self.input.mode.has(Mode::SEGMENTED) {
+            self.input.word = if has_short_words(d.i.code()) { 2 } else { 4 };
         }
         match d.kind {
             Lowering::Nop | Lowering::Followed => {}
-            Lowering::CopyFp if !self.long && zeroes_vectors(&d.i) => self.zero_vectors(d),
+            Lowering::CopyFp if !self.input.long && zeroes_vectors(&d.i) => self.zero_vectors(d),
             Lowering::Copy | Lowering::CopyFp => self.copy(d, form, false)?,
             Lowering::CopyAligned | Lowering::CopyFpAligned => self.copy(d, form, true)?,
             Lowering::BitString => self.bit_string(d)?,
@@ -510,7 +444,7 @@ impl Translator {
             Lowering::Jmp => {
                 let link = self.links.len();
                 self.direct(d.offset, target(&d.i));
-                if self.links.len() > link && self.page == 0 {
+                if self.links.len() > link && self.state.page == 0 {
                     self.ahead.push(link as u32);
                 }
                 return Ok(true);
@@ -547,7 +481,7 @@ impl Translator {
 
     fn lea(&mut self, d: &Decoded) -> Emit {
         let r = d.i.op0_register();
-        if self.mode.has(Mode::SEGMENTED) {
+        if self.input.mode.has(Mode::SEGMENTED) {
             return self.lea_in_segment(d);
         }
         if r.size() < 4 {
@@ -561,7 +495,7 @@ impl Translator {
             if let Some(address) = self.constant(disp.into()) {
                 self.asm.mov_signed(r.size() == 8, to, address);
             } else {
-                let disp = disp.checked_add(self.beyond).ok_or(Unsupported)?;
+                let disp = disp.checked_add(self.state.beyond).ok_or(Unsupported)?;
                 self.asm.load(S0, SHORT_PAGE);
                 self.asm.rm(r.size() == 8, &[0x8d], to, at(S0, disp));
             }
@@ -572,7 +506,7 @@ impl Translator {
         }
         if host_reg(n).is_none() {
             self.asm.store(gpr_slot(n), to);
-            self.cached = Some(n);
+            self.state.cached = Some(n);
         }
         Ok(())
     }

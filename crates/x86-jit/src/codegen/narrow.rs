@@ -9,49 +9,49 @@ use crate::{asm::*, frame::words::GUEST_RSP, ir::decoded::Decoded, ir::mode::Mod
 impl Translator {
     /// Bytes of a word on the stack.
     pub(super) const fn word(&self) -> i32 {
-        self.word
+        self.input.word
     }
     /// Zero-extended.
     pub(super) fn load_word(&mut self, r: Reg, m: Mem) {
-        match self.word {
+        match self.input.word {
             2 => self.asm.rm(false, &[0x0f, 0xb7], r, m), // movzx
-            _ => self.asm.rm(self.long, &[0x8b], r, m),
+            _ => self.asm.rm(self.input.long, &[0x8b], r, m),
         }
     }
     /// The same of a register.
     pub(super) fn move_word(&mut self, r: Reg, from: Reg) {
-        match self.word {
+        match self.input.word {
             2 => self.asm.rr(false, &[0x0f, 0xb7], r, from), // movzx
-            _ => self.asm.rr(self.long, &[0x8b], r, from),
+            _ => self.asm.rr(self.input.long, &[0x8b], r, from),
         }
     }
     /// To a register of the guest's, of which 16 bits leave the others as they are.
     pub(super) fn load_to_register(&mut self, r: Reg, m: Mem) {
         self.operand_size();
-        self.asm.rm(self.long, &[0x8b], r, m);
+        self.asm.rm(self.input.long, &[0x8b], r, m);
     }
     pub(super) fn store_word(&mut self, m: Mem, r: Reg) {
         self.operand_size();
-        self.asm.rm(self.long, &[0x89], r, m);
+        self.asm.rm(self.input.long, &[0x89], r, m);
     }
     /// The immediate is sign-extended.
     pub(super) fn store_word_imm(&mut self, m: Mem, v: i32) {
         self.operand_size();
-        self.asm.rm(self.long, &[0xc7], 0, m);
-        match self.word {
+        self.asm.rm(self.input.long, &[0xc7], 0, m);
+        match self.input.word {
             2 => self.asm.bytes(&(v as u16).to_le_bytes()),
             _ => self.asm.bytes(&v.to_le_bytes()),
         }
     }
     /// The prefix of what works on a word.
     fn operand_size(&mut self) {
-        if self.word == 2 {
+        if self.input.word == 2 {
             self.asm.bytes(&[0x66]);
         }
     }
     /// An address.
     pub(super) fn lea_word(&mut self, r: Reg, m: Mem) {
-        self.asm.rm(self.long, &[0x8d], r, m);
+        self.asm.rm(self.input.long, &[0x8d], r, m);
     }
     /// VZEROUPPER, VZEROALL: by moves to XMM registers, which clear what is above.
     pub(super) fn zero_vectors(&mut self, d: &Decoded) {
@@ -65,7 +65,7 @@ impl Translator {
     }
     /// Makes the guest's stack pointer that address.
     pub(super) fn set_stack(&mut self, m: Mem) {
-        if self.mode.has(Mode::STACK16) {
+        if self.input.mode.has(Mode::STACK16) {
             // What is above SP stays.
             self.asm.bytes(&[0x66]);
         }

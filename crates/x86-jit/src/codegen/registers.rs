@@ -27,9 +27,9 @@ impl Translator {
     pub(super) fn load_slot(&mut self, to: Reg, n: u8) {
         if to != S1 {
             self.asm.load(to, gpr_slot(n));
-        } else if self.cached != Some(n) {
+        } else if self.state.cached != Some(n) {
             self.asm.load(to, gpr_slot(n));
-            self.cached = Some(n);
+            self.state.cached = Some(n);
         }
     }
 
@@ -173,7 +173,7 @@ impl Translator {
         a.load(S1, gs(PAUSES));
         a.lea(S1, at(S1, 1));
         a.store(gs(PAUSES), S1);
-        if self.tally.counts() {
+        if self.state.tally.counts() {
             exact::charge(a, countdown::PAUSE);
         } else {
             countdown::charge(a, countdown::PAUSE);

@@ -40,10 +40,10 @@ impl Translator {
     /// The address of the word of the stack at `r + disp`, in r14; with segments, this changes flags.
     pub(super) fn stack_address(&mut self, offset: u32, r: Reg, disp: i32) {
         self.lea_word(S0, at(r, disp));
-        if !self.mode.has(Mode::SEGMENTED) {
+        if !self.input.mode.has(Mode::SEGMENTED) {
             return;
         }
-        if self.mode.has(Mode::STACK16) {
+        if self.input.mode.has(Mode::STACK16) {
             self.asm.rr(false, &[0x0f, 0xb7], S0, S0); // movzx
         }
         self.add_base(offset, reg::SS, self.word() as u32);
@@ -60,7 +60,7 @@ impl Translator {
             self.spill_flags(d);
             self.asm.rr(false, &[0x0f, 0xb7], S1, r);
         }
-        self.cached = None;
+        self.state.cached = None;
         self.load_segment(d.i.op0_register().number());
         Ok(())
     }
@@ -71,15 +71,15 @@ impl Translator {
         let is_push = d.kind == Lowering::PushSegment;
         let disp = if is_push { -self.word() } else { 0 };
         let place = self.stack_slot(d, GUEST_RSP, disp, is_push);
-        self.cached = None;
+        self.state.cached = None;
         let from = if is_push { selector(n) } else { at(S0, place) };
         self.asm.rm(false, &[0x0f, 0xb7], S1, from); // movzx
         if is_push {
             self.store_word(at(S0, place), S1);
-            self.rsp_moves -= self.word();
+            self.state.rsp_moves -= self.word();
         } else {
             self.load_segment(n);
-            self.rsp_moves += self.word();
+            self.state.rsp_moves += self.word();
         }
     }
 
@@ -100,17 +100,17 @@ impl Translator {
 
     /// Before a call of another page writes anything: it leads to an instruction pointer within CS, or the interpreter executes it. Changes flags.
     pub(super) fn compare_target(&mut self, offset: u32, target: i32) {
-        if !self.mode.has(Mode::SEGMENTED) {
+        if !self.input.mode.has(Mode::SEGMENTED) {
             return;
         }
-        self.cached = None;
+        self.state.cached = None;
         let a = &mut self.asm;
         a.load(S1, SHORT_PAGE);
         a.lea(S1, at(S1, target));
         a.load32(S0, bound(reg::CS, 1));
         a.alu_rr(true, Alu::Cmp, S1, S0);
         self.bail_if(cc::A, offset);
-        if self.mode.has(Mode::BITS16) {
+        if self.input.mode.has(Mode::BITS16) {
             self.asm.alu_imm(true, Alu::Cmp, S1, 0xffff);
             self.bail_if(cc::A, offset);
         }

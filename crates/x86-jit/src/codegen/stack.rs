@@ -52,7 +52,7 @@ pub(super) fn needs_no_rsp(d: &Decoded) -> bool {
 impl Translator {
     /// RSP is what the guest has from here on.
     pub(super) fn settle_stack(&mut self) {
-        let by = core::mem::take(&mut self.rsp_moves);
+        let by = core::mem::take(&mut self.state.rsp_moves);
         if by != 0 {
             self.move_stack(by);
         }
@@ -74,7 +74,7 @@ impl Translator {
             }
         }
         let size = word * run.len() as i32;
-        self.rsp_moves += if push { -size } else { size };
+        self.state.rsp_moves += if push { -size } else { size };
     }
 
     /// The word at r14 + `disp` to a register other than RSP.
@@ -84,7 +84,7 @@ impl Translator {
             None => {
                 self.load_word(S1, at(S0, disp));
                 self.asm.store(gpr_slot(n), S1);
-                self.cached = Some(n);
+                self.state.cached = Some(n);
             }
         }
     }
@@ -103,7 +103,7 @@ impl Translator {
             }
             OpKind::Memory => {
                 self.asm.load(S1, gs(SPILL));
-                self.cached = None;
+                self.state.cached = None;
                 self.store_word(at(S0, to), S1);
             }
             _ => {
@@ -111,7 +111,7 @@ impl Translator {
                 self.store_word_imm(at(S0, to), d.i.immediate(0) as i32);
             }
         }
-        self.rsp_moves -= self.word();
+        self.state.rsp_moves -= self.word();
         Ok(())
     }
 
@@ -131,7 +131,7 @@ impl Translator {
             return;
         }
         self.pop_to(n, from);
-        self.rsp_moves += self.word();
+        self.state.rsp_moves += self.word();
     }
 
     pub(super) fn leave(&mut self, d: &Decoded) {

@@ -37,18 +37,18 @@ impl Translator {
             a.mov32(RSI, RSI);
             a.mov32(RDI, RDI);
         };
-        if !self.long {
+        if !self.input.long {
             narrow(&mut self.asm);
             self.asm.mov32(RCX, RCX);
         }
         self.asm.mov_imm(S1, d.offset.into());
         self.asm
             .call_to(self.trampolines.strings[op as usize][size][repeat]);
-        if !self.long {
+        if !self.input.long {
             narrow(&mut self.asm);
         }
         if op.compares() {
-            self.flags = Flags::Register;
+            self.state.flags = Flags::Register;
         }
     }
 }

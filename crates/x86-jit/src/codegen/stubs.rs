@@ -18,6 +18,20 @@ use crate::{
     frame::words::*,
 };
 
+/// Where a stub is emitted, and what the block has done where it is come from.
+struct Context<'h> {
+    here: usize,
+    /// Its number among stubs.
+    number: usize,
+    /// What the block has not executed if it is left at the instruction, and if it is left by its branch.
+    before: i32,
+    taken: i32,
+    /// How far the instruction's page is from that of the block, and where that is if it is known.
+    beyond: i32,
+    begins: Option<i32>,
+    hoisted: Option<&'h HoistedLoop>,
+}
+
 impl Translator {
     /// `hoisted`: fast turns, and the stubs that they come to.
     pub(super) fn emit_stubs(
@@ -30,10 +44,13 @@ impl Translator {
         while let Some(stub) = self.stubs.get(next).copied() {
             let hoisted = hoisted.filter(|w| w.1.contains(&next)).map(|w| &w.0);
             let beyond = self.turn_to_page_of(next);
-            let bound = self.bound;
-            let begins = self.pages.first().and_then(|p| p.bound);
+            let bound = self.input.bound;
+            let begins = self.input.pages.first().and_then(|p| p.bound);
             let number = next;
-            let (before, taken) = (self.tally.before(number), self.tally.taken(number));
+            let (before, taken) = (
+                self.state.tally.before(number),
+                self.state.tally.taken(number),
+            );
             next += 1;
             let a = &mut self.asm;
             let here = a.here();
@@ -42,101 +59,18 @@ impl Translator {
             }
             move_page(a, bound, beyond);
             let t = self.trampolines;
+            let c = Context {
+                here,
+                number,
+                before,
+                taken,
+                beyond,
+                begins,
+                hoisted,
+            };
             match stub {
-                Stub::Refill {
-                    from,
-                    resume,
-                    site,
-                    probe,
-                    finds,
-                    cached,
-                } => {
-                    a.patch(from, here);
-                    let call = self.miss(probe, site);
-                    let a = &mut self.asm;
-                    a.patch(
-                        call,
-                        match probe {
-                            Probe::Stack => t.stack,
-                            Probe::SiteEntry(_) => t.site_entry,
-                            _ => t.miss,
-                        },
-                    );
-                    self.leave_if(cc::BE, number, t.refused);
-                    let a = &mut self.asm;
-                    if let Some(n) = cached {
-                        a.load(S1, gpr_slot(n));
-                    }
-                    match (finds, probe) {
-                        (Finds::Address, _) => {}
-                        (Finds::Parts, Probe::Known { gva, .. }) => {
-                            a.lea(S0, at(S0, -(gva & 0xfff)));
-                        }
-                        (Finds::Parts, _) => a.mov_imm(S1, 0),
-                    }
-                    move_page(a, begins, -beyond);
-                    if let Some(w) = hoisted {
-                        w.borrow_registers(a);
-                    }
-                    a.jmp_to(resume);
-                }
-                Stub::RefillGroup {
-                    from,
-                    resume,
-                    offset,
-                    member,
-                    probe,
-                    cached,
-                } => {
-                    a.patch(from, here);
-                    let first = if member.offset == 0 { FIRST } else { 0 };
-                    let site = site(offset, member.span, member.write) | first;
-                    let is_site_entry = matches!(probe, Probe::SiteEntry(_));
-                    // Another page in its place is refilled by the accesses themselves.
-                    if member.refill || is_site_entry || self.hot.is_some() {
-                        let call = self.miss(probe, site);
-                        let a = &mut self.asm;
-                        a.patch(
-                            call,
-                            match probe {
-                                Probe::Stack if member.refill => t.stack_group,
-                                Probe::Stack => t.stack_split,
-                                Probe::SiteEntry(_) if member.refill => t.site_entry_group,
-                                Probe::SiteEntry(_) => t.site_entry_split,
-                                _ if member.refill => t.miss_group,
-                                _ => t.split,
-                            },
-                        );
-                        self.leave_if(cc::E, number, t.refused);
-                        let a = &mut self.asm;
-                        if let Some(n) = cached {
-                            a.load(S1, gpr_slot(n));
-                        }
-                        if let Some(w) = hoisted {
-                            let from = a.jcc(cc::BE);
-                            w.borrow_registers(a);
-                            a.jmp_to(resume);
-                            let here = a.here();
-                            a.patch(from, here);
-                        } else if beyond != 0 {
-                            let from = a.jcc(cc::BE);
-                            move_page(a, begins, -beyond);
-                            a.jmp_to(resume);
-                            let here = a.here();
-                            a.patch(from, here);
-                        } else {
-                            let from = a.jcc(cc::A);
-                            a.patch(from, resume);
-                        }
-                    }
-                    refund(&mut self.asm, before);
-                    if let Some(entries) = known(self.page, offset, true) {
-                        self.asm.jmp_to(entries.saved as usize);
-                        continue;
-                    }
-                    let from = self.asm.jmp();
-                    self.link(from, offset, false, true);
-                }
+                Stub::Refill { .. } => self.refill(&c, stub),
+                Stub::RefillGroup { .. } => self.refill_group(&c, stub, &known),
                 Stub::Bail { from, offset } => {
                     a.patch(from, here);
                     refund(a, before);
@@ -162,7 +96,7 @@ impl Translator {
                 Stub::Ret { from, site } => {
                     a.patch(from, here);
                     a.mov_imm(S1, site.into());
-                    a.jmp_to(t.ret_in(self.mode));
+                    a.jmp_to(t.ret_in(self.input.mode));
                 }
                 Stub::Call { from, offset } => {
                     a.patch(from, here);
@@ -217,36 +151,7 @@ impl Translator {
                         w.ends(a, again);
                     }
                 }
-                Stub::Link {
-                    mut from,
-                    number,
-                    live,
-                } => {
-                    if (hoisted.is_some() || beyond != 0 || taken != 0)
-                        && let Some(site) = self.links.get_mut(number as usize)
-                    {
-                        a.patch(from, here);
-                        if let Some(w) = hoisted {
-                            w.is_left(a);
-                        }
-                        refund(a, taken);
-                        from = a.jmp();
-                        (site.patch, site.is_jump) = (from, false);
-                    }
-                    let here = a.here();
-                    let site = self.links.get(number as usize);
-                    let site = site.filter(|s| !s.is_of_interest());
-                    let entry = site.and_then(|s| Some(known(self.page, s.target, s.split)?.of(s)));
-                    if let Some(entry) = entry.filter(|e| *e != 0) {
-                        a.patch(from, entry);
-                        self.ahead.retain(|n| *n != number);
-                        continue;
-                    }
-                    a.patch(from, here);
-                    let [word, jump] = a.stamp(&self.templates.link);
-                    a.patch32(word, number as i32);
-                    a.patch(jump, if live { t.link_live } else { t.link });
-                }
+                Stub::Link { .. } => self.link_stub(&c, stub, &known),
                 Stub::Unexpected { from, number } => {
                     a.patch(from, here);
                     self.unexpected(number);
@@ -256,7 +161,7 @@ impl Translator {
                     self.load_word(S0, at(S0, disp));
                     let a = &mut self.asm;
                     a.mov_imm(S1, site.into());
-                    a.jmp_to(t.ret_in(self.mode));
+                    a.jmp_to(t.ret_in(self.input.mode));
                 }
                 Stub::FarMiss { from, number } => {
                     a.patch(from, here);
@@ -279,6 +184,164 @@ impl Translator {
         }
     }
 
+    /// An access that has missed, and goes on at `resume`.
+    fn refill(&mut self, c: &Context<'_>, stub: Stub) {
+        let Stub::Refill {
+            from,
+            resume,
+            site,
+            probe,
+            finds,
+            cached,
+        } = stub
+        else {
+            return;
+        };
+        let t = self.trampolines;
+        let a = &mut self.asm;
+        a.patch(from, c.here);
+        let call = self.miss(probe, site);
+        let a = &mut self.asm;
+        a.patch(
+            call,
+            match probe {
+                Probe::Stack => t.stack,
+                Probe::SiteEntry(_) => t.site_entry,
+                _ => t.miss,
+            },
+        );
+        self.leave_if(cc::BE, c.number, t.refused);
+        let a = &mut self.asm;
+        if let Some(n) = cached {
+            a.load(S1, gpr_slot(n));
+        }
+        match (finds, probe) {
+            (Finds::Address, _) => {}
+            (Finds::Parts, Probe::Known { gva, .. }) => {
+                a.lea(S0, at(S0, -(gva & 0xfff)));
+            }
+            (Finds::Parts, _) => a.mov_imm(S1, 0),
+        }
+        move_page(a, c.begins, -c.beyond);
+        if let Some(w) = c.hoisted {
+            w.borrow_registers(a);
+        }
+        a.jmp_to(resume);
+    }
+
+    /// A group of accesses that has missed: each is made for itself if the whole group cannot be.
+    fn refill_group(
+        &mut self,
+        c: &Context<'_>,
+        stub: Stub,
+        known: impl Fn(u8, u32, bool) -> Option<Entries>,
+    ) {
+        let Stub::RefillGroup {
+            from,
+            resume,
+            offset,
+            member,
+            probe,
+            cached,
+        } = stub
+        else {
+            return;
+        };
+        let t = self.trampolines;
+        let a = &mut self.asm;
+        a.patch(from, c.here);
+        let first = if member.offset == 0 { FIRST } else { 0 };
+        let site = site(offset, member.span, member.write) | first;
+        let is_site_entry = matches!(probe, Probe::SiteEntry(_));
+        // Another page in its place is refilled by the accesses themselves.
+        if member.refill || is_site_entry || self.input.hot.is_some() {
+            let call = self.miss(probe, site);
+            let a = &mut self.asm;
+            a.patch(
+                call,
+                match probe {
+                    Probe::Stack if member.refill => t.stack_group,
+                    Probe::Stack => t.stack_split,
+                    Probe::SiteEntry(_) if member.refill => t.site_entry_group,
+                    Probe::SiteEntry(_) => t.site_entry_split,
+                    _ if member.refill => t.miss_group,
+                    _ => t.split,
+                },
+            );
+            self.leave_if(cc::E, c.number, t.refused);
+            let a = &mut self.asm;
+            if let Some(n) = cached {
+                a.load(S1, gpr_slot(n));
+            }
+            if let Some(w) = c.hoisted {
+                let from = a.jcc(cc::BE);
+                w.borrow_registers(a);
+                a.jmp_to(resume);
+                let here = a.here();
+                a.patch(from, here);
+            } else if c.beyond != 0 {
+                let from = a.jcc(cc::BE);
+                move_page(a, c.begins, -c.beyond);
+                a.jmp_to(resume);
+                let here = a.here();
+                a.patch(from, here);
+            } else {
+                let from = a.jcc(cc::A);
+                a.patch(from, resume);
+            }
+        }
+        refund(&mut self.asm, c.before);
+        if let Some(entries) = known(self.state.page, offset, true) {
+            self.asm.jmp_to(entries.saved as usize);
+            return;
+        }
+        let from = self.asm.jmp();
+        self.link(from, offset, false, true);
+    }
+
+    /// A direct branch that is not linked yet.
+    fn link_stub(
+        &mut self,
+        c: &Context<'_>,
+        stub: Stub,
+        known: impl Fn(u8, u32, bool) -> Option<Entries>,
+    ) {
+        let Stub::Link {
+            mut from,
+            number,
+            live,
+        } = stub
+        else {
+            return;
+        };
+        let t = self.trampolines;
+        let a = &mut self.asm;
+        if (c.hoisted.is_some() || c.beyond != 0 || c.taken != 0)
+            && let Some(site) = self.links.get_mut(number as usize)
+        {
+            a.patch(from, c.here);
+            if let Some(w) = c.hoisted {
+                w.is_left(a);
+            }
+            refund(a, c.taken);
+            from = a.jmp();
+            (site.patch, site.is_jump) = (from, false);
+        }
+        let here = a.here();
+        let site = self.links.get(number as usize);
+        let site = site.filter(|s| !s.is_of_interest());
+        let entry = site.and_then(|s| Some(known(self.state.page, s.target, s.split)?.of(s)));
+        if let Some(entry) = entry.filter(|e| *e != 0) {
+            a.patch(from, entry);
+            self.ahead.retain(|n| *n != number);
+            return;
+        }
+        a.patch(from, here);
+        let [word, jump] = a.stamp(&self.templates.link);
+        a.patch32(word, number as i32);
+        a.patch(jump, if live { t.link_live } else { t.link });
+    }
+
     /// The direct branch `number` to another page goes by the table.
     fn cross_page_missed(&mut self, number: u32) {
         let Some(site) = self.cross_page_sites.get(number as usize) else {
@@ -287,7 +350,7 @@ impl Translator {
         let (a, t) = (&mut self.asm, &self.trampolines);
         a.mov_signed(true, S0, site.target);
         a.mov_imm(S1, number.into());
-        let to = t.cross_page_in(self.mode, site.pop);
+        let to = t.cross_page_in(self.input.mode, site.pop);
         match site.returns {
             Some(back) => {
                 a.call_to(to);

@@ -52,7 +52,7 @@ impl Translator {
             self.flags_in_register();
             self.asm.load(S1, gs(SPILL));
         }
-        self.flags = Flags::Register;
+        self.state.flags = Flags::Register;
         let mut out = d.i;
         set_operand(&mut out, at(S0, 0));
         drop_hints(&mut out);
@@ -143,10 +143,10 @@ impl Translator {
 
     /// POPFD, POPFQ that changes nothing but IF and arithmetic flags.
     pub(super) fn popf(&mut self, d: &Decoded) {
-        if self.mode.has(Mode::SEGMENTED) {
+        if self.input.mode.has(Mode::SEGMENTED) {
             self.stack_address(d.offset, GUEST_RSP, 0);
         } else {
-            self.asm.rr(self.long, &[0x8b], S0, GUEST_RSP);
+            self.asm.rr(self.input.long, &[0x8b], S0, GUEST_RSP);
         }
         self.probe_stack(d.offset, false);
         self.load_word(S0, at(S0, 0));
@@ -182,7 +182,7 @@ impl Translator {
         a.alu_imm(false, Alu::And, S0, 1);
         a.alu_rr(false, Alu::Or, S1, S0);
         a.store32(SHORT_FLAGS, S1);
-        self.flags = Flags::Memory;
+        self.state.flags = Flags::Memory;
     }
 
     pub(super) fn sti(&mut self, d: &Decoded) {

@@ -89,16 +89,16 @@ impl Tally {
 impl Translator {
     /// What is translated next counts what is retired, and this stream besides instructions.
     pub(super) fn count(&mut self, insns: &[Decoded], stream: Option<usize>) {
-        if self.tally.counts() != stream.is_some() {
+        if self.state.tally.counts() != stream.is_some() {
             core::mem::swap(&mut self.trampolines, &mut self.other_trampolines);
         }
-        self.tally.begin(insns, stream);
+        self.state.tally.begin(insns, stream);
     }
 
     /// As [`Self::poll`], for a block that counts: it goes on where it has not counted yet.
     pub(super) fn counted_poll(&mut self, offset: u32) {
         let resume = self.asm.here();
-        let cost = self.tally.from(0);
+        let cost = self.state.tally.from(0);
         let from = exact::enter(&mut self.asm, cost);
         self.stubs.push(Stub::Poll {
             from,
@@ -110,14 +110,14 @@ impl Translator {
 
     /// The trampoline that is called next may leave the instruction to the interpreter.
     pub(super) fn note_refund(&mut self) {
-        if self.tally.counts() {
-            let rest = self.tally.from(self.position);
+        if self.state.tally.counts() {
+            let rest = self.state.tally.from(self.state.position);
             exact::note_refund(&mut self.asm, rest);
         }
     }
     /// A branch to a trampoline that leaves before the stub's instruction, if a condition is met. Flags are as they were there.
     pub(super) fn leave_if(&mut self, cc: u8, stub: usize, trampoline: usize) {
-        let refund = self.tally.before(stub);
+        let refund = self.state.tally.before(stub);
         let a = &mut self.asm;
         if refund == 0 {
             let from = a.jcc(cc);

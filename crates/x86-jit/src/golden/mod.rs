@@ -180,10 +180,10 @@ fn translated(case: &Case) -> String {
         generation: 0x11,
     };
     let bound = case.mode.bound(start);
-    translator.pages = vec![TracePage::own(source, bound, PAGE)];
+    translator.input.pages = vec![TracePage::own(source, bound, PAGE)];
     let mut insns = Vec::new();
     if let Some(trace) = &case.trace {
-        let pages = &mut translator.pages;
+        let pages = &mut translator.input.pages;
         follow(
             trace,
             case.mode,
@@ -205,7 +205,7 @@ fn translated(case: &Case) -> String {
     if case.mode.has_groups() {
         Groups::new().form(&mut insns, long, case.is_hot);
     }
-    translator.hot = hot;
+    translator.input.hot = hot;
     let is_interpreted = insns.last().is_some_and(|d| d.kind == Lowering::Interpret);
     let entries = translator.block(
         (&insns, &forms),

@@ -71,9 +71,9 @@ impl<B: JitBus> Jit<B> {
         (gva, mode): (u64, Mode),
         own: TracePage,
     ) -> bool {
-        self.builder.translator.pages.clear();
-        self.builder.translator.pages.push(own);
-        let hot = self.builder.translator.hot.as_mut();
+        self.builder.translator.input.pages.clear();
+        self.builder.translator.input.pages.push(own);
+        let hot = self.builder.translator.input.hot.as_mut();
         let Some(hot) = hot.filter(|h| mode.has_page_guards() && !h.path.is_empty()) else {
             return false;
         };
@@ -87,7 +87,7 @@ impl<B: JitBus> Jit<B> {
                 bus,
                 forms: &mut self.builder.forms,
                 decoded: &mut self.builder.decoded,
-                pages: &mut self.builder.translator.pages,
+                pages: &mut self.builder.translator.input.pages,
                 find_page,
                 first_page: gva & !0xfff,
                 mode,
@@ -98,9 +98,9 @@ impl<B: JitBus> Jit<B> {
             let branches = self.builder.decoded.iter().filter(|d| d.onto.is_some());
             self.stats.inlined += branches.count() as u64;
         } else {
-            self.builder.translator.pages.truncate(1);
+            self.builder.translator.input.pages.truncate(1);
         }
-        if let Some(hot) = &mut self.builder.translator.hot {
+        if let Some(hot) = &mut self.builder.translator.input.hot {
             hot.path = path;
         }
         is_trace

@@ -264,14 +264,14 @@ impl<B: JitBus> Jit<B> {
         let Some(p) = self.profiles.hot.get_mut(&key) else {
             return;
         };
-        p.hot = self.builder.translator.hot.take().unwrap_or_default();
+        p.hot = self.builder.translator.input.hot.take().unwrap_or_default();
         p.missed = vec![0; p.hot.site_entries.len()];
         p.len = self.builder.decoded.len().clamp(1, EXECUTED) as u64;
         (p.samples, p.is_due) = (0, false);
         (p.links, p.generation) = (links, block.generation);
         p.pages.clear();
-        if self.builder.translator.pages.len() > 1 {
-            p.pages.extend(&self.builder.translator.pages);
+        if self.builder.translator.input.pages.len() > 1 {
+            p.pages.extend(&self.builder.translator.input.pages);
         }
         for (site_entry, _) in &p.hot.site_entries {
             self.profiles.owners[usize::from(*site_entry)] = Some(key);

@@ -63,11 +63,11 @@ impl<B: JitBus> Jit<B> {
             _ => (site.is_some_and(|s| s.is_back), site.is_some()),
         };
         let polls = is_again || site.is_some_and(|s| s.polls);
-        self.builder.translator.hot = hot.and_then(|(hot, _)| hot);
+        self.builder.translator.input.hot = hot.and_then(|(hot, _)| hot);
         let links = self.builder.translator.links.len();
         let own = TracePage::own(code, bound, key.at);
         let is_trace = self.follow_path(cpu, bus, (gva, key.mode), own);
-        let is_hot = self.builder.translator.hot.is_some();
+        let is_hot = self.builder.translator.input.hot.is_some();
         let mut second = None;
         let mut sources = [code, code];
         if !is_trace {
@@ -94,11 +94,10 @@ impl<B: JitBus> Jit<B> {
             self.code.cache.second.insert(key, second);
         }
         block.len = self.builder.decoded.len().min(u8::MAX.into()) as u8;
-        let long = key.mode.is_long();
         if key.mode.has_groups() {
             self.builder
                 .groups
-                .form(&mut self.builder.decoded, long, is_hot);
+                .form(&mut self.builder.decoded, key.mode.is_long(), is_hot);
             let calls = |d: &Decoded| matches!(d.kind, Lowering::Call | Lowering::CallIndirect);
             block.may_gain = is_trace
                 || self
@@ -119,7 +118,7 @@ impl<B: JitBus> Jit<B> {
         }
         let blocks = &self.code.cache.blocks;
         let own = [false, true].map(|is_split| blocks.page(key.split(is_split)));
-        let others: Vec<_> = self.builder.translator.pages[1..].to_vec();
+        let others: Vec<_> = self.builder.translator.input.pages[1..].to_vec();
         let known = |page: u8, target: u32, split: bool| {
             let (blocks, generation) = match usize::from(page).checked_sub(1) {
                 None => (own[usize::from(split)]?, generation),
@@ -173,6 +172,7 @@ impl<B: JitBus> Jit<B> {
         let site_entries = self
             .builder
             .translator
+            .input
             .hot
             .as_ref()
             .map_or(0, |h| h.site_entries.len());
@@ -210,7 +210,7 @@ impl<B: JitBus> Jit<B> {
         how: (Mode, bool, bool),
     ) -> Option<Option<(CodePage, Source)>> {
         let b = &mut self.builder;
-        let turns = b.translator.hot.as_ref().map(|h| &h.turns[..]);
+        let turns = b.translator.input.hot.as_ref().map(|h| &h.turns[..]);
         let mut decode = |bus: &mut B, cpu: &mut CpuState| {
             block::decode(&mut b.decoded, &mut b.forms, (cpu, bus), gva, how, turns)
         };

@@ -91,11 +91,11 @@ impl Translator {
 
     /// Turns of a loop that come after another.
     fn turns(&mut self, insns: &[Decoded], forms: &Forms) {
-        (self.current, self.cached) = (None, None);
-        self.flags = Flags::Memory;
-        self.holds = true;
+        (self.state.current, self.state.cached) = (None, None);
+        self.state.flags = Flags::Memory;
+        self.state.holds = true;
         self.body(insns, forms);
-        self.holds = false;
+        self.state.holds = false;
     }
 
     /// Translates the fast turns of a block that has been, whose flags are not live where it begins. Returns where
@@ -107,7 +107,7 @@ impl Translator {
         forms: &Forms,
         (again, next): (usize, usize),
     ) -> Option<(usize, HoistedLoop, Range<usize>)> {
-        self.hot.as_ref().filter(|_| self.long)?;
+        self.input.hot.as_ref().filter(|_| self.input.long)?;
         let first = insns.first().filter(|_| is_loop(insns))?;
         let members = insns.iter().filter_map(|d| d.member.filter(|m| m.first));
         let is_known = |m: &Member| {
@@ -132,8 +132,8 @@ impl Translator {
         scratch.restore(a);
         a.jmp_to(again);
         let start = a.here();
-        let reluctance = gs(RELUCTANCES + 4 * self.next_hoist);
-        self.next_hoist = (self.next_hoist + 1) % RELUCTANCES_LEN;
+        let reluctance = gs(RELUCTANCES + 4 * self.next.hoist);
+        self.next.hoist = (self.next.hoist + 1) % RELUCTANCES_LEN;
         a.alu_mem_imm8(false, Alu::Sub, reluctance, 1);
         let from = a.jcc(cc::NS);
         a.patch(from, next);
@@ -183,9 +183,9 @@ impl Translator {
         let from = countdown::fast_turn(a, len);
         let stubs = self.stubs.len();
         self.stubs.push(Stub::TurnsDone { from, again });
-        self.hoisted = Some(hoisted);
+        self.state.hoisted = Some(hoisted);
         self.turns(insns, forms);
-        let hoisted = self.hoisted.take()?;
+        let hoisted = self.state.hoisted.take()?;
         // A rest of one turn is the last of a pass.
         for (from, turn) in rests.into_iter().zip(hoisted.turns.iter().rev()) {
             self.asm.patch(from, *turn);
@@ -195,27 +195,27 @@ impl Translator {
 
     /// A turn of a fast pass begins, of which the first one may be the first that is made.
     pub(super) fn begin_turn(&mut self) {
-        let Some(w) = &self.hoisted else {
+        let Some(w) = &self.state.hoisted else {
             return;
         };
-        if self.position == 0 || !self.position.is_multiple_of(w.turn) {
+        if self.state.position == 0 || !self.state.position.is_multiple_of(w.turn) {
             return;
         }
         self.settle_stack();
-        (self.current, self.cached) = (None, None);
-        self.flags = Flags::Memory;
+        (self.state.current, self.state.cached) = (None, None);
+        self.state.flags = Flags::Memory;
         let here = self.asm.here();
-        if let Some(w) = &mut self.hoisted {
+        if let Some(w) = &mut self.state.hoisted {
             w.turns.push(here);
         }
     }
 
     /// The branch at `from`, whose target is at an offset from the page, goes to the next fast turn, if it is the one that does.
     pub(super) fn goes_on_hoisted(&mut self, from: usize, target: i64) -> bool {
-        let Some(w) = &self.hoisted else {
+        let Some(w) = &self.state.hoisted else {
             return false;
         };
-        let is_back = self.position + 1 == w.len as usize && target == w.offset;
+        let is_back = self.state.position + 1 == w.len as usize && target == w.offset;
         if is_back {
             self.asm.patch(from, w.start);
         }
@@ -224,34 +224,34 @@ impl Translator {
 
     /// Registers are the guest's again, if they are not.
     pub(super) fn give_registers_back(&mut self) {
-        if let Some(w) = &self.hoisted {
+        if let Some(w) = &self.state.hoisted {
             w.give_registers_back(&mut self.asm);
         }
     }
 
     /// A fast turn has an anchor in the host register.
     pub(super) fn is_borrowed(&self, host: Reg) -> bool {
-        let hoisted = self.hoisted.as_ref();
+        let hoisted = self.state.hoisted.as_ref();
         hoisted.is_some_and(|w| w.borrowed().any(|(_, r, _)| r == host))
     }
 
     /// The host address of a member of a group whose anchor is in a register.
     pub(super) fn anchored(&mut self, d: &Decoded) -> Option<Mem> {
         let m = d.member?;
-        let (_, anchor) = self.hoisted.as_ref()?.of(m.group)?;
+        let (_, anchor) = self.state.hoisted.as_ref()?.of(m.group)?;
         let register = host_reg(anchor.borrowed?)?;
         let place = self.at_anchor(d, m, anchor.induction, register, S0);
         if !d.high {
             return Some(place);
         }
         self.asm.lea(S0, place);
-        self.current = None;
+        self.state.current = None;
         Some(at(S0, 0))
     }
 
     /// Makes r14 the address of the first byte of a group that the instruction would probe for; false: it has no anchor.
     pub(super) fn access_hoisted(&mut self, d: &Decoded) -> bool {
-        let hoisted = self.hoisted.as_ref();
+        let hoisted = self.state.hoisted.as_ref();
         let Some((m, (slot, of_group))) = d
             .member
             .filter(|m| m.first)
@@ -260,14 +260,14 @@ impl Translator {
             return false;
         };
         self.asm.load(S0, anchor(slot));
-        self.cached = None;
+        self.state.cached = None;
         let place = self.at_anchor(d, m, of_group.induction, S0, S1);
         let disp = place.disp.wrapping_sub(m.offset);
         self.asm.lea(S0, Mem { disp, ..place });
         if let Some(slot) = m.slot {
             self.asm.store(kept(slot), S0);
         }
-        self.current = Some(m.group);
+        self.state.current = Some(m.group);
         true
     }
 
@@ -288,7 +288,7 @@ impl Translator {
         };
         let moving = in_host(&mut self.asm, moving.number() as u8, scratch);
         if moving == S0 {
-            self.current = None;
+            self.state.current = None;
         }
         match (induction.moves, induction.index) {
             (Moves::Index, Some((_, scale))) => at(anchor, disp).plus(moving, scale),
