@@ -4,7 +4,7 @@
 use iced_x86::{OpKind, Register};
 use mmu::l1::{INLINE_CACHES, inline_cache, page_guard};
 
-use super::{Condition, CrossPageSite, Emit, LinkSite, Stub, Translator, Unsupported};
+use super::{Condition, CrossPageSite, Emit, LinkSite, Stub, Translator, Unsupported, tally};
 use crate::{
     asm::*,
     frame::requests,
@@ -20,7 +20,17 @@ impl Translator {
         let t = target(&d.i);
         let condition = condition_bits(d.i.condition_code()).ok_or(Unsupported)?;
         let condition = self.condition(condition);
-        let from = self.asm.jcc(condition);
+        let refund = self.state.tally.refund_if_taken(d, self.state.position);
+        let from = if refund != 0 && self.next_fast_turn(t).is_some() {
+            let goes_on = self.asm.jcc(condition ^ 1);
+            tally::refund(&mut self.asm, refund);
+            let from = self.asm.jmp();
+            let here = self.asm.here();
+            self.asm.patch(goes_on, here);
+            from
+        } else {
+            self.asm.jcc(condition)
+        };
         let live = self.state.flags.is_register();
         if self.goes_on_hoisted(from, t) {
             return Ok(());

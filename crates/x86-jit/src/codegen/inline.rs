@@ -141,7 +141,10 @@ impl Translator {
         }
         let from = self.asm.jcc(cc::NE);
         let number = self.state.branches.len();
-        self.state.branches.push(*d);
+        self.state.branches.push((*d, self.state.position));
+        self.state
+            .tally
+            .mark_left(self.stubs.len(), self.state.position + 1);
         self.stubs.push(Stub::Unexpected { from, number });
         Ok(())
     }
@@ -159,6 +162,9 @@ impl Translator {
         }
         let from = self.asm.jcc(cc::NE);
         let by = self.word() + popped(&d.i);
+        self.state
+            .tally
+            .mark_left(self.stubs.len(), self.state.position + 1);
         self.stubs.push(Stub::Elsewhere {
             from,
             disp,
@@ -189,9 +195,10 @@ impl Translator {
 
     /// An indirect branch to the gva in r14, which is not where it was expected to lead, before it has done anything.
     pub(super) fn unexpected(&mut self, number: usize) {
-        let Some(d) = self.state.branches.get(number).copied() else {
+        let Some((d, position)) = self.state.branches.get(number).copied() else {
             return;
         };
+        self.state.tally.mark_alone(self.stubs.len(), position);
         (self.state.current, self.state.cached, self.state.rsp_moves) = (None, None, 0);
         self.state.flags = super::Flags::Memory;
         self.indirect_to(&Decoded { member: None, ..d });

@@ -193,7 +193,7 @@ impl Translator {
     /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
     fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
         if self.state.tally.counts() {
-            return self.counted_poll(offset);
+            return self.counted_poll(offset, after);
         }
         let a = &mut self.asm;
         let from = countdown::enter(a, len);
@@ -265,7 +265,7 @@ impl Translator {
         }
         let is_complete = self.body(insns, forms);
         let (mut next, mut hoist) = (again, None);
-        if is_complete && polls && !counts && live == 0 && sources.len() == 1 && !how.is_split {
+        if is_complete && polls && live == 0 && sources.len() == 1 && !how.is_split {
             next = self.hold(insns, forms, again).unwrap_or(again);
             hoist = self.hoist_probes(insns, forms, (again, next));
         }
@@ -425,6 +425,7 @@ impl Translator {
             Lowering::String => self.string(d),
             Lowering::LoadFpControl => self.load_fp_control(d)?,
             Lowering::Rdtsc => self.rdtsc(d),
+            Lowering::Rdpmc => self.rdpmc(d),
             Lowering::Pushf => self.pushf(d),
             Lowering::Popf => self.popf(d),
             Lowering::Cli => self.asm.store8(gs(RFLAGS + 1), 0),

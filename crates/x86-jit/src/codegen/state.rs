@@ -88,8 +88,8 @@ pub(super) struct Emission {
     pub(super) beyond: i32,
     /// Where calls return to whose targets are in the block.
     pub(super) frames: Vec<TracePlace>,
-    /// Branches to what comes next in the block, for [`Stub::Unexpected`].
-    pub(super) branches: Vec<Decoded>,
+    /// Branches to what comes next in the block, and their numbers, for [`super::Stub::Unexpected`].
+    pub(super) branches: Vec<(Decoded, usize)>,
 }
 
 impl Emission {

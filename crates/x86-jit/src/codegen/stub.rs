@@ -30,6 +30,11 @@ pub(super) enum Stub {
         from: usize,
         offset: u32,
     },
+    /// The same, where nothing has been counted of it and what comes behind.
+    Refused {
+        from: usize,
+        offset: u32,
+    },
     Stale {
         from: usize,
         offset: u32,

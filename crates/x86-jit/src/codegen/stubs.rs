@@ -4,6 +4,7 @@ use core::ops::Range;
 
 use super::{
     Entries, Translator,
+    countdown::exact,
     hoist::HoistedLoop,
     inline::move_page,
     memory::{Finds, Probe},
@@ -77,6 +78,11 @@ impl Translator {
                     a.mov_imm(S1, offset.into());
                     a.jmp_to(t.bail);
                 }
+                Stub::Refused { from, offset } => {
+                    a.patch(from, here);
+                    a.mov_imm(S1, offset.into());
+                    a.jmp_to(t.bail_integer);
+                }
                 Stub::Branch { from, offset } => {
                     a.patch(from, here);
                     a.alu(true, Alu::Xor, S0, SHORT_SALT);
@@ -137,6 +143,10 @@ impl Translator {
                     a.patch(from, here);
                     refund(a, cost);
                     a.mov_imm(S1, offset.into());
+                    if cost > exact::cost(exact::LEAST as i32, 0) {
+                        let from = exact::branch_if_new(a);
+                        a.patch(from, t.too_long);
+                    }
                     a.call_to(t.poll);
                     a.jmp_to(resume);
                 }
@@ -154,10 +164,12 @@ impl Translator {
                 Stub::Link { .. } => self.link_stub(&c, stub, &known),
                 Stub::Unexpected { from, number } => {
                     a.patch(from, here);
+                    refund(a, taken);
                     self.unexpected(number);
                 }
                 Stub::Elsewhere { from, disp, site } => {
                     a.patch(from, here);
+                    refund(a, taken);
                     self.load_word(S0, at(S0, disp));
                     let a = &mut self.asm;
                     a.mov_imm(S1, site.into());

@@ -6,6 +6,7 @@ use x86_defs::{control::cr4, rflags};
 use super::{
     Emit, Flags, Stub, Translator,
     copy::{drop_hints, register, set_operand},
+    countdown::exact,
 };
 use crate::{
     asm::*, frame::requests, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering,
@@ -102,6 +103,33 @@ impl Translator {
         a.mov(RDX, RAX);
         a.shift(true, 5, RDX, 32);
         a.mov32(RAX, RAX);
+    }
+
+    /// RDPMC, by a function. Code that counts has what it has counted before this instruction in memory then.
+    pub(super) fn rdpmc(&mut self, d: &Decoded) {
+        self.spill_flags(d);
+        let ahead = self.state.tally.from(self.state.position);
+        let counts = self.state.tally.counts();
+        let a = &mut self.asm;
+        if counts {
+            exact::refund(a, ahead);
+            exact::keep(a);
+        }
+        a.mov32(S0, RCX);
+        a.mov_imm(S1, (requests::RDPMC | d.offset).into());
+        a.call_to(self.trampolines.call);
+        a.rr(true, &[0x85], S0, S0); // test
+        let refused = a.jcc(cc::S);
+        a.mov32(RAX, S0);
+        a.mov(RDX, S0);
+        a.shift(true, 5, RDX, 32);
+        if counts {
+            exact::refund(a, -ahead);
+        }
+        self.stubs.push(Stub::Refused {
+            from: refused,
+            offset: d.offset,
+        });
     }
 
     /// PUSHFD, PUSHFQ: VM and RF read as 0.

@@ -13,8 +13,8 @@ pub(super) struct Tally {
     stream: Option<usize>,
     /// What is not executed if the block is left before an instruction, by its number; and 0, behind the last one.
     rest: Vec<i32>,
-    /// From which stub on it is which instruction's.
-    marks: Vec<(usize, usize)>,
+    /// What stubs from one on give back that leave the block before their instruction.
+    marks: Vec<(usize, i32)>,
     /// Stubs of branches that leave the block in its middle, and what each gives back.
     taken: Vec<(usize, i32)>,
 }
@@ -54,17 +54,28 @@ impl Tally {
     /// The next stubs are those of instruction `n`.
     pub(super) fn mark(&mut self, stubs: usize, n: usize) {
         if self.counts() {
-            self.marks.push((stubs, n));
+            self.marks.push((stubs, self.from(n)));
         }
+    }
+    /// The next stubs are those of instruction `n` again, when what comes behind it has been given back.
+    pub(super) fn mark_alone(&mut self, stubs: usize, n: usize) {
+        if self.counts() {
+            self.marks.push((stubs, self.from(n) - self.from(n + 1)));
+        }
+    }
+    /// What the conditional branch `d`, instruction `n`, gives back when it is taken.
+    pub(super) fn refund_if_taken(&self, d: &Decoded, n: usize) -> i32 {
+        self.stream.map_or(0, |stream| {
+            self.from(n) - exact::cost(1, events(d, stream, true))
+        })
     }
     /// The next stub is that of the conditional branch `d`, instruction `n`, when it is taken.
     pub(super) fn mark_taken(&mut self, stub: usize, d: &Decoded, n: usize) {
-        if let Some(stream) = self.stream {
-            let taken = exact::cost(1, events(d, stream, true));
-            self.taken.push((stub, self.from(n) - taken));
+        if self.counts() {
+            self.taken.push((stub, self.refund_if_taken(d, n)));
         }
     }
-    /// The next stub links to a translation that begins with instruction `n`.
+    /// The next stub goes on with what is not instruction `n`, or another translation of it.
     pub(super) fn mark_left(&mut self, stub: usize, n: usize) {
         if self.counts() {
             self.taken.push((stub, self.from(n)));
@@ -77,7 +88,7 @@ impl Tally {
     /// What a stub gives back that leaves the block before its instruction.
     pub(super) fn before(&self, stub: usize) -> i32 {
         let of = self.marks.iter().rev().find(|(from, _)| *from <= stub);
-        of.map_or(0, |(_, n)| self.from(*n))
+        of.map_or(0, |(_, refund)| *refund)
     }
     /// What one gives back that leaves it by a branch.
     pub(super) fn taken(&self, stub: usize) -> i32 {
@@ -96,8 +107,8 @@ impl Translator {
     }
 
     /// As [`Self::poll`], for a block that counts: it goes on where it has not counted yet.
-    pub(super) fn counted_poll(&mut self, offset: u32) {
-        let resume = self.asm.here();
+    pub(super) fn counted_poll(&mut self, offset: u32, after: Option<usize>) {
+        let resume = after.unwrap_or(self.asm.here());
         let cost = self.state.tally.from(0);
         let from = exact::enter(&mut self.asm, cost);
         self.stubs.push(Stub::Poll {

@@ -23,6 +23,8 @@ pub(crate) enum Reason {
     /// The instruction at RIP is the interpreter's, and the linear address of its operand is in
     /// [`crate::frame::words::SPILL`].
     Access,
+    /// The block at RIP is longer than it is until a counter may overflow: another translation of it is shorter.
+    TooLong,
 }
 
 impl Reason {
@@ -34,6 +36,7 @@ impl Reason {
             4 => Self::Branch,
             5 => Self::CrossPage,
             6 => Self::Access,
+            7 => Self::TooLong,
             _ => Self::Interpret,
         }
     }

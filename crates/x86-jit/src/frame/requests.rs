@@ -56,5 +56,8 @@ pub(crate) const SYSCALL: u32 = 1 << 23;
 
 pub(crate) const SYSRET: u32 = 1 << 24;
 
+/// RDPMC: r14 is the counter's number; the result is its value, or has bit 63 set: the interpreter does it.
+pub(crate) const RDPMC: u32 = 1 << 30;
+
 /// IRETQ: r14 is RSP, which is in memory afterwards; the result is the target.
 pub(crate) const IRETQ: u32 = 1 << 27;

@@ -87,10 +87,14 @@ impl Names {
     fn name_trampolines(&mut self, t: &Trampolines) {
         for (name, at) in fields![t;
             enter bail bail_integer stale moved poll link link_live branch fill_inline_cache inline_cache ret ret32
-            cross_page cross_page_call cross_page_call32 switch miss miss_group split refused stack stack_group stack_split site_entry
+            cross_page cross_page_call cross_page_call32 switch call miss miss_group split refused stack stack_group stack_split site_entry
             site_entry_group site_entry_split load_fp key_rights root ret16 cross_page_segmented
         ] {
             self.label(at, name);
+        }
+        // Of code that counts only.
+        if t.too_long != 0 {
+            self.label(t.too_long, "too_long");
         }
         self.label(t.access[0], "access.clac");
         self.label(t.access[1], "access.stac");

@@ -528,6 +528,7 @@ fn is_barrier(d: &Decoded) -> bool {
             | Lowering::BitString
             | Lowering::FromSegment
             | Lowering::Rdtsc
+            | Lowering::Rdpmc
             | Lowering::Jcc
             | Lowering::Jmp
             | Lowering::Followed

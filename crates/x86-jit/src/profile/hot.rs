@@ -114,7 +114,7 @@ impl Profiles {
 
     /// What is to be different in the translation of a block, and whether it is linked to, if that is known.
     pub(crate) fn begin(&mut self, key: BlockKey) -> Option<(Option<Hot>, Option<bool>)> {
-        if key.mode.has(Mode::SPLIT) || key.mode.has(Mode::COUNTS) {
+        if key.mode.has(Mode::SPLIT) {
             return None;
         }
         if let Some(p) = self.hot.get(&key) {

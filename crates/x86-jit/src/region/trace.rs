@@ -265,7 +265,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
                 d.access = 0;
             }
             if let Some(to) = taken {
-                d.i.negate_condition_code();
+                d.turns_round();
                 set_target(&mut d.i, *to);
             }
         }

@@ -2,6 +2,7 @@
 
 use iced_x86::{Decoder, DecoderOptions};
 use x86_cpu::{CpuState, Retired, retired::outcome};
+use x86_defs::control::cr4;
 use x86_interp::events_of;
 
 use crate::{
@@ -28,6 +29,26 @@ pub(crate) fn settle(cpu: &mut CpuState) {
     }
 }
 
+/// RDPMC of a counter, for translated code that has said what it has counted; bit 63: the interpreter is to do it.
+pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> u64 {
+    const REFUSED: u64 = 1 << 63;
+    let is_allowed = cpu.cpl == 0 || cpu.cr4 & cr4::PCE != 0;
+    if !is_allowed || cpu.engine.words[index(frame::words::LOG)] != 0 {
+        return REFUSED;
+    }
+    let counts = cpu.retired.counts;
+    if let Some((instructions, events)) = exact::counted(&cpu.engine.words) {
+        let as_what = cpu.engine.words[index(frame::words::COUNTED_AS)];
+        let level = usize::from(as_what & LEVEL != 0);
+        let stream = (as_what & 0xff) as usize;
+        cpu.retired
+            .add_counted(level, instructions, stream, events, 0);
+    }
+    let value = bus.read_pmc(cpu, counter);
+    cpu.retired.counts = counts;
+    value.unwrap_or(REFUSED)
+}
+
 impl<B: JitBus> Jit<B> {
     /// Where to go on for `code` of the current mode: for `left` instructions until the next poll, if it counts.
     /// `counted`: the code that has called Rust did. Code 0 is none.
@@ -40,7 +61,7 @@ impl<B: JitBus> Jit<B> {
         words[index(frame::words::COUNTED_ENTRY)] = code;
         let place = match stream {
             Some(stream) => {
-                exact::begin(words, left.min(cpu.retired.left));
+                exact::begin(words, left, cpu.retired.left);
                 let level = Retired::level(cpu.cpl) as u64 * LEVEL;
                 words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
                 self.code.counting.go_on_counting

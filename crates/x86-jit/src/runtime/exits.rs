@@ -147,6 +147,10 @@ fn answer<B: JitBus>(
             }
             RunStop::Poll
         }
+        Reason::TooLong => {
+            jit.session.splits = true;
+            RunStop::Poll
+        }
         Reason::Stale | Reason::Poll => {
             if argument != 0 {
                 jit.revalidate_trace(cpu, bus);
@@ -166,7 +170,7 @@ fn answer<B: JitBus>(
     // IRET has led to where no code was found: the instruction that RF is for is still to come.
     let is_to_come = matches!(
         reason,
-        Reason::Branch | Reason::CrossPage | Reason::Link | Reason::Stale
+        Reason::Branch | Reason::CrossPage | Reason::Link | Reason::Stale | Reason::TooLong
     );
     if is_to_come && resumed == Some(cpu.rip()) {
         cpu.rflags |= rflags::RF;

@@ -14,7 +14,7 @@ use crate::{
     runtime::lockstep::log_of,
     runtime::state::target_key,
     runtime::{Context, Jit},
-    runtime::{interrupt_return, system_call},
+    runtime::{counting, interrupt_return, system_call},
 };
 
 /// Generated code asks for a change of RFLAGS.AC from now on.
@@ -141,7 +141,10 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
     if site & requests::SET_PKRU != 0 {
         return change_key_rights(jit, cpu, bus, gva as u32);
     }
-    if site & (requests::SYSCALL | requests::SYSRET | requests::IRETQ) != 0 {
+    if site & (requests::SYSCALL | requests::SYSRET | requests::IRETQ | requests::RDPMC) != 0 {
+        if site & requests::RDPMC != 0 {
+            return counting::read(cpu, bus, gva as u32);
+        }
         if site & requests::IRETQ != 0 {
             return interrupt_return::leave(jit, cpu, bus, gva);
         }

@@ -11,7 +11,7 @@ use crate::{
     frame::requests,
     frame::{self, words::index},
     ir::hot::Turns,
-    ir::mode::{BlockKey, Mode},
+    ir::mode::BlockKey,
     ir::segment::code_at,
     ir::source::TracePage,
     profile::hot::{EXECUTED, Found, Profile, REVALIDATED},
@@ -28,9 +28,6 @@ impl<B: JitBus> Jit<B> {
     ) -> RunStop {
         if core::mem::take(&mut cpu.engine.words[index(frame::words::SITE_ENTRIES_MISSED)]) != 0 {
             self.judge_site_entries(bus);
-            return RunStop::Poll;
-        }
-        if self.session.mode.has(Mode::COUNTS) {
             return RunStop::Poll;
         }
         let Some((key, generation)) = self.key_at(cpu, bus) else {
@@ -228,16 +225,13 @@ impl<B: JitBus> Jit<B> {
 
     /// Has the block translated again when it is executed next.
     fn translate_again(&mut self, key: BlockKey, generation: u32) {
-        if key.mode.has(Mode::COUNTS) {
-            return;
-        }
         let is_current =
             |b: &TranslatedBlock| b.generation == generation && b.may_gain && !b.straddles;
         let Some(old) = self.code.cache.blocks.get(key).filter(is_current) else {
             return;
         };
         let from = old.entries.saved as usize;
-        let Some(stub) = self.stale_stub(key.at as u32 & 0xfff) else {
+        let Some(stub) = self.stale_stub(key.at as u32 & 0xfff, key.mode) else {
             return;
         };
         self.code.buffer.write(from, &jump(from, stub));

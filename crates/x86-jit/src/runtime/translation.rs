@@ -345,7 +345,7 @@ impl<B: JitBus> Jit<B> {
     }
 
     /// Code that has the block at an offset of its page looked for; `None`: there is no room.
-    pub(crate) fn stale_stub(&mut self, offset: u32) -> Option<usize> {
+    pub(crate) fn stale_stub(&mut self, offset: u32, mode: Mode) -> Option<usize> {
         if self.code.layout.is_full() {
             return None;
         }
@@ -353,7 +353,10 @@ impl<B: JitBus> Jit<B> {
         let a = &mut self.builder.translator.asm;
         a.start(cold);
         a.mov_imm(S1, offset.into());
-        a.jmp_to(self.code.trampolines.stale);
+        a.jmp_to(match mode.has(Mode::COUNTS) {
+            true => self.code.counting.stale,
+            false => self.code.trampolines.stale,
+        });
         self.write_cold(cold)?;
         Some(cold)
     }

@@ -11,7 +11,7 @@
 //! What changes the countdown otherwise changes [`COUNTED_FROM`] by as much. Budgets end where a counter may
 //! overflow at the earliest, and a block is entered only if all of it is within the budget: what is left is the interpreter's.
 
-use super::{Poll, SOON, run_limit_ends, vary_budget};
+use super::{BUDGET, CREDIT, Poll, SOON, run_limit_ends, vary_budget};
 use crate::{asm::*, frame::words::*};
 
 /// Bit from which on instructions are.
@@ -20,6 +20,8 @@ const SHIFT: u8 = 20;
 const EVENTS: u64 = (1 << SHIFT) - 1;
 /// Instructions up to a counter's overflow that translated code is entered for.
 pub(crate) const LEAST: u64 = 64;
+/// Those that there have to be for fast turns of loops to get [`CREDIT`]: more than a budget and that.
+const LEAST_FOR_CREDIT: u64 = 2 * BUDGET as u64 + CREDIT as u64;
 
 /// What so many instructions with so many events of the other stream count for.
 pub(crate) const fn cost(instructions: i32, events: i32) -> i32 {
@@ -90,8 +92,10 @@ pub(in crate::codegen) fn hasten_if_requested(a: &mut Asm) {
     let is_soon = a.jcc(cc::LE);
     shorten(a, RAX);
     let here = a.here();
-    a.patch(goes_on, here);
     a.patch(is_soon, here);
+    a.store_imm(gs(OWED), 0);
+    let here = a.here();
+    a.patch(goes_on, here);
 }
 
 /// As [`super::poll`]; the run loop has to be returned to also where a counter may overflow soon.
@@ -111,6 +115,12 @@ pub(in crate::codegen) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Pol
     a.shift(true, 4, COUNTER, SHIFT);
     a.alu_imm(true, Alu::Or, COUNTER, EVENTS as i32);
     a.store(gs(COUNTED_FROM), COUNTER);
+    a.store_imm(gs(CREDIT_LEFT), CREDIT);
+    a.alu_imm(true, Alu::Cmp, S0, LEAST_FOR_CREDIT as i32);
+    let has_credit = a.jcc(cc::AE);
+    a.store_imm(gs(CREDIT_LEFT), 0);
+    let here = a.here();
+    a.patch(has_credit, here);
     a.alu_imm(true, Alu::Cmp, S0, LEAST as i32);
     let may_overflow = a.jcc(cc::B);
     go_on(a);
@@ -140,6 +150,76 @@ fn take_off(a: &mut Asm) {
     a.store(instructions, COUNTER);
 }
 
+/// Branches if nothing has been counted since the budget began: whoever does not fit into that would not after a poll. Changes flags.
+pub(in crate::codegen) fn branch_if_new(a: &mut Asm) -> usize {
+    a.alu(true, Alu::Cmp, COUNTER, gs(COUNTED_FROM));
+    a.jcc(cc::E)
+}
+
+/// As [`super::begin_fast_turns`]: what the countdown becomes less, its beginning does, too.
+pub(in crate::codegen) fn begin_fast_turns(a: &mut Asm) {
+    a.load(S0, gs(CREDIT_LEFT));
+    a.store_imm(gs(CREDIT_LEFT), 0);
+    a.store_imm(gs(OWED), 0);
+    a.shift(true, 4, S0, SHIFT);
+    a.alu_rr(true, Alu::Add, COUNTER, S0);
+    a.alu(true, Alu::Add, S0, gs(COUNTED_FROM));
+    a.store(gs(COUNTED_FROM), S0);
+    // Instructions that are left beyond those in r13, and none of the other events.
+    a.shift(true, 4, S1, SHIFT);
+    a.mov(S0, COUNTER);
+    a.alu_rr(true, Alu::Sub, S0, S1);
+    a.alu_imm(true, Alu::And, S0, -(1 << SHIFT));
+    let is_less = a.jcc(cc::LE);
+    a.store(gs(OWED), S0);
+    shorten(a, S0);
+    let here = a.here();
+    a.patch(is_less, here);
+    a.mov(S1, COUNTER);
+    a.rr(true, &[0xf7], 3, S1); // neg
+    a.store(gs(BEGAN), S1);
+}
+
+/// A fast turn that counts for so much begins, or the rest of one. Returns the branch to take if the budget is too short.
+pub(in crate::codegen) fn fast_turn(a: &mut Asm, cost: i32) -> usize {
+    enter(a, cost)
+}
+
+/// As [`super::end_fast_turns`]; the last turn has counted for so much.
+pub(in crate::codegen) fn end_fast_turns(a: &mut Asm, cost: i32, least: i32) -> usize {
+    refund(a, cost);
+    a.load(S1, gs(OWED));
+    a.alu_rr(true, Alu::Add, COUNTER, S1);
+    a.alu(true, Alu::Add, S1, gs(COUNTED_FROM));
+    a.store(gs(COUNTED_FROM), S1);
+    a.alu_imm(true, Alu::Cmp, COUNTER, self::cost(least, 0));
+    a.jcc(cc::L)
+}
+
+/// As [`super::leave_fast_turns`]; `executed` has sixteen times as much in r13, in 32 bits.
+pub(in crate::codegen) fn leave_fast_turns(
+    a: &mut Asm,
+    worth: i32,
+    executed: impl FnOnce(&mut Asm),
+) {
+    a.load(S1, gs(BEGAN));
+    a.lea(S1, at(S1, cost(worth, 0)).plus(COUNTER, 0));
+    a.store(gs(SPILL), S1);
+    a.load32(S1, gs(SPILL + 2));
+    executed(a);
+    // Without flags.
+    a.load(S1, gs(OWED));
+    a.lea(COUNTER, at(COUNTER, 0).plus(S1, 0));
+    a.store(gs(SPILL), COUNTER);
+    a.load(COUNTER, gs(COUNTED_FROM));
+    a.lea(COUNTER, at(COUNTER, 0).plus(S1, 0));
+    a.store(gs(COUNTED_FROM), COUNTER);
+    a.load(COUNTER, gs(SPILL));
+}
+
+/// What an instruction is in what [`leave_fast_turns`] computes.
+pub(in crate::codegen) const EXECUTED: i32 = 1 << (SHIFT - 16);
+
 /// Goes on at [`COUNTED_ENTRY`] with the countdown that [`begin`] has set, or with that of code that does not count.
 /// `last`: where the last frame of the host's stack is to lead, which may be of the other kind of code.
 pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize, counts: bool) -> usize {
@@ -158,8 +238,12 @@ pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize, counts: bool) -> usize
     place
 }
 
-/// Code that counts goes on, for so many instructions at most.
-pub(crate) fn begin(words: &mut [u64], instructions: u64) {
+/// Code that counts goes on, for so many instructions at most, of which a counter may overflow after `left`.
+pub(crate) fn begin(words: &mut [u64], instructions: u64, left: u64) {
+    let instructions = instructions.min(left);
+    if left < LEAST_FOR_CREDIT {
+        words[index(CREDIT_LEFT)] = 0;
+    }
     let countdown = instructions.min(super::longest()) << SHIFT | EVENTS;
     words[index(COUNTED_FROM)] = countdown;
     words[index(COUNTED_TO)] = countdown;
@@ -190,6 +274,17 @@ pub(crate) fn take_counted(words: &mut [u64]) -> Option<Counted> {
         instructions: instructions.wrapping_add(counted >> SHIFT),
         events: events.wrapping_add(counted & EVENTS),
         left: counted >> SHIFT,
+    })
+}
+
+/// What [`take_counted`] would say: instructions, and events of the other stream.
+pub(crate) fn counted(words: &[u64]) -> Option<(u64, u64)> {
+    let [from, to] = [COUNTED_FROM, COUNTED_TO].map(|w| words[index(w)]);
+    let [instructions, events] = COUNTED.map(|w| words[index(w)]);
+    let counted = from.wrapping_sub(to);
+    (from != 0).then(|| {
+        let instructions = instructions.wrapping_add(counted >> SHIFT);
+        (instructions, events.wrapping_add(counted & EVENTS))
     })
 }
 

@@ -37,7 +37,7 @@ use probe::{Scratch, divide, in_host};
 use super::{Translator, flags::Flags, stub::Stub};
 use crate::{
     asm::*,
-    codegen::countdown,
+    codegen::countdown::{self, exact},
     frame::words::*,
     ir::branch::is_loop,
     ir::decoded::Decoded,
@@ -65,6 +65,8 @@ pub(super) struct HoistedLoop {
     offset: i64,
     /// Instructions of a pass, the last one of which is the branch back.
     len: i32,
+    /// What a pass counts for, in code that counts what is retired.
+    cost: Option<i32>,
     /// How often the loop is to go back before it looks for its groups again.
     reluctance: Mem,
     anchors: Vec<Anchor>,
@@ -134,10 +136,12 @@ impl Translator {
         let start = a.here();
         let reluctance = gs(RELUCTANCES + 4 * self.next.hoist);
         self.next.hoist = (self.next.hoist + 1) % RELUCTANCES_LEN;
-        a.alu_mem_imm8(false, Alu::Sub, reluctance, 1);
+        let cost = self.state.tally.counts().then(|| self.state.tally.from(0));
+        let unit = if cost.is_some() { exact::EXECUTED } else { 1 };
+        a.alu_mem_imm8(false, Alu::Sub, reluctance, unit as i8);
         let from = a.jcc(cc::NS);
         a.patch(from, next);
-        a.store32_imm(reluctance, FAILED);
+        a.store32_imm(reluctance, FAILED * unit);
         let retry = a.here();
         scratch.save(a);
         let len = insns.len() as i32;
@@ -155,10 +159,18 @@ impl Translator {
             a.store32(gs(REST), scratch.turns);
         }
         a.imul(true, S1, S0, len);
+        if cost.is_some() && turns > 1 {
+            a.imul(true, scratch.turns, scratch.turns, len / turns as i32);
+            a.alu_rr(true, Alu::Add, S1, scratch.turns);
+        }
         scratch.restore(a);
-        countdown::begin_fast_turns(a);
+        match cost {
+            Some(_) => exact::begin_fast_turns(a),
+            None => countdown::begin_fast_turns(a),
+        }
         let mut hoisted = HoistedLoop {
             len,
+            cost,
             reluctance,
             start: 0,
             retry,
@@ -171,16 +183,18 @@ impl Translator {
             self.asm.store(state_register(n), host);
         }
         hoisted.borrow_registers(&mut self.asm);
-        let a = &mut self.asm;
-        let rests: Vec<usize> = (1..turns)
+        let rests: Vec<usize> = (1..turns as usize)
             .map(|rest| {
-                a.alu_mem_imm8(false, Alu::Cmp, gs(REST), rest as i8);
-                a.jcc(cc::E)
+                self.branch_to_rest(rest, insns.len() - rest * hoisted.turn, cost.is_some())
             })
             .collect();
+        let a = &mut self.asm;
         a.align();
         hoisted.start = a.here();
-        let from = countdown::fast_turn(a, len);
+        let from = match cost {
+            Some(cost) => exact::fast_turn(a, cost),
+            None => countdown::fast_turn(a, len),
+        };
         let stubs = self.stubs.len();
         self.stubs.push(Stub::TurnsDone { from, again });
         self.state.hoisted = Some(hoisted);
@@ -191,6 +205,25 @@ impl Translator {
             self.asm.patch(from, *turn);
         }
         Some((start, hoisted, stubs..self.stubs.len()))
+    }
+
+    /// Branches to so many turns at the end of a pass, which begin with instruction `n`, if the first pass is of these only. Returns the branch.
+    fn branch_to_rest(&mut self, rest: usize, n: usize, counts: bool) -> usize {
+        let a = &mut self.asm;
+        a.alu_mem_imm8(false, Alu::Cmp, gs(REST), rest as i8);
+        if !counts {
+            return a.jcc(cc::E);
+        }
+        let is_other = a.jcc(cc::NE);
+        let cost = self.state.tally.from(n);
+        let is_over = exact::fast_turn(a, cost);
+        let from = a.jmp();
+        let here = a.here();
+        a.patch(is_over, here);
+        exact::refund(a, cost);
+        let here = a.here();
+        a.patch(is_other, here);
+        from
     }
 
     /// A turn of a fast pass begins, of which the first one may be the first that is made.
@@ -212,14 +245,18 @@ impl Translator {
 
     /// The branch at `from`, whose target is at an offset from the page, goes to the next fast turn, if it is the one that does.
     pub(super) fn goes_on_hoisted(&mut self, from: usize, target: i64) -> bool {
-        let Some(w) = &self.state.hoisted else {
+        let Some(start) = self.next_fast_turn(target) else {
             return false;
         };
+        self.asm.patch(from, start);
+        true
+    }
+
+    /// Where the next fast turn begins, if a branch to `target` goes there.
+    pub(super) fn next_fast_turn(&self, target: i64) -> Option<usize> {
+        let w = self.state.hoisted.as_ref()?;
         let is_back = self.state.position + 1 == w.len as usize && target == w.offset;
-        if is_back {
-            self.asm.patch(from, w.start);
-        }
-        is_back
+        is_back.then_some(w.start)
     }
 
     /// Registers are the guest's again, if they are not.
@@ -327,14 +364,23 @@ impl HoistedLoop {
     pub(super) fn ends(&self, a: &mut Asm, again: usize) {
         a.store32_imm(self.reluctance, 0);
         // A pass that is interrupted at once would never come to a poll.
-        let from = countdown::end_fast_turns(a, self.len, LEAST * self.len);
+        let least = LEAST * self.len;
+        let from = match self.cost {
+            Some(cost) => exact::end_fast_turns(a, cost, least),
+            None => countdown::end_fast_turns(a, self.len, least),
+        };
         a.patch(from, again);
         a.jmp_to(self.retry);
     }
 
     /// The same where the loop is left. Changes r13, and no flags.
     pub(super) fn is_left(&self, a: &mut Asm) {
-        countdown::leave_fast_turns(a, WORTH * self.len, |a| a.store32(self.reluctance, S1));
+        let worth = WORTH * self.len;
+        let keep = |a: &mut Asm| a.store32(self.reluctance, S1);
+        match self.cost {
+            Some(_) => exact::leave_fast_turns(a, worth, keep),
+            None => countdown::leave_fast_turns(a, worth, keep),
+        }
     }
 
     /// Changes no flags.

@@ -55,4 +55,11 @@ impl Emitter<'_> {
         }
         self.a.jmp_to(self.t.bail);
     }
+
+    /// What changes no view, by Rust.
+    pub(super) fn call(&mut self) {
+        self.t.call = self.a.here();
+        self.call_serve();
+        self.a.ret();
+    }
 }

@@ -102,6 +102,10 @@ impl Emitter<'_> {
         self.a.store_imm(gs(ARGUMENT), 1);
         self.t.stale = self.a.here();
         self.at_offset(Reason::Stale, false);
+        if self.counts {
+            self.t.too_long = self.a.here();
+            self.at_offset(Reason::TooLong, false);
+        }
     }
 
     /// Where a return to address 0 goes that finds no call; `last`: what [`Self::enter`] has returned.

@@ -36,6 +36,8 @@ pub(crate) struct Trampolines {
     pub(crate) stale: usize,
     /// The same of the other pages of the trace at r13d, or they are elsewhere.
     pub(crate) moved: usize,
+    /// A block that counts is longer than it is to a counter's overflow; r13d as above.
+    pub(crate) too_long: usize,
     /// Called when the budget is used up; r13d as above.
     pub(crate) poll: usize,
     /// A direct branch that is not linked yet; r13d is the site, flags are saved.
@@ -67,6 +69,8 @@ pub(crate) struct Trampolines {
     /// Called for what changes the view: r13d is its bit (`SET_AC` and so on), and the offset. Does not
     /// return if the result is 0.
     pub(crate) switch: usize,
+    /// The same for what changes no view, whose result it returns in r14. Changes flags.
+    pub(crate) call: usize,
     /// Called by CLAC, and by STAC, as [`Self::switch`].
     pub(crate) access: [usize; 2],
     /// Called by MOV to CR0, as [`Self::switch`]; r14 is the value.
@@ -161,6 +165,7 @@ pub(crate) fn emit(
     e.poll();
     e.links();
     e.switch();
+    e.call();
     e.view_changes();
     let within = e.misses();
     e.refused();

@@ -68,6 +68,8 @@ pub(crate) enum Lowering {
     KeyRights,
     /// RDTSC and RDTSCP, where allowed and not scaled.
     Rdtsc,
+    /// RDPMC.
+    Rdpmc,
     /// At CPL 0, with IOPL, NT and DF clear:
     Pushf,
     Popf,
@@ -254,6 +256,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         M::Pause => Lowering::Pause,
         _ if i.is_string_instruction() => Lowering::String,
         M::Rdtsc | M::Rdtscp => Lowering::Rdtsc,
+        M::Rdpmc => Lowering::Rdpmc,
         M::Pushfq | M::Pushfd => Lowering::Pushf,
         M::Popfq | M::Popfd => Lowering::Popf,
         M::Cli => Lowering::Cli,

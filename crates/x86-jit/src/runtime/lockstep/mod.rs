@@ -321,6 +321,7 @@ impl<B: JitBus> Jit<B> {
                     }
                 }
                 Reason::Branch => {}
+                Reason::TooLong => self.session.splits = true,
                 Reason::Stale => {
                     if argument != 0 {
                         self.revalidate_trace(cpu, bus);
@@ -373,7 +374,8 @@ impl<B: JitBus> Jit<B> {
                 cpu.engine.words[index(frame::words::REASON)] = words.0 as u64;
                 cpu.engine.words[index(frame::words::ARGUMENT)] = words.1;
             }
-            Reason::Poll | Reason::Interpret | Reason::Access | Reason::Stale => {}
+            Reason::Poll | Reason::Interpret | Reason::Access | Reason::Stale | Reason::TooLong => {
+            }
         }
     }
 
