@@ -10,7 +10,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 const MEMORY: usize = 2 << 20;
 pub(crate) const PML4: u64 = 0x10_0000;
-const STACK: u64 = 0x4000;
+pub(crate) const STACK: u64 = 0x4000;
 
 pub(crate) type Assemble = fn(&mut CodeAssembler) -> Result<(), IcedError>;
 
