@@ -220,7 +220,7 @@ fn overflows_in_hot_code_are_exact() {
     let mut random = 1_u64;
     for n in 0..24 {
         random = random.wrapping_mul(6_364_136_223_846_793_005) + 1;
-        let after = 1 + (random >> 33) % if n % 2 == 0 { 2_000_000 } else { 2_000 };
+        let after = 1 + (random >> 33) % if n % 2 == 0 { 1_000_000 } else { 2_000 };
         let from = after.wrapping_neg() & 0xffff_ffff_ffff;
         let (_, interpreted) = run(&m, &mut vcpu, &EVENTS, from);
         let (_, translated) = run(&m, &mut vcpu, &EVENTS[..1], from);

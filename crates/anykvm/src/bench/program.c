@@ -9,7 +9,8 @@
  *     program text BYTES                prints text that compresses like prose
  *
  * With COUNT in its environment counters of the processor run meanwhile, and the name ends with `:COUNT`:
- * `1` instructions of its own, `2` branches as well, `sHZ` samples of all that processor 0 does.
+ * `1` instructions of its own, `2` branches as well, `k` instructions of its own and of the kernel's for it,
+ * `sHZ` samples of all that processor 0 does.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -34,7 +35,7 @@ static uint64_t now(void)
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-static int event(uint64_t config, uint64_t frequency)
+static int event(uint64_t config, uint64_t frequency, int user)
 {
 	struct perf_event_attr a = { .size = sizeof a, .type = PERF_TYPE_HARDWARE, .config = config };
 	if (frequency) {
@@ -42,7 +43,8 @@ static int event(uint64_t config, uint64_t frequency)
 		a.sample_freq = frequency;
 		a.sample_type = PERF_SAMPLE_IP | PERF_SAMPLE_TID | PERF_SAMPLE_TIME | PERF_SAMPLE_PERIOD;
 	} else {
-		a.inherit = a.exclude_kernel = a.exclude_hv = 1;
+		a.inherit = a.exclude_hv = 1;
+		a.exclude_kernel = user;
 	}
 	int f = syscall(SYS_perf_event_open, &a, frequency ? -1 : 0, frequency ? 0 : -1, -1, 0);
 	if (f < 0 || (frequency && mmap(0, 129 << 12, PROT_READ, MAP_SHARED, f, 0) == MAP_FAILED)) {
@@ -59,12 +61,12 @@ static void count(void)
 	if (!what)
 		return;
 	if (*what == 's') {
-		event(PERF_COUNT_HW_CPU_CYCLES, atol(what + 1));
+		event(PERF_COUNT_HW_CPU_CYCLES, atol(what + 1), 0);
 		return;
 	}
-	event(PERF_COUNT_HW_INSTRUCTIONS, 0);
+	event(PERF_COUNT_HW_INSTRUCTIONS, 0, *what != 'k');
 	if (*what == '2')
-		event(PERF_COUNT_HW_BRANCH_INSTRUCTIONS, 0);
+		event(PERF_COUNT_HW_BRANCH_INSTRUCTIONS, 0, 1);
 }
 
 static void report(const char *name, uint64_t time, uint64_t sum)

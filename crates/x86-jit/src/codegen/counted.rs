@@ -62,6 +62,9 @@ impl Translator {
             a.jmp()
         };
         let live = self.state.flags.is_register();
+        self.state
+            .tally
+            .mark_taken(self.stubs.len(), d, self.state.position);
         self.link(from, t as u32, live, false).comes_from(d.offset);
         Ok(())
     }

@@ -404,7 +404,14 @@ impl Translator {
         }
         if matches!(
             d.kind,
-            Lowering::String | Lowering::Ac | Lowering::ToCr0 | Lowering::KeyRights
+            Lowering::String
+                | Lowering::Ac
+                | Lowering::ToCr0
+                | Lowering::KeyRights
+                | Lowering::Syscall
+                | Lowering::Sysret
+                | Lowering::InterruptReturn
+                | Lowering::ToCr3
         ) {
             self.note_refund();
         }

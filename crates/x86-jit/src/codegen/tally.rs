@@ -21,7 +21,11 @@ pub(super) struct Tally {
 
 /// Its events of a stream, if a conditional branch leaves the block by its target or not; others always branch.
 fn events(d: &Decoded, stream: usize, leaves: bool) -> i32 {
-    let has_branched = leaves != d.is_negated || d.kind != Lowering::Jcc;
+    let has_branched = match d.kind {
+        Lowering::Jcc => leaves != d.is_negated,
+        Lowering::Counted => leaves,
+        _ => true,
+    };
     i32::from(outcome(events_of(&d.i), has_branched) >> stream & 1)
 }
 

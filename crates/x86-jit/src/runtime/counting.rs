@@ -8,6 +8,7 @@ use x86_interp::events_of;
 use crate::{
     Jit, JitBus,
     codegen::countdown::exact,
+    frame::targets::salt_of,
     frame::{self, words::index},
 };
 
@@ -26,6 +27,22 @@ pub(crate) fn settle(cpu: &mut CpuState) {
             counted.events,
             counted.left,
         );
+    }
+}
+
+/// Translated code has gone to another privilege level by an instruction that counts at the one before. If only one of the two
+/// is counted, code of the other kind comes next, which only [`handle`](super::exits::handle) can go to: nothing is found by the salt of no key.
+pub(crate) fn follow_level(cpu: &mut CpuState) {
+    let counted = cpu.engine.words[index(frame::words::COUNTED_FROM)] != 0;
+    settle(cpu);
+    let counts = cpu.retired.counts_at(cpu.cpl);
+    let words = &mut cpu.engine.words;
+    if counted != counts {
+        words[index(frame::words::SALT)] = salt_of(0);
+    } else if counts {
+        let level = Retired::level(cpu.cpl) as u64 * LEVEL;
+        let as_what = &mut words[index(frame::words::COUNTED_AS)];
+        *as_what = *as_what & !LEVEL | level;
     }
 }
 
@@ -50,9 +67,15 @@ pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> 
 }
 
 impl<B: JitBus> Jit<B> {
-    /// Where to go on for `code` of the current mode: for `left` instructions until the next poll, if it counts.
-    /// `counted`: the code that has called Rust did. Code 0 is none.
-    pub(crate) fn counted(&self, cpu: &mut CpuState, code: u64, left: u64, counted: bool) -> u64 {
+    /// Where to go on for `code` of the current mode, for `left` instructions until the next poll if that is set now.
+    /// `counted`: the code that has called Rust counts. Code 0 is none.
+    pub(crate) fn counted(
+        &mut self,
+        cpu: &mut CpuState,
+        code: u64,
+        left: u64,
+        counted: bool,
+    ) -> u64 {
         let stream = self.session.mode.stream();
         if code == 0 || stream.is_none() && !counted {
             return code;
@@ -66,7 +89,11 @@ impl<B: JitBus> Jit<B> {
                 words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
                 self.code.counting.go_on_counting
             }
-            None => self.code.counting.go_on_plainly,
+            None => {
+                words[index(frame::words::COUNTED_TO)] = left;
+                self.session.left_to_poll = left;
+                self.code.counting.go_on_plainly
+            }
         };
         self.code.buffer.rx() as u64 + place as u64
     }

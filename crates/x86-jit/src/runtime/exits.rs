@@ -28,6 +28,9 @@ use crate::{
 /// code that several address spaces share at different addresses changes its mind
 /// all the time.
 const CROSS_PAGE_MISSES: u64 = 64;
+/// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
+/// other and back all the time comes to a poll, too.
+const LEAST_EXECUTED: u64 = 64;
 
 /// Translated code asks for what its [`Reason`] says. Returns the host address at
 /// which it goes on, or 0: it is left.
@@ -70,7 +73,11 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         words[index(frame::words::HOST_RSP)] = words[index(frame::words::STACK)];
     }
     let charged = countdown::exact::charged(words);
-    let left = rest.map_or(countdown::longest(), |rest| rest.saturating_sub(charged));
+    let left = match rest {
+        Some(rest) => rest.saturating_sub(charged),
+        // Code that does not count has not said how much was left. It has executed something.
+        None => jit.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
+    };
     jit.counted(cpu, code, left, rest.is_some())
 }
 

@@ -13,8 +13,8 @@ use x86_defs::{
 use crate::{
     JitBus,
     frame::{self, words::index},
-    runtime::Jit,
     runtime::system_call::{self, CODE64, DATA},
+    runtime::{Jit, counting},
 };
 
 /// Flags that the new ones may have; the current ones have no others that matter
@@ -55,6 +55,7 @@ pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B
     };
     let before = cpu.engine.words[index(frame::words::KEY)];
     jit.update_mode(cpu, bus);
+    counting::follow_level(cpu);
     // IRET serialises: what is returned to has to be what the code is now.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
@@ -74,7 +75,6 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
     let (cs, ss) = (cs as u16, ss as u16);
     let cpl = (cs & 3) as u8;
     let is_plain = flags & !PLAIN == 0
-        && cpu.retired.levels == 0
         && (cpl == 0 || cpl == 3 && (flags & rflags::AC == 0 || cpu.cr0 & cr0::AM == 0))
         && cpu.is_canonical(rip)
         && !cpu.events.nmi_masked

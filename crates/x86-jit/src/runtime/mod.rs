@@ -122,6 +122,8 @@ pub(crate) struct Session<B: JitBus> {
     /// Where RF was set when translated code was last gone on with, if nothing has
     /// called for Rust since.
     pub(crate) resumed: Option<u64>,
+    /// Instructions until the next poll at most, when code that does not count was last gone on with.
+    pub(crate) left_to_poll: u64,
     /// Mode bits of the last [`Jit::select`].
     pub(crate) mode: Mode,
     pub(crate) code_segments: flat::CodeSegments,
@@ -206,6 +208,7 @@ impl<B: JitBus> Jit<B> {
                 fault: None,
                 can_resume: false,
                 resumed: None,
+                left_to_poll: 0,
                 mode: Mode::NONE,
                 code_segments: flat::CodeSegments::default(),
                 views_made: 0,

@@ -175,6 +175,7 @@ impl<B: JitBus> Jit<B> {
     ) -> Left {
         self.stats.entries += 1;
         let first = countdown::first(&cpu.engine.words);
+        self.session.left_to_poll = first;
         let entry = self.counted(cpu, entry, first, false);
         let enter = self.code.buffer.rx() as u64 + self.code.trampolines.enter as u64;
         let mut context = Context {

@@ -42,10 +42,8 @@ pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> 
     let words = &cpu.engine.words;
     let flags = cpu.rflags & !rflags::ARITH | unpack(words[index(frame::words::FLAGS)]);
     let after = flags & !cpu.msr.fmask;
-    // Another level may be one of those that events are counted at.
-    let counts = cpu.retired.levels != 0;
     let is_taken = cpu.efer & efer::SCE != 0 && cpu.is_canonical(cpu.msr.lstar);
-    if !is_taken || after & NOT_TAKEN != 0 || counts {
+    if !is_taken || after & NOT_TAKEN != 0 {
         return 0;
     }
     cpu.gpr[reg::RCX] = words[index(frame::words::PAGE)] + offset + 2;
@@ -73,7 +71,6 @@ pub(crate) fn leave<B: JitBus>(cpu: &mut CpuState, bus: &mut B) -> u64 {
     let target = cpu.gpr[reg::RCX];
     let waits = interrupt_waits(cpu, bus);
     if cpu.efer & efer::SCE == 0
-        || cpu.retired.levels != 0
         || flags & !PLAIN != 0
         || target >> 47 != 0
         || flags & rflags::IF != 0 && waits

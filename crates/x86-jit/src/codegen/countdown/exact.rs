@@ -220,20 +220,16 @@ pub(in crate::codegen) fn leave_fast_turns(
 /// What an instruction is in what [`leave_fast_turns`] computes.
 pub(in crate::codegen) const EXECUTED: i32 = 1 << (SHIFT - 16);
 
-/// Goes on at [`COUNTED_ENTRY`] with the countdown that [`begin`] has set, or with that of code that does not count.
+/// Goes on at [`COUNTED_ENTRY`] with the countdown in [`COUNTED_TO`].
 /// `last`: where the last frame of the host's stack is to lead, which may be of the other kind of code.
-pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize, counts: bool) -> usize {
+pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize) -> usize {
     let place = a.here();
     a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
     let site = a.here() - 4;
     a.patch(site, last);
     a.load(S0, gs(STACK));
     a.store(at(S0, 0), S1);
-    if counts {
-        a.load(COUNTER, gs(COUNTED_TO));
-    } else {
-        super::load(a);
-    }
+    a.load(COUNTER, gs(COUNTED_TO));
     a.jmp_mem(gs(COUNTED_ENTRY));
     place
 }

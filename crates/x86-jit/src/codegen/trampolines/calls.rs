@@ -36,6 +36,9 @@ impl Emitter<'_> {
     /// What changes the view, by Rust.
     pub(super) fn switch(&mut self) {
         self.t.switch = self.a.here();
+        if self.counts {
+            exact::keep(self.a);
+        }
         push(self.a, RAX);
         store_short_words(self.a);
         pop(self.a, RAX);

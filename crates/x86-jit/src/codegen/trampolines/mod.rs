@@ -172,12 +172,10 @@ pub(crate) fn emit(
     e.other_misses();
     e.load_fp();
     e.t.strings = string::emit(e.a, e.t.bail_integer, within, e.counts);
-    e.t.root = switches::change_root(e.a, e.t.bail_integer, |a| {
-        move_to_tables(a, IS_OTHER_ROOT);
-    });
+    e.root();
     if let Some(plain) = plain {
-        e.t.go_on_counting = exact::go_on(e.a, e.t.last_frame, true);
-        e.t.go_on_plainly = exact::go_on(e.a, plain.last_frame, false);
+        e.t.go_on_counting = exact::go_on(e.a, e.t.last_frame);
+        e.t.go_on_plainly = exact::go_on(e.a, plain.last_frame);
     }
     e.returns16();
     e.cross_page_segmented();
@@ -202,5 +200,17 @@ impl Emitter<'_> {
         pop(a, RDX);
         pop(a, RAX);
         a.ret();
+    }
+
+    /// Loads of CR3 to a root that is known.
+    fn root(&mut self) {
+        let a = &mut *self.a;
+        let mut bail = self.t.bail_integer;
+        if self.counts {
+            bail = a.here();
+            exact::refund_noted(a);
+            a.jmp_to(self.t.bail_integer);
+        }
+        self.t.root = switches::change_root(a, bail, |a| move_to_tables(a, IS_OTHER_ROOT));
     }
 }

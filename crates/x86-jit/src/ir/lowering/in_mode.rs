@@ -31,20 +31,6 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Lowering::Interpret;
     }
-    // What may change the privilege level counts at the one that it begins at; LOOP and JCXZ branch or not by other
-    // code than a conditional branch's; single elements of strings and MOV to CR3 may be left from a trampoline.
-    let is_interpreted = matches!(
-        kind,
-        Lowering::Syscall
-            | Lowering::Sysret
-            | Lowering::InterruptReturn
-            | Lowering::Counted
-            | Lowering::Element
-            | Lowering::ToCr3
-    );
-    if is_interpreted && mode.has(Mode::COUNTS) {
-        return Lowering::Interpret;
-    }
     // DF is clear, and no x87 exception can be pending.
     if kind == Lowering::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
         return Lowering::Nop;
