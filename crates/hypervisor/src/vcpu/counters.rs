@@ -154,10 +154,12 @@ impl Bus {
     /// Has the engines tally what is wanted from now on, and sends an interrupt that is due. `own`:
     /// for so many instructions `now` is ahead.
     fn counters_changed(&mut self, cpu: &mut CpuState, now: &Tally, own: u64) {
-        if self.pmu.state.take_interrupt() {
+        let interrupts = self.pmu.state.take_interrupt();
+        if interrupts {
             self.send_pmi();
         }
         let c = &mut self.pmu;
+        let due_before = c.due_tsc;
         let Wants {
             levels,
             streams,
@@ -185,8 +187,9 @@ impl Bus {
             left = left.min(end.saturating_sub(VirtualPmu::instructions(&cpu.retired)));
         }
         cpu.retired.left = left;
-        // What engine executes, and how far, may be another.
-        self.recheck = true;
+        // Engines look at levels, streams and what is left whenever an instruction was interpreted. A point in time they are told when they are
+        // entered.
+        self.recheck |= interrupts || c.due_tsc < due_before || c.landing.is_some();
     }
     #[cold]
     fn send_pmi(&mut self) {
