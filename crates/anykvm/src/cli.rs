@@ -124,7 +124,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub(crate) cpus: u32,
 
-    /// Draw `doorbell`'s, `dirtylog`'s or `ctxsw`'s rows into this file.
+    /// Draw the rows of `doorbell`, `dirtylog`, `ctxsw`, `memory` or `wp` into this file.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
 }

@@ -102,7 +102,10 @@ impl Recent {
         let ac = cpu.rflags & rflags::AC != 0;
         let place = usize::from(cpu.cpl == 3) << 1 | usize::from(ac);
         let keys = u64::from(cpu.pkru) | u64::from(cpu.pkrs) << 32;
-        (place, [cpu.cr0, cpu.cr4, cpu.efer, keys])
+        (
+            place,
+            [cpu.cr0 & (cr0::PG | cr0::WP), cpu.cr4, cpu.efer, keys],
+        )
     }
 
     /// One by one: as a whole they would be written to memory and read back in other pieces, which takes longer.

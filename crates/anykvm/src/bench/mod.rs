@@ -40,6 +40,7 @@ fn known() -> impl Iterator<Item = &'static str> {
         .chain(ctxsw::names())
         .chain(memory::WORKLOADS.iter().map(|w| w.name))
         .chain(dirtylog::PARTS)
+        .chain(wp::names())
 }
 
 /// Runs `anykvm bench`; returns the exit status and the line to print with it.
@@ -71,7 +72,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     for suite in &args.suites {
         let text = match (suite, &mut files) {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
-            (BenchSuite::Wp, _) => wp::run(&mut verdict)?,
+            (BenchSuite::Wp, _) => wp::run(args, &mut verdict)?,
             (BenchSuite::Dirtylog, _) => dirtylog::run(args, &mut verdict)?,
             (BenchSuite::Firmware, _) => firmware::run(args, &mut verdict)?,
             (BenchSuite::Doorbell, _) => {

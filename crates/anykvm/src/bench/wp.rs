@@ -9,35 +9,44 @@ use anykvm_ioctls::{VcpuExit, VcpuFd};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::bare::{Bare, Mode};
+use super::plot::{self, OURS, SOURCE, Scale};
 use super::report::{self, Verdict};
+use crate::cli::BenchArgs;
 use crate::error::BootError;
 
 /// Changes between two exits.
 const COUNT: u32 = 1000;
 const RUNS: u32 = 200;
-/// CR4.PGE, CR4.PCIDE, CR4.SMAP, CR4.PKE.
-const CR4: u64 = 1 << 7 | 1 << 17 | 1 << 21 | 1 << 22;
+/// CR4.PGE, CR4.OSFXSR, CR4.PCIDE, CR4.SMAP, CR4.PKE.
+const CR4: u64 = 1 << 7 | 1 << 9 | 1 << 17 | 1 << 21 | 1 << 22;
+/// From a nanosecond on.
+const SCALE: Scale = Scale {
+    from: 0.001,
+    decades: 3,
+};
 /// Where SMIs begin after a reset.
 const SMI: u64 = 0x38000;
 
-/// Name, code, nanoseconds that it may take, and what KVM took to be told of it when the roots went
-/// (source: kernels before 6.1, by shadow tables or TDP).
-type Change = (&'static str, &'static [u8], Option<f64>);
+/// What `--only` calls it, name, code, and nanoseconds that it may take.
+type Change = (&'static str, &'static str, &'static [u8], Option<f64>);
 const CHANGES: [Change; 6] = [
     (
+        "cr0-wp",
         "CR0.WP toggled",
         &[0x0f, 0x20, 0xc0, 0x35, 0, 0, 1, 0, 0x0f, 0x22, 0xc0],
         Some(15.0),
     ),
     (
+        "cr0-ts",
         "CR0.TS set, CLTS",
         &[
             0x0f, 0x20, 0xc0, 0x83, 0xc8, 8, 0x0f, 0x22, 0xc0, 0x0f, 0x06,
         ],
         Some(60.0),
     ),
-    ("STAC and CLAC", &[0x0f, 1, 0xcb, 0x0f, 1, 0xca], None),
+    ("ac", "STAC and CLAC", &[0x0f, 1, 0xcb, 0x0f, 1, 0xca], None),
     (
+        "pkru",
         "WRPKRU twice",
         &[
             0x31, 0xc9, 0x31, 0xd2, 0xb8, 0x54, 0x55, 0x55, 0x55, 0x0f, 1, 0xef, 0x31, 0xc0, 0x0f,
@@ -45,8 +54,14 @@ const CHANGES: [Change; 6] = [
         ],
         Some(40.0),
     ),
-    ("SWAPGS twice", &[0x0f, 1, 0xf8, 0x0f, 1, 0xf8], None),
     (
+        "swapgs",
+        "SWAPGS twice",
+        &[0x0f, 1, 0xf8, 0x0f, 1, 0xf8],
+        None,
+    ),
+    (
+        "cr3",
         "MOV CR3, no flush",
         &[
             0x0f, 0x20, 0xd8, 0x48, 0x0f, 0xba, 0xe8, 63, 0x0f, 0x22, 0xd8,
@@ -56,11 +71,17 @@ const CHANGES: [Change; 6] = [
 ];
 /// SMI and RSM, in nanoseconds.
 const SMI_BAR: f64 = 500.0;
+const SMI_NAME: &str = "smi";
 /// Counters of what may not happen.
 const LOSSES: [&str; 3] = ["tlb_flush", "page_walks", "mmu_contexts_dropped"];
 
+/// What `--only` may name.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    CHANGES.iter().map(|c| c.0).chain([SMI_NAME])
+}
+
 /// The suite.
-pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
+pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, BootError> {
     let head = [
         "a change, ns",
         "anykvm",
@@ -68,20 +89,27 @@ pub(super) fn run(verdict: &mut Verdict) -> Result<String, BootError> {
         "flushes, walks, contexts dropped a 1000",
     ];
     let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let mut bars = Vec::new();
+    let is_wanted = |name: &str| args.only.is_empty() || args.only.iter().any(|n| n == name);
+    let mut add = |name: &str, ns: f64, bar: Option<f64>, losses| {
+        bars.push((name.to_owned(), ns / 1000.0, OURS));
+        bars.extend(bar.map(|bar| (format!("{name}: bar"), bar / 1000.0, SOURCE)));
+        lines.push(line(name, ns, bar, losses, verdict));
+    };
     let (empty, _) = measure(&[])?;
-    for (name, code, bar) in CHANGES {
+    for (_, name, code, bar) in CHANGES.into_iter().filter(|c| is_wanted(c.0)) {
         let (ns, losses) = measure(code)?;
-        lines.push(line(name, ns - empty, bar, losses, verdict));
+        add(name, ns - empty, bar, losses);
     }
-    let (without, _) = visits(false)?;
-    let (with, losses) = visits(true)?;
-    lines.push(line(
-        "SMI and RSM",
-        with - without,
-        Some(SMI_BAR),
-        losses,
-        verdict,
-    ));
+    if is_wanted(SMI_NAME) {
+        let (without, _) = visits(false)?;
+        let (with, losses) = visits(true)?;
+        add("SMI and RSM", with - without, Some(SMI_BAR), losses);
+    }
+    if let Some(file) = &args.svg {
+        std::fs::write(file, plot::draw(&bars, SCALE))
+            .map_err(BootError::host("cannot write the plot"))?;
+    }
     Ok(report::aligned(&lines))
 }
 
@@ -173,7 +201,12 @@ fn visits(smi: bool) -> Result<(f64, f64), BootError> {
 fn set_controls(vcpu: &VcpuFd) -> Result<(), BootError> {
     let mut s = vcpu.get_sregs().map_err(BootError::kvm("KVM_GET_SREGS"))?;
     s.cr4 |= CR4;
-    vcpu.set_sregs(&s).map_err(BootError::kvm("KVM_SET_SREGS"))
+    vcpu.set_sregs(&s)
+        .map_err(BootError::kvm("KVM_SET_SREGS"))?;
+    // As systems have it, so that code with CR0.TS set is other code.
+    let mut fpu = vcpu.get_fpu().map_err(BootError::kvm("KVM_GET_FPU"))?;
+    (fpu.fcw, fpu.mxcsr) = (0x37f, 0x1f80);
+    vcpu.set_fpu(&fpu).map_err(BootError::kvm("KVM_SET_FPU"))
 }
 
 fn exit(vcpu: &mut VcpuFd) -> Result<(), BootError> {

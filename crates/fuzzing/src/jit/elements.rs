@@ -2,7 +2,10 @@
 //! instructions, code that changes code.
 
 use iced_x86::{Code, Instruction, MemoryOperand, Mnemonic as M, OpKind, Register as R};
-use x86_defs::{control::cr4, rflags};
+use x86_defs::{
+    control::{cr0, cr4},
+    rflags,
+};
 
 use super::{
     generate::{Builder, FUNCTIONS, general, made, mov, plain, rights},
@@ -430,6 +433,9 @@ impl Builder<'_> {
             e.push(i);
             return e;
         }
+        if r.one_in(8) {
+            return self.change_cr0();
+        }
         match r.below(16) {
             0..3 => e.push(plain(Code::Cli)),
             3..6 => e.push(plain(Code::Sti)),
@@ -480,6 +486,45 @@ impl Builder<'_> {
                 let to = self.target(1);
                 self.aim(&mut e, &mut i, to);
                 e.push(i);
+            }
+        }
+        e
+    }
+
+    /// Changes bits of CR0 and, mostly, makes FP instructions possible again if they are not. In between may be one.
+    fn change_cr0(&mut self) -> Element {
+        let registers = self.registers;
+        let mut e = Element::default();
+        let r = &mut self.r;
+        let register = general(r, registers);
+        let ts = cr0::TS as i32;
+        let bits = [ts, ts, cr0::WP as i32, cr0::EM as i32, cr0::MP as i32];
+        let more = if r.one_in(3) { r.pick(&bits) } else { 0 };
+        let bits = r.pick(&bits) | more;
+        let code = r.pick(&[
+            Code::Or_rm64_imm32,
+            Code::Or_rm64_imm32,
+            Code::Xor_rm64_imm32,
+        ]);
+        let from = made(Instruction::with2(Code::Mov_r64_cr, register, R::CR0));
+        let to = made(Instruction::with2(Code::Mov_cr_r64, R::CR0, register));
+        e.push(from);
+        e.push(made(Instruction::with2(code, register, bits)));
+        e.push(to);
+        if r.one_in(4) {
+            let (a, b) = (R::XMM0 + r.below(8) as u32, R::XMM0 + r.below(8) as u32);
+            e.push(match r.one_in(2) {
+                true => made(Instruction::with2(Code::Paddd_xmm_xmmm128, a, b)),
+                false => plain(Code::Fninit),
+            });
+        }
+        match r.below(6) {
+            0 => {}
+            1..4 => e.push(plain(Code::Clts)),
+            _ => {
+                let keep = !(cr0::TS | cr0::EM) as i32;
+                let and = Instruction::with2(Code::And_rm64_imm32, register, keep);
+                e.code.extend([from, made(and), to]);
             }
         }
         e

@@ -457,7 +457,11 @@ impl Translator {
                 }
                 return Ok(true);
             }
-            Lowering::Syscall | Lowering::Sysret | Lowering::ToCr3 | Lowering::InterruptReturn => {
+            Lowering::Syscall
+            | Lowering::Sysret
+            | Lowering::ToCr3
+            | Lowering::Clts
+            | Lowering::InterruptReturn => {
                 self.system_branch(d);
                 return Ok(true);
             }

@@ -1,7 +1,10 @@
 //! What kernels do all the time: flags, interrupts, time, per-CPU segments.
 
 use iced_x86::Mnemonic;
-use x86_defs::{control::cr4, rflags};
+use x86_defs::{
+    control::{cr0, cr4},
+    rflags,
+};
 
 use super::{
     Emit, Flags, Stub, Translator,
@@ -231,6 +234,7 @@ impl Translator {
     pub(super) fn system_branch(&mut self, d: &Decoded) {
         match d.kind {
             Lowering::ToCr3 => self.load_root(d),
+            Lowering::Clts => self.clear_task_switched(d),
             Lowering::InterruptReturn => self.interrupt_return(d),
             _ => self.system_call(d),
         }
@@ -277,38 +281,64 @@ impl Translator {
         }
         self.asm.mov_imm(S1, d.offset.into());
         self.asm.call_to(self.trampolines.root);
-        let a = &mut self.asm;
-        a.load(RSP, gs(STACK));
-        a.load(S0, SHORT_PAGE);
-        let next = d.offset as i32 + d.i.len() as i32;
-        a.lea(S0, at(S0, next));
-        self.jump(d.offset);
+        self.asm.load(RSP, gs(STACK));
+        self.go_on_behind(d);
     }
 
     /// An instruction that may do no more than select another view.
     pub(super) fn change_view(&mut self, d: &Decoded) {
         match d.kind {
-            Lowering::ToCr0 => self.write_protection(d),
+            Lowering::ToCr0 => self.change_cr0(d),
             Lowering::KeyRights if d.i.mnemonic() == Mnemonic::Wrpkru => self.write_key_rights(d),
             Lowering::KeyRights => self.read_key_rights(d),
             _ => self.access_control(d),
         }
     }
 
-    /// MOV to CR0: another view, if WP is all that changes.
-    fn write_protection(&mut self, d: &Decoded) {
+    /// MOV to CR0: another view, if WP is all that changes; or another mode, and a branch to what comes next.
+    fn change_cr0(&mut self, d: &Decoded) {
         let n = d.i.op1_register().number() as u8;
-        self.spill_flags(d);
+        self.flags_in_memory();
         match host_reg(n) {
-            Some(r) => self.asm.mov(S0, r),
-            None => self.asm.load(S0, gpr_slot(n)),
+            Some(r) => self.asm.rr(self.input.long, &[0x8b], S0, r),
+            None => self.asm.rm(self.input.long, &[0x8b], S0, gpr_slot(n)),
         }
-        self.asm.mov_imm(S1, (requests::SET_CR0 | d.offset).into());
-        self.asm.call_to(self.trampolines.write_protection);
+        self.call_to_cr0(d);
+        let a = &mut self.asm;
+        const { assert!(requests::OTHER_MODE < requests::SAME_KEY) };
+        let is_same_mode = a.jcc(cc::AE);
+        self.go_on_behind(d);
+        let here = self.asm.here();
+        self.asm.patch(is_same_mode, here);
+    }
+
+    /// CLTS. What comes next belongs to another mode, if TS was set.
+    fn clear_task_switched(&mut self, d: &Decoded) {
+        self.flags_in_memory();
+        let a = &mut self.asm;
+        a.load(S0, gs(CR0));
+        a.alu_imm(true, Alu::And, S0, !(cr0::TS as i32));
+        self.call_to_cr0(d);
+        self.go_on_behind(d);
+    }
+
+    /// CR0 becomes r14: the flags compare the answer with [`requests::SAME_KEY`].
+    fn call_to_cr0(&mut self, d: &Decoded) {
+        let a = &mut self.asm;
+        a.mov_imm(S1, (requests::SET_CR0 | d.offset).into());
+        a.call_to(self.trampolines.to_cr0);
         // cmovne rsp, gs:[STACK]
-        self.asm
-            .alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
-        self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+        a.alu_imm(false, Alu::Cmp, S0, requests::SAME_KEY as i32);
+        a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
+    }
+
+    /// On to the next instruction by the table of targets: mapping or mode have become others.
+    fn go_on_behind(&mut self, d: &Decoded) {
+        let a = &mut self.asm;
+        a.load(S0, SHORT_PAGE);
+        let next = d.offset as i32 + d.i.len() as i32;
+        self.lea_word(S0, at(S0, next));
+        self.jump(d.offset);
     }
 
     /// STAC and CLAC: another view of the same tables.

@@ -1,8 +1,19 @@
-//! STAC, CLAC, MOV to CR0 and WRPKRU in generated code: the tables of another view, which Rust has changed to before.
+//! STAC, CLAC, MOV to CR0, CLTS and WRPKRU in generated code: the tables of another view, which Rust has changed to before, or
+//! the keys of another mode.
 
-use x86_defs::{control::cr0, rflags};
+use x86_defs::{
+    control::{cr0, cr4},
+    rflags, xsave,
+};
 
-use crate::{asm::*, frame::requests::SAME_KEY, frame::words::*};
+use crate::{
+    asm::*,
+    frame::keys,
+    frame::requests::{OTHER_MODE, SAME_KEY},
+    frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
+    frame::words::*,
+    ir::mode::Mode,
+};
 
 /// Goes on with the tables of the supervisor's other view, and RFLAGS.AC as it belongs to it, if they are known.
 pub(super) fn change_access(a: &mut Asm, set: bool, otherwise: usize) -> usize {
@@ -23,14 +34,25 @@ pub(super) fn change_access(a: &mut Asm, set: bool, otherwise: usize) -> usize {
     place
 }
 
-/// Goes on with CR0 = r14 and the tables of the view that belongs to it, if nothing but WP changes and they are known.
-pub(super) fn change_write_protection(a: &mut Asm, otherwise: usize) -> usize {
+/// Goes on with CR0 = r14 and the tables of the view that belongs to it, if nothing but WP changes and they are known; or with the keys
+/// of the mode that belongs to it, if nothing but TS, EM and MP changes, and the code does not count what is retired.
+pub(super) fn change_cr0(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     let place = a.here();
     push(a, RAX);
     a.mov(RAX, S0);
     a.alu(true, Alu::Xor, RAX, gs(CR0));
-    a.alu_imm(true, Alu::And, RAX, !(cr0::WP as i32));
-    let other_bits = a.jcc(cc::NE);
+    let changes = a.jcc(cc::NE);
+    pop(a, RAX);
+    a.mov_imm(S0, SAME_KEY);
+    a.ret();
+    let here = a.here();
+    a.patch(changes, here);
+    let other_bits = if counts {
+        a.alu_imm(true, Alu::And, RAX, !(cr0::WP as i32));
+        vec![a.jcc(cc::NE)]
+    } else {
+        change_mode(a)
+    };
     a.rr(false, &[0xf7], 0, S0); // test r14d, …
     a.bytes(&(cr0::WP as u32).to_le_bytes());
     let sets = a.jcc(cc::NE);
@@ -47,12 +69,81 @@ pub(super) fn change_write_protection(a: &mut Asm, otherwise: usize) -> usize {
     pop(a, RAX);
     go_on_with_view(a);
     let here = a.here();
-    for site in [other_bits].into_iter().chain(not_cleared).chain(not_set) {
+    for site in other_bits.into_iter().chain(not_cleared).chain(not_set) {
         a.patch(site, here);
     }
     pop(a, RAX);
     a.jmp_to(otherwise);
     place
+}
+
+/// The bits of CR0 that no translation depends on, and code only by [`Mode::FP`].
+const FP_BITS: i32 = (cr0::TS | cr0::EM | cr0::MP) as i32;
+
+/// Goes on with CR0 = r14 and the keys of the mode that belongs to it, where rax has the bits that change, if they are of [`FP_BITS`] and
+/// the keys are known; the guest's rax is on the stack. Goes on behind it if WP may be all that changes. Returns the branches to take if
+/// the change is another one.
+fn change_mode(a: &mut Asm) -> Vec<usize> {
+    a.rr(true, &[0xf7], 0, RAX); // test rax, …
+    a.bytes(&(!FP_BITS).to_le_bytes());
+    let others = a.jcc(cc::NE);
+    push(a, RCX);
+    a.load(RAX, gs(KEY));
+    a.alu_imm(true, Alu::And, RAX, !(Mode::FP.number() as i32));
+    a.rr(false, &[0xf7], 0, S0); // test r14d, …
+    a.bytes(&((cr0::TS | cr0::EM) as u32).to_le_bytes());
+    let mut without_fp = vec![a.jcc(cc::NE)];
+    // As `runtime::state::has_plain_fp`.
+    a.rm(false, &[0xf7], 0, gs(CR4)); // test
+    a.bytes(&(cr4::OSFXSR as u32).to_le_bytes());
+    without_fp.push(a.jcc(cc::E));
+    a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
+    let is_live = a.jcc(cc::NE);
+    let saved = |at: usize| gs(FP_AREA + at);
+    a.load32(RCX, saved(xsave::MXCSR));
+    a.alu_imm(false, Alu::And, RCX, !MXCSR_FREE as i32);
+    a.alu_imm(false, Alu::Cmp, RCX, xsave::MXCSR_DEFAULT as i32);
+    without_fp.push(a.jcc(cc::NE));
+    a.rm(false, &[0x0f, 0xb7], RCX, saved(xsave::FCW)); // movzx
+    a.alu_imm(false, Alu::And, RCX, X87_MASKED.into());
+    a.alu_imm(false, Alu::Cmp, RCX, X87_MASKED.into());
+    without_fp.push(a.jcc(cc::NE));
+    a.rm(false, &[0x0f, 0xb7], RCX, saved(xsave::FSW)); // movzx
+    a.alu_imm(false, Alu::And, RCX, X87_PENDING.into());
+    without_fp.push(a.jcc(cc::NE));
+    let here = a.here();
+    a.patch(is_live, here);
+    a.alu_imm(true, Alu::Or, RAX, Mode::FP.number() as i32);
+    let here = a.here();
+    without_fp.into_iter().for_each(|from| a.patch(from, here));
+
+    a.imul(false, RCX, RAX, keys::HASH.cast_signed());
+    a.shift(false, 5, RCX, (u32::BITS - keys::BITS) as u8);
+    a.shift(false, 4, RCX, keys::SHIFT);
+    a.alu(true, Alu::Add, RCX, gs(KEYS));
+    a.alu(true, Alu::Cmp, RAX, at(RCX, keys::KEY));
+    let unknown = a.jcc(cc::NE);
+    a.store(gs(CR0), S0);
+    a.store(gs(KEY), RAX);
+    a.load(RAX, at(RCX, keys::SALT));
+    a.store(gs(SALT), RAX);
+    a.store(SHORT_SALT, RAX);
+    a.load(RAX, at(RCX, keys::NUMBER));
+    a.store(gs(NUMBER), RAX);
+    a.store32(SHORT_NUMBER, RAX);
+    pop(a, RCX);
+    pop(a, RAX);
+    a.mov_imm(S0, OTHER_MODE);
+    a.ret();
+
+    let here = a.here();
+    a.patch(unknown, here);
+    pop(a, RCX);
+    let unknown = a.jmp();
+    let here = a.here();
+    a.patch(others, here);
+    a.alu_imm(true, Alu::And, RAX, !(cr0::WP as i32));
+    vec![unknown, a.jcc(cc::NE)]
 }
 
 /// `to` becomes the tables beside the live ones in one of two pairs of [`VIEWS`]. Returns the branches if they are in none.

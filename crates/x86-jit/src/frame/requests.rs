@@ -44,12 +44,14 @@ pub(crate) const SET_AC: u32 = 1 << 21;
 
 pub(crate) const CLEAR_AC: u32 = 1 << 22;
 
-/// CR0 becomes r14, which differs from it in WP at most; else the interpreter does it.
+/// CR0 becomes r14, which differs from it in WP at most; else the interpreter does it, unless generated code has.
 pub(crate) const SET_CR0: u32 = 1 << 28;
 /// PKRU becomes r14.
 pub(crate) const SET_PKRU: u32 = 1 << 29;
 /// The result of [`SET_AC`], [`CLEAR_AC`], [`SET_CR0`] and [`SET_PKRU`] when mapping and mode have not changed.
 pub(crate) const SAME_KEY: u64 = 1;
+/// That of a change of CR0 after which what comes next belongs to another mode.
+pub(crate) const OTHER_MODE: u64 = 0;
 
 /// SYSCALL and SYSRETQ: RCX and R11 are in memory, the result is the target.
 pub(crate) const SYSCALL: u32 = 1 << 23;

@@ -3,6 +3,9 @@
 /// Bits of the x87 control word that mask all exceptions.
 pub(crate) const X87_MASKED: u16 = 0x3f;
 
+/// Of the x87 status word: an exception waits. A state image may have it set whatever the masks say.
+pub(crate) const X87_PENDING: u16 = 0x80;
+
 /// Bits of MXCSR that translated code may have in any way: flags, DAZ, rounding,
 /// FTZ. The others are the masks, MM, and reserved ones.
 pub(crate) const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;

@@ -134,7 +134,9 @@ pub(crate) const BOUND_SIZES: usize = 6;
 /// The six limits that they are of, 32 bits each.
 pub(crate) const BOUNDS_OF: usize = word(206);
 const _: () = assert!(COUNTED_AS < BOUNDS && BOUNDS + 6 * 4 * BOUND_SIZES <= BOUNDS_OF);
-const _: () = assert!(BOUNDS_OF + 6 * 4 <= word(EngineFrame::WORDS));
+/// Address of the table of [`crate::frame::keys`].
+pub(crate) const KEYS: usize = word(209);
+const _: () = assert!(BOUNDS_OF + 6 * 4 <= KEYS && KEYS < word(EngineFrame::WORDS));
 /// The one of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {
     let size = size.next_power_of_two().trailing_zeros() as usize;

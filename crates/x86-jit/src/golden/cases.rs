@@ -380,6 +380,11 @@ const SYSTEM: &[Case] = &[
         a.mov(rcx, cr0)?;
         a.jmp(0x40_0200)
     }),
+    case("mov to cr0", KERNEL, |a| {
+        a.mov(cr0, rcx)?;
+        a.jmp(0x40_0200)
+    }),
+    case("clts", KERNEL, |a| a.clts()),
     case("descriptor tables", KERNEL, |a| {
         a.sidt(ptr(rdi))?;
         a.sgdt(ptr(rsp + 8))?;

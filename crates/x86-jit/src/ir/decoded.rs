@@ -133,7 +133,9 @@ impl Decoded {
             | Lowering::Counted
             | Lowering::Syscall
             | Lowering::Sysret
+            | Lowering::ToCr0
             | Lowering::ToCr3
+            | Lowering::Clts
             | Lowering::InterruptReturn
             | Lowering::Pushf => (ALL as u16, 0),
             Lowering::Popf => (0, ALL as u16),

@@ -101,6 +101,10 @@ impl Mode {
     pub(crate) const fn number(self) -> u64 {
         self.0 as u64
     }
+    /// Of the low bits of a key of targets.
+    pub(crate) const fn of_key(key: u64) -> Self {
+        Self(key as u32 & ((1 << Self::WIDTH) - 1))
+    }
     /// The gva of the page at `gva` if blocks of the mode are executed there only.
     pub(crate) fn bound(self, gva: u64) -> Option<i32> {
         if self.is_long() && self.has(Self::BOUND) {

@@ -50,6 +50,7 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     settle(cpu);
     let rest = countdown::exact::end(&mut cpu.engine.words);
     tell_view(cpu, bus);
+    jit.follow_mode(cpu);
     if cpu.engine.words[index(frame::words::LOG)] != 0 {
         jit.session.fault = None;
         jit.end_stretch(cpu, bus);

@@ -51,6 +51,7 @@ impl<B: JitBus> Jit<B> {
         let key = self.target_key_of(cpu, bus);
         let number = self.code.cache.number(key).unwrap_or_else(|| {
             self.session.switches.clear();
+            self.session.keys.clear();
             for site in &self.builder.translator.cross_page_sites {
                 if let Condition::BlockNumber { number, .. } = site.condition {
                     self.code.buffer.write(number, &[0; 4]);
@@ -58,10 +59,20 @@ impl<B: JitBus> Jit<B> {
             }
             self.code.cache.number(key).unwrap_or(0)
         });
+        let salt = salt_of(key);
         let words = &mut cpu.engine.words;
         words[index(frame::words::KEY)] = key;
-        words[index(frame::words::SALT)] = salt_of(key);
+        words[index(frame::words::SALT)] = salt;
         words[index(frame::words::NUMBER)] = number.into();
+        if self.lockstep.is_none() {
+            self.session.keys.set(key, salt, number);
+        }
+    }
+
+    /// Generated code may have changed the mode by itself, and with it the key.
+    #[inline]
+    pub(crate) fn follow_mode(&mut self, cpu: &CpuState) {
+        self.session.mode = Mode::of_key(target_key(cpu).0);
     }
 
     /// The mode bits of blocks for this state.

@@ -33,6 +33,7 @@ use crate::{
     codegen::Translator,
     codegen::trampolines::{self, Trampolines},
     frame::exit::Left,
+    frame::keys::Keys,
     frame::switches::Switches,
     ir::cause::Cause,
     ir::decoded::Decoded,
@@ -129,6 +130,8 @@ pub(crate) struct Session<B: JitBus> {
     pub(crate) code_segments: flat::CodeSegments,
     /// [`mmu::Mmu::views_made`] that `frame::words::VIEWS` belong to.
     pub(crate) views_made: u64,
+    /// What generated code changes the mode by.
+    pub(crate) keys: Keys,
     /// Loads of CR3 that generated code does by itself.
     pub(crate) switches: Switches,
 }
@@ -212,6 +215,7 @@ impl<B: JitBus> Jit<B> {
                 mode: Mode::NONE,
                 code_segments: flat::CodeSegments::default(),
                 views_made: 0,
+                keys: Keys::new(),
                 switches: Switches::new(),
             },
             disturbance: Disturbance {

@@ -124,6 +124,7 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         (&mut *c.jit, &mut *c.cpu, &mut *c.bus)
     };
     tell_view(cpu, bus);
+    jit.follow_mode(cpu);
     if site & (requests::SET_AC | requests::CLEAR_AC) != 0 {
         return change_view(jit, cpu, bus, |cpu| {
             cpu.rflags &= !rflags::AC;

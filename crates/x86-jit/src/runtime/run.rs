@@ -191,6 +191,7 @@ impl<B: JitBus> Jit<B> {
         words[index(frame::words::FLAGS)] = pack(cpu.rflags);
         words[index(frame::words::ENTRY)] = entry;
         words[index(frame::words::DEVICES)] = bus.mmu().device_pages() as u64;
+        words[index(frame::words::KEYS)] = self.session.keys.address();
         words[index(frame::words::SWITCHES)] = self.session.switches.address();
         words[index(frame::words::SWITCHES_EPOCH)] = bus.mmu().switches_epoch_cell() as u64;
         words[index(frame::words::WANTED_ROOT)] = 0;
@@ -204,6 +205,7 @@ impl<B: JitBus> Jit<B> {
         settle(cpu);
         countdown::exact::end(&mut cpu.engine.words);
         tell_view(cpu, bus);
+        self.follow_mode(cpu);
         for _ in 0..core::mem::take(&mut cpu.engine.words[index(frame::words::PAUSES)]) {
             bus.pause();
         }

@@ -12,7 +12,7 @@ use x86_interp::RunStop;
 use crate::{
     Jit, JitBus,
     codegen::countdown::exact,
-    frame::state::{MXCSR_FREE, X87_MASKED},
+    frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
     frame::{self, words::index},
     ir::mode::Mode,
     runtime::flat,
@@ -105,8 +105,6 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
 
 /// FP and SIMD instructions are enabled, and raise no exceptions.
 pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
-    /// ES: a state image may have it set whatever the masks say.
-    const X87_PENDING: u16 = 0x80;
     // What is in the host's registers got there because it is plain.
     let live = cpu.engine.words[index(frame::words::FP_LIVE)] != 0;
     let plain = live

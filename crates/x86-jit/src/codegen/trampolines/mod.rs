@@ -17,9 +17,7 @@ use crate::{
     codegen::fp_state::load_fp,
     codegen::string::{self, Strings},
     codegen::switches,
-    codegen::view_changes::{
-        change_access, change_key_rights, change_write_protection, move_to_tables,
-    },
+    codegen::view_changes::{change_access, change_cr0, change_key_rights, move_to_tables},
     frame::words::*,
 };
 
@@ -73,8 +71,8 @@ pub(crate) struct Trampolines {
     pub(crate) call: usize,
     /// Called by CLAC, and by STAC, as [`Self::switch`].
     pub(crate) access: [usize; 2],
-    /// Called by MOV to CR0, as [`Self::switch`]; r14 is the value.
-    pub(crate) write_protection: usize,
+    /// Called by MOV to CR0 and CLTS, as [`Self::switch`]; r14 is the value.
+    pub(crate) to_cr0: usize,
     /// Called by WRPKRU, as [`Self::switch`]; r14 is the value.
     pub(crate) key_rights: usize,
     /// Called by MOV to CR3: r14 is the value, r13d the offset. Returns if the tables that it leads to
@@ -186,7 +184,7 @@ impl Emitter<'_> {
     /// The view's changes that are known.
     fn view_changes(&mut self) {
         self.t.access = [false, true].map(|set| change_access(self.a, set, self.t.switch));
-        self.t.write_protection = change_write_protection(self.a, self.t.switch);
+        self.t.to_cr0 = change_cr0(self.a, self.t.switch, self.counts);
         self.t.key_rights = change_key_rights(self.a, self.t.switch);
     }
 

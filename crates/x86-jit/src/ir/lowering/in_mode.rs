@@ -31,6 +31,10 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Lowering::Interpret;
     }
+    // The trampoline of CLTS does not go on in code that counts.
+    if kind == Lowering::Clts && mode.has(Mode::COUNTS) {
+        return Lowering::Interpret;
+    }
     // DF is clear, and no x87 exception can be pending.
     if kind == Lowering::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
         return Lowering::Nop;
@@ -56,6 +60,7 @@ pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
         | Lowering::FromControl
         | Lowering::StoreTable
         | Lowering::ToCr0
+        | Lowering::Clts
         | Lowering::Element
         | Lowering::Ac => Mode::KERNEL,
         Lowering::ToSegment | Lowering::PopSegment => Mode::KERNEL.with(Mode::REAL),

@@ -31,7 +31,11 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
         _ if code.is_jcc_short_or_near() => Lowering::Jcc,
         _ => match kind {
             Lowering::String => Lowering::Element,
-            Lowering::StoreTable | Lowering::KeyRights | Lowering::Ac => Lowering::Interpret,
+            Lowering::StoreTable
+            | Lowering::KeyRights
+            | Lowering::Ac
+            | Lowering::ToCr0
+            | Lowering::Clts => Lowering::Interpret,
             kind => kind,
         },
     }

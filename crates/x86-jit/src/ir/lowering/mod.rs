@@ -77,6 +77,8 @@ pub(crate) enum Lowering {
     FromControl,
     /// MOV to CR0.
     ToCr0,
+    /// CLTS.
+    Clts,
     /// MOV to CR3.
     ToCr3,
     /// SGDT and SIDT: UEFI's firmware finds its services by the IDT.
@@ -135,6 +137,7 @@ impl Lowering {
                 | Self::Sysret
                 | Self::InterruptReturn
                 | Self::ToCr3
+                | Self::Clts
         )
     }
 }
@@ -154,7 +157,7 @@ pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
         {
             Lowering::Interpret
         }
-        Lowering::ToCr0 if i.op0_register() == Register::CR3 => Lowering::ToCr3,
+        Lowering::ToCr0 if i.op0_register() == Register::CR3 && long => Lowering::ToCr3,
         Lowering::ToCr0 if i.op0_register() != Register::CR0 => Lowering::Interpret,
         Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::Pop
             if !operands_are_plain(i) =>
@@ -242,7 +245,8 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
             Lowering::FromSegment
         }
         M::Mov if matches!(code, Code::Mov_r64_cr | Code::Mov_r32_cr) => Lowering::FromControl,
-        M::Mov if code == Code::Mov_cr_r64 => Lowering::ToCr0,
+        M::Mov if matches!(code, Code::Mov_cr_r64 | Code::Mov_cr_r32) => Lowering::ToCr0,
+        M::Clts => Lowering::Clts,
         M::Rdfsbase | M::Rdgsbase | M::Wrfsbase | M::Wrgsbase
             if matches!(
                 code,
