@@ -172,7 +172,13 @@ impl VcpuShared {
     /// Asks for something and wakes the vCPU if it is parked.
     pub(crate) fn request(&self, bits: u32) {
         self.requests.fetch_or(bits, Ordering::SeqCst);
-        futex::wake(&self.requests, 1);
+        // One that runs, or is outside of `KVM_RUN`, looks by itself before it goes to sleep: see `park`.
+        if matches!(
+            self.state.load(Ordering::SeqCst),
+            state::ASLEEP | state::HALTED
+        ) {
+            futex::wake(&self.requests, 1);
+        }
     }
     /// Takes requests back.
     pub(crate) fn cancel(&self, bits: u32) {
@@ -191,11 +197,13 @@ impl VcpuShared {
     pub(crate) fn take(&self) -> u32 {
         self.requests.swap(0, Ordering::SeqCst)
     }
-    /// Sleeps until something is asked, a signal arrives or the time is over.
+    /// Sleeps until something is asked, a signal arrives or the time is over. The state says already that the vCPU is asleep or halted.
     ///
     /// There is always a limit: the kernel would restart an unlimited wait after
     /// a handler with SA_RESTART, where KVM_RUN has to return EINTR.
     pub(crate) fn park(&self, timeout: Duration) -> Wait {
+        // Either the wait finds the request, or `request` finds a vCPU that is asleep.
+        fence(Ordering::SeqCst);
         futex::wait(&self.requests, 0, Some(timeout.min(PARK_LIMIT)))
     }
     /// The doorbells as this vCPU sees them: locked while it rings one.

@@ -3,7 +3,7 @@
 //!
 //! DEVIATION: CPUs without long mode get the 64-bit save-state area too.
 
-use x86_cpu::{CpuState, Fault, Flush, GuestBus, Privilege, Shadow};
+use x86_cpu::{CodeSize, CpuState, Events, Fault, Flush, GuestBus, Privilege, Shadow};
 use x86_defs::{
     control::{cr0, efer},
     dr, reg, rflags,
@@ -39,6 +39,36 @@ mod at {
     pub(super) const RIP: usize = 0x178;
     /// RAX; RCX to R15 follow downwards.
     pub(super) const RAX: usize = 0x1f8;
+}
+
+macro_rules! saved {
+    ($($field:ident: $type:ty),* $(,)?) => {
+        /// What an SMI or RSM changes, but for SMBASE: it is less than half of the state.
+        struct Saved {
+            smbase: u64,
+            $($field: $type),*
+        }
+
+        impl Saved {
+            fn of(cpu: &CpuState) -> Self {
+                Self {
+                    smbase: cpu.msr.smbase,
+                    $($field: cpu.$field.clone()),*
+                }
+            }
+
+            fn put_back(self, cpu: &mut CpuState) {
+                cpu.msr.smbase = self.smbase;
+                $(cpu.$field = self.$field;)*
+            }
+        }
+    };
+}
+
+saved! {
+    gpr: [u64; reg::NR_SLOTS], rflags: u64, cpl: u8, code_size: CodeSize, shadow: Shadow, fault_gva: u64, seg: [Segment; 6],
+    ldtr: Segment, tr: Segment, gdtr: DescriptorTable, idtr: DescriptorTable, cr0: u64, cr3: u64, cr4: u64, efer: u64,
+    pdpte: [u64; 4], dr6: u64, dr7: u64, events: Events, smi_controls: [u64; 4],
 }
 
 /// The save-state area.
@@ -174,7 +204,7 @@ impl Image {
 /// calls it between instructions, with `cpu.rflags` exact, when an SMI is
 /// pending and the CPU is not in SMM. On [`Stop::Exit`] nothing has changed.
 pub fn enter<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Stop> {
-    let saved = cpu.clone();
+    let saved = Saved::of(cpu);
     let image = Image::of(cpu);
     cpu.smi_controls = controls(cpu);
     flat_mode(cpu);
@@ -213,14 +243,15 @@ pub fn enter<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Stop> {
 
 /// RSM, in SMM: back to what the save-state area says.
 pub(crate) fn leave<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Stop> {
-    let saved = cpu.clone();
+    let saved = Saved::of(cpu);
     // The area is addressed physically, whatever paging the handler set up.
+    let is_flat = !cpu.is_paging();
     flat_mode(cpu);
     cpu.update_mode();
     let mut image = Image([0; SIZE]);
     let area = cpu.msr.smbase.wrapping_add(AREA) & 0xffff_ffff;
-    let read =
-        switch(cpu, bus).and_then(|()| bus.read_bytes(cpu, area, &mut image.0, Privilege::System));
+    let selected = if is_flat { Ok(()) } else { switch(cpu, bus) };
+    let read = selected.and_then(|()| bus.read_bytes(cpu, area, &mut image.0, Privilege::System));
     if read.is_ok() && !image.is_consistent() {
         return finish(cpu, bus, saved, Err(x86_cpu::Exception::GP0.into()));
     }
@@ -270,13 +301,13 @@ fn controls(cpu: &CpuState) -> [u64; 4] {
 fn finish<B: GuestBus>(
     cpu: &mut CpuState,
     bus: &mut B,
-    saved: CpuState,
+    saved: Saved,
     result: Result<(), Fault>,
 ) -> Result<(), Stop> {
     let Err(fault) = result else {
         return Ok(());
     };
-    cpu.put_back(saved);
+    saved.put_back(cpu);
     // These values were in force before; a refusal changes nothing.
     let _ = switch(cpu, bus);
     Err(match fault {
