@@ -6,6 +6,7 @@
 //! the program starts. A program whose file does not name `/dev/kvm` is left as it is.
 
 mod code;
+mod displacements;
 mod places;
 mod program;
 
@@ -172,6 +173,8 @@ extern "C" fn constructor() {
     if !crate::is_preloaded() || crate::trace::is_real() {
         return;
     }
+    // While the program starts, before its first vCPU wants to know.
+    host::cpu::begin_to_measure_tsc();
     let Some(vendor) = differing() else { return };
     // A defect of ours must not unwind into C.
     let _ = std::panic::catch_unwind(|| answer_preloaded(vendor));

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, OpKind, Register};
 
+use super::displacements::for_each_displacement;
 use super::program::Program;
 
 /// A jump by rel32.
@@ -184,20 +185,6 @@ fn can_move(instructions: &[Instruction]) -> bool {
             || last.is_jmp_short_or_near() && target(last).is_some())
 }
 
-/// Bytes before a displacement of a branch (the second one of some), or of what is relative to RIP.
-const PRECEDES: [bool; 256] = {
-    let mut table = [false; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let is_relative = byte & 0xc7 == 0x05;
-        let is_condition = byte & 0xf0 == 0x80;
-        let is_transaction = byte == 0xf8;
-        table[byte] = is_relative || is_condition || is_transaction || byte & 0xfe == 0xe8;
-        byte += 1;
-    }
-    table
-};
-
 /// Addresses inside of places to which bytes lead that look like a displacement, anywhere in the
 /// program's code.
 fn reached(program: &Program<'_>, candidates: &[(usize, MovedRun)]) -> Vec<usize> {
@@ -208,23 +195,32 @@ fn reached(program: &Program<'_>, candidates: &[(usize, MovedRun)]) -> Vec<usize
     ) else {
         return Vec::new();
     };
+    // Few pages have places: what leads to others is most, and is done with at once.
+    const PAGE: usize = 4096;
+    let mut pages = vec![false; (last - first) / PAGE + 1];
+    for (_, place) in candidates {
+        let of = |at: usize| (at - first) / PAGE;
+        pages[of(place.range.start)..=of(place.range.end)].fill(true);
+    }
     let is_inside = |at: usize| {
         let inside = |range: &Range<usize>| at > range.start && at < range.end;
-        candidates.iter().any(|(_, place)| inside(&place.range))
+        pages.get((at - first) / PAGE) == Some(&true)
+            && candidates.iter().any(|(_, place)| inside(&place.range))
     };
     let mut reached = Vec::new();
     for part in program.parts.iter().filter(|part| part.is_code) {
         let base = part.address.wrapping_sub(first);
-        for (at, bytes) in part.bytes.windows(5).enumerate() {
-            let displacement = i32::from_le_bytes([bytes[1], bytes[2], bytes[3], bytes[4]]);
+        // From how far away a branch may lead into a place.
+        let end = part.address.saturating_add(part.bytes.len());
+        let distance = last.max(end) - first.min(part.address);
+        for_each_displacement(part.bytes, distance, |at, displacement| {
             let to = base
-                .wrapping_add(at + 5)
+                .wrapping_add(at + 4)
                 .wrapping_add_signed(displacement as isize);
-            // Few get behind the first: the order matters.
-            if to < last - first && PRECEDES[usize::from(bytes[0])] && is_inside(first + to) {
+            if to < last - first && is_inside(first + to) {
                 reached.push(first + to);
             }
-        }
+        });
     }
     reached
 }

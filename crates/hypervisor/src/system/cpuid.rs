@@ -4,6 +4,8 @@
 //! A bit is set only if the interpreter, the MMU and the chips really do it.
 //! Bits about speculation are those of [`super::speculation`].
 
+use std::sync::OnceLock;
+
 use kvm_bindings::{KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 use super::{
@@ -192,7 +194,7 @@ const MAX_PKRU_OFFSET: u32 = 4096 - 8;
 
 /// Where an XSAVE image in the standard format has PKRU.
 pub fn pkru_offset() -> usize {
-    static OFFSET: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    static OFFSET: OnceLock<usize> = OnceLock::new();
     *OFFSET.get_or_init(|| pkru_leaf().ebx as usize)
 }
 
@@ -249,8 +251,13 @@ fn cache_leaves(function: u32, out: &mut Vec<kvm_cpuid_entry2>) {
     }
 }
 
-/// KVM_GET_SUPPORTED_CPUID.
+/// KVM_GET_SUPPORTED_CPUID: asked for once, as a hypervisor below this one answers each CPUID instruction.
 pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
+    static SUPPORTED: OnceLock<Vec<kvm_cpuid_entry2>> = OnceLock::new();
+    SUPPORTED.get_or_init(make_supported_cpuid).clone()
+}
+
+fn make_supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     let amd = is_amd();
     let plain = |f: u32, r: Regs| entry(f, 0, 0, r);
     let mut out = Vec::with_capacity(48);
