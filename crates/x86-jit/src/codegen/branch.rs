@@ -105,7 +105,7 @@ impl Translator {
             &self.templates.cross_page[usize::from(by_guard)][usize::from(next.is_some())];
         let a = &mut self.asm;
         let [first, from, second, third] = a.stamp(template);
-        self.stubs.push(Stub::FarMiss { from, number });
+        self.stubs.push(Stub::CrossPageMiss { from, number });
         let condition = if by_guard {
             let untagged = next.unwrap_or(page - base.unwrap_or(0));
             a.patch32(second, untagged);
@@ -123,7 +123,7 @@ impl Translator {
                 Some(next) => a.patch32(second, next),
                 None => {
                     let from = third;
-                    self.stubs.push(Stub::FarMiss { from, number });
+                    self.stubs.push(Stub::CrossPageMiss { from, number });
                     a.rm(self.input.long, &[0x8d], S1, at(S1, page)); // lea
                     a.store(SHORT_PAGE, S1);
                 }

@@ -105,7 +105,7 @@ pub(super) enum Stub {
         site: u32,
     },
     /// A branch to another page is not where it was before.
-    FarMiss {
+    CrossPageMiss {
         from: usize,
         number: u32,
     },

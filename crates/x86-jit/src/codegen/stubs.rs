@@ -72,68 +72,15 @@ impl Translator {
             match stub {
                 Stub::Refill { .. } => self.refill(&c, stub),
                 Stub::RefillGroup { .. } => self.refill_group(&c, stub, &known),
-                Stub::Bail { from, offset } => {
-                    a.patch(from, here);
-                    refund(a, before);
-                    a.mov_imm(S1, offset.into());
-                    a.jmp_to(t.bail);
-                }
+                Stub::Bail { from, offset } => self.leave_by(from, here, (before, offset), t.bail),
                 Stub::Refused { from, offset } => {
-                    a.patch(from, here);
-                    a.mov_imm(S1, offset.into());
-                    a.jmp_to(t.bail_integer);
-                }
-                Stub::Branch { from, offset } => {
-                    a.patch(from, here);
-                    a.alu(true, Alu::Xor, S0, SHORT_SALT);
-                    a.mov_imm(S1, requests::branch(offset, 0).into());
-                    a.jmp_to(t.branch);
-                }
-                Stub::InlineCache {
-                    from,
-                    offset,
-                    cache,
-                } => {
-                    a.patch(from, here);
-                    let site = requests::branch(offset, 0);
-                    a.mov_imm(S1, requests::with_inline_cache(site, cache));
-                    a.jmp_to(t.inline_cache);
-                }
-                Stub::Ret { from, site } => {
-                    a.patch(from, here);
-                    a.mov_imm(S1, site.into());
-                    a.jmp_to(t.ret_in(self.input.mode));
+                    self.leave_by(from, here, (0, offset), t.bail_integer);
                 }
                 Stub::Call { from, offset } => {
-                    a.patch(from, here);
-                    refund(a, before);
-                    a.mov_imm(S1, offset.into());
-                    a.jmp_to(t.bail_integer);
+                    self.leave_by(from, here, (before, offset), t.bail_integer);
                 }
-                Stub::CallCache {
-                    from,
-                    resume,
-                    offset,
-                    cache,
-                } => {
-                    a.patch(from, here);
-                    a.mov_imm(S1, requests::with_inline_cache(offset, cache));
-                    a.call_to(t.fill_inline_cache);
-                    let from = a.jcc(cc::E);
-                    a.patch(from, resume);
-                    refund(a, before);
-                    a.jmp_to(t.bail_integer);
-                }
-                Stub::Stale { from, offset } => {
-                    a.patch(from, here);
-                    a.mov_imm(S1, offset.into());
-                    a.jmp_to(t.stale);
-                }
-                Stub::Moved { from, offset } => {
-                    a.patch(from, here);
-                    a.mov_imm(S1, offset.into());
-                    a.jmp_to(t.moved);
-                }
+                Stub::Stale { from, offset } => self.leave_by(from, here, (0, offset), t.stale),
+                Stub::Moved { from, offset } => self.leave_by(from, here, (0, offset), t.moved),
                 Stub::Poll {
                     from,
                     resume,
@@ -162,37 +109,98 @@ impl Translator {
                     }
                 }
                 Stub::Link { .. } => self.link_stub(&c, stub, &known),
-                Stub::Unexpected { from, number } => {
-                    a.patch(from, here);
-                    refund(a, taken);
-                    self.unexpected(number);
-                }
-                Stub::Elsewhere { from, disp, site } => {
-                    a.patch(from, here);
-                    refund(a, taken);
-                    self.load_word(S0, at(S0, disp));
-                    let a = &mut self.asm;
-                    a.mov_imm(S1, site.into());
-                    a.jmp_to(t.ret_in(self.input.mode));
-                }
-                Stub::FarMiss { from, number } => {
-                    a.patch(from, here);
-                    self.cross_page_missed(number);
-                }
-                Stub::CrossPage {
-                    from,
-                    offset,
-                    target,
-                    live,
-                } => {
-                    a.patch(from, here);
-                    refund(a, taken);
-                    if live {
-                        save_flags(a);
-                    }
-                    self.cross_page(offset, target);
-                }
+                Stub::Branch { .. }
+                | Stub::InlineCache { .. }
+                | Stub::Ret { .. }
+                | Stub::CallCache { .. }
+                | Stub::Unexpected { .. }
+                | Stub::Elsewhere { .. }
+                | Stub::CrossPageMiss { .. }
+                | Stub::CrossPage { .. } => self.branch_stub(&c, stub),
             }
+        }
+    }
+
+    /// Leaves by a trampoline for the instruction at an offset, after giving back what has been counted too much.
+    fn leave_by(&mut self, from: usize, here: usize, (back, offset): (i32, u32), to: usize) {
+        let a = &mut self.asm;
+        a.patch(from, here);
+        refund(a, back);
+        a.mov_imm(S1, offset.into());
+        a.jmp_to(to);
+    }
+
+    /// Branches and returns that go by a table.
+    fn branch_stub(&mut self, c: &Context<'_>, stub: Stub) {
+        let t = self.trampolines;
+        let a = &mut self.asm;
+        match stub {
+            Stub::Branch { from, offset } => {
+                a.patch(from, c.here);
+                a.alu(true, Alu::Xor, S0, SHORT_SALT);
+                a.mov_imm(S1, requests::branch(offset, 0).into());
+                a.jmp_to(t.branch);
+            }
+            Stub::InlineCache {
+                from,
+                offset,
+                cache,
+            } => {
+                a.patch(from, c.here);
+                let site = requests::branch(offset, 0);
+                a.mov_imm(S1, requests::with_inline_cache(site, cache));
+                a.jmp_to(t.inline_cache);
+            }
+            Stub::Ret { from, site } => {
+                a.patch(from, c.here);
+                a.mov_imm(S1, site.into());
+                a.jmp_to(t.ret_in(self.input.mode));
+            }
+            Stub::CallCache {
+                from,
+                resume,
+                offset,
+                cache,
+            } => {
+                a.patch(from, c.here);
+                a.mov_imm(S1, requests::with_inline_cache(offset, cache));
+                a.call_to(t.fill_inline_cache);
+                let from = a.jcc(cc::E);
+                a.patch(from, resume);
+                refund(a, c.before);
+                a.jmp_to(t.bail_integer);
+            }
+            Stub::Unexpected { from, number } => {
+                a.patch(from, c.here);
+                refund(a, c.taken);
+                self.unexpected(number);
+            }
+            Stub::Elsewhere { from, disp, site } => {
+                a.patch(from, c.here);
+                refund(a, c.taken);
+                self.load_word(S0, at(S0, disp));
+                let a = &mut self.asm;
+                a.mov_imm(S1, site.into());
+                a.jmp_to(t.ret_in(self.input.mode));
+            }
+            Stub::CrossPageMiss { from, number } => {
+                a.patch(from, c.here);
+                self.cross_page_missed(number);
+            }
+            Stub::CrossPage {
+                from,
+                offset,
+                target,
+                live,
+            } => {
+                a.patch(from, c.here);
+                refund(a, c.taken);
+                if live {
+                    save_flags(a);
+                }
+                self.cross_page(offset, target);
+            }
+            _ => {}
         }
     }
 

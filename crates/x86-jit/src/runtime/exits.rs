@@ -129,15 +129,7 @@ fn answer<B: JitBus>(
             cpu.set_rip(target);
             RunStop::Poll
         }
-        Reason::Branch => {
-            // #GP(0) at the branch, if it is one.
-            if target == page.wrapping_add(0x1000) && !jit.session.mode.has(Mode::SEGMENTED) {
-                cpu.set_rip(target);
-            } else {
-                jit.take_back(cpu, bus);
-            }
-            jit.interpret(interp, cpu, bus, 0)
-        }
+        Reason::Branch => jit.refuse_branch(interp, cpu, bus, (page, target)),
         Reason::CrossPage if jit.complete_cross_page(cpu, bus) => {
             let code = jit.follow_cross_page(interp, cpu, bus, far as usize);
             if code != 0 {
@@ -314,6 +306,22 @@ impl<B: JitBus> Jit<B> {
             self.link(number, next);
         }
         self.code.buffer.rx() as u64 + next.entries.saved as u64
+    }
+
+    /// #GP(0) at a branch, if it is one: its target is not canonical. `page`: where the code was.
+    fn refuse_branch(
+        &mut self,
+        interp: &mut Interp<B>,
+        cpu: &mut CpuState,
+        bus: &mut B,
+        (page, target): (u64, u64),
+    ) -> RunStop {
+        if target == page.wrapping_add(0x1000) && !self.session.mode.has(Mode::SEGMENTED) {
+            cpu.set_rip(target);
+        } else {
+            self.take_back(cpu, bus);
+        }
+        self.interpret(interp, cpu, bus, 0)
     }
 
     /// Completes the direct branch to another page that `frame::words::SPILL` tells of; false if the

@@ -75,6 +75,23 @@ pub(super) struct HoistedLoop {
     turns: Vec<usize>,
 }
 
+/// Makes r13 the instructions of all passes of `turns` turns and `len` instructions that are made of `scratch.turns` turns, and [`REST`] the
+/// turns that are left over. Where what is retired counts, r13 has the rest's, too.
+fn count_instructions(a: &mut Asm, scratch: Scratch, (turns, len): (u32, i32), counts: bool) {
+    a.mov(S0, scratch.turns);
+    if turns > 1 {
+        divide(a, turns);
+        a.imul(true, S1, S0, turns as i32);
+        a.alu_rr(true, Alu::Sub, scratch.turns, S1);
+        a.store32(gs(REST), scratch.turns);
+    }
+    a.imul(true, S1, S0, len);
+    if counts && turns > 1 {
+        a.imul(true, scratch.turns, scratch.turns, len / turns as i32);
+        a.alu_rr(true, Alu::Add, S1, scratch.turns);
+    }
+}
+
 impl Translator {
     /// Translates the turns after the first one of a block that has been, if it is a loop that is executed much, and some of its
     /// groups stay where that has found them: until the next poll, they need no probes. Returns where these turns begin.
@@ -151,18 +168,7 @@ impl Translator {
         a.alu_imm(true, Alu::Cmp, scratch.turns, LEAST * turns as i32);
         let few = a.jcc(cc::L);
         a.patch(few, fails);
-        a.mov(S0, scratch.turns);
-        if turns > 1 {
-            divide(a, turns);
-            a.imul(true, S1, S0, turns as i32);
-            a.alu_rr(true, Alu::Sub, scratch.turns, S1);
-            a.store32(gs(REST), scratch.turns);
-        }
-        a.imul(true, S1, S0, len);
-        if cost.is_some() && turns > 1 {
-            a.imul(true, scratch.turns, scratch.turns, len / turns as i32);
-            a.alu_rr(true, Alu::Add, S1, scratch.turns);
-        }
+        count_instructions(a, scratch, (turns, len), cost.is_some());
         scratch.restore(a);
         match cost {
             Some(_) => exact::begin_fast_turns(a),
