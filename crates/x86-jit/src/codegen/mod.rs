@@ -27,6 +27,7 @@ mod by_mode;
 mod copy;
 pub(crate) mod countdown;
 mod counted;
+mod crossing;
 mod divide;
 mod element;
 mod flags;

@@ -10,8 +10,12 @@ use crate::{
     codegen::countdown::exact,
     frame::targets::salt_of,
     frame::{self, words::index},
+    runtime::state::is_countable,
 };
 
+/// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
+/// other and back all the time comes to a poll, too.
+pub(crate) const LEAST_EXECUTED: u64 = 64;
 /// Bit of the level in [`frame::words::COUNTED_AS`].
 const LEVEL: u64 = 1 << 8;
 
@@ -27,22 +31,6 @@ pub(crate) fn settle(cpu: &mut CpuState) {
             counted.events,
             counted.left,
         );
-    }
-}
-
-/// Translated code has gone to another privilege level by an instruction that counts at the one before. If only one of the two
-/// is counted, code of the other kind comes next, which only [`handle`](super::exits::handle) can go to: nothing is found by the salt of no key.
-pub(crate) fn follow_level(cpu: &mut CpuState) {
-    let counted = cpu.engine.words[index(frame::words::COUNTED_FROM)] != 0;
-    settle(cpu);
-    let counts = cpu.retired.counts_at(cpu.cpl);
-    let words = &mut cpu.engine.words;
-    if counted != counts {
-        words[index(frame::words::SALT)] = salt_of(0);
-    } else if counts {
-        let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-        let as_what = &mut words[index(frame::words::COUNTED_AS)];
-        *as_what = *as_what & !LEVEL | level;
     }
 }
 
@@ -84,9 +72,7 @@ impl<B: JitBus> Jit<B> {
         words[index(frame::words::COUNTED_ENTRY)] = code;
         let place = match stream {
             Some(stream) => {
-                exact::begin(words, left, cpu.retired.left);
-                let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-                words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
+                self.begin_counting(cpu, stream, left);
                 self.code.counting.go_on_counting
             }
             None => {
@@ -96,6 +82,53 @@ impl<B: JitBus> Jit<B> {
             }
         };
         self.code.buffer.rx() as u64 + place as u64
+    }
+
+    /// Translated code has gone to another privilege level by an instruction that counts at the one before. If only one of the two
+    /// is counted, code of the other kind comes next. Nothing is found by the salt of no key, so the branch that comes now goes by
+    /// [`Trampolines::branch`](crate::codegen::trampolines::Trampolines::branch), which knows.
+    pub(crate) fn follow_level(&mut self, cpu: &mut CpuState) {
+        let counted = cpu.engine.words[index(frame::words::COUNTED_FROM)] != 0;
+        settle(cpu);
+        let counts = cpu.retired.counts_at(cpu.cpl);
+        let is_countable = is_countable(cpu);
+        let words = &mut cpu.engine.words;
+        if counted == counts {
+            if counts {
+                let level = Retired::level(cpu.cpl) as u64 * LEVEL;
+                let as_what = &mut words[index(frame::words::COUNTED_AS)];
+                *as_what = *as_what & !LEVEL | level;
+            }
+            return;
+        }
+        words[index(frame::words::COUNTED_SALT)] = words[index(frame::words::SALT)];
+        words[index(frame::words::SALT)] = salt_of(0);
+        if words[index(frame::words::LOG)] != 0 || counts && !is_countable {
+            return;
+        }
+        let left = match counted {
+            true => exact::left(words),
+            false => self.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
+        };
+        let go_on = match self.session.mode.stream() {
+            Some(stream) => {
+                self.begin_counting(cpu, stream, left);
+                self.code.counting.go_on_counting
+            }
+            None => {
+                words[index(frame::words::COUNTED_TO)] = left;
+                self.session.left_to_poll = left;
+                self.code.counting.go_on_plainly
+            }
+        };
+        cpu.engine.words[index(frame::words::COUNTED_GO_ON)] =
+            self.code.buffer.rx() as u64 + go_on as u64;
+    }
+
+    fn begin_counting(&self, cpu: &mut CpuState, stream: usize, left: u64) {
+        exact::begin(&mut cpu.engine.words, left, cpu.retired.left);
+        let level = Retired::level(cpu.cpl) as u64 * LEVEL;
+        cpu.engine.words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
     }
 
     /// The branch at RIP, which translated code has counted, does not complete.

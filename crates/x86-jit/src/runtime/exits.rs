@@ -19,7 +19,7 @@ use crate::{
     ir::mode::Mode,
     ir::segment::{may_branch_to, page_of},
     runtime::Context,
-    runtime::counting::settle,
+    runtime::counting::{LEAST_EXECUTED, settle},
     runtime::requests::tell_view,
     runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
 };
@@ -28,9 +28,6 @@ use crate::{
 /// code that several address spaces share at different addresses changes its mind
 /// all the time.
 const CROSS_PAGE_MISSES: u64 = 64;
-/// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
-/// other and back all the time comes to a poll, too.
-const LEAST_EXECUTED: u64 = 64;
 
 /// Translated code asks for what its [`Reason`] says. Returns the host address at
 /// which it goes on, or 0: it is left.

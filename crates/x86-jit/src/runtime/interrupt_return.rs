@@ -13,8 +13,8 @@ use x86_defs::{
 use crate::{
     JitBus,
     frame::{self, words::index},
+    runtime::Jit,
     runtime::system_call::{self, CODE64, DATA},
-    runtime::{Jit, counting},
 };
 
 /// Flags that the new ones may have; the current ones have no others that matter
@@ -55,7 +55,7 @@ pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B
     };
     let before = cpu.engine.words[index(frame::words::KEY)];
     jit.update_mode(cpu, bus);
-    counting::follow_level(cpu);
+    jit.follow_level(cpu);
     // IRET serialises: what is returned to has to be what the code is now.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;

@@ -156,7 +156,7 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         };
         if target != 0 {
             jit.update_mode(cpu, bus);
-            counting::follow_level(cpu);
+            jit.follow_level(cpu);
         }
         return target;
     }

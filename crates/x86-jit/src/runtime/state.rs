@@ -31,7 +31,7 @@ pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
 const FREEZE_WHILE_SMM: u64 = 1 << 14;
 
 /// Translated code counts what is to be counted, and may go on for a while until a counter can overflow.
-fn is_countable(cpu: &CpuState) -> bool {
+pub(crate) fn is_countable(cpu: &CpuState) -> bool {
     let r = &cpu.retired;
     // Where no stream is counted, instructions are interpreted before a sample: nothing is translated for that. Who has counters stand
     // still in SMM looks at them whenever the view changes, in the middle of a block.

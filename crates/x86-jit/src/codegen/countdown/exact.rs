@@ -220,6 +220,11 @@ pub(in crate::codegen) fn leave_fast_turns(
 /// What an instruction is in what [`leave_fast_turns`] computes.
 pub(in crate::codegen) const EXECUTED: i32 = 1 << (SHIFT - 16);
 
+/// Code that counts, and has been settled, ends here.
+pub(in crate::codegen) fn forget(a: &mut Asm) {
+    a.store_imm(gs(COUNTED_FROM), 0);
+}
+
 /// Goes on at [`COUNTED_ENTRY`] with the countdown in [`COUNTED_TO`].
 /// `last`: where the last frame of the host's stack is to lead, which may be of the other kind of code.
 pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize) -> usize {
@@ -286,11 +291,13 @@ pub(crate) fn counted(words: &[u64]) -> Option<(u64, u64)> {
 
 /// It does not run any more. Returns for how many instructions it might have gone on; `None`: it did not.
 pub(crate) fn end(words: &mut [u64]) -> Option<u64> {
-    if core::mem::take(&mut words[index(COUNTED_FROM)]) == 0 {
-        return None;
-    }
-    let left = words[index(COUNTED_TO)] as i64 >> SHIFT;
-    Some(left.max(0) as u64)
+    let left = left(words);
+    (core::mem::take(&mut words[index(COUNTED_FROM)]) != 0).then_some(left)
+}
+
+/// Instructions until the next poll, while code that counts has called Rust.
+pub(crate) fn left(words: &[u64]) -> u64 {
+    (words[index(COUNTED_TO)] as i64 >> SHIFT).max(0) as u64
 }
 
 /// What `handle` has charged.

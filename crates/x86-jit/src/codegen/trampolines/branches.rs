@@ -6,6 +6,7 @@ use super::Emitter;
 use crate::{
     asm::*,
     codegen::branch::{select_tag, select_target},
+    codegen::crossing,
     frame::exit::Reason,
     frame::words::*,
 };
@@ -19,12 +20,18 @@ impl Emitter<'_> {
     /// A branch that the table does not have.
     pub(super) fn table_misses(&mut self) {
         self.t.branch = self.a.here();
+        self.a.alu_mem_imm8(true, Alu::Cmp, gs(COUNTED_GO_ON), 0);
+        let crosses = self.a.jcc(cc::NE);
+        let branch = self.a.here();
         self.a.store(gs(SPILL), S0);
         self.a.mov32(S0, S1);
         self.a.shift(false, 5, S0, 12);
         self.a.store(gs(ARGUMENT), S0);
         self.a.alu_imm(false, Alu::And, S1, 0xfff);
         self.at_offset(Reason::Branch, false);
+        let here = self.a.here();
+        self.a.patch(crosses, here);
+        crossing::cross(self.a, branch, self.counts);
     }
 
     /// Branches by a pointer in memory.
