@@ -36,12 +36,13 @@ pub(super) struct Program {
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
 /// Compiled on the host, found below `$OPT`.
-pub(super) const C_PROGRAMS: [(&str, &str); 5] = [
+pub(super) const C_PROGRAMS: [(&str, &str); 6] = [
     ("counted", include_str!("counted.c")),
     ("debuggee", DEBUGGEE),
     ("filters", include_str!("filters.c")),
     ("generated", include_str!("generated.c")),
     ("keys", include_str!("keys.c")),
+    ("threads", include_str!("threads.c")),
 ];
 
 /// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
@@ -594,5 +595,34 @@ END
         mem: "512M",
         cpus: 2,
         quick: true,
+    },
+    // A recording is replayed to the conditional branch: threads that race print what they have printed.
+    Program {
+        name: "rr",
+        packages: &["rr"],
+        paths: &[
+            "/usr/bin/rr",
+            "/usr/bin/signal-rr-recording",
+            "/usr/lib/rr/librraudit.so",
+            "/usr/lib/rr/librrpage.so",
+            "/usr/lib/rr/librrpreload.so",
+            "/usr/lib/rr/rr_exec_stub",
+            "/usr/share/rr/*.xml",
+        ],
+        script: r#"
+            cd /tmp
+            export HOME=/tmp _RR_TRACE_DIR=/tmp/traces
+            for n in 1 2 3; do
+                rr record -n $OPT/threads >recorded 2>errors || { cat errors; exit 1; }
+                rr replay -a >replayed 2>errors || { cat errors; exit 1; }
+                cmp recorded replayed && [ -s recorded ] && echo replayed $n
+            done
+            rr record -n --chaos $OPT/threads >recorded 2>errors || { cat errors; exit 1; }
+            rr replay -a >replayed 2>errors || { cat errors; exit 1; }
+            cmp recorded replayed && echo replayed chaos"#,
+        expect: Expect::Lines(&["replayed 1", "replayed 2", "replayed 3", "replayed chaos"]),
+        mem: "1G",
+        cpus: 2,
+        quick: false,
     },
 ];

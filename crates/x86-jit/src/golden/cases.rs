@@ -569,7 +569,7 @@ const COUNTING: &[Case] = &[
         a.pause()?;
         a.jmp(0x40_0200)
     }),
-    case("syscall, left to the interpreter", COUNTED, |a| {
+    case("syscall", COUNTED, |a| {
         a.inc(rax)?;
         a.syscall()
     }),

@@ -5,6 +5,7 @@
 //! reuse the host's events: its longest latencies before and after.
 
 mod counted;
+mod interrupts;
 
 use std::io::Write as _;
 use std::path::Path;
@@ -27,6 +28,8 @@ struct Registers {
     select: u32,
     counter: u32,
     global_ctrl: u32,
+    /// Clears overflows' bits in the global status.
+    overflow_clear: u32,
 }
 
 impl Registers {
@@ -43,11 +46,13 @@ const INTEL: Registers = Registers {
     select: 0x186,
     counter: 0xc1,
     global_ctrl: 0x38f,
+    overflow_clear: 0x390,
 };
 const AMD: Registers = Registers {
     select: 0xc001_0200,
     counter: 0xc001_0201,
     global_ctrl: 0xc000_0301,
+    overflow_clear: 0xc000_0302,
 };
 
 /// Instructions at both levels, enabled.
@@ -76,7 +81,8 @@ pub(super) fn run(
     verdict: &mut Verdict,
 ) -> Result<String, BootError> {
     let r = if hypervisor_is_amd()? { AMD } else { INTEL };
-    let first = accesses(&r, verdict)? + &counted::loops(&r, verdict)?;
+    let first =
+        accesses(&r, verdict)? + &interrupts::measure(&r, verdict)? + &counted::loops(&r, verdict)?;
     // The rest takes minutes. Nobody who closes our output wants it.
     let _ = std::io::stdout().write_all(first.as_bytes());
     counted::programs(args, files, verdict)
@@ -189,6 +195,16 @@ fn hypervisor_is_amd() -> Result<bool, BootError> {
 
 /// A guest that executes `before`, and for ever so many turns of `body` and an exit.
 fn looping(before: &[u8], body: &[u8], turns: u32) -> Result<Bare, BootError> {
+    looping_with(before, body, turns, false)
+}
+
+/// The same, with interrupt controllers or without.
+fn looping_with(
+    before: &[u8],
+    body: &[u8],
+    turns: u32,
+    has_chips: bool,
+) -> Result<Bare, BootError> {
     let mut code = before.to_vec();
     let begin = code.len();
     code.extend([0x41, 0xb8]); // mov r8d, turns
@@ -201,7 +217,7 @@ fn looping(before: &[u8], body: &[u8], turns: u32) -> Result<Bare, BootError> {
     code.extend([0xe6, 0x80, 0xe9]); // out 0x80, al; jmp
     let back = begin as i32 - (code.len() as i32 + 4);
     code.extend(back.to_le_bytes());
-    Bare::new(Mode::Long, false, &code)
+    Bare::new(Mode::Long, has_chips, &code)
 }
 
 /// Nanoseconds of a turn of the loop around `body`.
