@@ -221,6 +221,61 @@ fn calls_that_come_to_their_own_code_and_what_comes_to_the_end() {
 /// Code that the guest writes.
 const MADE: u64 = 0x3000;
 
+/// CS begins in the middle of a page: what branches to before it goes on at the end of CS, where INT 5 is.
+#[test]
+fn code_of_the_page_that_cs_begins_in() {
+    const BASE: u16 = 0x121;
+    const LOOPS: u16 = 300;
+    let branches: [(Assemble, u64); 3] = [
+        (|a| a.db(&[0xeb, 0xe0]), 2),       // jmp -0x20
+        (|a| a.db(&[0x74, 0xe0]), 2),       // je -0x20
+        (|a| a.db(&[0xe8, 0xe0, 0xff]), 3), // call -0x20
+    ];
+    for (branch, len) in branches {
+        let mut m = Machine::new(|a| a.hlt());
+        // Within the page it loops, first.
+        let mut a = CodeAssembler::new(16).unwrap();
+        let mut again = a.create_label();
+        a.mov(cx, u32::from(LOOPS)).unwrap();
+        a.set_label(&mut again).unwrap();
+        a.inc(bx).unwrap();
+        a.dec(cx).unwrap();
+        a.jne(again).unwrap();
+        let at = a.assemble(0).unwrap().len() as u64;
+        branch(&mut a).unwrap();
+        let code = a.assemble(0).unwrap();
+        assert_eq!(code.len() as u64, at + len);
+        let base = u64::from(BASE) << 4;
+        m.memory.write_slice(&code, GuestAddress(base)).unwrap();
+        let to = (at + len).wrapping_sub(0x20) & 0xffff;
+        assert!(to > 0x8000);
+        // Below CS is what must not be executed.
+        m.memory
+            .write_slice(&[0xcd, 0x06], GuestAddress(base + at + len - 0x20))
+            .unwrap();
+        m.memory
+            .write_slice(&[0xcd, 0x05], GuestAddress(base + to))
+            .unwrap();
+        let mut s = m.vcpu.get_sregs().unwrap();
+        (s.cs.base, s.cs.selector) = (base, BASE);
+        m.vcpu.set_sregs(&s).unwrap();
+        for _ in 0..3 {
+            m.vcpu
+                .set_regs(&kvm_regs {
+                    rsp: STACK,
+                    rflags: 2,
+                    ..Default::default()
+                })
+                .unwrap();
+            let mut s = m.vcpu.get_sregs().unwrap();
+            (s.cs.base, s.cs.selector) = (base, BASE);
+            m.vcpu.set_sregs(&s).unwrap();
+            assert_eq!(m.run(), [(0x10, vec![5])]);
+            assert_eq!(m.vcpu.get_regs().unwrap().rbx, u64::from(LOOPS));
+        }
+    }
+}
+
 #[test]
 fn interrupts_lead_to_their_vectors_and_back() {
     let m = ends(

@@ -134,8 +134,9 @@ pub(crate) const BOUND_SIZES: usize = 6;
 /// The six limits that they are of, 32 bits each.
 pub(crate) const BOUNDS_OF: usize = word(206);
 const _: () = assert!(COUNTED_AS < BOUNDS && BOUNDS + 6 * 4 * BOUND_SIZES <= BOUNDS_OF);
-const _: () =
-    assert!(BOUNDS_OF + 6 * 4 <= COUNTED_GO_ON && COUNTED_SALT < KEYS && KEYS < word(EngineFrame::WORDS));
+const _: () = assert!(
+    BOUNDS_OF + 6 * 4 <= COUNTED_GO_ON && COUNTED_SALT < KEYS && KEYS < word(EngineFrame::WORDS)
+);
 /// Translated code has gone from a level that is counted to one that is not, or the other way round: the trampoline that goes on there, or 0;
 pub(crate) const COUNTED_GO_ON: usize = word(209);
 /// and the salt that its target is found by.

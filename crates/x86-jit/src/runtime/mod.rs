@@ -19,6 +19,8 @@ mod switches;
 mod system_call;
 mod translation;
 
+use std::collections::HashMap;
+
 use host::{CodeBuffer, CodeViews};
 use x86_cpu::{CpuState, Exception};
 use x86_interp::{Insn, Interp, Transfer};
@@ -38,7 +40,7 @@ use crate::{
     ir::cause::Cause,
     ir::decoded::Decoded,
     ir::lowering::Forms,
-    ir::mode::Mode,
+    ir::mode::{BlockKey, Mode},
     plan::groups::Groups,
     profile::hot::Profiles,
     runtime::exits::handle,
@@ -114,6 +116,8 @@ pub(crate) struct Session<B: JitBus> {
     pub(crate) changes: u64,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
+    /// How often blocks of code with segments have been translated: see [`find::CHANGES`].
+    pub(crate) unsteady: HashMap<BlockKey, u32>,
     /// The translation with a probe for every access is to be executed.
     pub(crate) splits: bool,
     /// The page fault of the instruction that calls [`handle`] next.
@@ -207,6 +211,7 @@ impl<B: JitBus> Jit<B> {
                 plain_tsc: false,
                 changes: 0,
                 stale: false,
+                unsteady: HashMap::new(),
                 splits: false,
                 fault: None,
                 can_resume: false,
@@ -287,6 +292,7 @@ impl<B: JitBus> Jit<B> {
         self.session.interpreted.clear();
         self.session.given_up = GivenUp::default();
         self.profiles.clear();
+        self.session.unsteady.clear();
         self.code.ranges.clear();
         self.session.switches.clear();
         if let Some(l) = &mut self.lockstep {

@@ -207,6 +207,13 @@ impl Builder<'_> {
 
     fn branch(&mut self, n: usize, count: usize) -> Element {
         use Code as C;
+        if self.r.one_in(16) {
+            // To before the program, and before CS's begin where it is near.
+            let back = 0x80 + self.r.below(0x7e) as u8;
+            let opcode = self.r.pick(&[0xeb, 0x74, 0x75, 0x72, 0x7d]);
+            let code = Instruction::with_declare_byte_2(opcode, back);
+            return code.map_or_else(|_| self.any(), |i| self.one(i));
+        }
         let wide = self.bits == 32 || self.r.one_in(3);
         // Mostly onward: loops count.
         let mut to = n + 1 + self.r.below(4) as usize;

@@ -361,7 +361,7 @@ impl<B: JitBus> Jit<B> {
             }
             Reason::Link => {
                 if let Some(site) = self.builder.translator.links.get(argument as usize) {
-                    cpu.set_rip(page + u64::from(site.target));
+                    cpu.set_rip(page.wrapping_add(site.target.into()));
                 }
             }
             Reason::CrossPage => {
