@@ -1,7 +1,7 @@
 //! Guest RAM: anonymous private mappings of this process, given to the hypervisor as memslots.
 
 use vm_memory::bitmap::AtomicBitmap;
-use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vm_memory::{GuestAddress, GuestMemoryBackend as _, GuestMemoryMmap};
 
 use crate::error::BootError;
 use crate::layout::{HOLE_END, HOLE_START};
@@ -36,7 +36,12 @@ pub(crate) fn allocate(size: u64) -> Result<GuestMemory, BootError> {
     };
     // A bitmap for more than there are addresses ends the process: first without.
     GuestMemoryMmap::<()>::from_ranges(&ranges).map_err(|e| refused(&e))?;
-    GuestMemory::from_ranges(&ranges).map_err(|e| refused(&e))
+    let memory = GuestMemory::from_ranges(&ranges).map_err(|e| refused(&e))?;
+    // Random accesses to more than a few MiB miss the host's TLB otherwise, whatever ours does.
+    for region in memory.iter() {
+        host::mapping::advise_huge(region.as_ptr().addr(), region.size());
+    }
+    Ok(memory)
 }
 
 #[cfg(test)]

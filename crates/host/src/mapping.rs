@@ -99,6 +99,17 @@ impl Mapping {
     }
 }
 
+/// Asks for huge pages in a range of this process, whoever has mapped it. A hint: whatever comes of it, the range keeps its contents.
+pub fn advise_huge(address: usize, len: usize) {
+    // SAFETY: MADV_HUGEPAGE changes neither contents nor protection of any memory.
+    let _ = unsafe {
+        system::call(
+            libc::SYS_madvise,
+            [address, len, libc::MADV_HUGEPAGE as usize],
+        )
+    };
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the range is this mapping's own; whoever kept a pointer into it

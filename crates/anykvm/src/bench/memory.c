@@ -3,7 +3,8 @@
  *
  *     @ WHAT-MIB-PAGES NANOSECONDS CHECKSUM
  *
- * for COUNT accesses. PAGES is `4k` or `2m`: what the kernel is asked to map the table with.
+ * for COUNT accesses; of random ones and of chases PARTS times the best of so many parts, as another program may have the
+ * processor in between. PAGES is `4k` or `2m`: what the kernel is asked to map the table with.
  */
 #define _GNU_SOURCE
 #include <stdint.h>
@@ -14,7 +15,7 @@
 #include <time.h>
 
 /* As in memory.rs. */
-enum { COUNT = 2000000 };
+enum { COUNT = 2000000, PARTS = 20 };
 
 static uint64_t now(void)
 {
@@ -49,28 +50,32 @@ static void fill(int chases)
 	}
 }
 
+/* Parts go on where the last one was. */
+static uint64_t seed = 1, place;
+
 static uint64_t writes(uint64_t n)
 {
-	uint64_t x = 1;
+	uint64_t x = seed;
 	for (uint64_t i = 0; i < n; i++)
 		table[next(&x) & (words - 1)] += i;
-	return x;
+	return seed = x;
 }
 
 static uint64_t reads(uint64_t n)
 {
-	uint64_t x = 1, s = 0;
+	uint64_t x = seed, s = 0;
 	for (uint64_t i = 0; i < n; i++)
 		s += table[next(&x) & (words - 1)];
+	seed = x;
 	return s;
 }
 
 static uint64_t chase(uint64_t n)
 {
-	uint64_t at = 0;
+	uint64_t at = place;
 	for (uint64_t i = 0; i < n; i++)
 		at = table[at];
-	return at;
+	return place = at;
 }
 
 /* A hash join: half of the table is built from keys, and probed with others. */
@@ -117,10 +122,10 @@ static uint64_t collect(uint64_t n)
 static const struct {
 	const char *name;
 	uint64_t (*run)(uint64_t n);
-	int chases;
+	int chases, parts;
 } KINDS[] = {
-	{ "write", writes, 0 },	  { "read", reads, 0 },	  { "chase", chase, 1 },
-	{ "join", join, 0 },	  { "collect", collect, 1 },
+	{ "write", writes, 0, PARTS }, { "read", reads, 0, PARTS },	{ "chase", chase, 1, PARTS },
+	{ "join", join, 0, 1 },	       { "collect", collect, 1, 1 },
 };
 
 int main(int argc, char **argv)
@@ -141,11 +146,15 @@ int main(int argc, char **argv)
 		fill(KINDS[k].chases);
 		/* What was there before is not what is measured. */
 		KINDS[k].run(COUNT / 4);
-		uint64_t start = now();
-		uint64_t sum = KINDS[k].run(COUNT);
-		uint64_t end = now();
-		printf("@ %s-%s-%s %llu %llx\n", argv[1], argv[2], argv[3], (unsigned long long)(end - start),
-		       (unsigned long long)sum);
+		uint64_t best = UINT64_MAX, sum = 0;
+		for (int part = 0; part < KINDS[k].parts; part++) {
+			uint64_t start = now();
+			sum += KINDS[k].run(COUNT / KINDS[k].parts);
+			uint64_t took = now() - start;
+			best = took < best ? took : best;
+		}
+		printf("@ %s-%s-%s %llu %llx\n", argv[1], argv[2], argv[3],
+		       (unsigned long long)(best * KINDS[k].parts), (unsigned long long)sum);
 		return 0;
 	}
 	return 2;
