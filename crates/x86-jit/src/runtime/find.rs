@@ -9,7 +9,7 @@ use crate::{
     codegen::Condition,
     frame::targets::salt_of,
     frame::{self, words::index},
-    ir::mode::{BlockKey, Mode},
+    ir::mode::Mode,
     ir::segment::{code_at, has_pages, page_of},
     ir::source::Source,
     runtime::flat::set_bounds,
@@ -19,18 +19,7 @@ use crate::{
     runtime::translation::next_page,
 };
 
-/// A block of code with segments that was translated so often is the interpreter's, but once in as many times: firmware has
-/// its variables beside its code, and waits in loops that write to them.
-pub(crate) const CHANGES: u32 = 64;
-
 impl<B: JitBus> Jit<B> {
-    /// What is to be translated has been, too often: it changes.
-    fn is_unsteady(&mut self, key: BlockKey) -> bool {
-        let changes = self.session.unsteady.entry(key).or_default();
-        *changes += 1;
-        *changes > CHANGES && !changes.is_multiple_of(CHANGES)
-    }
-
     /// Makes tables and keys those of the current mapping and mode.
     pub(crate) fn select(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().slots_generation() != self.session.slots {
@@ -183,9 +172,6 @@ impl<B: JitBus> Jit<B> {
                 || bus.code_page(cpu, next_page(gva)).ok().as_ref() == self.code.cache.second.get(&key))
         {
             return Some(b);
-        }
-        if self.session.mode.has(Mode::SEGMENTED) && self.is_unsteady(key) {
-            return None;
         }
         let code = Source::of(bus, key.page())?;
         let start = host::cpu::rdtsc();

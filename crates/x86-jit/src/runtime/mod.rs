@@ -19,8 +19,6 @@ mod switches;
 mod system_call;
 mod translation;
 
-use std::collections::HashMap;
-
 use host::{CodeBuffer, CodeViews};
 use x86_cpu::{CpuState, Exception};
 use x86_interp::{Insn, Interp, Transfer};
@@ -40,7 +38,7 @@ use crate::{
     ir::cause::Cause,
     ir::decoded::Decoded,
     ir::lowering::Forms,
-    ir::mode::{BlockKey, Mode},
+    ir::mode::Mode,
     plan::groups::Groups,
     profile::hot::Profiles,
     runtime::exits::handle,
@@ -116,8 +114,6 @@ pub(crate) struct Session<B: JitBus> {
     pub(crate) changes: u64,
     /// The block that RIP's target leads to may be outdated.
     pub(crate) stale: bool,
-    /// How often blocks of code with segments have been translated: see [`find::CHANGES`].
-    pub(crate) unsteady: HashMap<BlockKey, u32>,
     /// The translation with a probe for every access is to be executed.
     pub(crate) splits: bool,
     /// The page fault of the instruction that calls [`handle`] next.
@@ -211,7 +207,6 @@ impl<B: JitBus> Jit<B> {
                 plain_tsc: false,
                 changes: 0,
                 stale: false,
-                unsteady: HashMap::new(),
                 splits: false,
                 fault: None,
                 can_resume: false,
@@ -292,7 +287,6 @@ impl<B: JitBus> Jit<B> {
         self.session.interpreted.clear();
         self.session.given_up = GivenUp::default();
         self.profiles.clear();
-        self.session.unsteady.clear();
         self.code.ranges.clear();
         self.session.switches.clear();
         if let Some(l) = &mut self.lockstep {
