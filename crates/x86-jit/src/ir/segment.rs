@@ -48,7 +48,7 @@ pub(crate) fn has_pages(cpu: &CpuState, behind: u64) -> bool {
 
 /// Where CS begins in its first page can be told to blocks. In real mode it always can.
 pub(crate) fn can_begin(cpu: &CpuState) -> bool {
-    cpu.seg[reg::CS].base % 16 == 0
+    cpu.seg[reg::CS].base.is_multiple_of(16)
 }
 
 /// A near branch of any size that is computed to lead there does so. Others are the interpreter's.

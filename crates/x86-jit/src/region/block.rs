@@ -53,8 +53,7 @@ pub(crate) fn decode<B: GuestBus>(
     let long = mode.is_long();
     let bits = mode.bits();
     let mut offset = (gva & 0xfff) as u32;
-    let first = offset;
-    let mut followed = 0;
+    let (first, mut followed) = (offset, 0);
     let mut branches_left = if is_loop {
         MAX_LOOP_BRANCHES
     } else {
