@@ -30,6 +30,8 @@ pub(super) struct ThreadBlock {
     pub(super) borrowed: u8,
     /// Handlers of the program that run in the middle of our code.
     pub(super) inner: u8,
+    /// The program called on a stack for signals: signals are blocked, and `blocked` was the mask.
+    pub(super) is_blocked: u8,
     /// FS for our code.
     pub(super) host_fs: usize,
     /// Where our stack begins when the program calls.
@@ -50,6 +52,10 @@ pub(super) struct ThreadBlock {
     pub(super) thunks: [usize; 2],
     /// The child's registers meanwhile.
     pub(super) saved: [usize; 5],
+    /// The mask before `is_blocked`.
+    pub(super) blocked: u64,
+    /// Registers while signals are blocked.
+    pub(super) scratch: [usize; 7],
 }
 
 static FREE: Mutex<Free> = Mutex::new(Free {
@@ -102,6 +108,7 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut ThreadBlock> {
             pending: 0,
             borrowed: 0,
             inner: 0,
+            is_blocked: 0,
             host_fs,
             host_stack: host_stack & !63,
             mask: 0,
@@ -112,6 +119,8 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut ThreadBlock> {
             signal_stack: [0; 2],
             thunks: [0; 2],
             saved: [0; 5],
+            blocked: 0,
+            scratch: [0; 7],
         });
     }
     CURRENT.set(block);

@@ -48,16 +48,16 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBl
             | libc::SYS_execveat
             | libc::SYS_exit
     );
-    let aside = (!is_served)
-        .then(|| signals::StackAside::new(block, frame.rsp))
-        .flatten();
+    let aside = signals::StackAside::new(block, is_served);
     // A defect of ours must not unwind into assembly code.
     let answer = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: the program's arguments.
         unsafe { answer(number, arguments, frame, block) }
     }))
     .unwrap_or(Answer::Is(-(libc::EIO as isize)));
-    drop(aside);
+    if let Some(aside) = aside {
+        aside.put_back(block);
+    }
     match answer {
         Answer::Is(result) => {
             frame.rax = result as usize;

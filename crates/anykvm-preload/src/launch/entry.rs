@@ -7,6 +7,12 @@
 //!
 //! `in_host` is set by the first instruction and cleared by the last but the way out: a signal in
 //! between waits. What waits is let in on the way out, when everything is the program's again.
+//!
+//! A call on a stack for signals is another matter: as soon as we have our own stack, the kernel would begin a handler at the end of
+//! that one, over what is there. So signals are blocked while the program's stack is still the current one, until [`StackAside`] has
+//! taken the stack for signals away; and before it gives it back, until the program's is the current one again.
+//!
+//! [`StackAside`]: super::signals::StackAside
 
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU32, AtomicUsize};
@@ -47,11 +53,18 @@ pub(super) static XSAVE_MASK: AtomicU32 = AtomicU32::new(0);
 /// Address of `syscall; ret` where user dispatch lets system calls pass.
 pub(super) static SYSCALL: AtomicUsize = AtomicUsize::new(0);
 
+/// What is blocked for the moment.
+static DEFERRABLE: u64 = kvm_abi::signals::DEFERRABLE;
+
 /// Where thunks go with a call that is ours; r11 is the address of the thunk's `syscall`.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn enter() {
     std::arch::naked_asm!(
         "mov byte ptr gs:[{in_host}], 1",
+        "mov rcx, gs:[{signal_stack} + 8]",
+        "jrcxz 2f",
+        "jmp 4f",
+        "2:",
         "mov rcx, rsp",
         "mov rsp, gs:[{host_stack}]",
         "push rcx",
@@ -101,7 +114,51 @@ pub(super) unsafe extern "C" fn enter() {
         "mov rsi, rbx",
         "mov rdx, rsp",
         "jmp {leave}",
+        // Some handler had a stack for signals. Is it the current one? Flags are the program's.
+        "4:",
+        "mov gs:[{scratch}], rax",
+        "lahf",
+        "seto al",
+        "mov gs:[{scratch} + 8], rax",
+        "mov rcx, rsp",
+        "sub rcx, gs:[{signal_stack}]",
+        "cmp rcx, gs:[{signal_stack} + 8]",
+        "jae 3f",
+        "mov gs:[{scratch} + 16], rdi",
+        "mov gs:[{scratch} + 24], rsi",
+        "mov gs:[{scratch} + 32], rdx",
+        "mov gs:[{scratch} + 40], r10",
+        "mov gs:[{scratch} + 48], r11",
+        "mov eax, {sigprocmask}",
+        "mov edi, {set}",
+        "lea rsi, [rip + {deferrable}]",
+        "mov rdx, gs:[{this}]",
+        "lea rdx, [rdx + {blocked}]",
+        "mov r10d, 8",
+        "lea rsp, [rsp - 128]",
+        "call [rip + {syscall}]",
+        "lea rsp, [rsp + 128]",
+        "mov byte ptr gs:[{is_blocked}], 1",
+        "mov rdi, gs:[{scratch} + 16]",
+        "mov rsi, gs:[{scratch} + 24]",
+        "mov rdx, gs:[{scratch} + 32]",
+        "mov r10, gs:[{scratch} + 40]",
+        "mov r11, gs:[{scratch} + 48]",
+        "3:",
+        "mov rax, gs:[{scratch} + 8]",
+        "add al, 127",
+        "sahf",
+        "mov rax, gs:[{scratch}]",
+        "jmp 2b",
         in_host = const offset_of!(ThreadBlock, in_host),
+        signal_stack = const offset_of!(ThreadBlock, signal_stack),
+        scratch = const offset_of!(ThreadBlock, scratch),
+        is_blocked = const offset_of!(ThreadBlock, is_blocked),
+        blocked = const offset_of!(ThreadBlock, blocked),
+        sigprocmask = const libc::SYS_rt_sigprocmask,
+        set = const libc::SIG_SETMASK,
+        deferrable = sym DEFERRABLE,
+        syscall = sym SYSCALL,
         selector = const offset_of!(ThreadBlock, selector),
         host_stack = const offset_of!(ThreadBlock, host_stack),
         host_fs = const offset_of!(ThreadBlock, host_fs),

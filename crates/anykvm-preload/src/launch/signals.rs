@@ -55,10 +55,9 @@ unsafe fn note_stack(context: *const libc::ucontext_t) {
 pub(super) struct StackAside(libc::stack_t);
 
 impl StackAside {
-    /// `None` if the program is not on such a stack.
-    pub(super) fn new(block: &ThreadBlock, stack_pointer: usize) -> Option<Self> {
-        let [begin, len] = block.signal_stack;
-        if stack_pointer.wrapping_sub(begin) >= len {
+    /// `None` if the program is not on such a stack, or is to keep it. Signals come in again.
+    pub(super) fn new(block: &mut ThreadBlock, is_served: bool) -> Option<Self> {
+        if std::mem::take(&mut block.is_blocked) == 0 {
             return None;
         }
         let none = libc::stack_t {
@@ -67,23 +66,45 @@ impl StackAside {
             ss_size: 0,
         };
         let mut old = none;
-        let arguments = [(&raw const none).addr(), (&raw mut old).addr(), 0, 0, 0, 0];
-        // SAFETY: two structures of the C library's, which are the kernel's.
-        let result = unsafe { system_call(libc::SYS_sigaltstack, arguments) };
-        (result == 0).then_some(Self(old))
+        let is_aside = !is_served && set_stack(&none, Some(&mut old));
+        set_mask(block.blocked);
+        is_aside.then_some(Self(old))
+    }
+
+    /// The program has it again. Signals are blocked until the program's stack pointer is on it.
+    pub(super) fn put_back(self, block: &mut ThreadBlock) {
+        let mask = set_mask(kvm_abi::signals::DEFERRABLE);
+        set_stack(&self.0, None);
+        // SAFETY: the thread's own, which a signal may have written.
+        if unsafe { (&raw const block.pending).read_volatile() } == 0 {
+            block.mask = mask;
+            block.pending = 1;
+        }
     }
 }
 
-impl Drop for StackAside {
-    fn drop(&mut self) {
-        // SAFETY: what the kernel has given.
-        unsafe {
-            system_call(
-                libc::SYS_sigaltstack,
-                [(&raw const self.0).addr(), 0, 0, 0, 0, 0],
-            )
-        };
-    }
+/// sigaltstack(2): whether it worked.
+fn set_stack(stack: &libc::stack_t, old: Option<&mut libc::stack_t>) -> bool {
+    let old = old.map_or(0, |old| std::ptr::from_mut(old).addr());
+    let arguments = [std::ptr::from_ref(stack).addr(), old, 0, 0, 0, 0];
+    // SAFETY: structures of the C library's, which are the kernel's.
+    unsafe { system_call(libc::SYS_sigaltstack, arguments) == 0 }
+}
+
+/// The thread's mask of blocked signals; returns the one before.
+fn set_mask(mask: u64) -> u64 {
+    let mut old = 0u64;
+    let arguments = [
+        libc::SIG_SETMASK as usize,
+        (&raw const mask).addr(),
+        (&raw mut old).addr(),
+        size_of::<u64>(),
+        0,
+        0,
+    ];
+    // SAFETY: the kernel's signal set is eight bytes.
+    unsafe { system_call(libc::SYS_rt_sigprocmask, arguments) };
+    old
 }
 
 /// Our code was interrupted, with our FS.

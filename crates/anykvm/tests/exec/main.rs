@@ -221,8 +221,8 @@ fn handlers_are_called_as_the_kernel_would() {
 
 #[test]
 fn a_handler_on_its_own_stack_runs_the_vcpu() {
-    // Few: what is known to happen once in tens of thousands (docs/in-process.md) is not what is looked for here.
-    passes("vmm-nested", &["nested", "50"]);
+    passes("vmm-nested", &["nested", "3000"]);
+    passes("vmm-nested-calls", &["nested-calls", "50000"]);
 }
 
 #[test]

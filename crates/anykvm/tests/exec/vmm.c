@@ -301,6 +301,53 @@ static void nested(long times)
     CHECK(sigaltstack(NULL, &after) == 0 && after.ss_sp == stack.ss_sp && !(after.ss_flags & SS_DISABLE));
 }
 
+static pthread_t nested_target;
+static volatile int nested_over;
+
+static void *send_alarms(void *unused)
+{
+    (void)unused;
+    while (!nested_over)
+        pthread_kill(nested_target, SIGALRM);
+    return NULL;
+}
+
+/* Calls of a handler on its own stack, each of which signals with that stack come in at any instruction. */
+static long nested_times;
+static void calls(int signal)
+{
+    (void)signal;
+    volatile uint8_t mine[4096];
+    for (size_t i = 0; i < sizeof mine; i++)
+        mine[i] = (uint8_t)i;
+    for (long n = 0; n < nested_times || !handled; n++) {
+        CHECK(ioctl(kvm, KVM_CHECK_EXTENSION, KVM_CAP_NR_VCPUS) > 0);
+        for (size_t i = 0; i < sizeof mine; i += 61)
+            CHECK(mine[i] == (uint8_t)i);
+    }
+}
+
+static void nested_calls(long times)
+{
+    make(SPIN, sizeof SPIN);
+    stack_t stack = { .ss_sp = malloc(128 << 10), .ss_size = 128 << 10 };
+    CHECK(stack.ss_sp && sigaltstack(&stack, NULL) == 0);
+    struct sigaction call_there = { .sa_handler = calls, .sa_flags = SA_ONSTACK };
+    struct sigaction count_there = { .sa_handler = count, .sa_flags = SA_ONSTACK };
+    CHECK(sigaction(SIGUSR1, &call_there, NULL) == 0 && sigaction(SIGALRM, &count_there, NULL) == 0);
+    nested_times = times;
+    nested_target = pthread_self();
+    pthread_t sender;
+    CHECK(pthread_create(&sender, NULL, send_alarms, NULL) == 0);
+    CHECK(raise(SIGUSR1) == 0);
+    nested_over = 1;
+    CHECK(pthread_join(sender, NULL) == 0 && handled > 0);
+    sigset_t mask;
+    CHECK(sigprocmask(SIG_BLOCK, NULL, &mask) == 0 && !sigismember(&mask, SIGALRM));
+    stack_t after;
+    CHECK(sigaltstack(NULL, &after) == 0 && after.ss_sp == stack.ss_sp && !(after.ss_flags & SS_DISABLE));
+}
+
 /* Chips and a vCPU that could not be made for want of descriptors can be made later. */
 static void few_descriptors(int system)
 {
@@ -817,6 +864,7 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "immediate")) immediate(times);
     else if (!strcmp(mode, "handlers")) handlers();
     else if (!strcmp(mode, "nested")) nested(times);
+    else if (!strcmp(mode, "nested-calls")) nested_calls(times);
     else if (!strcmp(mode, "descriptors")) descriptors(argv[0]);
     else if (!strcmp(mode, "seccomp")) seccomp();
     else if (!strcmp(mode, "seccomp-steal")) { shares = 1; seccomp(); }
