@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io::Read;
+use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -207,13 +208,25 @@ fn a_guest_goes_on_elsewhere() {
     );
     last.wait_for_tick(30);
     let mut all = vec![first];
-    for (name, tick) in [("third", 50), ("fourth", 70)] {
-        let place = place("unix", &folder.path("way"));
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+    let port = port.unwrap().port();
+    let over_tcp = format!("127.0.0.1:{port}");
+    for (name, kind, tick) in [("third", "unix", 50), ("fourth", "tcp", 70)] {
+        let is_unix = kind == "unix";
+        let way = if is_unix {
+            folder.path("way")
+        } else {
+            over_tcp.clone()
+        };
+        let place = place(kind, &way);
         let next = Process::start(&folder, name, &["--incoming", &place], &[]);
-        let begin = Instant::now();
-        while !Path::new(&folder.path("way")).exists() && begin.elapsed() < PATIENCE {
-            thread::sleep(Duration::from_millis(10));
-        }
+        wait_for(|| {
+            if is_unix {
+                Path::new(&way).exists()
+            } else {
+                is_listening(port)
+            }
+        });
         last.do_migrate(&["--to", &place, "--verify"]);
         assert_eq!(last.end(), Some(0), "{}", last.read("err"));
         all.push(std::mem::replace(&mut last, next));
@@ -351,6 +364,12 @@ fn stands_still(guest: &mut Process) {
     guest.do_migrate(&["--resume"]);
     let last = ticks.last().copied().unwrap_or(0);
     guest.wait_for_tick(last + 3);
+}
+
+/// Somebody listens there; to try would be the connection that is waited for.
+fn is_listening(port: u16) -> bool {
+    let line = format!(":{port:04X} 00000000:0000 0A");
+    fs::read_to_string("/proc/net/tcp").unwrap().contains(&line)
 }
 
 fn wait_for_file(path: &str) {
