@@ -4,7 +4,7 @@ use std::{
     io,
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicU64, Ordering, fence},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
 };
 
@@ -333,7 +333,7 @@ impl Slot {
     #[inline]
     pub fn note_code_write(&self, index: usize, offset: u64, len: u64) {
         // Either a fetcher's mark is seen here or our bytes are seen there.
-        fence(Ordering::SeqCst);
+        host::cpu::barrier();
         if let Some(chunks) = self.code.chunks.get(index)
             && chunks.load(Ordering::SeqCst) & chunk_mask(offset, len) != 0
         {

@@ -4,8 +4,17 @@
 mod real {
     pub(crate) use std::sync::{
         Mutex, MutexGuard, RwLock, RwLockReadGuard,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, fence},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, compiler_fence},
     };
+
+    /// Stores before it are seen by who loads after it.
+    pub(crate) use host::cpu::barrier;
+
+    /// The same behind a locked instruction, which has ordered memory.
+    #[inline(always)]
+    pub(crate) fn barrier_after_locked() {
+        compiler_fence(std::sync::atomic::Ordering::SeqCst);
+    }
 
     /// Zeroed words whose pages cost memory once they are touched.
     pub(crate) type Words = host::LazyArray<AtomicU64>;
@@ -18,6 +27,11 @@ mod model {
         Mutex, MutexGuard, RwLock, RwLockReadGuard,
         atomic::{AtomicBool, fence},
     };
+
+    pub(crate) fn barrier() {
+        fence(Ordering::SeqCst);
+    }
+    pub(crate) use barrier as barrier_after_locked;
 
     /// A number as x86 has it where all that change it are locked instructions: who looks sees the last one. So a look is one that
     /// changes nothing, which loom also needs to try all orders: its plain look hides another thread's before it.

@@ -23,7 +23,7 @@ use std::{
 
 use crate::{
     page_set::{PageSet, bits},
-    words::{AtomicBool, AtomicU64, fence},
+    words::{AtomicBool, AtomicU64, barrier, barrier_after_locked},
 };
 
 /// What a vCPU has done of what other threads have asked of it.
@@ -104,7 +104,8 @@ impl Writer {
             return false;
         }
         self.may.insert(page);
-        fence(Ordering::SeqCst);
+        // The bit was clear, so it was set by a locked instruction.
+        barrier_after_locked();
         true
     }
 
@@ -113,7 +114,7 @@ impl Writer {
     pub fn remove(&self, n: usize, pages: u64) -> u64 {
         let removed = self.may.remove_word(n, pages);
         // What was written before is seen by whoever marks code that the caller does not see.
-        fence(Ordering::SeqCst);
+        barrier();
         removed
     }
 
@@ -131,7 +132,7 @@ impl Writer {
     /// Takes all pages that it may write. The vCPU's thread only.
     pub fn take_all(&self, f: impl FnMut(usize, u64)) {
         self.may.take(f);
-        fence(Ordering::SeqCst);
+        barrier();
     }
 
     /// Takes what it is asked to give up, if anything. The vCPU's thread only.
@@ -197,7 +198,7 @@ impl Writers {
     /// Asks all that may write these pages to give them up: the caller has published why, and `f` gives them word by
     /// word. Returns how many were asked for, each as often as it has a writer. `except` is the caller's own.
     pub(crate) fn ask(&self, pages: &[(usize, u64)], except: Option<&Arc<Mailbox>>) -> u64 {
-        fence(Ordering::SeqCst);
+        barrier();
         let mut count = 0;
         for writer in self.iter() {
             if except.is_some_and(|own| Arc::ptr_eq(own, &writer.mailbox)) {

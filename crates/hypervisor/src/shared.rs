@@ -6,7 +6,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, compiler_fence, fence},
+        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, compiler_fence},
     },
     time::Duration,
 };
@@ -235,7 +235,7 @@ impl VcpuShared {
         self.state.store(state, Ordering::Release);
         if !on {
             // Requests are looked at after this, or whoever made them sees a vCPU that is awake.
-            fence(Ordering::SeqCst);
+            host::cpu::barrier();
         }
     }
     /// The same in the run loop, where no instruction is under way.
@@ -243,7 +243,7 @@ impl VcpuShared {
         let state = if on { state::HALTED } else { state::RUNNING };
         self.state.store(state, Ordering::Release);
         if !on {
-            fence(Ordering::SeqCst);
+            host::cpu::barrier();
         }
     }
     /// Asks for a flush of the TLB: its number, for [`Self::has_flushed`].
@@ -293,7 +293,7 @@ impl VcpuShared {
     /// than `epoch`.
     pub(crate) fn has_given_up(&self, posted: u64, epoch: u64) -> bool {
         // Either this sees a vCPU that runs, or the vCPU sees what it is asked for before it goes on.
-        fence(Ordering::SeqCst);
+        host::cpu::barrier();
         matches!(
             self.state.load(Ordering::SeqCst),
             state::OUTSIDE | state::HALTED

@@ -1,9 +1,6 @@
 //! Write permission that is given up: what other threads ask for, and how the requests are carried out.
 
-use std::sync::{
-    Arc,
-    atomic::{Ordering, fence},
-};
+use std::sync::Arc;
 
 use guest_memory::{HostPage, SlotTable, table::ADDRESS_SPACES};
 use x86_cpu::CpuState;
@@ -128,7 +125,7 @@ impl Mmu {
             }
         }
         // What was written unnoticed may be what another vCPU has fetched before.
-        fence(Ordering::SeqCst);
+        host::cpu::barrier();
         for at in pages.iter().flat_map(|p| p.places()) {
             self.bump_code(at);
         }

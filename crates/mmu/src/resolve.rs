@@ -270,6 +270,8 @@ impl Mmu {
             .map(|r| r >> found.class & 1 != 0);
         let may_write = may[1] && found.writable;
         if !may[0] || write && !may_write {
+            // The write is made once it is noted. So much is to be done until then that its cache and TLB misses would not begin before.
+            host::cpu::prefetch_to_write(found.hva + gva % PAGE_SIZE);
             return None;
         }
         let (slot, index, host) = self.page_at(found.hva, write)?;

@@ -1,7 +1,7 @@
 //! A guest of several vCPUs that write memory, and the ways to harvest what they wrote.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -95,6 +95,11 @@ impl Counts {
         let (writes, ns) = self.whole;
         writes as f64 / (ns as f64 / 1e9)
     }
+
+    /// Writes from the start of the threads to their end, and nanoseconds of the processor's.
+    pub(super) fn whole(&self) -> (u64, u64) {
+        self.whole
+    }
 }
 
 impl Default for Counts {
@@ -117,6 +122,18 @@ pub(super) struct Guest {
     memory: &'static GuestMemory,
     pages: u64,
     is_over: AtomicBool,
+    found: AtomicU64,
+    harvests: AtomicU64,
+    /// Nanoseconds of the processor's that vCPUs' threads spent on full rings.
+    making_room_ns: AtomicU64,
+}
+
+/// What harvests have come to so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Found {
+    pub(super) pages: u64,
+    pub(super) harvests: u64,
+    pub(super) making_room_ns: u64,
 }
 
 impl Guest {
@@ -161,14 +178,15 @@ impl Guest {
         // A slot's memory stays: a few guests are made in all.
         let memory: &'static GuestMemory = Box::leak(Box::new(memory));
         write_tables(memory, code)?;
-        // The host's first fault in a huge page may take milliseconds, which is not what is measured.
+        vm.set_static_memory(memory)
+            .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
+        // The host's first fault in a huge page may take milliseconds, which is not what is measured. Huge pages, which VMMs ask for,
+        // are asked for by now.
         for page in 0..vcpus * share {
             memory
                 .write_obj(0u8, GuestAddress(AREA + page * PAGE))
                 .map_err(BootError::guest("memory"))?;
         }
-        vm.set_static_memory(memory)
-            .map_err(BootError::kvm("KVM_SET_USER_MEMORY_REGION"))?;
         let cpuid = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
             .map_err(BootError::kvm("KVM_GET_SUPPORTED_CPUID"))?;
@@ -180,6 +198,9 @@ impl Guest {
             memory,
             pages: bytes / PAGE,
             is_over: AtomicBool::new(false),
+            found: AtomicU64::new(0),
+            harvests: AtomicU64::new(0),
+            making_room_ns: AtomicU64::new(0),
         };
         for id in 0..vcpus {
             let vcpu = guest
@@ -224,6 +245,22 @@ impl Guest {
 
     /// One harvest, after which all is clean; how many pages were not.
     pub(super) fn harvest(&self) -> Result<u64, BootError> {
+        let count = self.harvest_once()?;
+        self.found.fetch_add(count, Ordering::Relaxed);
+        self.harvests.fetch_add(1, Ordering::Relaxed);
+        Ok(count)
+    }
+
+    /// What harvests have come to since the guest was made.
+    pub(super) fn found(&self) -> Found {
+        Found {
+            pages: self.found.load(Ordering::Relaxed),
+            harvests: self.harvests.load(Ordering::Relaxed),
+            making_room_ns: self.making_room_ns.load(Ordering::Relaxed),
+        }
+    }
+
+    fn harvest_once(&self) -> Result<u64, BootError> {
         if let Method::Ring(_) = self.method {
             let mut rings = lock(&self.rings);
             for ring in rings.iter_mut() {
@@ -340,7 +377,10 @@ impl Guest {
         loop {
             match vcpu.run() {
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                    let full = host::clock::thread_cpu_ns();
                     self.harvest()?;
+                    let ns = host::clock::thread_cpu_ns() - full;
+                    self.making_room_ns.fetch_add(ns, Ordering::Relaxed);
                 }
                 Ok(exit) => {
                     return Err(BootError::NoImage(format!("unexpected exit: {exit:?}")));

@@ -34,7 +34,15 @@ const WARM_UP: u32 = 50;
 const TRIES: u32 = 7;
 
 /// What `--only` may name.
-pub(super) const PARTS: [&str; 4] = ["harvests", "again", "sparse", "slowdown"];
+pub(super) const PARTS: [&str; 7] = [
+    "source",
+    "source-once",
+    "harvests",
+    "outrun",
+    "again",
+    "sparse",
+    "slowdown",
+];
 /// One of them.
 type Part<'a> = &'a mut dyn FnMut(&mut Verdict) -> Result<String, BootError>;
 
@@ -58,13 +66,18 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
         ),
     ];
     let parts: [Part<'_>; PARTS.len()] = [
+        &mut source,
+        &mut source_once,
         &mut |verdict| harvests(verdict, &mut bars),
+        &mut outrun,
         &mut again,
         &mut sparse,
         &mut slowdown,
     ];
     for (name, part) in PARTS.into_iter().zip(parts) {
-        if args.only.is_empty() || args.only.iter().any(|only| only == name) {
+        // One is what the part before it starts.
+        let is_wanted = args.only.is_empty() && name != "source-once";
+        if is_wanted || args.only.iter().any(|only| only == name) {
             text += &part(verdict)?;
             text.push('\n');
         }
@@ -78,6 +91,60 @@ pub(super) fn run(args: &BenchArgs, verdict: &mut Verdict) -> Result<String, Boo
             .map_err(BootError::host("cannot write the plot"))?;
     }
     Ok(text)
+}
+
+/// The source's measure by each way of harvesting, each in a process of its own: KVM_GET_DIRTY_LOG while vCPUs write.
+fn source(verdict: &mut Verdict) -> Result<String, BootError> {
+    const ROUNDS: u32 = 3;
+    let program = std::env::current_exe().map_err(BootError::host("no program"))?;
+    let ways = ["locked", "everything", "lockless"];
+    let mut best = [f64::INFINITY; 3];
+    for _ in 0..ROUNDS {
+        for (way, best) in ways.into_iter().zip(&mut best) {
+            let output = std::process::Command::new(&program)
+                .args(["bench", "dirtylog", "--only", "source-once"])
+                .env("ANYKVM_DIRTY", way)
+                .output()
+                .map_err(BootError::host("cannot start the benchmark"))?;
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            let us = text.lines().find_map(|line| line.strip_prefix(MEASURE));
+            let us = us.and_then(|us| us.trim().parse::<f64>().ok());
+            *best = best.min(us.ok_or(BootError::NoImage(format!("no measure in {text}")))?);
+        }
+    }
+    let head = [
+        "KVM_GET_DIRTY_LOG beside 2 writing vCPUs",
+        "µs",
+        "of locked",
+    ];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let [locked, _, lockless] = best;
+    for (way, us) in ways.into_iter().zip(best) {
+        let of_locked = format!("{:.2}", us / locked);
+        lines.push(vec![way.to_owned(), format!("{us:.0}"), of_locked]);
+    }
+    for (name, ns) in ["locked, KVM of 2013", "lockless, KVM of 2013"]
+        .into_iter()
+        .zip(SOURCE_NS)
+    {
+        let of_locked = format!("{:.2}", ns / SOURCE_NS[0]);
+        lines.push(vec![name.to_owned(), format!("{:.0}", ns / 1e3), of_locked]);
+    }
+    verdict.at_most("lockless, part of locked", lockless / locked, 1.0 / 1.9);
+    Ok(report::aligned(&lines))
+}
+
+/// What [`source_once`] begins its answer with.
+const MEASURE: &str = "one harvest, µs:";
+
+/// By the way that this process has.
+fn source_once(_: &mut Verdict) -> Result<String, BootError> {
+    let mut guest = Guest::new(Method::Bitmap, RANDOM, 2, PAGES * PAGE, PAGES / 2)?;
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        best = best.min(harvest(&mut guest, PERIOD, HARVESTS)?.ns / 1e3);
+    }
+    Ok(format!("{MEASURE} {best:.0}"))
 }
 
 /// What harvesting while vCPUs write came to.
@@ -187,6 +254,79 @@ fn harvests(verdict: &mut Verdict, bars: &mut Vec<Bar>) -> Result<String, BootEr
         let mut line = vec![name.to_owned(), "12".to_owned(), us];
         line.resize(head.len(), "-".to_owned());
         lines.push(line);
+    }
+    Ok(report::aligned(&lines))
+}
+
+/// Where the time goes of a writer that outruns its ring, beside one whose bitmap is harvested as often as a live migration does it, and
+/// one whose bitmap is harvested as often as the ring has to be.
+fn outrun(_: &mut Verdict) -> Result<String, BootError> {
+    let head = [
+        "random writes over 256 MiB, one vCPU; of the processor's time",
+        "ns a write",
+        "over no log",
+        "pages noted a write",
+        "ns a page noted",
+        "of that VMM's thread",
+        "pages a harvest",
+    ];
+    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    let kinds = [
+        ("bitmap", Method::Bitmap, PERIOD),
+        (
+            "bitmap, as often as a ring of 4096",
+            Method::Bitmap,
+            Duration::from_micros(450),
+        ),
+        ("ring of 65536", Method::Ring(65_536), PERIOD),
+        ("ring of 4096", Method::Ring(4096), PERIOD),
+        ("ring of 1024", Method::Ring(1024), PERIOD),
+    ];
+    for (name, method, period) in kinds {
+        let mut guest = Guest::new(method, RANDOM, 1, PAGES * PAGE, PAGES)?;
+        let second = |guest: &mut Guest, is_on: bool| {
+            let counts = guest.run(PERIOD, |guest| {
+                let begin = Instant::now();
+                while begin.elapsed() < PERIOD * 5 {
+                    thread::sleep(period);
+                    if is_on {
+                        guest.harvest()?;
+                    }
+                }
+                Ok(())
+            })?;
+            let (writes, ns) = counts.whole();
+            Ok::<_, BootError>((writes as f64, ns as f64))
+        };
+        second(&mut guest, false)?;
+        let mut plain = f64::INFINITY;
+        let mut best = (f64::INFINITY, 0.0, 0.0, 0.0);
+        for _ in 0..TRIES {
+            let (writes, ns) = second(&mut guest, false)?;
+            plain = plain.min(ns / writes);
+            guest.log(true)?;
+            guest.harvest()?;
+            let before = guest.found();
+            let (writes, ns) = second(&mut guest, true)?;
+            let after = guest.found();
+            guest.log(false)?;
+            let pages = (after.pages - before.pages) as f64;
+            if ns / writes < best.0 {
+                let room = (after.making_room_ns - before.making_room_ns) as f64;
+                let harvests = (after.harvests - before.harvests) as f64;
+                best = (ns / writes, pages / writes, room / pages, pages / harvests);
+            }
+        }
+        let (write, noted, room, pages) = best;
+        lines.push(vec![
+            name.to_owned(),
+            format!("{write:.0}"),
+            format!("{:.2}", write / plain),
+            format!("{noted:.3}"),
+            format!("{:.0}", (write - plain) / noted),
+            format!("{room:.0}"),
+            format!("{pages:.0}"),
+        ]);
     }
     Ok(report::aligned(&lines))
 }
