@@ -203,7 +203,7 @@ impl VcpuShared {
     /// a handler with SA_RESTART, where KVM_RUN has to return EINTR.
     pub(crate) fn park(&self, timeout: Duration) -> Wait {
         // Either the wait finds the request, or `request` finds a vCPU that is asleep.
-        fence(Ordering::SeqCst);
+        host::cpu::barrier();
         futex::wait(&self.requests, 0, Some(timeout.min(PARK_LIMIT)))
     }
     /// The doorbells as this vCPU sees them: locked while it rings one.
