@@ -38,7 +38,7 @@ pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 /// Compiled on the host, found below `$OPT`.
 pub(super) const C_PROGRAMS: [(&str, &str); 6] = [
     ("counted", include_str!("counted.c")),
-    ("debuggee", DEBUGGEE),
+    ("debuggee", include_str!("debuggee.c")),
     ("filters", include_str!("filters.c")),
     ("generated", include_str!("generated.c")),
     ("keys", include_str!("keys.c")),
@@ -47,17 +47,6 @@ pub(super) const C_PROGRAMS: [(&str, &str); 6] = [
 
 /// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
 pub(super) const MODULE: &str = "dummy.ko";
-
-/// What gdb runs.
-const DEBUGGEE: &str = "int g; char c[16];
-__attribute__((noinline)) int f(int n) {
-    int s = 0;
-    for (int i = 0; i < n; i++) { s += i * n; if (i % 7 == 3) g = s; c[i % 16]++; }
-    return s;
-}
-__attribute__((noinline)) int h(int n) { return f(n) + g; }
-int main(void) { int t = 0; for (int k = 0; k < 5; k++) t += f(10 + k); return h(t) & 0x7f; }
-";
 
 const PYTHON: &[&str] = &[
     "/usr/bin/python3.11",
@@ -572,19 +561,7 @@ END
         name: "perf",
         packages: &["linux-perf"],
         paths: &["/usr/bin/perf"],
-        script: r#"
-            cd /tmp
-            count() { perf stat -x, -e $1 $OPT/counted $2 2>&1 | cut -d, -f1; }
-            for event in instructions:u branches:u; do
-                a=$(count $event 1000000) b=$(count $event 3000000) c=$(count $event 3000000)
-                echo $event: $((b - a)), and again $((c - b))
-            done
-            perf record -q -o perf.data -e instructions:u -c 100000 $OPT/counted 3000000
-            samples=$(perf script -i perf.data -F ip | wc -l)
-            [ $samples -ge 60 ] && [ $samples -le 70 ] && echo samples of instructions
-            perf record -q -o perf.data -F 500 $OPT/counted 1000000000
-            [ $(perf script -i perf.data -F ip | wc -l) -ge 20 ] && echo samples of cycles
-            perf report -i perf.data --stdio 2>/dev/null | grep -m1 'counted .* main'"#,
+        script: include_str!("perf.sh"),
         expect: Expect::Lines(&[
             "instructions:u: 4000000, and again 0",
             "branches:u: 2000000, and again 0",
@@ -609,17 +586,7 @@ END
             "/usr/lib/rr/rr_exec_stub",
             "/usr/share/rr/*.xml",
         ],
-        script: r#"
-            cd /tmp
-            export HOME=/tmp _RR_TRACE_DIR=/tmp/traces
-            for n in 1 2 3; do
-                rr record -n $OPT/threads >recorded 2>errors || { cat errors; exit 1; }
-                rr replay -a >replayed 2>errors || { cat errors; exit 1; }
-                cmp recorded replayed && [ -s recorded ] && echo replayed $n
-            done
-            rr record -n --chaos $OPT/threads >recorded 2>errors || { cat errors; exit 1; }
-            rr replay -a >replayed 2>errors || { cat errors; exit 1; }
-            cmp recorded replayed && echo replayed chaos"#,
+        script: include_str!("rr.sh"),
         expect: Expect::Lines(&["replayed 1", "replayed 2", "replayed 3", "replayed chaos"]),
         mem: "1G",
         cpus: 2,

@@ -30,11 +30,6 @@ pub(super) enum Stub {
         from: usize,
         offset: u32,
     },
-    /// The same, where nothing has been counted of it and what comes behind.
-    Refused {
-        from: usize,
-        offset: u32,
-    },
     Stale {
         from: usize,
         offset: u32,
@@ -60,7 +55,7 @@ pub(super) enum Stub {
         from: usize,
         site: u32,
     },
-    /// That of a call, which has done nothing yet.
+    /// That of a call, which has done nothing yet; or one that has nothing to do with FP state.
     Call {
         from: usize,
         offset: u32,

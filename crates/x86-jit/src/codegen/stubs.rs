@@ -73,9 +73,6 @@ impl Translator {
                 Stub::Refill { .. } => self.refill(&c, stub),
                 Stub::RefillGroup { .. } => self.refill_group(&c, stub, &known),
                 Stub::Bail { from, offset } => self.leave_by(from, here, (before, offset), t.bail),
-                Stub::Refused { from, offset } => {
-                    self.leave_by(from, here, (0, offset), t.bail_integer);
-                }
                 Stub::Call { from, offset } => {
                     self.leave_by(from, here, (before, offset), t.bail_integer);
                 }

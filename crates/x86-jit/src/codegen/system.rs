@@ -121,18 +121,16 @@ impl Translator {
         a.mov32(S0, RCX);
         a.mov_imm(S1, (requests::RDPMC | d.offset).into());
         a.call_to(self.trampolines.call);
-        a.rr(true, &[0x85], S0, S0); // test
-        let refused = a.jcc(cc::S);
-        a.mov32(RAX, S0);
-        a.mov(RDX, S0);
-        a.shift(true, 5, RDX, 32);
         if counts {
             exact::refund(a, -ahead);
         }
-        self.stubs.push(Stub::Refused {
-            from: refused,
-            offset: d.offset,
-        });
+        a.rr(true, &[0x85], S0, S0); // test
+        let from = a.jcc(cc::S);
+        a.mov32(RAX, S0);
+        a.mov(RDX, S0);
+        a.shift(true, 5, RDX, 32);
+        let offset = d.offset;
+        self.stubs.push(Stub::Call { from, offset });
     }
 
     /// PUSHFD, PUSHFQ: VM and RF read as 0.

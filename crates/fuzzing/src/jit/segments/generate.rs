@@ -211,8 +211,7 @@ impl Builder<'_> {
             // To before the program, and before CS's begin where it is near.
             let back = 0x80 + self.r.below(0x7e) as u8;
             let opcode = self.r.pick(&[0xeb, 0x74, 0x75, 0x72, 0x7d]);
-            let code = Instruction::with_declare_byte_2(opcode, back);
-            return code.map_or_else(|_| self.any(), |i| self.one(i));
+            return self.one(Instruction::with_declare_byte_2(opcode, back));
         }
         let wide = self.bits == 32 || self.r.one_in(3);
         // Mostly onward: loops count.
