@@ -125,9 +125,9 @@ fn read(thread: i32) -> Option<u64> {
 /// Time on processors, time waited for one, and a count. All are zero in a kernel that does not keep them.
 fn parse(line: &str) -> Option<u64> {
     let mut words = line.split_ascii_whitespace();
-    let is_served = words.next()? != "0";
+    let is_kept = words.next()? != "0";
     let waited = words.next()?.parse().ok()?;
-    is_served.then_some(waited)
+    is_kept.then_some(waited)
 }
 
 #[cfg(test)]

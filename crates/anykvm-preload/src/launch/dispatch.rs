@@ -38,7 +38,7 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBl
     }
     let number = frame.rax as c_long;
     // A child has to have it, and another program gets none.
-    let is_served = matches!(
+    let is_kept = matches!(
         number,
         libc::SYS_clone
             | libc::SYS_clone3
@@ -48,7 +48,7 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBl
             | libc::SYS_execveat
             | libc::SYS_exit
     );
-    let aside = signals::StackAside::new(block, is_served);
+    let aside = signals::StackAside::new(block, is_kept);
     // A defect of ours must not unwind into assembly code.
     let answer = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: the program's arguments.

@@ -56,7 +56,7 @@ pub(super) struct StackAside(libc::stack_t);
 
 impl StackAside {
     /// `None` if the program is not on such a stack, or is to keep it. Signals come in again.
-    pub(super) fn new(block: &mut ThreadBlock, is_served: bool) -> Option<Self> {
+    pub(super) fn new(block: &mut ThreadBlock, is_kept: bool) -> Option<Self> {
         if std::mem::take(&mut block.is_blocked) == 0 {
             return None;
         }
@@ -66,7 +66,7 @@ impl StackAside {
             ss_size: 0,
         };
         let mut old = none;
-        let is_aside = !is_served && set_stack(&none, Some(&mut old));
+        let is_aside = !is_kept && set_stack(&none, Some(&mut old));
         set_mask(block.blocked);
         is_aside.then_some(Self(old))
     }

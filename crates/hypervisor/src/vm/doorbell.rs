@@ -99,7 +99,7 @@ impl Vm {
         let io = &self.state.io;
         if flag(kvm_ioeventfd_flag_nr_deassign) {
             let fd = args.fd;
-            let named = self.state.work(move |_| {
+            let named = self.state.on_worker(move |_| {
                 let event = EventFd::duplicate(fd).map_err(not_an_eventfd)?;
                 Ok::<_, Error>(Identity::of(&event, fd))
             })?;
@@ -121,7 +121,7 @@ impl Vm {
         // What is wrong with the place comes before what is wrong with the eventfd.
         spec.check()?;
         let fd = args.fd;
-        let bell = Arc::new(self.state.work(move |_| Bell::eventfd(fd))?);
+        let bell = Arc::new(self.state.on_worker(move |_| Bell::eventfd(fd))?);
         self.state.has_io.store(true, Ordering::Release);
         Ok(io.update(|io| io.doorbells.assign(spec, bell))?)
     }

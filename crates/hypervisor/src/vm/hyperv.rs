@@ -183,7 +183,7 @@ impl Vm {
             return removed.map(drop).ok_or(Error::NotFound);
         }
         let fd = args.fd;
-        let bell = self.state.work(move |_| Bell::eventfd(fd))?;
+        let bell = self.state.on_worker(move |_| Bell::eventfd(fd))?;
         match hyperv.connections().entry(connection) {
             Entry::Occupied(_) => Err(Error::Exists),
             Entry::Vacant(place) => {

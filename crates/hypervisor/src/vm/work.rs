@@ -51,7 +51,7 @@ impl WorkQueue {
 impl VmState {
     /// The result of `work`, done by the thread if there is one. The caller holds no lock, and makes no
     /// system calls but `write` and `futex`.
-    pub(super) fn work<R: Send + 'static>(
+    pub(super) fn on_worker<R: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> R + Send + 'static,
     ) -> R {

@@ -24,7 +24,7 @@ const LOADS: u8 = 3;
 /// take turns, most of those that have one keep it.
 const PATIENCE: u8 = 16;
 
-/// Contexts by what finds them ([`crate::context::Key::id`]).
+/// Contexts by what finds them ([`crate::context::ContextKey::id`]).
 #[derive(Debug, Default)]
 pub(crate) struct Roots {
     pub(crate) policy: Policy,

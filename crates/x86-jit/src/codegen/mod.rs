@@ -211,7 +211,7 @@ impl Translator {
     /// rarely is, which is behind it); the code is in `self.asm`.
     /// `sources` is the page, or the two pages that its one instruction straddles;
     /// `interpreted` is the number of the instruction that the block leaves to the
-    /// interpreter at its end; `known` tells the blocks of the page that links may lead to, by offset and [`LinkSite::split`]; the same of [`Self::pages`].
+    /// interpreter at its end; `known` tells the blocks of the page that links may lead to, by offset and [`LinkSite::split`]; the same of [`Input::pages`].
     pub(crate) fn block(
         &mut self,
         (insns, forms): (&[Decoded], &Forms),

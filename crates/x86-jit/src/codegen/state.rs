@@ -39,7 +39,7 @@ pub(crate) struct Input {
     pub(super) word: i32,
     /// The gva of the page, if the block is executed nowhere else.
     pub(super) bound: Option<i32>,
-    /// As [`How::by_guard`].
+    /// As [`super::How::by_guard`].
     pub(super) by_guard: bool,
     /// The block is executed much.
     pub(crate) hot: Option<Hot>,
@@ -84,7 +84,7 @@ pub(super) struct Emission {
     pub(super) page: u8,
     /// From which stub on it was which one.
     pub(super) turns_of_pages: Vec<Turn>,
-    /// How far it is from the page in [`SHORT_PAGE`].
+    /// How far it is from the page in [`crate::frame::words::SHORT_PAGE`].
     pub(super) beyond: i32,
     /// Where calls return to whose targets are in the block.
     pub(super) frames: Vec<TracePlace>,

@@ -23,7 +23,7 @@ impl Mode {
     pub(crate) const GS: Self = Self(0x80);
     /// Every access probes for itself: see [`crate::plan::groups`].
     pub(crate) const SPLIT: Self = Self(0x40);
-    /// 64-bit code that is executed at one address only: see [`crate::code::cache::Blocks::mode_at`].
+    /// 64-bit code that is executed at one address only: see [`crate::code::cache::BlockTable::mode_at`].
     pub(crate) const BOUND: Self = Self(0x100);
 
     /// Beside [`Self::BITS32`]: segments have bases and limits, which are compared and added at each access.

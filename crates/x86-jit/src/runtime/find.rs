@@ -136,7 +136,7 @@ impl<B: JitBus> Jit<B> {
         Some(code)
     }
 
-    /// As [`Self::find`], for [`Self::splits`].
+    /// As [`Self::find`], for [`super::Session::splits`].
     pub(crate) fn find_split(
         &mut self,
         interp: &mut Interp<B>,

@@ -50,7 +50,7 @@ impl<B: JitBus> Jit<B> {
         RunStop::Poll
     }
 
-    /// As [`Self::look`] does in the end: has the block at RIP translated along what the interpreter executes now.
+    /// As [`Self::sample`] does in the end: has the block at RIP translated along what the interpreter executes now.
     pub(crate) fn follow_anew(
         &mut self,
         interp: &mut Interp<B>,
@@ -70,7 +70,7 @@ impl<B: JitBus> Jit<B> {
         stop
     }
 
-    /// Has the interpreter execute what comes next, for [`Profile::way`].
+    /// Has the interpreter execute what comes next, for [`Profile::path`].
     pub(crate) fn follow(
         &mut self,
         interp: &mut Interp<B>,

@@ -166,7 +166,7 @@ impl Vm {
     /// delivered, and nothing after it.
     pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
         let args = *args;
-        self.state.work(move |state| state.irqfd(&args))
+        self.state.on_worker(move |state| state.irqfd(&args))
     }
 }
 
