@@ -6,7 +6,7 @@
 use std::{
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, compiler_fence},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, compiler_fence},
     },
     time::Duration,
 };
@@ -87,6 +87,9 @@ pub(crate) struct VcpuShared {
     io: BriefLock<Reader<IoTable>>,
     /// [`state`]; while it is not [`state::OUTSIDE`], memory may be accessed without asking again.
     state: AtomicU8,
+    /// The thread that has the vCPU sleeps on `requests`, or is about to. (`state` may say otherwise: another thread's KVM_RUN sets it
+    /// before it waits for the vCPU.)
+    is_parked: AtomicBool,
     /// Where it shares which roots it keeps: gpa of a page, and how many there are.
     root_area: AtomicU64,
     /// What the vCPU's MMU has done of what it was asked.
@@ -120,6 +123,7 @@ impl VcpuShared {
             flushes: Default::default(),
             io: BriefLock::new(io),
             state: AtomicU8::new(state::OUTSIDE),
+            is_parked: AtomicBool::new(false),
             root_area: AtomicU64::new(0),
             mailbox,
         }
@@ -172,13 +176,7 @@ impl VcpuShared {
     /// Asks for something and wakes the vCPU if it is parked.
     pub(crate) fn request(&self, bits: u32) {
         self.requests.fetch_or(bits, Ordering::SeqCst);
-        // One that runs, or is outside of `KVM_RUN`, looks by itself before it goes to sleep: see `park`.
-        if matches!(
-            self.state.load(Ordering::SeqCst),
-            state::ASLEEP | state::HALTED
-        ) {
-            futex::wake(&self.requests, 1);
-        }
+        self.wake();
     }
     /// Takes requests back.
     pub(crate) fn cancel(&self, bits: u32) {
@@ -197,14 +195,22 @@ impl VcpuShared {
     pub(crate) fn take(&self) -> u32 {
         self.requests.swap(0, Ordering::SeqCst)
     }
-    /// Sleeps until something is asked, a signal arrives or the time is over. The state says already that the vCPU is asleep or halted.
+    /// Wakes the vCPU after something has been asked of it. One that does not sleep looks by itself before it does: see [`Self::park`].
+    fn wake(&self) {
+        if self.is_parked.load(Ordering::SeqCst) {
+            futex::wake(&self.requests, 1);
+        }
+    }
+    /// Sleeps until something is asked, a signal arrives or the time is over.
     ///
     /// There is always a limit: the kernel would restart an unlimited wait after
     /// a handler with SA_RESTART, where KVM_RUN has to return EINTR.
     pub(crate) fn park(&self, timeout: Duration) -> Wait {
-        // Either the wait finds the request, or `request` finds a vCPU that is asleep.
-        host::cpu::barrier();
-        futex::wait(&self.requests, 0, Some(timeout.min(PARK_LIMIT)))
+        // Either the wait finds the request, or `wake` finds a vCPU that is parked: a store that is a full barrier.
+        self.is_parked.swap(true, Ordering::SeqCst);
+        let wait = futex::wait(&self.requests, 0, Some(timeout.min(PARK_LIMIT)));
+        self.is_parked.store(false, Ordering::Release);
+        wait
     }
     /// The doorbells as this vCPU sees them: locked while it rings one.
     pub(crate) fn io(&self) -> Held<'_, Reader<IoTable>> {
@@ -283,10 +289,7 @@ impl VcpuShared {
             return None;
         }
         self.requests.fetch_or(request::MEMORY, Ordering::SeqCst);
-        // One that runs looks by itself, also before it goes to sleep.
-        if self.state.load(Ordering::SeqCst) == state::ASLEEP {
-            futex::wake(&self.requests, 1);
-        }
+        self.wake();
         Some((Arc::clone(self), posted))
     }
     /// True if it cannot write the pages unnoticed any more that it was asked for up to that count, and uses no state older
