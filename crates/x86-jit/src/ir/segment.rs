@@ -39,11 +39,12 @@ pub(crate) fn page_of(cpu: &CpuState) -> u64 {
     cpu.rip().wrapping_sub(code_at(cpu) % PAGE)
 }
 
-/// CS has RIP's page to its end, and so many behind it, and all of them or its first page [can be translated](can_begin).
+/// CS has all of RIP's page, and so many behind it: the page in which CS begins is interpreted, as firmware has variables beside the
+/// code in it, and what is translated would be translated again and again.
 pub(crate) fn has_pages(cpu: &CpuState, behind: u64) -> bool {
     let first = page_of(cpu);
     let last = first.wrapping_add((1 + behind) * PAGE - 1);
-    cpu.is_64bit() || (first <= cpu.rip() || can_begin(cpu)) && last <= last_of(cpu)
+    cpu.is_64bit() || first <= cpu.rip() && last <= last_of(cpu)
 }
 
 /// Where CS begins in its first page can be told to blocks. In real mode it always can.
