@@ -13,7 +13,7 @@ const MOV: u8 = 3;
 impl Translator {
     pub(super) fn counted(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
-        if !self.input.mode.is_near(d.offset, t) {
+        if !(0..0x1000).contains(&t) {
             // Where CS's limit may be between here and there, nothing is counted before that is known.
             return Err(Unsupported);
         }

@@ -38,11 +38,9 @@ impl Mode {
     pub(crate) const COUNTS: Self = Self(0x2000);
     /// With that, the stream that is counted besides instructions: four bits.
     const STREAM: u32 = 14;
-    /// Beside [`Self::SEGMENTED`], where nothing is counted: where in its page CS begins, in units of 16 bytes: eight bits.
-    const BEGIN: u32 = 14;
 
     /// How many bits there may be.
-    pub(crate) const WIDTH: u32 = 22;
+    pub(crate) const WIDTH: u32 = 18;
 
     /// It has all of these.
     pub(crate) const fn has(self, bits: Self) -> bool {
@@ -98,24 +96,6 @@ impl Mode {
         } else {
             None
         }
-    }
-    /// CS begins at that offset of its first page, a multiple of 16.
-    pub(crate) const fn beginning(offset: u64) -> Self {
-        Self((offset as u32 >> 4 & 0xff) << Self::BEGIN)
-    }
-    /// Offset at which CS begins in its first page; 0 for one that has all of its pages, or whose first one is not translated.
-    pub(crate) const fn begin(self) -> u32 {
-        if self.has(Self::SEGMENTED) {
-            (self.0 >> Self::BEGIN & 0xff) << 4
-        } else {
-            0
-        }
-    }
-    /// A branch from `offset` leads to `target` in its page, and to nowhere else: before CS's begin, which may be in any page, there is no code of it.
-    pub(crate) const fn is_near(self, offset: u32, target: i64) -> bool {
-        let begin = self.begin();
-        let first = if offset < begin { 0 } else { begin as i64 };
-        first <= target && target < 0x1000
     }
     /// As a number of [`Self::WIDTH`] bits.
     pub(crate) const fn number(self) -> u64 {

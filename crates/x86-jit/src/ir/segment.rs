@@ -1,8 +1,7 @@
 //! Where code is: linear addresses from the instruction pointer, and what the code segment's limit allows.
 //!
 //! A page of code begins at the instruction pointer `page_of`, which is no multiple of the page's size
-//! where CS's base is none, and below zero for the page in which CS begins. Code is translated where CS has a page to its end, so that within
-//! one no branch comes to the limit; which may lead to before CS's begin, `Mode::is_near` knows.
+//! where CS's base is none. Code is translated where CS has all of a page, so that within one no branch comes to the limit.
 
 use x86_cpu::{CodeSize, CpuState};
 use x86_defs::reg;
@@ -39,17 +38,11 @@ pub(crate) fn page_of(cpu: &CpuState) -> u64 {
     cpu.rip().wrapping_sub(code_at(cpu) % PAGE)
 }
 
-/// CS has all of RIP's page, and so many behind it: the page in which CS begins is interpreted, as firmware has variables beside the
-/// code in it, and what is translated would be translated again and again.
+/// CS has all of RIP's page, and so many behind it. The page in which CS begins is interpreted: firmware has variables beside its code
+/// there, so that code would be translated again and again.
 pub(crate) fn has_pages(cpu: &CpuState, behind: u64) -> bool {
-    let first = page_of(cpu);
-    let last = first.wrapping_add((1 + behind) * PAGE - 1);
-    cpu.is_64bit() || first <= cpu.rip() && last <= last_of(cpu)
-}
-
-/// Where CS begins in its first page can be told to blocks. In real mode it always can.
-pub(crate) fn can_begin(cpu: &CpuState) -> bool {
-    cpu.seg[reg::CS].base.is_multiple_of(16)
+    let last = page_of(cpu).checked_add((1 + behind) * PAGE - 1);
+    cpu.is_64bit() || last.is_some_and(|last| last <= last_of(cpu))
 }
 
 /// A near branch of any size that is computed to lead there does so. Others are the interpreter's.

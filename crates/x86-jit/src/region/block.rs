@@ -122,8 +122,7 @@ pub(crate) fn decode<B: GuestBus>(
                 unroll(out, next);
                 break 'fetch;
             }
-            let is_near = kind == Lowering::Jmp && mode.is_near(offset, target as i64);
-            if is_near && followed < MAX_FOLLOWED && !straddles {
+            if kind == Lowering::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
                 followed += 1;
                 if let Some(d) = out.last_mut() {
                     d.follow();

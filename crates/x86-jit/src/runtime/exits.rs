@@ -281,7 +281,7 @@ impl<B: JitBus> Jit<B> {
         site.is_taken = true;
         let site = *site;
         let page = cpu.engine.words[index(frame::words::PAGE)];
-        cpu.set_rip(page.wrapping_add(site.target.into()));
+        cpu.set_rip(page + u64::from(site.target));
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
         let split = site.split;
@@ -341,7 +341,7 @@ impl<B: JitBus> Jit<B> {
         if falls {
             cpu.set_rip(target);
         } else {
-            cpu.set_rip(page.wrapping_add(site.offset.into()));
+            cpu.set_rip(page + u64::from(site.offset));
             self.take_back(cpu, bus);
         }
         false
@@ -393,14 +393,12 @@ impl<B: JitBus> Jit<B> {
                 number: at,
                 page: place,
             } if due || site.to == 0 => {
-                let from = rip.wrapping_sub(i64::from(site.target) as u64);
-                // Around the end of addresses of 16 bits, or of 32, it goes by the table.
+                let from = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
+                // Around the end of 16-bit addresses it goes by the table.
                 let beyond = i64::from(site.target & !0xfff) as u64;
-                let is_segmented = self.session.mode.has(Mode::SEGMENTED);
-                if is_segmented && from.wrapping_add(beyond) != page {
+                if self.session.mode.has(Mode::SEGMENTED) && from.wrapping_add(beyond) != page {
                     return;
                 }
-                let from = if is_segmented { from } else { from & mask };
                 if let Some(place) = place {
                     let page = from;
                     self.code.buffer.write(place, &page.to_le_bytes());

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use x86_cpu::{CodeSize, CpuState};
 use x86_defs::{reg, segment::Segment};
 
-use crate::{frame, ir::mode::Mode, ir::segment};
+use crate::{frame, ir::mode::Mode};
 
 /// 32-bit protected or compatibility mode, and addresses in CS, SS, DS and ES are
 /// linear ones without a limit.
@@ -72,9 +72,6 @@ pub(crate) fn mode_of(cpu: &CpuState) -> Mode {
         }
         if !has_types(cpu) {
             mode |= Mode::REAL;
-        }
-        if segment::can_begin(cpu) {
-            mode |= Mode::beginning(cpu.seg[reg::CS].base);
         }
     }
     mode

@@ -73,23 +73,36 @@ impl Emitter<'_> {
 
     /// Returns that the host's stack does not know.
     pub(super) fn returns(&mut self) {
+        self.t.ret = self.return_by_table(64);
+        self.t.ret32 = self.return_by_table(32);
+    }
+
+    /// A return whose stack pointer has so many bits.
+    fn return_by_table(&mut self, bits: u32) -> usize {
         let a = &mut *self.a;
-        for (trampoline, long) in [(&mut self.t.ret, true), (&mut self.t.ret32, false)] {
-            *trampoline = a.here();
-            a.store(gs(SPILL), S1);
-            let absent = select_target(a);
-            a.load(S0, at(S1, 24));
-            a.store(SHORT_PAGE, S0);
-            a.load(S0, gs(SPILL));
-            a.shift(false, 5, S0, 12);
-            a.rm(long, &[0x8d], GUEST_RSP, at(GUEST_RSP, -8).plus(S0, 0)); // lea
-            a.jmp_mem(at(S1, 16));
-            let here = a.here();
-            a.patch(absent, here);
-            a.alu(true, Alu::Xor, S0, SHORT_SALT);
-            a.load(S1, gs(SPILL));
-            a.jmp_to(self.t.branch);
+        let place = a.here();
+        a.store(gs(SPILL), S1);
+        let absent = select_target(a);
+        a.load(S0, at(S1, 24));
+        a.store(SHORT_PAGE, S0);
+        a.load(S0, gs(SPILL));
+        a.shift(false, 5, S0, 12);
+        if bits == 16 {
+            a.bytes(&[0x66]);
         }
+        a.rm(
+            bits == 64,
+            &[0x8d],
+            GUEST_RSP,
+            at(GUEST_RSP, -8).plus(S0, 0),
+        ); // lea
+        a.jmp_mem(at(S1, 16));
+        let here = a.here();
+        a.patch(absent, here);
+        a.alu(true, Alu::Xor, S0, SHORT_SALT);
+        a.load(S1, gs(SPILL));
+        a.jmp_to(self.t.branch);
+        place
     }
 
     /// Direct branches to other pages, before they are completed.
@@ -122,22 +135,7 @@ impl Emitter<'_> {
 
     /// [`Self::returns`] where SP addresses the stack.
     pub(super) fn returns16(&mut self) {
-        let a = &mut *self.a;
-        self.t.ret16 = a.here();
-        a.store(gs(SPILL), S1);
-        let absent = select_target(a);
-        a.load(S0, at(S1, 24));
-        a.store(SHORT_PAGE, S0);
-        a.load(S0, gs(SPILL));
-        a.shift(false, 5, S0, 12);
-        a.bytes(&[0x66]);
-        a.rm(false, &[0x8d], GUEST_RSP, at(GUEST_RSP, -8).plus(S0, 0)); // lea
-        a.jmp_mem(at(S1, 16));
-        let here = a.here();
-        a.patch(absent, here);
-        a.alu(true, Alu::Xor, S0, SHORT_SALT);
-        a.load(S1, gs(SPILL));
-        a.jmp_to(self.t.branch);
+        self.t.ret16 = self.return_by_table(16);
     }
 
     /// A direct call of another page in code with segments, where only Rust knows what the call pushes.
