@@ -111,6 +111,29 @@ pub(crate) fn vm(code: &[u8], irqchip: bool, flags: u32) -> (VmFd, Ram) {
     (vm, ram)
 }
 
+/// An irqfd that sends vCPU 0 the MSI with vector 0x40, and the real-mode table that has its handler at 0x1800.
+pub(crate) fn message(vm: &VmFd) -> (host::EventFd, Ram) {
+    use std::os::fd::AsRawFd;
+    let ivt = Ram::new(0x1000);
+    ivt.write(0x40 * 4, &[0x00, 0x18, 0, 0]);
+    add_slot(vm, 1, 0, &ivt, 0);
+    let event = host::EventFd::new(0).unwrap();
+    let mut routing = KvmIrqRouting::new(1).unwrap();
+    let entry = &mut routing.as_mut_slice()[0];
+    entry.gsi = 5;
+    entry.type_ = KVM_IRQ_ROUTING_MSI;
+    entry.u.msi.address_lo = 0xfee0_0000;
+    entry.u.msi.data = 0x40;
+    vm.set_gsi_routing(&routing).unwrap();
+    let mut irqfd = kvm_irqfd {
+        fd: event.as_raw_fd() as u32,
+        gsi: 5,
+        ..Default::default()
+    };
+    ioctl(vm, kvm_abi::numbers::KVM_IRQFD, &mut irqfd).unwrap();
+    (event, ivt)
+}
+
 /// Real mode with flat segments, about to execute at [`RAM`].
 pub(crate) fn start(vcpu: &VcpuFd) {
     let mut sregs = vcpu.get_sregs().unwrap();
