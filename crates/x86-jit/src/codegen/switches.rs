@@ -49,12 +49,11 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     move_to_tables(a);
     a.load(S0, at(RAX, switches::KEY));
     a.store(gs(KEY), S0);
-    a.load(S0, at(RAX, switches::SALT));
-    a.store(gs(SALT), S0);
-    a.store(SHORT_SALT, S0);
-    a.load(S0, at(RAX, switches::NUMBER));
-    a.store(gs(NUMBER), S0);
-    a.store32(SHORT_NUMBER, S0);
+    become_key(
+        a,
+        S0,
+        [switches::SALT, switches::NUMBER].map(|n| at(RAX, n)),
+    );
     // They are those of the other address space.
     for view in VIEWS {
         a.store_imm(gs(view), 0);
@@ -72,4 +71,14 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.lea(RSP, at(RSP, 8));
     a.jmp_to(bail);
     place
+}
+
+/// The salt and the number of a key that generated code goes on with: from two words of a table, by a register.
+pub(super) fn become_key(a: &mut Asm, by: Reg, [salt, number]: [Mem; 2]) {
+    a.load(by, salt);
+    a.store(gs(SALT), by);
+    a.store(SHORT_SALT, by);
+    a.load(by, number);
+    a.store(gs(NUMBER), by);
+    a.store32(SHORT_NUMBER, by);
 }

@@ -8,6 +8,7 @@ use x86_defs::{
 
 use crate::{
     asm::*,
+    codegen::switches::become_key,
     frame::keys,
     frame::requests::{OTHER_MODE, SAME_KEY},
     frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
@@ -125,12 +126,7 @@ fn change_mode(a: &mut Asm) -> Vec<usize> {
     let unknown = a.jcc(cc::NE);
     a.store(gs(CR0), S0);
     a.store(gs(KEY), RAX);
-    a.load(RAX, at(RCX, keys::SALT));
-    a.store(gs(SALT), RAX);
-    a.store(SHORT_SALT, RAX);
-    a.load(RAX, at(RCX, keys::NUMBER));
-    a.store(gs(NUMBER), RAX);
-    a.store32(SHORT_NUMBER, RAX);
+    become_key(a, RAX, [keys::SALT, keys::NUMBER].map(|n| at(RCX, n)));
     pop(a, RCX);
     pop(a, RAX);
     a.mov_imm(S0, OTHER_MODE);
