@@ -3,3 +3,4 @@
 pub(crate) mod cache;
 pub(crate) mod layout;
 pub(crate) mod perf;
+pub(crate) mod space;

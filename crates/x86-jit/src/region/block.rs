@@ -37,8 +37,10 @@ pub(crate) const FETCHED: usize = 64;
 
 /// Decodes the block at `gva`; IP 0 is the page's start.
 /// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault.
-/// An instruction that straddles two pages is a block of its own: true is returned for one. `is_loop`: a branch back leads here; `is_hot`: it is executed much; `is_ahead`: nobody has
-/// gone here yet, so nothing is fetched from another page. `turns`: of what is executed much, what is known of its loops.
+/// An instruction that straddles two pages is a block of its own: true is returned for one.
+///
+/// `is_loop`: a branch back leads here. `is_ahead`: nobody has gone here yet, so nothing is fetched from another page.
+/// `turns`: what is known of the loops of a block that is executed much.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
@@ -49,111 +51,182 @@ pub(crate) fn decode<B: GuestBus>(
 ) -> bool {
     out.clear();
     forms.select(&cpu.features);
-    let options = gating::decoder_options(&cpu.features);
-    let long = mode.is_long();
-    let bits = mode.bits();
-    let mut offset = (gva & 0xfff) as u32;
-    let (first, mut followed) = (offset, 0);
-    let mut branches_left = if is_loop {
-        MAX_LOOP_BRANCHES
-    } else {
-        MAX_BRANCHES
+    let offset = (gva & 0xfff) as u32;
+    let mut decoder = BlockDecoder {
+        options: gating::decoder_options(&cpu.features),
+        page: gva & !0xfff,
+        first: offset,
+        offset,
+        branches_left: match is_loop {
+            true => MAX_LOOP_BRANCHES,
+            false => MAX_BRANCHES,
+        },
+        jumps_left: MAX_FOLLOWED,
+        most: match turns {
+            Some(_) => MAX_HOT_INSNS,
+            None => MAX_INSNS,
+        },
+        straddles: false,
+        out,
+        forms,
+        cpu,
+        bus,
+        mode,
+        is_ahead,
+        turns,
     };
-    let most = if turns.is_some() {
-        MAX_HOT_INSNS
-    } else {
-        MAX_INSNS
-    };
-    let page = gva & !0xfff;
     // What is decoded is copied with what follows it.
     let mut bytes = [0; FETCHED + RAW];
-    let mut i = Instruction::default();
-    let mut straddles = false;
-    'fetch: loop {
-        // The bytes are tracked as code, so no more than may be needed.
-        let start = offset;
-        let room = (0x1000 - offset as usize).min(FETCHED);
-        let have = match bus.code_bytes(cpu, page + u64::from(offset), &mut bytes[..room]) {
-            Ok(n) => n.min(room),
-            Err(_) => return false,
-        };
-        let mut decoder = Decoder::with_ip(bits, &bytes[..have], offset.into(), options);
-        loop {
-            decoder.decode_out(&mut i);
-            let mut error = decoder.last_error();
-            let from = offset.wrapping_sub(start) as usize;
-            let mut raw = raw_at(&bytes, from);
-            if error == DecoderError::NoMoreBytes {
-                if from != 0 && start as usize + have < 0x1000 {
-                    continue 'fetch;
-                }
-                if !out.is_empty() {
-                    break 'fetch;
-                }
-                if is_ahead {
-                    return false;
-                }
-                let end = At { page, offset, mode };
-                match across(bus, cpu, &end, (&mut raw, have - from), options, &mut i) {
-                    Err(_) => return false,
-                    Ok(None) => {}
-                    Ok(Some(e)) => (straddles, error) = (true, e),
-                }
-            }
-            // Where it is kept: a copy would wait for all that was just written of it.
-            out.push(Decoded::invalid(offset));
-            if error != DecoderError::None {
-                break 'fetch;
-            }
-            if !long {
-                narrow::lift(&mut i);
-            }
-            let form = forms.learn(&i);
-            let kind = kind_of(form, &i, mode);
-            let next = offset + i.len() as u32;
-            if let Some(d) = out.last_mut() {
-                d.set(&i, raw, kind, form, long);
-            }
-            let target = match kind {
-                Lowering::Jcc | Lowering::Jmp => target(&i) as u64,
-                _ => u64::MAX,
-            };
-            if target == u64::from(first) && !mode.has(Mode::SPLIT) && !straddles {
-                unroll(out, next);
-                break 'fetch;
-            }
-            if kind == Lowering::Jmp && target < 0x1000 && followed < MAX_FOLLOWED && !straddles {
-                followed += 1;
-                if let Some(d) = out.last_mut() {
-                    d.follow();
-                }
-                offset = target as u32;
-                if out.len() >= most {
-                    break 'fetch;
-                }
-                // The bytes there are to be read.
-                continue 'fetch;
-            }
-            if let Some(turns) = turns
-                && kind == Lowering::Jcc
-            {
-                repeat_inner(out, turns, (target, next), most);
-            }
-            offset = next;
-            if matches!(kind, Lowering::Jcc | Lowering::Counted) {
-                branches_left -= 1;
-                if branches_left == 0 {
-                    break 'fetch;
-                }
-            }
-            if kind.ends_block() || out.len() >= most || offset >= 0x1000 || straddles {
-                break 'fetch;
-            }
-        }
-    }
+    while decoder.fetch(&mut bytes) == Next::Fetch {}
+    let straddles = decoder.straddles;
     end_whole(out);
     find_live(out);
     straddles
+}
+
+/// A block that is being decoded.
+struct BlockDecoder<'a, B> {
+    out: &'a mut Vec<Decoded>,
+    forms: &'a mut Forms,
+    cpu: &'a mut CpuState,
+    bus: &'a mut B,
+    mode: Mode,
+    /// Nobody has gone here yet.
+    is_ahead: bool,
+    turns: Option<&'a [Turns]>,
+    /// Of the decoder: which instructions there are.
+    options: u32,
+    /// The gva of the page.
+    page: u64,
+    /// Offsets of the block, and of the next instruction.
+    first: u32,
+    offset: u32,
+    /// Conditional branches that it may have yet, and jumps that it may follow.
+    branches_left: usize,
+    jumps_left: usize,
+    /// Instructions at most.
+    most: usize,
+    /// Its one instruction ends in the next page.
+    straddles: bool,
+}
+
+/// How decoding goes on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Next {
+    /// With the next instruction of what was fetched.
+    Decode,
+    /// With what is to be fetched at the offset.
+    Fetch,
+    /// The block ends.
+    End,
+}
+
+impl<B: GuestBus> BlockDecoder<'_, B> {
+    /// Fetches what comes next, and decodes it.
+    fn fetch(&mut self, bytes: &mut [u8; FETCHED + RAW]) -> Next {
+        let start = self.offset;
+        // The bytes are tracked as code, so no more than may be needed.
+        let room = (0x1000 - start as usize).min(FETCHED);
+        let at = self.page + u64::from(start);
+        let Ok(have) = self.bus.code_bytes(self.cpu, at, &mut bytes[..room]) else {
+            return Next::End;
+        };
+        let have = have.min(room);
+        let bits = self.mode.bits();
+        let mut decoder = Decoder::with_ip(bits, &bytes[..have], start.into(), self.options);
+        let mut i = Instruction::default();
+        loop {
+            decoder.decode_out(&mut i);
+            let mut error = decoder.last_error();
+            let from = self.offset.wrapping_sub(start) as usize;
+            let mut raw = raw_at(bytes, from);
+            if error == DecoderError::NoMoreBytes {
+                if from != 0 && start as usize + have < 0x1000 {
+                    return Next::Fetch;
+                }
+                match self.straddle((&mut raw, have - from), &mut i) {
+                    Some(e) => error = e,
+                    None => return Next::End,
+                }
+            }
+            // Where it is kept: a copy would wait for all that was just written of it.
+            self.out.push(Decoded::invalid(self.offset));
+            if error != DecoderError::None {
+                return Next::End;
+            }
+            match self.take(&mut i, raw) {
+                Next::Decode => {}
+                next => return next,
+            }
+        }
+    }
+
+    /// Decodes the instruction that the page ends in the middle of: `raw` has `have` of its bytes. `None`: the block ends before it, or it
+    /// cannot be fetched now.
+    fn straddle(
+        &mut self,
+        (raw, have): (&mut [u8; RAW], usize),
+        i: &mut Instruction,
+    ) -> Option<DecoderError> {
+        if !self.out.is_empty() || self.is_ahead {
+            return None;
+        }
+        let (page, offset, mode) = (self.page, self.offset, self.mode);
+        let end = At { page, offset, mode };
+        let error = across(self.bus, self.cpu, &end, (raw, have), self.options, i).ok()?;
+        self.straddles = error.is_some();
+        Some(error.unwrap_or(DecoderError::NoMoreBytes))
+    }
+
+    /// The last instruction of the block is `i`.
+    #[inline]
+    fn take(&mut self, i: &mut Instruction, raw: [u8; RAW]) -> Next {
+        let long = self.mode.is_long();
+        if !long {
+            narrow::lift(i);
+        }
+        let form = self.forms.learn(i);
+        let kind = kind_of(form, i, self.mode);
+        let next = self.offset + i.len() as u32;
+        if let Some(d) = self.out.last_mut() {
+            d.set(i, raw, kind, form, long);
+        }
+        let target = match kind {
+            Lowering::Jcc | Lowering::Jmp => target(i) as u64,
+            _ => u64::MAX,
+        };
+        let is_full = self.out.len() >= self.most;
+        if target == u64::from(self.first) && !self.mode.has(Mode::SPLIT) && !self.straddles {
+            unroll(self.out, next);
+            return Next::End;
+        }
+        if kind == Lowering::Jmp && target < 0x1000 && self.jumps_left > 0 && !self.straddles {
+            self.jumps_left -= 1;
+            if let Some(d) = self.out.last_mut() {
+                d.follow();
+            }
+            self.offset = target as u32;
+            // The bytes there are to be read.
+            return if is_full { Next::End } else { Next::Fetch };
+        }
+        if let Some(turns) = self.turns
+            && kind == Lowering::Jcc
+        {
+            repeat_inner(self.out, turns, (target, next), self.most);
+        }
+        self.offset = next;
+        if matches!(kind, Lowering::Jcc | Lowering::Counted) {
+            self.branches_left -= 1;
+            if self.branches_left == 0 {
+                return Next::End;
+            }
+        }
+        let is_full = self.out.len() >= self.most;
+        match kind.ends_block() || is_full || next >= 0x1000 || self.straddles {
+            true => Next::End,
+            false => Next::Decode,
+        }
+    }
 }
 
 /// Nothing may be injected between STI, or a load of SS, and the next instruction, so both are in one block.

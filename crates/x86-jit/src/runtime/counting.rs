@@ -81,7 +81,7 @@ impl<B: JitBus> Jit<B> {
                 self.code.counting.go_on_plainly
             }
         };
-        self.code.buffer.rx() as u64 + place as u64
+        self.code.address(place)
     }
 
     /// Translated code has gone to another privilege level by an instruction that counts at the one before. If only one of the two
@@ -121,8 +121,7 @@ impl<B: JitBus> Jit<B> {
                 self.code.counting.go_on_plainly
             }
         };
-        cpu.engine.words[index(frame::words::COUNTED_GO_ON)] =
-            self.code.buffer.rx() as u64 + go_on as u64;
+        cpu.engine.words[index(frame::words::COUNTED_GO_ON)] = self.code.address(go_on);
     }
 
     fn begin_counting(&self, cpu: &mut CpuState, stream: usize, left: u64) {

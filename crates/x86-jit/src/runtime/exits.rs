@@ -302,7 +302,7 @@ impl<B: JitBus> Jit<B> {
         if self.stats.flushes == flushes {
             self.link(number, next);
         }
-        self.code.buffer.rx() as u64 + next.entries.saved as u64
+        self.code.address(next.entries.saved as usize)
     }
 
     /// #GP(0) at a branch, if it is one: its target is not canonical. `page`: where the code was.
@@ -377,7 +377,7 @@ impl<B: JitBus> Jit<B> {
         if due {
             words[index(frame::words::CROSS_PAGE_LEFT)] = CROSS_PAGE_MISSES;
         }
-        let key = words[index(frame::words::NUMBER)] as u32;
+        let key = words[index(frame::words::NUMBER)] as i32;
         let Some(site) = self
             .builder
             .translator
@@ -387,7 +387,7 @@ impl<B: JitBus> Jit<B> {
         else {
             return;
         };
-        let to = (code - self.code.buffer.rx() as u64) as usize;
+        let to = self.code.offset(code);
         match site.condition {
             Condition::BlockNumber {
                 number: at,
@@ -400,10 +400,9 @@ impl<B: JitBus> Jit<B> {
                     return;
                 }
                 if let Some(place) = place {
-                    let page = from;
-                    self.code.buffer.write(place, &page.to_le_bytes());
+                    self.code.set_gva(place, from);
                 }
-                self.code.buffer.write(at, &key.to_le_bytes());
+                self.code.set_operand(at, key);
                 self.link_cross_page(number, to);
             }
             Condition::PageGuard {
@@ -425,13 +424,11 @@ impl<B: JitBus> Jit<B> {
                 self.code.cache.set_page_guard(bus, page_guard, rip);
                 if site.to == 0 || due && site.to != to {
                     let displacement = mmu::l1::page_guard(page_guard.number);
-                    self.code.buffer.write(place, &displacement.to_le_bytes());
+                    self.code.set_operand(place, displacement);
                     let tag = i32::from(page_guard.tag);
-                    self.code
-                        .buffer
-                        .write(tagged, &(untagged + tag).to_le_bytes());
+                    self.code.set_operand(tagged, untagged + tag);
                     if let Some(at) = untag {
-                        self.code.buffer.write(at, &(-page_guard.tag).to_le_bytes());
+                        self.code.set_short_operand(at, -page_guard.tag);
                     }
                     self.link_cross_page(number, to);
                 }

@@ -54,7 +54,7 @@ impl<B: JitBus> Jit<B> {
             self.session.keys.clear();
             for site in &self.builder.translator.cross_page_sites {
                 if let Condition::BlockNumber { number, .. } = site.condition {
-                    self.code.buffer.write(number, &[0; 4]);
+                    self.code.set_operand(number, 0);
                 }
             }
             self.code.cache.number(key).unwrap_or(0)
@@ -120,7 +120,7 @@ impl<B: JitBus> Jit<B> {
         // Fetching may have filled tables.
         self.select(cpu, bus);
         let (key, salt) = target_key(cpu);
-        let code = self.code.buffer.rx() as u64 + block.entries.outer as u64;
+        let code = self.code.address(block.entries.outer as usize);
         self.code.cache.set_target((rip, page), key, salt, code);
         if let Some((at, generation)) = self.key_at(cpu, bus) {
             self.code.cache.blocks.note_target(at);
@@ -129,7 +129,7 @@ impl<B: JitBus> Jit<B> {
             }
             if self.code.cache.is_new(page, key) {
                 let what = (at.of_page(), generation);
-                let code = self.code.buffer.rx() as u64;
+                let code = self.code.address(0);
                 self.code.cache.fill(what, (page, key, salt), code);
             }
         }
@@ -148,7 +148,7 @@ impl<B: JitBus> Jit<B> {
             block = self.complete_entries(cpu, bus, true, block)?;
         }
         self.select(cpu, bus);
-        Some(self.code.buffer.rx() as u64 + u64::from(block.entries.outer))
+        Some(self.code.address(block.entries.outer as usize))
     }
 
     /// The block at RIP, translated if need be; `is_split`: its translation in which every access probes for itself.

@@ -9,8 +9,7 @@ impl<B: JitBus> Jit<B> {
             return;
         };
         let from = core::mem::replace(&mut site.to, to);
-        let rel = (to as i64 - (site.jump as i64 + 4)) as i32;
-        self.code.buffer.write(site.jump, &rel.to_le_bytes());
+        self.code.set_branch(site.jump, to);
         self.stats.cross_page_links += 1;
         let all = &mut self.code.cache.remembered;
         if from != to {
@@ -28,7 +27,7 @@ impl<B: JitBus> Jit<B> {
             if let Some(site) = self.builder.translator.cross_page_sites.get_mut(n as usize) {
                 site.to = 0;
                 let (at, never) = site.condition.never();
-                self.code.buffer.write(at, &never.to_le_bytes());
+                self.code.set_operand(at, never);
             }
         }
     }
@@ -42,8 +41,7 @@ impl<B: JitBus> Jit<B> {
         if site.patch == 0 || entry == 0 {
             return;
         }
-        let rel = (entry as i64 - (site.patch as i64 + 4)) as i32;
-        self.code.buffer.write(site.patch, &rel.to_le_bytes());
+        self.code.set_branch(site.patch, entry);
         self.stats.links += 1;
     }
 }

@@ -19,19 +19,16 @@ mod switches;
 mod system_call;
 mod translation;
 
-use host::{CodeBuffer, CodeViews};
+use host::CodeViews;
 use x86_cpu::{CpuState, Exception};
 use x86_interp::{Insn, Interp, Transfer};
 use x86_native::HostFeatures;
 
 use crate::{
     JitBus,
-    asm::{Asm, Isa},
-    code::cache::Cache,
-    code::layout::CodeLayout,
-    code::perf::{self, Perf},
+    asm::Isa,
+    code::space::CodeSpace,
     codegen::Translator,
-    codegen::trampolines::{self, Trampolines},
     frame::exit::Left,
     frame::keys::Keys,
     frame::switches::Switches,
@@ -69,21 +66,6 @@ pub(crate) struct Context<B: JitBus> {
     pub(crate) bus: *mut B,
     /// Why it was left, if that was [`handle`]'s decision.
     pub(crate) left: Left,
-}
-
-/// Where translated code is, and what is known of it.
-#[derive(Debug)]
-pub(crate) struct CodeSpace {
-    pub(crate) buffer: CodeBuffer,
-    pub(crate) layout: CodeLayout,
-    pub(crate) trampolines: Trampolines,
-    /// Those of code that counts what is retired.
-    pub(crate) counting: Trampolines,
-    pub(crate) cache: Cache,
-    /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
-    pub(crate) ranges: Vec<(usize, usize, u64)>,
-    /// A profiler wants names.
-    pub(crate) perf: Option<&'static Perf>,
 }
 
 /// What makes blocks.
@@ -168,35 +150,23 @@ impl<B: JitBus> Jit<B> {
     /// As [`Self::new`] with room for so many bytes of code: for tests, which
     /// need a cache that is full soon.
     pub fn with_capacity(bytes: usize) -> Option<Self> {
-        let mut buffer = CodeBuffer::new(bytes.max(CodeLayout::LEAST)).ok()?;
         let host = HostFeatures::detected();
         let isa = Isa::of_host(&host);
-        let mut a = Asm::new(isa);
-        let (serve, handle) = (
+        let functions = [
             serve::<B> as *const () as u64,
             handle::<B> as *const () as u64,
-        );
-        let trampolines = trampolines::emit(&mut a, serve, handle, None);
-        let counting = trampolines::emit(&mut a, serve, handle, Some(&trampolines));
-        let trampolines_end = a.here().next_multiple_of(64);
-        buffer.write(0, a.parts()?.0);
-        let code = buffer.rx() as u64;
+        ];
+        let code = CodeSpace::new(bytes, isa, functions)?;
+        let trampolines = [code.trampolines, code.counting];
+        let address = code.address(0);
         Some(Self {
-            code: CodeSpace {
-                layout: CodeLayout::new(trampolines_end..buffer.len()),
-                buffer,
-                trampolines,
-                counting,
-                cache: Cache::new(),
-                ranges: Vec::new(),
-                perf: perf::wanted(),
-            },
+            code,
             builder: Builder {
                 wanted_by: None,
                 forms: Forms::new(host),
                 decoded: Vec::new(),
                 groups: Groups::new(),
-                translator: Translator::new(isa, [trampolines, counting], code),
+                translator: Translator::new(isa, trampolines, address),
             },
             profiles: Profiles::new(),
             session: Session {
@@ -232,6 +202,7 @@ impl<B: JitBus> Jit<B> {
     /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
     pub fn set_lockstep(&mut self, planted: bool) {
         self.lockstep = Some(Lockstep::new(planted));
+        self.code.keep_pieces();
         self.mix_tiers();
     }
 
@@ -260,14 +231,12 @@ impl<B: JitBus> Jit<B> {
 
     /// The code made of the blocks at an address: its offset in the buffer, and its bytes.
     pub(crate) fn code_of(&self, rip: u64) -> Vec<(usize, Vec<u8>)> {
-        let of = self.code.ranges.iter().filter(|(_, _, at)| *at == rip);
-        of.map(|(offset, len, _)| (*offset, self.code.buffer.read(*offset, *len)))
-            .collect()
+        self.code.code_of(rip)
     }
 
     /// For a [`host::ServiceThread`].
     pub fn code_views(&self) -> &std::sync::Arc<CodeViews> {
-        self.code.buffer.views()
+        self.code.views()
     }
 
     /// Counters.
@@ -281,18 +250,16 @@ impl<B: JitBus> Jit<B> {
 
     /// Forgets all code.
     pub fn flush_all(&mut self) {
-        self.code.cache.clear();
+        self.code.clear();
         self.builder.translator.links.clear();
         self.builder.translator.cross_page_sites.clear();
         self.session.interpreted.clear();
         self.session.given_up = GivenUp::default();
         self.profiles.clear();
-        self.code.ranges.clear();
         self.session.switches.clear();
         if let Some(l) = &mut self.lockstep {
             l.flush();
         }
-        self.code.layout.clear();
         self.stats.flushes += 1;
     }
 

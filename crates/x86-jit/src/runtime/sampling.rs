@@ -234,7 +234,7 @@ impl<B: JitBus> Jit<B> {
         let Some(stub) = self.stale_stub(key.at as u32 & 0xfff, key.mode) else {
             return;
         };
-        self.code.buffer.write(from, &jump(from, stub));
+        self.code.redirect(from, stub);
         let outdated = TranslatedBlock {
             generation: generation.wrapping_sub(1),
             ..old
@@ -272,9 +272,7 @@ impl<B: JitBus> Jit<B> {
         }
         // Whoever knows an old one goes on with the new one.
         for from in &p.before {
-            self.code
-                .buffer
-                .write(*from, &jump(*from, block.entries.saved as usize));
+            self.code.redirect(*from, block.entries.saved as usize);
         }
         let is_watched = p.is_watched;
         self.link_hot(key, block);
@@ -330,10 +328,4 @@ impl<B: JitBus> Jit<B> {
             self.link(site, to);
         }
     }
-}
-
-/// A jump between two places of the buffer.
-fn jump(from: usize, to: usize) -> [u8; 5] {
-    let [a, b, c, d] = ((to as i64 - from as i64 - 5) as i32).to_le_bytes();
-    [0xe9, a, b, c, d]
 }

@@ -5,8 +5,9 @@ use x86_interp::{Interp, Transfer};
 
 use crate::{
     Jit, JitBus,
-    asm::{CACHE_LINE, MAX_BLOCK},
+    asm::CACHE_LINE,
     code::cache::TranslatedBlock,
+    code::space::REL32,
     codegen::{Entries, How},
     frame::words::S1,
     ir::decoded::Decoded,
@@ -31,8 +32,33 @@ pub(crate) struct JumpPlace {
     live: bool,
 }
 
-/// Bytes of a relative address.
-const REL32: usize = 4;
+/// Who wants a block, and how it will be entered.
+#[derive(Clone, Copy, Debug)]
+struct Demand {
+    /// It takes the place of this jump, if nothing comes before its entry.
+    place: Option<JumpPlace>,
+    /// It takes the place of the same block's translation, which is executed much.
+    is_again: bool,
+    /// A branch back leads there.
+    is_loop: bool,
+    /// A branch of its page leads there.
+    is_linked: bool,
+    /// Code that is executed without end leads there.
+    polls: bool,
+    /// The gva of its page, if that is executed nowhere else.
+    bound: Option<i32>,
+}
+
+/// What a block is made from, besides the decoded instructions.
+#[derive(Clone, Copy, Debug)]
+struct Origin {
+    /// Of its page, and of the second one.
+    sources: [Source; 2],
+    /// The second page of the one instruction that straddles two.
+    second: Option<CodePage>,
+    /// The path of a trace was followed.
+    is_trace: bool,
+}
 
 impl<B: JitBus> Jit<B> {
     /// `None`: the code cannot be fetched now.
@@ -45,10 +71,56 @@ impl<B: JitBus> Jit<B> {
         (key, generation, code): (BlockKey, u32, Source),
         is_ahead: bool,
     ) -> Option<TranslatedBlock> {
+        let demand = self.take_demand(key, gva);
+        let links = self.builder.translator.links.len();
+        let origin = self.read((cpu, bus), gva, (key, code), &demand, is_ahead)?;
+        let mut block = TranslatedBlock {
+            entries: Entries::default(),
+            generation,
+            straddles: origin.second.is_some(),
+            is_target: false,
+            may_gain: self.form_groups(key.mode, origin.is_trace),
+            len: self.builder.decoded.len().min(u8::MAX.into()) as u8,
+        };
+        if let Some(second) = origin.second {
+            self.code.cache.second.insert(key, second);
+        }
+        let interpreted = self.prepare(interp, cpu, bus, gva);
+        // Nothing comes before its entry then.
+        let place = demand.place.filter(|_| demand.is_linked);
+        let place = place.filter(|_| origin.second.is_none());
+        let base = self.base(place);
+        block.entries = self.emit(
+            (key, generation),
+            base,
+            &origin,
+            interpreted,
+            &demand,
+            place,
+        );
+        self.publish(key, gva, base)?;
+        if let Some(place) = place
+            && let Some(site) = self.builder.translator.links.get_mut(place.link)
+        {
+            // From now on, as hot blocks are linked below.
+            site.patch = 0;
+            self.stats.links += 1;
+        }
+        if let Some(old) = self.code.cache.blocks.insert(key, block) {
+            self.forget(old.entries.outer as usize);
+        }
+        if demand.is_again {
+            self.translated_again(key, links..self.builder.translator.links.len(), block);
+        }
+        Some(block)
+    }
+
+    /// Who wants the block of `key`, at `gva`. What is known of it from its profile is in the translator then, and there is room for it.
+    fn take_demand(&mut self, key: BlockKey, gva: u64) -> Demand {
         let number = self.builder.wanted_by.take();
         let site = number.and_then(|n| self.builder.translator.links.get(n).copied());
         let mut place = number.and_then(|n| self.place_of(n));
-        if self.code.layout.is_full() {
+        if self.code.is_full() {
             self.flush_all();
             place = None;
         }
@@ -62,60 +134,78 @@ impl<B: JitBus> Jit<B> {
             Some((_, Some(is_linked))) => (true, is_linked),
             _ => (site.is_some_and(|s| s.is_back), site.is_some()),
         };
-        let polls = is_again || site.is_some_and(|s| s.polls);
         self.builder.translator.input.hot = hot.and_then(|(hot, _)| hot);
-        let links = self.builder.translator.links.len();
-        let own = TracePage::own(code, bound, key.at);
-        let is_trace = self.follow_path(cpu, bus, (gva, key.mode), own);
-        let is_hot = self.builder.translator.input.hot.is_some();
-        let mut second = None;
-        let mut sources = [code, code];
-        if !is_trace {
-            let how = (key.mode, is_loop, is_ahead);
-            if let Some((page, source)) = self.decode((cpu, bus), gva, how)? {
-                second = Some(page);
-                sources[1] = source;
-            }
+        Demand {
+            place,
+            is_again,
+            is_loop,
+            is_linked,
+            polls: is_again || site.is_some_and(|s| s.polls),
+            bound,
         }
+    }
+
+    /// Decodes the block, along its path if it has one.
+    fn read(
+        &mut self,
+        (cpu, bus): (&mut CpuState, &mut B),
+        gva: u64,
+        (key, code): (BlockKey, Source),
+        demand: &Demand,
+        is_ahead: bool,
+    ) -> Option<Origin> {
+        let own = TracePage::own(code, demand.bound, key.at);
+        let is_trace = self.follow_path(cpu, bus, (gva, key.mode), own);
+        let second = match is_trace {
+            true => None,
+            false => self.decode((cpu, bus), gva, (key.mode, demand.is_loop, is_ahead))?,
+        };
         self.builder.decoded.first()?;
-        let sources = &sources[..1 + usize::from(second.is_some())];
         if self.lockstep.as_ref().is_some_and(|l| l.planted) {
             crate::runtime::lockstep::plant(&mut self.builder.decoded);
         }
-        let mut block = TranslatedBlock {
-            entries: Entries::default(),
-            generation,
-            straddles: second.is_some(),
-            is_target: false,
-            may_gain: false,
-            len: 0,
+        Some(Origin {
+            sources: [code, second.map_or(code, |(_, source)| source)],
+            second: second.map(|(page, _)| page),
+            is_trace,
+        })
+    }
+
+    /// Finds accesses that share a probe. Returns whether the block is to be translated again once it is executed much.
+    fn form_groups(&mut self, mode: Mode, is_trace: bool) -> bool {
+        if !mode.has_groups() {
+            return false;
+        }
+        let b = &mut self.builder;
+        let is_hot = b.translator.input.hot.is_some();
+        b.groups.form(&mut b.decoded, mode.is_long(), is_hot);
+        let calls = |d: &Decoded| matches!(d.kind, Lowering::Call | Lowering::CallIndirect);
+        is_trace
+            || b.decoded.iter().any(Decoded::may_have_site_entry)
+            || mode.has_page_guards() && b.decoded.last().is_some_and(calls)
+    }
+
+    /// Offsets of the two parts of the block that comes next, which begins at `place` if there is one.
+    fn base(&self, place: Option<JumpPlace>) -> (usize, usize) {
+        let (hot, cold) = self.code.next();
+        let hot = match place {
+            Some(place) => place.at,
+            None if self.builder.translator.input.hot.is_some() => hot.next_multiple_of(CACHE_LINE),
+            None => hot,
         };
-        if let Some(second) = second {
-            self.code.cache.second.insert(key, second);
-        }
-        block.len = self.builder.decoded.len().min(u8::MAX.into()) as u8;
-        if key.mode.has_groups() {
-            self.builder
-                .groups
-                .form(&mut self.builder.decoded, key.mode.is_long(), is_hot);
-            let calls = |d: &Decoded| matches!(d.kind, Lowering::Call | Lowering::CallIndirect);
-            block.may_gain = is_trace
-                || self
-                    .builder
-                    .decoded
-                    .iter()
-                    .any(Decoded::may_have_site_entry)
-                || key.mode.has_page_guards() && self.builder.decoded.last().is_some_and(calls);
-        }
-        let interpreted = self.prepare(interp, cpu, bus, gva);
-        let mut base = self.code.layout.next();
-        // Nothing comes before its entry then.
-        place = place.filter(|_| is_linked && second.is_none());
-        if let Some(place) = place {
-            base.0 = place.at;
-        } else if is_hot {
-            base.0 = base.0.next_multiple_of(CACHE_LINE);
-        }
+        (hot, cold)
+    }
+
+    /// Emits the block, which is in [`Translator::asm`](crate::codegen::Translator::asm) then.
+    fn emit(
+        &mut self,
+        (key, generation): (BlockKey, u32),
+        base: (usize, usize),
+        origin: &Origin,
+        interpreted: u32,
+        demand: &Demand,
+        place: Option<JumpPlace>,
+    ) -> Entries {
         let blocks = &self.code.cache.blocks;
         let own = [false, true].map(|is_split| blocks.page(key.split(is_split)));
         let others: Vec<_> = self.builder.translator.input.pages[1..].to_vec();
@@ -124,82 +214,48 @@ impl<B: JitBus> Jit<B> {
                 None => (own[usize::from(split)]?, generation),
                 Some(n) => {
                     let page = others.get(n)?;
-                    (
-                        blocks.page(BlockKey::new(page.id, key.mode.split(split)))?,
-                        page.source.generation,
-                    )
+                    let key = BlockKey::new(page.id, key.mode.split(split));
+                    (blocks.page(key)?, page.source.generation)
                 }
             };
             let b = blocks.get(target.into())?;
             let is_current = b.generation == generation && !b.straddles;
             is_current.then_some(b.entries)
         };
-        block.entries = self.builder.translator.block(
+        self.builder.translator.block(
             (&self.builder.decoded, &self.builder.forms),
             base,
-            sources,
+            &origin.sources[..1 + usize::from(origin.second.is_some())],
             interpreted,
             How {
                 mode: key.mode,
-                is_linked,
-                polls,
+                is_linked: demand.is_linked,
+                polls: demand.polls,
                 is_split: key.mode.has(Mode::SPLIT),
                 falls: place.is_some_and(|p| p.live),
-                bound,
+                bound: demand.bound,
                 by_guard: key.mode.has_page_guards(),
                 counts: key.mode.stream(),
             },
             known,
-        );
+        )
+    }
+
+    /// Keeps the block that was emitted. `None`: there is no room for it.
+    fn publish(&mut self, key: BlockKey, gva: u64, base: (usize, usize)) -> Option<()> {
         let parts = self.builder.translator.asm.parts();
-        // There is room, unless the block is larger than any should be.
-        let written = parts.filter(|(hot, cold)| {
-            hot.len().max(cold.len()) <= MAX_BLOCK
-                && self.code.buffer.write(base.0, hot)
-                && self.code.buffer.write(base.1, cold)
-        });
-        if written.is_none() {
+        let written = parts.filter(|parts| self.code.publish(gva, base, *parts));
+        let Some((hot, cold)) = written else {
             self.profiles.forget_path(key);
-        }
-        let (hot, cold) = written?;
-        if let Some(place) = place
-            && let Some(site) = self.builder.translator.links.get_mut(place.link)
-        {
-            // From now on, as hot blocks are linked below.
-            site.patch = 0;
-            self.stats.links += 1;
-        }
-        let site_entries = self
-            .builder
-            .translator
-            .input
-            .hot
-            .as_ref()
-            .map_or(0, |h| h.site_entries.len());
+            return None;
+        };
+        let profile = self.builder.translator.input.hot.as_ref();
         self.stats.count_block(
-            site_entries,
+            profile.map_or(0, |h| h.site_entries.len()),
             self.builder.decoded.len(),
             hot.len() + cold.len(),
         );
-        for (at, code) in [(base.0, hot), (base.1, cold)] {
-            if let Some(perf) = self.code.perf {
-                perf.note(gva, self.code.buffer.rx() as u64 + at as u64, code);
-            }
-            if self.lockstep.is_some() {
-                self.code.ranges.push((at, code.len(), gva));
-            }
-        }
-        self.code.layout.take(base.0 + hot.len(), cold.len());
-        let (hot, cold) = self.code.layout.next();
-        self.code.buffer.views().grows(hot);
-        self.code.buffer.views().grows(cold);
-        if let Some(old) = self.code.cache.blocks.insert(key, block) {
-            self.forget(old.entries.outer as usize);
-        }
-        if is_again {
-            self.translated_again(key, links..self.builder.translator.links.len(), block);
-        }
-        Some(block)
+        Some(())
     }
 
     /// Decodes a block. Returns the second page of an instruction that straddles two, and its source; `None` if it cannot be fetched.
@@ -281,7 +337,7 @@ impl<B: JitBus> Jit<B> {
         let page = code_at(cpu) & !0xfff;
         let mut left = MAX_AHEAD;
         while left > 0
-            && !self.code.layout.is_full()
+            && !self.code.is_full()
             && let Some(number) = self.builder.translator.ahead.pop()
             && let Some(site) = self.builder.translator.links.get(number as usize).copied()
         {
@@ -305,7 +361,7 @@ impl<B: JitBus> Jit<B> {
     /// Where the target of link site `number` has to begin to take the place of its jump: that is the last one that was made.
     fn place_of(&self, number: usize) -> Option<JumpPlace> {
         let site = self.builder.translator.links.get(number)?;
-        let is_last = site.is_jump && site.patch + REL32 == self.code.layout.end();
+        let is_last = site.is_jump && site.patch + REL32 == self.code.end();
         is_last.then_some(JumpPlace {
             link: number,
             at: site.patch - 1,
@@ -327,10 +383,10 @@ impl<B: JitBus> Jit<B> {
         // First what it is compared with, then whether that is the block's.
         let source = Source::of(bus, key.page())?;
         let (_, generation) = self.key_at(cpu, bus)?;
-        if self.code.layout.is_full() || generation != block.generation {
+        if self.code.is_full() || generation != block.generation {
             return None;
         }
-        let (_, cold) = self.code.layout.next();
+        let (_, cold) = self.code.next();
         let offset = key.at as u32 & 0xfff;
         self.builder.translator.complete_entries(
             cold,
@@ -339,17 +395,17 @@ impl<B: JitBus> Jit<B> {
             (&mut block.entries, block.len),
             key.mode.stream(),
         );
-        self.stats.bytes += self.write_cold(cold)? as u64;
+        self.stats.bytes += self.write_cold()? as u64;
         self.code.cache.blocks.insert(key, block);
         Some(block)
     }
 
     /// Code that has the block at an offset of its page looked for; `None`: there is no room.
     pub(crate) fn stale_stub(&mut self, offset: u32, mode: Mode) -> Option<usize> {
-        if self.code.layout.is_full() {
+        if self.code.is_full() {
             return None;
         }
-        let (_, cold) = self.code.layout.next();
+        let (_, cold) = self.code.next();
         let a = &mut self.builder.translator.asm;
         a.start(cold);
         a.mov_imm(S1, offset.into());
@@ -357,15 +413,14 @@ impl<B: JitBus> Jit<B> {
             true => self.code.counting.stale,
             false => self.code.trampolines.stale,
         });
-        self.write_cold(cold)?;
+        self.write_cold()?;
         Some(cold)
     }
 
-    /// Keeps code that is no block at `cold`, where the room for rarely executed code begins; returns its length.
-    fn write_cold(&mut self, cold: usize) -> Option<usize> {
+    /// Keeps the code that was emitted, which is no block; returns its length.
+    fn write_cold(&mut self) -> Option<usize> {
         let (code, _) = self.builder.translator.asm.parts()?;
-        self.code.buffer.write(cold, code);
-        self.code.layout.take(self.code.layout.end(), code.len());
+        self.code.publish_cold(code);
         Some(code.len())
     }
 }
