@@ -21,4 +21,4 @@ pub use features::{Feature, Features};
 pub use fp::FpState;
 pub use msrs::Msrs;
 pub use retired::Retired;
-pub use state::{CodeSize, CpuState, EngineFrame, Shadow, VmmDebug};
+pub use state::{CodeSize, CpuState, Shadow, VmmDebug};

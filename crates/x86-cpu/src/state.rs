@@ -105,7 +105,7 @@ pub struct CpuState {
     /// x87 and SIMD state.
     pub fp: FpState,
     /// Working memory of an execution engine.
-    pub engine: EngineFrame,
+    pub engine: engine_frame::EngineFrame,
     /// What translations depended on when the last SMI was taken: CR0.PG, CR3, CR4, EFER. A return from SMM to the same
     /// finds them as they were. All zero after a restored state: the return flushes then.
     pub smi_controls: [u64; 4],
@@ -125,43 +125,6 @@ pub struct VmmDebug {
     pub dr7: u64,
     /// They are in force.
     pub active: bool,
-}
-
-/// Words that generated code reaches through the same base register as the
-/// state. Not architectural: equal to any other, and not copied.
-#[repr(C, align(64))]
-pub struct EngineFrame {
-    /// Laid out by the engine.
-    pub words: [u64; EngineFrame::WORDS],
-}
-
-impl EngineFrame {
-    /// Number of words.
-    pub const WORDS: usize = 216;
-}
-
-impl Default for EngineFrame {
-    fn default() -> Self {
-        Self {
-            words: [0; Self::WORDS],
-        }
-    }
-}
-impl Clone for EngineFrame {
-    fn clone(&self) -> Self {
-        Self::default()
-    }
-}
-impl PartialEq for EngineFrame {
-    fn eq(&self, _: &Self) -> bool {
-        true
-    }
-}
-impl Eq for EngineFrame {}
-impl core::fmt::Debug for EngineFrame {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.write_str("EngineFrame")
-    }
 }
 
 impl Default for CpuState {
@@ -239,7 +202,7 @@ impl Default for CpuState {
             events: Events::default(),
             features: Features::default(),
             fp: FpState::default(),
-            engine: EngineFrame::default(),
+            engine: engine_frame::EngineFrame::default(),
             smi_controls: [0; 4],
             retired: Retired::default(),
         }

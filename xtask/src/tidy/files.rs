@@ -12,6 +12,7 @@ const MAX_LINES: usize = 800;
 pub(super) const UNSAFE_CRATES: &[&str] = &[
     "anykvm-ioctls",
     "anykvm-preload",
+    "engine-frame",
     "guest-memory",
     "host",
     "kvm-abi",

@@ -6,7 +6,7 @@ use super::read;
 
 /// Crates by layer, lowest first. Tools (`testkit`, `fuzzing`, `xtask`) may use any.
 const LAYERS: &[&[&str]] = &[
-    &["x86-defs", "host"],
+    &["x86-defs", "engine-frame", "host"],
     &["guest-memory", "x86-cpu", "irqchip", "pmu"],
     &["x86-native", "mmu", "io-bus"],
     &["x86-interp"],

@@ -16,7 +16,8 @@
 
 use core::mem::offset_of;
 
-use x86_cpu::{CpuState, EngineFrame, Msrs, Retired};
+use engine_frame::EngineFrame;
+use x86_cpu::{CpuState, Msrs, Retired};
 use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
@@ -32,153 +33,91 @@ pub(crate) const TLB: Reg = 11;
 /// Guest RSP.
 pub(crate) const GUEST_RSP: Reg = 15;
 
-const fn word(n: usize) -> usize {
-    offset_of!(CpuState, engine) + 8 * n
+// What each word of the frame is for is said at its field in [`EngineFrame`].
+
+/// Where the frame's word at an offset is.
+const fn frame(offset: usize) -> usize {
+    offset_of!(CpuState, engine) + offset
 }
 
-/// For [`TLB`].
-pub(crate) const TABLES: usize = word(0);
-/// The MMU's last device pages: `mmu::DevicePage` twice.
-pub(crate) const DEVICES: usize = word(3);
-/// The table of indirect targets.
-pub(crate) const TARGETS: usize = word(4);
-/// What identifies mapping and mode in [`TARGETS`].
-pub(crate) const KEY: usize = word(5);
-/// What tags in [`TARGETS`] are XORed with: `crate::code::cache::salt_of` the key.
-pub(crate) const SALT: usize = word(6);
-/// The key's number in 32 bits: [`crate::code::cache::Cache::number`].
-pub(crate) const NUMBER: usize = word(25);
-/// gva of the page that executes.
-pub(crate) const PAGE: usize = word(7);
-/// Arithmetic flags, when not in RFLAGS.
-pub(crate) const FLAGS: usize = word(8);
-/// Two words.
-pub(crate) const SPILL: usize = word(9);
-/// Where to jump after the registers are loaded.
-pub(crate) const ENTRY: usize = word(11);
-/// Address of the request word.
-pub(crate) const REQUESTS: usize = word(12);
-/// Looks that are left.
-pub(crate) const POLLS_LEFT: usize = word(13);
-/// [`crate::frame::exit::Reason`].
-pub(crate) const REASON: usize = word(14);
-/// Number of the link site.
-pub(crate) const ARGUMENT: usize = word(15);
-/// FP state is in the host's registers.
-pub(crate) const FP_LIVE: usize = word(16);
-/// `*mut RefillContext`.
-pub(crate) const CONTEXT: usize = word(17);
-/// The host's default MXCSR, for LDMXCSR.
-pub(crate) const HOST_MXCSR: usize = word(18);
-/// An interrupt waits for RFLAGS.IF.
-pub(crate) const IRQ_WAITING: usize = word(19);
-/// Guest TSC less host TSC.
-pub(crate) const TSC_OFFSET: usize = word(20);
-/// What an instruction of the interpreter's cost, in instructions.
-pub(crate) const COST: usize = word(21);
-/// Instructions until the first poll after entry.
-pub(crate) const COUNT: usize = word(22);
-/// `*mut` [`crate::runtime::lockstep::Log`], or 0.
-pub(crate) const LOG: usize = word(23);
-/// PAUSEs executed.
-pub(crate) const PAUSES: usize = word(30);
-/// Host TSC at which the run loop has to be returned to at the latest; 0: whenever [`POLLS_LEFT`] is used up.
-pub(crate) const UNTIL: usize = word(29);
-/// Address of the byte that is not zero when it has to be at once.
-pub(crate) const STOP: usize = word(96);
-/// What a string instruction found for its first operand, while it looks at the second.
-pub(crate) const SLOT: usize = word(24);
+pub(crate) const TABLES: usize = frame(EngineFrame::TABLES);
+pub(crate) const DEVICES: usize = frame(EngineFrame::DEVICES);
+pub(crate) const TARGETS: usize = frame(EngineFrame::TARGETS);
+pub(crate) const KEY: usize = offset_of!(CpuState, engine.key);
+pub(crate) const SALT: usize = offset_of!(CpuState, engine.salt);
+pub(crate) const NUMBER: usize = offset_of!(CpuState, engine.number);
+pub(crate) const PAGE: usize = offset_of!(CpuState, engine.page);
+pub(crate) const FLAGS: usize = offset_of!(CpuState, engine.flags);
+pub(crate) const SPILL: usize = offset_of!(CpuState, engine.spill);
+pub(crate) const ENTRY: usize = frame(EngineFrame::ENTRY);
+pub(crate) const REQUESTS: usize = frame(EngineFrame::REQUESTS);
+pub(crate) const POLLS_LEFT: usize = offset_of!(CpuState, engine.polls_left);
+pub(crate) const REASON: usize = offset_of!(CpuState, engine.reason);
+pub(crate) const ARGUMENT: usize = offset_of!(CpuState, engine.argument);
+pub(crate) const FP_LIVE: usize = offset_of!(CpuState, engine.fp_live);
+pub(crate) const CONTEXT: usize = frame(EngineFrame::CONTEXT);
+pub(crate) const HOST_MXCSR: usize = offset_of!(CpuState, engine.host_mxcsr);
+pub(crate) const IRQ_WAITING: usize = offset_of!(CpuState, engine.irq_waiting);
+pub(crate) const TSC_OFFSET: usize = offset_of!(CpuState, engine.tsc_offset);
+pub(crate) const COST: usize = offset_of!(CpuState, engine.cost);
+pub(crate) const COUNT: usize = offset_of!(CpuState, engine.count);
+pub(crate) const PAUSES: usize = offset_of!(CpuState, engine.pauses);
+pub(crate) const UNTIL: usize = offset_of!(CpuState, engine.until);
+pub(crate) const STOP: usize = frame(EngineFrame::STOP);
+pub(crate) const SLOT: usize = frame(EngineFrame::SLOT);
 /// The tables of the supervisor's views by CR0.WP and RFLAGS.AC ([`view_of`]), if nothing but the tables differs
 /// between them and generated code may change from the one to the other; or 0.
-pub(crate) const VIEWS: [usize; 4] = [word(26), word(27), word(126), word(127)];
+pub(crate) const VIEWS: [usize; 4] = {
+    let [[a, b], [c, d]] = EngineFrame::VIEWS_AT;
+    [frame(a), frame(b), frame(c), frame(d)]
+};
 /// Index in [`VIEWS`].
 pub(crate) const fn view_of(wp: bool, ac: bool) -> usize {
     (wp as usize) << 1 | ac as usize
 }
-/// The tables of views that differ in PKRU alone, as [`VIEWS`]: [`KEY_VIEWS_LEN`] of [`KEY_VIEW_WORDS`], by [`KEY_VIEW_HASH`].
-pub(crate) const KEY_VIEWS: usize = word(128);
-pub(crate) const KEY_VIEWS_LEN: usize = 8;
-/// Words of one: the tables that are changed from, the PKRU that is changed to, its tables, and their [`KEY`], [`SALT`] and [`NUMBER`].
-pub(crate) const KEY_VIEW_WORDS: usize = 6;
-/// The upper three bits of PKRU times this.
-pub(crate) const KEY_VIEW_HASH: u32 = 0x9e37_79b1;
-/// One of them is in use.
-pub(crate) const KEY_VIEWS_USED: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS);
-const _: () = assert!(KEY_VIEWS_USED < word(EngineFrame::WORDS));
-/// Address of the table of [`crate::frame::switches`].
-pub(crate) const SWITCHES: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 1);
-/// Address of what `mmu::Mmu::switches_epoch` is.
-pub(crate) const SWITCHES_EPOCH: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 2);
-/// The CR3 that an instruction is left to the interpreter with, which flushes nothing; or 0.
-pub(crate) const WANTED_ROOT: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 3);
-/// Generated code has loaded CR3: the MMU has to be told before anything else.
-pub(crate) const IS_OTHER_ROOT: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORDS + 4);
-/// Of code that counts ([`crate::codegen::countdown::exact`]): the countdown when it was last set, or 0: such code does not run;
-pub(crate) const COUNTED_FROM: usize = word(181);
-/// what it is now, while Rust runs;
-pub(crate) const COUNTED_TO: usize = word(182);
-/// instructions and other events that polls have taken off it;
-pub(crate) const COUNTED: [usize; 2] = [word(183), word(184)];
-/// what is to be given back if the instruction that calls a trampoline is left to the interpreter;
-pub(crate) const REFUND: usize = word(185);
-/// where to go on once the countdown is loaded;
-pub(crate) const COUNTED_ENTRY: usize = word(186);
-/// the other stream, and in bit 8 the level.
-pub(crate) const COUNTED_AS: usize = word(187);
-const _: () = assert!(IS_OTHER_ROOT < COUNTED_FROM && COUNTED_AS < word(EngineFrame::WORDS));
+pub(crate) const KEY_VIEWS: usize = frame(EngineFrame::KEY_VIEWS_AT);
+/// The upper three bits of PKRU times this are the place.
+pub(crate) const KEY_VIEW_HASH: u32 = EngineFrame::KEY_VIEW_HASH;
+pub(crate) const SWITCHES: usize = frame(EngineFrame::SWITCHES);
+pub(crate) const SWITCHES_EPOCH: usize = frame(EngineFrame::SWITCHES_EPOCH);
+pub(crate) const WANTED_ROOT: usize = offset_of!(CpuState, engine.wanted_root);
+pub(crate) const IS_OTHER_ROOT: usize = offset_of!(CpuState, engine.is_other_root);
+pub(crate) const COUNTED_FROM: usize = offset_of!(CpuState, engine.counted_from);
+pub(crate) const COUNTED_TO: usize = offset_of!(CpuState, engine.counted_to);
+pub(crate) const COUNTED: [usize; 2] = {
+    let first = offset_of!(CpuState, engine.counted);
+    [first, first + 8]
+};
+pub(crate) const REFUND: usize = frame(EngineFrame::REFUND);
+pub(crate) const COUNTED_ENTRY: usize = frame(EngineFrame::COUNTED_ENTRY);
 /// [`Retired::left`].
 pub(crate) const EVENTS_LEFT: usize = offset_of!(CpuState, retired) + offset_of!(Retired, left);
-/// Of each segment, the highest offset at which there are so many bytes: 32 bits for each of 1, 2, 4 … 32 bytes.
-pub(crate) const BOUNDS: usize = word(188);
-pub(crate) const BOUND_SIZES: usize = 6;
-/// The six limits that they are of, 32 bits each.
-pub(crate) const BOUNDS_OF: usize = word(206);
-const _: () = assert!(COUNTED_AS < BOUNDS && BOUNDS + 6 * 4 * BOUND_SIZES <= BOUNDS_OF);
-const _: () = assert!(
-    BOUNDS_OF + 6 * 4 <= COUNTED_GO_ON && COUNTED_SALT < KEYS && KEYS < word(EngineFrame::WORDS)
-);
-/// Translated code has gone from a level that is counted to one that is not, or the other way round: the trampoline that goes on there, or 0;
-pub(crate) const COUNTED_GO_ON: usize = word(209);
-/// and the salt that its target is found by.
-pub(crate) const COUNTED_SALT: usize = word(210);
-/// Address of the table of [`crate::frame::keys`].
-pub(crate) const KEYS: usize = word(211);
+pub(crate) const BOUNDS: usize = offset_of!(CpuState, engine.bounds);
+pub(crate) const BOUND_SIZES: usize = EngineFrame::BOUND_SIZES;
+pub(crate) const COUNTED_GO_ON: usize = frame(EngineFrame::COUNTED_GO_ON);
+pub(crate) const COUNTED_SALT: usize = offset_of!(CpuState, engine.counted_salt);
+pub(crate) const KEYS: usize = frame(EngineFrame::KEYS);
 /// The one of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {
     let size = size.next_power_of_two().trailing_zeros() as usize;
     gs(BOUNDS + 4 * (BOUND_SIZES * n + size))
 }
-/// Misses of a per-site entry have become many.
-pub(crate) const SITE_ENTRIES_MISSED: usize = word(97);
-/// It has done so: the MMU has to be told before anything else.
-pub(crate) const IS_OTHER_VIEW: usize = word(28);
-/// The host's RSP with no call to return from: see [`crate::codegen::trampolines`].
-pub(crate) const STACK: usize = word(31);
-/// Direct branches to other pages by the table until one of them is remembered.
-pub(crate) const CROSS_PAGE_LEFT: usize = word(1);
-/// Where the host's RSP was before a call of `leave::handle`, and is after it.
-pub(crate) const HOST_RSP: usize = word(2);
-/// Room for YMM0 to YMM15 while Rust code runs.
-pub(crate) const VECTORS: usize = word(32);
-/// Of [`crate::codegen::hoist`]: what the countdown is less than it was, and the anchors.
-pub(crate) const OWED: usize = word(99);
-pub(crate) const ANCHORS: usize = word(100);
-pub(crate) const ANCHORS_LEN: usize = 6;
-/// Turns of the first pass, in 32 bits.
-pub(crate) const REST: usize = word(106);
-/// What the countdown has been less than zero when the walk began, and what may still be added to it until the next poll.
-pub(crate) const BEGAN: usize = word(107);
-pub(crate) const CREDIT_LEFT: usize = word(108);
-/// How often each loop goes back before it walks, in 32 bits: there are fewer of them than loops.
-pub(crate) const RELUCTANCES: usize = word(109);
-pub(crate) const RELUCTANCES_LEN: usize = 32;
-/// What budgets vary by.
-pub(crate) const RANDOM: usize = word(125);
-const _: () =
-    assert!(ANCHORS + 8 * ANCHORS_LEN <= REST && RELUCTANCES + 4 * RELUCTANCES_LEN <= RANDOM);
-const _: () = assert!(RANDOM < word(EngineFrame::WORDS));
-/// Their upper halves are among what is there.
-pub(crate) const UPPERS_IN_USE: usize = word(98);
+pub(crate) const SITE_ENTRIES_MISSED: usize = offset_of!(CpuState, engine.site_entries_missed);
+pub(crate) const IS_OTHER_VIEW: usize = offset_of!(CpuState, engine.is_other_view);
+pub(crate) const STACK: usize = frame(EngineFrame::STACK);
+pub(crate) const CROSS_PAGE_LEFT: usize = offset_of!(CpuState, engine.cross_page_left);
+pub(crate) const HOST_RSP: usize = frame(EngineFrame::HOST_RSP);
+pub(crate) const VECTORS: usize = frame(EngineFrame::VECTORS);
+pub(crate) const OWED: usize = frame(EngineFrame::OWED);
+pub(crate) const ANCHORS: usize = frame(EngineFrame::ANCHORS_AT);
+pub(crate) const ANCHORS_LEN: usize = EngineFrame::ANCHORS;
+pub(crate) const REST: usize = frame(EngineFrame::REST);
+pub(crate) const BEGAN: usize = frame(EngineFrame::BEGAN);
+pub(crate) const CREDIT_LEFT: usize = offset_of!(CpuState, engine.credit_left);
+pub(crate) const RELUCTANCES: usize = frame(EngineFrame::RELUCTANCES_AT);
+pub(crate) const RELUCTANCES_LEN: usize = EngineFrame::RELUCTANCES;
+pub(crate) const RANDOM: usize = frame(EngineFrame::RANDOM);
+pub(crate) const UPPERS_IN_USE: usize = frame(EngineFrame::UPPERS_IN_USE);
 
 pub(crate) const FP_AREA: usize = offset_of!(CpuState, fp);
 pub(crate) const RIP: usize = 8 * reg::RIP;
@@ -260,11 +199,6 @@ pub(crate) fn short_words() -> impl Iterator<Item = (Mem, Mem)> {
     let gpr_slots = (0..16u8).filter(|n| IN_FRAME >> n & 1 != 0);
     let words = words.into_iter().map(|(far, near)| (gs(far), near));
     words.chain(gpr_slots.map(|n| (state_register(n), gpr_slot(n))))
-}
-
-/// Index in `EngineFrame::words` of a field above.
-pub(crate) const fn index(offset: usize) -> usize {
-    (offset - offset_of!(CpuState, engine)) / 8
 }
 
 /// A guest register with the rest of the vCPU's state.

@@ -6,24 +6,20 @@ use x86_defs::control::cr4;
 use x86_interp::events_of;
 
 use crate::{
-    Jit, JitBus,
-    codegen::countdown::exact,
-    frame::targets::salt_of,
-    frame::{self, words::index},
-    runtime::state::is_countable,
+    Jit, JitBus, codegen::countdown::exact, frame::targets::salt_of, runtime::state::is_countable,
 };
 
 /// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
 /// other and back all the time comes to a poll, too.
 pub(crate) const LEAST_EXECUTED: u64 = 64;
-/// Bit of the level in [`frame::words::COUNTED_AS`].
+/// Bit of the level in [`crate::frame::words::COUNTED_AS`].
 const LEVEL: u64 = 1 << 8;
 
 /// Translated code has called Rust, or has been left: what it has counted is added to the counts.
 #[inline]
 pub(crate) fn settle(cpu: &mut CpuState) {
-    if let Some(counted) = exact::take_counted(&mut cpu.engine.words) {
-        let as_what = cpu.engine.words[index(frame::words::COUNTED_AS)];
+    if let Some(counted) = exact::take_counted(&mut cpu.engine) {
+        let as_what = cpu.engine.counted_as;
         cpu.retired.add_counted(
             usize::from(as_what & LEVEL != 0),
             counted.instructions,
@@ -38,12 +34,12 @@ pub(crate) fn settle(cpu: &mut CpuState) {
 pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> u64 {
     const REFUSED: u64 = 1 << 63;
     let is_allowed = cpu.cpl == 0 || cpu.cr4 & cr4::PCE != 0;
-    if !is_allowed || cpu.engine.words[index(frame::words::LOG)] != 0 {
+    if !is_allowed || cpu.engine.log() != 0 {
         return REFUSED;
     }
     let counts = cpu.retired.counts;
-    if let Some((instructions, events)) = exact::counted(&cpu.engine.words) {
-        let as_what = cpu.engine.words[index(frame::words::COUNTED_AS)];
+    if let Some((instructions, events)) = exact::counted(&cpu.engine) {
+        let as_what = cpu.engine.counted_as;
         let level = usize::from(as_what & LEVEL != 0);
         let stream = (as_what & 0xff) as usize;
         cpu.retired
@@ -68,15 +64,16 @@ impl<B: JitBus> Jit<B> {
         if code == 0 || stream.is_none() && !counted {
             return code;
         }
-        let words = &mut cpu.engine.words;
-        words[index(frame::words::COUNTED_ENTRY)] = code;
+        let frame = &mut cpu.engine;
+        // SAFETY: it is an entry of a block in the buffer of `self`.
+        unsafe { frame.set_counted_entry(code) };
         let place = match stream {
             Some(stream) => {
                 self.begin_counting(cpu, stream, left);
                 self.code.counting.go_on_counting
             }
             None => {
-                words[index(frame::words::COUNTED_TO)] = left;
+                frame.counted_to = left;
                 self.session.left_to_poll = left;
                 self.code.counting.go_on_plainly
             }
@@ -88,26 +85,26 @@ impl<B: JitBus> Jit<B> {
     /// is counted, code of the other kind comes next. Nothing is found by the salt of no key, so the branch that comes now goes by
     /// [`Trampolines::branch`](crate::codegen::trampolines::Trampolines::branch), which knows.
     pub(crate) fn follow_level(&mut self, cpu: &mut CpuState) {
-        let counted = cpu.engine.words[index(frame::words::COUNTED_FROM)] != 0;
+        let counted = cpu.engine.counted_from != 0;
         settle(cpu);
         let counts = cpu.retired.counts_at(cpu.cpl);
         let is_countable = is_countable(cpu);
-        let words = &mut cpu.engine.words;
+        let frame = &mut cpu.engine;
         if counted == counts {
             if counts {
                 let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-                let as_what = &mut words[index(frame::words::COUNTED_AS)];
+                let as_what = &mut frame.counted_as;
                 *as_what = *as_what & !LEVEL | level;
             }
             return;
         }
-        words[index(frame::words::COUNTED_SALT)] = words[index(frame::words::SALT)];
-        words[index(frame::words::SALT)] = salt_of(0);
-        if words[index(frame::words::LOG)] != 0 || counts && !is_countable {
+        frame.counted_salt = frame.salt;
+        frame.salt = salt_of(0);
+        if frame.log() != 0 || counts && !is_countable {
             return;
         }
         let left = match counted {
-            true => exact::left(words),
+            true => exact::left(frame),
             false => self.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
         };
         let go_on = match self.session.mode.stream() {
@@ -116,18 +113,19 @@ impl<B: JitBus> Jit<B> {
                 self.code.counting.go_on_counting
             }
             None => {
-                words[index(frame::words::COUNTED_TO)] = left;
+                frame.counted_to = left;
                 self.session.left_to_poll = left;
                 self.code.counting.go_on_plainly
             }
         };
-        cpu.engine.words[index(frame::words::COUNTED_GO_ON)] = self.code.address(go_on);
+        // SAFETY: it is that trampoline's address in the buffer of `self`.
+        unsafe { cpu.engine.set_counted_go_on(self.code.address(go_on)) };
     }
 
     fn begin_counting(&self, cpu: &mut CpuState, stream: usize, left: u64) {
-        exact::begin(&mut cpu.engine.words, left, cpu.retired.left);
+        exact::begin(&mut cpu.engine, left, cpu.retired.left);
         let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-        cpu.engine.words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
+        cpu.engine.counted_as = stream as u64 | level;
     }
 
     /// The branch at RIP, which translated code has counted, does not complete.

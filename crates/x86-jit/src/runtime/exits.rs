@@ -2,7 +2,7 @@
 //! interpreter, branches to places that are not known yet, changed code.
 //!
 //! Registers and flags are in `CpuState`; FP state is not where it was in the
-//! host's registers ([`frame::words::FP_LIVE`]), which only instructions that have to do
+//! host's registers ([`crate::frame::words::FP_LIVE`]), which only instructions that have to do
 //! with it would notice ([`crate::codegen::trampolines::Trampolines::bail`]).
 
 use x86_cpu::{CpuState, Exception, Shadow};
@@ -14,7 +14,6 @@ use crate::{
     codegen::{Condition, countdown},
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
-    frame::{self, words::index},
     ir::cause::Cause,
     ir::mode::Mode,
     ir::segment::{may_branch_to, page_of},
@@ -45,32 +44,29 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         )
     };
     settle(cpu);
-    let rest = countdown::exact::end(&mut cpu.engine.words);
+    let rest = countdown::exact::end(&mut cpu.engine);
     tell_view(cpu, bus);
     jit.follow_mode(cpu);
-    if cpu.engine.words[index(frame::words::LOG)] != 0 {
+    if cpu.engine.log() != 0 {
         jit.session.fault = None;
         jit.end_stretch(cpu, bus);
         *left = Left::Again;
         return 0;
     }
-    let before = (
-        cpu.engine.words[index(frame::words::KEY)],
-        jit.stats.flushes,
-    );
-    let wanted = core::mem::take(&mut cpu.engine.words[index(frame::words::WANTED_ROOT)]);
+    let before = (cpu.engine.key, jit.stats.flushes);
+    let wanted = core::mem::take(&mut cpu.engine.wanted_root);
     let code = answer(jit, interp, cpu, bus, left);
     if wanted != 0 && code != 0 {
         jit.note_switch(cpu, bus, wanted);
     }
-    let words = &mut cpu.engine.words;
+    let frame = &mut cpu.engine;
     // What is returned to does not check that it is still what the guest's code says.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
-    if changed || (words[index(frame::words::KEY)], jit.stats.flushes) != before {
-        words[index(frame::words::HOST_RSP)] = words[index(frame::words::STACK)];
+    if changed || (frame.key, jit.stats.flushes) != before {
+        frame.drop_calls();
     }
-    let charged = countdown::exact::charged(words);
+    let charged = countdown::exact::charged(frame);
     let left = match rest {
         Some(rest) => rest.saturating_sub(charged),
         // Code that does not count has not said how much was left. It has executed something.
@@ -87,13 +83,13 @@ fn answer<B: JitBus>(
     bus: &mut B,
     left: &mut Left,
 ) -> u64 {
-    let words = &mut cpu.engine.words;
-    let flags = unpack(words[index(frame::words::FLAGS)]);
-    let reason = Reason::of(words[index(frame::words::REASON)]);
-    let argument = core::mem::take(&mut words[index(frame::words::ARGUMENT)]);
-    countdown::charge_nothing(words);
-    let page = words[index(frame::words::PAGE)];
-    let [target, far] = [0, 1].map(|n| words[index(frame::words::SPILL) + n]);
+    let frame = &mut cpu.engine;
+    let flags = unpack(frame.flags);
+    let reason = Reason::of(frame.reason);
+    let argument = core::mem::take(&mut frame.argument);
+    countdown::charge_nothing(frame);
+    let page = frame.page;
+    let [target, far] = frame.spill;
     cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
     let resumed = jit.session.resumed.take();
     let fault = jit.session.fault.take();
@@ -195,7 +191,7 @@ impl<B: JitBus> Jit<B> {
         let stop = interp.transfer(cpu, bus, transfer, operand)?;
         self.stats.interpreted += 1;
         self.stats.causes[cause as usize] += 1;
-        countdown::charge_interpreted(&mut cpu.engine.words);
+        countdown::charge_interpreted(&mut cpu.engine);
         Some(stop)
     }
 
@@ -207,13 +203,9 @@ impl<B: JitBus> Jit<B> {
             && !self.session.stale
             && self.disturbance.flush_every == 0;
         let rip = cpu.rip();
-        match self
-            .code
-            .cache
-            .target(rip, cpu.engine.words[index(frame::words::SALT)])
-        {
+        match self.code.cache.target(rip, cpu.engine.salt) {
             Some(code) if is_quick => {
-                cpu.engine.words[index(frame::words::PAGE)] = page_of(cpu);
+                cpu.engine.page = page_of(cpu);
                 code
             }
             _ => 0,
@@ -245,9 +237,9 @@ impl<B: JitBus> Jit<B> {
         };
         // A repeated instruction that goes on has done much: a look at the clock is due.
         if cpu.rip() == rip {
-            countdown::charge_all(&mut cpu.engine.words);
+            countdown::charge_all(&mut cpu.engine);
         } else {
-            countdown::charge_interpreted(&mut cpu.engine.words);
+            countdown::charge_interpreted(&mut cpu.engine);
         }
         stop
     }
@@ -262,7 +254,7 @@ impl<B: JitBus> Jit<B> {
     ) -> RunStop {
         self.stats.interpreted += 1;
         self.stats.causes[Cause::Slow as usize] += 1;
-        countdown::charge_interpreted(&mut cpu.engine.words);
+        countdown::charge_interpreted(&mut cpu.engine);
         interp.raise(cpu, bus, exception)
     }
 
@@ -280,7 +272,7 @@ impl<B: JitBus> Jit<B> {
         };
         site.is_taken = true;
         let site = *site;
-        let page = cpu.engine.words[index(frame::words::PAGE)];
+        let page = cpu.engine.page;
         cpu.set_rip(page + u64::from(site.target));
         let flushes = self.stats.flushes;
         self.select(cpu, bus);
@@ -324,10 +316,10 @@ impl<B: JitBus> Jit<B> {
     /// Completes the direct branch to another page that `frame::words::SPILL` tells of; false if the
     /// interpreter has to raise its exception: RIP is where.
     pub(crate) fn complete_cross_page(&mut self, cpu: &mut CpuState, bus: &mut B) -> bool {
-        let words = &cpu.engine.words;
-        let page = words[index(frame::words::PAGE)];
-        let target = words[index(frame::words::SPILL)] & word_mask(cpu);
-        let number = words[index(frame::words::SPILL) + 1] as usize;
+        let frame = &cpu.engine;
+        let page = frame.page;
+        let target = frame.spill[0] & word_mask(cpu);
+        let number = frame.spill[1] as usize;
         let Some(site) = self.builder.translator.cross_page_sites.get(number) else {
             unreachable!("a site of dropped code")
         };
@@ -372,12 +364,12 @@ impl<B: JitBus> Jit<B> {
         let rip = cpu.rip();
         let mask = word_mask(cpu);
         let page = page_of(cpu);
-        let words = &mut cpu.engine.words;
-        let due = words[index(frame::words::CROSS_PAGE_LEFT)] as i64 <= 0;
+        let frame = &mut cpu.engine;
+        let due = frame.cross_page_left as i64 <= 0;
         if due {
-            words[index(frame::words::CROSS_PAGE_LEFT)] = CROSS_PAGE_MISSES;
+            frame.cross_page_left = CROSS_PAGE_MISSES;
         }
-        let key = words[index(frame::words::NUMBER)] as i32;
+        let key = frame.number as i32;
         let Some(site) = self
             .builder
             .translator
@@ -446,7 +438,7 @@ impl<B: JitBus> Jit<B> {
         }
         self.session.resumed = drop_resume_flag(cpu);
         let code = if is_translatable(cpu) {
-            cpu.engine.words[index(frame::words::FLAGS)] = pack(cpu.rflags);
+            cpu.engine.flags = pack(cpu.rflags);
             self.find(interp, cpu, bus)
         } else {
             None

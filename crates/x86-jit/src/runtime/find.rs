@@ -8,13 +8,11 @@ use crate::{
     code::cache::TranslatedBlock,
     codegen::Condition,
     frame::targets::salt_of,
-    frame::{self, words::index},
     ir::mode::Mode,
     ir::segment::{code_at, has_pages, page_of},
     ir::source::Source,
     runtime::flat::set_bounds,
     runtime::lockstep::set_tables,
-    runtime::requests::forget_views,
     runtime::state::{mode_of, target_key},
     runtime::translation::next_page,
 };
@@ -26,14 +24,14 @@ impl<B: JitBus> Jit<B> {
             self.flush_all();
             self.session.slots = bus.mmu().slots_generation();
         }
-        forget_views(cpu);
+        cpu.engine.forget_views();
         self.update_mode(cpu, bus);
     }
 
     /// After a change of mode or view, and none of mappings.
     pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().views_made() != self.session.views_made {
-            forget_views(cpu);
+            cpu.engine.forget_views();
         }
         self.session.mode = mode_of(cpu, self.session.plain_tsc);
         self.set_view(cpu, bus);
@@ -60,10 +58,10 @@ impl<B: JitBus> Jit<B> {
             self.code.cache.number(key).unwrap_or(0)
         });
         let salt = salt_of(key);
-        let words = &mut cpu.engine.words;
-        words[index(frame::words::KEY)] = key;
-        words[index(frame::words::SALT)] = salt;
-        words[index(frame::words::NUMBER)] = number.into();
+        let frame = &mut cpu.engine;
+        frame.key = key;
+        frame.salt = salt;
+        frame.number = number.into();
         if self.lockstep.is_none() {
             self.session.keys.set(key, salt, number);
         }
@@ -94,7 +92,7 @@ impl<B: JitBus> Jit<B> {
         }
         self.select(cpu, bus);
         let page = page_of(cpu);
-        cpu.engine.words[index(frame::words::PAGE)] = page;
+        cpu.engine.page = page;
         let (_, salt) = target_key(cpu);
         if core::mem::take(&mut self.session.splits) {
             return self.find_split(interp, cpu, bus);

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use x86_cpu::{CodeSize, CpuState};
 use x86_defs::{reg, segment::Segment};
 
-use crate::{frame, ir::mode::Mode};
+use crate::ir::mode::Mode;
 
 /// 32-bit protected or compatibility mode, and addresses in CS, SS, DS and ES are
 /// linear ones without a limit.
@@ -92,22 +92,13 @@ fn is_whole(s: &Segment) -> bool {
 
 /// Writes the words that accesses of segments are compared with.
 pub(crate) fn set_bounds(cpu: &mut CpuState) {
-    let of = frame::words::index(frame::words::BOUNDS_OF);
-    let limit = |n: usize| u64::from(cpu.seg[n].limit);
-    let limits = [0, 2, 4].map(|n| limit(n) | limit(n + 1) << 32);
-    if cpu.engine.words[of..][..3] == limits {
+    let limits = cpu.seg.each_ref().map(|s| s.limit);
+    if cpu.engine.bounds_of == limits {
         return;
     }
-    cpu.engine.words[of..][..3].copy_from_slice(&limits);
-    for n in 0..6 {
-        let limit = cpu.seg[n].limit;
-        for size in (0..frame::words::BOUND_SIZES).step_by(2) {
-            let of = |size: usize| u64::from(limit.saturating_sub((1 << size) - 1));
-            let at = frame::words::index(frame::words::BOUNDS)
-                + (n * frame::words::BOUND_SIZES + size) / 2;
-            cpu.engine.words[at] = of(size) | of(size + 1) << 32;
-        }
-    }
+    cpu.engine.bounds_of = limits;
+    cpu.engine.bounds =
+        limits.map(|limit| core::array::from_fn(|size| limit.saturating_sub((1 << size) - 1)));
 }
 
 /// Names for pairs of a mapping and a code segment: targets of branches are those of one pair.

@@ -6,7 +6,6 @@ use x86_interp::{Insn, Interp, Transfer};
 
 use crate::{
     JitBus,
-    frame::{self, words::index},
     ir::mode::Mode,
     ir::segment::{code_at, has_pages},
 };
@@ -51,11 +50,7 @@ impl<B: JitBus> GivenUp<B> {
     #[inline]
     pub(crate) fn transfer(&self, cpu: &CpuState, bus: &B) -> Option<&Transfer> {
         let entry = self.0.get(place(cpu.rip()))?;
-        let now = (
-            cpu.rip(),
-            cpu.engine.words[index(frame::words::KEY)],
-            bus.code_changes(),
-        );
+        let now = (cpu.rip(), cpu.engine.key, bus.code_changes());
         let is_same = (entry.rip, entry.key, entry.changes) == now;
         entry.transfer.as_ref().filter(|_| is_same)
     }
@@ -72,7 +67,7 @@ impl<B: JitBus> GivenUp<B> {
             // CS's limit is to be looked at.
             return None;
         }
-        let (rip, key) = (cpu.rip(), cpu.engine.words[index(frame::words::KEY)]);
+        let (rip, key) = (cpu.rip(), cpu.engine.key);
         let changes = bus.code_changes();
         if self.0.is_empty() {
             self.0.resize_with(ENTRIES, || Entry {

@@ -12,7 +12,6 @@ use x86_defs::{
 
 use crate::{
     JitBus,
-    frame::{self, words::index},
     runtime::Jit,
     runtime::system_call::{self, CODE64, DATA},
 };
@@ -47,21 +46,21 @@ fn flat<B: JitBus>(cpu: &CpuState, bus: &mut B, selector: u16, attr: u32) -> Opt
     })
 }
 
-/// IRETQ with the frame at `rsp`; returns the target, or 0. [`frame::words::SPILL`] tells whether the host's stack
+/// IRETQ with the frame at `rsp`; returns the target, or 0. [`crate::frame::words::SPILL`] tells whether the host's stack
 /// has to be dropped.
 pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u64) -> u64 {
     let Some(target) = attempt(jit, cpu, bus, rsp) else {
         return 0;
     };
-    let before = cpu.engine.words[index(frame::words::KEY)];
+    let before = cpu.engine.key;
     jit.update_mode(cpu, bus);
     jit.follow_level(cpu);
     // IRET serialises: what is returned to has to be what the code is now.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
-    let words = &mut cpu.engine.words;
-    let drops = changed || words[index(frame::words::KEY)] != before;
-    words[index(frame::words::SPILL)] = drops.into();
+    let frame = &mut cpu.engine;
+    let drops = changed || frame.key != before;
+    frame.spill[0] = drops.into();
     target
 }
 
@@ -81,8 +80,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
         && !(flags & rflags::IF != 0 && system_call::interrupt_waits(cpu, bus));
     // RF ends with the next instruction, which only breakpoints and lock-step look at.
     let passes_breakpoint = flags & rflags::RF != 0
-        && (cpu.effective_dr7() & dr::DR7_ENABLES != 0
-            || cpu.engine.words[index(frame::words::LOG)] != 0);
+        && (cpu.effective_dr7() & dr::DR7_ENABLES != 0 || cpu.engine.log() != 0);
     if !is_plain || passes_breakpoint {
         return None;
     }

@@ -10,31 +10,18 @@ use x86_defs::{
 use crate::{
     JitBus,
     frame::requests,
-    frame::{self, words::index},
     runtime::lockstep::log_of,
     runtime::state::target_key,
     runtime::{Context, Jit},
     runtime::{counting, interrupt_return, system_call},
 };
 
-/// Generated code asks for a change of RFLAGS.AC from now on.
-pub(crate) fn forget_views(cpu: &mut CpuState) {
-    for word in frame::words::VIEWS {
-        cpu.engine.words[index(word)] = 0;
-    }
-    if core::mem::take(&mut cpu.engine.words[index(frame::words::KEY_VIEWS_USED)]) != 0 {
-        let first = index(frame::words::KEY_VIEWS);
-        cpu.engine.words[first..][..KEY_VIEWS_WORDS].fill(0);
-    }
-}
-const KEY_VIEWS_WORDS: usize = frame::words::KEY_VIEWS_LEN * frame::words::KEY_VIEW_WORDS;
-
 /// The MMU follows generated code to the view that this has changed to by itself.
 #[inline]
 pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
-    let words = &mut cpu.engine.words;
-    let is_other_view = core::mem::take(&mut words[index(frame::words::IS_OTHER_VIEW)]) != 0;
-    if core::mem::take(&mut words[index(frame::words::IS_OTHER_ROOT)]) != 0 {
+    let frame = &mut cpu.engine;
+    let is_other_view = core::mem::take(&mut frame.is_other_view) != 0;
+    if core::mem::take(&mut frame.is_other_root) != 0 {
         // It was loaded before, so there is nothing to refuse.
         let _ = bus.load_root(cpu);
     }
@@ -50,25 +37,26 @@ fn change_view<B: JitBus>(
     bus: &mut B,
     change: impl FnOnce(&mut CpuState),
 ) -> u64 {
-    let view = |cpu: &CpuState| {
-        frame::words::VIEWS
-            [frame::words::view_of(cpu.cr0 & cr0::WP != 0, cpu.rflags & rflags::AC != 0)]
-    };
+    let view = |cpu: &CpuState| (cpu.cr0 & cr0::WP != 0, cpu.rflags & rflags::AC != 0);
     let was = view(cpu);
     let key = target_key(cpu);
-    let from = cpu.engine.words[index(frame::words::TABLES)];
+    let from = cpu.engine.tables();
     change(cpu);
     let is = view(cpu);
     bus.select_view(cpu);
     jit.set_view(cpu, bus);
     let same = target_key(cpu) == key;
     if !same || bus.mmu().views_made() != jit.session.views_made {
-        forget_views(cpu);
+        cpu.engine.forget_views();
     }
-    let words = &mut cpu.engine.words;
-    if same && was != is && words[index(frame::words::LOG)] == 0 {
-        words[index(was)] = from;
-        words[index(is)] = words[index(frame::words::TABLES)];
+    let frame = &mut cpu.engine;
+    if same && was != is && frame.log() == 0 {
+        // SAFETY: both are tables of views that the MMU has. `views_made` tells when it has made another one in place of one of them;
+        // they are forgotten then, before translated code runs.
+        unsafe {
+            frame.set_view(was.0, was.1, from);
+            frame.set_view(is.0, is.1, frame.tables());
+        }
         jit.session.views_made = bus.mmu().views_made();
     }
     requests::SAME_KEY + u64::from(!same)
@@ -85,31 +73,20 @@ fn change_key_rights<B: JitBus>(
         return 0;
     }
     let key = target_key(cpu);
-    let from = cpu.engine.words[index(frame::words::TABLES)];
+    let from = cpu.engine.tables();
     cpu.pkru = pkru;
     bus.select_view(cpu);
     jit.set_view(cpu, bus);
     if bus.mmu().views_made() != jit.session.views_made {
-        forget_views(cpu);
+        cpu.engine.forget_views();
         jit.session.views_made = bus.mmu().views_made();
     }
-    let words = &mut cpu.engine.words;
-    for word in frame::words::VIEWS {
-        words[index(word)] = 0;
-    }
-    if words[index(frame::words::LOG)] == 0 {
-        words[index(frame::words::KEY_VIEWS_USED)] = 1;
-        let [tables, key, salt, number] = [
-            frame::words::TABLES,
-            frame::words::KEY,
-            frame::words::SALT,
-            frame::words::NUMBER,
-        ]
-        .map(|word| words[index(word)]);
-        let place = pkru.wrapping_mul(frame::words::KEY_VIEW_HASH) >> 29;
-        let first = index(frame::words::KEY_VIEWS) + place as usize * frame::words::KEY_VIEW_WORDS;
-        let known = [from, pkru.into(), tables, key, salt, number];
-        words[first..][..frame::words::KEY_VIEW_WORDS].copy_from_slice(&known);
+    let frame = &mut cpu.engine;
+    frame.forget_supervisor_views();
+    if frame.log() == 0 {
+        // SAFETY: the live tables are those of a view that the MMU has. `views_made` tells when it has made another one in its place;
+        // this is forgotten then, before translated code runs.
+        unsafe { frame.set_key_view(from, pkru) };
     }
     requests::SAME_KEY + u64::from(target_key(cpu) != key)
 }
@@ -178,7 +155,7 @@ pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, si
         let is_raised = |e: &Exception| is_its_own && e.vector == vector::PF;
         if is_first_of_device || is_its_own && jit.session.fault.is_none() {
             jit.session.fault = None;
-            cpu.engine.words[index(frame::words::SPILL)] = gva;
+            cpu.engine.spill[0] = gva;
             return requests::ACCESS;
         }
         if !jit.session.fault.as_ref().is_none_or(is_raised) {

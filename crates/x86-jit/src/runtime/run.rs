@@ -9,7 +9,6 @@ use crate::{
     codegen::countdown,
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
-    frame::{self, words::index},
     ir::segment::page_of,
     runtime::Context,
     runtime::counting::settle,
@@ -43,19 +42,24 @@ impl<B: JitBus> Jit<B> {
         });
         self.session.can_resume = false;
         set_gs_base(cpu);
-        let words = &mut cpu.engine.words;
-        words[index(frame::words::HOST_MXCSR)] = xsave::MXCSR_DEFAULT.into();
-        words[index(frame::words::TARGETS)] = self.code.cache.targets.as_ptr() as u64;
-        words[index(frame::words::REQUESTS)] = bus.request_word().as_ptr() as u64;
-        countdown::allow_polls(words, true);
-        words[index(frame::words::IRQ_WAITING)] = bus.interrupt_waits().into();
+        let frame = &mut cpu.engine;
+        frame.host_mxcsr = xsave::MXCSR_DEFAULT.into();
+        countdown::allow_polls(frame, true);
+        frame.irq_waiting = bus.interrupt_waits().into();
         let tsc = bus.tsc_offset();
-        words[index(frame::words::TSC_OFFSET)] = tsc.unwrap_or(0);
-        countdown::begin(words, countdown::longest());
-        words[index(frame::words::LOG)] = 0;
+        frame.tsc_offset = tsc.unwrap_or(0);
+        countdown::begin(frame, countdown::longest());
         let run_limit = run_limit.filter(|_| self.lockstep.is_none());
-        words[index(frame::words::UNTIL)] = run_limit.map_or(0, |l| l.until_tsc);
-        words[index(frame::words::STOP)] = run_limit.map_or(0, |l| l.stop.as_ptr() as u64);
+        frame.until = run_limit.map_or(0, |l| l.until_tsc);
+        // SAFETY: translated code runs only below, while `self`, `bus` and `run_limit` are borrowed: the table of targets is never
+        // moved, the request word and the byte are theirs. There is no log but in lock-step, and the byte is looked at only where
+        // `until` is not zero.
+        unsafe {
+            frame.set_targets(self.code.cache.targets.as_ptr() as u64);
+            frame.set_requests(bus.request_word().as_ptr() as u64);
+            frame.set_log(0);
+            frame.set_stop(run_limit.map_or(0, |l| l.stop.as_ptr() as u64));
+        }
         self.session.plain_tsc = tsc.is_some() && self.lockstep.is_none();
         loop {
             if interp.resets() != self.session.resets {
@@ -132,9 +136,9 @@ impl<B: JitBus> Jit<B> {
             return self.run(interp, cpu, bus, None);
         };
         set_gs_base(cpu);
-        cpu.engine.words[index(frame::words::PAGE)] = page_of(cpu);
+        cpu.engine.page = page_of(cpu);
         // The byte is no longer anyone's.
-        cpu.engine.words[index(frame::words::UNTIL)] = 0;
+        cpu.engine.until = 0;
         self.session.resumed = None;
         match self.call(interp, cpu, bus, code) {
             Left::Poll => RunStop::Poll,
@@ -174,7 +178,7 @@ impl<B: JitBus> Jit<B> {
         entry: u64,
     ) -> Left {
         self.stats.entries += 1;
-        let first = countdown::first(&cpu.engine.words);
+        let first = countdown::first(&cpu.engine);
         self.session.left_to_poll = first;
         let entry = self.counted(cpu, entry, first, false);
         let enter = self.code.address(self.code.trampolines.enter);
@@ -185,16 +189,20 @@ impl<B: JitBus> Jit<B> {
             bus: &raw mut *bus,
             left: Left::Again,
         };
-        let words = &mut cpu.engine.words;
-        words[index(frame::words::CONTEXT)] = &raw mut context as u64;
-        words[index(frame::words::ARGUMENT)] = 0;
-        words[index(frame::words::FLAGS)] = pack(cpu.rflags);
-        words[index(frame::words::ENTRY)] = entry;
-        words[index(frame::words::DEVICES)] = bus.mmu().device_pages() as u64;
-        words[index(frame::words::KEYS)] = self.session.keys.address();
-        words[index(frame::words::SWITCHES)] = self.session.switches.address();
-        words[index(frame::words::SWITCHES_EPOCH)] = bus.mmu().switches_epoch_cell() as u64;
-        words[index(frame::words::WANTED_ROOT)] = 0;
+        let frame = &mut cpu.engine;
+        frame.argument = 0;
+        frame.flags = pack(cpu.rflags);
+        // SAFETY: translated code runs until `f` returns. `context` lives longer; `entry` is an entry of a block in the buffer of `self`,
+        // or of a trampoline; the tables are those of `self` and of the MMU, which neither moves.
+        unsafe {
+            frame.set_context(&raw mut context as u64);
+            frame.set_entry(entry);
+            frame.set_devices(bus.mmu().device_pages() as u64);
+            frame.set_keys(self.session.keys.address());
+            frame.set_switches(self.session.switches.address());
+            frame.set_switches_epoch(bus.mmu().switches_epoch_cell() as u64);
+        }
+        frame.wanted_root = 0;
         // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but the
         // functions that have `context`; the code is what `translator` made,
         // which keeps the host's calling convention (`trampolines::emit`).
@@ -203,17 +211,17 @@ impl<B: JitBus> Jit<B> {
             f();
         }
         settle(cpu);
-        countdown::exact::end(&mut cpu.engine.words);
+        countdown::exact::end(&mut cpu.engine);
         tell_view(cpu, bus);
         self.follow_mode(cpu);
-        for _ in 0..core::mem::take(&mut cpu.engine.words[index(frame::words::PAUSES)]) {
+        for _ in 0..core::mem::take(&mut cpu.engine.pauses) {
             bus.pause();
         }
-        let words = &cpu.engine.words;
-        if Reason::of(words[index(frame::words::REASON)]) != Reason::Poll {
+        let frame = &cpu.engine;
+        if Reason::of(frame.reason) != Reason::Poll {
             return context.left;
         }
-        let flags = unpack(words[index(frame::words::FLAGS)]);
+        let flags = unpack(frame.flags);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
         match self.sample(interp, cpu, bus) {
             RunStop::Poll => Left::Poll,

@@ -9,7 +9,6 @@ use crate::{
     Jit, JitBus,
     code::cache::TranslatedBlock,
     frame::requests,
-    frame::{self, words::index},
     ir::hot::Turns,
     ir::mode::BlockKey,
     ir::segment::code_at,
@@ -26,7 +25,7 @@ impl<B: JitBus> Jit<B> {
         cpu: &mut CpuState,
         bus: &mut B,
     ) -> RunStop {
-        if core::mem::take(&mut cpu.engine.words[index(frame::words::SITE_ENTRIES_MISSED)]) != 0 {
+        if core::mem::take(&mut cpu.engine.site_entries_missed) != 0 {
             self.judge_site_entries(bus);
             return RunStop::Poll;
         }
@@ -81,7 +80,7 @@ impl<B: JitBus> Jit<B> {
     ) -> RunStop {
         let known = self.profiles.hot.get(&key);
         // In lock-step, this is where a stretch ends.
-        let may = key.mode.has_page_guards() && cpu.engine.words[index(frame::words::LOG)] == 0;
+        let may = key.mode.has_page_guards() && cpu.engine.log() == 0;
         if !known.is_some_and(|p| may && (is_first || !p.path.is_empty())) {
             return RunStop::Poll;
         }

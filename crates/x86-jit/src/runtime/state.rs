@@ -13,18 +13,14 @@ use crate::{
     Jit, JitBus,
     codegen::countdown::exact,
     frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
-    frame::{self, words::index},
     ir::mode::Mode,
     runtime::flat,
 };
 
 /// What `Jit::set_view` has set: the key of targets, and its salt.
 pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
-    let words = &cpu.engine.words;
-    (
-        words[index(frame::words::KEY)],
-        words[index(frame::words::SALT)],
-    )
+    let frame = &cpu.engine;
+    (frame.key, frame.salt)
 }
 
 /// IA32_DEBUGCTL.FREEZE_WHILE_SMM.
@@ -106,7 +102,7 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
 /// FP and SIMD instructions are enabled, and raise no exceptions.
 pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
     // What is in the host's registers got there because it is plain.
-    let live = cpu.engine.words[index(frame::words::FP_LIVE)] != 0;
+    let live = cpu.engine.fp_live != 0;
     let plain = live
         || cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
             && cpu.fp.u16_at(xsave::FCW) & X87_MASKED == X87_MASKED

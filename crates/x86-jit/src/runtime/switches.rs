@@ -3,12 +3,7 @@
 use x86_cpu::CpuState;
 use x86_defs::control::{cr3, cr4};
 
-use crate::{
-    Jit, JitBus,
-    frame::switches::Switch,
-    frame::{self, words::index},
-    runtime::state::target_key,
-};
+use crate::{Jit, JitBus, frame::switches::Switch, runtime::state::target_key};
 
 /// What [`Switch::kept`] is the address of where nobody can take anything back.
 static KEPT: u32 = 1;
@@ -16,14 +11,10 @@ static KEPT: u32 = 1;
 impl<B: JitBus> Jit<B> {
     /// The interpreter has executed a MOV of `value` to CR3, and code was found for what comes next.
     pub(crate) fn note_switch(&mut self, cpu: &CpuState, bus: &mut B, value: u64) {
-        let words = &cpu.engine.words;
+        let frame = &cpu.engine;
         let flushes_nothing = cpu.cr4 & cr4::PCIDE != 0 || bus.keeps_roots();
         let is_loaded = cpu.cr3 == value & !cr3::NO_FLUSH && cpu.cpl == 0 && cpu.is_64bit();
-        if !flushes_nothing
-            || !is_loaded
-            || words[index(frame::words::LOG)] != 0
-            || self.disturbance.flush_every != 0
-        {
+        if !flushes_nothing || !is_loaded || frame.log() != 0 || self.disturbance.flush_every != 0 {
             return;
         }
         let Ok(page_guard) = bus.mmu().kept_page_guard() else {
@@ -36,10 +27,10 @@ impl<B: JitBus> Jit<B> {
             epoch: mmu.switches_epoch(),
             view: mmu.live_view(),
             kept: page_guard.unwrap_or(&raw const KEPT as u64),
-            tables: words[index(frame::words::TABLES)],
+            tables: frame.tables(),
             key,
             salt,
-            number: words[index(frame::words::NUMBER)],
+            number: frame.number,
         });
     }
 }

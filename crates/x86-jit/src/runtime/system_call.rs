@@ -12,7 +12,6 @@ use x86_defs::{
 use crate::{
     JitBus,
     frame::state::{pack, unpack},
-    frame::{self, words::index},
 };
 
 /// Attributes of flat segments at level 0.
@@ -33,20 +32,20 @@ fn load_segments(cpu: &mut CpuState, cs: u16, ss: u16, cpl: u8) {
 
 pub(crate) fn set_flags(cpu: &mut CpuState, flags: u64) {
     cpu.rflags = flags | rflags::FIXED1;
-    cpu.engine.words[index(frame::words::FLAGS)] = pack(flags);
+    cpu.engine.flags = pack(flags);
 }
 
 /// SYSCALL at an offset of the current page; returns the target.
 pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> u64 {
     const NOT_TAKEN: u64 = rflags::IOPL | rflags::NT | rflags::DF | rflags::TF | rflags::AC;
-    let words = &cpu.engine.words;
-    let flags = cpu.rflags & !rflags::ARITH | unpack(words[index(frame::words::FLAGS)]);
+    let frame = &cpu.engine;
+    let flags = cpu.rflags & !rflags::ARITH | unpack(frame.flags);
     let after = flags & !cpu.msr.fmask;
     let is_taken = cpu.efer & efer::SCE != 0 && cpu.is_canonical(cpu.msr.lstar);
     if !is_taken || after & NOT_TAKEN != 0 {
         return 0;
     }
-    cpu.gpr[reg::RCX] = words[index(frame::words::PAGE)] + offset + 2;
+    cpu.gpr[reg::RCX] = frame.page + offset + 2;
     cpu.gpr[reg::R11] = flags & !rflags::RF;
     set_flags(cpu, after & !rflags::RF);
     let cs = (cpu.msr.star >> 32) as u16 & !3;
@@ -57,7 +56,7 @@ pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> 
 
 /// Something is to be looked at before the guest goes on with interrupts enabled.
 pub(crate) fn interrupt_waits<B: JitBus>(cpu: &CpuState, bus: &B) -> bool {
-    cpu.engine.words[index(frame::words::IRQ_WAITING)] != 0
+    cpu.engine.irq_waiting != 0
         || bus
             .request_word()
             .load(core::sync::atomic::Ordering::Relaxed)

@@ -13,6 +13,7 @@
 
 use super::{BUDGET, CREDIT, Poll, SOON, run_limit_ends, vary_budget};
 use crate::{asm::*, frame::words::*};
+use engine_frame::EngineFrame;
 
 /// Bit from which on instructions are.
 const SHIFT: u8 = 20;
@@ -240,14 +241,14 @@ pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize) -> usize {
 }
 
 /// Code that counts goes on, for so many instructions at most, of which a counter may overflow after `left`.
-pub(crate) fn begin(words: &mut [u64], instructions: u64, left: u64) {
+pub(crate) fn begin(frame: &mut EngineFrame, instructions: u64, left: u64) {
     let instructions = instructions.min(left);
     if left < LEAST_FOR_CREDIT {
-        words[index(CREDIT_LEFT)] = 0;
+        frame.credit_left = 0;
     }
     let countdown = instructions.min(super::longest()) << SHIFT | EVENTS;
-    words[index(COUNTED_FROM)] = countdown;
-    words[index(COUNTED_TO)] = countdown;
+    frame.counted_from = countdown;
+    frame.counted_to = countdown;
 }
 
 /// What has been counted, once.
@@ -262,15 +263,15 @@ pub(crate) struct Counted {
 
 /// Code that counts has called `handle`, or has been left: what it has counted so far. From now on it is as if it had only begun.
 /// `None`: no such code runs. (In the middle of a block, where other functions are called, more has been counted than executed.)
-pub(crate) fn take_counted(words: &mut [u64]) -> Option<Counted> {
-    let from = words[index(COUNTED_FROM)];
+pub(crate) fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
+    let from = frame.counted_from;
     if from == 0 {
         return None;
     }
-    let to = words[index(COUNTED_TO)];
+    let to = frame.counted_to;
     let counted = from.wrapping_sub(to);
-    words[index(COUNTED_FROM)] = to;
-    let [instructions, events] = COUNTED.map(|w| core::mem::take(&mut words[index(w)]));
+    frame.counted_from = to;
+    let [instructions, events] = core::mem::take(&mut frame.counted);
     Some(Counted {
         instructions: instructions.wrapping_add(counted >> SHIFT),
         events: events.wrapping_add(counted & EVENTS),
@@ -279,28 +280,27 @@ pub(crate) fn take_counted(words: &mut [u64]) -> Option<Counted> {
 }
 
 /// What [`take_counted`] would say: instructions, and events of the other stream.
-pub(crate) fn counted(words: &[u64]) -> Option<(u64, u64)> {
-    let [from, to] = [COUNTED_FROM, COUNTED_TO].map(|w| words[index(w)]);
-    let [instructions, events] = COUNTED.map(|w| words[index(w)]);
-    let counted = from.wrapping_sub(to);
-    (from != 0).then(|| {
+pub(crate) fn counted(frame: &EngineFrame) -> Option<(u64, u64)> {
+    let [instructions, events] = frame.counted;
+    let counted = frame.counted_from.wrapping_sub(frame.counted_to);
+    (frame.counted_from != 0).then(|| {
         let instructions = instructions.wrapping_add(counted >> SHIFT);
         (instructions, events.wrapping_add(counted & EVENTS))
     })
 }
 
 /// It does not run any more. Returns for how many instructions it might have gone on; `None`: it did not.
-pub(crate) fn end(words: &mut [u64]) -> Option<u64> {
-    let left = left(words);
-    (core::mem::take(&mut words[index(COUNTED_FROM)]) != 0).then_some(left)
+pub(crate) fn end(frame: &mut EngineFrame) -> Option<u64> {
+    let left = left(frame);
+    (core::mem::take(&mut frame.counted_from) != 0).then_some(left)
 }
 
 /// Instructions until the next poll, while code that counts has called Rust.
-pub(crate) fn left(words: &[u64]) -> u64 {
-    (words[index(COUNTED_TO)] as i64 >> SHIFT).max(0) as u64
+pub(crate) fn left(frame: &EngineFrame) -> u64 {
+    (frame.counted_to as i64 >> SHIFT).max(0) as u64
 }
 
 /// What `handle` has charged.
-pub(crate) fn charged(words: &[u64]) -> u64 {
-    words[index(COST)]
+pub(crate) fn charged(frame: &EngineFrame) -> u64 {
+    frame.cost
 }

@@ -17,6 +17,8 @@
 
 pub(crate) mod exact;
 
+use engine_frame::EngineFrame;
+
 use crate::{asm::*, frame::words::*};
 
 /// Instructions between two polls, about.
@@ -216,31 +218,31 @@ pub(crate) const fn longest() -> u64 {
 }
 
 /// What translated code is entered with: so many instructions until its first poll.
-pub(crate) fn begin(words: &mut [u64], instructions: u64) {
-    words[index(COUNT)] = instructions;
+pub(crate) fn begin(frame: &mut EngineFrame, instructions: u64) {
+    frame.count = instructions;
 }
 
 /// As many as [`begin`] has said.
-pub(crate) fn first(words: &[u64]) -> u64 {
-    words[index(COUNT)]
+pub(crate) fn first(frame: &EngineFrame) -> u64 {
+    frame.count
 }
 
 /// Polls until the run loop is returned to: as many as usual, or none.
-pub(crate) fn allow_polls(words: &mut [u64], are_allowed: bool) {
-    words[index(POLLS_LEFT)] = if are_allowed { POLLS } else { 0 };
+pub(crate) fn allow_polls(frame: &mut EngineFrame, are_allowed: bool) {
+    frame.polls_left = if are_allowed { POLLS } else { 0 };
 }
 
 /// `handle` has not executed anything yet.
-pub(crate) fn charge_nothing(words: &mut [u64]) {
-    words[index(COST)] = 0;
+pub(crate) fn charge_nothing(frame: &mut EngineFrame) {
+    frame.cost = 0;
 }
 
 /// It has had the interpreter execute an instruction.
-pub(crate) fn charge_interpreted(words: &mut [u64]) {
-    words[index(COST)] = INTERPRETED;
+pub(crate) fn charge_interpreted(frame: &mut EngineFrame) {
+    frame.cost = INTERPRETED;
 }
 
 /// It has done much: a poll is due.
-pub(crate) fn charge_all(words: &mut [u64]) {
-    words[index(COST)] = BUDGET.into();
+pub(crate) fn charge_all(frame: &mut EngineFrame) {
+    frame.cost = BUDGET.into();
 }

@@ -7,10 +7,7 @@ use guest_memory::HostPage;
 use mmu::l1::{Half, L1};
 use x86_cpu::CpuState;
 
-use crate::{
-    JitBus,
-    frame::{self, words::index},
-};
+use crate::JitBus;
 
 /// Words of a page.
 const WORDS: usize = 512;
@@ -159,14 +156,15 @@ pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
         }
         None => bus.mmu().live_tables().base(),
     };
-    cpu.engine.words[index(frame::words::TABLES)] = tables;
+    // SAFETY: they are the tables of the log, or those of the live view, which stays until the view is selected again: that ends here, too.
+    unsafe { cpu.engine.set_tables(tables) };
 }
 
 /// Where writes have to be noted, in lock-step.
 pub(crate) fn log_of(cpu: &mut CpuState) -> Option<&mut Log> {
     // SAFETY: zero, or what `Jit::stretch` put there, which nothing else uses while translated
     // code runs.
-    unsafe { (cpu.engine.words[index(frame::words::LOG)] as *mut Log).as_mut() }
+    unsafe { (cpu.engine.log() as *mut Log).as_mut() }
 }
 
 #[cfg(test)]

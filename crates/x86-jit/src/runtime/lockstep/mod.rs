@@ -28,7 +28,8 @@ pub(crate) mod turn;
 use core::fmt;
 use std::io::Write as _;
 
-use x86_cpu::{CpuState, EngineFrame, Flush, Shadow};
+use engine_frame::EngineFrame;
+use x86_cpu::{CpuState, Flush, Shadow};
 
 use x86_defs::{reg, rflags};
 use x86_interp::{Interp, RunStop};
@@ -40,7 +41,6 @@ use crate::{
     codegen::countdown,
     frame::exit::{Left, Reason},
     frame::state::unpack,
-    frame::{self, words::index},
     ir::decoded::Decoded,
     ir::mode::Mode,
     ir::segment::may_branch_to,
@@ -99,10 +99,10 @@ struct Difference {
 struct Start<'a> {
     entry: u64,
     before: &'a CpuState,
-    words: &'a [u64; EngineFrame::WORDS],
+    frame: &'a EngineFrame,
 }
 
-/// Why translated code stopped, and [`frame::words::ARGUMENT`].
+/// Why translated code stopped, and [`crate::frame::words::ARGUMENT`].
 type Outcome = (Reason, usize);
 
 impl<B: JitBus> Drop for Lockstep<B> {
@@ -335,14 +335,11 @@ impl<B: JitBus> Jit<B> {
 
     /// Translated code asks for something: the stretch ends before that. Makes the state exact.
     pub(crate) fn end_stretch(&mut self, cpu: &mut CpuState, bus: &mut B) {
-        let words = &cpu.engine.words;
-        let reason = Reason::of(words[index(frame::words::REASON)]);
-        let argument = words[index(frame::words::ARGUMENT)];
-        let (page, target) = (
-            words[index(frame::words::PAGE)],
-            words[index(frame::words::SPILL)],
-        );
-        let flags = unpack(words[index(frame::words::FLAGS)]);
+        let frame = &cpu.engine;
+        let reason = Reason::of(frame.reason);
+        let argument = frame.argument;
+        let (page, target) = (frame.page, frame.spill[0]);
+        let flags = unpack(frame.flags);
         cpu.rflags = cpu.rflags & !rflags::ARITH | flags;
         match reason {
             Reason::Branch if may_branch_to(cpu, target) => {
@@ -356,8 +353,8 @@ impl<B: JitBus> Jit<B> {
                 } else {
                     self.take_back(cpu, bus);
                 }
-                cpu.engine.words[index(frame::words::REASON)] = Reason::Interpret as u64;
-                cpu.engine.words[index(frame::words::ARGUMENT)] = 0;
+                cpu.engine.reason = Reason::Interpret as u64;
+                cpu.engine.argument = 0;
             }
             Reason::Link => {
                 if let Some(site) = self.builder.translator.links.get(argument as usize) {
@@ -365,14 +362,14 @@ impl<B: JitBus> Jit<B> {
                 }
             }
             Reason::CrossPage => {
-                let number = words[index(frame::words::SPILL) + 1];
+                let number = frame.spill[1];
                 let words = if self.complete_cross_page(cpu, bus) {
                     (Reason::CrossPage, number)
                 } else {
                     (Reason::Interpret, 0)
                 };
-                cpu.engine.words[index(frame::words::REASON)] = words.0 as u64;
-                cpu.engine.words[index(frame::words::ARGUMENT)] = words.1;
+                cpu.engine.reason = words.0 as u64;
+                cpu.engine.argument = words.1;
             }
             Reason::Poll | Reason::Interpret | Reason::Access | Reason::Stale | Reason::TooLong => {
             }
@@ -390,11 +387,11 @@ impl<B: JitBus> Jit<B> {
     ) -> Option<Outcome> {
         let mut l = self.lockstep.take()?;
         let before = cpu.clone();
-        let words = cpu.engine.words;
+        let frame = cpu.engine.snapshot();
         let start = Start {
             entry,
             before: &before,
-            words: &words,
+            frame: &frame,
         };
         let length = l.length();
         l.stats.stretches += 1;
@@ -419,7 +416,7 @@ impl<B: JitBus> Jit<B> {
     /// Back to the start, with empty TLBs; memory is there already.
     fn rewind(&mut self, cpu: &mut CpuState, bus: &mut B, start: &Start<'_>) {
         *cpu = start.before.clone();
-        cpu.engine.words = *start.words;
+        cpu.engine = start.frame.snapshot();
         // The interpreter may have gone anywhere. This root was loaded before: it cannot fail.
         let _ = bus.load_root(cpu);
         bus.select_view(cpu);
@@ -427,7 +424,7 @@ impl<B: JitBus> Jit<B> {
         // It may have written code, too, which was put back.
         bus.mmu().recheck_code();
         self.select(cpu, bus);
-        cpu.engine.words[index(frame::words::PAGE)] = start.words[index(frame::words::PAGE)];
+        cpu.engine.page = start.frame.page;
     }
 
     /// Both engines once, from an entry for about so many instructions; the interpreter in
@@ -442,18 +439,17 @@ impl<B: JitBus> Jit<B> {
     ) -> Result<Outcome, Difference> {
         let before = cpu.clone();
         l.log.clear();
-        let words = &mut cpu.engine.words;
-        words[index(frame::words::LOG)] = l.log_address();
-        countdown::begin(words, length);
-        countdown::allow_polls(words, false);
+        let frame = &mut cpu.engine;
+        // SAFETY: the log is `l`'s, and is taken away below, before `l` can be.
+        unsafe { frame.set_log(l.log_address()) };
+        countdown::begin(frame, length);
+        countdown::allow_polls(frame, false);
         set_tables(cpu, bus);
         self.call(interp, cpu, bus, entry);
-        let words = &mut cpu.engine.words;
-        words[index(frame::words::LOG)] = 0;
-        let outcome = (
-            Reason::of(words[index(frame::words::REASON)]),
-            words[index(frame::words::ARGUMENT)] as usize,
-        );
+        let frame = &mut cpu.engine;
+        // SAFETY: there is none from now on.
+        unsafe { frame.set_log(0) };
+        let outcome = (Reason::of(frame.reason), frame.argument as usize);
         l.log.undo();
         let result = l.replay(&before, cpu, bus, whole);
         bus.select_view(cpu);
