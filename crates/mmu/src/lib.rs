@@ -72,7 +72,7 @@ use std::{
 };
 
 use guest_memory::{GuestMemory, HostPage, Mailbox, SlotTable};
-use x86_cpu::{CpuState, Exception};
+use x86_cpu::{CpuState, Exception, Fault};
 
 pub use paging::{Mode, Paging};
 pub use resolve::DevicePage;
@@ -93,6 +93,16 @@ pub enum Miss {
     },
     /// RAM, of the access or of a table on the way to it, that the process cannot access so, as the VMM has it: nothing was done.
     Host,
+}
+
+impl Miss {
+    /// What it is where there are no devices: an access outside of memory is left to somebody else, as an exit.
+    pub fn without_devices(self) -> Fault {
+        match self {
+            Self::Exception(e) => e.into(),
+            Self::Device { .. } | Self::Host => Fault::Exit,
+        }
+    }
 }
 
 /// Where a gva leads.

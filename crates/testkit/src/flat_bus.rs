@@ -5,11 +5,10 @@
 //! for [`FlatBus::deliver`], intercepted, so that a test sees it instead of its
 //! delivery.
 
-use x86_cpu::{
-    Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word,
-    msr_model::{self, MsrWrite},
-};
+use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
 use x86_defs::vector::{self, pf};
+
+use crate::surroundings::surroundings;
 
 /// A region of memory.
 #[derive(Clone, Debug)]
@@ -256,33 +255,11 @@ impl GuestBus for FlatBus {
         self.out.push((port, size, value));
         Ok(())
     }
-    fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
-        msr_model::read(cpu, index).ok_or(Exception::GP0.into())
-    }
-    fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
-        match msr_model::write(cpu, index, value) {
-            MsrWrite::Rejected | MsrWrite::Unknown => Err(Exception::GP0.into()),
-            _ => Ok(()),
-        }
-    }
-    fn cpuid(&mut self, _: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
-        [leaf, subleaf, 3, 4]
-    }
     fn tsc(&mut self, _: &mut CpuState) -> u64 {
         0x1_0000_0002
     }
-    fn read_pmc(&mut self, _: &mut CpuState, _: u32) -> Result<u64, Fault> {
-        Err(Exception::GP0.into())
-    }
     fn task_priority(&mut self, _: &mut CpuState) -> u8 {
         7
-    }
-    fn set_task_priority(&mut self, _: &mut CpuState, _: u8) {}
-    fn hypercall(&mut self, _: &mut CpuState) -> Result<(), Fault> {
-        Ok(())
-    }
-    fn random(&mut self) -> u64 {
-        0x0123_4567_89ab_cdef
     }
     fn nmi_unmasked(&mut self) {
         self.unmasked += 1;
@@ -321,7 +298,7 @@ impl GuestBus for FlatBus {
         self.exception = Some(exception);
         !self.deliver
     }
-    fn commit(&mut self) {}
+    surroundings!();
     fn poll(&mut self, _: &CpuState) -> bool {
         match &mut self.polls {
             None => false,

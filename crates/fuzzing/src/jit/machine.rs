@@ -5,6 +5,7 @@
 
 use std::io;
 
+use testkit::MmuBus;
 use x86_cpu::{CpuState, Feature, Flush, GuestBus, Shadow};
 use x86_defs::{
     control::{cr0, cr4, efer},
@@ -15,7 +16,6 @@ use x86_interp::{Interp, RunStop};
 use x86_jit::Jit;
 use x86_native::oracle::Mode;
 
-use super::bus::Bus;
 use crate::state;
 
 /// gva of gpa 0 for the user.
@@ -196,7 +196,7 @@ pub(crate) fn cpu(cpl: u8, narrow: bool) -> CpuState {
 /// What executes.
 enum Engine {
     Interp,
-    Jit(Box<Jit<Bus>>),
+    Jit(Box<Jit<MmuBus>>),
 }
 
 /// What goes on around a program, without any effect on it.
@@ -232,8 +232,8 @@ const MAX_LANDINGS: usize = 5_000;
 /// A vCPU with its engine and memory.
 pub(crate) struct Machine {
     engine: Engine,
-    interp: Interp<Bus>,
-    pub(crate) bus: Bus,
+    interp: Interp<MmuBus>,
+    pub(crate) bus: MmuBus,
     pub(crate) cpu: CpuState,
     memory: Vec<u8>,
     counting: Counting,
@@ -255,7 +255,7 @@ impl Machine {
         Ok(Self {
             engine,
             interp: Interp::new(),
-            bus: Bus::new(RAM)?,
+            bus: MmuBus::new(RAM)?,
             cpu: cpu(0, false),
             memory: vec![0; RAM],
             counting: Counting::default(),

@@ -6,7 +6,6 @@
 //! Not compared: arithmetic flags that a fault finds dead, and the addresses of
 //! the last x87 instruction (see `x86_jit`).
 
-mod bus;
 mod elements;
 mod generate;
 mod machine;

@@ -222,11 +222,11 @@ fn an_exit_leaves_the_cpu_as_it_was() {
 fn a_task_switch_that_fails_leaves_what_the_engine_has() {
     let (mut cpu, mut bus) = machine(false, 0);
     gate(&mut bus, false, vector::TS, 14, 0, 0);
-    cpu.engine.words[7] = 77;
+    cpu.engine.page = 77;
     // A far jump to a task whose CS is null.
     let [low, high] = sel::TSS2.to_le_bytes();
     bus.put(at::CODE, &[0xea, 0, 0, 0, 0, low, high]);
     assert_eq!(Interp::new().step(&mut cpu, &mut bus), RunStop::Poll);
     assert_eq!(cpu.rip(), at::HANDLER);
-    assert_eq!(cpu.engine.words[7], 77);
+    assert_eq!(cpu.engine.page, 77);
 }

@@ -75,10 +75,7 @@ pub(super) fn is_close(a: &CpuState, b: &CpuState) -> bool {
 
 /// A device's memory is not touched.
 fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
-    r.map_err(|miss| match miss {
-        Miss::Exception(e) => e.into(),
-        Miss::Device { .. } | Miss::Host => Fault::Exit,
-    })
+    r.map_err(Miss::without_devices)
 }
 
 /// MSRs without an effect beyond `CpuState`.

@@ -1,4 +1,4 @@
-//! [`Bus`]: a `GuestBus` over a real MMU and memslot, for both engines.
+//! [`MmuBus`]: a [`GuestBus`] over a real MMU and memslot, for both engines.
 //!
 //! There is no device: an access outside of memory is an exit, which ends a
 //! program as a fault does.
@@ -11,28 +11,31 @@ use std::sync::{
 use guest_memory::{GuestMemory, SlotConfig};
 use host::Mapping;
 use mmu::{Miss, Mmu};
-use x86_cpu::{
-    Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word,
-    msr_model::{self, MsrWrite},
-};
+use x86_cpu::{Access, CodePage, CpuState, Fault, Flush, GuestBus, Privilege, Word};
 
-/// A vCPU's memory.
+use crate::surroundings::surroundings;
+
+/// A vCPU's memory, and nothing else.
 #[derive(Debug)]
-pub(crate) struct Bus {
-    pub(crate) mmu: Mmu,
+pub struct MmuBus {
+    /// The vCPU's MMU.
+    pub mmu: Mmu,
     /// Read by translated code.
     request: Box<AtomicU32>,
     /// An interrupt is said to wait.
-    pub(crate) waits: bool,
+    pub waits: bool,
     /// Every so many polls the run loop is returned to.
-    pub(crate) poll_every: u32,
+    pub poll_every: u32,
     polls: u32,
     _ram: Mapping,
 }
 
-impl Bus {
+impl MmuBus {
     /// `size` bytes of RAM at gpa 0.
-    pub(crate) fn new(size: usize) -> std::io::Result<Self> {
+    ///
+    /// # Errors
+    /// The host has no memory.
+    pub fn new(size: usize) -> std::io::Result<Self> {
         let memory = GuestMemory::new();
         let ram = Mapping::anonymous(size)?;
         let slot = SlotConfig {
@@ -56,19 +59,16 @@ impl Bus {
     }
 
     /// Sets the word that translated code looks at.
-    pub(crate) fn request(&self, on: bool) {
+    pub fn request(&self, on: bool) {
         self.request.store(on.into(), Ordering::Relaxed);
     }
 }
 
 fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
-    r.map_err(|miss| match miss {
-        Miss::Exception(e) => e.into(),
-        Miss::Device { .. } | Miss::Host => Fault::Exit,
-    })
+    r.map_err(Miss::without_devices)
 }
 
-impl GuestBus for Bus {
+impl GuestBus for MmuBus {
     fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {
         fault(self.mmu.read(cpu, gva, who))
     }
@@ -162,35 +162,13 @@ impl GuestBus for Bus {
     fn port_out(&mut self, _: &mut CpuState, _: u16, _: u8, _: u32) -> Result<(), Fault> {
         Ok(())
     }
-    fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
-        msr_model::read(cpu, index).ok_or(Exception::GP0.into())
-    }
-    fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault> {
-        match msr_model::write(cpu, index, value) {
-            MsrWrite::Rejected | MsrWrite::Unknown => Err(Exception::GP0.into()),
-            _ => Ok(()),
-        }
-    }
-    fn cpuid(&mut self, _: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
-        [leaf, subleaf, 3, 4]
-    }
     fn tsc(&mut self, _: &mut CpuState) -> u64 {
         host::cpu::rdtsc()
-    }
-    fn read_pmc(&mut self, _: &mut CpuState, _: u32) -> Result<u64, Fault> {
-        Err(Exception::GP0.into())
     }
     fn task_priority(&mut self, _: &mut CpuState) -> u8 {
         0
     }
-    fn set_task_priority(&mut self, _: &mut CpuState, _: u8) {}
-    fn hypercall(&mut self, _: &mut CpuState) -> Result<(), Fault> {
-        Ok(())
-    }
-    fn random(&mut self) -> u64 {
-        0x0123_4567_89ab_cdef
-    }
-    fn commit(&mut self) {}
+    surroundings!();
     fn poll(&mut self, cpu: &CpuState) -> bool {
         if cpu.retired.is_due() {
             return true;
@@ -204,7 +182,7 @@ impl GuestBus for Bus {
     }
 }
 
-impl x86_jit::JitBus for Bus {
+impl x86_jit::JitBus for MmuBus {
     fn mmu(&mut self) -> &mut Mmu {
         &mut self.mmu
     }

@@ -1,0 +1,238 @@
+//! Programs that translated code and the interpreter execute on a bus of their own each, with the same result.
+//!
+//! Nothing of the hypervisor is in between: what differs here is the translator's, or the MMU's.
+
+use iced_x86::{IcedError, code_asm::*};
+use testkit::MmuBus;
+use x86_cpu::{CpuState, Feature, Flush, GuestBus};
+use x86_defs::{
+    control::{cr0, cr4, efer},
+    reg,
+    segment::{Attr, Segment},
+};
+use x86_interp::{Interp, RunStop};
+use x86_jit::Jit;
+
+const RAM: usize = 0x10_0000;
+const TABLES: u64 = 0x1000;
+const CODE: u64 = 0x1_0000;
+const STACK: u64 = 0x3_0000;
+const DATA: u64 = 0x4_0000;
+/// Returns to the run loop until a program is given up.
+const PATIENCE: usize = 100_000;
+
+/// A vCPU at CPL 0 in 64-bit mode; 2 MiB are mapped where they are.
+fn cpu() -> CpuState {
+    let mut cpu = CpuState {
+        cpl: 0,
+        cr0: cr0::PE | cr0::PG | cr0::NE | cr0::MP | cr0::ET | cr0::WP,
+        cr3: TABLES,
+        cr4: cr4::PAE | cr4::OSFXSR,
+        efer: efer::LME | efer::LMA,
+        rflags: 2,
+        ..CpuState::default()
+    };
+    cpu.features.maxphyaddr = 40;
+    cpu.features.set(Feature::Cmov, true);
+    for (n, s) in cpu.seg.iter_mut().enumerate() {
+        *s = Segment {
+            base: 0,
+            limit: u32::MAX,
+            attr: Attr(if n == reg::CS { 0xa09b } else { 0xc093 }),
+            selector: if n == reg::CS { 8 } else { 16 },
+        };
+    }
+    cpu.gpr[reg::RSP] = STACK;
+    cpu.update_mode();
+    cpu.set_rip(CODE);
+    cpu
+}
+
+/// Memory with the program at [`CODE`].
+fn load(bus: &mut MmuBus, code: &[u8]) {
+    let word = |at: u64, v: u64| (at, v.to_le_bytes().to_vec());
+    for (at, bytes) in [
+        word(TABLES, 0x2003),
+        word(0x2000, 0x3003),
+        // A large page.
+        word(0x3000, 0x83),
+        (CODE, code.to_vec()),
+    ] {
+        assert!(bus.mmu.write_gpa(at, &bytes));
+    }
+}
+
+/// What a program has left: registers, flags, and memory from [`DATA`] on.
+type Outcome = ([u64; 16], u64, u64, Vec<u8>);
+
+/// Runs until HLT. `jit`: by translated code.
+fn run(code: &[u8], jit: Option<&mut Jit<MmuBus>>, flushes: bool) -> Outcome {
+    let mut bus = MmuBus::new(RAM).expect("memory");
+    load(&mut bus, code);
+    let (mut cpu, mut interp) = (cpu(), Interp::new());
+    bus.mmu.set_root(&cpu);
+    bus.mmu.flush(&cpu, Flush::All);
+    bus.select_view(&mut cpu);
+    let mut jit = jit;
+    for _ in 0..PATIENCE {
+        let stop = match &mut jit {
+            None => interp.run(&mut cpu, &mut bus),
+            Some(jit) => {
+                if flushes {
+                    jit.flush_all();
+                }
+                jit.run(&mut interp, &mut cpu, &mut bus, None)
+            }
+        };
+        if bus.mmu.needs_sync() {
+            bus.mmu.sync(&cpu);
+        }
+        if stop == RunStop::Poll {
+            continue;
+        }
+        assert_eq!(stop, RunStop::Halt);
+        let mut gpr = [0; 16];
+        gpr.copy_from_slice(&cpu.gpr[..16]);
+        let mut data = vec![0; 0x2000];
+        assert!(bus.mmu.memory().read_bytes(DATA, &mut data));
+        return (gpr, cpu.rip(), cpu.rflags, data);
+    }
+    panic!("it does not end");
+}
+
+/// The interpreter's outcome, which that of translated code is compared with: with blocks that stay, with blocks that become hot, in a cache
+/// that is full soon, and with code that is dropped again and again.
+fn compare(build: impl FnOnce(&mut CodeAssembler) -> Result<(), IcedError>) -> Outcome {
+    let assemble = || {
+        let mut a = CodeAssembler::new(64)?;
+        build(&mut a)?;
+        a.hlt()?;
+        a.assemble(CODE)
+    };
+    let code = assemble().expect("a program");
+    let expected = run(&code, None, false);
+    let mut plain = Jit::new().expect("a buffer");
+    assert_eq!(run(&code, Some(&mut plain), false), expected);
+    assert!(plain.stats().insns > 0, "nothing was translated");
+    let mut mixed = Jit::with_capacity(0).expect("a buffer");
+    mixed.mix_tiers();
+    assert_eq!(run(&code, Some(&mut mixed), false), expected);
+    let mut flushed = Jit::new().expect("a buffer");
+    flushed.set_random_flushes(3);
+    assert_eq!(run(&code, Some(&mut flushed), true), expected);
+    expected
+}
+
+#[test]
+fn a_loop_over_memory() {
+    let (gpr, _, _, data) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(rdi, DATA)?;
+        a.mov(ecx, 500)?;
+        a.set_label(&mut again)?;
+        a.add(qword_ptr(rdi), rcx)?;
+        a.add(rax, qword_ptr(rdi))?;
+        a.add(rdi, 8)?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        Ok(())
+    });
+    assert_eq!(gpr[reg::RAX], 500 * 501 / 2);
+    assert_eq!(data[..4], [0xf4, 1, 0, 0]);
+}
+
+#[test]
+fn calls_by_registers_and_returns() {
+    let (gpr, ..) = compare(|a| {
+        let (mut one, mut two, mut again, mut end) = (
+            a.create_label(),
+            a.create_label(),
+            a.create_label(),
+            a.create_label(),
+        );
+        a.mov(ecx, 300)?;
+        a.set_label(&mut again)?;
+        a.lea(rdx, ptr(one))?;
+        a.lea(rbx, ptr(two))?;
+        a.test(ecx, 3)?;
+        a.cmovz(rdx, rbx)?;
+        a.call(rdx)?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        a.jmp(end)?;
+        a.set_label(&mut one)?;
+        a.inc(rax)?;
+        a.ret()?;
+        a.set_label(&mut two)?;
+        a.add(rax, 100)?;
+        a.call(one)?;
+        a.ret()?;
+        a.set_label(&mut end)?;
+        Ok(())
+    });
+    assert_eq!(gpr[reg::RAX], 225 + 75 * 101);
+}
+
+#[test]
+fn code_that_changes_itself() {
+    let (gpr, ..) = compare(|a| {
+        let (mut again, mut place) = (a.create_label(), a.create_label());
+        a.mov(ecx, 100)?;
+        a.set_label(&mut again)?;
+        // The immediate of the instruction at `place`, one page on.
+        a.lea(rdx, ptr(place))?;
+        a.mov(dword_ptr(rdx + 1), ecx)?;
+        a.jmp(place)?;
+        for _ in 0..0x1000 {
+            a.nop()?;
+        }
+        a.set_label(&mut place)?;
+        a.mov(eax, 0x1234_5678)?;
+        a.add(rbx, rax)?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        Ok(())
+    });
+    assert_eq!(gpr[reg::RBX], 100 * 101 / 2);
+}
+
+#[test]
+fn an_instruction_on_two_pages_and_accesses_of_two() {
+    let (gpr, _, _, data) = compare(|a| {
+        let mut again = a.create_label();
+        a.mov(ecx, 50)?;
+        a.mov(rdi, DATA + 0xffd)?;
+        a.set_label(&mut again)?;
+        // The instruction behind them, of 10 bytes, begins less than that before the page ends.
+        for _ in 0..0x1000 - 15 - 5 {
+            a.nop()?;
+        }
+        a.mov(rdx, 0x0123_4567_89ab_cdef_u64)?;
+        a.mov(qword_ptr(rdi), rdx)?;
+        a.add(rax, qword_ptr(rdi))?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        Ok(())
+    });
+    assert_eq!(gpr[reg::RAX], 0x0123_4567_89ab_cdef_u64.wrapping_mul(50));
+    assert_eq!(data[0xffd..0x1005], 0x0123_4567_89ab_cdef_u64.to_le_bytes());
+}
+
+#[test]
+fn flags_that_are_read_late() {
+    compare(|a| {
+        let mut again = a.create_label();
+        a.mov(ecx, 200)?;
+        a.mov(rdi, DATA)?;
+        a.set_label(&mut again)?;
+        a.add(eax, 0x1234_5679)?;
+        a.mov(rdx, qword_ptr(rdi))?;
+        a.adc(ebx, 0)?;
+        a.pushfq()?;
+        a.pop(rsi)?;
+        a.xor(qword_ptr(rdi + 8), rsi)?;
+        a.dec(ecx)?;
+        a.jnz(again)?;
+        Ok(())
+    });
+}
