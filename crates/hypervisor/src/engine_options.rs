@@ -1,6 +1,8 @@
 //! [`EngineOptions`]: how the vCPUs of a VM execute, for whoever makes the VM to choose.
 
+pub use guest_memory::Harvest;
 pub use mmu::Policy;
+pub use x86_jit::Profiler;
 
 /// What executes a vCPU's instructions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,4 +30,29 @@ pub struct EngineOptions {
     pub random_flushes: Option<u64>,
     /// How translations of addresses are kept when CR3 changes.
     pub translations: Policy,
+    /// How dirty pages are harvested.
+    pub harvest: Harvest,
+    /// A profiler that wants names for translated code.
+    pub profiler: Option<Profiler>,
+    /// Who is told what has no other way out.
+    pub messages: Messages,
 }
+
+/// Who is told of what the VMM has not asked for: differences in lock-step, a profiler's file that cannot be written. Nobody, by default.
+#[derive(Clone, Copy, Debug)]
+pub struct Messages(pub fn(&str));
+
+impl Default for Messages {
+    fn default() -> Self {
+        Self(|_| {})
+    }
+}
+
+impl PartialEq for Messages {
+    /// Who is told makes no difference to execution.
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Messages {}

@@ -17,7 +17,7 @@ pub mod system;
 mod vcpu;
 mod vm;
 
-pub use engine_options::{Engine, EngineOptions, Policy};
+pub use engine_options::{Engine, EngineOptions, Harvest, Messages, Policy, Profiler};
 pub use error::Error;
 pub use io_bus::{DoorbellSpec, RingEntry, RingMemory, Space};
 pub use irqchip::IoapicState;

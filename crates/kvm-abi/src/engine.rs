@@ -3,10 +3,13 @@
 //! `ANYKVM_ENGINE`: `interp` is the interpreter alone, `lockstep` compares translated code with it,
 //! `lockstep-planted` does so with an error put into translated code. `ANYKVM_CODE_CACHE`: bytes of
 //! translated code, with K or M. `ANYKVM_CODE_FLUSH`: all of it is dropped at random, once in so
-//! many blocks looked for. `ANYKVM_MMU`: `tdp`, `shadow` or `auto` (docs/mmu.md). Anything else
-//! is as if it were not there.
+//! many blocks looked for. `ANYKVM_MMU`: `tdp`, `shadow` or `auto` (docs/mmu.md).
+//! `ANYKVM_DIRTY`: `locked` or `everything`, how dirty pages were harvested once, for comparison (docs/decisions/dirty-logging.md).
+//! `ANYKVM_PERF`: `map` or `jitdump` names translated code for `perf` (docs/testing.md). Anything else is as if it were not there.
 
-use hypervisor::{Engine, EngineOptions, Policy};
+use std::io::Write;
+
+use hypervisor::{Engine, EngineOptions, Harvest, Messages, Policy, Profiler};
 
 /// What the process's environment says.
 pub(crate) fn options() -> EngineOptions {
@@ -30,7 +33,23 @@ fn read(variable: impl Fn(&str) -> Option<String>) -> EngineOptions {
             Some("auto") => Policy::Auto,
             _ => Policy::Tdp,
         },
+        harvest: match variable("ANYKVM_DIRTY").as_deref() {
+            Some("locked") => Harvest::Locked,
+            Some("everything") => Harvest::Everything,
+            _ => Harvest::Lockless,
+        },
+        profiler: match variable("ANYKVM_PERF").as_deref() {
+            Some("map") => Some(Profiler::Map),
+            Some("jitdump") => Some(Profiler::Dump),
+            _ => None,
+        },
+        messages: Messages(tell),
     }
+}
+
+/// For the user, who has asked by one of the variables. A closed standard error must not end the VMM.
+fn tell(message: &str) {
+    let _ = writeln!(std::io::stderr(), "anykvm: {message}");
 }
 
 /// "2M", "512K", "1048576".
@@ -80,5 +99,21 @@ mod tests {
         assert_eq!(policy("auto"), Policy::Auto);
         assert_eq!(policy("tdp"), Policy::Tdp);
         assert_eq!(policy(""), Policy::Tdp);
+    }
+
+    #[test]
+    fn baselines_and_profilers_are_asked_for_by_name() {
+        let of = |name: &'static str, value: &'static str| {
+            read(move |n| (n == name).then(|| value.to_owned()))
+        };
+        assert_eq!(of("ANYKVM_DIRTY", "locked").harvest, Harvest::Locked);
+        assert_eq!(
+            of("ANYKVM_DIRTY", "everything").harvest,
+            Harvest::Everything
+        );
+        assert_eq!(of("ANYKVM_DIRTY", "x").harvest, Harvest::Lockless);
+        assert_eq!(of("ANYKVM_PERF", "map").profiler, Some(Profiler::Map));
+        assert_eq!(of("ANYKVM_PERF", "jitdump").profiler, Some(Profiler::Dump));
+        assert_eq!(of("ANYKVM_PERF", "x").profiler, None);
     }
 }

@@ -128,8 +128,9 @@ impl Half {
 pub struct L1 {
     /// The single one is the stack's.
     pages: TaggedPages<ENTRIES>,
-    /// Cells that are not 0, and what for.
+    /// Numbers of the page guards that have a page.
     page_guards_used: Vec<u16>,
+    /// What those are right for: the view's fetch epoch, and the generation of who sets them.
     page_guards_for: (u64, u64),
 }
 

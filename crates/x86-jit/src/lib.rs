@@ -27,6 +27,7 @@ use core::sync::atomic::{AtomicU8, AtomicU32};
 use mmu::Mmu;
 use x86_cpu::{CpuState, GuestBus};
 
+pub use code::perf::Profiler;
 pub use ir::cause::Cause;
 pub use runtime::Jit;
 pub use runtime::lockstep::LockstepStats;
@@ -38,7 +39,7 @@ pub use runtime::stats::Stats;
 pub struct RunLimit<'a> {
     /// The host's TSC; at most a quarter of a millisecond from now, or it counts as passed.
     pub until_tsc: u64,
-    /// Not zero: not at all.
+    /// While this byte is not zero, the run loop wants to be returned to at once.
     pub stop: &'a AtomicU8,
 }
 

@@ -266,7 +266,7 @@ impl Machine {
     /// Compares all that translated code does with the interpreter as it runs.
     pub(crate) fn set_lockstep(&mut self, planted: bool) {
         if let Engine::Jit(jit) = &mut self.engine {
-            jit.set_lockstep(planted);
+            jit.set_lockstep(planted, |_| {});
         }
     }
 

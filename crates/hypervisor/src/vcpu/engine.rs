@@ -18,7 +18,10 @@ pub(super) fn translator(options: &EngineOptions) -> Option<Jit<Bus>> {
         jit.set_random_flushes(every);
     }
     if let Engine::Lockstep { is_planted } = options.engine {
-        jit.set_lockstep(is_planted);
+        jit.set_lockstep(is_planted, options.messages.0);
+    }
+    if let Some(profiler) = options.profiler {
+        jit.set_profiler(profiler, options.messages.0);
     }
     Some(jit)
 }

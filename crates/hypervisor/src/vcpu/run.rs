@@ -1,6 +1,5 @@
 //! KVM_RUN: requests, injection, execution, exits.
 
-use std::io::Write as _;
 use std::sync::atomic::Ordering;
 
 use kvm_bindings::{
@@ -319,8 +318,7 @@ impl Inner {
                     && let Some(report) = jit.take_difference()
                 {
                     // The VMM sees an emulation failure; this is for whoever asked for lock-step.
-                    // A closed standard error must not end the VMM.
-                    let _ = writeln!(std::io::stderr(), "anykvm: {report}");
+                    (self.bus.vm.engine.messages.0)(&report);
                 }
                 stop
             }

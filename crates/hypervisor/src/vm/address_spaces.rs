@@ -1,4 +1,4 @@
-//! The MMU of a new vCPU, and a new VM's memory: how dirty pages are harvested, `ANYKVM_DIRTY`.
+//! The MMU of a new vCPU, and a new VM's memory.
 
 use std::sync::Arc;
 
@@ -13,13 +13,9 @@ pub(super) fn new_mmu(memory: &Arc<GuestMemory>, policy: Policy) -> Mmu {
     mmu
 }
 
-/// A new VM's memory. `ANYKVM_DIRTY` is `lockless`, or for comparison `locked` or `everything`.
-pub(super) fn new_memory() -> Arc<GuestMemory> {
+/// A new VM's memory.
+pub(super) fn new_memory(harvest: Harvest) -> Arc<GuestMemory> {
     let memory = GuestMemory::new();
-    memory.set_harvest(match std::env::var("ANYKVM_DIRTY").as_deref() {
-        Ok("locked") => Harvest::Locked,
-        Ok("everything") => Harvest::Everything,
-        _ => Harvest::Lockless,
-    });
+    memory.set_harvest(harvest);
     memory
 }

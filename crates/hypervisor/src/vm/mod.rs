@@ -128,7 +128,7 @@ impl Vm {
     /// KVM_CREATE_VM.
     pub fn new(engine: EngineOptions) -> Result<Arc<Self>> {
         let state = VmState {
-            memory: address_spaces::new_memory(),
+            memory: address_spaces::new_memory(engine.harvest),
             clock: VmClock::new(),
             vcpus: RwLock::default(),
             chips: OnceLock::new(),

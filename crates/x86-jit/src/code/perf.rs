@@ -1,8 +1,6 @@
 //! Names for profilers: which addresses are translated code, of which guest address.
 //!
-//! `ANYKVM_PERF=map` keeps `/tmp/perf-PID.map` (tools/perf/Documentation/jit-interface.txt),
-//! `ANYKVM_PERF=jitdump` keeps `jit-PID.dump` in the working directory for `perf inject --jit`
-//! (jitdump-specification.txt). Each write is a system call: only while someone measures.
+//! Each write is a system call: only while someone measures.
 
 use std::{
     fs::File,
@@ -16,29 +14,31 @@ use std::{
 /// All vCPUs of the process write to one file.
 #[derive(Debug)]
 pub(crate) struct Perf {
-    kind: PerfFile,
+    kind: Profiler,
     file: Mutex<File>,
     blocks: AtomicU64,
 }
 
+/// What a profiler reads names from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PerfFile {
+pub enum Profiler {
+    /// `/tmp/perf-PID.map` (tools/perf/Documentation/jit-interface.txt).
     Map,
+    /// `jit-PID.dump` in the working directory, for `perf inject --jit` (jitdump-specification.txt).
     Dump,
 }
 
-/// What the environment asks for.
-pub(crate) fn wanted() -> Option<&'static Perf> {
+/// The process's file, which the first vCPU that wants it opens. `tell` is told why it could not be.
+pub(crate) fn open(kind: Profiler, tell: fn(&str)) -> Option<&'static Perf> {
     static PERF: std::sync::OnceLock<Option<Perf>> = std::sync::OnceLock::new();
-    PERF.get_or_init(open).as_ref()
+    PERF.get_or_init(|| create(kind, tell)).as_ref()
 }
 
-fn open() -> Option<Perf> {
+fn create(kind: Profiler, tell: fn(&str)) -> Option<Perf> {
     let pid = std::process::id();
-    let (kind, path) = match std::env::var("ANYKVM_PERF").ok()?.as_str() {
-        "map" => (PerfFile::Map, format!("/tmp/perf-{pid}.map")),
-        "jitdump" => (PerfFile::Dump, format!("jit-{pid}.dump")),
-        _ => return None,
+    let path = match kind {
+        Profiler::Map => format!("/tmp/perf-{pid}.map"),
+        Profiler::Dump => format!("jit-{pid}.dump"),
     };
     let mut file = File::options()
         .read(true)
@@ -46,9 +46,9 @@ fn open() -> Option<Perf> {
         .create(true)
         .truncate(true)
         .open(&path)
-        .map_err(|e| _ = writeln!(std::io::stderr(), "anykvm: {path}: {e}"))
+        .map_err(|e| tell(&format!("{path}: {e}")))
         .ok()?;
-    if kind == PerfFile::Dump {
+    if kind == Profiler::Dump {
         file.write_all(&header(pid)).ok()?;
         host::code_buffer::mark_for_profiler(&file);
     }
@@ -96,8 +96,8 @@ impl Perf {
         let name = format!("guest:{rip:x}");
         let id = self.blocks.fetch_add(1, Ordering::Relaxed);
         let record = match self.kind {
-            PerfFile::Map => format!("{address:x} {:x} {name}\n", code.len()).into_bytes(),
-            PerfFile::Dump => {
+            Profiler::Map => format!("{address:x} {:x} {name}\n", code.len()).into_bytes(),
+            Profiler::Dump => {
                 let pid = std::process::id();
                 load(id, pid, host::thread::tid() as u32, address, &name, code)
             }

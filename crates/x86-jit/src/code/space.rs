@@ -10,7 +10,7 @@ use crate::{
     asm::{Asm, Isa, MAX_BLOCK},
     code::cache::Cache,
     code::layout::CodeLayout,
-    code::perf::{self, Perf},
+    code::perf::{self, Perf, Profiler},
     codegen::trampolines::{self, Trampolines},
 };
 
@@ -62,13 +62,18 @@ impl CodeSpace {
             counting,
             cache: Cache::new(),
             pieces: None,
-            perf: perf::wanted(),
+            perf: None,
         })
     }
 
     /// Remembers from now on where the code of each block is.
     pub(crate) fn keep_pieces(&mut self) {
         self.pieces.get_or_insert_default();
+    }
+
+    /// Names what is published from now on for a profiler. `tell` is told if that is impossible.
+    pub(crate) fn name_for(&mut self, profiler: Profiler, tell: fn(&str)) {
+        self.perf = perf::open(profiler, tell);
     }
 
     /// The host address at which code at an offset is executed.

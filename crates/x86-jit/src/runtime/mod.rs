@@ -27,6 +27,7 @@ use x86_native::HostFeatures;
 use crate::{
     JitBus,
     asm::Isa,
+    code::perf::Profiler,
     code::space::CodeSpace,
     codegen::Translator,
     frame::exit::Left,
@@ -200,10 +201,16 @@ impl<B: JitBus> Jit<B> {
 
     /// Compares everything that translated code does with the interpreter from now on, at a
     /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
-    pub fn set_lockstep(&mut self, planted: bool) {
-        self.lockstep = Some(Lockstep::new(planted));
+    /// `tell` is told how much was compared when that ends.
+    pub fn set_lockstep(&mut self, planted: bool, tell: fn(&str)) {
+        self.lockstep = Some(Lockstep::new(planted, tell));
         self.code.keep_pieces();
         self.mix_tiers();
+    }
+
+    /// Names translated code for a profiler from now on. `tell` is told if that is impossible.
+    pub fn set_profiler(&mut self, profiler: Profiler, tell: fn(&str)) {
+        self.code.name_for(profiler, tell);
     }
 
     /// Translates every other block at once as if it were executed much, and now and then some of them again: for tests.

@@ -26,7 +26,6 @@ mod shadow;
 pub(crate) mod turn;
 
 use core::fmt;
-use std::io::Write as _;
 
 use engine_frame::EngineFrame;
 use x86_cpu::{CpuState, Flush, Shadow};
@@ -76,6 +75,7 @@ pub(crate) struct Lockstep<B: JitBus> {
     random: u64,
     /// Translates one instruction wrongly: proves that differences are found.
     pub(crate) planted: bool,
+    tell: fn(&str),
     pub(crate) stats: LockstepStats,
     pub(crate) report: Option<String>,
 }
@@ -109,15 +109,14 @@ impl<B: JitBus> Drop for Lockstep<B> {
     /// Whoever asked for lock-step sees that it was there.
     fn drop(&mut self) {
         let LockstepStats { stretches, again } = self.stats;
-        let _ = writeln!(
-            std::io::stderr(),
-            "anykvm: lock-step: {stretches} stretches compared, {again} of them again"
-        );
+        (self.tell)(&format!(
+            "lock-step: {stretches} stretches compared, {again} of them again"
+        ));
     }
 }
 
 impl<B: JitBus> Lockstep<B> {
-    pub(crate) fn new(planted: bool) -> Box<Self> {
+    pub(crate) fn new(planted: bool, tell: fn(&str)) -> Box<Self> {
         Box::new(Self {
             interp: Interp::new(),
             log: Log::default(),
@@ -127,6 +126,7 @@ impl<B: JitBus> Lockstep<B> {
             flags: flags::Flags::default(),
             random: 0x9e37_79b9_7f4a_7c15,
             planted,
+            tell,
             stats: LockstepStats::default(),
             report: None,
         })
