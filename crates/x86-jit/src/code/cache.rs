@@ -1,4 +1,4 @@
-//! Translated blocks by page and mode, and the table of indirect targets.
+//! Translated blocks by page and mode, and the target table of indirect branches.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -20,41 +20,41 @@ use crate::{
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TranslatedBlock {
     pub(crate) entries: Entries,
-    /// Generation of the page's code that it was translated from.
+    /// Generation of the page's code that the block was translated from.
     pub(crate) generation: u32,
-    /// The last bytes of its one instruction are on another page: [`Cache::second`].
+    /// The block is one instruction whose last bytes are on another page: [`Cache::second`].
     pub(crate) straddles: bool,
-    /// Other pages have gone to it.
+    /// Branches of other pages have entered the block.
     pub(crate) is_target: bool,
-    /// It probes the software TLB by an index, or calls: it is translated again if it is executed much.
+    /// The block probes the software TLB by an index, or calls, so it is translated again if it is hot.
     pub(crate) may_gain: bool,
-    /// Instructions.
+    /// Number of instructions.
     pub(crate) len: u8,
 }
 
-/// Blocks of a page in one mode. Who looks for one finds all that it needs in few lines of memory.
+/// The blocks of a page in one mode. A lookup touches few cache lines.
 #[derive(Debug)]
 pub(crate) struct PageBlocks {
-    /// Bit per offset that has a block.
+    /// One bit per offset, set if a block begins there.
     offsets: [u64; 64],
-    /// How many of those are before each 64 offsets.
+    /// For each word of `offsets`, how many blocks begin at lower offsets than its own.
     before: [u16; 64],
-    /// In ascending order.
+    /// The blocks, in ascending order of offset.
     blocks: Vec<TranslatedBlock>,
-    /// What other pages have gone to.
+    /// The blocks that branches of other pages have entered.
     targets: Vec<Outer>,
-    /// The gva of the page, if its blocks are executed nowhere else.
+    /// The gva of the page, if its blocks are executed at no other address.
     bound: Option<i32>,
-    /// Of the code that was translated last.
+    /// Generation of the code that the newest block was translated from.
     generation: u32,
-    /// Its own, once a branch that compares one has led here.
+    /// The page's guard, given when a branch that compares one first leads here.
     page_guard: Option<PageGuard>,
 }
 
-/// Of a block that other pages have gone to, what those need that go to it under another key.
+/// A block that branches of other pages have entered: what [`Cache::fill`] needs to enter it under another key.
 #[derive(Clone, Copy, Debug)]
 struct Outer {
-    /// [`TranslatedBlock::generation`], and the outer entry: 0 if there is none for them.
+    /// [`TranslatedBlock::generation`], and the outer entry: 0 if the block has none that other pages can use.
     generation: u32,
     entry: u32,
     offset: u16,
@@ -85,7 +85,7 @@ impl PageBlocks {
             page_guard: None,
         })
     }
-    /// How many lower ones there are, and whether it is one itself.
+    /// Returns how many blocks begin before `offset`, and whether one begins at it.
     #[inline]
     fn rank(&self, offset: u64) -> (usize, bool) {
         let n = (offset / 64 % 64) as usize;
@@ -96,7 +96,7 @@ impl PageBlocks {
             bits >> bit & 1 != 0,
         )
     }
-    /// The block at an offset.
+    /// Returns the block at an offset.
     #[inline]
     pub(crate) fn get(&self, offset: u64) -> Option<TranslatedBlock> {
         let (at, is_there) = self.rank(offset);
@@ -131,24 +131,24 @@ impl PageBlocks {
     }
 }
 
-/// Blocks by address and mode, those of a page together: who looks for one has
-/// just looked for its neighbours.
+/// Blocks by address and mode. The blocks of a page are stored together, because a lookup is mostly followed by lookups
+/// of neighbours.
 #[derive(Debug, Default)]
 pub(crate) struct BlockTable {
-    /// By page identity and mode.
+    /// Keyed by page identity and mode.
     pages: HashMap<BlockKey, Box<PageBlocks>, ByIdentity>,
 }
 
 impl BlockTable {
-    /// `key` is page identity plus offset, and mode.
+    /// Returns the block at `key`: page identity plus offset, and mode.
     pub(crate) fn get(&self, key: BlockKey) -> Option<TranslatedBlock> {
         self.page(key)?.get(key.offset())
     }
-    /// The blocks of the page and mode of `key`.
+    /// Returns the blocks of the page and mode of `key`.
     pub(crate) fn page(&self, key: BlockKey) -> Option<&PageBlocks> {
         self.pages.get(&key.of_page()).map(|page| &**page)
     }
-    /// Returns what was there before.
+    /// Enters a block. Returns the block that it replaces.
     pub(crate) fn insert(
         &mut self,
         key: BlockKey,
@@ -158,9 +158,10 @@ impl BlockTable {
         let page = page.or_insert_with(PageBlocks::new);
         page.insert(key.offset(), block)
     }
-    /// The mode of blocks that are executed at `gva`, in the page that is mapped there. In 64-bit code, the first place
-    /// of 32 bits with its sign where a page is executed has blocks of [`Mode::BOUND`], which know their address: kernels,
-    /// and programs that are not position-independent, are nowhere else. Once the page has other code, another place may.
+    /// Returns the mode of blocks that are executed at `gva`, where `page` is mapped. In 64-bit code, the first address
+    /// at which a page is executed gets blocks of [`Mode::BOUND`], which know their address, if the address is a
+    /// sign-extended 32-bit number. Kernels, and programs that are not position-independent, are executed at no other
+    /// address. Once the page's code has changed, another address may take its place.
     pub(crate) fn mode_at(&self, gva: u64, page: &CodePage, mode: Mode) -> Mode {
         let Some(low) = low(gva).filter(|_| mode.is_long()) else {
             return mode;
@@ -170,11 +171,11 @@ impl BlockTable {
             _ => mode | Mode::BOUND,
         }
     }
-    /// The blocks of the page and mode of `key` are executed at `gva` only from now on. Returns the outer entries of
-    /// those that there were for another address.
+    /// Binds the blocks of the page and mode of `key` to `gva`. Returns the outer entries of the blocks that were bound
+    /// to another address and are dropped.
     pub(crate) fn bind(&mut self, key: BlockKey, gva: i32) -> Vec<u32> {
         let mut old = Vec::new();
-        // Then those of the other kind are, too.
+        // The split and the other blocks of a page are always bound together, so one check covers both.
         if self.page(key).is_some_and(|p| p.bound == Some(gva)) {
             return old;
         }
@@ -189,7 +190,7 @@ impl BlockTable {
         page.or_insert_with(PageBlocks::new).bound = Some(gva);
         old
     }
-    /// Other pages have gone to the block.
+    /// Notes that a branch of another page has entered the block.
     pub(crate) fn note_target(&mut self, key: BlockKey) {
         if let Some(page) = self.pages.get_mut(&key.of_page())
             && let (at, true) = page.rank(key.offset())
@@ -200,7 +201,8 @@ impl BlockTable {
             page.targets.push(target);
         }
     }
-    /// The page guard of the page and mode of `key`, if it has one. `next`: the number of one to give it.
+    /// Returns the page guard of the page and mode of `key`, if it has one. `next`: gives the page the guard of this
+    /// number if it has none.
     fn page_guard(&mut self, key: BlockKey, next: Option<&mut usize>) -> Option<PageGuard> {
         let page = self.pages.get_mut(&key.of_page())?;
         if let Some(next) = next.filter(|_| page.page_guard.is_none()) {
@@ -209,8 +211,8 @@ impl BlockTable {
         }
         page.page_guard
     }
-    /// Offsets of the page's blocks that other pages have gone to, and their outer entries,
-    /// if they are made from the code of that generation.
+    /// Returns the offsets and outer entries of the page's blocks that branches of other pages have entered, if they
+    /// were translated from code of this generation.
     fn targets(&self, of: BlockKey, generation: u32) -> impl Iterator<Item = (u64, u32)> {
         let page = self.page(of).into_iter();
         page.flat_map(|page| &page.targets)
@@ -222,14 +224,14 @@ impl BlockTable {
     }
 }
 
-/// Pages of [`Cache::is_new`].
+/// Entries of [`Cache::filled`].
 const FILLED: usize = 4096;
-/// Keys whose numbers are known: so many sets of as many. (Of two keys that take turns, as levels do,
-/// both have to be.)
+/// [`Cache::numbers`] has this many sets of [`WAYS`] keys each. (Two keys that alternate, as those of kernel and user
+/// level do, must both stay known.)
 const NUMBERED: usize = 64;
 const WAYS: usize = 4;
 
-/// Where the key's number is looked for.
+/// Returns the set in which the key's number is looked for.
 fn set_of(key: u64) -> usize {
     (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize % NUMBERED
 }
@@ -237,27 +239,28 @@ fn set_of(key: u64) -> usize {
 /// Blocks and targets of one vCPU.
 #[derive(Debug)]
 pub(crate) struct Cache {
-    /// By page identity, offset and mode.
+    /// Keyed by page identity, offset and mode.
     pub(crate) blocks: BlockTable,
-    /// The second page of instructions that straddle two.
+    /// The second page of each instruction that straddles two.
     pub(crate) second: HashMap<BlockKey, CodePage, ByIdentity>,
     pub(crate) targets: Box<[Target]>,
-    /// By offset of an outer entry: numbers of the direct branches in other pages that go
-    /// there by themselves ([`crate::codegen::CrossPageSite`]).
+    /// By offset of an outer entry: numbers of the direct branches of other pages that are linked to it
+    /// ([`crate::codegen::CrossPageSite`]).
     pub(crate) remembered: HashMap<usize, Vec<u32>, ByIdentity>,
-    /// Pages and keys of [`Self::is_new`].
+    /// Pages and keys that [`Self::is_new`] has seen.
     filled: [(u64, u64); FILLED],
-    /// Keys and their numbers.
+    /// Keys and the numbers given to them.
     numbers: [[(u64, u32); WAYS]; NUMBERED],
     /// The last number given.
     number: u32,
-    /// Pages that have got page guards.
+    /// How many page guards have been given to pages.
     page_guards: usize,
-    /// What page guards in the MMU's tables are right for: as all that is here is forgotten, other pages get them.
+    /// Generation of the page guards in the MMU's tables. It changes when the cache is cleared, because other pages are
+    /// given the guards then.
     pub(crate) page_guards_generation: u64,
 }
 
-/// A number that no other page guards have.
+/// Returns a generation that no page guards have had before.
 fn new_generation() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
@@ -289,22 +292,22 @@ impl Cache {
         self.page_guards_generation = new_generation();
         self.filled.fill((0, 0));
     }
-    /// The page guard of the page and mode of `key`, if it has one.
+    /// Returns the page guard of the page and mode of `key`, if it has one.
     pub(crate) fn page_guard(&mut self, key: BlockKey) -> Option<PageGuard> {
         self.blocks.page_guard(key, None)
     }
-    /// The same; one is given to it if there are more.
+    /// Returns the page guard of the page and mode of `key`, giving it one if it has none and any are left.
     pub(crate) fn take_page_guard(&mut self, key: BlockKey) -> Option<PageGuard> {
         self.blocks.page_guard(key, Some(&mut self.page_guards))
     }
-    /// The page that the page guard belongs to is that of `rip` in the live view.
+    /// Notes in the live view's table that the page guard's page is mapped where `rip` is.
     pub(crate) fn set_page_guard<B: JitBus>(&self, bus: &mut B, page_guard: PageGuard, rip: u64) {
         let tables = bus.mmu().live_page_guards(self.page_guards_generation);
         let tag = u64::from(page_guard.tag.unsigned_abs());
         tables.set_page_guard(page_guard.number, (rip & !0xfff) + tag);
     }
-    /// A number for the key, which no other key has had. `None`: no more are left, all are to be
-    /// forgotten, and the next one is the first again.
+    /// Returns a number for the key, which no other key has had. `None`: all numbers have been used. The caller must
+    /// forget them all, and the next call begins again with the first.
     pub(crate) fn number(&mut self, key: u64) -> Option<u32> {
         let set = &mut self.numbers[set_of(key)];
         if let Some((_, number)) = set.iter().find(|(known, _)| *known == key) {
@@ -319,14 +322,16 @@ impl Cache {
         set[next as usize % WAYS] = (key, next);
         Some(next)
     }
-    /// True once for the page that begins at `page` under a key, or more often if others came in between.
+    /// Returns true the first time for the page at `page` under a key, and again if another page or key has displaced
+    /// it since.
     pub(crate) fn is_new(&mut self, page: u64, key: u64) -> bool {
         let at = (page >> 12 ^ key >> (Mode::WIDTH + 1)) as usize % FILLED;
         let before = core::mem::replace(&mut self.filled[at], (page, key));
         before != (page, key)
     }
-    /// Enters all that other pages have gone to in the page of `at`, which begins at `page` under
-    /// the key: the next program that starts goes there too. `code` is where the buffer is.
+    /// Enters all blocks of the page of `at` that branches of other pages have entered into the target table, for the
+    /// page at `page` under the key: the next program that starts branches there too. `code` is the host address of the
+    /// code buffer.
     pub(crate) fn fill(
         &mut self,
         (at, generation): (BlockKey, u32),
@@ -347,7 +352,7 @@ impl Cache {
             }
         }
     }
-    /// Address of the outer entry for `rip`.
+    /// Returns the address of the outer entry for `rip`, if the target table has it.
     pub(crate) fn target(&self, rip: u64, salt: u64) -> Option<u64> {
         let tag = rip ^ salt;
         let t = self.targets.get(place(tag))?;
@@ -422,7 +427,7 @@ mod tests {
         }
     }
 
-    /// What a page is filled with is what was noted, is current, and is known by its page alone.
+    /// A page is filled with blocks that were noted, are current, and are found by their page alone.
     #[test]
     fn targets_that_come_back() {
         const ID: u64 = 0x7000;
@@ -450,7 +455,7 @@ mod tests {
         c.fill((BlockKey::new(ID, MODE), 7), (page, key, salt), 1000);
         let found: Vec<_> = (0..0x1000).filter_map(|at| known(&c, at)).collect();
         assert_eq!(found, [1010]);
-        // A new translation is gone to as the old one was.
+        // A new translation is entered from other pages as the old one was.
         assert!(
             c.blocks
                 .insert(BlockKey::new(ID | 0x30, MODE), block(31, 7))
@@ -470,7 +475,7 @@ mod tests {
             assert_eq!(c.number(key << 8), Some(number));
             assert!(number != 0 && *given.entry(number).or_insert(key) == key);
         }
-        // Two of a set that take turns are both known soon.
+        // Two keys of a set that alternate are soon both known.
         let same: Vec<_> = (5000..).filter(|k| set_of(*k) == 7).take(2).collect();
         let mut turn = || [same[0], same[1]].map(|key| c.number(key));
         turn();

@@ -1,7 +1,7 @@
 //! [`CodeLayout`]: where in the code buffer the next block goes.
 //!
-//! What a block executes and what it needs once (misses, first branches, ends) are
-//! kept apart: a page and a cache line of the first kind has nothing of the second.
+//! The two parts of a block are kept apart: the first is executed again and again, the second rarely (misses, first
+//! branches, ends). So pages and cache lines of the first parts have nothing of the second.
 
 use core::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::asm::{CACHE_LINE, MAX_BLOCK};
 /// Blocks begin at a multiple of this.
 const ALIGN: usize = 16;
 
-/// Two regions that fill up.
+/// Two regions that fill up: one with the first parts of blocks, one with the second.
 #[derive(Debug)]
 pub(crate) struct CodeLayout {
     whole: Range<usize>,
@@ -23,10 +23,10 @@ pub(crate) struct CodeLayout {
 }
 
 impl CodeLayout {
-    /// Bytes that a buffer has at least.
+    /// Smallest length of a buffer, in bytes.
     pub(crate) const LEAST: usize = 8 * MAX_BLOCK;
 
-    /// All of `whole`, [`Self::LEAST`] bytes or more, is free.
+    /// Makes a layout in which all of `whole` is free, which has [`Self::LEAST`] bytes or more.
     pub(crate) fn new(whole: Range<usize>) -> Self {
         let border = whole.start + whole.len() * 5 / 8;
         Self {
@@ -38,29 +38,29 @@ impl CodeLayout {
         }
     }
 
-    /// Offsets of the next block's two parts.
+    /// Returns the offsets at which the next block's two parts begin.
     pub(crate) fn next(&self) -> (usize, usize) {
         (self.hot, self.cold)
     }
 
-    /// A block may not fit.
+    /// Returns true if the next block may not fit.
     pub(crate) fn is_full(&self) -> bool {
         self.hot + CACHE_LINE + MAX_BLOCK > self.border || self.cold + MAX_BLOCK > self.whole.end
     }
 
-    /// Where the last block's first part ends.
+    /// Returns where the last block's first part ends.
     pub(crate) fn end(&self) -> usize {
         self.end
     }
 
-    /// The next block's first part ends there, and its second has that length.
+    /// Takes the space of the next block, whose first part ends at `end` and whose second part has `cold` bytes.
     pub(crate) fn take(&mut self, end: usize, cold: usize) {
         self.end = end;
         self.hot = end.next_multiple_of(ALIGN);
         self.cold += cold;
     }
 
-    /// Everything is free again; the regions become as large as they had to be.
+    /// Frees everything, and divides the buffer by what the two regions have needed so far.
     pub(crate) fn clear(&mut self) {
         let (hot, cold) = (self.hot - self.whole.start, self.cold - self.border);
         let len = self.whole.len();
@@ -92,7 +92,7 @@ mod tests {
                 assert_eq!(layout.end(), hot + 1000);
                 n += 1;
             }
-            // At first three eighths are for what are two halves.
+            // At first the second region has three eighths of the buffer, though each part takes half.
             let least = if round == 0 { 350 } else { 450 };
             assert!(n > least, "{n}");
             layout.clear();

@@ -1,4 +1,4 @@
-//! Translated code: where it is in the buffer, which block is where, and what is told about it to a profiler.
+//! Translated code: where it is in the buffer, which block is where, and what a profiler is told about it.
 
 pub(crate) mod cache;
 pub(crate) mod layout;

@@ -1,6 +1,6 @@
-//! Names for profilers: which addresses are translated code, of which guest address.
+//! Names for profilers: which addresses are translated code, and of which guest address.
 //!
-//! Each write is a system call: only while someone measures.
+//! Each write is a system call, so names are only written while someone measures.
 
 use std::{
     fs::File,
@@ -11,7 +11,7 @@ use std::{
     },
 };
 
-/// All vCPUs of the process write to one file.
+/// The file of names. All vCPUs of the process write to one.
 #[derive(Debug)]
 pub(crate) struct Perf {
     kind: Profiler,
@@ -19,7 +19,7 @@ pub(crate) struct Perf {
     blocks: AtomicU64,
 }
 
-/// What a profiler reads names from.
+/// The format in which a profiler reads names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profiler {
     /// `/tmp/perf-PID.map` (tools/perf/Documentation/jit-interface.txt).
@@ -28,7 +28,8 @@ pub enum Profiler {
     Dump,
 }
 
-/// The process's file, which the first vCPU that wants it opens. `tell` is told why it could not be.
+/// Returns the process's file, which the first vCPU that asks opens. Calls `tell` with the reason if it cannot be
+/// opened.
 pub(crate) fn open(kind: Profiler, tell: fn(&str)) -> Option<&'static Perf> {
     static PERF: std::sync::OnceLock<Option<Perf>> = std::sync::OnceLock::new();
     PERF.get_or_init(|| create(kind, tell)).as_ref()
@@ -91,7 +92,7 @@ fn load(id: u64, pid: u32, tid: u32, address: u64, name: &str, code: &[u8]) -> V
 }
 
 impl Perf {
-    /// A block's code is at `address` from now on.
+    /// Writes a record: the code of the block at `rip` is at `address` from now on.
     pub(crate) fn note(&self, rip: u64, address: u64, code: &[u8]) {
         let name = format!("guest:{rip:x}");
         let id = self.blocks.fetch_add(1, Ordering::Relaxed);
@@ -103,7 +104,7 @@ impl Perf {
             }
         };
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        // A full disk costs names, not the guest.
+        // A failed write, as on a full disk, costs names and leaves the guest alone.
         let _ = file.write_all(&record);
     }
 }

@@ -1,8 +1,9 @@
 //! [`CodeSpace`]: the code buffer, what is where in it, and the only writer of published code.
 //!
-//! Whoever emits works in a buffer of its own ([`crate::asm::Asm`]). Code is published once, by [`CodeSpace::publish`], and changed
-//! afterwards only by the functions below it: each says what it changes. The vCPU that owns the space is the only one that executes
-//! it, and does not while it is in here, so that none of these writes is seen half done.
+//! Code is emitted into a buffer of the emitter's own ([`crate::asm::Asm`]). It is published once, by
+//! [`CodeSpace::publish`], and changed afterwards only by the functions below that one: each says what it changes. Only
+//! the vCPU that owns the space executes its code, and never while it is in one of these functions, so none of the
+//! writes is seen half done.
 
 use host::{CodeBuffer, CodeViews};
 
@@ -14,14 +15,14 @@ use crate::{
     codegen::trampolines::{self, Trampolines},
 };
 
-/// Trampolines begin at a multiple of this, and blocks behind them.
+/// Alignment of the trampolines, and of the first block behind them.
 const TRAMPOLINES_ALIGN: usize = 64;
 /// Length of a `jmp rel32`.
 const JMP_LEN: usize = 5;
 /// Bytes of a relative address.
 pub(crate) const REL32: usize = 4;
 
-/// The code of one block, or of a part of one.
+/// The code of a block's first or second part.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     offset: usize,
@@ -36,18 +37,18 @@ pub(crate) struct CodeSpace {
     buffer: CodeBuffer,
     layout: CodeLayout,
     pub(crate) trampolines: Trampolines,
-    /// Those of code that counts what is retired.
+    /// Trampolines of code that counts what is retired.
     pub(crate) counting: Trampolines,
     pub(crate) cache: Cache,
-    /// Of all blocks, if somebody wants to know.
+    /// The pieces of all blocks, if [`Self::keep_pieces`] was called.
     pieces: Option<Vec<Piece>>,
-    /// A profiler wants names.
+    /// The file that names for a profiler are written to.
     perf: Option<&'static Perf>,
 }
 
 impl CodeSpace {
-    /// A buffer of so many bytes at least, with trampolines that call the functions `serve` and `handle`; `None` if the host does
-    /// not allow that.
+    /// Makes a space with a buffer of at least `bytes` bytes and trampolines that call the functions `serve` and
+    /// `handle`. `None` if the host does not allow that.
     pub(crate) fn new(bytes: usize, isa: Isa, [serve, handle]: [u64; 2]) -> Option<Self> {
         let mut buffer = CodeBuffer::new(bytes.max(CodeLayout::LEAST)).ok()?;
         let mut a = Asm::new(isa);
@@ -66,49 +67,49 @@ impl CodeSpace {
         })
     }
 
-    /// Remembers from now on where the code of each block is.
+    /// Keeps from now on where the code of each block is.
     pub(crate) fn keep_pieces(&mut self) {
         self.pieces.get_or_insert_default();
     }
 
-    /// Names what is published from now on for a profiler. `tell` is told if that is impossible.
+    /// Names the code that is published from now on for a profiler. Calls `tell` with the reason if that is impossible.
     pub(crate) fn name_for(&mut self, profiler: Profiler, tell: fn(&str)) {
         self.perf = perf::open(profiler, tell);
     }
 
-    /// The host address at which code at an offset is executed.
+    /// Returns the host address at which the code at an offset is executed.
     #[inline]
     pub(crate) fn address(&self, offset: usize) -> u64 {
         self.buffer.rx() as u64 + offset as u64
     }
 
-    /// The offset of code that is executed at a host address.
+    /// Returns the offset of the code that is executed at a host address.
     #[inline]
     pub(crate) fn offset(&self, address: u64) -> usize {
         address.wrapping_sub(self.buffer.rx() as u64) as usize
     }
 
-    /// For a [`host::ServiceThread`].
+    /// Returns the buffer's views, for a [`host::ServiceThread`].
     pub(crate) fn views(&self) -> &std::sync::Arc<CodeViews> {
         self.buffer.views()
     }
 
-    /// Offsets of the next block's two parts: what is executed, and what rarely is.
+    /// Returns the offsets of the next block's two parts: the one that is executed often, and the one that rarely is.
     pub(crate) fn next(&self) -> (usize, usize) {
         self.layout.next()
     }
 
-    /// A block may not fit.
+    /// Returns true if the next block may not fit.
     pub(crate) fn is_full(&self) -> bool {
         self.layout.is_full()
     }
 
-    /// Where the part of the last block ends that is executed.
+    /// Returns where the last block's first part ends.
     pub(crate) fn end(&self) -> usize {
         self.layout.end()
     }
 
-    /// Everything is free again.
+    /// Frees the whole buffer and forgets all blocks.
     pub(crate) fn clear(&mut self) {
         self.cache.clear();
         self.layout.clear();
@@ -117,23 +118,24 @@ impl CodeSpace {
         }
     }
 
-    /// The code of the blocks at a guest's instruction pointer: its offset in the buffer, and its bytes.
+    /// Returns the code of the blocks at a guest instruction pointer: offsets in the buffer, and bytes.
     pub(crate) fn code_of(&self, rip: u64) -> Vec<(usize, Vec<u8>)> {
         let of = self.pieces.iter().flatten().filter(|p| p.rip == rip);
         of.map(|p| (p.offset, self.buffer.read(p.offset, p.len)))
             .collect()
     }
 
-    /// Keeps the two parts of the block at `rip`, at the offsets `base`, which are those of [`Self::next`] or, of the first one, where
-    /// a jump ends the last block. False: there is no room, and nothing has changed, but that what was behind the last block may
-    /// have.
+    /// Publishes the two parts of the block at `rip`, at the offsets `base`. These are those of [`Self::next`], but the
+    /// first part may also begin where the jump at the end of the last block is, and takes its place then. Returns
+    /// false if the block does not fit. Nothing has changed then, except that the code behind the last block may have
+    /// been overwritten.
     pub(crate) fn publish(
         &mut self,
         rip: u64,
         base: (usize, usize),
         (hot, cold): (&[u8], &[u8]),
     ) -> bool {
-        // There is room, unless the block is larger than any should be.
+        // The layout leaves room for a block of `MAX_BLOCK` bytes, so this fails only for one that is too large.
         let fits = hot.len().max(cold.len()) <= MAX_BLOCK
             && self.buffer.write(base.0, hot)
             && self.buffer.write(base.1, cold);
@@ -156,41 +158,41 @@ impl CodeSpace {
         true
     }
 
-    /// Keeps code that is no block where the second part of the next block would begin; the next one begins behind it.
+    /// Publishes code that is no block where the second part of the next block would begin; that begins behind it.
     pub(crate) fn publish_cold(&mut self, code: &[u8]) {
         let (_, cold) = self.layout.next();
         self.buffer.write(cold, code);
         self.layout.take(self.layout.end(), code.len());
     }
 
-    /// The branch whose relative address is at `at` leads to `to`.
+    /// Makes the branch whose relative address is at `at` lead to `to`.
     pub(crate) fn set_branch(&mut self, at: usize, to: usize) {
         self.buffer.write(at, &relative(at + REL32, to));
     }
 
-    /// The code at `from` is a jump to `to` from now on.
+    /// Overwrites the code at `from` with a jump to `to`.
     pub(crate) fn redirect(&mut self, from: usize, to: usize) {
         let [a, b, c, d] = relative(from + JMP_LEN, to);
         self.buffer.write(from, &[0xe9, a, b, c, d]);
     }
 
-    /// The operand of 4 bytes at `at`.
+    /// Sets the operand of 4 bytes at `at`.
     pub(crate) fn set_operand(&mut self, at: usize, value: i32) {
         self.buffer.write(at, &value.to_le_bytes());
     }
 
-    /// The operand of 1 byte at `at`.
+    /// Sets the operand of 1 byte at `at`.
     pub(crate) fn set_short_operand(&mut self, at: usize, value: i8) {
         self.buffer.write(at, &value.to_le_bytes());
     }
 
-    /// The gva of 8 bytes at `at`.
+    /// Sets the gva of 8 bytes at `at`.
     pub(crate) fn set_gva(&mut self, at: usize, gva: u64) {
         self.buffer.write(at, &gva.to_le_bytes());
     }
 }
 
-/// The operand of a branch that ends at `from` and leads to `to`.
+/// Returns the relative address of a branch that ends at `from` and leads to `to`.
 fn relative(from: usize, to: usize) -> [u8; REL32] {
     ((to as i64 - from as i64) as i32).to_le_bytes()
 }

@@ -1,4 +1,4 @@
-//! Instructions that are executed as they are, with other registers and a host address.
+//! Instructions that are executed as they are, but with host registers and host addresses in place of the guest's.
 
 use iced_x86::{Instruction, OpKind, Register};
 
@@ -20,10 +20,10 @@ use crate::{
 struct Temps {
     /// Host registers by the numbers of guest registers.
     map: [Reg; 16],
-    /// (guest number, host register, to be written back), the first `used`.
+    /// The first `used` are in use: guest register, host register, and whether it is to be written back.
     all: [(u8, Reg, bool); 3],
     used: usize,
-    /// Registers of others, which [`SPILL`] keeps.
+    /// Borrowed host registers that hold other guest registers, which [`SPILL`] keeps.
     spilled: [Option<Reg>; 2],
 }
 
@@ -46,7 +46,7 @@ impl Translator {
                 return Err(Unsupported);
             }
             let aligned = aligned || form.is_locked(i) && size > 1;
-            // Where nothing else needs r13.
+            // The operand may take r13 only where nothing else needs it.
             let uses_scratch = d.registers & IN_FRAME != 0 || form.touches_flags && d.live_in != 0;
             let finds = if uses_scratch || d.high {
                 Finds::Address
@@ -81,7 +81,8 @@ impl Translator {
         Ok(())
     }
 
-    /// Host registers for the operands of a copied instruction that live in the frame, which are loaded where the instruction reads them.
+    /// Takes host registers for those operands of a copied instruction that live in the frame, and loads them where the
+    /// instruction reads them.
     fn take_temps(&mut self, d: &Decoded, form: &Form) -> Result<Temps, Unsupported> {
         let i = &d.i;
         let mut t = Temps {
@@ -134,7 +135,7 @@ impl Translator {
         Ok(t)
     }
 
-    /// Results go to the frame, and host registers to whom they belong.
+    /// Stores results to the frame, and restores the host registers.
     fn give_temps_back(&mut self, t: &Temps) {
         for (number, host, write) in &t.all[..t.used] {
             if *write {
@@ -147,14 +148,15 @@ impl Translator {
             }
         }
         if t.used != 0 {
-            // The first one is in r13.
+            // The first register taken is r13.
             self.state.cached = Some(t.all[0].0);
         }
     }
 
-    /// How its bytes name operands, if it has the same bytes in 64-bit code, addresses aside.
+    /// Returns how the instruction's bytes name operands, if it has the same bytes in 64-bit code, except for
+    /// addresses.
     fn shape_of(&self, d: &Decoded, form: &Form) -> Option<Shape> {
-        // 66 is for the other size in 16-bit code, and addresses of 16 bits are encoded in another way.
+        // In 16-bit code the prefix 66 stands for the other size, and addresses of 16 bits are encoded in another way.
         let is_alike = || {
             !self.input.mode.has(Mode::BITS16)
                 && !is_short(&d.i)
@@ -163,7 +165,8 @@ impl Translator {
         form.shape.filter(|_| self.input.long || is_alike())
     }
 
-    /// An instruction on `[r14 + disp]` and AH, CH, DH or BH, which no instruction can name that names r14.
+    /// Copies an instruction on `[r14 + disp]` and AH, CH, DH or BH. RBP takes the place of r14, because an instruction
+    /// that names one of these bytes cannot name r14.
     fn copy_with_high_byte(&mut self, i: &Instruction, operand: Mem) -> Emit {
         let mut out = rewritten(i, &HOST, Some(operand));
         out.set_memory_base(Register::RBP);
@@ -174,8 +177,8 @@ impl Translator {
         Ok(())
     }
 
-    /// An instruction without a memory operand, one of whose registers is accessed where it lives in
-    /// memory. False: that is not possible, or a scratch register has it.
+    /// Copies an instruction without a memory operand, one of whose registers is accessed where it lives in memory.
+    /// Returns false if that is not possible, or a scratch register has the guest's register already.
     fn copy_in_memory(&mut self, d: &Decoded, form: &Form, shape: Shape) -> bool {
         let Some((number, reads)) = form.in_memory(&d.i) else {
             return false;
@@ -212,7 +215,7 @@ impl Translator {
         true
     }
 
-    /// A host register for the `n`th register that lives in memory.
+    /// Returns a host register for the `n`th register that lives in memory.
     fn scratch(
         &mut self,
         i: &Instruction,
@@ -226,7 +229,7 @@ impl Translator {
         if n == 1 && !memory {
             return Ok(S0);
         }
-        // No instruction uses these implicitly.
+        // No instruction uses these registers implicitly.
         let free = (8..TLB).rev().find(|r| {
             !spilled.contains(&Some(*r))
                 && !self.is_borrowed(*r)
@@ -259,7 +262,7 @@ impl Translator {
     }
 }
 
-/// Where guest registers are that do not live in memory.
+/// Host registers of the guest registers that do not live in memory.
 pub(super) const HOST: recode::Map = {
     let mut map = [0; 16];
     let mut n = 0;
@@ -272,7 +275,7 @@ pub(super) const HOST: recode::Map = {
     map
 };
 
-/// What [`recode()`] makes, for the encoder.
+/// Returns for the encoder the instruction that [`recode()`] makes.
 pub(super) fn rewritten(i: &Instruction, map: &recode::Map, operand: Option<Mem>) -> Instruction {
     let mut out = *i;
     if let Some(m) = operand {
@@ -290,7 +293,7 @@ pub(super) fn rewritten(i: &Instruction, map: &recode::Map, operand: Option<Mem>
     out
 }
 
-/// Makes that the memory operand.
+/// Replaces the memory operand by `m`.
 pub(super) fn set_operand(out: &mut Instruction, m: Mem) {
     let name = |r: Option<Reg>| r.map_or(Register::None, |r| register(r, 8));
     out.set_memory_base(name(m.base));
@@ -300,8 +303,8 @@ pub(super) fn set_operand(out: &mut Instruction, m: Mem) {
     out.set_memory_displ_size(u32::from(m.disp != 0));
 }
 
-/// Prefixes without effect on the guest may have one on the host: F3 makes
-/// TZCNT of BSF and LZCNT of BSR, XACQUIRE begins a transaction.
+/// Drops prefixes that have no effect on the guest but may have one on the host: F3 makes TZCNT of BSF and LZCNT of
+/// BSR, XACQUIRE begins a transaction.
 pub(super) fn drop_hints(out: &mut Instruction) {
     out.set_segment_prefix(Register::None);
     out.set_has_rep_prefix(false);
@@ -320,7 +323,7 @@ fn keeps_destination(i: &Instruction) -> bool {
     )
 }
 
-/// The general register `n` of the given size in bytes.
+/// Returns the general register `n` of the given size in bytes.
 pub(super) fn register(n: Reg, size: usize) -> Register {
     let n = u32::from(n);
     match size {

@@ -5,7 +5,7 @@ use iced_x86::{Code, Mnemonic};
 use super::{Emit, Translator, Unsupported};
 use crate::{asm::*, frame::words::*, ir::branch::target, ir::decoded::Decoded};
 
-/// Bytes of `jmp rel32`, of `jmp rel8`, and of a move between two registers of 64 bits.
+/// Lengths of `jmp rel32`, of `jmp rel8`, and of a move between two registers of 64 bits, in bytes.
 const JMP: u8 = 5;
 const SHORT: u8 = 2;
 const MOV: u8 = 3;
@@ -14,7 +14,7 @@ impl Translator {
     pub(super) fn counted(&mut self, d: &Decoded) -> Emit {
         let t = target(&d.i);
         if !(0..0x1000).contains(&t) {
-            // Where CS's limit may be between here and there, nothing is counted before that is known.
+            // A target outside the page may be beyond CS's limit, and the counter may not change before that is known.
             return Err(Unsupported);
         }
         let counts = d.i.mnemonic() == Mnemonic::Loop;
@@ -29,7 +29,7 @@ impl Translator {
             }
             a.rm(false, &[0x8d], RCX, at(RCX, -1)); // lea
         }
-        // What is left of the counter is zero where this leads.
+        // How far JECXZ jumps if what is left of the counter is zero.
         let onward = match (counts, is_short) {
             (true, false) => JMP,
             (true, true) => MOV + JMP,

@@ -1,9 +1,10 @@
-//! From code that counts to code that does not, and back, where the privilege level changes: see `Jit::follow_level`.
+//! Branches from code that counts to code that does not, and back, where the privilege level changes: see
+//! `Jit::follow_level`.
 
 use crate::{asm::*, codegen::branch::select_target, codegen::countdown::exact, frame::words::*};
 
-/// A branch to r14 from code of one kind to code of the other, if the table has it; else on to `branch`, with r13 as it was. `counts`: from
-/// code that counts, which has been settled.
+/// Emits a branch to r14 from code of one kind to code of the other, if the target table has it; else it goes on to
+/// `branch`, with r13 as it was. `counts`: it comes from code that counts, whose counts have been settled.
 pub(super) fn cross(a: &mut Asm, branch: usize, counts: bool) {
     a.store(gs(SPILL), S1);
     a.load(S1, gs(COUNTED_SALT));

@@ -9,7 +9,7 @@ use crate::{
 };
 
 impl Translator {
-    /// DIV and IDIV of 32 and 64 bits: what could raise #DE goes to the interpreter.
+    /// Translates DIV and IDIV of 32 and 64 bits. The interpreter executes those that could raise #DE.
     pub(super) fn divide(&mut self, d: &Decoded) -> Emit {
         let signed = d.kind == Lowering::Idiv;
         let memory = d.i.op0_kind() == OpKind::Memory;
@@ -29,7 +29,7 @@ impl Translator {
         let a = &mut self.asm;
         let mut bails = [None; 2];
         if signed {
-            // Only RDX:RAX that is RAX sign-extended, and divisors other than 0 and -1.
+            // The host divides only where RDX:RAX is RAX sign-extended and the divisor is neither 0 nor -1.
             a.rr(wide, &[0x8b], S0, RAX);
             a.shift(wide, 7, S0, if wide { 63 } else { 31 });
             a.alu_rr(wide, Alu::Cmp, S0, RDX);

@@ -39,7 +39,7 @@ impl Translator {
                 self.sized(size, 0x3a, RAX);
                 self.state.flags = Flags::Register;
             }
-            // In the order in which the interpreter accesses them.
+            // The accesses have the interpreter's order.
             Op::Movs | Op::Cmps => {
                 let [first, second] = if op == Op::Movs {
                     [RSI, RDI]
@@ -70,7 +70,7 @@ impl Translator {
         Ok(())
     }
 
-    /// The host address of the element at `r` in segment `n`, in r14.
+    /// Makes r14 the host address of the element at `r` in segment `n`.
     fn find_element(
         &mut self,
         d: &Decoded,
@@ -88,7 +88,7 @@ impl Translator {
         self.state.cached = None;
     }
 
-    /// An instruction on `r` and `[r14]` whose opcode for bytes is that.
+    /// Emits an instruction on `r` and `[r14]`; `opcode` is that for bytes.
     fn sized(&mut self, size: usize, opcode: u8, r: Reg) {
         if size == 1 {
             self.asm.bytes(&[0x66]);

@@ -1,28 +1,27 @@
 //! Where arithmetic flags are: the guest's instructions leave them in RFLAGS, which
 //! the translator's own code changes, and blocks are entered with them in [`FLAGS`].
 //!
-//! They are moved once on each way: what the translator does in between to RFLAGS
-//! (a probe of the TLB, say) costs nothing if they are in memory already, and they come
-//! back for an instruction that reads some of them or leaves some as they are. CF alone,
-//! between additions with carry or over INC and DEC, is moved by itself.
+//! Flags are moved once in each direction: what the translator does in between to RFLAGS (a probe of the TLB, say)
+//! costs nothing if they are in memory already, and they come back for an instruction that reads some of them or leaves
+//! some as they are. CF alone, between additions with carry or over INC and DEC, is moved by an instruction of its own.
 
 use iced_x86::{Instruction, Mnemonic, OpKind, RflagsBits};
 
 use super::Translator;
 use crate::{asm::*, frame::words::*, ir::decoded::Decoded, ir::lowering::Form};
 
-/// LAHF's byte: CF is its lowest bit.
+/// The byte that LAHF makes; CF is its lowest bit.
 const LAHF: Mem = Mem {
     disp: SHORT_FLAGS.disp + 1,
     ..SHORT_FLAGS
 };
 
-/// Where live arithmetic flags are; nothing can be told of others.
+/// Where the live arithmetic flags are; the others are unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flags {
     /// RFLAGS.
     Register,
-    /// RFLAGS, as of a register that was made zero by XOR or SUB with itself.
+    /// RFLAGS, with what XOR or SUB of a register with itself leaves there.
     Zero,
     /// [`FLAGS`].
     Memory,
@@ -30,16 +29,16 @@ pub(super) enum Flags {
 }
 
 impl Flags {
-    /// Nowhere but in RFLAGS.
+    /// Returns true if they are nowhere but in RFLAGS.
     pub(super) fn is_register(self) -> bool {
         matches!(self, Self::Register | Self::Zero)
     }
 }
 
-/// [`FLAGS`] of a result of zero: ZF, PF, and the bit that is always set.
+/// [`FLAGS`] after a result of zero: ZF, PF, and the bit that is always set.
 const OF_ZERO: i32 = 0x4600;
 
-/// XOR or SUB of a register with itself.
+/// Returns true for XOR or SUB of a register with itself.
 fn makes_zero(i: &Instruction) -> bool {
     matches!(i.mnemonic(), Mnemonic::Xor | Mnemonic::Sub)
         && i.op0_kind() == OpKind::Register
@@ -48,7 +47,7 @@ fn makes_zero(i: &Instruction) -> bool {
 }
 
 impl Translator {
-    /// Before code that changes RFLAGS, which is not the guest's.
+    /// Moves live flags to memory before code of the translator's own that changes RFLAGS.
     pub(super) fn spill_flags(&mut self, d: &Decoded) {
         if d.live_in == RflagsBits::CF && self.state.flags.is_register() {
             // setc [LAHF]
@@ -59,7 +58,7 @@ impl Translator {
         self.state.flags = Flags::Memory;
     }
 
-    /// Flags are in memory from here on.
+    /// Moves flags to memory, if they are not there.
     pub(super) fn flags_in_memory(&mut self) {
         match self.state.flags {
             Flags::Register => {
@@ -72,7 +71,7 @@ impl Translator {
         self.state.flags = Flags::Memory;
     }
 
-    /// Flags are in RFLAGS from here on, and may be in memory. Changes r13.
+    /// Moves flags to RFLAGS, if they are not there; they stay in memory, too. Changes r13.
     pub(super) fn flags_in_register(&mut self) {
         if self.state.flags == Flags::Memory {
             restore_flags(&mut self.asm, S1);
@@ -81,7 +80,7 @@ impl Translator {
         }
     }
 
-    /// Before an instruction that is executed as it is. Changes r13.
+    /// Moves flags to RFLAGS before an instruction that is executed as it is and touches flags. Changes r13.
     pub(super) fn flags_before(&mut self, d: &Decoded, form: &Form) {
         if !form.touches_flags || d.live_in == 0 {
             return;
@@ -98,7 +97,7 @@ impl Translator {
         }
     }
 
-    /// After an instruction that was executed as it is.
+    /// Notes where flags are after an instruction that was executed as it is.
     pub(super) fn flags_after(&mut self, d: &Decoded, form: &Form) {
         if form.changes_flags {
             self.state.flags = if makes_zero(&d.i) {
@@ -109,7 +108,7 @@ impl Translator {
         }
     }
 
-    /// The condition to test for one of the guest's flags.
+    /// Returns the condition to test on the host for one of the guest's.
     pub(super) fn condition(&mut self, condition: u8) -> u8 {
         if self.state.flags != Flags::Memory {
             return condition;
@@ -121,7 +120,7 @@ impl Translator {
             cc::BE => (LAHF, 0x41),
             cc::S => (LAHF, 0x80),
             cc::P => (LAHF, 0x04),
-            // SF is not OF.
+            // The other conditions compare SF with OF.
             _ => {
                 self.flags_in_register();
                 return condition;

@@ -1,4 +1,4 @@
-//! FP state between the host's registers and the vCPU's state, and kept over calls into Rust.
+//! Moves FP state between the host's registers and the vCPU's state, and keeps it over calls into Rust.
 
 use x86_defs::xsave;
 
@@ -13,8 +13,7 @@ const FOP: usize = 6;
 const FIP: usize = 8;
 const FDP: usize = 16;
 
-/// Saves FP state that is in the host's registers and gives Rust its own.
-/// Changes caller-saved registers.
+/// Saves FP state that is in the host's registers, and gives Rust its own. Changes caller-saved registers.
 pub(crate) fn save_fp(a: &mut Asm) {
     let avx = a.isa().avx;
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
@@ -40,18 +39,19 @@ pub(crate) fn save_fp(a: &mut Asm) {
     a.patch(idle, here);
 }
 
-/// State components of XSAVE.
+/// Returns the state components of XSAVE that the guest uses.
 const fn state(avx: bool) -> u64 {
     if avx { 3 | UPPERS } else { 3 }
 }
 
-/// The one with the upper halves of YMM registers.
+/// The state component with the upper halves of YMM registers.
 const UPPERS: u64 = 1 << 2;
 
-/// Keeps the vector registers over a call into Rust, if they have guest state. Changes rax, rcx and rdx.
+/// Stores the vector registers before a call into Rust, or loads them after it, if they have guest state. Changes rax,
+/// rcx and rdx.
 ///
-/// Upper halves that are not in use are left so: once they are written, if with zeroes, processors take
-/// each SSE instruction for one that depends on what its destination was.
+/// Upper halves that are not in use are left alone: once they are written, even with zeroes, processors treat each SSE
+/// instruction as one that depends on what its destination was.
 pub(crate) fn keep_vectors(a: &mut Asm, store: bool) {
     let Isa { avx, xinuse, .. } = a.isa();
     a.alu_mem_imm8(false, Alu::Cmp, gs(FP_LIVE), 0);
@@ -68,7 +68,7 @@ pub(crate) fn keep_vectors(a: &mut Asm, store: bool) {
         }
         let in_use = a.jcc(cc::NE);
         if !store {
-            // Whatever Rust code has left there.
+            // Rust code may have left something there.
             zero_uppers(a);
         }
         (0..16).for_each(|n| vector(a, n, store, false));
@@ -91,7 +91,7 @@ fn zero_uppers(a: &mut Asm) {
     a.bytes(&[0xc5, 0xf8, 0x77]);
 }
 
-/// Loads the state that is in memory. Changes rax, rdx and, before, ymm0.
+/// Loads the FP state that is in memory. Changes rax, rdx and, before that, ymm0.
 pub(crate) fn load_fp(a: &mut Asm) {
     let avx = a.isa().avx;
     if avx {
@@ -120,7 +120,7 @@ pub(crate) fn load_fp(a: &mut Asm) {
     a.store32_imm(SHORT_FP_LIVE, 1);
 }
 
-/// `vmovdqu` between YMM `n` and its place, or `movups` of its lower half.
+/// Emits `vmovdqu` between YMM `n` and its place, or `movups` of its lower half.
 fn vector(a: &mut Asm, n: u8, store: bool, avx: bool) {
     let op = if store { 0x11 } else { 0x10 };
     let disp = (VECTORS + 32 * usize::from(n)) as i32;

@@ -1,7 +1,7 @@
 //! Branches whose target comes next in a trace.
 //!
-//! [`SHORT_PAGE`] stays that of the page that the trace begins in: what is stored there is loaded again at the
-//! next branch, and all of a trace would wait for one such pair after the other. What leaves the trace
+//! [`SHORT_PAGE`] stays the page that the trace begins in. If code stored another page there, the next branch would
+//! load it again, and all of a trace would wait for one such store and load after the other. Code that leaves the trace
 //! from another page sets it first.
 
 use super::{Emit, Stub, Translator, check_generation};
@@ -14,11 +14,11 @@ use crate::{
     ir::lowering::Lowering,
 };
 
-/// From a stub on, code is of a page, so far beyond [`SHORT_PAGE`].
+/// From this stub on, code is of this page of the trace, which is this far beyond [`SHORT_PAGE`].
 pub(super) type Turn = (usize, u8, i32);
 
 impl Translator {
-    /// Nothing is translated yet.
+    /// Resets what is known of a trace: nothing is translated yet.
     pub(super) fn begin_trace(&mut self) {
         (self.state.page, self.state.beyond) = (0, 0);
         self.state.turns_of_pages.clear();
@@ -26,7 +26,8 @@ impl Translator {
         self.state.branches.clear();
     }
 
-    /// Leaves for `offset`, where the trace begins, if its other pages are not what they were, or where they were.
+    /// Compares the trace's other pages. Leaves for `offset`, where the trace begins, if one is not what it was, or not
+    /// where it was.
     pub(super) fn compare_pages(&mut self, offset: u32) {
         if self.input.pages.len() == 1 {
             return;
@@ -56,7 +57,7 @@ impl Translator {
         }
     }
 
-    /// The branch, if it leads where it is expected to; it is made as elsewhere otherwise.
+    /// Translates a branch whose target comes next. If it leads elsewhere, it is made as in any other block.
     pub(super) fn inline(&mut self, d: &Decoded, onto: TracePlace) -> Emit {
         match d.kind {
             Lowering::Ret => {
@@ -88,27 +89,27 @@ impl Translator {
         self.input.pages.get(usize::from(page))?.bound
     }
 
-    /// What has to be added to [`SHORT_PAGE`] for the place.
+    /// Returns what has to be added to [`SHORT_PAGE`] for the gva of the place.
     fn beyond_of(&self, place: TracePlace) -> i32 {
         self.state.beyond - self.distance(self.state.page)
             + self.distance(place.page)
             + i32::from(place.offset)
     }
 
-    /// The gva of a place in r13.
+    /// Loads r13 with the gva of a place.
     fn load_place(&mut self, place: TracePlace) {
         let beyond = self.beyond_of(place);
         self.asm.load(S1, SHORT_PAGE);
         self.asm.lea(S1, at(S1, beyond));
     }
 
-    /// Code of that page of the trace is translated next.
+    /// Has the code of that page of the trace translated next.
     fn set_page(&mut self, page: u8) {
         let there = TracePlace { page, offset: 0 };
         self.turn(page, self.beyond_of(there));
     }
 
-    /// The same, so far beyond [`SHORT_PAGE`].
+    /// Does the same for a page that is `beyond` bytes beyond [`SHORT_PAGE`].
     fn turn(&mut self, page: u8, beyond: i32) {
         if (self.state.page, self.state.beyond) != (page, beyond) {
             (self.state.page, self.state.beyond) = (page, beyond);
@@ -119,7 +120,8 @@ impl Translator {
         }
     }
 
-    /// [`SHORT_PAGE`] is the page of the code from here on, whose last instruction comes next, or has come. Changes r13.
+    /// Makes [`SHORT_PAGE`] the page of the code from here on, whose last instruction comes next, or has come. Changes
+    /// r13.
     pub(super) fn settle_page(&mut self) {
         if self.state.beyond != 0 {
             set_short_page(&mut self.asm, self.input.bound, self.state.beyond);
@@ -128,7 +130,7 @@ impl Translator {
         }
     }
 
-    /// Compares where an indirect branch leads.
+    /// Compares the target of an indirect branch with the expected one.
     fn expect_target(&mut self, d: &Decoded, onto: TracePlace) -> Emit {
         self.read_target(d)?;
         self.state.current = None;
@@ -173,7 +175,8 @@ impl Translator {
         self.state.rsp_moves += by;
     }
 
-    /// The trace ends within calls: returns from them are predicted as those of others.
+    /// Pushes frames of the calls that the trace ends within, so that returns from them are predicted as those from
+    /// other calls.
     pub(super) fn push_frames(&mut self) {
         let (page, beyond) = (self.state.page, self.state.beyond);
         for frame in core::mem::take(&mut self.state.frames) {
@@ -193,7 +196,8 @@ impl Translator {
         }
     }
 
-    /// An indirect branch to the gva in r14, which is not where it was expected to lead, before it has done anything.
+    /// Makes an indirect branch to the gva in r14, which is not the expected target, before the branch has done
+    /// anything.
     pub(super) fn unexpected(&mut self, number: usize) {
         let Some((d, position)) = self.state.branches.get(number).copied() else {
             return;
@@ -204,7 +208,8 @@ impl Translator {
         self.indirect_to(&Decoded { member: None, ..d });
     }
 
-    /// What is translated next is of the page that the stub at a place is of; returns how far that is beyond [`SHORT_PAGE`].
+    /// Makes the page that the stub `stub` is of the one that is translated for. Returns how far that is beyond
+    /// [`SHORT_PAGE`].
     pub(super) fn turn_to_page_of(&mut self, stub: usize) -> i32 {
         if self.input.pages.len() == 1 {
             return 0;
@@ -212,13 +217,14 @@ impl Translator {
         let mut before = self.state.turns_of_pages.iter().rev();
         let of = before.find(|(from, ..)| *from <= stub).copied();
         let (_, page, beyond) = of.unwrap_or_default();
-        // What it adds to the stubs comes after it is set.
+        // [`SHORT_PAGE`] is set by then, so the stubs that this one adds are not beyond it.
         self.turn(page, 0);
         beyond
     }
 }
 
-/// Sets [`SHORT_PAGE`], which is so far from what it is to be; that is `bound` if it is known. Changes r13, but no flags.
+/// Sets [`SHORT_PAGE`], to which `beyond` has to be added; `bound` is the result, if it is known. Changes r13, but no
+/// flags.
 fn set_short_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
     if let Some(page) = bound {
         return a.store_imm(SHORT_PAGE, page);
@@ -228,7 +234,7 @@ fn set_short_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
     a.store(SHORT_PAGE, S1);
 }
 
-/// The same without any register changed.
+/// Does the same without changing a register.
 pub(super) fn move_page(a: &mut Asm, bound: Option<i32>, beyond: i32) {
     if beyond != 0 {
         push(a, S1);

@@ -1,4 +1,4 @@
-//! Instructions of the interpreter's: which of them have to do with FP state.
+//! Instructions that the interpreter executes, and which of them use FP state.
 
 use iced_x86::{CpuidFeature, EncodingKind, Instruction, Mnemonic};
 
@@ -6,7 +6,7 @@ use super::Translator;
 use crate::{asm::*, frame::words::*, ir::decoded::Decoded};
 
 impl Translator {
-    /// The block ends with an instruction that the interpreter has decoded.
+    /// Ends the block with an instruction that the interpreter has decoded.
     pub(super) fn leave_to_interpreter(&mut self, d: &Decoded) {
         self.flags_in_memory();
         self.asm
@@ -21,7 +21,7 @@ impl Translator {
     }
 }
 
-/// True if the instruction neither reads nor writes FP state or what is saved with it.
+/// Returns true if the instruction neither reads nor writes FP state, nor what is saved with it.
 fn is_integer(i: &Instruction) -> bool {
     use CpuidFeature as F;
     i.code().encoding() == EncodingKind::Legacy

@@ -14,10 +14,10 @@ use crate::{
     ir::mode::Mode,
 };
 
-/// log2 of the size of a tag, and of a page's address.
+/// log2 of the size of a tag, and of a host page's address.
 const SCALE: u8 = 3;
 
-/// The tag of the TLB entry that r13 selects.
+/// Returns the tag of the TLB entry that r13 selects.
 pub(crate) fn tag(write: bool) -> Mem {
     let half = if write { Half::Write } else { Half::Read };
     Mem {
@@ -26,12 +26,12 @@ pub(crate) fn tag(write: bool) -> Mem {
     }
 }
 
-/// The host page of that entry.
+/// Returns the host page of that entry.
 pub(crate) fn host_page() -> Mem {
     at(TLB, PAGES_OFFSET).plus(S1, SCALE)
 }
 
-/// A word of the tables' entry that [`select_entry`] has `by` select.
+/// Returns the word `m` of the TLB entry that [`select_entry`] has `by` select.
 pub(crate) fn selected(m: Mem, by: Reg) -> Mem {
     Mem {
         index: m.index.map(|(_, scale)| (by, scale)),
@@ -39,20 +39,20 @@ pub(crate) fn selected(m: Mem, by: Reg) -> Mem {
     }
 }
 
-/// The tag of the stack's entry.
+/// Returns the tag of the stack's entry.
 pub(crate) fn stack_tag() -> Mem {
     at(TLB, STACK_OFFSET)
 }
 
-/// The host page beside it.
+/// Returns the host page of the stack's entry.
 pub(crate) fn stack_page() -> Mem {
     at(TLB, STACK_OFFSET + 8)
 }
 
-/// Has `to` select the TLB entry of the gva in `gva`.
+/// Makes `to` select the TLB entry of the gva in `gva`.
 pub(crate) fn select_entry(a: &mut Asm, to: Reg, gva: Reg) {
     if a.isa().bmi1 {
-        // The base says which bits.
+        // The low bits of the tables' address tell BEXTR which bits to extract.
         a.bextr(to, gva, TLB);
     } else {
         a.mov(to, gva);
@@ -61,16 +61,16 @@ pub(crate) fn select_entry(a: &mut Asm, to: Reg, gva: Reg) {
     }
 }
 
-/// Which entry a probe compares with.
+/// The TLB entry that a probe compares with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Probe {
     Read,
     Write,
-    /// The stack's, whatever the access does.
+    /// The stack's entry, whatever the access does.
     Stack,
-    /// A per-site entry's.
+    /// A per-site entry.
     SiteEntry(u16),
-    /// As the first two, for an address that is known.
+    /// The entry for reads or for writes, for an address that is known at translation.
     Known {
         gva: i32,
         write: bool,
@@ -78,10 +78,10 @@ pub(super) enum Probe {
 }
 
 impl Probe {
-    /// Those that there are templates of.
+    /// Probes that there are templates of.
     pub(super) const COMMON: [Self; 3] = [Self::Read, Self::Write, Self::Stack];
 
-    /// Its place among these.
+    /// Returns the index of the probe among these.
     fn number(self) -> Option<usize> {
         Self::COMMON.iter().position(|p| *p == self)
     }
@@ -90,7 +90,7 @@ impl Probe {
         if is_stack { Self::Stack } else { write.into() }
     }
 
-    /// The entry's tag, where r13 selects the entry.
+    /// Returns the entry's tag. Where the entry is one of the tables', r13 selects it.
     pub(super) fn tag(self) -> Mem {
         match self {
             Self::Stack => stack_tag(),
@@ -104,7 +104,8 @@ impl Probe {
         }
     }
 
-    /// Emits it for an address that is known: r14 is the page, or its host address. Returns the branch to take on a miss.
+    /// Emits the probe for an address that is known: r14 becomes the host page, or the host address. Returns the branch
+    /// to take on a miss.
     fn emit_known(self, a: &mut Asm, gva: i32, finds: Finds) -> usize {
         let page = a.cmp_mem_imm32(true, self.tag());
         a.patch32(page, gva & !0xfff);
@@ -119,7 +120,7 @@ impl Probe {
         from
     }
 
-    /// Emits it; returns where the word is that it compares with, and the branch to take on a miss.
+    /// Emits the probe. Returns where the limit is that it compares with, and the branch to take on a miss.
     pub(super) fn emit(self, a: &mut Asm, finds: Finds) -> [usize; 2] {
         let page = match self {
             Self::Stack => stack_page(),
@@ -130,7 +131,7 @@ impl Probe {
             }
         };
         a.alu(true, Alu::Sub, S0, self.tag());
-        // More than a byte can hold, for all sizes.
+        // A placeholder for the limit: like all limits, 4096 needs more than an immediate of one byte.
         a.alu_imm(true, Alu::Cmp, S0, 4096);
         let limit = a.here() - 4;
         let from = a.jcc(cc::A);
@@ -141,7 +142,8 @@ impl Probe {
         [limit, from]
     }
 
-    /// What its miss does: the site, and the call.
+    /// Emits what a miss does: r13 becomes the site, and the trampoline is called. Returns the places of the site and
+    /// of the call.
     pub(super) fn emit_miss(self, a: &mut Asm) -> [usize; 2] {
         if let Self::Known { gva, .. } = self {
             a.mov_signed(true, S0, gva);
@@ -157,21 +159,21 @@ impl Probe {
     }
 }
 
-/// What a probe leaves.
+/// What a probe finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Finds {
     /// The host address in r14.
     Address,
-    /// Its page in r13 and the offset in r14, which the instruction adds: it is a cycle faster, and takes a step less on
-    /// some processors. For an address that is known: the page in r14.
+    /// The host page in r13 and the offset in r14, which the instruction adds: that is a cycle faster, and takes a step
+    /// less on some processors. For an address that is known: the host page in r14.
     Parts,
 }
 
-/// Per-site entries that belong to one place in the code each. The others are segments'.
+/// How many per-site entries belong to one place in the code each. The rest are for accesses relative to FS and GS.
 const OWN_SITE_ENTRIES: u16 = SITE_ENTRIES as u16 - 32;
 
-/// The per-site entry for reads at a constant distance from FS's or GS's base, which all code shares: threads' and processors' own
-/// data is on few pages.
+/// Returns the per-site entry for reads at a constant distance from FS's or GS's base. All code shares it: threads' and
+/// processors' own data is on few pages.
 fn site_entry_of_segment(i: &Instruction) -> Option<u16> {
     let segment = i.memory_segment();
     let is_near = matches!(segment, Register::FS | Register::GS)
@@ -181,12 +183,12 @@ fn site_entry_of_segment(i: &Instruction) -> Option<u16> {
     is_near.then(|| OWN_SITE_ENTRIES + u16::from(segment == Register::GS) * 16 + page * 2)
 }
 
-/// What stands above a [`site`] for a per-site entry: its number.
+/// Returns what stands above a [`site`] for a per-site entry: the entry's number.
 const fn site_entry_of(n: u16) -> u64 {
     (n as u64) << SITE_ENTRY_SHIFT
 }
 
-/// Where the entry of an address is among tags, and among pages.
+/// Returns the offset of an address's entry among tags, which is that among host pages.
 const fn entry_of(gva: i32) -> i32 {
     ((gva >> 12) & (ENTRIES as i32 - 1)) << SCALE
 }
@@ -198,7 +200,8 @@ impl From<bool> for Probe {
 }
 
 impl Translator {
-    /// The linear address of `size` bytes less `less` in r14. Changes flags if there is a segment base to add.
+    /// Loads r14 with the linear address of the operand of `size` bytes, less `less`. Changes flags if there is a
+    /// segment base to add.
     pub(super) fn address(&mut self, d: &Decoded, less: i32, size: u32) -> Emit {
         let i = &d.i;
         if self.input.mode.has(Mode::SEGMENTED) {
@@ -226,9 +229,9 @@ impl Translator {
         Ok(())
     }
 
-    /// The operand of a LEA for the effective address less `less`, without RIP,
-    /// and whether it has 64 bits. Registers that live in memory are loaded to
-    /// r13, or r14 for the second; with `address`, r14 is for the result.
+    /// Returns the effective address less `less`, without RIP, as the operand of a LEA, and whether it has 64 bits. A
+    /// register that lives in memory is loaded to r13, and a second one to r14; with `address`, r14 may be overwritten
+    /// by the result.
     pub(super) fn effective(
         &mut self,
         i: &Instruction,
@@ -259,7 +262,7 @@ impl Translator {
             scratch = S0;
         }
         if address && index.is_none() && disp == 0 && base != self.state.cached {
-            // What is all of the address need not be copied.
+            // A register that is the whole address is loaded to r14 at once.
             scratch = S0;
         }
         let mut reg = |n: u8| {
@@ -281,7 +284,7 @@ impl Translator {
         Ok((operand, wide))
     }
 
-    /// From the gva in r14 to a host address in r14, by the software TLB.
+    /// Turns the gva in r14 into a host address in r14, by the software TLB.
     pub(super) fn probe(&mut self, offset: u32, size: u32, write: bool) {
         self.probe_for(
             site(offset, size, write),
@@ -291,7 +294,7 @@ impl Translator {
         );
     }
 
-    /// The same of the word that RSP points to.
+    /// Does the same for the word that RSP points to.
     pub(super) fn probe_stack(&mut self, offset: u32, write: bool) {
         let word = self.word() as u32;
         self.probe_for(
@@ -302,7 +305,7 @@ impl Translator {
         );
     }
 
-    /// The probe of the access that is all, or the first thing, that the instruction does.
+    /// Emits the probe for the only, or the first, access of the instruction.
     fn probe_first(
         &mut self,
         d: &Decoded,
@@ -319,7 +322,7 @@ impl Translator {
         self.probe_for(site(d.offset, size, write) | raises, size, probe, finds)
     }
 
-    /// Returns where the bytes are.
+    /// Emits a probe and its stub. Returns where the bytes are.
     fn probe_for(&mut self, site: u32, size: u32, probe: Probe, finds: Finds) -> Mem {
         let (from, resume) = self.look_up(size, probe, finds);
         self.stubs.push(Stub::Refill {
@@ -337,9 +340,9 @@ impl Translator {
         }
     }
 
-    /// A per-site entry in place of a probe with an index, if the instruction may have one.
+    /// Returns a per-site entry in place of a probe with an index, if the instruction may have one.
     fn choose(&mut self, probe: Probe, i: &Instruction) -> Probe {
-        // Reads and writes have per-site entries of their own, as entries differ in what is allowed.
+        // Reads and writes have different per-site entries, because an entry may allow only reads.
         let write = match probe {
             Probe::Read => 0,
             Probe::Write => 1,
@@ -362,7 +365,7 @@ impl Translator {
         Probe::SiteEntry(n)
     }
 
-    /// The probe of a group: r14 has the address of its first byte, if that is not known.
+    /// Emits the probe of a group. r14 has the address of the group's first byte, unless that is known at translation.
     fn probe_group(&mut self, offset: u32, member: Member, probe: Probe) {
         if !matches!(probe, Probe::Known { .. })
             && let Some(from) = self.branch_if_misaligned(member.align)
@@ -387,7 +390,8 @@ impl Translator {
         self.state.current = Some(member.group);
     }
 
-    /// The branch to take if the group whose address is in r14 is not aligned as its members have to be, if any has to. May change r13.
+    /// Emits a branch that is taken if the group whose address is in r14 is not aligned as its members have to be.
+    /// `None` if none has to be aligned. May change r13.
     pub(super) fn branch_if_misaligned(&mut self, align: Align) -> Option<usize> {
         if align.to == 1 {
             return None;
@@ -403,8 +407,7 @@ impl Translator {
         Some(self.asm.jcc(cc::NE))
     }
 
-    /// The inline part of a probe; returns the branch to take on a miss and
-    /// where to come back to.
+    /// Emits the inline part of a probe. Returns the branch to take on a miss, and where to come back to.
     fn look_up(&mut self, size: u32, probe: Probe, finds: Finds) -> (usize, usize) {
         if let Probe::Known { gva, .. } = probe {
             let from = probe.emit_known(&mut self.asm, gva, finds);
@@ -421,8 +424,8 @@ impl Translator {
         (from, self.asm.here())
     }
 
-    /// The probe of `size` bytes, aligned like that, at the memory operand less `less`, if the operand's address is known
-    /// and they are in one page.
+    /// Returns the address of `size` bytes at the memory operand less `less`, if it is known at translation, aligned as
+    /// `align` says, and in one page.
     fn known(&self, i: &Instruction, less: i32, size: u32, align: Align) -> Option<i32> {
         let is_based = matches!(i.memory_segment(), Register::FS | Register::GS);
         if is_based || self.input.mode.has(Mode::SEGMENTED) {
@@ -446,7 +449,7 @@ impl Translator {
         (offset + size <= 4096 && is_aligned).then_some(gva)
     }
 
-    /// Makes the memory operand, which is read, a host address in r14.
+    /// Makes r14 the host address of the memory operand, which is read.
     pub(super) fn read_operand(&mut self, d: &Decoded, size: u32) -> Emit {
         let (offset, write) = (d.offset, false);
         let probe = match self.known(&d.i, 0, size, Align::NONE) {
@@ -460,7 +463,7 @@ impl Translator {
         Ok(())
     }
 
-    /// What a miss of the probe does first; returns the call, whose target is to be filled in.
+    /// Emits what a miss of the probe does first. Returns the call, whose target is to be filled in.
     pub(super) fn miss(&mut self, probe: Probe, site: u32) -> usize {
         let [number, call] = match probe.number() {
             Some(n) => self.asm.stamp(&self.templates.miss[n]),
@@ -470,14 +473,14 @@ impl Translator {
         call
     }
 
-    /// The group's pointer is known: it needs no probe.
+    /// Returns true if the group's pointer is known, so that the access needs no probe.
     fn is_found(&self, m: &Member) -> bool {
         let hoisted = self.state.hoisted.as_ref();
         let is_in_register = hoisted.is_some_and(|w| w.borrows_for(m.group));
         !m.first || self.state.holds && m.stays && !is_in_register
     }
 
-    /// Where from r14 a group's further access is.
+    /// Loads the pointer of a group to r14 if it is not there. Returns how far from it the group's further access is.
     pub(super) fn follow(&mut self, member: Member) -> i32 {
         if self.state.current != Some(member.group) {
             let Some(slot) = member.slot else {
@@ -489,7 +492,8 @@ impl Translator {
         member.offset
     }
 
-    /// Where the memory operand is in the host: r14 plus a constant, or, if it may be in [`Finds::Parts`], plus r13.
+    /// Returns where the memory operand is on the host: at r14 plus a constant, or, if `finds` is [`Finds::Parts`],
+    /// plus r13.
     pub(super) fn operand(
         &mut self,
         d: &Decoded,
@@ -533,20 +537,21 @@ impl Translator {
         })
     }
 
-    /// Before the probe, which may set the dirty flag of a page.
+    /// Leaves for the interpreter if the address in r14 is not aligned. To be emitted before the probe, which may set
+    /// the dirty flag of a page.
     pub(super) fn bail_if_misaligned(&mut self, offset: u32, size: u32) {
         self.test_alignment(S0, size);
         self.bail_if(cc::NE, offset);
     }
 
-    /// Compares the low bits of an address in r13 or r14.
+    /// Tests the low bits of an address in r13 or r14.
     fn test_alignment(&mut self, address: Reg, size: u32) {
         // test r13b or r14b, size - 1
         let modrm = 0xc0 | address & 7;
         self.asm.bytes(&[0x41, 0xf6, modrm, size as u8 - 1]);
     }
 
-    /// As [`Self::operand`] for the word of the stack at `r + disp`.
+    /// Does what [`Self::operand`] does, for the word of the stack at `r + disp`. Returns how far from r14 the word is.
     pub(super) fn stack_slot(&mut self, d: &Decoded, r: Reg, disp: i32, write: bool) -> i32 {
         if let Some(m) = d.member.filter(|m| self.is_found(m)) {
             return self.follow(m);

@@ -1,31 +1,31 @@
-//! Words of the mode's size: on the stack, in addresses, and what 32-bit code has of vectors.
+//! Words of the mode's size, on the stack and in addresses; and VZEROUPPER and VZEROALL where there are eight vector
+//! registers.
 
 use iced_x86::Mnemonic;
 
 use super::Translator;
 use crate::{asm::*, frame::words::GUEST_RSP, ir::decoded::Decoded, ir::mode::Mode};
 
-/// Words of the mode's size.
 impl Translator {
-    /// Bytes of a word on the stack.
+    /// Returns the length of a word on the stack in bytes.
     pub(super) const fn word(&self) -> i32 {
         self.input.word
     }
-    /// Zero-extended.
+    /// Loads a word, zero-extended.
     pub(super) fn load_word(&mut self, r: Reg, m: Mem) {
         match self.input.word {
             2 => self.asm.rm(false, &[0x0f, 0xb7], r, m), // movzx
             _ => self.asm.rm(self.input.long, &[0x8b], r, m),
         }
     }
-    /// The same of a register.
+    /// Moves a word between registers, zero-extended.
     pub(super) fn move_word(&mut self, r: Reg, from: Reg) {
         match self.input.word {
             2 => self.asm.rr(false, &[0x0f, 0xb7], r, from), // movzx
             _ => self.asm.rr(self.input.long, &[0x8b], r, from),
         }
     }
-    /// To a register of the guest's, of which 16 bits leave the others as they are.
+    /// Loads a word to a register of the guest's. A word of 16 bits leaves the other bits as they are.
     pub(super) fn load_to_register(&mut self, r: Reg, m: Mem) {
         self.operand_size();
         self.asm.rm(self.input.long, &[0x8b], r, m);
@@ -34,7 +34,7 @@ impl Translator {
         self.operand_size();
         self.asm.rm(self.input.long, &[0x89], r, m);
     }
-    /// The immediate is sign-extended.
+    /// Stores an immediate, which is sign-extended.
     pub(super) fn store_word_imm(&mut self, m: Mem, v: i32) {
         self.operand_size();
         self.asm.rm(self.input.long, &[0xc7], 0, m);
@@ -43,19 +43,19 @@ impl Translator {
             _ => self.asm.bytes(&v.to_le_bytes()),
         }
     }
-    /// The prefix of what works on a word.
+    /// Emits the operand-size prefix for a word of 16 bits.
     fn operand_size(&mut self) {
         if self.input.word == 2 {
             self.asm.bytes(&[0x66]);
         }
     }
-    /// An address.
+    /// Loads `r` with an address.
     pub(super) fn lea_word(&mut self, r: Reg, m: Mem) {
         self.asm.rm(self.input.long, &[0x8d], r, m);
     }
-    /// VZEROUPPER, VZEROALL: by moves to XMM registers, which clear what is above.
+    /// Translates VZEROUPPER and VZEROALL by moves to XMM registers, which clear what is above.
     pub(super) fn zero_vectors(&mut self, d: &Decoded) {
-        // VXORPS with itself, or VMOVAPS.
+        // VXORPS with itself clears a register, VMOVAPS to itself only what is above.
         let all = d.i.mnemonic() == Mnemonic::Vzeroall;
         for n in 0..8 {
             let (v, opcode) = if all { (!n & 15, 0x57) } else { (15, 0x28) };
@@ -63,15 +63,15 @@ impl Translator {
                 .bytes(&[0xc5, 0x80 | v << 3, opcode, 0xc0 | n << 3 | n]);
         }
     }
-    /// Makes the guest's stack pointer that address.
+    /// Sets the guest's stack pointer to an address.
     pub(super) fn set_stack(&mut self, m: Mem) {
         if self.input.mode.has(Mode::STACK16) {
-            // What is above SP stays.
+            // The bits above SP stay.
             self.asm.bytes(&[0x66]);
         }
         self.lea_word(GUEST_RSP, m);
     }
-    /// Moves the guest's stack pointer.
+    /// Adds to the guest's stack pointer.
     pub(super) fn move_stack(&mut self, by: i32) {
         self.set_stack(at(GUEST_RSP, by));
     }

@@ -1,4 +1,5 @@
-//! Addresses in segments: compared with the limit, then the base is added. What may be beyond the limit is the interpreter's.
+//! Addresses in segments: the offset is compared with the limit, then the base is added. The interpreter executes what
+//! may be beyond the limit.
 
 use iced_x86::{Instruction, OpKind};
 use x86_defs::{reg, segment::Attr};
@@ -9,7 +10,7 @@ use crate::{
 };
 
 impl Translator {
-    /// The linear address of the memory operand's `size` bytes, in r14. Changes flags.
+    /// Loads r14 with the linear address of the memory operand's `size` bytes. Changes flags.
     pub(super) fn address_in_segment(&mut self, d: &Decoded, size: u32) -> Emit {
         let segment = d.i.memory_segment();
         if !segment.is_segment_register() {
@@ -20,7 +21,7 @@ impl Translator {
         Ok(())
     }
 
-    /// The offset that is the memory operand's, in r14.
+    /// Loads r14 with the memory operand's offset in its segment.
     fn offset_in_segment(&mut self, i: &Instruction) -> Emit {
         let (m, _) = self.effective(i, 0, true)?;
         self.asm.rm(false, &[0x8d], S0, m); // lea
@@ -30,14 +31,14 @@ impl Translator {
         Ok(())
     }
 
-    /// From the offset of `size` bytes in segment `n`, in r14, to their linear address.
+    /// Turns the offset of `size` bytes in segment `n`, in r14, into their linear address.
     pub(super) fn add_base(&mut self, offset: u32, n: usize, size: u32) {
         self.asm.alu(false, Alu::Cmp, S0, bound(n, size));
         self.bail_if(cc::A, offset);
         self.asm.alu(false, Alu::Add, S0, segment_base(n));
     }
 
-    /// The address of the word of the stack at `r + disp`, in r14; with segments, this changes flags.
+    /// Loads r14 with the address of the word of the stack at `r + disp`. In code with segments this changes flags.
     pub(super) fn stack_address(&mut self, offset: u32, r: Reg, disp: i32) {
         self.lea_word(S0, at(r, disp));
         if !self.input.mode.has(Mode::SEGMENTED) {
@@ -49,7 +50,7 @@ impl Translator {
         self.add_base(offset, reg::SS, self.word() as u32);
     }
 
-    /// MOV to a segment register in real mode.
+    /// Translates MOV to a segment register in real mode.
     pub(super) fn general_to_segment(&mut self, d: &Decoded) -> Emit {
         if d.i.op1_kind() == OpKind::Memory {
             let operand = self.operand(d, 2, false, false, Finds::Address)?;
@@ -65,7 +66,7 @@ impl Translator {
         Ok(())
     }
 
-    /// PUSH and POP of a segment register, the latter in real mode.
+    /// Translates PUSH of a segment register, and POP of one in real mode.
     pub(super) fn segment_on_stack(&mut self, d: &Decoded) {
         let n = d.i.op0_register().number();
         let is_push = d.kind == Lowering::PushSegment;
@@ -83,7 +84,8 @@ impl Translator {
         }
     }
 
-    /// Has segment register `n` be what real mode makes of the selector in r13: the limit stays, and the size. Changes flags.
+    /// Loads segment register `n` with the selector in r13 as real mode does: the limit stays, and the size. Changes
+    /// flags.
     fn load_segment(&mut self, n: usize) {
         const SIZE: u32 = Attr::G | Attr::DB | Attr::AVL;
         const DATA: u32 = 0x93;
@@ -98,7 +100,8 @@ impl Translator {
         a.store(segment_base(n), S1);
     }
 
-    /// Before a call of another page writes anything: it leads to an instruction pointer within CS, or the interpreter executes it. Changes flags.
+    /// Leaves a call of another page to the interpreter, before it writes anything, unless it leads to an instruction
+    /// pointer within CS. Changes flags.
     pub(super) fn compare_target(&mut self, offset: u32, target: i32) {
         if !self.input.mode.has(Mode::SEGMENTED) {
             return;
@@ -116,7 +119,7 @@ impl Translator {
         }
     }
 
-    /// LEA, which knows no segments.
+    /// Translates LEA, which ignores segments.
     pub(super) fn lea_in_segment(&mut self, d: &Decoded) -> Emit {
         let to = d.i.op0_register();
         self.offset_in_segment(&d.i)?;

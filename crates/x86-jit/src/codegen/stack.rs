@@ -5,11 +5,11 @@ use iced_x86::{OpKind, Register};
 use super::{Emit, Translator, memory::Finds};
 use crate::{asm::*, frame::words::*, ir::decoded::Decoded, ir::lowering::Lowering};
 
-/// Pushes or pops of a run at most: a longer one straddles a page more often.
+/// Maximum number of pushes or pops in a run: a longer one straddles a page more often.
 const MAX_RUN: usize = 8;
 
-/// How many instructions at the start of `insns` push, or all pop, general
-/// registers other than RSP, in one group.
+/// Returns how many instructions at the start of `insns` push, or all pop, general registers other than RSP, in one
+/// group.
 pub(super) fn run_length(insns: &[Decoded]) -> usize {
     let Some(kind @ (Lowering::Push | Lowering::Pop)) = insns.first().map(|d| d.kind) else {
         return 0;
@@ -30,8 +30,8 @@ pub(super) fn run_length(insns: &[Decoded]) -> usize {
         .count()
 }
 
-/// What the instruction does depends on RSP in no way but by the pointer of its group, and nothing else happens at it:
-/// RSP may be changed later for the pushes and pops before it.
+/// Returns true if the instruction depends on RSP only through the pointer of its group, and nothing else happens at
+/// it: RSP may be changed later for the pushes and pops before it.
 pub(super) fn needs_no_rsp(d: &Decoded) -> bool {
     const RSP_BIT: u16 = 1 << 4;
     let is_plain = |d: &Decoded| {
@@ -50,7 +50,7 @@ pub(super) fn needs_no_rsp(d: &Decoded) -> bool {
 }
 
 impl Translator {
-    /// RSP is what the guest has from here on.
+    /// Makes RSP what the guest has from here on.
     pub(super) fn settle_stack(&mut self) {
         let by = core::mem::take(&mut self.state.rsp_moves);
         if by != 0 {
@@ -58,7 +58,7 @@ impl Translator {
         }
     }
 
-    /// A run of pushes or pops.
+    /// Translates a run of pushes or pops.
     pub(super) fn stack_run(&mut self, run: &[Decoded]) {
         let Some(first) = run.first() else { return };
         let push = first.kind == Lowering::Push;
@@ -77,7 +77,7 @@ impl Translator {
         self.state.rsp_moves += if push { -size } else { size };
     }
 
-    /// The word at r14 + `disp` to a register other than RSP.
+    /// Loads the word at r14 + `disp` to a register other than RSP.
     fn pop_to(&mut self, n: u8, disp: i32) {
         match host_reg(n) {
             Some(h) => self.load_to_register(h, at(S0, disp)),
@@ -107,7 +107,7 @@ impl Translator {
                 self.store_word(at(S0, to), S1);
             }
             _ => {
-                // Sign-extended from 32 bits, or not extended.
+                // The immediate is sign-extended from 32 bits, or not extended.
                 self.store_word_imm(at(S0, to), d.i.immediate(0) as i32);
             }
         }
@@ -120,7 +120,7 @@ impl Translator {
         let n = d.i.op0_register().number() as u8;
         if host_reg(n) == Some(GUEST_RSP) {
             if self.word() == 2 {
-                // What is above SP is that of the pointer behind the word.
+                // The bits above SP become those of the stack pointer behind the word.
                 self.load_word(S0, at(S0, from));
                 self.move_stack(2);
                 self.asm.bytes(&[0x66]);

@@ -8,9 +8,9 @@ use crate::{
     ir::source::{Source, TracePage},
 };
 
-/// Numbers that the next block's code takes from what all blocks share.
+/// Numbers that the next block takes from what all blocks share.
 pub(super) struct Allocation {
-    /// Per-site entries for reads, and for writes.
+    /// Next per-site entries for reads, and for writes.
     pub(super) site_entry: [u16; 2],
     pub(super) inline_cache: usize,
     pub(super) hoist: usize,
@@ -26,24 +26,24 @@ impl Allocation {
     }
 }
 
-/// What a block is made of.
+/// What a block is translated from.
 pub(crate) struct Input {
-    /// Number of the interpreter's instruction at the end, 0 if there is none.
+    /// Number of the instruction at the block's end that the interpreter executes, 0 if there is none.
     pub(super) interpreted: u32,
-    /// The page.
+    /// The page of the block's code.
     pub(super) source: Source,
-    /// 64-bit code.
+    /// The code is 64-bit code.
     pub(super) long: bool,
     pub(super) mode: Mode,
-    /// Bytes of a word of the instruction's on the stack.
+    /// Length of a word on the stack for the current instruction, in bytes.
     pub(super) word: i32,
-    /// The gva of the page, if the block is executed nowhere else.
+    /// The gva of the page, if the block is executed at no other address.
     pub(super) bound: Option<i32>,
     /// As [`super::How::by_guard`].
     pub(super) by_guard: bool,
-    /// The block is executed much.
+    /// What is known of the block, if it is hot.
     pub(crate) hot: Option<Hot>,
-    /// The pages that the block has code of, its own first.
+    /// The pages that the block has code of, its first page first.
     pub(crate) pages: Vec<TracePage>,
 }
 
@@ -65,30 +65,31 @@ impl Input {
 
 /// What holds at the instruction that is translated next.
 pub(super) struct Emission {
-    /// The group whose pointer is in r14.
+    /// The group whose host pointer is in r14.
     pub(super) current: Option<u16>,
     /// Where arithmetic flags are.
     pub(super) flags: Flags,
-    /// The guest register that lives in memory and that r13 has, too.
+    /// The guest register that lives in memory and has a copy in r13.
     pub(super) cached: Option<u8>,
-    /// What is still to be added to RSP.
+    /// What has still to be added to RSP.
     pub(super) rsp_moves: i32,
-    /// Number of the instruction in its block.
+    /// Number of the current instruction in its block.
     pub(super) position: usize,
     pub(super) tally: Tally,
-    /// Several turns of a loop are translated whose groups need no probes.
+    /// The fast iterations of a loop are being translated, whose groups need no probes.
     pub(super) hoisted: Option<HoistedLoop>,
-    /// A turn of a loop is translated whose groups that stay have been found by the one before.
+    /// An iteration of a loop is being translated that follows another, which has found the groups that stay.
     pub(super) holds: bool,
-    /// The page that is translated, of [`Input::pages`].
+    /// Index of the page that is being translated, in [`Input::pages`].
     pub(super) page: u8,
-    /// From which stub on it was which one.
+    /// For each change of page, the stub from which on it holds.
     pub(super) turns_of_pages: Vec<Turn>,
-    /// How far it is from the page in [`crate::frame::words::SHORT_PAGE`].
+    /// Distance of that page from the page in [`crate::frame::words::SHORT_PAGE`].
     pub(super) beyond: i32,
-    /// Where calls return to whose targets are in the block.
+    /// Return addresses of the calls whose targets the block has followed, and which have not returned in it.
     pub(super) frames: Vec<TracePlace>,
-    /// Branches to what comes next in the block, and their numbers, for [`super::Stub::Unexpected`].
+    /// Branches to what comes next in the block, and the numbers of their instructions, for
+    /// [`super::Stub::Unexpected`].
     pub(super) branches: Vec<(Decoded, usize)>,
 }
 

@@ -7,9 +7,9 @@ use crate::{
     ir::mode::Mode,
 };
 
-/// Goes on with CR3 = r14 and the tables that it led to before, if nothing says otherwise. Else the
-/// interpreter executes the instruction at the offset r13d: jumps to `bail`. `move_to_tables` goes on with
-/// the tables at r14, and may change r13.
+/// Emits a load of CR3 with r14 that goes on with the tables that the same load led to before, if nothing has changed
+/// that the entry depends on. Otherwise jumps to `bail`, where the interpreter executes the instruction at the offset
+/// r13d. `move_to_tables` emits what goes on with the tables at r14, and may change r13.
 pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)) -> usize {
     let place = a.here();
     a.rr(true, &[0x85], S0, S0); // test
@@ -31,7 +31,7 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     a.load(RCX, at(TLB, mmu::l1::VIEW));
     a.alu(true, Alu::Cmp, RCX, at(RAX, switches::VIEW));
     unknown.push(a.jcc(cc::NE));
-    // The mode, in the key's low bits.
+    // The mode is in the key's low bits.
     a.load32(RCX, gs(KEY));
     a.alu(false, Alu::Xor, RCX, at(RAX, switches::KEY));
     a.shift(false, 4, RCX, (u32::BITS - Mode::WIDTH) as u8);
@@ -54,7 +54,7 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
         S0,
         [switches::SALT, switches::NUMBER].map(|n| at(RAX, n)),
     );
-    // They are those of the other address space.
+    // The views known there are those of the address space that was left.
     for view in VIEWS {
         a.store_imm(gs(view), 0);
     }
@@ -73,7 +73,7 @@ pub(super) fn change_root(a: &mut Asm, bail: usize, move_to_tables: fn(&mut Asm)
     place
 }
 
-/// The salt and the number of a key that generated code goes on with: from two words of a table, by a register.
+/// Loads the salt and the number of a key that generated code goes on with from two words of a table. Changes `by`.
 pub(super) fn become_key(a: &mut Asm, by: Reg, [salt, number]: [Mem; 2]) {
     a.load(by, salt);
     a.store(gs(SALT), by);

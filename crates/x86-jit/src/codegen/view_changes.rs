@@ -1,5 +1,5 @@
-//! STAC, CLAC, MOV to CR0, CLTS and WRPKRU in generated code: the tables of another view, which Rust has changed to before, or
-//! the keys of another mode.
+//! STAC, CLAC, MOV to CR0, CLTS and WRPKRU in generated code: goes on with the tables of another view, which Rust has
+//! changed to before, or with the keys of another mode.
 
 use x86_defs::{
     control::{cr0, cr4},
@@ -16,7 +16,8 @@ use crate::{
     ir::mode::Mode,
 };
 
-/// Goes on with the tables of the supervisor's other view, and RFLAGS.AC as it belongs to it, if they are known.
+/// Emits what goes on with the tables of the supervisor's other view, and the RFLAGS.AC that belongs to it, if the
+/// tables are known.
 pub(super) fn change_access(a: &mut Asm, set: bool, otherwise: usize) -> usize {
     let place = a.here();
     let [from, to] = [!set, set].map(|ac| [false, true].map(|wp| view_of(wp, ac)));
@@ -35,8 +36,9 @@ pub(super) fn change_access(a: &mut Asm, set: bool, otherwise: usize) -> usize {
     place
 }
 
-/// Goes on with CR0 = r14 and the tables of the view that belongs to it, if nothing but WP changes and they are known; or with the keys
-/// of the mode that belongs to it, if nothing but TS, EM and MP changes, and the code does not count what is retired.
+/// Emits what goes on with CR0 = r14 and the tables of the view that belongs to it, if nothing but WP changes and the
+/// tables are known; or with the keys of the mode that belongs to it, if nothing but TS, EM and MP changes, and the
+/// code does not count what is retired.
 pub(super) fn change_cr0(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     let place = a.here();
     push(a, RAX);
@@ -78,12 +80,12 @@ pub(super) fn change_cr0(a: &mut Asm, otherwise: usize, counts: bool) -> usize {
     place
 }
 
-/// The bits of CR0 that no translation depends on, and code only by [`Mode::FP`].
+/// Bits of CR0 that no translation of addresses depends on, and code only through [`Mode::FP`].
 const FP_BITS: i32 = (cr0::TS | cr0::EM | cr0::MP) as i32;
 
-/// Goes on with CR0 = r14 and the keys of the mode that belongs to it, where rax has the bits that change, if they are of [`FP_BITS`] and
-/// the keys are known; the guest's rax is on the stack. Goes on behind it if WP may be all that changes. Returns the branches to take if
-/// the change is another one.
+/// Emits what goes on with CR0 = r14 and the keys of the mode that belongs to it, if only bits of [`FP_BITS`] change
+/// and the keys are known. rax has the bits that change, and the guest's rax is on the stack. The code behind is
+/// reached if WP may be all that changes. Returns the branches that are taken if the change is another one.
 fn change_mode(a: &mut Asm) -> Vec<usize> {
     a.rr(true, &[0xf7], 0, RAX); // test rax, …
     a.bytes(&(!FP_BITS).to_le_bytes());
@@ -94,7 +96,7 @@ fn change_mode(a: &mut Asm) -> Vec<usize> {
     a.rr(false, &[0xf7], 0, S0); // test r14d, …
     a.bytes(&((cr0::TS | cr0::EM) as u32).to_le_bytes());
     let mut without_fp = vec![a.jcc(cc::NE)];
-    // As `runtime::state::has_plain_fp`.
+    // The conditions are those of `runtime::state::has_plain_fp`.
     a.rm(false, &[0xf7], 0, gs(CR4)); // test
     a.bytes(&(cr4::OSFXSR as u32).to_le_bytes());
     without_fp.push(a.jcc(cc::E));
@@ -142,7 +144,8 @@ fn change_mode(a: &mut Asm) -> Vec<usize> {
     vec![unknown, a.jcc(cc::NE)]
 }
 
-/// `to` becomes the tables beside the live ones in one of two pairs of [`VIEWS`]. Returns the branches if they are in none.
+/// Loads `to` with the tables of the view of `views` that is the counterpart of the live one in `from`. Returns the
+/// branches that are taken if the live view is not in `from`, or its counterpart is not known.
 fn select_view(a: &mut Asm, to: Reg, from: [usize; 2], views: [usize; 2]) -> [usize; 2] {
     a.load(to, gs(VIEWS[views[0]]));
     a.alu(true, Alu::Cmp, TLB, gs(VIEWS[from[0]]));
@@ -156,14 +159,14 @@ fn select_view(a: &mut Asm, to: Reg, from: [usize; 2], views: [usize; 2]) -> [us
     [is_other, a.jcc(cc::E)]
 }
 
-/// Goes on with PKRU = r14 and the tables of the view that belongs to it, if they are known.
+/// Emits what goes on with PKRU = r14 and the tables of the view that belongs to it, if they are known.
 pub(super) fn change_key_rights(a: &mut Asm, otherwise: usize) -> usize {
     let place = a.here();
     let known = |word: usize| gs(KEY_VIEWS + 8 * word).plus(RAX, 3);
     push(a, RAX);
     a.imul(false, RAX, S0, KEY_VIEW_HASH.cast_signed());
     a.shift(false, 5, RAX, 29);
-    // Six words each.
+    // An entry has six words.
     a.lea(RAX, at(RAX, 0).plus(RAX, 1));
     a.alu_rr(false, Alu::Add, RAX, RAX);
     a.alu(true, Alu::Cmp, TLB, known(0));
@@ -181,7 +184,7 @@ pub(super) fn change_key_rights(a: &mut Asm, otherwise: usize) -> usize {
     a.load(S0, known(5));
     a.store(gs(NUMBER), S0);
     a.store32(SHORT_NUMBER, S0);
-    // They are those of another PKRU.
+    // The views known there are those of another PKRU.
     for view in VIEWS {
         a.store_imm(gs(view), 0);
     }
@@ -203,12 +206,12 @@ fn go_on_with_view(a: &mut Asm) {
     a.ret();
 }
 
-/// The tables at r14 are those of the live view. Changes r13.
+/// Makes the tables at r14 those of the live view. Changes r13.
 fn move_to_view(a: &mut Asm) {
     move_to_tables(a, IS_OTHER_VIEW);
 }
 
-/// The tables at r14 are those to go on with, which the word `told` says to Rust. Changes r13.
+/// Makes the tables at r14 those to go on with, which the frame's word `told` says to Rust. Changes r13.
 pub(super) fn move_to_tables(a: &mut Asm, told: usize) {
     a.store(gs(TABLES), S0);
     a.store_imm(gs(told), 1);

@@ -1,29 +1,29 @@
-//! Why translated code calls for Rust, and what it left for.
+//! Why translated code calls Rust, and why it is left.
 
 use x86_interp::RunStop;
 
-/// Reason of a call: RIP is exact, flags are in [`crate::frame::words::FLAGS`].
+/// The reason of a call. RIP is exact unless said otherwise, and flags are in [`crate::frame::words::FLAGS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Reason {
-    /// Something was requested, or it is time to look at the clock. (Never a call.)
+    /// Something was requested, or it is time to look at the clock. (Never the reason of a call.)
     Poll,
-    /// The instruction at RIP is the interpreter's.
+    /// The interpreter has to execute the instruction at RIP.
     Interpret,
     /// The code of the block at RIP has changed.
     Stale,
-    /// A direct branch without a target yet (RIP is not set).
+    /// A direct branch is not linked yet. (RIP is not set.)
     Link,
-    /// A branch at RIP whose target, in [`crate::frame::words::SPILL`], is not in the
-    /// table; it is complete but for what [`crate::frame::words::ARGUMENT`] adds to RSP.
+    /// A branch at RIP has a target, in [`crate::frame::words::SPILL`], that is not in the target table. The branch is
+    /// complete but for what [`crate::frame::words::ARGUMENT`] adds to RSP.
     Branch,
-    /// A direct branch to another page, to the target in [`crate::frame::words::SPILL`] and from
-    /// the site in the word after it, that is not in the table or is to be remembered.
+    /// A direct branch to another page has a target, in [`crate::frame::words::SPILL`], that is not in the target table
+    /// or is to be linked. The next word of the frame has its site's number.
     CrossPage,
-    /// The instruction at RIP is the interpreter's, and the linear address of its operand is in
+    /// The interpreter has to execute the instruction at RIP, whose operand's linear address is in
     /// [`crate::frame::words::SPILL`].
     Access,
-    /// The block at RIP is longer than it is until a counter may overflow: another translation of it is shorter.
+    /// The block at RIP is longer than the rest until a counter may overflow: its split translation is shorter.
     TooLong,
 }
 
@@ -49,9 +49,8 @@ pub(crate) enum Left {
     Poll,
     /// The state is not one for translated code, or the code was dropped.
     Again,
-    /// An instruction of the interpreter's stopped.
-    /// An instruction of the interpreter's stopped.
+    /// An instruction that the interpreter executed for translated code has stopped.
     Stopped(RunStop),
-    /// One that it executed after translated code was left.
+    /// An instruction that the interpreter executed after translated code was left has stopped.
     Interpreted(RunStop),
 }

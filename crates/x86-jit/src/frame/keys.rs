@@ -1,12 +1,12 @@
 //! Salts and numbers of target keys ([`crate::code::cache`]), for generated code that changes the mode by itself.
 //!
-//! What belongs to a key never changes, so an entry stays right whatever Rust does meanwhile.
+//! A key's salt and number never change, so an entry stays right whatever Rust does meanwhile.
 
 use core::mem::offset_of;
 
-/// Entries, by [`place`].
+/// Number of entries; [`place`] selects one.
 const LEN: usize = 32;
-/// The lower half of the key times this, of which the upper [`BITS`] bits are an entry's place.
+/// Multiplier of the lower half of a key. The upper [`BITS`] bits of the product are the entry's index.
 pub(crate) const HASH: u32 = 0x9e37_79b1;
 pub(crate) const BITS: u32 = LEN.trailing_zeros();
 
@@ -14,7 +14,7 @@ pub(crate) const BITS: u32 = LEN.trailing_zeros();
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Known {
-    /// No key is 0.
+    /// The key; no key is 0.
     key: u64,
     salt: u64,
     number: u64,
@@ -25,7 +25,7 @@ struct Known {
 pub(crate) const KEY: i32 = offset_of!(Known, key) as i32;
 pub(crate) const SALT: i32 = offset_of!(Known, salt) as i32;
 pub(crate) const NUMBER: i32 = offset_of!(Known, number) as i32;
-/// log2 of the size.
+/// log2 of an entry's size.
 pub(crate) const SHIFT: u8 = 5;
 const _: () = assert!(size_of::<Known>() == 1 << SHIFT);
 
@@ -40,7 +40,7 @@ fn place(key: u64) -> usize {
     ((key as u32).wrapping_mul(HASH) >> (u32::BITS - BITS)) as usize
 }
 
-/// The keys of a vCPU that were current last. They do not move.
+/// The keys that were current last on a vCPU. They do not move in memory.
 #[derive(Debug)]
 pub(crate) struct Keys(Box<[Known; LEN]>);
 
@@ -49,7 +49,7 @@ impl Keys {
         Self(Box::new([NONE; LEN]))
     }
 
-    /// For generated code.
+    /// Returns the table's address, for generated code.
     pub(crate) fn address(&self) -> u64 {
         self.0.as_ptr() as u64
     }
@@ -63,7 +63,7 @@ impl Keys {
         };
     }
 
-    /// Numbers begin anew.
+    /// Forgets all keys, because numbers are given anew.
     pub(crate) fn clear(&mut self) {
         self.0.fill(NONE);
     }

@@ -2,16 +2,17 @@
 
 use mmu::l1::PAGE_GUARDS;
 
-/// Which of a view's page guards belongs to a page with code, and what its gva plus is there: page guards are fewer than pages.
+/// The page guard of a page with code: which word of a view it is, and what is added to the page's gva there. The
+/// addend tells pages apart that share a word, as there are fewer words than pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageGuard {
     pub(crate) number: usize,
-    /// From 1 on.
+    /// What is added to the gva, from 1 on.
     pub(crate) tag: i8,
 }
 
 impl PageGuard {
-    /// That of the `n`th page.
+    /// Returns the page guard of the `n`th page.
     pub(crate) fn new(n: usize) -> Option<Self> {
         Some(Self {
             number: n % PAGE_GUARDS,

@@ -1,16 +1,16 @@
-//! How parts of the vCPU's state are kept while translated code runs: arithmetic flags, FP control.
+//! How parts of the vCPU's state are stored while translated code runs: arithmetic flags, FP control.
 
 /// Bits of the x87 control word that mask all exceptions.
 pub(crate) const X87_MASKED: u16 = 0x3f;
 
-/// Of the x87 status word: an exception waits. A state image may have it set whatever the masks say.
+/// Bit of the x87 status word: an exception waits. A state image may have it set whatever the masks say.
 pub(crate) const X87_PENDING: u16 = 0x80;
 
-/// Bits of MXCSR that translated code may have in any way: flags, DAZ, rounding,
-/// FTZ. The others are the masks, MM, and reserved ones.
+/// Bits of MXCSR that translated code runs with whatever they are: flags, DAZ, rounding, FTZ. The others are the masks,
+/// MM, and reserved bits.
 pub(crate) const MXCSR_FREE: u32 = 0x3f | 0x40 | 0x6000 | 0x8000;
 
-/// RFLAGS' arithmetic flags as LAHF and SETO leave them in AX.
+/// Packs RFLAGS' arithmetic flags as LAHF and SETO leave them in AX.
 pub(crate) fn pack(f: u64) -> u64 {
     (f & 0xd5 | 2) << 8 | f >> 11 & 1
 }

@@ -1,14 +1,14 @@
-//! Loads of CR3 that flush nothing, as generated code does them by itself.
+//! Loads of CR3 that flush nothing, which generated code does by itself.
 //!
-//! An entry says where a load has led to before, and under what it leads there again: the same
-//! view, the same mode, nothing flushed or changed since ([`mmu::Mmu::switches_epoch`]), and a word
-//! that the guest may have taken back meanwhile.
+//! An entry says where a load has led to before, and under which conditions it leads there again: the same view, the
+//! same mode, nothing flushed or changed since ([`mmu::Mmu::switches_epoch`]), and a word that the guest has not taken
+//! back meanwhile.
 
 use core::mem::offset_of;
 
-/// Entries, by [`place`].
+/// Number of entries; [`place`] selects one.
 pub(crate) const LEN: usize = 256;
-/// The lower half of CR3 times this, of which the upper [`BITS`] bits are an entry's place.
+/// Multiplier of the lower half of CR3. The upper [`BITS`] bits of the product are the entry's index.
 pub(crate) const HASH: u32 = 0x9e37_79b1;
 pub(crate) const BITS: u32 = LEN.trailing_zeros();
 
@@ -16,13 +16,13 @@ pub(crate) const BITS: u32 = LEN.trailing_zeros();
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Switch {
-    /// What is loaded, bit 63 included. No entry has 0: that flushes.
+    /// The value that is loaded, bit 63 included. No entry has 0, as that flushes.
     pub(crate) value: u64,
     /// [`mmu::Mmu::switches_epoch`].
     pub(crate) epoch: u64,
     /// Number of the view ([`mmu::l1::VIEW`]).
     pub(crate) view: u64,
-    /// Host address of the word that has to be 1.
+    /// Host address of a word that has to be 1.
     pub(crate) kept: u64,
     /// The tables, and what belongs to them: see `area`.
     pub(crate) tables: u64,
@@ -40,7 +40,7 @@ pub(crate) const TABLES: i32 = offset_of!(Switch, tables) as i32;
 pub(crate) const KEY: i32 = offset_of!(Switch, key) as i32;
 pub(crate) const SALT: i32 = offset_of!(Switch, salt) as i32;
 pub(crate) const NUMBER: i32 = offset_of!(Switch, number) as i32;
-/// log2 of the size.
+/// log2 of an entry's size.
 pub(crate) const SHIFT: u8 = 6;
 const _: () = assert!(size_of::<Switch>() == 1 << SHIFT);
 
@@ -59,7 +59,7 @@ fn place(value: u64) -> usize {
     ((value as u32).wrapping_mul(HASH) >> (32 - BITS)) as usize
 }
 
-/// All entries of a vCPU. They do not move.
+/// All entries of a vCPU. They do not move in memory.
 #[derive(Debug)]
 pub(crate) struct Switches {
     all: Box<[Switch; LEN]>,
@@ -74,7 +74,7 @@ impl Switches {
         }
     }
 
-    /// For generated code.
+    /// Returns the table's address, for generated code.
     pub(crate) fn address(&self) -> u64 {
         self.all.as_ptr() as u64
     }

@@ -1,30 +1,30 @@
-//! The table of indirect targets, as generated code reads it.
+//! The target table of indirect branches, as generated code reads it.
 
 use std::{
     hash::{BuildHasher, RandomState},
     sync::LazyLock,
 };
 
-/// Entries of the target table.
+/// Number of entries in the target table.
 pub(crate) const TARGETS_LEN: usize = 1 << 16;
 
-/// Entry of the table of indirect targets, as generated code reads it.
+/// An entry of the target table, as generated code reads it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Target {
-    /// Address in the guest, XORed with the key's salt: so one comparison is of both.
+    /// Address in the guest, XORed with the key's salt, so that one comparison covers both.
     pub(crate) tag: u64,
-    /// Mapping and mode for which it is right.
+    /// The mapping and mode that the entry is for.
     pub(crate) key: u64,
     /// Address of the block's outer entry.
     pub(crate) code: u64,
-    /// Page of the address.
+    /// Page of the guest address.
     pub(crate) page: u64,
 }
 
 const _: () = assert!(size_of::<Target>() == 32);
 
-/// An entry for a place at which its tag is not looked for. No key is zero.
+/// Returns an empty entry for an index: its tag belongs to another index, so no lookup finds it. No key is zero.
 pub(crate) const fn empty(at: usize) -> Target {
     Target {
         tag: (at == 0) as u64,
@@ -34,24 +34,24 @@ pub(crate) const fn empty(at: usize) -> Target {
     }
 }
 
-/// A table that takes memory only for what is entered.
+/// Makes an empty table. It takes memory only for what is entered.
 pub(crate) fn no_targets() -> Box<[Target]> {
-    // SAFETY: four integers, for which zero is a value.
+    // SAFETY: a `Target` is four integers, for which zero is a value.
     let mut all = unsafe { Box::<[Target]>::new_zeroed_slice(TARGETS_LEN).assume_init() };
     all[0] = empty(0);
     all
 }
 
-/// Index of a target. Functions are aligned: their low bits alone are no hash.
+/// Returns the index of a target. Functions are aligned, so low bits alone are no hash.
 pub(crate) fn place(tag: u64) -> usize {
     (tag ^ tag >> 5) as usize & (TARGETS_LEN - 1)
 }
 
-/// What salts are made from; [`make_secret`] asks the host for it, as vCPUs may not.
+/// The secret that salts are made from. [`make_secret`] asks the host for it, which vCPUs may not do.
 static SECRET: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
 
-/// What a key's targets are XORed with. Two targets under two keys have the same tag with a
-/// probability of 2^-64 that a guest cannot improve: salts are as good as random to it.
+/// Returns the salt that a key's targets are XORed with. Two targets under two keys have the same tag with a
+/// probability of 2^-64, which a guest cannot improve: salts are as good as random to it.
 pub(crate) fn salt_of(key: u64) -> u64 {
     let mut x = key.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ *SECRET;
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -59,7 +59,7 @@ pub(crate) fn salt_of(key: u64) -> u64 {
     x ^ x >> 31
 }
 
-/// Asks the host for what salts are made from: vCPUs may not.
+/// Asks the host for the secret that salts are made from, which vCPUs may not do.
 pub(crate) fn make_secret() {
     LazyLock::force(&SECRET);
 }

@@ -4,11 +4,12 @@ use iced_x86::{Instruction, OpKind};
 
 use super::{decoded::Decoded, lowering::Lowering};
 
-/// Branch target relative to the page, as the block was decoded with IP 0 at its start.
+/// Returns the branch target relative to the page: the block is decoded with IP 0 at the page's start.
 pub(crate) fn target(i: &Instruction) -> i64 {
     match i.op0_kind() {
         OpKind::NearBranch16 => {
-            // So that what does not go around the end of addresses of 16 bits is where it is.
+            // The difference is taken in 16 bits, so that a target is right unless it goes around the end of 16-bit
+            // addresses.
             let next = i.next_ip();
             next as i64 + i64::from(i.near_branch16().wrapping_sub(next as u16) as i16)
         }
@@ -26,7 +27,7 @@ pub(crate) fn set_target(i: &mut Instruction, to: u32) {
     }
 }
 
-/// Bytes that a return takes off the stack besides its address.
+/// Returns how many bytes a return takes off the stack besides its address.
 pub(crate) fn popped(i: &Instruction) -> i32 {
     match i.op_count() {
         1 => i.immediate16().into(),
@@ -34,12 +35,13 @@ pub(crate) fn popped(i: &Instruction) -> i32 {
     }
 }
 
-/// The word that an indirect call to what comes next writes can be a group's member.
+/// Returns true for an indirect call whose only access is the write of its return address: that can be a group's
+/// member.
 pub(crate) fn pushes_only(d: &Decoded) -> bool {
     d.kind == Lowering::CallIndirect && d.i.op0_kind() == OpKind::Register
 }
 
-/// The block ends with a branch to where it begins.
+/// Returns true if the block ends with a branch to where it begins.
 pub(crate) fn is_loop(insns: &[Decoded]) -> bool {
     let (Some(first), Some(last)) = (insns.first(), insns.last()) else {
         return false;

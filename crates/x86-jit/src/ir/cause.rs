@@ -1,11 +1,11 @@
-//! Why instructions are left to the interpreter.
+//! [`Cause`]: why instructions are left to the interpreter.
 
 use iced_x86::{Code, Mnemonic};
 
 /// Why an instruction is left to the interpreter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// It has code, which gave up: a device, a fault, a write to code, a guard.
+    /// The instruction is translated, and its code has given up: a device, a fault, a write to code, a guard.
     Slow,
     /// String instructions.
     String,
@@ -22,7 +22,7 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// In the order of [`crate::Stats::causes`].
+    /// Names of the causes, in the order of [`crate::Stats::causes`].
     pub const NAMES: [&str; 7] = [
         "slow", "string", "port", "system", "transfer", "fp", "other",
     ];

@@ -1,4 +1,4 @@
-//! [`Decoded`]: an instruction of a block, and what is asked of it again and again.
+//! [`Decoded`]: an instruction of a block, with the facts that translation needs again and again.
 
 use iced_x86::{Instruction, OpKind, Register};
 
@@ -11,46 +11,47 @@ use crate::{
     ir::string,
 };
 
-/// Bytes that are kept of an instruction, which has fewer.
+/// Bytes that are kept of an instruction. No instruction has as many.
 pub(crate) const RAW: usize = 16;
 
 /// An instruction of a block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decoded {
     pub(crate) i: Instruction,
-    /// The guest's bytes, and others after as many as `i` is long.
+    /// The guest's bytes: those of `i`, and others that follow.
     pub(crate) raw: [u8; RAW],
     pub(crate) kind: Lowering,
-    /// Offset in the page; so are branch targets and RIP-relative addresses.
+    /// Offset in the page. Branch targets and RIP-relative addresses in `i` are relative to the page, too.
     pub(crate) offset: u32,
-    /// Flags that something may read before they are written, this instruction included.
+    /// Flags that something may read before they are written, from this instruction on.
     pub(crate) live_in: u32,
-    /// Its access shares a probe with others.
+    /// The access's place in its group, if it shares a probe with others.
     pub(crate) member: Option<Member>,
-    /// Arithmetic flags that it may read, and that it always sets.
+    /// Arithmetic flags that the instruction may read, and that it always sets.
     pub(crate) reads: u16,
     pub(crate) sets: u16,
     /// Bit per general register that is an operand.
     pub(crate) registers: u16,
-    /// Bit per general register that it may write.
+    /// Bit per general register that the instruction may write.
     pub(crate) writes: u16,
-    /// It has a memory operand, and needs permission to write there.
+    /// Whether the memory operand needs permission to write; `None` if there is no memory operand.
     pub(crate) memory: Option<bool>,
-    /// Bytes of the one access that can be a group's member, or 0.
+    /// Size in bytes of the one access that can be a group's member, or 0.
     pub(crate) access: u8,
-    /// It names AH, CH, DH or BH.
+    /// The instruction names AH, CH, DH or BH.
     pub(crate) high: bool,
     pub(crate) effect: Effect,
-    /// Translating it uses the register that a group's pointer is in.
+    /// The instruction's translation uses the register that holds a group's pointer.
     pub(crate) takes_pointer: bool,
-    /// Where it leaves a loop within its block that is not known to make always as many turns: the turn, from 1 on.
+    /// The iteration, from 1 on, in which this branch leaves a loop within its block; 0 if it does not, or if it is
+    /// known how many iterations the loop makes.
     pub(crate) turn: u8,
-    /// Its condition is the guest's negated: it branches where the guest's does not.
+    /// The condition is the guest's negated: the instruction branches where the guest's does not.
     pub(crate) is_negated: bool,
-    /// The number of its page among those of a trace, and how far that is from the one that the trace begins in.
+    /// The number of the instruction's page among those of a trace, and the page's distance from the first one.
     pub(crate) page: u8,
     pub(crate) distance: i32,
-    /// The branch leads to what comes next in the block, if it leads where it is expected to.
+    /// The branch's target, if it is what comes next in the block. Indirect branches and returns may lead elsewhere.
     pub(crate) onto: Option<TracePlace>,
 }
 
@@ -62,12 +63,12 @@ pub(crate) struct TracePlace {
 }
 
 impl Decoded {
-    /// Offset of the next instruction.
+    /// Returns the offset of the next instruction.
     pub(crate) fn end(&self) -> u32 {
         self.offset + self.i.len() as u32
     }
 
-    /// Where that is, if it is in the same page.
+    /// Returns the place of the next instruction, if that is in the same page.
     pub(crate) fn behind(&self) -> TracePlace {
         TracePlace {
             page: self.page,
@@ -75,7 +76,7 @@ impl Decoded {
         }
     }
 
-    /// Makes it the instruction, at the same offset.
+    /// Replaces the instruction by `i`, at the same offset.
     #[inline]
     pub(crate) fn set(
         &mut self,
@@ -107,7 +108,7 @@ impl Decoded {
             Lowering::Push | Lowering::Pop | Lowering::Leave | Lowering::Call | Lowering::Ret => {
                 word
             }
-            // Locked ones have checks of their own.
+            // Locked accesses have checks of their own.
             Lowering::Copy | Lowering::CopyFp | Lowering::CopyFpAligned
                 if memory.is_some() && form.size <= 32 && !form.is_locked(i) =>
             {
@@ -153,7 +154,7 @@ impl Decoded {
         self.takes_pointer = takes_pointer;
     }
 
-    /// It probes the software TLB, and not for the stack.
+    /// Returns true if the instruction probes the software TLB by another entry than the stack's.
     pub(crate) fn may_have_site_entry(&self) -> bool {
         match self.member {
             Some(m) => m.first && !m.stack,
@@ -161,7 +162,7 @@ impl Decoded {
         }
     }
 
-    /// What cannot be decoded, or fetched.
+    /// Returns a place holder for what cannot be decoded, or fetched: the interpreter executes it.
     pub(crate) fn invalid(offset: u32) -> Self {
         Self {
             i: Instruction::default(),
@@ -187,19 +188,19 @@ impl Decoded {
         }
     }
 
-    /// A conditional branch leads where it did not, and goes on where it did.
+    /// Negates a conditional branch: it branches where it did not, and falls through where it did.
     pub(crate) fn turns_round(&mut self) {
         self.i.negate_condition_code();
         self.is_negated = !self.is_negated;
     }
 
-    /// The jump's target is what comes next in the block.
+    /// Makes the jump one whose target comes next in the block.
     pub(crate) fn follow(&mut self) {
         self.kind = Lowering::Followed;
         (self.reads, self.sets, self.takes_pointer) = (0, 0, false);
     }
 
-    /// Behind it, interrupts wait for the next instruction.
+    /// Returns true if interrupts wait behind the instruction until the next one has been executed.
     pub(crate) fn holds_events(&self) -> bool {
         match self.kind {
             Lowering::Sti => true,
@@ -208,7 +209,7 @@ impl Decoded {
         }
     }
 
-    /// The interpreter executes it after all.
+    /// Leaves the instruction to the interpreter after all.
     pub(crate) fn leave(&mut self) {
         self.kind = Lowering::Interpret;
         (self.reads, self.sets, self.takes_pointer) = (ALL as u16, 0, true);

@@ -4,14 +4,14 @@ use iced_x86::{Instruction, Mnemonic, OpKind};
 /// The six arithmetic flags.
 pub(crate) use x86_native::DECODED_ARITH as ALL;
 
-/// Flags that the instruction always sets. Undefined ones are among them where
-/// processors set them: others keep what they were, after a multiplication for example.
+/// Returns the flags that the instruction always sets. Undefined flags are among them where processors set them; others
+/// keep their value, after a multiplication for example.
 pub(crate) fn overwritten(i: &Instruction) -> u32 {
     let set = (i.rflags_written() | i.rflags_cleared() | i.rflags_set()) & ALL;
     let m = i.mnemonic();
     if !is_shift(m) {
         return match m {
-            // AF.
+            // These leave AF undefined.
             Mnemonic::And | Mnemonic::Or | Mnemonic::Xor | Mnemonic::Test => ALL,
             _ => set,
         };
@@ -21,13 +21,13 @@ pub(crate) fn overwritten(i: &Instruction) -> u32 {
     match m {
         // A count of zero, which CL may be, changes no flag.
         _ if is_zero => 0,
-        // AF, and OF for other counts than one.
+        // These leave AF undefined, and OF for other counts than one.
         Mnemonic::Shl | Mnemonic::Sal | Mnemonic::Shr | Mnemonic::Sar => ALL,
         _ => set,
     }
 }
 
-/// The flags that these set depend on the count.
+/// Returns true for instructions whose count decides which flags they set.
 pub(crate) fn is_shift(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(

@@ -1,19 +1,19 @@
-//! What is known of a block that is executed much when it is translated again.
+//! What is known of a hot block when it is translated again.
 
-/// What makes the translation of a block that is executed much another one.
+/// What makes the translation of a hot block different from that of a cold one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Hot {
-    /// Bit per instruction: its access is no good for a per-site entry.
+    /// Bit per instruction whose access is not to get a per-site entry, because it missed too often.
     pub(crate) without: u128,
-    /// The per-site entries that it has got, and the instructions that they are for.
+    /// The per-site entries that the block has got, and the numbers of the instructions that they are for.
     pub(crate) site_entries: Vec<(u16, u8)>,
-    /// Loops within the block that make always as many turns.
+    /// Loops within the block that always make the same number of iterations.
     pub(crate) turns: Vec<Turns>,
-    /// The way that was executed from the block on, relative to its page: it may go through calls.
+    /// The path that was executed from the block on, which may go through calls: distances from the block's page.
     pub(crate) path: Vec<i32>,
 }
 
-/// How many turns a loop makes, and the offset of what follows it.
+/// How many iterations a loop makes, and the offset of what follows the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Turns {
     pub(crate) end: u32,

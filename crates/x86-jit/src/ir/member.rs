@@ -5,42 +5,43 @@
 pub(crate) struct Member {
     /// Number of the group in the block.
     pub(crate) group: u16,
-    /// It probes.
+    /// The access probes for the group.
     pub(crate) first: bool,
     /// The group has writes.
     pub(crate) write: bool,
-    /// It is on the stack.
+    /// The group is on the stack.
     pub(crate) stack: bool,
-    /// A miss may be refilled: the first access is itself of the group's kind.
+    /// A miss may be refilled, because the first access writes if any of the group does.
     pub(crate) refill: bool,
-    /// What members have to be aligned to, or 1, and where in the group such a place is.
+    /// What members have to be aligned to, or 1, and where in the group such an address is.
     pub(crate) align: Align,
-    /// Bytes of the group.
+    /// Length of the group in bytes.
     pub(crate) span: u32,
-    /// Offset of the access in them.
+    /// Offset of the access in the group.
     pub(crate) offset: i32,
-    /// Where the pointer is kept, as others use it after it is no longer in its register.
+    /// The slot that the host pointer is kept in, if members use it after its register has held something else.
     pub(crate) slot: Option<u8>,
-    /// The block is a loop, and the group is in the same place in each of its turns.
+    /// The block is a loop, and the group is in the same place in each of its iterations.
     pub(crate) stays: bool,
-    /// There are no others in the group.
+    /// The group has no other members.
     pub(crate) alone: bool,
-    /// Where the group is, if that is known from what the block begins with.
+    /// Where the group is, if that follows from the registers at the block's begin.
     pub(crate) induction: Option<Induction>,
-    /// Where the access is from the group's anchor (see [`Induction`]) plus what the operand has of the register that moves.
+    /// The access's address less the group's anchor (see [`Induction`]) and less what the operand takes from the
+    /// register that moves.
     pub(crate) from_anchor: i32,
 }
 
-/// Where a group is, relative to registers, one of which the block may change by a constant: at its anchor, which stays, plus
-/// that register.
+/// Where a group is: at the sum of a base and an index, of which the block changes at most one by a constant. What
+/// stays of the sum is the group's *anchor*; the register that moves is added to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Induction {
     pub(crate) base: Base,
-    /// The index's number, and log2 of its scale.
+    /// Number of the index register, and log2 of its scale.
     pub(crate) index: Option<(u8, u8)>,
-    /// What has to be added to what they are when the block begins.
+    /// Distance of the group from the sum of base and index when the block begins.
     pub(crate) from: i32,
-    /// What the block adds to the address.
+    /// What one pass of the block adds to the address.
     pub(crate) stride: i32,
     pub(crate) moves: Moves,
 }
@@ -49,11 +50,11 @@ pub(crate) struct Induction {
 pub(crate) enum Base {
     None,
     Register(u8),
-    /// The page that is executed.
+    /// The page of the executed code.
     Page,
 }
 
-/// What the block changes of an address.
+/// Which part of an address the block changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Moves {
     Nothing,
@@ -61,7 +62,7 @@ pub(crate) enum Moves {
     Index,
 }
 
-/// Offsets that are aligned: `at` plus multiples of `to`, a power of two.
+/// A set of aligned offsets: `at` plus multiples of `to`, a power of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Align {
     pub(crate) to: u8,
@@ -71,7 +72,7 @@ pub(crate) struct Align {
 impl Align {
     pub(crate) const NONE: Self = Self { to: 1, at: 0 };
 
-    /// What both ask for; `None` if one of them is misaligned wherever the other is aligned.
+    /// Returns the offsets that both sets contain. `None` if they have none in common.
     pub(crate) fn and(self, other: Self) -> Option<Self> {
         let (less, more) = if self.to < other.to {
             (self, other)
@@ -81,7 +82,7 @@ impl Align {
         (more.at % less.to == less.at).then_some(more)
     }
 
-    /// The same of offsets from `start`.
+    /// Returns the same set for offsets that are counted from `start`.
     pub(crate) fn from(self, start: i64) -> Self {
         let at = (i64::from(self.at) - start).rem_euclid(self.to.into());
         Self {

@@ -1,14 +1,13 @@
 //! 32-bit code: compatibility mode, and protected mode, with flat segments.
 //!
-//! Its instructions are those of 64-bit code with addresses and stack words of 32
-//! bits; what is encoded in another way, or means something else, is here. The
-//! upper halves of registers, which nothing can see before 64-bit mode is entered
-//! and which are undefined then (SDM vol. 1, 3.4.1.1), are cleared by moves of
-//! the stack pointer and string instructions.
+//! The instructions of such code are those of 64-bit code with addresses and stack words of 32 bits; what is encoded in
+//! another way, or means something else, is here. Moves of the stack pointer and string instructions clear the upper
+//! halves of registers. Nothing can see these before 64-bit mode is entered, and they are undefined then (SDM vol. 1,
+//! 3.4.1.1).
 
 use iced_x86::{Code, Instruction, Mnemonic, OpKind, Register};
 
-/// Forms of short encodings that 64-bit code has not.
+/// Turns forms of short encodings that 64-bit code does not have into their long forms.
 pub(crate) fn lift(i: &mut Instruction) {
     let code = match i.code() {
         Code::Inc_r16 => Code::Inc_rm16,
@@ -26,14 +25,14 @@ pub(crate) fn lift(i: &mut Instruction) {
     i.set_code(code);
 }
 
-/// An instruction of 32-bit code that means the same in 64-bit code, addresses aside.
+/// Returns true if the instruction of 32-bit code means the same in 64-bit code, except for addresses.
 pub(crate) fn is_plain(i: &Instruction) -> bool {
     // SYSCALL enters another mode.
     i.mnemonic() != Mnemonic::Syscall
         && (0..i.op_count()).all(|n| i.op_kind(n) != OpKind::Memory || is_plain_operand(i))
 }
 
-/// A memory operand with a 32-bit address in a segment that can be written.
+/// Returns true for a memory operand with a 32-bit address in a segment that can be written.
 pub(crate) fn is_plain_operand(i: &Instruction) -> bool {
     let (base, index) = (i.memory_base(), i.memory_index());
     i.memory_segment() != Register::CS
@@ -42,7 +41,7 @@ pub(crate) fn is_plain_operand(i: &Instruction) -> bool {
         && (base != Register::None || index != Register::None || i.memory_displ_size() == 4)
 }
 
-/// The instruction has the same bytes in 64-bit code, so far as it can be encoded there.
+/// Returns true if the instruction has the same bytes in 64-bit code, so far as it can be encoded there.
 pub(crate) fn is_encoded_alike(raw: &[u8]) -> bool {
     let is_prefix = |b: &u8| {
         matches!(
@@ -50,14 +49,14 @@ pub(crate) fn is_encoded_alike(raw: &[u8]) -> bool {
             0x26 | 0x2e | 0x36 | 0x3e | 0x64..=0x67 | 0xf0 | 0xf2 | 0xf3
         )
     };
-    // INC and DEC, REX there; an alias of 80; absolute addresses; VEX, in which bits that
-    // select registers from 8 on have no effect here.
+    // These are not alike: INC and DEC, which are REX there; an alias of 80; absolute addresses; VEX, in which bits
+    // that select registers from 8 on have no effect here.
     raw.iter()
         .find(|b| !is_prefix(b))
         .is_some_and(|b| !matches!(b, 0x40..=0x4f | 0x82 | 0xa0..=0xa3 | 0xc4 | 0xc5))
 }
 
-/// VZEROUPPER and VZEROALL, which do not reach the registers that 32-bit code has not.
+/// Returns true for VZEROUPPER and VZEROALL, which do not change the registers that 32-bit code does not have.
 pub(crate) fn zeroes_vectors(i: &Instruction) -> bool {
     matches!(i.mnemonic(), Mnemonic::Vzeroupper | Mnemonic::Vzeroall)
 }

@@ -1,13 +1,14 @@
-//! Which instructions a trace goes on behind, and what translating them keeps.
+//! Which instructions a trace goes on behind, and what the translator still knows after them.
 
 use super::{decoded::Decoded, lowering::Lowering};
 
-/// A trace goes on behind it.
+/// Returns true if a trace can go on behind the instruction.
 pub(crate) fn is_passed(d: &Decoded) -> bool {
     d.page == 0 && !d.kind.ends_block() || knows_pages(d.kind)
 }
 
-/// What is translated by code that adds `Translator::beyond`, or leaves it to stubs.
+/// Returns true for lowerings whose code adds `Emission::beyond`, or leaves that to stubs: they are right in every page
+/// of a trace.
 pub(crate) fn knows_pages(kind: Lowering) -> bool {
     keeps_cached(kind)
         || matches!(
@@ -16,7 +17,7 @@ pub(crate) fn knows_pages(kind: Lowering) -> bool {
         )
 }
 
-/// What is translated by code that knows of `Translator::cached`.
+/// Returns true for lowerings whose code uses or updates `Emission::cached`.
 pub(crate) fn keeps_cached(kind: Lowering) -> bool {
     matches!(
         kind,

@@ -1,13 +1,13 @@
-//! The code that a block is made from: pages and their generations.
+//! The code that a block is translated from: pages and their generations.
 
 use crate::{JitBus, frame::page_guard::PageGuard};
 
-/// Code that a block is made from.
+/// A page of code that a block is translated from.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Source {
     /// Host address of the page's code generation.
     pub(crate) page_guard: u64,
-    /// Its value.
+    /// The generation that was translated.
     pub(crate) generation: u32,
 }
 
@@ -21,22 +21,22 @@ impl Source {
     }
 }
 
-/// A page that a block has code of.
+/// A page that a trace has code of.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TracePage {
-    /// How far it is from the page that the block begins in.
+    /// Distance from the page that the trace begins in, in bytes.
     pub(crate) distance: i32,
     pub(crate) source: Source,
-    /// Its gva, if its blocks are executed nowhere else.
+    /// The gva of the page, if its blocks are executed at no other address.
     pub(crate) bound: Option<i32>,
-    /// Says that the live view has it there; none of the block's own page.
+    /// The guard that says that the live view has the page there; `None` for the page that the trace begins in.
     pub(crate) page_guard: Option<PageGuard>,
-    /// Its identity.
+    /// The page's identity.
     pub(crate) id: u64,
 }
 
 impl TracePage {
-    /// The one that a block begins in, which is at `id`.
+    /// Returns the page that a block begins in, whose identity is in `id`.
     pub(crate) fn own(source: Source, bound: Option<i32>, id: u64) -> Self {
         Self {
             distance: 0,

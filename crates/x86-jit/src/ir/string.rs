@@ -14,7 +14,7 @@ pub(crate) enum Op {
 pub(crate) const OPS: [Op; 5] = [Op::Movs, Op::Stos, Op::Lods, Op::Scas, Op::Cmps];
 
 impl Op {
-    /// Opcode for bytes; the next one is for larger elements.
+    /// Returns the opcode for bytes; the next opcode is for larger elements.
     pub(crate) const fn opcode(self) -> u8 {
         match self {
             Self::Movs => 0xa4,
@@ -38,7 +38,7 @@ impl Op {
     }
 }
 
-/// Operation and log2 of the element's size.
+/// Returns the operation, and log2 of the element's size in bytes.
 pub(crate) fn operation(i: &Instruction) -> Option<(Op, usize)> {
     use Mnemonic as M;
     if !i.is_string_instruction() {
@@ -73,7 +73,7 @@ pub(crate) fn repeats(i: &Instruction) -> bool {
     i.has_rep_prefix() || i.has_repne_prefix()
 }
 
-/// A string instruction with addresses of the mode's size and flat segments.
+/// Returns true for a string instruction with addresses of the mode's size and flat segments.
 pub(crate) fn is_plain(i: &Instruction, long: bool) -> bool {
     operation(i).is_some()
         && (0..i.op_count()).all(|n| match i.op_kind(n) {
@@ -86,7 +86,7 @@ pub(crate) fn is_plain(i: &Instruction, long: bool) -> bool {
         && (long || i.memory_segment() != Register::CS)
 }
 
-/// Comparisons that may not take place, and change no flag then.
+/// Returns true for instructions that may compare nothing, and change no flag then.
 pub(crate) fn may_keep_flags(i: &Instruction) -> bool {
     repeats(i)
 }

@@ -1,13 +1,11 @@
 //! Which memory accesses of a block share one TLB probe.
 //!
-//! Accesses whose addresses differ by constants (the same registers, moved by
-//! constants or copied in between) and lie close together form a *group*. Its
-//! first access probes for all bytes of the group; the others use the host
-//! pointer that this gave. When the probe fails, because the bytes straddle two
-//! pages or the page is not writable, the rest of the block runs as a
-//! translation of its own in which every access probes for itself: so faults,
-//! and accessed and dirty flags, are those of single accesses. The same is done when
-//! accesses that have to be aligned are not, which is looked at once for all of a group.
+//! Accesses whose addresses differ by constants (the same registers, moved by constants or copied in between) and lie
+//! close together form a *group*. Its first access probes for all bytes of the group; the others use the host pointer
+//! that the probe gave. When the probe fails, because the bytes straddle two pages or the page is not writable, the
+//! rest of the block runs as a *split* translation, in which every access probes for itself: so faults, and accessed
+//! and dirty flags, are those of single accesses. The same is done when accesses that have to be aligned are not, which
+//! is checked once for the whole group.
 
 use iced_x86::{Instruction, OpKind, Register};
 
@@ -19,12 +17,12 @@ use crate::{
     ir::member::{Align, Base, Induction, Member, Moves},
 };
 
-/// Bytes of a group at most: a larger one straddles two pages more often.
+/// Maximum length of a group in bytes: a longer one straddles two pages more often.
 const MAX_SPAN: i64 = 240;
-/// Groups that are looked at when an access is placed.
+/// How many groups are considered when an access is placed, newest first.
 const MAX_OPEN: usize = 8;
 
-/// A register's value: an unknown one plus a constant.
+/// A register's value: an unknown number, which `id` names, plus a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Value {
     id: u32,
@@ -33,7 +31,7 @@ struct Value {
 
 const UNKNOWN: Value = Value { id: NONE, plus: 0 };
 
-/// What has to be equal of two addresses but for a constant.
+/// The parts of an address that are equal if two addresses differ only by a constant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct AddressKey {
     base: u32,
@@ -53,42 +51,44 @@ struct Group {
     writes: bool,
     stack: bool,
     members: u32,
-    /// The pointer is needed after something else was in its register.
+    /// The host pointer is needed after its register has held something else.
     kept: bool,
-    /// Where it is kept.
+    /// The frame's slot that the host pointer is kept in.
     slot: Option<u8>,
     /// [`Member::induction`].
     induction: Option<Induction>,
 }
 
-/// Where an access is.
+/// An access's group, and where the access is.
 #[derive(Clone, Copy, Debug)]
 struct AccessPlace {
     group: usize,
     offset: i64,
-    /// What of it is in the register that the key has as base, and in the other one; `None` if that base is the operand's index.
+    /// The parts of `offset` that are already in the registers that the key has as base and as index. `None` if the
+    /// key's base is the operand's index.
     moved: Option<[i64; 2]>,
 }
 
-/// Forms groups.
+/// The state of forming groups in one block.
 pub(crate) struct Groups {
-    /// Of the registers in `known`.
+    /// Values of the registers in `known`.
     values: [Value; 16],
-    /// Bit per register.
+    /// Bit per register whose value is known.
     known: u16,
     next: u32,
-    /// What registers have when the block begins, and those that this is too late for.
+    /// Ids of the values that registers have when the block begins, and a bit for each register whose value then is
+    /// settled or lost.
     first: [u32; 16],
     later: u16,
     groups: Vec<Group>,
-    /// Of each instruction's access.
+    /// The place of each instruction's access.
     places: Vec<Option<AccessPlace>>,
     open: Vec<usize>,
-    /// 64-bit code.
+    /// The code is 64-bit code.
     long: bool,
 }
 
-/// No register: index of an address without one; all of the value is known.
+/// No register: the index of an address without one, or the id of a value that is all constant.
 const NONE: u32 = u32::MAX;
 const PAGE: u32 = u32::MAX - 1;
 
@@ -115,7 +115,8 @@ impl Groups {
         }
     }
 
-    /// Fills in [`Decoded::member`]; `long`: it is 64-bit code; `hoists`: with [`Member::induction`] and [`Member::stays`].
+    /// Fills in [`Decoded::member`]. `long`: the code is 64-bit code. `hoists`: also [`Member::induction`] and
+    /// [`Member::stays`].
     pub(crate) fn form(&mut self, insns: &mut [Decoded], long: bool, hoists: bool) {
         self.long = long;
         let is_loop = hoists && is_loop(insns);
@@ -137,7 +138,7 @@ impl Groups {
             }
             let place = self.place(n, d);
             if d.kind == Lowering::CallIndirect {
-                // What it reads comes first.
+                // The target is read before the call writes its return address.
                 in_register = None;
             }
             self.places.push(place);
@@ -158,7 +159,7 @@ impl Groups {
                 self.groups[n].induction = self.induction_of(&self.groups[n]);
             }
         }
-        // What changes mappings ends all groups.
+        // An instruction that may change mappings ends all groups.
         let may_stay = is_loop && !insns.iter().any(is_barrier);
         let stays = |g: &Group| may_stay && g.induction.is_some_and(|w| w.stride == 0);
         let mut slots = 0..MAX_KEPT as u8;
@@ -183,7 +184,7 @@ impl Groups {
                 Moves::Base => Some(offset - place.moved?[0]),
                 Moves::Index => Some(offset - place.moved?[1]),
             });
-            // A group has no induction if one of its accesses is too far from the anchor.
+            // A group whose access is too far from the anchor has no induction.
             let from_anchor = from_anchor.and_then(|n| i32::try_from(n).ok());
             d.member = Some(Member {
                 group: g as u16,
@@ -203,7 +204,7 @@ impl Groups {
         }
     }
 
-    /// The group of an instruction's access.
+    /// Returns the group and place of an instruction's access, opening a group if none fits.
     fn place(&mut self, n: usize, d: &Decoded) -> Option<AccessPlace> {
         let size = i64::from(d.access);
         if size == 0 {
@@ -253,7 +254,7 @@ impl Groups {
         })
     }
 
-    /// Of a group, once all instructions have been looked at.
+    /// Returns the induction of a group. To be called when all instructions have been tracked.
     fn induction_of(&self, group: &Group) -> Option<Induction> {
         let key = group.key;
         if key.segment != Register::None {
@@ -288,7 +289,7 @@ impl Groups {
         })
     }
 
-    /// The register that has the value when the block begins, and what the block adds to it.
+    /// Returns the register that has the value `id` when the block begins, and what one pass of the block adds to it.
     fn stride(&self, id: u32) -> Option<(u8, i64)> {
         let n = self.first.iter().position(|first| *first == id)?;
         let last = self.values[n];
@@ -316,7 +317,7 @@ impl Groups {
         self.values[n] = v;
     }
 
-    /// What the address is made of, the rest of it, and [`AccessPlace::moved`].
+    /// Returns the key of the instruction's address, the constant that remains, and [`AccessPlace::moved`].
     fn address(&mut self, d: &Decoded) -> Option<(AddressKey, i64, Option<[i64; 2]>)> {
         let Some(base) = d.kind.stack_base() else {
             return self.operand(d);
@@ -367,7 +368,7 @@ impl Groups {
         };
         let plus = index.plus.checked_mul(i64::from(scale))?;
         let offset = disp.checked_add(base.plus)?.checked_add(plus)?;
-        // An index is as good as a base that is known.
+        // An index without scale serves as the base if the base is known or absent.
         let is_base = base.id == NONE && scale == 1 && index.id != NONE;
         let (base_id, index_id) = if is_base {
             (index.id, NONE)
@@ -381,11 +382,11 @@ impl Groups {
             segment,
         };
         let moved = (!is_base).then_some([base.plus, plus]);
-        // Far from overflow, whatever is added to it.
+        // Keeps sums far from overflow, whatever is added.
         (offset.abs() < 1 << 40).then_some((key, offset, moved))
     }
 
-    /// What the instruction does to registers.
+    /// Notes what the instruction does to registers.
     fn track(&mut self, d: &Decoded) {
         let i = &d.i;
         let add = |g: &mut Self, r: Register, by: i64| {
@@ -461,11 +462,11 @@ impl Groups {
         }
     }
 
-    /// What the instruction makes the register of its first operand.
+    /// Returns the constant that the instruction writes to the register of its first operand, if it does.
     fn constant(&self, d: &Decoded) -> Option<i64> {
         let i = &d.i;
         let to = i.op0_register();
-        // The upper half is zero.
+        // A write of a 32-bit register clears the upper half.
         let is_whole = i.op0_kind() == OpKind::Register && (self.is_full(to) || to.is_gpr32());
         match (d.effect, i.op1_kind()) {
             _ if !is_whole => None,
@@ -477,12 +478,12 @@ impl Groups {
         }
     }
 
-    /// Bytes of a word on the stack.
+    /// Returns the bytes of a word on the stack.
     const fn word(&self) -> i64 {
         if self.long { 8 } else { 4 }
     }
 
-    /// A register of the size of addresses.
+    /// Returns true for a register of the size of addresses.
     fn is_full(&self, r: Register) -> bool {
         if self.long {
             r.is_gpr64()
@@ -491,7 +492,7 @@ impl Groups {
         }
     }
 
-    /// Of addresses of 64 bits if it fits, of those of 32 bits.
+    /// Returns the displacement, sign-extended; in 64-bit code only if it fits 32 bits.
     fn displacement(&self, i: &Instruction) -> Option<i64> {
         if self.long {
             return i32::try_from(i.memory_displacement64() as i64)
@@ -510,7 +511,7 @@ fn writes(d: &Decoded) -> bool {
     }
 }
 
-/// The instruction may change mappings, permissions or segment bases, or leaves.
+/// Returns true if the instruction may change mappings, permissions or segment bases, or leaves the block.
 fn is_barrier(d: &Decoded) -> bool {
     !matches!(
         d.kind,
@@ -537,7 +538,7 @@ fn is_barrier(d: &Decoded) -> bool {
     ) && d.onto.is_none()
 }
 
-/// What an access at an offset in its group has to be aligned to.
+/// Returns what an access at an offset in its group has to be aligned to.
 fn align_of(d: &Decoded, offset: i64) -> Align {
     let to = match d.kind {
         Lowering::CopyFpAligned => d.access,

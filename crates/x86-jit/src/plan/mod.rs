@@ -1,3 +1,3 @@
-//! What is decided about a whole block before any of its code is emitted.
+//! Decisions about a whole block that are made before any of its code is emitted.
 
 pub(crate) mod groups;

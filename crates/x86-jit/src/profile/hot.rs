@@ -1,9 +1,9 @@
-//! What is executed much is translated again, with what pays only there: *per-site entries*.
+//! Profiles of hot blocks, which are translated again with *per-site entries*.
 //!
-//! A per-site entry is an entry of the software TLB that belongs to one place in the code and is compared
-//! without computing an index, which takes half as long. Where the place's accesses go to ever
-//! other pages it costs far more, so that misses are counted, and what has too many of them goes
-//! without. What is executed much shows in where translated code is when it comes back to the run loop.
+//! A per-site entry is an entry of the software TLB that belongs to one probe and is compared without computing an
+//! index, which takes half as long. It costs far more where the probe's accesses go to ever other pages. So its misses
+//! are counted, and a probe with too many of them loses its entry. Samples find hot blocks: each is the place where
+//! translated code is when it comes back to the run loop.
 
 use core::ops::Range;
 use std::collections::HashMap;
@@ -16,76 +16,77 @@ use crate::{
     ir::source::TracePage,
 };
 
-/// Looks that have to find a block for it to be translated again, of so many.
+/// A block becomes hot when this many of the last [`SAMPLES`] samples, about, have found it.
 const HOT: u8 = 9;
 const SAMPLES: u32 = 1024;
-/// Looks that find it afterwards until it is known by which turns its loops are left.
+/// Samples of a hot block after which the iteration counts of its loops count as known.
 const LEARNS: u64 = 3;
-/// What a look counts for that finds the same block as the last one: a loop that is all that is executed.
+/// What a sample counts for if it finds the same block as the sample before: all that is executed may be one loop.
 const SAME: u8 = 4;
-/// Ticks within which a trace is not revalidated more often than so many times.
+/// Limit on how often a trace is revalidated: within this many TSC ticks of each other, this many times.
 pub(crate) const REVALIDATED: (u64, u32) = (1 << 18, 16);
-/// Instructions between two looks, about: they come every 100 us.
+/// Instructions between two samples, about: a sample is taken every 100 us.
 const INTERVAL: u64 = 100_000;
-/// A per-site entry misses less often than once in so many executions, or costs more than it saves.
+/// A per-site entry that misses more often than once in this many executions costs more than it saves.
 const WORTH: u64 = 48;
-/// Instructions of a block that are executed, at most, for that: long blocks are often left early.
+/// Upper bound of a block's length when its executions are estimated: long blocks are often left early.
 pub(crate) const EXECUTED: usize = 48;
-/// Counts of looks at blocks that are not hot yet, by a hash.
+/// Number of sample counters for blocks that are not hot yet. A hash of the block's key selects the counter.
 const COUNTS: usize = 1 << 12;
 
-/// A block that is executed much.
+/// What is known of a hot or watched block.
 #[derive(Debug, Default)]
 pub(crate) struct Profile {
-    /// Instructions.
+    /// Length in instructions, at least 1 and at most [`EXECUTED`].
     pub(crate) len: u64,
-    /// Looks that have found it since it was translated.
+    /// Samples that have found the block since it was translated.
     pub(crate) samples: u64,
     pub(crate) hot: Hot,
-    /// Misses of each of its per-site entries.
+    /// Misses of each of the block's per-site entries.
     pub(crate) missed: Vec<u64>,
-    /// Its branches within the page, of code of this generation.
+    /// The block's link sites in the translator, and the generation of the code that it was translated from.
     pub(crate) links: Range<usize>,
     pub(crate) generation: u32,
-    /// It is to be translated when it is executed next.
+    /// The block is to be translated again when it is executed next.
     pub(crate) is_due: bool,
-    /// It has a poll, so that looks find it, but is not known to be executed much yet.
+    /// The block was translated again only to get a poll, so that samples find it; it is not known to be hot yet.
     pub(crate) is_watched: bool,
-    /// It is linked to.
+    /// Branches of the page are linked to the block.
     pub(crate) is_linked: bool,
-    /// Where the translations before are entered.
+    /// Entries of the block's earlier translations, which are redirected to the newest one.
     pub(crate) before: Vec<usize>,
-    /// The way that was executed from it on in all looks since it is known to be executed much, if it goes through calls.
+    /// The part that is common to the paths recorded from the block on since it became hot. Empty if the path calls
+    /// nothing.
     pub(crate) path: Vec<i32>,
-    /// Pages that it has code of, if they are several: it is a trace.
+    /// Pages that the trace has code of; empty if the block is no trace.
     pub(crate) pages: Vec<TracePage>,
-    /// When it was last revalidated, by the TSC, and how often in quick succession.
+    /// TSC of the last revalidation, and how many have followed each other in quick succession.
     pub(crate) revalidated: (u64, u32),
 }
 
-/// What a look has found.
+/// What a sample has found.
 pub(crate) enum Found {
     Nothing,
-    /// A block that is to be translated again, as it is executed much.
+    /// A block that has just become hot and is to be translated again.
     Hot,
-    /// One that has been, of which more is to be known.
+    /// A hot block that was translated recently; further samples are to tell more about it.
     New,
-    /// One that was executed for a while since.
+    /// A hot block that has been sampled often enough since its translation.
     Settled,
 }
 
-/// What is known of such blocks.
+/// Sample counters, and the profiles of hot blocks.
 #[derive(Debug)]
 pub(crate) struct Profiles {
     counts: Box<[u8; COUNTS]>,
-    /// What the last look has found.
+    /// The block that the last sample has found.
     last: Option<BlockKey>,
-    /// Looks until they begin anew.
+    /// Samples until all counters are halved.
     left: u32,
     pub(crate) hot: HashMap<BlockKey, Profile, ByIdentity>,
-    /// Whose each per-site entry is.
+    /// The block that each per-site entry belongs to.
     pub(crate) owners: Box<[Option<BlockKey>; SITE_ENTRIES]>,
-    /// Every other block is as if it were executed much: for tests.
+    /// Tests only: every other block is translated as if it were hot.
     pub(crate) mixes_tiers: bool,
 }
 
@@ -107,12 +108,13 @@ impl Profiles {
         self.owners.fill(None);
     }
 
-    /// The blocks of the page with this one are other ones from now on.
+    /// Forgets the blocks of the page of `id`, whose code has changed.
     pub(crate) fn forget(&mut self, id: u64) {
         self.hot.retain(|key, _| key.at >> 12 != id >> 12);
     }
 
-    /// What is to be different in the translation of a block, and whether it is linked to, if that is known.
+    /// Returns what the next translation of the block is made with, and whether the block is linked to if that is
+    /// known. `None`: the block is translated as any cold one is.
     pub(crate) fn begin(&mut self, key: BlockKey) -> Option<(Option<Hot>, Option<bool>)> {
         if key.mode.has(Mode::SPLIT) {
             return None;
@@ -125,14 +127,14 @@ impl Profiles {
                 });
                 return Some((hot, Some(p.is_linked)));
             }
-            // Other code, by now.
+            // The hot block was made from code that has changed since.
             self.hot.remove(&key);
             self.counts[place(key)] = 0;
         }
         (self.mixes_tiers && key.at & 1 != 0).then(|| (Some(Hot::default()), None))
     }
 
-    /// A look has found the block.
+    /// Counts a sample that has found the block.
     pub(crate) fn note(&mut self, key: BlockKey) -> Found {
         self.left -= 1;
         if self.left == 0 {
@@ -161,25 +163,26 @@ impl Profiles {
         if is_hot { Found::Hot } else { Found::Nothing }
     }
 
-    /// What is known of the block's way is for its next translation; true if there is anything.
+    /// Hands the recorded path of the block to its next translation. Returns false if there is none.
     pub(crate) fn take_path(&mut self, key: BlockKey) -> bool {
         let Some(p) = self.hot.get_mut(&key).filter(|p| !p.path.is_empty()) else {
             return false;
         };
         p.hot.path = core::mem::take(&mut p.path);
-        // Other instructions have these numbers.
+        // In a trace, instructions have other numbers than those that `without` refers to.
         p.hot.without = 0;
         true
     }
 
-    /// The block cannot be translated along its way.
+    /// Drops the path of the block, which can no longer be followed.
     pub(crate) fn forget_path(&mut self, key: BlockKey) {
         if let Some(p) = self.hot.get_mut(&key) {
             p.hot.path.clear();
         }
     }
 
-    /// A per-site entry has missed so often; the block, if it is to be translated again.
+    /// Charges `missed` misses to a per-site entry. Returns its block if the entry costs more than it saves, so that
+    /// the block is to be translated again without it.
     pub(crate) fn judge(&mut self, site_entry: usize, missed: u64) -> Option<BlockKey> {
         let key = self.owners[site_entry]?;
         let p = self.hot.get_mut(&key)?;

@@ -1,3 +1,3 @@
-//! What is executed much, and what is known about it.
+//! Which blocks are hot, and what is known about them.
 
 pub(crate) mod hot;

@@ -1,4 +1,4 @@
-//! Decoding a block, and which arithmetic flags are live where.
+//! Decodes a block, and finds which arithmetic flags are live where.
 
 use iced_x86::{Decoder, DecoderError, Instruction};
 use x86_cpu::{CpuState, GuestBus};
@@ -14,33 +14,35 @@ use crate::{
     ir::segment::has_pages,
 };
 
-/// Instructions of a block at most, and of one that is executed much.
+/// Maximum number of instructions of a block, and of a hot one.
 const MAX_INSNS: usize = 48;
 const MAX_HOT_INSNS: usize = 96;
-/// Conditional branches of a block at most: what follows them is executed less and less likely,
-/// and translated again for whoever goes there from elsewhere.
+/// Maximum number of conditional branches of a block. The code behind each is less and less likely to be executed, and
+/// is translated again for branches that enter it from elsewhere.
 const MAX_BRANCHES: usize = 3;
-/// The same where a loop begins: it is executed again and again.
+/// The same for a block that begins a loop: its later code is executed again and again.
 const MAX_LOOP_BRANCHES: usize = 5;
 /// Jumps within the page that a block follows.
 const MAX_FOLLOWED: usize = 2;
-/// Instructions of an unrolled loop at most, and turns of one.
+/// Maximum number of instructions of an unrolled loop, and of its iterations.
 const MAX_UNROLLED: usize = 40;
 const MAX_TURNS: usize = 4;
-/// The same of the first turns of a loop within a block, which may be all: such loops are often short.
+/// The same for the first iterations of a loop within a block. Such loops are often so short that these are all
+/// iterations.
 const MAX_INNER: usize = 72;
 const MAX_INNER_TURNS: usize = 16;
-/// Bytes of an instruction at most.
+/// Maximum length of an instruction, in bytes.
 pub(crate) const MAX_LEN: usize = 15;
 /// Bytes that are fetched at once.
 pub(crate) const FETCHED: usize = 64;
 
-/// Decodes the block at `gva`; IP 0 is the page's start.
-/// Empty if it cannot be fetched, which is for now: a page that a process has not touched yet is mapped after a fault.
-/// An instruction that straddles two pages is a block of its own: true is returned for one.
+/// Decodes the block at `gva`; IP 0 is the page's start. The block is empty if it cannot be fetched now: a page that a
+/// process has not touched yet may be mapped after a fault. Returns true for an instruction that straddles two pages,
+/// which is a block of its own.
 ///
-/// `is_loop`: a branch back leads here. `is_ahead`: nobody has gone here yet, so nothing is fetched from another page.
-/// `turns`: what is known of the loops of a block that is executed much.
+/// `is_loop`: a branch back leads here. `is_ahead`: the block has not been executed yet, so nothing is fetched from
+/// another page. `turns`: how many iterations the loops within a hot block make, as far as that is known; `None` if the
+/// block is not hot.
 pub(crate) fn decode<B: GuestBus>(
     out: &mut Vec<Decoded>,
     forms: &mut Forms,
@@ -75,7 +77,7 @@ pub(crate) fn decode<B: GuestBus>(
         is_ahead,
         turns,
     };
-    // What is decoded is copied with what follows it.
+    // The bytes of an instruction are copied together with those behind it, so the array has room for `RAW` more.
     let mut bytes = [0; FETCHED + RAW];
     while decoder.fetch(&mut bytes) == Next::Fetch {}
     let straddles = decoder.straddles;
@@ -91,41 +93,41 @@ struct BlockDecoder<'a, B> {
     cpu: &'a mut CpuState,
     bus: &'a mut B,
     mode: Mode,
-    /// Nobody has gone here yet.
+    /// The block has not been executed yet.
     is_ahead: bool,
     turns: Option<&'a [Turns]>,
-    /// Of the decoder: which instructions there are.
+    /// The decoder's options: which instructions there are.
     options: u32,
     /// The gva of the page.
     page: u64,
     /// Offsets of the block, and of the next instruction.
     first: u32,
     offset: u32,
-    /// Conditional branches that it may have yet, and jumps that it may follow.
+    /// How many more conditional branches the block may have, and how many more jumps it may follow.
     branches_left: usize,
     jumps_left: usize,
-    /// Instructions at most.
+    /// Maximum number of instructions.
     most: usize,
-    /// Its one instruction ends in the next page.
+    /// The block is one instruction, which ends in the next page.
     straddles: bool,
 }
 
 /// How decoding goes on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Next {
-    /// With the next instruction of what was fetched.
+    /// Decode the next of the fetched instructions.
     Decode,
-    /// With what is to be fetched at the offset.
+    /// Fetch at the offset, then decode.
     Fetch,
     /// The block ends.
     End,
 }
 
 impl<B: GuestBus> BlockDecoder<'_, B> {
-    /// Fetches what comes next, and decodes it.
+    /// Fetches the bytes at the offset and decodes their instructions.
     fn fetch(&mut self, bytes: &mut [u8; FETCHED + RAW]) -> Next {
         let start = self.offset;
-        // The bytes are tracked as code, so no more than may be needed.
+        // Fetched bytes are tracked as code, so no more are fetched than may be needed.
         let room = (0x1000 - start as usize).min(FETCHED);
         let at = self.page + u64::from(start);
         let Ok(have) = self.bus.code_bytes(self.cpu, at, &mut bytes[..room]) else {
@@ -149,7 +151,8 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
                     None => return Next::End,
                 }
             }
-            // Where it is kept: a copy would wait for all that was just written of it.
+            // The instruction is built in its place in the vector: a copy would wait for the stores that have just
+            // written it.
             self.out.push(Decoded::invalid(self.offset));
             if error != DecoderError::None {
                 return Next::End;
@@ -161,8 +164,8 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
         }
     }
 
-    /// Decodes the instruction that the page ends in the middle of: `raw` has `have` of its bytes. `None`: the block ends before it, or it
-    /// cannot be fetched now.
+    /// Decodes the instruction that the end of the page cuts in two: `raw` has `have` of its bytes. `None`: the block
+    /// ends before it, or its other bytes cannot be fetched now.
     fn straddle(
         &mut self,
         (raw, have): (&mut [u8; RAW], usize),
@@ -178,7 +181,7 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
         Some(error.unwrap_or(DecoderError::NoMoreBytes))
     }
 
-    /// The last instruction of the block is `i`.
+    /// Takes `i` as the last instruction of the block.
     #[inline]
     fn take(&mut self, i: &mut Instruction, raw: [u8; RAW]) -> Next {
         let long = self.mode.is_long();
@@ -206,7 +209,7 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
                 d.follow();
             }
             self.offset = target as u32;
-            // The bytes there are to be read.
+            // The bytes at the target have not been fetched yet.
             return if is_full { Next::End } else { Next::Fetch };
         }
         if let Some(turns) = self.turns
@@ -229,7 +232,8 @@ impl<B: GuestBus> BlockDecoder<'_, B> {
     }
 }
 
-/// Nothing may be injected between STI, or a load of SS, and the next instruction, so both are in one block.
+/// Leaves STI, or a load of SS, to the interpreter if the block would end with it: nothing may be injected between it
+/// and the next instruction.
 fn end_whole(out: &mut [Decoded]) {
     if let Some(d) = out.last_mut()
         && d.holds_events()
@@ -245,8 +249,8 @@ struct At {
     mode: Mode,
 }
 
-/// Decodes the instruction at the end of a page with the bytes of the next one: `raw` has `have` of its bytes. `None` if it may not
-/// straddle them.
+/// Decodes the instruction at the end of a page with the bytes of the next page: `raw` has `have` of its bytes. `None`
+/// if no instruction may straddle the two.
 fn across<B: GuestBus>(
     bus: &mut B,
     cpu: &mut CpuState,
@@ -266,20 +270,21 @@ fn across<B: GuestBus>(
     Ok(Some(decoder.last_error()))
 }
 
-/// An instruction may begin in the page and end in the next one.
+/// Returns true if an instruction may begin in the page and end in the next one.
 fn may_straddle(cpu: &CpuState, mode: Mode, page: u64) -> bool {
     let is_last = !mode.is_long() && page == 0xffff_f000;
     !is_last && (!mode.has(Mode::SEGMENTED) || has_pages(cpu, 1))
 }
 
-/// The guest's bytes from `at` on, and what follows the instruction there.
+/// Returns the guest's bytes from `at` on: those of the instruction there, and what follows it.
 pub(crate) fn raw_at(bytes: &[u8; FETCHED + RAW], at: usize) -> [u8; RAW] {
     let raw = bytes.get(at..).and_then(<[u8]>::first_chunk);
     raw.copied().unwrap_or_default()
 }
 
-/// A loop within the block, whose branch at the end of `out` leads back to `target`, and on to `next`: its body is repeated, as what
-/// its first turns access is often where the instructions before it did. `most`: instructions of the block.
+/// Unrolls a loop within the block. Its branch, at the end of `out`, leads back to `target` and falls through to
+/// `next`. The body is repeated because the first iterations often access what the instructions before the loop did.
+/// `most`: maximum number of instructions of the block.
 fn repeat_inner(out: &mut Vec<Decoded>, turns: &[Turns], (target, next): (u64, u32), most: usize) {
     let Some(body) = out.iter().rposition(|d| u64::from(d.offset) == target) else {
         return;
@@ -297,13 +302,14 @@ fn repeat_inner(out: &mut Vec<Decoded>, turns: &[Turns], (target, next): (u64, u
     }
 }
 
-/// A loop, the end of which is the branch back: repeats the body; the branches in between leave the loop.
+/// Unrolls the loop that is all of `out` and ends with the branch back; the branches in between leave it.
 fn unroll(out: &mut Vec<Decoded>, next: u32) {
     let turns = (MAX_UNROLLED / out.len()).clamp(1, MAX_TURNS);
     repeat(out, 0, next, turns, false);
 }
 
-/// The same for a body that begins at `from`, for so many turns. `notes`: by which it is left is of interest.
+/// Repeats the body that begins at `from`, for `turns` iterations. `notes`: each branch that leaves the loop has its
+/// iteration noted ([`Decoded::turn`]), so that it can be learned by which one the loop is left.
 fn repeat(out: &mut Vec<Decoded>, from: usize, next: u32, turns: usize, notes: bool) {
     let Some(d) = out.pop() else {
         return;

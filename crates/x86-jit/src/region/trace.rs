@@ -1,12 +1,12 @@
-//! Traces: what is executed much is followed through calls, and back from them.
+//! Traces: blocks along the path that was executed from a hot block on, through calls and returns.
 //!
-//! A call and its return cost forty instructions where they end blocks: pages are compared, the host's stack
-//! gets what its processor predicts returns by, flags are kept. When a block is found to be executed much, the
-//! interpreter executes what comes next and notes the way. If that goes through calls, the block is translated
-//! along it: a call writes its return address and is gone on behind, a return compares what it reads with
-//! that. All pages are compared where the trace begins, by their [`crate::frame::page_guard::PageGuard`]s and the generations of
-//! their code, as branches to them would be. An indirect branch that does not lead where it is expected to
-//! is made as it is elsewhere.
+//! Where calls and returns end blocks, a call and its return cost forty instructions: pages are compared, the host's
+//! stack gets the address by which its processor predicts the return, flags are kept. When a block becomes hot, the
+//! interpreter executes what comes next and records the path. If the path goes through calls, the block is translated
+//! along it. A call writes its return address, and the callee's code follows; a return compares what it reads with that
+//! address. All pages are compared where the trace begins, by their [`crate::frame::page_guard::PageGuard`]s and the
+//! generations of their code, as branches to them would be. An indirect branch that does not lead to the expected
+//! target is made as in any other block.
 
 use iced_x86::{Decoder, DecoderError, Instruction};
 use x86_cpu::{CpuState, GuestBus};
@@ -23,32 +23,34 @@ use crate::{
     region::block::{self, FETCHED, raw_at},
 };
 
-/// Instructions of a trace at most.
+/// Maximum number of instructions of a trace.
 pub(crate) const MAX_TRACE: usize = 288;
-/// Its pages.
+/// Maximum number of pages of a trace.
 const MAX_PAGES: usize = 12;
-/// How far it goes, for sums and differences to have 32 bits with their sign.
+/// Maximum distance of a trace's code from its first page, in bytes: sums and differences of distances fit a signed
+/// 32-bit number.
 pub(crate) const MAX_DISTANCE: i64 = 1 << 30;
-/// Turns of a loop that it goes through at most: other loops are entered.
+/// Maximum number of iterations of a loop within a trace; a trace ends before a loop that makes more, which is then
+/// entered.
 const MAX_TURNS: usize = 16;
-/// Instructions that it executes at least of a function that it does not return from.
+/// Minimum number of instructions that the trace executes of a function from which it does not return.
 const MIN_CALLED: usize = 24;
 
-/// A call that has not come back yet.
+/// A call whose return has not been reached yet.
 struct Frame {
-    /// Its instruction's number.
+    /// Number of the call's instruction.
     number: usize,
     callee: TracePlace,
     back: TracePlace,
 }
 
-/// Where the way goes on from one instruction to the next.
+/// A step of the path, from one instruction to the next, as distances from the first page.
 struct Step {
     at: i32,
     next: i32,
 }
 
-/// The page at a gva as one of a trace's, if it may be one.
+/// Finds the page at a gva, if a trace may have code of it.
 pub(crate) trait FindPage<B>:
     FnMut(&mut CpuState, &mut B, u64) -> Option<TracePage>
 {
@@ -56,30 +58,30 @@ pub(crate) trait FindPage<B>:
 
 impl<B, F: FnMut(&mut CpuState, &mut B, u64) -> Option<TracePage>> FindPage<B> for F {}
 
-/// What a trace is decoded from and to.
+/// What a trace is decoded from, and to.
 pub(crate) struct Tracer<'a, B, F> {
     pub(crate) cpu: &'a mut CpuState,
     pub(crate) bus: &'a mut B,
     pub(crate) forms: &'a mut Forms,
     pub(crate) decoded: &'a mut Vec<Decoded>,
-    /// The trace's pages, the first one of which is there already.
+    /// The trace's pages. The caller has entered the first one.
     pub(crate) pages: &'a mut Vec<TracePage>,
     pub(crate) find_page: F,
-    /// The page where it begins.
+    /// The gva of the page where the trace begins.
     pub(crate) first_page: u64,
     pub(crate) mode: Mode,
 }
 
 impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
-    /// Decodes along the way. True if it goes through calls: what it makes is no block otherwise.
+    /// Decodes along the path. Returns true if the path goes through calls; otherwise what was decoded is no trace.
     pub(crate) fn decode(&mut self, path: &[i32]) -> bool {
         self.forms.select(&self.cpu.features);
         self.decoded.clear();
         let mut frames: Vec<Frame> = Vec::new();
-        // Where branches lead that the trace follows.
+        // Targets of the conditional branches that the trace follows.
         let mut taken: Vec<Option<u32>> = Vec::new();
         let mut page = 0;
-        // Where ways part is a branch, with which the trace ends.
+        // The last place of the path is the branch after which recorded paths differed: the trace ends with it.
         let ends = path.iter().skip(1).map(|at| Some(*at)).chain([None]);
         for (at, next) in path.iter().copied().zip(ends) {
             let is_closed = Some(&at) == path.first() && !self.decoded.is_empty();
@@ -132,7 +134,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
                         if pushes_only(d) {
                             d.access = 8;
                         }
-                        // What else it may lead to may read them.
+                        // Code at another target may read any flag, unless the target is certain.
                         let is_certain = matches!(d.kind, Lowering::Call | Lowering::Jmp);
                         (d.reads, d.sets) = (if is_certain { 0 } else { ALL as u16 }, 0);
                     }
@@ -151,7 +153,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         self.end_trace(&taken)
     }
 
-    /// The instruction at a distance from the page, if it is one and in that page.
+    /// Decodes the instruction at distance `at`, if it is valid and ends within the page.
     fn decode_one(&mut self, (at, page): (i32, u8)) -> Option<Decoded> {
         let offset = at as u32 & 0xfff;
         let mut bytes = [0; FETCHED + RAW];
@@ -181,7 +183,8 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         self.pages.get(usize::from(n))
     }
 
-    /// Where the conditional branch leads in its page if the way follows it; `None`: it leaves the page, or the code is another one by now.
+    /// Returns the target of the conditional branch in its page if the path follows it there. `None`: the branch leaves
+    /// the page, or the code has changed since.
     fn follow_branch(&self, d: &Decoded, step: &Step) -> Option<Option<u32>> {
         if step.next == step.at + d.i.len() as i32 {
             return Some(None);
@@ -192,7 +195,8 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         (d.end() < 0x1000).then_some(Some(t))
     }
 
-    /// Ends the trace where a loop of many turns begins, to which the way has come back; true if it is one.
+    /// Cuts the trace off where a loop begins that the path has come back to [`MAX_TURNS`] times. Returns true if there
+    /// is one.
     fn cut_loop(&mut self, page: u8, to: i32, taken: &mut Vec<Option<u32>>) -> bool {
         let offset = to as u32 & 0xfff;
         let is_there = |d: &Decoded| (d.page, d.offset) == (page, offset);
@@ -206,7 +210,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         true
     }
 
-    /// Where the branch leads, if the trace can go on behind it.
+    /// Returns where the branch leads, if the trace can go on there.
     fn expect(&mut self, d: &Decoded, step: &Step, frames: &mut Vec<Frame>) -> Option<TracePlace> {
         let offset = step.next as u16 & 0xfff;
         if d.kind == Lowering::Ret {
@@ -227,7 +231,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
             return None;
         }
         let page = self.page_at(step.next & !0xfff)?;
-        // How deep a function calls itself, and which way it goes then, changes all the time.
+        // Recursion is not followed: its depth, and its path at each depth, change all the time.
         let to = TracePlace { page, offset };
         let first = self.decoded.first();
         let is_first = first.is_some_and(|d| (d.page, d.offset) == (page, offset.into()));
@@ -244,7 +248,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         Some(to)
     }
 
-    /// The number of a page. `None`: the trace cannot have code of it.
+    /// Returns the number of a page among the trace's. `None`: the trace cannot have code of it.
     fn page_at(&mut self, distance: i32) -> Option<u8> {
         if let Some(n) = self.pages.iter().position(|p| p.distance == distance) {
             return Some(n as u8);
@@ -258,7 +262,7 @@ impl<B: GuestBus, F: FindPage<B>> Tracer<'_, B, F> {
         Some(self.pages.len() as u8 - 1)
     }
 
-    /// The last instruction is one that a block ends with; true if the trace is one.
+    /// Makes the last instruction one that a block can end with. Returns true if the trace goes through calls.
     fn end_trace(&mut self, taken: &[Option<u32>]) -> bool {
         if let (Some(d), Some(taken)) = (self.decoded.last_mut(), taken.last()) {
             if d.onto.take().is_some() && d.kind == Lowering::CallIndirect {

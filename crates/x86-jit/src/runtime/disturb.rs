@@ -1,13 +1,13 @@
-//! What tests have happen at random.
+//! Events that tests have happen at random.
 
 use x86_cpu::CpuState;
 
 use crate::{Jit, JitBus, runtime::state::is_translatable};
 
-/// Times that a block is looked for until, in tests, what is executed much is translated again, on average.
+/// Average number of lookups of blocks between two times that, in tests, hot blocks are translated again.
 const AGAIN: u64 = 16;
 
-/// Times that the run loop goes round until, in tests, a trace is made.
+/// Average number of rounds of the run loop between two times that, in tests, a path is recorded.
 const FOLLOWED: u64 = 2;
 
 impl<B: JitBus> Jit<B> {
@@ -18,12 +18,12 @@ impl<B: JitBus> Jit<B> {
         self.disturbance.random
     }
 
-    /// Now and then, where [`Self::mix_tiers`] asks for it.
+    /// Returns true now and then, in tests ([`Self::mix_tiers`]): a path is to be recorded.
     pub(crate) fn is_time_to_follow(&mut self, cpu: &CpuState) -> bool {
         is_translatable(cpu) && self.next_random().is_multiple_of(FOLLOWED)
     }
 
-    /// What [`Self::mix_tiers`] and [`Self::set_random_flushes`] are for.
+    /// Does what [`Self::mix_tiers`] and [`Self::set_random_flushes`] ask for.
     pub(crate) fn disturb(&mut self, cpu: &mut CpuState, bus: &mut B) {
         self.next_random();
         if self.disturbance.flush_every != 0

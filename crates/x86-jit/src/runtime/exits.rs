@@ -1,9 +1,9 @@
-//! What translated code calls Rust for, without being left: instructions of the
-//! interpreter, branches to places that are not known yet, changed code.
+//! Calls of translated code into Rust, which do not leave it: instructions of the interpreter, branches to targets that
+//! are not known yet, changed code.
 //!
-//! Registers and flags are in `CpuState`; FP state is not where it was in the
-//! host's registers ([`crate::frame::words::FP_LIVE`]), which only instructions that have to do
-//! with it would notice ([`crate::codegen::trampolines::Trampolines::bail`]).
+//! Registers and flags are in `CpuState`. FP state may be in the host's registers still
+//! ([`crate::frame::words::FP_LIVE`]). Only instructions that use it would notice, and they come by
+//! [`crate::codegen::trampolines::Trampolines::bail`], which saves it.
 
 use x86_cpu::{CpuState, Exception, Shadow};
 use x86_defs::rflags;
@@ -23,13 +23,12 @@ use crate::{
     runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
 };
 
-/// Direct branches to other pages that go by the table before one is remembered:
-/// code that several address spaces share at different addresses changes its mind
-/// all the time.
+/// Direct branches to other pages that go by the target table before one of them is linked to another target than
+/// before: code that several address spaces share at different addresses would be linked anew all the time.
 const CROSS_PAGE_MISSES: u64 = 64;
 
-/// Translated code asks for what its [`Reason`] says. Returns the host address at
-/// which it goes on, or 0: it is left.
+/// Answers what translated code asks for by its [`Reason`]. Returns the host address at which translated code goes on,
+/// or 0 if it is left.
 pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     // SAFETY: `Jit::enter` put its own references there and uses none of them
     // until translated code returns.
@@ -60,7 +59,8 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
         jit.note_switch(cpu, bus, wanted);
     }
     let frame = &mut cpu.engine;
-    // What is returned to does not check that it is still what the guest's code says.
+    // Returns do not check whether the code that they lead to has changed. So frames of calls are dropped if any code
+    // has.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
     if changed || (frame.key, jit.stats.flushes) != before {
@@ -69,13 +69,13 @@ pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
     let charged = countdown::exact::charged(frame);
     let left = match rest {
         Some(rest) => rest.saturating_sub(charged),
-        // Code that does not count has not said how much was left. It has executed something.
+        // Code that does not count has not said how much is left, but it has executed something.
         None => jit.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
     };
     jit.counted(cpu, code, left, rest.is_some())
 }
 
-/// [`handle`], outside of lock-step.
+/// Does the work of [`handle`] outside of lock-step.
 fn answer<B: JitBus>(
     jit: &mut Jit<B>,
     interp: &mut Interp<B>,
@@ -150,7 +150,7 @@ fn answer<B: JitBus>(
             }
             jit.stats.stale += 1;
             jit.session.stale = true;
-            // What leads here again and again otherwise.
+            // Remembered branches would lead to the outdated block again and again.
             bus.mmu().forget_branches();
             RunStop::Poll
         }
@@ -160,7 +160,7 @@ fn answer<B: JitBus>(
         *left = Left::Stopped(stop);
         return 0;
     }
-    // IRET has led to where no code was found: the instruction that RF is for is still to come.
+    // IRET has led to a target without code: the instruction that RF is for is still to come.
     let is_to_come = matches!(
         reason,
         Reason::Branch | Reason::CrossPage | Reason::Link | Reason::Stale | Reason::TooLong
@@ -174,8 +174,8 @@ fn answer<B: JitBus>(
 }
 
 impl<B: JitBus> Jit<B> {
-    /// Makes the one access of the instruction at RIP, if that is all it does; `site` is its number,
-    /// or 0, and `operand` the linear address of its memory operand, if that is known.
+    /// Makes the one access of the instruction at RIP, if the instruction does nothing else. `site` is its number, or
+    /// 0, and `operand` the linear address of its memory operand, if that is known.
     fn transfer(
         &mut self,
         interp: &mut Interp<B>,
@@ -195,8 +195,8 @@ impl<B: JitBus> Jit<B> {
         Some(stop)
     }
 
-    /// Where to go on after [`Self::transfer`], which changes neither mapping nor mode; 0 if there is
-    /// more to be looked at than the table of targets.
+    /// Returns where to go on after [`Self::transfer`], which changes neither mapping nor mode; 0 if a lookup in the
+    /// target table is not enough.
     fn after_transfer(&mut self, interp: &Interp<B>, cpu: &mut CpuState, bus: &B) -> u64 {
         let is_quick = interp.resets() == self.session.resets
             && !bus.must_return(cpu)
@@ -235,7 +235,7 @@ impl<B: JitBus> Jit<B> {
                 None => interp.one(cpu, bus),
             },
         };
-        // A repeated instruction that goes on has done much: a look at the clock is due.
+        // A repeated instruction that is not finished has made many repetitions: a poll is due.
         if cpu.rip() == rip {
             countdown::charge_all(&mut cpu.engine);
         } else {
@@ -244,7 +244,7 @@ impl<B: JitBus> Jit<B> {
         stop
     }
 
-    /// The instruction at RIP has found that it raises this.
+    /// Raises the exception that the instruction at RIP was found to raise.
     fn raise(
         &mut self,
         interp: &mut Interp<B>,
@@ -258,7 +258,8 @@ impl<B: JitBus> Jit<B> {
         interp.raise(cpu, bus, exception)
     }
 
-    /// The block that link site `number` leads to, from now on directly; 0 if there is none.
+    /// Returns the host address of the block that link site `number` leads to, and links the site to it; 0 if there is
+    /// none.
     pub(crate) fn follow_link(
         &mut self,
         interp: &mut Interp<B>,
@@ -297,7 +298,8 @@ impl<B: JitBus> Jit<B> {
         self.code.address(next.entries.saved as usize)
     }
 
-    /// #GP(0) at a branch, if it is one: its target is not canonical. `page`: where the code was.
+    /// Has the interpreter raise #GP(0) for a target that may not be branched to: at the branch, or at the target if it
+    /// is just what follows the page. `page`: where the code was.
     fn refuse_branch(
         &mut self,
         interp: &mut Interp<B>,
@@ -313,8 +315,8 @@ impl<B: JitBus> Jit<B> {
         self.interpret(interp, cpu, bus, 0)
     }
 
-    /// Completes the direct branch to another page that `frame::words::SPILL` tells of; false if the
-    /// interpreter has to raise its exception: RIP is where.
+    /// Completes the direct branch to another page that `frame::words::SPILL` describes. Returns false if the
+    /// interpreter has to raise its exception, at RIP.
     pub(crate) fn complete_cross_page(&mut self, cpu: &mut CpuState, bus: &mut B) -> bool {
         let frame = &cpu.engine;
         let page = frame.page;
@@ -328,7 +330,7 @@ impl<B: JitBus> Jit<B> {
             cpu.set_rip(target);
             return true;
         }
-        // #GP(0) at the branch, if it is one: what is reached without a branch raises its own.
+        // The branch raises #GP(0); an instruction that is reached without a branch raises its own.
         let falls = i64::from(site.target) == i64::from(site.offset) + 1;
         if falls {
             cpu.set_rip(target);
@@ -339,8 +341,8 @@ impl<B: JitBus> Jit<B> {
         false
     }
 
-    /// Where the direct branch `number` leads to, which is at RIP: from now on by itself, if
-    /// that is due. 0 if it is not translated.
+    /// Returns the host address of the target of the direct branch `number`, which is at RIP, and links the branch to
+    /// it if that is due. 0 if the target is not translated.
     pub(crate) fn follow_cross_page(
         &mut self,
         interp: &mut Interp<B>,
@@ -359,7 +361,8 @@ impl<B: JitBus> Jit<B> {
         code
     }
 
-    /// Has the direct branch `number`, which has led to `code` at RIP, go there by itself as long as it leads there, if that is due.
+    /// Links the direct branch `number`, which has led to `code` at RIP, to it under the condition that it leads there,
+    /// if that is due.
     fn remember(&mut self, cpu: &mut CpuState, bus: &mut B, number: usize, code: u64) {
         let rip = cpu.rip();
         let mask = word_mask(cpu);
@@ -386,7 +389,7 @@ impl<B: JitBus> Jit<B> {
                 page: place,
             } if due || site.to == 0 => {
                 let from = rip.wrapping_sub(i64::from(site.target) as u64) & mask;
-                // Around the end of 16-bit addresses it goes by the table.
+                // A branch around the end of 16-bit addresses goes by the target table.
                 let beyond = i64::from(site.target & !0xfff) as u64;
                 if self.session.mode.has(Mode::SEGMENTED) && from.wrapping_add(beyond) != page {
                     return;
@@ -406,7 +409,7 @@ impl<B: JitBus> Jit<B> {
                 let Some((key, _)) = self.key_at(cpu, bus) else {
                     return;
                 };
-                // A page guard is that of one page.
+                // A page guard covers one page only.
                 if self.code.cache.blocks.get(key).is_none_or(|b| b.straddles) {
                     return;
                 }
@@ -429,7 +432,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Where to go on at RIP; 0 if not in translated code.
+    /// Returns the host address at which to go on at RIP; 0 if translated code is to be left.
     fn proceed(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> u64 {
         if interp.resets() != self.session.resets
             || bus.must_return(cpu) && cpu.shadow == Shadow::None
@@ -444,7 +447,7 @@ impl<B: JitBus> Jit<B> {
             None
         };
         if code.is_none() && self.session.resumed.take().is_some() {
-            // The instruction that it is for is still to come.
+            // The instruction that RF is for is still to come.
             cpu.rflags |= rflags::RF;
         }
         code.unwrap_or(0)

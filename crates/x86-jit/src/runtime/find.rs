@@ -1,4 +1,4 @@
-//! From RIP to code: the keys of mapping and mode, the table of targets, and the blocks of a page.
+//! From RIP to code: the keys of mapping and mode, the target table, and the blocks of a page.
 
 use x86_cpu::CpuState;
 use x86_interp::Interp;
@@ -18,7 +18,7 @@ use crate::{
 };
 
 impl<B: JitBus> Jit<B> {
-    /// Makes tables and keys those of the current mapping and mode.
+    /// Selects the tables and keys of the current mapping and mode.
     pub(crate) fn select(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().slots_generation() != self.session.slots {
             self.flush_all();
@@ -28,7 +28,7 @@ impl<B: JitBus> Jit<B> {
         self.update_mode(cpu, bus);
     }
 
-    /// After a change of mode or view, and none of mappings.
+    /// Does the same after a change of mode or view, where mappings have not changed.
     pub(crate) fn update_mode(&mut self, cpu: &mut CpuState, bus: &mut B) {
         if bus.mmu().views_made() != self.session.views_made {
             cpu.engine.forget_views();
@@ -37,9 +37,9 @@ impl<B: JitBus> Jit<B> {
         self.set_view(cpu, bus);
     }
 
-    /// Tables and keys of the bus's live view.
+    /// Sets the tables and keys of the bus's live view.
     pub(crate) fn set_view(&mut self, cpu: &mut CpuState, bus: &mut B) {
-        // What the view has of before is cleared.
+        // Clears the view's page guards if they are of an older generation.
         bus.mmu()
             .live_page_guards(self.code.cache.page_guards_generation);
         set_tables(cpu, bus);
@@ -67,19 +67,19 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Generated code may have changed the mode by itself, and with it the key.
+    /// Takes the mode from the key: generated code may have changed both by itself.
     #[inline]
     pub(crate) fn follow_mode(&mut self, cpu: &CpuState) {
         self.session.mode = Mode::of_key(target_key(cpu).0);
     }
 
-    /// The mode bits of blocks for this state.
+    /// Returns the mode bits of blocks for this state.
     pub(crate) fn mode_now(&self, cpu: &CpuState) -> Mode {
         mode_of(cpu, self.session.plain_tsc)
     }
 
-    /// Host address at which to enter for RIP; the block is translated if need
-    /// be. `None`: not translatable.
+    /// Returns the host address at which to enter the block at RIP, which is translated if it has not been. `None`: the
+    /// code cannot be translated.
     pub(crate) fn find(
         &mut self,
         interp: &mut Interp<B>,
@@ -134,7 +134,8 @@ impl<B: JitBus> Jit<B> {
         Some(code)
     }
 
-    /// As [`Self::find`], for [`super::Session::splits`].
+    /// Finds the split translation of the block at RIP, as [`Self::find`] does the other: for
+    /// [`super::Session::splits`].
     pub(crate) fn find_split(
         &mut self,
         interp: &mut Interp<B>,
@@ -149,7 +150,8 @@ impl<B: JitBus> Jit<B> {
         Some(self.code.address(block.entries.outer as usize))
     }
 
-    /// The block at RIP, translated if need be; `is_split`: its translation in which every access probes for itself.
+    /// Returns the block at RIP, translated if it has not been. `is_split`: its translation in which every access
+    /// probes for itself.
     pub(crate) fn find_block(
         &mut self,
         interp: &mut Interp<B>,
@@ -165,7 +167,7 @@ impl<B: JitBus> Jit<B> {
         let key = key.split(is_split);
         if let Some(b) = self.code.cache.blocks.get(key)
             && b.generation == generation
-            // The neighbour may be mapped elsewhere, or not at all, by now.
+            // The next page may be mapped elsewhere, or not at all, by now.
             && (!b.straddles
                 || bus.code_page(cpu, next_page(gva)).ok().as_ref() == self.code.cache.second.get(&key))
         {

@@ -1,5 +1,5 @@
-//! Which 32-bit and 16-bit code can be translated: that with flat segments, and that with segments of which nothing but base
-//! and limit matters.
+//! Which 32-bit and 16-bit code can be translated: code with flat segments, and code with segments of which nothing but
+//! base and limit matters.
 
 use std::collections::HashMap;
 
@@ -8,8 +8,8 @@ use x86_defs::{reg, segment::Segment};
 
 use crate::ir::mode::Mode;
 
-/// 32-bit protected or compatibility mode, and addresses in CS, SS, DS and ES are
-/// linear ones without a limit.
+/// Returns true in 32-bit protected or compatibility mode if addresses in CS, SS, DS and ES are linear addresses
+/// without a limit.
 pub(crate) fn is_flat(cpu: &CpuState) -> bool {
     let cs = &cpu.seg[reg::CS];
     cpu.code_size == CodeSize::Bits32
@@ -23,10 +23,10 @@ pub(crate) fn is_flat(cpu: &CpuState) -> bool {
         })
 }
 
-/// What may be translated as [`Mode::SEGMENTED`]: a limit is all that an access can come to.
+/// Returns true if the code may be translated as [`Mode::SEGMENTED`]: only a segment's limit can refuse an access.
 pub(crate) fn has_plain_segments(cpu: &CpuState) -> bool {
     let cs = &cpu.seg[reg::CS];
-    // There are no types in real mode.
+    // Real mode and virtual-8086 mode ignore the types of segments.
     let is_readable = !has_types(cpu) || cs.attr.is_readable_or_writable();
     let is_up = cs.attr.is_code() || !cs.attr.is_conforming_or_expand_down();
     cpu.code_size != CodeSize::Bits64
@@ -38,12 +38,12 @@ pub(crate) fn has_plain_segments(cpu: &CpuState) -> bool {
             .all(|n| is_plain(&cpu.seg[n]))
 }
 
-/// Protected mode: accesses are compared with the segment's type.
+/// Returns true in protected mode, where accesses are checked against the segment's type.
 fn has_types(cpu: &CpuState) -> bool {
     cpu.is_protected() && !cpu.is_v86()
 }
 
-/// The mode bits of 32-bit and 16-bit code.
+/// Returns the mode bits that say what kind of 32-bit or 16-bit code it is; none for 64-bit code.
 pub(crate) fn mode_of(cpu: &CpuState) -> Mode {
     if cpu.is_64bit() {
         return Mode::NONE;
@@ -77,20 +77,21 @@ pub(crate) fn mode_of(cpu: &CpuState) -> Mode {
     mode
 }
 
-/// Limits are compared for elements of so many bytes less one at most.
+/// Smallest limit of a segment that translated code uses: the size of the largest element that bounds are computed for,
+/// less one.
 const LEAST: u32 = 31;
 
-/// Present, writable, expand-up data.
+/// Returns true for present, writable, expand-up data that is not smaller than any element.
 fn is_plain(s: &Segment) -> bool {
     s.attr.0 & 0x1_009e == 0x92 && s.limit >= LEAST
 }
 
-/// The same of 4 GiB.
+/// Returns true for such a segment of 4 GiB.
 fn is_whole(s: &Segment) -> bool {
     is_plain(s) && s.limit == u32::MAX
 }
 
-/// Writes the words that accesses of segments are compared with.
+/// Writes the frame's bounds, which accesses through segments are compared with.
 pub(crate) fn set_bounds(cpu: &mut CpuState) {
     let limits = cpu.seg.each_ref().map(|s| s.limit);
     if cpu.engine.bounds_of == limits {
@@ -101,21 +102,21 @@ pub(crate) fn set_bounds(cpu: &mut CpuState) {
         limits.map(|limit| core::array::from_fn(|size| limit.saturating_sub((1 << size) - 1)));
 }
 
-/// Names for pairs of a mapping and a code segment: targets of branches are those of one pair.
+/// Names for pairs of a mapping and a code segment, as targets of branches belong to one pair.
 #[derive(Debug, Default)]
 pub(crate) struct CodeSegments {
     known: HashMap<(u64, u64, u32), u64>,
-    /// The last one that was asked for.
+    /// The pair that was asked for last, and its name.
     latest: ((u64, u64, u32), u64),
-    /// The last one that was given.
+    /// The last name that was given.
     last: u64,
 }
 
-/// More are forgotten, whose names nobody gets again.
+/// Maximum number of pairs. Beyond it all are forgotten; their names are never given again.
 const KNOWN: usize = 1024;
 
 impl CodeSegments {
-    /// The name of CS under the epoch.
+    /// Returns the name of CS under the epoch.
     pub(crate) fn name(&mut self, cpu: &CpuState, epoch: u64) -> u64 {
         let cs = &cpu.seg[reg::CS];
         let of = (epoch, cs.base, cs.limit);

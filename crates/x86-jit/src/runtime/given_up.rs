@@ -1,5 +1,5 @@
-//! Instructions that have translated code, which gives up: a driver's accesses to its device most of
-//! all. They are decoded once for the interpreter, when they come for the second time.
+//! Instructions that translated code gives up, mostly a driver's accesses to its device. They are decoded for the
+//! interpreter once, when they come for the second time.
 
 use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Insn, Interp, Transfer};
@@ -12,25 +12,25 @@ use crate::{
 
 const ENTRIES: usize = 64;
 
-/// An instruction, by all that it depends on.
+/// An instruction, by all that its decoding depends on.
 #[derive(Debug)]
 struct Entry<B> {
     rip: u64,
-    /// Mapping and mode, and `GuestBus::code_changes`: while they stay, so does all that follows.
+    /// The target key, and `GuestBus::code_changes`. While both stay the same, so do `page` and `mode`.
     key: u64,
     changes: u64,
     /// The page's identity and its code's generation.
     page: Option<CodePage>,
     mode: Mode,
-    /// It has come twice.
+    /// The instruction has come a second time.
     is_tried: bool,
-    /// Absent as well if it cannot be decoded from one page's bytes.
+    /// The decoded instruction; `None` until it has come twice, and if it cannot be decoded from one page's bytes.
     insn: Option<Insn<B>>,
-    /// The same, if it is one.
+    /// The instruction as a transfer, if it is one.
     transfer: Option<Transfer>,
 }
 
-/// Direct-mapped.
+/// A direct-mapped table of instructions.
 #[derive(Debug)]
 pub(crate) struct GivenUp<B>(Vec<Entry<B>>);
 
@@ -45,8 +45,8 @@ fn place(rip: u64) -> usize {
 }
 
 impl<B: JitBus> GivenUp<B> {
-    /// The instruction at RIP, if it has been found before under the same key and with the same
-    /// code, and is one.
+    /// Returns the instruction at RIP if it is a transfer and was found before under the same key and with the same
+    /// code.
     #[inline]
     pub(crate) fn transfer(&self, cpu: &CpuState, bus: &B) -> Option<&Transfer> {
         let entry = self.0.get(place(cpu.rip()))?;
@@ -55,7 +55,7 @@ impl<B: JitBus> GivenUp<B> {
         entry.transfer.as_ref().filter(|_| is_same)
     }
 
-    /// The instruction at RIP.
+    /// Returns the decoded instruction at RIP; `None` when it comes for the first time, or cannot be decoded here.
     pub(crate) fn find(
         &mut self,
         interp: &mut Interp<B>,
@@ -64,7 +64,7 @@ impl<B: JitBus> GivenUp<B> {
         mode: Mode,
     ) -> Option<&Insn<B>> {
         if mode.has(Mode::SEGMENTED) && !has_pages(cpu, 0) {
-            // CS's limit is to be looked at.
+            // CS's limit has to be checked, which the interpreter does when it decodes.
             return None;
         }
         let (rip, key) = (cpu.rip(), cpu.engine.key);
@@ -107,9 +107,9 @@ impl<B: JitBus> GivenUp<B> {
             let mut bytes = [0; 15];
             let n = bus.code_bytes(cpu, code_at(cpu), &mut bytes).ok()?;
             let insn = interp.prepare(cpu, bytes.get(..n)?);
-            // To be dropped with everything else, soon.
+            // If the interpreter was reset meanwhile, the instruction is about to be dropped with all others.
             entry.insn = insn.filter(|_| interp.resets() == resets);
-            // Fetching may have had the page compared.
+            // Fetching may have compared the page with what was translated, and found a change.
             if bus.code_changes() != entry.changes {
                 entry.insn = None;
             }

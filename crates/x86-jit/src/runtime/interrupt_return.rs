@@ -1,7 +1,6 @@
-//! IRETQ of a 64-bit kernel to 64-bit code of its own or a user's, without leaving translated
-//! code (SDM vol. 2, IRET). What is not the common case changes nothing, and the interpreter does it:
-//! a fault, a task's or an NMI's return, a breakpoint to be passed, an interrupt to be taken, any segment that is not
-//! flat or whose descriptor is not at hand.
+//! IRETQ of a 64-bit kernel to 64-bit code of its own or a user's, without leaving translated code (SDM vol. 2, IRET).
+//! Every other case changes nothing and is left to the interpreter: a fault, a task's or an NMI's return, a breakpoint
+//! to be passed, an interrupt to be taken, any segment that is not flat or whose descriptor is not in the TLB.
 
 use x86_cpu::{CpuState, Privilege};
 use x86_defs::{
@@ -16,18 +15,18 @@ use crate::{
     runtime::system_call::{self, CODE64, DATA},
 };
 
-/// Flags that the new ones may have; the current ones have no others that matter
-/// (`crate::region::block::Mode::KERNEL`).
+/// Flags that may be set in the RFLAGS that is returned to. Translated kernel code has no others set that matter
+/// (`crate::ir::mode::Mode::KERNEL`).
 const PLAIN: u64 =
     rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::RF | rflags::AC | rflags::ID;
 
-/// A flat segment's descriptor: the limit, and the attributes in their places.
+/// Returns a flat segment's descriptor: the limit, and the attributes in their places.
 const fn descriptor(attr: u32) -> u64 {
     0x000f_0000_0000_ffff | (attr as u64 & 0xf0ff) << 40
 }
 
-/// The segment that `selector` loads at the privilege level that it asks for, if that is the flat one
-/// with the attributes `attr`. Its accessed bit is set: there is nothing to be written.
+/// Returns the segment that `selector` loads at the privilege level of its RPL, if that is the flat one with the
+/// attributes `attr`. The descriptor's accessed bit is set then, so nothing has to be written.
 fn flat<B: JitBus>(cpu: &CpuState, bus: &mut B, selector: u16, attr: u32) -> Option<Segment> {
     const LOCAL: u16 = 4;
     let rpl = u32::from(selector & 3);
@@ -46,8 +45,8 @@ fn flat<B: JitBus>(cpu: &CpuState, bus: &mut B, selector: u16, attr: u32) -> Opt
     })
 }
 
-/// IRETQ with the frame at `rsp`; returns the target, or 0. [`crate::frame::words::SPILL`] tells whether the host's stack
-/// has to be dropped.
+/// Executes IRETQ with the frame at `rsp`. Returns the target, or 0 if the interpreter is to execute it.
+/// [`crate::frame::words::SPILL`] says whether the host's stack has to be dropped.
 pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u64) -> u64 {
     let Some(target) = attempt(jit, cpu, bus, rsp) else {
         return 0;
@@ -55,7 +54,7 @@ pub(crate) fn leave<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B
     let before = cpu.engine.key;
     jit.update_mode(cpu, bus);
     jit.follow_level(cpu);
-    // IRET serialises: what is returned to has to be what the code is now.
+    // IRET serialises: code that is executed after it has to be current.
     let changes = bus.code_changes();
     let changed = core::mem::replace(&mut jit.session.changes, changes) != changes;
     let frame = &mut cpu.engine;
@@ -78,7 +77,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
         && cpu.is_canonical(rip)
         && !cpu.events.nmi_masked
         && !(flags & rflags::IF != 0 && system_call::interrupt_waits(cpu, bus));
-    // RF ends with the next instruction, which only breakpoints and lock-step look at.
+    // RF is cleared by the next instruction. Only breakpoints and lock-step can tell.
     let passes_breakpoint = flags & rflags::RF != 0
         && (cpu.effective_dr7() & dr::DR7_ENABLES != 0 || cpu.engine.log() != 0);
     if !is_plain || passes_breakpoint {
@@ -97,7 +96,7 @@ fn attempt<B: JitBus>(jit: &mut Jit<B>, cpu: &mut CpuState, bus: &mut B, rsp: u6
     } else {
         return None;
     };
-    // Data segments that a user may not have are the interpreter's to take away, as are null selectors' RPLs.
+    // The interpreter takes away data segments that the outer level may not use, and the RPLs of null selectors.
     let is_left = |n: usize| {
         let Segment { attr, selector, .. } = cpu.seg[n];
         let is_outer_null = cpl != cpu.cpl && matches!(selector, 1..=3);

@@ -1,9 +1,9 @@
-//! Branches that lead to blocks by themselves: made, and made to forget.
+//! Links and unlinks direct branches.
 
 use crate::{Jit, JitBus, code::cache::TranslatedBlock};
 
 impl<B: JitBus> Jit<B> {
-    /// Has the direct branch `number` lead to the outer entry at `to` when its condition is met.
+    /// Links the direct branch `number` to the outer entry at `to`, which it goes to while its condition is met.
     pub(crate) fn link_cross_page(&mut self, number: usize, to: usize) {
         let Some(site) = self.builder.translator.cross_page_sites.get_mut(number) else {
             return;
@@ -20,8 +20,8 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// The block whose outer entry is at `code` is replaced. What goes there by itself would
-    /// find out each time.
+    /// Unlinks all branches of other pages from the outer entry at `code`, whose block is replaced: each execution of
+    /// one would find the block outdated.
     pub(crate) fn forget(&mut self, code: usize) {
         for n in self.code.cache.remembered.remove(&code).unwrap_or_default() {
             if let Some(site) = self.builder.translator.cross_page_sites.get_mut(n as usize) {
@@ -32,7 +32,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Has link site `number` lead to a block, if that has not taken its place.
+    /// Links link site `number` to a block, unless the block was emitted in place of the site's jump.
     pub(crate) fn link(&mut self, number: usize, to: TranslatedBlock) {
         let Some(site) = self.builder.translator.links.get(number) else {
             return;

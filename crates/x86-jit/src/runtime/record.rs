@@ -1,4 +1,4 @@
-//! The way that is executed from a block on, which the interpreter tells, and a trace along it.
+//! Records the path that is executed from a block on, by the interpreter, and decodes a trace along it.
 
 use x86_cpu::CpuState;
 use x86_defs::reg;
@@ -15,8 +15,8 @@ use crate::{
 };
 
 impl<B: JitBus> Jit<B> {
-    /// Has the interpreter execute what comes next, until it returns or has come back without a call; returns where that was, relative to the
-    /// page where it begins. Empty if it calls nothing.
+    /// Has the interpreter execute from RIP on, until the function there returns or RIP and RSP are again what they
+    /// were. Returns the path as distances from the first page, empty if nothing was called.
     pub(crate) fn record(
         &mut self,
         interp: &mut Interp<B>,
@@ -37,7 +37,7 @@ impl<B: JitBus> Jit<B> {
             if !is_translatable(cpu) || self.mode_now(cpu) != mode || bus.must_return(cpu) {
                 break;
             }
-            // Between two repetitions of a string instruction it is the same.
+            // All repetitions of a string instruction have the same address.
             if path.last() != Some(&at) {
                 path.push(at);
             }
@@ -63,7 +63,8 @@ impl<B: JitBus> Jit<B> {
         (path, stop)
     }
 
-    /// Decodes the block at `gva` along its way, if it has one that can be gone; false: it is to be decoded as others are.
+    /// Decodes the block at `gva` along its recorded path, if a trace can follow that. Returns false if there is no
+    /// trace, so that the block is to be decoded as others are.
     pub(crate) fn follow_path(
         &mut self,
         cpu: &mut CpuState,
@@ -107,18 +108,18 @@ impl<B: JitBus> Jit<B> {
     }
 }
 
-/// The page at `gva`, whose page guard says from now on that it is there, if a trace can have code of it.
+/// Returns the page at `gva` if a trace can have code of it, and sets the page guard that says that it is mapped there.
 fn page_of<B: JitBus>(
     cache: &mut Cache,
     cpu: &mut CpuState,
     bus: &mut B,
     (gva, mode): (u64, Mode),
 ) -> Option<TracePage> {
-    // It is not fetched from now: that would show in accessed flags.
+    // Only pages that the guest has fetched from: to fetch from another one would show in accessed flags.
     if !bus.mmu().is_fetched(gva) {
         return None;
     }
-    // The generation first, then the bytes.
+    // The generation is read before the bytes, so that a change in between makes the trace stale.
     let page = bus.code_page(cpu, gva).ok()?;
     let source = Source::of(bus, page.id)?;
     if cache.blocks.mode_at(gva, &page, mode.without(Mode::BOUND)) != mode {

@@ -1,4 +1,4 @@
-//! TLB misses of translated code, and what else it calls Rust for in the middle of a block.
+//! Serves TLB misses of translated code, and what else it calls Rust for in the middle of a block.
 
 use mmu::l1::Half;
 use x86_cpu::{Access, CpuState, Exception, Privilege};
@@ -16,13 +16,13 @@ use crate::{
     runtime::{counting, interrupt_return, system_call},
 };
 
-/// The MMU follows generated code to the view that this has changed to by itself.
+/// Tells the MMU of the view or root that generated code has changed to by itself.
 #[inline]
 pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     let frame = &mut cpu.engine;
     let is_other_view = core::mem::take(&mut frame.is_other_view) != 0;
     if core::mem::take(&mut frame.is_other_root) != 0 {
-        // It was loaded before, so there is nothing to refuse.
+        // The root was loaded before, so nothing can refuse it.
         let _ = bus.load_root(cpu);
     }
     if is_other_view {
@@ -30,7 +30,8 @@ pub(crate) fn tell_view<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
     }
 }
 
-/// STAC, CLAC, or a change of CR0.WP: `change` does it. The next ones are generated code's own, if that is all that there is to them.
+/// Carries out STAC, CLAC, or a change of CR0.WP, which `change` makes. Has generated code do the next ones itself if
+/// only the tables change with them.
 fn change_view<B: JitBus>(
     jit: &mut Jit<B>,
     cpu: &mut CpuState,
@@ -51,8 +52,8 @@ fn change_view<B: JitBus>(
     }
     let frame = &mut cpu.engine;
     if same && was != is && frame.log() == 0 {
-        // SAFETY: both are tables of views that the MMU has. `views_made` tells when it has made another one in place of one of them;
-        // they are forgotten then, before translated code runs.
+        // SAFETY: both are tables of views that the MMU has. `views_made` tells when it has made another view in place
+        // of one of them; both are forgotten then, before translated code runs.
         unsafe {
             frame.set_view(was.0, was.1, from);
             frame.set_view(is.0, is.1, frame.tables());
@@ -62,7 +63,7 @@ fn change_view<B: JitBus>(
     requests::SAME_KEY + u64::from(!same)
 }
 
-/// WRPKRU. The next one between the same views is generated code's own.
+/// Carries out WRPKRU. Has generated code do the next one between the same views itself.
 fn change_key_rights<B: JitBus>(
     jit: &mut Jit<B>,
     cpu: &mut CpuState,
@@ -84,15 +85,15 @@ fn change_key_rights<B: JitBus>(
     let frame = &mut cpu.engine;
     frame.forget_supervisor_views();
     if frame.log() == 0 {
-        // SAFETY: the live tables are those of a view that the MMU has. `views_made` tells when it has made another one in its place;
-        // this is forgotten then, before translated code runs.
+        // SAFETY: the live tables are those of a view that the MMU has. `views_made` tells when it has made another
+        // view in its place; the pair is forgotten then, before translated code runs.
         unsafe { frame.set_key_view(from, pkru) };
     }
     requests::SAME_KEY + u64::from(target_key(cpu) != key)
 }
 
-/// A TLB miss in translated code: the host address of the access, or 0 if it
-/// has to be made by the interpreter.
+/// Serves a TLB miss of translated code, or what else `site` asks for ([`requests`]). Returns the host address of the
+/// access, or 0 if the interpreter has to execute the instruction.
 pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
     // SAFETY: `Jit::enter` put its own references there and uses none of them
     // until translated code returns.

@@ -1,4 +1,4 @@
-//! Samples of what is executed, at polls, and what is done about what is executed much.
+//! Samples, which are taken at polls, and what is done about the hot blocks that they find.
 
 use core::ops::Range;
 
@@ -17,8 +17,8 @@ use crate::{
 };
 
 impl<B: JitBus> Jit<B> {
-    /// Translated code has been left at a poll.
-    /// Returns why the interpreter has stopped, which may have executed what comes next.
+    /// Takes a sample: translated code has just been left at a poll. Returns why the interpreter has stopped, which may
+    /// have executed what comes next.
     pub(crate) fn sample(
         &mut self,
         interp: &mut Interp<B>,
@@ -49,7 +49,7 @@ impl<B: JitBus> Jit<B> {
         RunStop::Poll
     }
 
-    /// As [`Self::sample`] does in the end: has the block at RIP translated along what the interpreter executes now.
+    /// Has the block at RIP translated along the path that the interpreter executes now, without waiting for samples.
     pub(crate) fn follow_anew(
         &mut self,
         interp: &mut Interp<B>,
@@ -69,7 +69,8 @@ impl<B: JitBus> Jit<B> {
         stop
     }
 
-    /// Has the interpreter execute what comes next, for [`Profile::path`].
+    /// Has the interpreter execute what comes next, for [`Profile::path`]. `is_first`: the path is recorded; otherwise
+    /// the known one is cut where the two begin to differ.
     pub(crate) fn follow(
         &mut self,
         interp: &mut Interp<B>,
@@ -97,7 +98,8 @@ impl<B: JitBus> Jit<B> {
         stop
     }
 
-    /// Notes of loops within the block that were always left in the same turn that they make so many. True if there are any.
+    /// Notes how many iterations the loops within the block make, where they were always left in the same one. Returns
+    /// true if that is new for any.
     fn learn_turns(&mut self, key: BlockKey) -> bool {
         let Some(p) = self.profiles.hot.get_mut(&key).filter(|p| !p.is_due) else {
             return false;
@@ -115,13 +117,13 @@ impl<B: JitBus> Jit<B> {
         let new = p.hot.turns.len() - known;
         self.stats.loops_known += new as u64;
         if new != 0 {
-            // Other instructions have these numbers.
+            // The next translation numbers instructions differently, so the bits of `without` are void.
             p.hot.without = 0;
         }
         new != 0
     }
 
-    /// The block at RIP, and the generation of its code.
+    /// Returns the block at RIP, and the generation of its code.
     pub(crate) fn key_at(&self, cpu: &mut CpuState, bus: &mut B) -> Option<(BlockKey, u32)> {
         let gva = code_at(cpu);
         let page = bus.code_page(cpu, gva).ok()?;
@@ -133,7 +135,7 @@ impl<B: JitBus> Jit<B> {
         Some((BlockKey::new(page.id | gva & 0xfff, mode), page.generation))
     }
 
-    /// Some per-site entries have missed often.
+    /// Has blocks translated again whose per-site entries miss too often: the MMU has counted many misses.
     fn judge_site_entries(&mut self, bus: &mut B) {
         let mut worse: Vec<BlockKey> = Vec::new();
         for (site_entry, count) in bus.mmu().site_entry_counts().iter_mut().enumerate() {
@@ -156,14 +158,14 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Has the block at RIP, and some of its page that are executed much, translated again.
+    /// Has the block at RIP translated again, and some hot blocks of its page.
     pub(crate) fn translate_some_again(&mut self, cpu: &mut CpuState, bus: &mut B) {
         let Some((here, generation)) = self.key_at(cpu, bus) else {
             return;
         };
         let all = &self.profiles.hot;
         let beside = all.keys().filter(|key| key.at >> 12 == here.at >> 12);
-        // Each translation of a block is remembered.
+        // The entry of each earlier translation is kept, so their number is limited.
         let is_new = |key: &BlockKey| {
             let p = all.get(key);
             p.is_none_or(|p| !p.is_due && p.before.len() < 4)
@@ -176,9 +178,9 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// The trace at RIP is not entered as its pages are not known to be what they were, and where: if all of them
-    /// are, that is known now. Where that cannot be told, its other translation is executed once more. The block is
-    /// no trace any longer otherwise.
+    /// Handles a trace at RIP that was not entered because its pages are not known to be where and what they were. If
+    /// all of them are, their page guards are set again. If that cannot be told, the split translation is executed
+    /// once. Otherwise the block is translated again as no trace.
     pub(crate) fn revalidate_trace(&mut self, cpu: &mut CpuState, bus: &mut B) {
         let Some((key, generation)) = self.key_at(cpu, bus) else {
             return;
@@ -217,7 +219,7 @@ impl<B: JitBus> Jit<B> {
         self.profiles.forget_path(key);
         self.translate_again(key, generation);
         if self.profiles.hot.get(&key).is_none_or(|p| !p.is_due) {
-            // There is no room.
+            // There is no room for the stub that would have the block translated.
             self.flush_all();
         }
     }
@@ -247,7 +249,7 @@ impl<B: JitBus> Jit<B> {
         self.stats.hot += 1;
     }
 
-    /// The block that was to be translated again has been.
+    /// Notes that the block that was to be translated again has been.
     pub(crate) fn translated_again(
         &mut self,
         key: BlockKey,
@@ -269,7 +271,7 @@ impl<B: JitBus> Jit<B> {
         for (site_entry, _) in &p.hot.site_entries {
             self.profiles.owners[usize::from(*site_entry)] = Some(key);
         }
-        // Whoever knows an old one goes on with the new one.
+        // Jumps that lead to an older translation go on with the new one.
         for from in &p.before {
             self.code.redirect(*from, block.entries.saved as usize);
         }
@@ -280,7 +282,8 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Where a block that is executed much goes on by a branch forward there is no poll, so looks would not find it.
+    /// Watches the blocks that a hot block branches forward to: has them translated with a poll, as a forward branch
+    /// has none and samples would not find them.
     fn watch_next(&mut self, key: BlockKey) {
         let Some(p) = self.profiles.hot.get(&key) else {
             return;
@@ -303,7 +306,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// What is executed much goes from one such block to the next by itself.
+    /// Links branches of the page's other hot blocks to the hot block `to`.
     fn link_hot(&mut self, key: BlockKey, to: TranslatedBlock) {
         let is_beside = |of: &BlockKey| of.at >> 12 == key.at >> 12 && of.mode == key.mode;
         let all = &self.builder.translator.links;
@@ -318,7 +321,7 @@ impl<B: JitBus> Jit<B> {
         };
         let mut sites = Vec::new();
         for (of, p) in &self.profiles.hot {
-            // Its own are made.
+            // The block's branches to itself are linked already.
             if is_beside(of) && *of != key && !p.is_due && p.generation == to.generation {
                 sites.extend(p.links.clone().filter(to_it));
             }

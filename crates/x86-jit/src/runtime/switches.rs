@@ -1,15 +1,15 @@
-//! What a load of CR3 that flushes nothing has led to, for generated code to do the next one itself.
+//! Notes where a load of CR3 that flushes nothing has led to, so that generated code does the next one itself.
 
 use x86_cpu::CpuState;
 use x86_defs::control::{cr3, cr4};
 
 use crate::{Jit, JitBus, frame::switches::Switch, runtime::state::target_key};
 
-/// What [`Switch::kept`] is the address of where nobody can take anything back.
+/// The word that [`Switch::kept`] points to where the guest cannot take anything back.
 static KEPT: u32 = 1;
 
 impl<B: JitBus> Jit<B> {
-    /// The interpreter has executed a MOV of `value` to CR3, and code was found for what comes next.
+    /// Notes a MOV of `value` to CR3 that the interpreter has executed, once code was found for what comes next.
     pub(crate) fn note_switch(&mut self, cpu: &CpuState, bus: &mut B, value: u64) {
         let frame = &cpu.engine;
         let flushes_nothing = cpu.cr4 & cr4::PCIDE != 0 || bus.keeps_roots();

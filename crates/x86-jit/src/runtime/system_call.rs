@@ -1,6 +1,5 @@
-//! SYSCALL and SYSRETQ between 64-bit levels, without leaving translated code
-//! (SDM vol. 2; AMD APM vol. 3). What is not the common case returns 0 with
-//! nothing changed, and the interpreter does it.
+//! SYSCALL and SYSRETQ between 64-bit levels, without leaving translated code (SDM vol. 2; AMD APM vol. 3). Every other
+//! case returns 0 with nothing changed, and is left to the interpreter.
 
 use x86_cpu::CpuState;
 use x86_defs::{
@@ -35,7 +34,7 @@ pub(crate) fn set_flags(cpu: &mut CpuState, flags: u64) {
     cpu.engine.flags = pack(flags);
 }
 
-/// SYSCALL at an offset of the current page; returns the target.
+/// Executes SYSCALL at an offset of the current page. Returns the target.
 pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> u64 {
     const NOT_TAKEN: u64 = rflags::IOPL | rflags::NT | rflags::DF | rflags::TF | rflags::AC;
     let frame = &cpu.engine;
@@ -54,7 +53,7 @@ pub(crate) fn enter<B: JitBus>(cpu: &mut CpuState, bus: &mut B, offset: u64) -> 
     cpu.msr.lstar
 }
 
-/// Something is to be looked at before the guest goes on with interrupts enabled.
+/// Returns true if a request or an interrupt has to be looked at before the guest goes on with interrupts enabled.
 pub(crate) fn interrupt_waits<B: JitBus>(cpu: &CpuState, bus: &B) -> bool {
     cpu.engine.irq_waiting != 0
         || bus
@@ -63,7 +62,7 @@ pub(crate) fn interrupt_waits<B: JitBus>(cpu: &CpuState, bus: &B) -> bool {
             != 0
 }
 
-/// SYSRETQ; RCX and R11 are in memory. Returns the target.
+/// Executes SYSRETQ; RCX and R11 are in memory. Returns the target.
 pub(crate) fn leave<B: JitBus>(cpu: &mut CpuState, bus: &mut B) -> u64 {
     const PLAIN: u64 = rflags::ARITH | rflags::IF | rflags::FIXED1 | rflags::ID;
     let flags = cpu.gpr[reg::R11];

@@ -8,29 +8,30 @@ use crate::{
     ir::member::{Induction, Member},
 };
 
-/// Bytes that a turn goes on at most: fewer than eight turns of a page are not worth it.
+/// Maximum stride in bytes: fewer than eight iterations per page are not worth it.
 const MAX_STRIDE: u32 = 512;
-/// Guest registers whose host registers may have anchors: not that of RAX, by which flags are saved, nor of R12, which is left for
-/// instructions that need more registers to work with.
+/// Guest registers whose host registers may hold anchors. RAX is not one, because flags are saved by it, nor is R12,
+/// which is left for instructions that need more registers to work with.
 pub(super) const TO_BORROW: [u8; 8] = [3, 5, 6, 7, 2, 1, 8, 9];
 
-/// A group whose place is known for some turns.
+/// A group whose place is known for some iterations.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Anchor {
     pub(super) group: u16,
     pub(super) induction: Induction,
-    /// The guest's register whose host register has the anchor.
+    /// The guest register whose host register holds the anchor.
     pub(super) borrowed: Option<u8>,
 }
 
-/// Where a group begins, if its alignment is that of all turns.
+/// Returns where a group begins, if its stride is short and keeps its alignment.
 pub(super) fn short_induction(m: &Member) -> Option<Induction> {
     let induction = m.induction?;
     let is_short = induction.stride.unsigned_abs() <= MAX_STRIDE;
     (is_short && induction.stride % i32::from(m.align.to) == 0).then_some(induction)
 }
 
-/// Guest registers that the instructions do not use, of [`TO_BORROW`]; none if there is one that may be left by other ways than stubs.
+/// Returns the guest registers of [`TO_BORROW`] that the instructions do not use; none if an instruction may leave the
+/// loop other than by a stub.
 pub(super) fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
     use Lowering as K;
     let mut factory = InstructionInfoFactory::new();
@@ -63,7 +64,7 @@ pub(super) fn unused(insns: &[Decoded]) -> impl Iterator<Item = u8> {
     TO_BORROW.into_iter().filter(move |n| used >> n & 1 == 0)
 }
 
-/// The first members of groups, and where these are to be found.
+/// Returns the first members of groups, with the groups' anchors.
 pub(super) fn anchors(
     insns: &[Decoded],
     inductions: &[(Member, Induction)],
@@ -84,8 +85,9 @@ pub(super) fn anchors(
     anchors.collect()
 }
 
-/// Of how many turns of a loop a pass of the block is, if they are several that all access the same of each group, by an anchor in a register:
-/// then a pass may begin with any of them. Returns the groups as they are for one turn, too.
+/// Returns how many iterations of the loop a pass of the block has, if it has several and each accesses the same places
+/// of each group, by an anchor in a register: then a pass may begin with any of them. Also returns the groups as they
+/// are for one iteration.
 pub(super) fn single_turns(
     insns: &[Decoded],
     anchors: &[(Member, Anchor)],

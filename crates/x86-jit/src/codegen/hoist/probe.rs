@@ -1,4 +1,4 @@
-//! Where the groups of a loop are, and for how many turns they stay there.
+//! Finds where the groups of a loop are, and for how many iterations they stay in their pages.
 
 use super::{anchor, anchors::TO_BORROW};
 use crate::{
@@ -9,10 +9,10 @@ use crate::{
     ir::member::{Base, Induction, Member, Moves},
 };
 
-/// Bytes ahead that neighbouring pages are looked for, about.
+/// How far ahead neighbouring pages are looked for, about, in bytes.
 const AHEAD: i32 = 16 << 12;
 
-/// Host registers to look for groups with, which are none of what their addresses are made of.
+/// Host registers to look for groups with. None belongs to the groups' addresses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scratch {
     page: Reg,
@@ -48,7 +48,7 @@ impl Scratch {
     }
 }
 
-/// The host register of a guest register: `scratch`, where it is loaded to, if it lives in memory.
+/// Returns the host register of a guest register; one that lives in memory is loaded to `scratch`.
 pub(super) fn in_host(a: &mut Asm, n: u8, scratch: Reg) -> Reg {
     host_reg(n).unwrap_or_else(|| {
         a.load(scratch, gpr_slot(n));
@@ -56,7 +56,7 @@ pub(super) fn in_host(a: &mut Asm, n: u8, scratch: Reg) -> Reg {
     })
 }
 
-/// The same of a group's base.
+/// Does the same for a group's base.
 pub(super) fn in_host_base(a: &mut Asm, base: Base, scratch: Reg) -> Option<Reg> {
     match base {
         Base::None => None,
@@ -68,7 +68,7 @@ pub(super) fn in_host_base(a: &mut Asm, base: Base, scratch: Reg) -> Option<Reg>
     }
 }
 
-/// Divides r14, which is no more than [`AHEAD`] and a page, and rounds down; less than zero stays so.
+/// Divides r14 and rounds down. r14 is at most [`AHEAD`] and a page; a number below zero stays below zero.
 pub(super) fn divide(a: &mut Asm, by: u32) {
     if by.is_power_of_two() {
         a.shift(true, 7, S0, by.trailing_zeros() as u8); // sar
@@ -79,8 +79,8 @@ pub(super) fn divide(a: &mut Asm, by: u32) {
 }
 
 impl Translator {
-    /// Looks for all groups as they are in the next turn. `scratch.turns` is one less than the turns that all of them stay
-    /// in their pages for.
+    /// Looks for all groups as they are in the next iteration; branches to `fails` if the TLB does not have one. Sets
+    /// `scratch.turns` to one less than the number of iterations that all of them stay in their pages for.
     pub(super) fn find_groups(
         &mut self,
         inductions: &[(Member, Induction)],
@@ -106,8 +106,8 @@ impl Translator {
         }
     }
 
-    /// Looks for a group as it is in the next turn: in r13 is how far the host's addresses are from its then, and in r14 how many
-    /// bytes it may go on, which are less than zero if it straddles two pages.
+    /// Looks for a group as it is in the next iteration. Sets r13 to the distance from the group's addresses to the
+    /// host's, and r14 to how many bytes the group may move on, which is less than zero if it straddles two pages.
     fn probe_range(&mut self, m: &Member, induction: Induction, scratch: Scratch, fails: usize) {
         let Scratch { page, entry, .. } = scratch;
         let a = &mut self.asm;
@@ -150,9 +150,9 @@ impl Translator {
         if induction.stride == 0 {
             return;
         }
-        // So far as the next pages are its neighbours in the host's memory, too.
+        // The range goes on as long as the next pages are neighbours in the host's memory, too.
         let again = a.here();
-        // There is no way from one end of addresses to the other.
+        // The range does not go around the end of addresses.
         let ends = if down {
             a.alu_imm(true, Alu::Sub, page, 4096);
             a.jcc(cc::B)
@@ -177,7 +177,8 @@ impl Translator {
         }
     }
 
-    /// Makes the anchor of the distance in r13: what does not move of the address is added.
+    /// Computes the anchor from the distance in r13, to which the part of the address is added that does not move, and
+    /// stores it.
     fn drop_anchor(&mut self, slot: usize, induction: Induction) {
         let a = &mut self.asm;
         if induction.moves != Moves::Base

@@ -1,5 +1,5 @@
-//! What a TLB miss of translated code looks for before it calls Rust: other entries that have the page, and both pages of what
-//! straddles two.
+//! What a TLB miss of translated code looks for before it calls Rust: other entries that have the page, and both pages
+//! of bytes that straddle two.
 
 mod reach;
 
@@ -19,12 +19,12 @@ use crate::{
     frame::words::*,
 };
 
-/// Branches if an access with this bit of a `site` is to the device page that was read or written
-/// last. (In lock-step the tables are none of the MMU's.)
+/// Branches if an access with this bit of a `site` is to the device page that was read or written last. (Never in
+/// lock-step, where the tables are not the MMU's.)
 pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
     push(a, RAX);
     push(a, RCX);
-    // The write half if the site says so.
+    // The half for writes if the site says so.
     a.mov32(RCX, S1);
     a.shift(false, 5, RCX, (20 - DevicePage::SHIFT) as u8);
     a.alu_imm(false, Alu::And, RCX, 1 << DevicePage::SHIFT);
@@ -35,7 +35,7 @@ pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
     a.load(RCX, at(RCX, 8));
     a.alu_rr(true, Alu::Xor, RCX, TLB);
     a.alu_rr(true, Alu::Or, RAX, RCX);
-    // 0 if it is the page, and the site has the bit.
+    // The result is 0 if it is the page, and the site has the bit.
     a.mov32(RCX, S1);
     a.alu_imm(false, Alu::And, RCX, bit as i32);
     a.alu_imm(false, Alu::Xor, RCX, bit as i32);
@@ -45,7 +45,7 @@ pub(crate) fn known_device(a: &mut Asm, bit: u32) -> usize {
     a.jcc(cc::E)
 }
 
-/// The bytes of a `site` to rax.
+/// Loads rax with the size in bytes of a `site`.
 fn load_size(a: &mut Asm) {
     a.mov32(RAX, S1);
     a.shift(false, 5, RAX, 12);
@@ -70,7 +70,8 @@ pub(crate) fn compare_end(a: &mut Asm) {
     a.alu_imm(false, Alu::Cmp, RAX, 4096);
 }
 
-/// Branches if the entry of the page in rax, which `index` selects, is another page's, or does not allow the access of a `site`.
+/// Branches if the entry that `index` selects does not belong to the page in rax, or does not allow the access of a
+/// `site`.
 fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
     let [read, write] = [false, true].map(|write| selected(tag(write), index));
     let is_write = branch_if_write(a);
@@ -86,9 +87,10 @@ fn branch_if_absent(a: &mut Asm, index: Reg) -> [usize; 2] {
     [no_read, no_write]
 }
 
-/// Bytes that straddle two pages that the tables have are accessed as they are if the pages are neighbours in the host's memory,
-/// too; if not, and they are an operand that is only read (`copies`), from a copy: their address, and "above" in the flags. What is in one page is asked of the second
-/// level, if `answers`. Goes on behind it with all other accesses.
+/// Answers an access whose bytes straddle two pages that the tables have. If the pages are neighbours in the host's
+/// memory too, the bytes are accessed where they are. If not, and they are an operand that is only read (`copies`), r14
+/// becomes the address of a copy. Returns then, with "above" in the flags. With `answers`, asks the second level about
+/// bytes in one page. All other accesses go on behind this.
 pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     push(a, RAX);
     push(a, RCX);
@@ -115,7 +117,7 @@ pub(crate) fn straddling(a: &mut Asm, copies: bool, answers: bool) {
     }
 }
 
-/// Returns from [`straddling`].
+/// Returns from the trampoline with the address that [`straddling`] has found.
 fn straddles_at(a: &mut Asm) {
     pop(a, RCX);
     pop(a, RAX);
@@ -123,7 +125,7 @@ fn straddles_at(a: &mut Asm) {
     a.ret();
 }
 
-/// Changes rax and rcx, as the next one does.
+/// Answers if the pages are neighbours in the host's memory. Changes rax and rcx, as the next function does.
 fn neighbours(a: &mut Asm) {
     push(a, RDX);
     a.mov(RAX, S0);
@@ -132,7 +134,7 @@ fn neighbours(a: &mut Asm) {
     let first = branch_if_absent(a, RCX);
     a.load(RCX, selected(host_page(), RCX));
     a.lea(RCX, at(RCX, 4096));
-    // Where addresses of 32 bits end, and those of 64 bits, is the interpreter's.
+    // The interpreter executes accesses around the end of addresses of 32 bits, and of 64 bits.
     a.alu_imm(true, Alu::Add, RAX, 4096);
     a.rr(false, &[0x85], RAX, RAX); // test
     let wraps = a.jcc(cc::E);
@@ -157,7 +159,7 @@ fn straddling_read(a: &mut Asm) {
     load_size(a);
     a.alu_imm(false, Alu::Cmp, RAX, LEN);
     let is_long = a.jcc(cc::A);
-    // The last bytes of its page, and the first ones of the next, behind them.
+    // The last bytes of the first page, and behind them the first bytes of the next page.
     let ends = [(0, 4096 - LEN, BOUNCE), (4096, 0, BOUNCE + LEN)];
     let is_absent = ends.map(|(ahead, from, to)| {
         a.lea(RAX, at(S0, ahead));
@@ -165,7 +167,7 @@ fn straddling_read(a: &mut Asm) {
         select_entry(a, RCX, RAX);
         a.alu(true, Alu::Cmp, RAX, selected(tag(false), RCX));
         let is_absent = a.jcc(cc::NE);
-        // Where addresses of 32 bits end is the interpreter's.
+        // The interpreter executes accesses around the end of addresses of 32 bits.
         a.rr(false, &[0x85], RAX, RAX); // test
         let wraps = a.jcc(cc::E);
         a.load(RCX, selected(host_page(), RCX));
@@ -186,7 +188,7 @@ fn straddling_read(a: &mut Asm) {
     }
 }
 
-/// The end of both functions below: rax and rcx as they were, and on to `otherwise`.
+/// Ends both functions below: restores rax and rcx, and goes on at `otherwise`.
 fn give_up(a: &mut Asm, from: [usize; 3], otherwise: usize) {
     let here = a.here();
     from.into_iter().for_each(|from| a.patch(from, here));
@@ -195,12 +197,13 @@ fn give_up(a: &mut Asm, from: [usize; 3], otherwise: usize) {
     a.jmp_to(otherwise);
 }
 
-/// Looks in the tables for what the stack's entry does not have, which is the page's from then
-/// on if it may be written: "above" in the flags. Goes on at `otherwise` if the tables do not have it either.
+/// Looks in the tables for a page that the stack's entry does not have. If the page may be written, the stack's entry
+/// is the page's from then on. Returns with "above" in the flags, or goes on at `otherwise` if the tables do not have
+/// the page either.
 pub(crate) fn stack_miss(a: &mut Asm, otherwise: usize) {
     push(a, RAX);
     push(a, RCX);
-    // Bytes that straddle two pages are none of the entry's.
+    // Bytes that straddle two pages are in no entry.
     compare_end(a);
     let straddles = a.jcc(cc::A);
     select_entry(a, RCX, S0);
@@ -227,8 +230,8 @@ pub(crate) fn stack_miss(a: &mut Asm, otherwise: usize) {
     give_up(a, [straddles, is_write, is_absent], otherwise);
 }
 
-/// Looks in the tables for what a per-site entry does not have, and enters it there: "above" in the flags. Goes on at
-/// `otherwise` if the tables do not have it either.
+/// Looks in the tables for a page that a per-site entry does not have, and enters it there. Returns with "above" in the
+/// flags, or goes on at `otherwise` if the tables do not have the page either.
 pub(crate) fn site_entry_miss(a: &mut Asm, otherwise: usize) {
     push(a, RAX);
     push(a, RCX);
@@ -242,7 +245,7 @@ pub(crate) fn site_entry_miss(a: &mut Asm, otherwise: usize) {
     a.rm(false, &[0xf7], 0, count);
     a.bytes(&(SITE_ENTRY_MISSES - 1).to_le_bytes());
     let few = a.jcc(cc::NE);
-    // The next poll is to look at it.
+    // The next poll has to look at the counts.
     a.store_imm(gs(SITE_ENTRIES_MISSED), 1);
     countdown::sample_at_next_poll(a);
     let here = a.here();

@@ -1,7 +1,8 @@
 //! TLB misses that the MMU's second level answers, without a call: see [`mmu::reach`].
 //!
-//! While a program accesses memory at random, what bounds it is how many of its cache misses the processor has in flight, and so how few
-//! instructions lie between them. So reads and writes, what is global and what is not, have code of their own.
+//! A program that accesses memory at random is bound by how many of its cache misses the processor has in flight, and
+//! so by how many instructions lie between them. So reads and writes, and global and other pages, have code of their
+//! own.
 
 use core::mem::offset_of;
 
@@ -20,7 +21,7 @@ use crate::{
 const SAVED: [Reg; 3] = [RAX, RCX, RDX];
 /// log2 of a small entry's size.
 const SMALL_SHIFT: u8 = 4;
-/// Where the round is in an entry, in 16 bits.
+/// Offset of the round in an entry, which has 16 bits.
 const ROUND: i32 = 8 + ROUND_SHIFT as i32 / 8;
 
 /// A field of the view's [`Reach`].
@@ -28,7 +29,7 @@ const fn of_view(offset: usize) -> Mem {
     at(TLB, l1::REACH + offset as i32)
 }
 
-/// A field of one of its keys: the address space's own (0), or that of what is global (1).
+/// A field of one of the view's keys: that of the address space (0), or that of global pages (1).
 const fn key(n: usize, offset: usize) -> Mem {
     of_view(offset_of!(Reach, keys) + n * size_of::<L2Key>() + offset)
 }
@@ -36,7 +37,8 @@ const fn key(n: usize, offset: usize) -> Mem {
 const SHR: u8 = 5;
 const SHL: u8 = 4;
 
-/// The bit of `word` that `n` says, modulo 64, to the carry flag; set or cleared by the second and third.
+/// Copies the bit of `word` that `n` says, modulo 64, to the carry flag. [`bts`] then sets the bit, and [`btr`] clears
+/// it.
 fn bt(a: &mut Asm, word: Reg, n: Reg) {
     a.rr(true, &[0x0f, 0xa3], n, word);
 }
@@ -56,9 +58,9 @@ fn patch_all(a: &mut Asm, from: impl IntoIterator<Item = usize>) {
     from.into_iter().for_each(|from| a.patch(from, here));
 }
 
-/// Answers a miss (r14 and r13 as for `Trampolines::miss`) whose bytes are in one page, and returns from the trampoline: the host address in
-/// r14, and "above" in the flags. Goes on behind it, with all registers as they were, if the second level has not the page, or not
-/// for this access.
+/// Answers a miss (r14 and r13 as for `Trampolines::miss`) whose bytes are in one page: returns from the trampoline
+/// with the host address in r14, and "above" in the flags. Goes on behind it, with all registers as they were, if the
+/// second level does not have the page, or not for this access.
 pub(crate) fn answer(a: &mut Asm) {
     SAVED.iter().for_each(|r| push(a, *r));
     // In the upper half of addresses most pages are global.
@@ -77,8 +79,8 @@ pub(crate) fn answer(a: &mut Asm) {
     SAVED.iter().rev().for_each(|r| pop(a, *r));
 }
 
-/// The same by one of the keys. Returns the branch to take if the tables have no such entry, and those if it is not for this access;
-/// what comes behind is not reached.
+/// Does the same by one of the keys. Returns the branch that is taken if the table has no such entry, and those that
+/// are taken if the entry is not for this access. The code behind is not reached.
 fn probe(a: &mut Asm, n: usize) -> (usize, Vec<usize>) {
     a.mov(RAX, S0);
     a.alu_imm(true, Alu::And, RAX, -(1 << TOKEN_BITS));
@@ -102,7 +104,7 @@ fn probe(a: &mut Asm, n: usize) -> (usize, Vec<usize>) {
     a.alu(true, Alu::Cmp, RAX, at(RCX, 0));
     let absent = a.jcc(cc::NE);
 
-    // Of a page that may be written both halves are filled, whatever the access is.
+    // If the page may be written, both halves are filled, whatever the access is.
     let mut fails = Vec::new();
     a.load(RAX, at(RCX, 8));
     let is_write = branch_if_write(a);
@@ -150,7 +152,7 @@ fn branch_if_write(a: &mut Asm) -> usize {
     a.jcc(cc::NE)
 }
 
-/// Branches if the view may not read, or write, what has the data in rax. Changes rdx.
+/// Branches if the view may not read, or write, the page whose data is in rax. Changes rdx.
 fn branch_unless(a: &mut Asm, writes: bool) -> usize {
     a.load(
         RDX,
@@ -181,18 +183,18 @@ fn branch_unless_in(a: &mut Asm, map: usize) -> usize {
     a.jcc(cc::AE)
 }
 
-/// From a piece's data, in rax, to its page's. Changes rdx.
+/// Turns the data of a piece, in rax, into that of its page. Changes rdx.
 fn add_offset(a: &mut Asm) {
     a.mov32(RDX, S0);
     a.alu_imm(false, Alu::And, RDX, (1 << PIECE_SHIFT) - 4096);
     a.alu_rr(true, Alu::Add, RAX, RDX);
 }
 
-/// Enters the page with the data in rax in the first level, as [`mmu::l1::L1::insert`], makes r14 the host's address, and returns from the
-/// trampoline.
+/// Enters the page whose data is in rax in the first level, as [`mmu::l1::L1::insert`] does, makes r14 the host
+/// address, and returns from the trampoline.
 fn enter(a: &mut Asm, global: bool, writable: bool) {
     select_entry(a, RCX, S0);
-    // By these bits a flush finds it.
+    // A flush finds the entry by these bits.
     a.mov32(RDX, RCX);
     a.shift(false, SHR, RDX, 6);
     let [of_global, of_private] = [offset_of!(Reach, global), offset_of!(Reach, private)]

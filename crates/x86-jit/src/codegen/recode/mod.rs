@@ -1,7 +1,7 @@
-//! Re-encoding from the guest's own bytes: other registers, another memory operand.
+//! Re-encoding from the guest's own bytes, with other registers and another memory operand.
 //!
-//! The encoder of the decoder's library does all of this as well, at several times the cost;
-//! it is left what this does not know.
+//! The encoder of the decoder's library does all of this as well, at several times the cost; it is left those
+//! instructions that this does not know.
 
 use crate::{
     asm::{Mem, Out, Reg, WINDOW},
@@ -9,17 +9,17 @@ use crate::{
     ir::lowering::Shape,
 };
 
-/// The guest's general registers on the host, by number.
+/// The host register of each of the guest's general registers, by number.
 pub(crate) type Map = [Reg; 16];
 
-/// What ModRM.rm is to be.
+/// What the operand of ModRM.rm becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rm {
-    /// The register it is in the guest.
+    /// The host's register in place of the guest's.
     Register,
     /// `[r14 + disp]` in place of memory.
     Host(i32),
-    /// That, which has a base, in place of memory.
+    /// This operand, which has a base, in place of memory.
     At(Mem),
     /// `[r11 + disp]` in place of a register.
     Slot(i8),
@@ -28,10 +28,10 @@ pub(crate) enum Rm {
 /// An instruction made by [`recode`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Recoded {
-    /// Up to ModR/M.
+    /// The bytes up to ModR/M and SIB.
     head: Out,
     disp: i32,
-    /// Bytes of it.
+    /// Length of the displacement in bytes.
     disp_len: usize,
     /// Immediate operands.
     tail: u64,
@@ -74,7 +74,8 @@ impl Raw {
         self.rest = self.rest.wrapping_shr(8 * n as u32);
         self.used += n;
     }
-    /// What is left of an instruction of `len` bytes. `None`: it is shorter than that.
+    /// Takes what is left of an instruction of `len` bytes as the tail. `None`: the instruction is shorter than what
+    /// was taken, or becomes too long.
     #[inline(always)]
     fn finish(self, len: usize, head: Out, (disp, disp_len): (i32, usize)) -> Option<Recoded> {
         let tail_len = len.checked_sub(self.used)?;
@@ -90,8 +91,8 @@ impl Raw {
     }
 }
 
-/// The instruction of `len` bytes with registers as `map` has them, and `rm`; `high`: it names AH,
-/// CH, DH or BH. `None`: not known how.
+/// Re-encodes an instruction of `len` bytes, with registers as `map` has them, and `rm`. `high`: the instruction names
+/// AH, CH, DH or BH. `None`: this is not an instruction that is known here.
 pub(crate) fn recode(
     (bytes, len): (&[u8; 16], usize),
     shape: Shape,
@@ -111,7 +112,7 @@ pub(crate) fn recode(
             0x66 => size = true,
             b @ (0xf2 | 0xf3) if repeat != 0 && repeat != b => return None,
             b @ (0xf2 | 0xf3) => repeat = b,
-            // The operand, if there is one, is a host address.
+            // Segments and address sizes are dropped: the operand, if there is one, is a host address.
             0x26 | 0x2e | 0x36 | 0x3e | 0x64 | 0x65 | 0x67 => {}
             _ => break,
         }
@@ -127,7 +128,7 @@ pub(crate) fn recode(
         }
         return vex(raw, len, shape, map, rm);
     }
-    // What is not part of the opcode is a hint, or nothing.
+    // A repeat prefix that is not part of the opcode is a hint, or has no effect.
     if repeat != 0 && shape.prefix.is_some_and(|p| size || repeat != p) {
         return None;
     }
@@ -145,7 +146,7 @@ pub(crate) fn recode(
     if is_prefix(low) {
         return None;
     }
-    // x87: what follows names registers of its own kind.
+    // In x87 instructions, the byte after the opcode names registers of the x87.
     let mut modrm = shape.modrm || (0xd8..=0xdf).contains(&low);
     let (mut opcode, mut length) = (0, 1);
     if low == 0x0f {
@@ -207,7 +208,7 @@ const fn is_prefix(byte: u8) -> bool {
     )
 }
 
-/// From C4 or C5 on.
+/// Re-encodes an instruction with a VEX prefix, from C4 or C5 on.
 fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, rm: Rm) -> Option<Recoded> {
     let first = raw.next();
     let second = raw.next();
@@ -223,7 +224,7 @@ fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, rm: Rm) -> Option<Reco
     }
     let (reg, rm_high) = (!rxb >> 4 & 8 | raw.peek() >> 3 & 7, !rxb >> 2 & 8);
     let operand = Operand::new(&mut raw, reg, rm_high, shape, map, rm)?;
-    // The register in VEX.vvvv is not looked at: callers leave general ones to the encoder.
+    // The register in VEX.vvvv stays: callers leave instructions with a general register there to the encoder.
     let rxb = rxb & 0x1f | (operand.rex << 5 & 0xe0) ^ 0xe0;
     let mut out = Out::default();
     let bytes = [0xc4, rxb, wvlp, opcode, operand.modrm];
@@ -236,19 +237,19 @@ fn vex(mut raw: Raw, len: usize, shape: Shape, map: &Map, rm: Rm) -> Option<Reco
 #[derive(Clone, Copy, Debug, Default)]
 struct Operand {
     modrm: u8,
-    /// The byte after that, if there is one.
+    /// The SIB byte, if there is one.
     sib: u8,
     has_sib: bool,
-    /// Displacement, and how many bytes it has.
+    /// Displacement, and its length in bytes.
     disp: (i32, usize),
     /// REX.R, REX.X and REX.B.
     rex: u8,
-    /// A register has another number.
+    /// A register has another number on the host.
     renamed: bool,
 }
 
 impl Operand {
-    /// Takes the guest's, from ModR/M on.
+    /// Takes the guest's operand, from ModR/M on, and makes the host's.
     #[inline(always)]
     fn new(raw: &mut Raw, reg: u8, rm_high: u8, shape: Shape, map: &Map, to: Rm) -> Option<Self> {
         let byte = raw.next();
@@ -294,7 +295,7 @@ impl Operand {
             Rm::At(m) if mode != 3 => {
                 skip_memory(raw, mode, rm);
                 let base = m.base?;
-                // No index is RSP.
+                // As an index, RSP means none.
                 let (index, scale) = m.index.unwrap_or((4, 0));
                 let (mode, length) = displacement(m.disp, base);
                 operand.modrm |= 4 | mode;
@@ -309,7 +310,7 @@ impl Operand {
     }
 }
 
-/// Skips what belongs to the guest's memory operand.
+/// Skips what belongs to the guest's memory operand behind ModR/M.
 #[inline(always)]
 fn skip_memory(raw: &mut Raw, mode: u8, rm: u8) {
     let mut base = rm;
@@ -324,7 +325,7 @@ fn skip_memory(raw: &mut Raw, mode: u8, rm: u8) {
     });
 }
 
-/// The mode for a displacement from a base register, and the displacement's length.
+/// Returns the mode of ModR/M for a displacement from a base register, and the displacement's length.
 #[inline(always)]
 const fn displacement(disp: i32, base: Reg) -> (u8, usize) {
     match disp {

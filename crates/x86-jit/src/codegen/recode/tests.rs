@@ -1,4 +1,4 @@
-//! Against the encoder of the decoder's library, for whatever random bytes mean.
+//! Compares re-encoding with the encoder of the decoder's library, for whatever random bytes decode to.
 
 use iced_x86::{Decoder, DecoderOptions, Encoder, EncodingKind, OpKind, Register};
 use x86_native::HostFeatures;
@@ -27,7 +27,7 @@ fn means_what_the_encoder_makes() {
     for _ in 0..3_000_000 {
         let mut bytes = [0; 16];
         bytes[..15].fill_with(|| next() as u8);
-        // Prefixes and escapes in their places more often than by chance.
+        // Prefixes and escapes come in their places more often than by chance.
         let mut at = 0;
         for prefix in [0xf0, 0x66, 0xf2, 0xf3, 0x65, 0x67] {
             if next() % 8 == 0 {
@@ -53,7 +53,7 @@ fn means_what_the_encoder_makes() {
                 bytes[at + 1] = 0x38 | next() as u8 & 2;
             }
         }
-        // Encodings that 32-bit code has for itself never come here.
+        // Encodings that only 32-bit code has never come here.
         let long = next() % 4 != 0;
         if !long && !narrow::is_encoded_alike(&bytes) {
             continue;

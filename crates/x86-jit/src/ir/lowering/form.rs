@@ -1,6 +1,5 @@
-//! What the translator has to know of an instruction's form, whatever its operands:
-//! looked up once per form, as asking the decoder's library again and again is most
-//! of what a translation would cost.
+//! [`Form`]: what the translator has to know of an instruction's form, whatever its operands. It is looked up once per
+//! form, as asking the decoder's library again and again would be most of what a translation costs.
 
 use iced_x86::{
     Code, ConditionCode, EncodingKind, Instruction, InstructionInfoFactory, InstructionInfoOptions,
@@ -20,46 +19,45 @@ use crate::{
 /// Facts of a form.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Form {
-    /// [`Lowering::Unknown`]: not looked at yet.
+    /// The form's lowering. [`Lowering::Unknown`]: the form has not been classified yet.
     pub(crate) kind: Lowering,
-    /// What it is in code with segments.
+    /// The form's lowering in code with segments.
     pub(crate) in_segments: Lowering,
-    /// The guest's CPUID promises it.
+    /// The guest's CPUID promises the instruction.
     pub(crate) available: bool,
-    /// Bytes of the memory operand; 0 if there is none, or more than 255.
+    /// Size of the memory operand in bytes; 0 if there is none, or it has more than 255.
     pub(crate) size: u8,
-    /// Bit per operand: it may be written.
+    /// Bit per operand that may be written.
     pub(crate) writes: u8,
-    /// Bit per operand: it is written and not read.
+    /// Bit per operand that is written and not read.
     pub(crate) replaces: u8,
-    /// Bit per general register: it may be written though it is no operand.
+    /// Bit per general register that may be written without being an operand.
     pub(crate) implied: u16,
-    /// Arithmetic flags that may be read, and that are always set, if that depends on
-    /// no operand.
+    /// Arithmetic flags that may be read, and that are always set; `None` if that depends on operands.
     flags: Option<(u16, u16)>,
-    /// Arithmetic flags may be changed.
+    /// The instruction may change arithmetic flags.
     pub(crate) changes_flags: bool,
-    /// They may be read or changed.
+    /// The instruction may read or change arithmetic flags.
     pub(crate) touches_flags: bool,
-    /// Why it is left to the interpreter, if it is.
+    /// Why the instruction is left to the interpreter, if it is.
     pub(crate) cause: Cause,
-    /// Operands may make it another kind: [`super::of`] is to be asked.
+    /// The lowering may depend on operands: [`super::of`] has to be called.
     pub(crate) checked: bool,
-    /// Mode bits that it needs: [`super::in_mode::needs`].
+    /// Mode bits that the lowering needs: [`super::in_mode::needs`].
     pub(crate) needs: Mode,
     /// WAIT.
     pub(crate) waits: bool,
-    /// It locks its access without a prefix.
+    /// The instruction locks its access without a prefix.
     pub(crate) locks: bool,
-    /// The operand that may be a memory operand; one that none has otherwise.
+    /// Number of the operand that may be a memory operand, or [`NO_OPERAND`].
     memory: u8,
-    /// Bit per operand: it may be a general register.
+    /// Bit per operand that may be a general register.
     pub(crate) general: u8,
-    /// What it does to a register in terms of addresses.
+    /// What the instruction does to a register, as far as addresses are concerned.
     pub(crate) effect: Effect,
-    /// The operand in ModRM.rm, if a register there may as well be its place in memory.
+    /// Number of the operand in ModRM.rm, if a register there may as well be accessed where it lives in memory.
     rm: Option<u8>,
-    /// Where its operands are encoded, if `crate::codegen::recode` knows how.
+    /// Where operands are encoded, if `crate::codegen::recode` can re-encode the form.
     pub(crate) shape: Option<Shape>,
 }
 
@@ -73,7 +71,7 @@ pub(crate) enum Effect {
     Mov,
     Xor,
     Lea,
-    /// Nothing.
+    /// The operand stays.
     Compare,
     /// Anything else.
     Other,
@@ -82,7 +80,7 @@ pub(crate) enum Effect {
 /// How a legacy or VEX encoding names its operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Shape {
-    /// There is a ModR/M byte.
+    /// The encoding has a ModR/M byte.
     pub(crate) modrm: bool,
     /// ModRM.reg is a general register.
     pub(crate) reg: bool,
@@ -90,7 +88,7 @@ pub(crate) struct Shape {
     pub(crate) rm: bool,
     /// The opcode's low bits are a general register.
     pub(crate) opcode: bool,
-    /// F2 or F3 if it belongs to the opcode.
+    /// F2 or F3, if the prefix belongs to the opcode.
     pub(crate) prefix: Option<u8>,
 }
 
@@ -117,25 +115,25 @@ const UNKNOWN: Form = Form {
     shape: None,
 };
 
-/// Instructions have five operands at most, and the fifth is an immediate one.
+/// The number of no memory operand: instructions have at most five operands, and the fifth is an immediate.
 const NO_OPERAND: u8 = 4;
 
 impl Form {
-    /// Arithmetic flags that an instruction of the form may read, and that it always sets.
+    /// Returns the arithmetic flags that an instruction of the form may read, and those that it always sets.
     #[inline]
     pub(crate) fn flags(&self, i: &Instruction) -> (u16, u16) {
         self.flags.unwrap_or_else(|| flags(i))
     }
 
-    /// A locked access: the host may stall or kill a process for one that crosses a
-    /// cache line, so that misaligned ones are the interpreter's.
+    /// Returns true if the access is locked. The host may stall or kill a process for a locked access that crosses a
+    /// cache line, so the interpreter executes misaligned ones.
     #[inline]
     pub(crate) fn is_locked(&self, i: &Instruction) -> bool {
         self.locks || i.has_lock_prefix()
     }
 
-    /// The general register that may be accessed in memory where it lives there, and whether it is
-    /// read. What writes 32 bits changes 64 of a register.
+    /// Returns the general register that may be accessed where it lives in memory, and whether it is read. A write of
+    /// 32 bits is none of these, as it changes 64 of a register.
     #[inline]
     pub(crate) fn in_memory(&self, i: &Instruction) -> Option<(u8, bool)> {
         let n = self.rm?;
@@ -147,7 +145,7 @@ impl Form {
             .then(|| (r.full_register().number() as u8, self.replaces & bit == 0))
     }
 
-    /// The memory operand, and whether it needs permission to write.
+    /// Returns whether the memory operand needs permission to write; `None` if there is no memory operand.
     #[inline]
     pub(crate) fn memory(&self, i: &Instruction) -> Option<bool> {
         let n = self.memory;
@@ -158,9 +156,9 @@ impl Form {
 /// Forms by code.
 pub(crate) struct Forms {
     forms: Vec<Form>,
-    /// What the host executes.
+    /// The host's features.
     host: HostFeatures,
-    /// What the guest's CPUID promises.
+    /// The features that the guest's CPUID promises.
     features: Features,
     info: InstructionInfoFactory,
 }
@@ -181,7 +179,7 @@ impl Forms {
         }
     }
 
-    /// What [`Self::learn`] finds is for a guest with these features from now on.
+    /// Has [`Self::learn`] find forms for a guest with these features from now on.
     pub(crate) fn select(&mut self, features: &Features) {
         if self.features != *features {
             self.features = *features;
@@ -189,7 +187,7 @@ impl Forms {
         }
     }
 
-    /// Facts of the instruction's form, looked at if need be.
+    /// Returns the facts of the instruction's form, which is classified if it has not been.
     #[inline]
     pub(crate) fn learn(&mut self, i: &Instruction) -> &Form {
         let n = i.code() as usize;
@@ -199,7 +197,7 @@ impl Forms {
         &self.forms[n]
     }
 
-    /// Facts of a form that [`Self::learn`] has seen.
+    /// Returns the facts of a form that [`Self::learn`] has seen.
     #[inline]
     pub(crate) fn of(&self, i: &Instruction) -> &Form {
         &self.forms[i.code() as usize]
@@ -210,7 +208,7 @@ fn flags(i: &Instruction) -> (u16, u16) {
     ((i.rflags_read() & ALL) as u16, flags::overwritten(i) as u16)
 }
 
-/// An access that needs permission to write.
+/// Returns true for an access that needs permission to write.
 fn is_write(a: OpAccess) -> bool {
     !matches!(
         a,
@@ -224,8 +222,8 @@ fn classify(
     features: &Features,
     info: &mut InstructionInfoFactory,
 ) -> Form {
-    // Registers that no instruction has implicitly, all different: what equal
-    // operands do to accesses (XOR of a register with itself) is no fact of the form.
+    // The sample's registers are none that instructions use implicitly, and all different: what equal operands do to
+    // accesses (XOR of a register with itself) is no fact of the form.
     let mut sample = *i;
     for n in 0..i.op_count() {
         let r = i.op_register(n);
@@ -292,7 +290,7 @@ fn classify(
     form
 }
 
-/// R15 for the first operand, R14 for the next, and so on, of the size of `r`.
+/// Returns R15 for the first operand, R14 for the next, and so on, of the size of `r`.
 fn stand_in(r: Register, n: u32) -> Register {
     let first = match r.size() {
         1 => Register::R15L,
@@ -318,7 +316,7 @@ fn effect(m: Mnemonic) -> Effect {
     }
 }
 
-/// The operand that ModRM.rm names, where a memory operand has the same effect as a register but
+/// Returns the number of the operand that ModRM.rm names, if a memory operand has the same effect as a register except
 /// for the upper half of what is written. (Bit strings, PEXTRB, MOVD to a register and others are different.)
 fn rm(code: Code) -> Option<u8> {
     use Mnemonic as M;
@@ -421,6 +419,6 @@ fn shape(code: Code) -> Option<Shape> {
             _ => return None,
         }
     }
-    // x87 forms without memory have no operand in the byte after the opcode that matters.
+    // In x87 forms without memory, the byte after the opcode names no operand that matters.
     Some(shape)
 }

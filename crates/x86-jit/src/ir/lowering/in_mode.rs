@@ -1,11 +1,11 @@
-//! What is done with an instruction in a mode.
+//! The lowering of an instruction in a mode.
 
 use iced_x86::{EncodingKind, Instruction, OpKind, Register};
 
 use super::{Form, Lowering, in_segments, of};
 use crate::ir::mode::Mode;
 
-/// What is done with an instruction in a mode.
+/// Returns the lowering of an instruction in a mode.
 #[inline]
 pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if !form.available {
@@ -31,18 +31,18 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Lowering::Interpret;
     }
-    // The trampoline of CLTS does not go on in code that counts.
+    // The trampoline of CLTS leaves code that counts to the interpreter.
     if kind == Lowering::Clts && mode.has(Mode::COUNTS) {
         return Lowering::Interpret;
     }
-    // DF is clear, and no x87 exception can be pending.
+    // With these mode bits DF is clear, and no x87 exception can be pending.
     if kind == Lowering::Cld && mode.has(Mode::KERNEL) || form.waits && mode.has(Mode::FP) {
         return Lowering::Nop;
     }
     kind
 }
 
-/// Mode bits without which the interpreter executes instructions of the kind.
+/// Returns the mode bits without which the interpreter executes instructions of the lowering.
 pub(crate) fn needs(kind: Lowering, vex: bool) -> Mode {
     match kind {
         Lowering::CopyFp | Lowering::CopyFpAligned | Lowering::LoadFpControl if vex => {

@@ -1,11 +1,11 @@
-//! What is translated of code whose segments have bases and limits, and of 16-bit code.
+//! Lowerings in code whose segments have bases and limits, and in 16-bit code.
 
 use iced_x86::{Code, EncodingKind, Instruction, OpKind, Register};
 
 use super::{Form, Lowering, of};
 use crate::ir::{mode::Mode, string};
 
-/// What an instruction of the form is, which is of the kind `kind` where segments are flat.
+/// Returns the lowering of a form in such code. `kind`: its lowering where segments are flat.
 pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
     use Code as C;
     match code {
@@ -41,7 +41,7 @@ pub(super) fn form(kind: Lowering, code: Code) -> Lowering {
     }
 }
 
-/// It works on a word of 16 bits on the stack, or leads to an address of 16 bits.
+/// Returns true if the instruction works on a word of 16 bits on the stack, or leads to an address of 16 bits.
 pub(crate) fn has_short_words(code: Code) -> bool {
     use Code as C;
     matches!(
@@ -74,16 +74,17 @@ pub(crate) fn has_short_words(code: Code) -> bool {
     )
 }
 
-/// What is done with the instruction, and the mode bits without which the interpreter does it, besides those of the kind.
+/// Returns the lowering of the instruction, and the mode bits without which the interpreter executes it, besides those
+/// of the lowering.
 pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Lowering, Mode) {
     let is_vex = i.code().encoding() == EncodingKind::VEX;
     if is_vex && mode.has(Mode::REAL) {
-        // #UD.
+        // VEX encodings raise #UD.
         return (Lowering::Interpret, Mode::NONE);
     }
     let kind = match of(form.in_segments, i, true) {
         Lowering::BitString | Lowering::Syscall => Lowering::Interpret,
-        // Repeated ones are the interpreter's, which knows how to do much at once.
+        // The interpreter executes repeated ones, and does many repetitions at once.
         Lowering::Element if string::repeats(i) || string::operation(i).is_none() => {
             Lowering::Interpret
         }
@@ -93,13 +94,13 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Lowering, Mo
     let needs = match i.memory_segment() {
         Register::FS => Mode::FS,
         Register::GS => Mode::GS,
-        // In protected mode it cannot be written.
+        // In protected mode CS cannot be written.
         Register::CS if form.memory(i) == Some(true) => return (Lowering::Interpret, Mode::NONE),
         _ => Mode::NONE,
     };
     let is_loaded = matches!(kind, Lowering::ToSegment | Lowering::PopSegment);
     let needs = match i.op0_register() {
-        // One that had no plain segment gets one in another way.
+        // A segment register that has no plain segment is loaded in another way.
         Register::FS if is_loaded => needs | Mode::FS,
         Register::GS if is_loaded => needs | Mode::GS,
         _ => needs,
@@ -107,7 +108,7 @@ pub(super) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> (Lowering, Mo
     (kind, needs)
 }
 
-/// Its memory operand has an address of 16 bits.
+/// Returns true if the memory operand has an address of 16 bits.
 pub(crate) fn has_short_address(i: &Instruction) -> bool {
     let (base, index) = (i.memory_base(), i.memory_index());
     base.is_gpr16()
@@ -115,7 +116,7 @@ pub(crate) fn has_short_address(i: &Instruction) -> bool {
         || base == Register::None && index == Register::None && i.memory_displ_size() == 2
 }
 
-/// It has a memory operand of that kind.
+/// Returns true if the instruction has a memory operand with an address of 16 bits.
 pub(crate) fn is_short(i: &Instruction) -> bool {
     (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Memory) && has_short_address(i)
 }

@@ -1,10 +1,8 @@
 //! The table of instructions: what the translator does with each form, and why that is safe.
 //!
-//! A form that is not listed is left to the interpreter. [`Lowering::Copy`] is for
-//! instructions whose only effects are on general registers, arithmetic flags,
-//! FP and SIMD registers and their one memory operand, and that cannot fault
-//! but through that operand: they are executed as they are, with registers
-//! renamed and the operand replaced.
+//! A form that is not listed is left to the interpreter. [`Lowering::Copy`] is for instructions whose only effects are
+//! on general registers, arithmetic flags, FP and SIMD registers and their one memory operand, and that can fault only
+//! through that operand: they are executed as they are, with registers renamed and the operand replaced.
 
 use iced_x86::{Code, CpuidFeature, Instruction, Mnemonic, OpKind, Register};
 use x86_native::HostFeatures;
@@ -19,33 +17,33 @@ pub(crate) use in_segments::{has_short_address, has_short_words, is_short};
 
 use super::{narrow, string};
 
-/// What is done with an instruction.
+/// What the translator does with an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Lowering {
-    /// Not looked at yet.
+    /// The form has not been classified yet.
     Unknown,
     /// The interpreter executes it.
     Interpret,
-    /// Harmless: re-encoded.
+    /// A harmless instruction, which is re-encoded.
     Copy,
-    /// Harmless, and works on FP or SIMD state.
+    /// A harmless instruction that works on FP or SIMD state.
     CopyFp,
-    /// The same, whose memory operand must be aligned to its size.
+    /// The same with a memory operand that must be aligned to its size.
     CopyFpAligned,
-    /// No effect at all.
+    /// An instruction without any effect.
     Nop,
     Lea,
     Push,
     Pop,
     Leave,
-    /// DIV: guarded against #DE.
+    /// DIV, guarded against #DE.
     Div,
-    /// IDIV: guarded against #DE.
+    /// IDIV, guarded against #DE.
     Idiv,
     /// As [`Lowering::Copy`], with a memory operand that must be aligned to its size.
     CopyAligned,
-    /// BT and its kin with a register that selects a bit anywhere in memory.
+    /// BT, BTS, BTR and BTC with a register that selects a bit anywhere in memory.
     BitString,
     /// MOV from a segment register.
     FromSegment,
@@ -58,19 +56,19 @@ pub(crate) enum Lowering {
     PopSegment,
     /// PUSH of a segment register.
     PushSegment,
-    /// LDMXCSR and FLDCW, where they unmask no exception.
+    /// LDMXCSR and FLDCW, if they unmask no exception.
     LoadFpControl,
-    /// RDFSBASE and its kin.
+    /// RDFSBASE, RDGSBASE, WRFSBASE and WRGSBASE.
     SegmentBase,
     Cld,
     Pause,
     /// RDPKRU and WRPKRU.
     KeyRights,
-    /// RDTSC and RDTSCP, where allowed and not scaled.
+    /// RDTSC and RDTSCP, if they are allowed and the TSC is not scaled.
     Rdtsc,
     /// RDPMC.
     Rdpmc,
-    /// At CPL 0, with IOPL, NT and DF clear:
+    /// PUSHF, and POPF below, at CPL 0 with IOPL, NT and DF clear.
     Pushf,
     Popf,
     /// MOV from a control register.
@@ -104,7 +102,7 @@ pub(crate) enum Lowering {
 }
 
 impl Lowering {
-    /// FP state has to be in the host's registers.
+    /// Returns true if FP state has to be in the host's registers.
     pub(crate) const fn is_fp(self) -> bool {
         matches!(
             self,
@@ -112,7 +110,7 @@ impl Lowering {
         )
     }
 
-    /// The register that the instruction accesses the stack by, whatever its operands are.
+    /// Returns the register by which the instruction accesses the stack, whatever its operands are.
     pub(crate) const fn stack_base(self) -> Option<Register> {
         match self {
             Self::Push | Self::Pop | Self::Call | Self::CallIndirect | Self::Ret => {
@@ -123,7 +121,7 @@ impl Lowering {
         }
     }
 
-    /// Nothing of the block comes after it.
+    /// Returns true if the instruction is the last of its block.
     pub(crate) const fn ends_block(self) -> bool {
         matches!(
             self,
@@ -142,8 +140,8 @@ impl Lowering {
     }
 }
 
-/// The kind of an instruction of a form of the kind `kind`; `long`: of 64-bit code,
-/// else of 32-bit code with flat segments.
+/// Returns the lowering of an instruction whose form has the lowering `kind`. `long`: the instruction is of 64-bit
+/// code, else of 32-bit code with flat segments.
 pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
     match kind {
         _ if !long && !narrow::is_plain(i) => Lowering::Interpret,
@@ -168,7 +166,8 @@ pub(crate) fn of(kind: Lowering, i: &Instruction, long: bool) -> Lowering {
     }
 }
 
-/// [`of`] may make something else of 64-bit code of the kind. `names`: of its kinds of operands.
+/// Returns true if [`of`] may return something else than `kind` for 64-bit code. `names`: the kinds of the form's
+/// operands.
 fn is_checked<I: Iterator<Item = String>>(
     kind: Lowering,
     i: &Instruction,
@@ -191,7 +190,7 @@ fn is_checked<I: Iterator<Item = String>>(
     }
 }
 
-/// The kind of a form, whatever its operands.
+/// Returns the lowering of a form, whatever its operands.
 fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
     use Mnemonic as M;
     let code = i.code();
@@ -286,7 +285,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
     }
 }
 
-/// LOOP and its kin with a target of 32 bits.
+/// Returns true for LOOP, JCXZ and JECXZ with a target of 32 bits.
 fn is_counted(code: Code) -> bool {
     matches!(
         code,
@@ -294,7 +293,7 @@ fn is_counted(code: Code) -> bool {
     )
 }
 
-/// RET with an address of the mode's full size.
+/// Returns true for RET with an address of the mode's full size.
 fn is_near_return(code: Code) -> bool {
     matches!(
         code,
@@ -302,7 +301,7 @@ fn is_near_return(code: Code) -> bool {
     )
 }
 
-/// SGDT and SIDT with a base of the mode's full size.
+/// Returns true for SGDT and SIDT with a base of the mode's full size.
 fn stores_table(code: Code) -> bool {
     matches!(
         code,
@@ -310,7 +309,7 @@ fn stores_table(code: Code) -> bool {
     )
 }
 
-/// Pushes a value of the mode's full size.
+/// Returns true for PUSH of a value of the mode's full size.
 fn pushes_word(code: Code) -> bool {
     matches!(
         code,
@@ -325,25 +324,25 @@ fn pushes_word(code: Code) -> bool {
     )
 }
 
-/// Jcc with a target of the mode's full size.
+/// Returns true for Jcc with a target of the mode's full size.
 fn is_jcc(code: Code) -> bool {
     code.is_jcc_short_or_near() && !format!("{code:?}").ends_with("_16")
 }
 
-/// Integer instructions without effects beyond registers, flags and their operand.
+/// Returns true for integer instructions without effects beyond registers, flags and their operand.
 fn is_harmless_integer(i: &Instruction) -> bool {
     use Mnemonic as M;
     match i.mnemonic() {
-        // Of general registers: segment, control and debug registers have forms of their own.
+        // Moves between general registers and memory: segment, control and debug registers have forms of their own.
         M::Mov => !(0..i.op_count())
             .any(|n| i.op_kind(n) == OpKind::Register && !i.op_register(n).is_gpr()),
-        // AMD processors read 32 bits: more than was checked.
+        // AMD processors read 32 bits, which is more than was checked.
         M::Movsxd => i.code() != Code::Movsxd_r16_rm16,
         m => is_arithmetic(m) || is_conditional(m) || is_move(m),
     }
 }
 
-/// Arithmetic, logic, shifts and bits.
+/// Returns true for arithmetic, logic, shifts and bits.
 const fn is_arithmetic(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(
@@ -401,7 +400,7 @@ const fn is_arithmetic(m: Mnemonic) -> bool {
     )
 }
 
-/// SETcc and CMOVcc.
+/// Returns true for SETcc and CMOVcc.
 const fn is_conditional(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(
@@ -441,7 +440,7 @@ const fn is_conditional(m: Mnemonic) -> bool {
     )
 }
 
-/// Moves, conversions, exchanges, flags and fences.
+/// Returns true for moves, conversions, exchanges, flags and fences.
 const fn is_move(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(
@@ -487,7 +486,8 @@ fn bit_string(i: &Instruction) -> Lowering {
     }
 }
 
-/// Memory operands are ordinary ones, and high bytes need no REX prefix.
+/// Returns true if memory operands are ordinary ones, and no instruction names a high byte beside a register that needs
+/// a REX prefix.
 fn operands_are_plain(i: &Instruction) -> bool {
     if i.op0_kind() == OpKind::Memory && i.mnemonic() == Mnemonic::Pop {
         return false;
@@ -522,8 +522,8 @@ fn operands_are_plain(i: &Instruction) -> bool {
     !(high && rex)
 }
 
-/// Features of integer instructions that the host may lack; FP and SIMD forms
-/// are checked by `x86_native::form_on`.
+/// Returns true if the host has the feature, or it is none that the host may lack of integer instructions. FP and SIMD
+/// forms are checked by `x86_native::form_on`.
 fn host_has(host: &HostFeatures, f: CpuidFeature) -> bool {
     use CpuidFeature as F;
     let may_lack = matches!(

@@ -1,5 +1,4 @@
-//! The table against the decoder's own: what is copied touches nothing of the
-//! host's.
+//! Compares the table with the decoder's own: copied instructions touch nothing of the host's.
 
 use iced_x86::{
     Code, FlowControl, Instruction, InstructionInfoFactory, OpAccess, OpCodeOperandKind as K,
@@ -11,9 +10,8 @@ use x86_native::HostFeatures;
 use super::{Lowering, form, of};
 use crate::ir::flags;
 
-/// An instruction of the form with registers that no instruction has implicitly;
-/// `memory`: its operand that may be in memory is. `None` if it has an operand
-/// that nothing copied has.
+/// Returns an instruction of the form with registers that no instruction uses implicitly. `memory`: the operand that
+/// may be in memory is in memory. `None` if the form has an operand that no copied one has.
 fn sample(code: Code, memory: bool) -> Option<Instruction> {
     let op = code.op_code();
     let mut i = Instruction::default();
@@ -109,8 +107,8 @@ fn set(i: &mut Instruction, n: u32, kind: OpKind) -> Option<Register> {
     Some(Register::None)
 }
 
-/// True for the registers that hold the guest's when copied code runs. R12 to
-/// R15 are not among them, and RSP is the host's.
+/// Returns true for registers that hold the guest's while copied code runs. R12 to R15 are not among them, and RSP is
+/// the host's.
 fn is_guests(r: Register) -> bool {
     let full = r.full_register();
     let general = r.is_gpr() && full.number() < 12 && full != Register::RSP;
@@ -128,7 +126,7 @@ fn what_is_copied_touches_nothing_of_the_hosts() {
         probe.set_code(code);
         for memory in [false, true] {
             let Some(i) = sample(code, memory) else {
-                // With an operand that is not known here, nothing may be copied.
+                // A form with an operand that is not known here may not be copied.
                 let kind = form(&probe, &HostFeatures::detected());
                 assert!(!copies(kind), "{code:?} {kind:?}");
                 continue;

@@ -15,20 +15,20 @@ use crate::{
     ir::segment::{code_bits, linear},
 };
 
-/// Instructions looked at after a stretch.
+/// Maximum number of instructions considered after a stretch.
 const FAR: u32 = 96;
 
-/// What an instruction does to flags, as RFLAGS has them.
+/// What an instruction does to flags, in RFLAGS' bits.
 #[derive(Clone, Copy, Debug, Default)]
 struct Effect {
     read: u64,
-    /// Always set to something that the manual defines.
+    /// Flags that are always set to something that the manual defines.
     defined: u64,
     undefined: u64,
 }
 
-/// Decoded instructions by address: only for reports of differences, so a stale one
-/// is cleared with everything else.
+/// Decoded instructions by address. They serve reports of differences only, so outdated ones may stay until all are
+/// cleared.
 #[derive(Debug, Default)]
 pub(super) struct Flags {
     known: HashMap<u64, Option<(Instruction, Effect)>>,
@@ -39,7 +39,7 @@ impl Flags {
         self.known.clear();
     }
 
-    /// Of flags that differ, those that the manual defines after the instructions of `way`.
+    /// Returns those of the differing flags that the manual defines after the instructions of `path`.
     pub(super) fn defined<B: JitBus>(
         &mut self,
         cpu: &mut CpuState,
@@ -56,11 +56,11 @@ impl Flags {
             defined |= open & effect.defined & !effect.undefined;
             open &= !(effect.defined | effect.undefined);
         }
-        // Of those that nothing has written the two engines started with the same.
+        // Flags that nothing has written were equal when the stretch began, so a difference in them counts.
         defined | open
     }
 
-    /// Of flags that differ, those that may be read before they are written from RIP on.
+    /// Returns those of the differing flags that may be read before they are written, from RIP on.
     pub(super) fn live<B: JitBus>(
         &mut self,
         cpu: &mut CpuState,
@@ -73,7 +73,7 @@ impl Flags {
         self.live_at(cpu, bus, rip, differing, &mut patience)
     }
 
-    /// Flags of `wanted` that may be read from `rip` on.
+    /// Returns the flags of `wanted` that may be read from `rip` on.
     fn live_at<B: JitBus>(
         &mut self,
         cpu: &mut CpuState,
@@ -94,7 +94,7 @@ impl Flags {
             live |= wanted & effect.read;
             wanted &= !(effect.read | effect.defined);
             match i.flow_control() {
-                // What interrupts it shows them.
+                // The interrupt that ends HLT pushes all flags.
                 _ if i.mnemonic() == Mnemonic::Hlt => return live | wanted,
                 FlowControl::Next => rip = i.next_ip(),
                 FlowControl::UnconditionalBranch if i.is_jmp_short_or_near() => {
@@ -132,7 +132,7 @@ impl Flags {
     }
 }
 
-/// Bytes of code, without any trace in page tables.
+/// Reads bytes of code, without any trace in page tables.
 pub(super) fn fetch(mmu: &Mmu, cpu: &CpuState, gva: u64, bytes: &mut [u8; 15]) -> Option<usize> {
     let mut n = 0;
     while n < bytes.len() {

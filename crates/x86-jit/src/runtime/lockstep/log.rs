@@ -1,7 +1,7 @@
-//! [`Log`]: the pages that a run has written, with what they had before.
+//! [`Log`]: the pages that a run has written, with their content before.
 //!
-//! Translated code works with tables of the log's own in place of the MMU's, so that its first
-//! write to each page comes by `refill`.
+//! Translated code works with the log's tables in place of the MMU's, so that its first write to each page comes
+//! through `refill`.
 
 use guest_memory::HostPage;
 use mmu::l1::{Half, L1};
@@ -9,19 +9,19 @@ use x86_cpu::CpuState;
 
 use crate::JitBus;
 
-/// Words of a page.
+/// Number of words in a page.
 const WORDS: usize = 512;
 
-/// A page.
+/// A page that was written.
 #[derive(Debug)]
 struct Page {
-    /// Host address.
+    /// Host address of the page.
     host: u64,
     old: Box<[u64; WORDS]>,
     new: Box<[u64; WORDS]>,
 }
 
-/// Pages that were written.
+/// The pages that a run has written.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
     pages: Vec<Page>,
@@ -41,7 +41,7 @@ fn store(host: u64, n: usize, value: u64) {
 }
 
 impl Log {
-    /// Nothing was written.
+    /// Forgets all pages.
     pub(crate) fn clear(&mut self) {
         self.used = 0;
         self.clear_tables();
@@ -51,7 +51,7 @@ impl Log {
         self.tables.flush(&Half::ALL);
     }
 
-    /// They have the page guards of `live`.
+    /// Gives the log's tables the page guards of `live`.
     pub(crate) fn set_page_guards(&mut self, live: &L1) {
         self.tables.deny_reach(live);
         self.tables.clear_page_guards();
@@ -60,12 +60,12 @@ impl Log {
         }
     }
 
-    /// For generated code.
+    /// Returns the address of the log's tables, for generated code.
     pub(crate) fn tables(&self) -> u64 {
         self.tables.base()
     }
 
-    /// `page` is about to be accessed by `gva` through the tables.
+    /// Enters `page` in the tables, before it is accessed at `gva`.
     pub(crate) fn allow(&mut self, half: Half, gva: u64, page: HostPage) {
         if half == Half::Write {
             self.note(page.hva());
@@ -73,7 +73,7 @@ impl Log {
         self.tables.insert(half, gva, page, false);
     }
 
-    /// The page that holds host address `host` is about to be written.
+    /// Keeps the page that holds host address `host`, which is about to be written.
     pub(crate) fn note(&mut self, host: u64) {
         let host = host & !0xfff;
         if self.has(host) {
@@ -102,8 +102,8 @@ impl Log {
         self.pages().iter().rev().any(|p| p.host == host)
     }
 
-    /// Puts back what was written, and keeps it. Words that the run has not changed are left
-    /// alone: something else may have written them.
+    /// Puts back what the run has written, and keeps it in the log. Words that the run has not changed are left alone:
+    /// something else may have written them.
     pub(crate) fn undo(&mut self) {
         for page in &mut self.pages[..self.used] {
             for n in 0..WORDS {
@@ -116,7 +116,7 @@ impl Log {
         }
     }
 
-    /// A host address at which memory is not what it was before [`Self::undo`].
+    /// Returns a host address at which memory is not what it was before [`Self::undo`].
     pub(crate) fn differs_from_new(&self) -> Option<u64> {
         let differing = |page: &Page| {
             let n = (0..WORDS).find(|n| load(page.host, *n) != page.new[*n])?;
@@ -125,7 +125,7 @@ impl Log {
         self.pages().iter().find_map(differing)
     }
 
-    /// A host address that was changed, on a page that `other` has not.
+    /// Returns a host address that was changed, on a page that `other` does not have.
     pub(crate) fn differs_from_old(&self, other: &Self) -> Option<u64> {
         let differing = |page: &Page| {
             let n = (0..WORDS).find(|n| load(page.host, *n) != page.old[*n])?;
@@ -135,7 +135,7 @@ impl Log {
         pages.into_iter().find_map(differing)
     }
 
-    /// Words that the run changed: address, before, after.
+    /// Returns the words that the run has changed: address, value before, value after.
     pub(crate) fn changes(&self) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
         self.pages().iter().flat_map(|page| {
             let words = page.old.iter().zip(page.new.iter()).enumerate();
@@ -156,11 +156,12 @@ pub(crate) fn set_tables<B: JitBus>(cpu: &mut CpuState, bus: &mut B) {
         }
         None => bus.mmu().live_tables().base(),
     };
-    // SAFETY: they are the tables of the log, or those of the live view, which stays until the view is selected again: that ends here, too.
+    // SAFETY: the tables are those of the log, or those of the live view. The latter stay until a view is selected
+    // again, after which this function is called again.
     unsafe { cpu.engine.set_tables(tables) };
 }
 
-/// Where writes have to be noted, in lock-step.
+/// Returns the log in which writes have to be noted, in lock-step.
 pub(crate) fn log_of(cpu: &mut CpuState) -> Option<&mut Log> {
     // SAFETY: zero, or what `Jit::stretch` put there, which nothing else uses while translated
     // code runs.

@@ -1,4 +1,4 @@
-//! Lock-step: what translated code did is done again by the interpreter, and must be the same.
+//! Lock-step: the interpreter does again what translated code did, and must come to the same result.
 //!
 //! A *stretch* is one entry into translated code, up to its exit. Before it the registers are
 //! copied; while it runs, the old content of every page that it writes is kept ([`log`]). Then
@@ -46,9 +46,9 @@ use crate::{
     runtime::state::move_stack,
 };
 
-/// The interpreter's instructions per stretch at most, repetitions counted singly.
+/// Maximum number of the interpreter's instructions per stretch, repetitions counted singly.
 const PATIENCE: u32 = 100_000;
-/// Instructions that the report shows of the interpreter's way.
+/// Instructions of the interpreter's path that the report shows.
 const TRAIL: usize = 64;
 /// Bytes of the FP state that are compared.
 const FP_BYTES: usize = 832;
@@ -62,18 +62,18 @@ pub struct LockstepStats {
     pub again: u64,
 }
 
-/// The second engine and what the comparison needs.
+/// The second engine, and what the comparison needs.
 pub(crate) struct Lockstep<B: JitBus> {
     interp: Interp<ShadowBus<B>>,
     log: Log,
-    /// The interpreter's writes.
+    /// Pages that the interpreter has written.
     second: Log,
     trail: [u64; TRAIL],
-    /// Instructions in `trail` and before.
+    /// Instructions that the interpreter has executed; `trail` has the last of them.
     steps: usize,
     flags: flags::Flags,
     random: u64,
-    /// Translates one instruction wrongly: proves that differences are found.
+    /// One instruction is translated wrongly, which proves that differences are found.
     pub(crate) planted: bool,
     tell: fn(&str),
     pub(crate) stats: LockstepStats,
@@ -88,14 +88,14 @@ impl<B: JitBus> fmt::Debug for Lockstep<B> {
     }
 }
 
-/// Where the interpreter is when it is certain that it does not get to the same state.
+/// What is known when the interpreter has certainly not come to the same state.
 struct Difference {
-    /// At the address where translated code stopped, if it has been there.
+    /// A state of the interpreter at the address where translated code stopped, if it came there.
     nearest: Option<Box<CpuState>>,
     why: String,
 }
 
-/// Where a stretch begins.
+/// The state in which a stretch begins.
 struct Start<'a> {
     entry: u64,
     before: &'a CpuState,
@@ -106,7 +106,7 @@ struct Start<'a> {
 type Outcome = (Reason, usize);
 
 impl<B: JitBus> Drop for Lockstep<B> {
-    /// Whoever asked for lock-step sees that it was there.
+    /// Tells how much was compared.
     fn drop(&mut self) {
         let LockstepStats { stretches, again } = self.stats;
         (self.tell)(&format!(
@@ -132,18 +132,18 @@ impl<B: JitBus> Lockstep<B> {
         })
     }
 
-    /// Decoded instructions are void.
+    /// Forgets decoded instructions.
     pub(crate) fn flush(&mut self) {
         self.interp.flush_all();
         self.flags.clear();
     }
 
-    /// Address of the write log, for generated code's refills.
+    /// Returns the address of the write log, for refills of generated code.
     pub(crate) fn log_address(&mut self) -> u64 {
         &raw mut self.log as u64
     }
 
-    /// Instructions of the next stretch, about: long ones go through links, short ones through exits.
+    /// Chooses about how many instructions the next stretch has: long ones go through links, short ones through exits.
     fn length(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -155,8 +155,8 @@ impl<B: JitBus> Lockstep<B> {
         }
     }
 
-    /// From `before` to a state like `end`; memory is as before the stretch.
-    /// `whole`: in whole blocks where that is possible, without a trail.
+    /// Has the interpreter execute from `before` on until its state is like `end`. Memory is as before the stretch.
+    /// `whole`: it executes whole blocks where that is possible, without a trail.
     fn replay(
         &mut self,
         before: &CpuState,
@@ -216,7 +216,7 @@ impl<B: JitBus> Lockstep<B> {
         Err(Difference { nearest, why })
     }
 
-    /// Whether the interpreter is at the end of the stretch.
+    /// Compares the interpreter's state with the end of the stretch. The error says what differs.
     fn compare(
         &mut self,
         cpu: &CpuState,
@@ -261,12 +261,12 @@ impl<B: JitBus> Lockstep<B> {
     }
 }
 
-/// The state without what is not compared.
+/// Returns the state with everything cleared that is not compared.
 fn normal(cpu: &CpuState) -> CpuState {
     let mut cpu = cpu.clone();
     // Translated code goes from STI, or a load of SS, to the next instruction, which the stretch may end before.
     cpu.shadow = Shadow::None;
-    // Streams that nobody counts.
+    // Streams that are not counted.
     for counts in &mut cpu.retired.counts {
         for (stream, count) in counts.iter_mut().enumerate() {
             if cpu.retired.streams >> stream & 1 == 0 {
@@ -274,7 +274,7 @@ fn normal(cpu: &CpuState) -> CpuState {
             }
         }
     }
-    // Of the last exception raised, delivered or not.
+    // These belong to the last exception raised, delivered or not.
     cpu.fault_gva = 0;
     cpu.fault_dr6 = 0;
     // The header, MXCSR_MASK and the last x87 instruction's addresses (see `trampolines`).
@@ -285,7 +285,7 @@ fn normal(cpu: &CpuState) -> CpuState {
 }
 
 impl<B: JitBus> Jit<B> {
-    /// One stretch, and what has to be done where it ends.
+    /// Executes stretches, and does what has to be done where each ends.
     pub(crate) fn enter_checked(
         &mut self,
         interp: &mut Interp<B>,
@@ -312,7 +312,7 @@ impl<B: JitBus> Jit<B> {
                         continue;
                     }
                 }
-                // Another interrupt comes first.
+                // A counter has overflowed: its interrupt comes first.
                 Reason::Interpret | Reason::Access if cpu.retired.is_due() => {}
                 Reason::Interpret | Reason::Access => {
                     let stop = self.interpret(interp, cpu, bus, argument);
@@ -333,7 +333,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Translated code asks for something: the stretch ends before that. Makes the state exact.
+    /// Ends the stretch before what translated code asks for is done. Makes the state exact.
     pub(crate) fn end_stretch(&mut self, cpu: &mut CpuState, bus: &mut B) {
         let frame = &cpu.engine;
         let reason = Reason::of(frame.reason);
@@ -376,7 +376,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// As [`Self::call`], compared with the interpreter. `None`: they differ, and the report is
+    /// Does what [`Self::call`] does, and compares it with the interpreter. `None`: they differ, and the report is
     /// ready.
     fn call_checked(
         &mut self,
@@ -413,7 +413,7 @@ impl<B: JitBus> Jit<B> {
         outcome
     }
 
-    /// Back to the start, with empty TLBs; memory is there already.
+    /// Goes back to the start of the stretch, with empty TLBs; memory is there already.
     fn rewind(&mut self, cpu: &mut CpuState, bus: &mut B, start: &Start<'_>) {
         *cpu = start.before.clone();
         cpu.engine = start.frame.snapshot();
@@ -421,14 +421,14 @@ impl<B: JitBus> Jit<B> {
         let _ = bus.load_root(cpu);
         bus.select_view(cpu);
         bus.flush(cpu, Flush::All);
-        // It may have written code, too, which was put back.
+        // The interpreter may have written code, too, which was put back.
         bus.mmu().recheck_code();
         self.select(cpu, bus);
         cpu.engine.page = start.frame.page;
     }
 
-    /// Both engines once, from an entry for about so many instructions; the interpreter in
-    /// `whole` blocks or singly. If they differ, memory is as before.
+    /// Executes one stretch with both engines, from an entry on, of about `length` instructions. The interpreter
+    /// executes `whole` blocks or single instructions. If the two differ, memory is as before.
     fn stretch(
         &mut self,
         l: &mut Lockstep<B>,
@@ -440,14 +440,14 @@ impl<B: JitBus> Jit<B> {
         let before = cpu.clone();
         l.log.clear();
         let frame = &mut cpu.engine;
-        // SAFETY: the log is `l`'s, and is taken away below, before `l` can be.
+        // SAFETY: the log belongs to `l`, and is taken out of the frame below, before `l` can be dropped.
         unsafe { frame.set_log(l.log_address()) };
         countdown::begin(frame, length);
         countdown::allow_polls(frame, false);
         set_tables(cpu, bus);
         self.call(interp, cpu, bus, entry);
         let frame = &mut cpu.engine;
-        // SAFETY: there is none from now on.
+        // SAFETY: the frame has no log from now on.
         unsafe { frame.set_log(0) };
         let outcome = (Reason::of(frame.reason), frame.argument as usize);
         l.log.undo();
@@ -463,7 +463,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// The shortest stretch that shows the difference, as a report.
+    /// Finds the shortest stretch that shows the difference, and returns the report of it.
     fn narrow(
         &mut self,
         l: &mut Lockstep<B>,
@@ -481,7 +481,7 @@ impl<B: JitBus> Jit<B> {
             match self.stretch(l, interp, cpu, bus, (start.entry, length, false)) {
                 Ok(_) => {
                     good = cpu.clone();
-                    // As the interpreter left it, which is the same as translated code did.
+                    // Memory is as the interpreter left it, which is as translated code left it.
                     l.log.undo();
                 }
                 Err(difference) => {
@@ -495,7 +495,7 @@ impl<B: JitBus> Jit<B> {
     }
 }
 
-/// The wrong rule of a test: SAR by a constant as SHR.
+/// Plants a translator's error for a test: SAR by a constant becomes SHR.
 pub(crate) fn plant(decoded: &mut [Decoded]) {
     use iced_x86::Code;
     for d in decoded {
@@ -514,7 +514,7 @@ pub(crate) fn plant(decoded: &mut [Decoded]) {
     }
 }
 
-/// A line of registers.
+/// Returns a line of registers.
 fn registers(cpu: &CpuState) -> String {
     use fmt::Write as _;
     let mut text = format!(

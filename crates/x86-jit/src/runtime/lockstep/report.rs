@@ -1,4 +1,4 @@
-//! What is printed of a difference: the states, the guest's code and the code made of it.
+//! The report of a difference: the states, the guest's code and the code made of it.
 
 use core::fmt::Write as _;
 
@@ -11,11 +11,11 @@ use crate::{
     ir::segment::{code_at, code_bits, linear},
 };
 
-/// Instructions of the guest's that are shown from an address on.
+/// How many of the guest's instructions are shown.
 const SHOWN: usize = 24;
 
-/// `before`: where the stretch began; `good`: up to where both agree; `end`: where translated
-/// code came to.
+/// Returns the report. `before`: where the stretch began; `good`: up to where both engines agree; `end`: where
+/// translated code came to.
 pub(super) fn text<B: JitBus>(
     jit: &Jit<B>,
     l: &Lockstep<B>,

@@ -1,5 +1,4 @@
-//! [`Shadow`]: the vCPU's bus for the second run, which keeps what is written and has no effects
-//! outside of memory.
+//! [`Shadow`]: the vCPU's bus for the second run. It logs what is written, and has no effects outside of memory.
 
 use mmu::{Miss, Mmu};
 use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
@@ -8,24 +7,24 @@ use x86_defs::msr;
 use super::log::Log;
 use crate::JitBus;
 
-/// The bus of a replay.
+/// The bus of the interpreter's second run.
 #[derive(Debug)]
 pub(crate) struct Shadow<B> {
     bus: *mut B,
     log: *mut Log,
-    /// Page of the last write and on whose behalf: already in the log.
+    /// The page of the last write, which is already in the log, and on whose behalf it was written.
     last: Option<(u64, Privilege)>,
-    /// Blocks that may contain this address are not executed as a whole.
+    /// The interpreter does not execute blocks as a whole that may contain this address.
     target: u64,
-    /// Blocks that may still be executed.
+    /// How many blocks may still be executed.
     patience: u32,
 }
 
-/// More than the bytes of a block of the interpreter's.
+/// More than the length of any block of the interpreter's, in bytes.
 const BLOCK_BYTES: u64 = 1024;
 
 impl<B: JitBus> Shadow<B> {
-    /// Both are used by nothing else while this lives.
+    /// Makes a bus. The caller uses neither reference while the bus lives.
     pub(super) fn new(bus: &mut B, log: &mut Log, target: u64) -> Self {
         Self {
             bus,
@@ -46,7 +45,7 @@ impl<B: JitBus> Shadow<B> {
         // SAFETY: as above.
         unsafe { &mut *self.log }
     }
-    /// Bytes are about to be written.
+    /// Logs the pages of bytes that are about to be written.
     fn note(&mut self, cpu: &mut CpuState, gva: u64, len: u64, who: Privilege) {
         let (mut page, end) = (gva & !0xfff, gva.wrapping_add(len.max(1) - 1) & !0xfff);
         loop {
@@ -68,17 +67,17 @@ impl<B: JitBus> Shadow<B> {
     }
 }
 
-/// Most registers agree: a better candidate for a report than the first.
+/// Returns true if most registers agree: such a state says more in a report than the first one.
 pub(super) fn is_close(a: &CpuState, b: &CpuState) -> bool {
     a.gpr.iter().zip(&b.gpr).filter(|(a, b)| a != b).count() <= 1
 }
 
-/// A device's memory is not touched.
+/// Turns a miss into a fault without touching a device's memory.
 fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
     r.map_err(Miss::without_devices)
 }
 
-/// MSRs without an effect beyond `CpuState`.
+/// Returns true for MSRs without an effect beyond `CpuState`.
 fn is_plain(index: u32) -> bool {
     matches!(
         index,

@@ -1,17 +1,17 @@
-//! One vCPU at a time executes while engines are compared: what another one writes between the
-//! two runs of a stretch would be a difference.
+//! Lets one vCPU at a time execute while engines are compared: what another vCPU writes between the two runs of a
+//! stretch would be a difference.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Tickets, so that a vCPU that spins cannot keep the one it waits for from running.
+/// Tickets, so that a vCPU that spins cannot keep the vCPU it waits for from running.
 static NEXT: AtomicU32 = AtomicU32::new(0);
 static SERVED: AtomicU32 = AtomicU32::new(0);
 
-/// It is this thread's turn until it is dropped.
+/// This thread's turn, which ends when the value is dropped.
 #[derive(Debug)]
 pub(crate) struct Turn(());
 
-/// Waits for it, and calls `meanwhile` now and then.
+/// Waits for the thread's turn, and calls `meanwhile` now and then.
 pub(crate) fn wait(mut meanwhile: impl FnMut()) -> Turn {
     let ticket = NEXT.fetch_add(1, Ordering::Relaxed);
     let mut spins = 0u32;
