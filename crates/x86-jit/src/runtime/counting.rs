@@ -12,7 +12,7 @@ use crate::{
 /// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
 /// other and back all the time comes to a poll, too.
 pub(crate) const LEAST_EXECUTED: u64 = 64;
-/// Bit of the level in [`crate::frame::words::COUNTED_AS`].
+/// Bit of the level in [`engine_frame::EngineFrame::counted_as`].
 const LEVEL: u64 = 1 << 8;
 
 /// Translated code has called Rust, or has been left: what it has counted is added to the counts.
