@@ -34,6 +34,11 @@ const END: u16 = 0x11;
 
 type Assemble = fn(&mut CodeAssembler) -> Result<(), IcedError>;
 
+/// A breakpoint's test: its name, DR7, DR0 to DR3, and the stops: vector, EIP, DR6.
+type Breakpoint = (&'static str, u64, [u32; 4], &'static [(u32, u32, u64)]);
+/// A program that is stopped: its name, its code, its flags, and vector, error and IP.
+type Refused = (&'static str, &'static [u8], u32, u32, u32, u32);
+
 /// What a handler found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stop {
@@ -243,7 +248,7 @@ fn breakpoints_of_a_32_bit_kernel() {
         assert_eq!(m.all(), []);
     }
     let stack = STACK - 8;
-    let rows: [(&str, u64, [u32; 4], &[(u32, u32, u64)]); 7] = [
+    let rows: [Breakpoint; 7] = [
         ("executed", 1, [CODE, 0, 0, 0], &[(1, 0, 1)]),
         (
             "in a loop, globally",
@@ -451,7 +456,7 @@ const IOPL3: u32 = 3 << 12;
 
 #[test]
 fn what_a_program_of_8086_mode_may_not_do() {
-    let rows: [(&str, &[u8], u32, u32, u32, u32); 27] = [
+    let rows: [Refused; 27] = [
         ("cli", &[0x90, 0xfa], 0, 13, 0, 1),
         ("sti", &[0xfb], 0, 13, 0, 0),
         ("pushf", &[0x9c], 0, 13, 0, 0),

@@ -35,17 +35,6 @@ pub(super) struct Program {
 /// Where i386 busybox is put below `$OPT`.
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
-/// Compiled on the host, found below `$OPT`.
-pub(super) const C_PROGRAMS: [(&str, &str); 7] = [
-    ("counted", include_str!("counted.c")),
-    ("debuggee", include_str!("debuggee.c")),
-    ("filters", include_str!("filters.c")),
-    ("generated", include_str!("generated.c")),
-    ("keys", include_str!("keys.c")),
-    ("segments", include_str!("segments.c")),
-    ("threads", include_str!("threads.c")),
-];
-
 /// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
 pub(super) const MODULE: &str = "dummy.ko";
 
