@@ -257,10 +257,15 @@ pub(crate) struct BootArgs {
     #[arg(long, value_name = "PATH[:GUESTPATH]")]
     pub(crate) overlay: Vec<String>,
 
-    /// A raw disk image or block device as a virtio disk: /dev/vda, then /dev/vdb and so on. `ro`:
-    /// not to be written; `serial`: its serial number; `format=raw`: even if it looks like an image of
-    /// another format, which is refused. May be repeated.
-    #[arg(long, short, value_name = "PATH[,ro][,serial=NAME][,format=raw]")]
+    /// A raw disk image, a block device or a qcow2 image as a virtio disk: /dev/vda, then /dev/vdb and so on.
+    /// `ro`: not to be written; `serial`: its serial number; `format`: whatever it looks like (images of
+    /// other formats are refused); `backing`: what a qcow2 image rests on, which is used only where it is
+    /// named here, and again for what that rests on. May be repeated.
+    #[arg(
+        long,
+        short,
+        value_name = "PATH[,ro][,serial=NAME][,format=raw|qcow2][,backing=PATH]"
+    )]
     pub(crate) disk: Vec<DiskOption>,
 
     /// Run on this file system instead of the initramfs: a folder, which is copied (what the guest

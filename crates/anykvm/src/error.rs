@@ -31,6 +31,14 @@ pub(crate) enum BootError {
         /// What is wrong with it.
         reason: String,
     },
+    /// What the guest wrote is not all in the file.
+    #[error("disk '{serial}': what was written is not all in the image")]
+    DiskLost {
+        /// As the guest knows it.
+        serial: String,
+        /// Why.
+        source: std::io::Error,
+    },
     /// An option whose value cannot be used.
     #[error("{0}")]
     Usage(String),

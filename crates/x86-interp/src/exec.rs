@@ -284,14 +284,19 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         if self.alignment_check && gva & alignment != 0 {
             return Err(Exception::with_code(vector::AC, 0).into());
         }
-        if self.watch {
-            self.note_watchpoints(gva, len, access);
-        }
+        self.note_access(gva, len, access);
         Ok(gva)
     }
 
-    /// Records which data breakpoints an access hits; the run loop raises #DB
+    /// Records which data breakpoints an access of the program's hits; the run loop raises #DB
     /// after the instruction (SDM vol. 3, 18.2.4).
+    #[inline(always)]
+    pub(crate) fn note_access(&mut self, gva: u64, len: u64, access: Access) {
+        if self.watch {
+            self.note_watchpoints(gva, len, access);
+        }
+    }
+
     fn note_watchpoints(&mut self, gva: u64, len: u64, access: Access) {
         for i in 0..4 {
             let kind = self.cpu.effective_dr7() >> (16 + 4 * i) & 3;

@@ -386,8 +386,9 @@ fn step_one<B: GuestBus>(blocks: &mut DecodedBlocks<B>, ex: &mut Exec<'_, B>) ->
     }
     ex.refresh();
     let mut dr6 = core::mem::take(&mut ex.watch_hits);
-    // INT n clears TF before its handler's first instruction: no trap.
-    let software_interrupt = matches!(code, Code::Int3 | Code::Int_imm8 | Code::Into | Code::Int1);
+    // INT n clears TF before its handler's first instruction: no trap. An INTO may be no interrupt.
+    let software_interrupt = result == Ok(Flow::Jump)
+        && matches!(code, Code::Int3 | Code::Int_imm8 | Code::Into | Code::Int1);
     // What SYSCALL and SYSRET have made of TF counts.
     let tf = match code {
         Code::Syscall | Code::Sysretd | Code::Sysretq => ex.cpu.rflags,

@@ -3,7 +3,7 @@
 //! Its pointer is its own: RSP changes when the caller commits it, after the
 //! last access that can fault.
 
-use x86_cpu::{CpuState, Exception, GuestBus, Privilege};
+use x86_cpu::{Access, CpuState, Exception, GuestBus, Privilege};
 use x86_defs::{reg, segment::Segment};
 
 use crate::{Exec, Stop, segment::contains};
@@ -77,6 +77,9 @@ impl Stack {
     ) -> Result<(), Stop> {
         let below = 0u64.wrapping_sub(u64::from(size));
         let gva = self.gva(ex, below, size)?;
+        if self.who == Privilege::Current {
+            ex.note_access(gva, size.into(), Access::Write);
+        }
         match size {
             2 => ex.bus.write(ex.cpu, gva, value as u16, self.who)?,
             4 => ex.bus.write(ex.cpu, gva, value as u32, self.who)?,
@@ -94,6 +97,9 @@ impl Stack {
         size: u8,
     ) -> Result<u64, Stop> {
         let gva = self.gva(ex, above, size)?;
+        if self.who == Privilege::Current {
+            ex.note_access(gva, size.into(), Access::Read);
+        }
         Ok(match size {
             2 => u64::from(ex.bus.read::<u16>(ex.cpu, gva, self.who)?),
             4 => u64::from(ex.bus.read::<u32>(ex.cpu, gva, self.who)?),

@@ -6,7 +6,18 @@ use std::{
     process::Command,
 };
 
-use super::programs::{BUSYBOX_I386, C_PROGRAMS, MODULE};
+use super::programs::{BUSYBOX_I386, MODULE};
+
+/// Compiled on the host, found below `$OPT`.
+const C_PROGRAMS: [(&str, &str); 7] = [
+    ("counted", include_str!("counted.c")),
+    ("debuggee", include_str!("debuggee.c")),
+    ("filters", include_str!("filters.c")),
+    ("generated", include_str!("generated.c")),
+    ("keys", include_str!("keys.c")),
+    ("segments", include_str!("segments.c")),
+    ("threads", include_str!("threads.c")),
+];
 
 /// Makes the folder of files that are not the host's own, and returns it.
 pub(super) fn prepare() -> Result<PathBuf, String> {

@@ -80,6 +80,9 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
             boot = boot.kernel(&host::kernel()?);
         } else if let Some(kernel) = &options.kernel {
             boot = boot.kernel(kernel);
+        } else if programs::FULL_KERNEL.contains(&program.name) {
+            let kernel = crate::debian::kernel("linux-image-amd64", "kernel-amd64")?;
+            boot = boot.kernel(&kernel);
         }
         if let Some(engine) = &options.engine {
             boot = boot.engine(engine);

@@ -35,18 +35,11 @@ pub(super) struct Program {
 /// Where i386 busybox is put below `$OPT`.
 pub(super) const BUSYBOX_I386: &str = "busybox-i386";
 
-/// Compiled on the host, found below `$OPT`.
-pub(super) const C_PROGRAMS: [(&str, &str); 6] = [
-    ("counted", include_str!("counted.c")),
-    ("debuggee", include_str!("debuggee.c")),
-    ("filters", include_str!("filters.c")),
-    ("generated", include_str!("generated.c")),
-    ("keys", include_str!("keys.c")),
-    ("threads", include_str!("threads.c")),
-];
-
 /// A module of Debian's cloud kernel, found below `$OPT`; its program boots that kernel.
 pub(super) const MODULE: &str = "dummy.ko";
+
+/// What needs Debian's full kernel: the cloud kernel has no 16-bit segments.
+pub(super) const FULL_KERNEL: [&str; 1] = ["segments"];
 
 const PYTHON: &[&str] = &[
     "/usr/bin/python3.11",
@@ -402,6 +395,17 @@ END
         packages: &["libc6-dev"],
         paths: &[],
         script: "$OPT/generated",
+        expect: Expect::Host,
+        mem: "256M",
+        cpus: 2,
+        quick: true,
+    },
+    // A local descriptor table: 16-bit and 32-bit code in segments, its faults, single steps and breakpoints.
+    Program {
+        name: "segments",
+        packages: &["libc6-dev"],
+        paths: &[],
+        script: "$OPT/segments",
         expect: Expect::Host,
         mem: "256M",
         cpus: 2,

@@ -188,7 +188,7 @@ struct Assembled {
     supported: CpuId,
     memory: &'static GuestMemory,
     config: Config,
-    disks: Vec<DiskHold>,
+    disks: Arc<[DiskHold]>,
     output: Arc<Output>,
     errors: Arc<Output>,
     words: Arc<LastWords>,
@@ -226,7 +226,7 @@ fn assemble(
     let halted = Arc::new(Halt::default());
     let on_halt = Arc::clone(&halted);
     let words = LastWords::new(move || on_halt.announce());
-    let holds: Vec<DiskHold> = disks.iter().map(Disk::hold).collect::<Result<_, _>>()?;
+    let holds: Arc<[DiskHold]> = disks.iter().map(Disk::hold).collect::<Result<_, _>>()?;
     config.disks = holds.iter().map(DiskInfo::from).collect();
     let extras = Extras {
         disks,
@@ -304,7 +304,7 @@ fn run(
                 destination: Arc::clone(&destination),
                 gate: Arc::clone(running.gate()),
                 config,
-                disks,
+                disks: Arc::clone(&disks),
             };
             Some(migrate::listen(path, machine, endings.clone())?)
         }
@@ -324,6 +324,8 @@ fn run(
     let ending = ended.recv().unwrap_or(Ending::Quit);
     drop(socket);
     let stats = running.stop();
+    // What an image's tables do not say yet is not in the image.
+    let written = disks.iter().map(DiskHold::end).collect::<Vec<_>>();
     output.drain(DRAIN_LIMIT);
     errors.drain(DRAIN_LIMIT);
     if args.stats {
@@ -332,6 +334,7 @@ fn run(
     drop(raw);
     // The other threads end with the process; what they use stays until then.
     std::mem::forget((vm, kvm, devices));
+    written.into_iter().collect::<Result<(), _>>()?;
     Ok(ending.verdict(awaits_status, words.panic()))
 }
 

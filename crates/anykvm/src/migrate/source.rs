@@ -35,7 +35,7 @@ pub(crate) struct Machine {
     pub(crate) destination: Arc<Destination>,
     pub(crate) gate: Arc<Gate>,
     pub(crate) config: Config,
-    pub(crate) disks: Vec<DiskHold>,
+    pub(crate) disks: Arc<[DiskHold]>,
 }
 
 /// How it shall leave.
@@ -189,6 +189,21 @@ impl Machine {
         memory::send(line, self.memory, pages, is_first, &mut progress)
     }
 
+    /// The target may have the disks.
+    fn give(&self) -> Result<(), StreamError> {
+        let given = self.disks.iter().try_for_each(DiskHold::give);
+        if given.is_err() && !self.takes_back() {
+            return Err(Malformed::new("a disk could not be given, and is lost").into());
+        }
+        Ok(given?)
+    }
+
+    fn takes_back(&self) -> bool {
+        self.disks
+            .iter()
+            .all(|disk| matches!(disk.take(), Ok(true)))
+    }
+
     /// The guest stands still: sends the rest, and has the target go on.
     fn hand_over(
         &self,
@@ -214,18 +229,18 @@ impl Machine {
         stream::send(line, MessageKind::End, &[])?;
         if line.is_file() {
             line.finish()?;
-            self.disks.iter().for_each(DiskHold::give);
+            self.give()?;
             return Ok(());
         }
         expect(line, MessageKind::Ready)?;
-        self.disks.iter().for_each(DiskHold::give);
+        self.give()?;
         let gone = stream::send(line, MessageKind::Go, &[])
             .map_err(StreamError::from)
             .and_then(|()| expect(line, MessageKind::Running));
         match gone {
             Ok(()) => Ok(()),
             // It says that it does not run.
-            Err(refused @ StreamError::Refused(_)) if self.disks.iter().all(DiskHold::take) => {
+            Err(refused @ StreamError::Refused(_)) if self.takes_back() => {
                 Err(Failure::Stays(refused))
             }
             Err(error) => Err(Failure::Unknown(error)),

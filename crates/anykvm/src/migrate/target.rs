@@ -141,7 +141,12 @@ impl Arrival {
             expect(&mut self.line, MessageKind::Go)?;
         }
         let begin = Instant::now();
-        while !disks.iter().all(DiskHold::take) {
+        loop {
+            let taken = disks.iter().map(DiskHold::take);
+            let taken: Vec<bool> = taken.collect::<Result<_, _>>()?;
+            if taken.iter().all(|taken| *taken) {
+                break;
+            }
             if begin.elapsed() > DISK_PATIENCE {
                 return Err(Malformed::new("a disk is in use by another process").into());
             }

@@ -11,7 +11,6 @@
 mod block;
 mod console;
 mod disk;
-mod format;
 mod interrupts;
 mod queue;
 mod registers;

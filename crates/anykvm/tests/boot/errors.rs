@@ -187,8 +187,7 @@ fn disks() {
 #[test]
 fn images_of_other_formats() {
     let kernel = kernel(|a| a.ud2().unwrap());
-    let rows: [(&str, usize, &[u8]); 12] = [
-        ("a qcow2 image", 0, b"QFI\xfb\0\0\0\x03"),
+    let rows: [(&str, usize, &[u8]); 11] = [
         ("a QED image", 0, b"QED\0"),
         ("a VMDK image", 0, b"KDMV\x01"),
         ("a VMDK image", 0, b"# Disk DescriptorFile\nversion=1\n"),
@@ -223,9 +222,21 @@ fn images_of_other_formats() {
     let disk = File::new("disk", &[0; 4096]);
     let (unknown, qcow) = (
         format!("{},rdonly", disk.path()),
-        format!("{},format=qcow2", disk.path()),
+        format!("{},format=vmdk", disk.path()),
     );
     assert_refused(&[(&["--disk", &unknown], "not ,rdonly")]);
+    // One that is no more than a beginning, whatever it is taken for.
+    let mut bytes = vec![0; 4096];
+    bytes[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
+    let image = File::new("image", &bytes);
+    for option in ["", ",format=qcow2", ",ro"] {
+        let disk = format!("{}{option}", image.path());
+        assert_refused(&[(&["--disk", &disk], "clusters have 2^0 bytes")]);
+    }
+    assert_eq!(std::fs::read(image.path()).unwrap(), bytes);
+    let raw = format!("{},format=raw", image.path());
+    let (status, stderr) = boot(&["--kernel", kernel.path(), "--no-initrd", "--disk", &raw]);
+    assert_eq!(status, Some(125), "{stderr}");
     let (status, stderr) = boot(&["--disk", &qcow]);
     assert_eq!(status, Some(2));
     assert!(stderr.contains("qemu-img convert"), "{stderr}");

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
 mod confined;
+mod disks;
 mod endings;
 mod errors;
 mod guest;

@@ -29,7 +29,7 @@ fn script(ticks: u32) -> String {
     )
 }
 
-/// A folder of the test's own.
+/// A folder of the test's own. Its disk is a raw file, or an image of the same content.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -39,6 +39,20 @@ impl Folder {
         fs::create_dir(&path).unwrap();
         fs::write(path.join("disk"), vec![0; 512 * SECTORS]).unwrap();
         Self(path)
+    }
+
+    /// Makes its disk a qcow2 image, or a raw file again.
+    fn convert(&self, to: &str) {
+        let whole = |arguments: &[&str]| {
+            let status = Command::new("qemu-img").args(arguments).status();
+            assert!(status.unwrap().success(), "{arguments:?}");
+        };
+        let (disk, new) = (self.path("disk"), self.path("new"));
+        if to == "raw" {
+            whole(&["check", "-q", "-f", "qcow2", &disk]);
+        }
+        whole(&["convert", "-O", to, &disk, &new]);
+        fs::rename(new, disk).unwrap();
     }
 
     fn path(&self, name: &str) -> String {
@@ -234,6 +248,32 @@ fn a_guest_goes_on_elsewhere() {
     }
     assert_eq!(last.end(), Some(7), "{}", last.read("err"));
     all.push(last);
+    judge(&folder, &all.iter().collect::<Vec<_>>(), TICKS);
+}
+
+/// A qcow2 image is written by one process until the guest has left it, and then by the next.
+#[test]
+fn a_guest_takes_its_image_along() {
+    const TICKS: u32 = 90;
+    let folder = Folder::new("image-moves");
+    folder.convert("qcow2");
+    let script = script(TICKS);
+    let mut last = Process::start(&folder, "first", &["--mem", "192M"], &["sh", "-c", &script]);
+    last.wait_for_tick(5);
+    let way = folder.path("way");
+    let mut all = Vec::new();
+    for (name, tick) in [("second", 20), ("third", 40), ("fourth", 60)] {
+        let place = place("unix", &way);
+        let next = Process::start(&folder, name, &["--incoming", &place], &[]);
+        wait_for_file(&way);
+        last.do_migrate(&["--to", &place, "--verify"]);
+        assert_eq!(last.end(), Some(0), "{}", last.read("err"));
+        all.push(std::mem::replace(&mut last, next));
+        last.wait_for_tick(tick);
+    }
+    assert_eq!(last.end(), Some(7), "{}", last.read("err"));
+    all.push(last);
+    folder.convert("raw");
     judge(&folder, &all.iter().collect::<Vec<_>>(), TICKS);
 }
 

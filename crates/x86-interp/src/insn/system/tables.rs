@@ -263,7 +263,8 @@ fn lar<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     match visible(ex, selector, valid)? {
         None => set_zf(ex, false),
         Some(d) => {
-            write_sized(ex, insn, d.lo >> 32 & 0x00f0_ff00);
+            // The limit's bits, which Intel's manual leaves undefined, are those of the descriptor (APM vol. 3, LAR).
+            write_sized(ex, insn, d.lo >> 32 & 0x00ff_ff00);
             set_zf(ex, true)
         }
     }

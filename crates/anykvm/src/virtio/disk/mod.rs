@@ -1,98 +1,34 @@
-//! `--disk`: a raw file or block device, opened, checked and locked.
+//! `--disk`: a raw file, a block device or a qcow2 image, opened, checked and locked.
+
+mod check;
+mod format;
+mod header;
+mod option;
+mod qcow2;
+#[cfg(test)]
+mod tests;
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Seek, SeekFrom};
+use std::io::{ErrorKind, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
-use std::path::PathBuf;
-use std::str::FromStr;
+use std::sync::Arc;
 
 use rustix::fs::FallocateFlags;
 
+pub(crate) use option::DiskOption;
+pub(super) use option::SERIAL_MAX;
+
 use crate::error::BootError;
+use option::{Format, WORDS, advice};
+use qcow2::Qcow2;
 
 /// What virtio counts disks in.
 pub(super) const SECTOR: u64 = 512;
-/// Bytes of a serial number.
-pub(super) const SERIAL_MAX: usize = 20;
-
-/// `PATH[,ro][,serial=NAME][,format=raw]`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct DiskOption {
-    path: PathBuf,
-    is_read_only: bool,
-    serial: Option<String>,
-    /// Whatever it looks like.
-    is_raw: bool,
-}
-
-impl DiskOption {
-    /// A disk that is written to.
-    pub(crate) fn new(path: PathBuf, serial: &str) -> Self {
-        Self {
-            path,
-            is_read_only: false,
-            serial: Some(serial.into()),
-            is_raw: false,
-        }
-    }
-}
-
-impl FromStr for DiskOption {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let mut option = Self {
-            path: PathBuf::new(),
-            is_read_only: false,
-            serial: None,
-            is_raw: false,
-        };
-        // From the end, so that a path may have commas before them.
-        let mut rest = text;
-        while let Some((before, word)) = rest.rsplit_once(',') {
-            if ["ro", "readonly", "readonly=on", "ro=on"].contains(&word) {
-                option.is_read_only = true;
-            } else if ["rw", "readonly=off", "ro=off"].contains(&word) {
-                option.is_read_only = false;
-            } else if let Some(format) = word.strip_prefix("format=") {
-                if format != "raw" {
-                    return Err(format!("format={format}: {}", advice(&rest_of(before))));
-                }
-                option.is_raw = true;
-            } else if let Some(serial) = word.strip_prefix("serial=") {
-                if serial.len() > SERIAL_MAX || !serial.is_ascii() {
-                    return Err(format!(
-                        "the serial number '{serial}' is not {SERIAL_MAX} ASCII characters or less"
-                    ));
-                }
-                option.serial = Some(serial.into());
-            } else {
-                break;
-            }
-            rest = before;
-        }
-        if rest.is_empty() {
-            return Err("a file name is needed".into());
-        }
-        option.path = rest_of(rest).into();
-        Ok(option)
-    }
-}
-
-/// QEMU's way to name the file.
-fn rest_of(text: &str) -> String {
-    text.strip_prefix("file=").unwrap_or(text).to_owned()
-}
-
-/// What to do with an image of another format.
-fn advice(path: &str) -> String {
-    format!("only raw disks can be used; convert it: qemu-img convert -O raw {path} {path}.raw")
-}
-
 /// What of a disk goes from one process to another: its lock.
 #[derive(Debug)]
 pub(crate) struct DiskHold {
     file: File,
+    image: Option<Arc<Qcow2>>,
     /// Bytes.
     pub(crate) len: u64,
     pub(crate) is_read_only: bool,
@@ -102,21 +38,46 @@ pub(crate) struct DiskHold {
 }
 
 impl DiskHold {
-    /// Another process may have it.
-    pub(crate) fn give(&self) {
-        // All that was written is there for whoever opens the file; a reboot of the host is another matter.
-        let _ = self.file.unlock();
+    /// Another process may have it: all that was written is there for whoever opens the file. A reboot of the host is another matter.
+    pub(crate) fn give(&self) -> std::io::Result<()> {
+        if let Some(image) = &self.image {
+            image.end()?;
+            image.below().try_for_each(File::unlock)?;
+        }
+        self.file.unlock()
     }
 
     /// It is ours: false if another process has it.
-    pub(crate) fn take(&self) -> bool {
-        let locked = if self.is_read_only {
-            self.file.try_lock_shared()
-        } else {
-            self.file.try_lock()
-        };
-        !matches!(locked, Err(TryLockError::WouldBlock))
+    pub(crate) fn take(&self) -> std::io::Result<bool> {
+        let mut is_free = is_locked(&self.file, self.is_read_only);
+        if let Some(image) = &self.image {
+            is_free &= image.below().all(|file| is_locked(file, true));
+            if is_free {
+                image.begin()?;
+            }
+        }
+        Ok(is_free)
     }
+
+    /// Nobody uses it any more: what is written is in its file.
+    pub(crate) fn end(&self) -> Result<(), BootError> {
+        let ended = self.image.as_ref().map_or(Ok(()), |image| image.end());
+        ended.map_err(|error| BootError::DiskLost {
+            serial: self.serial.clone(),
+            source: error,
+        })
+    }
+}
+
+/// False if another process has it.
+fn is_locked(file: &File, is_read_only: bool) -> bool {
+    let locked = if is_read_only {
+        file.try_lock_shared()
+    } else {
+        file.try_lock()
+    };
+    // File systems without locks have none.
+    !matches!(locked, Err(TryLockError::WouldBlock))
 }
 
 /// An open disk.
@@ -125,6 +86,8 @@ pub(crate) struct Disk {
     /// It is a file of the user's.
     is_shared: bool,
     file: File,
+    /// `None`: the file's bytes are the disk's.
+    image: Option<Arc<Qcow2>>,
     /// Bytes.
     pub(super) len: u64,
     pub(super) is_read_only: bool,
@@ -134,14 +97,16 @@ pub(crate) struct Disk {
 impl Disk {
     /// Opens the file; refuses what cannot be a disk or is one of another running guest.
     pub(crate) fn open(option: &DiskOption, index: usize) -> Result<Self, BootError> {
+        let bad = |reason| BootError::BadDisk {
+            path: option.path.clone(),
+            reason,
+        };
         let disk = Self::open_unlocked(option, index)?;
-        if !disk.hold()?.take() {
-            return Err(BootError::BadDisk {
-                path: option.path.clone(),
-                reason: "in use by another process".into(),
-            });
+        match disk.hold()?.take() {
+            Ok(true) => Ok(disk),
+            Ok(false) => Err(bad("in use by another process".into())),
+            Err(error) => Err(bad(error.to_string())),
         }
-        Ok(disk)
     }
 
     /// The same while another process still has it.
@@ -164,8 +129,7 @@ impl Disk {
                     return Err(unreadable(error));
                 };
                 return Err(bad(&format!(
-                    "{error} (what may follow a file's name is ,ro ,serial=NAME and ,format=raw, \
-                     not ,{word})"
+                    "{error} (what may follow a file's name is {WORDS}, not ,{word})"
                 )));
             }
         };
@@ -178,18 +142,15 @@ impl Disk {
             .open(path)
             .map_err(unreadable)?;
         let len = file.seek(SeekFrom::End(0)).map_err(unreadable)?;
-        if !option.is_raw
-            && let Some(format) = super::format::foreign(&file, len)
-        {
-            let advice = if format.starts_with("a compressed") || format.starts_with("an archive") {
-                "unpack it first".to_owned()
-            } else {
-                advice(&path.to_string_lossy())
-            };
-            return Err(bad(&format!(
-                "this is {format}: {advice} (or add ,format=raw to --disk to use it as it is)"
-            )));
-        }
+        let image = match format_of(&file, len, option).map_err(|why| bad(&why))? {
+            Format::Raw if option.backing.is_empty() => None,
+            Format::Raw => return Err(bad("a raw disk rests on no other: ,backing= is for qcow2")),
+            Format::Qcow2 => {
+                let image = open_image(&file, option).map_err(|why| bad(&why))?;
+                Some(Arc::new(image))
+            }
+        };
+        let len = image.as_ref().map_or(len, |image| image.len);
         if len == 0 {
             return Err(bad("the disk is empty"));
         }
@@ -202,6 +163,7 @@ impl Disk {
         Ok(Self {
             is_shared: true,
             file,
+            image,
             len,
             is_read_only: option.is_read_only,
             serial: serial.unwrap_or_else(|| format!("anykvm{index}")),
@@ -216,6 +178,7 @@ impl Disk {
         Ok(Self {
             is_shared: false,
             file,
+            image: None,
             len,
             is_read_only: false,
             serial: serial.into(),
@@ -235,6 +198,7 @@ impl Disk {
             .map_err(BootError::host("cannot use a disk twice"))?;
         Ok(DiskHold {
             file,
+            image: self.image.clone(),
             len: self.len,
             is_read_only: self.is_read_only,
             serial: self.serial.clone(),
@@ -244,21 +208,33 @@ impl Disk {
 
     /// Fills `data` from byte `at`.
     pub(super) fn read(&self, data: &mut [u8], at: u64) -> std::io::Result<()> {
-        self.file.read_exact_at(data, at)
+        match &self.image {
+            Some(image) => image.read(data, at),
+            None => self.file.read_exact_at(data, at),
+        }
     }
 
     /// Stores `data` from byte `at` on.
     pub(super) fn write(&self, data: &[u8], at: u64) -> std::io::Result<()> {
-        self.file.write_all_at(data, at)
+        match &self.image {
+            Some(image) => image.write(data, at),
+            None => self.file.write_all_at(data, at),
+        }
     }
 
     /// Returns when everything written is on the medium.
     pub(super) fn flush(&self) -> std::io::Result<()> {
-        self.file.sync_data()
+        match &self.image {
+            Some(image) => image.flush(),
+            None => self.file.sync_data(),
+        }
     }
 
     /// Gives the space back; the content is then undefined (zeros, where the host can do it).
     pub(super) fn discard(&self, at: u64, len: u64) -> std::io::Result<()> {
+        if let Some(image) = &self.image {
+            return image.discard(at, len);
+        }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         match rustix::fs::fallocate(&self.file, flags, at, len) {
             // A hint: a file system that cannot do it does nothing.
@@ -269,14 +245,13 @@ impl Disk {
 
     /// Makes a range read as zeros; keeps its space unless `unmaps`.
     pub(super) fn write_zeroes(&self, at: u64, len: u64, unmaps: bool) -> std::io::Result<()> {
-        let flags = if unmaps {
-            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE
-        } else {
-            FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE
+        let done = match &self.image {
+            Some(image) => image.write_zeroes(at, len, unmaps),
+            None => self.zero_in_file(at, len, unmaps),
         };
-        match rustix::fs::fallocate(&self.file, flags, at, len) {
-            Err(rustix::io::Errno::OPNOTSUPP) => {}
-            other => return Ok(other?),
+        match done {
+            Err(error) if error.kind() == ErrorKind::Unsupported => {}
+            done => return done,
         }
         let zeros = [0; 1 << 16];
         let (mut at, mut left) = (at, len);
@@ -290,14 +265,21 @@ impl Disk {
         Ok(())
     }
 
+    fn zero_in_file(&self, at: u64, len: u64, unmaps: bool) -> std::io::Result<()> {
+        let flags = if unmaps {
+            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE
+        } else {
+            FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE
+        };
+        Ok(rustix::fs::fallocate(&self.file, flags, at, len)?)
+    }
+
     /// Any file.
     #[cfg(test)]
     pub(super) fn for_test(path: &std::path::Path, is_read_only: bool) -> Self {
         let option = DiskOption {
-            path: path.into(),
             is_read_only,
-            serial: Some("test-disk".into()),
-            is_raw: false,
+            ..DiskOption::new(path.into(), "test-disk")
         };
         // The worker of an earlier device may still have it.
         let mut opened = Self::open(&option, 0);
@@ -312,37 +294,33 @@ impl Disk {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn options() {
-        let disk = |path: &str, is_read_only, serial: Option<&str>| DiskOption {
-            path: path.into(),
-            is_read_only,
-            serial: serial.map(str::to_owned),
-            is_raw: false,
-        };
-        let raw = DiskOption {
-            is_raw: true,
-            ..disk("a", true, None)
-        };
-        let rows = [
-            ("file=a,format=raw,readonly=on", Some(raw)),
-            ("a,format=qcow2", None),
-            ("a.img,readonly", Some(disk("a.img", true, None))),
-            ("a.img", Some(disk("a.img", false, None))),
-            ("a.img,ro", Some(disk("a.img", true, None))),
-            ("a,b.img", Some(disk("a,b.img", false, None))),
-            ("a,b,serial=x,ro", Some(disk("a,b", true, Some("x")))),
-            ("x,serial=", Some(disk("x", false, Some("")))),
-            ("", None),
-            (",ro", None),
-            ("x,serial=123456789012345678901", None),
-        ];
-        for (text, want) in rows {
-            assert_eq!(text.parse().ok(), want, "{text}");
-        }
+/// How the file is a disk.
+fn format_of(file: &File, len: u64, option: &DiskOption) -> Result<Format, String> {
+    if let Some(format) = option.format {
+        return Ok(format);
     }
+    let Some(format) = format::foreign(file, len) else {
+        return Ok(Format::Raw);
+    };
+    if format == format::QCOW2 {
+        return Ok(Format::Qcow2);
+    }
+    let advice = if format.starts_with("a compressed") || format.starts_with("an archive") {
+        "unpack it first".to_owned()
+    } else {
+        advice(&option.path.to_string_lossy())
+    };
+    Err(format!(
+        "this is {format}: {advice} (or add ,format=raw to --disk to use it as it is)"
+    ))
+}
+
+fn open_image(file: &File, option: &DiskOption) -> Result<Qcow2, String> {
+    let file = file.try_clone().map_err(|error| error.to_string())?;
+    let backing = option.backing.iter().map(|path| qcow2::open_below(path));
+    Qcow2::new(
+        file,
+        option.is_read_only,
+        backing.collect::<Result<_, _>>()?,
+    )
 }

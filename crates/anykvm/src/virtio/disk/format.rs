@@ -3,9 +3,12 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+/// The one that can be used.
+pub(super) const QCOW2: &str = "a qcow2 image";
+
 /// What a file begins with, from an offset on.
 const STARTS: [(&str, usize, &[u8]); 18] = [
-    ("a qcow2 image", 0, b"QFI\xfb"),
+    (QCOW2, 0, b"QFI\xfb"),
     ("a QED image", 0, b"QED\0"),
     ("a VMDK image", 0, b"KDMV"),
     ("a VMDK image", 0, b"COWD"),
