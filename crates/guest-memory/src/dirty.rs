@@ -1,7 +1,8 @@
-//! [`Dirty`]: which pages of a slot were written since they were last harvested.
+//! [`Dirty`]: the pages of a slot that were written since they were last harvested.
 //!
-//! vCPUs set bits and take no lock. Harvests of one slot wait for each other alone. Blocks of 4096 pages have a bit of their own that
-//! says that all of them count as dirty, so that a slot begins as wholly dirty, and is cleared as a whole, without a walk over its pages.
+//! vCPUs set bits and take no lock; a harvest waits only for other harvests of the same slot. Each block of 4096 pages
+//! has a bit of its own which says that all its pages count as dirty. So a slot can begin as wholly dirty, and a block
+//! can be cleared as a whole, without a loop over its pages.
 
 use std::{
     io,
@@ -13,9 +14,9 @@ use crate::{
     words::{Mutex, MutexGuard, Words},
 };
 
-/// Words of the bitmap that a block has, and a word of its summary's bits stands for.
+/// Bitmap words in a block: one word of [`PageSet`]'s first summary covers them.
 pub(crate) const BLOCK: usize = 64;
-/// Words that are shown at once.
+/// Bitmap words that are passed to `show` at once.
 pub(crate) const CHUNK: usize = 8 * BLOCK;
 
 /// The dirty state of a slot that logs.
@@ -25,14 +26,14 @@ pub(crate) struct Dirty {
     set: PageSet,
     /// A bit per block: all its pages are dirty, whatever `set` says.
     whole: Words,
-    /// All pages were dirty when it began.
+    /// All pages were dirty when logging began.
     began_whole: bool,
     harvest: Mutex<()>,
 }
 
-/// What a harvest does with pages that are clean from now on: 64 of them, by their word's place.
+/// Receives the pages that a harvest has cleaned, as a bitmap word's index and the bits.
 pub(crate) trait Clean {
-    /// These pages are not dirty any more. It may be told of pages that were clean already.
+    /// Notes that these pages are not dirty any more. Pages that were clean before may be among them.
     fn clean(&mut self, n: usize, pages: u64);
 }
 
@@ -56,17 +57,18 @@ impl Dirty {
         })
     }
 
-    /// All pages were dirty when it began: who could write them unnoticed may go on.
+    /// True if all pages were dirty when logging began: vCPUs that could write them unnoticed then may continue to do
+    /// so.
     pub(crate) fn began_whole(&self) -> bool {
         self.began_whole
     }
 
-    /// 64-bit words of the bitmap.
+    /// Number of 64-bit words of the bitmap.
     pub(crate) fn len(&self) -> usize {
         self.set.len()
     }
 
-    /// Bits of a word that are pages.
+    /// Returns the bits of word `n` that stand for pages.
     fn valid(&self, n: usize) -> u64 {
         match self.pages.saturating_sub(n * 64) {
             0 => 0,
@@ -81,7 +83,8 @@ impl Dirty {
             .is_some_and(|w| w.load(Ordering::Acquire) >> (block % 64) & 1 != 0)
     }
 
-    /// The page is dirty; true if it was not. Once this has returned, the next harvest has the page.
+    /// Marks the page as dirty; returns true if it was clean. Once this has returned, the next harvest reports the
+    /// page.
     #[inline]
     pub(crate) fn mark(&self, page: usize) -> bool {
         !self.is_whole(page / (64 * BLOCK)) && self.set.insert(page)
@@ -96,7 +99,7 @@ impl Dirty {
         self.harvest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The block is not wholly dirty any more; true if it was.
+    /// Clears the block's bit; returns true if the block was wholly dirty.
     fn take_whole(&self, block: usize) -> bool {
         let bit = 1 << (block % 64);
         self.is_whole(block)
@@ -110,8 +113,8 @@ impl Dirty {
         block * BLOCK..((block + 1) * BLOCK).min(self.len())
     }
 
-    /// The words of the bitmap from the start to the end, some at once: `show` gets the first one's place, and may fail.
-    /// `fill` has them written for a block.
+    /// Passes the words of the bitmap from start to end to `show`, a chunk at a time with the index of its first word.
+    /// `fill` computes the words of one block. Stops if `show` fails.
     fn chunks<E>(
         &self,
         mut fill: impl FnMut(usize, &mut [u64]),
@@ -130,7 +133,8 @@ impl Dirty {
         Ok(())
     }
 
-    /// Shows the bitmap, which is clean from now on. What `show` has not been called for stays as it is if that fails.
+    /// Passes the bitmap to `show` and clears it. If `show` fails, the chunks that it has not been called for keep
+    /// their bits.
     pub(crate) fn take<E>(
         &self,
         clean: &mut impl Clean,
@@ -156,12 +160,12 @@ impl Dirty {
         self.chunks(fill, show)
     }
 
-    /// Shows the bitmap.
+    /// Passes the bitmap to `show` and leaves it as it is.
     pub(crate) fn peek<E>(
         &self,
         show: impl FnMut(usize, &[u64]) -> Result<(), E>,
     ) -> Result<(), E> {
-        // A block that is on its way from one form to the other would be seen as clean.
+        // Without the lock, a block that is being converted from its own bit to its pages' bits would be seen as clean.
         let _lock = self.lock();
         let fill = |block: usize, words: &mut [u64]| {
             let first = block * BLOCK;
@@ -180,7 +184,7 @@ impl Dirty {
         self.chunks(fill, show)
     }
 
-    /// Pages of the bitmap's words from `first` on are clean where `mask` has a bit.
+    /// Clears the pages whose bits are set in `mask`, which covers the words of the bitmap from `first` on.
     pub(crate) fn clear(&self, first: usize, mask: &[u64], clean: &mut impl Clean) {
         let _lock = self.lock();
         let mut at = first;
@@ -211,7 +215,7 @@ impl Dirty {
             }
             self.take_whole(block);
             if is_all {
-                // Who could write them unnoticed may have set no bit.
+                // vCPUs that could write these pages unnoticed may have set no bit, so each page is passed on.
                 for (n, mask) in mask.iter().enumerate() {
                     self.set.remove_word(at + n, *mask);
                     clean.clean(at + n, *mask);
@@ -226,7 +230,7 @@ impl Dirty {
         }
     }
 
-    /// These of 64 pages are clean.
+    /// Clears the pages of `mask` in word `n`.
     pub(crate) fn clear_word(&self, n: usize, mask: u64, clean: &mut impl Clean) {
         if n < self.len() {
             let _lock = self.lock();
@@ -240,7 +244,7 @@ impl Dirty {
 mod tests {
     use super::*;
 
-    /// Pages that were told of.
+    /// The pages that `clean` was called for.
     #[derive(Default)]
     struct Told(std::collections::BTreeMap<usize, u64>);
 
@@ -265,7 +269,7 @@ mod tests {
         seen
     }
 
-    /// Random calls against a plain list.
+    /// Compares random calls with a plain bitmap.
     #[test]
     fn it_is_a_bitmap_however_it_begins() {
         for (pages, is_whole) in [

@@ -1,14 +1,17 @@
-//! Dirty rings (KVM API document, KVM_CAP_DIRTY_LOG_RING): a vCPU tells which pages it has made dirty.
+//! Dirty rings (KVM API document, KVM_CAP_DIRTY_LOG_RING): each vCPU reports the pages that it has made dirty in a
+//! ring.
 //!
-//! The slots' bitmaps stay what write permissions go by: a page's bit is set exactly while it waits in
-//! a ring. It comes there with the change of its bit, and its bit is cleared when the VMM gives the
-//! entry back. A vCPU stops while there is room for what it still does; what finds none waits beside the ring.
+//! Write permission still depends on the slots' bitmaps: a page's bit is set exactly while the page waits in a ring.
+//! The page is pushed when its bit becomes set, and the bit is cleared when the VMM gives the entry back. A vCPU has to
+//! stop while there is still room for the pages that it may dirty before it stops; pages that find no room wait beside
+//! the ring.
 //!
-//! Who pushes claims an entry by counting it and takes no lock; the entry's own flags say when it is there. Resets wait for each other
-//! alone. Only what finds no room at all, beyond the entries that are kept for what a stopped vCPU still does, goes through a lock.
+//! A push claims an entry by incrementing a counter and takes no lock; the entry's own flags say when it is filled.
+//! Resets wait only for each other. Only a page that finds no room, beyond the entries reserved for a stopping vCPU,
+//! takes a lock.
 //!
-//! The VMM may write anything to a ring: what comes back from it names a slot and a page that are
-//! looked up, and indices are our own.
+//! The VMM may write anything to a ring. A slot and page read back from it are looked up like any other, and indices
+//! are never taken from it.
 
 use std::{
     cell::Cell,
@@ -20,41 +23,41 @@ use std::{
 
 use crate::words::{AtomicBool, AtomicU32, Mutex};
 
-/// KVM_DIRTY_GFN_F_DIRTY: an entry is the VMM's to read.
+/// KVM_DIRTY_GFN_F_DIRTY: the entry is filled, and the VMM may read it.
 pub const DIRTY: u32 = 1 << 0;
-/// KVM_DIRTY_GFN_F_RESET: it has been read.
+/// KVM_DIRTY_GFN_F_RESET: the VMM has read the entry.
 pub const RESET: u32 = 1 << 1;
-/// Entries that are left when a vCPU has to stop (KVM_DIRTY_RING_RSVD_ENTRIES). Models have rings of two entries.
+/// Free entries below which a vCPU has to stop (KVM_DIRTY_RING_RSVD_ENTRIES). Loom models have rings of two entries.
 pub const RESERVED: u32 = if cfg!(loom) { 1 } else { 64 };
-/// And so many others in rings of at least [`LARGE`], as KVM has them for what VMX's page-modification log holds: a VMM that has
-/// stopped all vCPUs reads their rings once, so by then all that they made dirty has to be there.
+/// Additional free entries in rings of at least [`LARGE`] entries, as KVM reserves for VMX's page-modification log. A
+/// VMM that has stopped all vCPUs reads their rings once, so all pages made dirty by then have to fit.
 const MORE: u32 = 512;
 const LARGE: u32 = 1024;
 
-/// `struct kvm_dirty_gfn`s that the VMM sees too; `index` is below their number.
+/// The ring's `struct kvm_dirty_gfn`s, which the VMM sees too. `index` is below their number.
 pub trait DirtyRingMemory: Send + Sync {
-    /// Flags; what the VMM did before it set them has happened.
+    /// Returns the entry's flags. Acquires: the VMM's accesses before it set them have happened.
     fn flags(&self, index: u32) -> u32;
-    /// Sets them; what was stored before is seen by whoever sees them.
+    /// Sets the entry's flags. Releases: a reader that sees them sees all earlier stores.
     fn set_flags(&self, index: u32, flags: u32);
-    /// Slot and page.
+    /// Returns the entry's slot and page.
     fn place(&self, index: u32) -> (u32, u64);
-    /// Sets both.
+    /// Sets the entry's slot and page.
     fn set_place(&self, index: u32, slot: u32, page: u64);
 }
 
-/// The ring of a vCPU.
+/// The dirty ring of one vCPU.
 pub struct DirtyRing {
     entries: u32,
     memory: Box<dyn DirtyRingMemory>,
-    /// Entries ever claimed by who publishes them, and ever taken back.
+    /// Entries claimed, and entries taken back, since the ring was made.
     claimed: AtomicU32,
     taken: AtomicU32,
-    /// The vCPU was told to stop since there was room.
+    /// The vCPU was told to stop since the ring last had room.
     is_told: AtomicBool,
-    /// What found no room.
+    /// Pages, with their slots, that found no room.
     waiting: Mutex<Vec<(u32, u64)>>,
-    /// Held by who takes entries back.
+    /// Held while entries are taken back.
     resetting: Mutex<()>,
     /// Tells the vCPU to stop.
     stop: Box<dyn Fn() + Send + Sync>,
@@ -69,8 +72,8 @@ impl core::fmt::Debug for DirtyRing {
 }
 
 impl DirtyRing {
-    /// A ring of `entries`, a power of two above [`RESERVED`]; `stop` is called when it has become
-    /// so full that the vCPU has to leave KVM_RUN.
+    /// Makes a ring of `entries` entries, a power of two above [`RESERVED`]. `stop` is called when the ring is so full
+    /// that the vCPU has to leave KVM_RUN.
     pub fn new(
         entries: u32,
         memory: Box<dyn DirtyRingMemory>,
@@ -88,7 +91,7 @@ impl DirtyRing {
         }
     }
 
-    /// The VMM has to read before the vCPU may go on.
+    /// True if the VMM has to read entries before the vCPU may go on.
     #[inline]
     pub fn is_full(&self) -> bool {
         let more = if self.entries < LARGE { 0 } else { MORE };
@@ -103,14 +106,14 @@ impl DirtyRing {
         self.tell();
     }
 
-    /// If it is full, the vCPU is told once.
+    /// Tells the vCPU to stop, once, if the ring is full.
     fn tell(&self) {
         if self.is_full() && !self.is_told.swap(true, Ordering::AcqRel) {
             (self.stop)();
         }
     }
 
-    /// False if there is no room.
+    /// Pushes a page into the ring; returns false if there is no room.
     fn publish(&self, slot: u32, page: u64) -> bool {
         let mut at = self.claimed.load(Ordering::Relaxed);
         loop {
@@ -132,10 +135,10 @@ impl DirtyRing {
         true
     }
 
-    /// Publishes what found no room, as far as there is room now; `more` comes last.
+    /// Pushes the waiting pages, with `more` behind them, as far as there is room now.
     #[cold]
     fn publish_waiting(&self, more: Option<(u32, u64)>) {
-        // Under the lock: a reset that made room before this is seen, and one that makes it later comes here.
+        // The lock orders this against resets: either a reset has made room before, or it comes here later.
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.extend(more);
         let published = waiting
@@ -145,7 +148,7 @@ impl DirtyRing {
         waiting.drain(..count);
     }
 
-    /// Takes back the entries that the VMM has read.
+    /// Takes back the entries that the VMM has read, and appends them to `taken`.
     pub(crate) fn take(&self, taken: &mut Vec<(u32, u64)>) {
         let resetting = self
             .resetting
@@ -173,7 +176,7 @@ impl DirtyRing {
     }
 }
 
-/// vCPUs' rings that are found together.
+/// Number of rings that are allocated together.
 const GROUP: usize = 64;
 
 type Group = [OnceLock<Arc<DirtyRing>>; GROUP];
@@ -181,9 +184,9 @@ type Group = [OnceLock<Arc<DirtyRing>>; GROUP];
 /// The rings of a VM.
 #[derive(Debug)]
 pub struct DirtyRings {
-    /// Entries of each; 0: the VM has bitmaps.
+    /// Entries of each ring; 0 if the VM uses bitmaps.
     entries: PlainU32,
-    /// Rings by their number, which stay.
+    /// Rings by vCPU number. A ring that was added is never removed.
     groups: [OnceLock<Box<Group>>; GROUP],
     count: AtomicUsize,
 }
@@ -199,7 +202,7 @@ impl Default for DirtyRings {
 }
 
 thread_local! {
-    /// The vCPU that the thread acts for: its VM's rings, by their address, and the number of its own.
+    /// The vCPU that the thread acts for: the address of its VM's rings, and its number in them.
     static CURRENT: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
 }
 
@@ -208,20 +211,20 @@ impl DirtyRings {
         self.groups.get(number / GROUP)?.get()?[number % GROUP].get()
     }
 
-    /// Entries of each ring; 0 if the VM has bitmaps.
+    /// Entries of each ring; 0 if the VM uses bitmaps.
     #[inline]
     pub fn entries(&self) -> u32 {
         self.entries.load(Ordering::Relaxed)
     }
 
-    /// From now on vCPUs have rings. False if that was decided before.
+    /// Gives vCPUs rings from now on. Returns false if the VM has them already.
     pub fn enable(&self, entries: u32) -> bool {
         self.entries
             .compare_exchange(0, entries, Ordering::Relaxed, Ordering::Relaxed)
             .is_ok()
     }
 
-    /// The ring of the vCPU of that number, which has none yet.
+    /// Sets the ring of the vCPU of that number, which has none yet.
     pub fn add(&self, number: usize, ring: Arc<DirtyRing>) {
         let Some(group) = self.groups.get(number / GROUP) else {
             return;
@@ -232,24 +235,24 @@ impl DirtyRings {
         }
     }
 
-    /// What the calling thread writes from now on is the vCPU's whose ring is that one.
+    /// Attributes the pages that the calling thread writes from now on to the vCPU of that number.
     pub fn act_for(&self, number: usize) {
         CURRENT.set((std::ptr::from_ref(self) as usize, number));
     }
 
-    /// The page has become dirty.
+    /// Reports that a page has become dirty.
     #[cold]
     pub(crate) fn push(&self, slot: u32, page: u64) {
         let (vm, number) = CURRENT.get();
         let is_own = vm == std::ptr::from_ref(self) as usize;
         let own = self.ring(number).filter(|_| is_own);
-        // Who writes without being a vCPU tells by the first one.
+        // A thread that acts for no vCPU uses the first vCPU's ring.
         if let Some(ring) = own.or_else(|| self.ring(0)) {
             ring.push(slot, page);
         }
     }
 
-    /// The entries of all rings that the VMM has read.
+    /// Takes back the entries of all rings that the VMM has read.
     pub(crate) fn take(&self) -> Vec<(u32, u64)> {
         let mut taken = Vec::new();
         for number in 0..self.count.load(Ordering::Acquire) {
@@ -313,7 +316,7 @@ mod tests {
         let mut seen = Vec::new();
         let mut next = 0;
         while seen.len() < 200 {
-            // The VMM reads some.
+            // The VMM reads some entries.
             for _ in 0..50 {
                 let mut cells = cells.0.lock().unwrap();
                 let entry = &mut cells[next % ENTRIES as usize];
@@ -336,7 +339,8 @@ mod tests {
         assert_eq!(taken(&ring), []);
     }
 
-    /// Four threads push, one is the VMM that reads and resets: each page comes out once, the ring overrun or not.
+    /// Four threads push, and one reads and resets as a VMM does: each page comes out exactly once, whether or not the
+    /// ring overflows.
     #[test]
     fn pages_go_in_while_others_come_out() {
         const ENTRIES: u32 = 128;
@@ -350,7 +354,7 @@ mod tests {
                 s.spawn(move || {
                     for page in 0..EACH {
                         ring.push(1, n * EACH + page);
-                        // Now and then there is no wait for room.
+                        // For part of the pages the thread does not wait for room, so that the ring overflows.
                         while page % 512 > 64 && ring.is_full() {
                             std::thread::yield_now();
                         }

@@ -1,27 +1,32 @@
-//! [`HostPages`]: what is known of the host's pages under a slot, and how that ends when the VMM changes them.
+//! [`HostPages`]: which host pages under a slot the process can access, and how that knowledge ends when the VMM
+//! changes them.
 //!
-//! A VMM may give a range that it has not mapped, or not to be written, and gets EFAULT from KVM_RUN when the guest comes there. So each
-//! page is asked for once, and what is known of it holds until the VMM changes it: by mprotect(2), munmap(2) and their kin, which
-//! whoever stands before those calls tells beforehand ([`crate::GuestMemory::begin_host_change`]), as a kernel's MMU notifiers tell KVM.
+//! A VMM may give a slot a range that it has not mapped, or has mapped read-only; KVM_RUN then fails with EFAULT when
+//! the guest accesses it. So each page is probed once, and the result holds until the VMM changes the page by
+//! mprotect(2), munmap(2) and their kin. The code that intercepts those calls announces the change
+//! ([`crate::GuestMemory::begin_host_change`]), as a kernel's MMU notifiers do for KVM.
 //!
 //! ```text
 //! changer                                     vCPU
-//! a table whose slots know less, with a gate
+//! publishes a table whose slots know less,
+//! and have a gate
 //! epoch += 1
 //!                                             takes the table, drops its translations, acknowledges
-//! waits for that
-//!                                             looks a page of the range up: waits at the gate
-//! the system call
+//! waits for that acknowledgement
+//!                                             looks up a page of the range: waits at the gate
+//! makes the system call
 //! opens the gate
-//!                                             asks for the page, as it is now
+//!                                             probes the page as it is now
 //! ```
 //!
-//! DEVIATION: memory that changes without a word (a block of `malloc` that `free` unmaps, a file that another process makes shorter, a user of
-//! `anykvm-ioctls` who does not call `begin_memory_change`) is a fault of the process when a guest comes there; with KVM it is EFAULT.
+//! DEVIATION: if memory changes unannounced (a block of `malloc` that `free` unmaps, a file that another process
+//! shortens, a user of `anykvm-ioctls` who does not call `begin_memory_change`), a guest access to it is a fault of the
+//! process; with KVM it is EFAULT.
 //!
-//! What is known is a new object with each change, and a vCPU uses that of its own table. So one that has not acknowledged goes on with the
-//! pages, which are still there, and what it finds out too late is noted where nobody looks. One that has acknowledged holds no page of
-//! the range, and whoever waits for it to acknowledge the next change does not come before the gate is open.
+//! Each change makes a new `HostPages`, and a vCPU uses the one of its own table. A vCPU that has not acknowledged goes
+//! on using the pages, which still exist, and stores what it learns in the old object, which no newer table reads. A
+//! vCPU that has acknowledged holds no page of the range. Waiting at a gate cannot deadlock: the next change, whose
+//! acknowledgement a waiting vCPU would delay, does not begin before the gate is open.
 
 use std::{
     io,
@@ -35,7 +40,7 @@ use std::{
 
 use host::{LazyArray, futex, probe};
 
-/// Closed while a change of host memory is under way.
+/// A gate that is closed while a change of host memory is under way.
 #[derive(Debug)]
 pub(crate) struct Gate {
     closed: AtomicU32,
@@ -57,10 +62,10 @@ impl Gate {
         futex::wake(&self.closed, u32::MAX);
     }
 
-    /// Returns once it is open: it lasts as long as a system call of the VMM's that has begun.
+    /// Returns once the gate is open, which it is when a system call that the VMM has begun returns.
     #[cold]
     pub(crate) fn pass(&self) {
-        /// The kernel would restart an unlimited sleep after a handler.
+        /// Limit of a single sleep: the kernel would restart an unlimited one after a signal handler.
         const NAP: Duration = Duration::from_millis(100);
         while self.is_closed() {
             futex::wait(&self.closed, 1, Some(NAP));
@@ -68,7 +73,8 @@ impl Gate {
     }
 }
 
-/// A change of host memory under slots of a VM, from before the VMM's system call to its drop behind it.
+/// A change of host memory under a VM's slots. It lasts from before the VMM's system call until it is dropped after the
+/// call.
 #[derive(Debug)]
 #[must_use = "it ends when it is dropped"]
 pub struct HostChange {
@@ -81,7 +87,7 @@ impl HostChange {
         Self { gate, epoch }
     }
 
-    /// What running vCPUs have to acknowledge before the change may be made.
+    /// The epoch that running vCPUs have to acknowledge before the change may be made.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -93,21 +99,21 @@ impl Drop for HostChange {
     }
 }
 
-/// Which pages under a slot the process can access.
+/// The pages under a slot that the process is known to be able to access.
 #[derive(Debug)]
 pub(crate) struct HostPages {
-    /// A bit for each page that could be read.
+    /// A bit for each page that was found readable.
     readable: LazyArray<AtomicU64>,
-    /// A bit for each page that could be written.
+    /// A bit for each page that was found writable.
     writable: LazyArray<AtomicU64>,
-    /// All are mapped, to be read and written, and stay so: nobody has to be asked.
+    /// All pages are mapped readable and writable, and stay so: no page has to be probed.
     is_mapped: AtomicBool,
-    /// The pages that the last change was about.
+    /// The gate and the pages of the last change.
     changed: Option<(Arc<Gate>, Range<usize>)>,
 }
 
 impl HostPages {
-    /// Nothing is known of so many pages.
+    /// Starts with no knowledge of the `pages` pages.
     pub(crate) fn new(pages: usize) -> io::Result<Self> {
         Ok(Self {
             readable: LazyArray::new(pages.div_ceil(64))?,
@@ -117,7 +123,7 @@ impl HostPages {
         })
     }
 
-    /// What is known while these pages change, and afterwards.
+    /// Returns what is known while the pages of `range` change, and afterwards: everything but those pages.
     pub(crate) fn changing(&self, range: Range<usize>, gate: &Arc<Gate>) -> io::Result<Self> {
         let words = self.readable.len();
         let new = Self {
@@ -130,7 +136,7 @@ impl HostPages {
         ] {
             for (n, (from, to)) in from.iter().zip(to.iter()).enumerate() {
                 let kept = from.load(Ordering::Relaxed) & !bits_of(&range, n);
-                // Memory of what is not known is not touched.
+                // Words of unknown pages are not written, so that they take no memory.
                 if kept != 0 {
                     to.store(kept, Ordering::Relaxed);
                 }
@@ -139,7 +145,7 @@ impl HostPages {
         Ok(new)
     }
 
-    /// The process has mapped all of it, to be read and written, as long as the slot exists.
+    /// Says that all pages are mapped readable and writable, for as long as the slot exists.
     pub(crate) fn set_mapped(&self) {
         self.is_mapped.store(true, Ordering::Relaxed);
     }
@@ -148,26 +154,26 @@ impl HostPages {
         self.is_mapped.load(Ordering::Relaxed)
     }
 
-    /// The page, which is at this address, can be read.
+    /// True if the page, which is at address `hva`, can be read.
     #[inline]
     pub(crate) fn is_readable(&self, index: usize, hva: u64) -> bool {
         self.is_known(&self.readable, index, || probe::is_readable(hva))
     }
 
-    /// The page, which is at this address, can be read and written.
+    /// True if the page, which is at address `hva`, can be read and written.
     #[inline]
     pub(crate) fn is_writable(&self, index: usize, hva: u64) -> bool {
         self.is_known(&self.writable, index, || probe::is_writable(hva))
     }
 
-    /// It is known that it can be read.
+    /// True if the page is already known to be readable.
     #[inline]
     pub(crate) fn is_known_readable(&self, index: usize) -> bool {
         let word = self.readable.get(index / 64);
         word.is_some_and(|w| w.load(Ordering::Relaxed) >> (index % 64) & 1 != 0)
     }
 
-    /// Looks for the page's bit, and asks if it is not set.
+    /// Checks the page's bit, and probes the page if the bit is clear.
     #[inline]
     fn is_known(
         &self,
@@ -206,7 +212,7 @@ impl HostPages {
     }
 }
 
-/// Those of 64 pages from `64 * n` on that are in the range.
+/// Returns the bits of the 64 pages from `64 * n` on that are in the range.
 fn bits_of(range: &Range<usize>, n: usize) -> u64 {
     let first = range.start.saturating_sub(n * 64).min(64) as u32;
     let end = range.end.saturating_sub(n * 64).min(64) as u32;
@@ -247,12 +253,12 @@ mod tests {
         let change = HostChange::new(gate, 7);
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| new.is_writable(0, hva));
-            // The other page, and who has not acknowledged, do not wait.
+            // A lookup of another page does not wait, nor does a thread that uses the old object.
             assert!(new.is_writable(1, hva + size as u64) && old.is_writable(0, hva));
             std::thread::sleep(Duration::from_millis(20));
             assert!(!waiting.is_finished());
             let read_only = [hva as usize, size, libc::PROT_READ as usize];
-            // SAFETY: the test's own memory.
+            // SAFETY: the memory is the test's own.
             unsafe { host::system::call(libc::SYS_mprotect, read_only).unwrap() };
             drop(change);
             assert!(!waiting.join().unwrap());

@@ -6,15 +6,13 @@
 //! * The slot table is immutable; a change publishes a new one. A vCPU works on
 //!   its own snapshot and takes the new one at its next synchronisation point;
 //!   other threads hold the table's read lock for the duration of an access.
-//! * A request to vCPUs is data first, then [`GuestMemory::epoch`]; whoever has
+//! * A request to vCPUs publishes its data first and raises [`GuestMemory::epoch`] afterwards; a vCPU that has
 //!   acknowledged an epoch has seen all data published before it.
 //!
-//! **What hvas are trusted for.** As with KVM, the hva range of a slot is the
-//! VMM's promise: memory that is its to share, for as long as the slot exists.
-//! The promise is made where the raw number enters the process's API (an ioctl,
-//! or an `unsafe fn` of a Rust API), not here. What the VMM changes of it while
-//! the slot exists, it says before ([`GuestMemory::begin_host_change`]); a page
-//! that vanishes without a word makes the host fault.
+//! **What hvas are trusted for.** As with KVM, the hva range of a slot is the VMM's promise: the VMM may share that
+//! memory with the guest for as long as the slot exists. The promise is made where the raw number enters the process's
+//! API (an ioctl, or an `unsafe fn` of a Rust API), not here. The VMM announces a change of that memory before it makes
+//! it ([`GuestMemory::begin_host_change`]); an access to a page that vanished unannounced faults on the host.
 
 mod dirty;
 pub mod dirty_ring;

@@ -1,4 +1,4 @@
-//! [`GuestMemory`]: a VM's memory and the requests that its changes make to vCPUs.
+//! [`GuestMemory`]: a VM's memory, and the requests to vCPUs that changes of it make.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -13,25 +13,25 @@ use crate::{
     words::{AtomicU64 as Epoch, RwLock, RwLockReadGuard},
 };
 
-/// How pages that were harvested are taken from the vCPUs that may write them. For benchmarks there are ways of old.
+/// How harvested pages are taken from the vCPUs that may write them. All but the default exist for benchmarks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Harvest {
-    /// Each vCPU is asked for the pages that it may write and that were harvested; none waits.
+    /// Each vCPU is asked for the harvested pages that it may write; no thread takes a lock.
     #[default]
     Lockless,
-    /// Every vCPU loses all its write permissions.
+    /// Every vCPU drops all its write permissions.
     Everything,
-    /// As lockless, but a harvest has a lock that every fault takes.
+    /// Like `Lockless`, but harvests and faults take one lock.
     Locked,
 }
 
-/// What a change of slots needs.
+/// State that changes of slots need, under their lock.
 #[derive(Debug, Default)]
 struct Changing {
-    /// The last serial number of a slot.
+    /// Serial number of the newest slot.
     serial: u32,
-    /// That of the last change of host memory.
+    /// Gate of the last change of host memory.
     gate: Option<Arc<Gate>>,
 }
 
@@ -39,11 +39,11 @@ struct Changing {
 #[derive(Debug, Default)]
 pub struct GuestMemory {
     table: RwLock<Arc<SlotTable>>,
-    /// Serialises changes of slots, and of what is under them.
+    /// Serialises changes of slots, and of the host memory under them.
     changing: Mutex<Changing>,
-    /// Counts requests of any kind: the one word that vCPUs poll.
+    /// Counts requests of any kind. vCPUs poll this one word.
     epoch: Epoch,
-    /// Requests to drop all write permissions (a dirty harvest).
+    /// Counts requests to drop all write permissions (a dirty harvest).
     write_flushes: AtomicU64,
     /// Counts changes of code generations in any slot.
     code_changes: Arc<AtomicU64>,
@@ -51,16 +51,16 @@ pub struct GuestMemory {
     starts_dirty: AtomicBool,
     /// [`Harvest`].
     harvest: AtomicU8,
-    /// That of [`Harvest::Locked`].
+    /// The lock of [`Harvest::Locked`].
     fault_lock: Mutex<()>,
-    /// Pages that vCPUs were asked for, counted for each.
+    /// Number of pages that vCPUs were asked for, counted once per vCPU.
     pages_asked: AtomicU64,
     split_lock: Mutex<()>,
     rings: Arc<DirtyRings>,
 }
 
 impl GuestMemory {
-    /// A VM without memory.
+    /// Makes a VM's memory without slots.
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
@@ -69,43 +69,42 @@ impl GuestMemory {
         self.table.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The current slots. A vCPU keeps the snapshot until it synchronises.
+    /// Returns the current slots. A vCPU keeps the snapshot until it synchronises.
     pub fn table(&self) -> Arc<SlotTable> {
         Arc::clone(&self.read_table())
     }
 
-    /// Changes when a vCPU has something to do at its next synchronisation point.
+    /// The number of requests made. It changes when a vCPU has something to do at its next synchronisation point.
     #[inline(always)]
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// The counter of changes of code generations in any slot: while it stays
-    /// the same, so do all generations.
+    /// The counter of code generation changes in any slot. While it stays the same, so do all generations.
     pub fn code_changes(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.code_changes)
     }
 
-    /// Changes when write permissions have to be dropped.
+    /// The number of requests to drop all write permissions.
     #[inline]
     pub fn write_flushes(&self) -> u64 {
         self.write_flushes.load(Ordering::Acquire)
     }
 
-    /// Data is published: tell the vCPUs.
+    /// Tells the vCPUs that a request's data is published; returns the new epoch.
     fn request(&self) -> u64 {
         self.epoch.fetch_add(1, Ordering::AcqRel).wrapping_add(1)
     }
 
-    /// The process has mapped all of the slot's memory, to be read and written, and keeps it while the
-    /// slot exists: the host need not be asked for each page when the guest first comes there.
+    /// Says that the process has mapped all of the slot's memory readable and writable, and keeps it so while the slot
+    /// exists. Pages are then not probed at the guest's first access.
     pub fn set_mapped(&self, number: u32) {
         if let Some(slot) = self.table().by_number(number) {
             slot.set_mapped();
         }
     }
 
-    /// The lock of all changes, while none of host memory is under way.
+    /// Locks changes of slots, once no change of host memory is under way.
     fn lock_changes(&self) -> MutexGuard<'_, Changing> {
         loop {
             let changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -117,9 +116,9 @@ impl GuestMemory {
         }
     }
 
-    /// The VMM is about to change what the process can access between two host addresses. Whoever looks such a page up from now on waits for
-    /// the end of the change; the caller waits until running vCPUs have acknowledged its epoch, and then makes it.
-    /// None if nothing of that is under a slot.
+    /// Begins the VMM's change of what the process can access between two host addresses. A thread that looks up such a
+    /// page from now on waits for the end of the change. The caller waits until running vCPUs have acknowledged the
+    /// change's epoch, makes the change, and then drops the result. `None` if no slot has memory in the range.
     ///
     /// # Errors
     /// The host has no memory.
@@ -134,28 +133,27 @@ impl GuestMemory {
             return Ok(None);
         };
         changing.gate = Some(Arc::clone(&gate));
-        // As in `set_slot`: no other thread uses the old table after this.
+        // As in `set_slot`: once the write lock is held, no other thread uses the old table.
         *self.table.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(new);
         Ok(Some(HostChange::new(gate, self.request())))
     }
 
-    /// Creates, moves, deletes a slot or changes its flags, as
-    /// KVM_SET_USER_MEMORY_REGION does.
+    /// Creates, moves or deletes a slot, or changes its flags, as KVM_SET_USER_MEMORY_REGION does.
     ///
-    /// Returns the epoch that running vCPUs have to acknowledge before the old
-    /// mapping is unused; accesses by other threads through this object are over.
+    /// Returns the epoch that running vCPUs have to acknowledge before the old mapping is unused. Accesses by other
+    /// threads through this object have ended when this returns.
     ///
     /// # Errors
-    /// KVM's, in KVM's order.
+    /// KVM's errors, in KVM's order.
     pub fn set_slot(&self, config: SlotConfig) -> Result<u64, MemslotError> {
         let mut changing = self.lock_changes();
-        // Nobody else changes the table, so what is planned on it now can be done later.
+        // `changing` is locked, so the table is still the same when the planned change is applied.
         let change = {
             let with = Planning {
                 serial: &mut changing.serial,
                 changes: &self.code_changes,
                 rings: &self.rings,
-                // A bit says that its page is in a ring.
+                // With rings, a dirty bit says that its page is in a ring, so pages cannot begin as dirty.
                 starts_dirty: self.starts_dirty.load(Ordering::Relaxed)
                     && self.rings.entries() == 0,
             };
@@ -164,27 +162,27 @@ impl GuestMemory {
         let Some(change) = change else {
             return Ok(self.epoch());
         };
-        // Readers hold the lock for whole accesses, so none uses the old table
-        // once this write lock was ours. Snapshots stay as they are.
+        // Readers hold the lock for whole accesses, so none uses the old table once this thread holds the write lock.
+        // Snapshots stay as they are.
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         Arc::make_mut(&mut table).apply(change);
         drop(table);
         Ok(self.request())
     }
 
-    /// Reads bytes of address space 0; false (and nothing read) if some are not RAM.
+    /// Reads bytes of address space 0. Returns false, with nothing read, if some are not RAM.
     #[must_use]
     pub fn read_bytes(&self, gpa: u64, buf: &mut [u8]) -> bool {
         self.read_table().read_bytes(0, gpa, buf)
     }
 
-    /// Writes bytes of address space 0; false (and nothing written) if some are not writable RAM.
+    /// Writes bytes of address space 0. Returns false, with nothing written, if some are not writable RAM.
     #[must_use]
     pub fn write_bytes(&self, gpa: u64, buf: &[u8]) -> bool {
         self.read_table().write_bytes(0, gpa, buf)
     }
 
-    /// Reads a word of 1, 2, 4, 8 or 16 bytes, in one piece if it is in one page.
+    /// Reads a word of 1, 2, 4, 8 or 16 bytes. The read is a single access if the word is in one page.
     pub fn read_gpa(&self, gpa: u64, size: usize) -> Option<u128> {
         let table = self.read_table();
         let page = table.host_page(0, gpa, false)?;
@@ -197,7 +195,7 @@ impl GuestMemory {
             .then(|| u128::from_le_bytes(b))
     }
 
-    /// Writes a word of 1, 2, 4, 8 or 16 bytes, in one piece if it is in one page.
+    /// Writes a word of 1, 2, 4, 8 or 16 bytes. The write is a single access if the word is in one page.
     pub fn write_gpa(&self, gpa: u64, size: usize, value: u128) -> Option<()> {
         let table = self.read_table();
         let slot = table.lookup(0, gpa).filter(|s| !s.is_readonly())?;
@@ -214,8 +212,7 @@ impl GuestMemory {
         table.write_bytes(0, gpa, bytes.get(..size)?).then_some(())
     }
 
-    /// Replaces a word of at most 16 bytes that is in one page by `f` of it,
-    /// atomically; returns the old one.
+    /// Atomically replaces a word of at most 16 bytes, all in one page, by `f` of it; returns the old word.
     pub fn rmw_gpa(&self, gpa: u64, size: usize, f: impl FnMut(u128) -> u128) -> Option<u128> {
         let table = self.read_table();
         let slot = table.lookup(0, gpa).filter(|s| !s.is_readonly())?;
@@ -227,7 +224,7 @@ impl GuestMemory {
         Some(old)
     }
 
-    /// Orders locked accesses that no host instruction can do; see [`HostPage::rmw`].
+    /// The lock for locked accesses that no host instruction can make atomic; see [`HostPage::rmw`].
     #[inline]
     pub fn split_lock(&self) -> &Mutex<()> {
         &self.split_lock
@@ -264,7 +261,7 @@ impl GuestMemory {
         Ok(f(slot, dirty))
     }
 
-    /// How harvests work from now on: before there are vCPUs.
+    /// Sets how harvests work. Called before there are vCPUs.
     pub fn set_harvest(&self, how: Harvest) {
         self.harvest.store(how as u8, Ordering::Relaxed);
     }
@@ -273,13 +270,13 @@ impl GuestMemory {
         self.harvest.load(Ordering::Relaxed) == how as u8
     }
 
-    /// True if faults hold [`Self::fault_lock`].
+    /// True if faults take [`Self::fault_lock`].
     #[inline]
     pub fn locks_faults(&self) -> bool {
         self.is_harvest(Harvest::Locked)
     }
 
-    /// What a vCPU's fault holds: nothing, but with [`Harvest::Locked`].
+    /// Locks out harvests for a vCPU's fault with [`Harvest::Locked`]; otherwise returns `None`.
     pub fn fault_lock(&self) -> Option<MutexGuard<'_, ()>> {
         self.is_harvest(Harvest::Locked).then(|| {
             self.fault_lock
@@ -288,8 +285,8 @@ impl GuestMemory {
         })
     }
 
-    /// Has `f` clean pages of the slot, and asks the vCPUs that may write them to give them up. Returns the epoch to wait for
-    /// beside what vCPUs' mailboxes say.
+    /// Has `f` clean pages of the slot, and asks the vCPUs that may write those pages to give them up. Returns the
+    /// epoch to wait for, in addition to the vCPUs' mailboxes.
     fn cleaning<R>(&self, slot: &Slot, f: impl FnOnce(&mut Asking<'_>) -> R) -> (R, u64) {
         let _lock = self.fault_lock();
         let mut asking = Asking {
@@ -311,20 +308,21 @@ impl GuestMemory {
         (result, epoch)
     }
 
-    /// Pages that vCPUs were asked to write noticed again, counted for each vCPU.
+    /// Number of pages that vCPUs were asked to give up, counted once per vCPU.
     pub fn pages_asked(&self) -> u64 {
         self.pages_asked.load(Ordering::Relaxed)
     }
 
-    /// KVM_GET_DIRTY_LOG: takes the bitmap and clears it, one bit per page. `show` gets some words of it at a time, and the
-    /// place of the first; if it fails, the rest stays as it is.
+    /// KVM_GET_DIRTY_LOG: takes the bitmap, which has one bit per page, and clears it. `show` gets some of its words at
+    /// a time, with the index of the first; if `show` fails, the rest of the bitmap keeps its bits.
     ///
-    /// The pages may be told to the VMM once all running vCPUs have acknowledged the returned epoch and what their mailboxes
-    /// say now: a vCPU's write permission exists only for pages whose bit is set, so until then its writes go to pages that this
-    /// harvest reports, and afterwards they set the bit again. 0 is no epoch to wait for.
+    /// The pages may be reported to the VMM once all running vCPUs have acknowledged the returned epoch and everything
+    /// now posted in their mailboxes. A vCPU's write permission exists only for pages whose bit is set, so until then
+    /// its writes go to pages that this harvest reports, and afterwards they set the bit again. An epoch of 0 means
+    /// that there is none to wait for.
     ///
     /// # Errors
-    /// `Number`, `NotFound`, `NotLogging`; inside, that of `show`.
+    /// `Number`, `NotFound`, `NotLogging`; the inner error is that of `show`.
     pub fn take_dirty<E>(
         &self,
         number: u32,
@@ -335,7 +333,7 @@ impl GuestMemory {
         })
     }
 
-    /// Pages of a slot that logs.
+    /// Number of pages of a slot that logs.
     ///
     /// # Errors
     /// `Number`, `NotFound`, `NotLogging`.
@@ -343,10 +341,11 @@ impl GuestMemory {
         self.logging_slot(number, |slot, _| slot.config().size / 4096)
     }
 
-    /// The bitmap, left as it is (KVM_GET_DIRTY_LOG under manual protection), shown as by [`Self::take_dirty`].
+    /// Passes the bitmap to `show`, as [`Self::take_dirty`] does, and leaves it as it is (KVM_GET_DIRTY_LOG under
+    /// manual protection).
     ///
     /// # Errors
-    /// `Number`, `NotFound`, `NotLogging`; inside, that of `show`.
+    /// `Number`, `NotFound`, `NotLogging`; the inner error is that of `show`.
     pub fn peek_dirty<E>(
         &self,
         number: u32,
@@ -355,13 +354,13 @@ impl GuestMemory {
         self.logging_slot(number, |_, dirty| dirty.peek(show))
     }
 
-    /// Pages of slots that begin to log count as dirty (KVM_DIRTY_LOG_INITIALLY_SET).
+    /// Sets whether all pages of a slot that begins to log count as dirty (KVM_DIRTY_LOG_INITIALLY_SET).
     pub fn set_starts_dirty(&self, on: bool) {
         self.starts_dirty.store(on, Ordering::Relaxed);
     }
 
-    /// KVM_CLEAR_DIRTY_LOG: clears the bits set in `mask`, from page `first`
-    /// (a multiple of 64). Returns the epoch to wait for, as [`Self::take_dirty`].
+    /// KVM_CLEAR_DIRTY_LOG: clears the bits set in `mask`, from page `first` (a multiple of 64) on. Returns the epoch
+    /// to wait for, as [`Self::take_dirty`] does.
     ///
     /// # Errors
     /// `Number`, `NotFound`, `NotLogging`; `Unaligned` or `Range` for a bad `first` or length.
@@ -386,8 +385,8 @@ impl GuestMemory {
         &self.rings
     }
 
-    /// KVM_RESET_DIRTY_RINGS: pages whose entries the VMM has read are clean again. Returns how many
-    /// entries that were, and the epoch to wait for, as [`Self::take_dirty`].
+    /// KVM_RESET_DIRTY_RINGS: clears the dirty bits of pages whose ring entries the VMM has read. Returns the number of
+    /// those entries, and the epoch to wait for, as [`Self::take_dirty`] does.
     pub fn reset_rings(&self) -> (usize, u64) {
         let taken = self.rings.take();
         let table = self.table();
@@ -406,13 +405,14 @@ impl GuestMemory {
         (taken.len(), epoch)
     }
 
-    /// Asks all vCPUs to drop their write permissions; returns the epoch to wait for.
+    /// Asks all vCPUs to drop all their write permissions; returns the epoch to wait for.
     pub fn request_write_flush(&self) -> u64 {
         self.write_flushes.fetch_add(1, Ordering::AcqRel);
         self.request()
     }
 
-    /// A page became code, which has been marked: vCPUs that may write it without being noticed, at whatever gpa, are asked for it.
+    /// Asks the vCPUs that may write the page unnoticed to give it up, at each gpa that it has. The page has been
+    /// marked as code before.
     pub fn ask_for_code(&self, page: HostPage) {
         let table = self.read_table();
         for slot in (0..ADDRESS_SPACES).flat_map(|space| table.slots(space)) {
@@ -426,13 +426,13 @@ impl GuestMemory {
     }
 }
 
-/// Words of pages that vCPUs are asked for at once.
+/// Largest number of bitmap words that vCPUs are asked for at once.
 const ASKED_AT_ONCE: usize = 128;
 
-/// Pages that are clean, on their way to those who may write them.
+/// Cleaned pages, collected until the vCPUs that may write them are asked.
 struct Asking<'a> {
     writers: &'a Writers,
-    /// [`Harvest::Everything`].
+    /// [`Harvest::Everything`] is set.
     is_everything: bool,
     pages: [(usize, u64); ASKED_AT_ONCE],
     count: usize,
@@ -460,7 +460,8 @@ impl Clean for Asking<'_> {
     }
 }
 
-/// Neighbours are cleared together: entries of a ring mostly are.
+/// Clears the pages of ring entries. Consecutive entries of the same bitmap word, which are common, are cleared
+/// together.
 fn clear_pages(dirty: &Dirty, entries: &[(u32, u64)], clean: &mut impl Clean) {
     let word = |page: &u64| (page / 64) as usize;
     for same in entries.chunk_by(|a, b| word(&a.1) == word(&b.1)) {

@@ -1,7 +1,8 @@
-//! Models of the lock-free parts, run in all orders by loom: `cargo xtask loom`.
+//! Loom models of the lock-free parts, which try all orders of steps: `cargo xtask loom`.
 //!
-//! Each has a vCPU and one who wants something of it, with the product's own types. What a page holds is a number; "lost" is a
-//! number that nobody who asked has seen, and that no dirty bit tells of. A vCPU that does its steps in another order has to fail.
+//! Each model has a vCPU and another thread that requests something of it, with the product's own types. A page's
+//! content is a number; "lost" is a number that no requester has seen and that no dirty bit reports. A vCPU that takes
+//! its steps in another order has to fail.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -16,10 +17,10 @@ use crate::{
     dirty_ring::{DIRTY, RESET},
 };
 
-/// A page and what a vCPU has of it.
+/// A page, and the vCPU's state that concerns it.
 struct Page {
     content: AtomicU64,
-    /// The vCPU is out of the guest: it does what it is asked before it comes back.
+    /// The vCPU is outside of the guest: it answers its requests before it comes back.
     is_outside: AtomicBool,
     mailbox: Arc<Mailbox>,
 }
@@ -33,7 +34,7 @@ impl Page {
         }
     }
 
-    /// What the page holds, once the vCPU has answered all that it was asked.
+    /// Returns the page's content once the vCPU has answered all requests made to it so far.
     fn when_answered(&self) -> u64 {
         let posted = self.mailbox.posted();
         while self.mailbox.done() < posted && !self.is_outside.load(Ordering::Acquire) {
@@ -43,17 +44,17 @@ impl Page {
     }
 }
 
-/// The vCPU's order of steps.
+/// The order in which the vCPU takes its steps.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Order {
     Right,
-    /// It marks the page before it can be found.
+    /// The vCPU marks the page dirty before it is recorded as a writer.
     MarksFirst,
-    /// It answers before its tag is gone.
+    /// The vCPU answers before it has dropped its tag.
     AnswersFirst,
 }
 
-/// A vCPU that writes 1, then 2, and polls after each.
+/// Acts as a vCPU that writes 1, then 2, and polls after each write.
 fn write(page: &Page, dirty: &Dirty, writer: &Writer, order: Order) {
     let (mut seen, mut has_tag) = (0, false);
     for number in 1..=2 {
@@ -87,7 +88,7 @@ fn write(page: &Page, dirty: &Dirty, writer: &Writer, order: Order) {
     page.is_outside.store(true, Ordering::Release);
 }
 
-/// Asks for what was cleaned, as a harvest does.
+/// Collects cleaned pages, for the harvest to ask for.
 #[derive(Default)]
 struct Cleaned(Vec<(usize, u64)>);
 
@@ -128,7 +129,7 @@ fn harvest_and_fault(order: Order) {
     });
 }
 
-/// Two harvests at most find all that a vCPU writes, however it and the first one meet.
+/// At most two harvests find all that a vCPU writes, however the vCPU and the first harvest interleave.
 #[test]
 fn no_write_is_lost_to_a_harvest() {
     harvest_and_fault(Order::Right);
@@ -146,7 +147,8 @@ fn a_vcpu_that_answers_with_its_tag_in_place_loses_a_write() {
     harvest_and_fault(Order::AnswersFirst);
 }
 
-/// Two vCPUs write, give the page up and write again while another looks for writers: each is asked, or sees why.
+/// Two vCPUs record a page, and another thread searches for writers meanwhile. Each vCPU is asked for the page, or sees
+/// the reason for the search.
 #[test]
 fn a_writer_is_found_or_sees_why_it_was_looked_for() {
     model(|| {
@@ -156,10 +158,10 @@ fn a_writer_is_found_or_sees_why_it_was_looked_for() {
             .map(|n| {
                 let why = Arc::clone(&why);
                 let mailbox = Arc::new(Mailbox::default());
-                // How it comes into the list loom cannot see; `writers` has a test of it.
+                // Loom does not see how a writer is appended to the list; `writers` has a test of that.
                 let writer = writers.writer(&mailbox).unwrap();
                 let vcpu = move || {
-                    // The second has had the page before.
+                    // The second vCPU has had the page before and has given it up.
                     if n == 1 {
                         writer.add(0);
                         writer.remove(0, 1);
@@ -183,7 +185,7 @@ fn a_writer_is_found_or_sees_why_it_was_looked_for() {
     });
 }
 
-/// Two harvests at once ask for two pages of a word, while their vCPU answers: no request is forgotten.
+/// Two harvests at once ask for two pages of one word while their vCPU answers: no request is lost.
 #[test]
 fn requests_that_come_at_once_are_all_answered() {
     model(|| {
@@ -238,7 +240,7 @@ impl DirtyRingMemory for Cells {
 }
 
 impl Cells {
-    /// What a VMM does: it reads what is there, and gives it back.
+    /// Acts as a VMM: reads the filled entries and gives them back.
     fn read(&self, next: &mut u32, seen: &mut Vec<u64>) {
         loop {
             let index = *next % ENTRIES;
@@ -252,7 +254,7 @@ impl Cells {
     }
 }
 
-/// More is pushed than there is room for, while a VMM reads and resets: each page comes once, in order.
+/// A vCPU pushes more pages than there is room for while a VMM reads and resets: each page comes out once, in order.
 #[test]
 fn a_ring_that_is_overrun_loses_nothing() {
     model(|| {
@@ -278,17 +280,17 @@ fn a_ring_that_is_overrun_loses_nothing() {
     });
 }
 
-/// What is done to the slot of [`slot_and_fault`].
+/// How [`slot_and_fault`] changes the slot.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Change {
     Logs,
     Deleted,
 }
 
-/// A vCPU works on a slot that changes under it.
+/// A vCPU works on a slot that changes meanwhile.
 fn slot_and_fault(change: Change) {
     model(move || {
-        // Nobody accesses it.
+        // No thread accesses the memory at `hva`.
         let config = SlotConfig {
             slot: 0,
             flags: 0,
@@ -331,7 +333,8 @@ fn slot_and_fault(change: Change) {
     });
 }
 
-/// What the MMU does: takes the table at a poll, drops tags of slots that are others or note more, and looks at the slot before a tag.
+/// Acts as the MMU does: takes the table at a poll, drops tags of slots that are gone or that note more writes, and
+/// looks the slot up before it makes a tag.
 fn run_on_slot(page: &Page, memory: &GuestMemory) {
     let mut seen = memory.epoch();
     let mut table = memory.table();
@@ -367,7 +370,7 @@ fn nothing_is_written_to_a_slot_that_is_gone() {
     slot_and_fault(Change::Deleted);
 }
 
-/// Threads that are interrupted more often meet nothing new, and take hours.
+/// Runs a model with at most three preemptions: more of them find nothing new and take hours.
 fn model(f: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);

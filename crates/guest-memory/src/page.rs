@@ -54,13 +54,12 @@ macro_rules! cmpxchg {
 }
 
 impl HostPage {
-    /// `base` is the page's first byte, page aligned, and belongs to a slot.
+    /// Wraps `base`, the page-aligned first byte of a page that belongs to a slot.
     pub(crate) fn new(base: *mut u8) -> Self {
         Self(base)
     }
 
-    /// A page that belongs to no guest: what an empty TLB entry points to, so
-    /// that even a wrong hit stays harmless.
+    /// A page that belongs to no guest. Empty TLB entries point to it, so that even a wrong hit stays harmless.
     pub fn nowhere() -> Self {
         Self(NOWHERE.0.get().cast())
     }
@@ -88,7 +87,7 @@ impl HostPage {
         Some(unsafe { load(p, size) })
     }
 
-    /// The 64 bytes at 64 times `n` (modulo the page's size), as words; each is read in one piece.
+    /// Returns the 64 bytes from offset `64 * n` (modulo the page's size) as words, each read by one load.
     #[inline(always)]
     pub fn chunk(self, n: usize) -> [u64; 8] {
         let p = self.0.wrapping_add(n % 64 * 64).cast::<u64>();
@@ -107,12 +106,12 @@ impl HostPage {
         Some(())
     }
 
-    /// Replaces a word by `f` of it and returns the old one; with `lock`
-    /// atomically (`f` may run more than once). `None` if it is not all in the page.
+    /// Replaces the word at `offset` by `f` of it and returns the old word. With `lock` the replacement is atomic, and
+    /// `f` may run more than once. `None` if the word is not wholly in the page.
     ///
-    /// DEVIATION: a locked access that crosses 16 bytes is atomic only against
-    /// others of its kind (`split_lock`), not against aligned ones: the host's
-    /// own split locks stall or kill the process on current kernels.
+    /// DEVIATION: a locked access that crosses a 16-byte boundary is atomic only against other such accesses
+    /// (`split_lock`), not against aligned ones: the host's own split locks stall or kill the process on current
+    /// kernels.
     #[inline]
     pub fn rmw(
         self,
@@ -157,7 +156,7 @@ impl HostPage {
         Some(old)
     }
 
-    /// A misaligned word is exchanged together with the aligned 8 or 16 bytes around it.
+    /// Exchanges a misaligned word together with the aligned 8 or 16 bytes around it.
     fn rmw_in_window(
         self,
         offset: u64,
@@ -184,8 +183,8 @@ impl HostPage {
         }
     }
 
-    /// Atomically replaces an aligned 4- or 8-byte word. False if it was not
-    /// `old`, is misaligned, or not in the page.
+    /// Atomically replaces an aligned 4- or 8-byte word. Returns false if the word was not `old`, is misaligned, or is
+    /// not in the page.
     #[inline]
     pub fn compare_exchange(self, offset: u64, size: usize, old: u64, new: u64) -> bool {
         if !matches!(size, 4 | 8) || !offset.is_multiple_of(size as u64) {
@@ -306,7 +305,7 @@ impl HostPage {
     }
 }
 
-/// Bytes of so many elements, if that is at most a page.
+/// Returns the length in bytes of `count` elements, or `None` if it exceeds a page.
 fn elements_len(count: u64, unit: u64) -> Option<u64> {
     if !matches!(unit, 1 | 2 | 4 | 8) {
         return None;
@@ -314,7 +313,7 @@ fn elements_len(count: u64, unit: u64) -> Option<u64> {
     count.checked_mul(unit).filter(|len| *len <= PAGE_SIZE)
 }
 
-/// The largest single access that fits `len`.
+/// Returns the size of the largest single access that fits `len`.
 fn piece(len: usize) -> usize {
     match len {
         16.. => 16,
@@ -388,7 +387,7 @@ unsafe fn store(p: *mut u8, size: usize, value: u128) {
     }
 }
 
-/// Returns what was there; the exchange happened if that is `old`.
+/// Returns the previous value; the exchange happened if that equals `old`.
 ///
 /// # Safety
 /// `p` is writable for `size` bytes and aligned to it; 16 needs CMPXCHG16B.
@@ -406,8 +405,8 @@ unsafe fn compare_exchange(p: *mut u8, size: usize, old: u128, new: u128) -> u12
     }
 }
 
-/// Hand-written: the intrinsic, when inlined into code for the baseline CPU,
-/// becomes a call of a library that is not there.
+/// Compare-exchange of 16 bytes. Written by hand: the intrinsic, when inlined into code for the baseline CPU, becomes a
+/// call of a library function that is not linked.
 ///
 /// # Safety
 /// As [`compare_exchange`], and the host has CMPXCHG16B.
@@ -419,7 +418,7 @@ unsafe fn compare_exchange_16(p: *mut u8, old: u128, new: u128) -> u128 {
             "xchg rsi, rbx",
             "lock cmpxchg16b [rdi]",
             "mov rbx, rsi",
-            // Named, since the compiler might choose RBX, which the XCHG replaces.
+            // A fixed register: the compiler might choose RBX, which the XCHG replaces.
             in("rdi") p,
             inout("rsi") new as u64 => _,
             in("rcx") (new >> 64) as u64,

@@ -1,25 +1,26 @@
-//! [`PageSet`]: a bit for each page of a slot, with two levels of summaries above.
+//! [`PageSet`]: a bitmap of a slot's pages with two levels of summaries above it.
 //!
-//! Any thread adds pages; nobody waits. A bit of a summary says that the word below it may be other than 0. It is set after
-//! the word, and who adds a page that is there already looks for it, too: so once [`PageSet::insert`] has returned, every
-//! later [`PageSet::take`] finds the page, whoever put it there. `take` goes from the top: it clears a summary's word before
-//! it looks below, so what is added meanwhile is either taken or has its summary set again.
+//! Any thread may add pages, without waiting. A set summary bit says that the word below it may be nonzero.
+//! [`PageSet::insert`] sets the summary bit after the page's bit, and checks it even if the page's bit is set already.
+//! So once `insert` has returned, every later [`PageSet::take`] finds the page, whichever thread added it. `take` works
+//! from the top down: it clears a summary word before it reads the words below, so a page that is added meanwhile is
+//! either taken or has its summary bit set again.
 
 use std::{io, sync::atomic::Ordering};
 
 use crate::words::Words;
 
-/// Levels of words.
+/// Levels of the bitmap: the pages' bits and two summaries.
 const LEVELS: usize = 3;
 
 /// A set of pages.
 #[derive(Debug)]
 pub(crate) struct PageSet {
-    /// A bit per page, then a bit per word of the level below.
+    /// Level 0 has a bit per page, each other level a bit per word of the level below.
     levels: [Words; LEVELS],
 }
 
-/// The bits that are set, lowest first.
+/// Yields the numbers of the bits set in `word`, lowest first.
 pub(crate) fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     core::iter::from_fn(move || {
         let bit = word.trailing_zeros() as usize;
@@ -29,7 +30,7 @@ pub(crate) fn bits(mut word: u64) -> impl Iterator<Item = usize> {
 }
 
 impl PageSet {
-    /// None of so many pages.
+    /// An empty set for `pages` pages.
     pub(crate) fn new(pages: usize) -> io::Result<Self> {
         let words = pages.div_ceil(64);
         Ok(Self {
@@ -41,12 +42,12 @@ impl PageSet {
         })
     }
 
-    /// Words of 64 pages.
+    /// Number of words on level 0, each for 64 pages.
     pub(crate) fn len(&self) -> usize {
         self.levels[0].len()
     }
 
-    /// The bits of 64 pages.
+    /// Returns the bits of pages `64 * n` to `64 * n + 63`.
     #[inline]
     pub(crate) fn word(&self, n: usize) -> u64 {
         self.levels[0]
@@ -54,19 +55,19 @@ impl PageSet {
             .map_or(0, |w| w.load(Ordering::Acquire))
     }
 
-    /// True if the page is in it.
+    /// True if the set contains the page.
     #[inline]
     pub(crate) fn contains(&self, page: usize) -> bool {
         self.word(page / 64) >> (page % 64) & 1 != 0
     }
 
-    /// Adds a page; true if it was not there.
+    /// Adds a page; returns true if it was absent.
     #[inline]
     pub(crate) fn insert(&self, page: usize) -> bool {
         self.insert_word(page / 64, 1 << (page % 64)) != 0
     }
 
-    /// Adds those of 64 pages; returns which of them were not there.
+    /// Adds the pages of `mask` in word `n`; returns the bits of those that were absent.
     #[inline]
     pub(crate) fn insert_word(&self, n: usize, mask: u64) -> u64 {
         let [words, summaries @ ..] = &self.levels;
@@ -77,7 +78,7 @@ impl PageSet {
         if new != 0 {
             new &= !word.fetch_or(mask, Ordering::AcqRel);
         }
-        // Also if they were there: who added them may not have come so far.
+        // Also if the pages were present: the thread that added them may not have set the summary bits yet.
         let mut n = n;
         for level in summaries {
             let bit = 1 << (n % 64);
@@ -91,7 +92,7 @@ impl PageSet {
         new
     }
 
-    /// Takes those of 64 pages away; returns which of them were there.
+    /// Removes the pages of `mask` in word `n`; returns the bits of those that were present.
     #[inline]
     pub(crate) fn remove_word(&self, n: usize, mask: u64) -> u64 {
         match self.levels[0].get(n) {
@@ -102,7 +103,7 @@ impl PageSet {
         }
     }
 
-    /// Which of 64 words may have pages.
+    /// Returns one bit for each of the group's 64 words: the word may be nonzero.
     #[inline]
     pub(crate) fn summary(&self, group: usize) -> u64 {
         self.levels[1]
@@ -110,7 +111,7 @@ impl PageSet {
             .map_or(0, |w| w.load(Ordering::Acquire))
     }
 
-    /// Takes the pages of a group of 64 words: `f` gets the word's place and its bits.
+    /// Removes all pages of a group of 64 words. Calls `f` with the index and the bits of each nonzero word.
     pub(crate) fn take_group(&self, group: usize, mut f: impl FnMut(usize, u64)) {
         let taken = self.levels[1].get(group).map_or(0, take);
         for bit in bits(taken) {
@@ -122,7 +123,7 @@ impl PageSet {
         }
     }
 
-    /// Takes all pages.
+    /// Removes all pages; `f` is called as by [`Self::take_group`].
     pub(crate) fn take(&self, mut f: impl FnMut(usize, u64)) {
         for (n, top) in self.levels[2].iter().enumerate() {
             for bit in bits(take(top)) {
@@ -132,7 +133,7 @@ impl PageSet {
     }
 }
 
-/// What the word was; 0 from now on.
+/// Clears the word and returns its previous value.
 fn take(word: &crate::words::AtomicU64) -> u64 {
     match word.load(Ordering::Acquire) {
         0 => 0,
@@ -169,12 +170,12 @@ mod tests {
             assert!(taken.iter().eq(model.iter()));
             model.clear();
         }
-        // Beyond the end there is nothing.
+        // The set contains no page beyond its end.
         assert!(!set.insert(1 << 40) && !set.contains(1 << 40));
         set.take(|_, _| panic!("it is empty"));
     }
 
-    /// No page is lost while one thread takes and two add the same ones.
+    /// No page is lost while one thread takes pages and two others add the same ones.
     #[test]
     fn pages_come_out_while_others_go_in() {
         const PAGES: usize = 9000;

@@ -1,4 +1,4 @@
-//! [`Slot`]: one memslot and the per-page state that goes with it.
+//! [`Slot`]: one memslot and the state of its pages.
 
 use std::{
     io,
@@ -18,26 +18,26 @@ use crate::{
     writers::Mailbox,
 };
 
-/// KVM_MEM_LOG_DIRTY_PAGES.
+/// Flag of a slot: the pages written are logged.
 pub const KVM_MEM_LOG_DIRTY_PAGES: u32 = 1 << 0;
-/// KVM_MEM_READONLY.
+/// Flag of a slot: guest writes are device accesses.
 pub const KVM_MEM_READONLY: u32 = 1 << 1;
 
-/// Bytes whose use as code is tracked together: one bit of a page's chunk word.
+/// Bytes of guest code that are tracked together, by one bit of the page's chunk word.
 pub const CODE_CHUNK: u64 = 64;
 
-/// What KVM_SET_USER_MEMORY_REGION says.
+/// The arguments of KVM_SET_USER_MEMORY_REGION.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SlotConfig {
-    /// Address space in the high, slot in the low 16 bits.
+    /// Address space in the high, slot number in the low 16 bits.
     pub slot: u32,
-    /// KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY.
+    /// [`KVM_MEM_LOG_DIRTY_PAGES`] and [`KVM_MEM_READONLY`].
     pub flags: u32,
     /// Guest-physical address.
     pub gpa: u64,
-    /// Bytes; zero deletes the slot.
+    /// Size in bytes; zero deletes the slot.
     pub size: u64,
-    /// Host address: the VMM's promise, see the crate's documentation.
+    /// Host virtual address. It is the VMM's promise, see the crate's documentation.
     pub hva: u64,
 }
 
@@ -46,14 +46,14 @@ pub struct SlotConfig {
 struct CodeState {
     chunks: LazyArray<AtomicU64>,
     generation: LazyArray<AtomicU32>,
-    /// Start of this slot's generations: another slot at the same gpa has
-    /// others, so that its code is never taken for this one's.
+    /// Start value of this slot's generations. Another slot at the same gpa has another one, so that its code is never
+    /// taken for this slot's.
     seed: u32,
-    /// Counts the changes of all slots' generations.
+    /// The VM's count of changes of any slot's generations.
     changes: Arc<AtomicU64>,
 }
 
-/// A memslot. Immutable, but for the atomics of its pages.
+/// A memslot. Immutable, except for the atomics of its pages.
 #[derive(Debug)]
 pub struct Slot {
     config: SlotConfig,
@@ -61,13 +61,13 @@ pub struct Slot {
     dirty: Option<Arc<Dirty>>,
     writers: Arc<Writers>,
     host: Arc<HostPages>,
-    /// The VM's.
+    /// The dirty rings of the VM.
     rings: Arc<DirtyRings>,
 }
 
 impl Slot {
-    /// A slot with fresh page state. `serial` differs for every call; `changes`
-    /// is the one counter of the VM. If it logs, `is_dirty` says whether its pages begin as dirty.
+    /// Makes a slot with fresh page state. `serial` differs in every call; `changes` is the VM's one counter. In a slot
+    /// that logs, `is_dirty` says whether its pages begin as dirty.
     pub(crate) fn new(
         config: SlotConfig,
         is_dirty: bool,
@@ -81,7 +81,7 @@ impl Slot {
             code: Arc::new(CodeState {
                 chunks: LazyArray::new(pages)?,
                 generation: LazyArray::new(pages)?,
-                // Odd multiplier: distinct, far apart seeds.
+                // The multiplier is odd, so seeds are distinct; it is large, so they are far apart.
                 seed: serial.wrapping_mul(0x9e37_79b1),
                 changes: Arc::clone(changes),
             }),
@@ -92,7 +92,7 @@ impl Slot {
         })
     }
 
-    /// The same slot with other flags, or moved: `serial` is given if its gpa changes.
+    /// Returns this slot with other flags or at another gpa; `serial` is given if the gpa changes.
     pub(crate) fn changed(
         &self,
         config: SlotConfig,
@@ -119,7 +119,8 @@ impl Slot {
         }
     }
 
-    /// The same slot while the VMM changes host memory from `start` to `end`, and afterwards; none if that is not under it.
+    /// Returns this slot for use during and after the VMM's change of the host memory from `start` to `end`, or `None`
+    /// if none of that memory is under the slot.
     pub(crate) fn with_host_changing(
         &self,
         start: u64,
@@ -152,7 +153,7 @@ impl Slot {
         Ok(Some(Arc::new(Dirty::new(pages, is_dirty)?)))
     }
 
-    /// The vCPU's part in who may write the pages unnoticed.
+    /// Returns the vCPU's entry in the reverse map of this slot, and makes one if it has none.
     ///
     /// # Errors
     /// The host has no memory.
@@ -160,12 +161,13 @@ impl Slot {
         self.writers.writer(mailbox)
     }
 
-    /// All that may write them.
+    /// The reverse map: the vCPUs that may write the slot's pages.
     pub(crate) fn writers(&self) -> &Writers {
         &self.writers
     }
 
-    /// True if pages that could be written unnoticed in `old`, which is this slot with other flags, have to be noted now.
+    /// True if this slot, which is `old` with other flags, must note writes to pages that could be written unnoticed in
+    /// `old`.
     pub fn notes_more_than(&self, old: &Self) -> bool {
         match (&self.dirty, &old.dirty) {
             (None, _) => false,
@@ -174,31 +176,31 @@ impl Slot {
         }
     }
 
-    /// What the slot was set to.
+    /// The arguments that the slot was set with.
     pub fn config(&self) -> &SlotConfig {
         &self.config
     }
 
-    /// Guest writes are device accesses (KVM_MEM_READONLY).
+    /// True if guest writes are device accesses (KVM_MEM_READONLY).
     #[inline]
     pub fn is_readonly(&self) -> bool {
         self.config.flags & KVM_MEM_READONLY != 0
     }
 
-    /// Writes are logged.
+    /// True if writes are logged.
     #[inline]
     pub fn is_logging(&self) -> bool {
         self.dirty.is_some()
     }
 
-    /// Index of the page that `gpa` is in, if it is in this slot.
+    /// Returns the index of the page that contains `gpa`, if that is in this slot.
     #[inline]
     pub fn page_index(&self, gpa: u64) -> Option<usize> {
         let offset = gpa.wrapping_sub(self.config.gpa);
         (offset < self.config.size).then_some((offset >> PAGE_SHIFT) as usize)
     }
 
-    /// The page of that index, if the process can read it.
+    /// Returns the page of that index, if the process can read it.
     #[inline]
     pub fn page(&self, index: usize) -> Option<HostPage> {
         let hva = self.hva(index)?;
@@ -206,8 +208,7 @@ impl Slot {
         is_good.then(|| HostPage::new(hva as *mut u8))
     }
 
-    /// The page of that index, if the process can read and write it. [`Self::is_readonly`] is
-    /// another question.
+    /// Returns the page of that index, if the process can read and write it. Does not consider [`Self::is_readonly`].
     #[inline]
     pub fn writable_page(&self, index: usize) -> Option<HostPage> {
         let hva = self.hva(index)?;
@@ -215,12 +216,12 @@ impl Slot {
         is_good.then(|| HostPage::new(hva as *mut u8))
     }
 
-    /// The process has mapped all of it, to be read and written, as long as the slot exists.
+    /// Says that the process has mapped all of the slot readable and writable, for as long as the slot exists.
     pub(crate) fn set_mapped(&self) {
         self.host.set_mapped();
     }
 
-    /// The page of that index for a read, or for a write.
+    /// Returns the page of that index for a read or for a write.
     #[inline]
     pub fn page_for(&self, index: usize, write: bool) -> Option<HostPage> {
         if write {
@@ -230,8 +231,8 @@ impl Slot {
         }
     }
 
-    /// Sets the bits of pages from `first` on that are known to be readable, beginning with bit `skipped` for the page
-    /// `first + skipped`. Pages behind the slot's end are none.
+    /// Sets bit `n` of `bits` for each page `first + n` that is known to be readable, from `n = skipped` on. Pages
+    /// beyond the slot's end get no bit.
     pub fn readable_pages(&self, first: usize, skipped: usize, bits: &mut [u64]) {
         let pages = (self.config.size >> PAGE_SHIFT) as usize;
         let is_mapped = self.host.is_mapped();
@@ -243,22 +244,22 @@ impl Slot {
         }
     }
 
-    /// Host address of a page.
+    /// Returns the host address of the page of that index.
     #[inline]
     fn hva(&self, index: usize) -> Option<u64> {
         let offset = (index as u64).checked_mul(PAGE_SIZE)?;
         (offset < self.config.size).then(|| self.config.hva.wrapping_add(offset))
     }
 
-    /// The page that `gpa` is in, if it is in this slot.
+    /// Returns the page that contains `gpa`, if that is in this slot.
     #[inline]
     pub fn host_page(&self, gpa: u64) -> Option<HostPage> {
         self.page(self.page_index(gpa)?)
     }
 
-    /// Sets the page's dirty bit if the slot logs. Called after a write; a vCPU that is findable as a
-    /// writer of the page may call it before, as no harvest is reported until it has acknowledged.
-    /// True if it was clean.
+    /// Sets the page's dirty bit if the slot logs, and returns true if it was clear. Called after the write. A vCPU
+    /// that is recorded as a writer of the page may call this before it, because no harvest is reported until that vCPU
+    /// has acknowledged it.
     #[inline]
     pub fn mark_dirty(&self, index: usize) -> bool {
         let is_new = self.dirty.as_ref().is_some_and(|dirty| dirty.mark(index));
@@ -268,12 +269,12 @@ impl Slot {
         is_new
     }
 
-    /// Which pages are dirty, if the slot logs.
+    /// The dirty state, if the slot logs.
     pub(crate) fn dirty(&self) -> Option<&Dirty> {
         self.dirty.as_deref()
     }
 
-    /// The chunks of the page that were fetched as code, a bit each.
+    /// Returns the chunks of the page that were fetched as code, one bit each.
     #[inline]
     pub fn code_chunks(&self, index: usize) -> u64 {
         self.code
@@ -282,12 +283,11 @@ impl Slot {
             .map_or(0, |c| c.load(Ordering::SeqCst))
     }
 
-    /// Marks `len` bytes from `offset` as fetched as code; call *before* reading
-    /// them. Returns the page's chunks as they were.
+    /// Marks `len` bytes from `offset` as fetched as code, and returns the page's chunks as they were before. Call this
+    /// *before* reading the bytes.
     ///
-    /// The caller knows the page's generation from before this call: a writer
-    /// first forgets the chunks and then changes the generation, so a mark that
-    /// is lost comes with a generation that is out of date.
+    /// The caller must have read the page's generation before this call. A writer clears the chunks first and changes
+    /// the generation afterwards, so if a mark is lost, the caller's generation is out of date.
     #[inline]
     pub fn track_code(&self, index: usize, offset: u64, len: u64) -> u64 {
         let mask = chunk_mask(offset, len);
@@ -300,13 +300,14 @@ impl Slot {
         }
         let old = chunks.fetch_or(mask, Ordering::SeqCst);
         if old == 0 {
-            // KVM maps a page writable when the guest first comes there, and reports it.
+            // KVM maps a page writable at the guest's first access, and reports it as dirty. Fetched pages do the same
+            // here.
             self.mark_dirty(index);
         }
         old
     }
 
-    /// Generation of the page's code.
+    /// Returns the generation of the page's code.
     #[inline]
     pub fn code_generation(&self, index: usize) -> u32 {
         self.code.generation.get(index).map_or(0, |g| {
@@ -314,36 +315,37 @@ impl Slot {
         })
     }
 
-    /// The counter behind [`Self::code_generation`].
+    /// The counter from which [`Self::code_generation`] is computed.
     pub fn code_generation_cell(&self, index: usize) -> Option<&AtomicU32> {
         self.code.generation.get(index)
     }
 
-    /// Makes everything decoded from the page invalid.
+    /// Invalidates everything decoded from the page.
     pub fn bump_code_generation(&self, index: usize) {
         if let Some(g) = self.code.generation.get(index) {
             g.fetch_add(1, Ordering::SeqCst);
-            // Second: who sees the count unchanged may go by generations read before.
+            // After the generation: a thread that sees the count unchanged may rely on generations that it read before.
             self.code.changes.fetch_add(1, Ordering::SeqCst);
         }
     }
 
-    /// Bytes of the page have been written: if any of them were fetched as code,
-    /// the page's code is invalid and no longer tracked. Call after the write.
+    /// Notes that bytes of the page have been written. If any of them were fetched as code, the page's code becomes
+    /// invalid and is no longer tracked. Call this after the write.
     #[inline]
     pub fn note_code_write(&self, index: usize, offset: u64, len: u64) {
-        // Either a fetcher's mark is seen here or our bytes are seen there.
+        // With the fetcher's barrier: either this thread sees the fetcher's mark, or the fetcher sees the written
+        // bytes.
         host::cpu::barrier();
         if let Some(chunks) = self.code.chunks.get(index)
             && chunks.load(Ordering::SeqCst) & chunk_mask(offset, len) != 0
         {
-            // Forget first: see `track_code`.
+            // The chunks are cleared before the generation changes: see `track_code`.
             chunks.store(0, Ordering::SeqCst);
             self.bump_code_generation(index);
         }
     }
 
-    /// After a write to one page: dirty bit and code tracking.
+    /// Notes a write to one page, after it: sets the dirty bit and updates code tracking.
     #[inline]
     pub fn note_write(&self, index: usize, offset: u64, len: u64) {
         self.mark_dirty(index);
@@ -351,7 +353,7 @@ impl Slot {
     }
 }
 
-/// Bits of the chunks that `len` bytes from `offset` touch, cut at the page's end.
+/// Returns the bits of the chunks that `len` bytes from `offset` touch, cut at the page's end.
 #[inline]
 fn chunk_mask(offset: u64, len: u64) -> u64 {
     if len == 0 {

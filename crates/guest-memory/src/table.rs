@@ -19,11 +19,11 @@ use crate::{
 pub const ADDRESS_SPACES: usize = 2;
 /// Slots per address space that a VMM may use (KVM_CAP_NR_MEMSLOTS).
 pub const USER_MEM_SLOTS: u32 = 32764;
-/// Pages per slot.
+/// Largest number of pages of a slot.
 const MAX_NR_PAGES: u64 = (1 << 31) - 1;
-/// End of the host's user addresses.
+/// End of the host's user address space.
 const TASK_SIZE: u64 = 0x7fff_ffff_f000;
-/// End of guest-physical addresses that a slot may have.
+/// End of the guest-physical addresses that a slot may have.
 const GPA_END: u64 = 1 << 52;
 
 /// Why a slot was not set or found.
@@ -32,25 +32,25 @@ pub enum MemslotError {
     /// A flag that KVM does not define.
     #[error("unknown memslot flags {0:#x}")]
     Flags(u32),
-    /// Slot number or address space out of range.
+    /// The slot number or address space is out of range.
     #[error("no such slot number {0:#x}")]
     Number(u32),
-    /// gpa, size or hva not page aligned.
+    /// gpa, size or hva is not page aligned.
     #[error("slot is not page aligned")]
     Unaligned,
-    /// gpa or hva range wraps or is beyond what can be addressed, or too many pages.
+    /// The gpa or hva range wraps or lies beyond what can be addressed, or the slot has too many pages.
     #[error("slot is out of range")]
     Range,
-    /// Overlaps another slot.
+    /// The slot overlaps another one.
     #[error("slot overlaps slot {0}")]
     Overlap(u32),
     /// An existing slot's size, hva or read-only flag cannot change.
     #[error("size, hva and read-only flag of an existing slot are fixed")]
     Immutable,
-    /// Deletes a slot that is not there.
+    /// The slot to delete does not exist.
     #[error("there is no slot {0:#x} to delete")]
     Nothing(u32),
-    /// Asks about a slot that is not there.
+    /// The requested slot does not exist.
     #[error("slot {0:#x} does not exist")]
     NotFound(u32),
     /// The slot does not log dirty pages.
@@ -69,52 +69,53 @@ impl From<io::Error> for MemslotError {
 
 /// A set of memslots, sorted by gpa.
 ///
-/// Copied only for a change while somebody has a snapshot of it: a VMM that sets thousands of slots
-/// before its guest runs pays for each of them alone.
+/// Before a change it is copied only if a thread holds a snapshot of it, so that a VMM that sets thousands of slots
+/// before its guest runs pays for each slot alone.
 #[derive(Clone, Debug, Default)]
 pub struct SlotTable {
     spaces: [Vec<Arc<Slot>>; ADDRESS_SPACES],
-    /// gpa of each slot number, which has the address space in its upper half.
+    /// gpa of each slot, by slot number with the address space in its upper half.
     places: BTreeMap<u32, u64>,
-    /// Changes of which slots there are, where, and what is under them.
+    /// Counts changes of which slots exist, of their gpas, and of the host memory under them.
     generation: u64,
 }
 
-/// A change that was found to be possible.
+/// A change that was found to be allowed.
 #[derive(Debug)]
 pub(crate) struct Change {
     number: u32,
-    /// The slot as it is from now on; none: it is deleted.
+    /// The slot after the change; `None` deletes it.
     slot: Option<Arc<Slot>>,
-    /// It stays where it is, with other flags.
+    /// The slot keeps its gpa and gets other flags.
     is_in_place: bool,
 }
 
-/// What a change is planned with.
+/// The VM's state that [`SlotTable::plan`] uses.
 pub(crate) struct Planning<'a> {
-    /// The last serial number of a slot.
+    /// Serial number of the newest slot.
     pub(crate) serial: &'a mut u32,
-    /// The VM's counter of changes of code.
+    /// The VM's counter of code changes.
     pub(crate) changes: &'a Arc<AtomicU64>,
     pub(crate) rings: &'a Arc<DirtyRings>,
-    /// Pages of a slot that begins to log are dirty.
+    /// True if the pages of a slot that begins to log are dirty.
     pub(crate) starts_dirty: bool,
 }
 
 impl SlotTable {
-    /// Changes with which slots there are, where, and what is under them: while it stays the same, so do their places in [`Self::slots`].
+    /// Changes whenever slots are added, deleted or moved, or the host memory under them changes. While it stays the
+    /// same, slots keep their indices in [`Self::slots`].
     #[inline]
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// All slots of an address space by ascending gpa.
+    /// The slots of an address space by ascending gpa.
     #[inline]
     pub fn slots(&self, space: usize) -> &[Arc<Slot>] {
         self.spaces.get(space).map_or(&[], |s| &s[..])
     }
 
-    /// Index of the slot that `gpa` is in.
+    /// Returns the index of the slot that contains `gpa`.
     #[inline]
     pub fn find(&self, space: usize, gpa: u64) -> Option<usize> {
         let slots = self.slots(space);
@@ -125,7 +126,7 @@ impl SlotTable {
         Some(i)
     }
 
-    /// The same; `near` is the slot to look at first.
+    /// Like [`Self::find`], but looks at slot `near` first.
     #[inline]
     pub fn find_near(&self, space: usize, gpa: u64, near: usize) -> Option<usize> {
         let slot = self.slots(space).get(near);
@@ -135,25 +136,25 @@ impl SlotTable {
         self.find(space, gpa)
     }
 
-    /// The slot that `gpa` is in.
+    /// Returns the slot that contains `gpa`.
     #[inline]
     pub fn lookup(&self, space: usize, gpa: u64) -> Option<&Slot> {
         self.slots(space).get(self.find(space, gpa)?).map(|s| &**s)
     }
 
-    /// The slot of that number.
+    /// Returns the slot of that number.
     pub fn by_number(&self, number: u32) -> Option<&Slot> {
         let space = (number >> 16) as usize;
         let at = self.position(space, *self.places.get(&number)?);
         self.slots(space).get(at).map(|s| &**s)
     }
 
-    /// Index of the first slot that does not begin before `gpa`.
+    /// Returns the index of the first slot that begins at or above `gpa`.
     fn position(&self, space: usize, gpa: u64) -> usize {
         self.slots(space).partition_point(|s| s.config().gpa < gpa)
     }
 
-    /// Host page of a gpa; with `write` only if the guest may write it.
+    /// Returns the host page that contains `gpa`; with `write` only if the guest may write it.
     pub fn host_page(&self, space: usize, gpa: u64, write: bool) -> Option<HostPage> {
         let slot = self.lookup(space, gpa)?;
         if write && slot.is_readonly() {
@@ -163,7 +164,8 @@ impl SlotTable {
         slot.page_for(index, write)
     }
 
-    /// Calls `f(slot, page index, host page, offset in page, range in the buffer)` per page.
+    /// Calls `f(slot, page index, host page, offset in page, range in the buffer)` for each page. Returns false at the
+    /// first page that does not exist.
     fn pages(
         &self,
         space: usize,
@@ -197,7 +199,7 @@ impl SlotTable {
         true
     }
 
-    /// Reads bytes across pages and slots; false (and nothing read) if some are not RAM.
+    /// Reads bytes across pages and slots. Returns false, with nothing read, if some are not RAM.
     pub fn read_bytes(&self, space: usize, gpa: u64, buf: &mut [u8]) -> bool {
         if !self.pages(space, gpa, buf.len(), false, |_, _, _, _, _| ()) {
             return false;
@@ -209,8 +211,8 @@ impl SlotTable {
         })
     }
 
-    /// Writes bytes across pages and slots, marking them dirty and noting writes
-    /// to code; false (and nothing written) if some are not writable RAM.
+    /// Writes bytes across pages and slots, marks the pages dirty and notes writes to code. Returns false, with nothing
+    /// written, if some bytes are not writable RAM.
     pub fn write_bytes(&self, space: usize, gpa: u64, buf: &[u8]) -> bool {
         if !self.pages(space, gpa, buf.len(), true, |_, _, _, _, _| ()) {
             return false;
@@ -229,8 +231,8 @@ impl SlotTable {
         )
     }
 
-    /// What `config` changes, or `None` if that is nothing.
-    /// The order of checks is KVM's, so that the same request gets the same error.
+    /// Returns the change that `config` asks for, or `None` if it changes nothing. Checks are made in KVM's order, so
+    /// that each request gets the same error as from KVM.
     pub(crate) fn plan(
         &self,
         config: SlotConfig,
@@ -296,8 +298,8 @@ impl SlotTable {
             if end > GPA_END {
                 return Err(MemslotError::Range);
             }
-            // Only the last two that begin before the new one's end can overlap it: of those, one may
-            // be the slot itself.
+            // Slots do not overlap, so only the two last ones that begin before the new one's end can overlap it: two,
+            // because one of them may be the slot itself.
             let before = self.position(space, end);
             let near = self.slots(space).get(..before).unwrap_or_default();
             let other = near.iter().rev().take(2).map(|s| s.config());
@@ -326,7 +328,8 @@ impl SlotTable {
         }))
     }
 
-    /// This table while the VMM changes host memory from `start` to `end`, and afterwards; none if that is under no slot.
+    /// Returns this table for use during and after the VMM's change of the host memory from `start` to `end`, or `None`
+    /// if that is under no slot.
     pub(crate) fn with_host_changing(
         &self,
         start: u64,
@@ -368,7 +371,7 @@ impl SlotTable {
             return;
         };
         match (old, at.zip(change.slot)) {
-            // The place is that of the slot itself: another of its flags, no move.
+            // The slot keeps its index: only its flags change, or its move passes no other slot.
             (Some(old), Some((at, slot))) if old == at => {
                 if let Some(place) = slots.get_mut(old) {
                     *place = slot;

@@ -1,175 +1,177 @@
-//! [`TaggedPages`]: a TLB's entries, where generated code finds them by one register.
+//! [`TaggedPages`]: the entries of a TLB, laid out so that generated code reaches all of them from one base register.
 //!
 //! ```text
-//! base - 160 … base - 13   words of generated code's own
-//! base - 12                the entry that is compared without an index
-//! base + 4                 the pages of the other entries
-//! behind them              their tags for one kind of access, then for the other
-//! behind those             the per-site entries: entries that are compared without an index, too
+//! base - 160 … base - 13   words that belong to generated code
+//! base - 12                the single entry, which is compared without an index
+//! base + 4                 the pages of the indexed entries
+//! behind the pages         their tags for reads, then their tags for writes
+//! behind the tags          the per-site entries, which are compared without an index, too; what is known of their use
 //! behind those             room for the bytes of an operand that straddles two pages
-//! behind that              the page guards: what generated code compares the target's page of a branch with
-//! behind those             the inline caches: where single branches by memory have gone to last
-//! last                     [`Reach`]: what a miss finds the second level by, and which entries are filled
+//! behind that              the page guards: a cross-page branch compares its target's page with one of them
+//! behind those             the inline caches: each has the last target of one branch by a pointer in memory
+//! last                     [`Reach`]: how a miss finds second-level entries, and which first-level entries are filled
 //! ```
 //!
-//! An entry's place in each of the arrays is its index times eight, which addressing does by itself.
-//! (With tag and page side by side an addition was part of each probe.) One page serves both kinds of access.
+//! In each of the arrays an entry is at eight times its index, which an addressing mode can express. (If tag and page
+//! were side by side, each probe would need an addition.) Reads and writes share an entry's page and have a tag each.
 //!
-//! The low 16 bits of the base are a number that its user chooses: BEXTR takes what it extracts from
-//! the low bits of a register, so that the base says it as well. All of what is used between
-//! calls lies so close below the base that its displacement takes one byte.
+//! The low 16 bits of the base are a number that the base's user chooses. BEXTR takes the position and length of the
+//! bits to extract from the low bits of a register, so the base serves as that operand as well. The words used between
+//! calls lie so close below the base that their displacements take one byte.
 
 use core::{mem::offset_of, ptr::NonNull};
 
 use crate::HostPage;
 
-/// An entry of a TLB, laid out for generated code. Zeroed, its page is address
-/// 0: holders see to it that nothing matches the tag of such an entry.
+/// An entry of a TLB, laid out for generated code. In a zeroed entry the page is address 0, so holders make sure that
+/// nothing matches its tag.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct TaggedPage {
-    /// What identifies the guest's page.
+    /// Identifies the guest's page.
     pub tag: u64,
-    /// The page.
+    /// The host page.
     pub host: HostPage,
 }
 
 /// The base's low bits: `start | length << 8` of the bits that BEXTR extracts.
 pub const BASE: usize = 0x0e0c;
-/// Where the entries' pages are from the base.
+/// Offset from the base of the indexed entries' pages.
 pub const PAGES: i32 = 4;
-/// Where the tags of `N` entries for a kind of access are.
+/// Offset from the base of the tags of `N` indexed entries for reads (`kind` 0) or writes (1).
 pub const fn tags<const N: usize>(kind: usize) -> i32 {
     PAGES + 8 * (N * (1 + kind)) as i32
 }
-/// Where the entry without an index is from the base.
+/// Offset from the base of the single entry, which needs no index.
 pub const SINGLE: i32 = PAGES - size_of::<TaggedPage>() as i32;
-/// Per-site entries that there are.
+/// Number of per-site entries.
 pub const SITE_ENTRIES: usize = 512;
-/// Where per-site entry `n` is from the base, where there are `N` other entries.
+/// Offset from the base of per-site entry `n`, with `N` indexed entries.
 pub const fn site_entry<const N: usize>(n: usize) -> i32 {
     tags::<N>(2) + (n * size_of::<TaggedPage>()) as i32
 }
-/// Where the bits are that tell which per-site entries are used.
+/// Offset from the base of the bits that say which per-site entries are used.
 pub const fn site_entries_used<const N: usize>() -> i32 {
     site_entry::<N>(SITE_ENTRIES)
 }
-/// Where [`SEEN`] bits are for the pages that per-site entries have had.
+/// Offset from the base of the [`SEEN`] bits for the pages that per-site entries have held.
 pub const fn site_entries_seen<const N: usize>() -> i32 {
     site_entries_used::<N>() + SITE_ENTRIES as i32 / 8
 }
-/// How many.
+/// Number of bits for the pages that per-site entries have held.
 pub const SEEN: usize = 1024;
-/// Where a number of 32 bits for each per-site entry is, which is generated code's own.
+/// Offset from the base of the 32-bit counts, one for each per-site entry, which generated code maintains.
 pub const fn site_entry_counts<const N: usize>() -> i32 {
     site_entries_seen::<N>() + SEEN as i32 / 8
 }
-/// Where room for [`BOUNCE_LEN`] bytes from each of two pages is, which is generated code's own.
+/// Offset from the base of the room for [`BOUNCE_LEN`] bytes from each of two pages, which generated code uses.
 pub const fn bounce<const N: usize>() -> i32 {
     site_entry_counts::<N>() + 4 * SITE_ENTRIES as i32
 }
-/// How many: those of the largest operand that is no block of memory.
+/// Bytes of the largest operand that is not a block of memory.
 pub const BOUNCE_LEN: usize = 32;
-/// Cells that there are.
+/// Number of page guards.
 pub const PAGE_GUARDS: usize = 4096;
-/// Where page guard `n` is from the base, where there are `N` entries.
+/// Offset from the base of page guard `n`, with `N` indexed entries.
 pub const fn page_guard<const N: usize>(n: usize) -> i32 {
     bounce::<N>() + (2 * BOUNCE_LEN + n * size_of::<u64>()) as i32
 }
 
-/// Inline caches that there are.
+/// Number of inline caches.
 pub const INLINE_CACHES: usize = 1024;
-/// Where the bits are that tell which of them are used.
+/// Offset from the base of the bits that say which inline caches are used.
 pub const fn inline_caches_used<const N: usize>() -> i32 {
     page_guard::<N>(PAGE_GUARDS)
 }
-/// Where inline cache `n` is from the base, where there are `N` entries.
+/// Offset from the base of inline cache `n`, with `N` indexed entries.
 pub const fn inline_cache<const N: usize>(n: usize) -> i32 {
     inline_caches_used::<N>() + (INLINE_CACHES / 8 + n * size_of::<InlineCache>()) as i32
 }
-/// Three words of generated code's own.
+/// Three words that generated code defines.
 pub type InlineCache = [u64; 3];
 
-/// Where [`Reach`] is from the base.
+/// Offset from the base of [`Reach`].
 pub const fn reach<const N: usize>() -> i32 {
     inline_cache::<N>(INLINE_CACHES)
 }
 
-/// What the second level's entries of an address space are found by.
+/// The key by which an address space's entries are found in the second level.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct L2Key {
-    /// Whose entries: no other address space, and none before a flush, has the same.
+    /// Identifies the address space since its last flush: no other address space, and no time before the flush, has the
+    /// same token.
     pub token: u64,
-    /// What the index of a 4 KiB page is XORed with.
+    /// Number that the index of a 4 KiB page is XORed with.
     pub small: u64,
-    /// What the index of a 2 MiB piece is XORed with.
+    /// Number that the index of a 2 MiB piece is XORed with.
     pub large: u64,
-    /// Keys are selected by a bit.
+    /// Pads the key to a power of two, so that generated code selects a key by one bit.
     pub unused: u64,
 }
 
-/// Entries whose use is noted together.
+/// Number of entries whose use is noted together.
 pub const GROUP: usize = 64;
-/// Groups that there may be.
+/// Largest number of groups.
 const GROUPS: usize = (1 << 14) / GROUP;
 
-/// What generated code needs to answer a miss by the second level: whose entries count, what they may be used for, and
-/// where to note which entries of the first level are filled.
+/// What generated code needs to serve a miss from the second level: the keys of its entries, the rights that this view
+/// gives to them, and where to note which first-level entries are filled.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Reach {
-    /// Of the address space, and of what is global.
+    /// The keys of the address space and of global pages.
     pub keys: [L2Key; 2],
-    /// Bit per class of pages: reads of such a page are allowed, and writes. All 0: nothing is answered.
+    /// A bit per class of pages, for reads and for writes: the access is allowed. With no bit set, the second level
+    /// serves nothing.
     pub rights: [u64; 2],
     /// Address of the table of small pages.
     pub small: u64,
-    /// What its byte offsets are masked with.
+    /// Mask of the byte offset in that table.
     pub small_mask: u64,
     /// Address of the table of large pages.
     pub large: u64,
-    /// The current round of writes.
+    /// The current round: only entries of this round may be written unnoticed.
     pub round: u64,
-    /// The bits of an entry's data that are the page.
+    /// The bits of an entry's data that are the host page's address.
     pub page_mask: u64,
-    /// Misses answered, counted by generated code.
+    /// Misses served from the second level, counted by generated code.
     pub hits: u64,
-    /// Bit per entry: it may be filled with what is global.
+    /// Bit per entry: it may have been filled with a global page.
     pub global: [u64; GROUPS],
-    /// Bit per entry: it was filled, with what is not global, since the last flush of all such.
+    /// Bit per entry: it was filled with a page that is not global since all such were flushed last.
     pub private: [u64; GROUPS],
-    /// Bit per group: it may have entries.
+    /// Bit per group: some entry of it may be filled.
     pub used: [u64; GROUPS / 64],
-    /// Which view the entries are of, for generated code to compare.
+    /// Number of the view that the entries belong to, which generated code compares.
     pub view: u64,
 }
 
-/// Words below it.
+/// Number of words below the single entry.
 pub const WORDS: usize = 18;
-/// How many of them take a displacement of one byte.
+/// Number of those words that an 8-bit displacement reaches.
 pub const SHORT_WORDS: usize = 14;
-/// Where word `n` is from the base.
+/// Offset from the base of word `n`.
 pub const fn word(n: usize) -> i32 {
     assert!(n < WORDS);
     SINGLE - 8 * (1 + n as i32)
 }
 
-/// What the low bits of a base are all of.
+/// All bases are equal modulo this.
 const ALIGN: usize = 1 << 16;
 
-/// What lies around the base.
+/// The layout around the base.
 #[repr(C)]
 struct Inside<const N: usize> {
-    /// Generated code's own.
+    /// Words that belong to generated code.
     words: [u64; WORDS],
     single: TaggedPage,
     pages: [HostPage; N],
     tags: [[u64; N]; 2],
     site_entries: [TaggedPage; SITE_ENTRIES],
-    /// Bit per per-site entry.
+    /// Bit per per-site entry: it is used.
     used: [u64; SITE_ENTRIES / 64],
-    /// Bit per page number, as far as it fits.
+    /// Bit per page number modulo [`SEEN`]: a per-site entry may have held the page.
     seen: [u64; SEEN / 64],
     counts: [u32; SITE_ENTRIES],
     bounce: [[u8; BOUNCE_LEN]; 2],
@@ -179,18 +181,19 @@ struct Inside<const N: usize> {
     reach: Reach,
 }
 
-/// `N` entries for each of two kinds of access.
+/// A TLB's entries: `N` indexed ones with a tag for reads and one for writes, and all that lies beside them.
 pub struct TaggedPages<const N: usize> {
-    /// From `Box`, and zero at first: pages that are not written take no memory.
+    /// From `Box`, and zero at first, so that host pages that are not written take no memory.
     all: NonNull<[u64]>,
-    /// In there. Generated code writes it while nobody else looks, so that there is no reference for long.
+    /// Points into `all`. Generated code writes here while no Rust code runs, so Rust forms references only for the
+    /// length of a call.
     inside: NonNull<Inside<N>>,
 }
 
-// SAFETY: it owns what it points to.
+// SAFETY: the object owns what its pointers point to.
 unsafe impl<const N: usize> Send for TaggedPages<N> {}
-// SAFETY: through a shared reference it is only read; generated code runs on the thread of the vCPU
-// that owns it.
+// SAFETY: through a shared reference the memory is only read; generated code, which writes it, runs on the thread of
+// the vCPU that owns the object.
 unsafe impl<const N: usize> Sync for TaggedPages<N> {}
 
 impl<const N: usize> core::fmt::Debug for TaggedPages<N> {
@@ -200,7 +203,7 @@ impl<const N: usize> core::fmt::Debug for TaggedPages<N> {
 }
 
 impl<const N: usize> TaggedPages<N> {
-    /// Where the base is in [`Inside`].
+    /// Offset of the base in [`Inside`].
     const BEFORE: usize = offset_of!(Inside<N>, pages) - PAGES as usize;
     const PLACES: () = assert!(
         offset_of!(Inside<N>, single) as i32 == Self::BEFORE as i32 + SINGLE
@@ -225,34 +228,37 @@ impl<const N: usize> TaggedPages<N> {
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
 
-    /// All of it zero.
+    /// Makes an object that is all zero.
     pub fn zeroed() -> Self {
         const { Self::PLACES };
         let words = (size_of::<Inside<N>>() + ALIGN) / size_of::<u64>();
-        // SAFETY: zero is a valid number.
+        // SAFETY: zero is a valid `u64`.
         let all: Box<[u64]> = unsafe { Box::new_zeroed_slice(words).assume_init() };
         let all = NonNull::from(Box::leak(all));
         let start = all.cast::<u8>();
         let skipped = (BASE - Self::BEFORE).wrapping_sub(start.addr().get()) % ALIGN;
-        // SAFETY: less than ALIGN bytes on there is still room for all of `Inside`; it is aligned
-        // (see PLACES), and zero is a valid number and a valid raw pointer.
+        // SAFETY: `skipped` is less than ALIGN, and the allocation has ALIGN bytes more than `Inside`, so all of
+        // `Inside` fits behind it; the address is aligned (see PLACES), and zero is a valid integer and a valid raw
+        // pointer.
         let inside = unsafe { start.add(skipped).cast() };
         Self { all, inside }
     }
 
-    /// For generated code, which may write the words, the single entry, per-site entries and their numbers.
+    /// Returns the base for generated code, which may write the words, the single entry, the per-site entries and their
+    /// counts.
     pub fn base(&self) -> u64 {
         (self.inside.addr().get() + Self::BEFORE) as u64
     }
 
-    /// The entry without an index.
+    /// Returns the single entry.
     #[inline(always)]
     pub fn single(&mut self) -> &mut TaggedPage {
-        // SAFETY: it is its own and valid, and generated code does not run now.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not run while Rust
+        // has `&mut self`.
         unsafe { &mut self.inside.as_mut().single }
     }
 
-    /// All per-site entries, and which are used.
+    /// Returns all per-site entries, and the bits that say which are used.
     #[inline(always)]
     pub fn site_entries(
         &mut self,
@@ -266,7 +272,7 @@ impl<const N: usize> TaggedPages<N> {
         (&mut inside.site_entries, &mut inside.used)
     }
 
-    /// Which pages per-site entries have had.
+    /// Returns the bits of the pages that per-site entries have held.
     #[inline(always)]
     pub fn site_entries_seen(&mut self) -> &mut [u64; SEEN / 64] {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
@@ -274,21 +280,21 @@ impl<const N: usize> TaggedPages<N> {
         unsafe { &mut self.inside.as_mut().seen }
     }
 
-    /// The per-site entries' numbers.
+    /// Returns the per-site entries' counts.
     pub fn site_entry_counts(&mut self) -> &mut [u32; SITE_ENTRIES] {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
         // run while Rust has `&mut self`.
         unsafe { &mut self.inside.as_mut().counts }
     }
 
-    /// One of the page guards.
+    /// Returns page guard `n`.
     pub fn page_guard(&self, n: usize) -> u64 {
         // SAFETY: `inside` is this object's own and valid; generated code, which alone writes it without
         // `&mut self`, does not run while Rust does.
         unsafe { self.inside.as_ref() }.page_guards[n]
     }
 
-    /// The page guards.
+    /// Returns all page guards.
     #[inline(always)]
     pub fn page_guards(&mut self) -> &mut [u64; PAGE_GUARDS] {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
@@ -296,21 +302,23 @@ impl<const N: usize> TaggedPages<N> {
         unsafe { &mut self.inside.as_mut().page_guards }
     }
 
-    /// What misses go by.
+    /// Returns the words by which misses are served.
     #[inline(always)]
     pub fn reach(&self) -> &Reach {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, which alone writes it without `&mut self`,
+        // does not run while Rust does.
         unsafe { &self.inside.as_ref().reach }
     }
 
-    /// The same, to be changed.
+    /// Returns the words by which misses are served, to be changed.
     #[inline(always)]
     pub fn reach_mut(&mut self) -> &mut Reach {
-        // SAFETY: as above.
+        // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not run while Rust
+        // has `&mut self`.
         unsafe { &mut self.inside.as_mut().reach }
     }
 
-    /// Makes the inline caches zero that are used.
+    /// Zeroes the inline caches that are used.
     #[inline(always)]
     pub fn clear_inline_caches(&mut self) {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
@@ -325,7 +333,7 @@ impl<const N: usize> TaggedPages<N> {
         }
     }
 
-    /// Page and tag of another.
+    /// Returns page and tag of indexed entry `i` for an access of `kind` (0 read, 1 write).
     #[inline(always)]
     pub fn get(&self, kind: usize, i: usize) -> TaggedPage {
         // SAFETY: `inside` is this object's own and valid; generated code, which alone writes it without
@@ -337,7 +345,7 @@ impl<const N: usize> TaggedPages<N> {
         }
     }
 
-    /// Sets the tag of another for a kind of access.
+    /// Sets the tag of indexed entry `i` for an access of `kind` (0 read, 1 write).
     #[inline(always)]
     pub fn set_tag(&mut self, kind: usize, i: usize, tag: u64) {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
@@ -345,7 +353,7 @@ impl<const N: usize> TaggedPages<N> {
         unsafe { self.inside.as_mut() }.tags[kind][i] = tag;
     }
 
-    /// Sets the page of another, for both kinds.
+    /// Sets the page of indexed entry `i`, for reads and writes.
     #[inline(always)]
     pub fn set_page(&mut self, i: usize, host: HostPage) {
         // SAFETY: `inside` is this object's own and valid; generated code, the only other user, does not
@@ -356,7 +364,7 @@ impl<const N: usize> TaggedPages<N> {
 
 impl<const N: usize> Drop for TaggedPages<N> {
     fn drop(&mut self) {
-        // SAFETY: from `Box::leak`, and nothing else has it.
+        // SAFETY: `all` comes from `Box::leak`, and nothing else frees it.
         drop(unsafe { Box::from_raw(self.all.as_ptr()) });
     }
 }
@@ -370,7 +378,7 @@ mod tests {
         let all: Vec<_> = (0..20).map(|_| TaggedPages::<100>::zeroed()).collect();
         for mut t in all {
             assert_eq!(t.base() as usize % ALIGN, BASE);
-            // SAFETY: it is its own.
+            // SAFETY: `inside` is the object's own and valid.
             let inside = unsafe { t.inside.as_ref() };
             let pages = inside.pages.as_ptr().addr() as u64;
             assert_eq!(pages, t.base() + PAGES as u64);

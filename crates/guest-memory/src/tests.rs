@@ -51,7 +51,7 @@ fn slot_rules() {
         (config(0, 0, 0x4000, HVA + 0x1000, 0), Err(E::Immutable)),
         (config(0, 0, 0x4000, HVA, 2), Err(E::Immutable)),
         (config(1, 0x4000, 0x1000, HVA, 0), Err(E::Immutable)),
-        // Flags, nothing, and a move.
+        // A change of flags, no change, and moves.
         (config(0, 0, 0x4000, HVA, 1), Ok(())),
         (config(0, 0, 0x4000, HVA, 1), Ok(())),
         (config(0, 0x1000, 0x4000, HVA, 1), Err(E::Overlap(1))),
@@ -82,7 +82,7 @@ fn with_ram() -> (Arc<GuestMemory>, Mapping) {
     let m = GuestMemory::new();
     let ram = Mapping::anonymous(0x6000).unwrap();
     let hva = ram.as_ptr() as u64;
-    // Adjacent in the guest, in the other order in the host.
+    // Adjacent in the guest; in the opposite order in the host.
     m.set_slot(config(0, 0, 0x3000, hva + 0x3000, 1)).unwrap();
     m.set_slot(config(1, 0x3000, 0x3000, hva, 0)).unwrap();
     (m, ram)
@@ -200,7 +200,7 @@ fn dirty_log_errors() {
     assert_eq!(dirty(&m, 0, false).unwrap(), [4]);
 }
 
-/// The bitmap, taken or left.
+/// Returns the slot's bitmap; `take` clears it.
 fn dirty(m: &GuestMemory, slot: u32, take: bool) -> Result<Vec<u64>, E> {
     let mut bitmap = Vec::new();
     let show = |_, words: &[u64]| {
@@ -225,7 +225,7 @@ fn who_may_write_is_asked_for_what_was_harvested_and_for_nothing_else() {
     assert!(logs.add(0) && logs.add(1) && other.add(0));
     m.mark_dirty(2);
     assert_eq!(dirty(&m, 0, false).unwrap(), [1 << 2]);
-    // A page that it does not write, and then none at all.
+    // A harvest of a page that the vCPU does not write, and then an empty one.
     assert_eq!(dirty(&m, 0, true).unwrap(), [1 << 2]);
     assert_eq!(dirty(&m, 0, true).unwrap(), [0]);
     assert_eq!((own.posted(), m.pages_asked()), (0, 0));
@@ -243,7 +243,7 @@ fn who_may_write_is_asked_for_what_was_harvested_and_for_nothing_else() {
     assert_eq!(m.epoch(), epoch);
 }
 
-/// All of a sparse slot of 64 GiB, in as many steps as it has pages that are used.
+/// A sparse slot of 64 GiB takes as many steps as it has pages in use.
 #[test]
 fn a_large_slot_begins_dirty_and_is_cleared_without_a_walk() {
     const SIZE: u64 = 64 << 30;
@@ -261,11 +261,11 @@ fn a_large_slot_begins_dirty_and_is_cleared_without_a_walk() {
     let bitmap = dirty(&m, 3, true).unwrap();
     assert_eq!(bitmap.iter().map(|w| w.count_ones()).sum::<u32>(), 1);
     assert_eq!(bitmap[1], 1 << 13);
-    // Generous: the walks that this does without take a hundred times as long.
+    // A generous limit: loops over all pages would take a hundred times as long.
     assert!(start.elapsed().as_millis() < 500, "{:?}", start.elapsed());
 }
 
-/// Random requests against a list that is searched from end to end.
+/// Compares random requests with a list that is searched linearly.
 #[test]
 fn slots_stay_sorted_and_apart() {
     let m = GuestMemory::new();
@@ -316,7 +316,7 @@ fn slots_stay_sorted_and_apart() {
         for c in &model {
             assert_eq!(m.table().by_number(c.slot).map(|s| *s.config()), Some(*c));
         }
-        // Now and then somebody holds a snapshot, which stays what it was.
+        // Every hundred rounds the test keeps a snapshot, which must not change.
         if round % 100 == 0 {
             snapshot = m.table();
         }

@@ -1,4 +1,4 @@
-//! What the lock-free parts are made of: the processor's atomics, or in a model those of loom.
+//! Atomics and locks of the lock-free parts: the processor's, or loom's in a model.
 
 #[cfg(not(loom))]
 mod real {
@@ -7,16 +7,16 @@ mod real {
         atomic::{AtomicBool, AtomicU32, AtomicU64, compiler_fence},
     };
 
-    /// Stores before it are seen by who loads after it.
+    /// A full barrier: stores before it are visible before loads after it are made.
     pub(crate) use host::cpu::barrier;
 
-    /// The same behind a locked instruction, which has ordered memory.
+    /// A full barrier after a locked instruction, which has ordered memory already: only the compiler is held back.
     #[inline(always)]
     pub(crate) fn barrier_after_locked() {
         compiler_fence(std::sync::atomic::Ordering::SeqCst);
     }
 
-    /// Zeroed words whose pages cost memory once they are touched.
+    /// Zeroed words whose pages take memory once they are written.
     pub(crate) type Words = host::LazyArray<AtomicU64>;
 }
 
@@ -33,8 +33,9 @@ mod model {
     }
     pub(crate) use barrier as barrier_after_locked;
 
-    /// A number as x86 has it where all that change it are locked instructions: who looks sees the last one. So a look is one that
-    /// changes nothing, which loom also needs to try all orders: its plain look hides another thread's before it.
+    /// An integer as x86 has it where all changes are locked instructions: a load sees the newest value. So a load here
+    /// is a locked operation that changes nothing. Loom needs this to explore all orders, because its plain load does
+    /// not see another thread's store that came before.
     macro_rules! locked {
         ($name:ident, $int:ident) => {
             #[derive(Debug, Default)]

@@ -1,20 +1,22 @@
-//! [`Writers`]: who may write a slot's pages unnoticed, and how they are told to stop: the VM's reverse map.
+//! [`Writers`]: the VM's reverse map. It says which vCPUs may write a slot's pages unnoticed, and carries the requests
+//! to stop.
 //!
-//! Each vCPU that has ever had a write tag in a slot has a [`Writer`] there: a bit per page that it *may* write without anybody
-//! noticing, which it sets and clears itself, and a bit per page that it is *asked* to give up, which others set. Where its
-//! tags of a page are is for the vCPU alone to know.
+//! Each vCPU that has ever had a write tag in a slot has a [`Writer`] there. The writer has a bit per page that the
+//! vCPU *may* write without being noticed, which only the vCPU sets and clears, and a bit per page that the vCPU is
+//! *asked* to give up, which other threads set. Where a page's tags are, only the vCPU knows.
 //!
 //! ```text
-//! vCPU, before it makes a tag             who wants the page noted (a harvest, or a page that becomes code)
+//! vCPU, before it makes a tag             requester (a harvest, or a fetch that makes the page code)
 //! may |= page                             the page's dirty bit is cleared, or its code is marked
 //! fence                                   fence
-//! looks: is it dirty? is it code?         asked |= page of each writer whose `may` has it; posted += 1
+//! checks: is it dirty? is it code?        asked |= page of each writer whose `may` has it; posted += 1
 //! makes the tag                           waits for done >= posted, or a vCPU that is outside
 //! ```
 //!
-//! One of the two sees the other's store. The vCPU looks at what it was asked at its next poll, after it has made the tag, so
-//! no tag outlives the answer. Nobody takes a lock, a page that is asked for twice is one bit, and nothing can overflow: the cost of
-//! asking follows the pages, and that of answering the pages of the one who is asked.
+//! One of the two sees the other's store. The vCPU reads its requests at its next poll, after it has made the tag, so
+//! no tag outlives the answer. No side takes a lock, two requests for the same page are one bit, and nothing can
+//! overflow. The cost of asking grows with the pages asked for, the cost of answering with the pages of the vCPU that
+//! is asked.
 
 use std::{
     io,
@@ -26,10 +28,10 @@ use crate::{
     words::{AtomicBool, AtomicU64, barrier, barrier_after_locked},
 };
 
-/// What a vCPU has done of what other threads have asked of it.
+/// What a vCPU has carried out of the requests that other threads made to it.
 ///
-/// Whoever changed something waits until every *running* vCPU has acknowledged; one that is not running does what is asked
-/// before it executes again.
+/// A thread that changed something waits until every *running* vCPU has acknowledged the change. A vCPU that is not
+/// running carries out its requests before it executes again.
 #[derive(Debug)]
 pub struct Mailbox {
     epoch: AtomicU64,
@@ -48,33 +50,33 @@ impl Default for Mailbox {
 }
 
 impl Mailbox {
-    /// The last epoch of [`crate::GuestMemory::epoch`] whose requests were carried out.
+    /// Returns the last value of [`crate::GuestMemory::epoch`] up to which the vCPU has carried out all requests.
     pub fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Everything published up to `epoch` is carried out.
+    /// Acknowledges everything published up to `epoch`.
     pub fn set_epoch(&self, epoch: u64) {
         self.epoch.store(epoch, Ordering::Release);
     }
 
-    /// Counts the times that pages were asked for.
+    /// Returns how many times the vCPU was asked for pages.
     #[inline(always)]
     pub fn posted(&self) -> u64 {
         self.posted.load(Ordering::Acquire)
     }
 
-    /// All that was asked up to this count of [`Self::posted`] is given up.
+    /// Returns the count of [`Self::posted`] up to which the vCPU has given up all pages it was asked for.
     pub fn done(&self) -> u64 {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Nothing is waited for.
+    /// True if no request is unanswered.
     pub fn is_empty(&self) -> bool {
         self.done() == self.posted()
     }
 
-    /// All of the count is given up.
+    /// Says that the vCPU has given up the pages of the first `posted` requests.
     pub fn set_done(&self, posted: u64) {
         self.done.store(posted, Ordering::Release);
     }
@@ -84,7 +86,7 @@ impl Mailbox {
     }
 }
 
-/// A vCPU's part in a slot.
+/// A vCPU's entry in the reverse map of one slot.
 #[derive(Debug)]
 pub struct Writer {
     mailbox: Arc<Mailbox>,
@@ -95,47 +97,49 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// The page is findable as one that this vCPU may write: what it looks at after this is as new as what anybody has
-    /// looked for pages with. True if it was not before. The vCPU's thread only.
+    /// Records that this vCPU may write the page. Whatever the vCPU reads after this call is at least as new as what
+    /// any requester published before it searched for writers without finding this one. Returns true if the page was
+    /// not recorded before. Only the vCPU's own thread calls this.
     #[inline]
     pub fn add(&self, page: usize) -> bool {
-        // No one else clears the bit.
+        // Only this thread clears the bit, so a set bit stays set.
         if self.may.contains(page) {
             return false;
         }
         self.may.insert(page);
-        // The bit was clear, so it was set by a locked instruction.
+        // The bit was clear, so a locked instruction has set it, which is a barrier.
         barrier_after_locked();
         true
     }
 
-    /// It may not write these of 64 pages any more: it has no tag. Returns those that it might have. The vCPU's thread only.
+    /// Removes the pages of `pages` in word `n`, for which the vCPU has no tag any more. Returns those that were
+    /// recorded. Only the vCPU's own thread calls this.
     #[inline]
     pub fn remove(&self, n: usize, pages: u64) -> u64 {
         let removed = self.may.remove_word(n, pages);
-        // What was written before is seen by whoever marks code that the caller does not see.
+        // A thread that marks code after the caller has looked for code sees all writes made before this barrier.
         barrier();
         removed
     }
 
-    /// True if it may write the page.
+    /// True if this vCPU may write the page.
     #[inline]
     pub fn may_write(&self, page: usize) -> bool {
         self.may.contains(page)
     }
 
-    /// The pages of `n` of 64 that it may write.
+    /// Returns the bits of word `n` (64 pages) that this vCPU may write.
     pub fn pages(&self, n: usize) -> u64 {
         self.may.word(n)
     }
 
-    /// Takes all pages that it may write. The vCPU's thread only.
+    /// Removes all pages that this vCPU may write. Only the vCPU's own thread calls this.
     pub fn take_all(&self, f: impl FnMut(usize, u64)) {
         self.may.take(f);
         barrier();
     }
 
-    /// Takes what it is asked to give up, if anything. The vCPU's thread only.
+    /// Removes the pages that the vCPU is asked to give up, if there are any. Only the vCPU's own thread calls this.
     pub fn take_asked(&self, f: impl FnMut(usize, u64)) {
         if self.is_asked.swap(false, Ordering::AcqRel) {
             self.asked.take(f);
@@ -143,7 +147,7 @@ impl Writer {
     }
 }
 
-/// All that write the pages of a slot.
+/// The vCPUs that may write a slot's pages.
 #[derive(Debug)]
 pub struct Writers {
     pages: usize,
@@ -162,7 +166,7 @@ impl Writers {
         core::iter::successors(self.first.get(), |w| w.next.get())
     }
 
-    /// The vCPU's part, from now on if it had none.
+    /// Returns the vCPU's writer, and makes one if it has none.
     ///
     /// # Errors
     /// The host has no memory.
@@ -187,7 +191,7 @@ impl Writers {
                     next: OnceLock::new(),
                 }),
             };
-            // If another vCPU was first, this one comes behind it.
+            // If another vCPU was first, this one is appended behind it.
             match place.set(Arc::clone(&writer)) {
                 Ok(()) => return Ok(writer),
                 Err(_) => own = Some(writer),
@@ -195,8 +199,9 @@ impl Writers {
         }
     }
 
-    /// Asks all that may write these pages to give them up: the caller has published why, and `f` gives them word by
-    /// word. Returns how many were asked for, each as often as it has a writer. `except` is the caller's own.
+    /// Asks every vCPU that may write one of these pages to give it up. `pages` has pairs of a word's index and its
+    /// bits; the caller has published the reason. The vCPU of `except` is not asked. Returns the number of pages asked
+    /// for, counted once per writer.
     pub(crate) fn ask(&self, pages: &[(usize, u64)], except: Option<&Arc<Mailbox>>) -> u64 {
         barrier();
         let mut count = 0;
@@ -213,7 +218,7 @@ impl Writers {
                 }
             }
             if asked != 0 {
-                // In one order with the vCPU's swap.
+                // A swap, so that it is in one order with the vCPU's swap in `take_asked`.
                 writer.is_asked.swap(true, Ordering::AcqRel);
                 writer.mailbox.post();
                 count += asked;
@@ -223,7 +228,7 @@ impl Writers {
     }
 }
 
-/// Pages of 64, as a list of them one by one.
+/// Yields the pages whose bits are set in word `n`.
 pub fn each_page(n: usize, pages: u64) -> impl Iterator<Item = usize> {
     bits(pages).map(move |bit| n * 64 + bit)
 }
@@ -255,7 +260,7 @@ mod tests {
         own[1].take_asked(|n, word| asked.extend(each_page(n, word)));
         assert_eq!(asked, [5, 999]);
         own[1].take_asked(|_, _| panic!("nothing more"));
-        // It may write them until it says that it does not.
+        // The vCPU may write its pages until it removes them itself.
         assert!(own[1].may_write(999));
         assert_eq!(own[1].remove(15, u64::MAX), 1 << 39);
         assert!(!own[1].may_write(999) && own[1].may_write(5));

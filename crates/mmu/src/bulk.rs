@@ -1,4 +1,4 @@
-//! Whole runs of `rep movs` and `rep stos` at once, on plain RAM.
+//! Runs of `rep movs` and `rep stos` on plain RAM, done as a whole.
 
 use guest_memory::HostPage;
 use x86_cpu::{Access, CpuState, Privilege};
@@ -7,7 +7,7 @@ use x86_defs::paging::PAGE_SIZE;
 use crate::{Mmu, l1::Half};
 
 impl Mmu {
-    /// A page whose L1 tag is present or can be had without an exception.
+    /// Returns the page of `gva` if it is in L1 or can be resolved without an exception, and its writes need no note.
     fn plain_page(&mut self, cpu: &mut CpuState, gva: u64, access: Access) -> Option<HostPage> {
         let write = access == Access::Write;
         let tables = &self.views[self.live];
@@ -19,17 +19,17 @@ impl Mmu {
         if hit.is_some() {
             return hit;
         }
-        // Only an access that the instruction does next anyway: the A and D
-        // bits that this sets are its own. Its fault address is not.
+        // The instruction makes this access next anyway, so the A and D bits that are set here are its own. A fault is
+        // not: its address is taken back.
         let fault_gva = cpu.fault_gva;
         let page = self.resolve(cpu, gva, access, Privilege::Current);
         cpu.fault_gva = fault_gva;
         page.ok().filter(|p| !p.note).map(|p| p.host)
     }
 
-    /// Copies up to `len` bytes in ascending order in units of `unit` bytes, not
-    /// beyond the end of either page. Returns the bytes done, a multiple of
-    /// `unit`; 0 means "do one element the slow way". Never faults.
+    /// Copies up to `len` bytes in ascending order in units of `unit` bytes, not beyond the end of either page. Returns
+    /// the number of bytes copied, a multiple of `unit`; 0 means that the caller must copy one element the slow way.
+    /// Never faults.
     pub fn bulk_copy(
         &mut self,
         cpu: &mut CpuState,
@@ -55,8 +55,8 @@ impl Mmu {
         }
     }
 
-    /// Fills up to `len` bytes with the low `unit` bytes of `value`, not beyond
-    /// the page's end; otherwise as [`Self::bulk_copy`].
+    /// Fills up to `len` bytes with the low `unit` bytes of `value`, not beyond the page's end; otherwise like
+    /// [`Self::bulk_copy`].
     pub fn bulk_fill(
         &mut self,
         cpu: &mut CpuState,

@@ -1,27 +1,27 @@
-//! Pages of code that a device may have written: what was fetched from them, kept to be compared at each exit.
+//! Pages of code that a device may have written: the fetched bytes are compared at each exit.
 //!
-//! Firmware asks devices in loops, with an exit for each question, and executes from pages that it can write. A
-//! hash of all that was fetched would take longer than the exit, so from the second comparison on the page
-//! is compared with a copy, word by word.
+//! Firmware polls devices in loops, with an exit for each poll, and executes from pages that it can write. Hashing all
+//! fetched bytes would take longer than the exit, so from the second comparison on the page is compared with a copy,
+//! word by word.
 
 use guest_memory::HostPage;
 
 use crate::sum::sum_of_chunks;
 
-/// Chunks of a page.
+/// Number of chunks in a page.
 const CHUNKS: usize = 64;
 
-/// One page.
+/// A page that is compared.
 #[derive(Debug)]
 pub(crate) struct Exposed<E> {
-    /// What is known of it.
+    /// The fetch entry of the page, or what its holder knows of it.
     pub(crate) entry: E,
-    /// It was compared once by its sum.
+    /// The page was compared by its checksum before.
     was_compared: bool,
     copy: Option<Copy>,
 }
 
-/// What the page's chunks were when the sum was that of what was fetched.
+/// The words of the fetched chunks, as they were when their checksum was that of the fetched bytes.
 #[derive(Debug)]
 struct Copy {
     chunks: u64,
@@ -51,7 +51,7 @@ impl Copy {
     }
 }
 
-/// The numbers of the bits that are set.
+/// Yields the numbers of the bits that are set.
 fn each(mut chunks: u64) -> impl Iterator<Item = usize> {
     core::iter::from_fn(move || {
         let chunk = (chunks != 0).then(|| chunks.trailing_zeros() as usize % CHUNKS);
@@ -69,7 +69,7 @@ impl<E> Exposed<E> {
         }
     }
 
-    /// True if all that was fetched from the page is still there. `chunks` of it have this `sum`.
+    /// True if the page still has all the bytes that were fetched from it: those of `chunks`, whose checksum is `sum`.
     #[inline]
     pub(crate) fn is_same(&mut self, host: HostPage, chunks: u64, sum: u64) -> bool {
         if let Some(copy) = &self.copy
@@ -85,14 +85,14 @@ impl<E> Exposed<E> {
         if !core::mem::replace(&mut self.was_compared, true) {
             return sum_of_chunks(chunks, |chunk| host.chunk(chunk)) == sum;
         }
-        // What is compared with the sum is the copy: the page may change at any time.
+        // The checksum is taken of the copy, not of the page, which may change at any time.
         let copy = Copy::of(host, chunks);
         let is_same = copy.sum() == sum;
         self.copy = is_same.then_some(copy);
         is_same
     }
 
-    /// The sum is another one.
+    /// Replaces the entry after the page's checksum has changed.
     pub(crate) fn set_entry(&mut self, entry: E) {
         self.entry = entry;
         self.copy = None;

@@ -1,15 +1,16 @@
-//! What of the guest's code is known to be where: fetch tables by view, and what all views share of global pages.
+//! What is known of pages that code is fetched from: the fetch tables of views, and the global pages that all views
+//! share.
 
 use guest_memory::HostPage;
 
 use crate::{View, sum::sum_of, written::SlotPage};
 
-/// Where the address space is in a page's identity.
+/// Lowest bit of the address space in a page's identity.
 pub(crate) const SPACE_SHIFT: u32 = 60;
-/// Entries of a fetch table: the code of a compiler is thousands of pages.
+/// Entries of a fetch table: a large program, such as a compiler, has thousands of pages of code.
 const FETCH_ENTRIES: usize = 1024;
-/// Words of a filter of pages: with few of them a program with much code would
-/// seem to have fetched whatever page is flushed.
+/// Words of a filter of pages. With few words, a program with much code would seem to have fetched from any page that
+/// is flushed.
 const PAGE_WORDS: usize = 1024;
 /// Words of a filter of 4 MiB regions.
 const REGION_WORDS: usize = 64;
@@ -25,12 +26,12 @@ pub(crate) struct FetchEntry {
     pub(crate) global: bool,
     /// [`crate::Mmu::verification`] at which the page's code was last compared.
     pub(crate) verified: u64,
-    /// What `crate::Mmu::sums` had for the page when [`crate::Mmu::remembered`] was `known`.
+    /// The checksum that `crate::Mmu::sums` had for the page when [`crate::Mmu::remembered`] was `known`.
     pub(crate) sum: Sum,
     pub(crate) known: u64,
-    /// The guest could write the page by the same address.
+    /// The guest could write the page through the same translation.
     pub(crate) writable: bool,
-    /// [`FetchTable::now`] when it was made.
+    /// Value of [`FetchTable::now`] when the entry was made.
     pub(crate) made: u32,
 }
 
@@ -44,29 +45,30 @@ impl FetchEntry {
     }
 }
 
-/// Fetch TLB of a (context, view); made when the view first executes.
+/// Fetch TLB of a (context, view); allocated when the view first executes.
 ///
-/// Engines keep what [`crate::Mmu::code_page`] returned for longer than an entry lives
-/// here, as long as the epoch stays. So it is also kept, as a filter, which
-/// pages were fetched since the last flush, replaced entries included.
+/// Engines keep results of [`crate::Mmu::code_page`] for longer than an entry lives here, namely as long as the epoch
+/// stays the same. So the table also keeps, as a filter, which pages were fetched from since the last flush, including
+/// those whose entries were replaced.
 #[derive(Debug, Default)]
 pub(crate) struct FetchTable {
     pub(crate) entries: Vec<Option<FetchEntry>>,
     pub(crate) filled: bool,
-    /// Something fetched in this epoch is not global.
+    /// A page that is not global was fetched from in this epoch.
     pub(crate) private: bool,
-    /// Counts flushes. Entries made before one of the next two are flushed.
+    /// Counts flushes. An entry that was made before `global_since` or `private_since`, whichever applies to it, is
+    /// flushed.
     pub(crate) now: u32,
-    /// For those that are global.
+    /// Value of `now` at the last flush of global entries.
     pub(crate) global_since: u32,
-    /// For the others.
+    /// Value of `now` at the last flush of entries that are not global.
     pub(crate) private_since: u32,
     pub(crate) pages: Filter<PAGE_WORDS>,
-    /// 4 MiB regions.
+    /// The 4 MiB regions that were fetched from.
     pub(crate) regions: Filter<REGION_WORDS>,
 }
 
-/// A set of numbers that may seem to have members it has not.
+/// A set of numbers with false positives: it may report members that were never added.
 #[derive(Debug)]
 pub(crate) struct Filter<const WORDS: usize> {
     pub(crate) words: Box<[u64; WORDS]>,
@@ -117,7 +119,7 @@ impl FetchTable {
         };
         (e.tag == gva & !0xfff && e.made >= since).then_some(e)
     }
-    /// Flushed entries stay in their places, older than they may be.
+    /// Returns a number for new entries. Flushed entries stay in place and are recognised by their older numbers.
     pub(crate) fn next(&mut self) -> u32 {
         if self.now == u32::MAX {
             self.entries.fill(None);
@@ -139,14 +141,14 @@ impl FetchTable {
             *e = Some(entry);
         }
     }
-    /// The same page, with other properties.
+    /// Replaces the entry of the same page.
     pub(crate) fn replace(&mut self, entry: FetchEntry) {
         if let Some(e) = self.entries.get_mut(Self::place(entry.tag)) {
             *e = Some(entry);
         }
     }
-    /// True if the page of `gva` may have been fetched from, or for a large page
-    /// its aligned region of `1 << shift` bytes.
+    /// True if the page of `gva` may have been fetched from; with `shift`, if the aligned region of `1 << shift` bytes
+    /// may have been.
     pub(crate) fn may_have(&self, gva: u64, shift: Option<u32>) -> bool {
         match shift {
             None => self.pages.may_have(gva >> 12),
@@ -154,13 +156,14 @@ impl FetchTable {
             Some(_) => true,
         }
     }
-    /// These return whether anything fetched in this epoch is affected.
+    /// Flushes entries that are not global. Like the other flushes, returns true if anything fetched in this epoch is
+    /// affected.
     pub(crate) fn flush_non_global(&mut self) -> bool {
         if !self.private {
             return false;
         }
         self.private_since = self.next();
-        // The filters still cover the global entries that stay.
+        // The filters are kept, because they also cover the global entries, which stay.
         self.private = false;
         true
     }
@@ -179,7 +182,7 @@ impl FetchTable {
         self.regions.clear();
         true
     }
-    /// One page, or all if it may be part of a large one.
+    /// Flushes one page; with `shift`, which says that the page may be large, everything.
     pub(crate) fn flush_page(&mut self, gva: u64, shift: Option<u32>) -> bool {
         if !self.may_have(gva, shift) {
             return false;
@@ -187,7 +190,7 @@ impl FetchTable {
         if shift.is_some() {
             return self.flush();
         }
-        // What an engine has kept of a replaced entry goes with the epoch.
+        // Engines may have kept the result of an entry that was replaced. They drop it with the epoch.
         if let Some(e) = self.entries.get_mut(Self::place(gva)) {
             *e = e.filter(|e| e.tag != gva & !0xfff);
         }
@@ -195,16 +198,15 @@ impl FetchTable {
     }
 }
 
-/// What is known of global pages that code was fetched from, in any context:
-/// processors keep these translations when CR3 changes.
+/// Which global pages code was fetched from, in any context: processors keep global translations when CR3 changes.
 #[derive(Debug, Default)]
 pub(crate) struct GlobalFetch {
-    /// Changes when a flush may have dropped one of them.
+    /// Changes when a flush may have dropped one of the pages.
     pub(crate) epoch: u64,
-    /// Paging modes and controls that `epoch` belongs to.
+    /// The paging mode and controls that `epoch` is for.
     pub(crate) controls: u64,
     pub(crate) pages: Filter<PAGE_WORDS>,
-    /// 4 MiB regions of large pages.
+    /// The 4 MiB regions that contain large pages.
     pub(crate) regions: Filter<REGION_WORDS>,
     pub(crate) huge: bool,
 }
@@ -222,14 +224,14 @@ impl GlobalFetch {
     }
 }
 
-/// Pages that a supervisor fetched from, by global translations: every address space has the
-/// same, and need not find them anew. Direct-mapped.
+/// Pages that a supervisor fetched from by global translations. All address spaces share these, so none of them has to
+/// find the pages anew. Direct-mapped.
 #[derive(Debug, Default)]
 pub(crate) struct GlobalPages(Vec<Option<GlobalPage>>);
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GlobalPage {
-    /// `GlobalFetch::epoch` that it belongs to: any change makes it void.
+    /// The `GlobalFetch::epoch` in which the entry was made; in any other epoch it is void.
     pub(crate) epoch: u64,
     pub(crate) view: View,
     pub(crate) level: u8,
@@ -272,7 +274,7 @@ impl Sum {
     }
 }
 
-/// Of a page's identity.
+/// Returns the address space in a page's identity.
 pub(crate) fn space_of(id: u64) -> usize {
     (id >> SPACE_SHIFT & 7) as usize
 }

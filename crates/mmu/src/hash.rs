@@ -1,11 +1,12 @@
-//! A hash for keys that are identities of pages: nothing that a guest could gain by choosing them.
+//! A hash function for keys that identify pages. A guest gains nothing by choosing keys that collide, so it need not be
+//! secure.
 
 use core::hash::{BuildHasherDefault, Hasher};
 
-/// For a `HashMap`.
+/// Makes [`Identity`] the hasher of a `HashMap`.
 pub type ByIdentity = BuildHasherDefault<Identity>;
 
-/// One multiplication for each word of a key.
+/// Hashes with one multiplication for each word of a key.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Identity(u64);
 

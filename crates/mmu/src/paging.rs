@@ -1,4 +1,4 @@
-//! [`Paging`]: how addresses are translated, from CR0, CR3, CR4, EFER and CPUID.
+//! [`Paging`]: how addresses are translated, as CR0, CR3, CR4, EFER and CPUID say.
 
 use x86_cpu::{CpuState, Feature, Features};
 use x86_defs::{
@@ -23,22 +23,22 @@ pub enum Mode {
     Level5,
 }
 
-/// Everything a walk needs but the permission inputs.
+/// Everything that a page walk needs except the permission inputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Paging {
-    /// Mode.
+    /// The paging mode.
     pub mode: Mode,
-    /// Physical address of the first table (in PAE mode that of the PDPTEs).
+    /// Physical address of the top table; in PAE mode that of the PDPTEs.
     pub root: u64,
     /// PDPTE registers of PAE paging.
     pub pdpte: [u64; 4],
     /// PCID; 0 if CR4.PCIDE is clear.
     pub pcid: u16,
-    /// Address space of memslots: 1 in SMM.
+    /// Address space of memslots: 0, or 1 in SMM.
     pub space: u8,
     /// PS is honoured in 32-bit page-directory entries.
     pub pse: bool,
-    /// Leaf G bits count.
+    /// G bits of leaf entries are honoured (CR4.PGE).
     pub global_pages: bool,
     /// XD is enabled.
     pub nxe: bool,
@@ -48,8 +48,8 @@ pub struct Paging {
     pub reserved_leaf: [u64; 6],
 }
 
-/// All that [`Paging`] depends on but CR3 and the PDPTEs: while it stays, a change of address space changes
-/// [`Paging::root`] and [`Paging::pcid`] alone.
+/// Everything that [`Paging`] depends on besides CR3 and the PDPTEs. While it is unchanged, a change of address space
+/// changes only [`Paging::root`] and [`Paging::pcid`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Controls {
     cr0: u64,
@@ -62,7 +62,7 @@ pub(crate) struct Controls {
 impl Controls {
     pub(crate) fn of(cpu: &CpuState) -> Self {
         Self {
-            // WP selects a view, TS says nothing here.
+            // WP selects a view, and TS has nothing to do with paging.
             cr0: cpu.cr0 & cr0::PG,
             cr4: cpu.cr4,
             efer: cpu.efer,
@@ -73,7 +73,7 @@ impl Controls {
 }
 
 impl Mode {
-    /// From the CPU's registers.
+    /// Returns the mode that the CPU's registers select.
     pub(crate) fn of(cpu: &CpuState) -> Self {
         if cpu.cr0 & cr0::PG == 0 {
             Self::None
@@ -89,18 +89,18 @@ impl Mode {
     }
 }
 
-/// Bits of a physical address.
+/// Returns the number of physical address bits.
 fn address_width(cpu: &CpuState) -> u32 {
     u32::from(cpu.features.maxphyaddr).clamp(32, 52)
 }
 
-/// Address bits that the CPU does not have.
+/// Returns the address bits of an entry that the CPU does not implement.
 fn no_address(cpu: &CpuState) -> u64 {
     ADDR_MASK & u64::MAX.checked_shl(address_width(cpu)).unwrap_or(0)
 }
 
 impl Paging {
-    /// Takes over CR3 in a mode of long mode's.
+    /// Takes over CR3 in 4-level or 5-level mode.
     pub(crate) fn set_long_root(&mut self, cpu: &CpuState) {
         self.root = cpu.cr3 & ADDR_MASK & !no_address(cpu);
         self.pcid = if cpu.cr4 & cr4::PCIDE != 0 {
@@ -110,7 +110,7 @@ impl Paging {
         };
     }
 
-    /// From the CPU's registers.
+    /// Derives the paging state from the CPU's registers.
     pub fn of(cpu: &CpuState) -> Self {
         let mode = Mode::of(cpu);
         let nxe = cpu.efer & efer::NXE != 0 && !matches!(mode, Mode::None | Mode::Bits32);
@@ -169,13 +169,13 @@ impl Paging {
         p
     }
 
-    /// Reserved bits of a PDPTE register (SDM vol. 3, table 4-8).
+    /// Returns the reserved bits of a PDPTE register (SDM vol. 3, table 4-8).
     pub fn reserved_pdpte(cpu: &CpuState) -> u64 {
         let width = address_width(cpu);
         (u64::MAX << width) | bits(8, 5) | bits(2, 1)
     }
 
-    /// Level of the first table.
+    /// Returns the level of the top table; 2 in PAE mode, whose PDPTEs are registers.
     pub fn top_level(&self) -> usize {
         match self.mode {
             Mode::None => 0,
@@ -185,7 +185,7 @@ impl Paging {
         }
     }
 
-    /// True for addresses that the mode can translate at all.
+    /// True if the mode can translate the address, which means that it is canonical.
     #[inline]
     pub fn is_canonical(&self, gva: u64) -> bool {
         let shift = match self.mode {
@@ -197,7 +197,7 @@ impl Paging {
     }
 }
 
-/// Bits `high` to `low`, inclusive.
+/// Returns a mask of the bits `high` to `low`, inclusive.
 const fn bits(high: u32, low: u32) -> u64 {
     (u64::MAX >> (63 - high)) & (u64::MAX << low)
 }

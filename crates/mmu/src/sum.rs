@@ -1,8 +1,8 @@
-//! Whether code is what it was.
+//! Checksums of code, by which a change is noticed.
 
 use guest_memory::HostPage;
 
-/// Odd numbers without a pattern, one for each word of a chunk.
+/// Odd factors without a pattern, one for each word of a chunk.
 const FACTORS: [u64; 8] = {
     let mut factors = [0; 8];
     let mut n = 0;
@@ -16,15 +16,15 @@ const FACTORS: [u64; 8] = {
     factors
 };
 
-/// A hash of the chunks, such that sums of disjoint sets add by exclusive or.
+/// Returns a checksum of the page's chunks. The checksum of a union of disjoint sets is the XOR of their checksums.
 ///
-/// Each word by a factor of its own, so that one word that is another always shows: few
-/// instructions, as this is done again for each page that is mapped for fetching.
+/// Each word is multiplied by a factor of its own, so a change of a single word always shows. The checksum takes few
+/// instructions, because it is computed anew for each page that is mapped for fetching.
 pub(crate) fn sum_of(host: HostPage, chunks: u64) -> u64 {
     sum_of_chunks(chunks, |chunk| host.chunk(chunk))
 }
 
-/// The same of chunks that are somewhere else.
+/// Like [`sum_of`], of chunks whose words `words_of` returns.
 pub(crate) fn sum_of_chunks(mut chunks: u64, words_of: impl Fn(usize) -> [u64; 8]) -> u64 {
     let mut sum = 0;
     while chunks != 0 {
@@ -33,7 +33,7 @@ pub(crate) fn sum_of_chunks(mut chunks: u64, words_of: impl Fn(usize) -> [u64; 8
         let words = words_of(chunk as usize);
         let products = words.iter().zip(FACTORS).map(|(w, f)| w.wrapping_mul(f));
         let mut h = products.fold(chunk + 1, u64::wrapping_add);
-        // Chunks that differ in one bit alone must not cancel out.
+        // Mixes the bits, so that changes of one bit in two chunks do not cancel out.
         h = (h ^ h >> 32).wrapping_mul(FACTORS[0]);
         h = (h ^ h >> 29).wrapping_mul(FACTORS[1]);
         sum ^= h ^ h >> 32;

@@ -1,22 +1,22 @@
-//! What generated code may remember of a load of CR3 that flushes nothing, and how long.
+//! What generated code may remember of a load of CR3 that flushes nothing, and how long it may.
 
 use crate::Mmu;
 
 impl Mmu {
-    /// While this stays the same, so does what a load of CR3 that flushes nothing has led to: the
-    /// context, the tables of each of its views, which have missed no flush, and what fetching
-    /// through them is identified by.
+    /// A number that vouches for remembered loads of CR3 that flush nothing. While it is unchanged, such a load leads
+    /// to the same context, to the same tables for each of its views, none of which has missed a flush, and to the same
+    /// identity of what is fetched through them.
     pub fn switches_epoch(&self) -> u64 {
         self.switches_epoch
     }
 
-    /// Where [`Self::switches_epoch`] is.
+    /// The address of [`Self::switches_epoch`].
     pub fn switches_epoch_cell(&self) -> *const u64 {
         &raw const self.switches_epoch
     }
 
-    /// A number that the tables of the live view have in common with those of the same view in other
-    /// contexts, and with no others.
+    /// The number of the live view. The tables of the same view in other contexts have the same number, and tables of
+    /// other views have others.
     pub fn live_view(&self) -> u64 {
         self.views[self.live].l1.view()
     }

@@ -1,5 +1,4 @@
-//! [`View`]: the inputs of the permission check that are not in the page tables
-//! (SDM vol. 3, 4.6).
+//! [`View`]: the inputs of the permission check that are outside of the page tables (SDM vol. 3, 4.6).
 
 use x86_cpu::{Access, CpuState, Privilege};
 use x86_defs::{
@@ -7,21 +6,21 @@ use x86_defs::{
     rflags,
 };
 
-/// What the tables and the key allow for a page, of all levels together.
+/// Rights that all levels of the tables give to a page together, and its protection key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rights {
     /// R/W is set at every level.
     pub write: bool,
-    /// U/S is set at every level: a user page.
+    /// U/S is set at every level: the page is a user page.
     pub user: bool,
-    /// XD is set at some level (and enabled).
+    /// XD is set at some level and EFER.NXE enables it.
     pub no_execute: bool,
     /// Protection key.
     pub pkey: u8,
 }
 
 impl Rights {
-    /// Without paging everything is allowed.
+    /// Rights of any page without paging: everything is allowed.
     pub const ALL: Self = Self {
         write: true,
         user: true,
@@ -29,12 +28,12 @@ impl Rights {
         pkey: 0,
     };
 
-    /// All that a data access depends on, as a number below 64.
+    /// Returns all that a data access depends on, as a number below 64.
     pub(crate) fn class(self) -> u64 {
         u64::from(self.write) | u64::from(self.user) << 1 | u64::from(self.pkey & 15) << 2
     }
 
-    /// The reverse, for data accesses.
+    /// The inverse of [`Self::class`], as far as data accesses depend on it.
     fn of_class(class: u64) -> Self {
         Self {
             write: class & 1 != 0,
@@ -48,11 +47,11 @@ impl Rights {
 /// An access that is not allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Denied {
-    /// A protection key denies it, whatever else does.
+    /// A protection key denies the access, whether or not the tables do, too.
     pub by_key: bool,
 }
 
-/// A permission setting. Two settings that allow the same are equal.
+/// A setting of the permission inputs. Two settings that allow the same accesses are equal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct View {
     bits: u8,
@@ -60,16 +59,17 @@ pub struct View {
     pkrs: u32,
 }
 
-/// Numbers of views: no two views have the same one. A view may get another one later.
+/// Assigns numbers to views, such that no two views have the same number. A view's number may change when too many
+/// views are known.
 #[derive(Debug, Default)]
 pub(crate) struct Numbers {
     known: Vec<View>,
-    /// The number of the first.
+    /// Number of the first view in `known`.
     first: u64,
 }
 
 impl Numbers {
-    /// Views that are remembered.
+    /// Largest number of views that are remembered.
     const MAX: usize = 1024;
 
     pub(crate) fn of(&mut self, view: View) -> u64 {
@@ -85,18 +85,18 @@ impl Numbers {
     }
 }
 
-/// The tables of a state's views, found by the registers as they are: entering and leaving the kernel
-/// and its accesses to a user's memory go back and forth between a few.
+/// A cached selection of tables, found by comparing registers: entries to the kernel, exits, and the kernel's accesses
+/// to user memory alternate between a few views.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Recent {
-    /// All that [`View::of`] looks at beside what the place in `Context::recent` says.
+    /// The registers that [`View::of`] depends on, besides those that the place in `Context::recent` encodes.
     pub registers: [u64; 4],
     pub live: usize,
     pub system: usize,
 }
 
 impl Recent {
-    /// Place, and registers.
+    /// Returns the place in `Context::recent` and the registers to compare.
     #[inline(always)]
     pub(crate) fn key(cpu: &CpuState) -> (usize, [u64; 4]) {
         let ac = cpu.rflags & rflags::AC != 0;
@@ -108,7 +108,8 @@ impl Recent {
         )
     }
 
-    /// One by one: as a whole they would be written to memory and read back in other pieces, which takes longer.
+    /// Compares word by word: a comparison of whole arrays would store them and load them back in other widths, which
+    /// takes longer.
     #[inline(always)]
     pub(crate) fn is_of(&self, [cr0, cr4, efer, keys]: [u64; 4]) -> bool {
         let known = &self.registers;
@@ -118,17 +119,17 @@ impl Recent {
 
 const USER: u8 = 1 << 0;
 const WP: u8 = 1 << 1;
-/// Supervisor data accesses to user pages are denied.
+/// CR4.SMAP applies: supervisor data accesses to user pages are denied.
 const SMAP: u8 = 1 << 2;
 const SMEP: u8 = 1 << 3;
 const PKE: u8 = 1 << 4;
 const PKS: u8 = 1 << 5;
-/// Part of the identity only: walks treat XD as the paging mode says.
+/// Distinguishes views only: page walks treat XD as the paging mode says.
 const NXE: u8 = 1 << 6;
 const PAGING: u8 = 1 << 7;
 
 impl View {
-    /// The view of an access by `who`.
+    /// Returns the view of an access by `who`.
     #[inline]
     pub fn of(cpu: &CpuState, who: Privilege) -> Self {
         if !cpu.is_paging() {
@@ -157,7 +158,7 @@ impl View {
         }
     }
 
-    /// Of accesses at CPL 3.
+    /// True if the view is for accesses at CPL 3.
     pub(crate) const fn is_user(self) -> bool {
         self.has(USER)
     }
@@ -166,7 +167,7 @@ impl View {
         self.bits & bit != 0
     }
 
-    /// SDM vol. 3, 4.6.1 and 4.6.2.
+    /// Checks an access to a page with these rights (SDM vol. 3, 4.6.1 and 4.6.2).
     ///
     /// # Errors
     /// [`Denied`] if the access is a page-protection violation.
@@ -197,7 +198,8 @@ impl View {
         }
     }
 
-    /// Of each class of pages ([`Rights::class`]) a bit: may it be read, and written?
+    /// Returns a bit for each class of pages ([`Rights::class`]): the classes that may be read, and those that may be
+    /// written.
     pub(crate) fn classes(self) -> [u64; 2] {
         [Access::Read, Access::Write].map(|access| {
             let allowed = |class: &u64| self.check(Rights::of_class(*class), access).is_ok();

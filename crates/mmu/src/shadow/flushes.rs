@@ -1,14 +1,14 @@
-//! [`Flushes`]: what was flushed while a context was not the current one.
+//! [`Flushes`]: which flushes happened while a context was not the current one.
 
-/// Pages whose flushes are remembered one by one.
+/// Number of page flushes that are remembered one by one.
 const LOG: usize = 64;
-/// PCIDs, and behind them the numbers of promised roots ([`super::promised`]).
+/// Number of PCIDs and, behind them, of promised roots ([`super::promised`]).
 const PCIDS: usize = super::promised::FIRST as usize + super::promised::MAX_ROOTS;
 
-/// The last pages that were flushed.
+/// The last pages that were flushed, as a ring.
 #[derive(Debug)]
 struct Log {
-    /// Flushes ever.
+    /// Number of flushes ever logged.
     seq: u64,
     pages: [(u64, Option<u16>); LOG],
 }
@@ -28,8 +28,8 @@ impl Log {
         self.seq += 1;
     }
 
-    /// Those after `seen`, which is brought up to date, for a context of `pcid`; `None` if they
-    /// are too many.
+    /// Returns the pages logged after `seen` that concern a context of `pcid`, and brings `seen` up to date. `None` if
+    /// the ring has lost some of them.
     fn since(&self, seen: &mut u64, pcid: u16) -> Option<impl Iterator<Item = u64> + use<'_>> {
         let from = core::mem::replace(seen, self.seq);
         (self.seq - from <= LOG as u64).then(|| {
@@ -41,26 +41,26 @@ impl Log {
     }
 }
 
-/// What a context has seen of the logs.
+/// Up to where a context has seen each log.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Seen {
     private: u64,
     global: u64,
 }
 
-/// Ticks and pages of flushes.
+/// Ticks of whole flushes, and logs of page flushes.
 #[derive(Debug)]
 pub(crate) struct Flushes {
-    /// Of everything.
+    /// Tick of the last flush of everything.
     pub(crate) everything: u64,
-    /// Of what is not global, in all PCIDs.
+    /// Tick of the last flush of all translations that are not global, in all PCIDs.
     all: u64,
-    /// In one.
+    /// Tick of the last flush of translations that are not global, for each PCID.
     pcid: Box<[u64; PCIDS]>,
-    /// Pages that cannot be global.
+    /// Flushes of pages that cannot be global.
     private: Log,
     global: Log,
-    /// Some user page was global.
+    /// The guest has had a user page that is global.
     pub(crate) has_global_users: bool,
 }
 
@@ -78,7 +78,7 @@ impl Default for Flushes {
 }
 
 impl Flushes {
-    /// When what is not global was flushed last in a PCID.
+    /// Returns the tick of the last flush of translations that are not global in a PCID.
     pub(crate) fn non_global(&self, pcid: u16) -> u64 {
         self.all.max(self.pcid[usize::from(pcid) % PCIDS])
     }
@@ -90,7 +90,8 @@ impl Flushes {
         }
     }
 
-    /// INVLPG with `current` in CR3, or INVPCID with a PCID of its own, which leaves global pages alone.
+    /// Logs the flush of a page: by INVLPG with PCID `current` in CR3, or by INVPCID with a `pcid`, which leaves global
+    /// pages alone.
     pub(crate) fn note_page(&mut self, gva: u64, current: u16, pcid: Option<u16>) {
         let may_be_global = gva >> 63 != 0 || self.has_global_users;
         match pcid {
@@ -100,7 +101,7 @@ impl Flushes {
         }
     }
 
-    /// A new context has nothing to drop.
+    /// Returns the position of a new context, which has nothing to drop.
     pub(crate) fn seen(&self) -> Seen {
         Seen {
             private: self.private.seq,
@@ -108,7 +109,7 @@ impl Flushes {
         }
     }
 
-    /// Pages that may be global, as [`Log::since`] gives them.
+    /// Returns the flushed pages that may be global, as [`Log::since`] does.
     pub(crate) fn global_since(
         &self,
         seen: &mut Seen,

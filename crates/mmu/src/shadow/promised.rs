@@ -1,12 +1,11 @@
-//! Roots whose guest promises to say when their translations are to go: docs/paravirt.md.
+//! Roots of a guest that promises to say when their translations must go: docs/paravirt.md.
 //!
-//! Translations then belong to a root as they belong to a PCID otherwise: each root that is kept
-//! has a number above all PCIDs, and everything that holds for a PCID holds for it. The numbers
-//! are few, so a root may lose its own to another; then it begins anew.
+//! Translations then belong to a root as they otherwise belong to a PCID: each kept root has a number above all PCIDs,
+//! and all rules for PCIDs hold for that number. There are few numbers, so a root may lose its number to another root;
+//! its next load then flushes.
 //!
-//! The guest sees in its memory which roots are kept, in entries of 16 bytes: CR3 in the first
-//! eight, then four that are [`KEPT`], or anything else for a root that is to be flushed when it
-//! is loaded next.
+//! Guest memory has an entry of 16 bytes for each kept root, which the guest reads and writes: CR3 in the first eight
+//! bytes, then a 32-bit state. The state is [`KEPT`], or anything else for a root whose next load must flush.
 
 use std::collections::HashMap;
 
@@ -15,28 +14,28 @@ use x86_defs::control::cr4;
 
 use crate::{Mmu, Mode, hash::ByIdentity};
 
-/// The first number.
+/// The first number that stands for a root.
 pub(crate) const FIRST: u16 = 1 << 12;
-/// Roots that may be kept.
+/// Largest number of roots that are kept.
 pub(crate) const MAX_ROOTS: usize = 128;
 
-/// Bytes of an entry.
+/// Size of an entry in bytes.
 const ENTRY: u64 = 16;
-/// Where the word is in it that says whether the root is kept.
+/// Offset in an entry of the word that says whether the root is kept.
 const STATE: u64 = 8;
 const KEPT: u32 = 1;
 
-/// Where the guest sees which roots are kept.
+/// The guest memory that says which roots are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RootArea {
     /// gpa of the first entry, a multiple of 16. All entries are on its page.
     pub gpa: u64,
-    /// How many there are. 0: every load flushes.
+    /// Number of entries. With 0, every load flushes.
     pub entries: u16,
 }
 
 impl RootArea {
-    /// Entries that there may be.
+    /// Largest number of entries.
     pub const MAX_ENTRIES: u16 = MAX_ROOTS as u16;
 
     fn entry(self, n: u16) -> u64 {
@@ -44,18 +43,18 @@ impl RootArea {
     }
 }
 
-/// What is kept of them.
+/// The roots that have numbers.
 #[derive(Debug)]
 pub(crate) struct Promised {
     area: RootArea,
-    /// By number, as far as they have been given.
+    /// Roots by number, as far as numbers have been assigned.
     roots: Vec<u64>,
     numbers: HashMap<u64, u16, ByIdentity>,
     random: u32,
 }
 
 impl Promised {
-    /// The number of a root, and whether it is new.
+    /// Returns the number of a root, and whether the root got it just now.
     fn number(&mut self, root: u64) -> (u16, bool) {
         if let Some(n) = self.numbers.get(&root) {
             return (*n, false);
@@ -66,7 +65,8 @@ impl Promised {
         let last = self.roots.len() as u16 - 1;
         let n = match self.roots.last() {
             Some(new) if *new == root => last,
-            // With the oldest, more roots in turn than there are numbers would never find theirs.
+            // The root that loses its number is chosen at random: if it were the oldest, more roots taking turns than
+            // there are numbers would never find theirs.
             _ => {
                 self.random = self
                     .random
@@ -85,9 +85,8 @@ impl Promised {
 }
 
 impl Mmu {
-    /// From now on a load of CR3 with bit 63 leaves the root's translations as they are, and one
-    /// without drops those of the root alone; or no more. All entries are made such that no root
-    /// is kept.
+    /// Begins or, without an `area`, ends the promise. While it holds, a load of CR3 with bit 63 set keeps the root's
+    /// translations, and one without drops those of the root alone. All entries are written such that no root is kept.
     pub fn set_promise(&mut self, cpu: &CpuState, area: Option<RootArea>) {
         self.flush_everything();
         self.forget_contexts();
@@ -110,22 +109,22 @@ impl Mmu {
         self.set_root(cpu);
     }
 
-    /// A load of CR3 may have bit 63 set although there are no PCIDs.
+    /// True if a load of CR3 may have bit 63 set although CR4.PCIDE is clear.
     pub fn has_promise(&self) -> bool {
         self.promised.is_some()
     }
 
-    /// Roots that may be kept.
+    /// Largest number of roots that may be kept now.
     pub(crate) fn promised_roots(&self) -> usize {
         self.promised.as_ref().map_or(0, |p| p.area.entries.into())
     }
 
-    /// The current root is one that is kept.
+    /// True if the current root has a number, and so may be kept.
     pub(crate) fn is_promised(&self) -> bool {
         self.paging.pcid >= FIRST
     }
 
-    /// The slots are others: no root is kept any more.
+    /// Forgets all numbers, because the slots have changed.
     pub(crate) fn forget_promised(&mut self) {
         if let Some(p) = &mut self.promised {
             p.roots.clear();
@@ -133,7 +132,8 @@ impl Mmu {
         }
     }
 
-    /// `paging` is CR3's: the root gets its number. True if its translations are to go.
+    /// Gives the root in `paging` its number after a load of CR3. Returns true if the root's translations must be
+    /// flushed.
     pub(crate) fn take_promised(&mut self, cpu: &CpuState) -> bool {
         let is_long = matches!(self.paging.mode, Mode::Level4 | Mode::Level5);
         let Some(promised) = &mut self.promised else {
@@ -151,19 +151,19 @@ impl Mmu {
         self.paging.pcid = FIRST + n;
         let is_kept = !is_new && self.memory.read_gpa(entry + STATE, 4) == Some(KEPT.into());
         if !is_kept {
-            // Before the flush: what the guest takes back after this is seen by the next load.
+            // Before the flush: if the guest takes the word back after this, the next load sees it.
             self.write_entry(entry, root, KEPT);
         }
         !is_kept
     }
 
     fn write_entry(&mut self, entry: u64, root: u64, state: u32) {
-        // Without memory there the next load flushes again.
+        // If there is no memory, the word never reads as kept, and the next load flushes again.
         let _ = self.memory.write_gpa(entry, 8, root.into());
         let _ = self.memory.write_gpa(entry + STATE, 4, state.into());
     }
 
-    /// Without PCIDs the guest means the current root by PCID 0.
+    /// Translates a flush of PCID 0, by which a guest without PCIDs means the current root.
     pub(crate) fn own(&self, what: Flush) -> Flush {
         let own = self.paging.pcid;
         match what {
@@ -173,12 +173,12 @@ impl Mmu {
         }
     }
 
-    /// Host address of the 32-bit word that has to be 1 for the current root's translations to be
-    /// kept when it is loaded without a flush. `Ok(None)`: there is none. It stays there as long as
-    /// [`Self::switches_epoch`] stays.
+    /// Returns the host address of the 32-bit word that must be 1 for the current root's translations to be kept when
+    /// it is loaded without a flush. `Ok(None)`: the root has no such word. The address is valid while
+    /// [`Self::switches_epoch`] is unchanged.
     ///
     /// # Errors
-    /// They cannot be kept.
+    /// The root's translations cannot be kept.
     #[expect(clippy::result_unit_err, reason = "nothing else to say")]
     pub fn kept_page_guard(&self) -> Result<Option<u64>, ()> {
         let Some(promised) = self.promised.as_ref().filter(|_| self.is_promised()) else {

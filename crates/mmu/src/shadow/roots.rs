@@ -1,4 +1,4 @@
-//! [`Roots`]: which roots come back.
+//! [`Roots`]: which roots come back and so get contexts of their own.
 
 use std::collections::HashMap;
 
@@ -7,35 +7,35 @@ use crate::hash::ByIdentity;
 /// How translations are kept when CR3 changes (`ANYKVM_MMU`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
-    /// By PCID alone, as processors do.
+    /// Translations belong to PCIDs alone, as in processors.
     #[default]
     Tdp,
-    /// Of every root.
+    /// The context of every root is tracked.
     Shadow,
-    /// Of roots that come back.
+    /// The context of each root that comes back is tracked.
     Auto,
 }
 
-/// Roots whose loads are counted.
+/// Number of roots whose loads are counted.
 const COUNTED: usize = 4096;
-/// Loads after which a root gets a context of its own.
+/// Number of loads at which a root gets a context of its own.
 const LOADS: u8 = 3;
-/// Loads of a root without one for each that takes another root's: where more roots than contexts
-/// take turns, most of those that have one keep it.
+/// If all contexts are taken, only one in this many loads of roots without a context takes another root's. So most
+/// roots keep theirs when more roots than contexts take turns.
 const PATIENCE: u8 = 16;
 
-/// Contexts by what finds them ([`crate::context::ContextKey::id`]).
+/// Places of the contexts, by their identity ([`crate::context::ContextKey::id`]).
 #[derive(Debug, Default)]
 pub(crate) struct Roots {
     pub(crate) policy: Policy,
     places: HashMap<u64, usize, ByIdentity>,
-    /// Loads that flush, of roots without a context. Direct-mapped.
+    /// Flushing loads of roots that have no context. Direct-mapped.
     loads: Vec<(u64, u8)>,
     patience: u8,
 }
 
 impl Roots {
-    /// A tracked root's identity: its bits 11:5 are zero, or in PAE mode part of it.
+    /// Returns a tracked root's identity. Bits 11:5 of `root` are zero, or in PAE mode part of the root.
     pub(crate) fn id(world: u8, root: u64) -> u64 {
         u64::from(world) << 52 | root
     }
@@ -57,8 +57,8 @@ impl Roots {
         self.loads.clear();
     }
 
-    /// A root without a context is loaded, and the load flushes. Does it deserve one? `is_full`:
-    /// another's would have to go.
+    /// Counts a flushing load of a root without a context. Returns true if the root gets one. `is_full` says that
+    /// another root would lose its context.
     pub(crate) fn comes_back(&mut self, id: u64, is_full: bool) -> bool {
         match self.policy {
             Policy::Tdp => return false,
