@@ -225,6 +225,9 @@ impl<const N: usize> TaggedPages<N> {
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
 
+    /// Bytes that are used of it.
+    pub const BYTES: usize = size_of::<Inside<N>>();
+
     /// All of it zero.
     pub fn zeroed() -> Self {
         const { Self::PLACES };

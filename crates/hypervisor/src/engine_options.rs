@@ -28,4 +28,6 @@ pub struct EngineOptions {
     pub random_flushes: Option<u64>,
     /// How translations of addresses are kept when CR3 changes.
     pub translations: Policy,
+    /// KVM_SET_NR_MMU_PAGES of a VMM that does not ask for it.
+    pub mmu_pages: Option<u32>,
 }

@@ -3,8 +3,8 @@
 //! `ANYKVM_ENGINE`: `interp` is the interpreter alone, `lockstep` compares translated code with it,
 //! `lockstep-planted` does so with an error put into translated code. `ANYKVM_CODE_CACHE`: bytes of
 //! translated code, with K or M. `ANYKVM_CODE_FLUSH`: all of it is dropped at random, once in so
-//! many blocks looked for. `ANYKVM_MMU`: `tdp`, `shadow` or `auto` (docs/mmu.md). Anything else
-//! is as if it were not there.
+//! many blocks looked for. `ANYKVM_MMU`: `tdp`, `shadow` or `auto` (docs/mmu.md).
+//! `ANYKVM_MMU_PAGES`: KVM_SET_NR_MMU_PAGES where the VMM does not ask for it. Anything else is as if it were not there.
 
 use hypervisor::{Engine, EngineOptions, Policy};
 
@@ -30,6 +30,7 @@ fn read(variable: impl Fn(&str) -> Option<String>) -> EngineOptions {
             Some("auto") => Policy::Auto,
             _ => Policy::Tdp,
         },
+        mmu_pages: variable("ANYKVM_MMU_PAGES").and_then(|v| v.parse().ok()),
     }
 }
 

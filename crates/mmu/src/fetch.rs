@@ -66,6 +66,12 @@ pub(crate) struct FetchTable {
     pub(crate) regions: Filter<REGION_WORDS>,
 }
 
+impl FetchTable {
+    /// Bytes of memory that it takes.
+    pub(crate) const BYTES: usize =
+        FETCH_ENTRIES * size_of::<Option<FetchEntry>>() + 8 * (PAGE_WORDS + REGION_WORDS);
+}
+
 /// A set of numbers that may seem to have members it has not.
 #[derive(Debug)]
 pub(crate) struct Filter<const WORDS: usize> {
