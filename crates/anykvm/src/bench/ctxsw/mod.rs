@@ -40,6 +40,9 @@ const KINDS: [(&str, &str); 4] = [
     ("pti nopcid", "pti=on nopcid"),
 ];
 
+/// The column of a guest whose kernel has address spaces kept.
+const MODULE: &str = "nopcid and module";
+
 /// The counters that are shown for each switch.
 const COUNTERS: [&str; 4] = [
     "page_walks",
@@ -56,6 +59,8 @@ struct Column {
     cpus: u32,
     words: &'static str,
     mmu: Option<String>,
+    /// The guest's first command.
+    before: String,
     cells: Vec<Cell>,
 }
 
@@ -79,6 +84,9 @@ pub(super) fn run(
     verdict: &mut Verdict,
 ) -> Result<String, BootError> {
     files.add_program("rings", include_str!("rings.c"))?;
+    if let Some(module) = &args.module {
+        files.add_file(module);
+    }
     let rows: Vec<usize> = (0..ROWS.len())
         .filter(|n| args.only.is_empty() || args.only.iter().any(|o| o == ROWS[*n].0))
         .collect();
@@ -105,7 +113,7 @@ pub(super) fn run(
             guest.stats = true;
             let script = match column.machine {
                 Machine::Native => lines.clone(),
-                _ => format!("export IN_GUEST=1\n{lines}"),
+                _ => format!("export IN_GUEST=1\n{}\n{lines}", column.before),
             };
             let run = files.run_script(&guest, Some(Suite::Kernel), &script)?;
             note(&format!(
@@ -136,6 +144,7 @@ fn columns(args: &BenchArgs) -> Vec<Column> {
                 cpus: *cpus,
                 words,
                 mmu,
+                before: String::new(),
                 cells: vec![Cell::default(); ROWS.len()],
             });
         };
@@ -152,6 +161,13 @@ fn columns(args: &BenchArgs) -> Vec<Column> {
         if !args.no_tcg {
             for (name, words) in [("TCG", ""), ("TCG pti", "pti=on")] {
                 add(name.into(), Machine::Tcg, words, None);
+            }
+        }
+        if let Some(module) = &args.module {
+            let name = module.file_name().unwrap_or_default().to_string_lossy();
+            add(MODULE.into(), Machine::Anykvm, "nopcid", None);
+            if let Some(column) = columns.last_mut() {
+                column.before = format!("insmod ./{name} || exit 1");
             }
         }
     }
@@ -229,6 +245,7 @@ mod tests {
             cpus: 2,
             words: "",
             mmu: None,
+            before: String::new(),
             cells: vec![Cell::default(); ROWS.len()],
         };
         assert!(column.add(&Run::default(), &[0]).is_err());
@@ -243,6 +260,7 @@ mod tests {
             cpus: 2,
             words: "",
             mmu: None,
+            before: String::new(),
             cells: vec![Cell::default(); ROWS.len()],
         };
         let samples = vec![super::super::machines::Sample {

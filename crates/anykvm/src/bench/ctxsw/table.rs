@@ -187,6 +187,7 @@ mod tests {
             cpus: 1,
             words: "",
             mmu: None,
+            before: String::new(),
             cells: vec![cell; ROWS.len()],
         }
     }
