@@ -19,8 +19,10 @@
 #include <linux/cpu.h>
 #include <linux/cpuhotplug.h>
 #include <linux/ftrace.h>
+#include <linux/hash.h>
 #include <linux/kprobes.h>
 #include <linux/linkage.h>
+#include <linux/log2.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/objtool.h>
@@ -36,8 +38,9 @@
 #define VERSION		1
 #define ENTRIES		128
 #define IN_USE		1
-/* Address spaces whose count is noted. */
-#define NOTED		512
+/* Address spaces whose count is noted: sets by the page directory, of so many each. */
+#define SETS		128
+#define WAYS		4
 
 /* The shared area: the rest of the page are entries, which this guest does not need to look at. */
 struct area {
@@ -52,7 +55,7 @@ struct kept_roots {
 	struct area *area;
 	bool is_on;
 	u64 kept, flushed;
-	struct noted noted[NOTED];
+	struct noted noted[SETS][WAYS];
 };
 
 /* For the test of the test: changes of address spaces are not looked for. */
@@ -69,8 +72,9 @@ __visible notrace __attribute__((used)) bool kept_roots_load(pgd_t *pgd)
 	struct kept_roots *this = this_cpu_read(own);
 	u64 root = __pa(pgd), gen, id;
 	struct mm_struct *mm;
-	struct noted *noted;
+	struct noted *set;
 	pgd_t *of;
+	int n;
 
 	if (!this || !this->is_on)
 		return false;
@@ -78,16 +82,21 @@ __visible notrace __attribute__((used)) bool kept_roots_load(pgd_t *pgd)
 	mm = READ_ONCE(virt_to_page(pgd)->pt_mm);
 	if (!mm || get_kernel_nofault(of, &mm->pgd) || of != pgd)
 		return false;
-	noted = &this->noted[(root >> PAGE_SHIFT) % NOTED];
+	set = this->noted[hash_64(root, ilog2(SETS))];
 	id = mm->context.ctx_id;
 	gen = atomic64_read(&mm->context.tlb_gen);
-	if (noted->root == root && noted->ctx_id == id && (noted->tlb_gen == gen || careless)) {
+	for (n = 0; n < WAYS && set[n].root != root; n++)
+		;
+	if (n < WAYS && set[n].ctx_id == id && (set[n].tlb_gen == gen || careless)) {
 		this->kept++;
 		native_write_cr3(root | KEEP);
 		return true;
 	}
+	/* Any other may go: it is noted again by its next load. */
+	if (n == WAYS)
+		n = this->flushed % WAYS;
 	this->flushed++;
-	*noted = (struct noted){ root, id, gen };
+	set[n] = (struct noted){ root, id, gen };
 	return false;
 }
 
