@@ -6,12 +6,14 @@ mod engines;
 mod guest;
 mod long_mode;
 
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
 use guest::{Ram, add_slot, set_msr};
 use iced_x86::code_asm::*;
+use kvm_abi::numbers::KVM_SET_NR_MMU_PAGES;
 use kvm_bindings::*;
 use long_mode::{Machine, PML4, start};
 use vm_memory::{Bytes, GuestAddress};
@@ -596,5 +598,94 @@ fn tables_that_change_under_four_vcpus() {
         let results: Vec<_> = runners.into_iter().map(|r| r.join()).collect();
         is_done.store(true, Ordering::Relaxed);
         assert!(results.iter().all(|r| r.is_ok()));
+    });
+}
+
+/// KVM_SET_NR_MMU_PAGES.
+fn set_pages(m: &Machine, pages: u64) {
+    assert_eq!(
+        kvm_abi::ioctl(m.vm.as_raw_fd(), KVM_SET_NR_MMU_PAGES, pages).map_err(|e| e.get()),
+        Ok(0)
+    );
+}
+
+/// Contexts, tables and pages that a vCPU keeps.
+fn kept(vcpu: &VcpuFd) -> [u64; 3] {
+    let all = vcpu.statistics().unwrap();
+    ["mmu_contexts", "mmu_tables", "mmu_pages"]
+        .map(|name| all.iter().find(|(n, _)| *n == name).unwrap().1)
+}
+
+/// More roots than the VMM allows pages for: what is kept stays below, and each root has memory of its own.
+#[test]
+fn a_budget_holds_and_changes_nothing_else() {
+    const ROOTS: u64 = 40;
+    /// Four contexts and the tables of two views.
+    const LEAST: u64 = 400;
+    let all: u64 = (0..ROOTS).map(value).sum();
+    let m = machine(ROOTS);
+    let mut vcpu = vcpu(&m, 0);
+    enable(&m, &mut vcpu, 64);
+    assert_eq!(switches(&mut vcpu, ROOTS, 50), 50 * all);
+    let [contexts, tables, pages] = kept(&vcpu);
+    assert!(
+        contexts > ROOTS && tables >= ROOTS && pages > 5000,
+        "{contexts} {tables} {pages}"
+    );
+    let mut rounds = 50;
+    for budget in [3000, 64, 500, 100_000, 1500] {
+        set_pages(&m, budget);
+        assert_eq!(switches(&mut vcpu, ROOTS, 20), 20 * all, "{budget}");
+        rounds += 20;
+        let [contexts, tables, pages] = kept(&vcpu);
+        assert!(
+            pages <= budget.max(LEAST),
+            "{budget}: {contexts} {tables} {pages}"
+        );
+        if budget == 100_000 {
+            assert!(tables >= ROOTS, "{tables}");
+        }
+    }
+    for n in 0..ROOTS {
+        assert_eq!(
+            u64::from_le_bytes(m.read(DATA + n * 0x1000 + 8)),
+            rounds,
+            "{n}"
+        );
+    }
+    // vCPUs share.
+    set_pages(&m, 3000);
+    let mut second = self::vcpu(&m, 1);
+    ask(&m, AREA + 0x1000, [1, 0x1000, 64]);
+    assert!(write_msr(&mut second, (AREA + 0x1000) | 1));
+    switches(&mut second, ROOTS, 2);
+    switches(&mut vcpu, ROOTS, 2);
+    let [one, two] = [&vcpu, &second].map(|vcpu| kept(vcpu)[2]);
+    assert!(one <= 1500 && two <= 1500, "{one} {two}");
+}
+
+/// It changes while the guest runs.
+#[test]
+fn a_budget_may_change_at_any_moment() {
+    const ROOTS: u64 = 12;
+    let m = machine(ROOTS);
+    let mut vcpu = vcpu(&m, 0);
+    enable(&m, &mut vcpu, 16);
+    let all: u64 = (0..ROOTS).map(value).sum();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for budget in [64, 2000, 400, 100_000, 900].into_iter().cycle() {
+                set_pages(&m, budget);
+                thread::sleep(std::time::Duration::from_micros(300));
+                if is_over.load(Ordering::Relaxed) {
+                    break;
+                }
+            }
+        });
+        for _ in 0..20 {
+            assert_eq!(switches(&mut vcpu, ROOTS, 2000), 2000 * all);
+        }
+        is_over.store(true, Ordering::Relaxed);
     });
 }

@@ -120,9 +120,13 @@ pub(crate) struct BenchArgs {
     )]
     pub(crate) mmu: Vec<String>,
 
-    /// vCPUs of `ctxsw`'s guests.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
-    pub(crate) cpus: u32,
+    /// vCPUs of `ctxsw`'s guests; more than one number compares them.
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=8))]
+    pub(crate) cpus: Vec<u32>,
+
+    /// A column of `ctxsw` more: guests without PCIDs that load this module, built from guests/linux-kept-roots for --kernel.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) module: Option<PathBuf>,
 
     /// Draw the rows of `doorbell`, `dirtylog`, `ctxsw`, `memory` or `wp` into this file.
     #[arg(long, value_name = "FILE")]

@@ -228,6 +228,9 @@ impl<const N: usize> TaggedPages<N> {
             && (BASE - Self::BEFORE).is_multiple_of(align_of::<Inside<N>>())
     );
 
+    /// Bytes that are used of it.
+    pub const BYTES: usize = size_of::<Inside<N>>();
+
     /// Makes an object that is all zero.
     pub fn zeroed() -> Self {
         const { Self::PLACES };

@@ -36,6 +36,8 @@ pub struct EngineOptions {
     pub profiler: Option<Profiler>,
     /// Who is told what has no other way out.
     pub messages: Messages,
+    /// KVM_SET_NR_MMU_PAGES of a VMM that does not ask for it.
+    pub mmu_pages: Option<u32>,
 }
 
 /// Who is told of what the VMM has not asked for: differences in lock-step, a profiler's file that cannot be written. Nobody, by default.

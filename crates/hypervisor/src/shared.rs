@@ -51,6 +51,8 @@ pub(crate) mod request {
     pub(crate) const FLUSH: u32 = 1 << 10;
     /// The event filter of performance counters has changed.
     pub(crate) const FILTER: u32 = 1 << 11;
+    /// The share of KVM_SET_NR_MMU_PAGES has changed.
+    pub(crate) const MMU_PAGES: u32 = 1 << 12;
 }
 
 /// Where a vCPU is.

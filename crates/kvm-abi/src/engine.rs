@@ -5,7 +5,8 @@
 //! translated code, with K or M. `ANYKVM_CODE_FLUSH`: all of it is dropped at random, once in so
 //! many blocks looked for. `ANYKVM_MMU`: `tdp`, `shadow` or `auto` (docs/mmu.md).
 //! `ANYKVM_DIRTY`: `locked` or `everything`, how dirty pages were harvested once, for comparison (docs/decisions/dirty-logging.md).
-//! `ANYKVM_PERF`: `map` or `jitdump` names translated code for `perf` (docs/testing.md). Anything else is as if it were not there.
+//! `ANYKVM_PERF`: `map` or `jitdump` names translated code for `perf` (docs/testing.md).
+//! `ANYKVM_MMU_PAGES`: KVM_SET_NR_MMU_PAGES where the VMM does not ask for it. Anything else is as if it were not there.
 
 use std::io::Write;
 
@@ -44,6 +45,7 @@ fn read(variable: impl Fn(&str) -> Option<String>) -> EngineOptions {
             _ => None,
         },
         messages: Messages(tell),
+        mmu_pages: variable("ANYKVM_MMU_PAGES").and_then(|v| v.parse().ok()),
     }
 }
 

@@ -23,10 +23,7 @@ use crate::{
 /// Contexts that are kept. Linux uses six PCIDs, twice that with page-table isolation.
 const MAX_CONTEXTS: usize = 16;
 /// Where roots are tracked: a context is a few KiB.
-const MAX_TRACKED: usize = 1024;
-/// Tables of (context, view). Those of a context are half a MiB that is touched, so those of more contexts would
-/// come from memory at each switch; a context without gets others' ([`Mmu::new_tables`]).
-pub(crate) const MAX_TABLES: usize = 192;
+pub(crate) const MAX_TRACKED: usize = 1024;
 /// Contexts that were current last, which are remembered.
 const LAST: usize = 8;
 /// Of so many contexts that need tables one gets those of a context that was not current for long.
@@ -224,7 +221,7 @@ impl Mmu {
             Policy::Tdp => MAX_CONTEXTS + self.promised_roots(),
             Policy::Shadow | Policy::Auto => MAX_TRACKED,
         };
-        self.contexts.len() >= limit
+        self.contexts.len() >= limit.min(self.budget.contexts)
     }
 
     pub(crate) fn new_context(&mut self, key: ContextKey) -> usize {
@@ -320,30 +317,38 @@ impl Mmu {
         self.last.insert(0, context);
     }
 
-    /// Tables that belong to nobody.
-    fn new_tables(&mut self) -> usize {
+    /// Tables that belong to nobody; none if those of the current context are all that there may be.
+    fn new_tables(&mut self) -> Option<usize> {
         let free = self.views.iter().position(|t| !t.taken);
-        if let Some(free) = free {
+        if free.is_some() {
             return free;
         }
-        if self.views.len() >= self.max_tables
-            && let Some(other) = self.donor()
-        {
-            let views = core::mem::take(&mut self.contexts[other].views);
-            self.contexts[other].recent = [None; 4];
-            self.free_tables(&views);
-            if let Some((_, tables)) = views.first() {
-                return *tables;
-            }
+        if self.views.len() < self.budget.tables {
+            self.views.push(Tables::default());
+            return Some(self.views.len() - 1);
         }
-        self.views.push(Tables::default());
-        self.views.len() - 1
+        let other = self.donor()?;
+        let views = core::mem::take(&mut self.contexts[other].views);
+        self.contexts[other].recent = [None; 4];
+        self.free_tables(&views);
+        views.first().map(|(_, tables)| *tables)
     }
 
-    /// Contexts have so many tables of the first level at most, but for the current one's: fewer than by
-    /// default, for tests.
-    pub fn set_max_tables(&mut self, tables: usize) {
-        self.max_tables = tables.min(MAX_TABLES);
+    /// The tables of the current context's view that was selected least recently: neither one of the two in use, if there
+    /// is another, nor `kept`.
+    fn take_own_tables(&mut self, kept: Option<usize>) -> usize {
+        let views = &self.contexts[self.current].views;
+        let by_use = |(_, (_, t)): &(usize, &(View, usize))| {
+            (*t == self.live || *t == self.system, self.views[*t].used)
+        };
+        let others = views
+            .iter()
+            .enumerate()
+            .filter(|(_, (_, t))| Some(*t) != kept);
+        let victim = others.min_by_key(by_use).map_or(0, |(i, _)| i);
+        let (_, tables) = self.contexts[self.current].views.swap_remove(victim);
+        self.views[tables].flush();
+        tables
     }
 
     /// All contexts go; the caller selects one.
@@ -500,16 +505,17 @@ impl Mmu {
     fn find_tables(&mut self, cpu: &CpuState) {
         let view = View::of(cpu, Privilege::Current);
         let system = View::of(cpu, Privilege::System);
-        self.live = self.tables_of(view);
+        self.live = self.tables_of(view, None);
         self.verify_view();
         self.system = if system == view {
             self.live
         } else {
-            self.tables_of(system)
+            self.tables_of(system, Some(self.live))
         };
     }
 
-    fn tables_of(&mut self, view: View) -> usize {
+    /// The view's tables in the current context; `kept` are to stay another's.
+    fn tables_of(&mut self, view: View, kept: Option<usize>) -> usize {
         let used = self.next_tick();
         let context = &self.contexts[self.current];
         if let Some(&(_, tables)) = context.views.iter().find(|(v, _)| *v == view) {
@@ -523,21 +529,9 @@ impl Mmu {
         self.forget_switches();
         let number = self.view_numbers.of(view);
         let epoch = self.next_tick();
-        let tables = if self.contexts[self.current].views.len() < MAX_VIEWS {
-            self.new_tables()
-        } else {
-            // The least recently selected; never one of the two in use.
-            let victim = self.contexts[self.current]
-                .views
-                .iter()
-                .enumerate()
-                .filter(|(_, (_, t))| *t != self.live && *t != self.system)
-                .min_by_key(|(_, (_, t))| self.views[*t].used)
-                .map_or(0, |(i, _)| i);
-            let (_, tables) = self.contexts[self.current].views.swap_remove(victim);
-            self.views[tables].flush();
-            tables
-        };
+        let has_room = self.contexts[self.current].views.len() < MAX_VIEWS;
+        let tables = has_room.then(|| self.new_tables()).flatten();
+        let tables = tables.unwrap_or_else(|| self.take_own_tables(kept));
         let t = &mut self.views[tables];
         t.taken = true;
         t.user = view.is_user();

@@ -68,6 +68,12 @@ pub(crate) struct FetchTable {
     pub(crate) regions: Filter<REGION_WORDS>,
 }
 
+impl FetchTable {
+    /// Bytes of memory that it takes.
+    pub(crate) const BYTES: usize =
+        FETCH_ENTRIES * size_of::<Option<FetchEntry>>() + 8 * (PAGE_WORDS + REGION_WORDS);
+}
+
 /// A set of numbers with false positives: it may report members that were never added.
 #[derive(Debug)]
 pub(crate) struct Filter<const WORDS: usize> {

@@ -151,6 +151,9 @@ impl Default for L1 {
 }
 
 impl L1 {
+    /// Bytes of memory that it takes.
+    pub(crate) const BYTES: usize = TaggedPages::<ENTRIES>::BYTES + PAGE_GUARDS * size_of::<u16>();
+
     /// For generated code: see [`tagged`]. It does not move.
     pub fn base(&self) -> u64 {
         self.pages.base()

@@ -45,6 +45,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod budget;
 mod bulk;
 mod catch_up;
 mod code;
@@ -74,6 +75,7 @@ use std::{
 use guest_memory::{GuestMemory, HostPage, Mailbox, SlotTable};
 use x86_cpu::{CpuState, Exception, Fault};
 
+pub use budget::Kept;
 pub use paging::{Mode, Paging};
 pub use resolve::DevicePage;
 pub use shadow::{promised::RootArea, roots::Policy};
@@ -202,8 +204,10 @@ pub struct Mmu {
     contexts: Vec<context::Context>,
     /// Those that were current last, the very last one first.
     last: Vec<usize>,
-    /// As far as contexts are concerned, `views` has so many at most.
-    max_tables: usize,
+    /// How many contexts and views there are at most.
+    budget: budget::Budget,
+    /// [`Stats::reach_code_hits`] of tables that are no more.
+    reach_hits_gone: u64,
     /// Times that a context has got another's tables.
     donors: u32,
     /// Changes when write permission of pages is taken: see [`shadow::derived`].
@@ -276,7 +280,8 @@ impl Mmu {
             system: 0,
             contexts: Vec::new(),
             last: Vec::new(),
-            max_tables: context::MAX_TABLES,
+            budget: budget::Budget::default(),
+            reach_hits_gone: 0,
             donors: 0,
             writes_epoch: 1,
             current: 0,
@@ -329,7 +334,8 @@ impl Mmu {
     /// Counters.
     pub fn stats(&self) -> Stats {
         Stats {
-            reach_code_hits: self.views.iter().map(|t| t.l1.reach_hits()).sum(),
+            reach_code_hits: self.reach_hits_gone
+                + self.views.iter().map(|t| t.l1.reach_hits()).sum::<u64>(),
             reach_pages: self.reach.entries() as u64,
             ..self.stats
         }

@@ -6,7 +6,7 @@
 mod machine;
 
 use machine::Machine;
-use mmu::{Miss, Mmu, Policy};
+use mmu::{Kept, Miss, Mmu, Policy};
 use proptest::prelude::*;
 use x86_cpu::{Access, CpuState, Flush, Privilege};
 use x86_defs::{
@@ -70,6 +70,10 @@ enum Op {
         wp: bool,
         ac: bool,
     },
+    /// What may be kept becomes more or less.
+    Budget {
+        pages: usize,
+    },
 }
 
 fn ops() -> impl Strategy<Value = Op> {
@@ -88,6 +92,7 @@ fn ops() -> impl Strategy<Value = Op> {
             .prop_map(|(root, slot, keep)| Op::Switch { root, slot, keep }),
         2 => (any::<bool>(), any::<bool>(), any::<bool>())
             .prop_map(|(cpl3, wp, ac)| Op::View { cpl3, wp, ac }),
+        1 => (0..3000usize).prop_map(|pages| Op::Budget { pages }),
     ]
 }
 
@@ -105,6 +110,7 @@ struct World {
     /// The root that each PCID was last loaded with.
     root_of: [usize; SLOTS],
     slot: usize,
+    budget: usize,
 }
 
 impl World {
@@ -138,6 +144,7 @@ impl World {
             pcid,
             root_of: [0, 1, 2],
             slot: 0,
+            budget: usize::MAX,
         };
         w.m.reload();
         w.m.mmu.set_policy(&w.m.cpu, policy);
@@ -263,7 +270,12 @@ impl World {
                 cpu.rflags = cpu.rflags & !rflags::AC | if ac { rflags::AC } else { 0 };
                 self.m.mmu.select_view(&self.m.cpu);
             }
+            Op::Budget { pages } => {
+                self.m.mmu.set_budget(&self.m.cpu, pages);
+                self.budget = pages;
+            }
         }
+        assert!(self.m.mmu.kept().pages <= self.budget.max(Kept::LEAST_PAGES));
     }
 
     fn edit(&mut self, gva: u64, page: u64, flags: u64, flush: u8, is_current: bool) {

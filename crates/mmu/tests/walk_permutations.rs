@@ -7,7 +7,7 @@
 mod machine;
 
 use machine::Machine;
-use mmu::{Miss, Policy};
+use mmu::{Kept, Miss, Policy};
 use x86_cpu::{Access, Exception, Feature, Flush, Privilege};
 use x86_defs::{
     control::{cr0, cr4, efer},
@@ -136,11 +136,12 @@ fn reserved(shape: &Shape, level: usize, nxe: bool) -> u64 {
 }
 
 fn check(shape: &Shape) -> u64 {
-    check_with(shape, Policy::Tdp)
+    check_with(shape, Policy::Tdp, usize::MAX)
 }
 
-/// `policy`: of roots that are kept over loads of CR3 nothing may be kept that has changed.
-fn check_with(shape: &Shape, policy: Policy) -> u64 {
+/// `policy`: of roots that are kept over loads of CR3 nothing may be kept that has changed. `pages`: the budget for
+/// what is kept.
+fn check_with(shape: &Shape, policy: Policy, pages: usize) -> u64 {
     let mut m = Machine::new();
     let (top, size) = match shape.tables {
         Tables::Bits32 | Tables::Pae => (
@@ -177,6 +178,7 @@ fn check_with(shape: &Shape, policy: Policy) -> u64 {
         _ => 1 << 45,
     };
     m.mmu.set_policy(&m.cpu, policy);
+    m.mmu.set_budget(&m.cpu, pages);
     let mut cases = 0;
     let bits = |i: u32, all: [u64; 5]| {
         all.iter()
@@ -201,6 +203,7 @@ fn check_with(shape: &Shape, policy: Policy) -> u64 {
             m.cpu.pkru = key_bits << 10;
             m.cpu.pkrs = ((3 - key_bits) % 3) << 10;
             m.reload();
+            assert!(m.mmu.kept().pages <= pages.max(Kept::LEAST_PAGES));
             for i in 0..32 * 32 {
                 let mut entries = Vec::new();
                 for level in (shape.leaf..=top).rev() {
@@ -283,19 +286,25 @@ fn four_levels() {
     }
 }
 
-/// The same where a root keeps its translations over loads of CR3 and compares them with the tables.
+/// The same where a root keeps its translations over loads of CR3 and compares them with the tables; and where two
+/// tables have to do for all views.
 #[test]
 fn four_levels_of_kept_roots() {
-    for policy in [Policy::Shadow, Policy::Auto] {
+    let (all, least) = (usize::MAX, 64);
+    let ways = [
+        (Policy::Shadow, all),
+        (Policy::Auto, all),
+        (Policy::Tdp, least),
+        (Policy::Shadow, least),
+    ];
+    for (policy, pages) in ways {
         for (leaf, upper) in [(1, 2), (2, 4)] {
-            check_with(
-                &Shape {
-                    tables: Tables::Level4,
-                    leaf,
-                    upper,
-                },
-                policy,
-            );
+            let shape = Shape {
+                tables: Tables::Level4,
+                leaf,
+                upper,
+            };
+            check_with(&shape, policy, pages);
         }
     }
 }

@@ -4,6 +4,7 @@
 //! memory is there; status and output are checked. `--all` adds the kernels and
 //! sizes that take longer or need more memory than CI has.
 
+mod kept_roots;
 mod paravirt;
 
 use std::{
@@ -161,7 +162,9 @@ pub(crate) struct Options {
 
 fn known() -> impl Iterator<Item = &'static str> {
     let cases = CASES.iter().map(|c| c.name);
-    cases.chain(DISKS.map(|d| d.0)).chain([PARAVIRT])
+    cases
+        .chain(DISKS.map(|d| d.0))
+        .chain([PARAVIRT, KEPT_ROOTS])
 }
 
 /// Runs CI's boots, all, or those that are named.
@@ -213,12 +216,15 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
     }
     let is_named = |name| names.is_empty() || names.iter().any(|n| *n == name);
     let disks = DISKS.map(|(name, console)| (name, Some(console)));
-    for (name, console) in disks.into_iter().chain([(PARAVIRT, None)]) {
-        if !is_named(name) {
+    let others = [(PARAVIRT, None), (KEPT_ROOTS, None)];
+    for (name, console) in disks.into_iter().chain(others) {
+        let is_left_out = name == KEPT_ROOTS && names.is_empty() && !all;
+        if !is_named(name) || is_left_out {
             continue;
         }
         let result = match console {
             Some(console) => self::disks(&anykvm, console),
+            None if name == KEPT_ROOTS => kept_roots::run(&anykvm),
             None => paravirt::run(&anykvm),
         };
         match result {
@@ -238,6 +244,8 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
 
 /// The boot that uses KVM's paravirtual features.
 const PARAVIRT: &str = "paravirt";
+/// The boot with a module that has address spaces kept.
+const KEPT_ROOTS: &str = "kept-roots";
 /// Boots with two disks, with these consoles.
 const DISKS: [(&str, &str); 2] = [("disks", "ttyS0"), ("virtio-console", "hvc0")];
 /// Bytes of a disk: more than the guest's cache keeps while it is copied.

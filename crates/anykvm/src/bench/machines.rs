@@ -126,6 +126,11 @@ impl Files {
         Ok(())
     }
 
+    /// A file that runs find beside the programs.
+    pub(super) fn add_file(&mut self, file: &Path) {
+        self.more.push(file.into());
+    }
+
     /// The guest's archive for a suite: runs `script`, then powers off.
     fn initrd(&self, suite: Option<Suite>, script: &str) -> Result<PathBuf, BootError> {
         let file = self.folder.join("initrd");

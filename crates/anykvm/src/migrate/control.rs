@@ -256,9 +256,10 @@ impl Control {
 fn in_words(report: &Report) -> String {
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
     format!(
-        "downtime {:.1} ms, in all {:.1} ms, {} rounds, {:.1} MiB sent",
+        "downtime {:.1} ms, in all {:.1} ms, vCPUs stalled {:.2} ms, {} rounds, {:.1} MiB sent",
         ms(report.downtime),
         ms(report.total),
+        ms(report.stall),
         report.rounds,
         report.sent as f64 / f64::from(1 << 20)
     )

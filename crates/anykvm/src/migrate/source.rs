@@ -63,6 +63,8 @@ pub(super) struct Progress {
 pub(super) struct Report {
     pub(super) downtime: Duration,
     pub(super) total: Duration,
+    /// What dirty logging has taken of the vCPUs' time since the machine stood still last, all vCPUs together.
+    pub(super) stall: Duration,
     pub(super) rounds: u32,
     pub(super) sent: u64,
 }
@@ -125,6 +127,7 @@ impl Machine {
         show: &mut dyn FnMut(Progress),
     ) -> Result<Report, Failure> {
         let begin = Instant::now();
+        let stalled = self.gate.stalled();
         if let Some(own) = self.disks.iter().find(|disk| !disk.is_shared) {
             let why = format!(
                 "its disk '{}' is a copy that no other process can open",
@@ -167,6 +170,7 @@ impl Machine {
         handed.map(|()| Report {
             downtime,
             total: begin.elapsed(),
+            stall: self.gate.stalled().saturating_sub(stalled),
             rounds: shown.round + 1,
             sent: line.sent,
         })

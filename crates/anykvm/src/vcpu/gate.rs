@@ -19,6 +19,8 @@ struct State {
     stoppers: Vec<VcpuStopper>,
     /// By vCPU: what it has left, while it waits.
     saved: Vec<Option<Result<Vec<u8>, BootError>>>,
+    /// By vCPU: nanoseconds that dirty logging had taken when it came here last.
+    stalls: Vec<u64>,
 }
 
 /// All vCPUs go through it before they enter the guest.
@@ -35,6 +37,7 @@ impl Gate {
         let mut state = lock(&self.state);
         state.stoppers.push(stopper);
         state.saved.push(None);
+        state.stalls.push(0);
     }
 
     /// Whether vCPUs are to wait. Cheap: for every exit.
@@ -42,8 +45,20 @@ impl Gate {
         self.is_closed.load(Ordering::Acquire)
     }
 
-    /// vCPU `id` waits, having left `saved`, until the gate is opened or `is_ending`.
-    pub(super) fn wait(&self, id: u8, saved: Result<Vec<u8>, BootError>, is_ending: &AtomicBool) {
+    /// What dirty logging had taken of the vCPUs' time when they came here last.
+    pub(crate) fn stalled(&self) -> Duration {
+        Duration::from_nanos(lock(&self.state).stalls.iter().sum())
+    }
+
+    /// vCPU `id` waits, having left `saved`, until the gate is opened or `is_ending`. Dirty logging has taken `stall` nanoseconds of
+    /// its time so far.
+    pub(super) fn wait(
+        &self,
+        id: u8,
+        saved: Result<Vec<u8>, BootError>,
+        stall: u64,
+        is_ending: &AtomicBool,
+    ) {
         let mut state = lock(&self.state);
         if !self.is_closed() {
             return;
@@ -51,6 +66,9 @@ impl Gate {
         let round = state.round;
         if let Some(place) = state.saved.get_mut(usize::from(id)) {
             *place = Some(saved);
+        }
+        if let Some(place) = state.stalls.get_mut(usize::from(id)) {
+            *place = stall;
         }
         self.changed.notify_all();
         // Closed once more, it asks for the state once more.

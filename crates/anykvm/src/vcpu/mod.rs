@@ -113,7 +113,7 @@ pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Optio
             Err(errno) if errno.errno() == EINTR && is_closing => {
                 vcpu.set_kvm_immediate_exit(0);
                 let saved = state::save(vcpu, around.msrs);
-                around.gate.wait(id, saved, is_ending);
+                around.gate.wait(id, saved, stalled(vcpu), is_ending);
                 None
             }
             // Somebody wants to know whether it has halted.
@@ -129,6 +129,13 @@ pub(crate) fn run(vcpu: &mut VcpuFd, id: u8, around: &Surroundings<'_>) -> Optio
         }
     }
     None
+}
+
+/// Nanoseconds that dirty logging has taken of its time.
+fn stalled(vcpu: &VcpuFd) -> u64 {
+    let counted = vcpu.statistics().unwrap_or_default();
+    let stall = counted.iter().find(|(name, _)| *name == "dirty_stall_ns");
+    stall.map_or(0, |(_, ns)| *ns)
 }
 
 /// One line with all counters.

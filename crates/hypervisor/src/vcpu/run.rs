@@ -380,6 +380,9 @@ impl Inner {
         if requests & request::FILTER != 0 {
             self.bus.follow_filter(&mut self.cpu);
         }
+        if requests & request::MMU_PAGES != 0 {
+            self.bus.follow_mmu_pages(&self.cpu);
+        }
         if requests & request::NMI != 0 {
             self.take_nmis();
         }

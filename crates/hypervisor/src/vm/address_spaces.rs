@@ -1,16 +1,53 @@
 //! The MMU of a new vCPU, and a new VM's memory.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use guest_memory::{GuestMemory, Harvest};
-use mmu::{Mmu, Policy};
+use mmu::Mmu;
 use x86_cpu::CpuState;
 
-/// A new vCPU's MMU.
-pub(super) fn new_mmu(memory: &Arc<GuestMemory>, policy: Policy) -> Mmu {
-    let mut mmu = Mmu::new(Arc::clone(memory));
-    mmu.set_policy(&CpuState::default(), policy);
-    mmu
+use super::{Vm, VmState};
+use crate::{Error, Result, shared::request};
+
+impl Vm {
+    /// KVM_SET_NR_MMU_PAGES: EINVAL below KVM's least. vCPUs have the pages in equal shares; one that runs
+    /// gives up what is too much at its next poll.
+    ///
+    /// DEVIATION: a vCPU keeps four address spaces and two views whatever its share is (`mmu::Kept::LEAST_PAGES`).
+    pub fn set_nr_mmu_pages(&self, pages: u32) -> Result<()> {
+        const LEAST: u32 = 64;
+        if pages < LEAST {
+            return Err(Error::InvalidArgument);
+        }
+        self.state.options.mmu_pages.store(pages, Ordering::Relaxed);
+        self.state.request_all(request::MMU_PAGES);
+        Ok(())
+    }
+
+    /// KVM_GET_NR_MMU_PAGES; 0 before it is set: each vCPU has bounds of its own then.
+    pub fn nr_mmu_pages(&self) -> u32 {
+        self.state.options.mmu_pages.load(Ordering::Relaxed)
+    }
+}
+
+impl VmState {
+    /// The MMU of a vCPU that becomes one of so many.
+    pub(super) fn new_mmu(&self, vcpus: usize) -> Mmu {
+        let mut mmu = Mmu::new(Arc::clone(&self.memory));
+        let cpu = CpuState::default();
+        mmu.set_policy(&cpu, self.engine.translations);
+        if let Some(pages) = self.mmu_pages_of_vcpu(vcpus) {
+            mmu.set_budget(&cpu, pages);
+        }
+        mmu
+    }
+
+    /// A vCPU's share; none before KVM_SET_NR_MMU_PAGES.
+    pub(crate) fn mmu_pages_of_vcpu(&self, vcpus: usize) -> Option<usize> {
+        let set = self.options.mmu_pages.load(Ordering::Relaxed);
+        let pages = Some(set).filter(|pages| *pages != 0);
+        pages.map(|pages| pages as usize / vcpus.max(1))
+    }
 }
 
 /// A new VM's memory.

@@ -139,7 +139,7 @@ impl Vm {
             load: load::Load::default(),
             device_events: AtomicU64::new(0),
             has_renumbered: AtomicBool::new(false),
-            options: Options::default(),
+            options: Options::new(engine.mmu_pages),
             io: Arc::new(Published::new(IoTable::default())),
             has_io: AtomicBool::new(false),
             ring: Ring::default(),
@@ -268,7 +268,7 @@ impl VmState {
         if vcpus.iter().any(|v| v.id == id) {
             return Err(Error::Exists);
         }
-        let mmu = address_spaces::new_mmu(&self.memory, self.engine.translations);
+        let mmu = self.new_mmu(vcpus.len() + 1);
         let shared = Arc::new(VcpuShared::new(
             id,
             id == self.boot_id.load(Ordering::Relaxed),
@@ -277,6 +277,9 @@ impl VmState {
             self.options.lapic(),
             Reader::new(Arc::clone(&self.io)),
         ));
+        if self.mmu_pages_of_vcpu(1).is_some() {
+            vcpus.iter().for_each(|v| v.request(request::MMU_PAGES));
+        }
         vcpus.push(Arc::clone(&shared));
         // Whoever starts the thread may ask for the vCPUs.
         drop(vcpus);

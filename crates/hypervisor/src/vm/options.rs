@@ -49,7 +49,7 @@ pub(crate) struct Options {
     /// KVM_CAP_MAX_VCPU_ID; 0 before it is set.
     max_vcpu_id: AtomicU32,
     /// KVM_SET_NR_MMU_PAGES; 0 before it is set.
-    mmu_pages: AtomicU32,
+    pub(super) mmu_pages: AtomicU32,
     /// KVM_CAP_X86_APIC_BUS_CYCLES_NS.
     apic_tick_ns: AtomicU64,
     /// KVM_PMU_CAP_DISABLE.
@@ -82,6 +82,13 @@ impl Default for Options {
 }
 
 impl Options {
+    /// `mmu_pages`: as if KVM_SET_NR_MMU_PAGES had been called.
+    pub(super) fn new(mmu_pages: Option<u32>) -> Self {
+        Self {
+            mmu_pages: AtomicU32::new(mmu_pages.unwrap_or(0)),
+            ..Self::default()
+        }
+    }
     /// KVM_CAP_EXCEPTION_PAYLOAD.
     pub(crate) fn has_exception_payload(&self) -> bool {
         self.exception_payload.load(Ordering::Relaxed)
@@ -316,23 +323,6 @@ impl Vm {
         let options = &self.state.options;
         options.has_no_counters.store(off, Ordering::Relaxed);
         Ok(())
-    }
-
-    /// KVM_SET_NR_MMU_PAGES: EINVAL below KVM's least.
-    ///
-    /// DEVIATION: the number is kept for KVM_GET_NR_MMU_PAGES, but limits nothing: there are no
-    /// shadow pages, and the TLBs that take their place have a fixed size.
-    pub fn set_nr_mmu_pages(&self, pages: u32) -> Result<()> {
-        const LEAST: u32 = 64;
-        if pages < LEAST {
-            return Err(Error::InvalidArgument);
-        }
-        self.state.options.mmu_pages.store(pages, Ordering::Relaxed);
-        Ok(())
-    }
-    /// KVM_GET_NR_MMU_PAGES.
-    pub fn nr_mmu_pages(&self) -> u32 {
-        self.state.options.mmu_pages.load(Ordering::Relaxed)
     }
 
     /// EINVAL for none or so many that the longest count overflows, and once there are vCPUs; ENXIO

@@ -51,6 +51,12 @@ pub(crate) struct Leaf {
     pub writes: u64,
 }
 
+impl Derived {
+    /// Bytes of memory that it takes.
+    pub(crate) const BYTES: usize =
+        MAX_ENTRIES * size_of::<Entry>() + 2 * size_of::<[u16; PLACES]>();
+}
+
 impl Entry {
     #[inline]
     fn is_same(&self, now: u64) -> bool {

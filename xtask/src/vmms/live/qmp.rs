@@ -109,6 +109,15 @@ impl Qemu {
         Ok(value(&answer, "status").unwrap_or_default().to_owned())
     }
 
+    /// Sum of a statistic of all vCPUs (KVM_GET_STATS_FD).
+    pub(super) fn vcpus_sum(&mut self, name: &str) -> Result<f64, String> {
+        let arguments = format!(
+            "{{\"target\":\"vcpu\",\"providers\":[{{\"provider\":\"kvm\",\"names\":[\"{name}\"]}}]}}"
+        );
+        let answer = self.ask("query-stats", &arguments)?;
+        sum(&answer).ok_or(format!("no {name} in {}", answer.trim()))
+    }
+
     /// The last of the guest's ticks.
     pub(super) fn last_tick(&self) -> Option<u64> {
         let bytes = fs::read(&self.console).unwrap_or_default();
@@ -165,6 +174,14 @@ pub(super) fn value<'a>(line: &'a str, key: &str) -> Option<&'a str> {
     Some(rest.get(..end)?.trim_matches('"'))
 }
 
+/// Sum of what `"value":` is each time; none if it never is.
+fn sum(line: &str) -> Option<f64> {
+    let ends: Vec<usize> = line.match_indices("\"value\":").map(|(at, _)| at).collect();
+    let values = ends.iter().map(|at| number(line.get(*at..)?, "value"));
+    let values: Option<Vec<f64>> = values.collect();
+    values.filter(|v| !v.is_empty()).map(|v| v.iter().sum())
+}
+
 /// The same as a number.
 pub(super) fn number(line: &str, key: &str) -> Option<f64> {
     value(line, key)?.parse().ok()
@@ -182,6 +199,9 @@ mod tests {
         assert_eq!(number(line, "mbps"), Some(1.5));
         assert_eq!(number(line, "status"), None);
         assert_eq!(value(line, "other"), None);
+        let stats = r#"{"return": [{"stats": [{"name": "x", "value": 3}]}, {"stats": [{"value": 4, "name": "x"}]}]}"#;
+        assert_eq!(sum(stats), Some(7.0));
+        assert_eq!(sum(r#"{"return": []}"#), None);
         assert_eq!(tick("tick 7\r"), Some(7));
         assert_eq!(tick("x tick 7"), None);
     }

@@ -40,6 +40,9 @@ const KINDS: [(&str, &str); 4] = [
     ("pti nopcid", "pti=on nopcid"),
 ];
 
+/// The column of a guest whose kernel has address spaces kept.
+const MODULE: &str = "nopcid and module";
+
 /// The counters that are shown for each switch.
 const COUNTERS: [&str; 4] = [
     "page_walks",
@@ -53,8 +56,11 @@ const COUNTERS: [&str; 4] = [
 struct Column {
     name: String,
     machine: Machine,
+    cpus: u32,
     words: &'static str,
     mmu: Option<String>,
+    /// The guest's first command.
+    before: String,
     cells: Vec<Cell>,
 }
 
@@ -78,6 +84,9 @@ pub(super) fn run(
     verdict: &mut Verdict,
 ) -> Result<String, BootError> {
     files.add_program("rings", include_str!("rings.c"))?;
+    if let Some(module) = &args.module {
+        files.add_file(module);
+    }
     let rows: Vec<usize> = (0..ROWS.len())
         .filter(|n| args.only.is_empty() || args.only.iter().any(|o| o == ROWS[*n].0))
         .collect();
@@ -98,19 +107,19 @@ pub(super) fn run(
     }
     for round in 1..=args.rounds {
         for column in &mut columns {
-            let mut guest = Guest::new(column.machine, args.cpus, "1G");
+            let mut guest = Guest::new(column.machine, column.cpus, "1G");
             guest.words = column.words;
             guest.mmu = column.mmu.as_deref();
             guest.stats = true;
             let script = match column.machine {
                 Machine::Native => lines.clone(),
-                _ => format!("export IN_GUEST=1\n{lines}"),
+                _ => format!("export IN_GUEST=1\n{}\n{lines}", column.before),
             };
             let run = files.run_script(&guest, Some(Suite::Kernel), &script)?;
             note(&format!(
                 "round {round} of {}: {}: {:.1} s",
                 args.rounds,
-                column.name,
+                column.title(),
                 run.total.as_secs_f64()
             ));
             is_plausible(column.machine, &run)?;
@@ -126,32 +135,54 @@ pub(super) fn run(
 }
 
 fn columns(args: &BenchArgs) -> Vec<Column> {
-    let column = |name: String, machine, words, mmu| Column {
-        name,
-        machine,
-        words,
-        mmu,
-        cells: vec![Cell::default(); ROWS.len()],
-    };
-    let mut columns = vec![column("native".into(), Machine::Native, "", None)];
-    for mmu in &args.mmu {
-        for (name, words) in KINDS {
-            let name = match mmu.as_str() {
-                "tdp" => name.to_owned(),
-                mmu => format!("{name}, {mmu}"),
-            };
-            columns.push(column(name, Machine::Anykvm, words, Some(mmu.clone())));
+    let mut columns = Vec::new();
+    for cpus in &args.cpus {
+        let mut add = |name: String, machine, words, mmu| {
+            columns.push(Column {
+                name,
+                machine,
+                cpus: *cpus,
+                words,
+                mmu,
+                before: String::new(),
+                cells: vec![Cell::default(); ROWS.len()],
+            });
+        };
+        add("native".into(), Machine::Native, "", None);
+        for mmu in &args.mmu {
+            for (name, words) in KINDS {
+                let name = match mmu.as_str() {
+                    "tdp" => name.to_owned(),
+                    mmu => format!("{name}, {mmu}"),
+                };
+                add(name, Machine::Anykvm, words, Some(mmu.clone()));
+            }
         }
-    }
-    if !args.no_tcg {
-        for (name, words) in [("TCG", ""), ("TCG pti", "pti=on")] {
-            columns.push(column(name.into(), Machine::Tcg, words, None));
+        if !args.no_tcg {
+            for (name, words) in [("TCG", ""), ("TCG pti", "pti=on")] {
+                add(name.into(), Machine::Tcg, words, None);
+            }
+        }
+        if let Some(module) = &args.module {
+            let name = module.file_name().unwrap_or_default().to_string_lossy();
+            add(MODULE.into(), Machine::Anykvm, "nopcid", None);
+            if let Some(column) = columns.last_mut() {
+                column.before = format!("insmod ./{name} || exit 1");
+            }
         }
     }
     columns
 }
 
 impl Column {
+    /// What the table calls it.
+    fn title(&self) -> String {
+        match self.cpus {
+            1 => self.name.clone(),
+            n => format!("{}, {n} vCPUs", self.name),
+        }
+    }
+
     /// Takes a run's lines, and the counters printed before and after each.
     fn add(&mut self, run: &Run, rows: &[usize]) -> Result<(), BootError> {
         let counted: Vec<[f64; COUNTERS.len()]> = run.errors.lines().filter_map(counters).collect();
@@ -162,18 +193,20 @@ impl Column {
             let (Some(sample), Some(count)) = (sample, count) else {
                 return Err(BootError::NoImage(format!(
                     "{name} failed on {}",
-                    self.name
+                    self.title()
                 )));
             };
             let count = count.max(1) as f64;
             let cell = &mut self.cells[*row];
             cell.us.push(sample.ns as f64 / 1e3 / count);
-            // Counters are those of the vCPU that ran the program: of all only if there is one.
-            if let (Some(before), Some(after)) =
-                (counted.get(2 * place), counted.get(2 * place + 1))
-                && counted.len() == 2 * rows.len()
-            {
-                let each = |n: usize| (after[n] - before[n]) / count;
+            // A line of each vCPU before, and one after.
+            let cpus = self.cpus as usize;
+            if counted.len() == 2 * cpus * rows.len() {
+                let sum = |at: usize, n: usize| {
+                    let vcpus = counted.iter().skip(at * cpus).take(cpus);
+                    vcpus.map(|values| values[n]).sum::<f64>()
+                };
+                let each = |n: usize| (sum(2 * place + 1, n) - sum(2 * place, n)) / count;
                 cell.counted = Some(core::array::from_fn(each));
             }
         }
@@ -209,11 +242,42 @@ mod tests {
         let mut column = Column {
             name: "x".into(),
             machine: Machine::Native,
+            cpus: 2,
             words: "",
             mmu: None,
+            before: String::new(),
             cells: vec![Cell::default(); ROWS.len()],
         };
         assert!(column.add(&Run::default(), &[0]).is_err());
         assert!(column.add(&Run::default(), &[]).is_ok());
+    }
+
+    #[test]
+    fn counters_of_all_vcpus_count() {
+        let mut column = Column {
+            name: "x".into(),
+            machine: Machine::Anykvm,
+            cpus: 2,
+            words: "",
+            mmu: None,
+            before: String::new(),
+            cells: vec![Cell::default(); ROWS.len()],
+        };
+        let samples = vec![super::super::machines::Sample {
+            name: ROWS[0].0.into(),
+            ns: 4000,
+            sum: "2".into(),
+            cpu: std::time::Duration::ZERO,
+        }];
+        let line = |walks: u32| format!("counted page_walks={walks}");
+        let errors = [1, 10, 5, 16].map(line).join("\n");
+        let run = Run {
+            samples,
+            errors,
+            ..Run::default()
+        };
+        column.add(&run, &[0]).unwrap();
+        assert_eq!(column.cells[0].us, [2.0]);
+        assert_eq!(column.cells[0].counted, Some([5.0, 0.0, 0.0, 0.0]));
     }
 }

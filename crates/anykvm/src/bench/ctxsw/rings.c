@@ -2,8 +2,8 @@
  *
  *     @ NAME NANOSECONDS COUNT
  *
- * COUNT (hexadecimal) is the number of switches, or of calls. In a guest the counters of the
- * vCPU are printed by its VMM before and after, as the program writes to STATS_PORT.
+ * COUNT (hexadecimal) is the number of switches, or of calls. In a guest the counters of each
+ * vCPU are printed by its VMM before and after, as the program writes to STATS_PORT on it.
  *
  *     rings ring-N       N processes hand a byte round by pipes; each writes to 16 pages of its own
  *     rings getpid       system calls
@@ -11,6 +11,7 @@
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -34,11 +35,21 @@ static uint64_t now(void)
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-/* Nothing is there natively, and nobody writes to it then. */
+/* Each vCPU has its own. Nothing is there natively, and nobody writes to it then. */
 static void stats(void)
 {
-	if (in_guest)
-		outb(0, STATS_PORT);
+	cpu_set_t all, one;
+	if (!in_guest || sched_getaffinity(0, sizeof all, &all))
+		return;
+	for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+		if (!CPU_ISSET(cpu, &all))
+			continue;
+		CPU_ZERO(&one);
+		CPU_SET(cpu, &one);
+		if (!sched_setaffinity(0, sizeof one, &one))
+			outb(0, STATS_PORT);
+	}
+	sched_setaffinity(0, sizeof all, &all);
 }
 
 static void over(const char *name, uint64_t start, uint64_t count)

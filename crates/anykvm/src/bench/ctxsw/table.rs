@@ -22,7 +22,7 @@ pub(super) const SCALE: Scale = Scale {
 /// Times as they are, then as multiples of the native ones, then the counters, then the source.
 pub(super) fn print(columns: &[Column], rows: &[usize]) -> String {
     let head = |what: &str| {
-        let names = columns.iter().map(|c| c.name.clone());
+        let names = columns.iter().map(Column::title);
         [what.to_owned()]
             .into_iter()
             .chain(names)
@@ -34,9 +34,9 @@ pub(super) fn print(columns: &[Column], rows: &[usize]) -> String {
         let us: Vec<Option<f64>> = columns.iter().map(|c| median(&c.cells[*row].us)).collect();
         let line = us.iter().map(|us| cell(*us));
         times.push([ROWS[*row].0.to_owned()].into_iter().chain(line).collect());
-        let line = columns
-            .iter()
-            .map(|c| cell(over(&c.cells[*row], &columns[0].cells[*row])));
+        let line = columns.iter().map(|c| {
+            cell(native_of(columns, c).and_then(|n| over(&c.cells[*row], &n.cells[*row])))
+        });
         ratios.push([ROWS[*row].0.to_owned()].into_iter().chain(line).collect());
     }
     let mut text = format!("{}\n{}\n", aligned(&times), aligned(&ratios));
@@ -81,6 +81,12 @@ pub(super) fn print(columns: &[Column], rows: &[usize]) -> String {
     text + &aligned(&source)
 }
 
+/// The host on as many processors.
+fn native_of<'a>(columns: &'a [Column], column: &Column) -> Option<&'a Column> {
+    let is_it = |c: &&Column| c.machine == Machine::Native && c.cpus == column.cpus;
+    columns.iter().find(is_it)
+}
+
 /// Median of the ratios within a round.
 fn over(this: &Cell, that: &Cell) -> Option<f64> {
     let ratios: Vec<f64> = this.us.iter().zip(&that.us).map(|(a, b)| a / b).collect();
@@ -101,7 +107,7 @@ pub(super) fn bars(columns: &[Column], rows: &[usize]) -> Vec<Bar> {
                 Machine::Tcg => plot::TCG,
             };
             if let Some(us) = median(&column.cells[*row].us) {
-                bars.push((format!("{}: {}", ROWS[*row].0, column.name), us, colour));
+                bars.push((format!("{}: {}", ROWS[*row].0, column.title()), us, colour));
             }
         }
     }
@@ -140,14 +146,24 @@ pub(super) fn check(columns: &[Column], verdict: &mut Verdict) {
         let Some(row) = ROWS.iter().position(|(name, _)| *name == row) else {
             continue;
         };
-        let find = |name: &str| {
-            let is_it = |c: &&Column| c.name.split(',').next() == Some(name);
-            columns.iter().find(is_it).map(|c| &c.cells[row])
-        };
-        if let (Some(this), Some(that)) = (find(ours), find(theirs))
-            && let Some(ratio) = over(this, that)
-        {
-            verdict.at_most(&format!("{} {ours} over {theirs}", ROWS[row].0), ratio, bar);
+        let mut seen = Vec::new();
+        for cpus in columns.iter().map(|c| c.cpus) {
+            // Switches are those of one processor.
+            let is_told = cpus == 1 || ROWS[row].0.starts_with("hackbench");
+            if seen.contains(&cpus) || !is_told {
+                continue;
+            }
+            seen.push(cpus);
+            let find = |name: &str| {
+                let is_it = |c: &&Column| c.name.split(',').next() == Some(name) && c.cpus == cpus;
+                columns.iter().find(is_it)
+            };
+            if let (Some(this), Some(that)) = (find(ours), find(theirs))
+                && let Some(ratio) = over(&this.cells[row], &that.cells[row])
+            {
+                let what = format!("{} {} over {theirs}", ROWS[row].0, this.title());
+                verdict.at_most(&what, ratio, bar);
+            }
         }
     }
 }
@@ -164,9 +180,14 @@ mod tests {
         };
         Column {
             name: name.into(),
-            machine: Machine::Anykvm,
+            machine: match name {
+                "native" => Machine::Native,
+                _ => Machine::Anykvm,
+            },
+            cpus: 1,
             words: "",
             mmu: None,
+            before: String::new(),
             cells: vec![cell; ROWS.len()],
         }
     }

@@ -39,6 +39,14 @@ pub(in crate::vcpu) struct RootCache {
 }
 
 impl Bus {
+    /// The vCPU's share of KVM_SET_NR_MMU_PAGES has changed.
+    pub(in crate::vcpu) fn follow_mmu_pages(&mut self, cpu: &CpuState) {
+        let vcpus = self.vm.vcpus().len();
+        if let Some(pages) = self.vm.mmu_pages_of_vcpu(vcpus) {
+            self.mmu.set_budget(cpu, pages);
+        }
+    }
+
     /// CPUID promises it.
     pub(in crate::vcpu) fn has_root_cache(&self) -> bool {
         crate::vcpu::cpuid::own_features(&self.cpuid) & ROOT_CACHE != 0

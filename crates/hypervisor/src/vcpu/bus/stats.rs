@@ -44,6 +44,9 @@ pub const VCPU_STATS: &[(&str, StatKind)] = &[
     ("mmu_contexts_made", StatKind::Count),
     ("mmu_contexts_dropped", StatKind::Count),
     ("mmu_views_made", StatKind::Count),
+    ("mmu_contexts", StatKind::Now),
+    ("mmu_tables", StatKind::Now),
+    ("mmu_pages", StatKind::Now),
     ("fetch_tlb_misses", StatKind::Count),
     ("code_rechecks", StatKind::Count),
     ("code_changed_by_vmm", StatKind::Count),
@@ -104,6 +107,7 @@ impl Bus {
     fn stats(&self) -> [u64; VCPU_STATS.len()] {
         let c = &self.counters;
         let mmu = self.mmu.stats();
+        let kept = self.mmu.kept();
         let jit = &self.jit;
         let [slow, string, port, system, transfer, fp, other] = jit.causes;
         [
@@ -139,6 +143,9 @@ impl Bus {
             mmu.contexts_made,
             mmu.contexts_dropped,
             mmu.views_made,
+            kept.contexts as u64,
+            kept.tables as u64,
+            kept.pages as u64,
             mmu.fetch_misses,
             mmu.code_rechecks,
             mmu.code_changed_by_vmm,

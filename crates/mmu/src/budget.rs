@@ -1,0 +1,124 @@
+//! [`Budget`]: how many contexts and first-level tables an MMU keeps at most (KVM_SET_NR_MMU_PAGES).
+//!
+//! KVM counts pages of shadow tables. What takes their place here are the tables of views and the entries of
+//! guest tables that tracked contexts remember, both counted as large as they may become, so that the bound
+//! holds whatever the guest does. A context that does not fit takes the place of one that has not been current
+//! for long, and tables those of another context or view: nothing is lost but time. The second level and L2
+//! have bounds of their own, and are not counted, as KVM does not count a processor's TLBs.
+
+use x86_cpu::CpuState;
+
+use crate::{
+    Mmu,
+    context::{Context, MAX_TRACKED, Tables},
+    fetch::FetchTable,
+    l1::L1,
+    shadow::derived::Derived,
+};
+
+/// A context's tables are half a MiB that is touched, so those of more contexts would
+/// come from memory at each switch; a context without gets others' ([`Mmu::new_tables`]).
+pub(crate) const MAX_TABLES: usize = 192;
+/// A view, and that of accesses by the system, need tables at once.
+const MIN_TABLES: usize = 2;
+/// Of the guest and of SMM, each before and after the change of a root.
+const MIN_CONTEXTS: usize = 4;
+
+const PAGE: usize = 4096;
+/// Pages of one view's tables.
+const TABLES_PAGES: usize = (size_of::<Tables>() + L1::BYTES + FetchTable::BYTES).div_ceil(PAGE);
+/// Pages of a tracked context.
+const CONTEXT_PAGES: usize = (size_of::<Context>() + Derived::BYTES).div_ceil(PAGE);
+
+/// See the module's documentation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Budget {
+    pub(crate) contexts: usize,
+    pub(crate) tables: usize,
+}
+
+impl Default for Budget {
+    fn default() -> Self {
+        Self {
+            contexts: MAX_TRACKED,
+            tables: MAX_TABLES,
+        }
+    }
+}
+
+impl Budget {
+    /// A quarter is for contexts.
+    fn of_pages(pages: usize) -> Self {
+        let contexts = pages / 4 / CONTEXT_PAGES;
+        let contexts = contexts.clamp(MIN_CONTEXTS, MAX_TRACKED);
+        let rest = pages.saturating_sub(contexts * CONTEXT_PAGES);
+        Self {
+            contexts,
+            tables: (rest / TABLES_PAGES).clamp(MIN_TABLES, MAX_TABLES),
+        }
+    }
+}
+
+impl Mmu {
+    /// Contexts and their tables have so many pages of 4 KiB at most, but for the least that an MMU works with. If it has
+    /// more by now, it begins anew.
+    pub fn set_budget(&mut self, cpu: &CpuState, pages: usize) {
+        self.budget = Budget::of_pages(pages);
+        if self.contexts.len() <= self.budget.contexts && self.views.len() <= self.budget.tables {
+            return;
+        }
+        self.flush_everything();
+        self.forget_contexts();
+        let gone = self.views.drain(self.budget.tables.min(self.views.len())..);
+        self.reach_hits_gone += gone.map(|t| t.l1.reach_hits()).sum::<u64>();
+        (self.live, self.system) = (0, 0);
+        self.contexts.shrink_to_fit();
+        self.set_root(cpu);
+    }
+
+    /// Contexts have so many tables of the first level at most: fewer than by default, for tests.
+    pub fn set_max_tables(&mut self, tables: usize) {
+        self.budget.tables = tables.clamp(MIN_TABLES, MAX_TABLES);
+    }
+
+    /// Contexts and first-level tables that there are, and pages that they may take.
+    pub fn kept(&self) -> Kept {
+        Kept {
+            contexts: self.contexts.len(),
+            tables: self.views.len(),
+            pages: self.contexts.len() * CONTEXT_PAGES + self.views.len() * TABLES_PAGES,
+        }
+    }
+}
+
+/// What an MMU keeps: [`Mmu::kept`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// Address spaces.
+    pub contexts: usize,
+    /// Tables of views.
+    pub tables: usize,
+    /// Pages of 4 KiB.
+    pub pages: usize,
+}
+
+impl Kept {
+    /// The least that an MMU works with.
+    pub const LEAST_PAGES: usize = MIN_CONTEXTS * CONTEXT_PAGES + MIN_TABLES * TABLES_PAGES;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_not_exceeded() {
+        for pages in (0..100_000).step_by(97) {
+            let budget = Budget::of_pages(pages);
+            let all = budget.contexts * CONTEXT_PAGES + budget.tables * TABLES_PAGES;
+            assert!(all <= pages.max(Kept::LEAST_PAGES), "{pages}: {budget:?}");
+            assert!(budget.contexts >= MIN_CONTEXTS && budget.tables >= MIN_TABLES);
+        }
+        assert_eq!(Budget::of_pages(usize::MAX), Budget::default());
+    }
+}

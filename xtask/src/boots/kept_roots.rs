@@ -1,0 +1,119 @@
+//! `guests/linux-kept-roots`: a module for Debian's kernel that has address spaces kept, as docs/paravirt.md offers it.
+//!
+//! It is built from Debian's headers. A program checks that what one processor does to an address space is seen by another
+//! that was not running it; with a module that does not look for changes the same program has to fail.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use testkit::boot::Boot;
+
+use super::LIMIT;
+use crate::{debian, tool::tool};
+
+const SOURCES: &str = "guests/linux-kept-roots";
+/// Loads that have to keep their address space, of some 100,000.
+const LEAST_KEPT: u64 = 10_000;
+
+const COMMAND: &str = "
+    insmod /opt/kept_roots.ko || exit 3
+    /opt/check 10000 || exit 4
+    i=0; while [ $i -lt 200 ]; do /bin/true | cat; i=$((i + 1)); done
+    hackbench -g 1 -l 100 >/dev/null || exit 5
+    rmmod kept_roots; dmesg | sed -n 's/.*kept_roots: \\([0-9]*\\) loads kept.*/kept \\1/p'
+    insmod /opt/kept_roots.ko careless=1 || exit 6
+    /opt/check 10000 && exit 8
+    rmmod kept_roots; exit 7";
+
+/// Builds the module, boots a guest without PCIDs, and has it checked.
+pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
+    debian::install(&["rt-tests", "make", "gcc-12"])?;
+    let kernel = debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")?;
+    let folder = build(&kernel)?;
+    let overlay = |name: &str| format!("{}:/opt/{name}", folder.join(name).display());
+    let outcome = Boot::new(anykvm)
+        .kernel(&kernel)
+        .cpus(2)
+        .limit(LIMIT)
+        .overlay(&overlay("kept_roots.ko"))
+        .overlay(&overlay("check"))
+        .overlay("/usr/bin/hackbench:/usr/bin/hackbench")
+        .option("--append", "nopcid")
+        .run(&["sh", "-c", COMMAND])
+        .map_err(|e| format!("{}: {e}", anykvm.display()))?;
+    let text = outcome.text();
+    if outcome.timed_out || outcome.status != Some(7) {
+        return Err(format!(
+            "status {:?}, output {text:?}\n{}",
+            outcome.status,
+            outcome.last_words(15)
+        ));
+    }
+    let kept = text.lines().find_map(|line| line.strip_prefix("kept "));
+    let kept = kept.and_then(|kept| kept.parse::<u64>().ok());
+    if kept.is_none_or(|kept| kept < LEAST_KEPT) {
+        return Err(format!("{kept:?} loads kept their address space: {text:?}"));
+    }
+    Ok(outcome.time)
+}
+
+/// The folder with the module for this kernel, and the program.
+fn build(kernel: &Path) -> Result<PathBuf, String> {
+    let name = kernel.file_name().unwrap_or_default().to_string_lossy();
+    let release = name.trim_start_matches("vmlinuz-");
+    let headers = headers(release)?;
+    let folder = crate::tidy::root().join("target").join("kept-roots");
+    let failed = |e: std::io::Error| format!("{}: {e}", folder.display());
+    fs::create_dir_all(&folder).map_err(failed)?;
+    for file in ["kept_roots.c", "check.c", "Makefile"] {
+        let from = crate::tidy::root().join(SOURCES).join(file);
+        fs::copy(from, folder.join(file)).map_err(failed)?;
+    }
+    let kernel = format!("KERNEL={}", headers.display());
+    tool(Command::new("make").arg("-C").arg(&folder).arg(kernel))?;
+    let mut gcc = Command::new("gcc");
+    gcc.args(["-O2", "-static", "-pthread", "-o"]);
+    tool(gcc.arg(folder.join("check")).arg(folder.join("check.c")))?;
+    Ok(folder)
+}
+
+/// A kernel's headers, as its package would install them.
+fn headers(release: &str) -> Result<PathBuf, String> {
+    let root = crate::build::cache().join(format!("headers-{release}"));
+    let own = root.join(format!("usr/src/linux-headers-{release}"));
+    if own.exists() {
+        return Ok(own);
+    }
+    // 6.1.0-50-cloud-amd64: what is common is 6.1.0-50's, its tools are 6.1's.
+    let version = release.split('-').take(2).collect::<Vec<_>>().join("-");
+    let series = version.split('.').take(2).collect::<Vec<_>>().join(".");
+    let partial = crate::build::cache().join(format!("headers-{release}.partial"));
+    let failed = |e: std::io::Error| format!("{}: {e}", partial.display());
+    let packages = [
+        format!("linux-headers-{release}"),
+        format!("linux-headers-{version}-common"),
+        format!("linux-kbuild-{series}"),
+    ];
+    // A leftover of an interrupted run.
+    let _ = fs::remove_dir_all(&partial);
+    fs::create_dir_all(&partial).map_err(failed)?;
+    for package in packages {
+        let place = debian::unpack(&package, &package)?;
+        tool(
+            Command::new("cp")
+                .arg("-a")
+                .arg(place.join("."))
+                .arg(&partial),
+        )?;
+    }
+    let makefile = partial.join(format!("usr/src/linux-headers-{release}/Makefile"));
+    let text = fs::read_to_string(&makefile).map_err(failed)?;
+    let text = text.replace("/usr/src/", &format!("{}/usr/src/", root.display()));
+    fs::write(&makefile, text).map_err(failed)?;
+    fs::rename(&partial, &root).map_err(failed)?;
+    Ok(own)
+}
