@@ -137,7 +137,7 @@ pub struct EngineFrame {
 
 impl EngineFrame {
     /// Number of words.
-    pub const WORDS: usize = 216;
+    pub const WORDS: usize = 224;
 }
 
 impl Default for EngineFrame {

@@ -224,7 +224,9 @@ fn counting(seed: u64) -> Counting {
             0 => bit(INSTRUCTIONS),
             1 => bit(INSTRUCTIONS) | stream,
             2 => stream,
-            _ => stream | other,
+            // Two, or any number.
+            _ if x >> 40 & 1 == 0 => stream | other,
+            _ => stream | other | (x >> 41) as u16 & (bit(STREAMS) - 1),
         },
         period: match x >> 19 & 7 {
             0 => 1 + (x >> 22 & 7),

@@ -465,6 +465,16 @@ impl Asm {
         self.rm(wide, &[0x83], op as u8 >> 3, m);
         self.byte(v as u8);
     }
+    /// `op qword/dword [mem], imm`, the shorter form.
+    pub(crate) fn alu_mem_imm(&mut self, wide: bool, op: Alu, m: Mem, v: i32) {
+        match i8::try_from(v) {
+            Ok(v) => self.alu_mem_imm8(wide, op, m, v),
+            Err(_) => {
+                self.rm(wide, &[0x81], op as u8 >> 3, m);
+                self.imm32(v);
+            }
+        }
+    }
     /// `shr`/`shl`/`sar reg, n` (`n` of the C1 group).
     pub(crate) fn shift(&mut self, wide: bool, group: u8, reg: Reg, n: u8) {
         self.rr(wide, &[0xc1], group, reg);

@@ -117,13 +117,13 @@ pub(crate) const IS_OTHER_ROOT: usize = word(128 + KEY_VIEWS_LEN * KEY_VIEW_WORD
 pub(crate) const COUNTED_FROM: usize = word(181);
 /// what it is now, while Rust runs;
 pub(crate) const COUNTED_TO: usize = word(182);
-/// instructions and other events that polls have taken off it;
-pub(crate) const COUNTED: [usize; 2] = [word(183), word(184)];
+/// instructions that polls have taken off it;
+pub(crate) const COUNTED: usize = word(183);
 /// what is to be given back if the instruction that calls a trampoline is left to the interpreter;
 pub(crate) const REFUND: usize = word(185);
 /// where to go on once the countdown is loaded;
 pub(crate) const COUNTED_ENTRY: usize = word(186);
-/// the other stream, and in bit 8 the level.
+/// the other streams (`ir::streams::Streams::number`), and in bit 8 the level;
 pub(crate) const COUNTED_AS: usize = word(187);
 const _: () = assert!(IS_OTHER_ROOT < COUNTED_FROM && COUNTED_AS < word(EngineFrame::WORDS));
 /// [`Retired::left`].
@@ -143,6 +143,16 @@ pub(crate) const COUNTED_GO_ON: usize = word(209);
 pub(crate) const COUNTED_SALT: usize = word(210);
 /// Address of the table of [`crate::frame::keys`].
 pub(crate) const KEYS: usize = word(211);
+/// Of code that counts several streams: what the countdown has no room for, 16 bits each, and what [`REFUND`] is of these;
+pub(crate) const COUNTED_BESIDE: usize = word(212);
+pub(crate) const REFUND_BESIDE: usize = word(213);
+/// a word for a moment;
+pub(crate) const COUNTED_SPILL: usize = word(214);
+/// events that polls have taken off.
+pub(crate) const COUNTED_EVENTS: usize = word(215);
+/// How many sums these are at most.
+pub(crate) const COUNTED_SUMS: usize = 7;
+const _: () = assert!(COUNTED_EVENTS + 8 * COUNTED_SUMS <= word(EngineFrame::WORDS));
 /// The one of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {
     let size = size.next_power_of_two().trailing_zeros() as usize;

@@ -16,22 +16,20 @@ use crate::{
 /// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
 /// other and back all the time comes to a poll, too.
 pub(crate) const LEAST_EXECUTED: u64 = 64;
-/// Bit of the level in [`frame::words::COUNTED_AS`].
-const LEVEL: u64 = 1 << 8;
 
 /// Translated code has called Rust, or has been left: what it has counted is added to the counts.
 #[inline]
 pub(crate) fn settle(cpu: &mut CpuState) {
     if let Some(counted) = exact::take_counted(&mut cpu.engine.words) {
-        let as_what = cpu.engine.words[index(frame::words::COUNTED_AS)];
-        cpu.retired.add_counted(
-            usize::from(as_what & LEVEL != 0),
-            counted.instructions,
-            (as_what & 0xff) as usize,
-            counted.events,
-            counted.left,
-        );
+        add(cpu, &counted);
+        cpu.retired.left = cpu.retired.left.saturating_sub(counted.left);
     }
+}
+
+fn add(cpu: &mut CpuState, counted: &exact::Counted) {
+    let (streams, level) = exact::counts_as(&cpu.engine.words);
+    cpu.retired
+        .add_counted(level, counted.instructions, &streams.events(&counted.sums));
 }
 
 /// RDPMC of a counter, for translated code that has said what it has counted; bit 63: the interpreter is to do it.
@@ -42,12 +40,8 @@ pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> 
         return REFUSED;
     }
     let counts = cpu.retired.counts;
-    if let Some((instructions, events)) = exact::counted(&cpu.engine.words) {
-        let as_what = cpu.engine.words[index(frame::words::COUNTED_AS)];
-        let level = usize::from(as_what & LEVEL != 0);
-        let stream = (as_what & 0xff) as usize;
-        cpu.retired
-            .add_counted(level, instructions, stream, events, 0);
+    if let Some(counted) = exact::counted(&cpu.engine.words) {
+        add(cpu, &counted);
     }
     let value = bus.read_pmc(cpu, counter);
     cpu.retired.counts = counts;
@@ -64,24 +58,28 @@ impl<B: JitBus> Jit<B> {
         left: u64,
         counted: bool,
     ) -> u64 {
-        let stream = self.session.mode.stream();
-        if code == 0 || stream.is_none() && !counted {
+        if code == 0 || self.session.mode.streams().is_none() && !counted {
             return code;
         }
-        let words = &mut cpu.engine.words;
-        words[index(frame::words::COUNTED_ENTRY)] = code;
-        let place = match stream {
-            Some(stream) => {
-                self.begin_counting(cpu, stream, left);
-                self.code.counting.go_on_counting
+        cpu.engine.words[index(frame::words::COUNTED_ENTRY)] = code;
+        self.go_on(cpu, left)
+    }
+
+    /// Where code of the current mode is gone on with, for so many instructions until the next poll.
+    fn go_on(&mut self, cpu: &mut CpuState, left: u64) -> u64 {
+        let streams = self.session.mode.streams();
+        match streams {
+            Some(streams) => {
+                let level = Retired::level(cpu.cpl);
+                let until = cpu.retired.left;
+                exact::begin(&mut cpu.engine.words, (streams, level), left, until);
             }
             None => {
-                words[index(frame::words::COUNTED_TO)] = left;
+                cpu.engine.words[index(frame::words::COUNTED_TO)] = left;
                 self.session.left_to_poll = left;
-                self.code.counting.go_on_plainly
             }
-        };
-        self.code.buffer.rx() as u64 + place as u64
+        }
+        self.code.buffer.rx() as u64 + self.code.trampolines.go_on(streams) as u64
     }
 
     /// Translated code has gone to another privilege level by an instruction that counts at the one before. If only one of the two
@@ -95,9 +93,7 @@ impl<B: JitBus> Jit<B> {
         let words = &mut cpu.engine.words;
         if counted == counts {
             if counts {
-                let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-                let as_what = &mut words[index(frame::words::COUNTED_AS)];
-                *as_what = *as_what & !LEVEL | level;
+                exact::set_level(words, Retired::level(cpu.cpl));
             }
             return;
         }
@@ -110,31 +106,13 @@ impl<B: JitBus> Jit<B> {
             true => exact::left(words),
             false => self.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
         };
-        let go_on = match self.session.mode.stream() {
-            Some(stream) => {
-                self.begin_counting(cpu, stream, left);
-                self.code.counting.go_on_counting
-            }
-            None => {
-                words[index(frame::words::COUNTED_TO)] = left;
-                self.session.left_to_poll = left;
-                self.code.counting.go_on_plainly
-            }
-        };
-        cpu.engine.words[index(frame::words::COUNTED_GO_ON)] =
-            self.code.buffer.rx() as u64 + go_on as u64;
-    }
-
-    fn begin_counting(&self, cpu: &mut CpuState, stream: usize, left: u64) {
-        exact::begin(&mut cpu.engine.words, left, cpu.retired.left);
-        let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-        cpu.engine.words[index(frame::words::COUNTED_AS)] = stream as u64 | level;
+        cpu.engine.words[index(frame::words::COUNTED_GO_ON)] = self.go_on(cpu, left);
     }
 
     /// The branch at RIP, which translated code has counted, does not complete.
     #[cold]
     pub(crate) fn take_back(&self, cpu: &mut CpuState, bus: &mut B) {
-        let Some(stream) = self.session.mode.stream() else {
+        let Some(streams) = self.session.mode.streams() else {
             return;
         };
         let mut bytes = [0; 15];
@@ -142,8 +120,7 @@ impl<B: JitBus> Jit<B> {
         let n = bus.code_bytes(cpu, cpu.rip(), &mut bytes).unwrap_or(0);
         let have = bytes.get(..n).unwrap_or(&bytes);
         let i = Decoder::new(bits, have, DecoderOptions::NONE).decode();
-        let events = outcome(events_of(&i), true);
-        cpu.retired
-            .take_back(Retired::level(cpu.cpl), stream, events);
+        let events = outcome(events_of(&i), true) & streams.covered();
+        cpu.retired.take_back(Retired::level(cpu.cpl), events);
     }
 }

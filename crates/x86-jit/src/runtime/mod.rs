@@ -26,12 +26,12 @@ use x86_native::HostFeatures;
 
 use crate::{
     JitBus,
-    asm::{Asm, Isa},
+    asm::Isa,
     code::cache::Cache,
     code::layout::CodeLayout,
     code::perf::{self, Perf},
     codegen::Translator,
-    codegen::trampolines::{self, Trampolines},
+    codegen::trampolines::AllTrampolines,
     frame::exit::Left,
     frame::keys::Keys,
     frame::switches::Switches,
@@ -76,9 +76,7 @@ pub(crate) struct Context<B: JitBus> {
 pub(crate) struct CodeSpace {
     pub(crate) buffer: CodeBuffer,
     pub(crate) layout: CodeLayout,
-    pub(crate) trampolines: Trampolines,
-    /// Those of code that counts what is retired.
-    pub(crate) counting: Trampolines,
+    pub(crate) trampolines: AllTrampolines,
     pub(crate) cache: Cache,
     /// Where the code of each block is, if somebody wants to know: offset, length, RIP.
     pub(crate) ranges: Vec<(usize, usize, u64)>,
@@ -171,22 +169,22 @@ impl<B: JitBus> Jit<B> {
         let mut buffer = CodeBuffer::new(bytes.max(CodeLayout::LEAST)).ok()?;
         let host = HostFeatures::detected();
         let isa = Isa::of_host(&host);
-        let mut a = Asm::new(isa);
         let (serve, handle) = (
             serve::<B> as *const () as u64,
             handle::<B> as *const () as u64,
         );
-        let trampolines = trampolines::emit(&mut a, serve, handle, None);
-        let counting = trampolines::emit(&mut a, serve, handle, Some(&trampolines));
-        let trampolines_end = a.here().next_multiple_of(64);
-        buffer.write(0, a.parts()?.0);
+        let mut end = 0;
+        let trampolines = AllTrampolines::emit(isa, serve, handle, |at, code| {
+            buffer.write(at, code);
+            end = at + code.len();
+        });
+        let trampolines_end = end.next_multiple_of(64);
         let code = buffer.rx() as u64;
         Some(Self {
             code: CodeSpace {
                 layout: CodeLayout::new(trampolines_end..buffer.len()),
                 buffer,
                 trampolines,
-                counting,
                 cache: Cache::new(),
                 ranges: Vec::new(),
                 perf: perf::wanted(),
@@ -196,7 +194,7 @@ impl<B: JitBus> Jit<B> {
                 forms: Forms::new(host),
                 decoded: Vec::new(),
                 groups: Groups::new(),
-                translator: Translator::new(isa, [trampolines, counting], code),
+                translator: Translator::new(isa, trampolines, code),
             },
             profiles: Profiles::new(),
             session: Session {

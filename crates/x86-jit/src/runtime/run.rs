@@ -177,7 +177,7 @@ impl<B: JitBus> Jit<B> {
         let first = countdown::first(&cpu.engine.words);
         self.session.left_to_poll = first;
         let entry = self.counted(cpu, entry, first, false);
-        let enter = self.code.buffer.rx() as u64 + self.code.trampolines.enter as u64;
+        let enter = self.code.buffer.rx() as u64 + self.code.trampolines.plain.enter as u64;
         let mut context = Context {
             jit: &raw mut *self,
             interp: &raw mut *interp,
