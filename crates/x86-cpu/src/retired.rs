@@ -59,6 +59,13 @@ impl Retired {
         }
         counts[INSTRUCTIONS] = counts[INSTRUCTIONS].wrapping_add(instructions);
     }
+    /// The same, where that is one stream.
+    pub fn add_single(&mut self, level: usize, instructions: u64, stream: usize, events: u64) {
+        let counts = &mut self.counts[level & 1];
+        counts[INSTRUCTIONS] = counts[INSTRUCTIONS].wrapping_add(instructions);
+        let other = &mut counts[stream % STREAMS];
+        *other = other.wrapping_add(events);
+    }
     /// Takes back an instruction that such an engine has counted, but that has not completed: one event of each of these streams.
     pub fn take_back(&mut self, level: usize, events: u16) {
         let counts = &mut self.counts[level & 1];

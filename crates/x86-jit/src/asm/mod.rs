@@ -198,6 +198,10 @@ pub(crate) struct Asm {
     base: usize,
     /// How many bytes are there, and where the others are.
     apart: Option<(usize, usize)>,
+    /// Displacements of instructions with an operand of 64 bits in memory, and those operands.
+    literals: Vec<(usize, u64)>,
+    /// Bytes that are no literals, once these are there.
+    instructions: usize,
     isa: Isa,
 }
 
@@ -218,6 +222,8 @@ impl Asm {
             len: 0,
             base: 0,
             apart: None,
+            literals: Vec::new(),
+            instructions: 0,
             isa,
         }
     }
@@ -230,6 +236,8 @@ impl Asm {
         self.len = 0;
         self.base = base;
         self.apart = None;
+        self.literals.clear();
+        self.instructions = 0;
     }
     /// What follows goes to `base`, behind everything before.
     pub(crate) fn go_on_at(&mut self, base: usize) {
@@ -247,6 +255,8 @@ impl Asm {
     /// Only so many of the bytes count, and none before [`Self::go_on_at`] is dropped.
     pub(crate) fn truncate(&mut self, len: usize) {
         self.len = len;
+        let here = self.here();
+        self.literals.retain(|(site, _)| *site < here);
     }
     /// Offset of the next byte.
     #[inline]
@@ -474,6 +484,43 @@ impl Asm {
                 self.imm32(v);
             }
         }
+    }
+    /// `op reg, value`, of 64 bits, whatever the value: it is in memory. ([`Self::emit_literals`])
+    pub(crate) fn alu_literal(&mut self, op: Alu, reg: Reg, value: u64) {
+        self.bytes(&[0x48 | (reg >> 3) << 2, op as u8, (reg & 7) << 3 | 5]);
+        self.imm32(0);
+        self.literals.push((self.here() - 4, value));
+    }
+    /// `mov reg, value`, the same.
+    pub(crate) fn load_literal(&mut self, reg: Reg, value: u64) {
+        self.bytes(&[0x48 | (reg >> 3) << 2, 0x8b, (reg & 7) << 3 | 5]);
+        self.imm32(0);
+        self.literals.push((self.here() - 4, value));
+    }
+    /// Emits the operands of these, behind all instructions.
+    pub(crate) fn emit_literals(&mut self) {
+        self.instructions = self.len;
+        let mut literals = core::mem::take(&mut self.literals);
+        literals.sort_unstable_by_key(|(_, value)| *value);
+        let mut last = None;
+        for (site, value) in literals.drain(..) {
+            if last != Some(value) {
+                while last.is_none() && !self.here().is_multiple_of(8) {
+                    self.byte(0xcc);
+                }
+                self.bytes(&value.to_le_bytes());
+                last = Some(value);
+            }
+            let place = self.here() - 8;
+            self.patch(site, place);
+        }
+        self.literals = literals;
+    }
+    /// Bytes of the last part that are instructions.
+    #[cfg(test)]
+    pub(crate) fn instructions(&self) -> usize {
+        let from = self.apart.map_or(0, |(at, _)| at);
+        self.instructions.saturating_sub(from)
     }
     /// `shr`/`shl`/`sar reg, n` (`n` of the C1 group).
     pub(crate) fn shift(&mut self, wide: bool, group: u8, reg: Reg, n: u8) {

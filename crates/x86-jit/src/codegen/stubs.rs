@@ -121,6 +121,7 @@ impl Translator {
                 | Stub::CrossPage { .. } => self.branch_stub(&c, stub),
             }
         }
+        self.asm.emit_literals();
     }
 
     /// Leaves by a trampoline for the instruction at an offset, after giving back what has been counted too much.

@@ -239,11 +239,18 @@ fn translated(case: &Case) -> String {
         IntelFormatter::new().format(&d.i, &mut text);
         let _ = writeln!(out, "; {:03x}  {text}", d.distance as u32 + d.offset);
     }
+    let (apart, literals) = apart.split_at(translator.asm.instructions());
     for (what, code, base) in [("executed", executed, HOT), ("apart", apart, COLD)] {
         let mut text = String::new();
         let n = disassemble(&mut text, code, base, &names, HOT);
         let _ = writeln!(out, "-- {what}: {} bytes, {n} instructions", code.len());
         out += &text;
+    }
+    let padding = literals.len() % 8;
+    for (n, literal) in literals[padding..].chunks(8).enumerate() {
+        let place = COLD - HOT + apart.len() + padding + 8 * n;
+        let value = u64::from_le_bytes(literal.try_into().expect("eight bytes"));
+        let _ = writeln!(out, "  {place:5x}  dq {value:#x}");
     }
     out
 }

@@ -189,7 +189,10 @@ impl Names {
             OpKind::Memory if i.is_ip_rel_memory_operand() => Some(match address {
                 GENERATION => "generation".to_owned(),
                 _ if address == GENERATION + 4 => "generation of the callee".to_owned(),
-                _ => format!("+{:x}", address.wrapping_sub(CODE)),
+                _ => match address.wrapping_sub(CODE + HOT as u64) {
+                    offset @ ..0x1000_0000 => format!("{offset:x}"),
+                    _ => format!("+{:x}", address.wrapping_sub(CODE)),
+                },
             }),
             OpKind::Memory if i.memory_segment() == Register::GS => {
                 self.state.get(&address).cloned()

@@ -28,8 +28,17 @@ pub(crate) fn settle(cpu: &mut CpuState) {
 
 fn add(cpu: &mut CpuState, counted: &exact::Counted) {
     let (streams, level) = exact::counts_as(&cpu.engine.words);
-    cpu.retired
-        .add_counted(level, counted.instructions, &streams.events(&counted.sums));
+    match (streams.are_several(), streams.sums()) {
+        (false, [stream, ..]) => {
+            cpu.retired
+                .add_single(level, counted.instructions, *stream, counted.sums[0]);
+        }
+        _ => {
+            let events = streams.events(&counted.sums);
+            cpu.retired
+                .add_counted(level, counted.instructions, &events);
+        }
+    }
 }
 
 /// RDPMC of a counter, for translated code that has said what it has counted; bit 63: the interpreter is to do it.
@@ -39,12 +48,14 @@ pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> 
     if !is_allowed || cpu.engine.words[index(frame::words::LOG)] != 0 {
         return REFUSED;
     }
-    let counts = cpu.retired.counts;
-    if let Some(counted) = exact::counted(&cpu.engine.words) {
-        add(cpu, &counted);
+    let counted = exact::counted(&cpu.engine.words);
+    if let Some(counted) = &counted {
+        add(cpu, counted);
     }
     let value = bus.read_pmc(cpu, counter);
-    cpu.retired.counts = counts;
+    if let Some(counted) = &counted {
+        add(cpu, &counted.negative());
+    }
     value.unwrap_or(REFUSED)
 }
 

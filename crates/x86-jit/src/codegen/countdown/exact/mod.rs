@@ -32,14 +32,11 @@ pub(crate) const LEAST: u64 = 64;
 /// Those that there have to be for fast turns of loops to get [`CREDIT`]: more than a budget and that.
 const LEAST_FOR_CREDIT: u64 = 2 * BUDGET as u64 + CREDIT as u64;
 
-/// A block that counts for so much is entered. Returns the branch to a poll, where only the countdown has counted. May change r13.
+/// A block that counts for so much is entered. Returns the branch to a poll, where only the countdown has counted.
 pub(in crate::codegen) fn enter(a: &mut Asm, cost: Cost) -> usize {
     match i32::try_from(cost.countdown) {
         Ok(n) => a.alu_imm(true, Alu::Sub, COUNTER, n),
-        Err(_) => {
-            a.mov_imm(S1, cost.countdown.cast_unsigned());
-            a.alu_rr(true, Alu::Sub, COUNTER, S1);
-        }
+        Err(_) => a.alu_literal(Alu::Sub, COUNTER, cost.countdown.cast_unsigned()),
     }
     let polls = a.jcc(cc::L);
     for (n, events) in cost.beside.into_iter().enumerate() {
@@ -74,7 +71,7 @@ fn add(a: &mut Asm, n: i64, scratch: Reg) {
         Ok(0) => {}
         Ok(n) => a.lea(COUNTER, at(COUNTER, n)),
         Err(_) => {
-            a.mov_imm(scratch, n.cast_unsigned());
+            a.load_literal(scratch, n.cast_unsigned());
             a.lea(COUNTER, at(COUNTER, 0).plus(scratch, 0));
         }
     }

@@ -54,6 +54,17 @@ pub(crate) struct Counted {
     pub(crate) left: u64,
 }
 
+impl Counted {
+    /// What it takes to take it back.
+    pub(crate) fn negative(&self) -> Self {
+        Self {
+            instructions: self.instructions.wrapping_neg(),
+            sums: self.sums.map(u64::wrapping_neg),
+            left: 0,
+        }
+    }
+}
+
 /// Code that counts has called `handle`, or has been left: what it has counted so far. From now on it is as if it had only begun.
 /// `None`: no such code runs. (In the middle of a block, where other functions are called, more has been counted than executed.)
 pub(crate) fn take_counted(words: &mut [u64]) -> Option<Counted> {
@@ -61,7 +72,11 @@ pub(crate) fn take_counted(words: &mut [u64]) -> Option<Counted> {
     words[index(COUNTED_FROM)] = words[index(COUNTED_TO)];
     words[index(COUNTED)] = 0;
     words[index(COUNTED_BESIDE)] = 0;
-    words[index(COUNTED_EVENTS)..][..SUMS].fill(0);
+    let sums = match Layout::of(counts_as(words).0) {
+        Layout::One => 1,
+        Layout::Several => SUMS,
+    };
+    words[index(COUNTED_EVENTS)..][..sums].fill(0);
     Some(counted)
 }
 
@@ -76,16 +91,15 @@ pub(crate) fn counted(words: &[u64]) -> Option<Counted> {
     let layout = Layout::of(streams);
     let left = counted >> layout.shift();
     let mut sums = [0; SUMS];
-    sums.copy_from_slice(&words[index(COUNTED_EVENTS)..][..SUMS]);
-    let in_countdown = match layout {
-        Layout::One => 1,
-        Layout::Several => IN_COUNTDOWN,
-    };
-    for (n, sum) in sums[..in_countdown].iter_mut().enumerate() {
-        let events = counted >> (n as u8 * layout.bits()) & ((1 << layout.bits()) - 1);
-        *sum = sum.wrapping_add(events);
-    }
-    if layout == Layout::Several {
+    if layout == Layout::One {
+        let events = counted & layout.events();
+        sums[0] = words[index(COUNTED_EVENTS)].wrapping_add(events);
+    } else {
+        sums.copy_from_slice(&words[index(COUNTED_EVENTS)..][..SUMS]);
+        for (n, sum) in sums[..IN_COUNTDOWN].iter_mut().enumerate() {
+            let events = counted >> (n as u8 * layout.bits()) & ((1 << layout.bits()) - 1);
+            *sum = sum.wrapping_add(events);
+        }
         let beside = words[index(COUNTED_BESIDE)];
         for (n, sum) in sums[IN_COUNTDOWN..].iter_mut().take(IN_MEMORY).enumerate() {
             *sum = sum.wrapping_add(beside >> (16 * n) & 0xffff);
