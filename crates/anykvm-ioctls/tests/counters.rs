@@ -266,6 +266,36 @@ fn what_is_listed_is_saved_and_restored() {
     }
 }
 
+/// Nothing says that there are last-branch records, nor do registers of theirs: a guest's kernel that looks for them finds none.
+#[test]
+fn last_branch_records_are_not_shown() {
+    for vendor in Vendor::ALL {
+        let m = machine(false);
+        let vcpu = vendor.vcpu(&m, CODE);
+        let table = m.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+        let leaf = |function: u32| {
+            let all = table.as_slice().iter();
+            all.filter(move |e| e.function == function)
+        };
+        // Architectural records; BRS of Zen 3; LBR v2 of Zen 4.
+        assert!(leaf(7).all(|e| e.index != 0 || e.edx & 1 << 19 == 0));
+        assert!(leaf(0x1c).all(|e| e.eax == 0));
+        assert!(leaf(0x8000_0008).all(|e| e.ebx & 1 << 31 == 0));
+        assert!(leaf(0x8000_0022).all(|e| e.eax & 2 == 0));
+        // Tops of stacks, first records of each kind, their control.
+        for index in [
+            0x1c9, 0x40, 0x680, 0x6c0, 0xdc0, 0x14ce, 0x1200, 0xc001_0300, 0xc000_010f,
+        ] {
+            assert!(!set_msr(&vcpu, index, 1), "{index:#x}");
+        }
+        // The format of records in IA32_PERF_CAPABILITIES: 0 is that of the oldest, whose registers are not there.
+        assert_eq!(msr(&vcpu, 0x345) & 0x3f, 0);
+        // A guest that switches them on has not.
+        assert!(set_msr(&vcpu, 0x1d9, 1));
+        assert_eq!(msr(&vcpu, 0x1d9), 0);
+    }
+}
+
 /// KVM_SET_PMU_EVENT_FILTER, KVM_PMU_EVENT_FLAG_MASKED_EVENTS.
 const SET_FILTER: u32 = 0x4020_aeb2;
 const MASKED: u32 = 1;
