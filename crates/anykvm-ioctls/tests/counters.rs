@@ -284,7 +284,15 @@ fn last_branch_records_are_not_shown() {
         assert!(leaf(0x8000_0022).all(|e| e.eax & 2 == 0));
         // Tops of stacks, first records of each kind, their control.
         for index in [
-            0x1c9, 0x40, 0x680, 0x6c0, 0xdc0, 0x14ce, 0x1200, 0xc001_0300, 0xc000_010f,
+            0x1c9,
+            0x40,
+            0x680,
+            0x6c0,
+            0xdc0,
+            0x14ce,
+            0x1200,
+            0xc001_0300,
+            0xc000_010f,
         ] {
             assert!(!set_msr(&vcpu, index, 1), "{index:#x}");
         }

@@ -560,7 +560,7 @@ END
     Program {
         name: "perf",
         packages: &["linux-perf"],
-        paths: &["/usr/bin/perf"],
+        paths: &["/usr/bin/perf", "/usr/bin/objdump"],
         script: include_str!("perf.sh"),
         expect: Expect::Lines(&[
             "instructions:u: 4000000, and again 0",
@@ -568,6 +568,14 @@ END
             "samples of instructions",
             "samples of cycles",
             " main",
+            "several: 4000000 2000000 2000000 0, and again 0 0 0 0",
+            "more events than counters",
+            "each processor",
+            "counted        [.] main",
+            "annotated",
+            "-b doesn't support branch stack sampling",
+            "--call-graph lbr doesn't support branch stack sampling",
+            "its own tests: 9 good, 0 failed",
         ]),
         mem: "512M",
         cpus: 2,
