@@ -149,6 +149,16 @@ fn follow(
     assert!(tracer.decode(trace.path), "it is no trace");
 }
 
+/// Appends operands of 64 bits that are behind the code, at an offset.
+fn list(out: &mut String, literals: &[u8], at: usize) {
+    let padding = literals.len() % 8;
+    for (n, literal) in literals[padding..].chunks(8).enumerate() {
+        let place = at + padding + 8 * n;
+        let value = u64::from_le_bytes(literal.try_into().expect("eight bytes"));
+        let _ = writeln!(out, "  {place:5x}  dq {value:#x}");
+    }
+}
+
 /// A case's guest code, and what is made of it.
 fn translated(case: &Case) -> String {
     let (isa, host) = host(!case.is_old_host);
@@ -246,12 +256,7 @@ fn translated(case: &Case) -> String {
         let _ = writeln!(out, "-- {what}: {} bytes, {n} instructions", code.len());
         out += &text;
     }
-    let padding = literals.len() % 8;
-    for (n, literal) in literals[padding..].chunks(8).enumerate() {
-        let place = COLD - HOT + apart.len() + padding + 8 * n;
-        let value = u64::from_le_bytes(literal.try_into().expect("eight bytes"));
-        let _ = writeln!(out, "  {place:5x}  dq {value:#x}");
-    }
+    list(&mut out, literals, COLD - HOT + apart.len());
     out
 }
 
