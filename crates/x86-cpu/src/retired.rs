@@ -22,6 +22,9 @@ pub struct Retired {
     pub levels: u8,
     /// Streams that somebody counts at one of them, a bit each: an engine may leave out others.
     pub streams: u16,
+    /// Streams, of [`x86_defs::retired::RARE`] ones, of which a counter may overflow soon: [`Self::left`] does not say so, and the run loop is
+    /// to be returned to after each.
+    pub held: u16,
 }
 
 impl Default for Retired {
@@ -31,6 +34,7 @@ impl Default for Retired {
             left: u64::MAX,
             levels: 0,
             streams: 0,
+            held: 0,
         }
     }
 }
@@ -81,7 +85,11 @@ impl Retired {
     pub fn add(&mut self, level: usize, events: u16) {
         let counts = &mut self.counts[level & 1];
         counts[INSTRUCTIONS] += 1;
-        self.left = self.left.saturating_sub(1);
+        self.left = if events & self.held != 0 {
+            0
+        } else {
+            self.left.saturating_sub(1)
+        };
         let mut rest = events & !bit(INSTRUCTIONS);
         while rest != 0 {
             counts[rest.trailing_zeros() as usize % STREAMS] += 1;

@@ -164,6 +164,7 @@ impl Bus {
             levels,
             streams,
             events_left,
+            held,
             has_cycles,
             splits_cycles,
             cycles_left,
@@ -171,6 +172,7 @@ impl Bus {
         c.levels = levels;
         cpu.retired.levels = levels;
         cpu.retired.streams = streams;
+        cpu.retired.held = held;
         let mut left = events_left.map_or(NEVER, |left| left.saturating_add(own));
         if !c.has_cycles && has_cycles {
             c.since = c.since.map(|_| host::cpu::rdtsc());

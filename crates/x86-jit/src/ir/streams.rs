@@ -11,10 +11,12 @@ use crate::frame::words::COUNTED_SUMS;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Streams(u8);
 
-/// Numbers of several streams, which are those of no single one.
-const SEVERAL: u8 = 14;
-const SEVERAL_AND_TAKEN: u8 = 15;
-const _: () = assert!(STREAMS <= SEVERAL as usize);
+/// Numbers of several streams, which are those of no single one: with what depends on branches being taken, and where rare events are left
+/// to the interpreter, as a counter of them may overflow.
+const SEVERAL: u8 = 12;
+const AND_TAKEN: u8 = 1;
+const HOLDS: u8 = 2;
+const _: () = assert!(STREAMS <= SEVERAL as usize && SEVERAL | AND_TAKEN | HOLDS == 15);
 
 /// Sums beside instructions' that the countdown has at most, the lowest bits first, and those that are in memory.
 pub(crate) const IN_COUNTDOWN: usize = 3;
@@ -59,12 +61,33 @@ impl Streams {
     /// For a mask of streams that somebody counts.
     pub(crate) const fn of(mask: u16) -> Self {
         let others = mask & !bit(INSTRUCTIONS);
-        Self(match others.count_ones() {
-            0 => BRANCHES as u8,
-            1 => others.trailing_zeros() as u8,
-            _ if others & OF_TAKEN == 0 => SEVERAL,
-            _ => SEVERAL_AND_TAKEN,
-        })
+        match others.count_ones() {
+            0 => Self(BRANCHES as u8),
+            1 => Self(others.trailing_zeros() as u8),
+            _ => Self::several(others),
+        }
+    }
+    /// The same where rare events are the interpreter's.
+    pub(crate) const fn held(mask: u16) -> Self {
+        Self(Self::several(mask).0 | HOLDS)
+    }
+    const fn several(mask: u16) -> Self {
+        if mask & OF_TAKEN == 0 {
+            Self(SEVERAL)
+        } else {
+            Self(SEVERAL | AND_TAKEN)
+        }
+    }
+    /// The interpreter executes what is of these streams.
+    pub(crate) const fn left_out(self) -> u16 {
+        if self.are_several() && self.0 & HOLDS != 0 {
+            RARE
+        } else {
+            0
+        }
+    }
+    const fn has_taken(self) -> bool {
+        self.are_several() && self.0 & AND_TAKEN != 0
     }
     pub(crate) const fn number(self) -> u8 {
         self.0
@@ -79,21 +102,17 @@ impl Streams {
     }
     /// What each sum is of.
     pub(crate) const fn sums(self) -> &'static [usize] {
-        match self.0 {
-            SEVERAL => &SUMS_OF_SEVERAL,
-            SEVERAL_AND_TAKEN => &SUMS_WITH_TAKEN,
-            n => &SINGLE[n as usize % STREAMS],
+        match (self.are_several(), self.has_taken()) {
+            (true, false) => &SUMS_OF_SEVERAL,
+            (true, true) => &SUMS_WITH_TAKEN,
+            _ => &SINGLE[self.0 as usize % STREAMS],
         }
     }
     /// All streams that follow from the sums.
     pub(crate) fn covered(self) -> u16 {
         let of = |all: u16, stream: &usize| all | bit(*stream);
         let sums = self.sums().iter().fold(0, of);
-        sums | if self.0 == SEVERAL_AND_TAKEN {
-            OF_TAKEN
-        } else {
-            0
-        }
+        sums | if self.has_taken() { OF_TAKEN } else { 0 }
     }
     /// Events of each stream that follows from so many of each sum. (`x86_cpu::retired::outcome` says what an instruction is of.)
     pub(crate) fn events(self, sums: &[u64; SUMS]) -> [u64; STREAMS] {
@@ -101,7 +120,7 @@ impl Streams {
         for (stream, n) in self.sums().iter().zip(sums) {
             events[*stream] = *n;
         }
-        if self.0 == SEVERAL_AND_TAKEN {
+        if self.has_taken() {
             let not_taken = events[CONDITIONAL].wrapping_sub(events[CONDITIONAL_TAKEN]);
             events[CONDITIONAL_NOT_TAKEN] = not_taken;
             events[TAKEN] = events[BRANCHES].wrapping_sub(not_taken);
@@ -131,8 +150,8 @@ mod tests {
             branches | bit(NEAR_RETURNS),
             branches | bit(FAR),
         ];
-        for wanted in 0..1 << STREAMS {
-            let streams = Streams::of(wanted);
+        let all = (0..1 << STREAMS).flat_map(|w| [(w, Streams::of(w)), (w, Streams::held(w))]);
+        for (wanted, streams) in all {
             assert_eq!(wanted & !bit(INSTRUCTIONS) & !streams.covered(), 0);
             assert_eq!(Streams::of_number(streams.number().into()), streams);
             for form in forms {

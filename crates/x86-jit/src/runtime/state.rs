@@ -91,7 +91,11 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
         mode |= Mode::KERNEL;
     }
     if cpu.retired.counts_at(cpu.cpl) {
-        mode |= Mode::counting(Streams::of(cpu.retired.streams));
+        let streams = cpu.retired.streams;
+        mode |= Mode::counting(match cpu.retired.held {
+            0 => Streams::of(streams),
+            _ => Streams::held(streams),
+        });
     }
     if plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
         mode |= Mode::TSC;
