@@ -236,7 +236,7 @@ fn counters_stand_still_in_smm_if_they_are_told_to() {
 /// what is executed at once.
 #[test]
 fn rare_events_do_not_bound_what_is_executed_at_once() {
-    const CONDITIONAL: u64 = 0x11c4;
+    const CONDITIONAL: u64 = 0x1c4;
     const RETURNS: u64 = 0x8c4;
     let interrupts = |event: u64| event | 0x53_0000;
     let now = at(1_000_000, 0);
