@@ -2,10 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
+mod counting;
 mod guest;
 mod long_mode;
 
 use anykvm_ioctls::{VcpuExit, VcpuFd};
+use counting::*;
 use guest::{ioctl, set_msr};
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, code_asm::*};
 use kvm_bindings::*;
@@ -13,96 +15,11 @@ use long_mode::{Machine, start};
 
 const CODE: u64 = 0x1000;
 const FUNCTION: u64 = 0x1800;
-const HANDLER: u64 = 0x2000;
-const TABLES: [u64; 2] = [0x8000, 0x9000];
-/// Where the handler leaves what it was called for.
-const SEEN: u64 = 0x6000;
 const PORT: u8 = 0x10;
 /// Of the program: so that it has ten thousand instructions.
 const TURNS: u32 = 320;
 /// Overflows after each number of instructions up to this.
 const MOST: usize = 10_000;
-
-const PERFEVTSEL0: u32 = 0x186;
-const PMC0: u32 = 0xc1;
-const GLOBAL_STATUS: u32 = 0x38e;
-const GLOBAL_CTRL: u32 = 0x38f;
-const CORE_SELECT0: u32 = 0xc001_0200;
-const CORE_STATUS: u32 = 0xc000_0300;
-/// EN, OS, USR.
-const ON: u64 = 0x43_0000;
-const INT: u64 = 1 << 20;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Vendor {
-    Intel,
-    Amd,
-}
-
-impl Vendor {
-    const ALL: [Self; 2] = [Self::Intel, Self::Amd];
-
-    fn select(self, n: u32) -> u32 {
-        match self {
-            Self::Intel => PERFEVTSEL0 + n,
-            Self::Amd => CORE_SELECT0 + 2 * n,
-        }
-    }
-    fn counter(self, n: u32) -> u32 {
-        match self {
-            Self::Intel => PMC0 + n,
-            Self::Amd => CORE_SELECT0 + 1 + 2 * n,
-        }
-    }
-    /// Instructions, branches, conditional ones, returns.
-    fn events(self) -> [u64; 4] {
-        match self {
-            Self::Intel => [0xc0, 0xc4, 0x1c4, 0x8c4],
-            Self::Amd => [0xc0, 0xc2, 0xd1, 0xc8],
-        }
-    }
-    fn status(self) -> u32 {
-        match self {
-            Self::Intel => GLOBAL_STATUS,
-            Self::Amd => CORE_STATUS,
-        }
-    }
-    /// A vCPU of this vendor's, whatever the host is.
-    fn vcpu(self, m: &Machine) -> VcpuFd {
-        let vcpu = m.vcpu(0, CODE);
-        let mut table = m.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
-        let name = match self {
-            Self::Intel => b"GenuineIntel",
-            Self::Amd => b"AuthenticAMD",
-        };
-        let word = |i: usize| u32::from_le_bytes(name[i..i + 4].try_into().unwrap());
-        for e in table.as_mut_slice() {
-            match (e.function, self) {
-                (0 | 0x8000_0000, _) => (e.ebx, e.edx, e.ecx) = (word(0), word(4), word(8)),
-                (1, Self::Intel) => (e.eax, e.ecx) = (0xa_0655, e.ecx | 1 << 15),
-                (1, Self::Amd) => e.eax = 0x00a2_0f12,
-                (0xa, Self::Intel) => {
-                    (e.eax, e.ebx, e.edx) = (0x0730_0802, 0x58, 1 << 15 | 48 << 5 | 3);
-                }
-                (0x8000_0001, Self::Amd) => e.ecx |= 1 << 23,
-                (0x8000_0022, Self::Amd) => (e.eax, e.ebx) = (1, 6),
-                _ => {}
-            }
-        }
-        vcpu.set_cpuid2(&table).unwrap();
-        vcpu
-    }
-}
-
-fn msr(vcpu: &VcpuFd, index: u32) -> u64 {
-    let entry = kvm_msr_entry {
-        index,
-        ..Default::default()
-    };
-    let mut msrs = Msrs::from_entries(&[entry]).unwrap();
-    assert_eq!(vcpu.get_msrs(&mut msrs).unwrap(), 1, "{index:#x}");
-    msrs.as_slice()[0].data
-}
 
 /// A bit of everything: loops, calls, indirect branches, string instructions, an interpreted one.
 fn program(a: &mut CodeAssembler) -> Result<(), IcedError> {
@@ -176,7 +93,7 @@ fn finish(vcpu: &mut VcpuFd) {
 /// RIP and the program's counter of turns after it.
 fn trace(vendor: Vendor) -> Vec<([bool; 4], [u64; 2])> {
     let m = machine(false);
-    let mut vcpu = vendor.vcpu(&m);
+    let mut vcpu = vendor.vcpu(&m, CODE);
     vcpu.set_guest_debug(&kvm_guest_debug {
         control: KVM_GUESTDBG_ENABLE | KVM_GUESTDBG_SINGLESTEP,
         ..Default::default()
@@ -216,8 +133,7 @@ fn counters_agree_with_single_steps() {
         let steps = trace(vendor);
         assert!(steps.len() > MOST);
         let m = machine(false);
-        let mut vcpu = vendor.vcpu(&m);
-        // One event besides instructions is counted by translated code.
+        let mut vcpu = vendor.vcpu(&m, CODE);
         for round in 0..20 {
             for (n, event) in (1..).zip(&vendor.events()[1..]) {
                 for (at, event) in [(0, vendor.events()[0]), (1, *event)] {
@@ -254,34 +170,11 @@ fn counters_agree_with_single_steps() {
 fn a_counter_of_another_level_stands_still() {
     for vendor in Vendor::ALL {
         let m = machine(false);
-        let mut vcpu = vendor.vcpu(&m);
+        let mut vcpu = vendor.vcpu(&m, CODE);
         assert!(set_msr(&vcpu, vendor.select(0), 0x41_00c0));
         finish(&mut vcpu);
         assert_eq!(msr(&vcpu, vendor.counter(0)), 0);
     }
-}
-
-fn handler(a: &mut CodeAssembler) -> Result<(), IcedError> {
-    a.push(rax)?;
-    a.mov(rax, qword_ptr(rsp + 8))?;
-    a.mov(qword_ptr(SEEN), rax)?;
-    a.inc(qword_ptr(SEEN + 8))?;
-    a.mov(qword_ptr(SEEN + 16), r12)?;
-    a.pop(rax)?;
-    a.iretq()
-}
-
-/// The entry for counters is an NMI.
-fn route_to_nmi(vcpu: &VcpuFd) {
-    let mut lapic = vcpu.get_lapic().unwrap();
-    let mut set = |at: usize, value: u32| {
-        for (to, from) in lapic.regs[at..].iter_mut().zip(value.to_le_bytes()) {
-            *to = from as _;
-        }
-    };
-    set(0xf0, 0x1ff);
-    set(0x340, 4 << 8);
-    vcpu.set_lapic(&lapic).unwrap();
 }
 
 #[test]
@@ -289,14 +182,15 @@ fn an_overflow_interrupts_after_exactly_so_many_events() {
     for vendor in Vendor::ALL {
         let steps = trace(vendor);
         let m = machine(true);
-        m.load(HANDLER, handler);
-        let mut vcpu = vendor.vcpu(&m);
-        m.handle_page_faults(&vcpu, TABLES, HANDLER);
-        m.write(
-            TABLES[1] + 2 * 16,
-            &(HANDLER | 8 << 16 | 0x8e << 40).to_le_bytes(),
-        );
-        for (stream, event) in vendor.events().into_iter().enumerate() {
+        let mut vcpu = vendor.vcpu(&m, CODE);
+        handle_nmis(&m, &vcpu);
+        // Alone, and beside all the others: translated code counts in two ways.
+        for (others, stream) in (0..8).map(|n| (n / 4 != 0, n % 4)) {
+            let event = vendor.events()[stream];
+            for (n, other) in (1..).zip(vendor.events()) {
+                let select = if others { ON | other } else { 0 };
+                assert!(set_msr(&vcpu, vendor.select(n), select));
+            }
             let ends: Vec<[u64; 2]> = steps
                 .iter()
                 .filter(|(s, _)| s[stream])
@@ -304,8 +198,7 @@ fn an_overflow_interrupts_after_exactly_so_many_events() {
                 .collect();
             let most = ends.len().min(MOST);
             for n in (1..=most).step_by(if stream == 0 { 1 } else { 13 }) {
-                route_to_nmi(&vcpu);
-                m.write(SEEN, &[0; 24]);
+                route_to_nmi(&m, &vcpu);
                 assert!(set_msr(&vcpu, vendor.select(0), 0));
                 assert!(set_msr(&vcpu, vendor.status(), 0));
                 let from = (n as u64).wrapping_neg() & 0xffff_ffff_ffff;
@@ -313,9 +206,10 @@ fn an_overflow_interrupts_after_exactly_so_many_events() {
                 assert!(set_msr(&vcpu, vendor.select(0), ON | INT | event));
                 start(&vcpu, CODE);
                 finish(&mut vcpu);
-                let seen = [0, 8, 16].map(|at| u64::from_le_bytes(m.read(SEEN + at)));
+                let [at, times, turns, _] = seen(&m);
                 let [rip, turn] = ends[n - 1];
-                assert_eq!(seen, [rip, 1, turn], "{vendor:?} {event:#x}: {n}");
+                let what = (vendor, others, event, n);
+                assert_eq!([at, times, turns], [rip, 1, turn], "{what:x?}");
                 assert_eq!(msr(&vcpu, vendor.status()), 1);
             }
         }
@@ -345,7 +239,7 @@ fn enables_and_disables(a: &mut CodeAssembler) -> Result<(), IcedError> {
 fn a_write_counts_where_it_disables() {
     let m = Machine::new();
     m.load(CODE, enables_and_disables);
-    let mut vcpu = Vendor::Intel.vcpu(&m);
+    let mut vcpu = Vendor::Intel.vcpu(&m, CODE);
     for _ in 0..3 {
         assert!(set_msr(&vcpu, GLOBAL_CTRL, 0));
         assert!(set_msr(&vcpu, PMC0, 0));
@@ -372,6 +266,44 @@ fn what_is_listed_is_saved_and_restored() {
     }
 }
 
+/// Nothing says that there are last-branch records, nor do registers of theirs: a guest's kernel that looks for them finds none.
+#[test]
+fn last_branch_records_are_not_shown() {
+    for vendor in Vendor::ALL {
+        let m = machine(false);
+        let vcpu = vendor.vcpu(&m, CODE);
+        let table = m.kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
+        let leaf = |function: u32| {
+            let all = table.as_slice().iter();
+            all.filter(move |e| e.function == function)
+        };
+        // Architectural records; BRS of Zen 3; LBR v2 of Zen 4.
+        assert!(leaf(7).all(|e| e.index != 0 || e.edx & 1 << 19 == 0));
+        assert!(leaf(0x1c).all(|e| e.eax == 0));
+        assert!(leaf(0x8000_0008).all(|e| e.ebx & 1 << 31 == 0));
+        assert!(leaf(0x8000_0022).all(|e| e.eax & 2 == 0));
+        // Tops of stacks, first records of each kind, their control.
+        for index in [
+            0x1c9,
+            0x40,
+            0x680,
+            0x6c0,
+            0xdc0,
+            0x14ce,
+            0x1200,
+            0xc001_0300,
+            0xc000_010f,
+        ] {
+            assert!(!set_msr(&vcpu, index, 1), "{index:#x}");
+        }
+        // The format of records in IA32_PERF_CAPABILITIES: 0 is that of the oldest, whose registers are not there.
+        assert_eq!(msr(&vcpu, 0x345) & 0x3f, 0);
+        // A guest that switches them on has not.
+        assert!(set_msr(&vcpu, 0x1d9, 1));
+        assert_eq!(msr(&vcpu, 0x1d9), 0);
+    }
+}
+
 /// KVM_SET_PMU_EVENT_FILTER, KVM_PMU_EVENT_FLAG_MASKED_EVENTS.
 const SET_FILTER: u32 = 0x4020_aeb2;
 const MASKED: u32 = 1;
@@ -395,7 +327,7 @@ fn filter(m: &Machine, action: u32, flags: u32, events: &[u64]) -> Result<i32, i
 fn an_event_filter_denies_what_it_lists() {
     let vendor = Vendor::Amd;
     let m = machine(false);
-    let mut vcpu = vendor.vcpu(&m);
+    let mut vcpu = vendor.vcpu(&m, CODE);
     let events = vendor.events();
     assert_eq!(filter(&m, 2, 0, &[]), Err(libc::EINVAL));
     assert_eq!(filter(&m, 0, 2, &[]), Err(libc::EINVAL));
@@ -431,7 +363,7 @@ fn counters_can_be_switched_off_before_there_are_vcpus() {
     cap.args[0] = KVM_PMU_CAP_DISABLE.into();
     m.vm.enable_cap(&cap).unwrap();
     let vendor = Vendor::Amd;
-    let mut vcpu = vendor.vcpu(&m);
+    let mut vcpu = vendor.vcpu(&m, CODE);
     assert!(!set_msr(&vcpu, vendor.select(0), ON | 0xc0));
     finish(&mut vcpu);
     assert_eq!(msr(&vcpu, vendor.counter(0)), 0);

@@ -90,11 +90,12 @@ pub struct EngineFrame {
     pub counted_from: u64,
     /// What that countdown is now, while Rust runs.
     pub counted_to: u64,
-    /// Instructions and other events that polls have taken off that countdown.
-    pub counted: [u64; 2],
+    /// Instructions that polls have taken off that countdown.
+    pub counted: u64,
+    spare: u64,
     refund: u64,
     counted_entry: u64,
-    /// The other stream, and in bit 8 the level.
+    /// The other streams by their number, and in bit 8 the level.
     pub counted_as: u64,
     /// Of each segment, the highest offset at which there are 1, 2, 4 … 32 bytes.
     pub bounds: [[u32; EngineFrame::BOUND_SIZES]; 6],
@@ -104,6 +105,12 @@ pub struct EngineFrame {
     /// The salt by which the target is found of a branch between levels of which one is counted.
     pub counted_salt: u64,
     keys: u64,
+    /// Of code that counts several streams: what the countdown has no room for, 16 bits each.
+    pub counted_beside: u64,
+    refund_beside: u64,
+    counted_spill: u64,
+    /// Events that polls have taken off the countdown, by sum.
+    pub counted_events: [u64; EngineFrame::COUNTED_SUMS],
 }
 
 /// A view that differs from another in PKRU alone.
@@ -194,6 +201,10 @@ impl EngineFrame {
     pub const RANDOM: usize = offset_of!(Self, random);
     /// What is to be given back if the instruction that calls a trampoline is left to the interpreter.
     pub const REFUND: usize = offset_of!(Self, refund);
+    /// What [`Self::REFUND`] is of [`Self::counted_beside`].
+    pub const REFUND_BESIDE: usize = offset_of!(Self, refund_beside);
+    /// A word for a moment, of code that counts.
+    pub const COUNTED_SPILL: usize = offset_of!(Self, counted_spill);
     /// Of [`KeyView`]s.
     pub const KEY_VIEWS_AT: usize = offset_of!(Self, key_views);
     /// Of the tables of the supervisor's views, by CR0.WP and RFLAGS.AC.
@@ -213,6 +224,8 @@ impl EngineFrame {
     pub const RELUCTANCES: usize = 32;
     /// Sizes that segments have bounds for.
     pub const BOUND_SIZES: usize = 6;
+    /// Sums of events besides instructions.
+    pub const COUNTED_SUMS: usize = 7;
     /// Views that are known by PKRU.
     pub const KEY_VIEWS: usize = 8;
     /// The upper three bits of PKRU times this are the place of a view.

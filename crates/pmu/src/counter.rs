@@ -21,7 +21,7 @@ pub(crate) mod levels {
 }
 
 impl Tally {
-    fn sum(&self, slot: usize, levels: u8) -> u64 {
+    pub(crate) fn sum(&self, slot: usize, levels: u8) -> u64 {
         let of = |level: usize| self.0[level].get(slot).copied().unwrap_or(0);
         let os = if levels & levels::OS != 0 { of(0) } else { 0 };
         let usr = if levels & levels::USR != 0 { of(1) } else { 0 };

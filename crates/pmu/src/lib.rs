@@ -25,6 +25,7 @@ pub use filter::{Filter, InvalidFilter, MAX_EVENTS};
 use std::sync::Arc;
 
 use counter::{Counter, levels};
+use x86_defs::retired::INSTRUCTIONS;
 
 /// General counters at most.
 pub const MAX_GENERAL: usize = 8;
@@ -57,6 +58,8 @@ pub struct Wants {
     /// Events until the first counter overflows that interrupts then; an instruction retires no
     /// more than one for each counter.
     pub events_left: Option<u64>,
+    /// Rare streams that this leaves out, a bit each: after each of their events this is to be asked again.
+    pub held: u16,
     /// Some counter counts cycles.
     pub has_cycles: bool,
     /// Some counter counts cycles at some levels only: those have to be told apart.
@@ -200,7 +203,11 @@ impl Pmu {
             } else {
                 wants.levels |= counter.levels();
                 wants.streams |= x86_defs::retired::bit(slot);
-                wants.events_left = least(wants.events_left);
+                if left.is_some_and(|left| is_held(slot, left, now)) {
+                    wants.held |= x86_defs::retired::bit(slot);
+                } else {
+                    wants.events_left = least(wants.events_left);
+                }
             }
         }
         wants
@@ -250,6 +257,18 @@ impl Pmu {
             c.set(value, now);
         }
     }
+}
+
+/// It is less work to look after each event of the stream than after as many instructions as there are events left: an event costs about
+/// as much as two looks.
+fn is_held(slot: usize, left: u64, now: &Tally) -> bool {
+    /// There is no translated code for fewer instructions until an overflow.
+    const LEAST: u64 = 64;
+    if x86_defs::retired::RARE >> slot & 1 == 0 {
+        return false;
+    }
+    let [instructions, events] = [INSTRUCTIONS, slot].map(|s| now.sum(s, levels::ALL));
+    left < LEAST.max(instructions / events.saturating_mul(2).max(1))
 }
 
 const fn general_bits(n: u8) -> u64 {

@@ -231,3 +231,27 @@ fn counters_stand_still_in_smm_if_they_are_told_to() {
     pmu.set_in_smm(false, &at(30, 0));
     assert_eq!(get(&mut pmu, IA32_PMC0, &at(31, 0)), 21);
 }
+
+/// A counter of returns that overflows soon, and one of conditional branches: the first has each return looked at, the other one bounds
+/// what is executed at once.
+#[test]
+fn rare_events_do_not_bound_what_is_executed_at_once() {
+    const CONDITIONAL: u64 = 0x1c4;
+    const RETURNS: u64 = 0x8c4;
+    let interrupts = |event: u64| event | 0x53_0000;
+    let now = at(1_000_000, 0);
+    for (event, left, held, events_left) in [
+        (RETURNS, 5, bit(NEAR_RETURNS), None),
+        // There have been none in a million instructions.
+        (RETURNS, 900_000, bit(NEAR_RETURNS), None),
+        (RETURNS, 1_100_000, 0, Some(1_100_000)),
+        (CONDITIONAL, 5, 0, Some(5)),
+    ] {
+        let mut pmu = intel();
+        set(&mut pmu, IA32_PMC0, (left as u64).wrapping_neg(), &now);
+        set(&mut pmu, IA32_PERFEVTSEL0, interrupts(event), &now);
+        set(&mut pmu, IA32_PERF_GLOBAL_CTRL, 1, &now);
+        let wants = pmu.wants(&now);
+        assert_eq!((wants.held, wants.events_left), (held, events_left));
+    }
+}

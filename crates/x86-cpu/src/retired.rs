@@ -22,6 +22,9 @@ pub struct Retired {
     pub levels: u8,
     /// Streams that somebody counts at one of them, a bit each: an engine may leave out others.
     pub streams: u16,
+    /// Streams, of [`x86_defs::retired::RARE`] ones, of which a counter may overflow soon: [`Self::left`] does not say so, and the run loop is
+    /// to be returned to after each.
+    pub held: u16,
 }
 
 impl Default for Retired {
@@ -31,6 +34,7 @@ impl Default for Retired {
             left: u64::MAX,
             levels: 0,
             streams: 0,
+            held: 0,
         }
     }
 }
@@ -46,41 +50,33 @@ impl Retired {
     pub const fn counts_at(&self, cpl: u8) -> bool {
         self.levels >> Self::level(cpl) & 1 != 0
     }
-    /// The one stream besides instructions that is counted, if it is one; `None`: there are several.
-    pub const fn other_stream(&self) -> Option<usize> {
-        let others = self.streams & !bit(INSTRUCTIONS);
-        match others.count_ones() {
-            0 => Some(BRANCHES),
-            1 => Some(others.trailing_zeros() as usize),
-            _ => None,
-        }
-    }
     /// [`Self::left`] is used up.
     #[inline(always)]
     pub const fn is_due(&self) -> bool {
         self.left == 0
     }
-    /// Adds what an engine has counted by itself: `events` of the other stream, and `left` instructions
-    /// that have not been taken off [`Self::left`] yet.
-    pub fn add_counted(
-        &mut self,
-        level: usize,
-        instructions: u64,
-        stream: usize,
-        events: u64,
-        left: u64,
-    ) {
+    /// Adds what an engine has counted by itself: instructions, and events of the other streams. ([`Self::left`] is the engine's, too.)
+    pub fn add_counted(&mut self, level: usize, instructions: u64, events: &[u64; STREAMS]) {
+        let counts = &mut self.counts[level & 1];
+        for (count, events) in counts.iter_mut().zip(events) {
+            *count = count.wrapping_add(*events);
+        }
+        counts[INSTRUCTIONS] = counts[INSTRUCTIONS].wrapping_add(instructions);
+    }
+    /// The same, where that is one stream.
+    pub fn add_single(&mut self, level: usize, instructions: u64, stream: usize, events: u64) {
         let counts = &mut self.counts[level & 1];
         counts[INSTRUCTIONS] = counts[INSTRUCTIONS].wrapping_add(instructions);
         let other = &mut counts[stream % STREAMS];
         *other = other.wrapping_add(events);
-        self.left = self.left.saturating_sub(left);
     }
-    /// Takes back an instruction that such an engine has counted, but that has not completed.
-    pub fn take_back(&mut self, level: usize, stream: usize, events: u16) {
+    /// Takes back an instruction that such an engine has counted, but that has not completed: one event of each of these streams.
+    pub fn take_back(&mut self, level: usize, events: u16) {
         let counts = &mut self.counts[level & 1];
-        counts[INSTRUCTIONS] -= 1;
-        counts[stream % STREAMS] -= u64::from(events >> stream & 1);
+        for (stream, count) in counts.iter_mut().enumerate() {
+            let event = u64::from((events | bit(INSTRUCTIONS)) >> stream & 1);
+            *count = count.wrapping_sub(event);
+        }
         self.left = self.left.saturating_add(1);
     }
     /// Adds one completed instruction that began at `level`; `events` are the streams that its
@@ -89,7 +85,11 @@ impl Retired {
     pub fn add(&mut self, level: usize, events: u16) {
         let counts = &mut self.counts[level & 1];
         counts[INSTRUCTIONS] += 1;
-        self.left = self.left.saturating_sub(1);
+        self.left = if events & self.held != 0 {
+            0
+        } else {
+            self.left.saturating_sub(1)
+        };
         let mut rest = events & !bit(INSTRUCTIONS);
         while rest != 0 {
             counts[rest.trailing_zeros() as usize % STREAMS] += 1;

@@ -28,6 +28,9 @@ pub const FAR: usize = 10;
 /// Number of streams.
 pub const STREAMS: usize = 11;
 
+/// What there may be little of: calls, returns, indirect branches and far transfers. Each is of an instruction's form.
+pub const RARE: u16 = bit(NEAR_CALLS) | bit(NEAR_RETURNS) | bit(NEAR_INDIRECT) | bit(FAR);
+
 /// The mask's bit of a stream.
 pub const fn bit(stream: usize) -> u16 {
     1 << stream

@@ -9,8 +9,8 @@
  *     program text BYTES                prints text that compresses like prose
  *
  * With COUNT in its environment counters of the processor run meanwhile, and the name ends with `:COUNT`:
- * `1` instructions of its own, `2` branches as well, `k` instructions of its own and of the kernel's for it,
- * `sHZ` samples of all that processor 0 does.
+ * `1` instructions of its own, `2` branches as well, `4` conditional ones and returns as well, `k` instructions of its own
+ * and of the kernel's for it, `sHZ` samples of all that processor 0 does, `sHZxN` by so many events, each of which interrupts.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -35,9 +35,15 @@ static uint64_t now(void)
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-static int event(uint64_t config, uint64_t frequency, int user)
+/* Cycles; instructions; branches: all, conditional, returns, taken, far, indirect or calls; two more of cycles or branches. */
+static const uint64_t events[2][10] = {
+	{ 0x3c, 0xc0, 0xc4, 0x11c4, 0x8c4, 0x20c4, 0x40c4, 0x2c4, 0x10c4, 0x13c },
+	{ 0x76, 0xc0, 0xc2, 0xd1, 0xc8, 0xc4, 0xc6, 0xcc, 0x76, 0x100000120 },
+};
+
+static void event(uint64_t config, uint64_t frequency, int user)
 {
-	struct perf_event_attr a = { .size = sizeof a, .type = PERF_TYPE_HARDWARE, .config = config };
+	struct perf_event_attr a = { .size = sizeof a, .type = PERF_TYPE_RAW, .config = config };
 	if (frequency) {
 		a.freq = 1;
 		a.sample_freq = frequency;
@@ -51,7 +57,6 @@ static int event(uint64_t config, uint64_t frequency, int user)
 		perror("perf_event_open");
 		exit(1);
 	}
-	return f;
 }
 
 /* Counts what COUNT says. */
@@ -60,13 +65,16 @@ static void count(void)
 	const char *what = getenv("COUNT");
 	if (!what)
 		return;
+	const uint64_t *e = events[!!__builtin_cpu_is("amd")];
 	if (*what == 's') {
-		event(PERF_COUNT_HW_CPU_CYCLES, atol(what + 1), 0);
+		const char *n = strchr(what, 'x');
+		for (int i = 0; i < (n ? atoi(n + 1) : 1); i++)
+			event(e[i], atol(what + 1), 0);
 		return;
 	}
-	event(PERF_COUNT_HW_INSTRUCTIONS, 0, *what != 'k');
-	if (*what == '2')
-		event(PERF_COUNT_HW_BRANCH_INSTRUCTIONS, 0, 1);
+	int n = *what == 'k' ? 1 : *what - '0';
+	for (int i = 1; i <= n; i++)
+		event(e[i], 0, *what != 'k');
 }
 
 static void report(const char *name, uint64_t time, uint64_t sum)

@@ -219,6 +219,8 @@ pub(crate) struct Counting {
     pub(crate) levels: u8,
     /// As [`x86_cpu::Retired::streams`].
     pub(crate) streams: u16,
+    /// As [`x86_cpu::Retired::held`].
+    pub(crate) held: u16,
     /// A counter overflows after so many instructions, again and again; 0: never.
     pub(crate) period: u64,
 }
@@ -328,7 +330,7 @@ impl Machine {
         let left = self.left();
         let r = &mut self.cpu.retired;
         (r.levels, r.streams) = (counting.levels, counting.streams);
-        r.left = left;
+        (r.left, r.held) = (left, counting.held);
     }
     fn left(&self) -> u64 {
         match self.counting.period {

@@ -18,7 +18,7 @@ use core::fmt::Write as _;
 use iced_x86::{Decoder, DecoderOptions, FastFormatter, FlowControl};
 use mmu::Policy;
 use x86_cpu::CpuState;
-use x86_defs::retired::{INSTRUCTIONS, STREAMS, bit};
+use x86_defs::retired::{INSTRUCTIONS, RARE, STREAMS, bit};
 use x86_interp::RunStop;
 use x86_native::{decoded_flags, oracle::AREA_SIZE};
 
@@ -223,7 +223,13 @@ fn counting(seed: u64) -> Counting {
             0 => bit(INSTRUCTIONS),
             1 => bit(INSTRUCTIONS) | stream,
             2 => stream,
-            _ => stream | other,
+            // Two, or any number.
+            _ if x >> 40 & 1 == 0 => stream | other,
+            _ => stream | other | (x >> 41) as u16 & (bit(STREAMS) - 1),
+        },
+        held: match x >> 52 & 3 {
+            0 => (x >> 50) as u16 & RARE,
+            _ => 0,
         },
         period: match x >> 19 & 7 {
             0 => 1 + (x >> 22 & 7),

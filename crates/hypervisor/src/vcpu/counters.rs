@@ -17,7 +17,7 @@ const HAS_FREEZE_WHILE_SMM: u64 = 1 << 12;
 /// IA32_PERF_CAPABILITIES.FW_WRITE.
 const FULL_WIDTH: u64 = 1 << 13;
 /// Instructions that are interpreted before a counter of cycles interrupts, less than so many.
-const LANDING: u64 = 1 << 10;
+const LANDING: u64 = 1 << 8;
 /// Registers of either vendor's counters: where a VMM saves them whether or not the guest has any.
 fn is_counter(index: u32) -> bool {
     [
@@ -164,6 +164,7 @@ impl Bus {
             levels,
             streams,
             events_left,
+            held,
             has_cycles,
             splits_cycles,
             cycles_left,
@@ -171,6 +172,7 @@ impl Bus {
         c.levels = levels;
         cpu.retired.levels = levels;
         cpu.retired.streams = streams;
+        cpu.retired.held = held;
         let mut left = events_left.map_or(NEVER, |left| left.saturating_add(own));
         if !c.has_cycles && has_cycles {
             c.since = c.since.map(|_| host::cpu::rdtsc());

@@ -3,6 +3,8 @@
 //! Guest instructions themselves are re-encoded by the decoder's library; this
 //! is for what is emitted many times per block, where speed of translation counts.
 
+mod literals;
+
 use std::sync::LazyLock;
 
 use host::cpu::cpuid;
@@ -198,6 +200,10 @@ pub(crate) struct Asm {
     base: usize,
     /// How many bytes are there, and where the others are.
     apart: Option<(usize, usize)>,
+    /// Displacements of instructions with an operand of 64 bits in memory, and those operands.
+    literals: Vec<(usize, u64)>,
+    /// Bytes that are no literals, once these are there.
+    instructions: usize,
     isa: Isa,
 }
 
@@ -218,6 +224,8 @@ impl Asm {
             len: 0,
             base: 0,
             apart: None,
+            literals: Vec::new(),
+            instructions: 0,
             isa,
         }
     }
@@ -230,6 +238,8 @@ impl Asm {
         self.len = 0;
         self.base = base;
         self.apart = None;
+        self.literals.clear();
+        self.instructions = 0;
     }
     /// What follows goes to `base`, behind everything before.
     pub(crate) fn go_on_at(&mut self, base: usize) {
@@ -247,6 +257,8 @@ impl Asm {
     /// Only so many of the bytes count, and none before [`Self::go_on_at`] is dropped.
     pub(crate) fn truncate(&mut self, len: usize) {
         self.len = len;
+        let here = self.here();
+        self.literals.retain(|(site, _)| *site < here);
     }
     /// Offset of the next byte.
     #[inline]

@@ -8,11 +8,11 @@
 use host::{CodeBuffer, CodeViews};
 
 use crate::{
-    asm::{Asm, Isa, MAX_BLOCK},
+    asm::{Isa, MAX_BLOCK},
     code::cache::Cache,
     code::layout::CodeLayout,
     code::perf::{self, Perf, Profiler},
-    codegen::trampolines::{self, Trampolines},
+    codegen::trampolines::AllTrampolines,
 };
 
 /// Alignment of the trampolines, and of the first block behind them.
@@ -36,9 +36,7 @@ struct Piece {
 pub(crate) struct CodeSpace {
     buffer: CodeBuffer,
     layout: CodeLayout,
-    pub(crate) trampolines: Trampolines,
-    /// Trampolines of code that counts what is retired.
-    pub(crate) counting: Trampolines,
+    pub(crate) trampolines: AllTrampolines,
     pub(crate) cache: Cache,
     /// The pieces of all blocks, if [`Self::keep_pieces`] was called.
     pieces: Option<Vec<Piece>>,
@@ -51,16 +49,16 @@ impl CodeSpace {
     /// `handle`. `None` if the host does not allow that.
     pub(crate) fn new(bytes: usize, isa: Isa, [serve, handle]: [u64; 2]) -> Option<Self> {
         let mut buffer = CodeBuffer::new(bytes.max(CodeLayout::LEAST)).ok()?;
-        let mut a = Asm::new(isa);
-        let trampolines = trampolines::emit(&mut a, serve, handle, None);
-        let counting = trampolines::emit(&mut a, serve, handle, Some(&trampolines));
-        let end = a.here().next_multiple_of(TRAMPOLINES_ALIGN);
-        buffer.write(0, a.parts()?.0);
+        let mut end = 0;
+        let trampolines = AllTrampolines::emit(isa, serve, handle, |at, code| {
+            buffer.write(at, code);
+            end = at + code.len();
+        });
+        let end = end.next_multiple_of(TRAMPOLINES_ALIGN);
         Some(Self {
             layout: CodeLayout::new(end..buffer.len()),
             buffer,
             trampolines,
-            counting,
             cache: Cache::new(),
             pieces: None,
             perf: None,

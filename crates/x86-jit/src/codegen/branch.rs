@@ -4,7 +4,10 @@
 use iced_x86::{OpKind, Register};
 use mmu::l1::{INLINE_CACHES, inline_cache, page_guard};
 
-use super::{Condition, CrossPageSite, Emit, LinkSite, Stub, Translator, Unsupported, tally};
+use super::{
+    Condition, CrossPageSite, Emit, LinkSite, Stub, Translator, Unsupported,
+    countdown::exact::{self, Cost},
+};
 use crate::{
     asm::*,
     frame::requests,
@@ -21,9 +24,9 @@ impl Translator {
         let condition = condition_bits(d.i.condition_code()).ok_or(Unsupported)?;
         let condition = self.condition(condition);
         let refund = self.state.tally.refund_if_taken(d, self.state.position);
-        let from = if refund != 0 && self.next_fast_turn(t).is_some() {
+        let from = if refund != Cost::default() && self.next_fast_turn(t).is_some() {
             let goes_on = self.asm.jcc(condition ^ 1);
-            tally::refund(&mut self.asm, refund);
+            exact::refund(&mut self.asm, refund, S1);
             let from = self.asm.jmp();
             let here = self.asm.here();
             self.asm.patch(goes_on, here);

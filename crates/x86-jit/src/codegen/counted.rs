@@ -1,4 +1,4 @@
-//! LOOP, JCXZ and JECXZ. The counter is compared by the host's own JECXZ, which leaves flags as they are.
+//! LOOP, JCXZ, JECXZ and JRCXZ. The counter is compared by the host's own JECXZ or JRCXZ, which leave flags as they are.
 
 use iced_x86::{Code, Mnemonic};
 
@@ -22,12 +22,13 @@ impl Translator {
             d.i.code(),
             Code::Loop_rel8_16_CX | Code::Loop_rel8_32_CX | Code::Jcxz_rel8_16 | Code::Jcxz_rel8_32
         );
+        let is_wide = matches!(d.i.code(), Code::Loop_rel8_64_RCX | Code::Jrcxz_rel8_64);
         let a = &mut self.asm;
         if counts {
             if is_short {
                 a.bytes(&[0x66]);
             }
-            a.rm(false, &[0x8d], RCX, at(RCX, -1)); // lea
+            a.rm(is_wide, &[0x8d], RCX, at(RCX, -1)); // lea
         }
         // How far JECXZ jumps if what is left of the counter is zero.
         let onward = match (counts, is_short) {
@@ -40,7 +41,7 @@ impl Translator {
             self.state.cached = None;
             a.mov(S1, RCX);
             a.rr(false, &[0x0f, 0xb7], RCX, RCX); // movzx
-        } else {
+        } else if !is_wide {
             a.bytes(&[0x67]);
         }
         a.bytes(&[0xe3, onward]);

@@ -62,8 +62,9 @@ use stub::Stub;
 
 use crate::{
     asm::*,
+    codegen::countdown::exact::{self, Cost},
     codegen::flags::save_flags,
-    codegen::trampolines::Trampolines,
+    codegen::trampolines::{AllTrampolines, Trampolines},
     frame::words::*,
     ir::branch::{is_loop, target},
     ir::decoded::Decoded,
@@ -73,6 +74,7 @@ use crate::{
     ir::narrow::zeroes_vectors,
     ir::passed::{is_passed, keeps_cached},
     ir::source::Source,
+    ir::streams::Streams,
 };
 
 /// What is emitted most.
@@ -114,9 +116,9 @@ pub(crate) struct Translator {
     pub(crate) ahead: Vec<u32>,
     stubs: Vec<Stub>,
     encoder: Encoder,
+    /// Those of the code that is translated.
     trampolines: Trampolines,
-    /// Those of code that counts, if it is other code that is translated, or the other way round.
-    other_trampolines: Trampolines,
+    all_trampolines: AllTrampolines,
     templates: Box<Templates>,
     /// Host address of the code buffer.
     code: u64,
@@ -142,12 +144,8 @@ type Emit = Result<(), Unsupported>;
 const CHECK_LEN: usize = 10;
 
 impl Translator {
-    /// `trampolines`: the second ones are for code that counts. `code`: host address at which the code is executed.
-    pub(crate) fn new(
-        isa: Isa,
-        [trampolines, other_trampolines]: [Trampolines; 2],
-        code: u64,
-    ) -> Self {
+    /// `code`: host address at which the code is executed.
+    pub(crate) fn new(isa: Isa, all_trampolines: AllTrampolines, code: u64) -> Self {
         Self {
             asm: Asm::new(isa),
             links: Vec::new(),
@@ -155,8 +153,8 @@ impl Translator {
             ahead: Vec::new(),
             stubs: Vec::new(),
             encoder: Encoder::new(64),
-            trampolines,
-            other_trampolines,
+            trampolines: all_trampolines.plain,
+            all_trampolines,
             templates: Templates::new(isa),
             code,
             next: Allocation::new(),
@@ -172,7 +170,7 @@ impl Translator {
         source: Source,
         offset: u32,
         (entries, len): (&mut Entries, u8),
-        counts: Option<usize>,
+        counts: Option<Streams>,
     ) {
         // Such a block has an entry with a poll.
         self.count(&[], counts);
@@ -203,7 +201,7 @@ impl Translator {
             from,
             resume,
             offset,
-            cost: 0,
+            cost: Cost::default(),
         });
     }
 
@@ -363,7 +361,8 @@ impl Translator {
                     self.settle_stack();
                     self.settle_page();
                     self.give_registers_back();
-                    tally::refund(&mut self.asm, self.state.tally.from(self.state.position));
+                    let rest = self.state.tally.from(self.state.position);
+                    exact::refund(&mut self.asm, rest, S1);
                     self.interpret(d.offset);
                     (ended, is_complete) = (true, false);
                 }

@@ -173,10 +173,9 @@ impl Translator {
         a.load(S1, gs(PAUSES));
         a.lea(S1, at(S1, 1));
         a.store(gs(PAUSES), S1);
-        if self.state.tally.counts() {
-            exact::charge(a, countdown::PAUSE);
-        } else {
-            countdown::charge(a, countdown::PAUSE);
+        match self.state.tally.layout() {
+            Some(layout) => exact::charge(a, layout, countdown::PAUSE),
+            None => countdown::charge(a, countdown::PAUSE),
         }
     }
 }

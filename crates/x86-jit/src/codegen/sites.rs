@@ -1,6 +1,6 @@
 //! Where blocks are entered, and the branches that lead there.
 
-use crate::ir::mode::Mode;
+use crate::ir::{mode::Mode, streams::Streams};
 
 /// A direct branch within a page, to be linked when its target is translated.
 #[derive(Clone, Copy, Debug)]
@@ -132,6 +132,6 @@ pub(crate) struct How {
     pub(crate) bound: Option<i32>,
     /// Its branches to other pages have a [`Condition::PageGuard`].
     pub(crate) by_guard: bool,
-    /// It counts what is retired, and this stream besides instructions.
-    pub(crate) counts: Option<usize>,
+    /// It counts what is retired, and these streams besides instructions.
+    pub(crate) counts: Option<Streams>,
 }

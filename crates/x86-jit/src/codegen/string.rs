@@ -10,7 +10,10 @@ use super::{
 };
 use crate::{
     asm::*,
-    codegen::countdown::{self, exact},
+    codegen::countdown::{
+        self,
+        exact::{self, Layout},
+    },
     codegen::flags::restore_flags,
     frame::requests::site,
     frame::words::*,
@@ -57,7 +60,7 @@ impl Translator {
 /// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return;
 /// `refill` is the trampoline for pages that the table has not;
 /// `counts`: of code that counts what is retired.
-pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: bool) -> Strings {
+pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: Option<Layout>) -> Strings {
     let mut strings = Strings::default();
     for op in OPS {
         for (size, forms) in strings[op as usize].iter_mut().enumerate() {
@@ -72,12 +75,12 @@ pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: bool) -> Str
 }
 
 /// As many elements as are in RCX follow.
-fn charge(a: &mut Asm, op: Op, counts: bool) {
+fn charge(a: &mut Asm, op: Op, counts: Option<Layout>) {
     match (op.writes(), counts) {
-        (true, false) => countdown::charge(a, countdown::BLOCK_OPERATION),
-        (true, true) => exact::charge(a, countdown::BLOCK_OPERATION),
-        (false, false) => countdown::charge_repetitions(a, RCX),
-        (false, true) => exact::charge_repetitions(a, RCX),
+        (true, None) => countdown::charge(a, countdown::BLOCK_OPERATION),
+        (true, Some(layout)) => exact::charge(a, layout, countdown::BLOCK_OPERATION),
+        (false, None) => countdown::charge_repetitions(a, RCX),
+        (false, Some(layout)) => exact::charge_repetitions(a, layout, RCX),
     }
 }
 
@@ -86,7 +89,7 @@ fn one(
     [bail, refill]: [usize; 2],
     op: Op,
     (size, repeat): (usize, usize),
-    counts: bool,
+    counts: Option<Layout>,
 ) {
     let (mut slow, mut misses) = (Vec::new(), Vec::new());
     let mut none = None;
@@ -197,11 +200,11 @@ fn refill_and_retry(
 }
 
 /// The instruction is left to `bail`.
-fn give_up(a: &mut Asm, bail: usize, counts: bool) {
+fn give_up(a: &mut Asm, bail: usize, counts: Option<Layout>) {
     a.load32(S1, gs(SPILL));
     a.lea(RSP, at(RSP, 8));
-    if counts {
-        exact::refund_noted(a);
+    if let Some(layout) = counts {
+        exact::refund_noted(a, layout);
     }
     a.jmp_to(bail);
 }

@@ -1,6 +1,9 @@
 //! [`Stub`]: what a block rarely executes, noted while it is translated and emitted behind it.
 
-use super::memory::{Finds, Probe};
+use super::{
+    countdown::exact::Cost,
+    memory::{Finds, Probe},
+};
 use crate::ir::member::Member;
 
 /// Code off the main path, emitted after it.
@@ -72,7 +75,7 @@ pub(super) enum Stub {
         resume: usize,
         offset: u32,
         /// What a block has counted for that counts what is retired.
-        cost: i32,
+        cost: Cost,
     },
     LoadFp {
         from: usize,

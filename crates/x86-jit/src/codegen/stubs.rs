@@ -4,12 +4,11 @@ use core::ops::Range;
 
 use super::{
     Entries, Translator,
-    countdown::exact,
+    countdown::exact::{self, Cost},
     hoist::HoistedLoop,
     inline::move_page,
     memory::{Finds, Probe},
     stub::Stub,
-    tally::refund,
 };
 use crate::{
     asm::*,
@@ -25,8 +24,8 @@ struct Context<'h> {
     /// Its number among stubs.
     number: usize,
     /// What the block has not executed if it is left at the instruction, and if it is left by its branch.
-    before: i32,
-    taken: i32,
+    before: Cost,
+    taken: Cost,
     /// How far the instruction's page is from that of the block, and where that is if it is known.
     beyond: i32,
     begins: Option<i32>,
@@ -76,8 +75,12 @@ impl Translator {
                 Stub::Call { from, offset } => {
                     self.leave_by(from, here, (before, offset), t.bail_integer);
                 }
-                Stub::Stale { from, offset } => self.leave_by(from, here, (0, offset), t.stale),
-                Stub::Moved { from, offset } => self.leave_by(from, here, (0, offset), t.moved),
+                Stub::Stale { from, offset } => {
+                    self.leave_by(from, here, (Cost::default(), offset), t.stale);
+                }
+                Stub::Moved { from, offset } => {
+                    self.leave_by(from, here, (Cost::default(), offset), t.moved);
+                }
                 Stub::Poll {
                     from,
                     resume,
@@ -85,9 +88,11 @@ impl Translator {
                     cost,
                 } => {
                     a.patch(from, here);
-                    refund(a, cost);
+                    exact::refund_entry(a, cost, S1);
                     a.mov_imm(S1, offset.into());
-                    if cost > exact::cost(exact::LEAST as i32, 0) {
+                    let layout = self.state.tally.layout();
+                    let least = layout.map(|l| l.instructions(exact::LEAST as i32));
+                    if least.is_some_and(|least| cost.countdown > least) {
                         let from = exact::branch_if_new(a);
                         a.patch(from, t.too_long);
                     }
@@ -116,13 +121,14 @@ impl Translator {
                 | Stub::CrossPage { .. } => self.branch_stub(&c, stub),
             }
         }
+        self.asm.emit_literals();
     }
 
     /// Leaves by a trampoline for the instruction at an offset, after giving back what has been counted too much.
-    fn leave_by(&mut self, from: usize, here: usize, (back, offset): (i32, u32), to: usize) {
+    fn leave_by(&mut self, from: usize, here: usize, (back, offset): (Cost, u32), to: usize) {
         let a = &mut self.asm;
         a.patch(from, here);
-        refund(a, back);
+        exact::refund(a, back, S1);
         a.mov_imm(S1, offset.into());
         a.jmp_to(to);
     }
@@ -164,17 +170,17 @@ impl Translator {
                 a.call_to(t.fill_inline_cache);
                 let from = a.jcc(cc::E);
                 a.patch(from, resume);
-                refund(a, c.before);
+                exact::refund(a, c.before, S0);
                 a.jmp_to(t.bail_integer);
             }
             Stub::Unexpected { from, number } => {
                 a.patch(from, c.here);
-                refund(a, c.taken);
+                exact::refund(a, c.taken, S1);
                 self.unexpected(number);
             }
             Stub::Elsewhere { from, disp, site } => {
                 a.patch(from, c.here);
-                refund(a, c.taken);
+                exact::refund(a, c.taken, S1);
                 self.load_word(S0, at(S0, disp));
                 let a = &mut self.asm;
                 a.mov_imm(S1, site.into());
@@ -191,7 +197,7 @@ impl Translator {
                 live,
             } => {
                 a.patch(from, c.here);
-                refund(a, c.taken);
+                exact::refund(a, c.taken, S1);
                 if live {
                     save_flags(a);
                 }
@@ -307,7 +313,7 @@ impl Translator {
                 a.patch(from, resume);
             }
         }
-        refund(&mut self.asm, c.before);
+        exact::refund(&mut self.asm, c.before, S1);
         if let Some(entries) = known(self.state.page, offset, true) {
             self.asm.jmp_to(entries.saved as usize);
             return;
@@ -333,14 +339,14 @@ impl Translator {
         };
         let t = self.trampolines;
         let a = &mut self.asm;
-        if (c.hoisted.is_some() || c.beyond != 0 || c.taken != 0)
+        if (c.hoisted.is_some() || c.beyond != 0 || c.taken != Cost::default())
             && let Some(site) = self.links.get_mut(number as usize)
         {
             a.patch(from, c.here);
             if let Some(w) = c.hoisted {
                 w.is_left(a);
             }
-            refund(a, c.taken);
+            exact::refund(a, c.taken, S1);
             from = a.jmp();
             (site.patch, site.is_jump) = (from, false);
         }

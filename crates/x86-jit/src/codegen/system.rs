@@ -115,14 +115,14 @@ impl Translator {
         let counts = self.state.tally.counts();
         let a = &mut self.asm;
         if counts {
-            exact::refund(a, ahead);
+            exact::refund(a, ahead, S1);
             exact::keep(a);
         }
         a.mov32(S0, RCX);
         a.mov_imm(S1, (requests::RDPMC | d.offset).into());
         a.call_to(self.trampolines.call);
         if counts {
-            exact::refund(a, -ahead);
+            exact::refund(a, -ahead, S1);
         }
         a.rr(true, &[0x85], S0, S0); // test
         let from = a.jcc(cc::S);

@@ -3,57 +3,64 @@
 use x86_cpu::retired::outcome;
 use x86_interp::events_of;
 
-use super::{Stub, Translator, countdown::exact};
-use crate::{asm::Asm, ir::decoded::Decoded, ir::lowering::Lowering};
+use super::{
+    Stub, Translator,
+    countdown::exact::{self, Cost, Layout},
+};
+use crate::{frame::words::S0, ir::decoded::Decoded, ir::lowering::Lowering, ir::streams::Streams};
 
 /// What is given back where a block is left, by instructions and by stubs.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
-    /// The stream that is counted besides instructions.
-    stream: Option<usize>,
+    /// The streams that are counted besides instructions.
+    streams: Option<Streams>,
     /// What is not executed if the block is left before an instruction, by its number; and 0, behind the last one.
-    rest: Vec<i32>,
+    rest: Vec<Cost>,
     /// What stubs from one on give back that leave the block before their instruction.
-    marks: Vec<(usize, i32)>,
+    marks: Vec<(usize, Cost)>,
     /// Stubs of branches that leave the block in its middle, and what each gives back.
-    taken: Vec<(usize, i32)>,
+    taken: Vec<(usize, Cost)>,
 }
 
-/// Its events of a stream, if a conditional branch leaves the block by its target or not; others always branch.
-fn events(d: &Decoded, stream: usize, leaves: bool) -> i32 {
+/// What an instruction counts for, if a conditional branch leaves the block by its target or not; others always branch.
+fn cost(d: &Decoded, streams: Streams, leaves: bool) -> Cost {
     let has_branched = match d.kind {
         Lowering::Jcc => leaves != d.is_negated,
         Lowering::Counted => leaves,
         _ => true,
     };
-    i32::from(outcome(events_of(&d.i), has_branched) >> stream & 1)
+    Cost::of(streams, outcome(events_of(&d.i), has_branched))
 }
 
 impl Tally {
     /// A block is translated.
-    pub(super) fn begin(&mut self, insns: &[Decoded], stream: Option<usize>) {
-        self.stream = stream;
+    pub(super) fn begin(&mut self, insns: &[Decoded], streams: Option<Streams>) {
+        self.streams = streams;
         self.rest.clear();
         self.marks.clear();
         self.taken.clear();
-        let Some(stream) = stream else { return };
-        let mut rest = 0;
-        self.rest.push(0);
+        let Some(streams) = streams else { return };
+        let mut rest = Cost::default();
+        self.rest.push(rest);
         for d in insns.iter().rev() {
             // The interpreter counts its own.
             if !matches!(d.kind, Lowering::Interpret | Lowering::Unknown) {
-                rest += exact::cost(1, events(d, stream, false));
+                rest = rest + cost(d, streams, false);
             }
             self.rest.push(rest);
         }
         self.rest.reverse();
     }
     pub(super) const fn counts(&self) -> bool {
-        self.stream.is_some()
+        self.streams.is_some()
+    }
+    /// How, if anything is counted.
+    pub(super) fn layout(&self) -> Option<Layout> {
+        self.streams.map(Layout::of)
     }
     /// What is not executed if the block is left before instruction `n`.
-    pub(super) fn from(&self, n: usize) -> i32 {
-        self.rest.get(n).copied().unwrap_or(0)
+    pub(super) fn from(&self, n: usize) -> Cost {
+        self.rest.get(n).copied().unwrap_or_default()
     }
     /// The next stubs are those of instruction `n`.
     pub(super) fn mark(&mut self, stubs: usize, n: usize) {
@@ -68,9 +75,9 @@ impl Tally {
         }
     }
     /// What the conditional branch `d`, instruction `n`, gives back when it is taken.
-    pub(super) fn refund_if_taken(&self, d: &Decoded, n: usize) -> i32 {
-        self.stream.map_or(0, |stream| {
-            self.from(n) - exact::cost(1, events(d, stream, true))
+    pub(super) fn refund_if_taken(&self, d: &Decoded, n: usize) -> Cost {
+        self.streams.map_or(Cost::default(), |streams| {
+            self.from(n) - cost(d, streams, true)
         })
     }
     /// The next stub is that of the conditional branch `d`, instruction `n`, when it is taken.
@@ -90,24 +97,24 @@ impl Tally {
         self.taken.retain(|(stub, _)| *stub < stubs);
     }
     /// What a stub gives back that leaves the block before its instruction.
-    pub(super) fn before(&self, stub: usize) -> i32 {
+    pub(super) fn before(&self, stub: usize) -> Cost {
         let of = self.marks.iter().rev().find(|(from, _)| *from <= stub);
-        of.map_or(0, |(_, refund)| *refund)
+        of.map_or(Cost::default(), |(_, refund)| *refund)
     }
     /// What one gives back that leaves it by a branch.
-    pub(super) fn taken(&self, stub: usize) -> i32 {
+    pub(super) fn taken(&self, stub: usize) -> Cost {
         let of = self.taken.iter().find(|(n, _)| *n == stub);
-        of.map_or(0, |(_, refund)| *refund)
+        of.map_or(Cost::default(), |(_, refund)| *refund)
     }
 }
 
 impl Translator {
-    /// What is translated next counts what is retired, and this stream besides instructions.
-    pub(super) fn count(&mut self, insns: &[Decoded], stream: Option<usize>) {
-        if self.state.tally.counts() != stream.is_some() {
-            core::mem::swap(&mut self.trampolines, &mut self.other_trampolines);
+    /// What is translated next counts what is retired, and these streams besides instructions.
+    pub(super) fn count(&mut self, insns: &[Decoded], streams: Option<Streams>) {
+        if self.state.tally.layout() != streams.map(Layout::of) {
+            self.trampolines = *self.all_trampolines.of(streams);
         }
-        self.state.tally.begin(insns, stream);
+        self.state.tally.begin(insns, streams);
     }
 
     /// As [`Self::poll`], for a block that counts: it goes on where it has not counted yet.
@@ -125,28 +132,24 @@ impl Translator {
 
     /// The trampoline that is called next may leave the instruction to the interpreter.
     pub(super) fn note_refund(&mut self) {
-        if self.state.tally.counts() {
+        if let Some(layout) = self.state.tally.layout() {
             let rest = self.state.tally.from(self.state.position);
-            exact::note_refund(&mut self.asm, rest);
+            exact::note_refund(&mut self.asm, layout, rest);
         }
     }
-    /// A branch to a trampoline that leaves before the stub's instruction, if a condition is met. Flags are as they were there.
+    /// A branch to a trampoline that leaves before the stub's instruction, if a condition is met. Flags are as they were there, as are
+    /// registers but r14.
     pub(super) fn leave_if(&mut self, cc: u8, stub: usize, trampoline: usize) {
         let refund = self.state.tally.before(stub);
         let a = &mut self.asm;
-        if refund == 0 {
+        if refund == Cost::default() {
             let from = a.jcc(cc);
             return a.patch(from, trampoline);
         }
         let goes_on = a.jcc(cc ^ 1);
-        exact::refund(a, refund);
+        exact::refund(a, refund, S0);
         a.jmp_to(trampoline);
         let here = a.here();
         a.patch(goes_on, here);
     }
-}
-
-/// A stub gives back so much, if that is anything.
-pub(super) fn refund(a: &mut Asm, refund: i32) {
-    exact::refund(a, refund);
 }

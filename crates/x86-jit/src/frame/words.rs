@@ -84,10 +84,7 @@ pub(crate) const WANTED_ROOT: usize = offset_of!(CpuState, engine.wanted_root);
 pub(crate) const IS_OTHER_ROOT: usize = offset_of!(CpuState, engine.is_other_root);
 pub(crate) const COUNTED_FROM: usize = offset_of!(CpuState, engine.counted_from);
 pub(crate) const COUNTED_TO: usize = offset_of!(CpuState, engine.counted_to);
-pub(crate) const COUNTED: [usize; 2] = {
-    let first = offset_of!(CpuState, engine.counted);
-    [first, first + 8]
-};
+pub(crate) const COUNTED: usize = offset_of!(CpuState, engine.counted);
 pub(crate) const REFUND: usize = frame(EngineFrame::REFUND);
 pub(crate) const COUNTED_ENTRY: usize = frame(EngineFrame::COUNTED_ENTRY);
 /// [`Retired::left`].
@@ -97,6 +94,11 @@ pub(crate) const BOUND_SIZES: usize = EngineFrame::BOUND_SIZES;
 pub(crate) const COUNTED_GO_ON: usize = frame(EngineFrame::COUNTED_GO_ON);
 pub(crate) const COUNTED_SALT: usize = offset_of!(CpuState, engine.counted_salt);
 pub(crate) const KEYS: usize = frame(EngineFrame::KEYS);
+pub(crate) const COUNTED_BESIDE: usize = offset_of!(CpuState, engine.counted_beside);
+pub(crate) const REFUND_BESIDE: usize = frame(EngineFrame::REFUND_BESIDE);
+pub(crate) const COUNTED_SPILL: usize = frame(EngineFrame::COUNTED_SPILL);
+pub(crate) const COUNTED_EVENTS: usize = offset_of!(CpuState, engine.counted_events);
+pub(crate) const COUNTED_SUMS: usize = EngineFrame::COUNTED_SUMS;
 /// The one of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {
     let size = size.next_power_of_two().trailing_zeros() as usize;

@@ -5,9 +5,9 @@ use iced_x86::{
     code_asm::{registers::*, *},
 };
 
-use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN};
+use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN, NEAR_RETURNS, bit};
 
-use crate::ir::mode::Mode;
+use crate::{ir::mode::Mode, ir::streams::Streams};
 
 /// User code, at one address or another.
 const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
@@ -15,8 +15,11 @@ const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
 const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
 pub(super) const USER32: Mode = USER.with(Mode::BITS32);
 /// Instructions are counted, and branches.
-const COUNTED: Mode = USER.with(Mode::counting(OF_BRANCHES));
-const COUNTED_KERNEL: Mode = KERNEL.with(Mode::counting(OF_BRANCHES));
+const COUNTED: Mode = USER.with(Mode::counting(Streams::of(bit(OF_BRANCHES))));
+const COUNTED_KERNEL: Mode = KERNEL.with(Mode::counting(Streams::of(bit(OF_BRANCHES))));
+const SEVERAL: u16 = bit(OF_BRANCHES) | bit(NEAR_RETURNS);
+/// The same, and several other streams.
+const COUNTED_SEVERAL: Mode = USER.with(Mode::counting(Streams::of(SEVERAL)));
 
 /// A block.
 pub(super) struct Case {
@@ -549,7 +552,7 @@ const COUNTING: &[Case] = &[
     case("a branch in its middle", COUNTED, two_ways),
     case(
         "the same, those that are taken",
-        USER.with(Mode::counting(CONDITIONAL_TAKEN)),
+        USER.with(Mode::counting(Streams::of(bit(CONDITIONAL_TAKEN)))),
         two_ways,
     ),
     case("a loop", COUNTED, sum),
@@ -572,5 +575,26 @@ const COUNTING: &[Case] = &[
     case("syscall", COUNTED, |a| {
         a.inc(rax)?;
         a.syscall()
+    }),
+    case("several streams", COUNTED_SEVERAL, two_ways),
+    case(
+        "several streams, some of which are of what is taken",
+        USER.with(Mode::counting(Streams::of(
+            SEVERAL | bit(CONDITIONAL_TAKEN),
+        ))),
+        two_ways,
+    ),
+    case("several streams of a loop", COUNTED_SEVERAL, sum),
+    case("several streams of a return", COUNTED_SEVERAL, |a| {
+        a.mov(rax, qword_ptr(rdx))?;
+        a.ret()
+    }),
+    case("several streams of rep movsq", COUNTED_SEVERAL, |a| {
+        a.rep().movsq()?;
+        a.jmp(0x40_0200)
+    }),
+    case("several streams of pause", COUNTED_SEVERAL, |a| {
+        a.pause()?;
+        a.jmp(0x40_0200)
     }),
 ];

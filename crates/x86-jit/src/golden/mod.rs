@@ -21,8 +21,8 @@ use x86_cpu::CpuState;
 use x86_native::HostFeatures;
 
 use crate::{
-    asm::{Asm, Isa},
-    codegen::trampolines::{self, Trampolines},
+    asm::Isa,
+    codegen::trampolines::AllTrampolines,
     codegen::{How, Translator},
     frame::page_guard::PageGuard,
     ir::decoded::Decoded,
@@ -30,6 +30,7 @@ use crate::{
     ir::lowering::{Forms, Lowering},
     ir::mode::Mode,
     ir::source::{Source, TracePage},
+    ir::streams::Streams,
     plan::groups::Groups,
     region::block,
     region::trace::Tracer,
@@ -104,13 +105,10 @@ fn disassemble(out: &mut String, code: &[u8], base: usize, names: &Names, from: 
     n
 }
 
-fn trampolines(isa: Isa, plain: Option<&Trampolines>) -> (Trampolines, Vec<u8>) {
-    let mut a = Asm::new(isa);
-    let trampolines = trampolines::emit(&mut a, REFILL, HANDLE, plain);
-    let (code, _) = a
-        .parts()
-        .expect("trampolines are shorter than blocks may be");
-    (trampolines, code.to_vec())
+fn trampolines(isa: Isa) -> (AllTrampolines, Vec<u8>) {
+    let mut all = Vec::new();
+    let trampolines = AllTrampolines::emit(isa, REFILL, HANDLE, |_, code| all.extend(code));
+    (trampolines, all)
 }
 
 /// Decodes along a trace's way, which ends where its path does.
@@ -151,13 +149,22 @@ fn follow(
     assert!(tracer.decode(trace.path), "it is no trace");
 }
 
+/// Appends operands of 64 bits that are behind the code, at an offset.
+fn list(out: &mut String, literals: &[u8], at: usize) {
+    let padding = literals.len() % 8;
+    for (n, literal) in literals[padding..].chunks(8).enumerate() {
+        let place = at + padding + 8 * n;
+        let value = u64::from_le_bytes(literal.try_into().expect("eight bytes"));
+        let _ = writeln!(out, "  {place:5x}  dq {value:#x}");
+    }
+}
+
 /// A case's guest code, and what is made of it.
 fn translated(case: &Case) -> String {
     let (isa, host) = host(!case.is_old_host);
-    let plain = trampolines(isa, None).0;
-    let counting = trampolines(isa, Some(&plain)).0;
+    let all = trampolines(isa).0;
     let mut forms = Forms::new(host);
-    let mut translator = Translator::new(isa, [plain, counting], CODE);
+    let mut translator = Translator::new(isa, all, CODE);
     let long = case.mode.is_long();
     let mut a = CodeAssembler::new(case.mode.bits()).expect("a mode of the processor");
     (case.code)(&mut a).expect("guest code");
@@ -220,12 +227,12 @@ fn translated(case: &Case) -> String {
             falls: false,
             bound,
             by_guard: case.mode.has_page_guards(),
-            counts: case.mode.stream(),
+            counts: case.mode.streams(),
         },
         |_, _, _| None,
     );
     let (executed, apart) = translator.asm.parts().expect("a block is short");
-    let mut names = Names::new([&plain, &counting][usize::from(case.mode.has(Mode::COUNTS))]);
+    let mut names = Names::new(all.of(case.mode.streams()));
     for (name, at) in [
         ("outer", entries.outer),
         ("polled", entries.polled),
@@ -242,12 +249,14 @@ fn translated(case: &Case) -> String {
         IntelFormatter::new().format(&d.i, &mut text);
         let _ = writeln!(out, "; {:03x}  {text}", d.distance as u32 + d.offset);
     }
+    let (apart, literals) = apart.split_at(translator.asm.instructions());
     for (what, code, base) in [("executed", executed, HOT), ("apart", apart, COLD)] {
         let mut text = String::new();
         let n = disassemble(&mut text, code, base, &names, HOT);
         let _ = writeln!(out, "-- {what}: {} bytes, {n} instructions", code.len());
         out += &text;
     }
+    list(&mut out, literals, COLD - HOT + apart.len());
     out
 }
 
@@ -282,15 +291,17 @@ fn golden_blocks() {
 /// All but most string instructions, which differ in their sizes.
 #[test]
 fn golden_trampolines() {
-    let (trampolines, code) = trampolines(host(true).0, None);
+    let (all, code) = trampolines(host(true).0);
+    let trampolines = all.plain;
     let mut text = String::new();
     let [[_, second, ..], ..] = trampolines.strings;
     let shown = &code[..second[0]];
     let names = Names::new(&trampolines);
     let n = disassemble(&mut text, shown, 0, &names, 0);
+    let end = all.of(Some(Streams::of(0))).enter;
     let n = n + disassemble(
         &mut text,
-        &code[trampolines.root..],
+        &code[trampolines.root..end],
         trampolines.root,
         &names,
         0,

@@ -130,7 +130,7 @@ impl Names {
         for (name, at) in named![
             TABLES DEVICES TARGETS KEY SALT NUMBER PAGE FLAGS SPILL ENTRY REQUESTS POLLS_LEFT REASON ARGUMENT
             FP_LIVE CONTEXT HOST_MXCSR IRQ_WAITING TSC_OFFSET COST COUNT PAUSES UNTIL STOP SLOT SITE_ENTRIES_MISSED
-            IS_OTHER_VIEW IS_OTHER_ROOT WANTED_ROOT SWITCHES SWITCHES_EPOCH KEYS STACK CROSS_PAGE_LEFT HOST_RSP OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
+            COUNTED_BESIDE IS_OTHER_VIEW IS_OTHER_ROOT WANTED_ROOT SWITCHES SWITCHES_EPOCH KEYS STACK CROSS_PAGE_LEFT HOST_RSP OWED ANCHORS REST BEGAN CREDIT_LEFT RELUCTANCES RANDOM
             COUNTED_FROM COUNTED_TO REFUND COUNTED_ENTRY UPPERS_IN_USE FP_AREA RIP RFLAGS CR0 CR2 CR3 CR4 PKRU TSC_AUX KERNEL_GS_BASE
         ] {
             self.state.insert(at as u64, name.to_owned());
@@ -189,7 +189,10 @@ impl Names {
             OpKind::Memory if i.is_ip_rel_memory_operand() => Some(match address {
                 GENERATION => "generation".to_owned(),
                 _ if address == GENERATION + 4 => "generation of the callee".to_owned(),
-                _ => format!("+{:x}", address.wrapping_sub(CODE)),
+                _ => match address.wrapping_sub(CODE + HOT as u64) {
+                    offset @ ..0x1000_0000 => format!("{offset:x}"),
+                    _ => format!("+{:x}", address.wrapping_sub(CODE)),
+                },
             }),
             OpKind::Memory if i.memory_segment() == Register::GS => {
                 self.state.get(&address).cloned()

@@ -13,4 +13,5 @@ pub(crate) mod narrow;
 pub(crate) mod passed;
 pub(crate) mod segment;
 pub(crate) mod source;
+pub(crate) mod streams;
 pub(crate) mod string;

@@ -2,6 +2,8 @@
 
 use core::ops::{BitOr, BitOrAssign};
 
+use crate::ir::streams::Streams;
+
 /// A set of mode bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Mode(u32);
@@ -36,8 +38,8 @@ impl Mode {
     pub(crate) const REAL: Self = Self(0x1000);
     /// What is retired is counted exactly: see [`crate::codegen::countdown::exact`].
     pub(crate) const COUNTS: Self = Self(0x2000);
-    /// With that, the stream that is counted besides instructions: four bits.
-    const STREAM: u32 = 14;
+    /// With that, the streams that are counted besides instructions: four bits.
+    const STREAMS: u32 = 14;
 
     /// How many bits there may be.
     pub(crate) const WIDTH: u32 = 18;
@@ -85,14 +87,14 @@ impl Mode {
     pub(crate) const fn has_page_guards(self) -> bool {
         self.is_long() && !self.has(Self::KERNEL)
     }
-    /// It counts what is retired, and events of that stream.
-    pub(crate) const fn counting(stream: usize) -> Self {
-        Self::COUNTS.with(Self((stream as u32 & 0xf) << Self::STREAM))
+    /// It counts what is retired, and events of these streams.
+    pub(crate) const fn counting(streams: Streams) -> Self {
+        Self::COUNTS.with(Self((streams.number() as u32) << Self::STREAMS))
     }
-    /// The stream that is counted besides instructions, if anything is.
-    pub(crate) const fn stream(self) -> Option<usize> {
+    /// The streams that are counted besides instructions, if anything is.
+    pub(crate) const fn streams(self) -> Option<Streams> {
         if self.has(Self::COUNTS) {
-            Some((self.0 >> Self::STREAM & 0xf) as usize)
+            Some(Streams::of_number((self.0 >> Self::STREAMS) as u64))
         } else {
             None
         }

@@ -12,21 +12,28 @@ use crate::{
 /// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
 /// other and back all the time comes to a poll, too.
 pub(crate) const LEAST_EXECUTED: u64 = 64;
-/// Bit of the level in [`engine_frame::EngineFrame::counted_as`].
-const LEVEL: u64 = 1 << 8;
 
 /// Translated code has called Rust, or has been left: what it has counted is added to the counts.
 #[inline]
 pub(crate) fn settle(cpu: &mut CpuState) {
     if let Some(counted) = exact::take_counted(&mut cpu.engine) {
-        let as_what = cpu.engine.counted_as;
-        cpu.retired.add_counted(
-            usize::from(as_what & LEVEL != 0),
-            counted.instructions,
-            (as_what & 0xff) as usize,
-            counted.events,
-            counted.left,
-        );
+        add(cpu, &counted);
+        cpu.retired.left = cpu.retired.left.saturating_sub(counted.left);
+    }
+}
+
+fn add(cpu: &mut CpuState, counted: &exact::Counted) {
+    let (streams, level) = exact::counts_as(&cpu.engine);
+    match (streams.are_several(), streams.sums()) {
+        (false, [stream, ..]) => {
+            cpu.retired
+                .add_single(level, counted.instructions, *stream, counted.sums[0]);
+        }
+        _ => {
+            let events = streams.events(&counted.sums);
+            cpu.retired
+                .add_counted(level, counted.instructions, &events);
+        }
     }
 }
 
@@ -37,16 +44,14 @@ pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> 
     if !is_allowed || cpu.engine.log() != 0 {
         return REFUSED;
     }
-    let counts = cpu.retired.counts;
-    if let Some((instructions, events)) = exact::counted(&cpu.engine) {
-        let as_what = cpu.engine.counted_as;
-        let level = usize::from(as_what & LEVEL != 0);
-        let stream = (as_what & 0xff) as usize;
-        cpu.retired
-            .add_counted(level, instructions, stream, events, 0);
+    let counted = exact::counted(&cpu.engine);
+    if let Some(counted) = &counted {
+        add(cpu, counted);
     }
     let value = bus.read_pmc(cpu, counter);
-    cpu.retired.counts = counts;
+    if let Some(counted) = &counted {
+        add(cpu, &counted.negative());
+    }
     value.unwrap_or(REFUSED)
 }
 
@@ -60,25 +65,29 @@ impl<B: JitBus> Jit<B> {
         left: u64,
         counted: bool,
     ) -> u64 {
-        let stream = self.session.mode.stream();
-        if code == 0 || stream.is_none() && !counted {
+        if code == 0 || self.session.mode.streams().is_none() && !counted {
             return code;
         }
-        let frame = &mut cpu.engine;
         // SAFETY: it is an entry of a block in the buffer of `self`.
-        unsafe { frame.set_counted_entry(code) };
-        let place = match stream {
-            Some(stream) => {
-                self.begin_counting(cpu, stream, left);
-                self.code.counting.go_on_counting
+        unsafe { cpu.engine.set_counted_entry(code) };
+        self.go_on(cpu, left)
+    }
+
+    /// Where code of the current mode is gone on with, for so many instructions until the next poll.
+    fn go_on(&mut self, cpu: &mut CpuState, left: u64) -> u64 {
+        let streams = self.session.mode.streams();
+        match streams {
+            Some(streams) => {
+                let level = Retired::level(cpu.cpl);
+                let until = cpu.retired.left;
+                exact::begin(&mut cpu.engine, (streams, level), left, until);
             }
             None => {
-                frame.counted_to = left;
+                cpu.engine.counted_to = left;
                 self.session.left_to_poll = left;
-                self.code.counting.go_on_plainly
             }
-        };
-        self.code.address(place)
+        }
+        self.code.address(self.code.trampolines.go_on(streams))
     }
 
     /// Translated code has gone to another privilege level by an instruction that counts at the one before. If only one of the two
@@ -92,9 +101,7 @@ impl<B: JitBus> Jit<B> {
         let frame = &mut cpu.engine;
         if counted == counts {
             if counts {
-                let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-                let as_what = &mut frame.counted_as;
-                *as_what = *as_what & !LEVEL | level;
+                exact::set_level(frame, Retired::level(cpu.cpl));
             }
             return;
         }
@@ -107,31 +114,15 @@ impl<B: JitBus> Jit<B> {
             true => exact::left(frame),
             false => self.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
         };
-        let go_on = match self.session.mode.stream() {
-            Some(stream) => {
-                self.begin_counting(cpu, stream, left);
-                self.code.counting.go_on_counting
-            }
-            None => {
-                frame.counted_to = left;
-                self.session.left_to_poll = left;
-                self.code.counting.go_on_plainly
-            }
-        };
+        let go_on = self.go_on(cpu, left);
         // SAFETY: it is that trampoline's address in the buffer of `self`.
-        unsafe { cpu.engine.set_counted_go_on(self.code.address(go_on)) };
-    }
-
-    fn begin_counting(&self, cpu: &mut CpuState, stream: usize, left: u64) {
-        exact::begin(&mut cpu.engine, left, cpu.retired.left);
-        let level = Retired::level(cpu.cpl) as u64 * LEVEL;
-        cpu.engine.counted_as = stream as u64 | level;
+        unsafe { cpu.engine.set_counted_go_on(go_on) };
     }
 
     /// The branch at RIP, which translated code has counted, does not complete.
     #[cold]
     pub(crate) fn take_back(&self, cpu: &mut CpuState, bus: &mut B) {
-        let Some(stream) = self.session.mode.stream() else {
+        let Some(streams) = self.session.mode.streams() else {
             return;
         };
         let mut bytes = [0; 15];
@@ -139,8 +130,7 @@ impl<B: JitBus> Jit<B> {
         let n = bus.code_bytes(cpu, cpu.rip(), &mut bytes).unwrap_or(0);
         let have = bytes.get(..n).unwrap_or(&bytes);
         let i = Decoder::new(bits, have, DecoderOptions::NONE).decode();
-        let events = outcome(events_of(&i), true);
-        cpu.retired
-            .take_back(Retired::level(cpu.cpl), stream, events);
+        let events = outcome(events_of(&i), true) & streams.covered();
+        cpu.retired.take_back(Retired::level(cpu.cpl), events);
     }
 }

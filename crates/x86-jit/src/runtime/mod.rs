@@ -158,7 +158,7 @@ impl<B: JitBus> Jit<B> {
             handle::<B> as *const () as u64,
         ];
         let code = CodeSpace::new(bytes, isa, functions)?;
-        let trampolines = [code.trampolines, code.counting];
+        let trampolines = code.trampolines;
         let address = code.address(0);
         Some(Self {
             code,

@@ -181,7 +181,7 @@ impl<B: JitBus> Jit<B> {
         let first = countdown::first(&cpu.engine);
         self.session.left_to_poll = first;
         let entry = self.counted(cpu, entry, first, false);
-        let enter = self.code.address(self.code.trampolines.enter);
+        let enter = self.code.address(self.code.trampolines.plain.enter);
         let mut context = Context {
             jit: &raw mut *self,
             interp: &raw mut *interp,

@@ -14,6 +14,7 @@ use crate::{
     codegen::countdown::exact,
     frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
     ir::mode::Mode,
+    ir::streams::Streams,
     runtime::flat,
 };
 
@@ -31,10 +32,7 @@ pub(crate) fn is_countable(cpu: &CpuState) -> bool {
     let r = &cpu.retired;
     // Where no stream is counted, instructions are interpreted before a sample: nothing is translated for that. Who has counters stand
     // still in SMM looks at them whenever the view changes, in the middle of a block.
-    cpu.msr.debugctl & FREEZE_WHILE_SMM == 0
-        && r.streams != 0
-        && r.left >= exact::LEAST
-        && r.other_stream().is_some()
+    cpu.msr.debugctl & FREEZE_WHILE_SMM == 0 && r.streams != 0 && r.left >= exact::LEAST
 }
 
 /// Code with nothing to be looked at between two instructions. Code of segments is not translated to count.
@@ -88,10 +86,12 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
     if cpu.cpl == 0 && cpu.rflags & (rflags::IOPL | rflags::NT | rflags::DF) == 0 {
         mode |= Mode::KERNEL;
     }
-    if cpu.retired.counts_at(cpu.cpl)
-        && let Some(stream) = cpu.retired.other_stream()
-    {
-        mode |= Mode::counting(stream);
+    if cpu.retired.counts_at(cpu.cpl) {
+        let streams = cpu.retired.streams;
+        mode |= Mode::counting(match cpu.retired.held {
+            0 => Streams::of(streams),
+            _ => Streams::held(streams),
+        });
     }
     if plain_tsc && (cpu.cpl == 0 || cpu.cr4 & cr4::TSD == 0) {
         mode |= Mode::TSC;

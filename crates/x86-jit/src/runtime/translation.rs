@@ -235,7 +235,7 @@ impl<B: JitBus> Jit<B> {
                 falls: place.is_some_and(|p| p.live),
                 bound: demand.bound,
                 by_guard: key.mode.has_page_guards(),
-                counts: key.mode.stream(),
+                counts: key.mode.streams(),
             },
             known,
         )
@@ -393,7 +393,7 @@ impl<B: JitBus> Jit<B> {
             source,
             offset,
             (&mut block.entries, block.len),
-            key.mode.stream(),
+            key.mode.streams(),
         );
         self.stats.bytes += self.write_cold()? as u64;
         self.code.cache.blocks.insert(key, block);
@@ -409,10 +409,7 @@ impl<B: JitBus> Jit<B> {
         let a = &mut self.builder.translator.asm;
         a.start(cold);
         a.mov_imm(S1, offset.into());
-        a.jmp_to(match mode.has(Mode::COUNTS) {
-            true => self.code.counting.stale,
-            false => self.code.trampolines.stale,
-        });
+        a.jmp_to(self.code.trampolines.of(mode.streams()).stale);
         self.write_cold()?;
         Some(cold)
     }

@@ -37,7 +37,10 @@ use probe::{Scratch, divide, in_host};
 use super::{Translator, flags::Flags, stub::Stub};
 use crate::{
     asm::*,
-    codegen::countdown::{self, exact},
+    codegen::countdown::{
+        self,
+        exact::{self, Cost, Layout},
+    },
     frame::words::*,
     ir::branch::is_loop,
     ir::decoded::Decoded,
@@ -65,8 +68,8 @@ pub(super) struct HoistedLoop {
     offset: i64,
     /// Instructions of a pass, the last one of which is the branch back.
     len: i32,
-    /// What a pass counts for, in code that counts what is retired.
-    cost: Option<i32>,
+    /// What a pass counts for, and how, in code that counts what is retired.
+    cost: Option<(Layout, Cost)>,
     /// How often the loop is to go back before it looks for its groups again.
     reluctance: Mem,
     anchors: Vec<Anchor>,
@@ -153,9 +156,10 @@ impl Translator {
         let start = a.here();
         let reluctance = gs(RELUCTANCES + 4 * self.next.hoist);
         self.next.hoist = (self.next.hoist + 1) % RELUCTANCES_LEN;
-        let cost = self.state.tally.counts().then(|| self.state.tally.from(0));
-        let unit = if cost.is_some() { exact::EXECUTED } else { 1 };
-        a.alu_mem_imm8(false, Alu::Sub, reluctance, unit as i8);
+        let layout = self.state.tally.layout();
+        let cost = layout.map(|layout| (layout, self.state.tally.from(0)));
+        let unit = layout.map_or(1, |layout| layout.executed(1));
+        a.alu_mem_imm(false, Alu::Sub, reluctance, unit);
         let from = a.jcc(cc::NS);
         a.patch(from, next);
         a.store32_imm(reluctance, FAILED * unit);
@@ -171,7 +175,7 @@ impl Translator {
         count_instructions(a, scratch, (turns, len), cost.is_some());
         scratch.restore(a);
         match cost {
-            Some(_) => exact::begin_fast_turns(a),
+            Some((layout, _)) => exact::begin_fast_turns(a, layout),
             None => countdown::begin_fast_turns(a),
         }
         let mut hoisted = HoistedLoop {
@@ -198,7 +202,7 @@ impl Translator {
         a.align();
         hoisted.start = a.here();
         let from = match cost {
-            Some(cost) => exact::fast_turn(a, cost),
+            Some((_, cost)) => exact::fast_turn(a, cost),
             None => countdown::fast_turn(a, len),
         };
         let stubs = self.stubs.len();
@@ -226,7 +230,7 @@ impl Translator {
         let from = a.jmp();
         let here = a.here();
         a.patch(is_over, here);
-        exact::refund(a, cost);
+        exact::refund_entry(a, cost, S1);
         let here = a.here();
         a.patch(is_other, here);
         from
@@ -372,7 +376,7 @@ impl HoistedLoop {
         // A pass that is interrupted at once would never come to a poll.
         let least = LEAST * self.len;
         let from = match self.cost {
-            Some(cost) => exact::end_fast_turns(a, cost, least),
+            Some((layout, cost)) => exact::end_fast_turns(a, layout, cost, least),
             None => countdown::end_fast_turns(a, self.len, least),
         };
         a.patch(from, again);
@@ -384,7 +388,7 @@ impl HoistedLoop {
         let worth = WORTH * self.len;
         let keep = |a: &mut Asm| a.store32(self.reluctance, S1);
         match self.cost {
-            Some(_) => exact::leave_fast_turns(a, worth, keep),
+            Some((layout, _)) => exact::leave_fast_turns(a, layout, worth, keep),
             None => countdown::leave_fast_turns(a, worth, keep),
         }
     }

@@ -31,7 +31,7 @@ impl Emitter<'_> {
         self.at_offset(Reason::Branch, false);
         let here = self.a.here();
         self.a.patch(crosses, here);
-        crossing::cross(self.a, branch, self.counts);
+        crossing::cross(self.a, branch, self.counts.is_some());
     }
 
     /// Branches by a pointer in memory.

@@ -26,8 +26,8 @@ impl Emitter<'_> {
         a.bytes(&[0xff, 0xd0]); // call rax
         a.mov(S0, RAX);
         match self.counts {
-            true => exact::hasten_if_requested(a),
-            false => countdown::hasten_if_requested(a),
+            Some(layout) => exact::hasten_if_requested(a, layout),
+            None => countdown::hasten_if_requested(a),
         }
         keep_vectors(a, false);
         CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
@@ -36,7 +36,7 @@ impl Emitter<'_> {
     /// What changes the view, by Rust.
     pub(super) fn switch(&mut self) {
         self.t.switch = self.a.here();
-        if self.counts {
+        if self.counts.is_some() {
             exact::keep(self.a);
         }
         push(self.a, RAX);
@@ -53,8 +53,8 @@ impl Emitter<'_> {
         self.a.patch(failed, here);
         self.a.alu_imm(false, Alu::And, S1, 0xfff);
         self.a.lea(RSP, at(RSP, 8));
-        if self.counts {
-            exact::refund_noted(self.a);
+        if let Some(layout) = self.counts {
+            exact::refund_noted(self.a, layout);
         }
         self.a.jmp_to(self.t.bail);
     }

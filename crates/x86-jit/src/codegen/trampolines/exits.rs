@@ -73,7 +73,7 @@ impl Emitter<'_> {
     pub(super) fn with_reason(&mut self, reason: Reason, fp: bool) {
         let a = &mut *self.a;
         a.store_imm(gs(REASON), reason as i32);
-        if self.counts {
+        if self.counts.is_some() {
             exact::keep(a);
         }
         store_registers(a);
@@ -102,7 +102,7 @@ impl Emitter<'_> {
         self.a.store_imm(gs(ARGUMENT), 1);
         self.t.stale = self.a.here();
         self.at_offset(Reason::Stale, false);
-        if self.counts {
+        if self.counts.is_some() {
             self.t.too_long = self.a.here();
             self.at_offset(Reason::TooLong, false);
         }
@@ -135,14 +135,14 @@ impl Emitter<'_> {
             a.bytes(&[0x41, 0xff, 0xe5]); // jmp r13
         };
         let poll = match self.counts {
-            true => exact::poll(a, go_on),
-            false => countdown::poll(a, go_on),
+            Some(layout) => exact::poll(a, layout, go_on),
+            None => countdown::poll(a, go_on),
         };
         let here = a.here();
         for from in poll.leaves {
             a.patch(from, here);
         }
-        if self.counts {
+        if self.counts.is_some() {
             exact::keep(a);
         }
         a.alu(true, Alu::Add, S1, SHORT_PAGE);

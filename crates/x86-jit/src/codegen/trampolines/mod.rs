@@ -13,12 +13,13 @@ mod registers;
 
 use crate::{
     asm::*,
-    codegen::countdown::exact,
+    codegen::countdown::exact::{self, Layout},
     codegen::fp_state::load_fp,
     codegen::string::{self, Strings},
     codegen::switches,
     codegen::view_changes::{change_access, change_cr0, change_key_rights, move_to_tables},
     frame::words::*,
+    ir::streams::Streams,
 };
 
 /// Offsets of the shared pieces in the code buffer.
@@ -101,10 +102,57 @@ pub(crate) struct Trampolines {
     /// Called for string instructions.
     pub(crate) strings: Strings,
     /// Of code that counts: goes on with such code, and with other code, at [`COUNTED_ENTRY`].
-    pub(crate) go_on_counting: usize,
-    pub(crate) go_on_plainly: usize,
+    go_on_counting: usize,
+    go_on_plainly: usize,
     /// Where a return to address 0 goes that finds no call.
     last_frame: usize,
+}
+
+/// Those of all kinds of code.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AllTrampolines {
+    pub(crate) plain: Trampolines,
+    /// For code that counts what is retired, and one stream besides, or several.
+    counting: [Trampolines; 2],
+}
+
+impl AllTrampolines {
+    /// Emits them from the start of the buffer on, as [`emit`] has it, and hands each kind's place and code to `write`.
+    pub(crate) fn emit(
+        isa: Isa,
+        serve: u64,
+        handle: u64,
+        mut write: impl FnMut(usize, &[u8]),
+    ) -> Self {
+        let mut a = Asm::new(isa);
+        let mut next = |plain: Option<(&Trampolines, Layout)>| {
+            let begin = a.here();
+            a.start(begin);
+            let t = emit(&mut a, serve, handle, plain);
+            match a.parts() {
+                Some((code, _)) => write(begin, code),
+                None => unreachable!("they are shorter than blocks may be"),
+            }
+            t
+        };
+        let plain = next(None);
+        let counting = [Layout::One, Layout::Several].map(|l| next(Some((&plain, l))));
+        Self { plain, counting }
+    }
+    /// Of code that counts these streams, or does not count.
+    pub(crate) const fn of(&self, streams: Option<Streams>) -> &Trampolines {
+        match streams {
+            None => &self.plain,
+            Some(streams) => &self.counting[streams.are_several() as usize],
+        }
+    }
+    /// Goes on with code that counts these streams, or does not count, at [`COUNTED_ENTRY`].
+    pub(crate) const fn go_on(&self, streams: Option<Streams>) -> usize {
+        match streams {
+            None => self.counting[0].go_on_plainly,
+            Some(_) => self.of(streams).go_on_counting,
+        }
+    }
 }
 
 /// What emits them.
@@ -116,7 +164,7 @@ struct Emitter<'a> {
     serve: u64,
     handle: u64,
     /// For code that counts what is retired.
-    counts: bool,
+    counts: Option<Layout>,
     /// Leaves translated code.
     exit: usize,
     /// The same, with registers in memory.
@@ -130,11 +178,11 @@ struct Emitter<'a> {
 /// Emits all trampolines at the start of the buffer. `serve` and `handle` are the addresses of the Rust functions
 /// behind [`Trampolines::miss`] and the trampolines that have a [`crate::frame::exit::Reason`]. `plain`: these
 /// are for code that counts what is retired, and lie behind those of other code.
-pub(crate) fn emit(
+fn emit(
     a: &mut Asm,
     serve: u64,
     handle: u64,
-    plain: Option<&Trampolines>,
+    plain: Option<(&Trampolines, Layout)>,
 ) -> Trampolines {
     let enter = a.here();
     let mut e = Emitter {
@@ -145,7 +193,7 @@ pub(crate) fn emit(
         },
         serve,
         handle,
-        counts: plain.is_some(),
+        counts: plain.map(|(_, layout)| layout),
         exit: 0,
         exit_stored: 0,
         call_handle: 0,
@@ -171,7 +219,7 @@ pub(crate) fn emit(
     e.load_fp();
     e.t.strings = string::emit(e.a, e.t.bail_integer, within, e.counts);
     e.root();
-    if let Some(plain) = plain {
+    if let Some((plain, _)) = plain {
         e.t.go_on_counting = exact::go_on(e.a, e.t.last_frame);
         e.t.go_on_plainly = exact::go_on(e.a, plain.last_frame);
     }
@@ -184,7 +232,7 @@ impl Emitter<'_> {
     /// The view's changes that are known.
     fn view_changes(&mut self) {
         self.t.access = [false, true].map(|set| change_access(self.a, set, self.t.switch));
-        self.t.to_cr0 = change_cr0(self.a, self.t.switch, self.counts);
+        self.t.to_cr0 = change_cr0(self.a, self.t.switch, self.counts.is_some());
         self.t.key_rights = change_key_rights(self.a, self.t.switch);
     }
 
@@ -204,9 +252,9 @@ impl Emitter<'_> {
     fn root(&mut self) {
         let a = &mut *self.a;
         let mut bail = self.t.bail_integer;
-        if self.counts {
+        if let Some(layout) = self.counts {
             bail = a.here();
-            exact::refund_noted(a);
+            exact::refund_noted(a, layout);
             a.jmp_to(self.t.bail_integer);
         }
         self.t.root = switches::change_root(a, bail, |a| move_to_tables(a, IS_OTHER_ROOT));

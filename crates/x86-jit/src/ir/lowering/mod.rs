@@ -232,7 +232,7 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
         M::Call if matches!(code, Code::Call_rel32_64 | Code::Call_rel32_32) => Lowering::Call,
         M::Call if matches!(code, Code::Call_rm64 | Code::Call_rm32) => Lowering::CallIndirect,
         M::Ret if is_near_return(code) => Lowering::Ret,
-        M::Loop | M::Jcxz | M::Jecxz if is_counted(code) => Lowering::Counted,
+        M::Loop | M::Jcxz | M::Jecxz | M::Jrcxz if is_counted(code) => Lowering::Counted,
         _ if is_jcc(code) => Lowering::Jcc,
         M::Cmpxchg16b => Lowering::CopyAligned,
         M::Mov
@@ -285,11 +285,18 @@ fn form(i: &Instruction, host: &HostFeatures) -> Lowering {
     }
 }
 
-/// Returns true for LOOP, JCXZ and JECXZ with a target of 32 bits.
+/// Returns true for LOOP, JCXZ and their kin with a target of 32 or 64 bits.
 fn is_counted(code: Code) -> bool {
     matches!(
         code,
-        Code::Loop_rel8_32_CX | Code::Loop_rel8_32_ECX | Code::Jcxz_rel8_32 | Code::Jecxz_rel8_32
+        Code::Loop_rel8_32_CX
+            | Code::Loop_rel8_32_ECX
+            | Code::Loop_rel8_64_ECX
+            | Code::Loop_rel8_64_RCX
+            | Code::Jcxz_rel8_32
+            | Code::Jecxz_rel8_32
+            | Code::Jecxz_rel8_64
+            | Code::Jrcxz_rel8_64
     )
 }
 

@@ -1,0 +1,115 @@
+//! What instructions count for: [`Cost`], as the countdown and the words beside it hold it.
+
+use core::ops::{Add, Neg, Sub};
+
+use crate::ir::streams::{IN_COUNTDOWN, Streams};
+
+/// Where the sums are in the countdown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Layout {
+    /// Instructions from bit 20 on, one other stream below: what a block counts for is an immediate of 32 bits.
+    One,
+    /// Instructions from bit 42 on, three others of 14 bits, and four of 16 bits in memory.
+    Several,
+}
+
+impl Layout {
+    pub(crate) const fn of(streams: Streams) -> Self {
+        if streams.are_several() {
+            Self::Several
+        } else {
+            Self::One
+        }
+    }
+    /// Bit from which on instructions are.
+    pub(crate) const fn shift(self) -> u8 {
+        match self {
+            Self::One => 20,
+            Self::Several => IN_COUNTDOWN as u8 * self.bits(),
+        }
+    }
+    /// Bits of each other sum in the countdown: more than there are events from one poll to the next.
+    pub(crate) const fn bits(self) -> u8 {
+        match self {
+            Self::One => 20,
+            Self::Several => 14,
+        }
+    }
+    /// What the other sums begin at.
+    pub(crate) const fn events(self) -> u64 {
+        (1 << self.shift()) - 1
+    }
+    /// So many instructions.
+    pub(crate) const fn instructions(self, n: i32) -> i64 {
+        (n as i64) << self.shift()
+    }
+    /// So many, in the bits that `leave_fast_turns` computes with.
+    pub(in crate::codegen) const fn executed(self, n: i32) -> i32 {
+        match self {
+            Self::One => n << (self.shift() - super::EXECUTED_FROM_ONE),
+            Self::Several => n << (self.shift() - super::EXECUTED_FROM_SEVERAL),
+        }
+    }
+}
+
+/// What is taken off the countdown, and added to the words beside it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Cost {
+    pub(crate) countdown: i64,
+    /// Two sums of 16 bits each.
+    pub(crate) beside: [i32; 2],
+}
+
+impl Cost {
+    /// An instruction of these streams, a bit each.
+    pub(crate) fn of(streams: Streams, events: u16) -> Self {
+        let layout = Layout::of(streams);
+        let mut cost = Self {
+            countdown: layout.instructions(1),
+            beside: [0; 2],
+        };
+        for (n, stream) in streams.sums().iter().enumerate() {
+            let event = i32::from(events >> *stream & 1);
+            match n.checked_sub(IN_COUNTDOWN) {
+                None => cost.countdown += i64::from(event) << (n as u8 * layout.bits()),
+                Some(n) => cost.beside[n / 2 % 2] += event << (16 * (n % 2)),
+            }
+        }
+        cost
+    }
+}
+
+impl Add for Cost {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        let [a, b] = self.beside;
+        Self {
+            countdown: self.countdown + other.countdown,
+            beside: [a + other.beside[0], b + other.beside[1]],
+        }
+    }
+}
+
+impl Neg for Cost {
+    type Output = Self;
+    fn neg(self) -> Self {
+        Self {
+            countdown: -self.countdown,
+            beside: self.beside.map(|n| -n),
+        }
+    }
+}
+
+impl Sub for Cost {
+    type Output = Self;
+    fn sub(self, other: Self) -> Self {
+        self + -other
+    }
+}
+
+const _: () = {
+    // From one poll to the next there are no more events than instructions, and of these no more than a budget, what fast turns of
+    // loops get, and a block.
+    let most = super::super::BUDGET as u64 * 3 / 2 + super::super::CREDIT as u64 + 1024;
+    assert!(most < 1 << Layout::Several.bits() && most < 1 << 16);
+};
