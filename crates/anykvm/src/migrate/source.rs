@@ -93,9 +93,9 @@ impl From<BootError> for StreamError {
 impl Machine {
     /// All stands still; what the vCPUs have left.
     pub(super) fn pause(&self) -> Result<Vec<Vec<u8>>, BootError> {
-        let vcpus = self.gate.close()?;
-        self.devices.pause();
-        Ok(vcpus)
+        let vcpus = self.gate.close(|| self.devices.pause());
+        // Where it failed, the gate is open.
+        vcpus.inspect_err(|_| self.devices.resume())
     }
 
     /// All goes on.

@@ -78,11 +78,21 @@ impl Gate {
         }
     }
 
-    /// Closes it; returns when all vCPUs wait, with what they have left.
+    /// Closes it, and has all else stand still by `stand_still`; returns what the vCPUs have left once nothing moves any more.
+    ///
+    /// States are read twice. An interrupt from a vCPU or a device that still moves may reach a vCPU that has left its state
+    /// already, and would be in nobody's.
     ///
     /// # Errors
     /// A state that could not be had: the gate is open again.
-    pub(crate) fn close(&self) -> Result<Vec<Vec<u8>>, BootError> {
+    pub(crate) fn close(&self, stand_still: impl FnOnce()) -> Result<Vec<Vec<u8>>, BootError> {
+        self.gather()?;
+        stand_still();
+        self.gather()
+    }
+
+    /// Closes it, if it is not; returns when all vCPUs wait, with what they have left since.
+    fn gather(&self) -> Result<Vec<Vec<u8>>, BootError> {
         let mut state = lock(&self.state);
         // Also those that wait already leave their state once more.
         state.saved.iter_mut().for_each(|saved| *saved = None);
@@ -139,5 +149,56 @@ impl Gate {
     /// Nothing keeps a vCPU any more.
     pub(crate) fn clear(&self) {
         lock(&self.state).stoppers.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU8;
+    use std::thread;
+
+    use anykvm_ioctls::Kvm;
+
+    use super::*;
+
+    /// The second vCPU's last act is an interrupt for the first one, which waits already; a device's is one for both.
+    #[test]
+    fn states_are_those_after_everything_has_stopped() {
+        let gate = Gate::default();
+        let vm = Kvm::new().unwrap().create_vm().unwrap();
+        let vcpus = [0, 1].map(|id| vm.create_vcpu(id).unwrap());
+        vcpus
+            .iter()
+            .for_each(|vcpu| gate.add(vcpu.stopper().unwrap()));
+        let interrupts = [AtomicU8::new(0), AtomicU8::new(0)];
+        let is_ending = AtomicBool::new(false);
+        thread::scope(|threads| {
+            for id in [0, 1] {
+                let (gate, interrupts, is_ending) = (&gate, &interrupts, &is_ending);
+                threads.spawn(move || {
+                    while !gate.is_closed() {
+                        thread::yield_now();
+                    }
+                    if id == 1 {
+                        while lock(&gate.state).saved[0].is_none() {
+                            thread::yield_now();
+                        }
+                        interrupts[0].fetch_add(1, Ordering::SeqCst);
+                    }
+                    while !is_ending.load(Ordering::SeqCst) {
+                        let state = interrupts[usize::from(id)].load(Ordering::SeqCst);
+                        gate.wait(id, Ok(vec![state]), is_ending);
+                    }
+                });
+            }
+            let all = gate.close(|| {
+                for of in &interrupts {
+                    of.fetch_add(10, Ordering::SeqCst);
+                }
+            });
+            is_ending.store(true, Ordering::SeqCst);
+            gate.open();
+            assert_eq!(all.unwrap(), [[11], [10]]);
+        });
     }
 }
