@@ -292,7 +292,7 @@ pub unsafe fn defer(
     if DEPTH.get() == 0 {
         return false;
     }
-    // Signals that only KVM_SET_SIGNAL_MASK allows must be pending afterwards, so they are not remembered but sent again.
+    // Signals that only KVM_SET_SIGNAL_MASK allows must be pending afterwards, so they are sent again, not remembered.
     // SAFETY: the kernel's structure.
     if is_filtered() && !RUN_MASK.get() && !unsafe { is_fault(signal, info) } {
         interrupt_current_thread();
@@ -343,8 +343,8 @@ pub unsafe fn defer_always(
 
 /// Makes the signal pending for the calling thread.
 ///
-/// The details are sent along if they may matter, and if a filter allows that call. tgkill(2), the only one that filters
-/// of vCPU threads allow, is enough for a signal of pthread_kill(3).
+/// The details are sent along if they may matter and filters allow that call. tgkill(2), the only one that filters of
+/// vCPU threads allow, is enough for a signal of pthread_kill(3).
 unsafe fn send_again(signal: libc::c_int, info: *mut libc::siginfo_t, code: libc::c_int) {
     // SAFETY: plain system calls; the kernel only reads `info`.
     unsafe {
