@@ -398,7 +398,7 @@ impl Lapic {
         id > 0xff && !self.is_x2apic() && self.id() == id & 0xff
     }
 
-    /// True if the id is the vCPU's id.
+    /// True if the id is the vCPU's id, or has its low 8 bits in xAPIC mode.
     pub fn has_own_id(&self) -> bool {
         self.id() == self.config.vcpu_id || self.has_cut_id()
     }

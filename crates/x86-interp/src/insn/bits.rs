@@ -75,7 +75,7 @@ fn bsr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     found::<B, T>(ex, insn, v.checked_ilog2());
     Ok(Flow::Next)
 }
-/// Returns the result of BSF and BSR for a bit's index. A source of zero leaves the destination as it was, as
+/// Stores the result of BSF and BSR for a bit's index. A source of zero leaves the destination as it was, as
 /// processors do. The flags other than ZF, which the manual leaves undefined, are kept as on Zen 3; Zen 4 clears them
 /// and sets PF by the index.
 #[inline(always)]
