@@ -62,7 +62,7 @@ impl Gate {
         futex::wake(&self.closed, u32::MAX);
     }
 
-    /// Returns once the gate is open, which it is when a system call that the VMM has begun returns.
+    /// Waits until the gate is open, which takes as long as a system call that the VMM has begun.
     #[cold]
     pub(crate) fn pass(&self) {
         /// Limit of a single sleep: the kernel would restart an unlimited one after a signal handler.

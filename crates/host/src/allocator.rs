@@ -1,9 +1,8 @@
-//! [`Allocator`]: memory for our own data by `mmap` and `munmap` alone.
+//! [`Allocator`]: memory for anykvm's own data, by `mmap` and `munmap` alone.
 //!
-//! A VMM's filter of system calls knows what *its* allocator needs. The C library's would make an
-//! arena for each thread, by mprotect(2), and that ends a filtered process. Here all calls are
-//! private-anonymous mmap(2) with no other flags, munmap(2), and futex(2) for the lock. After
-//! [`reserve`] there is only the last.
+//! A VMM's system call filter allows what *its* allocator needs. The C library's allocator would make an arena for each
+//! thread by mprotect(2), and that call ends a filtered process. Here all calls are private-anonymous mmap(2) with no
+//! other flags, munmap(2), and futex(2) for the lock. After [`reserve`] only futex(2) is used.
 
 use core::{
     alloc::{GlobalAlloc, Layout},
@@ -17,30 +16,29 @@ use dlmalloc::Dlmalloc;
 
 use crate::{PAGE_SIZE, futex, system};
 
-/// Memory comes from the kernel in pieces of this size at least.
+/// The heap gets memory from the kernel in pieces of at least this size.
 const PIECE: usize = 1 << 20;
-/// Looks at the lock before a thread sleeps.
+/// Attempts to take the lock before a thread sleeps.
 const SPINS: u32 = 100;
 
-/// The global allocator of the program and the library.
+/// The global allocator of the program and of the library.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Allocator;
 
-/// Where the heap gets its memory.
+/// The heap's source of memory.
 struct Pages;
 
-/// Address space that [`reserve`] has taken: where the next piece begins, and the end. Zero: none.
+/// Address space that [`reserve`] has taken: start of the next piece, and end. Zero: none.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
 
-/// Takes address space for all that the process will allocate from now on, so that it needs no system
-/// calls for memory, also in a thread that may make none. What is freed stays in the heap.
-/// What does not fit into it comes from the kernel again.
+/// Takes address space for all future allocations of the process, so that allocating needs no system calls, not even in
+/// a thread that may make none. Freed memory stays in the heap. What does not fit comes from the kernel again.
 ///
 /// # Errors
 /// Those of `mmap`.
 pub fn reserve(len: usize) -> io::Result<()> {
-    // The heap's for good.
+    // The space belongs to the heap for good.
     let space = core::mem::ManuallyDrop::new(crate::Mapping::anonymous(len)?);
     let begin = space.as_ptr().expose_provenance();
     hold();
@@ -50,7 +48,7 @@ pub fn reserve(len: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// A piece of the reserved space. The heap's lock is held.
+/// Returns a piece of the reserved space. The caller holds the heap's lock.
 fn reserved(size: usize) -> Option<*mut u8> {
     let at = NEXT.load(Ordering::Relaxed);
     let end = at.checked_add(size)?;
@@ -61,8 +59,8 @@ fn reserved(size: usize) -> Option<*mut u8> {
     Some(ptr::with_exposed_provenance_mut(at))
 }
 
-/// Zeroed words out of the reserved space, for good: a thread that may make no system calls cannot give memory back.
-/// `None` if nothing is reserved, or no longer enough.
+/// Returns zeroed words from the reserved space, for good: a thread that may make no system calls cannot give memory
+/// back. `None` if nothing is reserved, or not enough is left.
 pub(crate) fn reserved_words(words: usize) -> Option<&'static [AtomicU64]> {
     let size = words
         .checked_mul(size_of::<u64>())?
@@ -70,8 +68,9 @@ pub(crate) fn reserved_words(words: usize) -> Option<&'static [AtomicU64]> {
     hold();
     let start = reserved(size);
     let_go();
-    // SAFETY: `reserved` gives each part of the space out once and nobody unmaps it; a part that has not been given out
-    // is zero, which is a value of atomic integers, is aligned to a page, and is changed through shared references alone.
+    // SAFETY: `reserved` gives each part of the space out once and nothing unmaps it; a part that has not been given
+    // out is zero, which is a value of atomic integers, is aligned to a page, and is changed through shared references
+    // alone.
     start.map(|start| unsafe { core::slice::from_raw_parts(start.cast_const().cast(), words) })
 }
 
@@ -104,11 +103,11 @@ unsafe impl dlmalloc::Allocator for Pages {
         ptr::null_mut()
     }
     fn free_part(&self, base: *mut u8, old: usize, new: usize) -> bool {
-        // SAFETY: the end of a mapping of ours that the heap has given up.
+        // SAFETY: this is the end of one of the heap's mappings, which the heap has given up.
         !has_reserved() && unsafe { unmap(base.wrapping_add(new), old - new) }
     }
     fn free(&self, base: *mut u8, size: usize) -> bool {
-        // SAFETY: a mapping of ours that the heap has given up.
+        // SAFETY: this is one of the heap's mappings, which the heap has given up.
         !has_reserved() && unsafe { unmap(base, size) }
     }
     fn can_release_part(&self, _: u32) -> bool {
@@ -122,23 +121,23 @@ unsafe impl dlmalloc::Allocator for Pages {
     }
 }
 
-/// munmap(2); true if it is done.
+/// munmap(2); returns true if it succeeds.
 ///
 /// # Safety
 ///
-/// As for that.
+/// As for munmap(2).
 unsafe fn unmap(base: *mut u8, len: usize) -> bool {
     // SAFETY: the caller's.
     unsafe { system::call(libc::SYS_munmap, [base.expose_provenance(), len]).is_ok() }
 }
 
-/// The heap and its lock: 0 free, 1 held, 2 held and waited for.
+/// The heap and its lock. Lock values: 0 free, 1 held, 2 held with waiters.
 struct Heap {
     lock: AtomicU32,
     heap: UnsafeCell<Dlmalloc<Pages>>,
 }
 
-// SAFETY: the heap is reached by whoever holds the lock, and is tied to no thread.
+// SAFETY: only the thread that holds the lock reaches the heap, and the heap is tied to no thread.
 unsafe impl Sync for Heap {}
 
 static HEAP: Heap = Heap {
@@ -146,7 +145,7 @@ static HEAP: Heap = Heap {
     heap: UnsafeCell::new(Dlmalloc::new_with_allocator(Pages)),
 };
 
-/// Takes the lock: before a fork, so that the child has a whole heap.
+/// Takes the lock before a fork, so that the child has a consistent heap.
 pub(crate) fn hold() {
     let lock = &HEAP.lock;
     for _ in 0..SPINS {
@@ -163,7 +162,7 @@ pub(crate) fn hold() {
     }
 }
 
-/// Gives the lock back.
+/// Releases the lock.
 pub(crate) fn let_go() {
     if HEAP.lock.swap(0, Ordering::Release) == 2 {
         futex::wake(&HEAP.lock, 1);

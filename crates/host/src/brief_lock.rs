@@ -1,7 +1,7 @@
 //! [`BriefLock`]: a lock that costs its usual owner one exchange.
 //!
-//! A mutex needs two: giving it back has to find out whether somebody sleeps. Here it is looked at without
-//! being certain; whoever comes too late and was not seen looks again after a millisecond, which is for who comes
+//! A mutex needs two: its release must find out whether a thread sleeps. Here the release checks that without
+//! certainty. A waiter that it misses checks the lock again after a millisecond, so the lock suits waiters that come
 //! rarely and can wait.
 
 use std::{
@@ -14,33 +14,33 @@ use std::{
 
 use crate::futex;
 
-/// Looks at the lock before the thread sleeps: by futex(2), which filters of VMMs' threads let pass.
+/// Checks of the lock before the thread sleeps. It sleeps by futex(2), which filters of VMMs' threads allow.
 const SPINS: u32 = 100;
-/// The longest sleep without a look.
+/// Longest sleep between two checks.
 const SLEEP: Duration = Duration::from_millis(1);
 
-/// A value that one thread at a time reaches.
+/// A value that one thread at a time may access.
 #[derive(Debug, Default)]
 pub struct BriefLock<T> {
-    /// 1 while it is.
+    /// 1 while a thread holds the lock.
     held: AtomicU32,
     sleepers: AtomicU32,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached by whoever holds the lock, one thread at a time.
+// SAFETY: only the thread that holds the lock accesses the value, so one thread at a time.
 unsafe impl<T: Send> Sync for BriefLock<T> {}
 
-/// Access to the value, until it is dropped.
+/// Access to the value. The lock is released when this is dropped.
 #[derive(Debug)]
 pub struct Held<'a, T> {
     lock: &'a BriefLock<T>,
-    /// What is held may be shared between threads only if the value may.
+    /// Makes `Held` shareable between threads only if the value is.
     value: PhantomData<&'a mut T>,
 }
 
 impl<T> BriefLock<T> {
-    /// Not held.
+    /// Makes a lock that is not held.
     pub fn new(value: T) -> Self {
         Self {
             held: AtomicU32::new(0),
@@ -49,17 +49,17 @@ impl<T> BriefLock<T> {
         }
     }
 
-    /// Waits for the lock. A thread that has it already waits for ever.
+    /// Waits for the lock. A thread that holds the lock already waits for ever.
     #[inline]
     pub fn lock(&self) -> Held<'_, T> {
         self.try_lock().unwrap_or_else(|| self.wait())
     }
 
-    /// The lock, if nobody has it.
+    /// Takes the lock, if no thread holds it.
     #[inline]
     pub fn try_lock(&self) -> Option<Held<'_, T>> {
         let is_held = self.held.swap(1, Ordering::Acquire) != 0;
-        // Not made before that is known: to drop it gives the lock back.
+        // `Held` is made only if the lock was free, because dropping it releases the lock.
         (!is_held).then(|| Held {
             lock: self,
             value: PhantomData,

@@ -37,7 +37,7 @@ pub fn thread_cpu_ns() -> u64 {
     read_ns(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
-/// CPU time in ns of the process's children that have been waited for, with theirs.
+/// CPU time in ns of the process's children that have been waited for, and of their children.
 pub fn children_cpu_ns() -> u64 {
     let mut usage = core::mem::MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: `usage` is writable for the call; zeros are a value of it.

@@ -1,8 +1,7 @@
 //! [`CodeBuffer`]: memory for generated code, mapped twice.
 //!
-//! W^X without `mprotect`: the writable view is never executable and the
-//! executable one never writable, both are the same memfd. All mapping happens
-//! in [`CodeBuffer::new`], at VM creation, before a VMM's seccomp filters.
+//! W^X without `mprotect`: the writable view is never executable and the executable view never writable; both map the
+//! same memfd. All mapping happens in [`CodeBuffer::new`], at VM creation, before a VMM's seccomp filters exist.
 
 use std::{io, sync::Arc};
 
@@ -39,10 +38,9 @@ impl CodeBuffer {
         self.views.rw().is_empty()
     }
 
-    /// Copies code in. Returns false, and copies nothing, if it does not fit.
+    /// Copies code into the buffer. Returns false, and copies nothing, if it does not fit.
     ///
-    /// Exclusive access orders writers; making sure that nobody executes the
-    /// overwritten bytes is up to whoever executes any.
+    /// Exclusive access orders writers. The caller makes sure that no thread executes the overwritten bytes.
     pub fn write(&mut self, offset: usize, code: &[u8]) -> bool {
         if offset > self.len() || code.len() > self.len() - offset {
             return false;
@@ -61,7 +59,7 @@ impl CodeBuffer {
         true
     }
 
-    /// A copy of code; empty if the range is not in the buffer.
+    /// Returns a copy of code; empty if the range is not in the buffer.
     pub fn read(&self, offset: usize, len: usize) -> Vec<u8> {
         if offset > self.len() || len > self.len() - offset {
             return Vec::new();
@@ -83,7 +81,7 @@ impl CodeBuffer {
         self.views.rx().as_ptr()
     }
 
-    /// For a [`crate::ServiceThread`].
+    /// The buffer's views, for a [`crate::ServiceThread`].
     pub fn views(&self) -> &Arc<CodeViews> {
         &self.views
     }
@@ -94,11 +92,11 @@ impl CodeBuffer {
     }
 }
 
-/// Maps the start of a file executable, for good: that is how `perf record` learns of a jitdump.
+/// Maps the start of a file as executable, for good: from this mapping `perf record` learns of a jitdump.
 pub fn mark_for_profiler(file: &std::fs::File) {
     use std::os::fd::AsRawFd;
-    // SAFETY: a new mapping at an address of the kernel's choice, which nothing uses. Without it
-    // the profiler sees no dump; nothing else depends on it.
+    // SAFETY: a new mapping at an address of the kernel's choice, which nothing uses. If it fails, the profiler does
+    // not find the dump; nothing else depends on it.
     unsafe {
         libc::mmap(
             core::ptr::null_mut(),

@@ -1,9 +1,8 @@
-//! [`CodeViews`]: the two views of a [`crate::CodeBuffer`], whose pages a [`crate::ServiceThread`] looks after.
+//! [`CodeViews`]: the two views of a [`crate::CodeBuffer`], whose pages a [`crate::ServiceThread`] manages.
 //!
-//! Code of many guest programs is larger than what the processor's TLB for instructions covers with
-//! small pages: huge ones are a tenth of gcc's time. Files in memory get them only if somebody asks for each,
-//! which takes a system call, as does letting go of what is not needed. Threads that execute the code may make
-//! none, so that they only tell the service thread's.
+//! Code of large guest programs exceeds what the processor's instruction TLB covers with small pages, so huge pages
+//! matter. Files in memory get a huge page only by a system call for each, and unneeded pages are also given up by a
+//! system call. Threads that execute the code may make none, so they only notify the service thread.
 
 use std::{
     io,
@@ -19,27 +18,27 @@ use crate::{
     service_thread::{Bell, PAGES},
 };
 
-/// Writes since the last look that are too many to let the view go: each page that is touched again
-/// costs a fault.
+/// Number of writes since the last check from which on the writable view keeps its pages: each page that is written
+/// again after it was given up costs a fault.
 const BUSY: u64 = 1000;
-/// Huge pages that can be asked for.
+/// Largest number of huge pages that can be requested.
 const MOST: usize = 64;
-/// How often the kernel may be asked again for what it did not have: pages that something else holds
-/// for a moment do not become a huge one.
+/// How many times requests that the kernel refused may be repeated: pages that something else holds for a moment cannot
+/// become a huge page.
 const MOST_AGAIN: u32 = 64;
 
-/// The views of a code buffer: one to write by, one to execute.
+/// The views of a code buffer: one for writing, one for executing.
 #[derive(Debug)]
 pub struct CodeViews {
-    /// Its pages count as memory of the process a second time.
+    /// The writable view. Its pages count as memory of the process a second time.
     rw: SharedMapping,
     rx: SharedMapping,
-    /// Writes ever made, and at the service thread's last look.
+    /// Number of writes, and what it was at the service thread's last check.
     writes: AtomicU64,
     seen: AtomicU64,
-    /// The pages to write by were let go of, and none was written since.
+    /// The writable view's pages were given up, and none was written since.
     is_gone: AtomicBool,
-    /// Huge pages that code has come to, and those that were asked for.
+    /// Huge pages that code has reached, and those that were requested.
     begun: AtomicU64,
     asked: AtomicU64,
     refused: AtomicU32,
@@ -69,19 +68,20 @@ impl CodeViews {
         &self.rx
     }
 
-    /// One thread writes.
+    /// Counts a write. Only one thread writes.
     pub(crate) fn note_write(&self) {
         let writes = self.writes.load(Ordering::Relaxed).wrapping_add(1);
         self.writes.store(writes, Ordering::Relaxed);
-        // With a huge page it shows two megabytes again.
+        // The first write after the pages were given up: with a huge page, the view maps two megabytes again.
         if self.is_gone.load(Ordering::Relaxed) && self.is_gone.swap(false, Ordering::Relaxed) {
             self.tell();
         }
     }
 
-    /// There is code up to `offset`, where more will come. Its only system call is futex(2).
+    /// Notes that there is code up to `offset` and more will follow. The only system call is futex(2).
     pub fn grows(&self, offset: usize) {
-        // The next one, soon: who writes or executes where one is being made waits for it, milliseconds at times.
+        // The next huge page is requested early: a thread that writes or executes in a page while it becomes huge has
+        // to wait, for milliseconds at times.
         let number = (offset + HUGE_PAGE / 2) / HUGE_PAGE;
         let known = self.begun.load(Ordering::Relaxed);
         let most = MOST.min(self.rx.len() / HUGE_PAGE);
@@ -99,11 +99,11 @@ impl CodeViews {
     }
 
     pub(crate) fn set_service_thread(&self, bell: &Arc<Bell>) {
-        // The first looks after it.
+        // Only the first service thread manages the views.
         let _ = self.service_thread.set(Arc::clone(bell));
     }
 
-    /// Asks for the huge pages that code has come to. True if there are some to ask for again.
+    /// Requests the huge pages that code has reached. Returns true if some must be requested again.
     pub(crate) fn ask(&self) -> bool {
         let begun = self.begun.load(Ordering::Relaxed);
         let mut asked = self.asked.load(Ordering::Relaxed);
@@ -111,19 +111,19 @@ impl CodeViews {
         while new != 0 {
             let number = new.trailing_zeros() as usize;
             new &= new - 1;
-            // Mapped where it is executed; who writes finds it. Small pages do where there are no others.
+            // The huge page is made for the executable view; writes find it, too. If there is none, small pages do.
             let refused = matches!(PAGES.pass(|| self.rx.collapse(number)), Some(Err(_)));
             if !refused || self.refused.fetch_add(1, Ordering::Relaxed) >= MOST_AGAIN {
                 asked |= 1 << number;
             }
         }
-        // The service thread alone writes it.
+        // Only the service thread writes this.
         self.asked.store(asked, Ordering::Relaxed);
         begun & !asked != 0
     }
 
-    /// Lets go of the pages to write by if little was written since the last call; the code stays.
-    /// True if there is nothing to let go of.
+    /// Gives up the writable view's pages if little was written since the last call. The code stays in the file.
+    /// Returns true if no pages are left to give up.
     pub(crate) fn trim(&self) -> bool {
         let writes = self.writes.load(Ordering::Relaxed);
         let since = writes.wrapping_sub(self.seen.swap(writes, Ordering::Relaxed));
@@ -205,7 +205,7 @@ mod tests {
         assert!(other.write(0, &vec![0x90; LEN]));
         let other = other.views().rx();
         if (0..LEN / HUGE_PAGE).all(|n| other.collapse(n).is_ok()) {
-            // All of it soon.
+            // All of them are requested soon.
             let mut waited = 0;
             while of_mapping(b.rx() as usize, "ShmemPmdMapped:") != LEN >> 10 {
                 assert!(waited < 3000, "no huge pages");

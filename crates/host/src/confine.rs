@@ -1,13 +1,13 @@
-//! A thread that can make almost no system calls: seccomp(2), filter mode.
+//! Confines a thread to almost no system calls: seccomp(2), filter mode.
 //!
-//! What is allowed sleeps and wakes (futex, and restart_syscall, by which the kernel goes on with a sleep after the
-//! process was stopped), tells another thread or process (write of eight bytes,
-//! as to an eventfd), and ends (exit, exit_group). Anything else ends the process by SIGSYS. Memory has to come from
-//! [`crate::allocator::reserve`] then, and clocks from the vDSO.
+//! Allowed are calls that sleep and wake (futex, and restart_syscall, by which the kernel resumes a sleep after the
+//! process was stopped), that notify another thread or process (write of eight bytes, as to an eventfd), and that end
+//! (exit, exit_group). Any other call ends the process by SIGSYS. So memory must come from
+//! [`crate::allocator::reserve`], and clocks from the vDSO.
 
 use std::{io, mem::offset_of};
 
-/// The thread lives in an ordinary process, whose other threads the filter says nothing of.
+/// The thread is in an ordinary process, whose other threads the filter does not affect.
 const ALLOWED: [libc::c_long; 4] = [
     libc::SYS_futex,
     libc::SYS_restart_syscall,
@@ -26,7 +26,7 @@ const fn load(offset: usize) -> libc::sock_filter {
     )
 }
 
-/// Goes on `yes` lines behind the next if what was loaded is `value`, and with the next else.
+/// If the loaded word is `value`, skips `yes` instructions; otherwise continues with the next instruction.
 const fn equal(value: u32, yes: u8) -> libc::sock_filter {
     line(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, yes, 0, value)
 }
@@ -44,8 +44,8 @@ const fn line(code: u32, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
     }
 }
 
-/// Installs the filter for the calling thread, for good, with all signals blocked: a handler would
-/// return by a system call.
+/// Installs the filter for the calling thread, for good. All signals are blocked, because a handler would return by a
+/// system call.
 ///
 /// # Errors
 /// Those of `prctl`: no filters in this kernel, or not allowed here.
@@ -94,7 +94,7 @@ pub fn confine() -> io::Result<()> {
 mod tests {
     use super::*;
 
-    /// The signal that ended a child which confines itself and then calls `what`; 0 if it exited.
+    /// Returns the signal that ended a child which confines itself and then calls `what`; 0 if the child exited.
     fn ended_by(what: fn()) -> libc::c_int {
         // SAFETY: the child makes a few system calls and exits.
         unsafe {

@@ -39,7 +39,7 @@ pub fn rdtsc() -> u64 {
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-/// Has the processor fetch what is there, to be written soon; harmless for any address.
+/// Prefetches the cache line at `address` for writing. Harmless for any address.
 #[inline(always)]
 pub fn prefetch_to_write(address: u64) {
     use core::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
@@ -47,26 +47,26 @@ pub fn prefetch_to_write(address: u64) {
     unsafe { _mm_prefetch::<_MM_HINT_ET0>(address as *const i8) };
 }
 
-/// A full barrier: stores before it are seen by all processors before a load after it is made.
+/// A full barrier: all processors see earlier stores before a later load is made.
 ///
-/// `fence(SeqCst)` is compiled to MFENCE, which Zen processors execute only once all that came before it is complete: 200 ns where
-/// what came before missed the caches. A locked instruction orders the same accesses and lets later instructions begin.
+/// `fence(SeqCst)` is compiled to MFENCE, which Zen processors execute only once all earlier instructions are complete:
+/// slow if those missed the caches. A locked instruction orders the same accesses and lets later instructions begin.
 #[inline(always)]
 pub fn barrier() {
-    // SAFETY: a word of this thread's stack, or just below it, that keeps its value.
+    // SAFETY: the word is on this thread's stack, or just below it, and keeps its value.
     unsafe {
         core::arch::asm!("lock or dword ptr [rsp - 4], 0", options(nostack));
     }
 }
 
-/// The frequency of the time-stamp counter in kHz: from CPUID if it says so,
-/// else measured once against the kernel's clock (takes 5 ms, if nothing began it before).
+/// Returns the frequency of the time-stamp counter in kHz. It comes from CPUID if that has it; otherwise it is measured
+/// once against the kernel's clock, which takes 5 ms unless the measurement was begun before.
 pub fn tsc_khz() -> u32 {
     static KHZ: OnceLock<u32> = OnceLock::new();
     *KHZ.get_or_init(|| tsc_khz_from_cpuid().unwrap_or_else(measured_tsc_khz))
 }
 
-/// Leaf 0x15 (crystal ratio) or the hypervisors' leaf 0x4000_0010.
+/// Reads leaf 0x15 (crystal ratio) or the hypervisors' leaf 0x4000_0010.
 fn tsc_khz_from_cpuid() -> Option<u32> {
     const HYPERVISOR: u32 = 1 << 31;
     if cpuid(0, 0)[0] >= 0x15 {
@@ -88,11 +88,11 @@ fn tsc_khz_from_cpuid() -> Option<u32> {
     None
 }
 
-/// Nanoseconds of all of a measurement: with samples as good as [`sample`]'s, less than one millionth is wrong then.
+/// Length of a measurement in ns: with samples as good as [`sample`]'s, the error is below one millionth.
 const MEASURED_NS: u64 = 5_000_000;
 
-/// The counter and the kernel's clock at one time: the tightest pair of so many that a disturbance of some microseconds
-/// does not spoil all.
+/// Reads the counter and the kernel's clock at the same time. Of many pairs the tightest one is returned, so that a
+/// disturbance of some microseconds does not spoil the result.
 fn sample() -> (u64, u64) {
     (0..64)
         .map(|_| {
@@ -105,7 +105,7 @@ fn sample() -> (u64, u64) {
         .map_or((0, 0), |(_, tsc, ns)| (tsc, ns))
 }
 
-/// kHz from one sample to the other.
+/// Returns the frequency in kHz from two samples.
 fn khz_between((tsc0, ns0): (u64, u64), (tsc1, ns1): (u64, u64)) -> u64 {
     let ns = u128::from(ns1.wrapping_sub(ns0).max(1));
     (u128::from(tsc1.wrapping_sub(tsc0)) * 1_000_000 / ns) as u64
@@ -113,13 +113,13 @@ fn khz_between((tsc0, ns0): (u64, u64), (tsc1, ns1): (u64, u64)) -> u64 {
 
 static BEGAN: OnceLock<(u64, u64)> = OnceLock::new();
 
-/// What [`tsc_khz`] measures, if it has to, begins now: whoever calls this early does not wait for it.
+/// Begins the measurement that [`tsc_khz`] may need. If this is called early, [`tsc_khz`] does not have to wait.
 pub fn begin_to_measure_tsc() {
     BEGAN.get_or_init(sample);
 }
 
-/// From when it was begun, if it was; else the middle one of several short measurements, some of which the thread may be
-/// disturbed in.
+/// Measures the frequency: from the beginning of [`begin_to_measure_tsc`], if that was called. Otherwise returns the
+/// median of several short measurements, because the thread may be disturbed in some of them.
 fn measured_tsc_khz() -> u32 {
     const WINDOW_NS: u64 = MEASURED_NS / 5;
     let wait = |since: u64, long: u64| {

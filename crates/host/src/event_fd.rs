@@ -25,13 +25,13 @@ impl EventFd {
         Ok(Self(fd))
     }
 
-    /// Duplicates an eventfd that somebody else owns, as KVM takes its own
-    /// reference to one. Blocking mode is a property of the open file and stays.
+    /// Duplicates an eventfd that someone else owns, as KVM takes a reference of its own. Blocking mode is a property
+    /// of the open file and stays.
     ///
     /// # Errors
     /// `EBADF` if `fd` is not open; `EINVAL` if it is no eventfd.
     pub fn duplicate(fd: RawFd) -> io::Result<Self> {
-        // Without /proc the kind cannot be told; writes will.
+        // Without /proc the file's type is unknown; later writes will fail.
         let is_other = |fd| {
             let path = format!("/proc/self/fd/{fd}");
             let link = FILES.pass(|| std::fs::read_link(path));
@@ -39,7 +39,7 @@ impl EventFd {
             link.is_some_and(|to| to.as_os_str() != "anon_inode:[eventfd]")
         };
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
-        // Before, as a second descriptor of some other file would be seen by other threads.
+        // Checked before duplicating, because other threads would see a second descriptor of some other file.
         if is_other(fd) {
             return Err(invalid());
         }
@@ -52,15 +52,15 @@ impl EventFd {
         };
         // SAFETY: the kernel has just given us this fd.
         let fd = unsafe { OwnedFd::from_raw_fd(new) };
-        // And after, as the number may have become another file's.
+        // Checked again afterwards, because the number may have become another file's.
         if is_other(new) {
             return Err(invalid());
         }
         Ok(Self(fd))
     }
 
-    /// What identifies the counter among all of the host's, whatever descriptor
-    /// it has; `None` where /proc does not tell.
+    /// Returns the number that identifies the counter on the host, whatever descriptor refers to it; `None` if /proc
+    /// does not tell.
     pub fn id(&self) -> Option<u64> {
         let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
         let info = FILES.pass(|| std::fs::read_to_string(path))?.ok()?;
@@ -80,7 +80,7 @@ impl EventFd {
         flags.is_ok_and(|flags| flags & libc::O_NONBLOCK as usize == 0)
     }
 
-    /// True if one can be added to the counter.
+    /// True if 1 can be added to the counter.
     pub fn has_room(&self) -> bool {
         let mut set = libc::pollfd {
             fd: self.0.as_raw_fd(),
@@ -92,8 +92,8 @@ impl EventFd {
         ready.is_ok_and(|n| n == 1) && set.revents & libc::POLLOUT != 0
     }
 
-    /// Adds `n` to the counter. False if that would overflow it (the counter
-    /// stays at its maximum and the reader is signalled anyway).
+    /// Adds `n` to the counter. Returns false if that would overflow it; the counter is then full, so the reader is
+    /// signalled anyway.
     ///
     /// # Errors
     /// Those of `write` other than `EAGAIN`.
@@ -111,8 +111,7 @@ impl EventFd {
         }
     }
 
-    /// Takes the counter, `None` if it is zero. (Blocks if the eventfd was
-    /// duplicated from a blocking one.)
+    /// Takes the counter's value, `None` if it is zero. Blocks if the eventfd was duplicated from a blocking one.
     ///
     /// # Errors
     /// Those of `read` other than `EAGAIN`.
@@ -130,7 +129,7 @@ impl EventFd {
         }
     }
 
-    /// As [`Self::take`], and never blocks.
+    /// Like [`Self::take`], but never blocks.
     ///
     /// # Errors
     /// Those of `preadv2` other than `EAGAIN`.
@@ -153,13 +152,13 @@ impl EventFd {
         };
         match e.raw_os_error() {
             Some(libc::EAGAIN) => Ok(None),
-            // Before Linux 5.8.
+            // The flag does not exist before Linux 5.8.
             Some(libc::EOPNOTSUPP) => self.take(),
             _ => Err(e),
         }
     }
 
-    /// Another handle to the same counter.
+    /// Returns another handle to the same counter.
     ///
     /// # Errors
     /// Those of `dup`.

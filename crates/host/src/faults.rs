@@ -1,46 +1,46 @@
-//! Accesses to addresses that may be wrong, without a system call.
+//! Accesses to addresses that may be invalid, without a system call.
 //!
-//! As in a kernel, the access is one instruction, and the handler of SIGSEGV and SIGBUS ([`recover`]),
-//! which whoever wraps the VMM's handlers calls first, makes the function return when it was that one.
+//! As in a kernel, the access is one instruction, and a fault of it makes its function return. The handler of SIGSEGV
+//! and SIGBUS must call [`recover`] for that; code that wraps the VMM's handlers calls it first.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A handler that calls [`recover`] is installed, and stays so.
+/// A handler that calls [`recover`] is installed for good.
 static CAUGHT: AtomicBool = AtomicBool::new(false);
 
-/// Says that SIGSEGV and SIGBUS go to [`recover`] from now on.
+/// Says that SIGSEGV and SIGBUS are passed to [`recover`] from now on.
 pub fn set_caught() {
     CAUGHT.store(true, Ordering::Release);
 }
 
-/// Bytes from the start of these functions in which the accessing instruction begins.
+/// The accessing instruction begins within this many bytes from the start of these functions.
 const ACCESSING: usize = 4;
 
-/// Copies; 0 when done, and 1 if `recover` ended it.
+/// Copies bytes. Returns 0 when done, and 1 if [`recover`] ended it.
 #[unsafe(naked)]
 unsafe extern "C" fn copy_bytes(to: *mut u8, from: *const u8, len: usize) -> u32 {
     std::arch::naked_asm!("mov rcx, rdx", "rep movsb", "xor eax, eax", "ret")
 }
 
-/// Reads a byte; 0 when done, and 1 if `recover` ended it.
+/// Reads a byte. Returns 0 when done, and 1 if [`recover`] ended it.
 #[unsafe(naked)]
 unsafe extern "C" fn read_byte(from: *const u8) -> u32 {
     std::arch::naked_asm!("mov al, [rdi]", "xor eax, eax", "ret")
 }
 
-/// Writes to four bytes without changing them, in one step; 0 when done, and 1 if `recover` ended it.
+/// Writes to four bytes without changing them, atomically. Returns 0 when done, and 1 if [`recover`] ended it.
 #[unsafe(naked)]
 unsafe extern "C" fn write_nothing(to: *mut u32) -> u32 {
     std::arch::naked_asm!("lock or dword ptr [rdi], 0", "xor eax, eax", "ret")
 }
 
-/// Where these functions go on after a fault.
+/// Where these functions continue after a fault.
 #[unsafe(naked)]
 extern "C" fn ended() -> u32 {
     std::arch::naked_asm!("mov eax, 1", "ret")
 }
 
-/// True if the byte can be read. `None` if nobody would catch a fault.
+/// True if the byte can be read. `None` if faults are not caught.
 pub(crate) fn is_readable(address: u64) -> Option<bool> {
     // SAFETY: reading a byte of the process changes nothing, and a fault ends it.
     CAUGHT
@@ -48,8 +48,7 @@ pub(crate) fn is_readable(address: u64) -> Option<bool> {
         .then(|| address >> 47 == 0 && unsafe { read_byte(address as *const u8) } == 0)
 }
 
-/// True if the word of four bytes that contains the address can be written. `None` if nobody
-/// would catch a fault.
+/// True if the aligned four bytes that contain the address can be written. `None` if faults are not caught.
 pub(crate) fn is_writable(address: u64) -> Option<bool> {
     // SAFETY: the word keeps its value, in one atomic step, and a fault ends it.
     CAUGHT
@@ -57,31 +56,31 @@ pub(crate) fn is_writable(address: u64) -> Option<bool> {
         .then(|| address >> 47 == 0 && unsafe { write_nothing((address & !3) as *mut u32) } == 0)
 }
 
-/// Copies `len` bytes: whether all could be. `None` if nobody would catch a fault.
+/// Copies `len` bytes; returns whether all were copied. `None` if faults are not caught.
 ///
 /// # Safety
 ///
-/// One of the two is memory of our own, of that length; the other one is what a VMM has named.
+/// One of the two ranges is anykvm's own memory of that length; the other one is what a VMM has named.
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) -> Option<bool> {
     if !CAUGHT.load(Ordering::Acquire) {
         return None;
     }
-    // Above is no user's memory, and such an address would be another kind of fault.
+    // Above this limit there is no user memory, and an access would raise another kind of fault.
     let is_user = |at: *const u8| {
         (at as usize)
             .checked_add(len)
             .is_some_and(|end| end >> 47 == 0)
     };
-    // SAFETY: one of the two is our own memory of that length; the other one is the VMM's to give,
-    // and a fault ends the copy.
+    // SAFETY: one of the two ranges is anykvm's own memory of that length; the other one is the VMM's to give, and a
+    // fault ends the copy.
     Some(is_user(from) && is_user(to) && unsafe { copy_bytes(to, from, len) } == 0)
 }
 
-/// For a handler of SIGSEGV and SIGBUS: true if the fault was that of a function here, which now returns.
+/// Handles SIGSEGV and SIGBUS: returns true if the fault was in one of the functions here, which then returns.
 ///
 /// # Safety
 ///
-/// To be called in a signal handler with the context that the kernel passed to it.
+/// Called in a signal handler, with the context that the kernel passed to it.
 pub unsafe fn recover(signal: libc::c_int, context: *mut libc::c_void) -> bool {
     if signal != libc::SIGSEGV && signal != libc::SIGBUS {
         return false;

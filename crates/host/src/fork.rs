@@ -1,4 +1,4 @@
-//! How many forks lie between the first process that asked and this one.
+//! Counts the forks between the first process that asked and this one.
 
 use std::sync::{
     Once,
@@ -7,32 +7,32 @@ use std::sync::{
 
 use crate::allocator;
 
-/// Counted up in each child.
+/// Number of forks; each child increments its copy.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 static WATCH: Once = Once::new();
 
-/// Before a fork that the C library does not know of.
+/// Called before a fork that the C library does not know of.
 pub extern "C" fn before() {
     allocator::hold();
 }
 
-/// After it, in the parent.
+/// Called after such a fork, in the parent.
 pub extern "C" fn in_parent() {
     allocator::let_go();
 }
 
-/// After it, in the child.
+/// Called after such a fork, in the child.
 pub extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     allocator::let_go();
 }
 
-/// The number; children are counted from the first call on, which is also when the allocator
-/// begins to be whole in children of a process with several threads.
+/// Returns the number of forks. Children are counted from the first call on; from then on, the allocator is also
+/// consistent in children of a process with several threads.
 pub fn generation() -> u32 {
     WATCH.call_once(|| {
-        // SAFETY: the handlers touch atomics and the allocator's lock only. Should it fail for
-        // lack of memory, children are not told that they are.
+        // SAFETY: the handlers touch only atomics and the allocator's lock. If the call fails for lack of memory, forks
+        // are not counted.
         unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
     });
     GENERATION.load(Ordering::Relaxed)

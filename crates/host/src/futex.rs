@@ -7,17 +7,17 @@ use crate::system;
 /// Why [`wait`] returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// Somebody called [`wake`], or the kernel woke us spuriously.
+    /// [`wake`] was called, or the kernel woke the thread spuriously.
     Woken,
     /// The word did not have the expected value: no sleep happened.
     Changed,
-    /// The time is over.
+    /// The timeout has passed.
     TimedOut,
     /// A signal handler ran.
     Interrupted,
 }
 
-/// Sleeps until woken if `word` still is `expected`. Private to the process.
+/// Sleeps until woken, if `word` still is `expected`. The futex is private to the process.
 pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Wait {
     let ts = timeout.map(|t| libc::timespec {
         tv_sec: libc::time_t::try_from(t.as_secs()).unwrap_or(libc::time_t::MAX),
@@ -49,7 +49,7 @@ pub fn wait(word: &AtomicU32, expected: u32, timeout: Option<Duration>) -> Wait 
     }
 }
 
-/// Wakes up to `n` threads that wait on `word`; returns how many there were.
+/// Wakes up to `n` threads that wait on `word`; returns how many were woken.
 pub fn wake(word: &AtomicU32, n: u32) -> u32 {
     let n = i32::try_from(n).unwrap_or(i32::MAX);
     // SAFETY: the kernel uses only the address of `word`.

@@ -1,7 +1,6 @@
 //! [`LazyArray`]: a zeroed array whose pages cost memory only once touched.
 //!
-//! Per-page state of guest RAM is sized by the guest, but most guests touch
-//! little of it.
+//! State per page of guest RAM grows with the guest's size, but most guests touch little of their RAM.
 
 use std::{
     fmt, io, ops,
@@ -11,10 +10,10 @@ use std::{
 use crate::Mapping;
 
 mod sealed {
-    /// All-zero bytes are a valid value, and dropping does nothing.
+    /// Types of which all-zero bytes are a valid value and which need no drop.
     ///
     /// # Safety
-    /// Both must be true.
+    /// Both must be true of the type.
     pub unsafe trait Zeroed: Sync + Send {}
 }
 
@@ -30,15 +29,16 @@ unsafe impl sealed::Zeroed for AtomicU32 {}
 // SAFETY: an atomic integer: zero is a value, and nothing needs a drop.
 unsafe impl sealed::Zeroed for AtomicU64 {}
 
-/// Arrays up to so many bytes are on the heap: a process has at most 65530 mappings by default,
-/// and a VM up to twice 32764 slots.
+/// Arrays up to this many bytes are on the heap: a process has at most 65530 mappings by default, and a VM has up to
+/// twice 32764 slots.
 const SMALL: usize = 4096;
 
-/// Where the elements are.
+/// Where the elements are stored.
 enum Storage {
     Mapped(Mapping),
     Small(Box<[AtomicU64]>),
-    /// In what [`crate::allocator::reserve`] took: the thread may be one that must not map anything.
+    /// In the address space that [`crate::allocator::reserve`] took, because the thread may not be allowed to map
+    /// memory.
     Reserved(&'static [AtomicU64]),
 }
 
@@ -83,7 +83,7 @@ impl<T: Element> LazyArray<T> {
 }
 
 impl<T: Element> Default for LazyArray<T> {
-    /// Of no elements.
+    /// An array without elements.
     fn default() -> Self {
         Self {
             storage: Storage::Small(Box::default()),

@@ -1,8 +1,8 @@
 //! The host kernel and CPU wrapped safely: mappings, memfd, futex, eventfd, threads, clocks, CPU features.
 //!
-//! Nothing here installs a signal handler, prints, or keeps process-wide
-//! state but for the allocator's and the number of forks. System calls report [`std::io::Error`]; `EINTR` is never swallowed:
-//! a caller that kicks a thread with a signal relies on seeing it.
+//! Nothing here installs a signal handler, prints, or keeps process-wide state, except for the allocator and the number
+//! of forks. System calls report [`std::io::Error`]; `EINTR` is never swallowed, because a caller that kicks a thread
+//! with a signal relies on seeing it.
 
 pub mod allocator;
 pub mod brief_lock;
@@ -41,5 +41,5 @@ pub use vulnerabilities::vulnerability;
 
 /// Bytes in a host page.
 pub const PAGE_SIZE: usize = 4096;
-/// Bytes that one entry of the level above host pages covers.
+/// Bytes that an entry one level above host pages maps.
 pub const HUGE_PAGE: usize = 2 << 20;

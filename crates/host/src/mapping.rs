@@ -1,7 +1,7 @@
 //! [`Mapping`]: private anonymous memory, unmapped on drop.
 //!
-//! Only private-anonymous `mmap` is used, so that a VMM's seccomp filter on
-//! vCPU threads lets it pass; some compare all flags, so ordinary sizes have no others.
+//! Only private-anonymous `mmap` is used, so that a VMM's seccomp filter on vCPU threads allows it. Some filters
+//! compare all flags, so mappings of ordinary sizes use no others.
 
 use std::{io, ptr, ptr::NonNull};
 
@@ -9,8 +9,7 @@ use crate::{PAGE_SIZE, system};
 
 /// Private anonymous memory.
 ///
-/// The bytes are reachable only through the raw pointer: who maps memory also
-/// decides how it may be aliased.
+/// The bytes are reachable only through the raw pointer: the code that maps memory also decides how it may be aliased.
 #[derive(Debug)]
 pub struct Mapping {
     base: NonNull<u8>,
@@ -32,8 +31,8 @@ impl Mapping {
         Self::map(len, libc::PROT_NONE)
     }
 
-    /// Maps zeroed readable and writable memory. Pages appear when first touched
-    /// and much memory is not counted against overcommit before.
+    /// Maps zeroed readable and writable memory. Pages are allocated when first touched; a large mapping is not counted
+    /// against overcommit before that.
     ///
     /// # Errors
     /// Those of `mmap`; `EINVAL` if `len` is zero.
@@ -42,7 +41,7 @@ impl Mapping {
     }
 
     fn map(len: usize, prot: libc::c_int) -> io::Result<Self> {
-        /// Less than this is no overcommitment.
+        /// Mappings smaller than this are counted against overcommit.
         const LARGE: usize = 64 << 20;
         let len = len
             .checked_next_multiple_of(PAGE_SIZE)
@@ -80,7 +79,7 @@ impl Mapping {
         self.len == 0
     }
 
-    /// Asks for huge pages. A hint: hosts without them are no error.
+    /// Asks for huge pages. This is a hint: a host without them causes no error.
     pub fn advise_huge(&self) {
         self.advise(libc::MADV_HUGEPAGE);
     }
@@ -99,7 +98,8 @@ impl Mapping {
     }
 }
 
-/// Asks for huge pages in a range of this process, whoever has mapped it. A hint: whatever comes of it, the range keeps its contents.
+/// Asks for huge pages in a range of this process, whatever code has mapped it. This is a hint: in any case the range
+/// keeps its contents.
 pub fn advise_huge(address: usize, len: usize) {
     // SAFETY: MADV_HUGEPAGE changes neither contents nor protection of any memory.
     let _ = unsafe {

@@ -1,5 +1,5 @@
-//! [`Memfd`] and shared mappings of it: memory that has an fd, so that it can
-//! be mapped more than once or by somebody else.
+//! [`Memfd`] and its shared mappings: memory with a descriptor, so that it can be mapped several times or by another
+//! process.
 
 use std::{
     ffi::CStr,
@@ -10,7 +10,7 @@ use std::{
 
 use crate::{HUGE_PAGE, Mapping, PAGE_SIZE, system};
 
-/// Of Linux 6.1; the C library's headers may be older.
+/// Exists since Linux 6.1; the C library's headers may be older.
 pub const MADV_COLLAPSE: libc::c_int = 25;
 
 /// An anonymous file in memory.
@@ -65,7 +65,7 @@ impl Memfd {
         SharedMapping::new(self, libc::PROT_READ | libc::PROT_EXEC)
     }
 
-    /// Gives up the mapping interface and keeps the fd.
+    /// Gives up the mapping interface and keeps the descriptor.
     pub fn into_fd(self) -> OwnedFd {
         self.fd
     }
@@ -77,10 +77,10 @@ impl AsFd for Memfd {
     }
 }
 
-/// A shared mapping of a [`Memfd`], unmapped on drop. A large one begins where a huge page can.
+/// A shared mapping of a [`Memfd`], unmapped on drop. A large mapping is aligned to a huge page.
 #[derive(Debug)]
 pub struct SharedMapping {
-    /// What the file is mapped into; it has the pointer.
+    /// The address space that the file is mapped into. It has the pointer.
     _space: Mapping,
     base: NonNull<u8>,
     len: usize,
@@ -121,7 +121,7 @@ impl SharedMapping {
         })
     }
 
-    /// First byte. Others may have the same memory mapped: access it with atomics or volatile.
+    /// First byte. Other mappings may show the same memory, so it must be accessed by atomics or volatile accesses.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base.as_ptr()
     }
@@ -131,8 +131,8 @@ impl SharedMapping {
         self.len
     }
 
-    /// Lets go of the pages that this view shows; they are the file's, and come back when they are touched
-    /// again. May be called while other threads use them.
+    /// Gives up the pages that this view maps. They belong to the file, and are mapped again when they are touched. May
+    /// be called while other threads use them.
     pub fn let_go(&self) {
         // SAFETY: the range is this mapping's own, and as it is shared its contents stay.
         let _ = unsafe {
@@ -142,8 +142,8 @@ impl SharedMapping {
         };
     }
 
-    /// Has a huge page in place of the small ones that are [`HUGE_PAGE`] bytes from `huge_page` times
-    /// as many on, with their contents, or of none. May be called while other threads use them.
+    /// Replaces small pages by a huge page with the same contents: those in the [`HUGE_PAGE`] bytes at index
+    /// `huge_page`. Without pages there, allocates a huge page. May be called while other threads use the pages.
     ///
     /// # Errors
     /// Those of `madvise`; `EINVAL` where the kernel cannot, or for bytes that are not all in the mapping.
@@ -153,7 +153,7 @@ impl SharedMapping {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         let begin = self.base.as_ptr().expose_provenance() + begin;
-        // The kernel makes none where there is nothing yet.
+        // The kernel collapses nothing where there are no pages yet.
         let advice = [
             (PAGE_SIZE, libc::MADV_POPULATE_READ),
             (HUGE_PAGE, MADV_COLLAPSE),

@@ -1,4 +1,4 @@
-//! poll(2) over a set of fds, and sets that the kernel keeps.
+//! poll(2) over a set of descriptors, and sets that the kernel keeps (epoll).
 
 use std::{
     io,
@@ -8,7 +8,7 @@ use std::{
 
 use crate::{service_thread::FILES, system};
 
-/// What is known about one fd.
+/// The state of one descriptor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
     /// Reading would not block.
@@ -19,8 +19,7 @@ pub struct Ready {
     pub closed: bool,
 }
 
-/// Waits until one of `fds` is readable, or the timeout; the answers are in the
-/// order of `fds`.
+/// Waits until one of `fds` is readable, or until the timeout. The answers are in the order of `fds`.
 ///
 /// # Errors
 /// Those of `poll`, `EINTR` included.
@@ -52,7 +51,7 @@ pub fn readable(fds: &[BorrowedFd<'_>], timeout: Option<Duration>) -> io::Result
         .collect())
 }
 
-/// For the kernel, rounded up: returning early would make callers spin.
+/// Converts a timeout for the kernel, rounding up: returning early would make callers spin.
 fn milliseconds(timeout: Option<Duration>) -> i32 {
     timeout.map_or(-1, |t| {
         i32::try_from(t.as_nanos().div_ceil(1_000_000)).unwrap_or(i32::MAX)
@@ -62,18 +61,18 @@ fn milliseconds(timeout: Option<Duration>) -> i32 {
 /// When an entry of an [`Epoll`] is reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
-    /// While it is readable.
+    /// As long as it is readable.
     Level,
-    /// Each time that something is written, and once when it is added.
+    /// Each time that something is written, and once if it is readable when it is added.
     Edge,
 }
 
-/// An epoll set. An entry is a file and the number that it was added by; it does not keep the file
-/// open, and goes with the file's last descriptor.
+/// An epoll set. An entry is a file and the number that it was added by. The entry does not keep the file open, and
+/// vanishes with the file's last descriptor.
 #[derive(Debug)]
 pub struct Epoll(OwnedFd);
 
-/// Entries reported at once.
+/// Largest number of entries reported at once.
 const BATCH: usize = 32;
 
 impl Epoll {
@@ -90,7 +89,7 @@ impl Epoll {
         Ok(Self(fd))
     }
 
-    /// Adds what the caller, or somebody else in the process, has open as `fd`.
+    /// Adds a file, which the caller or other code of the process has open as `fd`.
     ///
     /// # Errors
     /// Those of `epoll_ctl`.
@@ -98,10 +97,10 @@ impl Epoll {
         self.control(libc::EPOLL_CTL_ADD, fd, token, trigger)
     }
 
-    /// Renews an entry, which is reported once more if it is readable.
+    /// Renews an entry, which is reported once more if the file is readable.
     ///
     /// # Errors
-    /// If `fd` is closed, or another file than the one that was added by this number.
+    /// Fails if `fd` is closed, or is another file than the one that was added by this number.
     pub fn renew(&self, fd: RawFd, token: u64, trigger: Trigger) -> io::Result<()> {
         self.control(libc::EPOLL_CTL_MOD, fd, token, trigger)
     }
@@ -160,7 +159,7 @@ impl Epoll {
         Ok(())
     }
 
-    /// The tokens of all entries that are left; `None` where /proc does not tell.
+    /// Returns the tokens of all entries that are left; `None` if /proc does not tell.
     pub fn tokens(&self) -> Option<Vec<u64>> {
         let path = format!("/proc/self/fdinfo/{}", self.0.as_raw_fd());
         let info = FILES.pass(|| std::fs::read_to_string(path))?.ok()?;

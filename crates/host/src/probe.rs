@@ -1,15 +1,14 @@
-//! Whether memory can be accessed.
+//! Finds out whether memory can be accessed.
 //!
-//! Where faults are caught ([`faults`]), it is accessed. Elsewhere the kernel is asked, by system calls
-//! among those that most filters of a vCPU's thread allow. As with a kernel that copies, pages are
-//! made present, and userfaultfd is served.
+//! If faults are caught ([`faults`]), the memory is accessed. Otherwise the kernel is asked, by system calls that most
+//! filters of vCPU threads allow. As when a kernel copies, pages are made present, and userfaultfd is served.
 
 use crate::{faults, system};
 
-/// True if the word of eight bytes that contains the address can be read.
+/// True if the aligned eight bytes that contain the address can be read.
 pub fn is_readable(address: u64) -> bool {
     const NO_SUCH_OPERATION: libc::c_int = -1;
-    // Null would be no set of signals, which is good.
+    // A null pointer would mean "no set of signals", which is valid.
     if address < crate::PAGE_SIZE as u64 {
         return false;
     }
@@ -30,13 +29,13 @@ pub fn is_readable(address: u64) -> bool {
     result.map_or_else(|error| error.raw_os_error() != Some(libc::EFAULT), |_| true)
 }
 
-/// True if the word of four bytes that contains the address can be written: zero is added to it.
+/// True if the aligned four bytes that contain the address can be written: zero is added to them.
 pub fn is_writable(address: u64) -> bool {
     if let Some(is) = faults::is_writable(address) {
         return is;
     }
     let word = 0u32;
-    // FUTEX_OP_ADD of 0, then FUTEX_OP_CMP_LT with the smallest number: nobody is woken.
+    // FUTEX_OP_ADD of 0, then FUTEX_OP_CMP_LT with the smallest number, so that no thread is woken.
     const ADD_NOTHING: u32 = 1 << 28 | 2 << 24 | 0x800;
     // SAFETY: the word behind `address` keeps its value, in one atomic step; nobody sleeps on ours.
     let result = unsafe {

@@ -1,4 +1,4 @@
-//! Random numbers without a system call for each.
+//! Random numbers without a system call for each of them.
 
 use std::io;
 
@@ -24,15 +24,15 @@ pub fn fill(buf: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Random numbers from a seed of the kernel's: ChaCha20 (RFC 8439) that replaces its key by a
-/// part of its output after each block, so that what it has given cannot be found from its state.
+/// A generator of random numbers, seeded by the kernel: ChaCha20 (RFC 8439) that replaces its key by a part of its
+/// output after each block, so that earlier numbers cannot be computed from its state.
 ///
-/// A vCPU's RDRAND: some filters of system calls do not know getrandom(2).
+/// It serves a vCPU's RDRAND, because some system call filters do not allow getrandom(2).
 #[derive(Debug)]
 pub struct Generator {
     key: [u32; 8],
     blocks: u64,
-    /// What is left of the last block.
+    /// Numbers of the last block that are left.
     numbers: [u64; 4],
     left: usize,
 }

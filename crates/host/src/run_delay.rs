@@ -1,7 +1,7 @@
-//! [`RunDelay`]: how long a thread has waited for its processor, as the host's scheduler has it.
+//! [`RunDelay`]: how long a thread has waited for a processor, as the host's scheduler counts it.
 //!
-//! The figure is in /proc/self/task/TID/schedstat, and threads that execute guests can open no file: a
-//! [`crate::ServiceThread`] does. One thread at a time asks.
+//! The figure is in /proc/self/task/TID/schedstat. Threads that execute guests can open no file, so a
+//! [`crate::ServiceThread`] reads it. One thread at a time asks.
 
 use std::{
     fs,
@@ -21,23 +21,24 @@ use crate::{
 
 const UNKNOWN: u64 = u64::MAX;
 
-/// A question and its answer.
+/// A request and its answer.
 #[derive(Debug)]
 pub struct RunDelay {
     bell: Option<Arc<Bell>>,
     thread: AtomicI32,
-    /// Numbers of the last question and of the last answer.
+    /// Numbers of the last request and of the last answer.
     asked: AtomicU32,
     answered: AtomicU32,
     ns: AtomicU64,
 }
 
-/// What the host says of a thread.
+/// The host's figure of a thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waited {
     /// The thread that asked.
     pub thread: i32,
-    /// How long it had waited in its life when the service thread looked; nothing if the host does not say.
+    /// How long the thread had waited in its life when the service thread read the figure; `None` if the host does not
+    /// tell.
     pub ns: Option<u64>,
 }
 
@@ -52,7 +53,7 @@ impl RunDelay {
         }
     }
 
-    /// Asks for the calling thread's; what was asked before is forgotten. Its only system call is futex(2).
+    /// Requests the calling thread's figure, and drops earlier requests. The only system call is futex(2).
     pub fn ask(&self) {
         let asked = self.asked.load(Ordering::Relaxed).wrapping_add(1);
         self.thread
@@ -65,7 +66,7 @@ impl RunDelay {
         }
     }
 
-    /// The answer to the last question, if it is there.
+    /// Returns the answer to the last request, if it is there.
     pub fn answer(&self) -> Option<Waited> {
         if self.answered.load(Ordering::Acquire) != self.asked.load(Ordering::Relaxed) {
             return None;
@@ -77,7 +78,7 @@ impl RunDelay {
         })
     }
 
-    /// Waits for the answer, for some time and until a signal comes.
+    /// Waits for the answer, at most for `limit` and until a signal comes.
     pub fn wait(&self, limit: Duration) {
         let end = Instant::now() + limit;
         loop {
@@ -92,7 +93,7 @@ impl RunDelay {
         }
     }
 
-    /// On the service thread.
+    /// Answers the last request. Called on the service thread.
     pub(crate) fn serve(&self) {
         let asked = self.asked.load(Ordering::Acquire);
         if asked == self.answered.load(Ordering::Relaxed) {
@@ -108,7 +109,7 @@ impl RunDelay {
 
 fn read(thread: i32) -> Option<u64> {
     static ARE_OURS: OnceLock<bool> = OnceLock::new();
-    // /proc may be another namespace's, where the same numbers are others' threads.
+    // /proc may be that of another PID namespace, where the same numbers are other threads.
     let are_ours = *ARE_OURS.get_or_init(|| {
         let path = format!("{}/task/{}", std::process::id(), thread::tid());
         fs::read_link("/proc/thread-self").is_ok_and(|link| link.as_os_str() == path.as_str())
@@ -122,7 +123,8 @@ fn read(thread: i32) -> Option<u64> {
     parse(std::str::from_utf8(line.get(..len)?).ok()?)
 }
 
-/// Time on processors, time waited for one, and a count. All are zero in a kernel that does not keep them.
+/// Parses a line with the time on processors, the time waited for one, and a count. All are zero if the kernel does not
+/// keep them.
 fn parse(line: &str) -> Option<u64> {
     let mut words = line.split_ascii_whitespace();
     let is_kept = words.next()? != "0";
@@ -148,7 +150,7 @@ mod tests {
     fn the_answer_is_what_the_kernel_says() {
         let service_thread = Arc::<ServiceThread>::default();
         let delay = service_thread.run_delay();
-        // The same call, made here; a kernel without it, or another's /proc, gives nothing both times.
+        // A kernel without the figure, or another namespace's /proc, gives nothing to both.
         let here = || read(thread::tid());
         for _ in 0..3 {
             let before = here();

@@ -1,7 +1,7 @@
-//! [`ServiceThread`]: a thread beside the vCPUs' that makes system calls for them.
+//! [`ServiceThread`]: a thread beside the vCPUs that makes system calls for them.
 //!
-//! It looks after the pages of translated code ([`CodeViews`]), and asks how long threads have waited
-//! for their processor ([`RunDelay`]).
+//! It manages the pages of translated code ([`CodeViews`]), and reads how long threads have waited for a processor
+//! ([`RunDelay`]).
 
 use std::{
     io,
@@ -14,10 +14,10 @@ use std::{
 
 use crate::{CodeViews, RunDelay, futex, thread};
 
-/// How often the service thread looks at code that changes.
+/// Interval at which the service thread checks code that changes.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// What the service thread sleeps on.
+/// The word that the service thread sleeps on.
 #[derive(Debug, Default)]
 pub(crate) struct Bell {
     word: AtomicU32,
@@ -36,7 +36,7 @@ impl Bell {
     }
 }
 
-/// Serves vCPUs, by a thread that ends with it.
+/// Serves vCPUs by a thread, which ends with this object.
 #[derive(Debug, Default)]
 pub struct ServiceThread {
     bell: Arc<Bell>,
@@ -60,10 +60,10 @@ fn all_of<T>(list: &Mutex<Vec<Weak<T>>>) -> Vec<Arc<T>> {
 }
 
 impl ServiceThread {
-    /// Looks after a buffer from now on.
+    /// Manages a code buffer's pages from now on.
     ///
     /// # Errors
-    /// The first time, those of `pthread_create`.
+    /// Those of `pthread_create`, in the first call.
     pub fn add(self: &Arc<Self>, views: &Arc<CodeViews>) -> io::Result<()> {
         add_to(&self.views, views);
         self.start()?;
@@ -71,7 +71,7 @@ impl ServiceThread {
         Ok(())
     }
 
-    /// By this a thread asks for its delays.
+    /// Returns the object by which a thread asks for its delays.
     pub fn run_delay(self: &Arc<Self>) -> Arc<RunDelay> {
         let bell = self.start().is_ok().then(|| Arc::clone(&self.bell));
         let delay = Arc::new(RunDelay::new(bell));
@@ -102,7 +102,7 @@ impl Drop for ServiceThread {
 }
 
 fn keep(service_thread: &Weak<ServiceThread>, bell: &Bell) {
-    // When the views are looked at next: a second after each change, and as long as there is more to do.
+    // When the views are checked next: a second after each change, and every second while work is left.
     let mut due = Some(Instant::now() + LOOK_EVERY);
     loop {
         let rung = bell.word.load(Ordering::Acquire);
@@ -135,19 +135,19 @@ fn keep(service_thread: &Weak<ServiceThread>, bell: &Bell) {
     }
 }
 
-/// Threads of ours that are in a system call of a kind, and [`FORBIDDEN`].
+/// Counts anykvm's threads that are in a system call of one kind, beside the [`FORBIDDEN`] bit.
 #[derive(Debug)]
 pub(crate) struct Gate(AtomicU32);
 
-/// Calls about pages of code.
+/// System calls about pages of code.
 pub(crate) static PAGES: Gate = Gate(AtomicU32::new(0));
-/// Calls that open files.
+/// System calls that open files.
 pub(crate) static FILES: Gate = Gate(AtomicU32::new(0));
 const FORBIDDEN: u32 = 1 << 31;
 static IS_KEPT: AtomicBool = AtomicBool::new(false);
 
 impl Gate {
-    /// The result of calls, if they are allowed.
+    /// Makes system calls and returns their result, if they are allowed.
     pub(crate) fn pass<R>(&self, call: impl FnOnce() -> R) -> Option<R> {
         let is_allowed = self.0.fetch_add(1, Ordering::AcqRel) & FORBIDDEN == 0;
         let result = is_allowed.then(call);
@@ -157,7 +157,8 @@ impl Gate {
 
     fn close(&self) {
         self.0.fetch_or(FORBIDDEN, Ordering::AcqRel);
-        // Each takes a millisecond at most. In a child of a fork, a thread that is not there may seem to make one.
+        // Each call takes a millisecond at most. In a forked child the count may include a thread of the parent, so the
+        // wait is limited.
         for _ in 0..1_000 {
             if self.0.load(Ordering::Acquire) == FORBIDDEN {
                 return;
@@ -167,17 +168,17 @@ impl Gate {
     }
 }
 
-/// There is, or was, a service thread.
+/// True if there is, or was, a service thread.
 pub fn is_served() -> bool {
     IS_KEPT.load(Ordering::Relaxed)
 }
 
-/// From now on keepers open no files: a filter is about to hold for all threads that lets the other calls pass.
+/// Stops service threads from opening files, because a filter that forbids this will hold for all threads.
 pub fn forbid_files() {
     FILES.close();
 }
 
-/// From now on keepers make no system calls but futex(2): a filter is about to hold for all threads.
+/// Stops service threads from making system calls other than futex(2), because a filter will hold for all threads.
 pub fn forbid_calls() {
     forbid_files();
     PAGES.close();
@@ -201,7 +202,7 @@ mod tests {
         let delay = service_thread.run_delay();
         let bell = Arc::downgrade(&service_thread.bell);
         drop((delay, service_thread));
-        // The thread had it as well.
+        // The service thread had a reference to it as well.
         let ends = (0..1000).any(|_| {
             std::thread::sleep(Duration::from_millis(10));
             bell.strong_count() == 0

@@ -2,8 +2,8 @@
 
 use crate::system;
 
-/// Signals that are pending for the calling thread or its process and blocked
-/// in the thread; bit `n - 1` is signal n.
+/// Returns the signals that are pending for the calling thread or its process and blocked in the thread; bit `n - 1` is
+/// signal n.
 pub fn pending() -> u64 {
     let mut set = 0u64;
     // SAFETY: the kernel's signal set is eight bytes, which `set` has room for.
@@ -11,16 +11,16 @@ pub fn pending() -> u64 {
         let arguments = [&raw mut set as usize, size_of::<u64>()];
         system::call(libc::SYS_rt_sigpending, arguments)
     };
-    // It cannot fail with these arguments, but a system call filter may refuse it.
+    // The call cannot fail with these arguments, but a system call filter may refuse it.
     if known.is_ok() { set } else { 0 }
 }
 
-/// Blocks all signals in the calling thread, those that faults raise excepted.
+/// Blocks all signals in the calling thread, except those that faults raise.
 pub fn block_all() {
     block();
 }
 
-/// The same; returns the mask that there was.
+/// Blocks them, and returns the previous mask.
 fn block() -> libc::sigset_t {
     // SAFETY: only this thread's mask is changed, with a set made by libc.
     unsafe {
@@ -35,8 +35,8 @@ fn block() -> libc::sigset_t {
     }
 }
 
-/// What `f` returns, with [`block_all`] in force: a thread that it starts has signals blocked from its
-/// first instruction on, so that none of the VMM's is handled there.
+/// Returns the result of `f`, which is called with [`block_all`] in force. A thread that `f` starts has signals blocked
+/// from its first instruction on, so it handles none of the VMM's.
 pub fn while_blocked<R>(f: impl FnOnce() -> R) -> R {
     let before = block();
     let result = f();

@@ -1,8 +1,8 @@
-//! System calls of our own, all made by one instruction.
+//! anykvm's own system calls, all made by one instruction.
 //!
-//! In a VMM's process they are under the VMM's filters of system calls, which KVM's own work in the
-//! kernel is not. A filter sees where a call is made: by [`site`] ours can be let through and nothing of the
-//! VMM's with them. What vCPUs' threads and those that serve them need goes by here.
+//! In a VMM's process these are subject to the VMM's system call filters, to which KVM's own work in the kernel is not.
+//! A filter sees the address that a call is made from: by [`site`] anykvm's calls can be allowed, and none of the VMM's
+//! with them. All system calls of vCPU threads and of threads that serve them are made here.
 
 use std::{
     io,
@@ -11,7 +11,7 @@ use std::{
     ptr::NonNull,
 };
 
-/// Makes the call; the kernel's result, in which an errno is negative.
+/// Makes the call. Returns the kernel's result, in which an errno is negative.
 ///
 /// # Safety
 ///
@@ -36,17 +36,17 @@ unsafe extern "C" fn system_call(number: libc::c_long, arguments: *const [usize;
 }
 
 unsafe extern "C" {
-    /// Code: what follows the instruction.
+    /// Label of the code behind the instruction.
     safe static anykvm_after_own_call: u8;
 }
 
-/// What the kernel takes for the place of these calls: the instruction behind.
+/// The address that the kernel reports for these calls: that of the next instruction.
 pub fn site() -> Range<usize> {
     let after = &raw const anykvm_after_own_call as usize;
     after..after + 1
 }
 
-/// A system call. `errno` stays as it is.
+/// Makes a system call. `errno` is not changed.
 ///
 /// # Errors
 /// Those of the call.
@@ -66,19 +66,19 @@ pub unsafe fn call<const N: usize>(
     let result = unsafe { system_call(number, &raw const all) };
     usize::try_from(result).or_else(|_| match i32::try_from(-result) {
         Ok(errno @ 1..=4095) => Err(io::Error::from_raw_os_error(errno)),
-        // An address in the upper half.
+        // Addresses in the upper half are no errors.
         _ => Ok(result as usize),
     })
 }
 
-/// A system call that makes a descriptor.
+/// Makes a system call that returns a new descriptor.
 ///
 /// # Errors
 /// Those of the call.
 ///
 /// # Safety
 ///
-/// As for the call; what it gives is a new descriptor.
+/// As for the call, which must return a new descriptor.
 pub unsafe fn open<const N: usize>(
     number: libc::c_long,
     arguments: [usize; N],
@@ -89,7 +89,7 @@ pub unsafe fn open<const N: usize>(
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// Maps a part of a file, shared, readable and writable, at an address of the kernel's choice, for good.
+/// Maps a part of a file for good: shared, readable and writable, at an address of the kernel's choice.
 ///
 /// # Errors
 /// Those of `mmap`.
@@ -103,13 +103,13 @@ pub fn map_shared(fd: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<N
         .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))
 }
 
-/// Takes a mapping away.
+/// Removes a mapping.
 ///
 /// # Safety
 ///
-/// It is the caller's, and nothing refers to it.
+/// The mapping is the caller's, and nothing refers to it.
 pub unsafe fn unmap(first: NonNull<u8>, len: usize) {
-    // An error would say that there is no such mapping.
+    // An error would mean that there is no such mapping.
     // SAFETY: the caller's.
     let _ = unsafe { call(libc::SYS_munmap, [first.as_ptr() as usize, len]) };
 }

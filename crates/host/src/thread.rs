@@ -1,4 +1,4 @@
-//! Threads of ours, and the calling thread: its id, name and scheduling.
+//! anykvm's threads, and properties of the calling thread: id, name and scheduling.
 
 use std::{
     ffi::CString,
@@ -12,8 +12,9 @@ use std::{
 
 use crate::{futex, signal};
 
-/// Starts a thread that blocks all signals: the VMM's are for its own. It has begun when this returns, so that
-/// a filter of system calls that comes now finds what a C library does in a new thread done.
+/// Starts a thread that blocks all signals, because the VMM's signals are for the VMM's threads. The thread has begun
+/// when this returns: a system call filter that is installed afterwards does not affect what a C library does at the
+/// start of a thread.
 ///
 /// # Errors
 /// Those of `pthread_create`.
@@ -34,8 +35,8 @@ pub fn start(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()>
     Ok(())
 }
 
-/// Cores that this process may use, as it was when somebody asked for the first time: that reads files,
-/// which a filter of system calls may forbid later.
+/// Returns how many cores this process may use, as at the first call. The first call reads files, which a system call
+/// filter may forbid later.
 pub fn cores() -> usize {
     static CORES: OnceLock<usize> = OnceLock::new();
     *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
@@ -47,10 +48,10 @@ pub fn tid() -> i32 {
     unsafe { libc::gettid() }
 }
 
-/// [`tid`] without a system call: the C library tells it in the id of the thread's clock. Nothing where the
-/// kernel's form of those ids is another one.
+/// Like [`tid`], but without a system call: the C library encodes the id in the id of the thread's clock. `None` if the
+/// kernel's encoding is another one.
 pub fn known_tid() -> Option<i32> {
-    /// A thread's clock (4) of time on a processor (2); the id is above, inverted.
+    /// A thread's clock (4) of processor time (2). The thread's id is in the bits above, inverted.
     const KIND: i32 = 4 | 2;
     let mut clock = 0;
     // SAFETY: the calling thread exists, and `clock` is writable.
@@ -67,15 +68,15 @@ pub fn set_name(name: &str) {
     }
 }
 
-/// Lets another thread run, for the time that the kernel needs to set and to serve a timer:
-/// filters of system calls know futex(2), but not all know sched_yield(2).
+/// Lets another thread run for the time that the kernel needs to set and serve a timer. System call filters allow
+/// futex(2), but not all allow sched_yield(2).
 pub fn yield_now() {
     static NEVER: AtomicU32 = AtomicU32::new(0);
     futex::wait(&NEVER, 0, Some(Duration::from_nanos(1)));
 }
 
-/// Asks the kernel to wake the calling thread as close to its deadline as it can:
-/// the default slack of 50 µs would delay guest timers.
+/// Asks the kernel to wake the calling thread as close to its deadline as it can. The default slack of 50 µs would
+/// delay guest timers.
 pub fn set_timer_slack_ns(ns: u64) {
     let ns = libc::c_ulong::try_from(ns.max(1)).unwrap_or(libc::c_ulong::MAX);
     // SAFETY: an integer argument, no pointers.

@@ -1,4 +1,4 @@
-//! [`Bell`]: what a doorbell does, and the table by which a guest's write finds it.
+//! [`Bell`]: what a doorbell does, and the table by which a guest's write finds its doorbell.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,8 +17,8 @@ pub(crate) enum Bell {
     Event {
         id: Identity,
         event: EventFd,
-        /// For an eventfd whose writers block when its counter is full: one at a time asks
-        /// whether it is.
+        /// Held to ask whether the counter is full, if writers of this eventfd block then: only one writer at a time
+        /// may ask.
         asks: Option<Mutex<()>>,
     },
     /// Calls into the VMM.
@@ -35,7 +35,7 @@ impl core::fmt::Debug for Bell {
 }
 
 thread_local! {
-    /// The thread is a vCPU's that calls a subscriber.
+    /// True while this thread, which is a vCPU's, calls a subscriber.
     static CALLING: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -49,8 +49,8 @@ impl Bell {
         })
     }
 
-    /// Rings. Never blocks: a full counter is a signal already, and a reader that is gone is the
-    /// VMM's business.
+    /// Rings the doorbell. Never blocks: a full counter is a signal already, and a missing reader is the VMM's
+    /// business.
     #[inline]
     pub(crate) fn ring(&self, value: u64) {
         match self {
@@ -76,8 +76,8 @@ impl Bell {
     }
 }
 
-/// What names an eventfd: the counter's own number among all of the host's; where the host does not
-/// tell it, or may not be asked any more, the VMM's number, which may be another eventfd's by now.
+/// Names an eventfd by its counter's number, which is unique on the host. If the host does not tell that number, or may
+/// not be asked any more, the VMM's descriptor number stands in, which may have become another eventfd's.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Identity {
     id: Option<u64>,
@@ -85,7 +85,7 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    /// `fd`: the VMM's descriptor.
+    /// Returns the identity of `event`, which is the VMM's descriptor `fd`.
     pub(crate) fn of(event: &EventFd, fd: i32) -> Self {
         let id = event.id();
         Self { id, fd }
@@ -100,13 +100,13 @@ impl Identity {
 }
 
 impl Identity {
-    /// The host says so.
+    /// True if the host says that both are the same eventfd.
     pub(crate) fn is_surely(self, other: Self) -> bool {
         self.id.is_some() && self.id == other.id
     }
 }
 
-/// EBADF for what is not open, EINVAL for what is no eventfd.
+/// Maps an error to EBADF for a number that is not open, and to EINVAL for a file that is no eventfd.
 pub(crate) fn not_an_eventfd(error: std::io::Error) -> Error {
     if error.kind() == std::io::ErrorKind::InvalidInput {
         Error::InvalidArgument
@@ -115,10 +115,10 @@ pub(crate) fn not_an_eventfd(error: std::io::Error) -> Error {
     }
 }
 
-/// The doorbells and coalesced zones of a VM, as vCPUs read them. Chips answer for themselves.
+/// The doorbells and coalesced zones of a VM, as vCPUs read them. In-kernel chips are not in it.
 pub(crate) type IoTable = IoBus<(), Arc<Bell>>;
 
-/// The calling thread is a vCPU's, in the middle of a subscriber's call.
+/// True if the calling thread is a vCPU's that is in the middle of a subscriber's call.
 pub(crate) fn is_calling() -> bool {
     CALLING.get()
 }

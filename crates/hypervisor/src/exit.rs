@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU8;
 
-/// Bytes of an OUT. A string instruction exits once per element, so four are enough.
+/// The bytes of an OUT. A string instruction exits once per element, so four bytes are enough.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IoData {
     bytes: [u8; 4],
@@ -26,10 +26,10 @@ impl core::ops::Deref for IoData {
     }
 }
 
-/// What the VMM left in the run page in answer to the previous exit.
+/// The VMM's answer to the previous exit, as it left it in the run page.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Answer<'a> {
-    /// Nothing was asked.
+    /// The previous exit asked for nothing.
     #[default]
     None,
     /// Data of INS.
@@ -64,11 +64,11 @@ pub struct RunInput<'a> {
     pub blocked_signals: Option<u64>,
 }
 
-/// The answer that an exit asks the VMM for. Small enough to be stored, and soon read again, by one
-/// instruction each.
+/// Which answer an exit asks of the VMM. The type is small enough to be stored by one instruction and soon read back by
+/// one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Question {
-    /// None, or it was answered.
+    /// Nothing was asked, or the question was answered.
     #[default]
     None,
     /// The data of an IN.
@@ -98,16 +98,16 @@ pub enum Question {
 
 /// The memory that KVM_RUN shares with the VMM. Only the thread that is in KVM_RUN uses it.
 pub trait RunPage {
-    /// The VMM's input. Bytes of an IN are copied to `io`, as the page may change while the
-    /// hypervisor looks at them.
+    /// Reads the VMM's input. Bytes of an IN are copied to `io`, because the VMM may change the page while the
+    /// hypervisor uses them.
     fn input<'a>(&'a self, question: Question, io: &'a mut [u8; 4096]) -> RunInput<'a>;
-    /// Describes an exit, and says what the next KVM_RUN has to fetch from the page.
+    /// Describes an exit, and returns what the next KVM_RUN has to read from the page.
     fn store(&self, exit: &Exit, status: &RunStatus) -> Question;
-    /// KVM_RUN has failed: only the status is shown.
+    /// Stores the status alone, after a KVM_RUN that failed.
     fn store_status(&self, status: &RunStatus);
 }
 
-/// What kvm_run shows after every KVM_RUN, also one that was interrupted.
+/// The part of kvm_run that is shown after every KVM_RUN, including one that was interrupted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunStatus {
     /// An interrupt can be injected now (KVM_INTERRUPT).
@@ -143,7 +143,7 @@ pub enum HyperVExit {
         /// The two argument registers.
         params: [u64; 2],
     },
-    /// KVM_EXIT_HYPERV_SYNDBG: the debugger's interface.
+    /// KVM_EXIT_HYPERV_SYNDBG: a write to the synthetic debugger's registers.
     Debugger {
         /// The MSR that was written.
         msr: u32,
@@ -178,7 +178,7 @@ pub enum Exit {
         gpa: u64,
         /// 1 to 8 bytes.
         len: u8,
-        /// Write.
+        /// The access is a write.
         is_write: bool,
         /// Written bytes.
         data: [u8; 8],
@@ -195,9 +195,9 @@ pub enum Exit {
     SetTpr,
     /// KVM_EXIT_TPR_ACCESS.
     TprAccess {
-        /// Where the instruction is.
+        /// RIP of the instruction.
         rip: u64,
-        /// It writes.
+        /// The access is a write.
         is_write: bool,
     },
     /// KVM_EXIT_DEBUG.
@@ -248,13 +248,13 @@ pub enum Exit {
         /// KVM_SYSTEM_EVENT_*.
         kind: u32,
     },
-    /// None: KVM_RUN fails with EFAULT, as the guest came to RAM that the VMM has not mapped.
+    /// No exit: KVM_RUN fails with EFAULT, because the guest accessed RAM that the VMM has not mapped.
     HostFault,
     /// KVM_EXIT_INTERNAL_ERROR.
     InternalError {
         /// KVM_INTERNAL_ERROR_*.
         suberror: u32,
-        /// Details: RIP first.
+        /// Details, with RIP first.
         data: Vec<u64>,
     },
 }

@@ -24,7 +24,7 @@ pub use irqchip::IoapicState;
 
 pub use guest_memory::{DirtyRingMemory, HostChange};
 
-/// Events of KVM_SET_PMU_EVENT_FILTER at most.
+/// Largest number of events of KVM_SET_PMU_EVENT_FILTER.
 pub const MAX_FILTERED_EVENTS: usize = pmu::MAX_EVENTS;
 
 pub use bell::Subscriber;

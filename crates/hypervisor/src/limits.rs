@@ -1,16 +1,16 @@
-//! What calls may ask for at most: what KVM_CHECK_EXTENSION tells is what they take.
+//! Limits of what calls may ask for. KVM_CHECK_EXTENSION reports the same values that the calls accept.
 
 use kvm_bindings::*;
 
-/// Most vCPUs of a VM (KVM_MAX_VCPUS).
+/// Largest number of vCPUs of a VM (KVM_MAX_VCPUS).
 pub(crate) const MAX_VCPUS: i32 = 1024;
-/// vCPU ids are below it (KVM_MAX_VCPU_IDS): there may be gaps in them, as in APIC ids.
+/// Exclusive limit of vCPU ids (KVM_MAX_VCPU_IDS). Ids may have gaps, as APIC ids have.
 pub(crate) const MAX_VCPU_IDS: i32 = 4 * MAX_VCPUS;
 
-/// What KVM_CAP_X86_DISABLE_EXITS takes: MWAIT is a NOP here, and there are no C-state MSRs.
+/// The exits that KVM_CAP_X86_DISABLE_EXITS accepts. MWAIT is a NOP here, and there are no C-state MSRs.
 pub(crate) const DISABLED_EXITS: u32 = KVM_X86_DISABLE_EXITS_HLT | KVM_X86_DISABLE_EXITS_PAUSE;
 
-/// KVM_GUESTDBG_VALID_MASK: what KVM_SET_GUEST_DEBUG takes.
+/// KVM_GUESTDBG_VALID_MASK: the flags that KVM_SET_GUEST_DEBUG accepts.
 pub(crate) const GUEST_DEBUG: u32 = KVM_GUESTDBG_ENABLE
     | KVM_GUESTDBG_SINGLESTEP
     | KVM_GUESTDBG_USE_HW_BP
@@ -19,13 +19,13 @@ pub(crate) const GUEST_DEBUG: u32 = KVM_GUESTDBG_ENABLE
     | KVM_GUESTDBG_INJECT_DB
     | KVM_GUESTDBG_BLOCKIRQ;
 
-/// Most banks (KVM_MAX_MCE_BANKS).
+/// Largest number of banks (KVM_MAX_MCE_BANKS).
 pub(crate) const MCE_BANKS: usize = 32;
 /// IA32_MCG_CAP: IA32_MCG_CTL exists.
 pub(crate) const MCG_CTL_P: u64 = 1 << 8;
 /// IA32_MCG_CAP: software error recovery.
 const MCG_SER_P: u64 = 1 << 24;
-/// IA32_MCG_CAP bits that a VMM may choose, beside the count of banks.
+/// The bits of IA32_MCG_CAP that a VMM may choose, besides the number of banks.
 pub(crate) const MCE_SUPPORTED_CAP: u64 = MCG_CTL_P | MCG_SER_P;
 
 /// APIC_BUS_CYCLE_NS_DEFAULT.
@@ -35,8 +35,8 @@ pub(crate) const HYPERCALL_EXITS: u64 = 1 << 12;
 /// KVM_X2APIC_API_VALID_FLAGS.
 pub(crate) const X2APIC_API: u64 =
     (KVM_X2APIC_API_USE_32BIT_IDS | KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK) as u64;
-/// KVM_X86_VALID_QUIRKS: all of Linux 6.1. KVM_X86_QUIRK_CD_NW_CLEARED changes nothing here, as
-/// there are no caches whose use CR0.CD could forbid.
+/// KVM_X86_VALID_QUIRKS: all of Linux 6.1. KVM_X86_QUIRK_CD_NW_CLEARED has no effect, as there are no caches that
+/// CR0.CD could disable.
 pub(crate) const QUIRKS: u64 = (KVM_X86_QUIRK_LINT0_REENABLED
     | KVM_X86_QUIRK_CD_NW_CLEARED
     | KVM_X86_QUIRK_LAPIC_MMIO_HOLE
@@ -48,10 +48,10 @@ pub(crate) const QUIRKS: u64 = (KVM_X86_QUIRK_LINT0_REENABLED
 pub(crate) const MANUAL_DIRTY_LOG: u64 =
     (KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET) as u64;
 
-/// Bytes of an entry of a dirty ring.
+/// Size in bytes of a dirty ring's entry.
 pub(crate) const RING_ENTRY: u64 = size_of::<kvm_dirty_gfn>() as u64;
-/// Bytes of the largest ring (KVM_DIRTY_RING_MAX_ENTRIES).
+/// Size in bytes of the largest dirty ring (KVM_DIRTY_RING_MAX_ENTRIES).
 pub(crate) const MAX_DIRTY_RING: u64 = 65536 * RING_ENTRY;
 
-/// Of IA32_PERF_CAPABILITIES: counters can be written in full, and stand still in SMM if the guest likes.
+/// IA32_PERF_CAPABILITIES: counters can be written in full width, and the guest may freeze them in SMM.
 pub(crate) const PERF_CAPABILITIES: u64 = 1 << 13 | 1 << 12;

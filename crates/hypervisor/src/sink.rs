@@ -1,25 +1,25 @@
-//! [`StatsSink`]: where statistics of VMs and vCPUs are shown.
+//! [`StatsSink`]: where the statistics of VMs and vCPUs are shown.
 
-/// Memory that shows statistics to others.
+/// Memory in which statistics are shown to others.
 pub trait StatsSink: Send + Sync {
     /// Stores all values, in the order of [`VCPU_STATS`](crate::VCPU_STATS) or [`VM_STATS`](crate::VM_STATS).
     fn store(&self, values: &[u64]);
 }
 
-/// What a statistic is.
+/// How a statistic's value is to be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatKind {
-    /// Counts up.
+    /// A count of events.
     Count,
-    /// Nanoseconds, adding up.
+    /// A sum of nanoseconds.
     Nanoseconds,
-    /// Now true (1) or false.
+    /// A state that is true (1) or false (0) now.
     Flag,
-    /// How many there are now.
+    /// The present number of something.
     Now,
 }
 
-/// A sink, once there is one.
+/// A sink, once one is set.
 pub(crate) struct Sink(Box<dyn StatsSink>);
 
 impl Sink {

@@ -1,4 +1,4 @@
-//! [`IoBus`]: chips, doorbells and coalesced zones of a VM, asked in that order.
+//! [`IoBus`]: the doorbells, chips and coalesced zones of a VM, asked in that order.
 //!
 //! A doorbell is asked first: it matches one address exactly and the VMM put it
 //! there on purpose. Reads of a doorbell's address go to the VMM, as in KVM.
@@ -7,23 +7,23 @@ use core::ops::Range;
 
 use crate::{Doorbells, Overlap, Ranges, Space, Zones};
 
-/// Who answers a write.
+/// What handles a write.
 #[derive(Debug, PartialEq, Eq)]
 pub enum WriteAnswer<'a, H, T> {
-    /// Signal this; the write is done.
+    /// A doorbell: signal this target. The write is then done.
     Doorbell(&'a T),
-    /// A chip, at an offset in its range.
+    /// This chip, at this offset in its range.
     Chip(H, u64),
-    /// Append to the ring; if it is full, exit.
+    /// A coalesced zone: append the write to the ring; if that is full, exit.
     Coalesce,
     /// The VMM.
     Exit,
 }
 
-/// Who answers a read.
+/// What handles a read.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ReadAnswer<H> {
-    /// A chip, at an offset in its range.
+    /// This chip, at this offset in its range.
     Chip(H, u64),
     /// The VMM.
     Exit,
@@ -62,7 +62,7 @@ impl<H: Copy, T> IoBus<H, T> {
         self.ranges_mut(space).remove(which);
     }
 
-    /// Who answers a write of the low `len` bytes of `value`.
+    /// Returns what handles a write of the low `len` bytes of `value`.
     #[inline]
     pub fn write(&self, space: Space, address: u64, len: u32, value: u64) -> WriteAnswer<'_, H, T> {
         if let Some(target) = self.doorbells.find(space, address, len, value) {
@@ -76,7 +76,7 @@ impl<H: Copy, T> IoBus<H, T> {
         }
     }
 
-    /// Who answers a read.
+    /// Returns what handles a read.
     #[inline]
     pub fn read(&self, space: Space, address: u64, len: u32) -> ReadAnswer<H> {
         match self.ranges(space).find(address, len.into()) {

@@ -1,12 +1,12 @@
 //! Coalesced I/O: writes that go into a ring which the VMM drains at its next
 //! exit (KVM API document, KVM_REGISTER_COALESCED_MMIO).
 //!
-//! The ring has one producer side, which the caller serialises, and one
-//! consumer, the VMM. It is full when one slot is left; then the write exits.
+//! The ring has one producer side, which the caller serialises, and one consumer, the VMM. It counts as full when one
+//! slot is left; a write is then an exit.
 
 use crate::Space;
 
-/// Entries in the ring's page (KVM_COALESCED_MMIO_MAX): a page less the two indices.
+/// Number of entries in the ring's page (KVM_COALESCED_MMIO_MAX): the page has two indices besides.
 pub const RING_ENTRIES: u32 = (4096 - 8) / 24;
 
 /// Content of `struct kvm_coalesced_mmio`, with its layout.
@@ -35,7 +35,7 @@ impl RingEntry {
     }
 }
 
-/// The ring's memory, which the VMM has mapped: any content is possible.
+/// The ring's memory. The VMM has mapped it, so its content may be anything.
 pub trait RingMemory {
     /// Index of the oldest entry; written by the VMM.
     fn first(&self) -> u32;
@@ -47,7 +47,7 @@ pub trait RingMemory {
     fn publish(&mut self, last: u32);
 }
 
-/// Appends a write; false if the ring is full or its indices are nonsense.
+/// Appends a write; false if the ring is full or its indices are invalid.
 pub fn push(ring: &mut (impl RingMemory + ?Sized), entry: RingEntry) -> bool {
     let last = ring.last();
     if last >= RING_ENTRIES {
@@ -96,8 +96,8 @@ impl Zones {
         });
     }
 
-    /// KVM_UNREGISTER_COALESCED_MMIO: as in KVM it removes every zone that
-    /// contains the given one, and it is no error if there is none.
+    /// KVM_UNREGISTER_COALESCED_MMIO. As in KVM, every zone that contains the given one is removed, and it is no error
+    /// if there is none.
     pub fn unregister(&mut self, space: Space, address: u64, size: u32) {
         self.zones
             .retain(|z| !z.covers(space, address, size.into()));

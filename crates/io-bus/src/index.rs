@@ -1,16 +1,15 @@
-//! [`Index`]: a hash table that is read all the time and changed rarely.
+//! [`Index`]: a hash table that is read often and changed rarely.
 //!
-//! Open addressing with linear probing, at most half full, so a look-up touches one or two cache
-//! lines. Keys come from the guest's VMM, and only few can be made to collide: the multiplier is odd
-//! and all bits of the key count.
+//! Open addressing with linear probing, at most half full, so a lookup touches one or two cache lines. The VMM chooses
+//! the keys, and can make only few of them collide, because the multiplier is odd and all bits of a key are used.
 
-/// An address or value, and a number that keeps equal ones apart.
+/// An address or value, and a number that distinguishes equal ones.
 pub(crate) type IndexKey = (u64, u32);
 
-/// See the module's description.
+/// A hash table, see the module's documentation.
 #[derive(Clone, Debug)]
 pub(crate) struct Index<V> {
-    /// A power of two, or none.
+    /// The slots: a power of two, or none.
     slots: Vec<Option<(IndexKey, V)>>,
     len: usize,
 }
@@ -41,7 +40,7 @@ impl<V> Index<V> {
         self.slots.iter().flatten().map(|(key, _)| *key).collect()
     }
 
-    /// The slot of a key, or the empty one where it would be; `None` without slots.
+    /// Returns the slot of a key, or the empty slot where it would be; `None` without slots.
     #[inline]
     fn place(&self, key: IndexKey) -> Option<usize> {
         let mask = self.slots.len().wrapping_sub(1);
@@ -54,21 +53,21 @@ impl<V> Index<V> {
         }
     }
 
-    /// What a key leads to.
+    /// Returns the value of a key.
     #[inline]
     pub(crate) fn find(&self, key: IndexKey) -> Option<&V> {
         let (_, value) = self.slots.get(self.place(key)?)?.as_ref()?;
         Some(value)
     }
 
-    /// The same, to be changed.
+    /// Returns the value of a key, to be changed.
     pub(crate) fn find_mut(&mut self, key: IndexKey) -> Option<&mut V> {
         let at = self.place(key)?;
         let (_, value) = self.slots.get_mut(at)?.as_mut()?;
         Some(value)
     }
 
-    /// What a key leads to, made by `make` if there is nothing.
+    /// Returns the value of a key; `make` makes it if there is none.
     pub(crate) fn entry(&mut self, key: IndexKey, make: impl FnOnce() -> V) -> &mut V {
         if self.find(key).is_none() {
             if 2 * (self.len + 1) > self.slots.len() {
@@ -86,7 +85,7 @@ impl<V> Index<V> {
         let at = self.place(key)?;
         let (_, value) = self.slots.get_mut(at)?.take()?;
         self.len -= 1;
-        // Whoever was pushed on by it moves up.
+        // Entries that were displaced by the removed one move to their proper slots.
         self.rebuild(self.slots.len());
         Some(value)
     }

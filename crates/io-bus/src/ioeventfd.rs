@@ -1,10 +1,9 @@
 //! Doorbells: writes that signal an eventfd instead of leaving the vCPU
 //! (KVM API document, KVM_IOEVENTFD).
 //!
-//! Invariant: at most one doorbell matches any one write, because assigning a
-//! second one that could match the same write is refused. Lookup is one probe of a
-//! hash table by address and, for datamatch, another by value: thousands of
-//! doorbells, also at one address, cost what one costs.
+//! Invariant: at most one doorbell matches any write, because assigning a second one that could match the same write is
+//! refused. A lookup is one probe of a hash table by address and, with datamatch, another one by value. So thousands of
+//! doorbells, even at one address, cost no more than one.
 
 use std::sync::Arc;
 
@@ -20,19 +19,19 @@ pub struct DoorbellSpec {
     pub space: Space,
     /// Address, matched exactly.
     pub address: u64,
-    /// Length of the write: 1, 2, 4 or 8; 0 is any.
+    /// Length of the write in bytes: 1, 2, 4 or 8; 0 matches any.
     pub len: u32,
-    /// The value that has to be written; `None` is any.
+    /// The value that must be written; `None` matches any.
     pub datamatch: Option<u64>,
 }
 
 /// Why a doorbell was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DoorbellError {
-    /// EINVAL: the length, an address that wraps, or datamatch without a length.
+    /// EINVAL: an invalid length, an address that wraps, or datamatch without a length.
     #[error("no doorbell can be like that")]
     Invalid,
-    /// EEXIST: some write would ring both.
+    /// EEXIST: some write would ring both doorbells.
     #[error("another doorbell listens to the same write")]
     Exists,
     /// ENOENT: there is no such doorbell with this target.
@@ -43,13 +42,13 @@ pub enum DoorbellError {
 /// All doorbells of one address.
 #[derive(Clone, Debug)]
 struct DoorbellsAt<T> {
-    /// Length 0: then it is the only one here.
+    /// The doorbell for any length, which is then the only one at the address.
     any_len: Option<T>,
-    /// Any value, for lengths 1, 2, 4 and 8.
+    /// The doorbells for any value, for lengths 1, 2, 4 and 8.
     any_value: [Option<T>; 4],
-    /// By length and value.
+    /// The doorbells for one value, by length and value.
     by_value: Index<T>,
-    /// How many of `by_value` are for lengths 1, 2, 4 and 8.
+    /// Number of doorbells in `by_value` for lengths 1, 2, 4 and 8.
     values: [u32; 4],
 }
 
@@ -69,10 +68,10 @@ impl<T> DoorbellsAt<T> {
     }
 }
 
-/// The doorbells of a VM; `T` is what one signals.
+/// The doorbells of a VM; a doorbell signals a `T`.
 #[derive(Clone, Debug)]
 pub struct Doorbells<T> {
-    // Shared with earlier versions of the table until they change.
+    // Earlier versions of the table share these until they change.
     ports: Index<Arc<DoorbellsAt<T>>>,
     mmio: Index<Arc<DoorbellsAt<T>>>,
 }
@@ -86,7 +85,7 @@ impl<T> Default for Doorbells<T> {
     }
 }
 
-/// Index of a length in `any_value`.
+/// Returns the index of a length in `any_value`.
 const fn len_index(len: u32) -> Option<usize> {
     match len {
         1 => Some(0),
@@ -98,7 +97,7 @@ const fn len_index(len: u32) -> Option<usize> {
 }
 
 impl DoorbellSpec {
-    /// Whether there can be such a doorbell.
+    /// Checks whether such a doorbell can exist.
     ///
     /// # Errors
     /// [`DoorbellError::Invalid`].
@@ -110,7 +109,7 @@ impl DoorbellSpec {
         }
         Ok(())
     }
-    /// A site's address as a key.
+    /// Returns the address as a key.
     const fn site(&self) -> IndexKey {
         (self.address, 0)
     }
@@ -124,7 +123,7 @@ impl<T: Clone> Doorbells<T> {
         if let Some(site) = table.find(spec.site()) {
             let taken = site.any_len.is_some()
                 || match (len_index(spec.len), spec.datamatch) {
-                    // There are no empty sites.
+                    // An address without doorbells has no entry.
                     (None, _) => true,
                     (Some(i), None) => site.any_value[i].is_some() || site.values[i] != 0,
                     (Some(i), Some(value)) => {
@@ -148,11 +147,11 @@ impl<T: Clone> Doorbells<T> {
         Ok(())
     }
 
-    /// KVM_IOEVENTFD with KVM_IOEVENTFD_FLAG_DEASSIGN: `is_target` tells whether
-    /// the doorbell signals the eventfd that was named.
+    /// KVM_IOEVENTFD with KVM_IOEVENTFD_FLAG_DEASSIGN: `is_target` says whether a doorbell signals the eventfd that was
+    /// named.
     ///
     /// # Errors
-    /// [`DoorbellError::NotFound`], also for what no doorbell can be like, as in KVM.
+    /// [`DoorbellError::NotFound`], also for a doorbell that cannot exist, as in KVM.
     pub fn deassign(
         &mut self,
         spec: DoorbellSpec,
@@ -179,7 +178,7 @@ impl<T: Clone> Doorbells<T> {
         target.ok_or(DoorbellError::NotFound)
     }
 
-    /// Removes all whose target satisfies `which`.
+    /// Removes all doorbells whose target satisfies `which`.
     pub fn remove(&mut self, mut which: impl FnMut(&T) -> bool) {
         for table in [&mut self.ports, &mut self.mmio] {
             for key in table.keys() {
@@ -212,7 +211,7 @@ impl<T: Clone> Doorbells<T> {
 }
 
 impl<T> Doorbells<T> {
-    /// The doorbell that a write of the low `len` bytes of `value` rings.
+    /// Returns the doorbell that a write of the low `len` bytes of `value` rings.
     #[inline]
     pub fn find(&self, space: Space, address: u64, len: u32, value: u64) -> Option<&T> {
         let table = match space {
@@ -270,14 +269,14 @@ mod tests {
         assert_eq!(d.deassign(pio, |()| false), Err(DoorbellError::NotFound));
         d.deassign(pio, |()| true).unwrap();
         assert_eq!(d.deassign(pio, |()| true), Err(DoorbellError::NotFound));
-        // What cannot be is not there.
+        // A doorbell that cannot exist is not found.
         for bad in [spec(8, 3, None), spec(8, 0, Some(0)), spec(8, 16, None)] {
             assert_eq!(d.deassign(bad, |()| true), Err(DoorbellError::NotFound));
         }
         assert!(d.find(Space::Mmio, 8, 4, 0).is_some() && d.find(Space::Pio, 8, 4, 0).is_none());
     }
 
-    /// First assigned, then assigned: does the second collide?
+    /// Rows: the first doorbell, the second one, and whether the second is refused.
     #[test]
     fn collisions() {
         let n = None;
@@ -332,7 +331,7 @@ mod tests {
     }
 
     proptest! {
-        /// KVM's documented rule, applied to a list.
+        /// KVM's documented rule, applied to a plain list.
         #[test]
         fn same_as_a_list(ops in prop::collection::vec(
             (any::<bool>(), 0u64..3, prop::sample::select(vec![0u32, 1, 2, 4, 8]), prop::option::of(0u64..3)), 0..80)) {

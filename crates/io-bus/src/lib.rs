@@ -1,9 +1,8 @@
-//! Who answers a port or MMIO access: a chip, an ioeventfd, a coalesced ring, or nobody.
+//! What handles a port or MMIO access: a chip, an ioeventfd, a coalesced ring, or the VMM.
 //!
-//! [`IoBus`] is an immutable table as far as vCPUs are concerned: a change
-//! clones it, and [`Published`] hands the new one to readers, who see it at
-//! their next access at the cost of one atomic load. Nothing here signals an
-//! eventfd or touches guest memory: the bus decides, the caller acts.
+//! For vCPUs [`IoBus`] is an immutable table: a change clones it, and [`Published`] hands the new one to readers, who
+//! see it at their next access at the cost of one atomic load. Nothing here signals an eventfd or touches guest memory:
+//! the bus decides, and the caller acts.
 
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,8 @@
-//! A value that is read all the time and replaced now and then.
+//! A value that is read often and replaced rarely.
 //!
-//! Each reader keeps the version that it saw last and asks, with one atomic
-//! load, whether there is a newer one; only then does it take the writers'
-//! lock. A reader in the middle of an access may still use the old version:
-//! whatever it refers to lives until the reader has moved on.
+//! Each reader keeps the version that it saw last, and checks by one atomic load whether there is a newer one; only if
+//! so, it takes the writers' lock. A reader in the middle of an access may still use the old version, so whatever that
+//! refers to lives until the reader has moved on.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -18,7 +17,7 @@ pub struct Published<T> {
 }
 
 impl<T> Published<T> {
-    /// With a first version.
+    /// Makes the value with its first version.
     pub fn new(value: T) -> Self {
         Self {
             generation: AtomicU64::new(0),
@@ -26,7 +25,7 @@ impl<T> Published<T> {
         }
     }
 
-    /// The current version.
+    /// Returns the current version.
     pub fn load(&self) -> Arc<T> {
         Arc::clone(&self.lock())
     }
@@ -40,14 +39,14 @@ impl<T> Published<T> {
         let mut copy = T::clone(&current);
         let result = change(&mut copy)?;
         *current = Arc::new(copy);
-        // After the store above (the lock orders it for readers who take it):
-        // whoever sees the new number finds the new version.
+        // After the store above, which the lock orders for readers who take it: a reader that sees the new number finds
+        // the new version.
         self.generation.fetch_add(1, Ordering::Release);
         Ok(result)
     }
 
     fn lock(&self) -> MutexGuard<'_, Arc<T>> {
-        // A panic in `change` leaves the old version whole.
+        // A panic in `change` leaves the old version intact.
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -61,10 +60,9 @@ pub struct Reader<T> {
 }
 
 impl<T> Reader<T> {
-    /// A reader of `source`.
+    /// Makes a reader of `source`.
     pub fn new(source: Arc<Published<T>>) -> Self {
-        // The number first: a version that is newer than its number is only
-        // loaded once more.
+        // The number is read first: if the version is newer than its number, it is only loaded once more.
         let generation = source.generation.load(Ordering::Acquire);
         let seen = source.load();
         Self {
@@ -74,7 +72,7 @@ impl<T> Reader<T> {
         }
     }
 
-    /// The current version.
+    /// Returns the current version.
     #[inline]
     pub fn get(&mut self) -> &T {
         let generation = self.source.generation.load(Ordering::Acquire);

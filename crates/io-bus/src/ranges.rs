@@ -1,8 +1,8 @@
-//! Address ranges and who handles them.
+//! Address ranges and their handlers.
 
 use core::ops::Range;
 
-/// A range overlaps one that is there.
+/// The range overlaps an existing one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the range from {start:#x} to {end:#x} overlaps another")]
 pub struct Overlap {
@@ -27,7 +27,7 @@ impl<H> Default for Ranges<H> {
 }
 
 impl<H: Copy> Ranges<H> {
-    /// Adds a range; empty ranges handle nothing.
+    /// Adds a range. An empty range has no effect.
     pub fn insert(&mut self, range: Range<u64>, handler: H) -> Result<(), Overlap> {
         if range.is_empty() {
             return Ok(());
@@ -50,7 +50,7 @@ impl<H: Copy> Ranges<H> {
         self.entries.retain(|(_, h)| !which(*h));
     }
 
-    /// The handler of all `len` bytes at `address`, and the offset in its range.
+    /// Returns the handler of all `len` bytes at `address`, and the offset in its range.
     #[inline]
     pub fn find(&self, address: u64, len: u64) -> Option<(H, u64)> {
         let at = self.entries.partition_point(|(r, _)| r.end <= address);

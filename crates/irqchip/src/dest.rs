@@ -1,28 +1,28 @@
 //! Who receives a [`LapicIrq`] message (SDM vol. 3, 11.6).
 //!
-//! Lowest-priority messages go to one of the matching LAPICs, chosen by the
-//! vector as KVM's default ("vector hashing") and the chipsets do: the choice
-//! is stable, so that one interrupt stays on one vCPU.
+//! A lowest-priority message goes to one of the matching LAPICs, chosen by the vector as KVM's default ("vector
+//! hashing") and chipsets do. The choice is stable, so that one interrupt stays on one vCPU.
 
 use crate::lapic::{Accepted, Lapic};
 use crate::line::LineStatus;
 use crate::message::{BROADCAST, DeliveryMode, LapicIrq, Shorthand, X2APIC_BROADCAST};
 
-/// The LAPICs of a VM, each behind whatever lock the caller has.
+/// The LAPICs of a VM, each behind a lock of the caller's.
 pub trait LapicSet {
-    /// How many there are; indices are below it.
+    /// Number of LAPICs; indices are below it.
     fn nr_lapics(&self) -> usize;
-    /// No LAPIC has, or had, another id than its index: a physical destination is one of them only.
+    /// True if no LAPIC has, or had, another id than its index. A physical destination then names one LAPIC at most.
     fn has_own_ids(&self) -> bool {
         false
     }
-    /// The LAPIC of the processor that Hyper-V's interface has under this number.
+    /// Returns the index of the LAPIC whose processor has this number in Hyper-V's interface.
     fn index_of_vp(&self, vp: u32) -> Option<usize> {
         Some(vp as usize).filter(|vp| *vp < self.nr_lapics())
     }
     /// Runs `f` on one LAPIC with its lock held. `f` takes no other lock.
     fn with<R>(&mut self, index: usize, f: impl FnOnce(&mut Lapic) -> R) -> R;
-    /// A LAPIC accepted something and its lock is dropped: note the event, kick the vCPU.
+    /// Notes that a LAPIC, whose lock has been dropped, accepted something: the implementation notes the event and
+    /// kicks the vCPU.
     fn notify(&mut self, index: usize, what: Accepted);
 }
 
@@ -36,16 +36,15 @@ impl LapicSet for [Lapic] {
     fn notify(&mut self, _index: usize, _what: Accepted) {}
 }
 
-/// Does `lapic` listen to this message? `from_self` is `None` if the sender is
-/// not a LAPIC, else whether it is this one.
+/// True if the message is for `lapic`. `from_self` is `None` if the sender is not a LAPIC; otherwise it says whether
+/// the sender is this LAPIC.
 pub fn matches(lapic: &Lapic, irq: &LapicIrq, from_self: Option<bool>) -> bool {
     match irq.shorthand {
         Shorthand::ToSelf => from_self == Some(true),
         Shorthand::All => true,
         Shorthand::Others => from_self != Some(true),
         Shorthand::None => {
-            // KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK: without it, a device's
-            // 8-bit broadcast reaches x2APICs too.
+            // Without KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK, a device's 8-bit broadcast reaches x2APICs, too.
             let quirk = from_self.is_none()
                 && irq.dest == BROADCAST
                 && lapic.is_x2apic()
@@ -80,13 +79,13 @@ pub fn deliver<S: LapicSet + ?Sized>(
         if irq.logical || irq.dest != BROADCAST {
             return deliver_lowest(set, &irq, sender);
         }
-        // A physical broadcast of lowest priority is undefined; KVM makes it fixed.
+        // A lowest-priority message with a physical broadcast is undefined; KVM delivers it as fixed.
         irq.mode = DeliveryMode::Fixed;
     } else if irq.is_lowest_priority() {
         return deliver_lowest(set, &irq, sender);
     }
-    // APIC ids are vCPU ids and those are mostly dense: try the obvious one first. In xAPIC mode a
-    // guest may give several LAPICs the same id, and all of them listen.
+    // APIC ids are vCPU ids, which are mostly dense, so the LAPIC with that index is tried first. In xAPIC mode a guest
+    // may give several LAPICs the same id; all of them get the message.
     let is_one = irq.shorthand == Shorthand::None
         && !irq.logical
         && !matches!(irq.dest, BROADCAST | X2APIC_BROADCAST);
@@ -104,7 +103,7 @@ pub fn deliver<S: LapicSet + ?Sized>(
     })
 }
 
-/// Raises a synthetic interrupt source of Hyper-V's.
+/// Raises a synthetic interrupt source of Hyper-V's interface.
 pub(crate) fn raise_sint<S: LapicSet + ?Sized>(set: &mut S, vp: u32, sint: u32) -> LineStatus {
     let Some(index) = set.index_of_vp(vp) else {
         return LineStatus::IGNORED;
@@ -141,7 +140,7 @@ fn finish<S: LapicSet + ?Sized>(
     }
 }
 
-/// Picks the `vector % n`-th of the n LAPICs that match and are software-enabled.
+/// Delivers to the LAPIC number `vector % n` of the n LAPICs that match and are software-enabled.
 fn deliver_lowest<S: LapicSet + ?Sized>(
     set: &mut S,
     irq: &LapicIrq,
@@ -159,8 +158,7 @@ fn deliver_lowest<S: LapicSet + ?Sized>(
         return LineStatus::IGNORED;
     }
     let skip = usize::from(irq.vector) % count;
-    // A LAPIC may have changed in between; then the message is lost as on a bus
-    // whose last candidate went away.
+    // A LAPIC may have changed meanwhile. The message is then lost, as on a bus whose last candidate has gone.
     match (0..nr).filter(|&i| candidate(set, i)).nth(skip) {
         Some(i) => {
             let accepted = set.with(i, |l| l.accept(irq));

@@ -1,14 +1,12 @@
 //! PIC, IOAPIC, LAPIC, PIT and interrupt routing as pure state machines.
 //!
-//! There are no threads, locks, clocks or fds here (SDM vol. 3, chapter 11;
-//! KVM API document, "KVM_CREATE_IRQCHIP" and what follows). Time comes in as
-//! [`Now`]; what a chip wants done goes out as a return value or through a
-//! callback. The caller owns locking and wake-ups.
+//! There are no threads, locks, clocks or fds here (SDM vol. 3, chapter 11; KVM API document, "KVM_CREATE_IRQCHIP" and
+//! what follows). The caller passes the time as [`Now`]; requests of a chip are returned or passed to a callback. The
+//! caller owns locking and wake-ups.
 //!
-//! Who calls whom, and therefore the lock order if each part has its own lock:
-//! PIC → (nothing), IOAPIC → LAPICs of the destination. A LAPIC never calls
-//! out: an EOI or an IPI is returned as an [`Action`], to be acted on after the
-//! LAPIC's lock has been dropped.
+//! Calls between the parts, and therefore the lock order if each part has its own lock: the PIC calls nothing, the
+//! IOAPIC calls the LAPICs of the destination. A LAPIC never calls out: it returns an EOI or an IPI as an [`Action`],
+//! which is carried out after the LAPIC's lock has been dropped.
 
 #![forbid(unsafe_code)]
 

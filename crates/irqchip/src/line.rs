@@ -1,4 +1,4 @@
-//! Interrupt lines that several sources drive, and what a change of one did.
+//! Interrupt lines that several sources drive, and the outcome of a change.
 
 /// Sources that may drive one line; each owns one bit of the line's state.
 pub mod source {
@@ -27,9 +27,8 @@ impl Line {
     }
 }
 
-/// The outcome of driving a line, as KVM_IRQ_LINE_STATUS reports it: negative
-/// if ignored (masked, or nobody listens), 0 if it was coalesced with an
-/// interrupt that is still pending, otherwise the number of deliveries.
+/// The outcome of driving a line, as KVM_IRQ_LINE_STATUS reports it: negative if it was ignored (masked, or without a
+/// destination), 0 if it was coalesced with an interrupt that is still pending, otherwise the number of deliveries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineStatus(pub i32);
 
@@ -41,7 +40,7 @@ impl LineStatus {
     /// Delivered once.
     pub const DELIVERED: Self = Self(1);
 
-    /// Combines the outcomes of several destinations: ignored ones do not count.
+    /// Combines the outcomes of several destinations. Ignored ones do not count.
     #[must_use]
     pub const fn merge(self, other: Self) -> Self {
         match (self.0 < 0, other.0 < 0) {
@@ -50,7 +49,7 @@ impl LineStatus {
             (false, false) => Self(self.0.saturating_add(other.0)),
         }
     }
-    /// True if at least one destination took it.
+    /// True if at least one destination accepted it.
     pub const fn is_delivered(self) -> bool {
         self.0 > 0
     }

@@ -28,7 +28,7 @@ pub enum DeliveryMode {
 }
 
 impl DeliveryMode {
-    /// From the low three bits.
+    /// Decodes the low three bits.
     pub const fn from_bits(bits: u32) -> Self {
         match bits & 7 {
             0 => Self::Fixed,
@@ -46,7 +46,7 @@ impl DeliveryMode {
 /// Destination shorthand of an IPI.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Shorthand {
-    /// The destination field counts.
+    /// No shorthand: the destination field is used.
     #[default]
     None,
     /// The sender.
@@ -92,7 +92,7 @@ impl LapicIrq {
             redirection_hint: false,
         }
     }
-    /// True if only one of the matching LAPICs gets it.
+    /// True if only one of the matching LAPICs gets the message.
     pub const fn is_lowest_priority(&self) -> bool {
         matches!(self.mode, DeliveryMode::LowestPriority) || self.redirection_hint
     }

@@ -12,7 +12,7 @@ mod spec {
     pub(super) const DATA_MODE_SHIFT: u32 = 8;
 }
 
-/// An MSI as KVM_SIGNAL_MSI and KVM_IRQ_ROUTING_MSI give it.
+/// An MSI, as KVM_SIGNAL_MSI and KVM_IRQ_ROUTING_MSI describe it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Msi {
     /// Low half of the address.
@@ -24,13 +24,12 @@ pub struct Msi {
 }
 
 impl Msi {
-    /// False if the x2APIC API is on and reserved bits of the high half are set:
-    /// KVM refuses those with EINVAL.
+    /// False if the x2APIC API is on and reserved bits of the high half are set, which KVM refuses with EINVAL.
     pub const fn is_valid(&self, x2apic_format: bool) -> bool {
         !(x2apic_format && self.address_hi & 0xff != 0)
     }
 
-    /// The message that it sends; `x2apic_format` is KVM_X2APIC_API_USE_32BIT_IDS.
+    /// Returns the message that the MSI sends; `x2apic_format` is KVM_X2APIC_API_USE_32BIT_IDS.
     pub const fn decode(&self, x2apic_format: bool) -> LapicIrq {
         let mut dest = self.address_lo >> spec::ADDRESS_DEST_SHIFT & 0xff;
         if x2apic_format {

@@ -2,9 +2,9 @@
 
 use crate::Msi;
 
-/// GSIs are below this (KVM_MAX_IRQ_ROUTES), and so is the number of entries.
+/// Exclusive limit of GSIs (KVM_MAX_IRQ_ROUTES), and the largest number of entries.
 pub const MAX_ROUTES: usize = 4096;
-/// Pins of the IOAPIC, and GSIs of the default routing.
+/// Number of the IOAPIC's pins, and of GSIs in the default routing.
 pub const NR_IOAPIC_PINS: u8 = 24;
 /// Pins of the PIC pair.
 pub const NR_PIC_PINS: u8 = 16;
@@ -22,7 +22,7 @@ pub enum Route {
     HvSint {
         /// HV_X64_MSR_VP_INDEX.
         vp: u32,
-        /// The source; nothing comes of one above 15.
+        /// Number of the source. Interrupts of a source above 15 have no effect.
         sint: u32,
     },
 }
@@ -45,7 +45,7 @@ pub enum RouteError {
     /// The GSI is out of range.
     #[error("gsi {0} is not below {MAX_ROUTES}")]
     Gsi(u32),
-    /// The pin does not exist, or there is no such chip in the kernel's half of a split irqchip.
+    /// The pin does not exist, or its chip is in the VMM (split irqchip).
     #[error("gsi {gsi}: no such pin {pin}")]
     Pin {
         /// The entry's GSI.
@@ -61,7 +61,7 @@ pub enum RouteError {
     Msi(u32),
 }
 
-/// Which chips a table may name.
+/// Which entries a table may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouteRules {
     /// PIC and IOAPIC are in the VMM (KVM_CAP_SPLIT_IRQCHIP): only MSIs are routed.
@@ -94,7 +94,7 @@ impl Routing {
         Self { routes }
     }
 
-    /// Checks and builds a table.
+    /// Checks the entries and builds a table.
     pub fn new(entries: &[Entry], rules: RouteRules) -> Result<Self, RouteError> {
         if entries.len() > MAX_ROUTES {
             return Err(RouteError::TooMany(entries.len()));
@@ -103,7 +103,7 @@ impl Routing {
             check(e, rules)?;
         }
         let mut routes = entries.to_vec();
-        // Stable: routes of one GSI are driven in the order in which they were given.
+        // The sort is stable, so routes of one GSI keep the order in which they were given.
         routes.sort_by_key(|e| e.gsi);
         for same in routes.chunk_by(|a, b| a.gsi == b.gsi) {
             for (i, a) in same.iter().enumerate() {
@@ -127,7 +127,7 @@ impl Routing {
         &self.routes
     }
 
-    /// The GSI that leads to a chip's pin: whose resample eventfds an EOI of that pin signals.
+    /// Returns the GSI that leads to a chip's pin. An EOI of that pin signals this GSI's resample eventfds.
     pub fn gsi_of(&self, route: Route) -> Option<u32> {
         self.routes.iter().find(|e| e.route == route).map(|e| e.gsi)
     }
@@ -148,8 +148,8 @@ fn check(e: &Entry, rules: RouteRules) -> Result<(), RouteError> {
     }
 }
 
-/// A GSI may lead to several chips, but to each once, and an MSI stays alone.
-/// Master and slave PIC are two chips.
+/// True if two entries of one GSI exclude each other. A GSI may lead to several chips, but only once to each, and an
+/// MSI must be its only route. Master and slave PIC are two chips.
 fn conflict(a: &Entry, b: &Entry) -> bool {
     match (a.route, b.route) {
         (Route::Pic(a), Route::Pic(b)) => a / 8 == b / 8,

@@ -15,7 +15,7 @@ pub struct Now {
 }
 
 impl Now {
-    /// An instant for chips that do not look at the TSC.
+    /// Returns an instant for chips that do not use the TSC.
     pub const fn from_ns(ns: u64) -> Self {
         Self {
             ns,
@@ -24,8 +24,8 @@ impl Now {
         }
     }
 
-    /// The time on the ns clock at which the TSC reaches `deadline`, rounded up
-    /// so that a timer armed for it never fires early; `None` if it never does.
+    /// Returns the time on the ns clock at which the TSC reaches `deadline`, rounded up so that a timer armed for it
+    /// never fires early. `None` if the TSC never reaches it.
     pub fn ns_at_tsc(&self, deadline: u64) -> Option<u64> {
         let Some(ahead) = deadline.checked_sub(self.tsc) else {
             return Some(self.ns);

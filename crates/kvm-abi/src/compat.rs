@@ -1,5 +1,5 @@
-//! `docs/compat.md`: every ioctl and capability of x86 with what becomes of it here, made
-//! from the tables that answer them.
+//! `docs/compat.md`: every ioctl and capability of x86 and how anykvm answers it, generated from the tables that answer
+//! them.
 
 use std::fmt::{self, Write};
 
@@ -8,14 +8,14 @@ use kvm_bindings::*;
 use crate::dispatch::{Row, Status, device, system, vcpu, vm};
 use crate::errno::Errno;
 
-/// Names beside numbers, from the constants of `kvm-bindings`.
+/// Pairs of name and number, from the constants of `kvm-bindings`.
 macro_rules! capabilities {
     ($($name:ident),* $(,)?) => {
         &[$((stringify!($name), $name)),*]
     };
 }
 
-/// The capabilities that mean something on x86 or on every architecture.
+/// The capabilities of x86 and of all architectures.
 const CAPABILITIES: &[(&str, u32)] = capabilities![
     KVM_CAP_IRQCHIP,
     KVM_CAP_HLT,
@@ -174,7 +174,7 @@ fn write_page(page: &mut String) -> fmt::Result {
     write_table(page, "Device descriptor", device::TABLE)?;
     page.push_str("\n## Capabilities\n\n| capability | number | offered |\n|---|--:|---|\n");
     for (name, number) in CAPABILITIES {
-        // Limits differ between hosts, so the page only says whether there is an answer.
+        // Limits differ between hosts, so the page only says whether the answer is nonzero.
         let offered = hypervisor::system::check_extension(*number) > 0;
         writeln!(
             page,

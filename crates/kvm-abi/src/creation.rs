@@ -1,7 +1,6 @@
-//! The calls on a VM that make an object and the descriptor which reaches it: KVM_CREATE_VCPU and
-//! KVM_CREATE_DEVICE.
+//! The calls on a VM that make an object and its descriptor: KVM_CREATE_VCPU and KVM_CREATE_DEVICE.
 //!
-//! They stand above the objects: a vCPU or a device knows its VM, and a VM knows neither.
+//! They are in a layer above the objects: a vCPU or a device knows its VM, and a VM knows neither.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,7 +22,7 @@ use crate::vm::Vm;
 const EINVAL: Errno = Errno::new(libc::EINVAL);
 
 impl Vm {
-    /// KVM_CREATE_VCPU: the descriptor, which holds kvm_run, and its object.
+    /// KVM_CREATE_VCPU: returns the descriptor, whose file has kvm_run, and the object.
     ///
     /// # Errors
     ///
@@ -31,7 +30,7 @@ impl Vm {
     pub fn create_vcpu(self: &Arc<Self>, id: u64) -> Result<(OwnedFd, Arc<Vcpu>)> {
         let id = u32::try_from(id).map_err(|_| EINVAL)?;
         let name = CString::new(format!("kvm-vcpu:{id}")).map_err(|_| EINVAL)?;
-        // All that may fail first: a vCPU cannot be taken back once it exists.
+        // Everything that may fail comes first, because a vCPU cannot be removed once it exists.
         let entries = self.hypervisor().dirty_ring_entries();
         let len = match entries {
             0 => VCPU_MMAP_SIZE,
@@ -61,7 +60,7 @@ impl Vm {
         Ok((fd, vcpu))
     }
 
-    /// KVM_CREATE_DEVICE: no descriptor when `flags` only asks whether the type exists.
+    /// KVM_CREATE_DEVICE: returns no descriptor if `flags` only asks whether the type exists.
     ///
     /// # Errors
     ///

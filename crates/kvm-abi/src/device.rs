@@ -1,8 +1,7 @@
 //! A device descriptor (KVM API document, KVM_CREATE_DEVICE; devices/vfio).
 //!
-//! x86 has one device type: VFIO, to which a VMM names the VFIO groups and devices
-//! that its guest uses. KVM only needs that for hardware coherency; here nothing depends on it,
-//! but a VMM's calls must succeed and fail as with KVM.
+//! x86 has one device type: VFIO, by which a VMM names the VFIO groups and devices that its guest uses. KVM needs it
+//! for hardware coherency. Here nothing depends on it, but a VMM's calls must succeed and fail as with KVM.
 
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,7 +19,7 @@ const ENXIO: Errno = Errno::new(libc::ENXIO);
 #[derive(Debug)]
 pub struct Device {
     files: Mutex<Vec<FileIdentity>>,
-    /// A device keeps its VM.
+    /// The VM, which lives as long as its device.
     vm: Arc<Vm>,
     _claim: VfioClaim,
 }
@@ -77,7 +76,7 @@ impl Device {
         Ok(())
     }
 
-    /// KVM_GET_DEVICE_ATTR: the VFIO device has nothing to read.
+    /// KVM_GET_DEVICE_ATTR: the VFIO device has no readable attributes.
     ///
     /// # Errors
     ///
@@ -87,7 +86,7 @@ impl Device {
     }
 }
 
-/// Whether the open descriptor is a VFIO group or a VFIO device.
+/// True if the open descriptor is a VFIO group or a VFIO device.
 fn is_vfio(fd: RawFd) -> Result<bool> {
     if fd < 0 {
         return Err(Errno::new(libc::EBADF));

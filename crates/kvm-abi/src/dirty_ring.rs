@@ -14,7 +14,7 @@ use crate::run_page::PAGE_SIZE;
 
 const OFFSET: usize = KVM_DIRTY_LOG_PAGE_OFFSET as usize * PAGE_SIZE;
 
-/// Bytes of the file of a vCPU with a ring.
+/// Size in bytes of the file of a vCPU with a ring.
 pub(crate) const fn file_size(entries: u32) -> usize {
     OFFSET + ring_size(entries)
 }
@@ -23,7 +23,7 @@ const fn ring_size(entries: u32) -> usize {
     entries as usize * size_of::<kvm_dirty_gfn>()
 }
 
-/// Our mapping of the ring.
+/// anykvm's mapping of the ring.
 #[derive(Debug)]
 pub(crate) struct DirtyRing {
     first: NonNull<kvm_dirty_gfn>,
@@ -37,7 +37,7 @@ unsafe impl Sync for DirtyRing {}
 
 impl DirtyRing {
     pub(crate) fn map(fd: BorrowedFd<'_>, entries: u32) -> Result<Self> {
-        // It stays, as the file's size is sealed.
+        // The memory stays, because the file's size is sealed.
         let first = host::system::map_shared(fd, OFFSET, ring_size(entries))?.cast();
         Ok(Self { first, entries })
     }

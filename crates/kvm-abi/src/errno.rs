@@ -23,13 +23,13 @@ impl Errno {
         std::io::Error::last_os_error().into()
     }
 
-    /// Name of the number, if KVM ever returns it.
+    /// Returns the name of the number, if KVM ever returns it.
     pub fn static_name(self) -> Option<&'static str> {
         let row = NAMES.iter().find(|(value, _)| *value == self.0);
         row.map(|(_, name)| *name)
     }
 
-    /// Name of the number for documents; the decimal number for one that KVM never returns.
+    /// Returns the name of the number for documents; the decimal number if KVM never returns it.
     pub fn name(self) -> String {
         self.static_name()
             .map_or_else(|| self.0.to_string(), str::to_owned)

@@ -1,8 +1,9 @@
-//! Host memory that changes under a running guest: what a kernel's MMU notifiers are to KVM.
+//! Changes of host memory under a running guest: the counterpart of a kernel's MMU notifiers.
 //!
-//! Whoever stands before mprotect(2), munmap(2) and their kin says so before the call ([`begin`]) and drops what it got behind it. That
-//! happens for each such call of the process, also in handlers of signals and in children, and mostly has nothing to do with a guest: so the
-//! ranges under slots are published, and a call that is about none of them takes no lock.
+//! Code that intercepts mprotect(2), munmap(2) and their kin calls [`begin`] before the call and drops the result after
+//! it. It does so for every such call of the process, including those in signal handlers and in children, and most of
+//! them do not concern a guest. So the ranges under slots are published, and a call outside of all ranges takes no
+//! lock.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
@@ -14,17 +15,17 @@ use crate::errno::Result;
 use crate::process;
 use crate::signals::Section;
 
-/// Ranges that are kept apart. With more, near ones become one.
+/// Largest number of separate ranges. If there are more, the two nearest are merged.
 const RANGES: usize = 64;
 
-/// Host addresses under slots, and of how many.
+/// A range of host addresses under slots, and the number of those slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Covered {
     range: Range<u64>,
     slots: usize,
 }
 
-/// Those of all VMs, by address. None touches another.
+/// The ranges of all VMs, by address. They neither overlap nor touch.
 #[derive(Debug)]
 struct Ranges(Vec<Covered>);
 
@@ -49,7 +50,7 @@ impl Ranges {
         }
     }
 
-    /// Two that little lies between become one.
+    /// Merges the two ranges with the smallest gap between them.
     fn join_nearest(&mut self) {
         let gaps = self.0.windows(2).enumerate().filter_map(|(n, pair)| {
             let [one, other] = pair else { return None };
@@ -63,7 +64,7 @@ impl Ranges {
         }
     }
 
-    /// A slot with this range, which was added, is gone.
+    /// Removes a slot's range, which was added before.
     fn remove(&mut self, range: &Range<u64>) {
         let at = self.0.partition_point(|c| c.range.end <= range.start);
         if let Some(covered) = self.0.get_mut(at) {
@@ -84,7 +85,7 @@ fn join(one: &Covered, other: &Covered) -> Covered {
 }
 
 static SLOTS: Mutex<Ranges> = Mutex::new(Ranges::new());
-/// Odd while the next three are changed.
+/// Odd while COUNT, STARTS and ENDS are changed.
 static VERSION: AtomicU32 = AtomicU32::new(0);
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static STARTS: [AtomicU64; RANGES] = [const { AtomicU64::new(0) }; RANGES];
@@ -103,9 +104,9 @@ fn change_ranges(change: impl FnOnce(&mut Ranges)) {
     VERSION.fetch_add(1, Ordering::Release);
 }
 
-/// False if no slot has memory there. Takes no lock.
+/// False if no slot has memory in the range. Takes no lock.
 fn is_covered(range: &Range<u64>) -> bool {
-    /// The table changes rarely; who interrupts such a change is told to look closer.
+    /// The table changes rarely. A caller that has interrupted such a change gets true, and has the VMs checked.
     const ATTEMPTS: usize = 8;
     for _ in 0..ATTEMPTS {
         let version = VERSION.load(Ordering::Acquire);
@@ -121,15 +122,15 @@ fn is_covered(range: &Range<u64>) -> bool {
     true
 }
 
-/// The VMs, in the order in which changes begin, each with the generation of the process that made it.
+/// The VMs, each with the generation of the process that made it. Changes begin in this order.
 static VMS: RwLock<Vec<(u32, Weak<hypervisor::Vm>)>> = RwLock::new(Vec::new());
-/// The generation of the last one.
+/// Generation of the process that made the newest VM.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// A VM's entry here, as long as the VM lives.
+/// A VM's entry in the table, for as long as the VM lives.
 #[derive(Debug)]
 pub(crate) struct Registration {
-    /// By slot.
+    /// Memory ranges by slot number.
     slots: Mutex<std::collections::BTreeMap<u32, Range<u64>>>,
 }
 
@@ -145,7 +146,7 @@ impl Registration {
         }
     }
 
-    /// Has `set` set a slot, with its memory published before there is a guest that uses it.
+    /// Calls `set` to set a slot, and publishes the slot's memory before a guest can use it.
     pub(crate) fn setting<T>(
         &self,
         slot: u32,
@@ -153,7 +154,7 @@ impl Registration {
         size: u64,
         set: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        // Of a slot with other flags, or moved, the memory stays the same.
+        // A change of flags or a move of a slot leaves its memory the same.
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let range = start..start.saturating_add(size);
         let is_new = size != 0 && !slots.contains_key(&slot);
@@ -184,19 +185,19 @@ impl Drop for Registration {
     }
 }
 
-/// Some memory under guests changes; the change has been made when this is dropped.
+/// A change of memory under guests. It must be complete when this is dropped.
 #[derive(Debug)]
 #[must_use = "the change is over when it is dropped"]
 pub struct MemoryChange {
     _changes: Vec<HostChange>,
-    /// A handler of a signal that changes memory as well would wait for its own thread.
+    /// Defers signals: a handler that changes memory as well would wait for its own thread.
     _section: Section,
 }
 
-/// The process is about to change how it can access these addresses: none of its guests does until what this returns is dropped.
-/// `None` if no guest has memory there, which costs next to nothing.
+/// Announces that the process is about to change how it can access these addresses. No guest accesses them until the
+/// result is dropped. `None` if no guest has memory there, which is found out cheaply.
 ///
-/// In a [`Section`] nothing may be asked for: the thread may hold our locks. It is up to the caller to know.
+/// Must not be called in a [`Section`], where the thread may hold anykvm's locks. The caller has to ensure that.
 ///
 /// # Errors
 ///
@@ -210,7 +211,7 @@ pub fn begin(start: u64, len: u64) -> Result<Option<MemoryChange>> {
     change(&range)
 }
 
-/// The same for memory whose addresses nobody knows, as that of a file that becomes shorter.
+/// Like [`begin`], for memory whose addresses are unknown, such as that of a file that becomes shorter.
 ///
 /// # Errors
 ///
@@ -226,7 +227,7 @@ pub fn is_any() -> bool {
 
 #[cold]
 fn change(range: &Range<u64>) -> Result<Option<MemoryChange>> {
-    // A child has none of the parent's vCPUs, whose threads may have held the locks.
+    // A forked child has none of the parent's vCPUs, whose threads may have held the locks.
     let generation = process::generation();
     if GENERATION.load(Ordering::Relaxed) != generation {
         return Ok(None);
@@ -296,7 +297,7 @@ mod tests {
             all.any(|c| c.range.start <= slot.start && slot.end <= c.range.end)
         };
         assert!(slots.iter().all(|slot| is_in(&ranges, slot)));
-        // The gap before the last is one that is kept.
+        // The gap before the last range is large, so it is kept.
         assert!(!is_in(
             &ranges,
             &(498 * 498 * 10 + 100..498 * 498 * 10 + 101)

@@ -1,17 +1,18 @@
-//! [`Internal`]: descriptors of objects' files that are ours and not the VMM's.
+//! [`Internal`]: descriptors of objects' files that belong to anykvm and not to the VMM.
 
 use std::collections::BTreeSet;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard};
 
-/// Numbers of our own descriptors of objects' files, through which nobody reaches the objects.
+/// Numbers of anykvm's own descriptors of objects' files. No object can be reached through them.
 static INTERNAL: RwLock<BTreeSet<RawFd>> = RwLock::new(BTreeSet::new());
 
-/// A descriptor for ourselves: a VMM that still uses a number which it has closed gets what it would
-/// get from a kernel, where we have none.
+/// A descriptor that anykvm uses itself. If a VMM still uses a number that it has closed, and the number is one of
+/// these, it gets what a kernel would answer.
 ///
-/// It comes and goes under the lock of [`INTERNAL`]: a number that is open and none of them is the VMM's.
+/// Such descriptors are opened and closed under the lock of [`INTERNAL`], so an open number that is not in the set is
+/// the VMM's.
 #[derive(Debug)]
 pub(crate) struct Internal(ManuallyDrop<OwnedFd>);
 
@@ -34,12 +35,12 @@ impl Drop for Internal {
     fn drop(&mut self) {
         let mut internal = INTERNAL.write().unwrap_or_else(PoisonError::into_inner);
         internal.remove(&self.0.as_raw_fd());
-        // SAFETY: nobody uses it afterwards: `self` ends.
+        // SAFETY: the field is not used afterwards, because `self` ends.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }
 
-/// The numbers, which do not change while this is held.
+/// Returns the numbers, which do not change while the guard is held.
 pub(crate) fn numbers() -> RwLockReadGuard<'static, BTreeSet<RawFd>> {
     INTERNAL.read().unwrap_or_else(PoisonError::into_inner)
 }

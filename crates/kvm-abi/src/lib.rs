@@ -1,9 +1,8 @@
 //! KVM's ioctl numbers, structures and errno over the hypervisor's typed calls.
 //!
-//! Two users: [`ioctl`] decodes a raw `ioctl(fd, number, argument)`, and
-//! `anykvm-ioctls` calls the typed functions behind it ([`system`], [`Vm`], [`Vcpu`],
-//! [`Device`]) without going through numbers and pointers. Nothing else in the project knows
-//! an ioctl number, `kvm_run`'s layout or an errno.
+//! There are two users. [`ioctl`] decodes a raw `ioctl(fd, number, argument)`. `anykvm-ioctls` calls the typed
+//! functions behind it ([`system`], [`Vm`], [`Vcpu`], [`Device`]) without numbers and pointers. Nothing else in the
+//! project knows an ioctl number, `kvm_run`'s layout or an errno.
 
 mod compat;
 mod creation;

@@ -1,4 +1,4 @@
-//! How long the lists of a call may be.
+//! Limits of the lists that calls take.
 
 use crate::errno::{Errno, Result};
 
@@ -6,7 +6,7 @@ use crate::errno::{Errno, Result};
 /// (its MAX_IO_MSRS is exclusive).
 pub const MAX_IO_MSRS: usize = 256;
 
-/// `list` if it fits into `capacity` elements, E2BIG else.
+/// Returns `list` if it fits into `capacity` elements, E2BIG otherwise.
 pub(crate) fn fit<T>(list: Vec<T>, capacity: usize) -> Result<Vec<T>> {
     if list.len() > capacity {
         Err(Errno::new(libc::E2BIG))

@@ -1,5 +1,4 @@
-//! Mappings of vCPU descriptors, for whoever stands before the VMM's `mmap(2)`: what a memfd does not do
-//! by itself.
+//! Mappings of vCPU descriptors, for code that intercepts `mmap(2)`: what a memfd does not do by itself.
 
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 
@@ -8,32 +7,32 @@ use kvm_bindings::{KVM_COALESCED_MMIO_PAGE_OFFSET, KVM_DIRTY_LOG_PAGE_OFFSET};
 use crate::objects::{Object, known};
 use crate::run_page::PAGE_SIZE;
 
-/// A part of a mapping that has to come from another file.
+/// A part of a mapping that must be mapped from another file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Patch {
-    /// Bytes from the mapping's start.
+    /// Offset in bytes from the mapping's start.
     pub at: usize,
-    /// Its length.
+    /// Length in bytes.
     pub len: usize,
     /// The file.
     pub fd: RawFd,
-    /// Offset in it.
+    /// Offset in bytes in the file.
     pub offset: usize,
 }
 
-/// Whether a mapping may be made, and what is put in its place afterwards.
+/// Whether a mapping is allowed, and which part of it must be replaced afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// As it is.
+    /// Allowed as it is.
     Good,
-    /// The ring of coalesced writes is one for all vCPUs of a VM.
+    /// Allowed, with a part to replace: all vCPUs of a VM share one ring of coalesced writes.
     Patched(Patch),
-    /// EINVAL.
+    /// Refused with EINVAL.
     Bad,
 }
 
-/// What becomes of a mapping of `len` bytes of `fd` from `offset` on. `is_plain`: shared and not to be
-/// executed, as the dirty ring has to be.
+/// Judges a mapping of `len` bytes of `fd` from `offset` on. `is_plain` says that it is shared and not executable,
+/// which a mapping of the dirty ring must be.
 pub fn judge_mapping(fd: RawFd, len: usize, offset: usize, is_plain: bool) -> Verdict {
     let Some(Object::Vcpu(vcpu)) = known(fd) else {
         return Verdict::Good;

@@ -1,8 +1,8 @@
 //! The files behind KVM's file descriptors.
 //!
-//! Each object has a memfd, so that `close`, `dup`, `fcntl`, `mmap` and passing it
-//! over a socket work as for any file. Its size is sealed: nobody can truncate the
-//! run page away from under a running vCPU. VMMs that filter system calls need not know of these.
+//! Each object has a memfd, so that `close`, `dup`, `fcntl`, `mmap` and passing it over a socket work as for any file.
+//! Its size is sealed, so nobody can truncate the run page of a running vCPU. VMMs that filter system calls need not
+//! know of these files.
 
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -11,7 +11,7 @@ use host::system;
 
 use crate::errno::{Errno, Result};
 
-/// What stays the same over `dup(2)` and differs between any two files alive.
+/// Identifies a file: the same for all duplicates, and different for any two files that exist at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FileIdentity {
     device: u64,
@@ -47,7 +47,7 @@ fn open(name: &CStr, flags: libc::c_uint) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Identity of whatever file `fd` is now; EBADF when it is not open.
+/// Returns the identity of the file that `fd` is now; EBADF if it is not open.
 pub(crate) fn identity(fd: RawFd) -> Result<FileIdentity> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: `stat` is writable for the size of the structure.
@@ -60,7 +60,7 @@ pub(crate) fn identity(fd: RawFd) -> Result<FileIdentity> {
     })
 }
 
-/// The path that `/proc` shows for an open descriptor.
+/// Returns the path that `/proc` shows for an open descriptor.
 pub(crate) fn path(fd: BorrowedFd<'_>) -> Result<std::path::PathBuf> {
     let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
     Ok(std::fs::read_link(link)?)

@@ -1,7 +1,8 @@
-//! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE (KVM API document, 4.114 and 4.115) of vCPUs that never run a
-//! guest of their own.
+//! KVM_GET_NESTED_STATE and KVM_SET_NESTED_STATE (KVM API document, 4.114 and 4.115) of vCPUs that never run a nested
+//! guest.
 //!
-//! KVM makes no difference between a guest that has no nested virtualization and one that does not use it: there is
+//! KVM does not distinguish a guest without nested virtualization from one that does not use it: the state is a header
+//! without a payload, in the format of the host's vendor. VMMs that save a VM ask for it in any case.
 //! a header without a payload, in the format of the host's vendor. VMMs that save a VM ask for it in any case.
 
 use kvm_bindings::*;
@@ -9,7 +10,7 @@ use kvm_bindings::*;
 use crate::errno::{Errno, Result};
 use crate::user_memory::{Arg, Plain};
 
-/// `struct kvm_nested_state` without the payload. KVM_CAP_NESTED_STATE tells its size.
+/// `struct kvm_nested_state` without the payload. KVM_CAP_NESTED_STATE reports its size.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
@@ -26,13 +27,13 @@ struct Header {
 unsafe impl Plain for Header {}
 
 const SIZE: u32 = size_of::<Header>() as u32;
-/// Where the size is in the structure.
+/// Offset of the size in the structure.
 const SIZE_AT: usize = 4;
 /// No address.
 const NONE: u64 = u64::MAX;
 
 impl Header {
-    /// What KVM shows outside of nested guests.
+    /// Returns the state that KVM shows outside of nested guests.
     fn idle(is_svm: bool) -> Self {
         let (flags, format, address) = if is_svm {
             (KVM_STATE_NESTED_GIF_SET, KVM_STATE_NESTED_FORMAT_SVM, 0)
@@ -48,7 +49,7 @@ impl Header {
         }
     }
 
-    /// Such a vCPU can be in this state.
+    /// True if a vCPU without nested guests can be in this state.
     fn is_possible(&self, is_svm: bool) -> bool {
         let idle = Self::idle(is_svm);
         let same = self.flags == idle.flags && self.format == idle.format && self.size >= SIZE;
@@ -56,7 +57,7 @@ impl Header {
     }
 }
 
-/// EFAULT; E2BIG, with the size that is needed, if the caller has less room.
+/// KVM_GET_NESTED_STATE. EFAULT; E2BIG, with the size that is needed, if the caller has less room.
 pub(crate) fn get(arg: Arg) -> Result<i32> {
     let room: u32 = arg.offset(SIZE_AT).read()?;
     if room < SIZE {
@@ -66,7 +67,7 @@ pub(crate) fn get(arg: Arg) -> Result<i32> {
     arg.write(&Header::idle(hypervisor::system::is_amd()))
 }
 
-/// EFAULT; EINVAL for any other state.
+/// KVM_SET_NESTED_STATE. EFAULT; EINVAL for a state that is not possible here.
 pub(crate) fn set(arg: Arg) -> Result<i32> {
     let header: Header = arg.read()?;
     if header.is_possible(hypervisor::system::is_amd()) {

@@ -1,10 +1,8 @@
 //! Which file descriptor is which KVM object: the process's only registry.
 //!
-//! The table maps descriptor numbers to objects and checks with `fstat(2)` that the
-//! number still means the same file, so a descriptor that was closed, reused or
-//! duplicated without telling us is seen for what it is. An object lives as long
-//! as a number in the table, a Rust owner (`anykvm-ioctls`) or another object (a vCPU
-//! holds its VM) refers to it.
+//! The table maps descriptor numbers to objects. With `fstat(2)` it checks that a number still means the same file, so
+//! a descriptor that was closed, reused or duplicated without notice is recognised. An object lives as long as a number
+//! in the table, a Rust owner (`anykvm-ioctls`) or another object (a vCPU holds its VM) refers to it.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -20,14 +18,14 @@ use crate::memfd::{self, FileIdentity};
 use crate::vcpu::Vcpu;
 use crate::vm::Vm;
 
-/// Name of the system descriptor's file, and how its link in `/proc` begins.
+/// Name of the system descriptor's file. Its link in `/proc` begins with it.
 pub(crate) const SYSTEM_NAME: &CStr = c"anykvm:system";
 const SYSTEM_LINK: &str = "/memfd:anykvm:system";
 
-/// The four kinds of file descriptor that KVM knows.
+/// An object, of one of the four types of descriptor that KVM has.
 #[derive(Clone, Debug)]
 pub enum Object {
-    /// What `open("/dev/kvm")` gives.
+    /// The system, as `open("/dev/kvm")` gives.
     System,
     /// From KVM_CREATE_VM.
     Vm(Arc<Vm>),
@@ -47,7 +45,7 @@ type Table = BTreeMap<RawFd, Entry>;
 
 static OBJECTS: RwLock<Table> = RwLock::new(Table::new());
 
-/// No code panics while it holds the lock, so a poisoned table is still consistent.
+/// Locks the table. No code panics while it holds the lock, so a poisoned table is still consistent.
 fn table() -> RwLockReadGuard<'static, Table> {
     OBJECTS.read().unwrap_or_else(PoisonError::into_inner)
 }
@@ -69,7 +67,7 @@ pub(crate) fn register(fd: &OwnedFd, object: Object) -> Result<()> {
     let mut stale = Vec::new();
     {
         let mut table = table_mut();
-        // Objects whose descriptor was closed behind our back end here at the latest.
+        // Here at the latest, objects end whose descriptors were closed without notice.
         let gone: Vec<RawFd> = table
             .iter()
             .filter(|(number, entry)| memfd::identity(**number) != Ok(entry.identity))
@@ -80,21 +78,21 @@ pub(crate) fn register(fd: &OwnedFd, object: Object) -> Result<()> {
         }
         stale.extend(table.insert(fd.as_raw_fd(), Entry { object, identity }));
     }
-    // Dropped after the lock: the end of a VM joins its threads.
+    // Dropped after the lock is released: the end of a VM joins its threads.
     drop(stale);
     Ok(())
 }
 
-/// Every descriptor that is closed is reported to [`forget`].
+/// Every close of a descriptor is reported to [`forget`].
 static TRUSTED: AtomicBool = AtomicBool::new(false);
 
-/// From now on the table is right without asking the kernel, which filters of system calls may
-/// not allow a vCPU's thread.
+/// Makes lookups trust the table from now on, without asking the kernel: system call filters may not allow that on a
+/// vCPU's thread.
 pub fn trust_reports() {
     TRUSTED.store(true, Ordering::Relaxed);
 }
 
-/// The object behind `fd`: EBADF when it is not open, ENOTTY when it is some other file.
+/// Returns the object behind `fd`: EBADF if it is not open, ENOTTY if it is some other file.
 pub fn lookup(fd: RawFd) -> Result<Object> {
     if TRUSTED.load(Ordering::Relaxed)
         && let Some(entry) = table().get(&fd)
@@ -107,18 +105,18 @@ pub fn lookup(fd: RawFd) -> Result<Object> {
         _ => {}
     }
     let (object, stale) = adopt_duplicate(fd)?;
-    // After the locks, as in `register`.
+    // Dropped after the locks are released, as in `register`.
     drop(stale);
     Ok(object)
 }
 
-/// A duplicate seen for the first time: from now on it keeps the object alive by itself. With what the
-/// table had for the number.
+/// Adds a duplicate that is seen for the first time. From now on it keeps the object alive by itself. Also returns the
+/// entry that the table had for the number.
 fn adopt_duplicate(fd: RawFd) -> Result<(Object, Option<Entry>)> {
     let other = Errno::new(libc::ENOTTY);
     let internal = internal::numbers();
     let mut table = table_mut();
-    // Under the lock: by now the number may be that of a new object, which may be in the table or not.
+    // Asked under the lock: by now the number may be that of a new object, whether in the table or not.
     let identity = memfd::identity(fd)?;
     if internal.contains(&fd) {
         return Err(other);
@@ -138,13 +136,13 @@ fn adopt_duplicate(fd: RawFd) -> Result<(Object, Option<Entry>)> {
     Ok((object, stale))
 }
 
-/// The object that the table has for `fd`, without a system call.
+/// Returns the object that the table has for `fd`, without a system call.
 pub(crate) fn known(fd: RawFd) -> Option<Object> {
     table().get(&fd).map(|entry| entry.object.clone())
 }
 
-/// The vCPU behind `fd` without a system call, for KVM_RUN. A number that was closed without
-/// [`forget`] and reused for another file is not noticed here.
+/// Returns the vCPU behind `fd` for KVM_RUN, without a system call. Does not notice if the number was closed without
+/// [`forget`] and reused for another file.
 pub(crate) fn lookup_vcpu_unchecked(fd: RawFd) -> Option<Arc<Vcpu>> {
     match table().get(&fd)?.object {
         Object::Vcpu(ref vcpu) => Some(Arc::clone(vcpu)),
@@ -152,11 +150,11 @@ pub(crate) fn lookup_vcpu_unchecked(fd: RawFd) -> Option<Arc<Vcpu>> {
     }
 }
 
-/// Closes a descriptor of ours.
+/// Closes one of anykvm's descriptors.
 ///
 /// # Errors
 ///
-/// EBADF if it is none, or was closed already.
+/// EBADF if the number is not such a descriptor, or was closed already.
 pub fn close(fd: RawFd) -> Result<()> {
     let bad = Errno::new(libc::EBADF);
     let identity = memfd::identity(fd)?;
@@ -168,15 +166,15 @@ pub fn close(fd: RawFd) -> Result<()> {
         }
     };
     let entry = gone.ok_or(bad)?;
-    // SAFETY: the number was in the table for this very file, and only the caller that took it
-    // out comes here: who closes it otherwise reports that first.
+    // SAFETY: the number was in the table for this very file, and only the caller that removed the entry comes here;
+    // code that closes it otherwise reports that first.
     drop(unsafe { OwnedFd::from_raw_fd(fd) });
-    // After the lock: the end of a VM joins its threads.
+    // Dropped after the lock is released: the end of a VM joins its threads.
     drop(entry);
     Ok(())
 }
 
-/// The numbers that the table has objects for, whether they are open or not.
+/// Returns the numbers for which the table has objects, whether or not they are open.
 pub fn known_descriptors() -> Vec<RawFd> {
     table().keys().copied().collect()
 }
@@ -188,7 +186,7 @@ pub fn forget(fd: RawFd) {
 
 /// Tells the table that all descriptors from `first` to `last` are about to be closed.
 pub fn forget_range(first: RawFd, last: RawFd) {
-    // The common case, a descriptor that is not ours, takes no exclusive lock.
+    // In the common case, that the descriptor is not anykvm's, no exclusive lock is taken.
     if first > last || table().range(first..=last).next().is_none() || fork::in_child() {
         return;
     }
@@ -200,19 +198,19 @@ pub fn forget_range(first: RawFd, last: RawFd) {
             gone.extend(table.remove(&number));
         }
     }
-    // Dropped after the lock: the end of a VM joins its threads.
+    // Dropped after the lock is released: the end of a VM joins its threads.
     drop(gone);
 }
 
 /// Tells the table that `new` has just become a duplicate of `old`: it keeps the object alive.
 pub fn duplicated(old: RawFd, new: RawFd) {
     if table().contains_key(&old) {
-        // Whatever else the number may be by now, that is right as well.
+        // If the number has become another file meanwhile, the lookup is right for that, too.
         let _ = lookup(new);
     }
 }
 
-/// Takes over a system descriptor that the program before `execve(2)` left open.
+/// Takes over a system descriptor that was left open across `execve(2)`.
 pub(crate) fn adopt(fd: RawFd) -> Result<Object> {
     let identity = memfd::identity(fd)?;
     // SAFETY: it is open, and only borrowed to read its link in /proc.
@@ -278,7 +276,7 @@ mod tests {
                     }
                 }
             });
-            // Duplicates that nobody is told of.
+            // Makes duplicates without notice.
             scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
                     drop(first.try_clone());

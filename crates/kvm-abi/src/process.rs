@@ -1,14 +1,14 @@
-//! Which process has the objects: what forks and signals ask.
+//! Which process has the objects. Needed for forks and signals.
 
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
 pub(crate) use host::fork::generation;
 
-/// The process that has the objects, 0 before there are any, and its generation.
+/// Id of the process that has the objects, 0 before there are any, and its generation.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 static PROCESS_GENERATION: AtomicU32 = AtomicU32::new(0);
 
-/// The process, with a system call for the first in each process only.
+/// Returns the id of the process. Only the first call in each process makes a system call.
 pub(crate) fn id() -> i32 {
     let generation = generation();
     let known = PROCESS.load(Ordering::Relaxed);
@@ -22,7 +22,7 @@ pub(crate) fn id() -> i32 {
     process
 }
 
-/// True in a process that shares our memory, as no fork has been noticed, and is not the one that has the objects.
+/// True in a process that shares the memory of the one that has the objects, because its fork was not noticed.
 pub(crate) fn is_another() -> bool {
     let process = PROCESS.load(Ordering::Relaxed);
     process != 0

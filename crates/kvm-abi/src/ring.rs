@@ -14,21 +14,21 @@ use kvm_bindings::*;
 use crate::errno::Result;
 use crate::run_page::PAGE_SIZE;
 
-/// Our mapping of the page.
+/// anykvm's mapping of the page.
 #[derive(Debug)]
 pub(crate) struct Ring(NonNull<kvm_coalesced_mmio_ring>);
 
 // SAFETY: shared memory that belongs to no thread.
 unsafe impl Send for Ring {}
 
-/// Entries behind the two indices.
+/// Offset of the entries, which follow the two indices.
 const ENTRIES: usize =
     (PAGE_SIZE - size_of::<kvm_coalesced_mmio_ring>()) / size_of::<kvm_coalesced_mmio>();
 
 impl Ring {
     pub(crate) fn map(fd: BorrowedFd<'_>) -> Result<Self> {
         let offset = KVM_COALESCED_MMIO_PAGE_OFFSET as usize * PAGE_SIZE;
-        // It stays, as the file's size is sealed.
+        // The memory stays, because the file's size is sealed.
         Ok(Self(
             host::system::map_shared(fd, offset, PAGE_SIZE)?.cast(),
         ))

@@ -1,15 +1,14 @@
 //! Signals that arrive while a thread is inside a KVM call.
 //!
-//! A kernel runs a handler when the system call is over: KVM_RUN ends with EINTR first. Here the
-//! call is ordinary code of the process, so a handler would run in the middle of it, with our
-//! locks held, and KVM_RUN would go on afterwards. Therefore whoever wraps the VMM's handlers (the
-//! preload library) asks [`defer`] first: inside a [`Section`] the signal is sent to the thread once
-//! more with all signals blocked, KVM_RUN is told to end, and the mask is restored when the
-//! section ends. The kernel then delivers the signal where it would have done so after a system
-//! call, with everything that belongs to it.
+//! A kernel runs a signal handler when the system call is over: KVM_RUN ends with EINTR first. Here the call is
+//! ordinary code of the process, so a handler would run in the middle of it while the thread holds anykvm's locks, and
+//! KVM_RUN would continue afterwards. Therefore code that wraps the VMM's handlers (the preload library) calls
+//! [`defer`] first. Inside a [`Section`] this sends the signal to the thread once more with all signals blocked, tells
+//! KVM_RUN to end, and has the mask restored when the section ends. The kernel then delivers the signal, with
+//! everything that belongs to it, where it would have done so after a system call.
 //!
-//! Once the VMM has installed a filter of system calls ([`set_filtered`]), which may not allow to
-//! send a signal, the signal is remembered and its handler called at the end of the section.
+//! Once the VMM has installed a system call filter ([`set_filtered`]), which may not allow sending a signal, the signal
+//! is remembered, and its handler is called at the end of the section.
 //!
 //! Everything here is async-signal-safe: thread-locals without destructors and system calls.
 
@@ -20,13 +19,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, compiler_f
 
 use crate::process;
 
-/// What KVM_RUN asks about its thread: all in one, as finding a variable of a thread takes a call.
+/// The variables of a thread that KVM_RUN uses. They are in one structure, because finding a thread-local variable
+/// takes a call.
 pub(crate) struct Thread {
-    /// The vCPU whose KVM_RUN the thread is in.
+    /// The vCPU whose KVM_RUN the thread executes.
     pub(crate) current: Cell<*const hypervisor::Vcpu>,
-    /// A signal was deferred: all signals are blocked until the section ends.
+    /// A signal was deferred, and all signals are blocked until the section ends.
     deferred: Cell<bool>,
-    /// Signals that are remembered.
+    /// Signals that are remembered, a bit each.
     remembered: AtomicU64,
 }
 
@@ -45,13 +45,13 @@ thread_local! {
             remembered: AtomicU64::new(0),
         }
     };
-    /// Sections that the thread is in.
+    /// Number of nested sections that the thread is in.
     static DEPTH: Cell<u32> = const { Cell::new(0) };
-    /// The mask that the thread has then.
+    /// The signal mask that the thread gets when the section ends.
     static MASK: Cell<u64> = const { Cell::new(0) };
-    /// KVM_SET_SIGNAL_MASK's mask is in force.
+    /// The mask of KVM_SET_SIGNAL_MASK is in force.
     static RUN_MASK: Cell<bool> = const { Cell::new(false) };
-    /// What came with the signals that are remembered.
+    /// Details of the signals that are remembered.
     static DETAILS: UnsafeCell<[MaybeUninit<libc::siginfo_t>; 64]> =
         const { UnsafeCell::new([MaybeUninit::uninit(); 64]) };
 }
@@ -70,16 +70,16 @@ pub fn interrupt_current_thread() {
     }
 }
 
-/// The program has installed a filter of system calls.
+/// The program has installed a system call filter.
 static FILTERED: AtomicBool = AtomicBool::new(false);
-/// Calls the VMM's handler: a [`Handler`], or null.
+/// The function that calls the VMM's handlers: a [`Handler`], or null.
 static HANDLER: AtomicUsize = AtomicUsize::new(0);
 
-/// Calls the VMM's handler of a signal that comes with these details.
+/// Calls the VMM's handler of a signal with these details.
 pub type Handler = fn(libc::c_int, &mut libc::siginfo_t);
 
-/// From now on only `rt_sigprocmask`, `futex` and memory are asked for in a VMM's threads, and
-/// `handler` is called for signals that had to wait.
+/// Notes that a system call filter is installed: from now on only `rt_sigprocmask`, `futex` and memory calls are made
+/// in a VMM's threads, and `handler` is called for signals that were deferred.
 pub fn set_filtered(handler: Handler) {
     HANDLER.store(handler as usize, Ordering::Relaxed);
     process::id();
@@ -90,7 +90,7 @@ pub(crate) fn is_filtered() -> bool {
     FILTERED.load(Ordering::Acquire)
 }
 
-/// Signals that instructions raise: they cannot wait, and blocked they would end the process.
+/// Signals that instructions raise. They cannot wait: if they were blocked, they would end the process.
 const SYNCHRONOUS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGBUS)
     | bit(libc::SIGFPE)
@@ -98,14 +98,14 @@ const SYNCHRONOUS: u64 = bit(libc::SIGSEGV)
     | bit(libc::SIGTRAP)
     | bit(libc::SIGSYS);
 
-/// All signals but those.
+/// All signals that can be deferred.
 pub const DEFERRABLE: u64 = !SYNCHRONOUS;
 
 const fn bit(signal: libc::c_int) -> u64 {
     1 << (signal - 1)
 }
 
-/// While it lives, signals of the calling thread are deferred.
+/// While this lives, signals of the calling thread are deferred.
 #[derive(Debug)]
 pub struct Section(PhantomData<*const ()>);
 
@@ -118,13 +118,13 @@ impl Section {
         Self(PhantomData)
     }
 
-    /// True if the calling thread is in one.
+    /// True if the calling thread is in a section.
     #[inline]
     pub fn is_active() -> bool {
         DEPTH.get() != 0
     }
 
-    /// True if the calling thread is in more than one: in a handler, in the middle of a KVM call.
+    /// True if the calling thread is in more than one section: in a handler that runs in the middle of a KVM call.
     #[inline]
     pub fn is_nested() -> bool {
         DEPTH.get() > 1
@@ -138,7 +138,7 @@ impl Drop for Section {
         let depth = DEPTH.get() - 1;
         DEPTH.set(depth);
         compiler_fence(Ordering::SeqCst);
-        // A signal after this point finds no section and is not deferred.
+        // A signal after this point is not in a section, and so is not deferred.
         if depth == 0 && THREAD.with(|t| t.deferred.get()) {
             THREAD.with(|t| t.deferred.set(false));
             set_mask(MASK.get());
@@ -149,7 +149,7 @@ impl Drop for Section {
     }
 }
 
-/// Calls the handlers of the signals that a section kept waiting, if they are remembered.
+/// Calls the handlers of the signals that were remembered during the section.
 #[inline]
 fn handle_remembered() {
     while THREAD.with(|t| t.remembered.load(Ordering::Relaxed)) != 0 {
@@ -162,7 +162,7 @@ fn handle_one() {
     let signal = THREAD.with(|thread| {
         let set = &thread.remembered;
         let signal = set.load(Ordering::Relaxed).trailing_zeros();
-        // Also a handler that interrupts this one may take signals.
+        // A handler that interrupts this code may take remembered signals, too.
         let taken = set.fetch_and(!(1 << signal), Ordering::Relaxed);
         (taken & 1 << signal != 0).then_some(signal as usize)
     });
@@ -178,8 +178,7 @@ fn handle_one() {
     }
 }
 
-/// Keeps a signal for the end of the section. As for standard signals, one that comes again is
-/// one signal.
+/// Remembers a signal until the section ends. As with standard signals, one that comes twice counts once.
 unsafe fn remember(signal: libc::c_int, info: *const libc::siginfo_t) {
     let index = (signal - 1) as usize & 63;
     THREAD.with(|thread| {
@@ -193,8 +192,9 @@ unsafe fn remember(signal: libc::c_int, info: *const libc::siginfo_t) {
     });
 }
 
-/// Begins a section of a launched program, whose end is not where the mask is restored; `deferred`
-/// tells whether a signal waits already, `inner`: in a handler that runs in the middle of another one.
+/// Begins a section of a launched program, whose mask is not restored where the section ends. `deferred` returns
+/// whether a signal is deferred already; `inner` says that the thread is in a handler that runs in the middle of
+/// another section.
 pub fn begin(deferred: impl FnOnce() -> bool, inner: bool) {
     if inner {
         DEPTH.set(DEPTH.get() + 1);
@@ -202,7 +202,7 @@ pub fn begin(deferred: impl FnOnce() -> bool, inner: bool) {
         THREAD.with(|t| t.deferred.set(false));
         DEPTH.set(1);
         compiler_fence(Ordering::SeqCst);
-        // Asked for last: a signal that came in between has said so there, too.
+        // Asked last: a signal that came before this has been noted there, too.
         if deferred() {
             THREAD.with(|t| t.deferred.set(true));
         }
@@ -210,14 +210,14 @@ pub fn begin(deferred: impl FnOnce() -> bool, inner: bool) {
     compiler_fence(Ordering::SeqCst);
 }
 
-/// Ends it. The mask that is to be restored, if signals wait.
+/// Ends such a section. Returns the mask to restore, if a signal is deferred.
 pub fn end() -> Option<u64> {
     compiler_fence(Ordering::SeqCst);
     DEPTH.set(DEPTH.get().saturating_sub(1));
     THREAD.with(|t| t.deferred.get()).then(|| MASK.get())
 }
 
-/// As if a signal had been deferred, with this mask to be restored.
+/// Notes that `mask` must be restored at the end, as if a signal had been deferred.
 pub fn restore_later(mask: u64) {
     MASK.set(mask);
     THREAD.with(|t| t.deferred.set(true));
@@ -228,10 +228,10 @@ pub(crate) fn is_deferred() -> bool {
     THREAD.with(Thread::is_deferred)
 }
 
-/// Signals that have a handler, which is wrapped, or are ignored.
+/// Signals that are ignored, or have a handler, which is wrapped.
 static HANDLED: AtomicU64 = AtomicU64::new(0);
 
-/// The program has, or has no more, something other than the default action for a signal.
+/// Notes whether the program has something other than the default action for a signal.
 pub fn set_handled(signal: libc::c_int, is_handled: bool) {
     let bit = 1 << ((signal - 1) & 63);
     if is_handled {
@@ -241,23 +241,23 @@ pub fn set_handled(signal: libc::c_int, is_handled: bool) {
     }
 }
 
-/// KVM_SET_SIGNAL_MASK's mask while KVM_RUN lasts.
+/// The mask of KVM_SET_SIGNAL_MASK, in force while KVM_RUN lasts.
 #[derive(Debug)]
 pub(crate) struct RunMask {
     outside: u64,
-    /// Some signals that it lets through stay blocked, and somebody has to ask for them.
+    /// Some signals that the mask allows stay blocked, so KVM_RUN must check for them.
     pub(crate) asks: bool,
 }
 
 impl RunMask {
-    /// Lets the signals through that `mask` does not block; those that are pending are deferred
-    /// at once. `None` outside of a section: there handlers are not wrapped.
+    /// Unblocks the signals that `mask` does not block; those that are pending are deferred at once. `None` outside of
+    /// a section, where handlers are not wrapped.
     pub(crate) fn enter(mask: u64) -> Option<Self> {
         Section::is_active().then(|| {
             RUN_MASK.set(true);
             let outside = set_mask(DEFERRABLE);
-            // A kernel's KVM_RUN ends before the default action of a signal that is blocked outside
-            // could end the process.
+            // In a kernel, KVM_RUN would end before a signal that is blocked outside could end the process by its
+            // default action.
             let fatal = outside & !mask & !HANDLED.load(Ordering::Relaxed);
             set_mask(mask | fatal);
             Self {
@@ -278,12 +278,12 @@ impl Drop for RunMask {
     }
 }
 
-/// For a handler that stands before the VMM's: true if the thread is inside a KVM call, which
-/// then ends soon; the signal comes again after it.
+/// Called by a handler that wraps the VMM's. Returns true if the thread is inside a KVM call, which then ends soon; the
+/// signal comes again after it.
 ///
 /// # Safety
 ///
-/// To be called in a signal handler with what the kernel passed to it.
+/// Called in a signal handler, with the arguments that the kernel passed to it.
 pub unsafe fn defer(
     signal: libc::c_int,
     info: *mut libc::siginfo_t,
@@ -292,7 +292,7 @@ pub unsafe fn defer(
     if DEPTH.get() == 0 {
         return false;
     }
-    // What only KVM_SET_SIGNAL_MASK lets through has to be pending afterwards.
+    // Signals that only KVM_SET_SIGNAL_MASK allows must be pending afterwards, so they are sent again, not remembered.
     // SAFETY: the kernel's structure.
     if is_filtered() && !RUN_MASK.get() && !unsafe { is_fault(signal, info) } {
         interrupt_current_thread();
@@ -310,7 +310,7 @@ unsafe fn is_fault(signal: libc::c_int, info: *const libc::siginfo_t) -> bool {
     unsafe { (*info).si_code > 0 && SYNCHRONOUS & bit(signal) != 0 }
 }
 
-/// Defers a signal unless an instruction raised it; the mask that is to be restored.
+/// Defers a signal unless an instruction raised it. Returns the mask to restore.
 ///
 /// # Safety
 ///
@@ -327,7 +327,7 @@ pub unsafe fn defer_always(
     // SAFETY: the kernel's structure.
     let code = unsafe { (*info).si_code };
     interrupt_current_thread();
-    // Also in the handler, or with SA_NODEFER it would be entered again at once.
+    // Blocked in the handler as well: with SA_NODEFER it would be entered again at once.
     set_mask(!SYNCHRONOUS);
     // SAFETY: the kernel's structure; its signal set is the first eight bytes of the field.
     unsafe {
@@ -343,8 +343,8 @@ pub unsafe fn defer_always(
 
 /// Makes the signal pending for the calling thread.
 ///
-/// With its details where they may matter: filters of vCPU threads know tgkill(2) only, and that
-/// is enough for pthread_kill(3).
+/// The details are sent along if they may matter and filters allow that call. tgkill(2), the only one that filters of
+/// vCPU threads allow, is enough for a signal of pthread_kill(3).
 unsafe fn send_again(signal: libc::c_int, info: *mut libc::siginfo_t, code: libc::c_int) {
     // SAFETY: plain system calls; the kernel only reads `info`.
     unsafe {
@@ -363,10 +363,10 @@ unsafe fn send_again(signal: libc::c_int, info: *mut libc::siginfo_t, code: libc
     }
 }
 
-/// Where the C library keeps the thread's id, from the thread pointer on; 0 for not known.
+/// Offset from the thread pointer at which the C library keeps the thread's id; 0 if it is not known.
 static THREAD_ID: AtomicUsize = AtomicUsize::new(0);
 
-/// Finds out what [`defer`] may not ask the kernel for under a filter of system calls.
+/// Finds out what [`defer`] may not ask the kernel for once there is a system call filter.
 pub fn prepare() {
     /// In `struct pthread` of glibc, whose layout debuggers depend on.
     const GLIBC: usize = 0x2d0;
@@ -382,7 +382,7 @@ pub fn prepare() {
     process::id();
 }
 
-/// In a child of a fork that the C library does not know of.
+/// Updates the stored thread id, in a child of a fork that the C library does not know of.
 pub fn set_thread_id() {
     let offset = THREAD_ID.load(Ordering::Relaxed);
     if offset != 0 {
@@ -408,7 +408,7 @@ fn thread_id() -> i32 {
     id
 }
 
-/// Sets the thread's mask in the kernel's form; the one before.
+/// Sets the thread's mask in the kernel's format; returns the previous one.
 fn set_mask(mask: u64) -> u64 {
     let mut old = 0u64;
     // SAFETY: both are eight bytes, as the call is told. glibc's own function would refuse

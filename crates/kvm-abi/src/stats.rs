@@ -1,8 +1,8 @@
 //! KVM_GET_STATS_FD: a file with a header, an identity, descriptors and live values
 //! (KVM API document, 4.133).
 //!
-//! The file is a memfd whose values we keep up to date through a mapping. Each call gives a
-//! descriptor with a position of its own that can only read.
+//! The file is a memfd, whose values are updated through a mapping. Each call returns a read-only descriptor with a
+//! position of its own.
 
 use std::ffi::CString;
 use std::mem::size_of;
@@ -23,7 +23,7 @@ const NAME_SIZE: usize = 48;
 const HEADER: usize = 24;
 const DESCRIPTOR: usize = 16 + NAME_SIZE;
 
-/// The file and our mapping of it.
+/// The file and anykvm's mapping of it.
 #[derive(Debug)]
 pub(crate) struct StatsFile {
     file: OwnedFd,
@@ -34,7 +34,7 @@ pub(crate) struct StatsFile {
 #[derive(Debug)]
 struct Values {
     start: NonNull<u8>,
-    /// Bytes that are mapped.
+    /// Length of the mapping in bytes.
     len: usize,
     offset: usize,
     count: usize,
@@ -73,14 +73,14 @@ impl StatsSink for Sink {
 }
 
 impl StatsFile {
-    /// A file named `identity` with these statistics.
+    /// Makes a file named `identity` with these statistics.
     pub(crate) fn new(identity: &str, stats: &[(&str, StatKind)]) -> Result<Self> {
         let bytes = contents(identity, stats);
         let offset = bytes.len();
         let len = (offset + 8 * stats.len()).next_multiple_of(PAGE_SIZE);
         let name = CString::new(identity).map_err(|_| Errno::new(libc::EINVAL))?;
         let file = memfd::create(&name, len, true)?;
-        // It stays, as the file's size is sealed.
+        // The memory stays, because the file's size is sealed.
         let start = host::system::map_shared(file.as_fd(), 0, len)?;
         let values = Arc::new(Values {
             start,
@@ -93,12 +93,12 @@ impl StatsFile {
         Ok(Self { file, values })
     }
 
-    /// What keeps the values up to date.
+    /// Returns the sink that updates the values.
     pub(crate) fn sink(&self) -> Box<dyn StatsSink> {
         Box::new(Sink(Arc::clone(&self.values)))
     }
 
-    /// A descriptor for the VMM.
+    /// Returns a descriptor for the VMM.
     pub(crate) fn open(&self) -> Result<OwnedFd> {
         let fd = self.file.as_fd();
         let path = CString::new(format!("/proc/self/fd/{}", fd.as_raw_fd()))
@@ -109,12 +109,12 @@ impl StatsFile {
             // SAFETY: the descriptor was just created and belongs to nobody else.
             return Ok(unsafe { OwnedFd::from_raw_fd(opened) });
         }
-        // Without /proc: one that shares its position.
+        // Without /proc the descriptor shares its position with others.
         Ok(fd.try_clone_to_owned()?)
     }
 }
 
-/// Header, identity and descriptors: everything before the values.
+/// Returns header, identity and descriptors: everything before the values.
 fn contents(identity: &str, stats: &[(&str, StatKind)]) -> Vec<u8> {
     let id_offset = HEADER;
     let descriptors = id_offset + NAME_SIZE;
@@ -143,7 +143,7 @@ fn contents(identity: &str, stats: &[(&str, StatKind)]) -> Vec<u8> {
     bytes
 }
 
-/// A name in its field, with a zero behind it.
+/// Returns a name's field, which ends with a zero.
 fn name(text: &str) -> [u8; NAME_SIZE] {
     let mut field = [0; NAME_SIZE];
     for (to, from) in field.iter_mut().take(NAME_SIZE - 1).zip(text.bytes()) {

@@ -15,7 +15,7 @@ pub use crate::lists::MAX_IO_MSRS;
 
 /// A new system descriptor, as `open("/dev/kvm", O_RDWR)` gives.
 pub fn open(close_on_exec: bool) -> Result<OwnedFd> {
-    // Before the VMM filters system calls.
+    // Read now, because the VMM may filter system calls later.
     host::thread::cores();
     hypervisor::system::note_host();
     publish(Object::System, SYSTEM_NAME, close_on_exec)
@@ -31,7 +31,7 @@ pub fn vcpu_mmap_size() -> usize {
     VCPU_MMAP_SIZE
 }
 
-/// KVM_CHECK_EXTENSION: 0 for a capability that nobody knows.
+/// KVM_CHECK_EXTENSION: 0 for an unknown capability.
 pub fn check_extension(cap: u64) -> i32 {
     u32::try_from(cap).map_or(0, hypervisor::system::check_extension)
 }
@@ -68,7 +68,7 @@ pub fn supported_hv_cpuid(capacity: usize) -> Result<Vec<kvm_cpuid_entry2>> {
     fit(hypervisor::system::supported_hv_cpuid(true), capacity)
 }
 
-/// The same for a vCPU.
+/// KVM_GET_SUPPORTED_HV_CPUID on a vCPU.
 ///
 /// # Errors
 ///
@@ -100,8 +100,8 @@ pub fn msr_feature_index_list() -> Vec<u32> {
     hypervisor::system::msr_feature_index_list()
 }
 
-/// KVM_GET_MSRS on the system descriptor: reads feature MSRs into `entries` up to the first
-/// that does not exist, and returns how many that were.
+/// KVM_GET_MSRS on the system descriptor: reads feature MSRs into `entries` up to the first that does not exist, and
+/// returns how many were read.
 ///
 /// # Errors
 ///
@@ -119,7 +119,7 @@ pub fn feature_msrs(entries: &mut [kvm_msr_entry]) -> Result<usize> {
     Ok(read)
 }
 
-/// KVM_X86_GET_MCE_CAP_SUPPORTED: the bits that KVM_X86_SETUP_MCE takes besides the bank count.
+/// KVM_X86_GET_MCE_CAP_SUPPORTED: the bits that KVM_X86_SETUP_MCE accepts, besides the number of banks.
 pub use hypervisor::system::{mce_cap_supported, pkru_offset, signature};
 
 /// Value of KVM_X86_XCOMP_GUEST_SUPP, KVM_GET_DEVICE_ATTR on the system descriptor: the XCR0

@@ -1,8 +1,8 @@
 //! The caller's memory, read and written without trusting its pointers.
 //!
-//! KVM answers EFAULT for a bad pointer. So do we where the VMM's handlers are wrapped ([`faults`]):
-//! the copy then ends at the fault. Elsewhere the kernel is asked for each page before it is
-//! touched; a page that another thread unmaps meanwhile is then a fault of the VMM's (DEVIATION).
+//! KVM answers EFAULT for a bad pointer. If the VMM's handlers are wrapped ([`faults`]), anykvm does so, too: the copy
+//! ends at the fault. Otherwise the kernel is asked for each page before it is touched; a page that another thread
+//! unmaps meanwhile is then a fault of the VMM's (DEVIATION).
 //!
 //! [`faults`]: crate::faults
 
@@ -93,12 +93,12 @@ impl Arg {
         Ok(unsafe { value.assume_init() })
     }
 
-    /// Stores the structure at this address; the 0 that such an ioctl returns.
+    /// Stores the structure at this address. Returns 0, the result of such an ioctl.
     pub(crate) fn write<T: Plain>(self, value: &T) -> Result<i32> {
         self.write_bytes(std::ptr::from_ref(value).cast(), size_of::<T>())
     }
 
-    /// `count` elements from this address on. The caller has bounded `count`.
+    /// Reads `count` elements from this address on. The caller has bounded `count`.
     pub(crate) fn read_list<T: Plain>(self, count: usize) -> Result<Vec<T>> {
         let mut list = Vec::<T>::with_capacity(count);
         copy_in(
@@ -122,7 +122,7 @@ impl Arg {
         self.write_bytes(list.as_ptr().cast(), size_of_val(list))
     }
 
-    /// The argument `bytes` further on; wraps, as an address beyond the end faults anyway.
+    /// The argument plus `bytes`. It may wrap: an address beyond the end faults anyway.
     #[must_use]
     pub(crate) fn offset(self, bytes: usize) -> Self {
         Self(self.0.wrapping_add(bytes as u64))
@@ -160,12 +160,12 @@ fn copy_in(from: u64, to: *mut libc::c_void, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// EFAULT unless `is_good` says so of one address in each page of the range.
+/// EFAULT unless `is_good` returns true for one address in each page of the range.
 fn check_pages(address: u64, len: usize, is_good: fn(u64) -> bool) -> Result<()> {
     const PAGE: u64 = crate::run_page::PAGE_SIZE as u64;
     let fault = FAULT;
     let end = address.checked_add(len as u64).ok_or(fault)?;
-    // A null set of signals would be none, not a fault.
+    // A null pointer would mean "no set of signals" to the probe, and not be a fault.
     if address < PAGE {
         return Err(fault);
     }

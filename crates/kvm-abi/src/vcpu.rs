@@ -26,17 +26,17 @@ pub struct Vcpu {
     hypervisor: Arc<hypervisor::Vcpu>,
     page: RunPage,
     id: u64,
-    /// Its file has the VM's ring of coalesced writes.
+    /// The vCPU's file has the VM's ring of coalesced writes.
     has_ring: bool,
     stats: Mutex<Option<StatsFile>>,
-    /// KVM_SET_SIGNAL_MASK, and whether there is one.
+    /// The mask of KVM_SET_SIGNAL_MASK, and whether there is one.
     signal_mask: Mutex<Option<u64>>,
     has_signal_mask: AtomicBool,
-    /// A vCPU keeps its VM.
+    /// The VM, which lives as long as its vCPU.
     vm: Arc<Vm>,
 }
 
-/// The run page while KVM_RUN holds the vCPU.
+/// Access to the run page while KVM_RUN holds the vCPU.
 struct Session<'a> {
     page: &'a RunPage,
     blocked_signals: Option<u64>,
@@ -62,13 +62,13 @@ impl hypervisor::RunPage for Session<'_> {
     }
 }
 
-/// While it lives, [`signals::interrupt_current_thread`] reaches the vCPU.
+/// While this lives, [`signals::interrupt_current_thread`] reaches the vCPU.
 struct Interruptible<'a>(&'a Thread, PhantomData<&'a hypervisor::Vcpu>);
 
 impl<'a> Interruptible<'a> {
     fn enter(thread: &'a Thread, vcpu: &'a hypervisor::Vcpu) -> Self {
         thread.current.set(vcpu);
-        // A signal that comes before this has said so, to be asked for after this.
+        // A signal that came before this point has been noted, and the note is checked after it.
         compiler_fence(Ordering::SeqCst);
         Self(thread, PhantomData)
     }
@@ -106,7 +106,7 @@ impl Vcpu {
         &self.hypervisor
     }
 
-    /// Where kvm_run is mapped for anykvm itself, for [`crate::trace::write_exit`].
+    /// Returns the address of kvm_run in anykvm's own mapping, for [`crate::trace::write_exit`].
     pub fn run_address(&self) -> u64 {
         self.page.address()
     }
@@ -139,14 +139,14 @@ impl Vcpu {
         if dirty != 0 {
             self.take_sync_regs(dirty)?;
         }
-        // Such a KVM_RUN only completes the previous exit, whose reason stays in the page.
+        // With immediate_exit set, KVM_RUN only completes the previous exit, whose reason stays in the page.
         let only_completes = self.page.immediate_exit().load(Ordering::Relaxed) != 0;
         let interruptible = Interruptible::enter(thread, &self.hypervisor);
         if thread.is_deferred() {
-            // It came since the call began, when there was nothing to interrupt yet.
+            // A signal came after the call began, when there was nothing to interrupt yet.
             self.hypervisor.kick();
         }
-        // With wrapped handlers a signal tells of itself; without, somebody has to ask.
+        // If handlers are wrapped, a signal announces itself; otherwise KVM_RUN must check for it.
         let signal_mask = if self.has_signal_mask.load(Ordering::Acquire) {
             *self.mask()
         } else {
@@ -161,7 +161,7 @@ impl Vcpu {
         drop(run_mask);
         drop(interruptible);
         if thread.is_deferred() {
-            // The handler runs before the next KVM_RUN, which it does not concern.
+            // The handler runs before the next KVM_RUN, which must not be interrupted by it.
             self.hypervisor.cancel_kick();
         }
         if result == Err(hypervisor::Error::Interrupted) && !only_completes {
@@ -179,14 +179,14 @@ impl Vcpu {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets `immediate_exit` and has a running vCPU look at it: KVM_RUN returns EINTR, now and until
-    /// the VMM clears the field. A VMM of a kernel's KVM needs a signal handler for this.
+    /// Sets `immediate_exit` and has a running vCPU check it: KVM_RUN returns EINTR, now and until the VMM clears the
+    /// field. With a kernel's KVM this takes a signal handler.
     pub fn stop(&self) {
         self.page.immediate_exit().store(1, Ordering::SeqCst);
         self.hypervisor.kick();
     }
 
-    /// kvm_dirty_regs: the VMM's registers become the vCPU's.
+    /// kvm_dirty_regs: loads the VMM's registers into the vCPU.
     fn take_sync_regs(&self, dirty: u64) -> Result<()> {
         let regs = self.page.sync_regs();
         if dirty & u64::from(KVM_SYNC_X86_REGS) != 0 {
@@ -204,7 +204,7 @@ impl Vcpu {
         Ok(())
     }
 
-    /// kvm_valid_regs: the vCPU's registers, for the VMM to read without ioctls.
+    /// kvm_valid_regs: stores the vCPU's registers in the run page, for the VMM to read without ioctls.
     fn give_sync_regs(&self, valid: u64) -> Result<()> {
         let mut regs = self.page.sync_regs();
         if valid & u64::from(KVM_SYNC_X86_REGS) != 0 {
@@ -241,10 +241,10 @@ impl Vcpu {
 
     /// KVM_SET_SIGNAL_MASK: the signals that do not end KVM_RUN; `None` for no mask.
     ///
-    /// A pending signal outside the mask ends KVM_RUN with EINTR and stays pending, as with
-    /// KVM. DEVIATION: where handlers are not wrapped ([`signals`]) the thread's own mask is not
-    /// changed, so a signal that the thread does not block runs its handler during KVM_RUN even if
-    /// `mask` blocks it, and pending ones are looked for once a millisecond.
+    /// A pending signal outside the mask ends KVM_RUN with EINTR and stays pending, as with KVM. DEVIATION: if handlers
+    /// are not wrapped ([`signals`]), the thread's own mask is not changed. So a signal that the thread does not block
+    /// runs its handler during KVM_RUN even if `mask` blocks it, and pending signals are checked for once a
+    /// millisecond.
     pub fn set_signal_mask(&self, mask: Option<u64>) {
         *self.mask() = mask;
         self.has_signal_mask
@@ -292,7 +292,7 @@ impl Vcpu {
         self.set_cpuid2(&entries)
     }
 
-    /// KVM_GET_MSRS: how many of `entries` were read.
+    /// KVM_GET_MSRS: returns how many of `entries` were read.
     ///
     /// # Errors
     ///
@@ -302,7 +302,7 @@ impl Vcpu {
         Ok(self.hypervisor.get_msrs(entries)?)
     }
 
-    /// KVM_SET_MSRS: how many of `entries` were written.
+    /// KVM_SET_MSRS: returns how many of `entries` were written.
     ///
     /// # Errors
     ///

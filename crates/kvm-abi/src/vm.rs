@@ -1,5 +1,5 @@
-//! A VM descriptor: what KVM's structures need besides the hypervisor's typed calls
-//! (KVM API document, "vm ioctls").
+//! A VM descriptor: the parts of KVM's structures that the hypervisor's typed calls do not have (KVM API document, "vm
+//! ioctls").
 //!
 //! Calls without an ABI of their own are made on [`Vm::hypervisor`] directly.
 
@@ -19,11 +19,11 @@ use crate::stats::StatsFile;
 
 const EINVAL: Errno = Errno::new(libc::EINVAL);
 
-/// Pins of one PIC and of the IOAPIC that KVM_SET_GSI_ROUTING may name.
+/// Number of pins of one PIC and of the IOAPIC that KVM_SET_GSI_ROUTING may name.
 const PIC_PINS: u32 = 8;
 const IOAPIC_PINS: u32 = KVM_IOAPIC_NUM_PINS;
 
-/// The right to be the VM's VFIO device, for as long as it lives.
+/// The right to be the VM's VFIO device. It ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct VfioClaim(#[expect(dead_code, reason = "its end is what it is for")] Arc<()>);
 
@@ -34,11 +34,11 @@ pub struct Vm {
     /// The file of the first vCPU, whose third page is the VM's ring of coalesced writes.
     ring: OnceLock<Internal>,
     stats: Mutex<Option<StatsFile>>,
-    /// KVM has at most one VFIO device per VM; it ends with its last descriptor.
+    /// KVM has at most one VFIO device per VM. The claim ends with the device's last descriptor.
     vfio: Mutex<Weak<()>>,
-    /// Its memory, for whoever changes it.
+    /// The VM's memory ranges, for announcements of changes.
     registration: Registration,
-    /// [`process::generation`] of the process that made it.
+    /// [`process::generation`] of the process that made the VM.
     generation: u32,
 }
 
@@ -65,15 +65,15 @@ impl Vm {
         &self.hypervisor
     }
 
-    /// KVM_CHECK_EXTENSION on the VM: 0 for a capability that nobody knows.
+    /// KVM_CHECK_EXTENSION on the VM: 0 for an unknown capability.
     pub fn check_extension(&self, cap: u64) -> i32 {
         u32::try_from(cap).map_or(0, |cap| self.hypervisor.check_extension(cap))
     }
 
-    /// The file that holds the ring of coalesced writes; none before the first vCPU.
+    /// Returns the file that holds the ring of coalesced writes; `None` before the first vCPU.
     ///
-    /// KVM shows the same ring in every vCPU's descriptor. Here it is in the first vCPU's, and
-    /// whoever stands before `mmap(2)` puts it into the others' mappings ([`crate::judge_mapping`]).
+    /// KVM shows the same ring in every vCPU's descriptor. Here it is in the first vCPU's file, and code that
+    /// intercepts `mmap(2)` puts it into the mappings of the others ([`crate::judge_mapping`]).
     pub fn ring_file(&self) -> Option<BorrowedFd<'_>> {
         self.ring.get().map(AsFd::as_fd)
     }
@@ -101,7 +101,7 @@ impl Vm {
     ///
     /// # Errors
     ///
-    /// EINVAL for a zone that is neither of ports nor of memory.
+    /// EINVAL for a zone that is neither in port space nor in memory.
     pub fn register_coalesced_mmio(&self, zone: &kvm_coalesced_mmio_zone) -> Result<()> {
         Ok(self
             .hypervisor
@@ -119,7 +119,7 @@ impl Vm {
             .unregister_coalesced_mmio(zone, is_pio(zone))?)
     }
 
-    /// The VM's one VFIO device; EBUSY while there is one.
+    /// Claims to be the VM's one VFIO device; EBUSY while there is one.
     pub(crate) fn claim_vfio(&self) -> Result<VfioClaim> {
         let mut vfio = self.vfio.lock().unwrap_or_else(PoisonError::into_inner);
         if vfio.strong_count() != 0 {
@@ -130,19 +130,19 @@ impl Vm {
         Ok(VfioClaim(claim))
     }
 
-    /// Whether no vCPU's file holds the ring of coalesced writes yet.
+    /// True if no vCPU's file holds the ring of coalesced writes yet.
     pub(crate) fn lacks_ring(&self) -> bool {
         self.ring.get().is_none()
     }
 
-    /// The file of the first vCPU, with the ring that is mapped from it.
+    /// Sets the file of the first vCPU, and the ring that is mapped from it.
     pub(crate) fn set_ring(&self, file: Internal, ring: Ring) {
         self.hypervisor.set_coalesced_ring(Box::new(ring));
-        // Two first vCPUs at once: the hypervisor keeps the first ring, either file is lost.
+        // If two first vCPUs are made at once, the hypervisor keeps the first ring, and one of the files is dropped.
         let _ = self.ring.set(file);
     }
 
-    /// KVM_SET_USER_MEMORY_REGION. Who changes the memory later says so: [`crate::host_memory`].
+    /// KVM_SET_USER_MEMORY_REGION. Later changes of the memory must be announced: [`crate::host_memory`].
     ///
     /// # Errors
     ///
@@ -183,7 +183,7 @@ impl Vm {
             KVM_IRQCHIP_PIC_SLAVE => irqchip.chip.pic = self.hypervisor.pic_state(1)?,
             KVM_IRQCHIP_IOAPIC => irqchip.chip.ioapic = self.hypervisor.ioapic_state()?,
             _ => {
-                // Without chips ENXIO comes first.
+                // Without chips, the error is ENXIO even for an unknown chip.
                 self.hypervisor.pic_state(0)?;
                 return Err(EINVAL);
             }
@@ -244,7 +244,7 @@ impl Vm {
         })
     }
 
-    /// KVM_SET_PIT: the channels; flags stay.
+    /// KVM_SET_PIT: sets the channels and keeps the flags.
     ///
     /// # Errors
     ///
@@ -266,7 +266,7 @@ impl Vm {
         Ok(self.hypervisor.set_gsi_routing(&routes)?)
     }
 
-    /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: the injection status.
+    /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: returns the injection status.
     ///
     /// # Errors
     ///
@@ -283,7 +283,7 @@ fn is_pio(zone: &kvm_coalesced_mmio_zone) -> u32 {
     unsafe { zone.__bindgen_anon_1.pio }
 }
 
-/// One routing entry as the hypervisor wants it.
+/// Converts one routing entry.
 fn route(entry: &kvm_irq_routing_entry) -> Result<Route> {
     // SAFETY: all members of the union are integers; `type_` says which one is meant.
     let (irqchip, msi) = unsafe { (entry.u.irqchip, entry.u.msi) };

@@ -1,5 +1,6 @@
-//! The one access of IN, OUT or MOV, without an interpreter around it: what a driver does to its device,
-//! where translated code has found that it cannot do it by itself. Everything else is executed.
+//! Executes an IN, OUT or MOV that makes a single access, without an interpreter around it. Translated code comes here
+//! when it finds that it cannot make the access itself: mostly in a driver, to its device. All other instructions need
+//! the interpreter.
 
 use iced_x86::Code;
 use x86_cpu::{CpuState, Fault, GuestBus, Privilege, Retired};
@@ -11,10 +12,10 @@ use crate::{
     remainder::{NONE, Remainder},
 };
 
-/// What it does with its operand.
+/// What the instruction does with its operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AccessKind {
-    /// The port is the immediate, or else DX.
+    /// IN; true if the port is the immediate, false if it is DX.
     PortIn(bool),
     PortOut(bool),
     Load,
@@ -22,21 +23,21 @@ enum AccessKind {
     StoreImmediate,
 }
 
-/// An instruction that makes one access, from or to a register, and nothing else.
+/// An instruction that makes exactly one access, from or to a register, and does nothing else.
 #[derive(Clone, Copy, Debug)]
 pub struct Transfer {
     kind: AccessKind,
-    /// The register.
+    /// Number of the register.
     register: u8,
-    /// Bytes of the access.
+    /// Size of the access in bytes.
     size: u8,
-    /// Bytes of the instruction.
+    /// Length of the instruction in bytes.
     len: u8,
     imm: u64,
 }
 
 impl Transfer {
-    /// `None` if it is something else.
+    /// Returns `None` for any other instruction.
     pub fn of<B>(insn: &Insn<B>) -> Option<Self> {
         use Code as C;
         let kind = match insn.code {
@@ -88,13 +89,14 @@ impl Transfer {
         matches!(self.kind, AccessKind::PortIn(_) | AccessKind::PortOut(_))
     }
 
-    /// What is left of `insn` at `rip`, which has stopped at an access; nothing if there is more to it.
+    /// Returns the remainder of `insn` at `rip`, which has stopped at its access; nothing if it is not such an
+    /// instruction.
     #[cold]
     pub(crate) fn rest_of<B>(insn: &Insn<B>, rip: u64, is_wide: bool) -> Remainder {
         Self::of(insn).map_or(Remainder::NOTHING, |t| t.remainder(rip, is_wide))
     }
 
-    /// What is left of it at `rip` once the VMM has answered.
+    /// Returns the remainder of this instruction at `rip`, for when the VMM has answered.
     #[inline]
     pub(crate) fn remainder(&self, rip: u64, is_wide: bool) -> Remainder {
         let target = match self.kind {
@@ -112,7 +114,7 @@ impl Transfer {
         }
     }
 
-    /// The value that is stored, whose bytes beyond the size are any.
+    /// Returns the value to store. Bytes beyond the access's size are arbitrary.
     #[inline]
     fn value(&self, cpu: &CpuState) -> u64 {
         match self.kind {
@@ -124,12 +126,11 @@ impl Transfer {
 }
 
 impl<B: GuestBus> Interp<B> {
-    /// Executes the instruction at RIP as [`Self::execute`] does. `None`, with nothing
-    /// done, if there is more to it: an exception, a TSS's bitmap of ports.
+    /// Executes the instruction at RIP with the effects of [`Self::execute`]. Returns `None`, with nothing done, if
+    /// that takes more: an exception, or the port bitmap of a TSS.
     ///
-    /// The caller knows that nothing else happens at the instruction (no breakpoint, no single
-    /// step, no shadow), and that its segments are flat. `gva` is the linear address of its
-    /// memory operand, if it has one.
+    /// The caller guarantees that nothing else happens at the instruction (no breakpoint, no single step, no shadow),
+    /// and that its segments are flat. `gva` is the linear address of its memory operand, if it has one.
     pub fn transfer(
         &mut self,
         cpu: &mut CpuState,
@@ -185,7 +186,7 @@ impl<B: GuestBus> Interp<B> {
                 Some(RunStop::Exit)
             }
             Err(Fault::Exception(_)) => {
-                // The interpreter may find another one first, or none that has an address.
+                // The interpreter repeats the instruction. It may raise another fault, or one that has no address.
                 cpu.fault_gva = fault_gva;
                 None
             }
@@ -236,10 +237,10 @@ mod tests {
 
     const OPERAND: u64 = 0xb_1237;
 
-    /// What was said, the registers, the operand's memory, and what ports were given.
+    /// What was returned, the CPU, the operand's memory, and the writes to ports.
     type After = (Option<RunStop>, CpuState, u64, Vec<(u16, u8, u32)>);
 
-    /// The machine after the instruction, executed by `run`, and what `run` said.
+    /// Returns the machine's state after `run` has executed the instruction, and what `run` returned.
     fn after(
         code: &[u8],
         size: CodeSize,
@@ -265,7 +266,7 @@ mod tests {
         (stop, cpu, word, bus.out.clone())
     }
 
-    /// Whatever this does is what the interpreter does.
+    /// Compares all that the function does with the interpreter.
     #[test]
     fn the_same_as_executed() {
         let memory_forms: [&[u8]; 17] = [
@@ -307,7 +308,7 @@ mod tests {
             for code in memory_forms.iter().chain(&port_forms) {
                 let is_for = match code[0] {
                     0x48 => CodeSize::Bits64,
-                    // Its address would have eight bytes.
+                    // In 64-bit code this address would have eight bytes.
                     0xa0..=0xa3 => CodeSize::Bits32,
                     _ => size,
                 };
@@ -341,14 +342,14 @@ mod tests {
     fn what_has_more_to_it_is_left_alone() {
         type Change = fn(&mut CpuState);
         let rows: [(&[u8], Option<u64>, Change); 6] = [
-            // Not this kind: ADD, MOV between registers, PUSH.
+            // Instructions of other forms: ADD, MOV between registers, PUSH.
             (&[0x01, 0x0b], Some(OPERAND), |_| {}),
             (&[0x89, 0xcb], Some(OPERAND), |_| {}),
             (&[0x50], Some(OPERAND), |_| {}),
-            // An address that is not known, and one without memory.
+            // An unknown address, and one without memory.
             (&[0x89, 0x0b], None, |_| {}),
             (&[0x89, 0x0b], Some(1 << 40), |_| {}),
-            // A user without the right to the port.
+            // CPL 3 without the right to the port.
             (&[0xee], None, |cpu| cpu.cpl = 3),
         ];
         for (code, gva, change) in rows {

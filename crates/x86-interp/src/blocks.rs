@@ -1,11 +1,9 @@
 //! The block cache: decoded runs of instructions.
 //!
-//! A block is keyed by the page its code is on ([`x86_cpu::CodePage`]), the
-//! offset there and the code size; it never leaves its page, but for an
-//! instruction that straddles two pages and is a block of its own. A block is
-//! valid while the generation of its pages is the one it was decoded at, which
-//! is checked each time it is entered and after each of its stores: in the
-//! common case by one comparison, as no generation changed at all.
+//! A block is keyed by the page that its code is on ([`x86_cpu::CodePage`]), the offset there, and the code size. It
+//! never leaves its page, except that an instruction which straddles two pages is a block of its own. A block is valid
+//! while its pages have the generation at which it was decoded. This is checked at each entry and after each of its
+//! stores, usually by one comparison: no generation at all has changed.
 
 use std::{
     collections::HashMap,
@@ -20,9 +18,9 @@ use crate::{
     decode::{self, Incomplete, MAX_LEN},
 };
 
-/// Instructions in a block at most: bounds the time between two polls.
+/// Largest number of instructions in a block, which bounds the time between two polls.
 const MAX_INSNS: usize = 64;
-/// Instructions kept before everything is forgotten (48 bytes each).
+/// Number of instructions (48 bytes each) at which the whole cache is dropped.
 const CAPACITY: usize = 1 << 19;
 /// Entries of the jump cache.
 const JUMPS: usize = 1 << 13;
@@ -33,7 +31,7 @@ const PAGE_MASK: u64 = 0xfff;
 #[derive(Clone, Copy, Debug)]
 struct DecodedBlock {
     page: CodePage,
-    /// Page of the last bytes of an instruction that straddles two.
+    /// Second page of an instruction that straddles two pages.
     second: Option<CodePage>,
     start: u32,
     len: u32,
@@ -51,22 +49,22 @@ impl DecodedBlock {
     }
 }
 
-/// What is known of a linear address: the block that was found there.
+/// Jump cache entry: the block that was found at a linear address.
 #[derive(Clone, Copy, Debug)]
 struct Jump {
     linear: u64,
-    /// [`GuestBus::fetch_epoch`] that the page is known at.
+    /// The [`GuestBus::fetch_epoch`] for which the page is known.
     epoch: u64,
-    /// [`GuestBus::code_changes`] that the block is known to be valid at.
+    /// The [`GuestBus::code_changes`] for which the block is known to be valid.
     changes: u64,
     size: CodeSize,
     entry: Entry,
 }
 
-/// A block to execute.
+/// A block that may be executed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
-    /// Number of the [`DecodedBlock`], which may have been replaced by now.
+    /// Number of the [`DecodedBlock`], which may have been replaced meanwhile.
     block: u32,
     start: u32,
     len: u32,
@@ -87,7 +85,7 @@ const EMPTY: Jump = Jump {
     },
 };
 
-/// Multiplicative hash: keys are addresses.
+/// A multiplicative hash for keys that are addresses.
 #[derive(Debug, Default)]
 struct Fold(u64);
 
@@ -115,12 +113,12 @@ pub(crate) struct DecodedBlocks<B> {
     insns: Vec<Insn<B>>,
     blocks: Vec<DecodedBlock>,
     index: HashMap<(u64, u8), u32, BuildHasherDefault<Fold>>,
-    /// Jump cache, for blocks and then for single instructions. Of no entries before the first: a VM may have a thousand vCPUs
-    /// that do nothing.
+    /// Jump cache: entries for blocks, then entries for single instructions. Empty before the first use, because a VM
+    /// may have a thousand vCPUs that do nothing.
     jumps: Box<[Jump]>,
-    /// Blocks of one instruction are being looked for.
+    /// Blocks of one instruction are being searched for.
     single: bool,
-    /// Times that the host's stubs of instructions were dropped.
+    /// Number of times that the native stubs of instructions were dropped.
     pub(crate) resets: u64,
 }
 
@@ -143,7 +141,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
         self.jumps.fill(EMPTY);
     }
 
-    /// The instructions of a block.
+    /// Returns the instructions of a block.
     #[inline(always)]
     pub(crate) fn insns(&self, e: &Entry) -> &[Insn<B>] {
         let start = e.start as usize;
@@ -152,7 +150,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
             .unwrap_or(&[])
     }
 
-    /// The block at RIP, decoded if need be.
+    /// Returns the block at RIP, which is decoded if it is not cached.
     #[inline(always)]
     pub(crate) fn find(&mut self, ex: &mut Exec<'_, B>) -> Result<Entry, Stop> {
         let linear = ex.code_linear(ex.cpu.rip());
@@ -170,7 +168,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
         self.find_known(ex, linear, slot)
     }
 
-    /// As [`Self::find`] when code somewhere has changed, or the jump cache has no entry.
+    /// Like [`Self::find`], for when code has changed somewhere or the jump cache has no entry.
     #[inline(never)]
     fn find_known(
         &mut self,
@@ -193,7 +191,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
         self.find_slow(ex, linear, slot)
     }
 
-    /// As [`Self::find`], but only the first instruction of the block is decoded.
+    /// Like [`Self::find`], but decodes only the first instruction of the block.
     pub(crate) fn find_single(&mut self, ex: &mut Exec<'_, B>) -> Result<Entry, Stop> {
         self.single = true;
         let linear = ex.code_linear(ex.cpu.rip());
@@ -221,7 +219,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
     }
 
     fn find_slow(&mut self, ex: &mut Exec<'_, B>, linear: u64, slot: usize) -> Result<Entry, Stop> {
-        // Before any generation is read: a change in between is noticed.
+        // Read before any generation, so that a change in between is noticed.
         let changes = ex.bus.code_changes();
         ex.check_fetch(ex.cpu.rip(), 1)?;
         let page = ex.bus.code_page(ex.cpu, linear)?;
@@ -233,7 +231,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
         let valid = match known.and_then(|n| self.blocks.get(n as usize)) {
             Some(b) if b.page == page => match b.second {
                 None => true,
-                // The neighbour may be mapped elsewhere, or not at all, by now.
+                // The second page may be mapped elsewhere, or not at all, by now.
                 Some(second) => ex.bus.code_page(ex.cpu, next_page(linear))? == second,
             },
             _ => false,
@@ -258,7 +256,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
             .get(number as usize)
             .map(|b| b.entry(number))
             .ok_or(Stop::Exception(Exception::UD))?;
-        // Fetching may have filled a TLB: the epoch is read after it.
+        // Fetching may have filled a TLB, so the epoch is read after it.
         if self.jumps.is_empty() {
             self.jumps = vec![EMPTY; 2 * JUMPS].into_boxed_slice();
         }
@@ -274,7 +272,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
         Ok(entry)
     }
 
-    /// Stores a block, in the place of an outdated one with the same key.
+    /// Stores a block, replacing an outdated one with the same key.
     fn insert(&mut self, key: (u64, u8), block: DecodedBlock) -> u32 {
         if let Some(&n) = self.index.get(&key)
             && let Some(old) = self.blocks.get_mut(n as usize)
@@ -288,8 +286,8 @@ impl<B: GuestBus> DecodedBlocks<B> {
         n
     }
 
-    /// Decodes from `linear` to a control transfer, the page's end, or
-    /// something that cannot be fetched or decoded, which gets a block of its own.
+    /// Decodes from `linear` up to a control transfer, the page's end, or an instruction that cannot be fetched or
+    /// decoded, which gets a block of its own.
     fn decode(
         &mut self,
         ex: &mut Exec<'_, B>,
@@ -325,7 +323,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
             };
             let (insn, ends) = match decoded {
                 Ok(done) => done,
-                // Longer than 15 bytes: #GP(0), when it is reached.
+                // Longer than 15 bytes: #GP(0), raised when the instruction is reached.
                 Err(_) if first => return Err(Exception::GP0.into()),
                 Err(_) => break,
             };
@@ -341,7 +339,7 @@ impl<B: GuestBus> DecodedBlocks<B> {
     }
 }
 
-/// The instruction, and whether it always leaves its block.
+/// Returns the instruction, and whether it always leaves its block.
 fn decode_one<B: GuestBus>(
     ex: &mut Exec<'_, B>,
     bytes: &[u8],

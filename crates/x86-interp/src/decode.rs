@@ -1,8 +1,7 @@
-//! Bytes to [`Insn`]s.
+//! Decoding of bytes into [`Insn`]s.
 //!
-//! Decoding is position-independent: the instruction pointer is taken as 0,
-//! so RIP-relative displacements and branch targets come out relative to the
-//! start of the instruction and a decoded page serves every virtual address.
+//! Decoding is position-independent: the instruction pointer is taken as 0. So RIP-relative displacements and branch
+//! targets are relative to the start of the instruction, and decoded code serves every virtual address.
 
 use iced_x86::{Decoder, DecoderError, Instruction, OpKind, Register};
 use x86_cpu::{CodeSize, GuestBus};
@@ -14,20 +13,19 @@ use crate::{
     insn::{self, control::undefined},
 };
 
-/// An instruction has at most this many bytes (SDM vol. 2, 2.3.11).
+/// Longest instruction in bytes (SDM vol. 2, 2.3.11).
 pub(crate) const MAX_LEN: usize = 15;
 
-/// Why bytes are not an instruction.
+/// Why bytes cannot be decoded to an instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Incomplete {
     /// The bytes end before the instruction does.
     NeedsMore,
-    /// It would have more than 15 bytes: #GP(0).
+    /// The instruction would have more than 15 bytes: #GP(0).
     TooLong,
 }
 
-/// Decodes the instruction at the start of `bytes`. An invalid one comes back
-/// with a handler that raises #UD.
+/// Decodes the instruction at the start of `bytes`. An invalid one gets a handler that raises #UD.
 pub(crate) fn decode<B: GuestBus>(
     bytes: &[u8],
     selector: &mut Selector<'_>,
@@ -61,7 +59,7 @@ pub(crate) fn decode<B: GuestBus>(
     Ok(insn)
 }
 
-/// Everything of an [`Insn`] that does not depend on its family.
+/// Fills in all parts of an [`Insn`] that do not depend on its family.
 fn operands<B: GuestBus>(i: &Instruction) -> Insn<B> {
     let mut insn = Insn {
         handler: undefined::<B>,
@@ -159,7 +157,7 @@ fn memory<B: GuestBus>(insn: &mut Insn<B>, i: &Instruction, kind: OpKind) {
             } else if base != Register::None {
                 insn.base = base.number() as u8;
             }
-            // A vector index (gathers) is the FP/SIMD family's business.
+            // A vector index (gathers) is handled by the FP/SIMD family.
             if index != Register::None {
                 insn.index = index.number() as u8;
                 insn.scale = i.memory_index_scale().trailing_zeros() as u8;
@@ -184,8 +182,8 @@ fn memory<B: GuestBus>(insn: &mut Insn<B>, i: &Instruction, kind: OpKind) {
     insn.addr_shift = 64 - 8 * insn.addr_size;
 }
 
-/// The segment of the memory operand. 64-bit code knows overrides to FS and GS
-/// only (SDM vol. 2, 2.1.1): the others do not even turn #SS into #GP.
+/// Returns the segment of the memory operand. 64-bit code has only the overrides FS and GS (SDM vol. 2, 2.1.1): others
+/// do not even turn #SS into #GP.
 fn segment(i: &Instruction) -> Register {
     use Register as R;
     let ignored = matches!(i.segment_prefix(), R::ES | R::CS | R::SS | R::DS);

@@ -8,7 +8,7 @@ use crate::{Exec, Stop};
 /// TI bit of a selector: the descriptor is in the LDT.
 const TI: u16 = 4;
 
-/// The selector's part of an error code: index and TI.
+/// Returns the selector's part of an error code: index and TI.
 pub(crate) const fn selector_code(selector: u16) -> u16 {
     selector & !3
 }
@@ -36,7 +36,7 @@ pub(crate) struct Descriptor {
     pub(crate) lo: u64,
     /// Second eight bytes of a long-mode system descriptor, else zero.
     pub(crate) hi: u64,
-    /// Where `lo` is.
+    /// Linear address of `lo`.
     pub(crate) gva: u64,
 }
 
@@ -58,13 +58,13 @@ impl Descriptor {
     pub(crate) const fn base(&self) -> u64 {
         self.lo >> 16 & 0xff_ffff | self.lo >> 32 & 0xff00_0000 | self.hi << 32
     }
-    /// As a segment register, for `selector`, accessed.
+    /// Returns the segment register that `selector` loads: with the accessed bit set.
     pub(crate) const fn segment(&self, selector: u16) -> Segment {
         let attr = self.attr();
         Segment {
             base: self.base(),
             limit: self.limit(),
-            // System descriptors have no accessed bit: only S ones get it.
+            // Only code and data segments (S) have an accessed bit.
             attr: Attr(attr.0 | (attr.0 & Attr::S) >> 4),
             selector,
         }
@@ -76,7 +76,7 @@ impl Descriptor {
     /// A gate's target offset: 64, 32 or (as its type says) 16 bits.
     pub(crate) const fn gate_offset(&self) -> u64 {
         let low = self.lo & 0xffff;
-        // Bit 3 of the type tells 32/64-bit gates from 16-bit ones.
+        // Bit 3 of the type distinguishes 32-bit and 64-bit gates from 16-bit ones.
         if self.attr().kind() & 8 != 0 {
             low | self.lo >> 32 & 0xffff_0000 | self.hi << 32
         } else {
@@ -93,7 +93,7 @@ impl Descriptor {
     }
 }
 
-/// Linear address of a descriptor, if all `len` bytes are within the table.
+/// Returns the linear address of a descriptor, if all its `len` bytes are within the table.
 fn locate(cpu: &CpuState, selector: u16, len: u32) -> Option<u64> {
     let (base, limit) = if selector & TI != 0 {
         if cpu.ldtr.attr.is_unusable() {
@@ -118,7 +118,7 @@ impl<B: GuestBus> Exec<'_, B> {
         Ok(Descriptor { lo, hi: 0, gva })
     }
 
-    /// Completes a system descriptor with its second half in long mode.
+    /// Adds the second half of a system descriptor in long mode.
     pub(crate) fn widen(
         &mut self,
         d: Descriptor,
@@ -159,7 +159,7 @@ impl<B: GuestBus> Exec<'_, B> {
         Ok(())
     }
 
-    /// Changes bit 1 of a TSS descriptor's type: busy.
+    /// Sets or clears the busy bit of a TSS descriptor (bit 1 of its type).
     pub(crate) fn set_busy(&mut self, gva: u64, busy: bool) -> Result<(), Stop> {
         self.bus.rmw::<u8>(
             self.cpu,
@@ -171,7 +171,7 @@ impl<B: GuestBus> Exec<'_, B> {
         Ok(())
     }
 
-    /// Linear addresses of system structures have 32 bits outside long mode.
+    /// Cuts a linear address of a system structure to 32 bits outside of long mode.
     pub(crate) fn system_gva(&self, gva: u64) -> u64 {
         if self.cpu.is_long_mode() {
             gva

@@ -1,9 +1,8 @@
-//! [`Exec`]: what a handler works on, and what it returns.
+//! [`Exec`]: the machine as a handler uses it, and what a handler returns.
 //!
-//! Memory goes through [`Exec::linear`] (segmentation, SDM vol. 3, 5.3;
-//! canonical addresses, vol. 1, 3.3.7.1; alignment, vol. 3, 6.15 #AC) and then
-//! through the bus. The common case is one mask test and one comparison: see
-//! [`Exec::refresh`] for what they stand for.
+//! Memory accesses go through [`Exec::linear`] (segmentation, SDM vol. 3, 5.3; canonical addresses, vol. 1, 3.3.7.1;
+//! alignment, vol. 3, 6.15 #AC) and then through the bus. The common case takes one mask test and one comparison:
+//! [`Exec::refresh`] says what these stand for.
 
 use x86_cpu::{Access, CpuState, Exception, Fault, GuestBus, Privilege, Word};
 use x86_defs::{
@@ -21,34 +20,32 @@ use crate::{
     remainder::Remainder,
 };
 
-/// What follows an instruction that completed.
+/// Where execution continues after an instruction that completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flow {
-    /// The next one in memory.
+    /// At the next instruction in memory.
     Next,
     /// RIP was set; the block ends. Mode, segments or privilege may have changed too.
     Jump,
-    /// RIP was set by a near branch, and nothing else changed (only
-    /// [`Exec::branch_to`] returns this).
+    /// RIP was set by a near branch, and nothing else changed. Only [`Exec::branch_to`] returns this.
     Near,
-    /// The next one in memory, but decode or state assumptions may have
-    /// changed (mode, mapping, segments, code, shadow, TF, IF, AC, debug registers): the block ends.
+    /// At the next instruction in memory; the block ends, because something that decoding or execution relies on may
+    /// have changed (mode, mapping, segments, code, shadow, TF, IF, AC, debug registers).
     EndBlock,
-    /// One iteration of a `rep` string instruction is complete and more
-    /// follow: RIP stays. (Returned instead of looping when single-stepping,
-    /// or when the bus wants to be polled.)
+    /// One iteration of a `rep` string instruction is complete and more follow: RIP stays. Returned instead of looping
+    /// when single-stepping, or when the bus must be polled.
     Again,
 }
 
-/// Why an instruction did not complete, or completed and left execution.
+/// Why an instruction did not complete, or completed and left the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// Deliver this; RIP still points at the instruction. (Traps such as INT n
-    /// and single step are delivered by their handlers and the run loop.)
+    /// Deliver this exception; RIP still points at the instruction. (Traps such as INT n and single step are delivered
+    /// by their handlers and the run loop.)
     Exception(Exception),
-    /// The bus has recorded an exit for the VMM; restart the instruction afterwards.
+    /// The bus has recorded an exit for the VMM. The instruction is restarted afterwards.
     Exit,
-    /// HLT completed: RIP is after it.
+    /// HLT completed; RIP is after it.
     Halt,
     /// Delivery ended in a triple fault.
     TripleFault,
@@ -81,21 +78,21 @@ pub type Step = Result<Flow, Stop>;
 pub struct Exec<'a, B> {
     /// Registers. `cpu.rflags`' arithmetic bits are stale here: use [`Exec::rflags`].
     pub cpu: &'a mut CpuState,
-    /// The outside.
+    /// The connection to memory, devices and the VMM.
     pub bus: &'a mut B,
     /// Arithmetic flags.
     pub flags: LazyFlags,
     /// Executes FP and SIMD instructions on the host; owned by [`crate::Interp`].
     pub native: &'a mut Native,
-    /// Bit per segment: base 0, and a check of the offset against `span` is all it takes.
+    /// Bit per segment: its base is 0, and comparing the offset with `span` is the only check.
     flat: u8,
     /// Added to a linear address before it is compared with `span`.
     bias: u64,
-    /// Flat accesses below it (after adding `bias`) need no further check.
+    /// Limit of flat accesses, after adding `bias`, that need no further check.
     span: u64,
-    /// SP bits that stack operations use.
+    /// The bits of SP that stack operations use.
     stack_mask: u64,
-    /// RIP bits that exist in the current mode.
+    /// The bits of RIP that exist in the current mode.
     rip_mask: u64,
     /// Alignment is checked: CR0.AM, RFLAGS.AC and CPL 3.
     alignment_check: bool,
@@ -103,14 +100,15 @@ pub struct Exec<'a, B> {
     watch: bool,
     /// DR6 bits of the data breakpoints that the current instruction hit.
     pub(crate) watch_hits: u64,
-    /// One iteration, not a whole `rep` instruction.
+    /// Execute one iteration of a `rep` instruction, not the whole.
     pub(crate) single_step: bool,
-    /// The instruction that ended in [`Stop::Exit`], if little of it is left.
+    /// The remainder of the instruction that ended in [`Stop::Exit`], if a register write completes it.
     pub(crate) remainder: Remainder,
 }
 
 impl<'a, B: GuestBus> Exec<'a, B> {
-    /// The machine, with the flags taken from `cpu.rflags`, and [`Self::refresh`] still to be called:
+    /// Makes the machine, with the flags of `cpu.rflags`. The caller still has to call [`Self::refresh`]; so the object
+    /// is constructed in place.
     /// so it is made in its place.
     #[inline(always)]
     pub(crate) fn new(cpu: &'a mut CpuState, bus: &'a mut B, native: &'a mut Native) -> Self {
@@ -134,11 +132,9 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         }
     }
 
-    /// Recomputes what is cached of mode, segments, privilege, CR0, CR4,
-    /// RFLAGS.AC and DR7. The run loop calls it after every instruction that
-    /// returns [`Flow::Jump`] or [`Flow::EndBlock`] and after event delivery; a
-    /// handler that changes one of these and goes on accessing memory through
-    /// [`Exec::linear`] calls it itself.
+    /// Recomputes what is cached of mode, segments, privilege, CR0, CR4, RFLAGS.AC and DR7. The run loop calls this
+    /// after every instruction that returns [`Flow::Jump`] or [`Flow::EndBlock`], and after event delivery. A handler
+    /// that changes one of these and then accesses memory through [`Exec::linear`] calls this itself.
     pub fn refresh(&mut self) {
         let cpu = &*self.cpu;
         self.alignment_check =
@@ -153,7 +149,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         } else {
             self.flat = 0;
             for (i, s) in cpu.seg.iter().enumerate() {
-                // Present, writable, expand-up data.
+                // A present, writable, expand-up data segment.
                 let plain = s.attr.0 & 0x1009e == 0x92;
                 if plain && s.base == 0 && s.limit == u32::MAX {
                     self.flat |= 1 << i;
@@ -173,7 +169,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         }
     }
 
-    /// RFLAGS, exact.
+    /// Returns RFLAGS with exact arithmetic flags.
     #[inline]
     pub fn rflags(&self) -> u64 {
         self.cpu.rflags & !rflags::ARITH | self.flags.get()
@@ -202,7 +198,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         reg_write(self.cpu, r, v);
     }
 
-    /// Offset of the memory operand, cut to the address size.
+    /// Returns the offset of the memory operand, cut to the address size.
     #[inline(always)]
     pub fn effective_address(&self, insn: &Insn<B>) -> u64 {
         let base = self.cpu.gpr[usize::from(insn.base) & 31];
@@ -213,8 +209,8 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         ea & u64::MAX >> (insn.addr_shift & 63)
     }
 
-    /// Linear address of `len` bytes at an offset in a segment (ES 0 … GS 5),
-    /// after all checks of segmentation, canonicality and alignment.
+    /// Returns the linear address of `len` bytes at an offset in a segment (ES 0 … GS 5), after all checks of
+    /// segmentation, canonicality and alignment.
     #[inline(always)]
     pub fn linear(&mut self, seg: u8, offset: u64, len: u64, access: Access) -> Result<u64, Stop> {
         if self.flat >> (seg & 7) & 1 != 0
@@ -226,7 +222,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         self.linear_checked(seg, offset, len, access)
     }
 
-    /// [`Self::linear`] without the check of alignment: for elements that a mask selects.
+    /// Like [`Self::linear`], without the alignment check: for elements that a mask selects.
     pub(crate) fn linear_unaligned(
         &mut self,
         seg: u8,
@@ -273,8 +269,8 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             }
             segment.base.wrapping_add(offset) & 0xffff_ffff
         };
-        // SDM vol. 3, table 6-7; what the manual leaves to the processor (vectors
-        // that need no alignment) is as on AMD's.
+        // SDM vol. 3, table 6-7. The cases that the manual leaves to the processor (vectors without required alignment)
+        // are as on AMD's processors.
         let alignment = match len {
             2 | 4 | 8 | 16 => extent,
             32 => 15,
@@ -339,7 +335,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         }
     }
 
-    /// Linear address of the memory operand.
+    /// Returns the linear address of the memory operand.
     #[inline(always)]
     pub fn mem_linear(&mut self, insn: &Insn<B>, len: u64, access: Access) -> Result<u64, Stop> {
         let offset = self.effective_address(insn);
@@ -378,17 +374,17 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         Ok(self.bus.write(self.cpu, gva, value, Privilege::Current)?)
     }
 
-    /// The stack pointer, cut to the stack's size.
+    /// Returns the stack pointer, cut to the stack's size.
     #[inline(always)]
     pub fn sp(&self) -> u64 {
         self.cpu.gpr[reg::RSP] & self.stack_mask
     }
-    /// The offset `delta` bytes from the top of the stack, wrapped as the stack's size asks.
+    /// Returns the offset `delta` bytes from the top of the stack, wrapped to the stack's size.
     #[inline(always)]
     pub fn sp_plus(&self, delta: u64) -> u64 {
         self.cpu.gpr[reg::RSP].wrapping_add(delta) & self.stack_mask
     }
-    /// Sets SP, ESP or RSP, whichever the stack's size says.
+    /// Sets SP, ESP or RSP, depending on the stack's size.
     #[inline(always)]
     pub fn set_sp(&mut self, sp: u64) {
         self.cpu.gpr[reg::RSP] = if self.stack_mask == 0xffff {
@@ -413,7 +409,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         Ok(value)
     }
 
-    /// RIP has 64 bits.
+    /// True if RIP has 64 bits.
     pub(crate) fn has_wide_rip(&self) -> bool {
         self.rip_mask == u64::MAX
     }
@@ -430,7 +426,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
         self.cpu.set_rip(rip);
         Ok(Flow::Near)
     }
-    /// The check of [`Self::branch_to`] alone.
+    /// Makes the checks of [`Self::branch_to`] alone.
     #[inline(always)]
     pub fn check_branch(&self, rip: u64) -> Result<(), Stop> {
         let ok = if self.rip_mask == u64::MAX {
@@ -444,18 +440,17 @@ impl<'a, B: GuestBus> Exec<'a, B> {
             Err(Exception::GP0.into())
         }
     }
-    /// True if any of TF, RF, VIP, breakpoints or a shadow ask for one instruction at a time.
+    /// True if TF, RF, VIP, breakpoints or a shadow require execution of one instruction at a time.
     pub(crate) fn needs_stepping(&self) -> bool {
         self.watch
             || self.cpu.rflags & (rflags::TF | rflags::RF | rflags::VIP) != 0
             || self.cpu.shadow != x86_cpu::Shadow::None
     }
-    /// True if a `rep` instruction may do many iterations in one bus call:
-    /// nothing has to be checked for each.
+    /// True if a `rep` instruction may do many iterations in one bus call, because nothing must be checked at each.
     pub(crate) fn may_bulk(&self) -> bool {
         !(self.single_step || self.alignment_check || self.watch)
     }
-    /// A debugger, or the guest's own, looks at every iteration.
+    /// True if a debugger, or the guest's own debugging, sees every iteration.
     pub(crate) fn is_stepped(&self) -> bool {
         self.watch || self.cpu.rflags & rflags::TF != 0
     }
@@ -463,7 +458,7 @@ impl<'a, B: GuestBus> Exec<'a, B> {
     pub(crate) fn is_flat(&self, seg: u8) -> bool {
         self.flat >> (seg & 7) & 1 != 0
     }
-    /// DR6 bits of the instruction breakpoints at a linear address (SDM vol. 3, 18.2.4).
+    /// Returns the DR6 bits of the instruction breakpoints at a linear address (SDM vol. 3, 18.2.4).
     pub(crate) fn code_breakpoints(&self, gva: u64) -> u64 {
         let dr7 = self.cpu.effective_dr7();
         (0..4)

@@ -1,8 +1,7 @@
 //! Lazy arithmetic flags.
 //!
-//! An instruction stores its sign-extended result and its carry-out vector;
-//! a flag is computed when somebody asks. Any combination of the six flags can
-//! be represented, so [`LazyFlags::set`] and [`LazyFlags::get`] are inverse.
+//! An instruction stores its sign-extended result and its carry-out vector; a flag is computed when it is read. Any
+//! combination of the six flags can be represented, so [`LazyFlags::set`] and [`LazyFlags::get`] are inverse.
 
 use x86_defs::rflags;
 
@@ -10,7 +9,7 @@ use crate::Int;
 
 /// Carry out of the most significant bit.
 const CARRY: u64 = 1 << 63;
-/// Carry into the most significant bit: OF is it XOR [`CARRY`].
+/// Carry into the most significant bit. OF is this bit XOR [`CARRY`].
 const CARRY_IN: u64 = 1 << 62;
 /// Carry out of bit 3.
 const AUX: u64 = 1 << 3;
@@ -22,13 +21,13 @@ const PARITY_SHIFT: u32 = 8;
 /// The six arithmetic flags of the executing instruction stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LazyFlags {
-    /// Sign-extended result: ZF, and with `carries` SF and PF.
+    /// Sign-extended result. It gives ZF and, together with `carries`, SF and PF.
     result: u64,
-    /// Carries, moved so that the operand's sign bit is bit 63, and corrections.
+    /// Carries, shifted so that the operand's sign bit is bit 63, and corrections.
     carries: u64,
 }
 
-/// Carries of an operand of `T`'s size at their places.
+/// Returns the carries of an operand of `T`'s size, shifted to their places.
 #[inline(always)]
 fn place<T: Int>(carries: u64) -> u64 {
     carries << (64 - T::BITS) & (CARRY | CARRY_IN) | carries & AUX
@@ -53,7 +52,7 @@ impl LazyFlags {
     /// Sets all six from RFLAGS bits; others are ignored.
     #[inline]
     pub fn set(&mut self, bits: u64) {
-        // A non-zero result whose low byte and sign bit are zero.
+        // A nonzero result whose low byte and sign bit are zero.
         self.result = u64::from(bits & rflags::ZF == 0) << 8;
         self.carries = carry_bits(bits & rflags::CF != 0, bits & rflags::OF != 0)
             | (bits & rflags::AF) >> 1
@@ -108,27 +107,27 @@ impl LazyFlags {
         positive ^ (cc & 1 != 0)
     }
 
-    /// After `r = a + b` or `a + b + CF`.
+    /// Sets the flags of `r = a + b` or `a + b + CF`.
     #[inline(always)]
     pub fn add<T: Int>(&mut self, a: T, b: T, r: T) {
         let (a, b, v) = (a.to_u64(), b.to_u64(), r.to_u64());
         self.result = r.sext();
         self.carries = place::<T>(a & b | (a | b) & !v);
     }
-    /// After `r = a - b` or `a - b - CF`.
+    /// Sets the flags of `r = a - b` or `a - b - CF`.
     #[inline(always)]
     pub fn sub<T: Int>(&mut self, a: T, b: T, r: T) {
         let (a, b, v) = (a.to_u64(), b.to_u64(), r.to_u64());
         self.result = r.sext();
         self.carries = place::<T>(!a & b | (!a | b) & v);
     }
-    /// After AND, OR, XOR, TEST: CF, OF and AF clear.
+    /// Sets the flags of AND, OR, XOR, TEST: CF, OF and AF are clear.
     #[inline(always)]
     pub fn logic<T: Int>(&mut self, r: T) {
         self.result = r.sext();
         self.carries = 0;
     }
-    /// ZF, SF and PF of a result, AF clear, CF and OF given.
+    /// Sets ZF, SF and PF of a result and the given CF and OF; clears AF.
     #[inline(always)]
     pub fn result<T: Int>(&mut self, r: T, cf: bool, of: bool) {
         self.result = r.sext();
@@ -190,7 +189,7 @@ mod tests {
         }
     }
 
-    /// Every 8-bit addition and subtraction against the definition.
+    /// Compares every 8-bit addition and subtraction with the flags' definition.
     #[test]
     fn bytes_exhaustively() {
         for a in 0..=255u8 {

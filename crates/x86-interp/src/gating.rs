@@ -8,8 +8,7 @@
 use iced_x86::{Code, CpuidFeature, DecoderOptions, Instruction, Mnemonic};
 use x86_cpu::{Feature, Features};
 
-/// Decoder behaviour that depends on CPUID: encodings that mean something
-/// else on processors without the feature.
+/// Returns decoder options that depend on CPUID: encodings that have another meaning on processors without the feature.
 pub fn decoder_options(f: &Features) -> u32 {
     let mut options = DecoderOptions::NONE;
     if f.has(Feature::Amd) {

@@ -1,4 +1,4 @@
-//! General registers as instructions name them: by size, with AH to BH from number 32 on.
+//! General registers as instructions name them: by size, with AH to BH as numbers from 32 on.
 
 use x86_cpu::CpuState;
 
@@ -29,7 +29,7 @@ pub(crate) fn reg_write<T: Int>(cpu: &mut CpuState, r: u8, v: T) {
     }
 }
 
-/// Writes a register with a size in bytes that is not known beforehand.
+/// Writes a register whose size in bytes is known only at run time.
 #[inline(always)]
 pub(crate) fn reg_write_sized(cpu: &mut CpuState, r: u8, size: u8, v: u64) {
     match size {

@@ -1,19 +1,18 @@
-//! What is left of an instruction that waits for the VMM: most are IN, OUT or a MOV, of which
-//! only the register and RIP remain to be written once the answer is there. All others are
-//! executed again from their start.
+//! What remains to be done of an instruction that waits for the VMM. Most are IN, OUT or a MOV, which need only a
+//! register and RIP to be written once the answer is there. All others are executed again from their start.
 
 use x86_cpu::{CpuState, Shadow};
 use x86_defs::{dr, rflags};
 
 use crate::registers::reg_write_sized;
 
-/// The rest of one instruction. Two words, so that it goes from hand to hand in registers.
+/// The remainder of one instruction. It has two words, so that it is passed in registers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Remainder {
     /// RIP of the instruction.
     rip: u64,
-    /// Its length, the size of its one access from bit 8 on, and the register that it loads, or [`NONE`],
-    /// from bit 16 on; [`WIDE`]. Zero: no instruction.
+    /// Bits 7:0 are the instruction's length, bits 15:8 the size of its one access, bits 23:16 the register that it
+    /// loads, or [`NONE`]; and [`WIDE`]. Zero: no instruction.
     what: u64,
 }
 
@@ -23,11 +22,10 @@ pub(crate) const NONE: u8 = u8::MAX;
 const WIDE: u64 = 1 << 32;
 
 impl Remainder {
-    /// Of no instruction.
+    /// The remainder of no instruction.
     pub(crate) const NOTHING: Self = Self { rip: 0, what: 0 };
 
-    /// Of an instruction at `rip` of so many bytes, with an access of so many bytes, that
-    /// loads a register, or [`NONE`].
+    /// The remainder of an instruction of `len` bytes at `rip` with one access, which loads a register or [`NONE`].
     #[inline]
     pub(crate) fn new(rip: u64, is_wide: bool, [len, size, target]: [u8; 3]) -> Self {
         let wide = if is_wide { WIDE } else { 0 };
@@ -37,8 +35,8 @@ impl Remainder {
         }
     }
 
-    /// Finishes the instruction; false if it has to be executed again: `len` is not the size of
-    /// its access, the VMM has moved RIP, or something else happens at its end.
+    /// Finishes the instruction. False if it must be executed again: because `len` is not the size of its access, the
+    /// VMM has moved RIP, or something else happens at its end.
     pub(crate) fn finish(&self, cpu: &mut CpuState, len: u8, value: u64) -> bool {
         let [insn_len, size, target, ..] = self.what.to_le_bytes();
         let is_plain = cpu.rip() == self.rip

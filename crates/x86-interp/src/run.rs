@@ -1,8 +1,7 @@
 //! [`Interp`]: the execution loop.
 //!
-//! Blocks run back to back; between two of them the bus is polled. TF, RF,
-//! breakpoints and interrupt shadows are handled one instruction at a time
-//! (SDM vol. 3, 6.8.3 and 18.3.1), on the same decoded blocks.
+//! Blocks are executed one after another, with a poll of the bus between two of them. With TF, RF, breakpoints or
+//! interrupt shadows, the same decoded blocks are executed one instruction at a time (SDM vol. 3, 6.8.3 and 18.3.1).
 
 use iced_x86::Code;
 use x86_cpu::{CpuState, Event, Exception, Feature, GuestBus, Retired, Shadow, retired::outcome};
@@ -27,12 +26,12 @@ pub enum RunStop {
     TripleFault,
 }
 
-/// One vCPU's interpreter: its decoded blocks.
+/// The interpreter of one vCPU, with its decoded blocks.
 #[derive(Debug)]
 pub struct Interp<B> {
     native: Native,
     blocks: DecodedBlocks<B>,
-    /// Of the instruction that the last exit stopped.
+    /// The remainder of the instruction that the last exit stopped.
     pub(crate) remainder: Remainder,
 }
 
@@ -51,8 +50,8 @@ impl<B: GuestBus> Interp<B> {
             remainder: Remainder::NOTHING,
         }
     }
-    /// Forgets every decoded instruction. To be called when `cpu.features`
-    /// changed or code was replaced behind the bus's back.
+    /// Drops all decoded instructions. To be called when `cpu.features` has changed, or code was replaced without the
+    /// bus's knowledge.
     pub fn flush_all(&mut self) {
         self.native = Native::new();
         self.blocks.clear();
@@ -63,11 +62,11 @@ impl<B: GuestBus> Interp<B> {
         ex.refresh();
         let counts = ex.cpu.retired.counts_at(ex.cpu.cpl);
         let stop = loop {
-            // In a shadow nothing can be injected: one more instruction.
+            // In a shadow nothing can be injected, so one more instruction is executed before the poll.
             if ex.cpu.shadow == Shadow::None && ex.bus.poll(ex.cpu) {
                 break RunStop::Poll;
             }
-            // Another engine may be the better one where nothing is counted.
+            // If nothing is counted any more, another engine may be the better one.
             if ex.cpu.retired.counts_at(ex.cpu.cpl) != counts {
                 break RunStop::Poll;
             }
@@ -90,8 +89,8 @@ impl<B: GuestBus> Interp<B> {
         }
         stop
     }
-    /// Executes exactly one instruction (one iteration of a `rep` one), with
-    /// debug traps and the end of an interrupt shadow as the manual has them.
+    /// Executes exactly one instruction (one iteration of a `rep` instruction), with debug traps and the end of an
+    /// interrupt shadow as the manual has them.
     pub fn step(&mut self, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let mut ex = Exec::new(cpu, bus, &mut self.native);
         ex.refresh();
@@ -102,8 +101,8 @@ impl<B: GuestBus> Interp<B> {
         }
         finish(result)
     }
-    /// After `RunStop::Exit`: finishes the instruction, whose one access of `len` bytes has got
-    /// its answer. False if that takes more than a register: then [`Self::step`] executes it again.
+    /// Finishes the instruction after `RunStop::Exit`, when its one access of `len` bytes has its answer. Returns false
+    /// if that takes more than writing a register; the caller then uses [`Self::step`] to execute it again.
     pub fn complete(&mut self, cpu: &mut CpuState, bus: &mut B, len: u8, value: u64) -> bool {
         let rest = core::mem::replace(&mut self.remainder, Remainder::NOTHING);
         let done = rest.finish(cpu, len, value);

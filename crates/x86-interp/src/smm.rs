@@ -14,7 +14,7 @@ use crate::Stop;
 
 /// Offset of the 512-byte save-state area from SMBASE.
 const AREA: u64 = 0xfe00;
-/// Bytes in it.
+/// Size of the save-state area in bytes.
 const SIZE: usize = 512;
 /// SMM revision: SMBASE relocation, AMD64 format.
 const REVISION: u32 = 0x0002_0064;
@@ -43,7 +43,7 @@ mod at {
 
 macro_rules! saved {
     ($($field:ident: $type:ty),* $(,)?) => {
-        /// What an SMI or RSM changes, but for SMBASE: it is less than half of the state.
+        /// The state that an SMI or RSM changes, except SMBASE: less than half of all state.
         struct Saved {
             smbase: u64,
             $($field: $type),*
@@ -102,7 +102,7 @@ impl Image {
     }
     fn segment(&self, at: usize) -> Segment {
         let attr = u32::from(u16::from_le_bytes(self.get(at + 2))) & 0xf0ff;
-        // Not present is how an unusable register was saved.
+        // An unusable register is saved as not present.
         let unusable = if attr & Attr::P == 0 {
             Attr::UNUSABLE
         } else {
@@ -180,7 +180,7 @@ impl Image {
         } else if cpu.is_v86() {
             3
         } else {
-            // A null SS was saved without its DPL; CS tells then.
+            // A null SS was saved without its DPL; CS tells the CPL then.
             let ss = cpu.seg[reg::SS].attr;
             if ss.is_unusable() {
                 (cpu.seg[reg::CS].selector & 3) as u8
@@ -190,7 +190,7 @@ impl Image {
         };
     }
 
-    /// CR0, CR4 and EFER that no MOV could have made: the CPU shuts down.
+    /// False for values of CR0 and EFER that no MOV can produce, on which the CPU shuts down.
     fn is_consistent(&self) -> bool {
         let (c0, e) = (self.get64(at::CR0), self.get64(at::EFER));
         let paging = c0 & cr0::PG != 0;
@@ -200,9 +200,8 @@ impl Image {
     }
 }
 
-/// Takes an SMI: saves the state in SMRAM and starts the handler. The run loop
-/// calls it between instructions, with `cpu.rflags` exact, when an SMI is
-/// pending and the CPU is not in SMM. On [`Stop::Exit`] nothing has changed.
+/// Takes an SMI: saves the state in SMRAM and starts the handler. The run loop calls this between instructions, with
+/// `cpu.rflags` exact, when an SMI is pending and the CPU is not in SMM. On [`Stop::Exit`] nothing has changed.
 pub fn enter<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Stop> {
     let saved = Saved::of(cpu);
     let image = Image::of(cpu);
@@ -241,10 +240,10 @@ pub fn enter<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Stop> {
     finish(cpu, bus, saved, written)
 }
 
-/// RSM, in SMM: back to what the save-state area says.
+/// RSM, executed in SMM: restores the state in the save-state area.
 pub(crate) fn leave<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Stop> {
     let saved = Saved::of(cpu);
-    // The area is addressed physically, whatever paging the handler set up.
+    // The area is addressed physically, whatever paging the handler has set up.
     let is_flat = !cpu.is_paging();
     flat_mode(cpu);
     cpu.update_mode();
@@ -277,7 +276,7 @@ pub(crate) fn leave<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), 
     Ok(())
 }
 
-/// Paging and protection off.
+/// Switches paging and protection off.
 fn flat_mode(cpu: &mut CpuState) {
     cpu.cr0 &= !(cr0::PE | cr0::EM | cr0::TS | cr0::PG);
     cpu.cr4 = 0;
@@ -285,19 +284,19 @@ fn flat_mode(cpu: &mut CpuState) {
     cpu.rflags &= !rflags::VM;
 }
 
-/// Selects the translations of the state, which SMM has of its own: nothing is flushed.
+/// Selects the translations of the new state. SMM has translations of its own, so nothing is flushed.
 fn switch<B: GuestBus>(cpu: &mut CpuState, bus: &mut B) -> Result<(), Fault> {
     bus.load_root(cpu)?;
     bus.select_view(cpu);
     Ok(())
 }
 
-/// What translations depend on: a handler may return to others than it came from.
+/// Returns the registers that translations depend on: a handler may return to other values than it came from.
 fn controls(cpu: &CpuState) -> [u64; 4] {
     [cpu.cr0 & cr0::PG, cpu.cr3, cpu.cr4, cpu.efer]
 }
 
-/// Undoes everything for an exit; a fault here is a shutdown (vol. 3, 32.3.1).
+/// Restores everything after a fault: either the VMM must act first, or it is a shutdown (vol. 3, 32.3.1).
 fn finish<B: GuestBus>(
     cpu: &mut CpuState,
     bus: &mut B,
@@ -308,7 +307,7 @@ fn finish<B: GuestBus>(
         return Ok(());
     };
     saved.put_back(cpu);
-    // These values were in force before; a refusal changes nothing.
+    // These values were in force before, so a refusal changes nothing.
     let _ = switch(cpu, bus);
     Err(match fault {
         Fault::Exit => Stop::Exit,

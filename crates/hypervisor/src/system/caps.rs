@@ -29,7 +29,7 @@ pub fn check_extension(cap: u32) -> i32 {
         KVM_CAP_COALESCED_MMIO => KVM_COALESCED_MMIO_PAGE_OFFSET as i32,
         KVM_CAP_MCE => MCE_BANKS as i32,
         KVM_CAP_XSAVE2 => 4096,
-        // A header: there are no nested guests.
+        // The size of a header, because there are no nested guests.
         KVM_CAP_NESTED_STATE => size_of::<kvm_nested_state>() as i32,
         KVM_CAP_CLOCKSOURCE | KVM_CAP_X86_USER_SPACE_MSR => 1,
         KVM_CAP_ADJUST_CLOCK => {
@@ -44,7 +44,7 @@ pub fn check_extension(cap: u32) -> i32 {
     }
 }
 
-/// Extensions that are there, with no number to tell.
+/// True for extensions that exist and have no number to report.
 const fn is_there(cap: u32) -> bool {
     matches!(
         cap,
@@ -134,7 +134,7 @@ const fn is_there(cap: u32) -> bool {
     )
 }
 
-/// The same of those of performance counters.
+/// Returns the values of capabilities that concern performance counters.
 fn counters(cap: u32) -> i32 {
     match cap {
         KVM_CAP_PMU_EVENT_FILTER | KVM_CAP_PMU_EVENT_MASKED_EVENTS => 1,

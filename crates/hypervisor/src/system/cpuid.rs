@@ -1,8 +1,8 @@
-//! KVM_GET_SUPPORTED_CPUID: what the host CPU has and execution passes through,
-//! and what is virtualised whatever the host has.
+//! KVM_GET_SUPPORTED_CPUID: features of the host CPU that execution passes through, and features that are virtualised
+//! on any host.
 //!
-//! A bit is set only if the interpreter, the MMU and the chips really do it.
-//! Bits about speculation are those of [`super::speculation`].
+//! A bit is set only if the interpreter, the MMU and the chips really implement it. Bits about speculation are in
+//! [`super::speculation`].
 
 use std::sync::OnceLock;
 
@@ -14,16 +14,16 @@ use super::{
     speculation::Speculation,
 };
 
-/// First hypervisor leaf.
+/// Leaf of the hypervisor's signature.
 const KVM_CPUID_SIGNATURE: u32 = 0x4000_0000;
-/// Feature leaf.
+/// Leaf of KVM's features.
 const KVM_CPUID_FEATURES: u32 = 0x4000_0001;
 
-/// KVM_FEATURE_* bits of leaf 0x40000001 that work: kvmclock (both MSR pairs, stable), no I/O
-/// delay, steal time, PV EOI, PV unhalt, PV TLB flush, PV IPIs, poll control, PV yield.
+/// KVM_FEATURE_* bits of leaf 0x40000001 that work: kvmclock (both MSR pairs, stable), no I/O delay, steal time, PV
+/// EOI, PV unhalt, PV TLB flush, PV IPIs, poll control, PV yield.
 ///
-/// KVM_FEATURE_ASYNC_PF (bit 4) alone is there for QEMU, whose models ask for it by name: kernels use
-/// asynchronous page faults only if KVM_FEATURE_ASYNC_PF_INT is there too, which it is not.
+/// KVM_FEATURE_ASYNC_PF (bit 4) does not work. It is shown for QEMU, whose CPU models ask for it by name. Kernels use
+/// asynchronous page faults only with KVM_FEATURE_ASYNC_PF_INT, which is not shown.
 pub(crate) const KVM_FEATURES: u32 = 1 << 0
     | 1 << 1
     | 1 << 3
@@ -50,23 +50,23 @@ fn entry(function: u32, index: u32, flags: u32, r: Regs) -> kvm_cpuid_entry2 {
     }
 }
 
-/// Leaf 1 ECX bits executed on the host's FPU: host ∩ these.
+/// Leaf 1 ECX: bits of instructions that run on the host's FPU. Shown if the host has them.
 const L1_ECX_HOST: u32 =
     1 << 0 | 1 << 1 | 1 << 9 | 1 << 12 | 1 << 19 | 1 << 20 | 1 << 25 | 1 << 26 | 1 << 28 | 1 << 29;
-/// Leaf 1 ECX bits that are always there: CX16, PCID, x2APIC, MOVBE, POPCNT, RDRAND, hypervisor.
-/// TSC-deadline is reported by KVM_CAP_TSC_DEADLINE_TIMER alone, as the API document says.
+/// Leaf 1 ECX: bits that are always shown: CX16, PCID, x2APIC, MOVBE, POPCNT, RDRAND, hypervisor. TSC-deadline is
+/// reported only by KVM_CAP_TSC_DEADLINE_TIMER, as the API document says.
 const L1_ECX_OURS: u32 = 1 << 13 | 1 << 17 | 1 << 21 | 1 << 22 | 1 << 23 | 1 << 30 | 1 << 31;
-/// Leaf 1 ECX, Intel: IA32_PERF_CAPABILITIES.
+/// Leaf 1 ECX, Intel: PDCM (IA32_PERF_CAPABILITIES).
 const L1_ECX_PDCM: u32 = 1 << 15;
-/// Leaf 0xA: version 2, eight general counters of 48 bits and three fixed ones, none of which counts both threads of a core. Of the
-/// seven architectural events caches' and mispredicted branches are not there.
+/// Leaf 0xA: version 2, eight general counters of 48 bits and three fixed ones, none of which counts both threads of a
+/// core. Of the seven architectural events those of caches and of mispredicted branches are missing.
 const ARCHITECTURAL_PMU: Regs = Regs {
     eax: 7 << 24 | 48 << 16 | 8 << 8 | 2,
     ebx: 1 << 3 | 1 << 4 | 1 << 6,
     ecx: 0,
     edx: 1 << 15 | 48 << 5 | 3,
 };
-/// Leaf 0x80000022: PerfMonV2, with six counters of a core.
+/// Leaf 0x80000022: PerfMonV2, with six core counters.
 const PERF_MON_V2: Regs = Regs {
     eax: 1,
     ebx: 6,
@@ -75,9 +75,9 @@ const PERF_MON_V2: Regs = Regs {
 };
 /// Leaf 1 EDX: FPU VME DE PSE TSC MSR PAE MCE CX8 APIC SEP MTRR PGE MCA CMOV PAT PSE36 CLFSH MMX FXSR SSE SSE2.
 const L1_EDX: u32 = 0x078b_fbff;
-/// Leaf 7 EBX, host ∩: AVX2, SHA, (V)AES and friends are host-executed.
+/// Leaf 7 EBX, shown if the host has them: AVX2 and SHA, which the host executes.
 const L7_EBX_HOST: u32 = 1 << 5 | 1 << 29;
-/// Leaf 7 EBX, always: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB.
+/// Leaf 7 EBX, always shown: FSGSBASE TSC_ADJUST BMI1 SMEP BMI2 ERMS INVPCID RDSEED ADX SMAP CLFLUSHOPT CLWB.
 const L7_EBX_OURS: u32 = 1 << 0
     | 1 << 1
     | 1 << 3
@@ -90,33 +90,33 @@ const L7_EBX_OURS: u32 = 1 << 0
     | 1 << 20
     | 1 << 23
     | 1 << 24;
-/// Leaf 7 ECX, host ∩: GFNI, VAES, VPCLMULQDQ.
+/// Leaf 7 ECX, shown if the host has them: GFNI, VAES, VPCLMULQDQ.
 const L7_ECX_HOST: u32 = 1 << 8 | 1 << 9 | 1 << 10;
-/// Leaf 7 ECX, always: UMIP, PKU, RDPID, PKS. Keys are this MMU's, whatever the host has.
+/// Leaf 7 ECX, always shown: UMIP, PKU, RDPID, PKS. This MMU implements protection keys, whatever the host has.
 const L7_ECX_OURS: u32 = 1 << 2 | PKU | 1 << 22 | 1 << 31;
-/// Leaf 7 EDX, always: FSRM.
+/// Leaf 7 EDX, always shown: FSRM.
 const L7_EDX_OURS: u32 = 1 << 4;
 /// Leaf 7 EDX, Intel: ARCH_CAPABILITIES.
 const L7_EDX_INTEL: u32 = 1 << 29;
-/// Leaf 7, subleaf 2, EDX, Intel, host ∩: MCDT_NO.
+/// Leaf 7, subleaf 2, EDX, Intel, shown if the host has it: MCDT_NO.
 const L7_2_EDX_INTEL: u32 = 1 << 5;
-/// Leaf 0x80000001 ECX, host ∩: SSE4A, MISALIGNSSE.
+/// Leaf 0x80000001 ECX, shown if the host has them: SSE4A, MISALIGNSSE.
 const X1_ECX_HOST: u32 = 1 << 6 | 1 << 7;
-/// Leaf 0x80000001 ECX, always: LAHF, CR8_LEGACY, ABM, PREFETCHW.
+/// Leaf 0x80000001 ECX, always shown: LAHF, CR8_LEGACY, ABM, PREFETCHW.
 const X1_ECX_OURS: u32 = 1 << 0 | 1 << 4 | 1 << 5 | 1 << 8;
-/// Leaf 0x80000001 ECX, AMD, as the host has them: CMP_LEGACY, and OSVW, whose MSRs are there.
+/// Leaf 0x80000001 ECX, AMD, shown if the host has them: CMP_LEGACY, and OSVW, whose MSRs are implemented.
 const X1_ECX_AMD_HOST: u32 = 1 << 1 | 1 << 9;
 /// Leaf 0x80000001 ECX, AMD: PerfCtrExtCore.
 const X1_ECX_PERF_CTR: u32 = 1 << 23;
-/// TOPOEXT, for AMD guests whose VMM fills leaf 0x8000001e.
+/// Leaf 0x80000001 ECX: TOPOEXT, for AMD guests whose VMM fills leaf 0x8000001e.
 const X1_ECX_TOPOEXT: u32 = 1 << 22;
-/// Leaf 0x80000001 EDX that AMD mirrors from leaf 1.
+/// Leaf 0x80000001 EDX: bits that AMD mirrors from leaf 1.
 const X1_EDX_MIRROR: u32 = 0x0183_f3ff;
 /// Leaf 0x80000001 EDX: SYSCALL NX MMXEXT FXSR_OPT PDPE1GB RDTSCP LM.
 const X1_EDX_OURS: u32 = 1 << 11 | 1 << 20 | 1 << 26 | 1 << 27 | 1 << 29;
-/// MMXEXT and FXSR_OPT are AMD's.
+/// Leaf 0x80000001 EDX: MMXEXT and FXSR_OPT, which only AMD has.
 const X1_EDX_AMD: u32 = 1 << 22 | 1 << 25;
-/// XCR0 components that execution knows and the host has to have: x87, SSE, AVX. PKRU's is there on every host.
+/// XCR0 components that execution supports if the host has them: x87, SSE, AVX. PKRU's is there on every host.
 const XCR0: u32 = 7;
 /// Leaf 7 ECX: PKU.
 const PKU: u32 = 1 << 3;
@@ -125,8 +125,9 @@ const XSAVE_FEATURES: u32 = 0xf;
 
 /// Leaf 1 EAX: family, model and stepping.
 ///
-/// DEVIATION: in place of a host's model that has AVX-512, which guests do not have, the last one without is shown: Comet Lake (06_A5H)
-/// or Zen 3 (19_21H). GCC's `target_clones`, for one, choose code with AVX-512 by the model alone.
+/// DEVIATION: if the host's model has AVX-512, which guests do not have, the last model without it is shown: Comet Lake
+/// (06_A5H) or Zen 3 (19_21H). Some programs, such as GCC's `target_clones`, choose code with AVX-512 by the model
+/// alone.
 pub fn signature() -> u32 {
     const AVX512F: u32 = 1 << 16;
     match host(1, 0).eax {
@@ -173,8 +174,8 @@ fn extended1(amd: bool) -> Regs {
     }
 }
 
-/// PKRU's leaf of XSAVE: its size, and its offset. VMMs ask the processor for that, so it is the host's where the host has
-/// the component; otherwise it is behind AVX's, as on Zen 3.
+/// Returns size and offset of PKRU's XSAVE component. VMMs ask the processor for them, so they are the host's if it has
+/// the component; otherwise PKRU is behind AVX's component, as on Zen 3.
 fn pkru_leaf() -> Regs {
     const PKRU: u32 = x86_defs::xsave::PKRU as u32;
     let leaf = host(0xd, PKRU.trailing_zeros());
@@ -189,21 +190,21 @@ fn pkru_leaf() -> Regs {
     }
 }
 const HEADER_END: u32 = x86_defs::xsave::HEADER_END as u32;
-/// So that it is in a page with all that is before it.
+/// Largest offset of PKRU: the component is in one page with all components before it.
 const MAX_PKRU_OFFSET: u32 = 4096 - 8;
 
-/// Where an XSAVE image in the standard format has PKRU.
+/// Returns the offset of PKRU in an XSAVE image of the standard format.
 pub fn pkru_offset() -> usize {
     static OFFSET: OnceLock<usize> = OnceLock::new();
     *OFFSET.get_or_init(|| pkru_leaf().ebx as usize)
 }
 
-/// XSAVE leaves: sizes are those of the components that the guest may enable.
+/// Appends the XSAVE leaves. Sizes are those of the components that the guest may enable.
 fn xsave_leaves(out: &mut Vec<kvm_cpuid_entry2>) {
     const AVX: u32 = x86_defs::xsave::AVX as u32;
     const PKRU: u32 = x86_defs::xsave::PKRU as u32;
     let mut xcr0 = host(0xd, 0).eax & XCR0;
-    // In the standard format, and compacted.
+    // Sizes in the standard and in the compacted format.
     let mut sizes = [HEADER_END; 2];
     let mut components = Vec::new();
     let avx = (xcr0 & AVX != 0).then(|| host(0xd, AVX.trailing_zeros()));
@@ -240,7 +241,7 @@ fn xsave_leaves(out: &mut Vec<kvm_cpuid_entry2>) {
     }
 }
 
-/// The deterministic cache leaves (4 on Intel, 0x8000001d on AMD), as the host has them.
+/// Appends the deterministic cache leaves (4 on Intel, 0x8000001d on AMD), as the host has them.
 fn cache_leaves(function: u32, out: &mut Vec<kvm_cpuid_entry2>) {
     for index in 0..8 {
         let r = host(function, index);
@@ -251,7 +252,8 @@ fn cache_leaves(function: u32, out: &mut Vec<kvm_cpuid_entry2>) {
     }
 }
 
-/// KVM_GET_SUPPORTED_CPUID: asked for once, as a hypervisor below this one answers each CPUID instruction.
+/// KVM_GET_SUPPORTED_CPUID. Computed once, because a hypervisor below this one may have to answer each CPUID
+/// instruction.
 pub fn supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     static SUPPORTED: OnceLock<Vec<kvm_cpuid_entry2>> = OnceLock::new();
     SUPPORTED.get_or_init(make_supported_cpuid).clone()
@@ -274,7 +276,7 @@ fn make_supported_cpuid() -> Vec<kvm_cpuid_entry2> {
         out.push(plain(2, host(2, 0)));
         cache_leaves(4, &mut out);
     }
-    // ARAT: the LAPIC timer runs in every idle state.
+    // ARAT: the LAPIC's timer runs in every idle state.
     out.push(plain(
         6,
         Regs {
@@ -312,7 +314,7 @@ fn make_supported_cpuid() -> Vec<kvm_cpuid_entry2> {
     out
 }
 
-/// Leaves from 0x80000000 on.
+/// Appends the leaves from 0x80000000 on.
 fn extended_leaves(amd: bool, vendor: Regs, out: &mut Vec<kvm_cpuid_entry2>) {
     let speculation = Speculation::here();
     let plain = |f: u32, r: Regs| entry(f, 0, 0, r);
@@ -329,7 +331,7 @@ fn extended_leaves(amd: bool, vendor: Regs, out: &mut Vec<kvm_cpuid_entry2>) {
     }
     out.push(plain(0x8000_0005, host(0x8000_0005, 0)));
     out.push(plain(0x8000_0006, host(0x8000_0006, 0)));
-    // The TSC is invariant if the host's is, which guests read.
+    // The TSC is invariant if the host's is, because guests read the host's TSC.
     out.push(plain(
         0x8000_0007,
         Regs {
@@ -338,7 +340,7 @@ fn extended_leaves(amd: bool, vendor: Regs, out: &mut Vec<kvm_cpuid_entry2>) {
         },
     ));
     let sizes = host(0x8000_0008, 0);
-    // CLZERO and XSAVEERPTR where the host executes them; WBNOINVD is interpreted.
+    // CLZERO and XSAVEERPTR if the host executes them. WBNOINVD is interpreted.
     let mut ebx = 1 << 9;
     if amd {
         ebx |= sizes.ebx & (1 << 0 | 1 << 2) | speculation.sizes_ebx;
@@ -366,7 +368,7 @@ fn extended_leaves(amd: bool, vendor: Regs, out: &mut Vec<kvm_cpuid_entry2>) {
     }
 }
 
-/// KVM's leaves, and those of anykvm's own.
+/// Returns KVM's leaves and anykvm's own.
 fn hypervisor_leaves() -> [kvm_cpuid_entry2; 4] {
     let plain = |function: u32, regs: Regs| entry(function, 0, 0, regs);
     let signature = |first: u32, s: &[u8; 12]| {
@@ -406,7 +408,7 @@ fn performance_counters(amd: bool) -> kvm_cpuid_entry2 {
     }
 }
 
-/// Leaves of which there can be several.
+/// True for leaves that have subleaves.
 fn has_subleaves(function: u32) -> bool {
     matches!(
         function,
@@ -414,8 +416,8 @@ fn has_subleaves(function: u32) -> bool {
     )
 }
 
-/// As KVM's list it has an entry for each leaf up to the highest, also where nothing is in it: VMMs
-/// look for some, and refuse to start without. In KVM's order: its own leaves come last.
+/// Fills in empty entries, as KVM's list has them, up to the highest leaf: VMMs look for some of these and refuse to
+/// start without. The order is KVM's, with its own leaves last.
 fn complete(list: &mut Vec<kvm_cpuid_entry2>) {
     for first in [0, 0x8000_0000] {
         let last = list.iter().find(|e| e.function == first);
@@ -437,7 +439,7 @@ fn complete(list: &mut Vec<kvm_cpuid_entry2>) {
     });
 }
 
-/// KVM_GET_EMULATED_CPUID: what works although the supported list does not have it.
+/// KVM_GET_EMULATED_CPUID: features that work although the supported list does not show them.
 pub fn emulated_cpuid() -> Vec<kvm_cpuid_entry2> {
     let leaf = |function, eax, ecx| kvm_cpuid_entry2 {
         function,
@@ -447,7 +449,7 @@ pub fn emulated_cpuid() -> Vec<kvm_cpuid_entry2> {
     };
     vec![
         leaf(0, 7, 0),
-        // MOVBE, and RDPID.
+        // MOVBE in leaf 1, RDPID in leaf 7.
         leaf(1, 0, 1 << 22),
         kvm_cpuid_entry2 {
             flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,

@@ -1,8 +1,8 @@
-//! CPUID as the host shows it.
+//! CPUID of the host's processor.
 
 use core::arch::x86_64::__cpuid_count;
 
-/// Registers of one leaf, in CPUID's order.
+/// The registers of one leaf, in CPUID's order.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Regs {
     pub(super) eax: u32,
@@ -11,7 +11,7 @@ pub(super) struct Regs {
     pub(super) edx: u32,
 }
 
-/// A leaf of the host's; zeros beyond its last one.
+/// Returns a leaf of the host; zeros beyond its last leaf.
 pub(super) fn host(leaf: u32, subleaf: u32) -> Regs {
     let max = __cpuid_count(leaf & 0xffff_0000, 0).eax;
     if leaf > max {
@@ -26,7 +26,7 @@ pub(super) fn host(leaf: u32, subleaf: u32) -> Regs {
     }
 }
 
-/// As [`host()`], for leaves that say themselves, in EAX of their first subleaf, how many there are.
+/// Like [`host()`], for leaves whose first subleaf has the number of subleaves in EAX.
 pub(super) fn host_subleaf(leaf: u32, subleaf: u32) -> Regs {
     if subleaf > host(leaf, 0).eax {
         return Regs::default();
@@ -34,9 +34,9 @@ pub(super) fn host_subleaf(leaf: u32, subleaf: u32) -> Regs {
     host(leaf, subleaf)
 }
 
-/// The host's processor is AMD's, or a descendant.
+/// True if the host's processor is AMD's or a descendant of one.
 pub fn is_amd() -> bool {
-    // Asked once: CPUID is an exit where the host is a guest itself, of ten microseconds and more.
+    // Asked once: if the host is a guest itself, CPUID is an exit of ten microseconds or more.
     static IS: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     *IS.get_or_init(|| {
         let v = host(0, 0);

@@ -1,7 +1,6 @@
-//! KVM_GET_SUPPORTED_HV_CPUID: what there is of Hyper-V's interface.
+//! KVM_GET_SUPPORTED_HV_CPUID: the supported part of Hyper-V's interface.
 //!
-//! The synthetic interrupt controller, its timers and messages are there for VMMs that switch it on
-//! (KVM_CAP_HYPERV_SYNIC).
+//! The synthetic interrupt controller, its timers and messages exist for VMMs that enable them (KVM_CAP_HYPERV_SYNIC).
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -9,21 +8,21 @@ use crate::limits::MAX_VCPUS;
 
 /// Leaf 1, EAX: "Hv#1".
 pub(crate) const INTERFACE: u32 = 0x3123_7648;
-/// The features' leaf.
+/// Leaf of features.
 pub(crate) const FEATURES: u32 = 0x4000_0003;
-/// The recommendations' leaf.
+/// Leaf of recommendations.
 pub(crate) const RECOMMENDATIONS: u32 = 0x4000_0004;
 
-/// The debugger's leaf.
+/// Leaf of the synthetic debugger.
 pub(crate) const DEBUGGER: u32 = 0x4000_0082;
 
-/// Bits of [`FEATURES`], EAX: what the guest may access.
+/// Bits of [`FEATURES`], EAX: the MSRs that the guest may access.
 pub(crate) mod access {
     /// VP_RUNTIME.
     pub(crate) const RUNTIME: u32 = 1 << 0;
     /// TIME_REF_COUNT.
     pub(crate) const TIME: u32 = 1 << 1;
-    /// SCONTROL and what belongs to it.
+    /// SCONTROL and the other registers of the synthetic interrupt controller.
     pub(crate) const SYNIC: u32 = 1 << 2;
     /// STIMER*.
     pub(crate) const TIMERS: u32 = 1 << 3;
@@ -45,29 +44,29 @@ pub(crate) mod access {
     pub(crate) const INVARIANT_TSC: u32 = 1 << 15;
 }
 
-/// Bits of [`FEATURES`], EBX: what the guest may call.
+/// Bits of [`FEATURES`], EBX: the hypercalls that the guest may make.
 pub(crate) mod right {
     /// HvCallPostMessage.
     pub(crate) const POST_MESSAGES: u32 = 1 << 4;
     /// HvCallSignalEvent.
     pub(crate) const SIGNAL_EVENTS: u32 = 1 << 5;
-    /// HvCallPostDebugData and its like.
+    /// HvCallPostDebugData and the debugger's other calls.
     pub(crate) const DEBUG: u32 = 1 << 11;
-    /// HvExtCallQueryCapabilities and what it tells of.
+    /// HvExtCallQueryCapabilities, and the calls that it reports.
     pub(crate) const EXTENDED: u32 = 1 << 20;
 }
 
 /// Bits of [`FEATURES`], EDX.
 pub(crate) mod feature {
-    /// Arguments of hypercalls in registers of SSE.
+    /// Arguments of hypercalls may be in SSE registers.
     pub(crate) const SSE_INPUT: u32 = 1 << 4;
-    /// The MSRs of the frequencies are there.
+    /// TSC_FREQUENCY and APIC_FREQUENCY exist.
     pub(crate) const FREQUENCIES: u32 = 1 << 8;
     /// CRASH_*.
     pub(crate) const CRASH: u32 = 1 << 10;
     /// SYNDBG_*.
     pub(crate) const DEBUGGER: u32 = 1 << 11;
-    /// Synthetic timers that interrupt without a message.
+    /// Synthetic timers may interrupt without a message.
     pub(crate) const DIRECT_TIMERS: u32 = 1 << 19;
 }
 
@@ -77,26 +76,26 @@ pub(crate) mod recommended {
     pub(crate) const FLUSH: u32 = 1 << 2;
     /// EOI, ICR and TPR by MSR.
     pub(crate) const APIC: u32 = 1 << 3;
-    /// No watchdogs.
+    /// The guest need not use watchdogs.
     pub(crate) const RELAXED: u32 = 1 << 5;
     /// HvCallSendSyntheticClusterIpi.
     pub(crate) const IPI: u32 = 1 << 10;
-    /// The form of calls for more than 64 processors.
+    /// Hypercalls have forms for more than 64 processors.
     pub(crate) const SPARSE: u32 = 1 << 11;
-    /// The hyperthreads of a core are never two VMs'.
+    /// The hyperthreads of a core are never used by two VMs.
     pub(crate) const NO_CORE_SHARING: u32 = 1 << 18;
 }
 
-/// KVM_GET_SUPPORTED_HV_CPUID, on the system or on a vCPU that has an in-kernel LAPIC or not.
+/// KVM_GET_SUPPORTED_HV_CPUID on the system, or on a vCPU with or without an in-kernel LAPIC.
 pub fn supported_hv_cpuid(has_lapic: bool) -> Vec<kvm_cpuid_entry2> {
     const LAST: u32 = DEBUGGER;
     /// "Linux KVM Hv".
     const VENDOR: [u32; 3] = [0x756e_694c, 0x564b_2078, 0x7648_204d];
-    /// Build and version of the interface, those that KVM names.
+    /// Build and version of the interface, with KVM's numbers.
     const VERSION: [u32; 2] = [0x3839, 0xa_0000];
     /// "VS#1".
     const DEBUGGER_INTERFACE: u32 = 0x3123_5356;
-    /// HV_X64_NESTED_MSR_BITMAP, of use to guests with nested virtualization only.
+    /// HV_X64_NESTED_MSR_BITMAP, which is of use only to guests with nested virtualization.
     const NESTED: u32 = 1 << 19;
     let accesses = access::RUNTIME
         | access::TIME
@@ -130,13 +129,13 @@ pub fn supported_hv_cpuid(has_lapic: bool) -> Vec<kvm_cpuid_entry2> {
         (0x4000_0001, [INTERFACE, 0, 0, 0]),
         (0x4000_0002, [VERSION[0], VERSION[1], 0, 0]),
         (FEATURES, [accesses, rights, 0, features]),
-        // EBX: how often to try a lock before HvCallNotifyLongSpinWait; never, if nobody else says.
+        // EBX: how often to try a lock before HvCallNotifyLongSpinWait. All ones mean never.
         (RECOMMENDATIONS, [advice, u32::MAX, 0, 0]),
         (0x4000_0005, [MAX_VCPUS as u32, 64, 0, 0]),
         (0x4000_000a, [NESTED, 0, 0, 0]),
         (0x4000_0080, [LAST, b, c, d]),
         (0x4000_0081, [DEBUGGER_INTERFACE, 0, 0, 0]),
-        // The guest may be debugged.
+        // The guest may be debugged, if the VMM keeps this bit.
         (DEBUGGER, [1 << 1, 0, 0, 0]),
     ]
     .map(|(function, [eax, ebx, ecx, edx])| kvm_cpuid_entry2 {
@@ -150,7 +149,7 @@ pub fn supported_hv_cpuid(has_lapic: bool) -> Vec<kvm_cpuid_entry2> {
     .to_vec()
 }
 
-/// The host may run another VM on the other hyperthread of a core.
+/// True if the host may run another VM on the other hyperthread of a core.
 fn has_hyperthreads() -> bool {
     let control = std::fs::read_to_string("/sys/devices/system/cpu/smt/control");
     control.is_ok_and(|text| !matches!(text.trim(), "forceoff" | "notsupported"))

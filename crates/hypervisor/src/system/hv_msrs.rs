@@ -1,4 +1,4 @@
-//! Hyper-V's MSRs: their numbers, and what lets a guest at them (Hypervisor Top-Level Functional
+//! Hyper-V's MSRs: their numbers, and the features that give a guest access to them (Hypervisor Top-Level Functional
 //! Specification).
 
 use super::hv_cpuid::{access, feature};
@@ -43,14 +43,15 @@ pub(crate) mod index {
 }
 use index::*;
 
-/// Registers in a row.
+/// A range of registers.
 pub(crate) struct Registers {
     pub(crate) first: u32,
     pub(crate) last: u32,
-    /// What lets a guest at them, if the VMM enforces CPUID: bits of leaf [`FEATURES`](super::hv_cpuid::FEATURES), EAX and EDX.
+    /// Bits of leaf [`FEATURES`](super::hv_cpuid::FEATURES), EAX and EDX, that give the guest access if the VMM
+    /// enforces CPUID.
     pub(crate) access: u32,
     pub(crate) feature: u32,
-    /// A VMM saves all of them.
+    /// A VMM saves all registers of the range.
     saved: bool,
 }
 
@@ -75,7 +76,8 @@ const fn by_access(first: u32, last: u32, access: u32) -> Registers {
     registers(first, last, access, 0)
 }
 
-/// All of Hyper-V's MSRs. KVM lists fewer as saved than it saves: VMMs know of the SINTs and timers by their capability.
+/// All of Hyper-V's MSRs. As in KVM, fewer are listed than must be saved: VMMs know of SINTs and timers by their
+/// capability.
 pub(crate) const TABLE: &[Registers] = &[
     by_access(GUEST_OS_ID, HYPERCALL, access::HYPERCALL),
     by_access(VP_INDEX, VP_INDEX, access::INDEX),
@@ -106,7 +108,7 @@ pub(crate) const TABLE: &[Registers] = &[
     ),
 ];
 
-/// What KVM_GET_MSR_INDEX_LIST has of them.
+/// Returns those that KVM_GET_MSR_INDEX_LIST lists.
 pub(crate) fn saved() -> impl Iterator<Item = u32> {
     let rows = TABLE.iter().filter(|row| row.saved);
     rows.flat_map(|row| row.first..=row.last)

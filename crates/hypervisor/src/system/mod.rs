@@ -1,4 +1,4 @@
-//! What the system fd answers: capabilities, supported CPUID, MSR lists.
+//! Answers of the system fd: capabilities, supported CPUID, MSR lists.
 
 mod caps;
 mod cpuid;

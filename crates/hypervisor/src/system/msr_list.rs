@@ -35,7 +35,7 @@ pub fn msr_index_list() -> Vec<u32> {
         IA32_MCG_STATUS,
         IA32_MCG_CTL,
         IA32_APIC_BASE,
-        // A VMM resets it with the machine.
+        // Saved although it is seldom changed: a VMM resets it with the machine.
         IA32_SMBASE,
         IA32_SPEC_CTRL,
         IA32_ARCH_CAPABILITIES,
@@ -71,7 +71,8 @@ pub fn msr_index_list() -> Vec<u32> {
     list
 }
 
-/// Registers of the host's kind of performance counters. Selects and controls come before counters.
+/// Returns the registers of performance counters as the host's vendor has them. Selects and controls come before
+/// counters.
 fn performance_counters(is_amd: bool) -> Vec<u32> {
     let general = 8;
     if is_amd {
@@ -116,7 +117,7 @@ pub fn msr_feature_index_list() -> Vec<u32> {
 pub fn feature_msr(index: u32) -> Option<u64> {
     match index {
         IA32_ARCH_CAPABILITIES => Some(super::Speculation::here().arch_capabilities),
-        // LFENCE is serialising: every kernel of Linux has the host's processors so.
+        // LFENCE is serialising: Linux configures the host's processors so.
         AMD64_DE_CFG if super::is_amd() => Some(1 << 1),
         IA32_PERF_CAPABILITIES if super::is_amd() => Some(0),
         IA32_PERF_CAPABILITIES => Some(PERF_CAPABILITIES),

@@ -1,15 +1,16 @@
-//! What CPUID and IA32_ARCH_CAPABILITIES tell guests of speculation (SDM vol. 4, table 2-2; AMD APM vol. 3, appendix E).
+//! What CPUID and IA32_ARCH_CAPABILITIES tell guests about speculation (SDM vol. 4, table 2-2; AMD APM vol. 3, appendix
+//! E).
 //!
-//! Translated code runs on the host's processor, and what it speculates there is that processor's. So guests are told what
-//! the host's own CPUID shows, and what its kernel says that the processor is not affected by. Nothing is told that
-//! needs a change of privilege, a barrier or an MSR of the host's, none of which a process has: neither IBRS (IBRS_ALL, automatic
-//! IBRS), IBPB, STIBP nor SSBD.
+//! Translated code runs on the host's processor and speculates as that processor does. So guests are told what the
+//! host's own CPUID shows, and what the host's kernel says that the processor is not affected by. Not shown is what
+//! needs a change of privilege, a barrier or an MSR of the host, none of which a process has: IBRS (IBRS_ALL, automatic
+//! IBRS), IBPB, STIBP and SSBD.
 
 use std::sync::OnceLock;
 
 use super::host_leaves;
 
-/// Bits of IA32_ARCH_CAPABILITIES, and the weaknesses that the processor must not have for them.
+/// Bits of IA32_ARCH_CAPABILITIES, each with the vulnerabilities that the processor must not have for it to be set.
 const CAPABILITIES: &[(u64, &[&str])] = &[
     // RDCL_NO; SKIP_L1DFL_VMENTRY.
     (1 << 0, &["meltdown", "l1tf"]),
@@ -26,22 +27,22 @@ const CAPABILITIES: &[(u64, &[&str])] = &[
     (1 << 27, &["reg_file_data_sampling"]),
     (1 << 62, &["indirect_target_selection"]),
 ];
-/// The same, by a part of the line about `spectre_v2`: BHI_NO, PBRSB_NO.
+/// Bits of IA32_ARCH_CAPABILITIES that depend on a part of the kernel's line about `spectre_v2`: BHI_NO, PBRSB_NO.
 const PARTS: [(u64, &str); 2] = [
     (1 << 20, "BHI: Not affected"),
     (1 << 24, "PBRSB-eIBRS: Not affected"),
 ];
 
-/// Leaf 0x80000008 EBX of AMD's: SSB_NO and BTC_NO.
+/// Leaf 0x80000008 EBX, AMD: SSB_NO and BTC_NO.
 const SIZES: [(u32, &str); 2] = [(1 << 26, "spec_store_bypass"), (1 << 29, "retbleed")];
-/// Leaf 0x80000021: LFENCE serialises, as the host's own CPUID shows.
+/// Leaf 0x80000021 EAX: LFENCE serialises, as the host's own CPUID shows.
 const LFENCE: u32 = 1 << 2;
-/// SRSO_NO.
+/// Leaf 0x80000021 EAX: SRSO_NO.
 const SRSO_NO: u32 = 1 << 29;
-/// TSA_SQ_NO and TSA_L1_NO.
+/// Leaf 0x80000021 ECX: TSA_SQ_NO and TSA_L1_NO.
 const TSA_NO: u32 = 1 << 1 | 1 << 2;
 
-/// What holds on this host.
+/// What guests of this host are told about speculation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Speculation {
     /// IA32_ARCH_CAPABILITIES.
@@ -53,7 +54,7 @@ pub(crate) struct Speculation {
     pub(crate) more_ecx: u32,
 }
 
-/// The host's own leaves: 0x80000008 EBX, 0x80000021 EAX and ECX. All 0 on Intel's processors.
+/// The host's own leaves: 0x80000008 EBX, 0x80000021 EAX and ECX. All are 0 on Intel's processors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Leaves {
     pub(crate) sizes_ebx: u32,
@@ -62,7 +63,7 @@ pub(crate) struct Leaves {
 }
 
 impl Leaves {
-    /// What the host shows of speculation by itself.
+    /// Reads the host's own leaves.
     fn of_host() -> Self {
         if !host_leaves::is_amd() {
             return Self::default();
@@ -77,7 +78,8 @@ impl Leaves {
 }
 
 impl Speculation {
-    /// What holds where the processor shows `leaves` and the kernel says `line` of each weakness.
+    /// Returns what holds for a processor that shows `leaves` and a kernel whose line about each vulnerability is
+    /// `line`'s result.
     fn of(leaves: Leaves, line: impl Fn(&str) -> Option<String>) -> Self {
         let is_immune = |name: &&str| line(name).as_deref() == Some("Not affected");
         let mut arch_capabilities = 0;
@@ -106,14 +108,14 @@ impl Speculation {
         }
     }
 
-    /// What holds here. The first call reads files.
+    /// Returns what holds on this host. The first call reads files.
     pub(crate) fn here() -> Self {
         static HERE: OnceLock<Speculation> = OnceLock::new();
         *HERE.get_or_init(|| Self::of(Leaves::of_host(), host::vulnerability))
     }
 }
 
-/// Asks the host's kernel what is asked of it once, while the process may still open files.
+/// Reads the host kernel's files once, while the process may still open files.
 pub fn note_host() {
     Speculation::here();
 }
@@ -138,7 +140,7 @@ mod tests {
     fn each_weakness_takes_its_own_bits_away() {
         let all = |_: &str| Some("Not affected".to_owned());
         let whole = Speculation::of(NONE, all);
-        // All but IBRS_ALL.
+        // All bits but IBRS_ALL.
         assert_eq!(whole.arch_capabilities, 0x4000_0000_0d10_e179);
         assert_eq!(
             (whole.sizes_ebx, whole.more_eax, whole.more_ecx),
@@ -247,7 +249,7 @@ mod tests {
             },
             |_| Some("Vulnerable".to_owned()),
         );
-        // And nothing else of these leaves: neither IBRS, IBPB and STIBP nor automatic IBRS.
+        // No other bit of these leaves is set: neither IBRS, IBPB and STIBP nor automatic IBRS.
         assert_eq!(
             (told.sizes_ebx, told.more_eax, told.more_ecx),
             (1 << 26 | 1 << 29, 1 << 2 | 1 << 29, 6)

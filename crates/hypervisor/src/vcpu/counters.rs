@@ -1,4 +1,4 @@
-//! What a vCPU does with its performance counters: registers, interrupts, and what engines are told.
+//! How a vCPU uses its performance counters: registers, interrupts, and what the engines are told.
 
 use irqchip::{Accepted, lapic::LocalSource};
 use pmu::{Config, Refused, Tally, Wants};
@@ -11,14 +11,14 @@ use super::{
 };
 use crate::limits::PERF_CAPABILITIES;
 
-/// IA32_DEBUGCTL.FREEZE_WHILE_SMM, and the capability to have it.
+/// IA32_DEBUGCTL.FREEZE_WHILE_SMM, and the capability bit for it.
 const FREEZE_WHILE_SMM: u64 = 1 << 14;
 const HAS_FREEZE_WHILE_SMM: u64 = 1 << 12;
 /// IA32_PERF_CAPABILITIES.FW_WRITE.
 const FULL_WIDTH: u64 = 1 << 13;
-/// Instructions that are interpreted before a counter of cycles interrupts, less than so many.
+/// Fewer than this many instructions are interpreted before a counter of cycles interrupts.
 const LANDING: u64 = 1 << 8;
-/// Registers of either vendor's counters: where a VMM saves them whether or not the guest has any.
+/// True for the registers of either vendor's counters. A VMM saves them whether or not the guest has any.
 fn is_counter(index: u32) -> bool {
     [
         (IA32_PMC0, 8),
@@ -34,7 +34,7 @@ fn is_counter(index: u32) -> bool {
 }
 
 impl Bus {
-    /// KVM_SET_CPUID2, or IA32_PERF_CAPABILITIES has changed.
+    /// Reconfigures the counters after KVM_SET_CPUID2 or a write of IA32_PERF_CAPABILITIES.
     pub(super) fn configure_counters(&mut self, cpu: &mut CpuState) {
         let config = if self.vm.options.has_counters() {
             super::cpuid::pmu_config(&self.cpuid, &cpu.features)
@@ -49,7 +49,7 @@ impl Bus {
         self.follow_filter(cpu);
         self.counters_changed(cpu, &Tally::default(), 0);
     }
-    /// IA32_PERF_CAPABILITIES as far as CPUID shows it.
+    /// Returns IA32_PERF_CAPABILITIES as far as CPUID shows it.
     fn perf_capabilities(&self) -> u64 {
         if super::cpuid::shows_perf_capabilities(&self.cpuid) {
             self.pmu.capabilities
@@ -57,7 +57,7 @@ impl Bus {
             0
         }
     }
-    /// The VM has another event filter.
+    /// Applies the VM's present event filter.
     pub(super) fn follow_filter(&mut self, cpu: &mut CpuState) {
         let (filter, generation) = self.vm.options.event_filter();
         if generation != self.pmu.filter_generation {
@@ -69,7 +69,7 @@ impl Bus {
         }
     }
 
-    /// RDMSR or KVM_GET_MSRS; `None`: not one of the counters' registers.
+    /// Reads a counter's register for RDMSR or KVM_GET_MSRS; `None` if the MSR is not one of them.
     pub(super) fn counter_msr(
         &mut self,
         cpu: &mut CpuState,
@@ -89,11 +89,11 @@ impl Bus {
                 self.counters_changed(cpu, &now, 0);
                 Some(value.ok())
             }
-            // What is saved can be read.
+            // A VMM can read every register that it saves.
             None => host.then_some(Some(0)),
         }
     }
-    /// WRMSR or KVM_SET_MSRS; `None`: not one of the counters' registers.
+    /// Writes a counter's register for WRMSR or KVM_SET_MSRS; `None` if the MSR is not one of them.
     pub(super) fn set_counter_msr(
         &mut self,
         cpu: &mut CpuState,
@@ -110,7 +110,7 @@ impl Bus {
             return Some(good);
         }
         if index == IA32_DEBUGCTL && self.perf_capabilities() & HAS_FREEZE_WHILE_SMM != 0 {
-            // LBR and BTF, as without counters.
+            // LBR and BTF are accepted, as without counters.
             let good = value & !(FREEZE_WHILE_SMM | 3) == 0;
             if good {
                 cpu.msr.debugctl = value & FREEZE_WHILE_SMM;
@@ -132,12 +132,12 @@ impl Bus {
                 self.counters_changed(cpu, &now, own);
                 Some(done.is_ok())
             }
-            // What is saved can be restored.
+            // A VMM can restore every register that it saves.
             None => (host && value == 0).then_some(true),
         }
     }
-    /// The tally when the writing instruction will have retired, and for how many instructions of
-    /// that it is ahead.
+    /// Returns the tally as it will be when the writing instruction has retired, and by how many instructions it is
+    /// ahead of the present tally.
     fn tally_at_write(&mut self, cpu: &CpuState, host: bool) -> (Tally, u64) {
         let mut now = self.pmu.tally(&cpu.retired);
         let own = u64::from(!host && cpu.retired.counts_at(cpu.cpl));
@@ -151,8 +151,8 @@ impl Bus {
         value.map_err(|Refused| Exception::GP0.into())
     }
 
-    /// Has the engines tally what is wanted from now on, and sends an interrupt that is due. `own`:
-    /// for so many instructions `now` is ahead.
+    /// Has the engines tally what the counters want from now on, and sends an interrupt that is due. The tally `now` is
+    /// ahead of the present by `own` instructions.
     fn counters_changed(&mut self, cpu: &mut CpuState, now: &Tally, own: u64) {
         let interrupts = self.pmu.state.take_interrupt();
         if interrupts {
@@ -189,8 +189,8 @@ impl Bus {
             left = left.min(end.saturating_sub(VirtualPmu::instructions(&cpu.retired)));
         }
         cpu.retired.left = left;
-        // Engines look at levels, streams and what is left whenever an instruction was interpreted. A point in time they are told when they are
-        // entered.
+        // Engines read levels, streams and the number of events left whenever an instruction was interpreted. They are
+        // told of a point in time only when they are entered.
         self.recheck |= interrupts || c.due_tsc < due_before || c.landing.is_some();
     }
     #[cold]
@@ -205,7 +205,7 @@ impl Bus {
         }
     }
 
-    /// A counter may have overflowed, or SMM have begun or ended.
+    /// True if a counter may have overflowed, or if SMM may have begun or ended.
     #[inline]
     pub(super) fn counters_are_due(&self, cpu: &CpuState) -> bool {
         let c = &self.pmu;
@@ -213,7 +213,7 @@ impl Bus {
             || c.due_tsc != NEVER && c.due_tsc <= host::cpu::rdtsc()
             || c.state.freezes_in_smm()
     }
-    /// Looks whether one has.
+    /// Settles counters that have overflowed, and notes the begin and end of SMM.
     #[cold]
     pub(super) fn settle_counters(&mut self, cpu: &mut CpuState) {
         let c = &mut self.pmu;
@@ -239,7 +239,7 @@ impl Bus {
         self.counters_changed(cpu, &now, 0);
     }
 
-    /// The guest begins to run, or goes on.
+    /// Starts counting cycles: the guest begins to run, or goes on.
     #[inline]
     pub(super) fn start_cycles(&mut self, cpu: &mut CpuState) {
         let c = &mut self.pmu;
@@ -251,7 +251,7 @@ impl Bus {
         c.level = Retired::level(cpu.cpl);
         self.set_due(cpu);
     }
-    /// It does not any more.
+    /// Stops counting cycles: the guest does not run any more.
     #[inline]
     pub(super) fn stop_cycles(&mut self) {
         let c = &mut self.pmu;
@@ -271,7 +271,7 @@ impl Bus {
             c.due_tsc = left.map_or(NEVER, |left| since.saturating_add(left));
         }
     }
-    /// Privilege may have changed, or SMM have ended: selects the view.
+    /// Selects the view after privilege may have changed or SMM may have ended.
     #[inline]
     pub(super) fn follow_privilege(&mut self, cpu: &mut CpuState) {
         let c = &mut self.pmu;

@@ -1,4 +1,4 @@
-//! CPUID as the guest sees it: the VMM's table, and the bits that follow CR4.
+//! CPUID as the guest sees it: the VMM's table, with the bits that depend on the CPU's state.
 
 use std::sync::OnceLock;
 
@@ -10,15 +10,15 @@ use x86_defs::{control::cr4, xsave};
 
 use crate::system::pkru_offset;
 
-/// IA32_MISC_ENABLE: MONITOR and MWAIT are there.
+/// IA32_MISC_ENABLE: MONITOR and MWAIT exist.
 pub(super) const MISC_ENABLE_MWAIT: u64 = 1 << 18;
 
-/// Features that the table promises, beside what the host's processor executes anyway.
+/// Returns the features that the table promises, and those that the host's processor executes anyway.
 pub(super) fn features(entries: &[kvm_cpuid_entry2]) -> Features {
     promised(entries).with_native(supported())
 }
 
-/// Features of KVM_GET_SUPPORTED_CPUID.
+/// Returns the features of KVM_GET_SUPPORTED_CPUID.
 pub(super) fn supported() -> &'static Features {
     static HOST: OnceLock<Features> = OnceLock::new();
     HOST.get_or_init(|| promised(&crate::system::supported_cpuid()))
@@ -35,7 +35,7 @@ fn promised(entries: &[kvm_cpuid_entry2]) -> Features {
     }))
 }
 
-/// What the table says about the LAPIC; `old` has the rest.
+/// Returns the LAPIC's configuration that the table describes.
 pub(super) fn lapic_config(
     entries: &[kvm_cpuid_entry2],
     features: &Features,
@@ -46,7 +46,7 @@ pub(super) fn lapic_config(
     LapicConfig {
         x2apic: ecx >> 21 & 1 != 0,
         tsc_deadline: ecx >> 24 & 1 != 0,
-        // KVM's own IOAPIC has no register for it.
+        // KVM's own IOAPIC has no EOI register.
         directed_eoi: is_split && ecx >> 21 & 1 != 0,
         maxphyaddr: features.maxphyaddr.clamp(32, 52),
         masks_pmi: !features.has(Feature::Amd),
@@ -54,8 +54,7 @@ pub(super) fn lapic_config(
     }
 }
 
-/// The performance counters that the table shows. As in KVM an AMD's has the K7's four, whether or
-/// not it shows more.
+/// Returns the performance counters that the table shows. As in KVM, an AMD processor has at least the K7's four.
 pub(super) fn pmu_config(entries: &[kvm_cpuid_entry2], features: &Features) -> Config {
     const PERF_CTR_EXT_CORE: u32 = 1 << 23;
     if entries.is_empty() {
@@ -72,28 +71,28 @@ pub(super) fn pmu_config(entries: &[kvm_cpuid_entry2], features: &Features) -> C
     Config::intel(leaf, signature)
 }
 
-/// IA32_PERF_CAPABILITIES is there.
+/// True if the table shows IA32_PERF_CAPABILITIES.
 pub(super) fn shows_perf_capabilities(entries: &[kvm_cpuid_entry2]) -> bool {
     const PDCM: u32 = 1 << 15;
     find(entries, 1, 0).is_some_and(|e| e.ecx & PDCM != 0)
 }
 
-/// KVM's only check of a table: virtual addresses have 48 or 57 bits, or none are told.
+/// Makes KVM's only check of a table: it shows 48 or 57 bits of virtual address, or none.
 pub(super) fn is_possible(entries: &[kvm_cpuid_entry2]) -> bool {
     let widths = find(entries, 0x8000_0008, 0).map_or(0, |e| e.eax);
     matches!(widths >> 8 & 0xff, 0 | 48 | 57)
 }
 
-/// The table has PKRU's component without a place in XSAVE images: so the VMM's images lack it.
+/// True if the table has the PKRU component without a place in XSAVE images. The VMM's images then lack PKRU.
 ///
-/// QEMU asks the processor where components are. Where that has no PKRU, and nobody answers for it, it shows offset 0, which is
-/// x87's. The guest gets a place all the same.
+/// QEMU asks the processor for the places of components. Where the processor has no PKRU and nothing answers in its
+/// place, QEMU shows offset 0, which is x87's. The guest gets a proper place all the same.
 pub(super) fn lacks_pkru(entries: &[kvm_cpuid_entry2]) -> bool {
     let component = xsave::PKRU.trailing_zeros();
     find(entries, 0xd, component).is_some_and(|e| e.index == component && e.ebx != offset_of(e))
 }
 
-/// Of leaf 0xD and a component: its offset.
+/// Returns the offset of PKRU if the entry is that component's.
 fn offset_of(e: &kvm_cpuid_entry2) -> u32 {
     let is_pkru = e.index == xsave::PKRU.trailing_zeros() && e.eax != 0;
     if is_pkru && e.ebx < xsave::HEADER_END as u32 {
@@ -103,14 +102,14 @@ fn offset_of(e: &kvm_cpuid_entry2) -> u32 {
     }
 }
 
-/// KVM_FEATURE_* that the table promises: leaf 1 behind KVM's signature, wherever that is.
+/// Returns the KVM_FEATURE_* bits that the table promises: leaf 1 behind KVM's signature, wherever that is.
 pub(super) fn kvm_features(entries: &[kvm_cpuid_entry2]) -> u32 {
     kvm_features_leaf(entries)
         .and_then(|leaf| find(entries, leaf, 0))
         .map_or(0, |e| e.eax)
 }
 
-/// Features of anykvm's own that the table promises: leaf 1 behind its signature, wherever that is.
+/// Returns anykvm's own features that the table promises: leaf 1 behind anykvm's signature, wherever that is.
 pub(super) fn own_features(entries: &[kvm_cpuid_entry2]) -> u32 {
     let [b, c, d] = words(&crate::system::own_cpuid::SIGNATURE);
     let is_own = |e: &&kvm_cpuid_entry2| {
@@ -140,19 +139,19 @@ fn find(entries: &[kvm_cpuid_entry2], leaf: u32, subleaf: u32) -> Option<&kvm_cp
     })
 }
 
-/// What the table's bits follow, besides the CPU's state.
+/// State that bits of the table depend on, besides the CPU's.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Follows {
-    /// IA32_APIC_BASE.
+    /// IA32_APIC_BASE enables the LAPIC.
     pub(super) apic_enabled: bool,
-    /// MONITOR is there if IA32_MISC_ENABLE says so (without KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT).
+    /// The MONITOR bit follows IA32_MISC_ENABLE (without KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT).
     pub(super) misc_enable: bool,
-    /// HLT does not exit (KVM_X86_DISABLE_EXITS_HLT), so nobody has to be woken from it.
+    /// HLT does not exit (KVM_X86_DISABLE_EXITS_HLT), so other vCPUs need not wake a vCPU from it.
     pub(super) keeps_hlt: bool,
 }
 
-/// The registers of a leaf. A leaf above the highest basic one answers as the
-/// highest (Intel) or zero (AMD), as KVM does (SDM vol. 2, CPUID).
+/// Returns the registers of a leaf. A leaf above the highest basic one gives the highest basic leaf (Intel) or zeros
+/// (AMD), as in KVM (SDM vol. 2, CPUID).
 pub(super) fn lookup(
     entries: &[kvm_cpuid_entry2],
     cpu: &CpuState,
@@ -162,7 +161,7 @@ pub(super) fn lookup(
 ) -> [u32; 4] {
     let entry = find(entries, leaf, subleaf).or_else(|| out_of_range(entries, cpu, leaf, subleaf));
     let Some(e) = entry else {
-        // An absent index of the topology leaf still tells the level and the id.
+        // An absent subleaf of the topology leaf still gives the level and the id.
         let id = find(entries, 0xb, 0)
             .or(find(entries, 0xb, 1))
             .map_or(0, |e| e.edx);
@@ -177,7 +176,7 @@ pub(super) fn lookup(
     [e.eax, e.ebx, e.ecx, e.edx]
 }
 
-/// What KVM_GET_CPUID2 shows: the table with the bits that follow the CPU's state.
+/// Returns what KVM_GET_CPUID2 shows: the table, with the bits that depend on the CPU's state.
 pub(super) fn shown(
     entries: &[kvm_cpuid_entry2],
     cpu: &CpuState,
@@ -190,7 +189,7 @@ pub(super) fn shown(
     list
 }
 
-/// Bits of a leaf that follow control registers and the like.
+/// Sets the bits of a leaf that depend on control registers and other state.
 fn follow_state(
     e: &mut kvm_cpuid_entry2,
     entries: &[kvm_cpuid_entry2],
@@ -220,7 +219,7 @@ fn follow_state(
             let ospke = cpu.cr4 & cr4::PKE != 0;
             e.ecx = e.ecx & !(1 << 4) | u32::from(ospke) << 4;
         }
-        // Size of the enabled components: standard format, and compacted with XSS.
+        // Size of the enabled components, in the standard format; in the compacted format, XSS counts, too.
         (0xd, 0) => e.ebx = xsave_size(entries, cpu.xcr0, false),
         (0xd, 1) if e.eax & 0b1010 != 0 => {
             e.ebx = xsave_size(entries, cpu.xcr0 | cpu.xss, true);
@@ -253,7 +252,7 @@ fn xsave_size(entries: &[kvm_cpuid_entry2], components: u64, compacted: bool) ->
             continue;
         }
         size = if compacted {
-            // The VMM's table may say anything.
+            // Saturating, because the VMM's table may contain any number.
             let start = if e.ecx & 2 != 0 {
                 size.saturating_add(63) & !63
             } else {

@@ -1,4 +1,4 @@
-//! KVM_CREATE_VCPU, and what belongs to a vCPU from its beginning.
+//! KVM_CREATE_VCPU, and what a vCPU is given at its creation.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ impl Vm {
 }
 
 impl Vcpu {
-    /// The memory of the vCPU's dirty ring, before anything else is done with the vCPU.
+    /// Sets the memory of the vCPU's dirty ring. Called before anything else is done with the vCPU.
     pub fn set_dirty_ring(&self, entries: u32, memory: Box<dyn DirtyRingMemory>) {
         let shared = Arc::downgrade(self.shared());
         let stop = move || {

@@ -1,4 +1,4 @@
-//! GET/SET of FP state: KVM_GET_FPU, KVM_GET_XSAVE, KVM_GET_XCRS.
+//! Reading and setting the FP state: KVM_GET_FPU, KVM_GET_XSAVE, KVM_GET_XCRS and their counterparts.
 
 use kvm_bindings::*;
 use x86_cpu::CpuState;
@@ -6,11 +6,10 @@ use x86_defs::xsave;
 
 use crate::{Error, Result, system::pkru_offset};
 
-/// Bytes of `struct kvm_xsave`.
+/// Size of `struct kvm_xsave` in bytes.
 pub(super) const XSAVE_SIZE: usize = 4096;
 
-/// Expands the abridged tag word (one bit a register) to nothing more: kvm_fpu
-/// carries it abridged, as FXSAVE does.
+/// Returns the FP state. The tag word stays abridged (one bit per register): kvm_fpu has it so, as FXSAVE does.
 pub(super) fn fpu(cpu: &CpuState) -> kvm_fpu {
     let fp = &cpu.fp;
     let mut out = kvm_fpu {
@@ -55,7 +54,7 @@ pub(super) fn set_fpu(cpu: &mut CpuState, f: &kvm_fpu) {
     }
 }
 
-/// The guest's XSAVE image in the standard format, `len` bytes.
+/// Returns the guest's XSAVE image in the standard format, `len` bytes.
 pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     let mut image = vec![0; len];
     let n = len.min(cpu.fp.area.len());
@@ -75,12 +74,12 @@ pub(super) fn xsave_image(cpu: &CpuState, len: usize) -> Vec<u8> {
     image
 }
 
-/// Loads an XSAVE image; components absent from XSTATE_BV get their initial values. `lacks_pkru`: the VMM knows no place for
-/// PKRU, so its images do not have what XSTATE_BV says.
+/// Loads an XSAVE image. Components absent from XSTATE_BV get their initial values. With `lacks_pkru` the image has no
+/// PKRU, whatever XSTATE_BV says.
 fn set_xsave_image(cpu: &mut CpuState, image: &[u8], lacks_pkru: bool) -> Result<()> {
     let bv = u64_at(image, xsave::XSTATE_BV).ok_or(Error::InvalidArgument)?;
     let mxcsr = u64_at(image, xsave::MXCSR).ok_or(Error::InvalidArgument)? as u32;
-    // Whatever CPUID says: a VMM may load the state before it sets that.
+    // The components do not depend on the guest's CPUID: a VMM may load the state before it sets that.
     let known = super::cpuid::supported().xcr0 | xsave::X87 | xsave::SSE;
     if bv & !known != 0
         || u64_at(image, xsave::XCOMP_BV) != Some(0)

@@ -11,7 +11,7 @@ use super::{
 use kvm_bindings::KVM_MP_STATE_RUNNABLE;
 
 impl Inner {
-    /// RFLAGS.IF, no shadow, nothing already being injected.
+    /// True if RFLAGS.IF is set, there is no interrupt shadow, and no event is already being injected.
     pub(super) fn is_interruptible(&self) -> bool {
         self.cpu.rflags & rflags::IF != 0
             && self.cpu.shadow == Shadow::None
@@ -19,8 +19,8 @@ impl Inner {
             && self.cpu.events.exception.is_none()
     }
 
-    /// Injects, in KVM's order: what was begun before, then SMI, NMI, interrupts. True if delivery
-    /// ended in an exit.
+    /// Injects events in KVM's order: one whose delivery had begun, then an SMI, an NMI, interrupts. Returns true if
+    /// the delivery ended in an exit.
     pub(super) fn inject(&mut self) -> bool {
         if let Some(x) = self.cpu.events.exception {
             match (x.vector, x.payload) {
@@ -35,7 +35,7 @@ impl Inner {
                 error_code,
             }));
             if x.vector == vector::DB && x.payload.is_none() {
-                // The VMM has set DR6 itself, or means to leave it.
+                // The VMM has set DR6 itself, or means to leave it as it is.
                 self.cpu.dr6 = dr6;
             }
             if exit {
@@ -71,7 +71,7 @@ impl Inner {
             self.bus.counters.nmi_injections += 1;
         }
         if let Some(interrupt) = self.cpu.events.interrupt {
-            // KVM_INTERRUPT queues only when the VMM saw the window open.
+            // KVM_INTERRUPT queues an interrupt only when the VMM saw the window open.
             let event = if interrupt.soft {
                 Event::Software {
                     vector: interrupt.vector,
@@ -107,7 +107,7 @@ impl Inner {
         false
     }
 
-    /// An SMI: the handler starts at SMBASE + 0x8000.
+    /// Enters SMM: the handler starts at SMBASE + 0x8000.
     fn enter_smm(&mut self) -> bool {
         match smm::enter(&mut self.cpu, &mut self.bus) {
             Ok(()) => {
@@ -119,7 +119,7 @@ impl Inner {
         }
     }
 
-    /// HLT ends.
+    /// Ends HLT.
     fn wake(&mut self) {
         self.mp_state = KVM_MP_STATE_RUNNABLE;
         self.sleeps_in_guest = false;

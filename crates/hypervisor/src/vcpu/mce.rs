@@ -11,7 +11,7 @@ use crate::{
     limits::{MCE_BANKS, MCE_SUPPORTED_CAP, MCG_CTL_P},
 };
 
-/// IA32_MCG_CAP: count of banks, count of extended state registers.
+/// IA32_MCG_CAP: number of banks, and number of extended state registers.
 const MCG_COUNTS: u64 = 0xff | 0xff_0000;
 /// IA32_MCG_STATUS: a machine check is in progress.
 const MCIP: u64 = 1 << 2;
@@ -61,7 +61,7 @@ impl Mce {
     fn nr_banks(&self) -> usize {
         (self.cap & 0xff) as usize
     }
-    /// The bank's register that an MSR names, and which of the four it is.
+    /// Returns the bank's register that an MSR names, and its number among the bank's four.
     fn bank(&mut self, index: u32) -> Option<(&mut u64, u32)> {
         let at = index.checked_sub(IA32_MC0_CTL)?;
         let nr = self.nr_banks();
@@ -108,7 +108,7 @@ impl Mce {
                     return false;
                 };
                 let good = match which {
-                    // All or nothing; bit 10 and bit 0 are cleared by guests on some CPUs.
+                    // All bits or none. Some guests clear bit 10 or bit 0 because of errata of CPUs.
                     0 => value == 0 || value | 1 << 10 | 1 == u64::MAX,
                     1 => host || value == 0 || may_set_status,
                     _ => true,
@@ -136,7 +136,7 @@ impl Inner {
             return Err(Error::InvalidArgument);
         }
         let uncorrected = mce.status & UC != 0;
-        // Reporting that the guest has switched off (globally or for the bank).
+        // The guest has switched off reporting, globally or for the bank.
         if uncorrected && m.cap & MCG_CTL_P != 0 && m.ctl != u64::MAX
             || uncorrected && bank.ctl != u64::MAX
         {

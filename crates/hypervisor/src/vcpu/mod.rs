@@ -1,4 +1,4 @@
-//! A virtual CPU: state, run loop and the bus through which it executes.
+//! A virtual CPU: its state, its run loop, and the bus through which it executes.
 
 mod bus;
 mod counters;
@@ -43,7 +43,7 @@ use crate::{
     vm::{VmState, clock},
 };
 
-/// Linear address of the current instruction.
+/// Returns the linear address of the current instruction.
 fn linear_rip(cpu: &CpuState) -> u64 {
     if cpu.is_64bit() {
         cpu.rip()
@@ -52,40 +52,40 @@ fn linear_rip(cpu: &CpuState) -> u64 {
     }
 }
 
-/// What only the thread that holds the vCPU touches.
+/// The state that only the thread which holds the vCPU touches.
 #[derive(Debug)]
 struct Inner {
     cpu: Box<CpuState>,
     interp: Interp<Bus>,
-    /// Absent if switched off, or if the host allows no generated code.
+    /// `None` if the translator is switched off, or the host allows no generated code.
     jit: Option<Jit<Bus>>,
     bus: Bus,
     /// KVM_MP_STATE_*.
     mp_state: u32,
     /// When pending signals were last compared with the VMM's mask.
     signals_checked_ns: u64,
-    /// The last exit only asked for a device access.
+    /// The last exit only asked the VMM for a device access.
     is_device_exit: bool,
-    /// It came from translated code, and no other call has been made since: see [`Inner::can_resume`].
+    /// The last exit came from translated code, and no call but KVM_RUN was made since: see [`Inner::can_resume`].
     resumes: bool,
-    /// Entries since the last look at the clock.
+    /// Entries since the clock was last read.
     quick_entries: u8,
     /// KVM_RUN has entered the guest.
     has_run: bool,
-    /// In HLT that does not exit (KVM_X86_DISABLE_EXITS_HLT).
+    /// The vCPU is in an HLT that does not exit (KVM_X86_DISABLE_EXITS_HLT).
     sleeps_in_guest: bool,
     /// KVM_HC_KICK_CPU came while the vCPU ran: its next HLT returns at once.
     pv_unhalted: bool,
     poll: park::HaltPoll,
-    /// What the VMM was asked by the last exit.
+    /// What the last exit asked of the VMM.
     question: Question,
-    /// Where this vCPU tells of dirty pages, if not in the slots' bitmaps.
+    /// The vCPU's dirty ring; `None` if dirty pages are reported by the slots' bitmaps.
     dirty_ring: Option<Arc<DirtyRing>>,
     /// Room for the bytes of an IN; absent while KVM_RUN uses it.
     io: Option<Box<[u8; 4096]>>,
 }
 
-/// A virtual CPU. One thread at a time uses it; others wait, as on KVM's vCPU mutex.
+/// A virtual CPU. One thread uses it at a time; others wait, as on KVM's vCPU mutex.
 #[derive(Debug)]
 pub struct Vcpu {
     inner: BriefLock<Inner>,
@@ -99,11 +99,11 @@ impl Vcpu {
         cpu.msr.arch_capabilities = crate::system::Speculation::here().arch_capabilities;
         let jit = engine::translator(&vm.engine);
         if let Some(jit) = &jit {
-            // Without it code is in small pages.
+            // The service thread gives the code huge pages. Without it, code stays in small pages.
             let _ = vm.service_thread.add(jit.code_views());
         }
         let mut bus = Bus::new(vm, Arc::clone(&shared), mmu);
-        // A fresh vCPU has paging off: nothing can fault.
+        // Paging is off in a fresh vCPU, so nothing can fault.
         let _ = bus.load_root(&mut cpu);
         bus.select_view(&mut cpu);
         bus.update_apic_page();
@@ -138,7 +138,7 @@ impl Vcpu {
         }
     }
 
-    /// For all calls but KVM_RUN: any may change what the guest goes on with.
+    /// Locks the vCPU for a call other than KVM_RUN, any of which may change the state that the guest goes on with.
     fn lock(&self) -> Held<'_, Inner> {
         let mut inner = self.lock_for_run();
         inner.resumes = false;
@@ -184,18 +184,18 @@ impl Vcpu {
                 Ok(())
             }
             Err(error) => {
-                // A VMM looks at if_flag, cr8 and apic_base after EINTR too.
+                // A VMM reads if_flag, cr8 and apic_base after EINTR, too.
                 page.store_status(&status);
                 Err(error)
             }
         }
     }
-    /// Makes KVM_RUN return EINTR soon: the current one if the vCPU is running or
-    /// parked, else the next one. Safe in a signal handler.
+    /// Makes KVM_RUN return EINTR soon: the present one if the vCPU is running or parked, otherwise the next one. Safe
+    /// in a signal handler.
     pub fn kick(&self) {
         self.shared.request(request::KICK);
     }
-    /// Takes back a [`Self::kick`] that no KVM_RUN has seen.
+    /// Cancels a [`Self::kick`] that no KVM_RUN has seen yet.
     pub fn cancel_kick(&self) {
         self.shared.cancel(request::KICK);
     }
@@ -210,7 +210,7 @@ impl Vcpu {
         regs::set_regs(&mut inner.cpu, r);
         regs::update_privilege(&mut inner.cpu);
         inner.bus.select_view(&mut inner.cpu);
-        // A VMM that moves RIP may have loaded the code that it moves it to.
+        // A VMM that moves RIP may have loaded the code there.
         inner.bus.mmu.recheck_code();
         Ok(())
     }
@@ -227,7 +227,7 @@ impl Vcpu {
     pub fn set_sregs(&self, r: &kvm_sregs) -> Result<()> {
         let inner = &mut *self.lock();
         inner.set_sregs(r)?;
-        // KVM takes the lowest, and an empty bitmap takes nothing away.
+        // KVM takes the lowest interrupt of the bitmap. An empty bitmap does not cancel a pending one.
         let bitmap = r.interrupt_bitmap.iter().enumerate();
         if let Some((i, w)) = bitmap.into_iter().find(|(_, w)| **w != 0) {
             inner.cpu.events.interrupt = Some(PendingInterrupt {
@@ -247,8 +247,8 @@ impl Vcpu {
             && !inner.cpu.is_long_mode();
         Ok(regs::sregs2(&s, pae.then_some(inner.cpu.pdpte)))
     }
-    /// KVM_SET_SREGS2. EINVAL for unknown flags, PDPTRs outside PAE paging, and as
-    /// [`Self::set_sregs`]. Interrupts on their way stay as they are.
+    /// KVM_SET_SREGS2. EINVAL for unknown flags, for PDPTRs outside PAE paging, and as for [`Self::set_sregs`]. Pending
+    /// interrupts stay.
     pub fn set_sregs2(&self, r: &kvm_sregs2) -> Result<()> {
         let has_pdptrs = r.flags & KVM_SREGS2_FLAGS_PDPTRS_VALID != 0;
         let pae = r.cr0 & x86_defs::control::cr0::PG != 0
@@ -299,8 +299,8 @@ impl Vcpu {
         let follows = inner.bus.cpuid_follows();
         Ok(cpuid::shown(&inner.bus.cpuid, &inner.cpu, follows))
     }
-    /// KVM_SET_CPUID2. EINVAL for a width of virtual addresses that no CPU has, and for another
-    /// table than before once the vCPU has run.
+    /// KVM_SET_CPUID2. EINVAL for a width of virtual addresses that no CPU has, and, once the vCPU has run, for a table
+    /// that differs from the present one.
     pub fn set_cpuid2(&self, entries: &[kvm_cpuid_entry2]) -> Result<()> {
         let inner = &mut *self.lock();
         if inner.has_run {
@@ -338,7 +338,7 @@ impl Vcpu {
         inner.take_nmis();
         Ok(events::vcpu_events(&inner.cpu, &inner.bus.vm.options))
     }
-    /// KVM_SET_VCPU_EVENTS. EINVAL for what no CPU is in, also for SMM or an SMI after INIT.
+    /// KVM_SET_VCPU_EVENTS. EINVAL for a state that no CPU can be in, and for SMM or an SMI after INIT.
     pub fn set_vcpu_events(&self, v: &kvm_vcpu_events) -> Result<()> {
         let inner = &mut *self.lock();
         let sets_smm = v.flags & KVM_VCPUEVENT_VALID_SMM != 0;
@@ -372,7 +372,7 @@ impl Vcpu {
     pub fn set_xsave(&self, x: &kvm_xsave) -> Result<()> {
         let inner = &mut *self.lock();
         fpu::set_xsave(&mut inner.cpu, x, cpuid::lacks_pkru(&inner.bus.cpuid))?;
-        // PKRU is among it.
+        // PKRU, which is part of the state, selects the view.
         inner.bus.select_view(&mut inner.cpu);
         Ok(())
     }
@@ -392,8 +392,7 @@ impl Vcpu {
     pub fn set_xcrs(&self, x: &kvm_xcrs) -> Result<()> {
         fpu::set_xcrs(&mut self.lock().cpu, x)
     }
-    /// KVM_INTERRUPT: ENXIO if the PIC is not the VMM's; with a split irqchip, EEXIST while
-    /// another one waits.
+    /// KVM_INTERRUPT. ENXIO if the PIC is in the kernel; with a split irqchip, EEXIST while another vector waits.
     pub fn interrupt(&self, vector: u32) -> Result<()> {
         let vector = u8::try_from(vector).map_err(|_| Error::InvalidArgument)?;
         let inner = &mut *self.lock();
@@ -407,7 +406,7 @@ impl Vcpu {
             inner.bus.user_extint = Some(vector);
             inner.bus.is_quiet = false;
         } else {
-            // As in KVM a second one replaces the first.
+            // As in KVM, a second interrupt replaces the first.
             inner.cpu.events.interrupt = Some(PendingInterrupt {
                 vector,
                 soft: false,
@@ -425,8 +424,8 @@ impl Vcpu {
         self.shared.request(request::SMI);
         Ok(())
     }
-    /// KVM_ENABLE_CAP on the vCPU: KVM_CAP_ENFORCE_PV_FEATURE_CPUID, KVM_CAP_HYPERV_ENFORCE_CPUID and,
-    /// with an in-kernel LAPIC, KVM_CAP_HYPERV_SYNIC and -SYNIC2; EINVAL for others.
+    /// KVM_ENABLE_CAP on the vCPU: KVM_CAP_ENFORCE_PV_FEATURE_CPUID, KVM_CAP_HYPERV_ENFORCE_CPUID and, with an
+    /// in-kernel LAPIC, KVM_CAP_HYPERV_SYNIC and -SYNIC2. EINVAL for others.
     pub fn enable_cap(&self, cap: &kvm_enable_cap) -> Result<()> {
         if cap.flags != 0 {
             return Err(Error::InvalidArgument);
@@ -443,11 +442,11 @@ impl Vcpu {
         }
         Ok(())
     }
-    /// KVM_VCPU_TSC_OFFSET: what is added to the host's TSC, after scaling.
+    /// KVM_VCPU_TSC_OFFSET: the number that is added to the host's TSC after scaling.
     pub fn tsc_offset(&self) -> Result<u64> {
         Ok(self.lock().bus.tsc.offset)
     }
-    /// Its VM has in-kernel LAPICs.
+    /// True if the VM has in-kernel LAPICs.
     pub fn has_lapic(&self) -> bool {
         self.lock().bus.has_lapic()
     }
@@ -461,7 +460,7 @@ impl Vcpu {
         }
         Ok(())
     }
-    /// KVM_SET_GUEST_DEBUG. EBUSY if an exception is to be injected while another one waits.
+    /// KVM_SET_GUEST_DEBUG. EBUSY if it injects an exception while another one waits.
     pub fn set_guest_debug(&self, debug: &kvm_guest_debug) -> Result<()> {
         if debug.control & !GUEST_DEBUG != 0 {
             return Err(Error::InvalidArgument);
@@ -476,7 +475,7 @@ impl Vcpu {
     pub fn translate(&self, gva: u64) -> Result<kvm_translation> {
         let inner = &mut *self.lock();
         inner.bus.sync_memory(&mut inner.cpu);
-        // The last address is KVM's word for none.
+        // KVM shows an address without a translation as all ones.
         let gpa = inner
             .bus
             .mmu
@@ -502,17 +501,17 @@ impl Vcpu {
         inner.bus.update_clock();
         Ok(())
     }
-    /// KVM_SET_VAPIC_ADDR: the word that the guest has for its task priority, or 0. EINVAL without an
-    /// in-kernel LAPIC, or memory there.
+    /// KVM_SET_VAPIC_ADDR: the address of the word with the guest's task priority, or 0. EINVAL without an in-kernel
+    /// LAPIC, or if the address is no memory.
     pub fn set_vapic_addr(&self, gpa: u64) -> Result<()> {
         self.lock().bus.set_vapic_addr(gpa)
     }
-    /// KVM_TPR_ACCESS_REPORTING: accesses to the in-kernel LAPIC's task priority are exits.
+    /// KVM_TPR_ACCESS_REPORTING: makes accesses to the in-kernel LAPIC's task priority exits.
     pub fn set_tpr_access_reporting(&self, enabled: bool) {
         self.lock().bus.set_reports_tpr(enabled);
     }
-    /// KVM_PRE_FAULT_MEMORY of one page: the host makes it present. ENOENT without a memslot, EFAULT
-    /// if the VMM has not mapped it.
+    /// KVM_PRE_FAULT_MEMORY of one page: has the host make it present. ENOENT without a memslot, EFAULT if the VMM has
+    /// not mapped it.
     pub fn pre_fault(&self, gpa: u64) -> Result<()> {
         let inner = &mut *self.lock();
         let table = inner.bus.vm.memory.table();
@@ -520,7 +519,7 @@ impl Vcpu {
         let slot = table.lookup(space, gpa).ok_or(Error::NotFound)?;
         slot.host_page(gpa).map(drop).ok_or(Error::Fault)
     }
-    /// KVM_KVMCLOCK_CTRL: EINVAL before the guest has set kvmclock up.
+    /// KVM_KVMCLOCK_CTRL. EINVAL before the guest has set up kvmclock.
     pub fn kvmclock_ctrl(&self) -> Result<()> {
         let inner = &mut *self.lock();
         if inner.bus.pv.system_time & 1 == 0 {
@@ -543,16 +542,16 @@ impl Vcpu {
 }
 
 impl Inner {
-    /// What KVM_SET_SREGS and KVM_SET_SREGS2 share.
+    /// The common part of KVM_SET_SREGS and KVM_SET_SREGS2.
     fn set_sregs(&mut self, r: &kvm_sregs) -> Result<()> {
-        // Before KVM_SET_CPUID2 any CR4 will do that some table allows.
+        // Before KVM_SET_CPUID2, any CR4 is accepted that some table allows.
         let features = if self.bus.cpuid.is_empty() {
             cpuid::features(&crate::system::supported_cpuid())
         } else {
             self.cpu.features
         };
         regs::check_sregs(&features, r)?;
-        // The mode decides what the LAPIC's registers mean, so it comes first.
+        // APIC_BASE comes first, because the LAPIC's mode decides what its registers mean.
         if !self.bus.set_apic_base(&self.cpu, r.apic_base, true) {
             return Err(Error::InvalidArgument);
         }
@@ -563,10 +562,10 @@ impl Inner {
         self.reload();
         Ok(())
     }
-    /// The VMM replaced registers that translation depends on.
+    /// Reloads what depends on registers that the VMM has replaced.
     fn reload(&mut self) {
         self.bus.sync_memory(&mut self.cpu);
-        // With bad PDPTEs the old ones stay, as in KVM.
+        // If the PDPTEs are invalid, the old ones stay, as in KVM.
         if self.bus.load_root(&mut self.cpu).is_err() {
             self.bus.mmu.set_root(&self.cpu);
         }

@@ -1,4 +1,4 @@
-//! KVM_GET_MP_STATE, KVM_GET_LAPIC and their counterparts: what a vCPU is as one of several.
+//! KVM_GET_MP_STATE, KVM_GET_LAPIC and their counterparts: a vCPU's state as one processor of several.
 
 use kvm_bindings::*;
 
@@ -12,8 +12,8 @@ impl Vcpu {
             mp_state: self.lock().mp_state,
         })
     }
-    /// KVM_SET_MP_STATE: without an in-kernel LAPIC only RUNNABLE exists. INIT and start-up IPIs wait for the
-    /// end of SMM, so that their states are EINVAL there, and before an SMI.
+    /// KVM_SET_MP_STATE. Without an in-kernel LAPIC only RUNNABLE exists. INIT and start-up IPIs wait for the end of
+    /// SMM, so the states that they lead to are EINVAL in SMM and while an SMI is pending.
     pub fn set_mp_state(&self, state: kvm_mp_state) -> Result<()> {
         let inner = &mut *self.lock();
         let events = &inner.cpu.events;

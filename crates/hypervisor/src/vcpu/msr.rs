@@ -1,5 +1,5 @@
-//! MSRs: CPU registers from `x86_cpu::msr_model`, and those that belong to the
-//! hypervisor (TSC, APIC base, paravirtual clock, machine check).
+//! MSRs: those in CPU registers (`x86_cpu::msr_model`), and those of the hypervisor (TSC, APIC base, paravirtual clock,
+//! machine check).
 
 use kvm_bindings::{
     KVM_MSR_EXIT_REASON_FILTER, KVM_MSR_EXIT_REASON_INVAL, KVM_MSR_EXIT_REASON_UNKNOWN,
@@ -19,7 +19,7 @@ const APIC_BASE_BSP: u64 = 1 << 8;
 const APIC_BASE_ENABLE: u64 = 1 << 11;
 const APIC_BASE_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
-/// KVM_FEATURE_* that an MSR belongs to, by bit number.
+/// Returns the number of the KVM_FEATURE_* bit that an MSR belongs to.
 const fn pv_feature(index: u32) -> Option<u32> {
     Some(match index {
         KVM_WALL_CLOCK | KVM_SYSTEM_TIME => 0,
@@ -34,7 +34,8 @@ const fn pv_feature(index: u32) -> Option<u32> {
 }
 
 impl Bus {
-    /// RDMSR: the filter first, then the register, then the VMM if it wants to know.
+    /// RDMSR: applies the VMM's filter, reads the register, and asks the VMM about a refused access if it wants to
+    /// know.
     pub(super) fn guest_read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault> {
         let access = DeviceAccess::MsrRead { index };
         let mut reason = KVM_MSR_EXIT_REASON_FILTER;
@@ -70,7 +71,7 @@ impl Bus {
         self.ask_about_msr(cpu, access, reason, exit).map(|_| ())
     }
 
-    /// Whether a refused MSR exists at all.
+    /// Returns the reason of a refusal: whether the MSR exists at all.
     fn refusal(&mut self, cpu: &mut CpuState, index: u32) -> u32 {
         let exists = matches!(
             index,
@@ -83,7 +84,7 @@ impl Bus {
         }
     }
 
-    /// The VMM's answer; #GP if it does not want to be asked, or says so.
+    /// Returns the VMM's answer. #GP if the VMM does not want to be asked, or answers so.
     fn ask_about_msr(
         &mut self,
         cpu: &CpuState,
@@ -102,12 +103,12 @@ impl Bus {
         }
     }
 
-    /// True if CPUID promises the KVM_FEATURE_* of this bit, or need not.
+    /// True if CPUID promises the KVM_FEATURE_* of this bit, or is not enforced.
     pub(super) fn has_pv(&self, feature: u32) -> bool {
         !self.enforces_pv || super::cpuid::kvm_features(&self.cpuid) >> feature & 1 != 0
     }
 
-    /// RDMSR (`host` false) or KVM_GET_MSRS; `None` is `#GP` or the end of the list.
+    /// Reads an MSR for RDMSR or, with `host`, for KVM_GET_MSRS. `None` is `#GP`, or ends the list.
     pub(super) fn msr(&mut self, cpu: &mut CpuState, index: u32, host: bool) -> Option<u64> {
         if pv_feature(index).is_some_and(|feature| !self.has_pv(feature)) {
             return None;
@@ -124,7 +125,7 @@ impl Bus {
                 self.x2apic_read(index)
             }
             IA32_TSC_DEADLINE if self.has_lapic() => Some(self.shared.lapic().tsc_deadline()),
-            // KVM has the register without the timer behind it.
+            // KVM has the register even if the timer behind it does not exist.
             IA32_TSC_DEADLINE => Some(0),
             KVM_WALL_CLOCK | KVM_WALL_CLOCK_NEW => Some(self.pv.wall_clock),
             KVM_SYSTEM_TIME | KVM_SYSTEM_TIME_NEW => Some(self.pv.system_time),
@@ -145,7 +146,7 @@ impl Bus {
         }
     }
 
-    /// WRMSR (`host` false) or KVM_SET_MSRS; false is `#GP` or the end of the list.
+    /// Writes an MSR for WRMSR or, with `host`, for KVM_SET_MSRS. False is `#GP`, or ends the list.
     pub(super) fn set_msr(
         &mut self,
         cpu: &mut CpuState,
@@ -204,7 +205,7 @@ impl Bus {
                 good
             }
             KVM_ASYNC_PF_ACK => true,
-            // MONITOR came with SSE3: where CPUID follows this bit, no other CPU has it.
+            // MONITOR came with SSE3, so if CPUID's bit follows this register, the CPU must have SSE3.
             IA32_MISC_ENABLE
                 if self.cpuid_follows().misc_enable
                     && (cpu.msr.misc_enable ^ value) & super::cpuid::MISC_ENABLE_MWAIT != 0
@@ -240,7 +241,7 @@ impl Bus {
         let before = self.tsc.offset;
         self.tsc = self.vm.clock.write_tsc(self.tsc, value, host);
         if !host {
-            // SDM vol. 3, 18.17.3: a write of the TSC moves TSC_ADJUST by the same amount.
+            // SDM vol. 3, 18.17.3: a write of the TSC changes TSC_ADJUST by the same amount.
             self.tsc_adjust = self
                 .tsc_adjust
                 .wrapping_add(self.tsc.offset.wrapping_sub(before));
@@ -248,7 +249,8 @@ impl Bus {
         self.tsc_changed();
     }
 
-    /// What the VMM restores moves nothing: the TSC's offset is restored by itself.
+    /// Writes IA32_TSC_ADJUST. A value that the VMM restores does not move the TSC, whose offset the VMM restores by
+    /// itself.
     fn set_tsc_adjust(&mut self, value: u64, host: bool) {
         if !host {
             let delta = value.wrapping_sub(self.tsc_adjust);
@@ -265,7 +267,7 @@ impl Bus {
         self.recheck = true;
     }
 
-    /// [`Self::set_msr`] of those that are the CPU's alone.
+    /// Like [`Self::set_msr`], for MSRs that are CPU registers.
     fn set_cpu_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64, host: bool) -> bool {
         let outcome = if host {
             msr_model::host_write(cpu, index, value)
@@ -287,7 +289,7 @@ impl Bus {
         }
     }
 
-    /// Without an in-kernel LAPIC the register only holds its value, as in KVM.
+    /// Writes IA32_APIC_BASE. Without an in-kernel LAPIC the register only holds its value, as in KVM.
     pub(super) fn set_apic_base(&mut self, cpu: &CpuState, value: u64, host: bool) -> bool {
         if self.has_lapic() {
             let result = self.shared.lapic().set_apic_base(value, host);
@@ -300,7 +302,7 @@ impl Bus {
         }
         let address = APIC_BASE_ADDRESS & ((1 << cpu.features.maxphyaddr.min(52)) - 1);
         let known = APIC_BASE_BSP | APIC_BASE_ENABLE | 1 << 10 | address;
-        // x2APIC without xAPIC is not a state.
+        // There is no state with x2APIC enabled and the LAPIC disabled.
         if !host && (value & !known != 0 || value >> 10 & 3 == 1) {
             return false;
         }

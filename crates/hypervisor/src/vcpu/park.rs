@@ -1,4 +1,4 @@
-//! Waiting inside KVM_RUN: HLT, and vCPUs that have not been started.
+//! Waiting inside KVM_RUN: in HLT, while spinning, and of vCPUs that have not been started.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -12,26 +12,25 @@ use crate::{Error, Result, RunInput};
 /// How often a VMM's signal mask is compared with the pending signals.
 const SIGNAL_CHECK_NS: u64 = 1_000_000;
 
-/// How long HLT looks around before it sleeps. A wake-up from a futex takes about 12 µs across
-/// cores, so a little spinning pays where the next event is near and comes from another core.
-/// Where the sender waits for this very core it costs twice (20 µs a round trip become 100 µs), so
-/// a failure ends it for a while, and for longer each time.
+/// How long HLT spins before it sleeps. A futex wake-up takes about 12 µs across cores, so a little spinning pays if
+/// the next event is near and comes from another core. If the sender waits for this very core, spinning makes a round
+/// trip five times as long. So a failure suspends spinning for a while, and each further failure for longer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct HaltPoll {
     ns: u64,
-    /// HLTs to sleep through before the next attempt.
+    /// HLTs that sleep at once before the next attempt to spin.
     rest: u32,
-    /// Doubled by each failure.
+    /// Length of the next suspension, doubled by each failure.
     penalty: u32,
 }
 
-/// First value after zero.
+/// First spinning time after a time of zero.
 const POLL_START_NS: u64 = 10_000;
-/// Most HLTs between two attempts.
+/// Largest number of HLTs between two attempts.
 const MAX_REST: u32 = 4096;
 
 impl HaltPoll {
-    /// How long to look around now.
+    /// Returns how long to spin now.
     fn begin(&mut self, max: u64) -> u64 {
         if self.rest > 0 {
             self.rest -= 1;
@@ -39,18 +38,18 @@ impl HaltPoll {
         }
         self.ns.min(max)
     }
-    /// The event came while looking around.
+    /// Notes that the event came during spinning.
     fn paid(&mut self, max: u64) {
         self.ns = (self.ns * 2).min(max);
         self.penalty = 0;
     }
-    /// It did not.
+    /// Notes that the event did not come during spinning.
     fn failed(&mut self) {
         self.ns = 0;
         self.penalty = (self.penalty * 2).clamp(16, MAX_REST);
         self.rest = self.penalty;
     }
-    /// A sleep of `slept` ns has ended.
+    /// Notes that a sleep of `slept` ns has ended.
     fn slept(&mut self, slept: u64, max: u64) {
         if self.ns == 0 && slept <= max {
             self.ns = POLL_START_NS.min(max);
@@ -59,8 +58,8 @@ impl HaltPoll {
 }
 
 impl Bus {
-    /// Too many PAUSEs since the last look for code that makes progress. Looks that only a device's answer
-    /// brings do not count: a guest may wait by reading a timer of the VMM's.
+    /// True if the guest has executed more PAUSEs since the last check than code that makes progress would. A check
+    /// that only follows a device's answer resets nothing: a guest may wait by reading a timer of the VMM's.
     pub(super) fn is_spinning(&mut self, is_answer: bool) -> bool {
         const PAUSES: u32 = 64;
         let is_spinning = self.pauses >= PAUSES;
@@ -73,17 +72,17 @@ impl Bus {
         is_spinning
     }
 
-    /// The guest waits for another vCPU: lets that one have the core, if there are more
-    /// vCPUs that want to run than cores, or a core was taken from one not long ago.
+    /// Gives up the core for a while, because the guest waits for another vCPU. Does so only if more vCPUs want to run
+    /// than there are cores, or a core was taken from a vCPU not long ago.
     pub(super) fn give_way(&mut self, cpu: &mut CpuState) {
         const SLICE: Duration = Duration::from_micros(20);
-        /// Doublings, while the wait goes on: 640 µs at most, about as long as it has taken so far.
+        /// Largest number of doublings while the wait goes on: to 640 µs, about as long as the wait has taken by then.
         const DOUBLINGS: u8 = 5;
         if self.vm.is_crowded() || self.vm.load.is_contended(self.looked.0) {
             let slice = SLICE * (1 << self.ways_given.min(DOUBLINGS));
             self.ways_given = self.ways_given.saturating_add(1);
             self.shared.set_asleep(true);
-            // A request ends it, and so does the time; a signal is seen by its own means.
+            // A request or the end of the slice ends it. Signals are seen by their own means.
             let _ = self.shared.park(slice);
             self.shared.set_asleep(false);
             self.serve_flushes(cpu);
@@ -93,7 +92,7 @@ impl Bus {
 }
 
 impl Inner {
-    /// HLT: waits for a request, a timer or a signal.
+    /// Executes HLT: waits for a request, a timer or a signal.
     pub(super) fn sleep(&mut self, input: &RunInput<'_>) -> Result<()> {
         let due = self.bus.next_timer_ns();
         let begin = host::clock::monotonic_ns();
@@ -125,7 +124,7 @@ impl Inner {
         result
     }
 
-    /// Looks for a reason to go on until `end`; true if there is one.
+    /// Spins until there is a reason to go on, which is true, or until `end`, which is false.
     fn spin(&mut self, input: &RunInput<'_>, end: u64, due: u64) -> bool {
         loop {
             if self.bus.shared.is_requested() || input.immediate_exit.load(Ordering::Relaxed) != 0 {
@@ -144,8 +143,7 @@ impl Inner {
         }
     }
 
-    /// A vCPU that was never started sleeps until something is asked of it;
-    /// KVM then has the VMM call again.
+    /// Lets a vCPU that was never started sleep until a request comes; as with KVM, the VMM must then call again.
     pub(super) fn wait_for_startup<T>(&mut self, input: &RunInput<'_>) -> Result<T> {
         let is_asked = || input.immediate_exit.load(Ordering::Relaxed) != 0;
         if is_asked() {
@@ -167,7 +165,7 @@ impl Inner {
         let now = host::clock::monotonic_ns();
         let mut ns = due.saturating_sub(now);
         if input.blocked_signals.is_some() {
-            // Nothing tells of a blocked signal.
+            // A blocked signal does not end the sleep, so it is checked for at intervals.
             ns = ns.min(SIGNAL_CHECK_NS);
         }
         self.bus.note_pause();
@@ -180,10 +178,10 @@ impl Inner {
         }
     }
 
-    /// KVM_SET_SIGNAL_MASK: EINTR if a signal is pending that the mask lets through.
+    /// KVM_SET_SIGNAL_MASK: EINTR if a signal is pending that the VMM's mask lets through.
     ///
-    /// The VMM has it blocked outside, so no handler runs and nobody tells; asking
-    /// costs a system call, which only VMMs with a mask pay, once a millisecond.
+    /// The VMM has the signal blocked outside of KVM_RUN, so no handler runs and nothing announces the signal. Asking
+    /// takes a system call, which is made once a millisecond and only for VMMs with a mask.
     pub(super) fn check_signals(&mut self, input: &RunInput<'_>, now_ns: u64) -> Result<()> {
         let Some(blocked) = input.blocked_signals else {
             return Ok(());

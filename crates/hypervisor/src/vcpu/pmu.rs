@@ -1,11 +1,10 @@
-//! The performance counters of a vCPU: `pmu`'s state machine, the tally that it works on, and its
-//! interrupt.
+//! The performance counters of a vCPU: the state machine of `pmu`, the tally that it works on, and its interrupt.
 //!
-//! Retired events come from the engines (`x86_cpu::Retired`). Cycles are those of the host's TSC
-//! while the guest runs: not while it sleeps in HLT, nor while the VMM has the vCPU. A counter of
-//! cycles needs no tally of instructions: its overflow is a point in time, as a timer is. But as
-//! polls are at branches, the interrupt would always be there, so a random number of
-//! instructions is interpreted first: a profile has its samples where the time goes.
+//! Retired events come from the engines (`x86_cpu::Retired`). Cycles are ticks of the host's TSC while the guest runs,
+//! not while it sleeps in HLT nor while the VMM has the vCPU. A counter of cycles needs no tally of instructions: its
+//! overflow is a point in time, like a timer's. But polls are at branches, so the interrupt would always come there.
+//! Therefore a random number of instructions is interpreted before it, so that a profile's samples are where the time
+//! is spent.
 
 use pmu::{CYCLES, Pmu, Tally};
 use x86_cpu::Retired;
@@ -13,7 +12,7 @@ use x86_defs::retired::INSTRUCTIONS;
 
 use crate::limits::PERF_CAPABILITIES;
 
-/// No point in time.
+/// A time that never comes.
 pub(super) const NEVER: u64 = u64::MAX;
 
 /// A vCPU's counters.
@@ -22,22 +21,23 @@ pub(crate) struct VirtualPmu {
     pub(super) state: Pmu,
     /// IA32_PERF_CAPABILITIES.
     pub(super) capabilities: u64,
-    /// Cycles at CPL 0, and at other levels, until `since`.
+    /// Cycles at CPL 0, and at other levels, counted up to `since`.
     pub(super) cycles: [u64; 2],
-    /// The host's TSC at which the vCPU last began to run, or they were last counted.
+    /// The host's TSC up to which cycles are counted. `None` while the vCPU does not run.
     pub(super) since: Option<u64>,
-    /// Which of them grow.
+    /// Index in `cycles` of the level that the vCPU runs at.
     pub(super) level: usize,
     pub(super) has_cycles: bool,
     pub(super) splits_cycles: bool,
     /// The host's TSC at which a counter of cycles overflows.
     pub(super) due_tsc: u64,
-    /// One has: instructions retired, of both levels, at which it interrupts.
+    /// A counter of cycles has overflowed: its interrupt comes at this number of retired instructions, of both levels
+    /// together.
     pub(super) landing: Option<u64>,
-    /// What [`Retired::levels`] are but for that.
+    /// The value of [`Retired::levels`] when there is no such interrupt to come.
     pub(super) levels: u8,
     pub(super) random: u64,
-    /// `VmState`'s filter that is in force.
+    /// Generation of `VmState`'s filter that is in force.
     pub(super) filter_generation: u64,
 }
 
@@ -88,7 +88,7 @@ impl VirtualPmu {
         }
         tally
     }
-    /// Instructions retired while any were counted.
+    /// Returns how many instructions were retired, at all levels that were counted.
     pub(super) fn instructions(retired: &Retired) -> u64 {
         retired.counts.iter().map(|c| c[INSTRUCTIONS]).sum()
     }

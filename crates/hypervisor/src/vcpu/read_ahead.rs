@@ -1,22 +1,21 @@
 //! Elements of a repeated INS that the VMM has given at once.
 //!
-//! They belong to the instruction that asked: all of them are stored to memory before anything
-//! else happens to the vCPU, so an interrupt handler never sees a device that has given more
-//! than the program got.
+//! They belong to the instruction that asked for them. All of them are stored to memory before anything else happens to
+//! the vCPU, so an interrupt handler never sees a device that has given more than the program got.
 
-/// What is left of a KVM_EXIT_IO with a count.
+/// The remaining elements of a KVM_EXIT_IO with a count.
 #[derive(Debug, Default)]
 pub(super) struct ReadAhead {
     bytes: Vec<u8>,
-    /// The next element begins here.
+    /// Position of the next element.
     at: usize,
     size: u8,
-    /// The instruction in progress has the element at `at`.
+    /// The instruction in progress uses the element at `at`.
     is_taken: bool,
 }
 
 impl ReadAhead {
-    /// The VMM's answer.
+    /// Takes over the elements of the VMM's answer.
     pub(super) fn fill(&mut self, bytes: &[u8], size: u8) {
         self.bytes.clear();
         self.bytes.extend_from_slice(bytes);
@@ -24,7 +23,7 @@ impl ReadAhead {
         self.size = size;
         self.is_taken = false;
     }
-    /// The next element of that size.
+    /// Returns the next element if elements have that size.
     pub(super) fn next(&mut self, size: u8) -> Option<u32> {
         if self.size != size {
             return None;
@@ -35,7 +34,7 @@ impl ReadAhead {
         word[..element.len()].copy_from_slice(element);
         Some(u32::from_le_bytes(word))
     }
-    /// The instruction's iteration is complete.
+    /// Advances to the next element, because an iteration of the instruction is complete.
     #[inline]
     pub(super) fn commit(&mut self) {
         if self.is_taken {
@@ -43,11 +42,11 @@ impl ReadAhead {
             self.at += usize::from(self.size);
         }
     }
-    /// Elements are left.
+    /// True if elements are left.
     pub(super) fn has_more(&self) -> bool {
         self.size != 0 && self.at + usize::from(self.size) <= self.bytes.len()
     }
-    /// The instruction that asked for the elements is gone.
+    /// Drops the elements, because the instruction that asked for them is gone.
     pub(super) fn forget(&mut self) {
         self.bytes.clear();
         self.at = 0;
@@ -66,7 +65,7 @@ mod tests {
         assert_eq!((ahead.next(2), ahead.has_more()), (None, false));
         ahead.fill(&[1, 2, 3, 4, 5], 2);
         assert_eq!(ahead.next(1), None);
-        // Until the iteration is complete it is the same element.
+        // Until the iteration is complete, the same element is returned.
         assert_eq!(ahead.next(2), Some(0x0201));
         assert_eq!(ahead.next(2), Some(0x0201));
         ahead.commit();

@@ -1,4 +1,4 @@
-//! GET/SET of registers: conversions between `CpuState` and KVM's structures.
+//! Reading and setting registers: conversions between `CpuState` and KVM's structures.
 
 use kvm_bindings::*;
 use x86_cpu::{CpuState, Features};
@@ -45,7 +45,7 @@ pub(super) fn set_regs(cpu: &mut CpuState, r: &kvm_regs) {
     cpu.gpr[..16].copy_from_slice(&values);
     cpu.set_rip(r.rip);
     cpu.rflags = r.rflags & rflags::DEFINED | rflags::FIXED1;
-    // KVM drops a pending exception: the VMM has moved the guest elsewhere.
+    // KVM drops a pending exception, because the VMM has moved the guest elsewhere.
     cpu.events.exception = None;
 }
 
@@ -95,8 +95,8 @@ const fn table(t: &DescriptorTable) -> kvm_dtable {
     }
 }
 
-/// The special registers that both KVM_GET_SREGS and KVM_GET_SREGS2 show;
-/// `cr8` and `apic_base` come from the LAPIC.
+/// Returns the special registers that both KVM_GET_SREGS and KVM_GET_SREGS2 show; `cr8` and `apic_base` come from the
+/// LAPIC.
 pub(super) fn sregs(cpu: &CpuState, cr8: u64, apic_base: u64) -> kvm_sregs {
     let s = &cpu.seg;
     let mut r = kvm_sregs {
@@ -127,7 +127,7 @@ pub(super) fn sregs(cpu: &CpuState, cr8: u64, apic_base: u64) -> kvm_sregs {
     r
 }
 
-/// The structure with its `own` members, and those of the `other` one, which has the same up to there.
+/// Builds the structure from its `own` members and the members that it has in common with the `other` structure.
 macro_rules! sregs_of {
     ($name:ident, $other:expr, $($own:ident: $value:expr),*) => {
         sregs_of!(@ $name, $other, $($own: $value),*;
@@ -138,22 +138,22 @@ macro_rules! sregs_of {
     };
 }
 
-/// KVM_GET_SREGS2: as KVM_GET_SREGS, with the PDPTEs where they are in use.
+/// KVM_GET_SREGS2: the registers of KVM_GET_SREGS, and the PDPTEs if they are in use.
 pub(super) fn sregs2(s: &kvm_sregs, pdptrs: Option<[u64; 4]>) -> kvm_sregs2 {
     let flags = pdptrs.map_or(0, |_| KVM_SREGS2_FLAGS_PDPTRS_VALID);
     sregs_of!(kvm_sregs2, s, flags: flags, pdptrs: pdptrs.unwrap_or_default())
 }
 
-/// What KVM_SET_SREGS2 shares with KVM_SET_SREGS.
+/// Returns the part of KVM_SET_SREGS2 that KVM_SET_SREGS has, too.
 pub(super) fn from_sregs2(s: &kvm_sregs2) -> kvm_sregs {
     sregs_of!(kvm_sregs, s, interrupt_bitmap: [0; 4])
 }
 
-/// KVM's checks on the values (kvm_is_valid_sregs): EINVAL.
+/// Makes KVM's checks of the values (kvm_is_valid_sregs); EINVAL if one fails.
 pub(super) fn check_sregs(features: &Features, r: &kvm_sregs) -> Result<()> {
     let long = r.efer & efer::LME != 0 && r.cr0 & cr0::PG != 0;
     if long {
-        // Paging in long mode needs PAE, and LMA must say so.
+        // Paging in long mode needs PAE, and LMA must be set.
         if r.cr4 & cr4::PAE == 0 || r.efer & efer::LMA == 0 {
             return Err(Error::InvalidArgument);
         }
@@ -162,7 +162,7 @@ pub(super) fn check_sregs(features: &Features, r: &kvm_sregs) -> Result<()> {
             return Err(Error::InvalidArgument);
         }
     } else if r.efer & efer::LMA != 0 || r.cs.l != 0 {
-        // Not in long mode: neither LMA nor a 64-bit CS.
+        // Outside of long mode there is neither LMA nor a 64-bit CS.
         return Err(Error::InvalidArgument);
     }
     let valid_efer = x86_cpu::msr_model::efer_valid_bits(features);
@@ -178,8 +178,7 @@ pub(super) fn check_sregs(features: &Features, r: &kvm_sregs) -> Result<()> {
     Ok(())
 }
 
-/// Stores the special registers after [`check_sregs`]; the caller re-selects the MMU root and
-/// writes CR8 and APIC_BASE.
+/// Stores the special registers after [`check_sregs`]. The caller reloads the MMU's root and writes CR8 and APIC_BASE.
 pub(super) fn set_sregs(cpu: &mut CpuState, r: &kvm_sregs) {
     cpu.seg = [
         from_segment(&r.es),
@@ -207,7 +206,7 @@ pub(super) fn set_sregs(cpu: &mut CpuState, r: &kvm_sregs) {
     update_privilege(cpu);
 }
 
-/// CPL and code size follow SS.DPL, CR0.PE, RFLAGS.VM and CS.
+/// Derives CPL and code size from SS.DPL, CR0.PE, RFLAGS.VM and CS.
 pub(super) fn update_privilege(cpu: &mut CpuState) {
     cpu.cpl = if !cpu.is_protected() {
         0

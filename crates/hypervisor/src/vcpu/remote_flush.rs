@@ -1,8 +1,8 @@
-//! Flushes of other vCPUs' TLBs, for a guest that asks for them by a hypercall.
+//! Flushes of other vCPUs' TLBs, which a guest requests by a hypercall.
 //!
-//! When the call is over, none of the vCPUs may use a translation from before. One that is outside of
-//! KVM_RUN or asleep drops its own before it executes anything; the others are asked to, and waited
-//! for. Who waits counts as asleep, so that two that wait for each other both go on.
+//! When the call ends, none of the vCPUs may use a translation from before. A vCPU that is outside of KVM_RUN or asleep
+//! drops its translations before it executes anything; the others are asked to, and waited for. The waiting vCPU counts
+//! as asleep, so two vCPUs that wait for each other both go on.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,13 +11,13 @@ use x86_cpu::{CpuState, Flush, GuestBus};
 use super::bus::Bus;
 use crate::shared::VcpuShared;
 
-/// Looks at the others before the waiting thread gives up its core.
+/// Checks of a target before the waiting thread gives up its core.
 const LOOKS: u32 = 200;
-/// And for how long.
+/// How long it gives up the core for.
 const NAP: Duration = Duration::from_micros(20);
 
 impl Bus {
-    /// Drops all translations of these vCPUs, of which this one may be one.
+    /// Drops all translations of these vCPUs, which may include this one.
     pub(super) fn flush_translations_of(
         &mut self,
         cpu: &mut CpuState,
@@ -43,9 +43,10 @@ impl Bus {
                     core::hint::spin_loop();
                 } else {
                     looks = 0;
-                    // A request of one's own ends it, and so does the time.
+                    // A request to this vCPU or the end of the time ends it.
                     let _ = self.shared.park(NAP);
-                    // Who waits for this vCPU to acknowledge a change may be what the other one waits for.
+                    // A thread that waits for this vCPU to acknowledge a change of memory may be what the target waits
+                    // for.
                     self.sync_memory(cpu);
                 }
             }
@@ -55,14 +56,14 @@ impl Bus {
         self.note_pause();
     }
 
-    /// Takes over what other threads changed of memory.
+    /// Carries out the changes of memory that other threads have made.
     pub(super) fn sync_memory(&mut self, cpu: &mut CpuState) {
         if self.mmu.needs_sync() {
             self.mmu.sync(cpu);
         }
     }
 
-    /// Does what other vCPUs have asked for.
+    /// Carries out the flush that other vCPUs have asked for.
     pub(super) fn serve_flushes(&mut self, cpu: &mut CpuState) {
         if let Some(number) = self.shared.wanted_flush() {
             self.flush(cpu, Flush::All);

@@ -1,18 +1,17 @@
 //! Device accesses of the instruction in progress.
 //!
-//! An access that the VMM answers stops the instruction; it is executed again
-//! from its start once the answer is there, and every device access it has
-//! already made is answered from this log, so each happens exactly once
-//! (the restart rule of `x86_cpu::bus`).
+//! An access that the VMM must answer stops the instruction. Once the answer is there, the instruction is executed
+//! again from its start, and the device accesses that it had already made are answered from this log. So each access
+//! happens exactly once (the restart rule of `x86_cpu::bus`).
 
 /// A device access, compared when the instruction runs again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-// A narrower tag is copied together with what is beside it: slowly, when that is fresh.
+// A narrower tag would be copied together with its neighbouring fields, which is slow if they were just written.
 #[repr(u64)]
 pub(super) enum DeviceAccess {
     /// IN.
     PortIn { port: u16, size: u8 },
-    /// Repeated INS: several elements at once.
+    /// Repeated INS, with several elements in one access.
     PortInString { port: u16, size: u8 },
     /// OUT.
     PortOut { port: u16, size: u8 },
@@ -28,7 +27,7 @@ pub(super) enum DeviceAccess {
     Hypercall { nr: u64 },
 }
 
-/// Answers so far. Most instructions make none; a vector keeps its capacity.
+/// The answers so far. Most instructions make no such access; the vector keeps its capacity.
 #[derive(Debug, Default)]
 pub(super) struct Replay {
     done: Vec<(DeviceAccess, Answered)>,
@@ -38,7 +37,7 @@ pub(super) struct Replay {
     gva: u64,
 }
 
-/// What an access gave.
+/// The answer to an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Answered {
     /// The value; zero for writes.
@@ -48,27 +47,27 @@ pub(super) struct Answered {
 }
 
 impl Replay {
-    /// The answer of the next access in order, if the instruction made it before.
+    /// Returns the answer of the next access in order, if the instruction made that access before.
     #[inline]
     pub(super) fn next(&mut self, access: DeviceAccess) -> Option<Answered> {
         let (made, answered) = *self.done.get(self.cursor)?;
         if made != access {
-            // The instruction took another path (the guest changed its memory
-            // meanwhile): what follows is new.
+            // The instruction took another path, because the guest changed its memory meanwhile. The rest of the log is
+            // void.
             self.done.truncate(self.cursor);
             return None;
         }
         self.cursor += 1;
         Some(answered)
     }
-    /// True if the instruction has not made this access yet: it may be made now.
+    /// True if the instruction has not made this access yet, so that it may be made now.
     #[inline]
     pub(super) fn is_new(&self, access: DeviceAccess) -> bool {
         self.done
             .get(self.cursor)
             .is_none_or(|(made, _)| *made != access)
     }
-    /// The instruction has made no access yet, nor runs again.
+    /// True if the instruction has made no access yet and is not being repeated.
     #[inline]
     pub(super) const fn is_empty(&self) -> bool {
         self.done.is_empty()
@@ -91,14 +90,14 @@ impl Replay {
         self.pending = Some(access);
         self.gva = gva;
     }
-    /// The VMM's answer; ignored if nothing waits.
+    /// Records the VMM's answer. Ignored if no access waits.
     pub(super) fn answer(&mut self, value: u64, error: bool) {
         if let Some(access) = self.pending.take() {
             self.done.push((access, Answered { value, error }));
         }
         self.cursor = 0;
     }
-    /// Size and answer of the only access, if there was one and it was to a port or a device.
+    /// Returns size and answer of the instruction's only access, if it made exactly one, to a port or a device.
     pub(super) fn sole(&self) -> Option<(u8, u64)> {
         let [(access, answered)] = self.done.as_slice() else {
             return None;
@@ -111,12 +110,12 @@ impl Replay {
             _ => None,
         }
     }
-    /// What waits for the VMM.
+    /// Returns the access that waits for the VMM.
     pub(super) const fn pending(&self) -> Option<DeviceAccess> {
         self.pending
     }
-    /// True if an instruction at `gva` is to be completed before anything else
-    /// happens; a log of another instruction is dropped (the VMM moved RIP).
+    /// True if an instruction at `gva` must be completed before anything else happens. Drops the log of another
+    /// instruction, which means that the VMM moved RIP.
     pub(super) fn is_mid_instruction(&mut self, gva: u64) -> bool {
         if self.done.is_empty() {
             return false;
@@ -126,7 +125,7 @@ impl Replay {
         }
         !self.done.is_empty()
     }
-    /// The instruction is complete.
+    /// Drops the log, because the instruction is complete.
     #[inline]
     pub(super) fn forget(&mut self) {
         if !self.done.is_empty() || self.pending.is_some() {

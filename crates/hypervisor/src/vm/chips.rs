@@ -1,7 +1,7 @@
-//! In-kernel interrupt chips of a VM: who holds which lock, and who is told.
+//! In-kernel interrupt chips of a VM: their locks, and how vCPUs are told of changes.
 //!
-//! Lock order: irqchip → LAPIC. A LAPIC's lock is never held while another lock
-//! is taken; what a LAPIC wants done comes back as an `Action`.
+//! Lock order: irqchip → LAPIC. While a LAPIC's lock is held, no other lock is taken; what a LAPIC wants done is
+//! returned as an `Action`.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -13,20 +13,20 @@ use irqchip::{Accepted, Irqchip, Lapic, LapicConfig, LapicSet, Pit};
 use super::{VmState, options::Options};
 use crate::shared::{VcpuShared, request};
 
-/// "No PIT event".
+/// A time that never comes: no PIT event is due.
 const NEVER: u64 = u64::MAX;
 
 /// PIC, IOAPIC, PIT and routing behind their lock.
 #[derive(Debug)]
 pub(crate) struct Chips {
     irqchip: Mutex<Irqchip>,
-    /// Pins of the VMM's IOAPIC, if PIC and IOAPIC are the VMM's (KVM_CAP_SPLIT_IRQCHIP).
+    /// Number of pins of the VMM's IOAPIC, if PIC and IOAPIC are in the VMM (KVM_CAP_SPLIT_IRQCHIP).
     split: Option<u32>,
-    /// Copies that vCPUs look at without the lock.
+    /// Copies of chip state that vCPUs read without the lock.
     pic_intr: AtomicBool,
     pit_next_ns: AtomicU64,
     ioapic_base: AtomicU64,
-    /// One bit per vector that an IOAPIC pin sends: its EOI concerns the chips, or the VMM's.
+    /// One bit per vector that an IOAPIC pin sends: the chips, or the VMM's IOAPIC, must be told of its EOI.
     vectors: [AtomicU64; 4],
 }
 
@@ -43,7 +43,7 @@ impl LapicSet for Lapics<'_> {
         self.vcpus.len()
     }
     fn index_of_vp(&self, vp: u32) -> Option<usize> {
-        // Mostly the order of creation.
+        // Indices mostly follow the order of creation.
         let is_it = |v: &Arc<VcpuShared>| v.vp_index.load(Ordering::Relaxed) == vp;
         let guess = Some(vp as usize).filter(|i| self.vcpus.get(*i).is_some_and(is_it));
         guess.or_else(|| self.vcpus.iter().position(is_it))
@@ -60,11 +60,11 @@ impl LapicSet for Lapics<'_> {
 }
 
 impl Chips {
-    /// KVM_CREATE_IRQCHIP.
+    /// KVM_CREATE_IRQCHIP: makes all chips.
     pub(crate) fn new(options: &Options) -> Self {
         Self::with(Irqchip::new(), None, options)
     }
-    /// KVM_CAP_SPLIT_IRQCHIP: no GSI leads anywhere until the VMM routes it.
+    /// KVM_CAP_SPLIT_IRQCHIP: makes the routing alone. A GSI leads nowhere until the VMM routes it.
     pub(crate) fn split(pins: u32, options: &Options) -> Self {
         Self::with(Irqchip::default(), Some(pins), options)
     }
@@ -79,7 +79,7 @@ impl Chips {
             irqchip: Mutex::new(irqchip),
         }
     }
-    /// Pins of the VMM's IOAPIC; `None` if PIC and IOAPIC are here.
+    /// Number of pins of the VMM's IOAPIC; `None` if PIC and IOAPIC are in the kernel.
     #[inline]
     pub(crate) const fn split_pins(&self) -> Option<u32> {
         self.split
@@ -89,7 +89,7 @@ impl Chips {
     pub(crate) fn has_vector(&self, vector: u8) -> bool {
         self.vectors[usize::from(vector >> 6)].load(Ordering::Acquire) >> (vector & 63) & 1 != 0
     }
-    /// KVM_CREATE_PIT2.
+    /// KVM_CREATE_PIT2: false if there is a PIT already.
     pub(crate) fn create_pit(&self, speaker: bool) -> bool {
         let mut chip = self.lock();
         let is_new = chip.pit.is_none();
@@ -102,7 +102,7 @@ impl Chips {
     fn lock(&self) -> MutexGuard<'_, Irqchip> {
         self.irqchip.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    /// Copies what vCPUs poll; true if the PIC's output rose.
+    /// Updates the copies that vCPUs poll. Returns true if the PIC's output rose.
     fn publish(&self, chip: &Irqchip) -> bool {
         let next = chip
             .pit
@@ -115,12 +115,12 @@ impl Chips {
         let intr = chip.pic.intr();
         !self.pic_intr.swap(intr, Ordering::AcqRel) && intr
     }
-    /// The PIC asks for service.
+    /// True if the PIC requests service.
     #[inline]
     pub(crate) fn is_pic_intr(&self) -> bool {
         self.pic_intr.load(Ordering::Acquire)
     }
-    /// When the PIT has to be looked at, on the monotonic clock.
+    /// When the PIT needs service next, on the monotonic clock.
     #[inline]
     pub(crate) fn pit_next_ns(&self) -> u64 {
         self.pit_next_ns.load(Ordering::Acquire)
@@ -128,8 +128,7 @@ impl Chips {
 }
 
 impl VmState {
-    /// As [`Self::with_routing`], for what concerns PIC, IOAPIC and PIT: `None` if they are
-    /// the VMM's.
+    /// Like [`Self::with_routing`], for calls that need PIC, IOAPIC and PIT: `None` if these are in the VMM.
     pub(crate) fn with_chips<R>(
         &self,
         f: impl FnOnce(&mut Irqchip, &mut Lapics<'_>) -> R,
@@ -139,7 +138,7 @@ impl VmState {
         }
         self.with_routing(f)
     }
-    /// KVM_CAP_X2APIC_API or the quirks have changed.
+    /// Updates the LAPICs after a change of KVM_CAP_X2APIC_API or of the quirks.
     pub(crate) fn update_lapic_options(&self) {
         let format = self.options.has_x2apic_format();
         let quirk = self.options.has_broadcast_quirk();
@@ -156,19 +155,19 @@ impl VmState {
             lapic.set_config(config);
         }
     }
-    /// `gpa` is near the IOAPIC's registers, if it is here.
+    /// True if `gpa` may be in the IOAPIC's registers, and the IOAPIC is in the kernel.
     #[inline]
     pub(crate) fn may_be_ioapic(&self, gpa: u64) -> bool {
         let chips = self.chips().filter(|c| c.split.is_none());
         chips.is_some_and(|c| gpa.wrapping_sub(c.ioapic_base.load(Ordering::Acquire)) < 0x1000)
     }
-    /// PIC and IOAPIC are here, not in the VMM.
+    /// True if PIC and IOAPIC are in the kernel, not in the VMM.
     #[inline]
     pub(crate) fn has_pic(&self) -> bool {
         self.chips().is_some_and(|c| c.split.is_none())
     }
-    /// Runs `f` on the routing, the chips and the LAPICs; vCPUs that have to look are told.
-    /// `None` without in-kernel LAPICs.
+    /// Runs `f` on the routing, the chips and the LAPICs, and tells the vCPUs that are affected. `None` without
+    /// in-kernel LAPICs.
     pub(crate) fn with_routing<R>(
         &self,
         f: impl FnOnce(&mut Irqchip, &mut Lapics<'_>) -> R,
@@ -180,29 +179,30 @@ impl VmState {
         let rose = chips.publish(&chip);
         drop(chip);
         if rose {
-            // Whoever has an open ExtINT input takes it.
+            // Any vCPU whose LAPIC accepts ExtINT may take the PIC's interrupt.
             for vcpu in vcpus.iter() {
                 vcpu.request(request::EVENT);
             }
         }
         Some(result)
     }
-    /// The LAPICs as destinations of messages.
+    /// Returns the LAPICs as destinations of messages.
     pub(crate) fn lapics<'a>(&self, vcpus: &'a [Arc<VcpuShared>]) -> Lapics<'a> {
         Lapics {
             vcpus,
             has_own_ids: !self.has_renumbered.load(Ordering::Acquire),
         }
     }
-    /// A LAPIC may have another id than its vCPU.
+    /// Notes that a LAPIC may have another id than its vCPU.
     pub(crate) fn note_renumbered(&self) {
         self.has_renumbered.store(true, Ordering::Release);
     }
-    /// A device of the VMM's is about to interrupt: what it has written may be code.
+    /// Notes that a device of the VMM's is about to interrupt: it may have written code before.
     pub(crate) fn note_device_event(&self) {
         self.device_events.fetch_add(1, Ordering::Release);
     }
-    /// To be called when the IOAPIC's redirection table has changed, or what stands for it.
+    /// Updates the bits of vectors. Called when the IOAPIC's redirection table, or the routing that stands for it, has
+    /// changed.
     pub(crate) fn publish_vectors(&self) {
         let Some(chips) = self.chips() else { return };
         let chip = chips.lock();
@@ -220,7 +220,7 @@ impl VmState {
             to.store(from, Ordering::Release);
         }
     }
-    /// Advances the PIT if its time has come.
+    /// Advances the PIT if it is due.
     pub(crate) fn service_pit(&self, now_ns: u64) {
         if self.chips().is_some_and(|c| c.pit_next_ns() <= now_ns) {
             self.with_chips(|chip, lapics| chip.advance_pit(lapics, now_ns));

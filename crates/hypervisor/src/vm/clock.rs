@@ -1,7 +1,7 @@
 //! Guest time: TSC offset and scale, kvmclock (KVM documents "timekeeping" and "msr").
 //!
-//! All vCPUs share one pair (TSC, nanoseconds) as the master clock, so kvmclock
-//! is stable across them and MSR_KVM flags say so.
+//! All vCPUs share one pair (TSC, nanoseconds) as the master clock. So kvmclock is consistent across them, which its
+//! flags tell the guest.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -25,7 +25,7 @@ impl TscParams {
         let ratio = (u64::from(khz) << 32) / u64::from(cpu::tsc_khz().max(1));
         Self { khz, ratio, offset }
     }
-    /// Scaled, without the offset.
+    /// Returns the host's TSC scaled to the guest's frequency, without the offset.
     #[inline]
     pub(crate) fn scale(&self, host_tsc: u64) -> u64 {
         if self.ratio == 1 << 32 {
@@ -34,16 +34,16 @@ impl TscParams {
             ((u128::from(host_tsc) * u128::from(self.ratio)) >> 32) as u64
         }
     }
-    /// The offset, if the frequency is the host's.
+    /// Returns the offset, if the frequency is the host's.
     pub(crate) fn plain_offset(&self) -> Option<u64> {
         (self.ratio == 1 << 32).then_some(self.offset)
     }
-    /// The guest's TSC at a host TSC.
+    /// Returns the guest's TSC at a host TSC.
     #[inline]
     pub(crate) fn guest(&self, host_tsc: u64) -> u64 {
         self.scale(host_tsc).wrapping_add(self.offset)
     }
-    /// The same frequency with another offset.
+    /// Returns these parameters with another offset.
     pub(crate) const fn with_offset(self, offset: u64) -> Self {
         Self { offset, ..self }
     }
@@ -55,14 +55,14 @@ struct Base {
     host_tsc: u64,
     /// kvmclock at that moment.
     kvmclock_ns: u64,
-    /// Default of new vCPUs.
+    /// TSC parameters of new vCPUs.
     tsc: TscParams,
-    /// Last synchronised TSC write: value, host TSC, resulting offset.
+    /// The last synchronised TSC write: value, host TSC, and resulting offset.
     last_write: Option<(u64, u64, u64)>,
 }
 
 impl Base {
-    /// The VMM has set a TSC: vCPUs of this frequency that are made later follow it.
+    /// Notes that the VMM has set a TSC. vCPUs of this frequency that are made later follow it.
     fn synchronise(&mut self, value: u64, now: u64, params: TscParams) {
         self.last_write = Some((value, now, params.offset));
         if self.tsc.khz == params.khz {
@@ -105,8 +105,8 @@ impl VmClock {
         base.tsc = rescale(base.tsc, khz)?;
         Ok(())
     }
-    /// A TSC write that KVM would treat as synchronising gives the offset that
-    /// the previous such write got: VMMs set the same value on each vCPU in turn.
+    /// Returns the parameters after a TSC write. A write that KVM would treat as synchronising gets the offset of the
+    /// previous such write: VMMs set the same value on each vCPU in turn.
     pub(crate) fn write_tsc(&self, params: TscParams, value: u64, from_vmm: bool) -> TscParams {
         let now = cpu::rdtsc();
         let mut base = self.lock();
@@ -123,22 +123,22 @@ impl VmClock {
         }
         params.with_offset(offset)
     }
-    /// KVM_VCPU_TSC_OFFSET: vCPUs that are made later get the same.
+    /// KVM_VCPU_TSC_OFFSET: vCPUs that are made later get the same offset.
     pub(crate) fn set_offset(&self, params: TscParams, offset: u64) -> TscParams {
         let now = cpu::rdtsc();
         let params = params.with_offset(offset);
         self.lock().synchronise(params.guest(now), now, params);
         params
     }
-    /// kvmclock now, with the host TSC of the same moment.
+    /// Returns kvmclock now, and the host TSC of the same moment.
     pub(crate) fn now(&self) -> (u64, u64) {
         let base = self.lock();
-        // As a guest computes it: the host's clock is slewed and would drift away.
+        // Computed as a guest does, from the TSC: the host's clock is slewed and would drift apart.
         let tsc = cpu::rdtsc();
         let passed = ticks_to_ns(tsc.saturating_sub(base.host_tsc), cpu::tsc_khz());
         (base.kvmclock_ns.wrapping_add(passed), tsc)
     }
-    /// The master pair: host TSC and kvmclock.
+    /// Returns the master pair: host TSC and kvmclock.
     pub(crate) fn master(&self) -> (u64, u64) {
         let base = self.lock();
         (base.host_tsc, base.kvmclock_ns)
@@ -154,9 +154,9 @@ impl VmClock {
             ..Default::default()
         }
     }
-    /// KVM_SET_CLOCK; with KVM_CLOCK_REALTIME the time that has passed since is added.
+    /// KVM_SET_CLOCK. With KVM_CLOCK_REALTIME the time that has passed since the given one is added.
     pub(crate) fn set(&self, data: &kvm_clock_data) -> Result<()> {
-        // The others mean nothing here, but what was read may be written back as it is.
+        // The other flags have no effect here, but a VMM may write back what it has read.
         let known = KVM_CLOCK_REALTIME | KVM_CLOCK_TSC_STABLE | KVM_CLOCK_HOST_TSC;
         if data.flags & !known != 0 {
             return Err(Error::InvalidArgument);
@@ -173,7 +173,7 @@ impl VmClock {
     }
 }
 
-/// The same guest TSC now, at another frequency; 0 is the host's.
+/// Returns parameters with the same guest TSC now and another frequency; 0 is the host's.
 pub(crate) fn rescale(params: TscParams, khz: u32) -> Result<TscParams> {
     let khz = if khz == 0 { cpu::tsc_khz() } else { khz };
     // A frequency that the fixed-point ratio cannot express is refused.
@@ -186,7 +186,7 @@ pub(crate) fn rescale(params: TscParams, khz: u32) -> Result<TscParams> {
     Ok(new.with_offset(value.wrapping_sub(new.scale(now))))
 }
 
-/// Nanoseconds in so many ticks, with pvclock's rounding.
+/// Converts ticks to nanoseconds, with pvclock's rounding.
 fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
     let (mul, shift) = pvclock_scale(khz);
     let shifted = if shift >= 0 {
@@ -197,7 +197,7 @@ fn ticks_to_ns(ticks: u64, khz: u32) -> u64 {
     ((shifted * u128::from(mul)) >> 32) as u64
 }
 
-/// `(mul, shift)` of pvclock for a TSC frequency: ns = (tsc << shift) × mul >> 32.
+/// Returns pvclock's `(mul, shift)` for a TSC frequency: ns = (tsc << shift) × mul >> 32.
 pub(crate) fn pvclock_scale(khz: u32) -> (u32, i8) {
     let mut hz = u64::from(khz.max(1)) * 1000;
     let mut shift = 0i8;

@@ -1,4 +1,4 @@
-//! KVM_REGISTER_COALESCED_MMIO: writes that wait in a ring for the VMM's next exit.
+//! KVM_REGISTER_COALESCED_MMIO: writes that are collected in a ring until the VMM's next exit.
 
 use std::sync::{Mutex, PoisonError, atomic::Ordering};
 
@@ -8,7 +8,7 @@ use kvm_bindings::kvm_coalesced_mmio_zone;
 use super::Vm;
 use crate::{Error, Result};
 
-/// The ring of coalesced writes, once a vCPU's mapping has brought its memory.
+/// The ring of coalesced writes. It exists once a vCPU's mapping has provided its memory.
 #[derive(Default)]
 pub(crate) struct Ring(Mutex<Option<Box<dyn RingMemory + Send>>>);
 
@@ -19,8 +19,8 @@ impl core::fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// Appends a write; false if it has to be an exit. KVM's ring is one per VM:
-    /// the lock puts the vCPUs' writes in order.
+    /// Appends a write; false if it has to be an exit. As in KVM there is one ring per VM, and the lock orders the
+    /// vCPUs' writes.
     pub(crate) fn push(&self, entry: RingEntry) -> bool {
         let mut ring = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         ring.as_mut()
@@ -29,7 +29,7 @@ impl Ring {
 }
 
 impl Vm {
-    /// Where coalesced writes go: `struct kvm_coalesced_mmio_ring`. The first one stays.
+    /// Sets the memory of the ring, a `struct kvm_coalesced_mmio_ring`. Only the first call has an effect.
     pub fn set_coalesced_ring(&self, memory: Box<dyn RingMemory + Send>) {
         let mut ring = self
             .state
@@ -39,8 +39,8 @@ impl Vm {
             .unwrap_or_else(PoisonError::into_inner);
         ring.get_or_insert(memory);
     }
-    /// KVM_REGISTER_COALESCED_MMIO: EINVAL for an unknown space. `pio` is the member of
-    /// the zone's union that the caller has read.
+    /// KVM_REGISTER_COALESCED_MMIO. EINVAL for an unknown space. `pio` is the zone's union member, which the caller has
+    /// read.
     pub fn register_coalesced_mmio(&self, zone: &kvm_coalesced_mmio_zone, pio: u32) -> Result<()> {
         let space = zone_space(pio)?;
         self.state.has_io.store(true, Ordering::Release);
@@ -49,7 +49,7 @@ impl Vm {
             Ok(())
         })
     }
-    /// KVM_UNREGISTER_COALESCED_MMIO: it is no error if there is no such zone.
+    /// KVM_UNREGISTER_COALESCED_MMIO. A zone that does not exist is no error.
     pub fn unregister_coalesced_mmio(
         &self,
         zone: &kvm_coalesced_mmio_zone,

@@ -1,17 +1,17 @@
-//! KVM_GET_DIRTY_LOG and KVM_CLEAR_DIRTY_LOG: which pages were written, and how vCPUs are told to note them again.
+//! KVM_GET_DIRTY_LOG and KVM_CLEAR_DIRTY_LOG: which pages were written, and how vCPUs are made to notice their next
+//! writes.
 
 use std::sync::atomic::Ordering;
 
 use super::{Vm, VmState};
 use crate::{Error, Result};
 
-/// Words of a bitmap at once.
+/// Number of bitmap words that are processed at once.
 const CHUNK: usize = 512;
 
 impl Vm {
-    /// KVM_GET_DIRTY_LOG: the slot's bitmap, which is cleared unless that is left to
-    /// KVM_CLEAR_DIRTY_LOG. `show` gets some words of it at a time, and the place of the first; what they say is so once
-    /// this returns.
+    /// KVM_GET_DIRTY_LOG: passes the slot's bitmap to `show`, and clears it unless that is left to KVM_CLEAR_DIRTY_LOG.
+    /// `show` gets some words at a time, with the index of the first. The words may be used once this returns.
     pub fn get_dirty_log<E: From<Error>>(
         &self,
         slot: u32,
@@ -26,12 +26,12 @@ impl Vm {
         self.state.wait_for_harvest(epoch);
         shown
     }
-    /// Pages of a slot that logs, or the errno of the dirty log's calls.
+    /// Returns the number of pages of a slot that logs. Fails as the dirty log's calls do.
     pub fn logged_pages(&self, slot: u32) -> Result<u64> {
         self.has_bitmaps()?;
         Ok(self.state.memory.logged_pages(slot)?)
     }
-    /// ENXIO where vCPUs have dirty rings.
+    /// Fails with ENXIO if vCPUs have dirty rings.
     fn has_bitmaps(&self) -> Result<()> {
         if self.state.memory.rings().entries() == 0 {
             Ok(())
@@ -39,9 +39,9 @@ impl Vm {
             Err(Error::NoSuchDevice)
         }
     }
-    /// KVM_CLEAR_DIRTY_LOG: clears `pages` from `first` on whose bits are set in what `read` gets: some words of the mask at a
-    /// time, by the place of the first.
-    /// EINVAL unless `first` is a multiple of 64 and `pages` one too or up to the slot's end.
+    /// KVM_CLEAR_DIRTY_LOG: of the `pages` pages from `first` on, clears those whose bits are set in the mask. `read`
+    /// fills in some words of the mask at a time, from the given index on. EINVAL unless `first` is a multiple of 64,
+    /// and `pages` is one, too, or reaches to the slot's end.
     pub fn clear_dirty_log<E: From<Error>>(
         &self,
         slot: u32,
@@ -62,14 +62,14 @@ impl Vm {
         let memory = &self.state.memory;
         let (words, start) = (pages.div_ceil(64) as usize, (first / 64) as usize);
         let mut mask = [0; CHUNK];
-        // What cannot be read clears nothing. A look at each page tells.
+        // A mask that cannot be read must clear nothing. Reading one word of each of its pages checks that.
         for at in (0..words).step_by(CHUNK).chain(words.checked_sub(1)) {
             read(at, &mut mask[..1])?;
         }
         let (mut at, mut epoch) = (0, 0);
         let mut done = Ok(());
         while at < words && done.is_ok() {
-            // The memory's blocks are not taken apart.
+            // A piece does not cross a block of the bitmap.
             let count = (CHUNK - (start + at) % CHUNK).min(words - at);
             let mask = &mut mask[..count];
             done = read(at, mask).and_then(|()| {
@@ -86,10 +86,11 @@ impl Vm {
 }
 
 impl VmState {
-    /// Waits until no running vCPU writes pages unnoticed that it was asked for, or has not acknowledged `epoch`. Nobody else is
-    /// disturbed, and who sleeps is not woken.
+    /// Waits until each running vCPU has given up the pages that it was asked for, and has acknowledged `epoch`. Other
+    /// vCPUs are not disturbed, and a sleeping vCPU is not woken.
     pub(super) fn wait_for_harvest(&self, epoch: u64) {
-        // Not under the lock: who is waited for may want it. Nobody asked, nothing allocated.
+        // Waiting is not under the lock, because a vCPU that is waited for may want it. If no vCPU was asked, nothing
+        // is allocated.
         let asked: Vec<_> = {
             let vcpus = self.vcpus();
             let asked = vcpus.iter().filter_map(|vcpu| vcpu.ask_for_pages(epoch));

@@ -1,4 +1,4 @@
-//! KVM_CAP_DIRTY_LOG_RING: vCPUs tell by rings which pages they have made dirty.
+//! KVM_CAP_DIRTY_LOG_RING: vCPUs report the pages that they have made dirty in rings.
 
 use super::Vm;
 use crate::{
@@ -7,8 +7,8 @@ use crate::{
 };
 
 impl Vm {
-    /// KVM_ENABLE_CAP: rings of so many bytes. EINVAL for no power of two, less than a page, a
-    /// second time, and once there are vCPUs; E2BIG for more than the capability tells.
+    /// KVM_ENABLE_CAP: gives each vCPU a ring of `bytes` bytes. EINVAL if that is no power of two or less than a page,
+    /// if rings are enabled already, and once there are vCPUs; E2BIG if it exceeds the capability's value.
     pub(super) fn set_dirty_ring(&self, bytes: u64) -> Result<()> {
         if !bytes.is_power_of_two() || bytes < host::PAGE_SIZE as u64 {
             return Err(Error::InvalidArgument);
@@ -16,7 +16,7 @@ impl Vm {
         if bytes > MAX_DIRTY_RING {
             return Err(Error::TooBig((MAX_DIRTY_RING / RING_ENTRY) as usize));
         }
-        // The lock keeps vCPUs from appearing meanwhile.
+        // While the lock is held, no vCPU can be added.
         let vcpus = self.state.vcpus();
         if !vcpus.is_empty()
             || !self
@@ -30,13 +30,13 @@ impl Vm {
         Ok(())
     }
 
-    /// Entries of the vCPUs' rings; 0 if the VM has bitmaps.
+    /// Number of entries of each vCPU's ring; 0 if the VM uses bitmaps.
     pub fn dirty_ring_entries(&self) -> u32 {
         self.state.memory.rings().entries()
     }
 
-    /// KVM_RESET_DIRTY_RINGS: how many entries the VMM has given back. Returns when their pages are
-    /// watched again; EINVAL without rings.
+    /// KVM_RESET_DIRTY_RINGS: returns the number of entries that the VMM has given back, once writes to their pages are
+    /// noticed again. EINVAL without rings.
     pub fn reset_dirty_rings(&self) -> Result<usize> {
         if self.dirty_ring_entries() == 0 {
             return Err(Error::InvalidArgument);

@@ -1,9 +1,9 @@
-//! Guest writes that only say "look": KVM_IOEVENTFD, and subscribers in the VMM's process.
+//! Guest writes that only notify: KVM_IOEVENTFD, and subscribers in the VMM's process.
 //!
-//! A write finds its doorbell in the vCPU's own view of the table, which is locked while it rings.
-//! Who removes a doorbell renews all views, and so waits for vCPUs that are in the middle of ringing,
-//! as KVM waits for its readers: afterwards nobody rings it any more, and nothing refers to it. Otherwise a VMM that removes a doorbell, and looks at the eventfd a last
-//! time, could miss a signal.
+//! A write finds its doorbell in the vCPU's own view of the table, which is locked while the doorbell rings. A thread
+//! that removes a doorbell renews all views, and so waits for vCPUs that are in the middle of ringing, as KVM waits for
+//! its readers. Afterwards no vCPU rings the doorbell, and nothing refers to it. Otherwise a VMM that removes a
+//! doorbell and then reads the eventfd a last time could miss a signal.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -18,18 +18,18 @@ use crate::{
     shared::VcpuShared,
 };
 
-/// What a guest's write was.
+/// Which kind of address a guest's write went to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rung {
-    /// A doorbell's.
+    /// A doorbell's, which has rung.
     Doorbell,
-    /// One for the ring of coalesced writes.
+    /// A coalesced zone's: the write belongs in the ring.
     Coalesce,
-    /// The VMM's.
+    /// Neither: the write is for the VMM.
     Nobody,
 }
 
-/// A vCPU's write of the low bytes of `value`: rings, if there is a doorbell.
+/// Classifies a vCPU's write of the low bytes of `value`, and rings if there is a doorbell.
 #[inline]
 pub(crate) fn write(
     vm: &VmState,
@@ -61,7 +61,7 @@ impl From<DoorbellError> for Error {
     }
 }
 
-/// A subscriber of a doorbell, until it is dropped.
+/// A subscription to a doorbell, which ends when it is dropped.
 #[derive(Debug)]
 pub struct Doorbell {
     vm: Arc<Vm>,
@@ -74,16 +74,16 @@ impl Drop for Doorbell {
             io.doorbells.remove(|bell| Arc::ptr_eq(bell, &self.bell));
             Ok::<(), Error>(())
         });
-        // It cannot fail.
+        // Cannot fail: the doorbell exists.
         let _ = removed;
         self.vm.renew_views();
     }
 }
 
 impl Vm {
-    /// KVM_IOEVENTFD: EBADF and EINVAL for what is no eventfd; EINVAL for unknown flags and
-    /// lengths, EEXIST if some write would ring two doorbells, ENOENT for removing what is not
-    /// there. Once one is removed its eventfd is not signalled any more.
+    /// KVM_IOEVENTFD. EBADF or EINVAL for what is no eventfd; EINVAL for unknown flags and lengths, EEXIST if some
+    /// write would ring two doorbells, ENOENT for removing one that does not exist. Once removed, a doorbell's eventfd
+    /// is not signalled any more.
     pub fn ioeventfd(&self, args: &kvm_ioeventfd) -> Result<()> {
         let flag = |nr: u32| args.flags & 1 << nr != 0;
         let spec = DoorbellSpec {
@@ -118,7 +118,7 @@ impl Vm {
         if args.flags & !known != 0 {
             return Err(Error::InvalidArgument);
         }
-        // What is wrong with the place comes before what is wrong with the eventfd.
+        // Errors of the address come before errors of the eventfd.
         spec.check()?;
         let fd = args.fd;
         let bell = Arc::new(self.state.on_worker(move |_| Bell::eventfd(fd))?);
@@ -126,7 +126,7 @@ impl Vm {
         Ok(io.update(|io| io.doorbells.assign(spec, bell))?)
     }
 
-    /// As KVM_IOEVENTFD, with a function instead of an eventfd, until the result is dropped.
+    /// Like KVM_IOEVENTFD, but calls a function, until the result is dropped.
     pub fn subscribe(self: &Arc<Self>, spec: DoorbellSpec, call: Subscriber) -> Result<Doorbell> {
         let bell = Arc::new(Bell::Subscriber(call));
         let added = Arc::clone(&bell);
@@ -140,8 +140,8 @@ impl Vm {
         })
     }
 
-    /// Waits for vCPUs that ring by an earlier table. A subscriber does not wait: two of them would
-    /// wait for each other.
+    /// Waits for vCPUs that ring by an earlier table. A subscriber that calls this does not wait, because two
+    /// subscribers would wait for each other.
     fn renew_views(&self) {
         if is_calling() {
             return;

@@ -1,5 +1,5 @@
-//! What the vCPUs of a VM share of Hyper-V's interface (Hypervisor Top-Level Functional
-//! Specification, "partition").
+//! The part of Hyper-V's interface that a VM's vCPUs share: its "partition" (Hypervisor Top-Level Functional
+//! Specification).
 
 use std::collections::{BTreeMap, btree_map::Entry};
 use std::sync::{
@@ -13,15 +13,15 @@ use kvm_bindings::{KVM_HYPERV_CONN_ID_MASK, KVM_HYPERV_EVENTFD_DEASSIGN, kvm_hyp
 use super::{Vm, clock::TscParams, debugger::Debugger};
 use crate::{Error, Result, bell::Bell};
 
-/// The lowest bit of an MSR that names a page: the page is in use.
+/// Lowest bit of an MSR that names a page: the page is in use.
 pub(crate) const ENABLE: u64 = 1;
-/// Nanoseconds of a unit of the reference time.
+/// Nanoseconds per unit of the reference time.
 pub(crate) const UNIT_NS: u64 = 100;
 
 /// Partition-wide MSRs.
 #[derive(Debug, Default)]
 pub(crate) struct Partition {
-    /// HV_X64_MSR_GUEST_OS_ID: hypercalls are off while it is zero.
+    /// HV_X64_MSR_GUEST_OS_ID. While it is zero, hypercalls are off.
     pub(crate) guest_os_id: u64,
     /// HV_X64_MSR_HYPERCALL.
     pub(crate) hypercall: u64,
@@ -41,9 +41,9 @@ pub(crate) struct Partition {
     pub(crate) tsc_invariant: u64,
     /// HV_X64_MSR_SYNDBG_*.
     pub(crate) debugger: Debugger,
-    /// What the page says, while it is valid.
+    /// Contents of the reference TSC page, while it is valid.
     reference: Option<Reference>,
-    /// The page's sequence number.
+    /// Sequence number of the reference TSC page.
     sequence: u32,
 }
 
@@ -55,7 +55,7 @@ struct Reference {
 }
 
 impl Reference {
-    /// `None` for a TSC so slow that the scale does not fit.
+    /// Returns `None` for a TSC so slow that the scale does not fit.
     fn new(tsc: TscParams, (host_tsc, kvmclock_ns): (u64, u64)) -> Option<Self> {
         // A second has 10^7 units and khz × 1000 ticks.
         let scale = (10_000u128 << 64).checked_div(tsc.khz.into())?;
@@ -73,12 +73,12 @@ impl Reference {
 }
 
 impl Partition {
-    /// The reference time by the page, if there is one, so that both always agree.
+    /// Returns the reference time as the page gives it, if the page is valid. So page and MSR always agree.
     pub(crate) fn time(&self, tsc: u64) -> Option<u64> {
         self.reference.map(|reference| reference.time(tsc))
     }
 
-    /// Writes the page anew: the guest has named it, or the clock has changed. False if it is no memory.
+    /// Rewrites the page after the guest has set its address or the clock has changed. False if the page is no memory.
     pub(crate) fn write_page(
         &mut self,
         memory: &GuestMemory,
@@ -90,22 +90,22 @@ impl Partition {
             return true;
         }
         let gpa = self.reference_tsc & !0xfff;
-        // Another process may have written it, before the guest was migrated in the middle of a read.
+        // The page may have the sequence number of another process, if the guest was migrated in the middle of a read.
         let seen = memory.read_gpa(gpa, 4).map_or(0, |seen| seen as u32);
         let last = if seen == 0 { self.sequence } else { seen };
-        // The guest reads without a lock: no sequence, contents, the next sequence.
+        // The guest reads without a lock, so the order is: no sequence, contents, next sequence.
         if memory.write_gpa(gpa, 4, 0).is_none() {
             return false;
         }
         let Some(reference) = Reference::new(tsc, master) else {
-            // The guest asks the MSR.
+            // Without a valid page the guest reads the MSR.
             return true;
         };
         fence(Ordering::SeqCst);
         let words = [reference.scale, reference.offset].map(u64::to_le_bytes);
         let is_written = memory.write_bytes(gpa.wrapping_add(8), words.as_flattened());
         fence(Ordering::SeqCst);
-        // Neither 0 nor all ones are a sequence.
+        // 0 and all ones are not sequence numbers.
         self.sequence = match last.wrapping_add(1) {
             0 | u32::MAX => 1,
             next => next,
@@ -118,32 +118,32 @@ impl Partition {
     }
 }
 
-/// [`Partition`], and whether there is anything in it that changes of the clock concern.
+/// [`Partition`] behind its lock, with flags that vCPUs read without the lock.
 #[derive(Debug, Default)]
 pub(crate) struct HyperV {
     partition: Mutex<Partition>,
     has_page: AtomicBool,
-    /// The guest has said which system it is: hypercalls are Hyper-V's.
+    /// The guest has set HV_X64_MSR_GUEST_OS_ID, so hypercalls are Hyper-V's.
     has_hypercalls: AtomicBool,
-    /// KVM_HYPERV_EVENTFD, by connection.
+    /// The eventfds of KVM_HYPERV_EVENTFD, by connection.
     connections: Mutex<BTreeMap<u32, Bell>>,
 }
 
 impl HyperV {
-    /// The registers. No other lock is taken while it is held.
+    /// Locks the partition's registers. No other lock may be taken while this one is held.
     pub(crate) fn partition(&self) -> MutexGuard<'_, Partition> {
         self.partition
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
-    /// To be called when they have been written.
+    /// Updates the flags. Called when the registers have been written.
     pub(crate) fn publish(&self, partition: &Partition) {
         let has_page = partition.reference_tsc & ENABLE != 0;
         self.has_page.store(has_page, Ordering::Release);
         self.has_hypercalls
             .store(partition.guest_os_id != 0, Ordering::Release);
     }
-    /// There is a page of the reference time.
+    /// True if there is a reference TSC page.
     pub(crate) fn has_page(&self) -> bool {
         self.has_page.load(Ordering::Acquire)
     }
@@ -152,7 +152,7 @@ impl HyperV {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
-    /// HvCallSignalEvent: false if the connection has no eventfd.
+    /// HvCallSignalEvent: signals the connection's eventfd; false if it has none.
     pub(crate) fn signal(&self, connection: u32) -> bool {
         let connections = self.connections();
         let bell = connections.get(&connection);
@@ -161,15 +161,16 @@ impl HyperV {
         }
         bell.is_some()
     }
-    /// Hypercalls are Hyper-V's if the guest's CPUID is.
+    /// True if hypercalls are Hyper-V's, provided that the guest's CPUID is Hyper-V's, too.
     pub(crate) fn has_hypercalls(&self) -> bool {
         self.has_hypercalls.load(Ordering::Acquire)
     }
 }
 
 impl Vm {
-    /// KVM_HYPERV_EVENTFD: EINVAL for flags and connections that cannot be, EBADF and EINVAL for what
-    /// is no eventfd, EEXIST for a connection that has one, ENOENT for removing none. Once one is
+    /// KVM_HYPERV_EVENTFD. EINVAL for unknown flags and impossible connections, EBADF or EINVAL for what is no eventfd,
+    /// EEXIST for a connection that has one, ENOENT for removing one that is not there. Once removed, the eventfd is
+    /// not signalled any more.
     /// removed it is not signalled any more.
     pub fn hyperv_eventfd(&self, args: &kvm_hyperv_eventfd) -> Result<()> {
         let connection = args.conn_id;

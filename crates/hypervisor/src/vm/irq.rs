@@ -1,4 +1,4 @@
-//! The VM's interrupt calls: irqchip, PIT, routing, lines, MSIs.
+//! The VM's interrupt calls: irqchip, PIT, routing, lines and MSIs.
 
 use irqchip::{
     Entry, IoapicState, Msi, Routing,
@@ -11,7 +11,7 @@ use super::{Vm, chips::Chips};
 use crate::{Error, Result, RouteTarget, vm::Route};
 
 impl Vm {
-    /// KVM_CREATE_IRQCHIP: EEXIST if there is one, EINVAL once there are vCPUs.
+    /// KVM_CREATE_IRQCHIP. EEXIST if there is an irqchip, EINVAL once there are vCPUs.
     pub fn create_irqchip(&self) -> Result<()> {
         if self.state.chips().is_some() {
             return Err(Error::Exists);
@@ -19,18 +19,18 @@ impl Vm {
         self.set_chips(Chips::new(&self.state.options), Error::InvalidArgument)
     }
     fn set_chips(&self, chips: Chips, error_with_vcpus: Error) -> Result<()> {
-        // Not by the first irqfd: a vCPU's thread may assign it, and not be allowed to make threads. It
-        // comes first because it may fail.
+        // The set is not left to the first irqfd, which a vCPU's thread may assign that may not make threads. It is
+        // made first, because this may fail.
         self.state.irqfd_set()?;
-        // The lock keeps vCPUs from appearing meanwhile.
+        // While the lock is held, no vCPU can be added.
         let vcpus = self.state.vcpus();
         if !vcpus.is_empty() {
             return Err(error_with_vcpus);
         }
         self.state.chips.set(chips).map_err(|_| Error::Exists)
     }
-    /// KVM_CAP_SPLIT_IRQCHIP: LAPICs here, PIC and an IOAPIC of so many pins in the VMM. EINVAL
-    /// for too many, EEXIST if there are chips or vCPUs.
+    /// KVM_CAP_SPLIT_IRQCHIP: LAPICs in the kernel, the PIC and an IOAPIC with `pins` pins in the VMM. EINVAL for too
+    /// many pins, EEXIST if there are chips or vCPUs.
     pub(super) fn split_irqchip(&self, pins: u64) -> Result<()> {
         let pins = u32::try_from(pins)
             .ok()
@@ -38,7 +38,7 @@ impl Vm {
             .ok_or(Error::InvalidArgument)?;
         self.set_chips(Chips::split(pins, &self.state.options), Error::Exists)
     }
-    /// KVM_CREATE_PIT2: ENOENT without an irqchip, EEXIST if there is one.
+    /// KVM_CREATE_PIT2. ENOENT without an irqchip, EEXIST if there is a PIT.
     pub fn create_pit2(&self, config: &kvm_pit_config) -> Result<()> {
         let chips = self
             .state
@@ -52,15 +52,15 @@ impl Vm {
             Err(Error::Exists)
         }
     }
-    /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: the status.
+    /// KVM_IRQ_LINE and KVM_IRQ_LINE_STATUS: returns the status.
     pub fn irq_line(&self, gsi: u32, level: bool) -> Result<i32> {
         self.state.note_device_event();
         self.state
             .with_routing(|chip, lapics| chip.set_gsi(lapics, gsi, source::USERSPACE, level).0)
             .ok_or(Error::NoSuchDevice)
     }
-    /// KVM_SIGNAL_MSI: positive if delivered, 0 if the guest blocked it; EINVAL without in-kernel
-    /// LAPICs and for a reserved address.
+    /// KVM_SIGNAL_MSI. Returns a positive number if the interrupt was delivered, 0 if the guest blocked it. EINVAL
+    /// without in-kernel LAPICs and for a reserved address.
     pub fn signal_msi(&self, msi: &kvm_msi) -> Result<i32> {
         if msi.flags & !KVM_MSI_VALID_DEVID != 0 {
             return Err(Error::InvalidArgument);
@@ -126,7 +126,7 @@ impl Vm {
                 .map(|bits| kvm_ioapic_state__bindgen_ty_1 { bits }),
         })
     }
-    /// KVM_SET_IRQCHIP, chip 2. (Reading the union in `kvm_ioapic_state` is the caller's.)
+    /// KVM_SET_IRQCHIP, chip 2. The caller has read the union in `kvm_ioapic_state`.
     pub fn set_ioapic_state(&self, state: &IoapicState) -> Result<()> {
         self.state
             .with_chips(|chip, lapics| {

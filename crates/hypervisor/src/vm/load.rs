@@ -1,4 +1,5 @@
-//! Whether a VM's vCPUs have the cores that they want: by their number, and by how long they had to wait for one.
+//! Whether a VM's vCPUs have the cores that they want, judged by their number and by how long they had to wait for a
+//! core.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,11 +8,11 @@ use super::VmState;
 /// Default limit of KVM_CAP_HALT_POLL.
 const HALT_POLL_NS: u64 = 50_000;
 
-/// How long a vCPU that lost its core tells of others that want it, the host's other work among them.
-/// Who gives way sees no more of it, so each time it costs a slice of the host's scheduler (3 ms) to find out again.
+/// How long the loss of a core counts as contention, by other vCPUs or by the host's other work. A vCPU that gives way
+/// loses no core and so notices no contention: to find out again costs a slice of the host's scheduler (3 ms).
 const CONTENTION_NS: u64 = 100_000_000;
 
-/// Shared by the vCPUs of a VM.
+/// Load figures that the vCPUs of a VM share.
 #[derive(Debug)]
 pub(crate) struct Load {
     cores: usize,
@@ -30,7 +31,7 @@ impl Default for Load {
 }
 
 impl Load {
-    /// Longest that HLT spins.
+    /// Longest time that HLT spins.
     pub(crate) fn halt_poll_ns(&self) -> u64 {
         self.halt_poll_ns.load(Ordering::Relaxed)
     }
@@ -38,24 +39,24 @@ impl Load {
     pub(crate) fn set_halt_poll_ns(&self, ns: u64) {
         self.halt_poll_ns.store(ns, Ordering::Relaxed);
     }
-    /// A vCPU has its core again, which somebody else had taken while it computed.
+    /// Notes that a vCPU has its core back, which another thread had taken while the vCPU computed.
     pub(crate) fn note_contention(&self, now_ns: u64) {
         let until = now_ns.saturating_add(CONTENTION_NS);
         self.contended_until_ns.store(until, Ordering::Relaxed);
     }
-    /// That was not long ago.
+    /// True if a vCPU lost its core a short time ago.
     pub(crate) fn is_contended(&self, now_ns: u64) -> bool {
         now_ns < self.contended_until_ns.load(Ordering::Relaxed)
     }
 }
 
 impl VmState {
-    /// More vCPUs want to run than there are cores. They are counted when somebody asks, as
-    /// entries are far more frequent.
+    /// True if more vCPUs want to run than there are cores. vCPUs are counted at each call, because their entries are
+    /// far more frequent than calls.
     pub(crate) fn is_crowded(&self) -> bool {
         self.vcpus().iter().filter(|v| v.wants_core()).count() > self.load.cores
     }
-    /// Spinning takes no core from another vCPU.
+    /// True if a spinning vCPU takes no core from another one.
     pub(crate) fn has_room(&self) -> bool {
         self.load.cores > 1 && !self.is_crowded()
     }

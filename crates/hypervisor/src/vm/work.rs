@@ -1,8 +1,8 @@
 //! Work for the thread that waits for irqfds.
 //!
-//! VMMs assign irqfds and ioeventfds while the guest sets its devices up, on a vCPU's thread in KVM_RUN's
-//! wake, and their filters of system calls know that this is one `ioctl`. To duplicate an eventfd, to ask
-//! for its identity and to wait for it takes more calls, which our own thread is free to make.
+//! VMMs assign irqfds and ioeventfds while the guest sets up its devices, on a vCPU's thread just after KVM_RUN, and
+//! their system call filters expect a single `ioctl` there. Duplicating an eventfd, asking for its identity and waiting
+//! for it takes more system calls, which anykvm's own thread is free to make.
 
 use std::sync::{
     Arc, Mutex, PoisonError,
@@ -16,7 +16,7 @@ use super::VmState;
 
 type Work = Box<dyn FnOnce(&Arc<VmState>) + Send>;
 
-/// What the thread has been asked to do.
+/// The functions that the thread has been asked to run.
 #[derive(Default)]
 pub(super) struct WorkQueue(Mutex<Vec<Work>>);
 
@@ -26,14 +26,14 @@ impl core::fmt::Debug for WorkQueue {
     }
 }
 
-/// Where the caller waits.
+/// Result of a function, and the word that the caller waits on.
 struct Answer<R> {
     is_there: AtomicU32,
     value: Mutex<Option<R>>,
 }
 
 impl WorkQueue {
-    /// Does what there is, on the thread.
+    /// Runs all queued functions. Called on the thread.
     pub(super) fn run(&self, vm: &Arc<VmState>) {
         let work_queue =
             core::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
@@ -49,8 +49,8 @@ impl WorkQueue {
 }
 
 impl VmState {
-    /// The result of `work`, done by the thread if there is one. The caller holds no lock, and makes no
-    /// system calls but `write` and `futex`.
+    /// Returns the result of `work`, which the thread runs if it exists. The caller holds no lock, and makes no system
+    /// calls but `write` and `futex`.
     pub(super) fn on_worker<R: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Arc<Self>) -> R + Send + 'static,
@@ -76,7 +76,7 @@ impl VmState {
                 return value;
             }
             drop(value);
-            // A signal ends it early.
+            // A signal ends the wait early, so the loop checks again.
             futex::wait(&answer.is_there, 0, Some(Duration::from_secs(1)));
         }
     }

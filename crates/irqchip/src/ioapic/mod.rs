@@ -1,8 +1,8 @@
 //! The I/O APIC (Intel 82093AA datasheet), as KVM has it: version 0x11, 24
 //! pins, no EOI register.
 //!
-//! Invariants: a level-triggered pin has at most one message outstanding
-//! (`remote IRR`), and after its EOI a line that is still high sends again.
+//! Invariants: a level-triggered pin has at most one outstanding message (`remote IRR`), and if the line is still high
+//! after its EOI, the pin sends again.
 
 use crate::line::{Line, LineStatus};
 use crate::{DeliveryMode, LapicIrq, Shorthand};
@@ -29,7 +29,7 @@ mod spec {
     pub(super) const LEVEL: u64 = 1 << 15;
     pub(super) const MASKED: u64 = 1 << 16;
     pub(super) const DEST_SHIFT: u32 = 56;
-    /// What the guest cannot write.
+    /// Bits of a redirection entry that the guest cannot write.
     pub(super) const READ_ONLY: u64 = DELIVERY_STATUS | REMOTE_IRR;
 }
 
@@ -43,7 +43,7 @@ pub struct IoapicState {
     pub ioregsel: u32,
     /// APIC id, 4 bits.
     pub id: u32,
-    /// Pins with an interrupt that no LAPIC has got yet, or whose level is high.
+    /// Pins with an interrupt that no LAPIC has accepted yet, or with a high level.
     pub irr: u32,
     /// Padding.
     pub pad: u32,
@@ -65,12 +65,12 @@ impl Default for IoapicState {
     }
 }
 
-/// The I/O APIC. Messages go to the `send` callback, which reports who took them.
+/// The I/O APIC. It sends messages by the `send` callback, which returns the outcome.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ioapic {
     state: IoapicState,
     lines: [Line; spec::NR_PINS],
-    /// Edges that were sent: not pending any more, though the line is still high.
+    /// Edges that were sent. They are not pending any more, even while the line is still high.
     delivered: u32,
 }
 
@@ -133,8 +133,8 @@ impl Ioapic {
             old & !0xffff_ffff | u64::from(value)
         };
         new = new & !spec::READ_ONLY | old & spec::READ_ONLY;
-        // Guests acknowledge a stuck level interrupt by switching the pin to
-        // edge and back: the 82093AA has no EOI register.
+        // The 82093AA has no EOI register, so guests acknowledge a stuck level interrupt by switching the pin to edge
+        // and back.
         if new & spec::LEVEL == 0 {
             new &= !spec::REMOTE_IRR;
         }
@@ -197,16 +197,15 @@ impl Ioapic {
             self.delivered |= 1 << pin;
         }
         let status = send(&message(entry));
-        // A level message that nobody took stays pending; one that was merged
-        // with a pending one of the same vector will be EOIed with it.
+        // A level message that no LAPIC accepted stays pending. One that was merged with a pending one of the same
+        // vector is acknowledged by the same EOI.
         if level && status.is_accepted() {
             self.state.redirtbl[pin] |= spec::REMOTE_IRR;
         }
         status
     }
 
-    /// True if some pin sends `vector`: its EOI has to come here, so it must
-    /// not be skipped by PV EOI.
+    /// True if some pin sends `vector`. Its EOI must then come here, and PV EOI must not skip it.
     pub fn handles_vector(&self, vector: u8) -> bool {
         self.state
             .redirtbl
@@ -214,17 +213,16 @@ impl Ioapic {
             .any(|&e| e as u8 == vector && mode(e) != DeliveryMode::ExtInt)
     }
 
-    /// The pins that send `vector`, as a bit mask: their resample irqfds are to
-    /// be signalled, and the lines that those drive lowered, *before*
-    /// [`Self::eoi`], or every interrupt would come twice.
+    /// Returns the pins that send `vector`, as a bit mask. Their resample irqfds must be signalled, and the lines that
+    /// those drive lowered, *before* [`Self::eoi`], or every interrupt would come twice.
     pub fn pins_of(&self, vector: u8) -> u32 {
         (0..spec::NR_PINS)
             .filter(|&pin| self.state.redirtbl[pin] as u8 == vector)
             .fold(0u32, |pins, pin| pins | 1 << pin)
     }
 
-    /// A LAPIC's broadcast of the EOI of a level-triggered `vector`: lines that
-    /// are still high send again.
+    /// Handles a LAPIC's broadcast of the EOI of a level-triggered `vector`: pins whose lines are still high send
+    /// again.
     pub fn eoi(&mut self, vector: u8, send: &mut impl FnMut(&LapicIrq) -> LineStatus) {
         for pin in 0..spec::NR_PINS {
             let entry = &mut self.state.redirtbl[pin];
@@ -238,7 +236,7 @@ impl Ioapic {
         }
     }
 
-    /// True if the pin is masked (irqfd resamplers and the PIT look at it).
+    /// True if the pin is masked. Irqfd resamplers and the PIT depend on it.
     pub fn is_masked(&self, pin: u8) -> bool {
         self.state
             .redirtbl

@@ -194,8 +194,8 @@ fn state_has_the_abi_layout() {
 }
 
 proptest! {
-    /// A model device per level pin: it holds the line until it is served. No
-    /// interrupt may be lost, and none may come while one is outstanding.
+    /// Each level pin has a model device that holds the line until it is served. No interrupt may be lost, and none may
+    /// come while one is outstanding.
     #[test]
     fn level_interrupts_are_neither_lost_nor_doubled(ops in prop::collection::vec((0u8..4, 0u8..5), 0..200)) {
         let mut b = Bench::new();

@@ -25,7 +25,7 @@ pub struct Irqchip {
 }
 
 impl Irqchip {
-    /// What KVM_CREATE_IRQCHIP makes.
+    /// Makes the chips of KVM_CREATE_IRQCHIP.
     pub fn new() -> Self {
         Self {
             routing: Routing::default_kvm(),
@@ -43,7 +43,7 @@ impl Irqchip {
         level: bool,
     ) -> LineStatus {
         let mut status = LineStatus::IGNORED;
-        // In KVM's order: the last route of a GSI first.
+        // As in KVM, the last route of a GSI comes first.
         for entry in self.routing.routes(gsi).iter().rev() {
             status = status.merge(match entry.route {
                 Route::Pic(pin) => self.pic.set_irq(pin, source, level),
@@ -77,9 +77,9 @@ impl Irqchip {
         status
     }
 
-    /// A LAPIC's EOI. `resample` gets each GSI whose interrupt has ended, with
-    /// its [`source::RESAMPLE`] line already lowered: it signals the resample
-    /// eventfds, and devices that still want service raise the line again.
+    /// Handles a LAPIC's EOI. `resample` is called with each GSI whose interrupt has ended, after its
+    /// [`source::RESAMPLE`] line was lowered. It signals the resample eventfds, and devices that still need service
+    /// raise the line again.
     pub fn eoi<S: LapicSet + ?Sized>(
         &mut self,
         lapics: &mut S,
@@ -98,8 +98,8 @@ impl Irqchip {
         }
     }
 
-    /// A processor of Hyper-V's interface is done with what its synthetic source told it; `resample` as
-    /// in [`Self::eoi`].
+    /// Handles the end of a synthetic source's interrupt on a processor of Hyper-V's interface; `resample` as in
+    /// [`Self::eoi`].
     pub fn sint_ended<S: LapicSet + ?Sized>(
         &mut self,
         lapics: &mut S,
@@ -111,7 +111,7 @@ impl Irqchip {
         }
     }
 
-    /// A guest's write to the IOAPIC, `offset` from its base.
+    /// Handles a guest's write to the IOAPIC, `offset` from its base.
     pub fn ioapic_write<S: LapicSet + ?Sized>(&mut self, lapics: &mut S, offset: u64, value: u32) {
         let was_masked = self.is_pit_masked();
         self.ioapic
@@ -119,7 +119,7 @@ impl Irqchip {
         self.note_pit_mask(was_masked);
     }
 
-    /// A guest's write to a PIC port; `resample` as in [`Self::eoi`].
+    /// Handles a guest's write to a PIC port; `resample` as in [`Self::eoi`].
     pub fn pic_write<S: LapicSet + ?Sized>(
         &mut self,
         lapics: &mut S,
@@ -133,7 +133,7 @@ impl Irqchip {
         self.pic_acked(lapics, resample);
     }
 
-    /// A guest's read of a PIC port, which may be a poll.
+    /// Handles a guest's read of a PIC port, which may be a poll.
     pub fn pic_read<S: LapicSet + ?Sized>(
         &mut self,
         lapics: &mut S,
@@ -145,7 +145,7 @@ impl Irqchip {
         value
     }
 
-    /// Per route of GSI 0, whether its pin is masked: the PIC's, the IOAPIC's.
+    /// Returns for each route of GSI 0 whether its pin is masked: the PIC's, then the IOAPIC's.
     fn is_pit_masked(&self) -> [bool; 2] {
         let mut masked = [true; 2];
         for entry in self.routing.routes(0) {
@@ -158,8 +158,8 @@ impl Irqchip {
         masked
     }
 
-    /// A tick that was raised while IRQ 0 was masked is never acknowledged:
-    /// without forgetting it at the unmasking, no tick would ever come again.
+    /// Drops a tick that was raised while IRQ 0 was masked, when it is unmasked. The tick is never acknowledged, so
+    /// otherwise no tick would ever come again.
     fn note_pit_mask(&mut self, was: [bool; 2]) {
         let is = self.is_pit_masked();
         let unmasked = was.iter().zip(is).any(|(&was, is)| was && !is);
@@ -168,8 +168,8 @@ impl Irqchip {
         }
     }
 
-    /// Call after [`Pic::ack`] (an automatic EOI ends the interrupt there): does
-    /// for the PIC's inputs what [`Self::eoi`] does for the IOAPIC's.
+    /// Does for the PIC's inputs what [`Self::eoi`] does for the IOAPIC's. Call this after [`Pic::ack`], where an
+    /// automatic EOI ends the interrupt.
     pub fn pic_acked<S: LapicSet + ?Sized>(
         &mut self,
         lapics: &mut S,
@@ -183,7 +183,7 @@ impl Irqchip {
         }
     }
 
-    /// Moves the PIT to `now_ns` and pulses IRQ 0 if it expired.
+    /// Advances the PIT to `now_ns`, and pulses IRQ 0 if it expired.
     pub fn advance_pit<S: LapicSet + ?Sized>(&mut self, lapics: &mut S, now_ns: u64) {
         if self.pit.as_mut().is_some_and(|pit| pit.advance(now_ns)) {
             self.pulse_gsi(lapics, 0, source::PIT);

@@ -1,13 +1,12 @@
-//! A split irqchip (KVM_CAP_SPLIT_IRQCHIP): PIC and IOAPIC are the VMM's. The first GSIs of the
-//! routing table stand for the pins of its IOAPIC, and the EOI of a level-triggered one has to
-//! reach it.
+//! A split irqchip (KVM_CAP_SPLIT_IRQCHIP): PIC and IOAPIC are in the VMM. The first GSIs of the routing table stand
+//! for the pins of the VMM's IOAPIC, and the EOI of a level-triggered one must be passed on to it.
 
 use super::Irqchip;
 use crate::routing::Route;
 use crate::{Eoi, Lapic, LapicIrq, dest};
 
 impl Irqchip {
-    /// The level-triggered messages of the VMM's IOAPIC with so many pins.
+    /// Yields the level-triggered messages of the VMM's IOAPIC, which has `nr_pins` pins.
     fn user_pins(&self, nr_pins: u32) -> impl Iterator<Item = LapicIrq> {
         let entries = self.routing.entries().iter();
         entries
@@ -19,7 +18,7 @@ impl Irqchip {
             .filter(|irq| irq.level_triggered)
     }
 
-    /// Vectors whose EOI the VMM's IOAPIC may wait for, a bit each.
+    /// Returns the vectors whose EOI the VMM's IOAPIC may wait for, a bit each.
     pub fn user_vectors(&self, nr_pins: u32) -> [u64; 4] {
         let mut words = [0u64; 4];
         for irq in self.user_pins(nr_pins) {
@@ -28,9 +27,8 @@ impl Irqchip {
         words
     }
 
-    /// True if the VMM has to hear of this end of an interrupt of `lapic`: a pin sends the vector
-    /// to this LAPIC, or did when the interrupt began. Whether the guest suppresses EOI broadcasts
-    /// makes no difference, as in KVM.
+    /// True if the VMM must be told of this end of an interrupt of `lapic`: a pin sends the vector to this LAPIC, or
+    /// did so when the interrupt began. As in KVM, it makes no difference whether the guest suppresses EOI broadcasts.
     pub fn user_waits(&self, nr_pins: u32, lapic: &Lapic, eoi: Eoi) -> bool {
         self.user_pins(nr_pins)
             .any(|irq| irq.vector == eoi.vector && (eoi.level || dest::matches(lapic, &irq, None)))

@@ -3,7 +3,7 @@
 use super::*;
 use crate::{Accepted, Entry, Lapic, LapicConfig, Now, routing::RouteRules};
 
-/// LAPICs that note what they were notified of.
+/// LAPICs that record their notifications.
 struct Set {
     lapics: Vec<Lapic>,
     notified: Vec<(usize, Accepted)>,
@@ -23,7 +23,7 @@ impl LapicSet for Set {
 
 const NS: Now = Now::from_ns(0);
 
-/// `nr` enabled xAPICs, each with its bit in a flat logical destination.
+/// Returns `nr` enabled xAPICs, each with its bit in a flat logical destination.
 fn lapics(nr: u32) -> Set {
     let lapics = (0..nr)
         .map(|vcpu_id| {
@@ -142,7 +142,7 @@ fn pit_tick_reaches_pic_and_ioapic_and_is_reinjected() {
     assert_eq!(ticks, 3);
 }
 
-/// A kernel unmasks the timer long after the firmware left it running.
+/// A kernel unmasks the timer's interrupt long after the firmware left the timer running.
 #[test]
 fn ticks_lost_to_a_mask_do_not_stop_the_pit() {
     let pit = || {
@@ -184,7 +184,7 @@ fn ticks_lost_to_a_mask_do_not_stop_the_pit() {
 
 #[test]
 fn ipi_destinations() {
-    // ICR low word, destination, who gets it (sender is 1)
+    // Low word of the ICR, destination, receivers (the sender is 1)
     for (low, dest, want) in [
         (0x41, 2, vec![2]),
         (0x41, 0xff, vec![0, 1, 2, 3]),

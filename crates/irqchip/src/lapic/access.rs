@@ -1,7 +1,6 @@
-//! How the guest reaches the registers: the xAPIC page and the x2APIC MSRs.
+//! The guest's access to the registers: the xAPIC page and the x2APIC MSRs.
 //!
-//! Each write returns an [`Action`]: what the vCPU has to do once it has
-//! dropped the LAPIC's lock.
+//! Each write returns an [`Action`]: what the vCPU must do once it has dropped the LAPIC's lock.
 
 use super::spec::{self, lvt, reg, spiv};
 use super::{Accepted, Lapic, icr};
@@ -10,22 +9,22 @@ use crate::{LapicIrq, Now, Shorthand};
 /// End of an interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Eoi {
-    /// Which one.
+    /// The interrupt's vector.
     pub vector: u8,
-    /// It was level-triggered (TMR).
+    /// The interrupt was level-triggered (TMR).
     pub level: bool,
-    /// IOAPICs are to be told: level-triggered and not suppressed.
+    /// IOAPICs must be told: the interrupt was level-triggered, and the broadcast is not suppressed.
     pub broadcast: bool,
-    /// Hyper-V's synthetic sources that have the vector, a bit each.
+    /// Hyper-V's synthetic sources that use the vector, a bit each.
     pub sints: u16,
 }
 
-/// What follows from a register write.
+/// What the vCPU must do after a register write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Nothing.
     None,
-    /// The APIC id may be another one than the vCPU's.
+    /// The APIC id may differ from the vCPU's id now.
     Renumbered,
     /// Priorities or requests changed: ask [`Lapic::pending`] again.
     Recheck,
@@ -37,13 +36,13 @@ pub enum Action {
     Eoi(Eoi),
 }
 
-/// An access that a register or mode does not allow: #GP for an MSR.
+/// The register or the mode does not allow the access: #GP for an MSR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidAccess;
 
 impl Lapic {
-    /// Whether reading or writing the register at `offset` of the page asks for the time; others can be
-    /// given any.
+    /// True if reading or writing the register at `offset` of the page depends on the time. For others any time may be
+    /// given.
     pub const fn is_timed(offset: u64) -> bool {
         matches!((offset >> 4) as usize, reg::TMCCT | reg::TMICT | reg::TDCR)
     }
@@ -53,11 +52,10 @@ impl Lapic {
         Self::is_timed((index.wrapping_sub(spec::MSR_BASE) as u64) << 4)
     }
 
-    /// Reads from the register page; `offset` is below 4096. `None` means that
-    /// the LAPIC is not there for MMIO and the bus answers all ones (KVM's
-    /// "MMIO hole": globally disabled or in x2APIC mode).
+    /// Reads from the register page; `offset` is below 4096. `None` means that the LAPIC does not answer MMIO, so the
+    /// bus gives all ones (KVM's "MMIO hole": globally disabled, or in x2APIC mode).
     ///
-    /// A read must not cross an aligned word; KVM answers 0 to others.
+    /// A read that crosses an aligned word gives 0, as in KVM.
     pub fn mmio_read(&self, offset: u64, size: u8, now: Now) -> Option<u64> {
         if !self.is_enabled() || self.is_x2apic() {
             return None;
@@ -71,7 +69,7 @@ impl Lapic {
         Some(u64::from(value) >> (at * 8) & mask)
     }
 
-    /// Writes to the register page. Only aligned 32-bit writes count.
+    /// Writes to the register page. Only aligned 32-bit writes have an effect.
     pub fn mmio_write(&mut self, offset: u64, size: u8, value: u32, now: Now) -> Action {
         if !self.is_enabled() || self.is_x2apic() || size != 4 || offset & 0xf != 0 {
             return Action::None;
@@ -80,12 +78,12 @@ impl Lapic {
             .unwrap_or(Action::None)
     }
 
-    /// Reads a register ([`reg`]) by other means than the page (Hyper-V's MSRs).
+    /// Reads a register ([`reg`]) by other means than the page, as Hyper-V's MSRs do.
     pub fn register(&self, r: usize, now: Now) -> Option<u32> {
         self.read(r, now)
     }
 
-    /// Writes one so; `None` if there is none to write in this mode.
+    /// Writes a register by other means than the page; `None` if the mode has no such register to write.
     pub fn set_register(&mut self, r: usize, value: u32, now: Now) -> Option<Action> {
         self.write(r, value, now)
     }
@@ -128,7 +126,7 @@ impl Lapic {
         }
     }
 
-    /// `None`: there is no such register to read in this mode.
+    /// Returns `None` if the mode has no such register to read.
     fn read(&self, r: usize, now: Now) -> Option<u32> {
         let x2apic = self.is_x2apic();
         match r {
@@ -151,7 +149,7 @@ impl Lapic {
         }
     }
 
-    /// `None`: there is no such register to write in this mode.
+    /// Returns `None` if the mode has no such register to write.
     fn write(&mut self, r: usize, value: u32, now: Now) -> Option<Action> {
         let x2apic = self.is_x2apic();
         Some(match r {
@@ -208,7 +206,7 @@ impl Lapic {
         let low = low & !spec::icr::BUSY;
         self.set(reg::ICR, low);
         let irq = icr::decode(low, self.get(reg::ICR2), self.is_x2apic());
-        // The commonest IPI to oneself needs nobody else.
+        // The most frequent IPI to oneself concerns no other LAPIC.
         if irq.shorthand == Shorthand::ToSelf
             && matches!(
                 self.accept(&irq),

@@ -3,8 +3,8 @@
 use super::spec::icr;
 use crate::{DeliveryMode, LapicIrq, Shorthand};
 
-/// The message that an ICR value sends. `high` is the high word: the
-/// destination is all of it in x2APIC mode and its top byte in xAPIC mode.
+/// Returns the message that an ICR value sends. In x2APIC mode all of `high`, the high word, is the destination; in
+/// xAPIC mode only its top byte is.
 pub(super) const fn decode(low: u32, high: u32, x2apic: bool) -> LapicIrq {
     LapicIrq {
         dest: if x2apic { high } else { high >> 24 },

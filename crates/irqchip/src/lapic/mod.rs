@@ -1,12 +1,10 @@
 //! The local APIC (SDM vol. 3, chapter 11), xAPIC and x2APIC, as KVM has it.
 //!
-//! One per vCPU. The vCPU asks [`Lapic::pending`] and [`Lapic::ack`]s; messages
-//! from elsewhere come through [`Lapic::accept`]. Registers are kept as the
-//! 64 words of the register page, so that save and restore are a copy.
+//! There is one per vCPU. The vCPU calls [`Lapic::pending`] and [`Lapic::ack`]; messages from elsewhere come through
+//! [`Lapic::accept`]. Registers are kept as the 64 words of the register page, so that save and restore are copies.
 //!
-//! Invariants: a vector is delivered only if its class is above PPR's, hence
-//! the vectors in service have distinct classes unless the guest lowers none
-//! of them out of order; `PPR = max(TPR, highest ISR class)`.
+//! Invariants: a vector is delivered only if its class is above PPR's. Hence the vectors in service have distinct
+//! classes, unless the guest ends them out of order; `PPR = max(TPR, highest ISR class)`.
 //!
 //! DEVIATION: as in KVM the error status register never records an error
 //! (illegal vectors and registers are silently dropped).
@@ -27,7 +25,7 @@ use sints::Sints;
 use spec::{apic_base, lvt, reg, spiv};
 use timer::Timer;
 
-/// What does not change while the vCPU runs: its identity and what CPUID says.
+/// The LAPIC's identity and what CPUID says: nothing here changes while the vCPU runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LapicConfig {
     /// vCPU id: the initial xAPIC id and the fixed x2APIC id.
@@ -46,11 +44,11 @@ pub struct LapicConfig {
     pub maxphyaddr: u8,
     /// KVM_X86_QUIRK_LINT0_REENABLED: the BSP starts with LINT0 = ExtINT.
     pub lint0_reenabled: bool,
-    /// Device messages to 0xff reach x2APICs (off with KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK).
+    /// Device messages to 0xff reach x2APICs (not with KVM_X2APIC_API_DISABLE_BROADCAST_QUIRK).
     pub broadcast_quirk: bool,
-    /// The interrupt of a performance counter masks its own entry: Intel's does, AMD's does not.
+    /// The interrupt of a performance counter masks its own LVT entry: Intel's does, AMD's does not.
     pub masks_pmi: bool,
-    /// Nanoseconds of the timer's undivided tick (KVM_CAP_X86_APIC_BUS_CYCLES_NS).
+    /// Nanoseconds of the timer's tick before division (KVM_CAP_X86_APIC_BUS_CYCLES_NS).
     pub ns_per_tick: u64,
 }
 
@@ -73,10 +71,10 @@ impl Default for LapicConfig {
     }
 }
 
-/// What a LAPIC made of a message.
+/// The outcome of a message at a LAPIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Accepted {
-    /// Nothing: disabled, or a de-assert.
+    /// No effect: the LAPIC is disabled, or the message is a de-assert.
     Ignored,
     /// The vector was already requested.
     Coalesced,
@@ -102,7 +100,7 @@ pub struct Lapic {
     /// The register page, one word for each 16 bytes. IRR, ISR and TMR live here.
     regs: [u32; spec::NR_REGS],
     timer: Timer,
-    /// Neither a reset nor INIT concerns them.
+    /// Hyper-V's synthetic sources, which neither a reset nor INIT changes.
     sints: Sints,
 }
 
@@ -129,7 +127,7 @@ impl Lapic {
         self.init();
     }
 
-    /// INIT: everything but the id, the base and the mode (SDM vol. 3, 11.4.7.3).
+    /// INIT: resets everything except the id, the base and the mode (SDM vol. 3, 11.4.7.3).
     pub fn init(&mut self) {
         let id = self.get(reg::ID);
         self.regs = [0; spec::NR_REGS];
@@ -192,8 +190,8 @@ impl Lapic {
         }
     }
 
-    /// Writes IA32_APIC_BASE. A guest's write follows the mode graph of SDM
-    /// vol. 3, figure 11-27; the VMM's (`host`) may enter any valid mode.
+    /// Writes IA32_APIC_BASE. A guest's write follows the mode graph of SDM vol. 3, figure 11-27; the VMM (`host`) may
+    /// enter any valid mode.
     pub fn set_apic_base(&mut self, value: u64, host: bool) -> Result<Action, InvalidAccess> {
         let mut reserved = apic_base::RESERVED | u64::MAX << self.config.maxphyaddr.min(52);
         if !self.config.x2apic {
@@ -214,7 +212,7 @@ impl Lapic {
             if new == apic_base::MODE {
                 self.load_x2apic_id();
             } else if new == apic_base::ENABLE {
-                // From x2APIC mode only the VMM comes here at once.
+                // Only the VMM comes here directly from x2APIC mode.
                 self.set(reg::ID, self.config.vcpu_id << 24);
             }
         }
@@ -225,7 +223,7 @@ impl Lapic {
         })
     }
 
-    /// Takes a message that [`crate::dest::matches`] said is for this LAPIC.
+    /// Takes a message for which [`crate::dest::matches`] has returned true.
     pub fn accept(&mut self, irq: &LapicIrq) -> Accepted {
         match irq.mode {
             DeliveryMode::Fixed | DeliveryMode::LowestPriority => {
@@ -243,19 +241,19 @@ impl Lapic {
             DeliveryMode::Smi => Accepted::Smi,
             DeliveryMode::Nmi => Accepted::Nmi,
             DeliveryMode::RemoteRead => Accepted::Unhalt,
-            // The INIT level de-assert of old IPI sequences does nothing.
+            // The INIT level de-assert of old IPI sequences has no effect.
             DeliveryMode::Init if irq.level_triggered && !irq.assert => Accepted::Ignored,
             DeliveryMode::Init => Accepted::Init,
             DeliveryMode::Sipi => Accepted::Sipi(irq.vector),
-            // The PIC's output is asked for when the vCPU injects, not sent.
+            // The vCPU asks for the PIC's output when it injects; the output is not sent as a message.
             DeliveryMode::ExtInt => Accepted::Ignored,
         }
     }
 
-    /// Requests a vector; true if it was not requested before.
+    /// Requests a vector; returns true if it was not requested before.
     ///
-    /// Requests are accepted whatever the enable bits say: [`Self::accept`] has
-    /// looked at those. Vectors below 16 are as good as any other, as in KVM.
+    /// The enable bits are not considered here, because [`Self::accept`] has checked them. As in KVM, vectors below 16
+    /// are treated like any other.
     pub fn set_irq(&mut self, vector: u8, level_triggered: bool) -> bool {
         let newly = !self.test_bit(reg::IRR, vector);
         self.set_bit(reg::TMR, vector, level_triggered);
@@ -263,8 +261,8 @@ impl Lapic {
         newly
     }
 
-    /// The vector that would be delivered now: the highest requested one, if
-    /// its priority class is above the processor priority.
+    /// Returns the vector that would be delivered now: the highest requested one, if its priority class is above the
+    /// processor priority.
     #[inline]
     pub fn pending(&self) -> Option<u8> {
         let irr = self.highest(reg::IRR)?;
@@ -280,7 +278,7 @@ impl Lapic {
         self.highest(reg::ISR)
     }
 
-    /// The vCPU takes `vector`, which [`Self::pending`] has returned.
+    /// Puts `vector`, which [`Self::pending`] has returned, into service.
     pub fn ack(&mut self, vector: u8) {
         self.set_bit(reg::IRR, vector, false);
         if !self.sints.is_auto_eoi(vector) {
@@ -288,7 +286,7 @@ impl Lapic {
         }
     }
 
-    /// End of interrupt: `None` if nothing was in service.
+    /// Ends the interrupt in service; `None` if there is none.
     pub fn eoi(&mut self) -> Option<Eoi> {
         let vector = self.highest(reg::ISR)?;
         self.set_bit(reg::ISR, vector, false);
@@ -301,9 +299,9 @@ impl Lapic {
         })
     }
 
-    /// For PV EOI: the vector in service whose EOI the guest may do by clearing
-    /// a bit in memory, because neither another interrupt nor a chip waits for
-    /// it, nor a synthetic source. `chip_waits` is whether an IOAPIC pin (or a notifier) has the vector.
+    /// Returns the vector in service whose EOI the guest may do by clearing a bit in memory (PV EOI). There is one if
+    /// neither another interrupt, nor a chip, nor a synthetic source waits for the EOI. `chip_waits` says whether an
+    /// IOAPIC pin (or a notifier) uses a vector.
     pub fn pv_eoi_candidate(&self, chip_waits: impl FnOnce(u8) -> bool) -> Option<u8> {
         if self.highest(reg::IRR).is_some() {
             return None;
@@ -317,7 +315,7 @@ impl Lapic {
     pub fn tpr(&self) -> u8 {
         self.get(reg::TASKPRI) as u8
     }
-    /// Sets it, all bits.
+    /// Sets the task priority, all 8 bits.
     pub fn set_tpr(&mut self, value: u8) {
         self.set(reg::TASKPRI, u32::from(value));
     }
@@ -325,7 +323,7 @@ impl Lapic {
     pub fn cr8(&self) -> u8 {
         self.tpr() >> 4
     }
-    /// MOV to CR8; only the low four bits count.
+    /// Sets the task priority as MOV to CR8 does; only the low four bits are used.
     pub fn set_cr8(&mut self, value: u8) {
         self.set(reg::TASKPRI, u32::from(value & 0xf) << 4);
     }
@@ -341,14 +339,14 @@ impl Lapic {
         }
     }
 
-    /// True if this LAPIC lets the PIC's INTR through to the vCPU: disabled, or
-    /// LINT0 is an unmasked ExtINT (virtual wire).
+    /// True if this LAPIC passes the PIC's INTR on to the vCPU: it is disabled, or LINT0 is an unmasked ExtINT (virtual
+    /// wire).
     pub fn accepts_pic(&self) -> bool {
         let lvt0 = self.get(reg::LVT0);
         !self.is_enabled() || lvt0 & lvt::MASKED == 0 && lvt_mode(lvt0) == DeliveryMode::ExtInt
     }
 
-    /// A pulse on LINT0 or LINT1, or an event of the CPU itself.
+    /// Handles a pulse on LINT0 or LINT1, or an event of the CPU itself.
     pub fn local(&mut self, source: LocalSource) -> Accepted {
         let r = match source {
             LocalSource::Lint0 => reg::LVT0,
@@ -379,14 +377,14 @@ impl Lapic {
         accepted
     }
 
-    /// Does a physical destination name this LAPIC?
+    /// True if a physical destination names this LAPIC.
     pub(crate) fn matches_physical(&self, dest: u32) -> bool {
         if dest == self.broadcast_id() {
             return true;
         }
-        // KVM lets an id that xAPIC mode cannot hold be used before x2APIC is
-        // switched on, so that vCPUs above 254 can be started; what is left of it in 8 bits
-        // is another vCPU's. DEVIATION: KVM finds it by that if there is no other.
+        // In KVM an id that xAPIC mode cannot hold may be used before x2APIC is switched on, so that vCPUs above 254
+        // can be started. The low 8 bits of that id belong to another vCPU. DEVIATION: KVM finds the LAPIC by the low 8
+        // bits if no other one has them.
         if self.has_cut_id() {
             dest == self.config.vcpu_id
         } else {
@@ -394,18 +392,18 @@ impl Lapic {
         }
     }
 
-    /// In xAPIC mode with the low 8 bits of an id that has more.
+    /// True if the LAPIC is in xAPIC mode and its id register has only the low 8 bits of the vCPU's id.
     fn has_cut_id(&self) -> bool {
         let id = self.config.vcpu_id;
         id > 0xff && !self.is_x2apic() && self.id() == id & 0xff
     }
 
-    /// It is the one that its vCPU's id names.
+    /// True if the id is the vCPU's id, or has its low 8 bits in xAPIC mode.
     pub fn has_own_id(&self) -> bool {
         self.id() == self.config.vcpu_id || self.has_cut_id()
     }
 
-    /// Does a logical destination name this LAPIC (SDM vol. 3, 11.6.2.2, 11.12.9)?
+    /// True if a logical destination names this LAPIC (SDM vol. 3, 11.6.2.2, 11.12.9).
     pub(crate) fn matches_logical(&self, dest: u32) -> bool {
         if dest == self.broadcast_id() {
             return true;
@@ -469,7 +467,7 @@ impl Lapic {
             *word &= !bit;
         }
     }
-    /// The highest vector set in one of the 256-bit registers.
+    /// Returns the highest vector that is set in one of the 256-bit registers.
     #[inline]
     fn highest(&self, base: usize) -> Option<u8> {
         (0..8u32).rev().find_map(|i| {
@@ -494,7 +492,7 @@ pub enum LocalSource {
     Timer,
 }
 
-/// The x2APIC logical id: cluster and one bit in it (SDM vol. 3, 11.12.10.2).
+/// Returns the x2APIC logical id: a cluster, and one bit in it (SDM vol. 3, 11.12.10.2).
 const fn x2apic_ldr(id: u32) -> u32 {
     id >> 4 << 16 | 1 << (id & 0xf)
 }

@@ -1,27 +1,27 @@
-//! Hyper-V's synthetic interrupt sources as a LAPIC knows them (Hypervisor Top-Level Functional
-//! Specification, "Synthetic Interrupt Controller"): a vector each, which may end by itself.
+//! Hyper-V's synthetic interrupt sources, as far as a LAPIC knows them (Hypervisor Top-Level Functional Specification,
+//! "Synthetic Interrupt Controller"): each has a vector, which may end automatically.
 //!
-//! Invariant: the two sets of vectors are those of the sources that are not masked.
+//! Invariant: the two sets of vectors are those of the unmasked sources.
 
 use super::{Accepted, Lapic};
 use crate::{DeliveryMode, LapicIrq};
 
-/// Sources of a processor.
+/// Number of sources of a processor.
 pub const NR_SINTS: usize = 16;
 
 /// Bits of HV_X64_MSR_SINTx; the lowest eight are the vector.
 const MASKED: u64 = 1 << 16;
 const AUTO_EOI: u64 = 1 << 17;
-/// Vectors below belong to the processor.
+/// Lowest vector of a source; those below belong to the processor.
 const LOWEST: u8 = 16;
 
 /// HV_X64_MSR_SINT0 to SINT15.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sints {
     values: [u64; NR_SINTS],
-    /// Vectors of a source.
+    /// Vectors of unmasked sources, a bit each.
     connected: [u64; 4],
-    /// Those that end when they are taken.
+    /// Vectors that end automatically when they are taken.
     auto_eoi: [u64; 4],
 }
 
@@ -48,15 +48,15 @@ const fn has(set: &[u64; 4], vector: u8) -> bool {
 }
 
 impl Sints {
-    /// The vector is a source's.
+    /// True if an unmasked source has the vector.
     pub(super) const fn is_connected(&self, vector: u8) -> bool {
         has(&self.connected, vector)
     }
-    /// It is never in service.
+    /// True if the vector ends automatically, and so is never in service.
     pub(super) const fn is_auto_eoi(&self, vector: u8) -> bool {
         has(&self.auto_eoi, vector)
     }
-    /// The sources that have it, a bit each.
+    /// Returns the sources that have the vector, a bit each.
     pub(super) fn of(&self, vector: u8) -> u16 {
         if !self.is_connected(vector) {
             return 0;
@@ -84,11 +84,11 @@ impl Sints {
 }
 
 impl Lapic {
-    /// HV_X64_MSR_SINTx.
+    /// Returns HV_X64_MSR_SINTx.
     pub fn sint(&self, sint: usize) -> Option<u64> {
         self.sints.values.get(sint).copied()
     }
-    /// Sets it; false for a vector of the processor's own, which only the VMM (`host`) sets.
+    /// Sets HV_X64_MSR_SINTx. False for a vector that belongs to the processor, which only the VMM (`host`) may set.
     pub fn set_sint(&mut self, sint: usize, value: u64, host: bool) -> bool {
         let is_good = host || vector_of(value).is_none_or(|vector| vector >= LOWEST);
         if is_good {
@@ -96,7 +96,7 @@ impl Lapic {
         }
         is_good
     }
-    /// The source interrupts, unless it is masked.
+    /// Raises the source's interrupt, unless the source is masked.
     pub fn raise_sint(&mut self, sint: usize) -> Accepted {
         let vector = self.sint(sint).and_then(vector_of);
         let Some(vector) = vector.filter(|v| *v >= LOWEST && self.is_enabled()) else {

@@ -3,7 +3,7 @@
 //! Registers are numbered by their MMIO offset divided by 16, which is also
 //! their x2APIC MSR number less 0x800.
 
-/// Words in the register page that exist.
+/// Number of words that exist in the register page.
 pub const NR_REGS: usize = 64;
 /// Reset address of the register page.
 pub const DEFAULT_BASE: u64 = 0xfee0_0000;
@@ -13,7 +13,7 @@ pub const MMIO_LEN: u64 = 0x1000;
 pub(super) const VERSION: u32 = 0x14;
 /// Version register: EOI broadcasts can be suppressed.
 pub(super) const VERSION_DIRECTED_EOI: u32 = 1 << 24;
-/// What KVM makes of a bus tick: 1 GHz.
+/// Nanoseconds of a bus tick, as KVM defines it: 1 GHz.
 pub(super) const NS_PER_TICK: u64 = 1;
 /// Shortest period of a periodic timer (KVM's `min_timer_period_us`).
 pub(super) const MIN_PERIOD_NS: u64 = 200_000;
@@ -86,9 +86,9 @@ pub(super) mod lvt {
     pub(crate) const REMOTE_IRR: u32 = 1 << 14;
     pub(crate) const LEVEL: u32 = 1 << 15;
     pub(crate) const MASKED: u32 = 1 << 16;
-    /// Writable in each entry.
+    /// Bits that are writable in each entry.
     pub(crate) const ANY: u32 = 0xff | SEND_PENDING | MASKED;
-    /// Writable in LINT0 and LINT1.
+    /// Bits that are writable in LINT0 and LINT1.
     pub(crate) const LINT: u32 = ANY | MODE | POLARITY | REMOTE_IRR | LEVEL;
 
     pub(crate) const TIMER_PERIODIC: u32 = 1 << 17;

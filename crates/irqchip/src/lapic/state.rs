@@ -1,7 +1,7 @@
 //! Save and restore: KVM_GET_LAPIC and KVM_SET_LAPIC.
 //!
-//! IA32_APIC_BASE and IA32_TSC_DEADLINE are not in the register page; they
-//! travel as MSRs, and IA32_APIC_BASE has to be set first.
+//! IA32_APIC_BASE and IA32_TSC_DEADLINE are not in the register page. They are saved as MSRs, and IA32_APIC_BASE must
+//! be restored first.
 
 use super::spec::{NR_REGS, reg};
 use super::{Lapic, x2apic_ldr};
@@ -75,7 +75,7 @@ impl Lapic {
         if self.is_x2apic() {
             let expected = self.config.vcpu_id;
             if !x2apic_format {
-                // Read-only: what the state says does not count.
+                // The id is read-only in x2APIC mode, so the state's is not used.
                 id = expected;
             } else if id != expected {
                 let found = id;

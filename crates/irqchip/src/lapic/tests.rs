@@ -10,7 +10,7 @@ fn at(ns: u64) -> Now {
     Now::from_ns(ns)
 }
 
-/// Software-enabled, in xAPIC mode.
+/// Returns a software-enabled LAPIC in xAPIC mode.
 fn lapic(vcpu_id: u32) -> Lapic {
     let mut l = Lapic::new(LapicConfig {
         vcpu_id,
@@ -85,7 +85,7 @@ fn mode_transitions() {
         l.set_apic_base(from, true).unwrap();
         assert_eq!(l.set_apic_base(to, false).is_ok(), ok, "{from:#x} {to:#x}");
     }
-    // From x2APIC mode the VMM may go back at once, and the id is an xAPIC's again.
+    // From x2APIC mode the VMM may return directly, and the id is then an xAPIC's again.
     let mut l = lapic(1);
     for (base, id) in [(X2, 1), (X, 1 << 24)] {
         l.set_apic_base(base, true).unwrap();
@@ -195,7 +195,7 @@ fn icr_forms() {
 
 #[test]
 fn priorities() {
-    // TPR, in service, requested → PPR, delivered?
+    // TPR, in service, requested → PPR, delivered
     for (tpr, isr, irr, ppr, delivered) in [
         (0x00, None, 0x31, 0x00, true),
         (0x2f, None, 0x31, 0x2f, true),
@@ -559,8 +559,8 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
-    /// Against a model of sets: nothing is lost, nothing comes twice, and what
-    /// is in service has ascending classes.
+    /// Compares with a model of sets: no interrupt is lost, none comes twice, and the classes of those in service
+    /// ascend.
     #[test]
     fn interrupts_are_neither_lost_nor_doubled(ops in prop::collection::vec(op(), 0..300)) {
         let mut l = lapic(0);
@@ -583,7 +583,7 @@ proptest! {
                     in_service.push(v);
                 },
                 Op::Eoi => prop_assert_eq!(l.eoi().map(|e| e.vector), in_service.pop()),
-                // EOI and ICR would change the model; TPR, LVTs, timer and nonsense do not.
+                // Writes of EOI and ICR would change the model; those of TPR, LVTs, timer and invalid registers do not.
                 Op::Write(0xb0 | 0x300, _) => {}
                 Op::Write(offset, value) => { l.mmio_write(offset, 4, value, now); }
                 Op::Advance(ns) => {

@@ -1,7 +1,7 @@
 //! The LAPIC timer: one-shot, periodic, TSC-deadline (SDM vol. 3, 11.5.4).
 //!
-//! Nothing ticks. The timer knows when it expires; the caller arms whatever it
-//! has for [`Lapic::timer_deadline`] and calls [`Lapic::timer_fire`].
+//! Nothing ticks: the timer knows when it expires. The caller arms a timer of its own for [`Lapic::timer_deadline`] and
+//! calls [`Lapic::timer_fire`].
 
 use super::spec::{self, lvt, reg};
 use super::{Accepted, Action, Lapic, LocalSource};
@@ -36,7 +36,7 @@ const fn mode(lvtt: u32) -> Mode {
 }
 
 impl Lapic {
-    /// When to call [`Self::timer_fire`], on the ns clock; may be in the past.
+    /// Returns when to call [`Self::timer_fire`], on the ns clock. The time may be in the past.
     pub fn timer_deadline(&self, now: Now) -> Option<u64> {
         if self.timer.tsc_deadline != 0 {
             now.ns_at_tsc(self.timer.tsc_deadline)
@@ -45,8 +45,8 @@ impl Lapic {
         }
     }
 
-    /// If the timer has expired: requests its vector and, if periodic, sets the
-    /// next expiry. Periods that were missed entirely are one interrupt.
+    /// If the timer has expired, requests its vector and, in periodic mode, sets the next expiry. Periods that were
+    /// missed entirely are one interrupt.
     pub fn timer_fire(&mut self, now: Now) -> Accepted {
         if self.timer.tsc_deadline != 0 {
             if now.tsc < self.timer.tsc_deadline {
@@ -74,8 +74,8 @@ impl Lapic {
         self.timer.tsc_deadline
     }
 
-    /// Writes IA32_TSC_DEADLINE: ignored in other timer modes (SDM vol. 3,
-    /// 11.5.4.1), 0 disarms, a time that has passed fires at once.
+    /// Writes IA32_TSC_DEADLINE. Ignored in other timer modes (SDM vol. 3, 11.5.4.1); 0 disarms the timer, and a time
+    /// that has passed fires at once.
     pub fn set_tsc_deadline(&mut self, value: u64) -> Action {
         if !self.is_enabled() || mode(self.get(reg::LVTT)) != Mode::TscDeadline {
             return Action::None;
@@ -84,7 +84,7 @@ impl Lapic {
         Action::Timer
     }
 
-    /// The current count.
+    /// Returns the current count.
     pub(super) fn current_count(&self, now: Now) -> u32 {
         let (Some(target), Some(divisor)) = (
             self.timer.target_ns,
@@ -99,7 +99,7 @@ impl Lapic {
         u32::try_from(left / divisor).unwrap_or(u32::MAX)
     }
 
-    /// The initial count was written.
+    /// Handles a write of the initial count.
     pub(super) fn write_initial_count(&mut self, value: u32, now: Now) -> Action {
         if mode(self.get(reg::LVTT)) == Mode::TscDeadline {
             return Action::None;
@@ -112,7 +112,7 @@ impl Lapic {
         Action::Timer
     }
 
-    /// LVTT was written: changing to or from TSC-deadline mode disarms.
+    /// Handles a write of LVTT: a change to or from TSC-deadline mode disarms the timer.
     pub(super) fn write_lvtt(&mut self, value: u32) -> Action {
         let old = mode(self.get(reg::LVTT));
         self.set(reg::LVTT, value);
@@ -129,7 +129,7 @@ impl Lapic {
         Action::Timer
     }
 
-    /// The divider was written: what is left of the count runs at the new rate.
+    /// Handles a write of the divider: the remaining count runs at the new rate.
     pub(super) fn write_divide(&mut self, value: u32, now: Now) -> Action {
         let left = self.current_count(now);
         let old = self.ns_per_count();
@@ -144,7 +144,7 @@ impl Lapic {
         Action::Timer
     }
 
-    /// Restart after a restore, with the current count that was saved.
+    /// Restarts the timer after a restore, from the current count that was saved.
     pub(super) fn restore_timer(&mut self, current: u32, now: Now) {
         self.timer = Timer::default();
         let initial = self.get(reg::TMICT);
@@ -152,13 +152,13 @@ impl Lapic {
             return;
         }
         self.timer.period_ns = self.period(initial);
-        // QEMU saves no current count. KVM then begins a new period, and has a one-shot timer
-        // fire at once, which a guest that waits for it needs.
+        // QEMU saves no current count. KVM then begins a new period, and fires a one-shot timer at once, which a guest
+        // that waits for it needs.
         let left = match (current, mode(self.get(reg::LVTT))) {
             (0, Mode::Periodic) => self.timer.period_ns,
             _ => u64::from(current).saturating_mul(self.ns_per_count()),
         };
-        // A count above the initial one cannot have been saved by anyone.
+        // The current count cannot exceed the initial one; a state with a larger one was not saved from a LAPIC.
         let left = left.min(self.timer.period_ns);
         self.timer.target_ns = now.ns.checked_add(left);
     }
@@ -172,11 +172,11 @@ impl Lapic {
         }
     }
 
-    /// SDM vol. 3, figure 11-10: 0 to 6 are 2 to 128, 7 is 1.
+    /// Returns nanoseconds per count (SDM vol. 3, figure 11-10: values 0 to 6 divide by 2 to 128, 7 by 1).
     fn ns_per_count(&self) -> u64 {
         let v = self.get(reg::TDCR);
         let shift = ((v & 3 | (v & 8) >> 1) + 1) & 7;
-        // KVM_ENABLE_CAP sees to it that a count of 32 bits does not overflow.
+        // KVM_ENABLE_CAP limits the tick, so that a count of 32 bits does not overflow.
         self.config.ns_per_tick << shift
     }
 }

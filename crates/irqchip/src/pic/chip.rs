@@ -65,7 +65,7 @@ impl Chip {
         self.state
     }
     pub(super) fn restore(&mut self, state: &PicState) {
-        // Also the mask of ELCR, which KVM takes from the VMM.
+        // The mask of ELCR is restored as well: KVM takes it from the VMM.
         self.state = PicState {
             priority_add: state.priority_add & 7,
             ..*state
@@ -97,7 +97,7 @@ impl Chip {
         }
     }
 
-    /// Priority of the most urgent input in `mask`, 0 the highest, 8 if none.
+    /// Returns the priority of the most urgent input in `mask`: 0 is the highest, 8 means that there is none.
     fn priority(&self, mask: u8) -> u32 {
         mask.rotate_right(u32::from(self.state.priority_add))
             .trailing_zeros()
@@ -106,7 +106,7 @@ impl Chip {
         ((priority + u32::from(self.state.priority_add)) & 7) as u8
     }
 
-    /// The input that would be acknowledged now.
+    /// Returns the input that would be acknowledged now.
     pub(super) fn pending(&self, master: bool) -> Option<u8> {
         let s = &self.state;
         let wanted = self.priority(s.irr & !s.imr);
@@ -114,7 +114,7 @@ impl Chip {
         if s.special_mask != 0 {
             in_service &= !s.imr;
         }
-        // Special fully nested: the slave may interrupt its own handler.
+        // In special fully nested mode the slave may interrupt its own handler.
         if s.special_fully_nested_mode != 0 && master {
             in_service &= !(1 << super::spec::CASCADE);
         }
@@ -139,7 +139,7 @@ impl Chip {
         self.end(bit)
     }
 
-    /// The slave was polled: the cascade input is neither requested nor in service.
+    /// Ends the cascade input after a poll of the slave: it is neither requested nor in service.
     pub(super) const fn finish_cascade(&mut self, irq: u8) {
         let bit = 1u8 << (irq & 7);
         self.state.isr &= !bit;
@@ -152,15 +152,14 @@ impl Chip {
         ended
     }
 
-    /// Reads a port: the value, and for a poll the inputs that ended.
+    /// Reads a port. Returns the value and, for a poll, the inputs whose interrupt ended.
     pub(super) fn read(&mut self, odd: bool, master: bool) -> (u8, Option<u8>) {
         if self.state.poll != 0 {
             self.state.poll = 0;
             return match self.pending(master) {
                 Some(irq) => {
                     let mut ended = self.intack(irq);
-                    // KVM ends a polled interrupt at once; guests that poll
-                    // follow with an EOI, which then has nothing to do.
+                    // KVM ends a polled interrupt at once. The EOI that polling guests send afterwards has no effect.
                     ended |= self.end(1 << irq);
                     (0x80 | irq, Some(ended))
                 }
@@ -193,8 +192,7 @@ impl Chip {
 
     fn begin_init(&mut self, icw1: u8) -> u8 {
         let s = &mut self.state;
-        // Edge requests and interrupts in service are forgotten: whoever waits
-        // for their end must learn of it.
+        // Edge requests and interrupts in service are dropped. Devices that wait for their end must be told.
         let ended = (s.irr & !s.elcr) | s.isr;
         s.init4 = icw1 & spec::ICW1_NEEDS_ICW4;
         s.last_irr = 0;

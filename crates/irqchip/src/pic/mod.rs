@@ -1,9 +1,8 @@
 //! The pair of 8259A interrupt controllers of a PC (Intel 8259A datasheet),
 //! with KVM's edge/level control registers.
 //!
-//! The pair's output is a level ([`Pic::intr`]); the CPU's two INTA cycles are
-//! [`Pic::ack`]. Invariant: `intr` is true exactly if some unmasked request has
-//! a higher priority than what is in service.
+//! The pair's output is a level ([`Pic::intr`]); the CPU's two INTA cycles are [`Pic::ack`]. Invariant: `intr` is true
+//! exactly if some unmasked request has a higher priority than all interrupts in service.
 
 mod chip;
 
@@ -18,13 +17,13 @@ mod spec {
     pub(super) const SLAVE: u16 = 0xa0;
     pub(super) const ELCR_MASTER: u16 = 0x4d0;
     pub(super) const ELCR_SLAVE: u16 = 0x4d1;
-    /// Inputs that may be level-triggered: not the timer, keyboard and cascade ...
+    /// Inputs of the master that may be level-triggered: all but timer, keyboard and cascade.
     pub(super) const ELCR_MASK_MASTER: u8 = 0xf8;
-    /// ... nor the clock and the coprocessor.
+    /// Inputs of the slave that may be level-triggered: all but clock and coprocessor.
     pub(super) const ELCR_MASK_SLAVE: u8 = 0xde;
     /// Master input that the slave drives.
     pub(super) const CASCADE: u8 = 2;
-    /// Input that a request which went away is attributed to.
+    /// Input that is reported if the request has gone away.
     pub(super) const SPURIOUS: u8 = 7;
     pub(super) const NR_PINS: usize = 16;
 }
@@ -77,8 +76,8 @@ impl Pic {
         status
     }
 
-    /// The interrupt-acknowledge cycles: returns the vector. A request that
-    /// went away gives IRQ 7 or 15, which are then not in service.
+    /// Executes the interrupt-acknowledge cycles and returns the vector. If the request has gone away, that is IRQ 7 or
+    /// 15, which is then not in service.
     pub fn ack(&mut self) -> u8 {
         let [master, slave] = &mut self.chips;
         let vector = match master.pending(true) {
@@ -112,7 +111,7 @@ impl Pic {
                 let (value, polled) = self.chips[index].read(port & 1 != 0, index == 0);
                 if let Some(cleared) = polled {
                     if index == 1 {
-                        // A poll of the slave is the acknowledgement of the cascade too.
+                        // A poll of the slave acknowledges the cascade input, too.
                         self.chips[0].finish_cascade(spec::CASCADE);
                         self.note(0, cleared);
                     } else {
@@ -154,8 +153,8 @@ impl Pic {
             .is_none_or(|c| c.save().imr >> (pin & 7) & 1 != 0)
     }
 
-    /// Inputs whose interrupt has ended since the last call, as a bit mask:
-    /// their resample irqfds are to be signalled, and the PIT told of input 0.
+    /// Returns the inputs whose interrupt has ended since the last call, as a bit mask. The caller signals their
+    /// resample irqfds, and tells the PIT of input 0.
     pub fn take_acked(&mut self) -> u16 {
         core::mem::take(&mut self.acked)
     }
@@ -182,8 +181,8 @@ impl Pic {
     fn update(&mut self) {
         let [master, slave] = &mut self.chips;
         if slave.pending(false).is_some() {
-            // A fresh edge each time: the master's request must not be lost
-            // when the slave keeps its output up for the next interrupt.
+            // A new edge for each interrupt: the master's request must not be lost when the slave keeps its output high
+            // for the next one.
             master.set_irq(spec::CASCADE, true);
             master.set_irq(spec::CASCADE, false);
         }

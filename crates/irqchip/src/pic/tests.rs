@@ -170,7 +170,7 @@ fn sources_of_a_line_are_ored() {
     assert_eq!(pic.save(true).irr, 0);
 }
 
-/// Firmware that reads what it may and writes anything.
+/// Firmware that reads what is readable and writes anything.
 #[derive(Clone, Debug)]
 enum Op {
     Line(u8, bool),
@@ -182,7 +182,7 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     let port = prop::sample::select(vec![0x20u16, 0x21, 0xa0, 0xa1, 0x4d0, 0x4d1]);
     prop_oneof![
-        // Input 2 is the cascade: no device drives it.
+        // Input 2 is the cascade, which no device drives.
         4 => ((0..16u8).prop_filter("cascade", |&p| p != 2), any::<bool>())
             .prop_map(|(p, l)| Op::Line(p, l)),
         2 => Just(Op::Ack),
@@ -210,7 +210,7 @@ proptest! {
                 Op::Read(p) => { pic.port_read(p); }
             }
             let (m, s) = (pic.save(false), pic.save(true));
-            // Nothing unmasked is requested without INTR, unless something is in service.
+            // Without INTR nothing unmasked is requested, unless something is in service.
             if m.isr == 0 && m.irr & !m.imr != 0 {
                 prop_assert!(pic.intr());
             }

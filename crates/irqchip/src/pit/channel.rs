@@ -4,7 +4,7 @@
 const FREQ_HZ: u64 = 1_193_182;
 const NS_PER_S: u64 = 1_000_000_000;
 
-/// How a count is read or written; also the next half in word mode. 1 is the low byte only.
+/// How a count is read or written; in word mode also which half comes next. 1 is the low byte only.
 mod access {
     pub(super) const LATCH: u8 = 0;
     pub(super) const MSB: u8 = 2;
@@ -40,7 +40,7 @@ impl Channel {
         self.state.gate != 0
     }
 
-    /// A rising gate restarts modes 1, 2, 3 and 5.
+    /// Sets the gate. A rising gate restarts modes 1, 2, 3 and 5.
     pub(super) fn set_gate(&mut self, gate: bool, now_ns: u64) {
         if gate && self.state.gate == 0 && matches!(self.state.mode, 1 | 2 | 3 | 5) {
             self.state.count_load_time = now_ns as i64;
@@ -48,8 +48,7 @@ impl Channel {
         self.state.gate = u8::from(gate);
     }
 
-    /// Time from loading to the end of the count; `None` if no mode that
-    /// interrupts is programmed.
+    /// Returns the time from loading to the end of the count; `None` if the channel has no mode that interrupts.
     pub(super) fn period_ns(&self) -> Option<u64> {
         matches!(self.state.mode, 0..=4).then(|| (self.count() * NS_PER_S).div_ceil(FREQ_HZ))
     }
@@ -57,7 +56,7 @@ impl Channel {
         matches!(self.state.mode, 2 | 3)
     }
 
-    /// The output pin.
+    /// Returns the level of the output pin.
     pub(super) fn out(&self, now_ns: u64) -> bool {
         let (ticks, count) = (self.ticks(now_ns), self.count());
         match self.state.mode {
@@ -70,11 +69,11 @@ impl Channel {
         }
     }
 
-    /// The counter's value.
+    /// Returns the counter's value.
     fn current(&self, now_ns: u64) -> u16 {
         let (ticks, count) = (self.ticks(now_ns), self.count());
         match self.state.mode {
-            // These wrap around at zero and count on.
+            // In these modes the counter wraps around at zero and continues.
             0 | 1 | 4 | 5 => {
                 let modulus = if self.state.bcd != 0 {
                     10_000
@@ -84,7 +83,7 @@ impl Channel {
                 let left = (i128::from(count) - i128::from(ticks)).rem_euclid(modulus);
                 self.encode(left as u64)
             }
-            // A square wave counts down by two, twice.
+            // In square-wave mode the counter counts down by two, twice per period.
             3 => self.encode(count - (2 * (ticks % count)) % count),
             _ => self.encode(count - ticks % count),
         }
@@ -106,7 +105,7 @@ impl Channel {
         }
     }
 
-    /// A control word for this channel.
+    /// Handles a control word for this channel.
     pub(super) fn control(&mut self, value: u8, now_ns: u64) {
         let rw = value >> 4 & 3;
         if rw == access::LATCH {
@@ -221,7 +220,7 @@ impl Channel {
         (u128::from(elapsed) * u128::from(FREQ_HZ) / u128::from(NS_PER_S)) as u64
     }
 
-    /// The counter's register for a value: BCD digits if so programmed.
+    /// Returns the counter's register for a value: BCD digits if the channel is programmed so.
     fn encode(&self, value: u64) -> u16 {
         if self.state.bcd == 0 {
             return value as u16;

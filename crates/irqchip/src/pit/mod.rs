@@ -1,15 +1,13 @@
 //! The 8254 interval timer of a PC, and the speaker port (Intel 8254
 //! datasheet; KVM API document, KVM_CREATE_PIT2).
 //!
-//! Counters are computed from the time since they were loaded. Channel 0's
-//! rising output is IRQ 0: the caller arms a timer for [`Pit::next_event_ns`],
-//! calls [`Pit::advance`], and pulses the line as often as it says.
+//! Counters are computed from the time since they were loaded. Channel 0's rising output is IRQ 0: the caller arms a
+//! timer for [`Pit::next_event_ns`], calls [`Pit::advance`], and pulses the line if that says so.
 //!
-//! With KVM's "reinject" policy (the default) an expiry that the guest has not
-//! acknowledged is queued and delivered at the acknowledgement, so that guests
-//! which count ticks keep time; without, it is dropped.
+//! With KVM's "reinject" policy (the default) an expiry that the guest has not acknowledged is queued and delivered at
+//! the acknowledgement, so that guests which count ticks keep time. Without that policy it is dropped.
 //!
-//! Invariant: at most one IRQ 0 is on its way; `pending` counts those behind it.
+//! Invariant: at most one IRQ 0 is on its way; `pending` counts the expiries behind it.
 
 mod channel;
 
@@ -50,7 +48,7 @@ pub struct Pit {
     speaker_data: bool,
     /// The HPET has taken over IRQ 0: channel 0 counts but does not interrupt.
     hpet_legacy: bool,
-    /// KVM_CREATE_PIT2 with KVM_PIT_SPEAKER_DUMMY: port 0x61 is ours.
+    /// KVM_CREATE_PIT2 with KVM_PIT_SPEAKER_DUMMY: the PIT has port 0x61.
     speaker_port: bool,
     next_ns: Option<u64>,
     period_ns: Option<u64>,
@@ -115,13 +113,12 @@ impl Pit {
         }
     }
 
-    /// When channel 0 expires next, on the ns clock.
+    /// Returns when channel 0 expires next, on the ns clock.
     pub const fn next_event_ns(&self) -> Option<u64> {
         self.next_ns
     }
 
-    /// Takes note of all expiries up to `now_ns`; returns whether to pulse
-    /// IRQ 0 (high, then low), from [`crate::source::PIT`].
+    /// Notes all expiries up to `now_ns`; returns whether to pulse IRQ 0 (high, then low), from [`crate::source::PIT`].
     pub fn advance(&mut self, now_ns: u64) -> bool {
         let Some(due) = self.next_ns.filter(|&t| t <= now_ns) else {
             return false;
@@ -144,8 +141,8 @@ impl Pit {
         core::mem::take(&mut self.irq_ack)
     }
 
-    /// The guest has acknowledged IRQ 0 (at the PIC or the IOAPIC); returns
-    /// whether to pulse it again for a queued expiry.
+    /// Notes that the guest has acknowledged IRQ 0, at the PIC or the IOAPIC. Returns whether to pulse it again for a
+    /// queued expiry.
     pub fn acked(&mut self) -> bool {
         self.irq_ack = true;
         if self.pending == 0 {
@@ -158,7 +155,7 @@ impl Pit {
         core::mem::take(&mut self.irq_ack)
     }
 
-    /// The guest has unmasked IRQ 0: expiries from before do not count.
+    /// Notes that the guest has unmasked IRQ 0: earlier expiries do not count.
     pub const fn unmasked(&mut self) {
         self.pending = 0;
         self.irq_ack = true;
@@ -195,7 +192,7 @@ impl Pit {
         }
     }
 
-    /// KVM_SET_PIT2: as in KVM the counters start again from their full count.
+    /// KVM_SET_PIT2. As in KVM, the counters restart from their full count.
     pub fn restore(&mut self, state: &PitState, now_ns: u64) {
         for (channel, saved) in self.channels.iter_mut().zip(&state.channels) {
             channel.restore(saved, now_ns);
@@ -208,7 +205,7 @@ impl Pit {
     fn write_control(&mut self, value: u8, now_ns: u64) {
         let select = usize::from(value >> 6);
         let Some(channel) = self.channels.get_mut(select) else {
-            // Read-back: which channels, and not-count, not-status.
+            // A read-back command has bits for channels, and inverted bits for count and status.
             for (i, channel) in self.channels.iter_mut().enumerate() {
                 if value & 2 << i != 0 {
                     channel.latch(value & 0x20 == 0, value & 0x10 == 0, now_ns);
@@ -237,7 +234,7 @@ impl Pit {
         value
     }
 
-    /// Channel 0 was loaded.
+    /// Notes that channel 0 was loaded.
     fn arm(&mut self, now_ns: u64) {
         self.next_ns = None;
         self.period_ns = None;

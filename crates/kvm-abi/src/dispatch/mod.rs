@@ -1,8 +1,8 @@
-//! `ioctl(fd, number, argument)`: one table per kind of descriptor says for every x86 ioctl
-//! what it does or why it is refused. The same tables make `docs/compat.md` (`compat`).
+//! `ioctl(fd, number, argument)`. One table per type of descriptor says for every x86 ioctl what it does, or why it is
+//! refused. `docs/compat.md` is generated from the same tables (`compat`).
 //!
-//! A number that is in no table gets what KVM answers for one: EINVAL on system and vCPU
-//! descriptors, ENOTTY on VMs and devices.
+//! A number that is in no table gets KVM's answer for such a number: EINVAL on system and vCPU descriptors, ENOTTY on
+//! VMs and devices.
 
 pub(crate) mod device;
 pub(crate) mod system;
@@ -28,12 +28,12 @@ pub(crate) struct Row<T: 'static> {
     pub(crate) status: Status<T>,
 }
 
-/// What becomes of an ioctl.
+/// How an ioctl is answered.
 #[derive(Debug)]
 pub(crate) enum Status<T: 'static> {
     /// Decodes the argument, makes the typed call, encodes its result.
     Done(fn(&T, Arg) -> Result<i32>),
-    /// The errno that KVM gives where it lacks the feature, and why we lack it.
+    /// Refused with this errno, which KVM gives if it lacks the feature. The text says why anykvm lacks it.
     Refused(i32, &'static str),
 }
 
@@ -64,7 +64,7 @@ impl<T> Row<T> {
     }
 }
 
-/// The kinds of descriptor that take ioctls.
+/// The types of descriptor that accept ioctls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FdKind {
     /// `/dev/kvm`.
@@ -77,10 +77,10 @@ pub enum FdKind {
     Device,
 }
 
-/// One ioctl that x86 has on descriptors of one kind.
+/// One ioctl that x86 has on descriptors of one type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// What it is called on.
+    /// The type of descriptor that it is called on.
     pub kind: FdKind,
     /// KVM's name for it.
     pub name: &'static str,
@@ -90,7 +90,7 @@ pub struct Call {
     pub refusal: Option<i32>,
 }
 
-/// Every ioctl of x86, on each kind of descriptor that it exists for.
+/// Returns every ioctl of x86, for each type of descriptor that has it.
 pub fn calls() -> Vec<Call> {
     fn of<T>(kind: FdKind, rows: &[Row<T>]) -> impl Iterator<Item = Call> {
         rows.iter().map(move |row| Call {
@@ -110,7 +110,7 @@ pub fn calls() -> Vec<Call> {
         .collect()
 }
 
-/// KVM's name for a number on descriptors of that kind.
+/// Returns KVM's name for a number on descriptors of that type.
 pub(crate) fn name_of(kind: FdKind, number: u32) -> Option<&'static str> {
     fn of<T>(rows: &[Row<T>], number: u32) -> Option<&'static str> {
         let row = rows.iter().find(|row| row.number == number);
@@ -124,22 +124,22 @@ pub(crate) fn name_of(kind: FdKind, number: u32) -> Option<&'static str> {
     }
 }
 
-/// ioctls refused since the process started.
+/// Number of ioctls refused since the process started.
 static REFUSED: AtomicU64 = AtomicU64::new(0);
 
-/// How many calls were refused because the ioctl is not supported or not known.
+/// Returns how many calls were refused because the ioctl is unsupported or unknown.
 pub fn refused_count() -> u64 {
     REFUSED.load(Ordering::Relaxed)
 }
 
-/// `ioctl(2)`: the non-negative result, or the errno.
+/// Executes `ioctl(2)`: returns the non-negative result, or the errno.
 ///
 /// # Errors
 ///
-/// EBADF and ENOTTY for a descriptor that is not ours, EFAULT for a bad pointer, and what the
-/// API document says for each call.
+/// EBADF and ENOTTY for a descriptor that is not anykvm's, EFAULT for a bad pointer, and those that the API document
+/// lists for each call.
 pub fn ioctl(fd: RawFd, number: u32, arg: u64) -> Result<i32> {
-    // The only call that is made millions of times does no system call of its own.
+    // KVM_RUN, the only call that is made millions of times, makes no system call of its own.
     if number == KVM_RUN
         && let Some(vcpu) = lookup_vcpu_unchecked(fd)
     {
@@ -168,7 +168,7 @@ pub fn ioctl(fd: RawFd, number: u32, arg: u64) -> Result<i32> {
     }
 }
 
-/// EIO for a VM whose memory is another process's.
+/// Fails with EIO for a VM whose memory is another process's.
 fn in_own_process(vm: &Vm) -> Result<()> {
     if vm.is_inherited() {
         Err(Errno::new(libc::EIO))
@@ -199,7 +199,7 @@ pub(crate) fn count(count: usize) -> Result<i32> {
     i32::try_from(count).map_err(|_| Errno::new(libc::EINVAL))
 }
 
-/// EINVAL unless the argument is 0, which calls without argument insist on.
+/// EINVAL unless the argument is 0, which KVM requires of calls without an argument.
 pub(crate) fn no_argument(arg: Arg) -> Result<()> {
     if arg == Arg(0) {
         Ok(())

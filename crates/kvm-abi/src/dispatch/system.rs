@@ -78,7 +78,7 @@ pub(crate) const TABLE: &[Row<()>] = &[
     ),
 ];
 
-/// The named attribute if it is the one that exists, ENXIO else.
+/// Returns the attribute's structure if it names the only attribute, ENXIO otherwise.
 fn device_attr(arg: Arg) -> Result<kvm_device_attr> {
     let attr: kvm_device_attr = arg.read()?;
     if (attr.group, attr.attr) == XCOMP_GUEST_SUPP {
@@ -88,7 +88,7 @@ fn device_attr(arg: Arg) -> Result<kvm_device_attr> {
     }
 }
 
-/// Stores the count always, as a VMM asks with 0 first to learn it, and the list if it fits.
+/// Stores the list's length in any case, because a VMM learns it by asking with 0, and the list if it fits.
 fn write_msr_list(arg: Arg, list: &[u32]) -> Result<i32> {
     let capacity = arg.read::<u32>()? as usize;
     arg.write(&(list.len() as u32))?;

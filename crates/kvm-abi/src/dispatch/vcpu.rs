@@ -194,7 +194,7 @@ pub(crate) const TABLE: &[Row<Arc<Vcpu>>] = &[
     ),
 ];
 
-/// The named attribute if it is the one that exists, ENXIO else.
+/// Returns the attribute's structure if it names the only attribute, ENXIO otherwise.
 fn tsc_offset_attr(arg: Arg) -> Result<kvm_device_attr> {
     let attr: kvm_device_attr = arg.read()?;
     if (attr.group, attr.attr) == (KVM_VCPU_TSC_CTRL, u64::from(KVM_VCPU_TSC_OFFSET)) {
@@ -204,13 +204,13 @@ fn tsc_offset_attr(arg: Arg) -> Result<kvm_device_attr> {
     }
 }
 
-/// KVM_RUN, also reached without going through the table.
+/// KVM_RUN, which is also called without the table.
 pub(super) fn run(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     no_argument(arg)?;
     done(vcpu.run())
 }
 
-/// Makes pages present until a signal comes; what is left goes back to the caller.
+/// Makes pages present until a signal comes; writes the remaining range back to the caller.
 fn pre_fault(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     const PAGE: u64 = crate::run_page::PAGE_SIZE as u64;
     let mut range: kvm_pre_fault_memory = arg.read()?;
@@ -233,11 +233,11 @@ fn pre_fault(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
         }
     }
     arg.write(&range)?;
-    // One page is a success.
+    // One page is enough for success.
     if range.size == whole { result } else { Ok(0) }
 }
 
-/// A mask of the kernel's size, or none.
+/// KVM_SET_SIGNAL_MASK: a mask of the kernel's size, or none.
 fn set_signal_mask(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     if arg == Arg(0) {
         vcpu.set_signal_mask(None);
@@ -250,7 +250,7 @@ fn set_signal_mask(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     Ok(0)
 }
 
-/// The structure goes back as it came.
+/// The structure is written back unchanged.
 fn set_tpr_access_reporting(vcpu: &Arc<Vcpu>, arg: Arg) -> Result<i32> {
     let control: kvm_tpr_access_ctl = arg.read()?;
     if control.flags != 0 {

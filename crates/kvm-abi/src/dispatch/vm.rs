@@ -154,7 +154,7 @@ pub(crate) const TABLE: &[Row<Arc<Vm>>] = &[
         done(vm.hypervisor().set_nr_mmu_pages(pages))
     }),
     Row::done("KVM_GET_NR_MMU_PAGES", KVM_GET_NR_MMU_PAGES, |vm, _| {
-        // ioctl(2) has no room for more.
+        // The result of ioctl(2) cannot be larger.
         Ok(i32::try_from(vm.hypervisor().nr_mmu_pages()).unwrap_or(i32::MAX))
     }),
     Row::refused(
@@ -242,7 +242,8 @@ fn create_device(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
     device.fd = fd.as_raw_fd().cast_unsigned();
     let number = fd.into_raw_fd();
     arg.write(&device).inspect_err(|_| {
-        // Only a caller that learns the number gets the descriptor. It may have guessed and closed it.
+        // A caller that does not learn the number does not keep the descriptor. It may have guessed the number and
+        // closed it.
         let _ = objects::close(number);
     })
 }
@@ -261,13 +262,13 @@ fn get_dirty_log(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
     done(vm.hypervisor().get_dirty_log(log.slot, show))
 }
 
-/// Clears the pages whose bits are set in the caller's bitmap.
+/// Clears the dirty bits of pages whose bits are set in the caller's bitmap.
 fn clear_dirty_log(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
     let log: kvm_clear_dirty_log = arg.read()?;
     // SAFETY: a pointer and the integer of the same size; any bytes are either.
     let bitmap = unsafe { log.__bindgen_anon_1.padding2 };
     let pages = u64::from(log.num_pages);
-    // The slot bounds what is read.
+    // Bounded by the slot, so that no more is read than it has pages.
     if pages > vm.hypervisor().logged_pages(log.slot)? {
         return Err(Errno::new(libc::EINVAL));
     }
@@ -305,7 +306,7 @@ fn set_msr_filter(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
 }
 
 fn set_pmu_event_filter(vm: &Arc<Vm>, arg: Arg) -> Result<i32> {
-    /// Where the list is: the head's eight words, four of which are reserved, come before it.
+    /// Offset of the list: the structure's head has eight words, four of them reserved.
     const EVENTS: usize = size_of::<kvm_pmu_event_filter>();
     let head = arg.read_list::<u32>(4)?;
     let &[action, nevents, fixed, flags] = head.as_slice() else {

@@ -31,7 +31,7 @@ const PIO_DATA: usize = KVM_PIO_PAGE_OFFSET as usize * PAGE_SIZE;
 
 const _: () = assert!(size_of::<kvm_run>() <= PAGE_SIZE);
 
-/// Our mapping of the three pages.
+/// anykvm's mapping of the three pages.
 #[derive(Debug)]
 pub(crate) struct RunPage {
     run: NonNull<kvm_run>,
@@ -44,8 +44,8 @@ unsafe impl Send for RunPage {}
 // copy or an atomic one.
 unsafe impl Sync for RunPage {}
 
-/// `len` bytes, at most 8, of the run page: as the VMM has most likely written them, so that the
-/// processor need not wait for its store.
+/// Reads `len` bytes, at most 8, of the run page, by a load of the size that the VMM has most likely stored with, so
+/// that the processor can forward the store.
 fn read_word(at: *const u8, len: u8) -> u64 {
     // SAFETY: callers pass places of eight bytes and more, aligned to that, in the run page.
     unsafe {
@@ -65,12 +65,12 @@ fn read_word(at: *const u8, len: u8) -> u64 {
 impl RunPage {
     /// Maps the vCPU's file, which must be [`VCPU_MMAP_SIZE`] long.
     pub(crate) fn map(fd: BorrowedFd<'_>) -> Result<Self> {
-        // It stays, as the file's size is sealed (`memfd::create`).
+        // The memory stays, because the file's size is sealed (`memfd::create`).
         let run = host::system::map_shared(fd, 0, VCPU_MMAP_SIZE)?.cast();
         Ok(Self { run })
     }
 
-    /// Our address of kvm_run.
+    /// Returns the address of kvm_run in anykvm's mapping.
     pub(crate) fn address(&self) -> u64 {
         self.run.as_ptr() as u64
     }
@@ -88,7 +88,7 @@ impl RunPage {
         unsafe { (&raw const (*self.run.as_ptr()).request_interrupt_window).read_volatile() != 0 }
     }
 
-    /// kvm_run.cr8: KVM takes the low four bits, the rest is a #GP in hardware.
+    /// Returns kvm_run.cr8. KVM uses the low four bits; with others, hardware raises #GP.
     pub(crate) fn cr8(&self) -> u64 {
         // SAFETY: in bounds of the mapping and aligned, as the page is.
         unsafe { (&raw const (*self.run.as_ptr()).cr8).read_volatile() }
@@ -106,7 +106,7 @@ impl RunPage {
         }
     }
 
-    /// Clears kvm_dirty_regs once the registers were taken over.
+    /// Clears kvm_dirty_regs, after the registers were taken over.
     pub(crate) fn clear_dirty_flags(&self) {
         // SAFETY: in bounds of the mapping and aligned, as the page is.
         unsafe { (&raw mut (*self.run.as_ptr()).kvm_dirty_regs).write_volatile(0) }
@@ -125,8 +125,8 @@ impl RunPage {
         unsafe { (&raw mut (*self.run.as_ptr()).s.regs).write_volatile(regs) }
     }
 
-    /// The VMM's answer to `question`. Bytes of an IN are copied to `io`, as the page may change
-    /// while the hypervisor looks at them.
+    /// Reads the VMM's answer to `question`. Bytes of an IN are copied to `io`, because the VMM may change the page
+    /// while the hypervisor uses them.
     pub(crate) fn answer<'a>(&self, question: Question, io: &'a mut [u8; PAGE_SIZE]) -> Answer<'a> {
         match question {
             Question::None => Answer::None,
@@ -164,7 +164,7 @@ impl RunPage {
         }
     }
 
-    /// Describes an exit to the VMM; what the next KVM_RUN has to fetch from the page.
+    /// Describes an exit to the VMM. Returns what the next KVM_RUN has to read from the page.
     pub(crate) fn store(&self, exit: &Exit, status: &RunStatus) -> Question {
         self.store_status(status);
         self.store_exit(exit)
@@ -176,7 +176,7 @@ impl RunPage {
         unsafe { (&raw mut (*self.run.as_ptr()).exit_reason).write_volatile(reason) }
     }
 
-    /// The fields that KVM refreshes at every return from KVM_RUN.
+    /// Stores the fields that KVM refreshes at every return from KVM_RUN.
     pub(crate) fn store_status(&self, status: &RunStatus) {
         let run = self.run.as_ptr();
         let flags = if status.in_smm {
@@ -265,7 +265,7 @@ impl RunPage {
                 (KVM_EXIT_HYPERCALL, Question::Hypercall)
             }
             Exit::HyperV(ref exit) => (KVM_EXIT_HYPERV, self.store_hyperv(exit)),
-            // `Vcpu::run` gives an error for it and no exit.
+            // `Vcpu::run` returns an error for this, and no exit.
             Exit::HostFault => (KVM_EXIT_UNKNOWN, Question::None),
             Exit::SystemEvent { kind } => {
                 self.set_union([kind, 0]);
@@ -307,8 +307,8 @@ impl RunPage {
     }
 
     fn store_io(&self, is_in: bool, port: u16, size: u8, count: u32, data: &[u8]) -> Question {
-        // The hypervisor splits strings at a page; a longer one would be its defect, not a reason
-        // to write past the PIO page.
+        // The hypervisor splits strings at a page. A longer one would be a defect, which must not lead to writes past
+        // the PIO page.
         let len = (usize::from(size).saturating_mul(count as usize)).min(PAGE_SIZE);
         self.set_union(Io {
             direction: if is_in {
@@ -422,7 +422,7 @@ impl RunPage {
         unsafe { self.run.as_ptr().cast::<u8>().add(PIO_DATA) }
     }
 
-    /// Stores one member of kvm_run's union of exit details; all members start at its beginning.
+    /// Stores one member of kvm_run's union of exit details. All members are at its start.
     fn set_union<T: Copy>(&self, details: T) {
         const { assert!(size_of::<T>() <= size_of::<kvm_run__bindgen_ty_1>()) };
         // SAFETY: in bounds as asserted; the union is aligned to 8, the most that a member asks.
@@ -453,7 +453,7 @@ impl Drop for RunPage {
     }
 }
 
-// Members of the union under the names of the C structure.
+// The union's members, under the names of the C structure.
 type Io = kvm_run__bindgen_ty_1__bindgen_ty_4;
 type Mmio = kvm_run__bindgen_ty_1__bindgen_ty_6;
 type Hypercall = kvm_run__bindgen_ty_1__bindgen_ty_8;

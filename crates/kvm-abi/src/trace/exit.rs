@@ -1,4 +1,4 @@
-//! What KVM_RUN came back with.
+//! The exit that KVM_RUN returned with.
 
 use std::fmt::{self, Write};
 use std::mem::offset_of;
@@ -50,7 +50,7 @@ pub fn write_exit(out: &mut dyn Write, run: u64) -> fmt::Result {
         Some((_, name)) => write!(out, "\"{name}\"")?,
         None => write!(out, "{reason}")?,
     }
-    // The union of details; its members begin at its own beginning.
+    // The union of exit details; its members are at its start.
     let details = offset_of!(kvm_run, __bindgen_anon_1);
     match reason {
         KVM_EXIT_IO => {

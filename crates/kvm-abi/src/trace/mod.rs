@@ -1,8 +1,8 @@
 //! KVM calls as JSON, for `anykvm trace`: names, arguments before a call and results after it.
 //!
-//! Everything is written into the caller's buffer, and nothing is allocated: the caller may be a
-//! signal handler of the VMM's. The structures may be anykvm's or a kernel's; they are read as
-//! [`crate::ioctl`] reads them, so a bad pointer is `null` in the trace.
+//! Everything is written into the caller's buffer and nothing is allocated, because the caller may be a signal handler
+//! of the VMM's. The structures may be anykvm's or a kernel's. They are read as [`crate::ioctl`] reads them, so a bad
+//! pointer is `null` in the trace.
 
 mod exit;
 mod shapes;
@@ -15,15 +15,15 @@ use shapes::{Field, Shape, shape_of};
 
 pub use exit::write_exit;
 
-/// Elements of a list, or bytes of one field, that a line shows.
+/// Largest number of list elements, or of bytes of one field, that a line shows.
 const MOST: usize = 128;
 
-/// When an argument is looked at.
+/// When an argument is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum When {
-    /// Before the call: what the VMM gives.
+    /// Before the call: the VMM's input.
     Before,
-    /// After it: what it got.
+    /// After the call: the result.
     After,
 }
 
@@ -57,7 +57,7 @@ pub fn write_argument(out: &mut dyn Write, number: u32, argument: u64, when: Whe
     let wanted = match (&shape, when) {
         (Shape::Nothing, _) | (Shape::Number, When::After) => false,
         (Shape::Number, When::Before) => true,
-        // KVM's direction bits are not always right: what is both is shown twice.
+        // KVM's direction bits are not always right, so arguments with both are shown twice.
         (_, When::Before) => writes || shapes::is_input(number),
         (_, When::After) => reads && !shapes::is_input(number),
     };
@@ -89,7 +89,7 @@ pub fn write_argument(out: &mut dyn Write, number: u32, argument: u64, when: Whe
                 return out.write_str("null");
             };
             write!(out, "{{\"count\":{count}")?;
-            // Before a call that fills it, the list is not the VMM's word.
+            // Before a call that fills it, the list has no input.
             if !(only_count && when == When::Before) {
                 out.write_str(",\"entries\":[")?;
                 for i in 0..(count as usize).min(MOST) {
@@ -115,7 +115,7 @@ fn write_fields(out: &mut dyn Write, at: Arg, fields: &[Field]) -> fmt::Result {
     Ok(())
 }
 
-/// Small integers are numbers; 64-bit ones are strings in hexadecimal, which no reader of JSON rounds.
+/// Writes small integers as numbers, and 64-bit ones as hexadecimal strings, which no JSON reader rounds.
 fn write_field(out: &mut dyn Write, at: Arg, field: &Field) -> fmt::Result {
     let value = match field.size {
         1 => at.read::<u8>().map(u64::from),
@@ -133,7 +133,7 @@ fn write_field(out: &mut dyn Write, at: Arg, field: &Field) -> fmt::Result {
     }
 }
 
-/// A structure in a structure, or bytes in hexadecimal without the zeros at their end.
+/// Writes a nested structure, or bytes in hexadecimal without the zeros at their end.
 fn write_bytes(out: &mut dyn Write, at: Arg, size: usize, fields: &[Field]) -> fmt::Result {
     if !fields.is_empty() {
         out.write_char('{')?;

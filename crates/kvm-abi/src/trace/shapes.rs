@@ -1,4 +1,4 @@
-//! What the arguments of KVM's calls look like.
+//! The types of the arguments of KVM's calls.
 
 use std::mem::{offset_of, size_of};
 
@@ -12,7 +12,7 @@ pub(super) struct Field {
     pub(super) name: &'static str,
     pub(super) offset: usize,
     pub(super) size: usize,
-    /// Members of a structure in the structure.
+    /// Members of the nested structure.
     pub(super) fields: &'static [Field],
 }
 
@@ -23,21 +23,21 @@ pub(super) enum Shape {
     Nothing,
     /// An integer.
     Number,
-    /// The address of 64 bits.
+    /// The address of a 64-bit word.
     Word,
     /// The address of a structure.
     Struct(&'static [Field]),
-    /// A count of 32 bits and, `at` bytes behind its address, entries.
+    /// The address of a 32-bit count; entries begin `at` bytes behind it.
     List {
         at: usize,
         size: usize,
         entry: &'static [Field],
-        /// The VMM only says how many fit.
+        /// The VMM only passes how many entries fit.
         only_count: bool,
     },
 }
 
-/// Size of the member that a projection gives.
+/// Returns the size of the member that a projection selects.
 const fn size_of_member<T, F>(_: fn(&T) -> &F) -> usize {
     size_of::<F>()
 }
@@ -163,7 +163,7 @@ const SIGNALS: &[Field] = &[
 const ATTRIBUTES: &[Field] = fields!(kvm_memory_attributes: address, size, attributes, flags);
 const PRE_FAULT: &[Field] = fields!(kvm_pre_fault_memory: gpa, size, flags);
 
-/// KVM says of these that it writes the structure, and only reads it.
+/// True for calls whose number says that KVM writes the structure, although it only reads it.
 pub(super) fn is_input(number: u32) -> bool {
     [KVM_SET_IRQCHIP, KVM_SET_PIT, KVM_REINJECT_CONTROL].contains(&number)
 }
@@ -177,7 +177,7 @@ const fn list(at: usize, size: usize, entry: &'static [Field], only_count: bool)
     }
 }
 
-/// The shape of a call's argument; numbers that are not known have none.
+/// Returns the type of a call's argument; nothing for unknown numbers.
 pub(super) fn shape_of(number: u32) -> Shape {
     const CPUID2_SIZE: usize = size_of::<kvm_cpuid_entry2>();
     match number {

@@ -111,7 +111,7 @@ pub(super) fn deliver<B: GuestBus>(ex: &mut Exec<'_, B>, d: &Delivery) -> Result
     Ok(())
 }
 
-/// A stack pointer out of the 64-bit TSS (SDM vol. 3, figure 8-11).
+/// Reads a stack pointer from the 64-bit TSS (SDM vol. 3, figure 8-11).
 pub(crate) fn tss_stack<B: GuestBus>(ex: &mut Exec<'_, B>, offset: u64) -> Result<u64, Stop> {
     let tr = ex.cpu.tr;
     if offset + 7 > u64::from(tr.limit) {

@@ -1,7 +1,7 @@
 //! Event delivery through the IDT (SDM vol. 3, chapter 6).
 //!
-//! Delivery computes everything, accesses memory, and changes registers last:
-//! when it faults, or the VMM has to act first, the CPU is as it was.
+//! Delivery computes all values, then accesses memory, and changes registers last. So if it faults, or the VMM must act
+//! first, the CPU is as it was.
 
 mod long;
 mod protected;
@@ -18,7 +18,7 @@ use x86_defs::{dr, rflags, vector};
 
 use crate::{Exec, Stop};
 
-/// IDT bit of an error code: the index is a vector.
+/// IDT bit of an error code: the index is that of an IDT entry.
 const IDT: u16 = 2;
 /// EXT bit of an error code: an event external to the program was being delivered.
 const EXT: u16 = 1;
@@ -37,14 +37,14 @@ struct Delivery {
 }
 
 impl Delivery {
-    /// `vector`(this entry of the IDT).
+    /// Returns the fault `vector` with an error code that names this entry of the IDT.
     fn idt_fault(&self, vector: u8) -> Stop {
         Exception::with_code(vector, u16::from(self.vector) << 3 | IDT).into()
     }
 }
 
-/// Delivers an exception whose instruction is at RIP, escalating to #DF and
-/// triple fault as vol. 3, table 6-5 says. [`GuestBus::intercept`] was asked.
+/// Delivers an exception of the instruction at RIP, and escalates to #DF and triple fault as vol. 3, table 6-5 says.
+/// The caller has asked [`GuestBus::intercept`].
 pub(crate) fn exception<B: GuestBus>(ex: &mut Exec<'_, B>, e: Exception) -> Result<(), Stop> {
     event(ex, Event::Exception(e))
 }
@@ -91,8 +91,8 @@ pub(crate) fn event<B: GuestBus>(ex: &mut Exec<'_, B>, event: Event) -> Result<(
     }
 }
 
-/// What is delivered when `second` occurs while `first` is (SDM vol. 3, table
-/// 6-5); `None` is a triple fault.
+/// Returns the exception to deliver when `second` occurs during the delivery of `first` (SDM vol. 3, table 6-5); `None`
+/// is a triple fault.
 fn escalate(first: Event, second: Exception) -> Option<Exception> {
     let contributory = |v: u8| matches!(v, vector::DE | vector::TS..=vector::GP);
     let serious = contributory(second.vector) || second.vector == vector::PF;
@@ -105,8 +105,7 @@ fn escalate(first: Event, second: Exception) -> Option<Exception> {
     if double {
         return Some(Exception::with_code(vector::DF, 0));
     }
-    // Every first event but INT n, INT3 and INTO is external to the program.
-    // #PF has its own kind of error code.
+    // All events but INT n, INT3 and INTO are external to the program. #PF has an error code of its own format.
     let external = !matches!(
         first,
         Event::Software {
@@ -171,7 +170,7 @@ fn deliver_one<B: GuestBus>(ex: &mut Exec<'_, B>, event: Event) -> Result<(), St
     }
 }
 
-/// Fault-class vectors (SDM vol. 3, table 6-1); #DB is one or not case by case.
+/// True for vectors of faults (SDM vol. 3, table 6-1). #DB may be a fault or a trap.
 fn is_fault(vector: u8) -> bool {
     matches!(
         vector,
@@ -185,7 +184,7 @@ fn is_fault(vector: u8) -> bool {
     )
 }
 
-/// DR6 and DR7 as a #DB handler finds them (SDM vol. 3, 18.2.3).
+/// Sets DR6 and DR7 as a #DB handler finds them (SDM vol. 3, 18.2.3).
 fn raise_debug<B: GuestBus>(ex: &mut Exec<'_, B>) {
     let cpu = &mut *ex.cpu;
     cpu.dr6 = cpu.dr6 & !0xf | dr::DR6_FIXED1 | dr::DR6_RTM | cpu.fault_dr6;

@@ -79,7 +79,7 @@ fn through_gate<B: GuestBus>(
         attr.dpl()
     };
     let v86 = ex.cpu.is_v86();
-    // Out of virtual-8086 mode there is only the way to ring 0.
+    // From virtual-8086 mode, events can be delivered to ring 0 only.
     if v86 && new_cpl != 0 {
         return Err(gp(selector).into());
     }
@@ -132,12 +132,11 @@ fn through_gate<B: GuestBus>(
     Ok(())
 }
 
-/// The stack for privilege level `cpl` out of the current TSS, checked
-/// (SDM vol. 3, 5.8.5 and 6.12.1).
+/// Returns the stack for privilege level `cpl` from the current TSS, checked (SDM vol. 3, 5.8.5 and 6.12.1).
 pub(crate) fn inner_stack<B: GuestBus>(ex: &mut Exec<'_, B>, cpl: u8) -> Result<Stack, Stop> {
     let tr = ex.cpu.tr;
     let invalid = Exception::with_code(vector::TS, selector_code(tr.selector));
-    // Type bit 3 tells 32-bit TSSs from 16-bit ones.
+    // Bit 3 of the type distinguishes 32-bit from 16-bit TSSs.
     let wide = tr.attr.kind() & 8 != 0;
     let offset = if wide {
         4 + u64::from(cpl) * 8

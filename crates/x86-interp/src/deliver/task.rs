@@ -204,7 +204,7 @@ fn switch_to<B: GuestBus>(
     let image = read_image(ex, tr.base, new)?;
     let nested = matches!(reason, Reason::Call | Reason::Interrupt { .. });
     save_old(ex, old, reason, rip, flags)?;
-    // Found through the old address space, changed once nothing else can fault.
+    // Read through the old address space, and changed once nothing else can fault.
     let old_descriptor = ex.descriptor(old_tr.selector, vector::TS);
     tr.attr = Attr(tr.attr.0 | 2);
     tr.selector = selector;
@@ -344,7 +344,7 @@ fn load_segments<B: GuestBus>(ex: &mut Exec<'_, B>, image: &Image) -> Result<(),
     Ok(())
 }
 
-/// The back link of the current TSS, where IRET with NT returns to.
+/// Returns the back link of the current TSS: the task to which IRET with NT returns.
 pub(crate) fn back_link<B: GuestBus>(ex: &mut Exec<'_, B>) -> Result<u16, Stop> {
     let base = ex.cpu.tr.base;
     Ok(get(ex, base, 2)? as u16)

@@ -1,7 +1,7 @@
 //! ADD to CMP, TEST, INC, DEC, NEG, NOT, ADCX, ADOX (SDM vol. 2).
 //!
-//! With LOCK the bus may call the replacing function more than once, so it
-//! computes the value only; flags follow from the old value afterwards.
+//! With LOCK the bus may call the replacing function more than once, so that function computes only the value. The
+//! flags are computed from the old value afterwards.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
 use x86_cpu::GuestBus;

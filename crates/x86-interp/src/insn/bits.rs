@@ -24,7 +24,7 @@ fn change(kind: u32, v: u64, mask: u64) -> u64 {
     }
 }
 
-/// Register operand, or an immediate index.
+/// BT and its kin with a register operand, or with an immediate index.
 fn bt<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let by_register = insn.imm2 != 0;
     let index = if by_register {
@@ -43,7 +43,7 @@ fn bt<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// Memory operand and a register index: a bit string of any length.
+/// BT and its kin with a memory operand and a register index: a bit string of any length.
 fn bt_string<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let index = ex.reg_read::<T>(insn.dst).sext() as i64;
     let mask = 1u64 << (index as u64 & u64::from(T::BITS - 1));
@@ -75,8 +75,9 @@ fn bsr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     found::<B, T>(ex, insn, v.checked_ilog2());
     Ok(Flow::Next)
 }
-/// What BSF and BSR make of the bit's index. A source of zero leaves the destination as it was, as processors do.
-/// The flags but ZF, which the manual leaves undefined, Zen 3 keeps; Zen 4 clears them and has PF of the index.
+/// Stores the result of BSF and BSR for a bit's index. A source of zero leaves the destination as it was, as
+/// processors do. The flags other than ZF, which the manual leaves undefined, are kept as on Zen 3; Zen 4 clears them
+/// and sets PF by the index.
 #[inline(always)]
 fn found<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, index: Option<u32>) {
     if ex.cpu.features.has(Feature::Zen4) {
@@ -88,7 +89,7 @@ fn found<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, index: Optio
         ex.reg_write(insn.dst, T::from_u64(n.into()));
     }
 }
-/// Flags of TZCNT and LZCNT: the undefined ones as AMD processors have them.
+/// Sets the flags of TZCNT and LZCNT, the undefined ones as on AMD processors.
 #[inline(always)]
 fn counted<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, cf: bool, r: T) {
     let kept = ex.flags.get() & rflags::OF;
@@ -149,7 +150,7 @@ fn blsr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// The low `n` bits.
+/// Returns a mask of the low `n` bits.
 fn low_bits(n: u64) -> u64 {
     if n >= 64 { u64::MAX } else { (1 << n) - 1 }
 }
@@ -161,7 +162,7 @@ fn bextr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let start = (control & 0xff) as u32;
     let r = v.checked_shr(start).unwrap_or(0) & low_bits(control >> 8 & 0xff);
     let r = T::from_u64(r);
-    // AF and SF are undefined: set and clear on AMD processors.
+    // AF and SF are undefined: clear, as on AMD processors.
     ex.flags.result_af(r, false, false);
     let rest = ex.flags.get() & !rflags::SF;
     ex.flags.set(rest);

@@ -9,12 +9,12 @@ use x86_defs::reg;
 use super::{Handler, Insn, Selector, read_rm};
 use crate::{Exec, Flow, Int, Step, Stop};
 
-/// UD0, UD1, UD2, every reserved encoding, and what CPUID does not promise.
+/// Raises #UD: for UD0, UD1, UD2, reserved encodings, and instructions that CPUID does not promise.
 pub(crate) fn undefined<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     Err(Exception::UD.into())
 }
 
-/// Target of a relative branch: `op_size` is the branch's operand size.
+/// Returns the target of a relative branch; `op_size` is the branch's operand size.
 #[inline(always)]
 fn target<B: GuestBus>(ex: &Exec<'_, B>, insn: &Insn<B>) -> u64 {
     let to = ex.cpu.rip().wrapping_add(insn.imm);
@@ -51,7 +51,7 @@ fn call<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, to: u64) -> S
     ex.branch_to(to)
 }
 
-/// A fault of the push comes before the one of the target.
+/// A fault of the push has precedence over a fault of the target.
 #[cold]
 fn bad_target<B: GuestBus>(ex: &mut Exec<'_, B>, size: u64, stop: Stop) -> Stop {
     let sp = ex.sp_plus(size.wrapping_neg());
@@ -83,7 +83,7 @@ fn ret<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     ex.branch_to(to)
 }
 
-/// rCX of the address size.
+/// Returns rCX, cut to the address size.
 fn counter<B: GuestBus>(ex: &Exec<'_, B>, insn: &Insn<B>) -> u64 {
     ex.cpu.gpr[reg::RCX] & u64::MAX >> (insn.addr_shift & 63)
 }
@@ -206,7 +206,7 @@ pub(crate) fn select<B: GuestBus>(
     }
 }
 
-/// The counter's width is the address size, which no operand shows.
+/// Sets the counter's width, which is the address size and no operand's.
 fn counted<B>(i: &Instruction, insn: &mut Insn<B>, relative: u8) {
     insn.op_size = relative;
     insn.addr_size = match i.op_code().address_size() {

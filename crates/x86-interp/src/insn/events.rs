@@ -1,12 +1,11 @@
-//! Which streams of retired events a form belongs to.
+//! Which streams of retired events an instruction counts in.
 
 use iced_x86::{FlowControl, Instruction, Mnemonic};
 use x86_defs::retired::{
     BRANCHES, CONDITIONAL, FAR, INSTRUCTIONS, NEAR_CALLS, NEAR_INDIRECT, NEAR_RETURNS, bit,
 };
 
-/// The streams of an instruction, but for those that its execution decides
-/// ([`x86_cpu::retired::outcome`]).
+/// Returns the streams of an instruction, except those that depend on its execution ([`x86_cpu::retired::outcome`]).
 pub fn events_of(i: &Instruction) -> u16 {
     let far = bit(BRANCHES) | bit(FAR);
     let kind = match i.flow_control() {
@@ -18,7 +17,7 @@ pub fn events_of(i: &Instruction) -> u16 {
         FlowControl::IndirectCall if i.is_call_far_indirect() => far,
         FlowControl::IndirectCall => bit(BRANCHES) | bit(NEAR_CALLS) | bit(NEAR_INDIRECT),
         FlowControl::Call if i.is_call_near() => bit(BRANCHES) | bit(NEAR_CALLS),
-        // SYSCALL, SYSENTER, far CALL; hypercalls are no branches.
+        // SYSCALL, SYSENTER and far CALL. Hypercalls are no branches.
         FlowControl::Call => match i.mnemonic() {
             Mnemonic::Call | Mnemonic::Syscall | Mnemonic::Sysenter => far,
             _ => 0,

@@ -1,7 +1,7 @@
 //! The decoded instruction and the handler families, one file each.
 //!
-//! A family is a module with `select`, which the decoder asks in the order of
-//! [`select`] for the handler of a form. A form that no family selects is #UD.
+//! A family is a module with a `select` function. [`select`] asks the families in order for the handler of a form. A
+//! form that no family selects is #UD.
 
 pub(crate) mod control;
 pub(crate) mod events;
@@ -40,10 +40,10 @@ use sized;
 /// Executes one instruction.
 pub type Handler<B> = fn(&mut Exec<'_, B>, &Insn<B>) -> Step;
 
-/// What a family may look at, besides the instruction, when it selects a handler.
+/// What a family may use, besides the instruction, to select a handler.
 #[derive(Debug)]
 pub struct Selector<'a> {
-    /// The FP/SIMD family's store.
+    /// Native stubs of the FP/SIMD family.
     pub native: &'a mut Native,
     /// The instruction's bytes.
     pub bytes: &'a [u8],
@@ -62,14 +62,14 @@ pub struct Selector<'a> {
 /// length already in `disp`.
 #[repr(C)]
 pub struct Insn<B> {
-    /// What executes it.
+    /// The function that executes the instruction.
     pub handler: Handler<B>,
     /// Immediate, sign-extended as the instruction asks; or a near branch's
     /// displacement from the *start* of the instruction; or a far pointer's offset.
     pub imm: u64,
     /// Displacement of the memory operand.
     pub disp: u64,
-    /// What a family put here in `select` (FP/SIMD).
+    /// Data that the family stored in `select`.
     pub extra: u32,
     /// The instruction's form.
     pub code: Code,
@@ -81,9 +81,9 @@ pub struct Insn<B> {
     pub op_size: u8,
     /// Address size in bytes: 2, 4, 8.
     pub addr_size: u8,
-    /// 64 less the address size in bits.
+    /// 64 minus the address size in bits.
     pub addr_shift: u8,
-    /// First register operand in operand order (the destination unless that is memory).
+    /// First register operand in operand order: the destination, unless that is memory.
     pub dst: u8,
     /// Second register operand.
     pub src: u8,
@@ -100,7 +100,7 @@ pub struct Insn<B> {
     /// [`Insn::LOCK`], [`Insn::REP`], [`Insn::REPNE`], [`Insn::MEM`],
     /// [`Insn::WRITES`], [`Insn::QUIET`].
     pub prefix: u8,
-    /// Streams of retired events that the form belongs to ([`x86_defs::retired`]).
+    /// The streams of retired events that the form counts in ([`x86_defs::retired`]).
     pub events: u16,
 }
 
@@ -111,11 +111,11 @@ impl<B> Insn<B> {
     pub const REP: u8 = 2;
     /// REPNE prefix.
     pub const REPNE: u8 = 4;
-    /// There is a memory operand.
+    /// The instruction has a memory operand.
     pub const MEM: u8 = 8;
-    /// It may write memory, and so change the code that follows.
+    /// The instruction may write memory, and so change the code that follows it.
     pub const WRITES: u8 = 16;
-    /// It never uses the bus: nothing to commit.
+    /// The instruction never uses the bus, so there is nothing to commit.
     pub const QUIET: u8 = 32;
 
     /// True if there is a memory operand.
@@ -167,7 +167,7 @@ fn write_rm<B: GuestBus, T: Int>(
     }
 }
 
-/// Replaces the destination, memory or register `dst`, by `f` of it; returns the old value.
+/// Replaces the destination (memory or register `dst`) by `f` of it; returns the old value.
 #[inline(always)]
 fn update_rm<B: GuestBus, T: Int>(
     ex: &mut Exec<'_, B>,
@@ -192,8 +192,8 @@ fn vex<B: GuestBus>(ex: &Exec<'_, B>) -> Result<(), Stop> {
     Ok(())
 }
 
-/// The handler of an instruction; #UD if no family has one. A family may fill
-/// `extra` and adjust other fields of `insn`.
+/// Returns the handler of an instruction; #UD if no family has one. A family may fill `extra` and adjust other fields
+/// of `insn`.
 pub(crate) fn select<B: GuestBus>(
     i: &Instruction,
     insn: &mut Insn<B>,

@@ -118,7 +118,7 @@ fn xadd<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         ex.reg_write(source, a);
         a
     } else {
-        // Source first: with one register twice the sum stays.
+        // The source is written first: if both operands are one register, it gets the sum.
         let a = ex.reg_read::<T>(insn.dst);
         ex.reg_write(source, a);
         ex.reg_write(insn.dst, sum(a));
@@ -133,7 +133,7 @@ fn cmpxchg<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let source = if insn.has_mem() { insn.dst } else { insn.src };
     let new = ex.reg_read::<T>(source);
     let old = if insn.has_mem() {
-        // Unequal, the old value is written back (SDM): the page must be writable.
+        // If the operands differ, the old value is written back (SDM), so the page must be writable.
         ex.mem_rmw(insn, |old: T| if old == acc { new } else { old })?
     } else {
         let old = ex.reg_read::<T>(insn.dst);
@@ -193,7 +193,7 @@ fn swap<T: Int>(v: T) -> T {
 }
 
 fn bswap<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
-    // Undefined for 16 bits: processors give zero.
+    // Undefined for 16 bits; processors give zero.
     let v = if T::BITS == 16 {
         T::from_u64(0)
     } else {
@@ -214,7 +214,7 @@ fn movbe_store<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Ste
     Ok(Flow::Next)
 }
 
-/// The source is read, and a 32-bit destination zero-extended, whatever the condition.
+/// CMOVcc reads the source, and zero-extends a 32-bit destination, whatever the condition.
 fn cmov<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let new = read_rm::<B, T>(ex, insn, insn.src)?;
     let v = if ex.flags.condition(insn.extra as u8) {
@@ -232,7 +232,7 @@ fn setcc<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// XLAT: iced names AL as the index, which is not the whole register.
+/// XLAT. The decoder names AL as the index, which is not a whole register.
 fn xlat<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let al = ex.cpu.gpr[reg::RAX] & 0xff;
     let offset = ex.cpu.gpr[reg::RBX].wrapping_add(al) & u64::MAX >> (insn.addr_shift & 63);

@@ -1,8 +1,7 @@
 //! MUL, IMUL, DIV, IDIV, MULX, and the sign extensions that prepare them.
 //!
-//! Flags that the manual leaves undefined are as AMD processors (family 25)
-//! have them: SF, ZF, PF and AF survive a multiplication; a division clears
-//! SF, ZF and PF, sets AF, and keeps CF and OF.
+//! Flags that the manual leaves undefined are as on AMD processors (family 25): a multiplication keeps SF, ZF, PF and
+//! AF; a division clears SF, ZF and PF, sets AF, and keeps CF and OF.
 
 use iced_x86::{Instruction, Mnemonic};
 use x86_cpu::{Exception, GuestBus};
@@ -33,7 +32,7 @@ fn mul<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// Signed product and whether it does not fit.
+/// Returns the signed product, and whether it does not fit.
 #[inline(always)]
 fn signed<T: Int>(a: T, b: T) -> (i128, bool) {
     let r = i128::from(a.sext() as i64) * i128::from(b.sext() as i64);
@@ -69,7 +68,7 @@ fn imul3<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// AX, or rDX:rAX.
+/// Returns the dividend: AX, or rDX:rAX.
 #[inline(always)]
 fn dividend<B: GuestBus, T: Int>(ex: &Exec<'_, B>) -> u128 {
     let low = u128::from(ex.reg_read::<T>(RAX).to_u64());
@@ -86,7 +85,7 @@ fn divided<B: GuestBus>(ex: &mut Exec<'_, B>) {
 fn div<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let b = u128::from(read_rm::<B, T>(ex, insn, insn.dst)?.to_u64());
     let a = dividend::<B, T>(ex);
-    // 128-bit division is a call; most dividends fit 64 bits.
+    // A 128-bit division is a function call; most dividends fit in 64 bits.
     let (q, r) = match (u64::try_from(a), b as u64) {
         (_, 0) => return Err(Exception::DE.into()),
         (Ok(a), b) => (u128::from(a / b), u128::from(a % b)),
@@ -122,7 +121,7 @@ fn mulx<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     vex(ex)?;
     let b = u128::from(read_rm::<B, T>(ex, insn, insn.src2)?.to_u64());
     let r = u128::from(ex.reg_read::<T>(RDX).to_u64()) * b;
-    // The same register twice gets the high half.
+    // Written last: if both destinations are one register, it gets the high half.
     ex.reg_write(insn.src, T::from_u64(r as u64));
     ex.reg_write(insn.dst, T::from_u64((r >> T::BITS) as u64));
     Ok(Flow::Next)

@@ -1,8 +1,8 @@
 //! Shifts and rotates (SDM vol. 2, SAL/SAR/SHL/SHR, RCL/RCR/ROL/ROR, SHLD, SHRD).
 //!
-//! What the manual leaves undefined (OF for counts other than one, AF of shifts,
-//! 16-bit double shifts by more than 16) is as on AMD processors of family 25; but
-//! AF, the only one for a count of one, is as on those of the guest's vendor.
+//! Cases that the manual leaves undefined (OF for counts other than one, AF of shifts, 16-bit double shifts by more
+//! than 16) are as on AMD processors of family 25. Only AF is as on processors of the guest's vendor, because it is the
+//! one undefined flag of shifts by one.
 
 use iced_x86::{Instruction, Mnemonic, OpKind};
 use x86_cpu::{Feature, GuestBus};
@@ -46,7 +46,7 @@ fn second<T: Int>(v: T) -> bool {
     bit(v.to_u64(), T::BITS - 2)
 }
 
-/// After a shift by a count that is not zero: AMD's processors set AF, Intel's clear it.
+/// Sets AF after a shift by a nonzero count: AMD's processors set it, Intel's clear it.
 #[inline(always)]
 fn set_flags<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, r: T, cf: bool, of: bool) {
     if ex.cpu.features.has(Feature::Amd) {
@@ -154,8 +154,8 @@ fn rcr<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// SHLD's and SHRD's operands end to end, `inner` twice: 16-bit counts above
-/// 16, which the manual leaves undefined, shift it in again on AMD processors.
+/// Concatenates the operands of SHLD and SHRD, with `inner` twice: for 16-bit counts above 16, which the manual leaves
+/// undefined, AMD processors shift it in again.
 #[inline(always)]
 fn joined<T: Int>(outer: T, inner: T) -> u128 {
     let (o, i) = (u128::from(outer.to_u64()), u128::from(inner.to_u64()));
@@ -179,7 +179,7 @@ fn shld<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     if c != 0 {
         let r = f(a);
         let cf = c <= T::BITS && bit(a.to_u64(), T::BITS.wrapping_sub(c));
-        // From 16-bit counts of 16 on the result's sign is not looked at.
+        // For 16-bit counts of 16 and more, the result's sign does not affect OF.
         set_flags(ex, r, cf, (c < T::BITS && msb(r)) ^ cf);
     }
     Ok(Flow::Next)
@@ -198,7 +198,7 @@ fn shrd<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// SHLD and SHRD: the register that is shifted in.
+/// Returns the register that SHLD and SHRD shift in.
 #[inline(always)]
 fn double_source<B>(insn: &Insn<B>) -> u8 {
     if insn.has_mem() { insn.dst } else { insn.src }

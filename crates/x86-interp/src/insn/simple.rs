@@ -15,8 +15,7 @@ const AH: u8 = 32;
 fn nop<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
-/// Lets the host core's other thread run; the block ends so that a spinning
-/// guest notices requests at once.
+/// PAUSE: lets the host core's other thread run. The block ends, so that a spinning guest notices requests at once.
 fn pause<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     ex.bus.pause();
     core::hint::spin_loop();
@@ -26,7 +25,7 @@ fn mfence<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     fence(Ordering::SeqCst);
     Ok(Flow::Next)
 }
-/// CLFLUSH, CLFLUSHOPT, CLWB: checked as a one-byte read (SDM vol. 2).
+/// CLFLUSH, CLFLUSHOPT, CLWB: checked like a one-byte read (SDM vol. 2).
 fn flush_line<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let gva = ex.mem_linear(insn, 1, Access::Read)?;
     ex.bus
@@ -82,8 +81,8 @@ fn salc<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// Replaces AF and CF. What else the manual leaves undefined after BCD
-/// instructions is that of the addition or subtraction inside, as on AMD processors.
+/// Replaces AF and CF. The other flags that the manual leaves undefined after BCD instructions are those of the
+/// addition or subtraction inside, as on AMD processors.
 fn set_af_cf<B: GuestBus>(ex: &mut Exec<'_, B>, af: bool, cf: bool) {
     let rest = ex.flags.get() & !(rflags::AF | rflags::CF);
     ex.flags.set(rest | u64::from(af) << 4 | u64::from(cf));
@@ -96,7 +95,7 @@ fn daa_das<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let af = old & 15 > 9 || ex.flags.af();
     let high = old > 0x99 || old_cf;
     let fix = if af { 6u8 } else { 0 } + if high { 0x60 } else { 0 };
-    // DAS: a borrow out of the low digit's correction sets CF too.
+    // In DAS, a borrow from the correction of the low digit sets CF, too.
     let cf = high || down && af && old < 6;
     let v = if down {
         old.wrapping_sub(fix)

@@ -1,7 +1,7 @@
 //! PUSH, POP, PUSHA, POPA, ENTER, LEAVE.
 //!
-//! RSP changes after the last access that can fault. `op_size` is the operand
-//! size, which may differ from the stack's and the register's.
+//! RSP changes after the last access that can fault. `op_size` is the operand size, which may differ from the stack's
+//! size and from the register's.
 
 use iced_x86::{Instruction, Mnemonic, OpKind, Register};
 use x86_cpu::{Access, GuestBus, Privilege};
@@ -37,7 +37,7 @@ fn pop_reg<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     ex.reg_write(insn.dst, v);
     Ok(Flow::Next)
 }
-/// An address based on RSP uses its value after the pop.
+/// POP to memory. An address that is based on RSP uses its value after the pop.
 fn pop_mem<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let before = ex.cpu.gpr[reg::RSP];
     let v = ex.pop::<T>()?;
@@ -62,8 +62,8 @@ fn pusha<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
 
 fn popa<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     let size = T::SIZE as u64;
-    // A fault leaves the registers before it loaded, as on AMD processors: the
-    // instruction is restarted with the same stack pointer.
+    // At a fault, registers that were popped before keep their new values, as on AMD processors. The instruction is
+    // restarted with the same stack pointer.
     for (n, r) in (0..8u8).rev().enumerate() {
         let v = ex.read_at::<T>(SS, ex.sp_plus(size * n as u64))?;
         if usize::from(r) != reg::RSP {
@@ -86,7 +86,7 @@ fn enter<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
         let frame = ex.cpu.gpr[reg::RSP];
         let rbp = ex.cpu.gpr[reg::RBP];
         for n in 1..level {
-            // rBP of the stack's size walks down the enclosing frames.
+            // rBP, cut to the stack's size, moves down the enclosing frames.
             let from_top = rbp
                 .wrapping_sub(size * n)
                 .wrapping_sub(ex.cpu.gpr[reg::RSP]);
@@ -98,7 +98,7 @@ fn enter<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
             ex.push(T::from_u64(frame))?;
         }
         let sp = ex.sp_plus((insn.imm & 0xffff).wrapping_neg());
-        // The new top must be writable (SDM: a fault leaves everything as it was).
+        // The new top of the stack must be writable (SDM: a fault leaves everything as it was).
         let gva = ex.linear(SS, sp, size, Access::Write)?;
         ex.bus
             .probe(ex.cpu, gva, size, Access::Write, Privilege::Current)?;
@@ -143,8 +143,8 @@ macro_rules! by_size {
     };
 }
 
-/// The handler of a stack instruction. POP of a segment register and the
-/// flags' PUSHF and POPF belong to the system family.
+/// Returns the handler of a stack instruction. POP of a segment register, and PUSHF and POPF, belong to the system
+/// family.
 pub(crate) fn select<B: GuestBus>(i: &Instruction, _insn: &mut Insn<B>) -> Option<Handler<B>> {
     let moved = i.stack_pointer_increment().unsigned_abs();
     match (i.mnemonic(), i.op0_kind()) {

@@ -29,7 +29,7 @@ fn index<B: GuestBus>(ex: &Exec<'_, B>, insn: &Insn<B>, r: usize) -> u64 {
     ex.cpu.gpr[r & 31] & mask(insn)
 }
 
-/// Adds to rSI, rDI or rCX of the address size; 32 bits clear the upper half.
+/// Adds to rSI, rDI or rCX, cut to the address size; a 32-bit result clears the upper half.
 #[inline(always)]
 fn advance<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, r: usize, by: u64) {
     let v = ex.cpu.gpr[r & 31].wrapping_add(by);
@@ -50,15 +50,15 @@ fn delta<B: GuestBus, T: Int>(ex: &Exec<'_, B>) -> u64 {
     }
 }
 
-/// One iteration; false ends the repetition (CMPS, SCAS).
+/// One iteration of a string instruction; false ends the repetition (CMPS, SCAS).
 trait Body {
     fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop>;
-    /// Intel's processors clear the upper half of RCX before the first iteration when the address size
-    /// is 32 bits, and MOVS and STOS those of their addresses.
+    /// Prepares the first iteration: with a 32-bit address size, Intel's processors clear the upper half of RCX before
+    /// it, and for MOVS and STOS the upper halves of the address registers.
     fn begin<B: GuestBus>(ex: &mut Exec<'_, B>) {
         cut(ex, reg::RCX);
     }
-    /// Many iterations at once: how many were done.
+    /// Does many iterations at once; returns how many.
     #[inline(always)]
     fn bulk<B: GuestBus, T: Int>(_: &mut Exec<'_, B>, _: &Insn<B>, _count: u64) -> u64 {
         0
@@ -108,8 +108,8 @@ fn string<B: GuestBus, T: Int, O: Body>(ex: &mut Exec<'_, B>, insn: &Insn<B>) ->
     }
 }
 
-/// Bytes of a bulk operation at `offset` that stay below the address size's
-/// and the segment's end, or 0.
+/// Returns the bytes at `offset` that a bulk operation may access before the end of the segment and of the address
+/// size, or 0.
 fn extent<B: GuestBus, T: Int>(
     ex: &Exec<'_, B>,
     insn: &Insn<B>,
@@ -157,7 +157,7 @@ impl Body for Movs {
             return 0;
         }
         let done = ex.bus.bulk_copy(ex.cpu, dst, src, len, size);
-        // Even an advance by nothing would clear the upper halves of ESI and EDI.
+        // An advance by zero would still clear the upper halves of ESI and EDI.
         if done != 0 {
             advance(ex, insn, reg::RSI, done);
             advance(ex, insn, reg::RDI, done);
@@ -211,7 +211,7 @@ impl Body for Lods {
     }
 }
 
-/// Flags of `a - b`, and whether REPE or REPNE goes on.
+/// Sets the flags of `a - b`; returns whether REPE or REPNE goes on.
 #[inline(always)]
 fn compare<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>, a: T, b: T) -> bool {
     let r = T::from_u64(a.to_u64().wrapping_sub(b.to_u64()));
@@ -223,7 +223,7 @@ struct Cmps;
 impl Body for Cmps {
     #[inline(always)]
     fn once<B: GuestBus, T: Int>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
-        // In this order on AMD processors (but for Zen 4's REPE CMPSB); the manual has none.
+        // AMD processors read in this order (except REPE CMPSB of Zen 4); the manual does not define one.
         let b = ex.read_at::<T>(ES, index(ex, insn, reg::RDI))?;
         let a = ex.read_at::<T>(insn.seg, index(ex, insn, reg::RSI))?;
         let d = delta::<B, T>(ex);
@@ -245,7 +245,7 @@ impl Body for Scas {
     }
 }
 
-/// CLZERO: 64 zero bytes at the line that rAX names.
+/// CLZERO: writes 64 zero bytes to the cache line that rAX points to.
 fn clzero<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let at = ex.cpu.gpr[reg::RAX] & mask(insn) & !63;
     let gva = ex.linear(insn.seg, at, 64, Access::Write)?;

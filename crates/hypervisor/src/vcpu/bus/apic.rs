@@ -1,5 +1,4 @@
-//! The vCPU's side of the in-kernel LAPIC: accesses, timers, start-up, and
-//! which interrupt comes next.
+//! The vCPU's side of the in-kernel LAPIC: register accesses, timers, start-up, and the choice of the next interrupt.
 
 use irqchip::{
     Accepted, Action, Eoi, Now,
@@ -18,18 +17,18 @@ use x86_defs::{
 use super::{Bus, pv_eoi::PvEoi};
 use crate::vcpu::Inner;
 
-/// Registers of the LAPIC that KVM_RUN shows.
+/// The LAPIC registers that KVM_RUN shows to the VMM.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vcpu) struct LapicView {
     pub(in crate::vcpu) apic_base: u64,
     pub(in crate::vcpu) cr8: u8,
 }
 
-/// "No timer armed".
+/// A time that never comes: no timer is armed.
 pub(in crate::vcpu) const NEVER: u64 = u64::MAX;
 
 impl Bus {
-    /// The present on the chips' clocks.
+    /// The present time on the chips' clocks.
     pub(in crate::vcpu) fn now(&self) -> Now {
         Now {
             ns: host::clock::monotonic_ns(),
@@ -37,17 +36,17 @@ impl Bus {
             tsc_khz: self.tsc.khz,
         }
     }
-    /// For a LAPIC's register: a look at the clock costs as much as the rest of the access, and few
-    /// registers have to do with time.
+    /// Returns the time for a LAPIC register access. The clock is read only if the register depends on time: few do,
+    /// and reading it costs as much as the rest of the access.
     fn now_if(&self, is_timed: bool) -> Now {
         if is_timed { self.now() } else { Now::default() }
     }
-    /// In-kernel LAPIC present.
+    /// True if the VM has in-kernel LAPICs.
     #[inline]
     pub(in crate::vcpu) fn has_lapic(&self) -> bool {
         self.vm.chips().is_some()
     }
-    /// Acts on what a register write asked for. The LAPIC's lock is not held.
+    /// Carries out what a register write asked for. The caller does not hold the LAPIC's lock.
     pub(in crate::vcpu) fn act(&mut self, action: Action) {
         match action {
             Action::None => {}
@@ -55,8 +54,8 @@ impl Bus {
             Action::Recheck => self.recheck = true,
             Action::Timer => {
                 self.update_timer();
-                // A deadline that has passed fires before the next instruction, and one that comes before
-                // the next look needs an earlier one.
+                // A deadline that has passed fires before the next instruction. One that comes before the clock would
+                // be read next needs an earlier read.
                 let unseen = self.unseen_until_ns.max(host::clock::monotonic_ns());
                 self.recheck |= self.timer_ns <= unseen;
             }
@@ -73,7 +72,7 @@ impl Bus {
             }
         }
     }
-    /// Tells the chips, or has the VMM told.
+    /// Passes an end of interrupt on to the chips, or queues it for the VMM.
     fn end_of_interrupt(&mut self, eoi: Eoi) {
         if eoi.sints != 0 {
             self.sints_ended(eoi.sints);
@@ -91,11 +90,11 @@ impl Bus {
                 self.user_eois[usize::from(eoi.vector >> 6)] |= 1 << (eoi.vector & 63);
             }
         } else if eoi.level || of_pin {
-            // Edge-triggered interrupts of a pin count too: the PIT queues its ticks.
+            // An edge-triggered interrupt of a pin must be passed on, too: the PIT queues its ticks.
             vm.with_chips(|chip, lapics| chip.eoi(lapics, eoi, |gsi| vm.resample(gsi)));
         }
     }
-    /// The next vector whose EOI the VMM's IOAPIC has to hear of.
+    /// Takes the next vector whose EOI the VMM's IOAPIC must be told of.
     #[inline]
     pub(in crate::vcpu) fn take_user_eoi(&mut self) -> Option<u8> {
         if self.user_eois == [0; 4] {
@@ -106,18 +105,18 @@ impl Bus {
         self.user_eois[word] &= !(1 << bit);
         Some((word as u32 * 64 + bit) as u8)
     }
-    /// Re-reads when the timer is due.
+    /// Updates the cached deadline of the LAPIC's timer.
     pub(in crate::vcpu) fn update_timer(&mut self) {
         let now = self.now();
         self.timer_ns = self.shared.lapic().timer_deadline(now).unwrap_or(NEVER);
     }
-    /// When the next timer is due, on the monotonic clock.
+    /// Returns when the next timer is due, on the monotonic clock.
     #[inline]
     pub(in crate::vcpu) fn next_timer_ns(&self) -> u64 {
         let due = self.timer_ns.min(self.hv.timers.due_ns);
         due.min(self.vm.chips().map_or(NEVER, |chips| chips.pit_next_ns()))
     }
-    /// Fires timers that are due; the time, on the monotonic clock.
+    /// Fires the timers that are due. Returns the time on the monotonic clock.
     pub(in crate::vcpu) fn service_timers(&mut self) -> u64 {
         let ns = host::clock::monotonic_ns();
         self.looked = (ns, host::cpu::rdtsc());
@@ -137,7 +136,7 @@ impl Bus {
         self.vm.service_pit(ns);
         ns
     }
-    /// What only the vCPU itself changes of its LAPIC, without the LAPIC's lock.
+    /// Returns the LAPIC registers that only the vCPU itself changes, without taking the LAPIC's lock.
     #[inline]
     pub(in crate::vcpu) fn lapic_view(&mut self) -> LapicView {
         if !self.has_lapic() {
@@ -160,7 +159,7 @@ impl Bus {
             cr8: lapic.cr8(),
         }
     }
-    /// To be called when the vCPU, or the VMM in its place, has written to its LAPIC.
+    /// Drops cached LAPIC state. Called when the vCPU, or the VMM in its place, has written to the LAPIC.
     #[inline]
     pub(in crate::vcpu) fn lapic_changed(&mut self) {
         self.lapic = None;
@@ -184,7 +183,7 @@ impl Bus {
             self.cr8
         }
     }
-    /// Where xAPIC accesses go: the MMU keeps that page out of its TLBs.
+    /// Tells the MMU which page xAPIC accesses go to, so that it keeps the page out of its TLBs.
     pub(in crate::vcpu) fn update_apic_page(&mut self) {
         let page = self.has_lapic().then(|| {
             let lapic = self.shared.lapic();
@@ -192,7 +191,7 @@ impl Bus {
         });
         self.mmu.set_apic_page(page.flatten());
     }
-    /// A load from the LAPIC's or IOAPIC's registers; `None` if neither answers.
+    /// Loads from a register of the LAPIC or IOAPIC; `None` if the address belongs to neither.
     pub(in crate::vcpu) fn chip_load(&mut self, cpu: &CpuState, gpa: u64, len: u8) -> Option<u64> {
         let is_lapic = self.is_lapic_page(gpa);
         if !is_lapic && !self.vm.may_be_ioapic(gpa) {
@@ -202,7 +201,7 @@ impl Bus {
         if is_lapic {
             let now = self.now_if(Lapic::is_timed(gpa & 0xfff));
             let lapic = self.shared.lapic();
-            // All ones in x2APIC mode and while disabled.
+            // The LAPIC does not answer in x2APIC mode or while disabled; the load then gives all ones.
             let is_hole = self.vm.options.has_quirk(KVM_X86_QUIRK_LAPIC_MMIO_HOLE);
             let value = lapic.mmio_read(gpa & 0xfff, len, now);
             drop(lapic);
@@ -218,7 +217,7 @@ impl Bus {
                 .then(|| u64::from(chip.ioapic.mmio_read(gpa - range.start)))
         })?
     }
-    /// A store to them; false if neither takes it.
+    /// Stores to a register of the LAPIC or IOAPIC; false if the address belongs to neither.
     pub(in crate::vcpu) fn chip_store(
         &mut self,
         cpu: &CpuState,
@@ -261,13 +260,13 @@ impl Bus {
         }
         false
     }
-    /// The page of the LAPIC's registers.
+    /// True if `gpa` is in the page of the LAPIC's registers.
     #[inline]
     fn is_lapic_page(&mut self, gpa: u64) -> bool {
         // Bits 12 to 51 are the address (SDM vol. 3, 11.4.4).
         self.has_lapic() && self.lapic_view().apic_base & 0xf_ffff_ffff_f000 == gpa & !0xfff
     }
-    /// An IN that the PIC or PIT answers. Wider accesses are split into bytes.
+    /// Executes an IN from a port of the PIC or PIT. Wider accesses are split into bytes.
     pub(in crate::vcpu) fn chip_in(&mut self, port: u16, size: u8) -> Option<u32> {
         if !may_be_chip_port(port) {
             return None;
@@ -291,7 +290,7 @@ impl Bus {
             Some(value)
         })?
     }
-    /// An OUT that the PIC or PIT takes.
+    /// Executes an OUT to a port of the PIC or PIT; false if the port belongs to neither.
     pub(in crate::vcpu) fn chip_out(&mut self, port: u16, size: u8, value: u32) -> bool {
         if !may_be_chip_port(port) {
             return false;
@@ -312,7 +311,7 @@ impl Bus {
             }
             true
         });
-        // The PIT may be due before the next look.
+        // The PIT may be due before the clock is read next.
         self.recheck |= vm
             .chips()
             .is_some_and(|c| c.pit_next_ns() <= self.unseen_until_ns);
@@ -338,7 +337,7 @@ impl Bus {
         self.lapic_changed();
         result.map(|action| self.act(action)).is_ok()
     }
-    /// The interrupt that would be taken now: the PIC's through LINT0, then the LAPIC's.
+    /// Returns the source of the interrupt that would be taken now: the PIC's through LINT0 comes before the LAPIC's.
     #[inline]
     pub(in crate::vcpu) fn pending_interrupt(&mut self) -> Option<Source> {
         if self.is_quiet {
@@ -351,7 +350,7 @@ impl Bus {
     fn find_interrupt(&self) -> Option<Source> {
         let chips = self.vm.chips()?;
         let lapic = self.shared.lapic();
-        // KVM asks the PIC first: an ExtINT has no priority class.
+        // KVM asks the PIC first, because an ExtINT has no priority class.
         let pic = match chips.split_pins() {
             Some(_) => self.user_extint.map(Source::User),
             None => chips.is_pic_intr().then_some(Source::Pic),
@@ -364,7 +363,7 @@ impl Bus {
         }
         lapic.pending().map(Source::Lapic)
     }
-    /// Acknowledges it: the vector, or `None` if it went away.
+    /// Acknowledges the interrupt of `source` and returns its vector, or `None` if the interrupt is gone.
     pub(in crate::vcpu) fn acknowledge(&mut self, source: Source) -> Option<u8> {
         match source {
             Source::Lapic(vector) => {
@@ -384,22 +383,22 @@ impl Bus {
     }
 }
 
-/// Ports of PICs and PIT.
+/// True for the ports of the PICs and the PIT.
 const fn may_be_chip_port(port: u16) -> bool {
     irqchip::Pic::handles(port) || matches!(port, 0x40..=0x43 | 0x61)
 }
 
-/// Where an interrupt comes from.
+/// The source of an interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::vcpu) enum Source {
     Lapic(u8),
     Pic,
-    /// The VMM's PIC, by KVM_INTERRUPT.
+    /// The VMM's PIC, by KVM_INTERRUPT, with this vector.
     User(u8),
 }
 
 impl Inner {
-    /// INIT: the state of SDM vol. 3, table 10-1, in the INIT column.
+    /// INIT: sets the state of the INIT column of SDM vol. 3, table 10-1.
     #[cold]
     #[inline(never)]
     pub(in crate::vcpu) fn init(&mut self) {
@@ -433,7 +432,7 @@ impl Inner {
             KVM_MP_STATE_INIT_RECEIVED
         };
     }
-    /// SIPI: execution starts at `page << 12`; ignored unless INIT came before.
+    /// SIPI: execution starts at `page << 12`. Ignored unless an INIT came before.
     pub(in crate::vcpu) fn startup(&mut self, page: u8) {
         if self.mp_state != KVM_MP_STATE_INIT_RECEIVED {
             return;

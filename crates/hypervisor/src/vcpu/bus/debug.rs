@@ -1,5 +1,5 @@
-//! KVM_SET_GUEST_DEBUG: exceptions that go to the VMM instead of the guest, and the VMM's
-//! breakpoints in place of the guest's.
+//! KVM_SET_GUEST_DEBUG: exceptions that go to the VMM instead of the guest, and the VMM's breakpoints in place of the
+//! guest's.
 
 use kvm_bindings::{
     KVM_GUESTDBG_BLOCKIRQ, KVM_GUESTDBG_ENABLE, KVM_GUESTDBG_INJECT_BP, KVM_GUESTDBG_INJECT_DB,
@@ -11,7 +11,7 @@ use x86_defs::{dr, vector};
 use super::Bus;
 use crate::{Error, Exit, Result};
 
-/// Takes over what KVM_SET_GUEST_DEBUG says; the bits are checked.
+/// Applies the settings of KVM_SET_GUEST_DEBUG, whose bits have been checked.
 pub(in crate::vcpu) fn set(
     cpu: &mut CpuState,
     bus: &mut Bus,
@@ -45,12 +45,12 @@ pub(in crate::vcpu) fn set(
     Ok(())
 }
 
-/// KVM_GUESTDBG_BLOCKIRQ: no SMI, NMI or interrupt is taken.
+/// True with KVM_GUESTDBG_BLOCKIRQ: no SMI, NMI or interrupt is taken.
 pub(in crate::vcpu) fn blocks_interrupts(bus: &Bus) -> bool {
     bus.guest_debug & KVM_GUESTDBG_BLOCKIRQ != 0
 }
 
-/// True if the VMM debugs the guest and this exception is its own.
+/// True if the VMM debugs the guest and this exception goes to the VMM.
 pub(in crate::vcpu) fn intercept(bus: &mut Bus, cpu: &CpuState, exception: Exception) -> bool {
     let control = bus.guest_debug;
     if control & KVM_GUESTDBG_ENABLE == 0 {

@@ -1,4 +1,4 @@
-//! Accesses of a vCPU to what is no memory: doorbells, chips, and the VMM for the rest.
+//! Accesses of a vCPU to addresses that are no memory: doorbells first, then chips, then the VMM.
 
 use io_bus::{RingEntry, Space};
 use x86_cpu::{Access, CpuState, Fault, GuestBus, Privilege};
@@ -12,7 +12,7 @@ use crate::{
 };
 
 impl Bus {
-    /// Answers from the log, or stops the instruction for the VMM.
+    /// Returns the answer from the replay log, or stops the instruction for the VMM to answer.
     pub(in crate::vcpu) fn ask(
         &mut self,
         cpu: &CpuState,
@@ -27,7 +27,7 @@ impl Bus {
         Err(Fault::Exit)
     }
 
-    /// A load of 1 to 8 bytes that no memslot answers.
+    /// Loads 1 to 8 bytes from an address without a memslot.
     pub(in crate::vcpu) fn device_load(
         &mut self,
         cpu: &CpuState,
@@ -44,7 +44,7 @@ impl Bus {
         self.ask_load(cpu, gpa, len)
     }
 
-    /// Such a load that is not a chip's.
+    /// Loads from an address without a memslot that no chip has.
     pub(in crate::vcpu) fn ask_load(
         &mut self,
         cpu: &CpuState,
@@ -61,7 +61,7 @@ impl Bus {
         Ok(self.ask(cpu, access, exit)?.value & mask(len))
     }
 
-    /// A store of 1 to 8 bytes that no memslot takes.
+    /// Stores 1 to 8 bytes to an address without a memslot.
     pub(in crate::vcpu) fn device_store(
         &mut self,
         cpu: &CpuState,
@@ -79,7 +79,7 @@ impl Bus {
         self.ask_store(cpu, gpa, len, value)
     }
 
-    /// Such a store that no doorbell hears and no chip takes.
+    /// Stores to an address without a memslot that neither a doorbell nor a chip has.
     pub(in crate::vcpu) fn ask_store(
         &mut self,
         cpu: &CpuState,
@@ -127,8 +127,8 @@ impl Bus {
         Ok(())
     }
 
-    /// The slow path of stores. Devices come first: one of them may send the
-    /// instruction to the VMM and back to its start, which must find RAM as it was.
+    /// The slow path of stores. Pieces for devices come first: one of them may send the instruction to the VMM and back
+    /// to its start, and RAM must then be as it was.
     pub(in crate::vcpu) fn store_pieces(
         &mut self,
         cpu: &mut CpuState,
@@ -145,7 +145,8 @@ impl Bus {
                 let (now, later) = rest.split_at(in_page(at, rest.len()));
                 let to = self.translate(cpu, at, Access::Write, who)?;
                 match (to.page.is_some(), is_ram) {
-                    // The slot went away meanwhile: as if the write had come before.
+                    // If the slot has gone away meanwhile, nothing is written: the write might as well have come
+                    // before.
                     (true, true) => _ = self.mmu.write_gpa(to.gpa, now),
                     (false, false) => self.device_store_bytes(cpu, to.gpa, now)?,
                     _ => {}
@@ -167,7 +168,7 @@ impl Bus {
         Ok(())
     }
 
-    /// Signals the eventfd that listens to this write; false if none does.
+    /// Rings the doorbell for this write, or puts the write into the coalesced ring; false if neither exists.
     pub(in crate::vcpu) fn ring(&self, space: Space, address: u64, len: u8, value: u64) -> bool {
         let value = value & mask(len);
         let place = (space, address);
@@ -182,7 +183,7 @@ impl Bus {
         }
     }
 
-    /// A hypercall in the place of a write; false if no doorbell is there.
+    /// Rings a doorbell for a hypercall that stands for a write; false if there is no doorbell.
     pub(in crate::vcpu) fn ring_doorbell(
         &self,
         space: Space,
@@ -196,12 +197,12 @@ impl Bus {
     }
 }
 
-/// Bytes of an access at `gva` that stay in its page.
+/// Returns how many bytes of an access at `gva` are in its first page.
 pub(in crate::vcpu) fn in_page(gva: u64, len: usize) -> usize {
     len.min((PAGE_SIZE - gva % PAGE_SIZE) as usize)
 }
 
-/// An access stays in one page.
+/// True if the access stays in one page.
 pub(in crate::vcpu) fn is_in_page(gva: u64, len: usize) -> bool {
     gva % PAGE_SIZE + len as u64 <= PAGE_SIZE
 }

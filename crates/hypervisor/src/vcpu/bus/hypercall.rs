@@ -18,9 +18,9 @@ const MAP_GPA_RANGE: u64 = 12;
 const SEND_IPI: u64 = 10;
 /// KVM_HC_SCHED_YIELD.
 const SCHED_YIELD: u64 = 11;
-/// Rings a doorbell, see docs/paravirt.md: "ak" and a number, where KVM has none.
+/// Rings a doorbell, see docs/paravirt.md. The number is "ak" and an index, which KVM does not use.
 const DOORBELL: u64 = 0x616b_0001;
-/// A page directory is freed, see docs/paravirt.md.
+/// Says that the guest has freed a page directory, see docs/paravirt.md.
 const ROOT_FREED: u64 = 0x616b_0002;
 /// -KVM_EINVAL.
 const EINVAL: u64 = 22u64.wrapping_neg();
@@ -42,7 +42,7 @@ pub(in crate::vcpu) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), 
     if bus.has_hv_hypercalls() {
         return super::hyperv::calls::execute(bus, cpu);
     }
-    // KVM refuses hypercalls from user mode with a result, in real mode too late to matter.
+    // In real mode the instruction raises #UD. Hypercalls from user mode are refused below by a result, as in KVM.
     if cpu.cr0 & 1 == 0 {
         return Err(Exception::UD.into());
     }
@@ -82,9 +82,9 @@ pub(in crate::vcpu) fn execute(bus: &mut Bus, cpu: &mut CpuState) -> Result<(), 
     Ok(())
 }
 
-/// What a write of the low bytes of `value` to a doorbell does, without the instruction that
-/// writes. `place` is 0 for memory and 1 for ports, and from bit 8 on the write's length; 0 as
-/// length asks whether the hypercall is there.
+/// Does what a write of the low bytes of `value` to a doorbell does, without the writing instruction. Bits 7:0 of
+/// `place` are 0 for memory and 1 for ports; the bits above are the write's length. Length 0 asks whether the hypercall
+/// exists.
 fn doorbell(bus: &mut Bus, address: u64, place: u64, value: u64) -> u64 {
     let space = match place & 0xff {
         0 => Space::Mmio,
@@ -99,7 +99,7 @@ fn doorbell(bus: &mut Bus, address: u64, place: u64, value: u64) -> u64 {
     }
 }
 
-/// Bit of the KVM_FEATURE_* that promises the hypercall.
+/// Returns the KVM_FEATURE_* bit that promises the hypercall.
 const fn pv_feature(nr: u64) -> u32 {
     match nr {
         KICK_CPU => 7,
@@ -108,7 +108,7 @@ const fn pv_feature(nr: u64) -> u32 {
     }
 }
 
-/// Encryption of a range changes: the VMM's business, if it wants to know.
+/// KVM_HC_MAP_GPA_RANGE: the encryption of a range changes. The VMM is told if it has asked for that.
 fn map_gpa_range(
     bus: &mut Bus,
     cpu: &CpuState,
@@ -133,9 +133,9 @@ fn map_gpa_range(
     Ok(bus.ask(cpu, access, exit)?.value)
 }
 
-/// An IPI for each bit, counted from the APIC id `first`; how many were delivered.
+/// Sends an IPI for each bit of `bitmap`, counted from the APIC id `first`; returns how many were delivered.
 fn send_ipi(bus: &mut Bus, bitmap: [u64; 2], first: u64, icr: u64, wide: bool) -> u64 {
-    // A shorthand or logical destination contradicts the bitmap.
+    // A shorthand or a logical destination contradicts the bitmap.
     const DESTINATION: u64 = 3 << 18 | 1 << 11;
     if icr & DESTINATION != 0 {
         return EINVAL;
@@ -147,7 +147,7 @@ fn send_ipi(bus: &mut Bus, bitmap: [u64; 2], first: u64, icr: u64, wide: bool) -
             let bit = u64::from(bits.trailing_zeros());
             bits &= bits - 1;
             let id = first.wrapping_add(word as u64 * width + bit);
-            // Mode and vector are where an ICR has them.
+            // Delivery mode and vector are at the same bits as in an ICR.
             count += u64::from(send(
                 bus,
                 id,
@@ -158,12 +158,12 @@ fn send_ipi(bus: &mut Bus, bitmap: [u64; 2], first: u64, icr: u64, wide: bool) -
     count
 }
 
-/// Sends to one APIC id, which may be wider than 8 bits; `what` is the delivery mode
-/// and, from bit 8, the vector.
+/// Sends an interrupt to one APIC id, which may have more than 8 bits. `what` is the delivery mode and, from bit 8 on,
+/// the vector.
 fn send(bus: &mut Bus, id: u64, what: u32) -> bool {
     let irq = LapicIrq::edge(id as u32, DeliveryMode::from_bits(what), (what >> 8) as u8);
     let vcpus = bus.vm.vcpus();
-    // APIC ids are vCPU ids and mostly dense.
+    // APIC ids are vCPU ids and mostly dense, so the id is tried as the index first.
     let target = vcpus
         .get(id as usize)
         .filter(|v| u64::from(v.id) == id)
@@ -177,7 +177,7 @@ fn send(bus: &mut Bus, id: u64, what: u32) -> bool {
     )
 }
 
-/// Writes `struct kvm_clock_pairing`: wall time and the guest TSC of the same moment.
+/// Writes `struct kvm_clock_pairing`: wall time and guest TSC of the same moment.
 fn clock_pairing(bus: &mut Bus, gpa: u64, kind: u64) -> u64 {
     if kind != 0 {
         return EOPNOTSUPP;

@@ -1,4 +1,4 @@
-//! Accesses that no TLB entry answers: memory that has to be looked up, or a device.
+//! Accesses without a TLB entry: to memory whose translation has to be looked up, or to a device.
 
 use mmu::{Miss, Translation};
 use x86_cpu::{Access, CpuState, Fault, Privilege, Word};
@@ -7,14 +7,14 @@ use super::{Bus, device::is_in_page};
 use crate::Exit;
 
 impl Bus {
-    /// Stops the instruction: the VMM's memory cannot be accessed so.
+    /// Stops the instruction, because the process cannot access the VMM's memory as the guest asks.
     #[cold]
     pub(super) fn host_fault<T>(&mut self) -> Result<T, Fault> {
         self.exit = Some(Exit::HostFault);
         Err(Fault::Exit)
     }
 
-    /// The IDT, or where the frame goes, is no memory: KVM cannot deliver an event through the VMM.
+    /// Stops a delivery whose IDT or stack is not in memory: KVM cannot deliver an event through the VMM.
     #[cold]
     pub(super) fn stop_delivery(&mut self, cpu: &CpuState) {
         if let Some(Exit::Mmio { gpa, .. }) = self.exit {
@@ -37,12 +37,12 @@ impl Bus {
             Ok(to) => Ok(to),
             Err(Miss::Exception(e)) => Err(e.into()),
             Err(Miss::Host) => self.host_fault(),
-            // `translate` has no such answer; a device there would be one anyway.
+            // `translate` does not return this; the address would be a device's in any case.
             Err(Miss::Device { gpa }) => Ok(Translation { gpa, page: None }),
         }
     }
 
-    /// A read that the TLB did not answer.
+    /// Reads after a TLB miss.
     #[inline(never)]
     pub(super) fn read_miss<T: Word>(
         &mut self,
@@ -59,7 +59,7 @@ impl Bus {
             Ok(v) => Ok(v),
             Err(Miss::Exception(e)) => Err(e.into()),
             Err(Miss::Host) => self.host_fault(),
-            // All of it is there, and the access is allowed.
+            // The whole operand is on one device page, and the access is allowed.
             Err(Miss::Device { gpa }) if T::SIZE <= 8 && is_in_page(gva, T::SIZE) => {
                 let value = self.device_load(cpu, gpa, T::SIZE as u8)?;
                 Ok(T::from_u128(value.into()))
@@ -72,7 +72,7 @@ impl Bus {
         }
     }
 
-    /// A write that the TLB did not answer.
+    /// Writes after a TLB miss.
     #[inline(never)]
     pub(super) fn write_miss<T: Word>(
         &mut self,
@@ -97,7 +97,7 @@ impl Bus {
         }
     }
 
-    /// Code outside memory cannot be executed: KVM_INTERNAL_ERROR_EMULATION.
+    /// Maps a miss of a fetch: code outside of memory cannot be executed (KVM_INTERNAL_ERROR_EMULATION).
     pub(super) fn fetch_result<T>(
         &mut self,
         cpu: &CpuState,

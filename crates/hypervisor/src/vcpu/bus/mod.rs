@@ -1,7 +1,7 @@
 //! [`Bus`]: the `GuestBus` of a vCPU under KVM semantics.
 //!
-//! Memory goes to the MMU; what hits no memslot, and ports, go to whoever
-//! answers: nobody in here means an exit to the VMM, through [`Replay`].
+//! Memory accesses go to the MMU. An access to a port, or to an address without a memslot, goes to the doorbell or chip
+//! that has it; if none has, it is an exit to the VMM, through [`Replay`].
 
 pub(super) mod apic;
 pub(super) mod debug;
@@ -43,10 +43,10 @@ use crate::{
     vm::{VmState, clock::TscParams},
 };
 
-/// Blocks between two looks at the clock and at immediate_exit.
+/// Blocks between two reads of the clock and of immediate_exit.
 const POLL_BLOCKS: u32 = 128;
 
-/// A vCPU's way to the outside.
+/// The connection of a vCPU to memory, devices and the VMM.
 #[derive(Debug)]
 pub(crate) struct Bus {
     pub(super) mmu: Mmu,
@@ -54,59 +54,59 @@ pub(crate) struct Bus {
     pub(super) shared: Arc<VcpuShared>,
     pub(super) replay: Replay,
     pub(super) read_ahead: ReadAhead,
-    /// The exit that [`Fault::Exit`] stands for.
+    /// The exit that [`Fault::Exit`] announces.
     pub(super) exit: Option<Exit>,
     pub(super) cpuid: Vec<kvm_cpuid_entry2>,
     pub(super) tsc: TscParams,
     /// IA32_TSC_ADJUST.
     pub(super) tsc_adjust: u64,
-    /// Task priority while there is no in-kernel LAPIC.
+    /// Task priority of a vCPU without an in-kernel LAPIC.
     pub(super) cr8: u8,
-    /// The guest lowered it: KVM_EXIT_SET_TPR.
+    /// The guest lowered the task priority: KVM_EXIT_SET_TPR.
     pub(super) tpr_lowered: bool,
     pub(super) apic_base: u64,
     /// Vector of KVM_INTERRUPT with a split irqchip: it waits for LINT0 and RFLAGS.IF.
     pub(super) user_extint: Option<u8>,
-    /// Vectors whose EOI the VMM's IOAPIC has to hear of: KVM_EXIT_IOAPIC_EOI.
+    /// Bit per vector whose EOI the VMM's IOAPIC must be told of (KVM_EXIT_IOAPIC_EOI).
     pub(super) user_eois: [u64; 4],
     /// An interrupt waits for RFLAGS.IF, or the VMM asked for the window.
     pub(super) irq_waiting: bool,
-    /// KVM_CAP_ENFORCE_PV_FEATURE_CPUID: only what CPUID promises works.
+    /// KVM_CAP_ENFORCE_PV_FEATURE_CPUID: only paravirtual features that CPUID promises work.
     pub(super) enforces_pv: bool,
     /// KVM_GUESTDBG_* of KVM_SET_GUEST_DEBUG.
     pub(super) guest_debug: u32,
     pub(super) pv: Paravirt,
-    /// The host's figure for steal time.
+    /// The host's figure of the thread's run-queue delay, for steal time.
     pub(super) run_delay: Arc<host::RunDelay>,
     pub(super) hv: hyperv::HyperV,
-    /// KVM_SYSTEM_EVENT_* that the guest has asked for: the next exit.
+    /// KVM_SYSTEM_EVENT_* that the guest has asked for, which will be the next exit.
     pub(super) system_event: Option<u32>,
     pub(super) mce: super::mce::Mce,
     pub(super) vapic: vapic::Vapic,
     pub(super) pmu: super::pmu::VirtualPmu,
-    /// Interrupts have to be looked at again before the next block.
+    /// Pending interrupts must be evaluated before the next block.
     pub(super) recheck: bool,
-    /// [`Bus::lapic_view`], unless the LAPIC's registers have been written since.
+    /// [`Bus::lapic_view`], unless the LAPIC's registers were written since it was read.
     pub(super) lapic: Option<apic::LapicView>,
-    /// No interrupt was pending when last looked for, and nothing has happened since.
+    /// No interrupt was pending at the last evaluation, and nothing has happened since.
     pub(super) is_quiet: bool,
     /// When the LAPIC's timer is due, on the monotonic clock.
     pub(super) timer_ns: u64,
-    /// The last look at the clock: monotonic, and the host's TSC.
+    /// The last reading of the clocks: monotonic time, and the host's TSC.
     pub(super) looked: (u64, u64),
-    /// Until when, on the monotonic clock, there may be no other.
+    /// Until when, on the monotonic clock, the clock may not be read again.
     pub(super) unseen_until_ns: u64,
     budget: u32,
-    /// PAUSEs since the last look.
+    /// PAUSEs since spinning was last checked for ([`Bus::is_spinning`]).
     pub(super) pauses: u32,
-    /// Times that it gave way since the guest began to wait.
+    /// How many times the vCPU has given way since the guest began to wait.
     pub(super) ways_given: u8,
-    /// For RDRAND and RDSEED.
+    /// Generator for RDRAND and RDSEED.
     random: Option<host::random::Generator>,
     pub(super) counters: stats::Counters,
-    /// The translator's, as of the last return from it.
+    /// The translator's statistics as of the last return from it.
     pub(super) jit: x86_jit::Stats,
-    /// [`VmState::device_events`] that code was compared for.
+    /// The value of [`VmState::device_events`] at which code was last compared.
     seen_device_events: u64,
 }
 
@@ -153,7 +153,7 @@ impl Bus {
         }
     }
 
-    /// What the guest's CPUID follows, besides the CPU.
+    /// The state that the guest's CPUID depends on, besides the CPU's.
     pub(super) fn cpuid_follows(&mut self) -> super::cpuid::Follows {
         super::cpuid::Follows {
             apic_enabled: self.apic_base() >> 11 & 1 != 0,
@@ -165,13 +165,14 @@ impl Bus {
         }
     }
 
-    /// CPUID promises MONITOR and MWAIT.
+    /// True if CPUID promises MONITOR and MWAIT.
     fn shows_monitor(&mut self, cpu: &CpuState) -> bool {
         let follows = self.cpuid_follows();
         super::cpuid::lookup(&self.cpuid, cpu, follows, 1, 0)[2] >> 3 & 1 != 0
     }
 
-    /// A device of the VMM's has interrupted since the last look: it may have written code.
+    /// Has fetched code compared if a device of the VMM's has interrupted since the last call: the device may have
+    /// written code.
     pub(super) fn sync_code(&mut self) {
         let events = self.vm.device_events.load(Ordering::Acquire);
         if events != self.seen_device_events {
@@ -180,7 +181,7 @@ impl Bus {
         }
     }
 
-    /// [`Self::sync_code`] has something to do.
+    /// True if [`Self::sync_code`] has something to do.
     pub(super) fn has_device_events(&self) -> bool {
         self.vm.device_events.load(Ordering::Acquire) != self.seen_device_events
     }
@@ -219,7 +220,7 @@ impl GuestBus for Bus {
         if !is_in_page(gva, size.into()) || !self.replay.is_empty() {
             return None;
         }
-        // It is all that the instruction does: a log would be dropped at once.
+        // The load is all that the instruction does, so a replay log would be dropped at once.
         Some(match self.chip_load(cpu, gpa, size) {
             Some(value) => Ok(value & mask(size)),
             None => self.ask_load(cpu, gpa, size),
@@ -396,7 +397,7 @@ impl GuestBus for Bus {
             data: IoData::default(),
         };
         self.ask(cpu, access, exit)?;
-        // The elements have come with the answer; a VMM that gave none gets zeros stored.
+        // The elements came with the VMM's answer. If the VMM gave none, zeros are stored.
         Ok(self.read_ahead.next(size).unwrap_or(0))
     }
     fn port_out(
@@ -431,7 +432,7 @@ impl GuestBus for Bus {
         self.guest_write_msr(cpu, index, value)
     }
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4] {
-        // What serializes makes code that others have written visible (SDM vol. 3, 9.1.3).
+        // A serializing instruction makes code written by others visible (SDM vol. 3, 9.1.3).
         self.mmu.serialize();
         let follows = self.cpuid_follows();
         let mut registers = super::cpuid::lookup(&self.cpuid, cpu, follows, leaf, subleaf);
@@ -457,7 +458,7 @@ impl GuestBus for Bus {
             self.recheck = true;
         } else {
             let priority = priority & 0xf;
-            // The VMM's LAPIC may have an interrupt that waited for this.
+            // The VMM's LAPIC may have an interrupt that waited for a lower priority.
             self.tpr_lowered |= priority < self.cr8;
             self.recheck |= self.tpr_lowered;
             self.cr8 = priority;
@@ -495,7 +496,7 @@ impl GuestBus for Bus {
         debug::intercept(self, cpu, exception)
     }
     fn nmi_unmasked(&mut self) {
-        // The second one may wait.
+        // A second NMI may wait.
         self.recheck = true;
     }
     #[inline]

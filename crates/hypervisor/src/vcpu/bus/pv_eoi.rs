@@ -1,13 +1,12 @@
-//! PV EOI (KVM document "msr", MSR_KVM_PV_EOI_EN): the guest ends an interrupt by
-//! clearing a bit in its memory.
+//! PV EOI (KVM document "msr", MSR_KVM_PV_EOI_EN): the guest ends an interrupt by clearing a bit in its memory.
 //!
-//! The bit is set when an edge-triggered interrupt is injected while no other
-//! waits. Before anything looks at the LAPIC again the bit is taken back: if the
-//! guest has cleared it, the interrupt ended, and the LAPIC is told now.
+//! The bit is set when an edge-triggered interrupt is injected while no other interrupt waits. Before the LAPIC's state
+//! is used again the bit is taken back: if the guest has cleared it, the interrupt has ended, and the LAPIC is told
+//! now.
 
 use super::Bus;
 
-/// The bit is in use.
+/// Bit of the MSR: the guest uses PV EOI.
 const ENABLE: u64 = 1;
 
 /// PV EOI of a vCPU.
@@ -15,7 +14,7 @@ const ENABLE: u64 = 1;
 pub(in crate::vcpu) struct PvEoi {
     /// MSR_KVM_PV_EOI_EN.
     msr: u64,
-    /// The bit in guest memory was set.
+    /// The bit in guest memory was set and not yet taken back.
     armed: bool,
 }
 
@@ -32,7 +31,7 @@ impl Bus {
         self.pv.eoi.msr = value;
         true
     }
-    /// An interrupt of the LAPIC was injected.
+    /// Sets the bit in guest memory, if possible, after an interrupt of the LAPIC was injected.
     pub(in crate::vcpu) fn arm_pv_eoi(&mut self) {
         let msr = self.pv.eoi.msr;
         let Some(chips) = self.vm.chips().filter(|_| msr & ENABLE != 0) else {
@@ -47,7 +46,7 @@ impl Bus {
             self.pv.eoi.armed = set.is_some();
         }
     }
-    /// Takes over what the guest tells its LAPIC by memory. To be called before the LAPIC's state is used.
+    /// Takes over what the guest has told its LAPIC through memory. Called before the LAPIC's state is used.
     #[inline]
     pub(in crate::vcpu) fn sync_lapic(&mut self) {
         if self.pv.eoi.armed {
@@ -61,7 +60,8 @@ impl Bus {
         let gpa = self.pv.eoi.msr & !ENABLE;
         let was = self.vm.memory.rmw_gpa(gpa, 1, |v| v & !1);
         if was.is_some_and(|v| v & 1 == 0) {
-            // Edge-triggered and of no chip's pin: nobody else is to be told.
+            // The interrupt is edge-triggered and comes from no chip's pin, so neither a chip nor the VMM needs to be
+            // told.
             let _ = self.shared.lapic().eoi();
             self.is_quiet = false;
             self.recheck = true;

@@ -5,7 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 use super::Bus;
 use crate::vm::clock::pvclock_scale;
 
-/// The structure is in use.
+/// Bit of the MSR: the guest uses the structure.
 const ENABLE: u64 = 1;
 /// PVCLOCK_TSC_STABLE_BIT.
 const TSC_STABLE: u8 = 1 << 0;
@@ -19,20 +19,20 @@ pub(in crate::vcpu) struct Paravirt {
     pub(in crate::vcpu) wall_clock: u64,
     /// MSR_KVM_SYSTEM_TIME_NEW.
     pub(in crate::vcpu) system_time: u64,
-    /// KVM_KVMCLOCK_CTRL: tell the guest once that it was stopped.
+    /// KVM_KVMCLOCK_CTRL: the guest is to be told once that it was stopped.
     pub(in crate::vcpu) guest_stopped: bool,
     pub(in crate::vcpu) steal: super::steal::Steal,
     pub(in crate::vcpu) eoi: super::pv_eoi::PvEoi,
     pub(in crate::vcpu) roots: super::roots::RootCache,
-    /// MSR_KVM_ASYNC_PF_EN and MSR_KVM_ASYNC_PF_INT, of guests that come from elsewhere: never used, as
-    /// the host's own page faults cannot be handed on.
+    /// MSR_KVM_ASYNC_PF_EN and MSR_KVM_ASYNC_PF_INT, for guests that were migrated from elsewhere. They have no effect,
+    /// because the host's own page faults cannot be passed on.
     pub(in crate::vcpu) async_pf: [u64; 2],
     /// MSR_KVM_POLL_CONTROL bit 0 cleared: the guest polls by itself before HLT.
     pub(in crate::vcpu) guest_polls: bool,
 }
 
 impl Bus {
-    /// Rewrites `pvclock_vcpu_time_info`, 32 bytes.
+    /// Rewrites the guest's `pvclock_vcpu_time_info`, which has 32 bytes.
     pub(in crate::vcpu) fn update_clock(&mut self) {
         self.update_hv_page();
         if self.pv.system_time & ENABLE == 0 {
@@ -41,20 +41,20 @@ impl Bus {
         let gpa = self.pv.system_time & !ENABLE;
         let (host_tsc, kvmclock_ns) = self.vm.clock.master();
         let (mul, shift) = pvclock_scale(self.tsc.khz);
-        // A guest that registers an address without memory gets no clock, as in KVM.
+        // If the registered address has no memory, the guest gets no clock, as in KVM.
         let Some(before) = self.vm.memory.read_gpa(gpa, 4) else {
             return;
         };
         let mut flags = TSC_STABLE;
-        // It stays until the guest has seen it.
+        // The flag stays set until the guest has seen it and cleared it.
         let is_unseen = self.vm.memory.read_gpa(gpa.wrapping_add(29), 1);
         if std::mem::take(&mut self.pv.guest_stopped)
             || is_unseen.is_some_and(|f| f as u8 & GUEST_STOPPED != 0)
         {
             flags |= GUEST_STOPPED;
         }
-        // The guest may have been migrated in the middle of a read: the version goes on from what it has seen, or
-        // it would take half of the old and half of the new for one.
+        // The guest may have been migrated in the middle of a read. The version continues from the one that it saw:
+        // otherwise it could take half of the old and half of the new contents for one.
         let odd = (before as u32).wrapping_add(1) | 1;
         let mut info = [0u8; 32];
         info[8..16].copy_from_slice(&self.tsc.guest(host_tsc).to_le_bytes());
@@ -71,8 +71,8 @@ impl Bus {
         let _ = memory.write_gpa(gpa, 4, odd.wrapping_add(1).into());
     }
 
-    /// Writes `pvclock_wall_clock`: the wall time at which kvmclock was zero. Not at address 0, which is what
-    /// VMMs write to the MSR at a reset.
+    /// Writes the guest's `pvclock_wall_clock`: the wall time at which kvmclock was zero. Nothing is written to address
+    /// 0, because VMMs write 0 to the MSR at a reset.
     pub(in crate::vcpu) fn write_wall_clock(&mut self) {
         let gpa = self.pv.wall_clock & !3;
         if gpa == 0 {
@@ -87,7 +87,7 @@ impl Bus {
         let Some(version) = memory.read_gpa(gpa, 4) else {
             return;
         };
-        // Odd while the contents change; whatever was there before.
+        // Odd while the contents change, whatever the version was before.
         let odd = (version as u32).wrapping_add(1) | 1;
         let _ = memory.write_gpa(gpa, 4, odd.into());
         fence(Ordering::SeqCst);

@@ -1,14 +1,15 @@
 //! Steal time and the "preempted" mark (KVM document "msr", MSR_KVM_STEAL_TIME).
 //!
-//! It is the run-queue delay of the vCPU's thread, as the host's scheduler counts it, outside of KVM_RUN too. To
-//! read it takes system calls, which a [`host::ServiceThread`] makes: it is asked when time is missing (a gap between two
-//! looks at the clock while the guest runs, or before an entry, which then waits for the answer: after a short pause
-//! for some milliseconds at most), and every tenth of a second. Where the host does not say, the gaps are what is counted.
-//! Each KVM_RUN is a new version of the structure.
+//! Steal time is the run-queue delay of the vCPU's thread as the host's scheduler counts it, including the time outside
+//! of KVM_RUN. Reading it takes system calls, which a [`host::ServiceThread`] makes on request. A request is made when
+//! time is missing, and every tenth of a second. Time is missing if there is a gap between two readings of the clock
+//! while the guest runs, or a delay before an entry, which then waits for the answer: after a short pause for some
+//! milliseconds at most. If the host does not tell the delay, the gaps are counted instead. Each KVM_RUN is a new
+//! version of the structure.
 //!
-//! DEVIATION: the mark is set only while the vCPU sleeps in HLT: nobody announces a preemption by the host.
-//! Without /proc, and where a filter for all threads forbids to open files, delays below a millisecond and
-//! outside of KVM_RUN are not counted.
+//! DEVIATION: the "preempted" mark is set only while the vCPU sleeps in HLT, as the host announces no preemption.
+//! Without /proc, and where a filter for all threads forbids opening files, delays below a millisecond and outside of
+//! KVM_RUN are not counted.
 
 use std::{
     sync::atomic::{Ordering, fence},
@@ -19,9 +20,9 @@ use x86_cpu::{CpuState, Flush, GuestBus};
 
 use super::Bus;
 
-/// The structure is in use.
+/// Bit of the MSR: the guest uses the structure.
 const ENABLE: u64 = 1;
-/// Bits 1 to 5 are reserved: the structure is 64 bytes long and aligned.
+/// Reserved bits of the MSR, 1 to 5: the structure is 64 bytes long and aligned.
 const RESERVED: u64 = 0x3e;
 /// Offsets in `struct kvm_steal_time`.
 const STEAL: u64 = 0;
@@ -29,25 +30,26 @@ const VERSION: u64 = 8;
 const PREEMPTED: u64 = 16;
 /// KVM_VCPU_PREEMPTED.
 const MARK: u128 = 1;
-/// KVM_VCPU_FLUSH_TLB: another vCPU asks for a flush before this one runs again.
+/// KVM_VCPU_FLUSH_TLB: another vCPU asks for a flush before this vCPU runs again.
 const FLUSH_TLB: u128 = 2;
-/// Shortest gap that counts while the guest runs. A slice of the host's scheduler is about 3 ms; 128
-/// blocks of guest code with a few host page faults stay below this.
+/// Shortest gap that counts while the guest runs. A time slice of the host's scheduler is about 3 ms; 128 blocks of
+/// guest code with a few host page faults take less than this limit.
 const GAP_NS: u64 = 1_000_000;
-/// Shortest time before an entry in which there may be a delay worth waiting for.
+/// Shortest pause before an entry that may contain a delay worth waiting for.
 const LATE_US: u64 = 150;
-/// Longest wait for the answer. Most take 50 µs; where others want the processor the service thread waits for it, too, for some slices of the
-/// scheduler's.
+/// Longest wait for the answer after a short pause. Most answers take 50 µs. If other threads want the processor, the
+/// service thread waits for it, too, for several slices of the scheduler.
 const WAIT: Duration = Duration::from_millis(20);
-/// After a pause of this length an entry waits until the answer is there: what was stolen in it is told by then,
+/// After a pause of this length an entry waits until the answer is there, so that the guest is told of what was stolen
+/// in the pause,
 const LONG_US: u64 = 10_000;
-/// unless nobody answers at all.
+/// but no longer than this, in case no answer comes.
 const LONG_WAIT: Duration = Duration::from_secs(1);
-/// Other waits are at most one part in this many of the time,
+/// Shorter pauses' waits take at most one part in this many of the time,
 const SHARE: u64 = 64;
-/// but for so much at once.
+/// plus this much at once.
 const AT_ONCE_US: u64 = 100_000;
-/// How often the service thread is asked at least.
+/// The service thread is asked at least this often.
 const ASK_EVERY_US: u64 = 100_000;
 
 /// Steal time of a vCPU.
@@ -56,22 +58,22 @@ pub(in crate::vcpu) struct Steal {
     /// MSR_KVM_STEAL_TIME.
     msr: u64,
     stolen_ns: u64,
-    /// What is to be added to the guest's figure.
+    /// Stolen time that the guest's structure does not yet contain.
     untold_ns: u64,
-    /// Last look at the clock while running; 0 after a pause of our own.
+    /// The last reading of the monotonic clock while running; 0 after the vCPU paused by itself.
     looked_ns: u64,
-    /// TSC at the last look, or the last entry.
+    /// TSC at the last reading of the clock, or at the last entry.
     seen_tsc: u64,
-    /// A thread, and its run-queue delay as far as it is counted.
+    /// The thread, and its run-queue delay as far as it has been counted.
     counted: Option<(i32, u64)>,
     is_asked: bool,
-    /// The host did not answer the last question.
+    /// The last answer had no figure, so gaps are counted.
     is_estimated: bool,
-    /// Gaps since the last answer.
+    /// Sum of the gaps since the last answer.
     gaps_ns: u64,
-    /// TSC from which on there is something to do at a look.
+    /// TSC at which the next request is due.
     due_tsc: u64,
-    /// Ticks that were spent on waiting, less those that are made up for since; and the TSC then.
+    /// Ticks spent on waiting, less those regained since (one in [`SHARE`]); and the TSC at which this was computed.
     spent: u64,
     spent_tsc: u64,
 }
@@ -90,7 +92,7 @@ impl Steal {
         self.untold_ns = self.untold_ns.saturating_add(ns);
     }
 
-    /// The service thread's answer.
+    /// Takes over an answer of the service thread.
     fn answered(&mut self, waited: host::run_delay::Waited) {
         let gaps = std::mem::take(&mut self.gaps_ns);
         self.is_asked = false;
@@ -99,7 +101,7 @@ impl Steal {
             (Some(ns), Some((thread, before))) if thread == waited.thread => {
                 ns.saturating_sub(before)
             }
-            // A thread's delays count from when it comes to the vCPU.
+            // The delay of a new thread counts only from now on.
             (Some(_), _) => 0,
             (None, _) => gaps,
         };
@@ -107,7 +109,7 @@ impl Steal {
         self.count(new);
     }
 
-    /// How long an entry may wait for the answer after a pause of so many ticks.
+    /// Returns how long an entry may wait for the answer after a pause of `pause` ticks.
     fn may_wait(&mut self, tsc: u64, pause: u64) -> Option<Duration> {
         let since = tsc.wrapping_sub(std::mem::replace(&mut self.spent_tsc, tsc));
         self.spent = self.spent.saturating_sub(since / SHARE);
@@ -135,7 +137,7 @@ impl Bus {
         }
         let steal = &mut self.pv.steal;
         if !steal.is_on() {
-            // What was stolen before is not told.
+            // Time stolen before the guest enabled the structure is not reported.
             *steal = Steal {
                 stolen_ns: steal.stolen_ns,
                 looked_ns: steal.looked_ns,
@@ -147,7 +149,7 @@ impl Bus {
         self.write_steal();
         true
     }
-    /// KVM_RUN begins.
+    /// Waits for the answer at the beginning of KVM_RUN, if the pause before it may contain stolen time.
     #[inline]
     pub(in crate::vcpu) fn note_entry(&mut self, cpu: &mut CpuState) {
         let steal = &mut self.pv.steal;
@@ -159,21 +161,21 @@ impl Bus {
             }
         }
     }
-    /// Each KVM_RUN is a new version, whether something was stolen or not.
+    /// Advances the structure's version. Each KVM_RUN is a new version, whether or not time was stolen.
     #[inline]
     pub(in crate::vcpu) fn advance_steal_version(&mut self) {
         if let Some(gpa) = self.gpa() {
-            // The next even one.
+            // The next even version.
             let next = |version: u128| u128::from((version as u32 | 1).wrapping_add(1));
             let _ = self.vm.memory.rmw_gpa(gpa + VERSION, 4, next);
         }
     }
     #[cold]
     fn wait_for_delay(&mut self, cpu: &mut CpuState, tsc: u64, limit: Duration) {
-        // An answer that is there, or on its way, may be from before.
+        // An answer that is there or on its way may be older than the pause, so a new one is requested.
         self.take_delay(tsc);
         self.ask_for_delay();
-        // Others need not wait for this vCPU meanwhile.
+        // While asleep, this vCPU is not waited for.
         self.shared.set_asleep(true);
         self.run_delay.wait(limit);
         self.shared.set_asleep(false);
@@ -187,7 +189,7 @@ impl Bus {
         self.pv.steal.due_tsc = 0;
         self.run_delay.ask();
     }
-    /// Takes the answer, if there is one.
+    /// Takes over the service thread's answer, if it is there.
     fn take_delay(&mut self, tsc: u64) {
         let steal = &mut self.pv.steal;
         if !steal.is_asked {
@@ -202,7 +204,7 @@ impl Bus {
             self.write_steal();
         }
     }
-    /// The running vCPU looks at the clock.
+    /// Notes a reading of the clock while the vCPU runs.
     #[inline]
     pub(in crate::vcpu) fn note_time(&mut self, now_ns: u64) {
         let tsc = self.looked.1;
@@ -238,7 +240,7 @@ impl Bus {
             self.ask_for_delay();
         }
     }
-    /// The vCPU stops running by itself: what follows is no gap.
+    /// Notes that the vCPU stops running by itself, so that the time until it runs again is no gap.
     pub(in crate::vcpu) fn note_pause(&mut self) {
         self.pv.steal.looked_ns = 0;
     }
@@ -246,19 +248,19 @@ impl Bus {
         let steal = &self.pv.steal;
         steal.is_on().then_some(steal.msr & !ENABLE)
     }
-    /// Adds to what the guest has, which a VMM may have restored.
+    /// Adds the unreported time to the guest's structure, whose contents a VMM may have restored.
     fn write_steal(&mut self) {
         let Some(gpa) = self.gpa() else { return };
         let new = std::mem::take(&mut self.pv.steal.untold_ns);
         let memory = &self.vm.memory;
-        // An address without memory gets nothing, as in KVM.
+        // If the address has no memory, nothing is written, as in KVM.
         let (Some(version), Some(stolen)) = (
             memory.read_gpa(gpa + VERSION, 4),
             memory.read_gpa(gpa + STEAL, 8),
         ) else {
             return;
         };
-        // Odd version, contents, even version, as the guest reads without a lock.
+        // Odd version, contents, even version, because the guest reads without a lock.
         let odd = version as u32 | 1;
         let _ = memory.write_gpa(gpa + VERSION, 4, odd.into());
         fence(Ordering::SeqCst);
@@ -267,13 +269,13 @@ impl Bus {
         fence(Ordering::SeqCst);
         let _ = memory.write_gpa(gpa + VERSION, 4, odd.wrapping_add(1).into());
     }
-    /// Before sleeping: other vCPUs need not interrupt this one for a TLB flush, nor wait for it.
+    /// Sets the mark before the vCPU sleeps: other vCPUs then need not interrupt it for a TLB flush, nor wait for it.
     pub(in crate::vcpu) fn mark_preempted(&mut self) {
         if let Some(gpa) = self.gpa() {
             let _ = self.vm.memory.rmw_gpa(gpa + PREEMPTED, 1, |_| MARK);
         }
     }
-    /// After sleeping: carries out the flush that was left for this vCPU.
+    /// Clears the mark after the sleep, and carries out a flush that was left for this vCPU.
     pub(in crate::vcpu) fn unmark_preempted(&mut self, cpu: &mut CpuState) {
         if let Some(gpa) = self.gpa()
             && let Some(old) = self.vm.memory.rmw_gpa(gpa + PREEMPTED, 1, |_| 0)
@@ -293,17 +295,17 @@ mod tests {
     #[test]
     fn each_delay_counts_once() {
         let mut steal = Steal::default();
-        // A thread, its figure, gaps seen before the answer; what is counted by then.
+        // Rows: thread, its figure, gaps seen before the answer, time counted afterwards.
         for (thread, ns, gaps, want) in [
             (1, Some(500), 0, 0),
             (1, Some(700), 0, 200),
-            // The gaps are part of the figure.
+            // The gaps are contained in the figure.
             (1, Some(1700), 900, 1200),
             (1, Some(1700), 0, 1200),
-            // Another thread's figure says nothing of before it came.
+            // The figure of another thread includes time before it came to the vCPU.
             (2, Some(90), 50, 1200),
             (2, Some(95), 0, 1205),
-            // Without a figure there are the gaps.
+            // Without a figure the gaps are counted.
             (2, None, 30, 1235),
             (2, None, 0, 1235),
             (2, Some(1000), 0, 1235),
@@ -331,7 +333,7 @@ mod tests {
         }
         let limit = ticks(AT_ONCE_US) + second / SHARE;
         assert!((limit - ticks(200)..limit + ticks(100)).contains(&waited));
-        // But for those after a long pause, which wait until there is an answer.
+        // Except after a long pause, when the entry waits until there is an answer.
         assert_eq!(steal.may_wait(tsc, ticks(LONG_US)), Some(LONG_WAIT));
         assert_eq!(steal.may_wait(tsc, ticks(LATE_US) - 1), None);
         steal.is_estimated = true;

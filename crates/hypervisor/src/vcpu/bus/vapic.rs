@@ -1,14 +1,12 @@
-//! The task priority in guest memory (KVM_SET_VAPIC_ADDR), and accesses to its register that the VMM
-//! hears of (KVM_TPR_ACCESS_REPORTING).
+//! The task priority in guest memory (KVM_SET_VAPIC_ADDR), and accesses to its register that are reported to the VMM
+//! (KVM_TPR_ACCESS_REPORTING).
 //!
-//! A VMM that is told of the accesses of a 32-bit guest puts code of its own in their place, which
-//! uses a word of memory: the priority in the lowest byte, in the next one the class of the highest
-//! interrupt in service, in the last one the highest requested interrupt. The guest writes the
-//! priority there and nobody is told, so before anything looks at the LAPIC it is taken over, and
-//! before the guest goes on the word is written anew.
+//! A VMM that is told of a 32-bit guest's accesses replaces them by code of its own, which uses a word in memory. The
+//! word's lowest byte is the priority, the next one the class of the highest interrupt in service, the last one the
+//! highest requested interrupt. The guest writes the priority there without telling the vCPU. So the priority is taken
+//! over before the LAPIC's state is used, and the word is written anew before the guest goes on.
 //!
-//! DEVIATION: where code is interpreted (real mode) the VMM hears of an access at the end of the block
-//! that it is in, and not after the instruction.
+//! DEVIATION: in interpreted code (real mode) an access is reported at the end of its block, not after the instruction.
 
 use std::collections::VecDeque;
 
@@ -17,19 +15,19 @@ use crate::{Error, Exit, Result};
 
 /// MMIO offset of the task priority in the LAPIC's page.
 const TASK_PRIORITY: u64 = 0x80;
-/// Its MSR.
+/// MSR of the task priority in x2APIC mode.
 const X2APIC_TASK_PRIORITY: u32 = x86_defs::msr::IA32_X2APIC_BASE + 8;
 
-/// The shared word, and what is reported.
+/// The shared word, and the accesses to report.
 #[derive(Debug, Default)]
 pub(in crate::vcpu) struct Vapic {
     /// KVM_SET_VAPIC_ADDR; 0 for none.
     gpa: u64,
-    /// The guest may have written to the word since it was written here.
+    /// The guest may have written to the word since the vCPU wrote it.
     is_shared: bool,
     /// KVM_TPR_ACCESS_REPORTING.
     reports: bool,
-    /// Accesses that the VMM has not heard of: RIP, and whether it is a write.
+    /// Accesses not yet reported: RIP, and whether the access is a write.
     accesses: VecDeque<(u64, bool)>,
 }
 
@@ -51,7 +49,7 @@ impl Bus {
         self.vapic.reports = reports;
     }
 
-    /// The guest accesses the LAPIC's page.
+    /// Notes an access to the LAPIC's page, which may be one to report.
     #[inline]
     pub(in crate::vcpu) fn note_lapic_access(&mut self, rip: u64, gpa: u64, is_write: bool) {
         if self.vapic.reports && gpa & 0xff0 == TASK_PRIORITY {
@@ -59,28 +57,28 @@ impl Bus {
         }
     }
 
-    /// The guest accesses an x2APIC register.
+    /// Notes an access to an x2APIC register, which may be one to report.
     pub(in crate::vcpu) fn note_x2apic_access(&mut self, rip: u64, index: u32, is_write: bool) {
         if self.vapic.reports && index == X2APIC_TASK_PRIORITY && self.has_lapic() {
             self.report_tpr(rip, is_write);
         }
     }
 
-    /// The VMM hears of it before the guest goes on.
+    /// Queues a report for the VMM, which gets it before the guest goes on.
     #[cold]
     fn report_tpr(&mut self, rip: u64, is_write: bool) {
         self.vapic.accesses.push_back((rip, is_write));
         self.recheck = true;
     }
 
-    /// KVM_EXIT_TPR_ACCESS, if it is due.
+    /// Takes the next KVM_EXIT_TPR_ACCESS, if one is queued.
     #[inline]
     pub(in crate::vcpu) fn take_tpr_access(&mut self) -> Option<Exit> {
         let (rip, is_write) = self.vapic.accesses.pop_front()?;
         Some(Exit::TprAccess { rip, is_write })
     }
 
-    /// Takes over what the guest has written. To be called before the LAPIC's state is used.
+    /// Takes over the priority that the guest has written. Called before the LAPIC's state is used.
     #[inline]
     pub(in crate::vcpu) fn take_shared_tpr(&mut self) {
         if self.vapic.is_shared {
@@ -103,7 +101,7 @@ impl Bus {
         }
     }
 
-    /// The LAPIC has changed, or the guest is about to go on.
+    /// Writes the word anew if the guest uses it. Called when the LAPIC has changed.
     #[inline]
     pub(in crate::vcpu) fn show_tpr(&mut self) {
         if self.vapic.is_shared {
@@ -111,7 +109,7 @@ impl Bus {
         }
     }
 
-    /// The guest is about to go on.
+    /// Writes the word and leaves it to the guest. Called before the guest goes on.
     #[inline]
     pub(in crate::vcpu) fn share_tpr(&mut self) {
         if self.vapic.gpa != 0 {
@@ -130,7 +128,7 @@ impl Bus {
         self.vapic.is_shared = written.is_some();
     }
 
-    /// KVM_RUN ends: the VMM sees, and may change, the LAPIC alone.
+    /// Ends the sharing when KVM_RUN ends: from then on the VMM sees, and may change, the LAPIC's own state alone.
     #[inline]
     pub(in crate::vcpu) fn unshare_tpr(&mut self) {
         if self.vapic.is_shared {

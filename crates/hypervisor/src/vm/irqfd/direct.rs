@@ -1,12 +1,11 @@
-//! Irqfds that the writer's own thread delivers.
+//! Irqfds whose interrupts are delivered by the writer's own thread.
 //!
-//! In a kernel a write to an irqfd's eventfd injects before it returns, takes the counter, and wakes
-//! nobody else who waits for the eventfd. Whoever stands before the VMM's `write(2)` (the preload
-//! library) asks [`signal_irqfd`] first, which does just that, without the two wake-ups that a thread
-//! in between costs. Writes that come another way (a duplicate, another process, the kernel itself)
-//! are the thread's.
+//! In a kernel a write to an irqfd's eventfd injects before it returns, takes the counter, and wakes no other waiter.
+//! Code that intercepts the VMM's `write(2)` (the preload library) calls [`signal_irqfd`] first, which does just that
+//! without the two wake-ups that a thread in between costs. Writes that come another way (by a duplicate, another
+//! process, the kernel itself) are handled by the thread that waits for irqfds.
 //!
-//! The table is by the VMM's numbers, and right as long as every close is reported to [`closing`].
+//! The table is indexed by the VMM's descriptor numbers. It is right as long as every close is reported to [`closing`].
 
 use std::{
     collections::BTreeMap,
@@ -19,13 +18,13 @@ use std::{
 use super::{Irqfd, VmState};
 use crate::bell::Identity;
 
-/// Numbers that can be in the table; those above are the thread's.
+/// Descriptor numbers that can be in the table. Eventfds with higher numbers are handled by the thread.
 const NUMBERS: usize = 1 << 16;
 
-/// One bit for each number that is in the table: what a write to any other file looks at.
+/// One bit for each number in the table. For a write to any other file only this bit is read.
 static LISTED: [AtomicU64; NUMBERS / 64] = [const { AtomicU64::new(0) }; NUMBERS / 64];
 static TABLE: RwLock<BTreeMap<i32, Entry>> = RwLock::new(BTreeMap::new());
-/// [`host::fork::generation`] of the process whose table it is.
+/// [`host::fork::generation`] of the process that filled the table.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 #[derive(Debug)]
@@ -39,18 +38,18 @@ fn bit(fd: i32) -> Option<(&'static AtomicU64, u64)> {
     Some((LISTED.get(fd / 64)?, 1 << (fd % 64)))
 }
 
-/// True if a write to this number may be an irqfd's.
+/// True if the descriptor may be an irqfd's.
 #[inline]
 pub fn is_irqfd(fd: i32) -> bool {
     bit(fd).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
 }
 
-/// Injects as a write to this eventfd does; false if it is not known as an irqfd's, and the kernel
-/// has to be asked.
+/// Injects as a write to this eventfd does. Returns false if the descriptor is not known as an irqfd's, so that the
+/// kernel's `write` is needed.
 ///
-/// Takes locks: not for a signal handler that has interrupted another call of this library.
+/// Takes locks, so it must not be called from a signal handler that has interrupted another call of this library.
 pub fn signal_irqfd(fd: i32) -> bool {
-    // A child's write has to reach the VM of its parent.
+    // In a forked child the table is void: the child's write must reach its parent's VM through the kernel.
     if !is_irqfd(fd) || GENERATION.load(Ordering::Acquire) != host::fork::generation() {
         return false;
     }
@@ -70,7 +69,7 @@ pub fn signal_irqfd(fd: i32) -> bool {
     }
 }
 
-/// The numbers from `first` to `last` that are in the table.
+/// Yields the numbers from `first` to `last` that are in the table.
 fn listed(first: i32, last: i32) -> impl Iterator<Item = i32> {
     let last = last.min(NUMBERS as i32 - 1);
     let mut fd = first.max(0);
@@ -96,7 +95,7 @@ pub fn has_irqfd(first: i32, last: i32) -> bool {
     listed(first, last).next().is_some()
 }
 
-/// These numbers are about to be closed, or to become other files.
+/// Removes these numbers, which are about to be closed or to become other files.
 pub fn closing(first: i32, last: i32) {
     for fd in listed(first, last) {
         let gone = {
@@ -104,7 +103,7 @@ pub fn closing(first: i32, last: i32) {
             unlist(fd);
             table.remove(&fd)
         };
-        // Outside of the lock, as the end of a VM is.
+        // Dropped outside of the lock, because this may be the end of a VM.
         drop(gone);
     }
 }
@@ -115,7 +114,8 @@ fn unlist(fd: i32) {
     }
 }
 
-/// The eventfd is an irqfd of another VM of this process: an eventfd wakes one of them first, and only that one.
+/// True if the eventfd is an irqfd of another VM of this process. A signal of an eventfd would wake only one of the two
+/// VMs.
 pub(super) fn is_anothers(vm: &Arc<VmState>, id: Identity) -> bool {
     if GENERATION.load(Ordering::Acquire) != host::fork::generation() {
         return false;
@@ -127,7 +127,7 @@ pub(super) fn is_anothers(vm: &Arc<VmState>, id: Identity) -> bool {
     others.any(|e| e.irqfd.id.is_surely(id) && e.vm.strong_count() != 0 && e.irqfd.is_open())
 }
 
-/// From now on writes to `irqfd.fd` are delivered by their writers.
+/// Has writes to `irqfd.fd` delivered by their writers from now on.
 pub(super) fn insert(vm: &Arc<VmState>, irqfd: &Arc<Irqfd>) {
     let Some((word, bit)) = bit(irqfd.fd) else {
         return;
@@ -137,13 +137,13 @@ pub(super) fn insert(vm: &Arc<VmState>, irqfd: &Arc<Irqfd>) {
         let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
         let generation = host::fork::generation();
         if GENERATION.swap(generation, Ordering::AcqRel) != generation {
-            // A parent's.
+            // The entries were copied from the parent process.
             for fd in table.keys() {
                 unlist(*fd);
             }
             stale.extend(std::mem::take(&mut *table).into_values());
         }
-        // Where the host tells no two eventfds apart two VMs may have one number.
+        // If the host does not tell eventfds apart, two VMs may have the same number.
         let is_taken = table
             .get(&irqfd.fd)
             .is_some_and(|e| e.vm.strong_count() != 0 && e.irqfd.is_open());
@@ -160,7 +160,7 @@ pub(super) fn insert(vm: &Arc<VmState>, irqfd: &Arc<Irqfd>) {
     drop(stale);
 }
 
-/// It is not, or no longer.
+/// Removes the irqfd from the table, if it is there.
 pub(super) fn remove(irqfd: &Arc<Irqfd>) {
     if !is_irqfd(irqfd.fd) {
         return;
@@ -178,7 +178,7 @@ pub(super) fn remove(irqfd: &Arc<Irqfd>) {
     drop(gone);
 }
 
-/// What the table has for VMs that are gone.
+/// Removes the entries of VMs that are gone.
 pub(super) fn forget_dead() {
     let mut stale = Vec::new();
     {

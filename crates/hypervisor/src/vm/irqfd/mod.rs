@@ -1,15 +1,15 @@
 //! KVM_IRQFD: eventfds that raise a GSI, and the thread that waits for them.
 //!
-//! The thread begins with the first vCPU: VMMs that fork their devices' processes before that look
-//! whether they have only one thread, and later a filter of system calls may forbid it. What is
-//! signalled earlier waits in the eventfd.
+//! The thread starts with the first vCPU. VMMs that fork processes for devices before that check that they have only
+//! one thread, and later a system call filter may forbid to make threads. A signal that comes before the thread exists
+//! waits in the eventfd.
 //!
-//! An irqfd ends when its eventfd does, so none of the descriptors that the thread waits by may keep
-//! the eventfd alive. An epoll set does not: it has the VMM's own descriptor, and the entry goes with
-//! the last descriptor of the eventfd, in whatever process. To take the counter a descriptor is
-//! needed all the same; ours is given up as soon as the VMM has closed its own ([`Irqfds::sweep`]).
+//! An irqfd ends when its eventfd does, so no descriptor that the thread waits on may keep the eventfd alive. An epoll
+//! set does not: it refers to the VMM's own descriptor, and the entry vanishes with the eventfd's last descriptor in
+//! any process. But taking the counter needs a descriptor. anykvm's own one is closed as soon as the VMM has closed its
+//! own ([`Irqfds::sweep`]).
 //!
-//! Where writes of the VMM's are seen before the kernel has them, the writer delivers ([`direct`]).
+//! If writes of the VMM's are intercepted before they reach the kernel, the writer delivers ([`direct`]).
 //!
 //! Lock order: an irqfd's gate, then the irqchip, then the list.
 
@@ -34,9 +34,9 @@ use crate::{
     bell::{Identity, not_an_eventfd},
 };
 
-/// Token of what tells the thread that the VM is gone.
+/// Epoll token of the eventfd that tells the thread that the VM is gone.
 const CONTROL: u64 = 0;
-/// How often it is looked whether the VMM has closed an eventfd.
+/// Interval of checks whether the VMM has closed an eventfd.
 const SWEEP: Duration = Duration::from_secs(1);
 
 /// An eventfd that raises a GSI.
@@ -44,25 +44,25 @@ const SWEEP: Duration = Duration::from_secs(1);
 struct Irqfd {
     gsi: u32,
     id: Identity,
-    /// The VMM's descriptor, which the epoll set has with this token.
+    /// The VMM's descriptor, which is in the epoll set under this token.
     fd: i32,
     token: u64,
-    /// Signalled at EOI; the line is level-triggered.
+    /// Signalled at EOI. The GSI then follows a level-triggered line.
     resample: Option<EventFd>,
     gate: Mutex<Gate>,
 }
 
-/// Held while an interrupt is delivered.
+/// State that is locked while an interrupt is delivered.
 #[derive(Debug)]
 struct Gate {
     is_open: bool,
-    /// Our own descriptor of the eventfd, while the VMM has one.
+    /// anykvm's own descriptor of the eventfd, while the VMM has one.
     event: Option<EventFd>,
-    /// Its readers block.
+    /// Reading the eventfd may block.
     blocks: bool,
 }
 
-/// Irqfds and the thread that waits on them.
+/// A VM's irqfds, and the thread that waits for them.
 #[derive(Debug, Default)]
 pub(super) struct Irqfds {
     list: Mutex<List>,
@@ -72,7 +72,7 @@ pub(super) struct Irqfds {
 
 #[derive(Debug, Default)]
 struct List {
-    /// By token.
+    /// The irqfds by token.
     irqfds: Vec<Arc<Irqfd>>,
     last_token: u64,
 }
@@ -81,7 +81,7 @@ struct List {
 struct Waiting {
     set: Arc<Epoll>,
     control: EventFd,
-    /// [`host::fork::generation`] of the process that has the thread.
+    /// [`host::fork::generation`] of the process that has the thread, if there is one.
     thread: Option<u32>,
 }
 
@@ -99,8 +99,8 @@ impl Irqfd {
     }
 
     fn deliver_through(&self, gate: &Gate, vm: &VmState) {
-        // Where only others have descriptors left nobody takes the counter; each signal still
-        // wakes the thread.
+        // If only other processes have descriptors left, the counter cannot be taken. Each signal still wakes the
+        // thread.
         let is_signalled = match &gate.event {
             Some(event) if gate.blocks => matches!(event.take_now(), Ok(Some(_))),
             Some(event) => matches!(event.take(), Ok(Some(_))),
@@ -111,7 +111,7 @@ impl Irqfd {
         }
     }
 
-    /// Raises the GSI for a write that the kernel has not seen; false if it is for nobody here.
+    /// Raises the GSI for a write that the kernel has not seen. False if the irqfd is closed.
     fn inject(&self, vm: &VmState) -> bool {
         let gate = locked(&self.gate);
         if gate.is_open {
@@ -124,7 +124,7 @@ impl Irqfd {
         locked(&self.gate).is_open
     }
 
-    /// Delivers what was signalled before, and nothing after.
+    /// Ends the irqfd: delivers what was signalled before, and nothing afterwards.
     fn close(&self, vm: &VmState) {
         let mut gate = locked(&self.gate);
         if gate.is_open && gate.event.is_some() {
@@ -135,7 +135,7 @@ impl Irqfd {
     }
 }
 
-/// Raises a GSI without an eventfd.
+/// A handle by which a device in this process raises a GSI without an eventfd.
 #[derive(Clone, Debug)]
 pub struct IrqTrigger {
     vm: Arc<Vm>,
@@ -143,14 +143,14 @@ pub struct IrqTrigger {
 }
 
 impl IrqTrigger {
-    /// One edge, or one message, as a write to an irqfd; from any thread.
+    /// Raises one edge, or sends one message, as a write to an irqfd does. May be called on any thread.
     pub fn trigger(&self) {
         self.vm.state.raise(self.gsi, false);
     }
 }
 
 impl Vm {
-    /// An irqfd's counterpart for devices in this process. EINVAL without in-kernel LAPICs.
+    /// Returns a handle by which a device in this process raises the GSI. EINVAL without in-kernel LAPICs.
     pub fn irq_trigger(self: &Arc<Self>, gsi: u32) -> Result<IrqTrigger> {
         if self.state.chips().is_none() {
             return Err(Error::InvalidArgument);
@@ -161,9 +161,9 @@ impl Vm {
         })
     }
 
-    /// KVM_IRQFD: EBADF and EINVAL for what is no eventfd, EINVAL for unknown flags and without
-    /// chips, EBUSY if the eventfd is in use already, also with another VM. What was signalled before a removal is
-    /// delivered, and nothing after it.
+    /// KVM_IRQFD. EBADF or EINVAL for what is no eventfd, EINVAL for unknown flags and without chips, EBUSY if the
+    /// eventfd is in use already, by this or another VM. When an irqfd is removed, what was signalled before is
+    /// delivered, and nothing afterwards.
     pub fn irqfd(&self, args: &kvm_irqfd) -> Result<()> {
         let args = *args;
         self.state.on_worker(move |state| state.irqfd(&args))
@@ -182,7 +182,7 @@ impl VmState {
             self.remove_irqfd(Identity::of(&event, args.fd as i32), args.gsi);
             return Ok(());
         }
-        // An EOI is only known to have come where the IOAPIC is.
+        // Resampling needs the IOAPIC in the kernel, because only there an EOI is known to have come.
         let is_resampled = args.flags & KVM_IRQFD_FLAG_RESAMPLE != 0;
         let has_chip = if is_resampled {
             self.has_pic()
@@ -197,7 +197,7 @@ impl VmState {
         let irqfds = &self.irqfds;
         irqfds.sweep();
         let id = Identity::of(&event, args.fd as i32);
-        // It takes other VMs' gates, so before the list.
+        // Checked before the list is locked, because it takes the gates of other VMs' irqfds.
         let is_anothers = direct::is_anothers(self, id);
         let mut list = locked(&irqfds.list);
         if is_anothers || list.irqfds.iter().any(|i| i.id.is(id)) {
@@ -218,11 +218,11 @@ impl VmState {
             }),
         });
         list.irqfds.push(Arc::clone(&irqfd));
-        // A signal that came before counts: the set reports what is ready when it is added.
+        // An earlier signal counts: an entry that is ready when it is added is reported.
         let added = set.add(irqfd.fd, irqfd.token, Trigger::Edge);
         if added.is_err() {
             list.irqfds.pop();
-            // The VMM has closed it, or made it another file, meanwhile.
+            // The VMM has meanwhile closed the descriptor, or made it another file.
             return Err(Error::BadFd);
         }
         direct::insert(self, &irqfd);
@@ -241,7 +241,7 @@ impl VmState {
         });
         for irqfd in removed {
             if let Some(set) = irqfds.set() {
-                // Where the VMM has another number for it, the entry goes with the eventfd.
+                // If the VMM refers to the eventfd by another number now, the entry vanishes with the eventfd.
                 let _ = set.remove(irqfd.fd);
             }
             direct::remove(&irqfd);
@@ -251,7 +251,7 @@ impl VmState {
 }
 
 impl Irqfds {
-    /// There is a thread in this process.
+    /// True if this process has the thread.
     pub(super) fn has_thread(&self) -> bool {
         let waiting = locked(&self.waiting);
         let thread = waiting.as_ref().and_then(|w| w.thread);
@@ -262,17 +262,17 @@ impl Irqfds {
         &self.work_queue
     }
 
-    /// The VM is gone.
+    /// Ends the thread, because the VM is gone.
     pub(super) fn end(&self) {
         if self.has_thread() {
             self.tell();
         } else {
-            // There never was a vCPU.
+            // There never was a vCPU, so there is no thread.
             direct::forget_dead();
         }
     }
 
-    /// Has the thread look for work, and whether the VM is there.
+    /// Has the thread check for work and for the end of the VM.
     pub(super) fn tell(&self) {
         if let Some(waiting) = &*locked(&self.waiting) {
             let _ = waiting.control.signal(1);
@@ -283,14 +283,14 @@ impl Irqfds {
         locked(&self.waiting).as_ref().map(|w| Arc::clone(&w.set))
     }
 
-    /// Gives up descriptors of eventfds that the VMM has closed, and forgets the irqfds of those
-    /// that nobody has any more.
+    /// Closes anykvm's descriptors of eventfds that the VMM has closed, and removes the irqfds whose eventfds have no
+    /// descriptor left anywhere.
     fn sweep(&self) {
         let Some(set) = self.set() else { return };
         let irqfds = locked(&self.list).irqfds.clone();
         let mut orphans = Vec::new();
         for irqfd in irqfds {
-            // The set knows the pair of file and number: another file there is another entry.
+            // The set identifies an entry by file and number: another file with the same number is another entry.
             if set.renew(irqfd.fd, irqfd.token, Trigger::Edge).is_err() {
                 direct::remove(&irqfd);
                 locked(&irqfd.gate).event = None;
@@ -300,7 +300,7 @@ impl Irqfds {
         if orphans.is_empty() {
             return;
         }
-        // Descriptors elsewhere, for instance in another process, keep it.
+        // Descriptors elsewhere, for instance in another process, keep the entry in the set.
         let Some(left) = set.tokens() else { return };
         locked(&self.list)
             .irqfds
@@ -309,7 +309,7 @@ impl Irqfds {
 }
 
 impl VmState {
-    /// A device's edge; or, with `is_resampled`, its level until the EOI.
+    /// Raises a device's edge or, with `is_resampled`, its level until the EOI.
     fn raise(&self, gsi: u32, is_resampled: bool) {
         self.note_device_event();
         self.with_routing(|chip, lapics| {
@@ -321,12 +321,12 @@ impl VmState {
         });
     }
 
-    /// A level-triggered interrupt of `gsi` has ended: tell its irqfds' devices.
+    /// Signals the resample eventfds of a GSI whose level-triggered interrupt has ended.
     pub(crate) fn resample(&self, gsi: u32) {
         let list = locked(&self.irqfds.list);
         for irqfd in list.irqfds.iter().filter(|i| i.gsi == gsi) {
             if let Some(resample) = &irqfd.resample {
-                // A full counter already says "resample", and must not hold the vCPU up.
+                // A full counter already tells the device, and waiting for room would hold up the vCPU.
                 if !resample.blocks() || resample.has_room() {
                     let _ = resample.signal(1);
                 }
@@ -334,21 +334,21 @@ impl VmState {
         }
     }
 
-    /// The set that the thread waits on; the thread begins if there is a vCPU.
+    /// Returns the set that the thread waits on. Starts the thread if there is a vCPU.
     pub(super) fn irqfd_set(self: &Arc<Self>) -> Result<Arc<Epoll>> {
         let mut waiting = locked(&self.irqfds.waiting);
         let waiting = match &mut *waiting {
             Some(waiting) => waiting,
             none => none.insert(Waiting::new().map_err(|_| Error::NoMemory)?),
         };
-        // Under the lock: who adds the first vCPU takes it afterwards.
+        // Decided under the lock: the thread that adds the first vCPU takes it afterwards.
         if !self.vcpus().is_empty() {
             waiting.start(self)?;
         }
         Ok(Arc::clone(&waiting.set))
     }
 
-    /// There is a vCPU: irqfds that there are get their thread.
+    /// Starts the thread for the irqfds that exist, because there is a vCPU now.
     pub(super) fn start_irqfd_thread(self: &Arc<Self>) -> Result<()> {
         match &mut *locked(&self.irqfds.waiting) {
             Some(waiting) => waiting.start(self),
@@ -384,13 +384,13 @@ impl Waiting {
     }
 }
 
-/// Raises the GSI of each irqfd that is signalled, until the VM is gone.
+/// Body of the thread: raises the GSI of each signalled irqfd until the VM is gone.
 fn wait_for_irqfds(vm: &Weak<VmState>, set: &Epoll, control: &EventFd) {
     let mut tokens = Vec::new();
     let mut swept_ns = host::clock::monotonic_ns();
     loop {
-        // It fails for a signal. A VMM that closes descriptors that are not its own may have
-        // closed what tells of the end.
+        // A signal makes it fail. The timeout covers a VMM that closes descriptors which are not its own, among them
+        // the one that announces the end.
         let _ = set.wait(&mut tokens, Some(SWEEP));
         if tokens.contains(&CONTROL) {
             let _ = control.take();

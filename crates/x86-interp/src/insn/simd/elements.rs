@@ -157,9 +157,8 @@ fn maskmov<B: GuestBus, const CLASS: u8>(e: &mut Exec<'_, B>, insn: &Insn<B>) ->
         *c = m & 0x80 != 0;
     }
     let start = e.effective_address(insn);
-    // Bytes that the mask leaves out may fault too (SDM vol. 2, MASKMOVDQU); on
-    // AMD processors they do.
-    // Alignment is checked as of eight bytes.
+    // Bytes that the mask leaves out may fault, too (SDM vol. 2, MASKMOVDQU); on AMD processors they do. Alignment is
+    // checked as for an operand of eight bytes.
     e.linear(insn.seg, start, 8, Access::Write)?;
     let gva = element(e, insn, start, count, Access::Write)?;
     e.bus
@@ -173,8 +172,8 @@ fn maskmov<B: GuestBus, const CLASS: u8>(e: &mut Exec<'_, B>, insn: &Insn<B>) ->
     Ok(Flow::Next)
 }
 
-/// What the mask is before the first element (SDM vol. 2, VGATHERDPS, "Operation"): each element all
-/// ones or zero, and no more of them than the vector's length. AMD's processors leave it alone.
+/// Prepares the mask before the first element (SDM vol. 2, VGATHERDPS, "Operation"): each element becomes all ones or
+/// zero, up to the vector's length. AMD's processors leave the mask as it is.
 fn widen_mask(mask: &mut Vector, size: usize, len: usize) {
     let (vector, above) = mask.split_at_mut(len);
     for element in vector.chunks_exact_mut(size) {
@@ -184,8 +183,8 @@ fn widen_mask(mask: &mut Vector, size: usize, len: usize) {
     above.fill(0);
 }
 
-/// A gather: `dst` keeps the elements that the mask (`src`) leaves out. A fault
-/// leaves the elements before it loaded and their mask bits clear.
+/// A gather: `dst` keeps the elements that the mask (`src`) leaves out. At a fault the elements before it are loaded,
+/// and their mask bits are clear.
 fn gather<B: GuestBus, const INDEX: usize, const SIZE: usize, const COUNT: usize>(
     e: &mut Exec<'_, B>,
     insn: &Insn<B>,

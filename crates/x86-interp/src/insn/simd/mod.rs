@@ -1,9 +1,8 @@
 //! x87, MMX, SSE and AVX instructions: selection and availability (SDM vol. 1,
 //! chapters 8 to 14; vol. 3, 2.5 and 14).
 //!
-//! Everything that computes is executed by the host (`native`); moves that
-//! are too hot for that, control registers and instructions that access memory
-//! element by element have handlers of their own.
+//! Computations are executed by the host (`native`). Moves that are too frequent for that, control registers, and
+//! instructions that access memory element by element have handlers of their own.
 
 mod elements;
 mod moves;
@@ -34,9 +33,8 @@ pub(super) mod class {
     pub(crate) const VEX: u8 = 4;
 }
 
-/// The handler of an FP/SIMD/XSAVE instruction, or `None` if it is not one of
-/// them or the host cannot execute it. May use `insn.extra`, `imm` and `imm2`
-/// for its own purposes.
+/// Returns the handler of an FP/SIMD/XSAVE instruction, or `None` if the instruction is not one of them or the host
+/// cannot execute it. May use `insn.extra`, `imm` and `imm2` for its own purposes.
 pub(crate) fn select<B: GuestBus>(
     i: &Instruction,
     insn: &mut Insn<B>,
@@ -96,9 +94,8 @@ fn unavailable<B: GuestBus, const CLASS: u8>(e: &Exec<'_, B>) -> Stop {
     }
 }
 
-/// #MF if an unmasked x87 exception is pending (SDM vol. 1, 8.6).
-// DEVIATION: with CR0.NE clear hardware signals FERR# (IRQ 13) instead; #MF is
-// raised all the same.
+/// Raises #MF if an unmasked x87 exception is pending (SDM vol. 1, 8.6).
+// DEVIATION: with CR0.NE clear hardware signals FERR# (IRQ 13) instead; #MF is raised all the same.
 #[inline(always)]
 pub(super) fn no_pending_x87<B: GuestBus>(e: &Exec<'_, B>) -> Result<(), Stop> {
     let fp = &e.cpu.fp;
@@ -108,8 +105,8 @@ pub(super) fn no_pending_x87<B: GuestBus>(e: &Exec<'_, B>) -> Result<(), Stop> {
     Ok(())
 }
 
-/// The linear address of a memory operand that has to be aligned to `mask + 1`
-/// bytes: that is checked before canonicality, whose violation may be #SS.
+/// Returns the linear address of a memory operand that must be aligned to `mask + 1` bytes. Alignment is checked before
+/// canonicality, whose violation may be #SS.
 #[inline(always)]
 pub(super) fn aligned_linear<B: GuestBus>(
     e: &mut Exec<'_, B>,
@@ -124,7 +121,7 @@ pub(super) fn aligned_linear<B: GuestBus>(
     }
 }
 
-/// #GP in the place of the fault of [`Exec::mem_linear`] if the operand is misaligned too.
+/// Raises #GP instead of the fault of [`Exec::mem_linear`] if the operand is misaligned, too.
 #[cold]
 pub(super) fn misaligned_first<B: GuestBus>(
     e: &Exec<'_, B>,

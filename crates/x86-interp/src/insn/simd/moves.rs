@@ -1,4 +1,4 @@
-//! Vector moves and logic that compiled code is full of, without the host's help.
+//! Vector moves and logic that are frequent in compiled code, without native stubs.
 
 use iced_x86::{Code, Instruction, OpKind};
 use x86_cpu::{Access, GuestBus, Privilege, Word};
@@ -14,7 +14,7 @@ const XOR: u8 = 0;
 const OR: u8 = 1;
 const AND: u8 = 2;
 
-/// The handler of a hot move.
+/// Returns the handler of a frequent move.
 pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
     if (0..i.op_count()).any(|n| i.op_kind(n) == OpKind::Memory) {
         select_memory(i.code())
@@ -114,7 +114,7 @@ fn select_register<B: GuestBus>(code: Code) -> Option<Handler<B>> {
     Some(h)
 }
 
-/// Linear address of a memory operand of `len` bytes, which may have to be aligned.
+/// Returns the linear address of a memory operand of `len` bytes, which may have to be aligned.
 #[inline(always)]
 fn operand<B: GuestBus, const ALIGNED: bool>(
     e: &mut Exec<'_, B>,
@@ -145,7 +145,7 @@ fn load<B: GuestBus, T: Word, const CLASS: u8, const ALIGNED: bool>(
     Ok(Flow::Next)
 }
 
-/// The only register operand, `dst`, is the source.
+/// A store: the only register operand, `dst`, is the source.
 fn store<B: GuestBus, T: Word, const CLASS: u8, const ALIGNED: bool>(
     e: &mut Exec<'_, B>,
     insn: &Insn<B>,
@@ -187,7 +187,7 @@ fn copy<B: GuestBus>(e: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// Destination number and source value.
+/// Returns the destination's number and the source's value.
 #[inline(always)]
 fn operands<B: GuestBus>(e: &Exec<'_, B>, insn: &Insn<B>) -> (usize, u128) {
     (usize::from(insn.dst), e.cpu.fp.xmm(usize::from(insn.src)))

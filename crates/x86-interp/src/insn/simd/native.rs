@@ -1,7 +1,6 @@
 //! FP and SIMD instructions that the host executes (see crate `x86-native`).
 //!
-//! `insn.extra` is the stub, `insn.imm` holds [`meta`] bits, `insn.imm2` the
-//! x87 opcode.
+//! `insn.extra` is the number of the stub, `insn.imm` has [`meta`] bits, `insn.imm2` is the x87 opcode.
 
 use iced_x86::{
     Code, CpuidFeature, Instruction, InstructionInfoFactory, Mnemonic, OpAccess, OpKind,
@@ -19,11 +18,11 @@ const MXCSR_MM: u32 = 1 << 17;
 /// The exception masks.
 const MXCSR_MASKS: u32 = 0x1f80;
 
-/// What the handler knows of the instruction.
+/// Bits of `insn.imm`, by which the handler knows the instruction.
 mod meta {
     /// Size of the memory operand in bytes.
     pub(super) const LEN: u64 = 0x7f;
-    /// It reads or writes arithmetic flags.
+    /// The instruction reads or writes arithmetic flags.
     pub(super) const FLAGS: u64 = 1 << 7;
     /// The memory operand must be aligned to its size.
     pub(super) const ALIGNED: u64 = 1 << 8;
@@ -155,7 +154,7 @@ fn execute<B: GuestBus, const CLASS: u8, const ACCESS: u8>(
     }
     let mxcsr = e.cpu.fp.mxcsr();
     if ACCESS == STORE && mxcsr & MXCSR_MASKS != MXCSR_MASKS {
-        // A page fault comes before an unmasked exception (VCVTPS2PH).
+        // A page fault has precedence over an unmasked exception (VCVTPS2PH).
         e.bus
             .probe(e.cpu, gva, len as u64, Access::Write, Privilege::Current)?;
     }
@@ -255,11 +254,11 @@ fn check_misaligned<B: GuestBus>(e: &Exec<'_, B>, insn: &Insn<B>) -> Result<(), 
     }
 }
 
-/// Exceptions that prevent a store: all but inexact.
+/// Exceptions that prevent a store: all except inexact.
 const PREVENTS: u16 = 0x1f;
 
-/// True if the store of an x87 register has been done with by an unmasked exception before its
-/// address was looked at: so on Intel's processors. On AMD's a fault of the access comes first.
+/// True if an unmasked exception completes the store of an x87 register before its address is checked, as on Intel's
+/// processors. On AMD's, a fault of the access has precedence.
 fn is_prevented<B: GuestBus>(e: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool, Stop> {
     if e.cpu.fp.u16_at(xsave::FCW) & PREVENTS == PREVENTS || e.cpu.features.has(Feature::Amd) {
         return Ok(false);
@@ -277,8 +276,8 @@ fn is_prevented<B: GuestBus>(e: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<bool
     Ok(prevented)
 }
 
-/// FST, FIST and their kin, and MMX stores (which change tags and TOP). The stack is popped only if the store succeeds, and
-/// an unmasked exception other than inexact prevents the store (SDM vol. 1, 8.5).
+/// FST, FIST and their kin, and MMX stores, which change tags and TOP. The stack is popped only if the store succeeds,
+/// and an unmasked exception other than inexact prevents the store (SDM vol. 1, 8.5).
 fn store_x87<B: GuestBus, const CLASS: u8>(
     e: &mut Exec<'_, B>,
     insn: &Insn<B>,
@@ -303,9 +302,8 @@ fn store_x87<B: GuestBus, const CLASS: u8>(
     Ok(Flow::Next)
 }
 
-/// Opcode, instruction and operand pointer of the last x87 instruction (SDM
-/// vol. 1, 8.1.8 and 8.1.9). In 64-bit code the pointers have 64 bits; in other
-/// code the selector is kept above the 32-bit offset, as FXSAVE stores it.
+/// Stores opcode, instruction pointer and operand pointer of the last x87 instruction (SDM vol. 1, 8.1.8 and 8.1.9). In
+/// 64-bit code the pointers have 64 bits; in other code the selector is above the 32-bit offset, as FXSAVE stores it.
 fn set_pointers<B: GuestBus>(e: &mut Exec<'_, B>, insn: &Insn<B>, has_mem: bool) {
     if insn.imm & meta::CONTROL != 0 {
         return;

@@ -51,7 +51,7 @@ pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
     Some(h)
 }
 
-/// #NM of the x87 instructions that do not look for pending exceptions.
+/// Raises #NM for x87 instructions that do not check for pending exceptions.
 fn present<B: GuestBus>(e: &Exec<'_, B>) -> Result<(), Stop> {
     if e.cpu.cr0 & (cr0::EM | cr0::TS) != 0 {
         return Err(Exception::NM.into());
@@ -63,7 +63,7 @@ fn set_u16<B: GuestBus>(e: &mut Exec<'_, B>, at: usize, v: u16) {
     e.cpu.fp.area[at..at + 2].copy_from_slice(&v.to_le_bytes());
 }
 
-/// Sets FCW, and ES and B in FSW, which summarise the unmasked exceptions.
+/// Sets FCW, and the bits ES and B of FSW, which summarise the unmasked exceptions.
 fn set_control<B: GuestBus>(e: &mut Exec<'_, B>, fcw: u16, fsw: u16) {
     let fcw = fcw & FCW_DEFINED | FCW_FIXED1;
     let pending = fsw & !fcw & 0x3f != 0;
@@ -72,8 +72,7 @@ fn set_control<B: GuestBus>(e: &mut Exec<'_, B>, fcw: u16, fsw: u16) {
     set_u16(e, FSW, fsw);
 }
 
-/// Sets TOP in FSW. Data registers stay where they are physically, so their
-/// images, which are relative to TOP, rotate.
+/// Sets TOP in FSW. Data registers stay where they physically are, so their images, which are relative to TOP, rotate.
 pub(super) fn set_top<B: GuestBus>(e: &mut Exec<'_, B>, top: u8) {
     let area = &mut e.cpu.fp.area;
     let old = area[FSW + 1] >> 3 & 7;
@@ -136,7 +135,7 @@ fn fnstsw_ax<B: GuestBus>(e: &mut Exec<'_, B>, _insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// FWAIT alone heeds CR0.MP (SDM vol. 3, 2.5).
+/// FWAIT, the only instruction that depends on CR0.MP (SDM vol. 3, 2.5).
 fn fwait<B: GuestBus>(e: &mut Exec<'_, B>, _insn: &Insn<B>) -> Step {
     const BOTH: u64 = cr0::MP | cr0::TS;
     if e.cpu.cr0 & BOTH == BOTH {

@@ -74,7 +74,7 @@ fn write_cr<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::EndBlock)
 }
 
-/// Has the bus take over a new CR0, CR3, CR4 or EFER; puts the old ones back if it refuses.
+/// Has the bus take over a new CR0, CR3, CR4 or EFER. Restores the old values if the bus refuses.
 fn reload<B: GuestBus>(ex: &mut Exec<'_, B>, old: [u64; 4]) -> Result<(), Stop> {
     match ex.bus.load_root(ex.cpu) {
         Ok(()) => Ok(()),
@@ -82,12 +82,12 @@ fn reload<B: GuestBus>(ex: &mut Exec<'_, B>, old: [u64; 4]) -> Result<(), Stop> 
     }
 }
 
-/// The bus has refused; the old values come back.
+/// Restores the old values, which the bus has refused to replace.
 fn refused<B: GuestBus>(ex: &mut Exec<'_, B>, old: [u64; 4], fault: Fault) -> Result<(), Stop> {
     [ex.cpu.cr0, ex.cpu.cr3, ex.cpu.cr4, ex.cpu.efer] = old;
     ex.cpu.update_mode();
-    // The old values were accepted once; only a guest that has since broken
-    // its PDPTEs sees a second fault, which is the one it gets anyway.
+    // The old values were accepted before. They can fault only if the guest has broken its PDPTEs since then, and that
+    // fault is the one it gets anyway.
     let _ = ex.bus.load_root(ex.cpu);
     Err(fault.into())
 }
@@ -107,7 +107,7 @@ fn write_cr0<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     let old = controls(ex);
     let changed = old[0] ^ v;
     if changed & v & cr0::PG != 0 && ex.cpu.efer & efer::LME != 0 {
-        // Entering long mode (vol. 3, 10.8.5).
+        // The mode changes to or from long mode (vol. 3, 10.8.5).
         let cs_long = ex.cpu.seg[reg::CS].attr.is_long();
         if ex.cpu.cr4 & cr4::PAE == 0 || cs_long {
             return gp0();
@@ -123,7 +123,7 @@ fn write_cr0<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     ex.cpu.cr0 = v;
     ex.cpu.update_mode();
     let pae_legacy = ex.cpu.cr4 & cr4::PAE != 0 && !ex.cpu.is_long_mode() && ex.cpu.is_paging();
-    // Changing CD or NW reloads the PDPTEs too (vol. 3, 4.4.1).
+    // A change of CD or NW reloads the PDPTEs, too (vol. 3, 4.4.1).
     if changed & cr0::PG != 0 || pae_legacy && changed & (cr0::CD | cr0::NW) != 0 {
         reload(ex, old)?;
     }
@@ -151,7 +151,7 @@ fn write_cr3<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     }
 }
 
-/// CR4 bits that CPUID promises, and those that KVM does not ask CPUID for.
+/// Returns the bits of CR4 that CPUID promises, and those for which KVM does not check CPUID.
 pub fn cr4_valid_bits(f: &Features) -> u64 {
     const BY_FEATURE: &[(Feature, u64)] = &[
         (Feature::Umip, cr4::UMIP),
@@ -198,7 +198,7 @@ fn write_cr4<B: GuestBus>(ex: &mut Exec<'_, B>, v: u64) -> Result<(), Stop> {
     }
     ex.cpu.cr4 = v;
     let translation = cr4::PAE | cr4::PSE | cr4::LA57 | cr4::PCIDE | cr4::PGE;
-    // With PAE paging, SMEP reloads the PDPTEs too (vol. 3, 4.4.1).
+    // With PAE paging, a change of SMEP reloads the PDPTEs, too (vol. 3, 4.4.1).
     let pdpte = ex.cpu.is_paging() && !ex.cpu.is_long_mode() && changed & cr4::SMEP != 0;
     if changed & translation != 0 || pdpte {
         reload(ex, old)?;
@@ -276,7 +276,7 @@ fn xgetbv<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     require_osxsave(ex)?;
     let v = match ex.cpu.gpr[reg::RCX] as u32 {
         0 => ex.cpu.xcr0,
-        // XINUSE: everything enabled is reported in use, as may be (vol. 1, 13.6).
+        // XINUSE: all enabled components are reported as in use, which is permitted (vol. 1, 13.6).
         1 if ex.cpu.features.has(Feature::Xgetbv1) => ex.cpu.xcr0,
         _ => return gp0(),
     };

@@ -17,7 +17,7 @@ pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
     })
 }
 
-/// The register after the DR4/DR5 aliases, and general detect.
+/// Returns the register after resolving the aliases DR4 and DR5; raises #DB for general detect.
 fn check<B: GuestBus>(ex: &mut Exec<'_, B>, n: u8) -> Result<u8, Stop> {
     let n = match n {
         4 | 5 if ex.cpu.cr4 & cr4::DE != 0 => return Err(Exception::UD.into()),

@@ -37,7 +37,7 @@ pub(super) fn select<B: GuestBus>(i: &Instruction, insn: &mut Insn<B>) -> Option
     Some(handler)
 }
 
-/// The far pointer: in the instruction or in memory.
+/// Returns the far pointer, which is in the instruction or in memory.
 fn pointer<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Result<(u16, u64), Stop> {
     if !insn.has_mem() {
         return Ok((insn.imm2, insn.imm));
@@ -71,7 +71,7 @@ pub(super) fn check_target<B: GuestBus>(
     }
 }
 
-/// A code descriptor that IRET or RET may return to.
+/// Returns a code descriptor to which IRET or RET may return.
 pub(super) fn return_target<B: GuestBus>(
     ex: &mut Exec<'_, B>,
     selector: u16,
@@ -99,8 +99,8 @@ pub(super) fn return_target<B: GuestBus>(
     Ok(d)
 }
 
-/// After a return to an outer level: data segments that it may not use become null, and null selectors
-/// of any RPL become 0 (SDM vol. 2, RET, "return to outer privilege level").
+/// Makes data segments null that an outer level may not use, after a return to that level, and makes null selectors of
+/// any RPL 0 (SDM vol. 2, RET, "return to outer privilege level").
 pub(super) fn drop_privileged_segments(cpu: &mut CpuState) {
     for sreg in [reg::ES, reg::DS, reg::FS, reg::GS] {
         if is_null(cpu.seg[sreg].selector) {
@@ -109,7 +109,7 @@ pub(super) fn drop_privileged_segments(cpu: &mut CpuState) {
         let attr = cpu.seg[sreg].attr;
         let conforming = attr.is_code() && attr.is_conforming_or_expand_down();
         if !attr.is_unusable() && !conforming && attr.dpl() < cpu.cpl {
-            // FS and GS keep their bases, which 64-bit code uses whatever the selector is.
+            // FS and GS keep their bases, which 64-bit code uses whatever the selectors are.
             let base = cpu.seg[sreg].base;
             cpu.seg[sreg] = Segment {
                 base,
@@ -119,7 +119,7 @@ pub(super) fn drop_privileged_segments(cpu: &mut CpuState) {
     }
 }
 
-/// A direct JMP or CALL to a code segment: same privilege (SDM vol. 3, 5.8.1).
+/// Checks the target of a direct JMP or CALL to a code segment of the same privilege (SDM vol. 3, 5.8.1).
 fn direct_target<B: GuestBus>(ex: &Exec<'_, B>, d: &Descriptor, selector: u16) -> Result<(), Stop> {
     let attr = d.attr();
     let cpl = ex.cpu.cpl;
@@ -205,8 +205,7 @@ fn jmp<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     }
 }
 
-/// A system descriptor as the target: performs a task switch (`None`) or
-/// returns the call gate.
+/// Handles a system descriptor as the target: performs a task switch (`None`), or returns the call gate.
 fn system_target<B: GuestBus>(
     ex: &mut Exec<'_, B>,
     insn: &Insn<B>,
@@ -243,7 +242,7 @@ fn system_target<B: GuestBus>(
     Ok(None)
 }
 
-/// The code segment behind a call gate, with its selector.
+/// Returns the code segment behind a call gate, and its selector.
 fn gate_target<B: GuestBus>(
     ex: &mut Exec<'_, B>,
     gate: &Descriptor,
@@ -302,7 +301,7 @@ fn call<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Jump)
 }
 
-/// CALL through a gate, with a stack switch if it goes inward (SDM vol. 3, 5.8.5).
+/// CALL through a gate, with a switch of stacks if the privilege level becomes an inner one (SDM vol. 3, 5.8.5).
 fn call_gate<B: GuestBus>(ex: &mut Exec<'_, B>, gate: &Descriptor, next: u64) -> Result<(), Stop> {
     let (target, cs) = gate_target(ex, gate)?;
     let attr = target.attr();

@@ -1,7 +1,8 @@
 //! CLI, STI, PUSHF, POPF, CLAC, STAC (SDM vol. 2; vol. 3, 6.8.1, 21.3 and 21.4).
 //!
-//! Where interrupts are virtual (CR4.VME in virtual-8086 mode, CR4.PVI at CPL 3), a program with too low an IOPL changes VIF
-//! in place of IF. The monitor sets VIP while an interrupt waits, and gets #GP as soon as the program would take it.
+//! With virtual interrupts (CR4.VME in virtual-8086 mode, CR4.PVI at CPL 3), a program whose IOPL is too low changes
+//! VIF instead of IF. Its monitor sets VIP while an interrupt waits, and gets #GP as soon as the program would take the
+//! interrupt.
 
 use iced_x86::{Code, Instruction};
 use x86_cpu::{Exception, GuestBus, Shadow};
@@ -60,7 +61,7 @@ pub(super) fn shows_virtual_if<B: GuestBus>(ex: &Exec<'_, B>) -> bool {
     ex.cpu.is_v86() && ex.cpu.has_virtual_interrupts()
 }
 
-/// FLAGS as such a program sees them: IF is VIF, and IOPL is 3.
+/// Returns FLAGS as a program with a virtual IF sees them: IF is VIF, and IOPL is 3.
 pub(super) fn virtual_image(flags: u64) -> u64 {
     let vif = if flags & rflags::VIF != 0 {
         rflags::IF
@@ -70,7 +71,8 @@ pub(super) fn virtual_image(flags: u64) -> u64 {
     flags & !rflags::IF | vif | rflags::IOPL
 }
 
-/// Takes FLAGS as such a program pops them: IF goes to VIF. #GP if it asks for a trap, or for the interrupt that waits.
+/// Applies FLAGS that such a program pops: IF goes to VIF. #GP if TF is set, or if the waiting interrupt would be
+/// taken.
 pub(super) fn set_virtual<B: GuestBus>(
     ex: &mut Exec<'_, B>,
     value: u64,
@@ -90,7 +92,7 @@ pub(super) fn set_virtual<B: GuestBus>(
     Ok(())
 }
 
-/// The image that PUSHF pushes, or #GP in virtual-8086 mode without IOPL 3.
+/// Returns the image that PUSHF pushes; #GP in virtual-8086 mode with IOPL below 3.
 fn image<B: GuestBus>(ex: &Exec<'_, B>) -> Result<u64, crate::Stop> {
     if ex.cpu.is_v86() && ex.cpu.iopl() < 3 {
         return Err(Exception::GP0.into());
@@ -154,7 +156,7 @@ fn check_popf<B: GuestBus>(ex: &Exec<'_, B>) -> Result<(), crate::Stop> {
     Ok(())
 }
 
-/// POPF's flag rules (SDM vol. 2, POPF, table 4-20); `width` is the operand size's mask.
+/// Applies POPF's flag rules (SDM vol. 2, POPF, table 4-20); `width` is the operand size's mask.
 fn set<B: GuestBus>(ex: &mut Exec<'_, B>, value: u64, width: u64) -> Step {
     let mut writable =
         rflags::ARITH | rflags::TF | rflags::DF | rflags::NT | rflags::AC | rflags::ID;
@@ -188,7 +190,7 @@ fn set_ac<B: GuestBus>(ex: &mut Exec<'_, B>, on: bool) -> Step {
         ex.cpu.rflags &= !rflags::AC;
     }
     ex.bus.select_view(ex.cpu);
-    // CPL is 0: alignment checks do not depend on AC, so the block goes on.
+    // At CPL 0 alignment checks do not depend on AC, so the block goes on.
     Ok(Flow::Next)
 }
 

@@ -48,7 +48,7 @@ fn int<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     software(ex, insn, insn.imm as u8, false)
 }
 
-/// The vector's bit in the TSS's redirection map, the 32 bytes below the I/O permission map (SDM vol. 3, 21.3.3).
+/// Reads the vector's bit in the TSS's redirection map, the 32 bytes below the I/O permission map (SDM vol. 3, 21.3.3).
 fn is_for_monitor<B: GuestBus>(ex: &mut Exec<'_, B>, vector: u8) -> Result<bool, Stop> {
     let tr = ex.cpu.tr;
     if tr.attr.kind() & 8 == 0 || tr.limit < 0x67 {
@@ -65,7 +65,8 @@ fn is_for_monitor<B: GuestBus>(ex: &mut Exec<'_, B>, vector: u8) -> Result<bool,
     Ok(bits >> (vector & 7) & 1 != 0)
 }
 
-/// INT n of an 8086 program that goes to its own handler, by the vectors at its address 0 (SDM vol. 3, table 21-2, methods 5 and 6).
+/// INT n of an 8086 program that goes to the program's own handler, by the vector table at its address 0 (SDM vol. 3,
+/// table 21-2, methods 5 and 6).
 fn redirect<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, vector: u8) -> Step {
     let is_virtual = flags::shows_virtual_if(ex);
     let old = ex.rflags();

@@ -46,7 +46,7 @@ fn check<B: GuestBus>(ex: &mut Exec<'_, B>, port: u16, size: u8) -> Result<(), S
     let base = ex.system_gva(tr.base.wrapping_add(0x66));
     let bitmap = ex.bus.read::<u16>(ex.cpu, base, Privilege::System)?;
     let byte = u32::from(bitmap) + u32::from(port >> 3);
-    // Two bytes are read always, hence the byte of ones after the bitmap.
+    // Two bytes are always read, which is why a byte of ones follows the bitmap.
     if byte + 1 > tr.limit {
         return Err(Exception::GP0.into());
     }
@@ -102,7 +102,7 @@ fn output_dx<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     output(ex, ex.cpu.gpr[reg::RDX] as u16, insn.op_size)
 }
 
-/// Bits of rCX, rSI and rDI that the address size uses.
+/// Returns a mask of the bits of rCX, rSI and rDI that the address size uses.
 fn address_mask<B>(insn: &Insn<B>) -> u64 {
     match insn.addr_size {
         2 => 0xffff,
@@ -111,7 +111,7 @@ fn address_mask<B>(insn: &Insn<B>) -> u64 {
     }
 }
 
-/// Writes a counter or index: 16 bits keep the rest, 32 clear the upper half.
+/// Writes a counter or index: 16 bits keep the rest of the register, 32 bits clear its upper half.
 fn set_indexed<B: GuestBus>(ex: &mut Exec<'_, B>, r: usize, value: u64, mask: u64) {
     let slot = &mut ex.cpu.gpr[r];
     *slot = if mask == 0xffff {
@@ -121,7 +121,7 @@ fn set_indexed<B: GuestBus>(ex: &mut Exec<'_, B>, r: usize, value: u64, mask: u6
     };
 }
 
-/// True if a REP prefix counts and the count is zero.
+/// True if there is a REP prefix and the count is zero.
 fn is_done<B: GuestBus>(ex: &Exec<'_, B>, insn: &Insn<B>) -> bool {
     repeats(insn) && ex.cpu.gpr[reg::RCX] & address_mask(insn) == 0
 }
@@ -130,8 +130,8 @@ fn repeats<B>(insn: &Insn<B>) -> bool {
     insn.prefix & (Insn::<B>::REP | Insn::<B>::REPNE) != 0
 }
 
-/// Moves the index register and the count; one iteration per call, so that
-/// each device access is one restartable step.
+/// Advances the index register and the count. Each call does one iteration, so that each device access is one
+/// restartable step.
 fn advance<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, index: usize) -> Step {
     let mask = address_mask(insn);
     let size = u64::from(insn.op_size);
@@ -152,7 +152,7 @@ fn advance<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, index: usize) -> S
     Ok(Flow::EndBlock)
 }
 
-/// How many elements of an INS can be fetched at once: those of this page, as many as KVM's
+/// Returns how many elements of an INS can be fetched at once: those up to the page's end, at most as many as KVM's
 /// emulator takes.
 fn elements_ahead<B: GuestBus>(ex: &Exec<'_, B>, insn: &Insn<B>, gva: u64) -> u32 {
     const MOST_BYTES: u64 = 1024;
@@ -178,7 +178,7 @@ fn ins<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     check(ex, port, insn.op_size)?;
     let offset = ex.cpu.gpr[reg::RDI] & address_mask(insn);
     let gva = ex.linear(reg::ES as u8, offset, len, Access::Write)?;
-    // A fault must come before the device is read.
+    // A fault must be raised before the device is read.
     ex.bus
         .probe(ex.cpu, gva, len, Access::Write, Privilege::Current)?;
     let count = elements_ahead(ex, insn, gva);

@@ -43,7 +43,7 @@ fn iret<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, size: u8) -> Step {
     } else {
         protected(ex, insn, size)
     };
-    // Also an IRET that faults ends the blocking (SDM vol. 3, 6.7.1 and 26.7.1.2).
+    // An IRET that faults ends the blocking of NMIs, too (SDM vol. 3, 6.7.1 and 26.7.1.2).
     if ex.cpu.events.nmi_masked && !matches!(result, Err(Stop::Exit)) {
         ex.cpu.events.nmi_masked = false;
         ex.bus.nmi_unmasked();
@@ -56,7 +56,7 @@ fn iret<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, size: u8) -> Step {
 
 /// Flags that any IRET may write.
 const PLAIN: u64 = rflags::ARITH | rflags::TF | rflags::DF | rflags::NT;
-/// Flags above bit 15 that IRETD and IRETQ write too.
+/// Flags above bit 15 that IRETD and IRETQ may write, too.
 const WIDE: u64 = rflags::RF | rflags::AC | rflags::ID;
 
 fn replace_flags<B: GuestBus>(ex: &mut Exec<'_, B>, value: u64, writable: u64, size: u8) {

@@ -153,7 +153,7 @@ fn rsm<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     Ok(Flow::Jump)
 }
 
-/// There is no cache to write back or invalidate.
+/// WBINVD and INVD: there is no cache to write back or invalidate.
 fn cache_control<B: GuestBus>(ex: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     ex.require_cpl0()?;
     Ok(Flow::Next)
@@ -179,13 +179,13 @@ fn hypercall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, is_vmcall: bool)
     match ex.bus.hypercall_form(is_vmcall) {
         HypercallForm::Native => {}
         HypercallForm::Undefined => return Err(Exception::UD.into()),
-        // Only the last byte of the two differs: 0F 01 C1 and 0F 01 D9.
+        // The two instructions differ only in the last byte: 0F 01 C1 and 0F 01 D9.
         HypercallForm::Replaced => {
             let last = ex.next_rip(insn).wrapping_sub(1);
             let gva = ex.code_linear(last);
             let byte: u8 = if is_vmcall { 0xd9 } else { 0xc1 };
             match ex.bus.write(ex.cpu, gva, byte, Privilege::Current) {
-                // DEVIATION: KVM raises the page fault of code that the guest may not write.
+                // DEVIATION: KVM raises the page fault if the guest may not write the code.
                 Ok(()) | Err(Fault::Exception(_)) => {}
                 Err(fault) => return Err(fault.into()),
             }
@@ -195,7 +195,7 @@ fn hypercall<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, is_vmcall: bool)
     Ok(Flow::EndBlock)
 }
 
-/// Instructions are executed in order: nothing is left to serialize.
+/// SERIALIZE: instructions are executed in order, so nothing is left to serialize.
 fn serialize<B: GuestBus>(_: &mut Exec<'_, B>, _: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }

@@ -50,7 +50,7 @@ fn set<B: GuestBus>(ex: &mut Exec<'_, B>, sreg: usize, segment: Segment, shadow:
     Ok(Flow::EndBlock)
 }
 
-/// Only ES, SS, DS, FS and GS can be loaded.
+/// Returns the register's index; only ES, SS, DS, FS and GS can be loaded.
 fn loadable(sreg: u8) -> Result<usize, Stop> {
     match usize::from(sreg) {
         reg::CS | 6.. => Err(Exception::UD.into()),
@@ -90,8 +90,8 @@ fn push16<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// Intel's processors move the stack pointer by four but write two bytes (SDM
-/// vol. 2, PUSH), AMD's write four.
+/// PUSH of a segment register in 32-bit code: Intel's processors move the stack pointer by four but write two bytes
+/// (SDM vol. 2, PUSH); AMD's write four.
 fn push32<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     let v = ex.cpu.seg[usize::from(insn.dst).min(5)].selector;
     if ex.cpu.features.has(Feature::Amd) {
@@ -110,7 +110,7 @@ fn push64<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     Ok(Flow::Next)
 }
 
-/// POP reads only the selector; the pointer moves by the operand size.
+/// POP of a segment register reads only the selector; the stack pointer moves by the operand size.
 fn pop<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, size: u64) -> Step {
     let sreg = loadable(insn.dst)?;
     let selector = ex.read_at::<u16>(reg::SS as u8, ex.sp())?;

@@ -22,7 +22,7 @@ pub(super) fn select<B: GuestBus>(i: &Instruction) -> Option<Handler<B>> {
     })
 }
 
-/// The fixed flat segments that these instructions load without descriptors.
+/// Returns the fixed flat segment that these instructions load without a descriptor.
 fn flat(selector: u16, attr: u32, dpl: u8) -> Segment {
     Segment {
         base: 0,
@@ -53,7 +53,7 @@ fn enter<B: GuestBus>(
     Ok(Flow::Jump)
 }
 
-/// #UD where the vendor's CPU has no SYSCALL: Intel only in 64-bit mode.
+/// Raises #UD where the vendor's CPUs have no SYSCALL: Intel's have it only in 64-bit mode.
 fn check<B: GuestBus>(ex: &Exec<'_, B>) -> Result<(), Stop> {
     let mode_ok = ex.cpu.is_64bit()
         || ex.cpu.features.has(Feature::Amd) && ex.cpu.is_protected() && !ex.cpu.is_v86();
@@ -91,7 +91,7 @@ fn sysret<B: GuestBus>(ex: &mut Exec<'_, B>, to_64bit: bool) -> Step {
     check(ex)?;
     ex.require_cpl0()?;
     let rcx = ex.cpu.gpr[reg::RCX];
-    // Intel checks before it leaves ring 0; AMD faults on the fetch at ring 3.
+    // Intel's processors check before they leave ring 0; on AMD's the fetch at ring 3 faults.
     if to_64bit && !ex.cpu.features.has(Feature::Amd) && !ex.cpu.is_canonical(rcx) {
         return Err(Exception::GP0.into());
     }
@@ -104,8 +104,8 @@ fn sysret<B: GuestBus>(ex: &mut Exec<'_, B>, to_64bit: bool) -> Step {
         let flags = ex.rflags() | rflags::IF;
         ex.set_rflags(flags);
     }
-    // DEVIATION: AMD CPUs load only SS's selector here; the whole register is
-    // loaded on both, which no program can tell from a previous flat SS.
+    // DEVIATION: AMD CPUs load only SS's selector here. The whole register is loaded for both vendors; no program that
+    // had a flat SS before can tell the difference.
     let ss = base.wrapping_add(8);
     let flow = if to_64bit {
         enter(ex, base.wrapping_add(16), ss, CODE64, 3, rcx)?

@@ -116,7 +116,7 @@ fn sidt<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>) -> Step {
     store_table(ex, insn, t)
 }
 
-/// A 16-bit operand: `register` is where it would be.
+/// Reads a 16-bit operand from memory, or from `register`.
 fn operand<B: GuestBus>(ex: &mut Exec<'_, B>, insn: &Insn<B>, register: u8) -> Result<u16, Stop> {
     if insn.has_mem() {
         ex.mem_read::<u16>(insn)
@@ -217,7 +217,7 @@ fn set_zf<B: GuestBus>(ex: &mut Exec<'_, B>, on: bool) -> Step {
     Ok(Flow::Next)
 }
 
-/// The descriptor, if the selector names one that this privilege may see.
+/// Returns the descriptor, if the selector names one that the current privilege level may see.
 fn visible<B: GuestBus>(
     ex: &mut Exec<'_, B>,
     selector: u16,
@@ -228,7 +228,7 @@ fn visible<B: GuestBus>(
     }
     let d = match ex.descriptor(selector, vector::GP) {
         Ok(d) => d,
-        // Outside the table; a fault of the access itself goes on.
+        // The selector is outside of the table. A fault of the access itself is raised.
         Err(Stop::Exception(e)) if e == gp(selector) => return Ok(None),
         Err(stop) => return Err(stop),
     };

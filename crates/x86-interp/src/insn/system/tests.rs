@@ -17,7 +17,7 @@ fn exec(cpu: &mut CpuState, bus: &mut TestBus, code: &[u8]) -> RunStop {
     Interp::new().step(cpu, bus)
 }
 
-/// Gates for every exception, each with its own target.
+/// Makes gates for all exceptions, each with its own target.
 fn catch_all(bus: &mut TestBus, long: bool) {
     for v in 0..32 {
         gate(bus, long, v, 14, 0, 0);
@@ -26,7 +26,7 @@ fn catch_all(bus: &mut TestBus, long: bool) {
     }
 }
 
-/// The vector that was delivered, if one was.
+/// Returns the vector that was delivered, if one was.
 fn delivered(cpu: &CpuState) -> Option<u8> {
     let n = cpu.rip().wrapping_sub(at::HANDLER);
     (n < 32).then_some(n as u8)
@@ -238,7 +238,7 @@ fn syscall_and_back() {
         (cpu.seg[reg::CS].selector, cpu.seg[reg::SS].selector),
         (0x23, 0x1b)
     );
-    // SCE off: undefined.
+    // With SCE clear the instruction is undefined.
     catch_all(&mut bus, true);
     cpu.efer &= !efer::SCE;
     exec(&mut cpu, &mut bus, &[0x0f, 0x05]);

@@ -12,10 +12,10 @@ use crate::{
 const CS: u16 = 0x100;
 const SS: u16 = 0xa00;
 const SP: u64 = 0x100;
-/// Where the permission map of ports begins in the TSS.
+/// Offset of the I/O permission map in the TSS.
 const PORTS: u16 = 0x200;
 
-/// An 8086 program at CS:0 with the stack SS:SP, IOPL, and CR4.VME.
+/// An 8086 program at CS:0 with the stack SS:SP, the given IOPL, and CR4.VME.
 fn program(iopl: u64, vme: bool) -> (CpuState, TestBus) {
     let (mut cpu, mut bus) = machine(false, 3);
     for v in 0..32 {
@@ -38,7 +38,7 @@ fn program(iopl: u64, vme: bool) -> (CpuState, TestBus) {
     (cpu, bus)
 }
 
-/// Executes one instruction; true if it went well, false if it raised #GP.
+/// Executes one instruction. True if it completed, false if it raised #GP.
 fn step(cpu: &mut CpuState, bus: &mut TestBus, code: &[u8]) -> bool {
     bus.put(cpu.seg[reg::CS].base + cpu.rip(), code);
     let before = cpu.rip();
@@ -71,7 +71,7 @@ fn cli_and_sti_change_vif() {
     cpu.rflags |= rflags::VIP;
     assert!(step(&mut cpu, &mut bus, &[0xfa]));
     assert!(!step(&mut cpu, &mut bus, &[0xfb]));
-    // With IOPL 3 it is IF itself, and without VME there is a fault.
+    // With IOPL 3, IF itself changes; without VME there is a fault.
     let (mut cpu, mut bus) = program(3, true);
     assert!(step(&mut cpu, &mut bus, &[0xfa]));
     assert!(!has(&cpu, rflags::IF) && !has(&cpu, rflags::VIF));
@@ -104,12 +104,12 @@ fn flags_show_vif_as_if() {
     assert!(step(&mut cpu, &mut bus, &[0x9d]));
     assert!(has(&cpu, rflags::VIF | rflags::CF | rflags::IF));
     assert_eq!((cpu.iopl(), cpu.gpr[reg::RSP]), (1, SP - 2));
-    // 32 bits show more than an 8086 program has.
+    // The 32-bit forms would show more flags than an 8086 program has.
     for code in [[0x66, 0x9c], [0x66, 0x9d], [0x66, 0xcf]] {
         let (mut cpu, mut bus) = program(1, true);
         assert!(!step(&mut cpu, &mut bus, &code), "{code:x?}");
     }
-    // A trap, or the interrupt that waits, is the monitor's; SP is as before.
+    // A trap or a waiting interrupt goes to the monitor; SP stays as before.
     for (vip, image) in [(0, rflags::TF), (rflags::VIP, rflags::IF)] {
         for (code, len) in [(0x9d, 2), (0xcf, 6)] {
             let (mut cpu, mut bus) = program(0, true);
@@ -153,7 +153,7 @@ fn interrupts_go_where_the_map_says() {
     let (_, image) = redirected(0, 0);
     assert_eq!(image & rflags::IF, 0);
 
-    // The bit is set: the monitor's, by its gate or by #GP.
+    // The bit is set: the interrupt goes to the monitor, by its gate or by #GP.
     let to_monitor = at::TSS + u64::from(PORTS) - 32 + 0x40 / 8;
     let (mut cpu, mut bus) = program(3, true);
     bus.put(to_monitor, &[1]);

@@ -58,8 +58,8 @@ fn nr_xmm(cpu: &CpuState) -> usize {
     if cpu.is_64bit() { 16 } else { 8 }
 }
 
-/// The x87 part of the legacy region. Without REX.W a 64-bit pointer is cut to
-/// its offset and selector; selectors are deprecated and zero in 64-bit code.
+/// Returns the x87 part of the legacy region. Without REX.W a 64-bit pointer is cut to its offset and selector;
+/// selectors are deprecated and zero in 64-bit code.
 fn x87_header(cpu: &CpuState, wide: bool) -> [u8; MXCSR] {
     let mut h = [0; MXCSR];
     h.copy_from_slice(&cpu.fp.area[..MXCSR]);
@@ -112,7 +112,7 @@ fn mxcsr_of(image: &[u8; LEGACY_SIZE]) -> u32 {
     ])
 }
 
-/// FXSAVE's and FXRSTOR's checks; the operand's linear address.
+/// Makes the checks of FXSAVE and FXRSTOR; returns the operand's linear address.
 fn fx_operand<B: GuestBus>(
     e: &mut Exec<'_, B>,
     insn: &Insn<B>,
@@ -128,7 +128,7 @@ fn fx_operand<B: GuestBus>(
     Ok(gva)
 }
 
-/// EFER.FFXSR: at CPL 0 in 64-bit mode the XMM registers are left out.
+/// True with EFER.FFXSR at CPL 0 in 64-bit mode: the XMM registers are left out.
 fn is_fast(cpu: &CpuState) -> bool {
     cpu.efer & efer::FFXSR != 0 && cpu.cpl == 0 && cpu.is_64bit()
 }
@@ -167,8 +167,8 @@ fn fxrstor<B: GuestBus, const WIDE: bool>(e: &mut Exec<'_, B>, insn: &Insn<B>) -
     Ok(Flow::Next)
 }
 
-/// Where an extended component is: offset and size in the standard format, and
-/// whether the compacted format aligns it. Of AVX-512 CPUID says so.
+/// Where an extended component is: offset and size in the standard format, and whether the compacted format aligns it.
+/// For AVX-512 these come from CPUID.
 struct ComponentPlace {
     bit: u64,
     standard: usize,
@@ -179,7 +179,7 @@ struct ComponentPlace {
 }
 
 fn place<B: GuestBus>(e: &mut Exec<'_, B>, bit: u64) -> ComponentPlace {
-    // Every switch of tasks asks for these two.
+    // These two are constants, because every task switch asks for them.
     let known = match bit {
         x86_defs::xsave::AVX => Some((YMM_HI, 256, Some(YMM_HI))),
         PKRU => Some((usize::from(e.cpu.features.pkru_offset), 8, None)),
@@ -222,7 +222,7 @@ fn bits(mut mask: u64) -> impl Iterator<Item = u64> {
     })
 }
 
-/// No bit is set: all of them are looked at, which is faster than to stop at the first.
+/// True if no bit is set. All bytes are checked, which is faster than stopping at the first.
 fn is_zero(bytes: &[u8]) -> bool {
     let (words, rest) = bytes.as_chunks::<8>();
     let any = words
@@ -231,7 +231,7 @@ fn is_zero(bytes: &[u8]) -> bool {
     any == 0 && rest.iter().all(|&b| b == 0)
 }
 
-/// Contents of an extended component, `size` bytes.
+/// Returns the contents of an extended component, which has `size` bytes.
 fn component(cpu: &CpuState, p: &ComponentPlace) -> [u8; 1024] {
     let mut b = [0; 1024];
     match p.own {
@@ -256,7 +256,7 @@ fn set_component(cpu: &mut CpuState, p: &ComponentPlace, b: &[u8]) {
     }
 }
 
-/// XINUSE: the components that are not in their initial state (SDM vol. 1, 13.6).
+/// Returns XINUSE: the components that are not in their initial state (SDM vol. 1, 13.6).
 pub(super) fn in_use(cpu: &CpuState) -> u64 {
     let zero = |from: usize, to: usize| is_zero(&cpu.fp.area[from..to]);
     let mut used = 0;
@@ -284,8 +284,7 @@ pub(super) fn in_use(cpu: &CpuState) -> u64 {
     used
 }
 
-/// Checks and operands that the family shares: linear address of the header's
-/// region and the requested components.
+/// Makes the checks of the whole family; returns the linear address of the image and the requested components.
 fn x_operand<B: GuestBus>(
     e: &mut Exec<'_, B>,
     insn: &Insn<B>,
@@ -332,7 +331,7 @@ fn compacted<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> ComponentPlaces {
     places
 }
 
-/// The same in the standard format.
+/// Components of `mask` with their offsets in the standard format.
 fn standard<B: GuestBus>(e: &mut Exec<'_, B>, mask: u64) -> ComponentPlaces {
     let mut places = [const { None }; 8];
     for (slot, bit) in places.iter_mut().zip(bits(mask & EXTENDED)) {
@@ -432,7 +431,7 @@ fn xsave<B: GuestBus, const KIND: u8, const WIDE: bool>(
     Ok(Flow::Next)
 }
 
-/// The header's three meaningful parts are valid (SDM vol. 1, 13.8.1, 13.12).
+/// Checks the three meaningful parts of the header (SDM vol. 1, 13.8.1, 13.12).
 fn check_header(cpu: &CpuState, header: &[u8], supervisor: bool) -> Result<(u64, u64), Stop> {
     let word = |at: usize| <u64 as x86_cpu::Word>::from_le(&header[at..at + 8]);
     let (bv, comp) = (word(0), word(8));
@@ -478,8 +477,8 @@ fn xrstor<B: GuestBus, const SUPERVISOR: bool, const WIDE: bool>(
     if mxcsr.is_some_and(|v| v & !x86_native::host_mask() != 0) {
         return Err(Exception::GP0.into());
     }
-    // Everything is read before anything is loaded: a fault changes nothing. (AVX has a buffer of its
-    // own: those that hardly any guest has are large.)
+    // Everything is read before anything is loaded, so a fault changes nothing. (AVX has a buffer of its own. The
+    // buffers of other components, which few guests have, are large.)
     let mut ymm = None;
     let mut parts = Vec::new();
     let places = if compact {

@@ -1,4 +1,4 @@
-//! State images against a model of the manual's: what each instruction writes, and what comes back.
+//! Compares state images with a model of the manual: what each instruction writes, and what is restored.
 
 use x86_cpu::{CpuState, Feature};
 use x86_defs::{
@@ -93,7 +93,7 @@ fn what_is_saved_is_restored() {
             let mut want = vec![0xa5; IMAGE_SIZE];
             want[MXCSR..MXCSR + 4].copy_from_slice(&MXCSR_DEFAULT.to_le_bytes());
             want[LEGACY_SIZE..HEADER_END].fill(0);
-            // Standard images keep what was there of what is not asked for.
+            // Standard images keep the old contents of components that are not requested.
             want[LEGACY_SIZE] = (X87 | AVX) as u8;
             bus.put(IMAGE, &want);
             let is_compact = kind == KIND_XSAVEC;
@@ -136,7 +136,7 @@ fn what_is_saved_is_restored() {
             run(&mut cpu, &mut bus, code, rfbm);
             assert!(image(&mut bus) == want, "{what}");
 
-            // Only what the image has for certain.
+            // Only requests that the image is certain to satisfy.
             for again in (0..8_u64).filter(|again| again & !rfbm == 0) {
                 let (mut other, _) = with_state(X87 | SSE | AVX, 0x1fa0, 0x42);
                 let (initial, _) = with_state(0, MXCSR_DEFAULT, 0);
@@ -165,7 +165,7 @@ fn what_is_saved_is_restored() {
             }
         }
     }
-    // As many pairs of sets, one inside the other, as 3 to the power of 3.
+    // As many pairs of sets, one within the other, as 3 to the power of 3.
     assert_eq!(compared, 3 * 8 * 2 * 27);
 }
 

@@ -38,7 +38,7 @@ mod code {
     pub(super) const POST_DEBUG_DATA: u16 = 0x69;
     pub(super) const RETRIEVE_DEBUG_DATA: u16 = 0x6a;
     pub(super) const RESET_DEBUG_SESSION: u16 = 0x6b;
-    /// The first asks which of the others the VMM has.
+    /// Calls that the VMM implements. The first of them asks which of the others exist.
     pub(super) const EXTENDED: std::ops::RangeInclusive<u16> = 0x8001..=0x8041;
 }
 
@@ -52,11 +52,11 @@ struct Call {
     code: u16,
     /// The arguments are in registers.
     is_fast: bool,
-    /// Words of the arguments' variable part.
+    /// Length in 8-byte words of the arguments' variable part.
     variable: u32,
     repeats: u16,
     first: u16,
-    /// The two registers: addresses, or the arguments.
+    /// The two input registers: addresses, or with `is_fast` the arguments.
     input: [u64; 2],
 }
 
@@ -83,7 +83,7 @@ impl Call {
         self.repeats != 0 || self.first != 0
     }
 
-    /// Fast arguments go on in registers of SSE.
+    /// True if fast arguments continue in SSE registers.
     const fn uses_sse(&self) -> bool {
         self.is_fast
             && matches!(
@@ -96,12 +96,12 @@ impl Call {
             )
     }
 
-    /// The first `N` words of the arguments.
+    /// Returns the first `N` words of the arguments.
     fn words<const N: usize>(&self, bus: &Bus, cpu: &CpuState) -> Option<[u64; N]> {
         if self.is_fast {
             return Some(std::array::from_fn(|i| match i {
                 0 | 1 => self.input[i],
-                // Six registers of two words.
+                // Six SSE registers with two words each.
                 2..14 => (cpu.fp.xmm(i / 2 - 1) >> (i % 2 * 64)) as u64,
                 _ => 0,
             }));
@@ -114,7 +114,7 @@ impl Call {
         is_there.then(|| words.map(u64::from_le_bytes))
     }
 
-    /// The words of a sparse set of processors that begin with argument `from`.
+    /// Returns the words of a sparse set of processors, which begin at argument `from`.
     fn banks(&self, bus: &Bus, cpu: &CpuState, from: usize, nr: usize) -> Option<[u64; 64]> {
         let mut words = [[0; 8]; 64];
         let given = words.get_mut(..nr)?;
@@ -221,7 +221,7 @@ fn answer(bus: &mut Bus, cpu: &mut CpuState, call: Call) -> Result<u64, Fault> {
     Ok(result.unwrap_or(status::INVALID_INPUT))
 }
 
-/// The VMM's hypercall.
+/// Asks the VMM to execute a hypercall.
 fn ask(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault> {
     let access = DeviceAccess::Hypercall { nr: call.control };
     let exit = || {
@@ -233,7 +233,7 @@ fn ask(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault> {
     Ok(bus.ask(cpu, access, exit)?.value)
 }
 
-/// HvCallPostMessage: for a VMM that has a synthetic interrupt controller to answer through.
+/// HvCallPostMessage: for a VMM that can answer through a synthetic interrupt controller.
 fn post_message(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault> {
     if !bus.hv.synic.is_active {
         return Ok(status::INVALID_INPUT);
@@ -241,9 +241,9 @@ fn post_message(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault>
     ask(bus, cpu, call)
 }
 
-/// HvCallSignalEvent: a connection's eventfd, or the VMM.
+/// HvCallSignalEvent: signals the connection's eventfd, or asks the VMM.
 fn signal_event(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault> {
-    /// The connection; the event's number is above.
+    /// Bits of the connection; the event's number is above them.
     const CONNECTION: u64 = kvm_bindings::KVM_HYPERV_CONN_ID_MASK as u64;
     const NUMBER: u64 = 0xffff << 32;
     let access = DeviceAccess::Hypercall { nr: call.control };
@@ -263,7 +263,7 @@ fn signal_event(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault>
     post_message(bus, cpu, call)
 }
 
-/// The debugger's hypercalls: the VMM's, if the guest has asked for that way.
+/// The debugger's hypercalls, which the VMM executes if the guest has asked for them.
 fn debug(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault> {
     if call.is_fast && call.code != code::RESET_DEBUG_SESSION {
         return Ok(status::INVALID_INPUT);
@@ -277,9 +277,9 @@ fn debug(bus: &mut Bus, cpu: &CpuState, call: Call) -> Result<u64, Fault> {
     ask(bus, cpu, call)
 }
 
-/// Some of the processors.
+/// A sparse set of processors.
 struct Set {
-    /// Which banks of 64 have a word.
+    /// Bit per bank of 64 processors that has a word.
     banks: u64,
     words: [u64; 64],
 }
@@ -303,7 +303,7 @@ impl Set {
 /// HvCallSendSyntheticClusterIpi: a vector, and a bit for each of the first 64 processors.
 fn send_ipi(bus: &Bus, cpu: &CpuState, call: Call) -> Option<u64> {
     let [vector, mask] = call.words(bus, cpu)?;
-    // The upper half of the first word is the target's privilege level, of which there is one.
+    // The upper half of the first word is the target's privilege level; only one level exists.
     send(bus, vector as u32, |vp| vp < 64 && mask >> vp & 1 != 0)
 }
 
@@ -325,7 +325,7 @@ fn send_ipi_ex(bus: &Bus, cpu: &CpuState, call: Call) -> Option<u64> {
     send(bus, vector as u32, |vp| set.has(vp))
 }
 
-/// A fixed interrupt for the processors whose index is wanted.
+/// Sends a fixed interrupt to the processors whose index is wanted.
 fn send(bus: &Bus, vector: u32, is_wanted: impl Fn(u32) -> bool) -> Option<u64> {
     /// HV_IPI_LOW_VECTOR.
     const LOWEST: u8 = 16;
@@ -340,20 +340,20 @@ fn send(bus: &Bus, vector: u32, is_wanted: impl Fn(u32) -> bool) -> Option<u64> 
     Some(status::SUCCESS)
 }
 
-/// Flag of a flush: the processors are not listed.
+/// Flag of a flush: it is for all processors, which are not listed.
 const ALL_PROCESSORS: u64 = 1;
 
-/// HvCallFlushVirtualAddressSpace and -List: address space, flags, processors. Everything is
+/// HvCallFlushVirtualAddressSpace and -List, whose arguments are address space, flags and processors. Everything is
 /// flushed, which is more than a list asks for.
 fn flush(bus: &mut Bus, cpu: &mut CpuState, call: Call) -> Option<u64> {
     let [_, flags, mask] = call.words(bus, cpu)?;
-    // As KVM has it: a system exists that means all by none.
+    // As in KVM, an empty mask means all processors, because some systems use it so.
     let all = flags & ALL_PROCESSORS != 0 || mask == 0;
     let is_wanted = |vp: u32| all || vp < 64 && mask >> vp & 1 != 0;
     Some(flush_processors(bus, cpu, call, is_wanted))
 }
 
-/// The same with a sparse set of processors.
+/// Like [`flush`], with a sparse set of processors.
 fn flush_ex(bus: &mut Bus, cpu: &mut CpuState, call: Call) -> Option<u64> {
     let [_, flags, format, banks] = call.words(bus, cpu)?;
     let nr = banks.count_ones();
@@ -377,6 +377,6 @@ fn flush_processors(
     let mut targets: Vec<Arc<VcpuShared>> = bus.vm.vcpus().clone();
     targets.retain(|vcpu| is_wanted(vcpu.vp_index.load(Ordering::Relaxed)));
     bus.flush_translations_of(cpu, &targets);
-    // All of the list is done.
+    // All repetitions are done.
     status::SUCCESS | u64::from(call.repeats) << 32
 }

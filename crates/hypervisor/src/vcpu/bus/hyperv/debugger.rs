@@ -1,11 +1,11 @@
-//! The synthetic debugger: registers through which a guest and the VMM's debugger exchange packets.
-//! What they mean is the VMM's business (KVM API document, KVM_EXIT_HYPERV_SYNDBG).
+//! The synthetic debugger: registers by which a guest and the VMM's debugger exchange packets. Their meaning is the
+//! VMM's business (KVM API document, KVM_EXIT_HYPERV_SYNDBG).
 
 use super::Bus;
 use crate::{Exit, HyperVExit, system::hv_msrs::index::*};
 
 impl Bus {
-    /// Without a debugger in CPUID only the VMM has the registers.
+    /// Reads a register. If CPUID shows no debugger, only the VMM (`host`) may access the registers.
     pub(super) fn debugger_msr(&self, index: u32, host: bool) -> Option<u64> {
         if !host && !self.hv.has_debugger {
             return None;
@@ -19,7 +19,7 @@ impl Bus {
         })
     }
 
-    /// The VMM hears of what asks it to act.
+    /// Writes a register. The VMM is told of writes that ask it to act.
     pub(super) fn set_debugger_msr(&mut self, index: u32, value: u64, host: bool) -> bool {
         if !host && !self.hv.has_debugger {
             return false;
@@ -56,7 +56,7 @@ impl Bus {
         })
     }
 
-    /// The VMM's answer to such an exit.
+    /// Takes over the VMM's answer to KVM_EXIT_HYPERV_SYNDBG.
     pub(in crate::vcpu) fn set_debugger_status(&self, status: u64) {
         self.vm.hyperv.partition().debugger.status = status;
     }

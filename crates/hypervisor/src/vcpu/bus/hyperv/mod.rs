@@ -38,18 +38,18 @@ const CRASH_NOTIFY_MSG: u64 = 1 << 62;
 pub(in crate::vcpu) struct HyperV {
     /// CPUID has Hyper-V's signature.
     is_offered: bool,
-    /// KVM_CAP_HYPERV_ENFORCE_CPUID: only what CPUID promises works.
+    /// KVM_CAP_HYPERV_ENFORCE_CPUID: only features that CPUID promises work.
     enforces: bool,
-    /// Leaf [`FEATURES`], EAX, EBX and EDX.
+    /// EAX, EBX and EDX of leaf [`FEATURES`].
     features: [u32; 3],
-    /// Leaf [`RECOMMENDATIONS`], EAX and EBX.
+    /// EAX and EBX of leaf [`RECOMMENDATIONS`].
     recommendations: [u32; 2],
-    /// Leaf [`DEBUGGER`]: the guest may be debugged.
+    /// Leaf [`DEBUGGER`] says that the guest may be debugged.
     has_debugger: bool,
     pub(in crate::vcpu) synic: Synic,
     pub(in crate::vcpu) timers: Timers,
     assist_page: u64,
-    /// Added to the measured time, and when that began.
+    /// Offset that is added to the measured run time, and the time at which measuring began.
     runtime: u64,
     began_ns: u64,
 }
@@ -77,7 +77,7 @@ impl HyperV {
         self.enforces = enforces;
     }
 
-    /// The guest may access the MSR.
+    /// True if the guest may access the MSR.
     fn allows(&self, index: u32) -> bool {
         let row = TABLE
             .iter()
@@ -89,13 +89,13 @@ impl HyperV {
 }
 
 impl Bus {
-    /// VMCALL and VMMCALL are Hyper-V's.
+    /// True if VMCALL and VMMCALL are Hyper-V's.
     #[inline]
     pub(in crate::vcpu) fn has_hv_hypercalls(&self) -> bool {
         self.hv.is_offered && self.vm.hyperv.has_hypercalls()
     }
 
-    /// CPUID does not show that the TSC is invariant: a guest that may ask for that has not.
+    /// True if CPUID does not show an invariant TSC, because the guest may ask for it by an MSR and has not.
     pub(in crate::vcpu) fn hides_invariant_tsc(&self) -> bool {
         let [eax, ..] = self.hv.features;
         self.hv.is_offered
@@ -103,7 +103,7 @@ impl Bus {
             && self.vm.hyperv.partition().tsc_invariant == 0
     }
 
-    /// RDMSR or, for `host`, KVM_GET_MSRS.
+    /// Reads an MSR for RDMSR or, with `host`, for KVM_GET_MSRS. `None` refuses the access.
     pub(in crate::vcpu) fn hv_msr(&mut self, index: u32, host: bool) -> Option<u64> {
         if !host && !self.hv.allows(index) {
             return None;
@@ -160,7 +160,7 @@ impl Bus {
         }
     }
 
-    /// WRMSR or, for `host`, KVM_SET_MSRS; false is #GP or the end of the list.
+    /// Writes an MSR for WRMSR or, with `host`, for KVM_SET_MSRS. False is #GP, or ends the list.
     pub(in crate::vcpu) fn set_hv_msr(
         &mut self,
         cpu: &CpuState,
@@ -182,7 +182,7 @@ impl Bus {
                 self.hv.runtime = value.wrapping_sub(measured);
                 true
             }
-            // Read-only, but a VMM gives back what it has saved.
+            // Read-only for the guest; a VMM writes back the value that it has saved.
             TIME_REF_COUNT | TSC_FREQUENCY | APIC_FREQUENCY => host,
             RESET => {
                 if value == 1 {
@@ -201,7 +201,7 @@ impl Bus {
                 self.x2apic_write(X2APIC_ICR, value)
             }
             ICR => {
-                // The destination first: the low half sends.
+                // The high half, which has the destination, comes first: writing the low half sends.
                 self.write_lapic_register(reg::ICR2, (value >> 32) as u32)
                     && self.write_lapic_register(reg::ICR, value as u32)
             }
@@ -211,7 +211,7 @@ impl Bus {
         }
     }
 
-    /// HV_X64_MSR_TIME_REF_COUNT: in units of [`UNIT_NS`].
+    /// Returns HV_X64_MSR_TIME_REF_COUNT, in units of [`UNIT_NS`].
     fn reference_time(&self) -> u64 {
         let tsc = self.tsc.guest(host::cpu::rdtsc());
         let by_page = self.vm.hyperv.partition().time(tsc);
@@ -229,7 +229,7 @@ impl Bus {
         action.map(|action| self.act(action)).is_some()
     }
 
-    /// The page's first word is "no EOI required", which KVM's own PV EOI is made of.
+    /// Sets the VP assist page. Its first word is "no EOI required", which KVM's own PV EOI implements.
     fn set_assist_page(&mut self, value: u64) -> bool {
         let gpa = value & !0xfff;
         let is_used = value & ENABLE != 0;
@@ -238,7 +238,7 @@ impl Bus {
         }
         self.hv.assist_page = value;
         let eoi = if is_used { gpa | ENABLE } else { 0 };
-        // Without a LAPIC in here nothing sets the bit.
+        // Without an in-kernel LAPIC nothing sets the bit.
         !self.has_lapic() || self.set_pv_eoi_msr(eoi)
     }
 
@@ -252,7 +252,7 @@ impl Bus {
                     p.hypercall &= !ENABLE;
                 }
             }
-            // Without a system's name there are no hypercalls.
+            // A guest that has not named its system has no hypercalls.
             HYPERCALL if p.guest_os_id == 0 => {}
             HYPERCALL => {
                 if value & ENABLE != 0 && !self.write_hypercall_page(cpu, value & !0xfff) {
@@ -262,7 +262,7 @@ impl Bus {
             }
             REFERENCE_TSC => {
                 p.reference_tsc = value;
-                // As in KVM no page is no error: the sequence tells the guest, if anything.
+                // As in KVM, a missing page is no error: the guest sees at most the sequence number.
                 let _ = p.write_page(&vm.memory, self.tsc, vm.clock.master());
             }
             CRASH_P0..=CRASH_P4 => p.crash[(index - CRASH_P0) as usize] = value,
@@ -275,10 +275,10 @@ impl Bus {
             }
             REENLIGHTENMENT_CONTROL => p.reenlightenment = value,
             TSC_EMULATION_CONTROL => p.tsc_emulation_control = value,
-            // Emulation that is not under way cannot begin by being told of.
+            // TSC emulation that is not active cannot be made active by this register.
             TSC_EMULATION_STATUS if value != 0 && !host => return false,
             TSC_EMULATION_STATUS => p.tsc_emulation_status = value,
-            // One bit, which a guest cannot take back.
+            // The register has one bit, which a guest can set but not clear.
             TSC_INVARIANT_CONTROL if value > 1 || !host && value < p.tsc_invariant => return false,
             TSC_INVARIANT_CONTROL => p.tsc_invariant = value,
             _ => return false,
@@ -287,7 +287,7 @@ impl Bus {
         true
     }
 
-    /// The guest calls it: the processor's own hypercall instruction, and RET.
+    /// Writes the page that the guest calls for a hypercall: the processor's own hypercall instruction, and RET.
     fn write_hypercall_page(&self, cpu: &CpuState, gpa: u64) -> bool {
         let last = if cpu.features.has(x86_cpu::Feature::Amd) {
             0xd9
@@ -297,8 +297,8 @@ impl Bus {
         self.vm.memory.write_bytes(gpa, &[0x0f, 0x01, last, 0xc3])
     }
 
-    /// The clock has changed: the page has to say so, unless the guest wants to be told first, which
-    /// needs no change here.
+    /// Rewrites the reference TSC page after the clock has changed. If the guest has TSC emulation enabled, because it
+    /// wants to be told first, the page stays as it is.
     pub(in crate::vcpu) fn update_hv_page(&mut self) {
         self.recheck_synthetic_timers();
         if !self.vm.hyperv.has_page() {

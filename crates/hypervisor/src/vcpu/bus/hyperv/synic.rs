@@ -1,10 +1,8 @@
-//! The synthetic interrupt controller: sixteen sources of a processor, each with a slot for a message
-//! in one page of guest memory and event flags in another (Hypervisor Top-Level Functional
-//! Specification, "Synthetic Interrupt Controller").
+//! The synthetic interrupt controller: sixteen sources per processor, each with a message slot in one page of guest
+//! memory and event flags in another (Hypervisor Top-Level Functional Specification, "Synthetic Interrupt Controller").
 //!
-//! The sources' vectors are with the LAPIC. The VMM raises them through GSIs, and learns from them
-//! that the guest has taken a message (KVM API document, KVM_CAP_HYPERV_SYNIC); the event flags are
-//! its alone.
+//! The LAPIC holds the sources' vectors. The VMM raises them through GSIs, and learns from them that the guest has
+//! taken a message (KVM API document, KVM_CAP_HYPERV_SYNIC). The event flags are the VMM's alone.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -20,7 +18,7 @@ const MESSAGE: u64 = 256;
 const FLAGS: u64 = 5;
 /// HV_SYNIC_VERSION_1.
 const VERSION: u64 = 1;
-/// The MSRs whose change is an exit, in the order in which the VMM hears of several.
+/// The MSRs whose change is an exit. If several have changed, the exits come in this order.
 const TOLD: [u32; 5] = [SCONTROL, SIEFP, SIMP, SYNDBG_CONTROL, SYNDBG_PENDING_BUFFER];
 
 /// A processor's controller.
@@ -28,7 +26,7 @@ const TOLD: [u32; 5] = [SCONTROL, SIEFP, SIMP, SYNDBG_CONTROL, SYNDBG_PENDING_BU
 pub(in crate::vcpu) struct Synic {
     /// KVM_ENABLE_CAP has switched it on.
     pub(super) is_active: bool,
-    /// KVM_CAP_HYPERV_SYNIC2: pages are not cleared when the guest names them.
+    /// KVM_CAP_HYPERV_SYNIC2: pages are not cleared when the guest sets their addresses.
     keeps_pages: bool,
     control: u64,
     version: u64,
@@ -36,12 +34,12 @@ pub(in crate::vcpu) struct Synic {
     events: u64,
     /// HV_X64_MSR_SIMP.
     messages: u64,
-    /// MSRs of which the VMM is to hear, a bit for each of [`TOLD`].
+    /// Bit for each of [`TOLD`]: the VMM has yet to be told of a write.
     told: u8,
 }
 
 impl Synic {
-    /// The VMM is to hear of a write.
+    /// Notes that the VMM must be told of a write to the MSR.
     pub(super) fn tell(&mut self, msr: u32) {
         if let Some(i) = TOLD.iter().position(|told| *told == msr) {
             self.told |= 1 << i;
@@ -49,11 +47,11 @@ impl Synic {
     }
 }
 
-/// What became of a message.
+/// The outcome of posting a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Posted {
     Done,
-    /// The guest says when its slot is free again.
+    /// The slot is occupied. The guest will say when it is free.
     Busy,
     /// There is no page, or the source is masked.
     Failed,
@@ -74,7 +72,7 @@ impl Bus {
         Ok(())
     }
 
-    /// The next exit that tells the VMM of a register.
+    /// Takes the next exit that tells the VMM of a changed MSR.
     #[inline]
     pub(in crate::vcpu) fn take_hyperv_exit(&mut self) -> Option<Exit> {
         if self.hv.synic.told == 0 {
@@ -148,7 +146,7 @@ impl Bus {
         true
     }
 
-    /// The guest is done with what these sources told it: an EOI, or the end of a message.
+    /// Notes that the guest is done with these sources' interrupts, by an EOI or by ending a message.
     pub(in crate::vcpu) fn sints_ended(&mut self, sints: u16) {
         self.resume_synthetic_timers(sints);
         let vp = self.shared.vp_index.load(Ordering::Relaxed);
@@ -161,8 +159,8 @@ impl Bus {
         self.recheck = true;
     }
 
-    /// Puts a message into the source's slot and interrupts. `waits` is whether the guest is to say
-    /// when an occupied slot is free.
+    /// Puts a message into the source's slot and raises its interrupt. `waits` says whether the guest is to tell when
+    /// an occupied slot is free.
     pub(super) fn post_message(&self, sint: u8, kind: u32, payload: &[u8], waits: bool) -> Posted {
         let messages = self.hv.synic.messages;
         if messages & ENABLE == 0 {
@@ -175,7 +173,7 @@ impl Bus {
             Some(_) if !waits => return Posted::Done,
             Some(_) => {
                 let flagged = memory.rmw_gpa(slot.wrapping_add(FLAGS), 1, |flags| flags | 1);
-                // Freed meanwhile: the guest may not have seen the flag.
+                // The slot became free meanwhile, so the guest may not have seen the flag.
                 if flagged.is_none() || memory.read_gpa(slot, 4) != Some(0) {
                     return Posted::Busy;
                 }
@@ -187,7 +185,7 @@ impl Bus {
             to.copy_from_slice(payload);
         }
         bytes[0] = payload.len() as u8;
-        // The kind last: it is what says that there is a message.
+        // The message's type is written last, because it says that the slot has a message.
         let is_written = memory.write_bytes(slot.wrapping_add(4), &bytes[..12 + payload.len()])
             && memory.write_gpa(slot, 4, kind.into()).is_some();
         let accepted = self.shared.lapic().raise_sint(sint.into());

@@ -1,5 +1,5 @@
-//! Synthetic timers: four of a processor, which expire by the reference time and tell so by a message
-//! or, in direct mode, by an interrupt (Hypervisor Top-Level Functional Specification, "Timers").
+//! Synthetic timers, four per processor. They expire by the reference time and then send a message or, in direct mode,
+//! an interrupt (Hypervisor Top-Level Functional Specification, "Timers").
 
 use irqchip::{Accepted, DeliveryMode, LapicIrq};
 
@@ -32,11 +32,11 @@ mod config {
 #[derive(Clone, Copy, Debug, Default)]
 struct Timer {
     config: u64,
-    /// Period, or the reference time at which it expires.
+    /// Period, or the reference time of the expiry.
     count: u64,
-    /// Reference time of the next expiry, once it runs.
+    /// Reference time of the next expiry, if the timer runs.
     expires: Option<u64>,
-    /// It has expired, and the guest cannot be told yet.
+    /// The timer has expired, and the guest could not be told yet.
     waits: bool,
 }
 
@@ -44,7 +44,7 @@ struct Timer {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::vcpu) struct Timers {
     list: [Timer; 4],
-    /// When to look at them, on the monotonic clock.
+    /// When a timer is due next, on the monotonic clock.
     pub(in crate::vcpu) due_ns: u64,
 }
 
@@ -64,7 +64,7 @@ impl Timer {
     const fn is_running(&self) -> bool {
         self.has(config::ENABLE) && self.count != 0
     }
-    /// Starts, if it is to run and does not yet.
+    /// Starts the timer if it is enabled and does not run yet.
     fn start(&mut self, time: u64) {
         if !self.is_running() {
             (self.expires, self.waits) = (None, false);
@@ -76,11 +76,11 @@ impl Timer {
             });
         }
     }
-    /// The guest has been told.
+    /// Notes that the guest has been told of an expiry.
     fn told(&mut self, time: u64) {
         self.waits = false;
         if self.has(config::PERIODIC) {
-            // Periods that were missed are one.
+            // Periods that were missed count as one expiry.
             let late = time.saturating_sub(self.expires.unwrap_or(time));
             let left = self.count - late.checked_rem(self.count).unwrap_or(0);
             self.expires = Some(time.saturating_add(left));
@@ -89,7 +89,7 @@ impl Timer {
             self.expires = None;
         }
     }
-    /// HV_X64_MSR_STIMERx_CONFIG is written.
+    /// Handles a write of HV_X64_MSR_STIMERx_CONFIG.
     fn set_config(&mut self, value: u64) {
         let was_enabled = self.has(config::ENABLE);
         *self = Self {
@@ -97,12 +97,12 @@ impl Timer {
             count: self.count,
             ..Self::default()
         };
-        // Source 0 is no timer's.
+        // Source 0 cannot be used by a timer.
         if was_enabled && !self.has(config::DIRECT) && config::sint(value) == 0 {
             self.config &= !config::ENABLE;
         }
     }
-    /// HV_X64_MSR_STIMERx_COUNT is written.
+    /// Handles a write of HV_X64_MSR_STIMERx_COUNT.
     fn set_count(&mut self, value: u64, host: bool) {
         *self = Self {
             config: self.config,
@@ -110,7 +110,7 @@ impl Timer {
             ..Self::default()
         };
         if host {
-            // As it was saved.
+            // The VMM restores the value that it saved.
         } else if value == 0 {
             self.config &= !config::ENABLE;
         } else if self.has(config::AUTO_ENABLE) {
@@ -155,7 +155,7 @@ impl Bus {
         true
     }
 
-    /// The reference time may have been changed.
+    /// Has the timers checked, because the reference time may have changed.
     pub(super) fn recheck_synthetic_timers(&mut self) {
         if self.hv.timers.due_ns != NEVER {
             self.hv.timers.due_ns = 0;
@@ -163,7 +163,7 @@ impl Bus {
         }
     }
 
-    /// The guest has freed the slots of these sources.
+    /// Retries timers that waited for the message slots of these sources, which the guest has freed.
     pub(super) fn resume_synthetic_timers(&mut self, sints: u16) {
         let timers = &mut self.hv.timers;
         for timer in &mut timers.list {
@@ -176,7 +176,7 @@ impl Bus {
         }
     }
 
-    /// Looks at the timers if one may be due.
+    /// Handles expired timers, if one may be due.
     #[inline]
     pub(in crate::vcpu) fn service_synthetic_timers(&mut self, now_ns: u64) {
         if self.hv.timers.due_ns <= now_ns {
@@ -207,7 +207,7 @@ impl Bus {
         self.hv.timers.due_ns = due_ns;
     }
 
-    /// False if the guest has to take something else first.
+    /// Tells the guest of an expiry; false if the guest must take something else first.
     fn tell_of_timer(&mut self, number: usize, config: u64, times: [u64; 2]) -> bool {
         self.is_quiet = false;
         if config & config::DIRECT != 0 {
@@ -271,7 +271,7 @@ mod tests {
         let mut t = timer(auto, 1);
         t.set_count(5, true);
         assert_eq!(t.config, auto);
-        // What was enabled cannot be without a source.
+        // An enabled timer cannot be left without a source.
         let mut t = timer(config::ENABLE | source(2), 1);
         t.set_config(config::ENABLE);
         assert_eq!(t.config, 0);
