@@ -237,6 +237,66 @@ fn a_guest_goes_on_elsewhere() {
     judge(&folder, &all.iter().collect::<Vec<_>>(), TICKS);
 }
 
+/// The compiler proper, and a source that it needs nothing else for; what it makes of that.
+fn compiler(folder: &Folder) -> ([String; 2], String) {
+    let gcc = |arguments: &[&str]| {
+        let output = Command::new("gcc").args(arguments).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    };
+    let cc1 = gcc(&["-print-prog-name=cc1"]);
+    let (source, made) = (folder.path("source.i"), folder.path("source.s"));
+    let program = concat!(env!("CARGO_MANIFEST_DIR"), "/src/bench/program.c");
+    gcc(&["-E", "-P", program, "-o", &source]);
+    let host = Command::new(&cc1)
+        .args(["-quiet", "-O2", &source, "-o", &made])
+        .status();
+    assert!(host.unwrap().success());
+    let sum = Command::new("md5sum").arg(&made).output().unwrap();
+    let sum = String::from_utf8(sum.stdout).unwrap();
+    let overlays = [format!("{cc1}:/opt/cc1"), format!("{source}:/opt/source.i")];
+    (overlays, sum.split(' ').next().unwrap().to_owned())
+}
+
+/// While it compiles and writes memory; also where vCPUs' threads may make almost no system call. What it compiles
+/// is what the host makes of it, before, while and after it moves.
+#[test]
+fn a_busy_guest_goes_on_elsewhere() {
+    const TICKS: u32 = 250;
+    for confine in [None, Some("--confine")] {
+        let folder = Folder::new("busy");
+        let (overlays, sum) = compiler(&folder);
+        let script = format!(
+            "(while :; do /opt/cc1 -quiet -O2 /opt/source.i -o /tmp/s; \
+                 [ \"$(md5sum </tmp/s)\" = \"{sum}  -\" ] && echo compiled || echo LOST compilation; done) &
+             {}",
+            script(TICKS)
+        );
+        let mut options = vec!["--cpus", "2", "--mem", "1G"];
+        for overlay in &overlays {
+            options.extend(["--overlay", overlay]);
+        }
+        options.extend(confine);
+        let mut source = Process::start(&folder, "source", &options, &["sh", "-c", &script]);
+        source.wait_for_tick(20);
+        wait_for(|| source.read("out").contains("compiled"));
+        let way = place("unix", &folder.path("way"));
+        let mut incoming = vec!["--incoming", &way];
+        incoming.extend(confine);
+        let mut target = Process::start(&folder, "target", &incoming, &[]);
+        wait_for_file(&folder.path("way"));
+        let report = source.do_migrate(&["--to", &way, "--verify"]);
+        assert!(report.contains("vCPUs stalled"), "{report}");
+        assert_eq!(source.end(), Some(0), "{}", source.read("err"));
+        assert_eq!(target.end(), Some(7), "{}", target.read("err"));
+        for process in [&source, &target] {
+            let said = process.read("out");
+            assert!(said.contains("compiled"), "{said}");
+        }
+        judge(&folder, &[&source, &target], TICKS);
+    }
+}
+
 /// Each is one line, and nothing runs.
 fn spoilt_files_are_refused(folder: &Folder, saved: &str) {
     let whole = fs::read(saved).unwrap();
