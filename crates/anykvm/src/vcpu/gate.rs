@@ -187,7 +187,7 @@ mod tests {
                     }
                     while !is_ending.load(Ordering::SeqCst) {
                         let state = interrupts[usize::from(id)].load(Ordering::SeqCst);
-                        gate.wait(id, Ok(vec![state]), is_ending);
+                        gate.wait(id, Ok(vec![state]), 0, is_ending);
                     }
                 });
             }
