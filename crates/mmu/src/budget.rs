@@ -47,9 +47,10 @@ impl Default for Budget {
 }
 
 impl Budget {
-    /// A quarter is for contexts.
+    /// A quarter is for contexts, or what the fewest tables leave.
     fn of_pages(pages: usize) -> Self {
-        let contexts = pages / 4 / CONTEXT_PAGES;
+        let left = pages.saturating_sub(MIN_TABLES * TABLES_PAGES);
+        let contexts = (pages / 4).min(left) / CONTEXT_PAGES;
         let contexts = contexts.clamp(MIN_CONTEXTS, MAX_TRACKED);
         let rest = pages.saturating_sub(contexts * CONTEXT_PAGES);
         Self {
@@ -113,7 +114,7 @@ mod tests {
 
     #[test]
     fn a_budget_is_not_exceeded() {
-        for pages in (0..100_000).step_by(97) {
+        for pages in (0..2_000).chain((2_000..100_000).step_by(97)) {
             let budget = Budget::of_pages(pages);
             let all = budget.contexts * CONTEXT_PAGES + budget.tables * TABLES_PAGES;
             assert!(all <= pages.max(Kept::LEAST_PAGES), "{pages}: {budget:?}");
