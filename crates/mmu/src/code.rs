@@ -60,11 +60,6 @@ impl Mmu {
         self.code_page_slow(cpu, gva)
     }
 
-    /// [`Self::code_page`] is known without a walk, which would set accessed flags.
-    pub fn is_fetched(&self, gva: u64) -> bool {
-        self.views[self.live].fetch.find(gva).is_some()
-    }
-
     #[inline(never)]
     fn code_page_slow(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Miss> {
         if let Some(e) = self.views[self.live].fetch.find(gva).copied() {
@@ -265,22 +260,13 @@ impl Mmu {
         }
     }
 
-    /// Where the generation counter of a page is, and its value: for code that
-    /// checks it by itself. The page guard stays until [`Self::slots_generation`] changes.
-    pub fn code_generation_cell(&self, id: u64) -> Option<&core::sync::atomic::AtomicU32> {
-        let (slot, index) = self.find_id(id)?;
-        self.table
-            .slots(space_of(id))
-            .get(slot)?
-            .code_generation_cell(index)
-    }
-
     /// Changes when this vCPU takes over other slots.
     pub fn slots_generation(&self) -> u64 {
         self.seen_generation
     }
 
-    fn find_id(&self, id: u64) -> Option<(usize, usize)> {
+    /// Slot and page of a [`CodePage::id`](x86_cpu::CodePage).
+    pub(crate) fn find_id(&self, id: u64) -> Option<(usize, usize)> {
         let gpa = id & ((1 << 52) - 1) & !0xfff;
         let slot = self.table.find(space_of(id), gpa)?;
         let index = self.table.slots(space_of(id)).get(slot)?.page_index(gpa)?;
@@ -322,18 +308,6 @@ impl Mmu {
     #[inline(always)]
     pub fn fetch_epoch(&self) -> u64 {
         self.views[self.live].epoch
-    }
-
-    /// As [`Self::fetch_epoch`], but the same in all contexts while a supervisor
-    /// executes from global pages only: for a cache of branch targets.
-    #[inline]
-    pub fn target_epoch(&self, cpu: &CpuState) -> u64 {
-        let live = &self.views[self.live];
-        if cpu.cpl == 0 && cpu.cr4 & cr4::PGE != 0 && !live.fetch.is_private() {
-            self.global_fetch.epoch
-        } else {
-            live.epoch
-        }
     }
 
     /// A flush of `gva`, or of everything.

@@ -53,11 +53,13 @@ mod context;
 mod exposed;
 mod fetch;
 mod flush;
+mod front;
 mod give_up;
 pub mod hash;
 pub mod l1;
 mod l2;
 mod paging;
+mod ram;
 pub mod reach;
 mod resolve;
 mod shadow;
@@ -73,12 +75,17 @@ use std::{
 };
 
 use guest_memory::{GuestMemory, HostPage, Mailbox, SlotTable};
-use x86_cpu::{CpuState, Exception, Fault};
+use x86_cpu::{CpuState, Exception};
 
 pub use budget::Kept;
+pub use front::Front;
 pub use paging::{Mode, Paging};
+pub use ram::Ram;
 pub use resolve::DevicePage;
-pub use shadow::{promised::RootArea, roots::Policy};
+pub use shadow::{
+    promised::{RootArea, RootIsKept},
+    roots::Policy,
+};
 pub use view::View;
 
 /// Why an access was not done.
@@ -95,16 +102,6 @@ pub enum Miss {
     },
     /// RAM, of the access or of a table on the way to it, that the process cannot access so, as the VMM has it: nothing was done.
     Host,
-}
-
-impl Miss {
-    /// What it is where there are no devices: an access outside of memory is left to somebody else, as an exit.
-    pub fn without_devices(self) -> Fault {
-        match self {
-            Self::Exception(e) => e.into(),
-            Self::Device { .. } | Self::Host => Fault::Exit,
-        }
-    }
 }
 
 /// Where a gva leads.
@@ -227,7 +224,7 @@ pub struct Mmu {
     roots: shadow::roots::Roots,
     /// Roots that the guest has promised to flush by itself.
     promised: Option<Box<shadow::promised::Promised>>,
-    /// See [`Self::switches_epoch`].
+    /// See [`Front::switches_epoch`].
     switches_epoch: u64,
     /// Views, by the numbers that tables have of them.
     view_numbers: view::Numbers,

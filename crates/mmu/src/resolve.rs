@@ -8,7 +8,7 @@ use x86_defs::{control::cr4, paging::PAGE_SIZE, vector, vector::pf};
 
 use crate::{
     Miss, Mmu, Mode, Translation, View,
-    l1::{Half, L1, SITE_ENTRIES},
+    l1::{Half, L1},
     reach::{Leaf, PIECE_PAGES},
     walk::{self, Walk, WalkFault},
     written::SlotPage,
@@ -90,11 +90,6 @@ impl Mmu {
     #[inline(always)]
     fn l1_address(&self, who: Privilege) -> u64 {
         self.views[self.tables_for(who)].l1.base()
-    }
-
-    /// The last device pages read and written, in this order, for generated code.
-    pub fn device_pages(&self) -> *const DevicePage {
-        self.devices.as_ptr()
     }
 
     /// Translations may have become others.
@@ -351,31 +346,6 @@ impl Mmu {
     /// that takes `&mut self`, and are others when another view is live.
     pub fn live_tables(&self) -> &L1 {
         &self.views[self.live].l1
-    }
-
-    /// The same for who sets page guards. They and inline caches are right as long as the view's [`Mmu::fetch_epoch`], and `generation`, stay the same,
-    /// and 0 when this is called after that.
-    #[inline]
-    pub fn live_page_guards(&mut self, generation: u64) -> &mut L1 {
-        let tables = &mut self.views[self.live];
-        tables.l1.renew_page_guards((tables.epoch, generation));
-        &mut tables.l1
-    }
-
-    /// Has generated code of the live view look up anew what its inline caches had.
-    pub fn forget_branches(&mut self) {
-        self.views[self.live].l1.clear_inline_caches();
-    }
-
-    /// What generated code has counted of the live view's per-site entries.
-    pub fn site_entry_counts(&mut self) -> &mut [u32; SITE_ENTRIES] {
-        self.views[self.live].l1.site_entry_counts()
-    }
-
-    /// Changes when the tables of a view that is not live may have become another's.
-    #[inline]
-    pub fn views_made(&self) -> u64 {
-        self.views_made
     }
 
     /// Prepares an access at the current privilege level and returns the host

@@ -427,7 +427,7 @@ fn serialising_instructions_compare_code() {
         m.cpu.cpl = cpl;
         m.mmu.select_view(&m.cpu);
         let generation = fetch(&mut m.mmu, &mut m.cpu, gva).1;
-        (m.mmu.target_epoch(&m.cpu), generation)
+        (m.mmu.front().target_epoch(&m.cpu), generation)
     };
     let before = [0, 1].map(|n| look(&mut m, n));
     for (n, (_, _, gpa, _)) in pages.iter().enumerate() {

@@ -10,7 +10,7 @@ use std::sync::{
 
 use guest_memory::{GuestMemory, SlotConfig};
 use host::Mapping;
-use mmu::{Miss, Mmu};
+use mmu::{Front, Mmu, Ram};
 use x86_cpu::{Access, CodePage, CpuState, Fault, Flush, GuestBus, Privilege, Word};
 
 use crate::surroundings::surroundings;
@@ -64,13 +64,9 @@ impl MmuBus {
     }
 }
 
-fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
-    r.map_err(Miss::without_devices)
-}
-
 impl GuestBus for MmuBus {
     fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {
-        fault(self.mmu.read(cpu, gva, who))
+        self.mmu.ram().read(cpu, gva, who)
     }
     fn write<T: Word>(
         &mut self,
@@ -79,7 +75,7 @@ impl GuestBus for MmuBus {
         value: T,
         who: Privilege,
     ) -> Result<(), Fault> {
-        fault(self.mmu.write(cpu, gva, value, who))
+        self.mmu.ram().write(cpu, gva, value, who)
     }
     fn rmw<T: Word>(
         &mut self,
@@ -89,7 +85,7 @@ impl GuestBus for MmuBus {
         lock: bool,
         f: impl FnMut(T) -> T,
     ) -> Result<T, Fault> {
-        fault(self.mmu.rmw(cpu, gva, who, lock, f))
+        self.mmu.ram().rmw(cpu, gva, who, lock, f)
     }
     fn read_bytes(
         &mut self,
@@ -98,7 +94,7 @@ impl GuestBus for MmuBus {
         buf: &mut [u8],
         who: Privilege,
     ) -> Result<(), Fault> {
-        fault(self.mmu.read_bytes(cpu, gva, buf, who))
+        self.mmu.ram().read_bytes(cpu, gva, buf, who)
     }
     fn write_bytes(
         &mut self,
@@ -107,7 +103,7 @@ impl GuestBus for MmuBus {
         buf: &[u8],
         who: Privilege,
     ) -> Result<(), Fault> {
-        fault(self.mmu.write_bytes(cpu, gva, buf, who))
+        self.mmu.ram().write_bytes(cpu, gva, buf, who)
     }
     fn probe(
         &mut self,
@@ -117,11 +113,7 @@ impl GuestBus for MmuBus {
         access: Access,
         who: Privilege,
     ) -> Result<(), Fault> {
-        match self.mmu.probe(cpu, gva, len, access, who) {
-            Err(Miss::Device { .. }) => Ok(()),
-            Err(Miss::Host) => Err(Fault::Exit),
-            r => fault(r),
-        }
+        self.mmu.ram().probe(cpu, gva, len, access, who)
     }
     fn bulk_copy(&mut self, cpu: &mut CpuState, dst: u64, src: u64, len: u64, unit: u64) -> u64 {
         self.mmu.bulk_copy(cpu, dst, src, len, unit)
@@ -130,10 +122,10 @@ impl GuestBus for MmuBus {
         self.mmu.bulk_fill(cpu, dst, value, len, unit)
     }
     fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault> {
-        fault(self.mmu.code_page(cpu, gva))
+        self.mmu.ram().code_page(cpu, gva)
     }
     fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
-        fault(self.mmu.code_bytes(cpu, gva, buf))
+        self.mmu.ram().code_bytes(cpu, gva, buf)
     }
     fn code_generation(&mut self, id: u64) -> u32 {
         self.mmu.code_generation(id)
@@ -183,8 +175,11 @@ impl GuestBus for MmuBus {
 }
 
 impl x86_jit::JitBus for MmuBus {
-    fn mmu(&mut self) -> &mut Mmu {
-        &mut self.mmu
+    fn mmu(&mut self) -> Front<'_> {
+        self.mmu.front()
+    }
+    fn ram(&mut self) -> Ram<'_> {
+        self.mmu.ram()
     }
     fn request_word(&self) -> &AtomicU32 {
         &self.request

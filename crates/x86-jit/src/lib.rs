@@ -24,7 +24,7 @@ mod runtime;
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
 
-use mmu::Mmu;
+use mmu::{Front, Ram};
 use x86_cpu::{CpuState, GuestBus};
 
 pub use code::perf::Profiler;
@@ -45,8 +45,10 @@ pub struct RunLimit<'a> {
 
 /// What translated code needs of the outside, besides [`GuestBus`].
 pub trait JitBus: GuestBus {
-    /// The MMU behind the bus.
-    fn mmu(&mut self) -> &mut Mmu;
+    /// The MMU behind the bus, as translated code sees it.
+    fn mmu(&mut self) -> Front<'_>;
+    /// The memory behind the bus, without its devices: for the second run in lock-step.
+    fn ram(&mut self) -> Ram<'_>;
     /// Becomes non-zero when the run loop has to be returned to. The same word
     /// for the bus's whole life.
     fn request_word(&self) -> &AtomicU32;

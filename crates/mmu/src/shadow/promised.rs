@@ -25,6 +25,18 @@ const ENTRY: u64 = 16;
 const STATE: u64 = 8;
 const KEPT: u32 = 1;
 
+/// How long a root's translations are kept when it is loaded without a flush.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RootIsKept {
+    /// Until a flush.
+    Always,
+    /// While the guest leaves a 32-bit word at 1.
+    WhileOne {
+        /// Its host address, which is valid while [`Front::switches_epoch`](crate::Front::switches_epoch) is unchanged.
+        word: u64,
+    },
+}
+
 /// The guest memory that says which roots are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RootArea {
@@ -173,19 +185,14 @@ impl Mmu {
         }
     }
 
-    /// Returns the host address of the 32-bit word that must be 1 for the current root's translations to be kept when
-    /// it is loaded without a flush. `Ok(None)`: the root has no such word. The address is valid while
-    /// [`Self::switches_epoch`] is unchanged.
-    ///
-    /// # Errors
-    /// The root's translations cannot be kept.
-    #[expect(clippy::result_unit_err, reason = "nothing else to say")]
-    pub fn kept_page_guard(&self) -> Result<Option<u64>, ()> {
+    /// See [`Front::root_is_kept`](crate::Front::root_is_kept).
+    pub(crate) fn root_is_kept(&self) -> Option<RootIsKept> {
         let Some(promised) = self.promised.as_ref().filter(|_| self.is_promised()) else {
-            return Ok(None);
+            return Some(RootIsKept::Always);
         };
         let entry = promised.area.entry(self.paging.pcid - FIRST);
-        let page = self.table.host_page(0, entry, true).ok_or(())?;
-        Ok(Some(page.hva() + (entry + STATE) % 0x1000))
+        let page = self.table.host_page(0, entry, true)?;
+        let word = page.hva() + (entry + STATE) % 0x1000;
+        Some(RootIsKept::WhileOne { word })
     }
 }

@@ -1,7 +1,7 @@
 //! Loads of CR3 that flush nothing, which generated code does by itself.
 //!
 //! An entry says where a load has led to before, and under which conditions it leads there again: the same view, the
-//! same mode, nothing flushed or changed since ([`mmu::Mmu::switches_epoch`]), and a word that the guest has not taken
+//! same mode, nothing flushed or changed since ([`mmu::Front::switches_epoch`]), and a word that the guest has not taken
 //! back meanwhile.
 
 use core::mem::offset_of;
@@ -18,7 +18,7 @@ pub(crate) const BITS: u32 = LEN.trailing_zeros();
 pub(crate) struct Switch {
     /// The value that is loaded, bit 63 included. No entry has 0, as that flushes.
     pub(crate) value: u64,
-    /// [`mmu::Mmu::switches_epoch`].
+    /// [`mmu::Front::switches_epoch`].
     pub(crate) epoch: u64,
     /// Number of the view ([`mmu::l1::VIEW`]).
     pub(crate) view: u64,

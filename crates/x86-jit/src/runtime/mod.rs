@@ -111,7 +111,7 @@ pub(crate) struct Session<B: JitBus> {
     /// Mode bits of the last [`Jit::select`].
     pub(crate) mode: Mode,
     pub(crate) code_segments: flat::CodeSegments,
-    /// [`mmu::Mmu::views_made`] that `frame::words::VIEWS` belong to.
+    /// [`mmu::Front::views_made`] that `frame::words::VIEWS` belong to.
     pub(crate) views_made: u64,
     /// What generated code changes the mode by.
     pub(crate) keys: Keys,

@@ -1,5 +1,6 @@
 //! Notes where a load of CR3 that flushes nothing has led to, so that generated code does the next one itself.
 
+use mmu::RootIsKept;
 use x86_cpu::CpuState;
 use x86_defs::control::{cr3, cr4};
 
@@ -17,8 +18,10 @@ impl<B: JitBus> Jit<B> {
         if !flushes_nothing || !is_loaded || frame.log() != 0 || self.disturbance.flush_every != 0 {
             return;
         }
-        let Ok(page_guard) = bus.mmu().kept_page_guard() else {
-            return;
+        let kept = match bus.mmu().root_is_kept() {
+            Some(RootIsKept::Always) => &raw const KEPT as u64,
+            Some(RootIsKept::WhileOne { word }) => word,
+            None => return,
         };
         let (key, salt) = target_key(cpu);
         let mmu = bus.mmu();
@@ -26,7 +29,7 @@ impl<B: JitBus> Jit<B> {
             value,
             epoch: mmu.switches_epoch(),
             view: mmu.live_view(),
-            kept: page_guard.unwrap_or(&raw const KEPT as u64),
+            kept,
             tables: frame.tables(),
             key,
             salt,

@@ -23,7 +23,7 @@ use kvm_bindings::{
     KVM_X86_DISABLE_EXITS_HLT, KVM_X86_QUIRK_FIX_HYPERCALL_INSN,
     KVM_X86_QUIRK_MISC_ENABLE_NO_MWAIT, KVM_X86_QUIRK_MWAIT_NEVER_UD_FAULTS, kvm_cpuid_entry2,
 };
-use mmu::{Miss, Mmu};
+use mmu::{Front, Miss, Mmu, Ram};
 use x86_cpu::{
     Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, HypercallForm, Privilege, Word,
 };
@@ -523,8 +523,11 @@ impl GuestBus for Bus {
 }
 
 impl x86_jit::JitBus for Bus {
-    fn mmu(&mut self) -> &mut Mmu {
-        &mut self.mmu
+    fn mmu(&mut self) -> Front<'_> {
+        self.mmu.front()
+    }
+    fn ram(&mut self) -> Ram<'_> {
+        self.mmu.ram()
     }
     fn request_word(&self) -> &std::sync::atomic::AtomicU32 {
         self.shared.request_word()

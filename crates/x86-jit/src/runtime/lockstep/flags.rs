@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use iced_x86::{Decoder, FlowControl, Instruction, Mnemonic};
-use mmu::Mmu;
 use x86_cpu::CpuState;
 use x86_interp::gating;
 use x86_native::decoded_flags;
@@ -122,31 +121,13 @@ impl Flags {
             return *known;
         }
         let mut bytes = [0; 15];
-        let decoded = fetch(bus.mmu(), cpu, linear(cpu, rip), &mut bytes).and_then(|n| {
-            let options = gating::decoder_options(&cpu.features);
-            let i = Decoder::with_ip(code_bits(cpu), &bytes[..n], rip, options).decode();
-            (!i.is_invalid()).then(|| (i, effect(&i)))
-        });
+        let n = bus.ram().peek(cpu, linear(cpu, rip), &mut bytes);
+        let options = gating::decoder_options(&cpu.features);
+        let i = Decoder::with_ip(code_bits(cpu), &bytes[..n], rip, options).decode();
+        let decoded = (!i.is_invalid()).then(|| (i, effect(&i)));
         self.known.insert(rip, decoded);
         decoded
     }
-}
-
-/// Reads bytes of code, without any trace in page tables.
-pub(super) fn fetch(mmu: &Mmu, cpu: &CpuState, gva: u64, bytes: &mut [u8; 15]) -> Option<usize> {
-    let mut n = 0;
-    while n < bytes.len() {
-        let at = gva.wrapping_add(n as u64);
-        let room = (bytes.len() - n).min(0x1000 - (at & 0xfff) as usize);
-        let read = mmu
-            .translate_debug(cpu, at)
-            .is_some_and(|gpa| mmu.read_gpa(gpa, &mut bytes[n..n + room]));
-        if !read {
-            break;
-        }
-        n += room;
-    }
-    (n != 0).then_some(n)
 }
 
 fn effect(i: &Instruction) -> Effect {

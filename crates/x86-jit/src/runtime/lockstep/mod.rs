@@ -422,7 +422,7 @@ impl<B: JitBus> Jit<B> {
         bus.select_view(cpu);
         bus.flush(cpu, Flush::All);
         // The interpreter may have written code, too, which was put back.
-        bus.mmu().recheck_code();
+        bus.ram().recheck_code();
         self.select(cpu, bus);
         cpu.engine.page = start.frame.page;
     }

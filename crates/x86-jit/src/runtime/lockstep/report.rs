@@ -96,9 +96,7 @@ fn guest_code<B: JitBus>(t: &mut String, cpu: &CpuState, bus: &mut B) {
     let mut rip = cpu.rip();
     for _ in 0..SHOWN {
         let mut bytes = [0; 15];
-        let Some(n) = super::flags::fetch(bus.mmu(), cpu, linear(cpu, rip), &mut bytes) else {
-            return;
-        };
+        let n = bus.ram().peek(cpu, linear(cpu, rip), &mut bytes);
         let i = Decoder::with_ip(code_bits(cpu), &bytes[..n], rip, DecoderOptions::NONE).decode();
         if i.is_invalid() {
             return;

@@ -1,6 +1,6 @@
 //! [`Shadow`]: the vCPU's bus for the second run. It logs what is written, and has no effects outside of memory.
 
-use mmu::{Miss, Mmu};
+use mmu::Ram;
 use x86_cpu::{Access, CodePage, CpuState, Exception, Fault, Flush, GuestBus, Privilege, Word};
 use x86_defs::msr;
 
@@ -38,8 +38,8 @@ impl<B: JitBus> Shadow<B> {
         // SAFETY: `new`'s caller keeps the reference alive and unused.
         unsafe { &mut *self.bus }
     }
-    pub(super) fn mmu(&mut self) -> &mut Mmu {
-        self.bus().mmu()
+    pub(super) fn ram(&mut self) -> Ram<'_> {
+        self.bus().ram()
     }
     pub(super) fn log(&mut self) -> &mut Log {
         // SAFETY: as above.
@@ -50,7 +50,7 @@ impl<B: JitBus> Shadow<B> {
         let (mut page, end) = (gva & !0xfff, gva.wrapping_add(len.max(1) - 1) & !0xfff);
         loop {
             if self.last != Some((page, who)) {
-                let to = self.bus().mmu().translate(cpu, page, Access::Write, who);
+                let to = self.ram().translate(cpu, page, Access::Write, who);
                 let Ok(to) = to else {
                     return;
                 };
@@ -72,11 +72,6 @@ pub(super) fn is_close(a: &CpuState, b: &CpuState) -> bool {
     a.gpr.iter().zip(&b.gpr).filter(|(a, b)| a != b).count() <= 1
 }
 
-/// Turns a miss into a fault without touching a device's memory.
-fn fault<T>(r: Result<T, Miss>) -> Result<T, Fault> {
-    r.map_err(Miss::without_devices)
-}
-
 /// Returns true for MSRs without an effect beyond `CpuState`.
 fn is_plain(index: u32) -> bool {
     matches!(
@@ -87,7 +82,7 @@ fn is_plain(index: u32) -> bool {
 
 impl<B: JitBus> GuestBus for Shadow<B> {
     fn read<T: Word>(&mut self, cpu: &mut CpuState, gva: u64, who: Privilege) -> Result<T, Fault> {
-        fault(self.bus().mmu().read(cpu, gva, who))
+        self.ram().read(cpu, gva, who)
     }
     fn write<T: Word>(
         &mut self,
@@ -97,7 +92,7 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         who: Privilege,
     ) -> Result<(), Fault> {
         self.note(cpu, gva, T::SIZE as u64, who);
-        fault(self.bus().mmu().write(cpu, gva, value, who))
+        self.ram().write(cpu, gva, value, who)
     }
     fn rmw<T: Word>(
         &mut self,
@@ -108,7 +103,7 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         f: impl FnMut(T) -> T,
     ) -> Result<T, Fault> {
         self.note(cpu, gva, T::SIZE as u64, who);
-        fault(self.bus().mmu().rmw(cpu, gva, who, lock, f))
+        self.ram().rmw(cpu, gva, who, lock, f)
     }
     fn read_bytes(
         &mut self,
@@ -117,7 +112,7 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         buf: &mut [u8],
         who: Privilege,
     ) -> Result<(), Fault> {
-        fault(self.bus().mmu().read_bytes(cpu, gva, buf, who))
+        self.ram().read_bytes(cpu, gva, buf, who)
     }
     fn write_bytes(
         &mut self,
@@ -127,7 +122,7 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         who: Privilege,
     ) -> Result<(), Fault> {
         self.note(cpu, gva, buf.len() as u64, who);
-        fault(self.bus().mmu().write_bytes(cpu, gva, buf, who))
+        self.ram().write_bytes(cpu, gva, buf, who)
     }
     fn probe(
         &mut self,
@@ -137,15 +132,15 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         access: Access,
         who: Privilege,
     ) -> Result<(), Fault> {
-        fault(self.bus().mmu().probe(cpu, gva, len, access, who))
+        self.ram().probe(cpu, gva, len, access, who)
     }
     // Bulk operations stay at the trait's "one at a time", so that a repeated instruction can be
     // compared after each repetition.
     fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault> {
-        fault(self.bus().mmu().code_page(cpu, gva))
+        self.ram().code_page(cpu, gva)
     }
     fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault> {
-        fault(self.bus().mmu().code_bytes(cpu, gva, buf))
+        self.ram().code_bytes(cpu, gva, buf)
     }
     fn code_generation(&mut self, id: u64) -> u32 {
         self.bus().code_generation(id)

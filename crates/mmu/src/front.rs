@@ -1,0 +1,171 @@
+//! [`Front`]: what translated code and its run-time system ask of the MMU.
+
+use std::sync::atomic::AtomicU32;
+
+use x86_cpu::{Access, CpuState, Exception, Privilege, Word};
+use x86_defs::control::cr4;
+
+use crate::{
+    DevicePage, Mmu, RootIsKept,
+    fetch::space_of,
+    l1::{L1, SITE_ENTRIES},
+};
+
+/// The MMU as a JIT sees it: the miss, tables that generated code reads, and numbers that say whether what the JIT has
+/// noted is still true.
+///
+/// What instructions do to the MMU (loads of control registers, flushes, accesses) is not here: both engines do that
+/// through [`x86_cpu::GuestBus`].
+#[derive(Debug)]
+pub struct Front<'a>(&'a mut Mmu);
+
+impl Mmu {
+    /// The MMU as a JIT sees it.
+    #[inline(always)]
+    pub fn front(&mut self) -> Front<'_> {
+        Front(self)
+    }
+}
+
+/// The miss, and requests of other threads.
+impl Front<'_> {
+    /// Prepares an access of `size` bytes at the current privilege level and returns the host address of its first
+    /// byte, if the access needs no more than that: the live view's table has the page from now on, and all bytes are
+    /// in it.
+    ///
+    /// 0 if the access has to be made through [`x86_cpu::GuestBus`]; `fault` then is the exception that it will raise,
+    /// if that is known. (A result of both would go through memory.)
+    #[inline(always)]
+    pub fn refill(
+        &mut self,
+        cpu: &mut CpuState,
+        gva: u64,
+        size: u64,
+        access: Access,
+        fault: &mut Option<Exception>,
+    ) -> u64 {
+        self.0.refill(cpu, gva, size, access, fault)
+    }
+
+    /// See [`Mmu::known_device`].
+    #[inline(always)]
+    pub fn known_device(&self, gva: u64, write: bool, who: Privilege) -> Option<u64> {
+        self.0.known_device(gva, write, who)
+    }
+
+    /// See [`Mmu::read_hit`].
+    #[inline(always)]
+    pub fn read_hit<T: Word>(&self, gva: u64, who: Privilege) -> Option<T> {
+        self.0.read_hit(gva, who)
+    }
+
+    /// See [`Mmu::needs_sync`].
+    #[inline(always)]
+    pub fn needs_sync(&self) -> bool {
+        self.0.needs_sync()
+    }
+
+    /// See [`Mmu::sync`].
+    pub fn sync(&mut self, cpu: &mut CpuState) {
+        self.0.sync(cpu);
+    }
+}
+
+/// Tables that generated code reads by itself.
+impl<'a> Front<'a> {
+    /// See [`Mmu::live_tables`].
+    #[inline]
+    pub fn live_tables(self) -> &'a L1 {
+        self.0.live_tables()
+    }
+
+    /// The live view's tables, for who sets page guards. Page guards and inline caches are right as long as the view's
+    /// [`Mmu::fetch_epoch`] and `generation` stay the same, and are 0 when this is called after a change of either.
+    #[inline]
+    pub fn live_page_guards(self, generation: u64) -> &'a mut L1 {
+        let tables = &mut self.0.views[self.0.live];
+        tables.l1.renew_page_guards((tables.epoch, generation));
+        &mut tables.l1
+    }
+
+    /// Makes the live view's inline caches 0, so that generated code looks up anew where its branches lead.
+    pub fn forget_branches(&mut self) {
+        self.0.views[self.0.live].l1.clear_inline_caches();
+    }
+
+    /// What generated code has counted of the live view's per-site entries.
+    pub fn site_entry_counts(self) -> &'a mut [u32; SITE_ENTRIES] {
+        self.0.views[self.0.live].l1.site_entry_counts()
+    }
+
+    /// The last device pages read and written, in this order.
+    pub fn device_pages(&self) -> *const DevicePage {
+        self.0.devices.as_ptr()
+    }
+}
+
+/// Pages of code.
+impl<'a> Front<'a> {
+    /// True if [`x86_cpu::GuestBus::code_page`] needs no walk for `gva`. (A walk would set accessed flags.)
+    pub fn is_fetched(&self, gva: u64) -> bool {
+        self.0.views[self.0.live].fetch.find(gva).is_some()
+    }
+
+    /// The code generation of a page, for code that compares it by itself. Its address stays until
+    /// [`Self::slots_generation`] changes.
+    pub fn code_generation_cell(self, id: u64) -> Option<&'a AtomicU32> {
+        let (slot, index) = self.0.find_id(id)?;
+        let slots = self.0.table.slots(space_of(id));
+        slots.get(slot)?.code_generation_cell(index)
+    }
+}
+
+/// Numbers that vouch for what was noted: it is true while they are unchanged.
+impl Front<'_> {
+    /// Changes when this vCPU takes over other slots.
+    #[inline]
+    pub fn slots_generation(&self) -> u64 {
+        self.0.slots_generation()
+    }
+
+    /// Changes when the tables of a view that is not live may have become another's.
+    #[inline]
+    pub fn views_made(&self) -> u64 {
+        self.0.views_made
+    }
+
+    /// The number of the live view. The tables of the same view in other contexts have the same number, and tables of
+    /// other views have others.
+    pub fn live_view(&self) -> u64 {
+        self.0.views[self.0.live].l1.view()
+    }
+
+    /// As [`Mmu::fetch_epoch`], but the same in all contexts while a supervisor executes from global pages only: for a
+    /// cache of branch targets.
+    #[inline]
+    pub fn target_epoch(&self, cpu: &CpuState) -> u64 {
+        let live = &self.0.views[self.0.live];
+        if cpu.cpl == 0 && cpu.cr4 & cr4::PGE != 0 && !live.fetch.is_private() {
+            self.0.global_fetch.epoch
+        } else {
+            live.epoch
+        }
+    }
+
+    /// Vouches for remembered loads of CR3 that flush nothing. While it is unchanged, such a load leads to the same
+    /// context, to the same tables for each of its views, none of which has missed a flush, and to the same identity of
+    /// what is fetched through them.
+    pub fn switches_epoch(&self) -> u64 {
+        self.0.switches_epoch
+    }
+
+    /// The address of [`Self::switches_epoch`].
+    pub fn switches_epoch_cell(&self) -> *const u64 {
+        &raw const self.0.switches_epoch
+    }
+
+    /// Returns how long the current root's translations are kept when it is loaded without a flush. `None`: not at all.
+    pub fn root_is_kept(&self) -> Option<RootIsKept> {
+        self.0.root_is_kept()
+    }
+}
