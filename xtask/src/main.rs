@@ -11,6 +11,7 @@ mod debian;
 mod debian_guest;
 mod fresh_debian;
 mod guests;
+mod kernel_module;
 mod kvm_ioctls;
 mod kvm_unit_tests;
 mod lockstep;

@@ -124,7 +124,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1", value_parser = clap::value_parser!(u32).range(1..=8))]
     pub(crate) cpus: Vec<u32>,
 
-    /// A column of `ctxsw` more: guests without PCIDs that load this module, built from guests/linux-kept-roots for --kernel.
+    /// A module built for --kernel. `ctxsw`: a column more, of guests without PCIDs that load it (guests/linux-kept-roots).
+    /// `wp`: switches of tasks at which it toggles CR0.WP (guests/linux-wp-toggle; `cargo xtask bench wp` builds and runs that).
     #[arg(long, value_name = "FILE")]
     pub(crate) module: Option<PathBuf>,
 

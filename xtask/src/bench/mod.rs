@@ -6,9 +6,10 @@
 //! powered itself off; beside QEMU's TCG where that is installed. The best of a
 //! few runs counts, and ratios only within one run: machines are noisy.
 //!
-//! `cargo xtask bench io` is about virtio: see [`io`].
+//! `cargo xtask bench io` is about virtio: see [`io`]; `wp` about CR0.WP: see [`wp`].
 
 mod io;
+mod wp;
 
 use std::{
     fs,
@@ -48,12 +49,16 @@ pub(crate) struct Options {
 enum Part {
     /// Virtio.
     Io(io::Options),
+    /// Changes of CR0.WP, also by a module in a Linux guest.
+    Wp,
 }
 
 /// Runs everything and prints the table; fails if the interpreter misses its bar.
 pub(crate) fn run(options: &Options) -> Result<(), String> {
-    if let Some(Part::Io(options)) = &options.part {
-        return io::run(options);
+    match &options.part {
+        Some(Part::Io(options)) => return io::run(options),
+        Some(Part::Wp) => return wp::run(),
+        None => {}
     }
     let anykvm = crate::build::anykvm()?;
     crate::build::release(&["-p", "anykvm-ioctls", "--example", "guest_speed"])?;

@@ -4,7 +4,6 @@
 //! that was not running it; with a module that does not look for changes the same program has to fail.
 
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -13,9 +12,9 @@ use std::{
 use testkit::boot::Boot;
 
 use super::LIMIT;
-use crate::{debian, tool::tool};
+use crate::{debian, kernel_module, tool::tool};
 
-const SOURCES: &str = "guests/linux-kept-roots";
+const SOURCES: &str = "linux-kept-roots";
 /// Loads that have to keep their address space, of some 100,000.
 const LEAST_KEPT: u64 = 10_000;
 
@@ -31,7 +30,7 @@ const COMMAND: &str = "
 
 /// Builds the module, boots a guest without PCIDs, and has it checked.
 pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
-    debian::install(&["rt-tests", "make", "gcc-12"])?;
+    debian::install(&["rt-tests"])?;
     let kernel = debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")?;
     let folder = build(&kernel)?;
     let overlay = |name: &str| format!("{}:/opt/{name}", folder.join(name).display());
@@ -63,57 +62,9 @@ pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
 
 /// The folder with the module for this kernel, and the program.
 fn build(kernel: &Path) -> Result<PathBuf, String> {
-    let name = kernel.file_name().unwrap_or_default().to_string_lossy();
-    let release = name.trim_start_matches("vmlinuz-");
-    let headers = headers(release)?;
-    let folder = crate::tidy::root().join("target").join("kept-roots");
-    let failed = |e: std::io::Error| format!("{}: {e}", folder.display());
-    fs::create_dir_all(&folder).map_err(failed)?;
-    for file in ["kept_roots.c", "check.c", "Makefile"] {
-        let from = crate::tidy::root().join(SOURCES).join(file);
-        fs::copy(from, folder.join(file)).map_err(failed)?;
-    }
-    let kernel = format!("KERNEL={}", headers.display());
-    tool(Command::new("make").arg("-C").arg(&folder).arg(kernel))?;
+    let folder = kernel_module::build(kernel, SOURCES)?;
     let mut gcc = Command::new("gcc");
     gcc.args(["-O2", "-static", "-pthread", "-o"]);
     tool(gcc.arg(folder.join("check")).arg(folder.join("check.c")))?;
     Ok(folder)
-}
-
-/// A kernel's headers, as its package would install them.
-fn headers(release: &str) -> Result<PathBuf, String> {
-    let root = crate::build::cache().join(format!("headers-{release}"));
-    let own = root.join(format!("usr/src/linux-headers-{release}"));
-    if own.exists() {
-        return Ok(own);
-    }
-    // 6.1.0-50-cloud-amd64: what is common is 6.1.0-50's, its tools are 6.1's.
-    let version = release.split('-').take(2).collect::<Vec<_>>().join("-");
-    let series = version.split('.').take(2).collect::<Vec<_>>().join(".");
-    let partial = crate::build::cache().join(format!("headers-{release}.partial"));
-    let failed = |e: std::io::Error| format!("{}: {e}", partial.display());
-    let packages = [
-        format!("linux-headers-{release}"),
-        format!("linux-headers-{version}-common"),
-        format!("linux-kbuild-{series}"),
-    ];
-    // A leftover of an interrupted run.
-    let _ = fs::remove_dir_all(&partial);
-    fs::create_dir_all(&partial).map_err(failed)?;
-    for package in packages {
-        let place = debian::unpack(&package, &package)?;
-        tool(
-            Command::new("cp")
-                .arg("-a")
-                .arg(place.join("."))
-                .arg(&partial),
-        )?;
-    }
-    let makefile = partial.join(format!("usr/src/linux-headers-{release}/Makefile"));
-    let text = fs::read_to_string(&makefile).map_err(failed)?;
-    let text = text.replace("/usr/src/", &format!("{}/usr/src/", root.display()));
-    fs::write(&makefile, text).map_err(failed)?;
-    fs::rename(&partial, &root).map_err(failed)?;
-    Ok(own)
 }

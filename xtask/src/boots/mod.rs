@@ -6,6 +6,7 @@
 
 mod kept_roots;
 mod paravirt;
+pub(crate) mod wp_toggle;
 
 use std::{
     path::{Path, PathBuf},
@@ -164,7 +165,7 @@ fn known() -> impl Iterator<Item = &'static str> {
     let cases = CASES.iter().map(|c| c.name);
     cases
         .chain(DISKS.map(|d| d.0))
-        .chain([PARAVIRT, KEPT_ROOTS])
+        .chain([PARAVIRT, KEPT_ROOTS, WP_TOGGLE])
 }
 
 /// Runs CI's boots, all, or those that are named.
@@ -216,15 +217,15 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
     }
     let is_named = |name| names.is_empty() || names.iter().any(|n| *n == name);
     let disks = DISKS.map(|(name, console)| (name, Some(console)));
-    let others = [(PARAVIRT, None), (KEPT_ROOTS, None)];
+    let others = [PARAVIRT, KEPT_ROOTS, WP_TOGGLE].map(|name| (name, None));
     for (name, console) in disks.into_iter().chain(others) {
-        let is_left_out = name == KEPT_ROOTS && names.is_empty() && !all;
-        if !is_named(name) || is_left_out {
+        if !is_named(name) {
             continue;
         }
         let result = match console {
             Some(console) => self::disks(&anykvm, console),
             None if name == KEPT_ROOTS => kept_roots::run(&anykvm),
+            None if name == WP_TOGGLE => wp_toggle::run(&anykvm),
             None => paravirt::run(&anykvm),
         };
         match result {
@@ -246,6 +247,8 @@ pub(crate) fn run(options: &Options) -> Result<(), String> {
 const PARAVIRT: &str = "paravirt";
 /// The boot with a module that has address spaces kept.
 const KEPT_ROOTS: &str = "kept-roots";
+/// The boot with a module that toggles CR0.WP at each switch of tasks.
+const WP_TOGGLE: &str = "wp-toggle";
 /// Boots with two disks, with these consoles.
 const DISKS: [(&str, &str); 2] = [("disks", "ttyS0"), ("virtio-console", "hvc0")];
 /// Bytes of a disk: more than the guest's cache keeps while it is copied.

@@ -15,6 +15,7 @@ mod machines;
 mod memory;
 mod plot;
 mod report;
+mod toggles;
 mod vpmu;
 mod workloads;
 mod wp;
@@ -38,7 +39,7 @@ fn known() -> impl Iterator<Item = &'static str> {
         .iter()
         .map(|w| w.name)
         .chain(ctxsw::names())
-        .chain(memory::WORKLOADS.iter().map(|w| w.name))
+        .chain(memory::names())
         .chain(dirtylog::PARTS)
         .chain(wp::names())
 }
@@ -63,7 +64,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
         use BenchSuite::{Dirtylog, Doorbell, Exits, Firmware, Wp};
         matches!(s, Exits | Dirtylog | Doorbell | Firmware | Wp)
     };
-    let needs_files = !args.suites.iter().all(is_bare);
+    let needs_files = !args.suites.iter().all(is_bare)
+        || args.module.is_some() && args.suites.contains(&BenchSuite::Wp);
     let mut files = if needs_files {
         Some(Files::new(args.kernel.as_deref(), &args.qemu)?)
     } else {
@@ -72,7 +74,14 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(u8, Option<String>), BootError> {
     for suite in &args.suites {
         let text = match (suite, &mut files) {
             (BenchSuite::Exits, _) => exits::run(&mut verdict)?,
-            (BenchSuite::Wp, _) => wp::run(args, &mut verdict)?,
+            (BenchSuite::Wp, files) => {
+                let mut text = wp::run(args, &mut verdict)?;
+                if let (Some(module), Some(files)) = (&args.module, files) {
+                    text += "\n";
+                    text += &toggles::run(args, files, module, &mut verdict)?;
+                }
+                text
+            }
             (BenchSuite::Dirtylog, _) => dirtylog::run(args, &mut verdict)?,
             (BenchSuite::Firmware, _) => firmware::run(args, &mut verdict)?,
             (BenchSuite::Doorbell, _) => {
