@@ -4,22 +4,22 @@
 //! *induction*: the loop is executed in passes of *fast iterations*, as many as all groups stay in their pages for.
 //!
 //! ```text
-//! again:  …                            a turn, or several, with probes
+//! again:  …                            one or several iterations, with probes
 //!         jcc find, or holds where no group moves
-//! holds:  sub r12, n; jl poll          a turn after another. Groups that stay: at the pointer that was kept, others with probes
+//! holds:  sub r12, n; jl poll          later iterations: groups that stay by the kept pointer, others with probes
 //!         …
 //!         jcc find, or holds; after a poll: jmp again
 //! find:   if the last pass was short, for some times: jmp holds, or again
-//!         for each group that is at a constant distance from registers of which a turn changes one at most, by a constant:
-//!             look for it as for the next turn, ANCHOR = host address - that register; not in the TLB: jmp again
-//!         turns = those that all of them stay in their pages for, and in those after these that are their neighbours
+//!         for each group at a constant distance from registers of which an iteration changes at most one, by a constant:
+//!             look for it as for the next iteration, ANCHOR = host address - that register; not in the TLB: jmp again
+//!         iterations = those that all groups stay in their pages for, or in the pages behind these that are neighbours
 //!             in the host's memory, too; few: jmp again
-//!         r12 += CREDIT, once between two polls; r12 = turns * n, OWED = what that is less than before
+//!         r12 += CREDIT, once between two polls; r12 = iterations * n, OWED = what that is less than before
 //!         registers that the loop does not use = anchors
 //! fast:   sub r12, n; jl done          groups: at anchor + register
 //!         …
 //!         jcc fast
-//! done:   those registers as before; r12 += OWED + n; jmp to where groups are looked for, or again if a poll is near
+//! done:   those registers as before; r12 += OWED + n; jmp find, or again if a poll is near
 //! ```
 //!
 //! TLB entries that an iteration uses stay until the next poll, as they do within a block. Whatever leaves the fast
