@@ -263,7 +263,7 @@ fn a_vmm_that_knows_no_place_for_pkru_does_not_lose_it() {
     assert_eq!(run(&mut vcpu, CODE + 0x100), u64::from(NO_WRITE));
     // A reset's image does not have the component.
     image.region[128] &= !(1 << 9);
-    // SAFETY: as above.
+    // SAFETY: no component lies beyond the structure.
     unsafe { vcpu.set_xsave(&image) }.unwrap();
     assert_eq!(run(&mut vcpu, CODE + 0x100), 0);
 }

@@ -1,8 +1,8 @@
-//! Signal handlers: ours stands before the VMM's, so that a signal during a KVM call waits for its
+//! Signal handlers. Ours is installed in front of the VMM's, so that a signal during a KVM call waits for the call's
 //! end (`kvm_abi::signals`).
 //!
-//! Handlers are wrapped from the first `open("/dev/kvm")` on; a program that never opens it keeps
-//! its own. What a program reads back is what it has set.
+//! Handlers are wrapped from the first `open("/dev/kvm")` on, so a program that never opens it keeps its own. What a
+//! program reads back is what it has set.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -14,11 +14,11 @@ use crate::next::{fail, next, system_call, system_call_c};
 
 /// Number of signals.
 const SIGNALS: usize = 64;
-/// The C library's own, for cancellation and set*id(2) in threads.
+/// Signals of the C library's own, for cancellation and for set*id(2) in threads.
 const INTERNAL: [c_int; 2] = [32, 33];
 /// Signals whose handler is ours from the first `open("/dev/kvm")` on (`kvm_abi::faults`).
 const FAULTS: [c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
-/// The kernel's signal set.
+/// Size of the kernel's signal set in bytes.
 const SET: usize = size_of::<u64>();
 const SA_RESTORER: u64 = 0x0400_0000;
 
@@ -49,19 +49,19 @@ static WRAPPED: [Wrapped; SIGNALS] = [const {
     }
 }; SIGNALS];
 
-/// System calls of a launched program raise it.
+/// The bit of SIGSYS, which system calls of a launched program raise.
 const SIGSYS: u64 = 1 << (libc::SIGSYS - 1);
 
-/// Handlers are wrapped.
+/// True once handlers are wrapped.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 
-/// Where handlers return to; unwinders know these very bytes.
+/// The code that handlers return to. Unwinders know these very bytes.
 #[unsafe(naked)]
 extern "C" fn restorer() {
     std::arch::naked_asm!(".byte 0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05")
 }
 
-/// Stands before the VMM's handler.
+/// The handler that is called in place of the VMM's, and calls it.
 unsafe extern "C" fn wrapper(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: what the kernel passed.
     unsafe {
@@ -93,7 +93,7 @@ unsafe fn call(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     unsafe { handler(signal, info, context) };
 }
 
-/// The VMM's handler of a signal that has come; 0 if there is none, and what that means is done.
+/// Returns the VMM's handler of a signal that has come. If there is none, does what that means and returns 0.
 ///
 /// # Safety
 ///
@@ -122,7 +122,7 @@ pub(crate) unsafe fn handler_of(signal: c_int, info: *mut siginfo_t) -> usize {
     handler
 }
 
-/// A fault, or such a signal from somebody, that the program has no handler for.
+/// Handles a fault, or the same signal sent by somebody, if the program has no handler for it.
 unsafe fn default_fault(signal: c_int, handler: usize, info: *mut siginfo_t) {
     // SAFETY: the kernel's structure.
     let is_fault = unsafe { (*info).si_code } > 0;
@@ -134,8 +134,8 @@ unsafe fn default_fault(signal: c_int, handler: usize, info: *mut siginfo_t) {
         flags: SA_RESTORER,
         ..Action::default()
     };
-    // SAFETY: the structure is the kernel's. The instruction faults once more when this handler
-    // returns, and what somebody has sent is sent again.
+    // SAFETY: the structure is the kernel's. With the default action, the instruction faults once more when this
+    // handler returns, and a signal that was sent is sent again.
     unsafe {
         kernel_action(signal, &raw const default, std::ptr::null_mut());
         if !is_fault {
@@ -149,8 +149,8 @@ unsafe fn default_fault(signal: c_int, handler: usize, info: *mut siginfo_t) {
 
 /// Calls the VMM's handler at the end of a KVM call, under a filter of system calls.
 ///
-/// DEVIATION: it is called with the thread's own signal mask, on its own stack, and with a context
-/// in which there is nothing.
+/// DEVIATION: it is called with the thread's own signal mask, on its own stack, and with a context in which there is
+/// nothing.
 fn call_late(signal: c_int, info: &mut siginfo_t) {
     // SAFETY: all zeros are a value of the structure, and the details are a signal's.
     unsafe {
@@ -159,7 +159,7 @@ fn call_late(signal: c_int, info: &mut siginfo_t) {
     }
 }
 
-/// A preloaded program installs a filter of system calls.
+/// Notes that a preloaded program installs a filter of system calls.
 pub(crate) fn filtered() {
     kvm_abi::signals::set_filtered(call_late);
 }
@@ -175,8 +175,8 @@ unsafe fn kernel_action(signal: c_int, new: *const Action, old: *mut Action) -> 
     }
 }
 
-/// Holds a signal's entry; the thread's signals are blocked meanwhile, so that no handler waits
-/// for the entry that its own thread holds.
+/// A signal's entry that is locked. The thread's signals are blocked meanwhile, so that no handler waits for an entry
+/// that its own thread has locked.
 struct Held<'a> {
     wrapped: &'a Wrapped,
     mask: u64,
@@ -202,7 +202,7 @@ impl Drop for Held<'_> {
 fn swap_mask(mask: u64) -> u64 {
     let mut old = 0u64;
     let (new, old_at) = (&raw const mask as usize, &raw mut old as usize);
-    // By our own instruction: the program's filter need not allow it to the program.
+    // The call is made by our own instruction, so the program's filter need not allow it to the program.
     // SAFETY: two signal sets of the size that is passed. It cannot fail with them.
     let _ = unsafe {
         host::system::call(
@@ -221,7 +221,7 @@ fn restorer_address() -> usize {
     launcher::get().map_or_else(|| restorer as *const () as usize, |l| (l.restorer)())
 }
 
-/// True for signals whose handler is ours even if the program has none.
+/// Returns true for signals whose handler is ours even if the program has none.
 fn is_always_wrapped(signal: c_int) -> bool {
     FAULTS.contains(&signal) || signal == libc::SIGSYS && launcher::get().is_some()
 }
@@ -231,14 +231,14 @@ fn is_handler(address: usize) -> bool {
 }
 
 fn entry(signal: c_int) -> Option<&'static Wrapped> {
-    // A launched program has a C library of its own.
+    // A launched program has a C library of its own, so these signals have no special meaning here.
     if INTERNAL.contains(&signal) && launcher::get().is_none() {
         return None;
     }
     WRAPPED.get(usize::try_from(signal).ok()?.checked_sub(1)?)
 }
 
-/// Sets and reads an action, with the program's handler in place of ours; the kernel's result.
+/// Sets and reads an action, with the program's handler in place of ours. Returns the kernel's result.
 fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
     let Some(wrapped) = entry(signal) else {
         let new = new.map_or(std::ptr::null(), std::ptr::from_ref);
@@ -276,7 +276,7 @@ fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
         kvm_abi::signals::set_handled(signal, handler != libc::SIG_DFL);
     }
     if old.handler == wrapper_address() {
-        // Everything but what siginterrupt(3) changes behind our back.
+        // All flags are the program's except that which siginterrupt(3) changes without this function.
         const RESTART: u64 = libc::SA_RESTART as u64;
         old.flags = flags & !RESTART | old.flags & RESTART;
         old.handler = handler;
@@ -290,7 +290,7 @@ fn exchange(signal: c_int, new: Option<&Action>, old: &mut Action) -> isize {
 fn wrap(signal: c_int, action: &mut Action) {
     action.handler = wrapper_address();
     action.flags |= libc::SA_SIGINFO as u64 | SA_RESTORER;
-    // The signal may be sent twice: the wrapper resets.
+    // The flag is kept from the kernel, as the signal may be sent twice: the wrapper resets the action itself.
     action.flags &= !(libc::SA_RESETHAND as u64);
     action.restorer = restorer_address();
     if launcher::get().is_some() {
@@ -301,7 +301,7 @@ fn wrap(signal: c_int, action: &mut Action) {
     }
 }
 
-/// Wraps the handlers that the program has, and from now on all that it sets.
+/// Wraps the handlers that the program has, and all that it sets from now on.
 pub(crate) fn wrap_all() {
     if ACTIVE.swap(true, Ordering::AcqRel) {
         return;
@@ -324,12 +324,12 @@ pub(crate) fn wrap_all() {
     kvm_abi::faults::set_caught();
 }
 
-/// Before a launched program starts: it has no handlers, and all that it will set are wrapped.
+/// Prepares a launched program, before it starts: it has no handlers, and all that it will set are wrapped.
 pub(crate) fn wrap_for_launch() {
     for signal in 1..=SIGNALS as c_int {
         let mut action = Action::default();
-        // SAFETY: a structure of the kernel's form; what has a handler gets none, and Rust's own
-        // start ignores SIGPIPE.
+        // SAFETY: a structure of the kernel's form. Signals that have a handler get none, and SIGPIPE, which Rust's
+        // start has ignored, gets its default action.
         unsafe {
             kernel_action(signal, std::ptr::null(), &raw mut action);
             if is_handler(action.handler) || signal == libc::SIGPIPE {
@@ -341,7 +341,7 @@ pub(crate) fn wrap_for_launch() {
     wrap_all();
 }
 
-/// rt_sigaction(2) of a launched program; the kernel's result.
+/// Does rt_sigaction(2) for a launched program. Returns the kernel's result.
 pub(crate) fn launched(arguments: [usize; 6]) -> isize {
     let [signal, new_at, old_at, size, ..] = arguments;
     let fault = -(libc::EFAULT as isize);
@@ -366,7 +366,7 @@ pub(crate) fn launched(arguments: [usize; 6]) -> isize {
     result
 }
 
-/// rt_sigaction(2) through `syscall`.
+/// Does rt_sigaction(2) for a call through `syscall`.
 ///
 /// # Safety
 ///
@@ -400,7 +400,7 @@ pub(crate) unsafe fn raw(signal: c_int, new: usize, old: usize, size: usize) -> 
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn sigaction(
     signal: c_int,
@@ -423,7 +423,7 @@ pub(crate) unsafe extern "C" fn sigaction(
             mask: (&raw const (*new).sa_mask).cast::<u64>().read(),
         });
         let mut before = Action::default();
-        // A default or ignored action has nothing to return from, but the kernel wants one.
+        // The kernel wants a restorer even for a default or ignored action, which returns from nothing.
         let result = exchange(signal, action.as_ref(), &mut before);
         if result < 0 {
             return fail(-result as c_int);
@@ -440,7 +440,7 @@ pub(crate) unsafe extern "C" fn sigaction(
     0
 }
 
-/// signal(3) with these flags.
+/// Does signal(3) with these flags.
 fn set_handler(signal: c_int, handler: usize, flags: c_int) -> usize {
     let own = 1u64.checked_shl((signal - 1) as u32).unwrap_or(0);
     let is_masked = flags & libc::SA_NODEFER == 0;
@@ -465,7 +465,7 @@ macro_rules! signal {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(signal: c_int, handler: usize) -> usize {
             let ours = ACTIVE.load(Ordering::Acquire)

@@ -11,14 +11,14 @@ use crate::{actions, cancel, descriptors, files, filter, launcher, memory, shown
 /// KVM's type in an ioctl number (KVMIO).
 const KVM_TYPE: c_ulong = 0xae;
 
-/// KVM's call of that number, if `fd` is one of ours; `None`: somebody else's.
+/// Makes the KVM call of that number, if `fd` is one of ours. `None` if it is somebody else's.
 fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
     if number >> 8 & 0xff != KVM_TYPE {
         return None;
     }
     let section = kvm_abi::signals::Section::enter();
     let call = || kvm_abi::ioctl(fd, number as u32, argument as u64);
-    // A defect of ours must not unwind into C.
+    // A panic in our code must not unwind into C.
     let result = catch_unwind(AssertUnwindSafe(call))
         .unwrap_or_else(|_| Err(kvm_abi::Errno::new(libc::EIO)));
     drop(section);
@@ -32,7 +32,7 @@ fn kvm_ioctl(fd: c_int, number: c_ulong, argument: usize) -> Option<c_int> {
     (!is_foreign).then(|| answer(result))
 }
 
-/// After some calls more of a launched program's system calls are looked at.
+/// Has more of a launched program's system calls come to us, after the KVM calls that make that necessary.
 fn watch(launcher: &launcher::Launcher, number: u32) {
     use kvm_abi::numbers::{KVM_IRQFD, KVM_SET_USER_MEMORY_REGION, KVM_SET_USER_MEMORY_REGION2};
     match number {
@@ -48,7 +48,7 @@ fn watch(launcher: &launcher::Launcher, number: u32) {
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C-unwind" fn ioctl(fd: c_int, number: c_ulong, argument: usize) -> c_int {
     if number >> 8 & 0xff == KVM_TYPE && cancel::is_asynchronous() {
@@ -56,7 +56,7 @@ pub(crate) unsafe extern "C-unwind" fn ioctl(fd: c_int, number: c_ulong, argumen
         // SAFETY: the caller's arguments.
         let result = unsafe { control(fd, number, argument) };
         cancel::finish();
-        // If the thread ends here, there is nothing of ours left.
+        // If the thread ends here, no frame of ours is left on its stack.
         cancel::let_go();
         return result;
     }
@@ -68,7 +68,7 @@ pub(crate) unsafe extern "C-unwind" fn ioctl(fd: c_int, number: c_ulong, argumen
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 unsafe fn control(fd: c_int, number: c_ulong, argument: usize) -> c_int {
     let call = || {
         if let Some(result) = kvm_ioctl(fd, number, argument) {
@@ -90,7 +90,7 @@ unsafe fn control(fd: c_int, number: c_ulong, argument: usize) -> c_int {
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn syscall(
     number: c_long,
@@ -109,7 +109,7 @@ pub(crate) unsafe extern "C" fn syscall(
     }
 }
 
-/// Opens a file of ours in place of the machine's; `None` where there is none.
+/// Opens a file of ours in place of the machine's. `None` if there is none.
 ///
 /// # Safety
 ///
@@ -120,11 +120,12 @@ unsafe fn open_shown(path: *const c_char, flags: c_int) -> Option<c_int> {
     shown::open(file, flags)
 }
 
-/// What becomes of a system call that is, or may be, ours: its result as the C library has it.
+/// Makes a system call that is, or may be, ours. Returns its result as the C library has it; `None` if the call is not
+/// ours.
 ///
 /// # Safety
 ///
-/// As for the call; its paths can be read.
+/// The requirements of the call; its paths can be read.
 pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_long> {
     let [a, b, c, d, e, _] = arguments;
     let path = |argument: usize| argument as *const c_char;
@@ -135,7 +136,7 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
             libc::SYS_ioctl => Some(control(a as c_int, b as c_ulong, c)),
             libc::SYS_open if is_kvm(libc::AT_FDCWD, path(a)) => Some(files::open_kvm(b as c_int)),
             libc::SYS_openat if is_kvm(a as c_int, path(b)) => Some(files::open_kvm(c as c_int)),
-            // struct open_how begins with the flags.
+            // The flags are the first field of struct open_how.
             libc::SYS_openat2 if c != 0 && is_kvm(a as c_int, path(b)) => {
                 Some(files::open_kvm((c as *const u64).read_unaligned() as c_int))
             }
@@ -194,7 +195,7 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
     if let Some(result) = result {
         return Some(result.into());
     }
-    // Calls that may give another number to a descriptor of ours.
+    // These calls may give another number to a descriptor of ours.
     let is_duplication =
         number == libc::SYS_fcntl && matches!(b as c_int, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     // SAFETY: the caller's arguments.
@@ -216,7 +217,8 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
     None
 }
 
-/// A mapping of a vCPU's descriptor that is more than one of its file: the address, or -1 and errno.
+/// Makes a mapping of a vCPU's descriptor that takes more than to map its file. Returns the address, or -1 and sets
+/// errno; `None` for all other mappings, which the caller makes.
 fn mapping(arguments: [usize; 6]) -> Option<usize> {
     let [address, len, protection, flags, fd, offset] = arguments;
     let (protection, flags, fd) = (protection as c_int, flags as c_int, fd as c_int);
@@ -251,8 +253,8 @@ fn mapping(arguments: [usize; 6]) -> Option<usize> {
     };
     if mapped != -1 {
         let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-        // SAFETY: a page of the mapping that was just made, which its owner does not know yet. If it
-        // fails the vCPU has a ring to which nothing is ever written.
+        // SAFETY: the page belongs to the mapping that was just made, whose owner does not know it yet. If the call
+        // fails, the vCPU has a ring to which nothing is ever written.
         unsafe {
             crate::next::system_call(
                 number,
@@ -277,7 +279,7 @@ macro_rules! mmap {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(
             address: usize,
@@ -313,7 +315,7 @@ mmap! { mmap mmap64 }
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn prctl(
     option: c_int,
@@ -332,8 +334,8 @@ pub(crate) unsafe extern "C" fn prctl(
     }
 }
 
-/// The C library's function of this name: the child, which has its parent's memory, is marked as
-/// one, so that what it closes stays open in its parent.
+/// The C library's function of this name. The child, which shares its parent's memory, is marked, so that what it
+/// closes stays open in its parent.
 ///
 /// The return address is kept in a register, as the child's stack is the parent's.
 #[unsafe(naked)]
@@ -354,7 +356,7 @@ pub(crate) unsafe extern "C" fn vfork() -> c_int {
     )
 }
 
-/// Both returns of `vfork` come through here with the kernel's result.
+/// Handles both returns of `vfork`, with the kernel's result.
 extern "C" fn vforked(result: isize) -> c_int {
     kvm_abi::set_borrowed(result == 0);
     if result < 0 {

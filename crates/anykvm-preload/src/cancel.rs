@@ -1,8 +1,8 @@
 //! Threads that may be cancelled at any instruction (PTHREAD_CANCEL_ASYNCHRONOUS) and make KVM calls.
 //!
-//! In a kernel such a thread ends when its system call is interrupted. Here it would end in the middle
-//! of our code, with our locks held. During a KVM call it is therefore cancelled late: KVM_RUN is
-//! told to end, and the C library is asked again behind the call, where nothing of ours is left.
+//! The kernel ends such a thread when its system call is interrupted. Here that would end it in the middle of our code,
+//! with our locks held. So during a KVM call the thread is cancelled late: KVM_RUN is told to end, and the C library is
+//! asked again behind the call, where the stack has no frame of ours.
 
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,16 +17,16 @@ const DEFERRED: c_int = 0;
 const ASYNCHRONOUS: c_int = 1;
 
 thread_local! {
-    /// What the program has set for this thread.
+    /// True if the program has made this thread cancellable at any instruction.
     static IS_ASYNCHRONOUS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Such threads, and those that have been cancelled.
+/// Threads that may be cancelled at any instruction, and those that have been cancelled.
 struct Threads {
-    /// In KVM calls on vCPUs.
+    /// Threads in KVM calls on vCPUs.
     callers: Vec<(pthread_t, Arc<Vcpu>)>,
-    /// Cancelled, perhaps just before such a call. A number that another thread gets later makes
-    /// its first call end early.
+    /// Threads that have been cancelled, perhaps just before such a call. If another thread gets the same number later,
+    /// its first call ends early.
     cancelled: Vec<pthread_t>,
 }
 
@@ -39,20 +39,20 @@ fn threads() -> MutexGuard<'static, Threads> {
     THREADS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The calling thread.
+/// Returns the calling thread.
 fn this() -> pthread_t {
     // SAFETY: no arguments, cannot fail.
     unsafe { libc::pthread_self() }
 }
 
-/// True if the calling thread may be cancelled at any instruction.
+/// Returns true if the calling thread may be cancelled at any instruction.
 #[inline]
 pub(crate) fn is_asynchronous() -> bool {
     IS_ASYNCHRONOUS.get()
 }
 
-/// The C library's function, which is looked for before a thread can first be cancelled: not by one
-/// that is, in the middle of the dynamic linker.
+/// The C library's function. It is looked up before a thread can first be cancelled, as a thread must not be cancelled
+/// in the middle of the dynamic linker.
 static SET_TYPE: Next = Next::new(c"pthread_setcanceltype");
 
 type SetType = unsafe extern "C-unwind" fn(c_int, *mut c_int) -> c_int;
@@ -63,7 +63,7 @@ fn set_type() -> Option<SetType> {
     (!address.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, SetType>(address) })
 }
 
-/// The calling thread begins a KVM call.
+/// Begins a KVM call of the calling thread: it cannot be cancelled at any instruction from here on.
 pub(crate) fn hold(fd: c_int) {
     if let Some(set_type) = set_type() {
         // SAFETY: the function takes a null pointer.
@@ -81,7 +81,7 @@ pub(crate) fn hold(fd: c_int) {
     }
 }
 
-/// It ends it; [`let_go`] comes next.
+/// Ends the KVM call. [`let_go`] comes next.
 pub(crate) fn finish() {
     let _section = Section::enter();
     let gone = {
@@ -92,13 +92,12 @@ pub(crate) fn finish() {
     drop(gone);
 }
 
-/// Lets the thread be cancelled again; it ends here if somebody has cancelled it, through the caller's
-/// frames.
+/// Makes the thread cancellable again. If somebody has cancelled it, it ends here, through the caller's frames.
 #[inline(always)]
 pub(crate) fn let_go() {
     if let Some(set_type) = set_type() {
-        // SAFETY: the C library's function, with a value that it knows; nothing here has a destructor
-        // that would be skipped if the thread ends.
+        // SAFETY: this is the C library's function, with a value that it knows. Nothing here has a destructor that
+        // would be skipped if the thread ends.
         unsafe { set_type(ASYNCHRONOUS, std::ptr::null_mut()) };
     }
 }
@@ -107,7 +106,7 @@ pub(crate) fn let_go() {
 ///
 /// # Safety
 ///
-/// As for that. It has no destructors to run if the thread ends here.
+/// The requirements of that function. It has no destructors to run if the thread ends here.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C-unwind" fn pthread_setcanceltype(
     value: c_int,
@@ -123,7 +122,7 @@ pub(crate) unsafe extern "C-unwind" fn pthread_setcanceltype(
     unsafe { set_type(value, old) }
 }
 
-/// The C library's function of this name: KVM_RUN of the thread ends too.
+/// The C library's function of this name. It also makes KVM_RUN of the thread end.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn pthread_cancel(thread: pthread_t) -> c_int {
     {

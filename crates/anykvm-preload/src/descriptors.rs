@@ -1,30 +1,30 @@
-//! Descriptors that come and go: an object lives as long as one of its numbers.
+//! Descriptors that are opened, duplicated and closed: a KVM object lives as long as one of its numbers.
 
 use libc::{c_int, c_uint, c_void};
 
 use crate::next::{next, system_call_c};
 
-/// True if this was a write to an irqfd, and the interrupt is injected.
+/// Returns true if a write to this descriptor is one to an irqfd, and the interrupt has been injected.
 pub(crate) fn is_injected(fd: c_int, buffer: usize, count: usize) -> bool {
     use kvm_abi::signals::Section;
-    // A launched program's system call is a section of its own.
+    // In a launched program each system call is a section.
     let is_busy = if crate::is_launched() {
         Section::is_nested()
     } else {
         Section::is_active()
     };
-    // A handler in the middle of a KVM call has to go by the kernel: its thread may hold our locks.
+    // A signal handler in the middle of a KVM call makes the system call, because its thread may hold our locks.
     kvm_abi::is_irqfd(fd) && !is_busy && kvm_abi::write_irqfd(fd, buffer, count)
 }
 
-/// A descriptor that may be a duplicate of one of ours.
+/// Notes a descriptor that may be a duplicate of one of ours.
 pub(crate) fn noticed(fd: c_int) {
     let _section = kvm_abi::signals::Section::enter();
-    // Anything else is none of our business.
+    // An error says that it is not ours.
     let _ = kvm_abi::lookup(fd);
 }
 
-/// `new` is a duplicate of `old`, or an error; gives `new`.
+/// Notes that `new` is a duplicate of `old`, unless it is an error. Returns `new`.
 pub(crate) fn duplicated(old: c_int, new: c_int) -> c_int {
     if new >= 0 && new != old {
         let _section = kvm_abi::signals::Section::enter();
@@ -33,7 +33,7 @@ pub(crate) fn duplicated(old: c_int, new: c_int) -> c_int {
     new
 }
 
-/// These descriptors are about to be closed.
+/// Notes that these descriptors are about to be closed.
 pub(crate) fn closing(first: c_uint, last: c_uint) {
     let _section = kvm_abi::signals::Section::enter();
     let number = |fd: c_uint| c_int::try_from(fd).unwrap_or(c_int::MAX);
@@ -42,7 +42,7 @@ pub(crate) fn closing(first: c_uint, last: c_uint) {
     crate::trace::closing(number(first), number(last));
 }
 
-/// `new` is about to be what `old` is.
+/// Notes that `new` is about to become a duplicate of `old`.
 fn replacing(old: c_int, new: c_int) {
     if old != new {
         let _section = kvm_abi::signals::Section::enter();
@@ -111,7 +111,7 @@ macro_rules! fcntl {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(fd: c_int, command: c_int, argument: usize) -> c_int {
             let result = next!($name(
@@ -129,14 +129,14 @@ macro_rules! fcntl {
 
 fcntl! { fcntl fcntl64 }
 
-/// Bytes that a write to an eventfd has written.
+/// Number of bytes that a write to an eventfd takes.
 pub(crate) const EVENT: isize = 8;
 
 /// The C library's function of this name.
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn write(fd: c_int, buffer: *const c_void, count: usize) -> isize {
     if is_injected(fd, buffer as usize, count) {

@@ -6,7 +6,7 @@ use crate::next::{answer, fail, next, system_call_c};
 use crate::path::is_kvm;
 use crate::{actions, shown};
 
-/// `openat(2)` for `/dev/kvm`.
+/// Does `openat(2)` for `/dev/kvm`.
 pub(crate) fn open_kvm(flags: c_int) -> c_int {
     if flags & libc::O_DIRECTORY != 0 {
         return fail(libc::ENOTDIR);
@@ -24,8 +24,8 @@ pub(crate) fn open_kvm(flags: c_int) -> c_int {
     answer(opened.map(std::os::fd::IntoRawFd::into_raw_fd))
 }
 
-/// O_PATH: a place in the file system, which a sandbox is told of (Landlock), and nothing to make calls with. Where there is
-/// no such file another device stands for it.
+/// Opens `/dev/kvm` with O_PATH: a place in the file system, which a sandbox is told of (Landlock), and no descriptor
+/// for calls. Where there is no such file, another device stands for it.
 fn place(flags: c_int) -> c_int {
     let flags = flags & (libc::O_PATH | libc::O_CLOEXEC | libc::O_NOFOLLOW);
     let open = |path: &std::ffi::CStr| {
@@ -40,7 +40,7 @@ fn place(flags: c_int) -> c_int {
     }
 }
 
-/// A descriptor from a path in `/proc/self/fd` may be another one of a KVM object.
+/// Notes a new descriptor whose path may lead to an open descriptor of ours, as those in `/proc/self/fd` do.
 ///
 /// # Safety
 ///
@@ -53,7 +53,7 @@ pub(crate) unsafe fn opened(path: *const c_char, fd: c_int) -> c_int {
     fd
 }
 
-/// True for a path that may lead to an open descriptor.
+/// Returns true for a path that may lead to an open descriptor.
 ///
 /// # Safety
 ///
@@ -73,7 +73,7 @@ macro_rules! open {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(
             $($fixed: $type,)*
@@ -85,7 +85,7 @@ macro_rules! open {
             if unsafe { is_kvm($dir, path) } {
                 return open_kvm(flags);
             }
-            // SAFETY: as above.
+            // SAFETY: the caller's path.
             if let Some(file) = unsafe { shown::wanted(path, flags) }
                 && let Some(fd) = shown::open(file, flags)
             {
@@ -108,14 +108,14 @@ open! {
     open64() libc::AT_FDCWD;
     openat(dir: c_int) dir;
     openat64(dir: c_int) dir;
-    // What _FORTIFY_SOURCE makes of calls without a mode.
+    // _FORTIFY_SOURCE calls these for `open` without a mode.
     __open_2() libc::AT_FDCWD;
     __open64_2() libc::AT_FDCWD;
     __openat_2(dir: c_int) dir;
     __openat64_2(dir: c_int) dir;
 }
 
-/// What `stat(2)` says of a character device 10:232 that everybody may use.
+/// Fills in what `stat(2)` says of a character device 10:232 that everybody may use.
 pub(crate) unsafe fn stat_kvm(buffer: *mut Stat) -> c_int {
     if buffer.is_null() {
         return fail(libc::EFAULT);
@@ -132,7 +132,7 @@ pub(crate) unsafe fn stat_kvm(buffer: *mut Stat) -> c_int {
     0
 }
 
-/// As [`stat_kvm`], for `statx(2)`.
+/// Does what [`stat_kvm`] does, for `statx(2)`.
 pub(crate) unsafe fn statx_kvm(buffer: *mut Statx) -> c_int {
     if buffer.is_null() {
         return fail(libc::EFAULT);
@@ -157,7 +157,7 @@ macro_rules! stat {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(
             $($before: $type,)*
@@ -188,7 +188,7 @@ stat! {
     lstat64(;) libc::AT_FDCWD;
     fstatat(dir: c_int; flags: c_int) dir;
     fstatat64(dir: c_int; flags: c_int) dir;
-    // Programs built with a C library before 2.33.
+    // Programs that were built with a C library before 2.33 call these.
     __xstat(version: c_int;) libc::AT_FDCWD;
     __xstat64(version: c_int;) libc::AT_FDCWD;
     __lxstat(version: c_int;) libc::AT_FDCWD;
@@ -201,7 +201,7 @@ stat! {
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn statx(
     dir: c_int,
@@ -225,7 +225,7 @@ pub(crate) unsafe extern "C" fn statx(
     ) -> c_int)
 }
 
-/// `access(2)` for `/dev/kvm`: readable and writable, not executable.
+/// Does `access(2)` for `/dev/kvm`, which is readable and writable but not executable.
 pub(crate) fn access_kvm(mode: c_int) -> c_int {
     if mode & libc::X_OK != 0 {
         fail(libc::EACCES)
@@ -240,7 +240,7 @@ macro_rules! access {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(
             $($before: c_int,)*

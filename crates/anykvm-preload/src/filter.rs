@@ -1,10 +1,10 @@
-//! The program's own filters of system calls.
+//! Filters of system calls that the program installs for itself.
 //!
-//! They hold for our code too, so each gets a few lines in front: what we need ourselves, and
-//! nothing that reaches beyond the process. Memory and descriptors of our own are let through by where
-//! the call is made, which a filter sees, too: a program may have all of its own `mmap` raise SIGSYS.
-//! In a launched program that is our text and our C library's; a preloaded one has its C library
-//! in common with us, and only what goes by [`host::system`] is ours.
+//! Such filters apply to our code, too. So each filter gets a few lines in front that let through what we need
+//! ourselves, and nothing that reaches beyond the process. Calls for memory and descriptors are let through by the
+//! address of the caller, which a filter sees: a program may have all of its own `mmap` raise SIGSYS. In a launched
+//! program our callers are our text and our C library's. A preloaded program shares the C library with us, so there
+//! only calls through [`host::system`] are ours.
 
 use std::ops::Range;
 use std::path::Path;
@@ -28,10 +28,10 @@ const RIP_HIGH: u32 = 12;
 const FIRST_ARGUMENT: u32 = 16;
 const THIRD_ARGUMENT: u32 = 32;
 
-/// A longer filter is refused by the kernel.
+/// Maximum length of a filter that the kernel accepts.
 const LONGEST: usize = 4096;
 
-/// Calls of the launcher's, whatever their arguments.
+/// Calls of the launcher that are let through whatever their arguments.
 const LAUNCHERS: [c_long; 7] = [
     libc::SYS_restart_syscall,
     libc::SYS_rt_sigprocmask,
@@ -42,16 +42,16 @@ const LAUNCHERS: [c_long; 7] = [
     libc::SYS_exit,
 ];
 
-/// The same in a preloaded program. Locks of Rust's library sleep by the C library's function. The kernel
-/// makes restart_syscall(2) for a thread that slept with a timeout when it was stopped (SIGSTOP, a
-/// debugger) and goes on; it restarts nothing but that sleep. Our wrappers of handlers return by rt_sigreturn(2).
+/// The same in a preloaded program. Locks of Rust's library sleep by a function of the C library. The kernel makes
+/// restart_syscall(2) for a thread that was stopped while it slept with a timeout (SIGSTOP, a debugger) and goes on;
+/// the call restarts nothing but that sleep. Our wrappers of handlers return by rt_sigreturn(2).
 const ALWAYS: [c_long; 3] = [
     libc::SYS_futex,
     libc::SYS_restart_syscall,
     libc::SYS_rt_sigreturn,
 ];
 
-/// Calls that are let through if they come from our own code.
+/// Calls that are let through if our own code makes them.
 const OWN: [c_long; 27] = [
     libc::SYS_mmap,
     libc::SYS_mprotect,
@@ -71,32 +71,32 @@ const OWN: [c_long; 27] = [
     libc::SYS_preadv2,
     libc::SYS_write,
     libc::SYS_poll,
-    // What the launcher has among its own, whoever calls.
+    // Calls that the launcher may make, whoever else makes them.
     libc::SYS_munmap,
     libc::SYS_rt_sigprocmask,
     libc::SYS_membarrier,
     libc::SYS_sched_yield,
     libc::SYS_rt_sigpending,
-    // A new thread is the C library's: the program asks for it by another call.
+    // The C library makes a new thread; the program asks for one by another call.
     libc::SYS_clone3,
     libc::SYS_rseq,
     libc::SYS_set_robust_list,
     libc::SYS_sigaltstack,
 ];
-/// Where that is in a launched program: this file's and the C library's text.
+/// Ranges of our own code in a launched program: this file's text and the C library's.
 static TEXTS: OnceLock<Vec<Range<usize>>> = OnceLock::new();
 
-/// To be called before there is anything of the program's in this process.
+/// Notes these ranges. To be called before anything of the program is in this process.
 pub(crate) fn note_texts() {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let own = std::env::current_exe().unwrap_or_default();
     let texts = maps.lines().filter_map(|line| text(line, &own));
-    // Nobody else has set it.
+    // This is called once, so the value has not been set before.
     let _ = TEXTS.set(texts.collect());
 }
 
-/// The range that a line of /proc/self/maps is about, if that is the code of this file or the C
-/// library and lies within 4 GiB, so that half of an address tells whether another is in it.
+/// Returns the range of a line of /proc/self/maps, if it is the code of this file or of the C library. The range must
+/// lie within 4 GiB, so that half of an address says whether the address is in it.
 fn text(line: &str, own: &Path) -> Option<Range<usize>> {
     let (words, path) = line.split_at(line.find('/')?);
     let mut words = words.split_ascii_whitespace();
@@ -135,10 +135,10 @@ const fn allow() -> sock_filter {
     line(libc::BPF_RET | libc::BPF_K, 0, 0, ALLOW)
 }
 
-/// A call, the offset of an argument, and the value that it is let through with.
+/// A call, the offset of an argument, and the value of the argument with which the call is let through.
 type Checked = (c_long, u32, u32);
 
-/// What the launcher needs with certain arguments.
+/// Returns the calls that the launcher makes with certain arguments.
 fn checked(process: u32) -> [Checked; 5] {
     let dispatch = PR_SET_SYSCALL_USER_DISPATCH as u32;
     [
@@ -158,7 +158,7 @@ fn checked(process: u32) -> [Checked; 5] {
     ]
 }
 
-/// What comes before the program's own lines.
+/// Returns the lines in front of the program's own.
 fn preface(always: &[c_long], checked: &[Checked], texts: &[Range<usize>]) -> Vec<sock_filter> {
     let mut lines = vec![load(NUMBER)];
     for &number in always {
@@ -173,7 +173,7 @@ fn preface(always: &[c_long], checked: &[Checked], texts: &[Range<usize>]) -> Ve
             load(NUMBER),
         ]);
     }
-    // More would be too far to jump over.
+    // A jump over more lines would be too far.
     let mut own = vec![load(NUMBER)];
     for number in OWN {
         own.extend([unless_equal(number as u32, 1), allow()]);
@@ -185,14 +185,14 @@ fn preface(always: &[c_long], checked: &[Checked], texts: &[Range<usize>]) -> Ve
             unless_equal((text.start >> 32) as u32, rest + 4),
             load(RIP),
             unless_above(libc::BPF_JGE, text.start as u32, rest + 2),
-            // The instruction pointer is behind the call.
+            // The instruction pointer that a filter sees is behind the call.
             unless_above(libc::BPF_JGT, (text.end - 1) as u32, 1),
             line(libc::BPF_JMP | libc::BPF_JA, 0, 0, rest.into()),
         ]);
         lines.extend_from_slice(&own);
     }
     let len = lines.len() as u8;
-    // Numbers of another architecture are other calls.
+    // In another architecture, the same numbers stand for other calls.
     lines.splice(
         0..0,
         [load(ARCHITECTURE), unless_equal(AUDIT_ARCH_X86_64, len)],
@@ -200,15 +200,16 @@ fn preface(always: &[c_long], checked: &[Checked], texts: &[Range<usize>]) -> Ve
     lines
 }
 
-/// A structure of the program's, if it can be read.
+/// Reads a structure of the program, if it is readable.
 fn take<T: Copy>(at: usize) -> Option<T> {
     let last = at.checked_add(size_of::<T>() - 1)?;
     let is_there = host::probe::is_readable(at as u64) && host::probe::is_readable(last as u64);
-    // SAFETY: it can be read; the types here are integers and pointers.
+    // SAFETY: the memory is readable, and the types that are read here are integers and pointers.
     is_there.then(|| unsafe { (at as *const T).read_unaligned() })
 }
 
-/// The lines of the filter that the call installs, if it is a good one: the kernel says what is wrong with others.
+/// Returns the lines of the filter that the call installs. `None` if the filter is not valid: the kernel says what is
+/// wrong with it.
 fn given(number: c_long, a: &[usize; 6]) -> Option<Vec<sock_filter>> {
     let is_filter = match number {
         libc::SYS_prctl => a[0] == libc::PR_SET_SECCOMP as usize && a[1] == SECCOMP_MODE_FILTER,
@@ -226,7 +227,7 @@ fn given(number: c_long, a: &[usize; 6]) -> Option<Vec<sock_filter>> {
         .flatten()
 }
 
-/// Installs the program's lines behind ours; where that is too long, without.
+/// Installs the program's lines behind ours; or the program's alone, if both are too long together.
 unsafe fn install(
     ours: Vec<sock_filter>,
     theirs: &[sock_filter],
@@ -238,7 +239,7 @@ unsafe fn install(
     let mut lines = ours;
     lines.extend_from_slice(theirs);
     let fits = lines.len() <= LONGEST;
-    // A thread that begins later may have inherited it.
+    // A thread that begins later may have inherited the filter.
     if is_for_all || !host::service_thread::is_served() {
         if fits {
             host::service_thread::forbid_files();
@@ -257,7 +258,7 @@ unsafe fn install(
     unsafe { system_call(number, a) }
 }
 
-/// prctl(2) and seccomp(2) of a launched program; `None`: it makes the call itself.
+/// Does prctl(2) and seccomp(2) of a launched program. `None` if the program is to make the call itself.
 pub(crate) unsafe fn launched(number: c_long, a: [usize; 6]) -> Option<isize> {
     let theirs = given(number, &a)?;
     let texts = TEXTS.get().map_or(&[][..], Vec::as_slice);
@@ -269,7 +270,7 @@ pub(crate) unsafe fn launched(number: c_long, a: [usize; 6]) -> Option<isize> {
     Some(unsafe { install(ours, &theirs, number, a) })
 }
 
-/// The same of a preloaded one.
+/// Does the same for a preloaded program.
 pub(crate) unsafe fn preloaded(number: c_long, a: [usize; 6]) -> Option<isize> {
     if !crate::is_preloaded() {
         return None;
@@ -285,7 +286,7 @@ pub(crate) unsafe fn preloaded(number: c_long, a: [usize; 6]) -> Option<isize> {
 mod tests {
     use super::*;
 
-    /// Runs a filter on a call.
+    /// Returns what a filter answers to a call.
     fn verdict(
         lines: &[sock_filter],
         architecture: u32,

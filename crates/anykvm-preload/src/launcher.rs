@@ -1,36 +1,36 @@
-//! What the launcher does in the middle of calls that a preloaded program makes as well.
+//! What the launcher contributes to calls that preloaded programs make as well.
 //!
-//! [`crate::launch`] stands above everything else here and says so once, before the program
-//! runs; without it the program is a preloaded one.
+//! [`crate::launch`] stands above all other modules here. It registers itself once, before the program runs; without it
+//! the program is a preloaded one.
 
 use std::sync::OnceLock;
 
 use libc::c_int;
 
-/// Has the kernel raise SIGSYS for a thread's system calls, of prctl(2).
+/// Option of prctl(2) that has the kernel raise SIGSYS for a thread's system calls.
 pub(crate) const PR_SET_SYSCALL_USER_DISPATCH: c_int = 59;
 
-/// The launcher's part.
+/// What the launcher has registered.
 #[derive(Debug)]
 pub(crate) struct Launcher {
     /// Address of the handler that stands before each of the program's.
     pub(crate) handler: usize,
-    /// Where handlers return to.
+    /// Returns the code that handlers return to.
     pub(crate) restorer: fn() -> usize,
-    /// From now on these calls of the program's come to us: writes may be to an irqfd, and memory a guest's.
+    /// Has these calls of the program come to us from now on: writes may be to an irqfd, and memory may be a guest's.
     pub(crate) watch: fn(&[libc::c_long]),
-    /// From now on no instruction of the program is rewritten.
+    /// Makes sure that no instruction of the program is rewritten from now on.
     pub(crate) stop_rewriting: fn(),
 }
 
 static LAUNCHER: OnceLock<Launcher> = OnceLock::new();
 
-/// There is a launcher. A second one changes nothing: a process launches one program.
+/// Registers the launcher. A second call changes nothing: a process launches one program.
 pub(crate) fn set(launcher: Launcher) {
     let _ = LAUNCHER.set(launcher);
 }
 
-/// `None` in a preloaded program. Async-signal-safe.
+/// Returns the launcher. `None` in a preloaded program. Async-signal-safe.
 pub(crate) fn get() -> Option<&'static Launcher> {
     LAUNCHER.get()
 }

@@ -1,7 +1,7 @@
-//! System calls that change what the process can access: mprotect(2), munmap(2) and their kin.
+//! System calls that change what the process can access, such as mprotect(2) and munmap(2).
 //!
-//! A kernel tells KVM of such a change before it makes it. Here the caller's call comes by, and what it is about is told to
-//! [`kvm_abi::host_memory`] first. Nearly all of these calls are about memory of no guest, and go on at once.
+//! A kernel notifies KVM of such a change before it makes it. Here the caller's call passes through, and
+//! [`kvm_abi::host_memory`] is notified first. Nearly all of these calls concern memory of no guest, and go on at once.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,7 +12,7 @@ use libc::{c_int, c_long};
 
 use crate::next::{as_c, fail, system_call, system_call_c};
 
-/// Calls that come here, but for mmap(2), where others look as well.
+/// The calls that pass through here, except mmap(2), which others look at as well.
 pub(crate) const CALLS: [c_long; 10] = [
     libc::SYS_munmap,
     libc::SYS_mprotect,
@@ -26,14 +26,14 @@ pub(crate) const CALLS: [c_long; 10] = [
     libc::SYS_shmdt,
 ];
 
-/// Accesses raise SIGSEGV from then on (Linux 6.13).
+/// Advice that makes accesses raise SIGSEGV (Linux 6.13).
 const MADV_GUARD_INSTALL: usize = 102;
-/// What is mapped at the address of shmat(2) gives way.
+/// Flag with which shmat(2) replaces what is mapped at the address.
 const SHM_REMAP: usize = 0o40000;
-/// Nobody knows where: a file may be mapped anywhere.
+/// The range of a change of which the place is unknown: a file may be mapped anywhere.
 const ANYWHERE: Range<u64> = 0..u64::MAX;
 
-/// The memory that a call with these arguments may take away, or give other rights.
+/// Returns the memory that a call with these arguments may unmap, or change the rights of.
 fn changed(number: c_long, a: [usize; 6]) -> Option<Range<u64>> {
     let range = |start: usize, len: usize| Some(start as u64..start.saturating_add(len) as u64);
     match number {
@@ -42,7 +42,7 @@ fn changed(number: c_long, a: [usize; 6]) -> Option<Range<u64>> {
         | libc::SYS_pkey_mprotect
         | libc::SYS_remap_file_pages => range(a[0], a[1]),
         libc::SYS_mmap if a[3] as c_int & libc::MAP_FIXED != 0 => range(a[0], a[1]),
-        // It may become shorter or go elsewhere, where what there was gives way.
+        // The mapping may become shorter, or move and replace what is mapped there.
         libc::SYS_mremap if a[3] as c_int & libc::MREMAP_FIXED != 0 => {
             let end = a[0].saturating_add(a[1]).max(a[4].saturating_add(a[2]));
             Some(a[0].min(a[4]) as u64..end as u64)
@@ -56,10 +56,10 @@ fn changed(number: c_long, a: [usize; 6]) -> Option<Range<u64>> {
     }
 }
 
-/// The memory is taken for broken, for tests.
+/// Advice that makes memory count as broken, for tests.
 const HWPOISON: usize = libc::MADV_HWPOISON as usize;
 
-/// True unless the descriptor's file surely has no more bytes than that.
+/// Returns true unless the descriptor's file certainly has at most `len` bytes.
 fn becomes_shorter(fd: usize, len: usize) -> bool {
     let mut status = std::mem::MaybeUninit::<libc::stat>::zeroed();
     let arguments = [fd, status.as_mut_ptr() as usize];
@@ -70,9 +70,10 @@ fn becomes_shorter(fd: usize, len: usize) -> bool {
     known.is_err() || size > len as i64
 }
 
-/// Says that the change begins. In the middle of a KVM call nothing is said: what comes there is our own, about our own memory.
+/// Announces the change. In the middle of a KVM call nothing is announced: calls there are our own, about our own
+/// memory.
 fn begin(number: c_long, arguments: [usize; 6]) -> kvm_abi::Result<Option<MemoryChange>> {
-    // A launched program's system call is a section of its own.
+    // In a launched program each system call is a section.
     let is_busy = if crate::is_launched() {
         Section::is_nested()
     } else {
@@ -86,16 +87,17 @@ fn begin(number: c_long, arguments: [usize; 6]) -> kvm_abi::Result<Option<Memory
     }
 }
 
-/// Makes a call that changes memory of a guest, with the C library's result. `None`: it does not, and whoever asks makes it.
+/// Makes a call that changes memory of a guest, with the C library's result. `None` if it does not change any: the
+/// caller has to make it.
 ///
 /// # Safety
 ///
-/// As for the call.
+/// The requirements of the call.
 pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_long> {
     if !host_memory::is_any() {
         return None;
     }
-    // A defect of ours must not unwind into C.
+    // A panic in our code must not unwind into C.
     let begun = catch_unwind(AssertUnwindSafe(|| begin(number, arguments)));
     let change = match begun.unwrap_or_else(|_| Err(kvm_abi::Errno::new(libc::ENOMEM))) {
         Ok(change) => change?,
@@ -103,12 +105,12 @@ pub(crate) unsafe fn special(number: c_long, arguments: [usize; 6]) -> Option<c_
     };
     // SAFETY: the caller's arguments.
     let result = unsafe { system_call(number, arguments) };
-    // Handlers of signals that have waited run here; errno is set last.
+    // Handlers of signals that have waited run here, so errno is set last.
     drop(change);
     Some(as_c(result))
 }
 
-/// [`special`], or the call itself.
+/// Does what [`special`] does, or makes the call itself.
 unsafe fn call(number: c_long, arguments: [usize; 6]) -> c_long {
     // SAFETY: the caller's arguments.
     unsafe { special(number, arguments).unwrap_or_else(|| system_call_c(number, arguments)) }
@@ -120,7 +122,7 @@ macro_rules! functions {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name($($argument: usize),*) -> $result {
             let mut arguments = [0; 6];

@@ -1,4 +1,4 @@
-//! The definitions behind ours: the next one in the search order, or the system call itself.
+//! Definitions that come after ours: the next one in the search order, or the system call itself.
 
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -20,7 +20,7 @@ impl Next {
         }
     }
 
-    /// Its address; null if there is none.
+    /// Returns the function's address; null if there is none.
     pub(crate) fn address(&self) -> *mut c_void {
         let known = self.address.load(Ordering::Relaxed);
         if !known.is_null() {
@@ -33,7 +33,7 @@ impl Next {
     }
 }
 
-/// Calls the next definition of a function, or gives -1 with ENOSYS if the C library has none.
+/// Calls the next definition of a function. Returns -1 with ENOSYS if the C library has none.
 macro_rules! next {
     ($name:ident ( $($argument:expr => $type:ty),* $(,)? ) -> $result:ty) => {{
         static NEXT: $crate::next::Next = $crate::next::Next::new(
@@ -61,23 +61,23 @@ macro_rules! next {
 }
 pub(crate) use next;
 
-/// Sets errno; the -1 that goes with it.
+/// Sets errno. Returns -1.
 pub(crate) fn fail(errno: c_int) -> c_int {
     // SAFETY: the thread's own errno.
     unsafe { *libc::__errno_location() = errno };
     -1
 }
 
-/// A call's result as C has it.
+/// Returns a KVM call's result as C has it.
 pub(crate) fn answer(result: kvm_abi::Result<i32>) -> c_int {
     result.unwrap_or_else(|errno| fail(errno.get()))
 }
 
-/// A system call, with the kernel's result: an errno is negative.
+/// Makes a system call. Returns the kernel's result, in which an errno is negative.
 ///
 /// # Safety
 ///
-/// As for the call.
+/// The requirements of the call.
 pub(crate) unsafe fn system_call(number: c_long, arguments: [usize; 6]) -> isize {
     let [a, b, c, d, e, f] = arguments;
     let result;
@@ -94,17 +94,17 @@ pub(crate) unsafe fn system_call(number: c_long, arguments: [usize; 6]) -> isize
     result
 }
 
-/// As [`system_call`], with the C library's result: -1 and errno.
+/// Does what [`system_call`] does, with the C library's result: -1 and errno.
 ///
 /// # Safety
 ///
-/// As for the call.
+/// The requirements of the call.
 pub(crate) unsafe fn system_call_c(number: c_long, arguments: [usize; 6]) -> c_long {
-    // SAFETY: the caller's.
+    // SAFETY: the caller keeps the call's requirements.
     as_c(unsafe { system_call(number, arguments) })
 }
 
-/// The C library's result for one of the kernel's.
+/// Returns the C library's result for a result of the kernel.
 pub(crate) fn as_c(result: isize) -> c_long {
     if (-4095..0).contains(&result) {
         fail(-result as c_int).into()

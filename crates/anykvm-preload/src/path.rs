@@ -2,8 +2,8 @@
 
 use libc::{c_char, c_int};
 
-/// True if `path`, looked up in the folder `dir` as `openat(2)` does, is `/dev/kvm`, and
-/// this program's KVM is anykvm.
+/// Returns true if `path`, looked up in the folder `dir` as `openat(2)` does, is `/dev/kvm`, and `/dev/kvm` is anykvm
+/// in this process.
 ///
 /// # Safety
 ///
@@ -25,13 +25,13 @@ pub(crate) unsafe fn is_kvm(dir: c_int, path: *const c_char) -> bool {
     found && crate::is_active() && !crate::trace::is_real()
 }
 
-/// The names in a path; repeated slashes and "." say nothing.
+/// Returns the names in a path. Repeated slashes and "." have no meaning.
 fn parts(path: &[u8]) -> impl Iterator<Item = &[u8]> {
     path.split(|byte| *byte == b'/')
         .filter(|part| !part.is_empty() && *part != b".")
 }
 
-/// True if relative paths are looked up in `/dev`.
+/// Returns true if relative paths are looked up in `/dev`.
 fn is_dev(dir: c_int) -> bool {
     let folder = if dir == libc::AT_FDCWD {
         std::env::current_dir()

@@ -1,4 +1,4 @@
-//! What an executable file is to those who start it.
+//! What kind of program an executable file is, and how it is started.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 /// What an executable file is to the loader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProgramKind {
-    /// Loaded by this program interpreter.
+    /// A program that is loaded by this program interpreter.
     Dynamic(PathBuf),
-    /// Without one.
+    /// A program without an interpreter.
     Static,
-    /// Starts with `#!`, a program, and what that gets as its first argument.
+    /// A script: a file that starts with `#!`, an interpreter, and the interpreter's first argument.
     Script {
         /// The program.
         interpreter: PathBuf,
-        /// All words behind it, as one.
+        /// All words behind the interpreter, as one argument.
         argument: Option<OsString>,
     },
     /// An ELF file for another machine.
@@ -28,7 +28,7 @@ pub enum ProgramKind {
     Unknown,
 }
 
-/// True for the program interpreter of the C library that this library is linked with.
+/// Returns true for the program interpreter of the C library that this library is linked with.
 pub fn is_glibc(loader: &Path) -> bool {
     loader
         .file_name()
@@ -68,7 +68,7 @@ fn kind_of(head: &[u8]) -> ProgramKind {
     elf_kind(head).unwrap_or(ProgramKind::Foreign)
 }
 
-/// `None` for a file that is not for x86-64 or that ends too soon.
+/// Returns the kind of an ELF file. `None` if it is not for x86-64, or ends too soon.
 fn elf_kind(head: &[u8]) -> Option<ProgramKind> {
     const CLASS_64: u8 = 2;
     const MACHINE_X86_64: u16 = 62;
@@ -98,7 +98,7 @@ fn elf_kind(head: &[u8]) -> Option<ProgramKind> {
     Some(ProgramKind::Static)
 }
 
-/// The program as a shell would find it.
+/// Returns the program that a shell would find.
 pub fn find(name: &OsStr) -> Option<PathBuf> {
     if name.as_bytes().contains(&b'/') {
         return Some(PathBuf::from(name));
@@ -109,21 +109,22 @@ pub fn find(name: &OsStr) -> Option<PathBuf> {
         .find(|file| mode(file).is_some_and(|mode| mode & 0o111 != 0))
 }
 
-/// Permissions of an ordinary file.
+/// Returns the permissions of an ordinary file.
 fn mode(file: &Path) -> Option<u32> {
     let data = file.metadata().ok()?;
     data.is_file().then(|| data.permissions().mode())
 }
 
-/// A path by which the next program of this process reaches what a descriptor is.
+/// A path by which the next program of this process reaches an open file.
 #[derive(Debug)]
 pub(crate) struct Opened {
     pub(crate) path: PathBuf,
-    /// What the path leads to if the file has no name: a descriptor that stays open.
+    /// The descriptor that the path leads to if the file has no name. It stays open.
     _link: Option<OwnedFd>,
 }
 
-/// Its name, where that is still its own; else that of a descriptor. `None` for one that is not open.
+/// Returns the file's name if it still leads to the file, else the name of a descriptor. `None` if the descriptor is
+/// not open.
 pub(crate) fn of_descriptor(fd: RawFd) -> Option<Opened> {
     let link = PathBuf::from(format!("/proc/self/fd/{fd}"));
     let file = |path: &Path| {
@@ -152,7 +153,7 @@ pub(crate) fn of_descriptor(fd: RawFd) -> Option<Opened> {
     })
 }
 
-/// What execveat(2) means by a path: `None` if only the kernel can tell.
+/// Returns what execveat(2) means by a path. `None` if only the kernel can tell.
 pub(crate) fn of_path_at(fd: RawFd, path: &Path, flags: i32) -> Option<Opened> {
     if flags & !libc::AT_EMPTY_PATH != 0 {
         return None;
@@ -171,7 +172,7 @@ pub(crate) fn of_path_at(fd: RawFd, path: &Path, flags: i32) -> Option<Opened> {
     Some(opened)
 }
 
-/// True for a program that gets capabilities from its file: the kernel then tells the loader to do without
+/// Returns true for a program that gets capabilities from its file. The kernel then tells the dynamic loader to ignore
 /// libraries that the environment names (AT_SECURE).
 pub fn gains_capabilities(file: &Path) -> bool {
     const NAME: &std::ffi::CStr = c"security.capability";
@@ -182,20 +183,20 @@ pub fn gains_capabilities(file: &Path) -> bool {
     let size = unsafe { libc::getxattr(path.as_ptr(), NAME.as_ptr(), std::ptr::null_mut(), 0) };
     // SAFETY: calls without pointers.
     let gains_nothing = unsafe {
-        // Root has all of them, and who has no_new_privs gets none.
+        // Root has all capabilities, and a process with no_new_privs gets none.
         libc::getuid() == 0 || libc::prctl(libc::PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) == 1
     };
     size > 0 && !gains_nothing
 }
 
-/// Interpreters that lead to each other.
+/// Maximum number of scripts that interpret each other.
 pub const MAX_SCRIPTS: usize = 4;
 
-/// The program that the kernel would start for a file, an interpreter for a script, and its kind.
+/// Returns the program that the kernel would start for a file (for a script, its interpreter), and its kind.
 fn started(file: &Path) -> Option<(PathBuf, ProgramKind)> {
     let mut file = file.to_owned();
     for _ in 0..=MAX_SCRIPTS {
-        // Those with the rights of others are left alone.
+        // Programs that run with another user's rights are left alone.
         if mode(&file).is_none_or(|mode| mode & 0o6000 != 0 || mode & 0o111 == 0) {
             return None;
         }
@@ -207,9 +208,8 @@ fn started(file: &Path) -> Option<(PathBuf, ProgramKind)> {
     None
 }
 
-/// True for an x86-64 program that a preloaded library would not reach: one that is static, made
-/// for another C library, or has capabilities of its own; and for a script that one of them
-/// interprets.
+/// Returns true for an x86-64 program that a preloaded library would not reach: one that is statically linked, made for
+/// another C library, or has capabilities of its own. Also returns true for a script that such a program interprets.
 pub fn needs_launcher(file: &Path) -> bool {
     match started(file) {
         Some((_, ProgramKind::Static)) => true,
@@ -220,7 +220,7 @@ pub fn needs_launcher(file: &Path) -> bool {
     }
 }
 
-/// True for whatever can be launched.
+/// Returns true for whatever can be launched.
 pub fn can_be_launched(file: &Path) -> bool {
     matches!(
         started(file),
@@ -249,7 +249,7 @@ mod tests {
         let no_follow = libc::AT_SYMLINK_NOFOLLOW;
         assert_eq!(at(folder.as_raw_fd(), "bin/env", no_follow), None);
         assert_eq!(at(libc::AT_FDCWD, "a/b", 0), Some(PathBuf::from("a/b")));
-        // A file without a name.
+        // The file has no name.
         let memory = host::Memfd::new(c"program", 1).unwrap().into_fd();
         let opened = of_descriptor(memory.as_raw_fd()).unwrap();
         assert_ne!(opened.path, Path::new("/memfd:program (deleted)"));

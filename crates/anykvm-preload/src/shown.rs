@@ -1,5 +1,5 @@
-//! Files that describe the machine's own KVM to scripts and VMMs, which are to see ours: the processor's flag in
-//! `/proc/cpuinfo`, where it shows neither VMX nor SVM, and the module's parameter for the PMU.
+//! Files that describe the machine's own KVM, in place of which scripts and VMMs see ours: the processor's flag in
+//! `/proc/cpuinfo`, if the processor shows neither VMX nor SVM, and the module's parameter for the PMU.
 
 use std::borrow::Cow;
 
@@ -9,7 +9,7 @@ use crate::cpuid::{self, Vendor};
 use crate::next::next;
 
 const CPUINFO: &std::ffi::CStr = c"/proc/cpuinfo";
-/// Guests have performance counters.
+/// The parameter that says that guests have performance counters.
 const ENABLE_PMU: &std::ffi::CStr = c"/sys/module/kvm/parameters/enable_pmu";
 
 /// A file that is shown in place of the machine's.
@@ -21,7 +21,7 @@ pub(crate) enum Shown {
     EnablePmu,
 }
 
-/// The file that a program is to see in place of this one, if it only reads.
+/// Returns the file that a program sees in place of this one, if it opens it to read only.
 ///
 /// # Safety
 ///
@@ -42,12 +42,12 @@ pub(crate) unsafe fn wanted(path: *const c_char, flags: c_int) -> Option<Shown> 
     }
 }
 
-/// True for a name among the module's parameters.
+/// Returns true for the name of a parameter of the module.
 pub(crate) fn is_module_s(name: &[u8]) -> bool {
     name.starts_with(b"/sys/module/kvm/")
 }
 
-/// Opens it; `None` if that is not possible, and the machine's own has to do.
+/// Opens the file. `None` if that is impossible: the machine's own file is used then.
 pub(crate) fn open(shown: Shown, flags: c_int) -> Option<c_int> {
     let text: Cow<'_, [u8]> = match shown {
         Shown::Cpuinfo(Vendor::Intel) => with_flag(&read()?, b" vmx").into(),
@@ -75,7 +75,7 @@ pub(crate) fn open(shown: Shown, flags: c_int) -> Option<c_int> {
     }
 }
 
-/// The machine's own `/proc/cpuinfo`, by system calls: the C library's functions are ours here.
+/// Reads the machine's own `/proc/cpuinfo` by system calls, because the C library's functions are ours here.
 fn read() -> Option<Vec<u8>> {
     let at = libc::AT_FDCWD as usize;
     let flags = (libc::O_RDONLY | libc::O_CLOEXEC) as usize;
@@ -98,7 +98,7 @@ fn read() -> Option<Vec<u8>> {
     }
 }
 
-/// The text with one more word in each line of flags.
+/// Returns the text with one more word in each line of flags.
 fn with_flag(text: &[u8], flag: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len() + 4096);
     for line in text.split_inclusive(|byte| *byte == b'\n') {
@@ -121,7 +121,7 @@ macro_rules! fopen {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(path: *const c_char, mode: *const c_char) -> *mut c_void {
             // SAFETY: the caller's strings.

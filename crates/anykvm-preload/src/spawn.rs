@@ -1,7 +1,7 @@
-//! `exec*` and `posix_spawn*`: what a preloaded program starts.
+//! `exec*` and `posix_spawn*`: programs that a preloaded program starts.
 //!
-//! The library reaches dynamically linked programs by itself, through the environment. One that it
-//! does not reach would use a real `/dev/kvm`: it is started by `anykvm exec`.
+//! The library reaches dynamically linked programs through the environment. A program that it does not reach would use
+//! a real `/dev/kvm`, so `anykvm exec` starts it.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
@@ -16,13 +16,13 @@ use crate::program;
 #[derive(Debug)]
 pub(crate) struct Launch {
     own: CString,
-    /// The strings are the caller's but for the first ones; ends with null.
+    /// The argument list, which ends with null. All strings but the first ones are the caller's.
     arguments: Vec<*const c_char>,
     _path: CString,
 }
 
 impl Launch {
-    /// `None` for a program that needs no launcher.
+    /// Returns what starts the program. `None` for a program that needs no launcher.
     ///
     /// # Safety
     ///
@@ -33,12 +33,12 @@ impl Launch {
         }
         let own = CString::new(own_file()?.as_os_str().as_bytes()).ok()?;
         let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-        // The launcher drops the library from the program's environment.
+        // The launcher removes the library from the program's environment.
         let fixed: [&CStr; 3] = [c"exec", c"--quiet", c"--"];
         let mut list = vec![own.as_ptr()];
         list.extend(fixed.iter().map(|word| word.as_ptr()));
         list.push(path.as_ptr());
-        // The first is the program's name for itself.
+        // The first argument is the program's name for itself.
         let mut at = 1;
         // SAFETY: a list that ends with null, by this function's contract.
         unsafe {
@@ -57,18 +57,18 @@ impl Launch {
         })
     }
 
-    /// The `anykvm` program.
+    /// Returns the path of the `anykvm` program.
     pub(crate) fn program(&self) -> *const c_char {
         self.own.as_ptr()
     }
 
-    /// Its arguments.
+    /// Returns the arguments of `anykvm`.
     pub(crate) fn arguments(&self) -> *const *const c_char {
         self.arguments.as_ptr()
     }
 }
 
-/// The program to start, and its arguments: the caller's, unless there is something to launch.
+/// Returns the program to start and its arguments: the caller's, unless there is something to launch.
 fn started(
     launch: Option<&Launch>,
     path: *const c_char,
@@ -77,7 +77,7 @@ fn started(
     launch.map_or((path, arguments), |l| (l.program(), l.arguments()))
 }
 
-/// The file that this library is.
+/// Returns the file that this library was loaded from.
 pub(crate) fn own_file() -> Option<PathBuf> {
     if !crate::is_preloaded() {
         return std::env::current_exe().ok();
@@ -95,7 +95,7 @@ pub(crate) fn own_file() -> Option<PathBuf> {
     }
 }
 
-/// The file of a path, or, if it has no slash in it, of a name in PATH.
+/// Returns the file of a path; if there is no slash in it, the file of a name in PATH.
 unsafe fn file(name: *const c_char, is_searched: bool) -> Option<PathBuf> {
     if name.is_null() || !crate::is_preloaded() || crate::trace::is_real() {
         return None;
@@ -108,15 +108,15 @@ unsafe fn file(name: *const c_char, is_searched: bool) -> Option<PathBuf> {
     program::find(name)
 }
 
-/// An environment in which LD_PRELOAD names the library: a program that takes it away would start others
-/// with a real `/dev/kvm`.
+/// An environment in which LD_PRELOAD names the library. A program that removes it would start others with a real
+/// `/dev/kvm`.
 struct Environment {
     list: Vec<*const c_char>,
     _variable: CString,
 }
 
 impl Environment {
-    /// `None` if it is there, or has no place here.
+    /// Returns the environment with the library. `None` if the library is named already, or is not to be named.
     ///
     /// # Safety
     ///
@@ -156,7 +156,7 @@ impl Environment {
     }
 }
 
-/// True if a list of libraries as LD_PRELOAD has it names this one.
+/// Returns true if a list of libraries, as LD_PRELOAD has it, names this one.
 fn names(list: &[u8], library: &[u8]) -> bool {
     list.split(|byte| b": ".contains(byte))
         .any(|name| name == library)
@@ -167,11 +167,11 @@ unsafe extern "C" {
     static environ: *const *const c_char;
 }
 
-/// Starts a program in place of this one; -1 and errno if that cannot be.
+/// Starts a program in place of this one. Returns -1 and sets errno if that is impossible.
 ///
 /// # Safety
 ///
-/// As for `execve`.
+/// The requirements of `execve`.
 unsafe fn start(
     path: *const c_char,
     arguments: *const *const c_char,
@@ -206,7 +206,7 @@ macro_rules! exec {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(
             path: *const c_char,
@@ -232,7 +232,7 @@ exec! {
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn fexecve(
     fd: c_int,
@@ -263,7 +263,7 @@ pub(crate) unsafe extern "C" fn fexecve(
 ///
 /// # Safety
 ///
-/// As for that.
+/// The requirements of that function.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn execveat(
     fd: c_int,
@@ -286,7 +286,7 @@ pub(crate) unsafe extern "C" fn execveat(
     ) -> c_int)
 }
 
-/// Becomes the launcher of a program that needs one, or returns.
+/// Starts the launcher of a program that needs one; otherwise returns.
 unsafe fn launch_at(
     fd: c_int,
     path: *const c_char,
@@ -316,7 +316,7 @@ macro_rules! spawn {
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name(
             child: *mut libc::pid_t,
@@ -350,19 +350,19 @@ spawn! {
     posix_spawnp(true);
 }
 
-/// Arguments on the caller's stack, as `execl` and its kind have them, in a list.
+/// Makes a list of arguments on the caller's stack, as `execl` and its kind have them.
 macro_rules! exec_list {
     ($($name:ident => $list:ident;)*) => { $(
         /// The C library's function of this name.
         ///
         /// # Safety
         ///
-        /// As for that.
+        /// The requirements of that function.
         #[unsafe(naked)]
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name() -> c_int {
             std::arch::naked_asm!(
-                // All arguments but the first in a row: five registers, then what is on the stack
+                // All arguments except the first are put in a row: five registers, then the arguments on the stack
                 // behind the return address, which is put elsewhere.
                 "mov rax, [rsp]",
                 "mov [rsp], r9",

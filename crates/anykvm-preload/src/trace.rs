@@ -1,8 +1,8 @@
 //! `anykvm trace`: a line of JSON for each KVM call, on anykvm or on a real device.
 //!
-//! The command names the file in the environment. A line is put together on the stack and written in
-//! one call, so that lines of several threads and processes do not mix, and nothing is allocated: a
-//! VMM's signal handler may call too.
+//! The command names the file in the environment. A line is composed on the stack and written by one call, so that
+//! lines of several threads and processes do not mix. Nothing is allocated, because a VMM's signal handler may make
+//! calls too.
 
 use std::ffi::CStr;
 use std::fmt::{self, Write};
@@ -17,11 +17,11 @@ use crate::next::system_call;
 
 /// `START:DEVICE:FILE`: nanoseconds of CLOCK_MONOTONIC at which the trace began, `real` or `anykvm`.
 const VARIABLE: &CStr = c"ANYKVM_TRACE";
-/// Bytes of a line; a longer one is cut off and says so.
+/// Maximum length of a line in bytes. A longer line is cut off and says so.
 const LINE: usize = 12 << 10;
-/// vCPU descriptors of a real device whose kvm_run is looked at.
+/// Maximum number of vCPU descriptors of a real device whose kvm_run is read.
 const MAPPED: usize = 1024;
-/// kvm_run and the data of port accesses.
+/// Size of kvm_run and of the data of port accesses.
 const RUN_SIZE: usize = 2 * 4096;
 const KVM_RUN: c_ulong = kvm_abi::numbers::KVM_RUN as c_ulong;
 
@@ -37,12 +37,12 @@ static TRACE: OnceLock<Option<Trace>> = OnceLock::new();
 /// Addresses of kvm_run by descriptor, on a real device.
 static RUNS: [AtomicU64; MAPPED] = [const { AtomicU64::new(0) }; MAPPED];
 
-/// The trace, if one is wanted.
+/// Returns the trace, if one is wanted.
 pub(crate) fn wanted() -> Option<&'static Trace> {
     TRACE.get_or_init(open).as_ref()
 }
 
-/// True if `/dev/kvm` is to be the machine's own.
+/// Returns true if `/dev/kvm` is to be the machine's own.
 pub(crate) fn is_real() -> bool {
     wanted().is_some_and(|trace| trace.is_real)
 }
@@ -63,10 +63,10 @@ fn open() -> Option<Trace> {
         _ => return None,
     };
     let path = parts.next()?;
-    // The value's end is the path's.
+    // The path is the rest of the value.
     let path = path.as_ptr() as usize;
     let flags = libc::O_WRONLY | libc::O_APPEND | libc::O_CREAT | libc::O_CLOEXEC;
-    // By the system call: our own `open` asks whether there is a trace.
+    // The file is opened by the system call, because our own `open` asks whether there is a trace.
     // SAFETY: a C string.
     let opened = unsafe {
         system_call(
@@ -77,7 +77,7 @@ fn open() -> Option<Trace> {
     if opened < 0 {
         return None;
     }
-    // Out of the way of a VMM that counts on its numbers.
+    // The descriptor gets a high number, as VMMs may count on low ones.
     const HIGH: usize = 512;
     let duplicate = [
         opened as usize,
@@ -110,7 +110,7 @@ fn now_ns() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// A line in the making.
+/// A line that is being composed.
 struct Line {
     bytes: [u8; LINE],
     len: usize,
@@ -118,7 +118,7 @@ struct Line {
 
 impl Write for Line {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        // The end of the line needs room too.
+        // The end of the line needs room, too.
         const END: usize = 128;
         if text.len() > (LINE - END).saturating_sub(self.len) {
             return Err(fmt::Error);
@@ -136,7 +136,7 @@ impl Line {
         }
     }
 
-    /// Writes a part; false, and nothing written, if there is no room for it.
+    /// Writes a part of the line. Returns false, with nothing written, if there is no room for it.
     fn try_part(&mut self, write: impl FnOnce(&mut Self) -> fmt::Result) -> bool {
         let begin = self.len;
         let fits = write(self).is_ok();
@@ -189,7 +189,7 @@ impl Trace {
         }
         line.try_part(|line| write!(line, ",\"ns\":{took}"));
         line.push(b"}\n");
-        // SAFETY: the line's bytes. A trace on a full disk has gaps.
+        // SAFETY: these are the line's bytes. If the disk is full, the trace has gaps.
         unsafe { libc::write(self.file, line.bytes.as_ptr().cast(), line.len) };
         // SAFETY: the C library's errno of this thread.
         unsafe { *libc::__errno_location() = errno };
@@ -227,7 +227,7 @@ fn write_result(line: &mut Line, result: c_int, errno: c_int) -> fmt::Result {
     }
 }
 
-/// Where kvm_run of a vCPU can be read.
+/// Returns the address of a vCPU's kvm_run.
 fn run_of(fd: c_int) -> Option<u64> {
     if let Ok(Object::Vcpu(vcpu)) = kvm_abi::lookup(fd) {
         return Some(vcpu.run_address());
@@ -237,7 +237,7 @@ fn run_of(fd: c_int) -> Option<u64> {
     if address != 0 {
         return Some(address);
     }
-    // The page, and the one with the data of port accesses.
+    // The mapping has kvm_run and the page with the data of port accesses.
     // SAFETY: a new mapping at an address of the kernel's choice.
     let mapped = unsafe {
         libc::mmap(
@@ -256,7 +256,7 @@ fn run_of(fd: c_int) -> Option<u64> {
     Some(mapped as u64)
 }
 
-/// These descriptors are about to be closed.
+/// Notes that these descriptors are about to be closed.
 pub(crate) fn closing(first: c_int, last: c_int) {
     if !TRACE.get().is_some_and(Option::is_some) {
         return;
@@ -269,14 +269,13 @@ pub(crate) fn closing(first: c_int, last: c_int) {
     {
         let address = run.swap(0, Ordering::Relaxed);
         if address != 0 {
-            // SAFETY: our own mapping; a trace of a call that still runs on it would be the VMM's
-            // use after close.
+            // SAFETY: this is our own mapping. A call that still runs on it would be the VMM's use after close.
             unsafe { libc::munmap(address as *mut _, RUN_SIZE) };
         }
     }
 }
 
-/// What kind of KVM's the descriptor is, here or of a kernel.
+/// Returns the descriptor's kind, for one of ours or of a kernel's KVM.
 fn kind_of(fd: c_int) -> Option<FdKind> {
     match kvm_abi::lookup(fd) {
         Ok(Object::System) => return Some(FdKind::System),
@@ -311,7 +310,7 @@ fn kind_of(fd: c_int) -> Option<FdKind> {
     }
 }
 
-/// A short path.
+/// A short path on the stack.
 #[derive(Default)]
 struct Path {
     bytes: [u8; 32],

@@ -1,72 +1,73 @@
-//! [`EngineFrame`]: what translated code and the engine that runs it both read and write, beside the state of a vCPU.
+//! [`EngineFrame`]: the words that translated code and its engine both read and write, beside the state of a vCPU.
 //!
 //! Translated code addresses the frame by offsets from one base register, so its layout is fixed, and each
 //! offset is asserted. The fields are of two kinds:
 //!
-//! - **Values** are public. A wrong one makes the guest's execution wrong, and nothing else.
+//! - **Values** are public. A wrong value makes the guest's execution wrong, and nothing else.
 //! - **Pointers**, to data that translated code reads and writes or to code that it goes on at, are private. Each is
 //!   set by an `unsafe fn`, whose caller promises what the pointer addresses, and for how long.
 //!
-//! A frame is no part of the architectural state: it is equal to any other, and a copy of a vCPU's state has an empty one.
+//! A frame is not part of the architectural state: all frames are equal, and a copy of a vCPU's state has an empty one.
 
 use core::mem::offset_of;
 
-/// Words of 64 bits, laid out for translated code.
+/// The words of translated code, of 64 bits each.
 #[repr(C, align(64))]
 #[derive(Default)]
 pub struct EngineFrame {
     tables: u64,
-    /// Direct branches to other pages that go by the table until one of them is remembered.
+    /// How many more direct branches to other pages go through the target table before one of them is remembered.
     pub cross_page_left: u64,
     host_rsp: u64,
     devices: u64,
     targets: u64,
-    /// What identifies mapping and mode in the table of indirect targets.
+    /// The target key, which stands for a mapping and a mode.
     pub key: u64,
-    /// What tags in that table are XORed with, by the key.
+    /// The number by which the key's targets are XORed in the target table.
     pub salt: u64,
-    /// gva of the page that executes.
+    /// The gva of the page that is executed.
     pub page: u64,
-    /// Arithmetic flags, when not in RFLAGS.
+    /// Arithmetic flags, while they are not in RFLAGS.
     pub flags: u64,
-    /// Two words for what a trampoline hands on.
+    /// Two words that trampolines pass on.
     pub spill: [u64; 2],
     entry: u64,
     requests: u64,
-    /// Looks that are left.
+    /// Polls that are left until the time is looked at, or the run loop is returned to.
     pub polls_left: u64,
-    /// Why translated code was left.
+    /// The reason why translated code has called Rust or was left.
     pub reason: u64,
-    /// What belongs to the reason.
+    /// An argument of the reason.
     pub argument: u64,
-    /// FP state is in the host's registers.
+    /// Not 0 if FP state is in the host's registers.
     pub fp_live: u64,
     context: u64,
     /// The host's default MXCSR, for LDMXCSR.
     pub host_mxcsr: u64,
-    /// An interrupt waits for RFLAGS.IF.
+    /// Not 0 if an interrupt waits for RFLAGS.IF.
     pub irq_waiting: u64,
     /// Guest TSC less host TSC.
     pub tsc_offset: u64,
-    /// What an instruction of the interpreter's cost, in instructions.
+    /// What the last call of Rust took, in instructions.
     pub cost: u64,
-    /// Instructions until the first poll after entry.
+    /// Instructions until the first poll after translated code is entered.
     pub count: u64,
     log: u64,
     slot: u64,
-    /// The key's number in 32 bits.
+    /// The number of the key, in 32 bits.
     pub number: u64,
     views_writing_through: [u64; 2],
-    /// Translated code has changed to another view by itself, and the MMU has not been told.
+    /// Not 0 if translated code has changed to another view by itself, and the MMU does not know.
     pub is_other_view: u64,
-    /// Host TSC at which the run loop has to be returned to at the latest; 0: whenever [`Self::polls_left`] is used up.
+    /// The host's TSC at which the run loop has to be returned to at the latest. If 0, it is returned to when
+    /// [`Self::polls_left`] is used up.
     pub until: u64,
-    /// PAUSEs executed.
+    /// PAUSE instructions that have been executed.
     pub pauses: u64,
     stack: u64,
     vectors: [[u64; 4]; 16],
     stop: u64,
-    /// Misses of a per-site entry have become many.
+    /// Not 0 if per-site entries have missed often.
     pub site_entries_missed: u64,
     uppers_in_use: u64,
     owed: u64,
@@ -82,30 +83,31 @@ pub struct EngineFrame {
     key_views_used: u64,
     switches: u64,
     switches_epoch: u64,
-    /// The CR3 that an instruction is left to the interpreter with, which flushes nothing; or 0.
+    /// The CR3 that an instruction loads which is left to the interpreter and flushes nothing; or 0.
     pub wanted_root: u64,
-    /// Translated code has loaded CR3 by itself, and the MMU has not been told.
+    /// Not 0 if translated code has loaded CR3 by itself, and the MMU does not know.
     pub is_other_root: u64,
-    /// Of code that counts: the countdown when it was last set, or 0: such code does not run.
+    /// The countdown of code that counts, as it was set last. If 0, such code does not run.
     pub counted_from: u64,
-    /// What that countdown is now, while Rust runs.
+    /// That countdown now, while Rust runs.
     pub counted_to: u64,
     /// Instructions that polls have taken off that countdown.
     pub counted: u64,
     spare: u64,
     refund: u64,
     counted_entry: u64,
-    /// The other streams by their number, and in bit 8 the level.
+    /// What code that counts counts: the number of its streams, and in bit 8 the level.
     pub counted_as: u64,
-    /// Of each segment, the highest offset at which there are 1, 2, 4 … 32 bytes.
+    /// For each segment, the highest offset at which there are 1, 2, 4 … 32 bytes.
     pub bounds: [[u32; EngineFrame::BOUND_SIZES]; 6],
-    /// The six limits that [`Self::bounds`] are of.
+    /// The six limits that [`Self::bounds`] were computed from.
     pub bounds_of: [u32; 6],
     counted_go_on: u64,
-    /// The salt by which the target is found of a branch between levels of which one is counted.
+    /// The salt of the branch's target when a change of level leads from code that counts to code that does not, or
+    /// back.
     pub counted_salt: u64,
     keys: u64,
-    /// Of code that counts several streams: what the countdown has no room for, 16 bits each.
+    /// In code that counts several streams, the sums that are not in the countdown, 16 bits each.
     pub counted_beside: u64,
     refund_beside: u64,
     counted_spill: u64,
@@ -118,7 +120,7 @@ pub struct EngineFrame {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct KeyView {
     from: u64,
-    /// The PKRU that is changed to.
+    /// The PKRU that translated code changes to.
     pkru: u64,
     tables: u64,
     key: u64,
@@ -126,7 +128,7 @@ pub struct KeyView {
     number: u64,
 }
 
-/// Sets of private fields: what translated code follows.
+/// Defines offset and setter of private fields, which are addresses that translated code follows.
 macro_rules! pointers {
     ($($(#[$doc:meta])* $field:ident, $offset:ident, $set:ident;)*) => {
         impl EngineFrame {
@@ -137,7 +139,7 @@ macro_rules! pointers {
                 $(#[$doc])*
                 ///
                 /// # Safety
-                /// It is that, or 0 where that is said, whenever translated code runs.
+                /// `address` is what is said above, or 0 where that is said, whenever translated code runs.
                 pub unsafe fn $set(&mut self, address: u64) {
                     self.$field = address;
                 }
@@ -149,65 +151,67 @@ macro_rules! pointers {
 pointers! {
     /// Base of the live view's software TLB.
     tables, TABLES, set_tables;
-    /// Address of the MMU's last device pages, two of them.
+    /// Address of the MMU's two device pages that were accessed last.
     devices, DEVICES, set_devices;
-    /// Address of the table of indirect targets.
+    /// Address of the target table.
     targets, TARGETS, set_targets;
-    /// Address of code of the vCPU's own buffer: where to go on after the registers are loaded.
+    /// Address of code in the vCPU's own buffer: where to go on once the registers are loaded.
     entry, ENTRY, set_entry;
     /// Address of the request word, 32 bits.
     requests, REQUESTS, set_requests;
-    /// Address of what the functions that translated code calls work on.
+    /// Address of the context that the functions work on that translated code calls.
     context, CONTEXT, set_context;
     /// Address of the log of writes in lock-step; or 0.
     log, LOG, set_log;
-    /// Address of the byte that is not zero when the run loop has to be returned to at once, where [`EngineFrame::until`] is not 0.
+    /// Address of the byte that is not 0 when the run loop has to be returned to at once. It is looked at where
+    /// [`EngineFrame::until`] is not 0.
     stop, STOP, set_stop;
-    /// Address of the table of roots that CR3 is switched to without leaving translated code.
+    /// Address of the table of roots that translated code loads to CR3 by itself.
     switches, SWITCHES, set_switches;
-    /// Address of the word that those roots are right for.
+    /// Address of the word that those roots were noted at the value of.
     switches_epoch, SWITCHES_EPOCH, set_switches_epoch;
-    /// Address of the table of keys.
+    /// Address of the table of target keys that translated code changes to by itself.
     keys, KEYS, set_keys;
-    /// Address of code of the vCPU's own buffer that counts: where to go on once the countdown is loaded.
+    /// Address of code in the vCPU's own buffer that counts: where to go on once the countdown is loaded.
     counted_entry, COUNTED_ENTRY, set_counted_entry;
-    /// Address of the trampoline at which code goes on that counts while the code before does not, or the other way round; or 0.
+    /// Address of the trampoline by which code that does not count goes on with code that counts, or the other way
+    /// round; or 0.
     counted_go_on, COUNTED_GO_ON, set_counted_go_on;
 }
 
-/// Offsets of what translated code alone writes.
+/// Offsets of words that only translated code writes.
 impl EngineFrame {
-    /// The host's RSP before a call of Rust, and after it.
+    /// The host's RSP at a call of Rust.
     pub const HOST_RSP: usize = offset_of!(Self, host_rsp);
-    /// What a string instruction found for its first operand, while it looks at the second.
+    /// What a string instruction has found for its first operand, while it looks for the second.
     pub const SLOT: usize = offset_of!(Self, slot);
-    /// The host's RSP with no call to return from.
+    /// The host's RSP while it has no call to return from.
     pub const STACK: usize = offset_of!(Self, stack);
     /// Room for YMM0 to YMM15 while Rust runs.
     pub const VECTORS: usize = offset_of!(Self, vectors);
-    /// Their upper halves are among what is there.
+    /// Not 0 if the upper halves of these are among what is stored.
     pub const UPPERS_IN_USE: usize = offset_of!(Self, uppers_in_use);
-    /// Of hoisted loops: what the countdown is less than it was.
+    /// In a hoisted loop, what was left of the countdown beyond the fast iterations.
     pub const OWED: usize = offset_of!(Self, owed);
-    /// Of hoisted loops: the anchors.
+    /// In a hoisted loop, the anchors.
     pub const ANCHORS_AT: usize = offset_of!(Self, anchors);
-    /// Of hoisted loops: turns of the first pass, in 32 bits.
+    /// In a hoisted loop, the iterations that do not fill a block, in 32 bits.
     pub const REST: usize = offset_of!(Self, rest);
-    /// What the countdown has been less than zero when the loop began.
+    /// In a hoisted loop, the negative of the countdown when the fast iterations began.
     pub const BEGAN: usize = offset_of!(Self, began);
-    /// How often each loop goes back before its probes are hoisted: there are fewer of them than loops.
+    /// How often loops go back before their probes are hoisted. Loops share these words.
     pub const RELUCTANCES_AT: usize = offset_of!(Self, reluctances);
-    /// What budgets vary by.
+    /// The random number that budgets vary by.
     pub const RANDOM: usize = offset_of!(Self, random);
-    /// What is to be given back if the instruction that calls a trampoline is left to the interpreter.
+    /// What is given back if the instruction that calls a trampoline is left to the interpreter.
     pub const REFUND: usize = offset_of!(Self, refund);
-    /// What [`Self::REFUND`] is of [`Self::counted_beside`].
+    /// What is given back with [`Self::REFUND`] to [`Self::counted_beside`].
     pub const REFUND_BESIDE: usize = offset_of!(Self, refund_beside);
-    /// A word for a moment, of code that counts.
+    /// A word in which code that counts keeps a register for a moment.
     pub const COUNTED_SPILL: usize = offset_of!(Self, counted_spill);
-    /// Of [`KeyView`]s.
+    /// The table of [`KeyView`]s.
     pub const KEY_VIEWS_AT: usize = offset_of!(Self, key_views);
-    /// Of the tables of the supervisor's views, by CR0.WP and RFLAGS.AC.
+    /// The tables of the supervisor's views, by CR0.WP and RFLAGS.AC.
     pub const VIEWS_AT: [[usize; 2]; 2] = {
         let (through, protected) = (
             offset_of!(Self, views_writing_through),
@@ -218,35 +222,35 @@ impl EngineFrame {
 }
 
 impl EngineFrame {
-    /// Anchors of hoisted loops.
+    /// Number of anchors.
     pub const ANCHORS: usize = 6;
-    /// Counters of hoisted loops.
+    /// Number of words that say how often a loop goes back.
     pub const RELUCTANCES: usize = 32;
-    /// Sizes that segments have bounds for.
+    /// Number of access sizes that segments have bounds for.
     pub const BOUND_SIZES: usize = 6;
-    /// Sums of events besides instructions.
+    /// Number of sums besides that of instructions.
     pub const COUNTED_SUMS: usize = 7;
-    /// Views that are known by PKRU.
+    /// Number of views in the table by PKRU.
     pub const KEY_VIEWS: usize = 8;
-    /// The upper three bits of PKRU times this are the place of a view.
+    /// The factor of PKRU's hash: the upper three bits of the product are the view's index.
     pub const KEY_VIEW_HASH: u32 = 0x9e37_79b1;
 
-    /// Base of the live view's software TLB.
+    /// Returns the base of the live view's software TLB.
     pub fn tables(&self) -> u64 {
         self.tables
     }
 
-    /// Address of the log of writes in lock-step; or 0.
+    /// Returns the address of the log of writes in lock-step; or 0.
     pub fn log(&self) -> u64 {
         self.log
     }
 
-    /// The calls of Rust that translated code is in are not returned to: it goes on where no call has anything to return from.
+    /// Drops the calls that translated code is in: it goes on where no call has anything to return from.
     pub fn drop_calls(&mut self) {
         self.host_rsp = self.stack;
     }
 
-    /// Translated code asks for each change of the view from now on.
+    /// Makes translated code ask Rust for each change of the view.
     pub fn forget_views(&mut self) {
         self.forget_supervisor_views();
         if core::mem::take(&mut self.key_views_used) != 0 {
@@ -254,16 +258,16 @@ impl EngineFrame {
         }
     }
 
-    /// Translated code asks for each change of CR0.WP and RFLAGS.AC from now on.
+    /// Makes translated code ask Rust for each change of CR0.WP and RFLAGS.AC.
     pub fn forget_supervisor_views(&mut self) {
         (self.views_writing_through, self.views_protected) = ([0; 2], [0; 2]);
     }
 
-    /// The supervisor has the software TLB at `tables` with this CR0.WP and this RFLAGS.AC, and nothing else differs from where it
-    /// has another one: translated code changes between them by itself.
+    /// Lets translated code change by itself to the supervisor's view with this CR0.WP and this RFLAGS.AC, whose
+    /// software TLB is at `tables`. Nothing but the tables differs between it and the other views that are set.
     ///
     /// # Safety
-    /// `tables` is the base of a software TLB of the vCPU for as long as it is there.
+    /// `tables` is the base of a software TLB of the vCPU for as long as the view is set.
     pub unsafe fn set_view(&mut self, wp: bool, ac: bool, tables: u64) {
         let views = match wp {
             true => &mut self.views_protected,
@@ -272,10 +276,11 @@ impl EngineFrame {
         views[usize::from(ac)] = tables;
     }
 
-    /// PKRU alone leads from the software TLB at `from` to the live one, with the live key: translated code changes by itself.
+    /// Lets translated code change by itself from the software TLB at `from` to the live one, with the live key. Only
+    /// PKRU, which becomes `pkru`, differs between the two.
     ///
     /// # Safety
-    /// The live tables are the base of a software TLB of the vCPU for as long as the view is there.
+    /// The live tables are the base of a software TLB of the vCPU for as long as the view is set.
     pub unsafe fn set_key_view(&mut self, from: u64, pkru: u32) {
         self.key_views_used = 1;
         let place = pkru.wrapping_mul(Self::KEY_VIEW_HASH) >> 29;
@@ -289,7 +294,7 @@ impl EngineFrame {
         };
     }
 
-    /// A copy, to come back to.
+    /// Returns a copy that can be restored.
     #[must_use]
     pub fn snapshot(&self) -> Self {
         Self { ..*self }
@@ -316,7 +321,7 @@ impl core::fmt::Debug for EngineFrame {
     }
 }
 
-/// Displacements that the code of older builds and the golden files know: the order of fields is kept.
+/// The order of fields is kept, because golden files contain the displacements.
 const _: () = {
     assert!(EngineFrame::TABLES == 0);
     assert!(EngineFrame::TARGETS == 8 * 4);

@@ -4,7 +4,7 @@ use x86_defs::msr::*;
 
 use crate::{Pmu, Refused, Tally};
 
-/// Bits of an event select that are not there; a write to them is dropped.
+/// Bits of an event select that do not exist. A write to them has no effect.
 const SELECT_RESERVED: u64 = 0xffff_fff0_0028_0000;
 
 /// A register of this PMU.
@@ -29,7 +29,7 @@ impl Pmu {
                 Register::Counter(n)
             });
         }
-        // The K7's numbers of the first four.
+        // The K7's numbers reach the first four counters.
         let general = usize::from(c.general).min(4);
         for (first, make) in [
             (K7_EVNTSEL0, Register::Select as fn(usize) -> Register),
@@ -84,7 +84,7 @@ impl Pmu {
                     self.change(now, |p| p.global_ctrl = value);
                 }
             }
-            // Read-only, but for the VMM.
+            // The register is read-only, except for the VMM.
             Register::GlobalStatus => {
                 self.settle(now);
                 if is_host {

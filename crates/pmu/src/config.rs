@@ -2,7 +2,7 @@
 
 use crate::{MAX_FIXED, MAX_GENERAL};
 
-/// Whose registers there are.
+/// The vendor whose registers the PMU has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Vendor {
     /// There is no PMU.
@@ -10,33 +10,33 @@ pub enum Vendor {
     None,
     /// The architectural PMU of leaf 0xA.
     Intel,
-    /// The K7's four counters, or the core's six, with global registers or without.
+    /// AMD's PMU: the four counters of the K7, or the six of the core, with or without global registers.
     Amd,
 }
 
-/// A PMU.
+/// The kind of a PMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Config {
     /// Whose.
     pub vendor: Vendor,
-    /// General counters.
+    /// Number of general counters.
     pub general: u8,
-    /// Fixed counters.
+    /// Number of fixed counters.
     pub fixed: u8,
-    /// There are global registers: Intel's version 2, AMD's PerfMonV2.
+    /// True if there are global registers: with Intel's version 2, or AMD's PerfMonV2.
     pub has_global: bool,
-    /// AMD: the core's registers are there, besides the K7's numbers.
+    /// AMD: true if the core's registers are there, besides the K7's.
     pub has_core: bool,
-    /// Intel: architectural events that are not there, a bit each.
+    /// Intel: architectural events that are absent, a bit each.
     pub unavailable: u32,
-    /// Intel: general counters can be written in full (IA32_PERF_CAPABILITIES.FW_WRITE).
+    /// Intel: true if general counters can be written in full (IA32_PERF_CAPABILITIES.FW_WRITE).
     pub full_width: bool,
-    /// Leaf 1 EAX: events beyond the architectural ones go by the model.
+    /// EAX of CPUID leaf 1. The model decides about events beyond the architectural ones.
     pub signature: u32,
 }
 
 impl Config {
-    /// Of leaf 0xA, EAX, EBX and EDX; none in version 0.
+    /// Makes the kind from EAX, EBX and EDX of CPUID leaf 0xA; version 0 has no PMU.
     pub fn intel([eax, ebx, edx]: [u32; 3], signature: u32) -> Self {
         let version = eax & 0xff;
         if version == 0 {
@@ -44,7 +44,7 @@ impl Config {
         }
         let has_global = version >= 2;
         let listed = eax >> 24;
-        // What is behind the list is not there either.
+        // Events behind the end of the list are absent, too.
         let beyond = u32::MAX.checked_shl(listed).unwrap_or(0);
         Self {
             vendor: Vendor::Intel,
@@ -61,7 +61,8 @@ impl Config {
             signature,
         }
     }
-    /// `has_core`: leaf 0x80000001 shows PerfCtrExtCore; `v2`: EAX and EBX of leaf 0x80000022.
+    /// Makes the kind from AMD's CPUID. `has_core`: leaf 0x80000001 shows PerfCtrExtCore. The numbers are EAX and EBX
+    /// of leaf 0x80000022.
     pub fn amd(has_core: bool, [eax, ebx]: [u32; 2], signature: u32) -> Self {
         let has_global = eax & 1 != 0;
         let general = match (has_global, has_core) {
@@ -79,7 +80,7 @@ impl Config {
         }
     }
 
-    /// Family and model of the signature.
+    /// Returns family and model of the signature.
     pub(crate) const fn family_model(&self) -> (u32, u32) {
         let s = self.signature;
         let family = (s >> 8 & 0xf)

@@ -1,14 +1,14 @@
-//! Event numbers to what is counted (SDM vol. 3, 20.2.1.2, and Intel's and AMD's lists of events
-//! for their models). An event that is none of these counts nothing.
+//! From event numbers to the streams that are counted (SDM vol. 3, 20.2.1.2, and Intel's and AMD's lists of events for
+//! their models). Other events count nothing.
 
 use x86_defs::retired::*;
 
 use crate::{CYCLES, Config, Vendor, select};
 
-/// Instructions, cycles, reference cycles.
+/// Streams of the fixed counters: instructions, cycles, reference cycles.
 pub(crate) const FIXED: [usize; 3] = [INSTRUCTIONS, CYCLES, CYCLES];
 
-/// Bits of leaf 0xA EBX.
+/// Bits of EBX of CPUID leaf 0xA.
 mod architectural {
     pub(super) const CYCLES: u32 = 1 << 0;
     pub(super) const INSTRUCTIONS: u32 = 1 << 1;
@@ -16,9 +16,9 @@ mod architectural {
     pub(super) const BRANCHES: u32 = 1 << 5;
 }
 
-/// What an event select counts, if that can be counted.
+/// Returns what an event select counts. `None` if that cannot be counted.
 pub(crate) fn slot(config: &Config, value: u64) -> Option<usize> {
-    // Those count cycles with so many events, or the beginnings of them.
+    // Such a select counts cycles in which so many events happen, or the first of them.
     if value & (select::CMASK | select::INV | select::EDGE) != 0 {
         return None;
     }
@@ -43,7 +43,7 @@ fn intel(config: &Config, event: u8, mask: u8) -> Option<usize> {
     }
 }
 
-/// BR_INST_RETIRED up to Comet Lake.
+/// Returns the stream of BR_INST_RETIRED's unit mask, up to Comet Lake.
 const fn old_branches(mask: u8) -> Option<usize> {
     Some(match mask {
         0x01 => CONDITIONAL,
@@ -57,7 +57,7 @@ const fn old_branches(mask: u8) -> Option<usize> {
     })
 }
 
-/// BR_INST_RETIRED from Ice Lake on.
+/// Returns the stream of BR_INST_RETIRED's unit mask, from Ice Lake on.
 const fn new_branches(mask: u8) -> Option<usize> {
     Some(match mask {
         0x01 => CONDITIONAL_TAKEN,
@@ -72,7 +72,7 @@ const fn new_branches(mask: u8) -> Option<usize> {
     })
 }
 
-/// Of the models that this can be shown on, all but those of Skylake's line have the new numbers.
+/// Returns true if the model has the new unit masks: all models with this PMU do, except those of Skylake's line.
 fn has_new_branches(config: &Config) -> bool {
     const OLD: &[u32] = &[
         0x3c, 0x3d, 0x3f, 0x45, 0x46, 0x47, 0x4e, 0x4f, 0x55, 0x56, 0x5e, 0x66, 0x8e, 0x9e, 0xa5,
@@ -85,7 +85,7 @@ fn has_new_branches(config: &Config) -> bool {
 fn amd(event: u16, mask: u8) -> Option<usize> {
     Some(match event {
         0x076 => CYCLES,
-        // Cycles at the frequency of P0.
+        // Cycles at the frequency of P-state 0.
         0x120 if mask & 1 != 0 => CYCLES,
         0x0c0 => INSTRUCTIONS,
         0x0c2 => BRANCHES,

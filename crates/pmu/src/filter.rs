@@ -1,13 +1,13 @@
 //! KVM_SET_PMU_EVENT_FILTER (KVM API document, 4.120).
 
-/// Events of a filter at most.
+/// Maximum number of a filter's events.
 pub const MAX_EVENTS: usize = 300;
 
-/// The filter is refused.
+/// The error of a filter that is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidFilter;
 
-/// Which events may be counted.
+/// The events that may be counted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Filter {
     allows: bool,
@@ -15,7 +15,7 @@ pub struct Filter {
     entries: Vec<Entry>,
 }
 
-/// Unit masks of an event select: those that are `wanted` under `mask`.
+/// Unit masks of an event: those that are equal to `wanted` in the bits of `mask`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
     event: u16,
@@ -24,13 +24,13 @@ struct Entry {
     excludes: bool,
 }
 
-/// Layout of a masked entry.
+/// Bits of a masked entry.
 const EXCLUDE: u64 = 1 << 55;
 const MASKED_VALID: u64 = 0xff | 0xff << 8 | 0xf << 32 | EXCLUDE | 0xff << 56;
 
 impl Filter {
-    /// `allows`: the listed events, or else all others. `fixed`: a bit for each fixed counter.
-    /// `is_masked`: entries are those of KVM_PMU_EVENT_FLAG_MASKED_EVENTS.
+    /// Makes a filter. `allows`: the listed events may be counted; otherwise all others may. `fixed` has a bit for each
+    /// fixed counter. `is_masked`: entries have the layout of KVM_PMU_EVENT_FLAG_MASKED_EVENTS.
     pub fn new(
         allows: bool,
         fixed: u32,
@@ -51,7 +51,7 @@ impl Filter {
                     excludes: e & EXCLUDE != 0,
                 });
             } else if e & !(0xffff | 0xf << 32) == 0 {
-                // Any other can be no event.
+                // An entry with other bits matches no event.
                 entries.push(Entry {
                     event,
                     mask: 0xff,
@@ -67,7 +67,7 @@ impl Filter {
         })
     }
 
-    /// The event of a select may be counted. `is_amd`: it has twelve bits.
+    /// Returns true if the event of a select may be counted. `is_amd`: events have twelve bits.
     pub(crate) fn allows(&self, is_amd: bool, select: u64) -> bool {
         let select = if is_amd { select } else { select & 0xffff };
         let (event, unit) = (event_of(select), (select >> 8) as u8);
@@ -78,7 +78,7 @@ impl Filter {
         };
         (matches(false) && !matches(true)) == self.allows
     }
-    /// The fixed counter may count.
+    /// Returns true if the fixed counter may count.
     pub(crate) const fn allows_fixed(&self, n: usize) -> bool {
         (self.fixed >> n & 1 != 0) == self.allows
     }

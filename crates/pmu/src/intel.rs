@@ -4,11 +4,11 @@ use x86_defs::msr::*;
 
 use crate::{FIXED_SHIFT, MASK, Pmu, Refused, Tally};
 
-/// Reserved bits of an event select: ANY, which is deprecated, and all that is above CMASK.
+/// Reserved bits of an event select: ANY, which is deprecated, and all bits above CMASK.
 const SELECT_RESERVED: u64 = 0xffff_ffff_0020_0000;
-/// What IA32_FIXED_CTR_CTRL has for each counter: its levels and PMI. ANY is deprecated.
+/// A counter's field in IA32_FIXED_CTR_CTRL: its levels and PMI. ANY is deprecated.
 const FIXED_VALID: u64 = 0b1011;
-/// Bits of IA32_PERF_GLOBAL_OVF_CTRL for what is not there: uncore, OvfBuf, CondChgd.
+/// Bits of IA32_PERF_GLOBAL_OVF_CTRL whose conditions never occur here: uncore, OvfBuf, CondChgd.
 const OTHER_STATUS: u64 = 7 << 61;
 
 /// A register of this PMU.
@@ -83,7 +83,7 @@ impl Pmu {
     ) -> Option<Result<(), Refused>> {
         let good = match self.intel_register(index)? {
             Register::General(n) => {
-                // SDM vol. 3, 20.2.8: the legacy number takes 32 bits and their sign.
+                // A write by the legacy number takes 32 bits and sign-extends them (SDM vol. 3, 20.2.8).
                 let value = if is_host { value } else { value as i32 as u64 };
                 self.set_counter(n, value, now);
                 true
@@ -132,7 +132,7 @@ impl Pmu {
             }
             Register::GlobalOvfCtrl => {
                 let good = value & !(self.global_bits() | OTHER_STATUS) == 0;
-                // The VMM restores the register that always reads as zero.
+                // The VMM may restore the register, which always reads as zero.
                 if good && !is_host {
                     self.settle(now);
                     self.global_status &= !value;

@@ -1,13 +1,13 @@
 //! A virtual performance monitoring unit, Intel's and AMD's, as a pure state machine
 //! (SDM vol. 3, chapter 20; AMD APM vol. 2, 13.2).
 //!
-//! Nothing is counted here: an engine keeps a [`Tally`] of what has been retired, which only
-//! grows, and a counter is a difference of two tallies. So enabling, disabling and reading are a
-//! few additions, and what no counter wants costs nothing. [`Pmu::wants`] tells the engine what to
-//! tally and how far it may go until a counter overflows; [`Pmu::settle`] takes an overflow over.
+//! Nothing is counted here. An engine keeps a [`Tally`] of retired events, which only grows, and a counter is a
+//! difference of two tallies. So to enable, disable or read a counter takes a few additions, and what no counter wants
+//! costs nothing. [`Pmu::wants`] tells the engine what to tally, and how far it may go until a counter overflows.
+//! [`Pmu::settle`] records an overflow.
 //!
-//! A guest's write takes effect when the writing instruction retires: the one that enables a
-//! counter is not counted, the one that disables it is. The caller says so by the tally it passes.
+//! A guest's write takes effect when the writing instruction retires: the instruction that enables a counter is not
+//! counted, the one that disables it is. The caller passes the tally of that moment.
 
 #![forbid(unsafe_code)]
 
@@ -27,11 +27,11 @@ use std::sync::Arc;
 use counter::{Counter, levels};
 use x86_defs::retired::INSTRUCTIONS;
 
-/// General counters at most.
+/// Maximum number of general counters.
 pub const MAX_GENERAL: usize = 8;
-/// Fixed counters at most.
+/// Maximum number of fixed counters.
 pub const MAX_FIXED: usize = 3;
-/// Bits of a counter.
+/// Number of a counter's bits.
 pub const WIDTH: u32 = 48;
 const MASK: u64 = (1 << WIDTH) - 1;
 /// Bit of the first fixed counter in the global registers.
@@ -53,19 +53,20 @@ mod select {
 pub struct Wants {
     /// Privilege levels at which retired events are tallied: bit 0 is CPL 0, bit 1 the others.
     pub levels: u8,
-    /// Streams that are counted at one of them, a bit each.
+    /// Streams that are counted at one of these levels, a bit each.
     pub streams: u16,
-    /// Events until the first counter overflows that interrupts then; an instruction retires no
-    /// more than one for each counter.
+    /// Number of events until a counter overflows whose overflow interrupts; an instruction retires at most one event
+    /// per counter.
     pub events_left: Option<u64>,
-    /// Rare streams that this leaves out, a bit each: after each of their events this is to be asked again.
+    /// Rare streams that `events_left` does not cover, a bit each: [`Pmu::wants`] is to be called again after each of
+    /// their events.
     pub held: u16,
-    /// Some counter counts cycles.
+    /// True if some counter counts cycles.
     pub has_cycles: bool,
-    /// Some counter counts cycles at some levels only: those have to be told apart.
+    /// True if some counter counts cycles at some levels only, so that cycles have to be told apart by level.
     pub splits_cycles: bool,
-    /// Cycles until the first such counter overflows that interrupts then; cycles of other levels
-    /// may come on top.
+    /// Number of cycles until a counter of cycles overflows whose overflow interrupts. It may be later, as cycles of
+    /// other levels may not count.
     pub cycles_left: Option<u64>,
 }
 
@@ -79,24 +80,24 @@ pub struct Pmu {
     fixed_ctrl: u64,
     global_ctrl: u64,
     global_status: u64,
-    /// IA32_DEBUGCTL.FREEZE_WHILE_SMM.
+    /// True if IA32_DEBUGCTL.FREEZE_WHILE_SMM is set.
     freezes_in_smm: bool,
     in_smm: bool,
     filter: Option<Arc<Filter>>,
-    /// A counter has overflowed that interrupts then, and nobody has taken it yet.
+    /// True if a counter's overflow has to interrupt, and [`Self::take_interrupt`] has not been called since.
     interrupt: bool,
 }
 
-/// The access is refused: #GP, or the VMM's list ends.
+/// The error of a refused access: it raises #GP, or ends the VMM's list of MSRs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
 
 impl Pmu {
-    /// What CPUID shows.
+    /// Returns what CPUID shows.
     pub const fn config(&self) -> &Config {
         &self.config
     }
-    /// Another table for CPUID: all registers are as after a reset.
+    /// Makes the PMU one that CPUID shows differently. All registers are as after a reset.
     pub fn set_config(&mut self, config: Config) {
         *self = Self {
             config,
@@ -105,28 +106,28 @@ impl Pmu {
         };
         self.global_ctrl = general_bits(config.general);
     }
-    /// KVM_SET_PMU_EVENT_FILTER.
+    /// Sets the filter of KVM_SET_PMU_EVENT_FILTER.
     pub fn set_filter(&mut self, filter: Option<Arc<Filter>>, now: &Tally) {
         self.change(now, |p| p.filter = filter);
     }
-    /// IA32_DEBUGCTL's bit that has counters stand still in SMM.
+    /// Returns IA32_DEBUGCTL's bit that makes counters stand still in SMM.
     pub const fn freezes_in_smm(&self) -> bool {
         self.freezes_in_smm
     }
-    /// Sets it.
+    /// Sets IA32_DEBUGCTL's bit that makes counters stand still in SMM.
     pub fn set_freezes_in_smm(&mut self, freezes: bool, now: &Tally) {
         if freezes != self.freezes_in_smm {
             self.change(now, |p| p.freezes_in_smm = freezes);
         }
     }
-    /// The vCPU has entered or left SMM.
+    /// Notes that the vCPU has entered or left SMM.
     pub fn set_in_smm(&mut self, in_smm: bool, now: &Tally) {
         if in_smm != self.in_smm {
             self.change(now, |p| p.in_smm = in_smm);
         }
     }
 
-    /// RDMSR, or KVM_GET_MSRS (`is_host`); `None`: not one of this PMU's registers.
+    /// Reads a register for RDMSR, or for KVM_GET_MSRS (`is_host`). `None` if this PMU does not have the register.
     pub fn read(&mut self, index: u32, is_host: bool, now: &Tally) -> Option<Result<u64, Refused>> {
         match self.config.vendor {
             Vendor::None => None,
@@ -134,7 +135,7 @@ impl Pmu {
             Vendor::Amd => self.read_amd(index, now),
         }
     }
-    /// WRMSR, or KVM_SET_MSRS.
+    /// Writes a register for WRMSR, or for KVM_SET_MSRS (`is_host`). `None` if this PMU does not have the register.
     pub fn write(
         &mut self,
         index: u32,
@@ -148,7 +149,7 @@ impl Pmu {
             Vendor::Amd => self.write_amd(index, value, is_host, now),
         }
     }
-    /// RDPMC after the check of privilege.
+    /// Reads a counter for RDPMC, after the check of privilege.
     pub fn rdpmc(&self, index: u32, now: &Tally) -> Result<u64, Refused> {
         const FIXED: u32 = 1 << 30;
         let n = (index & !FIXED) as usize;
@@ -163,7 +164,7 @@ impl Pmu {
         counter.map(|c| c.value(now)).ok_or(Refused)
     }
 
-    /// Takes over what has overflowed by now.
+    /// Records the counters that have overflowed.
     pub fn settle(&mut self, now: &Tally) {
         for n in 0..MAX_GENERAL {
             if self.general[n].settle(now) {
@@ -178,12 +179,12 @@ impl Pmu {
             }
         }
     }
-    /// True once for each time that the interrupt is to be sent.
+    /// Returns true once for each interrupt that has to be sent.
     pub const fn take_interrupt(&mut self) -> bool {
         core::mem::replace(&mut self.interrupt, false)
     }
 
-    /// What has to be tallied from `now` on, and how far; to be called when this is settled.
+    /// Returns what has to be tallied from `now` on, and how far. The counters have been settled at `now`.
     pub fn wants(&self, now: &Tally) -> Wants {
         let mut wants = Wants::default();
         let general = self.general.iter().zip(self.selects);
@@ -213,7 +214,7 @@ impl Pmu {
         wants
     }
 
-    /// Changes registers: counters that run go on with what they have by then.
+    /// Changes registers by `change`. Counters that run are settled first, and go on from there.
     fn change(&mut self, now: &Tally, change: impl FnOnce(&mut Self)) {
         self.settle(now);
         change(self);
@@ -243,11 +244,11 @@ impl Pmu {
         }
     }
 
-    /// Fixed counter `n`'s part of IA32_FIXED_CTR_CTRL.
+    /// Returns the field of fixed counter `n` in IA32_FIXED_CTR_CTRL.
     const fn fixed_field(&self, n: usize) -> u64 {
         self.fixed_ctrl >> (4 * n) & 0xf
     }
-    /// The bits of all counters in the global registers.
+    /// Returns the bits of all counters in the global registers.
     const fn global_bits(&self) -> u64 {
         general_bits(self.config.general) | general_bits(self.config.fixed) << FIXED_SHIFT
     }
@@ -259,10 +260,10 @@ impl Pmu {
     }
 }
 
-/// It is less work to look after each event of the stream than after as many instructions as there are events left: an event costs about
-/// as much as two looks.
+/// Returns true if it is less work to look at the counter after each event of its stream than after as many
+/// instructions as events are left. An event costs about as much as two looks.
 fn is_held(slot: usize, left: u64, now: &Tally) -> bool {
-    /// There is no translated code for fewer instructions until an overflow.
+    /// With fewer instructions until an overflow, code is not translated.
     const LEAST: u64 = 64;
     if x86_defs::retired::RARE >> slot & 1 == 0 {
         return false;

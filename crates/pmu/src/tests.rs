@@ -23,7 +23,7 @@ fn amd() -> Pmu {
     pmu
 }
 
-/// The tally after so many instructions at CPL 0 and 3.
+/// Returns the tally after so many instructions at CPL 0 and 3.
 fn at(os: u64, usr: u64) -> Tally {
     let mut tally = Tally::default();
     tally.0[0][INSTRUCTIONS] = os;
@@ -50,7 +50,7 @@ fn a_counter_is_a_difference_of_two_tallies() {
     let mut pmu = intel();
     set(&mut pmu, IA32_PERFEVTSEL0, INSTRUCTIONS_USR_OS, &at(10, 5));
     assert_eq!(get(&mut pmu, IA32_PMC0, &at(12, 9)), 6);
-    // Only the user's.
+    // Only instructions at CPL 3 count.
     set(&mut pmu, IA32_PERFEVTSEL0, 0x41_00c0, &at(20, 9));
     assert_eq!(get(&mut pmu, IA32_PMC0, &at(100, 10)), 15);
     set(&mut pmu, IA32_PERF_GLOBAL_CTRL, 0, &at(100, 11));
@@ -187,7 +187,7 @@ fn events_go_by_the_model() {
     let zen = Config::amd(true, [0; 2], 0);
     assert_eq!(slot(&zen, 0xd1), Some(CONDITIONAL));
     assert_eq!(slot(&zen, 0x76), Some(CYCLES));
-    // Event 0x120 has its upper bits apart.
+    // Event 0x120 has its upper four bits in another place of the select.
     assert_eq!(slot(&zen, 0x1_0000_0020), None);
     assert_eq!(slot(&zen, 0x1_0000_0120), Some(CYCLES));
 }
@@ -210,13 +210,13 @@ fn a_filter_allows_or_denies_what_it_lists() {
     assert!(!counts(true, false, &[0xc4], calls));
     assert!(!counts(false, false, &[0xc4], branches));
     assert!(counts(false, false, &[0xc4], calls));
-    // Every unit mask of the event, but for calls.
+    // The entry allows every unit mask of the event, except that of calls.
     let masked = [0xc4, 0xc4 | 2 << 8 | 1 << 55 | 0xff << 56];
     assert!(counts(true, true, &masked, branches));
     assert!(!counts(true, true, &masked, calls));
     assert!(!counts(false, true, &masked, branches));
     assert_eq!(Filter::new(true, 0, true, &[1 << 20]), Err(InvalidFilter));
-    // In a list without masks it can be no event.
+    // In a list without masks this entry matches no event.
     assert!(!counts(true, false, &[0xc4 | 1 << 20], branches));
 }
 
@@ -232,8 +232,8 @@ fn counters_stand_still_in_smm_if_they_are_told_to() {
     assert_eq!(get(&mut pmu, IA32_PMC0, &at(31, 0)), 21);
 }
 
-/// A counter of returns that overflows soon, and one of conditional branches: the first has each return looked at, the other one bounds
-/// what is executed at once.
+/// The first counter, of returns, overflows soon, so each return is looked at. The second, of conditional branches,
+/// alone bounds what is executed at once.
 #[test]
 fn rare_events_do_not_bound_what_is_executed_at_once() {
     const CONDITIONAL: u64 = 0x1c4;
@@ -242,7 +242,7 @@ fn rare_events_do_not_bound_what_is_executed_at_once() {
     let now = at(1_000_000, 0);
     for (event, left, held, events_left) in [
         (RETURNS, 5, bit(NEAR_RETURNS), None),
-        // There have been none in a million instructions.
+        // No return has been counted in a million instructions.
         (RETURNS, 900_000, bit(NEAR_RETURNS), None),
         (RETURNS, 1_100_000, 0, Some(1_100_000)),
         (CONDITIONAL, 5, 0, Some(5)),

@@ -13,18 +13,18 @@ use x86_defs::control::{cr3, cr4};
 
 use crate::{CpuState, Exception, Feature};
 
-/// VMCALL is Intel's, VMMCALL AMD's.
+/// How VMCALL or VMMCALL behaves. VMCALL is Intel's instruction, VMMCALL AMD's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HypercallForm {
-    /// The processor's own.
+    /// The instruction is the processor's own.
     Native,
-    /// The other vendor's, to be replaced where the guest has it.
+    /// The instruction is the other vendor's, and is replaced by the processor's own in the guest's memory.
     Replaced,
-    /// #UD.
+    /// The instruction raises #UD.
     Undefined,
 }
 
-/// On whose behalf memory is accessed.
+/// The privilege with which memory is accessed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Privilege {
     /// At the current privilege level.
@@ -92,13 +92,13 @@ pub struct CodePage {
 pub trait Word: Copy + Default + Eq + Send + Sync + core::fmt::Debug + 'static {
     /// Size in bytes.
     const SIZE: usize;
-    /// From the low bytes of `v`.
+    /// Makes a word of the low bytes of `v`.
     fn from_u128(v: u128) -> Self;
-    /// Zero-extended.
+    /// Returns the word, zero-extended.
     fn to_u128(self) -> u128;
-    /// From little-endian bytes; `b` has [`Self::SIZE`] bytes.
+    /// Makes a word of little-endian bytes; `b` has [`Self::SIZE`] bytes.
     fn from_le(b: &[u8]) -> Self;
-    /// Little-endian bytes in the low part of the result.
+    /// Returns the word's little-endian bytes in the low part of the result.
     fn to_le(self) -> [u8; 16];
 }
 
@@ -133,8 +133,8 @@ pub trait GuestBus {
         value: T,
         who: Privilege,
     ) -> Result<(), Fault>;
-    /// As [`Self::read`] of 1, 2, 4 or 8 bytes that are no memory, if the bus knows that before it has
-    /// looked for a translation. `None`, with nothing done, if it does not.
+    /// Does what [`Self::read`] does, for 1, 2, 4 or 8 bytes that are known to be a device's before a translation is
+    /// looked for. Returns `None`, with nothing done, if the bus does not know that.
     #[inline]
     fn read_device(
         &mut self,
@@ -145,7 +145,7 @@ pub trait GuestBus {
     ) -> Option<Result<u64, Fault>> {
         None
     }
-    /// The same for a write of the low bytes of `value`.
+    /// Does the same for a write of the low bytes of `value`.
     #[inline]
     fn write_device(
         &mut self,
@@ -207,7 +207,8 @@ pub trait GuestBus {
     ) -> u64 {
         0
     }
-    /// Fast path of ascending `rep stos`: fills with the low `unit` bytes of `value`; as [`Self::bulk_copy`].
+    /// Fills memory with the low `unit` bytes of `value`: the fast path of ascending `rep stos`, with the rules of
+    /// [`Self::bulk_copy`].
     fn bulk_fill(
         &mut self,
         _cpu: &mut CpuState,
@@ -219,28 +220,27 @@ pub trait GuestBus {
         0
     }
 
-    /// The page that code at `gva` is fetched from; checks fetch permission at the current CPL.
+    /// Returns the page that code at `gva` is fetched from. Checks fetch permission at the current CPL.
     fn code_page(&mut self, cpu: &mut CpuState, gva: u64) -> Result<CodePage, Fault>;
     /// Fetches up to `buf.len()` (at most 15) code bytes without crossing the
     /// page, and tracks them as code: a later write to them changes the page's
     /// generation. Returns how many bytes there are before the page's end.
     fn code_bytes(&mut self, cpu: &mut CpuState, gva: u64, buf: &mut [u8]) -> Result<usize, Fault>;
-    /// The current generation of a page that [`Self::code_page`] returned.
+    /// Returns the current generation of a page that [`Self::code_page`] returned.
     fn code_generation(&mut self, id: u64) -> u32;
-    /// Changes whenever any page's generation does: while it stays the same,
-    /// [`Self::code_generation`] need not be asked.
+    /// Returns a number that changes whenever any page's generation does. While it stays the same,
+    /// [`Self::code_generation`] need not be called.
     fn code_changes(&self) -> u64;
-    /// Changes whenever a translation used for fetching may have changed
-    /// (flush, context or view change): a cache of `code_page` keyed by it is exact.
+    /// Returns a number that changes whenever a translation used for fetching may have changed (flush, context or view
+    /// change). A cache of `code_page` keyed by it is exact.
     fn fetch_epoch(&self) -> u64;
 
-    /// CR0, CR3, CR4 or EFER changed how addresses are translated, and `cpu`
-    /// has the new values. Selects the context; loads and checks PDPTEs in PAE
-    /// mode (`#GP(0)` on reserved bits). Flushes nothing by itself: the caller
-    /// asks with [`Self::flush`] as the manual says.
+    /// Selects the context after CR0, CR3, CR4 or EFER changed how addresses are translated; `cpu` has the new values.
+    /// Loads and checks PDPTEs in PAE mode (`#GP(0)` on reserved bits). Flushes nothing by itself: the caller calls
+    /// [`Self::flush`] as the manual says.
     fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault>;
-    /// MOV to CR3, which `cpu` has already: [`Self::load_root`] and, if `flushes`, [`Flush::Pcid`]
-    /// of its PCID, in one.
+    /// Carries out MOV to CR3, whose value `cpu` has already: [`Self::load_root`] and, if `flushes`, [`Flush::Pcid`] of
+    /// its PCID, in one call.
     fn load_cr3(&mut self, cpu: &mut CpuState, flushes: bool) -> Result<(), Fault> {
         self.load_root(cpu)?;
         if flushes {
@@ -250,19 +250,19 @@ pub trait GuestBus {
         }
         Ok(())
     }
-    /// A load of CR3 may have bit 63 set without PCIDs: the root's translations stay then.
+    /// Returns true if bit 63 of a value loaded to CR3 keeps the root's translations even without PCIDs.
     fn keeps_roots(&self) -> bool {
         false
     }
-    /// CPL, RFLAGS.AC, CR0.WP, CR4.SMEP/SMAP/PKE or PKRU changed: selects a view. Cheap.
+    /// Selects a view after CPL, RFLAGS.AC, CR0.WP, CR4.SMEP, CR4.SMAP, CR4.PKE or PKRU changed. Cheap.
     fn select_view(&mut self, cpu: &mut CpuState);
     /// Forgets translations.
     fn flush(&mut self, cpu: &mut CpuState, what: Flush);
 
-    /// IN: `size` is 1, 2 or 4.
+    /// Executes IN; `size` is 1, 2 or 4.
     fn port_in(&mut self, cpu: &mut CpuState, port: u16, size: u8) -> Result<u32, Fault>;
-    /// One element of a repeated INS that wants `count` of them from here on, itself included. A
-    /// bus may fetch several at once and keep the rest for the calls that follow.
+    /// Reads one element of a repeated INS that wants `count` elements from here on, including this one. A bus may
+    /// fetch several at once and keep the rest for the calls that follow.
     fn port_in_repeated(
         &mut self,
         cpu: &mut CpuState,
@@ -272,7 +272,7 @@ pub trait GuestBus {
     ) -> Result<u32, Fault> {
         self.port_in(cpu, port, size)
     }
-    /// OUT.
+    /// Executes OUT.
     fn port_out(
         &mut self,
         cpu: &mut CpuState,
@@ -280,47 +280,47 @@ pub trait GuestBus {
         size: u8,
         value: u32,
     ) -> Result<(), Fault>;
-    /// RDMSR after the CPL check.
+    /// Executes RDMSR after the CPL check.
     fn read_msr(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault>;
-    /// WRMSR after the CPL check.
+    /// Executes WRMSR after the CPL check.
     fn write_msr(&mut self, cpu: &mut CpuState, index: u32, value: u64) -> Result<(), Fault>;
-    /// CPUID: EAX, EBX, ECX, EDX.
+    /// Executes CPUID. Returns EAX, EBX, ECX, EDX.
     fn cpuid(&mut self, cpu: &mut CpuState, leaf: u32, subleaf: u32) -> [u32; 4];
-    /// The guest's time-stamp counter.
+    /// Returns the guest's time-stamp counter.
     fn tsc(&mut self, cpu: &mut CpuState) -> u64;
-    /// RDPMC after the CPL check.
+    /// Executes RDPMC after the CPL check.
     fn read_pmc(&mut self, cpu: &mut CpuState, index: u32) -> Result<u64, Fault>;
-    /// MOV from CR8: the task priority, 0 to 15.
+    /// Executes MOV from CR8. Returns the task priority, 0 to 15.
     fn task_priority(&mut self, cpu: &mut CpuState) -> u8;
-    /// MOV to CR8.
+    /// Executes MOV to CR8.
     fn set_task_priority(&mut self, cpu: &mut CpuState, priority: u8);
-    /// MONITOR and MWAIT do nothing, and do not raise #UD.
+    /// Returns true if MONITOR and MWAIT do nothing; otherwise they raise #UD.
     fn has_monitor(&mut self, cpu: &CpuState) -> bool {
         cpu.features.has(Feature::Monitor)
     }
-    /// What VMCALL, or else VMMCALL, is on this processor.
+    /// Returns how VMCALL, or VMMCALL, behaves on this processor.
     fn hypercall_form(&mut self, _is_vmcall: bool) -> HypercallForm {
         HypercallForm::Native
     }
-    /// VMCALL and VMMCALL; the bus writes the result to RAX.
+    /// Executes VMCALL or VMMCALL. The bus writes the result to RAX.
     fn hypercall(&mut self, cpu: &mut CpuState) -> Result<(), Fault>;
-    /// RDRAND and RDSEED.
+    /// Returns a random number, for RDRAND and RDSEED.
     fn random(&mut self) -> u64;
-    /// An exception is about to be delivered: true if the VMM wants it instead
-    /// (KVM_SET_GUEST_DEBUG), in which case the bus has recorded the exit.
+    /// Returns true if the VMM wants the exception that is about to be delivered (KVM_SET_GUEST_DEBUG). The bus has
+    /// recorded the exit then.
     fn intercept(&mut self, _cpu: &mut CpuState, _exception: Exception) -> bool {
         false
     }
-    /// The delivery of an event stops for the exit that the bus has recorded.
+    /// Notes that the delivery of an event stops for the exit that the bus has recorded.
     fn delivery_stopped(&mut self, _cpu: &CpuState) {}
-    /// PAUSE: the code is waiting for another vCPU.
+    /// Notes a PAUSE, by which code waits for another vCPU.
     #[inline]
     fn pause(&mut self) {}
-    /// IRET has completed: NMIs are unmasked. (`cpu.events` is already updated.)
+    /// Notes that IRET has completed, which unmasks NMIs. (`cpu.events` is already updated.)
     fn nmi_unmasked(&mut self) {}
-    /// The instruction or iteration is complete: answers of its device accesses are forgotten.
+    /// Notes that the instruction or iteration is complete: answers of its device accesses are forgotten.
     fn commit(&mut self);
-    /// True when the run loop has to be returned to before the next block.
-    /// `cpu` tells whether a waiting interrupt can be taken now (RFLAGS.IF).
+    /// Returns true if the run loop has to be returned to before the next block. RFLAGS.IF in `cpu` says whether a
+    /// waiting interrupt can be taken now.
     fn poll(&mut self, cpu: &CpuState) -> bool;
 }

@@ -16,14 +16,14 @@ pub struct Exception {
 }
 
 impl Exception {
-    /// An exception without an error code.
+    /// Makes an exception without an error code.
     pub const fn new(vector: u8) -> Self {
         Self {
             vector,
             error_code: None,
         }
     }
-    /// An exception with an error code.
+    /// Makes an exception with an error code.
     pub const fn with_code(vector: u8, error_code: u16) -> Self {
         Self {
             vector,
@@ -55,7 +55,7 @@ pub enum Event {
         vector: u8,
         /// Address of the following instruction.
         next_rip: u64,
-        /// INT1 and, as on hardware, no DPL check.
+        /// True for INT1, which does not check the gate's DPL.
         privileged: bool,
     },
     /// An external interrupt.
@@ -73,7 +73,7 @@ pub struct PendingException {
     pub error_code: Option<u32>,
     /// CR2 for #PF, DR6 bits for #DB, not yet in the registers.
     pub payload: Option<u64>,
-    /// Already injected (delivery was interrupted), not merely pending.
+    /// True if delivery has begun and was interrupted; else the exception is only pending.
     pub injected: bool,
 }
 
@@ -82,7 +82,7 @@ pub struct PendingException {
 pub struct PendingInterrupt {
     /// Vector.
     pub vector: u8,
-    /// INT n rather than external.
+    /// True for INT n, false for an external interrupt.
     pub soft: bool,
 }
 
@@ -93,22 +93,22 @@ pub struct Events {
     pub exception: Option<PendingException>,
     /// Interrupt to inject.
     pub interrupt: Option<PendingInterrupt>,
-    /// NMIs not yet delivered, at most two.
+    /// Number of NMIs that are not yet delivered, at most two.
     pub nmi_pending: u8,
-    /// An NMI's delivery was begun.
+    /// True if an NMI's delivery has begun.
     pub nmi_injected: bool,
-    /// NMIs are blocked until IRET.
+    /// True if NMIs are blocked until IRET.
     pub nmi_masked: bool,
-    /// An SMI is pending.
+    /// True if an SMI is pending.
     pub smi_pending: bool,
-    /// The vCPU is in system-management mode.
+    /// True if the vCPU is in system-management mode.
     pub in_smm: bool,
-    /// NMIs were masked when SMM was entered.
+    /// True if NMIs were masked when SMM was entered.
     pub smm_inside_nmi: bool,
-    /// INIT latched while in SMM.
+    /// True if an INIT was latched while in SMM.
     pub latched_init: bool,
     /// Vector of the last SIPI.
     pub sipi_vector: u32,
-    /// A triple fault is pending.
+    /// True if a triple fault is pending.
     pub triple_fault: bool,
 }

@@ -2,11 +2,11 @@
 
 use x86_defs::xsave;
 
-/// Bytes in the image: up to and including PKRU's component with AVX-512.
+/// Size of the image in bytes: up to and including PKRU's component with AVX-512.
 pub const AREA_SIZE: usize = 2816;
 
-/// The FP/SIMD registers (SDM vol. 1, 13.4). The image always holds current
-/// values; XSTATE_BV in it is not meaningful (GET/SET code handles it).
+/// The FP/SIMD registers (SDM vol. 1, 13.4). The image always holds current values. XSTATE_BV in it has no meaning:
+/// KVM_GET_XSAVE and KVM_SET_XSAVE compute it.
 #[repr(C, align(64))]
 #[derive(Clone, PartialEq, Eq)]
 pub struct FpState {
@@ -35,11 +35,11 @@ impl Default for FpState {
 }
 
 impl FpState {
-    /// A 16-bit field at a fixed offset of the legacy region.
+    /// Returns a 16-bit field at a fixed offset of the legacy region.
     pub fn u16_at(&self, offset: usize) -> u16 {
         u16::from_le_bytes([self.area[offset], self.area[offset + 1]])
     }
-    /// MXCSR.
+    /// Returns MXCSR.
     pub fn mxcsr(&self) -> u32 {
         let a = &self.area;
         u32::from_le_bytes([
@@ -53,7 +53,7 @@ impl FpState {
     pub fn set_mxcsr(&mut self, v: u32) {
         self.area[xsave::MXCSR..xsave::MXCSR + 4].copy_from_slice(&v.to_le_bytes());
     }
-    /// XMM register `n`, 0 to 15.
+    /// Returns XMM register `n`, 0 to 15.
     pub fn xmm(&self, n: usize) -> u128 {
         let at = xsave::XMM0 + 16 * (n & 15);
         let mut b = [0; 16];
@@ -65,7 +65,7 @@ impl FpState {
         let at = xsave::XMM0 + 16 * (n & 15);
         self.area[at..at + 16].copy_from_slice(&v.to_le_bytes());
     }
-    /// Upper half of YMM register `n`.
+    /// Returns the upper half of YMM register `n`.
     pub fn ymm_hi(&self, n: usize) -> u128 {
         let at = xsave::YMM_HI + 16 * (n & 15);
         let mut b = [0; 16];

@@ -1,7 +1,6 @@
 //! A vCPU's architectural state, the events pending on it, its CPUID and MSR model, and the trait through which execution reaches the world.
 //!
-//! Everything that executes guest code (interpreter, later translated code)
-//! works on one [`CpuState`] and reaches memory, ports, MSRs that are not CPU
+//! All engines that execute guest code work on one [`CpuState`]. They reach memory, ports, MSRs that are not CPU
 //! registers, and the hypervisor through one trait, [`GuestBus`].
 
 #![forbid(unsafe_code)]

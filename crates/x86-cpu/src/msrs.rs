@@ -37,16 +37,16 @@ pub struct Msrs {
     pub osvw_status: u64,
 }
 
-/// MSR_PLATFORM_INFO: CPUID faulting is there (SDM vol. 3, "CPUID faulting").
+/// MSR_PLATFORM_INFO: the processor has CPUID faulting (SDM vol. 3, "CPUID faulting").
 pub(crate) const PLATFORM_INFO_CPUID_FAULT: u64 = 1 << 31;
-/// MSR_MISC_FEATURES_ENABLES: it is on.
+/// MSR_MISC_FEATURES_ENABLES: CPUID faulting is on.
 pub(crate) const MISC_FEATURES_CPUID_FAULT: u64 = 1 << 0;
 
-/// IA32_FEATURE_CONTROL: it cannot be written any more.
+/// IA32_FEATURE_CONTROL: the register cannot be written any more.
 pub(crate) const FEATURE_CONTROL_LOCKED: u64 = 1 << 0;
 
 impl Msrs {
-    /// CPUID is `#GP(0)` outside of ring 0.
+    /// Returns true if CPUID raises `#GP(0)` outside of ring 0.
     pub const fn faults_cpuid(&self) -> bool {
         self.misc_features & MISC_FEATURES_CPUID_FAULT != 0
     }

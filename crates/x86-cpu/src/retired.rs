@@ -1,29 +1,29 @@
 //! [`Retired`]: how many events of each stream have been retired while somebody counted them.
 //!
-//! An engine adds an instruction when it has completed, at the privilege level that it began at,
-//! if [`Retired::counts_at`] said so before. What faulted, or is to be executed again after the
-//! VMM's answer, has not completed. The counts only grow: counters are differences of them.
+//! An engine adds an instruction when it has completed, at the privilege level that it began at, if
+//! [`Retired::counts_at`] returned true for that level before. An instruction that has faulted, or is to be executed
+//! again after the VMM's answer, has not completed. The counts only grow: counters are differences of them.
 
 use x86_defs::retired::{
     BRANCHES, CONDITIONAL, CONDITIONAL_NOT_TAKEN, CONDITIONAL_TAKEN, FAR, INSTRUCTIONS, NEAR_TAKEN,
     STREAMS, TAKEN, bit,
 };
 
-/// Counts of one vCPU. `repr(C)`: generated code adds to them.
+/// The counts of one vCPU. `repr(C)`, because generated code adds to them.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retired {
     /// Events at CPL 0, and at other levels.
     pub counts: [[u64; STREAMS]; 2],
-    /// Instructions, counted or not, after which a counter may overflow at the earliest: the run
-    /// loop is to be returned to then.
+    /// Number of instructions, counted or not, after which a counter may overflow at the earliest. The run loop has to
+    /// be returned to then.
     pub left: u64,
-    /// Where events are counted: bit 0 at CPL 0, bit 1 at other levels.
+    /// Levels at which events are counted: bit 0 is CPL 0, bit 1 the other levels.
     pub levels: u8,
-    /// Streams that somebody counts at one of them, a bit each: an engine may leave out others.
+    /// Streams that somebody counts at one of these levels, a bit each. An engine need not count the others.
     pub streams: u16,
-    /// Streams, of [`x86_defs::retired::RARE`] ones, of which a counter may overflow soon: [`Self::left`] does not say so, and the run loop is
-    /// to be returned to after each.
+    /// Streams among [`x86_defs::retired::RARE`] of which a counter may overflow soon, a bit each. [`Self::left`] does
+    /// not cover these: the run loop has to be returned to after each of their events.
     pub held: u16,
 }
 
@@ -40,22 +40,23 @@ impl Default for Retired {
 }
 
 impl Retired {
-    /// Index in [`Self::counts`] of a privilege level.
+    /// Returns the index in [`Self::counts`] of a privilege level.
     #[inline(always)]
     pub const fn level(cpl: u8) -> usize {
         (cpl != 0) as usize
     }
-    /// Events are counted at this level.
+    /// Returns true if events are counted at this level.
     #[inline(always)]
     pub const fn counts_at(&self, cpl: u8) -> bool {
         self.levels >> Self::level(cpl) & 1 != 0
     }
-    /// [`Self::left`] is used up.
+    /// Returns true if [`Self::left`] is used up.
     #[inline(always)]
     pub const fn is_due(&self) -> bool {
         self.left == 0
     }
-    /// Adds what an engine has counted by itself: instructions, and events of the other streams. ([`Self::left`] is the engine's, too.)
+    /// Adds what an engine has counted by itself: instructions, and events of the other streams. The engine also
+    /// maintains [`Self::left`] then.
     pub fn add_counted(&mut self, level: usize, instructions: u64, events: &[u64; STREAMS]) {
         let counts = &mut self.counts[level & 1];
         for (count, events) in counts.iter_mut().zip(events) {
@@ -63,14 +64,15 @@ impl Retired {
         }
         counts[INSTRUCTIONS] = counts[INSTRUCTIONS].wrapping_add(instructions);
     }
-    /// The same, where that is one stream.
+    /// Adds the same where the engine has counted one stream besides instructions.
     pub fn add_single(&mut self, level: usize, instructions: u64, stream: usize, events: u64) {
         let counts = &mut self.counts[level & 1];
         counts[INSTRUCTIONS] = counts[INSTRUCTIONS].wrapping_add(instructions);
         let other = &mut counts[stream % STREAMS];
         *other = other.wrapping_add(events);
     }
-    /// Takes back an instruction that such an engine has counted, but that has not completed: one event of each of these streams.
+    /// Takes back an instruction that an engine has counted by itself but that has not completed: one event of each of
+    /// these streams.
     pub fn take_back(&mut self, level: usize, events: u16) {
         let counts = &mut self.counts[level & 1];
         for (stream, count) in counts.iter_mut().enumerate() {
@@ -79,8 +81,8 @@ impl Retired {
         }
         self.left = self.left.saturating_add(1);
     }
-    /// Adds one completed instruction that began at `level`; `events` are the streams that its
-    /// form belongs to ([`outcome`] adds what its execution has decided).
+    /// Adds one completed instruction that began at `level`. `events` are the streams of its form, to which [`outcome`]
+    /// has added those that its execution decides.
     #[inline]
     pub fn add(&mut self, level: usize, events: u16) {
         let counts = &mut self.counts[level & 1];
@@ -98,8 +100,8 @@ impl Retired {
     }
 }
 
-/// The streams of a completed instruction: those of its form, and what follows from whether it
-/// has branched.
+/// Returns the streams of a completed instruction: those of its form, and those that follow from whether it has
+/// branched.
 #[inline]
 pub const fn outcome(form: u16, has_branched: bool) -> u16 {
     if form & bit(BRANCHES) == 0 {

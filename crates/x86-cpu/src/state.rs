@@ -12,16 +12,16 @@ use x86_defs::{
 
 use crate::{Events, Features, FpState, Msrs, Retired};
 
-/// Interrupt shadow: events held off for one instruction.
+/// Interrupt shadow: which events are held off for one instruction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Shadow {
-    /// None.
+    /// No events.
     #[default]
     None,
-    /// After STI: maskable interrupts.
+    /// Maskable interrupts, after STI.
     Sti,
-    /// After MOV SS or POP SS: interrupts, NMIs and debug traps too.
+    /// Interrupts, NMIs and debug traps, after MOV SS or POP SS.
     MovSs,
 }
 
@@ -29,10 +29,10 @@ pub enum Shadow {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub enum CodeSize {
-    /// 16-bit: real, v8086, or CS.D = 0.
+    /// 16-bit code: real mode, virtual-8086 mode, or CS.D = 0.
     #[default]
     Bits16,
-    /// 32-bit protected or compatibility mode.
+    /// 32-bit code in protected or compatibility mode.
     Bits32,
     /// 64-bit mode.
     Bits64,
@@ -48,7 +48,7 @@ pub struct CpuState {
     pub rflags: u64,
     /// Current privilege level.
     pub cpl: u8,
-    /// Width of code; kept by [`CpuState::update_mode`].
+    /// Width of the code; [`CpuState::update_mode`] maintains it.
     pub code_size: CodeSize,
     /// Interrupt shadow.
     pub shadow: Shadow,
@@ -98,19 +98,19 @@ pub struct CpuState {
     pub vmm_debug: VmmDebug,
     /// Plain MSRs.
     pub msr: Msrs,
-    /// Events that wait.
+    /// Events that wait for delivery.
     pub events: Events,
-    /// What CPUID promises.
+    /// The features that the guest's CPUID promises.
     pub features: Features,
     /// x87 and SIMD state.
     pub fp: FpState,
     /// Working memory of an execution engine.
     pub engine: engine_frame::EngineFrame,
-    /// What translations depended on when the last SMI was taken: CR0.PG, CR3, CR4, EFER. A return from SMM to the same
-    /// finds them as they were. All zero after a restored state: the return flushes then.
+    /// Registers that translations depended on when the last SMI was taken: CR0.PG, CR3, CR4, EFER. If RSM restores the
+    /// same values, translations are kept. All are zero in a restored state, so that RSM flushes.
     pub smi_controls: [u64; 4],
-    /// Events retired while somebody counted them. (Last: generated code has what is before it
-    /// within reach.)
+    /// Events retired while somebody counted them. The field is last, so that the fields before it stay within the
+    /// reach of generated code.
     pub retired: Retired,
 }
 
@@ -123,12 +123,12 @@ pub struct VmmDebug {
     pub dr: [u64; 4],
     /// DR7.
     pub dr7: u64,
-    /// They are in force.
+    /// True if these registers are in force.
     pub active: bool,
 }
 
 impl Default for CpuState {
-    /// State after reset (SDM vol. 3, table 10-1), with no CPUID features.
+    /// Returns the state after reset (SDM vol. 3, table 10-1), with no CPUID features.
     fn default() -> Self {
         let data = Segment {
             base: 0,
@@ -210,7 +210,7 @@ impl Default for CpuState {
 }
 
 impl CpuState {
-    /// DR7 as it takes effect.
+    /// Returns the DR7 that is in force.
     #[inline(always)]
     pub const fn effective_dr7(&self) -> u64 {
         if self.vmm_debug.active {
@@ -219,7 +219,7 @@ impl CpuState {
             self.dr7
         }
     }
-    /// DR0 to DR3 as they take effect; `n` is below 4.
+    /// Returns the one of DR0 to DR3 that is in force; `n` is below 4.
     #[inline]
     pub const fn effective_dr(&self, n: usize) -> u64 {
         if self.vmm_debug.active {
@@ -228,7 +228,7 @@ impl CpuState {
             self.dr[n & 3]
         }
     }
-    /// RIP of the current instruction.
+    /// Returns RIP of the current instruction.
     #[inline(always)]
     pub const fn rip(&self) -> u64 {
         self.gpr[reg::RIP]
@@ -238,54 +238,54 @@ impl CpuState {
     pub const fn set_rip(&mut self, rip: u64) {
         self.gpr[reg::RIP] = rip;
     }
-    /// CR0.PE.
+    /// Returns CR0.PE.
     #[inline(always)]
     pub const fn is_protected(&self) -> bool {
         self.cr0 & cr0::PE != 0
     }
-    /// Virtual-8086 mode.
+    /// Returns true in virtual-8086 mode.
     #[inline(always)]
     pub const fn is_v86(&self) -> bool {
         self.rflags & rflags::VM != 0
     }
-    /// Real or virtual-8086: segments are selector × 16.
+    /// Returns true in real mode and virtual-8086 mode, where a segment's base is its selector × 16.
     #[inline(always)]
     pub const fn is_real_or_v86(&self) -> bool {
         !self.is_protected() || self.is_v86()
     }
-    /// EFER.LMA: 64-bit or compatibility mode.
+    /// Returns EFER.LMA: true in 64-bit and compatibility mode.
     #[inline(always)]
     pub const fn is_long_mode(&self) -> bool {
         self.efer & efer::LMA != 0
     }
-    /// 64-bit mode proper.
+    /// Returns true in 64-bit mode, but not in compatibility mode.
     #[inline(always)]
     pub fn is_64bit(&self) -> bool {
         self.code_size == CodeSize::Bits64
     }
-    /// CR0.PG.
+    /// Returns CR0.PG.
     #[inline(always)]
     pub const fn is_paging(&self) -> bool {
         self.cr0 & cr0::PG != 0
     }
-    /// RFLAGS.IOPL.
+    /// Returns RFLAGS.IOPL.
     #[inline(always)]
     pub const fn iopl(&self) -> u8 {
         ((self.rflags & rflags::IOPL) >> rflags::IOPL_SHIFT) as u8
     }
-    /// Goes back to an earlier state of the same vCPU. What the engine has beside it stays: it may be at work, in the middle of the
-    /// instruction that has failed.
+    /// Restores an earlier state of the same vCPU. The engine's frame stays as it is, because the engine may be at
+    /// work, in the middle of the instruction that has failed.
     pub fn put_back(&mut self, saved: Self) {
         let engine = core::mem::take(&mut self.engine);
         *self = Self { engine, ..saved };
     }
-    /// True if a program that may not change IF changes VIF in its place: virtual-8086 mode with CR4.VME, or CPL 3 with
-    /// CR4.PVI, and IOPL below 3 (SDM vol. 3, 21.3 and 21.4).
+    /// Returns true if a program that may not change IF changes VIF in its place: virtual-8086 mode with CR4.VME, or
+    /// CPL 3 with CR4.PVI, and IOPL below 3 (SDM vol. 3, 21.3 and 21.4).
     pub const fn has_virtual_interrupts(&self) -> bool {
         let enable = if self.is_v86() { cr4::VME } else { cr4::PVI };
         self.cpl == 3 && self.cr4 & enable != 0 && self.iopl() < 3 && self.is_protected()
     }
-    /// True if the linear address is canonical in the current paging mode.
+    /// Returns true if the linear address is canonical in the current paging mode.
     #[inline(always)]
     pub const fn is_canonical(&self, gva: u64) -> bool {
         let shift = if self.cr4 & cr4::LA57 != 0 { 7 } else { 16 };

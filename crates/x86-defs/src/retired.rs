@@ -1,21 +1,21 @@
-//! Retired events: what counters of performance can count exactly in software.
+//! Retired events that software can count exactly for performance counters.
 //!
 //! An instruction belongs to several streams at once: each has a bit in a mask. Far transfers are
 //! far JMP, CALL and RET, INT n, IRET, SYSCALL, SYSRET, SYSENTER, SYSEXIT and RSM.
 
-/// Instructions. One with a REP prefix is one, whatever its count.
+/// Instructions. One with a REP prefix counts once, however often it repeats.
 pub const INSTRUCTIONS: usize = 0;
 /// Branches of all kinds, taken or not.
 pub const BRANCHES: usize = 1;
 /// Conditional branches: Jcc, JrCXZ, LOOP.
 pub const CONDITIONAL: usize = 2;
-/// Those of them that are taken.
+/// Conditional branches that are taken.
 pub const CONDITIONAL_TAKEN: usize = 3;
-/// Those that are not.
+/// Conditional branches that are not taken.
 pub const CONDITIONAL_NOT_TAKEN: usize = 4;
-/// Near branches that are taken: JMP, CALL and RET always are.
+/// Near branches that are taken. JMP, CALL and RET always are.
 pub const NEAR_TAKEN: usize = 5;
-/// The same, and far transfers.
+/// Near branches that are taken, and far transfers.
 pub const TAKEN: usize = 6;
 /// Near calls.
 pub const NEAR_CALLS: usize = 7;
@@ -28,10 +28,11 @@ pub const FAR: usize = 10;
 /// Number of streams.
 pub const STREAMS: usize = 11;
 
-/// What there may be little of: calls, returns, indirect branches and far transfers. Each is of an instruction's form.
+/// Streams with few events in most programs: calls, returns, indirect branches and far transfers. Whether an
+/// instruction belongs to one follows from its form alone.
 pub const RARE: u16 = bit(NEAR_CALLS) | bit(NEAR_RETURNS) | bit(NEAR_INDIRECT) | bit(FAR);
 
-/// The mask's bit of a stream.
+/// Returns the stream's bit in a mask.
 pub const fn bit(stream: usize) -> u16 {
     1 << stream
 }

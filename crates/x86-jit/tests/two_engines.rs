@@ -1,6 +1,7 @@
-//! Programs that translated code and the interpreter execute on a bus of their own each, with the same result.
+//! Programs that are executed by translated code and by the interpreter, on a bus of their own each, with the same
+//! result.
 //!
-//! Nothing of the hypervisor is in between: what differs here is the translator's, or the MMU's.
+//! Nothing of the hypervisor is in between, so a difference is the translator's or the MMU's.
 
 use iced_x86::{IcedError, code_asm::*};
 use testkit::MmuBus;
@@ -18,10 +19,10 @@ const TABLES: u64 = 0x1000;
 const CODE: u64 = 0x1_0000;
 const STACK: u64 = 0x3_0000;
 const DATA: u64 = 0x4_0000;
-/// Returns to the run loop until a program is given up.
+/// How often a program returns to the run loop before it is given up.
 const PATIENCE: usize = 100_000;
 
-/// A vCPU at CPL 0 in 64-bit mode; 2 MiB are mapped where they are.
+/// Returns a vCPU at CPL 0 in 64-bit mode, with 2 MiB mapped to themselves.
 fn cpu() -> CpuState {
     let mut cpu = CpuState {
         cpl: 0,
@@ -48,13 +49,13 @@ fn cpu() -> CpuState {
     cpu
 }
 
-/// Memory with the program at [`CODE`].
+/// Makes memory with the program at [`CODE`].
 fn load(bus: &mut MmuBus, code: &[u8]) {
     let word = |at: u64, v: u64| (at, v.to_le_bytes().to_vec());
     for (at, bytes) in [
         word(TABLES, 0x2003),
         word(0x2000, 0x3003),
-        // A large page.
+        // The entry is that of a large page.
         word(0x3000, 0x83),
         (CODE, code.to_vec()),
     ] {
@@ -62,10 +63,10 @@ fn load(bus: &mut MmuBus, code: &[u8]) {
     }
 }
 
-/// What a program has left: registers, flags, and memory from [`DATA`] on.
+/// What a program leaves: registers, RIP, flags, and memory from [`DATA`] on.
 type Outcome = ([u64; 16], u64, u64, Vec<u8>);
 
-/// Runs until HLT. `jit`: by translated code.
+/// Runs a program until HLT; with `jit`, by translated code.
 fn run(code: &[u8], jit: Option<&mut Jit<MmuBus>>, flushes: bool) -> Outcome {
     let mut bus = MmuBus::new(RAM).expect("memory");
     load(&mut bus, code);
@@ -100,8 +101,8 @@ fn run(code: &[u8], jit: Option<&mut Jit<MmuBus>>, flushes: bool) -> Outcome {
     panic!("it does not end");
 }
 
-/// The interpreter's outcome, which that of translated code is compared with: with blocks that stay, with blocks that become hot, in a cache
-/// that is full soon, and with code that is dropped again and again.
+/// Compares the interpreter's outcome with those of translated code: with blocks that stay, with blocks that become
+/// hot, in a cache that is soon full, and with code that is dropped again and again.
 fn compare(build: impl FnOnce(&mut CodeAssembler) -> Result<(), IcedError>) -> Outcome {
     let assemble = || {
         let mut a = CodeAssembler::new(64)?;
@@ -179,7 +180,7 @@ fn code_that_changes_itself() {
         let (mut again, mut place) = (a.create_label(), a.create_label());
         a.mov(ecx, 100)?;
         a.set_label(&mut again)?;
-        // The immediate of the instruction at `place`, one page on.
+        // The address of the immediate of the instruction at `place`, one page on.
         a.lea(rdx, ptr(place))?;
         a.mov(dword_ptr(rdx + 1), ecx)?;
         a.jmp(place)?;
@@ -203,7 +204,7 @@ fn an_instruction_on_two_pages_and_accesses_of_two() {
         a.mov(ecx, 50)?;
         a.mov(rdi, DATA + 0xffd)?;
         a.set_label(&mut again)?;
-        // The instruction behind them, of 10 bytes, begins less than that before the page ends.
+        // The instruction behind these has 10 bytes and begins fewer than 10 before the page ends.
         for _ in 0..0x1000 - 15 - 5 {
             a.nop()?;
         }

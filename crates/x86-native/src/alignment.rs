@@ -3,9 +3,9 @@
 
 use iced_x86::{EncodingKind, Instruction, Mnemonic};
 
-/// Legacy SSE operands of 16 bytes are aligned, with few exceptions; VEX ones
-/// need not be, with few exceptions. Depends on the form alone: meant for the
-/// forms that [`crate::form`] knows, if they have a memory operand.
+/// Returns true if the memory operand must be aligned. Legacy SSE operands of 16 bytes must be, with few exceptions;
+/// VEX operands need not be, with few exceptions. The answer depends only on the form, which has to be one that
+/// [`crate::form`] knows.
 pub fn must_be_aligned(i: &Instruction) -> bool {
     use Mnemonic as M;
     let legacy = i.code().encoding() == EncodingKind::Legacy
@@ -26,7 +26,7 @@ pub fn must_be_aligned(i: &Instruction) -> bool {
     legacy || is_aligned_move(i.mnemonic())
 }
 
-/// The moves that require alignment in every encoding, and whatever MXCSR.MM says.
+/// Returns true for moves that require alignment in every encoding, whatever MXCSR.MM says.
 pub fn is_aligned_move(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(

@@ -35,21 +35,20 @@ pub enum Class {
 pub struct Form {
     /// State it works on.
     pub class: Class,
-    /// It reads MXCSR controls or sets its flags.
+    /// True if the instruction reads MXCSR's control bits or sets its flags.
     pub uses_mxcsr: bool,
-    /// It sets arithmetic flags.
+    /// True if the instruction sets arithmetic flags.
     pub writes_flags: bool,
-    /// It reads arithmetic flags.
+    /// True if the instruction reads arithmetic flags.
     pub reads_flags: bool,
 }
 
-/// The form of an instruction, or `None` if it must not be executed natively
-/// (or this host cannot).
+/// Returns the form of an instruction. `None` if it must not be executed natively, or this host cannot execute it.
 pub fn form(i: &Instruction) -> Option<Form> {
     form_on(i, &HostFeatures::detected())
 }
 
-/// The same for a host with these features.
+/// Returns the same for a host with these features.
 pub fn form_on(i: &Instruction, host: &HostFeatures) -> Option<Form> {
     let code = i.code();
     let op = code.op_code();
@@ -91,8 +90,8 @@ pub fn form_on(i: &Instruction, host: &HostFeatures) -> Option<Form> {
     })
 }
 
-/// Conversions from packed integers in memory, which are no MMX instructions
-/// there: CVTPI2PD (SDM vol. 2) and, on AMD processors, CVTPI2PS.
+/// Returns true for conversions of packed integers that are MMX instructions with a register operand but not with a
+/// memory operand: CVTPI2PD (SDM vol. 2) and, on AMD processors, CVTPI2PS.
 fn keeps_x87(code: Code) -> bool {
     match code {
         Code::Cvtpi2pd_xmm_mmm64 => true,
@@ -101,9 +100,8 @@ fn keeps_x87(code: Code) -> bool {
     }
 }
 
-/// Mnemonics of the allowed features that use memory beyond one operand
-/// (implicit rDI, element-wise masks, vector indices), x87 or MXCSR state in
-/// memory images, caches, or integer state only.
+/// Returns true for mnemonics of the allowed features that use memory beyond one operand (implicit rDI, element-wise
+/// masks, vector indices), x87 or MXCSR state in memory images, caches, or integer state only.
 fn is_excluded(m: Mnemonic) -> bool {
     use Mnemonic as M;
     matches!(
@@ -176,8 +174,8 @@ fn is_excluded(m: Mnemonic) -> bool {
     )
 }
 
-/// SIMD floating-point arithmetic, comparison and conversion. Errs on the side
-/// of true, which costs time only.
+/// Returns true for SIMD floating-point arithmetic, comparison and conversion. May return true for other instructions,
+/// which costs only time.
 fn uses_mxcsr(code: Code) -> bool {
     let name = format!("{:?}", code.mnemonic());
     let name = name
@@ -209,7 +207,7 @@ fn uses_mxcsr(code: Code) -> bool {
     suffix && !plain.iter().any(|p| name.starts_with(p))
 }
 
-/// True for the vector registers a stub can load: XMM0–15 and YMM0–15.
+/// Returns the number of a vector register that a stub can load: XMM0–15 and YMM0–15.
 pub(crate) fn vector_number(r: Register) -> Option<usize> {
     (r.is_vector_register() && r.number() < 16).then(|| r.number())
 }

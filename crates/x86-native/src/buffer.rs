@@ -1,8 +1,7 @@
 //! [`CodeBuffer`]: memory that generated code is written to and executed from.
 //!
-//! One memfd is mapped twice, writable and executable: no page is ever both,
-//! and after creation no system call is needed (a VMM's seccomp filter may
-//! forbid mprotect by then). Bytes are appended; written code never changes
+//! One memfd is mapped twice, once writable and once executable, so no page is ever both. No system call is needed
+//! after creation: by then a VMM's seccomp filter may forbid mprotect. Bytes are appended; written code never changes
 //! until [`CodeBuffer::clear`].
 
 use std::{
@@ -24,12 +23,11 @@ pub(crate) struct CodeBuffer {
     size: usize,
     used: usize,
     recycled: bool,
-    /// [`host::fork::generation`] of the process that mapped it.
+    /// [`host::fork::generation`] of the process that mapped the buffer.
     owner: u32,
 }
 
-// SAFETY: the two mappings belong to this value alone and have no tie to the
-// thread that created them.
+// SAFETY: the two mappings belong to this value alone, and do not depend on the thread that created them.
 unsafe impl Send for CodeBuffer {}
 
 impl CodeBuffer {
@@ -66,7 +64,7 @@ impl CodeBuffer {
         })
     }
 
-    /// Appends code and returns its offset, or `None` if there is no room.
+    /// Appends code and returns its offset. `None` if there is no room.
     pub(crate) fn append(&mut self, code: &[u8]) -> Option<u32> {
         let at = self.used;
         let end = at.checked_add(code.len())?;
@@ -78,9 +76,8 @@ impl CodeBuffer {
         unsafe { ptr::copy_nonoverlapping(code.as_ptr(), self.writable.add(at), code.len()) };
         self.used = end.next_multiple_of(ALIGN).min(self.size);
         if self.recycled {
-            // Code at these addresses may have been executed before and was
-            // written through another linear address: SDM vol. 3, 9.1.3 asks
-            // for a serializing instruction.
+            // Code at these addresses may have been executed before, and was written through another linear address.
+            // SDM vol. 3, 9.1.3 requires a serializing instruction then.
             core::arch::x86_64::__cpuid(0);
         }
         Some(at as u32)
@@ -92,7 +89,7 @@ impl CodeBuffer {
         self.recycled = true;
     }
 
-    /// Address of the code at an offset that [`Self::append`] returned.
+    /// Returns the address of the code at an offset that [`Self::append`] returned.
     #[inline(always)]
     pub(crate) fn entry(&self, offset: u32) -> *const u8 {
         self.executable.wrapping_add(offset as usize)
@@ -101,7 +98,7 @@ impl CodeBuffer {
 
 impl Drop for CodeBuffer {
     fn drop(&mut self) {
-        // In a forked child the mappings do not exist, and something else may be there.
+        // A forked child does not have the mappings, and may have something else there.
         if self.owner != host::fork::generation() {
             return;
         }
@@ -110,8 +107,8 @@ impl Drop for CodeBuffer {
     }
 }
 
-/// Ends one of a buffer's mappings, which nobody uses: running code borrows the buffer.
+/// Unmaps one of a buffer's mappings. No code in it runs, as running code borrows the buffer.
 fn unmap(at: usize, size: usize) {
-    // SAFETY: made by `CodeBuffer::new` with this size.
+    // SAFETY: `CodeBuffer::new` made the mapping, with this size, and nobody uses it any more.
     let _ = unsafe { system::call(libc::SYS_munmap, [at, size]) };
 }

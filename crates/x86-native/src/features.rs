@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 
 use iced_x86::CpuidFeature;
 
-/// x87.
+/// Returns true for features of the x87.
 pub(crate) fn is_x87(f: CpuidFeature) -> bool {
     matches!(
         f,
@@ -13,7 +13,7 @@ pub(crate) fn is_x87(f: CpuidFeature) -> bool {
     )
 }
 
-/// Features whose instructions compute on x87, MMX, XMM and YMM registers.
+/// Returns true for features whose instructions compute on x87, MMX, XMM and YMM registers.
 pub fn is_fp(f: CpuidFeature) -> bool {
     use CpuidFeature as F;
     is_x87(f)
@@ -41,7 +41,7 @@ pub fn is_fp(f: CpuidFeature) -> bool {
         )
 }
 
-/// True on AMD and Hygon processors.
+/// Returns true on AMD and Hygon processors.
 pub(crate) fn is_amd() -> bool {
     let id = core::arch::x86_64::__cpuid(0);
     matches!(
@@ -50,14 +50,14 @@ pub(crate) fn is_amd() -> bool {
     )
 }
 
-/// True if this host executes the feature's instructions in user mode. Features
-/// that nobody here asks about are absent.
+/// Returns true if this host executes the feature's instructions in user mode. Features that are not listed count as
+/// absent.
 pub fn host_has(f: CpuidFeature) -> bool {
     use CpuidFeature as F;
     use std::is_x86_feature_detected as detected;
     match f {
         F::INTEL8086 | F::INTEL186 | F::INTEL286 | F::INTEL386 | F::INTEL486 | F::X64 => true,
-        // Every x86-64 processor has them.
+        // Every x86-64 processor has these features.
         F::CMOV | F::CX8 | F::MULTIBYTENOP | F::CLFSH => true,
         F::FPU | F::FPU287 | F::FPU387 | F::MMX | F::SSE | F::SSE2 => true,
         F::SSE3 => detected!("sse3"),
@@ -89,21 +89,20 @@ pub fn host_has(f: CpuidFeature) -> bool {
 
 /// A set of the decoder's CPUID features: those that a host executes in user mode.
 ///
-/// Whoever generates code takes one as an argument, so that what it makes depends on its
-/// arguments alone.
+/// Code generators take the set as an argument, so that their output depends on nothing but their arguments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostFeatures {
     bits: [u64; 4],
 }
 
 impl HostFeatures {
-    /// Those of this host: [`host_has`], asked once.
+    /// Returns the features of this host: those of [`host_has`], determined once.
     pub fn detected() -> Self {
         static DETECTED: LazyLock<HostFeatures> =
             LazyLock::new(|| HostFeatures::of(CpuidFeature::values().filter(|f| host_has(*f))));
         *DETECTED
     }
-    /// Those and no others.
+    /// Returns the set of exactly these features.
     pub fn of(features: impl IntoIterator<Item = CpuidFeature>) -> Self {
         let mut all = Self::default();
         for f in features {
@@ -111,7 +110,7 @@ impl HostFeatures {
         }
         all
     }
-    /// True if the set has the feature.
+    /// Returns true if the set has the feature.
     pub fn has(&self, f: CpuidFeature) -> bool {
         self.bits[f as usize / 64 % 4] >> (f as usize % 64) & 1 != 0
     }

@@ -11,7 +11,7 @@ pub const DECODED_ARITH: u32 = RflagsBits::OF
     | RflagsBits::CF
     | RflagsBits::PF;
 
-/// RFLAGS' bits of the arithmetic flags among the decoder's `bits`.
+/// Returns RFLAGS' bits of the arithmetic flags among the decoder's `bits`.
 pub fn decoded_flags(bits: u32) -> u64 {
     [
         (RflagsBits::OF, rflags::OF),

@@ -20,7 +20,7 @@ pub(crate) const UE: u32 = 1 << 4;
 /// Flush to zero.
 pub(crate) const FZ: u32 = 1 << 15;
 
-/// The bits that this host's MXCSR has (MXCSR_MASK, SDM vol. 1, 11.6.6).
+/// Returns the bits that this host's MXCSR has (MXCSR_MASK, SDM vol. 1, 11.6.6).
 pub fn host_mask() -> u32 {
     static MASK: OnceLock<u32> = OnceLock::new();
     *MASK.get_or_init(|| {
@@ -38,9 +38,8 @@ pub fn host_mask() -> u32 {
     })
 }
 
-/// Where an instruction leaves floating-point results: with underflow unmasked
-/// one that is tiny though exact raises #U (SDM vol. 1, 4.9.1.5), which a
-/// masked run does not tell, so that the result is looked at.
+/// Where an instruction leaves floating-point results. With underflow unmasked, a tiny result raises #U even if it is
+/// exact (SDM vol. 1, 4.9.1.5). A run with underflow masked does not show that, so the result is examined.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Results {
     register: usize,
@@ -50,7 +49,7 @@ pub(crate) struct Results {
 }
 
 impl Results {
-    /// Of an instruction that can underflow.
+    /// Returns where the instruction leaves its results, if it can underflow.
     pub(crate) fn of(i: &Instruction) -> Option<Self> {
         let name = format!("{:?}", i.mnemonic()).to_lowercase();
         let narrows = name.contains("cvtsd2ss") || name.contains("cvtpd2ps");
@@ -62,7 +61,7 @@ impl Results {
         }
         let register = i.op0_register();
         let single = narrows || name.ends_with("ps") || name.ends_with("ss");
-        // A scalar instruction computes element 0 alone; the others pass through.
+        // A scalar instruction computes only element 0, and copies the other elements.
         let scalar = name.ends_with("ss") || name.ends_with("sd");
         let len = match (scalar, single) {
             (true, true) => 4,
@@ -77,7 +76,7 @@ impl Results {
         })
     }
 
-    /// [`UE`] if a result is tiny.
+    /// Returns [`UE`] if a result is tiny, else 0.
     pub(crate) fn tiny(&self, fp: &FpState) -> u32 {
         let low = fp.xmm(self.register);
         let (low, high) = match self.len {

@@ -18,7 +18,7 @@ use crate::{
     mxcsr, stub,
 };
 
-/// Bytes of generated code per vCPU, before all of it is dropped.
+/// Size of the buffer for generated code per vCPU. When it is full, all code is dropped.
 const BUFFER_SIZE: usize = 4 << 20;
 
 /// Room for the memory operand.
@@ -32,7 +32,7 @@ pub struct Operand(pub [u8; 64]);
 pub(crate) struct Context {
     /// The memory operand.
     pub(crate) mem: Operand,
-    /// MXCSR that the instruction runs with, and its value afterwards.
+    /// The MXCSR that the instruction runs with, and its value afterwards.
     pub(crate) mxcsr: u32,
     /// MXCSR of the host.
     pub(crate) host_mxcsr: u32,
@@ -107,7 +107,7 @@ impl Default for Native {
 }
 
 impl Native {
-    /// Maps the code buffer. If the host does not allow it, nothing can be prepared.
+    /// Maps the code buffer. If the host does not allow that, no instruction can be prepared.
     pub fn new() -> Self {
         Self {
             context: Context {
@@ -126,24 +126,24 @@ impl Native {
         }
     }
 
-    /// True if the host allowed a code buffer.
+    /// Returns true if the host allowed a code buffer.
     pub fn is_available(&self) -> bool {
         self.buffer.is_some()
     }
 
-    /// True, once, if all stubs were dropped for want of room since the last
-    /// call: decoded instructions that refer to one must be dropped too.
+    /// Returns true once after all stubs were dropped because the buffer was full. Decoded instructions that refer to a
+    /// stub must be dropped then too.
     pub fn take_reset(&mut self) -> bool {
         core::mem::take(&mut self.reset)
     }
 
-    /// The memory operand's buffer: filled before and read after [`Self::run`].
+    /// Returns the buffer of the memory operand, which is filled before [`Self::run`] and read after it.
     #[inline(always)]
     pub fn operand(&mut self) -> &mut [u8; 64] {
         &mut self.context.mem.0
     }
 
-    /// Prepares an instruction, or `None` if it is not on the allow-list.
+    /// Prepares an instruction. `None` if it is not on the allow-list.
     pub fn prepare(&mut self, guest: &Instruction) -> Option<(StubId, Form)> {
         let form = allow::form(guest)?;
         let mut rewritten = stub::rewrite(guest)?;
@@ -175,7 +175,7 @@ impl Native {
         Some((StubId(id), form))
     }
 
-    /// Executes a prepared instruction. `flags` are the arithmetic flags.
+    /// Executes a prepared instruction. `flags` are the arithmetic flags before and after it.
     #[inline]
     pub fn run(
         &mut self,
@@ -208,7 +208,7 @@ impl Native {
         outcome
     }
 
-    /// An SSE or AVX instruction that depends on MXCSR.
+    /// Executes an SSE or AVX instruction that depends on MXCSR.
     #[inline]
     fn run_mxcsr(&mut self, stub: Code, state: State<'_>) -> Outcome {
         let State { gpr, fp } = state;
@@ -235,8 +235,8 @@ impl Native {
         Outcome::Done
     }
 
-    /// As [`Self::run_mxcsr`] or [`Self::run_fxsave`] with exceptions that the
-    /// guest has not masked: runs masked, then looks at what was raised.
+    /// Executes what [`Self::run_mxcsr`] or [`Self::run_fxsave`] executes if the guest has not masked all exceptions:
+    /// with all masked, and then a look at which were raised.
     #[cold]
     fn run_unmasked(&mut self, stub: Code, state: State<'_>) -> Outcome {
         let State { gpr, fp } = state;
@@ -270,8 +270,8 @@ impl Native {
             _ => 0,
         };
         let raised = raised | tiny;
-        // Pre-computation exceptions of any element prevent the computation, so
-        // that the others are not detected (SDM vol. 1, 11.5.2).
+        // If any element raises a pre-computation exception, nothing is computed and no other exception is detected
+        // (SDM vol. 1, 11.5.2).
         let before = raised & unmasked & mxcsr::BEFORE;
         let reported = if before != 0 {
             raised & mxcsr::BEFORE
@@ -288,7 +288,7 @@ impl Native {
         Outcome::Done
     }
 
-    /// An x87 or MMX instruction: the whole legacy region is loaded and saved.
+    /// Executes an x87 or MMX instruction. The whole legacy region is loaded and saved.
     fn run_fxsave(&mut self, stub: Code, state: State<'_>) -> Outcome {
         let State { gpr, fp } = state;
         let fsw = fp.u16_at(xsave::FSW);
@@ -296,11 +296,11 @@ impl Native {
             return Outcome::X87Pending;
         }
         let guest_mxcsr = fp.mxcsr();
-        // Opcode, instruction and operand pointers would be the stub's: the
-        // caller sets the guest's. MXCSR may not be loadable.
+        // The pointers to opcode, instruction and operand would be the stub's, so they are kept; the caller sets the
+        // guest's. MXCSR may have a value that cannot be loaded.
         let mut kept = [0; 26];
         kept.copy_from_slice(&fp.area[6..32]);
-        // ES and B are summaries of nothing here.
+        // ES and B are cleared, because no unmasked exception is pending here.
         fp.area[xsave::FSW + 1] &= 0x7f;
         fp.area[xsave::FSW] &= 0x7f;
         fp.set_mxcsr(xsave::MXCSR_DEFAULT);
@@ -339,7 +339,7 @@ impl Native {
         outcome
     }
 
-    /// [`Self::run_unmasked`] for a stub that loads the legacy region.
+    /// Does what [`Self::run_unmasked`] does for a stub that loads the legacy region.
     #[cold]
     fn run_unmasked_mmx(&mut self, stub: Code, state: State<'_>) -> Outcome {
         let State { gpr, fp } = state;
@@ -361,7 +361,7 @@ fn read_mxcsr() -> u32 {
     v
 }
 
-/// `v` has no reserved bits and masks every exception, or is the host's own.
+/// Loads MXCSR. `v` has no reserved bits and masks every exception, or is the host's own.
 #[inline(always)]
 fn write_mxcsr(v: u32) {
     // SAFETY: loads four bytes from `v`; the caller's promise excludes #GP.

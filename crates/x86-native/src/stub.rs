@@ -24,12 +24,12 @@ const GPR_POOL: [Register; 2] = [Register::RSI, Register::RDI];
 #[derive(Debug)]
 pub(crate) struct Rewritten {
     instruction: Instruction,
-    /// (guest register number, host register).
+    /// Guest register numbers, and the host registers in their place.
     gprs: Vec<(usize, Register)>,
 }
 
 impl Rewritten {
-    /// Appends what tells stubs with the same encoding apart: the guest's registers.
+    /// Appends the guest's registers, which tell stubs with the same encoding apart.
     pub(crate) fn push_key(&self, key: &mut Vec<u8>) {
         key.extend(self.gprs.iter().map(|g| g.0 as u8));
     }
@@ -112,7 +112,7 @@ pub(crate) fn generate(
                 continue;
             }
             if !r.gprs.iter().any(|g| g.1 == full) {
-                // Implicit: RAX, RCX, RDX of the string comparisons.
+                // Implicit operands: RAX, RCX and RDX of the string comparisons.
                 r.gprs.push((full.number(), full));
             }
             if written {

@@ -1,4 +1,4 @@
-//! Jumps in place of CPUID instructions, and what they lead to.
+//! Jumps in place of CPUID instructions, and the code that they lead to.
 
 use std::arch::naked_asm;
 use std::ops::Range;
@@ -13,18 +13,18 @@ use super::places::{JUMP, MovedRun, is_cpuid};
 use crate::next::system_call;
 
 const PAGE: usize = host::PAGE_SIZE;
-/// Bytes for moved instructions, and the address of what they call in front.
+/// Bytes for moved instructions. The address of the function that they call is in front.
 const ROOM: usize = 4 * PAGE;
 const FIRST: usize = 16;
 
-/// The family, model and stepping that programs are to see.
+/// The family, model and stepping that programs see.
 static SIGNATURE: AtomicU32 = AtomicU32::new(0);
-/// Where they are to see PKRU in an XSAVE image.
+/// The offset at which programs see PKRU in an XSAVE image.
 static PKRU_OFFSET: AtomicU32 = AtomicU32::new(0);
-/// Bytes of that component.
+/// Size of PKRU's component in bytes.
 pub(super) const PKRU_SIZE: u32 = 8;
 
-/// CPUID with VMX (SDM volume 2, CPUID.1:ECX.5), [`SIGNATURE`] and [`PKRU_OFFSET`]. Changes no flags.
+/// Answers CPUID with VMX (SDM volume 2, CPUID.1:ECX.5), [`SIGNATURE`] and [`PKRU_OFFSET`]. Changes no flags.
 #[unsafe(naked)]
 extern "C" fn intel() {
     naked_asm!(
@@ -53,7 +53,8 @@ extern "C" fn intel() {
     )
 }
 
-/// CPUID with SVM (APM volume 3, Fn8000_0001_ECX.2, Fn8000_000A: 16 address spaces, nested paging, next RIP), and [`SIGNATURE`].
+/// Answers CPUID with SVM (APM volume 3, Fn8000_0001_ECX.2, Fn8000_000A: 16 address spaces, nested paging, next RIP),
+/// and [`SIGNATURE`].
 #[unsafe(naked)]
 extern "C" fn amd() {
     naked_asm!(
@@ -95,8 +96,8 @@ extern "C" fn amd() {
     )
 }
 
-/// Replaces them in a program that is mapped at `program`, `base` bytes above the addresses it was linked
-/// for. What cannot be changed stays as it is.
+/// Replaces the CPUID instructions at these places in a program that is mapped at `program`, `base` bytes above the
+/// addresses it was linked for. Those that cannot be replaced stay as they are.
 pub(super) fn replace(places: &[MovedRun], base: usize, program: &Range<usize>, vendor: Vendor) {
     let Some(room) = reserve(program) else { return };
     note_values();
@@ -116,7 +117,7 @@ pub(super) fn replace(places: &[MovedRun], base: usize, program: &Range<usize>, 
             jumps.push((place, at));
         }
     }
-    // SAFETY: the mapping that was made for this, which has that many bytes.
+    // SAFETY: the mapping was made for this code, and has that many bytes.
     unsafe { (room as *mut u8).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     if !protect(room, ROOM, libc::PROT_READ | libc::PROT_EXEC) {
         return;
@@ -131,7 +132,7 @@ fn note_values() {
     PKRU_OFFSET.store(kvm_abi::system::pkru_offset() as u32, Ordering::Relaxed);
 }
 
-/// Memory near the program: below, where its heap does not grow, or far above.
+/// Reserves memory near the program: below it, where its heap does not grow, or far above.
 fn reserve(program: &Range<usize>) -> Option<usize> {
     const STEP: usize = 1 << 16;
     const FAR: usize = 1 << 30;
@@ -145,7 +146,7 @@ fn reserve(program: &Range<usize>) -> Option<usize> {
         // SAFETY: a new mapping, which replaces none.
         let got = unsafe { system_call(libc::SYS_mmap, arguments) };
         if got > 0 && got as usize != at {
-            // Kernels before 4.17 take the address for a hint.
+            // Kernels before 4.17 take the address as a hint.
             // SAFETY: just made, and not used.
             unsafe { system_call(libc::SYS_munmap, [got as usize, ROOM, 0, 0, 0, 0]) };
         }
@@ -153,8 +154,8 @@ fn reserve(program: &Range<usize>) -> Option<usize> {
     })
 }
 
-/// The instructions of a place as they are at `at`, with a call of the routine, whose address is in `slot`, in
-/// place of each CPUID, and a jump back. The stack pointer is above what the program may have there.
+/// Returns the instructions of a place as they are at `at`: each CPUID is a call of the routine whose address is in
+/// `slot`, and a jump leads back. The stack pointer is moved out of the program's red zone for the call.
 fn moved(place: &MovedRun, base: usize, at: usize, slot: usize) -> Option<Vec<u8>> {
     const RED_ZONE: i64 = 128;
     let stack = |by| {
@@ -179,7 +180,7 @@ fn moved(place: &MovedRun, base: usize, at: usize, slot: usize) -> Option<Vec<u8
     Some(result.code_buffer)
 }
 
-/// The instruction as it is in a program `base` bytes above.
+/// Returns the instruction as it is in a program that is loaded `base` bytes higher.
 fn relocated(instruction: &Instruction, base: usize) -> Instruction {
     let mut moved = *instruction;
     let there = |at: u64| at.wrapping_add(base as u64);
@@ -272,7 +273,7 @@ mod tests {
         ] {
             let host = host::cpu::cpuid(leaf, subleaf);
             let [a, b, c, d] = host;
-            // The initial APIC id is that of the processor that executes it.
+            // The initial APIC id depends on the processor that executes the instruction.
             let same = |mut values: [u32; 4]| {
                 values[1] &= if leaf == 1 { 0xff_ffff } else { u32::MAX };
                 values
@@ -328,14 +329,14 @@ mod tests {
         assert_eq!(found.covered, 1);
         replace(&found.places, at - LINKED, &(at..at + PAGE), Vendor::Intel);
         assert_eq!(memory_at(at + 5), 0xe9);
-        // SAFETY: that function, which is executable since it was changed.
+        // SAFETY: the function was written above, and the page is executable since it was changed.
         let function: extern "C" fn(u32) -> u32 = unsafe { std::mem::transmute(at) };
         assert_eq!(function(1), host::cpu::cpuid(1, 0)[2] | 0x20);
         assert_eq!(function(0), host::cpu::cpuid(0, 0)[2]);
     }
 
     fn memory_at(at: usize) -> u8 {
-        // SAFETY: only called for the test's own page.
+        // SAFETY: this is called only for the test's own page.
         unsafe { (at as *const u8).read() }
     }
 }

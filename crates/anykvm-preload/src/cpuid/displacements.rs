@@ -1,18 +1,18 @@
-//! Where bytes of a program's code look like the displacement of a branch, or of what is relative to RIP.
+//! Finds bytes of a program's code that look like the displacement of a branch, or of an operand relative to RIP.
 //!
-//! All of a program's code is looked at before it starts: sixteen bytes at once.
+//! All of a program's code is searched before the program starts, sixteen bytes at once.
 
 use core::arch::x86_64::{
     __m128i, _mm_and_si128, _mm_cmpeq_epi8, _mm_movemask_epi8, _mm_or_si128, _mm_set_epi64x,
     _mm_set1_epi8,
 };
 
-/// Bytes at once.
+/// Number of bytes that are compared at once.
 const STEP: usize = 16;
-/// Bytes of a displacement.
+/// Size of a displacement in bytes.
 const SIZE: usize = 4;
 
-/// The last byte before a displacement of a branch, or of what is relative to RIP, with the byte before.
+/// Returns true if these two bytes may come just before the displacement of a branch, or of an operand relative to RIP.
 const fn precede(first: u8, last: u8) -> bool {
     let is_relative = last & 0xc7 == 0x05;
     let is_condition = first == 0x0f && last & 0xf0 == 0x80;
@@ -20,7 +20,8 @@ const fn precede(first: u8, last: u8) -> bool {
     is_relative || is_condition || is_transaction || last & 0xfe == 0xe8
 }
 
-/// The same of sixteen pairs, before displacements with a highest byte of zeros or of ones.
+/// Returns a bit for each of sixteen pairs of bytes that may come before a displacement whose highest byte is all zeros
+/// or all ones.
 #[target_feature(enable = "sse2")]
 fn candidates(first: &[u8; STEP], last: &[u8; STEP], highest: &[u8; STEP]) -> u32 {
     let [first, last, highest] = [first, last, highest].map(|bytes| {
@@ -38,14 +39,14 @@ fn candidates(first: &[u8; STEP], last: &[u8; STEP], highest: &[u8; STEP]) -> u3
     _mm_movemask_epi8(_mm_and_si128(is_near, precede)) as u32
 }
 
-/// Calls `found` with where four bytes are that may be a displacement of `distance` at most, and their value, in order.
-/// (With some that are of more.)
+/// Calls `found`, in order, with the place and value of each four bytes that may be a displacement of at most
+/// `distance`, and perhaps with some of more.
 pub(super) fn for_each_displacement(
     bytes: &[u8],
     distance: usize,
     mut found: impl FnMut(usize, i32),
 ) {
-    /// Displacements of less have a highest byte of zeros or of ones.
+    /// A displacement below this has a highest byte of all zeros or all ones.
     const NEAR: usize = 1 << 24;
     let mut tell = |at: usize| {
         let displacement = bytes.get(at..).and_then(<[u8]>::first_chunk::<SIZE>);
@@ -53,7 +54,7 @@ pub(super) fn for_each_displacement(
             found(at, i32::from_le_bytes(*displacement));
         }
     };
-    // The displacement begins there, behind two bytes or more, or behind one.
+    // The displacement begins there, behind one byte or more.
     let piece = |at: usize| bytes.get(at..).and_then(<[u8]>::first_chunk::<STEP>);
     if bytes.first().is_some_and(|last| precede(0, *last)) {
         tell(1);
@@ -87,7 +88,7 @@ pub(super) fn for_each_displacement(
 mod tests {
     use super::*;
 
-    /// Bytes that are displacements, near and far, more often than chance has it.
+    /// Returns bytes that are displacements, near and far, more often than by chance.
     fn code(len: usize) -> Vec<u8> {
         let mut state = 1u64;
         let mut next = || {

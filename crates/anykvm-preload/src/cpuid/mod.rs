@@ -1,9 +1,10 @@
-//! VMMs that ask the processor itself whether it has VMX or SVM, as kvmtool does, and refuse to start
-//! without, or which model it is, as QEMU does for `-cpu host`, or where an XSAVE image has PKRU: their CPUID instructions tell of it what KVM_GET_SUPPORTED_CPUID does.
+//! VMMs that execute CPUID themselves: to learn whether the processor has VMX or SVM, without which they refuse to
+//! start, as kvmtool does; to learn its model, as QEMU does for `-cpu host`; or to learn where an XSAVE image has PKRU.
+//! Their CPUID instructions show what KVM_GET_SUPPORTED_CPUID does.
 //!
-//! That needs no signal, no rights and no thread's state: where the processor shows something else, the
-//! instructions of the program's own file that [`places`] is certain of become jumps before
-//! the program starts. A program whose file does not name `/dev/kvm` is left as it is.
+//! This needs no signal, no rights and no state of a thread. Where the processor would show something else, CPUID
+//! instructions of the program's own file become jumps before the program starts, if [`places`] is certain of them. A
+//! program whose file does not name `/dev/kvm` is left as it is.
 
 mod code;
 mod displacements;
@@ -22,7 +23,7 @@ use program::{Layout, Segment};
 /// The name of the device in programs that use it.
 const DEVICE: &[u8] = b"/dev/kvm";
 
-/// Whose processor it is, by what it calls the extension.
+/// The processor's vendor, by its virtualization extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Vendor {
     /// VMX.
@@ -31,7 +32,7 @@ pub enum Vendor {
     Amd,
 }
 
-/// Whose processor this is.
+/// Returns this processor's vendor.
 fn vendor() -> Option<Vendor> {
     let [_, b, c, d] = host::cpu::cpuid(0, 0);
     let mut name = [0; 12];
@@ -45,7 +46,7 @@ fn vendor() -> Option<Vendor> {
     }
 }
 
-/// It shows VMX, or SVM.
+/// Returns true if the processor shows VMX, or SVM.
 fn shows_extension(vendor: Vendor) -> bool {
     const VMX: u32 = 1 << 5;
     const SVM: u32 = 1 << 2;
@@ -59,12 +60,12 @@ fn shows_extension(vendor: Vendor) -> bool {
     }
 }
 
-/// Whose processor this is, if it has neither VMX nor SVM to show.
+/// Returns this processor's vendor, if it shows neither VMX nor SVM.
 pub fn lacking() -> Option<Vendor> {
     vendor().filter(|v| !shows_extension(*v))
 }
 
-/// The same, if it shows anything else than programs that ask are to see.
+/// Returns this processor's vendor, if CPUID differs from what programs are to see.
 fn differing() -> Option<Vendor> {
     let is_other = || {
         let signature = kvm_abi::system::signature();
@@ -75,16 +76,16 @@ fn differing() -> Option<Vendor> {
     vendor().filter(|v| !shows_extension(*v) || is_other())
 }
 
-/// What a program's CPUID instructions are to `anykvm doctor`.
+/// A program's CPUID instructions, as `anykvm doctor` reports them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Asking {
-    /// How many it has.
+    /// How many the program has.
     pub found: usize,
-    /// How many tell of VMX or SVM where the processor does not.
+    /// How many show VMX or SVM where the processor does not.
     pub answered: usize,
 }
 
-/// Looks at a program's file; `None` for one that asks nothing, or does not name `/dev/kvm`.
+/// Looks at a program's file. `None` if the program has no CPUID instruction, or does not name `/dev/kvm`.
 pub fn examine(path: &Path) -> Option<Asking> {
     let file = std::fs::read(path).ok()?;
     let layout = Layout::read(|at, len| {
@@ -108,12 +109,12 @@ pub fn examine(path: &Path) -> Option<Asking> {
     })
 }
 
-/// XCR0 of the processor.
+/// Returns the processor's XCR0.
 pub fn xcr0() -> u64 {
     host::cpu::xcr0()
 }
 
-/// True for a program that names `/dev/kvm` and executes XGETBV.
+/// Returns true for a program that names `/dev/kvm` and executes XGETBV.
 pub fn reads_state(path: &Path) -> bool {
     const XGETBV: &[u8] = &[0x0f, 0x01, 0xd0];
     let Ok(file) = std::fs::read(path) else {
@@ -133,12 +134,13 @@ fn layout_of(file: &File) -> Option<Layout> {
 
 /// DEVIATION: CPUID instructions of libraries, and those that are not certain, show the processor.
 ///
-/// For a program that was loaded `base` bytes above the addresses it was linked for and does not run yet.
+/// Replaces CPUID instructions in a program that was loaded `base` bytes above the addresses it was linked for, and
+/// does not run yet.
 fn answer(file: &File, layout: &Layout, base: usize, vendor: Vendor) {
     let mapped = |s: &Segment| {
         let at = base.wrapping_add(s.address) as *const u8;
-        // SAFETY: the segment is mapped as its file says, and readable; nobody writes to it while this
-        // slice is in use, as `code` does so afterwards.
+        // SAFETY: the segment is mapped as its file says, and readable. Nobody writes to it while this slice is in use:
+        // `code` does so afterwards.
         Some(unsafe { std::slice::from_raw_parts(at, s.len) })
     };
     let read = |buffer: &mut [u8], at: usize| file.read_at(buffer, at as u64).unwrap_or(0);
@@ -157,7 +159,7 @@ fn answer(file: &File, layout: &Layout, base: usize, vendor: Vendor) {
     }
 }
 
-/// For a launched program, which was loaded from this file.
+/// Replaces CPUID instructions in a launched program that was loaded from this file.
 pub(crate) fn answer_launched(path: &Path, base: usize) {
     if !crate::trace::is_real()
         && let Some(vendor) = differing()
@@ -168,15 +170,15 @@ pub(crate) fn answer_launched(path: &Path, base: usize) {
     }
 }
 
-/// Before the program that the library is preloaded into starts.
+/// Runs before the program starts that the library is preloaded into.
 extern "C" fn constructor() {
     if !crate::is_preloaded() || crate::trace::is_real() {
         return;
     }
-    // While the program starts, before its first vCPU wants to know.
+    // The measurement is made while the program starts, before its first vCPU asks for the result.
     host::cpu::begin_to_measure_tsc();
     let Some(vendor) = differing() else { return };
-    // A defect of ours must not unwind into C.
+    // A panic in our code must not unwind into C.
     let _ = std::panic::catch_unwind(|| answer_preloaded(vendor));
 }
 
@@ -185,7 +187,7 @@ extern "C" fn constructor() {
 static CONSTRUCTOR: extern "C" fn() = constructor;
 
 fn answer_preloaded(vendor: Vendor) -> Option<()> {
-    /// Of an ELF file, with places in it.
+    /// Size of an ELF file's header, which contains offsets.
     const HEADER: usize = 64;
     let file = File::open("/proc/self/exe").ok()?;
     let layout = layout_of(&file)?;
@@ -193,15 +195,15 @@ fn answer_preloaded(vendor: Vendor) -> Option<()> {
     let [table, entry] =
         [libc::AT_PHDR, libc::AT_ENTRY].map(|what| unsafe { libc::getauxval(what) });
     let base = (entry as usize).wrapping_sub(layout.entry);
-    // The file is not the program's if the loader was started as one.
+    // The file is not the program's if the dynamic loader was started as a program.
     let first = layout.segments.first()?;
     let is_first = first.offset == 0 && layout.table.end <= first.len;
     let begin = base.wrapping_add(first.address);
     if !is_first || begin.wrapping_add(layout.table.start) != table as usize {
         return None;
     }
-    // `anykvm` itself, with this library, is to see the processor.
-    // SAFETY: the program's file begins there, and this library's, with a header of that length.
+    // `anykvm` itself, into which the library is preloaded as well, is to see the processor.
+    // SAFETY: the files of the program and of this library begin there, with a header of that length.
     let [program, own] = [begin as *const u8, crate::header()]
         .map(|at| unsafe { std::slice::from_raw_parts(at, HEADER) });
     if program == own {
@@ -210,7 +212,7 @@ fn answer_preloaded(vendor: Vendor) -> Option<()> {
     let mut known = vec![0; layout.table.len()];
     file.read_exact_at(&mut known, layout.table.start as u64)
         .ok()?;
-    // SAFETY: the program's own table of segments, which has as many bytes.
+    // SAFETY: this is the program's own table of segments, which has that many bytes.
     let mapped = unsafe { std::slice::from_raw_parts(table as *const u8, known.len()) };
     if mapped == known {
         answer(&file, &layout, base, vendor);

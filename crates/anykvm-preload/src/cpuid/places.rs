@@ -1,10 +1,9 @@
-//! Which CPUID instructions can be replaced by a jump, so that nothing else can tell.
+//! Which CPUID instructions can be replaced by a jump without any other effect on the program.
 //!
-//! That two bytes are an instruction is certain where the function that they are in, by .eh_frame, is
-//! instructions from its begin to its end, and all its branches lead to one of these. A jump takes five
-//! bytes, so instructions before or behind are moved with the CPUID. None of them may be where a
-//! branch leads to: functions with branches to places that are computed are left alone, and no bytes
-//! anywhere in the program may look like a branch that leads there.
+//! Two bytes are certainly an instruction if the function around them, by .eh_frame, consists of instructions from its
+//! begin to its end, and all its branches lead to one of these. A jump takes five bytes, so instructions before or
+//! behind the CPUID are moved with it. None of them may be the target of a branch. So functions with computed branches
+//! are left alone, and no bytes anywhere in the program may look like a branch to one of them.
 
 use std::ops::Range;
 
@@ -13,29 +12,29 @@ use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, OpKind, 
 use super::displacements::for_each_displacement;
 use super::program::Program;
 
-/// A jump by rel32.
+/// Length of a jump by rel32.
 pub(super) const JUMP: usize = 5;
 const CPUID: [u8; 2] = [0x0f, 0xa2];
-/// Instructions before a CPUID that may be moved with it.
+/// How many instructions before a CPUID may be moved with it.
 const BEFORE: usize = 3;
-/// A function that takes more bytes is left alone.
+/// Functions of more bytes are left alone.
 const LONGEST: usize = 1 << 16;
 
-/// Instructions that are moved, at the addresses they were linked for.
+/// Instructions that are moved together, at the addresses they were linked for.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct MovedRun {
     pub(super) range: Range<usize>,
     pub(super) instructions: Vec<Instruction>,
 }
 
-/// What there is, and what can be replaced.
+/// CPUID instructions of a program, and the places where they can be replaced.
 #[derive(Debug, Default)]
 pub(super) struct CpuidInstructions {
-    /// CPUID instructions, as far as bytes tell.
+    /// Number of byte sequences that are, or look like, a CPUID.
     pub(super) found: usize,
-    /// How many of them are in `places`.
+    /// Number of those that are in `places`.
     pub(super) covered: usize,
-    /// In order, none over another.
+    /// The places, in ascending order, without overlaps.
     pub(super) places: Vec<MovedRun>,
 }
 
@@ -73,7 +72,7 @@ impl CpuidInstructions {
     }
 }
 
-/// Where these bytes are a CPUID, or look like one.
+/// Returns where these bytes are a CPUID, or look like one.
 fn sites_in(bytes: &[u8]) -> impl Iterator<Item = usize> {
     let mut from = 0;
     std::iter::from_fn(move || {
@@ -97,13 +96,13 @@ pub(super) fn is_cpuid(instruction: &Instruction) -> bool {
     instruction.code() == Code::Cpuid
 }
 
-/// Where a branch of which the displacement is in the code leads.
+/// Returns the target of a branch whose displacement is in its code.
 fn target(instruction: &Instruction) -> Option<usize> {
     let is_branch = instruction.op_count() > 0 && instruction.op0_kind() == OpKind::NearBranch64;
     is_branch.then(|| instruction.near_branch_target() as usize)
 }
 
-/// The instructions of a function, if it is nothing else.
+/// Returns the instructions of a function. `None` if the function has other bytes, too.
 fn decode(program: &Program<'_>, function: &Range<usize>) -> Option<Vec<Instruction>> {
     if function.len() > LONGEST {
         return None;
@@ -113,7 +112,7 @@ fn decode(program: &Program<'_>, function: &Range<usize>) -> Option<Vec<Instruct
     let mut instructions: Vec<Instruction> = Vec::new();
     while decoder.can_decode() {
         let instruction = decoder.decode();
-        // A table of places in the function.
+        // The branch may go by a table of places in the function.
         let is_computed = instruction.flow_control() == FlowControl::IndirectBranch
             && instruction.memory_base() != Register::RIP;
         if instruction.is_invalid() || is_computed {
@@ -132,7 +131,7 @@ fn decode(program: &Program<'_>, function: &Range<usize>) -> Option<Vec<Instruct
         .then_some(instructions)
 }
 
-/// Adds, for each CPUID of a function, what may be moved with it, the best first.
+/// Adds, for each CPUID of a function, the instructions that may be moved with it, best choice first.
 fn of_function(
     program: &Program<'_>,
     function: Range<usize>,
@@ -169,7 +168,7 @@ fn of_function(
     }
 }
 
-/// True for instructions that do the same elsewhere.
+/// Returns true for instructions that do the same at another address.
 fn can_move(instructions: &[Instruction]) -> bool {
     let Some((last, others)) = instructions.split_last() else {
         return false;
@@ -185,8 +184,7 @@ fn can_move(instructions: &[Instruction]) -> bool {
             || last.is_jmp_short_or_near() && target(last).is_some())
 }
 
-/// Addresses inside of places to which bytes lead that look like a displacement, anywhere in the
-/// program's code.
+/// Returns addresses inside of places to which any bytes of the program's code would lead as a displacement.
 fn reached(program: &Program<'_>, candidates: &[(usize, MovedRun)]) -> Vec<usize> {
     let ranges = candidates.iter().map(|(_, place)| &place.range);
     let (Some(first), Some(last)) = (
@@ -195,7 +193,7 @@ fn reached(program: &Program<'_>, candidates: &[(usize, MovedRun)]) -> Vec<usize
     ) else {
         return Vec::new();
     };
-    // Few pages have places: what leads to others is most, and is done with at once.
+    // Few pages have places. Most displacements lead to other pages, and are dismissed at once.
     const PAGE: usize = 4096;
     let mut pages = vec![false; (last - first) / PAGE + 1];
     for (_, place) in candidates {
@@ -210,7 +208,7 @@ fn reached(program: &Program<'_>, candidates: &[(usize, MovedRun)]) -> Vec<usize
     let mut reached = Vec::new();
     for part in program.parts.iter().filter(|part| part.is_code) {
         let base = part.address.wrapping_sub(first);
-        // From how far away a branch may lead into a place.
+        // A branch may lead into a place from at most this far away.
         let end = part.address.saturating_add(part.bytes.len());
         let distance = last.max(end) - first.min(part.address);
         for_each_displacement(part.bytes, distance, |at, displacement| {
@@ -233,10 +231,10 @@ pub(super) mod tests {
     const AT: usize = 0x40_1000;
     const FRAMES: usize = 0x50_0000;
 
-    /// .eh_frame of one function.
+    /// Returns .eh_frame of one function.
     pub(in super::super) fn frames(function: Range<usize>) -> Vec<u8> {
         let mut frames = vec![12, 0, 0, 0, 0, 0, 0, 0, 1];
-        // Addresses relative to where they are; alignments, register and the length of "R".
+        // Addresses are relative to their own place; then come alignments, the register and the length of "R".
         frames.extend(b"zR\0\x01\x78\x10\x01");
         frames.extend([0x1b, 0]);
         frames[0] = (frames.len() - 4) as u8;
@@ -250,7 +248,7 @@ pub(super) mod tests {
         frames
     }
 
-    /// What is found in `code`, of which the first `len` bytes are a function.
+    /// Returns what is found in `code`, of which the first `len` bytes are a function.
     fn places(code: &[u8], len: usize) -> CpuidInstructions {
         let frames = frames(AT..AT + len);
         let part = |address, bytes, is_code| Part {
@@ -266,7 +264,7 @@ pub(super) mod tests {
 
     #[test]
     fn only_what_is_certain_is_replaced() {
-        // push rbx, at the begin of each; pop rbx; ret, at the end.
+        // Each function begins with push rbx and ends with pop rbx; ret.
         for (what, code, want) in [
             // cpuid; cmp eax, edi; jb over
             (
@@ -310,11 +308,11 @@ pub(super) mod tests {
             assert_eq!(found.covered, usize::from(want.is_some()), "{what}");
             assert_eq!(places(&code, 0).covered, 0, "{what}: of no function");
         }
-        // Bytes behind the function that would be a displacement into it.
+        // These bytes behind the function would be a displacement into it.
         let code = b"\x0f\xa2\x89\xc1\x90\xc3\xe9\xf7\xff\xff\xff";
         assert_eq!(places(code, 6).covered, 0);
         assert_eq!(places(&code[..6], 6).covered, 1);
-        // Two in one place.
+        // One place may have two CPUIDs.
         assert_eq!(places(b"\x0f\xa2\x0f\xa2\x90\xc3", 6).covered, 2);
     }
 

@@ -1,14 +1,14 @@
-//! What an ELF file says of a program: what is mapped of it, and where its functions are (.eh_frame,
-//! "DWARF Debugging Information Format" 6.4.1 with the pointers of the Linux Standard Base).
+//! What an ELF file says of its program: which segments are mapped, and where functions are (.eh_frame, "DWARF
+//! Debugging Information Format" 6.4.1 with the pointers of the Linux Standard Base).
 
 use std::io;
 use std::ops::Range;
 
-/// What is mapped of a program and is never written, at the addresses it was linked for.
+/// The parts of a program that are mapped and never written, at the addresses they were linked for.
 #[derive(Debug, Default)]
 pub(super) struct Program<'a> {
     pub(super) parts: Vec<Part<'a>>,
-    /// Contents of .eh_frame; empty if there is none.
+    /// The range of .eh_frame; empty if there is none.
     pub(super) frames: Range<usize>,
 }
 
@@ -28,15 +28,15 @@ pub(super) struct Segment {
     pub(super) is_code: bool,
 }
 
-/// What the tables of a file say.
+/// The tables of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) entry: usize,
-    /// The table of segments: offset in the file and length.
+    /// Offset and end of the table of segments in the file.
     pub(super) table: Range<usize>,
     pub(super) segments: Vec<Segment>,
     frames: Range<usize>,
-    /// Constants: offsets in the file.
+    /// Ranges of the file that are constants.
     constants: Vec<Range<usize>>,
 }
 
@@ -60,8 +60,7 @@ fn range(begin: usize, len: usize) -> Option<Range<usize>> {
 }
 
 impl Layout {
-    /// Reads a file's tables by `read`, which gives bytes from an offset on. `None` if it is not what a
-    /// linker makes.
+    /// Reads a file's tables by `read`, which returns bytes from an offset on. `None` if no linker would make them.
     pub(super) fn read(read: impl Fn(usize, usize) -> io::Result<Vec<u8>>) -> Option<Self> {
         const HEADER: usize = 64;
         const SEGMENT: usize = 56;
@@ -102,7 +101,7 @@ impl Layout {
         Some(layout)
     }
 
-    /// The program, with each segment's bytes as `bytes` gives them.
+    /// Returns the program. `bytes` returns the bytes of each segment.
     pub(super) fn program<'a>(
         &self,
         bytes: impl Fn(&Segment) -> Option<&'a [u8]>,
@@ -120,8 +119,8 @@ impl Layout {
         })
     }
 
-    /// True if these bytes, fewer than a page, are among the constants of the file that `read` reads: into
-    /// a buffer, from an offset on, as much as there is. Mapped pages would stay in the program's memory.
+    /// Returns true if these bytes, fewer than a page, are among the file's constants. `read` reads the file into a
+    /// buffer, from an offset on, as far as it goes. (Mapped pages would stay in the program's memory.)
     pub(super) fn has(&self, wanted: &[u8], read: impl Fn(&mut [u8], usize) -> usize) -> bool {
         let mut buffer = vec![0; 1 << 16];
         let step = buffer.len() - wanted.len();
@@ -137,7 +136,7 @@ impl Layout {
     }
 }
 
-/// Those that are mapped and readable, and not writable.
+/// Returns the segments that are mapped and readable but not writable.
 fn read_segments(table: &[u8]) -> Option<Vec<Segment>> {
     const PT_LOAD: u32 = 1;
     const EXECUTE: u32 = 1;
@@ -161,7 +160,7 @@ fn read_segments(table: &[u8]) -> Option<Vec<Segment>> {
 }
 
 impl Program<'_> {
-    /// The part's bytes from `begin` to `end`.
+    /// Returns the part's bytes from `begin` to `end`.
     pub(super) fn bytes(&self, begin: usize, end: usize) -> Option<&[u8]> {
         self.parts.iter().find_map(|part| {
             let first = begin.checked_sub(part.address)?;
@@ -169,11 +168,11 @@ impl Program<'_> {
         })
     }
 
-    /// The functions in which one of these addresses is, which are in order.
+    /// Returns the functions that contain one of these addresses, which are in ascending order.
     pub(super) fn functions(&self, addresses: &[usize]) -> Vec<Range<usize>> {
         let frames = self.bytes(self.frames.start, self.frames.end);
         let mut found = Vec::new();
-        // What cannot be read ends the list.
+        // The list ends at what cannot be read.
         let _ = each_function(frames.unwrap_or_default(), self.frames.start, |function| {
             let first = addresses.partition_point(|at| *at < function.start);
             if addresses.get(first).is_some_and(|at| *at < function.end) {
@@ -184,7 +183,7 @@ impl Program<'_> {
     }
 }
 
-/// True if `wanted` is in `bytes`.
+/// Returns true if `wanted` is in `bytes`.
 fn find(bytes: &[u8], wanted: &[u8]) -> bool {
     // SAFETY: two arrays with their lengths.
     let found = unsafe {
@@ -198,9 +197,9 @@ fn find(bytes: &[u8], wanted: &[u8]) -> bool {
     !found.is_null()
 }
 
-/// Tells each function that .eh_frame, which is at `address`, has an entry for.
+/// Calls `tell` for each function that .eh_frame, which is at `address`, has an entry for.
 fn each_function(frames: &[u8], address: usize, mut tell: impl FnMut(Range<usize>)) -> Option<()> {
-    /// A length of 64 bits follows.
+    /// The length that says that a length of 64 bits follows.
     const LONG: u32 = u32::MAX;
     let mut known = (usize::MAX, None);
     let mut at = 0;
@@ -227,7 +226,7 @@ fn each_function(frames: &[u8], address: usize, mut tell: impl FnMut(Range<usize
     }
 }
 
-/// How the addresses of functions are written for which this entry is the common one.
+/// Returns how addresses of functions are encoded in the entries that share this common entry.
 fn encoding(frames: &[u8], at: usize) -> Option<u8> {
     let version = *frames.get(at + 8)?;
     let mut cursor = at + 9;

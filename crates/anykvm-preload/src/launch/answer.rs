@@ -1,10 +1,10 @@
-//! [`Answer`]: what becomes of a system call of the program.
+//! [`Answer`]: how a system call of the program is answered.
 
-/// What becomes of a call.
+/// How a system call is answered.
 pub(super) enum Answer {
-    /// This is its result.
+    /// With this result.
     Is(isize),
-    /// The program makes it itself, with its registers as the frame has them.
+    /// By the kernel: the program makes the call itself, with its registers as the frame has them.
     Kernel,
     /// The thread ends.
     Exit,

@@ -1,58 +1,58 @@
-//! What a thread has of its own while the program runs: GS points to it.
+//! What each thread of the program has of its own. GS points to it while the program runs.
 
 use std::cell::Cell;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Bytes of one thread's block.
+/// Size of a thread's block in bytes.
 const SIZE: usize = 4096;
-/// Threads at a time.
+/// Maximum number of threads at a time.
 const MAX: usize = 1 << 15;
 
-/// First byte of the blocks, for [`super::entry::signal`].
+/// Address of the blocks, for [`super::entry::signal`].
 pub(super) static BLOCKS: AtomicUsize = AtomicUsize::new(0);
-/// Bytes of the blocks.
+/// Size of all blocks in bytes.
 pub(super) static BLOCKS_SIZE: AtomicUsize = AtomicUsize::new(0);
 
 /// A thread's block. `entry` addresses its fields by their offsets.
 #[derive(Debug)]
 #[repr(C)]
 pub(super) struct ThreadBlock {
-    /// Its own address.
+    /// The block's own address.
     pub(super) this: usize,
-    /// The thread is in our code: signals wait.
+    /// Not 0 if the thread is in our code: signals wait.
     pub(super) in_host: u8,
-    /// Syscall user dispatch looks here: 1, system calls raise SIGSYS; 0, they do not.
+    /// The word of syscall user dispatch: 1 if system calls raise SIGSYS, 0 if they do not.
     pub(super) selector: u8,
-    /// Signals wait with all blocked: `mask` is to be restored.
+    /// Not 0 if signals wait with all of them blocked: `mask` is to be restored.
     pub(super) pending: u8,
-    /// The thread's child of vfork(2) is running.
+    /// Not 0 if the thread's child of vfork(2) is running.
     pub(super) borrowed: u8,
-    /// Handlers of the program that run in the middle of our code.
+    /// Number of the program's handlers that run in the middle of our code.
     pub(super) inner: u8,
-    /// The program called on a stack for signals: signals are blocked, and `blocked` was the mask.
+    /// Not 0 if the program called on a stack for signals. Signals are blocked then, and `blocked` was the mask.
     pub(super) is_blocked: u8,
-    /// FS for our code.
+    /// FS while our code runs.
     pub(super) host_fs: usize,
-    /// Where our stack begins when the program calls.
+    /// Where our stack begins when the program makes a call.
     pub(super) host_stack: usize,
-    /// The mask that the program has.
+    /// The program's signal mask.
     pub(super) mask: u64,
-    /// FS of the program when it called.
+    /// The program's FS when it made the call.
     pub(super) program_fs: usize,
-    /// What set_tid_address(2) was told.
+    /// The address that set_tid_address(2) was given.
     pub(super) clear_tid: usize,
-    /// Stack pointer to return to from the thread's start; 0 for the main thread.
+    /// The stack pointer with which the thread's start returns; 0 for the main thread.
     pub(super) base: usize,
     /// Where the program goes on after vfork(2), in the child and in its parent.
     pub(super) borrowed_return: usize,
-    /// Begin and length of the stack for signals on which a handler of the program began last.
+    /// Begin and length of the signal stack on which a handler of the program began last.
     pub(super) signal_stack: [usize; 2],
-    /// What prctl(2) is told for a child of vfork(2): the thunks' address and length.
+    /// Address and length of the thunks, which prctl(2) is given for a child of vfork(2).
     pub(super) thunks: [usize; 2],
-    /// The child's registers meanwhile.
+    /// Registers of the child of vfork(2) meanwhile.
     pub(super) saved: [usize; 5],
-    /// The mask before `is_blocked`.
+    /// The mask before `is_blocked` was set.
     pub(super) blocked: u64,
     /// Registers while signals are blocked.
     pub(super) scratch: [usize; 7],
@@ -73,7 +73,8 @@ thread_local! {
     static CURRENT: Cell<*mut ThreadBlock> = const { Cell::new(std::ptr::null_mut()) };
 }
 
-/// A block for the calling thread, whose calls begin at `host_stack` on our stack.
+/// Takes a block for the calling thread, whose calls begin at `host_stack` on our stack. `None` if there are too many
+/// threads.
 pub(super) fn acquire(host_stack: usize) -> Option<*mut ThreadBlock> {
     let mut free = FREE
         .lock()
@@ -94,12 +95,12 @@ pub(super) fn acquire(host_stack: usize) -> Option<*mut ThreadBlock> {
     };
     drop(free);
     let host_fs: usize;
-    // SAFETY: reads a register; FSGSBASE was checked before anything was launched.
+    // SAFETY: the instruction reads a register. FSGSBASE was checked before anything was launched.
     unsafe {
         std::arch::asm!("rdfsbase {}", out(reg) host_fs, options(nomem, nostack, preserves_flags));
     };
     let block = at as *mut ThreadBlock;
-    // SAFETY: inside the mapping, and nobody else's.
+    // SAFETY: the block is inside the mapping, and nobody else has it.
     unsafe {
         block.write(ThreadBlock {
             this: at,
@@ -136,7 +137,7 @@ pub(super) fn release(block: *mut ThreadBlock) {
     free.list.push(block as usize);
 }
 
-/// The calling thread's block; null in threads that are not the program's.
+/// Returns the calling thread's block; null in threads that are not the program's.
 pub(super) fn current() -> *mut ThreadBlock {
     CURRENT.get()
 }

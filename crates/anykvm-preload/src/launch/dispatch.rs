@@ -1,4 +1,4 @@
-//! System calls of a launched program that may be ours.
+//! System calls of a launched program that we may have to answer.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -14,30 +14,30 @@ use crate::{actions, calls, filter, shown};
 
 /// Bytes of a `syscall` instruction.
 const SYSCALL_LEN: usize = 2;
-/// What the kernel answers for what there is not.
+/// The kernel's answer to a call that does not exist.
 const NO_SUCH_CALL: isize = -(libc::ENOSYS as isize);
 const KVM_RUN: usize = 0xae80;
 
 /// Called by [`super::entry::enter`].
 pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBlock) {
-    // SAFETY: the thread's own, which nothing else uses while the program waits.
+    // SAFETY: both belong to the thread, and nothing else uses them while the program waits.
     let (frame, block) = unsafe { (&mut *frame, &mut *block) };
     let arguments = [
         frame.rdi, frame.rsi, frame.rdx, frame.r10, frame.r8, frame.r9,
     ];
     kvm_abi::set_borrowed(block.borrowed != 0);
     let pending = &raw const block.pending;
-    // SAFETY: the thread's own, which a signal may write at any moment.
+    // SAFETY: the word belongs to the thread; a signal may write it at any moment.
     kvm_abi::signals::begin(|| unsafe { pending.read_volatile() } != 0, block.inner != 0);
     if frame.rax != libc::SYS_ioctl as usize || frame.rsi != KVM_RUN {
-        // Threads that we make inherit it.
-        // SAFETY: our code does not use GS; on the way out it is set.
+        // Threads that our code makes inherit the value of GS.
+        // SAFETY: our code does not use GS, and the way out sets it.
         unsafe {
             std::arch::asm!("wrgsbase {}", in(reg) 0usize, options(nostack, preserves_flags));
         };
     }
     let number = frame.rax as c_long;
-    // A child has to have it, and another program gets none.
+    // These calls leave the signal stack in place: a child needs it, and another program gets none.
     let is_kept = matches!(
         number,
         libc::SYS_clone
@@ -49,7 +49,7 @@ pub(super) unsafe extern "C" fn dispatch(frame: *mut Frame, block: *mut ThreadBl
             | libc::SYS_exit
     );
     let aside = signals::StackAside::new(block, is_kept);
-    // A defect of ours must not unwind into assembly code.
+    // A panic in our code must not unwind into assembly code.
     let answer = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: the program's arguments.
         unsafe { answer(number, arguments, frame, block) }
@@ -84,7 +84,7 @@ unsafe fn answer(
         match number {
             libc::SYS_arch_prctl => arch_prctl(a, frame),
             libc::SYS_brk => Answer::Is(brk(a[0]) as isize),
-            // Programs go on with clone(2).
+            // Programs go on with clone(2) if this one does not exist.
             libc::SYS_clone3 | libc::SYS_rseq => Answer::Is(NO_SUCH_CALL),
             libc::SYS_clone => threads::clone(a, frame, block),
             libc::SYS_fork => threads::clone([libc::SIGCHLD as usize, 0, 0, 0, 0, 0], frame, block),
@@ -113,9 +113,9 @@ unsafe fn answer(
     }
 }
 
-/// What the preload library does for `syscall`, with the kernel's results.
+/// Does for a call what the preload library does for `syscall`, but with the kernel's results.
 unsafe fn calls_of_kvm(number: c_long, a: [usize; 6]) -> Answer {
-    // Paths have to be readable before they are looked at.
+    // A path has to be readable before we look at it.
     let path = match number {
         libc::SYS_open | libc::SYS_stat | libc::SYS_lstat | libc::SYS_access => Some(a[0]),
         libc::SYS_openat
@@ -157,7 +157,7 @@ unsafe fn calls_of_kvm(number: c_long, a: [usize; 6]) -> Answer {
     }
 }
 
-/// arch_prctl(2): FS is set on the way out, and GS is ours.
+/// Does arch_prctl(2). FS is set on the way out; GS is ours.
 unsafe fn arch_prctl(a: [usize; 6], frame: &mut Frame) -> Answer {
     const SET_GS: usize = 0x1001;
     const SET_FS: usize = 0x1002;
@@ -181,7 +181,7 @@ unsafe fn arch_prctl(a: [usize; 6], frame: &mut Frame) -> Answer {
     }
 }
 
-/// The program's heap, in place of the process's, which is ours.
+/// The program's heap. The process's own heap is ours.
 #[derive(Debug)]
 pub(super) struct Heap {
     pub(super) begin: usize,
@@ -189,7 +189,7 @@ pub(super) struct Heap {
     pub(super) limit: usize,
 }
 
-/// Address space for brk(2).
+/// Address space for the program's brk(2).
 pub(super) static HEAP: Mutex<Heap> = Mutex::new(Heap {
     begin: 0,
     end: 0,
@@ -205,7 +205,7 @@ fn brk(wanted: usize) -> usize {
     }
     let first = wanted.next_multiple_of(host::PAGE_SIZE);
     if first < heap.end {
-        // What comes again is zero.
+        // Memory that is added again later has to be zero.
         // SAFETY: memory that the program has given up.
         unsafe {
             let len = heap.end.next_multiple_of(host::PAGE_SIZE) - first;
@@ -219,7 +219,7 @@ fn brk(wanted: usize) -> usize {
 /// SIGSYS is never blocked: system calls outside of thunks raise it.
 const SIGSYS: u64 = 1 << (libc::SIGSYS - 1);
 
-/// rt_sigprocmask(2), also of a mask that waits to be restored.
+/// Does rt_sigprocmask(2), also for a mask that waits to be restored.
 fn set_mask(a: [usize; 6], block: &mut ThreadBlock) -> Answer {
     const SIZE: usize = size_of::<u64>();
     let error = |errno: c_int| Answer::Is(-(errno as isize));
@@ -270,7 +270,7 @@ fn set_mask(a: [usize; 6], block: &mut ThreadBlock) -> Answer {
         };
     }
     let new = change(old, set);
-    // It is restored where everything is the program's again, and lets in what was pending there.
+    // The mask is restored where everything is the program's again. That lets in signals that were pending.
     block.mask = new & !SIGSYS;
     kvm_abi::signals::restore_later(block.mask);
     block.pending = 1;

@@ -1,16 +1,16 @@
-//! Between the program and our code: the only places where both have state in registers.
+//! The border between the program and our code: only here both have state in registers.
 //!
-//! The program's FS and ours are different thread-local storages; GS is the thread's [`ThreadBlock`] while
-//! the program runs, and whatever translated code makes of it in ours. A system call of the program
-//! keeps all registers but rax, rcx and r11, vector registers and flags included, and touches
-//! nothing on the program's stack, which need not exist.
+//! The program's FS and ours are different thread-local storages. GS is the thread's [`ThreadBlock`] while the program
+//! runs; in our code it is whatever translated code makes of it. A system call of the program keeps all registers but
+//! rax, rcx and r11, including vector registers and flags. It does not touch the program's stack, which need not exist.
 //!
-//! `in_host` is set by the first instruction and cleared by the last but the way out: a signal in
-//! between waits. What waits is let in on the way out, when everything is the program's again.
+//! The first instruction sets `in_host`, and the last but the way out clears it: a signal in between waits. Signals
+//! that have waited are let in on the way out, when everything is the program's again.
 //!
-//! A call on a stack for signals is another matter: as soon as we have our own stack, the kernel would begin a handler at the end of
-//! that one, over what is there. So signals are blocked while the program's stack is still the current one, until [`StackAside`] has
-//! taken the stack for signals away; and before it gives it back, until the program's is the current one again.
+//! A call on a signal stack needs more. As soon as the stack pointer is on our own stack, the kernel would begin a
+//! handler at the end of the signal stack, over what is there. So signals are blocked while the program's stack is
+//! still the current one, until [`StackAside`] has taken the signal stack away; and before it is given back, until the
+//! program's stack is the current one again.
 //!
 //! [`StackAside`]: super::signals::StackAside
 
@@ -26,7 +26,7 @@ use super::block::{BLOCKS, BLOCKS_SIZE, ThreadBlock};
 #[repr(C)]
 pub(super) struct Frame {
     pub(super) fs: usize,
-    /// In: the thunk's system call. Out: where to go.
+    /// On entry the address of the thunk's `syscall`, on the way out the address to go on at.
     pub(super) target: usize,
     pub(super) r15: usize,
     pub(super) r14: usize,
@@ -40,23 +40,23 @@ pub(super) struct Frame {
     pub(super) rsi: usize,
     pub(super) rdx: usize,
     pub(super) rbx: usize,
-    /// In: the number. Out: the result.
+    /// On entry the call's number, on the way out its result.
     pub(super) rax: usize,
     pub(super) flags: usize,
     pub(super) rsp: usize,
 }
 
-/// Bytes that the processor needs for the vector registers.
+/// Number of bytes that the processor needs for the vector registers.
 pub(super) static XSAVE_SIZE: AtomicUsize = AtomicUsize::new(0);
-/// State components that are saved: all but those that a system call cannot change.
+/// State components that are saved: all that a system call must not change.
 pub(super) static XSAVE_MASK: AtomicU32 = AtomicU32::new(0);
-/// Address of `syscall; ret` where user dispatch lets system calls pass.
+/// Address of a `syscall; ret` from which user dispatch lets system calls pass.
 pub(super) static SYSCALL: AtomicUsize = AtomicUsize::new(0);
 
-/// What is blocked for the moment.
+/// Signals that are blocked for a moment.
 static DEFERRABLE: u64 = kvm_abi::signals::DEFERRABLE;
 
-/// Where thunks go with a call that is ours; r11 is the address of the thunk's `syscall`.
+/// The code at which thunks go on with a call that may be ours. r11 has the address of the thunk's `syscall`.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn enter() {
     std::arch::naked_asm!(
@@ -67,7 +67,8 @@ pub(super) unsafe extern "C" fn enter() {
         "5:",
         "jmp {enter_now}",
         "4:",
-        // Some handler had a stack for signals. Is it the current one? Flags are the program's.
+        // A handler has begun on a signal stack. The following tests whether the current stack is that one, and keeps
+        // the program's flags.
         "mov gs:[{scratch}], rax",
         "lahf",
         "seto al",
@@ -116,7 +117,7 @@ pub(super) unsafe extern "C" fn enter() {
     )
 }
 
-/// The rest of [`enter`], with nothing changed yet but rcx.
+/// The rest of [`enter`]. Only rcx has been changed so far.
 #[unsafe(naked)]
 unsafe extern "C" fn enter_now() {
     std::arch::naked_asm!(
@@ -145,7 +146,7 @@ unsafe extern "C" fn enter_now() {
         "mov rbp, rsp",
         "sub rsp, [rip + {size}]",
         "and rsp, -64",
-        // The header of the area: XRSTOR wants zeros in what XSAVE does not write.
+        // The header of the area is cleared, because XRSTOR requires zeros in what XSAVE does not write.
         "xor eax, eax",
         "mov [rsp + 512], rax",
         "mov [rsp + 520], rax",
@@ -181,7 +182,7 @@ unsafe extern "C" fn enter_now() {
     )
 }
 
-/// Goes on in the program, with the frame in rdi, the block in rsi and the vector registers at rdx.
+/// Goes on in the program. The frame is in rdi, the block in rsi, and the vector registers are at rdx.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn leave(
     frame: *mut Frame,
@@ -215,7 +216,7 @@ pub(super) unsafe extern "C" fn leave(
         "popfq",
         "pop rsp",
         "mov byte ptr gs:[{in_host}], 0",
-        // From here on signals come in. Those that have waited:
+        // Signals come in from here on. The following lets in those that have waited.
         "movzx ecx, byte ptr gs:[{pending}]",
         "jrcxz 2f",
         "lea rsp, [rsp - 128]",
@@ -256,7 +257,7 @@ pub(super) unsafe extern "C" fn leave(
     )
 }
 
-/// The handler of every signal: of the program's, if the program was interrupted.
+/// The handler of every signal. If the program was interrupted, the signal is the program's.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn signal(number: c_int, info: *mut siginfo_t, context: *mut c_void) {
     std::arch::naked_asm!(
@@ -280,7 +281,7 @@ pub(crate) unsafe extern "C" fn signal(number: c_int, info: *mut siginfo_t, cont
         "jmp rax",
         "3:",
         "ret",
-        // On the way in or out: FS and the selector may be of either.
+        // On the way in or out, FS and the selector may be the program's or ours.
         "2:",
         "rdfsbase rax",
         "push rax",
@@ -307,7 +308,7 @@ pub(crate) unsafe extern "C" fn signal(number: c_int, info: *mut siginfo_t, cont
     )
 }
 
-/// Calls a handler of the program's in the middle of our code.
+/// Calls a handler of the program in the middle of our code.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn call_in_the_middle(
     number: c_int,
@@ -342,7 +343,7 @@ pub(super) unsafe extern "C" fn call_in_the_middle(
     )
 }
 
-/// Copies the program's first stack to below the caller's and starts the program there.
+/// Copies the program's first stack to below the caller's, and starts the program there.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn start(
     stack: *const u8,
@@ -385,7 +386,7 @@ pub(super) unsafe extern "C" fn start(
     )
 }
 
-/// Runs a thread of the program's, from its first frame on, until [`finish`].
+/// Runs a thread of the program from its first frame on, until [`finish`].
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn run_thread(
     frame: *mut Frame,
@@ -423,9 +424,9 @@ pub(super) unsafe extern "C" fn finish(base: usize) -> ! {
 
 /// Makes a child that borrows the program's memory until it executes another program or ends.
 ///
-/// Parent and child come through the rest one after the other, with the thread's block. What the
-/// child left there when it ended in our code is put right. The kernel does not watch a child's system calls
-/// until it is told to; that takes registers, which the program has kept, and none of its stack.
+/// First the child and then the parent execute the rest, with the same block. What the child left in the block when it
+/// ended in our code is put right. The kernel does not watch a child's system calls until prctl(2) asks for that, which
+/// takes registers that the program has kept, and none of its stack.
 #[unsafe(naked)]
 pub(super) unsafe extern "C" fn borrow() {
     std::arch::naked_asm!(

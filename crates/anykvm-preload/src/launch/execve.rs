@@ -1,4 +1,4 @@
-//! Other programs that the program starts.
+//! execve(2): other programs that the program starts.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
@@ -11,11 +11,11 @@ use super::image;
 use crate::next::system_call;
 use crate::program;
 
-/// Arguments that a program can have.
+/// Maximum number of a program's arguments.
 const MOST: usize = 1 << 20;
 
-/// execve(2) and execveat(2): programs that the preload library does not reach are launched, the
-/// others have it in their environment.
+/// Does execve(2) and execveat(2). Programs that the preload library does not reach are launched; the others get the
+/// library in their environment.
 pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
     let (path_at, argv, envp) = if number == libc::SYS_execve {
         (a[0], a[1], a[2])
@@ -33,7 +33,7 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
     } else {
         (a[0] as i32, a[4] as i32)
     };
-    // Keeps a file without a name open.
+    // A file without a name has to stay open.
     let named = Path::new(OsStr::from_bytes(path.to_bytes()));
     let Some(opened) = program::of_path_at(fd, named, flags) else {
         return Answer::Kernel;
@@ -66,7 +66,7 @@ pub(super) unsafe fn execve(number: c_long, a: [usize; 6]) -> Answer {
     }
     strings.push(c"--".as_ptr());
     strings.push(path.as_ptr());
-    // The first is the program's name for itself.
+    // The first argument is the program's name for itself.
     let mut at = argv;
     for index in 0..MOST {
         let Some(string) = (if argv == 0 { Some(0) } else { image::take(at) }) else {
@@ -100,7 +100,7 @@ struct Environment {
 }
 
 impl Environment {
-    /// `None` if the list cannot be read, which the kernel says then.
+    /// Makes the environment. `None` if the list cannot be read: the kernel says so then.
     fn with_library(envp: usize) -> Option<Self> {
         const NAME: &[u8] = b"LD_PRELOAD=";
         let own = image::launcher()?.to_bytes();
@@ -140,7 +140,7 @@ impl Environment {
     }
 }
 
-/// A path without zeros in it, as C has it.
+/// Returns the path as C has it. `None` if it has a zero in it.
 pub(super) fn c_path(path: &Path) -> Option<CString> {
     CString::new(path.as_os_str().as_bytes()).ok()
 }

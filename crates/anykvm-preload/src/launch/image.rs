@@ -1,4 +1,4 @@
-//! The program in memory, and what it may not see: that its file is not the process's.
+//! The program in memory, and what hides from it that its file is not the process's.
 
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -20,18 +20,18 @@ const LONGEST: usize = 4096;
 /// The program's path without links, and the launcher's.
 static NAMES: OnceLock<(CString, CString)> = OnceLock::new();
 
-/// Remembers the paths.
+/// Notes the paths.
 pub(super) fn set_names(program: CString, launcher: CString) {
-    // There is one program.
+    // A process launches one program, so this is called once.
     let _ = NAMES.set((program, launcher));
 }
 
-/// The path of the `anykvm` program.
+/// Returns the path of the `anykvm` program.
 pub(super) fn launcher() -> Option<&'static CStr> {
     NAMES.get().map(|(_, launcher)| launcher.as_c_str())
 }
 
-/// The program's own path, if `name` is the link that says it.
+/// Returns the program's own path, if `name` is the link to it in /proc.
 pub(super) fn own_name(name: &[u8]) -> Option<&'static CStr> {
     let middle = name.strip_prefix(b"/proc/")?.strip_suffix(b"/exe")?;
     let is_own = middle == b"self"
@@ -41,7 +41,7 @@ pub(super) fn own_name(name: &[u8]) -> Option<&'static CStr> {
     is_own.then_some(program.as_c_str())
 }
 
-/// readlink(2) of the program's file.
+/// Does readlink(2) of the program's file.
 pub(super) fn readlink(path_at: usize, buffer: usize, size: usize) -> Answer {
     let Some(name) = path(path_at).and_then(|path| own_name(path.to_bytes())) else {
         return Answer::Kernel;
@@ -58,7 +58,7 @@ pub(super) fn readlink(path_at: usize, buffer: usize, size: usize) -> Answer {
     }
 }
 
-/// A path of the program's; `None` if there is none that can be read.
+/// Reads a path of the program. `None` if it cannot be read.
 pub(super) fn path(at: usize) -> Option<CString> {
     let mut bytes = Vec::new();
     while bytes.len() < LONGEST {
@@ -79,7 +79,7 @@ pub(super) fn path(at: usize) -> Option<CString> {
     None
 }
 
-/// True if these bytes are at that address.
+/// Returns true if these bytes are at that address.
 pub(super) fn starts_with(at: usize, bytes: &[u8]) -> bool {
     let mut there = vec![0u8; bytes.len()];
     // SAFETY: the buffer is that long.
@@ -87,7 +87,7 @@ pub(super) fn starts_with(at: usize, bytes: &[u8]) -> bool {
     read == Some(true) && there == bytes
 }
 
-/// A structure of the program's, if it can be read.
+/// Reads a structure of the program. `None` if it cannot be read.
 pub(super) fn take_as<T>(at: usize) -> Option<MaybeUninit<T>> {
     let mut value = MaybeUninit::<T>::uninit();
     let to = value.as_mut_ptr().cast();
@@ -95,18 +95,18 @@ pub(super) fn take_as<T>(at: usize) -> Option<MaybeUninit<T>> {
     unsafe { kvm_abi::faults::copy(at as *const u8, to, size_of::<T>()) }?.then_some(value)
 }
 
-/// A word of the program's, if it can be read.
+/// Reads a word of the program. `None` if it cannot be read.
 pub(super) fn take(at: usize) -> Option<usize> {
     // SAFETY: any bytes are an integer.
     take_as::<usize>(at).map(|word| unsafe { word.assume_init() })
 }
 
-/// Stores a word for the program: whether that could be.
+/// Stores a word for the program. Returns false if that is impossible.
 pub(super) fn give(at: usize, value: usize) -> bool {
     give_bytes(at, &value.to_ne_bytes())
 }
 
-/// As [`give`], of 32 bits.
+/// Does what [`give`] does, with 32 bits.
 pub(super) fn give32(at: usize, value: u32) -> bool {
     give_bytes(at, &value.to_ne_bytes())
 }
@@ -116,16 +116,16 @@ fn give_bytes(at: usize, bytes: &[u8]) -> bool {
     unsafe { kvm_abi::faults::copy(bytes.as_ptr(), at as *mut u8, bytes.len()) == Some(true) }
 }
 
-/// What the ELF header says of a file.
+/// The ELF header of a file.
 #[derive(Debug)]
 pub(super) struct Elf {
     file: File,
     segments: Vec<Segment>,
     entry: usize,
-    /// Linked for one place.
+    /// True if the program was linked for one address.
     is_fixed: bool,
     headers: (usize, usize),
-    /// The program interpreter.
+    /// The program interpreter, if the file names one.
     pub(super) loader: Option<std::path::PathBuf>,
 }
 
@@ -145,7 +145,7 @@ pub(super) struct Loaded {
     pub(super) entry: usize,
     /// Address and number of program headers.
     pub(super) headers: (usize, usize),
-    /// First executable segment.
+    /// Begin and end of the first executable segment.
     pub(super) text: (usize, usize),
 }
 
@@ -229,7 +229,7 @@ impl Elf {
         Ok(elf)
     }
 
-    /// First and last address, in pages.
+    /// Returns the first and the last address, rounded to pages.
     fn range(&self) -> (usize, usize) {
         let begin = self.segments.iter().map(|s| s.address).min().unwrap_or(0);
         let end = self
@@ -241,23 +241,23 @@ impl Elf {
         (begin & !(PAGE - 1), end.next_multiple_of(PAGE))
     }
 
-    /// Bytes of address space from [`Elf::range`]'s begin on.
+    /// Returns the length of the address space from the begin of [`Elf::range`] on.
     pub(super) fn len(&self) -> usize {
         let (begin, end) = self.range();
         end - begin
     }
 
-    /// True for a program that was linked for one place.
+    /// Returns true for a program that was linked for one address.
     pub(super) fn is_fixed(&self) -> bool {
         self.is_fixed
     }
 
-    /// Where a fixed one begins.
+    /// Returns the first address of a fixed program.
     pub(super) fn begin(&self) -> usize {
         self.range().0
     }
 
-    /// Maps it at `at`, where [`Elf::len`] bytes are reserved for it.
+    /// Maps the program at `at`, where [`Elf::len`] bytes are reserved for it.
     pub(super) fn load(&self, at: usize) -> io::Result<Loaded> {
         let (begin, _) = self.range();
         let base = at.wrapping_sub(begin);
@@ -269,7 +269,7 @@ impl Elf {
             let memory_end = place(s.address) + s.in_memory;
             let skipped = s.address % PAGE;
             if s.in_file > 0 {
-                // What is behind the file's part of the last page has to be zero.
+                // The rest of the last page, behind the file's bytes, has to be zero.
                 let needs_zeros = s.in_memory > s.in_file && data_end % PAGE != 0;
                 let extra = if needs_zeros { libc::PROT_WRITE } else { 0 };
                 let fd = self.file.as_raw_fd();
@@ -282,7 +282,7 @@ impl Elf {
                 )?;
                 if needs_zeros {
                     let len = data_end.next_multiple_of(PAGE) - data_end;
-                    // SAFETY: the rest of a page that was just mapped writable.
+                    // SAFETY: these bytes are the rest of a page that was just mapped writable.
                     unsafe { std::ptr::write_bytes(data_end as *mut u8, 0, len) };
                     if s.protection & libc::PROT_WRITE == 0 {
                         // SAFETY: the segment's own pages.
@@ -313,7 +313,7 @@ impl Elf {
     }
 }
 
-/// Maps over what is reserved.
+/// Maps a segment over reserved address space.
 fn map(at: usize, len: usize, protection: i32, file: Option<(i32, usize)>) -> io::Result<()> {
     let (fd, offset) = file.map_or((-1, 0), |(fd, offset)| (fd, offset as libc::off_t));
     let anonymous = if file.is_none() {
@@ -346,7 +346,7 @@ pub(super) fn reserve(at: Option<usize>, len: usize) -> io::Result<usize> {
         return Err(io::Error::last_os_error());
     }
     if at.is_some_and(|at| at != got as usize) {
-        // Kernels before 4.17 take the address for a hint.
+        // Kernels before 4.17 take the address as a hint.
         // SAFETY: just made, and not used.
         unsafe { libc::munmap(got, len) };
         return Err(io::Error::from_raw_os_error(libc::EEXIST));

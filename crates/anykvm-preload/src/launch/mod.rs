@@ -1,9 +1,9 @@
-//! The launcher: programs that a preloaded library does not reach, statically linked ones above all.
+//! The launcher of programs that a preloaded library does not reach, above all statically linked ones.
 //!
-//! The program is loaded into the `anykvm` process itself, as the kernel would into a new one, so our
-//! code is there with its C library and its thread-local storage, and nothing of it is the
-//! program's. The program's system calls come through [`thunks`]; a call that is ours goes
-//! through [`entry`] to [`dispatch`], all others are made where they are, with nothing changed.
+//! The program is loaded into the `anykvm` process itself, as the kernel would load it into a new one. So our code is
+//! there with its own C library and thread-local storage, and shares nothing with the program. The program's system
+//! calls come through [`thunks`]. A call that may be ours goes through [`entry`] to [`dispatch`]; all others are made
+//! where they are, with nothing changed.
 
 mod answer;
 mod block;
@@ -29,21 +29,21 @@ use crate::launcher::{self, Launcher};
 use image::{Elf, Loaded};
 
 const PAGE: usize = host::PAGE_SIZE;
-/// Address space for brk(2).
+/// Size of the address space for brk(2).
 const HEAP: usize = 1 << 34;
 
 fn unsupported(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::Unsupported, what.to_owned())
 }
 
-/// What the program starts is launched, too, also where the preload library would do.
+/// True if what the program starts is launched too, even where the preload library would do.
 static ALL: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn launches_all() -> bool {
     ALL.load(Ordering::Relaxed)
 }
 
-/// A list of libraries as LD_PRELOAD has it, without this file; `None` if it does not name it.
+/// Returns a list of libraries, as LD_PRELOAD has it, without this file. `None` if the list does not name this file.
 fn without_own(list: &OsStr, own: &Path) -> Option<std::ffi::OsString> {
     let is_own = |name: &&[u8]| Path::new(OsStr::from_bytes(name)) == own;
     let words = || list.as_bytes().split(|byte| b": ".contains(byte));
@@ -52,8 +52,8 @@ fn without_own(list: &OsStr, own: &Path) -> Option<std::ffi::OsString> {
     has_own.then(|| OsStr::from_bytes(&others.join(&b':')).to_owned())
 }
 
-/// Starts the program in this process, which must have one thread, with a variable in its
-/// environment; returns only if it cannot. With `all`, what it starts is launched, too.
+/// Starts the program in this process, which must have one thread, with a variable in its environment. With `all`, what
+/// the program starts is launched too. Returns only if the program cannot be started.
 pub fn launch(
     program: &Path,
     name: &OsStr,
@@ -67,7 +67,7 @@ pub fn launch(
         // SAFETY: there is one thread.
         unsafe { std::env::set_var(variable, value) };
     }
-    // A loader in the program would load this file once more: two copies that each take the other's
+    // A dynamic loader in the program would load this file once more. The two copies would each take the other's
     // signals and descriptors for the program's.
     if let (Some(list), Ok(own)) = (std::env::var_os(PRELOAD), std::env::current_exe())
         && let Some(others) = without_own(&list, &own)
@@ -93,7 +93,7 @@ fn prepare(
     arguments: &[std::ffi::OsString],
 ) -> io::Result<std::convert::Infallible> {
     check_processor()?;
-    // A file without a name has a link in /proc, which leads to none.
+    // A file without a name has a link in /proc, which has no other name.
     let absolute = program
         .canonicalize()
         .or_else(|_| std::path::absolute(program))?;
@@ -110,7 +110,7 @@ fn prepare(
     let stack = Stack::build(program, name, arguments, &main, loader.as_ref())?;
     set_heap()?;
     become_program()?;
-    // The main thread's calls begin on a stack of our own, as its kernel stack is the program's.
+    // The main thread's calls begin on a stack of our own, as the stack that the kernel gave it is the program's.
     let ours = host::Mapping::anonymous(threads::STACK)?;
     let top = ours.as_ptr() as usize + ours.len();
     std::mem::forget(ours);
@@ -132,7 +132,7 @@ fn prepare(
     stack.start(entry, block)
 }
 
-/// The registers' instructions that `entry` is made of.
+/// Checks that the processor has the instructions that `entry` uses.
 fn check_processor() -> io::Result<()> {
     const FSGSBASE: u64 = 2;
     // SAFETY: reads the process's auxiliary vector.
@@ -178,7 +178,7 @@ fn load(elf: &Elf, loader: Option<&Elf>) -> io::Result<(Loaded, Option<Loaded>)>
         libc::MAP_SHARED | libc::MAP_FIXED,
     );
     let fd = std::os::fd::AsRawFd::as_raw_fd(&std::os::fd::AsFd::as_fd(&file));
-    // SAFETY: a part of the range reserved above.
+    // SAFETY: the pages are a part of the range reserved above.
     let rx = unsafe {
         libc::mmap(
             arena as *mut c_void,
@@ -199,7 +199,7 @@ fn load(elf: &Elf, loader: Option<&Elf>) -> io::Result<(Loaded, Option<Loaded>)>
 
 fn set_heap() -> io::Result<()> {
     let begin = image::reserve(None, HEAP)?;
-    // SAFETY: the range reserved above.
+    // SAFETY: the range was reserved above.
     let result = unsafe {
         libc::mprotect(
             begin as *mut c_void,
@@ -219,9 +219,9 @@ fn set_heap() -> io::Result<()> {
     Ok(())
 }
 
-/// Undoes what this process's own start has changed of what execve(2) would leave.
+/// Undoes what this process's own start has changed, so that all is as execve(2) would leave it.
 fn become_program() -> io::Result<()> {
-    // SAFETY: no alternate stack; a handler that this process had is nobody's now.
+    // SAFETY: the alternate stack is disabled, and no handler of this process is called any more that used it.
     unsafe {
         let none = libc::stack_t {
             ss_sp: std::ptr::null_mut(),
@@ -230,9 +230,9 @@ fn become_program() -> io::Result<()> {
         };
         libc::sigaltstack(&raw const none, std::ptr::null_mut());
     }
-    // Rewriting instructions has other processors see them.
+    // Rewritten instructions have to be seen by other processors, which needs this registration.
     const REGISTER_PRIVATE_EXPEDITED_SYNC_CORE: usize = 1 << 6;
-    // SAFETY: no pointers. Without it nothing is rewritten once there are threads.
+    // SAFETY: the call has no pointers. If it fails, nothing is rewritten once there are threads.
     unsafe {
         crate::next::system_call(
             libc::SYS_membarrier,
@@ -242,9 +242,9 @@ fn become_program() -> io::Result<()> {
     Ok(())
 }
 
-/// What the kernel puts on a program's first stack.
+/// The first stack of a program, as the kernel makes it.
 struct Stack {
-    /// From the lowest address up: argc, argv, envp, the auxiliary vector, strings.
+    /// The bytes from the lowest address up: argc, argv, envp, the auxiliary vector, strings.
     bytes: Vec<u8>,
     to: usize,
 }
@@ -257,7 +257,7 @@ impl Stack {
         main: &Loaded,
         loader: Option<&Loaded>,
     ) -> io::Result<Self> {
-        /// What the caller and `start` have on this stack.
+        /// Room for what the caller and `start` have on this stack.
         const ROOM: usize = 1 << 16;
         let mut strings = Vec::new();
         let mut add = |bytes: &[u8]| {
@@ -309,9 +309,9 @@ impl Stack {
     }
 }
 
-/// The process's own vector, of the other program.
+/// Returns the process's own auxiliary vector, with the values of the program.
 fn auxiliary(main: &Loaded, loader: Option<&Loaded>) -> io::Result<Vec<(u64, usize)>> {
-    /// Where the thread's restartable sequences may be: our C library has them.
+    /// Entries of the thread's restartable sequences, which our C library uses.
     const RSEQ: [u64; 2] = [27, 28];
     let own = std::fs::read("/proc/self/auxv")?;
     let mut vector = Vec::new();

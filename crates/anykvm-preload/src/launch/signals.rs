@@ -1,4 +1,4 @@
-//! Signals of a launched program ([`super::entry::signal`] comes first).
+//! Signals of a launched program. [`super::entry::signal`] is called first.
 
 use libc::{c_int, c_void, siginfo_t};
 
@@ -7,12 +7,12 @@ use super::{entry, thunks};
 use crate::actions;
 use crate::next::system_call;
 
-/// si_code of SIGSYS: by syscall user dispatch.
+/// si_code of a SIGSYS that syscall user dispatch has raised.
 const SYS_USER_DISPATCH: c_int = 2;
 
-/// The program was interrupted: gives the handler that it has set, 0 for none.
+/// Handles a signal that has interrupted the program. Returns the handler that the program has set, 0 for none.
 ///
-/// It runs with the program's FS: nothing here uses thread-local storage.
+/// It runs with the program's FS, so nothing here uses thread-local storage.
 pub(super) unsafe extern "C" fn in_program(
     signal: c_int,
     info: *mut siginfo_t,
@@ -34,8 +34,7 @@ pub(super) unsafe extern "C" fn in_program(
     }
 }
 
-/// A handler of the program begins: perhaps on a stack of its own, which our code has to know of if
-/// the handler calls it.
+/// Notes the signal stack of a handler of the program that begins, as our code needs it if the handler makes a call.
 unsafe fn note_stack(context: *const libc::ucontext_t) {
     // SAFETY: the kernel's structure; while the program runs GS is the thread's block, of which the
     // first word is the address.
@@ -50,12 +49,13 @@ unsafe fn note_stack(context: *const libc::ucontext_t) {
     }
 }
 
-/// The program's stack for signals, put aside while a handler that is on it is in our code: we have
-/// another stack, so the kernel would begin the next handler at the end of that one, over the first.
+/// The program's signal stack, taken away while a handler on it is in our code. Our code has another stack, so the
+/// kernel would begin the next handler at the end of the signal stack, over the first one.
 pub(super) struct StackAside(libc::stack_t);
 
 impl StackAside {
-    /// `None` if the program is not on such a stack, or is to keep it. Signals come in again.
+    /// Takes the signal stack away, and lets signals in again. `None` if the program is not on such a stack, or is to
+    /// keep it.
     pub(super) fn new(block: &mut ThreadBlock, is_kept: bool) -> Option<Self> {
         if std::mem::take(&mut block.is_blocked) == 0 {
             return None;
@@ -71,11 +71,11 @@ impl StackAside {
         is_aside.then_some(Self(old))
     }
 
-    /// The program has it again. Signals are blocked until the program's stack pointer is on it.
+    /// Gives the signal stack back. Signals are blocked until the program's stack pointer is on it.
     pub(super) fn put_back(self, block: &mut ThreadBlock) {
         let mask = set_mask(kvm_abi::signals::DEFERRABLE);
         set_stack(&self.0, None);
-        // SAFETY: the thread's own, which a signal may have written.
+        // SAFETY: the word belongs to the thread; a signal may have written it.
         if unsafe { (&raw const block.pending).read_volatile() } == 0 {
             block.mask = mask;
             block.pending = 1;
@@ -83,7 +83,7 @@ impl StackAside {
     }
 }
 
-/// sigaltstack(2): whether it worked.
+/// Does sigaltstack(2). Returns true if it worked.
 fn set_stack(stack: &libc::stack_t, old: Option<&mut libc::stack_t>) -> bool {
     let old = old.map_or(0, |old| std::ptr::from_mut(old).addr());
     let arguments = [std::ptr::from_ref(stack).addr(), old, 0, 0, 0, 0];
@@ -91,7 +91,7 @@ fn set_stack(stack: &libc::stack_t, old: Option<&mut libc::stack_t>) -> bool {
     unsafe { system_call(libc::SYS_sigaltstack, arguments) == 0 }
 }
 
-/// The thread's mask of blocked signals; returns the one before.
+/// Sets the thread's mask of blocked signals. Returns the one before.
 fn set_mask(mask: u64) -> u64 {
     let mut old = 0u64;
     let arguments = [
@@ -107,7 +107,7 @@ fn set_mask(mask: u64) -> u64 {
     old
 }
 
-/// Our code was interrupted, with our FS.
+/// Handles a signal that has interrupted our code. FS is ours.
 pub(super) unsafe extern "C" fn in_host(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: what the kernel passed.
     unsafe {
@@ -124,7 +124,7 @@ pub(super) unsafe extern "C" fn in_host(signal: c_int, info: *mut siginfo_t, con
             (*block).pending = 1;
             return;
         }
-        // A fault in the middle.
+        // A fault in our code, on behalf of the program, is the program's.
         let handler = actions::handler_of(signal, info);
         if handler != 0 {
             in_the_middle(signal, info, context, handler, block);
@@ -132,7 +132,7 @@ pub(super) unsafe extern "C" fn in_host(signal: c_int, info: *mut siginfo_t, con
     }
 }
 
-/// The program's handler of a fault runs while our own code waits; its calls begin below.
+/// Runs the program's handler of a fault while our own code waits. Calls of the handler begin below it on our stack.
 unsafe fn in_the_middle(
     signal: c_int,
     info: *mut siginfo_t,
@@ -148,7 +148,7 @@ unsafe fn in_the_middle(
         let interrupted = (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs
             [libc::REG_RSP as usize] as usize;
         let before = (*block).host_stack;
-        // Our stack, if the handler is on it; it may be on a stack of the program's for signals.
+        // The handler is on our stack, or else on a signal stack of the program.
         let is_ours =
             here < before && here >= interrupted.saturating_sub(1 << 16) && here < interrupted;
         let lowest = if is_ours { here } else { interrupted };
@@ -162,7 +162,7 @@ unsafe fn in_the_middle(
     }
 }
 
-/// A thread of ours that did not block signals in time: the process gets it once more.
+/// Sends to the process a signal that came to a thread of ours before it had blocked signals.
 unsafe fn pass_on(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel's structures; its signal set is eight bytes.
     unsafe {

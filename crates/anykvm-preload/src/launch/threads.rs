@@ -1,7 +1,7 @@
-//! Threads, children, and how they end.
+//! Threads and children of the program, and how they end.
 //!
-//! Each thread of the program is a thread of our C library as well, which gives it our thread-local
-//! storage and stack; the program's own are what it asks for in clone(2).
+//! Each thread of the program is also a thread of our C library, which gives it our thread-local storage and our stack.
+//! The program's own are those that it passes to clone(2).
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,11 +14,11 @@ use super::entry::{self, Frame};
 use super::{image, running, thunks};
 use crate::next::system_call;
 
-/// Our own stack of each thread; a page costs memory once it is used.
+/// Size of our own stack of each thread. A page takes memory once it is used.
 pub(super) const STACK: usize = 1 << 20;
 const SYSCALL_LEN: usize = 2;
 
-/// The kernel raises SIGSYS for the calling thread's system calls while its selector says so.
+/// Has the kernel raise SIGSYS for the calling thread's system calls while its selector says so.
 pub(super) fn watch(block: *mut ThreadBlock) -> isize {
     const ON: usize = 1;
     let (begin, len) = thunks::range();
@@ -55,7 +55,7 @@ fn set_signals(mask: u64) {
     };
 }
 
-/// clone(2), with its five arguments.
+/// Does clone(2), with its five arguments.
 pub(super) unsafe fn clone(a: [usize; 6], frame: &mut Frame, block: &mut ThreadBlock) -> Answer {
     let flags = a[0] as c_int;
     if flags & libc::CLONE_VM == 0 {
@@ -66,7 +66,7 @@ pub(super) unsafe fn clone(a: [usize; 6], frame: &mut Frame, block: &mut ThreadB
         return thread(a, frame, block);
     }
     if flags & libc::CLONE_VFORK == 0 || block.borrowed != 0 {
-        // A process that shares our memory would need its own FS and stack of ours.
+        // A process that shares our memory would need an FS and a stack of ours.
         return Answer::Is(-(libc::EINVAL as isize));
     }
     block.borrowed_return = frame.target + SYSCALL_LEN;
@@ -75,26 +75,26 @@ pub(super) unsafe fn clone(a: [usize; 6], frame: &mut Frame, block: &mut ThreadB
     Answer::Kernel
 }
 
-/// What a new thread begins with.
+/// The state that a new thread begins with.
 struct Start {
     frame: Frame,
     vectors: usize,
     mask: u64,
     clear_tid: usize,
-    /// Where the kernel would write the thread's id.
+    /// Addresses to which the kernel would write the thread's id.
     tid_at: [usize; 2],
-    /// Set by the thread when it is ready.
+    /// The thread's id, which the thread sets when it is ready.
     tid: AtomicU32,
 }
 
-/// Room for vector registers.
+/// Returns the layout of memory for vector registers.
 fn vectors_layout() -> Layout {
     const ALIGN: usize = 64;
     let size = entry::XSAVE_SIZE.load(Ordering::Relaxed).max(1);
     Layout::from_size_align(size, ALIGN).unwrap_or(Layout::new::<u64>())
 }
 
-/// Where [`entry::enter`] has put them.
+/// Returns where [`entry::enter`] has put the vector registers.
 fn vectors_of(frame: &Frame) -> usize {
     (std::ptr::from_ref(frame).addr() - entry::XSAVE_SIZE.load(Ordering::Relaxed)) & !63
 }

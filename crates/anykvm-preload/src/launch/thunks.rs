@@ -1,16 +1,16 @@
 //! A thunk for each `syscall` instruction of the program that has been executed.
 //!
-//! The kernel's syscall user dispatch raises SIGSYS for system calls outside of the arena that the
-//! thunks are in. The handler makes the thunk of the instruction, lets the program go on there, and
-//! rewrites the instruction to a jump to it where that is certain to change nothing else: only
-//! code that was seen to run is ever changed. The others raise SIGSYS each time, which costs 3 µs.
+//! The kernel's syscall user dispatch raises SIGSYS for system calls outside of the arena that the thunks are in. The
+//! handler makes the instruction's thunk and lets the program go on there. It rewrites the instruction to a jump to the
+//! thunk where that certainly changes nothing else; only code that was seen to run is ever changed. The other
+//! instructions raise SIGSYS each time.
 //!
-//! A program may execute itself in a VM, too, as gVisor's does, whose guest has the program's own address
-//! space: its `syscall` is answered by the guest's kernel, and perhaps executed again outside. Thunks
-//! know by CS, and then go on at a `syscall` outside of the arena.
+//! A program may execute itself in a VM, too, as gVisor does, whose guest has the program's own address space. Its
+//! `syscall` is answered by the guest's kernel, and perhaps executed again outside. A thunk recognises the guest by CS,
+//! and then goes on at a `syscall` outside of the arena.
 //!
-//! A thunk executes the system call itself, with all of the program's registers, unless it may be
-//! one of ours. Nothing here allocates, locks for long, or uses thread-local storage.
+//! A thunk executes the system call itself, with all of the program's registers, unless the call may be ours. Nothing
+//! here allocates, locks for long, or uses thread-local storage.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
@@ -20,29 +20,29 @@ use libc::c_long;
 use super::entry;
 use crate::next::system_call;
 
-/// Bytes of the arena: a table, then thunks.
+/// Size of the arena in bytes: a table, then thunks.
 pub(super) const SIZE: usize = 1 << 20;
-/// Bytes of the arena with the places for guests behind it, from which system calls raise SIGSYS.
+/// Size of the arena with the guests' `syscall` instructions behind it, which raise SIGSYS.
 pub(super) const MAPPED: usize = SIZE + (THUNKS * GUEST).next_multiple_of(host::PAGE_SIZE);
-/// Bytes of the writable view, which has the index behind.
+/// Size of the writable view, which has the index at its end.
 pub(super) const WRITABLE: usize = MAPPED + size_of::<Index>();
-/// One byte for each value of ax: 0, the kernel's; 1, perhaps ours.
+/// Size of the table, which has a byte for each value of ax: 0 if the call is the kernel's, 1 if it may be ours.
 const CLASSES: usize = 1 << 16;
-/// `syscall; ret`, and where handlers return to.
+/// Room for `syscall; ret`, and for the code that handlers return to.
 const STUBS: usize = 64;
-/// Bytes of a thunk.
+/// Size of a thunk in bytes.
 const THUNK: usize = 128;
-/// Bytes of a guest's `syscall` and of the jump behind it.
+/// Size of a guest's `syscall` and of the jump behind it, in bytes.
 const GUEST: usize = 16;
 const THUNKS: usize = (SIZE - CLASSES - STUBS) / THUNK;
-/// A jump by rel32.
+/// Length of a jump by rel32.
 const JUMP: usize = 5;
 
-/// Which thunks there are. It is shared with children, as the arena is.
+/// The thunks that have been made. The index is shared with children, as is the arena.
 #[repr(C)]
 struct Index {
     used: AtomicUsize,
-    /// By hash of the address after a `syscall`: that address and the thunk's number above.
+    /// By hash of the address after a `syscall`: that address, and above it the thunk's number.
     slots: [AtomicU64; 2 * THUNKS],
 }
 
@@ -52,19 +52,19 @@ fn index() -> &'static Index {
     unsafe { &*((RW.load(Ordering::Relaxed) + MAPPED) as *const Index) }
 }
 
-/// Executable view of the arena, and the writable one.
+/// Addresses of the arena's executable and writable views.
 static RX: AtomicUsize = AtomicUsize::new(0);
 static RW: AtomicUsize = AtomicUsize::new(0);
-/// Whether this process has tried to rewrite a thunk's instruction.
+/// True if this process has tried to rewrite a thunk's instruction.
 static TRIED: [AtomicBool; THUNKS] = [const { AtomicBool::new(false) }; THUNKS];
 /// Executable parts of the program and of its loader, which may be rewritten.
 static TEXT: [[AtomicUsize; 2]; 2] = [const { [const { AtomicUsize::new(0) }; 2] }; 2];
-/// Instructions may be rewritten: until the program's own filter, which forbids what it takes.
+/// True while instructions may be rewritten. A filter of the program's own may forbid the calls that this takes.
 static REWRITES: AtomicBool = AtomicBool::new(false);
-/// Somebody rewrites.
+/// True while a thread rewrites an instruction.
 static REWRITING: AtomicBool = AtomicBool::new(false);
 
-/// Calls that may be ours or need care.
+/// System calls that may be ours, or need care.
 const OURS: &[c_long] = &[
     libc::SYS_access,
     libc::SYS_arch_prctl,
@@ -103,7 +103,7 @@ const OURS: &[c_long] = &[
     libc::SYS_vfork,
 ];
 
-/// Fills an arena that is mapped at both addresses. `text` is what may be rewritten.
+/// Fills an arena that is mapped at both addresses. `text` is the code that may be rewritten.
 pub(super) fn prepare(rw: usize, rx: usize, text: [(usize, usize); 2]) {
     RW.store(rw, Ordering::Relaxed);
     RX.store(rx, Ordering::Relaxed);
@@ -122,7 +122,7 @@ pub(super) fn prepare(rw: usize, rx: usize, text: [(usize, usize); 2]) {
     REWRITES.store(true, Ordering::Release);
 }
 
-/// From now on these are ours to look at.
+/// Has these calls come to us from now on.
 pub(crate) fn watch(numbers: &[c_long]) {
     for number in numbers {
         let at = RW.load(Ordering::Relaxed) + *number as usize;
@@ -131,29 +131,29 @@ pub(crate) fn watch(numbers: &[c_long]) {
     }
 }
 
-/// Where handlers return to.
+/// Returns the code that handlers return to.
 pub(crate) fn restorer() -> usize {
     RX.load(Ordering::Relaxed) + CLASSES + 16
 }
 
-/// The range from which system calls pass.
+/// Returns the range from which system calls pass.
 pub(super) fn range() -> (usize, usize) {
     (RX.load(Ordering::Relaxed), SIZE)
 }
 
-/// From now on no instruction is rewritten.
+/// Makes sure that no instruction is rewritten from now on.
 pub(crate) fn stop_rewriting() {
     REWRITES.store(false, Ordering::Release);
 }
 
-/// Writes into the arena.
+/// Writes bytes into the arena.
 fn put(offset: usize, bytes: &[u8]) {
     let to = (RW.load(Ordering::Relaxed) + offset) as *mut u8;
     // SAFETY: the callers stay inside the arena, in a part of it that nobody executes yet.
     unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
 }
 
-/// The thunk of the `syscall` that ends at `after`, which has just been executed.
+/// Returns the thunk of the `syscall` that ends at `after`, which has just been executed.
 pub(super) fn of(after: usize) -> usize {
     let number = find(after);
     if !TRIED[number].swap(true, Ordering::Relaxed) {
@@ -162,7 +162,7 @@ pub(super) fn of(after: usize) -> usize {
     address(number)
 }
 
-/// The number of its thunk, which is made if there is none.
+/// Returns the number of the thunk of the `syscall` that ends at `after`. The thunk is made if there is none.
 fn find(after: usize) -> usize {
     let slots = index().slots.len();
     let first = hash(after);
@@ -186,7 +186,7 @@ fn find(after: usize) -> usize {
     unsafe { libc::abort() }
 }
 
-/// True if a `syscall` that ends there has a thunk.
+/// Returns true if the `syscall` that ends there has a thunk.
 fn is_known(after: usize) -> bool {
     let slots = index().slots.len();
     (0..slots)
@@ -215,19 +215,19 @@ impl Bytes {
         self.bytes[self.len..self.len + bytes.len()].copy_from_slice(bytes);
         self.len += bytes.len();
     }
-    /// A displacement from the end of these four bytes.
+    /// Appends the displacement of `to` from the end of the displacement itself.
     fn relative(&mut self, to: usize) {
         let next = self.at + self.len + 4;
         self.push(&(to.wrapping_sub(next) as u32).to_le_bytes());
     }
-    /// A jump to anywhere, which changes no register.
+    /// Appends a jump to any address, which changes no register.
     fn jump(&mut self, to: usize) {
         self.push(&[0xff, 0x25, 0, 0, 0, 0]);
         self.push(&to.to_le_bytes());
     }
 }
 
-/// Writes a thunk; its number.
+/// Writes a thunk. Returns its number.
 fn make(after: usize) -> usize {
     let number = index().used.fetch_add(1, Ordering::Relaxed);
     if number >= THUNKS {
@@ -278,7 +278,7 @@ fn make(after: usize) -> usize {
     number
 }
 
-/// The part of the program that these addresses are in.
+/// Returns the part of the program that contains these addresses.
 fn text_of(begin: usize, end: usize) -> Option<(usize, usize)> {
     TEXT.iter()
         .map(|part| {
@@ -290,14 +290,14 @@ fn text_of(begin: usize, end: usize) -> Option<(usize, usize)> {
         .find(|part| begin >= part.0 && end <= part.1)
 }
 
-/// Instructions behind a `syscall` that do the same elsewhere: the thunk has copies.
+/// Instructions behind a `syscall` that do the same elsewhere. The thunk has copies of them.
 struct Tail {
-    /// Bytes of them.
+    /// Length of these instructions in bytes.
     len: usize,
-    /// They leave room for a jump in place of the `syscall`.
+    /// True if they leave room for a jump in place of the `syscall`.
     makes_room: bool,
-    /// The next instruction is a `syscall`. A thread that has given up its stack executes it
-    /// as its last, so it may not raise a signal.
+    /// True if the next instruction is a `syscall`. A thread that has given up its stack executes it as its last
+    /// instruction, so it must not raise a signal.
     reaches_another: bool,
 }
 
@@ -330,7 +330,7 @@ impl Tail {
             }
             if flow == FlowControl::Return && enough.is_none() {
                 len += instruction.len();
-                // What fills the space up to the next function may be overwritten.
+                // Padding up to the next function may be overwritten.
                 let fills = |bytes: &[u8]| bytes.iter().all(|b| *b == 0xcc || *b == 0x90);
                 if len >= WANTED || fills(&bytes[len..WANTED]) {
                     enough = Some(len);
@@ -355,7 +355,7 @@ impl Tail {
     }
 }
 
-/// True if a branch with a displacement in its code may lead between `after` and `end`.
+/// Returns true if a branch with a displacement in its code may lead to between `after` and `end`.
 fn is_branched_to(after: usize, end: usize) -> bool {
     let Some((begin, limit)) = text_of(after, end) else {
         return true;
@@ -372,14 +372,14 @@ fn is_branched_to(after: usize, end: usize) -> bool {
             }
         }
     }
-    // Any four bytes may be a displacement: too many branches are better than one too few.
+    // Any four bytes may be a displacement: to see too many branches is better than to miss one.
     (0..text.len().saturating_sub(4)).any(|at| {
         let bytes = [text[at], text[at + 1], text[at + 2], text[at + 3]];
         inside((begin + at + 4).wrapping_add_signed(i32::from_le_bytes(bytes) as isize))
     })
 }
 
-/// Makes the `syscall` that ends at `after` a jump to its thunk, if nothing else can tell.
+/// Makes the `syscall` that ends at `after` a jump to its thunk, if that has no other effect.
 fn rewrite(after: usize, thunk: usize) {
     let site = after - 2;
     if !REWRITES.load(Ordering::Acquire) || text_of(site - 8, after + 8).is_none() {
@@ -387,12 +387,12 @@ fn rewrite(after: usize, thunk: usize) {
     }
     // SAFETY: inside the program's text.
     let before = unsafe { std::slice::from_raw_parts((site - 6) as *const u8, 6) };
-    // What a neighbour's jump has replaced is no longer what it looks like.
+    // Bytes that a neighbour's jump has replaced are not the instructions that they look like.
     if (site - 7..=site).any(is_known) {
         return;
     }
-    // mov eax, imm32 just before: it alone is replaced, by a jump to a second thunk, which does the
-    // same. A byte 0x40 to 0x4f in front would belong to it.
+    // A mov eax, imm32 just before is replaced alone, by a jump to a second thunk, which does the same. A byte 0x40 to
+    // 0x4f in front would belong to the mov.
     let has_move = before[1] == 0xb8
         && before[0] & 0xf0 != 0x40
         && u16::from_le_bytes([before[3], before[4]]) == 0
@@ -417,8 +417,8 @@ fn rewrite(after: usize, thunk: usize) {
     }
 }
 
-/// Writes `jmp rel32` at `site`. The bytes behind the first two are written first, and every
-/// processor has seen them before those.
+/// Writes `jmp rel32` at `site`. The bytes behind the first two are written first, and every processor sees them before
+/// those two.
 fn jump(site: usize, to: usize) {
     const PAGE: usize = host::PAGE_SIZE;
     const LINE: usize = 64;
@@ -426,7 +426,7 @@ fn jump(site: usize, to: usize) {
     let Ok(distance) = i32::try_from(to.wrapping_sub(site + JUMP).cast_signed()) else {
         return;
     };
-    // The first two bytes change at once.
+    // The first two bytes have to change at once.
     if site % LINE == LINE - 1 || REWRITING.swap(true, Ordering::Acquire) {
         return;
     }
@@ -444,14 +444,14 @@ fn jump(site: usize, to: usize) {
     let rwx = libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC;
     if protect(rwx) == 0 {
         let bytes = distance.to_le_bytes();
-        // SAFETY: five bytes of the program's text. Whoever executes them meanwhile executes the
-        // old first instruction or the jump: two bytes in one cache line change together.
+        // SAFETY: these are five bytes of the program's text. Whoever executes them meanwhile executes the old first
+        // instruction or the jump, as two bytes in one cache line change together.
         unsafe {
             let old = (site as *const u8).read();
             let is_move = old == 0xb8;
             if is_move {
-                // One instruction of five bytes, of which others may have read a part: only
-                // while there are none.
+                // One instruction of five bytes is replaced, of which another thread may have read a part. So this is
+                // done only while there is no other thread.
                 if super::running::are_alone() {
                     (site as *mut u8).write(0xe9);
                     ((site + 1) as *mut [u8; 4]).write_unaligned(bytes);

@@ -13,19 +13,19 @@ impl Asm {
             }
         }
     }
-    /// `op reg, value`, of 64 bits, whatever the value: it is in memory. ([`Self::emit_literals`])
+    /// `op reg, value`, of 64 bits. The value is in memory (see [`Self::emit_literals`]).
     pub(crate) fn alu_literal(&mut self, op: Alu, reg: Reg, value: u64) {
         self.bytes(&[0x48 | (reg >> 3) << 2, op as u8, (reg & 7) << 3 | 5]);
         self.imm32(0);
         self.literals.push((self.here() - 4, value));
     }
-    /// `mov reg, value`, the same.
+    /// `mov reg, value`, of 64 bits. The value is in memory.
     pub(crate) fn load_literal(&mut self, reg: Reg, value: u64) {
         self.bytes(&[0x48 | (reg >> 3) << 2, 0x8b, (reg & 7) << 3 | 5]);
         self.imm32(0);
         self.literals.push((self.here() - 4, value));
     }
-    /// Emits the operands of these, behind all instructions.
+    /// Emits the values in memory behind all instructions.
     pub(crate) fn emit_literals(&mut self) {
         self.instructions = self.len;
         let mut literals = core::mem::take(&mut self.literals);
@@ -44,7 +44,7 @@ impl Asm {
         }
         self.literals = literals;
     }
-    /// Bytes of the last part that are instructions.
+    /// Returns how many bytes of the last part are instructions.
     #[cfg(test)]
     pub(crate) fn instructions(&self) -> usize {
         let from = self.apart.map_or(0, |(at, _)| at);

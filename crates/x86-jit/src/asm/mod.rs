@@ -1,7 +1,7 @@
-//! The emitter of the code around guest instructions: a few encodings, by hand.
+//! The emitter of the code around guest instructions: a few encodings, made by hand.
 //!
-//! Guest instructions themselves are re-encoded by the decoder's library; this
-//! is for what is emitted many times per block, where speed of translation counts.
+//! Guest instructions themselves are re-encoded by the decoder's library. This emitter is for code that is emitted many
+//! times per block, where the speed of translation counts.
 
 mod literals;
 
@@ -33,7 +33,7 @@ pub(crate) struct Mem {
 }
 
 impl Mem {
-    /// The same plus `index << scale`.
+    /// Returns the operand plus `index << scale`.
     pub(crate) const fn plus(self, index: Reg, scale: u8) -> Self {
         Self {
             index: Some((index, scale)),
@@ -42,7 +42,7 @@ impl Mem {
     }
 }
 
-/// The field of the vCPU's state at `offset`.
+/// Returns the field of the vCPU's state at `offset`.
 pub(crate) const fn gs(offset: usize) -> Mem {
     Mem {
         base: None,
@@ -89,10 +89,9 @@ pub(crate) mod cc {
     pub(crate) const LE: u8 = 14;
 }
 
-/// An instruction under construction: bytes from the lowest on.
+/// An instruction under construction: its bytes from the lowest on.
 ///
-/// It grows in a register: what is written byte by byte and then read as a whole
-/// makes processors wait.
+/// It grows in a register, because processors stall when what was written byte by byte is read as a whole.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Out {
     bytes: u64,
@@ -100,7 +99,7 @@ pub(crate) struct Out {
 }
 
 impl Out {
-    /// Bytes pushed, at most eight.
+    /// Returns the number of bytes, at most eight.
     #[inline(always)]
     pub(crate) fn len(self) -> usize {
         (self.bits / 8) as usize
@@ -113,13 +112,13 @@ impl Out {
     pub(crate) fn push(&mut self, byte: u8) {
         self.push_all(byte.into(), 1);
     }
-    /// The low `len` bytes, from the lowest on; the others are zero.
+    /// Appends the low `len` bytes, from the lowest on. The others must be zero.
     #[inline(always)]
     pub(crate) fn push_all(&mut self, bytes: u64, len: u32) {
         self.bytes |= bytes.wrapping_shl(self.bits);
         self.bits += 8 * len;
     }
-    /// The byte, if `is` there.
+    /// Appends the byte if `is` is true.
     #[inline(always)]
     pub(crate) fn push_if(&mut self, is: bool, byte: u8) {
         let is = u8::from(is);
@@ -129,7 +128,7 @@ impl Out {
 
 pub(crate) const CACHE_LINE: usize = 64;
 
-/// The host's instructions that generated code has a use for, where it can do without.
+/// Extensions of the host's instruction set that generated code uses where the host has them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Isa {
     /// BEXTR.
@@ -138,13 +137,13 @@ pub(crate) struct Isa {
     pub(crate) bmi2: bool,
     /// YMM registers.
     pub(crate) avx: bool,
-    /// XGETBV tells with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
+    /// XGETBV says with ECX = 1 which state components are in use (SDM vol. 1, 13.6).
     pub(crate) xinuse: bool,
 }
 
 impl Isa {
-    /// That of this host, which executes these features. Asked for once, as CPUID takes microseconds in a
-    /// virtual machine.
+    /// Returns the extensions of this host. XGETBV's is asked for once, as CPUID takes microseconds in a virtual
+    /// machine.
     pub(crate) fn of_host(features: &HostFeatures) -> Self {
         static XINUSE: LazyLock<bool> = LazyLock::new(|| cpuid(0xd, 1)[0] & 1 << 2 != 0);
         Self {
@@ -156,24 +155,24 @@ impl Isa {
     }
 }
 
-/// Room that each part of a block needs at most.
+/// Maximum length of each part of a block.
 pub(crate) const MAX_BLOCK: usize = 32 << 10;
-/// Bytes of [`Asm`]: both parts of the largest block that is of use.
+/// Bytes of [`Asm`] that are used: both parts of the longest block.
 const ROOM: usize = 2 * MAX_BLOCK;
 /// Bytes that are written at once.
 pub(crate) const WINDOW: usize = 64;
 
-/// Code that is emitted again and again, but for some places in it.
+/// Code that is emitted often, with places to fill in.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Template<const N: usize> {
     bytes: [u8; WINDOW],
     len: usize,
-    /// The places: offsets of words of four bytes.
+    /// The places, as offsets of words of four bytes.
     places: [usize; N],
 }
 
 impl<const N: usize> Template<N> {
-    /// What `f` emits; it returns the places, and all of it fits in a window.
+    /// Makes a template of what `f` emits, which fits in a window. `f` returns the places.
     pub(crate) fn new(isa: Isa, f: impl FnOnce(&mut Asm) -> [usize; N]) -> Self {
         let mut a = Asm::new(isa);
         let places = f(&mut a);
@@ -188,21 +187,21 @@ impl<const N: usize> Template<N> {
     }
 }
 
-/// Machine code under construction; addresses are offsets in the code buffer.
+/// Machine code under construction. Addresses are offsets in the code buffer.
 ///
-/// Bytes are written in words of a fixed size, and the length then says how many of
-/// them count: there is room behind what counts, whatever the length is.
+/// Bytes are written in words of a fixed size, and the length then says how many of them count: there is always room
+/// behind it.
 pub(crate) struct Asm {
-    /// Its position is modulo [`ROOM`]: what is longer is of no use, and nobody's danger.
+    /// Positions wrap at [`ROOM`]: longer code is refused by [`Self::parts`].
     buf: Box<[u8; ROOM + WINDOW]>,
     len: usize,
-    /// Offset of `buf`'s first byte.
+    /// Offset in the code buffer of the first byte of `buf`.
     base: usize,
-    /// How many bytes are there, and where the others are.
+    /// Number of bytes of the first part, and the offset in the code buffer of the second.
     apart: Option<(usize, usize)>,
-    /// Displacements of instructions with an operand of 64 bits in memory, and those operands.
+    /// Places of displacements of operands of 64 bits in memory, and those operands.
     literals: Vec<(usize, u64)>,
-    /// Bytes that are no literals, once these are there.
+    /// Number of bytes that are instructions, once the operands behind them are emitted.
     instructions: usize,
     isa: Isa,
 }
@@ -217,7 +216,7 @@ impl core::fmt::Debug for Asm {
 }
 
 impl Asm {
-    /// Nothing, at offset 0, for a host with these instructions.
+    /// Makes an empty one at offset 0, for a host with these extensions.
     pub(crate) fn new(isa: Isa) -> Self {
         Self {
             buf: Box::new([0; ROOM + WINDOW]),
@@ -229,7 +228,7 @@ impl Asm {
             isa,
         }
     }
-    /// What the host has.
+    /// Returns the host's extensions.
     #[inline(always)]
     pub(crate) fn isa(&self) -> Isa {
         self.isa
@@ -241,26 +240,26 @@ impl Asm {
         self.literals.clear();
         self.instructions = 0;
     }
-    /// What follows goes to `base`, behind everything before.
+    /// Begins the second part, at the offset `base` of the buffer.
     pub(crate) fn go_on_at(&mut self, base: usize) {
         self.apart = Some((self.len, base));
     }
-    /// The code before and after [`Self::go_on_at`]. `None` if it is too long.
+    /// Returns the code before and after [`Self::go_on_at`]. `None` if it is too long.
     pub(crate) fn parts(&self) -> Option<(&[u8], &[u8])> {
         let all = self.buf.get(..self.len).filter(|b| b.len() <= ROOM)?;
         Some(all.split_at(self.apart.map_or(self.len, |(at, _)| at)))
     }
-    /// Bytes so far.
+    /// Returns the number of bytes so far.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
-    /// Only so many of the bytes count, and none before [`Self::go_on_at`] is dropped.
+    /// Drops all bytes but the first `len`, which include all of the first part.
     pub(crate) fn truncate(&mut self, len: usize) {
         self.len = len;
         let here = self.here();
         self.literals.retain(|(site, _)| *site < here);
     }
-    /// Offset of the next byte.
+    /// Returns the offset of the next byte.
     #[inline]
     pub(crate) fn here(&self) -> usize {
         match self.apart {
@@ -268,7 +267,7 @@ impl Asm {
             None => self.base + self.len,
         }
     }
-    /// Where the next bytes go.
+    /// Returns the place of the next bytes.
     #[inline(always)]
     pub(crate) fn window(&mut self) -> &mut [u8; WINDOW] {
         let at = self.len % ROOM;
@@ -277,7 +276,7 @@ impl Asm {
         };
         window
     }
-    /// Emits a template; returns where its places are.
+    /// Emits a template. Returns the offsets of its places.
     #[inline(always)]
     pub(crate) fn stamp<const N: usize>(&mut self, t: &Template<N>) -> [usize; N] {
         let here = self.here();
@@ -285,7 +284,7 @@ impl Asm {
         self.advance(t.len);
         t.places.map(|at| here + at)
     }
-    /// The first `len` bytes of the window count.
+    /// Counts the first `len` bytes of the window as emitted.
     #[inline(always)]
     pub(crate) fn advance(&mut self, len: usize) {
         self.len += len;
@@ -296,7 +295,7 @@ impl Asm {
         self.window()[..N].copy_from_slice(b);
         self.advance(N);
     }
-    /// As [`Self::bytes`] for an instruction of whatever length.
+    /// Does what [`Self::bytes`] does for an instruction of any length.
     pub(crate) fn slice(&mut self, b: &[u8]) {
         if let Some(to) = self.window().get_mut(..b.len()) {
             to.copy_from_slice(b);
@@ -395,12 +394,12 @@ impl Asm {
         self.rm(true, &[0xc7], 0, m);
         self.imm32(v);
     }
-    /// The same of 32 bits.
+    /// `mov dword [mem], imm32`.
     pub(crate) fn store32_imm(&mut self, m: Mem, v: i32) {
         self.rm(false, &[0xc7], 0, m);
         self.imm32(v);
     }
-    /// `cmp qword/dword [mem], imm32`; returns where that is.
+    /// `cmp qword/dword [mem], imm32`; returns the offset of the immediate.
     pub(crate) fn cmp_mem_imm32(&mut self, wide: bool, m: Mem) -> usize {
         self.rm(wide, &[0x81], 7, m);
         self.imm32(0);
@@ -419,7 +418,7 @@ impl Asm {
     pub(crate) fn mov32(&mut self, to: Reg, from: Reg) {
         self.rr(false, &[0x8b], to, from);
     }
-    /// `mov reg, imm`, the shortest form.
+    /// `mov reg, imm`, in the shortest form.
     pub(crate) fn mov_imm(&mut self, reg: Reg, v: u64) {
         if v <= 0xffff_ffff {
             if reg >= 8 {
@@ -446,7 +445,7 @@ impl Asm {
         self.byte(0x68);
         self.imm32(v);
     }
-    /// `mov reg, imm64`, eight bytes whatever the value; returns where they are.
+    /// `mov reg, imm64` with eight bytes of any value; returns their offset.
     pub(crate) fn mov_imm64(&mut self, reg: Reg, v: u64) -> usize {
         self.bytes(&[0x48 | reg >> 3, 0xb8 | reg & 7]);
         self.bytes(&v.to_le_bytes());
@@ -487,7 +486,7 @@ impl Asm {
         self.rr(wide, &[0x69], to, from);
         self.imm32(by);
     }
-    /// `rorx to, from, n`, 64 bits: flags stay.
+    /// `rorx to, from, n`, 64 bits; changes no flags.
     pub(crate) fn rorx(&mut self, to: Reg, from: Reg, n: u8) {
         let rxb = u8::from(to < 8) << 7 | 1 << 6 | u8::from(from < 8) << 5;
         let modrm = 0xc0 | (to & 7) << 3 | from & 7;
@@ -499,7 +498,7 @@ impl Asm {
         let modrm = 0xc0 | (to & 7) << 3 | from & 7;
         self.bytes(&[0xc4, rxb | 2, 0x80 | (!control & 15) << 3, 0xf7, modrm]);
     }
-    /// What comes next begins a line of the cache: loops are up to a tenth faster.
+    /// Pads to the next cache line, as loops that begin there are faster.
     pub(crate) fn align(&mut self) {
         /// `nop [rax + rax + …]`, of up to nine bytes.
         const NOPS: [&[u8]; 9] = [
@@ -519,13 +518,13 @@ impl Asm {
             left -= nop.len();
         }
     }
-    /// `jcc` to be filled in; returns the position for [`Self::patch`].
+    /// `jcc` with a target to be filled in; returns the site for [`Self::patch`].
     pub(crate) fn jcc(&mut self, cc: u8) -> usize {
         self.bytes(&[0x0f, 0x80 | cc]);
         self.imm32(0);
         self.here() - 4
     }
-    /// `jmp` to be filled in.
+    /// `jmp` with a target to be filled in.
     pub(crate) fn jmp(&mut self) -> usize {
         self.byte(0xe9);
         self.imm32(0);
@@ -539,7 +538,7 @@ impl Asm {
         let site = self.call();
         self.patch(site, target);
     }
-    /// `call` to be filled in.
+    /// `call` with a target to be filled in.
     pub(crate) fn call(&mut self) -> usize {
         self.byte(0xe8);
         self.imm32(0);
@@ -550,7 +549,7 @@ impl Asm {
     pub(crate) fn patch(&mut self, site: usize, target: usize) {
         self.patch32(site, (target as i64 - (site as i64 + 4)) as i32);
     }
-    /// Makes the word at `site` another one.
+    /// Replaces the word at `site`.
     #[inline]
     pub(crate) fn patch32(&mut self, site: usize, word: i32) {
         let i = match self.apart {
@@ -589,7 +588,7 @@ pub(crate) fn pop(a: &mut Asm, r: Reg) {
     a.bytes(&[0x58 | r & 7]);
 }
 
-/// An opcode's bytes, as [`Out::push_all`] wants them.
+/// Returns an opcode's bytes, as [`Out::push_all`] takes them.
 #[inline(always)]
 fn opcode<const N: usize>(op: &[u8; N]) -> u64 {
     let mut bytes = [0; 8];

@@ -1,4 +1,4 @@
-//! Every function of the assembler, against what the decoder's library reads of its code.
+//! Compares each function of the assembler with what the decoder's library reads of its code.
 
 use iced_x86::{Code, Decoder, DecoderOptions, Instruction, OpKind, Register};
 
@@ -11,7 +11,7 @@ const ISA: Isa = Isa {
     xinuse: true,
 };
 
-/// The one instruction that `f` emits.
+/// Returns the one instruction that `f` emits.
 fn one(f: impl FnOnce(&mut Asm)) -> Instruction {
     let mut a = Asm::new(ISA);
     f(&mut a);
@@ -30,7 +30,7 @@ fn reg32(r: Reg) -> Register {
     Register::EAX + u32::from(r)
 }
 
-/// All kinds of operands: each base, indexes, and displacements around the limits of a byte.
+/// Returns all kinds of operands: each base, indexes, and displacements around the limits of a byte.
 fn operands() -> Vec<Mem> {
     let mut all = vec![gs(0), gs(0x1234)];
     for base in 0..16 {
@@ -184,7 +184,7 @@ fn registers() {
     }
 }
 
-/// What a constant becomes in a register, whatever the instruction is.
+/// Constants are the same in the register whichever instruction loads them.
 #[test]
 fn constants_to_registers() {
     for r in 0..16 {
@@ -252,7 +252,7 @@ fn branches_lead_where_they_are_patched_to() {
         (Code::Jl_rel32_64, |a| a.jcc(cc::L)),
         (Code::Jne_rel32_64, |a| a.jcc(cc::NE)),
     ] {
-        // Before and behind the place where a block's second part begins.
+        // The target is before or behind the place where a block's second part begins.
         for is_apart in [false, true] {
             let mut a = Asm::new(ISA);
             a.start(0x1000);

@@ -1,5 +1,4 @@
-//! Branches: links within a page, remembered targets for direct ones to other
-//! pages, the target table for everything else.
+//! Branches: links within a page, cross-page branches that remember their target, and the target table for all others.
 
 use iced_x86::{OpKind, Register};
 use mmu::l1::{INLINE_CACHES, inline_cache, page_guard};
@@ -56,8 +55,8 @@ impl Translator {
         Ok(())
     }
 
-    /// A jump to a known place; `offset` is where to leave if the target is in
-    /// another page that is not known yet.
+    /// Emits a jump to a known target. `offset` is the instruction at which to leave if the target is in another page
+    /// that is not known yet.
     pub(super) fn direct(&mut self, offset: u32, t: i64) {
         if (0..0x1000).contains(&t) {
             let from = self.asm.jmp();
@@ -75,7 +74,7 @@ impl Translator {
         }
     }
 
-    /// On to the instruction at `offset`, which may be in the next page.
+    /// Emits a jump to the instruction at `offset`, which may be in the next page.
     pub(super) fn fall_through(&mut self, offset: u32) {
         if offset < 0x1000 {
             self.direct(offset - 1, offset.into());
@@ -86,20 +85,21 @@ impl Translator {
         }
     }
 
-    /// Jumps to an address relative to the page; flags are saved.
+    /// Emits a jump to an address relative to the page. Flags are saved.
     pub(super) fn cross_page(&mut self, offset: u32, t: i32) {
         let number = self.cross_page_begins(offset, t, 0, None);
         let from = self.asm.jmp();
         self.cross_page_ends(number, from);
     }
 
-    /// Goes on if the condition of a branch to another page is met: PAGE is the target's then. `base`: r13 has the address at
-    /// that offset. Returns the site's number.
+    /// Emits the condition of a cross-page branch. If it is met, execution goes on behind it, and [`SHORT_PAGE`] is the
+    /// target's page. `base`: r13 has the gva at that offset from the page. Returns the site's number.
     fn cross_page_begins(&mut self, offset: u32, target: i32, pop: i32, base: Option<i32>) -> u32 {
         let number = self.cross_page_sites.len() as u32;
         let page = target & !0xfff;
         let next = self.constant(page.into());
-        // To an instruction of the same page goes what straddles two.
+        // The block of an instruction that straddles two pages is entered by a branch to its own page, which has no
+        // page guard.
         let by_guard = self.input.by_guard && page != 0;
         if by_guard && next.is_none() && base.is_none() {
             self.asm.load(S1, SHORT_PAGE);
@@ -148,14 +148,15 @@ impl Translator {
         number
     }
 
-    /// The rel32 at `jump` leads to the remembered target.
+    /// Notes that the rel32 at `jump` is the one that leads to the remembered target.
     fn cross_page_ends(&mut self, number: u32, jump: usize) {
         if let Some(site) = self.cross_page_sites.get_mut(number as usize) {
             site.jump = jump;
         }
     }
 
-    /// A branch to an offset in the page. `split`: see [`LinkSite::split`].
+    /// Adds a link site for the rel32 at `from`, and the stub of a branch to an offset in the page. `live`: flags are
+    /// in RFLAGS. `split`: see [`LinkSite::split`].
     pub(super) fn link(
         &mut self,
         from: usize,
@@ -184,7 +185,7 @@ impl Translator {
         &mut self.links[number]
     }
 
-    /// Jumps to the gva in r14 through the target table. Flags are saved.
+    /// Emits a jump to the gva in r14 through the target table. Flags are saved.
     pub(super) fn jump(&mut self, offset: u32) {
         let a = &mut self.asm;
         let from = select_target(a);
@@ -194,8 +195,9 @@ impl Translator {
         self.stubs.push(Stub::Branch { from, offset });
     }
 
-    /// Makes the gva in r14 a tag, and goes on if the next inline cache has that. Returns the cache's number, where page and code
-    /// are in it, and the branch to take otherwise. There are fewer caches than branches.
+    /// Emits what turns the gva in r14 into a tag and compares it with the next inline cache; execution goes on behind
+    /// if they are equal. Returns the cache's number, its words of the target's page and code, and the branch that is
+    /// taken otherwise. Branches share caches, as there are fewer of them.
     fn compare_inline_cache(&mut self) -> (usize, [Mem; 2], usize) {
         let cache = self.next.inline_cache;
         self.next.inline_cache = (cache + 1) % INLINE_CACHES;
@@ -205,7 +207,7 @@ impl Translator {
         (cache, [word(1), word(2)], self.asm.jcc(cc::NE))
     }
 
-    /// The same as [`Self::jump`], where an inline cache has the target, if it does.
+    /// Does what [`Self::jump`] does, by an inline cache, which most often has the target.
     fn jump_as_before(&mut self, offset: u32) {
         let (cache, [page, code], from) = self.compare_inline_cache();
         let a = &mut self.asm;
@@ -219,9 +221,9 @@ impl Translator {
         });
     }
 
-    /// Where the host's return goes, with the guest's return address on its stack. If the code
-    /// has changed, the host's stack was dropped when this vCPU came to know of it, which
-    /// serialising instructions see to.
+    /// Emits the code that the host's return leads to; the guest's return address is on top of the host's stack. The
+    /// code behind needs no check: if it has changed, the host's stack was dropped when this vCPU learned of the
+    /// change, at the latest at the serialising instruction that cross-modifying code needs.
     pub(super) fn return_site(&mut self, back: u32) {
         let a = &mut self.asm;
         a.bytes(&[0x41, 0x5d]); // pop r13
@@ -238,12 +240,12 @@ impl Translator {
         self.link(from, back, false, false).is_jump = true;
     }
 
-    /// The gva after the instruction, if it is known.
+    /// Returns the gva after the instruction, if it is known.
     fn next(&self, d: &Decoded) -> Option<i32> {
         self.constant(d.end().into())
     }
 
-    /// What [`Self::push_return`] has written, for the host's stack.
+    /// Pushes on the host's stack the return address that [`Self::push_return`] has written.
     fn push_for_host(&mut self, d: &Decoded) {
         match self.next(d) {
             Some(next) => self.asm.push_imm(next),
@@ -251,7 +253,8 @@ impl Translator {
         }
     }
 
-    /// Writes the return address, which is in r13 then if it is not known; RSP is not changed yet.
+    /// Emits the write of the return address to the guest's stack. RSP does not change yet. If the address is not known
+    /// at translation, r13 has it afterwards.
     pub(super) fn push_return(&mut self, d: &Decoded) {
         let disp = self.stack_slot(d, GUEST_RSP, -self.word(), true);
         if let Some(next) = self.next(d) {
@@ -263,7 +266,7 @@ impl Translator {
         self.store_word(at(S0, disp), S1);
     }
 
-    /// Offset of the instruction after a call, if it is in the same page.
+    /// Returns the offset of the instruction after a call, if it is in the same page.
     fn back(d: &Decoded) -> Option<u32> {
         Some(d.end()).filter(|back| *back < 0x1000)
     }
@@ -272,7 +275,7 @@ impl Translator {
         let t = target(&d.i);
         let far = i32::try_from(t).map_err(|_| Unsupported)?;
         let is_near = (0..0x1000).contains(&t);
-        // Without a probe nothing changes flags on the way.
+        // Flags can stay in RFLAGS if the call probes nothing, as then nothing else changes them before the target.
         if !is_near || d.member.is_none_or(|m| m.first) {
             self.flags_in_memory();
         }
@@ -297,7 +300,7 @@ impl Translator {
             if back.is_some() {
                 self.push_for_host(d);
             }
-            // Where it returns to, if that has been computed.
+            // Offset of the return address, which r13 has if it is not known at translation.
             let base = self.next(d).is_none().then_some(d.end() as i32);
             let number = self.cross_page_begins(d.offset, far, -self.word(), base);
             self.move_stack(-self.word());
@@ -323,7 +326,7 @@ impl Translator {
         Ok(())
     }
 
-    /// Where an indirect branch leads, in r14.
+    /// Loads r14 with the target of an indirect branch.
     pub(super) fn read_target(&mut self, d: &Decoded) -> Emit {
         if d.i.op0_kind() == OpKind::Memory {
             self.read_operand(d, self.word() as u32)?;
@@ -337,10 +340,10 @@ impl Translator {
         Ok(())
     }
 
-    /// An indirect branch to the gva in r14.
+    /// Emits an indirect branch to the gva in r14.
     pub(super) fn indirect_to(&mut self, d: &Decoded) {
         if d.kind != Lowering::CallIndirect {
-            // What goes by a table of imported functions goes where it went before, most of all.
+            // A jump through a table of imported functions nearly always leads where it led before.
             if self.input.by_guard && d.i.memory_base() == Register::RIP {
                 self.jump_as_before(d.offset);
             } else {
@@ -348,8 +351,8 @@ impl Translator {
             }
             return;
         }
-        // The place of the return address may be where the target was read from: it is
-        // written when it is certain that the call succeeds.
+        // The return address may be stored where the target was read from, so it is written only once it is certain
+        // that the call succeeds.
         let [page, code] = self.select_callee(d.offset);
         self.push_return(d);
         let back = Self::back(d);
@@ -370,8 +373,9 @@ impl Translator {
         self.return_site(back);
     }
 
-    /// Where page and code of what is called are, whose gva is in r14; relative to r13, which is in memory then, if they are in the
-    /// table. (All address spaces share a kernel's table; inline caches would be filled anew in each.)
+    /// Emits the search for the callee, whose gva is in r14. Returns the words with its page and code, in an inline
+    /// cache or in the target table; the latter are relative to r13, which [`SPILL`] keeps. Kernels use the table,
+    /// which all address spaces share: inline caches would have to be filled again in each.
     fn select_callee(&mut self, offset: u32) -> [Mem; 2] {
         if !self.input.by_guard {
             let from = select_target(&mut self.asm);
@@ -404,9 +408,10 @@ impl Translator {
     }
 }
 
-/// Goes on if [`Condition::BlockNumber`] is met. Returns where the number and the page are,
-/// each with the branch if it is another one; `is_known`: in place of the second, where the target's page is, which
-/// what is executed has then.
+/// Returns the template of [`Condition::BlockNumber`], behind which execution goes on if the condition is met, with the
+/// places of the number, of the branch that is taken if it is another one, of the page, and of the branch that is taken
+/// if that is another one. `is_known`: the gva of the target's page is known; then there is no second comparison, and
+/// the third place is that of the gva that is stored to [`SHORT_PAGE`].
 pub(super) fn by_key(isa: Isa, is_known: bool) -> Template<4> {
     Template::new(isa, |a| {
         let key = a.cmp_mem_imm32(false, SHORT_NUMBER);
@@ -421,8 +426,10 @@ pub(super) fn by_key(isa: Isa, is_known: bool) -> Template<4> {
     })
 }
 
-/// Goes on if [`Condition::PageGuard`] is met, where r13 has a gva if the target's page is not known. Returns where the displacement
-/// is, the branch if it is not, where the tagged number is, and where the target's page is, or the tag is taken off.
+/// Returns the template of [`Condition::PageGuard`], behind which execution goes on if the condition is met, with the
+/// places of the page guard's displacement, of the branch that is taken otherwise, and of the tagged number. The fourth
+/// place is that of the target's gva if `is_known`; else r13 has a gva, and it is the place of the byte that takes the
+/// tag off.
 pub(super) fn by_guard(isa: Isa, is_known: bool) -> Template<4> {
     let page_guard = at(TLB, page_guard(0));
     Template::new(isa, |a| {
@@ -432,13 +439,13 @@ pub(super) fn by_guard(isa: Isa, is_known: bool) -> Template<4> {
             a.store_imm(SHORT_PAGE, 0);
             return [tagged - 4, from, tagged, a.here() - 4];
         }
-        // More than a byte can hold.
+        // A placeholder that needs a displacement of four bytes.
         a.lea(S1, at(S1, 0x1000));
         let tagged = a.here() - 4;
         a.alu(true, Alu::Cmp, S1, page_guard);
         let place = a.here() - 4;
         let from = a.jcc(cc::NE);
-        // What a byte can.
+        // A placeholder that fits a displacement of one byte.
         a.lea(S1, at(S1, -1));
         let untag = a.here() - 1;
         a.store(SHORT_PAGE, S1);
@@ -446,14 +453,14 @@ pub(super) fn by_guard(isa: Isa, is_known: bool) -> Template<4> {
     })
 }
 
-/// Has r13 address the entry of the target table for the gva in r14, as `cache::place`
-/// has it, and r14 its tag. Returns the branch to take if it is of another target or key.
+/// Emits what makes r14 the tag of the gva in r14, and r13 the address of its entry in the target table, at the place
+/// that `cache::place` computes. Returns the branch to take if the entry is that of another target or key.
 pub(crate) fn select_target(a: &mut Asm) -> usize {
     a.alu(true, Alu::Xor, S0, SHORT_SALT);
     select_tag(a)
 }
 
-/// The same where r14 has the tag.
+/// Does what [`select_target`] does, where r14 has the tag already.
 pub(crate) fn select_tag(a: &mut Asm) -> usize {
     if a.isa().bmi2 {
         a.rorx(S1, S0, 64 - 5);

@@ -8,19 +8,16 @@
 //! inner:  = saved, or flags saved first: entered by a link with flags in RFLAGS
 //! ```
 //!
-//! A trace goes through several pages ([`inline`]), which are compared at `saved`,
-//! too.
+//! A trace goes through several pages ([`inline`]). The other pages are compared at `saved`, too.
 //!
-//! An instruction that straddles two pages is a block that can be entered from
-//! outside only, where both pages are checked; the other entries lead there
-//! through the target table.
+//! An instruction that straddles two pages is a block of its own. It can be entered only from outside, where both pages
+//! are checked; its other entries lead there through the target table.
 //!
 //! RFLAGS is free for the translator's own use wherever no guest flag is live.
-//! DEVIATION: a fault of an instruction after which the block overwrites all
-//! arithmetic flags unread is delivered with unspecified values of those flags
-//! in the saved RFLAGS: keeping them costs 15 %, and no program can depend on
-//! them, as execution after the fault overwrites them too. (One that overwrites
-//! the code right after itself could: with what reads flags that nothing had read.)
+//! DEVIATION: a fault of an instruction after which the block overwrites all arithmetic flags unread is delivered with
+//! unspecified values of those flags in the saved RFLAGS. Execution after the fault overwrites them too, so that no
+//! program can depend on them. (A program that overwrites the code right behind the instruction could: by code that
+//! reads flags that nothing had read.)
 
 pub(crate) mod branch;
 mod by_mode;
@@ -77,15 +74,16 @@ use crate::{
     ir::streams::Streams,
 };
 
-/// What is emitted most.
+/// Copies of the code that is emitted most often, with places to fill in.
 #[derive(Debug)]
 struct Templates {
-    /// In the order of [`Finds`], and of [`Probe::COMMON`].
+    /// By [`Finds`], then as [`Probe::COMMON`].
     probe: [[Template<2>; 3]; 2],
     miss: [Template<2>; 3],
-    /// The number, and the jump.
+    /// Loads r13 with the number of a link and jumps: the places of the number and of the jump's displacement.
     link: Template<2>,
-    /// By key and by page guard; of the page that the block is executed at only, of others.
+    /// By whether a page guard is compared, else the key's number; then by whether the gva of the target's page is
+    /// known.
     cross_page: [[Template<4>; 2]; 2],
 }
 
@@ -107,16 +105,17 @@ impl Templates {
     }
 }
 
-/// Emits blocks.
+/// Emits the host code of blocks.
 pub(crate) struct Translator {
     pub(crate) asm: Asm,
     pub(crate) links: Vec<LinkSite>,
     pub(crate) cross_page_sites: Vec<CrossPageSite>,
-    /// Links of the last block that are followed for certain, or nearly so, and have to be made.
+    /// Numbers of the last block's links that are followed always or nearly always: their targets are translated at
+    /// once.
     pub(crate) ahead: Vec<u32>,
     stubs: Vec<Stub>,
     encoder: Encoder,
-    /// Those of the code that is translated.
+    /// The trampolines of the kind of code that is translated now: plain, or counting what is retired.
     trampolines: Trampolines,
     all_trampolines: AllTrampolines,
     templates: Box<Templates>,
@@ -135,16 +134,16 @@ impl core::fmt::Debug for Translator {
     }
 }
 
-/// The instruction cannot be translated after all.
+/// The error of an instruction that cannot be translated after all.
 struct Unsupported;
 
 type Emit = Result<(), Unsupported>;
 
-/// Length of a comparison of a near page guard.
+/// Length in bytes of the comparison of a page's generation, if its address is near.
 const CHECK_LEN: usize = 10;
 
 impl Translator {
-    /// `code`: host address at which the code is executed.
+    /// `code`: host address at which the code buffer is executed.
     pub(crate) fn new(isa: Isa, all_trampolines: AllTrampolines, code: u64) -> Self {
         Self {
             asm: Asm::new(isa),
@@ -163,7 +162,8 @@ impl Translator {
         }
     }
 
-    /// The entries that the block at `offset`, which has so many instructions, does not have yet, to offset `base` of the buffer.
+    /// Emits at offset `base` of the buffer those entries that the block at `offset`, of `len` instructions, does not
+    /// have yet.
     pub(crate) fn complete_entries(
         &mut self,
         base: usize,
@@ -172,7 +172,8 @@ impl Translator {
         (entries, len): (&mut Entries, u8),
         counts: Option<Streams>,
     ) {
-        // Such a block has an entry with a poll.
+        // No instructions are needed for a poll that counts: a block that counts has had its entry with a poll from the
+        // first.
         self.count(&[], counts);
         self.asm.start(base);
         self.stubs.clear();
@@ -189,7 +190,7 @@ impl Translator {
         self.emit_stubs(None, |_, _, _| None);
     }
 
-    /// Counts down, for a block of so many instructions. After a poll it goes on here, or at `after`.
+    /// Emits the countdown for a block of `len` instructions. After a poll, execution goes on behind it, or at `after`.
     fn poll(&mut self, len: usize, offset: u32, after: Option<usize>) {
         if self.state.tally.counts() {
             return self.counted_poll(offset, after);
@@ -205,11 +206,11 @@ impl Translator {
         });
     }
 
-    /// Translates a block to the offsets `base` of the buffer (what is executed, and what
-    /// rarely is, which is behind it); the code is in `self.asm`.
-    /// `sources` is the page, or the two pages that its one instruction straddles;
-    /// `interpreted` is the number of the instruction that the block leaves to the
-    /// interpreter at its end; `known` tells the blocks of the page that links may lead to, by offset and [`LinkSite::split`]; the same of [`Input::pages`].
+    /// Translates a block to the two offsets `base` of the buffer: of what is executed, and of the stubs behind it. The
+    /// code is in `self.asm` afterwards. `sources` are the block's page, or the two pages that its only instruction
+    /// straddles. `interpreted` is the number of the instruction at the block's end that is left to the interpreter.
+    /// `known` returns the entries of blocks that links may lead to, by the page's index in [`Input::pages`], the
+    /// offset in the page, and [`LinkSite::split`].
     pub(crate) fn block(
         &mut self,
         (insns, forms): (&[Decoded], &Forms),
@@ -236,7 +237,7 @@ impl Translator {
         self.input.source = sources.first().copied().unwrap_or_default();
         let offset = insns.first().map_or(0, |d| d.offset);
         let live = insns.first().map_or(0, |d| d.live_in);
-        // What is only linked to does not need the check among what is executed.
+        // A block that only links lead to gets no outer entry yet.
         let is_apart = how.is_linked && sources.len() == 1;
         let outer = if is_apart { 0 } else { self.asm.here() };
         if !is_apart {
@@ -254,7 +255,7 @@ impl Translator {
         if self.input.hot.is_some() && is_loop(insns) {
             self.asm.align();
         }
-        // What comes from the block itself has FP state.
+        // A branch from the block to itself finds FP state loaded.
         let again = self.asm.here();
         let goes_back = insns.windows(2).any(|w| w[1].offset <= w[0].offset);
         let counts = self.state.tally.counts();
@@ -309,7 +310,7 @@ impl Translator {
         entries
     }
 
-    /// What the block executes; true if all of it is translated.
+    /// Emits what the block executes. Returns true if all of it could be translated.
     fn body(&mut self, insns: &[Decoded], forms: &Forms) -> bool {
         let (mut ended, mut is_complete) = (false, true);
         let mut rest = insns;
@@ -383,12 +384,12 @@ impl Translator {
         is_complete
     }
 
-    /// The gva at an offset from the page, if it is known and one of 32 bits with its sign.
+    /// Returns the gva at an offset from the page, if it is known and is a sign-extended number of 32 bits.
     fn constant(&self, offset: i64) -> Option<i32> {
         i32::try_from(i64::from(self.input.bound?).checked_add(offset)?).ok()
     }
 
-    /// Leaves for `offset` if the code of a page is no longer what it was.
+    /// Emits checks that leave for `offset` if the code of a page is no longer what it was.
     fn check(&mut self, sources: &[Source], offset: u32) {
         for source in sources {
             let from = check_generation(&mut self.asm, self.code, source);
@@ -396,7 +397,7 @@ impl Translator {
         }
     }
 
-    /// One instruction; true if the block ends with it.
+    /// Emits one instruction. Returns true if the block ends with it.
     fn instruction(&mut self, d: &Decoded, form: &Form) -> Result<bool, Unsupported> {
         if let Some(onto) = d.onto {
             self.inline(d, onto)?;
@@ -524,9 +525,10 @@ impl Translator {
     }
 }
 
-/// Compares the code's generation; returns the branch to take if it is another one. `code`: as [`Translator::code`]. May change r13.
+/// Emits the comparison of the page's generation with the one that was translated. `code`: as [`Translator::code`].
+/// Returns the branch to take if they differ. May change r13.
 fn check_generation(a: &mut Asm, code: u64, source: &Source) -> usize {
-    // Slots' page guards and the code are rarely far from each other.
+    // A page's generation and the code buffer are rarely far from each other.
     let next = code + (a.here() + CHECK_LEN) as u64;
     if let Ok(near) = i32::try_from(source.page_guard.wrapping_sub(next) as i64) {
         a.bytes(&[0x81, 0x3d]); // cmp dword [rip + …], imm32

@@ -14,7 +14,7 @@ use crate::{
 };
 
 impl Translator {
-    /// A 64-bit general register in a host register, `scratch` if it lives in memory.
+    /// Returns the host register that has a 64-bit general register; one that lives in memory is loaded to `scratch`.
     pub(super) fn read_register(&mut self, r: Register, scratch: Reg) -> Reg {
         let n = r.full_register().number() as u8;
         host_reg(n).unwrap_or_else(|| {
@@ -33,7 +33,7 @@ impl Translator {
         }
     }
 
-    /// What follows has FP state in the host's registers.
+    /// Emits a check that loads FP state to the host's registers if it is not there.
     pub(super) fn need_fp(&mut self) {
         let a = &mut self.asm;
         a.alu_mem_imm8(false, Alu::Cmp, SHORT_FP_LIVE, 0);
@@ -91,7 +91,7 @@ impl Translator {
         Ok(())
     }
 
-    /// RDFSBASE and its kin, of 64 bits.
+    /// Translates RDFSBASE, RDGSBASE, WRFSBASE and WRGSBASE of 64 bits.
     pub(super) fn segment_base_access(&mut self, d: &Decoded) -> Emit {
         let code = d.i.code();
         let base = segment_base(match code {
@@ -114,7 +114,7 @@ impl Translator {
         } else {
             let r = self.read_register(register, S0);
             let a = &mut self.asm;
-            // #GP unless canonical.
+            // A base that is not canonical raises #GP, which is the interpreter's.
             a.mov(S1, r);
             a.shift(true, 4, S1, 16);
             a.shift(true, 7, S1, 16);
@@ -125,15 +125,15 @@ impl Translator {
         Ok(())
     }
 
-    /// LDMXCSR and FLDCW, of values that a block with FP instructions may run with:
-    /// see `run::mode_of`.
+    /// Translates LDMXCSR and FLDCW. Values that a block with FP instructions may not run with are the interpreter's:
+    /// see `state::mode_of`.
     pub(super) fn load_fp_control(&mut self, d: &Decoded) -> Emit {
         let x87 = d.i.mnemonic() == Mnemonic::Fldcw;
         self.spill_flags(d);
         self.address(d, 0, if x87 { 2 } else { 4 })?;
         self.probe(d.offset, if x87 { 2 } else { 4 }, false);
         let a = &mut self.asm;
-        // Read once: what is checked is what is loaded.
+        // The value is read once, so that what is loaded is what was checked.
         if x87 {
             a.rm(false, &[0x0f, 0xb7], S0, at(S0, 0)); // movzx
         } else {
@@ -157,7 +157,7 @@ impl Translator {
         Ok(())
     }
 
-    /// CLD, for which DF is clear already; the mode is another one with DF set.
+    /// Translates CLD where DF is clear already. The interpreter clears a DF that is set, as another mode begins then.
     pub(super) fn clear_direction(&mut self, d: &Decoded) {
         self.spill_flags(d);
         // test byte [rflags + 1], DF
@@ -166,7 +166,8 @@ impl Translator {
         self.bail_if(cc::NE, d.offset);
     }
 
-    /// PAUSE: many of them are a look at who else wants the core.
+    /// Translates PAUSE. It shortens the countdown by more than one instruction, as a guest that pauses often may wait
+    /// for another vCPU: the run loop decides who gets the core.
     pub(super) fn pause(&mut self) {
         let a = &mut self.asm;
         a.bytes(&[0xf3, 0x90]);

@@ -1,73 +1,76 @@
-//! Where blocks are entered, and the branches that lead there.
+//! Entries of blocks, and the branches that lead to them.
 
 use crate::ir::{mode::Mode, streams::Streams};
 
-/// A direct branch within a page, to be linked when its target is translated.
+/// A direct branch within a page, which is linked when its target has been translated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkSite {
-    /// Where the rel32 is in the buffer; 0: the target has taken the place of the jump.
+    /// Offset of the rel32 in the buffer; 0 if the target's block has taken the place of the jump.
     pub(crate) patch: usize,
     /// Offset of the target in the page.
     pub(crate) target: u32,
-    /// Flags are in memory, not in RFLAGS.
+    /// True if flags are in memory there, not in RFLAGS.
     pub(crate) saved: bool,
-    /// Leads to the translation in which every access probes for itself.
+    /// True if the branch leads to the split translation, in which every access probes for itself.
     pub(crate) split: bool,
-    /// From a branch back: a loop begins there.
+    /// True if the branch goes back: its target begins a loop.
     pub(crate) is_back: bool,
-    /// JMP.
+    /// True for an unconditional jump.
     pub(crate) is_jump: bool,
-    /// Code that is executed without end goes this way: it leads to the target's poll.
+    /// True if code can be executed without end by this branch: it leads to the target's poll.
     pub(crate) polls: bool,
-    /// As [`crate::ir::decoded::Decoded::turn`].
+    /// As in [`crate::ir::decoded::Decoded::turn`].
     pub(crate) turn: u8,
-    /// It was followed.
+    /// True once the branch has been followed.
     pub(crate) is_taken: bool,
-    /// It is in another page than its block begins in.
+    /// True if the branch is in another page than the one that its block begins in.
     pub(crate) is_away: bool,
 }
 
 impl LinkSite {
-    /// It belongs to a branch at that offset of the page.
+    /// Notes the offset of the branch in the page.
     pub(crate) fn comes_from(&mut self, offset: u32) {
         self.is_back = self.target <= offset;
         self.polls = self.is_back;
     }
 
-    /// Nothing is to take it but what is executed: whether it does is of interest.
+    /// Returns true if the branch must not be linked before it has been followed once: in which iteration a loop is
+    /// left is still to be learned.
     pub(crate) fn is_of_interest(&self) -> bool {
         self.turn != 0 && !self.is_taken
     }
 }
 
-/// A direct branch to another page, and the block that it led to.
-/// (That the code has not changed is checked at its outer entry.)
+/// A direct branch to another page, and the block that it led to. The block's outer entry checks that its code has not
+/// changed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CrossPageSite {
     pub(crate) condition: Condition,
-    /// Where the rel32 is.
+    /// Offset of the rel32 in the buffer.
     pub(crate) jump: usize,
-    /// Where a call comes back to.
+    /// Where the host's return from a call leads, as an offset in the buffer.
     pub(super) returns: Option<usize>,
     /// Offset of the branch in its page.
     pub(crate) offset: u32,
     /// The target, relative to that page.
     pub(crate) target: i32,
-    /// What is added to RSP.
+    /// What the branch adds to RSP.
     pub(crate) pop: i32,
-    /// The outer entry that it leads to, 0 if nothing is remembered.
+    /// The outer entry that the branch is linked to; 0 if none is remembered.
     pub(crate) to: usize,
 }
 
-/// When a direct branch to another page leads to the block that it is known to have led to: what it compares, as offsets of 4 bytes
-/// in the buffer if nothing else is said.
+/// When a direct branch to another page goes on with the block that it led to before. Numbers without another
+/// explanation are offsets in the buffer of 4 bytes that the branch compares.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Condition {
-    /// The key has this number, and the branch is in the page whose gva is in the 8 bytes at `page`, if it may be in another one:
-    /// as right as an entry of the table of targets. All address spaces share a kernel's, while each has views of its own.
+    /// The key must have this number; and, unless the block is executed at one address only, the block's own page must
+    /// have the gva in the 8 bytes at `page`. The target is then as certain as by an entry of the target table. Kernels
+    /// use this, as all address spaces share their code, but have page guards of their own.
     BlockNumber { number: usize, page: Option<usize> },
-    /// The target is in one page, which is where the displacement at `page_guard` has the `PageGuard` say that the view has the block's. What it is compared with
-    /// is computed from the number at `tagged`, which is `untagged` for a page guard that says nothing; the byte at `untag` takes the tag off.
+    /// The live view must have the target's page where its [`PageGuard`](crate::frame::page_guard::PageGuard) says; the
+    /// displacement at `page_guard` selects the guard's word. The number at `tagged` is compared, or added to a gva
+    /// first; `untagged` in its place is equal to no guard that is set. The byte at `untag` takes the tag off.
     PageGuard {
         page_guard: usize,
         tagged: usize,
@@ -77,7 +80,7 @@ pub(crate) enum Condition {
 }
 
 impl Condition {
-    /// What is to be written where for it to be never met.
+    /// Returns the operand, and the value for it, with which the condition is never met.
     pub(crate) fn never(self) -> (usize, i32) {
         match self {
             // No number is zero.
@@ -92,9 +95,9 @@ impl Condition {
 /// Entry points of a translated block, as offsets in the buffer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Entries {
-    /// From other pages, and for whoever does not know that the code is what it was. 0: none yet.
+    /// From other pages, and for whoever does not know whether the code has changed. 0: not emitted yet.
     pub(crate) outer: u32,
-    /// With flags in memory and a poll. 0: none yet.
+    /// With flags in memory, and a poll. 0: not emitted yet.
     pub(crate) polled: u32,
     /// With flags in memory.
     pub(crate) saved: u32,
@@ -103,12 +106,12 @@ pub(crate) struct Entries {
 }
 
 impl Entries {
-    /// Where a branch goes; 0: there is no entry for it yet.
+    /// Returns the entry that a branch goes to; 0 if it has not been emitted yet.
     pub(crate) fn of(&self, site: &LinkSite) -> usize {
         let entry = match (site.saved, site.polls) {
             (true, false) => self.saved,
             (true, true) => self.polled,
-            // It needs no flags.
+            // The block needs no flags.
             (false, true) if self.inner == self.saved => self.polled,
             (false, _) => self.inner,
         };
@@ -116,22 +119,22 @@ impl Entries {
     }
 }
 
-/// How a block is to be translated.
+/// How a block is translated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct How {
     pub(crate) mode: Mode,
-    /// A branch of its page leads there.
+    /// True if a branch of its page leads to the block.
     pub(crate) is_linked: bool,
-    /// What leads there may be executed without end.
+    /// True if code can be executed without end by a branch to the block.
     pub(crate) polls: bool,
-    /// Every access probes for itself.
+    /// True if every access probes for itself.
     pub(crate) is_split: bool,
-    /// It begins with the entry for flags in RFLAGS.
+    /// True if the block begins with the entry for flags in RFLAGS.
     pub(crate) falls: bool,
-    /// The gva of the page, if it is executed nowhere else.
+    /// The gva of the page, if the block is executed at no other address.
     pub(crate) bound: Option<i32>,
-    /// Its branches to other pages have a [`Condition::PageGuard`].
+    /// True if branches to other pages have a [`Condition::PageGuard`].
     pub(crate) by_guard: bool,
-    /// It counts what is retired, and these streams besides instructions.
+    /// The streams that the block counts besides instructions, if it counts what is retired.
     pub(crate) counts: Option<Streams>,
 }

@@ -1,8 +1,7 @@
-//! MOVS, STOS, LODS, SCAS and CMPS with addresses of the mode's size: the host's own, on host
-//! addresses, if DF is clear and no operand leaves its page; the interpreter's if not.
+//! MOVS, STOS, LODS, SCAS and CMPS with addresses of the mode's size. They are executed on the host, by host addresses,
+//! if DF is clear and no operand leaves its page; otherwise by the interpreter.
 //!
-//! Guest addresses of one page lead to one host page, so that overlapping
-//! operands overlap on the host in the same way.
+//! A page of the guest is a page of the host, so operands that overlap do so on the host in the same way.
 
 use super::{
     Flags, Translator,
@@ -30,7 +29,7 @@ impl Translator {
             return;
         };
         let repeat = match (d.i.has_repne_prefix(), d.i.has_rep_prefix()) {
-            // Of F2 and F3 the last one counts; the decoder keeps one.
+            // The last of the prefixes F2 and F3 counts, and the decoder keeps only that.
             (true, _) if op.compares() => 2,
             (false, false) => 0,
             _ => 1,
@@ -56,10 +55,9 @@ impl Translator {
     }
 }
 
-/// Emits the code of all forms. It is called with the instruction's offset in
-/// r13d and flags saved; what it cannot do it leaves to `bail`, which does not return;
-/// `refill` is the trampoline for pages that the table has not;
-/// `counts`: of code that counts what is retired.
+/// Emits the code of all forms. It is called with the instruction's offset in r13d, and flags saved. What it cannot do
+/// it leaves to `bail`, which does not return to the block. `refill` is the trampoline for pages that the TLB does not
+/// have. `counts`: the code is for blocks that count what is retired.
 pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: Option<Layout>) -> Strings {
     let mut strings = Strings::default();
     for op in OPS {
@@ -74,7 +72,7 @@ pub(crate) fn emit(a: &mut Asm, bail: usize, refill: usize, counts: Option<Layou
     strings
 }
 
-/// As many elements as are in RCX follow.
+/// Charges the countdown for as many elements as RCX says.
 fn charge(a: &mut Asm, op: Op, counts: Option<Layout>) {
     match (op.writes(), counts) {
         (true, None) => countdown::charge(a, countdown::BLOCK_OPERATION),
@@ -103,12 +101,11 @@ fn one(
         slow.push(a.jcc(cc::A));
         a.rr(true, &[0x85], RCX, RCX); // test
         none = Some(a.jcc(cc::E));
-        // What it counts for, in instructions, so that polls stay near each other.
+        // The instruction is charged for by its length, so that polls stay near each other in time.
         charge(a, op, counts);
     }
     let (rdi, rsi) = (op.uses_rdi(), op.uses_rsi());
-    // In the order in which the interpreter accesses them: where the first one faults, the
-    // second one's page is not touched.
+    // The accesses have the interpreter's order: if the first operand faults, the page of the second is not touched.
     let both: &[Reg] = match op {
         Op::Movs => &[RSI, RDI],
         Op::Cmps => &[RDI, RSI],
@@ -124,7 +121,7 @@ fn one(
         let miss = distance(a, *r, write, size, repeat != 0, &mut slow);
         misses.push((miss, retry, *r, write));
     }
-    // What RDI and RSI have to be moved by.
+    // The distances from guest to host addresses that RDI and RSI are moved by.
     let (by_rdi, by_rsi) = match op {
         Op::Movs => (S0, S1),
         Op::Cmps => (S1, S0),
@@ -150,7 +147,7 @@ fn one(
         _ => {}
     }
     a.bytes(&[op.opcode() + u8::from(size != 0)]);
-    // LEA: flags are the guest's.
+    // LEA leaves the flags alone, which are the guest's.
     if rdi {
         a.lea(RDI, at(RDI, 0).plus(by_rdi, 0));
     }
@@ -176,8 +173,9 @@ fn one(
     give_up(a, bail, counts);
 }
 
-/// Serves the miss of an operand's page: the branch to patch, where to go then, the operand's register, and whether it is written. Returns
-/// the branch to take if there is no such page.
+/// Emits what serves the miss of an operand's page. `miss` is the branch that is taken on the miss, `retry` is where to
+/// go then, `r` has the operand's address, and `write` says that the operand is written. Returns the branch to take if
+/// there is no such page.
 fn refill_and_retry(
     a: &mut Asm,
     (miss, retry, r, write): (usize, usize, Reg, bool),
@@ -189,7 +187,7 @@ fn refill_and_retry(
     a.load32(S1, gs(SPILL));
     a.alu_imm(false, Alu::Or, S1, site(0, 1 << size, write) as i32);
     a.mov(S0, r);
-    // Aligned as for a call from a block.
+    // The stack is aligned as it is when a block calls.
     a.lea(RSP, at(RSP, -8));
     a.call_to(refill);
     a.lea(RSP, at(RSP, 8));
@@ -199,7 +197,7 @@ fn refill_and_retry(
     fails
 }
 
-/// The instruction is left to `bail`.
+/// Emits the way to `bail`.
 fn give_up(a: &mut Asm, bail: usize, counts: Option<Layout>) {
     a.load32(S1, gs(SPILL));
     a.lea(RSP, at(RSP, 8));
@@ -209,8 +207,8 @@ fn give_up(a: &mut Asm, bail: usize, counts: Option<Layout>) {
     a.jmp_to(bail);
 }
 
-/// How far the guest's address in `r` is from its host address, to r14, if all
-/// elements are in one page that the table has. Returns the branch to take if it has not.
+/// Makes r14 the distance of the guest's address in `r` from its host address, if all elements are in one page that the
+/// TLB has. Returns the branch to take if the TLB does not have the page.
 fn distance(
     a: &mut Asm,
     r: Reg,

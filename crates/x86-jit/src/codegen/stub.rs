@@ -6,20 +6,20 @@ use super::{
 };
 use crate::ir::member::Member;
 
-/// Code off the main path, emitted after it.
+/// A stub that is to be emitted. Each is entered by the branch at `from`.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stub {
-    /// TLB miss: back to `resume` with the host address in r14.
+    /// An access misses the TLB: goes back to `resume` with the host address, or its parts, where `finds` says.
     Refill {
         from: usize,
         resume: usize,
         site: u32,
         probe: Probe,
         finds: Finds,
-        /// What r13 has to hold there.
+        /// The guest register that r13 has to hold at `resume`.
         cached: Option<u8>,
     },
-    /// TLB miss of a group.
+    /// A group's probe misses the TLB.
     RefillGroup {
         from: usize,
         resume: usize,
@@ -28,7 +28,7 @@ pub(super) enum Stub {
         probe: Probe,
         cached: Option<u8>,
     },
-    /// Leave at an instruction.
+    /// The instruction is left to the interpreter.
     Bail {
         from: usize,
         offset: u32,
@@ -37,33 +37,34 @@ pub(super) enum Stub {
         from: usize,
         offset: u32,
     },
-    /// The same where a trace's other pages may have changed, or moved.
+    /// A page of a trace, other than its first, may have changed or moved.
     Moved {
         from: usize,
         offset: u32,
     },
-    /// A branch's target, of which r14 has the tag, is not in the table.
+    /// The target table does not have the target of a branch. r14 has the target's tag.
     Branch {
         from: usize,
         offset: u32,
     },
-    /// The same of one that has an inline cache.
+    /// The inline cache of a jump does not have the target, whose tag is in r14.
     InlineCache {
         from: usize,
         offset: u32,
         cache: usize,
     },
-    /// A return to r14, which the host has not predicted.
+    /// A return leads to another address, which is in r14, than the one on top of the host's stack.
     Ret {
         from: usize,
         site: u32,
     },
-    /// That of a call, which has done nothing yet; or one that has nothing to do with FP state.
+    /// The interpreter executes an instruction that has done nothing yet, and has nothing to do with FP state: a call
+    /// whose target the target table does not have, or RDPMC.
     Call {
         from: usize,
         offset: u32,
     },
-    /// The same for one that has an inline cache.
+    /// The inline cache of a call does not have the target, whose tag is in r14. The call has done nothing yet.
     CallCache {
         from: usize,
         resume: usize,
@@ -74,7 +75,7 @@ pub(super) enum Stub {
         from: usize,
         resume: usize,
         offset: u32,
-        /// What a block has counted for that counts what is retired.
+        /// What the block has been counted for, in code that counts what is retired.
         cost: Cost,
     },
     LoadFp {
@@ -86,33 +87,35 @@ pub(super) enum Stub {
         number: u32,
         live: bool,
     },
-    /// A walk is over.
+    /// The fast iterations of a pass have all been made.
     TurnsDone {
         from: usize,
         again: usize,
     },
-    /// A branch of a trace does not lead where it was expected to: its number in `Translator::branches`.
+    /// An indirect branch of a trace does not lead where it was expected to. `number` is its index in
+    /// [`super::state::Emission::branches`].
     Unexpected {
         from: usize,
         number: usize,
     },
-    /// A return that does not, to what r14 plus a constant addresses.
+    /// A return within a trace does not lead where it was expected to, but to the address in the word at r14 plus
+    /// `disp`.
     Elsewhere {
         from: usize,
         disp: i32,
         site: u32,
     },
-    /// A branch to another page is not where it was before.
+    /// The condition of a cross-page branch is not met.
     CrossPageMiss {
         from: usize,
         number: u32,
     },
-    /// A conditional branch to another page.
+    /// A conditional branch to another page is taken.
     CrossPage {
         from: usize,
         offset: u32,
         target: i32,
-        /// Flags are in RFLAGS.
+        /// True if flags are in RFLAGS.
         live: bool,
     },
 }

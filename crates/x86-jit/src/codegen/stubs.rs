@@ -18,29 +18,32 @@ use crate::{
     frame::words::*,
 };
 
-/// Where a stub is emitted, and what the block has done where it is come from.
+/// A stub's place, and what holds where it is entered.
 struct Context<'h> {
     here: usize,
-    /// Its number among stubs.
+    /// The index of the stub among the block's.
     number: usize,
-    /// What the block has not executed if it is left at the instruction, and if it is left by its branch.
+    /// What has been counted too much if the block is left before the stub's instruction, and if it is left by the
+    /// instruction's branch.
     before: Cost,
     taken: Cost,
-    /// How far the instruction's page is from that of the block, and where that is if it is known.
+    /// The distance of the instruction's page from the page in [`SHORT_PAGE`], and the gva of the page that the block
+    /// begins in, if it is known.
     beyond: i32,
     begins: Option<i32>,
     hoisted: Option<&'h HoistedLoop>,
 }
 
 impl Translator {
-    /// `hoisted`: fast turns, and the stubs that they come to.
+    /// Emits the code of the block's stubs. `hoisted`: a loop's fast iterations, and the range of their stubs. `known`
+    /// returns the entries of blocks that links may lead to, as for [`Translator::block`].
     pub(super) fn emit_stubs(
         &mut self,
         hoisted: Option<&(HoistedLoop, Range<usize>)>,
         known: impl Fn(u8, u32, bool) -> Option<Entries>,
     ) {
         let mut next = 0;
-        // A far stub adds bails of its own.
+        // Stubs may add others, such as bails.
         while let Some(stub) = self.stubs.get(next).copied() {
             let hoisted = hoisted.filter(|w| w.1.contains(&next)).map(|w| &w.0);
             let beyond = self.turn_to_page_of(next);
@@ -124,7 +127,7 @@ impl Translator {
         self.asm.emit_literals();
     }
 
-    /// Leaves by a trampoline for the instruction at an offset, after giving back what has been counted too much.
+    /// Leaves by the trampoline `to` for the instruction at an offset, and gives `back` what has been counted too much.
     fn leave_by(&mut self, from: usize, here: usize, (back, offset): (Cost, u32), to: usize) {
         let a = &mut self.asm;
         a.patch(from, here);
@@ -133,7 +136,7 @@ impl Translator {
         a.jmp_to(to);
     }
 
-    /// Branches and returns that go by a table.
+    /// Emits the stub of a branch or return whose target is not where it was expected.
     fn branch_stub(&mut self, c: &Context<'_>, stub: Stub) {
         let t = self.trampolines;
         let a = &mut self.asm;
@@ -207,7 +210,7 @@ impl Translator {
         }
     }
 
-    /// An access that has missed, and goes on at `resume`.
+    /// Emits the stub of an access that has missed the TLB, which goes on at `resume`.
     fn refill(&mut self, c: &Context<'_>, stub: Stub) {
         let Stub::Refill {
             from,
@@ -252,7 +255,8 @@ impl Translator {
         a.jmp_to(resume);
     }
 
-    /// A group of accesses that has missed: each is made for itself if the whole group cannot be.
+    /// Emits the stub of a group whose probe has missed the TLB: if no probe can serve the whole group, each access
+    /// probes for itself.
     fn refill_group(
         &mut self,
         c: &Context<'_>,
@@ -276,7 +280,7 @@ impl Translator {
         let first = if member.offset == 0 { FIRST } else { 0 };
         let site = site(offset, member.span, member.write) | first;
         let is_site_entry = matches!(probe, Probe::SiteEntry(_));
-        // Another page in its place is refilled by the accesses themselves.
+        // In a block that is not hot, the accesses themselves refill an entry that has another page.
         if member.refill || is_site_entry || self.input.hot.is_some() {
             let call = self.miss(probe, site);
             let a = &mut self.asm;
@@ -322,7 +326,7 @@ impl Translator {
         self.link(from, offset, false, true);
     }
 
-    /// A direct branch that is not linked yet.
+    /// Emits the stub of a direct branch within the page: links it if the target is known, else calls for the target.
     fn link_stub(
         &mut self,
         c: &Context<'_>,
@@ -365,7 +369,7 @@ impl Translator {
         a.patch(jump, if live { t.link_live } else { t.link });
     }
 
-    /// The direct branch `number` to another page goes by the table.
+    /// Emits the way of the direct branch `number` to another page through the target table.
     fn cross_page_missed(&mut self, number: u32) {
         let Some(site) = self.cross_page_sites.get(number as usize) else {
             return;

@@ -1,4 +1,4 @@
-//! What kernels do all the time: flags, interrupts, time, per-CPU segments.
+//! Instructions that kernels execute often: flags, interrupts, time, per-CPU segments, control registers.
 
 use iced_x86::Mnemonic;
 use x86_defs::{
@@ -16,7 +16,7 @@ use crate::{
     ir::mode::Mode,
 };
 
-/// RFLAGS bits of which POPF changes none inline.
+/// RFLAGS bits that an inline POPF may not change.
 const STEADY: i32 = 0x3f_7500;
 
 impl Translator {
@@ -72,7 +72,7 @@ impl Translator {
         }
     }
 
-    /// SGDT and SIDT: the limit, and the base behind it, on one page.
+    /// Translates SGDT and SIDT, which store the limit and then the base. Both are stored if they are on one page.
     fn store_table(&mut self, d: &Decoded) -> Emit {
         let limit_and_base = if d.i.mnemonic() == Mnemonic::Sgdt {
             GDTR
@@ -108,7 +108,7 @@ impl Translator {
         a.mov32(RAX, RAX);
     }
 
-    /// RDPMC, by a function. Code that counts has what it has counted before this instruction in memory then.
+    /// Translates RDPMC by a call of Rust. Code that counts stores what it has counted before this instruction first.
     pub(super) fn rdpmc(&mut self, d: &Decoded) {
         self.spill_flags(d);
         let ahead = self.state.tally.from(self.state.position);
@@ -133,7 +133,7 @@ impl Translator {
         self.stubs.push(Stub::Call { from, offset });
     }
 
-    /// PUSHFD, PUSHFQ: VM and RF read as 0.
+    /// Translates PUSHFD and PUSHFQ. VM and RF are pushed as 0.
     pub(super) fn pushf(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
@@ -161,7 +161,7 @@ impl Translator {
         self.move_stack(-word);
     }
 
-    /// Leaves if an interrupt could be taken once IF is set.
+    /// Leaves for the interpreter if an interrupt could be taken once IF is set.
     fn bail_if_waiting(&mut self, offset: u32) {
         self.asm.load(S1, gs(REQUESTS));
         self.asm.alu_mem_imm8(false, Alu::Cmp, at(S1, 0), 0);
@@ -170,7 +170,7 @@ impl Translator {
         self.bail_if(cc::NE, offset);
     }
 
-    /// POPFD, POPFQ that changes nothing but IF and arithmetic flags.
+    /// Translates POPFD and POPFQ. Those that change more than IF and arithmetic flags are the interpreter's.
     pub(super) fn popf(&mut self, d: &Decoded) {
         if self.input.mode.has(Mode::SEGMENTED) {
             self.stack_address(d.offset, GUEST_RSP, 0);
@@ -184,7 +184,7 @@ impl Translator {
         a.mov32(S1, S0);
         a.alu(false, Alu::Xor, S1, gs(RFLAGS));
         a.rr(false, &[0xf7], 0, S1); // test
-        // POPF of 16 bits leaves the upper ones as they are.
+        // POPF of 16 bits leaves the upper bits as they are.
         let steady = if word == 2 { STEADY & 0xffff } else { STEADY };
         a.bytes(&steady.to_le_bytes());
         self.bail_if(cc::NE, d.offset);
@@ -203,7 +203,7 @@ impl Translator {
         a.patch(enabled, here);
         self.move_stack(self.word());
         let a = &mut self.asm;
-        // Bits 0 to 7 to AH, bit 11 to AL.
+        // The arithmetic flags of bits 0 to 7 go to AH's place in the word, OF from bit 11 to AL's.
         a.mov32(S1, S0);
         a.shift(false, 4, S1, 8);
         a.alu_imm(false, Alu::And, S1, 0xff00);
@@ -228,7 +228,8 @@ impl Translator {
         a.store(gs(KERNEL_GS_BASE), S1);
     }
 
-    /// What changes levels or address spaces, and goes on elsewhere.
+    /// Translates an instruction that changes the level, the address space or the mode, and goes on by the target
+    /// table.
     pub(super) fn system_branch(&mut self, d: &Decoded) {
         match d.kind {
             Lowering::ToCr3 => self.load_root(d),
@@ -238,7 +239,7 @@ impl Translator {
         }
     }
 
-    /// SYSCALL and SYSRETQ: the other privilege level's view, then a branch.
+    /// Translates SYSCALL and SYSRETQ: Rust changes to the view of the other privilege level, then the code branches.
     fn system_call(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
@@ -255,7 +256,7 @@ impl Translator {
         self.jump(d.offset);
     }
 
-    /// IRETQ: as above, at any level.
+    /// Translates IRETQ, to any level: Rust changes to that level's view, then the code branches.
     fn interrupt_return(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
@@ -269,7 +270,7 @@ impl Translator {
         self.jump(d.offset);
     }
 
-    /// MOV to CR3: the tables of another address space, then a branch to what comes next.
+    /// Translates MOV to CR3: goes on with the tables of another address space, by a branch to the next instruction.
     fn load_root(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let n = d.i.op1_register().number() as u8;
@@ -283,7 +284,7 @@ impl Translator {
         self.go_on_behind(d);
     }
 
-    /// An instruction that may do no more than select another view.
+    /// Translates an instruction that may do no more than select another view.
     pub(super) fn change_view(&mut self, d: &Decoded) {
         match d.kind {
             Lowering::ToCr0 => self.change_cr0(d),
@@ -293,7 +294,8 @@ impl Translator {
         }
     }
 
-    /// MOV to CR0: another view, if WP is all that changes; or another mode, and a branch to what comes next.
+    /// Translates MOV to CR0: selects another view if only WP changes; otherwise the mode changes, and a branch leads
+    /// to the next instruction.
     fn change_cr0(&mut self, d: &Decoded) {
         let n = d.i.op1_register().number() as u8;
         self.flags_in_memory();
@@ -310,7 +312,7 @@ impl Translator {
         self.asm.patch(is_same_mode, here);
     }
 
-    /// CLTS. What comes next belongs to another mode, if TS was set.
+    /// Translates CLTS. If TS was set, the next instruction belongs to another mode.
     fn clear_task_switched(&mut self, d: &Decoded) {
         self.flags_in_memory();
         let a = &mut self.asm;
@@ -320,7 +322,7 @@ impl Translator {
         self.go_on_behind(d);
     }
 
-    /// CR0 becomes r14: the flags compare the answer with [`requests::SAME_KEY`].
+    /// Makes r14 the new CR0. The host's flags then compare the answer with [`requests::SAME_KEY`].
     fn call_to_cr0(&mut self, d: &Decoded) {
         let a = &mut self.asm;
         a.mov_imm(S1, (requests::SET_CR0 | d.offset).into());
@@ -330,7 +332,7 @@ impl Translator {
         a.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
     }
 
-    /// On to the next instruction by the table of targets: mapping or mode have become others.
+    /// Branches to the next instruction through the target table, because mapping or mode may have changed.
     fn go_on_behind(&mut self, d: &Decoded) {
         let a = &mut self.asm;
         a.load(S0, SHORT_PAGE);
@@ -339,7 +341,7 @@ impl Translator {
         self.jump(d.offset);
     }
 
-    /// STAC and CLAC: another view of the same tables.
+    /// Translates STAC and CLAC, which select another view of the same tables.
     fn access_control(&mut self, d: &Decoded) {
         let set = d.i.mnemonic() == Mnemonic::Stac;
         let what = [requests::CLEAR_AC, requests::SET_AC][usize::from(set)];
@@ -352,7 +354,7 @@ impl Translator {
         self.asm.rm(true, &[0x0f, 0x45], RSP, gs(STACK));
     }
 
-    /// RDPKRU. Without CR4.PKE, or with something in ECX, the interpreter raises the exception.
+    /// Translates RDPKRU. If CR4.PKE is clear or ECX is not 0, the interpreter raises the exception.
     fn read_key_rights(&mut self, d: &Decoded) {
         self.spill_flags(d);
         self.asm.rr(false, &[0x85], RCX, RCX); // test
@@ -364,7 +366,8 @@ impl Translator {
         self.asm.alu_rr(false, Alu::Xor, RDX, RDX);
     }
 
-    /// WRPKRU: another view of the same tables.
+    /// Translates WRPKRU, which selects another view of the same tables. If ECX or EDX is not 0, the interpreter raises
+    /// the exception.
     fn write_key_rights(&mut self, d: &Decoded) {
         self.spill_flags(d);
         let a = &mut self.asm;

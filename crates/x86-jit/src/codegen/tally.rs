@@ -1,4 +1,4 @@
-//! [`Tally`]: what the instructions of a block count for, in code that counts what is retired ([`exact`]).
+//! [`Tally`]: what a block's instructions count for, in code that counts what is retired ([`exact`]).
 
 use x86_cpu::retired::outcome;
 use x86_interp::events_of;
@@ -9,20 +9,23 @@ use super::{
 };
 use crate::{frame::words::S0, ir::decoded::Decoded, ir::lowering::Lowering, ir::streams::Streams};
 
-/// What is given back where a block is left, by instructions and by stubs.
+/// What a block has counted too much where it is left, by instructions and by stubs: it is given back there.
 #[derive(Debug, Default)]
 pub(super) struct Tally {
     /// The streams that are counted besides instructions.
     streams: Option<Streams>,
-    /// What is not executed if the block is left before an instruction, by its number; and 0, behind the last one.
+    /// By an instruction's number, what is not executed if the block is left before that instruction. The last one is
+    /// 0, for the block's end.
     rest: Vec<Cost>,
-    /// What stubs from one on give back that leave the block before their instruction.
+    /// The first stub of each instruction, and what stubs from there on give back if they leave the block before their
+    /// instruction.
     marks: Vec<(usize, Cost)>,
-    /// Stubs of branches that leave the block in its middle, and what each gives back.
+    /// Stubs of branches that leave the block in its middle, and what each of them gives back.
     taken: Vec<(usize, Cost)>,
 }
 
-/// What an instruction counts for, if a conditional branch leaves the block by its target or not; others always branch.
+/// Returns what an instruction counts for. `leaves`: a conditional branch leaves the block by its target. Other
+/// branches are always taken.
 fn cost(d: &Decoded, streams: Streams, leaves: bool) -> Cost {
     let has_branched = match d.kind {
         Lowering::Jcc => leaves != d.is_negated,
@@ -33,7 +36,7 @@ fn cost(d: &Decoded, streams: Streams, leaves: bool) -> Cost {
 }
 
 impl Tally {
-    /// A block is translated.
+    /// Begins the tally of a block. `streams`: what it counts besides instructions, if it counts.
     pub(super) fn begin(&mut self, insns: &[Decoded], streams: Option<Streams>) {
         self.streams = streams;
         self.rest.clear();
@@ -43,7 +46,7 @@ impl Tally {
         let mut rest = Cost::default();
         self.rest.push(rest);
         for d in insns.iter().rev() {
-            // The interpreter counts its own.
+            // The interpreter counts the instructions that it executes itself.
             if !matches!(d.kind, Lowering::Interpret | Lowering::Unknown) {
                 rest = rest + cost(d, streams, false);
             }
@@ -54,54 +57,56 @@ impl Tally {
     pub(super) const fn counts(&self) -> bool {
         self.streams.is_some()
     }
-    /// How, if anything is counted.
+    /// Returns how sums are laid out, if anything is counted.
     pub(super) fn layout(&self) -> Option<Layout> {
         self.streams.map(Layout::of)
     }
-    /// What is not executed if the block is left before instruction `n`.
+    /// Returns what is not executed if the block is left before instruction `n`.
     pub(super) fn from(&self, n: usize) -> Cost {
         self.rest.get(n).copied().unwrap_or_default()
     }
-    /// The next stubs are those of instruction `n`.
+    /// Notes that the next stubs are those of instruction `n`.
     pub(super) fn mark(&mut self, stubs: usize, n: usize) {
         if self.counts() {
             self.marks.push((stubs, self.from(n)));
         }
     }
-    /// The next stubs are those of instruction `n` again, when what comes behind it has been given back.
+    /// Notes that the next stubs are those of instruction `n` again, but that what comes behind it has been given back
+    /// already.
     pub(super) fn mark_alone(&mut self, stubs: usize, n: usize) {
         if self.counts() {
             self.marks.push((stubs, self.from(n) - self.from(n + 1)));
         }
     }
-    /// What the conditional branch `d`, instruction `n`, gives back when it is taken.
+    /// Returns what the conditional branch `d`, instruction `n`, gives back when it is taken.
     pub(super) fn refund_if_taken(&self, d: &Decoded, n: usize) -> Cost {
         self.streams.map_or(Cost::default(), |streams| {
             self.from(n) - cost(d, streams, true)
         })
     }
-    /// The next stub is that of the conditional branch `d`, instruction `n`, when it is taken.
+    /// Notes that the next stub is executed when the conditional branch `d`, instruction `n`, is taken.
     pub(super) fn mark_taken(&mut self, stub: usize, d: &Decoded, n: usize) {
         if self.counts() {
             self.taken.push((stub, self.refund_if_taken(d, n)));
         }
     }
-    /// The next stub goes on with what is not instruction `n`, or another translation of it.
+    /// Notes that the next stub leaves the block before instruction `n`: for other code, or for another translation of
+    /// that instruction.
     pub(super) fn mark_left(&mut self, stub: usize, n: usize) {
         if self.counts() {
             self.taken.push((stub, self.from(n)));
         }
     }
-    /// There are only so many stubs.
+    /// Forgets branches of stubs from number `stubs` on, which have been removed.
     pub(super) fn truncate(&mut self, stubs: usize) {
         self.taken.retain(|(stub, _)| *stub < stubs);
     }
-    /// What a stub gives back that leaves the block before its instruction.
+    /// Returns what a stub gives back that leaves the block before its instruction.
     pub(super) fn before(&self, stub: usize) -> Cost {
         let of = self.marks.iter().rev().find(|(from, _)| *from <= stub);
         of.map_or(Cost::default(), |(_, refund)| *refund)
     }
-    /// What one gives back that leaves it by a branch.
+    /// Returns what a stub gives back that leaves the block by a branch.
     pub(super) fn taken(&self, stub: usize) -> Cost {
         let of = self.taken.iter().find(|(n, _)| *n == stub);
         of.map_or(Cost::default(), |(_, refund)| *refund)
@@ -109,7 +114,8 @@ impl Tally {
 }
 
 impl Translator {
-    /// What is translated next counts what is retired, and these streams besides instructions.
+    /// Prepares for a block that counts what is retired, with these streams besides instructions, or for one that does
+    /// not count.
     pub(super) fn count(&mut self, insns: &[Decoded], streams: Option<Streams>) {
         if self.state.tally.layout() != streams.map(Layout::of) {
             self.trampolines = *self.all_trampolines.of(streams);
@@ -117,7 +123,8 @@ impl Translator {
         self.state.tally.begin(insns, streams);
     }
 
-    /// As [`Self::poll`], for a block that counts: it goes on where it has not counted yet.
+    /// Does what [`Self::poll`] does in a block that counts. Execution goes on after the poll where nothing has been
+    /// counted yet.
     pub(super) fn counted_poll(&mut self, offset: u32, after: Option<usize>) {
         let resume = after.unwrap_or(self.asm.here());
         let cost = self.state.tally.from(0);
@@ -130,15 +137,15 @@ impl Translator {
         });
     }
 
-    /// The trampoline that is called next may leave the instruction to the interpreter.
+    /// Notes what is to be given back if the trampoline that is called next leaves the instruction to the interpreter.
     pub(super) fn note_refund(&mut self) {
         if let Some(layout) = self.state.tally.layout() {
             let rest = self.state.tally.from(self.state.position);
             exact::note_refund(&mut self.asm, layout, rest);
         }
     }
-    /// A branch to a trampoline that leaves before the stub's instruction, if a condition is met. Flags are as they were there, as are
-    /// registers but r14.
+    /// Emits a branch to a trampoline that leaves before the stub's instruction, if a condition is met. At the
+    /// trampoline, flags and all registers except r14 are as they are here.
     pub(super) fn leave_if(&mut self, cc: u8, stub: usize, trampoline: usize) {
         let refund = self.state.tally.before(stub);
         let a = &mut self.asm;

@@ -10,9 +10,8 @@
 //! | r13, r14 | scratch; r14 is the host address of a memory operand |
 //! | rsp | the host's stack: return addresses |
 //!
-//! The guest's r10, r11 and r13 to r15 live in memory. (Compilers use R12 more
-//! than R10.) Its arithmetic flags are in the
-//! host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
+//! The guest's R10, R11 and R13 to R15 live in memory, as compilers use R12 more than R10. Its arithmetic flags are in
+//! the host's RFLAGS, or in [`FLAGS`] (LAHF's byte in bits 8 to 15, OF in bit 0).
 
 use core::mem::offset_of;
 
@@ -22,20 +21,20 @@ use x86_defs::{reg, segment::Segment};
 
 use crate::asm::{Mem, Reg, at, gs};
 
-/// Scratch, and the host address of memory operands.
+/// A scratch register, which also has the host address of memory operands.
 pub(crate) const S0: Reg = 14;
-/// Scratch.
+/// A scratch register.
 pub(crate) const S1: Reg = 13;
-/// Counts down to the next poll.
+/// The countdown to the next poll.
 pub(crate) const COUNTER: Reg = 12;
 /// The live view's `mmu::l1::L1`.
 pub(crate) const TLB: Reg = 11;
-/// Guest RSP.
+/// The guest's RSP.
 pub(crate) const GUEST_RSP: Reg = 15;
 
-// What each word of the frame is for is said at its field in [`EngineFrame`].
+// [`EngineFrame`] documents each word of the frame at its field.
 
-/// Where the frame's word at an offset is.
+/// Returns the offset from GS of the frame's word at `offset`.
 const fn frame(offset: usize) -> usize {
     offset_of!(CpuState, engine) + offset
 }
@@ -65,18 +64,18 @@ pub(crate) const PAUSES: usize = offset_of!(CpuState, engine.pauses);
 pub(crate) const UNTIL: usize = offset_of!(CpuState, engine.until);
 pub(crate) const STOP: usize = frame(EngineFrame::STOP);
 pub(crate) const SLOT: usize = frame(EngineFrame::SLOT);
-/// The tables of the supervisor's views by CR0.WP and RFLAGS.AC ([`view_of`]), if nothing but the tables differs
-/// between them and generated code may change from the one to the other; or 0.
+/// The tables of the supervisor's views by CR0.WP and RFLAGS.AC ([`view_of`]). A word is 0 if generated code may not
+/// change to that view by itself, because more than the tables differs, or because the view is not known.
 pub(crate) const VIEWS: [usize; 4] = {
     let [[a, b], [c, d]] = EngineFrame::VIEWS_AT;
     [frame(a), frame(b), frame(c), frame(d)]
 };
-/// Index in [`VIEWS`].
+/// Returns the index in [`VIEWS`].
 pub(crate) const fn view_of(wp: bool, ac: bool) -> usize {
     (wp as usize) << 1 | ac as usize
 }
 pub(crate) const KEY_VIEWS: usize = frame(EngineFrame::KEY_VIEWS_AT);
-/// The upper three bits of PKRU times this are the place.
+/// The factor of PKRU's hash: the upper three bits of the product are the entry's index.
 pub(crate) const KEY_VIEW_HASH: u32 = EngineFrame::KEY_VIEW_HASH;
 pub(crate) const SWITCHES: usize = frame(EngineFrame::SWITCHES);
 pub(crate) const SWITCHES_EPOCH: usize = frame(EngineFrame::SWITCHES_EPOCH);
@@ -99,7 +98,7 @@ pub(crate) const REFUND_BESIDE: usize = frame(EngineFrame::REFUND_BESIDE);
 pub(crate) const COUNTED_SPILL: usize = frame(EngineFrame::COUNTED_SPILL);
 pub(crate) const COUNTED_EVENTS: usize = offset_of!(CpuState, engine.counted_events);
 pub(crate) const COUNTED_SUMS: usize = EngineFrame::COUNTED_SUMS;
-/// The one of `size` bytes in segment `n`.
+/// Returns the bound of accesses of `size` bytes in segment `n`.
 pub(crate) const fn bound(n: usize, size: u32) -> Mem {
     let size = size.next_power_of_two().trailing_zeros() as usize;
     gs(BOUNDS + 4 * (BOUND_SIZES * n + size))
@@ -124,9 +123,9 @@ pub(crate) const UPPERS_IN_USE: usize = frame(EngineFrame::UPPERS_IN_USE);
 pub(crate) const FP_AREA: usize = offset_of!(CpuState, fp);
 pub(crate) const RIP: usize = 8 * reg::RIP;
 
-/// RFLAGS but for the arithmetic flags.
+/// RFLAGS without the arithmetic flags.
 pub(crate) const RFLAGS: usize = offset_of!(CpuState, rflags);
-/// Limit and base of the descriptor tables.
+/// Limit and base of GDT and IDT.
 pub(crate) const GDTR: [usize; 2] = [
     offset_of!(CpuState, gdtr.limit),
     offset_of!(CpuState, gdtr.base),
@@ -144,22 +143,23 @@ pub(crate) const TSC_AUX: usize = offset_of!(CpuState, msr) + offset_of!(Msrs, t
 pub(crate) const KERNEL_GS_BASE: usize =
     offset_of!(CpuState, msr) + offset_of!(Msrs, kernel_gs_base);
 
-/// Selector of a segment register.
+/// Returns the selector of a segment register.
 pub(crate) const fn selector(n: usize) -> Mem {
     gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, selector))
 }
 
-/// Attributes of one.
+/// Returns the attributes of a segment register.
 pub(crate) const fn segment_attr(n: usize) -> Mem {
     gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, attr))
 }
 
-/// A word close to the TLB's base: addressing it takes a byte in place of five.
+/// Returns a word close to the TLB's base, whose displacement takes one byte instead of four.
 const fn short(n: usize) -> Mem {
     at(TLB, mmu::l1::word(n))
 }
 
-/// Host pointers of groups: [`MAX_KEPT`] words, which live as long as a block is executed. The first are nearest.
+/// Returns the word for the host pointer of a group, which lives as long as a block is executed. The first
+/// [`FIRST_OTHER`] are nearest to the base.
 pub(crate) const fn kept(slot: u8) -> Mem {
     let slot = slot as usize;
     short(if slot < FIRST_OTHER {
@@ -168,25 +168,25 @@ pub(crate) const fn kept(slot: u8) -> Mem {
         mmu::l1::SHORT_WORDS + slot - FIRST_OTHER
     })
 }
-/// Groups of a block whose pointers can be kept.
+/// Maximum number of groups of a block whose pointers are kept.
 pub(crate) const MAX_KEPT: usize = 8;
-/// The nearest words from this one on are for something else.
+/// The nearest words from this one on have other purposes.
 const FIRST_OTHER: usize = 4;
 
-/// What generated code has close to the base while it runs, and Rust finds with the rest of the
-/// vCPU's state: it is copied when the one calls the other.
+/// Words that generated code keeps close to the TLB's base, where Rust keeps them with the rest of the vCPU's state.
+/// They are copied where one calls the other.
 pub(crate) const SHORT_PAGE: Mem = short(FIRST_OTHER);
 pub(crate) const SHORT_FLAGS: Mem = short(5);
-/// [`SALT`] and [`TARGETS`], which generated code does not change.
+/// [`SALT`]; generated code does not change it or [`SHORT_TARGETS`].
 pub(crate) const SHORT_SALT: Mem = short(6);
 const FIRST_GPR_SLOT: usize = 7;
 pub(crate) const SHORT_TARGETS: Mem = short(12);
-/// [`FP_LIVE`], which changes with that one: four bytes.
+/// [`FP_LIVE`], which changes together with it: four bytes.
 pub(crate) const SHORT_FP_LIVE: Mem = short(13);
-/// [`NUMBER`], in the other four.
+/// [`NUMBER`], in the next four bytes.
 pub(crate) const SHORT_NUMBER: Mem = at(TLB, SHORT_FP_LIVE.disp + 4);
 
-/// What is copied to close to the base, but not back; so is the number, after them.
+/// Returns the words that are copied close to the base, but not back. The number is copied after them.
 pub(crate) const fn short_constants() -> [(Mem, Mem); 3] {
     [
         (gs(SALT), SHORT_SALT),
@@ -195,7 +195,8 @@ pub(crate) const fn short_constants() -> [(Mem, Mem); 3] {
     ]
 }
 
-/// What it does change of that: the place with the rest of the state, and the one close to the base.
+/// Returns the words that generated code changes and that are copied in both directions: their places with the rest of
+/// the state, and close to the base.
 pub(crate) fn short_words() -> impl Iterator<Item = (Mem, Mem)> {
     let words = [(PAGE, SHORT_PAGE), (FLAGS, SHORT_FLAGS)];
     let gpr_slots = (0..16u8).filter(|n| IN_FRAME >> n & 1 != 0);
@@ -203,22 +204,22 @@ pub(crate) fn short_words() -> impl Iterator<Item = (Mem, Mem)> {
     words.chain(gpr_slots.map(|n| (state_register(n), gpr_slot(n))))
 }
 
-/// A guest register with the rest of the vCPU's state.
+/// Returns the place of a guest register with the rest of the vCPU's state.
 pub(crate) const fn state_register(n: u8) -> Mem {
     gs(8 * n as usize)
 }
 
-/// Where generated code has a guest register that lives in memory.
+/// Returns the place of a guest register that lives in memory, while generated code runs.
 pub(crate) const fn gpr_slot(n: u8) -> Mem {
     short(FIRST_GPR_SLOT + (IN_FRAME & ((1 << n) - 1)).count_ones() as usize)
 }
 
-/// Base of a segment.
+/// Returns the base of a segment.
 pub(crate) const fn segment_base(n: usize) -> Mem {
     gs(offset_of!(CpuState, seg) + n * size_of::<Segment>() + offset_of!(Segment, base))
 }
 
-/// The host register of a guest register, if it has one.
+/// Returns the host register of a guest register, if it has one.
 pub(crate) const fn host_reg(n: u8) -> Option<Reg> {
     match n {
         4 => Some(GUEST_RSP),

@@ -9,41 +9,41 @@ use x86_defs::retired::{BRANCHES as OF_BRANCHES, CONDITIONAL_TAKEN, NEAR_RETURNS
 
 use crate::{ir::mode::Mode, ir::streams::Streams};
 
-/// User code, at one address or another.
+/// The mode of user code that is executed at several addresses.
 const USER: Mode = Mode::FP.with(Mode::AVX).with(Mode::TSC);
-/// A kernel's, at one address.
+/// The mode of a kernel's code, which is executed at one address.
 const KERNEL: Mode = USER.with(Mode::KERNEL).with(Mode::BOUND);
 pub(super) const USER32: Mode = USER.with(Mode::BITS32);
-/// Instructions are counted, and branches.
+/// The mode of code that counts branches besides instructions.
 const COUNTED: Mode = USER.with(Mode::counting(Streams::of(bit(OF_BRANCHES))));
 const COUNTED_KERNEL: Mode = KERNEL.with(Mode::counting(Streams::of(bit(OF_BRANCHES))));
 const SEVERAL: u16 = bit(OF_BRANCHES) | bit(NEAR_RETURNS);
-/// The same, and several other streams.
+/// The mode of code that counts several streams besides instructions.
 const COUNTED_SEVERAL: Mode = USER.with(Mode::counting(Streams::of(SEVERAL)));
 
-/// A block.
+/// A block to be translated.
 pub(super) struct Case {
     pub(super) name: &'static str,
     pub(super) mode: Mode,
-    /// Where it is in its page.
+    /// Offset of the block in its page.
     pub(super) offset: u32,
-    /// A branch of the page leads here.
+    /// True if a branch of the page leads to the block.
     pub(super) is_linked: bool,
-    /// It is executed much.
+    /// True if the block is hot.
     pub(super) is_hot: bool,
-    /// The host has nothing beyond x86-64.
+    /// True if the host has no extensions beyond x86-64.
     pub(super) is_old_host: bool,
     pub(super) code: fn(&mut CodeAssembler) -> Result<(), IcedError>,
-    /// It is executed along this way.
+    /// The path that the block is executed along, if it becomes a trace.
     pub(super) trace: Option<Trace>,
 }
 
-/// A way through a call.
+/// A path through a call.
 #[derive(Clone, Copy)]
 pub(super) struct Trace {
-    /// What is called, at [`super::CALLEE`].
+    /// The code that is called, at [`super::CALLEE`].
     pub(super) callee: fn(&mut CodeAssembler) -> Result<(), IcedError>,
-    /// Where instructions are, relative to the page.
+    /// Places of the instructions, relative to the page.
     pub(super) path: &'static [i32],
 }
 
@@ -95,7 +95,7 @@ impl Case {
     }
 }
 
-/// Every file and its cases.
+/// All files with their cases.
 pub(super) const FILES: &[(&str, &[Case])] = &[
     ("probe.txt", PROBE),
     ("shared_probe.txt", SHARED_PROBE),
@@ -500,7 +500,7 @@ const ENTRIES: &[Case] = &[
     case("nothing but an undefined instruction", USER, |a| a.ud2()),
 ];
 
-/// Loads a field and returns.
+/// A callee that loads a field and returns.
 const LOADS: Trace = Trace {
     callee: |a| {
         a.mov(rax, qword_ptr(rdi + 8))?;
@@ -509,7 +509,7 @@ const LOADS: Trace = Trace {
     path: &[0x100, 0x5200, 0x5204, 0x105, 0x107],
 };
 
-/// The same, called by two bytes.
+/// The same callee, called by an instruction of two bytes.
 const LOADS_INDIRECT: Trace = Trace {
     path: &[0x100, 0x5200, 0x5204, 0x102, 0x104],
     ..LOADS

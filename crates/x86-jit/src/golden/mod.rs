@@ -1,10 +1,9 @@
-//! Golden code: what guest instructions are translated to, instruction by instruction.
+//! Golden code: the host code of guest instructions, instruction by instruction.
 //!
-//! Each file of `tests/codegen` is one kind of translation (see [`cases`]): guest code, the host
-//! code that is made of it, its length and its number of instructions. Everything that
-//! translation depends on is an argument here, so the files are the same on every
-//! machine. `UPDATE_EXPECT=1 cargo test -p x86-jit golden` writes them anew: the
-//! difference is for a reviewer to read.
+//! Each file of `tests/codegen` is one kind of translation (see [`cases`]): guest code, the host code that is made of
+//! it, its length and its number of instructions. All that translation depends on is an argument here, so the files are
+//! the same on every machine. `UPDATE_EXPECT=1 cargo test -p x86-jit golden` writes them anew, and a reviewer reads the
+//! difference.
 
 mod cases;
 mod names;
@@ -38,19 +37,19 @@ use crate::{
 use cases::{Case, Trace};
 use names::Names;
 
-/// Where the code buffer is taken to be, and what it refers to beyond itself.
+/// Addresses that the code buffer is taken to have, and what it refers to outside itself.
 const CODE: u64 = 0x7f00_0000_0000;
 const GENERATION: u64 = CODE + 0x2000_0000;
 const REFILL: u64 = 0x5555_0000_1000;
 const HANDLE: u64 = 0x5555_0000_2000;
-/// Where a block's two parts go.
+/// Offsets of a block's two parts.
 const HOT: usize = 0x1_0000;
 const COLD: usize = 0x2_0000;
-/// Where guest code is, and what it calls in a trace.
+/// Addresses of the guest's code, and of what it calls in a trace.
 const PAGE: u64 = 0x40_0000;
 const CALLEE: u64 = PAGE + 0x5200;
 
-/// A host with all that generated code has a use for, or with nothing beyond x86-64.
+/// Returns a host with all extensions that generated code uses, or with none beyond x86-64.
 fn host(is_new: bool) -> (Isa, HostFeatures) {
     let all = CpuidFeature::values();
     let features = HostFeatures::of(all.filter(|f| is_new || !names::is_new(*f)));
@@ -63,7 +62,7 @@ fn host(is_new: bool) -> (Isa, HostFeatures) {
     (isa, features)
 }
 
-/// Names in place of addresses and of places in the frame.
+/// Shows names in place of addresses and of places in the frame.
 struct Symbols(Names);
 
 impl SymbolResolver for Symbols {
@@ -80,8 +79,8 @@ impl SymbolResolver for Symbols {
     }
 }
 
-/// Appends the instructions of `code`, which is at offset `base` of the buffer, with labels in front of them;
-/// returns how many they are. Offsets are shown less `from`.
+/// Appends the instructions of `code`, which is at offset `base` of the buffer, with labels in front of them. Returns
+/// their number. Offsets are shown less `from`.
 fn disassemble(out: &mut String, code: &[u8], base: usize, names: &Names, from: usize) -> usize {
     let mut formatter = IntelFormatter::with_options(Some(Box::new(Symbols(names.clone()))), None);
     let options = formatter.options_mut();
@@ -111,7 +110,7 @@ fn trampolines(isa: Isa) -> (AllTrampolines, Vec<u8>) {
     (trampolines, all)
 }
 
-/// Decodes along a trace's way, which ends where its path does.
+/// Decodes along a trace's path, to its end.
 fn follow(
     trace: &Trace,
     mode: Mode,
@@ -149,7 +148,7 @@ fn follow(
     assert!(tracer.decode(trace.path), "it is no trace");
 }
 
-/// Appends operands of 64 bits that are behind the code, at an offset.
+/// Appends the operands of 64 bits that are behind the code, at an offset.
 fn list(out: &mut String, literals: &[u8], at: usize) {
     let padding = literals.len() % 8;
     for (n, literal) in literals[padding..].chunks(8).enumerate() {
@@ -159,7 +158,7 @@ fn list(out: &mut String, literals: &[u8], at: usize) {
     }
 }
 
-/// A case's guest code, and what is made of it.
+/// Returns a case's guest code and its translation.
 fn translated(case: &Case) -> String {
     let (isa, host) = host(!case.is_old_host);
     let all = trampolines(isa).0;
@@ -174,7 +173,7 @@ fn translated(case: &Case) -> String {
     bus.map(PAGE, 0x2000);
     bus.put(start, &bytes);
     for target in [0x200, 0x300] {
-        // What cases jump to is a jump to itself.
+        // The targets of the cases' jumps are jumps to themselves.
         bus.put(PAGE + target, &[0xeb, 0xfe]);
     }
     let mut cpu = CpuState::default();
@@ -260,7 +259,7 @@ fn translated(case: &Case) -> String {
     out
 }
 
-/// Compares with the file, or writes it.
+/// Compares what was found with the file, or writes the file.
 fn check(file: &str, found: &str) {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/codegen");
     let path = folder.join(file);
@@ -288,7 +287,7 @@ fn golden_blocks() {
     }
 }
 
-/// All but most string instructions, which differ in their sizes.
+/// Only some string instructions are in the file, as others differ in nothing but their sizes.
 #[test]
 fn golden_trampolines() {
     let (all, code) = trampolines(host(true).0);

@@ -1,4 +1,4 @@
-//! Names for what generated code refers to: trampolines, the frame's words, and what is beyond the buffer.
+//! Names of what generated code refers to: trampolines, words of the frame, and what is outside the buffer.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use x86_cpu::Feature;
 use super::{CODE, COLD, GENERATION, HANDLE, HOT, REFILL};
 use crate::{asm::Mem, codegen::trampolines::Trampolines, frame::words::*};
 
-/// Not of every x86-64 processor.
+/// Returns true for a feature that not every x86-64 processor has.
 pub(super) fn is_new(f: CpuidFeature) -> bool {
     use CpuidFeature as F;
     matches!(
@@ -17,7 +17,7 @@ pub(super) fn is_new(f: CpuidFeature) -> bool {
     )
 }
 
-/// What the guest's CPUID promises.
+/// The features that the guest's CPUID promises.
 pub(super) const GUEST_FEATURES: &[Feature] = {
     use Feature as F;
     &[
@@ -55,7 +55,7 @@ pub(super) const GUEST_FEATURES: &[Feature] = {
     ]
 };
 
-/// What is where: offsets in the buffer, in the vCPU's state, and from the software TLB's base.
+/// Names of offsets in the buffer, in the vCPU's state, and from the software TLB's base.
 #[derive(Clone, Debug)]
 pub(super) struct Names {
     labels: BTreeMap<usize, Vec<String>>,
@@ -92,7 +92,7 @@ impl Names {
         ] {
             self.label(at, name);
         }
-        // Of code that counts only.
+        // Only code that counts has this trampoline.
         if t.too_long != 0 {
             self.label(t.too_long, "too_long");
         }
@@ -171,7 +171,7 @@ impl Names {
         self.labels.get(&offset).map_or(&[], |l| l)
     }
 
-    /// The name of what an operand's address is.
+    /// Returns the name of an operand's address.
     pub(super) fn of(&self, i: &Instruction, operand: u32, address: u64) -> Option<String> {
         match i.op_kind(operand) {
             OpKind::NearBranch64 => {

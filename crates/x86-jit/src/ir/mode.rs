@@ -1,4 +1,4 @@
-//! What a block is translated for, besides its bytes: the vCPU's mode, and with it a block's key.
+//! What a block is translated for besides its bytes: the vCPU's mode, and the key of a block, which contains it.
 
 use core::ops::{BitOr, BitOrAssign};
 
@@ -12,53 +12,54 @@ impl Mode {
     pub(crate) const NONE: Self = Self(0);
     /// FP and SIMD instructions are enabled and raise no exceptions.
     pub(crate) const FP: Self = Self(1);
-    /// CPL 0, and IOPL, NT and DF are clear.
+    /// CPL is 0, and IOPL, NT and DF are clear.
     pub(crate) const KERNEL: Self = Self(2);
-    /// RDTSC is allowed, and an addition.
+    /// RDTSC is allowed, and the guest's TSC is the host's plus a constant.
     pub(crate) const TSC: Self = Self(4);
     /// The operating system has enabled AVX.
     pub(crate) const AVX: Self = Self(8);
-    /// 32-bit code: compatibility or protected mode, with flat segments but FS and GS, if nothing else is said.
+    /// 32-bit code in compatibility mode or protected mode. Segments other than FS and GS are flat, unless
+    /// [`Self::SEGMENTED`] is set.
     pub(crate) const BITS32: Self = Self(0x10);
-    /// 32-bit code whose FS, or GS, has any base and no limit.
+    /// 32-bit code whose FS, or GS, may have a base but no limit.
     pub(crate) const FS: Self = Self(0x20);
     pub(crate) const GS: Self = Self(0x80);
-    /// Every access probes for itself: see [`crate::plan::groups`].
+    /// Every access probes for itself: no group shares a probe (see [`crate::plan::groups`]).
     pub(crate) const SPLIT: Self = Self(0x40);
-    /// 64-bit code that is executed at one address only: see [`crate::code::cache::BlockTable::mode_at`].
+    /// 64-bit code that is executed at one address only (see [`crate::code::cache::BlockTable::mode_at`]).
     pub(crate) const BOUND: Self = Self(0x100);
 
-    /// Beside [`Self::BITS32`]: segments have bases and limits, which are compared and added at each access.
+    /// With [`Self::BITS32`]: each access compares with the segment's limit and adds its base.
     pub(crate) const SEGMENTED: Self = Self(0x200);
-    /// Beside [`Self::SEGMENTED`]: 16-bit code.
+    /// With [`Self::SEGMENTED`]: 16-bit code.
     pub(crate) const BITS16: Self = Self(0x400);
-    /// Beside [`Self::SEGMENTED`]: the stack is addressed by SP.
+    /// With [`Self::SEGMENTED`]: the stack is addressed by SP.
     pub(crate) const STACK16: Self = Self(0x800);
-    /// Beside [`Self::SEGMENTED`]: real mode, or virtual-8086 mode, where a segment's base is what was loaded to its register.
+    /// With [`Self::SEGMENTED`]: real mode or virtual-8086 mode, in which a segment's base is its selector times 16.
     pub(crate) const REAL: Self = Self(0x1000);
-    /// What is retired is counted exactly: see [`crate::codegen::countdown::exact`].
+    /// What is retired is counted exactly (see [`crate::codegen::countdown::exact`]).
     pub(crate) const COUNTS: Self = Self(0x2000);
-    /// With that, the streams that are counted besides instructions: four bits.
+    /// With [`Self::COUNTS`]: the lowest of the four bits that name the streams that are counted besides instructions.
     const STREAMS: u32 = 14;
 
-    /// How many bits there may be.
+    /// Number of mode bits.
     pub(crate) const WIDTH: u32 = 18;
 
-    /// It has all of these.
+    /// Returns true if all of these bits are set.
     pub(crate) const fn has(self, bits: Self) -> bool {
         self.0 & bits.0 == bits.0
     }
-    /// These and its own.
+    /// Returns the mode with these bits set.
     #[must_use]
     pub(crate) const fn with(self, bits: Self) -> Self {
         Self(self.0 | bits.0)
     }
-    /// All but these.
+    /// Returns the mode with these bits clear.
     #[must_use]
     pub(crate) const fn without(self, bits: Self) -> Self {
         Self(self.0 & !bits.0)
     }
-    /// With [`Self::SPLIT`] or without it.
+    /// Returns the mode with or without [`Self::SPLIT`].
     #[must_use]
     pub(crate) const fn split(self, is_split: bool) -> Self {
         if is_split {
@@ -67,15 +68,16 @@ impl Mode {
             self.without(Self::SPLIT)
         }
     }
-    /// 64-bit code.
+    /// Returns true for 64-bit code.
     pub(crate) const fn is_long(self) -> bool {
         !self.has(Self::BITS32)
     }
-    /// Accesses share probes: they do not where each may come to a segment's limit.
+    /// Returns true if accesses may share probes. They may not where each access has to be compared with a segment's
+    /// limit.
     pub(crate) const fn has_groups(self) -> bool {
         !self.has(Self::SPLIT) && !self.has(Self::SEGMENTED)
     }
-    /// What the decoder is to be told.
+    /// Returns the bitness for the decoder.
     pub(crate) const fn bits(self) -> u32 {
         match (self.is_long(), self.has(Self::BITS16)) {
             (true, _) => 64,
@@ -83,15 +85,15 @@ impl Mode {
             (false, true) => 16,
         }
     }
-    /// It is 64-bit code, and no kernel's: other pages are compared by page guards.
+    /// Returns true for 64-bit code that is no kernel's: its cross-page branches compare page guards.
     pub(crate) const fn has_page_guards(self) -> bool {
         self.is_long() && !self.has(Self::KERNEL)
     }
-    /// It counts what is retired, and events of these streams.
+    /// Returns the bits of code that counts what is retired, with these streams besides instructions.
     pub(crate) const fn counting(streams: Streams) -> Self {
         Self::COUNTS.with(Self((streams.number() as u32) << Self::STREAMS))
     }
-    /// The streams that are counted besides instructions, if anything is.
+    /// Returns the streams that are counted besides instructions, if anything is counted.
     pub(crate) const fn streams(self) -> Option<Streams> {
         if self.has(Self::COUNTS) {
             Some(Streams::of_number((self.0 >> Self::STREAMS) as u64))
@@ -99,15 +101,15 @@ impl Mode {
             None
         }
     }
-    /// As a number of [`Self::WIDTH`] bits.
+    /// Returns the bits as a number of [`Self::WIDTH`] bits.
     pub(crate) const fn number(self) -> u64 {
         self.0 as u64
     }
-    /// Of the low bits of a key of targets.
+    /// Returns the mode in the low bits of a target key.
     pub(crate) const fn of_key(key: u64) -> Self {
         Self(key as u32 & ((1 << Self::WIDTH) - 1))
     }
-    /// The gva of the page at `gva` if blocks of the mode are executed there only.
+    /// Returns the gva of the page at `gva` if blocks of the mode are executed there only.
     pub(crate) fn bound(self, gva: u64) -> Option<i32> {
         if self.is_long() && self.has(Self::BOUND) {
             low(gva)
@@ -130,15 +132,15 @@ impl BitOrAssign for Mode {
     }
 }
 
-/// The gva of the page at `gva`, if that is one of 32 bits with its sign.
+/// Returns the gva of the page at `gva` if it is a sign-extended number of 32 bits.
 pub(crate) fn low(gva: u64) -> Option<i32> {
     i32::try_from((gva & !0xfff) as i64).ok()
 }
 
-/// What a block is found by: what is in which page and where, and for which mode it is translated.
+/// What a block is found by: its place in guest-physical memory and the mode that it is translated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct BlockKey {
-    /// Page identity plus offset in the page.
+    /// The page's identity plus the offset in the page.
     pub(crate) at: u64,
     pub(crate) mode: Mode,
 }
@@ -147,22 +149,22 @@ impl BlockKey {
     pub(crate) const fn new(at: u64, mode: Mode) -> Self {
         Self { at, mode }
     }
-    /// The page's identity.
+    /// Returns the page's identity.
     pub(crate) const fn page(self) -> u64 {
         self.at & !0xfff
     }
-    /// The key of the page in its mode.
+    /// Returns the key of the block at the page's first byte, in the same mode.
     pub(crate) const fn of_page(self) -> Self {
         Self::new(self.page(), self.mode)
     }
     pub(crate) const fn offset(self) -> u64 {
         self.at & 0xfff
     }
-    /// The block at another offset of the page.
+    /// Returns the key of the block at another offset of the page.
     pub(crate) const fn beside(self, offset: u64) -> Self {
         Self::new(self.page() | offset, self.mode)
     }
-    /// The block's other translation, or itself.
+    /// Returns the key of the block's split translation, or of the other one.
     pub(crate) const fn split(self, is_split: bool) -> Self {
         Self::new(self.at, self.mode.split(is_split))
     }

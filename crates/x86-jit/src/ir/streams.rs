@@ -1,31 +1,35 @@
-//! What code that counts counts besides instructions.
+//! The streams of events that code that counts counts besides instructions.
 
 use x86_defs::retired::*;
 
 use crate::frame::words::COUNTED_SUMS;
 
-/// One stream, or several: a number of four bits, which is part of a block's mode.
+/// What is counted besides instructions: one stream or several, as a number of four bits, which is part of a block's
+/// mode.
 ///
-/// Several are always the same ones, whichever of them are wanted: what is counted changes often (a profiler takes turns), and
-/// each set would have translations of its own. There are two such sets, as it costs a branch that is taken something to say so.
+/// Several streams are always the same ones, whichever of them are wanted. What is wanted changes often, as a profiler
+/// takes turns, and each set would have translations of its own. There are two sets, because counting whether a branch
+/// is taken costs something where it is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Streams(u8);
 
-/// Numbers of several streams, which are those of no single one: with what depends on branches being taken, and where rare events are left
-/// to the interpreter, as a counter of them may overflow.
+/// Numbers of several streams, which no single stream has. Two bits can be added: streams are counted that depend on
+/// whether a branch is taken; and the interpreter executes what counts as a rare event, as a counter of those may
+/// overflow.
 const SEVERAL: u8 = 12;
 const AND_TAKEN: u8 = 1;
 const HOLDS: u8 = 2;
 const _: () = assert!(STREAMS <= SEVERAL as usize && SEVERAL | AND_TAKEN | HOLDS == 15);
 
-/// Sums beside instructions' that the countdown has at most, the lowest bits first, and those that are in memory.
+/// The most sums besides that of instructions in the countdown, from the lowest bits up, and in memory.
 pub(crate) const IN_COUNTDOWN: usize = 3;
 pub(crate) const IN_MEMORY: usize = 4;
-/// All of them.
+/// All sums besides that of instructions.
 pub(crate) const SUMS: usize = IN_COUNTDOWN + IN_MEMORY;
 const _: () = assert!(SUMS == COUNTED_SUMS);
 
-/// What each sum is of. Calls and returns are rarer than branches, what is indirect or far rarer still: a block without them leaves memory alone.
+/// The stream of each sum. Calls and returns are rarer than branches, and indirect and far ones much rarer, so these
+/// are in memory, which a block without them leaves alone.
 const SUMS_OF_SEVERAL: [usize; SUMS - 1] = [
     NEAR_CALLS,
     CONDITIONAL,
@@ -34,7 +38,8 @@ const SUMS_OF_SEVERAL: [usize; SUMS - 1] = [
     NEAR_INDIRECT,
     FAR,
 ];
-/// The first one changes where a branch is taken, by one: it has the bits that the shortest instruction changes.
+/// The same with the stream of taken branches. That one is first, so that the difference where a branch is taken is in
+/// the lowest bits, for which the shortest instruction suffices.
 const SUMS_WITH_TAKEN: [usize; SUMS] = [
     CONDITIONAL_TAKEN,
     CONDITIONAL,
@@ -58,7 +63,7 @@ const SINGLE: [[usize; 1]; STREAMS] = {
 };
 
 impl Streams {
-    /// For a mask of streams that somebody counts.
+    /// Returns what has to be counted for a mask of streams that somebody counts.
     pub(crate) const fn of(mask: u16) -> Self {
         let others = mask & !bit(INSTRUCTIONS);
         match others.count_ones() {
@@ -67,7 +72,7 @@ impl Streams {
             _ => Self::several(others),
         }
     }
-    /// The same where rare events are the interpreter's.
+    /// Returns the same where the interpreter executes what counts as a rare event.
     pub(crate) const fn held(mask: u16) -> Self {
         Self(Self::several(mask).0 | HOLDS)
     }
@@ -78,7 +83,7 @@ impl Streams {
             Self(SEVERAL | AND_TAKEN)
         }
     }
-    /// The interpreter executes what is of these streams.
+    /// Returns the streams whose instructions the interpreter executes.
     pub(crate) const fn left_out(self) -> u16 {
         if self.are_several() && self.0 & HOLDS != 0 {
             RARE
@@ -92,15 +97,15 @@ impl Streams {
     pub(crate) const fn number(self) -> u8 {
         self.0
     }
-    /// Of the lowest four bits.
+    /// Returns the streams of the number in the lowest four bits.
     pub(crate) const fn of_number(number: u64) -> Self {
         Self((number & 0xf) as u8)
     }
-    /// There are several sums.
+    /// Returns true if there are several sums.
     pub(crate) const fn are_several(self) -> bool {
         self.0 >= SEVERAL
     }
-    /// What each sum is of.
+    /// Returns the stream of each sum.
     pub(crate) const fn sums(self) -> &'static [usize] {
         match (self.are_several(), self.has_taken()) {
             (true, false) => &SUMS_OF_SEVERAL,
@@ -108,13 +113,14 @@ impl Streams {
             _ => &SINGLE[self.0 as usize % STREAMS],
         }
     }
-    /// All streams that follow from the sums.
+    /// Returns all streams that follow from the sums.
     pub(crate) fn covered(self) -> u16 {
         let of = |all: u16, stream: &usize| all | bit(*stream);
         let sums = self.sums().iter().fold(0, of);
         sums | if self.has_taken() { OF_TAKEN } else { 0 }
     }
-    /// Events of each stream that follows from so many of each sum. (`x86_cpu::retired::outcome` says what an instruction is of.)
+    /// Returns the events of each stream that follows from the sums. (`x86_cpu::retired::outcome` says which streams an
+    /// instruction belongs to.)
     pub(crate) fn events(self, sums: &[u64; SUMS]) -> [u64; STREAMS] {
         let mut events = [0; STREAMS];
         for (stream, n) in self.sums().iter().zip(sums) {
@@ -136,7 +142,7 @@ mod tests {
 
     use super::*;
 
-    /// Whatever is retired, and whatever is wanted of it: what follows from the sums is what each instruction is of.
+    /// Every stream that is wanted follows from the sums, for every kind of instruction.
     #[test]
     fn all_streams_that_are_wanted_follow_from_the_sums() {
         let branches = bit(INSTRUCTIONS) | bit(BRANCHES);

@@ -1,4 +1,4 @@
-//! Code that counts what is retired: what it has counted becomes the vCPU's, and how far it may go.
+//! Adds to the vCPU's counts what translated code has counted, and says how far such code may go.
 
 use iced_x86::{Decoder, DecoderOptions};
 use x86_cpu::{CpuState, Retired, retired::outcome};
@@ -9,11 +9,11 @@ use crate::{
     Jit, JitBus, codegen::countdown::exact, frame::targets::salt_of, runtime::state::is_countable,
 };
 
-/// What the instructions count for at least that are executed between two levels of which one is counted: a guest that goes from one to the
-/// other and back all the time comes to a poll, too.
+/// What the instructions between two changes of level count for at least, where one of the two levels is counted. So a
+/// guest that changes the level all the time comes to a poll, too.
 pub(crate) const LEAST_EXECUTED: u64 = 64;
 
-/// Translated code has called Rust, or has been left: what it has counted is added to the counts.
+/// Adds to the vCPU's counts what translated code has counted, which has called Rust or has been left.
 #[inline]
 pub(crate) fn settle(cpu: &mut CpuState) {
     if let Some(counted) = exact::take_counted(&mut cpu.engine) {
@@ -37,7 +37,8 @@ fn add(cpu: &mut CpuState, counted: &exact::Counted) {
     }
 }
 
-/// RDPMC of a counter, for translated code that has said what it has counted; bit 63: the interpreter is to do it.
+/// Reads a counter for RDPMC in translated code, which has stored what it has counted. Bit 63 of the answer is set if
+/// the interpreter has to execute the instruction.
 pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> u64 {
     const REFUSED: u64 = 1 << 63;
     let is_allowed = cpu.cpl == 0 || cpu.cr4 & cr4::PCE != 0;
@@ -56,8 +57,8 @@ pub(crate) fn read<B: JitBus>(cpu: &mut CpuState, bus: &mut B, counter: u32) -> 
 }
 
 impl<B: JitBus> Jit<B> {
-    /// Where to go on for `code` of the current mode, for `left` instructions until the next poll if that is set now.
-    /// `counted`: the code that has called Rust counts. Code 0 is none.
+    /// Returns where to go on for `code` of the current mode, with `left` instructions until the next poll. `counted`:
+    /// the code that has called Rust counts. Code 0 is returned as it is.
     pub(crate) fn counted(
         &mut self,
         cpu: &mut CpuState,
@@ -68,12 +69,13 @@ impl<B: JitBus> Jit<B> {
         if code == 0 || self.session.mode.streams().is_none() && !counted {
             return code;
         }
-        // SAFETY: it is an entry of a block in the buffer of `self`.
+        // SAFETY: `code` is the address of a block's entry in the code buffer of `self`, which translated code of
+        // `self` goes on at.
         unsafe { cpu.engine.set_counted_entry(code) };
         self.go_on(cpu, left)
     }
 
-    /// Where code of the current mode is gone on with, for so many instructions until the next poll.
+    /// Returns the trampoline by which code of the current mode goes on, with `left` instructions until the next poll.
     fn go_on(&mut self, cpu: &mut CpuState, left: u64) -> u64 {
         let streams = self.session.mode.streams();
         match streams {
@@ -90,9 +92,11 @@ impl<B: JitBus> Jit<B> {
         self.code.address(self.code.trampolines.go_on(streams))
     }
 
-    /// Translated code has gone to another privilege level by an instruction that counts at the one before. If only one of the two
-    /// is counted, code of the other kind comes next. Nothing is found by the salt of no key, so the branch that comes now goes by
-    /// [`Trampolines::branch`](crate::codegen::trampolines::Trampolines::branch), which knows.
+    /// Follows a change of the privilege level by an instruction that counts at the level it begins at. If only one of
+    /// the two levels is counted, code of the other kind comes next. The salt is then that of no key, so the target
+    /// table has no target for the branch that comes next, and it goes by
+    /// [`Trampolines::branch`](crate::codegen::trampolines::Trampolines::branch), which changes to the other kind of
+    /// code.
     pub(crate) fn follow_level(&mut self, cpu: &mut CpuState) {
         let counted = cpu.engine.counted_from != 0;
         settle(cpu);
@@ -115,11 +119,11 @@ impl<B: JitBus> Jit<B> {
             false => self.session.left_to_poll.saturating_sub(LEAST_EXECUTED),
         };
         let go_on = self.go_on(cpu, left);
-        // SAFETY: it is that trampoline's address in the buffer of `self`.
+        // SAFETY: `go_on` is the address of a trampoline of that purpose in the code buffer of `self`.
         unsafe { cpu.engine.set_counted_go_on(go_on) };
     }
 
-    /// The branch at RIP, which translated code has counted, does not complete.
+    /// Takes back the count of the branch at RIP, which translated code has counted but which does not complete.
     #[cold]
     pub(crate) fn take_back(&self, cpu: &mut CpuState, bus: &mut B) {
         let Some(streams) = self.session.mode.streams() else {

@@ -30,8 +30,8 @@ const CROSS_PAGE_MISSES: u64 = 64;
 /// Answers what translated code asks for by its [`Reason`]. Returns the host address at which translated code goes on,
 /// or 0 if it is left.
 pub(crate) extern "C" fn handle<B: JitBus>(context: *mut Context<B>) -> u64 {
-    // SAFETY: `Jit::enter` put its own references there and uses none of them
-    // until translated code returns.
+    // SAFETY: `Jit::call` made the context from its own references, and uses none of them until translated code
+    // returns.
     let (jit, interp, cpu, bus, left) = unsafe {
         let c = &mut *context;
         (

@@ -1,4 +1,5 @@
-//! [`Jit`], a vCPU's translated code, and what that calls: the dispatch loop, translation on demand, and the requests of generated code.
+//! [`Jit`], a vCPU's translated code, with what runs it: the dispatch loop, translation on demand, and answers to
+//! requests of generated code.
 
 mod counting;
 mod disturb;
@@ -46,33 +47,33 @@ use crate::{
     runtime::stats::Stats,
 };
 
-/// Bytes of translated code of a vCPU: a compiler's is 80 MiB.
+/// Bytes of translated code per vCPU. A compiler's takes 80 MiB.
 const CACHE_SIZE: usize = 128 << 20;
 
 /// An instruction at which a block leaves for the interpreter.
 #[derive(Debug)]
 pub(crate) struct FallbackSite<B> {
     pub(crate) insn: Insn<B>,
-    /// The same, if it is one.
+    /// The instruction as a transfer, if it is one.
     pub(crate) transfer: Option<Transfer>,
-    /// Why it is left to it.
+    /// Why the instruction is left to the interpreter.
     pub(crate) cause: Cause,
 }
 
-/// What the functions that translated code calls work on.
+/// The objects that the functions work on that translated code calls.
 pub(crate) struct Context<B: JitBus> {
     pub(crate) jit: *mut Jit<B>,
     pub(crate) interp: *mut Interp<B>,
     pub(crate) cpu: *mut CpuState,
     pub(crate) bus: *mut B,
-    /// Why it was left, if that was [`handle`]'s decision.
+    /// Why translated code was left, if [`handle`] decided that.
     pub(crate) left: Left,
 }
 
-/// What makes blocks.
+/// The objects that make blocks.
 #[derive(Debug)]
 pub(crate) struct Builder {
-    /// The link site that leads to what is translated next.
+    /// The link site that leads to the block that is translated next.
     pub(crate) wanted_by: Option<usize>,
     pub(crate) forms: Forms,
     pub(crate) decoded: Vec<Decoded>,
@@ -80,54 +81,56 @@ pub(crate) struct Builder {
     pub(crate) translator: Translator,
 }
 
-/// What belongs to the vCPU that executes, and to its way through Rust.
+/// The state of the vCPU that executes, and of its calls into Rust.
 #[derive(Debug)]
 pub(crate) struct Session<B: JitBus> {
-    /// Instructions at which blocks leave for the interpreter.
+    /// Instructions at which blocks leave for the interpreter, by number.
     pub(crate) interpreted: Vec<FallbackSite<B>>,
     /// Instructions that translated code gives up again and again.
     pub(crate) given_up: GivenUp<B>,
-    /// [`Interp::resets`] that they belong to.
+    /// The value of [`Interp::resets`] that the decoded instructions belong to.
     pub(crate) resets: u64,
-    /// The MMU's slots that generation page guards belong to.
+    /// The generation of the MMU's slots that all translated code belongs to.
     pub(crate) slots: u64,
-    /// [`JitBus::tsc_offset`] has one.
+    /// True if the guest's TSC is the host's plus a constant.
     pub(crate) plain_tsc: bool,
-    /// `JitBus::code_changes` when the host's stack was last looked at: [`handle`].
+    /// The value of `JitBus::code_changes` when frames of calls on the host's stack were last known to lead to current
+    /// code.
     pub(crate) changes: u64,
-    /// The block that RIP's target leads to may be outdated.
+    /// True if the entry of RIP in the target table may lead to an outdated block.
     pub(crate) stale: bool,
-    /// The translation with a probe for every access is to be executed.
+    /// True if the split translation of the block at RIP is to be executed next.
     pub(crate) splits: bool,
-    /// The page fault of the instruction that calls [`handle`] next.
+    /// The page fault that the instruction at which [`handle`] is called next raises.
     pub(crate) fault: Option<Exception>,
-    /// See [`Jit::can_resume`].
+    /// What [`Jit::can_resume`] returns.
     pub(crate) can_resume: bool,
-    /// Where RF was set when translated code was last gone on with, if nothing has
-    /// called for Rust since.
+    /// The RIP at which RF was set when translated code was last gone on with, if translated code has not called Rust
+    /// since.
     pub(crate) resumed: Option<u64>,
-    /// Instructions until the next poll at most, when code that does not count was last gone on with.
+    /// Maximum number of instructions until the next poll, as it was when code that does not count was last gone on
+    /// with.
     pub(crate) left_to_poll: u64,
-    /// Mode bits of the last [`Jit::select`].
+    /// The mode of the last [`Jit::select`].
     pub(crate) mode: Mode,
     pub(crate) code_segments: flat::CodeSegments,
-    /// [`mmu::Front::views_made`] that `frame::words::VIEWS` belong to.
+    /// The value of [`mmu::Front::views_made`] that `frame::words::VIEWS` belong to.
     pub(crate) views_made: u64,
-    /// What generated code changes the mode by.
+    /// Target keys that generated code changes to by itself.
     pub(crate) keys: Keys,
-    /// Loads of CR3 that generated code does by itself.
+    /// Loads of CR3 that generated code makes by itself.
     pub(crate) switches: Switches,
 }
 
-/// What tests perturb.
+/// What tests disturb.
 #[derive(Debug)]
 pub(crate) struct Disturbance {
-    /// All code is dropped at random, once in so many blocks looked for; 0: never.
+    /// All code is dropped at random, about once in so many searches for a block; 0: never.
     pub(crate) flush_every: u64,
     pub(crate) random: u64,
 }
 
-/// A vCPU's translated code, its state by owner.
+/// A vCPU's translated code. Each field is the state of one owner.
 #[derive(Debug)]
 pub struct Jit<B: JitBus> {
     pub(crate) code: CodeSpace,
@@ -135,21 +138,20 @@ pub struct Jit<B: JitBus> {
     pub(crate) profiles: Profiles,
     pub(crate) session: Session<B>,
     pub(crate) disturbance: Disturbance,
-    /// What translated code does counts when the interpreter agrees.
+    /// The comparison with the interpreter, in lock-step.
     pub(crate) lockstep: Option<Box<Lockstep<B>>>,
     pub(crate) stats: Stats,
-    /// For [`Stats::translate_ns`]: the clock takes longer to read.
+    /// Ticks of the TSC that translation took, for [`Stats::translate_ns`]. The TSC is faster to read than a clock.
     pub(crate) translate_ticks: u64,
 }
 
 impl<B: JitBus> Jit<B> {
-    /// Maps the code buffer; `None` if the host does not allow that.
+    /// Maps the code buffer. `None` if the host does not allow that.
     pub fn new() -> Option<Self> {
         Self::with_capacity(CACHE_SIZE)
     }
 
-    /// As [`Self::new`] with room for so many bytes of code: for tests, which
-    /// need a cache that is full soon.
+    /// Does what [`Self::new`] does with room for `bytes` of code: tests need a cache that is soon full.
     pub fn with_capacity(bytes: usize) -> Option<Self> {
         let host = HostFeatures::detected();
         let isa = Isa::of_host(&host);
@@ -199,54 +201,54 @@ impl<B: JitBus> Jit<B> {
         })
     }
 
-    /// Compares everything that translated code does with the interpreter from now on, at a
-    /// fraction of the speed. `planted`: translates one instruction wrongly, for a test of this.
-    /// `tell` is told how much was compared when that ends.
+    /// Turns lock-step on: everything that translated code does is compared with the interpreter from now on, at a
+    /// fraction of the speed. `planted`: one instruction is translated wrongly, to test lock-step itself. `tell` is
+    /// called at the end with how much was compared.
     pub fn set_lockstep(&mut self, planted: bool, tell: fn(&str)) {
         self.lockstep = Some(Lockstep::new(planted, tell));
         self.code.keep_pieces();
         self.mix_tiers();
     }
 
-    /// Names translated code for a profiler from now on. `tell` is told if that is impossible.
+    /// Names translated code for a profiler from now on. `tell` is called if that is impossible.
     pub fn set_profiler(&mut self, profiler: Profiler, tell: fn(&str)) {
         self.code.name_for(profiler, tell);
     }
 
-    /// Translates every other block at once as if it were executed much, and now and then some of them again: for tests.
+    /// Translates every other block at once as if it were hot, and now and then some blocks again. For tests.
     pub fn mix_tiers(&mut self) {
         self.profiles.mixes_tiers = true;
         self.flush_all();
     }
 
-    /// Drops all code at random, about once in `every` times that a block is looked for: whatever
-    /// depends on code that stays shows. 0: never. As for [`Self::mix_tiers`].
+    /// Drops all code at random, about once in `every` searches for a block, which shows what wrongly depends on code
+    /// that stays. 0: never. For tests, like [`Self::mix_tiers`].
     pub fn set_random_flushes(&mut self, every: u64) {
         self.profiles.mixes_tiers = every != 0;
         self.disturbance.flush_every = every;
     }
 
-    /// The first difference that lock-step has found: [`Self::run`] has returned `Exit` then.
+    /// Takes the first difference that lock-step has found. [`Self::run`] returned `Exit` at it.
     pub fn take_difference(&mut self) -> Option<String> {
         self.lockstep.as_mut()?.report.take()
     }
 
-    /// What lock-step has compared.
+    /// Returns what lock-step has compared.
     pub fn lockstep_stats(&self) -> Option<LockstepStats> {
         self.lockstep.as_ref().map(|l| l.stats)
     }
 
-    /// The code made of the blocks at an address: its offset in the buffer, and its bytes.
+    /// Returns the code of the blocks at an address: the offset in the buffer and the bytes of each.
     pub(crate) fn code_of(&self, rip: u64) -> Vec<(usize, Vec<u8>)> {
         self.code.code_of(rip)
     }
 
-    /// For a [`host::ServiceThread`].
+    /// Returns the views of the code buffer, for a [`host::ServiceThread`].
     pub fn code_views(&self) -> &std::sync::Arc<CodeViews> {
         self.code.views()
     }
 
-    /// Counters.
+    /// Returns the counters.
     pub fn stats(&self) -> Stats {
         let mhz = u64::from(host::cpu::tsc_khz() / 1000).max(1);
         Stats {
@@ -255,7 +257,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Forgets all code.
+    /// Drops all code.
     pub fn flush_all(&mut self) {
         self.code.clear();
         self.builder.translator.links.clear();
@@ -270,7 +272,8 @@ impl<B: JitBus> Jit<B> {
         self.stats.flushes += 1;
     }
 
-    /// An instruction of translated code has stopped for the VMM.
+    /// Returns true if an instruction that translated code has called for has stopped for the VMM: [`Self::resume`] may
+    /// go on.
     pub fn can_resume(&self) -> bool {
         self.session.can_resume
     }

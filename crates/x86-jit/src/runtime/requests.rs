@@ -95,8 +95,8 @@ fn change_key_rights<B: JitBus>(
 /// Serves a TLB miss of translated code, or what else `site` asks for ([`requests`]). Returns the host address of the
 /// access, or 0 if the interpreter has to execute the instruction.
 pub(crate) extern "C" fn serve<B: JitBus>(context: *mut Context<B>, gva: u64, site: u32) -> u64 {
-    // SAFETY: `Jit::enter` put its own references there and uses none of them
-    // until translated code returns.
+    // SAFETY: `Jit::call` made the context from its own references, and uses none of them until translated code
+    // returns.
     let (jit, cpu, bus) = unsafe {
         let c = &mut *context;
         (&mut *c.jit, &mut *c.cpu, &mut *c.bus)

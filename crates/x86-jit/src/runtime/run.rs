@@ -20,7 +20,8 @@ use crate::{
     },
 };
 
-/// Instructions of the interpreter's at most before it goes on by itself: it returns after many only.
+/// How many instructions the interpreter executes one by one before [`Interp::run`] goes on, which returns only after
+/// many.
 const PASSED: u32 = 32;
 
 impl<B: JitBus> Jit<B> {
@@ -34,7 +35,7 @@ impl<B: JitBus> Jit<B> {
     ) -> RunStop {
         let _turn = self.lockstep.is_some().then(|| {
             turn::wait(|| {
-                // The one whose turn it is may wait for a change that this one has to acknowledge.
+                // The vCPU whose turn it is may wait for a change that this vCPU has to acknowledge.
                 if bus.mmu().needs_sync() {
                     bus.mmu().sync(cpu);
                 }
@@ -51,9 +52,10 @@ impl<B: JitBus> Jit<B> {
         countdown::begin(frame, countdown::longest());
         let run_limit = run_limit.filter(|_| self.lockstep.is_none());
         frame.until = run_limit.map_or(0, |l| l.until_tsc);
-        // SAFETY: translated code runs only below, while `self`, `bus` and `run_limit` are borrowed: the table of targets is never
-        // moved, the request word and the byte are theirs. There is no log but in lock-step, and the byte is looked at only where
-        // `until` is not zero.
+        // SAFETY: translated code runs only below, while `self`, `bus` and `run_limit` are borrowed. The target table
+        // belongs to `self` and never moves. The request word is that of `bus`, which stays the same, and the stop byte
+        // is that of `run_limit`; without a limit `until` is 0, and the byte is not looked at. A log is only set in
+        // lock-step.
         unsafe {
             frame.set_targets(self.code.cache.targets.as_ptr() as u64);
             frame.set_requests(bus.request_word().as_ptr() as u64);
@@ -109,8 +111,8 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// On the way from one mode to another there are states of a few instructions that are not translated. `None`: there
-    /// are more of them, which the interpreter executes until it returns.
+    /// Executes instructions one by one in a state that is not translated, as between two modes there are states of a
+    /// few instructions. `None` if there are more: the interpreter is to execute them until it returns.
     fn pass(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> Option<RunStop> {
         for _ in 0..PASSED {
             self.stats.interpreted += 1;
@@ -122,8 +124,8 @@ impl<B: JitBus> Jit<B> {
         None
     }
 
-    /// As [`Self::run`], when nothing but general registers and RIP has changed since that stopped
-    /// with [`Self::can_resume`], and [`JitBus::must_return`] is false.
+    /// Does what [`Self::run`] does, if nothing but general registers and RIP has changed since it stopped with
+    /// [`Self::can_resume`], and [`JitBus::must_return`] is false.
     pub fn resume(&mut self, interp: &mut Interp<B>, cpu: &mut CpuState, bus: &mut B) -> RunStop {
         let rip = cpu.rip();
         let (key, salt) = target_key(cpu);
@@ -137,7 +139,7 @@ impl<B: JitBus> Jit<B> {
         };
         set_gs_base(cpu);
         cpu.engine.page = page_of(cpu);
-        // The byte is no longer anyone's.
+        // The stop byte may be gone. It is looked at only where `until` is not 0.
         cpu.engine.until = 0;
         self.session.resumed = None;
         match self.call(interp, cpu, bus, code) {
@@ -155,7 +157,7 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Runs translated code from the block at host address `entry` on.
+    /// Executes translated code from the block at host address `entry` on, in lock-step if that is on.
     fn enter(
         &mut self,
         interp: &mut Interp<B>,
@@ -169,7 +171,7 @@ impl<B: JitBus> Jit<B> {
         self.call(interp, cpu, bus, entry)
     }
 
-    /// The same without another engine beside it.
+    /// Executes translated code from the block at host address `entry` on, without lock-step.
     pub(crate) fn call(
         &mut self,
         interp: &mut Interp<B>,
@@ -192,8 +194,9 @@ impl<B: JitBus> Jit<B> {
         let frame = &mut cpu.engine;
         frame.argument = 0;
         frame.flags = pack(cpu.rflags);
-        // SAFETY: translated code runs until `f` returns. `context` lives longer; `entry` is an entry of a block in the buffer of `self`,
-        // or of a trampoline; the tables are those of `self` and of the MMU, which neither moves.
+        // SAFETY: translated code runs until `f` returns, and `context` lives longer. `entry` is an entry of a block,
+        // or a trampoline, in the code buffer of `self`. The tables belong to `self` and to the MMU, and neither moves
+        // them.
         unsafe {
             frame.set_context(&raw mut context as u64);
             frame.set_entry(entry);
@@ -203,9 +206,8 @@ impl<B: JitBus> Jit<B> {
             frame.set_switches_epoch(bus.mmu().switches_epoch_cell() as u64);
         }
         frame.wanted_root = 0;
-        // SAFETY: GS addresses `cpu`, which nothing else uses meanwhile but the
-        // functions that have `context`; the code is what `translator` made,
-        // which keeps the host's calling convention (`trampolines::emit`).
+        // SAFETY: GS addresses `cpu`, which meanwhile only the functions use that have `context`. The code at `enter`
+        // was made by `trampolines::emit` and keeps the host's calling convention.
         unsafe {
             let f: extern "C" fn() = core::mem::transmute(enter as *const u8);
             f();

@@ -1,4 +1,4 @@
-//! Which states translated code is for, and what of the state is kept elsewhere while it runs.
+//! Which states of the vCPU are translated, and which parts of the state are kept elsewhere meanwhile.
 
 use core::arch::asm;
 
@@ -18,7 +18,7 @@ use crate::{
     runtime::flat,
 };
 
-/// What `Jit::set_view` has set: the key of targets, and its salt.
+/// Returns the target key that `Jit::set_view` has set, and its salt.
 pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
     let frame = &cpu.engine;
     (frame.key, frame.salt)
@@ -27,15 +27,16 @@ pub(crate) fn target_key(cpu: &CpuState) -> (u64, u64) {
 /// IA32_DEBUGCTL.FREEZE_WHILE_SMM.
 const FREEZE_WHILE_SMM: u64 = 1 << 14;
 
-/// Translated code counts what is to be counted, and may go on for a while until a counter can overflow.
+/// Returns true if translated code can count what is to be counted, for a while before a counter can overflow.
 pub(crate) fn is_countable(cpu: &CpuState) -> bool {
     let r = &cpu.retired;
-    // Where no stream is counted, instructions are interpreted before a sample: nothing is translated for that. Who has counters stand
-    // still in SMM looks at them whenever the view changes, in the middle of a block.
+    // If no stream is counted, only `left` counts down, and nothing is translated for that. While counters stand still in
+    // SMM, the bus settles them whenever the view changes, which may be in the middle of a block.
     cpu.msr.debugctl & FREEZE_WHILE_SMM == 0 && r.streams != 0 && r.left >= exact::LEAST
 }
 
-/// Code with nothing to be looked at between two instructions. Code of segments is not translated to count.
+/// Returns true if nothing has to be looked at between two instructions. Code with segments is not translated while it
+/// is counted.
 pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
     let is_flat = cpu.code_size == CodeSize::Bits64 || flat::is_flat(cpu);
     let is_counted = cpu.retired.counts_at(cpu.cpl);
@@ -45,10 +46,9 @@ pub(crate) fn is_translatable(cpu: &CpuState) -> bool {
         && !(cpu.cpl == 3 && cpu.cr0 & cr0::AM != 0 && cpu.rflags & rflags::AC != 0)
 }
 
-/// RF only matters while breakpoints are enabled: without any, the instruction
-/// that begins now ends it. (An interrupt before it would show it in its frame;
-/// callers have just looked for one.)
-/// If it was set, its instruction's address is returned: see [`keep_resume_flag`].
+/// Clears RF where only a breakpoint could tell, and none is enabled: the instruction that begins now ends RF. (An
+/// interrupt before that instruction would show RF in its frame, but callers have just looked for one.) Returns the
+/// instruction's address if RF was set: see [`keep_resume_flag`].
 pub(crate) fn drop_resume_flag(cpu: &mut CpuState) -> Option<u64> {
     if cpu.rflags & (rflags::TF | rflags::RF) == rflags::RF
         && cpu.effective_dr7() & dr::DR7_ENABLES == 0
@@ -60,8 +60,8 @@ pub(crate) fn drop_resume_flag(cpu: &mut CpuState) -> Option<u64> {
     None
 }
 
-/// An exit to the VMM in the middle of the instruction at `resumed`, which
-/// [`drop_resume_flag`] returned: it begins again, with RF set.
+/// Sets RF again if the instruction at `resumed`, which [`drop_resume_flag`] returned, has stopped in its middle for
+/// the VMM: it will begin again.
 pub(crate) fn keep_resume_flag(cpu: &mut CpuState, stop: RunStop, resumed: Option<u64>) {
     if stop == RunStop::Exit && resumed == Some(cpu.rip()) {
         cpu.rflags |= rflags::RF;
@@ -74,7 +74,7 @@ pub(crate) fn needs_stepping(cpu: &CpuState) -> bool {
         || cpu.effective_dr7() & dr::DR7_ENABLES != 0
 }
 
-/// The mode bits of blocks for this state.
+/// Returns the mode of blocks for this state.
 pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
     let mut mode = flat::mode_of(cpu);
     if has_plain_fp(cpu) {
@@ -99,9 +99,9 @@ pub(crate) fn mode_of(cpu: &CpuState, plain_tsc: bool) -> Mode {
     mode
 }
 
-/// FP and SIMD instructions are enabled, and raise no exceptions.
+/// Returns true if FP and SIMD instructions are enabled and raise no exceptions.
 pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
-    // What is in the host's registers got there because it is plain.
+    // FP state in the host's registers is plain, as it would not have been loaded otherwise.
     let live = cpu.engine.fp_live != 0;
     let plain = live
         || cpu.fp.mxcsr() & !MXCSR_FREE == xsave::MXCSR_DEFAULT
@@ -111,11 +111,11 @@ pub(crate) fn has_plain_fp(cpu: &CpuState) -> bool {
 }
 
 impl<B: JitBus> Jit<B> {
-    /// No key is zero.
+    /// Returns the target key of this state. No key is zero.
     pub(crate) fn target_key_of(&mut self, cpu: &CpuState, bus: &mut B) -> u64 {
         let epoch = bus.mmu().target_epoch(cpu);
         let name = if self.session.mode.has(Mode::SEGMENTED) {
-            // The same instruction pointer is elsewhere under another code segment.
+            // Under another code segment, the same instruction pointer is another linear address.
             self.session.code_segments.name(cpu, epoch)
         } else {
             epoch + 1
@@ -129,27 +129,27 @@ pub(crate) fn set_gs_base(cpu: &CpuState) {
     let base = &raw const *cpu as u64;
     if has_fsgsbase() {
         let now: u64;
-        // SAFETY: reading GS's base has no effect; the kernel allows it.
+        // SAFETY: reading GS's base has no effect, and the kernel allows it.
         unsafe { asm!("rdgsbase {}", out(reg) now, options(nomem, nostack, preserves_flags)) };
         if now != base {
-            // SAFETY: user space on x86-64 Linux does not use GS.
+            // SAFETY: the kernel allows it, and user space on x86-64 Linux does not use GS.
             unsafe { asm!("wrgsbase {}", in(reg) base, options(nostack, preserves_flags)) };
         }
         return;
     }
     const ARCH_SET_GS: i32 = 0x1001;
-    // SAFETY: as above.
+    // SAFETY: the system call sets GS's base, and user space on x86-64 Linux does not use GS.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_SET_GS, base) };
 }
 
-/// The kernel lets user space execute RDGSBASE (AT_HWCAP2 bit 1).
+/// Returns true if the kernel lets user space execute RDGSBASE and WRGSBASE (AT_HWCAP2 bit 1).
 pub(crate) fn has_fsgsbase() -> bool {
     static ALLOWED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
     // SAFETY: getauxval reads the process's auxiliary vector.
     *ALLOWED.get_or_init(|| unsafe { libc::getauxval(libc::AT_HWCAP2) } & 2 != 0)
 }
 
-/// A branch moves the stack pointer.
+/// Adds `by` to the stack pointer, for a branch.
 pub(crate) fn move_stack(cpu: &mut CpuState, by: u64) {
     let old = cpu.gpr[reg::RSP];
     let new = old.wrapping_add(by);
@@ -160,7 +160,7 @@ pub(crate) fn move_stack(cpu: &mut CpuState, by: u64) {
     };
 }
 
-/// Bits of an address in the mode.
+/// Returns the mask of an address in the current mode.
 pub(crate) fn word_mask(cpu: &CpuState) -> u64 {
     if cpu.is_64bit() {
         u64::MAX

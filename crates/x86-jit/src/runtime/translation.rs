@@ -1,4 +1,4 @@
-//! A block is made: decoded, grouped, emitted, and with it the next ones that are executed for certain.
+//! Makes a block: it is decoded, grouped and emitted, and with it the next blocks that it certainly leads to.
 
 use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Interp, Transfer};
@@ -19,49 +19,49 @@ use crate::{
     runtime::FallbackSite,
 };
 
-/// Blocks that are translated at most because one is.
+/// Maximum number of blocks that are translated ahead because one is translated.
 const MAX_AHEAD: u32 = 3;
 
-/// Where a block is to begin that takes the place of the jump that leads to it.
+/// The place of a jump in the buffer, which the block that it leads to may take.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct JumpPlace {
     /// The jump's number among link sites.
     link: usize,
     at: usize,
-    /// Flags are in RFLAGS there.
+    /// True if flags are in RFLAGS there.
     live: bool,
 }
 
-/// Who wants a block, and how it will be entered.
+/// Who demands a block, and how it will be entered.
 #[derive(Clone, Copy, Debug)]
 struct Demand {
-    /// It takes the place of this jump, if nothing comes before its entry.
+    /// The jump whose place the block takes, if nothing comes before the block's entry.
     place: Option<JumpPlace>,
-    /// It takes the place of the same block's translation, which is executed much.
+    /// True if the block replaces its own translation because it is hot.
     is_again: bool,
-    /// A branch back leads there.
+    /// True if a branch back leads to the block.
     is_loop: bool,
-    /// A branch of its page leads there.
+    /// True if a branch of its page leads to the block.
     is_linked: bool,
-    /// Code that is executed without end leads there.
+    /// True if code can be executed without end by the branch that leads to the block.
     polls: bool,
-    /// The gva of its page, if that is executed nowhere else.
+    /// The gva of the block's page, if the block is executed at no other address.
     bound: Option<i32>,
 }
 
 /// What a block is made from, besides the decoded instructions.
 #[derive(Clone, Copy, Debug)]
 struct Origin {
-    /// Of its page, and of the second one.
+    /// The sources of the block's page and of the second page; twice the same if there is no second page.
     sources: [Source; 2],
     /// The second page of the one instruction that straddles two.
     second: Option<CodePage>,
-    /// The path of a trace was followed.
+    /// True if the block is a trace, which follows a recorded path.
     is_trace: bool,
 }
 
 impl<B: JitBus> Jit<B> {
-    /// `None`: the code cannot be fetched now.
+    /// Translates the block at `gva`. `None` if its code cannot be fetched now, or there is no room.
     pub(crate) fn translate(
         &mut self,
         interp: &mut Interp<B>,
@@ -86,7 +86,7 @@ impl<B: JitBus> Jit<B> {
             self.code.cache.second.insert(key, second);
         }
         let interpreted = self.prepare(interp, cpu, bus, gva);
-        // Nothing comes before its entry then.
+        // A block that is linked has nothing before its entry, so it may take the jump's place.
         let place = demand.place.filter(|_| demand.is_linked);
         let place = place.filter(|_| origin.second.is_none());
         let base = self.base(place);
@@ -102,7 +102,7 @@ impl<B: JitBus> Jit<B> {
         if let Some(place) = place
             && let Some(site) = self.builder.translator.links.get_mut(place.link)
         {
-            // From now on, as hot blocks are linked below.
+            // The block is where the jump was: the site links no more, except to hot blocks below.
             site.patch = 0;
             self.stats.links += 1;
         }
@@ -115,7 +115,8 @@ impl<B: JitBus> Jit<B> {
         Some(block)
     }
 
-    /// Who wants the block of `key`, at `gva`. What is known of it from its profile is in the translator then, and there is room for it.
+    /// Returns who demands the block of `key`, at `gva`. Afterwards the translator has what the profile knows of the
+    /// block, and there is room for the block.
     fn take_demand(&mut self, key: BlockKey, gva: u64) -> Demand {
         let number = self.builder.wanted_by.take();
         let site = number.and_then(|n| self.builder.translator.links.get(n).copied());
@@ -171,7 +172,7 @@ impl<B: JitBus> Jit<B> {
         })
     }
 
-    /// Finds accesses that share a probe. Returns whether the block is to be translated again once it is executed much.
+    /// Finds accesses that share a probe. Returns true if the block gains by being translated again once it is hot.
     fn form_groups(&mut self, mode: Mode, is_trace: bool) -> bool {
         if !mode.has_groups() {
             return false;
@@ -185,7 +186,7 @@ impl<B: JitBus> Jit<B> {
             || mode.has_page_guards() && b.decoded.last().is_some_and(calls)
     }
 
-    /// Offsets of the two parts of the block that comes next, which begins at `place` if there is one.
+    /// Returns the offsets of the two parts of the next block. Its first part begins at `place` if there is one.
     fn base(&self, place: Option<JumpPlace>) -> (usize, usize) {
         let (hot, cold) = self.code.next();
         let hot = match place {
@@ -196,7 +197,7 @@ impl<B: JitBus> Jit<B> {
         (hot, cold)
     }
 
-    /// Emits the block, which is in [`Translator::asm`](crate::codegen::Translator::asm) then.
+    /// Emits the block, which is in [`Translator::asm`](crate::codegen::Translator::asm) afterwards.
     fn emit(
         &mut self,
         (key, generation): (BlockKey, u32),
@@ -241,7 +242,7 @@ impl<B: JitBus> Jit<B> {
         )
     }
 
-    /// Keeps the block that was emitted. `None`: there is no room for it.
+    /// Publishes the block that was emitted. `None` if there is no room for it.
     fn publish(&mut self, key: BlockKey, gva: u64, base: (usize, usize)) -> Option<()> {
         let parts = self.builder.translator.asm.parts();
         let written = parts.filter(|parts| self.code.publish(gva, base, *parts));
@@ -258,7 +259,8 @@ impl<B: JitBus> Jit<B> {
         Some(())
     }
 
-    /// Decodes a block. Returns the second page of an instruction that straddles two, and its source; `None` if it cannot be fetched.
+    /// Decodes a block. Returns the second page of an instruction that straddles two, and its source. `None` if the
+    /// second page cannot be fetched.
     fn decode(
         &mut self,
         (cpu, bus): (&mut CpuState, &mut B),
@@ -273,13 +275,13 @@ impl<B: JitBus> Jit<B> {
         if !decode(bus, cpu) {
             return Some(None);
         }
-        // The generation first, then the bytes.
+        // The generation is read before the bytes, so that a change in between makes the block stale.
         let page = bus.code_page(cpu, next_page(gva)).ok()?;
         let source = Source::of(bus, page.id)?;
         decode(bus, cpu).then_some(Some((page, source)))
     }
 
-    /// Blocks of the page are for this address from now on; those for another are forgotten.
+    /// Binds the blocks of the page to this address. Blocks that were bound to another are forgotten.
     fn bind(&mut self, key: BlockKey, page: i32) {
         let old = self.code.cache.blocks.bind(key, page);
         if !old.is_empty() {
@@ -290,8 +292,8 @@ impl<B: JitBus> Jit<B> {
         }
     }
 
-    /// Decodes for the interpreter the instruction that the block ends with;
-    /// returns its number plus one, 0 if there is none.
+    /// Decodes the block's last instruction for the interpreter, if it is left to it. Returns its number plus one, or 0
+    /// if there is none.
     fn prepare(
         &mut self,
         interp: &mut Interp<B>,
@@ -325,8 +327,8 @@ impl<B: JitBus> Jit<B> {
         self.session.interpreted.len() as u32
     }
 
-    /// Translates where the last block leads to for certain, or nearly so, and links it: done now this takes
-    /// half the time, as the processor has all that it needs close at hand, and saves a call.
+    /// Translates the targets that the last block leads to always or nearly always, and links them. To do so now saves
+    /// a call of Rust, and is faster while the processor's caches have what translation needs.
     pub(crate) fn translate_ahead(
         &mut self,
         interp: &mut Interp<B>,
@@ -358,7 +360,8 @@ impl<B: JitBus> Jit<B> {
         self.builder.translator.ahead.clear();
     }
 
-    /// Where the target of link site `number` has to begin to take the place of its jump: that is the last one that was made.
+    /// Returns the place of the jump of link site `number`, if that jump is the last code that was made: its target can
+    /// take its place.
     fn place_of(&self, number: usize) -> Option<JumpPlace> {
         let site = self.builder.translator.links.get(number)?;
         let is_last = site.is_jump && site.patch + REL32 == self.code.end();
@@ -369,8 +372,8 @@ impl<B: JitBus> Jit<B> {
         })
     }
 
-    /// Gives the block at RIP the entries that it has only if need be: few of those that branches of
-    /// their page lead to are gone to from elsewhere. `None`: there is no room, or the code has changed.
+    /// Emits the entries that the block at RIP does not have yet: most blocks that branches of their page lead to need
+    /// no others. `None` if there is no room, or the code has changed.
     pub(crate) fn complete_entries(
         &mut self,
         cpu: &mut CpuState,
@@ -380,7 +383,7 @@ impl<B: JitBus> Jit<B> {
     ) -> Option<TranslatedBlock> {
         let (key, _) = self.key_at(cpu, bus)?;
         let key = key.split(is_split);
-        // First what it is compared with, then whether that is the block's.
+        // The generation is read first, and then compared with the block's.
         let source = Source::of(bus, key.page())?;
         let (_, generation) = self.key_at(cpu, bus)?;
         if self.code.is_full() || generation != block.generation {
@@ -400,7 +403,7 @@ impl<B: JitBus> Jit<B> {
         Some(block)
     }
 
-    /// Code that has the block at an offset of its page looked for; `None`: there is no room.
+    /// Emits a stub that looks for the block at an offset of its page. Returns its offset; `None` if there is no room.
     pub(crate) fn stale_stub(&mut self, offset: u32, mode: Mode) -> Option<usize> {
         if self.code.is_full() {
             return None;
@@ -414,7 +417,7 @@ impl<B: JitBus> Jit<B> {
         Some(cold)
     }
 
-    /// Keeps the code that was emitted, which is no block; returns its length.
+    /// Publishes emitted code that is no block. Returns its length.
     fn write_cold(&mut self) -> Option<usize> {
         let (code, _) = self.builder.translator.asm.parts()?;
         self.code.publish_cold(code);

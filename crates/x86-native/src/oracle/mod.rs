@@ -26,21 +26,21 @@ use sequences::{ENTRY, TAIL, sequences};
 pub const CODE: u64 = 0x2a35_4000;
 /// Bytes of code.
 pub const CODE_SIZE: usize = 0x2000;
-/// Most bytes of a block.
+/// Maximum length of a block in bytes.
 pub const BLOCK_SIZE: usize = 0x400;
-/// The window of memory that tested code may access; beyond it is nothing.
+/// The window of memory that tested code may access. Nothing is mapped behind it.
 pub const WINDOW: u64 = 0x1b6c_8000;
-/// Its size.
+/// The window's size in bytes.
 pub const WINDOW_SIZE: usize = 0x2000;
-/// Bytes of the XSAVE image: legacy, header, AVX.
+/// Size of the XSAVE image in bytes: legacy region, header, AVX.
 pub const AREA_SIZE: usize = 832;
 /// x87, SSE and AVX.
 const COMPONENTS: u8 = 7;
 const PAGE: usize = 4096;
-/// Flags that a block may start with: arithmetic, DF, AC, ID.
+/// Flags that a block may start with: the arithmetic ones, DF, AC, ID.
 const START_FLAGS: u64 = 0x24_0cd5;
 
-/// The register file and the frame that IRETQ enters a block with.
+/// Addresses of the register file, and of the frame that IRETQ enters a block with.
 const STATE: u64 = 0x3d19_3000;
 const GPR: u64 = STATE;
 const RFLAGS: u64 = STATE + 0x80;
@@ -60,7 +60,7 @@ pub struct Registers {
     pub gpr: [u64; 16],
     /// RFLAGS.
     pub rflags: u64,
-    /// Address of the block; afterwards, at which execution stopped.
+    /// Address of the block; after the run, the address at which execution stopped.
     pub rip: u64,
     /// XSAVE image, standard format.
     pub area: [u8; AREA_SIZE],
@@ -90,7 +90,7 @@ pub enum Mode {
 /// Linux's 32-bit user code segment.
 const USER32_CS: u16 = 0x23;
 
-/// Selectors that a block sees: ES, CS, SS, DS, FS, GS.
+/// Returns the selectors that a block sees: ES, CS, SS, DS, FS, GS.
 pub fn selectors(mode: Mode) -> [u16; 6] {
     let (cs, ss, fs, gs): (u16, u16, u16, u16);
     // SAFETY: reads segment registers.
@@ -108,7 +108,7 @@ pub fn selectors(mode: Mode) -> [u16; 6] {
     [ss, cs, ss, ss, fs, gs]
 }
 
-/// The oracle: one per process.
+/// The oracle. A process has at most one.
 #[derive(Debug)]
 pub struct Oracle {
     /// The code pages, writable.
@@ -117,8 +117,7 @@ pub struct Oracle {
 }
 
 impl Oracle {
-    /// Maps the fixed addresses and installs signal handlers, which pass on
-    /// what does not come from tested code.
+    /// Maps the fixed addresses and installs signal handlers. They pass on signals that do not come from tested code.
     pub fn new() -> io::Result<Self> {
         let lock = LOCK
             .lock()
@@ -137,15 +136,15 @@ impl Oracle {
         Ok(Self { alias, _lock: lock })
     }
 
-    /// The memory window.
+    /// Returns the memory window.
     pub fn window(&mut self) -> &mut [u8; WINDOW_SIZE] {
         // SAFETY: mapped by `new` until `drop`; tested code runs only in `run`,
         // which borrows `self` too.
         unsafe { &mut *(WINDOW as *mut [u8; WINDOW_SIZE]) }
     }
 
-    /// Runs `block` at `regs.rip`, in the code pages, to its end or to an exception.
-    /// In 32-bit code registers have 32 bits; what is above them is not told.
+    /// Runs `block` at `regs.rip`, in the code pages, to its end or to an exception. In 32-bit code, only the low 32
+    /// bits of registers are meaningful.
     pub fn run(&mut self, mode: Mode, block: &[u8], regs: &mut Registers) -> Option<Trap> {
         let at = regs.rip.wrapping_sub(CODE) as usize;
         let end = at.saturating_add(block.len());
@@ -154,8 +153,7 @@ impl Oracle {
         }
         let code = self.alias + at as u64;
         write(code, block);
-        // A jump to the tail; the last bytes of it may lie after the code
-        // pages, where the sequences leave room.
+        // A jump to the tail. Its last bytes may lie behind the code pages, where the sequences leave room.
         let jump = match mode {
             Mode::Bits64 => {
                 let from = CODE + end as u64 + 5;
@@ -216,8 +214,8 @@ impl Drop for Oracle {
     }
 }
 
-/// Maps the code pages and the sequences at [`CODE`], executable only, and
-/// once more writable: returns the address of that.
+/// Maps the code pages and the sequences at [`CODE`], executable only, and a second time writable. Returns the address
+/// of the second mapping.
 fn map_code() -> io::Result<u64> {
     // SAFETY: the name is a NUL-terminated constant.
     let fd = unsafe { libc::memfd_create(c"oracle-code".as_ptr(), libc::MFD_CLOEXEC) };

@@ -6,11 +6,11 @@ use super::{AREA, CODE, CODE_SIZE, COMPONENTS, FRAME, GPR, HOST_MXCSR, HOST_RSP,
 
 /// The page of the sequences, after the code pages.
 pub(super) const SEQUENCES: u64 = CODE + CODE_SIZE as u64;
-/// Called to run a block. Before it is room for a jump that ends a block.
+/// Where a block is called. The bytes before it leave room for the jump that ends a block.
 pub(super) const ENTRY: u64 = SEQUENCES + 0x40;
 /// Where a block ends: stores all registers.
 pub(super) const TAIL: u64 = SEQUENCES + 0x400;
-/// Where an exception returns to: the handler has stored them.
+/// Where the signal handler returns to after an exception. It has stored the registers.
 pub(super) const FINISH: u64 = SEQUENCES + 0x800;
 
 const REGISTERS: [AsmRegister64; 16] = [
@@ -19,7 +19,7 @@ const REGISTERS: [AsmRegister64; 16] = [
 /// Index of RSP, which the frame loads.
 const SP: usize = 4;
 
-/// The page's bytes.
+/// Returns the page's bytes.
 pub(super) fn sequences() -> Result<Vec<u8>, IcedError> {
     let saved = [rbx, rbp, r12, r13, r14, r15];
     let mut entry = CodeAssembler::new(64)?;
@@ -32,15 +32,15 @@ pub(super) fn sequences() -> Result<Vec<u8>, IcedError> {
     a.mov(eax, u32::from(COMPONENTS))?;
     a.xor(edx, edx)?;
     a.xrstor64(ptr(AREA))?;
-    // 32-bit code needs data segments.
+    // 32-bit code needs data segments, which 64-bit code does not.
     a.mov(ax, ss)?;
     a.mov(ds, ax)?;
     a.mov(es, ax)?;
     for (i, r) in REGISTERS.iter().enumerate().filter(|(i, _)| *i != SP) {
         a.mov(*r, qword_ptr(GPR + 8 * i as u64))?;
     }
-    // IRETQ loads flags, RSP and RIP at once, and serializes: the code was
-    // written through another linear address (SDM vol. 3, 9.1.3).
+    // IRETQ loads flags, RSP and RIP at once. It also serializes, which is needed because the code was written through
+    // another linear address (SDM vol. 3, 9.1.3).
     a.mov(rsp, FRAME)?;
     a.iretq()?;
 

@@ -6,7 +6,7 @@ use super::{
     ACTIVE, AREA, AREA_SIZE, GPR, Mode, RFLAGS, Trap, selectors, sequences::FINISH, write,
 };
 
-/// Vector (or all ones), error code, CR2, RIP.
+/// Vector (or all ones if there was no exception), error code, CR2, RIP.
 static mut TRAP: (u64, u64, u64, u64) = NONE;
 const NONE: (u64, u64, u64, u64) = (u64::MAX, 0, 0, 0);
 
@@ -17,7 +17,7 @@ pub(super) fn clear() {
     unsafe { TRAP = NONE };
 }
 
-/// The exception since [`clear`], and the address it was raised at.
+/// Returns the exception since [`clear`], and the address at which it was raised.
 pub(super) fn taken() -> (Option<Trap>, Option<u64>) {
     // SAFETY: single-threaded by the oracle's lock; the handler, the only other accessor, runs on
     // this thread while a block does.
@@ -33,7 +33,7 @@ pub(super) fn taken() -> (Option<Trap>, Option<u64>) {
     (Some(trap), Some(rip))
 }
 
-/// Installs the handler, on a stack of its own: RSP is the block's.
+/// Installs the handler. It runs on a stack of its own, because RSP is the block's.
 pub(super) fn install() -> io::Result<()> {
     let signals = [
         libc::SIGSEGV,
@@ -108,7 +108,8 @@ extern "C" fn handler(
         let uc = &mut *context.cast::<libc::ucontext_t>();
         let g = &mut uc.uc_mcontext.gregs;
         if !ACTIVE.load(Ordering::SeqCst) {
-            // Not ours: the default action takes it when the instruction repeats.
+            // The signal does not come from tested code. The default action handles it when the instruction is executed
+            // again.
             libc::signal(signal, libc::SIG_DFL);
             return;
         }

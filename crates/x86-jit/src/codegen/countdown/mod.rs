@@ -1,17 +1,18 @@
 //! The countdown: how many instructions translated code may execute until it looks at requests again.
 //!
-//! A host register holds it. A block subtracts its length where it is entered, and polls when
-//! the result is less than zero. This file and [`exact`] are the only ones that name the register and its words.
+//! A host register holds the countdown. A block subtracts its length where it is entered, and polls when the result is
+//! less than zero. Only this file and [`exact`] name the register and the frame's words of the countdown.
 //!
 //! # Policy
 //!
 //! The countdown is *about* right, which is all that polls need. What is not exact:
 //!
 //! - a long block counts for its first instructions only, as most entries leave it early ([`about`]);
-//! - a block that is left by a branch in its middle has counted for all of its instructions: nothing is refunded;
-//! - what takes long counts for more than one instruction ([`charge`], [`charge_repetitions`], [`charge_interpreted`]),
-//!   so that polls stay near each other in time;
-//! - the fast turns of a loop get a credit ([`begin_fast_turns`]), and who leaves them but by a link comes to a poll early.
+//! - a block that is left by a branch in its middle has counted all of its instructions: nothing is given back;
+//! - what takes long counts as several instructions ([`charge`], [`charge_repetitions`], [`charge_interpreted`]), so
+//!   that polls stay near each other in time;
+//! - the fast iterations of a loop get a credit ([`begin_fast_turns`]), and leaving them other than by a link makes the
+//!   next poll come early.
 //!
 //! Code that counts what is retired has a policy of its own: [`exact`].
 
@@ -21,26 +22,28 @@ use engine_frame::EngineFrame;
 
 use crate::{asm::*, frame::words::*};
 
-/// Instructions between two polls, about.
+/// Instructions between two polls, on average.
 const BUDGET: u32 = 4000;
-/// Polls before the time and [`STOP`] are looked at, too, or before the run loop is returned to.
+/// Polls between two looks at the time and at [`STOP`], or before the run loop is returned to.
 const POLLS: u64 = 8;
-/// Instructions until the next poll, at most, once a call has found a request: at least the one that has called is
-/// executed, also if that is by another block.
+/// Maximum number of instructions until the next poll once a call of Rust has found a request. At least the calling
+/// instruction is executed before that poll, even if by another block.
 const SOON: u64 = 100;
-/// What an instruction of the interpreter's counts for.
+/// What an instruction that the interpreter executes counts as, in instructions.
 const INTERPRETED: u64 = 32;
-/// What is added for the fast turns of loops, once between two polls: there are as many pages in reach.
+/// What is added to the countdown for the fast iterations of loops, once between two polls: about what the pages in
+/// reach last for.
 const CREDIT: i32 = 8000;
-/// What a PAUSE counts for: about as long as it takes.
+/// What a PAUSE counts as, in instructions: about as long as it takes.
 pub(super) const PAUSE: i32 = 40;
-/// What a repeated string instruction counts for that the host has an implementation of for blocks of memory.
+/// What a repeated string instruction counts as, in instructions, if the host executes it a block of memory at a time.
 pub(super) const BLOCK_OPERATION: i32 = 32;
-/// Ticks that a [`crate::RunLimit`] has at most: a TSC that jumps ends it.
+/// Maximum distance of a [`crate::RunLimit`] in ticks of the TSC. A greater distance means that the TSC has jumped, and
+/// ends the run.
 const MAX_TICKS: i32 = 1 << 20;
 
-/// What a block of so many instructions counts for: of a long one, most entries execute the first ones only. Traces, which
-/// are longer, are left less often.
+/// Returns what a block of `len` instructions counts as. Of a long block, most entries execute only the first
+/// instructions. Traces, which are longer still, are left early less often.
 const fn about(len: usize) -> i32 {
     const MOST: usize = 24;
     const LEAST_SHARE: usize = 4;
@@ -52,39 +55,40 @@ const fn about(len: usize) -> i32 {
     len as i32
 }
 
-/// A block of so many instructions is entered. Returns the branch to a poll.
+/// Emits the entry of a block of `len` instructions. Returns the branch to a poll.
 pub(super) fn enter(a: &mut Asm, len: usize) -> usize {
     subtract(a, about(len))
 }
 
-/// Returns the branch to take if there is less. By the condition that processors fuse with a subtraction.
+/// Subtracts `n`. Returns the branch to take if the result is less than zero; its condition is one that processors fuse
+/// with a subtraction.
 fn subtract(a: &mut Asm, n: i32) -> usize {
     a.alu_imm(true, Alu::Sub, COUNTER, n);
     a.jcc(cc::L)
 }
 
-/// Something counts for so many instructions more. Changes no flags.
+/// Charges `n` instructions for something that takes as long. Changes no flags.
 pub(super) fn charge(a: &mut Asm, n: i32) {
     a.lea(COUNTER, at(COUNTER, -n));
 }
 
-/// The same for as many as there are repetitions in a register. Changes flags.
+/// Charges an instruction for each repetition in the register `n`. Changes flags.
 pub(super) fn charge_repetitions(a: &mut Asm, n: Reg) {
     a.alu_rr(true, Alu::Sub, COUNTER, n);
 }
 
-/// The same for what `handle` has said, by one of the functions below. Changes flags.
+/// Charges what `handle` has noted by one of the functions below. Changes flags.
 pub(super) fn charge_handled(a: &mut Asm) {
     a.alu(true, Alu::Sub, COUNTER, gs(COST));
 }
 
-/// Translated code is entered: the countdown is what [`begin`] has set.
+/// Loads the countdown that [`begin`] has set, at the entry to translated code.
 pub(super) fn load(a: &mut Asm) {
     a.load32(COUNTER, gs(COUNT));
 }
 
-/// A call of a Rust function may have found a request: if so, a poll is soon. A full dirty ring, for one, has no
-/// room for all that is written until the countdown ends. Changes rax and flags.
+/// Makes a poll come soon if a call of Rust has found a request: a full dirty ring, for one, has no room for all that
+/// is written until the countdown ends. Changes rax and flags.
 pub(super) fn hasten_if_requested(a: &mut Asm) {
     a.load(RAX, gs(REQUESTS));
     a.alu_mem_imm8(false, Alu::Cmp, at(RAX, 0), 0);
@@ -98,18 +102,18 @@ pub(super) fn hasten_if_requested(a: &mut Asm) {
     a.patch(goes_on, here);
 }
 
-/// The next poll is to return to the run loop, or to look at what that would.
+/// Has the next poll look at what the run loop may be returned to for.
 pub(super) fn sample_at_next_poll(a: &mut Asm) {
     a.store_imm(gs(POLLS_LEFT), 0);
 }
 
-/// Where a poll goes.
+/// The ways out of a poll.
 pub(super) struct Poll {
     /// Branches to take if the run loop has to be returned to.
     pub(super) leaves: Vec<usize>,
 }
 
-/// What a poll does, as a function: it goes on with a new budget, and with `go_on`, or branches.
+/// Emits a poll as a function: it goes on with a new budget and `go_on`, or branches.
 pub(super) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Poll {
     a.load(S0, gs(REQUESTS));
     a.alu_mem_imm8(false, Alu::Cmp, at(S0, 0), 0);
@@ -130,9 +134,9 @@ pub(super) fn poll(a: &mut Asm, go_on: impl FnOnce(&mut Asm)) -> Poll {
     }
 }
 
-/// Branches if the run loop has to be returned to. Changes r14.
+/// Emits branches that are taken if the run loop has to be returned to. Changes r14.
 fn run_limit_ends(a: &mut Asm) -> [usize; 4] {
-    // Whether the guest only waits for another vCPU is the run loop's to judge.
+    // The run loop judges whether the guest only waits for another vCPU.
     a.alu_mem_imm8(true, Alu::Cmp, gs(PAUSES), 0);
     let pauses = a.jcc(cc::NE);
     a.alu_mem_imm8(true, Alu::Cmp, gs(SITE_ENTRIES_MISSED), 0);
@@ -154,11 +158,11 @@ fn run_limit_ends(a: &mut Asm) -> [usize; 4] {
     [pauses, missed, is_over, a.jcc(cc::NE)]
 }
 
-/// [`BUDGET`] instructions until the next poll, more or less: where a guest repeats itself, polls that are always as far
-/// from each other come to the same few blocks, and samples see no others.
+/// Sets the countdown to about [`BUDGET`] instructions. If the distances between polls were all the same, a guest that
+/// repeats itself would come to polls in the same few blocks, and samples would see no others.
 fn vary_budget(a: &mut Asm) {
     const BITS: u32 = 11;
-    // A linear congruential generator, whose upper bits are the good ones.
+    // The step of a linear congruential generator; its upper bits are the good ones.
     a.load32(COUNTER, gs(RANDOM));
     a.imul(false, COUNTER, COUNTER, 1_664_525);
     a.alu_imm(false, Alu::Add, COUNTER, 1_013_904_223);
@@ -167,8 +171,8 @@ fn vary_budget(a: &mut Asm) {
     a.lea(COUNTER, at(COUNTER, BUDGET as i32 - (1 << (BITS - 1))));
 }
 
-/// Fast turns of a loop begin, for as many instructions as are in r13: the countdown becomes that, and what is left of it
-/// then is owed. Changes r13, r14 and flags.
+/// Begins the fast iterations of a loop, for as many instructions as r13 says: sets the countdown to that number, and
+/// [`OWED`] to what was left beyond it. Changes r13, r14 and flags.
 pub(super) fn begin_fast_turns(a: &mut Asm) {
     a.alu(true, Alu::Add, COUNTER, gs(CREDIT_LEFT));
     a.store_imm(gs(CREDIT_LEFT), 0);
@@ -185,20 +189,22 @@ pub(super) fn begin_fast_turns(a: &mut Asm) {
     a.store(gs(BEGAN), S1);
 }
 
-/// A fast turn of so many instructions. Returns the branch to take if it was the last one.
+/// Emits the beginning of a fast iteration of `len` instructions. Returns the branch to take if the previous one was
+/// the last.
 pub(super) fn fast_turn(a: &mut Asm, len: i32) -> usize {
     subtract(a, len)
 }
 
-/// All fast turns have been made, the last one of which has counted for one too many. Returns the branch to take if there
-/// is less left than so many instructions. Changes r13 and flags.
+/// Ends the fast iterations; the last subtraction was one too many. Returns the branch to take if fewer than `least`
+/// instructions are left. Changes r13 and flags.
 pub(super) fn end_fast_turns(a: &mut Asm, len: i32, least: i32) -> usize {
     pay_back(a, len);
     a.alu_imm(true, Alu::Cmp, COUNTER, least);
     a.jcc(cc::L)
 }
 
-/// Fast turns are left by a link. `executed` has in r13, less `worth`, how many instructions they were. Changes r13, and no flags.
+/// Leaves fast iterations by a link. `executed` is called with the number of instructions that they were, less `worth`,
+/// in r13. Changes r13, and no flags.
 pub(super) fn leave_fast_turns(a: &mut Asm, worth: i32, executed: impl FnOnce(&mut Asm)) {
     a.load(S1, gs(BEGAN));
     a.lea(S1, at(S1, worth).plus(COUNTER, 0));
@@ -206,43 +212,43 @@ pub(super) fn leave_fast_turns(a: &mut Asm, worth: i32, executed: impl FnOnce(&m
     pay_back(a, 0);
 }
 
-/// Adds to the countdown what is owed, and so much. Changes r13, and no flags.
+/// Adds [`OWED`] and `plus` to the countdown. Changes r13, and no flags.
 fn pay_back(a: &mut Asm, plus: i32) {
     a.load(S1, gs(OWED));
     a.lea(COUNTER, at(COUNTER, plus).plus(S1, 0));
 }
 
-/// The longest countdown.
+/// Returns the longest countdown.
 pub(crate) const fn longest() -> u64 {
     BUDGET as u64
 }
 
-/// What translated code is entered with: so many instructions until its first poll.
+/// Sets the number of instructions that translated code executes from its entry to its first poll.
 pub(crate) fn begin(frame: &mut EngineFrame, instructions: u64) {
     frame.count = instructions;
 }
 
-/// As many as [`begin`] has said.
+/// Returns the number that [`begin`] has set.
 pub(crate) fn first(frame: &EngineFrame) -> u64 {
     frame.count
 }
 
-/// Polls until the run loop is returned to: as many as usual, or none.
+/// Allows as many polls as usual before the run loop is returned to, or none.
 pub(crate) fn allow_polls(frame: &mut EngineFrame, are_allowed: bool) {
     frame.polls_left = if are_allowed { POLLS } else { 0 };
 }
 
-/// `handle` has not executed anything yet.
+/// Notes that `handle` has not executed anything yet.
 pub(crate) fn charge_nothing(frame: &mut EngineFrame) {
     frame.cost = 0;
 }
 
-/// It has had the interpreter execute an instruction.
+/// Notes that `handle` has had the interpreter execute an instruction.
 pub(crate) fn charge_interpreted(frame: &mut EngineFrame) {
     frame.cost = INTERPRETED;
 }
 
-/// It has done much: a poll is due.
+/// Notes that `handle` has done so much that a poll is due.
 pub(crate) fn charge_all(frame: &mut EngineFrame) {
     frame.cost = BUDGET.into();
 }

@@ -1,30 +1,30 @@
-//! Hoisted probes: a hot loop finds its pages once, and then makes turns without probes.
+//! Hoisted probes: a hot loop finds its pages once, and then makes iterations without probes.
 //!
 //! A group that stays where it is is found once between two polls. A group that moves by a constant stride has an
-//! *induction*: the loop is executed in passes of *fast turns*, as many as all groups stay in their pages for.
+//! *induction*: the loop is executed in passes of *fast iterations*, as many as all groups stay in their pages for.
 //!
 //! ```text
-//! again:  …                            a turn, or several, with probes
+//! again:  …                            one or several iterations, with probes
 //!         jcc find, or holds where no group moves
-//! holds:  sub r12, n; jl poll          a turn after another. Groups that stay: at the pointer that was kept, others with probes
+//! holds:  sub r12, n; jl poll          later iterations: groups that stay by the kept pointer, others with probes
 //!         …
 //!         jcc find, or holds; after a poll: jmp again
 //! find:   if the last pass was short, for some times: jmp holds, or again
-//!         for each group that is at a constant distance from registers of which a turn changes one at most, by a constant:
-//!             look for it as for the next turn, ANCHOR = host address - that register; not in the TLB: jmp again
-//!         turns = those that all of them stay in their pages for, and in those after these that are their neighbours
+//!         for each group at a constant distance from registers of which an iteration changes at most one, by a constant:
+//!             look for it as for the next iteration, ANCHOR = host address - that register; not in the TLB: jmp again
+//!         iterations = those that all groups stay in their pages for, or in the pages behind these that are neighbours
 //!             in the host's memory, too; few: jmp again
-//!         r12 += CREDIT, once between two polls; r12 = turns * n, OWED = what that is less than before
+//!         r12 += CREDIT, once between two polls; r12 = iterations * n, OWED = what that is less than before
 //!         registers that the loop does not use = anchors
 //! fast:   sub r12, n; jl done          groups: at anchor + register
 //!         …
 //!         jcc fast
-//! done:   those registers as before; r12 += OWED + n; jmp to where groups are looked for, or again if a poll is near
+//! done:   those registers as before; r12 += OWED + n; jmp find, or again if a poll is near
 //! ```
 //!
-//! Translations that a turn uses stay in the TLB until the next poll, as they do within a block. Whatever leaves the
-//! fast turns gives the registers back first. A way out by a link adds OWED to the countdown; by the other ways out
-//! the next poll comes earlier than need be.
+//! TLB entries that an iteration uses stay until the next poll, as they do within a block. Whatever leaves the fast
+//! iterations gives the registers back first. A way out by a link adds OWED to the countdown; the other ways out do
+//! not, so that the next poll comes early.
 
 mod anchors;
 mod probe;
@@ -48,38 +48,41 @@ use crate::{
     ir::member::{Induction, Member, Moves},
 };
 
-/// Turns without probes that it is worth it for.
+/// Fewest fast iterations that are worth a pass.
 const LEAST: i32 = 4;
-/// Turns that have been worth it: for each instruction less, the loop goes back once before it tries again.
+/// Number of fast iterations that certainly were worth a pass. For each instruction less than these, the loop goes back
+/// once before it looks for its groups again.
 const WORTH: i32 = 6;
-/// How often it goes back before that when it could not.
+/// How often the loop goes back after a failure before it looks for its groups again.
 const FAILED: i32 = 2;
-/// The frame's word for an anchor.
+/// Returns the frame's word for an anchor.
 const fn anchor(slot: usize) -> Mem {
     gs(ANCHORS + 8 * slot)
 }
 
-/// The fast turns of a loop.
+/// The fast iterations of a loop.
 #[derive(Clone, Debug)]
 pub(super) struct HoistedLoop {
-    /// Where they begin, where groups are looked for once more, and at which offset of the page the loop is.
+    /// Offsets in the buffer of the first one and of the search for groups, and the loop's offset in the page.
     start: usize,
     retry: usize,
     offset: i64,
-    /// Instructions of a pass, the last one of which is the branch back.
+    /// Instructions of the block that is repeated, the last of which is the branch back.
     len: i32,
-    /// What a pass counts for, and how, in code that counts what is retired.
+    /// What the block counts for, and in which layout, in code that counts what is retired.
     cost: Option<(Layout, Cost)>,
-    /// How often the loop is to go back before it looks for its groups again.
+    /// The word that says how often the loop goes back before it looks for its groups again.
     reluctance: Mem,
     anchors: Vec<Anchor>,
-    /// Instructions of a turn of a pass, and where the turns after the first begin: a pass may begin with any of them.
+    /// Instructions of one iteration, if the block holds several, and where each after the first begins: the first pass
+    /// may begin with any of them.
     turn: usize,
     turns: Vec<usize>,
 }
 
-/// Makes r13 the instructions of all passes of `turns` turns and `len` instructions that are made of `scratch.turns` turns, and [`REST`] the
-/// turns that are left over. Where what is retired counts, r13 has the rest's, too.
+/// Makes r13 the number of instructions that are executed: in blocks of `turns` iterations and `len` instructions,
+/// while `scratch.turns` iterations are left. [`REST`] becomes the iterations that do not fill a block. Where what is
+/// retired counts, r13 has theirs, too.
 fn count_instructions(a: &mut Asm, scratch: Scratch, (turns, len): (u32, i32), counts: bool) {
     a.mov(S0, scratch.turns);
     if turns > 1 {
@@ -96,8 +99,9 @@ fn count_instructions(a: &mut Asm, scratch: Scratch, (turns, len): (u32, i32), c
 }
 
 impl Translator {
-    /// Translates the turns after the first one of a block that has been, if it is a loop that is executed much, and some of its
-    /// groups stay where that has found them: until the next poll, they need no probes. Returns where these turns begin.
+    /// Translates again, for later iterations, a hot block that is a loop, if some of its groups stay where the first
+    /// iteration has found them: these need no probes until the next poll. `again`: the first translation. Returns
+    /// where the new one begins.
     pub(super) fn hold(&mut self, insns: &[Decoded], forms: &Forms, again: usize) -> Option<usize> {
         let first = insns.first()?;
         let mut members = insns.iter().filter_map(|d| d.member);
@@ -111,7 +115,7 @@ impl Translator {
         Some(start)
     }
 
-    /// Turns of a loop that come after another.
+    /// Emits the iterations of a loop that come after another.
     fn turns(&mut self, insns: &[Decoded], forms: &Forms) {
         (self.state.current, self.state.cached) = (None, None);
         self.state.flags = Flags::Memory;
@@ -120,9 +124,9 @@ impl Translator {
         self.state.holds = false;
     }
 
-    /// Translates the fast turns of a block that has been, whose flags are not live where it begins. Returns where
-    /// the block goes on in place of `next`, and the fast turns with their stubs, if it is such a loop and executed much. `again` is
-    /// where a turn goes that cannot rely on one before.
+    /// Translates the fast iterations of a hot loop, no flags of which are live where it begins. Returns where the
+    /// block goes on in place of `next`, and the fast iterations with the range of their stubs; `None` if the block is
+    /// no such loop. `again` is where an iteration goes that cannot rely on one before.
     pub(super) fn hoist_probes(
         &mut self,
         insns: &[Decoded],
@@ -147,7 +151,7 @@ impl Translator {
         }
         let scratch = Scratch::besides(&inductions)?;
         let anchors = anchors(insns, &inductions);
-        // The turns of a pass, and what is to be looked for.
+        // The iterations in the block, and the groups that are to be looked for.
         let (turns, inductions) = single_turns(insns, &anchors).unwrap_or((1, inductions));
         let a = &mut self.asm;
         let fails = a.here();
@@ -210,14 +214,15 @@ impl Translator {
         self.state.hoisted = Some(hoisted);
         self.turns(insns, forms);
         let hoisted = self.state.hoisted.take()?;
-        // A rest of one turn is the last of a pass.
+        // A rest of one iteration is the last of the block.
         for (from, turn) in rests.into_iter().zip(hoisted.turns.iter().rev()) {
             self.asm.patch(from, *turn);
         }
         Some((start, hoisted, stubs..self.stubs.len()))
     }
 
-    /// Branches to so many turns at the end of a pass, which begin with instruction `n`, if the first pass is of these only. Returns the branch.
+    /// Branches to the last `rest` iterations of the block, which begin with instruction `n`, if the first pass has
+    /// only these. Returns the branch.
     fn branch_to_rest(&mut self, rest: usize, n: usize, counts: bool) -> usize {
         let a = &mut self.asm;
         a.alu_mem_imm8(false, Alu::Cmp, gs(REST), rest as i8);
@@ -236,7 +241,7 @@ impl Translator {
         from
     }
 
-    /// A turn of a fast pass begins, of which the first one may be the first that is made.
+    /// Notes where an iteration within the block begins, as the first pass may begin there.
     pub(super) fn begin_turn(&mut self) {
         let Some(w) = &self.state.hoisted else {
             return;
@@ -253,7 +258,8 @@ impl Translator {
         }
     }
 
-    /// The branch at `from`, whose target is at an offset from the page, goes to the next fast turn, if it is the one that does.
+    /// Makes the branch at `from`, to an offset from the page, go on with the next fast iteration if it is the branch
+    /// back. Returns true then.
     pub(super) fn goes_on_hoisted(&mut self, from: usize, target: i64) -> bool {
         let Some(start) = self.next_fast_turn(target) else {
             return false;
@@ -262,27 +268,27 @@ impl Translator {
         true
     }
 
-    /// Where the next fast turn begins, if a branch to `target` goes there.
+    /// Returns where the next fast iteration begins, if a branch to `target` is the branch back.
     pub(super) fn next_fast_turn(&self, target: i64) -> Option<usize> {
         let w = self.state.hoisted.as_ref()?;
         let is_back = self.state.position + 1 == w.len as usize && target == w.offset;
         is_back.then_some(w.start)
     }
 
-    /// Registers are the guest's again, if they are not.
+    /// Gives borrowed registers back to the guest, if there are any.
     pub(super) fn give_registers_back(&mut self) {
         if let Some(w) = &self.state.hoisted {
             w.give_registers_back(&mut self.asm);
         }
     }
 
-    /// A fast turn has an anchor in the host register.
+    /// Returns true if the host register holds an anchor.
     pub(super) fn is_borrowed(&self, host: Reg) -> bool {
         let hoisted = self.state.hoisted.as_ref();
         hoisted.is_some_and(|w| w.borrowed().any(|(_, r, _)| r == host))
     }
 
-    /// The host address of a member of a group whose anchor is in a register.
+    /// Returns the host address of a member of a group whose anchor is in a register.
     pub(super) fn anchored(&mut self, d: &Decoded) -> Option<Mem> {
         let m = d.member?;
         let (_, anchor) = self.state.hoisted.as_ref()?.of(m.group)?;
@@ -296,7 +302,8 @@ impl Translator {
         Some(at(S0, 0))
     }
 
-    /// Makes r14 the address of the first byte of a group that the instruction would probe for; false: it has no anchor.
+    /// Makes r14 the address of the first byte of the group that the instruction would probe for. Returns false if the
+    /// group has no anchor.
     pub(super) fn access_hoisted(&mut self, d: &Decoded) -> bool {
         let hoisted = self.state.hoisted.as_ref();
         let Some((m, (slot, of_group))) = d
@@ -318,7 +325,8 @@ impl Translator {
         true
     }
 
-    /// From an anchor in a register to the access; a register that lives in memory is loaded to `scratch`.
+    /// Returns the access's address from an anchor in a register. A register that lives in memory is loaded to
+    /// `scratch`.
     fn at_anchor(
         &mut self,
         d: &Decoded,
@@ -346,13 +354,13 @@ impl Translator {
 }
 
 impl HoistedLoop {
-    /// Guest registers whose host registers have anchors, with these and the anchors' slots.
+    /// Returns the guest registers whose host registers hold anchors, with the host registers and the anchors' slots.
     fn borrowed(&self) -> impl Iterator<Item = (u8, Reg, usize)> {
         let all = self.anchors.iter().enumerate();
         all.filter_map(|(slot, anchor)| Some((anchor.borrowed?, host_reg(anchor.borrowed?)?, slot)))
     }
 
-    /// The group's anchor is in a register.
+    /// Returns true if the group's anchor is in a register.
     pub(super) fn borrows_for(&self, group: u16) -> bool {
         let anchor = self.of(group);
         anchor.is_some_and(|(_, a)| a.borrowed.is_some())
@@ -363,17 +371,18 @@ impl HoistedLoop {
         Some((slot, self.anchors[slot]))
     }
 
-    /// Changes no flags.
+    /// Loads the guest's registers where anchors were. Changes no flags.
     pub(super) fn give_registers_back(&self, a: &mut Asm) {
         for (n, host, _) in self.borrowed() {
             a.load(host, state_register(n));
         }
     }
 
-    /// All turns have been made that there were: on to the next ones, or `again`. The countdown is what it would be without the pass.
+    /// Ends a pass, whose iterations have all been made: goes on with the search for groups, or at `again` if a poll is
+    /// near. The countdown becomes what it would be without the pass.
     pub(super) fn ends(&self, a: &mut Asm, again: usize) {
         a.store32_imm(self.reluctance, 0);
-        // A pass that is interrupted at once would never come to a poll.
+        // With less than this left, each pass would be interrupted at once, and the loop would never come to a poll.
         let least = LEAST * self.len;
         let from = match self.cost {
             Some((layout, cost)) => exact::end_fast_turns(a, layout, cost, least),
@@ -383,7 +392,7 @@ impl HoistedLoop {
         a.jmp_to(self.retry);
     }
 
-    /// The same where the loop is left. Changes r13, and no flags.
+    /// Ends a pass where the loop is left. Changes r13, and no flags.
     pub(super) fn is_left(&self, a: &mut Asm) {
         let worth = WORTH * self.len;
         let keep = |a: &mut Asm| a.store32(self.reluctance, S1);
@@ -393,7 +402,7 @@ impl HoistedLoop {
         }
     }
 
-    /// Changes no flags.
+    /// Loads anchors to the registers that they borrow. Changes no flags.
     pub(super) fn borrow_registers(&self, a: &mut Asm) {
         for (_, host, slot) in self.borrowed() {
             a.load(host, anchor(slot));

@@ -1,4 +1,4 @@
-//! Branches by the target table, and inline caches of it.
+//! Branches through the target table, and the inline caches that copy its entries.
 
 use mmu::l1::{INLINE_CACHES_USED, inline_cache};
 
@@ -11,13 +11,13 @@ use crate::{
     frame::words::*,
 };
 
-/// Word `n` of an inline cache; `thrice` is three times its number.
+/// Returns word `n` of an inline cache; `thrice` has three times the cache's number.
 fn cached(thrice: Reg, n: i32) -> Mem {
     at(TLB, inline_cache(0) + 8 * n).plus(thrice, 3)
 }
 
 impl Emitter<'_> {
-    /// A branch that the table does not have.
+    /// Emits [`super::Trampolines::branch`], for branches whose target the target table does not have.
     pub(super) fn table_misses(&mut self) {
         self.t.branch = self.a.here();
         self.a.alu_mem_imm8(true, Alu::Cmp, gs(COUNTED_GO_ON), 0);
@@ -34,7 +34,7 @@ impl Emitter<'_> {
         crossing::cross(self.a, branch, self.counts.is_some());
     }
 
-    /// Branches by a pointer in memory.
+    /// Emits the trampolines that fill inline caches.
     pub(super) fn inline_caches(&mut self) {
         let a = &mut *self.a;
         self.t.fill_inline_cache = a.here();
@@ -71,13 +71,13 @@ impl Emitter<'_> {
         a.jmp_to(self.t.branch);
     }
 
-    /// Returns that the host's stack does not know.
+    /// Emits the trampolines for returns whose target is not on top of the host's stack.
     pub(super) fn returns(&mut self) {
         self.t.ret = self.return_by_table(64);
         self.t.ret32 = self.return_by_table(32);
     }
 
-    /// A return whose stack pointer has so many bits.
+    /// Emits the trampoline for a return whose stack pointer has so many bits.
     fn return_by_table(&mut self, bits: u32) -> usize {
         let a = &mut *self.a;
         let place = a.here();
@@ -105,7 +105,7 @@ impl Emitter<'_> {
         place
     }
 
-    /// Direct branches to other pages, before they are completed.
+    /// Emits the trampolines for direct branches to other pages that are not linked.
     pub(super) fn cross_page(&mut self) {
         self.missed = self.a.here();
         self.with_reason(Reason::CrossPage, false);
@@ -133,12 +133,13 @@ impl Emitter<'_> {
         }
     }
 
-    /// [`Self::returns`] where SP addresses the stack.
+    /// Emits what [`Self::returns`] emits, for a stack that is addressed by SP.
     pub(super) fn returns16(&mut self) {
         self.t.ret16 = self.return_by_table(16);
     }
 
-    /// A direct call of another page in code with segments, where only Rust knows what the call pushes.
+    /// Emits the trampoline for a direct call of another page in code with segments. Only Rust knows what such a call
+    /// pushes.
     pub(super) fn cross_page_segmented(&mut self) {
         let a = &mut *self.a;
         self.t.cross_page_segmented = a.here();

@@ -1,4 +1,4 @@
-//! Calls of the Rust function that serves what translated code asks for, and comes back to it.
+//! Calls of the Rust function `serve`, which answers translated code and returns to it.
 
 use super::{
     Emitter,
@@ -14,7 +14,8 @@ use crate::{
 const CALLER_SAVED: [Reg; 9] = [RAX, RCX, RDX, RSI, RDI, 8, 9, 10, 11];
 
 impl Emitter<'_> {
-    /// Calls `serve`: the return address and nine registers are on the stack, which is aligned for it.
+    /// Emits the call of `serve`. The return address and nine registers are on the stack then, which aligns it as the
+    /// call needs.
     pub(super) fn call_serve(&mut self) {
         let a = &mut *self.a;
         CALLER_SAVED.iter().for_each(|r| push(a, *r));
@@ -33,7 +34,7 @@ impl Emitter<'_> {
         CALLER_SAVED.iter().rev().for_each(|r| pop(a, *r));
     }
 
-    /// What changes the view, by Rust.
+    /// Emits the trampoline for instructions that change the view by Rust.
     pub(super) fn switch(&mut self) {
         self.t.switch = self.a.here();
         if self.counts.is_some() {
@@ -59,7 +60,7 @@ impl Emitter<'_> {
         self.a.jmp_to(self.t.bail);
     }
 
-    /// What changes no view, by Rust.
+    /// Emits the trampoline for instructions that change no view.
     pub(super) fn call(&mut self) {
         self.t.call = self.a.here();
         self.call_serve();

@@ -1,4 +1,4 @@
-//! The ways into translated code and out of it.
+//! Entry into translated code, and the ways out of it.
 
 use super::{
     Emitter,
@@ -13,18 +13,18 @@ use crate::{
     frame::words::*,
 };
 
-/// Bytes of the host's stack above which a poll drops them: twice as many are in use at most.
+/// Depth of the host's stack in bytes above which a poll drops it. Until the next poll it grows to twice that at most.
 const MAX_DEPTH: i32 = 16 << 10;
 
 const SAVED: [Reg; 6] = [3, RBP, 12, 13, 14, 15];
 
 impl Emitter<'_> {
-    /// The way in. Returns where the displacement of the last frame's return address is.
+    /// Emits the entry into translated code. Returns the place of the displacement of the last frame's return address.
     pub(super) fn enter(&mut self) -> usize {
         let a = &mut *self.a;
         SAVED.iter().for_each(|r| push(a, *r));
         a.lea(RSP, at(RSP, -8));
-        // The last frame: a return to address 0 finds it.
+        // A return to address 0 finds the last frame.
         a.bytes(&[0x6a, 0]); // push 0
         a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
         let last = a.here() - 4;
@@ -36,7 +36,7 @@ impl Emitter<'_> {
         last
     }
 
-    /// The way out.
+    /// Emits the exit from translated code.
     pub(super) fn leave(&mut self) {
         let a = &mut *self.a;
         self.exit = a.here();
@@ -49,7 +49,8 @@ impl Emitter<'_> {
         a.ret();
     }
 
-    /// Goes on where `handle` says, or leaves: registers are in memory, and vectors if they are to be kept.
+    /// Emits the call of `handle`: goes on where it says, or leaves. Registers are in memory, and so are vector
+    /// registers that have to be kept.
     pub(super) fn call_handle(&mut self) {
         let a = &mut *self.a;
         self.call_handle = a.here();
@@ -69,7 +70,7 @@ impl Emitter<'_> {
         a.bytes(&[0x41, 0xff, 0xe6]); // jmp r14
     }
 
-    /// Leaves to `handle` for a reason; `fp`: it may change FP state.
+    /// Emits a call of `handle` for a reason. `fp`: it may change FP state.
     pub(super) fn with_reason(&mut self, reason: Reason, fp: bool) {
         let a = &mut *self.a;
         a.store_imm(gs(REASON), reason as i32);
@@ -85,14 +86,14 @@ impl Emitter<'_> {
         a.jmp_to(self.call_handle);
     }
 
-    /// The same, for the instruction whose offset in its page is r13d.
+    /// Does the same for the instruction whose offset in its page is r13d.
     pub(super) fn at_offset(&mut self, reason: Reason, fp: bool) {
         self.a.alu(true, Alu::Add, S1, SHORT_PAGE);
         self.a.store(gs(RIP), S1);
         self.with_reason(reason, fp);
     }
 
-    /// Instructions for the interpreter, and code that has changed.
+    /// Emits the trampolines for instructions that the interpreter executes, and for code that has changed.
     pub(super) fn bails(&mut self) {
         self.t.bail = self.a.here();
         self.at_offset(Reason::Interpret, true);
@@ -108,7 +109,8 @@ impl Emitter<'_> {
         }
     }
 
-    /// Where a return to address 0 goes that finds no call; `last`: what [`Self::enter`] has returned.
+    /// Emits the code that a return to address 0 leads to when the host's stack has no call left. `last`: what
+    /// [`Self::enter`] has returned.
     pub(super) fn last_frame(&mut self, last: usize) {
         self.t.last_frame = self.a.here();
         self.a.patch(last, self.t.last_frame);
@@ -117,7 +119,7 @@ impl Emitter<'_> {
         self.with_reason(Reason::Stale, false);
     }
 
-    /// What a poll calls.
+    /// Emits the function that a poll calls.
     pub(super) fn poll(&mut self) {
         let a = &mut *self.a;
         self.t.poll = a.here();
@@ -126,7 +128,7 @@ impl Emitter<'_> {
             a.alu_rr(true, Alu::Sub, S0, RSP);
             a.alu_imm(true, Alu::Cmp, S0, MAX_DEPTH);
             let is_deep = a.jcc(cc::A);
-            // Without it the processor would predict all the returns of the guest's that are to come wrongly.
+            // The call has to return: otherwise the processor would mispredict all the guest's returns that come next.
             a.ret();
             let here = a.here();
             a.patch(is_deep, here);
@@ -151,7 +153,7 @@ impl Emitter<'_> {
         a.jmp_to(self.exit);
     }
 
-    /// Direct branches that are not linked yet.
+    /// Emits the trampolines for direct branches that are not linked yet.
     pub(super) fn links(&mut self) {
         self.t.link_live = self.a.here();
         self.a.store(gs(ARGUMENT), S1);

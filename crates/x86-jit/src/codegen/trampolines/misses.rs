@@ -1,4 +1,4 @@
-//! TLB misses: of the table, of the stack's entry, of per-site entries.
+//! TLB misses: of the tables, of the stack's entry, and of per-site entries.
 
 use super::Emitter;
 use crate::{
@@ -10,7 +10,8 @@ use crate::{
 };
 
 impl Emitter<'_> {
-    /// Misses of the table. Returns where those go that are within a page.
+    /// Emits the trampolines for misses of the tables. Returns the offset of the part that serves an access within one
+    /// page.
     pub(super) fn misses(&mut self) -> usize {
         self.t.miss = self.a.here();
         straddling(self.a, true, true);
@@ -24,7 +25,7 @@ impl Emitter<'_> {
         straddling(self.a, false, true);
         let within = self.a.here();
         let first_known = known_device(self.a, FIRST);
-        // What straddles two pages needs no call.
+        // A group that straddles two pages fails without a call.
         push(self.a, RAX);
         push(self.a, RCX);
         compare_end(self.a);
@@ -47,7 +48,7 @@ impl Emitter<'_> {
         within
     }
 
-    /// The interpreter makes the access.
+    /// Emits the trampoline that has the interpreter make the access.
     pub(super) fn refused(&mut self) {
         self.t.refused = self.a.here();
         let is_access = self.a.jcc(cc::E);
@@ -59,7 +60,7 @@ impl Emitter<'_> {
         self.at_offset(Reason::Access, true);
     }
 
-    /// Misses of the stack's entry, and of per-site entries.
+    /// Emits the trampolines for misses of the stack's entry, and of per-site entries.
     pub(super) fn other_misses(&mut self) {
         let a = &mut *self.a;
         self.t.stack = a.here();

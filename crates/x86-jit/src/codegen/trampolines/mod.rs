@@ -1,9 +1,9 @@
-//! Trampolines: code that all blocks share, the ways in and out, and the calls into Rust.
+//! Trampolines: code that all blocks share. They enter and leave translated code, and call Rust.
 //!
-//! A guest's call is a call of the host's, so that the processor predicts where the guest's return goes. A block
-//! pushes the guest's return address first. The return compares what it finds on the guest's stack with that; if they
-//! differ, the return goes by the table of targets. What is on the host's stack is dropped when mapping or mode have
-//! become others, or code was dropped; and at a poll if there is much of it, which bounds its depth.
+//! A guest's call is a call of the host's, so that the processor predicts where the guest's return goes. The block
+//! pushes the guest's return address on the host's stack first. The return compares the address on the guest's stack
+//! with that one; if they differ, it goes through the target table. The host's stack is dropped when mapping or mode
+//! change, or when code is dropped; and at a poll if it is deep, which bounds it.
 
 mod branches;
 mod calls;
@@ -22,102 +22,104 @@ use crate::{
     ir::streams::Streams,
 };
 
-/// Offsets of the shared pieces in the code buffer.
+/// Offsets of the trampolines in the code buffer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Trampolines {
     /// `extern "C" fn()`: loads the registers and jumps to [`ENTRY`].
     pub(crate) enter: usize,
-    /// The interpreter executes the instruction whose offset in its page is r13d.
+    /// Has the interpreter execute the instruction whose offset in its page is r13d.
     pub(crate) bail: usize,
-    /// The same, for instructions that have nothing to do with FP state.
+    /// Does the same for an instruction that has nothing to do with FP state.
     pub(crate) bail_integer: usize,
-    /// The page's code has changed; r13d as above.
+    /// Handles code of the page that has changed; r13d is the offset of the instruction to go on with.
     pub(crate) stale: usize,
-    /// The same of the other pages of the trace at r13d, or they are elsewhere.
+    /// Handles other pages of a trace that have changed or moved; r13d is the offset of the trace.
     pub(crate) moved: usize,
-    /// A block that counts is longer than it is to a counter's overflow; r13d as above.
+    /// Handles a block that counts and is longer than it is to a counter's overflow; r13d is the block's offset.
     pub(crate) too_long: usize,
-    /// Called when the budget is used up; r13d as above.
+    /// Polls; called when the countdown is used up. r13d is the block's offset.
     pub(crate) poll: usize,
-    /// A direct branch that is not linked yet; r13d is the site, flags are saved.
+    /// Handles a direct branch that is not linked yet; r13d is the site's number, flags are saved.
     pub(crate) link: usize,
-    /// The same with flags in RFLAGS.
+    /// Does the same with flags in RFLAGS.
     pub(crate) link_live: usize,
-    /// A branch to r14 that the target table does not have; r13d is `branch`.
+    /// Handles a branch whose target the target table does not have. r14 is the target's tag, r13d is `branch`.
     pub(crate) branch: usize,
-    /// Called when an inline cache has not what r14 has the tag of: it has then, and the answer is "equal", if the table has it.
-    /// r13 has the cache's number in its upper half, whose lower half is kept.
+    /// Called when an inline cache does not have the target whose tag is in r14. If the target table has it, the cache
+    /// has it then, and the flags say "equal". The upper half of r13 is the cache's number; the lower half is kept.
     pub(crate) fill_inline_cache: usize,
-    /// The same for a jump, which goes by the table; r13d is `branch`.
+    /// Handles the same miss for a jump, which then goes on by the table; r13d is `branch`.
     pub(crate) inline_cache: usize,
-    /// A return to r14 by the table; r13d is `branch`.
+    /// Returns to r14 through the target table; r13d is `branch`.
     pub(crate) ret: usize,
-    /// The same of 32-bit code.
+    /// Does the same for 32-bit code.
     pub(crate) ret32: usize,
-    /// A direct branch to another page by the table: r14 is the target relative
-    /// to the page, r13d the number of the [`crate::codegen::CrossPageSite`], flags are saved.
+    /// Handles a direct branch to another page, by the target table. r14 is the target relative to the page, r13d the
+    /// number of the [`crate::codegen::CrossPageSite`]; flags are saved.
     pub(crate) cross_page: usize,
-    /// The same for a call.
+    /// Does the same for a call of 64-bit code.
     pub(crate) cross_page_call: usize,
-    /// The same for one of 32-bit code.
+    /// Does the same for a call of 32-bit code.
     pub(crate) cross_page_call32: usize,
-    /// [`Self::ret32`] for a stack that is addressed by SP.
+    /// Does what [`Self::ret32`] does, for a stack that is addressed by SP.
     pub(crate) ret16: usize,
-    /// A direct call of another page in code with segments.
+    /// Handles a direct call of another page in code with segments.
     pub(crate) cross_page_segmented: usize,
-    /// Called for what changes the view: r13d is its bit (`SET_AC` and so on), and the offset. Does not
-    /// return if the result is 0.
+    /// Called for an instruction that changes the view. r13d is its bit (`SET_AC` and so on), and its offset. Does not
+    /// return if the answer is 0.
     pub(crate) switch: usize,
-    /// The same for what changes no view, whose result it returns in r14. Changes flags.
+    /// Called for an instruction that changes no view, with the same r13d. Returns the answer in r14. Changes flags.
     pub(crate) call: usize,
-    /// Called by CLAC, and by STAC, as [`Self::switch`].
+    /// Called by CLAC and by STAC, like [`Self::switch`].
     pub(crate) access: [usize; 2],
-    /// Called by MOV to CR0 and CLTS, as [`Self::switch`]; r14 is the value.
+    /// Called by MOV to CR0 and by CLTS, like [`Self::switch`]; r14 is the value.
     pub(crate) to_cr0: usize,
-    /// Called by WRPKRU, as [`Self::switch`]; r14 is the value.
+    /// Called by WRPKRU, like [`Self::switch`]; r14 is the value.
     pub(crate) key_rights: usize,
-    /// Called by MOV to CR3: r14 is the value, r13d the offset. Returns if the tables that it leads to
-    /// are known.
+    /// Called by MOV to CR3. r14 is the value, r13d the offset. Does not return if the tables of that root are not
+    /// known.
     pub(crate) root: usize,
-    /// Called after a TLB miss; r14 is the gva, r13d is `site`. Returns the host address in r14, and
-    /// "above" in the flags; or something else, for [`Self::refused`].
+    /// Called after a TLB miss. r14 is the gva, r13d is `site`. Returns the host address in r14, and "above" in the
+    /// flags. Other flags mean that the access is for [`Self::refused`].
     pub(crate) miss: usize,
-    /// The same for a group of accesses. If it returns "below" each has to be made for itself.
+    /// Does the same for a group of accesses. If the flags say "below", each access has to probe for itself.
     pub(crate) miss_group: usize,
-    /// The same for a group whose first access is none that may be refilled.
+    /// Does the same for a group that must not be refilled, as its first access reads while others write.
     pub(crate) split: usize,
-    /// The interpreter makes the access, with the flags and r13d as they come from a miss. (A call that is
-    /// not returned from would have the processor predict all the next returns wrongly.)
+    /// Has the interpreter make the access, with flags and r13d as they come from a miss. It is jumped to after the
+    /// return: without the return, the processor would mispredict all the returns that come next.
     pub(crate) refused: usize,
-    /// The same three when the stack's entry is another page's.
+    /// The same three trampolines for the stack's entry, if that has another page.
     pub(crate) stack: usize,
     pub(crate) stack_group: usize,
     pub(crate) stack_split: usize,
-    /// The same three when a per-site entry has another page.
+    /// The same three trampolines for a per-site entry that has another page.
     pub(crate) site_entry: usize,
     pub(crate) site_entry_group: usize,
     pub(crate) site_entry_split: usize,
-    /// Called by a block that uses FP when the state is not loaded.
+    /// Called by a block that uses FP when FP state is not loaded.
     pub(crate) load_fp: usize,
     /// Called for string instructions.
     pub(crate) strings: Strings,
-    /// Of code that counts: goes on with such code, and with other code, at [`COUNTED_ENTRY`].
+    /// Goes on at [`COUNTED_ENTRY`] with code that counts, and below, with code that does not. Only code that counts
+    /// has these two.
     go_on_counting: usize,
     go_on_plainly: usize,
-    /// Where a return to address 0 goes that finds no call.
+    /// Where a return to address 0 goes when the host's stack has no call left.
     last_frame: usize,
 }
 
-/// Those of all kinds of code.
+/// The trampolines of all kinds of code.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AllTrampolines {
     pub(crate) plain: Trampolines,
-    /// For code that counts what is retired, and one stream besides, or several.
+    /// For code that counts what is retired: one stream besides instructions, or several.
     counting: [Trampolines; 2],
 }
 
 impl AllTrampolines {
-    /// Emits them from the start of the buffer on, as [`emit`] has it, and hands each kind's place and code to `write`.
+    /// Emits the trampolines at the start of the buffer, as [`emit`] does for each kind, and passes each kind's offset
+    /// and code to `write`.
     pub(crate) fn emit(
         isa: Isa,
         serve: u64,
@@ -139,14 +141,14 @@ impl AllTrampolines {
         let counting = [Layout::One, Layout::Several].map(|l| next(Some((&plain, l))));
         Self { plain, counting }
     }
-    /// Of code that counts these streams, or does not count.
+    /// Returns the trampolines of code that counts these streams, or of code that does not count.
     pub(crate) const fn of(&self, streams: Option<Streams>) -> &Trampolines {
         match streams {
             None => &self.plain,
             Some(streams) => &self.counting[streams.are_several() as usize],
         }
     }
-    /// Goes on with code that counts these streams, or does not count, at [`COUNTED_ENTRY`].
+    /// Returns the trampoline that goes on at [`COUNTED_ENTRY`] with code that counts these streams, or does not count.
     pub(crate) const fn go_on(&self, streams: Option<Streams>) -> usize {
         match streams {
             None => self.counting[0].go_on_plainly,
@@ -155,7 +157,7 @@ impl AllTrampolines {
     }
 }
 
-/// What emits them.
+/// Emits the trampolines of one kind of code.
 struct Emitter<'a> {
     a: &'a mut Asm,
     t: Trampolines,
@@ -163,21 +165,22 @@ struct Emitter<'a> {
     /// [`crate::frame::exit::Reason`].
     serve: u64,
     handle: u64,
-    /// For code that counts what is retired.
+    /// How sums are laid out, in code that counts what is retired.
     counts: Option<Layout>,
-    /// Leaves translated code.
+    /// Offset of the code that leaves translated code.
     exit: usize,
-    /// The same, with registers in memory.
+    /// Offset of the same, where registers are in memory already.
     exit_stored: usize,
-    /// Calls `handle`: registers are in memory.
+    /// Offset of the code that calls `handle`; registers are in memory.
     call_handle: usize,
-    /// A direct branch to another page that the table does not have.
+    /// Offset of the code for a direct branch to another page that the target table does not have.
     missed: usize,
 }
 
-/// Emits all trampolines at the start of the buffer. `serve` and `handle` are the addresses of the Rust functions
-/// behind [`Trampolines::miss`] and the trampolines that have a [`crate::frame::exit::Reason`]. `plain`: these
-/// are for code that counts what is retired, and lie behind those of other code.
+/// Emits all trampolines of one kind of code, behind those that are there. `serve` and `handle` are the addresses of
+/// the Rust functions behind [`Trampolines::miss`] and behind the trampolines that have a
+/// [`crate::frame::exit::Reason`]. `plain` is given for code that counts what is retired: the trampolines of plain
+/// code, and how sums are laid out.
 fn emit(
     a: &mut Asm,
     serve: u64,
@@ -229,14 +232,14 @@ fn emit(
 }
 
 impl Emitter<'_> {
-    /// The view's changes that are known.
+    /// Emits the changes of the view that generated code makes by itself, if it knows the other view.
     fn view_changes(&mut self) {
         self.t.access = [false, true].map(|set| change_access(self.a, set, self.t.switch));
         self.t.to_cr0 = change_cr0(self.a, self.t.switch, self.counts.is_some());
         self.t.key_rights = change_key_rights(self.a, self.t.switch);
     }
 
-    /// FP state, for a block that uses it.
+    /// Emits the load of FP state for a block that uses it.
     fn load_fp(&mut self) {
         let a = &mut *self.a;
         self.t.load_fp = a.here();
@@ -248,7 +251,7 @@ impl Emitter<'_> {
         a.ret();
     }
 
-    /// Loads of CR3 to a root that is known.
+    /// Emits the load of CR3 with a root that is known.
     fn root(&mut self) {
         let a = &mut *self.a;
         let mut bail = self.t.bail_integer;

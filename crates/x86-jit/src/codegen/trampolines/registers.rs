@@ -1,9 +1,8 @@
-//! Guest registers between host registers and the frame.
+//! Moves guest registers between host registers and the vCPU's state.
 
 use crate::{asm::*, frame::words::*};
 
-/// Guest registers, and what else generated code has close to it, from and to their places in
-/// the vCPU's state.
+/// Loads guest registers, and the other words that generated code keeps close to the TLB's base, from the vCPU's state.
 pub(super) fn load_registers(a: &mut Asm) {
     load_short_words(a);
     for n in 0..16 {
@@ -22,7 +21,7 @@ pub(super) fn store_registers(a: &mut Asm) {
     store_short_words(a);
 }
 
-/// To the tables of the view that is live now. Changes rax.
+/// Copies words of the vCPU's state close to the base of the live view's tables. Changes rax.
 pub(super) fn load_short_words(a: &mut Asm) {
     a.load(TLB, gs(TABLES));
     for (word, near) in short_words().chain(short_constants()) {
@@ -33,7 +32,7 @@ pub(super) fn load_short_words(a: &mut Asm) {
     a.store32(SHORT_NUMBER, RAX);
 }
 
-/// Changes rax.
+/// Copies them back. Changes rax.
 pub(super) fn store_short_words(a: &mut Asm) {
     for (word, near) in short_words() {
         a.load(RAX, near);

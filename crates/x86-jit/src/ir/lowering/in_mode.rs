@@ -31,7 +31,7 @@ pub(crate) fn kind_of(form: &Form, i: &Instruction, mode: Mode) -> Lowering {
     if !mode.has(needs) || i.has_lock_prefix() && i.op0_kind() != OpKind::Memory {
         return Lowering::Interpret;
     }
-    // A counter of them may overflow.
+    // A counter of these events may overflow soon, so the interpreter executes the instruction.
     if let Some(streams) = mode.streams()
         && x86_interp::events_of(i) & streams.left_out() != 0
     {

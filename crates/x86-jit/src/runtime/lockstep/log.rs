@@ -36,7 +36,8 @@ fn load(host: u64, n: usize) -> u64 {
 }
 
 fn store(host: u64, n: usize, value: u64) {
-    // SAFETY: as in `load`; the page was found to be writable for the guest.
+    // SAFETY: `note` is called with pages of guest memory, which stay mapped while a vCPU executes and are never Rust
+    // objects. This page was found to be writable for the guest.
     unsafe { core::ptr::write_volatile((host as *mut u64).wrapping_add(n), value) };
 }
 

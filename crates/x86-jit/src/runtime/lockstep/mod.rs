@@ -266,7 +266,7 @@ fn normal(cpu: &CpuState) -> CpuState {
     let mut cpu = cpu.clone();
     // Translated code goes from STI, or a load of SS, to the next instruction, which the stretch may end before.
     cpu.shadow = Shadow::None;
-    // Streams that are not counted.
+    // Streams that nobody counts may differ.
     for counts in &mut cpu.retired.counts {
         for (stream, count) in counts.iter_mut().enumerate() {
             if cpu.retired.streams >> stream & 1 == 0 {

@@ -42,7 +42,7 @@ impl<B: JitBus> Shadow<B> {
         self.bus().ram()
     }
     pub(super) fn log(&mut self) -> &mut Log {
-        // SAFETY: as above.
+        // SAFETY: `new`'s caller keeps the reference alive and unused.
         unsafe { &mut *self.log }
     }
     /// Logs the pages of bytes that are about to be written.
@@ -146,11 +146,11 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         self.bus().code_generation(id)
     }
     fn code_changes(&self) -> u64 {
-        // SAFETY: as in `bus`.
+        // SAFETY: `new`'s caller keeps the reference alive and unused.
         unsafe { &*self.bus }.code_changes()
     }
     fn fetch_epoch(&self) -> u64 {
-        // SAFETY: as in `bus`.
+        // SAFETY: `new`'s caller keeps the reference alive and unused.
         unsafe { &*self.bus }.fetch_epoch()
     }
     fn load_root(&mut self, cpu: &mut CpuState) -> Result<(), Fault> {
@@ -162,7 +162,7 @@ impl<B: JitBus> GuestBus for Shadow<B> {
         self.bus().load_cr3(cpu, flushes)
     }
     fn keeps_roots(&self) -> bool {
-        // SAFETY: as in `bus`.
+        // SAFETY: `new`'s caller keeps the reference alive and unused.
         unsafe { &*self.bus }.keeps_roots()
     }
     fn select_view(&mut self, cpu: &mut CpuState) {

@@ -1,4 +1,4 @@
-//! What instructions count for: [`Cost`], as the countdown and the words beside it hold it.
+//! What instructions count for: [`Cost`], in the layout of the countdown and of the words beside it.
 
 use core::ops::{Add, Neg, Sub};
 
@@ -7,9 +7,9 @@ use crate::ir::streams::{IN_COUNTDOWN, Streams};
 /// Where the sums are in the countdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layout {
-    /// Instructions from bit 20 on, one other stream below: what a block counts for is an immediate of 32 bits.
+    /// Instructions from bit 20 on, one other stream below: a block's cost fits in an immediate of 32 bits.
     One,
-    /// Instructions from bit 42 on, three others of 14 bits, and four of 16 bits in memory.
+    /// Instructions from bit 42 on, three other sums of 14 bits below, and four of 16 bits in memory.
     Several,
 }
 
@@ -21,29 +21,29 @@ impl Layout {
             Self::One
         }
     }
-    /// Bit from which on instructions are.
+    /// Returns the lowest bit of instructions.
     pub(crate) const fn shift(self) -> u8 {
         match self {
             Self::One => 20,
             Self::Several => IN_COUNTDOWN as u8 * self.bits(),
         }
     }
-    /// Bits of each other sum in the countdown: more than there are events from one poll to the next.
+    /// Returns how many bits each other sum in the countdown has: enough for the events from one poll to the next.
     pub(crate) const fn bits(self) -> u8 {
         match self {
             Self::One => 20,
             Self::Several => 14,
         }
     }
-    /// What the other sums begin at.
+    /// Returns what the other sums in the countdown begin at.
     pub(crate) const fn events(self) -> u64 {
         (1 << self.shift()) - 1
     }
-    /// So many instructions.
+    /// Returns `n` instructions in the countdown's units.
     pub(crate) const fn instructions(self, n: i32) -> i64 {
         (n as i64) << self.shift()
     }
-    /// So many, in the bits that `leave_fast_turns` computes with.
+    /// Returns `n` instructions in the bits that `leave_fast_turns` computes with.
     pub(in crate::codegen) const fn executed(self, n: i32) -> i32 {
         match self {
             Self::One => n << (self.shift() - super::EXECUTED_FROM_ONE),
@@ -52,7 +52,7 @@ impl Layout {
     }
 }
 
-/// What is taken off the countdown, and added to the words beside it.
+/// What is taken off the countdown, and what is added to the words beside it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Cost {
     pub(crate) countdown: i64,
@@ -61,7 +61,7 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
-    /// An instruction of these streams, a bit each.
+    /// Returns the cost of one instruction. `events` has a bit for each stream that it belongs to.
     pub(crate) fn of(streams: Streams, events: u16) -> Self {
         let layout = Layout::of(streams);
         let mut cost = Self {
@@ -108,8 +108,8 @@ impl Sub for Cost {
 }
 
 const _: () = {
-    // From one poll to the next there are no more events than instructions, and of these no more than a budget, what fast turns of
-    // loops get, and a block.
+    // From one poll to the next there are no more events than instructions. Instructions are at most those of a budget,
+    // of the credit for the fast iterations of loops, and of a block.
     let most = super::super::BUDGET as u64 * 3 / 2 + super::super::CREDIT as u64 + 1024;
     assert!(most < 1 << Layout::Several.bits() && most < 1 << 16);
 };

@@ -1,18 +1,18 @@
 //! The countdown of code that counts what is retired, exactly.
 //!
-//! The register holds several sums: instructions from bit [`Layout::shift`] on, and below the events of other streams,
-//! which begin at [`Layout::events`] and never come to zero within a budget. One subtraction where a block is entered
-//! counts all, as if the block were executed to its end without a branch that is taken. Whatever leaves it
-//! elsewhere gives back the difference first ([`refund`]), in a stub of its own. So there is one invariant wherever
-//! generated code may be left:
+//! The register holds several sums. Instructions are counted from bit [`Layout::shift`] on; below are the events of
+//! other streams, which begin at [`Layout::events`] and do not come to zero within a budget. The entry of a block
+//! counts all of them by one subtraction, as if the block were executed to its end and no conditional branch were
+//! taken. A stub that leaves the block elsewhere first gives back the difference ([`refund`]). So there is one
+//! invariant wherever generated code may be left:
 //!
 //! > retired = what polls have taken off ([`COUNTED`]) + [`COUNTED_FROM`] − the countdown
 //!
-//! What changes the countdown otherwise changes [`COUNTED_FROM`] by as much. Budgets end where a counter may
-//! overflow at the earliest, and a block is entered only if all of it is within the budget: what is left is the interpreter's.
+//! What changes the countdown for another reason changes [`COUNTED_FROM`] by as much. A budget ends where a counter may
+//! overflow, and a block is entered only if all of it is within the budget: the interpreter executes what is left.
 //!
-//! Where several streams are counted ([`Layout::Several`]), there are sums of rarer events in memory, too ([`COUNTED_BESIDE`]). They
-//! grow, and blocks without such events leave them alone.
+//! Where several streams are counted ([`Layout::Several`]), the sums of rarer events are in memory
+//! ([`COUNTED_BESIDE`]). These count up, and blocks without such events do not touch them.
 
 mod cost;
 mod sums;
@@ -27,12 +27,14 @@ use crate::{
     ir::streams::{IN_COUNTDOWN, IN_MEMORY},
 };
 
-/// Instructions up to a counter's overflow that translated code is entered for.
+/// Fewest instructions before a counter's overflow for which translated code is entered.
 pub(crate) const LEAST: u64 = 64;
-/// Those that there have to be for fast turns of loops to get [`CREDIT`]: more than a budget and that.
+/// Fewest instructions before a counter's overflow with which the fast iterations of loops get [`CREDIT`]: more than a
+/// budget and the credit.
 const LEAST_FOR_CREDIT: u64 = 2 * BUDGET as u64 + CREDIT as u64;
 
-/// A block that counts for so much is entered. Returns the branch to a poll, where only the countdown has counted.
+/// Emits the entry of a block of this cost. Returns the branch to a poll; if it is taken, only the countdown has
+/// counted.
 pub(in crate::codegen) fn enter(a: &mut Asm, cost: Cost) -> usize {
     match i32::try_from(cost.countdown) {
         Ok(n) => a.alu_imm(true, Alu::Sub, COUNTER, n),
@@ -47,13 +49,13 @@ pub(in crate::codegen) fn enter(a: &mut Asm, cost: Cost) -> usize {
     polls
 }
 
-/// It has not been entered after all. Changes no flags, but may change a register.
+/// Takes back an entry whose poll is due. Changes no flags, but may change `scratch`.
 pub(in crate::codegen) fn refund_entry(a: &mut Asm, cost: Cost, scratch: Reg) {
     let beside = [0; 2];
     refund(a, Cost { beside, ..cost }, scratch);
 }
 
-/// So much of it has not been executed. Changes no flags, but may change a register.
+/// Gives back what has not been executed. Changes no flags, but may change `scratch`.
 pub(in crate::codegen) fn refund(a: &mut Asm, cost: Cost, scratch: Reg) {
     add(a, cost.countdown, scratch);
     for (n, events) in cost.beside.into_iter().enumerate() {
@@ -65,7 +67,7 @@ pub(in crate::codegen) fn refund(a: &mut Asm, cost: Cost, scratch: Reg) {
     }
 }
 
-/// Adds to the countdown alone. Changes no flags, but may change a register.
+/// Adds `n` to the countdown alone. Changes no flags, but may change `scratch`.
 fn add(a: &mut Asm, n: i64, scratch: Reg) {
     match i32::try_from(n) {
         Ok(0) => {}
@@ -77,13 +79,13 @@ fn add(a: &mut Asm, n: i64, scratch: Reg) {
     }
 }
 
-/// Two of the sums in memory.
+/// Returns the word with sums 2n and 2n + 1 of those in memory.
 const fn beside(n: usize) -> Mem {
     gs(COUNTED_BESIDE + 4 * n)
 }
 
-/// A trampoline is called that may leave the instruction to the interpreter: so much will not have been executed then. Changes
-/// no flags.
+/// Notes what has not been executed if the trampoline that is called next leaves the instruction to the interpreter.
+/// Changes no flags.
 pub(in crate::codegen) fn note_refund(a: &mut Asm, layout: Layout, cost: Cost) {
     match i32::try_from(cost.countdown) {
         Ok(n) => a.store_imm(gs(REFUND), n),
@@ -99,7 +101,7 @@ pub(in crate::codegen) fn note_refund(a: &mut Asm, layout: Layout, cost: Cost) {
     }
 }
 
-/// The trampoline does. Changes r14 and flags.
+/// Gives back what [`note_refund`] has noted. Changes r14 and flags.
 pub(in crate::codegen) fn refund_noted(a: &mut Asm, layout: Layout) {
     a.alu(true, Alu::Add, COUNTER, gs(REFUND));
     if layout == Layout::Several {
@@ -110,12 +112,12 @@ pub(in crate::codegen) fn refund_noted(a: &mut Asm, layout: Layout) {
     }
 }
 
-/// Rust code is called, or returned to.
+/// Stores the countdown for Rust code, which is called or returned to next.
 pub(in crate::codegen) fn keep(a: &mut Asm) {
     a.store(gs(COUNTED_TO), COUNTER);
 }
 
-/// Something takes as long as so many instructions, and is none. Changes r13, and no flags.
+/// Charges `n` instructions for something that takes as long but retires none. Changes r13, and no flags.
 pub(in crate::codegen) fn charge(a: &mut Asm, layout: Layout, n: i32) {
     let n = layout.instructions(n);
     let Ok(n) = i32::try_from(n) else {
@@ -128,7 +130,7 @@ pub(in crate::codegen) fn charge(a: &mut Asm, layout: Layout, n: i32) {
     a.store(gs(COUNTED_FROM), S1);
 }
 
-/// Lengthens the budget by what is in r13. Changes no flags.
+/// Lengthens the budget by what is in r13, which may be negative. Changes no flags.
 fn lengthen(a: &mut Asm, spill: usize) {
     a.lea(COUNTER, at(COUNTER, 0).plus(S1, 0));
     a.store(gs(spill), COUNTER);
@@ -138,14 +140,14 @@ fn lengthen(a: &mut Asm, spill: usize) {
     a.load(COUNTER, gs(spill));
 }
 
-/// The same for as many as are in a register. Changes r13 and flags.
+/// Charges an instruction for each repetition in the register `n`. Changes r13 and flags.
 pub(in crate::codegen) fn charge_repetitions(a: &mut Asm, layout: Layout, n: Reg) {
     a.mov(S1, n);
     a.shift(true, 4, S1, layout.shift());
     shorten(a, S1);
 }
 
-/// Shortens the budget by what is in a register, which is changed, as are flags.
+/// Shortens the budget by what is in the register `by`. Changes that register and flags.
 fn shorten(a: &mut Asm, by: Reg) {
     a.alu_rr(true, Alu::Sub, COUNTER, by);
     a.rr(true, &[0xf7], 3, by); // neg
@@ -153,7 +155,7 @@ fn shorten(a: &mut Asm, by: Reg) {
     a.store(gs(COUNTED_FROM), by);
 }
 
-/// Leaves instructions in a register, and none of the other events. Changes flags.
+/// Clears the bits of events in a register, and leaves those of instructions. Changes flags.
 fn mask_events(a: &mut Asm, layout: Layout, r: Reg) {
     match layout {
         Layout::One => a.alu_imm(true, Alu::And, r, -(1 << layout.shift())),
@@ -164,7 +166,7 @@ fn mask_events(a: &mut Asm, layout: Layout, r: Reg) {
     }
 }
 
-/// As [`super::hasten_if_requested`]. Changes rax and flags.
+/// Does what [`super::hasten_if_requested`] does. Changes rax and flags.
 pub(in crate::codegen) fn hasten_if_requested(a: &mut Asm, layout: Layout) {
     a.load(RAX, gs(REQUESTS));
     a.alu_mem_imm8(false, Alu::Cmp, at(RAX, 0), 0);
@@ -188,7 +190,7 @@ pub(in crate::codegen) fn hasten_if_requested(a: &mut Asm, layout: Layout) {
     a.patch(goes_on, here);
 }
 
-/// As [`super::poll`]; the run loop has to be returned to also where a counter may overflow soon.
+/// Does what [`super::poll`] does. The run loop is returned to also where a counter may overflow soon.
 pub(in crate::codegen) fn poll(a: &mut Asm, layout: Layout, go_on: impl FnOnce(&mut Asm)) -> Poll {
     a.load(S0, gs(REQUESTS));
     a.alu_mem_imm8(false, Alu::Cmp, at(S0, 0), 0);
@@ -232,7 +234,8 @@ pub(in crate::codegen) fn poll(a: &mut Asm, layout: Layout, go_on: impl FnOnce(&
     Poll { leaves }
 }
 
-/// Adds to [`COUNTED`] what has been counted, which is still in the countdown. Changes the countdown, r14 and flags.
+/// Adds to [`COUNTED`] and the other sums what has been counted, which is still in the countdown. Changes the
+/// countdown, r14 and flags.
 fn take_off(a: &mut Asm, layout: Layout) {
     let [instructions, events] = [COUNTED, COUNTED_EVENTS].map(gs);
     a.load(S0, gs(COUNTED_FROM));
@@ -254,7 +257,8 @@ fn take_off(a: &mut Asm, layout: Layout) {
     a.store(instructions, COUNTER);
 }
 
-/// The sums beside instructions', of what has been counted, which is in the countdown and in r14: instructions are left in the countdown.
+/// Adds to the sums of events what has been counted; the countdown and r14 have it. Leaves instructions in the
+/// countdown.
 fn take_off_several(a: &mut Asm) {
     let bits = Layout::Several.bits();
     for n in 0..IN_COUNTDOWN {
@@ -277,13 +281,14 @@ fn take_off_several(a: &mut Asm) {
     a.store_imm(gs(COUNTED_BESIDE), 0);
 }
 
-/// Branches if nothing has been counted since the budget began: whoever does not fit into that would not after a poll. Changes flags.
+/// Emits a branch that is taken if nothing has been counted since the budget began: then a block that does not fit in
+/// the budget would not fit after a poll either. Changes flags.
 pub(in crate::codegen) fn branch_if_new(a: &mut Asm) -> usize {
     a.alu(true, Alu::Cmp, COUNTER, gs(COUNTED_FROM));
     a.jcc(cc::E)
 }
 
-/// As [`super::begin_fast_turns`]: what the countdown becomes less, its beginning does, too.
+/// Does what [`super::begin_fast_turns`] does. What it takes off the countdown it takes off [`COUNTED_FROM`], too.
 pub(in crate::codegen) fn begin_fast_turns(a: &mut Asm, layout: Layout) {
     a.load(S0, gs(CREDIT_LEFT));
     a.store_imm(gs(CREDIT_LEFT), 0);
@@ -292,7 +297,7 @@ pub(in crate::codegen) fn begin_fast_turns(a: &mut Asm, layout: Layout) {
     a.alu_rr(true, Alu::Add, COUNTER, S0);
     a.alu(true, Alu::Add, S0, gs(COUNTED_FROM));
     a.store(gs(COUNTED_FROM), S0);
-    // Instructions that are left beyond those in r13, and none of the other events.
+    // The instructions that are left beyond those in r13, without the events of other streams.
     a.shift(true, 4, S1, layout.shift());
     a.mov(S0, COUNTER);
     a.alu_rr(true, Alu::Sub, S0, S1);
@@ -310,12 +315,13 @@ pub(in crate::codegen) fn begin_fast_turns(a: &mut Asm, layout: Layout) {
     a.store(gs(BEGAN), S1);
 }
 
-/// A fast turn that counts for so much begins, or the rest of one. Returns the branch to take if the budget is too short.
+/// Emits the beginning of a fast iteration of this cost, or of the rest of one. Returns the branch to take if the
+/// budget is too short.
 pub(in crate::codegen) fn fast_turn(a: &mut Asm, cost: Cost) -> usize {
     enter(a, cost)
 }
 
-/// As [`super::end_fast_turns`]; the last turn has counted for so much.
+/// Does what [`super::end_fast_turns`] does; `cost` is that of one iteration, which has been subtracted once too often.
 pub(in crate::codegen) fn end_fast_turns(
     a: &mut Asm,
     layout: Layout,
@@ -338,7 +344,8 @@ pub(in crate::codegen) fn end_fast_turns(
     a.jcc(cc::L)
 }
 
-/// As [`super::leave_fast_turns`]; `executed` has [`Layout::executed`] of it in r13, in 32 bits.
+/// Does what [`super::leave_fast_turns`] does; `executed` is called with [`Layout::executed`] of the number in r13, in
+/// 32 bits.
 pub(in crate::codegen) fn leave_fast_turns(
     a: &mut Asm,
     layout: Layout,
@@ -353,7 +360,7 @@ pub(in crate::codegen) fn leave_fast_turns(
             EXECUTED_FROM_ONE
         }
         Err(_) => {
-            // All of what it is worth is in the upper half.
+            // The upper half has all bits of instructions.
             a.load(S1, gs(BEGAN));
             a.lea(S1, at(S1, 0).plus(COUNTER, 0));
             EXECUTED_FROM_SEVERAL
@@ -365,22 +372,22 @@ pub(in crate::codegen) fn leave_fast_turns(
         a.lea(S1, at(S1, (worth >> EXECUTED_FROM_SEVERAL) as i32));
     }
     executed(a);
-    // Without flags.
+    // The budget is lengthened without a change of flags.
     a.load(S1, gs(OWED));
     lengthen(a, SPILL);
 }
 
-/// Bit from which on [`leave_fast_turns`] computes with what has been executed.
+/// The lowest bit of the countdown that [`leave_fast_turns`] computes with, for each layout.
 const EXECUTED_FROM_ONE: u8 = 16;
 const EXECUTED_FROM_SEVERAL: u8 = 32;
 
-/// Code that counts, and has been settled, ends here.
+/// Notes that code that counts, whose counts have been settled, ends here.
 pub(in crate::codegen) fn forget(a: &mut Asm) {
     a.store_imm(gs(COUNTED_FROM), 0);
 }
 
-/// Goes on at [`COUNTED_ENTRY`] with the countdown in [`COUNTED_TO`].
-/// `last`: where the last frame of the host's stack is to lead, which may be of the other kind of code.
+/// Emits what goes on at [`COUNTED_ENTRY`] with the countdown in [`COUNTED_TO`]. `last`: the code that the last frame
+/// of the host's stack is to lead to, which may have been set for the other kind of code.
 pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize) -> usize {
     let place = a.here();
     a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]

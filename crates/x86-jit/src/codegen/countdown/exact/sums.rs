@@ -1,4 +1,4 @@
-//! What code that counts has counted, for Rust.
+//! What code that counts has counted, as Rust reads it.
 
 use engine_frame::EngineFrame;
 
@@ -8,10 +8,11 @@ use crate::{
     ir::streams::{IN_COUNTDOWN, IN_MEMORY, SUMS, Streams},
 };
 
-/// Bit of the level in [`EngineFrame::counted_as`].
+/// The bit of [`EngineFrame::counted_as`] that has the level.
 const LEVEL: u64 = 1 << 8;
 
-/// Code that counts goes on, for so many instructions at most, of which a counter may overflow after `left`.
+/// Sets the countdown of code that counts, which is entered or goes on, to at most so many instructions. `left`: after
+/// how many a counter may overflow.
 pub(crate) fn begin(
     frame: &mut EngineFrame,
     (streams, level): (Streams, usize),
@@ -30,13 +31,13 @@ pub(crate) fn begin(
     set_level(frame, level);
 }
 
-/// What is counted from now on counts at that level.
+/// Sets the level that what is counted from now on counts at.
 pub(crate) fn set_level(frame: &mut EngineFrame, level: usize) {
     let as_what = &mut frame.counted_as;
     *as_what = *as_what & !LEVEL | if level != 0 { LEVEL } else { 0 };
 }
 
-/// Streams and level that code counts, if such code runs.
+/// Returns the streams and the level that code counts, if such code runs.
 pub(crate) fn counts_as(frame: &EngineFrame) -> (Streams, usize) {
     let as_what = frame.counted_as;
     (
@@ -45,18 +46,18 @@ pub(crate) fn counts_as(frame: &EngineFrame) -> (Streams, usize) {
     )
 }
 
-/// What has been counted, once.
+/// What code that counts has counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Counted {
     pub(crate) instructions: u64,
-    /// Of the sums beside.
+    /// Events, by the sums that are counted besides instructions.
     pub(crate) sums: [u64; SUMS],
-    /// Instructions that polls have not taken off [`crate::frame::words::EVENTS_LEFT`].
+    /// Instructions that polls have not taken off [`crate::frame::words::EVENTS_LEFT`] yet.
     pub(crate) left: u64,
 }
 
 impl Counted {
-    /// What it takes to take it back.
+    /// Returns what undoes the addition of these counts.
     pub(crate) fn negative(&self) -> Self {
         Self {
             instructions: self.instructions.wrapping_neg(),
@@ -66,8 +67,9 @@ impl Counted {
     }
 }
 
-/// Code that counts has called `handle`, or has been left: what it has counted so far. From now on it is as if it had only begun.
-/// `None`: no such code runs. (In the middle of a block, where other functions are called, more has been counted than executed.)
+/// Returns what code that counts has counted when it has called `handle` or has been left, and sets the counts back to
+/// 0. `None` if no such code runs. Other functions are called in the middle of a block, when more has been counted than
+/// executed.
 pub(crate) fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
     let counted = counted(frame)?;
     frame.counted_from = frame.counted_to;
@@ -81,7 +83,7 @@ pub(crate) fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
     Some(counted)
 }
 
-/// The same, which may be asked again.
+/// Returns the same, and leaves the counts as they are.
 pub(crate) fn counted(frame: &EngineFrame) -> Option<Counted> {
     let from = frame.counted_from;
     if from == 0 {
@@ -113,19 +115,20 @@ pub(crate) fn counted(frame: &EngineFrame) -> Option<Counted> {
     })
 }
 
-/// It does not run any more. Returns for how many instructions it might have gone on; `None`: it did not.
+/// Notes that code that counts does not run any more. Returns how many instructions were left of its countdown; `None`
+/// if no such code ran.
 pub(crate) fn end(frame: &mut EngineFrame) -> Option<u64> {
     let left = left(frame);
     (core::mem::take(&mut frame.counted_from) != 0).then_some(left)
 }
 
-/// Instructions until the next poll, while code that counts has called Rust.
+/// Returns the instructions until the next poll, when code that counts has called Rust.
 pub(crate) fn left(frame: &EngineFrame) -> u64 {
     let layout = Layout::of(counts_as(frame).0);
     (frame.counted_to.cast_signed() >> layout.shift()).max(0) as u64
 }
 
-/// What `handle` has charged.
+/// Returns what `handle` has charged.
 pub(crate) fn charged(frame: &EngineFrame) -> u64 {
     frame.cost
 }
