@@ -1,23 +1,15 @@
 //! Translation to the same instruction set: guest code is copied where it is harmless, and rewritten where it is not.
 //!
 //! [`Jit`] executes a vCPU's code as blocks of host code. It leaves single instructions, and states that are not
-//! translated, to the interpreter. Guest registers are in host registers (`frame::words`), and arithmetic flags in the
+//! translated, to the interpreter. Guest registers are in host registers (`x86_codegen::frame::words`), and arithmetic flags in the
 //! host's. Memory operands go inline through the MMU's first-level tables. A block is keyed by its page in guest
 //! physical memory and the mode, so that code that several processes share is translated once, wherever it is mapped.
 //!
 //! Exits are exact: RIP, registers and memory are as after the last completed
-//! instruction. (One exception about flags: see `codegen`.)
+//! instruction. (One exception about flags: see [`x86_codegen::codegen`].)
 
-mod asm;
 mod code;
-mod codegen;
-mod frame;
-#[cfg(test)]
-mod golden;
-mod ir;
-mod plan;
 mod profile;
-mod region;
 mod runtime;
 
 use core::sync::atomic::{AtomicU8, AtomicU32};
@@ -26,10 +18,10 @@ use mmu::{Front, Ram};
 use x86_cpu::{CpuState, GuestBus};
 
 pub use code::perf::Profiler;
-pub use ir::cause::Cause;
 pub use runtime::Jit;
 pub use runtime::lockstep::LockstepStats;
 pub use runtime::stats::Stats;
+pub use x86_codegen::ir::cause::Cause;
 
 /// How long translated code may go on without returning to the run loop. Each return drops the host's stack, so the
 /// processor mispredicts the guest's next returns.

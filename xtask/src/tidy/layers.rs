@@ -10,6 +10,7 @@ const LAYERS: &[&[&str]] = &[
     &["guest-memory", "x86-cpu", "irqchip", "pmu"],
     &["x86-native", "mmu", "io-bus"],
     &["x86-interp"],
+    &["x86-codegen"],
     &["x86-jit"],
     &["hypervisor"],
     &["kvm-abi"],

@@ -8,11 +8,12 @@ use std::{
 use mmu::hash::ByIdentity;
 use x86_cpu::CodePage;
 
-use crate::{
-    JitBus,
+use crate::JitBus;
+use crate::code::targets::no_targets;
+use x86_codegen::{
     codegen::Entries,
     frame::page_guard::PageGuard,
-    frame::targets::{Target, empty, no_targets, place},
+    frame::targets::{Target, empty, place},
     ir::mode::{BlockKey, Mode, low},
 };
 
@@ -245,7 +246,7 @@ pub(crate) struct Cache {
     pub(crate) second: HashMap<BlockKey, CodePage, ByIdentity>,
     pub(crate) targets: Box<[Target]>,
     /// By offset of an outer entry: numbers of the direct branches of other pages that are linked to it
-    /// ([`crate::codegen::CrossPageSite`]).
+    /// ([`x86_codegen::codegen::CrossPageSite`]).
     pub(crate) remembered: HashMap<usize, Vec<u32>, ByIdentity>,
     /// Pages and keys that [`Self::is_new`] has seen.
     filled: [(u64, u64); FILLED],
@@ -268,7 +269,7 @@ fn new_generation() -> u64 {
 
 impl Cache {
     pub(crate) fn new() -> Self {
-        crate::frame::targets::make_secret();
+        x86_codegen::frame::targets::make_secret();
         Self {
             blocks: BlockTable::default(),
             second: HashMap::default(),
@@ -374,7 +375,7 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::frame::targets::salt_of;
+    use x86_codegen::frame::targets::salt_of;
 
     #[test]
     fn blocks_are_found_where_they_were_put() {

@@ -5,7 +5,7 @@
 
 use core::ops::Range;
 
-use crate::asm::{CACHE_LINE, MAX_BLOCK};
+use x86_codegen::asm::{CACHE_LINE, MAX_BLOCK};
 
 /// Blocks begin at a multiple of this.
 const ALIGN: usize = 16;

@@ -3,4 +3,6 @@
 pub(crate) mod cache;
 pub(crate) mod layout;
 pub(crate) mod perf;
+pub(crate) mod source;
 pub(crate) mod space;
+pub(crate) mod targets;

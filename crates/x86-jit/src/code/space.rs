@@ -1,6 +1,6 @@
 //! [`CodeSpace`]: the code buffer, what is where in it, and the only writer of published code.
 //!
-//! Code is emitted into a buffer of the emitter's own ([`crate::asm::Asm`]). It is published once, by
+//! Code is emitted into a buffer of the emitter's own ([`x86_codegen::asm::Asm`]). It is published once, by
 //! [`CodeSpace::publish`], and changed afterwards only by the functions below that one: each says what it changes. Only
 //! the vCPU that owns the space executes its code, and never while it is in one of these functions, so none of the
 //! writes is seen half done.
@@ -8,10 +8,12 @@
 use host::{CodeBuffer, CodeViews};
 
 use crate::{
-    asm::{Isa, MAX_BLOCK},
     code::cache::Cache,
     code::layout::CodeLayout,
     code::perf::{self, Perf, Profiler},
+};
+use x86_codegen::{
+    asm::{Isa, MAX_BLOCK},
     codegen::trampolines::AllTrampolines,
 };
 

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use mmu::{hash::ByIdentity, l1::SITE_ENTRIES};
 
-use crate::{
+use x86_codegen::{
     ir::hot::Hot,
     ir::mode::{BlockKey, Mode},
     ir::source::TracePage,

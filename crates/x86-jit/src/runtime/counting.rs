@@ -5,9 +5,8 @@ use x86_cpu::{CpuState, Retired, retired::outcome};
 use x86_defs::control::cr4;
 use x86_interp::events_of;
 
-use crate::{
-    Jit, JitBus, codegen::countdown::exact, frame::targets::salt_of, runtime::state::is_countable,
-};
+use crate::{Jit, JitBus, runtime::state::is_countable};
+use x86_codegen::{codegen::countdown::exact, frame::targets::salt_of};
 
 /// What the instructions between two changes of level count for at least, where one of the two levels is counted. So a
 /// guest that changes the level all the time comes to a poll, too.
@@ -95,7 +94,7 @@ impl<B: JitBus> Jit<B> {
     /// Follows a change of the privilege level by an instruction that counts at the level it begins at. If only one of
     /// the two levels is counted, code of the other kind comes next. The salt is then that of no key, so the target
     /// table has no target for the branch that comes next, and it goes by
-    /// [`Trampolines::branch`](crate::codegen::trampolines::Trampolines::branch), which changes to the other kind of
+    /// [`Trampolines::branch`](x86_codegen::codegen::trampolines::Trampolines::branch), which changes to the other kind of
     /// code.
     pub(crate) fn follow_level(&mut self, cpu: &mut CpuState) {
         let counted = cpu.engine.counted_from != 0;

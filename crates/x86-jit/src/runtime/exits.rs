@@ -2,8 +2,8 @@
 //! are not known yet, changed code.
 //!
 //! Registers and flags are in `CpuState`. FP state may be in the host's registers still
-//! ([`crate::frame::words::FP_LIVE`]). Only instructions that use it would notice, and they come by
-//! [`crate::codegen::trampolines::Trampolines::bail`], which saves it.
+//! ([`x86_codegen::frame::words::FP_LIVE`]). Only instructions that use it would notice, and they come by
+//! [`x86_codegen::codegen::trampolines::Trampolines::bail`], which saves it.
 
 use x86_cpu::{CpuState, Exception, Shadow};
 use x86_defs::rflags;
@@ -11,16 +11,18 @@ use x86_interp::{Interp, RunStop};
 
 use crate::{
     Jit, JitBus,
+    runtime::Context,
+    runtime::counting::{LEAST_EXECUTED, settle},
+    runtime::requests::tell_view,
+    runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
+};
+use x86_codegen::{
     codegen::{Condition, countdown},
     frame::exit::{Left, Reason},
     frame::state::{pack, unpack},
     ir::cause::Cause,
     ir::mode::Mode,
     ir::segment::{may_branch_to, page_of},
-    runtime::Context,
-    runtime::counting::{LEAST_EXECUTED, settle},
-    runtime::requests::tell_view,
-    runtime::state::{drop_resume_flag, is_translatable, keep_resume_flag, move_stack, word_mask},
 };
 
 /// Direct branches to other pages that go by the target table before one of them is linked to another target than

@@ -3,18 +3,20 @@
 use x86_cpu::CpuState;
 use x86_interp::Interp;
 
+use crate::code::source::source_of;
 use crate::{
     Jit, JitBus,
     code::cache::TranslatedBlock,
-    codegen::Condition,
-    frame::targets::salt_of,
-    ir::mode::Mode,
-    ir::segment::{code_at, has_pages, page_of},
-    ir::source::Source,
     runtime::flat::set_bounds,
     runtime::lockstep::set_tables,
     runtime::state::{mode_of, target_key},
     runtime::translation::next_page,
+};
+use x86_codegen::{
+    codegen::Condition,
+    frame::targets::salt_of,
+    ir::mode::Mode,
+    ir::segment::{code_at, has_pages, page_of},
 };
 
 impl<B: JitBus> Jit<B> {
@@ -173,7 +175,7 @@ impl<B: JitBus> Jit<B> {
         {
             return Some(b);
         }
-        let code = Source::of(bus, key.page())?;
+        let code = source_of(bus, key.page())?;
         let start = host::cpu::rdtsc();
         let what = (key, generation, code);
         let block = self.translate(interp, cpu, bus, gva, what, false);

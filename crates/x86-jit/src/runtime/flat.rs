@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use x86_cpu::{CodeSize, CpuState};
 use x86_defs::{reg, segment::Segment};
 
-use crate::ir::mode::Mode;
+use x86_codegen::ir::mode::Mode;
 
 /// Returns true in 32-bit protected or compatibility mode if addresses in CS, SS, DS and ES are linear addresses
 /// without a limit.

@@ -4,8 +4,8 @@
 use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Insn, Interp, Transfer};
 
-use crate::{
-    JitBus,
+use crate::JitBus;
+use x86_codegen::{
     ir::mode::Mode,
     ir::segment::{code_at, has_pages},
 };

@@ -27,24 +27,19 @@ use x86_native::HostFeatures;
 
 use crate::{
     JitBus,
-    asm::Isa,
     code::perf::Profiler,
     code::space::CodeSpace,
-    codegen::Translator,
-    frame::exit::Left,
-    frame::keys::Keys,
-    frame::switches::Switches,
-    ir::cause::Cause,
-    ir::decoded::Decoded,
-    ir::lowering::Forms,
-    ir::mode::Mode,
-    plan::groups::Groups,
     profile::hot::Profiles,
     runtime::exits::handle,
     runtime::given_up::GivenUp,
     runtime::lockstep::{Lockstep, LockstepStats},
     runtime::requests::serve,
     runtime::stats::Stats,
+};
+use x86_codegen::{
+    asm::Isa, codegen::Translator, frame::exit::Left, frame::keys::Keys, frame::switches::Switches,
+    ir::cause::Cause, ir::decoded::Decoded, ir::lowering::Forms, ir::mode::Mode,
+    plan::groups::Groups,
 };
 
 /// Bytes of translated code per vCPU. A compiler's takes 80 MiB.
@@ -168,7 +163,7 @@ impl<B: JitBus> Jit<B> {
                 wanted_by: None,
                 forms: Forms::new(host),
                 decoded: Vec::new(),
-                groups: Groups::new(),
+                groups: Groups::default(),
                 translator: Translator::new(isa, trampolines, address),
             },
             profiles: Profiles::new(),
@@ -188,8 +183,8 @@ impl<B: JitBus> Jit<B> {
                 mode: Mode::NONE,
                 code_segments: flat::CodeSegments::default(),
                 views_made: 0,
-                keys: Keys::new(),
-                switches: Switches::new(),
+                keys: Keys::default(),
+                switches: Switches::default(),
             },
             disturbance: Disturbance {
                 flush_every: 0,

@@ -4,14 +4,13 @@ use x86_cpu::CpuState;
 use x86_defs::reg;
 use x86_interp::{Interp, RunStop};
 
-use crate::{
-    Jit, JitBus,
-    code::cache::Cache,
+use crate::code::source::source_of;
+use crate::{Jit, JitBus, code::cache::Cache, runtime::state::is_translatable};
+use x86_codegen::{
     ir::mode::{BlockKey, Mode},
-    ir::source::{Source, TracePage},
+    ir::source::TracePage,
     region::block::{self},
     region::trace::{MAX_DISTANCE, MAX_TRACE, Tracer},
-    runtime::state::is_translatable,
 };
 
 impl<B: JitBus> Jit<B> {
@@ -121,7 +120,7 @@ fn page_of<B: JitBus>(
     }
     // The generation is read before the bytes, so that a change in between makes the trace stale.
     let page = bus.code_page(cpu, gva).ok()?;
-    let source = Source::of(bus, page.id)?;
+    let source = source_of(bus, page.id)?;
     if cache.blocks.mode_at(gva, &page, mode.without(Mode::BOUND)) != mode {
         return None;
     }

@@ -9,12 +9,12 @@ use x86_defs::{
 
 use crate::{
     JitBus,
-    frame::requests,
     runtime::lockstep::log_of,
     runtime::state::target_key,
     runtime::{Context, Jit},
     runtime::{counting, interrupt_return, system_call},
 };
+use x86_codegen::frame::requests;
 
 /// Tells the MMU of the view or root that generated code has changed to by itself.
 #[inline]

@@ -6,10 +6,6 @@ use x86_interp::{Interp, RunStop};
 
 use crate::{
     Jit, JitBus, RunLimit,
-    codegen::countdown,
-    frame::exit::{Left, Reason},
-    frame::state::{pack, unpack},
-    ir::segment::page_of,
     runtime::Context,
     runtime::counting::settle,
     runtime::lockstep::turn,
@@ -18,6 +14,12 @@ use crate::{
         drop_resume_flag, is_translatable, keep_resume_flag, needs_stepping, set_gs_base,
         target_key,
     },
+};
+use x86_codegen::{
+    codegen::countdown,
+    frame::exit::{Left, Reason},
+    frame::state::{pack, unpack},
+    ir::segment::page_of,
 };
 
 /// How many instructions the interpreter executes one by one before [`Interp::run`] goes on, which returns only after

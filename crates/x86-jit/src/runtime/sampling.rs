@@ -8,12 +8,11 @@ use x86_interp::{Interp, RunStop};
 use crate::{
     Jit, JitBus,
     code::cache::TranslatedBlock,
-    frame::requests,
-    ir::hot::Turns,
-    ir::mode::BlockKey,
-    ir::segment::code_at,
-    ir::source::TracePage,
     profile::hot::{EXECUTED, Found, Profile, REVALIDATED},
+};
+use x86_codegen::{
+    frame::requests, ir::hot::Turns, ir::mode::BlockKey, ir::segment::code_at,
+    ir::source::TracePage,
 };
 
 impl<B: JitBus> Jit<B> {

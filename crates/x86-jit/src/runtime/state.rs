@@ -9,13 +9,12 @@ use x86_defs::{
 };
 use x86_interp::RunStop;
 
-use crate::{
-    Jit, JitBus,
+use crate::{Jit, JitBus, runtime::flat};
+use x86_codegen::{
     codegen::countdown::exact,
     frame::state::{MXCSR_FREE, X87_MASKED, X87_PENDING},
     ir::mode::Mode,
     ir::streams::Streams,
-    runtime::flat,
 };
 
 /// Returns the target key that `Jit::set_view` has set, and its salt.

@@ -1,6 +1,6 @@
 //! [`Stats`]: counters of a vCPU's translator.
 
-use crate::ir::cause::Cause;
+use x86_codegen::ir::cause::Cause;
 
 /// Counters of a vCPU's translator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -4,7 +4,8 @@ use mmu::RootIsKept;
 use x86_cpu::CpuState;
 use x86_defs::control::{cr3, cr4};
 
-use crate::{Jit, JitBus, frame::switches::Switch, runtime::state::target_key};
+use crate::{Jit, JitBus, runtime::state::target_key};
+use x86_codegen::frame::switches::Switch;
 
 /// The word that [`Switch::kept`] points to where the guest cannot take anything back.
 static KEPT: u32 = 1;

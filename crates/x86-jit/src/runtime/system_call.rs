@@ -8,10 +8,8 @@ use x86_defs::{
     segment::{Attr, Segment},
 };
 
-use crate::{
-    JitBus,
-    frame::state::{pack, unpack},
-};
+use crate::JitBus;
+use x86_codegen::frame::state::{pack, unpack};
 
 /// Attributes of flat segments at level 0.
 pub(crate) const CODE64: u32 = 0xa09b;

@@ -3,11 +3,10 @@
 use x86_cpu::{CodePage, CpuState};
 use x86_interp::{Interp, Transfer};
 
-use crate::{
-    Jit, JitBus,
+use crate::code::source::source_of;
+use crate::{Jit, JitBus, code::cache::TranslatedBlock, code::space::REL32, runtime::FallbackSite};
+use x86_codegen::{
     asm::CACHE_LINE,
-    code::cache::TranslatedBlock,
-    code::space::REL32,
     codegen::{Entries, How},
     frame::words::S1,
     ir::decoded::Decoded,
@@ -16,7 +15,6 @@ use crate::{
     ir::segment::code_at,
     ir::source::{Source, TracePage},
     region::block,
-    runtime::FallbackSite,
 };
 
 /// Maximum number of blocks that are translated ahead because one is translated.
@@ -197,7 +195,7 @@ impl<B: JitBus> Jit<B> {
         (hot, cold)
     }
 
-    /// Emits the block, which is in [`Translator::asm`](crate::codegen::Translator::asm) afterwards.
+    /// Emits the block, which is in [`Translator::asm`](x86_codegen::codegen::Translator::asm) afterwards.
     fn emit(
         &mut self,
         (key, generation): (BlockKey, u32),
@@ -277,7 +275,7 @@ impl<B: JitBus> Jit<B> {
         }
         // The generation is read before the bytes, so that a change in between makes the block stale.
         let page = bus.code_page(cpu, next_page(gva)).ok()?;
-        let source = Source::of(bus, page.id)?;
+        let source = source_of(bus, page.id)?;
         decode(bus, cpu).then_some(Some((page, source)))
     }
 
@@ -384,7 +382,7 @@ impl<B: JitBus> Jit<B> {
         let (key, _) = self.key_at(cpu, bus)?;
         let key = key.split(is_split);
         // The generation is read first, and then compared with the block's.
-        let source = Source::of(bus, key.page())?;
+        let source = source_of(bus, key.page())?;
         let (_, generation) = self.key_at(cpu, bus)?;
         if self.code.is_full() || generation != block.generation {
             return None;

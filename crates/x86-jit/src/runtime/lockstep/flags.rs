@@ -8,8 +8,8 @@ use x86_interp::gating;
 use x86_native::decoded_flags;
 
 use super::shadow::Shadow;
-use crate::{
-    JitBus,
+use crate::JitBus;
+use x86_codegen::{
     ir::flags::overwritten,
     ir::segment::{code_bits, linear},
 };

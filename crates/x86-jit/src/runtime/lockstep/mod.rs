@@ -35,15 +35,14 @@ use x86_interp::{Interp, RunStop};
 
 pub(crate) use self::log::{Log, log_of, set_tables};
 use self::shadow::Shadow as ShadowBus;
-use crate::{
-    Jit, JitBus,
+use crate::{Jit, JitBus, runtime::state::move_stack};
+use x86_codegen::{
     codegen::countdown,
     frame::exit::{Left, Reason},
     frame::state::unpack,
     ir::decoded::Decoded,
     ir::mode::Mode,
     ir::segment::may_branch_to,
-    runtime::state::move_stack,
 };
 
 /// Maximum number of the interpreter's instructions per stretch, repetitions counted singly.
@@ -102,7 +101,7 @@ struct Start<'a> {
     frame: &'a EngineFrame,
 }
 
-/// Why translated code stopped, and [`crate::frame::words::ARGUMENT`].
+/// Why translated code stopped, and [`x86_codegen::frame::words::ARGUMENT`].
 type Outcome = (Reason, usize);
 
 impl<B: JitBus> Drop for Lockstep<B> {

@@ -6,10 +6,8 @@ use iced_x86::{Decoder, DecoderOptions, FastFormatter};
 use x86_cpu::CpuState;
 
 use super::{Difference, FP_BYTES, Lockstep, TRAIL, normal, registers};
-use crate::{
-    Jit, JitBus,
-    ir::segment::{code_at, code_bits, linear},
-};
+use crate::{Jit, JitBus};
+use x86_codegen::ir::segment::{code_at, code_bits, linear};
 
 /// How many of the guest's instructions are shown.
 const SHOWN: usize = 24;

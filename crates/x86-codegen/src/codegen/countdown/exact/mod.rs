@@ -1,0 +1,401 @@
+//! The countdown of code that counts what is retired, exactly.
+//!
+//! The register holds several sums. Instructions are counted from bit [`Layout::shift`] on; below are the events of
+//! other streams, which begin at [`Layout::events`] and do not come to zero within a budget. The entry of a block
+//! counts all of them by one subtraction, as if the block were executed to its end and no conditional branch were
+//! taken. A stub that leaves the block elsewhere first gives back the difference ([`refund`]). So there is one
+//! invariant wherever generated code may be left:
+//!
+//! > retired = what polls have taken off ([`COUNTED`]) + [`COUNTED_FROM`] − the countdown
+//!
+//! What changes the countdown for another reason changes [`COUNTED_FROM`] by as much. A budget ends where a counter may
+//! overflow, and a block is entered only if all of it is within the budget: the interpreter executes what is left.
+//!
+//! Where several streams are counted ([`Layout::Several`]), the sums of rarer events are in memory
+//! ([`COUNTED_BESIDE`]). These count up, and blocks without such events do not touch them.
+
+mod cost;
+mod sums;
+
+pub(crate) use cost::{Cost, Layout};
+pub use sums::*;
+
+use super::{BUDGET, CREDIT, Poll, SOON, run_limit_ends, vary_budget};
+use crate::{
+    asm::*,
+    frame::words::*,
+    ir::streams::{IN_COUNTDOWN, IN_MEMORY},
+};
+
+/// Fewest instructions before a counter's overflow for which translated code is entered.
+pub const LEAST: u64 = 64;
+/// Fewest instructions before a counter's overflow with which the fast iterations of loops get [`CREDIT`]: more than a
+/// budget and the credit.
+const LEAST_FOR_CREDIT: u64 = 2 * BUDGET as u64 + CREDIT as u64;
+
+/// Emits the entry of a block of this cost. Returns the branch to a poll; if it is taken, only the countdown has
+/// counted.
+pub(in crate::codegen) fn enter(a: &mut Asm, cost: Cost) -> usize {
+    match i32::try_from(cost.countdown) {
+        Ok(n) => a.alu_imm(true, Alu::Sub, COUNTER, n),
+        Err(_) => a.alu_literal(Alu::Sub, COUNTER, cost.countdown.cast_unsigned()),
+    }
+    let polls = a.jcc(cc::L);
+    for (n, events) in cost.beside.into_iter().enumerate() {
+        if events != 0 {
+            a.alu_mem_imm(false, Alu::Add, beside(n), events);
+        }
+    }
+    polls
+}
+
+/// Takes back an entry whose poll is due. Changes no flags, but may change `scratch`.
+pub(in crate::codegen) fn refund_entry(a: &mut Asm, cost: Cost, scratch: Reg) {
+    let beside = [0; 2];
+    refund(a, Cost { beside, ..cost }, scratch);
+}
+
+/// Gives back what has not been executed. Changes no flags, but may change `scratch`.
+pub(in crate::codegen) fn refund(a: &mut Asm, cost: Cost, scratch: Reg) {
+    add(a, cost.countdown, scratch);
+    for (n, events) in cost.beside.into_iter().enumerate() {
+        if events != 0 {
+            a.load32(scratch, beside(n));
+            a.rm(false, &[0x8d], scratch, at(scratch, -events)); // lea
+            a.store32(beside(n), scratch);
+        }
+    }
+}
+
+/// Adds `n` to the countdown alone. Changes no flags, but may change `scratch`.
+fn add(a: &mut Asm, n: i64, scratch: Reg) {
+    match i32::try_from(n) {
+        Ok(0) => {}
+        Ok(n) => a.lea(COUNTER, at(COUNTER, n)),
+        Err(_) => {
+            a.load_literal(scratch, n.cast_unsigned());
+            a.lea(COUNTER, at(COUNTER, 0).plus(scratch, 0));
+        }
+    }
+}
+
+/// Returns the word with sums 2n and 2n + 1 of those in memory.
+const fn beside(n: usize) -> Mem {
+    gs(COUNTED_BESIDE + 4 * n)
+}
+
+/// Notes what has not been executed if the trampoline that is called next leaves the instruction to the interpreter.
+/// Changes no flags.
+pub(in crate::codegen) fn note_refund(a: &mut Asm, layout: Layout, cost: Cost) {
+    match i32::try_from(cost.countdown) {
+        Ok(n) => a.store_imm(gs(REFUND), n),
+        Err(_) => {
+            a.store32_imm(gs(REFUND), cost.countdown as i32);
+            a.store32_imm(gs(REFUND + 4), (cost.countdown >> 32) as i32);
+        }
+    }
+    if layout == Layout::Several {
+        for (n, events) in cost.beside.into_iter().enumerate() {
+            a.store32_imm(gs(REFUND_BESIDE + 4 * n), events);
+        }
+    }
+}
+
+/// Gives back what [`note_refund`] has noted. Changes r14 and flags.
+pub(in crate::codegen) fn refund_noted(a: &mut Asm, layout: Layout) {
+    a.alu(true, Alu::Add, COUNTER, gs(REFUND));
+    if layout == Layout::Several {
+        for n in 0..2 {
+            a.load32(S0, gs(REFUND_BESIDE + 4 * n));
+            a.rm(false, &[0x29], S0, beside(n)); // sub
+        }
+    }
+}
+
+/// Stores the countdown for Rust code, which is called or returned to next.
+pub(in crate::codegen) fn keep(a: &mut Asm) {
+    a.store(gs(COUNTED_TO), COUNTER);
+}
+
+/// Charges `n` instructions for something that takes as long but retires none. Changes r13, and no flags.
+pub(in crate::codegen) fn charge(a: &mut Asm, layout: Layout, n: i32) {
+    let n = layout.instructions(n);
+    let Ok(n) = i32::try_from(n) else {
+        a.mov_imm(S1, (-n).cast_unsigned());
+        return lengthen(a, COUNTED_SPILL);
+    };
+    a.lea(COUNTER, at(COUNTER, -n));
+    a.load(S1, gs(COUNTED_FROM));
+    a.lea(S1, at(S1, -n));
+    a.store(gs(COUNTED_FROM), S1);
+}
+
+/// Lengthens the budget by what is in r13, which may be negative. Changes no flags.
+fn lengthen(a: &mut Asm, spill: usize) {
+    a.lea(COUNTER, at(COUNTER, 0).plus(S1, 0));
+    a.store(gs(spill), COUNTER);
+    a.load(COUNTER, gs(COUNTED_FROM));
+    a.lea(COUNTER, at(COUNTER, 0).plus(S1, 0));
+    a.store(gs(COUNTED_FROM), COUNTER);
+    a.load(COUNTER, gs(spill));
+}
+
+/// Charges an instruction for each repetition in the register `n`. Changes r13 and flags.
+pub(in crate::codegen) fn charge_repetitions(a: &mut Asm, layout: Layout, n: Reg) {
+    a.mov(S1, n);
+    a.shift(true, 4, S1, layout.shift());
+    shorten(a, S1);
+}
+
+/// Shortens the budget by what is in the register `by`. Changes that register and flags.
+fn shorten(a: &mut Asm, by: Reg) {
+    a.alu_rr(true, Alu::Sub, COUNTER, by);
+    a.rr(true, &[0xf7], 3, by); // neg
+    a.alu(true, Alu::Add, by, gs(COUNTED_FROM));
+    a.store(gs(COUNTED_FROM), by);
+}
+
+/// Clears the bits of events in a register, and leaves those of instructions. Changes flags.
+fn mask_events(a: &mut Asm, layout: Layout, r: Reg) {
+    match layout {
+        Layout::One => a.alu_imm(true, Alu::And, r, -(1 << layout.shift())),
+        Layout::Several => {
+            a.shift(true, 7, r, layout.shift()); // sar
+            a.shift(true, 4, r, layout.shift());
+        }
+    }
+}
+
+/// Does what [`super::hasten_if_requested`] does. Changes rax and flags.
+pub(in crate::codegen) fn hasten_if_requested(a: &mut Asm, layout: Layout) {
+    a.load(RAX, gs(REQUESTS));
+    a.alu_mem_imm8(false, Alu::Cmp, at(RAX, 0), 0);
+    let goes_on = a.jcc(cc::E);
+    let soon = -layout.instructions(SOON as i32);
+    match i32::try_from(soon) {
+        Ok(soon) => a.lea(RAX, at(COUNTER, soon)),
+        Err(_) => {
+            a.mov_imm(RAX, soon.cast_unsigned());
+            a.alu_rr(true, Alu::Add, RAX, COUNTER);
+        }
+    }
+    mask_events(a, layout, RAX);
+    a.alu_imm(true, Alu::Cmp, RAX, 0);
+    let is_soon = a.jcc(cc::LE);
+    shorten(a, RAX);
+    let here = a.here();
+    a.patch(is_soon, here);
+    a.store_imm(gs(OWED), 0);
+    let here = a.here();
+    a.patch(goes_on, here);
+}
+
+/// Does what [`super::poll`] does. The run loop is returned to also where a counter may overflow soon.
+pub(in crate::codegen) fn poll(a: &mut Asm, layout: Layout, go_on: impl FnOnce(&mut Asm)) -> Poll {
+    a.load(S0, gs(REQUESTS));
+    a.alu_mem_imm8(false, Alu::Cmp, at(S0, 0), 0);
+    let requested = a.jcc(cc::NE);
+    a.alu_mem_imm8(true, Alu::Sub, gs(POLLS_LEFT), 1);
+    let used_up = a.jcc(cc::S);
+    let goes_on = a.here();
+    take_off(a, layout);
+    vary_budget(a);
+    a.load(S0, gs(EVENTS_LEFT));
+    a.alu_rr(true, Alu::Cmp, COUNTER, S0);
+    // cmova
+    a.rr(true, &[0x0f, 0x47], COUNTER, S0);
+    match layout {
+        Layout::One => {
+            a.shift(true, 4, COUNTER, layout.shift());
+            a.alu_imm(true, Alu::Or, COUNTER, layout.events() as i32);
+        }
+        Layout::Several => {
+            a.lea(COUNTER, at(COUNTER, 1));
+            a.shift(true, 4, COUNTER, layout.shift());
+            a.lea(COUNTER, at(COUNTER, -1));
+        }
+    }
+    a.store(gs(COUNTED_FROM), COUNTER);
+    a.store_imm(gs(CREDIT_LEFT), CREDIT);
+    a.alu_imm(true, Alu::Cmp, S0, LEAST_FOR_CREDIT as i32);
+    let has_credit = a.jcc(cc::AE);
+    a.store_imm(gs(CREDIT_LEFT), 0);
+    let here = a.here();
+    a.patch(has_credit, here);
+    a.alu_imm(true, Alu::Cmp, S0, LEAST as i32);
+    let may_overflow = a.jcc(cc::B);
+    go_on(a);
+    let here = a.here();
+    a.patch(used_up, here);
+    let mut leaves = run_limit_ends(a).to_vec();
+    a.store_imm(gs(POLLS_LEFT), super::POLLS as i32);
+    a.jmp_to(goes_on);
+    leaves.extend([requested, may_overflow]);
+    Poll { leaves }
+}
+
+/// Adds to [`COUNTED`] and the other sums what has been counted, which is still in the countdown. Changes the
+/// countdown, r14 and flags.
+fn take_off(a: &mut Asm, layout: Layout) {
+    let [instructions, events] = [COUNTED, COUNTED_EVENTS].map(gs);
+    a.load(S0, gs(COUNTED_FROM));
+    a.alu_rr(true, Alu::Sub, S0, COUNTER);
+    a.mov(COUNTER, S0);
+    match layout {
+        Layout::One => {
+            a.shift(true, 5, COUNTER, layout.shift());
+            a.alu_imm(false, Alu::And, S0, layout.events() as i32);
+            a.alu(true, Alu::Add, S0, events);
+            a.store(events, S0);
+        }
+        Layout::Several => take_off_several(a),
+    }
+    a.load(S0, gs(EVENTS_LEFT));
+    a.alu_rr(true, Alu::Sub, S0, COUNTER);
+    a.store(gs(EVENTS_LEFT), S0);
+    a.alu(true, Alu::Add, COUNTER, instructions);
+    a.store(instructions, COUNTER);
+}
+
+/// Adds to the sums of events what has been counted; the countdown and r14 have it. Leaves instructions in the
+/// countdown.
+fn take_off_several(a: &mut Asm) {
+    let bits = Layout::Several.bits();
+    for n in 0..IN_COUNTDOWN {
+        a.alu_imm(false, Alu::And, S0, (1 << bits) - 1);
+        a.rm(true, &[0x01], S0, gs(COUNTED_EVENTS + 8 * n)); // add
+        a.shift(true, 5, COUNTER, bits);
+        if n + 1 < IN_COUNTDOWN {
+            a.mov(S0, COUNTER);
+        }
+    }
+    for n in 0..IN_MEMORY {
+        a.rm(false, &[0x0f, 0xb7], S0, gs(COUNTED_BESIDE + 2 * n)); // movzx
+        a.rm(
+            true,
+            &[0x01],
+            S0,
+            gs(COUNTED_EVENTS + 8 * (IN_COUNTDOWN + n)),
+        );
+    }
+    a.store_imm(gs(COUNTED_BESIDE), 0);
+}
+
+/// Emits a branch that is taken if nothing has been counted since the budget began: then a block that does not fit in
+/// the budget would not fit after a poll either. Changes flags.
+pub(in crate::codegen) fn branch_if_new(a: &mut Asm) -> usize {
+    a.alu(true, Alu::Cmp, COUNTER, gs(COUNTED_FROM));
+    a.jcc(cc::E)
+}
+
+/// Does what [`super::begin_fast_turns`] does. What it takes off the countdown it takes off [`COUNTED_FROM`], too.
+pub(in crate::codegen) fn begin_fast_turns(a: &mut Asm, layout: Layout) {
+    a.load(S0, gs(CREDIT_LEFT));
+    a.store_imm(gs(CREDIT_LEFT), 0);
+    a.store_imm(gs(OWED), 0);
+    a.shift(true, 4, S0, layout.shift());
+    a.alu_rr(true, Alu::Add, COUNTER, S0);
+    a.alu(true, Alu::Add, S0, gs(COUNTED_FROM));
+    a.store(gs(COUNTED_FROM), S0);
+    // The instructions that are left beyond those in r13, without the events of other streams.
+    a.shift(true, 4, S1, layout.shift());
+    a.mov(S0, COUNTER);
+    a.alu_rr(true, Alu::Sub, S0, S1);
+    mask_events(a, layout, S0);
+    if layout == Layout::Several {
+        a.rr(true, &[0x85], S0, S0); // test
+    }
+    let is_less = a.jcc(cc::LE);
+    a.store(gs(OWED), S0);
+    shorten(a, S0);
+    let here = a.here();
+    a.patch(is_less, here);
+    a.mov(S1, COUNTER);
+    a.rr(true, &[0xf7], 3, S1); // neg
+    a.store(gs(BEGAN), S1);
+}
+
+/// Emits the beginning of a fast iteration of this cost, or of the rest of one. Returns the branch to take if the
+/// budget is too short.
+pub(in crate::codegen) fn fast_turn(a: &mut Asm, cost: Cost) -> usize {
+    enter(a, cost)
+}
+
+/// Does what [`super::end_fast_turns`] does; `cost` is that of one iteration, which has been subtracted once too often.
+pub(in crate::codegen) fn end_fast_turns(
+    a: &mut Asm,
+    layout: Layout,
+    cost: Cost,
+    least: i32,
+) -> usize {
+    refund_entry(a, cost, S1);
+    a.load(S1, gs(OWED));
+    a.alu_rr(true, Alu::Add, COUNTER, S1);
+    a.alu(true, Alu::Add, S1, gs(COUNTED_FROM));
+    a.store(gs(COUNTED_FROM), S1);
+    let least = layout.instructions(least);
+    match i32::try_from(least) {
+        Ok(least) => a.alu_imm(true, Alu::Cmp, COUNTER, least),
+        Err(_) => {
+            a.mov_imm(S1, least.cast_unsigned());
+            a.alu_rr(true, Alu::Cmp, COUNTER, S1);
+        }
+    }
+    a.jcc(cc::L)
+}
+
+/// Does what [`super::leave_fast_turns`] does; `executed` is called with [`Layout::executed`] of the number in r13, in
+/// 32 bits.
+pub(in crate::codegen) fn leave_fast_turns(
+    a: &mut Asm,
+    layout: Layout,
+    worth: i32,
+    executed: impl FnOnce(&mut Asm),
+) {
+    let worth = layout.instructions(worth);
+    let from = match i32::try_from(worth) {
+        Ok(worth) => {
+            a.load(S1, gs(BEGAN));
+            a.lea(S1, at(S1, worth).plus(COUNTER, 0));
+            EXECUTED_FROM_ONE
+        }
+        Err(_) => {
+            // The upper half has all bits of instructions.
+            a.load(S1, gs(BEGAN));
+            a.lea(S1, at(S1, 0).plus(COUNTER, 0));
+            EXECUTED_FROM_SEVERAL
+        }
+    };
+    a.store(gs(SPILL), S1);
+    a.load32(S1, gs(SPILL + usize::from(from / 8)));
+    if layout == Layout::Several {
+        a.lea(S1, at(S1, (worth >> EXECUTED_FROM_SEVERAL) as i32));
+    }
+    executed(a);
+    // The budget is lengthened without a change of flags.
+    a.load(S1, gs(OWED));
+    lengthen(a, SPILL);
+}
+
+/// The lowest bit of the countdown that [`leave_fast_turns`] computes with, for each layout.
+const EXECUTED_FROM_ONE: u8 = 16;
+const EXECUTED_FROM_SEVERAL: u8 = 32;
+
+/// Notes that code that counts, whose counts have been settled, ends here.
+pub(in crate::codegen) fn forget(a: &mut Asm) {
+    a.store_imm(gs(COUNTED_FROM), 0);
+}
+
+/// Emits what goes on at [`COUNTED_ENTRY`] with the countdown in [`COUNTED_TO`]. `last`: the code that the last frame
+/// of the host's stack is to lead to, which may have been set for the other kind of code.
+pub(in crate::codegen) fn go_on(a: &mut Asm, last: usize) -> usize {
+    let place = a.here();
+    a.bytes(&[0x4c, 0x8d, 0x2d, 0, 0, 0, 0]); // lea r13, [rip + …]
+    let site = a.here() - 4;
+    a.patch(site, last);
+    a.load(S0, gs(STACK));
+    a.store(at(S0, 0), S1);
+    a.load(COUNTER, gs(COUNTED_TO));
+    a.jmp_mem(gs(COUNTED_ENTRY));
+    place
+}

@@ -1,0 +1,135 @@
+//! What code that counts has counted, as Rust reads it.
+
+use engine_frame::EngineFrame;
+
+use super::{LEAST_FOR_CREDIT, Layout};
+use crate::{
+    codegen::countdown::longest,
+    ir::streams::{IN_COUNTDOWN, IN_MEMORY, SUMS, Streams},
+};
+
+/// The bit of [`EngineFrame::counted_as`] that has the level.
+const LEVEL: u64 = 1 << 8;
+
+/// Sets the countdown of code that counts, which is entered or goes on, to at most so many instructions. `left`: after
+/// how many a counter may overflow.
+pub fn begin(
+    frame: &mut EngineFrame,
+    (streams, level): (Streams, usize),
+    instructions: u64,
+    left: u64,
+) {
+    let instructions = instructions.min(left);
+    if left < LEAST_FOR_CREDIT {
+        frame.credit_left = 0;
+    }
+    let layout = Layout::of(streams);
+    let countdown = instructions.min(longest()) << layout.shift() | layout.events();
+    frame.counted_from = countdown;
+    frame.counted_to = countdown;
+    frame.counted_as = u64::from(streams.number());
+    set_level(frame, level);
+}
+
+/// Sets the level that what is counted from now on counts at.
+pub fn set_level(frame: &mut EngineFrame, level: usize) {
+    let as_what = &mut frame.counted_as;
+    *as_what = *as_what & !LEVEL | if level != 0 { LEVEL } else { 0 };
+}
+
+/// Returns the streams and the level that code counts, if such code runs.
+pub fn counts_as(frame: &EngineFrame) -> (Streams, usize) {
+    let as_what = frame.counted_as;
+    (
+        Streams::of_number(as_what),
+        usize::from(as_what & LEVEL != 0),
+    )
+}
+
+/// What code that counts has counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counted {
+    /// Instructions that were retired.
+    pub instructions: u64,
+    /// Events, by the sums that are counted besides instructions.
+    pub sums: [u64; SUMS],
+    /// Instructions that polls have not taken off [`crate::frame::words::EVENTS_LEFT`] yet.
+    pub left: u64,
+}
+
+impl Counted {
+    /// Returns what undoes the addition of these counts.
+    pub fn negative(&self) -> Self {
+        Self {
+            instructions: self.instructions.wrapping_neg(),
+            sums: self.sums.map(u64::wrapping_neg),
+            left: 0,
+        }
+    }
+}
+
+/// Returns what code that counts has counted when it has called `handle` or has been left, and sets the counts back to
+/// 0. `None` if no such code runs. Other functions are called in the middle of a block, when more has been counted than
+/// executed.
+pub fn take_counted(frame: &mut EngineFrame) -> Option<Counted> {
+    let counted = counted(frame)?;
+    frame.counted_from = frame.counted_to;
+    frame.counted = 0;
+    frame.counted_beside = 0;
+    let sums = match Layout::of(counts_as(frame).0) {
+        Layout::One => 1,
+        Layout::Several => SUMS,
+    };
+    frame.counted_events[..sums].fill(0);
+    Some(counted)
+}
+
+/// Returns the same, and leaves the counts as they are.
+pub fn counted(frame: &EngineFrame) -> Option<Counted> {
+    let from = frame.counted_from;
+    if from == 0 {
+        return None;
+    }
+    let counted = from.wrapping_sub(frame.counted_to);
+    let (streams, _) = counts_as(frame);
+    let layout = Layout::of(streams);
+    let left = counted >> layout.shift();
+    let mut sums = [0; SUMS];
+    if layout == Layout::One {
+        let events = counted & layout.events();
+        sums[0] = frame.counted_events[0].wrapping_add(events);
+    } else {
+        sums = frame.counted_events;
+        for (n, sum) in sums[..IN_COUNTDOWN].iter_mut().enumerate() {
+            let events = counted >> (n as u8 * layout.bits()) & ((1 << layout.bits()) - 1);
+            *sum = sum.wrapping_add(events);
+        }
+        let beside = frame.counted_beside;
+        for (n, sum) in sums[IN_COUNTDOWN..].iter_mut().take(IN_MEMORY).enumerate() {
+            *sum = sum.wrapping_add(beside >> (16 * n) & 0xffff);
+        }
+    }
+    Some(Counted {
+        instructions: frame.counted.wrapping_add(left),
+        sums,
+        left,
+    })
+}
+
+/// Notes that code that counts does not run any more. Returns how many instructions were left of its countdown; `None`
+/// if no such code ran.
+pub fn end(frame: &mut EngineFrame) -> Option<u64> {
+    let left = left(frame);
+    (core::mem::take(&mut frame.counted_from) != 0).then_some(left)
+}
+
+/// Returns the instructions until the next poll, when code that counts has called Rust.
+pub fn left(frame: &EngineFrame) -> u64 {
+    let layout = Layout::of(counts_as(frame).0);
+    (frame.counted_to.cast_signed() >> layout.shift()).max(0) as u64
+}
+
+/// Returns what `handle` has charged.
+pub fn charged(frame: &EngineFrame) -> u64 {
+    frame.cost
+}

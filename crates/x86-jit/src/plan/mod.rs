@@ -1,3 +1,0 @@
-//! Decisions about a whole block that are made before any of its code is emitted.
-
-pub(crate) mod groups;
