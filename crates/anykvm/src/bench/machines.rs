@@ -7,7 +7,6 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use super::memory;
 use super::workloads::{PREPARE, Suite, Workload};
 use crate::error::BootError;
 use crate::images::{self, Overlay};
@@ -341,9 +340,6 @@ pub(super) fn missing(package: &str) -> BootError {
 
 /// Programs and their data on the host, for the guest.
 fn host_files(suite: Suite) -> Result<Vec<PathBuf>, BootError> {
-    if suite == Suite::Memory {
-        return Ok(memory::host_files());
-    }
     let programs: &[(&str, &str)] = match suite {
         Suite::Compute => &[
             ("/usr/bin/zstd", "zstd"),

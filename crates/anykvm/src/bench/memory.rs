@@ -121,6 +121,9 @@ pub(super) fn run(
         .collect();
     let workloads: Vec<&'static Workload> =
         tables.chain(programs.iter().map(|p| &p.workload)).collect();
+    if !programs.is_empty() {
+        host_files().iter().for_each(|file| files.add_file(file));
+    }
     let script = script(&workloads, &programs, args.repeats);
     let mut machines = vec![Machine::Native, Machine::Anykvm];
     machines.extend((!args.no_tcg).then_some(Machine::Tcg));
@@ -166,7 +169,7 @@ pub(super) fn names() -> impl Iterator<Item = &'static str> {
 }
 
 /// The programs that a guest needs.
-pub(super) fn host_files() -> Vec<PathBuf> {
+fn host_files() -> Vec<PathBuf> {
     let of_redis = ["/usr/bin/redis-cli", "/usr/bin/redis-benchmark"];
     let all = PROGRAMS.iter().map(|p| p.path).chain(of_redis);
     all.map(PathBuf::from)
@@ -176,7 +179,8 @@ pub(super) fn host_files() -> Vec<PathBuf> {
 
 /// What a machine runs: each workload, `repeats` times in turn.
 fn script(workloads: &[&Workload], programs: &[&Program], repeats: u32) -> String {
-    let mut lines: Vec<&str> = programs.iter().map(|p| p.prepare).collect();
+    let mut lines = vec!["export PATH=$PATH:."];
+    lines.extend(programs.iter().map(|p| p.prepare));
     let repeat = format!("n=0; while [ $n -lt {repeats} ]; do");
     lines.push(&repeat);
     lines.extend(workloads.iter().map(|w| w.script));

@@ -229,12 +229,11 @@ impl Asm {
             isa,
         }
     }
-    /// Returns the host's extensions.
     #[inline(always)]
     pub(crate) fn isa(&self) -> Isa {
         self.isa
     }
-    /// Begins anew, with code that is to be at offset `base` of the buffer.
+    /// Begins anew, for code at offset `base` of the buffer.
     pub fn start(&mut self, base: usize) {
         self.len = 0;
         self.base = base;
