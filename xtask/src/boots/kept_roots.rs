@@ -1,7 +1,8 @@
-//! `guests/linux-kept-roots`: a module for Debian's kernel that has address spaces kept, as docs/paravirt.md offers it.
+//! `guests/linux-kept-roots`: a module for Debian's kernel that makes CR3 loads keep address spaces, as
+//! docs/paravirt.md offers it.
 //!
-//! It is built from Debian's headers. A program checks that what one processor does to an address space is seen by another
-//! that was not running it; with a module that does not look for changes the same program has to fail.
+//! The module is built from Debian's headers. A program checks that what one processor does to an address space is seen
+//! by another that was not running it. With a module that does not look for changes, the same program has to fail.
 
 use std::{
     fs,
@@ -16,7 +17,7 @@ use super::LIMIT;
 use crate::{debian, tool::tool};
 
 const SOURCES: &str = "guests/linux-kept-roots";
-/// Loads that have to keep their address space, of some 100,000.
+/// Minimum number of loads that keep their address space, of about 100,000.
 const LEAST_KEPT: u64 = 10_000;
 
 const COMMAND: &str = "
@@ -29,7 +30,7 @@ const COMMAND: &str = "
     /opt/check 10000 && exit 8
     rmmod kept_roots; exit 7";
 
-/// Builds the module, boots a guest without PCIDs, and has it checked.
+/// Builds the module, boots a guest without PCIDs, and runs the program.
 pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
     debian::install(&["rt-tests", "make", "gcc-12"])?;
     let kernel = debian::kernel("linux-image-cloud-amd64", "kernel-cloud-amd64")?;
@@ -61,7 +62,7 @@ pub(super) fn run(anykvm: &Path) -> Result<Duration, String> {
     Ok(outcome.time)
 }
 
-/// The folder with the module for this kernel, and the program.
+/// Makes a folder with the module for this kernel, and the program.
 fn build(kernel: &Path) -> Result<PathBuf, String> {
     let name = kernel.file_name().unwrap_or_default().to_string_lossy();
     let release = name.trim_start_matches("vmlinuz-");
@@ -81,14 +82,14 @@ fn build(kernel: &Path) -> Result<PathBuf, String> {
     Ok(folder)
 }
 
-/// A kernel's headers, as its package would install them.
+/// Returns a kernel's headers, as its package would install them.
 fn headers(release: &str) -> Result<PathBuf, String> {
     let root = crate::build::cache().join(format!("headers-{release}"));
     let own = root.join(format!("usr/src/linux-headers-{release}"));
     if own.exists() {
         return Ok(own);
     }
-    // 6.1.0-50-cloud-amd64: what is common is 6.1.0-50's, its tools are 6.1's.
+    // For 6.1.0-50-cloud-amd64, the common headers are those of 6.1.0-50, and the tools those of 6.1.
     let version = release.split('-').take(2).collect::<Vec<_>>().join("-");
     let series = version.split('.').take(2).collect::<Vec<_>>().join(".");
     let partial = crate::build::cache().join(format!("headers-{release}.partial"));
@@ -98,7 +99,7 @@ fn headers(release: &str) -> Result<PathBuf, String> {
         format!("linux-headers-{version}-common"),
         format!("linux-kbuild-{series}"),
     ];
-    // A leftover of an interrupted run.
+    // The folder may be left over from an interrupted run.
     let _ = fs::remove_dir_all(&partial);
     fs::create_dir_all(&partial).map_err(failed)?;
     for package in packages {
