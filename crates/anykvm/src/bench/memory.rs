@@ -1,4 +1,4 @@
-//! `anykvm bench memory`: what accesses cost beyond the reach of TLBs. The program is memory.c.
+//! `anykvm bench memory`: measures accesses beyond the reach of TLBs. The program is memory.c.
 
 use super::machines::{Files, Guest, Machine};
 use super::plot::{self, Bar, NATIVE, OURS, Scale, TCG};
@@ -8,14 +8,14 @@ use super::{is_plausible, note};
 use crate::cli::BenchArgs;
 use crate::error::BootError;
 
-/// Accesses that a workload makes, as in memory.c.
+/// Number of accesses that a workload makes, as in memory.c.
 const COUNT: f64 = 2e6;
-/// From a nanosecond on.
+/// The scale, which begins at a nanosecond.
 const SCALE: Scale = Scale {
     from: 0.001,
     decades: 4,
 };
-/// The guest's memory: the largest table, and what the kernel needs.
+/// Size of the guest's memory: the largest table, and what the kernel needs.
 const RAM: &str = "3G";
 
 const fn table(name: &'static str, script: &'static str) -> Workload {
@@ -50,7 +50,7 @@ pub(super) const WORKLOADS: &[Workload] = &[
     table("collect-512-2m", "./memory collect 512 2m"),
 ];
 
-/// Time over native, at most.
+/// Maximum time of workloads, as a multiple of the native time.
 const BARS: &[(&str, f64)] = &[
     ("write-256-4k", 3.5),
     ("write-1024-4k", 4.0),
@@ -58,7 +58,7 @@ const BARS: &[(&str, f64)] = &[
     ("write-1024-2m", 3.0),
 ];
 
-/// The suite.
+/// Runs the suite.
 pub(super) fn run(
     args: &BenchArgs,
     files: &mut Files,
@@ -98,7 +98,7 @@ pub(super) fn run(
     Ok(table_of(&rows, verdict))
 }
 
-/// The same as bars.
+/// Returns the rows as bars.
 fn bars_of(rows: &[Row]) -> Vec<Bar> {
     let columns = [
         (Column::Native, "native", NATIVE),
@@ -115,7 +115,7 @@ fn bars_of(rows: &[Row]) -> Vec<Bar> {
     rows.iter().flat_map(of_row).flatten().collect()
 }
 
-/// Nanoseconds an access, and ratios, each by the best of its runs.
+/// Returns the table of nanoseconds per access and of ratios, each by the best of its runs.
 fn table_of(rows: &[Row], verdict: &mut Verdict) -> String {
     let head = [
         "ns an access (table, MiB, pages)",
