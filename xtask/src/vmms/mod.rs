@@ -1,8 +1,8 @@
 //! `cargo xtask vmms [--all | --quick] [--times N] [--tcg] [NAME…]`: unmodified VMMs under `anykvm exec`.
 //!
-//! Debian's QEMU boots Debian's kernel on each machine type, CPU model, interrupt controller and
-//! firmware, and the guest checks what it was given: CPUs, memory, disks, network. QEMU's own
-//! monitor, its snapshots, its debugger stub and reboots are driven from outside (`driven`), and it is migrated while it runs (`live`). Other VMMs: `others`.
+//! Debian's QEMU boots Debian's kernel on each machine type, CPU model, interrupt controller and firmware, and the
+//! guest checks what it was given: CPUs, memory, disks, network. QEMU's own monitor, its snapshots, its debugger stub
+//! and reboots are driven from outside (`driven`), and it is migrated while it runs (`live`). Other VMMs: `others`.
 
 mod disk;
 mod driven;

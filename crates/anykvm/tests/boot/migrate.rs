@@ -1,7 +1,7 @@
 //! Guests that are paused, saved and moved: `--control`, `--incoming`, `anykvm migrate`.
 //!
-//! The guest counts, and each time copies a file in memory, checks the copy, and writes the number to its disk. What it has said
-//! in all processes together has each number once.
+//! The guest counts. At each number it copies a file in memory, checks the copy, and writes the number to its disk. The
+//! output of all processes together has each number once.
 
 use std::fs;
 use std::io::Read;
@@ -196,7 +196,8 @@ fn place(kind: &str, path: &str) -> String {
     format!("{kind}:{path}")
 }
 
-/// Into a file and out of it, and twice to a process that waits; its disk, its memory and its command's status go with it.
+/// Tests moves into a file and out of it, and twice to a process that waits. The guest's disk, its memory and its
+/// command's status go with it.
 #[test]
 fn a_guest_goes_on_elsewhere() {
     const TICKS: u32 = 150;
